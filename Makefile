@@ -1,0 +1,72 @@
+# `make demo` and `make test` set everything up by themselves, in .venv.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+PYTHON ?= python3
+# What pip installs as torch: another version, or a requirement with pip options such as an index of CPU builds.
+TORCH ?= torch==2.13.0
+WORKERS ?= 2
+TESTS ?= tests
+ARGS ?=
+
+BIN := $(VENV)/bin
+ROOTS := src/fastlayers models/fastlayers_models server/fastlayers_server
+CPU_TESTS := not gpu and not multigpu and not slow and not realmodel and not compile
+# One thread a worker, and nothing is downloaded.
+TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+SETUP := PYTHON='$(PYTHON)' TORCH='$(TORCH)' bash tools/setup_env.sh $(VENV)
+SETUP_INPUTS := pyproject.toml constraints.txt tools/setup_env.sh $(VENV)/.torch
+
+export CPU_TESTS WORKERS PYTHON TORCH
+
+.PHONY: help demo test test-compile test-matrix lint format wheel clean FORCE
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
+	@echo
+	@echo "Variables: TORCH='$(TORCH)' PYTHON=$(PYTHON) WORKERS=$(WORKERS) TESTS=$(TESTS) ARGS='$(ARGS)'"
+
+demo: $(VENV)/.stamp-run  ## set up, then run `fastlayers demo` (ARGS='...' is passed on)
+	@$(BIN)/fastlayers demo $(ARGS)
+
+test: $(VENV)/.stamp-dev  ## set up, then run the tests that need no GPU (TESTS=..., ARGS='...')
+	@$(TEST_ENV) TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "$(CPU_TESTS)" -n $(WORKERS) --dist loadfile $(TESTS) $(ARGS)
+
+test-compile: $(VENV)/.stamp-dev  ## compile every Triton kernel for sm_90, without a GPU
+	@env -u TRITON_INTERPRET $(TEST_ENV) $(BIN)/python -m pytest -m compile -n $(WORKERS) tests/compile $(ARGS)
+
+test-matrix: $(VENV)/.stamp-dev  ## newest triton, oldest and newest transformers, stubbed kernel packages (COLUMNS='...')
+	@$(TEST_ENV) bash tools/test_matrix.sh $(VENV) "$(TESTS)" $(COLUMNS)
+
+lint: $(VENV)/.stamp-dev  ## ruff and mypy
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet . || { echo "not formatted; run: make format"; $(BIN)/ruff format --check .; }
+	@$(BIN)/mypy $(ROOTS)
+
+format: $(VENV)/.stamp-dev  ## ruff format, and the fixes that ruff knows
+	@$(BIN)/ruff check --fix --quiet . || true
+	@$(BIN)/ruff format .
+
+wheel: $(VENV)/.stamp-run  ## build dist/fastlayers-*.whl
+	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	@ls -l dist/*.whl
+
+clean:  ## remove the environments, caches and builds
+	rm -rf $(VENV) .venv-matrix dist build .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find $(wildcard src models server tests benchmarks tools) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.stamp-run: $(SETUP_INPUTS)
+	@$(SETUP)
+	@touch $@
+
+$(VENV)/.stamp-dev: $(SETUP_INPUTS)
+	@$(SETUP) dev,server
+	@touch $(VENV)/.stamp-run $@
+
+# Rewritten only when TORCH changes, so that another value sets up again and the same one does not.
+$(VENV)/.torch: FORCE
+	@mkdir -p $(VENV)
+	@echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' > $@
