@@ -6,8 +6,11 @@ MAKEFLAGS += --no-print-directory
 
 VENV ?= .venv
 PYTHON ?= python3
+# Without an NVIDIA GPU only a CPU build will do: pip finds one or stops, and never fetches gigabytes of CUDA.
+CPU_BUILD := $(shell [ "$$(uname -sm)" = "Linux x86_64" ] && [ ! -e /dev/nvidia0 ] && \
+	! command -v nvidia-smi >/dev/null && echo +cpu)
 # What pip installs as torch: another version, or a requirement with pip options such as an index of CPU builds.
-TORCH ?= torch==2.13.0
+TORCH ?= torch==2.13.0$(CPU_BUILD)
 WORKERS ?= 2
 TESTS ?= tests
 ARGS ?=

@@ -4,7 +4,7 @@
 #   tools/setup_env.sh VENV [EXTRAS]        EXTRAS as in "dev,server"
 #
 # PYTHON  the interpreter to make it with (default: the first python3 that is new enough)
-# TORCH   what pip is to install as torch (default: torch==2.13.0); pip options may follow the requirement
+# TORCH   what pip is to install as torch (the Makefile has a default); pip options may follow the requirement
 #
 # Torch comes first and alone: from then on its version is pinned, so nothing that is installed later can
 # replace a CPU build by several GB of CUDA packages.
@@ -12,7 +12,7 @@ set -euo pipefail
 
 venv=$1
 extras=${2:-}
-torch=${TORCH:-torch==2.13.0}
+torch=${TORCH:?set TORCH to a requirement, such as torch==2.13.0}
 cd "$(dirname "$0")/.."
 
 new_enough='import sys; sys.exit(sys.version_info < (3, 11))'
@@ -42,14 +42,22 @@ if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     fi
 fi
 
-if [ ! -e /dev/nvidia0 ] && ! command -v nvidia-smi >/dev/null 2>&1; then
-    echo "setup: no NVIDIA GPU here; $torch is installed first. TORCH='...' names another build."
-fi
 # The constraints of everything but torch and triton, which belong together.
 grep -vE '^(torch|triton)=' constraints.txt >"$venv/constraints.txt"
+echo "setup: $torch"
 # Not quoted: TORCH may carry pip options.
 # shellcheck disable=SC2086
-pip_install --constraint "$venv/constraints.txt" $torch
+if ! pip_install --constraint "$venv/constraints.txt" $torch; then
+    if [[ $torch == *+cpu ]]; then
+        cat >&2 <<EOF
+setup: pip found no $torch, and this machine has no NVIDIA GPU.
+  Tell pip where CPU builds are:    PIP_FIND_LINKS=FOLDER make ...
+  or name an index that has them:   make ... TORCH='$torch --index-url URL'
+  or take the several GB of CUDA:   make ... TORCH='${torch%+cpu}'
+EOF
+    fi
+    exit 1
+fi
 
 "$venv/bin/python" - constraints.txt >>"$venv/constraints.txt" <<'PY'
 """Pin the torch that was installed; pin our Triton only where torch does not bring its own."""
