@@ -1,0 +1,1 @@
+"""Attention layers, their caches and their metadata."""

@@ -1,0 +1,1 @@
+"""Parallel topology, tensor layouts and the communicator between layers."""

@@ -1,0 +1,246 @@
+"""What hardware and which optional packages are here, or would be there.
+
+The only file that asks torch about the hardware. A :class:`Device` is plain data, so backends' predicates can
+be asked about any machine from any machine.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from fastlayers import env
+from fastlayers.errors import UnknownNameError
+
+if TYPE_CHECKING:
+    import torch
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device, present or described.
+
+    Parameters
+    ----------
+    type : str
+        ``"cpu"`` or ``"cuda"``.
+    name : str
+        Short name such as ``"H200"``; the part of a tuned table's file name.
+    capability : tuple[int, int] or None
+        CUDA compute capability.
+    sm_count : int
+        Streaming multiprocessors (CPU: number of threads torch uses).
+    memory_bytes : int
+    bandwidth : float
+        Memory bandwidth in bytes/s, the first floor of a cost model.
+    flops : float
+        Dense bf16 operations/s, the second floor.
+    described : bool
+        True if this machine may not have it: then packages are looked up without importing them.
+    """
+
+    type: str
+    name: str
+    capability: tuple[int, int] | None = None
+    sm_count: int = 1
+    memory_bytes: int = 0
+    bandwidth: float = 0.0
+    flops: float = 0.0
+    described: bool = True
+
+    @property
+    def sm(self) -> str:
+        """``"sm_90"``, or the device type where there is no capability."""
+        return f"sm_{self.capability[0]}{self.capability[1]}" if self.capability else self.type
+
+    @property
+    def has_fp8_dot(self) -> bool:
+        """Whether matrix units multiply e4m3 (sm_89 and newer)."""
+        return self.capability is not None and self.capability >= (8, 9)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.sm})" if self.capability else self.name
+
+
+DESCRIBED = {
+    d.name: d
+    for d in (
+        Device("cpu", "cpu", None, 2, 16 * GIB, 20e9, 0.1e12),
+        Device("cuda", "A100", (8, 0), 108, 80 * GIB, 2.0e12, 312e12),
+        Device("cuda", "L40S", (8, 9), 142, 48 * GIB, 0.86e12, 362e12),
+        Device("cuda", "H20", (9, 0), 78, 96 * GIB, 4.0e12, 148e12),
+        Device("cuda", "H100", (9, 0), 132, 80 * GIB, 3.35e12, 989e12),
+        Device("cuda", "H200", (9, 0), 132, 141 * GIB, 4.8e12, 989e12),
+        Device("cuda", "B200", (10, 0), 148, 180 * GIB, 8.0e12, 2250e12),
+    )
+}
+
+
+def as_device(device: Device | torch.device | str | int | None = None) -> Device:
+    """Return a :class:`Device` for a description's name, a torch device, or (``None``) torch's default device.
+
+    ``"H200"``, ``"B200"``, ``"A100"``, ``"cpu"``, … are described devices; ``"cuda"``, ``"cuda:1"`` and torch
+    devices are what this machine has. A ``meta`` device counts as a CPU.
+
+    Raises
+    ------
+    UnknownNameError
+        Neither a known description nor a torch device of this machine.
+    """
+    if isinstance(device, Device):
+        return device
+    if isinstance(device, str) and device in DESCRIBED and device != "cpu":
+        return DESCRIBED[device]
+    import torch
+
+    if device is None:
+        device = torch.get_default_device()
+    try:
+        torch_device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        known = ", ".join(DESCRIBED)
+        raise UnknownNameError(f"device {device!r} is unknown; described devices: {known}; or a torch device") from error
+    if torch_device.type in ("cpu", "meta"):
+        return _this_cpu()
+    if torch_device.type != "cuda" or not torch.cuda.is_available():
+        raise UnknownNameError(f"device {str(torch_device)!r} is not on this machine; described: {', '.join(DESCRIBED)}")
+    index = torch_device.index if torch_device.index is not None else torch.cuda.current_device()
+    return _this_gpu(index)
+
+
+@lru_cache(maxsize=1)
+def _this_cpu() -> Device:
+    import torch
+
+    base = DESCRIBED["cpu"]
+    return Device("cpu", "cpu", None, torch.get_num_threads(), 0, base.bandwidth, base.flops, described=False)
+
+
+@lru_cache
+def _this_gpu(index: int) -> Device:
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    full_name = properties.name
+    known = next((d for n, d in DESCRIBED.items() if n in full_name.split() or n in full_name.split("-")), None)
+    return Device(
+        "cuda",
+        known.name if known else full_name.replace(" ", "_"),
+        (properties.major, properties.minor),
+        properties.multi_processor_count,
+        properties.total_memory,
+        known.bandwidth if known else 1e12,
+        known.flops if known else 100e12,
+        described=False,
+    )
+
+
+@dataclass(frozen=True)
+class Package:
+    """State of one optional package: ``state`` is ``ok``, ``absent``, ``broken`` or ``disabled``."""
+
+    name: str
+    state: str
+    version: str | None
+    reason: str | None
+
+
+# import name -> name on the package index
+OPTIONAL_PACKAGES = {
+    "triton": "triton",
+    "transformers": "transformers",
+    "deep_gemm": "sgl-deep-gemm",
+    "flashinfer": "flashinfer-python",
+    "sgl_kernel": "sglang-kernel",
+    "triton_kernels": "triton-kernels",
+    "flash_attn_interface": "flash-attn-3",
+}
+
+
+def _version(import_name: str) -> str | None:
+    for distribution in (OPTIONAL_PACKAGES.get(import_name, import_name), import_name):
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def package(import_name: str, *, load: bool) -> Package:
+    """Return the state of an optional package; with ``load`` it is imported, which is the only real proof.
+
+    Never raises: an import that fails for whatever reason is a ``broken`` package with the reason in words.
+    """
+    if import_name in env.disabled_packages():
+        return Package(import_name, "disabled", None, f"{import_name} is disabled by {env.DISABLE}")
+    return _probe(import_name, load)
+
+
+@lru_cache
+def _probe(import_name: str, load: bool) -> Package:
+    try:
+        found = importlib.util.find_spec(import_name) is not None
+    except (ImportError, ValueError):
+        found = False
+    version = _version(import_name) if found else None
+    if not found:
+        hint = OPTIONAL_PACKAGES.get(import_name, import_name)
+        return Package(import_name, "absent", None, f"{import_name} is not installed (pip install {hint})")
+    if load:
+        try:
+            importlib.import_module(import_name)
+        except Exception as error:  # a broken package may raise anything; the reason is kept
+            first_line = (str(error).splitlines() or [""])[0]
+            reason = f"{import_name} {version or ''} fails to import: {type(error).__name__}: {first_line}"
+            return Package(import_name, "broken", version, reason)
+    return Package(import_name, "ok", version, None)
+
+
+def missing(needs: tuple[str, ...], *, load: bool) -> str | None:
+    """Return why the functions in ``needs`` are not available, or ``None`` if all are.
+
+    Parameters
+    ----------
+    needs : tuple[str, ...]
+        ``"package"`` or ``"package.module:attribute.path"``; ``"torch.ops:sgl_kernel.rmsnorm"`` asks for an
+        operator (name the package that registers it first).
+    load : bool
+        Import the packages and look for the attributes. Without it only their presence is checked.
+    """
+    for need in needs:
+        module_name, _, attribute = need.partition(":")
+        top = module_name.split(".")[0]
+        if top != "torch":
+            state = package(top, load=load)
+            if state.reason is not None:
+                return state.reason
+        if load and (reason := _lacks(module_name, attribute)):
+            return reason
+    return None
+
+
+@lru_cache
+def _lacks(module_name: str, attribute: str) -> str | None:
+    version = _version(module_name.split(".")[0]) or ""
+    try:
+        found: object = importlib.import_module(module_name)
+    except Exception as error:  # as above: any failure of a foreign package is a reason, not a crash
+        return f"{module_name} {version} fails to import: {type(error).__name__}: {error}"
+    for piece in filter(None, attribute.split(".")):
+        try:
+            found = getattr(found, piece)
+        except AttributeError:
+            return f"{module_name} {version} has no {attribute}"
+    return None
+
+
+def forget_probes() -> None:
+    """Forget what was learnt about packages (after installing or removing one in a running process)."""
+    _probe.cache_clear()
+    _lacks.cache_clear()

@@ -1,0 +1,1 @@
+"""Vocabulary embedding and head."""

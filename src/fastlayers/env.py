@@ -1,0 +1,72 @@
+"""The environment variables of fastlayers: the only file that reads them.
+
+=========================  ==============================================================================
+``FASTLAYERS_BACKEND``     ``layer=backend`` pairs, comma separated: ``mla=triton,fp8_linear=triton:64|torch``
+``FASTLAYERS_DISABLE``     optional packages to treat as absent, comma separated: ``deep_gemm,flashinfer``
+``FASTLAYERS_DEBUG``       ``1``: check token ids, page tables and slots on the host (costs a sync)
+``FASTLAYERS_TUNED_DIR``   extra directory with tuned tables, searched before the shipped ones
+=========================  ==============================================================================
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from fastlayers.errors import EnvironmentVariableError
+
+BACKEND, DISABLE, DEBUG, TUNED_DIR = (
+    "FASTLAYERS_BACKEND",
+    "FASTLAYERS_DISABLE",
+    "FASTLAYERS_DEBUG",
+    "FASTLAYERS_TUNED_DIR",
+)
+KNOWN = (BACKEND, DISABLE, DEBUG, TUNED_DIR)
+
+
+def backend_overrides(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return ``{layer: backend}`` from ``FASTLAYERS_BACKEND``.
+
+    The grammar is checked here; whether the names exist is checked by the registry.
+
+    Raises
+    ------
+    EnvironmentVariableError
+        An entry is not ``layer=backend``, or a layer is named twice.
+    """
+    text = (os.environ if environ is None else environ).get(BACKEND, "")
+    overrides: dict[str, str] = {}
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        layer, separator, backend = (piece.strip() for piece in entry.partition("="))
+        if not (layer and separator and backend):
+            raise EnvironmentVariableError(f"{BACKEND}: {entry!r} is not of the form layer=backend")
+        if layer in overrides:
+            raise EnvironmentVariableError(f"{BACKEND}: {layer!r} is given twice")
+        overrides[layer] = backend
+    return overrides
+
+
+def disabled_packages(environ: Mapping[str, str] | None = None) -> frozenset[str]:
+    """Return the import names that ``FASTLAYERS_DISABLE`` tells us to treat as absent."""
+    text = (os.environ if environ is None else environ).get(DISABLE, "")
+    return frozenset(filter(None, (part.strip() for part in text.split(","))))
+
+
+def debug(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether ``FASTLAYERS_DEBUG`` asks for checks of data (not only of shapes)."""
+    text = (os.environ if environ is None else environ).get(DEBUG, "0").strip().lower()
+    if text in ("1", "true", "on", "yes"):
+        return True
+    if text in ("", "0", "false", "off", "no"):
+        return False
+    raise EnvironmentVariableError(f"{DEBUG}: {text!r} is not one of 1, true, on, yes, 0, false, off, no")
+
+
+def tuned_dir(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the extra directory with tuned tables, or ``None``."""
+    return (os.environ if environ is None else environ).get(TUNED_DIR) or None
+
+
+def triton_interpret(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether Triton runs its kernels in its interpreter (Triton's own ``TRITON_INTERPRET``)."""
+    return (os.environ if environ is None else environ).get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")

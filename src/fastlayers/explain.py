@@ -1,0 +1,136 @@
+"""What would run, what runs, and why not the other one: :func:`backends` and :func:`explain`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fastlayers import device as device_module
+from fastlayers.registry import LAYERS, Choice, registry
+
+
+@dataclass(frozen=True)
+class Row:
+    """One backend of a layer as seen from one device.
+
+    ``hardware``: would it run on this hardware (for the layer's first case if no configuration was given);
+    ``installed``: are its packages here; ``reason``: the sentences why not, or a note.
+    """
+
+    layer: str
+    name: str
+    rank: int
+    hardware: bool
+    installed: bool
+    automatic: bool
+    reason: str
+
+
+class Table(tuple[Row, ...]):
+    """Rows that print as a table."""
+
+    def __str__(self) -> str:
+        head = ("layer", "backend", "hardware", "installed", "auto", "reason")
+        body = [
+            (r.layer, r.name, "yes" if r.hardware else "no", "yes" if r.installed else "no",
+             "yes" if r.automatic else "by name", r.reason)
+            for r in self
+        ]  # fmt: skip
+        widths = [max(len(row[i]) for row in [head, *body]) for i in range(len(head))]
+        return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in [head, *body])
+
+    __repr__ = __str__
+
+
+def backends(layer: str, device: Any = None, cfg: Any = None) -> Table:
+    """Return every backend of ``layer``: would the hardware do, is the package here, refused because.
+
+    Parameters
+    ----------
+    layer : str
+        A name of :data:`fastlayers.registry.LAYERS`.
+    device : str, torch.device or Device, optional
+        A described device (``"H200"``, ``"B200"``, ``"A100"``, ``"cpu"``) or one of this machine.
+    cfg : object, optional
+        The layer's configuration; default: that of the layer's first case, a typical shape.
+    """
+    table, target = registry(layer), device_module.as_device(device)
+    if cfg is None:
+        from fastlayers.testing.spec import spec_of
+
+        cfg = spec_of(layer).cases[0].cfg
+    rows = []
+    for rank, backend in enumerate(table.ranked):
+        hardware = backend.refuse(cfg, target)
+        installed = device_module.missing(backend.needs, load=not target.described)
+        reason = "; ".join(filter(None, (hardware, installed, backend.note)))
+        automatic = target.type in backend.auto_on + backend.last_resort_on
+        rows.append(Row(layer, backend.name, rank, hardware is None, installed is None, automatic, reason))
+    return Table(rows)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What one module runs: ``chosen`` (a backend or a ladder), on which ``evidence``, what lost and why."""
+
+    module: str
+    layer: str
+    cfg: str
+    chosen: str
+    evidence: str
+    refused: dict[str, str]
+    bytes: int
+
+    def __str__(self) -> str:
+        lines = [f"{self.module or self.layer}: {self.layer}={self.chosen} ({self.evidence}), {self.bytes:,} weight bytes"]
+        lines += [f"    not {name}: {why}" for name, why in self.refused.items()]
+        return "\n".join(lines)
+
+
+class Explanations(tuple[Explanation, ...]):
+    """Explanations that print one module a line, the losers below."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self))
+
+    __repr__ = __str__
+
+
+def explain(target: Any) -> Explanations:
+    """Return what was chosen for a layer name, a layer, a model, or a patched Hugging Face model, and why.
+
+    A name is explained for torch's default device and the layer's first case.
+    """
+    if isinstance(target, str):
+        from fastlayers.testing.spec import spec_of
+
+        choice = registry(target).choose(spec_of(target).cases[0].cfg)
+        return Explanations((_explain(target, choice, 0),))
+    found = []
+    for name, module in target.named_modules():
+        own = sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
+        found += [_explain(name, choice, own) for choice in choices_of(module)]
+    return Explanations(found)
+
+
+def choices_of(module: Any) -> Iterator[Choice]:
+    """Yield the choices a module holds as attributes (``choice``, or those of its ``ladder`` objects)."""
+    seen: set[int] = set()
+    for value in vars(module).values():
+        choice = value if isinstance(value, Choice) else getattr(value, "choice", None)
+        if isinstance(choice, Choice) and id(choice) not in seen:
+            seen.add(id(choice))
+            yield choice
+
+
+def _explain(name: str, choice: Choice, size: int) -> Explanation:
+    chosen = choice.name
+    if any(rung.microseconds for rung in choice.rungs):
+        chosen += " (" + ", ".join(f"{r.backend.name} {r.microseconds} µs" for r in choice.rungs) + ")"
+    return Explanation(name, choice.layer, repr(choice.cfg), chosen, choice.evidence, dict(choice.refused), size)
+
+
+def layers() -> tuple[str, ...]:
+    """Return the names of all layers."""
+    return tuple(LAYERS)

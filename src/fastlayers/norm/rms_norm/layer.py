@@ -1,0 +1,124 @@
+"""RMSNorm, optionally with the residual added first.
+
+    T = tokens, D = hidden_size
+    r[T,D]  = x[T,D] + residual[T,D]            (rounded to the model's dtype; without residual r = x)
+    n[T,D]  = r / sqrt(mean(r², over D) + eps)  (fp32)
+    y[T,D]  = rounding(n, weight[D])
+
+Families round in three places (``rounding``):
+
+    "cast_then_scale"    weight * n.to(dtype)             Llama, Qwen, DeepSeek
+    "scale_then_cast"    (weight * n).to(dtype)           GPT-OSS
+    "one_plus"           ((1 + weight) * n).to(dtype)     Qwen3-Next, Gemma
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fastlayers.errors import check_choice, check_positive, check_tensor
+from fastlayers.layer import Layer
+from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
+from fastlayers.weights import Slot
+
+ROUNDINGS = ("cast_then_scale", "scale_then_cast", "one_plus")
+
+
+@dataclass(frozen=True)
+class RMSNormConfig:
+    """What a backend must know: ``hidden_size``, ``eps``, ``rounding`` (see the file's head)."""
+
+    hidden_size: int
+    eps: float = 1e-6
+    rounding: str = "cast_then_scale"
+
+    def __post_init__(self) -> None:
+        check_positive("RMSNorm", hidden_size=self.hidden_size)
+        check_choice("RMSNorm", "rounding", self.rounding, ROUNDINGS)
+
+
+_HERE = "fastlayers.norm.rms_norm"
+RMS_NORM = Registry(
+    "rms_norm",
+    [
+        triton_backend(f"{_HERE}.triton:TritonRMSNorm"),
+        torch_backend(f"{_HERE}.torch:TorchRMSNorm"),
+        reference_backend(f"{_HERE}.reference:ReferenceRMSNorm"),
+    ],
+    cases=f"{_HERE}.cases",
+)
+
+
+class RMSNorm(Layer):
+    """Root-mean-square normalisation of the last dimension, with optional fused residual add.
+
+    Parameters
+    ----------
+    hidden_size : int
+    eps : float
+    rounding : str
+        ``"cast_then_scale"``, ``"scale_then_cast"`` or ``"one_plus"``.
+    device, dtype
+        Of the weight.
+    backend : str
+        ``"auto"``, a name, or a ladder.
+
+    Notes
+    -----
+    Source: Zhang & Sennrich 2019; roundings as in the model families named. Capture-safe; allocates its outputs.
+
+    Examples
+    --------
+    >>> import torch, fastlayers as fl
+    >>> norm = fl.RMSNorm(4)
+    >>> y, residual = norm(torch.ones(2, 4), torch.ones(2, 4))
+    >>> residual[0].tolist(), [round(v, 4) for v in y[0].tolist()]
+    ([2.0, 2.0, 2.0, 2.0], [1.0, 1.0, 1.0, 1.0])
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        *,
+        rounding: str = "cast_then_scale",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        self.choose(RMS_NORM, RMSNormConfig(hidden_size, eps, rounding), device, backend)
+        fill = torch.zeros if rounding == "one_plus" else torch.ones
+        self.weight = nn.Parameter(fill(hidden_size, device=device, dtype=dtype), requires_grad=False)
+
+    def slots(self) -> Iterator[tuple[str, Slot]]:
+        """Yield the checkpoint tensor ``weight``."""
+        yield "weight", Slot(self.weight, (self.cfg.hidden_size,))
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Normalise ``x``.
+
+        Parameters
+        ----------
+        x : Tensor ``[..., D]``
+            Any leading dimensions; rows may be strided, the last dimension is contiguous.
+        residual : Tensor ``[..., D]``, optional
+            Same shape and dtype as ``x``.
+
+        Returns
+        -------
+        Tensor, or (Tensor, Tensor)
+            ``y``; with a residual also the new residual ``x + residual``. Both are new tensors.
+        """
+        check_tensor("RMSNorm", "x", x, dtype=self.weight.dtype, last_dim_contiguous=True)
+        check_tensor("RMSNorm", "x", x, shape=(*x.shape[:-1], self.cfg.hidden_size))
+        if residual is not None:
+            check_tensor("RMSNorm", "residual", residual, shape=tuple(x.shape), dtype=x.dtype)
+        y, new_residual = self.ladder.pick(x.shape[0])(x, self.weight, residual)
+        return y if residual is None else (y, new_residual)

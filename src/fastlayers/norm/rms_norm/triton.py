@@ -1,0 +1,74 @@
+"""RMSNorm in Triton: one program a row, the row in registers, residual add fused."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fastlayers.norm.rms_norm.layer import ROUNDINGS, RMSNormConfig
+from fastlayers.operators import operator
+from fastlayers.triton_lang import cast
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, y_ptr, summed_ptr, x_stride, residual_stride, hidden_size, eps,
+    ROUNDING: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < hidden_size
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0)
+        # The sum is rounded to the model's dtype before it is normalised, as the unfused pair does.
+        x = cast(x.to(tl.float32) + residual.to(tl.float32), x.dtype)
+        tl.store(summed_ptr + row * hidden_size + column, x, mask=inside)
+    wide = x.to(tl.float32)
+    normalised = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / hidden_size + eps)
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    if ROUNDING == 0:
+        y = weight.to(tl.float32) * cast(normalised, x.dtype).to(tl.float32)
+    elif ROUNDING == 1:
+        y = weight.to(tl.float32) * normalised
+    else:
+        y = (1.0 + weight.to(tl.float32)) * normalised
+    tl.store(y_ptr + row * hidden_size + column, cast(y, y_ptr.dtype.element_ty), mask=inside)
+
+
+def _fake(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float, rounding: int) -> list[torch.Tensor]:
+    return [x.new_empty(x.shape) for _ in range(1 if residual is None else 2)]
+
+
+@operator("rms_norm(Tensor x, Tensor weight, Tensor? residual, float eps, int rounding) -> Tensor[]", _fake)
+def _rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float, rounding: int
+) -> list[torch.Tensor]:
+    hidden_size = x.shape[-1]
+    rows = x.reshape(-1, hidden_size)
+    y = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    residual_rows = rows if residual is None else residual.reshape(-1, hidden_size)
+    summed = y if residual is None else torch.empty_like(y)
+    if rows.shape[0]:
+        block = triton.next_power_of_2(hidden_size)
+        _rms_norm_kernel[(rows.shape[0],)](
+            rows, residual_rows, weight, y, summed, rows.stride(0), residual_rows.stride(0), hidden_size, eps,
+            ROUNDING=rounding, HAS_RESIDUAL=residual is not None, BLOCK=block,
+            num_warps=min(16, max(1, block // 512)),
+        )  # fmt: skip
+    return [y.view(x.shape)] if residual is None else [y.view(x.shape), summed.view(x.shape)]
+
+
+class TritonRMSNorm:
+    """One pass over the row: reads x (and residual), writes y (and the sum)."""
+
+    def __init__(self, cfg: RMSNormConfig) -> None:
+        self.eps, self.rounding = cfg.eps, ROUNDINGS.index(cfg.rounding)
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return ``(y, new_residual)``, both new contiguous tensors of ``x``'s dtype."""
+        y, *summed = _rms_norm(x, weight, residual, self.eps, self.rounding)
+        return y, summed[0] if summed else None

@@ -1,0 +1,1 @@
+"""Number formats: specifications, quantisers, quantised linears."""

@@ -1,0 +1,1 @@
+"""One parity function for every backend of every layer, in-tree or not."""

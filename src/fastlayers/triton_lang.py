@@ -1,0 +1,45 @@
+"""Casts shared by all Triton kernels, exact on hardware and in Triton's interpreter.
+
+Triton 3.6's interpreter truncates fp32 to bf16 and neither saturates nor rounds e4m3 to even, so under it these
+helpers round in integer arithmetic. On hardware they are the plain cast.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fastlayers import env
+
+INTERPRET = tl.constexpr(env.triton_interpret())
+E4M3_MAX = tl.constexpr(448.0)
+
+
+@triton.jit
+def cast(x, dtype: tl.constexpr):
+    """Return fp32 ``x`` rounded to nearest even in ``dtype`` (fp32, fp16, bf16)."""
+    if INTERPRET and dtype == tl.bfloat16:
+        bits = x.to(tl.float32).to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        kept = tl.where(x == x, rounded, bits)
+        return kept.to(tl.float32, bitcast=True).to(tl.bfloat16)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def to_e4m3(x):
+    """Return fp32 ``x`` as e4m3, rounded to nearest even, clamped to ±448 first; NaN stays NaN."""
+    clamped = tl.minimum(tl.maximum(x, -E4M3_MAX), E4M3_MAX)
+    if INTERPRET:
+        bits = clamped.to(tl.uint32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        # Normal numbers: round the mantissa to 3 bits, rebias the exponent from 127 to 7.
+        normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+        # Below 2^-6 codes count multiples of 2^-9; adding 1.5 * 2^23 rounds to even.
+        steps = (magnitude.to(tl.float32, bitcast=True) * 512.0 + 12582912.0) - 12582912.0
+        code = tl.where(magnitude < 0x3C800000, steps.to(tl.uint32), normal)
+        code = tl.where(x == x, code, 0x7F) | ((bits >> 24) & 0x80)
+        return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    else:
+        return clamped.to(tl.float8e4nv)

@@ -1,0 +1,83 @@
+"""How layers tell the loader which checkpoint tensor goes where: :class:`Slot` and :func:`slots`.
+
+A layer with weights defines ``slots()``, which yields ``(name, Slot)``. A name is relative to the module;
+``"../x"`` is relative to its parent, so that one fused parameter can be fed by several checkpoint tensors::
+
+    q_a_proj.weight  ─┐
+                      ├─►  qkv_a_proj.weight[0:1536], [1536:2112]
+    kv_a_proj….weight ┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fastlayers.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one checkpoint tensor (or this rank's part of it) goes.
+
+    Parameters
+    ----------
+    dest : Tensor
+        View into a parameter, written in place.
+    shape : tuple[int, ...]
+        Shape of the whole tensor in the checkpoint; anything else is an error.
+    index : tuple[slice, ...]
+        What this rank reads of it (``()``: everything).
+    convert : callable or None
+        Applied to the read part before the copy.
+    optional : bool
+        Absence in the checkpoint is no error.
+    """
+
+    dest: torch.Tensor
+    shape: tuple[int, ...]
+    index: tuple[slice, ...] = ()
+    convert: Callable[[torch.Tensor], torch.Tensor] | None = None
+    optional: bool = False
+
+    def fill(self, name: str, part: torch.Tensor) -> None:
+        """Copy ``part`` (already sliced by ``index``) into ``dest``.
+
+        Raises
+        ------
+        CheckpointError
+            The shape or dtype does not fit; the tensor is named. e4m3 goes into e4m3 only: a quantised tensor is
+            never cast to a wider one without its scales.
+        """
+        value = self.convert(part) if self.convert is not None else part
+        if tuple(value.shape) != tuple(self.dest.shape):
+            raise CheckpointError(f"{name}: shape {tuple(value.shape)} does not fit {tuple(self.dest.shape)}")
+        quantised = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
+        if (value.dtype in quantised or self.dest.dtype in quantised) and value.dtype != self.dest.dtype:
+            raise CheckpointError(f"{name}: dtype {value.dtype} in the checkpoint, {self.dest.dtype} in the model")
+        self.dest.copy_(value)
+
+
+def slots(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Slot]]:
+    """Yield ``(checkpoint name, slot)`` for every weight of ``module`` and its children.
+
+    A module that has ``slots()`` speaks for its own parameters; children are always walked as well.
+    """
+    own = getattr(module, "slots", None)
+    if own is not None:
+        for name, slot in own():
+            yield _join(prefix, name), slot
+    for child_name, child in module.named_children():
+        yield from slots(child, f"{prefix}.{child_name}" if prefix else child_name)
+
+
+def _join(prefix: str, name: str) -> str:
+    parts = prefix.split(".") if prefix else []
+    while name.startswith("../"):
+        if not parts:
+            raise CheckpointError(f"slot name {name!r} climbs above the model")
+        parts, name = parts[:-1], name[3:]
+    return ".".join([*parts, name])
