@@ -8,6 +8,7 @@ import triton.language as tl
 
 from fastlayers.norm.rms_norm.layer import ROUNDINGS, RMSNormConfig
 from fastlayers.operators import operator
+from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import cast
 
 
@@ -72,3 +73,18 @@ class TritonRMSNorm:
         """Return ``(y, new_residual)``, both new contiguous tensors of ``x``'s dtype."""
         y, *summed = _rms_norm(x, weight, residual, self.eps, self.rounding)
         return y, summed[0] if summed else None
+
+
+COMPILE = [
+    KernelBuild(
+        f"rms_norm_{hidden}_{dtype}",
+        _rms_norm_kernel,
+        {
+            "x_ptr": f"*{dtype}", "residual_ptr": f"*{dtype}", "weight_ptr": f"*{dtype}", "y_ptr": f"*{dtype}",
+            "summed_ptr": f"*{dtype}", "x_stride": "i64", "residual_stride": "i64", "hidden_size": "i32", "eps": "fp32",
+        },
+        {"ROUNDING": 0, "HAS_RESIDUAL": True, "BLOCK": triton.next_power_of_2(hidden)},
+        num_warps=min(16, max(1, triton.next_power_of_2(hidden) // 512)),
+    )
+    for hidden, dtype in ((512, "bf16"), (2880, "bf16"), (7168, "bf16"), (7168, "fp32"))
+]  # fmt: skip

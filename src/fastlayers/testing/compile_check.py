@@ -1,0 +1,90 @@
+"""Compile Triton kernels for sm_90 without a GPU and report spills and shared memory."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+SHARED_MEMORY_LIMIT = 227 * 1024
+
+
+@dataclass(frozen=True)
+class KernelBuild:
+    """One kernel with one configuration, as it is launched for a real shape.
+
+    Parameters
+    ----------
+    name : str
+    kernel : triton.JITFunction
+    signature : mapping
+        Argument name -> Triton type (``"*bf16"``, ``"i32"``, ``"fp32"``); constexpr arguments are left out.
+    constexprs : mapping
+        Constexpr argument name -> value.
+    num_warps, num_stages : int
+    """
+
+    name: str
+    kernel: Any
+    signature: Mapping[str, str]
+    constexprs: Mapping[str, Any] = field(default_factory=dict)
+    num_warps: int = 4
+    num_stages: int = 2
+
+
+@dataclass(frozen=True)
+class Report:
+    """Resources of one compiled kernel: bytes of shared memory, registers and spilled registers a thread."""
+
+    name: str
+    shared: int
+    registers: int
+    spills: int
+
+
+def builds() -> Iterator[KernelBuild]:
+    """Yield every ``COMPILE`` entry of every ``triton.py`` in the library."""
+    import fastlayers
+
+    for found in pkgutil.walk_packages(fastlayers.__path__, "fastlayers."):
+        if found.name.rsplit(".", 1)[-1].startswith("triton") and found.name != "fastlayers.triton_lang":
+            yield from getattr(importlib.import_module(found.name), "COMPILE", [])
+
+
+def compile_for(build: KernelBuild, capability: int = 90) -> Report:
+    """Compile one kernel for ``sm_<capability>``; needs no GPU, and no interpreter mode."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = build.kernel.arg_names
+    signature = {n: build.signature[n] if n in build.signature else "constexpr" for n in names}
+    constexprs = {(names.index(n),): value for n, value in build.constexprs.items()}
+    source = ASTSource(fn=build.kernel, signature=signature, constexprs=constexprs)
+    options = {"num_warps": build.num_warps, "num_stages": build.num_stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    registers, spills = _ptxas_report(compiled.asm["ptx"], capability)
+    return Report(build.name, int(compiled.metadata.shared), registers, spills)
+
+
+def _ptxas_report(ptx: str, capability: int) -> tuple[int, int]:
+    """Return (registers, spilled bytes) that Triton's own ptxas reports for this PTX."""
+    import re
+    import subprocess
+    import tempfile
+
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    tool = get_ptxas(capability)
+    path = getattr(tool, "path", None) or tool[0]
+    arch = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [path, "-v", f"--gpu-name={arch}", file.name, "-o", "/dev/null"]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = re.search(r"Used (\d+) registers", text)
+    stores = re.search(r"(\d+) bytes spill stores", text)
+    return int(registers.group(1)) if registers else 0, int(stores.group(1)) if stores else 0
