@@ -1,0 +1,65 @@
+"""Pages of a paged cache, handed out and taken back on the host."""
+
+from __future__ import annotations
+
+from fastlayers.errors import AllocatorOverflowError, ArgumentError, check_positive
+
+
+class PagePool:
+    """Hands out pages ``1 … num_pages - 1``; page 0 is the dump for padded rows and belongs to nobody.
+
+    Examples
+    --------
+    >>> import fastlayers as fl
+    >>> pool = fl.PagePool(num_pages=4, page_size=16)
+    >>> pages = pool.extend([], length=17, who="request 7")
+    >>> pages, pool.free_pages
+    ([1, 2], 1)
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        check_positive("PagePool", num_pages=num_pages, page_size=page_size)
+        self.num_pages, self.page_size = num_pages, page_size
+        self._free = list(range(num_pages - 1, 0, -1))
+        self._used: set[int] = set()
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that can still be handed out."""
+        return len(self._free)
+
+    def extend(self, pages: list[int], length: int, who: str) -> list[int]:
+        """Append pages to ``pages`` (in place, and returned) until they hold ``length`` tokens.
+
+        Raises
+        ------
+        AllocatorOverflowError
+            Not enough pages; the requester is named and nothing was handed out.
+        """
+        needed = -(-length // self.page_size) - len(pages)
+        if needed > len(self._free):
+            raise AllocatorOverflowError(
+                f"PagePool: {who} needs {needed} more pages for {length} tokens; {len(self._free)} of "
+                f"{self.num_pages - 1} are free (page size {self.page_size})"
+            )
+        for _ in range(max(0, needed)):
+            page = self._free.pop()
+            self._used.add(page)
+            pages.append(page)
+        return pages
+
+    def release(self, pages: list[int]) -> None:
+        """Take pages back; ``pages`` is emptied.
+
+        Raises
+        ------
+        ArgumentError
+            A page was not handed out (released twice); nothing was taken back.
+        """
+        wrong = [page for page in pages if page not in self._used]
+        if wrong or len(set(pages)) != len(pages):
+            raise ArgumentError("PagePool.release", "pages", wrong or pages, "pages handed out and not yet released")
+        for page in reversed(pages):
+            self._used.discard(page)
+            self._free.append(page)
+        pages.clear()
