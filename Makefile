@@ -6,7 +6,7 @@ MAKEFLAGS += --no-print-directory
 
 VENV ?= .venv
 PYTHON ?= python3
-# Without an NVIDIA GPU only a CPU build will do: pip finds one or stops, and never fetches gigabytes of CUDA.
+# Without an NVIDIA GPU a CPU build is asked for first: the default build fetches gigabytes of CUDA.
 CPU_BUILD := $(shell [ "$$(uname -sm)" = "Linux x86_64" ] && [ ! -e /dev/nvidia0 ] && \
 	! command -v nvidia-smi >/dev/null && echo +cpu)
 # What pip installs as torch: another version, or a requirement with pip options such as an index of CPU builds.

@@ -47,16 +47,17 @@ grep -vE '^(torch|triton)=' constraints.txt >"$venv/constraints.txt"
 echo "setup: $torch"
 # Not quoted: TORCH may carry pip options.
 # shellcheck disable=SC2086
-if ! pip_install --constraint "$venv/constraints.txt" $torch; then
-    if [[ $torch == *+cpu ]]; then
-        cat >&2 <<EOF
-setup: pip found no $torch, and this machine has no NVIDIA GPU.
-  Tell pip where CPU builds are:    PIP_FIND_LINKS=FOLDER make ...
-  or name an index that has them:   make ... TORCH='$torch --index-url URL'
-  or take the several GB of CUDA:   make ... TORCH='${torch%+cpu}'
-EOF
+if ! pip_install --constraint "$venv/constraints.txt" $torch 2>"$venv/torch.log"; then
+    if [[ $torch != *+cpu ]]; then
+        cat "$venv/torch.log" >&2
+        exit 1
     fi
-    exit 1
+    # pip knows no CPU build: the default build works too, it is only large.
+    echo "setup: pip found no $torch; installing ${torch%+cpu}, which may fetch several GB of CUDA packages." >&2
+    echo "  A CPU build is much smaller. Tell pip where one is:  PIP_FIND_LINKS=FOLDER make ..." >&2
+    echo "  or name an index that has one:                       make ... TORCH='$torch --index-url URL'" >&2
+    # shellcheck disable=SC2086
+    pip_install --constraint "$venv/constraints.txt" ${torch%+cpu}
 fi
 
 "$venv/bin/python" - constraints.txt >>"$venv/constraints.txt" <<'PY'
