@@ -1,0 +1,1 @@
+"""Merge of two attention results over disjoint sets of keys."""

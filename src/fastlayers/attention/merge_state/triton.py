@@ -1,0 +1,116 @@
+"""merge_state in Triton: a block of (token, head) rows a program, both outputs in one pass."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fastlayers.attention.merge_state.layer import MergeStateConfig
+from fastlayers.operators import operator
+from fastlayers.testing.compile_check import KernelBuild
+from fastlayers.triton_lang import cast
+
+ROWS = 8
+
+
+@triton.jit
+def _side(lse_ptr, offset, inside):
+    lse = tl.load(lse_ptr + offset, mask=inside, other=-float("inf"))
+    return tl.where(lse == float("inf"), -float("inf"), lse)
+
+
+@triton.jit
+def _merge_state_kernel(
+    o_a_ptr, lse_a_ptr, o_b_ptr, lse_b_ptr, o_ptr, lse_ptr, rows, num_heads,
+    o_a_token, o_a_head, lse_a_token, lse_a_head, o_b_token, o_b_head, lse_b_token, lse_b_head,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    token, head = row // num_heads, row % num_heads
+    lse_a = _side(lse_a_ptr, token * lse_a_token + head * lse_a_head, inside)
+    lse_b = _side(lse_b_ptr, token * lse_b_token + head * lse_b_head, inside)
+    largest = tl.maximum(lse_a, lse_b)
+    shift = tl.where(largest == -float("inf"), 0.0, largest)
+    weight_a, weight_b = tl.exp(lse_a - shift), tl.exp(lse_b - shift)
+    total = weight_a + weight_b
+    seen = total > 0
+    share = tl.where(seen, 1.0 / tl.where(seen, total, 1.0), 0.0)
+    lse = tl.where(seen, shift + tl.log(tl.where(seen, total, 1.0)), -float("inf"))
+    tl.store(lse_ptr + row, lse, mask=inside)
+    column = tl.arange(0, BLOCK)
+    wide = inside[:, None] & (column < HEAD_DIM)[None, :]
+    # A side with weight 0 is not read: it may hold anything, NaN included.
+    o_a = tl.load(
+        o_a_ptr + (token * o_a_token + head * o_a_head)[:, None] + column[None, :],
+        mask=wide & (lse_a != -float("inf"))[:, None], other=0.0,
+    ).to(tl.float32)  # fmt: skip
+    o_b = tl.load(
+        o_b_ptr + (token * o_b_token + head * o_b_head)[:, None] + column[None, :],
+        mask=wide & (lse_b != -float("inf"))[:, None], other=0.0,
+    ).to(tl.float32)  # fmt: skip
+    o = o_a * (weight_a * share)[:, None] + o_b * (weight_b * share)[:, None]
+    tl.store(o_ptr + row[:, None] * HEAD_DIM + column[None, :], cast(o, o_ptr.dtype.element_ty), mask=wide)
+
+
+def _fake(
+    o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return o_a.new_empty(o_a.shape), lse_a.new_empty(lse_a.shape)
+
+
+@operator("merge_state(Tensor o_a, Tensor lse_a, Tensor o_b, Tensor lse_b) -> (Tensor, Tensor)", _fake)
+def _merge_state(
+    o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, heads, head_dim = o_a.shape
+    o, lse = o_a.new_empty(o_a.shape), lse_a.new_empty(lse_a.shape)
+    if o.numel():
+        _merge_state_kernel[(triton.cdiv(tokens * heads, ROWS),)](
+            o_a, lse_a, o_b, lse_b, o, lse, tokens * heads, heads,
+            o_a.stride(0), o_a.stride(1), lse_a.stride(0), lse_a.stride(1),
+            o_b.stride(0), o_b.stride(1), lse_b.stride(0), lse_b.stride(1),
+            HEAD_DIM=head_dim, ROWS=ROWS, BLOCK=triton.next_power_of_2(head_dim), num_warps=4,
+        )  # fmt: skip
+    return o, lse
+
+
+class TritonMergeState:
+    """One pass: reads both outputs once, writes one."""
+
+    def __init__(self, cfg: MergeStateConfig) -> None:
+        self.cfg = cfg
+
+    def __call__(
+        self, o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``(o, lse)``, both new contiguous tensors."""
+        merged: tuple[torch.Tensor, torch.Tensor] = _merge_state(o_a, lse_a, o_b, lse_b)
+        return merged
+
+
+_STRIDES = (
+    "o_a_token",
+    "o_a_head",
+    "lse_a_token",
+    "lse_a_head",
+    "o_b_token",
+    "o_b_head",
+    "lse_b_token",
+    "lse_b_head",
+)
+COMPILE = [
+    KernelBuild(
+        f"merge_state_{head_dim}_{dtype}",
+        _merge_state_kernel,
+        {
+            "o_a_ptr": f"*{dtype}", "lse_a_ptr": "*fp32", "o_b_ptr": f"*{dtype}", "lse_b_ptr": "*fp32",
+            "o_ptr": f"*{dtype}", "lse_ptr": "*fp32", "rows": "i32", "num_heads": "i32",
+            **dict.fromkeys(_STRIDES, "i64"),
+        },
+        {"HEAD_DIM": head_dim, "ROWS": ROWS, "BLOCK": triton.next_power_of_2(head_dim)},
+        num_warps=4,
+    )
+    for head_dim, dtype in ((64, "bf16"), (128, "bf16"), (512, "bf16"), (512, "fp32"))
+]  # fmt: skip
