@@ -1,0 +1,59 @@
+"""Rotary embedding in native torch operations: fp32 inside, one rounding."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from fastlayers.rotary.layer import RotaryConfig
+
+
+class TorchRotary:
+    """Any device; traceable."""
+
+    def __init__(self, cfg: RotaryConfig) -> None:
+        self.dim, self.interleaved_in, self.interleaved_out = (
+            cfg.rotary_dim,
+            cfg.interleaved_in,
+            cfg.interleaved_out,
+        )
+        self.axes = cfg.axes()
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return ``(q, k)`` rotated, new tensors of the inputs' dtype."""
+        c, s = self._gather(cos, positions), self._gather(sin, positions)
+        return self._rotate(q, c, s), None if k is None else self._rotate(k, c, s)
+
+    def _gather(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        if positions.dim() == 1:
+            return table[positions].unsqueeze(1)
+        rows = table[positions]  # [3, T, d/2]
+        picked = [rows[axis, :, start:stop] for axis, start, stop in self._runs()]
+        return torch.cat(picked, -1).unsqueeze(1)
+
+    def _runs(self) -> list[tuple[int, int, int]]:
+        """Return (axis, start, stop) of each run of frequencies with the same axis."""
+        axes = self.axes
+        edges = [0, *(f for f in range(1, len(axes)) if axes[f] != axes[f - 1]), len(axes)]
+        return [(axes[a], a, b) for a, b in pairwise(edges)]
+
+    def _rotate(self, x: torch.Tensor, c: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        turning = x[..., : self.dim].float()
+        if self.interleaved_in:
+            a, b = turning[..., 0::2], turning[..., 1::2]
+        else:
+            a, b = turning.chunk(2, -1)
+        first, second = a * c - b * s, b * c + a * s
+        if self.interleaved_out:
+            turned = torch.stack((first, second), -1).flatten(-2).to(x.dtype)
+        else:
+            turned = torch.cat((first, second), -1).to(x.dtype)
+        return turned if self.dim == x.shape[-1] else torch.cat((turned, x[..., self.dim :]), -1)

@@ -1,0 +1,197 @@
+"""Rotary embedding in Triton: one launch rotates a block of heads of q or k for one token."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fastlayers.operators import operator
+from fastlayers.rotary.layer import RotaryConfig
+from fastlayers.testing.compile_check import KernelBuild
+from fastlayers.triton_lang import cast
+
+
+@triton.jit
+def _load_pairs(
+    x_ptr,
+    offset,
+    heads,
+    inside_head,
+    head_stride,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    f = tl.arange(0, BLOCK)
+    if INTERLEAVED:
+        both = tl.arange(0, 2 * BLOCK)
+        mask = inside_head[:, None] & (both < 2 * HALF)[None, :]
+        x = tl.load(x_ptr + offset + heads[:, None] * head_stride + both[None, :], mask=mask, other=0.0)
+        a, b = tl.split(tl.reshape(x, (heads.shape[0], BLOCK, 2)))
+    else:
+        mask = inside_head[:, None] & (f < HALF)[None, :]
+        pointer = x_ptr + offset + heads[:, None] * head_stride + f[None, :]
+        a = tl.load(pointer, mask=mask, other=0.0)
+        b = tl.load(pointer + HALF, mask=mask, other=0.0)
+    return a.to(tl.float32), b.to(tl.float32)
+
+
+@triton.jit
+def _rotate_heads(
+    x_ptr, y_ptr, token, first_head, num_heads, token_stride, head_stride, c, s,
+    HALF: tl.constexpr, DIM: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    heads = first_head + tl.arange(0, HEADS)
+    inside_head = heads < num_heads
+    offset = token * token_stride
+    out = y_ptr + token * num_heads * DIM
+    a, b = _load_pairs(x_ptr, offset, heads, inside_head, head_stride, HALF, BLOCK, IN)
+    first = cast(a * c[None, :] - b * s[None, :], y_ptr.dtype.element_ty)
+    second = cast(b * c[None, :] + a * s[None, :], y_ptr.dtype.element_ty)
+    if OUT:
+        both = tl.arange(0, 2 * BLOCK)
+        y = tl.reshape(tl.join(first, second), (HEADS, 2 * BLOCK))
+        mask = inside_head[:, None] & (both < 2 * HALF)[None, :]
+        tl.store(out + heads[:, None] * DIM + both[None, :], y, mask=mask)
+    else:
+        f = tl.arange(0, BLOCK)
+        mask = inside_head[:, None] & (f < HALF)[None, :]
+        tl.store(out + heads[:, None] * DIM + f[None, :], first, mask=mask)
+        tl.store(out + heads[:, None] * DIM + HALF + f[None, :], second, mask=mask)
+    if REST > 0:
+        column = 2 * HALF + tl.arange(0, REST)
+        mask = inside_head[:, None] & (column < DIM)[None, :]
+        rest = tl.load(x_ptr + offset + heads[:, None] * head_stride + column[None, :], mask=mask, other=0.0)
+        tl.store(out + heads[:, None] * DIM + column[None, :], rest, mask=mask)
+
+
+@triton.jit
+def _rotary_kernel(
+    q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr, sin_ptr, positions_ptr, max_position, axis_stride,
+    q_heads, k_heads, q_token_stride, q_head_stride, k_token_stride, k_head_stride,
+    HALF: tl.constexpr, DIM: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
+    SECTION_T: tl.constexpr, SECTION_H: tl.constexpr, SECTION_W: tl.constexpr, ALTERNATE: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    f = tl.arange(0, BLOCK)
+    if SECTION_T + SECTION_H + SECTION_W > 0:
+        if ALTERNATE:
+            axis = tl.where((f % 3 == 1) & (f < 3 * SECTION_H), 1, 0)
+            axis += tl.where((f % 3 == 2) & (f < 3 * SECTION_W), 2, 0)
+        else:
+            axis = tl.where(f >= SECTION_T, 1, 0) + tl.where(f >= SECTION_T + SECTION_H, 1, 0)
+        position = tl.load(positions_ptr + axis * axis_stride + token).to(tl.int64)
+    else:
+        position = tl.load(positions_ptr + token).to(tl.int64)
+    # A position outside the table must not become a read outside it.
+    position = tl.minimum(tl.maximum(position, 0), max_position - 1)
+    c = tl.load(cos_ptr + position * HALF + f, mask=f < HALF, other=0.0)
+    s = tl.load(sin_ptr + position * HALF + f, mask=f < HALF, other=0.0)
+    q_blocks = tl.cdiv(q_heads, HEADS)
+    if block < q_blocks:
+        _rotate_heads(
+            q_ptr, q_out_ptr, token, block * HEADS, q_heads, q_token_stride, q_head_stride, c, s,
+            HALF, DIM, IN, OUT, HEADS, BLOCK, REST,
+        )  # fmt: skip
+    else:
+        _rotate_heads(
+            k_ptr, k_out_ptr, token, (block - q_blocks) * HEADS, k_heads, k_token_stride, k_head_stride, c, s,
+            HALF, DIM, IN, OUT, HEADS, BLOCK, REST,
+        )  # fmt: skip
+
+
+def _fake(
+    q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor,
+    interleaved_in: bool, interleaved_out: bool, section: list[int], alternate: bool,
+) -> list[torch.Tensor]:  # fmt: skip
+    return [x.new_empty(x.shape) for x in (q, k) if x is not None]
+
+
+@operator(
+    "rotary(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor positions, bool interleaved_in, "
+    "bool interleaved_out, int[] section, bool alternate) -> Tensor[]",
+    _fake,
+)
+def _rotary(
+    q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor,
+    interleaved_in: bool, interleaved_out: bool, section: list[int], alternate: bool,
+) -> list[torch.Tensor]:  # fmt: skip
+    tokens, q_heads, dim = q.shape
+    key = q if k is None else k
+    k_heads = 0 if k is None else key.shape[1]
+    outputs = [x.new_empty(x.shape) for x in (q, k) if x is not None]
+    if tokens and q_heads + k_heads:
+        half = cos.shape[1]
+        heads = min(16, triton.next_power_of_2(max(q_heads, k_heads)))
+        parts = section if positions.dim() == 2 else [0, 0, 0]
+        positions = positions.contiguous()
+        _rotary_kernel[(tokens, triton.cdiv(q_heads, heads) + triton.cdiv(k_heads, heads))](
+            q, key, outputs[0], outputs[-1], cos, sin, positions, cos.shape[0], positions.stride(0),
+            q_heads, k_heads, q.stride(0), q.stride(1), key.stride(0), key.stride(1),
+            HALF=half, DIM=dim, IN=interleaved_in, OUT=interleaved_out,
+            SECTION_T=parts[0], SECTION_H=parts[1], SECTION_W=parts[2], ALTERNATE=alternate,
+            HEADS=heads, BLOCK=triton.next_power_of_2(half),
+            REST=triton.next_power_of_2(dim - 2 * half) if dim > 2 * half else 0, num_warps=4,
+        )  # fmt: skip
+    return outputs
+
+
+class TritonRotary:
+    """Reads q and k once, writes them once."""
+
+    def __init__(self, cfg: RotaryConfig) -> None:
+        self.static = (
+            cfg.interleaved_in,
+            cfg.interleaved_out,
+            list(cfg.mrope_section),
+            cfg.mrope_interleaved,
+        )
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return ``(q, k)`` rotated, new contiguous tensors of the inputs' dtype."""
+        outputs = _rotary(q, k, cos, sin, positions, *self.static)
+        return outputs[0], None if k is None else outputs[1]
+
+
+def _build(
+    name: str, dim: int, half: int, interleaved: tuple[bool, bool], section: tuple[int, int, int]
+) -> KernelBuild:
+    dtypes = {n: "*bf16" for n in ("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr")}
+    strides = {
+        n: "i64"
+        for n in ("q_token_stride", "q_head_stride", "k_token_stride", "k_head_stride", "axis_stride")
+    }
+    return KernelBuild(
+        f"rotary_{name}",
+        _rotary_kernel,
+        {
+            **dtypes, **strides, "cos_ptr": "*fp32", "sin_ptr": "*fp32", "positions_ptr": "*i64",
+            "max_position": "i32", "q_heads": "i32", "k_heads": "i32",
+        },
+        {
+            "HALF": half, "DIM": dim, "IN": interleaved[0], "OUT": interleaved[1],
+            "SECTION_T": section[0], "SECTION_H": section[1], "SECTION_W": section[2], "ALTERNATE": False,
+            "HEADS": 16, "BLOCK": triton.next_power_of_2(half),
+            "REST": triton.next_power_of_2(dim - 2 * half) if dim > 2 * half else 0,
+        },
+    )  # fmt: skip
+
+
+COMPILE = [
+    _build("deepseek_v3", 64, 32, (True, False), (0, 0, 0)),
+    _build("deepseek_v2", 64, 32, (True, True), (0, 0, 0)),
+    _build("llama", 128, 64, (False, False), (0, 0, 0)),
+    _build("partial", 128, 32, (False, False), (0, 0, 0)),
+    _build("qwen_vl", 128, 64, (False, False), (16, 24, 24)),
+]
