@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import nn
 
 from fastlayers.comm.parallel import REPLICATED, Shard
 from fastlayers.errors import ArgumentError, check_choice, check_positive
 from fastlayers.layer import Layer
+from fastlayers.weights import Slot
 
 
 class LinearBase(Layer):
@@ -21,11 +23,11 @@ class LinearBase(Layer):
     out_features : int or sequence of int
         Of the whole layer; several sizes make a fused linear of that many parts.
     shard : Shard
-        ``column``: every part is split along its output; ``row``: the input is split, and the output is a partial
-        sum that the communicator reduces (only rank 0 of the axis adds the bias).
+        ``column``: every part is split along its output; ``row``: the input is split, and the output is a
+        partial sum that the communicator reduces (only rank 0 of the axis adds the bias).
     names : sequence of str, optional
-        Checkpoint names of the parts relative to this module, e.g. ``("../q_a_proj", "../kv_a_proj_with_mqa")``.
-        Default: this module's own name (one part).
+        Checkpoint names of the parts relative to this module, e.g.
+        ``("../q_a_proj", "../kv_a_proj_with_mqa")``. Default: this module's own name (one part).
 
     Attributes
     ----------
@@ -36,23 +38,38 @@ class LinearBase(Layer):
     """
 
     def __init__(
-        self, in_features: int, out_features: int | Sequence[int], shard: Shard = REPLICATED, names: Sequence[str] | None = None
+        self,
+        in_features: int,
+        out_features: int | Sequence[int],
+        shard: Shard = REPLICATED,
+        names: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
         self.kind = type(self).__name__
         self.full_parts = [out_features] if isinstance(out_features, int) else list(out_features)
-        check_positive(self.kind, in_features=in_features, **{f"out_features[{i}]": n for i, n in enumerate(self.full_parts)})
+        check_positive(
+            self.kind,
+            in_features=in_features,
+            **{f"out_features[{i}]": n for i, n in enumerate(self.full_parts)},
+        )
         check_choice(self.kind, "shard.kind", shard.kind, ("replicated", "column", "row"))
         if names is None and len(self.full_parts) > 1:
-            raise ArgumentError(self.kind, "names", None, f"{len(self.full_parts)} checkpoint names for the fused parts")
+            raise ArgumentError(
+                self.kind, "names", None, f"{len(self.full_parts)} checkpoint names for the fused parts"
+            )
         if names is not None and len(names) != len(self.full_parts):
             raise ArgumentError(self.kind, "names", tuple(names), f"{len(self.full_parts)} checkpoint names")
         self.in_features, self.out_features = in_features, sum(self.full_parts)
         self.shard, self.names = shard, tuple(names) if names is not None else None
         axis = shard.axis
-        self.row_slice = axis.part(in_features, f"{self.kind} in_features") if shard.kind == "row" else slice(0, in_features)
+        self.row_slice = (
+            axis.part(in_features, f"{self.kind} in_features")
+            if shard.kind == "row"
+            else slice(0, in_features)
+        )
         self.column_slices = [
-            axis.part(n, f"{self.kind} out_features") if shard.kind == "column" else slice(0, n) for n in self.full_parts
+            axis.part(n, f"{self.kind} out_features") if shard.kind == "column" else slice(0, n)
+            for n in self.full_parts
         ]
         self.part_sizes = [s.stop - s.start for s in self.column_slices]
         self.local_in = self.row_slice.stop - self.row_slice.start
@@ -60,7 +77,7 @@ class LinearBase(Layer):
         self.adds_bias = not (shard.kind == "row" and axis.rank > 0)
 
     def parts(self) -> Iterator[tuple[str, int, slice, slice]]:
-        """Yield for each part: name prefix (``""`` or ``"../x."``), full rows, slice of them read here, local rows."""
+        """Yield a part's name prefix (``""`` or ``"../x."``), full rows, slice of them read here, local rows."""
         start = 0
         for index, (full, read) in enumerate(zip(self.full_parts, self.column_slices, strict=True)):
             size = read.stop - read.start
@@ -68,10 +85,24 @@ class LinearBase(Layer):
             yield prefix, full, read, slice(start, start + size)
             start += size
 
-    def check_input(self, x: torch.Tensor, dtype: torch.dtype) -> None:
-        """Raise :class:`ArgumentError` unless ``x`` is ``[..., local_in]`` of ``dtype`` on the weight's device."""
-        if not isinstance(x, torch.Tensor) or x.dtype != dtype or x.dim() < 1 or x.shape[-1] != self.local_in:
+    def bias_slots(self, bias: nn.Parameter | None) -> Iterator[tuple[str, Slot]]:
+        """Yield the checkpoint tensor ``bias`` of every part; nothing without a bias.
+
+        Every rank holds the bias, also where it is not added, so that no checkpoint tensor is left over.
+        """
+        if bias is not None:
+            for prefix, full, read, local in self.parts():
+                yield f"{prefix}bias", Slot(bias[local], (full,), (read,))
+
+    def check_input(self, x: torch.Tensor, dtype: torch.dtype, device: torch.device | None = None) -> None:
+        """Raise :class:`ArgumentError` unless ``x`` is ``[..., local_in]`` of ``dtype`` (and on ``device``)."""
+        good = (
+            isinstance(x, torch.Tensor) and x.dtype == dtype and x.dim() >= 1 and x.shape[-1] == self.local_in
+        )
+        if not good or (device is not None and x.device != device):
             from fastlayers.errors import describe
 
             wanted = f"{str(dtype).removeprefix('torch.')}[..., {self.local_in}]"
-            raise ArgumentError(self.kind, "x", describe(x), wanted)
+            raise ArgumentError(
+                self.kind, "x", describe(x), wanted + (f" on {device}" if device is not None else "")
+            )

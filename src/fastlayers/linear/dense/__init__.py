@@ -1,0 +1,1 @@
+"""Unquantised linear layer."""

@@ -1,0 +1,167 @@
+"""Linear layer in the model's own dtype.
+
+K = in_features, N = out_features (on this rank)
+y[..., N] = x[..., K] · weight[N, K]ᵀ + bias[N]       (fp32 sum, rounded once to out_dtype)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fastlayers.comm.parallel import REPLICATED, Shard
+from fastlayers.device import Device
+from fastlayers.errors import ArgumentError, check_choice, check_positive
+from fastlayers.linear.base import LinearBase
+from fastlayers.registry import Backend, Registry, reference_backend, triton_backend
+from fastlayers.weights import Slot
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class LinearConfig:
+    """What a backend must know: sizes on this rank, ``dtype`` of weight and input, output's ``out_dtype``."""
+
+    in_features: int
+    out_features: int
+    bias: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    out_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        check_positive("Linear", in_features=self.in_features, out_features=self.out_features)
+        # float64 is for tests of a whole model; only torch and the reference take it.
+        check_choice("Linear", "dtype", self.dtype, (*DTYPES, torch.float64))
+        check_choice("Linear", "out_dtype", self.out_dtype, (None, self.dtype, torch.float32))
+
+    @property
+    def y_dtype(self) -> torch.dtype:
+        """The output's dtype."""
+        return self.out_dtype or self.dtype
+
+    def tuning_key(self) -> str:
+        """Return the shape key of tuned tables."""
+        dtypes = "_".join(str(d).removeprefix("torch.") for d in (self.dtype, self.y_dtype))
+        return f"N={self.out_features},K={self.in_features},{dtypes}"
+
+
+def _triton_refuse(cfg: LinearConfig, device: Device) -> str | None:
+    return None if cfg.dtype in DTYPES else f"dtype {cfg.dtype} is not one of float32, float16, bfloat16"
+
+
+_HERE = "fastlayers.linear.dense"
+LINEAR = Registry(
+    "linear",
+    [
+        # On CUDA, torch means cuBLAS, which is the right choice for a plain GEMM.
+        Backend("torch", f"{_HERE}.torch:TorchLinear", auto_on=("cpu", "cuda")),
+        triton_backend(f"{_HERE}.triton:TritonLinear", _triton_refuse),
+        reference_backend(f"{_HERE}.reference:ReferenceLinear"),
+    ],
+    cases=f"{_HERE}.cases",
+)
+
+
+class Linear(LinearBase):
+    """``y = x · weightᵀ + bias``, possibly several checkpoint tensors fused along the output.
+
+    Parameters
+    ----------
+    in_features : int
+        Of the whole layer, before sharding.
+    out_features : int or sequence of int
+        Several sizes make one GEMM of several checkpoint tensors, whose ``names`` must be given.
+    bias : bool
+    shard : Shard
+        ``column``, ``row`` (the output is a partial sum; only rank 0 adds the bias) or ``replicated``.
+    names : sequence of str, optional
+        Checkpoint names of the parts, relative to this module.
+    device, dtype
+        Of the parameters; ``dtype`` is also that of the input.
+    backend : str
+        ``"auto"``, a name, or a ladder.
+    out_dtype : torch.dtype, optional
+        ``torch.float32`` keeps the fp32 sum (logits); default: ``dtype``.
+
+    Notes
+    -----
+    Parameters: ``weight`` ``[local_out, local_in]``, ``bias`` ``[local_out]``; zeros until loaded.
+    Capture-safe; allocates its output.
+
+    Examples
+    --------
+    >>> import torch, fastlayers as fl
+    >>> qkv = fl.Linear(4, [4, 2, 2], names=["../q_proj", "../k_proj", "../v_proj"])
+    >>> _ = qkv.weight.fill_(0.5)
+    >>> q, k, v = qkv(torch.ones(3, 4)).split(qkv.part_sizes, -1)
+    >>> q.shape, v[0].tolist()
+    (torch.Size([3, 4]), [2.0, 2.0])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | Sequence[int],
+        bias: bool = False,
+        *,
+        shard: Shard = REPLICATED,
+        names: Sequence[str] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        backend: str = "auto",
+        out_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, shard, names)
+        dtype = dtype or torch.get_default_dtype()
+        cfg = LinearConfig(self.local_in, self.local_out, bias, dtype, out_dtype)
+        self.choose(LINEAR, cfg, device, backend)
+        weight = torch.zeros(self.local_out, self.local_in, device=device, dtype=dtype)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = nn.Parameter(
+                torch.zeros(self.local_out, device=device, dtype=dtype), requires_grad=False
+            )
+
+    def slots(self) -> Iterator[tuple[str, Slot]]:
+        """Yield the checkpoint tensors ``weight`` and ``bias`` of every part."""
+        for prefix, full, read, local in self.parts():
+            yield (
+                f"{prefix}weight",
+                Slot(self.weight[local], (full, self.in_features), (read, self.row_slice)),
+            )
+        yield from self.bias_slots(self.bias)
+
+    @classmethod
+    def from_linear(cls, source: nn.Linear, *, backend: str = "auto") -> Linear:
+        """Return a layer that shares the parameters of an ``nn.Linear`` or a :class:`Linear`; no copy."""
+        weight, bias = source.weight, source.bias
+        if weight.dim() != 2:
+            raise ArgumentError(
+                "Linear", "source.weight", f"{weight.dim()}-dimensional", "[out_features, in_features]"
+            )
+        made = cls(
+            weight.shape[1], weight.shape[0], bias is not None,
+            device=weight.device, dtype=weight.dtype, backend=backend,
+        )  # fmt: skip
+        made.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        if bias is not None:
+            made.bias = nn.Parameter(bias.detach(), requires_grad=False)
+        return made
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``y`` ``[..., local_out]`` of ``out_dtype`` for ``x`` ``[..., local_in]`` of ``dtype``.
+
+        Raises
+        ------
+        ArgumentError
+            ``x`` has another dtype, last dimension or device.
+        """
+        self.check_input(x, self.cfg.dtype, self.weight.device)
+        impl = self.ladder.pick(x.numel() // self.local_in)
+        y: torch.Tensor = impl(x, self.weight, self.bias if self.adds_bias else None)
+        return y
