@@ -1,0 +1,164 @@
+"""Reading Hugging Face checkpoints tensor by tensor: :class:`Checkpoint` and :func:`load_weights`.
+
+Nothing is held but the tensor being copied: shards are memory-mapped, each rank reads only its slices, and each part
+goes straight into its place in a fused parameter.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from fastlayers.errors import CheckpointError
+from fastlayers.weights import Slot, slots
+
+INDEX = "model.safetensors.index.json"
+# How many names an error message lists before it counts the rest.
+NAMED = 8
+
+
+class Checkpoint:
+    """A directory with ``config.json`` and safetensors shards.
+
+    Parameters
+    ----------
+    path : str or Path
+
+    Raises
+    ------
+    CheckpointError
+        No such directory, no shards, an index that names a file that is not there, or a shard that cannot be read.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not self.path.is_dir():
+            hint = "a directory with config.json and *.safetensors is expected"
+            raise CheckpointError(f"{self.path}: not a directory; {hint}")
+        self.file_of = self._index()
+        self._open_name: Path | None = None
+        self._open: Any = None
+
+    def _index(self) -> dict[str, Path]:
+        index = self.path / INDEX
+        if index.is_file():
+            try:
+                named = json.loads(index.read_text())["weight_map"]
+            except (ValueError, KeyError) as error:
+                raise CheckpointError(f"{index}: not a safetensors index: {type(error).__name__}: {error}") from error
+            missing = sorted({file for file in named.values() if not (self.path / file).is_file()})
+            if missing:
+                raise CheckpointError(f"{index}: names shards that are not there: {', '.join(missing)}")
+            return {name: self.path / file for name, file in named.items()}
+        files = sorted(self.path.glob("*.safetensors"))
+        if not files:
+            raise CheckpointError(f"{self.path}: no *.safetensors files")
+        return {name: file for file in files for name in self._shard(file).keys()}
+
+    def _shard(self, file: Path) -> Any:
+        if getattr(self, "_open_name", None) != file:
+            try:
+                self._open = safe_open(file, framework="pt")
+            except (SafetensorError, OSError, ValueError) as error:
+                raise CheckpointError(f"{file}: truncated or corrupt: {error}") from error
+            self._open_name = file
+        return self._open
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The parsed ``config.json``."""
+        file = self.path / "config.json"
+        try:
+            parsed: dict[str, Any] = json.loads(file.read_text())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{file}: cannot be read: {error}") from error
+        return parsed
+
+    def names(self) -> Iterable[str]:
+        """Names of all tensors."""
+        return self.file_of.keys()
+
+    def _slice(self, name: str) -> Any:
+        try:
+            return self._shard(self.file_of[name]).get_slice(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{self.file_of[name]}: {name}: {error}") from error
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, read from the header."""
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """Dtype of a tensor as safetensors spells it (``"BF16"``, ``"F8_E4M3"``), read from the header."""
+        return str(self._slice(name).get_dtype())
+
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> torch.Tensor:
+        """Read a tensor, or only the part that ``index`` selects, to host memory."""
+        part = self._slice(name)
+        try:
+            value: torch.Tensor = part[index] if index else part[...]
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(f"{self.file_of[name]}: {name}: cannot be read: {error}") from error
+        return value
+
+    def in_file_order(self, names: Iterable[str]) -> Iterator[str]:
+        """Yield ``names`` shard by shard, so that each file is opened once."""
+        yield from sorted(names, key=lambda name: (self.file_of[name].name, name))
+
+
+def load_weights(model: nn.Module, checkpoint: Checkpoint, *, ignore: Sequence[str] = ()) -> None:
+    """Fill ``model``'s parameters from ``checkpoint``.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Its layers say what goes where, see :func:`fastlayers.weights.slots`. Mutated.
+    checkpoint : Checkpoint
+    ignore : sequence of str
+        Regular expressions of tensor names that may be there without a place to go.
+
+    Raises
+    ------
+    CheckpointError
+        Missing, extra or misshapen tensors, all found before the first weight is written; or an unreadable shard.
+    """
+    wanted: dict[str, list[Slot]] = {}
+    for name, slot in slots(model):
+        wanted.setdefault(name, []).append(slot)
+    _check_names(checkpoint, wanted, ignore)
+    with torch.inference_mode():
+        for name in checkpoint.in_file_order(n for n in wanted if n in checkpoint.file_of):
+            for slot in wanted[name]:
+                slot.fill(name, checkpoint.read(name, slot.index))
+
+
+def _check_names(checkpoint: Checkpoint, wanted: dict[str, list[Slot]], ignore: Sequence[str]) -> None:
+    present = set(checkpoint.names())
+    missing = [n for n, found in wanted.items() if n not in present and not all(s.optional for s in found)]
+    ignored = re.compile("|".join(f"(?:{rule})" for rule in ignore)) if ignore else None
+    extra = [n for n in present if n not in wanted and not (ignored and ignored.search(n))]
+    wrong = [
+        f"{name} has shape {checkpoint.shape(name)}, the model wants {slot.shape}"
+        for name in checkpoint.in_file_order(n for n in wanted if n in present)
+        for slot in wanted[name]
+        if checkpoint.shape(name) != tuple(slot.shape)
+    ]
+    problems = [
+        f"{what}: {_some(sorted(found))}"
+        for what, found in (("missing tensors", missing), ("unexpected tensors", extra), ("wrong shapes", wrong))
+        if found
+    ]
+    if problems:
+        raise CheckpointError(f"{checkpoint.path} does not fit the model; " + "; ".join(problems))
+
+
+def _some(names: Sequence[str]) -> str:
+    rest = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + rest

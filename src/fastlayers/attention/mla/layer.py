@@ -1,0 +1,307 @@
+"""MLA as DeepSeek builds it: latent projections, norms, rotary, paged latent cache, attention, output projection.
+
+    T tokens, D hidden, H heads on this rank, Lq = q_lora_rank, L = kv_lora_rank, N/R = nope/rope head dims, V = v_head_dim
+
+    q_a[Lq] | c[L] | k_pe[R] = x · [W_qa | W_kva]ᵀ              one product for both (Lq given)
+    q[H, N+R] = norm(q_a) · W_qbᵀ                               or x · W_qᵀ without q_lora
+    cache[slot] = [norm(c) | rope(k_pe)]                        L+R numbers a token, for all heads
+    mqa:  o_h = softmax(scale·([q_nope_h · W_kc_h | rope(q_pe_h)] · cache)) · cache[:L] · W_vc_hᵀ
+    mha:  k_h = [c · W_kc_hᵀ | k_pe],  v_h = c · W_vc_hᵀ,  o_h = softmax(scale · q_h · k_h) · v_h
+    y = o · W_oᵀ                                                a partial sum when heads are split over ranks
+
+``kv_b_proj.weight`` viewed ``[H, N+V, L]`` holds W_kc (first N rows of a head) and W_vc (last V rows).
+Source: DeepSeek-V2 (2024), section 2.1; absorption and paths: items 10-14 and 20.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fastlayers import env
+from fastlayers.attention.kv_cache.spec import LayerCache
+from fastlayers.attention.merge_state.layer import MERGE_STATE, MergeStateConfig
+from fastlayers.attention.meta import AttentionMeta, check_loc
+from fastlayers.attention.mla.core import MLA, MLAConfig, Varlen
+from fastlayers.attention.mla.paths import PATHS, MLAThresholds, as_cached, gather_tokens, prefix_chunks, select_path
+from fastlayers.attention.mla_kv_write.layer import MLA_KV_WRITE, MLAKVWriteConfig
+from fastlayers.comm.parallel import REPLICATED, SINGLE, Axis, Shard
+from fastlayers.errors import ArgumentError, check_positive, check_tensor
+from fastlayers.layer import Layer
+from fastlayers.linear.base import LinearBase
+from fastlayers.linear.factory import linear
+from fastlayers.norm.rms_norm.layer import RMSNorm
+from fastlayers.quant.fp8_linear.blocks import dequantize_block_weight
+from fastlayers.quant.fp8_linear.layer import FP8BlockLinear
+from fastlayers.quant.spec import NONE, QuantSpec
+from fastlayers.rotary.layer import RotaryEmbedding
+
+
+class MLAAttention(Layer):
+    """Multi-head latent attention over a paged latent cache.
+
+    Parameters
+    ----------
+    hidden_size, num_heads : int
+        Of the whole layer; heads are split over ``axis``.
+    q_lora_rank : int or None
+        ``None``: queries come from ``q_proj`` directly (V2-Lite).
+    kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim : int
+    rotary : RotaryEmbedding
+        Shared by the layers of a model.
+    softmax_scale : float, optional
+        Default ``(N + R) ** -0.5``; YaRN models multiply by their factor.
+    bias : bool
+        On q_a, kv_a and o projections.
+    norm_eps : float
+        Of the two inner norms.
+    quant : QuantSpec
+    prefix : str
+        Checkpoint name of this module, to which ``quant``'s skip rules apply.
+    axis : Axis
+        Attention tensor parallelism; the output is then a partial sum.
+    page_size : int
+    kv_dtype : torch.dtype, optional
+        Of the cache; default ``dtype``. e4m3 saturates, scale 1.
+    thresholds : MLAThresholds
+    alt_stream : torch.cuda.Stream, optional
+        Second stream on which the latent's norm overlaps the query's, only while a graph is captured; share one
+        among all layers.
+    device, dtype, backend
+        ``backend`` names the attention core's.
+
+    Notes
+    -----
+    Parameters keep checkpoint names and layouts. Decode is capture-safe; prefill reads host lengths.
+
+    Examples
+    --------
+    >>> import torch, fastlayers as fl
+    >>> rotary = fl.RotaryEmbedding(16, max_position=64, interleaved_in=True)
+    >>> mla = fl.MLAAttention(32, 2, q_lora_rank=None, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16,
+    ...                       v_head_dim=16, rotary=rotary, page_size=16, dtype=torch.float32)
+    >>> cache = fl.kv_cache_spec(mla, page_size=16).allocate(num_pages=3)[0]
+    >>> meta = fl.AttentionState(2, 8, 1, 16).plan(fl.AttentionBatch((3, 5), (0, 0), [[1], [2]]))
+    >>> mla(torch.zeros(8, 32), meta, cache).shape, mla.path(meta)
+    (torch.Size([8, 32]), 'mha')
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        q_lora_rank: int | None,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        v_head_dim: int,
+        rotary: RotaryEmbedding,
+        softmax_scale: float | None = None,
+        bias: bool = False,
+        norm_eps: float = 1e-6,
+        quant: QuantSpec = NONE,
+        prefix: str = "",
+        axis: Axis = SINGLE,
+        page_size: int = 64,
+        kv_dtype: torch.dtype | None = None,
+        thresholds: MLAThresholds | None = None,
+        alt_stream: Any = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        check_positive("MLAAttention", hidden_size=hidden_size, num_heads=num_heads, page_size=page_size)
+        dtype = dtype if dtype is not None else torch.get_default_dtype()
+        heads = axis.part(num_heads, "MLAAttention num_heads")
+        self.num_heads, self.head_dim = heads.stop - heads.start, qk_nope_head_dim + qk_rope_head_dim
+        scale = self.head_dim**-0.5 if softmax_scale is None else softmax_scale
+        cfg = MLAConfig(
+            self.num_heads, kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim, v_head_dim, scale, page_size, dtype,
+            kv_dtype if kv_dtype is not None else dtype,
+        )  # fmt: skip
+        self.choose(MLA, cfg, device, backend)
+        self.q_lora_rank, self.rotary, self.alt_stream = q_lora_rank, rotary, alt_stream
+        self.thresholds = thresholds if thresholds is not None else MLAThresholds()
+        self.kv_row = (cfg.latent_width,)
+        self._debug = env.debug()
+
+        def project(
+            name: str, in_features: int, out: int | Sequence[int], *, bias: bool = False, shard: Shard = REPLICATED,
+            names: Sequence[str] | None = None,
+        ) -> LinearBase:  # fmt: skip
+            spec = quant.for_module(f"{prefix}.{name}" if prefix else name)
+            return linear(in_features, out, bias, quant=spec, shard=shard, names=names, device=device, dtype=dtype)
+
+        def norm(size: int) -> RMSNorm:
+            return RMSNorm(size, norm_eps, device=device, dtype=dtype)
+
+        column = Shard("column", axis) if axis.size > 1 else REPLICATED
+        row = Shard("row", axis) if axis.size > 1 else REPLICATED
+        latent, query = kv_lora_rank + qk_rope_head_dim, num_heads * self.head_dim
+        self.fused_a = q_lora_rank is not None and self._fusable(quant, prefix, q_lora_rank)
+        if q_lora_rank is None:
+            self.q_proj = project("q_proj", hidden_size, query, shard=column)
+        else:
+            self.q_a_layernorm = norm(q_lora_rank)
+            self.q_b_proj = project("q_b_proj", q_lora_rank, query, shard=column)
+        if self.fused_a:
+            assert q_lora_rank is not None
+            names = ("../q_a_proj", "../kv_a_proj_with_mqa")
+            self.qkv_a_proj = project("q_a_proj", hidden_size, (q_lora_rank, latent), bias=bias, names=names)
+        else:
+            if q_lora_rank is not None:
+                self.q_a_proj = project("q_a_proj", hidden_size, q_lora_rank, bias=bias)
+            self.kv_a_proj_with_mqa = project("kv_a_proj_with_mqa", hidden_size, latent, bias=bias)
+        self.kv_a_layernorm = norm(kv_lora_rank)
+        expanded = num_heads * (qk_nope_head_dim + v_head_dim)
+        self.kv_b_proj = project("kv_b_proj", kv_lora_rank, expanded, shard=column)
+        self.o_proj = project("o_proj", num_heads * v_head_dim, hidden_size, bias=bias, shard=row)
+        self.write = MLA_KV_WRITE.choose(MLAKVWriteConfig(kv_lora_rank, qk_rope_head_dim, dtype, cfg.kv_dtype), device).build()
+        self.merge = MERGE_STATE.choose(MergeStateConfig(self.num_heads, v_head_dim, dtype), device).build()
+        self._absorbed: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @staticmethod
+    def _fusable(quant: QuantSpec, prefix: str, q_lora_rank: int) -> bool:
+        """Whether q_a and kv_a can be one weight: the same format, and whole scale blocks up to the seam."""
+        first, second = (quant.for_module(f"{prefix}.{name}") for name in ("q_a_proj", "kv_a_proj_with_mqa"))
+        return first == second and (first.format != "fp8_block" or q_lora_rank % first.block_size[0] == 0)
+
+    def finalize(self) -> None:
+        """Prepare the absorbed weights; a copy is made only where kv_b_proj is quantised (dequantised once)."""
+        self._absorbed = self._absorb()
+
+    def _absorb(self) -> tuple[torch.Tensor, torch.Tensor]:
+        cfg, projection = self.cfg, self.kv_b_proj
+        weight: torch.Tensor = projection.weight  # type: ignore[assignment]
+        if isinstance(projection, FP8BlockLinear):
+            weight = dequantize_block_weight(
+                projection.weight, projection.weight_scale_inv, projection.block_size, cfg.dtype
+            )
+        elif not weight.dtype.is_floating_point:
+            raise ArgumentError("MLAAttention", "kv_b_proj", weight.dtype, "a floating-point or FP8-block weight")
+        per_head = weight.view(self.num_heads, cfg.qk_nope_head_dim + cfg.v_head_dim, cfg.kv_lora_rank)
+        return per_head[:, : cfg.qk_nope_head_dim], per_head[:, cfg.qk_nope_head_dim :]
+
+    def absorbed_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``(W_kc [H,N,L], W_vc [H,V,L])``: views of ``kv_b_proj.weight`` unless it is quantised."""
+        quantised = isinstance(self.kv_b_proj, FP8BlockLinear)
+        if self._absorbed is not None and quantised and self._absorbed[0].device == self.kv_b_proj.weight.device:
+            return self._absorbed
+        # Views are taken anew, so that moving or reloading the weight cannot leave them stale.
+        absorbed = self._absorb()
+        self._absorbed = absorbed if quantised else None
+        return absorbed
+
+    def path(self, meta: AttentionMeta) -> str:
+        """Return the path this layer takes for ``meta``: ``meta.path`` if set, else chosen by the thresholds."""
+        if meta.path and meta.path not in PATHS:
+            raise ArgumentError("MLAAttention", "meta.path", repr(meta.path), "one of " + ", ".join(PATHS))
+        return meta.path or select_path(meta.batch, self.thresholds)
+
+    def forward(self, hidden_states: torch.Tensor, meta: AttentionMeta, cache: LayerCache) -> torch.Tensor:
+        """Attend; the new tokens' latents are written to ``cache`` first.
+
+        Parameters
+        ----------
+        hidden_states : Tensor ``[T, D]``
+        meta : AttentionMeta
+        cache : LayerCache
+            Mutated: rows ``meta.out_cache_loc``.
+
+        Returns
+        -------
+        Tensor ``[T, D]``
+            A partial sum if heads are split over ranks.
+        """
+        cfg = self.cfg
+        check_tensor("MLAAttention", "hidden_states", hidden_states, shape=(meta.num_tokens, None), dtype=cfg.dtype)
+        wanted = (None, meta.page_size, cfg.latent_width)
+        check_tensor("MLAAttention", "cache", cache.keys, shape=wanted, dtype=cfg.kv_dtype, device=hidden_states.device)
+        check_loc("MLAAttention", meta.out_cache_loc, cache.num_pages * meta.page_size, self._debug)
+        q, latent, k_pe = self._project(hidden_states)
+        tokens, nope = q.shape[0], cfg.qk_nope_head_dim
+        q_pe, k_pe = self.rotary(q[..., nope:], k_pe.unsqueeze(1), meta.positions)
+        k_pe = k_pe.squeeze(1)
+        self.write.pick(tokens)(latent, k_pe, cache.keys, meta.out_cache_loc)
+        path = self.path(meta)
+        if path == "mqa":
+            o = self._mqa(q[..., :nope], q_pe, cache.keys, meta)
+        else:
+            o = self._mha(torch.cat([q[..., :nope], q_pe], -1), latent, k_pe, cache.keys, meta, path)
+        return self.o_proj(o.view(tokens, -1))  # type: ignore[no-any-return]
+
+    def _project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        cfg = self.cfg
+        sizes = [cfg.kv_lora_rank, cfg.qk_rope_head_dim]
+        if self.fused_a:
+            q_a, latent, k_pe = self.qkv_a_proj(hidden_states).split([self.q_lora_rank, *sizes], -1)
+        else:
+            latent, k_pe = self.kv_a_proj_with_mqa(hidden_states).split(sizes, -1)
+            q_a = hidden_states if self.q_lora_rank is None else self.q_a_proj(hidden_states)
+        if self.q_lora_rank is None:
+            q, latent = self.q_proj(q_a), self.kv_a_layernorm(latent)
+        else:
+            q_a, latent = self._both_norms(q_a, latent)
+            q = self.q_b_proj(q_a)
+        return q.view(-1, self.num_heads, self.head_dim), latent, k_pe
+
+    def _both_norms(self, q_a: torch.Tensor, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Norm both latents, side by side on two streams while a graph is captured (item 20)."""
+        if self.alt_stream is None or not q_a.is_cuda or not torch.cuda.is_current_stream_capturing():
+            return self.q_a_layernorm(q_a), self.kv_a_layernorm(latent)
+        main = torch.cuda.current_stream()
+        self.alt_stream.wait_stream(main)
+        normed_q = self.q_a_layernorm(q_a)
+        with torch.cuda.stream(self.alt_stream):
+            normed_latent = self.kv_a_layernorm(latent)
+        main.wait_stream(self.alt_stream)
+        return normed_q, normed_latent
+
+    def _mqa(self, q_nope: torch.Tensor, q_pe: torch.Tensor, cache: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
+        cfg = self.cfg
+        w_kc, w_vc = self.absorbed_weights()
+        tokens = q_nope.shape[0]
+        # Both products write through strided views: no staging copies of queries or outputs (item 10).
+        q = torch.empty(tokens, self.num_heads, cfg.latent_width, dtype=q_nope.dtype, device=q_nope.device)
+        torch.bmm(q_nope.transpose(0, 1), w_kc, out=q[..., : cfg.kv_lora_rank].transpose(0, 1))
+        q[..., cfg.kv_lora_rank :] = q_pe
+        o_latent, _ = self.ladder.pick(tokens).decode(q, cache, meta)
+        o = torch.empty(tokens, self.num_heads, cfg.v_head_dim, dtype=q.dtype, device=q.device)
+        torch.bmm(o_latent.transpose(0, 1), w_vc.transpose(1, 2), out=o.transpose(0, 1))
+        return o
+
+    def _expand(self, latent: torch.Tensor, k_pe: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cfg = self.cfg
+        kv = self.kv_b_proj(latent).view(-1, self.num_heads, cfg.qk_nope_head_dim + cfg.v_head_dim)
+        k_nope, v = kv.split([cfg.qk_nope_head_dim, cfg.v_head_dim], -1)
+        return torch.cat([k_nope, k_pe.unsqueeze(1).expand(-1, self.num_heads, -1)], -1), v
+
+    def _mha(
+        self, q: torch.Tensor, latent: torch.Tensor, k_pe: torch.Tensor, cache: torch.Tensor, meta: AttentionMeta, path: str
+    ) -> torch.Tensor:
+        batch, core = meta.batch, self.ladder.pick(q.shape[0])
+        attend: Callable[..., tuple[torch.Tensor, torch.Tensor]] = core.prefill
+        if path == "mha_one_shot":
+            q_lens, k_lens = batch.query_lens, batch.seq_lens
+            rows = gather_tokens(cache, meta, (0,) * len(k_lens), k_lens, q.dtype)
+            k, v = self._expand(*rows.split([self.cfg.kv_lora_rank, self.cfg.qk_rope_head_dim], -1))
+            return attend(q, k, v, Varlen.of(q_lens, k_lens, True, q.device), need_lse=False)[0]
+        if path == "mha" and any(batch.prefix_lens):
+            raise ArgumentError("MLAAttention", "meta.path", "'mha' with a cached prefix", "a batch without prefixes")
+        chunked = path == "mha_chunked"
+        if self.cfg.kv_dtype != q.dtype:
+            # What the cache holds is what decode will see: attend to the rounded rows here, too.
+            latent, k_pe = (as_cached(part, self.cfg.kv_dtype) for part in (latent, k_pe))
+        k, v = self._expand(latent, k_pe)
+        lens = batch.query_lens
+        o, lse = attend(q, k, v, Varlen.of(lens, lens, True, q.device), need_lse=chunked)
+        for starts, lengths in prefix_chunks(batch.prefix_lens, self.thresholds.chunk) if chunked else ():
+            rows = gather_tokens(cache, meta, starts, lengths, q.dtype)
+            k, v = self._expand(*rows.split([self.cfg.kv_lora_rank, self.cfg.qk_rope_head_dim], -1))
+            o_part, lse_part = attend(q, k, v, Varlen.of(lens, lengths, False, q.device), need_lse=True)
+            o, lse = self.merge.pick(q.shape[0])(o, lse, o_part, lse_part)
+        return o

@@ -1,0 +1,103 @@
+"""Which way an MLA layer takes for a batch, and how a long prefix is cut into chunks.
+
+    "mqa"          absorbed: attention over the cached latents. L+R + L multiply-adds a query-key pair, but a key is
+                   one short row for all heads. Decode, and short extends of a short prefix.
+    "mha"          expanded: keys and values of the new tokens from kv_b_proj. N+R + V multiply-adds a pair.
+                   Prefill without a prefix.
+    "mha_one_shot" expanded over prefix and new tokens together, one causal pass with k_len > q_len.
+    "mha_chunked"  expanded chunk by chunk: a causal pass over the new tokens, then one non-causal pass per chunk of
+                   the prefix, merged by their LSE. Bounds the memory of the expanded keys.
+
+The thresholds are those that production engines use for DeepSeek-V3 on Hopper; they are arguments of the layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fastlayers.attention.meta import AttentionBatch, AttentionMeta
+from fastlayers.errors import check_positive
+
+PATHS = ("mqa", "mha", "mha_one_shot", "mha_chunked")
+
+
+@dataclass(frozen=True)
+class MLAThresholds:
+    """Where the path changes, in tokens summed over the batch.
+
+    Parameters
+    ----------
+    prefix : int
+        From this many cached tokens on, an extend expands its prefix instead of attending to latents.
+    one_shot : int
+        Up to this many tokens (prefix and new) are expanded at once; more go chunk by chunk.
+    chunk : int
+        Expanded prefix tokens held at a time.
+    """
+
+    prefix: int = 8192
+    one_shot: int = 131072
+    chunk: int = 131072
+
+    def __post_init__(self) -> None:
+        check_positive("MLAThresholds", prefix=self.prefix, one_shot=self.one_shot, chunk=self.chunk)
+
+
+def select_path(batch: AttentionBatch, thresholds: MLAThresholds) -> str:
+    """Return the path for a batch: one of :data:`PATHS`. Pure, host data only.
+
+    Batches with left padding (``starts``) go to ``"mqa"``, the only path that masks them.
+    """
+    if batch.is_decode or any(batch.starts):
+        return "mqa"
+    prefix = sum(batch.prefix_lens)
+    if prefix == 0:
+        return "mha"
+    if prefix < thresholds.prefix:
+        return "mqa"
+    return "mha_one_shot" if sum(batch.seq_lens) <= thresholds.one_shot else "mha_chunked"
+
+
+def prefix_chunks(prefix_lens: tuple[int, ...], capacity: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut the prefixes of a batch into chunks of at most ``capacity`` tokens over the whole batch.
+
+    Returns
+    -------
+    list of (starts, lengths)
+        Chunk i of a request is ``[i·c, min(prefix, (i+1)·c))`` with ``c = capacity // batch`` (at least 1); lengths
+        are 0 for requests that ended. Edges need not be page-aligned: rows are gathered by token.
+    """
+    if not prefix_lens:
+        return []
+    step = max(1, capacity // len(prefix_lens))
+    chunks = []
+    for first in range(0, max(prefix_lens), step):
+        starts = tuple(min(first, prefix) for prefix in prefix_lens)
+        lengths = tuple(max(0, min(prefix, first + step) - first) for prefix in prefix_lens)
+        chunks.append((starts, lengths))
+    return chunks
+
+
+def gather_tokens(
+    cache: torch.Tensor, meta: AttentionMeta, starts: tuple[int, ...], lengths: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the cached rows ``[sum(lengths), L + R]`` of each request's ``[start, start + length)`` in ``dtype``."""
+    device = cache.device
+    counts = torch.tensor(lengths, dtype=torch.int64)
+    request = torch.repeat_interleave(torch.arange(len(lengths)), counts)
+    offsets = torch.cumsum(counts, 0) - counts
+    position = torch.arange(int(counts.sum())) - offsets[request] + torch.tensor(starts, dtype=torch.int64)[request]
+    request, position = request.to(device), position.to(device)
+    page = meta.page_table[request, position // meta.page_size].long()
+    slots = page * meta.page_size + position % meta.page_size
+    return cache.reshape(-1, cache.shape[-1])[slots].to(dtype)
+
+
+def as_cached(rows: torch.Tensor, kv_dtype: torch.dtype) -> torch.Tensor:
+    """Return ``rows`` rounded to the cache's dtype (e4m3 saturates) and back to their own."""
+    if kv_dtype == torch.float8_e4m3fn:
+        limit = torch.finfo(kv_dtype).max
+        return rows.clamp(-limit, limit).to(kv_dtype).to(rows.dtype)
+    return rows.to(kv_dtype).to(rows.dtype)

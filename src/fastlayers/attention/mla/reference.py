@@ -1,0 +1,50 @@
+"""MLA's oracle: one request at a time, one softmax, fp32."""
+
+from __future__ import annotations
+
+import torch
+
+from fastlayers.attention.meta import AttentionMeta
+from fastlayers.attention.mla.core import MLAConfig, Varlen
+
+
+class ReferenceMLA:
+    """See :mod:`fastlayers.attention.mla.core`. Reads lengths on the host; not for use under capture."""
+
+    def __init__(self, cfg: MLAConfig) -> None:
+        self.cfg = cfg
+
+    def decode(self, q: torch.Tensor, cache: torch.Tensor, meta: AttentionMeta) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``(o [T,H,L], lse [T,H])`` in fp32."""
+        rank = self.cfg.kv_lora_rank
+        o = torch.zeros(*q.shape[:2], rank, device=q.device)
+        lse = torch.full(q.shape[:2], float("-inf"), device=q.device)
+        for token in range(q.shape[0]):
+            request, position = int(meta.request_of_token[token]), int(meta.positions[token])
+            kept = range(int(meta.starts[request]), position + 1)
+            if not kept:
+                continue
+            slots = [int(meta.page_table[request, p // meta.page_size]) * meta.page_size + p % meta.page_size for p in kept]
+            rows = cache.reshape(-1, cache.shape[-1])[slots].float()
+            scores = self.cfg.softmax_scale * q[token].float() @ rows.T
+            lse[token] = scores.logsumexp(-1)
+            o[token] = scores.softmax(-1) @ rows[:, :rank]
+        return o, lse
+
+    def prefill(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: Varlen
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``(o [T,H,V], lse [T,H])`` in fp32."""
+        o = torch.zeros(*q.shape[:2], v.shape[-1], device=q.device)
+        lse = torch.full(q.shape[:2], float("-inf"), device=q.device)
+        q_start = k_start = 0
+        for q_len, k_len in zip(lens.q_lens, lens.k_lens, strict=True):
+            keys, values = k[k_start : k_start + k_len].float(), v[k_start : k_start + k_len].float()
+            for i in range(q_len):
+                seen = max(0, min(k_len, k_len - q_len + i + 1)) if lens.causal else k_len
+                if seen:
+                    scores = self.cfg.softmax_scale * torch.einsum("hd,shd->hs", q[q_start + i].float(), keys[:seen])
+                    lse[q_start + i] = scores.logsumexp(-1)
+                    o[q_start + i] = torch.einsum("hs,shd->hd", scores.softmax(-1), values[:seen])
+            q_start, k_start = q_start + q_len, k_start + k_len
+        return o, lse

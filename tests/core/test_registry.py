@@ -1,0 +1,214 @@
+"""The registry: ranking, refusal in words, names, ladders, environment, plug-ins."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.metadata
+import logging
+import pickle
+
+import pytest
+
+import fastlayers as fl
+from fastlayers import env
+from fastlayers.device import DESCRIBED, Device, as_device
+from fastlayers.errors import ArgumentError, EnvironmentVariableError, NoBackendError, UnknownNameError
+from fastlayers.norm.rms_norm.layer import RMS_NORM, RMSNormConfig
+from fastlayers.registry import LAYERS, Backend, Registry, registry, torch_backend
+
+
+registry_module = importlib.import_module("fastlayers.registry")
+
+
+class Echo:
+    """A backend that returns its own configuration."""
+
+    def __init__(self, cfg: object) -> None:
+        self.cfg = cfg
+
+    def __call__(self) -> object:
+        return self.cfg
+
+
+def refuses(cfg: object, device: Device) -> str:
+    return f"needs sm_100, this is {device.sm}"
+
+
+def toy(*extra: Backend) -> Registry:
+    return Registry("toy", [*extra, torch_backend("unused:unused")])
+
+
+H200, CPU = DESCRIBED["H200"], as_device("cpu")
+
+
+def test_best_ranked_backend_that_accepts_is_chosen_and_losers_keep_their_reasons() -> None:
+    table = toy(Backend("fast", Echo, refuse=refuses), Backend("ours", Echo))
+    choice = table.choose("cfg", H200)
+    assert choice.name == "ours"
+    assert choice.refused == {"fast": "needs sm_100, this is sm_90"}
+    assert choice.build().pick(5)() == "cfg"
+
+
+def test_named_backend_that_cannot_run_raises_with_its_reason() -> None:
+    table = toy(Backend("fast", Echo, refuse=refuses), Backend("ours", Echo))
+    with pytest.raises(NoBackendError, match="needs sm_100, this is sm_90"):
+        table.choose("cfg", H200, "fast")
+
+
+def test_auto_never_takes_the_reference() -> None:
+    for layer in LAYERS:
+        assert "reference" in [backend.name for backend in registry(layer).ranked]
+        reference = registry(layer).named("reference")
+        assert reference.auto_on == () and reference.last_resort_on == ()
+
+
+def test_torch_is_the_last_resort_on_cuda_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    table = toy(Backend("fast", Echo, refuse=refuses))
+    with caplog.at_level(logging.WARNING):
+        first, second = table.choose("cfg", H200), table.choose("cfg", H200)
+    assert first.name == second.name == "torch"
+    assert [r.message for r in caplog.records].count(caplog.records[0].message) == 1
+    assert "needs sm_100" in caplog.records[0].message
+
+
+def test_nothing_accepts_lists_every_reason() -> None:
+    table = Registry("toy", [Backend("a", Echo, refuse=refuses), torch_backend("x:y", lambda c, d: "odd shape")])
+    with pytest.raises(NoBackendError) as caught:
+        table.choose("cfg", H200)
+    assert "a: needs sm_100" in str(caught.value) and "torch: odd shape" in str(caught.value)
+    assert pickle.loads(pickle.dumps(caught.value)).refused == caught.value.refused
+
+
+def test_missing_package_is_a_reason() -> None:
+    table = toy(Backend("absent", Echo, needs=("no_such_package_anywhere:f",)))
+    with pytest.raises(NoBackendError, match="no_such_package_anywhere is not installed"):
+        table.choose("cfg", CPU, "absent")
+
+
+def test_function_missing_from_a_package_is_a_reason() -> None:
+    table = toy(Backend("old", Echo, needs=("safetensors:no_such_function",), auto_on=("cpu",)))
+    choice = table.choose("cfg", CPU)
+    assert choice.name == "torch" and "has no no_such_function" in choice.refused["old"]
+
+
+def test_unknown_names_list_the_known_ones() -> None:
+    with pytest.raises(UnknownNameError, match="known: triton, torch, reference"):
+        fl.RMSNorm(8, backend="tritn")
+    with pytest.raises(UnknownNameError, match="rms_norm"):
+        registry("rmsnorm")
+    with pytest.raises(UnknownNameError, match="H200"):
+        fl.backends("rms_norm", device="H2000")
+
+
+def test_duplicate_names_are_rejected_and_nothing_changes() -> None:
+    table = toy(Backend("ours", Echo))
+    with pytest.raises(ArgumentError, match="ours"):
+        table.add(Backend("ours", Echo))
+    assert [b.name for b in table.ranked] == ["ours", "torch"]
+    table.add(Backend("new", Echo), before="torch")
+    assert [b.name for b in table.ranked] == ["ours", "new", "torch"]
+
+
+def test_ladder_bisects_on_tokens() -> None:
+    table = toy(Backend("small", Echo), Backend("large", Echo))
+    ladder = table.choose("cfg", H200, "small:64|large").build()
+    assert [ladder.pick(n) is ladder.impls[0] for n in (0, 1, 64, 65, 9999)] == [True, True, True, False, False]
+
+
+@pytest.mark.parametrize("want", ["small:64", "small|large", "small:64|large:8", "small:9|large:9|small", "small:x|large"])
+def test_malformed_ladders_raise(want: str) -> None:
+    table = toy(Backend("small", Echo), Backend("large", Echo))
+    with pytest.raises((ArgumentError, UnknownNameError)):
+        table.choose("cfg", H200, want)
+
+
+def test_ladder_never_mixes_weight_layouts() -> None:
+    table = toy(Backend("small", Echo, weight_layout="swizzled"), Backend("large", Echo))
+    with pytest.raises(ArgumentError, match="one weight layout"):
+        table.choose("cfg", H200, "small:64|large")
+
+
+def test_environment_replaces_auto_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(env.BACKEND, "rms_norm=reference")
+    assert fl.RMSNorm(8).choice.name == "reference"
+    assert "FASTLAYERS_BACKEND" in fl.RMSNorm(8).choice.evidence
+    assert fl.RMSNorm(8, backend="torch").choice.name == "torch"
+
+
+@pytest.mark.parametrize("text", ["rms_norm", "rms_norm=", "=torch", "rms_norm=torch,rms_norm=torch", "no_layer=torch"])
+def test_environment_grammar_is_strict(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(env.BACKEND, text)
+    with pytest.raises(EnvironmentVariableError):
+        fl.RMSNorm(8)
+
+
+def test_environment_with_unknown_backend_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(env.BACKEND, "rms_norm=cuda")
+    with pytest.raises(UnknownNameError, match="known: triton, torch, reference"):
+        fl.RMSNorm(8)
+
+
+def test_plugins_register_and_a_broken_one_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Entry:
+        def __init__(self, name: str, load: object) -> None:
+            self.name, self._load = name, load
+
+        def load(self) -> object:
+            return self._load
+
+    def register(add: object) -> None:
+        add("rms_norm", Backend("plugged", Echo))  # type: ignore[operator]
+
+    def broken(add: object) -> None:
+        raise RuntimeError("wrong version")
+
+    monkeypatch.setattr(registry_module, "_plugins_loaded", False)
+    monkeypatch.setattr(registry_module, "plugin_errors", {})
+    monkeypatch.setattr(RMS_NORM, "ranked", list(RMS_NORM.ranked))
+    monkeypatch.setattr(
+        importlib.metadata, "entry_points", lambda group: [Entry("good", register), Entry("bad", broken)]
+    )
+    assert RMS_NORM.choose(RMSNormConfig(8), "H200").name == "plugged"
+    assert registry_module.plugin_errors == {"bad": "RuntimeError: wrong version"}
+
+
+def test_predicates_answer_for_described_devices_everywhere() -> None:
+    for layer in LAYERS:
+        for device in ("H200", "B200", "A100", "cpu"):
+            rows = fl.backends(layer, device=device)
+            assert {"triton", "torch", "reference"} <= {row.name for row in rows}
+            assert all(row.hardware or row.reason for row in rows)
+
+
+def test_backends_for_hopper_refuses_blackwell_rows_in_words() -> None:
+    rows = {row.name: row for row in fl.backends("mla", device="H200")}
+    assert not rows["trtllm_gen"].hardware and "needs sm_100, this is sm_90" in rows["trtllm_gen"].reason
+    assert "not run on this hardware" in rows["trtllm_gen"].reason
+
+
+def test_explain_names_choice_evidence_and_bytes() -> None:
+    norm = fl.RMSNorm(16)
+    (found,) = fl.explain(norm)
+    assert (found.layer, found.chosen, found.evidence, found.bytes) == ("rms_norm", "torch", "rank", 64)
+    assert "rms_norm=torch" in str(fl.explain(norm))
+    assert fl.explain("rms_norm")[0].layer == "rms_norm"
+
+
+def test_layers_survive_deepcopy_and_pickle() -> None:
+    norm = fl.RMSNorm(16)
+    for twin in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
+        assert twin.choice == norm.choice and twin.choice.name == "torch"
+
+
+def test_configs_rebuild_from_their_repr() -> None:
+    import torch  # noqa: F401  (reprs name torch dtypes)
+
+    from fastlayers.testing.spec import spec_of
+
+    for layer in LAYERS:
+        for case in spec_of(layer).cases:
+            namespace = {type(case.cfg).__name__: type(case.cfg), "torch": torch}
+            for value in vars(case.cfg).values():
+                namespace[type(value).__name__] = type(value)
+            assert eval(repr(case.cfg), namespace) == case.cfg
