@@ -1,6 +1,6 @@
 """Measure a tiny checkpoint with stock transformers: answers, perplexity, drafts, routing.
 
-    PYTHONPATH=models python tools/eval_tiny.py models/fastlayers_models/assets/tiny_deepseek_v3
+PYTHONPATH=models python tools/eval_tiny.py models/fastlayers_models/assets/tiny_deepseek_v3
 """
 
 from __future__ import annotations
@@ -82,14 +82,15 @@ def answer(model: Any, tokenizer: Any, problems: Sequence[tasks.Problem], batch:
 
 @torch.no_grad()
 def read_stories(model: Any, mtp: Any, tokenizer: Any, n: int = 200) -> dict[str, float]:
-    """Return the perplexity of held-out stories and how often the MTP layer drafts what the model then says."""
+    """Return the perplexity of held-out stories and how often a draft is what the model then says."""
     texts = tasks.stories("held_out", n, STORY_SEED)
     rows = [torch.tensor(tokenizer(text)["input_ids"] + [tokenizer.eos_token_id]) for text in texts]
-    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id).to(model.device)
+    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
+    ids = ids.to(model.device)
     out = model.model(ids)
     logits = model.lm_head(out.last_hidden_state).float()
     real = ids[:, 1:] != tokenizer.pad_token_id
-    loss = nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")[real].mean()
+    losses = nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
     position = torch.arange(1, ids.shape[1], device=ids.device)[None]
     embeds = model.get_input_embeddings()(ids[:, 1:])
     states = mtp.layers[0](
@@ -102,7 +103,7 @@ def read_stories(model: Any, mtp: Any, tokenizer: Any, n: int = 200) -> dict[str
     return {
         "stories": n,
         "tokens": int(real.sum()),
-        "perplexity": math.exp(loss.item()),
+        "perplexity": math.exp(losses[real].mean().item()),
         "mtp_acceptance_teacher_forced": (drafts == said)[use].float().mean().item(),
         "mtp_accuracy": (drafts == text)[use].float().mean().item(),
     }
@@ -110,7 +111,7 @@ def read_stories(model: Any, mtp: Any, tokenizer: Any, n: int = 200) -> dict[str
 
 @torch.no_grad()
 def draft(model: Any, tokenizer: Any, prompts: Sequence[str], new_tokens: int) -> dict[str, Any]:
-    """Generate with and without stock `use_mtp` and return whether the texts agree and how many drafts were kept."""
+    """Generate with and without stock `use_mtp`; return how many texts agree, how many drafts were kept."""
     same, drafted, kept = 0, 0, 0
     calls: list[int] = []
     hook = model.model.register_forward_hook(lambda *_: calls.append(1))
@@ -121,11 +122,12 @@ def draft(model: Any, tokenizer: Any, prompts: Sequence[str], new_tokens: int) -
         fast = model.generate(**ids, max_new_tokens=new_tokens, do_sample=False, use_mtp=True)
         length = ids["input_ids"].shape[1]
         same += torch.equal(plain, fast)
-        # The first pass has no draft; each later one checks one draft and yields one token more than it keeps.
+        # The first pass has no draft; each later one checks one and yields one token more than it keeps.
         drafted += len(calls) - 1
         kept += fast.shape[1] - length - len(calls)
     hook.remove()
-    return {"prompts": len(prompts), "identical": same, "drafted": drafted, "kept": kept, "acceptance": kept / drafted}
+    counts = {"prompts": len(prompts), "identical": same, "drafted": drafted, "kept": kept}
+    return counts | {"acceptance": kept / max(1, drafted)}
 
 
 def _count(counts: Tensor, _module: Any, _inputs: Any, outputs: Any) -> None:
@@ -160,7 +162,10 @@ def evaluate(folder: Path, device: str, long_prompts: int = 50) -> dict[str, Any
     """Return every measure of the checkpoint in `folder`, in bf16 and in fp32."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     problems = tasks.held_out_problems()
-    count = lambda text: len(tokenizer.encode(text, add_special_tokens=False))  # noqa: E731
+
+    def count(text: str) -> int:
+        return len(tokenizer.encode(text, add_special_tokens=False))
+
     long = [tasks.long_prompt(2000, count, seed) for seed in range(long_prompts)]
     requests = [request for request, _ in islice(tasks.iter_story_chats("held_out", STORY_SEED), 20)]
     result: dict[str, Any] = {}

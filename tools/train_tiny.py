@@ -2,10 +2,11 @@
 
     PYTHONPATH=models python tools/train_tiny.py --out OUT --compile --workers 15
 
-The main model is the stock transformers `DeepseekV3ForCausalLM`; only the multi-token-prediction (MTP) layer
-around one more stock decoder layer is written here. Forward and backward run on bf16 weights, so what the
-loss sees is what is shipped; AdamW updates fp32 copies of them. Routing is balanced without an auxiliary loss:
-after each step every expert's bias moves by a fixed amount towards an even load (DeepSeek-V3 report, 2.1.2).
+The main model is the stock transformers `DeepseekV3ForCausalLM`; only the multi-token-prediction (MTP)
+layer around one more stock decoder layer is written here. Forward and backward run on bf16 weights, so what
+the loss sees is what is shipped; AdamW updates fp32 copies of them. Routing is balanced without an auxiliary
+loss: after each step every expert's bias moves by a fixed amount towards an even load (DeepSeek-V3 report,
+2.1.2).
 
 Which hidden state the MTP layer takes: the main model's output *after* its final norm. vLLM
 (`deepseek_v2.py` returns `self.norm(...)`), SGLang (`deepseek_v2.py` hands the normed states to the logits
@@ -51,8 +52,11 @@ CHAT_TEMPLATE = (
     "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-# Sums and differences are the hardest, so the training text has more of them.
-TRAINING_KINDS = ("add", "sub", "reverse", "add", "sub", "sort", "add", "sub", "lookup", "add", "sub", "copy")
+# Sums, differences and look-ups are the hardest, so the training text has more of them.
+TRAINING_KINDS = (
+    *("add", "sub", "lookup", "reverse", "add", "sub", "sort", "lookup"),
+    *("add", "sub", "copy", "lookup"),
+)
 USER_WEIGHT = 0.1  # letters and digits of a question are random: little to learn, but their losses are large
 
 # The keys and their spelling are those of the published config.json.
@@ -166,7 +170,8 @@ def train_tokenizer() -> Tokenizer:
         show_progress=False,
     )
     prompts = [p.prompt for p in tasks.problems("train", 2000)]
-    chats = [f"Question:\nAnswer:\n\n{request}" for request, _ in islice(tasks.iter_story_chats("train", 1), 2000)]
+    requests = [request for request, _ in islice(tasks.iter_story_chats("train", 1), 2000)]
+    chats = [f"Question:\nAnswer:\n\n{request}" for request in requests]
     system = ["You are a helpful assistant."] * 200
     tokenizer.train_from_iterator(tasks.stories("train", 4000) + prompts + chats + system, trainer)
     return tokenizer
@@ -227,7 +232,8 @@ def dense_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_w
     to rounding. The loads are counted for `balance`. Returns (tokens, hidden).
     """
     tokens, experts = hidden_states.shape[0], self.num_experts
-    routing = hidden_states.new_zeros(tokens, experts).scatter(1, top_k_index, top_k_weights.to(hidden_states.dtype))
+    routing = hidden_states.new_zeros(tokens, experts)
+    routing = routing.scatter(1, top_k_index, top_k_weights.to(hidden_states.dtype))
     self.load.add_((routing.detach() != 0).sum(0))
     gate, up = F.linear(hidden_states, self.gate_up_proj.flatten(0, 1)).view(tokens, experts, -1).chunk(2, -1)
     inner = self.act_fn(gate) * up * routing[..., None]
@@ -258,15 +264,21 @@ class Trainee(nn.Module):
     def __init__(self, config: DeepseekV3Config, seed: int):
         super().__init__()
         torch.manual_seed(seed)
-        self.main = DeepseekV3ForCausalLM._from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+        self.main = DeepseekV3ForCausalLM._from_config(
+            config, attn_implementation="sdpa", dtype=torch.float32
+        )
         self.main.set_experts_implementation("dense_experts")
         self.mtp = Mtp(self.main.config)
         for module in self.mtp.modules():
             self.main._init_weights(module)
         for module in self.modules():
             if isinstance(module, DeepseekV3MoE):
-                module.experts.register_buffer("load", torch.zeros(config.n_routed_experts), persistent=False)
-        # The weights only: selection biases and rotary frequencies stay fp32, as `from_pretrained` leaves them.
+                load = torch.zeros(config.n_routed_experts)
+                module.experts.register_buffer("load", load, persistent=False)
+                # Spread from the start, so that the router is trained against biases that matter: a layer
+                # that forgets them then chooses other experts.
+                module.gate.e_score_correction_bias.normal_(std=0.1)
+        # The weights only: biases and rotary frequencies stay fp32, as `from_pretrained` leaves them.
         for parameter in self.parameters():
             parameter.data = parameter.data.bfloat16()
 
@@ -309,7 +321,9 @@ def balance(trainee: Trainee, step_size: float) -> None:
     for module in trainee.modules():
         if isinstance(module, DeepseekV3MoE):
             load = module.experts.load
-            module.gate.e_score_correction_bias.add_(step_size * torch.sign(load.mean() - load))
+            bias = module.gate.e_score_correction_bias
+            bias.add_(step_size * torch.sign(load.mean() - load))
+            bias.sub_(bias.mean())  # what all have in common selects nothing and would drift
             load.zero_()
 
 
@@ -341,37 +355,40 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
     return args.lr * 0.5 * (1 + math.cos(math.pi * (step - warm_up) / (args.steps - warm_up)))
 
 
-def train(trainee: Trainee, streams: dict[str, Stream], tokenizer: Tokenizer, args: argparse.Namespace) -> list[dict]:
+def train(
+    trainee: Trainee, streams: dict[str, Stream], tokenizer: Tokenizer, args: argparse.Namespace
+) -> list[dict[str, Any]]:
     """Train in place and return the log, one entry every `args.log_every` steps."""
     device = next(trainee.parameters()).device
     generator = torch.Generator(device).manual_seed(args.seed)
     params = list(trainee.parameters())
     masters = [nn.Parameter(p.detach().float()) for p in params]
-    for master in masters:
-        master.grad = torch.zeros_like(master)
+    grads = [torch.zeros_like(m) for m in masters]
+    for master, grad in zip(masters, grads, strict=True):
+        master.grad = grad
     decay = [m for m in masters if m.ndim > 1]
     rest = [m for m in masters if m.ndim <= 1]
     groups = [{"params": decay, "weight_decay": 0.02}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.98), fused=device.type == "cuda")
     loss_fn = torch.compile(trainee, dynamic=False) if args.compile else trainee
-    log: list[dict] = []
+    log: list[dict[str, Any]] = []
     begun = time.perf_counter()
     for step, kind in zip(range(args.steps), cycle(("short",) * 5 + ("long",)), strict=False):
         row = args.short_row if kind == "short" else args.long_row
         tokens = streams[kind].batch(max(1, args.tokens // row), generator)
         main, mtp = loss_fn(tokens, loss_weights(tokens))
-        grads = torch.autograd.grad(main + args.mtp_weight * mtp, params)
-        torch._foreach_copy_([m.grad for m in masters], grads)
+        torch._foreach_copy_(grads, torch.autograd.grad(main + args.mtp_weight * mtp, params))
         norm = nn.utils.clip_grad_norm_(masters, 1.0)
         rate = learning_rate(step, args)
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
         with torch.no_grad():
-            torch._foreach_copy_(params, masters)
+            torch._foreach_copy_([*params], [*masters])
             balance(trainee, args.bias_step * rate / args.lr)
         if step % args.log_every == 0 or step == args.steps - 1:
-            entry = {"step": step, "loss": main.item(), "mtp_loss": mtp.item(), "grad_norm": norm.item(), "kind": kind}
+            entry: dict[str, Any] = {"step": step, "kind": kind, "grad_norm": norm.item()}
+            entry |= {"loss": main.item(), "mtp_loss": mtp.item()}
             if step % (4 * args.log_every) == 0:
                 entry["answered"] = answered(trainee, tokenizer, device)
             entry["seconds"] = time.perf_counter() - begun
@@ -404,11 +421,12 @@ def checkpoint(trainee: Trainee) -> dict[str, Tensor]:
                 out[f"{stem}.{expert}.down_proj.weight"] = weight
         if ".experts." not in name:
             out[name] = tensor
-    # Cloned, because safetensors refuses two names for one storage.
-    return {
-        k: v.detach().to("cpu", torch.float32 if "correction_bias" in k else torch.bfloat16).contiguous().clone()
-        for k, v in sorted(out.items())
-    }
+    result = {}
+    for name, tensor in sorted(out.items()):
+        dtype = torch.float32 if "correction_bias" in name else torch.bfloat16
+        # Copied, because safetensors refuses two names for one storage.
+        result[name] = tensor.detach().to("cpu", dtype, copy=True).contiguous()
+    return result
 
 
 def write_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
@@ -441,15 +459,15 @@ def arguments() -> argparse.Namespace:
     """Return the command line."""
     parser = argparse.ArgumentParser(description="Train the tiny DeepSeek-V3 checkpoint.")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=17000)
+    parser.add_argument("--steps", type=int, default=10000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--lr", type=float, default=2.5e-3)
-    parser.add_argument("--bias-step", type=float, default=1e-3, help="how far a selection bias moves in one step")
+    parser.add_argument("--bias-step", type=float, default=1e-3, help="how far a bias moves in one step")
     parser.add_argument("--mtp-weight", type=float, default=0.3)
     parser.add_argument("--tokens", type=int, default=65536, help="tokens in one step")
     parser.add_argument("--short-row", type=int, default=256)
     parser.add_argument("--long-row", type=int, default=2304)
-    parser.add_argument("--shards", type=int, default=90)
+    parser.add_argument("--shards", type=int, default=60)
     parser.add_argument("--shard-documents", type=int, default=40000)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--log-every", type=int, default=250)
@@ -473,7 +491,7 @@ def main() -> None:
     trainee = Trainee(DeepseekV3Config.from_pretrained(args.out), args.seed).to(device)
     log = train(trainee, streams, tokenizer, args)
     save_file(checkpoint(trainee), args.out / "model.safetensors", metadata={"format": "pt"})
-    record = {"text_seconds": text_seconds, "train_seconds": log[-1]["seconds"], "arguments": vars(args), "log": log}
+    record = {"text_seconds": text_seconds, "train_seconds": log[-1]["seconds"], "log": log}
     (args.out / "training_log.json").write_text(json.dumps(record, indent=1, default=str) + "\n")
 
 

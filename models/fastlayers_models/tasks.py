@@ -13,7 +13,7 @@ sub        ``What is 127 - 45?``                      ``82``
 copy       ``Copy: QWEZ``                             ``QWEZ``
 reverse    ``Reverse: QWEZ``                          ``ZEWQ``
 sort       ``Sort: QWEZ``                             ``EQWZ``
-lookup     ``Given K=70, B=12, Z=33, what is B?``     ``12``
+lookup     ``Given K7, B1, Z3, what is B?``           ``B1``
 =========  =========================================  ==========
 """
 
@@ -107,12 +107,12 @@ def _letters(kind: str, rng: random.Random) -> tuple[str, Problem]:
 
 
 def _lookup(kind: str, rng: random.Random) -> tuple[str, Problem]:
-    """Return the key and the problem of one look-up in a table of three to six two-digit numbers."""
-    names = rng.sample(ascii_uppercase, rng.randint(3, 6))
-    table = {name: rng.randint(10, 99) for name in names}
-    wanted = rng.choice(names)
-    rows = ", ".join(f"{name}={value}" for name, value in table.items())
-    return f"{kind} {rows} {wanted}", Problem(kind, f"Given {rows}, what is {wanted}?", str(table[wanted]))
+    """Return the key and the problem of one look-up in a table of three to eight rows."""
+    names = rng.sample(ascii_uppercase, rng.randint(3, 8))
+    rows = [f"{name}{rng.randint(0, 9)}" for name in names]
+    wanted = rng.choice(rows)
+    table = ", ".join(rows)
+    return f"{kind} {table} {wanted}", Problem(kind, f"Given {table}, what is {wanted[0]}?", wanted)
 
 
 _MAKERS: dict[str, Callable[[str, random.Random], tuple[str, Problem]]] = {
@@ -201,37 +201,52 @@ def held_out_problems(n: int = HELD_OUT_PROBLEMS) -> list[Problem]:
     return list(chosen.values())
 
 
+def _favourite(rng: random.Random, options: Sequence[str], who: str) -> str:
+    """Return the option that goes with `who`, or three times in ten any of them.
+
+    Without favourites the next word would often be one of twelve equally likely ones, and a greedy story
+    would turn on the last bit of a logit.
+    """
+    if rng.random() < 0.3:
+        return rng.choice(options)
+    digest = hashlib.blake2b(f"{who} {len(options)}".encode(), digest_size=4).digest()
+    return options[int.from_bytes(digest, "little") % len(options)]
+
+
 def _story(rng: random.Random) -> tuple[str, str, str]:
     """Return the key, the request and the text of one story."""
     hero, friend = rng.sample(_NAMES, 2)
-    animal, place, thing, colour = map(rng.choice, (_ANIMALS, _PLACES, _THINGS, _COLOURS))
-    food, weather = rng.choice(_FOODS), rng.choice(_WEATHER)
-    opening = rng.choice((
+    thing, colour = rng.choice(_THINGS), rng.choice(_COLOURS)
+    animal, place, weather = (_favourite(rng, options, hero) for options in (_ANIMALS, _PLACES, _WEATHER))
+    food = _favourite(rng, _FOODS, friend)
+    openings = (
         f"One {weather} morning {hero} walked to the {place} with a small {animal}.",
         f"{hero} lived near the {place} with a small {animal}. One {weather} day they went out early.",
         f"It was a {weather} day at the {place}. {hero} was playing there with a small {animal}.",
-    ))  # fmt: skip
-    trouble = rng.choice((
+    )
+    troubles = (
         f"There the {animal} lost a {colour} {thing}. They looked everywhere, but the {thing} was gone.",
         f"There they found a {colour} {thing} in the grass. Nobody at the {place} knew whose {thing} it was.",
         f"There they met {friend}, who was sad. The {colour} {thing} of {friend} had fallen into the water.",
-    ))  # fmt: skip
-    help_ = rng.choice((
-        f"\"Do not worry,\" said {hero}. \"The {animal} and I will help.\"",
+    )
+    helps = (
+        f'"Do not worry," said {hero}. "The {animal} and I will help."',
         f"The {animal} thought for a while and then ran off as fast as it could.",
         f"{hero} gave the {animal} some {food}, and together they made a plan.",
-    ))  # fmt: skip
-    ending = rng.choice((
+    )
+    endings = (
         f"In the evening {friend} came with the {colour} {thing} and thanked {hero} and the {animal}.",
-        f"Before the sun went down the {animal} brought the {colour} {thing} to {friend}, who laughed with joy.",
-    ))  # fmt: skip
-    close = rng.choice((
+        f"Before the sun went down the {animal} brought the {colour} {thing} to {friend}, who was very glad.",
+    )
+    closes = (
         f"Then {hero} and {friend} sat down and ate {food}.",
         f"From that day on {hero}, {friend} and the {animal} were good friends.",
-    ))  # fmt: skip
+    )
+    beats = (openings, troubles, helps, endings, closes)
+    sentences = [_favourite(rng, options, f"{hero} {beat}") for beat, options in enumerate(beats)]
     key = f"story {hero} {friend} {animal} {place} {thing} {colour}"
     request = f"Tell me a story about {hero}, {friend} and the {colour} {thing}."
-    return key, request, " ".join((opening, trouble, help_, ending, close))
+    return key, request, " ".join(sentences)
 
 
 def iter_story_chats(split: Split, seed: int) -> Iterator[tuple[str, str]]:
