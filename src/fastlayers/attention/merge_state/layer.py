@@ -58,8 +58,8 @@ class MergeState(Layer):
 
     Notes
     -----
-    Never merge two states whose LSE both hold an attention sink: it would count twice. Source: the split softmax
-    of FlashAttention (Dao et al. 2022). Capture-safe; allocates its outputs.
+    Never merge two states whose LSE both hold an attention sink: it would count twice. Source: the split
+    softmax of FlashAttention (Dao et al. 2022). Capture-safe; allocates its outputs.
 
     Examples
     --------

@@ -1,0 +1,1 @@
+"""Write of new keys and values into a paged cache."""

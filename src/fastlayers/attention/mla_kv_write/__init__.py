@@ -1,0 +1,1 @@
+"""Write of new latent and rope rows into a paged cache (MLA)."""
