@@ -148,7 +148,7 @@ def check_cache(
     dtype: torch.dtype,
     pages: tuple[int, ...] = (),
 ) -> None:
-    """Raise :class:`ArgumentError` unless ``cache`` is contiguous ``[pages, page_size, *row]`` of ``dtype``."""
+    """Raise :class:`ArgumentError` unless ``cache`` is a contiguous cache of such rows."""
     from fastlayers.errors import ArgumentError, describe
 
     check_tensor(layer, argument, cache, shape=(*(pages or (None, None)), *row), dtype=dtype)

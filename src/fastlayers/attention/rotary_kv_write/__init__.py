@@ -1,0 +1,1 @@
+"""Rotary embedding of q and k fused with the write into a paged cache."""

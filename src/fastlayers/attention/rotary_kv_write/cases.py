@@ -1,0 +1,105 @@
+"""rotary_kv_write's cases, inputs and cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fastlayers.attention.kv_write.cases import make_cache, make_loc
+from fastlayers.attention.rotary_kv_write.layer import RotaryKVWriteConfig
+from fastlayers.testing.spec import EXACT, Bound, Case, Cost, LayerSpec
+
+BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+Config = RotaryKVWriteConfig
+
+
+def _case(
+    name: str,
+    tokens: int,
+    cfg: Config,
+    dtype: torch.dtype,
+    pages: tuple[int, int],
+    small: bool = True,
+    **more: Any,
+) -> Case:
+    return Case(name, cfg, {"num_tokens": tokens, "dtype": dtype, "pages": pages, "padded": 0, **more}, small)
+
+
+_V3, _V2 = (True, False, True), (True, True, True)  # interleaved in, interleaved out, latent
+CASES = (
+    _case("qwen3_8b_decode", 3, Config(8, 2, 128, 128, 128), BF16, (3, 16), padded=1),
+    _case("partial", 4, Config(3, 1, 48, 32, 20, kv_dtype=FP32), FP32, (9, 1), index=torch.int32),
+    _case("strided_fp8", 4, Config(4, 2, 64, 64, 64, kv_dtype=FP8), BF16, (2, 64), padded=1, strided=True),
+    _case("interleaved", 4, Config(2, 2, 32, 32, 32, True, True, kv_dtype=FP16), FP16, (3, 16)),
+    _case("deepseek_v3", 3, Config(4, 1, 64, 512, 64, *_V3), BF16, (2, 64), strided=True),
+    _case("deepseek_v2_fp32", 3, Config(3, 1, 16, 40, 16, *_V2, kv_dtype=FP32), FP32, (3, 16), padded=1),
+    _case("deepseek_v3_fp8", 3, Config(2, 1, 64, 128, 64, *_V3, kv_dtype=FP8), FP32, (3, 16)),
+    _case("empty", 0, Config(4, 2, 64, 64, 64), BF16, (2, 16)),
+    _case("qwen3_8b_prefill", 4096, Config(32, 8, 128, 128, 128), BF16, (80, 64), False, strided=True),
+    _case("gpt_oss_decode", 64, Config(64, 8, 64, 64, 64), BF16, (80, 64), False, strided=True),
+    _case("deepseek_prefill", 4096, Config(128, 1, 64, 512, 64, *_V3), BF16, (80, 64), False, strided=True),
+)  # fmt: skip
+
+
+def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
+    """Rows and heads of different size, positions all over the table, every frequency another angle."""
+    generator = torch.Generator().manual_seed(seed)
+    shape, cfg = case.shape, case.cfg
+    tokens, max_position = shape["num_tokens"], 97
+    heads = (cfg.num_heads, cfg.num_kv_heads, cfg.num_kv_heads)
+    dims = (cfg.head_dim, cfg.head_dim, cfg.v_head_dim)
+    sizes = [h * d for h, d in zip(heads, dims, strict=True)]
+    scale = torch.exp(torch.linspace(4.0, -4.0, tokens))[:, None]
+    fused = (torch.randn(tokens, sum(sizes), generator=generator) * scale).to(device, shape["dtype"])
+    parts = [p.unflatten(-1, (h, d)) for p, h, d in zip(fused.split(sizes, -1), heads, dims, strict=True)]
+    if not shape.get("strided"):
+        parts = [part.contiguous() for part in parts]
+    half = cfg.rotary_dim // 2
+    angles = torch.outer(torch.arange(max_position).float(), 100.0 ** -(torch.arange(half) / half))
+    row = (cfg.v_head_dim + cfg.head_dim,) if cfg.latent else (cfg.num_kv_heads, cfg.head_dim)
+    keys = make_cache(shape, row, cfg.kv_dtype, generator).to(device)
+    value_row = (cfg.num_kv_heads, cfg.v_head_dim)
+    values = None if cfg.latent else make_cache(shape, value_row, cfg.kv_dtype, generator).to(device)
+    return {
+        **dict(zip("qkv", parts, strict=True)),
+        # 1.2: YaRN multiplies its attention factor into the tables.
+        "cos": 1.2 * angles.cos().to(device),
+        "sin": 1.2 * angles.sin().to(device),
+        "positions": torch.randint(1, max_position, (tokens,), generator=generator).to(device),
+        "keys": keys,
+        "values": values,
+        "loc": make_loc(shape, generator).to(device),
+    }
+
+
+def run(impl: Any, inputs: dict[str, Any], context: Any) -> dict[str, torch.Tensor]:
+    """Turn and write, then read all but page 0; what is only moved is judged apart from what is turned."""
+    names = ("q", "k", "v", "cos", "sin", "positions", "keys", "values", "loc")
+    q = impl(*(inputs[name] for name in names))
+    keys, values = inputs["keys"][1:], inputs["values"]
+    if values is None:
+        rank = inputs["v"].shape[-1]
+        keys, values = keys[..., rank:], keys[..., :rank]
+    else:
+        values = values[1:]
+    wide = torch.float32 if keys.dtype == FP8 else keys.dtype
+    return {"q": q, "k": keys.to(wide), "v": values.to(wide)}
+
+
+def cost(case: Case) -> Cost:
+    """Memory bound: q, k, v once in, once out."""
+    cfg, tokens = case.cfg, case.shape["num_tokens"]
+    q, kv = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * (cfg.head_dim + cfg.v_head_dim)
+    item = case.shape["dtype"].itemsize
+    moved = tokens * (2 * q * item + kv * (item + cfg.kv_dtype.itemsize) + 4 * cfg.rotary_dim + 16)
+    return Cost(3.0 * tokens * (cfg.num_heads + cfg.num_kv_heads) * cfg.rotary_dim, moved, moved)
+
+
+def bounds(case: Case) -> dict[str, Bound]:
+    """Values are moved or rounded once: bit-exact. A turned key may round the other way at a tie of e4m3."""
+    one_step = {"k": Bound(5e-3, 2.0**-3)} if case.cfg.kv_dtype == FP8 else {}
+    return {"v": EXACT, **one_step}
+
+
+SPEC = LayerSpec(CASES, make_inputs, run, cost, bounds=bounds, mutates=("keys", "values"))

@@ -1,0 +1,212 @@
+"""Rotary embedding of q and k fused with the write of k and v into a paged cache, in one launch.
+
+    T = tokens, Hq = num_heads, Hkv = num_kv_heads, D = head_dim, V = v_head_dim, d = rotary_dim ≤ D
+    y(x)[t, h]           = x[t, h] turned by positions[t]: fp32, rounded once to the model's dtype; dimensions
+                           pair as in fastlayers.rotary
+    q_rotated[T, Hq, D]  = y(q)                                    new tensor
+    k_cache[loc[t], h]   = cache_dtype(y(k)[t, h])
+    v_cache[loc[t], h]   = cache_dtype(v[t, h])
+
+With ``latent`` (MLA) there is one cache of rows [latent | rope], one key head, and v is the latent:
+
+    q_rotated[T, Hq, R]  = y(q_pe)                                 R = D = d = head_dim
+    cache[loc[t], :L]    = cache_dtype(latent[t])                  L = v_head_dim
+    cache[loc[t], L:]    = cache_dtype(y(k_pe)[t])
+
+e4m3 caches saturate: values are clamped to ±448 before the cast (scale 1). Several rows may share slot 0,
+where padded rows go; what it then holds is unspecified.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fastlayers import env
+from fastlayers.attention.kv_cache.spec import DTYPES as CACHE_DTYPES
+from fastlayers.attention.kv_cache.spec import LayerCache
+from fastlayers.attention.kv_write.layer import FLOATS, INDICES, check_cache, needs_e4m3
+from fastlayers.attention.meta import check_loc
+from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor
+from fastlayers.layer import Layer
+from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
+
+NAME = "RotaryKVWrite"
+
+
+@dataclass(frozen=True)
+class RotaryKVWriteConfig:
+    """What a backend must know, see the file's head; pairings as in ``RotaryConfig``."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    rotary_dim: int
+    interleaved_in: bool = False
+    interleaved_out: bool = False
+    latent: bool = False
+    kv_dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        check_positive(NAME, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+        check_positive(NAME, v_head_dim=self.v_head_dim, rotary_dim=self.rotary_dim)
+        check_choice(NAME, "kv_dtype", self.kv_dtype, CACHE_DTYPES)
+        if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
+            raise ArgumentError(NAME, "rotary_dim", self.rotary_dim, f"an even number up to {self.head_dim}")
+        if self.latent and self.num_kv_heads != 1:
+            raise ArgumentError(NAME, "num_kv_heads", self.num_kv_heads, "1 with latent")
+
+    def rows(self, keys: torch.Tensor, values: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the caches as views ``[slots, Hkv, D]`` and ``[slots, Hkv, V]``."""
+        if self.latent:
+            slots = keys.flatten(0, 1)
+            return slots[:, None, self.v_head_dim :], slots[:, None, : self.v_head_dim]
+        assert values is not None
+        return keys.flatten(0, 1), values.flatten(0, 1)
+
+
+_HERE = "fastlayers.attention.rotary_kv_write"
+ROTARY_KV_WRITE = Registry(
+    "rotary_kv_write",
+    [
+        triton_backend(f"{_HERE}.triton:TritonRotaryKVWrite", needs_e4m3),
+        torch_backend(f"{_HERE}.torch:TorchRotaryKVWrite"),
+        reference_backend(f"{_HERE}.reference:ReferenceRotaryKVWrite"),
+    ],
+    cases=f"{_HERE}.cases",
+)
+
+
+class RotaryKVWrite(Layer):
+    """Turns q and k, and writes k and v (or MLA's latent and rope) into a paged cache.
+
+    Parameters
+    ----------
+    num_heads, num_kv_heads, head_dim : int
+        Of this rank. MLA: ``num_kv_heads=1``, ``head_dim`` is the rope dimension.
+    v_head_dim : int, optional
+        Default ``head_dim``. MLA: ``kv_lora_rank``.
+    rotary_dim : int, optional
+        Default ``head_dim``.
+    interleaved_in, interleaved_out : bool
+        As in :class:`fastlayers.RotaryEmbedding`.
+    latent : bool
+        MLA's cache of rows [latent | rope].
+    kv_dtype : torch.dtype
+        Of the cache: fp32, fp16, bf16 or e4m3.
+    device : torch device, optional
+    backend : str
+        ``"auto"``, a name, or a ladder.
+
+    Notes
+    -----
+    Attention must read the cache afterwards and not write it again. Capture-safe; allocates its output. With
+    ``FASTLAYERS_DEBUG`` slots and positions are checked, which synchronises; without it the Triton backend
+    clamps positions into the table. Source: Su et al. 2021 for the rotation.
+
+    Examples
+    --------
+    >>> import torch, fastlayers as fl
+    >>> from fastlayers.attention.rotary_kv_write.layer import RotaryKVWrite
+    >>> write = RotaryKVWrite(1, 1, 2, kv_dtype=torch.float32)
+    >>> cache = fl.attention.kv_cache.spec.KVCacheSpec(((1, 2),), 1, torch.float32).allocate(2)[0]
+    >>> x, zero, one = torch.tensor([[[1.0, 0.0]]]), torch.zeros(1, 1), torch.ones(1, 1)
+    >>> q = write(x, x, x, zero, one, torch.tensor([0]), cache, torch.tensor([1]))  # a quarter turn
+    >>> q.tolist(), cache.keys[1].tolist(), cache.values[1].tolist()
+    ([[[0.0, 1.0]]], [[[0.0, 1.0]]], [[[1.0, 0.0]]])
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        v_head_dim: int | None = None,
+        *,
+        rotary_dim: int | None = None,
+        interleaved_in: bool = False,
+        interleaved_out: bool = False,
+        latent: bool = False,
+        kv_dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        cfg = RotaryKVWriteConfig(
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            head_dim if v_head_dim is None else v_head_dim,
+            head_dim if rotary_dim is None else rotary_dim,
+            interleaved_in,
+            interleaved_out,
+            latent,
+            kv_dtype,
+        )
+        self.choose(ROTARY_KV_WRITE, cfg, device, backend)
+        self.debug = env.debug()
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        positions: torch.Tensor,
+        cache: LayerCache,
+        loc: torch.Tensor,
+    ) -> torch.Tensor:
+        """Turn and write.
+
+        Parameters
+        ----------
+        q : Tensor ``[T, Hq, D]``
+        k : Tensor ``[T, Hkv, D]``
+            MLA: the rope part of the key, ``[T, 1, R]``.
+        v : Tensor ``[T, Hkv, V]``
+            MLA: the latent, ``[T, 1, L]``. All three of one dtype; any strides, last dimension contiguous.
+        cos, sin : Tensor fp32 ``[max_position, d / 2]``
+        positions : Tensor int64 ``[T]``
+        cache : LayerCache
+            Written in place; contiguous.
+        loc : Tensor int64 or int32 ``[T]``
+            Slot of each row.
+
+        Returns
+        -------
+        Tensor ``[T, Hq, D]``
+            The turned ``q``, a new tensor.
+        """
+        cfg, tokens = self.cfg, q.shape[0]
+        check_tensor(
+            NAME, "q", q, shape=(None, cfg.num_heads, cfg.head_dim), dtype=FLOATS, last_dim_contiguous=True
+        )
+        for name, x, width in (("k", k, cfg.head_dim), ("v", v, cfg.v_head_dim)):
+            shape = (tokens, cfg.num_kv_heads, width)
+            check_tensor(NAME, name, x, shape=shape, dtype=q.dtype, last_dim_contiguous=True)
+        for name, x in (("cos", cos), ("sin", sin)):
+            check_tensor(NAME, name, x, shape=(cos.shape[0], cfg.rotary_dim // 2), dtype=torch.float32)
+        check_tensor(NAME, "positions", positions, shape=(tokens,), dtype=torch.int64, device=q.device)
+        check_tensor(NAME, "loc", loc, shape=(tokens,), dtype=INDICES, device=q.device)
+        self._check_cache(cache)
+        check_loc(NAME, loc, cache.keys.shape[0] * cache.keys.shape[1], self.debug)
+        if self.debug and tokens and not 0 <= int(positions.min()) <= int(positions.max()) < cos.shape[0]:
+            given = f"from {int(positions.min())} to {int(positions.max())}"
+            raise ArgumentError(NAME, "positions", given, f"positions in [0, {cos.shape[0]})")
+        turned: torch.Tensor = self.ladder.pick(tokens)(
+            q, k, v, cos, sin, positions, cache.keys, cache.values, loc
+        )
+        return turned
+
+    def _check_cache(self, cache: LayerCache) -> None:
+        cfg = self.cfg
+        if cfg.latent:
+            check_cache(NAME, "cache.keys", cache.keys, (cfg.v_head_dim + cfg.head_dim,), cfg.kv_dtype)
+            return
+        check_cache(NAME, "cache.keys", cache.keys, (cfg.num_kv_heads, cfg.head_dim), cfg.kv_dtype)
+        values = cache.values if cache.values is not None else torch.empty(0)
+        pages = tuple(cache.keys.shape[:2])
+        check_cache(NAME, "cache.values", values, (cfg.num_kv_heads, cfg.v_head_dim), cfg.kv_dtype, pages)

@@ -1,0 +1,196 @@
+"""rotary_kv_write in Triton: a program turns a block of one token's heads; those of k write the cache."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fastlayers.attention.kv_write.triton import to_cache
+from fastlayers.attention.rotary_kv_write.layer import RotaryKVWriteConfig
+from fastlayers.operators import operator
+from fastlayers.testing.compile_check import KernelBuild
+from fastlayers.triton_lang import cast
+
+MAX_HEADS = 8  # of one program: enough to share the load of cos and sin, few enough to fill a GPU at decode
+
+
+@triton.jit
+def _turn(
+    source, target, source_head, target_head, head, heads, c, s, f,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    INTERLEAVED_IN: tl.constexpr, INTERLEAVED_OUT: tl.constexpr,
+):  # fmt: skip
+    rows, targets = source + head[:, None] * source_head, target + head[:, None] * target_head
+    inside = (head < heads)[:, None] & (f < HALF)[None, :]
+    a_in, b_in = (2 * f, 2 * f + 1) if INTERLEAVED_IN else (f, f + HALF)
+    a_out, b_out = (2 * f, 2 * f + 1) if INTERLEAVED_OUT else (f, f + HALF)
+    a = tl.load(rows + a_in[None, :], mask=inside, other=0.0)
+    b = tl.load(rows + b_in[None, :], mask=inside, other=0.0)
+    dtype: tl.constexpr = source.dtype.element_ty
+    wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
+    # Rounded to the model's dtype first, then to the cache's, as an unfused pair does.
+    first = cast(wide_a * c[None, :] - wide_b * s[None, :], dtype)
+    second = cast(wide_b * c[None, :] + wide_a * s[None, :], dtype)
+    tl.store(targets + a_out[None, :], to_cache(first, target.dtype.element_ty), mask=inside)
+    tl.store(targets + b_out[None, :], to_cache(second, target.dtype.element_ty), mask=inside)
+    if REST > 0:
+        column = 2 * HALF + tl.arange(0, REST)
+        kept = (head < heads)[:, None] & (column < HEAD_DIM)[None, :]
+        x = tl.load(rows + column[None, :], mask=kept, other=0.0)
+        tl.store(targets + column[None, :], to_cache(x, target.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def _rotary_kv_write_kernel(
+    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, positions_ptr, q_out_ptr, k_cache_ptr, v_cache_ptr, loc_ptr,
+    q_token, q_head, k_token, k_head, v_token, v_head, k_slot, v_slot,
+    max_position, heads, kv_heads, q_blocks,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    INTERLEAVED_IN: tl.constexpr, INTERLEAVED_OUT: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    f = tl.arange(0, BLOCK_HALF)
+    position = tl.load(positions_ptr + token)
+    position = tl.minimum(tl.maximum(position, 0), max_position - 1)
+    c = tl.load(cos_ptr + position * HALF + f, mask=f < HALF, other=0.0)
+    s = tl.load(sin_ptr + position * HALF + f, mask=f < HALF, other=0.0)
+    if block < q_blocks:
+        head = block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+        _turn(
+            q_ptr + token * q_token, q_out_ptr + token * heads * HEAD_DIM, q_head, HEAD_DIM, head, heads,
+            c, s, f,
+            HEAD_DIM, HALF, REST, INTERLEAVED_IN, INTERLEAVED_OUT,
+        )  # fmt: skip
+    else:
+        head = (block - q_blocks) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+        slot = tl.load(loc_ptr + token).to(tl.int64)
+        _turn(
+            k_ptr + token * k_token, k_cache_ptr + slot * k_slot, k_head, HEAD_DIM, head, kv_heads, c, s, f,
+            HEAD_DIM, HALF, REST, INTERLEAVED_IN, INTERLEAVED_OUT,
+        )  # fmt: skip
+        column = tl.arange(0, BLOCK_V)
+        inside = (head < kv_heads)[:, None] & (column < V_HEAD_DIM)[None, :]
+        v = tl.load(
+            v_ptr + token * v_token + head[:, None] * v_head + column[None, :], mask=inside, other=0.0
+        )
+        target = v_cache_ptr + slot * v_slot + head[:, None] * V_HEAD_DIM + column[None, :]
+        tl.store(target, to_cache(v, v_cache_ptr.dtype.element_ty), mask=inside)
+
+
+def _blocks(cfg: RotaryKVWriteConfig) -> dict[str, int | bool]:
+    power = triton.next_power_of_2
+    rest = cfg.head_dim - cfg.rotary_dim
+    return {
+        "HEAD_DIM": cfg.head_dim,
+        "V_HEAD_DIM": cfg.v_head_dim,
+        "HALF": cfg.rotary_dim // 2,
+        "REST": power(rest) if rest else 0,
+        "INTERLEAVED_IN": cfg.interleaved_in,
+        "INTERLEAVED_OUT": cfg.interleaved_out,
+        "BLOCK_HEADS": min(MAX_HEADS, power(cfg.num_heads)),
+        "BLOCK_HALF": power(cfg.rotary_dim // 2),
+        "BLOCK_V": power(cfg.v_head_dim),
+    }
+
+
+def _fake(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None, loc: torch.Tensor,
+    rotary_dim: int, interleaved_in: bool, interleaved_out: bool,
+) -> torch.Tensor:  # fmt: skip
+    return q.new_empty(q.shape)
+
+
+@operator(
+    "rotary_kv_write(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor positions, "
+    "Tensor(a!) keys, Tensor(b!)? values, Tensor loc, int rotary_dim, bool interleaved_in, bool interleaved_out) -> Tensor",
+    _fake,
+)
+def _rotary_kv_write(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None, loc: torch.Tensor,
+    rotary_dim: int, interleaved_in: bool, interleaved_out: bool,
+) -> torch.Tensor:  # fmt: skip
+    (tokens, heads, head_dim), (kv_heads, v_head_dim) = q.shape, v.shape[1:]
+    cfg = RotaryKVWriteConfig(
+        heads,
+        kv_heads,
+        head_dim,
+        v_head_dim,
+        rotary_dim,
+        interleaved_in,
+        interleaved_out,
+        values is None,
+        keys.dtype,
+    )
+    q_out = q.new_empty(q.shape)
+    if tokens:
+        blocks = _blocks(cfg)
+        q_blocks = triton.cdiv(heads, blocks["BLOCK_HEADS"])
+        k_slots, v_slots = cfg.rows(keys, values)
+        _rotary_kv_write_kernel[(tokens, q_blocks + triton.cdiv(kv_heads, blocks["BLOCK_HEADS"]))](
+            q, k, v, cos, sin, positions, q_out, k_slots, v_slots, loc,
+            q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            k_slots.stride(0), v_slots.stride(0), cos.shape[0], heads, kv_heads, q_blocks,
+            **blocks, num_warps=2,
+        )  # fmt: skip
+    return q_out
+
+
+class TritonRotaryKVWrite:
+    """One launch: keys go from registers to the cache and are never stored elsewhere."""
+
+    def __init__(self, cfg: RotaryKVWriteConfig) -> None:
+        self.cfg = cfg
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+        positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None, loc: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """Write into ``keys`` and ``values``, in place; return the turned ``q``, a new contiguous tensor."""
+        cfg = self.cfg
+        turned: torch.Tensor = _rotary_kv_write(
+            q,
+            k,
+            v,
+            cos,
+            sin,
+            positions,
+            keys,
+            values,
+            loc,
+            cfg.rotary_dim,
+            cfg.interleaved_in,
+            cfg.interleaved_out,
+        )
+        return turned
+
+
+_STRIDES = ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "k_slot", "v_slot")
+_REAL = {
+    "qwen3_8b": (RotaryKVWriteConfig(32, 8, 128, 128, 128), "bf16", "bf16"),
+    "qwen3_8b_fp8": (RotaryKVWriteConfig(32, 8, 128, 128, 128), "bf16", "fp8e4nv"),
+    "gpt_oss": (RotaryKVWriteConfig(64, 8, 64, 64, 64), "bf16", "bf16"),
+    "glm4_moe": (RotaryKVWriteConfig(96, 8, 128, 128, 64), "bf16", "bf16"),
+    "deepseek_v3": (RotaryKVWriteConfig(128, 1, 64, 512, 64, True, False, True), "bf16", "bf16"),
+    "deepseek_v3_fp32": (RotaryKVWriteConfig(128, 1, 64, 512, 64, True, False, True), "fp32", "fp32"),
+}
+COMPILE = [
+    KernelBuild(
+        f"rotary_kv_write_{name}",
+        _rotary_kv_write_kernel,
+        {
+            **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "q_out_ptr"), f"*{dtype}"),
+            **dict.fromkeys(("cos_ptr", "sin_ptr"), "*fp32"),
+            **dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), f"*{cache}"),
+            **dict.fromkeys(("positions_ptr", "loc_ptr"), "*i64"),
+            **dict.fromkeys(_STRIDES, "i64"),
+            **dict.fromkeys(("max_position", "heads", "kv_heads", "q_blocks"), "i32"),
+        },
+        _blocks(cfg),
+        num_warps=2,
+    )
+    for name, (cfg, dtype, cache) in _REAL.items()
+]

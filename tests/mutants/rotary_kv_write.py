@@ -1,0 +1,54 @@
+"""Planted bugs of rotary_kv_write."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from fastlayers.attention.rotary_kv_write.torch import TorchRotaryKVWrite
+from fastlayers.registry import Backend
+
+
+class _OtherPairing(TorchRotaryKVWrite):
+    def __init__(self, cfg):  # type: ignore[no-untyped-def]
+        super().__init__(replace(cfg, interleaved_in=not cfg.interleaved_in))
+
+
+class _OtherDirection(TorchRotaryKVWrite):
+    def _turn(self, x, c, s):  # type: ignore[no-untyped-def]
+        return super()._turn(x, c, -s)
+
+
+class _KeysNotTurned(TorchRotaryKVWrite):
+    def _turn(self, x, c, s):  # type: ignore[no-untyped-def]
+        return super()._turn(x, c, s) if x.shape[1] == self.cfg.num_heads else x
+
+
+class _StalePositions(TorchRotaryKVWrite):
+    def __call__(self, q, k, v, cos, sin, positions, keys, values, loc):  # type: ignore[no-untyped-def]
+        return super().__call__(q, k, v, cos, sin, positions - 1, keys, values, loc)
+
+
+class _NextSlot(TorchRotaryKVWrite):
+    def __call__(self, q, k, v, cos, sin, positions, keys, values, loc):  # type: ignore[no-untyped-def]
+        slots = keys.shape[0] * keys.shape[1]
+        return super().__call__(q, k, v, cos, sin, positions, keys, values, (loc + 1) % slots)
+
+
+class _TurnedInModelDtype(TorchRotaryKVWrite):
+    def _turn(self, x, c, s):  # type: ignore[no-untyped-def]
+        return super()._turn(x, c.to(torch.bfloat16).float(), s.to(torch.bfloat16).float())
+
+
+MUTANTS = {
+    name: Backend(f"mutant_{name}", target, auto_on=())
+    for name, target in (
+        ("other_pairing", _OtherPairing),
+        ("other_direction", _OtherDirection),
+        ("keys_not_turned", _KeysNotTurned),
+        ("stale_positions", _StalePositions),
+        ("next_slot", _NextSlot),
+        ("turned_in_bf16", _TurnedInModelDtype),
+    )
+}
