@@ -1,0 +1,78 @@
+"""Gated activation of an MLP: SiLU of the gate times the up projection.
+
+    T = tokens, I = size
+    x[T, 2I]  = gate[T, I] | up[T, I]
+    y[T, I]   = silu(gate).to(dtype) · up          silu(g) = g / (1 + e^-g) in fp32
+
+Two roundings, one after silu and one after the product, as in every Hugging Face MLP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fastlayers.errors import check_positive, check_tensor
+from fastlayers.layer import Layer
+from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class SiluMulConfig:
+    """What a backend must know: ``size``, the width of one half on this rank."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        check_positive("SiluAndMul", size=self.size)
+
+
+_HERE = "fastlayers.activation.silu_mul"
+SILU_MUL = Registry(
+    "silu_mul",
+    [
+        triton_backend(f"{_HERE}.triton:TritonSiluMul"),
+        torch_backend(f"{_HERE}.torch:TorchSiluMul"),
+        reference_backend(f"{_HERE}.reference:ReferenceSiluMul"),
+    ],
+    cases=f"{_HERE}.cases",
+)
+
+
+class SiluAndMul(Layer):
+    """``silu(gate) · up`` of a fused gate-and-up projection.
+
+    Parameters
+    ----------
+    size : int
+        Width of the output; the input has twice that.
+    device
+        Where it will run.
+    backend : str
+        ``"auto"``, a name, or a ladder.
+
+    Notes
+    -----
+    Source: Shazeer 2020 (SwiGLU). Capture-safe; allocates its output.
+
+    Examples
+    --------
+    >>> import torch, fastlayers as fl
+    >>> act = fl.SiluAndMul(2)
+    >>> [round(v, 4) for v in act(torch.tensor([[1.0, -1.0, 2.0, 4.0]]))[0].tolist()]
+    [1.4621, -1.0758]
+    """
+
+    def __init__(self, size: int, *, device: torch.device | str | None = None, backend: str = "auto") -> None:
+        super().__init__()
+        self.choose(SILU_MUL, SiluMulConfig(size), device, backend)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``y`` ``[..., I]`` for ``x`` ``[..., 2I]`` (fp32, fp16 or bf16; rows may be strided)."""
+        check_tensor("SiluAndMul", "x", x, dtype=DTYPES, last_dim_contiguous=True)
+        check_tensor("SiluAndMul", "x", x, shape=(*x.shape[:-1], 2 * self.cfg.size))
+        y: torch.Tensor = self.ladder.pick(x.shape[0])(x)
+        return y

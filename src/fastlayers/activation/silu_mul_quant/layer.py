@@ -1,0 +1,126 @@
+"""SiLU of the gate times the up projection, quantised to e4m3 in groups: the input of an FP8 down projection.
+
+    T = tokens, I = size, g = group_size, G = ceil(I / g) groups (the last may be ragged)
+    y[T, I]   = silu(gate).to(dtype) · up, rounded to dtype           as silu_mul, bit for bit
+    a[T, G]   = max(|y| over the group, 1e-10)
+    s[T, G]   = a / 448                          "ue8m0": the next power of two, never below
+    q[T, I]   = e4m3(clamp(y / s, ±448))
+
+Layouts of ``s``, all ``[T, G]`` fp32:
+
+    "row"         stride (G, 1)
+    "col"         stride (1, T)
+    "col_tma4"    stride (1, T rounded up to 4): what TMA loads on sm_90
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fastlayers.errors import check_choice, check_positive, check_tensor
+from fastlayers.layer import Layer
+from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SCALE_LAYOUTS = ("row", "col", "col_tma4")
+SCALE_FORMATS = ("float", "ue8m0")
+GROUP_SIZES = (16, 32, 64, 128)
+FLOOR = 1e-10
+E4M3_MAX = 448.0
+
+
+@dataclass(frozen=True)
+class SiluMulQuantConfig:
+    """What a backend must know: sizes, and the layout and number format of the scales."""
+
+    size: int
+    group_size: int = 128
+    scale_layout: str = "row"
+    scale_fmt: str = "float"
+
+    def __post_init__(self) -> None:
+        check_positive("SiluMulQuant", size=self.size)
+        check_choice("SiluMulQuant", "group_size", self.group_size, GROUP_SIZES)
+        check_choice("SiluMulQuant", "scale_layout", self.scale_layout, SCALE_LAYOUTS)
+        check_choice("SiluMulQuant", "scale_fmt", self.scale_fmt, SCALE_FORMATS)
+
+    @property
+    def groups(self) -> int:
+        """Scale groups of a row."""
+        return -(-self.size // self.group_size)
+
+
+def empty_scales(tokens: int, groups: int, layout: str, device: torch.device) -> torch.Tensor:
+    """Return uninitialised fp32 scales ``[tokens, groups]`` with the strides of ``layout``."""
+    if layout == "row":
+        return torch.empty(tokens, groups, dtype=torch.float32, device=device)
+    padded = tokens if layout == "col" else -(-tokens // 4) * 4
+    return torch.empty(groups, padded, dtype=torch.float32, device=device).t()[:tokens]
+
+
+_HERE = "fastlayers.activation.silu_mul_quant"
+SILU_MUL_QUANT = Registry(
+    "silu_mul_quant",
+    [
+        triton_backend(f"{_HERE}.triton:TritonSiluMulQuant"),
+        torch_backend(f"{_HERE}.torch:TorchSiluMulQuant"),
+        reference_backend(f"{_HERE}.reference:ReferenceSiluMulQuant"),
+    ],
+    cases=f"{_HERE}.cases",
+)
+
+
+class SiluMulQuant(Layer):
+    """``silu(gate) · up`` quantised to e4m3 with one fp32 scale per token and group.
+
+    Parameters
+    ----------
+    size : int
+        Width of the output; the input has twice that.
+    group_size : int
+        Values that share a scale: 16, 32, 64 or 128.
+    scale_layout : str
+        ``"row"``, ``"col"`` or ``"col_tma4"``, see the file's head.
+    scale_fmt : str
+        ``"float"``, or ``"ue8m0"`` for powers of two.
+    device
+        Where it will run.
+    backend : str
+        ``"auto"``, a name, or a ladder.
+
+    Notes
+    -----
+    The product is rounded to the model's dtype before it is quantised, so the fused layer gives what the
+    two separate ones give. Source: DeepSeek-V3 report, section 3.3. Capture-safe; allocates its outputs.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fastlayers.activation.silu_mul_quant.layer import SiluMulQuant
+    >>> q, s = SiluMulQuant(128)(torch.ones(2, 256))
+    >>> q.dtype, q.shape, round(float(s[0, 0]) * float(q[0, 0]), 4)
+    (torch.float8_e4m3fn, torch.Size([2, 128]), 0.7311)
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        group_size: int = 128,
+        scale_layout: str = "row",
+        scale_fmt: str = "float",
+        device: torch.device | str | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        cfg = SiluMulQuantConfig(size, group_size, scale_layout, scale_fmt)
+        self.choose(SILU_MUL_QUANT, cfg, device, backend)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``(q, s)``: e4m3 ``[T, I]`` and fp32 ``[T, G]`` for ``x`` ``[T, 2I]``."""
+        check_tensor("SiluMulQuant", "x", x, dtype=DTYPES, last_dim_contiguous=True)
+        check_tensor("SiluMulQuant", "x", x, shape=(None, 2 * self.cfg.size))
+        q, s = self.ladder.pick(x.shape[0])(x)
+        return q, s

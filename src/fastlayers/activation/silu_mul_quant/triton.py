@@ -1,0 +1,90 @@
+"""SiLU·mul·quantise in Triton: one program a few groups of a row."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fastlayers.activation.silu_mul.triton import silu_mul_rounded
+from fastlayers.activation.silu_mul_quant.layer import SCALE_LAYOUTS, SiluMulQuantConfig, empty_scales
+from fastlayers.operators import operator
+from fastlayers.testing.compile_check import KernelBuild
+from fastlayers.triton_lang import to_e4m3
+
+GROUPS = 8
+
+
+@triton.jit
+def _silu_mul_quant_kernel(
+    x_ptr, q_ptr, s_ptr, x_stride, s_token_stride, s_group_stride, size, num_groups,
+    UE8M0: tl.constexpr, GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    column = group[:, None] * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
+    inside = column < size
+    gate = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * x_stride + size + column, mask=inside, other=0.0).to(tl.float32)
+    y = silu_mul_rounded(gate, up, x_ptr.dtype.element_ty).to(tl.float32)
+    # A correctly rounded quotient: one ulp too much would double a power-of-two scale.
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(y), axis=1), 1e-10), 448.0)
+    if UE8M0:
+        bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+        scale = bits.to(tl.float32, bitcast=True)
+    q = to_e4m3(tl.div_rn(y, tl.broadcast_to(scale[:, None], (GROUPS, GROUP_SIZE))))
+    tl.store(q_ptr + row * size + column, q, mask=inside)
+    tl.store(s_ptr + row * s_token_stride + group * s_group_stride, scale, mask=group < num_groups)
+
+
+def _outputs(x: torch.Tensor, group_size: int, layout: int) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, size = x.shape[0], x.shape[1] // 2
+    q = torch.empty(tokens, size, dtype=torch.float8_e4m3fn, device=x.device)
+    return q, empty_scales(tokens, -(-size // group_size), SCALE_LAYOUTS[layout], x.device)
+
+
+def _fake(x: torch.Tensor, group_size: int, layout: int, ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    return _outputs(x, group_size, layout)
+
+
+@operator("silu_mul_quant(Tensor x, int group_size, int layout, bool ue8m0) -> (Tensor, Tensor)", _fake)
+def _silu_mul_quant(
+    x: torch.Tensor, group_size: int, layout: int, ue8m0: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q, s = _outputs(x, group_size, layout)
+    tokens, groups = s.shape
+    if tokens:
+        per_program = min(GROUPS, triton.next_power_of_2(groups))
+        _silu_mul_quant_kernel[(tokens, triton.cdiv(groups, per_program))](
+            x, q, s, x.stride(0), s.stride(0), s.stride(1), q.shape[1], groups,
+            UE8M0=ue8m0, GROUPS=per_program, GROUP_SIZE=group_size,
+            num_warps=max(1, min(4, per_program * group_size // 256)),
+        )  # fmt: skip
+    return q, s
+
+
+class TritonSiluMulQuant:
+    """Reads x once, writes codes and scales once."""
+
+    def __init__(self, cfg: SiluMulQuantConfig) -> None:
+        self.cfg = cfg
+        self.static = (cfg.group_size, SCALE_LAYOUTS.index(cfg.scale_layout), cfg.scale_fmt == "ue8m0")
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``(q, s)``, new tensors."""
+        q, s = _silu_mul_quant(x, *self.static)
+        return q, s
+
+
+COMPILE = [
+    KernelBuild(
+        f"silu_mul_quant_{'ue8m0' if ue8m0 else 'float'}",
+        _silu_mul_quant_kernel,
+        {
+            "x_ptr": "*bf16", "q_ptr": "*fp8e4nv", "s_ptr": "*fp32", "x_stride": "i64",
+            "s_token_stride": "i64", "s_group_stride": "i64", "size": "i32", "num_groups": "i32",
+        },
+        {"UE8M0": ue8m0, "GROUPS": GROUPS, "GROUP_SIZE": 128},
+    )
+    for ue8m0 in (False, True)
+]  # fmt: skip

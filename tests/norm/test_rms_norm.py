@@ -1,0 +1,100 @@
+"""RMSNorm against Hugging Face's modules, bit for bit, and its errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
+
+from fastlayers.errors import ArgumentError
+from fastlayers.norm.rms_norm.layer import RMSNorm
+from fastlayers.weights import slots
+
+FAMILIES = {
+    "cast_then_scale": DeepseekV3RMSNorm,
+    "scale_then_cast": GptOssRMSNorm,
+    "one_plus": Qwen3NextRMSNorm,
+}
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rounding", FAMILIES)
+def test_bit_equal_to_hugging_face(rounding: str, dtype: torch.dtype) -> None:
+    stock = FAMILIES[rounding](160, eps=1e-5).to(dtype)
+    with torch.no_grad():
+        stock.weight.copy_(torch.randn(160))
+    mine = RMSNorm(160, 1e-5, rounding=rounding, dtype=dtype, backend="torch")
+    mine.weight.copy_(stock.weight)
+    x = (torch.randn(33, 160) * torch.exp(torch.randn(33, 1))).to(dtype)
+    residual = torch.randn(33, 160).to(dtype)
+    assert torch.equal(mine(x), stock(x))
+    y, summed = mine(x, residual)
+    assert torch.equal(summed, x + residual)
+    assert torch.equal(y, stock(x + residual))
+
+
+def test_the_roundings_differ() -> None:
+    x, weight = torch.randn(64, 128).bfloat16(), (1 + 0.3 * torch.randn(128)).bfloat16()
+    results = []
+    for rounding in ("cast_then_scale", "scale_then_cast"):
+        norm = RMSNorm(128, rounding=rounding, dtype=torch.bfloat16, backend="torch")
+        norm.weight.copy_(weight)
+        results.append(norm(x))
+    assert not torch.equal(results[0], results[1])
+
+
+def test_initial_weight_is_neutral() -> None:
+    x = torch.randn(3, 16)
+    plain, centred = RMSNorm(16)(x), RMSNorm(16, rounding="one_plus")(x)
+    torch.testing.assert_close(plain, centred)
+    torch.testing.assert_close(plain.pow(2).mean(-1), torch.ones(3), rtol=1e-4, atol=1e-4)
+
+
+def test_zero_row_stays_finite() -> None:
+    assert torch.equal(RMSNorm(16)(torch.zeros(2, 16)), torch.zeros(2, 16))
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_leading_dimensions_and_inputs_untouched(backend: str) -> None:
+    norm = RMSNorm(24, backend=backend)
+    x, residual = torch.randn(2, 3, 24), torch.randn(2, 3, 24)
+    kept = x.clone(), residual.clone()
+    y, summed = norm(x, residual)
+    assert y.shape == summed.shape == (2, 3, 24)
+    torch.testing.assert_close(y.view(6, 24), norm(x.view(6, 24), residual.view(6, 24))[0])
+    assert torch.equal(x, kept[0])
+    assert torch.equal(residual, kept[1])
+
+
+def test_slot() -> None:
+    norm = RMSNorm(4)
+    (name, slot), *rest = slots(norm, "model.norm")
+    slot.fill(name, torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    assert (name, rest, norm.weight.tolist()) == ("model.norm.weight", [], [1.0, 2.0, 3.0, 4.0])
+
+
+def test_errors() -> None:
+    norm, x = RMSNorm(8), torch.zeros(2, 8)
+    for arguments, argument in (
+        ((torch.zeros(2, 9),), "x"),
+        ((x.half(),), "x"),
+        ((torch.zeros(8, 2).t(),), "x"),
+        ((x, torch.zeros(3, 8)), "residual"),
+        ((x, x.half()), "residual"),
+    ):
+        with pytest.raises(ArgumentError) as caught:
+            norm(*arguments)
+        assert (caught.value.layer, caught.value.argument) == ("RMSNorm", argument)
+    with pytest.raises(ArgumentError, match="rounding"):
+        RMSNorm(8, rounding="never")
+    with pytest.raises(ArgumentError, match="hidden_size"):
+        RMSNorm(0)
+
+
+def test_traceable() -> None:
+    norm, x = RMSNorm(8, backend="torch"), torch.randn(2, 8)
+    compiled = torch.compile(norm, backend="eager", fullgraph=True)
+    assert all(torch.equal(a, b) for a, b in zip(compiled(x, x), norm(x, x), strict=True))
