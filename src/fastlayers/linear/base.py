@@ -77,7 +77,7 @@ class LinearBase(Layer):
         self.adds_bias = not (shard.kind == "row" and axis.rank > 0)
 
     def parts(self) -> Iterator[tuple[str, int, slice, slice]]:
-        """Yield a part's name prefix (``""`` or ``"../x."``), full rows, slice of them read here, local rows."""
+        """Yield per part: name prefix (``""``, ``"../x."``), full rows, slice of them read here, local rows."""
         start = 0
         for index, (full, read) in enumerate(zip(self.full_parts, self.column_slices, strict=True)):
             size = read.stop - read.start
@@ -95,7 +95,7 @@ class LinearBase(Layer):
                 yield f"{prefix}bias", Slot(bias[local], (full,), (read,))
 
     def check_input(self, x: torch.Tensor, dtype: torch.dtype, device: torch.device | None = None) -> None:
-        """Raise :class:`ArgumentError` unless ``x`` is ``[..., local_in]`` of ``dtype`` (and on ``device``)."""
+        """Raise :class:`ArgumentError` unless ``x`` is ``[..., local_in]`` of ``dtype`` on ``device``."""
         good = (
             isinstance(x, torch.Tensor) and x.dtype == dtype and x.dim() >= 1 and x.shape[-1] == self.local_in
         )

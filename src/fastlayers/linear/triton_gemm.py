@@ -2,7 +2,7 @@
 
     M = rows of x, N = output features, K = input features;  y[M,N] = x[M,K] · weight[N,K]ᵀ
 
-With few rows there are fewer output tiles than multiprocessors. Then K is split over ``splits`` programs, each
+With few rows there are fewer output tiles than multiprocessors. Then ``splits`` programs share K: each
 writes its fp32 partial tile, and a second kernel adds them in a fixed order: no atomics, the same bits each
 run. Tile sizes and splits depend on shapes only, so a captured grid stays right.
 """

@@ -20,7 +20,7 @@ class TorchLinear:
             return F.linear(x, weight, bias)
         if x.is_cuda and x.numel():
             # cuBLAS writes its fp32 sum; no fp32 copy of the weight.
-            y = torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out_dtype=self.wide)  # type: ignore[call-overload]
+            y = torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out_dtype=self.wide)
             y = y.view(*x.shape[:-1], weight.shape[0])
             return y if bias is None else y + bias
         return F.linear(x.to(self.wide), weight.to(self.wide), None if bias is None else bias.to(self.wide))

@@ -1,0 +1,1 @@
+"""Quantisation of activations, one scale per token and group of features."""

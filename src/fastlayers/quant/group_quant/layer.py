@@ -1,0 +1,187 @@
+"""Quantisation of activations: one scale for each token and group of features.
+
+    T = tokens, K = features, G = K / group, MAX = 448 (e4m3) or 127 (int8)
+    absmax[T,G] = max(eps, max over the group of |x[T,K]|)
+    s[T,G]      = absmax / MAX                    ("float": a division, not a product with a rounded 1/MAX)
+                = 2^ceil(log2(absmax / MAX))      ("ue8m0": a power of two, never below absmax / MAX)
+    q[T,K]      = round(clamp(x / s, -MAX, MAX))  (to nearest even, e4m3 and int8 alike)
+    x           ≈ q · s
+
+All steps are fp32 and correctly rounded, so every backend gives the same bits. (Kernels elsewhere multiply
+by reciprocals or, for int8, truncate; they differ by one code.) A group with NaN or infinity gets scale NaN
+and codes 0, so whatever is computed from it is NaN. Memory of the scales (``scale_layout``):
+
+    "row"        strides (G, 1)
+    "col"        strides (1, T)
+    "col_tma4"   strides (1, T rounded up to 4), what TMA needs; the padding is never written
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fastlayers.errors import ArgumentError, check_choice, check_tensor
+from fastlayers.layer import Layer
+from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
+
+GROUPS = (16, 32, 64, 128)
+SCALE_FMTS = ("float", "ue8m0")
+SCALE_LAYOUTS = ("row", "col", "col_tma4")
+INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+
+
+@dataclass(frozen=True)
+class GroupQuantConfig:
+    """What a backend must know; see the file's head for each field."""
+
+    group: int = 128
+    dtype: torch.dtype = torch.float8_e4m3fn
+    scale_fmt: str = "float"
+    scale_layout: str = "row"
+    eps: float = 1e-10
+
+    def __post_init__(self) -> None:
+        check_choice("GroupQuant", "group", self.group, GROUPS)
+        check_choice("GroupQuant", "dtype", self.dtype, tuple(LARGEST))
+        check_choice("GroupQuant", "scale_fmt", self.scale_fmt, SCALE_FMTS)
+        check_choice("GroupQuant", "scale_layout", self.scale_layout, SCALE_LAYOUTS)
+        if not 1e-30 <= self.eps <= 1.0:
+            raise ArgumentError(
+                "GroupQuant", "eps", self.eps, "1e-30 <= eps <= 1, so that no scale is subnormal"
+            )
+
+    def tuning_key(self) -> str:
+        """Return the shape key of tuned tables."""
+        name = str(self.dtype).removeprefix("torch.")
+        return f"group={self.group},{name},{self.scale_fmt},{self.scale_layout}"
+
+
+def empty_scales(x: torch.Tensor, rows: int, groups: int, layout: str) -> torch.Tensor:
+    """Return uninitialised fp32 scales ``[rows, groups]`` on ``x``'s device with the strides of ``layout``."""
+    if layout == "row":
+        return x.new_empty((rows, groups), dtype=torch.float32)
+    padded = (rows + 3) // 4 * 4 if layout == "col_tma4" else rows
+    return x.new_empty((groups, padded), dtype=torch.float32).t()[:rows]
+
+
+def check_groups(x: torch.Tensor, group: int) -> None:
+    """Raise :class:`ArgumentError` unless ``x`` is a float tensor whose last dimension is whole groups."""
+    check_tensor("GroupQuant", "x", x, dtype=INPUT_DTYPES)
+    if x.dim() < 1 or x.shape[-1] == 0 or x.shape[-1] % group:
+        raise ArgumentError(
+            "GroupQuant", "x", f"of shape {list(x.shape)}", f"[..., K] with K a multiple of {group}"
+        )
+
+
+_HERE = "fastlayers.quant.group_quant"
+GROUP_QUANT = Registry(
+    "group_quant",
+    [
+        triton_backend(f"{_HERE}.triton:TritonGroupQuant"),
+        torch_backend(f"{_HERE}.torch:TorchGroupQuant"),
+        reference_backend(f"{_HERE}.reference:ReferenceGroupQuant"),
+    ],
+    cases=f"{_HERE}.cases",
+)
+
+
+class GroupQuant(Layer):
+    """Quantise activations to e4m3 or int8 with one fp32 scale per token and group of features.
+
+    Parameters
+    ----------
+    group : int
+        16, 32, 64 or 128.
+    dtype : torch.dtype
+        ``torch.float8_e4m3fn`` or ``torch.int8``.
+    scale_fmt : str
+        ``"float"``, or ``"ue8m0"`` (powers of two, still stored as fp32).
+    scale_layout : str
+        ``"row"``, ``"col"`` or ``"col_tma4"``.
+    eps : float
+        Smallest absmax: an all-zero group gets scale ``eps / MAX`` and codes 0.
+    device, backend
+        Where it will run; ``"auto"``, a name, or a ladder.
+
+    Notes
+    -----
+    Source: DeepSeek-V3's 1×128 activations. No parameters. Capture-safe; allocates its outputs.
+
+    Examples
+    --------
+    >>> import torch, fastlayers as fl
+    >>> from fastlayers.quant.group_quant.layer import GroupQuant
+    >>> q, s = GroupQuant(group=16)(torch.full((1, 32), 896.0))
+    >>> q.dtype, q[0, 0].item(), s.tolist()
+    (torch.float8_e4m3fn, 448.0, [[2.0, 2.0]])
+    """
+
+    def __init__(
+        self,
+        group: int = 128,
+        *,
+        dtype: torch.dtype = torch.float8_e4m3fn,
+        scale_fmt: str = "float",
+        scale_layout: str = "row",
+        eps: float = 1e-10,
+        device: torch.device | str | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        self.choose(
+            GROUP_QUANT, GroupQuantConfig(group, dtype, scale_fmt, scale_layout, eps), device, backend
+        )
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Quantise ``x``.
+
+        Parameters
+        ----------
+        x : Tensor ``[..., K]``
+            bf16, fp16 or fp32; K a multiple of ``group``. Rows may be strided. Leading dimensions are flattened
+            to T in the scales.
+
+        Returns
+        -------
+        (Tensor, Tensor)
+            ``q`` of ``x``'s shape, contiguous, and ``s`` fp32 ``[T, K / group]``.
+
+        Raises
+        ------
+        ArgumentError
+            K is not a multiple of ``group``, or another dtype.
+        """
+        check_groups(x, self.cfg.group)
+        rows = x.reshape(-1, x.shape[-1])
+        q, s = self.ladder.pick(rows.shape[0])(rows)
+        return q.view(x.shape), s
+
+
+def quantize_groups(
+    x: torch.Tensor,
+    group: int = 128,
+    *,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    scale_fmt: str = "float",
+    scale_layout: str = "row",
+    eps: float = 1e-10,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise ``x`` once: :class:`GroupQuant` as a function.
+
+    It chooses a backend at each call; what runs each step should hold a :class:`GroupQuant`.
+    """
+    layer = GroupQuant(
+        group,
+        dtype=dtype,
+        scale_fmt=scale_fmt,
+        scale_layout=scale_layout,
+        eps=eps,
+        device=x.device,
+        backend=backend,
+    )
+    result: tuple[torch.Tensor, torch.Tensor] = layer(x)
+    return result

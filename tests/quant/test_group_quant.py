@@ -1,0 +1,143 @@
+"""Group quantisation: formula against an independent table of codes, edge values, layouts, errors."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fastlayers.errors import ArgumentError
+from fastlayers.quant.group_quant.layer import GroupQuant, GroupQuantConfig, quantize_groups
+
+BACKENDS = ("torch", "triton")
+CODES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().double()
+
+
+def nearest_code(value: float) -> float:
+    """Return the e4m3 value nearest to ``value``, ties to the code with an even mantissa."""
+    value = max(-448.0, min(448.0, value))
+    finite = [(float(v), i) for i, v in enumerate(CODES.tolist()) if not math.isnan(v)]
+    return min(finite, key=lambda entry: (abs(entry[0] - value), entry[1] % 2))[0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_value_takes_the_nearest_code(backend: str) -> None:
+    x = torch.randn(2, 64) * 37.0
+    q, s = quantize_groups(x, 32, backend=backend)
+    for row in range(2):
+        for column in range(64):
+            block = x[row, column // 32 * 32 : column // 32 * 32 + 32]
+            scale = torch.tensor(float(block.abs().max())) / 448
+            assert s[row, column // 32] == scale
+            assert q[row, column].float().item() == nearest_code(float(x[row, column] / scale))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_zero_tiny_huge_and_subnormal_groups(backend: str, dtype: torch.dtype) -> None:
+    largest = 127.0 if dtype == torch.int8 else 448.0
+    x = torch.zeros(1, 64)
+    x[0, 16:32] = 1e-40  # subnormal
+    x[0, 32] = 3e38
+    x[0, 48] = -2e-10
+    q, s = quantize_groups(x, 16, dtype=dtype, backend=backend)
+    smallest = torch.tensor(1e-10) / largest
+    assert s[0, :2].tolist() == [smallest.item()] * 2
+    assert not q[0, :32].float().any()
+    assert q[0, 32].item() == largest and s[0, 2] == torch.tensor(3e38) / largest
+    assert q[0, 48].item() == -largest
+    assert s.isfinite().all() and q.float().isfinite().all()
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_a_group_that_is_not_finite_has_scale_nan_and_codes_zero(
+    backend: str, bad: float, dtype: torch.dtype
+) -> None:
+    x = torch.ones(2, 32)
+    x[1, 20] = bad
+    q, s = quantize_groups(x, 16, dtype=dtype, backend=backend)
+    assert s.isnan().tolist() == [[False, False], [False, True]]
+    assert not q[1, 16:].float().any() and q[1, :16].float().all() and q[0].float().all()
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
+def test_ue8m0_is_the_next_power_of_two_and_never_below(backend: str) -> None:
+    edges = torch.tensor([448.0, 448.0 * (1 + 2**-22), 447.9, 896.0, 1e-3, 7.0])
+    x = torch.zeros(len(edges), 16)
+    x[:, 3] = edges
+    q, s = quantize_groups(x, 16, scale_fmt="ue8m0", backend=backend)
+    expected = [2.0 ** math.ceil(math.log2(float(e / 448))) for e in edges.double()]
+    assert s[:, 0].tolist() == expected
+    assert (s[:, 0] >= edges / 448).all()
+    mantissa, _ = torch.frexp(s)
+    assert (mantissa == 0.5).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_int8_rounds_to_even(backend: str) -> None:
+    x = torch.zeros(1, 16)
+    x[0, :7] = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, 126.5])
+    q, s = quantize_groups(x, 16, dtype=torch.int8, backend=backend)
+    assert s.item() == 1.0
+    assert q[0, :7].tolist() == [127, 0, 2, 2, 0, -2, 126]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("layout", "strides"),
+    [("row", (3, 1)), ("col", (1, 6)), ("col_tma4", (1, 8))],
+    ids=["row", "col", "col_tma4"],
+)
+def test_layouts_hold_the_same_scales(backend: str, layout: str, strides: tuple[int, int]) -> None:
+    x = torch.randn(2, 3, 48)
+    q, s = quantize_groups(x, 16, scale_layout=layout, backend=backend)
+    plain_q, plain_s = quantize_groups(x, 16, backend=backend)
+    assert s.shape == (6, 3) and s.stride() == strides and s.dtype == torch.float32
+    assert torch.equal(s, plain_s) and torch.equal(q.view(torch.uint8), plain_q.view(torch.uint8))
+    assert q.shape == x.shape and q.is_contiguous()
+
+
+def test_input_is_left_alone_and_strided_rows_are_read() -> None:
+    wide = torch.randn(4, 96)
+    before = wide.clone()
+    q, s = quantize_groups(wide[:, :64], 32)
+    other_q, other_s = quantize_groups(wide[:, :64].contiguous(), 32)
+    assert torch.equal(q.view(torch.uint8), other_q.view(torch.uint8)) and torch.equal(s, other_s)
+    assert torch.equal(wide, before)
+
+
+@pytest.mark.parametrize(
+    ("x", "group", "accepted"),
+    [
+        (torch.zeros(2, 100), 128, "a multiple of 128"),
+        (torch.zeros(2, 0), 16, "a multiple of 16"),
+        (torch.tensor(1.0), 16, "a multiple of 16"),
+        (torch.zeros(2, 128, dtype=torch.int32), 128, "bfloat16 or float16 or float32"),
+        (torch.zeros(2, 128), 100, "one of 16, 32, 64, 128"),
+    ],
+)
+def test_errors_name_what_is_accepted(x: torch.Tensor, group: int, accepted: str) -> None:
+    with pytest.raises(ArgumentError, match="GroupQuant") as caught:
+        quantize_groups(x, group)
+    assert accepted in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"dtype": torch.float16}, {"scale_fmt": "e8"}, {"scale_layout": "column"}, {"eps": 0.0}]
+)
+def test_bad_configuration(fields: dict[str, object]) -> None:
+    with pytest.raises(ArgumentError, match=next(iter(fields))):
+        GroupQuantConfig(**fields)  # type: ignore[arg-type]
+
+
+def test_config_evaluates_to_itself() -> None:
+    cfg = GroupQuantConfig(64, torch.int8, "ue8m0", "col_tma4", 1e-4)
+    assert eval(repr(cfg)) == cfg
+
+
+def test_module_compiles_without_graph_breaks() -> None:
+    explained = torch._dynamo.explain(GroupQuant(16, scale_layout="col_tma4"))(torch.randn(5, 32))
+    assert explained.graph_break_count == 0
