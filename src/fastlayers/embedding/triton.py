@@ -1,0 +1,70 @@
+"""The embedding in Triton: one program a piece of a row; rows of other ranks are never read."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fastlayers.embedding.layer import EmbeddingConfig
+from fastlayers.operators import operator
+from fastlayers.testing.compile_check import KernelBuild
+
+BLOCK = 2048
+
+
+@triton.jit
+def _embedding_kernel(
+    ids_ptr, weight_ptr, y_ptr, start, rows, hidden_size, weight_stride, BLOCK: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(ids_ptr + token).to(tl.int64) - start
+    inside = column < hidden_size
+    held = (row >= 0) & (row < rows)
+    value = tl.load(weight_ptr + row * weight_stride + column, mask=inside & held, other=0.0)
+    tl.store(y_ptr + token * hidden_size + column, value, mask=inside)
+
+
+def _fake(ids: torch.Tensor, weight: torch.Tensor, start: int) -> torch.Tensor:
+    return weight.new_empty((*ids.shape, weight.shape[1]))
+
+
+@operator("embedding(Tensor ids, Tensor weight, int start) -> Tensor", _fake)
+def _embedding(ids: torch.Tensor, weight: torch.Tensor, start: int) -> torch.Tensor:
+    rows, hidden_size = weight.shape
+    y = weight.new_empty((*ids.shape, hidden_size))
+    if y.numel():
+        block = min(BLOCK, triton.next_power_of_2(hidden_size))
+        _embedding_kernel[(ids.numel(), triton.cdiv(hidden_size, block))](
+            ids.contiguous(), weight, y, start, rows, hidden_size, weight.stride(0),
+            BLOCK=block, num_warps=max(1, block // 512),
+        )  # fmt: skip
+    return y
+
+
+class TritonEmbedding:
+    """Reads each wanted row once, writes it once."""
+
+    def __init__(self, cfg: EmbeddingConfig) -> None:
+        self.start = cfg.start
+
+    def __call__(self, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return ``y``, a new tensor of the weight's dtype."""
+        y: torch.Tensor = _embedding(ids, weight, self.start)
+        return y
+
+
+COMPILE = [
+    KernelBuild(
+        f"embedding_{dtype}",
+        _embedding_kernel,
+        {
+            "ids_ptr": "*i64", "weight_ptr": f"*{dtype}", "y_ptr": f"*{dtype}", "start": "i32", "rows": "i32",
+            "hidden_size": "i32", "weight_stride": "i64",
+        },
+        {"BLOCK": BLOCK},
+        num_warps=BLOCK // 512,
+    )
+    for dtype in ("bf16", "fp32")
+]  # fmt: skip
