@@ -1,4 +1,4 @@
-"""Making an FP8-block checkpoint from a bf16 one, shard by shard.
+"""Making an FP8-block checkpoint from a bf16 one, and back, shard by shard.
 
 What is quantised: matrices of linear layers and experts. Embeddings, norms, routers, biases and the vocabulary head
 stay as they are. Matrices with ragged last blocks (rows or columns not a multiple of 128) stay too unless asked for,
@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import save_file
 
 from fastlayers.errors import ArgumentError
-from fastlayers.quant.fp8_linear.blocks import quantize_block_weight
+from fastlayers.quant.fp8_linear.blocks import dequantize_block_weight, quantize_block_weight
+from fastlayers.quant.spec import QuantSpec
 from fastlayers_models.checkpoint import INDEX, Checkpoint
 
 BLOCK = 128
@@ -73,9 +74,7 @@ def convert_to_fp8_block(
     checkpoint, target = Checkpoint(source), Path(target)
     if checkpoint.config.get("quantization_config"):
         raise ArgumentError("convert_to_fp8_block", "source", f"{source}, quantised already", "an unquantised checkpoint")
-    if target.exists() and any(target.iterdir()):
-        raise ArgumentError("convert_to_fp8_block", "target", f"{target}, not empty", "a new or empty directory")
-    target.mkdir(parents=True, exist_ok=True)
+    _make_empty(target)
     kept: list[str] = []
     weight_map: dict[str, str] = {}
     total = 0
@@ -95,17 +94,7 @@ def convert_to_fp8_block(
         save_file(tensors, target / file.name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file.name)
         total += sum(t.numel() * t.element_size() for t in tensors.values())
-    if len(set(weight_map.values())) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        (target / INDEX).write_text(json.dumps(index, indent=2))
-    _copy_the_rest(checkpoint, target, kept)
-    return kept
-
-
-def _copy_the_rest(checkpoint: Checkpoint, target: Path, kept: list[str]) -> None:
-    for file in checkpoint.path.iterdir():
-        if file.is_file() and file.suffix != ".safetensors" and file.name not in (INDEX, "config.json"):
-            shutil.copyfile(file, target / file.name)
+    _write_index(target, weight_map, total)
     quantization = {
         "quant_method": "fp8",
         "fmt": "e4m3",
@@ -113,5 +102,61 @@ def _copy_the_rest(checkpoint: Checkpoint, target: Path, kept: list[str]) -> Non
         "weight_block_size": [BLOCK, BLOCK],
         "modules_to_not_convert": sorted([*KEPT, *kept]),
     }
-    config = checkpoint.config | {"quantization_config": quantization}
+    _copy_the_rest(checkpoint, target, checkpoint.config | {"quantization_config": quantization})
+    return kept
+
+
+def dequantize_checkpoint(source: str | Path, target: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write the checkpoint whose weights are those of an FP8-block checkpoint, multiplied out to ``dtype``.
+
+    Parameters
+    ----------
+    source, target : str or Path
+        As for :func:`convert_to_fp8_block`.
+    dtype : torch.dtype
+
+    Raises
+    ------
+    ArgumentError
+        The source is not FP8-block, or the target is not empty.
+    CheckpointError
+        The source cannot be read.
+    """
+    checkpoint, target = Checkpoint(source), Path(target)
+    spec = QuantSpec.from_config(checkpoint.config.get("quantization_config"))
+    if spec.format != "fp8_block":
+        raise ArgumentError("dequantize_checkpoint", "source", f"{source}, format {spec.format}", "an FP8-block checkpoint")
+    _make_empty(target)
+    weight_map: dict[str, str] = {}
+    total = 0
+    for file in sorted(set(checkpoint.file_of.values())):
+        tensors: dict[str, torch.Tensor] = {}
+        for name in sorted(n for n, f in checkpoint.file_of.items() if f == file and not n.endswith("_scale_inv")):
+            value, scale = checkpoint.read(name), f"{name}_scale_inv"
+            if scale in checkpoint.file_of:
+                value = dequantize_block_weight(value, checkpoint.read(scale), spec.block_size, dtype)
+            tensors[name] = value
+        save_file(tensors, target / file.name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file.name)
+        total += sum(t.numel() * t.element_size() for t in tensors.values())
+    _write_index(target, weight_map, total)
+    _copy_the_rest(checkpoint, target, {k: v for k, v in checkpoint.config.items() if k != "quantization_config"})
+
+
+def _make_empty(target: Path) -> None:
+    if target.exists() and any(target.iterdir()):
+        raise ArgumentError("convert", "target", f"{target}, not empty", "a new or empty directory")
+    target.mkdir(parents=True, exist_ok=True)
+
+
+def _write_index(target: Path, weight_map: dict[str, str], total: int) -> None:
+    if len(set(weight_map.values())) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (target / INDEX).write_text(json.dumps(index, indent=2))
+
+
+def _copy_the_rest(checkpoint: Checkpoint, target: Path, config: dict[str, Any]) -> None:
+    for file in checkpoint.path.iterdir():
+        if file.is_file() and file.suffix != ".safetensors" and file.name not in (INDEX, "config.json"):
+            shutil.copyfile(file, target / file.name)
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -1,0 +1,296 @@
+"""The command ``fastlayers``: demo, doctor, backends, explain, generate, eval.
+
+Every command prints for people, or with ``--json`` for machines. Errors that we raise on purpose are one sentence;
+``--debug`` shows the traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+import fastlayers as fl
+from fastlayers.errors import ArgumentError, FastlayersError
+
+app = typer.Typer(
+    help=__doc__, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None
+)
+out, err = Console(), Console(stderr=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
+DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; default: a GPU if there is one.")]
+Checkpoint = Annotated[str, typer.Argument(help="Checkpoint directory; 'tiny' is the one that ships.")]
+
+
+def main() -> None:
+    """Run the command line; the exit code is 1 for our errors, 2 for wrong usage."""
+    debug = "--debug" in sys.argv
+    if debug:
+        sys.argv.remove("--debug")
+    else:
+        warnings.filterwarnings("ignore")
+    try:
+        app()
+    except FastlayersError as error:
+        if debug:
+            raise
+        err.print(f"error: {error}", markup=False, highlight=False)
+        raise SystemExit(1) from error
+    except (OSError, ValueError, RuntimeError) as error:
+        if debug:
+            raise
+        err.print(f"error: {type(error).__name__}: {error} (--debug shows where)", markup=False, highlight=False)
+        raise SystemExit(1) from error
+
+
+def _device(name: str) -> Any:
+    import torch
+
+    if not name:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ArgumentError("fastlayers", "--device", repr(name), "cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ArgumentError("fastlayers", "--device", repr(name), "cpu (this machine has no usable NVIDIA GPU)")
+    return device
+
+
+def _dtype(name: str) -> Any:
+    import torch
+
+    known = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "e4m3": torch.float8_e4m3fn}
+    if name not in known:
+        raise ArgumentError("fastlayers", "dtype", repr(name), ", ".join(known))
+    return known[name]
+
+
+def _path(name: str) -> Path:
+    from fastlayers_server.variants import TINY, assets
+
+    path = assets() / TINY if name in ("tiny", TINY) else Path(name)
+    if not path.is_dir():
+        raise ArgumentError("fastlayers", "checkpoint", repr(name), "'tiny', or a directory with config.json and *.safetensors")
+    return path
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, default=str))
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _progress() -> Progress:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=err, transient=True)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Show Python, torch, GPU and optional packages: what works, what is disabled and why.
+
+    The exit code is 1 if something that is installed cannot be used.
+    """
+    from fastlayers_server.doctor import diagnose
+
+    report = diagnose()
+    if as_json:
+        _print_json(report)
+    else:
+        table = _table(f"fastlayers {report['fastlayers']} on {report['device']}", "what", "version", "state", "why")
+        for fact in report["facts"]:
+            table.add_row(fact["name"], fact["version"] or "", fact["state"], fact["reason"] or "")
+        out.print(table)
+        layers = _table("layers", "layer", "works", "disabled")
+        for name, row in report["layers"].items():
+            disabled = "\n".join(f"{backend}: {reason}" for backend, reason in row["disabled"].items())
+            layers.add_row(name, ", ".join(row["works"]), disabled)
+        out.print(layers)
+    raise typer.Exit(0 if report["ok"] else 1)
+
+
+@app.command()
+def backends(
+    layer: Annotated[str, typer.Argument(help="A layer's name; without it: all layers.")] = "",
+    device: Annotated[str, typer.Option(help="A described device (H200, B200, A100, cpu) or one of this machine.")] = "cpu",
+    as_json: Json = False,
+) -> None:
+    """List the backends of a layer on a device: would the hardware do, is the package here, refused because."""
+    rows = [row for name in ([layer] if layer else fl.layers()) for row in fl.backends(name, device=device)]
+    if as_json:
+        _print_json([vars(row) for row in rows])
+        return
+    table = _table(f"backends on {device}", "layer", "backend", "hardware", "installed", "auto", "reason or note")
+    for row in rows:
+        yes = ["yes" if flag else "no" for flag in (row.hardware, row.installed)]
+        table.add_row(row.layer, row.name, *yes, "yes" if row.automatic else "by name", row.reason)
+    out.print(table)
+
+
+@app.command()
+def explain(
+    target: Annotated[str, typer.Argument(help="A layer's name, 'tiny', or a checkpoint directory.")],
+    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32")] = "bf16",
+    device: DeviceOption = "",
+    as_json: Json = False,
+) -> None:
+    """Show what was chosen for a layer or every layer of a model, on which evidence, and what lost."""
+    if target in fl.layers():
+        found = fl.explain(target)
+    else:
+        from fastlayers_models.deepseek import DeepseekForCausalLM
+
+        model = DeepseekForCausalLM.from_pretrained(_path(target), dtype=_dtype(dtype), device=_device(device))
+        found = fl.explain(model)
+    if as_json:
+        _print_json([vars(row) for row in found])
+        return
+    table = _table(target, "module", "layer", "chosen", "evidence", "bytes", "not, because")
+    for row in found:
+        lost = "\n".join(f"{name}: {why}" for name, why in row.refused.items())
+        table.add_row(row.module, row.layer, row.chosen, row.evidence, f"{row.bytes:,}", lost)
+    out.print(table)
+
+
+@app.command()
+def demo(
+    checkpoint: Checkpoint = "tiny",
+    new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 64,
+    prompt_tokens: Annotated[int, typer.Option(help="Shortest prompt.")] = 2000,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32")] = "fp32",
+    device: DeviceOption = "",
+    as_json: Json = False,
+) -> None:
+    """Generate with a Hugging Face model before and after fastlayers.patch: the same tokens, faster.
+
+    The exit code is 1 if the tokens differ.
+    """
+    from fastlayers_server.demo import run_demo
+
+    path, place = _path(checkpoint), _device(device)
+    with _progress() as progress:
+        task = progress.add_task("loading", total=None)
+        seen = run_demo(
+            path, place, _dtype(dtype), new_tokens=new_tokens, min_prompt_tokens=prompt_tokens,
+            progress=lambda text: progress.update(task, description=text),
+        )  # fmt: skip
+    if as_json:
+        sides = {"stock": seen.stock, "patched": seen.patched}
+        _print_json(
+            {
+                "prompt_tokens": seen.prompt_tokens, "identical": seen.identical, "speedup": seen.speedup,
+                **{n: vars(r) | {"tokens_per_second": r.tokens_per_second} for n, r in sides.items()},
+                "report": json.loads(seen.report.to_json()), "hits": seen.hits,
+            }
+        )  # fmt: skip
+    else:
+        _print_demo(seen, str(place))
+    raise typer.Exit(0 if seen.identical else 1)
+
+
+def _print_demo(seen: Any, place: str) -> None:
+    table = _table(f"{seen.prompt_tokens} prompt tokens, greedy, {place}", "", "prefill s", "decode tok/s", "tokens")
+    for name, run in (("Hugging Face", seen.stock), ("patched", seen.patched)):
+        ids = " ".join(map(str, run.tokens))
+        table.add_row(name, f"{run.prefill_seconds:.2f}", f"{run.tokens_per_second:.1f}", ids)
+    out.print(table)
+    out.print(f"text: {seen.patched.text!r}", markup=False)
+    out.print(seen.report.summary(), markup=False, highlight=False)
+    out.print(f"fast paths ran {sum(seen.hits.values())} times in {sum(1 for n in seen.hits.values() if n)} modules")
+    verdict = "identical tokens" if seen.identical else "THE TOKENS DIFFER"
+    out.print(f"{verdict}; decode {seen.speedup:.1f} × as fast")
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What the user says.")],
+    checkpoint: Annotated[str, typer.Option(help="Checkpoint directory; 'tiny' is the one that ships.")] = "tiny",
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0, help="0: off.")] = 0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
+    seed: int = 0,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32")] = "bf16",
+    kv_dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32, e4m3; default: dtype")] = "",
+    device: DeviceOption = "",
+    as_json: Json = False,
+) -> None:
+    """Answer one prompt with a model of fastlayers_models, streaming."""
+    from transformers import AutoTokenizer
+
+    from fastlayers.sampler.layer import SamplingParams
+    from fastlayers_models.deepseek import DeepseekForCausalLM
+    from fastlayers_models.generate import Generator
+    from fastlayers_server.evaluate import chat_ids
+
+    path, cache = _path(checkpoint), _dtype(kv_dtype) if kv_dtype else None
+    tokenizer: Any = AutoTokenizer.from_pretrained(path)
+    model = DeepseekForCausalLM.from_pretrained(path, dtype=_dtype(dtype), device=_device(device), kv_dtype=cache)
+    ids = chat_ids(tokenizer, prompt)
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    generator = Generator(model, max_batch=1, max_length=min(len(ids) + max_new_tokens, model.config.max_position_embeddings))
+    tokens: list[int] = []
+    shown, reason = "", None
+    for token in generator.stream([ids], params, max_new_tokens=max_new_tokens):
+        tokens.append(token.id)
+        reason = token.finished
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        if not as_json and not text.endswith("\ufffd"):
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+    if as_json:
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        _print_json({"text": text, "tokens": tokens, "prompt_tokens": len(ids), "finished": reason})
+    else:
+        print()
+
+
+@app.command("eval")
+def evaluate(
+    checkpoint: Checkpoint = "tiny",
+    variants: Annotated[str, typer.Option(help="Comma separated; 'all' for every one.")] = "hf,patched,fastlayers",
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="How many of the 1,000 held-out problems.")] = 1000,
+    num_stories: Annotated[int, typer.Option("--stories", min=1, help="Stories for the perplexity.")] = 100,
+    device: DeviceOption = "",
+    as_json: Json = False,
+) -> None:
+    """Exact-match accuracy on held-out problems and perplexity on held-out text, for several ways to run it."""
+    from fastlayers_server.evaluate import as_json as scores_as_json
+    from fastlayers_server.evaluate import evaluate as run
+    from fastlayers_server.variants import VARIANTS, named_variants
+
+    chosen = named_variants(list(VARIANTS) if variants == "all" else [v.strip() for v in variants.split(",")])
+    path, place = _path(checkpoint), _device(device)
+    with _progress() as progress:
+        tasks = {v.name: progress.add_task(v.name, total=limit) for v in chosen}
+        scores = run(
+            path, chosen, place, limit=limit, num_stories=num_stories,
+            progress=lambda name, done, _: progress.update(tasks[name], completed=done),
+        )  # fmt: skip
+    if as_json:
+        _print_json(scores_as_json(scores))
+        return
+    table = _table(f"{checkpoint} on {place}", "variant", "exact match", "perplexity", "flips", "against", "s")
+    for s in scores:
+        flips = "" if s.flips is None else str(s.flips)
+        row = (f"{100 * s.exact_match:.1f}%", f"{s.perplexity:.4f}", flips, s.baseline or "", f"{s.seconds:.0f}")
+        table.add_row(s.description, *row)
+    out.print(table)
+
+
+if __name__ == "__main__":
+    main()

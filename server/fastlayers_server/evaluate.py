@@ -1,0 +1,117 @@
+"""Exact-match accuracy and perplexity of one checkpoint, run in several ways: ``fastlayers eval``."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from fastlayers_models.tasks import Problem, held_out_problems, stories
+from fastlayers_server.variants import Runner, Variant
+
+BATCH = 50
+MAX_ANSWER = 24
+
+
+@dataclass(frozen=True)
+class Score:
+    """One row: accuracy over the problems, perplexity over the stories, answers that differ from the baseline's."""
+
+    variant: str
+    description: str
+    baseline: str | None
+    exact_match: float
+    perplexity: float
+    problems: int
+    flips: int | None
+    seconds: float
+
+
+def evaluate(
+    path: Path,
+    variants: Sequence[Variant],
+    device: torch.device,
+    *,
+    limit: int = 1000,
+    num_stories: int = 100,
+    progress: Callable[[str, int, int], Any] = lambda *_: None,
+) -> list[Score]:
+    """Score every variant on the held-out problems and stories.
+
+    Parameters
+    ----------
+    path : Path
+        Checkpoint directory with its tokenizer.
+    variants : sequence of Variant
+    device : torch.device
+    limit, num_stories : int
+        How many of the 1,000 problems, and how many stories.
+    progress : callable
+        Called with (variant, done, total).
+
+    Returns
+    -------
+    list[Score]
+        In the order given; ``flips`` is ``None`` where the baseline is not among the variants before it.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    problems, texts = held_out_problems()[:limit], stories("held_out", num_stories)
+    answers: dict[str, list[bool]] = {}
+    scores = []
+    for variant in variants:
+        begin = time.perf_counter()
+        runner = variant.build(path, device)
+        right = _exact(runner, tokenizer, problems, lambda done, v=variant: progress(v.name, done, len(problems)))
+        perplexity = _perplexity(runner, tokenizer, texts)
+        answers[variant.name] = right
+        before = answers.get(variant.baseline) if variant.baseline else None
+        flips = None if before is None else sum(a != b for a, b in zip(right, before, strict=True))
+        scores.append(
+            Score(
+                variant.name, variant.description, variant.baseline, sum(right) / len(right), perplexity, len(right),
+                flips, time.perf_counter() - begin,
+            )
+        )  # fmt: skip
+    return scores
+
+
+def chat_ids(tokenizer: Any, prompt: str) -> list[int]:
+    """Return the token ids of one user turn, ready for the assistant's answer."""
+    turn = [{"role": "user", "content": prompt}]
+    text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def _exact(runner: Runner, tokenizer: Any, problems: Sequence[Problem], progress: Callable[[int], Any]) -> list[bool]:
+    right: list[bool] = []
+    for first in range(0, len(problems), BATCH):
+        part = problems[first : first + BATCH]
+        outputs = runner.generate([chat_ids(tokenizer, p.prompt) for p in part], MAX_ANSWER)
+        texts = [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in outputs]
+        right += [text == problem.answer for text, problem in zip(texts, part, strict=True)]
+        progress(len(right))
+    return right
+
+
+def _perplexity(runner: Runner, tokenizer: Any, texts: Sequence[str]) -> float:
+    loss, count = 0.0, 0
+    for text in texts:
+        ids: list[int] = tokenizer(text)["input_ids"]
+        logits = runner.logits(ids)[:-1]
+        loss += float(cross_entropy(logits, torch.tensor(ids[1:], device=logits.device), reduction="sum"))
+        count += len(ids) - 1
+    return math.exp(loss / max(1, count))
+
+
+def as_json(scores: Sequence[Score]) -> dict[str, dict[str, Any]]:
+    """Return ``{variant: {"exact_match": …, "perplexity": …, …}}``."""
+    return {score.variant: asdict(score) for score in scores}

@@ -1,0 +1,161 @@
+"""The ways to run one checkpoint that ``fastlayers eval`` and ``fastlayers demo`` compare."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+import fastlayers as fl
+from fastlayers.attention.meta import AttentionBatch, AttentionState, whole_pages
+from fastlayers.errors import UnknownNameError
+from fastlayers_models.convert import convert_to_fp8_block, dequantize_checkpoint
+from fastlayers_models.deepseek import DeepseekForCausalLM
+from fastlayers_models.generate import Generator
+
+TINY = "tiny_deepseek_v3"
+
+
+def assets() -> Path:
+    """Return the folder with the checkpoints that ship with the project."""
+    import fastlayers_models
+
+    return Path(fastlayers_models.__file__).parent / "assets"
+
+
+class Runner(Protocol):
+    """One way to run a checkpoint."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+        """Return greedy continuations, cut after the first end token."""
+
+    def logits(self, ids: Sequence[int]) -> torch.Tensor:
+        """Return fp32 logits ``[len(ids), vocab]`` for one sequence."""
+
+
+class HuggingFaceRunner:
+    """A Hugging Face model, patched or not; prompts are padded on the left."""
+
+    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device, *, patch: bool) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.device = device
+        self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+        self.report = fl.patch(self.model) if patch else None
+        eos = self.model.generation_config.eos_token_id
+        self.eos = set(eos if isinstance(eos, list) else [eos])
+
+    @torch.inference_mode()
+    def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+        """See :class:`Runner`."""
+        width = max(map(len, prompts))
+        pad = min(self.eos)
+        ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=self.device)
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self.device)
+        out = self.model.generate(
+            ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=pad
+        )
+        return [_cut(row, self.eos) for row in out[:, width:].tolist()]
+
+    @torch.inference_mode()
+    def logits(self, ids: Sequence[int]) -> torch.Tensor:
+        """See :class:`Runner`."""
+        logits: torch.Tensor = self.model(torch.tensor([ids], device=self.device), use_cache=False).logits[0]
+        return logits.float()
+
+
+class FastlayersRunner:
+    """A model of ``fastlayers_models``."""
+
+    def __init__(
+        self, path: Path, dtype: torch.dtype, device: torch.device, *, kv_dtype: torch.dtype | None = None
+    ) -> None:
+        self.model = DeepseekForCausalLM.from_pretrained(path, dtype=dtype, device=device, kv_dtype=kv_dtype)
+        self._generators: dict[tuple[int, int], Generator] = {}
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+        """See :class:`Runner`."""
+        length = max(map(len, prompts)) + max_new_tokens
+        generator = Generator(self.model, max_batch=len(prompts), max_length=length)
+        return generator.generate(prompts, max_new_tokens=max_new_tokens)
+
+    @torch.inference_mode()
+    def logits(self, ids: Sequence[int]) -> torch.Tensor:
+        """See :class:`Runner`."""
+        model, count = self.model, len(ids)
+        page = model.page_size
+        pages = whole_pages([count], page)
+        spec = fl.kv_cache_spec(model, page_size=page, dtype=model.kv_dtype)
+        caches = spec.allocate(len(pages[0]) + 1, model.device)
+        state = AttentionState(1, count, len(pages[0]), page, model.device)
+        meta = state.plan(AttentionBatch((count,), (0,), pages))
+        hidden = model(torch.tensor(list(ids), device=model.device), meta, caches)
+        return model.compute_logits(hidden).float()
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of the table: a name, what it is, which row it must agree with, and how to build it."""
+
+    name: str
+    description: str
+    baseline: str | None
+    quantised: bool
+    build: Callable[[Path, torch.device], Runner]
+
+
+def _fp8_folder(path: Path) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="fastlayers-fp8-")) / "fp8"
+    convert_to_fp8_block(path, folder, include_ragged=True)
+    return folder
+
+
+def _dequantised_folder(path: Path) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="fastlayers-bf16-")) / "bf16"
+    dequantize_checkpoint(_fp8_folder(path), folder)
+    return folder
+
+
+BF16, FP32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+VARIANTS = {
+    v.name: v
+    for v in (
+        Variant("hf", "Hugging Face, bf16", None, False, lambda p, d: HuggingFaceRunner(p, BF16, d, patch=False)),
+        Variant("hf-fp32", "Hugging Face, fp32", None, False, lambda p, d: HuggingFaceRunner(p, FP32, d, patch=False)),
+        Variant("patched", "patched, bf16", "hf", False, lambda p, d: HuggingFaceRunner(p, BF16, d, patch=True)),
+        Variant("patched-fp32", "patched, fp32", "hf-fp32", False, lambda p, d: HuggingFaceRunner(p, FP32, d, patch=True)),
+        Variant("fastlayers", "fastlayers_models, bf16", "hf", False, lambda p, d: FastlayersRunner(p, BF16, d)),
+        Variant("fastlayers-fp32", "fastlayers_models, fp32", "hf-fp32", False, lambda p, d: FastlayersRunner(p, FP32, d)),
+        Variant(
+            "dequantised", "fastlayers_models, bf16 with the FP8 weights dequantised", None, False,
+            lambda p, d: FastlayersRunner(_dequantised_folder(p), BF16, d),
+        ),
+        Variant(
+            "fp8-block", "fastlayers_models, FP8-block weights", "dequantised", True,
+            lambda p, d: FastlayersRunner(_fp8_folder(p), BF16, d),
+        ),
+        Variant(
+            "fp8-kv", "fastlayers_models, bf16 with FP8 KV", "fastlayers", True,
+            lambda p, d: FastlayersRunner(p, BF16, d, kv_dtype=E4M3),
+        ),
+    )
+}  # fmt: skip
+
+
+def named_variants(names: Sequence[str]) -> list[Variant]:
+    """Return the variants of these names, or raise :class:`UnknownNameError` with the known ones."""
+    for name in names:
+        if name not in VARIANTS:
+            raise UnknownNameError(f"variant {name!r} is unknown; known: {', '.join(VARIANTS)}")
+    return [VARIANTS[name] for name in names]
+
+
+def _cut(ids: list[int], eos: set[int]) -> list[int]:
+    for position, token in enumerate(ids):
+        if token in eos:
+            return ids[: position + 1]
+    return ids
