@@ -1,0 +1,1 @@
+"""TopKRouter: which experts a token goes to, and with which weights."""

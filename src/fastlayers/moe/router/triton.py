@@ -1,0 +1,175 @@
+"""The router in Triton: one program a token, scores in registers, k rounds of argmax."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fastlayers.moe.router.layer import GROUP_SCORES, MASKED_SCORES, SCORINGS, RouterConfig
+from fastlayers.operators import operator
+from fastlayers.testing.compile_check import KernelBuild
+
+
+@triton.jit
+def _finite(x):
+    # NaN routes like the worst logit, infinities like large numbers: no NaN can arise later.
+    x = tl.where(x == x, x, -1e30)
+    return tl.minimum(tl.maximum(x, -1e30), 1e30)
+
+
+@triton.jit
+def _router_kernel(
+    logits_ptr, bias_ptr, num_valid_ptr, weights_ptr, ids_ptr, logits_stride, renorm_eps, factor,
+    GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP_K: tl.constexpr,
+    SCORING: tl.constexpr, TOP2: tl.constexpr, MASK_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_VALID: tl.constexpr, RENORMALIZE: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, BLOCK_K)
+    out = row * TOP_K + slot
+    live = True
+    if HAS_VALID:
+        live = row < tl.load(num_valid_ptr)
+    group, member = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_S)
+    inside = (group[:, None] < GROUPS) & (member[None, :] < GROUP_SIZE)
+    expert = group[:, None] * GROUP_SIZE + member[None, :]
+    infinity = float("inf")
+    z = _finite(tl.load(logits_ptr + row * logits_stride + expert, mask=inside, other=0.0).to(tl.float32))
+    if SCORING == 0:
+        shifted = tl.where(inside, z, -infinity)
+        power = tl.exp(shifted - tl.max(tl.max(shifted, axis=1), axis=0))
+        score = power / tl.sum(tl.sum(power, axis=1), axis=0)
+    elif SCORING == 1:
+        tail = tl.exp(-tl.abs(z))  # never overflows
+        score = tl.where(z >= 0.0, 1.0, tail) / (1.0 + tail)
+    else:
+        score = z
+    choice = score
+    if HAS_BIAS:
+        choice = _finite(score + tl.load(bias_ptr + expert, mask=inside, other=0.0).to(tl.float32))
+    choice = tl.where(inside, choice, -infinity)
+    if TOPK_GROUPS < GROUPS:
+        best = tl.max(choice, axis=1)
+        if TOP2:
+            # Only one copy of the maximum leaves before the second is taken.
+            first = tl.min(tl.where(choice == best[:, None], member[None, :], BLOCK_S), axis=1)
+            second = tl.max(tl.where(member[None, :] == first[:, None], -infinity, choice), axis=1)
+            best = tl.where(group < GROUPS, best + second, -infinity)
+        kept = group < 0
+        for _ in tl.static_range(TOPK_GROUPS):
+            top = tl.max(best, axis=0)
+            winner = tl.min(tl.where(best == top, group, BLOCK_G), axis=0)
+            kept = kept | (group == winner)
+            best = tl.where(group == winner, -infinity, best)
+        eligible = kept[:, None] & inside
+        if MASK_ZERO:
+            choice = tl.where(inside & (~eligible), 0.0, choice)
+            score = tl.where(eligible, score, 0.0)
+        else:
+            choice = tl.where(eligible, choice, -infinity)
+    ids = tl.zeros([BLOCK_K], tl.int32)
+    weights = tl.zeros([BLOCK_K], tl.float32)
+    for k in tl.static_range(TOP_K):
+        top = tl.max(tl.max(choice, axis=1), axis=0)
+        winner = tl.min(tl.min(tl.where(choice == top, expert, BLOCK_G * BLOCK_S), axis=1), axis=0)
+        is_winner = inside & (expert == winner)
+        weight = tl.sum(tl.sum(tl.where(is_winner, score, 0.0), axis=1), axis=0)
+        ids = tl.where(slot == k, winner, ids)
+        weights = tl.where(slot == k, weight, weights)
+        choice = tl.where(is_winner, -infinity, choice)
+    if SCORING == 2:
+        shifted = tl.where(slot < TOP_K, weights, -infinity)
+        power = tl.exp(shifted - tl.max(shifted, axis=0))
+        weights = power / tl.sum(power, axis=0)
+    if RENORMALIZE:
+        weights = weights / (tl.sum(weights, axis=0) + renorm_eps)
+    weights = weights * factor
+    if HAS_VALID:
+        ids = tl.where(live, ids, -1)
+        weights = tl.where(live, weights, 0.0)
+    tl.store(ids_ptr + out, ids, mask=slot < TOP_K)
+    tl.store(weights_ptr + out, weights, mask=slot < TOP_K)
+
+
+def _fake(
+    logits: torch.Tensor, bias: torch.Tensor | None, num_valid: torch.Tensor | None, top_k: int, scoring: int,
+    groups: int, topk_groups: int, top2: bool, mask_zero: bool, renormalize: bool, eps: float, factor: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    shape = (logits.shape[0], top_k)
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
+
+
+@operator(
+    "router(Tensor logits, Tensor? bias, Tensor? num_valid, int top_k, int scoring, int groups,"
+    " int topk_groups, bool top2, bool mask_zero, bool renormalize, float eps, float factor) -> (Tensor, Tensor)",
+    _fake,
+)
+def _router(
+    logits: torch.Tensor, bias: torch.Tensor | None, num_valid: torch.Tensor | None, top_k: int, scoring: int,
+    groups: int, topk_groups: int, top2: bool, mask_zero: bool, renormalize: bool, eps: float, factor: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    tokens, experts = logits.shape
+    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
+    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    size = experts // groups
+    block_g, block_s = triton.next_power_of_2(groups), triton.next_power_of_2(size)
+    if tokens:
+        _router_kernel[(tokens,)](
+            logits, logits if bias is None else bias, ids if num_valid is None else num_valid, weights, ids,
+            logits.stride(0), eps, factor,
+            GROUPS=groups, GROUP_SIZE=size, TOPK_GROUPS=topk_groups, TOP_K=top_k, SCORING=scoring, TOP2=top2,
+            MASK_ZERO=mask_zero, HAS_BIAS=bias is not None, HAS_VALID=num_valid is not None,
+            RENORMALIZE=renormalize, BLOCK_G=block_g, BLOCK_S=block_s, BLOCK_K=triton.next_power_of_2(top_k),
+            num_warps=1 if block_g * block_s <= 512 else 4,
+        )  # fmt: skip
+    return weights, ids
+
+
+class TritonRouter:
+    """One launch; reads the logits once."""
+
+    def __init__(self, cfg: RouterConfig) -> None:
+        # Without group selection the tile is one row of all experts.
+        groups, topk_groups = (cfg.num_groups, cfg.topk_groups) if cfg.grouped else (1, 1)
+        self.arguments = (
+            cfg.top_k, SCORINGS.index(cfg.scoring), groups, topk_groups, cfg.group_score == GROUP_SCORES[0],
+            cfg.masked_score == MASKED_SCORES[1], cfg.renormalize, cfg.renorm_eps, cfg.factor,
+        )  # fmt: skip
+
+    def __call__(
+        self, logits: torch.Tensor, bias: torch.Tensor | None, num_valid: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``(topk_weights fp32 [T,k], topk_ids int32 [T,k])``."""
+        weights, ids = _router(logits, bias, num_valid, *self.arguments)
+        return weights, ids
+
+
+def _build(
+    name: str, dtype: str, scoring: int, groups: int, size: int, topk_groups: int, top_k: int, has_bias: bool
+) -> KernelBuild:
+    return KernelBuild(
+        name,
+        _router_kernel,
+        {
+            "logits_ptr": f"*{dtype}", "bias_ptr": "*fp32", "num_valid_ptr": "*i32", "weights_ptr": "*fp32",
+            "ids_ptr": "*i32", "logits_stride": "i64", "renorm_eps": "fp32", "factor": "fp32",
+        },
+        {
+            "GROUPS": groups, "GROUP_SIZE": size, "TOPK_GROUPS": topk_groups, "TOP_K": top_k,
+            "SCORING": scoring, "TOP2": True, "MASK_ZERO": False, "HAS_BIAS": has_bias, "HAS_VALID": True, "RENORMALIZE": True,
+            "BLOCK_G": triton.next_power_of_2(groups), "BLOCK_S": triton.next_power_of_2(size),
+            "BLOCK_K": triton.next_power_of_2(top_k),
+        },
+        num_warps=1 if triton.next_power_of_2(groups) * triton.next_power_of_2(size) <= 512 else 4,
+    )  # fmt: skip
+
+
+COMPILE = [
+    _build("router_deepseek_v3", "fp32", 1, 8, 32, 4, 8, True),
+    _build("router_deepseek_v2", "fp32", 0, 8, 20, 3, 6, False),
+    _build("router_qwen3_moe", "bf16", 0, 1, 128, 1, 8, False),
+    _build("router_gpt_oss", "bf16", 2, 1, 128, 1, 4, False),
+]
