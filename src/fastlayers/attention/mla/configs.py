@@ -13,23 +13,31 @@ import torch
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """Tile sizes of one launch: query rows, cached rows (keys), warps, pipeline stages."""
+    """Tile sizes of one launch: query rows, cached rows (keys), warps, pipeline stages.
+
+    ``ahead``: decode reads the page table one tile ahead. It hides a load and costs registers, which the largest
+    tile does not have.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    ahead: bool = True
 
 
-# Rows of one program at most -> configuration; the last row of a list also serves more rows.
-_DECODE_16BIT = (LaunchConfig(16, 32, 4, 3), LaunchConfig(32, 32, 4, 2), LaunchConfig(64, 64, 8, 2))
-_DECODE_E4M3 = (LaunchConfig(16, 32, 4, 2), LaunchConfig(32, 32, 4, 2), LaunchConfig(64, 32, 8, 2))
-# fp32 has no tensor-core product that keeps 24 bits: FMA, small tiles.
+# Smallest first; the last one also serves more rows.
+_DECODE_16BIT = (LaunchConfig(16, 32, 4, 3), LaunchConfig(32, 32, 8, 3), LaunchConfig(64, 64, 8, 2, ahead=False))
+# Converting e4m3 takes registers: a tile of 64 query rows would spill.
+_DECODE_E4M3 = (LaunchConfig(16, 32, 8, 3), LaunchConfig(32, 32, 8, 2))
+# fp32 has no tensor-core product that keeps 24 bits: multiply-adds, small tiles.
 _DECODE_FP32 = (LaunchConfig(16, 16, 8, 1),)
 
-_PREFILL_16BIT = LaunchConfig(128, 64, 8, 2)
-_PREFILL_FP32 = LaunchConfig(32, 32, 4, 1)
+_PREFILL_16BIT = LaunchConfig(128, 64, 8, 3)
+_PREFILL_FP32 = LaunchConfig(32, 16, 8, 1)
 
+# What costs are counted for, and what decides the splits where there are no multiprocessors.
+NOMINAL_SM_COUNT = 132
 # Fewest cached rows worth a split of their own, and most splits (the partial results go through memory).
 MIN_ROWS_OF_SPLIT = 128
 MAX_SPLITS = 64

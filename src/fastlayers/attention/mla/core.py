@@ -8,7 +8,10 @@
     prefill  q[T,H,N+R] · k[S,H,N+R], v[S,H,V]               -> o[T,H,V],  lse[T,H]
 
 ``scale`` is the one of the unabsorbed head (N+R wide, YaRN's factor included), never (L+R)^-0.5. LSE is the natural
-logarithm, fp32; a row that attends to nothing gives o = 0 and lse = -inf.
+logarithm, fp32; a row that attends to nothing gives o = 0 and lse = -inf. A backend has
+
+    decode(q, cache, meta) -> (o, lse)
+    prefill(q, k, v, lens, need_lse=True) -> (o, lse or None)
 """
 
 from __future__ import annotations
@@ -88,6 +91,8 @@ def _triton_refuses(cfg: MLAConfig, device: Device) -> str | None:
         return (
             f"kv_lora_rank {cfg.kv_lora_rank} and qk_rope_head_dim {cfg.qk_rope_head_dim} must be powers of two"
         )
+    if cfg.kv_dtype == torch.float8_e4m3fn and device.capability is not None and device.capability < (8, 9):
+        return f"an e4m3 cache needs sm_89 or newer, this is {device.sm}"
     if min(cfg.kv_lora_rank, cfg.qk_rope_head_dim) < 16:
         return f"kv_lora_rank {cfg.kv_lora_rank} and qk_rope_head_dim {cfg.qk_rope_head_dim} must be at least 16"
     return None

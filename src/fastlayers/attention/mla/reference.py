@@ -32,9 +32,9 @@ class ReferenceMLA:
         return o, lse
 
     def prefill(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: Varlen
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``(o [T,H,V], lse [T,H])`` in fp32."""
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: Varlen, need_lse: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return ``(o [T,H,V], lse [T,H] or None)`` in fp32."""
         o = torch.zeros(*q.shape[:2], v.shape[-1], device=q.device)
         lse = torch.full(q.shape[:2], float("-inf"), device=q.device)
         q_start = k_start = 0
@@ -47,4 +47,4 @@ class ReferenceMLA:
                     lse[q_start + i] = scores.logsumexp(-1)
                     o[q_start + i] = torch.einsum("hs,shd->hd", scores.softmax(-1), values[:seen])
             q_start, k_start = q_start + q_len, k_start + k_len
-        return o, lse
+        return o, lse if need_lse else None

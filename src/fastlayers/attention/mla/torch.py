@@ -1,6 +1,13 @@
-"""MLA's core in native torch operations: matrix products over gathered pages, softmax in fp32."""
+"""MLA's core in native torch operations: matrix products over gathered pages, softmax in fp32.
+
+Scores are never rounded below fp32. On a CPU, where nothing is captured, decode reads the host's description of
+the batch: consecutive pages are attended to in place and only rows that count are touched; prefill takes torch's
+fused CPU kernel.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch.nn import functional
@@ -10,6 +17,15 @@ from fastlayers.attention.mla.core import MLAConfig, Varlen
 
 # Largest score tensor held at once; longer queries go in pieces.
 MAX_SCORES = 1 << 26
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return the batched matrix product of ``a`` and ``b`` in fp32, whatever their dtype (the same for both)."""
+    if a.dtype == torch.float32:
+        return torch.bmm(a, b)
+    if a.is_cuda:
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    return torch.bmm(a.float(), b.float())
 
 
 def attend(
@@ -29,12 +45,11 @@ def attend(
     (Tensor ``[B, M, E]`` of q's dtype, Tensor fp32 ``[B, M]``)
         Output and natural-log LSE; rows that see nothing give 0 and -inf.
     """
-    scores = torch.bmm(q, keys.transpose(1, 2)).float() * scale
-    scores = scores.masked_fill(~seen, float("-inf"))
+    scores = (product(q, keys.transpose(1, 2)) * scale).masked_fill(~seen, float("-inf"))
     lse = scores.logsumexp(-1)
     blind = lse == float("-inf")
     probabilities = torch.exp(scores - lse.masked_fill(blind, 0.0).unsqueeze(-1))
-    return torch.bmm(probabilities.to(values.dtype), values), lse
+    return product(probabilities.to(values.dtype), values).to(q.dtype), lse
 
 
 def absorbed_attention(
@@ -77,23 +92,150 @@ def absorbed_attention(
 
 
 def gather_rows(cache: torch.Tensor, meta: AttentionMeta, dtype: torch.dtype) -> torch.Tensor:
-    """Return each request's rows ``[B, S, ...]`` in ``dtype``, zero beyond its length. Allocates a copy."""
+    """Return each request's rows ``[B, S, ...]`` in ``dtype``, zero outside ``[start, length)``. Allocates a copy."""
     pages = -(-meta.max_seq_len // meta.page_size)
     table = meta.page_table[:, :pages].long()
     rows = cache[table].flatten(1, 2)[:, : meta.max_seq_len].to(dtype)
     # A stale page may hold anything, and 0 · NaN is NaN.
-    beyond = torch.arange(rows.shape[1], device=rows.device) >= meta.seq_lens[:, None]
-    return rows.masked_fill_(beyond.view(*beyond.shape, *[1] * (rows.dim() - 2)), 0.0)
+    index = torch.arange(rows.shape[1], device=rows.device)
+    outside = (index >= meta.seq_lens[:, None]) | (index < meta.starts[:, None])
+    return rows.masked_fill_(outside.view(*outside.shape, *[1] * (rows.dim() - 2)), 0.0)
+
+
+def request_rows(cache: torch.Tensor, pages: Sequence[int], low: int, high: int) -> torch.Tensor:
+    """Return the cached rows of one request's positions ``[low, high)``; a view where its pages are consecutive.
+
+    Parameters
+    ----------
+    cache : Tensor ``[pages, page_size, ...]``
+    pages : sequence of int
+        Host page table of the request.
+    low, high : int
+        ``0 <= low < high``.
+    """
+    size = cache.shape[1]
+    first, last = low // size, -(-high // size)
+    used = list(pages[first:last])
+    if used == list(range(used[0], used[0] + len(used))):
+        rows = cache[used[0] : used[0] + len(used)]
+    else:
+        rows = cache[torch.tensor(used)]
+    return rows.flatten(0, 1)[low - first * size : high - first * size]
+
+
+def attend_rows(
+    q: torch.Tensor, rows: torch.Tensor, scale: float, rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Absorbed attention of the last ``Q`` tokens of one request on its fp32 rows, causal.
+
+    Parameters
+    ----------
+    q : Tensor fp32 ``[Q, H, L + R]``
+    rows : Tensor fp32 ``[S, L + R]``
+        ``S >= Q``; query i sees the first ``S - Q + i + 1``.
+    scale : float
+    rank : int
+
+    Returns
+    -------
+    (Tensor fp32 ``[Q, H, L]``, Tensor fp32 ``[Q, H]``)
+    """
+    queries, heads, _ = q.shape
+    outputs, sums = [], []
+    step = max(1, MAX_SCORES // max(1, heads * rows.shape[0]))
+    for first in range(0, queries, step):
+        part = q[first : first + step]
+        count = part.shape[0]
+        kept = rows[: rows.shape[0] - queries + first + count]
+        scores = torch.mm(part.reshape(count * heads, -1), kept.T).mul_(scale)
+        if count > 1:
+            # Only the last columns of a piece hold keys that some of its queries do not see.
+            hidden = torch.ones(count, count, dtype=torch.bool).triu(1)
+            scores.view(count, heads, -1)[..., -count:].masked_fill_(hidden[:, None], float("-inf"))
+        sums.append(scores.logsumexp(-1).view(count, heads))
+        outputs.append(torch.mm(scores.softmax(-1), kept[:, :rank]).view(count, heads, rank))
+    return (outputs[0], sums[0]) if len(outputs) == 1 else (torch.cat(outputs), torch.cat(sums))
+
+
+def fused_prefill(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one request through torch's fused CPU kernel, which also gives the LSE.
+
+    Parameters
+    ----------
+    q, k, v : Tensor ``[Q, H, N + R]``, ``[S, H, N + R]``, ``[S, H, V]`` on the CPU
+    scale : float
+    causal : bool
+        Bottom-right.
+
+    Returns
+    -------
+    (Tensor ``[Q, H, V]``, Tensor fp32 ``[Q, H]``)
+    """
+    q_len, k_len, value = q.shape[0], k.shape[0], v.shape[-1]
+    blind = min(q_len, max(0, q_len - k_len)) if causal else (0 if k_len else q_len)
+    if blind:
+        o, lse = q.new_zeros(q_len, q.shape[1], value), q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
+        if blind < q_len:
+            o[blind:], lse[blind:] = fused_prefill(q[blind:], k, v, scale, causal)
+        return o, lse
+    # The kernel wants one width for all three. In fp32, because its 16-bit form has a coarse exponential and is no
+    # faster.
+    width, dtype = max(q.shape[-1], value), q.dtype
+    q, k, v = (functional.pad(t.float(), (0, width - t.shape[-1])) for t in (q, k, v))
+
+    def attend_to(part: slice, masked: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        batched = (t.transpose(0, 1).unsqueeze(0) for t in (q, k[part], v[part]))
+        o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*batched, 0.0, masked, scale=scale)
+        return o[0, ..., :value].transpose(0, 1), lse[0].transpose(0, 1)
+
+    if not causal or k_len == q_len:
+        o, lse = attend_to(slice(None), causal)
+        return o.to(dtype), lse
+    # Its causal mask is top-left: the earlier keys, which every query sees, go first, and both are merged.
+    (o_early, early), (o_late, late) = attend_to(slice(0, k_len - q_len), False), attend_to(slice(k_len - q_len, None), True)
+    lse = torch.logaddexp(early, late)
+    o = o_early * torch.exp(early - lse).unsqueeze(-1) + o_late * torch.exp(late - lse).unsqueeze(-1)
+    return o.to(dtype), lse
+
+
 
 
 class TorchMLA:
-    """Any device; no host synchronisation, so it can be captured."""
+    """Any device; on CUDA no host synchronisation, so it can be captured."""
 
     def __init__(self, cfg: MLAConfig) -> None:
         self.cfg, self.scale, self.rank = cfg, cfg.softmax_scale, cfg.kv_lora_rank
 
     def decode(self, q: torch.Tensor, cache: torch.Tensor, meta: AttentionMeta) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``(o [T,H,L] of q's dtype, lse [T,H] fp32)``."""
+        if q.device.type == "cpu" and not torch.compiler.is_compiling():
+            return self.decode_host(q, cache, meta)
+        return self.decode_batched(q, cache, meta)
+
+    def decode_host(
+        self, q: torch.Tensor, cache: torch.Tensor, meta: AttentionMeta
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decode request by request, from ``meta.batch`` alone."""
+        tokens, heads, _ = q.shape
+        batch, token, wide = meta.batch, 0, q.float()
+        # Rows of padding, and queries before their request's start, see nothing.
+        o = q.new_zeros(tokens, heads, self.rank)
+        lse = q.new_full((tokens, heads), float("-inf"), dtype=torch.float32)
+        starts = batch.starts or (0,) * len(batch.query_lens)
+        for query_len, end, pages, start in zip(batch.query_lens, batch.seq_lens, batch.page_table, starts, strict=True):
+            first = token + min(query_len, max(0, start - (end - query_len)))
+            token += query_len
+            if first < token:
+                rows = request_rows(cache, pages, start, end).float()
+                o[first:token], lse[first:token] = attend_rows(wide[first:token], rows, self.scale, self.rank)
+        return o, lse
+
+    def decode_batched(
+        self, q: torch.Tensor, cache: torch.Tensor, meta: AttentionMeta
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decode all requests at once, from tensors alone: what is captured and compiled."""
         tokens, heads, width = q.shape
         if tokens == 0:
             return q.new_empty(0, heads, self.rank), q.new_empty(0, heads, dtype=torch.float32)
@@ -112,38 +254,42 @@ class TorchMLA:
         return o[request, column], lse[request, column]
 
     def prefill(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: Varlen
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``(o [T,H,V] of q's dtype, lse [T,H] fp32)``."""
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: Varlen, need_lse: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return ``(o [T,H,V] of q's dtype, lse [T,H] fp32 or None)``."""
+        one = fused_prefill if q.device.type == "cpu" else _prefill_pieces
         outputs, sums, q_start, k_start = [], [], 0, 0
         for q_len, k_len in zip(lens.q_lens, lens.k_lens, strict=True):
             part = slice(k_start, k_start + k_len)
-            o, lse = self._prefill_one(q[q_start : q_start + q_len], k[part], v[part], lens.causal)
-            outputs.append(o)
-            sums.append(lse)
+            if q_len:
+                o, lse = one(q[q_start : q_start + q_len], k[part], v[part], self.scale, lens.causal)
+                outputs.append(o)
+                sums.append(lse)
             q_start, k_start = q_start + q_len, k_start + k_len
         if not outputs:
-            return q.new_empty(0, q.shape[1], v.shape[-1]), q.new_empty(0, q.shape[1], dtype=torch.float32)
-        return torch.cat(outputs), torch.cat(sums)
+            outputs, sums = [q.new_empty(0, q.shape[1], v.shape[-1])], [q.new_empty(0, q.shape[1], dtype=torch.float32)]
+        return torch.cat(outputs), torch.cat(sums) if need_lse else None
 
-    def _prefill_one(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        q_len, k_len = q.shape[0], k.shape[0]
-        keys, values = k.transpose(0, 1), v.transpose(0, 1)
-        index = torch.arange(k_len, device=q.device)
-        outputs, sums = [], []
-        step = max(1, MAX_SCORES // max(1, q.shape[1] * k_len))
-        for first in range(0, max(q_len, 1), step):
-            part = q[first : first + step].transpose(0, 1)
-            last = torch.arange(first, first + part.shape[1], device=q.device) + (k_len - q_len if causal else k_len)
-            # Keys after the last query of this piece are never seen: leave them out of the products.
-            limit = min(k_len, max(0, k_len - q_len + first + part.shape[1])) if causal else k_len
-            seen = (index[:limit] <= last[:, None])[None]
-            o, lse = attend(part, keys[:, :limit], values[:, :limit], seen, self.scale)
-            outputs.append(o.transpose(0, 1))
-            sums.append(lse.transpose(0, 1))
-        return torch.cat(outputs), torch.cat(sums)
+
+def _prefill_pieces(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one request in plain products, ``MAX_SCORES`` scores at a time."""
+    q_len, k_len = q.shape[0], k.shape[0]
+    keys, values = k.transpose(0, 1), v.transpose(0, 1)
+    index = torch.arange(k_len, device=q.device)
+    outputs, sums = [], []
+    step = max(1, MAX_SCORES // max(1, q.shape[1] * k_len))
+    for first in range(0, q_len, step):
+        part = q[first : first + step].transpose(0, 1)
+        last = torch.arange(first, first + part.shape[1], device=q.device) + (k_len - q_len if causal else k_len)
+        # Keys after the last query of this piece are never seen: leave them out of the products.
+        limit = min(k_len, max(0, k_len - q_len + first + part.shape[1])) if causal else k_len
+        seen = (index[:limit] <= last[:, None])[None]
+        o, lse = attend(part, keys[:, :limit], values[:, :limit], seen, scale)
+        outputs.append(o.transpose(0, 1))
+        sums.append(lse.transpose(0, 1))
+    return torch.cat(outputs), torch.cat(sums)
 
 
 def sdpa_prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: torch.Tensor | None) -> torch.Tensor:

@@ -16,15 +16,36 @@ import triton
 import triton.language as tl
 
 from fastlayers.attention.meta import AttentionMeta
-from fastlayers.attention.mla.configs import decode_config, num_splits, prefill_config
+from fastlayers.attention.mla.configs import NOMINAL_SM_COUNT, decode_config, num_splits, prefill_config
 from fastlayers.attention.mla.core import MLAConfig, Varlen
 from fastlayers.device import as_device
 from fastlayers.operators import operator
 from fastlayers.testing.compile_check import KernelBuild
-from fastlayers.triton_lang import cast
+from fastlayers.triton_lang import INTERPRET, cast
 
 LOG2_E = 1.4426950408889634
 LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _dot(a, b, acc):
+    """Return ``acc + a · b`` in fp32. Triton's interpreter cannot multiply bf16."""
+    if INTERPRET:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def _or_one(total):
+    """Return the softmax denominator, 1 for rows that saw nothing (their numerator is 0)."""
+    return tl.where(total > 0.0, total, 1.0)
+
+
+@triton.jit
+def _natural_lse(highest, total):
+    """Return the natural LSE of a base-2 softmax state, -inf for rows that saw nothing."""
+    return tl.where(total > 0.0, (highest + tl.log2(_or_one(total))) * LN_2, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["splits", "num_rows"])
@@ -32,7 +53,8 @@ def _decode_kernel(
     q_ptr, cache_ptr, table_ptr, starts_ptr, cu_ptr, positions_ptr, o_ptr, lse_ptr,
     q_stride_t, q_stride_h, page_stride, row_stride, table_stride, scale, splits, num_rows,
     HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, ROW_BLOCKS: tl.constexpr,
-    CAUSAL: tl.constexpr, DIRECT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, DIRECT: tl.constexpr, AHEAD: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     request, block, split = tl.program_id(0) // ROW_BLOCKS, tl.program_id(0) % ROW_BLOCKS, tl.program_id(1)
     first_token = tl.load(cu_ptr + request)
@@ -44,9 +66,12 @@ def _decode_kernel(
     token, head = (first_token + row // HEADS).to(tl.int64), row % HEADS
     position = tl.load(positions_ptr + token, mask=real, other=-1).to(tl.int32)
     start, end = tl.load(starts_ptr + request), tl.max(position, axis=0) + 1
-    part = tl.cdiv(tl.cdiv(tl.maximum(end - start, 0), splits), BLOCK_N) * BLOCK_N
-    low = start + split * part
-    high = tl.minimum(low + part, end)
+    low, high = start, end
+    if not DIRECT:
+        part = tl.cdiv(tl.cdiv(tl.maximum(end - start, 0), splits), BLOCK_N) * BLOCK_N
+        low = start + split * part
+        high = tl.minimum(low + part, end)
+    limit = tl.minimum(position + 1, high)
 
     latent_column, rope_column, column = tl.arange(0, RANK), tl.arange(0, ROPE), tl.arange(0, BLOCK_N)
     q_row = q_ptr + token * q_stride_t + head * q_stride_h
@@ -56,40 +81,43 @@ def _decode_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, RANK], tl.float32)
     table = table_ptr + request * table_stride
-    page = tl.load(table + (low + column) // PAGE, mask=low + column < high, other=0)
+    if AHEAD:
+        page = tl.load(table + (low + column) // PAGE, mask=low + column < high, other=0)
     for n in range(low, high, BLOCK_N):
         key = n + column
         inside = key < high
+        if not AHEAD:
+            page = tl.load(table + key // PAGE, mask=inside, other=0)
         cached = cache_ptr + page.to(tl.int64) * page_stride + (key % PAGE) * row_stride
-        # One tile ahead, so that the rows' addresses never wait for the page table.
-        page = tl.load(table + (key + BLOCK_N) // PAGE, mask=key + BLOCK_N < high, other=0)
+        if AHEAD:
+            page = tl.load(table + (key + BLOCK_N) // PAGE, mask=key + BLOCK_N < high, other=0)
         # Rows outside the request are never read: a stale page may hold NaN, and 0 · NaN is NaN.
         latent = tl.load(cached[:, None] + latent_column[None, :], mask=inside[:, None], other=0.0)
         rope = tl.load(cached[:, None] + RANK + rope_column[None, :], mask=inside[:, None], other=0.0)
         latent, rope = latent.to(q_latent.dtype), rope.to(q_latent.dtype)
-        score = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
-        score = tl.dot(q_rope, tl.trans(rope), score, input_precision="ieee") * scale
-        seen = inside[None, :]
+        score = _dot(q_latent, tl.trans(latent), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+        score = _dot(q_rope, tl.trans(rope), score) * scale
         if CAUSAL:
-            seen = seen & (key[None, :] <= position[:, None])
+            seen = key[None, :] < limit[:, None]
+        else:
+            seen = inside[None, :]
         score = tl.where(seen, score, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(score, axis=1))
         finite = tl.where(new_highest == float("-inf"), 0.0, new_highest)
         weight = tl.exp2(score - finite[:, None])
         decay = tl.exp2(highest - finite)
         total = total * decay + tl.sum(weight, axis=1)
-        acc = tl.dot(cast(weight, latent.dtype), latent, acc * decay[:, None], input_precision="ieee")
+        acc = _dot(cast(weight, latent.dtype), latent, acc * decay[:, None])
         highest = new_highest
 
-    out_row = token * HEADS + head
+    # Rows of a request are consecutive in [T, H]; offsets within a request fit 32 bits.
+    base = first_token.to(tl.int64) * HEADS
     if not DIRECT:
-        out_row += split.to(tl.int64) * num_rows
-    lse = tl.where(total > 0.0, (highest + tl.log2(total)) * LN_2, float("-inf"))
-    tl.store(lse_ptr + out_row, lse, mask=real)
+        base += split.to(tl.int64) * num_rows
+    tl.store(lse_ptr + base + row, _natural_lse(highest, total), mask=real)
     if DIRECT or low < high:
-        o = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-        o = cast(o, o_ptr.dtype.element_ty)
-        tl.store(o_ptr + out_row[:, None] * RANK + latent_column[None, :], o, mask=real[:, None])
+        o = cast(acc * (1.0 / _or_one(total))[:, None], o_ptr.dtype.element_ty)
+        tl.store(o_ptr + base * RANK + row[:, None] * RANK + latent_column[None, :], o, mask=real[:, None])
 
 
 @triton.jit(do_not_specialize=["splits", "num_rows"])
@@ -107,12 +135,12 @@ def _reduce_kernel(partial_ptr, partial_lse_ptr, o_ptr, lse_ptr, splits, num_row
         lse = tl.load(partial_lse_ptr + at)
         weight = tl.exp(lse - finite)
         # A split without rows wrote no output.
-        kept = (column >= 0) & (lse > float("-inf"))
-        acc += weight * tl.load(partial_ptr + at * RANK + column, mask=kept, other=0.0)
+        kept = tl.where(lse > float("-inf"), RANK, 0)
+        acc += weight * tl.load(partial_ptr + at * RANK + column, mask=column < kept, other=0.0)
         total += weight
-    o = acc / tl.where(total > 0.0, total, 1.0)
+    o = acc / _or_one(total)
     tl.store(o_ptr + row * RANK + column, cast(o, o_ptr.dtype.element_ty))
-    tl.store(lse_ptr + row, tl.where(total > 0.0, finite + tl.log(total), float("-inf")))
+    tl.store(lse_ptr + row, tl.where(total > 0.0, finite + tl.log(_or_one(total)), float("-inf")))
 
 
 @triton.jit
@@ -154,8 +182,8 @@ def _prefill_kernel(
             k_nope = tl.load(k_row + nope[None, :], mask=inside & (nope[None, :] < NOPE), other=0.0)
             k_rope = tl.load(k_row + NOPE + rope[None, :], mask=inside & (rope[None, :] < ROPE), other=0.0)
             v = tl.load(v_row + value[None, :], mask=inside & (value[None, :] < VALUE), other=0.0)
-            score = tl.dot(q_nope, tl.trans(k_nope), input_precision="ieee")
-            score = tl.dot(q_rope, tl.trans(k_rope), score, input_precision="ieee") * scale
+            score = _dot(q_nope, tl.trans(k_nope), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+            score = _dot(q_rope, tl.trans(k_rope), score) * scale
             if masked:
                 seen = at[None, :] < k_len
                 if CAUSAL:
@@ -166,11 +194,178 @@ def _prefill_kernel(
             weight = tl.exp2(score - finite[:, None])
             decay = tl.exp2(highest - finite)
             total = total * decay + tl.sum(weight, axis=1)
-            acc = tl.dot(cast(weight, v.dtype), v, acc * decay[:, None], input_precision="ieee")
+            acc = _dot(cast(weight, v.dtype), v, acc * decay[:, None])
             highest = new_highest
-    o = cast(acc / tl.where(total > 0.0, total, 1.0)[:, None], o_ptr.dtype.element_ty)
+    o = cast(acc * (1.0 / _or_one(total))[:, None], o_ptr.dtype.element_ty)
     out_row = (q_start + row).to(tl.int64) * HEADS + head
     tl.store(o_ptr + out_row[:, None] * VALUE + value[None, :], o, mask=real & (value[None, :] < VALUE))
     if NEED_LSE:
-        lse = tl.where(total > 0.0, (highest + tl.log2(total)) * LN_2, float("-inf"))
-        tl.store(lse_ptr + out_row, lse, mask=row < q_len)
+        tl.store(lse_ptr + out_row, _natural_lse(highest, total), mask=row < q_len)
+
+
+def _decode_fake(
+    q: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, starts: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    positions: torch.Tensor, rank: int, scale: float, max_query_len: int, max_seq_len: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    return q.new_empty(*q.shape[:2], rank), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+@operator(
+    "mla_decode(Tensor q, Tensor cache, Tensor page_table, Tensor starts, Tensor cu_seqlens_q, Tensor positions, "
+    "int rank, float scale, int max_query_len, int max_seq_len) -> (Tensor, Tensor)",
+    _decode_fake,
+)
+def _decode(
+    q: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, starts: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    positions: torch.Tensor, rank: int, scale: float, max_query_len: int, max_seq_len: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    tokens, heads, width = q.shape
+    requests = page_table.shape[0]
+    o, lse = q.new_empty(tokens, heads, rank), q.new_empty(tokens, heads, dtype=torch.float32)
+    if tokens == 0:
+        return o, lse
+    config = decode_config(heads * max_query_len, q.dtype, cache.dtype)
+    row_blocks = triton.cdiv(heads * max_query_len, config.block_m)
+    sm_count = as_device(q.device).sm_count if q.is_cuda else NOMINAL_SM_COUNT
+    splits = num_splits(requests * row_blocks, max_seq_len, sm_count)
+    rows = tokens * heads
+    partial, partial_lse = o, lse
+    if splits > 1:
+        partial = q.new_empty(splits, tokens, heads, rank, dtype=torch.float32)
+        partial_lse = q.new_empty(splits, tokens, heads, dtype=torch.float32)
+    _decode_kernel[(requests * row_blocks, splits)](
+        q, cache, page_table, starts, cu_seqlens_q, positions, partial, partial_lse,
+        q.stride(0), q.stride(1), cache.stride(0), cache.stride(1), page_table.stride(0), scale * LOG2_E, splits, rows,
+        HEADS=heads, RANK=rank, ROPE=width - rank, PAGE=cache.shape[1], ROW_BLOCKS=row_blocks,
+        CAUSAL=max_query_len > 1, DIRECT=splits == 1, AHEAD=config.ahead, BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n, num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    if splits > 1:
+        _reduce_kernel[(rows,)](partial, partial_lse, o, lse, splits, rows, RANK=rank, num_warps=2)
+    return o, lse
+
+
+def _prefill_fake(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, nope: int,
+    scale: float, max_query_len: int, causal: bool, need_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    lse_rows = q.shape[0] if need_lse else 0
+    return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(lse_rows, q.shape[1], dtype=torch.float32)
+
+
+@operator(
+    "mla_prefill(Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k, int nope, float scale, int max_query_len, "
+    "bool causal, bool need_lse) -> (Tensor, Tensor)",
+    _prefill_fake,
+)
+def _prefill(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, nope: int,
+    scale: float, max_query_len: int, causal: bool, need_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    tokens, heads, width = q.shape
+    value = v.shape[2]
+    o = q.new_empty(tokens, heads, value)
+    lse = q.new_empty(tokens if need_lse else 0, heads, dtype=torch.float32)
+    if max_query_len == 0:
+        return o, lse
+    config = prefill_config(q.dtype)
+    grid = (triton.cdiv(max_query_len, config.block_m), heads, cu_q.shape[0] - 1)
+    _prefill_kernel[grid](
+        q, k, v, o, lse, cu_q, cu_k,
+        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), scale * LOG2_E,
+        HEADS=heads, NOPE=nope, ROPE=width - nope, VALUE=value, CAUSAL=causal, NEED_LSE=need_lse,
+        BLOCK_NOPE=_block(nope), BLOCK_ROPE=_block(width - nope), BLOCK_VALUE=_block(value),
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return o, lse
+
+
+def _block(size: int) -> int:
+    """Return the block that holds ``size`` columns: a power of two that a matrix product accepts."""
+    return max(16, triton.next_power_of_2(size))
+
+
+class TritonMLA:
+    """Capture-safe: grids and split counts come from host bounds (``meta.max_*``, ``lens.q_lens``), never from data."""
+
+    def __init__(self, cfg: MLAConfig) -> None:
+        self.rank, self.nope, self.scale = cfg.kv_lora_rank, cfg.qk_nope_head_dim, cfg.softmax_scale
+
+    def decode(self, q: torch.Tensor, cache: torch.Tensor, meta: AttentionMeta) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``(o [T,H,L] of q's dtype, lse [T,H] fp32)``."""
+        o, lse = _decode(
+            q, cache, meta.page_table, meta.starts, meta.cu_seqlens_q, meta.positions, self.rank, self.scale,
+            meta.max_query_len, meta.max_seq_len,
+        )  # fmt: skip
+        return o, lse
+
+    def prefill(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: Varlen, need_lse: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return ``(o [T,H,V] of q's dtype, lse [T,H] fp32 or None)``."""
+        longest = max(lens.q_lens, default=0)
+        o, lse = _prefill(q, k, v, lens.cu_q, lens.cu_k, self.nope, self.scale, longest, lens.causal, need_lse)
+        return o, lse if need_lse else None
+
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8e4nv": torch.float8_e4m3fn}
+
+
+def _decode_build(heads: int, dtype: str, kv_dtype: str, queries: int, direct: bool) -> KernelBuild:
+    """Describe one decode launch of a DeepSeek model: rank 512, rope 64, pages of 64."""
+    config = decode_config(heads * queries, _DTYPES[dtype], _DTYPES[kv_dtype])
+    strides = dict.fromkeys(("q_stride_t", "q_stride_h", "page_stride", "row_stride", "table_stride"), "i32")
+    pointers = {"table_ptr": "*i32", "starts_ptr": "*i32", "cu_ptr": "*i32", "positions_ptr": "*i64", "lse_ptr": "*fp32"}
+    return KernelBuild(
+        f"mla_decode_{heads}h_{queries}q_{dtype}_kv_{kv_dtype}{'_direct' if direct else ''}",
+        _decode_kernel,
+        {
+            "q_ptr": f"*{dtype}", "cache_ptr": f"*{kv_dtype}", "o_ptr": f"*{dtype}" if direct else "*fp32",
+            **pointers, **strides, "scale": "fp32", "splits": "i32", "num_rows": "i32",
+        },
+        {
+            "HEADS": heads, "RANK": 512, "ROPE": 64, "PAGE": 64, "ROW_BLOCKS": triton.cdiv(heads * queries, config.block_m),
+            "CAUSAL": queries > 1, "DIRECT": direct, "AHEAD": config.ahead, "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+        },
+        config.num_warps, config.num_stages, tuple(strides)[:-1],
+    )  # fmt: skip
+
+
+def _prefill_build(heads: int, dtype: str, causal: bool) -> KernelBuild:
+    """Describe one prefill launch of a DeepSeek model: 128 + 64 wide queries and keys, 128 wide values."""
+    config = prefill_config(_DTYPES[dtype])
+    tensors = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "o_ptr"), f"*{dtype}")
+    strides = dict.fromkeys(("q_stride_t", "q_stride_h", "k_stride_t", "k_stride_h", "v_stride_t", "v_stride_h"), "i32")
+    return KernelBuild(
+        f"mla_prefill_{heads}h_{dtype}_{'causal' if causal else 'full'}",
+        _prefill_kernel,
+        {**tensors, "lse_ptr": "*fp32", "cu_q_ptr": "*i32", "cu_k_ptr": "*i32", **strides, "scale": "fp32"},
+        {
+            "HEADS": heads, "NOPE": 128, "ROPE": 64, "VALUE": 128, "CAUSAL": causal, "NEED_LSE": True,
+            "BLOCK_NOPE": 128, "BLOCK_ROPE": 64, "BLOCK_VALUE": 128, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
+        },
+        config.num_warps, config.num_stages, tuple(strides),
+    )  # fmt: skip
+
+
+COMPILE = [
+    *(
+        _decode_build(heads, dtype, dtype, queries, direct)
+        for dtype in ("bf16", "fp16", "fp32")
+        for heads, queries in ((16, 1), (32, 1), (128, 1), (16, 4))
+        for direct in (False, True)
+    ),
+    *(_decode_build(heads, dtype, "fp8e4nv", 1, False) for dtype in ("bf16", "fp16") for heads in (16, 128)),
+    *(_prefill_build(16, dtype, causal) for dtype in ("bf16", "fp16", "fp32") for causal in (True, False)),
+    KernelBuild(
+        "mla_reduce_bf16",
+        _reduce_kernel,
+        {
+            "partial_ptr": "*fp32", "partial_lse_ptr": "*fp32", "o_ptr": "*bf16", "lse_ptr": "*fp32", "splits": "i32",
+            "num_rows": "i32",
+        },
+        {"RANK": 512},
+        num_warps=2,
+    ),
+]  # fmt: skip
