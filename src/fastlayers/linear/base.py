@@ -77,7 +77,7 @@ class LinearBase(Layer):
         self.adds_bias = not (shard.kind == "row" and axis.rank > 0)
 
     def parts(self) -> Iterator[tuple[str, int, slice, slice]]:
-        """Yield per part: name prefix (``""``, ``"../x."``), full rows, slice of them read here, local rows."""
+        """Yield per part: name prefix (``""`` or ``"../x."``), full rows, slice read here, local rows."""
         start = 0
         for index, (full, read) in enumerate(zip(self.full_parts, self.column_slices, strict=True)):
             size = read.stop - read.start

@@ -146,8 +146,10 @@ class Linear(LinearBase):
             )
         made = cls(
             weight.shape[1], weight.shape[0], bias is not None,
-            device=weight.device, dtype=weight.dtype, backend=backend,
+            device="meta", dtype=weight.dtype,
+            backend="reference",  # replaced below: meta tensors cost nothing, and say nothing about the device
         )  # fmt: skip
+        made.choose(LINEAR, made.cfg, weight.device, backend)
         made.weight = nn.Parameter(weight.detach(), requires_grad=False)
         if bias is not None:
             made.bias = nn.Parameter(bias.detach(), requires_grad=False)

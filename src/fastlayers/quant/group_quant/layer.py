@@ -60,7 +60,7 @@ class GroupQuantConfig:
 
 
 def empty_scales(x: torch.Tensor, rows: int, groups: int, layout: str) -> torch.Tensor:
-    """Return uninitialised fp32 scales ``[rows, groups]`` on ``x``'s device with the strides of ``layout``."""
+    """Return uninitialised fp32 scales ``[rows, groups]`` like ``x``, with the strides of ``layout``."""
     if layout == "row":
         return x.new_empty((rows, groups), dtype=torch.float32)
     padded = (rows + 3) // 4 * 4 if layout == "col_tma4" else rows
@@ -141,8 +141,8 @@ class GroupQuant(Layer):
         Parameters
         ----------
         x : Tensor ``[..., K]``
-            bf16, fp16 or fp32; K a multiple of ``group``. Rows may be strided. Leading dimensions are flattened
-            to T in the scales.
+            bf16, fp16 or fp32; K a multiple of ``group``. Rows may be strided. In the scales, leading
+            dimensions are flattened to T.
 
         Returns
         -------

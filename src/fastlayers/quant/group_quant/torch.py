@@ -25,7 +25,7 @@ class TorchGroupQuant:
         groups = x.float().view(rows, features // self.cfg.group, self.cfg.group)
         absmax = groups.abs().amax(-1)
         broken = ~absmax.isfinite()
-        # The divisor is a tensor: CUDA turns a division by a Python number into a product with its reciprocal.
+        # A tensor as divisor: CUDA turns a division by a Python number into a product with 1/MAX.
         scale = absmax.clamp_min(self.cfg.eps) / absmax.new_full((), self.largest)
         if self.cfg.scale_fmt == "ue8m0":
             scale = round_up_to_power_of_two(scale)

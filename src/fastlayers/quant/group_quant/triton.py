@@ -24,7 +24,7 @@ def scale_of(absmax, MAX: tl.constexpr, UE8M0: tl.constexpr):
 
 @triton.jit
 def round_to_int8(x):
-    """Return fp32 ``x`` (within ±127) as int8, rounded to nearest even: 1.5 · 2^23 leaves no fraction bits."""
+    """Return fp32 ``x`` (within ±127) as int8, rounded to even: 1.5 · 2^23 leaves no fraction bits."""
     return ((x + 12582912.0) - 12582912.0).to(tl.int8)
 
 
@@ -42,7 +42,7 @@ def quantize_tile(x, eps, MAX: tl.constexpr, UE8M0: tl.constexpr, INT8: tl.const
     return codes, tl.where(finite, scale, float("nan"))
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit(do_not_specialize=["pairs", "s_stride_row", "s_stride_group"])
 def _group_quant_kernel(
     x_ptr, q_ptr, s_ptr, pairs, groups, x_stride, s_stride_row, s_stride_group, eps,
     MAX: tl.constexpr, UE8M0: tl.constexpr, INT8: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
@@ -64,10 +64,10 @@ def _fake(
     return x.new_empty(x.shape, dtype=dtype), empty_scales(x, rows, features // group, SCALE_LAYOUTS[layout])
 
 
-_SCHEMA = "group_quant(Tensor x, int group, ScalarType dtype, bool ue8m0, int layout, float eps) -> (Tensor, Tensor)"
+_ARGUMENTS = "Tensor x, int group, ScalarType dtype, bool ue8m0, int layout, float eps"
 
 
-@operator(_SCHEMA, _fake)
+@operator(f"group_quant({_ARGUMENTS}) -> (Tensor, Tensor)", _fake)
 def _group_quant(
     x: torch.Tensor, group: int, dtype: torch.dtype, ue8m0: bool, layout: int, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

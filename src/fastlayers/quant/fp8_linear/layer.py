@@ -1,0 +1,279 @@
+"""Linear layer with e4m3 weights, one scale per 128×128 block, and activations quantised on the fly.
+
+    K = in_features, N = out_features (on this rank); B = block_size, kb = k // B[1], nb = n // B[0]
+    qx[..., K], sx[..., kb]  = e4m3 of x, one scale per token and B[1] features       (see quant/group_quant)
+    a[..., N, kb]            = Σ over the block's k of qx[..., k] · weight[n, k]      (fp32)
+    y[..., N]                = round( Σ over kb of a · sx[..., kb] · weight_scale_inv[nb, kb] ) + bias[N]
+
+The sum over K is promoted to fp32, with its scales, once per block: Hopper's e4m3 unit keeps about 14 bits.
+y is rounded once to ``dtype``; the bias is added to the rounded sum, as Hugging Face and SGLang do.
+Checkpoint layout, the only stored copy: weight e4m3 [N, K], weight_scale_inv fp32 [ceil(N/B0), ceil(K/B1)].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fastlayers.comm.parallel import REPLICATED, Shard
+from fastlayers.device import Device
+from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor
+from fastlayers.linear.base import LinearBase
+from fastlayers.quant.fp8_linear.blocks import BLOCK, E4M3, check_scale_grid, grid_of, quantize_block_weight
+from fastlayers.quant.group_quant.layer import GROUPS, SCALE_FMTS
+from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
+from fastlayers.weights import Slot
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class FP8LinearConfig:
+    """What a backend must know: sizes on this rank, ``dtype`` of x, y and bias, blocks, activation scales."""
+
+    in_features: int
+    out_features: int
+    bias: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    block_size: tuple[int, int] = BLOCK
+    scale_fmt: str = "float"
+
+    def __post_init__(self) -> None:
+        check_positive("FP8BlockLinear", in_features=self.in_features, out_features=self.out_features)
+        check_choice("FP8BlockLinear", "dtype", self.dtype, DTYPES)
+        check_choice("FP8BlockLinear", "scale_fmt", self.scale_fmt, SCALE_FMTS)
+        rows, columns = self.block_size
+        if rows < 1 or columns not in GROUPS:
+            raise ArgumentError(
+                "FP8BlockLinear", "block_size", self.block_size, f"(rows >= 1, columns one of {GROUPS})"
+            )
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Shape of ``weight_scale_inv``."""
+        return grid_of(self.out_features, self.in_features, self.block_size)
+
+    @property
+    def padded_in(self) -> int:
+        """``in_features`` rounded up to whole blocks: activations of a ragged last block are padded with zeros."""
+        return self.grid[1] * self.block_size[1]
+
+    def tuning_key(self) -> str:
+        """Return the shape key of tuned tables."""
+        return f"N={self.out_features},K={self.in_features},block={self.block_size[0]}x{self.block_size[1]}"
+
+
+def _triton_refuse(cfg: FP8LinearConfig, device: Device) -> str | None:
+    if device.type == "cuda" and not device.has_fp8_dot:
+        return f"e4m3 matrix units need sm_89 or newer, this is {device.sm}"
+    if cfg.block_size[1] < 32:
+        return f"block_size {cfg.block_size}: an e4m3 dot needs blocks of at least 32 columns"
+    return None
+
+
+_HERE = "fastlayers.quant.fp8_linear"
+FP8_LINEAR = Registry(
+    "fp8_linear",
+    [
+        triton_backend(f"{_HERE}.triton:TritonFP8Linear", _triton_refuse),
+        torch_backend(f"{_HERE}.torch:TorchFP8Linear"),
+        reference_backend(f"{_HERE}.reference:ReferenceFP8Linear"),
+    ],
+    cases=f"{_HERE}.cases",
+)
+
+
+class FP8BlockLinear(LinearBase):
+    """Linear with e4m3 weights (one scale per block) and activations quantised 1×128 on the fly.
+
+    Parameters
+    ----------
+    in_features : int
+    out_features : int or sequence of int
+        Several sizes fuse that many checkpoint tensors; every part but the last is whole blocks of rows.
+    bias : bool
+    block_size : tuple[int, int]
+        The checkpoint's ``weight_block_size``; the columns are also the group of the activations.
+    scale_fmt : str
+        ``"float"`` or ``"ue8m0"`` (powers of two), of the activations' scales.
+    shard : Shard
+        A split must fall on block borders.
+    names : sequence of str, optional
+        Checkpoint names of the parts, relative to this module.
+    device
+        Of the parameters.
+    dtype : torch.dtype
+        Of inputs, outputs and bias: bf16, fp16 or fp32.
+    backend : str
+        ``"auto"``, a name, or a ladder.
+
+    Notes
+    -----
+    Parameters: ``weight`` e4m3 ``[local_out, local_in]`` (zeros until loaded), ``weight_scale_inv`` fp32 (ones
+    until loaded), ``bias``. Source: DeepSeek-V3 technical report, section 3.3. Capture-safe; allocates its output.
+
+    Examples
+    --------
+    >>> import torch, fastlayers as fl
+    >>> dense = fl.Linear(256, 576, dtype=torch.bfloat16)
+    >>> _ = dense.weight.copy_(torch.linspace(-1, 1, 576 * 256).view(576, 256))
+    >>> layer = fl.FP8BlockLinear.from_linear(dense)
+    >>> layer.weight.dtype, tuple(layer.weight_scale_inv.shape)
+    (torch.float8_e4m3fn, (5, 2))
+    >>> x = torch.randn(3, 256, dtype=torch.bfloat16)
+    >>> bool((layer(x) - dense(x)).norm() < 0.05 * dense(x).norm())
+    True
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | Sequence[int],
+        bias: bool = False,
+        *,
+        block_size: tuple[int, int] = BLOCK,
+        scale_fmt: str = "float",
+        shard: Shard = REPLICATED,
+        names: Sequence[str] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(in_features, out_features, shard, names)
+        block_size = (int(block_size[0]), int(block_size[1]))
+        cfg = FP8LinearConfig(self.local_in, self.local_out, bias, dtype, block_size, scale_fmt)
+        self._check_blocks(block_size)
+        self.choose(FP8_LINEAR, cfg, device, backend)
+        weight = torch.zeros(self.local_out, self.local_in, device=device, dtype=E4M3)
+        scale = torch.ones(cfg.grid, device=device, dtype=torch.float32)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight_scale_inv = nn.Parameter(scale, requires_grad=False)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = nn.Parameter(
+                torch.zeros(self.local_out, device=device, dtype=dtype), requires_grad=False
+            )
+
+    def _check_blocks(self, block_size: tuple[int, int]) -> None:
+        rows, columns = block_size
+        split = self.shard.axis.size > 1
+        for index, size in enumerate(self.part_sizes):
+            ragged_allowed = index == len(self.part_sizes) - 1 and not (split and self.shard.kind == "column")
+            if size % rows and not ragged_allowed:
+                why = (
+                    "on each rank" if split and self.shard.kind == "column" else "for every part but the last"
+                )
+                raise ArgumentError(
+                    self.kind, f"out_features[{index}]", size, f"a multiple of the block's {rows} rows {why}"
+                )
+        if split and self.shard.kind == "row" and self.local_in % columns:
+            raise ArgumentError(
+                self.kind, "in_features", f"{self.in_features}, {self.local_in} on each rank",
+                f"a multiple of the block's {columns} columns on each rank",
+            )  # fmt: skip
+
+    def slots(self) -> Iterator[tuple[str, Slot]]:
+        """Yield ``weight``, ``weight_scale_inv`` and ``bias`` of every part; scale rows follow the weight's."""
+        block_rows, block_columns = self.cfg.block_size
+        columns = _blocks(self.row_slice, block_columns)
+        for prefix, full, read, local in self.parts():
+            yield (
+                f"{prefix}weight",
+                Slot(self.weight[local], (full, self.in_features), (read, self.row_slice)),
+            )
+            yield (
+                f"{prefix}weight_scale_inv",
+                Slot(
+                    self.weight_scale_inv[_blocks(local, block_rows)],
+                    grid_of(full, self.in_features, self.cfg.block_size),
+                    (_blocks(read, block_rows), columns),
+                ),
+            )
+        yield from self.bias_slots(self.bias)
+
+    @classmethod
+    def from_linear(
+        cls,
+        source: nn.Linear,
+        *,
+        block_size: tuple[int, int] = BLOCK,
+        scale_fmt: str = "float",
+        backend: str = "auto",
+    ) -> FP8BlockLinear:
+        """Return a layer with ``source``'s weight (``nn.Linear`` or :class:`Linear`) quantised block by block.
+
+        ``scale_fmt`` holds for weights and activations. ``source`` stays as it is; its dtype becomes ``dtype``.
+        """
+        weight, scale = quantize_block_weight(source.weight.detach(), block_size, scale_fmt)
+        bias = None if source.bias is None else source.bias.detach()
+        return cls.from_checkpoint(
+            weight,
+            scale,
+            bias,
+            block_size=block_size,
+            scale_fmt=scale_fmt,
+            dtype=source.weight.dtype,
+            backend=backend,
+        )
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        weight: torch.Tensor,
+        weight_scale_inv: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        block_size: tuple[int, int] = BLOCK,
+        scale_fmt: str = "float",
+        dtype: torch.dtype = torch.bfloat16,
+        backend: str = "auto",
+    ) -> FP8BlockLinear:
+        """Return a layer over a checkpoint's tensors, shared where dtype and layout agree.
+
+        Parameters
+        ----------
+        weight : Tensor e4m3 ``[N, K]``
+        weight_scale_inv : Tensor ``[ceil(N / rows), ceil(K / columns)]``
+        bias : Tensor ``[N]``, optional
+
+        Raises
+        ------
+        ArgumentError
+            Another dtype, or a scale grid of another size.
+        """
+        check_tensor(cls.__name__, "weight", weight, shape=(None, None), dtype=E4M3)
+        check_scale_grid(cls.__name__, "weight_scale_inv", weight_scale_inv, weight, block_size)
+        n, k = weight.shape
+        if bias is not None:
+            check_tensor(cls.__name__, "bias", bias, shape=(n,))
+        made = cls(
+            k, n, bias is not None, block_size=block_size, scale_fmt=scale_fmt, device="meta", dtype=dtype,
+            backend="reference",  # replaced below: meta tensors cost nothing, and say nothing about the device
+        )  # fmt: skip
+        made.choose(FP8_LINEAR, made.cfg, weight.device, backend)
+        made.weight = nn.Parameter(weight.detach().contiguous(), requires_grad=False)
+        scale = weight_scale_inv.detach().to(weight.device, torch.float32).contiguous()
+        made.weight_scale_inv = nn.Parameter(scale, requires_grad=False)
+        if bias is not None:
+            made.bias = nn.Parameter(bias.detach().to(weight.device, dtype), requires_grad=False)
+        return made
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``y`` ``[..., local_out]`` for ``x`` ``[..., local_in]``, both of ``dtype``.
+
+        Raises
+        ------
+        ArgumentError
+            ``x`` has another dtype, last dimension or device.
+        """
+        self.check_input(x, self.cfg.dtype, self.weight.device)
+        impl = self.ladder.pick(x.numel() // self.local_in)
+        y: torch.Tensor = impl(x, self.weight, self.weight_scale_inv, self.bias if self.adds_bias else None)
+        return y
+
+
+def _blocks(span: slice, block: int) -> slice:
+    return slice(span.start // block, -(-span.stop // block))
