@@ -59,8 +59,8 @@ def test_deepseek_v2(method: str) -> None:
     from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 
     config = DeepseekV2Config(
-        hidden_size=D, num_attention_heads=4, n_routed_experts=E, num_experts_per_tok=5, n_group=4, topk_group=2,
-        topk_method=method, routed_scaling_factor=16.0, norm_topk_prob=True,
+        hidden_size=D, num_attention_heads=4, n_routed_experts=E, num_experts_per_tok=5, n_group=4,
+        topk_group=2, topk_method=method, routed_scaling_factor=16.0, norm_topk_prob=True,
     )  # fmt: skip
     theirs = DeepseekV2TopkRouter(config)
     grouped = {"num_groups": 4, "topk_groups": 2, "group_score": "max", "masked_score": "zero"}

@@ -55,7 +55,7 @@ CASES = (
 def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
     """Scores far enough apart that no rounding decides a choice, or tied exactly.
 
-    The choice scores of a row are a permutation of evenly spaced values with jitter; the bias moves the choice
+    The choice scores of a row are a permutation of evenly spaced values with jitter; the bias moves a choice
     by more than that spacing, so that weights taken from biased scores, or a forgotten bias, show.
     """
     generator = torch.Generator().manual_seed(seed)

@@ -10,8 +10,8 @@ from fastlayers.moe.router.layer import LARGE, RouterConfig
 def stable_topk(values: torch.Tensor, k: int) -> torch.Tensor:
     """Return the indices ``[..., k]`` of the largest fp32 ``values``, descending; ties: lowest index first.
 
-    ``torch.topk`` leaves ties open, so it runs on unique 64-bit keys: the value's bits in integer order above,
-    the reversed index below.
+    ``torch.topk`` leaves ties open, so it runs on unique 64-bit keys: the value's bits in integer order,
+    then the reversed index.
     """
     count = values.shape[-1]
     bits = (values + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0

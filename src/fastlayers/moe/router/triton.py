@@ -103,7 +103,8 @@ def _fake(
 
 @operator(
     "router(Tensor logits, Tensor? bias, Tensor? num_valid, int top_k, int scoring, int groups,"
-    " int topk_groups, bool top2, bool mask_zero, bool renormalize, float eps, float factor) -> (Tensor, Tensor)",
+    " int topk_groups, bool top2, bool mask_zero, bool renormalize, float eps, float factor)"
+    " -> (Tensor, Tensor)",
     _fake,
 )
 def _router(
@@ -159,7 +160,8 @@ def _build(
         },
         {
             "GROUPS": groups, "GROUP_SIZE": size, "TOPK_GROUPS": topk_groups, "TOP_K": top_k,
-            "SCORING": scoring, "TOP2": True, "MASK_ZERO": False, "HAS_BIAS": has_bias, "HAS_VALID": True, "RENORMALIZE": True,
+            "SCORING": scoring, "TOP2": True, "MASK_ZERO": False, "HAS_BIAS": has_bias, "HAS_VALID": True,
+            "RENORMALIZE": True,
             "BLOCK_G": triton.next_power_of_2(groups), "BLOCK_S": triton.next_power_of_2(size),
             "BLOCK_K": triton.next_power_of_2(top_k),
         },

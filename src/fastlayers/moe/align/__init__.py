@@ -1,0 +1,1 @@
+"""Grouping of (token, expert) pairs into blocks of one expert each."""
