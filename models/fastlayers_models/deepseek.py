@@ -9,6 +9,7 @@ What differs between the models is in the configuration; number formats are in `
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ class DeepseekMLP(nn.Module):
         self.gate_up_proj = build.linear(
             f"{name}.gate_proj", config.hidden_size, sizes, config.mlp_bias, names=names, shard=parallel.column()
         )
-        self.act_fn = fl.SiluAndMul(device=build.device)
+        self.act_fn = fl.SiluAndMul(intermediate_size // parallel.tp.size, device=build.device)
         self.down_proj = build.linear(
             f"{name}.down_proj", intermediate_size, config.hidden_size, config.mlp_bias, shard=parallel.row()
         )
@@ -140,7 +141,7 @@ class DeepseekMoE(nn.Module):
 class DeepseekLayer(nn.Module):
     """One decoder layer; the communicator decides what is gathered, reduced and normed where."""
 
-    def __init__(self, build: Build, index: int, *, is_first: bool = False, is_last: bool = False) -> None:
+    def __init__(self, build: Build, index: int, *, is_last: bool = False) -> None:
         super().__init__()
         config, name = build.config, f"model.layers.{index}"
         self.self_attn = fl.MLAAttention(
@@ -176,7 +177,6 @@ class DeepseekLayer(nn.Module):
             input_layernorm=self.input_layernorm,
             post_attention_layernorm=self.post_attention_layernorm,
             mlp_kind="moe" if moe else "dense",
-            is_first=is_first,
             is_last=is_last,
         )
 
@@ -208,7 +208,7 @@ class DeepseekMTPLayer(DeepseekLayer):
     """
 
     def __init__(self, build: Build, index: int) -> None:
-        super().__init__(build, index, is_first=True, is_last=True)
+        super().__init__(build, index, is_last=True)
         config = build.config
         self.embed_tokens = _embedding(build)
         self.enorm, self.hnorm = build.norm(), build.norm()
@@ -225,7 +225,7 @@ class DeepseekModel(nn.Module):
         count = build.config.num_hidden_layers
         self.embed_tokens = _embedding(build)
         self.layers = nn.ModuleList(
-            DeepseekLayer(build, i, is_first=i == 0, is_last=i == count - 1) for i in range(count)
+            DeepseekLayer(build, i, is_last=i == count - 1) for i in range(count)
         )
         self.layers.extend(DeepseekMTPLayer(build, count + i) for i in range(build.config.num_nextn_predict_layers))
         self.norm = build.norm()
@@ -273,13 +273,15 @@ class DeepseekForCausalLM(nn.Module):
         self.lm_head = _lm_head(build, tied)
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, **options: Any) -> DeepseekForCausalLM:
+    def from_pretrained(cls, path: str | Path, *, load_mtp: bool = True, **options: Any) -> DeepseekForCausalLM:
         """Build the model of a checkpoint directory and load its weights.
 
         Parameters
         ----------
         path : str or Path
             Directory with ``config.json`` and safetensors shards.
+        load_mtp : bool
+            Load the MTP layers, if the checkpoint has them (Hugging Face drops them on saving).
         **options
             As for the constructor.
 
@@ -289,21 +291,24 @@ class DeepseekForCausalLM(nn.Module):
             See :meth:`DeepseekConfig.from_hf` and :func:`load_weights`.
         """
         checkpoint = Checkpoint(path)
-        model = cls(DeepseekConfig.from_hf(checkpoint.config), **options)
+        config = DeepseekConfig.from_hf(checkpoint.config)
+        if not load_mtp or not any(name.startswith(f"model.layers.{config.num_hidden_layers}.") for name in checkpoint.names()):
+            config = replace(config, num_nextn_predict_layers=0)
+        model = cls(config, **options)
         load_weights(model, checkpoint, ignore=model.ignored_tensors)
         finalize(model)
         return model.eval()
 
     @property
     def ignored_tensors(self) -> Sequence[str]:
-        """Patterns of checkpoint tensors without a place: derived buffers, empty shared experts, a tied head."""
+        """Patterns of tensors without a place: derived buffers, empty shared experts, a tied head, unwanted MTP."""
         patterns = [r"rotary_emb\.inv_freq$"]
         if not self.config.n_shared_experts:
             patterns.append(r"\.shared_experts\.")
         if self.config.tie_word_embeddings:
             patterns.append(r"^lm_head\.")
-        last = self.config.num_hidden_layers + self.config.num_nextn_predict_layers
-        patterns.append(rf"^model\.layers\.{last}\.(?:.*)$")
+        if not self.config.num_nextn_predict_layers:
+            patterns.append(rf"^model\.layers\.{self.config.num_hidden_layers}\.")
         return patterns
 
     def forward(

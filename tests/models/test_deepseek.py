@@ -1,0 +1,224 @@
+"""DeepSeek from our layers against Hugging Face: logits at every step, greedy tokens, paths, MTP, errors."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import fastlayers as fl
+from fastlayers.attention.meta import AttentionBatch, AttentionState, whole_pages
+from fastlayers.attention.mla.paths import MLAThresholds
+from fastlayers.errors import AllocatorOverflowError, ArgumentError, CheckpointError, UnknownModelError
+from fastlayers_models.checkpoint import Checkpoint
+from fastlayers_models.deepseek import DeepseekForCausalLM
+from fastlayers_models.generate import Generator
+
+sys.path.insert(0, str(Path(__file__).parent))
+from tiny_models import VARIATIONS, Variation, hf_model, prompts, relative_rms  # noqa: E402
+
+STEPS = 64
+IDS = [v.name for v in VARIATIONS]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function: variation -> (Hugging Face model, folder), made once."""
+    made: dict[str, tuple[Any, Path]] = {}
+
+    def get(variation: Variation) -> tuple[Any, Path]:
+        if variation.name not in made:
+            folder = tmp_path_factory.mktemp(variation.name)
+            made[variation.name] = (hf_model(variation, folder), folder)
+        return made[variation.name]
+
+    return get
+
+
+def ours(folder: Path, **options: Any) -> DeepseekForCausalLM:
+    return DeepseekForCausalLM.from_pretrained(folder, dtype=torch.float32, page_size=16, **options)
+
+
+@torch.inference_mode()
+def teacher_forced(model: DeepseekForCausalLM, rows: list[list[int]], chunks: list[int]) -> list[torch.Tensor]:
+    """Return every row's logits ``[len, vocab]``, fed in steps of ``chunks`` tokens, then one by one."""
+    lengths = [len(row) for row in rows]
+    table = whole_pages(lengths, model.page_size)
+    spec = fl.kv_cache_spec(model, page_size=model.page_size, dtype=model.kv_dtype)
+    caches = spec.allocate(1 + sum(map(len, table)), model.device)
+    state = AttentionState(len(rows), sum(lengths), max(map(len, table)), model.page_size, model.device)
+    done, logits = [0] * len(rows), [[] for _ in rows]  # type: ignore[var-annotated]
+    sizes = list(chunks)
+    while any(d < n for d, n in zip(done, lengths, strict=True)):
+        size = sizes.pop(0) if sizes else 1
+        counts = [min(size, n - d) for d, n in zip(done, lengths, strict=True)]
+        ids = [t for row, d, c in zip(rows, done, counts, strict=True) for t in row[d : d + c]]
+        meta = state.plan(AttentionBatch(tuple(counts), tuple(done), table))
+        out = model.compute_logits(model(torch.tensor(ids), meta, caches)).split(counts)
+        for i, part in enumerate(out):
+            logits[i].append(part)
+        done = [d + c for d, c in zip(done, counts, strict=True)]
+    return [torch.cat(parts) for parts in logits]
+
+
+@torch.inference_mode()
+def greedy_hf(model: Any, row: list[int], steps: int) -> list[int]:
+    ids = torch.tensor([row])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=steps, min_new_tokens=steps,
+        eos_token_id=None, pad_token_id=2,
+    )  # fmt: skip
+    tokens: list[int] = out[0, len(row) :].tolist()
+    return tokens
+
+
+@pytest.mark.parametrize("variation", VARIATIONS, ids=IDS)
+def test_logits_and_greedy_tokens_equal_hugging_face(saved: Any, variation: Variation) -> None:
+    reference, folder = saved(variation)
+    model = ours(folder)
+    rows = prompts(variation.batch)
+    generated = Generator(model, max_batch=variation.batch).generate(rows, max_new_tokens=STEPS, eos_ids=())
+    expected = [greedy_hf(reference, row, STEPS) for row in rows]
+    assert generated == expected
+    # Teacher-forced over prompt and continuation: a prefill, then one token a step.
+    full = [row + tokens for row, tokens in zip(rows, expected, strict=True)]
+    logits = teacher_forced(model, full, [len(rows[0])])
+    with torch.inference_mode():
+        for row, found in zip(full, logits, strict=True):
+            wanted = reference(torch.tensor([row])).logits[0]
+            per_step = (found - wanted).double().norm(dim=-1) / wanted.double().norm(dim=-1)
+            assert relative_rms(found, wanted) <= 1e-5 and float(per_step.max()) <= 5e-5
+
+
+def test_left_padded_hugging_face_batch_equals_ours(saved: Any) -> None:
+    reference, folder = saved(VARIATIONS[0])
+    rows = prompts(3)
+    width = max(map(len, rows))
+    ids = torch.tensor([[2] * (width - len(r)) + r for r in rows])
+    mask = torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in rows])
+    out = reference.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=16, eos_token_id=None, pad_token_id=2)
+    assert Generator(ours(folder)).generate(rows, max_new_tokens=16, eos_ids=()) == out[:, width:].tolist()
+
+
+@pytest.mark.parametrize("chunks", [[7, 13, 1, 20], [60], [1] * 5, [33, 40]])
+def test_every_path_gives_the_same_logits(saved: Any, chunks: list[int]) -> None:
+    _, folder = saved(VARIATIONS[2])
+    rows = prompts(2)
+    whole = teacher_forced(ours(folder), rows, [64])
+    low = MLAThresholds(prefix=1, one_shot=1, chunk=9)
+    for thresholds in (MLAThresholds(), MLAThresholds(prefix=1), low, MLAThresholds(prefix=1, one_shot=1, chunk=1000)):
+        found = teacher_forced(ours(folder, thresholds=thresholds), rows, chunks)
+        assert all(relative_rms(a, b) <= 1e-5 for a, b in zip(found, whole, strict=True)), thresholds
+
+
+def test_chunked_prefill_generates_the_same_tokens(saved: Any) -> None:
+    _, folder = saved(VARIATIONS[0])
+    model, rows = ours(folder), prompts(5)
+    whole = Generator(model).generate(rows, max_new_tokens=12, eos_ids=())
+    assert Generator(model, prefill_tokens=17, max_batch=2).generate(rows, max_new_tokens=12, eos_ids=()) == whole
+
+
+def test_generator_returns_all_pages_and_stops_at_end_tokens(saved: Any) -> None:
+    _, folder = saved(VARIATIONS[0])
+    generator, rows = Generator(ours(folder)), prompts(2)
+    free = generator.pool.free_pages
+    first = generator.generate(rows, max_new_tokens=8, eos_ids=())
+    stopped = generator.generate(rows, max_new_tokens=8, eos_ids=(first[0][3],))
+    assert stopped[0] == first[0][: first[0].index(first[0][3]) + 1]
+    stream = generator.stream(rows, max_new_tokens=8, eos_ids=())
+    next(stream)
+    stream.close()
+    assert generator.pool.free_pages == free
+
+
+def test_sampling_is_reproducible_and_independent_of_the_batch(saved: Any) -> None:
+    from fastlayers.sampler.layer import SamplingParams
+
+    _, folder = saved(VARIATIONS[0])
+    model, rows = ours(folder), prompts(3)
+    params = [SamplingParams(temperature=0.8, top_k=50, top_p=0.95, seed=s) for s in (1, 2, 3)]
+    together = Generator(model).generate(rows, params, max_new_tokens=10, eos_ids=())
+    alone = [Generator(model).generate([r], [p], max_new_tokens=10, eos_ids=())[0] for r, p in zip(rows, params, strict=True)]
+    assert together == alone
+    other = Generator(model).generate(rows[:1], SamplingParams(temperature=0.8, seed=9), max_new_tokens=10, eos_ids=())
+    assert other[0] != together[0]
+
+
+def test_bad_prompts_are_named_and_nothing_runs(saved: Any) -> None:
+    generator = Generator(ours(saved(VARIATIONS[0])[1]))
+    for bad in ([], [160], [-1], [True]):
+        with pytest.raises(ArgumentError, match=r"prompts\[1\]"):
+            generator.generate([[5], bad], max_new_tokens=2)
+    with pytest.raises(ArgumentError, match="max_length"):
+        generator.generate([[5] * 250], max_new_tokens=64)
+    small = Generator(ours(saved(VARIATIONS[0])[1]), num_pages=2)
+    with pytest.raises(AllocatorOverflowError, match="request 0"):
+        small.generate([list(range(3, 60))], max_new_tokens=2)
+    assert small.pool.free_pages == 1
+
+
+def rewrite(folder: Path, target: Path, change: Any) -> Path:
+    """Copy a checkpoint with its tensors changed by ``change(dict)``."""
+    target.mkdir()
+    (target / "config.json").write_text((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def test_missing_extra_and_misshapen_tensors_are_named(saved: Any, tmp_path: Path) -> None:
+    folder = saved(VARIATIONS[0])[1]
+    name = "model.layers.1.self_attn.kv_b_proj.weight"
+    cases = {
+        "missing": (lambda t: t.pop(name), "missing tensors: " + name),
+        "extra": (lambda t: t.update({"model.layers.0.surprise": torch.zeros(2)}), "unexpected tensors: model.layers.0.surprise"),
+        "shape": (lambda t: t.update({name: t[name][:-1].contiguous()}), "wrong shapes: " + name),
+    }
+    for case, (change, message) in cases.items():
+        with pytest.raises(CheckpointError, match=message.replace(".", r"\.")):
+            ours(rewrite(folder, tmp_path / case, change))
+
+
+def test_truncated_and_corrupt_files_are_named(saved: Any, tmp_path: Path) -> None:
+    folder = saved(VARIATIONS[0])[1]
+    data = (folder / "model.safetensors").read_bytes()
+    for case, content in (("short", data[: len(data) // 2]), ("header", b"\xff" * 64), ("empty", b"")):
+        target = tmp_path / case
+        target.mkdir()
+        (target / "config.json").write_text((folder / "config.json").read_text())
+        (target / "model.safetensors").write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+            ours(target)
+    with pytest.raises(CheckpointError, match="not a directory"):
+        Checkpoint(tmp_path / "nowhere")
+    (tmp_path / "none").mkdir()
+    with pytest.raises(CheckpointError, match="no .*safetensors"):
+        Checkpoint(tmp_path / "none")
+
+
+def test_unknown_model_type_lists_the_known_ones(saved: Any, tmp_path: Path) -> None:
+    target = rewrite(saved(VARIATIONS[0])[1], tmp_path / "other", lambda t: None)
+    config = json.loads((target / "config.json").read_text()) | {"model_type": "mamba"}
+    (target / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnknownModelError, match="deepseek_v2, deepseek_v3"):
+        ours(target)
+
+
+def test_wrong_cache_and_hidden_states_are_named(saved: Any) -> None:
+    model = ours(saved(VARIATIONS[0])[1])
+    layer = model.model.layers[0].self_attn
+    meta = AttentionState(1, 8, 1, 16).plan(AttentionBatch((4,), (0,), [[1]]))
+    cache = fl.kv_cache_spec(model, page_size=16, dtype=torch.bfloat16).allocate(2)[0]
+    with pytest.raises(ArgumentError, match="MLAAttention: cache is bfloat16"):
+        layer(torch.zeros(4, 64), meta, cache)
+    good = fl.kv_cache_spec(model, page_size=16).allocate(2)[0]
+    with pytest.raises(ArgumentError, match="MLAAttention: hidden_states"):
+        layer(torch.zeros(5, 64), meta, good)
+    with pytest.raises(ArgumentError, match="mtp"):
+        model.mtp(torch.zeros(4, 64), torch.zeros(4, dtype=torch.int64), meta, good, index=1)
