@@ -1,0 +1,1 @@
+"""Grouped-query attention over a paged cache: the core, and the layer around it."""

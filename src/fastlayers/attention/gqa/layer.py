@@ -1,0 +1,230 @@
+"""Attention with grouped queries (GQA, MHA, MQA): projections, norms, rotary, cache write, core, output.
+
+T = tokens, E = hidden_size, Hq = num_heads, Hkv = num_kv_heads, D = head_dim
+q, k, v        = qkv_proj(hidden[T, E])           one fused linear, split into heads
+q, k           = q_norm(q), k_norm(k)             with qk_norm: RMSNorm over D
+q, cache       = rotary(q), write(rotary(k), v)   one launch
+o[T, Hq, D]    = core(q, cache)                   see fastlayers.attention.gqa.core
+y[T, E]        = o_proj(o)                        a partial sum where heads are sharded
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from fastlayers.attention.gqa.core import GQA, NAME, GQAConfig
+from fastlayers.attention.kv_cache.spec import LayerCache
+from fastlayers.attention.meta import AttentionMeta
+from fastlayers.attention.rotary_kv_write.layer import RotaryKVWrite
+from fastlayers.comm.parallel import SINGLE, Axis, Shard
+from fastlayers.errors import ArgumentError, check_positive, check_tensor
+from fastlayers.layer import Layer
+from fastlayers.linear.base import LinearBase
+from fastlayers.linear.factory import linear
+from fastlayers.norm.rms_norm.layer import RMSNorm
+from fastlayers.quant.spec import NONE, QuantSpec
+from fastlayers.rotary.layer import RotaryEmbedding
+from fastlayers.weights import Slot
+
+
+class Attention(Layer):
+    """Attention with grouped queries over a paged cache.
+
+    Parameters
+    ----------
+    hidden_size, num_heads, num_kv_heads, head_dim : int
+        Of the whole layer, before sharding.
+    rotary : RotaryEmbedding
+        Usually shared by all layers.
+    qkv_bias, o_bias : bool
+    qk_norm : float, optional
+        Epsilon of an RMSNorm over each head of q and k, before the rotation (Qwen3). Default: none.
+    window : int, optional
+        Tokens that a token sees, itself included (Hugging Face's ``sliding_window``).
+    sinks : bool
+        One learned logit a head, added to the softmax denominator (GPT-OSS).
+    softcap : float, optional
+    softmax_scale : float, optional
+        Default ``head_dim ** -0.5``.
+    quant : QuantSpec
+    prefix : str
+        Checkpoint name of this module, to which ``quant``'s skip rules apply.
+    axis : Axis
+        Heads are split along it. With fewer key heads than ranks, each key head is held by several ranks.
+    page_size : int
+        Of the cache.
+    kv_dtype : torch.dtype, optional
+        Of the cache; default ``dtype``.
+    device, dtype
+        Of the weights.
+    backend : str
+        The core's: ``"auto"``, a name, or a ladder.
+
+    Attributes
+    ----------
+    kv_row : tuple[int, int]
+        ``(num_kv_heads, head_dim)`` on this rank, for :func:`fastlayers.kv_cache_spec`.
+
+    Notes
+    -----
+    Parameters keep checkpoint names and layouts. Decode is capture-safe. Under sharding the output is a
+    partial sum that the communicator reduces. Source: Ainslie et al. 2023; sinks: GPT-OSS.
+
+    Examples
+    --------
+    >>> import torch, fastlayers as fl
+    >>> rotary = fl.RotaryEmbedding(8, max_position=64)
+    >>> attention = fl.Attention(32, 4, 2, 8, rotary=rotary, page_size=16, dtype=torch.float32)
+    >>> cache = fl.kv_cache_spec(attention, page_size=16).allocate(num_pages=3)[0]
+    >>> meta = fl.AttentionState(2, 8, 1, 16).plan(fl.AttentionBatch((3, 5), (0, 0), [[1], [2]]))
+    >>> attention(torch.zeros(8, 32), meta, cache).shape
+    torch.Size([8, 32])
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        rotary: RotaryEmbedding,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
+        qk_norm: float | None = None,
+        window: int | None = None,
+        sinks: bool = False,
+        softcap: float | None = None,
+        softmax_scale: float | None = None,
+        quant: QuantSpec = NONE,
+        prefix: str = "",
+        axis: Axis = SINGLE,
+        page_size: int = 64,
+        kv_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        check_positive(NAME, hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads)
+        check_positive(NAME, head_dim=head_dim)
+        dtype = dtype if dtype is not None else torch.get_default_dtype()
+        self.hidden_size, self.head_dim, self.dtype, self.rotary = hidden_size, head_dim, dtype, rotary
+        self.head_slice = axis.part(num_heads, f"{NAME} num_heads")
+        self.num_heads, self.full_heads = self.head_slice.stop - self.head_slice.start, num_heads
+        kv_axis = key_axis(num_kv_heads, axis)
+        self.num_kv_heads = num_kv_heads // kv_axis.size
+        self.kv_row = (self.num_kv_heads, head_dim)
+        scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+        cache_dtype = dtype if kv_dtype is None else kv_dtype
+        cfg = GQAConfig(
+            self.num_heads, self.num_kv_heads, head_dim, scale, window, softcap, sinks, page_size,
+            dtype, cache_dtype,
+        )  # fmt: skip
+        self.choose(GQA, cfg, device, backend)
+        if rotary.cfg.head_dim != head_dim:
+            raise ArgumentError(NAME, "rotary.head_dim", rotary.cfg.head_dim, f"head_dim {head_dim}")
+        self.write = RotaryKVWrite(
+            self.num_heads,
+            self.num_kv_heads,
+            head_dim,
+            rotary_dim=rotary.cfg.rotary_dim,
+            interleaved_in=rotary.cfg.interleaved_in,
+            interleaved_out=rotary.cfg.interleaved_out,
+            kv_dtype=cache_dtype,
+            device=device,
+        )
+
+        def project(
+            name: str, into: int, out: int | Sequence[int], bias: bool, shard: Shard, fused: bool = False
+        ) -> LinearBase:
+            spec = quant.for_module(f"{prefix}.{name}" if prefix else name)
+            names = tuple(f"../{part}" for part in _PARTS) if fused else None
+            return linear(into, out, bias, quant=spec, shard=shard, names=names, device=device, dtype=dtype)
+
+        sizes = (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim)
+        formats = {quant.for_module(f"{prefix}.{part}" if prefix else part).format for part in _PARTS}
+        # One fused linear needs one split for all parts and one number format.
+        self.fused = kv_axis.size == axis.size and len(formats) == 1
+        if self.fused:
+            self.qkv_proj = project("q_proj", hidden_size, sizes, qkv_bias, Shard("column", axis), fused=True)
+        else:
+            for name, size, along in zip(_PARTS, sizes, (axis, kv_axis, kv_axis), strict=True):
+                setattr(self, name, project(name, hidden_size, size, qkv_bias, Shard("column", along)))
+        self.o_proj = project("o_proj", num_heads * head_dim, hidden_size, o_bias, Shard("row", axis))
+        self.q_norm = RMSNorm(head_dim, qk_norm, device=device, dtype=dtype) if qk_norm is not None else None
+        self.k_norm = RMSNorm(head_dim, qk_norm, device=device, dtype=dtype) if qk_norm is not None else None
+        # fp32 whatever the model's dtype: it enters the softmax, and costs a few bytes a head.
+        logits = torch.zeros(self.num_heads, device=device, dtype=torch.float32)
+        self.sinks = nn.Parameter(logits, requires_grad=False) if sinks else None
+
+    def slots(self) -> Iterator[tuple[str, Slot]]:
+        """Yield the checkpoint tensor ``sinks``, if there is one."""
+        if self.sinks is not None:
+            yield "sinks", Slot(self.sinks, (self.full_heads,), (self.head_slice,))
+
+    def project(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return q ``[T, Hq, D]``, k and v ``[T, Hkv, D]`` before the rotation."""
+        if self.fused:
+            parts = self.qkv_proj(hidden).split(self.qkv_proj.part_sizes, -1)
+        else:
+            parts = tuple(getattr(self, name)(hidden) for name in _PARTS)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, v
+
+    def forward(self, hidden: torch.Tensor, meta: AttentionMeta, cache: LayerCache) -> torch.Tensor:
+        """Attend; the new tokens' keys and values are written into the cache first.
+
+        Parameters
+        ----------
+        hidden : Tensor ``[T, E]``
+            Tokens of all requests, one after the other, padded rows included.
+        meta : AttentionMeta
+            Of this step.
+        cache : LayerCache
+            Of this layer; written in place.
+
+        Returns
+        -------
+        Tensor ``[T, E]``
+            A new tensor; a partial sum under sharding.
+        """
+        tokens = meta.num_tokens
+        check_tensor(NAME, "hidden", hidden, shape=(tokens, self.hidden_size), dtype=self.dtype)
+        if meta.page_size != self.cfg.page_size:
+            raise ArgumentError(
+                NAME, "meta.page_size", meta.page_size, f"{self.cfg.page_size}, as constructed"
+            )
+        if cache.keys.shape[1] != meta.page_size:
+            raise ArgumentError(NAME, "cache page size", cache.keys.shape[1], f"{meta.page_size}, as in meta")
+        q, k, v = self.project(hidden)
+        q = self.write(q, k, v, self.rotary.cos, self.rotary.sin, meta.positions, cache, meta.out_cache_loc)
+        sinks = None if self.sinks is None else self.sinks.float()
+        o, _ = self.ladder.pick(tokens)(q, cache.keys, cache.values, meta, sinks)
+        y: torch.Tensor = self.o_proj(o.flatten(1))
+        return y
+
+
+_PARTS = ("q_proj", "k_proj", "v_proj")
+
+
+def key_axis(num_kv_heads: int, axis: Axis) -> Axis:
+    """Return the axis along which key heads are split: ``axis``, or fewer parts, each held by several ranks.
+
+    Raises
+    ------
+    ArgumentError
+        Neither divides the other.
+    """
+    if num_kv_heads % axis.size == 0:
+        return axis
+    if axis.size % num_kv_heads:
+        raise ArgumentError(
+            NAME, "num_kv_heads", f"{num_kv_heads} over {axis.size} ranks", "a multiple or a divisor"
+        )
+    return Axis(num_kv_heads, axis.rank // (axis.size // num_kv_heads), ())
