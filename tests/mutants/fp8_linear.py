@@ -18,7 +18,7 @@ class _HalfScale(TorchFP8Linear):
 
 
 class _BlocksFromGrid(TorchFP8Linear):
-    """Infers the block from the number of scale rows, as some loaders do: 136 rows, 2 scale rows, blocks of 68."""
+    """Infers the block from the scale grid, as some loaders do: 136 rows, 2 scale rows, blocks of 68."""
 
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: Bias

@@ -147,7 +147,8 @@ class Linear(LinearBase):
         made = cls(
             weight.shape[1], weight.shape[0], bias is not None,
             device="meta", dtype=weight.dtype,
-            backend="reference",  # replaced below: meta tensors cost nothing, and say nothing about the device
+            # Replaced below: meta tensors cost nothing, and say nothing about the device.
+            backend="reference",
         )  # fmt: skip
         made.choose(LINEAR, made.cfg, weight.device, backend)
         made.weight = nn.Parameter(weight.detach(), requires_grad=False)

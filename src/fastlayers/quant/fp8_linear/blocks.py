@@ -2,7 +2,7 @@
 
     w[..., n, k] ≈ q[..., n, k] · s[..., n // block_rows, k // block_columns]
 
-Blocks start at row 0 and column 0; the last ones may be ragged. The number of blocks is a ceil-division of the
+Blocks start at row 0 and column 0; the last may be ragged. The number of blocks is a ceil-division of the
 weight's own size by ``block_size``. It is never inferred the other way round: 576 rows with 5 scale rows are
 blocks of 128 and a last one of 64, not blocks of 115.
 """
@@ -52,7 +52,7 @@ def quantize_block_weight(
     Returns
     -------
     (Tensor, Tensor)
-        e4m3 ``[..., N, K]`` and fp32 ``[..., ceil(N / rows), ceil(K / columns)]``. An all-zero block has scale 1.
+        e4m3 ``[..., N, K]`` and fp32 ``[..., ceil(N / rows), ceil(K / columns)]``; 1 for an all-zero block.
     """
     check_choice("quantize_block_weight", "scale_fmt", scale_fmt, ("float", "ue8m0"))
     if weight.dim() < 2 or not weight.is_floating_point():

@@ -58,7 +58,7 @@ class FP8LinearConfig:
 
     @property
     def padded_in(self) -> int:
-        """``in_features`` rounded up to whole blocks: activations of a ragged last block are padded with zeros."""
+        """``in_features`` rounded up to whole blocks; activations are padded with zeros up to here."""
         return self.grid[1] * self.block_size[1]
 
     def tuning_key(self) -> str:
@@ -112,8 +112,9 @@ class FP8BlockLinear(LinearBase):
 
     Notes
     -----
-    Parameters: ``weight`` e4m3 ``[local_out, local_in]`` (zeros until loaded), ``weight_scale_inv`` fp32 (ones
-    until loaded), ``bias``. Source: DeepSeek-V3 technical report, section 3.3. Capture-safe; allocates its output.
+    Parameters: ``weight`` e4m3 ``[local_out, local_in]`` (zeros until loaded), ``weight_scale_inv`` fp32
+    (ones until loaded), ``bias``. Source: DeepSeek-V3 technical report, section 3.3. Capture-safe; allocates
+    its output.
 
     Examples
     --------
@@ -176,7 +177,7 @@ class FP8BlockLinear(LinearBase):
             )  # fmt: skip
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
-        """Yield ``weight``, ``weight_scale_inv`` and ``bias`` of every part; scale rows follow the weight's."""
+        """Yield ``weight``, ``weight_scale_inv`` and ``bias`` of every part."""
         block_rows, block_columns = self.cfg.block_size
         columns = _blocks(self.row_slice, block_columns)
         for prefix, full, read, local in self.parts():
@@ -203,9 +204,9 @@ class FP8BlockLinear(LinearBase):
         scale_fmt: str = "float",
         backend: str = "auto",
     ) -> FP8BlockLinear:
-        """Return a layer with ``source``'s weight (``nn.Linear`` or :class:`Linear`) quantised block by block.
+        """Return a layer with the weight of an ``nn.Linear`` or :class:`Linear`, quantised by blocks.
 
-        ``scale_fmt`` holds for weights and activations. ``source`` stays as it is; its dtype becomes ``dtype``.
+        ``scale_fmt`` holds for weights and activations. ``source`` stays as it is and gives the dtype.
         """
         weight, scale = quantize_block_weight(source.weight.detach(), block_size, scale_fmt)
         bias = None if source.bias is None else source.bias.detach()
@@ -251,7 +252,8 @@ class FP8BlockLinear(LinearBase):
             check_tensor(cls.__name__, "bias", bias, shape=(n,))
         made = cls(
             k, n, bias is not None, block_size=block_size, scale_fmt=scale_fmt, device="meta", dtype=dtype,
-            backend="reference",  # replaced below: meta tensors cost nothing, and say nothing about the device
+            # Replaced below: meta tensors cost nothing, and say nothing about the device.
+            backend="reference",
         )  # fmt: skip
         made.choose(FP8_LINEAR, made.cfg, weight.device, backend)
         made.weight = nn.Parameter(weight.detach().contiguous(), requires_grad=False)

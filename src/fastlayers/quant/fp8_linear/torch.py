@@ -1,7 +1,7 @@
 """FP8BlockLinear in native torch: weights stay e4m3, a slab of rows at a time becomes fp32 for the product.
 
-One byte a weight is stored and nothing is cached between calls. A slab is about 4 MB of fp32, so that on a CPU
-it is multiplied while it is still in the cache; on CUDA (the last resort there) slabs are larger.
+One byte a weight is stored and nothing is cached between calls. A slab is about 4 MB of fp32: on a
+CPU it is multiplied while it is still in the cache; on CUDA (the last resort there) slabs are larger.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """FP8BlockLinear in Triton: e4m3 matrix units, promoted to fp32 with the scales after every block of K.
 
-fp32 layers multiply in bf16 instead (e4m3 fits exactly): the e4m3 unit keeps about 14 bits inside a block, enough
-for bf16 and fp16 outputs, not for fp32 ones.
+fp32 layers multiply in bf16 instead (e4m3 fits exactly): the e4m3 unit keeps about 14 bits inside a block,
+enough for bf16 and fp16 outputs, not for fp32 ones.
 """
 
 from __future__ import annotations
@@ -98,8 +98,9 @@ def fp8_block_gemm(
     _fp8_gemm_kernel[tile.grid(m, n)](
         q, s, weight, scale, y if bias is None else bias, target, m, n, k,
         q.stride(0), s.stride(0), s.stride(1), weight.stride(0), scale.stride(0),
-        HAS_BIAS=bias is not None, SPLITS=tile.splits, EVEN_K=k % block_columns == 0, WIDE=dtype == torch.float32,
-        BLOCK_ROWS=block_rows, BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=block_columns,
+        HAS_BIAS=bias is not None, SPLITS=tile.splits, EVEN_K=k % block_columns == 0,
+        WIDE=dtype == torch.float32, BLOCK_ROWS=block_rows,
+        BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=block_columns,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if tile.splits > 1:
@@ -141,7 +142,8 @@ def _build(m: int, n: int, k: int, dtype: str = "bf16") -> KernelBuild:
         {
             "q_ptr": "*fp8e4nv", "s_ptr": "*fp32", "weight_ptr": "*fp8e4nv", "scale_ptr": "*fp32",
             "bias_ptr": f"*{dtype}", "y_ptr": f"*{dtype}" if tile.splits == 1 else "*fp32",
-            "M": "i32", "N": "i32", "K": "i32", "q_stride": "i32", "s_stride_row": "i32", "s_stride_group": "i32",
+            "M": "i32", "N": "i32", "K": "i32",
+            "q_stride": "i32", "s_stride_row": "i32", "s_stride_group": "i32",
             "weight_stride": "i32", "scale_stride": "i32",
         },
         {

@@ -1,0 +1,1 @@
+"""Linear layer with int8 weights and activations."""
