@@ -1,0 +1,88 @@
+"""The sampler's cases, inputs and cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fastlayers.sampler.layer import RowParams, SamplerConfig
+from fastlayers.testing.spec import Case, Cost, LayerSpec
+
+
+def _case(
+    name: str,
+    batch: int,
+    vocab: int,
+    mode: str,
+    dtype: torch.dtype = torch.float32,
+    padding: int = 0,
+    special: bool = False,
+    small: bool = True,
+) -> Case:
+    shape = {"batch": batch, "mode": mode, "dtype": dtype, "padding": padding, "special": special}
+    return Case(name, SamplerConfig(vocab), shape, small)
+
+
+CASES = (
+    _case("tiny_model_filtered", 8, 512, "filtered"),
+    _case("greedy_ties", 5, 300, "greedy", torch.bfloat16),
+    _case("sampled_odd", 16, 97, "sampled", torch.float16),
+    _case("filtered_ties_strided", 12, 130, "filtered", torch.bfloat16, padding=6),
+    _case("nan_and_inf", 8, 40, "filtered", special=True),
+    _case("two_blocks", 3, 4100, "filtered"),
+    _case("one_token", 3, 1, "filtered"),
+    _case("empty", 0, 64, "filtered"),
+    _case("deepseek_v3", 64, 129280, "filtered", small=False),
+    _case("qwen3", 64, 151936, "filtered", torch.bfloat16, small=False),
+    _case("qwen3_sampled", 64, 151936, "sampled", torch.bfloat16, small=False),
+    _case("qwen3_greedy", 256, 151936, "greedy", torch.bfloat16, small=False),
+)
+
+
+def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
+    """Rows mix greedy and every combination of filters; offsets differ, and seeds use all 64 bits."""
+    generator = torch.Generator().manual_seed(seed)
+    batch, vocab, shape = case.shape["batch"], case.cfg.vocab_size, case.shape
+    x = 3 * torch.randn(batch, vocab + shape["padding"], generator=generator).to(shape["dtype"])
+    if "ties" in case.name:
+        x = x.round()
+    if shape["special"]:
+        nan, inf = float("nan"), float("inf")
+        for row, values in enumerate(([nan, 1.0], [-inf, nan], [inf, 0.0], [-0.0, 0.0], [-inf, -1e30])):
+            x[row] = torch.tensor(values).repeat(-(-x.shape[1] // 2))[: x.shape[1]]
+        x[5, 3] = nan
+    row = torch.arange(batch)
+    drawn = torch.full((batch,), shape["mode"] != "greedy")
+    greedy = (row % 5).eq(4) | ~drawn
+    filtered = torch.full((batch,), shape["mode"] == "filtered")
+    options = {
+        "temperature": torch.where(greedy, 0.0, 0.3 + 0.2 * (row % 7)).float(),
+        "top_k": torch.where((row % 2).eq(0), 1 + (row * 7) % vocab, 0).int() * filtered,
+        "top_p": torch.where((row % 3).lt(2) & filtered, 0.95 - 0.1 * (row % 6), 1.0).float(),
+        "min_p": torch.where((row % 4).eq(3) & drawn, 0.3, 0.0).float(),
+        "seed": torch.randint(-(2**63), 2**63 - 1, (batch,), generator=generator),
+        "offset": torch.randint(2**40, (batch,), generator=generator),
+    }
+    tensors = {name: value.to(device) for name, value in options.items()}
+    return {"logits": x.to(device)[:, :vocab], "mode": shape["mode"], **tensors}
+
+
+def run(impl: Any, inputs: dict[str, Any], context: Any) -> dict[str, torch.Tensor]:
+    """Draw twice, so that offsets must advance; ids and offsets are exact."""
+    rows = RowParams(*(inputs[name] for name in RowParams._fields))
+    mode = inputs["mode"]
+    first = impl(inputs["logits"], rows, mode)
+    return {"ids": first, "again": impl(inputs["logits"], rows, mode), "offset": rows.offset}
+
+
+def cost(case: Case) -> Cost:
+    """Memory bound: the logits once; drawing also writes and reads weights, and searches read more."""
+    values = case.shape["batch"] * case.cfg.vocab_size
+    logits, weights = case.shape["dtype"].itemsize, 8
+    passes = {"greedy": 0, "sampled": 3, "filtered": 26}[case.shape["mode"]]
+    dataflow = values * (logits * (1 + passes) + weights * passes)
+    return Cost(30.0 * values * (passes > 0) + values, float(values * logits), float(dataflow))
+
+
+SPEC = LayerSpec(CASES, make_inputs, run, cost, mutates=("offset",))

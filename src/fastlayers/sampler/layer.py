@@ -1,0 +1,244 @@
+"""Sampling of the next token, each row with its own parameters, seed and counter.
+
+    B = rows, V = vocab_size, x[B, V] = logits in fp32 with NaN as -inf, m = max x
+    temperature ≤ 0:   id = argmax x, the lowest id on ties; nothing below applies
+    w[v]   = exp((x[v] - m) / temperature)                                        fp64
+    top-k:  keep v with x[v] ≥ the k-th largest x (ties are kept); off where k ≤ 0 or k ≥ V
+    top-p:  keep v where the kept weight of all larger x is < top_p of the kept weight; off where top_p ≥ 1
+    min-p:  keep v with w[v] ≥ min_p
+    u      = 53 random bits / 2^53, from Philox4x32-10 with key = seed and counter = offset
+    id     = the first v whose running sum of kept weights exceeds u times their total
+    offset = offset + 1                                                           every row, greedy ones too
+
+The order temperature, top-k, top-p, min-p is Hugging Face's; sglang and FlashInfer apply top-k and top-p
+jointly to the unfiltered distribution, vLLM applies min-p before them. A row's token depends on its own
+logits, parameters, seed and offset only, not on the batch or the backend: weights and sums are fp64, so that
+the order of additions moves no token. A row of -inf gives id 0; +inf shares the whole weight among the tokens
+that have it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor
+from fastlayers.layer import Layer
+from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# What the rows of a batch need at most; each contains the ones before it.
+MODES = ("greedy", "sampled", "filtered")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request wants its tokens drawn.
+
+    Parameters
+    ----------
+    temperature : float
+        0: greedy.
+    top_k : int
+        0 or -1: off.
+    top_p, min_p : float
+        1.0 and 0.0: off.
+    seed : int or None
+        Equal seeds give equal tokens; ``None`` draws one from torch's CPU generator.
+    logprobs : int
+        How many of the most likely tokens are reported beside the chosen one.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    logprobs: int = 0
+
+    def __post_init__(self) -> None:
+        wrong = {
+            "temperature": (not 0.0 <= self.temperature < float("inf"), "0 (greedy) or a positive number"),
+            "top_k": (self.top_k < -1, "a positive integer, or 0 or -1 for off"),
+            "top_p": (not 0.0 < self.top_p <= 1.0, "more than 0 and up to 1"),
+            "min_p": (not 0.0 <= self.min_p <= 1.0, "0 to 1"),
+            "seed": (
+                self.seed is not None and not -(2**63) <= self.seed < 2**63,
+                "a 64-bit integer, or None",
+            ),
+            "logprobs": (self.logprobs < 0, "0 or more"),
+        }
+        for name, (is_wrong, accepted) in wrong.items():
+            if is_wrong:
+                raise ArgumentError("SamplingParams", name, getattr(self, name), accepted)
+
+    @property
+    def mode(self) -> str:
+        """The cheapest of :data:`MODES` that serves these parameters."""
+        if self.temperature == 0.0:
+            return "greedy"
+        return "filtered" if self.top_k > 0 or self.top_p < 1.0 else "sampled"
+
+
+class RowParams(NamedTuple):
+    """The parameters of a batch as tensors ``[B]``; ``offset`` is written by each call."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    seed: torch.Tensor
+    offset: torch.Tensor
+
+
+class SamplingState:
+    """Static tensors with the parameters of up to ``max_batch`` requests, one a row.
+
+    Parameters
+    ----------
+    max_batch : int
+    device
+
+    Notes
+    -----
+    The tensors keep their addresses, so a captured graph sees what :meth:`set` writes between replays, and
+    its replays advance ``offset``. Which *mode* was captured is fixed: capture ``"filtered"`` to
+    serve every request.
+    """
+
+    def __init__(self, max_batch: int, device: torch.device | str | None = None) -> None:
+        check_positive("SamplingState", max_batch=max_batch)
+        dtypes = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64, torch.int64)
+        self.rows = RowParams(*(torch.zeros(max_batch, dtype=dtype, device=device) for dtype in dtypes))
+        self.rows.top_p.fill_(1.0)
+        self.params = [SamplingParams(temperature=0.0)] * max_batch
+
+    def set(self, row: int, params: SamplingParams, offset: int = 0) -> None:
+        """Give ``row`` to a request; ``offset`` is the number of tokens already drawn with its seed."""
+        if not 0 <= row < len(self.params):
+            raise ArgumentError("SamplingState", "row", row, f"0 to {len(self.params) - 1}")
+        seed = int(torch.randint(2**62, ())) if params.seed is None else params.seed
+        values = (params.temperature, max(params.top_k, 0), params.top_p, params.min_p, seed, offset)
+        for tensor, value in zip(self.rows, values, strict=True):
+            tensor[row] = value
+        self.params[row] = params
+
+    def mode(self, batch: int) -> str:
+        """Return the cheapest mode that serves the first ``batch`` rows; asks the host only."""
+        return max((params.mode for params in self.params[:batch]), key=MODES.index, default="greedy")
+
+    def view(self, batch: int) -> RowParams:
+        """Return views of the first ``batch`` rows."""
+        return RowParams(*(tensor[:batch] for tensor in self.rows))
+
+
+@dataclass(frozen=True)
+class SamplerConfig:
+    """What a backend must know: ``vocab_size``."""
+
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        check_positive("Sampler", vocab_size=self.vocab_size)
+
+
+_HERE = "fastlayers.sampler"
+SAMPLER = Registry(
+    "sampler",
+    [
+        triton_backend(f"{_HERE}.triton:TritonSampler"),
+        torch_backend(f"{_HERE}.torch:TorchSampler"),
+        reference_backend(f"{_HERE}.reference:ReferenceSampler"),
+    ],
+    cases=f"{_HERE}.cases",
+)
+
+
+class Logprobs(NamedTuple):
+    """Log-probabilities of the model's own distribution: before temperature and filters."""
+
+    chosen: torch.Tensor
+    top: torch.Tensor
+    top_ids: torch.Tensor
+
+
+class Sampler(Layer):
+    """Logits to token ids.
+
+    Parameters
+    ----------
+    vocab_size : int
+    device
+        Where it will run.
+    backend : str
+        ``"auto"``, a name, or a ladder.
+
+    Notes
+    -----
+    Source: inverse transform sampling; Philox: Salmon et al. 2011. Capture-safe: seeds and offsets are
+    tensors.
+
+    Examples
+    --------
+    >>> import torch, fastlayers as fl
+    >>> from fastlayers.sampler.layer import SamplingState
+    >>> state = SamplingState(2)
+    >>> state.set(1, fl.SamplingParams(temperature=0.8, top_k=2, seed=7))
+    >>> fl.Sampler(4)(torch.tensor([[0.0, 3.0, 1.0, 3.0], [0.0, 9.0, 9.0, 0.0]]), state).tolist()
+    [1, 2]
+    """
+
+    def __init__(
+        self, vocab_size: int, *, device: torch.device | str | None = None, backend: str = "auto"
+    ) -> None:
+        super().__init__()
+        self.choose(SAMPLER, SamplerConfig(vocab_size), device, backend)
+
+    def forward(
+        self, logits: torch.Tensor, state: SamplingState | RowParams, mode: str | None = None
+    ) -> torch.Tensor:
+        """Draw one token a row.
+
+        Parameters
+        ----------
+        logits : Tensor ``[B, V]``
+            fp32, fp16 or bf16; rows may be strided.
+        state : SamplingState or RowParams
+            Parameters of at least ``B`` rows; the first ``B`` offsets are incremented in place.
+        mode : str, optional
+            ``"greedy"``, ``"sampled"`` (temperature and min-p) or ``"filtered"`` (everything). Default: what
+            the rows of a :class:`SamplingState` need; ``"filtered"`` for bare tensors.
+
+        Returns
+        -------
+        Tensor ``[B]``
+            int64 ids.
+        """
+        check_tensor("Sampler", "logits", logits, dtype=DTYPES, last_dim_contiguous=True)
+        check_tensor("Sampler", "logits", logits, shape=(None, self.cfg.vocab_size))
+        batch = logits.shape[0]
+        if isinstance(state, SamplingState):
+            mode, rows = mode or state.mode(batch), state.view(batch)
+        else:
+            mode, rows = mode or "filtered", RowParams(*(tensor[:batch] for tensor in state))
+        check_choice("Sampler", "mode", mode, MODES)
+        if rows.seed.shape[0] < batch:
+            raise ArgumentError("Sampler", "state", f"{rows.seed.shape[0]} rows", f"at least {batch} rows")
+        ids: torch.Tensor = self.ladder.pick(batch)(logits, rows, mode)
+        return ids
+
+    def logprobs(self, logits: torch.Tensor, ids: torch.Tensor, top: int = 0) -> Logprobs:
+        """Return fp32 log-probabilities of ``ids`` ``[B]`` and of the ``top`` likeliest tokens ``[B, top]``.
+
+        NaN logits count as -inf, as in :meth:`forward`; a row of -inf gives -inf. Most likely first.
+        """
+        if not 0 <= top <= self.cfg.vocab_size:
+            raise ArgumentError("Sampler", "top", top, f"0 to vocab_size {self.cfg.vocab_size}")
+        x = logits.float()
+        x = x.masked_fill(x.isnan(), float("-inf"))
+        logprobs = torch.log_softmax(x, -1)
+        logprobs = logprobs.masked_fill(logprobs.isnan(), float("-inf"))
+        best = logprobs.topk(top, -1)
+        return Logprobs(logprobs.gather(-1, ids.unsqueeze(-1)).squeeze(-1), best.values, best.indices)
