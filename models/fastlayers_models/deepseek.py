@@ -224,7 +224,7 @@ class DeepseekModel(nn.Module):
         super().__init__()
         count = build.config.num_hidden_layers
         self.embed_tokens = _embedding(build)
-        self.layers = nn.ModuleList(
+        self.layers: Any = nn.ModuleList(
             DeepseekLayer(build, i, is_last=i == count - 1) for i in range(count)
         )
         self.layers.extend(DeepseekMTPLayer(build, count + i) for i in range(build.config.num_nextn_predict_layers))

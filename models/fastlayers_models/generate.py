@@ -91,7 +91,7 @@ class Generator:
             raise ArgumentError("Generator", "max_length", self.max_length, f"1 to {limit} (max_position_embeddings)")
         pages = -(-self.max_length // model.page_size)
         self.pool = fl.PagePool(num_pages if num_pages is not None else max_batch * pages + 1, model.page_size)
-        spec = fl.kv_cache_spec(model, page_size=model.page_size, dtype=model.kv_dtype)  # type: ignore[arg-type]
+        spec = fl.kv_cache_spec(model, page_size=model.page_size, dtype=model.kv_dtype)
         self.caches = spec.allocate(self.pool.num_pages, model.device)
         tokens = max(prefill_tokens, max_batch)
         self.state = AttentionState(max_batch, tokens, pages, model.page_size, model.device)
@@ -153,7 +153,7 @@ class Generator:
     def _requests(self, prompts: Sequence[Sequence[int]], params: Any, max_new_tokens: int) -> list[_Request]:
         check_positive("Generator", max_new_tokens=max_new_tokens)
         vocab = self.model.config.vocab_size
-        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams(temperature=0.0)] * len(prompts)
         if len(each) != len(prompts):
             raise ArgumentError("Generator", "params", f"{len(each)} entries", f"one, or one per prompt ({len(prompts)})")
         for index, prompt in enumerate(prompts):
@@ -202,27 +202,28 @@ class Generator:
 
     @torch.inference_mode()
     def _run(self, group: list[_Request], max_new_tokens: int, stop: set[int]) -> Iterator[Token]:
-        state = SamplingState(len(group), device=self.model.device)
-        for row, request in enumerate(group):
-            state.set(row, request.params)
-        active, rows = list(group), list(range(len(group)))
+        active, state = list(group), self._sampling(group)
         hidden = self._prefill(group)
         while True:
-            logits = self.model.compute_logits(hidden)
-            ids = self._sample(logits, state, rows)
-            still: list[int] = []
-            for position, (request, token) in enumerate(zip(active, ids, strict=True)):
+            ids = self.sampler(self.model.compute_logits(hidden), state).tolist()
+            running: list[_Request] = []
+            for request, token in zip(active, ids, strict=True):
                 request.output.append(token)
                 done = "stop" if token in stop else "length" if len(request.output) == max_new_tokens else None
                 yield Token(request.index, token, done)
                 if done:
                     self.pool.release(request.pages)
                 else:
-                    still.append(position)
-            active, rows = [active[i] for i in still], [rows[i] for i in still]
-            if not active:
+                    running.append(request)
+            if not running:
                 return
+            if len(running) < len(active):
+                active, state = running, self._sampling(running)
             hidden = self._forward([(request, 1) for request in active])
 
-    def _sample(self, logits: torch.Tensor, state: SamplingState, rows: list[int]) -> list[int]:
-        return self.sampler(logits, state.rows(rows)).tolist()
+    def _sampling(self, requests: list[_Request]) -> SamplingState:
+        state = SamplingState(len(requests), device=self.model.device)
+        for row, request in enumerate(requests):
+            # The offset counts a request's draws, so that its tokens do not depend on who else is in the batch.
+            state.set(row, request.params, offset=len(request.output))
+        return state

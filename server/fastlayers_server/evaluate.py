@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def evaluate(
     for variant in variants:
         begin = time.perf_counter()
         runner = variant.build(path, device)
-        right = _exact(runner, tokenizer, problems, lambda done, v=variant: progress(v.name, done, len(problems)))
+        right = _exact(runner, tokenizer, problems, partial(progress, variant.name))
         perplexity = _perplexity(runner, tokenizer, texts)
         answers[variant.name] = right
         before = answers.get(variant.baseline) if variant.baseline else None
@@ -91,14 +92,14 @@ def chat_ids(tokenizer: Any, prompt: str) -> list[int]:
     return ids
 
 
-def _exact(runner: Runner, tokenizer: Any, problems: Sequence[Problem], progress: Callable[[int], Any]) -> list[bool]:
+def _exact(runner: Runner, tokenizer: Any, problems: Sequence[Problem], progress: Callable[[int, int], Any]) -> list[bool]:
     right: list[bool] = []
     for first in range(0, len(problems), BATCH):
         part = problems[first : first + BATCH]
         outputs = runner.generate([chat_ids(tokenizer, p.prompt) for p in part], MAX_ANSWER)
         texts = [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in outputs]
         right += [text == problem.answer for text, problem in zip(texts, part, strict=True)]
-        progress(len(right))
+        progress(len(right), len(problems))
     return right
 
 

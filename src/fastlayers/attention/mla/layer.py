@@ -15,7 +15,7 @@ Source: DeepSeek-V2 (2024), section 2.1; absorption and paths: items 10-14 and 2
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,8 +25,8 @@ from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.merge_state.layer import MERGE_STATE, MergeStateConfig
 from fastlayers.attention.meta import AttentionMeta, check_loc
 from fastlayers.attention.mla.core import MLA, MLAConfig, Varlen
-from fastlayers.attention.mla.paths import PATHS, MLAThresholds, as_cached, gather_tokens, prefix_chunks, select_path
-from fastlayers.attention.mla_kv_write.layer import MLA_KV_WRITE, MLAKVWriteConfig
+from fastlayers.attention.mla.paths import PATHS, MLAThresholds, gather_tokens, prefix_chunks, select_path
+from fastlayers.attention.rotary_kv_write.layer import RotaryKVWrite
 from fastlayers.comm.parallel import REPLICATED, SINGLE, Axis, Shard
 from fastlayers.errors import ArgumentError, check_positive, check_tensor
 from fastlayers.layer import Layer
@@ -160,8 +160,11 @@ class MLAAttention(Layer):
         expanded = num_heads * (qk_nope_head_dim + v_head_dim)
         self.kv_b_proj = project("kv_b_proj", kv_lora_rank, expanded, shard=column)
         self.o_proj = project("o_proj", num_heads * v_head_dim, hidden_size, bias=bias, shard=row)
-        self.write = MLA_KV_WRITE.choose(MLAKVWriteConfig(kv_lora_rank, qk_rope_head_dim, dtype, cfg.kv_dtype), device).build()
-        self.merge = MERGE_STATE.choose(MergeStateConfig(self.num_heads, v_head_dim, dtype), device).build()
+        self.rotary_kv_write = RotaryKVWrite(
+            self.num_heads, 1, qk_rope_head_dim, kv_lora_rank, interleaved_in=rotary.cfg.interleaved_in,
+            interleaved_out=rotary.cfg.interleaved_out, latent=True, kv_dtype=cfg.kv_dtype, device=device,
+        )  # fmt: skip
+        self.merge = MERGE_STATE.choose(MergeStateConfig(v_head_dim), device).build()
         self._absorbed: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @staticmethod
@@ -179,7 +182,7 @@ class MLAAttention(Layer):
         weight: torch.Tensor = projection.weight  # type: ignore[assignment]
         if isinstance(projection, FP8BlockLinear):
             weight = dequantize_block_weight(
-                projection.weight, projection.weight_scale_inv, projection.block_size, cfg.dtype
+                projection.weight, projection.weight_scale_inv, projection.cfg.block_size, cfg.dtype
             )
         elif not weight.dtype.is_floating_point:
             raise ArgumentError("MLAAttention", "kv_b_proj", weight.dtype, "a floating-point or FP8-block weight")
@@ -224,15 +227,17 @@ class MLAAttention(Layer):
         check_loc("MLAAttention", meta.out_cache_loc, cache.num_pages * meta.page_size, self._debug)
         q, latent, k_pe = self._project(hidden_states)
         tokens, nope = q.shape[0], cfg.qk_nope_head_dim
-        q_pe, k_pe = self.rotary(q[..., nope:], k_pe.unsqueeze(1), meta.positions)
-        k_pe = k_pe.squeeze(1)
-        self.write.pick(tokens)(latent, k_pe, cache.keys, meta.out_cache_loc)
+        q_pe = self.rotary_kv_write(
+            q[..., nope:], k_pe.unsqueeze(1), latent.unsqueeze(1), self.rotary.cos, self.rotary.sin, meta.positions,
+            cache, meta.out_cache_loc,
+        )  # fmt: skip
         path = self.path(meta)
         if path == "mqa":
             o = self._mqa(q[..., :nope], q_pe, cache.keys, meta)
         else:
-            o = self._mha(torch.cat([q[..., :nope], q_pe], -1), latent, k_pe, cache.keys, meta, path)
-        return self.o_proj(o.view(tokens, -1))  # type: ignore[no-any-return]
+            o = self._mha(torch.cat([q[..., :nope], q_pe], -1), cache.keys, meta, path)
+        projected: torch.Tensor = self.o_proj(o.view(tokens, -1))
+        return projected
 
     def _project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         cfg = self.cfg
@@ -274,34 +279,31 @@ class MLAAttention(Layer):
         torch.bmm(o_latent.transpose(0, 1), w_vc.transpose(1, 2), out=o.transpose(0, 1))
         return o
 
-    def _expand(self, latent: torch.Tensor, k_pe: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _expand(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys ``[S,H,N+R]`` and values ``[S,H,V]`` of cached rows ``[S, L+R]`` (in the model's dtype)."""
         cfg = self.cfg
+        latent, k_pe = rows.split([cfg.kv_lora_rank, cfg.qk_rope_head_dim], -1)
         kv = self.kv_b_proj(latent).view(-1, self.num_heads, cfg.qk_nope_head_dim + cfg.v_head_dim)
         k_nope, v = kv.split([cfg.qk_nope_head_dim, cfg.v_head_dim], -1)
         return torch.cat([k_nope, k_pe.unsqueeze(1).expand(-1, self.num_heads, -1)], -1), v
 
-    def _mha(
-        self, q: torch.Tensor, latent: torch.Tensor, k_pe: torch.Tensor, cache: torch.Tensor, meta: AttentionMeta, path: str
-    ) -> torch.Tensor:
+    def _mha(self, q: torch.Tensor, cache: torch.Tensor, meta: AttentionMeta, path: str) -> torch.Tensor:
         batch, core = meta.batch, self.ladder.pick(q.shape[0])
-        attend: Callable[..., tuple[torch.Tensor, torch.Tensor]] = core.prefill
-        if path == "mha_one_shot":
-            q_lens, k_lens = batch.query_lens, batch.seq_lens
-            rows = gather_tokens(cache, meta, (0,) * len(k_lens), k_lens, q.dtype)
-            k, v = self._expand(*rows.split([self.cfg.kv_lora_rank, self.cfg.qk_rope_head_dim], -1))
-            return attend(q, k, v, Varlen.of(q_lens, k_lens, True, q.device), need_lse=False)[0]
+        lens = batch.query_lens
         if path == "mha" and any(batch.prefix_lens):
             raise ArgumentError("MLAAttention", "meta.path", "'mha' with a cached prefix", "a batch without prefixes")
+        if path == "mha_one_shot":
+            k_lens = batch.seq_lens
+            k, v = self._expand(gather_tokens(cache, meta, (0,) * len(k_lens), k_lens, q.dtype))
+            one_shot: torch.Tensor = core.prefill(q, k, v, Varlen.of(lens, k_lens, True, q.device), need_lse=False)[0]
+            return one_shot
+        # The new tokens' rows are read back from the cache, so that prefill and decode see the same rounded rows.
+        k, v = self._expand(cache.reshape(-1, cache.shape[-1])[meta.out_cache_loc].to(q.dtype))
         chunked = path == "mha_chunked"
-        if self.cfg.kv_dtype != q.dtype:
-            # What the cache holds is what decode will see: attend to the rounded rows here, too.
-            latent, k_pe = (as_cached(part, self.cfg.kv_dtype) for part in (latent, k_pe))
-        k, v = self._expand(latent, k_pe)
-        lens = batch.query_lens
-        o, lse = attend(q, k, v, Varlen.of(lens, lens, True, q.device), need_lse=chunked)
+        o, lse = core.prefill(q, k, v, Varlen.of(lens, lens, True, q.device), need_lse=chunked)
         for starts, lengths in prefix_chunks(batch.prefix_lens, self.thresholds.chunk) if chunked else ():
-            rows = gather_tokens(cache, meta, starts, lengths, q.dtype)
-            k, v = self._expand(*rows.split([self.cfg.kv_lora_rank, self.cfg.qk_rope_head_dim], -1))
-            o_part, lse_part = attend(q, k, v, Varlen.of(lens, lengths, False, q.device), need_lse=True)
-            o, lse = self.merge.pick(q.shape[0])(o, lse, o_part, lse_part)
-        return o
+            k, v = self._expand(gather_tokens(cache, meta, starts, lengths, q.dtype))
+            part, part_lse = core.prefill(q, k, v, Varlen.of(lens, lengths, False, q.device), need_lse=True)
+            o, lse = self.merge.pick(q.shape[0])(o, lse, part, part_lse)
+        merged: torch.Tensor = o
+        return merged
