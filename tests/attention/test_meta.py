@@ -1,0 +1,85 @@
+"""Attention metadata: positions, slots, buckets, static addresses, errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fastlayers as fl
+from fastlayers.attention.meta import as_tensors, check_loc, whole_pages
+from fastlayers.errors import ArgumentError
+
+
+def test_extend_with_an_idle_request() -> None:
+    state = fl.AttentionState(4, 16, 4, 4)
+    batch = fl.AttentionBatch((3, 0, 2), (2, 5, 7), [[3, 9], [1, 2], [5, 8, 4]], (1, 0, 0))
+    meta = state.plan(batch)
+    assert batch.seq_lens == (5, 5, 9) and batch.num_tokens == 5 and not batch.is_decode
+    assert meta.positions.tolist() == [2, 3, 4, 7, 8]
+    assert meta.out_cache_loc.tolist() == [3 * 4 + 2, 3 * 4 + 3, 9 * 4, 8 * 4 + 3, 4 * 4]
+    assert meta.cu_seqlens_q.tolist() == [0, 3, 3, 5] and meta.request_of_token.tolist() == [0, 0, 0, 2, 2]
+    assert meta.seq_lens.tolist() == [5, 5, 9] and meta.starts.tolist() == [1, 0, 0]
+    assert (meta.max_query_len, meta.max_seq_len, meta.num_tokens, meta.num_requests) == (3, 9, 5, 3)
+    assert meta.page_table[2].tolist() == [5, 8, 4, 0]
+
+
+def test_bucket_pads_with_harmless_rows() -> None:
+    state = fl.AttentionState(8, 8, 3, 4)
+    meta = state.plan(fl.AttentionBatch((1, 1), (4, 0), [[2, 1], [3]]), bucket=4)
+    assert meta.seq_lens.tolist() == [5, 1, 1, 1] and meta.out_cache_loc.tolist() == [4, 12, 0, 0]
+    assert meta.positions.tolist() == [4, 0, 0, 0] and meta.page_table[2:].sum() == 0
+    assert meta.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4]
+    assert (meta.max_query_len, meta.max_seq_len) == (1, 12)  # capacity, not this step's lengths
+
+
+def test_a_later_plan_refreshes_the_same_addresses() -> None:
+    state = fl.AttentionState(4, 4, 4, 4)
+    first = state.plan(fl.AttentionBatch((1, 1), (4, 9), [[2, 1], [3, 4, 5]]), bucket=2)
+    second = state.plan(fl.AttentionBatch((1,), (2,), [[6]]), bucket=2)
+    assert (first.max_query_len, first.max_seq_len) == (second.max_query_len, second.max_seq_len)
+    for name, tensor in as_tensors(first).items():
+        assert tensor.data_ptr() == as_tensors(second)[name].data_ptr()
+        assert torch.equal(tensor, as_tensors(second)[name])
+    assert first.seq_lens.tolist() == [3, 1] and first.page_table[1].tolist() == [0, 0, 0, 0]
+
+
+def test_empty_batch() -> None:
+    meta = fl.AttentionState(2, 2, 2, 4).plan(fl.AttentionBatch((), (), []))
+    assert (meta.num_tokens, meta.num_requests, meta.max_query_len, meta.max_seq_len) == (0, 0, 0, 0)
+    assert meta.cu_seqlens_q.tolist() == [0]
+
+
+def test_errors() -> None:
+    state = fl.AttentionState(2, 4, 2, 4)
+    plan = state.plan
+    with pytest.raises(ArgumentError, match="AttentionBatch: lengths"):
+        fl.AttentionBatch((1,), (1, 2), [[1]])
+    with pytest.raises(ArgumentError, match="query_lens, prefix_lens"):
+        fl.AttentionBatch((-1,), (1,), [[1]])
+    with pytest.raises(ArgumentError, match=r"page_table\[1\] is 1 pages for 5 tokens; accepted: 2 to 2 pages"):
+        plan(fl.AttentionBatch((1, 1), (0, 4), [[1], [2]]))
+    with pytest.raises(ArgumentError, match="at most 2 requests, 4 tokens"):
+        plan(fl.AttentionBatch((5,), (0,), [[1, 2]]))
+    for query, bucket in (((2,), 2), ((1, 1), 1), ((1,), 3)):
+        with pytest.raises(ArgumentError, match="bucket"):
+            plan(fl.AttentionBatch(query, (0,) * len(query), [[1]] * len(query)), bucket=bucket)
+    with pytest.raises(ArgumentError, match="page_size"):
+        fl.AttentionState(1, 1, 1, 0)
+
+
+def test_pages_are_checked_in_debug_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = fl.AttentionBatch((1,), (0,), [[7]])
+    assert fl.AttentionState(1, 1, 1, 4).plan(batch, num_pages=4).out_cache_loc.item() == 28
+    monkeypatch.setenv("FASTLAYERS_DEBUG", "1")
+    with pytest.raises(ArgumentError, match=r"pages in \[0, 4\)"):
+        fl.AttentionState(1, 1, 1, 4).plan(batch, num_pages=4)
+
+
+def test_check_loc_reads_only_in_debug_mode() -> None:
+    check_loc("x", torch.tensor([99]), 4, debug=False)
+    with pytest.raises(ArgumentError, match=r"slots from 1 to 99"):
+        check_loc("x", torch.tensor([1, 99]), 4, debug=True)
+
+
+def test_whole_pages() -> None:
+    assert whole_pages([5, 0, 4], 4) == [[1, 2], [], [3]]

@@ -1,0 +1,104 @@
+"""rotary_kv_write: equals the rotary layer followed by a write, both flavours; Hugging Face's layouts; errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fastlayers as fl
+from fastlayers.attention.kv_cache.spec import LayerCache
+from fastlayers.attention.rotary_kv_write.layer import RotaryKVWrite, RotaryKVWriteConfig
+from fastlayers.errors import ArgumentError
+
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize(("into", "out"), [(False, False), (True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("rotary_dim", [16, 12])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equals_rotary_then_write(backend: str, into: bool, out: bool, rotary_dim: int, dtype: torch.dtype) -> None:
+    rotary = fl.RotaryEmbedding(16, max_position=50, interleaved_in=into, interleaved_out=out, rotary_dim=rotary_dim)
+    write = RotaryKVWrite(
+        4, 2, 16, 8, rotary_dim=rotary_dim, interleaved_in=into, interleaved_out=out, kv_dtype=dtype, backend=backend
+    )  # fmt: skip
+    q, k, v = (torch.randn(3, *size).to(dtype) for size in ((4, 16), (2, 16), (2, 8)))
+    positions, loc = torch.tensor([49, 0, 7]), torch.tensor([9, 4, 11])
+    cache = LayerCache(torch.zeros(3, 4, 2, 16, dtype=dtype), torch.zeros(3, 4, 2, 8, dtype=dtype))
+    turned = write(q, k, v, rotary.cos, rotary.sin, positions, cache, loc)
+    expected_q, expected_k = rotary(q, k, positions)
+    assert cache.values is not None
+    torch.testing.assert_close(turned.to(dtype), expected_q)
+    torch.testing.assert_close(cache.keys.flatten(0, 1)[loc], expected_k)
+    assert torch.equal(cache.values.flatten(0, 1)[loc], v)
+    untouched = [slot for slot in range(12) if slot not in loc.tolist()]
+    assert not cache.keys.flatten(0, 1)[untouched].any() and not cache.values.flatten(0, 1)[untouched].any()
+
+
+@pytest.mark.parametrize("out", [False, True])
+def test_latent_rows(out: bool) -> None:
+    """V3 reads interleaved and writes half-split, V2 writes interleaved; scores do not depend on which."""
+    rotary = fl.RotaryEmbedding(8, max_position=50, interleaved_in=True, interleaved_out=out)
+    write = RotaryKVWrite(3, 1, 8, 6, interleaved_in=True, interleaved_out=out, latent=True, kv_dtype=torch.float32)
+    q, k, latent = torch.randn(2, 3, 8), torch.randn(2, 1, 8), torch.randn(2, 1, 6)
+    cache, positions, loc = LayerCache(torch.zeros(2, 4, 14)), torch.tensor([3, 30]), torch.tensor([6, 5])
+    turned = write(q, k, latent, rotary.cos, rotary.sin, positions, cache, loc)
+    expected_q, expected_k = rotary(q, k, positions)
+    rows = cache.keys.flatten(0, 1)[loc]
+    torch.testing.assert_close(turned, expected_q)
+    assert torch.equal(rows[:, :6], latent[:, 0])
+    torch.testing.assert_close(rows[:, 6:], expected_k[:, 0])
+
+
+def test_v3_equals_v2_de_interleaved() -> None:
+    q, k, latent = torch.randn(2, 3, 8), torch.randn(2, 1, 8), torch.randn(2, 1, 6)
+    rotary, found = fl.RotaryEmbedding(8, max_position=50), {}
+    for out in (False, True):
+        write = RotaryKVWrite(3, 1, 8, 6, interleaved_in=True, interleaved_out=out, latent=True, kv_dtype=torch.float32)
+        cache = LayerCache(torch.zeros(1, 2, 14))
+        positions, loc = torch.tensor([3, 30]), torch.tensor([0, 1])
+        turned = write(q, k, latent, rotary.cos, rotary.sin, positions, cache, loc)
+        found[out] = (turned, cache.keys[0, :, 6:])
+    for v3, v2 in zip(found[False], found[True], strict=True):
+        assert torch.equal(v3, torch.cat([v2[..., 0::2], v2[..., 1::2]], -1)) and not torch.equal(v3, v2)
+
+
+def test_key_is_rounded_to_the_models_dtype_before_the_caches() -> None:
+    """bf16 1.0625 (halfway between two e4m3 codes, to even 1.0) comes from fp32 1.0634 (above the middle: 1.125)."""
+    write = RotaryKVWrite(1, 1, 2, kv_dtype=FP8)
+    x = torch.tensor([[[1.0, 0.0]]], dtype=torch.bfloat16)
+    cache = LayerCache(torch.zeros(1, 1, 1, 2, dtype=FP8), torch.zeros(1, 1, 1, 2, dtype=FP8))
+    cos, sin = torch.tensor([[1.0634]]), torch.zeros(1, 1)
+    write(x, x, x, cos, sin, torch.tensor([0]), cache, torch.tensor([0]))
+    assert cache.keys.flatten()[0].item() == 1.0
+
+
+def test_errors_name_the_argument_and_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTLAYERS_DEBUG", "1")
+    write = RotaryKVWrite(2, 1, 4, kv_dtype=torch.float32)
+    q, k, cos = torch.ones(2, 2, 4), torch.ones(2, 1, 4), torch.ones(8, 2)
+    positions, loc = torch.tensor([0, 1]), torch.tensor([1, 2])
+    cache = LayerCache(torch.zeros(2, 2, 1, 4), torch.zeros(2, 2, 1, 4))
+    for call, words in (
+        ((q[..., :2], k, k, cos, cos, positions, cache, loc), "RotaryKVWrite: q "),
+        ((q, k.half(), k, cos, cos, positions, cache, loc), "RotaryKVWrite: k "),
+        ((q, k, k[:1], cos, cos, positions, cache, loc), "RotaryKVWrite: v "),
+        ((q, k, k, cos.half(), cos, positions, cache, loc), "RotaryKVWrite: cos "),
+        ((q, k, k, cos, cos[:4], positions, cache, loc), "RotaryKVWrite: sin "),
+        ((q, k, k, cos, cos, positions.int(), cache, loc), "RotaryKVWrite: positions "),
+        ((q, k, k, cos, cos, positions + 7, cache, loc), r"positions is from 7 to 8; accepted: positions in \[0, 8\)"),
+        ((q, k, k, cos, cos, positions, LayerCache(cache.keys), loc), "RotaryKVWrite: cache.values "),
+        ((q, k, k, cos, cos, positions, cache, loc + 2), r"slots in \[0, 4\)"),
+    ):
+        with pytest.raises(ArgumentError, match=words):
+            write(*call)
+    assert cache.values is not None and not cache.keys.any() and not cache.values.any()
+    with pytest.raises(ArgumentError, match="rotary_dim is 3"):
+        RotaryKVWrite(1, 1, 4, rotary_dim=3)
+    with pytest.raises(ArgumentError, match="num_kv_heads is 2; accepted: 1 with latent"):
+        RotaryKVWrite(2, 2, 4, latent=True)
+
+
+def test_config_round_trips() -> None:
+    cfg = RotaryKVWriteConfig(4, 1, 64, 512, 64, True, False, True, FP8)
+    assert eval(repr(cfg)) == cfg
