@@ -35,9 +35,7 @@ def rel_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def checkpoint_of(parts: dict[str, int], columns: int, bias: bool = False) -> dict[str, torch.Tensor]:
     found = {}
     for name, rows in parts.items():
-        found[f"a.{name}.weight"], found[f"a.{name}.weight_scale_inv"] = quantize_block_weight(
-            blocky(rows, columns)
-        )
+        found[f"a.{name}.weight"], found[f"a.{name}.weight_scale_inv"] = quantize_block_weight(blocky(rows, columns))
         if bias:
             found[f"a.{name}.bias"] = torch.randn(rows)
     return found
@@ -215,9 +213,7 @@ def test_bad_arguments_are_named(build, argument: str) -> None:  # type: ignore[
 
 def test_bad_input_is_named() -> None:
     layer = fl.FP8BlockLinear(128, 64)
-    with pytest.raises(
-        ArgumentError, match=r"FP8BlockLinear: x is float32.*accepted: bfloat16\[\.\.\., 128\]"
-    ):
+    with pytest.raises(ArgumentError, match=r"FP8BlockLinear: x is float32.*accepted: bfloat16\[\.\.\., 128\]"):
         layer(torch.zeros(2, 128))
 
 
@@ -237,11 +233,7 @@ def test_config_evaluates_to_itself() -> None:
 def test_factory_follows_the_format_and_skips() -> None:
     quant = fl.QuantSpec("fp8_block", (64, 32), "ue8m0", skip=("gate",))
     layer = fl.linear(96, 128, True, quant=quant, dtype=torch.bfloat16)
-    assert (
-        isinstance(layer, FP8BlockLinear)
-        and layer.cfg.block_size == (64, 32)
-        and layer.cfg.scale_fmt == "ue8m0"
-    )
+    assert isinstance(layer, FP8BlockLinear) and layer.cfg.block_size == (64, 32) and layer.cfg.scale_fmt == "ue8m0"
     assert isinstance(fl.linear(96, 128, quant=quant.for_module("mlp.gate")), fl.Linear)
 
 
@@ -249,3 +241,14 @@ def test_compiles_without_graph_breaks() -> None:
     layer = FP8BlockLinear.from_linear(nn.Linear(200, 136))
     explained = torch._dynamo.explain(layer)(torch.randn(4, 200))
     assert explained.graph_break_count == 0
+
+
+def test_slabs_that_are_parts_of_a_block_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastlayers.quant.fp8_linear import torch as backend
+
+    layer, x = FP8BlockLinear.from_linear(_dense(blocky(300, 200))), torch.randn(3, 200)
+    whole = layer(x)
+    for elements, rows in ((200 * 40, 32), (200 * 128, 128), (1, 1)):
+        monkeypatch.setitem(backend.SLAB_ELEMENTS, "cpu", elements)
+        assert layer.ladder.single.slab_rows("cpu") == rows
+        assert rel_rms(layer(x), whole) < 1e-6

@@ -53,9 +53,7 @@ def test_zero_tiny_huge_and_subnormal_groups(backend: str, dtype: torch.dtype) -
 @pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
-def test_a_group_that_is_not_finite_has_scale_nan_and_codes_zero(
-    backend: str, bad: float, dtype: torch.dtype
-) -> None:
+def test_a_group_that_is_not_finite_has_scale_nan_and_codes_zero(backend: str, bad: float, dtype: torch.dtype) -> None:
     x = torch.ones(2, 32)
     x[1, 20] = bad
     q, s = quantize_groups(x, 16, dtype=dtype, backend=backend)

@@ -56,9 +56,7 @@ def quantize_block_weight(
     """
     check_choice("quantize_block_weight", "scale_fmt", scale_fmt, ("float", "ue8m0"))
     if weight.dim() < 2 or not weight.is_floating_point():
-        raise ArgumentError(
-            "quantize_block_weight", "weight", describe(weight), "a floating tensor [..., N, K]"
-        )
+        raise ArgumentError("quantize_block_weight", "weight", describe(weight), "a floating tensor [..., N, K]")
     *leading, rows, columns = weight.shape
     grid = grid_of(rows, columns, block_size)
     padded = F.pad(weight.float(), (0, grid[1] * block_size[1] - columns, 0, grid[0] * block_size[0] - rows))
@@ -74,19 +72,37 @@ def quantize_block_weight(
     return codes.view(padded.shape)[..., :rows, :columns].contiguous(), scale
 
 
-def decode_e4m3(codes: torch.Tensor) -> torch.Tensor:
-    """Return e4m3 ``codes`` as fp32 values, exactly, NaN included: what ``codes.float()`` gives.
+# Codes shifted into fp16 are this many times too small.
+SHIFTED = 256.0
 
-    On a CPU torch's own conversion goes value by value; this one moves bits with whole vectors and is several
+
+def shift_e4m3(codes: torch.Tensor) -> torch.Tensor:
+    """Return e4m3 ``codes`` as fp32 values divided by :data:`SHIFTED`, exactly, NaN included.
+
+    torch's own conversion on a CPU goes value by value; this one moves bits with whole vectors and is several
     times faster. An e4m3 code, shifted by 7, is the fp16 number 2⁸ times smaller, subnormals included.
     """
-    if codes.is_cuda:
-        return codes.float()
     bits = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4001)
     # Only the codes 0x7F and 0xFF (NaN) carry into bit 14; it and the bit below complete fp16's NaN exponent.
     carry = (bits + 0x80).bitwise_and_(0x4000)
     bits.bitwise_or_(carry).bitwise_or_(carry.bitwise_right_shift_(1))
-    return bits.view(torch.float16).to(torch.float32).mul_(256.0)
+    return bits.view(torch.float16).to(torch.float32)
+
+
+def decode_e4m3(codes: torch.Tensor) -> torch.Tensor:
+    """Return e4m3 ``codes`` as fp32 values: what ``codes.float()`` gives, faster on a CPU."""
+    return codes.float() if codes.is_cuda else shift_e4m3(codes).mul_(SHIFTED)
+
+
+def decode_blocks(codes: torch.Tensor, scale: torch.Tensor, block_size: tuple[int, int]) -> torch.Tensor:
+    """Return fp32 ``codes · scale``, block by block; ``codes`` are contiguous and start at a block's first column.
+
+    Rows may be a part of one block of rows, or whole blocks.
+    """
+    if codes.is_cuda:
+        return scale_blocks_(codes.float(), scale, block_size)
+    # One pass less: the power of two goes with the scale (which would overflow above 1e36: no weight is so large).
+    return scale_blocks_(shift_e4m3(codes), scale * SHIFTED, block_size)
 
 
 def scale_blocks_(values: torch.Tensor, scale: torch.Tensor, block_size: tuple[int, int]) -> torch.Tensor:
@@ -125,4 +141,4 @@ def dequantize_block_weight(
     if weight.dim() < 2 or weight.dtype != E4M3:
         raise ArgumentError("dequantize_block_weight", "weight", describe(weight), "float8_e4m3fn[..., N, K]")
     check_scale_grid("dequantize_block_weight", "scale", scale, weight, block_size)
-    return scale_blocks_(decode_e4m3(weight.contiguous()), scale.float(), block_size).to(dtype)
+    return decode_blocks(weight.contiguous(), scale.float(), block_size).to(dtype)

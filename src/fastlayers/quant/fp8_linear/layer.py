@@ -154,9 +154,7 @@ class FP8BlockLinear(LinearBase):
         self.weight_scale_inv = nn.Parameter(scale, requires_grad=False)
         self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = nn.Parameter(
-                torch.zeros(self.local_out, device=device, dtype=dtype), requires_grad=False
-            )
+            self.bias = nn.Parameter(torch.zeros(self.local_out, device=device, dtype=dtype), requires_grad=False)
 
     def _check_blocks(self, block_size: tuple[int, int]) -> None:
         rows, columns = block_size
@@ -164,9 +162,7 @@ class FP8BlockLinear(LinearBase):
         for index, size in enumerate(self.part_sizes):
             ragged_allowed = index == len(self.part_sizes) - 1 and not (split and self.shard.kind == "column")
             if size % rows and not ragged_allowed:
-                why = (
-                    "on each rank" if split and self.shard.kind == "column" else "for every part but the last"
-                )
+                why = "on each rank" if split and self.shard.kind == "column" else "for every part but the last"
                 raise ArgumentError(
                     self.kind, f"out_features[{index}]", size, f"a multiple of the block's {rows} rows {why}"
                 )

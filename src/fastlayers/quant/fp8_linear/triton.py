@@ -128,9 +128,7 @@ class TritonFP8Linear:
         if self.cfg.padded_in != self.cfg.in_features:
             rows = F.pad(rows, (0, self.cfg.padded_in - self.cfg.in_features))
         q, s = self.quantize(rows)
-        y: torch.Tensor = fp8_block_gemm(
-            q, s, weight, weight_scale_inv, bias, *self.cfg.block_size, self.cfg.dtype
-        )
+        y: torch.Tensor = fp8_block_gemm(q, s, weight, weight_scale_inv, bias, *self.cfg.block_size, self.cfg.dtype)
         return y.view(*x.shape[:-1], self.cfg.out_features)
 
 
