@@ -95,8 +95,7 @@ class BumpAllocator:
         if taken > self.left:
             rows = "\n".join(f"  {size:>10,}  {owner}" for owner, size in self._ledger.items()) or "  (empty)"
             raise AllocatorOverflowError(
-                f"BumpAllocator: {name} asks for {taken:,} bytes, "
-                f"{self.left:,} of {self.capacity:,} are left\n{rows}"
+                f"BumpAllocator: {name} asks for {taken:,} bytes, {self.left:,} of {self.capacity:,} are left\n{rows}"
             )
         slot = self.buffer[self.used : self.used + wanted].view(dtype).view(shape)
         self.used += taken

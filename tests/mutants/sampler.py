@@ -20,9 +20,7 @@ class SharedSeed(TorchSampler):
     """Uses the first row's seed for all rows."""
 
     def __call__(self, logits: torch.Tensor, rows: RowParams, mode: str) -> torch.Tensor:
-        return super().__call__(
-            logits, rows._replace(seed=rows.seed[:1].expand_as(rows.seed).contiguous()), mode
-        )
+        return super().__call__(logits, rows._replace(seed=rows.seed[:1].expand_as(rows.seed).contiguous()), mode)
 
 
 class SeedTruncated(TorchSampler):

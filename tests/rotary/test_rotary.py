@@ -57,9 +57,7 @@ def v3_config(rope: dict[str, object] | None) -> DeepseekV3Config:
     return DeepseekV3Config(qk_rope_head_dim=64, max_position_embeddings=LONGEST, rope_parameters=rope)
 
 
-@pytest.mark.parametrize(
-    "rope", [None, YARN, {**YARN, "mscale": 0.707}, {**YARN, "mscale": 0, "mscale_all_dim": 0}]
-)
+@pytest.mark.parametrize("rope", [None, YARN, {**YARN, "mscale": 0.707}, {**YARN, "mscale": 0, "mscale_all_dim": 0}])
 def test_deepseek_v3(rope: dict[str, object] | None) -> None:
     config = v3_config(rope and dict(rope))
     stock, q, k = v3.DeepseekV3RotaryEmbedding(config), heads(3, 64), heads(1, 64)
@@ -77,13 +75,9 @@ def test_deepseek_v3_half_split() -> None:
     assert_close(ours(mine, q, k), v3.apply_rotary_pos_emb(q, k, *stock(q, POSITIONS[None])))
 
 
-@pytest.mark.parametrize(
-    "rope", [None, {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}, {**YARN, "mscale": 0.5}]
-)
+@pytest.mark.parametrize("rope", [None, {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}, {**YARN, "mscale": 0.5}])
 def test_deepseek_v2_complex(rope: dict[str, object] | None) -> None:
-    config = DeepseekV2Config(
-        qk_rope_head_dim=64, max_position_embeddings=LONGEST, rope_parameters=rope and dict(rope)
-    )
+    config = DeepseekV2Config(qk_rope_head_dim=64, max_position_embeddings=LONGEST, rope_parameters=rope and dict(rope))
     stock, q, k = v2.DeepseekV2RotaryEmbedding(config), heads(3, 64), heads(1, 64)
     mine = RotaryEmbedding.from_config(config, interleaved_in=True, interleaved_out=True)
     assert_close(ours(mine, q, k), v2.apply_rotary_emb(q, k, stock(q, POSITIONS[None])))
@@ -97,9 +91,7 @@ def test_v2_rounds_as_hugging_face_in_bf16() -> None:
     assert all(torch.equal(a, e) for a, e in zip(ours(mine, q, k), expected, strict=True))
 
 
-@pytest.mark.parametrize(
-    "rope", [None, LLAMA3, {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}]
-)
+@pytest.mark.parametrize("rope", [None, LLAMA3, {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}])
 def test_llama(rope: dict[str, object] | None) -> None:
     config = LlamaConfig(
         hidden_size=256,
@@ -193,11 +185,17 @@ def test_older_config_format() -> None:
     }
     new = RopeScaling.from_config({"max_position_embeddings": 131072, "rope_parameters": LLAMA3})
     assert RopeScaling.from_config(old) == new
-    assert (
-        RopeScaling.from_config({"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}).kind
-        == "default"
-    )
+    assert RopeScaling.from_config({"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}).kind == "default"
     assert eval(repr(new)) == new
+
+
+def test_config_as_mapping() -> None:
+    config = LlamaConfig(hidden_size=256, num_attention_heads=2, rope_parameters=dict(LLAMA3))
+    given = config.to_dict()
+    given.pop("head_dim", None)
+    made, expected = RotaryEmbedding.from_config(given), RotaryEmbedding.from_config(config)
+    assert (made.cfg, made.base, made.scaling) == (expected.cfg, expected.base, expected.scaling)
+    assert made.max_position == config.max_position_embeddings
 
 
 def test_one_set_per_layer_type() -> None:
@@ -283,6 +281,4 @@ def test_traceable() -> None:
     rope = RotaryEmbedding(8, max_position=16, backend="torch")
     compiled = torch.compile(rope, backend="eager", fullgraph=True)
     q, k, positions = torch.randn(2, 3, 8), torch.randn(2, 1, 8), torch.tensor([1, 5])
-    assert all(
-        torch.equal(a, b) for a, b in zip(compiled(q, k, positions), rope(q, k, positions), strict=True)
-    )
+    assert all(torch.equal(a, b) for a, b in zip(compiled(q, k, positions), rope(q, k, positions), strict=True))

@@ -34,9 +34,7 @@ CASES = (
     _case("last_of_three_ranks", (9,), EmbeddingConfig(34, 48, 68, True), vocab=100, dtype=torch.float32),
     _case("empty", (0,), EmbeddingConfig(16, 32)),
     _case("deepseek_v3_prefill", (4096,), EmbeddingConfig(129280, 7168), small=False),
-    _case(
-        "qwen3_tp8_prefill", (4096,), EmbeddingConfig(18992, 4096, 3 * 18992, True), vocab=151936, small=False
-    ),
+    _case("qwen3_tp8_prefill", (4096,), EmbeddingConfig(18992, 4096, 3 * 18992, True), vocab=151936, small=False),
 )
 
 

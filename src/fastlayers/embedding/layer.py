@@ -114,9 +114,7 @@ class VocabEmbedding(Layer):
         cfg = EmbeddingConfig(rows, hidden_size, first, shard.kind == "column")
         self.choose(EMBEDDING, cfg, device, backend)
         self.debug = env.debug()
-        self.weight = nn.Parameter(
-            torch.zeros(rows, hidden_size, device=device, dtype=dtype), requires_grad=False
-        )
+        self.weight = nn.Parameter(torch.zeros(rows, hidden_size, device=device, dtype=dtype), requires_grad=False)
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
         """Yield the checkpoint tensor ``weight``: this rank's rows of it."""
@@ -136,9 +134,7 @@ class VocabEmbedding(Layer):
         if self.debug and ids.numel():
             low, high = int(ids.min()), int(ids.max())
             if low < 0 or high >= self.vocab_size:
-                raise ArgumentError(
-                    "VocabEmbedding", "ids", f"{low} to {high}", f"0 to {self.vocab_size - 1}"
-                )
+                raise ArgumentError("VocabEmbedding", "ids", f"{low} to {high}", f"0 to {self.vocab_size - 1}")
         y: torch.Tensor = self.ladder.pick(ids.numel())(ids, self.weight)
         return y
 

@@ -14,9 +14,7 @@ BLOCK = 2048
 
 
 @triton.jit
-def _embedding_kernel(
-    ids_ptr, weight_ptr, y_ptr, start, rows, hidden_size, weight_stride, BLOCK: tl.constexpr
-):
+def _embedding_kernel(ids_ptr, weight_ptr, y_ptr, start, rows, hidden_size, weight_stride, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(ids_ptr + token).to(tl.int64) - start

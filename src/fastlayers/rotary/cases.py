@@ -47,9 +47,7 @@ def _real(
     max_position: int = 32768,
     axes: int = 1,
 ) -> Case:
-    return _case(
-        name, cfg, tokens, heads, BF16, width=width, max_position=max_position, axes=axes, small=False
-    )
+    return _case(name, cfg, tokens, heads, BF16, width=width, max_position=max_position, axes=axes, small=False)
 
 
 CASES = (
@@ -74,9 +72,7 @@ CASES = (
         width=192,
         max_position=163840,
     ),
-    _real(
-        "deepseek_v3_decode", RotaryConfig(64, 64, True, False), 64, (128, 1), width=192, max_position=163840
-    ),
+    _real("deepseek_v3_decode", RotaryConfig(64, 64, True, False), 64, (128, 1), width=192, max_position=163840),
     _real("qwen3_prefill", RotaryConfig(128, 128), 4096, (32, 8), max_position=40960),
     _real("qwen_vl_prefill", RotaryConfig(128, 128, False, False, (16, 24, 24)), 4096, (28, 4), axes=3),
 )

@@ -30,7 +30,7 @@ from fastlayers import env
 from fastlayers.errors import ArgumentError, check_positive, check_tensor, describe
 from fastlayers.layer import Layer
 from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
-from fastlayers.rotary.scaling import RopeScaling, build_tables, rope_parameters
+from fastlayers.rotary.scaling import RopeScaling, build_tables, config_value, rope_parameters
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -171,18 +171,20 @@ class RotaryEmbedding(Layer):
         device: torch.device | str | None = None,
         backend: str = "auto",
     ) -> RotaryEmbedding:
-        """Return the rotary embedding of a Hugging Face config.
+        """Return the rotary embedding of a Hugging Face config (object or parsed ``config.json``).
 
         ``head_dim`` and ``max_position`` default to the config's. How dimensions pair is not in the config.
         """
         rope = rope_parameters(config, layer_type)
         if head_dim is None:
-            head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            head_dim = config_value(config, "head_dim")
+        if head_dim is None:
+            head_dim = config_value(config, "hidden_size") // config_value(config, "num_attention_heads")
         return cls(
             head_dim,
             base=rope.get("rope_theta") or 10000.0,
             scaling=RopeScaling.from_config(config, layer_type),
-            max_position=max_position or config.max_position_embeddings,
+            max_position=max_position or config_value(config, "max_position_embeddings"),
             interleaved_in=interleaved_in,
             interleaved_out=interleaved_out,
             rotary_dim=int(head_dim * (rope.get("partial_rotary_factor") or 1.0)),
@@ -223,13 +225,9 @@ class RotaryEmbedding(Layer):
             New contiguous tensors.
         """
         tokens, dim = q.shape[0] if q.dim() else 0, self.cfg.head_dim
-        check_tensor(
-            "RotaryEmbedding", "q", q, shape=(None, None, dim), dtype=DTYPES, last_dim_contiguous=True
-        )
+        check_tensor("RotaryEmbedding", "q", q, shape=(None, None, dim), dtype=DTYPES, last_dim_contiguous=True)
         if k is not None:
-            check_tensor(
-                "RotaryEmbedding", "k", k, shape=(tokens, None, dim), dtype=q.dtype, last_dim_contiguous=True
-            )
+            check_tensor("RotaryEmbedding", "k", k, shape=(tokens, None, dim), dtype=q.dtype, last_dim_contiguous=True)
         self._check_positions(positions, tokens)
         return self.ladder.pick(tokens)(q, k, self.cos, self.sin, positions)
 
@@ -237,9 +235,7 @@ class RotaryEmbedding(Layer):
         shapes = ((tokens,), (3, tokens)) if self.cfg.mrope_section else ((tokens,),)
         if positions.dtype not in (torch.int32, torch.int64) or tuple(positions.shape) not in shapes:
             accepted = " or ".join(str(list(shape)) for shape in shapes)
-            raise ArgumentError(
-                "RotaryEmbedding", "positions", describe(positions), f"int32 or int64 {accepted}"
-            )
+            raise ArgumentError("RotaryEmbedding", "positions", describe(positions), f"int32 or int64 {accepted}")
         if self.debug and tokens:
             low, high = int(positions.min()), int(positions.max())
             if low < 0 or high >= self.max_position:

@@ -26,9 +26,7 @@ class ReferenceRotary:
         assert rotated[0] is not None
         return rotated[0], rotated[1]
 
-    def _rotate(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
+    def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         half, out = self.cfg.rotary_dim // 2, x.clone()
         for f, axis in enumerate(self.cfg.axes()):
             where = positions if positions.dim() == 1 else positions[axis]

@@ -98,8 +98,8 @@ class RopeScaling:
         if kind == "mrope":  # older Qwen-VL configs; its frequencies are the default ones
             kind = "default"
         check_choice("RopeScaling", "rope_type", kind, KINDS)
-        longest = _get(config, "max_position_embeddings") or 0
-        original = _get(config, "original_max_position_embeddings") or rope.get(
+        longest = config_value(config, "max_position_embeddings") or 0
+        original = config_value(config, "original_max_position_embeddings") or rope.get(
             "original_max_position_embeddings"
         )
         original = int(original or longest)
@@ -136,17 +136,18 @@ class RopeScaling:
 
 def rope_parameters(config: Any, layer_type: str | None = None) -> dict[str, Any]:
     """Return the rope settings of a Hugging Face config as one flat dictionary, ``rope_theta`` included."""
-    rope = _get(config, "rope_parameters") or _get(config, "rope_scaling") or {}
+    rope = config_value(config, "rope_parameters") or config_value(config, "rope_scaling") or {}
     if layer_type is not None and isinstance(rope.get(layer_type), Mapping):
         rope = rope[layer_type]
     rope = dict(rope)
     for name in ("rope_theta", "partial_rotary_factor"):
-        if rope.get(name) is None and _get(config, name) is not None:
-            rope[name] = _get(config, name)
+        if rope.get(name) is None and config_value(config, name) is not None:
+            rope[name] = config_value(config, name)
     return rope
 
 
-def _get(config: Any, name: str) -> Any:
+def config_value(config: Any, name: str) -> Any:
+    """Return an entry of a Hugging Face config, object or mapping; ``None`` where it has none."""
     return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
 
 
@@ -204,9 +205,7 @@ def _yarn(powers: torch.Tensor, rotary_dim: int, base: float, scaling: RopeScali
     low, high = max(low, 0), min(high, rotary_dim - 1)
     if low == high:
         high += 0.001  # a ramp of width zero divides by zero
-    ramp = ((torch.arange(rotary_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(
-        0, 1
-    )
+    ramp = ((torch.arange(rotary_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
     mask = 1 - ramp
     return 1.0 / (scaling.factor * powers) * (1 - mask) + 1.0 / powers * mask
 

@@ -168,10 +168,7 @@ def _build(
     name: str, dim: int, half: int, interleaved: tuple[bool, bool], section: tuple[int, int, int]
 ) -> KernelBuild:
     dtypes = {n: "*bf16" for n in ("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr")}
-    strides = {
-        n: "i64"
-        for n in ("q_token_stride", "q_head_stride", "k_token_stride", "k_head_stride", "axis_stride")
-    }
+    strides = {n: "i64" for n in ("q_token_stride", "q_head_stride", "k_token_stride", "k_head_stride", "axis_stride")}
     return KernelBuild(
         f"rotary_{name}",
         _rotary_kernel,

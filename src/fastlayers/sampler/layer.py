@@ -190,15 +190,11 @@ class Sampler(Layer):
     [1, 2]
     """
 
-    def __init__(
-        self, vocab_size: int, *, device: torch.device | str | None = None, backend: str = "auto"
-    ) -> None:
+    def __init__(self, vocab_size: int, *, device: torch.device | str | None = None, backend: str = "auto") -> None:
         super().__init__()
         self.choose(SAMPLER, SamplerConfig(vocab_size), device, backend)
 
-    def forward(
-        self, logits: torch.Tensor, state: SamplingState | RowParams, mode: str | None = None
-    ) -> torch.Tensor:
+    def forward(self, logits: torch.Tensor, state: SamplingState | RowParams, mode: str | None = None) -> torch.Tensor:
         """Draw one token a row.
 
         Parameters

@@ -14,9 +14,7 @@ W0, W1 = 0x9E3779B9, 0xBB67AE85
 ROUNDS = 10
 
 
-def philox(
-    seed: torch.Tensor, offset: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def philox(seed: torch.Tensor, offset: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return four random 32-bit words (as int64) for int64 ``seed`` (key) and ``offset`` (counter)."""
     k0, k1 = seed & MASK, (seed >> 32) & MASK
     c0, c1 = offset & MASK, (offset >> 32) & MASK

@@ -33,9 +33,7 @@ class ReferenceSampler:
         return torch.tensor(ids, dtype=torch.int64, device=logits.device)
 
     @staticmethod
-    def _row(
-        x: torch.Tensor, temperature: float, k: int, p: float, min_p: float, seed: int, offset: int
-    ) -> int:
+    def _row(x: torch.Tensor, temperature: float, k: int, p: float, min_p: float, seed: int, offset: int) -> int:
         x = torch.where(x.isnan(), float("-inf"), x)
         largest = x.max()
         if temperature <= 0 or largest == float("-inf"):

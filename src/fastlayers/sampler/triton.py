@@ -163,14 +163,10 @@ def _sampler_kernel(
                 above = _key(largest) + 1
                 if (top_k > 0) & (top_k < vocab_size):
                     wanted = top_k.to(tl.float64)
-                    threshold = _search(
-                        x_ptr, weight_ptr, vocab_size, threshold, above, wanted, True, SEARCH_BLOCK
-                    )
+                    threshold = _search(x_ptr, weight_ptr, vocab_size, threshold, above, wanted, True, SEARCH_BLOCK)
                 if top_p < 1.0:
                     wanted = top_p * _total(x_ptr, weight_ptr, vocab_size, threshold, 0.0, BLOCK)
-                    threshold = _search(
-                        x_ptr, weight_ptr, vocab_size, threshold, above, wanted, False, SEARCH_BLOCK
-                    )
+                    threshold = _search(x_ptr, weight_ptr, vocab_size, threshold, above, wanted, False, SEARCH_BLOCK)
             target = _uniform(tl.load(seed_ptr + row), offset)
             target *= _total(x_ptr, weight_ptr, vocab_size, threshold, min_p, BLOCK)
             token = _draw(x_ptr, weight_ptr, vocab_size, threshold, min_p, target, BLOCK)

@@ -10,9 +10,7 @@ from fastlayers.activation.silu_mul.layer import SiluMulConfig
 from fastlayers.testing.spec import Case, Cost, LayerSpec
 
 
-def _case(
-    name: str, tokens: int, size: int, dtype: torch.dtype, padding: int = 0, small: bool = True
-) -> Case:
+def _case(name: str, tokens: int, size: int, dtype: torch.dtype, padding: int = 0, small: bool = True) -> Case:
     shape = {"num_tokens": tokens, "dtype": dtype, "padding": padding}
     return Case(name, SiluMulConfig(size), shape, small)
 
@@ -34,12 +32,8 @@ def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     tokens, size = case.shape["num_tokens"], case.cfg.size
     gate = 3 * torch.randn(tokens, size, generator=generator)
-    up = torch.randn(tokens, size, generator=generator) * torch.exp(
-        torch.randn(tokens, 1, generator=generator)
-    )
-    rows = torch.cat((gate, up, torch.zeros(tokens, case.shape["padding"])), -1).to(
-        device, case.shape["dtype"]
-    )
+    up = torch.randn(tokens, size, generator=generator) * torch.exp(torch.randn(tokens, 1, generator=generator))
+    rows = torch.cat((gate, up, torch.zeros(tokens, case.shape["padding"])), -1).to(device, case.shape["dtype"])
     return {"x": rows[:, : 2 * size]}
 
 

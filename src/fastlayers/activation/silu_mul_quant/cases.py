@@ -45,9 +45,7 @@ def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
     spread = torch.exp(2 * torch.randn(tokens, cfg.groups, generator=generator))
     up = up * spread.repeat_interleave(cfg.group_size, 1)[:, : cfg.size]
     up[:1, : cfg.group_size] = 0
-    rows = torch.cat((gate, up, torch.zeros(tokens, case.shape["padding"])), -1).to(
-        device, case.shape["dtype"]
-    )
+    rows = torch.cat((gate, up, torch.zeros(tokens, case.shape["padding"])), -1).to(device, case.shape["dtype"])
     return {"x": rows[:, : 2 * cfg.size]}
 
 
