@@ -16,9 +16,7 @@ def _case(
     name: str, tokens: int, features: int, cfg: GroupQuantConfig, dtype: torch.dtype = torch.bfloat16,
     small: bool = True, strided: bool = False,
 ) -> Case:  # fmt: skip
-    return Case(
-        name, cfg, {"num_tokens": tokens, "features": features, "dtype": dtype, "strided": strided}, small
-    )
+    return Case(name, cfg, {"num_tokens": tokens, "features": features, "dtype": dtype, "strided": strided}, small)
 
 
 CASES = (
@@ -45,9 +43,9 @@ def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
     tokens, features, group = case.shape["num_tokens"], case.shape["features"], case.cfg.group
     width = features + 32 if case.shape["strided"] else features
     x = torch.randn(tokens, width, generator=generator)
-    x[:, :features] *= torch.exp(
-        2 * torch.randn(tokens, features // group, generator=generator)
-    ).repeat_interleave(group, 1)
+    x[:, :features] *= torch.exp(2 * torch.randn(tokens, features // group, generator=generator)).repeat_interleave(
+        group, 1
+    )
     if tokens > 1:
         x[0, :group] = 0.0
         x[0, group : 2 * group] = 1e-20

@@ -49,9 +49,7 @@ class GroupQuantConfig:
         check_choice("GroupQuant", "scale_fmt", self.scale_fmt, SCALE_FMTS)
         check_choice("GroupQuant", "scale_layout", self.scale_layout, SCALE_LAYOUTS)
         if not 1e-30 <= self.eps <= 1.0:
-            raise ArgumentError(
-                "GroupQuant", "eps", self.eps, "1e-30 <= eps <= 1, so that no scale is subnormal"
-            )
+            raise ArgumentError("GroupQuant", "eps", self.eps, "1e-30 <= eps <= 1, so that no scale is subnormal")
 
     def tuning_key(self) -> str:
         """Return the shape key of tuned tables."""
@@ -71,9 +69,7 @@ def check_groups(x: torch.Tensor, group: int) -> None:
     """Raise :class:`ArgumentError` unless ``x`` is a float tensor whose last dimension is whole groups."""
     check_tensor("GroupQuant", "x", x, dtype=INPUT_DTYPES)
     if x.dim() < 1 or x.shape[-1] == 0 or x.shape[-1] % group:
-        raise ArgumentError(
-            "GroupQuant", "x", f"of shape {list(x.shape)}", f"[..., K] with K a multiple of {group}"
-        )
+        raise ArgumentError("GroupQuant", "x", f"of shape {list(x.shape)}", f"[..., K] with K a multiple of {group}")
 
 
 _HERE = "fastlayers.quant.group_quant"
@@ -131,9 +127,7 @@ class GroupQuant(Layer):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        self.choose(
-            GROUP_QUANT, GroupQuantConfig(group, dtype, scale_fmt, scale_layout, eps), device, backend
-        )
+        self.choose(GROUP_QUANT, GroupQuantConfig(group, dtype, scale_fmt, scale_layout, eps), device, backend)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Quantise ``x``.

@@ -102,7 +102,7 @@ class TritonGroupQuant:
 
 COMPILE = [
     KernelBuild(
-        f"group_quant_{group}_{out}_{block}",
+        f"group_quant_{group}_{dtype}_{out}_{block}_{ue8m0}",
         _group_quant_kernel,
         {
             "x_ptr": f"*{dtype}", "q_ptr": f"*{out}", "s_ptr": "*fp32", "pairs": "i32", "groups": "i32",

@@ -1,0 +1,38 @@
+"""torch.compile's view of the Triton linears: one graph, and fakes that tell the truth about shapes and strides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from fastlayers.linear.dense.layer import Linear
+from fastlayers.quant.fp8_linear.layer import FP8BlockLinear
+from fastlayers.quant.group_quant.layer import GroupQuant
+from fastlayers.quant.int8_linear.layer import Int8Linear
+
+LAYERS: dict[str, Callable[[str], nn.Module]] = {
+    "linear": lambda backend: Linear.from_linear(nn.Linear(64, 24), backend=backend),
+    "fp8_linear": lambda backend: FP8BlockLinear.from_linear(nn.Linear(64, 24), backend=backend),
+    "int8_linear": lambda backend: Int8Linear.from_linear(nn.Linear(64, 24), backend=backend),
+    "group_quant": lambda backend: GroupQuant(16, scale_layout="col_tma4", backend=backend),
+}
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_compiled_equals_eager(name: str, backend: str) -> None:
+    layer = LAYERS[name](backend)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    with torch.inference_mode():
+        for tokens in (5, 9):
+            x = torch.randn(tokens, 64)
+            for eager, traced in zip(_as_tuple(layer(x)), _as_tuple(compiled(x)), strict=True):
+                assert traced.stride() == eager.stride() and traced.dtype == eager.dtype
+                torch.testing.assert_close(traced.float(), eager.float())
+
+
+def _as_tuple(result: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
