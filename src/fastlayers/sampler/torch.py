@@ -18,10 +18,11 @@ class TorchSampler:
         """Return ids ``[B]`` and advance the offsets in place."""
         x = logits.float()
         x = x.masked_fill(x.isnan(), float("-inf"))
-        largest, greedy = x.max(-1, keepdim=True).values, x.argmax(-1)
+        greedy = x.argmax(-1)
         if mode == "greedy":
             rows.offset.add_(1)
             return greedy
+        largest = x.gather(-1, greedy.unsqueeze(-1))
         is_greedy = (rows.temperature <= 0) | (largest.squeeze(-1) == float("-inf"))
         temperature = rows.temperature.double().masked_fill(is_greedy, 1.0).unsqueeze(-1)
         weight = self._weight(x, largest, temperature)
