@@ -109,16 +109,6 @@ def check_tensor(
     import torch
 
     dtypes = dtype if isinstance(dtype, tuple) or dtype is None else (dtype,)
-    wanted = []
-    if dtypes is not None:
-        wanted.append(" or ".join(str(d).removeprefix("torch.") for d in dtypes))
-    if shape is not None:
-        wanted.append("[" + ", ".join("*" if s is None else str(s) for s in shape) + "]")
-    if device is not None:
-        wanted.append(f"on {device}")
-    if last_dim_contiguous:
-        wanted.append("last stride 1")
-    accepted = " ".join(wanted) or "a tensor"
     good = isinstance(tensor, torch.Tensor)
     if good:
         assert isinstance(tensor, torch.Tensor)
@@ -128,8 +118,19 @@ def check_tensor(
             and (device is None or _same_device(tensor.device, device))
             and (not last_dim_contiguous or tensor.numel() == 0 or tensor.stride(-1) == 1)
         )
-    if not good:
-        raise ArgumentError(layer, argument, describe(tensor), accepted)
+    if good:
+        return
+    # Words only on failure: torch.compile cannot print a symbolic size.
+    wanted = []
+    if dtypes is not None:
+        wanted.append(" or ".join(str(d).removeprefix("torch.") for d in dtypes))
+    if shape is not None:
+        wanted.append("[" + ", ".join("*" if s is None else str(s) for s in shape) + "]")
+    if device is not None:
+        wanted.append(f"on {device}")
+    if last_dim_contiguous:
+        wanted.append("last stride 1")
+    raise ArgumentError(layer, argument, describe(tensor), " ".join(wanted) or "a tensor")
 
 
 def _shape_fits(given: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:

@@ -28,9 +28,7 @@ def _case(
 
 
 def _cfg(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, page_size: int, **more: Any) -> GQAConfig:
-    return GQAConfig(
-        heads, kv_heads, dim, dim**-0.5, page_size=page_size, dtype=dtype, **{"kv_dtype": dtype, **more}
-    )
+    return GQAConfig(heads, kv_heads, dim, dim**-0.5, page_size=page_size, dtype=dtype, **{"kv_dtype": dtype, **more})
 
 
 _GPT_OSS = {"window": 128, "sinks": True}

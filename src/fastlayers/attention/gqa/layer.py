@@ -197,9 +197,7 @@ class Attention(Layer):
         tokens = meta.num_tokens
         check_tensor(NAME, "hidden", hidden, shape=(tokens, self.hidden_size), dtype=self.dtype)
         if meta.page_size != self.cfg.page_size:
-            raise ArgumentError(
-                NAME, "meta.page_size", meta.page_size, f"{self.cfg.page_size}, as constructed"
-            )
+            raise ArgumentError(NAME, "meta.page_size", meta.page_size, f"{self.cfg.page_size}, as constructed")
         if cache.keys.shape[1] != meta.page_size:
             raise ArgumentError(NAME, "cache page size", cache.keys.shape[1], f"{meta.page_size}, as in meta")
         q, k, v = self.project(hidden)
@@ -224,7 +222,5 @@ def key_axis(num_kv_heads: int, axis: Axis) -> Axis:
     if num_kv_heads % axis.size == 0:
         return axis
     if axis.size % num_kv_heads:
-        raise ArgumentError(
-            NAME, "num_kv_heads", f"{num_kv_heads} over {axis.size} ranks", "a multiple or a divisor"
-        )
+        raise ArgumentError(NAME, "num_kv_heads", f"{num_kv_heads} over {axis.size} ranks", "a multiple or a divisor")
     return Axis(num_kv_heads, axis.rank // (axis.size // num_kv_heads), ())

@@ -38,9 +38,7 @@ class ReferenceGQA:
             for h in range(self.cfg.num_heads):
                 sink = None if sinks is None else sinks[h]
                 kv = h // self.cfg.group
-                o[tokens, h], lse[tokens, h] = self._head(
-                    q[tokens, h].float(), k[:, kv], v[:, kv], seen, sink
-                )
+                o[tokens, h], lse[tokens, h] = self._head(q[tokens, h].float(), k[:, kv], v[:, kv], seen, sink)
         return o, lse
 
     def _head(

@@ -1,8 +1,8 @@
 """Grouped-query attention in native torch operations: gather the rows of the cache, then batched matmuls.
 
-Decode takes the whole batch at once and, with a window, gathers no more than the window. An extend batch is
-padded to its longest query on CUDA; on a CPU it goes request by request, without padding. Scores exist for a
-block of queries at a time.
+With a window, no more than the window is gathered. On CUDA, and for small decode batches on a CPU, the whole batch
+goes at once, padded to its longest query and keys; otherwise a CPU goes request by request, which copies less.
+Scores exist for a block of queries at a time.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import torch
 from fastlayers.attention.gqa.core import GQAConfig
 from fastlayers.attention.meta import AttentionMeta
 
-# fp32 scores that may exist at a time: 64 MiB.
-MAX_SCORES = 16 * 2**20
+# fp32 scores that may exist at a time: 8 MiB.
+MAX_SCORES = 2 * 2**20
+# Keys and values of a decode batch, in elements, up to which a CPU takes all requests at once.
+MAX_BATCHED = 2**18
 
 
 class TorchGQA:
@@ -35,13 +37,14 @@ class TorchGQA:
         if not tokens:
             return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
         caches = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
-        if tokens == requests and meta.max_query_len == 1:
+        alone = q.device.type == "cpu" and len(meta.batch.query_lens) == requests
+        decode = tokens == requests and meta.max_query_len == 1
+        cfg, keys = self.cfg, meta.max_seq_len
+        if decode and not (alone and requests * keys * cfg.num_kv_heads * cfg.head_dim > MAX_BATCHED):
             positions = meta.positions[:, None]
-            o, lse = self._attend(
-                q[:, None], caches, meta, slice(0, requests), positions, sinks, meta.max_seq_len
-            )
+            o, lse = self._attend(q[:, None], caches, meta, slice(0, requests), positions, sinks, meta.max_seq_len)
             return o[:, 0], lse[:, 0]
-        if q.device.type == "cpu":
+        if alone:
             return self._one_by_one(q, caches, meta, sinks)
         return self._padded(q, caches, meta, sinks)
 
@@ -57,9 +60,7 @@ class TorchGQA:
             if count:
                 tokens = slice(first, first + count)
                 positions = meta.positions[None, tokens]
-                parts.append(
-                    self._attend(q[None, tokens], caches, meta, slice(b, b + 1), positions, sinks, length)
-                )
+                parts.append(self._attend(q[None, tokens], caches, meta, slice(b, b + 1), positions, sinks, length))
                 first += count
         return torch.cat([o[0] for o, _ in parts]), torch.cat([lse[0] for _, lse in parts])
 
@@ -125,16 +126,15 @@ class TorchGQA:
         place = torch.minimum(place, last)
         table = meta.page_table[requests].long()
         slot = table.gather(1, place // meta.page_size) * meta.page_size + place % meta.page_size
-        heads = self.cfg.num_kv_heads
-        row = slot[:, None, :] * heads + torch.arange(heads, device=slot.device)[:, None]
         found = []
         for cache in caches:
-            rows = cache.flatten(0, 1)
             if cache.dtype == torch.float8_e4m3fn:  # torch gathers no e4m3
-                picked = rows.view(torch.uint8).index_select(0, row.flatten()).view(cache.dtype)
+                picked = cache.view(torch.uint8).index_select(0, slot.flatten()).view(cache.dtype)
             else:
-                picked = rows.index_select(0, row.flatten())
-            found.append(picked.float().view(*row.shape, -1))
+                picked = cache.index_select(0, slot.flatten())
+            rows = picked.float().unflatten(0, slot.shape).transpose(1, 2)
+            # Several requests in one product need contiguous rows; for one, strides do.
+            found.append(rows if len(slot) == 1 else rows.contiguous())
         return found
 
     def _softmax(
