@@ -28,6 +28,8 @@ class LaunchConfig:
 
 # Smallest first; the last one also serves more rows.
 _DECODE_16BIT = (LaunchConfig(16, 32, 4, 3), LaunchConfig(32, 32, 8, 3), LaunchConfig(64, 64, 8, 2, ahead=False))
+# Rounding the output in the kernel (no splits) takes registers, too; with tiles of 64 keys it would spill.
+_DECODE_16BIT_DIRECT = (*_DECODE_16BIT[:-1], LaunchConfig(64, 32, 8, 3))
 # Converting e4m3 takes registers: a tile of 64 query rows would spill.
 _DECODE_E4M3 = (LaunchConfig(16, 32, 8, 3), LaunchConfig(32, 32, 8, 2))
 # fp32 has no tensor-core product that keeps 24 bits: multiply-adds, small tiles.
@@ -43,12 +45,18 @@ MIN_ROWS_OF_SPLIT = 128
 MAX_SPLITS = 64
 
 
-def decode_config(rows: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> LaunchConfig:
-    """Return the decode configuration for requests with ``rows`` = heads × new tokens query rows."""
+def decode_config(rows: int, dtype: torch.dtype, kv_dtype: torch.dtype, direct: bool = False) -> LaunchConfig:
+    """Return the decode configuration for requests with ``rows`` = heads × new tokens query rows.
+
+    ``direct``: one split, so the kernel writes the output itself. ``block_m`` does not depend on it.
+    """
+    table: tuple[LaunchConfig, ...]
     if dtype == torch.float32:
         table = _DECODE_FP32
+    elif kv_dtype == torch.float8_e4m3fn:
+        table = _DECODE_E4M3
     else:
-        table = _DECODE_E4M3 if kv_dtype == torch.float8_e4m3fn else _DECODE_16BIT
+        table = _DECODE_16BIT_DIRECT if direct else _DECODE_16BIT
     return next((config for config in table if rows <= config.block_m), table[-1])
 
 

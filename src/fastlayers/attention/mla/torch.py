@@ -183,7 +183,7 @@ def fused_prefill(
     # The kernel wants one width for all three. In fp32, because its 16-bit form has a coarse exponential and is no
     # faster.
     width, dtype = max(q.shape[-1], value), q.dtype
-    q, k, v = (functional.pad(t.float(), (0, width - t.shape[-1])) for t in (q, k, v))
+    q, k, v = (t.float() if t.shape[-1] == width else functional.pad(t.float(), (0, width - t.shape[-1])) for t in (q, k, v))
 
     def attend_to(part: slice, masked: bool) -> tuple[torch.Tensor, torch.Tensor]:
         batched = (t.transpose(0, 1).unsqueeze(0) for t in (q, k[part], v[part]))

@@ -24,6 +24,8 @@ from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import INTERPRET, cast
 
 LOG2_E = 1.4426950408889634
+# Where a running maximum starts: finite, so that no difference is -inf - -inf, and below every score.
+LOWEST = tl.constexpr(-1e30)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
@@ -77,7 +79,7 @@ def _decode_kernel(
     q_row = q_ptr + token * q_stride_t + head * q_stride_h
     q_latent = tl.load(q_row[:, None] + latent_column[None, :], mask=real[:, None], other=0.0)
     q_rope = tl.load(q_row[:, None] + RANK + rope_column[None, :], mask=real[:, None], other=0.0)
-    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    highest = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, RANK], tl.float32)
     table = table_ptr + request * table_stride
@@ -103,9 +105,8 @@ def _decode_kernel(
             seen = inside[None, :]
         score = tl.where(seen, score, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(score, axis=1))
-        finite = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        weight = tl.exp2(score - finite[:, None])
-        decay = tl.exp2(highest - finite)
+        weight = tl.exp2(score - new_highest[:, None])
+        decay = tl.exp2(highest - new_highest)
         total = total * decay + tl.sum(weight, axis=1)
         acc = _dot(cast(weight, latent.dtype), latent, acc * decay[:, None])
         highest = new_highest
@@ -171,7 +172,7 @@ def _prefill_kernel(
         whole = k_len - q_len + block * BLOCK_M + 1
     # Keys that every row of the block sees, in whole tiles; then the rest under a mask.
     whole = tl.maximum(tl.minimum(whole, k_len), 0) // BLOCK_N * BLOCK_N
-    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    highest = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_VALUE], tl.float32)
     for masked in tl.static_range(2):
@@ -190,9 +191,8 @@ def _prefill_kernel(
                     seen = seen & (at[None, :] <= row[:, None] + (k_len - q_len))
                 score = tl.where(seen, score, float("-inf"))
             new_highest = tl.maximum(highest, tl.max(score, axis=1))
-            finite = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-            weight = tl.exp2(score - finite[:, None])
-            decay = tl.exp2(highest - finite)
+            weight = tl.exp2(score - new_highest[:, None])
+            decay = tl.exp2(highest - new_highest)
             total = total * decay + tl.sum(weight, axis=1)
             acc = _dot(cast(weight, v.dtype), v, acc * decay[:, None])
             highest = new_highest
@@ -224,10 +224,10 @@ def _decode(
     o, lse = q.new_empty(tokens, heads, rank), q.new_empty(tokens, heads, dtype=torch.float32)
     if tokens == 0:
         return o, lse
-    config = decode_config(heads * max_query_len, q.dtype, cache.dtype)
-    row_blocks = triton.cdiv(heads * max_query_len, config.block_m)
+    row_blocks = triton.cdiv(heads * max_query_len, decode_config(heads * max_query_len, q.dtype, cache.dtype).block_m)
     sm_count = as_device(q.device).sm_count if q.is_cuda else NOMINAL_SM_COUNT
     splits = num_splits(requests * row_blocks, max_seq_len, sm_count)
+    config = decode_config(heads * max_query_len, q.dtype, cache.dtype, splits == 1)
     rows = tokens * heads
     partial, partial_lse = o, lse
     if splits > 1:
@@ -313,7 +313,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
 
 def _decode_build(heads: int, dtype: str, kv_dtype: str, queries: int, direct: bool) -> KernelBuild:
     """Describe one decode launch of a DeepSeek model: rank 512, rope 64, pages of 64."""
-    config = decode_config(heads * queries, _DTYPES[dtype], _DTYPES[kv_dtype])
+    config = decode_config(heads * queries, _DTYPES[dtype], _DTYPES[kv_dtype], direct)
     strides = dict.fromkeys(("q_stride_t", "q_stride_h", "page_stride", "row_stride", "table_stride"), "i32")
     pointers = {"table_ptr": "*i32", "starts_ptr": "*i32", "cu_ptr": "*i32", "positions_ptr": "*i64", "lse_ptr": "*fp32"}
     return KernelBuild(
