@@ -340,3 +340,19 @@ def test_errors_name_the_argument_and_change_nothing() -> None:
 def test_config_round_trips() -> None:
     cfg = GQAConfig(8, 2, 64, 0.125, 128, None, True, 16, torch.bfloat16, torch.float8_e4m3fn)
     assert eval(repr(cfg)) == cfg
+
+
+@torch.inference_mode()
+def test_layer_compiles_whole_and_follows_the_metadata() -> None:
+    rotary = fl.RotaryEmbedding(8, max_position=64)
+    layer = Attention(
+        16, 2, 1, 8, rotary=rotary, qk_norm=1e-6, window=9, page_size=16, dtype=torch.float32, backend="torch"
+    )  # fmt: skip
+    fl.finalize(layer)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    cache = fl.kv_cache_spec(layer, page_size=16).allocate(5)[0]
+    state, table = AttentionState(4, 16, 2, 16), [[1, 2], [3, 4]]
+    for length in (3, 11, 12):
+        meta = state.plan(AttentionBatch((1, 1), (length, length + 2), table), bucket=4)
+        hidden = torch.randn(4, 16)
+        torch.testing.assert_close(compiled(hidden, meta, cache), layer(hidden, meta, cache))

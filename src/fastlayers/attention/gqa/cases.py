@@ -52,6 +52,7 @@ CASES = (
     _case("qwen3_8b_fp8", _cfg(32, 8, 128, BF16, 64, kv_dtype=FP8), *_MIXED, small=False),
     _case("gpt_oss_decode", _cfg(64, 8, 64, BF16, 64, **_GPT_OSS), (1,) * 16, (4095,) * 16, small=False),
     _case("gpt_oss_prefill", _cfg(64, 8, 64, BF16, 16, **_GPT_OSS), *_MIXED, small=False),
+    _case("gemma2_9b", _cfg(16, 8, 256, BF16, 64, window=512, softcap=50.0), *_MIXED, small=False),
     _case("llama_fp32_prefill", _cfg(32, 8, 128, FP32, 64), (100, 300), (500, 0), small=False),
 )  # fmt: skip
 

@@ -182,8 +182,12 @@ def _options(tile: dict[str, int]) -> dict[str, int]:
 
 
 def _num_splits(programs: int, max_keys: int) -> int:
-    """Return how many programs share one tile's keys; from host bounds, so fixed under capture."""
-    return max(1, min(TARGET_PROGRAMS // max(1, programs), -(-max_keys // MIN_SPLIT), MAX_SPLITS))
+    """Return how many programs share one tile's keys; from host bounds, so fixed under capture.
+
+    A power of two, so that few variants of the kernel are compiled.
+    """
+    wanted = max(1, min(TARGET_PROGRAMS // max(1, programs), -(-max_keys // MIN_SPLIT), MAX_SPLITS))
+    return 1 << (wanted.bit_length() - 1)
 
 
 _ARGUMENTS = (
@@ -261,7 +265,7 @@ class TritonGQA:
 
 def _build(
     name: str, heads: int, kv_heads: int, dim: int, max_query_len: int, splits: int,
-    dtype: str = "bf16", cache: str = "", window: int = 0, sinks: bool = False, page: int = 64,
+    dtype: str = "bf16", cache: str = "", window: int = 0, sinks: bool = False, softcap: bool = False, page: int = 64,
 ) -> KernelBuild:  # fmt: skip
     torch_dtype = torch.float32 if dtype == "fp32" else torch.bfloat16
     tile = _tile(max_query_len, heads, kv_heads, dim, torch_dtype)
@@ -277,7 +281,7 @@ def _build(
         },
         {
             "HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": dim, "PAGE": page, "WINDOW": window,
-            "SOFTCAP": False, "SINKS": sinks, "SPLITS": splits, **tile,
+            "SOFTCAP": softcap, "SINKS": sinks, "SPLITS": splits, **tile,
         },
         **_options(tile),
     )  # fmt: skip
@@ -291,6 +295,7 @@ COMPILE = [
     _build("gpt_oss_decode", 64, 8, 64, 1, 2, window=128, sinks=True),
     _build("gpt_oss_prefill", 64, 8, 64, 2048, 1, window=128, sinks=True),
     _build("qwen3_next_prefill", 16, 2, 256, 2048, 1),
+    _build("gemma2_prefill", 16, 8, 256, 2048, 1, window=4096, softcap=True),
     _build("llama_fp32_prefill", 32, 8, 128, 2048, 1, dtype="fp32"),
     _build("llama_fp32_decode", 32, 8, 128, 1, 8, dtype="fp32"),
     _build("fp32_256", 16, 2, 256, 2048, 1, dtype="fp32"),

@@ -45,9 +45,7 @@ def make_loc(shape: Any, generator: torch.Generator) -> torch.Tensor:
     return loc.to(shape.get("index", torch.int64))
 
 
-def make_cache(
-    shape: Any, row: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
-) -> torch.Tensor:
+def make_cache(shape: Any, row: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     """A cache that holds something already, so that a row written elsewhere shows."""
     return torch.randn(*shape["pages"], *row, generator=generator).to(dtype)
 
@@ -63,10 +61,7 @@ def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
     k, v = k.unflatten(-1, (heads, cfg.head_dim)), v.unflatten(-1, (heads, cfg.v_head_dim))
     if not shape.get("strided"):
         k, v = k.contiguous(), v.contiguous()
-    caches = [
-        make_cache(shape, (heads, d), cfg.kv_dtype, generator).to(device)
-        for d in (cfg.head_dim, cfg.v_head_dim)
-    ]
+    caches = [make_cache(shape, (heads, d), cfg.kv_dtype, generator).to(device) for d in (cfg.head_dim, cfg.v_head_dim)]
     loc = make_loc(shape, generator).to(device)
     return {"k": k, "v": v, "k_cache": caches[0], "v_cache": caches[1], "loc": loc}
 

@@ -44,9 +44,7 @@ class KVWriteConfig:
     kv_dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
-        check_positive(
-            "KVWrite", num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, v_head_dim=self.v_head_dim
-        )
+        check_positive("KVWrite", num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, v_head_dim=self.v_head_dim)
         check_choice("KVWrite", "kv_dtype", self.kv_dtype, CACHE_DTYPES)
 
 
@@ -127,12 +125,8 @@ class KVWrite(Layer):
         """
         cfg = self.cfg
         heads, tokens = cfg.num_kv_heads, k.shape[0]
-        check_tensor(
-            "KVWrite", "k", k, shape=(None, heads, cfg.head_dim), dtype=FLOATS, last_dim_contiguous=True
-        )
-        check_tensor(
-            "KVWrite", "v", v, shape=(tokens, heads, cfg.v_head_dim), dtype=k.dtype, last_dim_contiguous=True
-        )
+        check_tensor("KVWrite", "k", k, shape=(None, heads, cfg.head_dim), dtype=FLOATS, last_dim_contiguous=True)
+        check_tensor("KVWrite", "v", v, shape=(tokens, heads, cfg.v_head_dim), dtype=k.dtype, last_dim_contiguous=True)
         check_cache("KVWrite", "k_cache", k_cache, (heads, cfg.head_dim), cfg.kv_dtype)
         check_cache("KVWrite", "v_cache", v_cache, (heads, cfg.v_head_dim), cfg.kv_dtype, k_cache.shape[:2])
         check_tensor("KVWrite", "loc", loc, shape=(tokens,), dtype=INDICES, device=k.device)

@@ -34,9 +34,7 @@ def _copy_heads(
     head, column = tl.arange(0, BLOCK_HEADS), tl.arange(0, BLOCK_DIM)
     inside = (head < heads)[:, None] & (column < HEAD_DIM)[None, :]
     x = tl.load(source + head[:, None] * head_stride + column[None, :], mask=inside, other=0.0)
-    tl.store(
-        target + head[:, None] * HEAD_DIM + column[None, :], to_cache(x, target.dtype.element_ty), mask=inside
-    )
+    tl.store(target + head[:, None] * HEAD_DIM + column[None, :], to_cache(x, target.dtype.element_ty), mask=inside)
 
 
 @triton.jit

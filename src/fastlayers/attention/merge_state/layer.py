@@ -71,9 +71,7 @@ class MergeState(Layer):
     ([[[0.5, 0.5]]], 0.6931)
     """
 
-    def __init__(
-        self, head_dim: int, *, device: torch.device | str | None = None, backend: str = "auto"
-    ) -> None:
+    def __init__(self, head_dim: int, *, device: torch.device | str | None = None, backend: str = "auto") -> None:
         super().__init__()
         self.choose(MERGE_STATE, MergeStateConfig(head_dim), device, backend)
 
@@ -103,9 +101,7 @@ class MergeState(Layer):
             dtype=FLOATS,
             last_dim_contiguous=True,
         )
-        check_tensor(
-            "MergeState", "o_b", o_b, shape=tuple(o_a.shape), dtype=o_a.dtype, last_dim_contiguous=True
-        )
+        check_tensor("MergeState", "o_b", o_b, shape=tuple(o_a.shape), dtype=o_a.dtype, last_dim_contiguous=True)
         check_tensor("MergeState", "lse_a", lse_a, shape=tuple(o_a.shape[:2]), dtype=torch.float32)
         check_tensor("MergeState", "lse_b", lse_b, shape=tuple(o_a.shape[:2]), dtype=torch.float32)
         result: tuple[torch.Tensor, torch.Tensor] = self.ladder.pick(o_a.shape[0])(o_a, lse_a, o_b, lse_b)

@@ -26,10 +26,6 @@ class TorchMergeState:
         total = weight_a + weight_b
         share = torch.where(total > 0, 1.0 / total, 0.0)
         # An output with weight 0 may hold anything, NaN included.
-        part_a = (o_a.float() * (weight_a * share)[..., None]).masked_fill(
-            (lse_a == -torch.inf)[..., None], 0.0
-        )
-        part_b = (o_b.float() * (weight_b * share)[..., None]).masked_fill(
-            (lse_b == -torch.inf)[..., None], 0.0
-        )
+        part_a = (o_a.float() * (weight_a * share)[..., None]).masked_fill((lse_a == -torch.inf)[..., None], 0.0)
+        part_b = (o_b.float() * (weight_b * share)[..., None]).masked_fill((lse_b == -torch.inf)[..., None], 0.0)
         return (part_a + part_b).to(o_a.dtype), shift + torch.log(total)

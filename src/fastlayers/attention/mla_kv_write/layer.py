@@ -88,9 +88,7 @@ class MLAKVWrite(Layer):
         self.choose(MLA_KV_WRITE, MLAKVWriteConfig(kv_lora_rank, rope_dim, kv_dtype), device, backend)
         self.debug = env.debug()
 
-    def forward(
-        self, latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor, loc: torch.Tensor
-    ) -> None:
+    def forward(self, latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor, loc: torch.Tensor) -> None:
         """Write.
 
         Parameters
@@ -103,9 +101,7 @@ class MLAKVWrite(Layer):
             Slot of each row.
         """
         cfg, name = self.cfg, "MLAKVWrite"
-        check_tensor(
-            name, "latent", latent, shape=(None, cfg.kv_lora_rank), dtype=FLOATS, last_dim_contiguous=True
-        )
+        check_tensor(name, "latent", latent, shape=(None, cfg.kv_lora_rank), dtype=FLOATS, last_dim_contiguous=True)
         shape = (latent.shape[0], cfg.rope_dim)
         check_tensor(name, "rope", rope, shape=shape, dtype=latent.dtype, last_dim_contiguous=True)
         check_cache(name, "cache", cache, (cfg.kv_lora_rank + cfg.rope_dim,), cfg.kv_dtype)

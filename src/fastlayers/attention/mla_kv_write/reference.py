@@ -14,8 +14,6 @@ class ReferenceMLAKVWrite:
     def __init__(self, cfg: MLAKVWriteConfig) -> None:
         self.cfg = cfg
 
-    def __call__(
-        self, latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor, loc: torch.Tensor
-    ) -> None:
+    def __call__(self, latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor, loc: torch.Tensor) -> None:
         """Write, in place."""
         write_rows(torch.cat([latent, rope], dim=-1), cache, loc)

@@ -14,9 +14,7 @@ class TorchMLAKVWrite:
     def __init__(self, cfg: MLAKVWriteConfig) -> None:
         self.rank = cfg.kv_lora_rank
 
-    def __call__(
-        self, latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor, loc: torch.Tensor
-    ) -> None:
+    def __call__(self, latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor, loc: torch.Tensor) -> None:
         """Write, in place."""
         slots = cache.flatten(0, 1)
         scatter_rows(slots[:, : self.rank], loc, latent)

@@ -50,9 +50,7 @@ class TritonMLAKVWrite:
     def __init__(self, cfg: MLAKVWriteConfig) -> None:
         self.cfg = cfg
 
-    def __call__(
-        self, latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor, loc: torch.Tensor
-    ) -> None:
+    def __call__(self, latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor, loc: torch.Tensor) -> None:
         """Write, in place."""
         _mla_kv_write(latent, rope, cache, loc)
 

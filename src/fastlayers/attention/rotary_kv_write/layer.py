@@ -181,9 +181,7 @@ class RotaryKVWrite(Layer):
             The turned ``q``, a new tensor.
         """
         cfg, tokens = self.cfg, q.shape[0]
-        check_tensor(
-            NAME, "q", q, shape=(None, cfg.num_heads, cfg.head_dim), dtype=FLOATS, last_dim_contiguous=True
-        )
+        check_tensor(NAME, "q", q, shape=(None, cfg.num_heads, cfg.head_dim), dtype=FLOATS, last_dim_contiguous=True)
         for name, x, width in (("k", k, cfg.head_dim), ("v", v, cfg.v_head_dim)):
             shape = (tokens, cfg.num_kv_heads, width)
             check_tensor(NAME, name, x, shape=shape, dtype=q.dtype, last_dim_contiguous=True)
@@ -196,9 +194,7 @@ class RotaryKVWrite(Layer):
         if self.debug and tokens and not 0 <= int(positions.min()) <= int(positions.max()) < cos.shape[0]:
             given = f"from {int(positions.min())} to {int(positions.max())}"
             raise ArgumentError(NAME, "positions", given, f"positions in [0, {cos.shape[0]})")
-        turned: torch.Tensor = self.ladder.pick(tokens)(
-            q, k, v, cos, sin, positions, cache.keys, cache.values, loc
-        )
+        turned: torch.Tensor = self.ladder.pick(tokens)(q, k, v, cos, sin, positions, cache.keys, cache.values, loc)
         return turned
 
     def _check_cache(self, cache: LayerCache) -> None:

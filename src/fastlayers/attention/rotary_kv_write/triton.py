@@ -72,9 +72,7 @@ def _rotary_kv_write_kernel(
         )  # fmt: skip
         column = tl.arange(0, BLOCK_V)
         inside = (head < kv_heads)[:, None] & (column < V_HEAD_DIM)[None, :]
-        v = tl.load(
-            v_ptr + token * v_token + head[:, None] * v_head + column[None, :], mask=inside, other=0.0
-        )
+        v = tl.load(v_ptr + token * v_token + head[:, None] * v_head + column[None, :], mask=inside, other=0.0)
         target = v_cache_ptr + slot * v_slot + head[:, None] * V_HEAD_DIM + column[None, :]
         tl.store(target, to_cache(v, v_cache_ptr.dtype.element_ty), mask=inside)
 
@@ -105,7 +103,8 @@ def _fake(
 
 @operator(
     "rotary_kv_write(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor positions, "
-    "Tensor(a!) keys, Tensor(b!)? values, Tensor loc, int rotary_dim, bool interleaved_in, bool interleaved_out) -> Tensor",
+    "Tensor(a!) keys, Tensor(b!)? values, Tensor loc, int rotary_dim, bool interleaved_in, "
+    "bool interleaved_out) -> Tensor",
     _fake,
 )
 def _rotary_kv_write(
