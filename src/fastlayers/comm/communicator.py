@@ -78,6 +78,10 @@ class RankOps:
             return self.tp.all_gather(self.attn_tp.reduce_scatter(x))
         return self.tp.gather_by_sum(x, x, step.full_rows, step.offsets[self.attn_dp.rank])
 
+    def add_residual_once(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Return partial sums whose sum over the group holds ``residual`` once: rank 0 adds it, others do not."""
+        return x + residual if self.attn_tp.rank == 0 else x
+
     def own_group(self, x: torch.Tensor, step: StepTokens) -> torch.Tensor:
         """``full`` → ``attn_full`` without a sum: a view of the own group's rows."""
         return x[step.group_slice(self.attn_dp.rank)]
@@ -127,6 +131,8 @@ class LayerCommunicator:
         Where the MLP's rows lie: ``"full"`` or ``"scattered"``.
     table : dict[tuple[str, Layout], Layout]
         ``(hook, layout given) -> layout returned``.
+    rank_ops : type[RankOps]
+        Class attribute: the moves between places. A subclass may bring its own (fused, or broken for a test).
 
     Raises
     ------
@@ -168,6 +174,8 @@ class LayerCommunicator:
     [[3.0, 3.0]]
     """
 
+    rank_ops: type[RankOps] = RankOps
+
     def __init__(
         self,
         parallel: ParallelSpec,
@@ -183,7 +191,7 @@ class LayerCommunicator:
         self.place = mlp_place(mlp_kind, all_to_all=all_to_all, dense_tp=dense_tp)
         self.input_layernorm, self.post_attention_layernorm = input_layernorm, post_attention_layernorm
         self.is_last = is_last
-        self.ops = RankOps(parallel)
+        self.ops = self.rank_ops(parallel)
         self._transitions: dict[tuple[str, Layout], tuple[Transition, Layout]] = {}
         self._add_prepare_attn()
         if self.place == "full":
@@ -298,8 +306,7 @@ class LayerCommunicator:
 
         def gather_first(hidden: Hidden, step: StepTokens | None) -> tuple[torch.Tensor, torch.Tensor | None]:
             assert step is not None
-            residual, x = residual_of(hidden), hidden.tensor
-            full = ops.gather_partial(x + residual if ops.attn_tp.rank == 0 else x, step)
+            full = ops.gather_partial(ops.add_residual_once(hidden.tensor, residual_of(hidden)), step)
             return _norm(norm, full, None)[0], ops.own_group(full, step)
 
         to = Layout("full", None, "attn_full")
