@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,6 +17,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Without a GPU no parity case may be skipped: the manifest promises that all of them ran."""
+    outcome = yield
+    report = outcome.get_result()  # type: ignore[attr-defined]
+    if report.skipped and item.nodeid.split("[")[0].endswith("test_parity.py::test_parity"):
+        report.outcome = "failed"
+        report.longrepr = f"{item.nodeid} was skipped; the manifest says that it runs"
 
 
 @pytest.hookimpl(trylast=True)

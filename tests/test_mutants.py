@@ -1,4 +1,4 @@
-"""The matrix layer × mutant: every planted bug is caught by the parity function that passes the real backends."""
+"""Layer × mutant: every planted bug is caught by the parity function that passes the real backends."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def first_catch(layer: str, backend: Backend) -> str | None:
     return None
 
 
-@pytest.mark.parametrize(("layer", "mutant"), list(pairs()), ids="-".join)
+@pytest.mark.parametrize(("layer", "mutant"), [pytest.param(*p, id="-".join(p)) for p in pairs()])
 def test_mutant_is_caught(layer: str, mutant: str, record_property: pytest.FixtureRequest) -> None:
     case = first_catch(layer, mutants_of(layer)[mutant])
     record_property("caught_by", f"{layer}|{mutant}|{case}")  # type: ignore[operator]

@@ -30,7 +30,7 @@ def gpu_triples() -> Iterator[tuple[str, str, str]]:
                     yield layer, backend.name, case.name
 
 
-@pytest.mark.parametrize(("layer", "backend", "case"), list(cpu_triples()), ids="-".join)
+@pytest.mark.parametrize(("layer", "backend", "case"), [pytest.param(*t, id="-".join(t)) for t in cpu_triples()])
 def test_parity(layer: str, backend: str, case: str) -> None:
     errors = check_parity(layer, backend, case, "cpu")
     assert errors
@@ -44,14 +44,14 @@ def skip_if_refused(layer: str, backend: str, case: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("layer", "backend", "case"), list(gpu_triples()), ids="-".join)
+@pytest.mark.parametrize(("layer", "backend", "case"), [pytest.param(*t, id="-".join(t)) for t in gpu_triples()])
 def test_parity_gpu(layer: str, backend: str, case: str) -> None:
     skip_if_refused(layer, backend, case)
     assert check_parity(layer, backend, case, "cuda")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("layer", "backend", "case"), list(gpu_triples()), ids="-".join)
+@pytest.mark.parametrize(("layer", "backend", "case"), [pytest.param(*t, id="-".join(t)) for t in gpu_triples()])
 def test_capture_gpu(layer: str, backend: str, case: str) -> None:
     skip_if_refused(layer, backend, case)
     assert check_capture(layer, backend, case)

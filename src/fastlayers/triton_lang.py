@@ -42,4 +42,5 @@ def to_e4m3(x):
         code = tl.where(x == x, code, 0x7F) | ((bits >> 24) & 0x80)
         return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
     else:
-        return clamped.to(tl.float8e4nv)
+        # Hardware's minimum and maximum drop NaN.
+        return tl.where(x == x, clamped, x).to(tl.float8e4nv)
