@@ -59,7 +59,9 @@ class DeepseekConfig:
             num_experts_per_tok=self.num_experts_per_tok, n_routed_experts=self.n_routed_experts, n_group=self.n_group,
         )  # fmt: skip
         if self.n_routed_experts % self.n_group:
-            raise ArgumentError(name, "n_routed_experts", self.n_routed_experts, f"a multiple of n_group {self.n_group}")
+            raise ArgumentError(
+                name, "n_routed_experts", self.n_routed_experts, f"a multiple of n_group {self.n_group}"
+            )
 
     def is_moe(self, layer: int) -> bool:
         """Whether layer number ``layer`` has experts (the MTP layer has)."""

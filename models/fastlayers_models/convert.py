@@ -30,7 +30,9 @@ KEPT = ("embed_tokens", "lm_head", "gate", "eh_proj", "shared_head.head")
 def quantisable(name: str, shape: tuple[int, ...]) -> bool:
     """Whether a checkpoint tensor is the matrix of a linear that FP8 checkpoints quantise."""
     module = name.removesuffix(".weight")
-    return name.endswith(".weight") and len(shape) == 2 and not any(module == k or module.endswith("." + k) for k in KEPT)
+    return (
+        name.endswith(".weight") and len(shape) == 2 and not any(module == k or module.endswith("." + k) for k in KEPT)
+    )
 
 
 def ragged(shape: tuple[int, ...]) -> bool:
@@ -73,7 +75,9 @@ def convert_to_fp8_block(
     """
     checkpoint, target = Checkpoint(source), Path(target)
     if checkpoint.config.get("quantization_config"):
-        raise ArgumentError("convert_to_fp8_block", "source", f"{source}, quantised already", "an unquantised checkpoint")
+        raise ArgumentError(
+            "convert_to_fp8_block", "source", f"{source}, quantised already", "an unquantised checkpoint"
+        )
     _make_empty(target)
     kept: list[str] = []
     weight_map: dict[str, str] = {}
@@ -125,7 +129,9 @@ def dequantize_checkpoint(source: str | Path, target: str | Path, dtype: torch.d
     checkpoint, target = Checkpoint(source), Path(target)
     spec = QuantSpec.from_config(checkpoint.config.get("quantization_config"))
     if spec.format != "fp8_block":
-        raise ArgumentError("dequantize_checkpoint", "source", f"{source}, format {spec.format}", "an FP8-block checkpoint")
+        raise ArgumentError(
+            "dequantize_checkpoint", "source", f"{source}, format {spec.format}", "an FP8-block checkpoint"
+        )
     _make_empty(target)
     weight_map: dict[str, str] = {}
     total = 0

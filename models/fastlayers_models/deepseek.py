@@ -169,7 +169,9 @@ class DeepseekLayer(nn.Module):
             backend=build.backend,
         )
         moe = config.is_moe(index)
-        self.mlp = DeepseekMoE(build, f"{name}.mlp") if moe else DeepseekMLP(build, f"{name}.mlp", config.intermediate_size)
+        self.mlp = (
+            DeepseekMoE(build, f"{name}.mlp") if moe else DeepseekMLP(build, f"{name}.mlp", config.intermediate_size)
+        )
         self.input_layernorm = build.norm()
         self.post_attention_layernorm = build.norm()
         self.communicator = LayerCommunicator(
@@ -213,7 +215,9 @@ class DeepseekMTPLayer(DeepseekLayer):
         self.embed_tokens = _embedding(build)
         self.enorm, self.hnorm = build.norm(), build.norm()
         # Kept in the model's dtype by every checkpoint, quantised or not.
-        self.eh_proj = linear(2 * config.hidden_size, config.hidden_size, quant=NONE, device=build.device, dtype=build.dtype)
+        self.eh_proj = linear(
+            2 * config.hidden_size, config.hidden_size, quant=NONE, device=build.device, dtype=build.dtype
+        )
         self.shared_head = SharedHead(build, f"model.layers.{index}.shared_head")
 
 
@@ -224,9 +228,7 @@ class DeepseekModel(nn.Module):
         super().__init__()
         count = build.config.num_hidden_layers
         self.embed_tokens = _embedding(build)
-        self.layers: Any = nn.ModuleList(
-            DeepseekLayer(build, i, is_last=i == count - 1) for i in range(count)
-        )
+        self.layers: Any = nn.ModuleList(DeepseekLayer(build, i, is_last=i == count - 1) for i in range(count))
         self.layers.extend(DeepseekMTPLayer(build, count + i) for i in range(build.config.num_nextn_predict_layers))
         self.norm = build.norm()
 
@@ -292,7 +294,9 @@ class DeepseekForCausalLM(nn.Module):
         """
         checkpoint = Checkpoint(path)
         config = DeepseekConfig.from_hf(checkpoint.config)
-        if not load_mtp or not any(name.startswith(f"model.layers.{config.num_hidden_layers}.") for name in checkpoint.names()):
+        if not load_mtp or not any(
+            name.startswith(f"model.layers.{config.num_hidden_layers}.") for name in checkpoint.names()
+        ):
             config = replace(config, num_nextn_predict_layers=0)
         model = cls(config, **options)
         load_weights(model, checkpoint, ignore=model.ignored_tensors)
@@ -301,7 +305,7 @@ class DeepseekForCausalLM(nn.Module):
 
     @property
     def ignored_tensors(self) -> Sequence[str]:
-        """Patterns of tensors without a place: derived buffers, empty shared experts, a tied head, unwanted MTP."""
+        """Patterns of tensors with no place here: derived buffers, a tied head, unwanted MTP, other ranks' experts."""
         patterns = [r"rotary_emb\.inv_freq$"]
         if not self.config.n_shared_experts:
             patterns.append(r"\.shared_experts\.")
@@ -309,6 +313,11 @@ class DeepseekForCausalLM(nn.Module):
             patterns.append(r"^lm_head\.")
         if not self.config.num_nextn_predict_layers:
             patterns.append(rf"^model\.layers\.{self.config.num_hidden_layers}\.")
+        experts = self.config.n_routed_experts
+        local = self.parallel.ep.part(experts, "DeepseekForCausalLM n_routed_experts")
+        others = [str(i) for i in range(experts) if not local.start <= i < local.stop]
+        if others:
+            patterns.append(rf"\.mlp\.experts\.(?:{'|'.join(others)})\.")
         return patterns
 
     def forward(
@@ -394,8 +403,10 @@ class DeepseekForCausalLM(nn.Module):
 
     def _single_step(self, meta: AttentionMeta) -> StepTokens:
         if self.parallel.attn_dp.size > 1:
-            raise ArgumentError("DeepseekForCausalLM", "step", None, "token counts of all attention groups (attn_dp > 1)")
-        return StepTokens((meta.num_tokens,), (meta.num_tokens,))
+            raise ArgumentError(
+                "DeepseekForCausalLM", "step", None, "token counts of all attention groups (attn_dp > 1)"
+            )
+        return StepTokens.plan([meta.num_tokens], attn_tp=self.parallel.attn_tp.size, extend=not meta.batch.is_decode)
 
     def _embed(self, embedding: nn.Module, input_ids: torch.Tensor, step: StepTokens) -> torch.Tensor:
         padded = pad(input_ids, (0, step.rows[self.parallel.attn_dp.rank] - input_ids.shape[0]))

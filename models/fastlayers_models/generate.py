@@ -153,9 +153,13 @@ class Generator:
     def _requests(self, prompts: Sequence[Sequence[int]], params: Any, max_new_tokens: int) -> list[_Request]:
         check_positive("Generator", max_new_tokens=max_new_tokens)
         vocab = self.model.config.vocab_size
-        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams(temperature=0.0)] * len(prompts)
+        each = (
+            list(params) if isinstance(params, Sequence) else [params or SamplingParams(temperature=0.0)] * len(prompts)
+        )
         if len(each) != len(prompts):
-            raise ArgumentError("Generator", "params", f"{len(each)} entries", f"one, or one per prompt ({len(prompts)})")
+            raise ArgumentError(
+                "Generator", "params", f"{len(each)} entries", f"one, or one per prompt ({len(prompts)})"
+            )
         for index, prompt in enumerate(prompts):
             wrong = [i for i in prompt if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab]
             if not prompt or wrong:

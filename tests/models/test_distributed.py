@@ -1,0 +1,208 @@
+"""The tiny DeepSeek on 2 and 4 ranks over Gloo gives the logits of one process, and each rank reads only its part."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastlayers.errors import ArgumentError
+from fastlayers.testing.world import Rank, world
+from fastlayers_models.checkpoint import Checkpoint
+from fastlayers_models.deepseek import DeepseekForCausalLM
+from fastlayers_models.generate import Generator
+
+sys.path.insert(0, str(Path(__file__).parent))
+from checkpoint_tools import Feeder, per_row_error, with_mtp
+from tiny_models import YARN, Variation, hf_model, prompts, relative_rms
+
+BOUND = 1e-5
+MODELS = {
+    "v3": Variation("v3", changes={"n_group": 4, "topk_group": 2, "vocab_size": 163}),
+    "v2_lite": Variation(
+        "v2_lite",
+        "v2",
+        changes={"q_lora_rank": None, "topk_method": "greedy", "n_shared_experts": 2, "rope_parameters": YARN},
+    ),
+    "dense": Variation("dense", changes={"first_k_dense_replace": 3, "attention_bias": True}),
+}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Ranks, attention groups, expert groups; ``group`` says which attention group has which row."""
+
+    world: int
+    attn_dp: int = 1
+    ep: int = 1
+    group: tuple[int, ...] = (0, 0, 0, 0)
+
+    def __str__(self) -> str:
+        return f"tp{self.world // self.attn_dp}_dp{self.attn_dp}_ep{self.ep}"
+
+
+SPLIT = (0, 1, 1, 0)
+TP2, TP4, EP2 = Grid(2), Grid(4), Grid(2, ep=2)
+DP2, DP2_TP2, DP4 = Grid(2, 2, group=SPLIT), Grid(4, 2, group=SPLIT), Grid(4, 4, group=(0, 2, 2, 3))
+EP2_DP2, EP2_TP2_DP2, EP4_DP2 = Grid(2, 2, 2, SPLIT), Grid(4, 2, 2, SPLIT), Grid(4, 2, 4, SPLIT)
+GRIDS = (TP2, TP4, EP2, DP2, DP2_TP2, DP4, EP2_DP2, EP2_TP2_DP2, EP4_DP2)
+
+# Rows 1 and 2 belong to group 1 of SPLIT: idle in the second step of RAGGED, group 0 in the third.
+RAGGED = [
+    ("extend", (13, 9, 5, 1)),
+    ("extend", (7, 0, 0, 4)),
+    ("extend", (0, 3, 6, 0)),
+    *[("decode", (1, 1, 1, 1))] * 3,
+]
+IDLE = [("extend", (8, 0, 0, 5)), *[("decode", (1, 0, 0, 1))] * 2, ("decode", (1, 1, 0, 1)), ("decode", (0, 1, 1, 0))]
+PADDED = [
+    ("max_len", (13, 9, 5, 1)),
+    ("max_len", (3, 0, 0, 2)),
+    *[("max_len", (1, 1, 0, 1))] * 2,
+    ("decode", (1, 0, 0, 0)),
+]
+SCHEDULES = {"ragged": RAGGED, "idle": IDLE, "padded": PADDED}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {name: tmp_path_factory.mktemp(name) for name in MODELS}
+    for name, variation in MODELS.items():
+        hf_model(variation, made[name])
+    made["v3_mtp"] = with_mtp(made["v3"], tmp_path_factory.mktemp("mtp") / "model")
+    return made
+
+
+def load(folder: Path | str, **options: Any) -> DeepseekForCausalLM:
+    return DeepseekForCausalLM.from_pretrained(folder, dtype=torch.float32, page_size=16, **options)
+
+
+def rows_of(model: DeepseekForCausalLM) -> list[list[int]]:
+    # The last ids of the vocabulary live on the last rank, in its padded slice.
+    vocab = model.config.vocab_size
+    return [[vocab - 1, *row] for row in prompts(4, vocab=vocab)]
+
+
+def feed(rank: Rank, folder: str, attn_dp: int, ep: int, group: tuple[int, ...], mtp: bool = False) -> dict[str, Any]:
+    """Return this rank's logits for every schedule."""
+    model = load(folder, parallel=rank.spec(attn_dp=attn_dp, ep=ep))
+    return {name: Feeder(model, rows_of(model), group).run(steps, mtp=mtp) for name, steps in SCHEDULES.items()}
+
+
+@pytest.fixture(scope="module")
+def single(folders: dict[str, Path]) -> Any:
+    """Return a function: model name -> logits by schedule and row, in one process."""
+    made: dict[tuple[str, bool], dict[str, dict[int, torch.Tensor]]] = {}
+
+    def get(name: str, mtp: bool = False) -> dict[str, dict[int, torch.Tensor]]:
+        if (name, mtp) not in made:
+            model = load(folders[name])
+            made[name, mtp] = {s: Feeder(model, rows_of(model)).run(steps, mtp=mtp) for s, steps in SCHEDULES.items()}
+        return made[name, mtp]
+
+    return get
+
+
+def check(found: list[dict[str, Any]], wanted: dict[str, dict[int, torch.Tensor]], grid: Grid) -> None:
+    per_group = grid.world // grid.attn_dp
+    for name, logits in wanted.items():
+        for row, expected in logits.items():
+            ranks = range(grid.group[row] * per_group, (grid.group[row] + 1) * per_group)
+            for rank in ranks:
+                actual = found[rank][name][row]
+                assert actual.shape == expected.shape
+                assert relative_rms(actual, expected) <= BOUND, (name, row, rank)
+                assert per_row_error(actual, expected) <= 5 * BOUND, (name, row, rank)
+        rows = [set(answer[name]) for answer in found]
+        assert rows == [{i for i in logits if grid.group[i] == rank // per_group} for rank in range(grid.world)]
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_ranks_give_the_logits_of_one_process(folders: dict[str, Path], single: Any, name: str, grid: Grid) -> None:
+    found = world(grid.world).run(feed, str(folders[name]), grid.attn_dp, grid.ep, grid.group)
+    check(found, single(name), grid)
+
+
+@pytest.mark.parametrize("grid", [TP2, DP2, EP2_TP2_DP2], ids=str)
+def test_mtp_layer_on_ranks(folders: dict[str, Path], single: Any, grid: Grid) -> None:
+    found = world(grid.world).run(feed, str(folders["v3_mtp"]), grid.attn_dp, grid.ep, grid.group, True)
+    check(found, single("v3_mtp", True), grid)
+
+
+def count_reads(rank: Rank, folder: str, attn_dp: int, ep: int) -> tuple[dict[str, int], int]:
+    """Return the numbers read of each tensor, and all numbers in parameters."""
+    read: dict[str, int] = {}
+    original = Checkpoint.read
+
+    def counting(self: Checkpoint, name: str, index: tuple[slice, ...] = ()) -> torch.Tensor:
+        value = original(self, name, index)
+        read[name] = read.get(name, 0) + value.numel()
+        return value
+
+    Checkpoint.read = counting  # type: ignore[method-assign]
+    try:
+        model = load(folder, parallel=rank.spec(attn_dp=attn_dp, ep=ep))
+    finally:
+        Checkpoint.read = original  # type: ignore[method-assign]
+    return read, sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("grid", [TP4, EP2_TP2_DP2, EP4_DP2], ids=str)
+def test_each_rank_reads_only_its_slices(folders: dict[str, Path], grid: Grid) -> None:
+    checkpoint = Checkpoint(folders["v3"])
+    results = world(grid.world).run(count_reads, str(folders["v3"]), grid.attn_dp, grid.ep)
+    heads, moe_tp = grid.world // grid.attn_dp, grid.world // grid.ep
+    layer = "model.layers.1."
+    parts = {
+        f"{layer}self_attn.kv_b_proj.weight": heads, f"{layer}self_attn.o_proj.weight": heads,
+        "model.layers.0.mlp.down_proj.weight": grid.world, "model.layers.0.mlp.up_proj.weight": grid.world,
+        f"{layer}mlp.shared_experts.gate_proj.weight": grid.world, f"{layer}self_attn.q_a_proj.weight": 1,
+    }  # fmt: skip
+    for rank, (read, held) in enumerate(results):
+        for name, count in parts.items():
+            assert read[name] == prod(checkpoint.shape(name)) // count, (rank, name)
+        for expert in range(8):
+            name = f"{layer}mlp.experts.{expert}.gate_proj.weight"
+            mine = expert // (8 // grid.ep) == rank // moe_tp
+            assert read.get(name, 0) == (prod(checkpoint.shape(name)) // moe_tp if mine else 0), (rank, name)
+        # Whole vocabulary slices: every number read is in a parameter, and only padding was not read.
+        vocab = -(-163 // heads) * heads // heads
+        assert read["lm_head.weight"] <= vocab * 64
+        assert held - 2 * vocab * 64 <= sum(read.values()) <= held, rank
+    for name in ("lm_head.weight", "model.embed_tokens.weight", f"{layer}mlp.experts.5.down_proj.weight"):
+        groups = 1 if "experts" in name else grid.attn_dp
+        assert sum(read.get(name, 0) for read, _ in results) == groups * prod(checkpoint.shape(name))
+
+
+def generate(rank: Rank, folder: str, rows: list[list[int]]) -> list[list[int]]:
+    model = load(folder, parallel=rank.spec())
+    return Generator(model, prefill_tokens=64, max_batch=3).generate(rows, max_new_tokens=12, eos_ids=())
+
+
+def test_generator_gives_the_same_tokens_on_every_rank(folders: dict[str, Path]) -> None:
+    model = load(folders["v3"])
+    rows = [row[: 41 + i] for i, row in enumerate(rows_of(model))]
+    wanted = Generator(model).generate(rows, max_new_tokens=12, eos_ids=())
+    assert world(2).run(generate, str(folders["v3"]), rows) == [wanted] * 2
+
+
+def forget_step(rank: Rank, folder: str) -> str:
+    model = load(folder, parallel=rank.spec(attn_dp=2))
+    feeder = Feeder(model, [[5, 6, 7], [8, 9]], [0, 1])
+    ids, meta, _, _ = feeder.plan([3, 2], "extend")
+    try:
+        model(ids, meta, feeder.caches)
+    except ArgumentError as error:
+        return str(error)
+    return "no error"
+
+
+def test_missing_token_counts_are_named(folders: dict[str, Path]) -> None:
+    for message in world(2).run(forget_step, str(folders["dense"])):
+        assert "DeepseekForCausalLM: step" in message and "attention groups" in message
