@@ -226,7 +226,7 @@ class MLAAttention(Layer):
         check_tensor("MLAAttention", "cache", cache.keys, shape=wanted, dtype=cfg.kv_dtype, device=hidden_states.device)
         check_loc("MLAAttention", meta.out_cache_loc, cache.num_pages * meta.page_size, self._debug)
         q, latent, k_pe = self._project(hidden_states)
-        tokens, nope = q.shape[0], cfg.qk_nope_head_dim
+        nope = cfg.qk_nope_head_dim
         q_pe = self.rotary_kv_write(
             q[..., nope:], k_pe.unsqueeze(1), latent.unsqueeze(1), self.rotary.cos, self.rotary.sin, meta.positions,
             cache, meta.out_cache_loc,
@@ -236,7 +236,7 @@ class MLAAttention(Layer):
             o = self._mqa(q[..., :nope], q_pe, cache.keys, meta)
         else:
             o = self._mha(torch.cat([q[..., :nope], q_pe], -1), cache.keys, meta, path)
-        projected: torch.Tensor = self.o_proj(o.view(tokens, -1))
+        projected: torch.Tensor = self.o_proj(o.flatten(1))
         return projected
 
     def _project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
