@@ -216,9 +216,7 @@ def _mlp_output(hidden: Hidden, layer: ToyLayer, spec: ParallelSpec) -> Hidden:
     return hidden.complete(_mlp(x, layer, slice(0, INNER), slice(0, 0)))
 
 
-def _compare_place(
-    what: str, hidden: Hidden, wanted: list[torch.Tensor], step: StepTokens, spec: ParallelSpec
-) -> None:
+def _compare_place(what: str, hidden: Hidden, wanted: list[torch.Tensor], step: StepTokens, spec: ParallelSpec) -> None:
     group = spec.attn_dp.rank
     if hidden.layout.place == "full":
         _compare(what, hidden.tensor, wanted, step, None)
