@@ -47,8 +47,13 @@ def _prefill(
     k_lens: tuple[int, ...], *, causal: bool = True, need_lse: bool = True, strided: bool = False, small: bool = True,
 ) -> Case:  # fmt: skip
     shape = {
-        "mode": "prefill", "q_lens": q_lens, "k_lens": k_lens, "causal": causal, "need_lse": need_lse, "strided": strided
-    }  # fmt: skip
+        "mode": "prefill",
+        "q_lens": q_lens,
+        "k_lens": k_lens,
+        "causal": causal,
+        "need_lse": need_lse,
+        "strided": strided,
+    }
     return Case(name, _config(heads, dims, 64, dtype, None), shape, small)
 
 
@@ -213,7 +218,10 @@ def cost(case: Case) -> Cost:
         block = prefill_config(cfg.dtype).block_m
         for q_len, k_len in zip(shape["q_lens"], shape["k_lens"], strict=True):
             seen = [max(0, min(k_len, k_len - q_len + i + 1)) if shape["causal"] else k_len for i in range(q_len)]
-            pairs, again = pairs + sum(seen), again + sum(seen[min(i + block, q_len) - 1] for i in range(0, q_len, block))
+            pairs, again = (
+                pairs + sum(seen),
+                again + sum(seen[min(i + block, q_len) - 1] for i in range(0, q_len, block)),
+            )
         outer = sum(shape["q_lens"]) * heads * ((width + cfg.v_head_dim) * size + 4 * shape["need_lse"])
         per_key = heads * (width + cfg.v_head_dim) * size
         flops = 2.0 * pairs * heads * (width + cfg.v_head_dim)

@@ -43,6 +43,8 @@ NOMINAL_SM_COUNT = 132
 # Fewest cached rows worth a split of their own, and most splits (the partial results go through memory).
 MIN_ROWS_OF_SPLIT = 128
 MAX_SPLITS = 64
+# Splits that the reduction loads at once.
+REDUCE_BLOCK = 8
 
 
 def decode_config(rows: int, dtype: torch.dtype, kv_dtype: torch.dtype, direct: bool = False) -> LaunchConfig:
@@ -80,9 +82,7 @@ def num_splits(programs: int, max_seq_len: int, sm_count: int) -> int:
     """
     splits = 1
     while (
-        splits < MAX_SPLITS
-        and programs * splits * 2 <= 2 * sm_count
-        and max_seq_len >= 2 * splits * MIN_ROWS_OF_SPLIT
+        splits < MAX_SPLITS and programs * splits * 2 <= 2 * sm_count and max_seq_len >= 2 * splits * MIN_ROWS_OF_SPLIT
     ):
         splits *= 2
     return splits

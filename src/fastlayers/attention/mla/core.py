@@ -88,9 +88,7 @@ def _needs_blackwell(cfg: MLAConfig, device: Device) -> str | None:
 
 def _triton_refuses(cfg: MLAConfig, device: Device) -> str | None:
     if cfg.kv_lora_rank & (cfg.kv_lora_rank - 1) or cfg.qk_rope_head_dim & (cfg.qk_rope_head_dim - 1):
-        return (
-            f"kv_lora_rank {cfg.kv_lora_rank} and qk_rope_head_dim {cfg.qk_rope_head_dim} must be powers of two"
-        )
+        return f"kv_lora_rank {cfg.kv_lora_rank} and qk_rope_head_dim {cfg.qk_rope_head_dim} must be powers of two"
     if cfg.kv_dtype == torch.float8_e4m3fn and device.capability is not None and device.capability < (8, 9):
         return f"an e4m3 cache needs sm_89 or newer, this is {device.sm}"
     if min(cfg.kv_lora_rank, cfg.qk_rope_head_dim) < 16:
@@ -108,7 +106,12 @@ MLA = Registry(
             "trtllm_gen", f"{_HERE}.blackwell:TrtllmGenMLA", ("flashinfer:mla",), _needs_blackwell, (), note=_NOT_RUN
         ),
         Backend(
-            "cutlass", f"{_HERE}.blackwell:CutlassMLA", ("sgl_kernel:cutlass_mla_decode",), _needs_blackwell, (), note=_NOT_RUN
+            "cutlass",
+            f"{_HERE}.blackwell:CutlassMLA",
+            ("sgl_kernel:cutlass_mla_decode",),
+            _needs_blackwell,
+            (),
+            note=_NOT_RUN,
         ),
         triton_backend(f"{_HERE}.triton:TritonMLA", _triton_refuses),
         torch_backend(f"{_HERE}.torch:TorchMLA"),

@@ -24,7 +24,8 @@ class ReferenceMLA:
             kept = range(int(meta.starts[request]), position + 1)
             if not kept:
                 continue
-            slots = [int(meta.page_table[request, p // meta.page_size]) * meta.page_size + p % meta.page_size for p in kept]
+            pages, size = meta.page_table[request].tolist(), meta.page_size
+            slots = [pages[p // size] * size + p % size for p in kept]
             rows = cache.reshape(-1, cache.shape[-1])[slots].float()
             scores = self.cfg.softmax_scale * q[token].float() @ rows.T
             lse[token] = scores.logsumexp(-1)

@@ -123,9 +123,7 @@ def request_rows(cache: torch.Tensor, pages: Sequence[int], low: int, high: int)
     return rows.flatten(0, 1)[low - first * size : high - first * size]
 
 
-def attend_rows(
-    q: torch.Tensor, rows: torch.Tensor, scale: float, rank: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attend_rows(q: torch.Tensor, rows: torch.Tensor, scale: float, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Absorbed attention of the last ``Q`` tokens of one request on its fp32 rows, causal.
 
     Parameters
@@ -183,7 +181,9 @@ def fused_prefill(
     # The kernel wants one width for all three. In fp32, because its 16-bit form has a coarse exponential and is no
     # faster.
     width, dtype = max(q.shape[-1], value), q.dtype
-    q, k, v = (t.float() if t.shape[-1] == width else functional.pad(t.float(), (0, width - t.shape[-1])) for t in (q, k, v))
+    q, k, v = (
+        t.float() if t.shape[-1] == width else functional.pad(t.float(), (0, width - t.shape[-1])) for t in (q, k, v)
+    )
 
     def attend_to(part: slice, masked: bool) -> tuple[torch.Tensor, torch.Tensor]:
         batched = (t.transpose(0, 1).unsqueeze(0) for t in (q, k[part], v[part]))
@@ -194,12 +194,13 @@ def fused_prefill(
         o, lse = attend_to(slice(None), causal)
         return o.to(dtype), lse
     # Its causal mask is top-left: the earlier keys, which every query sees, go first, and both are merged.
-    (o_early, early), (o_late, late) = attend_to(slice(0, k_len - q_len), False), attend_to(slice(k_len - q_len, None), True)
+    (o_early, early), (o_late, late) = (
+        attend_to(slice(0, k_len - q_len), False),
+        attend_to(slice(k_len - q_len, None), True),
+    )
     lse = torch.logaddexp(early, late)
     o = o_early * torch.exp(early - lse).unsqueeze(-1) + o_late * torch.exp(late - lse).unsqueeze(-1)
     return o.to(dtype), lse
-
-
 
 
 class TorchMLA:
@@ -224,7 +225,9 @@ class TorchMLA:
         o = q.new_zeros(tokens, heads, self.rank)
         lse = q.new_full((tokens, heads), float("-inf"), dtype=torch.float32)
         starts = batch.starts or (0,) * len(batch.query_lens)
-        for query_len, end, pages, start in zip(batch.query_lens, batch.seq_lens, batch.page_table, starts, strict=True):
+        for query_len, end, pages, start in zip(
+            batch.query_lens, batch.seq_lens, batch.page_table, starts, strict=True
+        ):
             first = token + min(query_len, max(0, start - (end - query_len)))
             token += query_len
             if first < token:
@@ -257,7 +260,7 @@ class TorchMLA:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: Varlen, need_lse: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return ``(o [T,H,V] of q's dtype, lse [T,H] fp32 or None)``."""
-        one = fused_prefill if q.device.type == "cpu" else _prefill_pieces
+        one = fused_prefill if q.device.type == "cpu" else prefill_pieces
         outputs, sums, q_start, k_start = [], [], 0, 0
         for q_len, k_len in zip(lens.q_lens, lens.k_lens, strict=True):
             part = slice(k_start, k_start + k_len)
@@ -271,7 +274,7 @@ class TorchMLA:
         return torch.cat(outputs), torch.cat(sums) if need_lse else None
 
 
-def _prefill_pieces(
+def prefill_pieces(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one request in plain products, ``MAX_SCORES`` scores at a time."""
@@ -290,8 +293,3 @@ def _prefill_pieces(
         outputs.append(o.transpose(0, 1))
         sums.append(lse.transpose(0, 1))
     return torch.cat(outputs), torch.cat(sums)
-
-
-def sdpa_prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: torch.Tensor | None) -> torch.Tensor:
-    """Dense batched attention ``[B,H,Q,D]`` through torch's fused kernel; ``mask=None`` means plain causal."""
-    return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)

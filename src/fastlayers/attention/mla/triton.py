@@ -16,7 +16,14 @@ import triton
 import triton.language as tl
 
 from fastlayers.attention.meta import AttentionMeta
-from fastlayers.attention.mla.configs import NOMINAL_SM_COUNT, decode_config, num_splits, prefill_config
+from fastlayers.attention.mla.configs import (
+    MAX_SPLITS,
+    NOMINAL_SM_COUNT,
+    REDUCE_BLOCK,
+    decode_config,
+    num_splits,
+    prefill_config,
+)
 from fastlayers.attention.mla.core import MLAConfig, Varlen
 from fastlayers.device import as_device
 from fastlayers.operators import operator
@@ -122,26 +129,27 @@ def _decode_kernel(
 
 
 @triton.jit(do_not_specialize=["splits", "num_rows"])
-def _reduce_kernel(partial_ptr, partial_lse_ptr, o_ptr, lse_ptr, splits, num_rows, RANK: tl.constexpr):
+def _reduce_kernel(
+    partial_ptr, partial_lse_ptr, o_ptr, lse_ptr, splits, num_rows,
+    RANK: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, RANK)
-    highest = float("-inf")
-    for split in range(splits):
-        highest = tl.maximum(highest, tl.load(partial_lse_ptr + split * num_rows.to(tl.int64) + row))
-    finite = tl.where(highest == float("-inf"), 0.0, highest)
-    total = 0.0
+    column, every = tl.arange(0, RANK), tl.arange(0, MAX_SPLITS)
+    all_lse = tl.load(partial_lse_ptr + every.to(tl.int64) * num_rows + row, mask=every < splits, other=float("-inf"))
+    highest = tl.maximum(tl.max(all_lse, axis=0), LOWEST)
+    total = tl.sum(tl.exp(all_lse - highest), axis=0)
     acc = tl.zeros([RANK], tl.float32)
-    for split in range(splits):
-        at = split * num_rows.to(tl.int64) + row
-        lse = tl.load(partial_lse_ptr + at)
-        weight = tl.exp(lse - finite)
+    # Several splits at a time, so that their loads overlap.
+    for first in range(0, splits, BLOCK):
+        split = first + tl.arange(0, BLOCK)
+        at = split.to(tl.int64) * num_rows + row
+        lse = tl.load(partial_lse_ptr + at, mask=split < splits, other=float("-inf"))
         # A split without rows wrote no output.
-        kept = tl.where(lse > float("-inf"), RANK, 0)
-        acc += weight * tl.load(partial_ptr + at * RANK + column, mask=column < kept, other=0.0)
-        total += weight
-    o = acc / _or_one(total)
-    tl.store(o_ptr + row * RANK + column, cast(o, o_ptr.dtype.element_ty))
-    tl.store(lse_ptr + row, tl.where(total > 0.0, finite + tl.log(_or_one(total)), float("-inf")))
+        wrote = (lse > float("-inf"))[:, None]
+        part = tl.load(partial_ptr + at[:, None] * RANK + column[None, :], mask=wrote, other=0.0)
+        acc += tl.sum(part * tl.exp(lse - highest)[:, None], axis=0)
+    tl.store(o_ptr + row * RANK + column, cast(acc / _or_one(total), o_ptr.dtype.element_ty))
+    tl.store(lse_ptr + row, tl.where(total > 0.0, highest + tl.log(_or_one(total)), float("-inf")))
 
 
 @triton.jit
@@ -241,7 +249,18 @@ def _decode(
         BLOCK_N=config.block_n, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     if splits > 1:
-        _reduce_kernel[(rows,)](partial, partial_lse, o, lse, splits, rows, RANK=rank, num_warps=2)
+        _reduce_kernel[(rows,)](
+            partial,
+            partial_lse,
+            o,
+            lse,
+            splits,
+            rows,
+            RANK=rank,
+            MAX_SPLITS=MAX_SPLITS,
+            BLOCK=REDUCE_BLOCK,
+            num_warps=4,
+        )
     return o, lse
 
 
@@ -315,18 +334,25 @@ def _decode_build(heads: int, dtype: str, kv_dtype: str, queries: int, direct: b
     """Describe one decode launch of a DeepSeek model: rank 512, rope 64, pages of 64."""
     config = decode_config(heads * queries, _DTYPES[dtype], _DTYPES[kv_dtype], direct)
     strides = dict.fromkeys(("q_stride_t", "q_stride_h", "page_stride", "row_stride", "table_stride"), "i32")
-    pointers = {"table_ptr": "*i32", "starts_ptr": "*i32", "cu_ptr": "*i32", "positions_ptr": "*i64", "lse_ptr": "*fp32"}
+    pointers = {
+        "table_ptr": "*i32",
+        "starts_ptr": "*i32",
+        "cu_ptr": "*i32",
+        "positions_ptr": "*i64",
+        "lse_ptr": "*fp32",
+    }
     return KernelBuild(
         f"mla_decode_{heads}h_{queries}q_{dtype}_kv_{kv_dtype}{'_direct' if direct else ''}",
         _decode_kernel,
         {
             "q_ptr": f"*{dtype}", "cache_ptr": f"*{kv_dtype}", "o_ptr": f"*{dtype}" if direct else "*fp32",
-            **pointers, **strides, "scale": "fp32", "splits": "i32", "num_rows": "i32",
+            **pointers, "positions_ptr": "*i64", "lse_ptr": "*fp32", **strides, "scale": "fp32", "splits": "i32",
+            "num_rows": "i32",
         },
         {
-            "HEADS": heads, "RANK": 512, "ROPE": 64, "PAGE": 64, "ROW_BLOCKS": triton.cdiv(heads * queries, config.block_m),
-            "CAUSAL": queries > 1, "DIRECT": direct, "AHEAD": config.ahead, "BLOCK_M": config.block_m,
-            "BLOCK_N": config.block_n,
+            "HEADS": heads, "RANK": 512, "ROPE": 64, "PAGE": 64,
+            "ROW_BLOCKS": triton.cdiv(heads * queries, config.block_m), "CAUSAL": queries > 1, "DIRECT": direct,
+            "AHEAD": config.ahead, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
         },
         config.num_warps, config.num_stages, tuple(strides)[:-1],
     )  # fmt: skip
@@ -343,7 +369,8 @@ def _prefill_build(heads: int, dtype: str, causal: bool) -> KernelBuild:
         {**tensors, "lse_ptr": "*fp32", "cu_q_ptr": "*i32", "cu_k_ptr": "*i32", **strides, "scale": "fp32"},
         {
             "HEADS": heads, "NOPE": 128, "ROPE": 64, "VALUE": 128, "CAUSAL": causal, "NEED_LSE": True,
-            "BLOCK_NOPE": 128, "BLOCK_ROPE": 64, "BLOCK_VALUE": 128, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
+            "BLOCK_NOPE": 128, "BLOCK_ROPE": 64, "BLOCK_VALUE": 128, "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
         },
         config.num_warps, config.num_stages, tuple(strides),
     )  # fmt: skip
@@ -365,7 +392,7 @@ COMPILE = [
             "partial_ptr": "*fp32", "partial_lse_ptr": "*fp32", "o_ptr": "*bf16", "lse_ptr": "*fp32", "splits": "i32",
             "num_rows": "i32",
         },
-        {"RANK": 512},
-        num_warps=2,
+        {"RANK": 512, "MAX_SPLITS": MAX_SPLITS, "BLOCK": REDUCE_BLOCK},
+        num_warps=4,
     ),
 ]  # fmt: skip
