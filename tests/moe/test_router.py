@@ -64,9 +64,7 @@ def test_deepseek_v2(method: str) -> None:
     )  # fmt: skip
     theirs = DeepseekV2TopkRouter(config)
     grouped = {"num_groups": 4, "topk_groups": 2, "group_score": "max", "masked_score": "zero"}
-    ours = fl.TopKRouter(
-        D, E, 5, renormalize=False, scaling_factor=16.0, **(grouped if method != "greedy" else {})
-    )
+    ours = fl.TopKRouter(D, E, 5, renormalize=False, scaling_factor=16.0, **(grouped if method != "greedy" else {}))
     x = _fill(ours, theirs)
     _, weights, ids = theirs(x)
     _same_routing(ours(x), (weights, ids), 1e-6)
@@ -85,9 +83,7 @@ def test_qwen3_moe(dtype: torch.dtype) -> None:
     if dtype == torch.float32:
         _same_routing(ours(x), (weights, ids), 1e-6)
     else:  # bf16 logits tie, and torch.topk leaves ties open: compare the sorted weights
-        torch.testing.assert_close(
-            ours(x)[0], weights.float().sort(descending=True).values, rtol=2**-8, atol=0
-        )
+        torch.testing.assert_close(ours(x)[0], weights.float().sort(descending=True).values, rtol=2**-8, atol=0)
 
 
 def test_gpt_oss() -> None:

@@ -13,9 +13,7 @@ from fastlayers.testing.spec import Case, Cost, LayerSpec
 def _case(
     name: str, tokens: int, top_k: int, experts: int, block: int, kind: str = "spread", small: bool = True
 ) -> Case:
-    return Case(
-        name, MoEAlignConfig(experts, block), {"num_tokens": tokens, "top_k": top_k, "kind": kind}, small
-    )
+    return Case(name, MoEAlignConfig(experts, block), {"num_tokens": tokens, "top_k": top_k, "kind": kind}, small)
 
 
 CASES = (

@@ -28,8 +28,6 @@ class ReferenceMoEAlign:
         used = len(pairs)
         pairs += [len(ids)] * (blocks * block - used)
         owners += [-1] * (blocks - len(owners))
-        tensors = (
-            torch.tensor(v, dtype=torch.int32, device=topk_ids.device) for v in (pairs, owners, [used])
-        )
+        tensors = (torch.tensor(v, dtype=torch.int32, device=topk_ids.device) for v in (pairs, owners, [used]))
         sorted_ids, expert_ids, num_post_pad = tensors
         return sorted_ids, expert_ids, num_post_pad

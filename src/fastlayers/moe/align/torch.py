@@ -18,9 +18,7 @@ class TorchMoEAlign:
         return align(topk_ids, self.cfg.num_experts, self.cfg.block)
 
 
-def align(
-    topk_ids: torch.Tensor, experts: int, block: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def align(topk_ids: torch.Tensor, experts: int, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Group pairs by expert; see :mod:`fastlayers.moe.align.layer`."""
     device, pairs = topk_ids.device, topk_ids.numel()
     blocks = num_blocks(pairs, experts, block)

@@ -57,17 +57,13 @@ def _place_kernel(
             tl.store(experts_ptr + first + start + pair, expert, mask=start + pair < mine)
 
 
-def _fake(
-    topk_ids: torch.Tensor, experts: int, block: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _fake(topk_ids: torch.Tensor, experts: int, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     blocks = num_blocks(topk_ids.numel(), experts, block)
     return topk_ids.new_empty(blocks * block), topk_ids.new_empty(blocks), topk_ids.new_empty(1)
 
 
 @operator("moe_align(Tensor topk_ids, int num_experts, int block) -> (Tensor, Tensor, Tensor)", _fake)
-def moe_align(
-    topk_ids: torch.Tensor, experts: int, block: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def moe_align(topk_ids: torch.Tensor, experts: int, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Group pairs by expert; ``block`` is a power of two. See :mod:`fastlayers.moe.align.layer`."""
     ids, pairs, device = topk_ids.contiguous(), topk_ids.numel(), topk_ids.device
     blocks = num_blocks(pairs, experts, block)

@@ -18,9 +18,7 @@ def _case(
     dtype: torch.dtype = torch.float32,
     **shape: Any,
 ) -> Case:
-    return Case(
-        name, cfg, {"num_tokens": tokens, "dtype": dtype, "kind": "spread", "padded": False, **shape}, small
-    )
+    return Case(name, cfg, {"num_tokens": tokens, "dtype": dtype, "kind": "spread", "padded": False, **shape}, small)
 
 
 def _v3(experts: int = 256, groups: int = 8, kept: int = 4, top_k: int = 8) -> RouterConfig:

@@ -70,22 +70,14 @@ class RouterConfig:
         if self.num_experts > 1 << 15:
             raise ArgumentError(name, "num_experts", self.num_experts, "at most 32768")
         if self.num_experts % self.num_groups:
-            raise ArgumentError(
-                name, "num_groups", self.num_groups, f"a divisor of num_experts {self.num_experts}"
-            )
+            raise ArgumentError(name, "num_groups", self.num_groups, f"a divisor of num_experts {self.num_experts}")
         if self.topk_groups > self.num_groups:
-            raise ArgumentError(
-                name, "topk_groups", self.topk_groups, f"at most num_groups {self.num_groups}"
-            )
+            raise ArgumentError(name, "topk_groups", self.topk_groups, f"at most num_groups {self.num_groups}")
         kept = self.topk_groups * self.group_size
         if self.top_k > kept:
-            raise ArgumentError(
-                name, "top_k", self.top_k, f"at most {kept}, the experts of {self.topk_groups} groups"
-            )
+            raise ArgumentError(name, "top_k", self.top_k, f"at most {kept}, the experts of {self.topk_groups} groups")
         if self.grouped and self.group_score == "top2_sum" and self.group_size < 2:
-            raise ArgumentError(
-                name, "num_groups", self.num_groups, "groups of at least 2 experts for top2_sum"
-            )
+            raise ArgumentError(name, "num_groups", self.num_groups, "groups of at least 2 experts for top2_sum")
 
     @property
     def grouped(self) -> bool:
@@ -204,9 +196,7 @@ class TopKRouter(Layer):
 
         self.weight = parameter(num_experts, hidden_size)
         self.bias = parameter(num_experts) if bias else None
-        self.e_score_correction_bias = (
-            parameter(num_experts, dtype=torch.float32) if correction_bias else None
-        )
+        self.e_score_correction_bias = parameter(num_experts, dtype=torch.float32) if correction_bias else None
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
         """Yield ``weight [E,D]`` and, where held, ``bias [E]`` and ``e_score_correction_bias [E]``."""
@@ -252,9 +242,7 @@ class TopKRouter(Layer):
             Wrong shape, dtype or device.
         """
         floats = (torch.float32, torch.bfloat16, torch.float16)
-        check_tensor(
-            "TopKRouter", "hidden_states", hidden_states, shape=(None, self.hidden_size), dtype=floats
-        )
+        check_tensor("TopKRouter", "hidden_states", hidden_states, shape=(None, self.hidden_size), dtype=floats)
         check_tensor("TopKRouter", "hidden_states", hidden_states, device=self.weight.device)
         if num_valid is not None:
             check_tensor(

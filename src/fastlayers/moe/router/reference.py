@@ -33,15 +33,11 @@ class ReferenceRouter:
             weights[token] = torch.tensor(weight)
         return weights.to(logits.device), ids.to(logits.device)
 
-    def _route(
-        self, z: list[float], score: list[float], choice: torch.Tensor
-    ) -> tuple[list[int], list[float]]:
+    def _route(self, z: list[float], score: list[float], choice: torch.Tensor) -> tuple[list[int], list[float]]:
         cfg = self.cfg
         c, masked = choice.tolist(), set()
         if cfg.grouped:
-            members = [
-                list(range(g * cfg.group_size, (g + 1) * cfg.group_size)) for g in range(cfg.num_groups)
-            ]
+            members = [list(range(g * cfg.group_size, (g + 1) * cfg.group_size)) for g in range(cfg.num_groups)]
             count = 2 if cfg.group_score == "top2_sum" else 1
             # The sum is rounded to fp32: exact ties of fp32 sums are ties.
             group = [choice[m].sort(descending=True).values[:count].sum().item() for m in members]

@@ -1,0 +1,1 @@
+"""FusedMoE: the experts of a mixture-of-experts block as grouped GEMMs."""

@@ -1,0 +1,146 @@
+"""The experts' cases, inputs and cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fastlayers.moe.fused_moe.layer import FusedMoEConfig
+from fastlayers.moe.fused_moe.weights import GROUP, MoEWeights
+from fastlayers.testing.spec import Case, Cost, LayerSpec
+
+_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def _case(
+    name: str,
+    tokens: int,
+    cfg: FusedMoEConfig,
+    dtype: torch.dtype = _BF16,
+    load: str = "uneven",
+    small: bool = True,
+) -> Case:
+    return Case(name, cfg, {"num_tokens": tokens, "dtype": dtype, "load": load}, small)
+
+
+def _qwen3(quant: str = "none") -> FusedMoEConfig:
+    return FusedMoEConfig(2048, 768, 128, 8, quant=quant)
+
+
+def _v3(quant: str) -> FusedMoEConfig:
+    return FusedMoEConfig(7168, 256, 256, 8, num_shared=1, quant=quant, scaling_factor=2.5)
+
+
+_TINY = FusedMoEConfig(64, 32, 8, 4, scaling_factor=2.5)
+_FP8 = FusedMoEConfig(256, 128, 4, 2, quant="fp8_block", scaling_factor=2.5)
+
+# The quantised cases have 16-bit outputs: one activation on the border between two codes, decided by the last bit
+# of an fp32 sum, moves an output by more than an fp32 bound.
+CASES = (
+    _case("tiny_fp32", 7, _TINY, _FP32),
+    _case("tiny_bf16", 7, _TINY),
+    _case("shared_fp32", 5, FusedMoEConfig(64, 32, 8, 4, num_shared=1, scaling_factor=2.5), _FP32, "filtered"),
+    _case("two_shared_fp16", 5, FusedMoEConfig(64, 32, 4, 2, num_shared=2), _FP16),
+    _case("odd_sizes", 5, FusedMoEConfig(97, 45, 5, 3), _FP32, "filtered"),
+    _case("one_expert", 35, FusedMoEConfig(64, 32, 4, 1), _FP32, "one"),
+    _case("all_filtered", 3, FusedMoEConfig(64, 32, 4, 2, num_shared=1), _BF16, "none"),
+    _case("deepseek_v3_slice", 2, FusedMoEConfig(64, 32, 256, 8, scaling_factor=2.5), _FP32),
+    _case("empty", 0, _TINY),
+    _case("gpt_oss", 5, FusedMoEConfig(96, 48, 4, 2, activation="swiglu_oai", bias=True), _FP32, "filtered"),
+    _case("fp8", 9, _FP8, load="filtered"),
+    _case("fp8_ragged_shared", 3, FusedMoEConfig(192, 160, 4, 2, num_shared=1, quant="fp8_block", scaling_factor=2.5)),
+    _case("fp8_ue8m0", 3, FusedMoEConfig(128, 128, 4, 2, quant="fp8_block", scale_fmt="ue8m0")),
+    _case("int8", 5, FusedMoEConfig(128, 96, 4, 2, quant="int8", scaling_factor=2.5), load="filtered"),
+    _case("int8_odd_shared", 3, FusedMoEConfig(90, 50, 3, 2, num_shared=1, quant="int8")),
+    _case("qwen3_30b_decode", 16, _qwen3(), small=False),
+    _case("qwen3_30b_prefill", 2048, _qwen3(), small=False),
+    _case("qwen3_30b_fp8_prefill", 2048, _qwen3("fp8_block"), small=False),
+    _case("deepseek_v3_tp8_decode_1", 1, _v3("fp8_block"), small=False),
+    _case("deepseek_v3_tp8_decode", 64, _v3("fp8_block"), load="filtered", small=False),
+    _case("deepseek_v3_tp8_prefill", 2048, _v3("fp8_block"), small=False),
+    _case("deepseek_v3_tp8_int8", 64, _v3("int8"), small=False),
+    _case("gpt_oss_20b_decode", 16, FusedMoEConfig(2880, 2880, 32, 4, activation="swiglu_oai", bias=True), small=False),
+)
+
+
+def make_ids(case: Case, generator: torch.Generator) -> torch.Tensor:
+    """Distinct experts per token, low ones more often, the middle one never."""
+    cfg, tokens, load = case.cfg, case.shape["num_tokens"], case.shape["load"]
+    if load == "none":
+        return torch.full((tokens, cfg.top_k), -1, dtype=torch.int32)
+    share = torch.linspace(2.0, 0.3, cfg.num_experts)
+    if cfg.num_experts > cfg.top_k:
+        share[cfg.num_experts // 2] = 0.0
+    if load == "one":
+        share = torch.nn.functional.one_hot(torch.tensor(cfg.num_experts - 1), cfg.num_experts).float()
+    ids = torch.multinomial(share.expand(max(1, tokens), -1), cfg.top_k, generator=generator)[:tokens].int()
+    if load == "filtered" and tokens:
+        ids[torch.rand(ids.shape, generator=generator) < 0.2] = -1
+        ids[0, 0], ids[-1] = cfg.num_experts, -1
+    return ids
+
+
+def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
+    """Experts, tokens and features of different size, so that any mix-up shows."""
+    generator = torch.Generator(device).manual_seed(seed)
+    on_host = torch.Generator().manual_seed(seed)
+    cfg, tokens, dtype = case.cfg, case.shape["num_tokens"], case.shape["dtype"]
+    experts, inner, hidden = cfg.all_experts, cfg.intermediate_size, cfg.hidden_size
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator, device=device)
+
+    def uniform(*size: int) -> torch.Tensor:
+        return 0.5 + torch.rand(*size, generator=generator, device=device)
+
+    x = (random(tokens, hidden) * uniform(tokens, 1)).to(dtype)
+    size = torch.linspace(0.6, 1.4, experts, device=device).view(-1, 1, 1)
+    s13 = s2 = b13 = b2 = None
+    if cfg.quant == "none":
+        w13 = (random(experts, 2 * inner, hidden).mul_(hidden**-0.5) * size).to(dtype)
+        w2 = (random(experts, hidden, inner).mul_(inner**-0.5) * size).to(dtype)
+    else:
+        code = torch.float8_e4m3fn if cfg.quant == "fp8_block" else torch.int8
+        spread, rows, columns = 40.0, -(-inner // GROUP), -(-hidden // GROUP)
+        w13 = random(experts, 2 * inner, hidden).mul_(spread).clamp_(-127, 127).to(code)
+        w2 = random(experts, hidden, inner).mul_(spread).clamp_(-127, 127).to(code)
+        fp8 = cfg.quant == "fp8_block"
+        s13 = uniform(experts, *((2 * rows, columns) if fp8 else (2 * inner,))) * (hidden**-0.5 / spread)
+        s2 = uniform(experts, *((columns, rows) if fp8 else (hidden,))) * (inner**-0.5 / spread)
+    if cfg.bias:
+        b13, b2 = random(experts, 2 * inner).to(dtype), random(experts, hidden).to(dtype)
+    weights = torch.rand(tokens, cfg.top_k, generator=on_host) + 0.2
+    weights = weights / weights.sum(-1, keepdim=True)
+    return {
+        "x": x, "topk_weights": weights.to(device), "topk_ids": make_ids(case, on_host).to(device),
+        "w13": w13, "w2": w2, "w13_scale": s13, "w2_scale": s2, "w13_bias": b13, "w2_bias": b2,
+    }  # fmt: skip
+
+
+def prepare(impl: Any, inputs: dict[str, Any]) -> Any:
+    """Pack the weights (views of the inputs, or copies made once)."""
+    names = ("w13", "w2", "w13_scale", "w2_scale", "w13_bias", "w2_bias")
+    return impl.pack(MoEWeights(*(inputs[name] for name in names)))
+
+
+def run(impl: Any, inputs: dict[str, Any], context: Any) -> dict[str, torch.Tensor]:
+    """Call the backend."""
+    return {"y": impl(inputs["x"], inputs["topk_weights"], inputs["topk_ids"], context)}
+
+
+def cost(case: Case) -> Cost:
+    """Weights of the experts that are expected to occur, once; intermediate results in the dataflow."""
+    cfg, tokens, dtype = case.cfg, case.shape["num_tokens"], case.shape["dtype"]
+    hidden, inner = cfg.hidden_size, cfg.intermediate_size
+    routed = 0 if case.shape["load"] == "none" else tokens * cfg.top_k
+    pairs = routed + tokens * cfg.num_shared
+    present = cfg.num_experts * (1 - (1 - 1 / cfg.num_experts) ** routed) + (cfg.num_shared if tokens else 0)
+    flops = 2.0 * pairs * 3 * hidden * inner
+    element = dtype.itemsize if cfg.quant == "none" else 1
+    minimum = present * 3 * hidden * inner * element + 2 * tokens * hidden * dtype.itemsize
+    partial = pairs * (2 * inner * element + 2 * 4 * hidden)
+    return Cost(flops, minimum, minimum + partial)
+
+
+SPEC = LayerSpec(CASES, make_inputs, run, cost, prepare)

@@ -1,0 +1,359 @@
+"""The experts of a mixture-of-experts block as two grouped GEMMs.
+
+    T = tokens, D = hidden_size, I = intermediate_size on this rank, E = local routed experts, k = top_k
+    S = num_shared experts that every token takes: they are experts E..E+S-1
+
+    e = topk_ids[t,j]                      pairs with e outside [0,E) cost nothing and add zero
+    g, u   = x[t,D] @ w13[e, 2I, D]^T (+ b13[e])          gate rows, then up rows
+    a[I]   = silu(g) * u                                  "silu"
+           = min(g,L) * sigmoid(alpha*min(g,L)) * (clamp(u,-L,L) + 1)         "swiglu_oai", L = limit
+    o[t,j] = topk_weights[t,j] * (a @ w2[e, D, I]^T (+ b2[e]))
+    y[t,D] = scaling_factor * sum over j of o[t,j]  +  sum over shared experts (weight 1)
+
+Sums are fp32 and in the order of j; one rounding at the end. scaling_factor is applied here exactly once, or is 1
+because the router applied it. Shared experts take part in the grouped GEMM with weight 1/scaling_factor, for
+tokens that have any valid pair. Formats of the weights: :mod:`fastlayers.moe.fused_moe.weights`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fastlayers import env
+from fastlayers.comm.parallel import SINGLE, Axis
+from fastlayers.device import Device
+from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor
+from fastlayers.layer import Layer
+from fastlayers.moe.fused_moe.weights import GROUP, MoEWeights
+from fastlayers.quant.spec import FORMATS, NONE, QuantSpec
+from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
+from fastlayers.weights import Slot
+
+ACTIVATIONS = ("silu", "swiglu_oai")
+_NAME = "FusedMoE"
+
+
+@dataclass(frozen=True)
+class FusedMoEConfig:
+    """What a backend must know: sizes on this rank, formats, activation; see the file's head."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    top_k: int
+    num_shared: int = 0
+    quant: str = "none"
+    scale_fmt: str = "float"
+    activation: str = "silu"
+    alpha: float = 1.702
+    limit: float = 7.0
+    bias: bool = False
+    scaling_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_positive(
+            _NAME,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+        )
+        check_choice(_NAME, "quant", self.quant, FORMATS)
+        check_choice(_NAME, "activation", self.activation, ACTIVATIONS)
+        if self.num_shared < 0:
+            raise ArgumentError(_NAME, "num_shared", self.num_shared, "0 or more")
+        if self.scaling_factor == 0.0:
+            raise ArgumentError(_NAME, "scaling_factor", self.scaling_factor, "a factor other than 0")
+
+    @property
+    def all_experts(self) -> int:
+        """Routed and shared experts of this rank."""
+        return self.num_experts + self.num_shared
+
+    @property
+    def pairs_per_token(self) -> int:
+        """Experts a token takes, shared ones included."""
+        return self.top_k + self.num_shared
+
+    def tuning_key(self) -> str:
+        """Return the shape key of tuned tables."""
+        sizes = f"E={self.all_experts},k={self.pairs_per_token},D={self.hidden_size},I={self.intermediate_size}"
+        return f"{sizes},{self.quant},{self.activation}"
+
+
+def _needs_fp8_dot(cfg: FusedMoEConfig, device: Device) -> str | None:
+    if cfg.quant == "fp8_block" and device.type == "cuda" and not device.has_fp8_dot:
+        return f"e4m3 dots need sm_89 or newer, this is {device.sm}"
+    return None
+
+
+_HERE = "fastlayers.moe.fused_moe"
+FUSED_MOE = Registry(
+    "fused_moe",
+    [
+        triton_backend(f"{_HERE}.triton:TritonFusedMoE", _needs_fp8_dot),
+        torch_backend(f"{_HERE}.torch:TorchFusedMoE"),
+        reference_backend(f"{_HERE}.reference:ReferenceFusedMoE"),
+    ],
+    cases=f"{_HERE}.cases",
+)
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Names of checkpoint tensors relative to the module, without ``.weight``.
+
+    ``{e}`` is the expert's global number, ``{part}`` one of ``parts`` (gate, up, down).
+    """
+
+    expert: str = "{e}.{part}"
+    shared: str = "../shared_experts.{part}"
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+def why_not_fuse_shared(ep: Axis) -> str | None:
+    """Return why shared experts cannot be fused into the routed ones, or ``None``.
+
+    Every rank of an expert-parallel axis would add the shared experts once more.
+    """
+    return f"experts are split over {ep.size} ranks" if ep.size > 1 else None
+
+
+class FusedMoE(Layer):
+    """All experts of one block: SwiGLU experts, weighted and summed for every token.
+
+    Parameters
+    ----------
+    hidden_size, intermediate_size, num_experts, top_k : int
+        Of the whole layer, before any split. ``top_k`` counts routed experts only.
+    num_shared : int
+        Shared experts fused as further experts, each with weight 1. Not together with ``ep``, see
+        :func:`why_not_fuse_shared`.
+    quant : QuantSpec
+        ``none``, ``fp8_block`` (128×128 blocks) or ``int8``.
+    activation : str
+        ``"silu"``, or ``"swiglu_oai"`` with ``alpha`` and ``limit``.
+    bias : bool
+        Hold biases of both projections.
+    scaling_factor : float
+        Applied to the sum of routed experts. 1.0 if the router applies the factor.
+    ep : Axis
+        Ranks that split the experts: this rank holds ``num_experts / ep.size`` of them and returns its partial
+        sum; pairs of other ranks' experts cost nothing.
+    tp : Axis
+        Ranks that split every expert's intermediate dimension; the output is a partial sum.
+    names : ExpertNames
+        Checkpoint names.
+    device, dtype
+        ``dtype`` is that of inputs, outputs and unquantised weights (default: torch's).
+    backend : str
+        ``"auto"``, a name, or a ladder.
+
+    Notes
+    -----
+    Capture-safe; allocates its output; never writes its input. Not found in checkpoints as such: ``slots`` reads
+    one tensor per expert and projection, only those of this rank. Source: items 23 and 25 to 28 of the design
+    notes; Fedus et al. 2021, DeepSeek-V3 technical report.
+
+    Examples
+    --------
+    >>> import torch, fastlayers as fl
+    >>> experts = fl.FusedMoE(4, 8, num_experts=2, top_k=1)
+    >>> _ = experts.w13.fill_(0.5), experts.w2.fill_(0.25)
+    >>> x, weights = torch.ones(2, 4), torch.tensor([[1.0], [0.5]])
+    >>> y = experts(x, weights, torch.tensor([[1], [-1]], dtype=torch.int32))
+    >>> [round(v, 3) for v in y[:, 0].tolist()]
+    [7.046, 0.0]
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        num_shared: int = 0,
+        quant: QuantSpec = NONE,
+        activation: str = "silu",
+        alpha: float = 1.702,
+        limit: float = 7.0,
+        bias: bool = False,
+        scaling_factor: float = 1.0,
+        ep: Axis = SINGLE,
+        tp: Axis = SINGLE,
+        names: ExpertNames | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        check_positive(_NAME, intermediate_size=intermediate_size, num_experts=num_experts)
+        if num_shared and (why := why_not_fuse_shared(ep)) is not None:
+            raise ArgumentError(_NAME, "num_shared", f"{num_shared} while {why}", "0")
+        if num_shared and bias:
+            raise ArgumentError(_NAME, "num_shared", f"{num_shared} with bias", "0")
+        self.expert_slice = ep.part(num_experts, f"{_NAME} num_experts")
+        self.column_slice = tp.part(intermediate_size, f"{_NAME} intermediate_size")
+        local = self.column_slice.stop - self.column_slice.start
+        if quant.format == "fp8_block":
+            self._check_blocks(quant, local, intermediate_size, tp, num_shared)
+        self.intermediate_size, self.num_experts = intermediate_size, num_experts
+        self.names, self.adds_bias = names or ExpertNames(), tp.rank == 0
+        local_experts = self.expert_slice.stop - self.expert_slice.start
+        cfg = FusedMoEConfig(
+            hidden_size, local, local_experts, top_k, num_shared, quant.format, quant.scale_fmt, activation, alpha,
+            limit, bias, scaling_factor,
+        )  # fmt: skip
+        self.choose(FUSED_MOE, cfg, device, backend)
+        self.dtype = dtype or torch.get_default_dtype()
+        self.debug = env.debug()
+        self._make_parameters(device)
+        self.packed: MoEWeights | None = None
+
+    @staticmethod
+    def _check_blocks(quant: QuantSpec, local: int, full: int, tp: Axis, num_shared: int) -> None:
+        if quant.block_size != (GROUP, GROUP):
+            raise ArgumentError(_NAME, "quant.block_size", quant.block_size, f"({GROUP}, {GROUP})")
+        if tp.size > 1 and local % GROUP:
+            raise ArgumentError(
+                _NAME, "intermediate_size", f"{full} over {tp.size} ranks", f"a multiple of {GROUP} on each rank"
+            )
+        if num_shared > 1 and full % GROUP:
+            raise ArgumentError(_NAME, "intermediate_size", full, f"a multiple of {GROUP} to split shared experts")
+
+    def _make_parameters(self, device: torch.device | str | None) -> None:
+        cfg = self.cfg
+        experts, inner, hidden = cfg.all_experts, cfg.intermediate_size, cfg.hidden_size
+        formats = {"none": self.dtype, "fp8_block": torch.float8_e4m3fn, "int8": torch.int8}
+
+        def parameter(fill: Callable[..., torch.Tensor], dtype: torch.dtype, *shape: int) -> nn.Parameter:
+            return nn.Parameter(fill(shape, device=device, dtype=dtype), requires_grad=False)
+
+        self.w13 = parameter(torch.zeros, formats[cfg.quant], experts, 2 * inner, hidden)
+        self.w2 = parameter(torch.zeros, formats[cfg.quant], experts, hidden, inner)
+        self.scale_names: tuple[str, str] | None = None
+        if cfg.quant == "fp8_block":
+            rows, columns = -(-inner // GROUP), -(-hidden // GROUP)
+            self.w13_scale_inv = parameter(torch.ones, torch.float32, experts, 2 * rows, columns)
+            self.w2_scale_inv = parameter(torch.ones, torch.float32, experts, columns, rows)
+            self.scale_names = ("w13_scale_inv", "w2_scale_inv")
+        elif cfg.quant == "int8":
+            self.w13_scale = parameter(torch.ones, torch.float32, experts, 2 * inner)
+            self.w2_scale = parameter(torch.ones, torch.float32, experts, hidden)
+            self.scale_names = ("w13_scale", "w2_scale")
+        if cfg.bias:
+            self.w13_bias = parameter(torch.zeros, self.dtype, experts, 2 * inner)
+            self.w2_bias = parameter(torch.zeros, self.dtype, experts, hidden)
+
+    def weights(self) -> MoEWeights:
+        """Return the parameters as backends take them."""
+        scales = [None, None] if self.scale_names is None else [getattr(self, n) for n in self.scale_names]
+        # Under tp the output is a sum over ranks: one of them adds the second bias.
+        b2 = self.w2_bias if self.cfg.bias and self.adds_bias else None
+        return MoEWeights(self.w13, self.w2, scales[0], scales[1], self.w13_bias if self.cfg.bias else None, b2)
+
+    def finalize(self) -> None:
+        """Let the backend pack the loaded weights; zero-copy for torch and Triton."""
+        self.packed = self.ladder.pack(self.weights())
+
+    def slots(self) -> Iterator[tuple[str, Slot]]:
+        """Yield per-expert checkpoint tensors of this rank: ``{e}.gate_proj.weight``, … and shared experts."""
+        for local, expert in enumerate(range(self.expert_slice.start, self.expert_slice.stop)):
+            gate, up, down = (self.names.expert.format(e=expert, part=part) for part in self.names.parts)
+            yield from self._expert_slots((gate, up, down), slice(local, local + 1), 1)
+        if self.cfg.num_shared:
+            gate, up, down = (self.names.shared.format(part=part) for part in self.names.parts)
+            shared = slice(self.cfg.num_experts, self.cfg.all_experts)
+            yield from self._expert_slots((gate, up, down), shared, self.cfg.num_shared)
+
+    def _expert_slots(self, names: tuple[str, str, str], experts: slice, count: int) -> Iterator[tuple[str, Slot]]:
+        """Yield the slots of ``count`` experts that the checkpoint stores as one MLP of ``count * I`` features."""
+        full, hidden, read = self.intermediate_size, self.cfg.hidden_size, self.column_slice
+        for half, name in enumerate(names[:2]):
+            yield f"{name}.weight", self._rows(self.w13, half, experts, count, full, read, (hidden,))
+        yield f"{names[2]}.weight", self._columns(self.w2, experts, count, full, read, hidden)
+        if self.cfg.quant == "fp8_block":
+            blocks, wide = -(-full // GROUP), -(-hidden // GROUP)
+            part = slice(read.start // GROUP, -(-read.stop // GROUP))
+            for half, name in enumerate(names[:2]):
+                slot = self._rows(self.w13_scale_inv, half, experts, count, blocks, part, (wide,))
+                yield f"{name}.weight_scale_inv", slot
+            slot = self._columns(self.w2_scale_inv, experts, count, blocks, part, wide)
+            yield f"{names[2]}.weight_scale_inv", slot
+        if self.cfg.quant == "int8":
+            for half, name in enumerate(names[:2]):
+                yield f"{name}.weight_scale", self._rows(self.w13_scale, half, experts, count, full, read, ())
+            if count == 1:
+                yield f"{names[2]}.weight_scale", Slot(self.w2_scale[experts.start], (hidden,))
+            else:  # one scale per output channel, shared by the parts of the input
+                dest = self.w2_scale[experts]
+                yield f"{names[2]}.weight_scale", Slot(dest, (hidden,), convert=lambda s: s.expand(count, -1))
+        if self.cfg.bias:
+            for half, name in enumerate(names[:2]):
+                yield f"{name}.bias", self._rows(self.w13_bias, half, experts, count, full, read, ())
+            yield f"{names[2]}.bias", Slot(self.w2_bias[experts.start], (hidden,))
+
+    @staticmethod
+    def _rows(
+        parameter: torch.Tensor, half: int, experts: slice, count: int, full: int, read: slice, rest: tuple[int, ...]
+    ) -> Slot:
+        """Return the slot of gate (half 0) or up (half 1) rows; ``full`` rows per expert, ``read`` of them here."""
+        size = read.stop - read.start
+        dest = parameter[experts, half * size : (half + 1) * size]
+        if count == 1:
+            return Slot(dest[0], (full, *rest), (read,))
+        return Slot(dest, (count * full, *rest), convert=lambda part: part.unflatten(0, (count, full))[:, read])
+
+    @staticmethod
+    def _columns(parameter: torch.Tensor, experts: slice, count: int, full: int, read: slice, hidden: int) -> Slot:
+        """Return the slot of the down projection: ``full`` columns per expert, ``read`` of them here."""
+        if count == 1:
+            return Slot(parameter[experts][0], (hidden, full), (slice(0, hidden), read))
+        return Slot(
+            parameter[experts],
+            (hidden, count * full),
+            convert=lambda part: part.unflatten(1, (count, full))[:, :, read].transpose(0, 1),
+        )
+
+    def forward(self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum of each token's experts.
+
+        Parameters
+        ----------
+        hidden_states : Tensor ``[T, D]``
+            In the layer's dtype.
+        topk_weights : fp32 Tensor ``[T, k]``
+        topk_ids : int32 Tensor ``[T, k]``
+            Global expert numbers; anything outside ``[0, num_experts)`` (-1: padding) adds nothing.
+
+        Returns
+        -------
+        Tensor ``[T, D]``
+            New; a partial sum under ``ep`` or ``tp``.
+
+        Raises
+        ------
+        ArgumentError
+            Wrong shape, dtype or device; with ``FASTLAYERS_DEBUG=1`` also an id above the last expert.
+        """
+        cfg, tokens = self.cfg, hidden_states.shape[0]
+        check_tensor(_NAME, "hidden_states", hidden_states, shape=(None, cfg.hidden_size), dtype=self.dtype)
+        check_tensor(_NAME, "hidden_states", hidden_states, device=self.w13.device)
+        where = hidden_states.device
+        check_tensor(_NAME, "topk_weights", topk_weights, shape=(tokens, cfg.top_k), dtype=torch.float32, device=where)
+        check_tensor(_NAME, "topk_ids", topk_ids, shape=(tokens, cfg.top_k), dtype=torch.int32, device=where)
+        if self.debug and tokens and int(topk_ids.max()) >= self.num_experts:
+            raise ArgumentError(_NAME, "topk_ids", f"up to {int(topk_ids.max())}", f"below {self.num_experts}")
+        # Ids of other ranks land outside [0, E) and are dropped by the backend, which never indexes with them.
+        local = topk_ids if self.expert_slice.start == 0 else self._local_ids(topk_ids)
+        packed = self.packed if self.packed is not None else self.ladder.pack(self.weights())
+        y: torch.Tensor = self.ladder.pick(tokens)(hidden_states, topk_weights, local, packed)
+        return y
+
+    def _local_ids(self, topk_ids: torch.Tensor) -> torch.Tensor:
+        return topk_ids - self.expert_slice.start

@@ -1,0 +1,52 @@
+"""The experts' oracle: fp32, one expert at a time, weights dequantised."""
+
+from __future__ import annotations
+
+import torch
+
+from fastlayers.moe.fused_moe.layer import FusedMoEConfig
+from fastlayers.moe.fused_moe.weights import MoEWeights, dequantize, round_activations
+
+
+class ReferenceFusedMoE:
+    """See :mod:`fastlayers.moe.fused_moe.layer` for the formula. Returns fp32."""
+
+    def __init__(self, cfg: FusedMoEConfig) -> None:
+        self.cfg = cfg
+
+    def pack(self, weights: MoEWeights) -> MoEWeights:
+        """Return the weights as they are."""
+        return weights
+
+    def __call__(
+        self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: MoEWeights
+    ) -> torch.Tensor:
+        """Return ``y`` fp32 ``[T,D]``."""
+        cfg = self.cfg
+        values = round_activations(x.float(), cfg.quant, cfg.scale_fmt)
+        y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for expert in range(cfg.num_experts):
+            token, slot = torch.where(topk_ids == expert)
+            if token.numel():
+                out = self._expert(expert, values[token], packed)
+                y[token] += cfg.scaling_factor * topk_weights[token, slot].unsqueeze(-1) * out
+        real = ((topk_ids >= 0) & (topk_ids < cfg.num_experts)).any(-1)
+        for expert in range(cfg.num_experts, cfg.all_experts):
+            y[real] += self._expert(expert, values[real], packed)
+        return y
+
+    def _expert(self, expert: int, x: torch.Tensor, packed: MoEWeights) -> torch.Tensor:
+        cfg = self.cfg
+        scales = [None if s is None else s[expert] for s in (packed.w13_scale, packed.w2_scale)]
+        gate_up = x @ dequantize(packed.w13[expert], scales[0], cfg.quant, 2).float().T
+        if packed.w13_bias is not None:
+            gate_up = gate_up + packed.w13_bias[expert].float()
+        gate, up = gate_up[:, : cfg.intermediate_size], gate_up[:, cfg.intermediate_size :]
+        if cfg.activation == "silu":
+            inner = gate / (1 + torch.exp(-gate)) * up
+        else:
+            gate, up = gate.clamp(max=cfg.limit), up.clamp(min=-cfg.limit, max=cfg.limit)
+            inner = gate / (1 + torch.exp(-cfg.alpha * gate)) * (up + 1)
+        inner = round_activations(inner, cfg.quant, cfg.scale_fmt)
+        out = inner @ dequantize(packed.w2[expert], scales[1], cfg.quant, 1).float().T
+        return out if packed.w2_bias is None else out + packed.w2_bias[expert].float()

@@ -1,0 +1,155 @@
+"""The experts in native torch operations.
+
+On a CPU: a loop over the experts that occur, inside one operator (it reads the ids on the host). On CUDA nothing
+may wait for the host: pairs are aligned into blocks of one expert, and batched GEMMs run over a number of blocks
+that depends on shapes only, a few blocks at a time so that gathered weights stay small. It is the last resort
+there: padding and unused blocks are computed too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from fastlayers.moe.align.torch import align
+from fastlayers.moe.fused_moe.layer import FusedMoEConfig
+from fastlayers.moe.fused_moe.weights import MoEWeights, activate, dequantize, round_activations
+from fastlayers.operators import operator
+
+# Gathered weights of one step of the blocked path: at most this many elements.
+GATHER_LIMIT = 1 << 26
+
+
+def append_shared(
+    topk_weights: torch.Tensor, topk_ids: torch.Tensor, cfg: FusedMoEConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Append the shared experts to every token that has a valid pair, and mark dropped pairs with -1.
+
+    Their weight 1/factor becomes 1 when the factor is applied to the sum.
+    """
+    valid = (topk_ids >= 0) & (topk_ids < cfg.num_experts)
+    ids = torch.where(valid, topk_ids, -1)
+    if cfg.num_shared == 0:
+        return topk_weights, ids
+    shared = torch.arange(cfg.num_experts, cfg.all_experts, dtype=ids.dtype, device=ids.device)
+    extra = torch.where(valid.any(-1, keepdim=True), shared, -1)
+    weight = topk_weights.new_full(extra.shape, 1.0 / cfg.scaling_factor)
+    return torch.cat([topk_weights, weight], -1), torch.cat([ids, extra], -1)
+
+
+def _expert(
+    x: torch.Tensor,
+    packed: MoEWeights,
+    expert: int,
+    quant: str,
+    scale_fmt: str,
+    activation: str,
+    alpha: float,
+    limit: float,
+) -> torch.Tensor:
+    s13 = None if packed.w13_scale is None else packed.w13_scale[expert]
+    s2 = None if packed.w2_scale is None else packed.w2_scale[expert]
+    b13 = None if packed.w13_bias is None else packed.w13_bias[expert].to(x.dtype)
+    b2 = None if packed.w2_bias is None else packed.w2_bias[expert].to(x.dtype)
+    gate_up = F.linear(x, dequantize(packed.w13[expert], s13, quant, 2), b13)
+    inner = round_activations(activate(gate_up, activation, alpha, limit), quant, scale_fmt)
+    return F.linear(inner, dequantize(packed.w2[expert], s2, quant, 1), b2)
+
+
+def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+@operator(
+    "moe_experts_loop(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13, Tensor w2, Tensor? w13_scale,"
+    " Tensor? w2_scale, Tensor? w13_bias, Tensor? w2_bias, str quant, str scale_fmt, str activation, float alpha,"
+    " float limit, float factor) -> Tensor",
+    _fake,
+)
+def _loop(
+    x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor,
+    w13_scale: torch.Tensor | None, w2_scale: torch.Tensor | None, w13_bias: torch.Tensor | None,
+    w2_bias: torch.Tensor | None, quant: str, scale_fmt: str, activation: str, alpha: float, limit: float, factor: float,
+) -> torch.Tensor:  # fmt: skip
+    packed = MoEWeights(w13, w2, w13_scale, w2_scale, w13_bias, w2_bias)
+    values = round_activations(x, quant, scale_fmt)
+    per_token = topk_ids.shape[1]
+    owner, order = topk_ids.flatten().sort(stable=True)
+    token, weight = order // per_token, (topk_weights.flatten()[order] * factor).unsqueeze(-1)
+    present, counts = owner.unique_consecutive(return_counts=True)
+    y = torch.zeros(x.shape, dtype=torch.float32)
+    start = 0
+    for expert, count in zip(present.tolist(), counts.tolist(), strict=True):
+        run = slice(start, start + count)
+        start += count
+        if expert >= 0:
+            rows = values[token[run]]
+            out = _expert(rows, packed, expert, quant, scale_fmt, activation, alpha, limit)
+            # A token occurs once per expert, and experts come in order: the sum has a fixed order.
+            y.index_add_(0, token[run], out.float() * weight[run])
+    return y.to(x.dtype)
+
+
+class TorchFusedMoE:
+    """CPU: only experts that occur are touched. CUDA: static shapes, no host sync."""
+
+    def __init__(self, cfg: FusedMoEConfig) -> None:
+        self.cfg = cfg
+
+    def pack(self, weights: MoEWeights) -> MoEWeights:
+        """Return the weights as they are."""
+        return weights
+
+    def __call__(
+        self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: MoEWeights
+    ) -> torch.Tensor:
+        """Return ``y`` ``[T,D]`` in the dtype of ``x``."""
+        cfg = self.cfg
+        topk_weights, topk_ids = append_shared(topk_weights, topk_ids, cfg)
+        if x.is_cuda:
+            return self.blocked(x, topk_weights, topk_ids, packed)
+        y: torch.Tensor = _loop(
+            x, topk_weights, topk_ids, packed.w13, packed.w2, packed.w13_scale, packed.w2_scale, packed.w13_bias,
+            packed.w2_bias, cfg.quant, cfg.scale_fmt, cfg.activation, cfg.alpha, cfg.limit, cfg.scaling_factor,
+        )  # fmt: skip
+        return y
+
+    def blocked(
+        self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: MoEWeights
+    ) -> torch.Tensor:
+        """Return ``y`` by batched GEMMs over aligned blocks; shapes do not depend on the ids."""
+        cfg = self.cfg
+        (tokens, per_token), pairs = topk_ids.shape, topk_ids.numel()
+        block = 16 if pairs <= 32 * cfg.all_experts else 64
+        sorted_ids, expert_ids, _ = align(topk_ids, cfg.all_experts, block)
+        values = round_activations(x, cfg.quant, cfg.scale_fmt)
+        values = F.pad(values, (0, 0, 0, 1))  # the row of padding
+        sorted_ids = sorted_ids.long().view(-1, block)
+        rows = torch.where(sorted_ids < pairs, sorted_ids // per_token, tokens)
+        partial = torch.zeros(pairs + 1, cfg.hidden_size, dtype=torch.float32, device=x.device)
+        step = max(1, GATHER_LIMIT // (2 * cfg.intermediate_size * cfg.hidden_size))
+        for start in range(0, sorted_ids.shape[0], step):
+            chunk = slice(start, start + step)
+            out = self._blocks(values[rows[chunk]], expert_ids[chunk].long().clamp_min(0), packed)
+            partial.index_copy_(0, sorted_ids[chunk].flatten(), out.float().flatten(0, 1))
+        weight = (topk_weights * cfg.scaling_factor).unsqueeze(-1)
+        # Dropped pairs were never written: their rows are zero. In the order of j, like everywhere.
+        partial = partial[:pairs].view(tokens, per_token, cfg.hidden_size)
+        y = partial.new_zeros(x.shape)
+        for j in range(per_token):
+            y = y + partial[:, j] * torch.where(topk_ids[:, j, None] >= 0, weight[:, j], 0.0)
+        return y.to(x.dtype)
+
+    def _blocks(self, x: torch.Tensor, experts: torch.Tensor, packed: MoEWeights) -> torch.Tensor:
+        cfg = self.cfg
+        s13, s2, b13, b2 = (
+            None if tensor is None else tensor[experts]
+            for tensor in (packed.w13_scale, packed.w2_scale, packed.w13_bias, packed.w2_bias)
+        )
+        gate_up = torch.bmm(x, dequantize(packed.w13[experts], s13, cfg.quant, 2).mT)
+        if b13 is not None:
+            gate_up = gate_up + b13.unsqueeze(1).to(x.dtype)
+        inner = activate(gate_up, cfg.activation, cfg.alpha, cfg.limit)
+        inner = round_activations(inner, cfg.quant, cfg.scale_fmt)
+        out = torch.bmm(inner, dequantize(packed.w2[experts], s2, cfg.quant, 1).mT)
+        return out if b2 is None else out + b2.unsqueeze(1).to(x.dtype)

@@ -1,0 +1,270 @@
+"""The experts in Triton: align, quantise, gate·up with the activation, down with the routing weight, reduce.
+
+Grids depend on shapes only; programs beyond the blocks in use return at once. Partial sums are fp32 rows of
+pairs, added per token in a fixed order: one rounding, no atomics.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from fastlayers.moe.align.triton import moe_align
+from fastlayers.moe.fused_moe import triton_kernels as kernels
+from fastlayers.moe.fused_moe.configs import MAX_TOKENS, Tile, tiles
+from fastlayers.moe.fused_moe.layer import FusedMoEConfig
+from fastlayers.moe.fused_moe.weights import EPS, GROUP, MoEWeights
+from fastlayers.operators import operator
+from fastlayers.quant.spec import FORMATS
+from fastlayers.testing.compile_check import KernelBuild
+
+CODES = {"fp8_block": torch.float8_e4m3fn, "int8": torch.int8}
+
+
+def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def _extend(
+    weights: torch.Tensor, ids: torch.Tensor, experts: int, shared: int, factor: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weights and ids with the shared experts appended."""
+    tokens, top_k = ids.shape
+    if shared == 0 or tokens == 0:
+        return weights.contiguous(), ids.contiguous()
+    out_weights = torch.empty(tokens, top_k + shared, dtype=torch.float32, device=ids.device)
+    out_ids = torch.empty(tokens, top_k + shared, dtype=torch.int32, device=ids.device)
+    kernels.append_shared_kernel[(triton.cdiv(tokens, 32),)](
+        weights.contiguous(), ids.contiguous(), out_weights, out_ids, tokens, 1.0 / factor,
+        EXPERTS=experts, TOP_K=top_k, SHARED=shared, BLOCK_T=32, BLOCK_K=triton.next_power_of_2(top_k + shared),
+        num_warps=1,
+    )  # fmt: skip
+    return out_weights, out_ids
+
+
+def _quantize(
+    x: torch.Tensor, ids: torch.Tensor | None, experts: int, quant: str, ue8m0: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes ``[R, K]`` and scales ``[R, groups]``; with ``ids`` (one a row) rows of dropped pairs are skipped."""
+    rows, width = x.shape
+    fp8 = quant == "fp8_block"
+    block = GROUP if fp8 else triton.next_power_of_2(width)
+    groups = triton.cdiv(width, block)
+    q = torch.empty(rows, width, dtype=CODES[quant], device=x.device)
+    s = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
+    kernels.quantize_rows_kernel[(rows, groups)](
+        x, x if ids is None else ids, q, s, x.stride(0), q.stride(0), width, experts, EPS,
+        SKIP=ids is not None, MAX=448.0 if fp8 else 127.0, UE8M0=ue8m0, INT8=not fp8, BLOCK=block,
+        num_warps=max(1, min(8, block // 512)),
+    )  # fmt: skip
+    return q, s
+
+
+def _gate_up(
+    x: torch.Tensor, scale: torch.Tensor, packed: MoEWeights, ids: torch.Tensor, aligned: tuple[torch.Tensor, ...],
+    tile: Tile, quant: str, ue8m0: bool, activation: str, alpha: float, limit: float, wide: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return the inner rows of all pairs and their scales (a dummy if not quantised)."""
+    sorted_ids, expert_ids, total = aligned
+    (experts, rows, hidden), pairs = packed.w13.shape, ids.numel()
+    inner, blocks = rows // 2, expert_ids.shape[0]
+    fused = quant == "fp8_block" and tile.n == GROUP
+    if fused:
+        out = torch.empty(pairs, inner, dtype=CODES[quant], device=x.device)
+        out_scale = torch.empty(pairs, triton.cdiv(inner, GROUP), dtype=torch.float32, device=x.device)
+    else:
+        # fp32 until it is quantised, so that the codes are those of the exact sums.
+        out = torch.empty(pairs, inner, dtype=x.dtype if quant == "none" else torch.float32, device=x.device)
+        out_scale = scale
+    kernels.gate_up_kernel[(blocks * triton.cdiv(inner, tile.n),)](
+        x, scale, packed.w13, scale if packed.w13_scale is None else packed.w13_scale,
+        scale if packed.w13_bias is None else packed.w13_bias, out, out_scale, sorted_ids, expert_ids, total,
+        pairs, blocks, hidden, inner, x.stride(0), out.stride(0), alpha, limit, EPS,
+        PER_TOKEN=ids.shape[1], QUANT=FORMATS.index(quant), QUANT_OUT=fused, UE8M0=ue8m0, WIDE=wide,
+        OAI=activation == "swiglu_oai", HAS_BIAS=packed.w13_bias is not None, EVEN_K=hidden % tile.k == 0,
+        BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    if quant != "none" and not fused:
+        return _quantize(out, ids, experts, quant, ue8m0)
+    return out, out_scale
+
+
+def _round(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: MoEWeights, y: torch.Tensor,
+    quant: str, ue8m0: bool, activation: str, alpha: float, limit: float, factor: float,
+) -> None:  # fmt: skip
+    """Compute ``y`` for at most MAX_TOKENS tokens; ``ids`` include shared experts."""
+    (experts, hidden, inner), (tokens, per_token) = packed.w2.shape, ids.shape
+    pairs, wide = ids.numel(), x.dtype == torch.float32
+    first, second = tiles(pairs, experts, quant, wide)
+    sorted_ids, expert_ids, total = moe_align(ids, experts, first.m)
+    values, scale = (x, weights) if quant == "none" else _quantize(x, None, experts, quant, ue8m0)
+    inner_rows, inner_scale = _gate_up(
+        values, scale, packed, ids, (sorted_ids, expert_ids, total), first, quant, ue8m0, activation, alpha, limit, wide
+    )
+    partial = torch.empty(pairs, hidden, dtype=torch.float32, device=x.device)
+    blocks = expert_ids.shape[0]
+    kernels.down_kernel[(blocks * triton.cdiv(hidden, second.n),)](
+        inner_rows, inner_scale, packed.w2, weights if packed.w2_scale is None else packed.w2_scale,
+        weights if packed.w2_bias is None else packed.w2_bias, weights, partial, sorted_ids, expert_ids, total,
+        pairs, blocks, hidden, inner, inner_rows.stride(0),
+        QUANT=FORMATS.index(quant), WIDE=wide, HAS_BIAS=packed.w2_bias is not None, EVEN_K=inner % second.k == 0,
+        BLOCK_M=second.m, BLOCK_N=second.n, BLOCK_K=second.k, num_warps=second.warps, num_stages=second.stages,
+    )  # fmt: skip
+    block = min(1024, triton.next_power_of_2(hidden))
+    kernels.reduce_kernel[(tokens, triton.cdiv(hidden, block))](
+        partial, ids, y, hidden, experts, factor, PER_TOKEN=per_token, BLOCK=block, num_warps=4
+    )  # fmt: skip
+
+
+@operator(
+    "fused_moe(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13, Tensor w2, Tensor? w13_scale,"
+    " Tensor? w2_scale, Tensor? w13_bias, Tensor? w2_bias, int num_shared, str quant, bool ue8m0, str activation,"
+    " float alpha, float limit, float factor) -> Tensor",
+    _fake,
+)
+def _fused_moe(
+    x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor,
+    w13_scale: torch.Tensor | None, w2_scale: torch.Tensor | None, w13_bias: torch.Tensor | None,
+    w2_bias: torch.Tensor | None, num_shared: int, quant: str, ue8m0: bool, activation: str, alpha: float,
+    limit: float, factor: float,
+) -> torch.Tensor:  # fmt: skip
+    packed = MoEWeights(w13, w2, w13_scale, w2_scale, w13_bias, w2_bias)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.shape[0] == 0:
+        return y
+    weights, ids = _extend(topk_weights, topk_ids, w13.shape[0] - num_shared, num_shared, factor)
+    for start in range(0, x.shape[0], MAX_TOKENS):
+        part = slice(start, start + MAX_TOKENS)
+        _round(x[part], weights[part], ids[part], packed, y[part], quant, ue8m0, activation, alpha, limit, factor)
+    return y
+
+
+class TritonFusedMoE:
+    """5 launches (6 with shared experts, 7 or 8 for quantised weights), one operator."""
+
+    def __init__(self, cfg: FusedMoEConfig) -> None:
+        self.arguments = (
+            cfg.num_shared, cfg.quant, cfg.scale_fmt == "ue8m0", cfg.activation, cfg.alpha, cfg.limit,
+            cfg.scaling_factor,
+        )  # fmt: skip
+
+    def pack(self, weights: MoEWeights) -> MoEWeights:
+        """Return the weights as they are: the kernels read the parameters' layout."""
+        return weights
+
+    def __call__(
+        self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: MoEWeights
+    ) -> torch.Tensor:
+        """Return ``y`` ``[T,D]`` in the dtype of ``x``, a new tensor."""
+        y: torch.Tensor = _fused_moe(
+            x, topk_weights, topk_ids, packed.w13, packed.w2, packed.w13_scale, packed.w2_scale, packed.w13_bias,
+            packed.w2_bias, *self.arguments,
+        )  # fmt: skip
+        return y
+
+
+def _gate_up_build(name: str, cfg: FusedMoEConfig, tokens: int) -> KernelBuild:
+    tile, _ = tiles(tokens * cfg.pairs_per_token, cfg.all_experts, cfg.quant, False)
+    code = {"none": "bf16", "fp8_block": "fp8e4nv", "int8": "i8"}[cfg.quant]
+    fused = cfg.quant == "fp8_block" and tile.n == GROUP
+    out = code if fused else "bf16" if cfg.quant == "none" else "fp32"
+    return KernelBuild(
+        f"moe_gate_up_{name}_{tokens}",
+        kernels.gate_up_kernel,
+        {
+            "x_ptr": f"*{code}", "xs_ptr": "*fp32", "w_ptr": f"*{code}", "ws_ptr": "*fp32", "bias_ptr": "*bf16",
+            "out_ptr": f"*{out}", "out_scale_ptr": "*fp32", "sorted_ptr": "*i32", "expert_ptr": "*i32",
+            "total_ptr": "*i32", "num_pairs": "i32", "tiles_m": "i32", "D": "i32", "I": "i32", "x_stride": "i32",
+            "out_stride": "i32", "alpha": "fp32", "limit": "fp32", "eps": "fp32",
+        },
+        {
+            "PER_TOKEN": cfg.pairs_per_token, "QUANT": FORMATS.index(cfg.quant), "QUANT_OUT": fused, "UE8M0": False,
+            "WIDE": False, "OAI": cfg.activation != "silu", "HAS_BIAS": cfg.bias,
+            "EVEN_K": cfg.hidden_size % tile.k == 0, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k,
+        },
+        tile.warps, tile.stages, ("D", "I", "x_stride", "out_stride"),
+    )  # fmt: skip
+
+
+def _down_build(name: str, cfg: FusedMoEConfig, tokens: int) -> KernelBuild:
+    _, tile = tiles(tokens * cfg.pairs_per_token, cfg.all_experts, cfg.quant, False)
+    code = {"none": "bf16", "fp8_block": "fp8e4nv", "int8": "i8"}[cfg.quant]
+    return KernelBuild(
+        f"moe_down_{name}_{tokens}",
+        kernels.down_kernel,
+        {
+            "a_ptr": f"*{code}", "as_ptr": "*fp32", "w_ptr": f"*{code}", "ws_ptr": "*fp32", "bias_ptr": "*bf16",
+            "weights_ptr": "*fp32", "out_ptr": "*fp32", "sorted_ptr": "*i32", "expert_ptr": "*i32",
+            "total_ptr": "*i32", "num_pairs": "i32", "tiles_m": "i32", "D": "i32", "I": "i32", "a_stride": "i32",
+        },
+        {
+            "QUANT": FORMATS.index(cfg.quant), "WIDE": False, "HAS_BIAS": cfg.bias,
+            "EVEN_K": cfg.intermediate_size % tile.k == 0, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k,
+        },
+        tile.warps, tile.stages, ("D", "I", "a_stride"),
+    )  # fmt: skip
+
+
+def _shapes() -> list[tuple[str, FusedMoEConfig]]:
+    shapes = [(f"v3_tp8_{q}", FusedMoEConfig(7168, 256, 256, 8, num_shared=1, quant=q)) for q in ("fp8_block", "int8")]
+    shapes.append(("qwen3_30b", FusedMoEConfig(2048, 768, 128, 8)))
+    shapes.append(("gpt_oss", FusedMoEConfig(2880, 2880, 32, 4, activation="swiglu_oai", bias=True)))
+    return shapes
+
+
+COMPILE = [
+    build(name, cfg, tokens)
+    for name, cfg in _shapes()
+    for tokens in (1, 64, 512, 1024, 4096)
+    for build in (_gate_up_build, _down_build)
+]
+COMPILE += [
+    KernelBuild(
+        f"moe_quantize_{name}",
+        kernels.quantize_rows_kernel,
+        {
+            "x_ptr": f"*{dtype}", "ids_ptr": "*i32", "q_ptr": "*fp8e4nv" if block == GROUP else "*i8", "s_ptr": "*fp32",
+            "x_stride": "i32", "q_stride": "i32", "width": "i32", "num_experts": "i32", "eps": "fp32",
+        },
+        {
+            "SKIP": dtype == "fp32", "MAX": 448.0 if block == GROUP else 127.0, "UE8M0": False,
+            "INT8": block != GROUP, "BLOCK": block,
+        },
+        max(1, min(8, block // 512)),
+    )
+    for name, dtype, block in (("fp8", "bf16", 128), ("fp8_inner", "fp32", 128), ("int8", "bf16", 8192))
+]  # fmt: skip
+COMPILE.append(
+    KernelBuild(
+        "moe_reduce_9",
+        kernels.reduce_kernel,
+        {
+            "partial_ptr": "*fp32",
+            "ids_ptr": "*i32",
+            "y_ptr": "*bf16",
+            "D": "i32",
+            "num_experts": "i32",
+            "factor": "fp32",
+        },
+        {"PER_TOKEN": 9, "BLOCK": 1024},
+        aligned=("D",),
+    )  # fmt: skip
+)
+COMPILE.append(
+    KernelBuild(
+        "moe_append_shared",
+        kernels.append_shared_kernel,
+        {
+            "weights_ptr": "*fp32",
+            "ids_ptr": "*i32",
+            "out_weights_ptr": "*fp32",
+            "out_ids_ptr": "*i32",
+            "tokens": "i32",
+            "shared_weight": "fp32",
+        },
+        {"EXPERTS": 256, "TOP_K": 8, "SHARED": 1, "BLOCK_T": 32, "BLOCK_K": 16},
+        num_warps=1,
+    )  # fmt: skip
+)

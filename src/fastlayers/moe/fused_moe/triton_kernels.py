@@ -1,0 +1,208 @@
+"""Triton kernels of the experts; :mod:`fastlayers.moe.fused_moe.triton` launches them.
+
+A pair is one (token, expert): its number p = token * PER_TOKEN + j. ``sorted_ptr`` lists pairs in blocks of one
+expert (:mod:`fastlayers.moe.align.layer`). Formats: QUANT 0 none, 1 fp8_block, 2 int8.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fastlayers.linear.triton_gemm import dot
+from fastlayers.quant.group_quant.triton import quantize_tile
+from fastlayers.triton_lang import cast
+
+GROUP = tl.constexpr(128)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def append_shared_kernel(
+    weights_ptr, ids_ptr, out_weights_ptr, out_ids_ptr, tokens, shared_weight,
+    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Append SHARED experts to every token that has a valid pair; mark dropped pairs with -1."""
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
+    j = tl.arange(0, BLOCK_K)[None, :]
+    routed = (token < tokens) & (j < TOP_K)
+    ids = tl.load(ids_ptr + token * TOP_K + j, mask=routed, other=-1)
+    ids = tl.where((ids >= 0) & (ids < EXPERTS), ids, -1)
+    weights = tl.load(weights_ptr + token * TOP_K + j, mask=routed, other=0.0)
+    used = tl.max(ids, axis=1)[:, None] >= 0
+    ids = tl.where(j < TOP_K, ids, tl.where(used, EXPERTS + j - TOP_K, -1))
+    weights = tl.where(j < TOP_K, weights, shared_weight)
+    out = token * (TOP_K + SHARED) + j
+    inside = (token < tokens) & (j < TOP_K + SHARED)
+    tl.store(out_ids_ptr + out, ids, mask=inside)
+    tl.store(out_weights_ptr + out, weights, mask=inside)
+
+
+@triton.jit
+def quantize_rows_kernel(
+    x_ptr, ids_ptr, q_ptr, s_ptr, x_stride, q_stride, width, num_experts, eps,
+    SKIP: tl.constexpr, MAX: tl.constexpr, UE8M0: tl.constexpr, INT8: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Quantise one group (fp8: BLOCK = 128 columns; int8: the row). With SKIP, not the rows of dropped pairs."""
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if SKIP:
+        expert = tl.load(ids_ptr + row)
+        if (expert < 0) | (expert >= num_experts):
+            return
+    column = group * BLOCK + tl.arange(0, BLOCK)[None, :]
+    x = tl.load(x_ptr + row * x_stride + column, mask=column < width, other=0.0).to(tl.float32)
+    codes, scale = quantize_tile(x, eps, MAX, UE8M0, INT8)
+    tl.store(q_ptr + row * q_stride + column, codes, mask=column < q_stride)
+    tl.store(s_ptr + row * tl.num_programs(1) + group + tl.zeros([1], tl.int32), scale)
+
+
+@triton.jit
+def _tile(total_ptr, expert_ptr, tiles_m, tiles_n, BLOCK_M: tl.constexpr):
+    # Bands of blocks: programs that run together share activations and weights in L2.
+    BAND: tl.constexpr = 8
+    index = tl.program_id(0)
+    band = index // (BAND * tiles_n)
+    height = tl.minimum(tiles_m - band * BAND, BAND)
+    inside = index % (BAND * tiles_n)
+    return band * BAND + inside % height, inside // height
+
+
+@triton.jit
+def _load_tile(rows, k, limit, mask, EVEN_K: tl.constexpr):
+    # Weights: rows beyond the edge read a valid one again, only K can end inside a tile.
+    if EVEN_K:
+        return tl.load(rows)
+    else:
+        return tl.load(rows, mask=mask & (k < limit), other=0.0)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "tiles_m"])
+def gate_up_kernel(
+    x_ptr, xs_ptr, w_ptr, ws_ptr, bias_ptr, out_ptr, out_scale_ptr, sorted_ptr, expert_ptr, total_ptr,
+    num_pairs, tiles_m, D, I, x_stride, out_stride, alpha, limit, eps,
+    PER_TOKEN: tl.constexpr, QUANT: tl.constexpr, QUANT_OUT: tl.constexpr, UE8M0: tl.constexpr, WIDE: tl.constexpr,
+    OAI: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Gather token rows, multiply by gate and up rows of one expert, apply the activation, maybe quantise."""
+    tile_m, tile_n = _tile(total_ptr, expert_ptr, tiles_m, tl.cdiv(I, BLOCK_N), BLOCK_M)
+    if tile_m * BLOCK_M >= tl.load(total_ptr):
+        return
+    expert = tl.load(expert_ptr + tile_m).to(tl.int64)
+    pair = tl.load(sorted_ptr + tile_m * BLOCK_M + tl.arange(0, BLOCK_M))
+    real = pair < num_pairs
+    token = tl.where(real, pair // PER_TOKEN, 0).to(tl.int64)
+    column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    depth = tl.arange(0, BLOCK_K)
+    x_rows = x_ptr + token[:, None] * x_stride + depth[None, :]
+    gate_rows = w_ptr + expert * 2 * I * D + (column % I)[None, :] * D + depth[:, None]
+    up_rows = gate_rows + I * D
+    ACC: tl.constexpr = tl.int32 if QUANT == 2 else tl.float32
+    gate = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+    up = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+    blocks = tl.cdiv(D, BLOCK_K)
+    if QUANT == 1:
+        scale_rows = tl.cdiv(I, GROUP)
+        gate_scale = ws_ptr + (expert * 2 * scale_rows + tile_n * BLOCK_N // GROUP) * blocks
+        up_scale = gate_scale + scale_rows * blocks
+    for block in range(0, blocks):
+        k = block * BLOCK_K + depth
+        x = _load_tile(x_rows + block * BLOCK_K, k[None, :], D, real[:, None], EVEN_K)
+        g = _load_tile(gate_rows + block * BLOCK_K, k[:, None], D, True, EVEN_K)
+        u = _load_tile(up_rows + block * BLOCK_K, k[:, None], D, True, EVEN_K)
+        if QUANT == 1:
+            if WIDE:
+                x, g, u = x.to(tl.bfloat16), g.to(tl.bfloat16), u.to(tl.bfloat16)
+            s = tl.load(xs_ptr + token * blocks + block)
+            zero = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            gate += dot(x, g, zero) * (s * tl.load(gate_scale + block))[:, None]
+            up += dot(x, u, zero) * (s * tl.load(up_scale + block))[:, None]
+        else:
+            gate, up = dot(x, g, gate), dot(x, u, up)
+    if QUANT == 2:
+        s = tl.load(xs_ptr + token)[:, None]
+        gate_scale = tl.load(ws_ptr + expert * 2 * I + column % I)
+        up_scale = tl.load(ws_ptr + expert * 2 * I + I + column % I)
+        gate = gate.to(tl.float32) * s * gate_scale[None, :]
+        up = up.to(tl.float32) * s * up_scale[None, :]
+    if HAS_BIAS:
+        gate += tl.load(bias_ptr + expert * 2 * I + column % I).to(tl.float32)[None, :]
+        up += tl.load(bias_ptr + expert * 2 * I + I + column % I).to(tl.float32)[None, :]
+    if OAI:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
+        gate = gate * tl.sigmoid(gate * alpha)
+    else:
+        gate = gate * tl.sigmoid(gate)
+    inner = tl.where((column < I)[None, :], gate * up, 0.0)
+    out = out_ptr + pair[:, None].to(tl.int64) * out_stride + column[None, :]
+    if QUANT_OUT:  # BLOCK_N is one group
+        codes, scale = quantize_tile(inner, eps, 448.0, UE8M0, False)
+        tl.store(out, codes, mask=real[:, None] & (column < out_stride)[None, :])
+        tl.store(out_scale_ptr + pair.to(tl.int64) * tl.cdiv(I, GROUP) + tile_n, scale, mask=real)
+    else:
+        tl.store(out, cast(inner, out_ptr.dtype.element_ty), mask=real[:, None] & (column < I)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_pairs", "tiles_m"])
+def down_kernel(
+    a_ptr, as_ptr, w_ptr, ws_ptr, bias_ptr, weights_ptr, out_ptr, sorted_ptr, expert_ptr, total_ptr,
+    num_pairs, tiles_m, D, I, a_stride,
+    QUANT: tl.constexpr, WIDE: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Multiply the pairs' inner rows by the down projection, add the bias, weigh; fp32 rows of pairs."""
+    tile_m, tile_n = _tile(total_ptr, expert_ptr, tiles_m, tl.cdiv(D, BLOCK_N), BLOCK_M)
+    if tile_m * BLOCK_M >= tl.load(total_ptr):
+        return
+    expert = tl.load(expert_ptr + tile_m).to(tl.int64)
+    pair = tl.load(sorted_ptr + tile_m * BLOCK_M + tl.arange(0, BLOCK_M))
+    real = pair < num_pairs
+    row = tl.where(real, pair, 0).to(tl.int64)
+    column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    depth = tl.arange(0, BLOCK_K)
+    # A padding row reads pair 0, which may be dropped and never written: what it reads is masked below.
+    a_rows = a_ptr + row[:, None] * a_stride + depth[None, :]
+    w_rows = w_ptr + expert * D * I + (column % D)[None, :] * I + depth[:, None]
+    ACC: tl.constexpr = tl.int32 if QUANT == 2 else tl.float32
+    acc = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+    blocks = tl.cdiv(I, BLOCK_K)
+    if QUANT == 1:
+        w_scale = ws_ptr + (expert * tl.cdiv(D, GROUP) + tile_n * BLOCK_N // GROUP) * blocks
+    for block in range(0, blocks):
+        k = block * BLOCK_K + depth
+        a = _load_tile(a_rows + block * BLOCK_K, k[None, :], I, True, EVEN_K)
+        w = _load_tile(w_rows + block * BLOCK_K, k[:, None], I, True, EVEN_K)
+        if QUANT == 1:
+            if WIDE:
+                a, w = a.to(tl.bfloat16), w.to(tl.bfloat16)
+            s = tl.load(as_ptr + row * blocks + block)
+            product = dot(a, w, tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+            acc += product * (s * tl.load(w_scale + block))[:, None]
+        else:
+            acc = dot(a, w, acc)
+    if QUANT == 2:
+        s = tl.load(as_ptr + row)[:, None]
+        acc = acc.to(tl.float32) * s * tl.load(ws_ptr + expert * D + column % D)[None, :]
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + expert * D + column % D).to(tl.float32)[None, :]
+    weight = tl.load(weights_ptr + row)
+    out = out_ptr + row[:, None] * D + column[None, :]
+    tl.store(out, acc * weight[:, None], mask=real[:, None] & (column < D)[None, :])
+
+
+@triton.jit
+def reduce_kernel(
+    partial_ptr, ids_ptr, y_ptr, D, num_experts, factor, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Add a token's valid pairs in order, apply the factor once, round once."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < D
+    total = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(PER_TOKEN):
+        pair = token * PER_TOKEN + j
+        expert = tl.load(ids_ptr + pair)
+        # The rows of dropped pairs were never written.
+        valid = (expert >= 0) & (expert < num_experts)
+        total += tl.load(partial_ptr + pair * D + column, mask=inside & valid, other=0.0)
+    tl.store(y_ptr + token * D + column, cast(total * factor, y_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,77 @@
+"""The experts' weights as one typed object, and what their formats mean (torch helpers of two backends).
+
+    w13[E, 2I, D]   gate rows, then up rows;   w2[E, D, I]
+
+    format      weights   w13_scale                            w2_scale                         activations
+    none        dtype     -                                    -                                dtype
+    fp8_block   e4m3      [E, 2*ceil(I/128), ceil(D/128)]      [E, ceil(D/128), ceil(I/128)]    e4m3, scale per 1x128
+    int8        int8      [E, 2I]                              [E, D]                           int8, scale per row
+
+The gate and up halves keep scale rows of their own, so that a ragged I does not mix them in one block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from fastlayers.quant.fp8_linear.blocks import decode_e4m3
+from fastlayers.quant.group_quant.torch import round_up_to_power_of_two
+
+GROUP = 128
+EPS = 1e-10
+
+
+@dataclass(frozen=True)
+class MoEWeights:
+    """Parameters of the local experts; see the file's head. Biases: ``[E, 2I]`` and ``[E, D]``."""
+
+    w13: torch.Tensor
+    w2: torch.Tensor
+    w13_scale: torch.Tensor | None = None
+    w2_scale: torch.Tensor | None = None
+    w13_bias: torch.Tensor | None = None
+    w2_bias: torch.Tensor | None = None
+
+
+def round_activations(x: torch.Tensor, quant: str, scale_fmt: str) -> torch.Tensor:
+    """Return fp32 ``x`` as the values that its codes stand for; a group that is not finite becomes NaN."""
+    if quant == "none":
+        return x
+    width = x.shape[-1]
+    largest = 448.0 if quant == "fp8_block" else 127.0
+    wide = x.float()
+    if quant == "fp8_block":
+        wide = F.pad(wide, (0, -width % GROUP)).unflatten(-1, (-1, GROUP))
+    absmax = wide.abs().amax(-1, keepdim=True)
+    # The divisor is a tensor: CUDA turns a division by a Python number into a product with its reciprocal.
+    scale = absmax.clamp_min(EPS) / absmax.new_full((), largest)
+    if scale_fmt == "ue8m0":
+        scale = round_up_to_power_of_two(scale)
+    ratio = (wide / scale).clamp(-largest, largest)
+    codes = ratio.to(torch.float8_e4m3fn).float() if quant == "fp8_block" else ratio.round()
+    values = torch.where(absmax.isfinite(), codes * scale, torch.nan)
+    return values.flatten(-2)[..., :width] if quant == "fp8_block" else values
+
+
+def dequantize(weight: torch.Tensor, scale: torch.Tensor | None, quant: str, halves: int) -> torch.Tensor:
+    """Return fp32 weights ``[..., N, K]``; ``halves`` parts of N have scale rows of their own."""
+    if quant == "none" or scale is None:
+        return weight
+    if quant == "int8":
+        return weight.float() * scale.unsqueeze(-1)
+    rows = weight.shape[-2] // halves
+    columns = weight.shape[-1]
+    wide = scale.unflatten(-2, (halves, -1)).repeat_interleave(GROUP, -2)[..., :rows, :].flatten(-3, -2)
+    return decode_e4m3(weight) * wide.repeat_interleave(GROUP, -1)[..., :columns]
+
+
+def activate(gate_up: torch.Tensor, activation: str, alpha: float, limit: float) -> torch.Tensor:
+    """Return the activation of ``[..., 2I]`` (gate, then up): computed in fp32, in the dtype of its input."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    if activation == "silu":
+        return (F.silu(gate) * up).to(gate_up.dtype)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (gate * torch.sigmoid(gate * alpha) * (up + 1.0)).to(gate_up.dtype)
