@@ -294,25 +294,24 @@ class DeepseekForCausalLM(nn.Module):
         """
         checkpoint = Checkpoint(path)
         config = DeepseekConfig.from_hf(checkpoint.config)
-        if not load_mtp or not any(
-            name.startswith(f"model.layers.{config.num_hidden_layers}.") for name in checkpoint.names()
-        ):
+        first, count = config.num_hidden_layers, config.num_nextn_predict_layers
+        unwanted: list[str] = []
+        if not load_mtp or not any(name.startswith(f"model.layers.{first}.") for name in checkpoint.names()):
             config = replace(config, num_nextn_predict_layers=0)
+            unwanted = [rf"^model\.layers\.{i}\." for i in range(first, first + count)]
         model = cls(config, **options)
-        load_weights(model, checkpoint, ignore=model.ignored_tensors)
+        load_weights(model, checkpoint, ignore=[*model.ignored_tensors, *unwanted])
         finalize(model)
         return model.eval()
 
     @property
     def ignored_tensors(self) -> Sequence[str]:
-        """Patterns of tensors with no place here: derived buffers, a tied head, unwanted MTP, other ranks' experts."""
+        """Patterns of tensors with no place here: derived buffers, a tied head, other ranks' experts."""
         patterns = [r"rotary_emb\.inv_freq$"]
         if not self.config.n_shared_experts:
             patterns.append(r"\.shared_experts\.")
         if self.config.tie_word_embeddings:
             patterns.append(r"^lm_head\.")
-        if not self.config.num_nextn_predict_layers:
-            patterns.append(rf"^model\.layers\.{self.config.num_hidden_layers}\.")
         experts = self.config.n_routed_experts
         local = self.parallel.ep.part(experts, "DeepseekForCausalLM n_routed_experts")
         others = [str(i) for i in range(experts) if not local.start <= i < local.stop]
