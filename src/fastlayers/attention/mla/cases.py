@@ -69,6 +69,8 @@ CASES = (
     _decode("extend_ragged", 3, _TINY, 16, _BF16, (25, 4, 9, 14), query_lens=(4, 4, 0, 1)),
     _decode("extend_padded_left", 4, _TINY, 16, _FP32, (20, 12), query_lens=(12, 3), starts=(10, 2)),
     _decode("extend_split", 2, _TINY, 64, _FP32, (290, 12), query_lens=(9, 2)),
+    _decode("decode_heads72_split", 72, _TINY, 16, _BF16, (270, 30)),
+    _prefill("prefill_two_blocks", 1, _TINY, _BF16, (150,), (190,)),
     _prefill("prefill_ragged", 2, _TINY, _BF16, (21, 0, 5), (21, 0, 5)),
     _prefill("prefill_prefix", 2, _WIDE, _FP32, (6, 3, 1), (39, 3, 17)),
     _prefill("prefill_full", 2, _TINY, _FP32, (7, 4, 2), (19, 0, 33), causal=False),
