@@ -41,6 +41,7 @@ _PUBLIC = {
     "Shard": "fastlayers.comm.parallel",
     "SiluAndMul": "fastlayers.activation.silu_mul.layer",
     "TopKRouter": "fastlayers.moe.router.layer",
+    "StepTokens": "fastlayers.comm.padding",
     "VocabEmbedding": "fastlayers.embedding.layer",
     "backends": "fastlayers.explain",
     "explain": "fastlayers.explain",
