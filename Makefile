@@ -39,7 +39,7 @@ test: $(VENV)/.stamp-dev  ## set up, then run the tests that need no GPU (TESTS=
 	@$(TEST_ENV) TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "$(CPU_TESTS)" -n $(WORKERS) --dist loadfile $(TESTS) $(ARGS)
 
 test-compile: $(VENV)/.stamp-dev  ## compile every Triton kernel for sm_90, without a GPU
-	@env -u TRITON_INTERPRET $(TEST_ENV) $(BIN)/python -m pytest -m compile -n $(WORKERS) tests/compile $(ARGS)
+	@TRITON_INTERPRET=0 $(TEST_ENV) $(BIN)/python -m pytest -m compile -n $(WORKERS) tests/compile $(ARGS)
 
 test-matrix: $(VENV)/.stamp-dev  ## newest triton, oldest and newest transformers, stubbed kernel packages (COLUMNS='...')
 	@$(TEST_ENV) bash tools/test_matrix.sh $(VENV) "$(TESTS)" $(COLUMNS)
