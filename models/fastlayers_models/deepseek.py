@@ -25,7 +25,7 @@ from fastlayers.comm.collectives import collectives, gather_logits, reduce_embed
 from fastlayers.comm.communicator import LayerCommunicator
 from fastlayers.comm.layouts import Hidden
 from fastlayers.comm.padding import StepTokens
-from fastlayers.comm.parallel import ParallelSpec
+from fastlayers.comm.parallel import ParallelSpec, Shard
 from fastlayers.embedding.layer import VocabEmbedding
 from fastlayers.embedding.lm_head import LMHead
 from fastlayers.errors import ArgumentError
@@ -67,6 +67,28 @@ class Build:
         quant = self.config.quant.for_module(name)
         return linear(*sizes, quant=quant, device=self.device, dtype=self.dtype, **options)
 
+    def fused(self, prefix: str, parts: Sequence[str], size: int, bias: bool, shard: Shard) -> nn.Module:
+        """Return one linear for checkpoint modules of the same input and output size, if they can be one weight.
+
+        They can where they have the same format and, if that has scale blocks, no block lies across a seam.
+        """
+        hidden, specs = self.config.hidden_size, [self.config.quant.for_module(f"{prefix}.{part}") for part in parts]
+        rows = specs[0].block_size[0] if specs[0].format == "fp8_block" else 1
+        if all(spec == specs[0] for spec in specs) and size // shard.axis.size % rows == 0:
+            names = [f"../{part}" for part in parts]
+            return self.linear(f"{prefix}.{parts[0]}", hidden, [size] * len(parts), bias, names=names, shard=shard)
+        return SideBySide(
+            self.linear(f"{prefix}.{part}", hidden, size, bias, names=[f"../../{part}"], shard=shard) for part in parts
+        )
+
+
+class SideBySide(nn.ModuleList):
+    """Linears of one input; their outputs side by side."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``[T, sum of the output sizes]``."""
+        return torch.cat([part(x) for part in self], -1)
+
 
 class DeepseekMLP(nn.Module):
     """``down(silu(gate(x)) * up(x))``; partial sums over ``tp``."""
@@ -74,9 +96,8 @@ class DeepseekMLP(nn.Module):
     def __init__(self, build: Build, name: str, intermediate_size: int) -> None:
         super().__init__()
         config, parallel = build.config, build.parallel
-        sizes, names = (intermediate_size, intermediate_size), ("../gate_proj", "../up_proj")
-        self.gate_up_proj = build.linear(
-            f"{name}.gate_proj", config.hidden_size, sizes, config.mlp_bias, names=names, shard=parallel.column()
+        self.gate_up_proj = build.fused(
+            name, ("gate_proj", "up_proj"), intermediate_size, config.mlp_bias, parallel.column()
         )
         self.act_fn = fl.SiluAndMul(intermediate_size // parallel.tp.size, device=build.device)
         self.down_proj = build.linear(
