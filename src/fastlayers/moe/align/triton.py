@@ -18,7 +18,8 @@ from fastlayers.testing.compile_check import KernelBuild
 MAX_CHUNK = 1024
 
 
-@triton.jit
+# The number of pairs is not specialised on: no compilation after the warm-up.
+@triton.jit(do_not_specialize=["num_pairs"])
 def _count_kernel(ids_ptr, counts_ptr, num_pairs, CHUNK: tl.constexpr):
     expert = tl.program_id(0)
     pair = tl.arange(0, CHUNK)
@@ -29,7 +30,7 @@ def _count_kernel(ids_ptr, counts_ptr, num_pairs, CHUNK: tl.constexpr):
     tl.store(counts_ptr + expert, tl.sum(found, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _place_kernel(
     ids_ptr, counts_ptr, sorted_ptr, experts_ptr, total_ptr, num_pairs, num_experts,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr,

@@ -69,7 +69,8 @@ def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
 def _loop(
     x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor,
     w13_scale: torch.Tensor | None, w2_scale: torch.Tensor | None, w13_bias: torch.Tensor | None,
-    w2_bias: torch.Tensor | None, quant: str, scale_fmt: str, activation: str, alpha: float, limit: float, factor: float,
+    w2_bias: torch.Tensor | None, quant: str, scale_fmt: str, activation: str, alpha: float, limit: float,
+    factor: float,
 ) -> torch.Tensor:  # fmt: skip
     packed = MoEWeights(w13, w2, w13_scale, w2_scale, w13_bias, w2_bias)
     values = round_activations(x, quant, scale_fmt)

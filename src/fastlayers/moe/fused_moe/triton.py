@@ -45,7 +45,7 @@ def _extend(
 def _quantize(
     x: torch.Tensor, ids: torch.Tensor | None, experts: int, quant: str, ue8m0: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes ``[R, K]`` and scales ``[R, groups]``; with ``ids`` (one a row) rows of dropped pairs are skipped."""
+    """Return codes ``[R, K]`` and scales ``[R, groups]``; with ``ids`` (one a row) dropped rows are skipped."""
     rows, width = x.shape
     fp8 = quant == "fp8_block"
     block = GROUP if fp8 else triton.next_power_of_2(width)
@@ -250,7 +250,7 @@ COMPILE.append(
         },
         {"PER_TOKEN": 9, "BLOCK": 1024},
         aligned=("D",),
-    )  # fmt: skip
+    )
 )
 COMPILE.append(
     KernelBuild(
@@ -266,5 +266,5 @@ COMPILE.append(
         },
         {"EXPERTS": 256, "TOP_K": 8, "SHARED": 1, "BLOCK_T": 32, "BLOCK_K": 16},
         num_warps=1,
-    )  # fmt: skip
+    )
 )

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from fastlayers.quant.fp8_linear.blocks import decode_e4m3
+from fastlayers.quant.fp8_linear.blocks import decode_e4m3, scale_blocks_
 from fastlayers.quant.group_quant.torch import round_up_to_power_of_two
 
 GROUP = 128
@@ -62,10 +62,8 @@ def dequantize(weight: torch.Tensor, scale: torch.Tensor | None, quant: str, hal
         return weight
     if quant == "int8":
         return weight.float() * scale.unsqueeze(-1)
-    rows = weight.shape[-2] // halves
-    columns = weight.shape[-1]
-    wide = scale.unflatten(-2, (halves, -1)).repeat_interleave(GROUP, -2)[..., :rows, :].flatten(-3, -2)
-    return decode_e4m3(weight) * wide.repeat_interleave(GROUP, -1)[..., :columns]
+    wide = decode_e4m3(weight).unflatten(-2, (halves, -1))
+    return scale_blocks_(wide, scale.unflatten(-2, (halves, -1)), (GROUP, GROUP)).flatten(-3, -2)
 
 
 def activate(gate_up: torch.Tensor, activation: str, alpha: float, limit: float) -> torch.Tensor:
