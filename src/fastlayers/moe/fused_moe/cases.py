@@ -39,7 +39,8 @@ _FP8 = FusedMoEConfig(256, 128, 4, 2, quant="fp8_block", scaling_factor=2.5)
 # of an fp32 sum, moves an output by more than an fp32 bound.
 CASES = (
     _case("tiny_fp32", 7, _TINY, _FP32),
-    _case("tiny_bf16", 7, _TINY),
+    # Wide enough that no single inner feature, with the roundings of its own path, decides a row.
+    _case("tiny_bf16", 7, FusedMoEConfig(64, 256, 8, 4, scaling_factor=2.5)),
     _case("shared_fp32", 5, FusedMoEConfig(64, 32, 8, 4, num_shared=1, scaling_factor=2.5), _FP32, "filtered"),
     _case("two_shared_fp16", 5, FusedMoEConfig(64, 32, 4, 2, num_shared=2), _FP16),
     _case("odd_sizes", 5, FusedMoEConfig(97, 45, 5, 3), _FP32, "filtered"),
