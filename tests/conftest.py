@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections import defaultdict
+import platform
+import subprocess
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +16,11 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--summary", help="write commit, device, versions, counts and reasons of skips to this JSON file")
+    parser.addoption("--commit", default="", help="commit to name in the summary where there is no git")
 
 
 @pytest.fixture(autouse=True)
@@ -29,9 +38,40 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         report.longrepr = f"{item.nodeid} was skipped; the manifest says that it runs"
 
 
+def summary(terminalreporter: pytest.TerminalReporter) -> dict[str, object]:
+    """Return what a reader of the results must know about the run."""
+    import transformers
+    import triton
+
+    skips: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("skipped", []):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        skips[reason.removeprefix("Skipped: ")] += 1
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    cuda = torch.cuda.is_available()
+    return {
+        "command": "pytest " + " ".join(map(str, terminalreporter.config.invocation_params.args)),
+        "commit": terminalreporter.config.getoption("--commit") or git,
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "versions": {
+            "python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
+            "triton": triton.__version__, "transformers": transformers.__version__,
+        },
+        **{k: len(terminalreporter.stats.get(k, [])) for k in ("passed", "failed", "error")},
+        "skipped": sum(skips.values()),
+        "skipped_because": dict(skips.most_common()),
+        "failures": [report.nodeid for report in terminalreporter.stats.get("failed", [])],
+        "triples": sorted(
+            r.nodeid.split("[")[1][:-1] for r in terminalreporter.stats.get("passed", []) if "test_parity_gpu[" in r.nodeid
+        ),
+    }  # fmt: skip
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print which case caught which planted bug."""
+    if path := terminalreporter.config.getoption("--summary"):
+        Path(path).write_text(json.dumps(summary(terminalreporter), indent=1) + "\n")
     rows: dict[str, list[str]] = defaultdict(list)
     for outcome in ("passed", "failed"):
         for report in terminalreporter.stats.get(outcome, []):

@@ -28,7 +28,8 @@ def prompts(count: int) -> list[list[int]]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(TINY)
-    return [tokenizer(f"<|bos|><|user|>{p.prompt}<|assistant|>", add_special_tokens=False)["input_ids"] for p in held_out_problems(count)]
+    chats = [f"<|bos|><|user|>{p.prompt}<|assistant|>" for p in held_out_problems(count)]
+    return [tokenizer(chat, add_special_tokens=False)["input_ids"] for chat in chats]
 
 
 def test_fp32_on_the_gpu_equals_the_cpu() -> None:
@@ -37,7 +38,10 @@ def test_fp32_on_the_gpu_equals_the_cpu() -> None:
     assert Generator(load(dtype=torch.float32), max_length=128).generate(rows, max_new_tokens=12) == on_cpu
 
 
-@pytest.mark.parametrize("options", [{}, {"kv_dtype": torch.float8_e4m3fn}, {"page_size": 1}, {"backend": "torch"}], ids=str)
+OPTIONS: list[dict[str, Any]] = [{}, {"kv_dtype": torch.float8_e4m3fn}, {"page_size": 1}, {"backend": "torch"}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_answers_are_right(options: dict[str, Any]) -> None:
     from transformers import AutoTokenizer
 
