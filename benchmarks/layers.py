@@ -49,8 +49,13 @@ def graphed(spec: LayerSpec, impl: Any, case: Case) -> Callable[[], None]:
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        spec.run(impl, inputs, context)
-    return graph.replay
+        outputs = spec.run(impl, inputs, context)
+
+    def replay(keep: Any = (inputs, context, outputs)) -> None:
+        """Replay; what the graph reads and writes lives as long as this function."""
+        graph.replay()
+
+    return replay
 
 
 def time_cuda(replay: Callable[[], None], flush: torch.Tensor) -> float:
