@@ -1,0 +1,237 @@
+"""Carry a plan out under a rollback log, and undo it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from fastlayers.errors import ArgumentError, PatchError, check_choice
+from fastlayers.patching import experts
+from fastlayers.patching.classes import PREFIX, FastModule, swap, unswap
+from fastlayers.patching.mla import FastMLA
+from fastlayers.patching.packing import PackedModule
+from fastlayers.patching.plan import KINDS, Options, Step, experts_need_registry, is_patched, make_plan, selectors
+from fastlayers.patching.report import PatchEntry, PatchReport
+from fastlayers.patching.rollback import RollbackLog
+
+# Entry points of continuous batching: Hugging Face's manager sizes its pages wrongly for MLA and returns nothing.
+_BATCHING = ("generate_batch", "init_continuous_batching")
+
+
+def patch(
+    model: nn.Module,
+    *,
+    attention: str | bool = "auto",
+    moe: str | bool = "auto",
+    linear: str | bool = "auto",
+    norm: str | bool = "auto",
+    mlp: str | bool = "auto",
+    fuse_projections: bool = True,
+    cache: str = "adopt",
+    include: Any = None,
+    exclude: Any = None,
+    backend: str = "auto",
+    verify: str | bool = "layer",
+    strict: bool = False,
+    dry_run: bool = False,
+) -> PatchReport:
+    """Make a Hugging Face model run on fastlayers, in place; :func:`unpatch` undoes it.
+
+    Parameters
+    ----------
+    model : nn.Module
+        DeepSeek-V2 or V3 of transformers 5.15 or newer, in fp32, bf16, fp16 or FP8 blocks; wrapped (PEFT,
+        ``torch.compile``) or not.
+    attention, moe, linear, norm, mlp : str or bool
+        ``"auto"``, the name of a backend of that kind, or ``False``: leave this kind alone. ``moe`` takes routers
+        and experts together, so a name must exist for both.
+    fuse_projections : bool
+        Put weights that read the same input (q_a and kv_a, gate and up) into one storage.
+    cache : str
+        ``"adopt"``: empty stock cache layers become latent ones on first use. ``"hf"``: caches stay as they are.
+    include, exclude : glob, class, predicate ``(name, module) -> bool``, or several
+        Which modules may be replaced.
+    backend : str
+        What ``"auto"`` of every kind means.
+    verify : str or bool
+        ``"layer"``: a class whose code is not a known version is compared with ours on random input, and left
+        alone if they differ. ``False``: such a class is left alone.
+    strict : bool
+        Raise if anything of a requested kind is skipped, except for what ``include`` and ``exclude`` leave out.
+    dry_run : bool
+        Only report what would be done.
+
+    Returns
+    -------
+    PatchReport
+
+    Raises
+    ------
+    PatchError
+        Nothing can be replaced, or ``strict`` and something is skipped. The model is as it was.
+    NoBackendError, UnknownNameError
+        A backend that was named cannot run, or does not exist. The model is as it was.
+    ArgumentError
+        An argument that is not accepted.
+    """
+    asked = {"attention": attention, "moe": moe, "linear": linear, "norm": norm, "mlp": mlp}
+    check_choice("patch", "cache", cache, ("adopt", "hf"))
+    check_choice("patch", "verify", verify, ("layer", False))
+    if not isinstance(model, nn.Module):
+        raise ArgumentError("patch", "model", type(model).__name__, "an nn.Module")
+    kinds: dict[str, str | None] = {}
+    for kind in KINDS:
+        value = asked[kind]
+        if not isinstance(value, (str, bool)):
+            raise ArgumentError("patch", kind, repr(value), '"auto", the name of a backend, or False')
+        kinds[kind] = None if value is False else (backend if value in ("auto", True) else str(value))
+    options = Options(
+        kinds, bool(fuse_projections), cache, selectors("include", include), selectors("exclude", exclude) or (),
+        verify, bool(strict),
+    )  # fmt: skip
+    model = _unwrap(model)
+    steps = make_plan(model, options)
+    _check(steps, options)
+    if dry_run:
+        return PatchReport(tuple(step.entry() for step in steps), dry_run=True)
+    log = RollbackLog()
+    try:
+        entries = _apply(model, steps, options, log)
+    except BaseException:
+        log.undo()
+        raise
+    report = PatchReport(tuple(entries))
+    for step in steps:
+        if not step.reason:
+            report.watch(step.name, step.module._fl_hits, step.module._fl_falls)  # type: ignore[arg-type]
+    return report
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    """Return the module behind ``torch.compile``; wrappers with ordinary children are simply walked through."""
+    inner = model.__dict__.get("_modules", {}).get("_orig_mod")
+    return inner if inner is not None else model
+
+
+def _check(steps: list[Step], options: Options) -> None:
+    if not any(not step.reason for step in steps):
+        listed = "".join(f"\n  {s.name} ({type(s.module).__name__}): {s.reason}" for s in steps[:20])
+        raise PatchError(f"patch: nothing can be replaced in this model{listed or ': no module of a known kind'}")
+    wrong = [step for step in steps if step.reason and step.reason != "user-excluded"]
+    if options.strict and wrong:
+        listed = "".join(f"\n  {s.name} ({type(s.module).__name__}): {s.reason}" for s in wrong)
+        raise PatchError(f"patch: strict, but {len(wrong)} modules would be skipped{listed}")
+
+
+def _apply(model: nn.Module, steps: list[Step], options: Options, log: RollbackLog) -> list[PatchEntry]:
+    entries = []
+    roots = _roots(model)
+    previous = {id(root): root.config._experts_implementation for root in roots}
+    # FP8 linears first: what attention copies from them is read through their parameters either way.
+    for step in steps:
+        if not step.applies:
+            entries.append(step.entry(_implementation(step.module) if step.done else ""))
+            continue
+        assert step.rule is not None
+        log.add(partial(unswap, step.module))
+        if step.rule.mixin is None:
+            owner = next((root for root in roots if any(m is step.module for m in root.modules())), None)
+            experts.prepare(step.module, step.backend, previous[id(owner)] if owner is not None else None)
+            entries.append(step.entry(f"fused_moe={step.module._fl_core.choice.name}"))  # type: ignore[union-attr]
+            continue
+        fast: Any = step.module
+        if issubclass(step.rule.mixin, FastMLA):
+            fast._fl_adopt = options.cache == "adopt"
+        moved = swap(step.module, step.rule.mixin, step.backend, options.fuse_projections)
+        entries.append(step.entry(_implementation(step.module), 0 if _packed(step.module) else moved))
+        if _packed(step.module):
+            entries.append(_packed_entry(step, moved))
+    if experts_need_registry(steps):
+        for root in roots:
+            if any(PREFIX + "core" in m.__dict__ and not isinstance(m, FastModule) for m in root.modules()):
+                log.add(partial(root.set_experts_implementation, previous[id(root)]))
+                root.set_experts_implementation(experts.NAME)
+    if any(isinstance(step.module, FastMLA) for step in steps):
+        for root in roots:
+            for name in _BATCHING:
+                if hasattr(root, name) and name not in root.__dict__:
+                    log.add(partial(root.__dict__.pop, name, None))
+                    root.__dict__[name] = partial(_no_continuous_batching, name)
+    return entries
+
+
+def _implementation(module: nn.Module) -> str:
+    if isinstance(module, FastModule):
+        return module._fl_implementation()
+    return f"fused_moe={module._fl_core.choice.name}"  # type: ignore[union-attr]
+
+
+def _packed(module: nn.Module) -> bool:
+    return isinstance(module, PackedModule) and module._fl_weight is not None
+
+
+def _packed_entry(step: Step, moved: int) -> PatchEntry:
+    module: Any = step.module
+    names = "+".join(module._fl_parts())
+    return PatchEntry(f"{step.name}.{names}", step.kind, "Linear", "packed", "one product", "", moved)
+
+
+def _roots(model: nn.Module) -> list[Any]:
+    """Return the outermost Hugging Face models inside ``model``."""
+    from transformers import PreTrainedModel
+
+    found: list[Any] = []
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and not any(module in set(root.modules()) for root in found):
+            found.append(module)
+    return found
+
+
+def _no_continuous_batching(name: str, *args: Any, **kwargs: Any) -> Any:
+    raise PatchError(
+        f"{name}: continuous batching is not supported for multi-head latent attention. transformers sizes its pages "
+        "for other heads and returns empty outputs; use generate(), or fastlayers' own models for serving"
+    )
+
+
+def unpatch(model: nn.Module) -> None:
+    """Undo :func:`patch`: classes, weights' storages, experts implementation. Logits are bit-identical to before.
+
+    Parameters
+    ----------
+    model : nn.Module
+        A patched model or a copy of one. A model that is not patched stays as it is.
+    """
+    model = _unwrap(model)
+    for root in _roots(model):
+        marked: list[Any] = [
+            module for module in root.modules() if PREFIX + "previous" in module.__dict__
+        ]
+        if marked and root.config._experts_implementation == experts.NAME:
+            root.set_experts_implementation(marked[0]._fl_previous)
+        for name in _BATCHING:
+            held = root.__dict__.get(name)
+            if isinstance(held, partial) and held.func is _no_continuous_batching:
+                del root.__dict__[name]
+    for module in list(model.modules()):
+        if is_patched(module):
+            unswap(module)
+
+
+@contextmanager
+def patched(model: nn.Module, **options: Any) -> Iterator[PatchReport]:
+    """Patch ``model`` inside a ``with`` block; a model that was patched before stays patched after it.
+
+    Takes the arguments of :func:`patch` and gives its report.
+    """
+    before = any(is_patched(module) for module in model.modules())
+    report = patch(model, **options)
+    try:
+        yield report
+    finally:
+        if not before and not report.dry_run:
+            unpatch(model)

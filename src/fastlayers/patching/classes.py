@@ -1,0 +1,132 @@
+"""Instance class swap: a module becomes an instance of a subclass of its own class.
+
+Names, ``state_dict``, hooks and ``isinstance`` stay as they were. A subclass is made once per (original, mixin)
+and has no ``__init__`` of its own. All that we keep on a module are attributes with the prefix ``_fl_``.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastlayers.operators import count
+
+PREFIX = "_fl_"
+
+
+class FastModule:
+    """Base of all mixins. ``forward`` runs our code if :meth:`_fl_usable`, else the original one."""
+
+    # What is set on each patched instance.
+    _fl_hits: torch.Tensor
+    _fl_falls: torch.Tensor
+    _fl_backend: str
+    _fl_fuse: bool
+
+    def _fl_choose(self) -> None:
+        """Choose backends for the device and dtype that the parameters have now."""
+
+    def _fl_pack(self) -> int:
+        """Move weights that are used together into one storage; return the bytes moved."""
+        return 0
+
+    def _fl_unpack(self) -> None:
+        """Undo :meth:`_fl_pack`."""
+
+    def _fl_implementation(self) -> str:
+        """Return what runs, in a word or two."""
+        return "torch"
+
+    def _fl_refresh(self) -> None:
+        if PREFIX + "hits" in self.__dict__:
+            self._fl_choose()
+            self._fl_pack()
+
+    def _fl_usable(self, x: torch.Tensor) -> bool:
+        """Return whether our code may run: set up, not training, and nobody wants gradients. Counts."""
+        if PREFIX + "hits" not in self.__dict__:
+            return False
+        if self.training or wants_grad(self, x):  # type: ignore[attr-defined]
+            count(self._fl_falls)
+            return False
+        return True
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # .to(), .half(), .cuda(): every parameter has a new storage afterwards.
+        result = super()._apply(fn, recurse)  # type: ignore[misc]
+        self._fl_refresh()
+        return result
+
+    def __setstate__(self, state: Any) -> None:
+        # deepcopy and pickle clone parameters one by one.
+        super().__setstate__(state)  # type: ignore[misc]
+        self._fl_refresh()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        original, mixin = type(self)._fl_origin  # type: ignore[attr-defined]
+        return _rebuild, (original, mixin), self.__dict__
+
+
+def wants_grad(module: Any, x: torch.Tensor) -> bool:
+    """Return whether autograd would record this call."""
+    return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in module.parameters()))
+
+
+@functools.cache
+def fast_class(original: type, mixin: type) -> type:
+    """Return the subclass of ``original`` with ``mixin`` in front, the same object each time."""
+    return type(
+        f"Fast{original.__name__}",
+        (mixin, original),
+        {"__module__": original.__module__, "__doc__": mixin.__doc__, "_fl_origin": (original, mixin)},
+    )
+
+
+def _rebuild(original: type, mixin: type) -> Any:
+    cls = fast_class(original, mixin)
+    return cls.__new__(cls)
+
+
+def original_class(module: nn.Module) -> type:
+    """Return the class that a module had before it was patched."""
+    return type(module)._fl_origin[0] if isinstance(module, FastModule) else type(module)  # type: ignore[attr-defined]
+
+
+def new_counters(module: nn.Module) -> None:
+    """Give a module its two counters: int64 ``[1]`` on the host, never Python integers."""
+    with torch.inference_mode(False):
+        for name in ("hits", "falls"):
+            setattr(module, PREFIX + name, torch.zeros(1, dtype=torch.int64, device="cpu"))
+
+
+def _refresh_after_load(module: Any, keys: Any) -> None:
+    # load_state_dict(assign=True) puts new parameters in place.
+    if isinstance(module, FastModule):
+        module._fl_refresh()
+
+
+def swap(module: nn.Module, mixin: type, backend: str, fuse: bool) -> int:
+    """Make ``module`` an instance of the fast subclass; return the bytes of weights moved."""
+    new_counters(module)
+    fast: Any = module
+    fast._fl_backend, fast._fl_fuse = backend, fuse
+    module.__class__ = fast_class(type(module), mixin)
+    module.register_load_state_dict_post_hook(_refresh_after_load)
+    fast._fl_choose()
+    return int(fast._fl_pack())
+
+
+def unswap(module: nn.Module) -> None:
+    """Restore the original class and drop everything of ours; works on copies of patched modules too."""
+    fast: Any = module
+    if isinstance(module, FastModule):
+        fast._fl_unpack()
+        module.__class__ = original_class(module)
+    hooks = module._load_state_dict_post_hooks
+    for key in [key for key, hook in hooks.items() if hook is _refresh_after_load]:
+        del hooks[key]
+    for name in [name for name in module.__dict__ if name.startswith(PREFIX)]:
+        delattr(module, name)

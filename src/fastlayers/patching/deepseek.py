@@ -1,0 +1,135 @@
+"""DeepSeek-V2 and V3: which class is replaced by what, and where the two families differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fastlayers.patching import experts, fp8
+from fastlayers.patching.matching import Rule, attributes_fit, silu_gate
+from fastlayers.patching.mla import FastMLA
+from fastlayers.patching.mlp import FastMLP
+from fastlayers.patching.norm import FastRMSNorm
+from fastlayers.patching.router import FastV2Router, FastV3Router
+
+Output = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class FastV3MLA(FastMLA):
+    """cos and sin come in the model's dtype; even and odd pairs are read, halves are written."""
+
+    def _fl_rotate(self, q: torch.Tensor, k: torch.Tensor, position: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = (table.unsqueeze(1) for table in position)
+        half = cos.shape[-1] // 2
+        if not self.config.rope_interleave:
+            return tuple(x * cos + _rotate_half(x) * sin for x in (q, k))  # type: ignore[return-value]
+        cos, sin = cos[..., :half], sin[..., :half]
+
+        def rotate(x: torch.Tensor) -> torch.Tensor:
+            even, odd = x[..., 0::2], x[..., 1::2]
+            return torch.cat((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
+
+        return rotate(q), rotate(k)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Output:
+        """Attend; the signature is Hugging Face's."""
+        if not self._fl_may_run(hidden_states, attention_mask, kwargs):
+            original: Output = super().forward(  # type: ignore[misc]
+                hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
+            )
+            return original
+        return self._fl_forward(hidden_states, position_embeddings, attention_mask, past_key_values, kwargs)
+
+
+class FastV2MLA(FastMLA):
+    """One complex fp32 table; rotated in fp32, pairs are read and written."""
+
+    def _fl_rotate(self, q: torch.Tensor, k: torch.Tensor, position: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        table = position.to(q.device).unsqueeze(1)
+
+        def rotate(x: torch.Tensor) -> torch.Tensor:
+            pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+            return torch.view_as_real(pairs * table).flatten(3).type_as(x)
+
+        return rotate(q), rotate(k)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        position_embeddings: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Output:
+        """Attend; the signature is Hugging Face's."""
+        if not self._fl_may_run(hidden_states, attention_mask, kwargs):
+            original: Output = super().forward(  # type: ignore[misc]
+                hidden_states, attention_mask, past_key_values, position_embeddings, **kwargs
+            )
+            return original
+        return self._fl_forward(hidden_states, position_embeddings, attention_mask, past_key_values, kwargs)
+
+
+def _rotate_half(x: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def _mla_fits(module: Any) -> str | None:
+    wanted = (
+        "config", "layer_idx", "num_heads", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim",
+        "qk_head_dim", "v_head_dim", "scaling", "kv_a_layernorm", "expand_kv",
+    )  # fmt: skip
+    missing = attributes_fit(module, wanted)
+    if missing:
+        return missing
+    rows = module.num_heads * (module.qk_nope_head_dim + module.v_head_dim)
+    if tuple(module.kv_b_proj.weight.shape) != (rows, module.kv_lora_rank):
+        return f"unknown-class: kv_b_proj is {tuple(module.kv_b_proj.weight.shape)}"
+    return None
+
+
+def _norm_fits(module: Any) -> str | None:
+    return attributes_fit(module, ("weight", "variance_epsilon"))
+
+
+def _router_fits(module: Any) -> str | None:
+    wanted = ("weight", "hidden_dim", "num_experts", "num_group", "topk_group", "top_k", "routed_scaling_factor")
+    return attributes_fit(module, wanted)
+
+
+def _v2_router_fits(module: Any) -> str | None:
+    if module.topk_method not in ("greedy", "group_limited_greedy"):
+        return f"custom-gate: topk_method {module.topk_method}"
+    return _router_fits(module)
+
+
+_MLA_LINEARS = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+_MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
+_V2 = "transformers.models.deepseek_v2.modeling_deepseek_v2."
+_V3 = "transformers.models.deepseek_v3.modeling_deepseek_v3."
+_FP8 = "transformers.integrations.finegrained_fp8."
+
+# Normalised-AST hashes of what we replace, as of the transformers versions named. Other versions are verified.
+RULES: dict[str, Rule] = {
+    f"{_V2}DeepseekV2Attention": Rule("attention", FastV2MLA, _mla_fits, _MLA_LINEARS, ("forward", "expand_kv")),
+    f"{_V3}DeepseekV3Attention": Rule("attention", FastV3MLA, _mla_fits, _MLA_LINEARS, ("forward", "expand_kv")),
+    f"{_V2}DeepseekV2TopkRouter": Rule("moe", FastV2Router, _v2_router_fits),
+    f"{_V3}DeepseekV3TopkRouter": Rule("moe", FastV3Router, _router_fits),
+    f"{_V2}DeepseekV2Experts": Rule("moe", None, experts.why_not),
+    f"{_V3}DeepseekV3Experts": Rule("moe", None, experts.why_not),
+    f"{_V2}DeepseekV2RMSNorm": Rule("norm", FastRMSNorm, _norm_fits),
+    f"{_V3}DeepseekV3RMSNorm": Rule("norm", FastRMSNorm, _norm_fits),
+    f"{_V2}DeepseekV2MLP": Rule("mlp", FastMLP, silu_gate, _MLP_LINEARS),
+    f"{_V3}DeepseekV3MLP": Rule("mlp", FastMLP, silu_gate, _MLP_LINEARS),
+    f"{_FP8}FP8Experts": Rule("moe", None, experts.why_not),
+    f"{_FP8}FP8Linear": Rule("linear", fp8.FastFP8Linear, fp8.why_not),
+}

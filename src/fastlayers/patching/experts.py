@@ -1,0 +1,120 @@
+"""Experts through Hugging Face's registries: ``experts_implementation="fastlayers"``, bf16/fp32 and FP8-block.
+
+No class is swapped: the decorated ``forward`` of the experts looks its function up by the name in the config. Two
+small attributes with our prefix mark the modules that were patched; others that share the config (the blocks that
+``generate(use_mtp=True)`` builds) run Hugging Face's own implementation.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from transformers.integrations.finegrained_fp8 import FP8Experts, FP8ExpertsInterface
+from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
+
+from fastlayers.moe.fused_moe.layer import FUSED_MOE, FusedMoEConfig
+from fastlayers.moe.fused_moe.weights import GROUP, MoEWeights
+from fastlayers.operators import count
+from fastlayers.patching.classes import PREFIX, new_counters, wants_grad
+from fastlayers.registry import Ladder
+
+NAME = "fastlayers"
+
+
+def experts_config(module: Any) -> FusedMoEConfig:
+    """Return what a backend must know about a Hugging Face experts module."""
+    fp8 = isinstance(module, FP8Experts)
+    return FusedMoEConfig(
+        int(module.hidden_dim), int(module.intermediate_dim), int(module.num_experts),
+        int(getattr(module.config, "num_experts_per_tok", 1)), quant="fp8_block" if fp8 else "none",
+    )  # fmt: skip
+
+
+def choose(module: Any, backend: str) -> Ladder:
+    """Choose and build the backend for ``module``."""
+    return FUSED_MOE.choose(experts_config(module), module.down_proj.device, backend).build()
+
+
+def why_not(module: Any) -> str | None:
+    """Return why ``module`` cannot run on our experts, or ``None``."""
+    if getattr(module, "has_post_expert_norm", False):
+        return "custom-gate: a norm follows each expert"
+    if module.has_bias or module.is_transposed or not module.is_concatenated or not module.has_gate:
+        return "custom-gate: another layout of gate and up"
+    if getattr(module.config, "hidden_act", None) != "silu":
+        return f"custom-gate: activation {getattr(module.config, 'hidden_act', None)}"
+    if isinstance(module, FP8Experts):
+        return _why_not_fp8(module)
+    if type(module)._apply_gate is not _default_apply_gate:
+        return "custom-gate: its own gate function"
+    if module.gate_up_proj.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"quantized({module.gate_up_proj.dtype})"
+    return None
+
+
+def _why_not_fp8(module: Any) -> str | None:
+    if module.swiglu_alpha is not None or module.limit is not None:
+        return "custom-gate: clamped"
+    if module.activation_scheme != "dynamic":
+        return f"quantized({module.activation_scheme} activation scales)"
+    if module.block_size is None or tuple(module.block_size) != (GROUP, GROUP):
+        return f"quantized(blocks {module.block_size})"
+    if module.gate_up_proj.element_size() != 1 or module.gate_up_proj_scale_inv.dtype != torch.float32:
+        return f"quantized({module.gate_up_proj.dtype}, scales {module.gate_up_proj_scale_inv.dtype})"
+    rows, columns = -(-module.intermediate_dim // GROUP), -(-module.hidden_dim // GROUP)
+    if tuple(module.gate_up_proj_scale_inv.shape[1:]) != (2 * rows, columns):
+        return f"ragged-block: {module.intermediate_dim} rows each of gate and up share a block"
+    return None
+
+
+def prepare(module: Any, backend: str, previous: str | None) -> None:
+    """Mark ``module`` as patched and build its backend; ``previous``: the implementation that ran so far."""
+    new_counters(module)
+    module._fl_backend, module._fl_previous = backend, previous
+    module._fl_core = choose(module, backend)
+
+
+def experts_forward(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Return the weighted sum of each token's experts ``[T, D]``; what Hugging Face's registries call."""
+    if PREFIX + "core" not in self.__dict__:
+        return _stock(self, "grouped_mm")(self, hidden_states, top_k_index, top_k_weights)
+    known = hidden_states.dtype == self.down_proj.dtype or self.down_proj.element_size() == 1
+    if self.training or not known or wants_grad(self, hidden_states):
+        count(self._fl_falls)
+        return _stock(self, self._fl_previous)(self, hidden_states, top_k_index, top_k_weights)
+    count(self._fl_hits)
+    if self._fl_core.choice.device.type != hidden_states.device.type:
+        self._fl_core = choose(self, self._fl_backend)
+    # Backends of the checkpoint layout pack without a copy, so nothing can go stale.
+    packed = self._fl_core.pack(weights_of(self))
+    core = self._fl_core.pick(hidden_states.shape[0])
+    y: torch.Tensor = core(hidden_states, top_k_weights.float(), top_k_index.to(torch.int32), packed)
+    return y
+
+
+def weights_of(module: Any) -> MoEWeights:
+    """Return the parameters as backends take them."""
+    scales = getattr(module, "gate_up_proj_scale_inv", None), getattr(module, "down_proj_scale_inv", None)
+    return MoEWeights(module.gate_up_proj, module.down_proj, *scales)
+
+
+def _stock(module: Any, name: str | None) -> Any:
+    """Return Hugging Face's implementation of that name for this module."""
+    original = inspect.unwrap(type(module).forward)
+    if name in (None, NAME, "eager"):
+        return original
+    table = FP8ExpertsInterface if isinstance(module, FP8Experts) else ExpertsInterface
+    return table().get(name, original)
+
+
+def register() -> None:
+    """Make the name known to both registries; done when this module is imported."""
+    for table in (ExpertsInterface, FP8ExpertsInterface):
+        table.register(NAME, experts_forward)
+
+
+register()

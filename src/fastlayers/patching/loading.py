@@ -1,0 +1,150 @@
+"""``from_pretrained``: load a Hugging Face model and patch it, with our own reading of FP8 blocks on a CPU.
+
+Without a GPU transformers dequantises FP8 checkpoints, and infers the block size from the scale grid: 576 rows with
+5 scale rows fail, 448 rows with 4 load silently wrong. Here blocks come from ``weight_block_size``, by
+ceil-division.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastlayers.errors import CheckpointError
+from fastlayers.patching.apply import patch as apply_patch
+from fastlayers.patching.report import PatchReport
+from fastlayers.quant.fp8_linear.blocks import E4M3, dequantize_block_weight
+
+_SCALES = ("_scale_inv", "_scale")
+_HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+
+
+def from_pretrained(
+    auto_class: Any, name: str | Path, *, patch: dict[str, Any] | None = None, **hf_options: Any
+) -> tuple[nn.Module, PatchReport]:
+    """Load a model with ``auto_class.from_pretrained`` and patch it.
+
+    Parameters
+    ----------
+    auto_class : type
+        ``AutoModelForCausalLM``, or a model class.
+    name : str or Path
+        Directory or hub name.
+    patch : dict, optional
+        Arguments of :func:`fastlayers.patch`.
+    **hf_options
+        Arguments of Hugging Face's ``from_pretrained`` (``dtype``, ``device_map``, …).
+
+    Returns
+    -------
+    (nn.Module, PatchReport)
+        In evaluation mode.
+
+    Raises
+    ------
+    CheckpointError
+        An FP8 tensor without its scales, or scales of another grid than the config's blocks.
+    """
+    if _dequantises(name, hf_options):
+        model = _load_dequantised(auto_class, str(name), dict(hf_options))
+    else:
+        model = auto_class.from_pretrained(name, **hf_options)
+    model.eval()
+    return model, apply_patch(model, **(patch or {}))
+
+
+def _hub_options(options: dict[str, Any]) -> dict[str, Any]:
+    return {key: options[key] for key in _HUB_OPTIONS if key in options}
+
+
+def _dequantises(name: str | Path, options: dict[str, Any]) -> bool:
+    """Return whether Hugging Face would dequantise this checkpoint while loading."""
+    from transformers import AutoConfig
+
+    config = options.get("config") or AutoConfig.from_pretrained(name, **_hub_options(options))
+    quant = getattr(config, "quantization_config", None)
+    if quant is None or _field(quant, "quant_method") != "fp8":
+        return False
+    capable = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+    return not capable or bool(_field(quant, "dequantize"))
+
+
+def _field(quant: Any, name: str) -> Any:
+    value = quant.get(name) if isinstance(quant, dict) else getattr(quant, name, None)
+    return getattr(value, "value", value)
+
+
+def _load_dequantised(auto_class: Any, name: str, options: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    hub = _hub_options(options)
+    config = options.pop("config", None) or AutoConfig.from_pretrained(name, **hub)
+    quant = config.quantization_config
+    block = _field(quant, "weight_block_size") or (128, 128)
+    del config.quantization_config
+    dtype = options.pop("dtype", options.pop("torch_dtype", None))
+    if dtype in (None, "auto"):
+        dtype = config.dtype or torch.bfloat16
+    state = read_dequantised(checkpoint_files(name, hub), (int(block[0]), int(block[1])), dtype)
+    for key in _HUB_OPTIONS:
+        options.pop(key, None)
+    return auto_class.from_pretrained(None, config=config, state_dict=state, dtype=dtype, **options)
+
+
+def checkpoint_files(name: str, hub: dict[str, Any]) -> list[Path]:
+    """Return the safetensors files of a checkpoint, through Hugging Face's cache if it is not a directory."""
+    from transformers.utils import cached_file
+
+    def find(file: str, needed: bool) -> Path | None:
+        found = cached_file(
+            name, file, _raise_exceptions_for_missing_entries=needed,
+            _raise_exceptions_for_connection_errors=needed, **hub,
+        )  # fmt: skip
+        return None if found is None else Path(found)
+
+    index = find("model.safetensors.index.json", False)
+    if index is None:
+        single = find("model.safetensors", True)
+        assert single is not None
+        return [single]
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    return [path for path in (find(file, True) for file in names) if path is not None]
+
+
+def read_dequantised(files: list[Path], block: tuple[int, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return all tensors of a checkpoint, FP8 ones dequantised to ``dtype``; scales are consumed."""
+    from safetensors import safe_open
+
+    where: dict[str, Path] = {}
+    for path in files:
+        with safe_open(path, framework="pt") as opened:
+            where.update(dict.fromkeys(opened.keys(), path))
+    scales: dict[str, torch.Tensor] = {}
+    for path in files:
+        with safe_open(path, framework="pt") as opened:
+            scales.update({key: opened.get_tensor(key) for key in opened.keys() if key.endswith(_SCALES)})  # noqa: SIM118
+    state: dict[str, torch.Tensor] = {}
+    for path in files:
+        with safe_open(path, framework="pt") as opened:
+            for key in opened.keys():  # noqa: SIM118
+                if key not in scales and not key.endswith("activation_scale"):
+                    state[key] = _dequantised(key, opened.get_tensor(key), scales, block, dtype)
+    return state
+
+
+def _dequantised(
+    key: str, tensor: torch.Tensor, scales: dict[str, torch.Tensor], block: tuple[int, int], dtype: torch.dtype
+) -> torch.Tensor:
+    if tensor.dtype != E4M3:
+        return tensor
+    scale = next((scales[key + ending] for ending in _SCALES if key + ending in scales), None)
+    if scale is None:
+        raise CheckpointError(f"{key}: e4m3 without {key}_scale_inv in the checkpoint")
+    try:
+        return dequantize_block_weight(tensor, scale.float(), block, dtype)
+    except ValueError as error:
+        raise CheckpointError(f"{key}: {error}") from error

@@ -1,0 +1,189 @@
+"""Whether a module is what we think it is: class, structure, hooks, wrappers, and the code of its ``forward``."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+import hashlib
+import inspect
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastlayers.patching.classes import FastModule, fast_class, new_counters, original_class
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one Hugging Face class is replaced.
+
+    Parameters
+    ----------
+    kind : str
+    mixin : type or None
+        What goes in front of the class; ``None``: experts, which go through Hugging Face's registry.
+    why_not : callable
+        ``module -> reason or None``: structure, shapes, formats.
+    linears : tuple[str, ...]
+        Children that must be plain linears.
+    methods : tuple[str, ...]
+        What we replace or rely on; their code is fingerprinted.
+    """
+
+    kind: str
+    mixin: type[FastModule] | None
+    why_not: Callable[[Any], str | None]
+    linears: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ("forward",)
+
+
+def attributes_fit(module: Any, wanted: tuple[str, ...]) -> str | None:
+    """Return a reason if an attribute is missing."""
+    missing = [name for name in wanted if not hasattr(module, name)]
+    return f"unknown-class: no attribute {', '.join(missing)}" if missing else None
+
+
+def silu_gate(module: Any) -> str | None:
+    """Return a reason unless ``module`` is a SwiGLU MLP with SiLU and without biases in gate and up."""
+    activation = type(module.act_fn).__name__
+    if activation not in ("SiLUActivation", "SiLU"):
+        return f"custom-gate: activation {activation}"
+    return attributes_fit(module, ("gate_proj", "up_proj", "down_proj"))
+
+
+def qualified(cls: type) -> str:
+    """Return the name by which rules are found."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _foreign_hooks(module: nn.Module) -> bool:
+    """Return whether somebody hooked ``module``; Hugging Face's recorders of outputs do not count."""
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values(), *module._backward_hooks.values()]
+    return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks)
+
+
+def why_not(module: nn.Module, rule: Rule) -> str | None:
+    """Return the reason code (and words) why ``module`` must be left alone, or ``None``."""
+    children = [(name, getattr(module, name, None)) for name in rule.linears]
+    involved = [module, *(child for _, child in children if child is not None)]
+    if any("forward" in part.__dict__ for part in involved):
+        return "instance-forward: forward was replaced on the instance"
+    if any(_foreign_hooks(part) for part in involved):
+        return "hooked: forward hooks are registered"
+    for name, child in children:
+        if child is not None and (reason := _linear_reason(name, child)) is not None:
+            return reason
+    for parameter in module.parameters(recurse=False):
+        if type(parameter) is not nn.Parameter and hasattr(parameter, "placements"):
+            return "dtensor: sharded parameters"
+        if parameter.device.type not in ("cpu", "cuda", "meta"):
+            return f"device: {parameter.device.type}"
+    return rule.why_not(module)
+
+
+def _linear_reason(name: str, child: Any) -> str | None:
+    cls = original_class(child)
+    if cls is nn.Linear or cls.__name__ == "FP8Linear":
+        return None
+    if hasattr(child, "base_layer") or "lora" in cls.__name__.lower():
+        return "wrapped-linear(LoRA): " + name
+    if isinstance(child, nn.Linear):
+        return f"quantized({cls.__name__}): {name}"
+    return f"wrapped-linear({cls.__name__}): {name}"
+
+
+@functools.cache
+def fingerprint(cls: type, methods: tuple[str, ...]) -> str | None:
+    """Return a hash of the methods' code that ignores comments, docstrings and layout; ``None`` without source."""
+    parts = []
+    for name in methods:
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(getattr(cls, name)))))
+        except (OSError, TypeError, SyntaxError, AttributeError):
+            return None
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                node.decorator_list, node.returns = [], None
+                for argument in (*node.args.args, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg):
+                    if argument is not None:
+                        argument.annotation = None
+                first = node.body[0]
+                if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                    node.body = node.body[1:] or [ast.Pass()]
+        parts.append(ast.unparse(tree))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+# Largest relative error of a layer against its original: the same operations in another order.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+
+
+@torch.no_grad()
+def verify(module: nn.Module, rule: Rule, backend: str, fuse: bool, rotary: Any) -> str | None:
+    """Compare the original with the fast class on random input, in fp32 and in the model's dtype.
+
+    Works on copies. Returns ``None`` if they agree, else what differed.
+    """
+    weight = next(module.parameters())
+    if rule.mixin is None or weight.device.type == "meta" or weight.element_size() == 1:
+        return None
+    for dtype in dict.fromkeys((torch.float32, weight.dtype)):
+        stock = copy.deepcopy(module).to(dtype).eval()
+        fast: Any = copy.deepcopy(stock)
+        new_counters(fast)
+        fast._fl_backend, fast._fl_fuse, fast._fl_adopt = backend, fuse, True
+        fast.__class__ = fast_class(type(fast), rule.mixin)
+        fast._fl_refresh()
+        try:
+            wanted, given = (_run(layer, rule.kind, dtype, rotary) for layer in (stock, fast))
+        except Exception as error:  # whatever a changed forward raises: the layer is left alone, and says why
+            return f"{type(error).__name__}: {error}"
+        if int(fast._fl_hits) == 0:
+            return "the fast path did not run"
+        for w, g in zip(wanted, given, strict=True):
+            error_size = float((g.double() - w.double()).norm() / w.double().norm().clamp_min(1e-30))
+            if not error_size <= TOLERANCE.get(dtype, 3e-2):
+                return f"relative error {error_size:.1e} in {dtype}"
+    return None
+
+
+def _run(layer: Any, kind: str, dtype: torch.dtype, rotary: Any) -> list[torch.Tensor]:
+    weight = next(layer.parameters())
+    generator = torch.Generator().manual_seed(0)
+    width = _input_width(layer)
+    x = torch.randn(2, 12, width, generator=generator).to(weight.device, dtype)
+    if kind == "norm" or kind == "mlp":
+        return [layer(x)]
+    if kind == "moe":
+        logits, weights, ids = layer(x.view(-1, width))
+        return [logits, torch.zeros_like(logits).scatter(1, ids, weights.to(logits.dtype))]
+    from transformers.cache_utils import DynamicCache
+
+    # The layer may be any of the model; the cache wants indices from 0.
+    layer.layer_idx = 0
+    cache, outputs = DynamicCache(), []
+    for first, last in ((0, 8), (8, 9), (9, 12)):
+        position = torch.arange(first, last, device=x.device).expand(2, -1)
+        mask = None
+        if first and last - first > 1:
+            seen = torch.arange(last, device=x.device)[None, :] <= position[0][:, None]
+            mask = seen.expand(2, 1, -1, -1)
+        table = rotary(x[:, first:last], position_ids=position)
+        outputs.append(
+            layer(
+                hidden_states=x[:, first:last], position_embeddings=table, attention_mask=mask, past_key_values=cache
+            )[0]
+        )
+    return outputs
+
+
+def _input_width(layer: Any) -> int:
+    for name in ("hidden_dim", "hidden_size"):
+        if isinstance(getattr(layer, name, None), int):
+            return int(getattr(layer, name))
+    return int(next(layer.parameters()).shape[-1])

@@ -1,0 +1,280 @@
+"""DeepSeek's MLA attention as Hugging Face builds it, with absorbed decode.
+
+    B = batch, Q = new tokens, S = tokens attended to, H = heads
+    L = kv_lora_rank, R = qk_rope_head_dim, N = qk_nope_head_dim, V = v_head_dim
+    W[H, N+V, L] = kv_b_proj.weight            Wk = W[:, :N], Wv = W[:, N:], both views
+
+    expanded   k, v = W · latent for all S,  softmax(q·k) v       many queries: the original's own way
+    absorbed   q' = (Wk^T q_nope, q_rope) [L+R];  o = Wv · (softmax(q' · row) · row[:L])     few queries, long cache
+
+The cheaper one by operations is taken; the decision depends on shapes only. The mask that Hugging Face passes is
+honoured as it is: ``None``, bool (True: seen) or additive.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from fastlayers import env
+from fastlayers.attention.meta import AttentionBatch, AttentionMeta
+from fastlayers.attention.mla.core import MLA, MLAConfig
+from fastlayers.attention.mla.torch import MAX_SCORES, product
+from fastlayers.errors import NoBackendError
+from fastlayers.operators import count
+from fastlayers.patching.cache import PAGE, LatentLayer, adopt, latent_rows
+from fastlayers.patching.packing import PackedModule, plain
+from fastlayers.quant.fp8_linear.blocks import dequantize_block_weight
+from fastlayers.registry import Ladder
+
+# Keyword arguments of the original's forward that change what is computed.
+_FOREIGN = ("cache", "is_causal", "position_bias", "sliding_window", "softcap", "s_aux")
+
+
+def attend_latent(
+    q: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor | None, scale: float, rank: int
+) -> torch.Tensor:
+    """Absorbed attention over dense latent rows under any mask.
+
+    Parameters
+    ----------
+    q : Tensor ``[B, H, Q, L + R]``
+    rows : Tensor ``[B, S, L + R]``
+    mask : Tensor or None
+        Broadcastable to ``[B, H, Q, S]``: bool (True: seen), or added to the scores. ``None``: everything is seen.
+    scale : float
+    rank : int
+
+    Returns
+    -------
+    Tensor ``[B, H, Q, L]``
+        Rows that see nothing give 0.
+    """
+    batch, heads, queries, width = q.shape
+    step = max(1, MAX_SCORES // max(1, batch * heads * rows.shape[1]))
+    if queries > step:
+        pieces = []
+        for first in range(0, queries, step):
+            whole = mask is None or mask.shape[2] == 1
+            part = mask if mask is None or whole else mask[:, :, first : first + step]
+            pieces.append(attend_latent(q[:, :, first : first + step], rows, part, scale, rank))
+        return torch.cat(pieces, dim=2)
+    scores = product(q.reshape(batch, heads * queries, width), rows.transpose(1, 2))
+    scores = scores.view(batch, heads, queries, -1) * scale
+    blind = None
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, float("-inf"))
+        blind = ~mask.any(-1, keepdim=True)
+    elif mask is not None:
+        scores = scores + mask
+    weights = scores.softmax(-1).to(rows.dtype).view(batch, heads * queries, -1)
+    o = product(weights, rows[..., :rank]).to(q.dtype).view(batch, heads, queries, rank)
+    return o if blind is None else o.masked_fill(blind, 0.0)
+
+
+def absorbed_is_cheaper(queries: int, keys: int, rank: int, rope: int, nope: int, value: int) -> bool:
+    """Return whether absorbing takes fewer operations per head than expanding every key."""
+    absorbed = queries * (rank * (nope + value) + keys * (2 * rank + rope))
+    expanded = keys * rank * (nope + value) + queries * keys * (nope + rope + value)
+    return absorbed < expanded
+
+
+class FastMLA(PackedModule):
+    """MLA; families add the signature of ``forward`` and ``_fl_rotate``."""
+
+    _fl_core: Ladder | None
+    _fl_adopt: bool
+    _fl_dense: torch.Tensor | None
+    config: Any
+    layer_idx: int
+    num_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    qk_nope_head_dim: int
+    qk_head_dim: int
+    v_head_dim: int
+    scaling: float
+    q_proj: Any
+    q_a_proj: Any
+    q_a_layernorm: Any
+    q_b_proj: Any
+    kv_a_proj_with_mqa: Any
+    kv_a_layernorm: Any
+    kv_b_proj: Any
+    o_proj: Any
+    expand_kv: Any
+
+    def _fl_parts(self) -> tuple[str, ...]:
+        return ("q_proj" if self.q_lora_rank is None else "q_a_proj"), "kv_a_proj_with_mqa"
+
+    def _fl_pack(self) -> int:
+        # Of a quantised kv_b_proj one dequantised copy is held; unquantised weights are used where they are.
+        moved, weight = super()._fl_pack(), self.kv_b_proj.weight
+        self._fl_dense = None
+        if weight.element_size() == 1 and weight.device.type != "meta":
+            with torch.no_grad(), torch.inference_mode(False):
+                self._fl_dense = dequantize_block_weight(
+                    weight.detach(), self.kv_b_proj.weight_scale_inv.detach(), tuple(self.kv_b_proj.block_size),
+                    self.kv_a_layernorm.weight.dtype,
+                )  # fmt: skip
+            moved += self._fl_dense.numel() * self._fl_dense.element_size()
+        return moved
+
+    def _fl_choose(self) -> None:
+        device, dtype = self.kv_b_proj.weight.device, self.kv_a_layernorm.weight.dtype
+        auto = self._fl_backend == "auto" and "mla" not in env.backend_overrides()
+        self._fl_core = None
+        if auto and device.type != "cuda":
+            return
+        cfg = MLAConfig(
+            self.num_heads, self.kv_lora_rank, self.qk_rope_head_dim, self.qk_nope_head_dim, self.v_head_dim,
+            float(self.scaling), PAGE, dtype, dtype,
+        )  # fmt: skip
+        try:
+            self._fl_core = MLA.choose(cfg, device, self._fl_backend).build()
+        except NoBackendError:
+            if not auto:
+                raise
+
+    def _fl_implementation(self) -> str:
+        packed = "" if getattr(self, "_fl_weight", None) is None else f", {'+'.join(self._fl_parts())}"
+        return f"absorbed mla={'torch' if self._fl_core is None else self._fl_core.choice.name}{packed}"
+
+    def _fl_rotate(self, q: torch.Tensor, k: torch.Tensor, position: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        raise TypeError(f"{type(self).__name__} has no rotary embedding")
+
+    def _fl_may_run(self, hidden_states: torch.Tensor, mask: Any, extra: dict[str, Any]) -> bool:
+        """Return whether this call is one that our code computes; counts a fallback otherwise."""
+        if not self._fl_usable(hidden_states):
+            return False
+        attention = self.config._attn_implementation
+        weights_asked = attention == "eager" and (
+            extra.get("output_attentions") or getattr(self.config, "output_attentions", False)
+        )
+        known_mask = mask is None or (isinstance(mask, torch.Tensor) and mask.dim() == 4)
+        foreign = any(extra.get(name) is not None for name in _FOREIGN)
+        if attention in ("sdpa", "eager") and known_mask and not weights_asked and not foreign:
+            return True
+        count(self._fl_falls)
+        return False
+
+    def _fl_project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries ``[B,Q,H,N+R]``, normalised latents ``[B,Q,L]`` and unrotated rope keys ``[B,Q,R]``."""
+        latent = self.kv_lora_rank + self.qk_rope_head_dim
+        both = self._fl_fused(x)
+        if both is None:
+            q = self.q_proj(x) if self.q_lora_rank is None else self.q_a_proj(x)
+            kv = self.kv_a_proj_with_mqa(x)
+        else:
+            q, kv = both[..., :-latent], both[..., -latent:]
+        if self.q_lora_rank is not None:
+            q = self.q_b_proj(self.q_a_layernorm(q))
+        nope, rope = kv.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        return q.reshape(*x.shape[:-1], -1, self.qk_head_dim), self.kv_a_layernorm(nope), rope
+
+    def _fl_forward(
+        self, hidden_states: torch.Tensor, position: Any, mask: torch.Tensor | None, cache: Any, extra: dict[str, Any]
+    ) -> tuple[torch.Tensor, None]:
+        count(self._fl_hits)
+        batch, queries = hidden_states.shape[:2]
+        q, latent, k_rope = self._fl_project(hidden_states)
+        q_nope, q_rope = q.transpose(1, 2).split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
+        q_rope, k_rope = self._fl_rotate(q_rope, k_rope.unsqueeze(1), position)
+        keys, values = latent.unsqueeze(1), k_rope
+        if cache is not None:
+            if self._fl_adopt:
+                adopt(cache, self.layer_idx)
+            keys, values = cache.update(keys, values, self.layer_idx)
+        dense = self._fl_absorbable(queries, keys, mask)
+        if dense is not None:
+            rows = latent_rows(cache, self.layer_idx, keys, values)
+            o = self._fl_absorbed(q_nope, q_rope, rows, mask, cache, dense)
+        else:
+            o = self._fl_expanded(q_nope, q_rope, keys, values, mask, extra)
+        return self.o_proj(o.reshape(batch, queries, -1)), None
+
+    def _fl_absorbable(self, queries: int, keys: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """Return ``W[H, N+V, L]`` if this call is to be absorbed."""
+        total = keys.shape[2]
+        if mask is None:
+            # Without a mask one query sees all; several are causal in a way that depends on the kernel.
+            fits = queries == 1
+        else:
+            fits = mask.shape[-1] == total and mask.shape[-2] in (1, queries)
+        cheaper = absorbed_is_cheaper(
+            queries, total, self.kv_lora_rank, self.qk_rope_head_dim, self.qk_nope_head_dim, self.v_head_dim
+        )
+        weight = self._fl_dense if self._fl_dense is not None else self.kv_b_proj.weight
+        whole = self._fl_dense is not None or plain(self.kv_b_proj)
+        if not (fits and cheaper and whole) or weight.dtype != keys.dtype:
+            return None
+        return weight.view(self.num_heads, self.qk_nope_head_dim + self.v_head_dim, self.kv_lora_rank)
+
+    def _fl_absorbed(
+        self, q_nope: torch.Tensor, q_rope: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor | None, cache: Any,
+        dense: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return ``[B, Q, H, V]``."""
+        batch, heads, queries, nope = q_nope.shape
+        absorbed = torch.bmm(q_nope.transpose(0, 1).reshape(heads, batch * queries, nope), dense[:, :nope])
+        q_latent = absorbed.view(heads, batch, queries, -1).transpose(0, 1)
+        q = torch.cat((q_latent, q_rope), dim=-1)
+        o = self._fl_paged(q, rows, mask, cache)
+        if o is None:
+            o = attend_latent(q, rows, mask, self.scaling, self.kv_lora_rank)
+        by_head = o.transpose(0, 1).reshape(heads, batch * queries, -1)
+        out = torch.bmm(by_head, dense[:, nope:].transpose(1, 2))
+        return out.view(heads, batch, queries, -1).permute(1, 2, 0, 3)
+
+    def _fl_paged(
+        self, q: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor | None, cache: Any
+    ) -> torch.Tensor | None:
+        """Run the chosen core on the latent buffer as pages, or return ``None`` where it has no such form."""
+        if self._fl_core is None or mask is not None or q.shape[2] != 1 or cache is None:
+            return None
+        layer = cache.layers[self.layer_idx]
+        pages = layer.pages() if isinstance(layer, LatentLayer) else None
+        if pages is None:
+            return None
+        batch, length = q.shape[0], rows.shape[1]
+        core = self._fl_core.pick(batch)
+        o, _ = core.decode(q[:, :, 0], pages, dense_meta(batch, length, pages.shape[0] // batch, q.device))
+        return o.unsqueeze(2)
+
+    def _fl_expanded(
+        self, q_nope: torch.Tensor, q_rope: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
+        mask: torch.Tensor | None, extra: dict[str, Any],
+    ) -> torch.Tensor:  # fmt: skip
+        """Return ``[B, Q, H, V]`` the original's way: expand every key, then its attention function."""
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        query = torch.cat((q_nope, q_rope), dim=-1)
+        k, v = self.expand_kv(keys, values)
+        origin = type(self)._fl_origin[0]  # type: ignore[attr-defined]
+        eager = sys.modules[origin.__module__].eager_attention_forward
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+        o: torch.Tensor = attend(self, query, k, v, mask, dropout=0.0, scaling=self.scaling, **extra)[0]
+        return o
+
+
+def dense_meta(batch: int, length: int, pages_each: int, device: torch.device) -> AttentionMeta:
+    """Describe a decode step over a dense buffer ``[batch, pages_each * PAGE, …]`` to a paged core; no host sync."""
+    numbers = torch.arange(batch * pages_each, dtype=torch.int32, device=device).view(batch, pages_each)
+    request = torch.arange(batch + 1, dtype=torch.int32, device=device)
+    described = tuple(range(b * pages_each, (b + 1) * pages_each) for b in range(batch))
+    return AttentionMeta(
+        page_table=numbers,
+        seq_lens=torch.full((batch,), length, dtype=torch.int32, device=device),
+        starts=torch.zeros(batch, dtype=torch.int32, device=device),
+        cu_seqlens_q=request,
+        request_of_token=request[:batch],
+        positions=torch.full((batch,), length - 1, dtype=torch.int64, device=device),
+        out_cache_loc=torch.zeros(batch, dtype=torch.int64, device=device),
+        page_size=PAGE,
+        max_query_len=1,
+        max_seq_len=length,
+        batch=AttentionBatch((1,) * batch, (length - 1,) * batch, described),
+    )

@@ -1,0 +1,46 @@
+"""SwiGLU MLPs: gate and up as one product, the activation on the backends of ``silu_mul``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fastlayers.activation.silu_mul.layer import SILU_MUL, SiluMulConfig
+from fastlayers.operators import count
+from fastlayers.patching.packing import PackedModule
+from fastlayers.registry import Ladder
+
+
+class FastMLP(PackedModule):
+    """``down(silu(gate(x)) * up(x))``."""
+
+    _fl_core: Ladder
+    gate_proj: Any
+    up_proj: Any
+    down_proj: Any
+
+    def _fl_parts(self) -> tuple[str, ...]:
+        return "gate_proj", "up_proj"
+
+    def _fl_choose(self) -> None:
+        cfg = SiluMulConfig(self.gate_proj.out_features)
+        self._fl_core = SILU_MUL.choose(cfg, self.down_proj.weight.device, self._fl_backend).build()
+
+    def _fl_implementation(self) -> str:
+        packed = "gate+up, " if getattr(self, "_fl_weight", None) is not None else ""
+        return f"{packed}silu_mul={self._fl_core.choice.name}"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the MLP's output, of ``x``'s shape and dtype."""
+        if not self._fl_usable(x):
+            original: torch.Tensor = super().forward(x)  # type: ignore[misc]
+            return original
+        count(self._fl_hits)
+        gate_up = self._fl_fused(x)
+        if gate_up is None:
+            gate_up = torch.cat((self.gate_proj(x), self.up_proj(x)), dim=-1)
+        rows = gate_up.reshape(-1, gate_up.shape[-1])
+        y = self._fl_core.pick(rows.shape[0])(rows)
+        down: torch.Tensor = self.down_proj(y.view(*x.shape[:-1], -1))
+        return down

@@ -1,0 +1,41 @@
+"""RMSNorm of Hugging Face modules, on the backends of ``rms_norm``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fastlayers.norm.rms_norm.layer import RMS_NORM, RMSNormConfig
+from fastlayers.operators import count
+from fastlayers.patching.classes import FastModule
+from fastlayers.registry import Ladder
+
+
+class FastRMSNorm(FastModule):
+    """``weight * x_hat.to(dtype)``: Llama, Qwen, DeepSeek."""
+
+    _fl_core: Ladder
+    weight: torch.Tensor
+    variance_epsilon: float
+
+    def _fl_choose(self) -> None:
+        cfg = RMSNormConfig(self.weight.shape[0], float(self.variance_epsilon), "cast_then_scale")
+        self._fl_core = RMS_NORM.choose(cfg, self.weight.device, self._fl_backend).build()
+
+    def _fl_implementation(self) -> str:
+        return f"rms_norm={self._fl_core.choice.name}"
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Normalise the last dimension."""
+        if not self._fl_usable(hidden_states):
+            original: torch.Tensor = super().forward(hidden_states)  # type: ignore[misc]
+            return original
+        if hidden_states.dtype != self.weight.dtype or hidden_states.stride(-1) != 1:
+            count(self._fl_falls)
+            mixed: torch.Tensor = super().forward(hidden_states)  # type: ignore[misc]
+            return mixed
+        count(self._fl_hits)
+        core: Any = self._fl_core.pick(hidden_states.numel() // hidden_states.shape[-1])
+        y: torch.Tensor = core(hidden_states, self.weight, None)[0]
+        return y

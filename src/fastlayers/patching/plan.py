@@ -1,0 +1,154 @@
+"""The plan of a patch: pure, changes nothing. ``dry_run=True`` returns its report."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fastlayers.errors import ArgumentError
+from fastlayers.patching import experts
+from fastlayers.patching.classes import FastModule, PREFIX, original_class
+from fastlayers.patching.deepseek import RULES
+from fastlayers.patching.hashes import KNOWN
+from fastlayers.patching.matching import Rule, fingerprint, qualified, verify, why_not
+from fastlayers.patching.report import PatchEntry
+
+KINDS = ("attention", "moe", "linear", "norm", "mlp")
+Selector = str | type | Callable[[str, nn.Module], bool]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of ``patch``, checked. ``kinds``: kind -> backend, or ``None`` where it is not asked for."""
+
+    kinds: dict[str, str | None]
+    fuse_projections: bool
+    cache: str
+    include: tuple[Selector, ...] | None
+    exclude: tuple[Selector, ...]
+    verify: str | bool
+    strict: bool
+
+    def wanted(self, name: str, module: nn.Module) -> bool:
+        """Return whether include and exclude let this module be patched."""
+        if self.include is not None and not any(_selects(s, name, module) for s in self.include):
+            return False
+        return not any(_selects(s, name, module) for s in self.exclude)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One module and what is to happen to it. ``reason`` set: nothing. ``done``: it was patched before."""
+
+    name: str
+    module: nn.Module
+    kind: str
+    rule: Rule | None
+    backend: str
+    reason: str = ""
+    done: bool = False
+
+    @property
+    def applies(self) -> bool:
+        """Whether there is something to do."""
+        return not self.reason and not self.done
+
+    def entry(self, implementation: str = "", moved: int = 0) -> PatchEntry:
+        """Return the report's entry."""
+        cls = original_class(self.module).__name__
+        if self.reason:
+            return PatchEntry(self.name, self.kind, cls, "skipped", "", self.reason)
+        action = "registry" if self.rule is not None and self.rule.mixin is None else "swapped"
+        remark = "already patched" if self.done else ""
+        return PatchEntry(self.name, self.kind, cls, action, implementation, remark, moved)
+
+
+def selectors(argument: str, given: Any) -> tuple[Selector, ...] | None:
+    """Return ``include`` or ``exclude`` as a tuple."""
+    if given is None:
+        return None
+    items = tuple(given) if isinstance(given, Iterable) and not isinstance(given, (str, type)) else (given,)
+    for item in items:
+        if not isinstance(item, (str, type)) and not callable(item):
+            raise ArgumentError("patch", argument, repr(item), "globs on module names, classes, or predicates")
+    return items
+
+
+def _selects(selector: Selector, name: str, module: nn.Module) -> bool:
+    if isinstance(selector, str):
+        return fnmatch.fnmatchcase(name, selector)
+    if isinstance(selector, type):
+        return issubclass(original_class(module), selector)
+    return bool(selector(name, module))
+
+
+def _kind_by_name(cls: type) -> str | None:
+    """Return the kind that an unknown class seems to be, by its name: it is worth a word in the report."""
+    name = cls.__name__
+    for ending, kind in (
+        ("RMSNorm", "norm"), ("Attention", "attention"), ("Experts", "moe"), ("Router", "moe"), ("MLP", "mlp"),
+        ("FP8Linear", "linear"),
+    ):  # fmt: skip
+        if name.endswith(ending):
+            return kind
+    return None
+
+
+def is_patched(module: nn.Module) -> bool:
+    """Return whether ``module`` runs our code already."""
+    return isinstance(module, FastModule) or PREFIX + "core" in module.__dict__
+
+
+def make_plan(model: nn.Module, options: Options) -> list[Step]:
+    """Decide about every module of ``model``; nothing is changed."""
+    steps, verified = [], {}  # type: ignore[var-annotated]
+    rotary = next((m for name, m in model.named_modules() if name.endswith("rotary_emb")), None)
+    for name, module in model.named_modules():
+        cls = original_class(module)
+        rule = RULES.get(qualified(cls))
+        kind = rule.kind if rule is not None else _kind_by_name(cls)
+        if kind is None or options.kinds[kind] is None:
+            continue
+        backend = str(options.kinds[kind])
+        if is_patched(module):
+            steps.append(Step(name, module, kind, rule, backend, done=True))
+            continue
+        steps.append(Step(name, module, kind, rule, backend, _reason(name, module, rule, options, rotary, verified)))
+    return steps
+
+
+def _reason(
+    name: str, module: nn.Module, rule: Rule | None, options: Options, rotary: Any, verified: dict[Any, str]
+) -> str:
+    if not options.wanted(name, module):
+        return "user-excluded"
+    if rule is None:
+        return "unknown-class"
+    reason = why_not(module, rule)
+    if reason is not None:
+        return reason
+    code = fingerprint(type(module), rule.methods)
+    if code is not None and code in KNOWN.get(qualified(type(module)), ()):
+        return ""
+    if options.verify == "layer" and rule.mixin is not None:
+        # One layer of each class and backend answers for all.
+        key = (type(module), options.kinds[rule.kind])
+        if key not in verified:
+            wrong = verify(module, rule, str(options.kinds[rule.kind]), options.fuse_projections, rotary)
+            verified[key] = "" if wrong is None else f"verify-failed: {wrong}"
+        return verified[key]
+    if options.verify is False:
+        return "unknown-forward"
+    return ""
+
+
+def experts_need_registry(steps: list[Step]) -> bool:
+    """Return whether some experts are to be run through Hugging Face's registry."""
+    return any(step.applies and step.rule is not None and step.rule.mixin is None for step in steps)
+
+
+__all__ = ["KINDS", "Options", "Step", "experts", "experts_need_registry", "is_patched", "make_plan", "selectors"]

@@ -1,0 +1,107 @@
+"""What ``patch`` did: entries, reasons, and counters of what really ran."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+ACTIONS = ("swapped", "registry", "packed", "skipped")
+
+
+@dataclass(frozen=True)
+class PatchEntry:
+    """What happened to one module.
+
+    Attributes
+    ----------
+    name : str
+        Module name inside the model that was given.
+    kind : str
+        ``attention``, ``moe``, ``linear``, ``norm`` or ``mlp``.
+    original_class : str
+    action : str
+        ``swapped`` (the instance has a subclass now), ``registry`` (Hugging Face's registry calls us), ``packed``
+        (weights moved into one storage), ``skipped``.
+    implementation : str
+        What runs now; empty if skipped.
+    reason : str
+        Why it was skipped, or a remark. The word before the first colon is the reason code.
+    bytes_moved : int
+        Bytes of weights that were copied into another place or are held in addition.
+    """
+
+    name: str
+    kind: str
+    original_class: str
+    action: str
+    implementation: str = ""
+    reason: str = ""
+    bytes_moved: int = 0
+
+
+@dataclass
+class PatchReport:
+    """The entries of one ``patch`` call, and counters that go on counting afterwards.
+
+    Counters belong to the modules; a report counts from the moment it was made.
+    """
+
+    entries: tuple[PatchEntry, ...]
+    dry_run: bool = False
+    _counters: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, repr=False)
+    _start: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)
+
+    def watch(self, name: str, hits: torch.Tensor, fallbacks: torch.Tensor) -> None:
+        """Count ``name`` from now on."""
+        self._counters[name] = (hits, fallbacks)
+        self._start[name] = (int(hits), int(fallbacks))
+
+    @property
+    def replaced(self) -> tuple[PatchEntry, ...]:
+        """Entries of modules that run our code now."""
+        return tuple(entry for entry in self.entries if entry.action != "skipped")
+
+    @property
+    def skipped(self) -> tuple[PatchEntry, ...]:
+        """Entries of modules that were left alone, with the reason."""
+        return tuple(entry for entry in self.entries if entry.action == "skipped")
+
+    def hits(self) -> dict[str, int]:
+        """Return module name -> times its fast path ran since the patch."""
+        return {name: int(hits) - self._start[name][0] for name, (hits, _) in self._counters.items()}
+
+    def fallbacks(self) -> dict[str, int]:
+        """Return module name -> times a patched module ran the original code all the same."""
+        return {name: int(falls) - self._start[name][1] for name, (_, falls) in self._counters.items()}
+
+    def summary(self) -> str:
+        """Return a table: how many modules of which class, what runs there, and why not."""
+        rows: Counter[tuple[str, ...]] = Counter()
+        for entry in self.entries:
+            rows[entry.action, entry.kind, entry.original_class, entry.implementation, entry.reason] += 1
+        order = sorted(rows, key=lambda row: (ACTIONS.index(row[0]), row[1:]))
+        table = [("", "kind", "class", "implementation", "reason")]
+        table += [(f"{rows[row]} {row[0]}", *row[1:]) for row in order]
+        widths = [max(len(row[column]) for row in table) for column in range(4)]
+        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in table]
+        moved = sum(entry.bytes_moved for entry in self.entries)
+        title = "fastlayers.patch (dry run)" if self.dry_run else "fastlayers.patch"
+        head = f"{title}: {len(self.replaced)} replaced, {len(self.skipped)} skipped, {moved / 2**20:.1f} MiB moved"
+        return "\n".join([head, *(line.rstrip() for line in lines)])
+
+    def to_json(self) -> str:
+        """Return entries, hits and fallbacks as JSON."""
+        data: dict[str, Any] = {
+            "dry_run": self.dry_run,
+            "entries": [asdict(entry) for entry in self.entries],
+            "hits": self.hits(),
+            "fallbacks": self.fallbacks(),
+        }
+        return json.dumps(data, indent=1)
+
+    def __str__(self) -> str:
+        return self.summary()
