@@ -20,6 +20,13 @@ from fastlayers.errors import CheckpointError
 from fastlayers.weights import Slot, slots
 
 INDEX = "model.safetensors.index.json"
+# Dtypes of quantised values, as safetensors spells them.
+CODES = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
 # How many names an error message lists before it counts the rest.
 NAMED = 8
 
@@ -50,10 +57,10 @@ class Checkpoint:
         index = self.path / INDEX
         if index.is_file():
             try:
-                named = json.loads(index.read_text())["weight_map"]
-            except (ValueError, KeyError) as error:
+                named = dict(json.loads(index.read_text())["weight_map"])
+                missing = sorted({file for file in named.values() if not (self.path / file).is_file()})
+            except (OSError, ValueError, KeyError, TypeError) as error:
                 raise CheckpointError(f"{index}: not a safetensors index: {type(error).__name__}: {error}") from error
-            missing = sorted({file for file in named.values() if not (self.path / file).is_file()})
             if missing:
                 raise CheckpointError(f"{index}: names shards that are not there: {', '.join(missing)}")
             return {name: self.path / file for name, file in named.items()}
@@ -76,9 +83,11 @@ class Checkpoint:
         """The parsed ``config.json``."""
         file = self.path / "config.json"
         try:
-            parsed: dict[str, Any] = json.loads(file.read_text())
+            parsed = json.loads(file.read_text())
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{file}: cannot be read: {error}") from error
+        if not isinstance(parsed, dict):
+            raise CheckpointError(f"{file}: holds {type(parsed).__name__}; accepted: an object of names and values")
         return parsed
 
     def names(self) -> Iterable[str]:
@@ -127,7 +136,8 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, *, ignore: Sequence[s
     Raises
     ------
     CheckpointError
-        Missing, extra or misshapen tensors, all found before the first weight is written; or an unreadable shard.
+        Missing, extra or misshapen tensors, or quantised ones where the model holds others, all found before the
+        first weight is written; or an unreadable shard.
     """
     wanted: dict[str, list[Slot]] = {}
     for name, slot in slots(model):
@@ -144,19 +154,33 @@ def _check_names(checkpoint: Checkpoint, wanted: dict[str, list[Slot]], ignore: 
     missing = [n for n, found in wanted.items() if n not in present and not all(s.optional for s in found)]
     ignored = re.compile("|".join(f"(?:{rule})" for rule in ignore)) if ignore else None
     extra = [n for n in present if n not in wanted and not (ignored and ignored.search(n))]
-    wrong = [
-        f"{name} has shape {checkpoint.shape(name)}, the model wants {slot.shape}"
-        for name in checkpoint.in_file_order(n for n in wanted if n in present)
-        for slot in wanted[name]
-        if checkpoint.shape(name) != tuple(slot.shape)
-    ]
+    wrong, formats = [], []
+    for name in checkpoint.in_file_order(n for n in wanted if n in present):
+        shape, dtype = checkpoint.shape(name), checkpoint.dtype(name)
+        for slot in wanted[name]:
+            if shape != tuple(slot.shape):
+                wrong.append(f"{name} has shape {shape}, the model wants {tuple(slot.shape)}")
+            elif not _castable(dtype, slot):
+                formats.append(f"{name} is {dtype}, the model holds {str(slot.dest.dtype).removeprefix('torch.')}")
     problems = [
         f"{what}: {_some(sorted(found))}"
-        for what, found in (("missing tensors", missing), ("unexpected tensors", extra), ("wrong shapes", wrong))
+        for what, found in (
+            ("missing tensors", missing),
+            ("unexpected tensors", extra),
+            ("wrong shapes", wrong),
+            ("wrong number formats", formats),
+        )
         if found
     ]
     if problems:
         raise CheckpointError(f"{checkpoint.path} does not fit the model; " + "; ".join(problems))
+
+
+def _castable(dtype: str, slot: Slot) -> bool:
+    """Whether :meth:`Slot.fill` will take a tensor of this dtype: codes go into codes of the same kind only."""
+    if slot.convert is not None:
+        return True
+    return CODES.get(dtype) == (slot.dest.dtype if slot.dest.dtype in CODES.values() else None)
 
 
 def _some(names: Sequence[str]) -> str:
