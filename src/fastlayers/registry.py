@@ -108,6 +108,10 @@ def torch_backend(target: str, refuse: Callable[[Any, Device], str | None] = acc
     return Backend("torch", target, refuse=refuse, auto_on=("cpu",), last_resort_on=("cuda",))
 
 
+# What every kernel of ours uses of Triton.
+TRITON_NEEDS = ("triton:jit", "triton.language:dot", "triton.language:float8e4nv")
+
+
 def triton_backend(
     target: str, refuse: Callable[[Any, Device], str | None] = accepts_all, weight_layout: str = "checkpoint"
 ) -> Backend:
@@ -120,7 +124,7 @@ def triton_backend(
             return f"needs sm_80 or newer, this is {device.sm}"
         return refuse(cfg, device)
 
-    return Backend("triton", target, ("triton",), needs_cuda, weight_layout=weight_layout)
+    return Backend("triton", target, TRITON_NEEDS, needs_cuda, weight_layout=weight_layout)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,166 @@
+"""The command line: what people and machines get, exit codes, and errors without tracebacks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fastlayers_server.cli import app, main
+
+ROOTS = [str(Path(__file__).parents[2] / root) for root in ("src", "models", "server")]
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+
+
+def command(*arguments: str, path: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own, with ``path`` before everything else on the module path."""
+    code = "from fastlayers_server.cli import main; main()"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([p for p in (path, *ROOTS) if p])} | environment
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=env, timeout=240)
+
+
+def test_doctor_reports_everything_that_it_looked_at() -> None:
+    result = run("doctor", "--json")
+    report = json.loads(result.stdout)
+    names = {fact["name"] for fact in report["facts"]}
+    assert {"python", "torch", "gpu", "triton", "transformers", "deep_gemm", "flashinfer", "sgl_kernel"} <= names
+    assert result.exit_code == (0 if report["ok"] else 1)
+    assert report["layers"]["rms_norm"]["works"]
+    absent = [fact for fact in report["facts"] if fact["state"] == "absent" and fact["name"] != "gpu"]
+    assert all("pip install" in fact["reason"] for fact in absent)
+    assert "rms_norm" in run("doctor").stdout
+
+
+def broken_package(folder: Path, name: str, text: str) -> str:
+    (folder / name).mkdir(parents=True)
+    (folder / name / "__init__.py").write_text(text)
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", ["deep_gemm", "sgl_kernel", "triton"])
+def test_a_broken_package_fails_the_doctor_and_nothing_else(tmp_path: Path, name: str) -> None:
+    path = broken_package(tmp_path, name, "raise OSError('libcudart.so.99 is missing')\n")
+    seen = command("doctor", "--json", path=path, TRITON_INTERPRET="0")
+    report = json.loads(seen.stdout)
+    fact = next(fact for fact in report["facts"] if fact["name"] == name)
+    assert seen.returncode == 1 and fact["state"] == "broken" and "libcudart.so.99" in fact["reason"]
+    code = "import torch, fastlayers as fl; print(fl.RMSNorm(8)(torch.ones(2, 8)).shape, fl.backends('mla', device='H200'))"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([path, *ROOTS]), "TRITON_INTERPRET": "0"}
+    used = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert used.returncode == 0 and "torch.Size([2, 8])" in used.stdout, used.stderr
+
+
+def test_a_package_without_our_functions_disables_its_backend_only(tmp_path: Path) -> None:
+    path = broken_package(tmp_path, "triton", "__version__ = '1.0'\n")
+    code = (
+        "import os, torch, fastlayers as fl\n"
+        "from fastlayers.errors import NoBackendError\n"
+        "print(fl.RMSNorm(8).choice.name)\n"
+        "try: fl.RMSNorm(8, backend='triton')\n"
+        "except NoBackendError as e: print('refused', e.refused['triton'])\n"
+    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([path, *ROOTS]), "TRITON_INTERPRET": "1"}
+    used = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert used.returncode == 0 and used.stdout.startswith("torch\nrefused triton"), used.stdout + used.stderr
+
+
+def test_disabled_packages_are_named() -> None:
+    seen = command("doctor", "--json", FASTLAYERS_DISABLE="triton,transformers")
+    facts = {fact["name"]: fact for fact in json.loads(seen.stdout)["facts"]}
+    assert seen.returncode == 0 and facts["triton"]["state"] == "disabled"
+    assert "FASTLAYERS_DISABLE" in facts["transformers"]["reason"]
+
+
+def test_backends_answers_for_described_devices() -> None:
+    rows = json.loads(run("backends", "mla", "--device", "H200", "--json").stdout)
+    by_name = {row["name"]: row for row in rows}
+    assert by_name["triton"]["hardware"] and not by_name["trtllm_gen"]["hardware"]
+    assert "sm_100" in by_name["trtllm_gen"]["reason"]
+    table = run("backends", "--device", "A100")
+    assert table.exit_code == 0 and "fp8_linear" in table.stdout
+
+
+def test_explain_names_what_a_model_runs() -> None:
+    assert json.loads(run("explain", "rms_norm", "--json").stdout)[0]["chosen"] == "torch"
+    rows = json.loads(run("explain", "tiny", "--dtype", "fp32", "--device", "cpu", "--json").stdout)
+    assert {"mla", "fused_moe", "router", "rms_norm"} <= {row["layer"] for row in rows}
+    assert all(row["chosen"] == "torch" for row in rows)
+
+
+def test_generate_answers_a_problem() -> None:
+    found = json.loads(run("generate", "What is 127 + 45?", "--dtype", "fp32", "--device", "cpu", "--json").stdout)
+    assert found["text"].strip() == "172" and found["finished"] == "stop"
+    assert "172" in run("generate", "What is 127 + 45?", "--dtype", "bf16", "--device", "cpu").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["explain", "nowhere/at/all"], "checkpoint is 'nowhere/at/all'"),
+        (["backends", "rmsnorm"], "layer 'rmsnorm' is unknown; known: linear"),
+        (["backends", "--device", "H2000"], "device 'H2000' is unknown"),
+        (["generate", "hi", "--dtype", "fp7"], "dtype is 'fp7'; accepted: bf16"),
+        (["generate", "hi", "--device", "gpu"], "--device is 'gpu'"),
+        (["eval", "--variants", "best"], "variant 'best' is unknown; known: hf"),
+        (["generate", "hi", "--max-new-tokens", "9999"], "accepted: at most max_length"),
+    ],
+)
+def test_errors_are_one_sentence(
+    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["fastlayers", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    shown = " ".join(capsys.readouterr().err.split())
+    assert exit_.value.code == 1 and words in shown and "Traceback" not in shown
+
+
+def test_debug_shows_the_traceback() -> None:
+    seen = command("--debug", "backends", "rmsnorm")
+    assert seen.returncode == 1 and "Traceback" in seen.stderr and "UnknownNameError" in seen.stderr
+
+
+def test_demo_shows_identical_tokens_and_the_report() -> None:
+    seen = run("demo", "--new-tokens", "8", "--prompt-tokens", "300", "--device", "cpu", "--json")
+    found = json.loads(seen.stdout)
+    assert seen.exit_code == 0 and found["identical"] and found["prompt_tokens"] >= 300
+    assert found["stock"]["tokens"] == found["patched"]["tokens"] and len(found["patched"]["tokens"]) == 8
+    assert sum(found["hits"].values()) > 0
+    table = run("demo", "--new-tokens", "4", "--prompt-tokens", "64", "--device", "cpu")
+    assert table.exit_code == 0 and "identical tokens" in table.stdout
+
+
+def test_demo_fails_if_the_tokens_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fastlayers_server.demo as demo
+
+    real = demo._generate
+    calls: list[int] = []
+
+    def differing(*arguments: Any) -> Any:
+        found = real(*arguments)
+        calls.append(1)
+        if len(calls) == 2:
+            object.__setattr__(found, "tokens", found.tokens[:-1] + [found.tokens[-1] + 1])
+        return found
+
+    monkeypatch.setattr(demo, "_generate", differing)
+    seen = run("demo", "--new-tokens", "4", "--prompt-tokens", "64", "--device", "cpu")
+    assert seen.exit_code == 1 and "DIFFER" in seen.stdout
+
+
+def test_eval_scores_each_variant() -> None:
+    seen = run("eval", "tiny", "--variants", "hf,patched,fastlayers", "--limit", "10", "--stories", "2", "--json", "--device", "cpu")
+    scores = json.loads(seen.stdout)
+    assert list(scores) == ["hf", "patched", "fastlayers"]
+    for name, row in scores.items():
+        assert row["exact_match"] >= 0.9 and 1.0 < row["perplexity"] < 2.0, name
+    assert scores["patched"]["flips"] == 0 and scores["fastlayers"]["flips"] == 0
