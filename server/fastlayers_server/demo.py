@@ -13,6 +13,7 @@ import torch
 import fastlayers as fl
 from fastlayers_models.tasks import long_prompt
 from fastlayers_server.evaluate import chat_ids
+from fastlayers_server.variants import load_hugging_face
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,10 @@ def run_demo(
     progress : callable
         Called with a sentence at each stage.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(path)
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+    model = load_hugging_face(path, dtype, device)
     problem = long_prompt(min_prompt_tokens, lambda text: len(tokenizer(text)["input_ids"]))
     ids = torch.tensor([chat_ids(tokenizer, problem.prompt)], device=device)
     progress(f"Hugging Face: {ids.shape[1]} prompt tokens, {new_tokens} new ones")

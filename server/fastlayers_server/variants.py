@@ -27,6 +27,16 @@ def assets() -> Path:
     return Path(fastlayers_models.__file__).parent / "assets"
 
 
+def load_hugging_face(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """Load a checkpoint with stock transformers, without its progress bars and its note about MTP tensors."""
+    import transformers
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+
+
 class Runner(Protocol):
     """One way to run a checkpoint."""
 
@@ -41,10 +51,8 @@ class HuggingFaceRunner:
     """A Hugging Face model, patched or not; prompts are padded on the left."""
 
     def __init__(self, path: Path, dtype: torch.dtype, device: torch.device, *, patch: bool) -> None:
-        from transformers import AutoModelForCausalLM
-
         self.device = device
-        self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+        self.model = load_hugging_face(path, dtype, device)
         self.report = fl.patch(self.model) if patch else None
         eos = self.model.generation_config.eos_token_id
         self.eos = set(eos if isinstance(eos, list) else [eos])
