@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from fastlayers.comm.padding import StepTokens
 from fastlayers.errors import ArgumentError
 from fastlayers.testing.world import Rank, world
 from fastlayers_models.checkpoint import Checkpoint
@@ -219,6 +220,32 @@ def test_generator_gives_the_same_tokens_on_every_rank(folders: dict[str, Path])
     rows = [row[: 41 + i] for i, row in enumerate(rows_of(model))]
     wanted = Generator(model).generate(rows, max_new_tokens=12, eos_ids=())
     assert world(2).run(generate, str(folders["v3"]), rows) == [wanted] * 2
+
+
+def route(rank: Rank, folder: str, group: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Return, for every step of PADDED and every MoE layer, how many rows are real and how many the experts skip."""
+    model = load(folder, parallel=rank.spec(attn_dp=2))
+    seen: list[tuple[int, int]] = []
+
+    def look(_: Any, args: Any) -> None:
+        skipped = (args[2] == -1).all(-1)
+        assert torch.equal(skipped, (args[2] == -1).any(-1))
+        seen.append((int((~skipped).sum()), int(skipped.sum())))
+
+    for layer in model.model.layers[1:3]:
+        layer.mlp.experts.register_forward_pre_hook(look)
+    Feeder(model, rows_of(model), group).run(PADDED)
+    return seen
+
+
+def test_padding_rows_cost_no_expert_work(folders: dict[str, Path]) -> None:
+    wanted = []
+    for mode, counts in PADDED:
+        real = [sum(c for c, g in zip(counts, SPLIT, strict=True) if g == d) for d in (0, 1)]
+        step = StepTokens.plan(real, attn_tp=2, extend=mode != "decode", graph=mode == "max_len")
+        wanted += [(sum(real), step.full_rows - sum(real))] * 2
+    assert sum(pads for _, pads in wanted) > 10
+    assert world(4).run(route, str(folders["v3"]), SPLIT) == [wanted] * 4
 
 
 def forget_step(rank: Rank, folder: str) -> str:
