@@ -208,9 +208,7 @@ def unpatch(model: nn.Module) -> None:
     """
     model = _unwrap(model)
     for root in _roots(model):
-        marked: list[Any] = [
-            module for module in root.modules() if PREFIX + "previous" in module.__dict__
-        ]
+        marked: list[Any] = [module for module in root.modules() if PREFIX + "previous" in module.__dict__]
         if marked and root.config._experts_implementation == experts.NAME:
             root.set_experts_implementation(marked[0]._fl_previous)
         for name in _BATCHING:

@@ -90,9 +90,7 @@ class LatentLayer(DynamicLayer):
         width = self._rank + value_states.shape[-1]
         capacity = _whole_pages(needed + max(256, needed // 4))
         # Zeros: kernels read whole pages, and nothing that they read may be NaN.
-        buffer = torch.zeros(
-            key_states.shape[0], 1, capacity, width, dtype=key_states.dtype, device=key_states.device
-        )
+        buffer = torch.zeros(key_states.shape[0], 1, capacity, width, dtype=key_states.dtype, device=key_states.device)
         if length:
             buffer[:, :, :length, : self._rank] = self.keys
             buffer[:, :, :length, self._rank :] = self.values
@@ -112,9 +110,9 @@ class LatentLayer(DynamicLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove tokens; the buffer stays."""
-        linked, buffer = self.linked, self.buffer
+        linked = self.linked and self.buffer is not None
         super().crop(tokens_to_remove)
-        if linked and buffer is not None:
+        if linked:
             self._view(self.keys.shape[-2])
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
@@ -130,7 +128,7 @@ class LatentLayer(DynamicLayer):
         self._select(lambda b: b[indices, ...], super().batch_select_indices, indices)
 
     def _select(self, on_buffer: Any, on_views: Any, argument: Any) -> None:
-        length = self.get_seq_length()
+        length: Any = self.get_seq_length()
         if self.linked and self.buffer is not None and length:
             self.buffer = on_buffer(self.buffer)
             self._view(length)
@@ -195,7 +193,7 @@ def adopt(cache: Any, index: int) -> None:
     layers = getattr(cache, "layers", None)
     if layers is None or getattr(cache, "offloading", False):
         return
-    replicate = getattr(cache, "layer_class_to_replicate", None)
+    replicate: Any = getattr(cache, "layer_class_to_replicate", None)
     if replicate is DynamicLayer:
         while len(layers) <= index:
             layers.append(DynamicLayer())

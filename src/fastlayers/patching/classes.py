@@ -7,7 +7,7 @@ and has no ``__init__`` of its own. All that we keep on a module are attributes 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -85,8 +85,8 @@ def fast_class(original: type, mixin: type) -> type:
     )
 
 
-def _rebuild(original: type, mixin: type) -> Any:
-    cls = fast_class(original, mixin)
+def _rebuild(original: Any, mixin: Any) -> Any:
+    cls: Any = fast_class(original, mixin)
     return cls.__new__(cls)
 
 
@@ -111,9 +111,9 @@ def _refresh_after_load(module: Any, keys: Any) -> None:
 def swap(module: nn.Module, mixin: type, backend: str, fuse: bool) -> int:
     """Make ``module`` an instance of the fast subclass; return the bytes of weights moved."""
     new_counters(module)
-    fast: Any = module
+    fast, original, front = cast(Any, module), cast(Any, type(module)), cast(Any, mixin)
     fast._fl_backend, fast._fl_fuse = backend, fuse
-    module.__class__ = fast_class(type(module), mixin)
+    module.__class__ = fast_class(original, front)
     module.register_load_state_dict_post_hook(_refresh_after_load)
     fast._fl_choose()
     return int(fast._fl_pack())

@@ -23,7 +23,7 @@ class FastV3MLA(FastMLA):
         cos, sin = (table.unsqueeze(1) for table in position)
         half = cos.shape[-1] // 2
         if not self.config.rope_interleave:
-            return tuple(x * cos + _rotate_half(x) * sin for x in (q, k))  # type: ignore[return-value]
+            return tuple(x * cos + _rotate_half(x) * sin for x in (q, k))
         cos, sin = cos[..., :half], sin[..., :half]
 
         def rotate(x: torch.Tensor) -> torch.Tensor:

@@ -137,7 +137,9 @@ def verify(module: nn.Module, rule: Rule, backend: str, fuse: bool, rotary: Any)
         fast: Any = copy.deepcopy(stock)
         new_counters(fast)
         fast._fl_backend, fast._fl_fuse, fast._fl_adopt = backend, fuse, True
-        fast.__class__ = fast_class(type(fast), rule.mixin)
+        mixin: Any = rule.mixin
+        original: Any = type(fast)
+        fast.__class__ = fast_class(original, mixin)
         fast._fl_refresh()
         try:
             wanted, given = (_run(layer, rule.kind, dtype, rotary) for layer in (stock, fast))

@@ -51,7 +51,7 @@ def _join(parameters: list[nn.Parameter]) -> torch.Tensor:
     return joined
 
 
-def _separate(parameter: nn.Parameter) -> None:
+def _separate(parameter: Any) -> None:
     with torch.no_grad(), torch.inference_mode(False):
         parameter.data = parameter.detach().clone()
 
@@ -70,8 +70,11 @@ class PackedModule(FastModule):
         return [getattr(self, name) for name in self._fl_parts()]
 
     def _fl_pack(self) -> int:
-        self._fl_weight = self._fl_bias = None
         linears = self._fl_linears()
+        held = self.__dict__.get("_fl_weight")
+        if held is not None and packable(linears) and _holds(held, [linear.weight for linear in linears]):
+            return 0
+        self._fl_weight = self._fl_bias = None
         if not self._fl_fuse or not packable(linears):
             return 0
         self._fl_weight = _join([linear.weight for linear in linears])

@@ -11,7 +11,7 @@ from torch import nn
 
 from fastlayers.errors import ArgumentError
 from fastlayers.patching import experts
-from fastlayers.patching.classes import FastModule, PREFIX, original_class
+from fastlayers.patching.classes import PREFIX, FastModule, original_class
 from fastlayers.patching.deepseek import RULES
 from fastlayers.patching.hashes import KNOWN
 from fastlayers.patching.matching import Rule, fingerprint, qualified, verify, why_not
@@ -131,8 +131,9 @@ def _reason(
     reason = why_not(module, rule)
     if reason is not None:
         return reason
-    code = fingerprint(type(module), rule.methods)
-    if code is not None and code in KNOWN.get(qualified(type(module)), ()):
+    cls: Any = type(module)
+    code = fingerprint(cls, rule.methods)
+    if code is not None and code in KNOWN.get(qualified(cls), ()):
         return ""
     if options.verify == "layer" and rule.mixin is not None:
         # One layer of each class and backend answers for all.

@@ -84,7 +84,7 @@ class PatchReport:
         for entry in self.entries:
             rows[entry.action, entry.kind, entry.original_class, entry.implementation, entry.reason] += 1
         order = sorted(rows, key=lambda row: (ACTIONS.index(row[0]), row[1:]))
-        table = [("", "kind", "class", "implementation", "reason")]
+        table: list[tuple[str, ...]] = [("", "kind", "class", "implementation", "reason")]
         table += [(f"{rows[row]} {row[0]}", *row[1:]) for row in order]
         widths = [max(len(row[column]) for row in table) for column in range(4)]
         lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in table]
