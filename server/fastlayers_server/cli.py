@@ -266,11 +266,13 @@ def evaluate(
     limit: Annotated[int, typer.Option(min=1, max=1000, help="How many of the 1,000 held-out problems.")] = 1000,
     num_stories: Annotated[int, typer.Option("--stories", min=1, help="Stories for the perplexity.")] = 100,
     device: DeviceOption = "",
+    result: Annotated[str, typer.Option("--out", help="Also write the scores and what they depend on to this file.")] = "",
     as_json: Json = False,
 ) -> None:
     """Exact-match accuracy on held-out problems and perplexity on held-out text, for several ways to run it."""
     from fastlayers_server.evaluate import as_json as scores_as_json
     from fastlayers_server.evaluate import evaluate as run
+    from fastlayers_server.evaluate import run_facts
     from fastlayers_server.variants import VARIANTS, named_variants
 
     chosen = named_variants(list(VARIANTS) if variants == "all" else [v.strip() for v in variants.split(",")])
@@ -281,6 +283,9 @@ def evaluate(
             path, chosen, place, limit=limit, num_stories=num_stories,
             progress=lambda name, done, _: progress.update(tasks[name], completed=done),
         )  # fmt: skip
+    if result:
+        written = {"run": run_facts(place), "variants": scores_as_json(scores)}
+        Path(result).write_text(json.dumps(written, indent=2) + "\n")
     if as_json:
         _print_json(scores_as_json(scores))
         return

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
+import fastlayers
 from fastlayers_models.tasks import Problem, held_out_problems, stories
 from fastlayers_server.variants import Runner, Variant
 
@@ -116,3 +119,22 @@ def _perplexity(runner: Runner, tokenizer: Any, texts: Sequence[str]) -> float:
 def as_json(scores: Sequence[Score]) -> dict[str, dict[str, Any]]:
     """Return ``{variant: {"exact_match": …, "perplexity": …, …}}``."""
     return {score.variant: asdict(score) for score in scores}
+
+
+def run_facts(device: torch.device) -> dict[str, Any]:
+    """Return what scores depend on: command, commit (where there is git), versions, device."""
+    import transformers
+
+    try:
+        git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=10)
+        commit = git.stdout.strip()
+    except OSError:
+        commit = ""
+    return {
+        "command": "fastlayers " + " ".join(sys.argv[1:]),
+        "commit": commit,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
+        "fastlayers": fastlayers.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
