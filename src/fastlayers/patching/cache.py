@@ -34,6 +34,13 @@ def _fits(keys: torch.Tensor, values: torch.Tensor) -> bool:
     )
 
 
+def _frozen(buffer: torch.Tensor) -> bool:
+    """Return whether the buffer was made in inference mode and may not be written outside of it."""
+    if torch.compiler.is_compiling():
+        return False
+    return buffer.is_inference() and not torch.is_inference_mode_enabled()
+
+
 class LatentLayer(DynamicLayer):
     """A :class:`DynamicLayer` whose keys and values are views of one growing buffer."""
 
@@ -83,8 +90,7 @@ class LatentLayer(DynamicLayer):
 
     def _reserve(self, length: int, needed: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make the buffer hold ``needed`` rows, the first ``length`` of them as they are in keys and values."""
-        frozen = self.buffer is not None and self.buffer.is_inference() and not torch.is_inference_mode_enabled()
-        if self.linked and self.buffer is not None and needed <= self.buffer.shape[2] and not frozen:
+        if self.linked and self.buffer is not None and needed <= self.buffer.shape[2] and not _frozen(self.buffer):
             return
         self._rank = key_states.shape[-1]
         width = self._rank + value_states.shape[-1]

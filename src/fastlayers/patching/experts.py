@@ -111,6 +111,28 @@ def _stock(module: Any, name: str | None) -> Any:
     return table().get(name, original)
 
 
+@torch.no_grad()
+def verify(module: Any, backend: str, tolerance: float) -> str | None:
+    """Compare our experts with the original's own loop on a few random tokens; nothing is copied or changed."""
+    weight = module.down_proj
+    if weight.device.type == "meta" or (weight.element_size() == 1 and not weight.is_cuda):
+        return None
+    dtype = torch.bfloat16 if weight.element_size() == 1 else weight.dtype
+    top_k = experts_config(module).top_k
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, module.hidden_dim, generator=generator).to(weight.device, dtype)
+    ids = torch.rand(3, module.num_experts, generator=generator).topk(top_k).indices.to(weight.device)
+    share = torch.rand(3, top_k, generator=generator).to(weight.device)
+    ladder = choose(module, backend)
+    try:
+        wanted = _stock(module, "eager")(module, x, ids, share)
+    except Exception as error:  # whatever a changed forward raises: the layer is left alone, and says why
+        return f"{type(error).__name__}: {error}"
+    given = ladder.pick(3)(x, share, ids.to(torch.int32), ladder.pack(weights_of(module)))
+    size = float((given.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-30))
+    return None if size <= tolerance else f"relative error {size:.1e} in {dtype}"
+
+
 def register() -> None:
     """Make the name known to both registries; done when this module is imported."""
     for table in (ExpertsInterface, FP8ExpertsInterface):

@@ -85,7 +85,7 @@ class PackedModule(FastModule):
         return moved
 
     def _fl_unpack(self) -> None:
-        if self._fl_weight is not None:
+        if self.__dict__.get("_fl_weight") is not None:
             for linear in self._fl_linears():
                 if type(linear) is nn.Linear:
                     _separate(linear.weight)

@@ -14,7 +14,7 @@ from fastlayers.patching import experts
 from fastlayers.patching.classes import PREFIX, FastModule, original_class
 from fastlayers.patching.deepseek import RULES
 from fastlayers.patching.hashes import KNOWN
-from fastlayers.patching.matching import Rule, fingerprint, qualified, verify, why_not
+from fastlayers.patching.matching import TOLERANCE, Rule, fingerprint, qualified, verify, why_not
 from fastlayers.patching.report import PatchEntry
 
 KINDS = ("attention", "moe", "linear", "norm", "mlp")
@@ -135,16 +135,19 @@ def _reason(
     code = fingerprint(cls, rule.methods)
     if code is not None and code in KNOWN.get(qualified(cls), ()):
         return ""
-    if options.verify == "layer" and rule.mixin is not None:
+    if options.verify == "layer":
         # One layer of each class and backend answers for all.
         key = (type(module), options.kinds[rule.kind])
         if key not in verified:
-            wrong = verify(module, rule, str(options.kinds[rule.kind]), options.fuse_projections, rotary)
+            backend = str(options.kinds[rule.kind])
+            if rule.mixin is None:
+                weight: Any = module.down_proj
+                wrong = experts.verify(module, backend, TOLERANCE.get(weight.dtype, 3e-2))
+            else:
+                wrong = verify(module, rule, backend, options.fuse_projections, rotary)
             verified[key] = "" if wrong is None else f"verify-failed: {wrong}"
         return verified[key]
-    if options.verify is False:
-        return "unknown-forward"
-    return ""
+    return "unknown-forward"
 
 
 def experts_need_registry(steps: list[Step]) -> bool:

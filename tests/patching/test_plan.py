@@ -1,0 +1,302 @@
+"""What is replaced and what is left alone, with which reason; strict, dry run, selection, errors."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fastlayers as fl
+from fastlayers.errors import ArgumentError, FastlayersError, PatchError, UnknownNameError
+from fastlayers.patching import matching, plan
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_contracts import logits, snapshot
+from tiny import build
+
+
+def reasons(report: Any) -> dict[str, str]:
+    return {entry.name: entry.reason for entry in report.skipped}
+
+
+def test_everything_known_is_replaced() -> None:
+    model = build("v3")
+    report = fl.patch(model, strict=True)
+    assert report.skipped == ()
+    kinds = {entry.kind for entry in report.replaced}
+    assert kinds == {"attention", "moe", "norm", "mlp"}
+    attention = next(e for e in report.entries if e.name == "model.layers.0.self_attn")
+    assert (attention.action, attention.original_class) == ("swapped", "DeepseekV3Attention")
+    experts = next(e for e in report.entries if e.name == "model.layers.1.mlp.experts")
+    assert (experts.action, experts.implementation) == ("registry", "fused_moe=torch")
+    packed = next(e for e in report.entries if e.name == "model.layers.0.self_attn.q_a_proj+kv_a_proj_with_mqa")
+    assert packed.bytes_moved == (40 + 32 + 16) * 64 * 4
+    data = json.loads(report.to_json())
+    assert len(data["entries"]) == len(report.entries)
+    assert "DeepseekV3Attention" in report.summary() and str(report) == report.summary()
+
+
+def test_dry_run_changes_nothing() -> None:
+    model = build("v3")
+    before = snapshot(model)
+    dry = fl.patch(model, dry_run=True)
+    assert snapshot(model) == before
+    real = fl.patch(model)
+    assert [(e.name, e.kind) for e in dry.entries] == [(e.name, e.kind) for e in real.entries if e.action != "packed"]
+    assert dry.hits() == {}
+
+
+class LoraLike(nn.Module):
+    """The shape of a LoRA wrapper: it shows the base layer's weight."""
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.down = nn.Linear(base_layer.in_features, 2, bias=False)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.base_layer.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.down(x).sum(-1, keepdim=True)
+
+
+def _hook(model: Any) -> None:
+    model.model.layers[0].self_attn.kv_b_proj.register_forward_hook(lambda module, args, output: output * 2.0)
+    model.model.norm.register_forward_pre_hook(lambda module, args: None)
+
+
+def _lora(model: Any) -> None:
+    attention = model.model.layers[0].self_attn
+    attention.q_b_proj = LoraLike(attention.q_b_proj)
+
+
+def _instance_forward(model: Any) -> None:
+    norm = model.model.layers[1].input_layernorm
+    norm.forward = MethodType(lambda self, x: 3.0 * x, norm)
+
+
+class OtherNorm(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class StrangeRMSNorm(OtherNorm):
+    pass
+
+
+def _unknown(model: Any) -> None:
+    model.model.layers[2].input_layernorm = StrangeRMSNorm()
+
+
+def _gelu(model: Any) -> None:
+    model.model.layers[0].mlp.act_fn = nn.GELU()
+
+
+class QuantisedLinear(nn.Linear):
+    pass
+
+
+def _quantised(model: Any) -> None:
+    model.model.layers[0].mlp.up_proj.__class__ = QuantisedLinear
+
+
+LEFT_ALONE: dict[str, tuple[Any, dict[str, str]]] = {
+    "hooked": (_hook, {"model.layers.0.self_attn": "hooked", "model.norm": "hooked"}),
+    "lora": (_lora, {"model.layers.0.self_attn": "wrapped-linear(LoRA)"}),
+    "instance-forward": (_instance_forward, {"model.layers.1.input_layernorm": "instance-forward"}),
+    "unknown-class": (_unknown, {"model.layers.2.input_layernorm": "unknown-class"}),
+    "custom-gate": (_gelu, {"model.layers.0.mlp": "custom-gate"}),
+    "quantized": (_quantised, {"model.layers.0.mlp": "quantized(QuantisedLinear)"}),
+}
+
+
+@pytest.mark.parametrize("case", LEFT_ALONE)
+def test_what_is_left_alone_says_why_and_still_works(case: str) -> None:
+    change, wanted = LEFT_ALONE[case]
+    model = build("v3")
+    plain = logits(model)
+    torch.manual_seed(3)
+    change(model)
+    before, stock = snapshot(model), logits(model)
+    if case != "quantized":
+        assert not torch.equal(stock, plain), "the change must matter"
+    with pytest.raises(PatchError, match="strict"):
+        fl.patch(model, strict=True)
+    assert snapshot(model) == before
+    report = fl.patch(model)
+    assert {name: reason.split(":")[0] for name, reason in reasons(report).items()} == wanted
+    assert float((logits(model) - stock).norm() / stock.norm()) < 1e-5
+    fl.unpatch(model)
+    assert snapshot(model) == before
+
+
+def test_lora_of_peft_is_left_alone() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = build("v3")
+    lora: Any = get_peft_model(model, LoraConfig(r=2, target_modules=["q_a_proj", "o_proj"], init_lora_weights=False))
+    lora.eval()
+    stock = logits(lora)
+    report = fl.patch(lora)
+    skipped = reasons(report)
+    attention = [name for name in skipped if name.endswith("self_attn")]
+    assert len(attention) == 3 and all(skipped[name].startswith("wrapped-linear(LoRA)") for name in attention)
+    assert any(e.kind == "norm" for e in report.replaced)
+    assert float((logits(lora) - stock).norm() / stock.norm()) < 1e-5
+    fl.unpatch(lora)
+    assert torch.equal(logits(lora), stock)
+
+
+def test_lora_added_after_the_patch_is_not_bypassed() -> None:
+    model, twin = build("v3"), build("v3")
+    fl.patch(model)
+    for m in (model, twin):
+        torch.manual_seed(4)
+        for name in ("q_a_proj", "kv_b_proj"):
+            attention = m.model.layers[0].self_attn
+            setattr(attention, name, LoraLike(getattr(attention, name)))
+    assert float((logits(model) - logits(twin)).norm() / logits(twin).norm()) < 1e-5
+
+
+def test_zero_replacements_raise() -> None:
+    model = build("v3")
+    before = snapshot(model)
+    with pytest.raises(PatchError, match="nothing can be replaced"):
+        fl.patch(model, include="nothing.like.this")
+    with pytest.raises(PatchError, match="nothing can be replaced"):
+        fl.patch(nn.Sequential(nn.Linear(4, 4)))
+    assert snapshot(model) == before
+    with pytest.raises(PatchError, match="unknown-class"):
+        fl.patch(nn.Sequential(StrangeRMSNorm()))
+
+
+def test_include_and_exclude() -> None:
+    model = build("v3")
+    report = fl.patch(model, include="model.layers.1.*", exclude=["*layernorm"], strict=True)
+    assert {e.name for e in report.replaced if e.action != "packed"} == {
+        "model.layers.1.self_attn", "model.layers.1.mlp.gate", "model.layers.1.mlp.experts",
+        "model.layers.1.mlp.shared_experts",
+    }  # fmt: skip
+    assert set(reasons(report).values()) == {"user-excluded"}
+    fl.unpatch(model)
+    norm_class = type(model.model.norm)
+    report = fl.patch(model, include=(norm_class, lambda name, module: name.endswith("mlp.gate")))
+    assert {e.kind for e in report.replaced} == {"norm", "moe"}
+    assert model.config._experts_implementation != "fastlayers"
+
+
+def test_experts_that_are_excluded_run_the_original() -> None:
+    model = build("v3")
+    stock = logits(model)
+    report = fl.patch(model, exclude="model.layers.1.mlp.experts")
+    assert "model.layers.1.mlp.experts" not in report.hits()
+    assert float((logits(model) - stock).norm() / stock.norm()) < 1e-5
+
+
+def test_a_kind_can_be_left_out() -> None:
+    model = build("v3")
+    report = fl.patch(model, moe=False, norm=False, mlp=False, strict=True)
+    assert {e.kind for e in report.entries} == {"attention"}
+    assert type(model.model.norm).__name__ == "DeepseekV3RMSNorm"
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"attention": 3}, ArgumentError), ({"cache": "paged"}, ArgumentError), ({"verify": True}, ArgumentError),
+        ({"include": 3}, ArgumentError), ({"norm": "no_such_backend"}, UnknownNameError),
+        ({"backend": "trtllm_gen"}, FastlayersError),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_bad_arguments_leave_the_model_as_it_was(options: dict[str, Any], error: type[Exception]) -> None:
+    model = build("v3")
+    before = snapshot(model)
+    with pytest.raises(error):
+        fl.patch(model, **options)
+    assert snapshot(model) == before
+
+
+def test_a_failure_half_way_is_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastlayers.patching import apply
+
+    model = build("v3")
+    before, wanted = snapshot(model), logits(model)
+    right, calls = apply.swap, []
+
+    def failing(*arguments: Any) -> int:
+        calls.append(arguments)
+        if len(calls) == 9:
+            raise RuntimeError("out of memory")
+        return right(*arguments)
+
+    monkeypatch.setattr(apply, "swap", failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        fl.patch(model)
+    assert len(calls) == 9
+    assert snapshot(model) == before
+    assert torch.equal(logits(model), wanted)
+
+
+@pytest.mark.parametrize("name", ["v3", "v2_lite"])
+def test_unknown_code_is_verified(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(plan, "KNOWN", {})
+    model = build(name)
+    before = snapshot(model)
+    assert fl.patch(model, dry_run=True, strict=True).skipped == ()
+    assert snapshot(model) == before
+    with pytest.raises(PatchError, match="unknown-forward"):
+        fl.patch(model, verify=False)
+    assert snapshot(model) == before
+
+
+def test_verification_catches_a_forward_that_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("v3")
+    stock_norm, stock_attention = type(model.model.norm), type(model.model.layers[0].self_attn)
+    right_norm, right_attention = stock_norm.forward, stock_attention.expand_kv
+
+    def other_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        return 1.001 * right_norm(self, hidden_states)
+
+    def other_expansion(self: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> Any:
+        keys, values = right_attention(self, kv_nope, k_rot)
+        return keys, 1.001 * values
+
+    monkeypatch.setattr(stock_norm, "forward", other_norm)
+    monkeypatch.setattr(stock_attention, "expand_kv", other_expansion)
+    matching.fingerprint.cache_clear()
+    stock = logits(model)
+    report = fl.patch(model)
+    found = reasons(report)
+    assert all(found[f"model.layers.{i}.self_attn"].startswith("verify-failed: relative error") for i in range(3))
+    assert found["model.norm"].startswith("verify-failed")
+    assert float((logits(model) - stock).norm() / stock.norm()) < 1e-5
+    matching.fingerprint.cache_clear()
+
+
+def test_fingerprints_ignore_layout_but_not_code() -> None:
+    class One:
+        def forward(self, x: int) -> int:
+            """Say something."""
+            return x + 1  # a comment
+
+    class Two:
+        def forward(self, x):  # type: ignore[no-untyped-def]
+            return (x +
+                    1)  # fmt: skip
+
+    class Three:
+        def forward(self, x: int) -> int:
+            return x + 2
+
+    prints = [matching.fingerprint(cls, ("forward",)) for cls in (One, Two, Three)]
+    assert prints[0] == prints[1] != prints[2]
+    assert None not in prints
