@@ -8,7 +8,7 @@ import torch
 
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
 from fastlayers.moe.fused_moe.weights import GROUP, MoEWeights
-from fastlayers.testing.spec import Case, Cost, LayerSpec
+from fastlayers.testing.spec import BOUNDS, Bound, Case, Cost, LayerSpec
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -144,4 +144,16 @@ def cost(case: Case) -> Cost:
     return Cost(flops, minimum, minimum + partial)
 
 
-SPEC = LayerSpec(CASES, make_inputs, run, cost, prepare)
+def bounds(case: Case) -> dict[str, Bound]:
+    """Widen the worst row of fp8 experts: they round an intermediate that backends sum in other orders.
+
+    Values at the border of two codes then take the other one. Noise of 3e-6 on that intermediate alone moves the
+    reference's worst row by 1e-2 (2,048 tokens, 7,168 features), and the matrix units' 14-bit sums are a coarser
+    noise; 0.024 was seen. The relative RMS stays that of the output's dtype.
+    """
+    if case.cfg.quant != "fp8_block":
+        return {}
+    return {"y": Bound(BOUNDS[case.shape["dtype"]].rel_rms, 4e-2)}
+
+
+SPEC = LayerSpec(CASES, make_inputs, run, cost, prepare, bounds=bounds)
