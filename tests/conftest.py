@@ -23,6 +23,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--commit", default="", help="commit to name in the summary where there is no git")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip GPU tests on machines without one, however they were selected."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords or "multigpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     torch.manual_seed(0)
@@ -62,7 +70,9 @@ def summary(terminalreporter: pytest.TerminalReporter) -> dict[str, object]:
         "skipped_because": dict(skips.most_common()),
         "failures": [report.nodeid for report in terminalreporter.stats.get("failed", [])],
         "triples": sorted(
-            r.nodeid.split("[")[1][:-1] for r in terminalreporter.stats.get("passed", []) if "test_parity_gpu[" in r.nodeid
+            report.nodeid.split("[")[1][:-1]
+            for report in terminalreporter.stats.get("passed", [])
+            if "test_parity_gpu[" in report.nodeid
         ),
     }  # fmt: skip
 

@@ -94,10 +94,3 @@ def gather_tokens(
     slots = page * meta.page_size + position % meta.page_size
     return cache.reshape(-1, cache.shape[-1])[slots].to(dtype)
 
-
-def as_cached(rows: torch.Tensor, kv_dtype: torch.dtype) -> torch.Tensor:
-    """Return ``rows`` rounded to the cache's dtype (e4m3 saturates) and back to their own."""
-    if kv_dtype == torch.float8_e4m3fn:
-        limit = torch.finfo(kv_dtype).max
-        return rows.clamp(-limit, limit).to(kv_dtype).to(rows.dtype)
-    return rows.to(kv_dtype).to(rows.dtype)
