@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import fastlayers as fl
+import fastlayers_models
 from fastlayers.patching import mla
 from fastlayers.patching.experts import NAME
 from fastlayers.patching.mlp import FastMLP
@@ -21,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from tiny import CONFIGS, build, prompt
 
 STEPS = 64
+SHIPPED = Path(fastlayers_models.__file__).parent / "assets" / "tiny_deepseek_v3"
 PADDED = (0, 5, 17)
 MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dynamic": ({"batch": 1}, {}),
@@ -132,17 +134,11 @@ def test_logits_of_every_step(models: Callable[[str], Any], name: str) -> None:
 
 
 def test_use_mtp_generates_the_same() -> None:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from fastlayers_models.tasks import iter_story_chats
 
-    folder = Path(__file__).parents[1] / "models"
-    sys.path.insert(0, str(folder))
-    from checkpoint_tools import SHIPPED
-
-    from transformers import AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(SHIPPED, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(SHIPPED, dtype=torch.float32).eval()
     model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{model.config.num_hidden_layers}\..*"]
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
     story = next(iter(iter_story_chats("held_out", 30_000)))[0]
@@ -162,7 +158,7 @@ def test_use_mtp_generates_the_same() -> None:
 
 def _scaled_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
     right = mla.attend_latent
-    monkeypatch.setattr(mla, "attend_latent", lambda q, rows, mask, scale, rank: right(q, rows, mask, 1.01 * scale, rank))
+    monkeypatch.setattr(mla, "attend_latent", lambda q, rows, mask, s, rank: right(q, rows, mask, 1.01 * s, rank))
 
 
 def _ignored_mask(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,9 @@ def _load_dequantised(auto_class: Any, name: str, options: dict[str, Any]) -> An
     state = read_dequantised(checkpoint_files(name, hub), (int(block[0]), int(block[1])), dtype)
     for key in _HUB_OPTIONS:
         options.pop(key, None)
-    return auto_class.from_pretrained(None, config=config, state_dict=state, dtype=dtype, **options)
+    mapping = getattr(auto_class, "_model_mapping", None)
+    model_class = auto_class if mapping is None else mapping[type(config)]
+    return model_class.from_pretrained(None, config=config, state_dict=state, dtype=dtype, **options)
 
 
 def checkpoint_files(name: str, hub: dict[str, Any]) -> list[Path]:
