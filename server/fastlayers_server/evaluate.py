@@ -68,19 +68,20 @@ def evaluate(
 
     tokenizer = AutoTokenizer.from_pretrained(path)
     problems, texts = held_out_problems()[:limit], stories("held_out", num_stories)
-    answers: dict[str, list[bool]] = {}
+    answers: dict[str, list[str]] = {}
     scores = []
     for variant in variants:
         begin = time.perf_counter()
         runner = variant.build(path, device)
-        right = _exact(runner, tokenizer, problems, partial(progress, variant.name))
+        given = _answers(runner, tokenizer, problems, partial(progress, variant.name))
         perplexity = _perplexity(runner, tokenizer, texts)
-        answers[variant.name] = right
+        answers[variant.name] = given
+        right = sum(text == problem.answer for text, problem in zip(given, problems, strict=True))
         before = answers.get(variant.baseline) if variant.baseline else None
-        flips = None if before is None else sum(a != b for a, b in zip(right, before, strict=True))
+        flips = None if before is None else sum(a != b for a, b in zip(given, before, strict=True))
         scores.append(
             Score(
-                variant.name, variant.description, variant.baseline, sum(right) / len(right), perplexity, len(right),
+                variant.name, variant.description, variant.baseline, right / len(given), perplexity, len(given),
                 flips, time.perf_counter() - begin,
             )
         )  # fmt: skip
@@ -95,15 +96,16 @@ def chat_ids(tokenizer: Any, prompt: str) -> list[int]:
     return ids
 
 
-def _exact(runner: Runner, tokenizer: Any, problems: Sequence[Problem], progress: Callable[[int, int], Any]) -> list[bool]:
-    right: list[bool] = []
+def _answers(
+    runner: Runner, tokenizer: Any, problems: Sequence[Problem], progress: Callable[[int, int], Any]
+) -> list[str]:
+    given: list[str] = []
     for first in range(0, len(problems), BATCH):
         part = problems[first : first + BATCH]
         outputs = runner.generate([chat_ids(tokenizer, p.prompt) for p in part], MAX_ANSWER)
-        texts = [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in outputs]
-        right += [text == problem.answer for text, problem in zip(texts, part, strict=True)]
-        progress(len(right), len(problems))
-    return right
+        given += [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in outputs]
+        progress(len(given), len(problems))
+    return given
 
 
 def _perplexity(runner: Runner, tokenizer: Any, texts: Sequence[str]) -> float:
