@@ -1,0 +1,330 @@
+"""What model families share: how their parts are built, the dense MLP, the decoder layer's frame, the model's frame.
+
+    tokens ─► embed ─► [ norm ─► self_attn ─► norm ─► mlp ] × layers ─► norm ─► lm_head ─► logits
+
+A family's file says what ``self_attn`` and ``mlp`` are. Number formats are in ``config.quant``, ranks in
+``ParallelSpec``, collectives in ``LayerCommunicator``: none of them appears in a branch of a family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import torch
+from torch import nn
+from torch.nn.functional import pad
+
+import fastlayers as fl
+from fastlayers.attention.kv_cache.spec import LayerCache
+from fastlayers.attention.meta import AttentionMeta
+from fastlayers.comm.collectives import collectives, gather_logits, reduce_embedding
+from fastlayers.comm.communicator import LayerCommunicator
+from fastlayers.comm.layouts import Hidden
+from fastlayers.comm.padding import StepTokens
+from fastlayers.comm.parallel import ParallelSpec, Shard
+from fastlayers.embedding.layer import VocabEmbedding
+from fastlayers.embedding.lm_head import LMHead
+from fastlayers.errors import ArgumentError
+from fastlayers.layer import finalize
+from fastlayers.linear.factory import linear
+from fastlayers.quant.spec import QuantSpec
+from fastlayers.rotary.layer import RotaryEmbedding
+from fastlayers_models.checkpoint import Checkpoint, load_weights
+
+
+class DecoderConfig(Protocol):
+    """What the shared parts read of a family's configuration."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_hidden_layers(self) -> int: ...
+    @property
+    def rms_norm_eps(self) -> float: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def tie_word_embeddings(self) -> bool: ...
+    @property
+    def quant(self) -> QuantSpec: ...
+    @property
+    def rope(self) -> Mapping[str, Any]: ...
+
+
+class Build:
+    """What every part of the model is built with: configuration, topology, placement.
+
+    Parameters
+    ----------
+    config : DecoderConfig
+    parallel : ParallelSpec, optional
+        Default: one process.
+    device, dtype
+        ``dtype`` of activations and of weights that are not quantised.
+    page_size, kv_dtype
+        Of the cache; ``kv_dtype`` defaults to ``dtype``.
+    backend : str
+        Of the attention core.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        parallel: ParallelSpec | None,
+        device: torch.device | str | None,
+        dtype: torch.dtype,
+        page_size: int,
+        kv_dtype: torch.dtype | None,
+        backend: str,
+    ) -> None:
+        self.config, self.dtype, self.page_size, self.backend = config, dtype, page_size, backend
+        self.parallel = parallel if parallel is not None else ParallelSpec()
+        self.device = torch.device(device) if device is not None else torch.get_default_device()
+        self.kv_dtype = kv_dtype if kv_dtype is not None else dtype
+        self.rotary = self.make_rotary()
+
+    def make_rotary(self) -> RotaryEmbedding:
+        """Return the rotary embedding that all layers share."""
+        config = self.config
+        return RotaryEmbedding.from_config(
+            config.rope, head_dim=config.head_dim, max_position=config.max_position_embeddings, device=self.device
+        )
+
+    def norm(self) -> fl.RMSNorm:
+        """Return a norm over the hidden size."""
+        return fl.RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, device=self.device, dtype=self.dtype)
+
+    def linear(self, name: str, *sizes: Any, **options: Any) -> nn.Module:
+        """Return the linear of checkpoint module ``name`` in its number format."""
+        quant = self.config.quant.for_module(name)
+        return linear(*sizes, quant=quant, device=self.device, dtype=self.dtype, **options)
+
+    def fused(self, prefix: str, parts: Sequence[str], size: int, bias: bool, shard: Shard) -> nn.Module:
+        """Return one linear for checkpoint modules of the same input and output size, if they can be one weight.
+
+        They can where they have the same format and, if that has scale blocks, no block lies across a seam.
+        """
+        hidden, specs = self.config.hidden_size, [self.config.quant.for_module(f"{prefix}.{part}") for part in parts]
+        rows = specs[0].block_size[0] if specs[0].format == "fp8_block" else 1
+        if all(spec == specs[0] for spec in specs) and size // shard.axis.size % rows == 0:
+            names = [f"../{part}" for part in parts]
+            return self.linear(f"{prefix}.{parts[0]}", hidden, [size] * len(parts), bias, names=names, shard=shard)
+        return SideBySide(
+            self.linear(f"{prefix}.{part}", hidden, size, bias, names=[f"../../{part}"], shard=shard) for part in parts
+        )
+
+    def embedding(self) -> VocabEmbedding:
+        """Return the vocabulary embedding, split over the ranks of an attention group."""
+        config, shard = self.config, self.parallel.column("attn_tp")
+        return VocabEmbedding(config.vocab_size, config.hidden_size, shard=shard, device=self.device, dtype=self.dtype)
+
+    def lm_head(self, tied_to: VocabEmbedding | None = None) -> LMHead:
+        """Return the vocabulary head, split alike; ``tied_to`` shares the embedding's weight."""
+        config, shard = self.config, self.parallel.column("attn_tp")
+        return LMHead(
+            config.hidden_size, config.vocab_size, shard=shard, tied_to=tied_to, device=self.device, dtype=self.dtype
+        )
+
+
+class SideBySide(nn.ModuleList):
+    """Linears of one input; their outputs side by side."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``[T, sum of the output sizes]``."""
+        return torch.cat([part(x) for part in self], -1)
+
+
+class SwiGLU(nn.Module):
+    """``down(silu(gate(x)) * up(x))``; partial sums over ``tp``."""
+
+    def __init__(self, build: Build, name: str, intermediate_size: int, *, bias: bool = False) -> None:
+        super().__init__()
+        hidden, parallel = build.config.hidden_size, build.parallel
+        self.gate_up_proj = build.fused(name, ("gate_proj", "up_proj"), intermediate_size, bias, parallel.column())
+        self.act_fn = fl.SiluAndMul(intermediate_size // parallel.tp.size, device=build.device)
+        self.down_proj = build.linear(f"{name}.down_proj", intermediate_size, hidden, bias, shard=parallel.row())
+
+    def forward(self, x: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
+        """Return ``[T, D]``; ``valid`` is not needed here."""
+        out: torch.Tensor = self.down_proj(self.act_fn(self.gate_up_proj(x)))
+        return out
+
+
+class DecoderLayer(nn.Module):
+    """One decoder layer; the communicator decides what is gathered, reduced and normed where.
+
+    Parameters
+    ----------
+    build : Build
+    self_attn : nn.Module
+        Called as ``self_attn(hidden, meta, cache)``; returns a partial sum over ``attn_tp``.
+    mlp : nn.Module
+        Called as ``mlp(hidden, valid)``; returns a partial sum over ``tp``. ``valid`` is ``None``, or false for rows
+        that are padding.
+    mlp_kind : str
+        ``"dense"`` or ``"moe"``.
+    is_last : bool
+    """
+
+    def __init__(
+        self, build: Build, self_attn: nn.Module, mlp: nn.Module, *, mlp_kind: str = "dense", is_last: bool = False
+    ) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = self_attn, mlp
+        self.input_layernorm = build.norm()
+        self.post_attention_layernorm = build.norm()
+        self.communicator = LayerCommunicator(
+            build.parallel,
+            input_layernorm=self.input_layernorm,
+            post_attention_layernorm=self.post_attention_layernorm,
+            mlp_kind=mlp_kind,
+            is_last=is_last,
+        )
+
+    def forward(self, hidden: Hidden, meta: AttentionMeta, cache: LayerCache, step: StepTokens) -> Hidden:
+        """Return the next layer's input; writes the new tokens' rows to ``cache``."""
+        hidden = self.communicator.prepare_attn(hidden, step)
+        rows = hidden.tensor.shape[0]
+        attended = self.self_attn(hidden.tensor[: meta.num_tokens], meta, cache)
+        # Rows that only make this group's count a round number take no part in attention.
+        attended = pad(attended, (0, 0, 0, rows - attended.shape[0])) if rows > attended.shape[0] else attended
+        hidden = self.communicator.prepare_mlp(hidden.partial(attended, "attn_tp"), step)
+        valid = step.valid_rows().to(hidden.tensor.device) if sum(step.real) < step.full_rows else None
+        hidden = hidden.partial(self.mlp(hidden.tensor, valid), "tp")
+        return self.communicator.postprocess(hidden, step)
+
+
+class Decoder(nn.Module):
+    """Embedding, decoder layers and final norm, under the checkpoint's names.
+
+    Parameters
+    ----------
+    build : Build
+    make_layer : callable
+        ``make_layer(build, index, is_last=...)`` returns a :class:`DecoderLayer`.
+    """
+
+    def __init__(self, build: Build, make_layer: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        count = build.config.num_hidden_layers
+        self.embed_tokens = build.embedding()
+        self.layers: Any = nn.ModuleList(make_layer(build, i, is_last=i == count - 1) for i in range(count))
+        self.norm = build.norm()
+
+
+class CausalLM(nn.Module):
+    """A decoder and its vocabulary head: what a serving loop calls.
+
+    Parameters
+    ----------
+    build : Build
+    model : nn.Module
+        The decoder, or a module that holds it (see :attr:`decoder`).
+
+    Attributes
+    ----------
+    config_class : type
+        Of every family: its configuration, with ``from_hf(parsed config.json)``.
+    """
+
+    config_class: Any
+
+    def __init__(self, build: Build, model: nn.Module) -> None:
+        super().__init__()
+        self.config, self.parallel, self.device = build.config, build.parallel, build.device
+        self.page_size, self.kv_dtype = build.page_size, build.kv_dtype
+        self.attention_group = collectives(build.parallel.attn_tp)
+        self.model: Any = model
+        self.lm_head = build.lm_head(self.decoder.embed_tokens if build.config.tie_word_embeddings else None)
+
+    @property
+    def decoder(self) -> Any:
+        """The module with ``embed_tokens``, ``layers`` and ``norm``."""
+        return self.model
+
+    @classmethod
+    def read_config(cls, checkpoint: Checkpoint) -> Any:
+        """Return the configuration of a checkpoint."""
+        return cls.config_class.from_hf(checkpoint.config)
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, **options: Any) -> Self:
+        """Build the model of a checkpoint directory and load its weights.
+
+        Parameters
+        ----------
+        path : str or Path
+            Directory with ``config.json`` and safetensors shards.
+        **options
+            As for the constructor.
+
+        Raises
+        ------
+        UnknownModelError, CheckpointError, ArgumentError
+            Another family's checkpoint; files or tensors that do not fit (see :func:`load_weights`); a value in
+            ``config.json`` that the model cannot be built from.
+        """
+        checkpoint = Checkpoint(path)
+        model = cls(cls.read_config(checkpoint), **options)
+        load_weights(model, checkpoint, ignore=model.ignored_tensors)
+        finalize(model)
+        return model.eval()
+
+    @property
+    def ignored_tensors(self) -> Sequence[str]:
+        """Patterns of tensors with no place here: derived buffers, a tied head."""
+        return [r"rotary_emb\.inv_freq$", *([r"^lm_head\."] if self.config.tie_word_embeddings else [])]
+
+    def other_experts(self, num_experts: int) -> list[str]:
+        """Return the pattern of those experts' tensors that other ranks hold, if there are any."""
+        local = self.parallel.ep.part(num_experts, f"{type(self).__name__} experts")
+        others = [str(i) for i in range(num_experts) if not local.start <= i < local.stop]
+        return [rf"\.mlp\.experts\.(?:{'|'.join(others)})\."] if others else []
+
+    def forward(
+        self, input_ids: torch.Tensor, meta: AttentionMeta, caches: Sequence[LayerCache], step: StepTokens | None = None
+    ) -> torch.Tensor:
+        """Run the decoder layers.
+
+        Parameters
+        ----------
+        input_ids : int64 Tensor ``[T]``
+            New tokens of all requests of this attention group, one after another.
+        meta : AttentionMeta
+        caches : sequence of LayerCache
+            One per attention layer; mutated.
+        step : StepTokens, optional
+            Token counts of all attention groups; default: one group, no padding.
+
+        Returns
+        -------
+        Tensor ``[T, D]``
+            Hidden states before the final norm: what :meth:`compute_logits` takes.
+        """
+        step = step if step is not None else self.single_step(meta)
+        hidden = Hidden.start(self.embed(self.decoder.embed_tokens, input_ids, step))
+        layers = self.decoder.layers[: self.config.num_hidden_layers]
+        for layer, cache in zip(layers, caches, strict=False):
+            hidden = layer(hidden, meta, cache, step)
+        finished: torch.Tensor = layers[-1].communicator.finish(hidden, None, step)
+        return finished[: meta.num_tokens]
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return logits ``[R, vocab]`` for rows of :meth:`forward`'s result."""
+        logits: torch.Tensor = self.lm_head(self.decoder.norm(hidden_states))
+        return gather_logits(logits, self.attention_group)[..., : self.config.vocab_size]
+
+    def single_step(self, meta: AttentionMeta) -> StepTokens:
+        """Return the token counts of a step of one attention group."""
+        if self.parallel.attn_dp.size > 1:
+            raise ArgumentError(type(self).__name__, "step", None, "token counts of all attention groups (attn_dp > 1)")
+        return StepTokens.plan([meta.num_tokens], attn_tp=self.parallel.attn_tp.size, extend=not meta.batch.is_decode)
+
+    def embed(self, embedding: nn.Module, input_ids: torch.Tensor, step: StepTokens) -> torch.Tensor:
+        """Return the embedded tokens, padded to this group's rows of the step."""
+        padded = pad(input_ids, (0, step.rows[self.parallel.attn_dp.rank] - input_ids.shape[0]))
+        return reduce_embedding(embedding(padded), self.attention_group)
