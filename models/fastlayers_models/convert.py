@@ -1,37 +1,90 @@
-"""Making an FP8-block checkpoint from a bf16 one, and back, shard by shard.
+"""Making a quantised checkpoint from a bf16 one, and back, shard by shard.
 
-What is quantised: matrices of linear layers and experts. Embeddings, norms, routers, biases and the vocabulary head
-stay as they are. Matrices with ragged last blocks (rows or columns not a multiple of 128) stay too unless asked for,
-because stock transformers infers the block size from the scale grid and misreads them; they are listed in
-``modules_to_not_convert``.
+What is quantised: matrices of linear layers and experts, found by name and shape, so any family will do. Embeddings,
+norms, routers, biases, convolutions and the vocabulary head stay as they are. What else stays is listed with its
+reason and named in ``modules_to_not_convert``:
+
+=============  ========================================================================================
+``ragged``     FP8-block: rows or columns not a multiple of 128. Stock transformers infers the block size
+               from the scale grid and misreads them; our loader does not (``include_ragged``).
+``absorbed``   INT8: MLA multiplies ``kv_b_proj`` into queries and outputs, in the model's dtype.
+``stacked``    Experts stored as one three-dimensional tensor: neither format has a spelling for them.
+``encoder``    Vision and audio towers.
+=============  ========================================================================================
+
+An interrupted conversion is taken up where it stopped, by the same call. Until the last file, ``config.json``, is
+there, nothing can load the directory.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
+import re
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
-from fastlayers.errors import ArgumentError
+from fastlayers.errors import ArgumentError, CheckpointError, check_choice
 from fastlayers.quant.fp8_linear.blocks import dequantize_block_weight, quantize_block_weight
+from fastlayers.quant.int8_linear.layer import quantize_channel_weight
 from fastlayers.quant.spec import QuantSpec
-from fastlayers_models.checkpoint import INDEX, Checkpoint
+from fastlayers_models.checkpoint import Checkpoint
+from fastlayers_models.shard_writer import ShardWriter, Tensors
 
 BLOCK = 128
-# Modules that no DeepSeek checkpoint quantises.
-KEPT = ("embed_tokens", "lm_head", "gate", "eh_proj", "shared_head.head")
+FORMATS = ("fp8-block", "int8")
+# Modules that no checkpoint quantises.
+KEPT = ("embed_tokens", "lm_head", "gate", "router", "shared_expert_gate", "eh_proj", "shared_head.head")
+ENCODERS = ("visual", "vision_tower", "vision_model", "audio_tower", "multi_modal_projector")
+# Other spellings of embeddings and norms, whose weights may be matrices.
+_TABLES = re.compile(r"embed|norm|^wte$|^wpe$")
+_FLOATS = ("BF16", "F16", "F32")
+_SCALES = ("_scale_inv", "_scale")
+Progress = Callable[[str], Any]
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What :func:`convert_checkpoint` did.
+
+    Parameters
+    ----------
+    format : str
+    source, target : Path
+    quantised : int
+        How many matrices.
+    kept : dict[str, list[str]]
+        Reason -> modules that stayed in their dtype though they are matrices of linear layers.
+    bytes_before, bytes_after : int
+        Of all tensors.
+    shards, resumed : int
+        Files, and how many of them an earlier, interrupted run had finished.
+    seconds : float
+    """
+
+    format: str
+    source: Path
+    target: Path
+    quantised: int
+    kept: dict[str, list[str]] = field(default_factory=dict)
+    bytes_before: int = 0
+    bytes_after: int = 0
+    shards: int = 0
+    resumed: int = 0
+    seconds: float = 0.0
 
 
 def quantisable(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a checkpoint tensor is the matrix of a linear that FP8 checkpoints quantise."""
+    """Whether a checkpoint tensor is the matrix of a linear layer or an expert, by its name and shape."""
     module = name.removesuffix(".weight")
     return (
-        name.endswith(".weight") and len(shape) == 2 and not any(module == k or module.endswith("." + k) for k in KEPT)
+        name.endswith(".weight")
+        and len(shape) == 2
+        and not any(module == k or module.endswith("." + k) for k in KEPT)
+        and not _TABLES.search(module.rpartition(".")[2])
     )
 
 
@@ -40,129 +93,190 @@ def ragged(shape: tuple[int, ...]) -> bool:
     return any(size % BLOCK for size in shape)
 
 
-def convert_to_fp8_block(
+def why_kept(name: str, shape: tuple[int, ...], format: str, include_ragged: bool) -> str | None:
+    """Return why the matrix of a linear layer is not quantised (see the file's head), or ``None``."""
+    if _encoder(name) is not None:
+        return "encoder"
+    if len(shape) == 3:
+        return "stacked"
+    if format == "fp8-block" and not include_ragged and ragged(shape):
+        return "ragged"
+    if format == "int8" and name.endswith("kv_b_proj.weight"):
+        return "absorbed"
+    return None
+
+
+def convert_checkpoint(
     source: str | Path,
     target: str | Path,
+    format: str,
     *,
     include_ragged: bool = False,
-    progress: Callable[[str], Any] | None = None,
-) -> list[str]:
-    """Write an FP8-block version of a checkpoint.
+    progress: Progress | None = None,
+) -> Conversion:
+    """Write a quantised version of a checkpoint, holding about one shard in memory.
 
     Parameters
     ----------
     source : str or Path
-        Directory of a bf16, fp16 or fp32 checkpoint.
+        Directory of a bf16, fp16 or fp32 checkpoint of any family.
     target : str or Path
-        Directory to make; must not exist or be empty. ``config.json`` is written last, so that an interrupted
-        conversion does not look finished.
+        Directory to make: new, empty, or left by an interrupted run of the same conversion.
+    format : str
+        ``"fp8-block"``: e4m3 with an fp32 scale per 128×128 block (``weight_scale_inv``); stock transformers loads
+        it. ``"int8"``: one fp32 scale per output channel (``weight_scale``), for our loader.
     include_ragged : bool
-        Quantise ragged matrices too: ``fastlayers_models`` reads them, stock transformers does not.
+        FP8-block: quantise ragged matrices too: ``fastlayers_models`` reads them, stock transformers does not.
     progress : callable, optional
-        Called with each tensor's name.
+        Called with each tensor's name, also for shards that an earlier run finished.
 
     Returns
     -------
-    list[str]
-        Modules left unquantised because they are ragged.
+    Conversion
 
     Raises
     ------
     ArgumentError
-        The source is quantised already, or the target is not empty.
+        Another format; the source is quantised already; or the target is neither empty nor an unfinished conversion
+        of this source to this format.
     CheckpointError
-        The source cannot be read.
+        The source cannot be read, or a matrix holds NaN or infinity.
     """
-    checkpoint, target = Checkpoint(source), Path(target)
-    if checkpoint.config.get("quantization_config"):
-        raise ArgumentError(
-            "convert_to_fp8_block", "source", f"{source}, quantised already", "an unquantised checkpoint"
-        )
-    _make_empty(target)
-    kept: list[str] = []
-    weight_map: dict[str, str] = {}
-    total = 0
-    for file in sorted(set(checkpoint.file_of.values())):
-        tensors: dict[str, torch.Tensor] = {}
-        for name in sorted(n for n, f in checkpoint.file_of.items() if f == file):
-            if progress is not None:
-                progress(name)
-            value, shape = checkpoint.read(name), checkpoint.shape(name)
-            quantise = quantisable(name, shape) and (include_ragged or not ragged(shape))
-            if quantisable(name, shape) and not quantise:
-                kept.append(name.removesuffix(".weight"))
-            if quantise:
-                tensors[name], tensors[f"{name}_scale_inv"] = quantize_block_weight(value)
-            else:
-                tensors[name] = value
-        save_file(tensors, target / file.name, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, file.name)
-        total += sum(t.numel() * t.element_size() for t in tensors.values())
-    _write_index(target, weight_map, total)
-    quantization = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [BLOCK, BLOCK],
-        "modules_to_not_convert": sorted([*KEPT, *kept]),
-    }
-    _copy_the_rest(checkpoint, target, checkpoint.config | {"quantization_config": quantization})
-    return kept
+    check_choice("convert", "format", format, FORMATS)
+    started, checkpoint = time.perf_counter(), Checkpoint(source)
+    config = checkpoint.config
+    if config.get("quantization_config"):
+        raise ArgumentError("convert", "source", f"{source}, quantised already", "an unquantised checkpoint")
+
+    def quantise(name: str) -> tuple[Tensors, dict[str, str]]:
+        shape, value = checkpoint.shape(name), checkpoint.read(name)
+        if checkpoint.dtype(name) not in _FLOATS or not (quantisable(name, shape) or _stack(name, shape)):
+            return {name: value}, {}
+        reason, module = why_kept(name, shape, format, include_ragged), name.removesuffix(".weight")
+        if reason is not None:
+            return {name: value}, {module: reason}
+        return _quantised(name, value, format), {module: ""}
+
+    writer = ShardWriter(checkpoint, target, f"{format}{' with ragged blocks' if include_ragged else ''}")
+    notes = writer.write(quantise, progress)
+    kept: dict[str, list[str]] = {}
+    for module, reason in sorted(notes.items()):
+        if reason:
+            kept.setdefault(reason, []).append(module)
+    skip = sorted({*KEPT, *(rule for reason, modules in kept.items() for m in modules for rule in _rules(m, reason))})
+    common = {"modules_to_not_convert": skip}
+    if format == "fp8-block":
+        blocks = {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+        quantization: dict[str, Any] = {"quant_method": "fp8", **blocks, **common}
+    else:
+        quantization = {"quant_method": "int8", **common}
+    writer.finish(config | {"quantization_config": quantization})
+    return Conversion(
+        format, Path(source), Path(target), sum(not reason for reason in notes.values()), kept,
+        writer.bytes_before, writer.bytes_after, len(writer.files), writer.resumed, time.perf_counter() - started,
+    )  # fmt: skip
 
 
-def dequantize_checkpoint(source: str | Path, target: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write the checkpoint whose weights are those of an FP8-block checkpoint, multiplied out to ``dtype``.
+def _quantised(name: str, value: torch.Tensor, format: str) -> Tensors:
+    if format == "fp8-block":
+        codes, scale = quantize_block_weight(value)
+        scale_name = f"{name}_scale_inv"
+    else:
+        codes, scale = quantize_channel_weight(value)
+        scale_name = f"{name}_scale"
+    if not bool(scale.isfinite().all()):
+        raise CheckpointError(f"{name}: holds NaN or infinity, which cannot be quantised")
+    return {name: codes, scale_name: scale}
+
+
+def _encoder(name: str) -> str | None:
+    """Return the prefix of ``name`` up to a vision or audio tower."""
+    parts = name.split(".")
+    found = [i for i, part in enumerate(parts) if part in ENCODERS]
+    return ".".join(parts[: found[0] + 1]) if found else None
+
+
+def _stack(name: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) == 3 and ".experts." in name and not name.endswith("bias")
+
+
+def _rules(module: str, reason: str) -> list[str]:
+    """Return the entries of ``modules_to_not_convert`` for one kept module."""
+    if reason == "encoder":
+        return [_encoder(module) or module]
+    # Stock transformers holds all experts of a block in one module and looks for that module's name.
+    experts = re.match(r"(.*\.experts)\.", module)
+    return [module, experts.group(1)] if experts else [module]
+
+
+def convert_to_fp8_block(
+    source: str | Path, target: str | Path, *, include_ragged: bool = False, progress: Progress | None = None
+) -> list[str]:
+    """Write an FP8-block version of a checkpoint and return the modules kept because they are ragged.
+
+    See :func:`convert_checkpoint`.
+    """
+    done = convert_checkpoint(source, target, "fp8-block", include_ragged=include_ragged, progress=progress)
+    return done.kept.get("ragged", [])
+
+
+def dequantize_checkpoint(
+    source: str | Path,
+    target: str | Path,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    progress: Progress | None = None,
+) -> None:
+    """Write the checkpoint whose weights are those of a quantised one, multiplied out to ``dtype``.
 
     Parameters
     ----------
-    source, target : str or Path
-        As for :func:`convert_to_fp8_block`.
+    source : str or Path
+        Directory of an FP8 checkpoint (scales per block, tensor or channel) or an INT8 one.
+    target, progress
+        As for :func:`convert_checkpoint`.
     dtype : torch.dtype
 
     Raises
     ------
     ArgumentError
-        The source is not FP8-block, or the target is not empty.
+        The source has another format, or the target is neither empty nor an unfinished run of this call.
     CheckpointError
-        The source cannot be read.
+        The source cannot be read, or a quantised matrix has no scales.
     """
-    checkpoint, target = Checkpoint(source), Path(target)
-    spec = QuantSpec.from_config(checkpoint.config.get("quantization_config"))
-    if spec.format != "fp8_block":
+    checkpoint = Checkpoint(source)
+    config = checkpoint.config
+    spec = QuantSpec.from_config(config.get("quantization_config"))
+    if spec.format not in ("fp8_block", "fp8_tensor", "fp8_channel", "int8"):
         raise ArgumentError(
-            "dequantize_checkpoint", "source", f"{source}, format {spec.format}", "an FP8-block checkpoint"
-        )
-    _make_empty(target)
-    weight_map: dict[str, str] = {}
-    total = 0
-    for file in sorted(set(checkpoint.file_of.values())):
-        tensors: dict[str, torch.Tensor] = {}
-        for name in sorted(n for n, f in checkpoint.file_of.items() if f == file and not n.endswith("_scale_inv")):
-            value, scale = checkpoint.read(name), f"{name}_scale_inv"
-            if scale in checkpoint.file_of:
-                value = dequantize_block_weight(value, checkpoint.read(scale), spec.block_size, dtype)
-            tensors[name] = value
-        save_file(tensors, target / file.name, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, file.name)
-        total += sum(t.numel() * t.element_size() for t in tensors.values())
-    _write_index(target, weight_map, total)
-    _copy_the_rest(checkpoint, target, {k: v for k, v in checkpoint.config.items() if k != "quantization_config"})
+            "dequantize_checkpoint", "source", f"{source}, format {spec.format}",
+            "an FP8-block checkpoint, or one with FP8 scales per tensor or channel, or INT8",
+        )  # fmt: skip
+
+    def multiply_out(name: str) -> tuple[Tensors, dict[str, str]]:
+        if _owner(name, checkpoint) is not None:
+            return {}, {}
+        value = checkpoint.read(name)
+        if checkpoint.dtype(name) not in ("F8_E4M3", "I8"):
+            return {name: value}, {}
+        scale = next((name + ending for ending in _SCALES if name + ending in checkpoint.file_of), None)
+        if scale is None:
+            raise CheckpointError(f"{name}: {checkpoint.dtype(name)} without {name}_scale_inv or {name}_scale")
+        if spec.format == "fp8_block":
+            return {name: dequantize_block_weight(value, checkpoint.read(scale), spec.block_size, dtype)}, {}
+        return {name: (value.float() * checkpoint.read(scale).float().reshape(-1, 1)).to(dtype)}, {}
+
+    writer = ShardWriter(checkpoint, target, f"dequantised to {str(dtype).removeprefix('torch.')}")
+    writer.write(multiply_out, progress)
+    writer.finish({k: v for k, v in config.items() if k != "quantization_config"})
 
 
-def _make_empty(target: Path) -> None:
-    if target.exists() and any(target.iterdir()):
-        raise ArgumentError("convert", "target", f"{target}, not empty", "a new or empty directory")
-    target.mkdir(parents=True, exist_ok=True)
-
-
-def _write_index(target: Path, weight_map: dict[str, str], total: int) -> None:
-    if len(set(weight_map.values())) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        (target / INDEX).write_text(json.dumps(index, indent=2))
-
-
-def _copy_the_rest(checkpoint: Checkpoint, target: Path, config: dict[str, Any]) -> None:
-    for file in checkpoint.path.iterdir():
-        if file.is_file() and file.suffix != ".safetensors" and file.name not in (INDEX, "config.json"):
-            shutil.copyfile(file, target / file.name)
-    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+def _owner(name: str, checkpoint: Checkpoint) -> str | None:
+    """Return the quantised tensor that ``name`` is a scale of, or ``None``."""
+    for ending in (".activation_scale", ".input_scale"):
+        if name.endswith(ending) and name.removesuffix(ending) + ".weight" in checkpoint.file_of:
+            return name.removesuffix(ending) + ".weight"
+    for ending in _SCALES:
+        if name.endswith(ending) and name.removesuffix(ending) in checkpoint.file_of:
+            return name.removesuffix(ending)
+    return None

@@ -1,0 +1,181 @@
+"""Rewriting a checkpoint shard by shard, so that an interruption costs one shard: :class:`ShardWriter`.
+
+A shard is written under another name, forced to disk and renamed. What is finished is noted in a state file together
+with a fingerprint of the source. Index and ``config.json`` come last, each renamed into place, then the state file
+goes: a directory with ``config.json`` is complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from fastlayers.errors import ArgumentError
+from fastlayers_models.checkpoint import INDEX, Checkpoint
+
+Tensors = dict[str, torch.Tensor]
+# Returns what is written for one tensor of the source, and notes that are kept across interruptions.
+Handler = Callable[[str], tuple[Tensors, dict[str, str]]]
+STATE = "conversion_state.json"
+PARTIAL = ".partial"
+# Weights in other formats are not copied: they would contradict the new ones.
+_OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", PARTIAL)
+
+
+class ShardWriter:
+    """One rewriting of ``checkpoint`` into ``target``.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    target : str or Path
+        New, empty, or left by an interrupted run with the same ``purpose`` over the same source.
+    purpose : str
+        What makes two runs the same.
+
+    Attributes
+    ----------
+    files : list[Path]
+        Shards of the source.
+    resumed : int
+        How many of them an earlier run had finished.
+    bytes_before, bytes_after : int
+        Of all tensors.
+
+    Raises
+    ------
+    ArgumentError
+        The target holds something else.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, target: str | Path, purpose: str) -> None:
+        self.checkpoint, self.target = checkpoint, Path(target)
+        self.files = sorted(set(checkpoint.file_of.values()))
+        self.resumed = self.bytes_before = self.bytes_after = 0
+        self._identity = {"purpose": purpose, "source": _fingerprint(checkpoint)}
+        self._finished = self._take_up()
+
+    def _take_up(self) -> dict[str, Any]:
+        """Return the finished shards of an interrupted run; make the directory."""
+        state_file = self.target / STATE
+        if state_file.is_file():
+            try:
+                state = dict(json.loads(state_file.read_text()))
+                finished = dict(state["finished"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ArgumentError(
+                    "convert", "target", f"{self.target}, whose {STATE} is damaged ({error})", _NEW
+                ) from error
+            for key, words in (("purpose", "to another format"), ("source", "of another or a changed source")):
+                if state.get(key) != self._identity[key]:
+                    given = f"{self.target}, with an unfinished conversion {words}"
+                    raise ArgumentError("convert", "target", given, _NEW)
+            return {name: entry for name, entry in finished.items() if _complete(self.target / name, entry)}
+        if self.target.exists() and (not self.target.is_dir() or any(self.target.iterdir())):
+            raise ArgumentError("convert", "target", f"{self.target}, not empty", _NEW)
+        return {}
+
+    def write(self, handle: Handler, progress: Callable[[str], Any] | None) -> dict[str, str]:
+        """Write every shard that is not finished and return all notes."""
+        self.target.mkdir(parents=True, exist_ok=True)
+        self._save_state()
+        by_file: dict[Path, list[str]] = {file: [] for file in self.files}
+        for name in sorted(self.checkpoint.file_of):
+            by_file[self.checkpoint.file_of[name]].append(name)
+        for file, names in by_file.items():
+            done = file.name in self._finished
+            self.resumed += done
+            if not done:
+                self._finished[file.name] = self._write_shard(file, names, handle, progress)
+                self._save_state()
+            elif progress is not None:
+                for name in names:
+                    progress(name)
+        entries = self._finished.values()
+        self.bytes_before = sum(entry["bytes_before"] for entry in entries)
+        self.bytes_after = sum(entry["bytes_after"] for entry in entries)
+        return {module: note for entry in entries for module, note in entry["notes"].items()}
+
+    def _write_shard(
+        self, file: Path, names: list[str], handle: Handler, progress: Callable[[str], Any] | None
+    ) -> dict[str, Any]:
+        tensors: Tensors = {}
+        notes: dict[str, str] = {}
+        for name in names:
+            if progress is not None:
+                progress(name)
+            made, noted = handle(name)
+            tensors |= made
+            notes |= noted
+        partial = self.target / (file.name + PARTIAL)
+        save_file(tensors, partial, metadata={"format": "pt"})
+        _to_disk(partial)
+        size = partial.stat().st_size
+        partial.replace(self.target / file.name)
+        after = sum(t.numel() * t.element_size() for t in tensors.values())
+        return {
+            "file_size": size, "tensors": sorted(tensors), "notes": notes,
+            "bytes_before": file.stat().st_size - len(_header(file)), "bytes_after": after,
+        }  # fmt: skip
+
+    def finish(self, config: dict[str, Any]) -> None:
+        """Copy the source's other files, write index and ``config.json``, and drop the state file."""
+        for file in sorted(self.checkpoint.path.iterdir()):
+            weights = file.suffix in _OTHER_WEIGHTS or file.name.endswith(
+                (".safetensors.index.json", ".bin.index.json")
+            )
+            if file.is_file() and not weights and file.name not in ("config.json", STATE):
+                shutil.copyfile(file, self.target / file.name)
+        if len(self.files) > 1:
+            weight_map = {t: name for name, entry in self._finished.items() for t in entry["tensors"]}
+            index = {"metadata": {"total_size": self.bytes_after}, "weight_map": dict(sorted(weight_map.items()))}
+            _write_atomically(self.target / INDEX, json.dumps(index, indent=2))
+        _write_atomically(self.target / "config.json", json.dumps(config, indent=2) + "\n")
+        (self.target / STATE).unlink()
+
+    def _save_state(self) -> None:
+        _write_atomically(self.target / STATE, json.dumps(self._identity | {"finished": self._finished}))
+
+
+_NEW = "a new or empty directory, or one that an interrupted run of the same conversion left"
+
+
+def _complete(file: Path, entry: Any) -> bool:
+    return file.is_file() and file.stat().st_size == entry["file_size"]
+
+
+def _fingerprint(checkpoint: Checkpoint) -> str:
+    """Return a digest of what the source is: configuration, and its shards' names, sizes, times and headers."""
+    digest = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode())
+    for file in sorted(set(checkpoint.file_of.values())):
+        facts = file.stat()
+        digest.update(f"{file.name} {facts.st_size} {facts.st_mtime_ns}".encode())
+        digest.update(_header(file))
+    return digest.hexdigest()
+
+
+def _header(file: Path) -> bytes:
+    """Return what stands before the numbers of a safetensors file: 8 bytes of length, names, dtypes, shapes."""
+    with file.open("rb") as opened:
+        length = opened.read(8)
+        return length + opened.read(int.from_bytes(length, "little"))
+
+
+def _write_atomically(file: Path, text: str) -> None:
+    partial = file.with_name(file.name + PARTIAL)
+    partial.write_text(text)
+    _to_disk(partial)
+    partial.replace(file)
+
+
+def _to_disk(file: Path) -> None:
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
