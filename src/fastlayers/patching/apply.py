@@ -77,6 +77,19 @@ def patch(
         A backend that was named cannot run, or does not exist. The model is as it was.
     ArgumentError
         An argument that is not accepted.
+
+    Examples
+    --------
+    >>> import fastlayers as fl
+    >>> from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+    >>> config = DeepseekV3Config(
+    ...     vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+    ...     num_key_value_heads=2, first_k_dense_replace=1)
+    >>> model = DeepseekV3ForCausalLM(config).eval()
+    >>> report = fl.patch(model)
+    >>> sorted({entry.kind for entry in report.replaced})
+    ['attention', 'mlp', 'norm']
+    >>> fl.unpatch(model)
     """
     asked = {"attention": attention, "moe": moe, "linear": linear, "norm": norm, "mlp": mlp}
     check_choice("patch", "cache", cache, ("adopt", "hf"))

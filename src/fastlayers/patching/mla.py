@@ -61,7 +61,9 @@ def attend_latent(
             part = mask if mask is None or whole else mask[:, :, first : first + step]
             pieces.append(attend_latent(q[:, :, first : first + step], rows, part, scale, rank))
         return torch.cat(pieces, dim=2)
-    scores = product(q.reshape(batch, heads * queries, width), rows.transpose(1, 2))
+    # A CPU multiplies in fp32: converted once for both products.
+    wide = rows if rows.is_cuda else rows.float()
+    scores = product(q.reshape(batch, heads * queries, width).to(wide.dtype), wide.transpose(1, 2))
     scores = scores.view(batch, heads, queries, -1) * scale
     blind = None
     if mask is not None and mask.dtype == torch.bool:
@@ -69,8 +71,9 @@ def attend_latent(
         blind = ~mask.any(-1, keepdim=True)
     elif mask is not None:
         scores = scores + mask
-    weights = scores.softmax(-1).to(rows.dtype).view(batch, heads * queries, -1)
-    o = product(weights, rows[..., :rank]).to(q.dtype).view(batch, heads, queries, rank)
+    # Rounded to the model's dtype, as the original's eager attention does.
+    weights = scores.softmax(-1).to(rows.dtype).to(wide.dtype).view(batch, heads * queries, -1)
+    o = product(weights, wide[..., :rank]).to(q.dtype).view(batch, heads, queries, rank)
     return o if blind is None else o.masked_fill(blind, 0.0)
 
 
