@@ -30,7 +30,8 @@ def accuracy() -> str:
     for row in found["variants"].values():
         flips = "" if row["flips"] is None else f"{row['flips']} of {row['problems']} against {names[row['baseline']]}"
         lines.append(f"| {row['description']} | {100 * row['exact_match']:.1f}% | {row['perplexity']:.4f} | {flips} |")
-    lines += ["", f"`{run['command'].split(' --out')[0]}`, commit {run['commit']}, {run['device']}, torch {run['torch']},"]
+    command = run["command"].split(" --out")[0]
+    lines += ["", f"`{command}`, commit {run['commit']}, {run['device']}, torch {run['torch']},"]
     lines.append(f"transformers {run['transformers']}: `benchmarks/results/eval_tiny_cpu.json`.")
     return "\n".join(lines)
 
@@ -42,9 +43,12 @@ def fill(text: str) -> str:
     """Return the README's text with every table renewed."""
     for name, table in TABLES.items():
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-        text, count = pattern.subn(lambda match, body=table(): f"{match[1]}{body}\n{match[2]}", text)  # type: ignore[misc]
-        if count != 1:
-            raise SystemExit(f"README.md: {count} places marked {name}; expected one")
+        found = pattern.findall(text)
+        if len(found) != 1:
+            raise SystemExit(f"README.md: {len(found)} places marked {name}; expected one")
+        head, tail = found[0]
+        start = text.index(head) + len(head)
+        text = f"{text[:start]}{table()}\n{text[text.index(tail, start) :]}"
     return text
 
 

@@ -62,7 +62,9 @@ def _gpu() -> Fact:
         reason = "torch has CUDA but finds no usable NVIDIA GPU" if built else "this torch is built without CUDA"
         return Fact("gpu", None, "absent", reason, True)
     found = device_module.as_device("cuda")
-    return Fact("gpu", found.sm, "ok", f"{found.name}, {found.sm_count} SMs, {found.memory_bytes / 2**30:.0f} GiB", True)
+    return Fact(
+        "gpu", found.sm, "ok", f"{found.name}, {found.sm_count} SMs, {found.memory_bytes / 2**30:.0f} GiB", True
+    )
 
 
 def _layer(layer: str, target: device_module.Device) -> dict[str, Any]:

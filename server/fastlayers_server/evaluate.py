@@ -135,7 +135,9 @@ def run_facts(device: torch.device) -> dict[str, Any]:
     return {
         "command": "fastlayers " + " ".join(sys.argv[1:]),
         "commit": commit,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"cpu, {torch.get_num_threads()} threads",
         "fastlayers": fastlayers.__version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,

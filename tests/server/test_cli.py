@@ -25,7 +25,9 @@ def command(*arguments: str, path: str = "", **environment: str) -> subprocess.C
     """Run the command line in a process of its own, with ``path`` before everything else on the module path."""
     code = "from fastlayers_server.cli import main; main()"
     env = os.environ | {"PYTHONPATH": os.pathsep.join([p for p in (path, *ROOTS) if p])} | environment
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=env, timeout=240)
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=env, timeout=240
+    )
 
 
 def test_doctor_reports_everything_that_it_looked_at() -> None:
@@ -53,7 +55,10 @@ def test_a_broken_package_fails_the_doctor_and_nothing_else(tmp_path: Path, name
     report = json.loads(seen.stdout)
     fact = next(fact for fact in report["facts"] if fact["name"] == name)
     assert seen.returncode == 1 and fact["state"] == "broken" and "libcudart.so.99" in fact["reason"]
-    code = "import torch, fastlayers as fl; print(fl.RMSNorm(8)(torch.ones(2, 8)).shape, fl.backends('mla', device='H200'))"
+    code = (
+        "import torch, fastlayers as fl\n"
+        "print(fl.RMSNorm(8)(torch.ones(2, 8)).shape, fl.backends('mla', device='H200'))"
+    )
     env = os.environ | {"PYTHONPATH": os.pathsep.join([path, *ROOTS]), "TRITON_INTERPRET": "0"}
     used = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert used.returncode == 0 and "torch.Size([2, 8])" in used.stdout, used.stderr
@@ -149,7 +154,7 @@ def test_demo_fails_if_the_tokens_differ(monkeypatch: pytest.MonkeyPatch) -> Non
         found = real(*arguments)
         calls.append(1)
         if len(calls) == 2:
-            object.__setattr__(found, "tokens", found.tokens[:-1] + [found.tokens[-1] + 1])
+            object.__setattr__(found, "tokens", [*found.tokens[:-1], found.tokens[-1] + 1])
         return found
 
     monkeypatch.setattr(demo, "_generate", differing)
@@ -158,7 +163,8 @@ def test_demo_fails_if_the_tokens_differ(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_eval_scores_each_variant() -> None:
-    seen = run("eval", "tiny", "--variants", "hf,patched,fastlayers", "--limit", "10", "--stories", "2", "--json", "--device", "cpu")
+    few = ("--limit", "10", "--stories", "2", "--json", "--device", "cpu")
+    seen = run("eval", "tiny", "--variants", "hf,patched,fastlayers", *few)
     scores = json.loads(seen.stdout)
     assert list(scores) == ["hf", "patched", "fastlayers"]
     for name, row in scores.items():
