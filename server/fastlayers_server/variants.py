@@ -128,16 +128,28 @@ def _dequantised_folder(path: Path) -> Path:
     return folder
 
 
+def _stock(dtype: torch.dtype) -> Callable[[Path, torch.device], Runner]:
+    return lambda path, device: HuggingFaceRunner(path, dtype, device, patch=False)
+
+
+def _patched(dtype: torch.dtype) -> Callable[[Path, torch.device], Runner]:
+    return lambda path, device: HuggingFaceRunner(path, dtype, device, patch=True)
+
+
+def _ours(dtype: torch.dtype) -> Callable[[Path, torch.device], Runner]:
+    return lambda path, device: FastlayersRunner(path, dtype, device)
+
+
 BF16, FP32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 VARIANTS = {
     v.name: v
     for v in (
-        Variant("hf", "Hugging Face, bf16", None, False, lambda p, d: HuggingFaceRunner(p, BF16, d, patch=False)),
-        Variant("hf-fp32", "Hugging Face, fp32", None, False, lambda p, d: HuggingFaceRunner(p, FP32, d, patch=False)),
-        Variant("patched", "patched, bf16", "hf", False, lambda p, d: HuggingFaceRunner(p, BF16, d, patch=True)),
-        Variant("patched-fp32", "patched, fp32", "hf-fp32", False, lambda p, d: HuggingFaceRunner(p, FP32, d, patch=True)),
-        Variant("fastlayers", "fastlayers_models, bf16", "hf", False, lambda p, d: FastlayersRunner(p, BF16, d)),
-        Variant("fastlayers-fp32", "fastlayers_models, fp32", "hf-fp32", False, lambda p, d: FastlayersRunner(p, FP32, d)),
+        Variant("hf", "Hugging Face, bf16", None, False, _stock(BF16)),
+        Variant("hf-fp32", "Hugging Face, fp32", None, False, _stock(FP32)),
+        Variant("patched", "patched, bf16", "hf", False, _patched(BF16)),
+        Variant("patched-fp32", "patched, fp32", "hf-fp32", False, _patched(FP32)),
+        Variant("fastlayers", "fastlayers_models, bf16", "hf", False, _ours(BF16)),
+        Variant("fastlayers-fp32", "fastlayers_models, fp32", "hf-fp32", False, _ours(FP32)),
         Variant(
             "dequantised", "fastlayers_models, bf16 with the FP8 weights dequantised", None, False,
             lambda p, d: FastlayersRunner(_dequantised_folder(p), BF16, d),
