@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from fastlayers.moe.fused_moe.layer import FusedMoEConfig
 from fastlayers.moe.fused_moe.torch import TorchFusedMoE
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.registry import Backend
@@ -57,7 +58,9 @@ class HalfScale(TorchFusedMoE):
 
     def pack(self, weights: MoEWeights) -> MoEWeights:
         """Scale the scales."""
-        return weights if weights.w2_scale is None else replace(weights, w2_scale=weights.w2_scale * 0.5)
+        if weights.w2_scale is None or self.cfg.quant == "mxfp4":
+            return weights
+        return replace(weights, w2_scale=weights.w2_scale * 0.5)
 
 
 class ShiftedScaleRows(TorchFusedMoE):
@@ -100,6 +103,43 @@ class NoBias(TorchFusedMoE):
         return replace(weights, w2_bias=None)
 
 
+class SwappedNibbles(TorchFusedMoE):
+    """Reads the high nibble first."""
+
+    def pack(self, weights: MoEWeights) -> MoEWeights:
+        """Exchange the nibbles of the second weight."""
+        if self.cfg.quant != "mxfp4":
+            return weights
+        return replace(weights, w2=(weights.w2 >> 4) | (weights.w2 << 4))
+
+
+class ScaleExponent(TorchFusedMoE):
+    """Takes 128 for the scales' bias, where it is 127."""
+
+    def pack(self, weights: MoEWeights) -> MoEWeights:
+        """Lower the exponents of the first weight by one."""
+        if self.cfg.quant != "mxfp4" or weights.w13_scale is None:
+            return weights
+        return replace(weights, w13_scale=weights.w13_scale - 1)
+
+
+class ForgottenInterleave(TorchFusedMoE):
+    """Takes the first half of interleaved rows for gates."""
+
+    def __init__(self, cfg: FusedMoEConfig) -> None:
+        super().__init__(replace(cfg, interleaved=False))
+
+
+class NeighbouringScales(TorchFusedMoE):
+    """Reads each group's scale from the next group."""
+
+    def pack(self, weights: MoEWeights) -> MoEWeights:
+        """Roll the scales along K."""
+        if self.cfg.quant != "mxfp4" or weights.w13_scale is None:
+            return weights
+        return replace(weights, w13_scale=weights.w13_scale.roll(1, -1))
+
+
 def _mutant(name: str, target: type) -> Backend:
     return Backend(name=f"mutant_{name}", target=target, auto_on=())
 
@@ -118,5 +158,9 @@ MUTANTS: dict[str, Backend] = {
         ("unweighted", Unweighted),
         ("overwrites_input", Overwrites),
         ("no_bias", NoBias),
+        ("swapped_nibbles", SwappedNibbles),
+        ("scale_exponent", ScaleExponent),
+        ("forgotten_interleave", ForgottenInterleave),
+        ("neighbouring_scales", NeighbouringScales),
     )
 }

@@ -13,7 +13,7 @@ from typing import Any
 
 from fastlayers.errors import ArgumentError, check_choice
 
-FORMATS = ("none", "fp8_block", "int8")
+FORMATS = ("none", "fp8_block", "int8", "mxfp4")
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class QuantSpec:
     ----------
     format : str
         ``"none"`` (the model's dtype), ``"fp8_block"`` (e4m3, fp32 scale per 128×128 block), ``"int8"`` (W8A8,
-        one fp32 scale per output channel).
+        one fp32 scale per output channel), ``"mxfp4"`` (experts only: 4-bit codes, a power of two per 32 inputs).
     block_size : tuple[int, int]
         Rows and columns of one scale block.
     scale_fmt : str
@@ -76,7 +76,16 @@ class QuantSpec:
             )
         if method == "int8":
             return QuantSpec("int8", skip=tuple(config.get("modules_to_not_convert") or ()))
-        raise ArgumentError("QuantSpec", "quantization_config.quant_method", repr(method), "'fp8' or 'int8'")
+        if method == "mxfp4":
+            # The format of experts; whatever the file says of other modules, their tensors are not in it.
+            kept = tuple(_from_glob(rule) for rule in config.get("modules_to_not_convert") or ())
+            return QuantSpec("mxfp4", skip=(*kept, r"re:^(?!.*\bexperts\b)"))
+        raise ArgumentError("QuantSpec", "quantization_config.quant_method", repr(method), "'fp8', 'int8' or 'mxfp4'")
+
+
+def _from_glob(rule: str) -> str:
+    """Return a rule with ``*`` (``model.layers.*.self_attn``) as a pattern of the names that begin like it."""
+    return "re:^" + re.escape(rule).replace(r"\*", ".*") if "*" in rule else rule
 
 
 def _matches(rule: str, name: str) -> bool:

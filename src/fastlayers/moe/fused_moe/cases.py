@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
-from fastlayers.moe.fused_moe.weights import GROUP, MoEWeights
+from fastlayers.moe.fused_moe.weights import GROUP, WEIGHT_ONLY, MoEWeights
 from fastlayers.testing.spec import BOUNDS, Bound, Case, Cost, LayerSpec
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -32,6 +33,14 @@ def _v3(quant: str) -> FusedMoEConfig:
     return FusedMoEConfig(7168, 256, 256, 8, num_shared=1, quant=quant, scaling_factor=2.5)
 
 
+def _oai(
+    hidden: int, inner: int, experts: int, top_k: int, quant: str = "none", interleaved: bool = True
+) -> FusedMoEConfig:
+    return FusedMoEConfig(
+        hidden, inner, experts, top_k, quant=quant, activation="swiglu_oai", bias=True, interleaved=interleaved
+    )
+
+
 _TINY = FusedMoEConfig(64, 32, 8, 4, scaling_factor=2.5)
 _FP8 = FusedMoEConfig(256, 128, 4, 2, quant="fp8_block", scaling_factor=2.5)
 
@@ -48,12 +57,19 @@ CASES = (
     _case("all_filtered", 3, FusedMoEConfig(64, 32, 4, 2, num_shared=1), _BF16, "none"),
     _case("deepseek_v3_slice", 2, FusedMoEConfig(64, 32, 256, 8, scaling_factor=2.5), _FP32),
     _case("empty", 0, _TINY),
-    _case("gpt_oss", 5, FusedMoEConfig(96, 48, 4, 2, activation="swiglu_oai", bias=True), _FP32, "filtered"),
+    _case("gpt_oss", 5, _oai(96, 48, 4, 2, interleaved=False), _FP32, "filtered"),
+    _case("gpt_oss_interleaved", 5, _oai(96, 48, 4, 2), _FP32, "filtered"),
     _case("fp8", 9, _FP8, load="filtered"),
     _case("fp8_ragged_shared", 3, FusedMoEConfig(192, 160, 4, 2, num_shared=1, quant="fp8_block", scaling_factor=2.5)),
     _case("fp8_ue8m0", 3, FusedMoEConfig(128, 128, 4, 2, quant="fp8_block", scale_fmt="ue8m0")),
     _case("int8", 5, FusedMoEConfig(128, 96, 4, 2, quant="int8", scaling_factor=2.5), load="filtered"),
     _case("int8_odd_shared", 3, FusedMoEConfig(90, 50, 3, 2, num_shared=1, quant="int8")),
+    # 96 is no multiple of 64: tiles of one group; 160 columns end inside a tile.
+    _case("mxfp4_fp32", 7, _oai(96, 160, 4, 2, "mxfp4"), _FP32, "filtered"),
+    _case("mxfp4_bf16", 9, _oai(128, 192, 4, 2, "mxfp4")),
+    _case("mxfp4_halves_fp16", 5, _oai(64, 256, 4, 4, "mxfp4", interleaved=False), _FP16),
+    _case("mxfp4_silu_factor", 3, FusedMoEConfig(64, 32, 8, 4, quant="mxfp4", scaling_factor=2.5), _FP32),
+    _case("mxfp4_empty", 0, _oai(64, 32, 4, 2, "mxfp4")),
     _case("qwen3_30b_decode", 16, _qwen3(), small=False),
     _case("qwen3_30b_prefill", 2048, _qwen3(), small=False),
     _case("qwen3_30b_fp8_prefill", 2048, _qwen3("fp8_block"), small=False),
@@ -61,7 +77,11 @@ CASES = (
     _case("deepseek_v3_tp8_decode", 64, _v3("fp8_block"), load="filtered", small=False),
     _case("deepseek_v3_tp8_prefill", 2048, _v3("fp8_block"), small=False),
     _case("deepseek_v3_tp8_int8", 64, _v3("int8"), small=False),
-    _case("gpt_oss_20b_decode", 16, FusedMoEConfig(2880, 2880, 32, 4, activation="swiglu_oai", bias=True), small=False),
+    _case("gpt_oss_20b_decode", 16, _oai(2880, 2880, 32, 4), small=False),
+    _case("gpt_oss_20b_mxfp4_decode_1", 1, _oai(2880, 2880, 32, 4, "mxfp4"), small=False),
+    _case("gpt_oss_20b_mxfp4_decode", 64, _oai(2880, 2880, 32, 4, "mxfp4"), load="filtered", small=False),
+    _case("gpt_oss_20b_mxfp4_prefill", 2048, _oai(2880, 2880, 32, 4, "mxfp4"), small=False),
+    _case("gpt_oss_120b_tp2_mxfp4", 512, _oai(2880, 1440, 128, 4, "mxfp4"), small=False),
 )
 
 
@@ -101,6 +121,9 @@ def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
     if cfg.quant == "none":
         w13 = (random(experts, 2 * inner, hidden).mul_(hidden**-0.5) * size).to(dtype)
         w2 = (random(experts, hidden, inner).mul_(inner**-0.5) * size).to(dtype)
+    elif cfg.quant == "mxfp4":
+        w13, s13 = _mxfp4(experts, 2 * inner, hidden, generator, device)
+        w2, s2 = _mxfp4(experts, hidden, inner, generator, device)
     else:
         code = torch.float8_e4m3fn if cfg.quant == "fp8_block" else torch.int8
         spread, rows, columns = 40.0, -(-inner // GROUP), -(-hidden // GROUP)
@@ -117,6 +140,20 @@ def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
         "x": x, "topk_weights": weights.to(device), "topk_ids": make_ids(case, on_host).to(device),
         "w13": w13, "w2": w2, "w13_scale": s13, "w2_scale": s2, "w13_bias": b13, "w2_bias": b2,
     }  # fmt: skip
+
+
+def _mxfp4(
+    experts: int, rows: int, columns: int, generator: torch.Generator, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return all codes, with scales of three powers of two about what keeps sums of ``columns`` values near 1."""
+
+    def integers(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator, device=device, dtype=torch.uint8)
+
+    # Random codes have a root mean square of 2.9.
+    middle = 127 - round(math.log2(2.9 * columns**0.5))
+    blocks = integers(0, 256, experts, rows, columns // 32, 16)
+    return blocks, integers(middle - 1, middle + 2, experts, rows, columns // 32)
 
 
 def prepare(impl: Any, inputs: dict[str, Any]) -> Any:
@@ -138,9 +175,9 @@ def cost(case: Case) -> Cost:
     pairs = routed + tokens * cfg.num_shared
     present = cfg.num_experts * (1 - (1 - 1 / cfg.num_experts) ** routed) + (cfg.num_shared if tokens else 0)
     flops = 2.0 * pairs * 3 * hidden * inner
-    element = dtype.itemsize if cfg.quant == "none" else 1
+    element = {"none": dtype.itemsize, "mxfp4": 17 / 32}.get(cfg.quant, 1)
     minimum = present * 3 * hidden * inner * element + 2 * tokens * hidden * dtype.itemsize
-    partial = pairs * (2 * inner * element + 2 * 4 * hidden)
+    partial = pairs * (2 * inner * (dtype.itemsize if cfg.quant in WEIGHT_ONLY else 1) + 2 * 4 * hidden)
     return Cost(flops, minimum, minimum + partial)
 
 

@@ -4,7 +4,7 @@
     S = num_shared experts that every token takes: they are experts E..E+S-1
 
     e = topk_ids[t,j]                      pairs with e outside [0,E) cost nothing and add zero
-    g, u   = x[t,D] @ w13[e, 2I, D]^T (+ b13[e])          gate rows, then up rows
+    g, u   = x[t,D] @ w13[e, 2I, D]^T (+ b13[e])          gate rows, then up rows; interleaved: in turns
     a[I]   = silu(g) * u                                  "silu"
            = min(g,L) * sigmoid(alpha*min(g,L)) * (clamp(u,-L,L) + 1)         "swiglu_oai", L = limit
     o[t,j] = topk_weights[t,j] * (a @ w2[e, D, I]^T (+ b2[e]))
@@ -28,8 +28,11 @@ from fastlayers.comm.parallel import SINGLE, Axis
 from fastlayers.device import Device
 from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor
 from fastlayers.layer import Layer
-from fastlayers.moe.fused_moe.weights import GROUP, MoEWeights
-from fastlayers.quant.spec import FORMATS, NONE, QuantSpec
+from fastlayers.moe.fused_moe.packed import PackedExpertNames, part_of_groups, slots_of_packed
+from fastlayers.moe.fused_moe.weights import FORMATS, GROUP, MoEWeights
+from fastlayers.quant.mxfp4.codes import BYTES, groups_of
+from fastlayers.quant.mxfp4.codes import GROUP as MX_GROUP
+from fastlayers.quant.spec import NONE, QuantSpec
 from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
 from fastlayers.weights import Slot
 
@@ -53,6 +56,7 @@ class FusedMoEConfig:
     limit: float = 7.0
     bias: bool = False
     scaling_factor: float = 1.0
+    interleaved: bool = False
 
     def __post_init__(self) -> None:
         check_positive(
@@ -68,6 +72,13 @@ class FusedMoEConfig:
             raise ArgumentError(_NAME, "num_shared", self.num_shared, "0 or more")
         if self.scaling_factor == 0.0:
             raise ArgumentError(_NAME, "scaling_factor", self.scaling_factor, "a factor other than 0")
+        if self.quant == "mxfp4":
+            groups_of(self.hidden_size, "hidden_size", _NAME)
+            groups_of(self.intermediate_size, "intermediate_size", _NAME)
+        if self.interleaved and self.quant not in ("none", "mxfp4"):
+            raise ArgumentError(_NAME, "interleaved", f"True with {self.quant}", "False: gate rows, then up rows")
+        if self.num_shared and (self.interleaved or self.quant == "mxfp4"):
+            raise ArgumentError(_NAME, "num_shared", f"{self.num_shared} with {self.quant}", "0, if not gate, then up")
 
     @property
     def all_experts(self) -> int:
@@ -134,20 +145,23 @@ class FusedMoE(Layer):
         Shared experts fused as further experts, each with weight 1. Not together with ``ep``, see
         :func:`why_not_fuse_shared`.
     quant : QuantSpec
-        ``none``, ``fp8_block`` (128×128 blocks) or ``int8``.
+        ``none``, ``fp8_block`` (128×128 blocks), ``int8``, or ``mxfp4`` (stays packed in memory).
     activation : str
         ``"silu"``, or ``"swiglu_oai"`` with ``alpha`` and ``limit``.
     bias : bool
         Hold biases of both projections.
+    interleaved : bool
+        Rows of the first projection, of its scales and of its bias are gate 0, up 0, gate 1, up 1, … (GPT-OSS).
     scaling_factor : float
         Applied to the sum of routed experts. 1.0 if the router applies the factor.
     ep : Axis
         Ranks that split the experts: this rank holds ``num_experts / ep.size`` of them and returns its partial
         sum; pairs of other ranks' experts cost nothing.
     tp : Axis
-        Ranks that split every expert's intermediate dimension; the output is a partial sum.
-    names : ExpertNames
-        Checkpoint names.
+        Ranks that split every expert's intermediate dimension; the output is a partial sum. For mxfp4 in whole
+        groups of 32, the first ranks one more where they do not divide evenly.
+    names : ExpertNames or PackedExpertNames
+        Checkpoint names; default: one tensor per expert, or GPT-OSS's with ``interleaved``.
     device, dtype
         ``dtype`` is that of inputs, outputs and unquantised weights (default: torch's).
     backend : str
@@ -156,8 +170,8 @@ class FusedMoE(Layer):
     Notes
     -----
     Capture-safe; allocates its output; never writes its input. Not found in checkpoints as such: ``slots`` reads
-    one tensor per expert and projection, only those of this rank. Source: items 23 and 25 to 28 of the design
-    notes; Fedus et al. 2021, DeepSeek-V3 technical report.
+    one tensor per expert and projection, only those of this rank, or slices of tensors that hold all experts.
+    Source: items 23 and 25 to 28 of the design notes; Fedus et al. 2021, DeepSeek-V3 technical report.
 
     Examples
     --------
@@ -183,10 +197,11 @@ class FusedMoE(Layer):
         alpha: float = 1.702,
         limit: float = 7.0,
         bias: bool = False,
+        interleaved: bool = False,
         scaling_factor: float = 1.0,
         ep: Axis = SINGLE,
         tp: Axis = SINGLE,
-        names: ExpertNames | None = None,
+        names: ExpertNames | PackedExpertNames | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         backend: str = "auto",
@@ -198,16 +213,26 @@ class FusedMoE(Layer):
         if num_shared and bias:
             raise ArgumentError(_NAME, "num_shared", f"{num_shared} with bias", "0")
         self.expert_slice = ep.part(num_experts, f"{_NAME} num_experts")
-        self.column_slice = tp.part(intermediate_size, f"{_NAME} intermediate_size")
+        if quant.format == "mxfp4":
+            self.column_slice = part_of_groups(tp, intermediate_size, _NAME)
+        else:
+            self.column_slice = tp.part(intermediate_size, f"{_NAME} intermediate_size")
         local = self.column_slice.stop - self.column_slice.start
         if quant.format == "fp8_block":
             self._check_blocks(quant, local, intermediate_size, tp, num_shared)
         self.intermediate_size, self.num_experts = intermediate_size, num_experts
-        self.names, self.adds_bias = names or ExpertNames(), tp.rank == 0
+        # A checkpoint that interleaves rows also holds all experts in one tensor.
+        self.names = names or (PackedExpertNames() if interleaved else ExpertNames())
+        self.adds_bias = tp.rank == 0
+        if quant.format == "mxfp4" and not interleaved:
+            raise ArgumentError(_NAME, "interleaved", False, "True for mxfp4, as GPT-OSS ships it")
+        if isinstance(self.names, PackedExpertNames) != interleaved:
+            given = f"{type(self.names).__name__} with interleaved={interleaved}"
+            raise ArgumentError(_NAME, "names", given, "PackedExpertNames with interleaved rows, or neither")
         local_experts = self.expert_slice.stop - self.expert_slice.start
         cfg = FusedMoEConfig(
             hidden_size, local, local_experts, top_k, num_shared, quant.format, quant.scale_fmt, activation, alpha,
-            limit, bias, scaling_factor,
+            limit, bias, scaling_factor, interleaved,
         )  # fmt: skip
         self.choose(FUSED_MOE, cfg, device, backend)
         self.dtype = dtype or torch.get_default_dtype()
@@ -229,13 +254,15 @@ class FusedMoE(Layer):
     def _make_parameters(self, device: torch.device | str | None) -> None:
         cfg = self.cfg
         experts, inner, hidden = cfg.all_experts, cfg.intermediate_size, cfg.hidden_size
-        formats = {"none": self.dtype, "fp8_block": torch.float8_e4m3fn, "int8": torch.int8}
+        formats = {"none": self.dtype, "fp8_block": torch.float8_e4m3fn, "int8": torch.int8, "mxfp4": torch.uint8}
+        # Two codes of four bits a byte, 16 bytes a scale.
+        widths = [(n // MX_GROUP, BYTES) if cfg.quant == "mxfp4" else (n,) for n in (hidden, inner)]
 
         def parameter(fill: Callable[..., torch.Tensor], dtype: torch.dtype, *shape: int) -> nn.Parameter:
             return nn.Parameter(fill(shape, device=device, dtype=dtype), requires_grad=False)
 
-        self.w13 = parameter(torch.zeros, formats[cfg.quant], experts, 2 * inner, hidden)
-        self.w2 = parameter(torch.zeros, formats[cfg.quant], experts, hidden, inner)
+        self.w13 = parameter(torch.zeros, formats[cfg.quant], experts, 2 * inner, *widths[0])
+        self.w2 = parameter(torch.zeros, formats[cfg.quant], experts, hidden, *widths[1])
         self.scale_names: tuple[str, str] | None = None
         if cfg.quant == "fp8_block":
             rows, columns = -(-inner // GROUP), -(-hidden // GROUP)
@@ -245,6 +272,10 @@ class FusedMoE(Layer):
         elif cfg.quant == "int8":
             self.w13_scale = parameter(torch.ones, torch.float32, experts, 2 * inner)
             self.w2_scale = parameter(torch.ones, torch.float32, experts, hidden)
+            self.scale_names = ("w13_scale", "w2_scale")
+        elif cfg.quant == "mxfp4":
+            self.w13_scale = parameter(torch.zeros, torch.uint8, experts, 2 * inner, hidden // MX_GROUP)
+            self.w2_scale = parameter(torch.zeros, torch.uint8, experts, hidden, inner // MX_GROUP)
             self.scale_names = ("w13_scale", "w2_scale")
         if cfg.bias:
             self.w13_bias = parameter(torch.zeros, self.dtype, experts, 2 * inner)
@@ -262,7 +293,13 @@ class FusedMoE(Layer):
         self.packed = self.ladder.pack(self.weights())
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
-        """Yield per-expert checkpoint tensors of this rank: ``{e}.gate_proj.weight``, … and shared experts."""
+        """Yield per-expert checkpoint tensors of this rank: ``{e}.gate_proj.weight``, … and shared experts.
+
+        With interleaved rows: slices of the tensors that hold all experts, ``gate_up_proj_blocks``, ….
+        """
+        if isinstance(self.names, PackedExpertNames):
+            yield from slots_of_packed(self, self.names)
+            return
         for local, expert in enumerate(range(self.expert_slice.start, self.expert_slice.stop)):
             gate, up, down = (self.names.expert.format(e=expert, part=part) for part in self.names.parts)
             yield from self._expert_slots((gate, up, down), slice(local, local + 1), 1)

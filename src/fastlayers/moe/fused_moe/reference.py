@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
-from fastlayers.moe.fused_moe.weights import MoEWeights, dequantize, round_activations
+from fastlayers.moe.fused_moe.weights import MoEWeights, dequantize, gate_and_up, round_activations
 
 
 class ReferenceFusedMoE:
@@ -41,7 +41,7 @@ class ReferenceFusedMoE:
         gate_up = x @ dequantize(packed.w13[expert], scales[0], cfg.quant, 2).float().T
         if packed.w13_bias is not None:
             gate_up = gate_up + packed.w13_bias[expert].float()
-        gate, up = gate_up[:, : cfg.intermediate_size], gate_up[:, cfg.intermediate_size :]
+        gate, up = gate_and_up(gate_up, cfg.interleaved)
         if cfg.activation == "silu":
             inner = gate / (1 + torch.exp(-gate)) * up
         else:

@@ -46,14 +46,15 @@ def _expert(
     activation: str,
     alpha: float,
     limit: float,
+    interleaved: bool,
 ) -> torch.Tensor:
     s13 = None if packed.w13_scale is None else packed.w13_scale[expert]
     s2 = None if packed.w2_scale is None else packed.w2_scale[expert]
     b13 = None if packed.w13_bias is None else packed.w13_bias[expert].to(x.dtype)
     b2 = None if packed.w2_bias is None else packed.w2_bias[expert].to(x.dtype)
-    gate_up = F.linear(x, dequantize(packed.w13[expert], s13, quant, 2), b13)
-    inner = round_activations(activate(gate_up, activation, alpha, limit), quant, scale_fmt)
-    return F.linear(inner, dequantize(packed.w2[expert], s2, quant, 1), b2)
+    gate_up = F.linear(x, dequantize(packed.w13[expert], s13, quant, 2, x.dtype), b13)
+    inner = round_activations(activate(gate_up, activation, alpha, limit, interleaved), quant, scale_fmt)
+    return F.linear(inner, dequantize(packed.w2[expert], s2, quant, 1, x.dtype), b2)
 
 
 def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
@@ -63,14 +64,14 @@ def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
 @operator(
     "moe_experts_loop(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13, Tensor w2, Tensor? w13_scale,"
     " Tensor? w2_scale, Tensor? w13_bias, Tensor? w2_bias, str quant, str scale_fmt, str activation, float alpha,"
-    " float limit, float factor) -> Tensor",
+    " float limit, float factor, bool interleaved) -> Tensor",
     _fake,
 )
 def _loop(
     x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor,
     w13_scale: torch.Tensor | None, w2_scale: torch.Tensor | None, w13_bias: torch.Tensor | None,
     w2_bias: torch.Tensor | None, quant: str, scale_fmt: str, activation: str, alpha: float, limit: float,
-    factor: float,
+    factor: float, interleaved: bool,
 ) -> torch.Tensor:  # fmt: skip
     packed = MoEWeights(w13, w2, w13_scale, w2_scale, w13_bias, w2_bias)
     values = round_activations(x, quant, scale_fmt)
@@ -85,7 +86,7 @@ def _loop(
         start += count
         if expert >= 0:
             rows = values[token[run]]
-            out = _expert(rows, packed, expert, quant, scale_fmt, activation, alpha, limit)
+            out = _expert(rows, packed, expert, quant, scale_fmt, activation, alpha, limit, interleaved)
             # A token occurs once per expert, and experts come in order: the sum has a fixed order.
             y.index_add_(0, token[run], out.float() * weight[run])
     return y.to(x.dtype)
@@ -112,6 +113,7 @@ class TorchFusedMoE:
         y: torch.Tensor = _loop(
             x, topk_weights, topk_ids, packed.w13, packed.w2, packed.w13_scale, packed.w2_scale, packed.w13_bias,
             packed.w2_bias, cfg.quant, cfg.scale_fmt, cfg.activation, cfg.alpha, cfg.limit, cfg.scaling_factor,
+            cfg.interleaved,
         )  # fmt: skip
         return y
 
@@ -147,10 +149,10 @@ class TorchFusedMoE:
             None if tensor is None else tensor[experts]
             for tensor in (packed.w13_scale, packed.w2_scale, packed.w13_bias, packed.w2_bias)
         )
-        gate_up = torch.bmm(x, dequantize(packed.w13[experts], s13, cfg.quant, 2).mT)
+        gate_up = torch.bmm(x, dequantize(packed.w13[experts], s13, cfg.quant, 2, x.dtype).mT)
         if b13 is not None:
             gate_up = gate_up + b13.unsqueeze(1).to(x.dtype)
-        inner = activate(gate_up, cfg.activation, cfg.alpha, cfg.limit)
+        inner = activate(gate_up, cfg.activation, cfg.alpha, cfg.limit, cfg.interleaved)
         inner = round_activations(inner, cfg.quant, cfg.scale_fmt)
-        out = torch.bmm(inner, dequantize(packed.w2[experts], s2, cfg.quant, 1).mT)
+        out = torch.bmm(inner, dequantize(packed.w2[experts], s2, cfg.quant, 1, x.dtype).mT)
         return out if b2 is None else out + b2.unsqueeze(1).to(x.dtype)

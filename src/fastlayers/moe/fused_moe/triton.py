@@ -13,9 +13,9 @@ from fastlayers.moe.align.triton import moe_align
 from fastlayers.moe.fused_moe import triton_kernels as kernels
 from fastlayers.moe.fused_moe.configs import MAX_TOKENS, Tile, tiles
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
-from fastlayers.moe.fused_moe.weights import EPS, GROUP, MoEWeights
+from fastlayers.moe.fused_moe.triton_mxfp4 import mxfp4_experts
+from fastlayers.moe.fused_moe.weights import EPS, FORMATS, GROUP, MoEWeights
 from fastlayers.operators import operator
-from fastlayers.quant.spec import FORMATS
 from fastlayers.testing.compile_check import KernelBuild
 
 CODES = {"fp8_block": torch.float8_e4m3fn, "int8": torch.int8}
@@ -62,7 +62,7 @@ def _quantize(
 
 def _gate_up(
     x: torch.Tensor, scale: torch.Tensor, packed: MoEWeights, ids: torch.Tensor, aligned: tuple[torch.Tensor, ...],
-    tile: Tile, quant: str, ue8m0: bool, activation: str, alpha: float, limit: float, wide: bool,
+    tile: Tile, quant: str, ue8m0: bool, activation: str, alpha: float, limit: float, wide: bool, interleaved: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the inner rows of all pairs and their scales (a dummy if not quantised)."""
     sorted_ids, expert_ids, total = aligned
@@ -81,7 +81,8 @@ def _gate_up(
         scale if packed.w13_bias is None else packed.w13_bias, out, out_scale, sorted_ids, expert_ids, total,
         pairs, blocks, hidden, inner, x.stride(0), out.stride(0), alpha, limit, EPS,
         PER_TOKEN=ids.shape[1], QUANT=FORMATS.index(quant), QUANT_OUT=fused, UE8M0=ue8m0, WIDE=wide,
-        OAI=activation == "swiglu_oai", HAS_BIAS=packed.w13_bias is not None, EVEN_K=hidden % tile.k == 0,
+        OAI=activation == "swiglu_oai", HAS_BIAS=packed.w13_bias is not None, INTERLEAVED=interleaved,
+        EVEN_K=hidden % tile.k == 0,
         BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if quant != "none" and not fused:
@@ -91,17 +92,23 @@ def _gate_up(
 
 def _round(
     x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: MoEWeights, y: torch.Tensor,
-    quant: str, ue8m0: bool, activation: str, alpha: float, limit: float, factor: float,
+    quant: str, ue8m0: bool, activation: str, alpha: float, limit: float, factor: float, interleaved: bool,
 ) -> None:  # fmt: skip
     """Compute ``y`` for at most MAX_TOKENS tokens; ``ids`` include shared experts."""
-    (experts, hidden, inner), (tokens, per_token) = packed.w2.shape, ids.shape
+    experts, (tokens, per_token), hidden = packed.w2.shape[0], ids.shape, x.shape[1]
+    if quant == "mxfp4":
+        partial = mxfp4_experts(x, weights, ids, packed, activation == "swiglu_oai", alpha, limit, interleaved)
+        _reduce(partial, ids, y, experts, factor)
+        return
+    inner = packed.w2.shape[2]
     pairs, wide = ids.numel(), x.dtype == torch.float32
     first, second = tiles(pairs, experts, quant, wide)
     sorted_ids, expert_ids, total = moe_align(ids, experts, first.m)
     values, scale = (x, weights) if quant == "none" else _quantize(x, None, experts, quant, ue8m0)
     inner_rows, inner_scale = _gate_up(
-        values, scale, packed, ids, (sorted_ids, expert_ids, total), first, quant, ue8m0, activation, alpha, limit, wide
-    )
+        values, scale, packed, ids, (sorted_ids, expert_ids, total), first, quant, ue8m0, activation, alpha, limit,
+        wide, interleaved,
+    )  # fmt: skip
     partial = torch.empty(pairs, hidden, dtype=torch.float32, device=x.device)
     blocks = expert_ids.shape[0]
     kernels.down_kernel[(blocks * triton.cdiv(hidden, second.n),)](
@@ -111,6 +118,12 @@ def _round(
         QUANT=FORMATS.index(quant), WIDE=wide, HAS_BIAS=packed.w2_bias is not None, EVEN_K=inner % second.k == 0,
         BLOCK_M=second.m, BLOCK_N=second.n, BLOCK_K=second.k, num_warps=second.warps, num_stages=second.stages,
     )  # fmt: skip
+    _reduce(partial, ids, y, experts, factor)
+
+
+def _reduce(partial: torch.Tensor, ids: torch.Tensor, y: torch.Tensor, experts: int, factor: float) -> None:
+    """Write the sums of each token's pairs to ``y``."""
+    (tokens, hidden), per_token = y.shape, ids.shape[1]
     block = min(1024, triton.next_power_of_2(hidden))
     kernels.reduce_kernel[(tokens, triton.cdiv(hidden, block))](
         partial, ids, y, hidden, experts, factor, PER_TOKEN=per_token, BLOCK=block, num_warps=4
@@ -120,14 +133,14 @@ def _round(
 @operator(
     "fused_moe(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13, Tensor w2, Tensor? w13_scale,"
     " Tensor? w2_scale, Tensor? w13_bias, Tensor? w2_bias, int num_shared, str quant, bool ue8m0, str activation,"
-    " float alpha, float limit, float factor) -> Tensor",
+    " float alpha, float limit, float factor, bool interleaved) -> Tensor",
     _fake,
 )
 def _fused_moe(
     x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor,
     w13_scale: torch.Tensor | None, w2_scale: torch.Tensor | None, w13_bias: torch.Tensor | None,
     w2_bias: torch.Tensor | None, num_shared: int, quant: str, ue8m0: bool, activation: str, alpha: float,
-    limit: float, factor: float,
+    limit: float, factor: float, interleaved: bool,
 ) -> torch.Tensor:  # fmt: skip
     packed = MoEWeights(w13, w2, w13_scale, w2_scale, w13_bias, w2_bias)
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -137,7 +150,10 @@ def _fused_moe(
     weights, ids = _extend(topk_weights, topk_ids, w13.shape[0] - num_shared, num_shared, factor)
     for start in range(0, x.shape[0], MAX_TOKENS):
         part = slice(start, start + MAX_TOKENS)
-        _round(x[part], weights[part], ids[part], packed, y[part], quant, ue8m0, activation, alpha, limit, factor)
+        _round(
+            x[part], weights[part], ids[part], packed, y[part], quant, ue8m0, activation, alpha, limit, factor,
+            interleaved,
+        )  # fmt: skip
     return y
 
 
@@ -147,7 +163,7 @@ class TritonFusedMoE:
     def __init__(self, cfg: FusedMoEConfig) -> None:
         self.arguments = (
             cfg.num_shared, cfg.quant, cfg.scale_fmt == "ue8m0", cfg.activation, cfg.alpha, cfg.limit,
-            cfg.scaling_factor,
+            cfg.scaling_factor, cfg.interleaved,
         )  # fmt: skip
 
     def pack(self, weights: MoEWeights) -> MoEWeights:
@@ -182,6 +198,7 @@ def _gate_up_build(name: str, cfg: FusedMoEConfig, tokens: int) -> KernelBuild:
         {
             "PER_TOKEN": cfg.pairs_per_token, "QUANT": FORMATS.index(cfg.quant), "QUANT_OUT": fused, "UE8M0": False,
             "WIDE": False, "OAI": cfg.activation != "silu", "HAS_BIAS": cfg.bias,
+            "INTERLEAVED": cfg.interleaved,
             "EVEN_K": cfg.hidden_size % tile.k == 0, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k,
         },
         tile.warps, tile.stages, ("D", "I", "x_stride", "out_stride"),
@@ -210,7 +227,7 @@ def _down_build(name: str, cfg: FusedMoEConfig, tokens: int) -> KernelBuild:
 def _shapes() -> list[tuple[str, FusedMoEConfig]]:
     shapes = [(f"v3_tp8_{q}", FusedMoEConfig(7168, 256, 256, 8, num_shared=1, quant=q)) for q in ("fp8_block", "int8")]
     shapes.append(("qwen3_30b", FusedMoEConfig(2048, 768, 128, 8)))
-    shapes.append(("gpt_oss", FusedMoEConfig(2880, 2880, 32, 4, activation="swiglu_oai", bias=True)))
+    shapes.append(("gpt_oss", FusedMoEConfig(2880, 2880, 32, 4, activation="swiglu_oai", bias=True, interleaved=True)))
     return shapes
 
 

@@ -1,7 +1,8 @@
 """Triton kernels of the experts; :mod:`fastlayers.moe.fused_moe.triton` launches them.
 
 A pair is one (token, expert): its number p = token * PER_TOKEN + j. ``sorted_ptr`` lists pairs in blocks of one
-expert (:mod:`fastlayers.moe.align.layer`). Formats: QUANT 0 none, 1 fp8_block, 2 int8.
+expert (:mod:`fastlayers.moe.align.layer`). Formats: QUANT 0 none, 1 fp8_block, 2 int8
+(mxfp4 has kernels of its own in :mod:`fastlayers.moe.fused_moe.triton_mxfp4`).
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def gate_up_kernel(
     x_ptr, xs_ptr, w_ptr, ws_ptr, bias_ptr, out_ptr, out_scale_ptr, sorted_ptr, expert_ptr, total_ptr,
     num_pairs, tiles_m, D, I, x_stride, out_stride, alpha, limit, eps,
     PER_TOKEN: tl.constexpr, QUANT: tl.constexpr, QUANT_OUT: tl.constexpr, UE8M0: tl.constexpr, WIDE: tl.constexpr,
-    OAI: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
+    OAI: tl.constexpr, HAS_BIAS: tl.constexpr, INTERLEAVED: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Gather token rows, multiply by gate and up rows of one expert, apply the activation, maybe quantise."""
@@ -94,8 +95,10 @@ def gate_up_kernel(
     column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     depth = tl.arange(0, BLOCK_K)
     x_rows = x_ptr + token[:, None] * x_stride + depth[None, :]
-    gate_rows = w_ptr + expert * 2 * I * D + (column % I)[None, :] * D + depth[:, None]
-    up_rows = gate_rows + I * D
+    gate_row = (column % I) * 2 if INTERLEAVED else column % I
+    up_row = gate_row + 1 if INTERLEAVED else gate_row + I
+    gate_rows = w_ptr + expert * 2 * I * D + gate_row[None, :] * D + depth[:, None]
+    up_rows = w_ptr + expert * 2 * I * D + up_row[None, :] * D + depth[:, None]
     ACC: tl.constexpr = tl.int32 if QUANT == 2 else tl.float32
     gate = tl.zeros([BLOCK_M, BLOCK_N], ACC)
     up = tl.zeros([BLOCK_M, BLOCK_N], ACC)
@@ -120,13 +123,13 @@ def gate_up_kernel(
             gate, up = dot(x, g, gate), dot(x, u, up)
     if QUANT == 2:
         s = tl.load(xs_ptr + token)[:, None]
-        gate_scale = tl.load(ws_ptr + expert * 2 * I + column % I)
-        up_scale = tl.load(ws_ptr + expert * 2 * I + I + column % I)
+        gate_scale = tl.load(ws_ptr + expert * 2 * I + gate_row)
+        up_scale = tl.load(ws_ptr + expert * 2 * I + up_row)
         gate = gate.to(tl.float32) * s * gate_scale[None, :]
         up = up.to(tl.float32) * s * up_scale[None, :]
     if HAS_BIAS:
-        gate += tl.load(bias_ptr + expert * 2 * I + column % I).to(tl.float32)[None, :]
-        up += tl.load(bias_ptr + expert * 2 * I + I + column % I).to(tl.float32)[None, :]
+        gate += tl.load(bias_ptr + expert * 2 * I + gate_row).to(tl.float32)[None, :]
+        up += tl.load(bias_ptr + expert * 2 * I + up_row).to(tl.float32)[None, :]
     if OAI:
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0

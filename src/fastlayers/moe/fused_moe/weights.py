@@ -6,8 +6,12 @@
     none        dtype     -                                    -                                dtype
     fp8_block   e4m3      [E, 2*ceil(I/128), ceil(D/128)]      [E, ceil(D/128), ceil(I/128)]    e4m3, scale per 1x128
     int8        int8      [E, 2I]                              [E, D]                           int8, scale per row
+    mxfp4       uint8     uint8 [E, 2I, D/32]                  uint8 [E, D, I/32]               dtype
 
-The gate and up halves keep scale rows of their own, so that a ragged I does not mix them in one block.
+The gate and up halves keep scale rows of their own, so that a ragged I does not mix them in one block. MXFP4 weights
+stay packed: w13 is [E, 2I, D/32, 16] and w2 [E, D, I/32, 16] (:mod:`fastlayers.quant.mxfp4.codes`).
+
+Where rows are *interleaved* (GPT-OSS), w13, its scales and its bias hold gate 0, up 0, gate 1, up 1, ….
 """
 
 from __future__ import annotations
@@ -19,7 +23,12 @@ from torch.nn import functional as F
 
 from fastlayers.quant.fp8_linear.blocks import decode_e4m3, scale_blocks_
 from fastlayers.quant.group_quant.torch import round_up_to_power_of_two
+from fastlayers.quant.mxfp4.codes import dequantize_mxfp4
 
+# The formats, in the order of the kernels' numbers for them.
+FORMATS = ("none", "fp8_block", "int8", "mxfp4")
+# Formats whose activations are not quantised.
+WEIGHT_ONLY = ("none", "mxfp4")
 GROUP = 128
 EPS = 1e-10
 
@@ -38,7 +47,7 @@ class MoEWeights:
 
 def round_activations(x: torch.Tensor, quant: str, scale_fmt: str) -> torch.Tensor:
     """Return fp32 ``x`` as the values that its codes stand for; a group that is not finite becomes NaN."""
-    if quant == "none":
+    if quant in WEIGHT_ONLY:
         return x
     width = x.shape[-1]
     largest = 448.0 if quant == "fp8_block" else 127.0
@@ -56,19 +65,33 @@ def round_activations(x: torch.Tensor, quant: str, scale_fmt: str) -> torch.Tens
     return values.flatten(-2)[..., :width] if quant == "fp8_block" else values
 
 
-def dequantize(weight: torch.Tensor, scale: torch.Tensor | None, quant: str, halves: int) -> torch.Tensor:
-    """Return fp32 weights ``[..., N, K]``; ``halves`` parts of N have scale rows of their own."""
+def dequantize(
+    weight: torch.Tensor, scale: torch.Tensor | None, quant: str, halves: int, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Return weights ``[..., N, K]``: fp32, of ``dtype`` for mxfp4; ``halves`` parts of N have own scale rows."""
     if quant == "none" or scale is None:
         return weight
+    if quant == "mxfp4":
+        return dequantize_mxfp4(weight, scale, dtype)
     if quant == "int8":
         return weight.float() * scale.unsqueeze(-1)
     wide = decode_e4m3(weight).unflatten(-2, (halves, -1))
     return scale_blocks_(wide, scale.unflatten(-2, (halves, -1)), (GROUP, GROUP)).flatten(-3, -2)
 
 
-def activate(gate_up: torch.Tensor, activation: str, alpha: float, limit: float) -> torch.Tensor:
-    """Return the activation of ``[..., 2I]`` (gate, then up): computed in fp32, in the dtype of its input."""
-    gate, up = gate_up.float().chunk(2, dim=-1)
+def gate_and_up(gate_up: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gates and ups ``[..., I]`` of ``[..., 2I]``."""
+    if interleaved:
+        return gate_up[..., ::2], gate_up[..., 1::2]
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gate, up
+
+
+def activate(
+    gate_up: torch.Tensor, activation: str, alpha: float, limit: float, interleaved: bool = False
+) -> torch.Tensor:
+    """Return the activation of ``[..., 2I]``: computed in fp32, in the dtype of its input."""
+    gate, up = gate_and_up(gate_up.float(), interleaved)
     if activation == "silu":
         return (F.silu(gate) * up).to(gate_up.dtype)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)

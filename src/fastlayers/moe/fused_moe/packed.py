@@ -1,0 +1,83 @@
+"""Checkpoints that hold all experts in one tensor a projection, with interleaved gate and up rows: GPT-OSS.
+
+    E = experts, D = hidden_size, I = intermediate_size
+
+    bf16     gate_up_proj [E, D, 2I], down_proj [E, I, D]                  (transposed)
+    mxfp4    gate_up_proj_blocks [E, 2I, D/32, 16], gate_up_proj_scales [E, 2I, D/32]
+             down_proj_blocks [E, D, I/32, 16], down_proj_scales [E, D, I/32]
+    both     gate_up_proj_bias [E, 2I], down_proj_bias [E, D]
+
+A rank reads whole experts (``ep``), and of each the pairs of gate and up rows and the columns of the down projection
+that belong to its part of I (``tp``), in mxfp4 whole groups of 32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fastlayers.comm.parallel import Axis
+from fastlayers.errors import ArgumentError
+from fastlayers.quant.mxfp4.codes import BYTES, GROUP, groups_of
+from fastlayers.weights import Slot
+
+if TYPE_CHECKING:
+    from fastlayers.moe.fused_moe.layer import FusedMoE
+
+
+@dataclass(frozen=True)
+class PackedExpertNames:
+    """Names of the tensors relative to the module, without ``_blocks``, ``_scales`` and ``_bias``."""
+
+    gate_up: str = "gate_up_proj"
+    down: str = "down_proj"
+
+
+def part_of_groups(axis: Axis, extent: int, layer: str) -> slice:
+    """Return this rank's features of ``extent``: whole groups of 32, as evenly as they go.
+
+    Raises
+    ------
+    ArgumentError
+        ``extent`` is not a multiple of 32, or there are fewer groups than ranks.
+    """
+    groups = groups_of(extent, "intermediate_size", layer)
+    if groups < axis.size:
+        given = f"{extent} over {axis.size} ranks"
+        raise ArgumentError(layer, "intermediate_size", given, f"at least {GROUP} features a rank for MXFP4")
+    # The first ranks take one more, so that the slowest rank has as little as possible to do.
+    each, more = divmod(groups, axis.size)
+    start = axis.rank * each + min(axis.rank, more)
+    return slice(start * GROUP, (start + each + (axis.rank < more)) * GROUP)
+
+
+def slots_of_packed(experts: FusedMoE, names: PackedExpertNames) -> Iterator[tuple[str, Slot]]:
+    """Yield the slots of one rank, one for each tensor and expert: no more than an expert is held while loading."""
+    cfg, full, count = experts.cfg, experts.intermediate_size, experts.num_experts
+    hidden, inner = cfg.hidden_size, experts.column_slice
+    rows, every = slice(2 * inner.start, 2 * inner.stop), slice(0, hidden)
+    first = experts.expert_slice.start
+    for local in range(cfg.num_experts):
+        one = slice(first + local, first + local + 1)
+        here = slice(local, local + 1)
+        if cfg.quant == "mxfp4":
+            groups = slice(inner.start // GROUP, inner.stop // GROUP)
+            wide, narrow = hidden // GROUP, full // GROUP
+            yield (
+                f"{names.gate_up}_blocks",
+                Slot(experts.w13[here], (count, 2 * full, wide, BYTES), (one, rows)),
+            )
+            yield f"{names.gate_up}_scales", Slot(experts.w13_scale[here], (count, 2 * full, wide), (one, rows))
+            yield (
+                f"{names.down}_blocks",
+                Slot(experts.w2[here], (count, hidden, narrow, BYTES), (one, every, groups)),
+            )
+            yield f"{names.down}_scales", Slot(experts.w2_scale[here], (count, hidden, narrow), (one, every, groups))
+        else:
+            # Transposed views of the parameters: the copy turns them, and dtypes are checked as everywhere.
+            yield names.gate_up, Slot(experts.w13[here].mT, (count, hidden, 2 * full), (one, every, rows))
+            yield names.down, Slot(experts.w2[here].mT, (count, full, hidden), (one, inner))
+        if cfg.bias:
+            yield f"{names.gate_up}_bias", Slot(experts.w13_bias[here], (count, 2 * full), (one, rows))
+            yield f"{names.down}_bias", Slot(experts.w2_bias[here], (count, hidden), (one,))
