@@ -8,9 +8,9 @@ A family's file says what ``self_attn`` and ``mlp`` are. Number formats are in `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -29,30 +29,8 @@ from fastlayers.embedding.lm_head import LMHead
 from fastlayers.errors import ArgumentError
 from fastlayers.layer import finalize
 from fastlayers.linear.factory import linear
-from fastlayers.quant.spec import QuantSpec
 from fastlayers.rotary.layer import RotaryEmbedding
 from fastlayers_models.checkpoint import Checkpoint, load_weights
-
-
-class DecoderConfig(Protocol):
-    """What the shared parts read of a family's configuration."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def num_hidden_layers(self) -> int: ...
-    @property
-    def rms_norm_eps(self) -> float: ...
-    @property
-    def max_position_embeddings(self) -> int: ...
-    @property
-    def tie_word_embeddings(self) -> bool: ...
-    @property
-    def quant(self) -> QuantSpec: ...
-    @property
-    def rope(self) -> Mapping[str, Any]: ...
 
 
 class Build:
@@ -60,7 +38,8 @@ class Build:
 
     Parameters
     ----------
-    config : DecoderConfig
+    config
+        A family's configuration; see :class:`fastlayers_models.config.GQADecoderConfig`.
     parallel : ParallelSpec, optional
         Default: one process.
     device, dtype
@@ -115,6 +94,39 @@ class Build:
             return self.linear(f"{prefix}.{parts[0]}", hidden, [size] * len(parts), bias, names=names, shard=shard)
         return SideBySide(
             self.linear(f"{prefix}.{part}", hidden, size, bias, names=[f"../../{part}"], shard=shard) for part in parts
+        )
+
+    def attention(
+        self,
+        name: str,
+        *,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
+        qk_norm: float | None = None,
+        window: int | None = None,
+        sinks: bool = False,
+    ) -> fl.Attention:
+        """Return the grouped-query attention of checkpoint module ``name``; see :class:`fastlayers.Attention`."""
+        config = self.config
+        return fl.Attention(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            rotary=self.rotary,
+            qkv_bias=qkv_bias,
+            o_bias=o_bias,
+            qk_norm=qk_norm,
+            window=window,
+            sinks=sinks,
+            quant=config.quant,
+            prefix=name,
+            axis=self.parallel.attn_tp,
+            page_size=self.page_size,
+            kv_dtype=self.kv_dtype,
+            device=self.device,
+            dtype=self.dtype,
+            backend=self.backend,
         )
 
     def embedding(self) -> VocabEmbedding:

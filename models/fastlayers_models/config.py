@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fastlayers.errors import ArgumentError, UnknownModelError, check_choice, check_positive
 from fastlayers.quant.spec import NONE, QuantSpec
+from fastlayers.rotary.scaling import rope_parameters
 
 DEEPSEEK_TYPES = ("deepseek_v2", "deepseek_v3")
 
@@ -84,8 +85,7 @@ class DeepseekConfig:
         if config.get("hidden_act", "silu") != "silu":
             raise ArgumentError("DeepseekConfig", "hidden_act", repr(config["hidden_act"]), "'silu'")
         v3 = model_type == "deepseek_v3"
-        eos = config.get("eos_token_id")
-        required = {name: _required(config, name) for name in _REQUIRED}
+        required = {name: required_int("DeepseekConfig", config, name) for name in _REQUIRED}
         return DeepseekConfig(
             model_type=model_type,
             **required,
@@ -106,7 +106,7 @@ class DeepseekConfig:
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             num_nextn_predict_layers=int(config.get("num_nextn_predict_layers") or 0) if v3 else 0,
             bos_token_id=config.get("bos_token_id"),
-            eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+            eos_token_ids=token_ids(config.get("eos_token_id")),
             quant=QuantSpec.from_config(config.get("quantization_config")),
             rope=dict(config),
         )
@@ -119,8 +119,115 @@ _REQUIRED = (
 )  # fmt: skip
 
 
-def _required(config: Mapping[str, Any], name: str) -> int:
+@dataclass(frozen=True, kw_only=True)
+class GQADecoderConfig:
+    """What all families with grouped-query attention share; names are those of ``config.json``.
+
+    ``windows`` has one entry a layer: how many tokens a token sees, itself included, or ``None`` for all.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    windows: tuple[int | None, ...]
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 4096
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    quant: QuantSpec = NONE
+    rope: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        name, heads = type(self).__name__, self.num_attention_heads
+        check_positive(
+            name, vocab_size=self.vocab_size, hidden_size=self.hidden_size, num_hidden_layers=self.num_hidden_layers,
+            intermediate_size=self.intermediate_size, num_attention_heads=heads, head_dim=self.head_dim,
+            num_key_value_heads=self.num_key_value_heads, max_position_embeddings=self.max_position_embeddings,
+        )  # fmt: skip
+        if heads % self.num_key_value_heads:
+            raise ArgumentError(name, "num_key_value_heads", self.num_key_value_heads, f"a divisor of {heads} heads")
+        if len(self.windows) != self.num_hidden_layers:
+            raise ArgumentError(name, "windows", self.windows, f"one entry for each of {self.num_hidden_layers} layers")
+        for window in self.windows:
+            if window is not None:
+                check_positive(name, sliding_window=window)
+
+
+def gqa_decoder_values(
+    owner: str, config: Mapping[str, Any], *, head_dim: int | None = None, hidden_act: str = "silu"
+) -> dict[str, Any]:
+    """Return the fields of :class:`GQADecoderConfig` but ``windows`` from a parsed ``config.json``.
+
+    ``head_dim`` is what the family assumes where the file does not say; default: ``hidden_size / heads``.
+    """
+    if config.get("hidden_act", hidden_act) != hidden_act:
+        raise ArgumentError(owner, "hidden_act", repr(config["hidden_act"]), repr(hidden_act))
+    values: dict[str, Any] = {name: required_int(owner, config, name) for name in _GQA_REQUIRED}
+    check_positive(owner, num_attention_heads=values["num_attention_heads"])
+    heads, hidden = values["num_attention_heads"], values["hidden_size"]
+    return values | {
+        "model_type": config["model_type"],
+        "num_key_value_heads": optional_int(owner, config, "num_key_value_heads", heads),
+        "head_dim": optional_int(owner, config, "head_dim", head_dim or hidden // heads),
+        "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "max_position_embeddings": longest_position(owner, config),
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "bos_token_id": config.get("bos_token_id"),
+        "eos_token_ids": token_ids(config.get("eos_token_id")),
+        "quant": QuantSpec.from_config(config.get("quantization_config")),
+        "rope": dict(config),
+    }
+
+
+_GQA_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+def longest_position(owner: str, config: Mapping[str, Any]) -> int:
+    """Return how many positions a model may use: with YaRN, what it stretches the original context to."""
+    longest, rope = optional_int(owner, config, "max_position_embeddings", 4096), rope_parameters(config)
+    original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+    if (rope.get("rope_type") or rope.get("type")) != "yarn" or not original:
+        return longest
+    return max(longest, int(original * (rope.get("factor") or 1.0)))
+
+
+def layer_windows(owner: str, layer_types: Sequence[str], window: Any, longest: int) -> tuple[int | None, ...]:
+    """Return each layer's window: ``window`` for ``"sliding_attention"``, none for ``"full_attention"``.
+
+    A window that reaches over the whole context of ``longest`` tokens is none.
+
+    Raises
+    ------
+    ArgumentError
+        Another layer type, or a layer slides and ``window`` is not a positive integer.
+    """
+    for index, kind in enumerate(layer_types):
+        check_choice(owner, f"layer_types[{index}]", kind, ("full_attention", "sliding_attention"))
+    if "sliding_attention" not in layer_types:
+        return (None,) * len(layer_types)
+    check_positive(owner, sliding_window=window)
+    return tuple(window if kind == "sliding_attention" and window < longest else None for kind in layer_types)
+
+
+def required_int(owner: str, config: Mapping[str, Any], name: str) -> int:
+    """Return an integer of a parsed ``config.json``, or raise :class:`ArgumentError` naming it."""
     value = config.get(name)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ArgumentError("DeepseekConfig", name, repr(value), "an integer")
+        raise ArgumentError(owner, name, repr(value), "an integer")
     return value
+
+
+def optional_int(owner: str, config: Mapping[str, Any], name: str, default: int) -> int:
+    """Return an integer of a parsed ``config.json``; ``default`` where it is absent or null."""
+    return default if config.get(name) is None else required_int(owner, config, name)
+
+
+def token_ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
+    """Return ``eos_token_id`` as a tuple, be it absent, one id or several."""
+    return () if value is None else (value,) if isinstance(value, int) else tuple(value)

@@ -1,0 +1,94 @@
+"""Llama 2 and 3 (and what shares their architecture, such as SmolLM2) from fastlayers layers.
+
+    tokens ─► embed ─► [ norm ─► attention ─► norm ─► SwiGLU ] × layers ─► norm ─► lm_head ─► logits
+
+Llama 3 stretches its rotary embedding (``rope_type`` ``"llama3"``); small models tie the head to the embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastlayers.comm.parallel import ParallelSpec
+from fastlayers.errors import UnknownModelError
+from fastlayers_models.blocks import Build, CausalLM, Decoder, DecoderLayer, SwiGLU
+from fastlayers_models.config import GQADecoderConfig, gqa_decoder_values
+
+LLAMA_TYPES = ("llama",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig(GQADecoderConfig):
+    """What Llama models vary; names are those of ``config.json``."""
+
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+    @staticmethod
+    def from_hf(config: Mapping[str, Any]) -> LlamaConfig:
+        """Read a parsed ``config.json``.
+
+        Raises
+        ------
+        UnknownModelError
+            Another ``model_type``.
+        ArgumentError
+            A value that the model cannot be built from.
+        """
+        model_type = config.get("model_type")
+        if model_type not in LLAMA_TYPES:
+            raise UnknownModelError(f"model_type {model_type!r} is unknown; known: {', '.join(LLAMA_TYPES)}")
+        values = gqa_decoder_values("LlamaConfig", config)
+        return LlamaConfig(
+            **values,
+            windows=(None,) * values["num_hidden_layers"],
+            attention_bias=bool(config.get("attention_bias", False)),
+            mlp_bias=bool(config.get("mlp_bias", False)),
+        )
+
+
+class LlamaLayer(DecoderLayer):
+    """One decoder layer: grouped-query attention, then a dense MLP."""
+
+    def __init__(self, build: Build, index: int, *, is_last: bool = False) -> None:
+        config, name = build.config, f"model.layers.{index}"
+        bias = config.attention_bias
+        attention = build.attention(f"{name}.self_attn", qkv_bias=bias, o_bias=bias, window=config.windows[index])
+        mlp = SwiGLU(build, f"{name}.mlp", config.intermediate_size, bias=config.mlp_bias)
+        super().__init__(build, attention, mlp, is_last=is_last)
+
+
+class LlamaForCausalLM(CausalLM):
+    """Llama for generation over a paged cache.
+
+    Parameters
+    ----------
+    config : LlamaConfig
+    parallel : ParallelSpec
+    device, dtype
+        ``dtype`` of activations and of weights that are not quantised.
+    page_size, kv_dtype
+        Of the cache.
+    backend : str
+        Of the attention core.
+    """
+
+    config_class = LlamaConfig
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        parallel: ParallelSpec | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        page_size: int = 64,
+        kv_dtype: torch.dtype | None = None,
+        backend: str = "auto",
+    ) -> None:
+        build = Build(config, parallel, device, dtype, page_size, kv_dtype, backend)
+        super().__init__(build, Decoder(build, LlamaLayer))

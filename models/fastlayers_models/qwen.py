@@ -1,0 +1,280 @@
+"""Qwen2, Qwen2.5, Qwen2-MoE, Qwen3, Qwen3-MoE, and the language model of Qwen2.5-VL, from fastlayers layers.
+
+    tokens ─► embed ─► [ norm ─► attention ─► norm ─► SwiGLU or MoE ] × layers ─► norm ─► lm_head ─► logits
+
+    model_type    biases             q/k norm    experts                             windows (use_sliding_window)
+    qwen2         q, k, v            no          no                                  layer_types or max_window_layers
+    qwen2_moe     q, k, v (option)   no          softmax top-k, gated shared one     layer_types or every other layer
+    qwen3         all four (option)  yes         no                                  layer_types or max_window_layers
+    qwen3_moe     all four (option)  yes         softmax top-k                       all layers
+    qwen2_5_vl    q, k, v            no          no                                  as qwen2; MRoPE
+
+Layers in ``mlp_only_layers``, and those that ``decoder_sparse_step`` leaves out, are dense. With Qwen2.5-VL, text alone
+needs nothing more; with images or videos the three position axes come in as ``meta.rope_positions``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+import fastlayers as fl
+from fastlayers.comm.parallel import ParallelSpec
+from fastlayers.errors import ArgumentError, UnknownModelError, check_positive
+from fastlayers.rotary.scaling import rope_parameters
+from fastlayers_models.blocks import Build, CausalLM, Decoder, DecoderLayer, SwiGLU
+from fastlayers_models.checkpoint import Checkpoint
+from fastlayers_models.config import GQADecoderConfig, gqa_decoder_values, layer_windows, optional_int, required_int
+
+VL_TYPES = ("qwen2_5_vl", "qwen2_5_vl_text")
+QWEN_TYPES = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", *VL_TYPES)
+# What the code that Qwen2.5-VL was published with assumes where its config.json does not say.
+VL_SECTION, VL_THETA = (16, 24, 24), 1000000.0
+NESTED = "model.language_model"
+
+
+@dataclass(frozen=True, kw_only=True)
+class QwenConfig(GQADecoderConfig):
+    """What Qwen models vary; names are those of ``config.json``, where they are there.
+
+    Parameters
+    ----------
+    qkv_bias, o_bias, qk_norm : bool
+        Of the attention.
+    num_experts : int
+        0: all layers are dense.
+    shared_expert_intermediate_size : int
+        0: no shared expert.
+    prefix : str
+        Checkpoint name of the decoder: ``"model"``, or ``"model.language_model"`` beside a vision tower.
+    """
+
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    shared_expert_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    mlp_only_layers: tuple[int, ...] = ()
+    decoder_sparse_step: int = 1
+    prefix: str = "model"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_experts:
+            check_positive(
+                "QwenConfig", num_experts=self.num_experts, num_experts_per_tok=self.num_experts_per_tok,
+                moe_intermediate_size=self.moe_intermediate_size, decoder_sparse_step=self.decoder_sparse_step,
+            )  # fmt: skip
+            if self.num_experts_per_tok > self.num_experts:
+                accepted = f"at most num_experts {self.num_experts}"
+                raise ArgumentError("QwenConfig", "num_experts_per_tok", self.num_experts_per_tok, accepted)
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether layer number ``layer`` has experts."""
+        sparse = layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
+        return self.num_experts > 0 and sparse
+
+    @staticmethod
+    def from_hf(config: Mapping[str, Any]) -> QwenConfig:
+        """Read a parsed ``config.json``.
+
+        Raises
+        ------
+        UnknownModelError
+            Another ``model_type``.
+        ArgumentError
+            A value that the model cannot be built from.
+        """
+        kind, name = config.get("model_type"), "QwenConfig"
+        if kind not in QWEN_TYPES:
+            raise UnknownModelError(f"model_type {kind!r} is unknown; known: {', '.join(QWEN_TYPES)}")
+        if kind in VL_TYPES:
+            config = _text_config(config)
+        values = gqa_decoder_values(name, config, head_dim=128 if kind == "qwen3" else None)
+        if kind in ("qwen2_moe", "qwen3_moe"):
+            values |= _expert_values(config)
+        third = kind in ("qwen3", "qwen3_moe")
+        bias = bool(config.get("attention_bias", False))
+        return QwenConfig(
+            **values,
+            windows=_windows(kind, config, values["num_hidden_layers"], values["max_position_embeddings"]),
+            qkv_bias=bias if third else bool(config.get("qkv_bias", True)) if kind == "qwen2_moe" else True,
+            o_bias=bias if third else False,
+            qk_norm=third,
+        )
+
+
+def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return Qwen2.5-VL's settings as one flat mapping: published files are flat, newer ones have ``text_config``."""
+    text = config.get("text_config") or {}
+    flat = {**config, **{name: value for name, value in text.items() if value is not None}}
+    flat |= {"model_type": config["model_type"]}
+    flat["tie_word_embeddings"] = bool(config.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
+    rope = {"rope_theta": VL_THETA, "mrope_section": VL_SECTION} | rope_parameters(flat)
+    return flat | {"rope_parameters": rope}
+
+
+def _expert_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    count = config.get("num_experts", config.get("num_local_experts"))
+    shared = 0
+    if config["model_type"] == "qwen2_moe":
+        shared = required_int("QwenConfig", config, "shared_expert_intermediate_size")
+    return {
+        "num_experts": required_int("QwenConfig", {"num_experts": count}, "num_experts"),
+        "num_experts_per_tok": required_int("QwenConfig", config, "num_experts_per_tok"),
+        "moe_intermediate_size": required_int("QwenConfig", config, "moe_intermediate_size"),
+        "shared_expert_intermediate_size": shared,
+        "norm_topk_prob": bool(config.get("norm_topk_prob", False)),
+        "mlp_only_layers": tuple(config.get("mlp_only_layers") or ()),
+        "decoder_sparse_step": optional_int("QwenConfig", config, "decoder_sparse_step", 1),
+    }
+
+
+def _windows(kind: str, config: Mapping[str, Any], count: int, longest: int) -> tuple[int | None, ...]:
+    if not config.get("use_sliding_window") or config.get("sliding_window") is None:
+        return (None,) * count
+    first = optional_int("QwenConfig", config, "max_window_layers", 28)
+    if kind == "qwen3_moe":
+        sliding = [True] * count
+    elif kind == "qwen2_moe":
+        sliding = [i % 2 == 0 and i < first for i in range(count)]
+    else:
+        sliding = [i >= first for i in range(count)]
+    types = None if kind == "qwen3_moe" else config.get("layer_types")
+    types = types or ["sliding_attention" if slides else "full_attention" for slides in sliding]
+    return layer_windows("QwenConfig", types, config["sliding_window"], longest)
+
+
+class QwenMoE(nn.Module):
+    """Router, routed experts and, with Qwen2-MoE, a shared expert behind a sigmoid gate; partial sums over ``tp``."""
+
+    def __init__(self, build: Build, name: str) -> None:
+        super().__init__()
+        config, parallel = build.config, build.parallel
+        self.gate = fl.TopKRouter(
+            config.hidden_size,
+            config.num_experts,
+            config.num_experts_per_tok,
+            scoring="softmax",
+            renormalize=config.norm_topk_prob,
+            logits_dtype=None,
+            device=build.device,
+            dtype=build.dtype,
+        )
+        self.experts = fl.FusedMoE(
+            config.hidden_size,
+            config.moe_intermediate_size,
+            config.num_experts,
+            config.num_experts_per_tok,
+            quant=config.quant.for_module(f"{name}.experts.0.gate_proj"),
+            ep=parallel.ep,
+            tp=parallel.moe_tp,
+            device=build.device,
+            dtype=build.dtype,
+        )
+        shared = config.shared_expert_intermediate_size
+        self.shared_expert = SwiGLU(build, f"{name}.shared_expert", shared) if shared else None
+        self.shared_expert_gate = build.linear(f"{name}.shared_expert_gate", config.hidden_size, 1) if shared else None
+
+    def forward(self, x: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
+        """Return ``[T, D]``; rows where ``valid`` is false cost no expert work."""
+        topk_weights, topk_ids = self.gate(x)
+        if valid is not None:
+            topk_ids = topk_ids.masked_fill(~valid[:, None], -1)
+        routed: torch.Tensor = self.experts(x, topk_weights, topk_ids)
+        if self.shared_expert is None or self.shared_expert_gate is None:
+            return routed
+        return routed + torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
+
+
+class QwenLayer(DecoderLayer):
+    """One decoder layer: grouped-query attention, then an MLP or experts."""
+
+    def __init__(self, build: Build, index: int, *, is_last: bool = False) -> None:
+        config = build.config
+        name = f"{config.prefix}.layers.{index}"
+        attention = build.attention(
+            f"{name}.self_attn",
+            qkv_bias=config.qkv_bias,
+            o_bias=config.o_bias,
+            qk_norm=config.rms_norm_eps if config.qk_norm else None,
+            window=config.windows[index],
+        )
+        if config.is_moe(index):
+            super().__init__(build, attention, QwenMoE(build, f"{name}.mlp"), mlp_kind="moe", is_last=is_last)
+        else:
+            mlp = SwiGLU(build, f"{name}.mlp", config.intermediate_size)
+            super().__init__(build, attention, mlp, is_last=is_last)
+
+
+class LanguageModel(nn.Module):
+    """Holds the decoder where checkpoints with a vision tower have it: ``model.language_model``."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self.language_model = decoder
+
+
+class QwenForCausalLM(CausalLM):
+    """Qwen for generation over a paged cache.
+
+    Parameters
+    ----------
+    config : QwenConfig
+    parallel : ParallelSpec
+    device, dtype
+        ``dtype`` of activations and of weights that are not quantised.
+    page_size, kv_dtype
+        Of the cache.
+    backend : str
+        Of the attention core.
+
+    Notes
+    -----
+    Qwen2.5-VL with images: ``model(ids, dataclasses.replace(meta, rope_positions=positions), caches)``, with
+    ``positions`` int64 ``[3, T]`` (time, height, width). The vision tower is not part of this model.
+    """
+
+    config_class = QwenConfig
+
+    def __init__(
+        self,
+        config: QwenConfig,
+        *,
+        parallel: ParallelSpec | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        page_size: int = 64,
+        kv_dtype: torch.dtype | None = None,
+        backend: str = "auto",
+    ) -> None:
+        build = Build(config, parallel, device, dtype, page_size, kv_dtype, backend)
+        decoder = Decoder(build, QwenLayer)
+        super().__init__(build, LanguageModel(decoder) if config.prefix == NESTED else decoder)
+
+    @property
+    def decoder(self) -> Any:
+        """The module with ``embed_tokens``, ``layers`` and ``norm``."""
+        return self.get_submodule(self.config.prefix)
+
+    @classmethod
+    def read_config(cls, checkpoint: Checkpoint) -> QwenConfig:
+        """Return the configuration of a checkpoint, with the prefix that its tensors have."""
+        config = QwenConfig.from_hf(checkpoint.config)
+        nested = any(name.startswith(f"{NESTED}.") for name in checkpoint.names())
+        return replace(config, prefix=NESTED) if nested else config
+
+    @property
+    def ignored_tensors(self) -> Sequence[str]:
+        """Patterns of tensors with no place here: derived buffers, a tied head, other ranks' experts, vision."""
+        patterns = list(super().ignored_tensors)
+        if self.config.num_experts:
+            patterns += self.other_experts(self.config.num_experts)
+        return [*patterns, r"^(?:model\.)?visual\."] if self.config.model_type in VL_TYPES else patterns
