@@ -57,7 +57,10 @@ def test_operations_leave_what_the_stock_layer_holds(operation: str) -> None:
         if step in (0, 1, 3):
             for layer in layers:
                 OPERATIONS[operation](layer)
-            assert torch.equal(layers[0].keys, layers[1].keys) and torch.equal(layers[0].values, layers[1].values)
+            for name in ("keys", "values"):
+                wanted, given = (getattr(layer, name) for layer in layers)
+                # Newer versions drop the tensors in reset, older ones zero them.
+                assert given is None if wanted is None else torch.equal(given, wanted)
         assert layers[0].get_seq_length() == layers[1].get_seq_length()
     rows = layers[1].rows()
     assert rows is not None and torch.equal(rows, torch.cat((layers[0].keys, layers[0].values), -1)[:, 0])
