@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 import fastlayers as fl
 import fastlayers_models
@@ -133,6 +135,9 @@ def test_logits_of_every_step(models: Callable[[str], Any], name: str) -> None:
     assert teacher_forced_error(name, models(name)) <= 1e-5
 
 
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.17"), reason="stock MtpModel does not build MoE blocks before 5.17"
+)
 def test_use_mtp_generates_the_same() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
