@@ -1,4 +1,4 @@
-"""Casts shared by all Triton kernels, exact on hardware and in Triton's interpreter.
+"""Casts and products shared by all Triton kernels, exact on hardware and in Triton's interpreter.
 
 Triton 3.6's interpreter truncates fp32 to bf16 and neither saturates nor rounds e4m3 to even, so under it these
 helpers round in integer arithmetic. On hardware they are the plain cast.
@@ -25,6 +25,17 @@ def cast(x, dtype: tl.constexpr):
         return kept.to(tl.float32, bitcast=True).to(tl.bfloat16)
     else:
         return x.to(dtype)
+
+
+@triton.jit
+def dot(a, b, acc=None):
+    """Return ``a · b`` (``+ acc``) in fp32 (int8 operands: int32). Triton's interpreter cannot multiply bf16."""
+    if a.dtype == tl.int8:
+        return tl.dot(a, b, acc, out_dtype=tl.int32)
+    elif INTERPRET:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit

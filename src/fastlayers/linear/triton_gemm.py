@@ -1,4 +1,4 @@
-"""What the Triton GEMMs of all linears share: the dot, the order of tiles, the tile sizes, the split over K.
+"""What the Triton GEMMs of all linears share: the order of tiles, the tile sizes, the split over K.
 
     M = rows of x, N = output features, K = input features;  y[M,N] = x[M,K] · weight[N,K]ᵀ
 
@@ -15,11 +15,14 @@ import triton
 import triton.language as tl
 
 from fastlayers.testing.compile_check import KernelBuild
-from fastlayers.triton_lang import INTERPRET, cast
+from fastlayers.triton_lang import cast, dot
 
 # Two programs for each multiprocessor of an H100 or H200. A constant, so that bits do not depend on the GPU.
 TARGET_PROGRAMS = 264
 MAX_SPLITS = 16
+
+
+__all__ = ["COMPILE", "MAX_SPLITS", "TARGET_PROGRAMS", "Tile", "add_splits_kernel", "dot", "tile_for", "tile_origin"]
 
 
 @dataclass(frozen=True)
@@ -54,17 +57,6 @@ def tile_for(rows: int, columns: int, depth_blocks: int, *, split: bool = True) 
     while splits * 2 <= limit and tiles * splits * 2 <= TARGET_PROGRAMS:
         splits *= 2
     return Tile(m, n, warps, stages, splits)
-
-
-@triton.jit
-def dot(a, b, acc):
-    """Return ``acc + a · b`` in fp32 (int8 operands: int32). Triton's interpreter cannot multiply bf16."""
-    if acc.dtype == tl.int32:
-        return tl.dot(a, b, acc, out_dtype=tl.int32)
-    elif INTERPRET:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    else:
-        return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit

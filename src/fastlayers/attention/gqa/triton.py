@@ -18,7 +18,7 @@ from fastlayers.attention.gqa.core import GQAConfig
 from fastlayers.attention.meta import AttentionMeta
 from fastlayers.operators import operator
 from fastlayers.testing.compile_check import KernelBuild
-from fastlayers.triton_lang import INTERPRET, cast
+from fastlayers.triton_lang import cast, dot
 
 # Four programs a multiprocessor of a large GPU; a constant, so that results do not depend on the GPU.
 TARGET_PROGRAMS = 528
@@ -28,18 +28,9 @@ LN2 = tl.constexpr(math.log(2.0))
 
 
 @triton.jit
-def _dot(a, b):
-    """Return ``a @ b`` in fp32; the interpreter multiplies no bf16, so there both are widened first."""
-    if INTERPRET:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    else:
-        return tl.dot(a, b, input_precision="ieee")
-
-
-@triton.jit
 def _scores(q, k, at, place, start, high, scale, softcap, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr):
     """Return masked scores times log2(e): rows ``at`` against keys at ``place``."""
-    s = _dot(q, k) * scale
+    s = dot(q, k) * scale
     if SOFTCAP:
         # tanh(x) = 1 - 2 / (exp(2x) + 1)
         s = softcap * (1.0 - 2.0 / (tl.exp2(s * (2.0 * LOG2E / softcap)) + 1.0))
@@ -116,7 +107,7 @@ def _gqa_kernel(
             v_ptr + offset[:, None] + column[None, :], mask=valid[:, None] & wide[None, :], other=0.0
         ).to(q.dtype)  # fmt: skip
         l = l * keep + tl.sum(p, axis=1)
-        acc = acc * keep[:, None] + _dot(cast(p, q.dtype), v)
+        acc = acc * keep[:, None] + dot(cast(p, q.dtype), v)
         m = m_new
     if SPLITS == 1 and SINKS:
         sink = tl.load(sinks_ptr + head, mask=inside, other=0.0) * LOG2E

@@ -28,21 +28,12 @@ from fastlayers.attention.mla.core import MLAConfig, Varlen
 from fastlayers.device import as_device
 from fastlayers.operators import operator
 from fastlayers.testing.compile_check import KernelBuild
-from fastlayers.triton_lang import INTERPRET, cast
+from fastlayers.triton_lang import cast, dot
 
 LOG2_E = 1.4426950408889634
 # Where a running maximum starts: finite, so that no difference is -inf - -inf, and below every score.
 LOWEST = tl.constexpr(-1e30)
 LN_2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def _dot(a, b, acc):
-    """Return ``acc + a · b`` in fp32. Triton's interpreter cannot multiply bf16."""
-    if INTERPRET:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    else:
-        return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -104,8 +95,8 @@ def _decode_kernel(
         latent = tl.load(cached[:, None] + latent_column[None, :], mask=inside[:, None], other=0.0)
         rope = tl.load(cached[:, None] + RANK + rope_column[None, :], mask=inside[:, None], other=0.0)
         latent, rope = latent.to(q_latent.dtype), rope.to(q_latent.dtype)
-        score = _dot(q_latent, tl.trans(latent), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
-        score = _dot(q_rope, tl.trans(rope), score) * scale
+        score = dot(q_latent, tl.trans(latent), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+        score = dot(q_rope, tl.trans(rope), score) * scale
         if CAUSAL:
             seen = key[None, :] < limit[:, None]
         else:
@@ -115,7 +106,7 @@ def _decode_kernel(
         weight = tl.exp2(score - new_highest[:, None])
         decay = tl.exp2(highest - new_highest)
         total = total * decay + tl.sum(weight, axis=1)
-        acc = _dot(cast(weight, latent.dtype), latent, acc * decay[:, None])
+        acc = dot(cast(weight, latent.dtype), latent, acc * decay[:, None])
         highest = new_highest
 
     # Rows of a request are consecutive in [T, H]; offsets within a request fit 32 bits.
@@ -191,8 +182,8 @@ def _prefill_kernel(
             k_nope = tl.load(k_row + nope[None, :], mask=inside & (nope[None, :] < NOPE), other=0.0)
             k_rope = tl.load(k_row + NOPE + rope[None, :], mask=inside & (rope[None, :] < ROPE), other=0.0)
             v = tl.load(v_row + value[None, :], mask=inside & (value[None, :] < VALUE), other=0.0)
-            score = _dot(q_nope, tl.trans(k_nope), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
-            score = _dot(q_rope, tl.trans(k_rope), score) * scale
+            score = dot(q_nope, tl.trans(k_nope), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+            score = dot(q_rope, tl.trans(k_rope), score) * scale
             if masked:
                 seen = at[None, :] < k_len
                 if CAUSAL:
@@ -202,7 +193,7 @@ def _prefill_kernel(
             weight = tl.exp2(score - new_highest[:, None])
             decay = tl.exp2(highest - new_highest)
             total = total * decay + tl.sum(weight, axis=1)
-            acc = _dot(cast(weight, v.dtype), v, acc * decay[:, None])
+            acc = dot(cast(weight, v.dtype), v, acc * decay[:, None])
             highest = new_highest
     o = cast(acc * (1.0 / _or_one(total))[:, None], o_ptr.dtype.element_ty)
     out_row = (q_start + row).to(tl.int64) * HEADS + head

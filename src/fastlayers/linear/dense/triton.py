@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 
 from fastlayers.linear.dense.layer import LinearConfig
-from fastlayers.linear.triton_gemm import add_splits_kernel, dot, tile_for, tile_origin
+from fastlayers.linear.triton_gemm import add_splits_kernel, tile_for, tile_origin
 from fastlayers.operators import operator
 from fastlayers.testing.compile_check import KernelBuild
-from fastlayers.triton_lang import cast
+from fastlayers.triton_lang import cast, dot
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 from torch.nn import functional as F
 
-from fastlayers.linear.triton_gemm import add_splits_kernel, dot, tile_for, tile_origin
+from fastlayers.linear.triton_gemm import add_splits_kernel, tile_for, tile_origin
 from fastlayers.operators import operator
 from fastlayers.quant.fp8_linear.layer import FP8LinearConfig
 from fastlayers.quant.group_quant.layer import GroupQuantConfig
 from fastlayers.quant.group_quant.triton import TritonGroupQuant
 from fastlayers.testing.compile_check import KernelBuild
-from fastlayers.triton_lang import cast
+from fastlayers.triton_lang import cast, dot
 
 
 # Nothing that depends on the number of tokens is specialised on: no compilation after the warm-up.

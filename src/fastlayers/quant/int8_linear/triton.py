@@ -6,12 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
-from fastlayers.linear.triton_gemm import dot, tile_for, tile_origin
+from fastlayers.linear.triton_gemm import tile_for, tile_origin
 from fastlayers.operators import operator
 from fastlayers.quant.group_quant.triton import round_to_int8, scale_of
 from fastlayers.quant.int8_linear.layer import EPS, LARGEST, Int8LinearConfig
 from fastlayers.testing.compile_check import KernelBuild
-from fastlayers.triton_lang import cast
+from fastlayers.triton_lang import cast, dot
 
 BLOCK_K = 128
 
