@@ -45,7 +45,7 @@ class AutoModel:
     Examples
     --------
     >>> from fastlayers_models import AutoModel
-    >>> AutoModel.from_pretrained("model.gguf")
+    >>> AutoModel.from_pretrained("model.gguf")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
     fastlayers.errors.CheckpointError: model.gguf: a GGUF file; accepted: a directory with config.json ...

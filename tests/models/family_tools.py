@@ -23,12 +23,12 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
-BASE = dict(
+BASE: dict[str, Any] = dict(
     vocab_size=163, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.15, rms_norm_eps=1e-6, bos_token_id=0,
     eos_token_id=1, pad_token_id=2,
 )  # fmt: skip
-MOE = dict(num_experts=8, num_experts_per_tok=4, moe_intermediate_size=32)
+MOE: dict[str, Any] = dict(num_experts=8, num_experts_per_tok=4, moe_intermediate_size=32)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,130 @@
+"""AutoModel: which class a checkpoint gets, names on the hub, and errors that say what was given."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+
+import fastlayers_models
+from fastlayers.errors import ArgumentError, CheckpointError, UnknownModelError
+from fastlayers_models.auto import FAMILIES, AutoModel, family_of, find
+from fastlayers_models.blocks import CausalLM
+
+sys.path.insert(0, str(Path(__file__).parent))
+from checkpoint_tools import SHIPPED, rewrite
+from family_tools import Variation, save_random
+
+ACCEPTED = r"accepted: a directory with config\.json and \*\.safetensors, or the name of such a model"
+TINY = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "head_dim": 8}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random(Variation("tiny", "LlamaConfig", 1, TINY).hf_config(), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_every_family_is_there(kind: str) -> None:
+    family = family_of({"model_type": kind})
+    assert issubclass(family, CausalLM) and family.config_class
+    assert FAMILIES[kind] == f"{family.__module__}:{family.__name__}"
+    assert getattr(fastlayers_models, family.__name__) is family
+
+
+def test_options_reach_the_model(llama: Path) -> None:
+    model = AutoModel.from_pretrained(
+        str(llama), dtype=torch.float16, device="cpu", page_size=32, kv_dtype=torch.float32
+    )
+    assert type(model).__name__ == "LlamaForCausalLM" and not model.training
+    assert model.lm_head.weight.dtype == torch.float16 and model.device == torch.device("cpu")
+    assert model.page_size == 32 and model.kv_dtype == torch.float32
+    assert AutoModel.from_pretrained(llama).lm_head.weight.dtype == torch.bfloat16
+    assert type(AutoModel.from_pretrained(SHIPPED, load_mtp=False)).__name__ == "DeepseekForCausalLM"
+
+
+@pytest.mark.parametrize("kind", ["mamba", None, ["llama"]])
+def test_unknown_architectures_list_the_known_ones(llama: Path, tmp_path: Path, kind: Any) -> None:
+    folder = rewrite(llama, tmp_path / "other", config=lambda c: c.update(model_type=kind))
+    with pytest.raises(UnknownModelError) as error:
+        AutoModel.from_pretrained(folder)
+    assert f"{folder}: model_type {kind!r} is unknown; known: {', '.join(sorted(FAMILIES))}" == str(error.value)
+
+
+def make(folder: Path, **files: Any) -> Path:
+    folder.mkdir()
+    for name, content in files.items():
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        (folder / name.replace("__", ".")).write_bytes(data)
+    return folder
+
+
+def test_what_is_not_a_model_directory_is_named(llama: Path, tmp_path: Path) -> None:
+    gguf = b"GGUF\x03\x00\x00\x00"
+    odd = make(tmp_path / "odd", model__gguf=gguf, blob=gguf, empty=b"")
+    adapter = make(tmp_path / "adapter", adapter_config__json={"base_model_name_or_path": "org/base"})
+    merge = r"\(adapter_config\.json\), which must be merged into its base model first"
+    cases = {
+        odd / "model.gguf": "a GGUF file",
+        odd / "blob": "a GGUF file",
+        odd / "empty": "a file",
+        odd: r"a directory of GGUF files without config\.json",
+        Path("nowhere.GGUF"): "a GGUF file",
+        adapter: f"an adapter of org/base {merge}",
+        make(tmp_path / "broken", adapter_config__json=b"{"): f"an adapter {merge}",
+        make(tmp_path / "list", adapter_config__json=[1]): f"an adapter {merge}",
+        make(tmp_path / "bare"): r"a directory without config\.json",
+        llama / "config.json": "a file",
+        llama / "model.safetensors": "a file",
+        tmp_path / "nowhere": "no such directory, and not a name on the hub",
+    }
+    for path, message in cases.items():
+        with pytest.raises(CheckpointError, match=f"{path.name}: {message}; {ACCEPTED}"):
+            AutoModel.from_pretrained(path)
+    for name in ("./llama", "~/no/such", "a/b/c", "-x"):
+        with pytest.raises(CheckpointError, match="no such directory, and not a name on the hub"):
+            AutoModel.from_pretrained(name)
+    with pytest.raises(CheckpointError, match=r"no \*\.safetensors"):
+        AutoModel.from_pretrained(make(tmp_path / "weightless", config__json={"model_type": "llama"}))
+
+
+def test_hub_names_are_downloaded_without_other_formats(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def snapshot_download(name: str, *, allow_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns))
+        return str(llama)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert find("org/tiny-llama.v1") == llama and find("tiny") == llama
+    assert asked == [(name, ["*.json", "*.safetensors"]) for name in ("org/tiny-llama.v1", "tiny")]
+
+
+def test_a_hub_that_cannot_be_reached_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    message = (
+        rf"org/none: no such directory here, and the hub did not give a model.*LocalEntryNotFoundError.*{ACCEPTED}"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        AutoModel.from_pretrained("org/none")
+
+
+def test_a_bad_option_is_named(llama: Path) -> None:
+    with pytest.raises(ArgumentError, match="page_size"):
+        AutoModel.from_pretrained(llama, page_size=0)
+
+
+def test_importing_the_package_loads_no_family() -> None:
+    code = (
+        "import fastlayers_models, sys; assert 'torch' not in sys.modules; assert 'AutoModel' in dir(fastlayers_models)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        fastlayers_models.Nothing  # noqa: B018

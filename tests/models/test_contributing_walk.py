@@ -1,0 +1,95 @@
+"""The family that CONTRIBUTING.md adds step by step works as the text says; the code is taken from the text."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fastlayers as fl
+from fastlayers.errors import ArgumentError, UnknownModelError
+from fastlayers.testing.world import Rank, world
+from fastlayers_models.auto import FAMILIES, AutoModel
+
+sys.path.insert(0, str(Path(__file__).parent))
+from checkpoint_tools import Feeder
+from family_tools import (
+    BOUND,
+    SCHEDULE,
+    Variation,
+    check_like_hugging_face,
+    ours,
+    rows_of,
+    save_random,
+    stock,
+)
+from tiny_models import relative_rms
+
+GUIDE = Path(fl.__file__).parents[2] / "CONTRIBUTING.md"
+MISTRAL = Variation("mistral", "MistralConfig", 3, {"sliding_window": 24, "head_dim": 24})
+FAMILY = {"mistral": "mistral:MistralForCausalLM"}
+
+
+def code_of_the_walk() -> str:
+    section = GUIDE.read_text().split("\n## Add a model family\n")[1].split("\n## ")[0]
+    blocks = re.findall(r"^```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 3
+    return "\n\n".join(blocks)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Write the family's file, and let Python find it."""
+    folder = tmp_path_factory.mktemp("family")
+    (folder / "mistral.py").write_text(code_of_the_walk())
+    sys.path.insert(0, str(folder))
+    yield folder
+    sys.path.remove(str(folder))
+    sys.modules.pop("mistral", None)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random(MISTRAL.hf_config(), tmp_path_factory.mktemp("mistral"))
+
+
+def test_the_row_to_register_is_the_one_in_the_text(written: Path) -> None:
+    import mistral
+
+    assert mistral.FAMILY == FAMILY and not FAMILY.keys() & FAMILIES.keys()
+
+
+def test_the_family_equals_hugging_face(written: Path, checkpoint: Path) -> None:
+    with pytest.raises(UnknownModelError, match="'mistral' is unknown; known: deepseek_v2"):
+        AutoModel.from_pretrained(checkpoint)
+    model = ours(checkpoint, families=FAMILIES | FAMILY)
+    assert [layer.self_attn.cfg.window for layer in model.model.layers] == [24] * 3
+    check_like_hugging_face(stock(checkpoint), model, MISTRAL.batch)
+
+
+def feed_mistral(rank: Rank, written: str, folder: str) -> Any:
+    sys.path.insert(0, written)
+    model = ours(folder, families=FAMILIES | FAMILY, parallel=rank.spec())
+    sys.path.remove(written)
+    return Feeder(model, rows_of(4)).run(SCHEDULE)
+
+
+def test_the_family_runs_on_two_ranks(written: Path, checkpoint: Path) -> None:
+    wanted = Feeder(ours(checkpoint, families=FAMILIES | FAMILY), rows_of(4)).run(SCHEDULE)
+    for found in world(2).run(feed_mistral, str(written), str(checkpoint)):
+        assert all(relative_rms(found[i], wanted[i]) <= BOUND for i in wanted) and set(found) == set(wanted)
+
+
+def test_its_configuration_refuses_in_words(written: Path) -> None:
+    from mistral import MistralConfig
+
+    good = MISTRAL.hf_config().to_dict()
+    assert MistralConfig.from_hf(good | {"sliding_window": None}).windows == (None,) * 3
+    with pytest.raises(ArgumentError, match="MistralConfig: sliding_window is 0"):
+        MistralConfig.from_hf(good | {"sliding_window": 0})
+    with pytest.raises(UnknownModelError, match="known: mistral"):
+        MistralConfig.from_hf(good | {"model_type": "llama"})
