@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
 from transformers.modeling_layers import MtpModel
 
 from fastlayers_models import tasks
@@ -30,11 +30,24 @@ def load(folder: Path, dtype: torch.dtype, device: str) -> Any:
     """Return the stock model, told where the MTP tensors of a checkpoint of this depth are.
 
     Stock transformers knows only the published model's MTP layer, number 61; the pattern below is what it
-    would need to know about a shallower one, and silences the report on unexpected keys as well.
+    would need to know about a shallower one, and silences the report on unexpected keys as well. MXFP4 experts
+    are expanded, on every machine alike; on a GPU transformers might otherwise look for other kernels.
     """
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
-    model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{model.config.num_hidden_layers}\..*"]
+    config = AutoConfig.from_pretrained(folder)
+    method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
+    options = {"quantization_config": Mxfp4Config(dequantize=True)} if method == "mxfp4" else {}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options).to(device).eval()
+    if options:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)  # expanded experts come as bf16, whatever was asked for
+    if has_mtp(model):
+        model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{model.config.num_hidden_layers}\..*"]
     return model
+
+
+def has_mtp(model: Any) -> bool:
+    """Say whether the checkpoint has an MTP layer, which drafts tokens."""
+    return bool(getattr(model.config, "num_nextn_predict_layers", 0))
 
 
 def chat_ids(tokenizer: Any, problems: Sequence[tasks.Problem], device: str) -> dict[str, Tensor]:
@@ -82,7 +95,7 @@ def answer(model: Any, tokenizer: Any, problems: Sequence[tasks.Problem], batch:
 
 @torch.no_grad()
 def read_stories(model: Any, mtp: Any, tokenizer: Any, n: int = 200) -> dict[str, float]:
-    """Return the perplexity of held-out stories and how often a draft is what the model then says."""
+    """Return the perplexity of held-out stories and, with MTP, how often a draft is what the model then says."""
     texts = tasks.stories("held_out", n, STORY_SEED)
     rows = [torch.tensor(tokenizer(text)["input_ids"] + [tokenizer.eos_token_id]) for text in texts]
     ids = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
@@ -91,6 +104,9 @@ def read_stories(model: Any, mtp: Any, tokenizer: Any, n: int = 200) -> dict[str
     logits = model.lm_head(out.last_hidden_state).float()
     real = ids[:, 1:] != tokenizer.pad_token_id
     losses = nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
+    result = {"stories": n, "tokens": int(real.sum()), "perplexity": math.exp(losses[real].mean().item())}
+    if mtp is None:
+        return result
     position = torch.arange(1, ids.shape[1], device=ids.device)[None]
     embeds = model.get_input_embeddings()(ids[:, 1:])
     states = mtp.layers[0](
@@ -100,10 +116,7 @@ def read_stories(model: Any, mtp: Any, tokenizer: Any, n: int = 200) -> dict[str
     drafts, said = model.lm_head(states).argmax(-1)[:, :-1], logits.argmax(-1)[:, 1:-1]
     use = real[:, 1:]
     text = ids[:, 2:]
-    return {
-        "stories": n,
-        "tokens": int(real.sum()),
-        "perplexity": math.exp(losses[real].mean().item()),
+    return result | {
         "mtp_acceptance_teacher_forced": (drafts == said)[use].float().mean().item(),
         "mtp_accuracy": (drafts == text)[use].float().mean().item(),
     }
@@ -137,18 +150,22 @@ def _count(counts: Tensor, _module: Any, _inputs: Any, outputs: Any) -> None:
 
 @torch.no_grad()
 def routing(model: Any, mtp: Any, tokenizer: Any) -> dict[str, Any]:
-    """Return each MoE layer's shares of the routed tokens per expert, and its selection biases."""
+    """Return each MoE layer's shares of the routed tokens per expert, and its selection biases if it has any."""
     texts = tasks.stories("held_out", 50, STORY_SEED)
     texts += [f"<|user|>{p.prompt}<|assistant|>{p.answer}<|eos|>" for p in tasks.held_out_problems(600)]
     report: dict[str, Any] = {}
-    for name, module in [*model.named_modules(), *mtp.named_modules()]:
-        if name.endswith("mlp.gate"):
-            counts = torch.zeros(model.config.n_routed_experts)
-            report[name] = {"counts": counts, "bias": module.e_score_correction_bias.tolist()}
+    for name, module in [*model.named_modules(), *(mtp.named_modules() if mtp else ())]:
+        if name.endswith(("mlp.gate", "mlp.router")):
+            counts = torch.zeros(module.weight.shape[0])
+            report[name] = {"counts": counts}
+            if hasattr(module, "e_score_correction_bias"):
+                report[name]["bias"] = module.e_score_correction_bias.tolist()
             module.register_forward_hook(partial(_count, counts))
     ids = torch.cat([torch.tensor(tokenizer(text)["input_ids"]) for text in texts])
     for chunk in ids[: len(ids) // 512 * 512].view(-1, 512).to(model.device).split(16):
         hidden = model.model(chunk).last_hidden_state
+        if mtp is None:
+            continue
         position = torch.arange(1, chunk.shape[1], device=chunk.device)[None]
         embeds = model.get_input_embeddings()(chunk[:, 1:])
         mtp.layers[0](embeds, hidden[:, :-1], mtp.rotary_emb(embeds, position), None, position, None)
@@ -172,14 +189,16 @@ def evaluate(folder: Path, device: str, long_prompts: int = 50) -> dict[str, Any
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         begun = time.perf_counter()
         model = load(folder, dtype, device)
-        mtp = MtpModel.from_pretrained(model, device_map={"": device}).eval()
+        mtp = MtpModel.from_pretrained(model, device_map={"": device}).eval() if has_mtp(model) else None
         result[name] = {
             "held_out": answer(model, tokenizer, problems, 250),
             "long_prompts": answer(model, tokenizer, long, 10),
             "stories": read_stories(model, mtp, tokenizer),
-            "use_mtp_problems": draft(model, tokenizer, [p.prompt for p in problems[:40]], 12),
-            "use_mtp_stories": draft(model, tokenizer, requests, 120),
         }
+        if mtp:
+            prompts = [p.prompt for p in problems[:40]]
+            result[name]["use_mtp_problems"] = draft(model, tokenizer, prompts, 12)
+            result[name]["use_mtp_stories"] = draft(model, tokenizer, requests, 120)
         if name == "bf16":
             result["routing"] = routing(model, mtp, tokenizer)
         result[name]["seconds"] = time.perf_counter() - begun

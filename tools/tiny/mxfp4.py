@@ -52,6 +52,6 @@ def straight_through(weight: Tensor) -> Tensor:
 def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return bytes (..., n / 32, 16), the even element in the low nibble, and exponent bytes (..., n / 32)."""
     numbers, exponent = quantise(weight)
-    codes = torch.bucketize(numbers.abs(), torch.tensor(VALUES, device=weight.device)).to(torch.uint8)
+    codes = torch.bucketize(numbers.abs().contiguous(), torch.tensor(VALUES, device=weight.device)).to(torch.uint8)
     codes |= (numbers < 0).to(torch.uint8) << 3
     return codes[..., 0::2] | codes[..., 1::2] << 4, exponent.to(torch.uint8)
