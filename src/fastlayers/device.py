@@ -64,6 +64,20 @@ class Device:
         """Whether matrix units multiply e4m3 (sm_89 and newer)."""
         return self.capability is not None and self.capability >= (8, 9)
 
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of shared memory that one block may use (0 without a capability)."""
+        if self.capability is None:
+            return 0
+        sizes = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (12, 0): 99, (12, 1): 99}
+        return sizes.get(self.capability, 227) * 1024
+
+    def refuses_e4m3(self, what: str) -> str | None:
+        """Return why Triton cannot do ``what`` (in the plural) here: it has no e4m3 below sm_89, not even as a cast."""
+        if self.type == "cuda" and not self.has_fp8_dot:
+            return f"{what} need sm_89 or newer, this is {self.sm}"
+        return None
+
     def __str__(self) -> str:
         return f"{self.name} ({self.sm})" if self.capability else self.name
 

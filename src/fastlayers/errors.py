@@ -101,8 +101,11 @@ def check_tensor(
     dtype: torch.dtype | tuple[torch.dtype, ...] | None = None,
     device: torch.device | None = None,
     last_dim_contiguous: bool = False,
+    contiguous: bool = False,
 ) -> None:
-    """Raise :class:`ArgumentError` unless ``tensor`` has this shape (``None`` = any), dtype and device.
+    """Raise :class:`ArgumentError` unless ``tensor`` has this shape (``None`` = any), dtype, device and strides.
+
+    ``last_dim_contiguous`` asks for at least one dimension, too: rows of numbers next to each other.
 
     Host-side only: reads no data, never synchronises, safe under capture.
     """
@@ -116,7 +119,8 @@ def check_tensor(
             (dtypes is None or tensor.dtype in dtypes)
             and (shape is None or _shape_fits(tuple(tensor.shape), shape))
             and (device is None or _same_device(tensor.device, device))
-            and (not last_dim_contiguous or tensor.numel() == 0 or tensor.stride(-1) == 1)
+            and (not last_dim_contiguous or _rows_are_contiguous(tensor))
+            and (not contiguous or tensor.is_contiguous())
         )
     if good:
         return
@@ -130,7 +134,13 @@ def check_tensor(
         wanted.append(f"on {device}")
     if last_dim_contiguous:
         wanted.append("last stride 1")
+    if contiguous:
+        wanted.append("contiguous")
     raise ArgumentError(layer, argument, describe(tensor), " ".join(wanted) or "a tensor")
+
+
+def _rows_are_contiguous(tensor: torch.Tensor) -> bool:
+    return tensor.dim() > 0 and (tensor.shape[-1] <= 1 or tensor.numel() == 0 or tensor.stride(-1) == 1)
 
 
 def _shape_fits(given: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 from torch import nn
 
+from fastlayers.errors import ArgumentError
 from fastlayers.registry import Choice, Ladder, Registry
+from fastlayers.registry import registry as registry_named
 
 
 class Layer(nn.Module):
     """A module whose computation is done by backends of one registry.
 
-    ``choice`` and ``ladder`` are set once, by :meth:`choose` in the constructor. ``forward`` of a subclass only
-    picks the rung and calls it.
+    ``choice`` and ``ladder`` are set once, by :meth:`choose` in the constructor; ``forward`` of a subclass only
+    picks the rung and calls it. A module that is moved to another type of device (``.cuda()``) chooses once more,
+    there, with the same wish.
     """
 
     choice: Choice
     ladder: Ladder
+    # Parameters that stay as they are when the module is cast to another dtype.
+    kept_in_fp32: tuple[str, ...] = ()
 
     def choose(self, registry: Registry, cfg: Any, device: torch.device | str | None, backend: str) -> None:
         """Choose and build the backend for ``cfg`` on ``device`` (``None``: torch's default device)."""
@@ -26,12 +32,55 @@ class Layer(nn.Module):
         self.choice = registry.choose(cfg, device, backend)
         self.ladder = self.choice.build()
 
+    @property
+    def device_type(self) -> torch.device:
+        """The type of device that the backend was chosen for; inputs of layers without weights must be there."""
+        return torch.device(self.choice.device.type)
+
+    @property
+    def fixed_dtype(self) -> torch.dtype | None:
+        """The dtype that is part of the configuration; ``None`` if the layer follows its weights or its input."""
+        return self.__dict__.get("dtype")
+
     def finalize(self) -> None:
         """Let the backend pack the loaded weights; idempotent, zero-copy where layouts agree."""
 
     def extra_repr(self) -> str:
         """Return the configuration and the chosen backend."""
         return f"{self.cfg}, backend={self.choice.name}" if hasattr(self, "choice") else ""
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Move or cast as ``nn.Module`` does (``.to()``, ``.cuda()``, ``.half()``, ``.to_empty()``).
+
+        Raises
+        ------
+        ArgumentError
+            Another dtype for a layer whose dtype is part of its configuration. Nothing was changed.
+        NoBackendError
+            The backend that was asked for cannot run on the other device. Nothing was changed.
+        """
+        if not hasattr(self, "choice"):
+            return super()._apply(fn, recurse)
+        own = self.fixed_dtype
+        here = next((p.device for p in self.parameters()), self.device_type)
+        probe = fn(torch.empty(0, dtype=own, device=here))
+        if own is not None and probe.dtype != own:
+            raise ArgumentError(type(self).__name__, "dtype", probe.dtype, f"{own}, as constructed")
+        moved = None
+        if probe.device.type not in ("meta", self.choice.device.type):
+            table = registry_named(self.choice.layer)
+            moved = table.choose(self.cfg, probe.device, self.choice.asked)
+            ladder = moved.build()
+        kept = {id(p) for n, p in self.named_parameters(recurse=False) if own is not None or n in self.kept_in_fp32}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            result = fn(tensor)
+            return tensor.to(result.device) if id(tensor) in kept and result.dtype != tensor.dtype else result
+
+        super()._apply(keep, recurse)
+        if moved is not None:
+            self.choice, self.ladder = moved, ladder
+        return self
 
 
 def finalize(model: nn.Module) -> nn.Module:

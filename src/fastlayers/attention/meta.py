@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from fastlayers import env
-from fastlayers.errors import ArgumentError, check_positive
+from fastlayers.attention.kv_cache.spec import LayerCache
+from fastlayers.errors import ArgumentError, check_positive, describe
 
 
 @dataclass(frozen=True)
@@ -230,6 +231,14 @@ def whole_pages(lengths: Sequence[int], page_size: int, first_page: int = 1) -> 
         table.append(list(range(page, page + needed)))
         page += needed
     return table
+
+
+def check_step(layer: str, meta: object, cache: object) -> None:
+    """Raise :class:`ArgumentError` unless these are a step's metadata and a layer's cache."""
+    if not isinstance(meta, AttentionMeta):
+        raise ArgumentError(layer, "meta", describe(meta), "an AttentionMeta, as AttentionState.plan returns")
+    if not isinstance(cache, LayerCache):
+        raise ArgumentError(layer, "cache", describe(cache), "a LayerCache, as KVCacheSpec.allocate returns")
 
 
 def check_loc(layer: str, loc: torch.Tensor, num_slots: int, debug: bool) -> None:

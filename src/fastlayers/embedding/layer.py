@@ -126,11 +126,11 @@ class VocabEmbedding(Layer):
         Raises
         ------
         ArgumentError
-            Wrong dtype; under ``FASTLAYERS_DEBUG`` also ids outside the vocabulary. Without it the Triton
+            Wrong dtype or device; under ``FASTLAYERS_DEBUG`` also ids outside the vocabulary. Without it the Triton
             backend gives zeros for such ids, and torch raises an ``IndexError`` on the CPU where it holds
             all rows.
         """
-        check_tensor("VocabEmbedding", "ids", ids, dtype=(torch.int32, torch.int64))
+        check_tensor("VocabEmbedding", "ids", ids, dtype=(torch.int32, torch.int64), device=self.weight.device)
         if self.debug and ids.numel():
             low, high = int(ids.min()), int(ids.max())
             if low < 0 or high >= self.vocab_size:

@@ -37,6 +37,8 @@ class LinearBase(Layer):
         Sizes of the parts on this rank: ``linear(x).split(linear.part_sizes, -1)``.
     """
 
+    weight: nn.Parameter
+
     def __init__(
         self,
         in_features: int,
@@ -75,6 +77,12 @@ class LinearBase(Layer):
         self.local_in = self.row_slice.stop - self.row_slice.start
         self.local_out = sum(self.part_sizes)
         self.adds_bias = not (shard.kind == "row" and axis.rank > 0)
+
+    @property
+    def fixed_dtype(self) -> torch.dtype:
+        """The dtype of inputs, outputs and unquantised weights."""
+        dtype: torch.dtype = self.cfg.dtype
+        return dtype
 
     def parts(self) -> Iterator[tuple[str, int, slice, slice]]:
         """Yield per part: name prefix (``""`` or ``"../x."``), full rows, slice read here, local rows."""

@@ -224,15 +224,18 @@ class RotaryEmbedding(Layer):
         (Tensor, Tensor or None)
             New contiguous tensors.
         """
-        tokens, dim = q.shape[0] if q.dim() else 0, self.cfg.head_dim
-        check_tensor("RotaryEmbedding", "q", q, shape=(None, None, dim), dtype=DTYPES, last_dim_contiguous=True)
+        name, dim, where = "RotaryEmbedding", self.cfg.head_dim, self.cos.device
+        check_tensor(name, "q", q, shape=(None, None, dim), dtype=DTYPES, device=where, last_dim_contiguous=True)
+        tokens = q.shape[0]
         if k is not None:
-            check_tensor("RotaryEmbedding", "k", k, shape=(tokens, None, dim), dtype=q.dtype, last_dim_contiguous=True)
+            shape = (tokens, None, dim)
+            check_tensor(name, "k", k, shape=shape, dtype=q.dtype, device=where, last_dim_contiguous=True)
         self._check_positions(positions, tokens)
         return self.ladder.pick(tokens)(q, k, self.cos, self.sin, positions)
 
     def _check_positions(self, positions: torch.Tensor, tokens: int) -> None:
         shapes = ((tokens,), (3, tokens)) if self.cfg.mrope_section else ((tokens,),)
+        check_tensor("RotaryEmbedding", "positions", positions, device=self.cos.device)
         if positions.dtype not in (torch.int32, torch.int64) or tuple(positions.shape) not in shapes:
             accepted = " or ".join(str(list(shape)) for shape in shapes)
             raise ArgumentError("RotaryEmbedding", "positions", describe(positions), f"int32 or int64 {accepted}")

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor
+from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor, describe
 from fastlayers.layer import Layer
 from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
 
@@ -93,6 +93,10 @@ class RowParams(NamedTuple):
     offset: torch.Tensor
 
 
+# Of temperature, top_k, top_p, min_p, seed, offset.
+ROW_DTYPES = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64, torch.int64)
+
+
 class SamplingState:
     """Static tensors with the parameters of up to ``max_batch`` requests, one a row.
 
@@ -110,8 +114,7 @@ class SamplingState:
 
     def __init__(self, max_batch: int, device: torch.device | str | None = None) -> None:
         check_positive("SamplingState", max_batch=max_batch)
-        dtypes = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64, torch.int64)
-        self.rows = RowParams(*(torch.zeros(max_batch, dtype=dtype, device=device) for dtype in dtypes))
+        self.rows = RowParams(*(torch.zeros(max_batch, dtype=dtype, device=device) for dtype in ROW_DTYPES))
         self.rows.top_p.fill_(1.0)
         self.params = [SamplingParams(temperature=0.0)] * max_batch
 
@@ -154,6 +157,20 @@ SAMPLER = Registry(
     ],
     cases=f"{_HERE}.cases",
 )
+
+
+def _first_rows(state: SamplingState | RowParams, batch: int, device: torch.device) -> RowParams:
+    """Return views of the first ``batch`` rows, or raise :class:`ArgumentError` naming what does not fit."""
+    rows = state.rows if isinstance(state, SamplingState) else state
+    if not isinstance(rows, RowParams):
+        raise ArgumentError("Sampler", "state", describe(state), "a SamplingState or RowParams")
+    for name, tensor, dtype in zip(RowParams._fields, rows, ROW_DTYPES, strict=True):
+        check_tensor(
+            "Sampler", f"state.{name}", tensor, shape=(None,), dtype=dtype, device=device, last_dim_contiguous=True
+        )
+        if tensor.shape[0] < batch:
+            raise ArgumentError("Sampler", "state", f"{tensor.shape[0]} rows of {name}", f"at least {batch} rows")
+    return RowParams(*(tensor[:batch] for tensor in rows))
 
 
 class Logprobs(NamedTuple):
@@ -212,24 +229,28 @@ class Sampler(Layer):
         Tensor ``[B]``
             int64 ids.
         """
-        check_tensor("Sampler", "logits", logits, dtype=DTYPES, last_dim_contiguous=True)
-        check_tensor("Sampler", "logits", logits, shape=(None, self.cfg.vocab_size))
+        self._check_logits(logits)
         batch = logits.shape[0]
-        if isinstance(state, SamplingState):
-            mode, rows = mode or state.mode(batch), state.view(batch)
-        else:
-            mode, rows = mode or "filtered", RowParams(*(tensor[:batch] for tensor in state))
+        mode = mode or (state.mode(batch) if isinstance(state, SamplingState) else "filtered")
         check_choice("Sampler", "mode", mode, MODES)
-        if rows.seed.shape[0] < batch:
-            raise ArgumentError("Sampler", "state", f"{rows.seed.shape[0]} rows", f"at least {batch} rows")
+        rows = _first_rows(state, batch, logits.device)
         ids: torch.Tensor = self.ladder.pick(batch)(logits, rows, mode)
         return ids
+
+    def _check_logits(self, logits: torch.Tensor) -> None:
+        wanted = (None, self.cfg.vocab_size)
+        check_tensor(
+            "Sampler", "logits", logits, shape=wanted, dtype=DTYPES, device=self.device_type, last_dim_contiguous=True
+        )
 
     def logprobs(self, logits: torch.Tensor, ids: torch.Tensor, top: int = 0) -> Logprobs:
         """Return fp32 log-probabilities of ``ids`` ``[B]`` and of the ``top`` likeliest tokens ``[B, top]``.
 
         NaN logits count as -inf, as in :meth:`forward`; a row of -inf gives -inf. Most likely first.
         """
+        self._check_logits(logits)
+        indices = (torch.int64,)
+        check_tensor("Sampler", "ids", ids, shape=tuple(logits.shape[:1]), dtype=indices, device=logits.device)
         if not 0 <= top <= self.cfg.vocab_size:
             raise ArgumentError("Sampler", "top", top, f"0 to vocab_size {self.cfg.vocab_size}")
         x = logits.float()

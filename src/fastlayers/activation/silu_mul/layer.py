@@ -72,7 +72,7 @@ class SiluAndMul(Layer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``y`` ``[..., I]`` for ``x`` ``[..., 2I]`` (fp32, fp16 or bf16; rows may be strided)."""
-        check_tensor("SiluAndMul", "x", x, dtype=DTYPES, last_dim_contiguous=True)
+        check_tensor("SiluAndMul", "x", x, dtype=DTYPES, device=self.device_type, last_dim_contiguous=True)
         check_tensor("SiluAndMul", "x", x, shape=(*x.shape[:-1], 2 * self.cfg.size))
-        y: torch.Tensor = self.ladder.pick(x.shape[0])(x)
+        y: torch.Tensor = self.ladder.pick(x.numel() // (2 * self.cfg.size))(x)
         return y

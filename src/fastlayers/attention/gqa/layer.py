@@ -17,7 +17,7 @@ from torch import nn
 
 from fastlayers.attention.gqa.core import GQA, NAME, GQAConfig
 from fastlayers.attention.kv_cache.spec import LayerCache
-from fastlayers.attention.meta import AttentionMeta
+from fastlayers.attention.meta import AttentionMeta, check_step
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWrite
 from fastlayers.comm.parallel import SINGLE, Axis, Shard
 from fastlayers.errors import ArgumentError, check_positive, check_tensor
@@ -194,12 +194,17 @@ class Attention(Layer):
         Tensor ``[T, E]``
             A new tensor; a partial sum under sharding.
         """
-        tokens = meta.num_tokens
-        check_tensor(NAME, "hidden", hidden, shape=(tokens, self.hidden_size), dtype=self.dtype)
-        if meta.page_size != self.cfg.page_size:
-            raise ArgumentError(NAME, "meta.page_size", meta.page_size, f"{self.cfg.page_size}, as constructed")
-        if cache.keys.shape[1] != meta.page_size:
-            raise ArgumentError(NAME, "cache page size", cache.keys.shape[1], f"{meta.page_size}, as in meta")
+        check_step(NAME, meta, cache)
+        tokens, size = meta.num_tokens, self.cfg.page_size
+        shape = (tokens, self.hidden_size)
+        check_tensor(NAME, "hidden", hidden, shape=shape, dtype=self.dtype, device=self.o_proj.weight.device)
+        if meta.page_size != size:
+            raise ArgumentError(NAME, "meta.page_size", meta.page_size, f"{size}, as constructed")
+        check_tensor(NAME, "meta.positions", meta.positions, device=hidden.device)
+        wanted, dtype, where = (None, size, *self.kv_row), self.cfg.kv_dtype, hidden.device
+        check_tensor(NAME, "cache.keys", cache.keys, shape=wanted, dtype=dtype, device=where, contiguous=True)
+        both = tuple(cache.keys.shape)
+        check_tensor(NAME, "cache.values", cache.values, shape=both, dtype=dtype, device=where, contiguous=True)
         q, k, v = self.project(hidden)
         q = self.write(q, k, v, self.rotary.cos, self.rotary.sin, meta.positions, cache, meta.out_cache_loc)
         sinks = None if self.sinks is None else self.sinks.float()

@@ -29,9 +29,7 @@ INDICES = (torch.int64, torch.int32)
 
 def needs_e4m3(cfg: Any, device: Device) -> str | None:
     """Refuse e4m3 caches on GPUs whose compiler has no e4m3 conversion (a predicate for Triton rows)."""
-    if cfg.kv_dtype == torch.float8_e4m3fn and device.type == "cuda" and not device.has_fp8_dot:
-        return f"e4m3 caches need sm_89 or newer, this is {device.sm}"
-    return None
+    return device.refuses_e4m3("e4m3 caches") if cfg.kv_dtype == torch.float8_e4m3fn else None
 
 
 @dataclass(frozen=True)
@@ -121,15 +119,19 @@ class KVWrite(Layer):
         k_cache, v_cache : Tensor ``[pages, page_size, Hkv, D]``, ``[pages, page_size, Hkv, V]``
             Contiguous; written in place.
         loc : Tensor int64 or int32 ``[T]``
-            Slot of each row.
+            Slot of each row; contiguous.
         """
         cfg = self.cfg
-        heads, tokens = cfg.num_kv_heads, k.shape[0]
-        check_tensor("KVWrite", "k", k, shape=(None, heads, cfg.head_dim), dtype=FLOATS, last_dim_contiguous=True)
-        check_tensor("KVWrite", "v", v, shape=(tokens, heads, cfg.v_head_dim), dtype=k.dtype, last_dim_contiguous=True)
-        check_cache("KVWrite", "k_cache", k_cache, (heads, cfg.head_dim), cfg.kv_dtype)
-        check_cache("KVWrite", "v_cache", v_cache, (heads, cfg.v_head_dim), cfg.kv_dtype, k_cache.shape[:2])
-        check_tensor("KVWrite", "loc", loc, shape=(tokens,), dtype=INDICES, device=k.device)
+        name, heads, where = "KVWrite", cfg.num_kv_heads, self.device_type
+        shape: tuple[int | None, ...] = (None, heads, cfg.head_dim)
+        check_tensor(name, "k", k, shape=shape, dtype=FLOATS, device=where, last_dim_contiguous=True)
+        tokens, where = k.shape[0], k.device
+        shape = (tokens, heads, cfg.v_head_dim)
+        check_tensor(name, "v", v, shape=shape, dtype=k.dtype, device=where, last_dim_contiguous=True)
+        check_cache(name, "k_cache", k_cache, (heads, cfg.head_dim), cfg.kv_dtype, where)
+        pages = tuple(k_cache.shape[:2])
+        check_cache(name, "v_cache", v_cache, (heads, cfg.v_head_dim), cfg.kv_dtype, where, pages)
+        check_tensor(name, "loc", loc, shape=(tokens,), dtype=INDICES, device=where, contiguous=True)
         check_loc("KVWrite", loc, k_cache.shape[0] * k_cache.shape[1], self.debug)
         self.ladder.pick(tokens)(k, v, k_cache, v_cache, loc)
 
@@ -137,14 +139,12 @@ class KVWrite(Layer):
 def check_cache(
     layer: str,
     argument: str,
-    cache: torch.Tensor,
+    cache: torch.Tensor | None,
     row: tuple[int, ...],
     dtype: torch.dtype,
+    device: torch.device,
     pages: tuple[int, ...] = (),
 ) -> None:
     """Raise :class:`ArgumentError` unless ``cache`` is a contiguous cache of such rows."""
-    from fastlayers.errors import ArgumentError, describe
-
-    check_tensor(layer, argument, cache, shape=(*(pages or (None, None)), *row), dtype=dtype)
-    if not cache.is_contiguous():
-        raise ArgumentError(layer, argument, describe(cache), "a contiguous cache")
+    shape = (*(pages or (None, None)), *row)
+    check_tensor(layer, argument, cache, shape=shape, dtype=dtype, device=device, contiguous=True)

@@ -99,11 +99,13 @@ class MergeState(Layer):
             o_a,
             shape=(None, None, self.cfg.head_dim),
             dtype=FLOATS,
+            device=self.device_type,
             last_dim_contiguous=True,
         )
-        check_tensor("MergeState", "o_b", o_b, shape=tuple(o_a.shape), dtype=o_a.dtype, last_dim_contiguous=True)
-        check_tensor("MergeState", "lse_a", lse_a, shape=tuple(o_a.shape[:2]), dtype=torch.float32)
-        check_tensor("MergeState", "lse_b", lse_b, shape=tuple(o_a.shape[:2]), dtype=torch.float32)
+        shape, where = tuple(o_a.shape), o_a.device
+        check_tensor("MergeState", "o_b", o_b, shape=shape, dtype=o_a.dtype, device=where, last_dim_contiguous=True)
+        check_tensor("MergeState", "lse_a", lse_a, shape=shape[:2], dtype=torch.float32, device=where)
+        check_tensor("MergeState", "lse_b", lse_b, shape=shape[:2], dtype=torch.float32, device=where)
         result: tuple[torch.Tensor, torch.Tensor] = self.ladder.pick(o_a.shape[0])(o_a, lse_a, o_b, lse_b)
         return result
 

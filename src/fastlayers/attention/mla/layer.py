@@ -22,8 +22,8 @@ import torch
 
 from fastlayers import env
 from fastlayers.attention.kv_cache.spec import LayerCache
-from fastlayers.attention.merge_state.layer import MERGE_STATE, MergeStateConfig
-from fastlayers.attention.meta import AttentionMeta, check_loc
+from fastlayers.attention.merge_state.layer import MergeState
+from fastlayers.attention.meta import AttentionMeta, check_loc, check_step
 from fastlayers.attention.mla.core import MLA, MLAConfig, Varlen
 from fastlayers.attention.mla.paths import PATHS, MLAThresholds, gather_tokens, prefix_chunks, select_path
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWrite
@@ -124,7 +124,7 @@ class MLAAttention(Layer):
             kv_dtype if kv_dtype is not None else dtype,
         )  # fmt: skip
         self.choose(MLA, cfg, device, backend)
-        self.q_lora_rank, self.rotary, self.alt_stream = q_lora_rank, rotary, alt_stream
+        self.hidden_size, self.q_lora_rank, self.rotary, self.alt_stream = hidden_size, q_lora_rank, rotary, alt_stream
         self.thresholds = thresholds if thresholds is not None else MLAThresholds()
         self.kv_row = (cfg.latent_width,)
         self._debug = env.debug()
@@ -164,8 +164,14 @@ class MLAAttention(Layer):
             self.num_heads, 1, qk_rope_head_dim, kv_lora_rank, interleaved_in=rotary.cfg.interleaved_in,
             interleaved_out=rotary.cfg.interleaved_out, latent=True, kv_dtype=cfg.kv_dtype, device=device,
         )  # fmt: skip
-        self.merge = MERGE_STATE.choose(MergeStateConfig(v_head_dim), device).build()
+        self.merge = MergeState(v_head_dim, device=device)
         self._absorbed: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def fixed_dtype(self) -> torch.dtype:
+        """The dtype of inputs, outputs and unquantised weights."""
+        dtype: torch.dtype = self.cfg.dtype
+        return dtype
 
     @staticmethod
     def _fusable(quant: QuantSpec, prefix: str, q_lora_rank: int) -> bool:
@@ -179,7 +185,7 @@ class MLAAttention(Layer):
 
     def _absorb(self) -> tuple[torch.Tensor, torch.Tensor]:
         cfg, projection = self.cfg, self.kv_b_proj
-        weight: torch.Tensor = projection.weight  # type: ignore[assignment]
+        weight: torch.Tensor = projection.weight
         if isinstance(projection, FP8BlockLinear):
             weight = dequantize_block_weight(
                 projection.weight, projection.weight_scale_inv, projection.cfg.block_size, cfg.dtype
@@ -188,6 +194,10 @@ class MLAAttention(Layer):
             raise ArgumentError("MLAAttention", "kv_b_proj", weight.dtype, "a floating-point or FP8-block weight")
         per_head = weight.view(self.num_heads, cfg.qk_nope_head_dim + cfg.v_head_dim, cfg.kv_lora_rank)
         return per_head[:, : cfg.qk_nope_head_dim], per_head[:, cfg.qk_nope_head_dim :]
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self._absorbed = None  # what was dequantised from the old weights
+        super()._load_from_state_dict(*args)
 
     def absorbed_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``(W_kc [H,N,L], W_vc [H,V,L])``: views of ``kv_b_proj.weight`` unless it is quantised."""
@@ -221,9 +231,16 @@ class MLAAttention(Layer):
             A partial sum if heads are split over ranks.
         """
         cfg = self.cfg
-        check_tensor("MLAAttention", "hidden_states", hidden_states, shape=(meta.num_tokens, None), dtype=cfg.dtype)
+        check_step("MLAAttention", meta, cache)
+        shape, where = (meta.num_tokens, self.hidden_size), self.kv_b_proj.weight.device
+        check_tensor("MLAAttention", "hidden_states", hidden_states, shape=shape, dtype=cfg.dtype, device=where)
+        if meta.page_size != cfg.page_size:
+            raise ArgumentError("MLAAttention", "meta.page_size", meta.page_size, f"{cfg.page_size}, as constructed")
+        check_tensor("MLAAttention", "meta.positions", meta.positions, device=where)
         wanted = (None, meta.page_size, cfg.latent_width)
-        check_tensor("MLAAttention", "cache", cache.keys, shape=wanted, dtype=cfg.kv_dtype, device=hidden_states.device)
+        check_tensor(
+            "MLAAttention", "cache.keys", cache.keys, shape=wanted, dtype=cfg.kv_dtype, device=where, contiguous=True
+        )
         check_loc("MLAAttention", meta.out_cache_loc, cache.num_pages * meta.page_size, self._debug)
         q, latent, k_pe = self._project(hidden_states)
         nope = cfg.qk_nope_head_dim
@@ -304,6 +321,6 @@ class MLAAttention(Layer):
         for starts, lengths in prefix_chunks(batch.prefix_lens, self.thresholds.chunk) if chunked else ():
             k, v = self._expand(gather_tokens(cache, meta, starts, lengths, q.dtype))
             part, part_lse = core.prefill(q, k, v, Varlen.of(lens, lengths, False, q.device), need_lse=True)
-            o, lse = self.merge.pick(q.shape[0])(o, lse, part, part_lse)
+            o, lse = self.merge(o, lse, part, part_lse)
         merged: torch.Tensor = o
         return merged

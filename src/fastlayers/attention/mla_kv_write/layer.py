@@ -98,13 +98,14 @@ class MLAKVWrite(Layer):
         cache : Tensor ``[pages, page_size, L + R]``
             Contiguous; written in place.
         loc : Tensor int64 or int32 ``[T]``
-            Slot of each row.
+            Slot of each row; contiguous.
         """
         cfg, name = self.cfg, "MLAKVWrite"
-        check_tensor(name, "latent", latent, shape=(None, cfg.kv_lora_rank), dtype=FLOATS, last_dim_contiguous=True)
-        shape = (latent.shape[0], cfg.rope_dim)
-        check_tensor(name, "rope", rope, shape=shape, dtype=latent.dtype, last_dim_contiguous=True)
-        check_cache(name, "cache", cache, (cfg.kv_lora_rank + cfg.rope_dim,), cfg.kv_dtype)
-        check_tensor(name, "loc", loc, shape=(latent.shape[0],), dtype=INDICES, device=latent.device)
+        wanted, where = (None, cfg.kv_lora_rank), self.device_type
+        check_tensor(name, "latent", latent, shape=wanted, dtype=FLOATS, device=where, last_dim_contiguous=True)
+        shape, where = (latent.shape[0], cfg.rope_dim), latent.device
+        check_tensor(name, "rope", rope, shape=shape, dtype=latent.dtype, device=where, last_dim_contiguous=True)
+        check_cache(name, "cache", cache, (cfg.kv_lora_rank + cfg.rope_dim,), cfg.kv_dtype, where)
+        check_tensor(name, "loc", loc, shape=shape[:1], dtype=INDICES, device=where, contiguous=True)
         check_loc(name, loc, cache.shape[0] * cache.shape[1], self.debug)
         self.ladder.pick(latent.shape[0])(latent, rope, cache, loc)

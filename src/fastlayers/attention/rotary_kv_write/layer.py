@@ -28,7 +28,7 @@ from fastlayers.attention.kv_cache.spec import DTYPES as CACHE_DTYPES
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.kv_write.layer import FLOATS, INDICES, check_cache, needs_e4m3
 from fastlayers.attention.meta import check_loc
-from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor
+from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor, describe
 from fastlayers.layer import Layer
 from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
 
@@ -170,26 +170,29 @@ class RotaryKVWrite(Layer):
             MLA: the latent, ``[T, 1, L]``. All three of one dtype; any strides, last dimension contiguous.
         cos, sin : Tensor fp32 ``[max_position, d / 2]``
         positions : Tensor int64 ``[T]``
+            All three contiguous.
         cache : LayerCache
             Written in place; contiguous.
         loc : Tensor int64 or int32 ``[T]``
-            Slot of each row.
+            Slot of each row; contiguous.
 
         Returns
         -------
         Tensor ``[T, Hq, D]``
             The turned ``q``, a new tensor.
         """
-        cfg, tokens = self.cfg, q.shape[0]
-        check_tensor(NAME, "q", q, shape=(None, cfg.num_heads, cfg.head_dim), dtype=FLOATS, last_dim_contiguous=True)
+        cfg, wanted = self.cfg, (None, self.cfg.num_heads, self.cfg.head_dim)
+        check_tensor(NAME, "q", q, shape=wanted, dtype=FLOATS, device=self.device_type, last_dim_contiguous=True)
+        tokens, where = q.shape[0], q.device
         for name, x, width in (("k", k, cfg.head_dim), ("v", v, cfg.v_head_dim)):
             shape = (tokens, cfg.num_kv_heads, width)
-            check_tensor(NAME, name, x, shape=shape, dtype=q.dtype, last_dim_contiguous=True)
-        for name, x in (("cos", cos), ("sin", sin)):
-            check_tensor(NAME, name, x, shape=(cos.shape[0], cfg.rotary_dim // 2), dtype=torch.float32)
-        check_tensor(NAME, "positions", positions, shape=(tokens,), dtype=torch.int64, device=q.device)
-        check_tensor(NAME, "loc", loc, shape=(tokens,), dtype=INDICES, device=q.device)
-        self._check_cache(cache)
+            check_tensor(NAME, name, x, shape=shape, dtype=q.dtype, device=where, last_dim_contiguous=True)
+        table = (None, cfg.rotary_dim // 2)
+        check_tensor(NAME, "cos", cos, shape=table, dtype=torch.float32, device=where, contiguous=True)
+        check_tensor(NAME, "sin", sin, shape=tuple(cos.shape), dtype=torch.float32, device=where, contiguous=True)
+        check_tensor(NAME, "positions", positions, shape=(tokens,), dtype=torch.int64, device=where, contiguous=True)
+        check_tensor(NAME, "loc", loc, shape=(tokens,), dtype=INDICES, device=where, contiguous=True)
+        self._check_cache(cache, where)
         check_loc(NAME, loc, cache.keys.shape[0] * cache.keys.shape[1], self.debug)
         if self.debug and tokens and not 0 <= int(positions.min()) <= int(positions.max()) < cos.shape[0]:
             given = f"from {int(positions.min())} to {int(positions.max())}"
@@ -197,12 +200,13 @@ class RotaryKVWrite(Layer):
         turned: torch.Tensor = self.ladder.pick(tokens)(q, k, v, cos, sin, positions, cache.keys, cache.values, loc)
         return turned
 
-    def _check_cache(self, cache: LayerCache) -> None:
-        cfg = self.cfg
+    def _check_cache(self, cache: LayerCache, where: torch.device) -> None:
+        cfg, dtype = self.cfg, self.cfg.kv_dtype
+        if not isinstance(cache, LayerCache):
+            raise ArgumentError(NAME, "cache", describe(cache), "a LayerCache")
         if cfg.latent:
-            check_cache(NAME, "cache.keys", cache.keys, (cfg.v_head_dim + cfg.head_dim,), cfg.kv_dtype)
+            check_cache(NAME, "cache.keys", cache.keys, (cfg.v_head_dim + cfg.head_dim,), dtype, where)
             return
-        check_cache(NAME, "cache.keys", cache.keys, (cfg.num_kv_heads, cfg.head_dim), cfg.kv_dtype)
-        values = cache.values if cache.values is not None else torch.empty(0)
+        check_cache(NAME, "cache.keys", cache.keys, (cfg.num_kv_heads, cfg.head_dim), dtype, where)
         pages = tuple(cache.keys.shape[:2])
-        check_cache(NAME, "cache.values", values, (cfg.num_kv_heads, cfg.v_head_dim), cfg.kv_dtype, pages)
+        check_cache(NAME, "cache.values", cache.values, (cfg.num_kv_heads, cfg.v_head_dim), dtype, where, pages)

@@ -153,6 +153,7 @@ class TopKRouter(Layer):
     ([[1, 3]], [0.458, 0.458])
     """
 
+    kept_in_fp32 = ("e_score_correction_bias",)
     weight: nn.Parameter
     bias: nn.Parameter | None
     e_score_correction_bias: nn.Parameter | None

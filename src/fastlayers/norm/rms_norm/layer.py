@@ -109,16 +109,20 @@ class RMSNorm(Layer):
         x : Tensor ``[..., D]``
             Any leading dimensions; rows may be strided, the last dimension is contiguous.
         residual : Tensor ``[..., D]``, optional
-            Same shape and dtype as ``x``.
+            Same shape, dtype and device as ``x``; rows may be strided, the last dimension is contiguous.
 
         Returns
         -------
         Tensor, or (Tensor, Tensor)
             ``y``; with a residual also the new residual ``x + residual``. Both are new tensors.
         """
-        check_tensor("RMSNorm", "x", x, dtype=self.weight.dtype, last_dim_contiguous=True)
-        check_tensor("RMSNorm", "x", x, shape=(*x.shape[:-1], self.cfg.hidden_size))
+        weight, size = self.weight, self.cfg.hidden_size
+        check_tensor("RMSNorm", "x", x, dtype=weight.dtype, device=weight.device, last_dim_contiguous=True)
+        check_tensor("RMSNorm", "x", x, shape=(*x.shape[:-1], size))
         if residual is not None:
-            check_tensor("RMSNorm", "residual", residual, shape=tuple(x.shape), dtype=x.dtype)
-        y, new_residual = self.ladder.pick(x.shape[0])(x, self.weight, residual)
+            check_tensor(
+                "RMSNorm", "residual", residual, shape=tuple(x.shape), dtype=x.dtype, device=x.device,
+                last_dim_contiguous=True,
+            )  # fmt: skip
+        y, new_residual = self.ladder.pick(x.numel() // size)(x, weight, residual)
         return y if residual is None else (y, new_residual)
