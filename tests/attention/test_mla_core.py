@@ -196,7 +196,7 @@ def test_refusals_in_words() -> None:
     triton, a100, h200 = MLA.named("triton"), as_device("A100"), as_device("H200")
     e4m3 = MLAConfig(16, 512, 64, 128, 128, 0.1, kv_dtype=torch.float8_e4m3fn)
     assert triton.refuse(e4m3, h200) is None
-    assert triton.refuse(e4m3, a100) == "an e4m3 cache needs sm_89 or newer, this is sm_80"
+    assert triton.refuse(e4m3, a100) == "e4m3 caches need sm_89 or newer, this is sm_80"
     assert "powers of two" in str(triton.refuse(MLAConfig(16, 96, 64, 128, 128, 0.1), h200))
     assert "at least 16" in str(triton.refuse(MLAConfig(16, 512, 8, 128, 128, 0.1), h200))
     for name in ("trtllm_gen", "cutlass"):

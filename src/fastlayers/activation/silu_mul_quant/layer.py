@@ -6,7 +6,7 @@
     s[T, G]   = a / 448                          "ue8m0": the next power of two, never below
     q[T, I]   = e4m3(clamp(y / s, ±448))
 
-Layouts of ``s``, all ``[T, G]`` fp32:
+A group with NaN or infinity gets scale NaN and codes 0, as in group_quant. Layouts of ``s``, all ``[T, G]`` fp32:
 
     "row"         stride (G, 1)
     "col"         stride (1, T)
@@ -19,14 +19,13 @@ from dataclasses import dataclass
 
 import torch
 
+from fastlayers.device import Device
 from fastlayers.errors import check_choice, check_positive, check_tensor
 from fastlayers.layer import Layer
+from fastlayers.quant.group_quant.layer import GROUPS, SCALE_FMTS, SCALE_LAYOUTS
 from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-SCALE_LAYOUTS = ("row", "col", "col_tma4")
-SCALE_FORMATS = ("float", "ue8m0")
-GROUP_SIZES = (16, 32, 64, 128)
 FLOOR = 1e-10
 E4M3_MAX = 448.0
 
@@ -42,9 +41,9 @@ class SiluMulQuantConfig:
 
     def __post_init__(self) -> None:
         check_positive("SiluMulQuant", size=self.size)
-        check_choice("SiluMulQuant", "group_size", self.group_size, GROUP_SIZES)
+        check_choice("SiluMulQuant", "group_size", self.group_size, GROUPS)
         check_choice("SiluMulQuant", "scale_layout", self.scale_layout, SCALE_LAYOUTS)
-        check_choice("SiluMulQuant", "scale_fmt", self.scale_fmt, SCALE_FORMATS)
+        check_choice("SiluMulQuant", "scale_fmt", self.scale_fmt, SCALE_FMTS)
 
     @property
     def groups(self) -> int:
@@ -52,19 +51,15 @@ class SiluMulQuantConfig:
         return -(-self.size // self.group_size)
 
 
-def empty_scales(tokens: int, groups: int, layout: str, device: torch.device) -> torch.Tensor:
-    """Return uninitialised fp32 scales ``[tokens, groups]`` with the strides of ``layout``."""
-    if layout == "row":
-        return torch.empty(tokens, groups, dtype=torch.float32, device=device)
-    padded = tokens if layout == "col" else -(-tokens // 4) * 4
-    return torch.empty(groups, padded, dtype=torch.float32, device=device).t()[:tokens]
+def _refuse_triton(cfg: SiluMulQuantConfig, device: Device) -> str | None:
+    return device.refuses_e4m3("e4m3 codes")
 
 
 _HERE = "fastlayers.activation.silu_mul_quant"
 SILU_MUL_QUANT = Registry(
     "silu_mul_quant",
     [
-        triton_backend(f"{_HERE}.triton:TritonSiluMulQuant"),
+        triton_backend(f"{_HERE}.triton:TritonSiluMulQuant", _refuse_triton),
         torch_backend(f"{_HERE}.torch:TorchSiluMulQuant"),
         reference_backend(f"{_HERE}.reference:ReferenceSiluMulQuant"),
     ],
@@ -120,7 +115,9 @@ class SiluMulQuant(Layer):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``(q, s)``: e4m3 ``[T, I]`` and fp32 ``[T, G]`` for ``x`` ``[T, 2I]``."""
-        check_tensor("SiluMulQuant", "x", x, dtype=DTYPES, last_dim_contiguous=True)
-        check_tensor("SiluMulQuant", "x", x, shape=(None, 2 * self.cfg.size))
+        wanted = (None, 2 * self.cfg.size)
+        check_tensor(
+            "SiluMulQuant", "x", x, shape=wanted, dtype=DTYPES, device=self.device_type, last_dim_contiguous=True
+        )
         q, s = self.ladder.pick(x.shape[0])(x)
         return q, s

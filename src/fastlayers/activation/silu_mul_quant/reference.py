@@ -20,10 +20,12 @@ class ReferenceSiluMulQuant:
         y = (silu * up).to(x.dtype).float()
         codes, scales = [], []
         for group in y.split(self.cfg.group_size, dim=1):
+            finite = group.isfinite().all(1, keepdim=True)
+            group = group.where(finite, 0.0)
             scale = group.abs().amax(1, keepdim=True).clamp_min(FLOOR) / E4M3_MAX
             if self.cfg.scale_fmt == "ue8m0":
                 mantissa, exponent = torch.frexp(scale)  # scale = mantissa · 2^exponent, mantissa in [0.5, 1)
                 scale = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
             codes.append((group / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn))
-            scales.append(scale)
+            scales.append(scale.where(finite, torch.nan))
         return torch.cat(codes, 1), torch.cat(scales, 1)

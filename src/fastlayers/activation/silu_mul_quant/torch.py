@@ -1,11 +1,13 @@
-"""SiLU·mul·quantise in native torch operations."""
+"""SiLU·mul·quantise in native torch operations: the two separate layers' own code, one after the other."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
-from fastlayers.activation.silu_mul_quant.layer import E4M3_MAX, FLOOR, SiluMulQuantConfig, empty_scales
+from fastlayers.activation.silu_mul_quant.layer import FLOOR, SiluMulQuantConfig
+from fastlayers.quant.group_quant.layer import GroupQuantConfig
+from fastlayers.quant.group_quant.torch import TorchGroupQuant
 
 
 class TorchSiluMulQuant:
@@ -13,20 +15,13 @@ class TorchSiluMulQuant:
 
     def __init__(self, cfg: SiluMulQuantConfig) -> None:
         self.cfg = cfg
+        self.quantize = TorchGroupQuant(
+            GroupQuantConfig(cfg.group_size, scale_fmt=cfg.scale_fmt, scale_layout=cfg.scale_layout, eps=FLOOR)
+        )
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``(q, s)``, new tensors."""
-        cfg, tokens = self.cfg, x.shape[0]
-        y = (F.silu(x[:, : cfg.size]) * x[:, cfg.size :]).float()
-        if cfg.size % cfg.group_size:
-            y = F.pad(y, (0, cfg.groups * cfg.group_size - cfg.size))
-        grouped = y.view(tokens, cfg.groups, cfg.group_size)
-        scale = grouped.abs().amax(-1).clamp_min(FLOOR) / E4M3_MAX
-        if cfg.scale_fmt == "ue8m0":
-            # Round the exponent up unless the mantissa is zero.
-            scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
-        q = (grouped / scale.unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-        if cfg.scale_layout != "row":
-            scale = empty_scales(tokens, cfg.groups, cfg.scale_layout, x.device).copy_(scale)
-        q = q.view(tokens, cfg.groups * cfg.group_size)
-        return (q if q.shape[1] == cfg.size else q[:, : cfg.size].contiguous()), scale
+        size, padded = self.cfg.size, self.cfg.groups * self.cfg.group_size
+        y = F.silu(x[:, :size]) * x[:, size:]
+        q, s = self.quantize(y if padded == size else F.pad(y, (0, padded - size)))
+        return (q if padded == size else q[:, :size].contiguous()), s

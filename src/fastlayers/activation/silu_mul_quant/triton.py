@@ -7,17 +7,18 @@ import triton
 import triton.language as tl
 
 from fastlayers.activation.silu_mul.triton import silu_mul_rounded
-from fastlayers.activation.silu_mul_quant.layer import SCALE_LAYOUTS, SiluMulQuantConfig, empty_scales
+from fastlayers.activation.silu_mul_quant.layer import FLOOR, SiluMulQuantConfig
 from fastlayers.operators import operator
+from fastlayers.quant.group_quant.layer import SCALE_LAYOUTS, empty_scales
+from fastlayers.quant.group_quant.triton import quantize_tile
 from fastlayers.testing.compile_check import KernelBuild
-from fastlayers.triton_lang import to_e4m3
 
 GROUPS = 8
 
 
 @triton.jit
 def _silu_mul_quant_kernel(
-    x_ptr, q_ptr, s_ptr, x_stride, s_token_stride, s_group_stride, size, num_groups,
+    x_ptr, q_ptr, s_ptr, x_stride, s_token_stride, s_group_stride, size, num_groups, eps,
     UE8M0: tl.constexpr, GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -27,12 +28,7 @@ def _silu_mul_quant_kernel(
     gate = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * x_stride + size + column, mask=inside, other=0.0).to(tl.float32)
     y = silu_mul_rounded(gate, up, x_ptr.dtype.element_ty).to(tl.float32)
-    # A correctly rounded quotient: one ulp too much would double a power-of-two scale.
-    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(y), axis=1), 1e-10), 448.0)
-    if UE8M0:
-        bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
-        scale = bits.to(tl.float32, bitcast=True)
-    q = to_e4m3(tl.div_rn(y, tl.broadcast_to(scale[:, None], (GROUPS, GROUP_SIZE))))
+    q, scale = quantize_tile(y, eps, 448.0, UE8M0, False)
     tl.store(q_ptr + row * size + column, q, mask=inside)
     tl.store(s_ptr + row * s_token_stride + group * s_group_stride, scale, mask=group < num_groups)
 
@@ -40,7 +36,7 @@ def _silu_mul_quant_kernel(
 def _outputs(x: torch.Tensor, group_size: int, layout: int) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, size = x.shape[0], x.shape[1] // 2
     q = torch.empty(tokens, size, dtype=torch.float8_e4m3fn, device=x.device)
-    return q, empty_scales(tokens, -(-size // group_size), SCALE_LAYOUTS[layout], x.device)
+    return q, empty_scales(x, tokens, -(-size // group_size), SCALE_LAYOUTS[layout])
 
 
 def _fake(x: torch.Tensor, group_size: int, layout: int, ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,7 +50,7 @@ def _silu_mul_quant(x: torch.Tensor, group_size: int, layout: int, ue8m0: bool) 
     if tokens:
         per_program = min(GROUPS, triton.next_power_of_2(groups))
         _silu_mul_quant_kernel[(tokens, triton.cdiv(groups, per_program))](
-            x, q, s, x.stride(0), s.stride(0), s.stride(1), q.shape[1], groups,
+            x, q, s, x.stride(0), s.stride(0), s.stride(1), q.shape[1], groups, FLOOR,
             UE8M0=ue8m0, GROUPS=per_program, GROUP_SIZE=group_size,
             num_warps=max(1, min(4, per_program * group_size // 256)),
         )  # fmt: skip
@@ -80,7 +76,7 @@ COMPILE = [
         _silu_mul_quant_kernel,
         {
             "x_ptr": "*bf16", "q_ptr": "*fp8e4nv", "s_ptr": "*fp32", "x_stride": "i64",
-            "s_token_stride": "i64", "s_group_stride": "i64", "size": "i32", "num_groups": "i32",
+            "s_token_stride": "i64", "s_group_stride": "i64", "size": "i32", "num_groups": "i32", "eps": "fp32",
         },
         {"UE8M0": ue8m0, "GROUPS": GROUPS, "GROUP_SIZE": 128},
     )

@@ -89,10 +89,15 @@ def _needs_blackwell(cfg: MLAConfig, device: Device) -> str | None:
 def _triton_refuses(cfg: MLAConfig, device: Device) -> str | None:
     if cfg.kv_lora_rank & (cfg.kv_lora_rank - 1) or cfg.qk_rope_head_dim & (cfg.qk_rope_head_dim - 1):
         return f"kv_lora_rank {cfg.kv_lora_rank} and qk_rope_head_dim {cfg.qk_rope_head_dim} must be powers of two"
-    if cfg.kv_dtype == torch.float8_e4m3fn and device.capability is not None and device.capability < (8, 9):
-        return f"an e4m3 cache needs sm_89 or newer, this is {device.sm}"
+    if cfg.kv_dtype == torch.float8_e4m3fn and (why := device.refuses_e4m3("e4m3 caches")) is not None:
+        return why
     if min(cfg.kv_lora_rank, cfg.qk_rope_head_dim) < 16:
         return f"kv_lora_rank {cfg.kv_lora_rank} and qk_rope_head_dim {cfg.qk_rope_head_dim} must be at least 16"
+    # What the compiler reports for the largest 16-bit tiles, a column: decode 152 KiB of 576, prefill 128 KiB of 320.
+    head = cfg.qk_nope_head_dim + cfg.qk_rope_head_dim + cfg.v_head_dim
+    needed = max(cfg.latent_width * 152 / 576, head * 128 / 320)
+    if device.type == "cuda" and cfg.dtype != torch.float32 and needed * 1024 > device.shared_memory:
+        return f"tiles take {needed:.0f} KiB of shared memory, {device.sm} has {device.shared_memory // 1024}"
     return None
 
 

@@ -67,8 +67,8 @@ class FP8LinearConfig:
 
 
 def _triton_refuse(cfg: FP8LinearConfig, device: Device) -> str | None:
-    if device.type == "cuda" and not device.has_fp8_dot:
-        return f"e4m3 matrix units need sm_89 or newer, this is {device.sm}"
+    if (why := device.refuses_e4m3("e4m3 products")) is not None:
+        return why
     if cfg.block_size[1] < 32:
         return f"block_size {cfg.block_size}: an e4m3 dot needs blocks of at least 32 columns"
     return None

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fastlayers.device import Device
 from fastlayers.errors import ArgumentError, check_choice, check_tensor
 from fastlayers.layer import Layer
 from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
@@ -72,11 +73,15 @@ def check_groups(x: torch.Tensor, group: int) -> None:
         raise ArgumentError("GroupQuant", "x", f"of shape {list(x.shape)}", f"[..., K] with K a multiple of {group}")
 
 
+def _refuse_triton(cfg: GroupQuantConfig, device: Device) -> str | None:
+    return device.refuses_e4m3("e4m3 codes") if cfg.dtype == torch.float8_e4m3fn else None
+
+
 _HERE = "fastlayers.quant.group_quant"
 GROUP_QUANT = Registry(
     "group_quant",
     [
-        triton_backend(f"{_HERE}.triton:TritonGroupQuant"),
+        triton_backend(f"{_HERE}.triton:TritonGroupQuant", _refuse_triton),
         torch_backend(f"{_HERE}.torch:TorchGroupQuant"),
         reference_backend(f"{_HERE}.reference:ReferenceGroupQuant"),
     ],
@@ -146,9 +151,10 @@ class GroupQuant(Layer):
         Raises
         ------
         ArgumentError
-            K is not a multiple of ``group``, or another dtype.
+            K is not a multiple of ``group``, another dtype or device.
         """
         check_groups(x, self.cfg.group)
+        check_tensor("GroupQuant", "x", x, device=self.device_type)
         rows = x.reshape(-1, x.shape[-1])
         q, s = self.ladder.pick(rows.shape[0])(rows)
         return q.view(x.shape), s
