@@ -7,8 +7,10 @@ import math
 import pytest
 import torch
 
+import fastlayers as fl
 from fastlayers.activation.silu_mul.layer import SiluAndMul
 from fastlayers.activation.silu_mul_quant.layer import SiluMulQuant
+from fastlayers.quant.group_quant.layer import GroupQuant
 from fastlayers.errors import ArgumentError
 
 BACKENDS = ["torch", "triton"]
@@ -86,3 +88,16 @@ def test_errors() -> None:
     ):
         with pytest.raises(ArgumentError, match=argument):
             SiluMulQuant(128, **arguments)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton", "reference"])
+@pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
+def test_groups_that_are_not_finite_are_those_of_the_two_layers(backend: str, scale_fmt: str) -> None:
+    x = torch.randn(3, 256)
+    x[0, 5], x[1, 200], x[2, 130] = float("nan"), float("inf"), 3e38
+    q, s = SiluMulQuant(128, group_size=32, scale_fmt=scale_fmt, backend=backend)(x)
+    wanted_q, wanted_s = GroupQuant(32, scale_fmt=scale_fmt)(fl.SiluAndMul(128)(x))
+    assert torch.equal(s.isnan(), wanted_s.isnan()) and int(s.isnan().sum()) == 2
+    assert torch.equal(q.float(), wanted_q.float()) or backend == "reference"
+    torch.testing.assert_close(s, wanted_s, equal_nan=True, rtol=1e-6, atol=0.0)
+    assert q[0, :32].float().abs().max() == 0
