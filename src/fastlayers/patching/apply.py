@@ -96,14 +96,8 @@ def patch(
     check_choice("patch", "verify", verify, ("layer", False))
     if not isinstance(model, nn.Module):
         raise ArgumentError("patch", "model", type(model).__name__, "an nn.Module")
-    kinds: dict[str, str | None] = {}
-    for kind in KINDS:
-        value = asked[kind]
-        if not isinstance(value, (str, bool)):
-            raise ArgumentError("patch", kind, repr(value), '"auto", the name of a backend, or False')
-        kinds[kind] = None if value is False else (backend if value in ("auto", True) else str(value))
     options = Options(
-        kinds, bool(fuse_projections), cache, selectors("include", include), selectors("exclude", exclude) or (),
+        _kinds(asked, backend), bool(fuse_projections), cache, selectors("include", include), selectors("exclude", exclude) or (),
         verify, bool(strict),
     )  # fmt: skip
     model = _unwrap(model)
@@ -111,17 +105,31 @@ def patch(
     _check(steps, options)
     if dry_run:
         return PatchReport(tuple(step.entry() for step in steps), dry_run=True)
-    log = RollbackLog()
-    try:
-        entries = _apply(model, steps, options, log)
-    except BaseException:
-        log.undo()
-        raise
-    report = PatchReport(tuple(entries))
+    report = PatchReport(tuple(_apply_or_undo(model, steps, options)))
     for step in steps:
         if not step.reason:
             report.watch(step.name, step.module._fl_hits, step.module._fl_falls)  # type: ignore[arg-type]
     return report
+
+
+def _kinds(asked: dict[str, str | bool], backend: str) -> dict[str, str | None]:
+    """Return each kind's backend; ``None``: leave the kind alone."""
+    kinds: dict[str, str | None] = {}
+    for kind in KINDS:
+        value = asked[kind]
+        if not isinstance(value, (str, bool)):
+            raise ArgumentError("patch", kind, repr(value), '"auto", the name of a backend, or False')
+        kinds[kind] = None if value is False else (backend if value in ("auto", True) else str(value))
+    return kinds
+
+
+def _apply_or_undo(model: nn.Module, steps: list[Step], options: Options) -> list[PatchEntry]:
+    log = RollbackLog()
+    try:
+        return _apply(model, steps, options, log)
+    except BaseException:
+        log.undo()
+        raise
 
 
 def _unwrap(model: nn.Module) -> nn.Module:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastlayers.device import as_device
 from fastlayers.errors import CheckpointError
 from fastlayers.patching.apply import patch as apply_patch
 from fastlayers.patching.report import PatchReport
@@ -69,7 +70,7 @@ def _dequantises(name: str | Path, options: dict[str, Any]) -> bool:
     quant = getattr(config, "quantization_config", None)
     if quant is None or _field(quant, "quant_method") != "fp8":
         return False
-    capable = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+    capable = torch.cuda.is_available() and as_device("cuda").has_fp8_dot
     return not capable or bool(_field(quant, "dequantize"))
 
 
