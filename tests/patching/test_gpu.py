@@ -1,0 +1,88 @@
+"""A patched model on a GPU: Triton norms, routers, experts, MLPs and the paged core inside Hugging Face's code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastlayers as fl
+import fastlayers_models
+from fastlayers_models.convert import convert_to_fp8_block
+from fastlayers_models.tasks import held_out_problems, long_prompt
+
+pytestmark = pytest.mark.gpu
+TINY = Path(fastlayers_models.__file__).parent / "assets" / "tiny_deepseek_v3"
+
+
+def load(dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(TINY, dtype=dtype).to("cuda").eval()
+
+
+def chats(prompts: list[str]) -> Any:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    tokenizer.padding_side = "left"
+    texts = [f"<|bos|><|user|>{prompt}<|assistant|>" for prompt in prompts]
+    batch = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt").to("cuda")
+    return tokenizer, batch["input_ids"], batch["attention_mask"]
+
+
+def answer(model: Any, ids: Any, mask: Any, new: int, **options: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        out = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=new, pad_token_id=2, **options)
+    return out[:, ids.shape[1] :]
+
+
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"num_beams": 3}], ids=str)
+def test_fp32_tokens_equal_stock(options: dict[str, Any]) -> None:
+    model = load(torch.float32)
+    _, ids, mask = chats([p.prompt for p in held_out_problems(8)])
+    stock = answer(model, ids, mask, 12, **options)
+    with fl.patched(model) as report:
+        assert torch.equal(answer(model, ids, mask, 12, **options), stock)
+        hits = report.hits()
+    assert all(hits[f"model.layers.{i}.self_attn"] for i in range(3)) and sum(hits.values()) > 100
+    assert torch.equal(answer(model, ids, mask, 12, **options), stock)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_answers_are_right(dtype: torch.dtype) -> None:
+    model, problems = load(dtype), held_out_problems(60)
+    report = fl.patch(model)
+    implementations = " ".join(str(entry.implementation) for entry in report.replaced)
+    assert "rms_norm=triton" in implementations and "fused_moe=triton" in implementations
+    tokenizer, ids, mask = chats([p.prompt for p in problems])
+    texts = tokenizer.batch_decode(answer(model, ids, mask, 16), skip_special_tokens=True)
+    assert sum(text.strip() == p.answer for text, p in zip(texts, problems, strict=True)) >= 58
+
+
+def test_long_prompt_takes_the_paged_core() -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    problem = long_prompt(2000, lambda text: len(tokenizer(text)["input_ids"]))
+    model = load(torch.bfloat16)
+    report = fl.patch(model)
+    assert any("mla=triton" in str(entry.implementation) for entry in report.replaced)
+    _, ids, mask = chats([problem.prompt])
+    text = tokenizer.decode(answer(model, ids, mask, 12)[0], skip_special_tokens=True)
+    assert text.strip() == problem.answer
+
+
+def test_fp8_checkpoint_runs_on_our_linears(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    convert_to_fp8_block(TINY, tmp_path / "fp8")
+    model, report = fl.from_pretrained(AutoModelForCausalLM, tmp_path / "fp8", patch={}, dtype=torch.bfloat16)
+    model = model.to("cuda").eval()
+    problems = held_out_problems(60)
+    tokenizer, ids, mask = chats([p.prompt for p in problems])
+    texts = tokenizer.batch_decode(answer(model, ids, mask, 16), skip_special_tokens=True)
+    assert sum(text.strip() == p.answer for text, p in zip(texts, problems, strict=True)) >= 58
+    assert sum(report.hits().values()) > 0
