@@ -10,8 +10,8 @@ import torch
 import fastlayers as fl
 from fastlayers.activation.silu_mul.layer import SiluAndMul
 from fastlayers.activation.silu_mul_quant.layer import SiluMulQuant
-from fastlayers.quant.group_quant.layer import GroupQuant
 from fastlayers.errors import ArgumentError
+from fastlayers.quant.group_quant.layer import GroupQuant
 
 BACKENDS = ["torch", "triton"]
 

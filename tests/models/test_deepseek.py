@@ -215,7 +215,7 @@ def test_wrong_cache_and_hidden_states_are_named(saved: Any) -> None:
     layer = model.model.layers[0].self_attn
     meta = AttentionState(1, 8, 1, 16).plan(AttentionBatch((4,), (0,), [[1]]))
     cache = fl.kv_cache_spec(model, page_size=16, dtype=torch.bfloat16).allocate(2)[0]
-    with pytest.raises(ArgumentError, match="MLAAttention: cache is bfloat16"):
+    with pytest.raises(ArgumentError, match="MLAAttention: cache.keys is bfloat16"):
         layer(torch.zeros(4, 64), meta, cache)
     good = fl.kv_cache_spec(model, page_size=16).allocate(2)[0]
     with pytest.raises(ArgumentError, match="MLAAttention: hidden_states"):
