@@ -1,0 +1,183 @@
+"""GPT-OSS from fastlayers layers.
+
+    tokens ─► embed ─► [ norm ─► attention with sinks ─► norm ─► experts ] × layers ─► norm ─► lm_head ─► logits
+
+Layers alternate between a sliding window (which counts the token itself) and full attention. Every projection has a
+bias. The router takes the top k of the logits first and the softmax over those; gate and up rows of the experts are
+interleaved and clamped. Experts are MXFP4, and stay packed, or in the model's dtype: ``config.quant`` says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import fastlayers as fl
+from fastlayers.comm.parallel import ParallelSpec
+from fastlayers.errors import ArgumentError, UnknownModelError, check_positive
+from fastlayers.quant.mxfp4.codes import groups_of
+from fastlayers.rotary.scaling import rope_parameters
+from fastlayers_models.blocks import Build, CausalLM, Decoder, DecoderLayer
+from fastlayers_models.config import GQADecoderConfig, gqa_decoder_values, layer_windows, optional_int, required_int
+
+GPT_OSS_TYPES = ("gpt_oss",)
+# What transformers assumes where config.json does not say; the ramp of this YaRN is not rounded to whole dimensions.
+WINDOW, HEAD_DIM, THETA = 128, 64, 150000.0
+ROPE = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptOssConfig(GQADecoderConfig):
+    """What GPT-OSS models vary; names are those of ``config.json``."""
+
+    num_local_experts: int
+    num_experts_per_tok: int
+    attention_bias: bool = True
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name = "GptOssConfig"
+        check_positive(name, num_local_experts=self.num_local_experts, num_experts_per_tok=self.num_experts_per_tok)
+        if self.num_experts_per_tok > self.num_local_experts:
+            accepted = f"at most num_local_experts {self.num_local_experts}"
+            raise ArgumentError(name, "num_experts_per_tok", self.num_experts_per_tok, accepted)
+        if self.quant.format == "mxfp4":
+            groups_of(self.hidden_size, "hidden_size", name)
+            groups_of(self.intermediate_size, "intermediate_size", name)
+
+    @staticmethod
+    def from_hf(config: Mapping[str, Any]) -> GptOssConfig:
+        """Read a parsed ``config.json``.
+
+        Raises
+        ------
+        UnknownModelError
+            Another ``model_type``.
+        ArgumentError
+            A value that the model cannot be built from.
+        """
+        model_type, name = config.get("model_type"), "GptOssConfig"
+        if model_type not in GPT_OSS_TYPES:
+            raise UnknownModelError(f"model_type {model_type!r} is unknown; known: {', '.join(GPT_OSS_TYPES)}")
+        given = rope_parameters(config)
+        rope = {"rope_theta": THETA} | (given if "rope_type" in given or "type" in given else ROPE | given)
+        defaults = {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_parameters": rope}
+        values = gqa_decoder_values(name, defaults | dict(config) | {"rope_parameters": rope}, head_dim=HEAD_DIM)
+        count = values["num_hidden_layers"]
+        types = config.get("layer_types") or [("full_attention", "sliding_attention")[i % 2 == 0] for i in range(count)]
+        window = config.get("sliding_window", WINDOW)
+        return GptOssConfig(
+            **values,
+            windows=layer_windows(name, types, window, values["max_position_embeddings"]),
+            num_local_experts=required_int(name, config, "num_local_experts"),
+            num_experts_per_tok=optional_int(name, config, "num_experts_per_tok", 4),
+            attention_bias=bool(config.get("attention_bias", True)),
+            swiglu_alpha=float(config.get("swiglu_alpha", 1.702)),
+            swiglu_limit=float(config.get("swiglu_limit", 7.0)),
+        )
+
+
+class GptOssBuild(Build):
+    """As for all families, but norms scale in fp32 and round once."""
+
+    def norm(self) -> fl.RMSNorm:
+        """Return a norm over the hidden size."""
+        config = self.config
+        return fl.RMSNorm(
+            config.hidden_size, config.rms_norm_eps, rounding="scale_then_cast", device=self.device, dtype=self.dtype
+        )
+
+
+class GptOssMoE(nn.Module):
+    """Router and experts; partial sums over ``tp``."""
+
+    def __init__(self, build: Build, name: str) -> None:
+        super().__init__()
+        config, parallel = build.config, build.parallel
+        self.router = fl.TopKRouter(
+            config.hidden_size,
+            config.num_local_experts,
+            config.num_experts_per_tok,
+            scoring="softmax_after_topk",
+            renormalize=False,
+            logits_dtype=None,
+            bias=True,
+            device=build.device,
+            dtype=build.dtype,
+        )
+        self.experts = fl.FusedMoE(
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_local_experts,
+            config.num_experts_per_tok,
+            quant=config.quant.for_module(f"{name}.experts"),
+            activation="swiglu_oai",
+            alpha=config.swiglu_alpha,
+            limit=config.swiglu_limit,
+            bias=True,
+            interleaved=True,
+            ep=parallel.ep,
+            tp=parallel.moe_tp,
+            device=build.device,
+            dtype=build.dtype,
+        )
+
+    def forward(self, x: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
+        """Return ``[T, D]``; rows where ``valid`` is false cost no expert work."""
+        topk_weights, topk_ids = self.router(x)
+        if valid is not None:
+            topk_ids = topk_ids.masked_fill(~valid[:, None], -1)
+        out: torch.Tensor = self.experts(x, topk_weights, topk_ids)
+        return out
+
+
+class GptOssLayer(DecoderLayer):
+    """One decoder layer: attention with sinks, then experts."""
+
+    def __init__(self, build: Build, index: int, *, is_last: bool = False) -> None:
+        config, name = build.config, f"model.layers.{index}"
+        bias, window = config.attention_bias, config.windows[index]
+        attention = build.attention(f"{name}.self_attn", qkv_bias=bias, o_bias=bias, window=window, sinks=True)
+        super().__init__(build, attention, GptOssMoE(build, f"{name}.mlp"), mlp_kind="moe", is_last=is_last)
+
+
+class GptOssForCausalLM(CausalLM):
+    """GPT-OSS for generation over a paged cache.
+
+    Parameters
+    ----------
+    config : GptOssConfig
+    parallel : ParallelSpec
+        With MXFP4, the ranks that split an expert get whole groups of 32 features, some one group more.
+    device, dtype
+        ``dtype`` of activations and of weights that are not quantised.
+    page_size, kv_dtype
+        Of the cache.
+    backend : str
+        Of the attention core.
+    """
+
+    config_class = GptOssConfig
+
+    def __init__(
+        self,
+        config: GptOssConfig,
+        *,
+        parallel: ParallelSpec | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        page_size: int = 64,
+        kv_dtype: torch.dtype | None = None,
+        backend: str = "auto",
+    ) -> None:
+        build = GptOssBuild(config, parallel, device, dtype, page_size, kv_dtype, backend)
+        super().__init__(build, Decoder(build, GptOssLayer))
