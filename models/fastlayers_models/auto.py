@@ -66,7 +66,7 @@ class AutoModel:
         ----------
         path : str or Path
             A directory with ``config.json`` and safetensors shards, or a name on the Hugging Face hub, of which only
-            JSON files and safetensors are downloaded.
+            JSON files and safetensors at the top are downloaded.
         dtype : torch.dtype
             Of activations and of weights that are not quantised.
         device : torch device, optional
@@ -156,7 +156,9 @@ def _download(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+        # Sub-directories hold the same weights in other layouts (GPT-OSS: original/, metal/).
+        wanted, unwanted = ["*.json", "*.safetensors"], ["*/*"]
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted, ignore_patterns=unwanted))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(

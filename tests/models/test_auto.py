@@ -97,13 +97,15 @@ def test_what_is_not_a_model_directory_is_named(llama: Path, tmp_path: Path) -> 
 def test_hub_names_are_downloaded_without_other_formats(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
-    def snapshot_download(name: str, *, allow_patterns: list[str]) -> str:
-        asked.append((name, allow_patterns))
+    def snapshot_download(name: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        files = ["config.json", "a.safetensors", "pytorch_model.bin", "x.gguf", "original/a.safetensors", "model.py"]
+        options = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
+        asked.append((name, list(huggingface_hub.utils.filter_repo_objects(files, **options))))
         return str(llama)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert find("org/tiny-llama.v1") == llama and find("tiny") == llama
-    assert asked == [(name, ["*.json", "*.safetensors"]) for name in ("org/tiny-llama.v1", "tiny")]
+    assert asked == [(name, ["config.json", "a.safetensors"]) for name in ("org/tiny-llama.v1", "tiny")]
 
 
 def test_a_hub_that_cannot_be_reached_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,6 +132,15 @@ def test_what_the_variations_vary_reaches_the_model(folders: dict[str, Path]) ->
     assert tied.lm_head.weight.data_ptr() == tied.model.embed_tokens.weight.data_ptr()
 
 
+def test_padding_rows_cost_no_expert_work(folders: dict[str, Path]) -> None:
+    block, seen = ours(folders[QWEN2_MOE.name]).model.layers[0].mlp, []
+    block.experts.register_forward_pre_hook(lambda _, args: seen.append(args[2]))
+    x, valid = torch.randn(5, 64), torch.tensor([True, False, True, False, False])
+    masked, whole = block(x, valid), block(x)
+    assert torch.equal((seen[0] == -1).all(-1), ~valid) and not (seen[1] == -1).any()
+    assert relative_rms(masked[valid], whole[valid]) <= 1e-6
+
+
 # ---- Qwen2.5-VL ------------------------------------------------------------------------------------------------
 
 

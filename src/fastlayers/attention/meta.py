@@ -50,7 +50,9 @@ class AttentionBatch:
             lengths = (count, len(self.prefix_lens), len(self.page_table), len(self.starts))
             raise ArgumentError("AttentionBatch", "lengths", lengths, "one query, prefix, page row (and start) each")
         if count and min(*self.query_lens, *self.prefix_lens, 0) < 0:
-            raise ArgumentError("AttentionBatch", "query_lens, prefix_lens", (self.query_lens, self.prefix_lens), ">= 0")
+            raise ArgumentError(
+                "AttentionBatch", "query_lens, prefix_lens", (self.query_lens, self.prefix_lens), ">= 0"
+            )
 
     @property
     def seq_lens(self) -> tuple[int, ...]:
@@ -91,6 +93,9 @@ class AttentionMeta:
         The step as planned (host data; not read under capture).
     path : str
         Which way an MLA layer takes for this batch, see :mod:`fastlayers.attention.mla.paths`; "" before it is set.
+    rope_positions : Tensor int64 ``[3, T]``, optional
+        Time, height and width of each new token, for MRoPE; masks and slots still follow ``positions``. Not planned
+        here: ``dataclasses.replace(meta, rope_positions=...)``, under capture always with the same tensor.
     """
 
     page_table: torch.Tensor
@@ -105,6 +110,7 @@ class AttentionMeta:
     max_seq_len: int
     batch: AttentionBatch
     path: str = ""
+    rope_positions: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -136,7 +142,9 @@ class AttentionState:
     def __init__(
         self, max_batch: int, max_tokens: int, max_pages: int, page_size: int, device: torch.device | str | None = None
     ) -> None:
-        check_positive("AttentionState", max_batch=max_batch, max_tokens=max_tokens, max_pages=max_pages, page_size=page_size)
+        check_positive(
+            "AttentionState", max_batch=max_batch, max_tokens=max_tokens, max_pages=max_pages, page_size=page_size
+        )
         self.max_batch, self.max_tokens, self.max_pages, self.page_size = max_batch, max_tokens, max_pages, page_size
 
         def zeros(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:

@@ -3,7 +3,7 @@
 T = tokens, E = hidden_size, Hq = num_heads, Hkv = num_kv_heads, D = head_dim
 q, k, v        = qkv_proj(hidden[T, E])           one fused linear, split into heads
 q, k           = q_norm(q), k_norm(k)             with qk_norm: RMSNorm over D
-q, cache       = rotary(q), write(rotary(k), v)   one launch
+q, cache       = rotary(q), write(rotary(k), v)   one launch; two with MRoPE
 o[T, Hq, D]    = core(q, cache)                   see fastlayers.attention.gqa.core
 y[T, E]        = o_proj(o)                        a partial sum where heads are sharded
 """
@@ -17,6 +17,7 @@ from torch import nn
 
 from fastlayers.attention.gqa.core import GQA, NAME, GQAConfig
 from fastlayers.attention.kv_cache.spec import LayerCache
+from fastlayers.attention.kv_write.layer import KVWrite
 from fastlayers.attention.meta import AttentionMeta, check_step
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWrite
 from fastlayers.comm.parallel import SINGLE, Axis, Shard
@@ -38,7 +39,7 @@ class Attention(Layer):
     hidden_size, num_heads, num_kv_heads, head_dim : int
         Of the whole layer, before sharding.
     rotary : RotaryEmbedding
-        Usually shared by all layers.
+        Usually shared by all layers. With MRoPE the rotation follows ``meta.rope_positions``, if there are any.
     qkv_bias, o_bias : bool
     qk_norm : float, optional
         Epsilon of an RMSNorm over each head of q and k, before the rotation (Qwen3). Default: none.
@@ -127,16 +128,22 @@ class Attention(Layer):
         self.choose(GQA, cfg, device, backend)
         if rotary.cfg.head_dim != head_dim:
             raise ArgumentError(NAME, "rotary.head_dim", rotary.cfg.head_dim, f"head_dim {head_dim}")
-        self.write = RotaryKVWrite(
-            self.num_heads,
-            self.num_kv_heads,
-            head_dim,
-            rotary_dim=rotary.cfg.rotary_dim,
-            interleaved_in=rotary.cfg.interleaved_in,
-            interleaved_out=rotary.cfg.interleaved_out,
-            kv_dtype=cache_dtype,
-            device=device,
-        )
+        # The fused write turns every frequency by one position; MRoPE's three axes need the rotation by itself.
+        self.mrope = bool(rotary.cfg.mrope_section)
+        self.write: RotaryKVWrite | KVWrite
+        if self.mrope:
+            self.write = KVWrite(self.num_kv_heads, head_dim, kv_dtype=cache_dtype, device=device)
+        else:
+            self.write = RotaryKVWrite(
+                self.num_heads,
+                self.num_kv_heads,
+                head_dim,
+                rotary_dim=rotary.cfg.rotary_dim,
+                interleaved_in=rotary.cfg.interleaved_in,
+                interleaved_out=rotary.cfg.interleaved_out,
+                kv_dtype=cache_dtype,
+                device=device,
+            )
 
         def project(
             name: str, into: int, out: int | Sequence[int], bias: bool, shard: Shard, fused: bool = False
@@ -146,9 +153,11 @@ class Attention(Layer):
             return linear(into, out, bias, quant=spec, shard=shard, names=names, device=device, dtype=dtype)
 
         sizes = (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim)
-        formats = {quant.for_module(f"{prefix}.{part}" if prefix else part).format for part in _PARTS}
-        # One fused linear needs one split for all parts and one number format.
-        self.fused = kv_axis.size == axis.size and len(formats) == 1
+        specs = {quant.for_module(f"{prefix}.{part}" if prefix else part) for part in _PARTS}
+        rows = max(spec.block_size[0] if spec.format == "fp8_block" else 1 for spec in specs)
+        # One fused linear needs one split for all parts, one number format, and no scale block across a seam.
+        whole = all(size // axis.size % rows == 0 for size in sizes[:2])
+        self.fused = kv_axis.size == axis.size and len(specs) == 1 and whole
         if self.fused:
             self.qkv_proj = project("q_proj", hidden_size, sizes, qkv_bias, Shard("column", axis), fused=True)
         else:
@@ -176,6 +185,19 @@ class Attention(Layer):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
+
+    def rotate_and_write(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: AttentionMeta, cache: LayerCache
+    ) -> torch.Tensor:
+        """Return the turned q; write the turned k, and v, into ``cache``."""
+        if not self.mrope:
+            if meta.rope_positions is not None:
+                raise ArgumentError(NAME, "meta.rope_positions", "set", "None: this rotary has no mrope_section")
+            return self.write(q, k, v, self.rotary.cos, self.rotary.sin, meta.positions, cache, meta.out_cache_loc)
+        positions = meta.positions if meta.rope_positions is None else meta.rope_positions
+        q, k = self.rotary(q, k, positions)
+        self.write(k, v, cache.keys, cache.values, meta.out_cache_loc)
+        return q
 
     def forward(self, hidden: torch.Tensor, meta: AttentionMeta, cache: LayerCache) -> torch.Tensor:
         """Attend; the new tokens' keys and values are written into the cache first.
@@ -206,7 +228,7 @@ class Attention(Layer):
         both = tuple(cache.keys.shape)
         check_tensor(NAME, "cache.values", cache.values, shape=both, dtype=dtype, device=where, contiguous=True)
         q, k, v = self.project(hidden)
-        q = self.write(q, k, v, self.rotary.cos, self.rotary.sin, meta.positions, cache, meta.out_cache_loc)
+        q = self.rotate_and_write(q, k, v, meta, cache)
         sinks = None if self.sinks is None else self.sinks.float()
         o, _ = self.ladder.pick(tokens)(q, cache.keys, cache.values, meta, sinks)
         y: torch.Tensor = self.o_proj(o.flatten(1))
