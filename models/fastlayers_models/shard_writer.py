@@ -117,6 +117,7 @@ class ShardWriter:
             notes |= noted
         partial = self.target / (file.name + PARTIAL)
         save_file(tensors, partial, metadata={"format": "pt"})
+        shutil.copymode(file, partial)
         _to_disk(partial)
         size = partial.stat().st_size
         partial.replace(self.target / file.name)

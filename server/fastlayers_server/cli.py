@@ -1,4 +1,4 @@
-"""The command ``fastlayers``: demo, doctor, backends, explain, generate, eval.
+"""The command ``fastlayers``: demo, doctor, backends, explain, generate, eval, convert.
 
 Every command prints for people, or with ``--json`` for machines. Errors that we raise on purpose are one sentence;
 ``--debug`` shows the traceback.
@@ -79,7 +79,9 @@ def _path(name: str) -> Path:
 
     path = assets() / TINY if name in ("tiny", TINY) else Path(name)
     if not path.is_dir():
-        raise ArgumentError("fastlayers", "checkpoint", repr(name), "'tiny', or a directory with config.json and *.safetensors")
+        raise ArgumentError(
+            "fastlayers", "checkpoint", repr(name), "'tiny', or a directory with config.json and *.safetensors"
+        )
     return path
 
 
@@ -126,7 +128,9 @@ def doctor(as_json: Json = False) -> None:
 @app.command()
 def backends(
     layer: Annotated[str, typer.Argument(help="A layer's name; without it: all layers.")] = "",
-    device: Annotated[str, typer.Option(help="A described device (H200, B200, A100, cpu) or one of this machine.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="A described device (H200, B200, A100, cpu) or one of this machine.")
+    ] = "cpu",
     as_json: Json = False,
 ) -> None:
     """List the backends of a layer on a device: would the hardware do, is the package here, refused because."""
@@ -242,7 +246,9 @@ def generate(
     model = DeepseekForCausalLM.from_pretrained(path, dtype=_dtype(dtype), device=_device(device), kv_dtype=cache)
     ids = chat_ids(tokenizer, prompt)
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    generator = Generator(model, max_batch=1, max_length=min(len(ids) + max_new_tokens, model.config.max_position_embeddings))
+    generator = Generator(
+        model, max_batch=1, max_length=min(len(ids) + max_new_tokens, model.config.max_position_embeddings)
+    )
     tokens: list[int] = []
     shown, reason = "", None
     for token in generator.stream([ids], params, max_new_tokens=max_new_tokens):
@@ -266,7 +272,9 @@ def evaluate(
     limit: Annotated[int, typer.Option(min=1, max=1000, help="How many of the 1,000 held-out problems.")] = 1000,
     num_stories: Annotated[int, typer.Option("--stories", min=1, help="Stories for the perplexity.")] = 100,
     device: DeviceOption = "",
-    result: Annotated[str, typer.Option("--out", help="Also write the scores and what they depend on to this file.")] = "",
+    result: Annotated[
+        str, typer.Option("--out", help="Also write the scores and what they depend on to this file.")
+    ] = "",
     as_json: Json = False,
 ) -> None:
     """Exact-match accuracy on held-out problems and perplexity on held-out text, for several ways to run it."""
@@ -295,6 +303,26 @@ def evaluate(
         row = (f"{100 * s.exact_match:.1f}%", f"{s.perplexity:.4f}", flips, s.baseline or "", f"{s.seconds:.0f}")
         table.add_row(s.description, *row)
     out.print(table)
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help="Checkpoint directory; 'tiny' is the one that ships.")],
+    target: Annotated[str, typer.Argument(help="Directory to make; an interrupted run is taken up.")],
+    format: Annotated[str, typer.Option(help="fp8-block, int8, or bf16 (multiply a quantised one out)")] = "fp8-block",
+    ragged: Annotated[
+        bool, typer.Option("--ragged", help="fp8-block: ragged matrices too, for our loader only.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Make a quantised checkpoint from a bf16 one of any family, holding about one shard in memory."""
+    from fastlayers_server.convert_command import run_convert, summary
+
+    done = run_convert(_path(source), Path(target), format, ragged, err)
+    if as_json:
+        _print_json(done)
+    else:
+        out.print(summary(done), markup=False, highlight=False)
 
 
 if __name__ == "__main__":

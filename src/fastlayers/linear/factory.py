@@ -44,7 +44,7 @@ def linear(
     Returns
     -------
     LinearBase
-        ``Linear``, ``FP8BlockLinear`` or ``Int8Linear``.
+        ``Linear``, ``FP8BlockLinear``, ``Int8Linear`` or ``FP8ScaledLinear``.
 
     Examples
     --------
@@ -88,4 +88,13 @@ def linear(
             dtype=dtype,
             backend=backend,
         )
-    raise ArgumentError("linear", "quant.format", repr(quant.format), "'none', 'fp8_block' or 'int8'")
+    if quant.format in ("fp8_tensor", "fp8_channel"):
+        from fastlayers.quant.fp8_scaled_linear.layer import FP8ScaledLinear
+
+        return FP8ScaledLinear(
+            in_features, out_features, bias, weight_scale=quant.format.removeprefix("fp8_"),
+            activation_scale=quant.activation_scale, scale_names=quant.scale_names,
+            shard=shard, names=names, device=device, dtype=dtype, backend=backend,
+        )  # fmt: skip
+    known = "'none', 'fp8_block', 'int8', 'fp8_tensor' or 'fp8_channel'"
+    raise ArgumentError("linear", "quant.format", repr(quant.format), known)

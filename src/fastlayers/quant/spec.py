@@ -13,7 +13,7 @@ from typing import Any
 
 from fastlayers.errors import ArgumentError, check_choice
 
-FORMATS = ("none", "fp8_block", "int8", "mxfp4")
+FORMATS = ("none", "fp8_block", "int8", "mxfp4", "fp8_tensor", "fp8_channel")
 
 
 @dataclass(frozen=True)
@@ -24,23 +24,31 @@ class QuantSpec:
     ----------
     format : str
         ``"none"`` (the model's dtype), ``"fp8_block"`` (e4m3, fp32 scale per 128×128 block), ``"int8"`` (W8A8,
-        one fp32 scale per output channel), ``"mxfp4"`` (experts only: 4-bit codes, a power of two per 32 inputs).
+        one fp32 scale per output channel), ``"mxfp4"`` (experts only: 4-bit codes, a power of two per 32 inputs),
+        ``"fp8_tensor"`` and ``"fp8_channel"`` (e4m3, one fp32 scale per matrix or per output channel).
     block_size : tuple[int, int]
         Rows and columns of one scale block.
     scale_fmt : str
         ``"float"`` or ``"ue8m0"`` (powers of two) for activation scales.
     skip : tuple[str, ...]
         Modules kept in the model's dtype: full names, or name suffixes, or ``re:`` patterns.
+    activation_scale : str
+        Of ``fp8_tensor`` and ``fp8_channel``: ``"token"``, ``"tensor"`` (both found at each call) or ``"static"``.
+    scale_names : tuple[str, str]
+        How the checkpoint calls the scales of weight and input, for the same two formats.
     """
 
     format: str = "none"
     block_size: tuple[int, int] = (128, 128)
     scale_fmt: str = "float"
     skip: tuple[str, ...] = ()
+    activation_scale: str = "token"
+    scale_names: tuple[str, str] = ("weight_scale", "input_scale")
 
     def __post_init__(self) -> None:
         check_choice("QuantSpec", "format", self.format, FORMATS)
         check_choice("QuantSpec", "scale_fmt", self.scale_fmt, ("float", "ue8m0"))
+        check_choice("QuantSpec", "activation_scale", self.activation_scale, ("token", "tensor", "static"))
         if len(self.block_size) != 2 or min(self.block_size) < 1:
             raise ArgumentError("QuantSpec", "block_size", self.block_size, "two positive integers")
 
@@ -64,6 +72,8 @@ class QuantSpec:
         if not config:
             return NONE
         method = config.get("quant_method")
+        if method == "fp8" and "weight_block_size" in config and config["weight_block_size"] is None:
+            return _hugging_face_per_tensor(config)
         if method == "fp8":
             size = config.get("weight_block_size") or (128, 128)
             if len(size) != 2:
@@ -80,7 +90,38 @@ class QuantSpec:
             # The format of experts; whatever the file says of other modules, their tensors are not in it.
             kept = tuple(_from_glob(rule) for rule in config.get("modules_to_not_convert") or ())
             return QuantSpec("mxfp4", skip=(*kept, r"re:^(?!.*\bexperts\b)"))
-        raise ArgumentError("QuantSpec", "quantization_config.quant_method", repr(method), "'fp8', 'int8' or 'mxfp4'")
+        if method == "fbgemm_fp8":
+            return QuantSpec("fp8_channel", skip=tuple(config.get("modules_to_not_convert") or ()))
+        if method == "compressed-tensors":
+            return _compressed_tensors(config)
+        known = "'fp8', 'int8', 'mxfp4', 'fbgemm_fp8' or 'compressed-tensors'"
+        raise ArgumentError("QuantSpec", "quantization_config.quant_method", repr(method), known)
+
+
+def _hugging_face_per_tensor(config: Mapping[str, Any]) -> QuantSpec:
+    """Return the spec of ``{"quant_method": "fp8", "weight_block_size": null}``, with Hugging Face's scale names."""
+    scheme = config.get("activation_scheme") or "dynamic"
+    check_choice("QuantSpec", "quantization_config.activation_scheme", scheme, ("dynamic", "static"))
+    skip = tuple(config.get("modules_to_not_convert") or ())
+    names = ("weight_scale_inv", "activation_scale")
+    return QuantSpec(
+        "fp8_tensor", skip=skip, activation_scale="static" if scheme == "static" else "token", scale_names=names
+    )
+
+
+def _compressed_tensors(config: Mapping[str, Any]) -> QuantSpec:
+    """Return the spec of one group of FP8 linears (W8A8) as the compressed-tensors package writes it."""
+    groups = list((config.get("config_groups") or {}).values())
+    weights, inputs = ((groups[0].get(part) or {}) if len(groups) == 1 else {} for part in ("weights", "input_activations"))
+    kinds = [(part.get("type"), part.get("num_bits")) for part in (weights, inputs)]
+    strategy, dynamic = weights.get("strategy"), bool(inputs.get("dynamic", False))
+    if kinds != [("float", 8), ("float", 8)] or strategy not in ("tensor", "channel"):
+        raise ArgumentError(
+            "QuantSpec", "quantization_config.config_groups", f"{len(groups)} groups, the first with {kinds}, {strategy!r}",
+            "one group of 8-bit float weights, strategy 'tensor' or 'channel', and 8-bit float inputs",
+        )  # fmt: skip
+    activation = ("token" if inputs.get("strategy") == "token" else "tensor") if dynamic else "static"
+    return QuantSpec(f"fp8_{strategy}", skip=tuple(config.get("ignore") or ()), activation_scale=activation)
 
 
 def _from_glob(rule: str) -> str:

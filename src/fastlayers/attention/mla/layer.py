@@ -35,6 +35,7 @@ from fastlayers.linear.factory import linear
 from fastlayers.norm.rms_norm.layer import RMSNorm
 from fastlayers.quant.fp8_linear.blocks import dequantize_block_weight
 from fastlayers.quant.fp8_linear.layer import FP8BlockLinear
+from fastlayers.quant.fp8_scaled_linear.layer import FP8ScaledLinear
 from fastlayers.quant.spec import NONE, QuantSpec
 from fastlayers.rotary.layer import RotaryEmbedding
 
@@ -190,6 +191,8 @@ class MLAAttention(Layer):
             weight = dequantize_block_weight(
                 projection.weight, projection.weight_scale_inv, projection.cfg.block_size, cfg.dtype
             )
+        elif isinstance(projection, FP8ScaledLinear):
+            weight = projection.dequantized(cfg.dtype)
         elif not weight.dtype.is_floating_point:
             raise ArgumentError("MLAAttention", "kv_b_proj", weight.dtype, "a floating-point or FP8-block weight")
         per_head = weight.view(self.num_heads, cfg.qk_nope_head_dim + cfg.v_head_dim, cfg.kv_lora_rank)
@@ -201,7 +204,7 @@ class MLAAttention(Layer):
 
     def absorbed_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``(W_kc [H,N,L], W_vc [H,V,L])``: views of ``kv_b_proj.weight`` unless it is quantised."""
-        quantised = isinstance(self.kv_b_proj, FP8BlockLinear)
+        quantised = isinstance(self.kv_b_proj, (FP8BlockLinear, FP8ScaledLinear))
         if self._absorbed is not None and quantised and self._absorbed[0].device == self.kv_b_proj.weight.device:
             return self._absorbed
         # Views are taken anew, so that moving or reloading the weight cannot leave them stale.

@@ -1,0 +1,72 @@
+"""``fastlayers convert``: make a quantised checkpoint from a bf16 one, or multiply one out."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+from fastlayers.errors import check_choice
+from fastlayers_models.checkpoint import Checkpoint
+from fastlayers_models.convert import FORMATS, convert_checkpoint, dequantize_checkpoint
+
+DEQUANTISED = "bf16"
+# How many modules of a reason the text shows before it counts the rest.
+SHOWN = 4
+WHY = {
+    "ragged": "not a multiple of 128; stock transformers misreads ragged blocks (--ragged converts them for our loader)",
+    "absorbed": "multiplied into queries and outputs by MLA",
+    "stacked": "all experts in one tensor, for which the format has no spelling",
+    "encoder": "vision or audio",
+}
+
+
+def run_convert(source: Path, target: Path, format: str, include_ragged: bool, console: Any) -> dict[str, Any]:
+    """Convert with a progress bar on ``console`` and return the summary as plain data.
+
+    Raises
+    ------
+    ArgumentError, CheckpointError
+        See :func:`fastlayers_models.convert.convert_checkpoint`.
+    """
+    check_choice("convert", "--format", format, (*FORMATS, DEQUANTISED))
+    started, total = time.perf_counter(), len(Checkpoint(source).file_of)
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("converting", total=total)
+
+        def progress(name: str) -> None:
+            bar.update(task, advance=1, description=name)
+
+        if format == DEQUANTISED:
+            dequantize_checkpoint(source, target, progress=progress)
+            return {
+                "format": format,
+                "source": str(source),
+                "target": str(target),
+                "seconds": time.perf_counter() - started,
+            }
+        done = convert_checkpoint(source, target, format, include_ragged=include_ragged, progress=progress)
+    return vars(done) | {"source": str(source), "target": str(target)}
+
+
+def summary(done: dict[str, Any]) -> str:
+    """Return what :func:`run_convert` did, in words."""
+    lines = [f"{done['target']}: {done['format']}, {done['seconds']:.1f} s"]
+    if "quantised" in done:
+        sizes = f"{done['bytes_before'] / 1e9:.3g} GB to {done['bytes_after'] / 1e9:.3g} GB"
+        lines.append(f"{done['quantised']} matrices quantised in {done['shards']} shards, {sizes}")
+        if done["resumed"]:
+            lines.append(f"{done['resumed']} shards were there already")
+        for reason, modules in done["kept"].items():
+            rest = f" and {len(modules) - SHOWN} more" if len(modules) > SHOWN else ""
+            lines.append(f"kept as they were, {WHY[reason]}: {', '.join(modules[:SHOWN])}{rest}")
+    return "\n".join(lines)
