@@ -42,8 +42,8 @@ class Tuned:
 def ladder(layer: str, cfg: Any, device: Device, able: Mapping[str, Backend]) -> Tuned | None:
     """Return the tuned ladder for this shape and device, cut to the backends that are able to run.
 
-    Rungs share the weight layout of the best-ranked able backend in the table. ``None`` if no table exists or
-    nothing of it can run.
+    Rungs share the weight layout of the last one that can run (it serves the largest batches). ``None`` if no table
+    exists or nothing of it can run.
     """
     from fastlayers.registry import Rung
 
@@ -84,7 +84,7 @@ def read(path: Path, layer: str, device: Device) -> dict[str, Any]:
     try:
         table: dict[str, Any] = json.loads(path.read_text())
         rows = table["ladder"]
-        limits = [row["max_tokens"] for row in rows]
+        limits, names = [row["max_tokens"] for row in rows], [row["backend"] for row in rows]
         facts = (table["schema"], table["layer"], table["device"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TunedTableError(f"tuned table {path} is corrupt: {type(error).__name__}: {error}") from error
@@ -92,4 +92,6 @@ def read(path: Path, layer: str, device: Device) -> dict[str, Any]:
         raise TunedTableError(f"tuned table {path} is for {facts}; expected {(SCHEMA, layer, device.name)}")
     if not rows or limits[-1] is not None or any(not isinstance(m, int) for m in limits[:-1]) or limits[:-1] != sorted(set(limits[:-1])):
         raise TunedTableError(f"tuned table {path}: thresholds {limits} do not increase and end in null")
+    if not all(isinstance(name, str) for name in names):
+        raise TunedTableError(f"tuned table {path}: backends {names} are not all names")
     return table

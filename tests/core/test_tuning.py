@@ -61,6 +61,8 @@ def test_table_builds_a_ladder_over_one_layout(tmp_path: Path, monkeypatch: pyte
         {"device": "A100"},
         {"ladder": []},
         {"ladder": [{"max_tokens": 8, "backend": "a"}]},
+        {"ladder": [{"max_tokens": 8}, {"max_tokens": None, "backend": "a"}]},
+        {"ladder": [{"max_tokens": 8, "backend": ["a"]}, {"max_tokens": None, "backend": "a"}]},
         {"ladder": [{"max_tokens": 9, "backend": "a"}, {"max_tokens": 8, "backend": "b"}, {"max_tokens": None, "backend": "a"}]},
     ],
 )
