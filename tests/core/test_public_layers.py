@@ -6,6 +6,7 @@ Layers that have no public name yet (the writes, the quantisers) are in the tabl
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import io
 from collections.abc import Callable, Iterator
@@ -387,6 +388,19 @@ def test_triton_rows_that_hold_e4m3_refuse_an_a100() -> None:
     rows = {row.name: row for row in fl.backends("mla", device="L40S", cfg=deepseek_core())}
     assert "KiB of shared memory, sm_89 has 99" in rows["triton"].reason
     assert fl.backends("mla", device="A100", cfg=deepseek_core())[2].hardware
+
+
+@pytest.mark.parametrize("name", ["Attention", "MLAAttention"])
+def test_pages_outside_the_cache_are_named_in_debug_mode(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTLAYERS_DEBUG", "1")
+    layer, arguments = filled(SUBJECTS[name].make()), SUBJECTS[name].arguments()
+    step = arguments["meta"]
+    for shift, given in ((9, "pages from 10 to 11"), (-2, "pages from -1 to 0")):
+        wrong = dataclasses.replace(step, page_table=step.page_table + shift)
+        with pytest.raises(ArgumentError, match=given):
+            layer(**{**arguments, "meta": wrong})
+    assert not any(t.any() for t in tensors(arguments["cache"]))
+    assert layer(**arguments).shape == (8, 32)
 
 
 def deepseek_core() -> object:

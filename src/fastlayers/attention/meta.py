@@ -257,6 +257,14 @@ def check_loc(layer: str, loc: torch.Tensor, num_slots: int, debug: bool) -> Non
             raise ArgumentError(layer, "loc", f"slots from {low} to {high}", f"slots in [0, {num_slots})")
 
 
+def check_pages(layer: str, meta: AttentionMeta, num_pages: int, debug: bool) -> None:
+    """Raise :class:`ArgumentError` if a page is not one of the cache's; reads data, so only when ``debug`` is set."""
+    if debug and meta.page_table.numel():
+        low, high = int(meta.page_table.min()), int(meta.page_table.max())
+        if low < 0 or high >= num_pages:
+            raise ArgumentError(layer, "meta.page_table", f"pages from {low} to {high}", f"pages in [0, {num_pages})")
+
+
 def as_tensors(meta: AttentionMeta) -> dict[str, Any]:
     """Return the tensors of ``meta`` by name (tests and debugging)."""
     return {name: value for name, value in vars(meta).items() if isinstance(value, torch.Tensor)}

@@ -15,10 +15,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from fastlayers import env
 from fastlayers.attention.gqa.core import GQA, NAME, GQAConfig
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.kv_write.layer import KVWrite
-from fastlayers.attention.meta import AttentionMeta, check_step
+from fastlayers.attention.meta import AttentionMeta, check_pages, check_step
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWrite
 from fastlayers.comm.parallel import SINGLE, Axis, Shard
 from fastlayers.errors import ArgumentError, check_positive, check_tensor
@@ -126,6 +127,7 @@ class Attention(Layer):
             dtype, cache_dtype,
         )  # fmt: skip
         self.choose(GQA, cfg, device, backend)
+        self._debug = env.debug()
         if rotary.cfg.head_dim != head_dim:
             raise ArgumentError(NAME, "rotary.head_dim", rotary.cfg.head_dim, f"head_dim {head_dim}")
         # The fused write turns every frequency by one position; MRoPE's three axes need the rotation by itself.
@@ -227,6 +229,7 @@ class Attention(Layer):
         check_tensor(NAME, "cache.keys", cache.keys, shape=wanted, dtype=dtype, device=where, contiguous=True)
         both = tuple(cache.keys.shape)
         check_tensor(NAME, "cache.values", cache.values, shape=both, dtype=dtype, device=where, contiguous=True)
+        check_pages(NAME, meta, cache.num_pages, self._debug)
         q, k, v = self.project(hidden)
         q = self.rotate_and_write(q, k, v, meta, cache)
         sinks = None if self.sinks is None else self.sinks.float()

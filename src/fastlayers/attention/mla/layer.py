@@ -23,7 +23,7 @@ import torch
 from fastlayers import env
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.merge_state.layer import MergeState
-from fastlayers.attention.meta import AttentionMeta, check_loc, check_step
+from fastlayers.attention.meta import AttentionMeta, check_loc, check_pages, check_step
 from fastlayers.attention.mla.core import MLA, MLAConfig, Varlen
 from fastlayers.attention.mla.paths import PATHS, MLAThresholds, gather_tokens, prefix_chunks, select_path
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWrite
@@ -244,6 +244,7 @@ class MLAAttention(Layer):
         check_tensor(
             "MLAAttention", "cache.keys", cache.keys, shape=wanted, dtype=cfg.kv_dtype, device=where, contiguous=True
         )
+        check_pages("MLAAttention", meta, cache.num_pages, self._debug)
         check_loc("MLAAttention", meta.out_cache_loc, cache.num_pages * meta.page_size, self._debug)
         q, latent, k_pe = self._project(hidden_states)
         nope = cfg.qk_nope_head_dim
