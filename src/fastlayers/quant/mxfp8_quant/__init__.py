@@ -1,0 +1,1 @@
+"""MXFP8 activations: padding and quantising in one pass."""
