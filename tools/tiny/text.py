@@ -100,7 +100,8 @@ def shard(job: tuple[str, int, int], tokenizer_file: str) -> tuple[np.ndarray, n
     kind, seed, n = job
     documents = short_documents(seed, n) if kind == "short" else long_documents(seed, n)
     tokenizer = Tokenizer.from_file(tokenizer_file)
-    ids = [np.array(e.ids, np.int16) for e in tokenizer.encode_batch(documents, add_special_tokens=False)]
+    # One at a time: `encode_batch` has threads, which hang in a forked worker if TOKENIZERS_PARALLELISM is on.
+    ids = [np.array(tokenizer.encode(d, add_special_tokens=False).ids, np.int16) for d in documents]
     lengths = np.array([len(i) for i in ids])
     return np.concatenate(ids), np.cumsum(lengths) - lengths
 
