@@ -80,6 +80,8 @@ class Layer(nn.Module):
         super()._apply(keep, recurse)
         if moved is not None:
             self.choice, self.ladder = moved, ladder
+        if self.__dict__.get("packed") is not None:
+            self.finalize()  # what was packed may be of the old tensors
         return self
 
 
