@@ -50,9 +50,9 @@ def _mxfp8_quant(x: torch.Tensor, padded: int) -> tuple[torch.Tensor, torch.Tens
     q, scales = _fake(x, padded)
     if pairs := scales.numel():
         # Few pairs: small programs, so that a decode step spreads over the multiprocessors.
-        block = 16 if pairs <= 8192 else 128
+        block, warps = (16, 1) if pairs <= 8192 else (128, 4)
         _mxfp8_quant_kernel[(triton.cdiv(pairs, block),)](
-            x, q, scales, pairs, scales.shape[1], x.shape[1], x.stride(0), BLOCK=block, num_warps=1 if block == 16 else 4
+            x, q, scales, pairs, scales.shape[1], x.shape[1], x.stride(0), BLOCK=block, num_warps=warps
         )  # fmt: skip
     return q, scales
 
