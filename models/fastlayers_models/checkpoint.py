@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from fastlayers.errors import CheckpointError
+from fastlayers.quant.notice import announce_slow_formats
 from fastlayers.weights import Slot, slots
 
 INDEX = "model.safetensors.index.json"
@@ -147,6 +148,7 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, *, ignore: Sequence[s
         for name in checkpoint.in_file_order(n for n in wanted if n in checkpoint.file_of):
             for slot in wanted[name]:
                 slot.fill(name, checkpoint.read(name, slot.index))
+    announce_slow_formats(model)
 
 
 def _check_names(checkpoint: Checkpoint, wanted: dict[str, list[Slot]], ignore: Sequence[str]) -> None:
@@ -158,7 +160,7 @@ def _check_names(checkpoint: Checkpoint, wanted: dict[str, list[Slot]], ignore: 
     for name in checkpoint.in_file_order(n for n in wanted if n in present):
         shape, dtype = checkpoint.shape(name), checkpoint.dtype(name)
         for slot in wanted[name]:
-            if shape != tuple(slot.shape):
+            if not _same_shape(shape, slot):
                 wrong.append(f"{name} has shape {shape}, the model wants {tuple(slot.shape)}")
             elif not _castable(dtype, slot):
                 formats.append(f"{name} is {dtype}, the model holds {str(slot.dest.dtype).removeprefix('torch.')}")
@@ -173,7 +175,18 @@ def _check_names(checkpoint: Checkpoint, wanted: dict[str, list[Slot]], ignore: 
         if found
     ]
     if problems:
+        from fastlayers_models.contradictions import contradictions
+
+        codes = {n for n, found in wanted.items() if any(s.dest.dtype in CODES.values() for s in found)}
+        problems = [*contradictions(checkpoint, codes), *problems]
         raise CheckpointError(f"{checkpoint.path} does not fit the model; " + "; ".join(problems))
+
+
+def _same_shape(shape: tuple[int, ...], slot: Slot) -> bool:
+    """Whether a tensor has the slot's shape; scales that are converted may have dimensions of 1 more or less."""
+    if slot.convert is None or shape == tuple(slot.shape):
+        return shape == tuple(slot.shape)
+    return [n for n in shape if n != 1] == [n for n in slot.shape if n != 1]
 
 
 def _castable(dtype: str, slot: Slot) -> bool:

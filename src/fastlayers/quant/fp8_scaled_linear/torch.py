@@ -6,8 +6,11 @@ import torch
 from torch.nn import functional as F
 
 from fastlayers.quant.fp8_linear.blocks import E4M3, E4M3_MAX, decode_e4m3
-from fastlayers.quant.fp8_linear.torch import SLAB_ELEMENTS
 from fastlayers.quant.fp8_scaled_linear.layer import EPS, FP8ScaledLinearConfig
+
+# Weights decoded at a time. On a CPU half a megabyte of fp32: larger pieces were four times slower, since the memory
+# allocator gave each back to the system and fetched it again.
+SLAB_ELEMENTS = {"cpu": 2**17, "cuda": 2**25}
 
 
 def dynamic_scale(x: torch.Tensor, kind: str) -> torch.Tensor:
@@ -48,7 +51,7 @@ class TorchFP8ScaledLinear:
         scale = self.scale(rows, input_scale)
         codes = decode_e4m3(encode(rows, scale))
         y = x.new_empty((rows.shape[0], n), dtype=torch.float32)
-        step = max(1, SLAB_ELEMENTS.get(x.device.type, 2**19) // k)
+        step = max(1, SLAB_ELEMENTS.get(x.device.type, 2**17) // k)
         for start in range(0, n, step):
             y[:, start : start + step] = F.linear(codes, decode_e4m3(weight[start : start + step]))
         y.mul_(scale).mul_(weight_scale)

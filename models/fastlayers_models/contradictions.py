@@ -1,0 +1,69 @@
+"""What a checkpoint's ``quantization_config`` says against what its tensors are."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from fastlayers.errors import ArgumentError
+from fastlayers.quant.fp8_linear.blocks import grid_of
+from fastlayers.quant.spec import QuantSpec
+from fastlayers_models.checkpoint import Checkpoint
+
+# Format -> (dtype of its codes as safetensors spells it, endings of the names of its scales).
+_EXPECTED = {
+    "fp8_block": ("F8_E4M3", ("_scale_inv",)),
+    "fp8_tensor": ("F8_E4M3", ("_scale_inv", "_scale")),
+    "fp8_channel": ("F8_E4M3", ("_scale_inv", "_scale")),
+    "int8": ("I8", ("_scale",)),
+}
+_CODES = ("F8_E4M3", "F8_E5M2", "I8")
+
+
+def contradictions(checkpoint: Checkpoint, quantised: Collection[str]) -> list[str]:
+    """Return a sentence for each kind of contradiction, naming the configuration's words and the first tensor.
+
+    ``quantised`` are the tensors that a model built from this configuration wants as codes. Only headers are read. MXFP4 has rules of its own (its tensors have other names) and is not looked at.
+    """
+    config = checkpoint.config.get("quantization_config")
+    try:
+        spec = QuantSpec.from_config(config)
+    except ArgumentError:
+        return []
+    said = f"quantization_config says quant_method {config['quant_method']!r}" if config else "there is no quantization_config"
+    if spec.format == "mxfp4":
+        return []
+    found: dict[str, list[str]] = {}
+    for name in checkpoint.in_file_order(n for n in checkpoint.names() if n.endswith(".weight")):
+        kind = _contradiction(checkpoint, spec, name, name in quantised)
+        if kind is not None:
+            found.setdefault(kind[0], []).append(f"{name} {kind[1]}")
+    return [
+        f"{said}{words}, but {tensors[0]}" + (f" (and {len(tensors) - 1} more)" if len(tensors) > 1 else "")
+        for words, tensors in found.items()
+    ]
+
+
+def _contradiction(
+    checkpoint: Checkpoint, spec: QuantSpec, name: str, quantised: bool
+) -> tuple[str, str] | None:
+    """Return (what the configuration says, what the tensor is) where they do not go together."""
+    dtype, module = checkpoint.dtype(name), name.removesuffix(".weight")
+    own = spec.for_module(module)
+    if own.format == "none":
+        skipped = " and keeps this module out of it" if spec.format != "none" else ""
+        return (skipped, f"is {dtype}") if dtype in _CODES else None
+    code, endings = _EXPECTED[own.format]
+    scale = next((name + ending for ending in endings if name + ending in checkpoint.file_of), None)
+    if dtype in _CODES and dtype != code:
+        return f" ({code} codes)", f"is {dtype}"
+    if dtype == code and scale is None:
+        return f" ({code} with scales)", f"has no {name}{endings[0]}"
+    if dtype not in _CODES:
+        return (f" ({code} codes)", f"is {dtype}") if scale is not None or quantised else None
+    shape = checkpoint.shape(name)
+    if own.format == "fp8_block" and scale is not None and len(shape) == 2:
+        wanted, given = grid_of(*shape, own.block_size), checkpoint.shape(scale)
+        if given != wanted:
+            blocks = f" with weight_block_size {list(own.block_size)}"
+            return blocks, f"{list(shape)} has scales {list(given)} instead of {list(wanted)}"
+    return None
