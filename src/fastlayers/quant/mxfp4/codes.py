@@ -83,14 +83,15 @@ def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dt
     check_choice(_NAME, "dtype", dtype, DTYPES)
     # fp16 has neither the small nor the large powers of two: their product is rounded to it once.
     work = torch.float32 if dtype == torch.float16 else dtype
-    # One look-up a byte gives two values; one a scale gives its power of two.
     # Values are doubled and powers halved, so that no power overflows.
     values = torch.tensor(VALUES + tuple(-v for v in VALUES), dtype=work, device=blocks.device) * 2
     byte = torch.arange(256, device=blocks.device)
-    pairs = torch.stack([values[byte & 15], values[byte >> 4]], -1)
     powers = torch.ldexp(torch.ones(256, device=blocks.device), byte - 128).to(work)
-    wide = pairs[blocks.int()].flatten(-2) * powers[scales.int()].unsqueeze(-1)
-    return wide.flatten(-2).to(dtype)
+    # One look-up a byte gives its two values as one word: by far the fastest way on a CPU.
+    word = torch.int32 if work == torch.bfloat16 else torch.int64
+    pairs = torch.stack([values[byte & 15], values[byte >> 4]], -1).view(word).flatten()
+    wide = pairs.index_select(0, blocks.flatten().int()).view(work).view(*scales.shape, GROUP)
+    return wide.mul_(powers[scales.int()].unsqueeze(-1)).flatten(-2).to(dtype)
 
 
 def quantize_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
