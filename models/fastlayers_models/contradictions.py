@@ -22,14 +22,19 @@ _CODES = ("F8_E4M3", "F8_E5M2", "I8")
 def contradictions(checkpoint: Checkpoint, quantised: Collection[str]) -> list[str]:
     """Return a sentence for each kind of contradiction, naming the configuration's words and the first tensor.
 
-    ``quantised`` are the tensors that a model built from this configuration wants as codes. Only headers are read. MXFP4 has rules of its own (its tensors have other names) and is not looked at.
+    ``quantised`` are the tensors that a model built from this configuration wants as codes. Only headers are read.
+    MXFP4 has rules of its own (its tensors have other names) and is not looked at.
     """
     config = checkpoint.config.get("quantization_config")
     try:
         spec = QuantSpec.from_config(config)
     except ArgumentError:
         return []
-    said = f"quantization_config says quant_method {config['quant_method']!r}" if config else "there is no quantization_config"
+    said = (
+        f"quantization_config says quant_method {config['quant_method']!r}"
+        if config
+        else "there is no quantization_config"
+    )
     if spec.format == "mxfp4":
         return []
     found: dict[str, list[str]] = {}
@@ -43,9 +48,7 @@ def contradictions(checkpoint: Checkpoint, quantised: Collection[str]) -> list[s
     ]
 
 
-def _contradiction(
-    checkpoint: Checkpoint, spec: QuantSpec, name: str, quantised: bool
-) -> tuple[str, str] | None:
+def _contradiction(checkpoint: Checkpoint, spec: QuantSpec, name: str, quantised: bool) -> tuple[str, str] | None:
     """Return (what the configuration says, what the tensor is) where they do not go together."""
     dtype, module = checkpoint.dtype(name), name.removesuffix(".weight")
     own = spec.for_module(module)

@@ -16,7 +16,7 @@ DEQUANTISED = "bf16"
 # How many modules of a reason the text shows before it counts the rest.
 SHOWN = 4
 WHY = {
-    "ragged": "not a multiple of 128; stock transformers misreads ragged blocks (--ragged converts them for our loader)",
+    "ragged": "not a multiple of 128; stock transformers misreads ragged blocks (--ragged is for our loader)",
     "absorbed": "multiplied into queries and outputs by MLA",
     "stacked": "all experts in one tensor, for which the format has no spelling",
     "encoder": "vision or audio",

@@ -64,7 +64,9 @@ class _ScalePerToken(TorchBmm):
     """One scale per token instead of one for the call: better numbers, another function."""
 
     def per_tensor(self, x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
-        rows = [super(_ScalePerToken, self).per_tensor(x[:, t : t + 1], weight, weight_scale) for t in range(x.shape[1])]
+        rows = [
+            super(_ScalePerToken, self).per_tensor(x[:, t : t + 1], weight, weight_scale) for t in range(x.shape[1])
+        ]
         return torch.cat(rows, 1) if rows else super().per_tensor(x, weight, weight_scale)
 
 

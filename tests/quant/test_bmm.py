@@ -106,8 +106,14 @@ def _call(format: str = "none", **changed: Any) -> Any:
         (lambda: _call(weight=torch.zeros(2, 128, 4)), "weight is"),
         (lambda: _call(weight_scale=torch.ones(1)), "weight_scale"),
         (lambda: _call("fp8_tensor", weight=torch.zeros(2, 4, 128).to(E4M3)), "weight_scale is None"),
-        (lambda: _call("fp8_tensor", weight=torch.zeros(2, 4, 128).to(E4M3), weight_scale=torch.ones(3)), "weight_scale"),
-        (lambda: _call("fp8_block", weight=torch.zeros(2, 4, 128).to(E4M3), weight_scale=torch.ones(2, 1, 2)), "blocks"),
+        (
+            lambda: _call("fp8_tensor", weight=torch.zeros(2, 4, 128).to(E4M3), weight_scale=torch.ones(3)),
+            "weight_scale",
+        ),
+        (
+            lambda: _call("fp8_block", weight=torch.zeros(2, 4, 128).to(E4M3), weight_scale=torch.ones(2, 1, 2)),
+            "blocks",
+        ),
         (lambda: _call(out=torch.zeros(2, 4, 3)), "out is"),
         (lambda: _call(out=torch.zeros(2, 4, 3).transpose(1, 2)), "out is"),
     ],

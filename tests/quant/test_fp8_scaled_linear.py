@@ -170,7 +170,9 @@ def test_configurations_of_checkpoints(config: Any, format: str, activation: str
         (lambda: FP8ScaledLinear.from_checkpoint(torch.zeros(4, 8), torch.ones(4)), "weight is"),
         (lambda: FP8ScaledLinear.from_checkpoint(torch.zeros(4, 8).to(E4M3), torch.ones(5)), "weight_scale"),
         (
-            lambda: FP8ScaledLinear.from_checkpoint(torch.zeros(4, 8).to(E4M3), torch.ones(4), activation_scale="static"),
+            lambda: FP8ScaledLinear.from_checkpoint(
+                torch.zeros(4, 8).to(E4M3), torch.ones(4), activation_scale="static"
+            ),
             "input_scale is None",
         ),
         (

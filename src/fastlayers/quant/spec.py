@@ -112,12 +112,14 @@ def _hugging_face_per_tensor(config: Mapping[str, Any]) -> QuantSpec:
 def _compressed_tensors(config: Mapping[str, Any]) -> QuantSpec:
     """Return the spec of one group of FP8 linears (W8A8) as the compressed-tensors package writes it."""
     groups = list((config.get("config_groups") or {}).values())
-    weights, inputs = ((groups[0].get(part) or {}) if len(groups) == 1 else {} for part in ("weights", "input_activations"))
+    weights, inputs = (
+        (groups[0].get(part) or {}) if len(groups) == 1 else {} for part in ("weights", "input_activations")
+    )
     kinds = [(part.get("type"), part.get("num_bits")) for part in (weights, inputs)]
     strategy, dynamic = weights.get("strategy"), bool(inputs.get("dynamic", False))
     if kinds != [("float", 8), ("float", 8)] or strategy not in ("tensor", "channel"):
         raise ArgumentError(
-            "QuantSpec", "quantization_config.config_groups", f"{len(groups)} groups, the first with {kinds}, {strategy!r}",
+            "QuantSpec", "quantization_config.config_groups", f"{len(groups)} groups, first {kinds}, {strategy!r}",
             "one group of 8-bit float weights, strategy 'tensor' or 'channel', and 8-bit float inputs",
         )  # fmt: skip
     activation = ("token" if inputs.get("strategy") == "token" else "tensor") if dynamic else "static"

@@ -61,7 +61,8 @@ def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
     buffer = None
     if views:
         weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
-        scale = scale.transpose(1, 2).contiguous().transpose(1, 2) if cfg.format == "fp8_block" else scale
+        if scale is not None and cfg.format == "fp8_block":
+            scale = scale.transpose(1, 2).contiguous().transpose(1, 2)
         buffer = random(tokens, h, n + 16).to(cfg.dtype)
     else:
         x = x.contiguous()

@@ -96,7 +96,8 @@ class Bmm(Layer):
     >>> from fastlayers.quant.bmm.layer import Bmm
     >>> tokens = torch.ones(5, 2, 4)                     # [T, H, K]
     >>> out = torch.zeros(5, 2, 3 + 1)                   # the last column belongs to somebody else
-    >>> _ = Bmm(2, 4, 3, dtype=torch.float32)(tokens.transpose(0, 1), torch.ones(2, 3, 4), out=out[..., :3].transpose(0, 1))
+    >>> layer, weight = Bmm(2, 4, 3, dtype=torch.float32), torch.ones(2, 3, 4)
+    >>> _ = layer(tokens.transpose(0, 1), weight, out=out[..., :3].transpose(0, 1))
     >>> out[4, 1].tolist()
     [4.0, 4.0, 4.0, 0.0]
     """
@@ -154,9 +155,7 @@ class Bmm(Layer):
         scale = self._scale(weight, weight_scale)
         if out is not None:
             wanted = (cfg.heads, x.shape[1], cfg.out_features)
-            check_tensor(
-                "Bmm", "out", out, shape=wanted, dtype=cfg.dtype, device=x.device, last_dim_contiguous=True
-            )
+            check_tensor("Bmm", "out", out, shape=wanted, dtype=cfg.dtype, device=x.device, last_dim_contiguous=True)
         y: torch.Tensor = self.ladder.pick(x.shape[1])(x, weight, scale, out)
         return y
 

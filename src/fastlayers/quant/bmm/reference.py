@@ -25,11 +25,11 @@ class ReferenceBmm:
         """Return ``y`` ``[H, T, N]``; ``out`` gets it rounded."""
         wide, weights = x.double(), weight.double()
         heads, tokens, k = x.shape
-        if self.cfg.format == "fp8_tensor":
+        if weight_scale is not None and self.cfg.format == "fp8_tensor":
             scale = reference_scale(wide.reshape(-1, k), "tensor")
             wide = (wide / scale).float().clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).double() * scale
             weights = weights * weight_scale.double()[:, None, None]
-        elif self.cfg.format == "fp8_block":
+        elif weight_scale is not None:
             codes, scales = self.quantize(F.pad(x, (0, -k % GROUP)).reshape(heads * tokens, k + -k % GROUP))
             values = codes.double() * scales.double().repeat_interleave(GROUP, 1)
             wide = values[:, :k].reshape(heads, tokens, k)

@@ -32,7 +32,9 @@ CASES = (
     _case("empty", 0, Config(128, 64, bias=True, activation_scale="tensor")),
     _case("strided_input", 4, Config(64, 48), strided=True),
     _case("llama3_8b_qkv", 64, Config(4096, 6144), small=False),
-    _case("llama3_8b_down_static", 129, Config(14336, 4096, activation_scale="static"), small=False, weight_scale="tensor"),
+    _case(
+        "llama3_8b_down_static", 129, Config(14336, 4096, activation_scale="static"), small=False, weight_scale="tensor"
+    ),
     _case("llama3_405b_gate_up", 1024, Config(16384, 53248), small=False),
     _case("qwen2_5_7b_qkv", 7, Config(3584, 4608, bias=True, activation_scale="tensor"), small=False),
     _case("llama3_8b_down_fp32", 16, Config(14336, 4096, dtype=FP32), small=False),

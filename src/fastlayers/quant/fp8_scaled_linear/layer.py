@@ -16,7 +16,7 @@ input_scale fp32 [parts] ("static"; the largest counts), bias [N] in dtype.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -180,7 +180,7 @@ class FP8ScaledLinear(LinearBase):
             scale = self.weight_scale[local]
             if self.weight_scale_kind == "tensor":
                 size = scale.shape[0]
-                yield f"{prefix}{weight_name}", Slot(scale, (), convert=lambda s, n=size: s.reshape(1).expand(n))
+                yield f"{prefix}{weight_name}", Slot(scale, (), convert=_repeated(size))
             else:
                 yield f"{prefix}{weight_name}", Slot(scale, (full,), (read,), convert=lambda s: s.reshape(-1))
             if self.input_scale is not None:
@@ -277,8 +277,12 @@ class FP8ScaledLinear(LinearBase):
         """
         self.check_input(x, self.cfg.dtype, self.weight.device)
         impl = self.ladder.pick(x.numel() // self.local_in)
-        scale = self.input_scale
+        scale: torch.Tensor | None = self.input_scale
         if scale is not None and len(self.part_sizes) > 1:
             scale = scale.amax(0, keepdim=True)
         y: torch.Tensor = impl(x, self.weight, self.weight_scale, scale, self.bias if self.adds_bias else None)
         return y
+
+
+def _repeated(count: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda scale: scale.reshape(1).expand(count)

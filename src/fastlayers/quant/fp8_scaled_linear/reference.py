@@ -9,7 +9,7 @@ from fastlayers.quant.fp8_scaled_linear.layer import EPS, FP8ScaledLinearConfig
 
 
 def reference_scale(wide: torch.Tensor, kind: str) -> torch.Tensor:
-    """Return fp64 ``sx`` (an fp32 number) of fp64 ``wide`` ``[..., T, K]``, of shape ``[..., T, 1]`` or ``[..., 1, 1]``."""
+    """Return fp64 ``sx`` (an fp32 number) of fp64 ``wide`` ``[..., T, K]``: ``[..., T, 1]`` or ``[..., 1, 1]``."""
     eps = torch.tensor(EPS, dtype=torch.float32, device=wide.device).double()
     if wide.numel() == 0:
         return torch.ones_like(wide[..., :1])
