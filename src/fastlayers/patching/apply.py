@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from fastlayers.errors import ArgumentError, PatchError, check_choice
-from fastlayers.patching import experts
+from fastlayers.patching import experts, gqa
 from fastlayers.patching.classes import PREFIX, FastModule, swap, unswap
 from fastlayers.patching.mla import FastMLA
 from fastlayers.patching.packing import PackedModule
@@ -44,13 +44,13 @@ def patch(
     Parameters
     ----------
     model : nn.Module
-        DeepSeek-V2 or V3 of transformers 5.15 or newer, in fp32, bf16, fp16 or FP8 blocks; wrapped (PEFT,
-        ``torch.compile``) or not.
+        DeepSeek-V2 or V3, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE, GPT-OSS or Llama of transformers 5.15 or newer, in
+        fp32, bf16, fp16 or FP8 blocks; wrapped (PEFT, ``torch.compile``, accelerate) or not.
     attention, moe, linear, norm, mlp : str or bool
         ``"auto"``, the name of a backend of that kind, or ``False``: leave this kind alone. ``moe`` takes routers
         and experts together, so a name must exist for both.
     fuse_projections : bool
-        Put weights that read the same input (q_a and kv_a, gate and up) into one storage.
+        Put weights that read the same input (q_a and kv_a, q, k and v, gate and up) into one storage.
     cache : str
         ``"adopt"``: empty stock cache layers become latent ones on first use. ``"hf"``: caches stay as they are.
     include, exclude : glob, class, predicate ``(name, module) -> bool``, or several
@@ -161,8 +161,9 @@ def _apply(model: nn.Module, steps: list[Step], options: Options, log: RollbackL
         log.add(partial(unswap, step.module))
         if step.rule.mixin is None:
             owner = next((root for root in roots if any(m is step.module for m in root.modules())), None)
-            experts.prepare(step.module, step.backend, previous[id(owner)] if owner is not None else None)
-            entries.append(step.entry(f"fused_moe={step.module._fl_core.choice.name}"))  # type: ignore[union-attr]
+            log.add(partial(experts.restore, step.module))
+            moved = experts.prepare(step.module, step.backend, previous[id(owner)] if owner is not None else None)
+            entries.append(step.entry(f"fused_moe={step.module._fl_core.choice.name}", moved))  # type: ignore[union-attr]
             continue
         fast: Any = step.module
         if issubclass(step.rule.mixin, FastMLA):
@@ -176,13 +177,41 @@ def _apply(model: nn.Module, steps: list[Step], options: Options, log: RollbackL
             if any(PREFIX + "core" in m.__dict__ and not isinstance(m, FastModule) for m in root.modules()):
                 log.add(partial(root.set_experts_implementation, previous[id(root)]))
                 root.set_experts_implementation(experts.NAME)
-    if any(isinstance(step.module, FastMLA) for step in steps):
-        for root in roots:
+    _use_attention_registry(model, steps, log)
+    for kind, entry in ((FastMLA, _no_continuous_batching), (gqa.FastGQA, _stock_continuous_batching)):
+        for root in (root for root in roots if any(isinstance(module, kind) for module in root.modules())):
             for name in _BATCHING:
                 if hasattr(root, name) and name not in root.__dict__:
                     log.add(partial(root.__dict__.pop, name, None))
-                    root.__dict__[name] = partial(_no_continuous_batching, name)
+                    root.__dict__[name] = partial(entry, root, name)
     return entries
+
+
+def _use_attention_registry(model: nn.Module, steps: list[Step], log: RollbackLog) -> None:
+    """Set the attention implementation of each model with patched attention, where a plain one ran so far."""
+    for owner, layers in _attention_owners(model):
+        previous = owner.config._attn_implementation
+        if previous not in (None, *gqa.REPLACED) or not any(step.module in layers and step.applies for step in steps):
+            continue
+        for layer in layers:
+            layer._fl_attention = previous or "sdpa"
+        log.add(partial(owner.set_attn_implementation, previous or "sdpa"))
+        owner.set_attn_implementation(gqa.NAME)
+
+
+def _attention_owners(model: nn.Module) -> list[tuple[Any, list[Any]]]:
+    """Return the outermost models whose config patched attention layers read, each with these layers."""
+    from transformers import PreTrainedModel
+
+    layers: dict[int, list[Any]] = {}
+    for module in model.modules():
+        if isinstance(module, gqa.FastGQA):
+            layers.setdefault(id(module.config), []).append(module)
+    found: list[tuple[Any, list[Any]]] = []
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and id(module.config) in layers:
+            found.append((module, layers.pop(id(module.config))))
+    return found
 
 
 def _implementation(module: nn.Module) -> str:
@@ -212,15 +241,23 @@ def _roots(model: nn.Module) -> list[Any]:
     return found
 
 
-def _no_continuous_batching(name: str, *args: Any, **kwargs: Any) -> Any:
+def _no_continuous_batching(root: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     raise PatchError(
         f"{name}: continuous batching is not supported for multi-head latent attention. transformers sizes its pages "
         "for other heads and returns empty outputs; use generate(), or fastlayers' own models for serving"
     )
 
 
+def _stock_continuous_batching(root: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Continuous batching chooses a paged variant of the implementation that it finds: the one before the patch."""
+    for owner, layers in _attention_owners(root):
+        if owner.config._attn_implementation == gqa.NAME:
+            owner.set_attn_implementation(layers[0]._fl_attention)
+    return getattr(type(root), name)(root, *args, **kwargs)
+
+
 def unpatch(model: nn.Module) -> None:
-    """Undo :func:`patch`: classes, weights' storages, experts implementation. Logits are bit-identical to before.
+    """Undo :func:`patch`: classes, weights' storages, attention and experts implementations. Logits are bit-identical to before.
 
     Parameters
     ----------
@@ -232,10 +269,15 @@ def unpatch(model: nn.Module) -> None:
         marked: list[Any] = [module for module in root.modules() if PREFIX + "previous" in module.__dict__]
         if marked and root.config._experts_implementation == experts.NAME:
             root.set_experts_implementation(marked[0]._fl_previous)
+        for module in marked:
+            experts.restore(module)
         for name in _BATCHING:
             held = root.__dict__.get(name)
-            if isinstance(held, partial) and held.func is _no_continuous_batching:
+            if isinstance(held, partial) and held.func in (_no_continuous_batching, _stock_continuous_batching):
                 del root.__dict__[name]
+    for owner, layers in _attention_owners(model):
+        if owner.config._attn_implementation == gqa.NAME:
+            owner.set_attn_implementation(layers[0]._fl_attention)
     for module in list(model.modules()):
         if is_patched(module):
             unswap(module)

@@ -7,6 +7,7 @@ and has no ``__init__`` of its own. All that we keep on a module are attributes 
 from __future__ import annotations
 
 import functools
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -102,6 +103,13 @@ def new_counters(module: nn.Module) -> None:
             setattr(module, PREFIX + name, torch.zeros(1, dtype=torch.int64, device="cpu"))
 
 
+def _rebind_hooked(module: nn.Module, cls: type) -> None:
+    """Make the ``forward`` that accelerate's hook wraps the one of ``cls``."""
+    held = module.__dict__.get("_old_forward")
+    if "_hf_hook" in module.__dict__ and getattr(held, "__self__", None) is module:
+        module.__dict__["_old_forward"] = MethodType(cls.forward, module)  # type: ignore[attr-defined]
+
+
 def _refresh_after_load(module: Any, keys: Any) -> None:
     # load_state_dict(assign=True) puts new parameters in place.
     if isinstance(module, FastModule):
@@ -114,6 +122,7 @@ def swap(module: nn.Module, mixin: type, backend: str, fuse: bool) -> int:
     fast, original, front = cast(Any, module), cast(Any, type(module)), cast(Any, mixin)
     fast._fl_backend, fast._fl_fuse = backend, fuse
     module.__class__ = fast_class(original, front)
+    _rebind_hooked(module, module.__class__)
     module.register_load_state_dict_post_hook(_refresh_after_load)
     fast._fl_choose()
     return int(fast._fl_pack())
@@ -125,6 +134,7 @@ def unswap(module: nn.Module) -> None:
     if isinstance(module, FastModule):
         fast._fl_unpack()
         module.__class__ = original_class(module)
+        _rebind_hooked(module, module.__class__)
     hooks = module._load_state_dict_post_hooks
     for key in [key for key, hook in hooks.items() if hook is _refresh_after_load]:
         del hooks[key]

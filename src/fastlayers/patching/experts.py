@@ -1,5 +1,9 @@
 """Experts through Hugging Face's registries: ``experts_implementation="fastlayers"``, bf16/fp32 and FP8-block.
 
+Layouts: gate rows, then up rows (DeepSeek, Qwen), and GPT-OSS's: columns of gate and up in turns, ``[E, in, out]``.
+The torch backend reads the latter through transposed views. Kernels want whole rows of the transposed layout: for
+them the parameters get a storage of that order once, and stay what they are by name, shape and value.
+
 No class is swapped: the decorated ``forward`` of the experts looks its function up by the name in the config. Two
 small attributes with our prefix mark the modules that were patched; others that share the config (the blocks that
 ``generate(use_mtp=True)`` builds) run Hugging Face's own implementation.
@@ -25,11 +29,30 @@ NAME = "fastlayers"
 
 def experts_config(module: Any) -> FusedMoEConfig:
     """Return what a backend must know about a Hugging Face experts module."""
-    fp8 = isinstance(module, FP8Experts)
+    fp8, top_k = isinstance(module, FP8Experts), int(getattr(module.config, "num_experts_per_tok", 1))
+    if _clamped(module):
+        alpha, limit = _clamp(module)
+        experts, hidden, columns = module.gate_up_proj.shape
+        return FusedMoEConfig(
+            int(hidden), int(columns) // 2, int(experts), top_k, activation="swiglu_oai", alpha=alpha, limit=limit,
+            bias=True, interleaved=True,
+        )  # fmt: skip
     return FusedMoEConfig(
-        int(module.hidden_dim), int(module.intermediate_dim), int(module.num_experts),
-        int(getattr(module.config, "num_experts_per_tok", 1)), quant="fp8_block" if fp8 else "none",
+        int(module.hidden_dim), int(module.intermediate_dim), int(module.num_experts), top_k,
+        quant="fp8_block" if fp8 else "none",
     )  # fmt: skip
+
+
+def _clamped(module: Any) -> bool:
+    """Return whether ``module`` is laid out as GPT-OSS's experts."""
+    return bool(module.is_transposed and not module.is_concatenated)
+
+
+def _clamp(module: Any) -> tuple[float, float]:
+    """Return alpha and limit: attributes of the module, or in newer versions of its config."""
+    alpha = getattr(module, "alpha", getattr(module.config, "swiglu_alpha", 1.702))
+    limit = getattr(module, "limit", getattr(module.config, "swiglu_limit", 7.0))
+    return float(alpha), float(limit)
 
 
 def choose(module: Any, backend: str) -> Ladder:
@@ -54,6 +77,19 @@ def why_not(module: Any) -> str | None:
     return None
 
 
+def why_not_clamped(module: Any) -> str | None:
+    """Return why experts laid out as GPT-OSS's cannot run on ours, or ``None``."""
+    if getattr(module, "has_post_expert_norm", False):
+        return "custom-gate: a norm follows each expert"
+    if not (module.has_bias and module.has_gate and _clamped(module)):
+        return "custom-gate: another layout of gate and up"
+    if type(module)._apply_gate is _default_apply_gate:
+        return "custom-gate: not the clamped gate function"
+    if module.gate_up_proj.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"quantized({module.gate_up_proj.dtype})"
+    return None
+
+
 def _why_not_fp8(module: Any) -> str | None:
     if module.swiglu_alpha is not None or module.limit is not None:
         return "custom-gate: clamped"
@@ -69,11 +105,46 @@ def _why_not_fp8(module: Any) -> str | None:
     return None
 
 
-def prepare(module: Any, backend: str, previous: str | None) -> None:
-    """Mark ``module`` as patched and build its backend; ``previous``: the implementation that ran so far."""
+def prepare(module: Any, backend: str, previous: str | None) -> int:
+    """Mark ``module`` as patched and build its backend; ``previous``: the implementation that ran so far.
+
+    Returns the bytes of weights that were moved.
+    """
     new_counters(module)
     module._fl_backend, module._fl_previous = backend, previous
     module._fl_core = choose(module, backend)
+    if not _clamped(module) or _reads_views(module._fl_core) or module.down_proj.device.type == "meta":
+        return 0
+    moved = 0
+    for weight in (module.gate_up_proj, module.down_proj):
+        moved += weight.numel() * weight.element_size()
+        with torch.no_grad(), torch.inference_mode(False):
+            weight.data = weight.data.mT.contiguous().mT
+    return moved
+
+
+def restore(module: Any) -> None:
+    """Give weights that :func:`prepare` laid out anew the order that they had."""
+    core = module.__dict__.get(PREFIX + "core")
+    if core is None or not _clamped(module) or _reads_views(core):
+        return
+    for name in ("gate_up_proj", "down_proj"):
+        weight = getattr(module, name)
+        if not weight.is_contiguous():
+            with torch.no_grad(), torch.inference_mode(False):
+                weight.data = weight.data.contiguous()
+
+
+def _reads_views(core: Ladder) -> bool:
+    """Return whether every rung takes weights of any strides."""
+    return all(rung.backend.name in ("torch", "reference") for rung in core.choice.rungs)
+
+
+def _laid_out(module: Any) -> bool:
+    """Return whether the parameters have the order that the chosen backend reads."""
+    if not _clamped(module) or _reads_views(module._fl_core):
+        return True
+    return bool(module.gate_up_proj.mT.is_contiguous() and module.down_proj.mT.is_contiguous())
 
 
 def experts_forward(
@@ -83,7 +154,7 @@ def experts_forward(
     if PREFIX + "core" not in self.__dict__:
         return _stock(self, "grouped_mm")(self, hidden_states, top_k_index, top_k_weights)
     known = hidden_states.dtype == self.down_proj.dtype or self.down_proj.element_size() == 1
-    if self.training or not known or wants_grad(self, hidden_states):
+    if self.training or not known or not _laid_out(self) or wants_grad(self, hidden_states):
         count(self._fl_falls)
         return _stock(self, self._fl_previous)(self, hidden_states, top_k_index, top_k_weights)
     count(self._fl_hits)
@@ -99,6 +170,9 @@ def experts_forward(
 def weights_of(module: Any) -> MoEWeights:
     """Return the parameters as backends take them."""
     scales = getattr(module, "gate_up_proj_scale_inv", None), getattr(module, "down_proj_scale_inv", None)
+    if _clamped(module):
+        biases = module.gate_up_proj_bias, module.down_proj_bias
+        return MoEWeights(module.gate_up_proj.mT, module.down_proj.mT, None, None, *biases)
     return MoEWeights(module.gate_up_proj, module.down_proj, *scales)
 
 
@@ -118,12 +192,13 @@ def verify(module: Any, backend: str, tolerance: float) -> str | None:
     if weight.device.type == "meta" or (weight.element_size() == 1 and not weight.is_cuda):
         return None
     dtype = torch.bfloat16 if weight.element_size() == 1 else weight.dtype
-    top_k = experts_config(module).top_k
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(3, module.hidden_dim, generator=generator).to(weight.device, dtype)
-    ids = torch.rand(3, module.num_experts, generator=generator).topk(top_k).indices.to(weight.device)
+    cfg, generator = experts_config(module), torch.Generator().manual_seed(0)
+    top_k = cfg.top_k
+    x = torch.randn(3, cfg.hidden_size, generator=generator).to(weight.device, dtype)
+    ids = torch.rand(3, cfg.num_experts, generator=generator).topk(top_k).indices.to(weight.device)
     share = torch.rand(3, top_k, generator=generator).to(weight.device)
-    ladder = choose(module, backend)
+    # A backend that needs another order of these weights is not built before the patch: torch's computes the same.
+    ladder = choose(module, "torch" if _clamped(module) else backend)
     try:
         wanted = _stock(module, "eager")(module, x, ids, share)
     except Exception as error:  # whatever a changed forward raises: the layer is left alone, and says why

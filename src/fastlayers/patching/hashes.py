@@ -5,6 +5,12 @@ from __future__ import annotations
 _V2 = "transformers.models.deepseek_v2.modeling_deepseek_v2."
 _V3 = "transformers.models.deepseek_v3.modeling_deepseek_v3."
 _FP8 = "transformers.integrations.finegrained_fp8."
+_Q2 = "transformers.models.qwen2.modeling_qwen2.Qwen2"
+_Q2M = "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2Moe"
+_Q3 = "transformers.models.qwen3.modeling_qwen3.Qwen3"
+_Q3M = "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3Moe"
+_OSS = "transformers.models.gpt_oss.modeling_gpt_oss.GptOss"
+_LLAMA = "transformers.models.llama.modeling_llama.Llama"
 
 # transformers 5.17.0
 KNOWN: dict[str, tuple[str, ...]] = {
@@ -20,4 +26,19 @@ KNOWN: dict[str, tuple[str, ...]] = {
     f"{_V3}DeepseekV3MLP": ("7d2027d4464e3e71",),
     f"{_FP8}FP8Experts": ("92155423e9fd004d",),
     f"{_FP8}FP8Linear": ("ad392c2a4b387963",),
+    f"{_Q2}Attention": ("467d2e0bba2fd378",),
+    f"{_Q2M}Attention": ("865d17a1b6edd273",),
+    f"{_Q3}Attention": ("e0b15d778eecc3a8",),
+    f"{_Q3M}Attention": ("e0b15d778eecc3a8",),
+    f"{_OSS}Attention": ("c6437559b381aa6e",),
+    f"{_LLAMA}Attention": ("865d17a1b6edd273",),
+    f"{_Q2M}Experts": ("e7aef0c2abf5f6a2",),
+    f"{_Q3M}Experts": ("e7aef0c2abf5f6a2",),
+    f"{_OSS}Experts": ("5263b0c58434fc2d",),
+    f"{_Q2M}TopKRouter": ("0b6a7b1ab2be0f92",),
+    f"{_Q3M}TopKRouter": ("0b6a7b1ab2be0f92",),
+    f"{_OSS}TopKRouter": ("471f06ea0bac9fc6",),
+    f"{_OSS}RMSNorm": ("eef4e978a32aa4a4",),
+    **{f"{family}RMSNorm": ("9635bcd843f309a0",) for family in (_Q2, _Q2M, _Q3, _Q3M, _LLAMA)},
+    **{f"{family}MLP": ("7d2027d4464e3e71",) for family in (_Q2, _Q2M, _Q3, _Q3M, _LLAMA)},
 }

@@ -67,12 +67,20 @@ def _foreign_hooks(module: nn.Module) -> bool:
     return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks)
 
 
+def _placed_by_accelerate(module: nn.Module) -> bool:
+    """Return whether accelerate's hook that moves inputs to the module's device is all that wraps ``forward``."""
+    hook, wrapped = module.__dict__.get("_hf_hook"), module.__dict__.get("_old_forward")
+    return type(hook).__name__ == "AlignDevicesHook" and getattr(wrapped, "__self__", None) is module
+
+
 def why_not(module: nn.Module, rule: Rule) -> str | None:
     """Return the reason code (and words) why ``module`` must be left alone, or ``None``."""
     children = [(name, getattr(module, name, None)) for name in rule.linears]
     involved = [module, *(child for _, child in children if child is not None)]
-    if any("forward" in part.__dict__ for part in involved):
+    if any("forward" in part.__dict__ and not _placed_by_accelerate(part) for part in involved):
         return "instance-forward: forward was replaced on the instance"
+    if any(getattr(part.__dict__.get("_hf_hook"), "offload", False) for part in involved):
+        return "hooked: accelerate keeps the weights elsewhere between calls"
     if any(_foreign_hooks(part) for part in involved):
         return "hooked: forward hooks are registered"
     for name, child in children:
@@ -139,10 +147,13 @@ def verify(module: nn.Module, rule: Rule, backend: str, fuse: bool, rotary: Any)
         fast._fl_backend, fast._fl_fuse, fast._fl_adopt = backend, fuse, True
         mixin: Any = rule.mixin
         original: Any = type(fast)
+        if rule.kind == "attention" and not hasattr(fast, "expand_kv"):
+            fast.config._attn_implementation_internal = "fastlayers"
         fast.__class__ = fast_class(original, mixin)
         fast._fl_refresh()
         try:
-            wanted, given = (_run(layer, rule.kind, dtype, rotary) for layer in (stock, fast))
+            eager = getattr(getattr(stock, "config", None), "_attn_implementation", None) == "eager"
+            wanted, given = (_run(layer, rule.kind, dtype, rotary, eager) for layer in (stock, fast))
         except Exception as error:  # whatever a changed forward raises: the layer is left alone, and says why
             return f"{type(error).__name__}: {error}"
         if int(fast._fl_hits) == 0:
@@ -154,7 +165,7 @@ def verify(module: nn.Module, rule: Rule, backend: str, fuse: bool, rotary: Any)
     return None
 
 
-def _run(layer: Any, kind: str, dtype: torch.dtype, rotary: Any) -> list[torch.Tensor]:
+def _run(layer: Any, kind: str, dtype: torch.dtype, rotary: Any, eager: bool) -> list[torch.Tensor]:
     weight = next(layer.parameters())
     generator = torch.Generator().manual_seed(0)
     width = _input_width(layer)
@@ -171,10 +182,12 @@ def _run(layer: Any, kind: str, dtype: torch.dtype, rotary: Any) -> list[torch.T
     cache, outputs = DynamicCache(), []
     for first, last in ((0, 8), (8, 9), (9, 12)):
         position = torch.arange(first, last, device=x.device).expand(2, -1)
-        mask = None
-        if first and last - first > 1:
+        mask: torch.Tensor | None = None
+        if (first or eager) and last - first > 1:
             seen = torch.arange(last, device=x.device)[None, :] <= position[0][:, None]
             mask = seen.expand(2, 1, -1, -1)
+            if eager:
+                mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
         table = rotary(x[:, first:last], position_ids=position)
         outputs.append(
             layer(
@@ -185,6 +198,8 @@ def _run(layer: Any, kind: str, dtype: torch.dtype, rotary: Any) -> list[torch.T
 
 
 def _input_width(layer: Any) -> int:
+    if isinstance(getattr(layer, "q_proj", None), nn.Linear):
+        return int(layer.q_proj.in_features)
     for name in ("hidden_dim", "hidden_size"):
         if isinstance(getattr(layer, name, None), int):
             return int(getattr(layer, name))

@@ -15,12 +15,14 @@ from fastlayers.registry import Ladder
 class FastRMSNorm(FastModule):
     """``weight * x_hat.to(dtype)``: Llama, Qwen, DeepSeek."""
 
+    _fl_rounding = "cast_then_scale"
+
     _fl_core: Ladder
     weight: torch.Tensor
     variance_epsilon: float
 
     def _fl_choose(self) -> None:
-        cfg = RMSNormConfig(self.weight.shape[0], float(self.variance_epsilon), "cast_then_scale")
+        cfg = RMSNormConfig(self.weight.shape[0], float(self.variance_epsilon), self._fl_rounding)
         self._fl_core = RMS_NORM.choose(cfg, self.weight.device, self._fl_backend).build()
 
     def _fl_implementation(self) -> str:
@@ -39,3 +41,9 @@ class FastRMSNorm(FastModule):
         core: Any = self._fl_core.pick(hidden_states.numel() // hidden_states.shape[-1])
         y: torch.Tensor = core(hidden_states, self.weight, None)[0]
         return y
+
+
+class FastScaleThenCastRMSNorm(FastRMSNorm):
+    """``(weight * x_hat).to(dtype)``: GPT-OSS."""
+
+    _fl_rounding = "scale_then_cast"

@@ -12,7 +12,7 @@ from torch import nn
 from fastlayers.errors import ArgumentError
 from fastlayers.patching import experts
 from fastlayers.patching.classes import PREFIX, FastModule, original_class
-from fastlayers.patching.deepseek import RULES
+from fastlayers.patching.families import BLOCKS, RULES
 from fastlayers.patching.hashes import KNOWN
 from fastlayers.patching.matching import TOLERANCE, Rule, fingerprint, qualified, verify, why_not
 from fastlayers.patching.report import PatchEntry
@@ -106,18 +106,28 @@ def is_patched(module: nn.Module) -> bool:
 def make_plan(model: nn.Module, options: Options) -> list[Step]:
     """Decide about every module of ``model``; nothing is changed."""
     steps, verified = [], {}  # type: ignore[var-annotated]
+    # MoE blocks whose forward was bound to other kernels (MXFP4): they call neither router nor experts.
+    bound = {
+        id(child)
+        for block in model.modules()
+        if "forward" in block.__dict__ and "_hf_hook" not in block.__dict__
+        for child in block.children()
+    }
     rotary = next((m for name, m in model.named_modules() if name.endswith("rotary_emb")), None)
     for name, module in model.named_modules():
         cls = original_class(module)
         rule = RULES.get(qualified(cls))
         kind = rule.kind if rule is not None else _kind_by_name(cls)
-        if kind is None or options.kinds[kind] is None:
+        if kind is None or qualified(cls) in BLOCKS or options.kinds[kind] is None:
             continue
         backend = str(options.kinds[kind])
         if is_patched(module):
             steps.append(Step(name, module, kind, rule, backend, done=True))
             continue
-        steps.append(Step(name, module, kind, rule, backend, _reason(name, module, rule, options, rotary, verified)))
+        reason = _reason(name, module, rule, options, rotary, verified)
+        if not reason and kind == "moe" and id(module) in bound:
+            reason = "instance-forward: the block's forward was replaced on the instance"
+        steps.append(Step(name, module, kind, rule, backend, reason))
     return steps
 
 

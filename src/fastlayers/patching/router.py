@@ -1,4 +1,4 @@
-"""Routers of DeepSeek-V2 and V3.
+"""Routers of DeepSeek-V2 and V3, Qwen-MoE and GPT-OSS.
 
 They return ``(router_logits, topk_weights, topk_ids)`` like the originals. On a CPU "auto" runs the original's own
 operations, without those that change nothing, so that choices and weights are bit-equal even where scores tie
@@ -59,23 +59,26 @@ class FastRouter(FastModule):
         return members.masked_fill(~kept.unsqueeze(-1), fill).view_as(choice)
 
     def forward(self, hidden_states: torch.Tensor) -> Routing:
-        """Return logits fp32 ``[T,E]``, weights fp32 ``[T,k]`` and expert numbers int64 ``[T,k]``."""
+        """Return logits ``[T,E]``, weights of their dtype ``[T,k]`` and expert numbers int64 ``[T,k]``."""
         if not self._fl_usable(hidden_states):
             original: Routing = super().forward(hidden_states)  # type: ignore[misc]
             return original
         count(self._fl_hits)
-        x, weight = hidden_states.view(-1, self.hidden_dim), self.weight
-        if x.is_cuda and x.dtype == weight.dtype and x.dtype != torch.float32:
-            # Products of 16-bit numbers are exact in fp32: the same sums without fp32 copies.
-            logits = torch.mm(x, weight.t(), out_dtype=torch.float32)
-        else:
-            logits = F.linear(x.float(), weight.float())
+        logits = self._fl_logits(hidden_states.reshape(-1, self.hidden_dim))
         if self._fl_core is None:
             weights, ids = self._fl_exact(logits)
             return logits, weights, ids
-        core: Any = self._fl_core.pick(x.shape[0])
+        core: Any = self._fl_core.pick(logits.shape[0])
         weights, ids = core(logits, getattr(self, "e_score_correction_bias", None), None)
-        return logits, weights, ids.long()
+        return logits, weights.to(logits.dtype), ids.long()
+
+    def _fl_logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits ``[T,E]`` in fp32."""
+        weight = self.weight
+        if x.is_cuda and x.dtype == weight.dtype and x.dtype != torch.float32:
+            # Products of 16-bit numbers are exact in fp32: the same sums without fp32 copies.
+            return torch.mm(x, weight.t(), out_dtype=torch.float32)
+        return F.linear(x.float(), weight.float())
 
 
 class FastV3Router(FastRouter):
@@ -124,3 +127,38 @@ class FastV2Router(FastRouter):
             scores = self._fl_keep_groups(scores, members.max(dim=-1).values, 0.0)
         weights, ids = torch.topk(scores, k=self.top_k, dim=-1, sorted=False)
         return weights * self.routed_scaling_factor, ids
+
+
+class FastSoftmaxRouter(FastRouter):
+    """Softmax in fp32 over logits of the model's dtype, greedy; weights of the model's dtype (Qwen)."""
+
+    norm_topk_prob: bool
+
+    def _fl_config(self) -> RouterConfig:
+        # The original divides without an epsilon; a sum of the largest probabilities is never near 0.
+        return RouterConfig(self.num_experts, self.top_k, renormalize=bool(self.norm_topk_prob))
+
+    def _fl_logits(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight)
+
+    def _fl_exact(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = torch.topk(logits.softmax(dim=-1, dtype=torch.float32), self.top_k, dim=-1)
+        if self.norm_topk_prob:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return weights.to(logits.dtype), ids
+
+
+class FastTopKFirstRouter(FastRouter):
+    """The best logits, then a softmax over them, all in the model's dtype (GPT-OSS)."""
+
+    bias: torch.Tensor
+
+    def _fl_config(self) -> RouterConfig:
+        return RouterConfig(self.num_experts, self.top_k, "softmax_after_topk", renormalize=False)
+
+    def _fl_logits(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def _fl_exact(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        best, ids = torch.topk(logits, self.top_k, dim=-1)
+        return best.softmax(dim=1, dtype=best.dtype), ids

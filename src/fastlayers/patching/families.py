@@ -1,0 +1,10 @@
+"""All families: which Hugging Face class is replaced by what, and the fingerprints of code that is known."""
+
+from __future__ import annotations
+
+from fastlayers.patching import deepseek, gpt_oss, llama, qwen
+from fastlayers.patching.matching import Rule
+
+RULES: dict[str, Rule] = {**deepseek.RULES, **qwen.RULES, **gpt_oss.RULES, **llama.RULES}
+# Composites of which only the children are replaced.
+BLOCKS: tuple[str, ...] = gpt_oss.BLOCKS
