@@ -162,9 +162,11 @@ class StaticLatentLayer(StaticLayer):
         return self._views is not None and self.keys is self._views[0] and self.values is self._views[1]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate the buffer; decline (stock tensors) if keys and values cannot share rows."""
+        """Allocate the buffer; decline (stock tensors) on CUDA, or if keys and values cannot share rows."""
         super().lazy_initialization(key_states, value_states)
-        if not _fits(key_states, value_states):
+        # On CUDA, Hugging Face compiles decoding with a static cache, and inductor (torch 2.11) cannot compile a graph
+        # whose inputs are views of one tensor that it writes.
+        if key_states.is_cuda or not _fits(key_states, value_states):
             return
         rank, width = key_states.shape[-1], key_states.shape[-1] + value_states.shape[-1]
         rows = _whole_pages(self.max_cache_len)
