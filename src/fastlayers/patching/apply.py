@@ -97,8 +97,8 @@ def patch(
     if not isinstance(model, nn.Module):
         raise ArgumentError("patch", "model", type(model).__name__, "an nn.Module")
     options = Options(
-        _kinds(asked, backend), bool(fuse_projections), cache, selectors("include", include), selectors("exclude", exclude) or (),
-        verify, bool(strict),
+        _kinds(asked, backend), bool(fuse_projections), cache, selectors("include", include),
+        selectors("exclude", exclude) or (), verify, bool(strict),
     )  # fmt: skip
     model = _unwrap(model)
     steps = make_plan(model, options)
@@ -257,7 +257,7 @@ def _stock_continuous_batching(root: Any, name: str, *args: Any, **kwargs: Any) 
 
 
 def unpatch(model: nn.Module) -> None:
-    """Undo :func:`patch`: classes, weights' storages, attention and experts implementations. Logits are bit-identical to before.
+    """Undo :func:`patch`: classes, weights' storages, implementations. Logits are bit-identical to before.
 
     Parameters
     ----------

@@ -15,13 +15,14 @@ import inspect
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from transformers.integrations.finegrained_fp8 import FP8Experts, FP8ExpertsInterface
 from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
 
+from fastlayers import env
 from fastlayers.moe.fused_moe.layer import FUSED_MOE, FusedMoEConfig
-from fastlayers.moe.fused_moe.weights import GROUP, MoEWeights
-from fastlayers.operators import count
-from fastlayers.patching.classes import PREFIX, new_counters, wants_grad
+from fastlayers.moe.fused_moe.weights import GROUP, MoEWeights, activate
+from fastlayers.patching.classes import PREFIX, count, new_counters, wants_grad
 from fastlayers.registry import Ladder
 
 NAME = "fastlayers"
@@ -160,11 +161,49 @@ def experts_forward(
     count(self._fl_hits)
     if self._fl_core.choice.device.type != hidden_states.device.type:
         self._fl_core = choose(self, self._fl_backend)
+    if _runs_grouped(self, hidden_states):
+        return grouped(self, hidden_states, top_k_index, top_k_weights)
     # Backends of the checkpoint layout pack without a copy, so nothing can go stale.
     packed = self._fl_core.pack(weights_of(self))
     core = self._fl_core.pick(hidden_states.shape[0])
     y: torch.Tensor = core(hidden_states, top_k_weights.float(), top_k_index.to(torch.int32), packed)
     return y
+
+
+def _runs_grouped(module: Any, x: torch.Tensor) -> bool:
+    """Return whether torch's grouped product runs: "auto" on a CPU, which spares a step per expert."""
+    auto = module._fl_backend == "auto" and "fused_moe" not in env.backend_overrides()
+    if torch.compiler.is_compiling() or not auto or x.is_cuda or not hasattr(F, "grouped_mm"):
+        return False
+    weights = module.gate_up_proj, module.down_proj
+    return x.shape[0] > 0 and all(w.element_size() > 1 and w.data_ptr() % 16 == 0 for w in weights)
+
+
+def grouped(module: Any, x: torch.Tensor, ids: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """Return the weighted sum of each token's experts ``[T, D]`` by two grouped products over sorted pairs."""
+    (tokens, top_k), clamped = ids.shape, _clamped(module)
+    w13, w2 = module.gate_up_proj, module.down_proj
+    experts = w13.shape[0]
+    owner, order = ids.flatten().sort()
+    offsets = torch.bincount(owner, minlength=experts)[:experts].cumsum(0, dtype=torch.int32)
+    # Sentinels of expert parallelism come last. Products leave their rows unwritten.
+    absent = int(owner[-1]) >= experts
+    place = owner.clamp_max(experts - 1) if absent else owner
+    inner = F.grouped_mm(x[order // top_k], w13 if clamped else w13.mT, offs=offsets)
+    if clamped:
+        inner = inner + module.gate_up_proj_bias[place]
+        inner = activate(inner, "swiglu_oai", *_clamp(module), True)
+    else:
+        gate, up = inner.chunk(2, dim=-1)
+        inner = F.silu(gate) * up
+    out = F.grouped_mm(inner, w2 if clamped else w2.mT, offs=offsets)
+    if clamped:
+        out = out + module.down_proj_bias[place]
+    out = out * share.flatten()[order].float().unsqueeze(-1)
+    if absent:
+        out = out.masked_fill((owner >= experts).unsqueeze(-1), 0.0)
+    pairs = torch.empty_like(out).index_copy_(0, order, out)
+    return pairs.view(tokens, top_k, -1).sum(1).to(x.dtype)
 
 
 def weights_of(module: Any) -> MoEWeights:

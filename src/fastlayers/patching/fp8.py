@@ -8,8 +8,7 @@ import torch
 
 from fastlayers.device import as_device
 from fastlayers.errors import FastlayersError
-from fastlayers.operators import count
-from fastlayers.patching.classes import FastModule
+from fastlayers.patching.classes import FastModule, count
 from fastlayers.quant.fp8_linear.blocks import grid_of
 from fastlayers.quant.fp8_linear.layer import FP8_LINEAR, FP8LinearConfig
 from fastlayers.registry import Ladder

@@ -25,8 +25,7 @@ from fastlayers import env
 from fastlayers.attention.gqa.core import GQA
 from fastlayers.attention.mla.torch import MAX_SCORES, product
 from fastlayers.errors import NoBackendError
-from fastlayers.operators import count
-from fastlayers.patching.classes import wants_grad
+from fastlayers.patching.classes import count, wants_grad
 from fastlayers.patching.packing import PackedModule
 
 NAME = "fastlayers"
@@ -175,6 +174,8 @@ class FastGQA(PackedModule):
 
     # What ran before: set by patch if the model's implementation was changed.
     _fl_attention: str | None = None
+    _fl_origin: tuple[type, type]
+    training: bool
     config: Any
     layer_idx: int
     head_dim: int
@@ -256,7 +257,7 @@ class FastGQA(PackedModule):
         q, k, v = self._fl_project(hidden_states, position_embeddings)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
-        origin = type(self)._fl_origin[0]  # type: ignore[attr-defined]
+        origin = self._fl_origin[0]
         eager = sys.modules[origin.__module__].eager_attention_forward
         function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
         o, weights = function(

@@ -23,8 +23,8 @@ from fastlayers.attention.meta import AttentionBatch, AttentionMeta
 from fastlayers.attention.mla.core import MLA, MLAConfig
 from fastlayers.attention.mla.torch import MAX_SCORES, product
 from fastlayers.errors import NoBackendError
-from fastlayers.operators import count
 from fastlayers.patching.cache import PAGE, LatentLayer, adopt, latent_rows
+from fastlayers.patching.classes import count
 from fastlayers.patching.packing import PackedModule, plain
 from fastlayers.quant.fp8_linear.blocks import dequantize_block_weight
 from fastlayers.registry import Ladder

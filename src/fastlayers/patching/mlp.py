@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fastlayers.activation.silu_mul.layer import SILU_MUL, SiluMulConfig
-from fastlayers.operators import count
+from fastlayers.patching.classes import count
 from fastlayers.patching.packing import PackedModule
 from fastlayers.registry import Ladder
 

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from fastlayers.norm.rms_norm.layer import RMS_NORM, RMSNormConfig
-from fastlayers.operators import count
-from fastlayers.patching.classes import FastModule
+from fastlayers.patching.classes import FastModule, count
 from fastlayers.registry import Ladder
 
 

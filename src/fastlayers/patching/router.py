@@ -14,8 +14,7 @@ from torch.nn import functional as F
 
 from fastlayers import env
 from fastlayers.moe.router.layer import ROUTER, RouterConfig
-from fastlayers.operators import count
-from fastlayers.patching.classes import FastModule
+from fastlayers.patching.classes import FastModule, count
 from fastlayers.registry import Ladder
 
 Routing = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
