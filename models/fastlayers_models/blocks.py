@@ -197,15 +197,19 @@ class DecoderLayer(nn.Module):
             is_last=is_last,
         )
 
-    def forward(self, hidden: Hidden, meta: AttentionMeta, cache: LayerCache, step: StepTokens) -> Hidden:
-        """Return the next layer's input; writes the new tokens' rows to ``cache``."""
+    def forward(
+        self, hidden: Hidden, meta: AttentionMeta, cache: LayerCache, step: StepTokens, valid: torch.Tensor | None = None
+    ) -> Hidden:
+        """Return the next layer's input; writes the new tokens' rows to ``cache``.
+
+        ``valid``: which of the step's rows are real, see :meth:`CausalLM.valid_rows`; ``None``: all.
+        """
         hidden = self.communicator.prepare_attn(hidden, step)
         rows = hidden.tensor.shape[0]
         attended = self.self_attn(hidden.tensor[: meta.num_tokens], meta, cache)
         # Rows that only make this group's count a round number take no part in attention.
         attended = pad(attended, (0, 0, 0, rows - attended.shape[0])) if rows > attended.shape[0] else attended
         hidden = self.communicator.prepare_mlp(hidden.partial(attended, "attn_tp"), step)
-        valid = step.valid_rows().to(hidden.tensor.device) if sum(step.real) < step.full_rows else None
         hidden = hidden.partial(self.mlp(hidden.tensor, valid), "tp")
         return self.communicator.postprocess(hidden, step)
 
@@ -298,7 +302,12 @@ class CausalLM(nn.Module):
         return [rf"\.mlp\.experts\.(?:{'|'.join(others)})\."] if others else []
 
     def forward(
-        self, input_ids: torch.Tensor, meta: AttentionMeta, caches: Sequence[LayerCache], step: StepTokens | None = None
+        self,
+        input_ids: torch.Tensor,
+        meta: AttentionMeta,
+        caches: Sequence[LayerCache],
+        step: StepTokens | None = None,
+        valid: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run the decoder layers.
 
@@ -311,6 +320,9 @@ class CausalLM(nn.Module):
             One per attention layer; mutated.
         step : StepTokens, optional
             Token counts of all attention groups; default: one group, no padding.
+        valid : bool Tensor, optional
+            :meth:`valid_rows` of the step. A captured step is given one tensor, refreshed between replays by
+            ``step.valid_rows(out=valid)``; otherwise it is made here, once.
 
         Returns
         -------
@@ -319,9 +331,10 @@ class CausalLM(nn.Module):
         """
         step = step if step is not None else self.single_step(meta)
         hidden = Hidden.start(self.embed(self.decoder.embed_tokens, input_ids, step))
+        valid = valid if valid is not None else self.valid_rows(step)
         layers = self.decoder.layers[: self.config.num_hidden_layers]
         for layer, cache in zip(layers, caches, strict=False):
-            hidden = layer(hidden, meta, cache, step)
+            hidden = layer(hidden, meta, cache, step, valid)
         finished: torch.Tensor = layers[-1].communicator.finish(hidden, None, step)
         return finished[: meta.num_tokens]
 
@@ -335,6 +348,10 @@ class CausalLM(nn.Module):
         if self.parallel.attn_dp.size > 1:
             raise ArgumentError(type(self).__name__, "step", None, "token counts of all attention groups (attn_dp > 1)")
         return StepTokens.plan([meta.num_tokens], attn_tp=self.parallel.attn_tp.size, extend=not meta.batch.is_decode)
+
+    def valid_rows(self, step: StepTokens) -> torch.Tensor | None:
+        """Return which rows of the step are real, on the model's device; ``None`` if all are."""
+        return step.valid_rows().to(self.device) if sum(step.real) < step.full_rows else None
 
     def embed(self, embedding: nn.Module, input_ids: torch.Tensor, step: StepTokens) -> torch.Tensor:
         """Return the embedded tokens, padded to this group's rows of the step."""

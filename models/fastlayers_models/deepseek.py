@@ -293,7 +293,7 @@ class DeepseekForCausalLM(CausalLM):
         embedded = self.embed(layer.embed_tokens, next_ids, step)
         previous = pad(hidden_states, (0, 0, 0, embedded.shape[0] - hidden_states.shape[0]))
         both = torch.cat([layer.enorm(embedded), layer.hnorm(self.model.norm(previous))], -1)
-        hidden = layer(Hidden.start(layer.eh_proj(both)), meta, cache, step)
+        hidden = layer(Hidden.start(layer.eh_proj(both)), meta, cache, step, self.valid_rows(step))
         final = layer.communicator.finish(hidden, layer.shared_head.norm, step)[: meta.num_tokens]
         logits: torch.Tensor = layer.shared_head.head(final)
         return gather_logits(logits, self.attention_group)[..., : self.config.vocab_size]

@@ -378,10 +378,10 @@ class FusedMoE(Layer):
         ArgumentError
             Wrong shape, dtype or device; with ``FASTLAYERS_DEBUG=1`` also an id above the last expert.
         """
-        cfg, tokens = self.cfg, hidden_states.shape[0]
+        cfg = self.cfg
         check_tensor(_NAME, "hidden_states", hidden_states, shape=(None, cfg.hidden_size), dtype=self.dtype)
         check_tensor(_NAME, "hidden_states", hidden_states, device=self.w13.device)
-        where = hidden_states.device
+        tokens, where = hidden_states.shape[0], hidden_states.device
         check_tensor(_NAME, "topk_weights", topk_weights, shape=(tokens, cfg.top_k), dtype=torch.float32, device=where)
         check_tensor(_NAME, "topk_ids", topk_ids, shape=(tokens, cfg.top_k), dtype=torch.int32, device=where)
         if self.debug and tokens and int(topk_ids.max()) >= self.num_experts:

@@ -115,7 +115,7 @@ class MXFP8Quant(Layer):
         ArgumentError
             Another dtype, or no features.
         """
-        check_tensor(_NAME, "x", x, dtype=INPUT_DTYPES)
+        check_tensor(_NAME, "x", x, dtype=INPUT_DTYPES, device=self.device_type)
         if x.dim() < 1 or x.shape[-1] == 0:
             raise ArgumentError(_NAME, "x", f"of shape {list(x.shape)}", "[..., K] with K at least 1")
         rows = x.reshape(-1, x.shape[-1])
