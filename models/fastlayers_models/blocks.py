@@ -198,7 +198,12 @@ class DecoderLayer(nn.Module):
         )
 
     def forward(
-        self, hidden: Hidden, meta: AttentionMeta, cache: LayerCache, step: StepTokens, valid: torch.Tensor | None = None
+        self,
+        hidden: Hidden,
+        meta: AttentionMeta,
+        cache: LayerCache,
+        step: StepTokens,
+        valid: torch.Tensor | None = None,
     ) -> Hidden:
         """Return the next layer's input; writes the new tokens' rows to ``cache``.
 

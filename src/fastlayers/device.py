@@ -119,11 +119,15 @@ def as_device(device: Device | torch.device | str | int | None = None) -> Device
         torch_device = torch.device(device)
     except (RuntimeError, TypeError) as error:
         known = ", ".join(DESCRIBED)
-        raise UnknownNameError(f"device {device!r} is unknown; described devices: {known}; or a torch device") from error
+        raise UnknownNameError(
+            f"device {device!r} is unknown; described devices: {known}; or a torch device"
+        ) from error
     if torch_device.type in ("cpu", "meta"):
         return _this_cpu()
     if torch_device.type != "cuda" or not torch.cuda.is_available():
-        raise UnknownNameError(f"device {str(torch_device)!r} is not on this machine; described: {', '.join(DESCRIBED)}")
+        raise UnknownNameError(
+            f"device {str(torch_device)!r} is not on this machine; described: {', '.join(DESCRIBED)}"
+        )
     index = torch_device.index if torch_device.index is not None else torch.cuda.current_device()
     return _this_gpu(index)
 

@@ -38,7 +38,9 @@ class Table(tuple[Row, ...]):
             for r in self
         ]  # fmt: skip
         widths = [max(len(row[i]) for row in [head, *body]) for i in range(len(head))]
-        return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in [head, *body])
+        return "\n".join(
+            "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in [head, *body]
+        )
 
     __repr__ = __str__
 
@@ -83,7 +85,9 @@ class Explanation:
     bytes: int
 
     def __str__(self) -> str:
-        lines = [f"{self.module or self.layer}: {self.layer}={self.chosen} ({self.evidence}), {self.bytes:,} weight bytes"]
+        lines = [
+            f"{self.module or self.layer}: {self.layer}={self.chosen} ({self.evidence}), {self.bytes:,} weight bytes"
+        ]
         lines += [f"    not {name}: {why}" for name, why in self.refused.items()]
         return "\n".join(lines)
 

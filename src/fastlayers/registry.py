@@ -12,6 +12,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from fastlayers import device as device_module
@@ -300,9 +301,7 @@ class Registry:
                 if why is None:
                     reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items()) or "none is ranked"
                     _warn_once(f"{self.layer}: only {backend.name} runs on {device} ({reasons}); expect it to be slow")
-                    return Choice(
-                        self.layer, cfg, device, "auto", (Rung(None, backend),), refused, "last resort"
-                    )
+                    return Choice(self.layer, cfg, device, "auto", (Rung(None, backend),), refused, "last resort")
                 refused[backend.name] = why
         raise NoBackendError(self.layer, cfg, device, "auto", refused)
 
@@ -322,7 +321,7 @@ class Registry:
 def check_ladder(layer: str, want: str, rungs: tuple[Rung, ...]) -> None:
     """Raise unless thresholds increase and all rungs share one weight layout."""
     limits = [rung.max_tokens for rung in rungs[:-1]]
-    if any(a is None or b is None or a >= b for a, b in zip(limits, limits[1:], strict=False)):
+    if any(a is None or b is None or a >= b for a, b in pairwise(limits)):
         raise ArgumentError(layer, "backend", repr(want), "a ladder with increasing thresholds")
     layouts = {rung.backend.weight_layout for rung in rungs}
     if len(layouts) > 1:

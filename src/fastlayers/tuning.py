@@ -90,7 +90,12 @@ def read(path: Path, layer: str, device: Device) -> dict[str, Any]:
         raise TunedTableError(f"tuned table {path} is corrupt: {type(error).__name__}: {error}") from error
     if facts != (SCHEMA, layer, device.name):
         raise TunedTableError(f"tuned table {path} is for {facts}; expected {(SCHEMA, layer, device.name)}")
-    if not rows or limits[-1] is not None or any(not isinstance(m, int) for m in limits[:-1]) or limits[:-1] != sorted(set(limits[:-1])):
+    if (
+        not rows
+        or limits[-1] is not None
+        or any(not isinstance(m, int) for m in limits[:-1])
+        or limits[:-1] != sorted(set(limits[:-1]))
+    ):
         raise TunedTableError(f"tuned table {path}: thresholds {limits} do not increase and end in null")
     if not all(isinstance(name, str) for name in names):
         raise TunedTableError(f"tuned table {path}: backends {names} are not all names")

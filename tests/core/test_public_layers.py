@@ -65,6 +65,11 @@ def attention() -> Layer:
     return fl.Attention(32, 4, 2, 8, rotary=rotary, page_size=16, dtype=F32, sinks=True, qk_norm=1e-6)
 
 
+def cache_of(layer: Layer) -> Any:
+    """Return a cache of three pages for one attention layer."""
+    return fl.kv_cache_spec(layer, page_size=16).allocate(3)[0]
+
+
 def mla() -> Layer:
     rotary = fl.RotaryEmbedding(16, max_position=64, interleaved_in=True)
     return fl.MLAAttention(
@@ -114,7 +119,10 @@ SUBJECTS = {
         accepts("weight:strided"),
     ),
     "MXFP8Quant": Subject(
-        lambda: fl.MXFP8Quant(64), lambda: {"x": R(3, 32)}, (), accepts("x:more rows", "x:more dims", "x:bf16", "x:strided", "x:wider")
+        lambda: fl.MXFP8Quant(64),
+        lambda: {"x": R(3, 32)},
+        (),
+        accepts("x:more rows", "x:more dims", "x:bf16", "x:strided", "x:wider"),
     ),
     "VocabEmbedding": Subject(
         lambda: fl.VocabEmbedding(7, 8),
@@ -188,13 +196,13 @@ SUBJECTS = {
     ),
     "Attention": Subject(
         attention,
-        lambda: {"hidden": R(8, 32), "meta": meta(), "cache": fl.kv_cache_spec(attention(), page_size=16).allocate(3)[0]},
+        lambda: {"hidden": R(8, 32), "meta": meta(), "cache": cache_of(attention())},
         ATTENTION_KEYS,
         accepts("hidden:strided"),
     ),
     "MLAAttention": Subject(
         mla,
-        lambda: {"hidden_states": R(8, 32), "meta": meta(), "cache": fl.kv_cache_spec(mla(), page_size=16).allocate(3)[0]},
+        lambda: {"hidden_states": R(8, 32), "meta": meta(), "cache": cache_of(mla())},
         MLA_KEYS,
         accepts("hidden_states:strided", "cache.keys:more rows"),
     ),

@@ -17,7 +17,6 @@ from fastlayers.errors import ArgumentError, EnvironmentVariableError, NoBackend
 from fastlayers.norm.rms_norm.layer import RMS_NORM, RMSNormConfig
 from fastlayers.registry import LAYERS, Backend, Registry, registry, torch_backend
 
-
 registry_module = importlib.import_module("fastlayers.registry")
 
 
@@ -116,7 +115,9 @@ def test_ladder_bisects_on_tokens() -> None:
     assert [ladder.pick(n) is ladder.impls[0] for n in (0, 1, 64, 65, 9999)] == [True, True, True, False, False]
 
 
-@pytest.mark.parametrize("want", ["small:64", "small|large", "small:64|large:8", "small:9|large:9|small", "small:x|large"])
+@pytest.mark.parametrize(
+    "want", ["small:64", "small|large", "small:64|large:8", "small:9|large:9|small", "small:x|large"]
+)
 def test_malformed_ladders_raise(want: str) -> None:
     table = toy(Backend("small", Echo), Backend("large", Echo))
     with pytest.raises((ArgumentError, UnknownNameError)):
@@ -202,7 +203,7 @@ def test_layers_survive_deepcopy_and_pickle() -> None:
 
 
 def test_configs_rebuild_from_their_repr() -> None:
-    import torch  # noqa: F401  (reprs name torch dtypes)
+    import torch
 
     from fastlayers.testing.spec import spec_of
 

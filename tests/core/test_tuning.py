@@ -63,10 +63,18 @@ def test_table_builds_a_ladder_over_one_layout(tmp_path: Path, monkeypatch: pyte
         {"ladder": [{"max_tokens": 8, "backend": "a"}]},
         {"ladder": [{"max_tokens": 8}, {"max_tokens": None, "backend": "a"}]},
         {"ladder": [{"max_tokens": 8, "backend": ["a"]}, {"max_tokens": None, "backend": "a"}]},
-        {"ladder": [{"max_tokens": 9, "backend": "a"}, {"max_tokens": 8, "backend": "b"}, {"max_tokens": None, "backend": "a"}]},
+        {
+            "ladder": [
+                {"max_tokens": 9, "backend": "a"},
+                {"max_tokens": 8, "backend": "b"},
+                {"max_tokens": None, "backend": "a"},
+            ]
+        },
     ],
 )
-def test_bad_tables_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object]) -> None:
+def test_bad_tables_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object]
+) -> None:
     monkeypatch.setenv(env.TUNED_DIR, str(tmp_path))
     path = write(tmp_path, **changes)
     with pytest.raises(tuning.TunedTableError, match=path.name.replace("=", ".")):

@@ -20,7 +20,7 @@ from fastlayers_models.deepseek import DeepseekForCausalLM
 from fastlayers_models.generate import Generator
 
 sys.path.insert(0, str(Path(__file__).parent))
-from tiny_models import VARIATIONS, Variation, hf_model, prompts, relative_rms  # noqa: E402
+from tiny_models import VARIATIONS, Variation, hf_model, prompts, relative_rms
 
 STEPS = 64
 IDS = [v.name for v in VARIATIONS]
@@ -101,7 +101,9 @@ def test_left_padded_hugging_face_batch_equals_ours(saved: Any) -> None:
     width = max(map(len, rows))
     ids = torch.tensor([[2] * (width - len(r)) + r for r in rows])
     mask = torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in rows])
-    out = reference.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=16, eos_token_id=None, pad_token_id=2)
+    out = reference.generate(
+        ids, attention_mask=mask, do_sample=False, max_new_tokens=16, eos_token_id=None, pad_token_id=2
+    )
     assert Generator(ours(folder)).generate(rows, max_new_tokens=16, eos_ids=()) == out[:, width:].tolist()
 
 
@@ -143,7 +145,9 @@ def test_sampling_is_reproducible_and_independent_of_the_batch(saved: Any) -> No
     model, rows = ours(folder), prompts(3)
     params = [SamplingParams(temperature=0.8, top_k=50, top_p=0.95, seed=s) for s in (1, 2, 3)]
     together = Generator(model).generate(rows, params, max_new_tokens=10, eos_ids=())
-    alone = [Generator(model).generate([r], [p], max_new_tokens=10, eos_ids=())[0] for r, p in zip(rows, params, strict=True)]
+    alone = [
+        Generator(model).generate([r], [p], max_new_tokens=10, eos_ids=())[0] for r, p in zip(rows, params, strict=True)
+    ]
     assert together == alone
     other = Generator(model).generate(rows[:1], SamplingParams(temperature=0.8, seed=9), max_new_tokens=10, eos_ids=())
     assert other[0] != together[0]
@@ -177,7 +181,10 @@ def test_missing_extra_and_misshapen_tensors_are_named(saved: Any, tmp_path: Pat
     name = "model.layers.1.self_attn.kv_b_proj.weight"
     cases = {
         "missing": (lambda t: t.pop(name), "missing tensors: " + name),
-        "extra": (lambda t: t.update({"model.layers.0.surprise": torch.zeros(2)}), "unexpected tensors: model.layers.0.surprise"),
+        "extra": (
+            lambda t: t.update({"model.layers.0.surprise": torch.zeros(2)}),
+            "unexpected tensors: model.layers.0.surprise",
+        ),
         "shape": (lambda t: t.update({name: t[name][:-1].contiguous()}), "wrong shapes: " + name),
     }
     for case, (change, message) in cases.items():
@@ -198,7 +205,7 @@ def test_truncated_and_corrupt_files_are_named(saved: Any, tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match="not a directory"):
         Checkpoint(tmp_path / "nowhere")
     (tmp_path / "none").mkdir()
-    with pytest.raises(CheckpointError, match="no .*safetensors"):
+    with pytest.raises(CheckpointError, match=r"no .*safetensors"):
         Checkpoint(tmp_path / "none")
 
 
@@ -215,7 +222,7 @@ def test_wrong_cache_and_hidden_states_are_named(saved: Any) -> None:
     layer = model.model.layers[0].self_attn
     meta = AttentionState(1, 8, 1, 16).plan(AttentionBatch((4,), (0,), [[1]]))
     cache = fl.kv_cache_spec(model, page_size=16, dtype=torch.bfloat16).allocate(2)[0]
-    with pytest.raises(ArgumentError, match="MLAAttention: cache.keys is bfloat16"):
+    with pytest.raises(ArgumentError, match=r"MLAAttention: cache\.keys is bfloat16"):
         layer(torch.zeros(4, 64), meta, cache)
     good = fl.kv_cache_spec(model, page_size=16).allocate(2)[0]
     with pytest.raises(ArgumentError, match="MLAAttention: hidden_states"):

@@ -49,9 +49,7 @@ EXPECTED = {
 @pytest.fixture(scope="module")
 def loaded() -> tuple[Any, dict[str, Any]]:
     """Return the stock model in bf16 and what transformers says about the loading."""
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        FOLDER, dtype=torch.bfloat16, output_loading_info=True
-    )
+    return transformers.AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.bfloat16, output_loading_info=True)
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +65,7 @@ def tokenizer() -> Any:
 def prompt_ids(tokenizer: Any, prompts: list[str]) -> dict[str, torch.Tensor]:
     """Return left-padded ids and mask of one user turn per prompt."""
     texts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": p}], tokenize=False, add_generation_prompt=True
-        )
+        tokenizer.apply_chat_template([{"role": "user", "content": p}], tokenize=False, add_generation_prompt=True)
         for p in prompts
     ]
     return dict(tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False))

@@ -37,7 +37,9 @@ VARIATIONS = (
     Variation("v3_no_q_lora", batch=1, changes={"q_lora_rank": None}),
     Variation("v3_groups_yarn", batch=2, changes={"n_group": 4, "topk_group": 2, "rope_parameters": YARN}),
     Variation(
-        "v3_eight_groups", batch=1, changes={"n_routed_experts": 32, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8}
+        "v3_eight_groups",
+        batch=1,
+        changes={"n_routed_experts": 32, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8},
     ),
     Variation("v3_two_shared_all_moe", batch=5, changes={"n_shared_experts": 2, "first_k_dense_replace": 0}),
     Variation("v3_no_shared", batch=2, changes={"n_shared_experts": 0, "first_k_dense_replace": 2}),

@@ -11,18 +11,14 @@ Bias = torch.Tensor | None
 
 
 class _HalfScale(TorchFP8Linear):
-    def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: Bias
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: Bias) -> torch.Tensor:
         return super().__call__(x, weight, scale * 0.5, bias)
 
 
 class _BlocksFromGrid(TorchFP8Linear):
     """Infers the block from the scale grid, as some loaders do: 136 rows, 2 scale rows, blocks of 68."""
 
-    def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: Bias
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: Bias) -> torch.Tensor:
         rows = -(-weight.shape[0] // scale.shape[0])
         wrong = torch.arange(weight.shape[0]) // rows
         right = torch.arange(weight.shape[0]) // self.cfg.block_size[0]
@@ -40,18 +36,14 @@ class _BlocksFromGrid(TorchFP8Linear):
 class _NextColumnBlock(TorchFP8Linear):
     """Takes the weight scale of the neighbouring block of K."""
 
-    def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: Bias
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: Bias) -> torch.Tensor:
         return super().__call__(x, weight, scale.roll(1, 1), bias)
 
 
 class _PerTensorActivations(TorchFP8Linear):
     """Uses the first token's scales for all tokens."""
 
-    def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: Bias
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: Bias) -> torch.Tensor:
         quantize = self.quantize
 
         def first(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,9 +57,7 @@ class _PerTensorActivations(TorchFP8Linear):
 class _NotQuantized(TorchFP8Linear):
     """Leaves the activations in their dtype: better numbers, another function."""
 
-    def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: Bias
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: Bias) -> torch.Tensor:
         (rows, columns), (n, k) = self.cfg.block_size, weight.shape
         wide = scale.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
         y = (x.float() @ (weight.float() * wide).T).to(x.dtype)
@@ -77,18 +67,14 @@ class _NotQuantized(TorchFP8Linear):
 class _RaggedBlockDropped(TorchFP8Linear):
     """Stops at the last whole block of K."""
 
-    def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: Bias
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: Bias) -> torch.Tensor:
         whole = weight.shape[1] // self.cfg.block_size[1] * self.cfg.block_size[1]
         kept = torch.arange(weight.shape[1]) < whole
         return super().__call__(x * kept, weight, scale, bias)
 
 
 class _NoBias(TorchFP8Linear):
-    def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: Bias
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: Bias) -> torch.Tensor:
         return super().__call__(x, weight, scale, None)
 
 

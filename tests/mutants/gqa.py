@@ -55,9 +55,7 @@ class _NotCausal(_Clean):
 
 class _LeftPaddingSeen(_Clean):
     def __call__(self, q, k_cache, v_cache, meta, sinks):  # type: ignore[no-untyped-def]
-        return super().__call__(
-            q, k_cache, v_cache, replace(meta, starts=torch.zeros_like(meta.starts)), sinks
-        )
+        return super().__call__(q, k_cache, v_cache, replace(meta, starts=torch.zeros_like(meta.starts)), sinks)
 
 
 class _HalfScale(_Clean):
@@ -71,9 +69,7 @@ class _SwappedHeads(_Clean):
     def __call__(self, q, k_cache, v_cache, meta, sinks):  # type: ignore[no-untyped-def]
         order = torch.arange(self.cfg.num_heads).view(-1, self.cfg.num_kv_heads).T.flatten().to(q.device)
         back = order.argsort()
-        o, lse = super().__call__(
-            q[:, order], k_cache, v_cache, meta, None if sinks is None else sinks[order]
-        )
+        o, lse = super().__call__(q[:, order], k_cache, v_cache, meta, None if sinks is None else sinks[order])
         return o[:, back], lse[:, back]
 
 

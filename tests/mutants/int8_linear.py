@@ -11,16 +11,12 @@ Bias = torch.Tensor | None
 
 
 class _HalfScale(TorchInt8Linear):
-    def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: Bias
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: Bias) -> torch.Tensor:
         return super().__call__(x, weight, scale * 0.5, bias)
 
 
 class _NextChannelsScale(TorchInt8Linear):
-    def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: Bias
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: Bias) -> torch.Tensor:
         return super().__call__(x, weight, scale.roll(1), bias)
 
 
@@ -46,9 +42,7 @@ class _Int16Sum(TorchInt8Linear):
 
 
 class _NoBias(TorchInt8Linear):
-    def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: Bias
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: Bias) -> torch.Tensor:
         return super().__call__(x, weight, scale, None)
 
 

@@ -130,9 +130,7 @@ def imported_packages(node: ast.AST) -> set[str]:
         return {node.module.split(".")[0]}
     if isinstance(node, ast.Call) and dotted(node.func).split(".")[-1] in {"import_module", "__import__"}:
         return {
-            a.value.split(".")[0]
-            for a in node.args[:1]
-            if isinstance(a, ast.Constant) and isinstance(a.value, str)
+            a.value.split(".")[0] for a in node.args[:1] if isinstance(a, ast.Constant) and isinstance(a.value, str)
         }
     return set()
 
@@ -151,8 +149,7 @@ def swallows_everything(node: ast.AST) -> bool:
     caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
     broad = any(c is None or dotted(c) in {"Exception", "BaseException"} for c in caught)
     return broad and all(
-        isinstance(s, ast.Pass | ast.Continue)
-        or (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))
+        isinstance(s, ast.Pass | ast.Continue) or (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))
         for s in node.body
     )
 
@@ -165,11 +162,7 @@ def is_jitted(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 def node_findings(root: str, name: str, node: ast.AST) -> Iterator[str]:
     if reads_environment(node) and name != "src/fastlayers/env.py":
         yield "reads the environment outside src/fastlayers/env.py"
-    if (
-        isinstance(node, ast.Attribute)
-        and node.attr == "get_device_capability"
-        and name != "src/fastlayers/device.py"
-    ):
+    if isinstance(node, ast.Attribute) and node.attr == "get_device_capability" and name != "src/fastlayers/device.py":
         yield "asks the hardware outside src/fastlayers/device.py"
     for upward in sorted(imported_packages(node) & ABOVE[root]):
         yield f"{root} imports {upward}"

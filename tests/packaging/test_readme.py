@@ -11,7 +11,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_tables_come_from_the_result_files() -> None:
-    checked = subprocess.run([sys.executable, "tools/readme_tables.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    checked = subprocess.run(
+        [sys.executable, "tools/readme_tables.py", "--check"], cwd=ROOT, capture_output=True, text=True
+    )
     assert checked.returncode == 0, checked.stderr
 
 

@@ -65,9 +65,7 @@ class LinearBase(Layer):
         self.shard, self.names = shard, tuple(names) if names is not None else None
         axis = shard.axis
         self.row_slice = (
-            axis.part(in_features, f"{self.kind} in_features")
-            if shard.kind == "row"
-            else slice(0, in_features)
+            axis.part(in_features, f"{self.kind} in_features") if shard.kind == "row" else slice(0, in_features)
         )
         self.column_slices = [
             axis.part(n, f"{self.kind} out_features") if shard.kind == "column" else slice(0, n)
@@ -104,13 +102,9 @@ class LinearBase(Layer):
 
     def check_input(self, x: torch.Tensor, dtype: torch.dtype, device: torch.device | None = None) -> None:
         """Raise :class:`ArgumentError` unless ``x`` is ``[..., local_in]`` of ``dtype`` on ``device``."""
-        good = (
-            isinstance(x, torch.Tensor) and x.dtype == dtype and x.dim() >= 1 and x.shape[-1] == self.local_in
-        )
+        good = isinstance(x, torch.Tensor) and x.dtype == dtype and x.dim() >= 1 and x.shape[-1] == self.local_in
         if not good or (device is not None and x.device != device):
             from fastlayers.errors import describe
 
             wanted = f"{str(dtype).removeprefix('torch.')}[..., {self.local_in}]"
-            raise ArgumentError(
-                self.kind, "x", describe(x), wanted + (f" on {device}" if device is not None else "")
-            )
+            raise ArgumentError(self.kind, "x", describe(x), wanted + (f" on {device}" if device is not None else ""))

@@ -64,7 +64,7 @@ def compile_for(build: KernelBuild, capability: int = 90) -> Report:
     from triton.compiler import ASTSource
 
     names = build.kernel.arg_names
-    signature = {n: build.signature[n] if n in build.signature else "constexpr" for n in names}
+    signature = {n: build.signature.get(n, "constexpr") for n in names}
     constexprs = {(names.index(n),): value for n, value in build.constexprs.items()}
     pointers = {n for n, kind in signature.items() if kind.startswith("*")}
     attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in pointers | set(build.aligned)}

@@ -26,7 +26,10 @@ class ParityError(FastlayersError, AssertionError):
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[None]:
     """Fill every uninitialised tensor with NaN (integers: the maximum) while the block runs."""
-    enabled, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    enabled, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
@@ -47,7 +50,9 @@ def _clone_strided(tensor: torch.Tensor) -> torch.Tensor:
     return copy.copy_(tensor)
 
 
-def check_parity(layer: str, backend: str | Backend, case: str | Case, device: Any = "cpu", seed: int = 0) -> dict[str, float]:
+def check_parity(
+    layer: str, backend: str | Backend, case: str | Case, device: Any = "cpu", seed: int = 0
+) -> dict[str, float]:
     """Run one backend on one case and compare it with the layer's reference.
 
     Parameters
@@ -173,9 +178,7 @@ def _compare_all(
     if actual.keys() != expected.keys():
         raise ParityError(f"{where}: outputs {sorted(actual)} instead of {sorted(expected)}")
     own = spec.bounds(case)
-    return {
-        name: compare(f"{where}: {name}", actual[name], expected[name], own.get(name)) for name in expected
-    }
+    return {name: compare(f"{where}: {name}", actual[name], expected[name], own.get(name)) for name in expected}
 
 
 def compare(where: str, actual: torch.Tensor, expected: torch.Tensor, bound: Bound | None = None) -> float:

@@ -1,6 +1,7 @@
 """MLA as DeepSeek builds it: latent projections, norms, rotary, paged latent cache, attention, output projection.
 
-    T tokens, D hidden, H heads on this rank, Lq = q_lora_rank, L = kv_lora_rank, N/R = nope/rope head dims, V = v_head_dim
+    T tokens, D hidden, H heads on this rank, Lq = q_lora_rank, L = kv_lora_rank, V = v_head_dim
+    N = qk_nope_head_dim, R = qk_rope_head_dim
 
     q_a[Lq] | c[L] | k_pe[R] = x · [W_qa | W_kva]ᵀ              one product for both (Lq given)
     q[H, N+R] = norm(q_a) · W_qbᵀ                               or x · W_qᵀ without q_lora

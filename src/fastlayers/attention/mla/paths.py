@@ -93,4 +93,3 @@ def gather_tokens(
     page = meta.page_table[request, position // meta.page_size].long()
     slots = page * meta.page_size + position % meta.page_size
     return cache.reshape(-1, cache.shape[-1])[slots].to(dtype)
-

@@ -14,9 +14,7 @@ def _case(
     name: str, tokens: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16, bias: bool = False,
     out_dtype: torch.dtype | None = None, small: bool = True, strided: bool = False,
 ) -> Case:  # fmt: skip
-    return Case(
-        name, LinearConfig(k, n, bias, dtype, out_dtype), {"num_tokens": tokens, "strided": strided}, small
-    )
+    return Case(name, LinearConfig(k, n, bias, dtype, out_dtype), {"num_tokens": tokens, "strided": strided}, small)
 
 
 CASES = (

@@ -123,9 +123,7 @@ class Linear(LinearBase):
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = nn.Parameter(
-                torch.zeros(self.local_out, device=device, dtype=dtype), requires_grad=False
-            )
+            self.bias = nn.Parameter(torch.zeros(self.local_out, device=device, dtype=dtype), requires_grad=False)
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
         """Yield the checkpoint tensors ``weight`` and ``bias`` of every part."""
@@ -141,9 +139,7 @@ class Linear(LinearBase):
         """Return a layer that shares the parameters of an ``nn.Linear`` or a :class:`Linear`; no copy."""
         weight, bias = source.weight, source.bias
         if weight.dim() != 2:
-            raise ArgumentError(
-                "Linear", "source.weight", f"{weight.dim()}-dimensional", "[out_features, in_features]"
-            )
+            raise ArgumentError("Linear", "source.weight", f"{weight.dim()}-dimensional", "[out_features, in_features]")
         made = cls(
             weight.shape[1], weight.shape[0], bias is not None,
             device="meta", dtype=weight.dtype,

@@ -49,16 +49,12 @@ def _depth(dtype: torch.dtype) -> int:
     return 32 if dtype == torch.float32 else 64
 
 
-def _fake(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
-) -> torch.Tensor:
+def _fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
 
 
 @operator("linear(Tensor x, Tensor weight, Tensor? bias, ScalarType out_dtype) -> Tensor", _fake)
-def _linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
-) -> torch.Tensor:
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
     if x.stride(-1) != 1:
         x = x.contiguous()
     (m, k), n, block_k = x.shape, weight.shape[0], _depth(x.dtype)

@@ -10,7 +10,15 @@ from fastlayers.norm.rms_norm.layer import RMSNormConfig
 from fastlayers.testing.spec import Case, Cost, LayerSpec
 
 
-def _case(name: str, tokens: int, hidden: int, residual: bool, dtype: torch.dtype, rounding: str = "cast_then_scale", small: bool = True) -> Case:
+def _case(
+    name: str,
+    tokens: int,
+    hidden: int,
+    residual: bool,
+    dtype: torch.dtype,
+    rounding: str = "cast_then_scale",
+    small: bool = True,
+) -> Case:
     shape = {"num_tokens": tokens, "residual": residual, "dtype": dtype, "strided": name.startswith("strided")}
     return Case(name, RMSNormConfig(hidden, 1e-6, rounding), shape, small)
 

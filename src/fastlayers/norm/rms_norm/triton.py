@@ -38,7 +38,9 @@ def _rms_norm_kernel(
     tl.store(y_ptr + row * hidden_size + column, cast(y, y_ptr.dtype.element_ty), mask=inside)
 
 
-def _fake(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float, rounding: int) -> list[torch.Tensor]:
+def _fake(
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float, rounding: int
+) -> list[torch.Tensor]:
     return [x.new_empty(x.shape) for _ in range(1 if residual is None else 2)]
 
 

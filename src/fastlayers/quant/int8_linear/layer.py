@@ -134,9 +134,7 @@ class Int8Linear(LinearBase):
         backend: str = "auto",
     ) -> None:
         super().__init__(in_features, out_features, shard, names)
-        self.choose(
-            INT8_LINEAR, Int8LinearConfig(self.local_in, self.local_out, bias, dtype), device, backend
-        )
+        self.choose(INT8_LINEAR, Int8LinearConfig(self.local_in, self.local_out, bias, dtype), device, backend)
         weight = torch.zeros(self.local_out, self.local_in, device=device, dtype=torch.int8)
         scale = torch.ones(self.local_out, device=device, dtype=torch.float32)
         self.weight = nn.Parameter(weight, requires_grad=False)
