@@ -156,9 +156,9 @@ def explain(
     if target in fl.layers():
         found = fl.explain(target)
     else:
-        from fastlayers_models.deepseek import DeepseekForCausalLM
+        from fastlayers_models.auto import AutoModel
 
-        model = DeepseekForCausalLM.from_pretrained(_path(target), dtype=_dtype(dtype), device=_device(device))
+        model = AutoModel.from_pretrained(_path(target), dtype=_dtype(dtype), device=_device(device))
         found = fl.explain(model)
     if as_json:
         _print_json([vars(row) for row in found])
@@ -237,13 +237,13 @@ def generate(
     from transformers import AutoTokenizer
 
     from fastlayers.sampler.layer import SamplingParams
-    from fastlayers_models.deepseek import DeepseekForCausalLM
+    from fastlayers_models.auto import AutoModel
     from fastlayers_models.generate import Generator
     from fastlayers_server.evaluate import chat_ids
 
     path, cache = _path(checkpoint), _dtype(kv_dtype) if kv_dtype else None
     tokenizer: Any = AutoTokenizer.from_pretrained(path)
-    model = DeepseekForCausalLM.from_pretrained(path, dtype=_dtype(dtype), device=_device(device), kv_dtype=cache)
+    model = AutoModel.from_pretrained(path, dtype=_dtype(dtype), device=_device(device), kv_dtype=cache)
     ids = chat_ids(tokenizer, prompt)
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     generator = Generator(

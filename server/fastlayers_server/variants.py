@@ -14,7 +14,7 @@ import fastlayers as fl
 from fastlayers.attention.meta import AttentionBatch, AttentionState, whole_pages
 from fastlayers.errors import UnknownNameError
 from fastlayers_models.convert import convert_to_fp8_block, dequantize_checkpoint
-from fastlayers_models.deepseek import DeepseekForCausalLM
+from fastlayers_models.auto import AutoModel
 from fastlayers_models.generate import Generator
 
 TINY = "tiny_deepseek_v3"
@@ -82,7 +82,7 @@ class FastlayersRunner:
     def __init__(
         self, path: Path, dtype: torch.dtype, device: torch.device, *, kv_dtype: torch.dtype | None = None
     ) -> None:
-        self.model = DeepseekForCausalLM.from_pretrained(path, dtype=dtype, device=device, kv_dtype=kv_dtype)
+        self.model = AutoModel.from_pretrained(path, dtype=dtype, device=device, kv_dtype=kv_dtype)
         self._generators: dict[tuple[int, int], Generator] = {}
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
