@@ -17,13 +17,15 @@ from transformers import DynamicCache, StaticCache
 
 import fastlayers as fl
 from fastlayers.errors import PatchError
+from fastlayers.patching import apply
 from fastlayers.patching.classes import PREFIX, FastModule
 from fastlayers.patching.packing import PackedModule
 
 sys.path.insert(0, str(Path(__file__).parent))
-from tiny import build, prompt
+from tiny import GQA, build, prompt
 
-FAMILIES = ["v3", "v2"]
+FAMILIES = ["v3", "v2", *GQA]
+SPARSE = ["v3", "qwen2_moe", "qwen3_moe", "gpt_oss"]
 
 
 @torch.inference_mode()
@@ -49,10 +51,14 @@ def snapshot(model: Any) -> dict[str, Any]:
     }
 
 
+def packed_modules(model: Any) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, PackedModule)]
+
+
 def all_packed(model: Any) -> bool:
     """Whether every packed module has its weights in one storage right now."""
     x = torch.zeros(1, 1, model.config.hidden_size, dtype=model.dtype)
-    packed = [module for module in model.modules() if isinstance(module, PackedModule)]
+    packed = packed_modules(model)
     with torch.no_grad():
         return bool(packed) and all(module._fl_fused(x) is not None for module in packed)
 
@@ -71,8 +77,9 @@ def test_unpatch_restores_everything_bit_for_bit(name: str) -> None:
     assert snapshot(model) == before
 
 
-def test_a_second_patch_changes_nothing() -> None:
-    model = build("v3")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_second_patch_changes_nothing(name: str) -> None:
+    model = build(name)
     first = fl.patch(model)
     before, kept = snapshot(model), logits(model)
     second = fl.patch(model)
@@ -86,8 +93,9 @@ def test_a_second_patch_changes_nothing() -> None:
     assert not any(isinstance(m, FastModule) for m in model.modules())
 
 
-def test_names_and_configuration_stay(tmp_path: Path) -> None:
-    model = build("v3")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_names_and_configuration_stay(name: str, tmp_path: Path) -> None:
+    model = build(name)
     keys = {key: (value.shape, value.dtype) for key, value in model.state_dict().items()}
     model.save_pretrained(tmp_path / "before")
     fl.patch(model)
@@ -100,8 +108,9 @@ def test_names_and_configuration_stay(tmp_path: Path) -> None:
     assert sizes[0] == sizes[1]
 
 
-def test_stock_transformers_loads_what_a_patched_model_saved(tmp_path: Path) -> None:
-    model = build("v3")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_stock_transformers_loads_what_a_patched_model_saved(name: str, tmp_path: Path) -> None:
+    model = build(name)
     wanted = logits(model)
     fl.patch(model)
     model.save_pretrained(tmp_path)
@@ -110,9 +119,10 @@ def test_stock_transformers_loads_what_a_patched_model_saved(tmp_path: Path) -> 
     assert torch.equal(logits(again), wanted)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch_save"])
-def test_copies_of_a_patched_model_run_and_can_be_unpatched(how: str) -> None:
-    model = build("v3")
+def test_copies_of_a_patched_model_run_and_can_be_unpatched(name: str, how: str) -> None:
+    model = build(name)
     stock = logits(model)
     report = fl.patch(model)
     wanted = logits(model)
@@ -131,16 +141,17 @@ def test_copies_of_a_patched_model_run_and_can_be_unpatched(how: str) -> None:
     assert all_packed(other)
     # A change of the original must not show in the copy, nor the other way round.
     with torch.no_grad():
-        model.model.layers[0].self_attn.q_a_proj.weight.mul_(2.0)
-        model.model.layers[0].mlp.up_proj.weight.mul_(2.0)
+        for module in packed_modules(model):
+            module._fl_linears()[0].weight.mul_(2.0)
     assert torch.equal(logits(other), wanted)
     fl.unpatch(other)
     assert not any(n.startswith(PREFIX) for m in other.modules() for n in m.__dict__)
     assert torch.equal(logits(other), stock)
 
 
-def test_to_another_dtype_and_back() -> None:
-    model, twin = build("v3"), build("v3")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_to_another_dtype_and_back(name: str) -> None:
+    model, twin = build(name), build(name)
     fl.patch(model)
     for dtype in (torch.bfloat16, torch.float32):
         model, twin = model.to(dtype), twin.to(dtype)
@@ -149,9 +160,10 @@ def test_to_another_dtype_and_back() -> None:
         assert close(logits(model).float(), logits(twin).float(), bound)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("assign", [False, True])
-def test_load_state_dict_reaches_the_packed_weights(assign: bool) -> None:
-    model, other = build("v3"), build("v3", seed=5)
+def test_load_state_dict_reaches_the_packed_weights(name: str, assign: bool) -> None:
+    model, other = build(name), build(name, seed=5)
     wanted = logits(other)
     fl.patch(model)
     assert not close(logits(model), wanted)
@@ -160,18 +172,22 @@ def test_load_state_dict_reaches_the_packed_weights(assign: bool) -> None:
     assert close(logits(model), wanted)
 
 
-def test_a_parameter_replaced_behind_our_back_is_used() -> None:
-    model, twin = build("v3"), build("v3")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_parameter_replaced_behind_our_back_is_used(name: str) -> None:
+    model, twin = build(name), build(name)
     fl.patch(model)
+    parts = [f"{n}.{m._fl_parts()[0]}" for n, m in model.named_modules() if isinstance(m, PackedModule)]
+    assert parts
     for m in (model, twin):
-        attention, mlp = m.model.layers[0].self_attn, m.model.layers[0].mlp
-        attention.q_a_proj.weight = nn.Parameter(2.0 * attention.q_a_proj.weight.detach())
-        mlp.gate_proj.weight = nn.Parameter(0.5 * mlp.gate_proj.weight.detach())
+        for part in parts[:2]:
+            linear = m.get_submodule(part)
+            linear.weight = nn.Parameter(2.0 * linear.weight.detach())
     assert close(logits(model), logits(twin))
 
 
-def test_weights_changed_in_place_are_used() -> None:
-    model, twin = build("v2"), build("v2")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_weights_changed_in_place_are_used(name: str) -> None:
+    model, twin = build(name), build(name)
     fl.patch(model)
     with torch.no_grad():
         for m in (model, twin):
@@ -180,48 +196,61 @@ def test_weights_changed_in_place_are_used() -> None:
     assert close(logits(model), logits(twin))
 
 
-def test_hidden_states_and_router_outputs_are_recorded_as_before() -> None:
-    model = build("v3")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_hidden_states_and_router_outputs_are_recorded_as_before(name: str) -> None:
+    model = build(name)
     inputs = prompt(2, 40, pads=(0, 6))
-    routed: list[Any] = []
+    options: dict[str, Any] = {"output_hidden_states": True}
+    if name in SPARSE and name != "v3":
+        options["output_router_logits"] = True
+    blocks = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "experts")]
+    gates = [getattr(block, "gate", None) or block.router for block in blocks]
+    assert bool(gates) == (name in SPARSE or name == "v2")
     with torch.inference_mode():
-        wanted = model(**inputs, output_hidden_states=True)
-        gate = model.model.layers[1].mlp.gate
-        stock_routing = gate(wanted.hidden_states[1].reshape(-1, 64))
+        wanted = model(**inputs, **options)
+        x = wanted.hidden_states[1].reshape(-1, 64)
+        stock_routing = [gate(x) for gate in gates]
         fl.patch(model)
-        given = model(**inputs, output_hidden_states=True)
-        routed = gate(wanted.hidden_states[1].reshape(-1, 64))
-    assert len(given.hidden_states) == len(wanted.hidden_states) == 4
+        given = model(**inputs, **options)
+        routing = [gate(x) for gate in gates]
+    assert len(given.hidden_states) == len(wanted.hidden_states) == len(model.model.layers) + 1
     seen = inputs["attention_mask"].bool()
     for w, g in zip(wanted.hidden_states, given.hidden_states, strict=True):
         assert close(g[seen], w[seen])
-    assert len(routed) == 3
-    for w, g in zip(stock_routing, routed, strict=True):
-        assert torch.equal(w, g)
+    for stock, ours in zip(stock_routing, routing, strict=True):
+        assert len(ours) == 3
+        assert all(g.dtype == w.dtype and torch.equal(g, w) for w, g in zip(stock, ours, strict=True))
+    if "output_router_logits" in options:
+        assert len(given.router_logits) == len(wanted.router_logits) == len(gates)
+        for w, g in zip(wanted.router_logits, given.router_logits, strict=True):
+            assert close(g.view(2, 40, -1)[seen], w.view(2, 40, -1)[seen])
 
 
-def test_attention_weights_are_recorded_by_the_original() -> None:
-    model = build("v3", attn="eager")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_attention_weights_are_recorded_by_the_original(name: str) -> None:
+    model = build(name, attn="eager")
     inputs = prompt(2, 20)
     with torch.inference_mode():
         wanted = model(**inputs, output_attentions=True).attentions
         report = fl.patch(model)
         given = model(**inputs, output_attentions=True).attentions
-    assert len(given) == len(wanted) == 3
+    assert len(given) == len(wanted) == len(model.model.layers)
     assert all(close(g, w) for w, g in zip(wanted, given, strict=True))
     assert all(count == 1 for name, count in report.fallbacks().items() if name.endswith("self_attn"))
 
 
-def test_another_instance_is_not_touched() -> None:
-    model, other = build("v3"), build("v3")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_another_instance_is_not_touched(name: str) -> None:
+    model, other = build(name), build(name)
     before, wanted = snapshot(other), logits(other)
     fl.patch(model)
     assert snapshot(other) == before
     assert torch.equal(logits(other), wanted)
 
 
-def test_training_and_gradients_run_the_original() -> None:
-    model, twin = build("v3"), build("v3")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_training_and_gradients_run_the_original(name: str) -> None:
+    model, twin = build(name), build(name)
     report = fl.patch(model)
     inputs = prompt(2, 16)
     for m in (model, twin):
@@ -254,6 +283,65 @@ def test_continuous_batching_says_that_it_does_not_work() -> None:
         model.generate_batch([[1, 2, 3]])
     fl.unpatch(model)
     assert "generate_batch" not in model.__dict__
+
+
+@pytest.mark.parametrize("name", GQA)
+def test_continuous_batching_runs_on_the_implementation_of_before(name: str) -> None:
+    model = build(name)
+    before = model.config._attn_implementation
+    seen: list[str] = []
+    fl.patch(model)
+    type(model).stand_in = lambda self, *args: seen.append(self.config._attn_implementation)
+    try:
+        apply._stock_continuous_batching(model, "stand_in", 1)
+    finally:
+        del type(model).stand_in
+    assert seen == [before] and "generate_batch" in model.__dict__
+    wanted = logits(model)
+    fl.unpatch(model)
+    assert close(logits(model), wanted) and "generate_batch" not in model.__dict__
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_hooks_of_accelerate_go_on_working(name: str) -> None:
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    model = build(name)
+    for module in list(model.modules()):
+        if module is not model and len(list(module.parameters(recurse=False))):
+            add_hook_to_module(module, AlignDevicesHook(execution_device=torch.device("cpu")))
+    for layer in model.model.layers:
+        add_hook_to_module(layer.self_attn, AlignDevicesHook(execution_device=torch.device("cpu"), io_same_device=True))
+    wanted, before = logits(model), snapshot(model)
+    report = fl.patch(model)
+    assert {e.kind for e in report.replaced} >= {"attention", "norm"}
+    assert close(logits(model), wanted)
+    assert min(report.hits().values()) > 0
+    fl.unpatch(model)
+    assert snapshot(model) == before and torch.equal(logits(model), wanted)
+
+
+@pytest.mark.parametrize("name", ["v3", *GQA])
+@torch.no_grad()
+def test_compiled_layers_neither_break_nor_compile_again(name: str) -> None:
+    model = build(name)
+    report = fl.patch(model)
+    torch._dynamo.reset()
+    layer = model.model.layers[-1]
+    step: Any = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, 5, 64)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for turn in range(20):
+            x = x.roll(1, 0) + 0.1
+            position = torch.arange(turn, turn + 5)[None].expand(2, -1)
+            table = model.model.rotary_emb(x, position_ids=position)
+            given = step(x, attention_mask=None, position_embeddings=table)
+    wanted = layer(x, attention_mask=None, position_embeddings=table)
+    assert close(given, wanted)
+    own = [
+        count for key, count in report.hits().items() if key.startswith(f"model.layers.{len(model.model.layers) - 1}.")
+    ]
+    assert own and min(own) >= 21, "counters run in compiled code too"
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])

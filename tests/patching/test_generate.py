@@ -14,14 +14,14 @@ from packaging.version import Version
 
 import fastlayers as fl
 import fastlayers_models
-from fastlayers.patching import mla
+from fastlayers.patching import experts, gqa, mla
 from fastlayers.patching.experts import NAME
 from fastlayers.patching.mlp import FastMLP
 from fastlayers.patching.norm import FastRMSNorm
-from fastlayers.patching.router import FastV3Router
+from fastlayers.patching.router import FastSoftmaxRouter, FastTopKFirstRouter, FastV3Router
 
 sys.path.insert(0, str(Path(__file__).parent))
-from tiny import CONFIGS, build, prompt
+from tiny import CONFIGS, GQA, build, prompt
 
 STEPS = 64
 SHIPPED = Path(fastlayers_models.__file__).parent / "assets" / "tiny_deepseek_v3"
@@ -82,8 +82,14 @@ def test_tokens_are_identical(models: Callable[[str], Any], name: str, mode: str
     assert same_tokens(models(name), mode)
 
 
+@pytest.mark.parametrize("mode", ["dynamic", "dynamic_padded", "static_padded", "beams_padded", "chunked_prefill"])
+@pytest.mark.parametrize("name", GQA)
+def test_tokens_of_other_families_are_identical(models: Callable[[str], Any], name: str, mode: str) -> None:
+    assert same_tokens(models(name), mode)
+
+
 @pytest.mark.parametrize("mode", ["dynamic_padded", "static_padded"])
-@pytest.mark.parametrize("name", ["v3_yarn_bias", "v2_lite", "v3_dense"])
+@pytest.mark.parametrize("name", ["v3_yarn_bias", "v2_lite", "v3_dense", "llama_bias"])
 def test_tokens_are_identical_in_other_variants(models: Callable[[str], Any], name: str, mode: str) -> None:
     assert same_tokens(models(name), mode)
 
@@ -209,6 +215,58 @@ def test_a_corrupted_fast_path_is_noticed(
     CORRUPTIONS[corruption](monkeypatch)
     assert teacher_forced_error("v3", model) > 1e-5
     assert not same_tokens(model, "dynamic_padded")
+
+
+def _module(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, change: Callable[[Any], Any]) -> None:
+    right = getattr(target, name)
+    monkeypatch.setattr(target, name, lambda *arguments: change(right(*arguments)))
+
+
+def _sharper(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = gqa.attend
+    monkeypatch.setattr(gqa, "attend", lambda q, k, v, mask, scale, *rest: right(q, k, v, mask, 1.01 * scale, *rest))
+
+
+def _unmasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = gqa.attend
+
+    def open_eyed(q: Any, k: Any, v: Any, mask: Any, *rest: Any) -> torch.Tensor:
+        return right(q, k, v, None if mask is None else torch.ones_like(mask), *rest)
+
+    monkeypatch.setattr(gqa, "attend", open_eyed)
+
+
+def _no_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = gqa.attend
+    monkeypatch.setattr(gqa, "attend", lambda q, k, v, mask, scale, *rest: right(q, k, v, mask, scale, None, None))
+
+
+# What is broken -> the families that run it.
+BROKEN: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...]]] = {
+    "softmax_scale": (_sharper, GQA),
+    "ignored_mask": (_unmasked, GQA),
+    "no_sinks": (_no_sinks, ("gpt_oss",)),
+    "rotary": (lambda m: _module(m, gqa, "_turn", lambda x: x.flip(1)), GQA),
+    "norm_scale": (lambda m: _output(m, FastRMSNorm, "forward", lambda y: 1.01 * y), GQA),
+    "mlp_scale": (lambda m: _output(m, FastMLP, "forward", lambda y: 1.05 * y), tuple(n for n in GQA if n != "gpt_oss")),
+    "experts": (lambda m: _module(m, experts, "grouped", lambda y: 1.05 * y), ("qwen2_moe", "qwen3_moe", "gpt_oss")),
+    "softmax_router": (
+        lambda m: _output(m, FastSoftmaxRouter, "_fl_exact", lambda r: (r[0], r[1].roll(1, 0))),
+        ("qwen2_moe", "qwen3_moe"),
+    ),
+    "topk_first_router": (
+        lambda m: _output(m, FastTopKFirstRouter, "_fl_exact", lambda r: (r[0], r[1].roll(1, 0))), ("gpt_oss",)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("broken", "name"), [(b, n) for b, (_, names) in BROKEN.items() for n in names])
+def test_what_is_broken_in_another_family_is_noticed(
+    models: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, broken: str, name: str
+) -> None:
+    BROKEN[broken][0](monkeypatch)
+    assert teacher_forced_error(name, models(name)) > 1e-5
+    assert not same_tokens(models(name), "dynamic_padded")
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "dynamic_padded"])

@@ -12,11 +12,11 @@ import torch
 from transformers import DynamicCache
 
 import fastlayers as fl
-from fastlayers.patching import mla
+from fastlayers.patching import gqa, mla
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_contracts import close
-from tiny import build, prompt
+from tiny import DENSE, GQA, build, prompt
 
 
 def pair(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[Any, Any]:
@@ -96,13 +96,15 @@ def test_norms_are_bit_equal_and_mlps_close(dtype: torch.dtype) -> None:
     assert close(given.float(), wanted.float(), 1e-6 if dtype == torch.float32 else 8e-3)
 
 
-def attention_call(model: Any, queries: int, cached: int, mask: torch.Tensor | None) -> torch.Tensor:
+def attention_call(
+    model: Any, queries: int, cached: int, mask: torch.Tensor | None, first_mask: torch.Tensor | None = None
+) -> torch.Tensor:
     layer = model.model.layers[0].self_attn
     generator = torch.Generator().manual_seed(3)
-    x = torch.randn(2, cached + queries, 64, generator=generator)
+    x = torch.randn(2, cached + queries, 64, generator=generator).to(model.dtype)
     cache = DynamicCache()
     output = None
-    for first, last, seen in ((0, cached, None), (cached, cached + queries, mask)):
+    for first, last, seen in ((0, cached, first_mask), (cached, cached + queries, mask)):
         if last > first:
             position = torch.arange(first, last)[None].expand(2, -1)
             table = model.model.rotary_emb(x, position_ids=position)
@@ -182,21 +184,22 @@ def decode_logits(model: Any) -> torch.Tensor:
     return torch.cat(found, 1).double()
 
 
-def test_bf16_is_as_good_as_stock() -> None:
+@pytest.mark.parametrize("name", ["v3_dense", *DENSE])
+def test_bf16_is_as_good_as_stock(name: str) -> None:
     errors: dict[str, list[float]] = {"sdpa": [], "eager": [], "fast": []}
     for seed in range(3):
-        rounded = build("v3_dense", torch.bfloat16, seed)
-        reference = build("v3_dense", torch.float32, seed)
+        rounded = build(name, torch.bfloat16, seed)
+        reference = build(name, torch.float32, seed)
         reference.load_state_dict({key: value.float() for key, value in rounded.state_dict().items()})
         wanted = decode_logits(reference)
-        for name in errors:
-            model = build("v3_dense", torch.bfloat16, seed, attn="eager" if name == "eager" else "sdpa")
-            if name == "fast":
+        for kind in errors:
+            model = build(name, torch.bfloat16, seed, attn="eager" if kind == "eager" else "sdpa")
+            if kind == "fast":
                 report = fl.patch(model, strict=True)
             given = decode_logits(model)
-            errors[name].append(float((given - wanted).norm() / wanted.norm()))
+            errors[kind].append(float((given - wanted).norm() / wanted.norm()))
         assert min(report.hits().values()) > 0
-    mean = {name: sum(values) / len(values) for name, values in errors.items()}
+    mean = {kind: sum(values) / len(values) for kind, values in errors.items()}
     assert mean["fast"] <= 1.25 * max(mean["sdpa"], mean["eager"]), mean
     assert mean["fast"] > 1e-4, "bf16 must show"
 
@@ -205,7 +208,125 @@ def test_a_corrupted_scale_fails_the_bf16_check(monkeypatch: pytest.MonkeyPatch)
     right = mla.attend_latent
     monkeypatch.setattr(mla, "attend_latent", lambda q, r, mask, scale, rank: right(q, r, mask, 1.1 * scale, rank))
     with pytest.raises(AssertionError, match="sdpa"):
-        test_bf16_is_as_good_as_stock()
+        test_bf16_is_as_good_as_stock("v3_dense")
+
+
+@torch.no_grad()
+def test_gpt_oss_attention_in_bf16_is_as_good_as_stock() -> None:
+    stock, fast = pair("gpt_oss", torch.bfloat16)
+    exact = copy.deepcopy(stock).float()
+    for kind in ("bool", "float"):
+        mask = masks("float", 3, 43)
+        assert mask is not None
+        given_mask = masks("bool", 3, 43) if kind == "bool" else mask.clamp_min(torch.finfo(torch.bfloat16).min)
+        wanted = attention_call(exact, 3, 0, causal_rows(mask))
+        results = [attention_call(m, 3, 0, causal_rows(k)) for m, k in ((stock, mask.bfloat16()), (fast, given_mask))]
+        errors = [float((r.float() - wanted).norm() / wanted.norm()) for r in results]
+        assert 1e-4 < errors[1] <= 1.25 * errors[0]
+
+
+def causal_rows(mask: Any) -> Any:
+    """The part of a mask for three tokens without a cache."""
+    return mask[..., -3:]
+
+
+@pytest.mark.parametrize("kind", ["bool", "float", "biased", "none"])
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("name", GQA)
+@torch.no_grad()
+def test_grouped_attention_honours_any_mask(name: str, queries: int, kind: str) -> None:
+    stock, fast = pair(name)
+    cached = 0 if kind == "none" and queries > 1 else 40
+    mask = None if kind == "none" else masks(kind, queries, cached + queries)
+    plain = mask
+    if stock.config._attn_implementation == "eager" and (mask is None or mask.dtype == torch.bool):
+        seen = gqa.causal(queries, queries, torch.device("cpu")) if mask is None else mask
+        plain = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    if cached:
+        first = torch.zeros(1, 1, cached, cached).masked_fill(~gqa.causal(cached, cached, torch.device("cpu")), -1e30)
+    wanted, given = (
+        attention_call(model, queries, cached, m, first if cached else None)
+        for model, m in ((stock, plain if cached or queries > 1 else None), (fast, mask))
+    )
+    assert close(given, wanted, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "extra", [{}, {"sinks": torch.randn(4)}, {"softcap": 3.0}, {"softcap": 3.0, "sinks": torch.randn(4)}]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_attend_against_the_formula(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, extra: dict[str, Any]) -> None:
+    monkeypatch.setattr(gqa, "MAX_SCORES", 2 * 4 * 11 * 2)
+    for queries in (1, 5):
+        q, k, v = (torch.randn(2, heads, n, 8).to(dtype) for heads, n in ((4, queries), (2, 11), (2, 11)))
+        mask = torch.rand(2, 1, queries, 11) < 0.5
+        mask[0, :, 0] = False
+        scores = torch.einsum("bhqd,bhsd->bhqs", q.double(), k.double().repeat_interleave(2, 1)) * 0.3
+        if "softcap" in extra:
+            scores = 3.0 * torch.tanh(scores / 3.0)
+        scores = scores.exp() * mask
+        sink = extra["sinks"].double().exp().view(1, 4, 1, 1) if "sinks" in extra else 0.0
+        weights = scores / (scores.sum(-1, keepdim=True) + sink).clamp_min(1e-30)
+        wanted = torch.einsum("bhqs,bhsd->bqhd", weights, v.double().repeat_interleave(2, 1))
+        given = gqa.attend(q, k, v, mask, 0.3, **extra)
+        assert given.shape == wanted.shape and bool(given.isfinite().all())
+        assert close(given.double(), wanted, 1e-6 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("name", GQA)
+@torch.no_grad()
+def test_padding_rows_that_see_nothing_are_finite(name: str) -> None:
+    _, fast = pair(name)
+    mask = torch.zeros(2, 1, 3, 43, dtype=torch.bool)
+    mask[1] = True
+    assert bool(attention_call(fast, 3, 40, mask).isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tokens", [0, 1, 33])
+@pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_moe", "gpt_oss"])
+@torch.no_grad()
+def test_experts_of_other_families(name: str, tokens: int, dtype: torch.dtype) -> None:
+    stock, fast = pair(name, dtype)
+    named = copy.deepcopy(stock)
+    fl.patch(named, moe="torch")
+    x = 3.0 * torch.randn(tokens, 64).to(dtype)
+    ids, weights = (torch.rand(tokens, 15).topk(4).indices + 8) % 16, torch.rand(tokens, 4).to(dtype)
+    if name == "gpt_oss":
+        assert tokens < 2 or bool(((x @ stock.model.layers[1].mlp.experts.gate_up_proj[8]).abs() > 7.0).any())
+    outs = [model.model.layers[1].mlp.experts(x, ids, weights) for model in (stock, fast, named)]
+    for out in outs[1:]:
+        assert out.shape == outs[0].shape and out.dtype == dtype
+        assert close(out.float(), outs[0].float(), 2e-6 if dtype == torch.float32 else 2e-2)
+    if tokens:
+        cut = ids.clone()
+        cut[:, 2:] = 16
+        short = fast.model.layers[1].mlp.experts(x, ids[:, :2], weights[:, :2])
+        assert close(fast.model.layers[1].mlp.experts(x, cut, weights).float(), short.float(), 1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", GQA)
+@torch.no_grad()
+def test_norms_and_routers_of_other_families_are_bit_equal(name: str, dtype: torch.dtype) -> None:
+    stock, fast = pair(name, dtype)
+    x = 5.0 * torch.randn(60, 64).to(dtype)
+    assert torch.equal(fast.model.norm(x), stock.model.norm(x))
+    blocks = [model.model.layers[1].mlp for model in (stock, fast)]
+    if not hasattr(blocks[0], "experts"):
+        return
+    gates = [getattr(block, "gate", None) or block.router for block in blocks]
+    assert all(torch.equal(g, w) for g, w in zip(gates[1](x), gates[0](x), strict=True))
+    named = copy.deepcopy(stock)
+    fl.patch(named, moe="torch")
+    ours, wanted = (
+        named.get_submodule("model.layers.1.mlp." + ("router" if name == "gpt_oss" else "gate"))(x),
+        gates[0](x),
+    )
+    spread = [torch.zeros_like(w[0]).scatter(1, w[2], w[1]) for w in (ours, wanted)]
+    assert ours[1].dtype == dtype and close(
+        spread[0].float(), spread[1].float(), 1e-6 if dtype == torch.float32 else 5e-2
+    )
 
 
 @pytest.mark.gpu

@@ -18,7 +18,7 @@ from fastlayers.patching import matching, plan
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_contracts import logits, snapshot
-from tiny import build
+from tiny import GQA, build
 
 
 def reasons(report: Any) -> dict[str, str]:
@@ -155,6 +155,44 @@ def test_lora_of_peft_is_left_alone() -> None:
     assert torch.equal(logits(lora), stock)
 
 
+@pytest.mark.parametrize("name", GQA)
+def test_lora_of_peft_is_left_alone_in_other_families(name: str) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    lora: Any = get_peft_model(build(name), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    lora.eval()
+    stock = logits(lora)
+    report = fl.patch(lora)
+    skipped = reasons(report)
+    attention = [key for key in skipped if key.endswith("self_attn")]
+    assert len(attention) == 2 and all(skipped[key].startswith("wrapped-linear(LoRA)") for key in attention)
+    assert any(e.kind == "norm" for e in report.replaced)
+    assert float((logits(lora) - stock).norm() / stock.norm()) < 1e-5
+    fl.unpatch(lora)
+    assert torch.equal(logits(lora), stock)
+
+
+def test_mxfp4_blocks_are_left_alone() -> None:
+    from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
+
+    model = build("gpt_oss", hidden_size=64, intermediate_size=32)
+    block = model.model.layers[0].mlp
+    block.experts = Mxfp4GptOssExperts(model.config)
+    block.forward = MethodType(lambda self, x: (2.0 * x, None), block)
+    found = reasons(fl.patch(model))
+    assert found["model.layers.0.mlp.experts"].startswith("quantized(mxfp4)")
+    assert found["model.layers.0.mlp.router"].startswith("instance-forward")
+    assert len(found) == 2
+
+
+def test_a_backend_that_hugging_faces_caches_do_not_suit_is_refused() -> None:
+    model = build("llama")
+    before = snapshot(model)
+    with pytest.raises(FastlayersError, match="caches are not pages"):
+        fl.patch(model, attention="triton")
+    assert snapshot(model) == before
+
+
 def test_lora_added_after_the_patch_is_not_bypassed() -> None:
     model, twin = build("v3"), build("v3")
     fl.patch(model)
@@ -246,7 +284,7 @@ def test_a_failure_half_way_is_rolled_back(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(logits(model), wanted)
 
 
-@pytest.mark.parametrize("name", ["v3", "v2_lite"])
+@pytest.mark.parametrize("name", ["v3", "v2_lite", *GQA])
 def test_unknown_code_is_verified(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(plan, "KNOWN", {})
     model = build(name)

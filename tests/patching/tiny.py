@@ -67,9 +67,7 @@ GQA = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gpt_oss", "llama")
 DENSE = ("qwen2", "qwen3", "llama")
 
 
-def build(
-    name: str, dtype: torch.dtype = torch.float32, seed: int = 0, attn: str | None = None, **changes: Any
-) -> Any:
+def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, attn: str | None = None, **changes: Any) -> Any:
     """Return a model of :data:`CONFIGS` in evaluation mode; rotary tables and router biases stay fp32."""
     family, own = CONFIGS[name]
     torch.manual_seed(seed)
@@ -84,7 +82,7 @@ def build(
         for key, value in model.named_parameters():
             if "norm" in key:
                 value.copy_(1 + 0.2 * torch.randn_like(value))
-            elif key.endswith(("bias", "sinks")):
+            elif key.endswith(("bias", "sinks")) and not prefix.startswith("Deepseek"):
                 value.copy_(0.5 * torch.randn_like(value))
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
