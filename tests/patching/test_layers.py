@@ -329,6 +329,21 @@ def test_norms_and_routers_of_other_families_are_bit_equal(name: str, dtype: tor
     )
 
 
+@torch.no_grad()
+def test_kernels_get_transposed_experts_in_their_order() -> None:
+    stock = build("gpt_oss")
+    fast = copy.deepcopy(stock)
+    x, ids, weights = torch.randn(3, 64), torch.rand(3, 16).topk(4).indices, torch.rand(3, 4)
+    fl.patch(fast, moe="triton", include="model.layers.0.mlp.experts")
+    experts = fast.model.layers[0].mlp.experts
+    assert experts.gate_up_proj.mT.is_contiguous() and experts.down_proj.mT.is_contiguous()
+    assert close(experts(x, ids, weights), stock.model.layers[0].mlp.experts(x, ids, weights), 1e-5)
+    assert int(experts._fl_hits) == 1 and int(experts._fl_falls) == 0
+    fl.unpatch(fast)
+    assert experts.gate_up_proj.is_contiguous() and experts.down_proj.is_contiguous()
+    assert torch.equal(experts(x, ids, weights), stock.model.layers[0].mlp.experts(x, ids, weights))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.inference_mode()

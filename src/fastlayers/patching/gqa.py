@@ -142,13 +142,19 @@ def attention_forward(
     **kwargs: Any,
 ) -> Output:
     """Attend; what Hugging Face's registry calls. Modules that are not patched run Hugging Face's own function."""
-    asked = kwargs.get("output_attentions") or getattr(module.config, "output_attentions", False)
-    weights_asked = asked and getattr(module, "_fl_attention", None) == "eager"
     foreign = any(kwargs.get(name) is not None for name in _FOREIGN)
-    if not isinstance(module, FastGQA) or module.training or weights_asked or foreign or wants_grad(module, query):
+    ours = isinstance(module, FastGQA) and not module.training and not foreign and not wants_grad(module, query)
+    if not ours or _weights_asked(module, kwargs):
         return _stock(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return attend(query, key, value, attention_mask, scale, kwargs.get("s_aux"), kwargs.get("softcap")), None
+
+
+def _weights_asked(module: Any, extra: dict[str, Any]) -> bool:
+    """Return whether attention weights are to be recorded, which only eager attention has."""
+    if module._fl_attention != "eager":
+        return False
+    return bool(extra.get("output_attentions") or getattr(module.config, "output_attentions", False))
 
 
 def _stock(
@@ -210,9 +216,8 @@ class FastGQA(PackedModule):
             return False
         known_mask = mask is None or (isinstance(mask, torch.Tensor) and mask.dim() == 4)
         known_position = position is not None and position[0].shape[-1] in (self.head_dim, self.head_dim // 2)
-        asked = extra.get("output_attentions") or getattr(self.config, "output_attentions", False)
         foreign = any(extra.get(name) is not None for name in _FOREIGN)
-        if known_mask and known_position and not foreign and not (asked and self._fl_attention == "eager"):
+        if known_mask and known_position and not foreign and not _weights_asked(self, extra):
             return True
         count(self._fl_falls)
         return False
