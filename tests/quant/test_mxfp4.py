@@ -25,6 +25,21 @@ def test_all_codes_with_all_scales_are_hugging_faces_bits(dtype: torch.dtype) ->
     assert torch.equal(mine.view(WORDS[dtype]), theirs.view(WORDS[dtype]))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", WORDS, ids=str)
+def test_a_gpu_decodes_to_the_same_bits_also_in_a_graph(dtype: torch.dtype) -> None:
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).repeat(256, 1, 1)
+    scales = torch.arange(256, dtype=torch.uint8).view(256, 1).repeat(1, 16)
+    given, graph = (blocks.cuda(), scales.cuda()), torch.cuda.CUDAGraph()
+    eager = dequantize_mxfp4(*given, dtype)
+    with torch.cuda.graph(graph):
+        captured = dequantize_mxfp4(*given, dtype)
+    graph.replay()
+    expected = dequantize_mxfp4(blocks, scales, dtype).view(WORDS[dtype])
+    for result in (eager, captured):
+        assert torch.equal(result.cpu().view(WORDS[dtype]), expected)
+
+
 def test_random_experts_are_hugging_faces_bits() -> None:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 

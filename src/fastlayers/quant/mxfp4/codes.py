@@ -83,15 +83,23 @@ def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dt
     check_choice(_NAME, "dtype", dtype, DTYPES)
     # fp16 has neither the small nor the large powers of two: their product is rounded to it once.
     work = torch.float32 if dtype == torch.float16 else dtype
-    # Values are doubled and powers halved, so that no power overflows.
-    values = torch.tensor(VALUES + tuple(-v for v in VALUES), dtype=work, device=blocks.device) * 2
+    # Values are doubled and powers halved, so that no power overflows. Tables are computed where they are needed: a
+    # copy from the host would not survive capture in a CUDA graph.
     byte = torch.arange(256, device=blocks.device)
+    values = _doubled(byte[:16]).to(work)
     powers = torch.ldexp(torch.ones(256, device=blocks.device), byte - 128).to(work)
     # One look-up a byte gives its two values as one word: by far the fastest way on a CPU.
     word = torch.int32 if work == torch.bfloat16 else torch.int64
     pairs = torch.stack([values[byte & 15], values[byte >> 4]], -1).view(word).flatten()
     wide = pairs.index_select(0, blocks.flatten().int()).view(work).view(*scales.shape, GROUP)
     return wide.mul_(powers[scales.int()].unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+def _doubled(code: torch.Tensor) -> torch.Tensor:
+    """Return twice the values of codes 0 … 15 as fp32: sign, two bits of exponent, one of mantissa."""
+    exponent, mantissa = (code >> 1) & 3, code & 1
+    magnitude = torch.where(exponent == 0, mantissa, (mantissa + 2) << (exponent - 1).clamp_min(0))
+    return magnitude.float() * (1 - 2 * (code >> 3))
 
 
 def quantize_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
