@@ -36,7 +36,7 @@ pip_install() {
 if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     python=$(find_python)
     echo "setup: $venv with $("$python" --version)"
-    if ! "$python" -m venv --clear "$venv"; then
+    if ! "$python" -m venv "$venv"; then
         echo "setup: $python cannot make a virtual environment (Debian: apt-get install python3-venv)" >&2
         exit 1
     fi

@@ -30,6 +30,22 @@ DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; default
 Checkpoint = Annotated[str, typer.Argument(help="Checkpoint directory; 'tiny' is the one that ships.")]
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"fastlayers {fl.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks and warnings.")] = False,
+) -> None:
+    """Model layers for LLM inference: see what runs, compare, convert, generate."""
+
+
 def main() -> None:
     """Run the command line; the exit code is 1 for our errors, 2 for wrong usage."""
     debug = "--debug" in sys.argv
@@ -81,6 +97,11 @@ def _path(name: str) -> Path:
     if not path.is_dir():
         raise ArgumentError(
             "fastlayers", "checkpoint", repr(name), "'tiny', or a directory with config.json and *.safetensors"
+        )
+    if not (path / "config.json").is_file():
+        given = f"{name!r}, which has no config.json"
+        raise ArgumentError(
+            "fastlayers", "checkpoint", given, "a complete one; an interrupted convert goes on if run again"
         )
     return path
 
@@ -155,6 +176,9 @@ def explain(
     """Show what was chosen for a layer or every layer of a model, on which evidence, and what lost."""
     if target in fl.layers():
         found = fl.explain(target)
+    elif not (target == "tiny" or Path(target).exists()):
+        accepted = f"'tiny', a checkpoint directory, or a layer: {', '.join(fl.layers())}"
+        raise ArgumentError("fastlayers", "target", repr(target), accepted)
     else:
         from fastlayers_models.auto import AutoModel
 
@@ -173,8 +197,8 @@ def explain(
 @app.command()
 def demo(
     checkpoint: Checkpoint = "tiny",
-    new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 64,
-    prompt_tokens: Annotated[int, typer.Option(help="Shortest prompt.")] = 2000,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 64,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Shortest prompt.")] = 2000,
     dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32")] = "fp32",
     device: DeviceOption = "",
     as_json: Json = False,
@@ -197,6 +221,7 @@ def demo(
         _print_json(
             {
                 "prompt_tokens": seen.prompt_tokens, "identical": seen.identical, "speedup": seen.speedup,
+                "turns": seen.turns,
                 **{n: vars(r) | {"tokens_per_second": r.tokens_per_second} for n, r in sides.items()},
                 "report": json.loads(seen.report.to_json()), "hits": seen.hits,
             }
@@ -217,6 +242,8 @@ def _print_demo(seen: Any, place: str) -> None:
     out.print(f"fast paths ran {sum(seen.hits.values())} times in {sum(1 for n in seen.hits.values() if n)} modules")
     verdict = "identical tokens" if seen.identical else "THE TOKENS DIFFER"
     out.print(f"{verdict}; decode {seen.speedup:.1f} × as fast")
+    turns = "; ".join(f"{name} " + ", ".join(f"{t:.1f}" for t in found) for name, found in seen.turns.items())
+    out.print(f"tok/s of each turn: {turns} (turns that differ a lot mean that the machine is busy)")
 
 
 @app.command()

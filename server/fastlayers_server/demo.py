@@ -39,6 +39,7 @@ class Demo:
     stock: Run
     patched: Run
     identical: bool
+    turns: dict[str, list[float]]
     report: Any
     hits: dict[str, int]
 
@@ -90,7 +91,8 @@ def run_demo(
             hits = report.hits()
     same = all(run.tokens == stock[0].tokens for run in stock + patched)
     best = [min(runs, key=lambda run: run.seconds - run.prefill_seconds) for runs in (stock, patched)]
-    return Demo(ids.shape[1], best[0], best[1], same, report, hits)
+    turns = {n: [r.tokens_per_second for r in runs] for n, runs in (("stock", stock), ("patched", patched))}
+    return Demo(ids.shape[1], best[0], best[1], same, turns, report, hits)
 
 
 class _FirstToken:

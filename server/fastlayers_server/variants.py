@@ -13,8 +13,8 @@ import torch
 import fastlayers as fl
 from fastlayers.attention.meta import AttentionBatch, AttentionState, whole_pages
 from fastlayers.errors import UnknownNameError
-from fastlayers_models.convert import convert_to_fp8_block, dequantize_checkpoint
 from fastlayers_models.auto import AutoModel
+from fastlayers_models.convert import convert_to_fp8_block, dequantize_checkpoint
 from fastlayers_models.generate import Generator
 
 TINY = "tiny_deepseek_v3"

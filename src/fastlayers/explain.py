@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastlayers import device as device_module
+from fastlayers.errors import ArgumentError
 from fastlayers.registry import LAYERS, Choice, registry
 
 
@@ -64,7 +65,7 @@ def backends(layer: str, device: Any = None, cfg: Any = None) -> Table:
         cfg = spec_of(layer).cases[0].cfg
     rows = []
     for rank, backend in enumerate(table.ranked):
-        hardware = backend.refuse(cfg, target)
+        hardware = backend.refusal(cfg, target)
         installed = device_module.missing(backend.needs, load=not target.described)
         reason = "; ".join(filter(None, (hardware, installed, backend.note)))
         automatic = target.type in backend.auto_on + backend.last_resort_on
@@ -111,6 +112,10 @@ def explain(target: Any) -> Explanations:
 
         choice = registry(target).choose(spec_of(target).cases[0].cfg)
         return Explanations((_explain(target, choice, 0),))
+    from torch import nn
+
+    if not isinstance(target, nn.Module):
+        raise ArgumentError("explain", "target", repr(target), "a layer's name, a layer, or a model")
     found = []
     for name, module in target.named_modules():
         own = sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))

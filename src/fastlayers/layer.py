@@ -8,6 +8,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from fastlayers.device import DESCRIBED
 from fastlayers.errors import ArgumentError
 from fastlayers.registry import Choice, Ladder, Registry
 from fastlayers.registry import registry as registry_named
@@ -28,6 +29,9 @@ class Layer(nn.Module):
 
     def choose(self, registry: Registry, cfg: Any, device: torch.device | str | None, backend: str) -> None:
         """Choose and build the backend for ``cfg`` on ``device`` (``None``: torch's default device)."""
+        if isinstance(device, str) and device != "cpu" and device in DESCRIBED:
+            accepted = "a device of this machine; described devices are for fl.backends"
+            raise ArgumentError(type(self).__name__, "device", repr(device), accepted)
         self.cfg = cfg
         self.choice = registry.choose(cfg, device, backend)
         self.ladder = self.choice.build()
@@ -87,6 +91,8 @@ class Layer(nn.Module):
 
 def finalize(model: nn.Module) -> nn.Module:
     """Call :meth:`Layer.finalize` on every layer of ``model``, one at a time, and return the model."""
+    if not isinstance(model, nn.Module):
+        raise ArgumentError("finalize", "model", repr(model), "an nn.Module")
     for module in model.modules():
         if isinstance(module, Layer):
             module.finalize()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -93,12 +94,23 @@ class Backend:
         if not isinstance(self.target, str):
             return self.target
         module, _, attribute = self.target.partition(":")
-        loaded: Callable[[Any], Any] = getattr(importlib.import_module(module), attribute)
+        try:
+            loaded: Callable[[Any], Any] = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            given = f"{self.target!r}, which cannot be loaded: {type(error).__name__}: {error}"
+            raise ArgumentError(f"backend {self.name!r}", "target", given, "'package.module:Class'") from error
         return loaded
+
+    def refusal(self, cfg: Any, device: Device) -> str | None:
+        """Return what ``refuse`` says; a predicate that raises refuses with what it raised."""
+        try:
+            return self.refuse(cfg, device)
+        except Exception as error:  # a foreign row must not break the layer; the reason is kept
+            return f"its refuse() raised {type(error).__name__}: {error}"
 
     def why_not(self, cfg: Any, device: Device) -> str | None:
         """Return why this backend cannot run ``cfg`` on ``device`` here, or ``None``."""
-        return self.refuse(cfg, device) or device_module.missing(self.needs, load=not device.described)
+        return self.refusal(cfg, device) or device_module.missing(self.needs, load=not device.described)
 
 
 # The two rows that every layer has.
@@ -228,6 +240,13 @@ class Registry:
         ArgumentError
             The name is taken.
         """
+        if not isinstance(new, Backend):
+            raise ArgumentError(self.layer, "backend", repr(new), "a Backend")
+        if new.name == "auto" or not re.fullmatch(r"[\w.+-]+", new.name):
+            accepted = "letters, digits, '_', '.', '+', '-'; not 'auto'"
+            raise ArgumentError(self.layer, "backend", repr(new.name), accepted)
+        if isinstance(new.needs, str):
+            raise ArgumentError(self.layer, f"needs of {new.name!r}", repr(new.needs), "a tuple of strings")
         names = [backend.name for backend in self.ranked]
         if new.name in names:
             raise ArgumentError(self.layer, "backend", repr(new.name), f"a name other than {', '.join(names)}")
@@ -253,12 +272,16 @@ class Registry:
         UnknownNameError
             A name that is not registered, in the call or in the environment.
         """
+        if not isinstance(want, str):
+            raise ArgumentError(self.layer, "backend", repr(want), "'auto', a name, or a ladder like 'triton:64|torch'")
         load_plugins()
         target = device_module.as_device(device)
         evidence = "asked for by name"
         if want == "auto":
             overrides = env.backend_overrides()
-            for layer in overrides:
+            for layer, named in overrides.items():
+                if layer in LAYERS and named != "auto":
+                    _builtin_registry(layer)._parse(named)
                 if layer not in LAYERS:
                     raise EnvironmentVariableError(
                         f"{env.BACKEND}: layer {layer!r} is unknown; known: {', '.join(LAYERS)}"

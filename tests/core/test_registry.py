@@ -213,3 +213,51 @@ def test_configs_rebuild_from_their_repr() -> None:
             for value in vars(case.cfg).values():
                 namespace[type(value).__name__] = type(value)
             assert eval(repr(case.cfg), namespace) == case.cfg
+
+
+def test_senseless_rows_are_refused_by_name() -> None:
+    table = toy(Backend("ours", Echo))
+    for bad, words in (
+        ("str", "a Backend"),
+        (Backend("auto", Echo), "not 'auto'"),
+        (Backend("a:b|c", Echo), "letters"),
+    ):
+        with pytest.raises(ArgumentError, match=words):
+            table.add(bad)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="a tuple of strings"):
+        table.add(Backend("d", Echo, needs="foo:bar"))  # type: ignore[arg-type]
+    assert [b.name for b in table.ranked] == ["ours", "torch"]
+
+
+def test_a_foreign_row_that_breaks_is_a_reason_or_a_named_error() -> None:
+    def raises(cfg: object, device: Device) -> str | None:
+        raise ZeroDivisionError("oops")
+
+    table = toy(Backend("bad", Echo, refuse=raises), Backend("lost", "nope.nothing:Impl"))
+    choice = table.choose("cfg", H200)
+    assert choice.name == "lost" and choice.refused["bad"] == "its refuse() raised ZeroDivisionError: oops"
+    with pytest.raises(ArgumentError, match=r"backend 'lost': target is 'nope\.nothing:Impl', which cannot be loaded"):
+        choice.build()
+
+
+def test_environment_names_are_checked_for_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(env.BACKEND, "mla=nope")
+    with pytest.raises(UnknownNameError, match="mla: backend 'nope' is unknown"):
+        fl.RMSNorm(8)
+
+
+def test_wrong_kinds_of_argument_get_a_sentence() -> None:
+    for call, words in (
+        (lambda: fl.RMSNorm(8, backend=None), "backend is None"),  # type: ignore[arg-type]
+        (lambda: fl.RMSNorm(8, device="H200"), "described devices are for fl.backends"),
+        (lambda: fl.RMSNorm(8, float("nan")), "eps is nan"),
+        (lambda: fl.RMSNorm(8, "x"), "eps is 'x'"),  # type: ignore[arg-type]
+        (lambda: fl.RMSNorm(8, dtype="bf16"), "dtype is 'bf16'"),  # type: ignore[arg-type]
+        (lambda: fl.explain(3), "target is 3"),
+        (lambda: fl.finalize(3), "model is 3"),
+        (lambda: fl.kv_cache_spec(None), "model is None"),
+        (lambda: fl.unpatch("str"), "model is str"),
+        (lambda: fl.FusedMoE(8, 16, 2, 3), "top_k is 3; accepted: at most num_experts 2"),
+    ):
+        with pytest.raises(ArgumentError, match=words):
+            call()

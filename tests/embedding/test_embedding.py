@@ -114,3 +114,10 @@ def test_traceable() -> None:
     layer, ids = VocabEmbedding(10, 3, shard=shards(2)[1], backend="torch"), torch.tensor([1, 7])
     layer.weight.normal_()
     assert torch.equal(torch.compile(layer, backend="eager", fullgraph=True)(ids), layer(ids))
+
+
+def test_ids_outside_the_vocabulary_are_named_on_a_cpu() -> None:
+    layer = VocabEmbedding(10, 4)
+    for bad in (11, -1):
+        with pytest.raises(ArgumentError, match=f"VocabEmbedding: ids is {bad} to {bad}; accepted: 0 to 9"):
+            layer(torch.tensor([bad]))

@@ -208,7 +208,10 @@ def test_zero_replacements_raise() -> None:
     model = build("v3")
     before = snapshot(model)
     with pytest.raises(PatchError, match="nothing can be replaced"):
-        fl.patch(model, include="nothing.like.this")
+        fl.patch(model, include="lm_head")
+    for argument in ("include", "exclude"):
+        with pytest.raises(ArgumentError, match=f"patch: {argument} is 'norm'; accepted: a glob that matches"):
+            fl.patch(model, **{argument: ["norm"]})
     with pytest.raises(PatchError, match="nothing can be replaced"):
         fl.patch(nn.Sequential(nn.Linear(4, 4)))
     assert snapshot(model) == before

@@ -110,7 +110,12 @@ def test_generate_answers_a_problem() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["explain", "nowhere/at/all"], "checkpoint is 'nowhere/at/all'"),
+        (
+            ["explain", "nowhere/at/all"],
+            "target is 'nowhere/at/all'; accepted: 'tiny', a checkpoint directory, or a layer: linear",
+        ),
+        (["generate", "hi", "--checkpoint", "tests/server"], "which has no config.json"),
+        (["generate", "hi", "--checkpoint", "nowhere"], "checkpoint is 'nowhere'"),
         (["backends", "rmsnorm"], "layer 'rmsnorm' is unknown; known: linear"),
         (["backends", "--device", "H2000"], "device 'H2000' is unknown"),
         (["generate", "hi", "--dtype", "fp7"], "dtype is 'fp7'; accepted: bf16"),

@@ -126,17 +126,23 @@ class VocabEmbedding(Layer):
         Raises
         ------
         ArgumentError
-            Wrong dtype or device; under ``FASTLAYERS_DEBUG`` also ids outside the vocabulary. Without it the Triton
-            backend gives zeros for such ids, and torch raises an ``IndexError`` on the CPU where it holds
-            all rows.
+            Wrong dtype or device; under ``FASTLAYERS_DEBUG``, and wherever torch itself looks (on a CPU), also ids
+            outside the vocabulary. Elsewhere looking would synchronise, and the Triton backend gives zeros for them.
         """
         check_tensor("VocabEmbedding", "ids", ids, dtype=(torch.int32, torch.int64), device=self.weight.device)
         if self.debug and ids.numel():
-            low, high = int(ids.min()), int(ids.max())
-            if low < 0 or high >= self.vocab_size:
-                raise ArgumentError("VocabEmbedding", "ids", f"{low} to {high}", f"0 to {self.vocab_size - 1}")
-        y: torch.Tensor = self.ladder.pick(ids.numel())(ids, self.weight)
+            self._check_range(ids)
+        try:
+            y: torch.Tensor = self.ladder.pick(ids.numel())(ids, self.weight)
+        except IndexError:
+            self._check_range(ids)
+            raise
         return y
+
+    def _check_range(self, ids: torch.Tensor) -> None:
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self.vocab_size:
+            raise ArgumentError("VocabEmbedding", "ids", f"{low} to {high}", f"0 to {self.vocab_size - 1}")
 
 
 def vocab_slot(weight: torch.Tensor, vocab_size: int, ids: slice) -> Slot:

@@ -264,6 +264,8 @@ def unpatch(model: nn.Module) -> None:
     model : nn.Module
         A patched model or a copy of one. A model that is not patched stays as it is.
     """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError("unpatch", "model", type(model).__name__, "an nn.Module")
     model = _unwrap(model)
     for root in _roots(model):
         marked: list[Any] = [module for module in root.modules() if PREFIX + "previous" in module.__dict__]

@@ -86,6 +86,16 @@ def _selects(selector: Selector, name: str, module: nn.Module) -> bool:
     return bool(selector(name, module))
 
 
+def _check_globs(model: nn.Module, options: Options) -> None:
+    """Raise for a glob that no module's name matches: it would silently select nothing."""
+    names = [name for name, _ in model.named_modules()]
+    for argument, chosen in (("include", options.include), ("exclude", options.exclude)):
+        for glob in chosen or ():
+            if isinstance(glob, str) and not fnmatch.filter(names, glob):
+                accepted = "a glob that matches a module's name, as in '*.self_attn'; kinds are left out by norm=False"
+                raise ArgumentError("patch", argument, repr(glob), accepted)
+
+
 def _kind_by_name(cls: type) -> str | None:
     """Return the kind that an unknown class seems to be, by its name: it is worth a word in the report."""
     name = cls.__name__
@@ -105,6 +115,7 @@ def is_patched(module: nn.Module) -> bool:
 
 def make_plan(model: nn.Module, options: Options) -> list[Step]:
     """Decide about every module of ``model``; nothing is changed."""
+    _check_globs(model, options)
     steps, verified = [], {}  # type: ignore[var-annotated]
     # MoE blocks whose forward was bound to other kernels (MXFP4): they call neither router nor experts.
     bound = {

@@ -90,6 +90,8 @@ def kv_cache_spec(model: nn.Module, *, page_size: int = 64, dtype: torch.dtype |
     dtype : torch.dtype, optional
         Default: the dtype of the model's parameters.
     """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError("kv_cache_spec", "model", repr(model), "a model with attention layers")
     rows = tuple(tuple(layer.kv_row) for layer in cache_layers(model))  # type: ignore[arg-type]
     if not rows:
         raise ArgumentError("kv_cache_spec", "model", type(model).__name__, "a model with attention layers")

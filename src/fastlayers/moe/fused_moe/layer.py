@@ -207,6 +207,9 @@ class FusedMoE(Layer):
         backend: str = "auto",
     ) -> None:
         super().__init__()
+        check_positive(_NAME, num_experts=num_experts, top_k=top_k)
+        if top_k > num_experts:
+            raise ArgumentError(_NAME, "top_k", top_k, f"at most num_experts {num_experts}")
         check_positive(_NAME, intermediate_size=intermediate_size, num_experts=num_experts)
         if num_shared and (why := why_not_fuse_shared(ep)) is not None:
             raise ArgumentError(_NAME, "num_shared", f"{num_shared} while {why}", "0")

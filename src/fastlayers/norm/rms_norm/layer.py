@@ -14,13 +14,14 @@ Families round in three places (``rounding``):
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from fastlayers.errors import check_choice, check_positive, check_tensor
+from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor
 from fastlayers.layer import Layer
 from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
 from fastlayers.weights import Slot
@@ -39,6 +40,8 @@ class RMSNormConfig:
     def __post_init__(self) -> None:
         check_positive("RMSNorm", hidden_size=self.hidden_size)
         check_choice("RMSNorm", "rounding", self.rounding, ROUNDINGS)
+        if isinstance(self.eps, bool) or not isinstance(self.eps, (int, float)) or not 0 <= self.eps < math.inf:
+            raise ArgumentError("RMSNorm", "eps", repr(self.eps), "a finite number, 0 or more")
 
 
 _HERE = "fastlayers.norm.rms_norm"
@@ -91,6 +94,7 @@ class RMSNorm(Layer):
         backend: str = "auto",
     ) -> None:
         super().__init__()
+        check_choice("RMSNorm", "dtype", dtype, (None, torch.float32, torch.bfloat16, torch.float16, torch.float64))
         self.choose(RMS_NORM, RMSNormConfig(hidden_size, eps, rounding), device, backend)
         fill = torch.zeros if rounding == "one_plus" else torch.ones
         self.weight = nn.Parameter(fill(hidden_size, device=device, dtype=dtype), requires_grad=False)
