@@ -200,7 +200,10 @@ def demo(
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 64,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Shortest prompt.")] = 2000,
     dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32")] = "fp32",
-    device: DeviceOption = "",
+    device: Annotated[
+        str,
+        typer.Option(help="On a GPU the tiny checkpoint is bound by kernel launches on both sides, and so no faster."),
+    ] = "cpu",
     as_json: Json = False,
 ) -> None:
     """Generate with a Hugging Face model before and after fastlayers.patch: the same tokens, faster.
