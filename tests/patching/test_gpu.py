@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ import fastlayers as fl
 import fastlayers_models
 from fastlayers_models.convert import convert_to_fp8_block
 from fastlayers_models.tasks import held_out_problems, long_prompt
+
+sys.path.insert(0, str(Path(__file__).parent))
+from tiny import GQA, build
 
 pytestmark = pytest.mark.gpu
 TINY = Path(fastlayers_models.__file__).parent / "assets" / "tiny_deepseek_v3"
@@ -86,3 +90,38 @@ def test_fp8_checkpoint_runs_on_our_linears(tmp_path: Path) -> None:
     texts = tokenizer.batch_decode(answer(model, ids, mask, 16), skip_special_tokens=True)
     assert sum(text.strip() == p.answer for text, p in zip(texts, problems, strict=True)) >= 58
     assert sum(report.hits().values()) > 0
+
+
+@pytest.mark.parametrize("name", ["v3", *GQA])
+@torch.no_grad()
+def test_inductor_compiles_patched_layers_once(name: str) -> None:
+    model = build(name).to("cuda")
+    report = fl.patch(model)
+    torch._dynamo.reset()
+    layer = model.model.layers[-1]
+    step: Any = torch.compile(layer, fullgraph=True)
+    x = torch.randn(2, 5, 64, device="cuda")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for turn in range(20):
+            x = x.roll(1, 0) + 0.1
+            position = torch.arange(turn, turn + 5, device="cuda")[None].expand(2, -1)
+            table = model.model.rotary_emb(x, position_ids=position)
+            given = step(x, attention_mask=None, position_embeddings=table)
+    wanted = layer(x, attention_mask=None, position_embeddings=table)
+    assert float((given - wanted).norm() / wanted.norm()) < 1e-4
+    own = [n for key, n in report.hits().items() if key.startswith(f"model.layers.{len(model.model.layers) - 1}.")]
+    assert own and min(own) >= 21
+
+
+@pytest.mark.parametrize("name", GQA)
+def test_fp32_tokens_of_every_family_equal_stock(name: str) -> None:
+    model = build(name).to("cuda")
+    ids = torch.stack([torch.randperm(100, generator=torch.Generator().manual_seed(i))[:48] + 3 for i in range(3)])
+    ids, mask = ids.to("cuda"), torch.ones_like(ids)
+    mask[1, :7] = 0
+    mask = mask.to("cuda")
+    options = {"min_new_tokens": 24, "eos_token_id": None}
+    stock = answer(model, ids, mask, 24, **options)
+    with fl.patched(model) as report:
+        assert torch.equal(answer(model, ids, mask, 24, **options), stock)
+        assert min(report.hits().values()) > 0
