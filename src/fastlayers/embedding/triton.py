@@ -20,7 +20,7 @@ def _embedding_kernel(ids_ptr, weight_ptr, y_ptr, start, rows, hidden_size, weig
     row = tl.load(ids_ptr + token).to(tl.int64) - start
     inside = column < hidden_size
     held = (row >= 0) & (row < rows)
-    value = tl.load(weight_ptr + row * weight_stride + column, mask=inside & held, other=0.0)
+    value = tl.load(weight_ptr + row * weight_stride + column, mask=column < tl.where(held, hidden_size, 0), other=0.0)
     tl.store(y_ptr + token * hidden_size + column, value, mask=inside)
 
 

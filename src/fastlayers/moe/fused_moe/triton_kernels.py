@@ -207,5 +207,5 @@ def reduce_kernel(
         expert = tl.load(ids_ptr + pair)
         # The rows of dropped pairs were never written.
         valid = (expert >= 0) & (expert < num_experts)
-        total += tl.load(partial_ptr + pair * D + column, mask=inside & valid, other=0.0)
+        total += tl.load(partial_ptr + pair * D + column, mask=column < tl.where(valid, D, 0), other=0.0)
     tl.store(y_ptr + token * D + column, cast(total * factor, y_ptr.dtype.element_ty), mask=inside)
