@@ -13,6 +13,15 @@ from fastlayers.errors import ArgumentError
 from fastlayers.registry import Choice, Ladder, Registry
 from fastlayers.registry import registry as registry_named
 
+# Phases of an attention core; the order in which a layer holds their ladders.
+PHASES = ("decode", "extend")
+
+
+def _check_device(layer: nn.Module, device: torch.device | str | None) -> None:
+    if isinstance(device, str) and device != "cpu" and device in DESCRIBED:
+        accepted = "a device of this machine; described devices are for fl.backends"
+        raise ArgumentError(type(layer).__name__, "device", repr(device), accepted)
+
 
 class Layer(nn.Module):
     """A module whose computation is done by backends of one registry.
@@ -24,17 +33,29 @@ class Layer(nn.Module):
 
     choice: Choice
     ladder: Ladder
+    # Of attention cores only: the phase in which each request brings one token.
+    decode_choice: Choice
+    decode_ladder: Ladder
     # Parameters that stay as they are when the module is cast to another dtype.
     kept_in_fp32: tuple[str, ...] = ()
 
     def choose(self, registry: Registry, cfg: Any, device: torch.device | str | None, backend: str) -> None:
         """Choose and build the backend for ``cfg`` on ``device`` (``None``: torch's default device)."""
-        if isinstance(device, str) and device != "cpu" and device in DESCRIBED:
-            accepted = "a device of this machine; described devices are for fl.backends"
-            raise ArgumentError(type(self).__name__, "device", repr(device), accepted)
+        _check_device(self, device)
         self.cfg = cfg
         self.choice = registry.choose(cfg, device, backend)
         self.ladder = self.choice.build()
+
+    def choose_phases(self, registry: Registry, cfg: Any, device: torch.device | str | None, backend: str) -> None:
+        """Choose and build an attention core's backends, one ladder for decode and one for everything else.
+
+        ``choice`` and ``ladder`` are those of the phase ``"extend"``, ``decode_choice`` and ``decode_ladder`` those
+        of steps in which each request brings one token.
+        """
+        _check_device(self, device)
+        self.cfg = cfg
+        self.decode_choice, self.choice = registry.choose_phases(cfg, PHASES, device, backend)
+        self.decode_ladder, self.ladder = self.decode_choice.build(), self.choice.build()
 
     @property
     def device_type(self) -> torch.device:
@@ -51,7 +72,10 @@ class Layer(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the configuration and the chosen backend."""
-        return f"{self.cfg}, backend={self.choice.name}" if hasattr(self, "choice") else ""
+        if not hasattr(self, "choice"):
+            return ""
+        decode = f", decode={self.decode_choice.name}" if hasattr(self, "decode_choice") else ""
+        return f"{self.cfg}, backend={self.choice.name}{decode}"
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Move or cast as ``nn.Module`` does (``.to()``, ``.cuda()``, ``.half()``, ``.to_empty()``).
@@ -70,11 +94,14 @@ class Layer(nn.Module):
         probe = fn(torch.empty(0, dtype=own, device=here))
         if own is not None and probe.dtype != own:
             raise ArgumentError(type(self).__name__, "dtype", probe.dtype, f"{own}, as constructed")
-        moved = None
+        moved: list[tuple[Choice, Ladder]] = []
         if probe.device.type not in ("meta", self.choice.device.type):
-            table = registry_named(self.choice.layer)
-            moved = table.choose(self.cfg, probe.device, self.choice.asked)
-            ladder = moved.build()
+            table, asked = registry_named(self.choice.layer), self.choice.asked
+            if hasattr(self, "decode_choice"):
+                chosen = table.choose_phases(self.cfg, PHASES, probe.device, asked)
+            else:
+                chosen = [table.choose(self.cfg, probe.device, asked)]
+            moved = [(choice, choice.build()) for choice in chosen]
         kept = {id(p) for n, p in self.named_parameters(recurse=False) if own is not None or n in self.kept_in_fp32}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -82,8 +109,10 @@ class Layer(nn.Module):
             return tensor.to(result.device) if id(tensor) in kept and result.dtype != tensor.dtype else result
 
         super()._apply(keep, recurse)
-        if moved is not None:
-            self.choice, self.ladder = moved, ladder
+        if moved:
+            self.choice, self.ladder = moved[-1]
+            if len(moved) > 1:
+                self.decode_choice, self.decode_ladder = moved[0]
         if self.__dict__.get("packed") is not None:
             self.finalize()  # what was packed may be of the old tensors
         return self

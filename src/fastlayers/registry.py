@@ -12,7 +12,7 @@ import logging
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -64,7 +64,8 @@ class Backend:
     name : str
         Where the code comes from (``"deep_gemm"``), never a number format or an architecture.
     target : str or callable
-        ``"package.module:Class"``, imported only if chosen; or the class itself. Called with ``cfg``.
+        ``"package.module:Class"``, imported only if chosen; or the class itself. Called with ``cfg``, and with a
+        mapping of kernel parameters after it where a tuned table gives one.
     needs : tuple[str, ...]
         Functions that optional packages must have, see :func:`fastlayers.device.missing`.
     refuse : callable
@@ -78,24 +79,31 @@ class Backend:
         Layouts with the same name share packed weights: the condition for sharing a ladder.
     note : str
         Shown by ``explain`` and ``backends``, for example "not run on this hardware".
+    phases : tuple[str, ...]
+        For attention: the phases (``cfg.phase``) that it serves; empty: all.
     """
 
     name: str
-    target: str | Callable[[Any], Any]
+    target: str | Callable[..., Any]
     needs: tuple[str, ...] = ()
     refuse: Callable[[Any, Device], str | None] = accepts_all
     auto_on: tuple[str, ...] = ("cuda",)
     last_resort_on: tuple[str, ...] = ()
     weight_layout: str = "checkpoint"
     note: str = ""
+    phases: tuple[str, ...] = ()
 
-    def load(self) -> Callable[[Any], Any]:
+    def serves(self, phase: str) -> bool:
+        """Return whether it serves this phase of attention (``""``: a layer without phases, or all of them)."""
+        return not self.phases or phase in self.phases
+
+    def load(self) -> Callable[..., Any]:
         """Import and return the class behind ``target``."""
         if not isinstance(self.target, str):
             return self.target
         module, _, attribute = self.target.partition(":")
         try:
-            loaded: Callable[[Any], Any] = getattr(importlib.import_module(module), attribute)
+            loaded: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError) as error:
             given = f"{self.target!r}, which cannot be loaded: {type(error).__name__}: {error}"
             raise ArgumentError(f"backend {self.name!r}", "target", given, "'package.module:Class'") from error
@@ -103,6 +111,8 @@ class Backend:
 
     def refusal(self, cfg: Any, device: Device) -> str | None:
         """Return what ``refuse`` says; a predicate that raises refuses with what it raised."""
+        if not self.serves(phase := getattr(cfg, "phase", "")):
+            return f"serves {' and '.join(self.phases)} only, not {phase or 'every phase'}"
         try:
             return self.refuse(cfg, device)
         except Exception as error:  # a foreign row must not break the layer; the reason is kept
@@ -145,11 +155,20 @@ def triton_backend(
 
 @dataclass(frozen=True)
 class Rung:
-    """One step of a ladder: ``backend`` serves up to ``max_tokens`` tokens (``None``: no limit)."""
+    """One step of a ladder: ``backend`` serves up to ``max_tokens`` tokens (``None``: no limit).
+
+    ``config`` holds what the tuner found for the backend's kernels; empty: the backend's own rule.
+    """
 
     max_tokens: int | None
     backend: Backend
     microseconds: float | None = None
+    config: tuple[tuple[str, int], ...] = ()
+
+    def build(self, cfg: Any) -> Any:
+        """Import the backend and construct it with the configuration (and the tuner's, if there is one)."""
+        target = self.backend.load()
+        return target(cfg, dict(self.config)) if self.config else target(cfg)
 
 
 @dataclass(frozen=True)
@@ -172,14 +191,14 @@ class Choice:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        rungs = tuple((rung.max_tokens, rung.backend.name, rung.microseconds) for rung in self.rungs)
+        rungs = tuple((rung.max_tokens, rung.backend.name, rung.microseconds, rung.config) for rung in self.rungs)
         return _restore_choice, (
             self.layer, self.cfg, self.device, self.asked, rungs, dict(self.refused), self.evidence
         )  # fmt: skip
 
     def build(self) -> Ladder:
         """Import the chosen backends and construct them with the configuration."""
-        return Ladder(self, tuple(rung.backend.load()(self.cfg) for rung in self.rungs))
+        return Ladder(self, tuple(rung.build(self.cfg) for rung in self.rungs))
 
     def __repr__(self) -> str:
         return f"{self.layer}={self.name}"
@@ -189,7 +208,7 @@ def _restore_choice(
     layer: str, cfg: Any, device: Device, asked: str, rungs: tuple[Any, ...], refused: dict[str, str], evidence: str
 ) -> Choice:
     table = registry(layer)
-    restored = tuple(Rung(limit, table.named(name), us) for limit, name, us in rungs)
+    restored = tuple(Rung(limit, table.named(name), us, config) for limit, name, us, config in rungs)
     return Choice(layer, cfg, device, asked, restored, refused, evidence)
 
 
@@ -272,30 +291,63 @@ class Registry:
         UnknownNameError
             A name that is not registered, in the call or in the environment.
         """
+        target = device_module.as_device(device)
+        named, evidence = self._wish(want)
+        if named == "auto":
+            return self._choose_auto(cfg, target)
+        return self._choose_named(self._parse(named), cfg, target, named, evidence)
+
+    def choose_phases(self, cfg: Any, phases: tuple[str, ...], device: Any = None, want: str = "auto") -> list[Choice]:
+        """Choose for each phase of attention; ``cfg`` is a dataclass with a field ``phase``.
+
+        What is named serves the phases that it can; a phase that no named backend serves is chosen automatically,
+        and its evidence says so.
+
+        Raises
+        ------
+        NoBackendError, UnknownNameError
+            As :meth:`choose`; also if what is named serves no phase.
+        """
+        target = device_module.as_device(device)
+        named, evidence = self._wish(want)
+        configs = [replace(cfg, phase=phase) for phase in phases]
+        if named == "auto":
+            return [self._choose_auto(each, target) for each in configs]
+        rungs, chosen = self._parse(named), []
+        for each in configs:
+            serving = [rung for rung in rungs if rung.backend.serves(each.phase)]
+            if serving:
+                limits = [rung.max_tokens for rung in serving[:-1]] + [None]
+                cut = tuple(replace(rung, max_tokens=m) for rung, m in zip(serving, limits, strict=True))
+                chosen.append(self._choose_named(cut, each, target, named, evidence))
+            else:
+                auto = self._choose_auto(each, target)
+                chosen.append(
+                    replace(auto, asked=named, evidence=f"{auto.evidence}; {named} does not serve {each.phase}")
+                )
+        return chosen
+
+    def _wish(self, want: str) -> tuple[str, str]:
+        """Return what is asked for, the environment's override included, and on which evidence."""
         if not isinstance(want, str):
             raise ArgumentError(self.layer, "backend", repr(want), "'auto', a name, or a ladder like 'triton:64|torch'")
         load_plugins()
-        target = device_module.as_device(device)
-        evidence = "asked for by name"
-        if want == "auto":
-            overrides = env.backend_overrides()
-            for layer, named in overrides.items():
-                if layer in LAYERS and named != "auto":
-                    _builtin_registry(layer)._parse(named)
-                if layer not in LAYERS:
-                    raise EnvironmentVariableError(
-                        f"{env.BACKEND}: layer {layer!r} is unknown; known: {', '.join(LAYERS)}"
-                    )
-            if self.layer not in overrides:
-                return self._choose_auto(cfg, target)
-            want, evidence = overrides[self.layer], f"{env.BACKEND}={self.layer}={overrides[self.layer]}"
-            if want == "auto":
-                return self._choose_auto(cfg, target)
-        rungs = self._parse(want)
-        refused = {r.backend.name: why for r in rungs if (why := r.backend.why_not(cfg, target)) is not None}
+        if want != "auto":
+            return want, "asked for by name"
+        overrides = env.backend_overrides()
+        for layer, named in overrides.items():
+            if layer in LAYERS and named != "auto":
+                _builtin_registry(layer)._parse(named)
+            if layer not in LAYERS:
+                raise EnvironmentVariableError(f"{env.BACKEND}: layer {layer!r} is unknown; known: {', '.join(LAYERS)}")
+        named = overrides.get(self.layer, "auto")
+        return named, f"{env.BACKEND}={self.layer}={named}"
+
+    def _choose_named(self, rungs: tuple[Rung, ...], cfg: Any, device: Device, want: str, evidence: str) -> Choice:
+        refused = {r.backend.name: why for r in rungs if (why := r.backend.why_not(cfg, device)) is not None}
         if refused:
-            raise NoBackendError(self.layer, cfg, target, want, refused)
-        return Choice(self.layer, cfg, target, want, rungs, {}, evidence)
+            raise NoBackendError(self.layer, cfg, device, want, refused)
+        return Choice(self.layer, cfg, device, want, rungs, {}, evidence)
 
     def _choose_auto(self, cfg: Any, device: Device) -> Choice:
         from fastlayers import tuning

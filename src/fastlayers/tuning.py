@@ -3,7 +3,10 @@
 A table is one JSON file, ``<dir>/<layer>/<shape key>,device_name=<device>.json``::
 
     {"schema": 1, "layer": "fp8_linear", "device": "H200", "versions": {...}, "commit": "...", "date": "...",
-     "ladder": [{"max_tokens": 64, "backend": "triton", "microseconds": 7.1}, {"max_tokens": null, ...}]}
+     "ladder": [{"max_tokens": 64, "backend": "triton", "microseconds": 7.1, "config": {"BLOCK_N": 64}},
+                {"max_tokens": null, ...}]}
+
+A rung's ``config`` is given to its backend as it is; without one the backend's own rule holds.
 
 ``cfg.tuning_key()`` gives the shape key; a configuration without that method is never tuned.
 """
@@ -59,7 +62,10 @@ def ladder(layer: str, cfg: Any, device: Device, able: Mapping[str, Backend]) ->
     layout = able[rows[-1]["backend"]].weight_layout
     rows = [row for row in rows if able[row["backend"]].weight_layout == layout]
     limits = [row["max_tokens"] for row in rows[:-1]] + [None]
-    rungs = tuple(Rung(m, able[r["backend"]], r.get("microseconds")) for m, r in zip(limits, rows, strict=True))
+    rungs = tuple(
+        Rung(m, able[r["backend"]], r.get("microseconds"), tuple(sorted(r.get("config", {}).items())))
+        for m, r in zip(limits, rows, strict=True)
+    )
     return Tuned(rungs, f"tuned table {path.name}")
 
 
@@ -85,6 +91,7 @@ def read(path: Path, layer: str, device: Device) -> dict[str, Any]:
         table: dict[str, Any] = json.loads(path.read_text())
         rows = table["ladder"]
         limits, names = [row["max_tokens"] for row in rows], [row["backend"] for row in rows]
+        configs = [row.get("config", {}) for row in rows]
         facts = (table["schema"], table["layer"], table["device"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TunedTableError(f"tuned table {path} is corrupt: {type(error).__name__}: {error}") from error
@@ -99,4 +106,6 @@ def read(path: Path, layer: str, device: Device) -> dict[str, Any]:
         raise TunedTableError(f"tuned table {path}: thresholds {limits} do not increase and end in null")
     if not all(isinstance(name, str) for name in names):
         raise TunedTableError(f"tuned table {path}: backends {names} are not all names")
+    if not all(isinstance(config, dict) and all(type(v) is int for v in config.values()) for config in configs):
+        raise TunedTableError(f"tuned table {path}: configs {configs} are not all mappings to integers")
     return table

@@ -12,15 +12,15 @@ also slot 0) is nobody's: padded rows write there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
 from fastlayers import env
 from fastlayers.attention.kv_cache.spec import LayerCache
-from fastlayers.errors import ArgumentError, check_positive, describe
+from fastlayers.errors import ArgumentError, CaptureError, check_positive, describe
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,44 @@ class AttentionBatch:
         return all(q == 1 for q in self.query_lens)
 
 
+class StepPlan(Protocol):
+    """Host work and static buffers of one backend (a split schedule, say) for steps of one kind."""
+
+    def plan(self, meta: AttentionMeta) -> None:
+        """Bring the buffers up to date for ``meta``; never called inside a capture."""
+
+
+class StepPlans:
+    """The plans of an :class:`AttentionState`, by backend and bucket."""
+
+    def __init__(self) -> None:
+        self._plans: dict[tuple[Hashable, int | None], StepPlan] = {}
+        self._planned: dict[tuple[Hashable, int | None], int] = {}
+
+    def get(self, key: Hashable, meta: AttentionMeta, make: Callable[[AttentionMeta], StepPlan]) -> StepPlan:
+        """Return the plan for ``key``, made and planned if this step has not done so yet."""
+        own = (key, meta.bucket)
+        if self._planned.get(own) == meta.step:
+            return self._plans[own]
+        found = self._plans.get(own)
+        if meta.positions.is_cuda and torch.cuda.is_current_stream_capturing():
+            if found is None:
+                raise CaptureError(f"attention: {key} has no plan yet; run the step once before it is captured")
+            return found
+        if found is None:
+            found = make(meta)
+        found.plan(meta)
+        self._plans[own], self._planned[own] = found, meta.step
+        return found
+
+    def refresh(self, meta: AttentionMeta) -> None:
+        """Plan everything that was used with this bucket before."""
+        for own, plan in self._plans.items():
+            if own[1] == meta.bucket:
+                plan.plan(meta)
+                self._planned[own] = meta.step
+
+
 @dataclass(frozen=True)
 class AttentionMeta:
     """What attention kernels read in one step. All tensors are views into an :class:`AttentionState`.
@@ -93,6 +131,12 @@ class AttentionMeta:
         The step as planned (host data; not read under capture).
     path : str
         Which way an MLA layer takes for this batch, see :mod:`fastlayers.attention.mla.paths`; "" before it is set.
+    bucket : int, optional
+        Requests that a captured decode step is padded to; ``None`` outside capture.
+    step : int
+        Number of the step, by which plans know whether they are up to date.
+    plans : StepPlans
+        What backends planned for steps of this state, see :meth:`plan_of`.
     rope_positions : Tensor int64 ``[3, T]``, optional
         Time, height and width of each new token, for MRoPE; masks and slots still follow ``positions``. Not planned
         here: ``dataclasses.replace(meta, rope_positions=...)``, under capture always with the same tensor.
@@ -111,6 +155,27 @@ class AttentionMeta:
     batch: AttentionBatch
     path: str = ""
     rope_positions: torch.Tensor | None = None
+    bucket: int | None = None
+    step: int = 0
+    plans: StepPlans = field(default_factory=StepPlans, repr=False, compare=False)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each request brings one token (host data that a bucket fixes)."""
+        return self.max_query_len == 1 and self.num_tokens == self.num_requests
+
+    def plan_of(self, key: Hashable, make: Callable[[AttentionMeta], StepPlan]) -> Any:
+        """Return the plan of a backend for this step; ``key`` is shared by all layers of an attention group.
+
+        Made by ``make(self)`` at first use and kept by the state, so that a captured graph finds its buffers; planned
+        once a step. For a bucket, :meth:`AttentionState.plan` plans it again before every replay.
+
+        Raises
+        ------
+        CaptureError
+            It does not exist yet and a capture is under way: run the step once before capturing it.
+        """
+        return self.plans.get(key, self, make)
 
     @property
     def num_tokens(self) -> int:
@@ -154,6 +219,7 @@ class AttentionState:
         self._seq_lens, self._starts, self._cu = zeros(max_batch), zeros(max_batch), zeros(max_batch + 1)
         self._request = zeros(max_tokens)
         self._positions, self._loc = zeros(max_tokens, dtype=torch.int64), zeros(max_tokens, dtype=torch.int64)
+        self.plans, self._step = StepPlans(), 0
         self._debug = env.debug()
 
     def plan(self, batch: AttentionBatch, *, bucket: int | None = None, num_pages: int | None = None) -> AttentionMeta:
@@ -192,15 +258,19 @@ class AttentionState:
         request = torch.repeat_interleave(torch.arange(rows), query_lens)
         positions = torch.arange(width) - cu[request] + (seq_lens - query_lens)[request]
         loc = table[request, positions // self.page_size].long() * self.page_size + positions % self.page_size
-        meta = self._views(batch, rows, width, captured=bucket is not None)
+        self._step += 1
+        meta = self._views(batch, rows, width, bucket)
         for target, value in (
             (meta.page_table, table), (meta.seq_lens, seq_lens), (meta.starts, starts), (meta.cu_seqlens_q, cu),
             (meta.request_of_token, request), (meta.positions, positions), (meta.out_cache_loc, loc),
         ):  # fmt: skip
             target.copy_(value.to(target.dtype), non_blocking=True)
+        if bucket is not None:
+            self.plans.refresh(meta)
         return meta
 
-    def _views(self, batch: AttentionBatch, rows: int, width: int, captured: bool) -> AttentionMeta:
+    def _views(self, batch: AttentionBatch, rows: int, width: int, bucket: int | None) -> AttentionMeta:
+        captured = bucket is not None
         return AttentionMeta(
             page_table=self._page_table[:rows],
             seq_lens=self._seq_lens[:rows],
@@ -213,6 +283,9 @@ class AttentionState:
             max_query_len=1 if captured else max(batch.query_lens, default=0),
             max_seq_len=self.max_pages * self.page_size if captured else max(batch.seq_lens, default=0),
             batch=batch,
+            bucket=bucket,
+            step=self._step,
+            plans=self.plans,
         )
 
     def _check(self, batch: AttentionBatch, bucket: int | None, num_pages: int | None) -> None:

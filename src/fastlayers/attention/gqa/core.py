@@ -23,6 +23,7 @@ from fastlayers.attention.kv_cache.spec import DTYPES as CACHE_DTYPES
 from fastlayers.attention.kv_write.layer import needs_e4m3
 from fastlayers.device import Device
 from fastlayers.errors import ArgumentError, check_choice, check_positive
+from fastlayers.layer import PHASES
 from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
 
 NAME = "Attention"
@@ -44,6 +45,8 @@ class GQAConfig:
     page_size : int
     dtype, kv_dtype : torch.dtype
         Of q and of the cache.
+    phase : str
+        ``"decode"``: each request brings one token; ``"extend"``: any number; ``""``: a backend that does both.
     """
 
     num_heads: int
@@ -56,8 +59,10 @@ class GQAConfig:
     page_size: int = 64
     dtype: torch.dtype = torch.bfloat16
     kv_dtype: torch.dtype = torch.bfloat16
+    phase: str = ""
 
     def __post_init__(self) -> None:
+        check_choice(NAME, "phase", self.phase, ("", *PHASES))
         check_positive(NAME, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
         check_positive(NAME, page_size=self.page_size)
         if self.num_heads % self.num_kv_heads:

@@ -126,7 +126,7 @@ class Attention(Layer):
             self.num_heads, self.num_kv_heads, head_dim, scale, window, softcap, sinks, page_size,
             dtype, cache_dtype,
         )  # fmt: skip
-        self.choose(GQA, cfg, device, backend)
+        self.choose_phases(GQA, cfg, device, backend)
         self._debug = env.debug()
         if rotary.cfg.head_dim != head_dim:
             raise ArgumentError(NAME, "rotary.head_dim", rotary.cfg.head_dim, f"head_dim {head_dim}")
@@ -233,7 +233,8 @@ class Attention(Layer):
         q, k, v = self.project(hidden)
         q = self.rotate_and_write(q, k, v, meta, cache)
         sinks = None if self.sinks is None else self.sinks.float()
-        o, _ = self.ladder.pick(tokens)(q, cache.keys, cache.values, meta, sinks)
+        core = (self.decode_ladder if meta.is_decode else self.ladder).pick(tokens)
+        o, _ = core(q, cache.keys, cache.values, meta, sinks)
         y: torch.Tensor = self.o_proj(o.flatten(1))
         return y
 

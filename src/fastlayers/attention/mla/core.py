@@ -22,12 +22,17 @@ import torch
 
 from fastlayers.device import Device
 from fastlayers.errors import check_choice, check_positive
+from fastlayers.layer import PHASES
 from fastlayers.registry import Backend, Registry, reference_backend, torch_backend, triton_backend
 
 
 @dataclass(frozen=True)
 class MLAConfig:
-    """What an MLA core must know; ``num_heads`` is per rank. See the head of this file for the letters."""
+    """What an MLA core must know; ``num_heads`` is per rank. See the head of this file for the letters.
+
+    ``phase``: ``"decode"`` asks for ``decode`` only (the absorbed form: mostly one token a request, but short extends
+    and left-padded batches come this way too), ``"extend"`` for ``prefill`` only, ``""`` for both.
+    """
 
     num_heads: int
     kv_lora_rank: int
@@ -38,8 +43,10 @@ class MLAConfig:
     page_size: int = 64
     dtype: torch.dtype = torch.bfloat16
     kv_dtype: torch.dtype = torch.bfloat16
+    phase: str = ""
 
     def __post_init__(self) -> None:
+        check_choice("mla", "phase", self.phase, ("", *PHASES))
         check_positive(
             "mla", num_heads=self.num_heads, kv_lora_rank=self.kv_lora_rank, qk_rope_head_dim=self.qk_rope_head_dim,
             qk_nope_head_dim=self.qk_nope_head_dim, v_head_dim=self.v_head_dim, page_size=self.page_size,

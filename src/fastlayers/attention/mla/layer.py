@@ -125,7 +125,7 @@ class MLAAttention(Layer):
             self.num_heads, kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim, v_head_dim, scale, page_size, dtype,
             kv_dtype if kv_dtype is not None else dtype,
         )  # fmt: skip
-        self.choose(MLA, cfg, device, backend)
+        self.choose_phases(MLA, cfg, device, backend)
         self.hidden_size, self.q_lora_rank, self.rotary, self.alt_stream = hidden_size, q_lora_rank, rotary, alt_stream
         self.thresholds = thresholds if thresholds is not None else MLAThresholds()
         self.kv_row = (cfg.latent_width,)
@@ -296,7 +296,7 @@ class MLAAttention(Layer):
         q = torch.empty(tokens, self.num_heads, cfg.latent_width, dtype=q_nope.dtype, device=q_nope.device)
         torch.bmm(q_nope.transpose(0, 1), w_kc, out=q[..., : cfg.kv_lora_rank].transpose(0, 1))
         q[..., cfg.kv_lora_rank :] = q_pe
-        o_latent, _ = self.ladder.pick(tokens).decode(q, cache, meta)
+        o_latent, _ = self.decode_ladder.pick(tokens).decode(q, cache, meta)
         o = torch.empty(tokens, self.num_heads, cfg.v_head_dim, dtype=q.dtype, device=q.device)
         torch.bmm(o_latent.transpose(0, 1), w_vc.transpose(1, 2), out=o.transpose(0, 1))
         return o
