@@ -10,7 +10,7 @@ import torch
 import triton
 
 from fastlayers.moe.align.triton import moe_align
-from fastlayers.moe.fused_moe import triton_kernels as kernels
+from fastlayers.moe.fused_moe import kernels
 from fastlayers.moe.fused_moe.configs import MAX_TOKENS, Tile, tiles
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
 from fastlayers.moe.fused_moe.triton_mxfp4 import mxfp4_experts
