@@ -1,4 +1,4 @@
-"""Casts and products shared by all Triton kernels, exact on hardware and in Triton's interpreter.
+"""Casts, products and launch order shared by all Triton kernels, exact on hardware and in Triton's interpreter.
 
 Triton 3.6's interpreter truncates fp32 to bf16 and neither saturates nor rounds e4m3 to even, so under it these
 helpers round in integer arithmetic. On hardware they are the plain cast.
@@ -6,10 +6,13 @@ helpers round in integer arithmetic. On hardware they are the plain cast.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastlayers import env
+from fastlayers.device import as_device
 
 INTERPRET = tl.constexpr(env.triton_interpret())
 E4M3_MAX = tl.constexpr(448.0)
@@ -55,3 +58,27 @@ def to_e4m3(x):
     else:
         # Hardware's minimum and maximum drop NaN.
         return tl.where(x == x, clamped, x).to(tl.float8e4nv)
+
+
+def dependent_launch(x: torch.Tensor) -> dict[str, bool]:
+    """Return launch arguments with which a kernel may start before the kernels in front of it have ended.
+
+    The kernel has a constexpr ``PDL`` and calls :func:`await_inputs`; without programmatic dependent launch (older
+    GPUs, the interpreter) ``PDL`` is false and nothing changes.
+    """
+    able = x.is_cuda and not env.triton_interpret() and (as_device(x.device).capability or (0, 0)) >= (9, 0)
+    return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
+
+
+@triton.jit
+def await_inputs(PDL: tl.constexpr):
+    """Wait for the kernels in front; before this, a kernel may read weights and must write nothing."""
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
+def release_dependents(PDL: tl.constexpr):
+    """Let the next kernel start its prologue; it still waits for this one's end before it reads its inputs."""
+    if PDL:
+        gdc_launch_dependents()
