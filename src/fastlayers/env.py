@@ -5,6 +5,7 @@
 ``FASTLAYERS_DISABLE``     optional packages to treat as absent, comma separated: ``deep_gemm,flashinfer``
 ``FASTLAYERS_DEBUG``       ``1``: check token ids, page tables and slots on the host (costs a sync)
 ``FASTLAYERS_TUNED_DIR``   extra directory with tuned tables, searched before the shipped ones
+``FASTLAYERS_CACHE_DIR``   directory for compiled kernels, see :mod:`fastlayers.kernel_cache`
 =========================  ==============================================================================
 """
 
@@ -15,13 +16,14 @@ from collections.abc import Mapping
 
 from fastlayers.errors import EnvironmentVariableError
 
-BACKEND, DISABLE, DEBUG, TUNED_DIR = (
+BACKEND, DISABLE, DEBUG, TUNED_DIR, CACHE_DIR = (
     "FASTLAYERS_BACKEND",
     "FASTLAYERS_DISABLE",
     "FASTLAYERS_DEBUG",
     "FASTLAYERS_TUNED_DIR",
+    "FASTLAYERS_CACHE_DIR",
 )
-KNOWN = (BACKEND, DISABLE, DEBUG, TUNED_DIR)
+KNOWN = (BACKEND, DISABLE, DEBUG, TUNED_DIR, CACHE_DIR)
 
 
 def backend_overrides(environ: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -65,6 +67,21 @@ def debug(environ: Mapping[str, str] | None = None) -> bool:
 def tuned_dir(environ: Mapping[str, str] | None = None) -> str | None:
     """Return the extra directory with tuned tables, or ``None``."""
     return (os.environ if environ is None else environ).get(TUNED_DIR) or None
+
+
+def cache_dir(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the directory for compiled kernels, or ``None``."""
+    return (os.environ if environ is None else environ).get(CACHE_DIR) or None
+
+
+def kernel_directory(variable: str, environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the value of a kernel package's own variable for its cache (``TRITON_CACHE_DIR``), or ``None``."""
+    return (os.environ if environ is None else environ).get(variable) or None
+
+
+def set_kernel_directories(directories: Mapping[str, str]) -> None:
+    """Set kernel packages' variables for their caches: the only way to tell them, before their first kernel."""
+    os.environ.update(directories)
 
 
 def triton_interpret(environ: Mapping[str, str] | None = None) -> bool:

@@ -1,0 +1,115 @@
+"""Watching run-time compilation: after a warm-up nothing may compile, least of all inside a CUDA graph capture.
+
+Triton announces every kernel that is not loaded yet, so it is stopped before it compiles. deep_gemm and flashinfer
+announce nothing: that they compiled is seen afterwards, from new entries in their cache directories, see
+:mod:`fastlayers.kernel_cache`; a kernel that they load from such a directory is not seen.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fastlayers import env
+from fastlayers.errors import CaptureError
+from fastlayers.kernel_cache import cached_kernels
+
+log = logging.getLogger(__name__)
+
+
+class TritonHook:
+    """Calls ``found(name)`` before Triton compiles, or loads from its cache, a kernel that this process lacks.
+
+    Parameters
+    ----------
+    found : callable
+        Told the kernel's qualified name. If it raises, Triton does not compile.
+
+    Notes
+    -----
+    Triton has one such hook a process. The one that was there before is called first, and is put back by
+    :meth:`remove`. Triton's interpreter compiles nothing and calls no hook.
+    """
+
+    def __init__(self, found: Callable[[str], None]) -> None:
+        self._found = found
+        self._before: Any = None
+        self._knobs: Any = None
+
+    def install(self) -> None:
+        """Start; does nothing where Triton was never imported, for then it has compiled nothing either."""
+        if self._knobs is None and "triton" in sys.modules and not env.triton_interpret():
+            self._knobs = sys.modules["triton"].knobs.runtime
+            self._before = self._knobs.jit_cache_hook
+            self._knobs.jit_cache_hook = self._called
+
+    def remove(self) -> None:
+        """Stop. A hook that someone installed on top stays, and goes on calling this one, which is silent."""
+        if self._knobs is not None and self._knobs.jit_cache_hook == self._called:
+            self._knobs.jit_cache_hook = self._before
+        self._knobs = None
+
+    def _called(self, **details: Any) -> Any:
+        skip = self._before(**details) if self._before is not None else None
+        if not skip and self._knobs is not None:
+            self._found(f"{details['fn'].module}.{details['fn'].name}")
+        return skip
+
+
+@contextmanager
+def forbidden(label: str) -> Iterator[None]:
+    """Inside, a compile is a :class:`CaptureError`: at once if Triton's, at the end if deep_gemm's or flashinfer's.
+
+    Parameters
+    ----------
+    label : str
+        What is being captured, for the message.
+    """
+
+    def found(kernel: str) -> None:
+        raise CaptureError(f"{label}: Triton kernel {kernel} would be compiled inside the capture; run it once before")
+
+    hook, before = TritonHook(found), cached_kernels()
+    hook.install()
+    try:
+        yield
+    finally:
+        hook.remove()
+    new = sorted(cached_kernels() - before)
+    if new:
+        raise CaptureError(f"{label}: compiled inside the capture: {', '.join(new)}; run it once before")
+
+
+class CompileWatch:
+    """Warns of every compile from now on: what :func:`fastlayers.warmup` leaves behind.
+
+    Attributes
+    ----------
+    compiled : list[str]
+        What was seen so far: Triton kernels as they happen, entries of the other caches by :meth:`check`.
+    """
+
+    def __init__(self) -> None:
+        self.compiled: list[str] = []
+        self._known = cached_kernels()
+        self._hook = TritonHook(self._warn)
+        self._hook.install()
+
+    def _warn(self, kernel: str) -> None:
+        self.compiled.append(kernel)
+        log.warning("%s is compiled after the warm-up: a token count that was not warmed up?", kernel)
+
+    def check(self) -> list[str]:
+        """Look for kernels that deep_gemm or flashinfer compiled since the last look, and warn of each."""
+        found = cached_kernels()
+        for name in sorted(found - self._known):
+            self._warn(name)
+        self._known = found
+        return self.compiled
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._hook.remove()

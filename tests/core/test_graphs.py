@@ -1,0 +1,257 @@
+"""CUDA graphs without a GPU: order, collector, LRU, ledger, errors; the GPU tests are at the end."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fastlayers import compiles
+from fastlayers.errors import ArgumentError, CaptureError
+from fastlayers.graphs import CudaGraphs, EagerRuntime, bucket_of, decode_buckets, frozen_collector
+
+
+class Runtime(EagerRuntime):
+    """Counts what it is asked to do; each capture takes as many bytes as ``cost`` says."""
+
+    def __init__(self, cost: int = 10) -> None:
+        self.cost, self.free, self.events = cost, 1000, []  # type: ignore[var-annotated]
+
+    def warm_up(self, fn: Callable[[], Any], times: int) -> None:
+        self.events.append(("warm_up", times))
+        super().warm_up(fn, times)
+
+    def capture(self, fn: Callable[[], Any]) -> tuple[Any, Any]:
+        self.events.append(("capture", gc.get_freeze_count() > 0, gc.isenabled()))
+        graph, outputs = super().capture(fn)
+        self.free -= self.cost
+        return graph, outputs
+
+    def free_bytes(self) -> int:
+        return self.free
+
+    def close_pool(self) -> None:
+        self.events.append(("close_pool",))
+
+
+@pytest.fixture(autouse=True)
+def collector() -> Iterator[None]:
+    yield
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+
+
+def test_buckets() -> None:
+    assert decode_buckets(1) == (1,)
+    assert decode_buckets(20) == (1, 2, 4, 8, 12, 16, 20)
+    assert decode_buckets(32, multiple_of=4) == (4, 8, 12, 16, 24, 32)
+    all_of_them = decode_buckets(640)
+    assert all_of_them[-5:] == (512, 544, 576, 608, 640)
+    assert 256 in all_of_them and 264 not in all_of_them and 272 in all_of_them
+    assert [bucket_of((1, 2, 8), n) for n in (1, 2, 3, 8, 9)] == [1, 2, 8, 8, None]
+    with pytest.raises(ArgumentError, match="max_batch"):
+        decode_buckets(0)
+
+
+def test_replay_reads_static_inputs_and_keeps_its_outputs() -> None:
+    x, graphs = torch.ones(3), CudaGraphs(runtime=Runtime())
+    y = graphs.capture(("decode", 1), lambda: {"y": x * 2})["y"]
+    x.fill_(5.0)
+    assert y.tolist() == [2.0] * 3
+    replayed = graphs.replay(("decode", 1))["y"]
+    assert replayed is y
+    assert y.tolist() == [10.0] * 3
+    assert graphs.outputs(("decode", 1))["y"] is y
+    assert (("decode", 1) in graphs, 2 in graphs, len(graphs)) == (True, False, 1)
+    with pytest.raises(ArgumentError, match=r"CudaGraphs.replay: key is 7"):
+        graphs.replay(7)
+    with pytest.raises(ArgumentError, match="not captured yet"):
+        graphs.capture(("decode", 1), lambda: x)
+
+
+def test_largest_first_under_one_frozen_collector() -> None:
+    calls: list[int] = []
+    runtime, done = Runtime(), []  # type: ignore[var-annotated]
+    graphs = CudaGraphs(runtime=runtime)
+    work = {n: lambda n=n: calls.append(n) or torch.ones(n) for n in (2, 8, 4)}
+    graphs.capture_all(work, progress=done.append)
+    assert done == [8, 4, 2]
+    assert calls == [8] * 3 + [4] * 3 + [2] * 3  # two warm-ups and the capture
+    assert [event for event in runtime.events if event[0] == "capture"] == [("capture", True, False)] * 3
+    by_size = CudaGraphs(runtime=Runtime())
+    by_size.capture_all({"a": lambda: 1, "b": lambda: 2}, size={"a": 5, "b": 3}.get)
+    assert by_size.keys == ("a", "b")
+
+
+def test_the_collector_may_stay_as_it_is() -> None:
+    runtime = Runtime()
+    CudaGraphs(runtime=runtime, freeze=False).capture(1, lambda: torch.ones(1))
+    assert ("capture", False, True) in runtime.events
+
+
+def test_collector_keeps_an_earlier_freeze_and_its_switch() -> None:
+    gc.freeze()
+    gc.disable()
+    try:
+        with frozen_collector(), frozen_collector():
+            assert not gc.isenabled()
+        assert gc.get_freeze_count() > 0
+        assert not gc.isenabled()
+    finally:
+        gc.unfreeze()
+        gc.enable()
+    with pytest.raises(KeyError), frozen_collector(), frozen_collector():
+        assert gc.get_freeze_count() > 0
+        raise KeyError
+
+
+def test_ledger_and_eviction() -> None:
+    runtime = Runtime(cost=10)
+    graphs = CudaGraphs(runtime=runtime, max_bytes=35)
+    for key in "abc":
+        graphs.capture(key, lambda: torch.ones(1))
+    graphs.replay("a")
+    assert [(r.key, r.bytes, r.replays) for r in graphs.ledger] == [("b", 10, 0), ("c", 10, 0), ("a", 10, 1)]
+    assert all(r.capture_seconds > 0 and r.warm_up_seconds > 0 for r in graphs.ledger)
+    graphs.capture("d", lambda: torch.ones(1), static_bytes=5)
+    assert (graphs.keys, graphs.bytes, graphs.evicted) == (("c", "a", "d"), 35, 1)
+    graphs.capture("large", lambda: torch.ones(1), static_bytes=100)
+    assert (graphs.keys, graphs.bytes, graphs.evicted, graphs.replays) == (("large",), 110, 4, 0)
+    assert ("close_pool",) not in runtime.events
+    graphs.clear()
+    assert (len(graphs), runtime.events[-1]) == (0, ("close_pool",))
+    graphs.drop("nothing")
+
+
+def test_eviction_frees_outputs_and_static_inputs() -> None:
+    import weakref
+
+    graphs = CudaGraphs(runtime=Runtime())
+    static = torch.ones(2)
+    seen = [weakref.ref(static), weakref.ref(graphs.capture("a", lambda x=static: x + 1))]
+    del static
+    gc.collect()
+    assert all(ref() is not None for ref in seen)
+    graphs.drop("a")
+    gc.collect()
+    assert all(ref() is None for ref in seen)
+
+
+class Broken(nn.Module):
+    """Fails at the n-th call."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.left = at
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.left -= 1
+        if not self.left:
+            raise ValueError("no such luck")
+        return x + 1
+
+
+@pytest.mark.parametrize("at", [1, 3])
+def test_an_exception_names_key_and_layer_and_leaves_nothing(at: int) -> None:
+    model = nn.Sequential(nn.Identity(), nn.Sequential(Broken(at)))
+    runtime, restored = Runtime(), []  # type: ignore[var-annotated]
+    graphs = CudaGraphs(runtime=runtime)
+    wanted = r"CUDA graph \(8, 'x'\): 1\.0 \(Broken\): ValueError: no such luck"
+    with pytest.raises(CaptureError, match=wanted) as caught:
+        graphs.capture((8, "x"), lambda: model(torch.ones(1)), restore=lambda: restored.append(1))
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert (len(graphs), graphs.bytes, runtime.events[-1]) == (0, 0, ("close_pool",))
+    assert restored
+    graphs.capture((8, "x"), lambda: model(torch.ones(1)))
+    assert graphs.replay((8, "x")).tolist() == [2.0]
+
+
+def test_earlier_graphs_survive_a_failure() -> None:
+    graphs, model = CudaGraphs(runtime=Runtime()), Broken(4)
+    with pytest.raises(CaptureError, match="CUDA graph 1"):
+        graphs.capture_all({2: lambda: model(torch.ones(2)), 1: lambda: model(torch.ones(1))})
+    assert graphs.keys == (2,)
+    assert graphs.replay(2).tolist() == [2.0, 2.0]
+
+
+def test_restore_undoes_what_warm_up_and_capture_count() -> None:
+    length, graphs = torch.zeros(1), CudaGraphs(runtime=Runtime())
+    graphs.capture("step", lambda: length.add_(1), restore=lambda: length.zero_())
+    assert length.item() == 0
+    graphs.replay("step")
+    assert length.item() == 1
+
+
+def test_a_quiet_compile_inside_a_capture_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: set[str] = set()
+    monkeypatch.setattr(compiles, "cached_kernels", lambda: set(found))
+
+    class Compiling(Runtime):
+        def capture(self, fn: Callable[[], Any]) -> tuple[Any, Any]:
+            found.add("deep_gemm/kernel.x")
+            return super().capture(fn)
+
+    graphs = CudaGraphs(runtime=Compiling())
+    with pytest.raises(CaptureError, match=r"CUDA graph 4: .*compiled inside the capture: deep_gemm/kernel\.x"):
+        graphs.capture(4, lambda: torch.ones(1))
+    assert 4 not in graphs
+    graphs.capture(4, lambda: torch.ones(1))
+
+
+@pytest.mark.gpu
+def test_gpu_replay_pool_and_failures() -> None:
+    x = torch.ones(1 << 20, device="cuda")
+    graphs = CudaGraphs()
+    graphs.capture_all({n: lambda n=n: (x[:n] * 2 + 1).sin() for n in (1 << 20, 1 << 10)})
+    first, second = sorted(graphs.ledger, key=lambda record: -record.key)  # type: ignore[operator]
+    assert first.bytes >= 1 << 22
+    assert second.bytes <= first.bytes
+    x.fill_(3.0)
+    torch.testing.assert_close(graphs.replay(1 << 10), torch.full((1 << 10,), 7.0, device="cuda").sin())
+
+    class Syncs(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if torch.cuda.is_current_stream_capturing():
+                x.sum().item()
+            return x + 1
+
+    stream = torch.cuda.current_stream()
+    for broken in (nn.Sequential(Syncs()), nn.Sequential(Broken(3))):
+        with pytest.raises(CaptureError, match=r"CUDA graph 'bad': 0 \("):
+            graphs.capture("bad", lambda m=broken: m(x))
+        assert torch.cuda.current_stream() == stream
+        assert "bad" not in graphs
+        x.fill_(1.0)
+        eager = (x * 2 + 1).sin()
+        torch.testing.assert_close(graphs.replay(1 << 20), eager)
+        graphs.capture("good", lambda: x - 1)
+        assert not graphs.replay("good").any()
+        graphs.drop("good")
+    # Nothing is left of the failures: ordinary allocations come and go as ever.
+    graphs.clear()
+    before = torch.cuda.memory_reserved()
+    big = torch.empty(1 << 28, device="cuda")
+    del big
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before
+
+
+@pytest.mark.gpu
+def test_gpu_triton_compile_inside_a_capture_is_an_error() -> None:
+    import fastlayers as fl
+
+    class Fresh(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if torch.cuda.is_current_stream_capturing():
+                norm = fl.RMSNorm(x.shape[-1], device="cuda", dtype=torch.float32, backend="triton")
+                return norm(x)
+            return x
+
+    graphs, x = CudaGraphs(), torch.ones(2, 1234, device="cuda")
+    with pytest.raises(CaptureError, match=r"RMSNorm: .*would be compiled inside the capture"):
+        graphs.capture("fresh", lambda: Fresh()(x))
+    assert "fresh" not in graphs
