@@ -2,36 +2,63 @@
 
 A table is one JSON file, ``<dir>/<layer>/<shape key>,device_name=<device>.json``::
 
-    {"schema": 1, "layer": "fp8_linear", "device": "H200", "versions": {...}, "commit": "...", "date": "...",
+    {"schema": 1, "layer": "fp8_linear", "device": "H200", "key": "N=…,K=…", "cfg": "FP8LinearConfig(…)",
      "ladder": [{"max_tokens": 64, "backend": "triton", "microseconds": 7.1, "config": {"BLOCK_N": 64}},
-                {"max_tokens": null, ...}]}
+                {"max_tokens": null, ...}],
+     "metadata": {"versions": {"triton": {"triton": "3.6.0"}}, "kernels": {"triton": "0f3a…"}, "commit": "…",
+                  "date": "…", "command": "…"},
+     "measured": [{"tokens": 1, "backend": "triton", "us": 6.9, "spread_us": 0.1, "config": {...}}, ...]}
 
-A rung's ``config`` is given to its backend as it is; without one the backend's own rule holds.
-
-``cfg.tuning_key()`` gives the shape key; a configuration without that method is never tuned.
+A rung's ``config`` is given to its backend as it is; without one the backend's own rule holds. ``cfg.tuning_key()``
+gives the shape key; a configuration without that method is never tuned. A shape without a table takes the ladder of
+the nearest shape: the same names and words in the key, the smallest distance of the logarithms of its numbers.
+``fastlayers tune`` writes tables.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import logging
+import math
+import os
+import shlex
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastlayers import env
 from fastlayers.device import Device
 from fastlayers.errors import FastlayersError
+from fastlayers.fingerprint import kernel_hash, packages_of, version_of
 
 if TYPE_CHECKING:
     from fastlayers.registry import Backend, Rung
 
+log = logging.getLogger(__name__)
 SHIPPED = Path(__file__).parent / "tuned"
 SCHEMA = 1
 
 
 class TunedTableError(FastlayersError, ValueError):
     """A tuned table is corrupt, of another schema, or for another layer or device."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A table for a shape: its own (``exact``) or the nearest one; ``changed``: what is other than when it was made."""
+
+    path: Path
+    table: Mapping[str, Any]
+    exact: bool
+    changed: tuple[str, ...]
+
+    @property
+    def evidence(self) -> str:
+        """What ``explain`` shows."""
+        text = f"{'tuned table' if self.exact else 'nearest tuned table'} {self.path.name}"
+        return f"{text}, made with other versions ({'; '.join(self.changed)})" if self.changed else text
 
 
 @dataclass(frozen=True)
@@ -42,23 +69,28 @@ class Tuned:
     evidence: str
 
 
+def key_of(cfg: Any) -> str | None:
+    """Return the shape key of a configuration, or ``None`` if its layer is not tuned."""
+    return cfg.tuning_key() if hasattr(cfg, "tuning_key") else None
+
+
+def path_of(folder: Path, layer: str, key: str, device: Device) -> Path:
+    """Return where the table of a shape stands in a directory of tables."""
+    return folder / layer / f"{key},device_name={device.name}.json"
+
+
 def ladder(layer: str, cfg: Any, device: Device, able: Mapping[str, Backend]) -> Tuned | None:
     """Return the tuned ladder for this shape and device, cut to the backends that are able to run.
 
     Rungs share the weight layout of the last one that can run (it serves the largest batches). ``None`` if no table
-    exists or nothing of it can run.
+    exists, not even of another shape, or nothing of it can run.
     """
     from fastlayers.registry import Rung
 
-    key = cfg.tuning_key() if hasattr(cfg, "tuning_key") else None
-    if key is None:
+    found = lookup(layer, cfg, device, able)
+    if found is None:
         return None
-    path = find(layer, key, device)
-    if path is None:
-        return None
-    rows = [row for row in read(path, layer, device)["ladder"] if row["backend"] in able]
-    if not rows:
-        return None
+    rows = [row for row in found.table["ladder"] if row["backend"] in able]
     layout = able[rows[-1]["backend"]].weight_layout
     rows = [row for row in rows if able[row["backend"]].weight_layout == layout]
     limits = [row["max_tokens"] for row in rows[:-1]] + [None]
@@ -66,17 +98,92 @@ def ladder(layer: str, cfg: Any, device: Device, able: Mapping[str, Backend]) ->
         Rung(m, able[r["backend"]], r.get("microseconds"), tuple(sorted(r.get("config", {}).items())))
         for m, r in zip(limits, rows, strict=True)
     )
-    return Tuned(rungs, f"tuned table {path.name}")
+    if not found.exact:
+        _announce(layer, cfg, device, found)
+    return Tuned(rungs, found.evidence)
+
+
+def lookup(layer: str, cfg: Any, device: Device, able: Mapping[str, Backend]) -> Found | None:
+    """Return the table that serves a shape, if any of its rungs is ``able`` to run.
+
+    Raises
+    ------
+    TunedTableError
+        The table is not one; the file is named.
+    """
+    key = key_of(cfg)
+    if key is None:
+        return None
+    path = find(layer, key, device)
+    exact = path is not None
+    if path is None:
+        path = nearest(layer, key, device)
+    if path is None:
+        return None
+    table = read(path, layer, device)
+    used = {row["backend"] for row in table["ladder"]} & set(able)
+    return Found(path, table, exact, changes(table, [able[name] for name in sorted(used)])) if used else None
+
+
+def directories() -> list[Path]:
+    """Return the directories with tables: the user's first, then the shipped one."""
+    user = env.tuned_dir()
+    return ([Path(user)] if user else []) + [SHIPPED]
 
 
 def find(layer: str, key: str, device: Device) -> Path | None:
-    """Return the table's path: the user's directory first, then the shipped one."""
-    name = f"{key},device_name={device.name}.json"
-    user = env.tuned_dir()
-    for directory in ([Path(user)] if user else []) + [SHIPPED]:
-        if (path := directory / layer / name).is_file():
+    """Return the path of a shape's own table: the user's directory first, then the shipped one."""
+    for directory in directories():
+        if (path := path_of(directory, layer, key, device)).is_file():
             return path
     return None
+
+
+def nearest(layer: str, key: str, device: Device, without: str = "") -> Path | None:
+    """Return the path of the nearest other shape's table, or ``None`` if no key differs in numbers only.
+
+    ``without`` is a key that does not count.
+    """
+    best: tuple[float, str, Path] | None = None
+    for other, path in _tables(layer, device):
+        far = distance(key, other)
+        if other != without and far is not None and (best is None or (far, other) < best[:2]):
+            best = (far, other, path)
+    return best[2] if best is not None else None
+
+
+def _tables(layer: str, device: Device) -> Iterator[tuple[str, Path]]:
+    ending, seen = f",device_name={device.name}.json", set()
+    for directory in directories():
+        for path in sorted((directory / layer).glob(f"*{ending}")):
+            key = path.name.removesuffix(ending)
+            if key not in seen:
+                seen.add(key)
+                yield key, path
+
+
+def distance(key: str, other: str) -> float | None:
+    """Return how far two shape keys are from each other; ``None`` if they differ in more than positive numbers.
+
+    The sum over the numbers of \\|log2(a / b)\\|: twice as wide is 1, twice as wide and half as deep is 2.
+    """
+    total = 0.0
+    ours, theirs = _fields(key), _fields(other)
+    if len(ours) != len(theirs):
+        return None
+    for (name, a), (other_name, b) in zip(ours, theirs, strict=True):
+        if name != other_name:
+            return None
+        if a != b:
+            if not (a.isdigit() and b.isdigit() and int(a) and int(b)):
+                return None
+            total += abs(math.log2(int(a) / int(b)))
+    return total
+
+
+def _fields(key: str) -> list[tuple[str, str]]:
+    pieces = [piece.partition("=") for piece in key.split(",")]
+    return [(name, value) if separator else ("", name) for name, separator, value in pieces]
 
 
 def read(path: Path, layer: str, device: Device) -> dict[str, Any]:
@@ -93,7 +200,10 @@ def read(path: Path, layer: str, device: Device) -> dict[str, Any]:
         limits, names = [row["max_tokens"] for row in rows], [row["backend"] for row in rows]
         configs = [row.get("config", {}) for row in rows]
         facts = (table["schema"], table["layer"], table["device"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        times = [(row["tokens"], row["backend"], row["us"]) for row in table.get("measured", [])]
+        metadata = table.get("metadata", {})
+        dict(metadata.get("versions", {}), **metadata.get("kernels", {}))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise TunedTableError(f"tuned table {path} is corrupt: {type(error).__name__}: {error}") from error
     if facts != (SCHEMA, layer, device.name):
         raise TunedTableError(f"tuned table {path} is for {facts}; expected {(SCHEMA, layer, device.name)}")
@@ -108,4 +218,106 @@ def read(path: Path, layer: str, device: Device) -> dict[str, Any]:
         raise TunedTableError(f"tuned table {path}: backends {names} are not all names")
     if not all(isinstance(config, dict) and all(type(v) is int for v in config.values()) for config in configs):
         raise TunedTableError(f"tuned table {path}: configs {configs} are not all mappings to integers")
+    if not all(isinstance(us, int | float) and us > 0 for _, _, us in times):
+        raise TunedTableError(f"tuned table {path}: measured times are not all positive numbers")
     return table
+
+
+def write(path: Path, table: Mapping[str, Any]) -> None:
+    """Write a table in one step: a reader sees the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    measured = ",\n".join("  " + json.dumps(row) for row in table.get("measured", []))
+    text = json.dumps({**table, "measured": []}, indent=1)
+    if measured:
+        text = text.replace('"measured": []', f'"measured": [\n{measured}\n ]')
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    partial.write_text(text + "\n")
+    partial.replace(path)
+
+
+# ---- is it still true? -----------------------------------------------------------------------------------------
+
+
+def metadata(layer: str, backends: Sequence[Backend]) -> dict[str, Any]:
+    """Return what a table's figures depend on: packages, kernels, commit, date."""
+    import datetime
+    import subprocess
+
+    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(asked, capture_output=True, text=True).stdout.strip()
+    return {
+        "versions": {b.name: {name: version_of(name) for name in packages_of(b)} for b in backends},
+        "kernels": {b.name: kernel_hash(b.target) for b in backends},
+        "commit": commit, "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }  # fmt: skip
+
+
+def changes(table: Mapping[str, Any], backends: Sequence[Backend]) -> tuple[str, ...]:
+    """Return in words which packages and kernels of these backends are other than when the table was made."""
+    about = table.get("metadata", {})
+    versions, kernels = about.get("versions", {}), about.get("kernels", {})
+    found: dict[str, None] = {}
+    for backend in backends:
+        for name, then in versions.get(backend.name, {}).items():
+            if (now := version_of(name)) != then:
+                found[f"{name} {then}, now {now or 'absent'}"] = None
+        if backend.name in kernels and kernels[backend.name] != kernel_hash(backend.target):
+            found[f"kernels of {backend.name} have changed"] = None
+    return tuple(found)
+
+
+# ---- the nearest shape's ladder --------------------------------------------------------------------------------
+
+_announced: set[str] = set()
+
+
+def _announce(layer: str, cfg: Any, device: Device, found: Found) -> None:
+    """Say once per layer that a ladder is borrowed, what that may cost, and how to have an own one."""
+    if layer in _announced:
+        return
+    _announced.add(layer)
+    loss = borrowed_loss(layer, device)
+    cost = f"up to {100 * loss:.0f} % where it was measured" if loss is not None else "an unknown amount"
+    command = f"fastlayers tune --layer {layer} --shape {shlex.quote(shape_text(cfg))}"
+    log.warning(
+        "%s: no tuned table for %s on %s; the ladder of %s serves it, which may cost %s; to tune it: %s",
+        layer, key_of(cfg), device.name, found.path.name, cost, command,
+    )  # fmt: skip
+
+
+def shape_text(cfg: Any) -> str:
+    """Return a configuration as ``--shape`` takes it: ``NAME=VALUE,…``, what has its default left out."""
+    shown = [field for field in fields(cfg) if field.default is MISSING or getattr(cfg, field.name) != field.default]
+    return ",".join(f"{f.name}={str(getattr(cfg, f.name)).removeprefix('torch.').replace(' ', '')}" for f in shown)
+
+
+def borrowed_loss(layer: str, device: Device) -> float | None:
+    """Return what the installed tables' shapes would lose with their nearest neighbours' ladders.
+
+    The largest median over the token counts of a shape, from the times in the tables; 0.1 is 10 %. ``None`` if there
+    are not two comparable tables with times.
+    """
+    losses = []
+    for key, path in _tables(layer, device):
+        lent = nearest(layer, key, device, without=key)
+        if lent is not None:
+            ratios = _ratios(read(path, layer, device), read(lent, layer, device))
+            if ratios:
+                losses.append(statistics.median(ratios) - 1)
+    return max(losses) if losses else None
+
+
+def _ratios(own: Mapping[str, Any], lent: Mapping[str, Any]) -> list[float]:
+    times: dict[int, dict[tuple[str, str], float]] = {}
+    for row in own.get("measured", []):
+        option = (row["backend"], json.dumps(row.get("config", {}), sort_keys=True))
+        times.setdefault(row["tokens"], {})[option] = row["us"]
+    ratios = []
+    for tokens, here in times.items():
+        rung = next(r for r in lent["ladder"] if r["max_tokens"] is None or tokens <= r["max_tokens"])
+        configured = (rung["backend"], json.dumps(rung.get("config", {}), sort_keys=True))
+        # A configuration that was not timed here counts as its backend's own rule.
+        taken = here.get(configured, here.get((rung["backend"], "{}")))
+        if taken is not None:
+            ratios.append(taken / min(here.values()))
+    return ratios

@@ -1,0 +1,67 @@
+"""What a backend's measured times depend on: versions of its packages, and the code of its kernels."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastlayers import device as device_module
+
+if TYPE_CHECKING:
+    from fastlayers.registry import Backend
+
+
+def packages_of(backend: Backend) -> tuple[str, ...]:
+    """Return the import names of the packages behind a backend; ``("torch",)`` if it names none."""
+    tops = dict.fromkeys(need.partition(":")[0].split(".")[0] for need in backend.needs)
+    return tuple(name for name in tops if name != "torch") or ("torch",)
+
+
+def version_of(package: str) -> str | None:
+    """Return an installed package's version, without importing it; ``None`` if it is absent."""
+    if package == "torch":
+        import torch
+
+        return str(torch.__version__)
+    return device_module.package(package, load=False).version
+
+
+def kernel_hash(target: str | Callable[..., Any]) -> str:
+    """Return a hash of the code behind a backend's target: comments, docstrings and layout do not count.
+
+    Covers the target's module and what it imports from this library's ``kernels`` and ``…triton…`` modules.
+    """
+    module = target.partition(":")[0] if isinstance(target, str) else target.__module__
+    return _hash(module)
+
+
+@lru_cache
+def _hash(module: str) -> str:
+    digest = hashlib.sha256()
+    tree = _tree(module)
+    for name in [module, *sorted(_imported(tree))] if tree is not None else []:
+        part = tree if name == module else _tree(name)
+        digest.update(ast.unparse(part).encode() if part is not None else b"")
+    return digest.hexdigest()[:12]
+
+
+def _tree(module: str) -> ast.Module | None:
+    found = importlib.util.find_spec(module)
+    if found is None or found.origin is None or not found.origin.endswith(".py"):
+        return None
+    tree = ast.parse(Path(found.origin).read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return tree
+
+
+def _imported(tree: ast.Module) -> set[str]:
+    names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+    last = {name: name.rsplit(".", 1)[-1] for name in names if name.startswith("fastlayers.")}
+    return {name for name, piece in last.items() if "triton" in piece or piece == "kernels"}

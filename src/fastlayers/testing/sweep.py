@@ -1,0 +1,184 @@
+"""A layer at any shape and token count: what benchmarks and the tuner run instead of the named cases."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from fastlayers.device import Device
+from fastlayers.errors import ArgumentError
+from fastlayers.testing.spec import Case, spec_of
+
+# Token counts of a table: dense where backends cross, thin above.
+TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+# Requests of a decode step, for attention.
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+CONTEXT = 4096
+
+# What a plain call looks like, whatever case it is derived from.
+_PLAIN = {
+    "strided": False, "padded": 0, "padding": 0, "load": "uneven", "views": False, "special": False, "replanned": False,
+    "bucket": None, "starts": (),
+}  # fmt: skip
+
+
+def case_at(layer: str, cfg: Any, tokens: int, context: int = CONTEXT) -> Case:
+    """Return a case of ``layer`` with this configuration and token count (attention: see the notes).
+
+    Notes
+    -----
+    Attention in the phase ``"decode"``: ``tokens`` requests with ``context`` cached tokens each. In other phases: one
+    prompt of ``tokens`` tokens without a prefix.
+    """
+    spec = spec_of(layer)
+    make = _SHAPES.get(layer, _with_tokens)
+    usual = [case for case in spec.cases if not case.small] or list(spec.cases)
+    same = [case for case in usual if case.cfg == cfg] or [case for case in spec.cases if case.cfg == cfg]
+    base = (same or usual)[0]
+    shape = dict(base.shape) | {name: value for name, value in _PLAIN.items() if name in base.shape}
+    dtype = getattr(cfg, "dtype", None)
+    if "dtype" in shape and isinstance(dtype, torch.dtype) and dtype.itemsize > 1:  # 8 bits: of codes, not of inputs
+        shape["dtype"] = dtype
+    return Case(f"T={tokens}", cfg, make(shape, cfg, tokens, context), small=False)
+
+
+def _with_tokens(shape: dict[str, Any], cfg: Any, tokens: int, context: int) -> dict[str, Any]:
+    if "num_tokens" not in shape:
+        raise ArgumentError("case_at", "layer", type(cfg).__name__, "a layer whose cases have num_tokens")
+    if isinstance(pages := shape.get("pages"), tuple):  # a cache: (pages, page size)
+        shape["pages"] = (max(pages[0], -(-tokens // pages[1]) + 2), pages[1])
+    return shape | {"num_tokens": tokens}
+
+
+def _gqa(shape: dict[str, Any], cfg: Any, tokens: int, context: int) -> dict[str, Any]:
+    decode = getattr(cfg, "phase", "") == "decode"
+    query, prefix = ((1,) * tokens, (context - 1,) * tokens) if decode else ((tokens,), (0,))
+    return shape | {"query_lens": query, "prefix_lens": prefix, "starts": ()}
+
+
+def _mla(shape: dict[str, Any], cfg: Any, tokens: int, context: int) -> dict[str, Any]:
+    if getattr(cfg, "phase", "") == "decode":
+        return {
+            "mode": "decode", "query_lens": (1,) * tokens, "seq_lens": (context,) * tokens, "starts": (0,) * tokens,
+            "bucket": None, "replanned": False,
+        }  # fmt: skip
+    lengths = (tokens,)
+    return {"mode": "prefill", "q_lens": lengths, "k_lens": lengths, "causal": True, "need_lse": False, "strided": True}
+
+
+def _sampler(shape: dict[str, Any], cfg: Any, tokens: int, context: int) -> dict[str, Any]:
+    return shape | {"batch": tokens}
+
+
+def _embedding(shape: dict[str, Any], cfg: Any, tokens: int, context: int) -> dict[str, Any]:
+    return shape | {"tokens": (tokens,), "vocab": cfg.rows}
+
+
+_SHAPES: Mapping[str, Callable[[dict[str, Any], Any, int, int], dict[str, Any]]] = {
+    "gqa": _gqa, "mla": _mla, "sampler": _sampler, "embedding": _embedding,
+}  # fmt: skip
+
+
+class _NoHostGenerators(TorchFunctionMode):
+    """Leaves out generators of the host: the device's own takes their place."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        generator = kwargs.get("generator")
+        if generator is not None and generator.device.type == "cpu":
+            del kwargs["generator"]
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def drawn_on(device: torch.device | str) -> Iterator[None]:
+    """Draw random inputs on ``device`` itself: cases use generators of the host, which cost seconds at real sizes.
+
+    On a CPU nothing changes. Elsewhere the values are not those of the same seed on the host.
+    """
+    place = torch.device(device)
+    if place.type == "cpu":
+        yield
+        return
+    with place, _NoHostGenerators():
+        yield
+
+
+def inputs_of(layer: str, case: Case, device: torch.device | str, seed: int = 0) -> dict[str, Any]:
+    """Return random inputs of a case, drawn on the device."""
+    place = torch.device(device)
+    torch.manual_seed(seed)
+    with drawn_on(place):
+        return spec_of(layer).make_inputs(case, place, seed)
+
+
+def tokens_of(layer: str, cfg: Any) -> tuple[int, ...]:
+    """Return the token counts at which a layer is tuned and benchmarked."""
+    if layer == "sampler" or getattr(cfg, "phase", "") == "decode":
+        return BATCHES
+    return TOKENS
+
+
+# ---- configurations from the command line ----------------------------------------------------------------------
+
+# Short names of the kernel people's, where they differ from our fields.
+_SHORT = {"N": "out_features", "K": "in_features", "E": "num_experts", "D": "hidden_size", "I": "intermediate_size"}
+
+
+def parse_shape(layer: str, text: str) -> Any:
+    """Return a configuration from ``"N=2112,K=7168"``, from field names, or from a configuration's repr.
+
+    Fields that are not given have their defaults, and without one the value of the layer's first real case.
+
+    Raises
+    ------
+    ArgumentError
+        An unknown field, or a value that the configuration refuses.
+    """
+    spec = spec_of(layer)
+    base = next((case.cfg for case in spec.cases if not case.small), spec.cases[0].cfg)
+    kind = type(base)
+    if (given := re.fullmatch(rf"\s*{kind.__name__}\((.*)\)\s*", text, re.DOTALL)) is not None:
+        text = given.group(1)
+    if not is_dataclass(base):
+        raise ArgumentError(layer, "--shape", repr(text), f"the repr of a {kind.__name__}")
+    known = {field.name: getattr(base, field.name) for field in fields(base)}
+    defaults = {field.name: field.default for field in fields(base) if field.default is not MISSING}
+    changes: dict[str, Any] = {}
+    for piece in filter(None, re.split(r",(?![^()]*\))", text)):
+        name, separator, value = (part.strip() for part in piece.partition("="))
+        name = _SHORT.get(name, name) if name not in known else name
+        if not separator or name not in known:
+            raise ArgumentError(layer, "--shape", repr(piece), f"NAME=VALUE with NAME one of {', '.join(known)}")
+        changes[name] = _value(layer, piece, value, known[name])
+    return replace(base, **defaults | changes)
+
+
+def _value(layer: str, piece: str, text: str, like: Any) -> Any:
+    if isinstance(like, torch.dtype) or text.startswith("torch."):
+        found = getattr(torch, text.removeprefix("torch."), None)
+        if not isinstance(found, torch.dtype):
+            raise ArgumentError(layer, "--shape", repr(piece), "a dtype such as bfloat16")
+        return found
+    if isinstance(like, str) and text[:1] not in ("'", '"'):
+        return text
+
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError) as error:
+        raise ArgumentError(layer, "--shape", repr(piece), f"a value like {like!r}") from error
+
+
+def peak_flops(layer: str, cfg: Any, device: Device) -> float:
+    """Return the operations a second of the matrix unit that this layer's format runs on."""
+    eight_bits = layer in ("fp8_linear", "fp8_scaled_linear", "int8_linear") or (
+        getattr(cfg, "quant", "none") in ("fp8_block", "int8") or getattr(cfg, "format", "none") == "fp8"
+    )
+    return device.flops * (2 if eight_bits and (device.has_fp8_dot or device.type == "cpu") else 1)

@@ -1,0 +1,430 @@
+"""The tuner: every backend and every candidate configuration of one layer shape, timed per token count.
+
+    options   = backends that "auto" may take here  ×  (their own rule + ``candidates(cfg, num_tokens)``)
+    per token count: compile all in threads, time all a little, halve, time the rest more, halve, time the rest well
+    ladder    = the fewest rungs such that at every token count the rung's time is within NOISE of the best
+
+What was timed goes into a journal, a line per token count: an interrupted run goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastlayers import tuning
+from fastlayers.device import Device, as_device
+from fastlayers.errors import FastlayersError
+from fastlayers.registry import Backend, registry
+from fastlayers.testing.parity import check_parity
+from fastlayers.testing.spec import spec_of
+from fastlayers.testing.sweep import case_at, drawn_on, inputs_of, peak_flops
+from fastlayers.testing.timing import Clock, Timed, Timing
+
+# A win below this is noise, and so is one below the spread of the runs (up to MOST_SPREAD).
+NOISE, MOST_SPREAD = 0.02, 0.05
+MAX_CANDIDATES = 40
+# Rounds of timing, and the part of the options that is left after each but the last.
+ROUNDS, KEPT, FEWEST = (3, 7, 15), 0.3, 4
+PARITY_TOKENS = 5
+
+Config = tuple[tuple[str, int], ...]
+
+
+class TuneError(FastlayersError, RuntimeError):
+    """A shape cannot be tuned here."""
+
+
+@dataclass(frozen=True, order=True)
+class Option:
+    """A backend, with a configuration of its kernels or (``()``) by its own rule."""
+
+    backend: str
+    config: Config = ()
+
+    def __str__(self) -> str:
+        return self.backend + (f"({', '.join(f'{k}={v}' for k, v in self.config)})" if self.config else "")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one option took for one token count."""
+
+    tokens: int
+    option: Option
+    us: float
+    spread_us: float
+
+    def as_json(self) -> dict[str, Any]:
+        """Return a row of a table's ``measured``."""
+        row = {"tokens": self.tokens, "backend": self.option.backend, "us": round(self.us, 2)}
+        row["spread_us"] = round(self.spread_us, 2)
+        return row | ({"config": dict(self.option.config)} if self.option.config else {})
+
+    @staticmethod
+    def from_json(row: Mapping[str, Any]) -> Sample:
+        """Read a row of a table's ``measured``."""
+        option = Option(row["backend"], tuple(sorted(row.get("config", {}).items())))
+        return Sample(row["tokens"], option, row["us"], row["spread_us"])
+
+
+@dataclass(frozen=True)
+class Step:
+    """One rung as the tuner chose it."""
+
+    max_tokens: int | None
+    option: Option
+    us: float
+
+
+def choose_ladder(samples: Iterable[Sample], layouts: Mapping[str, str], rank: Sequence[str]) -> list[Step]:
+    """Return the ladder: fewest rungs whose every measured point is within the noise of the best.
+
+    Parameters
+    ----------
+    samples : iterable of Sample
+        An option without a sample at a token count cannot serve it.
+    layouts : mapping
+        Backend name to weight layout. A ladder has one; the one with the smallest mean (of logarithms) wins.
+    rank : sequence of str
+        Backend names, best first: decides between equals.
+    """
+    found = list(samples)
+    best: tuple[float, list[Step]] | None = None
+    counts = sorted({s.tokens for s in found})
+    for layout in dict.fromkeys(layouts[name] for name in rank if name in layouts):
+        own = [s for s in found if layouts.get(s.option.backend) == layout]
+        if {s.tokens for s in own} != set(counts):
+            continue
+        steps, times = _cover(own, counts, rank)
+        mean = sum(map(math.log, times)) / len(times)
+        if best is None or mean < best[0] - 1e-9:
+            best = (mean, steps)
+    if best is None:
+        raise TuneError("no backend was timed at every token count")
+    return best[1]
+
+
+def _cover(samples: list[Sample], counts: list[int], rank: Sequence[str]) -> tuple[list[Step], list[float]]:
+    at = {count: {s.option: s for s in samples if s.tokens == count} for count in counts}
+    good: dict[int, set[Option]] = {}
+    for count, row in at.items():
+        top = min(row.values(), key=lambda s: s.us)
+        limit = top.us * (1 + max(NOISE, min(MOST_SPREAD, top.spread_us / top.us)))
+        good[count] = {option for option, s in row.items() if s.us <= limit}
+    steps: list[Step] = []
+    times: list[float] = []
+    position = 0
+    while position < len(counts):
+        reach: dict[Option, int] = {}
+        for option in good[counts[position]]:
+            end = position
+            while end < len(counts) and option in good[counts[end]]:
+                end += 1
+            reach[option] = end
+
+        def key(option: Option, reach: dict[Option, int] = reach, start: int = position) -> tuple[Any, ...]:
+            span = counts[start : reach[option]]
+            whole = sum(math.log(at[c][option].us) for c in span)
+            return -reach[option], bool(option.config), rank.index(option.backend), whole
+
+        chosen = min(reach, key=key)
+        end = reach[chosen]
+        times += [at[c][chosen].us for c in counts[position:end]]
+        last = None if end == len(counts) else counts[end - 1]
+        steps.append(Step(last, chosen, at[counts[end - 1]][chosen].us))
+        position = end
+    return steps, times
+
+
+# ---- timing ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Bench:
+    """One layer shape on one device: makes inputs, builds options, checks and times them."""
+
+    layer: str
+    cfg: Any
+    place: torch.device
+    clock: Clock
+    threads: int = field(default_factory=lambda: min(16, os.cpu_count() or 1))
+
+    def __post_init__(self) -> None:
+        self.spec, self.device = spec_of(self.layer), as_device(self.place)
+        self.failed: dict[Option, str] = {}
+        self._checked: dict[Option, float] = {}
+
+    def able(self) -> list[Backend]:
+        """Return the backends that ``"auto"`` may take here, best first."""
+        automatic = [b for b in registry(self.layer).ranked if self.device.type in b.auto_on + b.last_resort_on]
+        return [b for b in automatic if b.why_not(self.cfg, self.device) is None]
+
+    def options(self, tokens: int, more: Iterable[Option] = ()) -> list[Option]:
+        """Return what is timed at this token count: every backend's own rule, its candidates, and ``more``."""
+        found: dict[Option, None] = {}
+        for backend in self.able():
+            found[Option(backend.name)] = None
+            candidates = getattr(backend.load(), "candidates", None)
+            for config in list(candidates(self.cfg, tokens))[:MAX_CANDIDATES] if candidates is not None else []:
+                found[Option(backend.name, tuple(sorted(config.items())))] = None
+        for option in more:
+            found[option] = None
+        return [option for option in found if option not in self.failed]
+
+    def row(self, option: Option) -> Backend:
+        """Return the registry row of an option, its configuration bound."""
+        backend = registry(self.layer).named(option.backend)
+        if not option.config:
+            return backend
+        target = backend.load()
+        return replace(backend, target=lambda cfg: target(cfg, dict(option.config)))
+
+    def check(self, option: Option, tokens: int = PARITY_TOKENS) -> float:
+        """Return the option's error against the reference, checked once.
+
+        Raises
+        ------
+        ParityError
+            The option computes something else.
+        """
+        if option not in self._checked:
+            case = case_at(self.layer, self.cfg, tokens, context=129)
+            with drawn_on(self.place):
+                errors = check_parity(self.layer, self.row(option), case, self.place)
+            self._checked[option] = max(errors.values(), default=0.0)
+        return self._checked[option]
+
+    @torch.inference_mode()
+    def ready(self, tokens: int, options: Sequence[Option], context: int | None = None) -> dict[Option, Timed]:
+        """Build, compile and capture options over shared operands; those that cannot are noted in ``failed``."""
+        case = case_at(self.layer, self.cfg, tokens, *(() if context is None else (context,)))
+        inputs = inputs_of(self.layer, case, self.place)
+        packed: dict[str, Any] = {}
+        calls: dict[Option, Callable[[], Any]] = {}
+        for option in options:
+            with self._noting(option):
+                impl = self.row(option).load()(self.cfg)
+                if option.backend not in packed:
+                    packed[option.backend] = self.spec.prepare(impl, inputs)
+                calls[option] = partial(self.spec.run, impl, inputs, packed[option.backend])
+        self._compile(calls)
+        timed: dict[Option, Timed] = {}
+        for option, call in calls.items():
+            if option not in self.failed:
+                with self._noting(option):
+                    timed[option] = self.clock.prepare(call)
+        return timed
+
+    def _noting(self, option: Option) -> _Noting:
+        return _Noting(self.failed, option)
+
+    def _compile(self, calls: Mapping[Option, Callable[[], Any]]) -> None:
+        """Call each once, in threads: Triton's compiler lets others run while it works."""
+        if self.place.type != "cuda" or self.threads < 2:
+            return
+
+        def first(option: Option, call: Callable[[], Any]) -> None:
+            with self._noting(option), torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream(self.place)):
+                call()
+
+        with ThreadPoolExecutor(self.threads) as pool:
+            for done in [pool.submit(first, option, call) for option, call in calls.items()]:
+                done.result()
+        torch.cuda.synchronize(self.place)
+
+    def time_at(self, tokens: int, more: Iterable[Option] = ()) -> list[Sample]:
+        """Return what every option takes at this token count; the slow ones are timed a little only."""
+        timed = self.ready(tokens, self.options(tokens, more))
+        defaults = {option for option in timed if not option.config}
+        found: dict[Option, Timing] = {}
+        alive = list(timed)
+        for index, rounds in enumerate(ROUNDS):
+            measured = self.clock.measure({str(o): timed[o] for o in alive}, rounds)
+            found |= {option: measured[str(option)] for option in alive}
+            by_time = sorted(alive, key=lambda option: found[option].us)
+            if index < len(ROUNDS) - 1:
+                kept = by_time[: max(FEWEST, math.ceil(KEPT * len(by_time)))]
+                # A backend's own rule stays while it may still win; neighbours' winners stay for the ladder's sake.
+                stays = {o for o in defaults | set(more) if o in found and found[o].us < 1.5 * found[by_time[0]].us}
+                alive = [o for o in alive if o in kept or o in stays]
+        return [Sample(tokens, option, t.us, t.spread_us) for option, t in found.items()]
+
+
+class _Noting:
+    """Notes a failure of an option instead of ending the run: candidates may ask for more than the chip has."""
+
+    def __init__(self, failed: dict[Option, str], option: Option) -> None:
+        self.failed, self.option = failed, option
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: object) -> bool:
+        if error is None or not isinstance(error, Exception):
+            return False
+        if "CUDA error" in str(error):  # everything after it would fail as well
+            return False
+        self.failed[self.option] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return True
+
+
+# ---- one shape, resumable --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run is: a shape's file name, token counts done and in all, and what happens now."""
+
+    name: str
+    done: int
+    total: int
+    now: str
+
+
+def tune_shape(
+    bench: Bench,
+    counts: Sequence[int],
+    folder: Path,
+    *,
+    command: str,
+    said: Callable[[Progress], None] = lambda progress: None,
+) -> Path:
+    """Tune one layer shape and write its table; an interrupted run of the same code and versions is taken up.
+
+    Returns
+    -------
+    Path
+        The table's file.
+
+    Raises
+    ------
+    TuneError
+        The configuration has no tuning key, or nothing can run it.
+    """
+    key = tuning.key_of(bench.cfg)
+    if key is None:
+        raise TuneError(f"{bench.layer}: {bench.cfg} has no tuning_key(): this layer is not tuned")
+    able = bench.able()
+    if not able:
+        raise TuneError(f"{bench.layer}: no backend that 'auto' may take runs {bench.cfg} on {bench.device}")
+    path = tuning.path_of(folder, bench.layer, key, bench.device)
+    about = tuning.metadata(bench.layer, able)
+    journal = Journal(path.with_suffix(".journal"), {"kernels": about["kernels"], "versions": about["versions"]})
+    started = time.time()
+    for done, tokens in enumerate(counts):
+        if tokens in journal.samples:
+            continue
+        said(Progress(path.name, done, len(counts), f"{tokens} tokens"))
+        near = [s for count in sorted(journal.samples)[-2:] for s in journal.samples[count]]
+        journal.add(tokens, bench.time_at(tokens, _winners(near)))
+    said(Progress(path.name, len(counts), len(counts), "checking the winners"))
+    samples = [s for count in sorted(journal.samples) for s in journal.samples[count]]
+    steps, errors = _checked_ladder(bench, samples, able)
+    table = _table(bench, key, steps, samples, errors) | {
+        "metadata": about | {"command": command, "seconds": round(time.time() - started, 1)}
+    }
+    tuning.write(path, table)
+    journal.path.unlink(missing_ok=True)
+    return path
+
+
+def _winners(samples: list[Sample]) -> list[Option]:
+    counts = {s.tokens for s in samples}
+    found: dict[Option, None] = {}
+    for count in counts:
+        for sample in sorted((s for s in samples if s.tokens == count), key=lambda s: s.us)[:4]:
+            found[sample.option] = None
+    return list(found)
+
+
+def _checked_ladder(bench: Bench, samples: list[Sample], able: list[Backend]) -> tuple[list[Step], dict[Option, float]]:
+    """Choose the ladder; an option that fails the check against the reference is left out and the rest chosen again."""
+    layouts, rank = {b.name: b.weight_layout for b in able}, [b.name for b in able]
+    while True:
+        left = [s for s in samples if s.option not in bench.failed]
+        steps = choose_ladder(left, layouts, rank)
+        errors: dict[Option, float] = {}
+        for step in steps:
+            with bench._noting(step.option):
+                errors[step.option] = bench.check(step.option)
+        if len(errors) == len({step.option for step in steps}):
+            return steps, errors
+
+
+def _table(
+    bench: Bench, key: str, steps: list[Step], samples: list[Sample], errors: Mapping[Option, float]
+) -> dict[str, Any]:
+    chosen = {step.option for step in steps}
+    shown: list[Sample] = []
+    for count in sorted({s.tokens for s in samples}):
+        here = [s for s in samples if s.tokens == count]
+        best = {s.option.backend: s for s in sorted(here, key=lambda s: -s.us)}
+        shown += [s for s in here if s.option in chosen or not s.option.config or best[s.option.backend] is s]
+    ladder = [
+        {"max_tokens": step.max_tokens, "backend": step.option.backend, "microseconds": round(step.us, 2)}
+        | ({"config": dict(step.option.config)} if step.option.config else {})
+        for step in steps
+    ]
+    return {
+        "schema": tuning.SCHEMA, "layer": bench.layer, "device": bench.device.name, "key": key, "cfg": repr(bench.cfg),
+        "ladder": ladder, "errors": {str(option): float(f"{error:.3g}") for option, error in errors.items()},
+        "failed": {str(option): why for option, why in sorted(bench.failed.items())},
+        "floors": floors(bench.layer, bench.cfg, bench.device, sorted({s.tokens for s in samples})),
+        "measured": [sample.as_json() for sample in shown],
+    }  # fmt: skip
+
+
+def floors(layer: str, cfg: Any, device: Device, counts: Sequence[int]) -> dict[str, list[float]]:
+    """Return the two floors in microseconds for each token count: arithmetic, memory."""
+    found = {}
+    for tokens in counts:
+        cost = spec_of(layer).cost(case_at(layer, cfg, tokens))
+        seconds = cost.floors(device.bandwidth, peak_flops(layer, cfg, device))
+        found[str(tokens)] = [round(s * 1e6, 3) for s in seconds]
+    return found
+
+
+class Journal:
+    """What was timed so far, on disk: a header, then a line per token count.
+
+    A journal of other kernels or versions, or one that cannot be read to the end, is begun anew or cut there.
+    """
+
+    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
+        self.path, self.samples = path, dict[int, list[Sample]]()
+        lines = path.read_text().splitlines() if path.is_file() else []
+        rows = [row for row in map(_parsed, lines) if row is not None]
+        if rows and rows[0] == header:
+            for row in rows[1:]:
+                self.samples[row["tokens"]] = [Sample.from_json(sample) for sample in row["samples"]]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [header] + [self._line(count, found) for count, found in self.samples.items()]
+        path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+
+    def add(self, tokens: int, samples: list[Sample]) -> None:
+        """Append one token count."""
+        self.samples[tokens] = samples
+        with self.path.open("a") as file:
+            file.write(json.dumps(self._line(tokens, samples)) + "\n")
+
+    @staticmethod
+    def _line(tokens: int, samples: list[Sample]) -> dict[str, Any]:
+        return {"tokens": tokens, "samples": [sample.as_json() for sample in samples]}
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:  # the line that was being written when the run was interrupted
+        return None
