@@ -162,14 +162,11 @@ def parse_shape(layer: str, text: str) -> Any:
 
 
 def _value(layer: str, piece: str, text: str, like: Any) -> Any:
-    if isinstance(like, torch.dtype) or text.startswith("torch."):
-        found = getattr(torch, text.removeprefix("torch."), None)
-        if not isinstance(found, torch.dtype):
-            raise ArgumentError(layer, "--shape", repr(piece), "a dtype such as bfloat16")
-        return found
     if isinstance(like, str) and text[:1] not in ("'", '"'):
         return text
-
+    found = getattr(torch, text.removeprefix("torch."), None)
+    if isinstance(found, torch.dtype):
+        return found
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError) as error:
