@@ -43,6 +43,52 @@ def test_a_later_plan_refreshes_the_same_addresses() -> None:
     assert first.seq_lens.tolist() == [3, 1] and first.page_table[1].tolist() == [0, 0, 0, 0]
 
 
+STEPS = [
+    (fl.AttentionBatch((3, 2), (0, 0), [[5], [2]], (1, 0)), None),
+    (fl.AttentionBatch((1, 1), (3, 2), [[5], [2]], (1, 0)), 2),
+    (fl.AttentionBatch((1, 1), (4, 3), [[5, 7], [2]], (1, 0)), 4),
+    (fl.AttentionBatch((4,), (0,), [[9]]), None),
+    (fl.AttentionBatch((1,), (4,), [[9, 1]]), 1),
+    (fl.AttentionBatch((1, 1, 1), (0, 5, 3), [[3], [5, 7], [2]]), None),
+    (fl.AttentionBatch((), (), []), 2),
+]
+
+
+def plain(batch: fl.AttentionBatch, rows: int, pages: int, size: int) -> dict[str, list[object]]:
+    """What the metadata of a step must be, in plain Python."""
+    pad = rows - len(batch.query_lens)
+    queries, prefix = [*batch.query_lens, *[1] * pad], [*batch.prefix_lens, *[0] * pad]
+    table = [[*row, *[0] * (pages - len(row))] for row in [*batch.page_table, *[[]] * pad]]
+    tokens = [(r, prefix[r] + i) for r in range(rows) for i in range(queries[r])]
+    return {
+        "page_table": table,
+        "seq_lens": [q + p for q, p in zip(queries, prefix, strict=True)],
+        "starts": [*(batch.starts or [0] * len(batch.query_lens)), *[0] * pad],
+        "cu_seqlens_q": [sum(queries[:r]) for r in range(rows + 1)],
+        "request_of_token": [r for r, _ in tokens],
+        "positions": [at for _, at in tokens],
+        "out_cache_loc": [table[r][at // size] * size + at % size for r, at in tokens],
+    }
+
+
+def check_steps(device: str) -> None:
+    state = fl.AttentionState(4, 8, 3, 4, device)
+    for _ in range(2):
+        for batch, bucket in STEPS:
+            meta = state.plan(batch, bucket=bucket)
+            wanted = plain(batch, bucket if bucket is not None else len(batch.query_lens), 3, 4)
+            assert {name: tensor.tolist() for name, tensor in as_tensors(meta).items()} == wanted
+
+
+def test_steps_of_all_kinds_in_turn() -> None:
+    check_steps("cpu")
+
+
+@pytest.mark.gpu
+def test_steps_of_all_kinds_in_turn_gpu() -> None:
+    check_steps("cuda")
+
+
 def test_empty_batch() -> None:
     meta = fl.AttentionState(2, 2, 2, 4).plan(fl.AttentionBatch((), (), []))
     assert (meta.num_tokens, meta.num_requests, meta.max_query_len, meta.max_seq_len) == (0, 0, 0, 0)

@@ -188,6 +188,54 @@ class AttentionMeta:
         return self.seq_lens.shape[0]
 
 
+class _Mirrored:
+    """Bytes on the device and, pinned, on the host; on a CPU both are the same."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.device_bytes = torch.zeros(size, dtype=torch.uint8, device=device)
+        self.host_bytes = self.device_bytes
+        if device.type == "cuda":
+            self.host_bytes = torch.zeros(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def fields(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return (device view, host view) of one field after the other, given as (elements, dtype)."""
+        found, offset = [], 0
+        for count, dtype in wanted:
+            part = slice(offset, offset + count * dtype.itemsize)
+            on_device = self.device_bytes[part].view(dtype)
+            same = self.host_bytes is self.device_bytes
+            found.append((on_device, on_device if same else self.host_bytes[part].view(dtype)))
+            offset = part.stop
+        return found
+
+    def copy(self) -> None:
+        """Send everything to the device: one asynchronous copy."""
+        if self.host_bytes is not self.device_bytes:
+            self.device_bytes.copy_(self.host_bytes, non_blocking=True)
+
+
+class _Buffers:
+    """The fields of a step's metadata but the page table, each as (on the device, on the host)."""
+
+    def __init__(self, requests: int, tokens: int, device: torch.device) -> None:
+        sizes = [(tokens, torch.int64), (tokens, torch.int64)]
+        sizes += [(count, torch.int32) for count in (requests, requests, requests + 1, tokens)]
+        self.mirrored = _Mirrored(sum(count * dtype.itemsize for count, dtype in sizes), device)
+        self.positions, self.loc, self.seq_lens, self.starts, self.cu, self.request = self.mirrored.fields(sizes)
+        # What a step of one token a request has, and keeps.
+        self.cu[1].copy_(torch.arange(requests + 1, device="cpu"))
+        self.request[1].copy_(torch.arange(tokens, device="cpu"))
+        self.has_starts = False
+
+    def views(self, rows: int, width: int) -> dict[str, Any]:
+        """Return the device views that a step of ``rows`` requests and ``width`` tokens reads."""
+        return {
+            "seq_lens": self.seq_lens[0][:rows], "starts": self.starts[0][:rows],
+            "cu_seqlens_q": self.cu[0][: rows + 1], "request_of_token": self.request[0][:width],
+            "positions": self.positions[0][:width], "out_cache_loc": self.loc[0][:width],
+        }  # fmt: skip
+
+
 class AttentionState:
     """Static buffers for the metadata of one attention group.
 
@@ -211,14 +259,18 @@ class AttentionState:
             "AttentionState", max_batch=max_batch, max_tokens=max_tokens, max_pages=max_pages, page_size=page_size
         )
         self.max_batch, self.max_tokens, self.max_pages, self.page_size = max_batch, max_tokens, max_pages, page_size
-
-        def zeros(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.zeros(*size, dtype=dtype, device=device)
-
-        self._page_table = zeros(max_batch, max_pages)
-        self._seq_lens, self._starts, self._cu = zeros(max_batch), zeros(max_batch), zeros(max_batch + 1)
-        self._request = zeros(max_tokens)
-        self._positions, self._loc = zeros(max_tokens, dtype=torch.int64), zeros(max_tokens, dtype=torch.int64)
+        where = torch.device(device) if device is not None else torch.get_default_device()
+        # Steps of one token a request have buffers of their own: small, and half of them never change.
+        self._decode = _Buffers(max_batch, min(max_batch, max_tokens), where)
+        self._extend = _Buffers(max_batch, max_tokens, where)
+        self._table = _Mirrored(max_batch * max_pages * 4, where)
+        self._page_table, self._host_table = self._table.fields([(max_batch * max_pages, torch.int32)])[0]
+        self._page_table = self._page_table.view(max_batch, max_pages)
+        self._host_table = self._host_table.view(max_batch, max_pages)
+        self._pages: list[list[int]] = [[] for _ in range(max_batch)]
+        self._views_of: dict[int, dict[str, Any]] = {}
+        # Nothing on the host is overwritten before the device has read it.
+        self._copied = torch.cuda.Event() if where.type == "cuda" else None
         self.plans, self._step = StepPlans(), 0
         self._debug = env.debug()
 
@@ -240,63 +292,110 @@ class AttentionState:
             The batch does not fit the state, a page row is too short for its request, or (debug) a page is out
             of range.
         """
-        self._check(batch, bucket, num_pages)
-        count, tokens = len(batch.query_lens), batch.num_tokens
-        rows, width = (bucket, bucket) if bucket is not None else (count, tokens)
-        table = torch.zeros(rows, self.max_pages, dtype=torch.int32)
-        for row, pages in enumerate(batch.page_table):
-            table[row, : len(pages)] = torch.as_tensor(pages, dtype=torch.int32)
-        seq_lens = torch.ones(rows, dtype=torch.int64)
-        seq_lens[:count] = torch.tensor(batch.seq_lens, dtype=torch.int64)
-        query_lens = torch.ones(rows, dtype=torch.int64)
-        query_lens[:count] = torch.tensor(batch.query_lens, dtype=torch.int64)
-        starts = torch.zeros(rows, dtype=torch.int64)
-        if batch.starts:
-            starts[:count] = torch.tensor(batch.starts, dtype=torch.int64)
-        cu = torch.zeros(rows + 1, dtype=torch.int64)
-        cu[1:] = query_lens.cumsum(0)
-        request = torch.repeat_interleave(torch.arange(rows), query_lens)
-        positions = torch.arange(width) - cu[request] + (seq_lens - query_lens)[request]
-        loc = table[request, positions // self.page_size].long() * self.page_size + positions % self.page_size
+        lengths = batch.seq_lens
+        decode = batch.is_decode and (bucket is not None or len(lengths) > 0)
+        self._check(batch, lengths, decode, bucket, num_pages)
+        if self._copied is not None:
+            self._copied.synchronize()
+        rows = bucket if bucket is not None else len(lengths)
+        self._write_pages(batch.page_table, rows)
+        buffers = self._decode if decode else self._extend
+        if decode:
+            self._write_decode(batch, lengths, rows)
+        else:
+            self._write_extend(batch, lengths)
+        buffers.mirrored.copy()
         self._step += 1
-        meta = self._views(batch, rows, width, bucket)
-        for target, value in (
-            (meta.page_table, table), (meta.seq_lens, seq_lens), (meta.starts, starts), (meta.cu_seqlens_q, cu),
-            (meta.request_of_token, request), (meta.positions, positions), (meta.out_cache_loc, loc),
-        ):  # fmt: skip
-            target.copy_(value.to(target.dtype), non_blocking=True)
+        width = rows if decode else batch.num_tokens
+        meta = self._meta(batch, decode, rows, width, bucket, max(lengths, default=0))
         if bucket is not None:
             self.plans.refresh(meta)
+        if self._copied is not None:
+            self._copied.record()
         return meta
 
-    def _views(self, batch: AttentionBatch, rows: int, width: int, bucket: int | None) -> AttentionMeta:
-        captured = bucket is not None
+    def _write_pages(self, table: Sequence[Sequence[int]], rows: int) -> None:
+        """Bring the first ``rows`` rows of the page table up to date; most steps change none."""
+        changed: list[int] = []
+        for row in range(rows):
+            pages = table[row] if row < len(table) else ()
+            before = self._pages[row]
+            if len(before) != len(pages) or before != list(pages):
+                self._host_table[row, len(pages) : len(before)] = 0
+                if len(pages):
+                    self._host_table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+                self._pages[row] = list(pages)
+                changed.append(row)
+        if changed and self._page_table is not self._host_table:
+            part = slice(changed[0], changed[-1] + 1)
+            self._page_table[part].copy_(self._host_table[part], non_blocking=True)
+
+    def _write_decode(self, batch: AttentionBatch, lengths: tuple[int, ...], rows: int) -> None:
+        size, count, host = self.page_size, len(lengths), self._decode
+        padding = [0] * (rows - count)
+        at = [*batch.prefix_lens, *padding]
+        slots = [
+            pages[place // size] * size + place % size
+            for pages, place in zip(batch.page_table, batch.prefix_lens, strict=True)
+        ]
+        host.seq_lens[1][:rows] = torch.tensor([*lengths, *[1] * len(padding)], dtype=torch.int32)
+        host.positions[1][:rows] = torch.tensor(at, dtype=torch.int64)
+        host.loc[1][:rows] = torch.tensor([*slots, *padding], dtype=torch.int64)
+        if batch.starts or host.has_starts:
+            host.starts[1][:] = 0
+            host.starts[1][:count] = torch.tensor(batch.starts or [0] * count, dtype=torch.int32)
+            host.has_starts = bool(batch.starts)
+
+    def _write_extend(self, batch: AttentionBatch, lengths: tuple[int, ...]) -> None:
+        size, count, tokens, host = self.page_size, len(lengths), batch.num_tokens, self._extend
+        query_lens = torch.tensor(batch.query_lens, dtype=torch.int64)
+        ends = query_lens.cumsum(0)
+        request = torch.repeat_interleave(torch.arange(count), query_lens)
+        first = torch.tensor(batch.prefix_lens, dtype=torch.int64) - (ends - query_lens)
+        positions = torch.arange(tokens) + first[request]
+        host.seq_lens[1][:count] = torch.tensor(lengths, dtype=torch.int32)
+        host.starts[1][:count] = torch.tensor(batch.starts or [0] * count, dtype=torch.int32)
+        host.cu[1][1 : count + 1] = ends
+        host.request[1][:tokens] = request
+        host.positions[1][:tokens] = positions
+        host.loc[1][:tokens] = self._host_table[request, positions // size].long() * size + positions % size
+
+    def _meta(
+        self, batch: AttentionBatch, decode: bool, rows: int, width: int, bucket: int | None, longest: int
+    ) -> AttentionMeta:
+        buffers = self._decode if decode else self._extend
+        views = self._views_of.get(rows) if decode else None
+        if views is None:
+            views = {"page_table": self._page_table[:rows], **buffers.views(rows, width)}
+            if decode:  # there are as many as batch sizes; extends have too many widths to keep
+                self._views_of[rows] = views
         return AttentionMeta(
-            page_table=self._page_table[:rows],
-            seq_lens=self._seq_lens[:rows],
-            starts=self._starts[:rows],
-            cu_seqlens_q=self._cu[: rows + 1],
-            request_of_token=self._request[:width],
-            positions=self._positions[:width],
-            out_cache_loc=self._loc[:width],
+            **views,
             page_size=self.page_size,
-            max_query_len=1 if captured else max(batch.query_lens, default=0),
-            max_seq_len=self.max_pages * self.page_size if captured else max(batch.seq_lens, default=0),
+            max_query_len=1 if decode else max(batch.query_lens, default=0),
+            max_seq_len=self.max_pages * self.page_size if bucket is not None else longest,
             batch=batch,
             bucket=bucket,
             step=self._step,
             plans=self.plans,
         )
 
-    def _check(self, batch: AttentionBatch, bucket: int | None, num_pages: int | None) -> None:
-        name, count = "AttentionState.plan", len(batch.query_lens)
-        if bucket is not None and not (batch.is_decode and count <= bucket <= min(self.max_batch, self.max_tokens)):
+    def _check(
+        self,
+        batch: AttentionBatch,
+        lengths: tuple[int, ...],
+        decode: bool,
+        bucket: int | None,
+        num_pages: int | None,
+    ) -> None:
+        name, count = "AttentionState.plan", len(lengths)
+        if bucket is not None and not (decode and count <= bucket <= min(self.max_batch, self.max_tokens)):
             limit = min(self.max_batch, self.max_tokens)
             raise ArgumentError(name, "bucket", bucket, f"for decode only, {count} <= bucket <= {limit}")
         if count > self.max_batch or batch.num_tokens > self.max_tokens:
             given = f"{count} requests, {batch.num_tokens} tokens"
             raise ArgumentError(name, "batch", given, f"at most {self.max_batch} requests, {self.max_tokens} tokens")
-        for row, (length, pages) in enumerate(zip(batch.seq_lens, batch.page_table, strict=True)):
+        for row, (length, pages) in enumerate(zip(lengths, batch.page_table, strict=True)):
             if len(pages) > self.max_pages or len(pages) * self.page_size < length:
                 wanted = f"{-(-length // self.page_size)} to {self.max_pages} pages of {self.page_size} tokens"
                 raise ArgumentError(name, f"page_table[{row}]", f"{len(pages)} pages for {length} tokens", wanted)
