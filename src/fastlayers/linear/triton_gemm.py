@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from fastlayers.testing.compile_check import KernelBuild
-from fastlayers.triton_lang import cast, dot
+from fastlayers.triton_lang import await_inputs, cast, dot, release_dependents
 
 # Two programs for each multiprocessor of an H100 or H200. A constant, so that bits do not depend on the GPU.
 TARGET_PROGRAMS = 264
@@ -75,10 +75,13 @@ def tile_origin(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 def add_splits_kernel(
     partial_ptr, bias_ptr, y_ptr, M, N,
     SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, ROUND_BEFORE_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < N
+    await_inputs(PDL)
+    release_dependents(PDL)
     total = tl.zeros([BLOCK], tl.float32)
     for split in tl.static_range(SPLITS):
         total += tl.load(partial_ptr + (split * M.to(tl.int64) + row) * N + column, mask=inside, other=0.0)

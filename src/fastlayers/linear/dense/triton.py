@@ -1,22 +1,62 @@
-"""Linear in Triton: a tiled GEMM with masked edges, split over K when there are few rows."""
+"""Linear in Triton: a tiled GEMM split over K when there are few rows, and a matrix-vector kernel for 1 to 4 rows.
+
+With few rows the time is that of reading the weights. The vector kernel asks for its first weights before the
+kernels in front of it have ended, keeps the next block in flight while it multiplies, and needs no matrix units, so
+that a program may hold as few as two output features and all multiprocessors read at once.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from fastlayers.linear.dense.layer import LinearConfig
-from fastlayers.linear.triton_gemm import add_splits_kernel, tile_for, tile_origin
+from fastlayers.linear.triton_gemm import TARGET_PROGRAMS, Tile, add_splits_kernel, tile_for, tile_origin
 from fastlayers.operators import operator
 from fastlayers.testing.compile_check import KernelBuild
-from fastlayers.triton_lang import cast, dot
+from fastlayers.triton_lang import await_inputs, cast, dependent_launch, dot, release_dependents
+
+MAX_VECTOR_ROWS = 4
+
+
+@triton.jit
+def _vector_kernel(
+    x_ptr, weight_ptr, bias_ptr, y_ptr, M, N, K, x_stride, weight_stride,
+    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    column, depth, row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), tl.arange(0, ROWS)
+    # Rows and columns beyond the edge read a valid one again; their results are never stored.
+    weight_rows = weight_ptr + tl.minimum(column, N - 1).to(tl.int64)[:, None] * weight_stride
+    x_rows = x_ptr + tl.minimum(row, M - 1)[:, None] * x_stride
+    ahead = tl.load(weight_rows + depth[None, :], mask=depth[None, :] < K, other=0.0)
+    await_inputs(PDL)
+    release_dependents(PDL)
+    acc = tl.zeros([ROWS, BLOCK_N, BLOCK_K], tl.float32)
+    for begin in range(0, K, BLOCK_K):
+        weight, k = ahead, begin + depth
+        following = k + BLOCK_K
+        ahead = tl.load(weight_rows + following[None, :], mask=following[None, :] < K, other=0.0)
+        if EVEN_K:
+            x = tl.load(x_rows + k[None, :])
+        else:
+            x = tl.load(x_rows + k[None, :], mask=k[None, :] < K, other=0.0)
+        acc += x.to(tl.float32)[:, None, :] * weight.to(tl.float32)[None, :, :]
+    y = tl.sum(acc, axis=2)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
+    target = y_ptr + row[:, None] * N + column[None, :]
+    tl.store(target, cast(y, y_ptr.dtype.element_ty), mask=(row[:, None] < M) & (column[None, :] < N))
 
 
 @triton.jit(do_not_specialize=["M"])
 def _linear_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, M, N, K, x_stride, weight_stride,
-    HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, EVEN_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     row0, column0 = tile_origin(M, N, BLOCK_M, BLOCK_N)
@@ -29,6 +69,8 @@ def _linear_kernel(
     first = split * blocks
     last = tl.minimum(first + blocks, tl.cdiv(K, BLOCK_K))
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    await_inputs(PDL)
+    release_dependents(PDL)
     for block in range(first, last):
         k = block * BLOCK_K + depth
         if EVEN_K:
@@ -45,33 +87,97 @@ def _linear_kernel(
     tl.store(target, cast(acc, y_ptr.dtype.element_ty), mask=inside)
 
 
-def _depth(dtype: torch.dtype) -> int:
-    return 32 if dtype == torch.float32 else 64
+def rule(rows: int, n: int, k: int, dtype: torch.dtype) -> dict[str, int]:
+    """Return kernel parameters for ``[rows, k] · [n, k]ᵀ`` where no tuned table gives them.
+
+    Measured on an H200, see ``benchmarks/notes/linear.md``: one row, or few outputs, take the vector kernel; a very
+    large weight keeps the multiprocessors busy with matrix tiles either way.
+    """
+    few = n <= 1024 and rows <= MAX_VECTOR_ROWS
+    if few or (rows == 1 and n * k < 1 << 27) or (dtype == torch.float32 and rows <= MAX_VECTOR_ROWS):
+        outputs, depth = (2, 2048) if few and rows == 1 else (2, 1024) if rows > 1 else (4, 1024 if k < 4096 else 512)
+        return {"VECTOR": 1, "BLOCK_N": outputs, "BLOCK_K": min(depth, triton.next_power_of_2(k)), "num_warps": 4}
+    depth, stages = (32, 0) if dtype == torch.float32 else (128, 4) if rows <= 32 else (64, 0)
+    tile = tile_for(rows, n, triton.cdiv(k, depth))
+    return {
+        "VECTOR": 0, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": depth, "SPLITS": tile.splits,
+        "num_warps": tile.warps, "num_stages": stages or tile.stages,
+    }  # fmt: skip
 
 
-def _fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+def candidates(cfg: LinearConfig, num_tokens: int) -> list[dict[str, int]]:
+    """Return the parameters worth measuring for this many rows, :func:`rule`'s own first."""
+    found = [rule(num_tokens, cfg.out_features, cfg.in_features, cfg.dtype)]
+    if num_tokens <= MAX_VECTOR_ROWS:
+        for n, k, warps in ((1, 2048, 4), (2, 512, 2), (2, 1024, 4), (2, 2048, 4), (4, 512, 4),
+                            (4, 1024, 4), (4, 1024, 8), (8, 512, 4), (8, 256, 4)):  # fmt: skip
+            if k < 2 * cfg.in_features:
+                found.append({"VECTOR": 1, "BLOCK_N": n, "BLOCK_K": k, "num_warps": warps})
+    if cfg.dtype != torch.float32:
+        found += _matrix_candidates(cfg, num_tokens)
+    return [config for index, config in enumerate(found) if config not in found[:index]]
+
+
+def _matrix_candidates(cfg: LinearConfig, rows: int) -> list[dict[str, int]]:
+    m = max(16, min(128, triton.next_power_of_2(rows)))
+    shapes = (
+        ((m, 16, 256, 4, 4), (m, 32, 128, 4, 5), (m, 32, 256, 4, 4), (m, 64, 128, 4, 4), (m, 128, 64, 4, 4))
+        if rows <= 64
+        else ((64, 128, 64, 4, 4), (128, 128, 64, 8, 4), (128, 256, 64, 8, 3), (64, 256, 64, 8, 4))
+    )
+    found = []
+    for m, n, k, warps, stages in shapes:
+        tiles = triton.cdiv(rows, m) * triton.cdiv(cfg.out_features, n)
+        for splits in (1, 2, 4, 8) if rows <= 64 else (1,):
+            if splits == 1 or (tiles * splits <= 4 * TARGET_PROGRAMS and cfg.in_features >= splits * k * 2):
+                found.append({
+                    "VECTOR": 0, "BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "SPLITS": splits, "num_warps": warps,
+                    "num_stages": stages,
+                })  # fmt: skip
+    return found
+
+
+# The order in which an operator takes them: its schema knows integers, not mappings.
+PARAMETERS = ("VECTOR", "BLOCK_M", "BLOCK_N", "BLOCK_K", "SPLITS", "num_warps", "num_stages")
+
+
+def _fake(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype, config: list[int]
+) -> torch.Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
 
 
-@operator("linear(Tensor x, Tensor weight, Tensor? bias, ScalarType out_dtype) -> Tensor", _fake)
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+@operator("linear(Tensor x, Tensor weight, Tensor? bias, ScalarType out_dtype, int[] config) -> Tensor", _fake)
+def _linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype, config: list[int]
+) -> torch.Tensor:
     if x.stride(-1) != 1:
         x = x.contiguous()
-    (m, k), n, block_k = x.shape, weight.shape[0], _depth(x.dtype)
+    (m, k), n = x.shape, weight.shape[0]
     y = x.new_empty((m, n), dtype=out_dtype)
     if m == 0:
         return y
-    tile = tile_for(m, n, triton.cdiv(k, block_k))
+    c = dict(zip(PARAMETERS, config, strict=True)) if config else rule(m, n, k, x.dtype)
+    launch = dependent_launch(x)
+    arguments = (m, n, k, x.stride(0), weight.stride(0))
+    if c["VECTOR"]:
+        _vector_kernel[(triton.cdiv(n, c["BLOCK_N"]),)](
+            x, weight, y if bias is None else bias, y, *arguments,
+            HAS_BIAS=bias is not None, EVEN_K=k % c["BLOCK_K"] == 0, ROWS=triton.next_power_of_2(m),
+            BLOCK_N=c["BLOCK_N"], BLOCK_K=c["BLOCK_K"], num_warps=c["num_warps"], **launch,
+        )  # fmt: skip
+        return y
+    tile = Tile(c["BLOCK_M"], c["BLOCK_N"], c["num_warps"], c["num_stages"], c["SPLITS"])
     target = y if tile.splits == 1 else x.new_empty((tile.splits, m, n), dtype=torch.float32)
     _linear_kernel[tile.grid(m, n)](
-        x, weight, y if bias is None else bias, target, m, n, k, x.stride(0), weight.stride(0),
-        HAS_BIAS=bias is not None, SPLITS=tile.splits, EVEN_K=k % block_k == 0,
-        BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=block_k, num_warps=tile.warps, num_stages=tile.stages,
+        x, weight, y if bias is None else bias, target, *arguments,
+        HAS_BIAS=bias is not None, SPLITS=tile.splits, EVEN_K=k % c["BLOCK_K"] == 0,
+        BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=c["BLOCK_K"], num_warps=tile.warps, num_stages=tile.stages, **launch,
     )  # fmt: skip
     if tile.splits > 1:
         add_splits_kernel[(m, triton.cdiv(n, 1024))](
             target, y if bias is None else bias, y, m, n,
-            SPLITS=tile.splits, HAS_BIAS=bias is not None, ROUND_BEFORE_BIAS=False, BLOCK=1024,
+            SPLITS=tile.splits, HAS_BIAS=bias is not None, ROUND_BEFORE_BIAS=False, BLOCK=1024, **launch,
         )  # fmt: skip
     return y
 
@@ -79,39 +185,49 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ou
 class TritonLinear:
     """Reads ``x`` with any row stride; sums in fp32 and rounds once, after the bias."""
 
-    def __init__(self, cfg: LinearConfig) -> None:
+    candidates = staticmethod(candidates)
+
+    def __init__(self, cfg: LinearConfig, config: Mapping[str, int] | None = None) -> None:
         self.out_dtype = cfg.y_dtype
+        self.config = [config.get(name, 0) for name in PARAMETERS] if config else []
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return ``y`` ``[..., N]``, a new contiguous tensor."""
-        y: torch.Tensor = _linear(x.reshape(-1, x.shape[-1]), weight, bias, self.out_dtype)
+        y: torch.Tensor = _linear(x.reshape(-1, x.shape[-1]), weight, bias, self.out_dtype, self.config)
         return y.view(*x.shape[:-1], weight.shape[0])
 
 
-def _build(m: int, n: int, k: int, dtype: str) -> KernelBuild:
-    block_k = 32 if dtype == "fp32" else 64
-    tile = tile_for(m, n, triton.cdiv(k, block_k))
+def _build(m: int, n: int, k: int, dtype: str, config: dict[str, int]) -> KernelBuild:
+    vector, splits = config["VECTOR"], config.get("SPLITS", 1)
+    constexprs: dict[str, Any] = {"HAS_BIAS": True, "EVEN_K": k % config["BLOCK_K"] == 0, "PDL": True}
+    if vector:
+        constexprs |= {"ROWS": triton.next_power_of_2(m)}
+    else:
+        constexprs |= {"SPLITS": splits, "BLOCK_M": config["BLOCK_M"]}
+    constexprs |= {name: config[name] for name in ("BLOCK_N", "BLOCK_K")}
     return KernelBuild(
-        f"linear_{m}x{n}x{k}_{dtype}",
-        _linear_kernel,
+        f"linear_{m}x{n}x{k}_{dtype}_" + "_".join(str(config.get(name, 0)) for name in PARAMETERS),
+        _vector_kernel if vector else _linear_kernel,
         {
             "x_ptr": f"*{dtype}", "weight_ptr": f"*{dtype}", "bias_ptr": f"*{dtype}",
-            "y_ptr": f"*{dtype}" if tile.splits == 1 else "*fp32",
+            "y_ptr": f"*{dtype}" if splits == 1 else "*fp32",
             "M": "i32", "N": "i32", "K": "i32", "x_stride": "i64", "weight_stride": "i64",
         },
-        {
-            "HAS_BIAS": True, "SPLITS": tile.splits, "EVEN_K": k % block_k == 0,
-            "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": block_k,
-        },
-        tile.warps, tile.stages, ("N", "K", "x_stride", "weight_stride"),
+        constexprs, config["num_warps"], config.get("num_stages", 2), ("N", "K", "x_stride", "weight_stride"),
     )  # fmt: skip
 
 
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 COMPILE = [
-    _build(m, n, k, dtype)
+    _build(m, n, k, dtype, rule(m, n, k, _DTYPES[dtype]))
     for m, n, k, dtype in (
         (1, 2112, 7168, "bf16"), (32, 6144, 4096, "bf16"), (64, 5120, 2880, "bf16"),
-        (128, 24576, 1536, "fp16"),
+        (128, 24576, 1536, "fp16"), (2, 24576, 4096, "bf16"), (4, 128, 2048, "fp32"),
         (4096, 24576, 1536, "bf16"), (4096, 2112, 7168, "fp32"), (1, 256, 7168, "fp32"),
     )
 ]  # fmt: skip
+COMPILE += [
+    _build(rows, 5120, 2880, "bf16", config)
+    for rows in (1, 4, 32, 256)
+    for config in candidates(LinearConfig(2880, 5120), rows)[1:]
+]
