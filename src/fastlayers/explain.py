@@ -8,7 +8,7 @@ from typing import Any
 
 from fastlayers import device as device_module
 from fastlayers.errors import ArgumentError
-from fastlayers.registry import LAYERS, Choice, registry
+from fastlayers.registry import LAYERS, Choice, Rung, registry
 
 
 @dataclass(frozen=True)
@@ -136,8 +136,13 @@ def choices_of(module: Any) -> Iterator[Choice]:
 def _explain(name: str, choice: Choice, size: int) -> Explanation:
     chosen = choice.name
     if any(rung.microseconds for rung in choice.rungs):
-        chosen += " (" + ", ".join(f"{r.backend.name} {r.microseconds} µs" for r in choice.rungs) + ")"
+        chosen += " (" + ", ".join(map(_rung, choice.rungs)) + ")"
     return Explanation(name, choice.layer, repr(choice.cfg), chosen, choice.evidence, dict(choice.refused), size)
+
+
+def _rung(rung: Rung) -> str:
+    parameters = "".join(f" {name}={value}" for name, value in rung.config)
+    return f"{rung.backend.name}{parameters} {rung.microseconds} µs"
 
 
 def layers() -> tuple[str, ...]:

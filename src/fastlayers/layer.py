@@ -119,10 +119,16 @@ class Layer(nn.Module):
 
 
 def finalize(model: nn.Module) -> nn.Module:
-    """Call :meth:`Layer.finalize` on every layer of ``model``, one at a time, and return the model."""
+    """Call :meth:`Layer.finalize` on every layer of ``model``, one at a time, and return the model.
+
+    On CUDA, tuned tables that were made with other versions are checked: :func:`fastlayers.probing.probe_tables`.
+    """
+    from fastlayers.probing import probe_tables
+
     if not isinstance(model, nn.Module):
         raise ArgumentError("finalize", "model", repr(model), "an nn.Module")
     for module in model.modules():
         if isinstance(module, Layer):
             module.finalize()
+    probe_tables(model)
     return model

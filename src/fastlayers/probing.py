@@ -1,0 +1,125 @@
+"""The short check of tuned tables that were made with other versions: does the first rung still win?
+
+Runs where a model is finalised or warmed up on CUDA, never in a constructor: it makes random operands of the layer's
+shape, times the ladder's first rung against the others and against the time in the table, and lets them go.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from fastlayers import tuning
+from fastlayers.explain import choices_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fastlayers.registry import Choice
+    from fastlayers.testing.timing import Clock
+
+log = logging.getLogger(__name__)
+# What a probe forgives: against another rung, and against what the table says (machines differ, too).
+SLOWER_THAN_OTHERS, SLOWER_THAN_TABLE = 1.15, 1.3
+ROUNDS = 5
+# A probe that is not done by then leaves the rest unprobed, and says so.
+SECONDS = 10.0
+
+_probed: set[tuple[str, str, str]] = set()
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One probed table: the first rung's time, the best other rung's, what the table says, and the verdict in words."""
+
+    layer: str
+    table: str
+    us: float
+    others_us: float | None
+    table_us: float | None
+    verdict: str | None
+
+
+def probe_tables(
+    model: nn.Module, clock: Callable[[], Clock] | None = None, now: Callable[[], float] = time.monotonic
+) -> list[Probe]:
+    """Probe each table of other versions that serves a layer of ``model`` on CUDA, once per process; warn of losers.
+
+    Parameters
+    ----------
+    model : nn.Module
+    clock : callable, optional
+        Makes what times; for tests. With it, layers on any device are probed.
+    now : callable
+        Seconds; for tests.
+    """
+    found: list[Probe] = []
+    begun, made = now(), None
+    for choice, table in _suspects(model, everywhere=clock is not None):
+        if now() - begun > SECONDS:
+            log.warning("tuned tables: not all of those made with other versions were probed (%.0f s)", SECONDS)
+            break
+        if made is None:
+            made = clock() if clock is not None else _cuda_clock()
+        _probed.add(_name(choice))
+        probe = _probe(choice, table, made)
+        found.append(probe)
+        if probe.verdict is not None:
+            command = f"fastlayers tune --layer {choice.layer} --shape '{tuning.shape_text(choice.cfg)}'"
+            log.warning("%s: %s: %s; to renew it: %s", choice.layer, table.path.name, probe.verdict, command)
+    return found
+
+
+def _cuda_clock() -> Clock:
+    from fastlayers.testing.timing import CudaClock
+
+    return CudaClock()
+
+
+def _name(choice: Choice) -> tuple[str, str, str]:
+    return choice.layer, str(tuning.key_of(choice.cfg)), choice.device.name
+
+
+def _suspects(model: nn.Module, everywhere: bool) -> Iterator[tuple[Choice, tuning.Found]]:
+    seen = set(_probed)
+    for module in model.modules():
+        for choice in choices_of(module):
+            if choice.asked != "auto" or not (everywhere or choice.device.type == "cuda") or _name(choice) in seen:
+                continue
+            seen.add(_name(choice))
+            able = {rung.backend.name: rung.backend for rung in choice.rungs}
+            table = tuning.lookup(choice.layer, choice.cfg, choice.device, able)
+            if table is not None and table.exact and table.changed:
+                yield choice, table
+
+
+def _probe(choice: Choice, found: tuning.Found, clock: Clock) -> Probe:
+    import torch
+
+    from fastlayers.testing.spec import spec_of
+    from fastlayers.testing.sweep import case_at, inputs_of
+
+    spec, first = spec_of(choice.layer), choice.rungs[0]
+    counts = sorted(row["tokens"] for row in found.table.get("measured", []))
+    tokens = first.max_tokens if first.max_tokens is not None else counts[-1] if counts else 1
+    case = case_at(choice.layer, choice.cfg, tokens)
+    with torch.inference_mode():
+        inputs = inputs_of(choice.layer, case, choice.device.type)
+        calls = {}
+        for index, rung in enumerate(choice.rungs):
+            impl = rung.build(choice.cfg)
+            context = spec.prepare(impl, inputs)
+            calls[str(index)] = clock.prepare(partial(spec.run, impl, inputs, context))
+        times = clock.measure(calls, ROUNDS)
+    us, others = times["0"].us, [timing.us for name, timing in times.items() if name != "0"]
+    best = min(others, default=None)
+    verdict = None
+    if best is not None and us > SLOWER_THAN_OTHERS * best:
+        verdict = f"at {tokens} tokens its {first.backend.name} takes {us:.1f} µs, another rung {best:.1f} µs"
+    elif first.microseconds is not None and us > SLOWER_THAN_TABLE * first.microseconds:
+        verdict = f"at {tokens} tokens its {first.backend.name} takes {us:.1f} µs instead of {first.microseconds} µs"
+    return Probe(choice.layer, found.path.name, us, best, first.microseconds, verdict)
