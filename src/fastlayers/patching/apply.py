@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from fastlayers.errors import ArgumentError, PatchError, check_choice
-from fastlayers.patching import experts, gqa
+from fastlayers.patching import decode, experts, gqa
 from fastlayers.patching.classes import PREFIX, FastModule, swap, unswap
 from fastlayers.patching.mla import FastMLA
 from fastlayers.patching.packing import PackedModule
@@ -32,6 +32,7 @@ def patch(
     mlp: str | bool = "auto",
     fuse_projections: bool = True,
     cache: str = "adopt",
+    cuda_graph: bool = False,
     include: Any = None,
     exclude: Any = None,
     backend: str = "auto",
@@ -53,6 +54,9 @@ def patch(
         Put weights that read the same input (q_a and kv_a, q, k and v, gate and up) into one storage.
     cache : str
         ``"adopt"``: empty stock cache layers become latent ones on first use. ``"hf"``: caches stay as they are.
+    cuda_graph : bool
+        Capture the decode steps of ``generate`` in CUDA graphs, one per batch size and cache capacity, over a cache of
+        our own. Greedy search and sampling; what cannot be captured runs as before and says why once.
     include, exclude : glob, class, predicate ``(name, module) -> bool``, or several
         Which modules may be replaced.
     backend : str
@@ -76,7 +80,7 @@ def patch(
     NoBackendError, UnknownNameError
         A backend that was named cannot run, or does not exist. The model is as it was.
     ArgumentError
-        An argument that is not accepted.
+        An argument that is not accepted; ``cuda_graph`` for a model that is not on a CUDA device or does not generate.
 
     Examples
     --------
@@ -94,6 +98,7 @@ def patch(
     asked = {"attention": attention, "moe": moe, "linear": linear, "norm": norm, "mlp": mlp}
     check_choice("patch", "cache", cache, ("adopt", "hf"))
     check_choice("patch", "verify", verify, ("layer", False))
+    check_choice("patch", "cuda_graph", cuda_graph, (False, True))
     if not isinstance(model, nn.Module):
         raise ArgumentError("patch", "model", type(model).__name__, "an nn.Module")
     options = Options(
@@ -101,15 +106,27 @@ def patch(
         selectors("exclude", exclude) or (), verify, bool(strict),
     )  # fmt: skip
     model = _unwrap(model)
+    if cuda_graph:
+        decode.check_capturable(_roots(model))
     steps = make_plan(model, options)
     _check(steps, options)
     if dry_run:
         return PatchReport(tuple(step.entry() for step in steps), dry_run=True)
-    report = PatchReport(tuple(_apply_or_undo(model, steps, options)))
+    report = PatchReport(tuple(_apply_or_undo(model, steps, options, cuda_graph)))
+    _watch(report, model, steps)
+    return report
+
+
+def _watch(report: PatchReport, model: nn.Module, steps: list[Step]) -> None:
+    """Let the report count what the patched modules run, replays of graphs included."""
+    drivers = [driver for root in _roots(model) if (driver := decode.driver_of(root)) is not None]
+    replays = {id(module): driver.replays for driver in drivers for module in driver.root.modules()}
     for step in steps:
         if not step.reason:
-            report.watch(step.name, step.module._fl_hits, step.module._fl_falls)  # type: ignore[arg-type]
-    return report
+            fast: Any = step.module
+            report.watch(step.name, fast._fl_hits, fast._fl_falls, replays.get(id(fast)))
+    for driver in drivers:
+        report.watch("cuda_graph", driver.replays, driver.falls)
 
 
 def _kinds(asked: dict[str, str | bool], backend: str) -> dict[str, str | None]:
@@ -123,10 +140,16 @@ def _kinds(asked: dict[str, str | bool], backend: str) -> dict[str, str | None]:
     return kinds
 
 
-def _apply_or_undo(model: nn.Module, steps: list[Step], options: Options) -> list[PatchEntry]:
+def _apply_or_undo(model: nn.Module, steps: list[Step], options: Options, cuda_graph: bool) -> list[PatchEntry]:
     log = RollbackLog()
     try:
-        return _apply(model, steps, options, log)
+        entries = _apply(model, steps, options, log)
+        if cuda_graph:
+            names = {id(module): name for name, module in model.named_modules()}
+            for root in (root for root in _roots(model) if hasattr(root, "_sample")):
+                decode.attach(root, log)
+                entries.append(decode.entry(names[id(root)], root))
+        return entries
     except BaseException:
         log.undo()
         raise
@@ -268,6 +291,9 @@ def unpatch(model: nn.Module) -> None:
         raise ArgumentError("unpatch", "model", type(model).__name__, "an nn.Module")
     model = _unwrap(model)
     for root in _roots(model):
+        driver = decode.driver_of(root)
+        if driver is not None:
+            driver.detach()
         marked: list[Any] = [module for module in root.modules() if PREFIX + "previous" in module.__dict__]
         if marked and root.config._experts_implementation == experts.NAME:
             root.set_experts_implementation(marked[0]._fl_previous)

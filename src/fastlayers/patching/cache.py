@@ -218,9 +218,10 @@ def adopt(cache: Any, index: int) -> None:
 
 def latent_rows(cache: Any, index: int, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Return what the cache just returned as rows ``[B, S, L + R]``: a view where it can be, else a copy."""
-    layer = cache.layers[index] if cache is not None and index < len(getattr(cache, "layers", ())) else None
-    if isinstance(layer, (LatentLayer, StaticLatentLayer)) and layer.keys is keys:
-        rows = layer.rows()
+    layer: Any = cache.layers[index] if cache is not None and index < len(getattr(cache, "layers", ())) else None
+    own = isinstance(layer, (LatentLayer, StaticLatentLayer)) and layer.keys is keys
+    if own or (hasattr(layer, "paged") and layer.get_seq_length() == keys.shape[2]):
+        rows: torch.Tensor | None = layer.rows()
         if rows is not None:
             return rows
     return torch.cat((keys, values), dim=-1)[:, 0]

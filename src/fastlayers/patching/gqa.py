@@ -22,11 +22,14 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastlayers import env
-from fastlayers.attention.gqa.core import GQA
+from fastlayers.attention.gqa.core import GQA, GQAConfig
 from fastlayers.attention.mla.torch import MAX_SCORES, product
+from fastlayers.attention.rotary_kv_write.layer import RotaryKVWriteConfig
 from fastlayers.errors import NoBackendError
+from fastlayers.patching.cache import PAGE
 from fastlayers.patching.classes import count, wants_grad
 from fastlayers.patching.packing import PackedModule
+from fastlayers.patching.paged import active_step
 
 NAME = "fastlayers"
 # What ran before and may be replaced; flash, flex and paged implementations stay.
@@ -244,6 +247,29 @@ class FastGQA(PackedModule):
         turned = _turn(both, position)
         return turned[:, :, :-keys], turned[:, :, -keys:]
 
+    def _fl_decode(self, x: torch.Tensor, position: Any, cache: Any, step: Any) -> torch.Tensor:
+        """Return ``[B, 1, H * D]`` of one new token a row: written into the pages and attended there."""
+        keys, values = cache.layers[self.layer_idx].paged()
+        width, kv_heads = self.head_dim, keys.shape[2]
+        heads = kv_heads * self.num_key_value_groups
+        both = self._fl_fused(x)
+        if both is None:
+            both = torch.cat([linear(x) for linear in self._fl_linears()], dim=-1)
+        q, k, v = both.view(step.batch, -1, width).split((heads, kv_heads, kv_heads), dim=1)
+        q, k = self._fl_norm(q, k)
+        extra = self._fl_extra()
+        write = RotaryKVWriteConfig(heads, kv_heads, width, width, width, kv_dtype=keys.dtype)
+        cos, sin = step.tables(position, width // 2)
+        q = step.pick(write)(q, k, v, cos, sin, step.request, keys, values, step.meta.out_cache_loc)
+        sinks = extra.get("s_aux")
+        cfg = GQAConfig(
+            heads, kv_heads, width, float(self.scaling), extra.get("sliding_window"), None, sinks is not None, PAGE,
+            q.dtype, keys.dtype, "decode",
+        )  # fmt: skip
+        o, _ = step.pick(cfg)(q, keys, values, step.meta, None if sinks is None else sinks.float())
+        flat: torch.Tensor = o.view(step.batch, 1, heads * width)
+        return flat
+
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -259,6 +285,9 @@ class FastGQA(PackedModule):
             )
             return original
         count(self._fl_hits)
+        step = active_step(past_key_values)
+        if step is not None:
+            return self.o_proj(self._fl_decode(hidden_states, position_embeddings, past_key_values, step)), None
         q, k, v = self._fl_project(hidden_states, position_embeddings)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)

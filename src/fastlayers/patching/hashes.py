@@ -40,5 +40,10 @@ KNOWN: dict[str, tuple[str, ...]] = {
     f"{_OSS}TopKRouter": ("471f06ea0bac9fc6",),
     f"{_OSS}RMSNorm": ("eef4e978a32aa4a4",),
     **{f"{family}RMSNorm": ("9635bcd843f309a0",) for family in (_Q2, _Q2M, _Q3, _Q3M, _LLAMA)},
+    f"{_OSS}DecoderLayer": ("a6e4ee9acdf9615c",),
+    **{
+        f"{family}DecoderLayer": ("1a8125909341e389",)
+        for family in (f"{_V2}DeepseekV2", f"{_V3}DeepseekV3", _Q2, _Q2M, _Q3, _Q3M, _LLAMA)
+    },
     **{f"{family}MLP": ("7d2027d4464e3e71",) for family in (_Q2, _Q2M, _Q3, _Q3M, _LLAMA)},
 }

@@ -26,6 +26,7 @@ from fastlayers.errors import NoBackendError
 from fastlayers.patching.cache import PAGE, LatentLayer, adopt, latent_rows
 from fastlayers.patching.classes import count
 from fastlayers.patching.packing import PackedModule, plain
+from fastlayers.patching.paged import active_step
 from fastlayers.quant.fp8_linear.blocks import dequantize_block_weight
 from fastlayers.registry import Ladder
 
@@ -187,6 +188,9 @@ class FastMLA(PackedModule):
         q_nope, q_rope = q.transpose(1, 2).split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
         q_rope, k_rope = self._fl_rotate(q_rope, k_rope.unsqueeze(1), position)
         keys, values = latent.unsqueeze(1), k_rope
+        step = active_step(cache)
+        if step is not None:
+            return self.o_proj(self._fl_decode(q_nope, q_rope, keys, values, cache, step)), None
         if cache is not None:
             if self._fl_adopt:
                 adopt(cache, self.layer_idx)
@@ -198,6 +202,26 @@ class FastMLA(PackedModule):
         else:
             o = self._fl_expanded(q_nope, q_rope, keys, values, mask, extra)
         return self.o_proj(o.reshape(batch, queries, -1)), None
+
+    def _fl_decode(
+        self, q_nope: torch.Tensor, q_rope: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, cache: Any,
+        step: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return ``[B, 1, H * V]`` of one new token a row: written into the pages and attended there, absorbed."""
+        pages, heads = cache.layers[self.layer_idx].pages(), self.num_heads
+        row = torch.cat((keys, values), dim=-1).view(step.batch, -1)
+        pages.flatten(0, 1).index_copy_(0, step.meta.out_cache_loc, row)
+        weight = self._fl_dense if self._fl_dense is not None else self.kv_b_proj.weight
+        dense = weight.view(heads, self.qk_nope_head_dim + self.v_head_dim, self.kv_lora_rank)
+        absorbed = torch.bmm(q_nope[:, :, 0].transpose(0, 1), dense[:, : self.qk_nope_head_dim])
+        q = torch.cat((absorbed.transpose(0, 1), q_rope[:, :, 0]), dim=-1)
+        cfg = MLAConfig(
+            heads, self.kv_lora_rank, self.qk_rope_head_dim, self.qk_nope_head_dim, self.v_head_dim,
+            float(self.scaling), PAGE, q.dtype, pages.dtype,
+        )  # fmt: skip
+        o, _ = step.pick(cfg).decode(q, pages, step.meta)
+        out = torch.bmm(o.transpose(0, 1), dense[:, self.qk_nope_head_dim :].transpose(1, 2))
+        return out.transpose(0, 1).reshape(step.batch, 1, -1)
 
     def _fl_absorbable(self, queries: int, keys: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
         """Return ``W[H, N+V, L]`` if this call is to be absorbed."""

@@ -41,6 +41,16 @@ class FastRMSNorm(FastModule):
         y: torch.Tensor = core(hidden_states, self.weight, None)[0]
         return y
 
+    def _fl_add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the norm of ``x + residual`` and the sum, or ``None`` where this is not one operation."""
+        fits = x.dtype == residual.dtype == self.weight.dtype and x.stride(-1) == residual.stride(-1) == 1
+        if not fits or not self._fl_usable(x):
+            return None
+        count(self._fl_hits)
+        core: Any = self._fl_core.pick(x.numel() // x.shape[-1])
+        y, total = core(x, self.weight, residual)
+        return y, total
+
 
 class FastScaleThenCastRMSNorm(FastRMSNorm):
     """``(weight * x_hat).to(dtype)``: GPT-OSS."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-ACTIONS = ("swapped", "registry", "packed", "skipped")
+ACTIONS = ("swapped", "registry", "packed", "captured", "skipped")
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class PatchEntry:
     original_class : str
     action : str
         ``swapped`` (the instance has a subclass now), ``registry`` (Hugging Face's registry calls us), ``packed``
-        (weights moved into one storage), ``skipped``.
+        (weights moved into one storage), ``captured`` (decode steps are replays of CUDA graphs), ``skipped``.
     implementation : str
         What runs now; empty if skipped.
     reason : str
@@ -54,11 +54,20 @@ class PatchReport:
     dry_run: bool = False
     _counters: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, repr=False)
     _start: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)
+    _replays: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
-    def watch(self, name: str, hits: torch.Tensor, fallbacks: torch.Tensor) -> None:
-        """Count ``name`` from now on."""
+    def watch(
+        self, name: str, hits: torch.Tensor, fallbacks: torch.Tensor, replays: torch.Tensor | None = None
+    ) -> None:
+        """Count ``name`` from now on; ``replays``: of the graphs that contain it, each of which runs it once."""
         self._counters[name] = (hits, fallbacks)
-        self._start[name] = (int(hits), int(fallbacks))
+        if replays is not None:
+            self._replays[name] = replays
+        self._start[name] = (self._hits(name), int(fallbacks))
+
+    def _hits(self, name: str) -> int:
+        replays = self._replays.get(name)
+        return int(self._counters[name][0]) + (0 if replays is None else int(replays))
 
     @property
     def replaced(self) -> tuple[PatchEntry, ...]:
@@ -71,8 +80,8 @@ class PatchReport:
         return tuple(entry for entry in self.entries if entry.action == "skipped")
 
     def hits(self) -> dict[str, int]:
-        """Return module name -> times its fast path ran since the patch."""
-        return {name: int(hits) - self._start[name][0] for name, (hits, _) in self._counters.items()}
+        """Return module name -> times its fast path ran since the patch, in graphs too; "cuda_graph" -> replays."""
+        return {name: self._hits(name) - self._start[name][0] for name in self._counters}
 
     def fallbacks(self) -> dict[str, int]:
         """Return module name -> times a patched module ran the original code all the same."""

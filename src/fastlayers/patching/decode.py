@@ -1,0 +1,374 @@
+"""``patch(model, cuda_graph=True)``: the decode steps of ``generate`` as replays of captured graphs.
+
+Three methods of Hugging Face's generation loop are overridden on the instance. Cache preparation hands out a
+:class:`PagedCache`; the two that choose the callable of decode steps choose :meth:`DecodeDriver.call`. Prefill runs
+eagerly. A step copies ids and positions into static tensors and replays the whole ``forward`` of the model, captured
+per batch and capacity; the logits it returns are valid until the next step.
+
+What cannot be captured runs as before, and says why once. ``disable_compile=True`` in the generation config runs the
+same step without a graph.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from fastlayers.errors import ArgumentError, CaptureError
+from fastlayers.graphs import CudaGraphs, GraphRecord
+from fastlayers.patching.classes import swap, unswap
+from fastlayers.patching.decoder import FastDecoderLayer, fusible
+from fastlayers.patching.gqa import FastGQA
+from fastlayers.patching.mla import FastMLA
+from fastlayers.patching.paged import Lease, PagedCache, Pool, Store, capacity_bucket
+from fastlayers.patching.report import PatchEntry
+from fastlayers.patching.rollback import RollbackLog
+from fastlayers.patching.step import DecodeStep
+
+log = logging.getLogger(__name__)
+
+ATTRIBUTE = "_fl_decode"
+METHODS = ("_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get_compiled_call")
+_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+# What a step takes besides ids, positions and the cache; anything else that is set runs uncaptured.
+_KNOWN = {
+    "input_ids", "position_ids", "attention_mask", "past_key_values", "use_cache", "logits_to_keep", "return_dict",
+}  # fmt: skip
+_RECORDED = ("output_attentions", "output_hidden_states", "output_router_logits")
+# Rows that the runs before a capture write beyond the step's own.
+SLACK = 8
+# Bytes of rows and graphs that are kept between calls of generate, besides those in use.
+MAX_CACHE_BYTES = 16 << 30
+
+
+class DecodeDriver:
+    """Drives the decode steps of one patched model.
+
+    Parameters
+    ----------
+    root : PreTrainedModel
+    make_graphs : callable
+        ``make_graphs(device)`` returns the :class:`fastlayers.graphs.CudaGraphs` to capture with. Pickled with the
+        model, so a function of a module.
+    core : str
+        Backend of the attention core.
+    """
+
+    def __init__(self, root: Any, make_graphs: Callable[[torch.device], CudaGraphs], core: str) -> None:
+        self.root, self._make_graphs, self._core = root, make_graphs, core
+        with torch.inference_mode(False):
+            self.replays, self.falls = (torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(2))
+        self._reset()
+
+    def _reset(self) -> None:
+        self._graphs: CudaGraphs | None = None
+        self._pool = Pool(MAX_CACHE_BYTES, self._dropped)
+        self._weights: tuple[Any, ...] = ()
+        self._said: set[str] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has its own graphs and counters.
+        return {"root": self.root, "_make_graphs": self._make_graphs, "_core": self._core}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["root"], state["_make_graphs"], state["_core"])  # type: ignore[misc]
+
+    def _dropped(self, key: tuple[int, int, int]) -> None:
+        if self._graphs is not None:
+            self._graphs.drop(key)
+
+    def clear(self) -> None:
+        """Drop all graphs and buffers."""
+        self._pool.clear()
+        if self._graphs is not None:
+            self._graphs.clear()
+
+    @property
+    def ledger(self) -> list[GraphRecord]:
+        """What every graph cost and how often it ran."""
+        return [] if self._graphs is None else self._graphs.ledger
+
+    @property
+    def attention_layers(self) -> list[Any]:
+        """The attention layers of the decoder, by index."""
+        return [layer.self_attn for layer in self.root.get_decoder().layers]
+
+    def attach(self) -> None:
+        """Override the methods on the instance."""
+        for name in METHODS:
+            self.root.__dict__[name] = getattr(self, "own_" + name.lstrip("_"))
+        self.root.__dict__[ATTRIBUTE] = self
+
+    def detach(self) -> None:
+        """Remove the overrides, and all that was captured."""
+        for name in (*METHODS, ATTRIBUTE):
+            self.root.__dict__.pop(name, None)
+        self.clear()
+
+    def _stock(self, name: str) -> Any:
+        return partial(getattr(type(self.root), name), self.root)
+
+    def own_prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int,
+        max_cache_length: int,
+    ) -> Any:  # fmt: skip
+        """Hand out a :class:`PagedCache`, or what the original hands out."""
+        reason = self._why_not_prepare(generation_config, model_kwargs, generation_mode)
+        if reason:
+            self._say(reason)
+            return self._stock("_prepare_cache_for_generation")(
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
+        layers = self.attention_layers
+        weights = self._fingerprint()
+        if weights != self._weights:
+            self.clear()
+            self._weights = weights
+        wanted = max(max_cache_length + 1, getattr(generation_config, "max_cache_len", None) or 0)
+        lease = Lease(self._pool, capacity_bucket(wanted + SLACK))
+        model_kwargs["past_key_values"] = PagedCache(lease, [isinstance(layer, FastMLA) for layer in layers])
+        return None
+
+    def _why_not_prepare(self, config: Any, model_kwargs: dict[str, Any], mode: Any) -> str:
+        """Return why this call of generate runs without a graph, or ""."""
+        if model_kwargs.get("past_key_values") is not None:
+            return "a cache was passed by the caller"
+        if config.use_cache is False:
+            return "use_cache=False"
+        if mode not in _MODES or config.is_assistant:
+            return f"{getattr(mode, 'value', mode)} is not plain greedy search or sampling"
+        if config.cache_implementation not in (None, "dynamic"):
+            return f"cache_implementation={config.cache_implementation!r} was asked for"
+        for name in _RECORDED:
+            if getattr(config, name, False) or getattr(self.root.config, name, False) or model_kwargs.get(name):
+                return f"{name} was asked for"
+        if self.root.training:
+            return "the model is in training mode"
+        return why_not_root(self.root)
+
+    def _fingerprint(self) -> tuple[Any, ...]:
+        """Return what a graph holds addresses of, or what its launches were chosen by."""
+        tensors = (*self.root.parameters(), *self.root.buffers())
+        return self.root.config._attn_implementation, self.root.dtype, *(t.data_ptr() for t in tensors)
+
+    def own_valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
+        """Return whether :meth:`own_get_compiled_call` gives the callable of decode steps."""
+        cache = model_kwargs.get("past_key_values")
+        if not isinstance(cache, PagedCache):
+            found: bool = self._stock("_valid_auto_compile_criteria")(model_kwargs, generation_config)
+            return found
+        cache.capture = not generation_config.disable_compile
+        return True
+
+    def own_get_compiled_call(self, compile_config: Any) -> Callable[..., Any]:
+        """Return the callable of decode steps; other caches than ours get what the original gives."""
+        return partial(self.call, compile_config)
+
+    def call(self, compile_config: Any, *args: Any, **inputs: Any) -> Any:
+        """Run one step of the generation loop."""
+        cache = inputs.get("past_key_values")
+        if not isinstance(cache, PagedCache):
+            return self._stock("get_compiled_call")(compile_config)(*args, **inputs)
+        reason = self._why_not_step(cache, args, inputs)
+        if reason:
+            self._say(reason)
+            self.falls.add_(1)
+            return self.root(*args, **inputs)
+        return CausalLMOutputWithPast(logits=self._decode(cache, inputs), past_key_values=cache)
+
+    def _why_not_step(self, cache: PagedCache, args: tuple[Any, ...], inputs: dict[str, Any]) -> str:
+        """Return why this step runs as an ordinary call of the model, or ""."""
+        if cache.unfit:
+            return cache.unfit
+        ids, positions = inputs.get("input_ids"), inputs.get("position_ids")
+        if args or ids is None or ids.shape[1] != 1:
+            return "a chunk of several tokens"
+        given = (name for name, value in inputs.items() if value is not None and value is not False)
+        other = [name for name in given if name not in _KNOWN]
+        if other:
+            return f"the step takes {', '.join(sorted(other))}"
+        if getattr(cache, "_is_user_defined", False):
+            return "a cache was passed by the caller"
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(ids.device.type):
+            return "gradients or autocast are on"
+        store = cache.lease.store
+        if store is None or not cache.layers[0].attached:
+            return "the cache is not in pages any more"
+        if cache.get_seq_length() + SLACK > store.capacity:
+            return f"the cache is full at {store.capacity} tokens"
+        if positions is None or positions.shape != ids.shape or ids.shape[0] != store.batch:
+            return "no positions of one token a row were given"
+        if not cache.started:
+            cache.unfit = self._start(cache, store, inputs.get("attention_mask"))
+            return cache.unfit
+        return ""
+
+    def _start(self, cache: PagedCache, store: Store, mask: torch.Tensor | None) -> str:
+        """Prepare the first step of a generation: where rows begin. Returns why there can be none, or ""."""
+        if not cache.attached:
+            return "the cache is not in pages any more"
+        device, length = cache.layers[0].device, cache.get_seq_length()
+        if store.state is None:
+            store.state = DecodeStep(store.batch, store.capacity, device, self._core)
+            store.state.chain([m for m in self.root.get_decoder().layers if isinstance(m, FastDecoderLayer)])
+        step: DecodeStep = store.state
+        step.meta.starts.zero_()
+        if mask is not None:
+            if mask.dim() != 2 or mask.shape != (store.batch, length + 1):
+                return "an attention mask that is not one number a cached token"
+            seen = mask[:, :length] != 0
+            first = length - seen.sum(-1)
+            # Padding may only be on the left: the tokens that count are the last ones.
+            if not bool((seen == (torch.arange(length, device=mask.device) >= first[:, None])).all()):
+                return "an attention mask with gaps, or padding on the right"
+            step.meta.starts.copy_(first)
+        step.length = -1
+        cache.started = True
+        return ""
+
+    def _decode(self, cache: PagedCache, inputs: dict[str, Any]) -> torch.Tensor:
+        store = cache.lease.store
+        assert store is not None
+        step: DecodeStep = store.state
+        length = int(cache.layers[0].get_seq_length())
+        step.ids.copy_(inputs["input_ids"])
+        step.positions.copy_(inputs["position_ids"])
+        if step.length != length:
+            step.set_length(length)
+        step.cache = cache
+        try:
+            logits = self._replay(store, step, length) if cache.capture and not store.unfit else self._forward(step)
+        finally:
+            step.cache = None
+        step.length = length + 1
+        cache.advance()
+        return logits
+
+    def _replay(self, store: Store, step: DecodeStep, length: int) -> torch.Tensor:
+        """Replay the step's graph, captured now if there is none."""
+        if self._graphs is None:
+            self._graphs = self._make_graphs(step.device)
+        if store.key not in self._graphs:
+            restore = partial(step.set_length, length)
+            try:
+                self._graphs.capture(store.key, partial(self._forward, step), restore=restore)
+            except CaptureError as error:
+                # The same step without a graph gives the same tokens.
+                store.unfit = str(error)
+                self._say(store.unfit)
+                return self._forward(step)
+            store.graph_bytes = next(record.bytes for record in self._graphs.ledger if record.key == store.key)
+            self._pool.shrink(store)
+        logits: torch.Tensor = self._graphs.replay(store.key)
+        self.replays.add_(1)
+        return logits
+
+    def _forward(self, step: DecodeStep) -> torch.Tensor:
+        """Run the model on the static tensors; what is captured. Nothing of it refers to the cache afterwards."""
+        cache = step.cache
+        cache.step = step
+        try:
+            step.begin()
+            out = self.root(
+                input_ids=step.ids, position_ids=step.positions, attention_mask=step.mask, past_key_values=cache,
+                use_cache=True, logits_to_keep=1, return_dict=True,
+            )  # fmt: skip
+            logits: torch.Tensor = out.logits
+            return logits
+        finally:
+            cache.step = None
+            step.end()
+
+    def _say(self, reason: str) -> None:
+        if reason not in self._said:
+            self._said.add(reason)
+            log.warning("cuda_graph: decoding runs uncaptured: %s", reason)
+
+
+def why_not_root(root: Any) -> str:
+    """Return why the decode steps of this model cannot be captured as it is now, or ""."""
+    if not hasattr(root, "_sample") or root.config.is_encoder_decoder:
+        return f"{type(root).__name__} is not a decoder that generates"
+    layers = [getattr(layer, "self_attn", None) for layer in getattr(root.get_decoder(), "layers", ())]
+    for index, layer in enumerate(layers):
+        if not isinstance(layer, (FastGQA, FastMLA)):
+            return f"attention of layer {index} is not patched ({type(layer).__name__})"
+        if layer.layer_idx != index:
+            return f"attention of layer {index} has layer_idx {layer.layer_idx}"
+    if not layers:
+        return f"{type(root).__name__} has no decoder layers"
+    rotary = getattr(root.get_decoder(), "rotary_emb", None)
+    kind = getattr(rotary, "rope_type", "default")
+    if not isinstance(kind, str) or "dynamic" in kind or kind == "longrope":
+        return f"rotary embedding {kind!r} reads positions on the host"
+    if len({p.device for p in root.parameters()}) != 1:
+        return "its weights are on several devices"
+    return ""
+
+
+def driver_of(root: Any) -> DecodeDriver | None:
+    """Return the driver attached to this model."""
+    found: DecodeDriver | None = root.__dict__.get(ATTRIBUTE)
+    return found
+
+
+def check_capturable(roots: list[Any]) -> None:
+    """Raise unless these are models on CUDA devices that generate: others have no decode steps to capture.
+
+    Raises
+    ------
+    ArgumentError
+    """
+    wrong = ""
+    if not any(hasattr(root, "_sample") for root in roots):
+        wrong = "the model does not generate"
+    for root in roots:
+        device = next(root.parameters()).device
+        if device.type != "cuda":
+            wrong = f"the model is on {device}"
+    if wrong:
+        raise ArgumentError("patch", "cuda_graph", f"True, but {wrong}", "a model on a CUDA device that generates")
+
+
+def attach(
+    root: Any, log_of_undo: RollbackLog, make_graphs: Callable[[torch.device], CudaGraphs] = CudaGraphs,
+    core: str = "triton",
+) -> DecodeDriver:  # fmt: skip
+    """Capture the decode steps of ``root`` from now on; decoder layers of known code add and norm in one launch.
+
+    Parameters
+    ----------
+    root : PreTrainedModel
+        Patched already.
+    log_of_undo : RollbackLog
+    make_graphs, core
+        As for :class:`DecodeDriver`; by default CUDA graphs, and attention cores in Triton.
+    """
+    driver = driver_of(root)
+    if driver is not None:
+        return driver
+    for layer in getattr(root.get_decoder(), "layers", ()):
+        if fusible(layer):
+            log_of_undo.add(partial(unswap, layer))
+            swap(layer, FastDecoderLayer, "auto", False)
+    driver = DecodeDriver(root, make_graphs, core)
+    log_of_undo.add(driver.detach)
+    driver.attach()
+    return driver
+
+
+def entry(name: str, root: Any) -> PatchEntry:
+    """Return the line of the report."""
+    reason = why_not_root(root)
+    if reason:
+        return PatchEntry(name, "decode", type(root).__name__, "skipped", "", f"not-capturable: {reason}")
+    layers = root.get_decoder().layers
+    fused = sum(isinstance(layer, FastDecoderLayer) for layer in layers)
+    what = f"CUDA graphs by batch and capacity; adds in norms in {fused} of {len(layers)} layers"
+    return PatchEntry(name, "decode", type(root).__name__, "captured", what)
