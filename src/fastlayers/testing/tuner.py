@@ -27,7 +27,7 @@ from fastlayers.device import Device, as_device
 from fastlayers.errors import FastlayersError
 from fastlayers.registry import Backend, registry
 from fastlayers.testing.parity import check_parity
-from fastlayers.testing.spec import spec_of
+from fastlayers.testing.spec import Case, spec_of
 from fastlayers.testing.sweep import case_at, drawn_on, inputs_of, peak_flops
 from fastlayers.testing.timing import Clock, Timed, Timing
 
@@ -190,8 +190,8 @@ class Bench:
         target = backend.load()
         return replace(backend, target=lambda cfg: target(cfg, dict(option.config)))
 
-    def check(self, option: Option, tokens: int = PARITY_TOKENS) -> float:
-        """Return the option's error against the reference, checked once.
+    def check(self, option: Option, case: Case | None = None) -> float:
+        """Return the option's error against the reference on a small case (or the given one), checked once.
 
         Raises
         ------
@@ -199,21 +199,20 @@ class Bench:
             The option computes something else.
         """
         if option not in self._checked:
-            case = case_at(self.layer, self.cfg, tokens, context=129)
+            small = case if case is not None else case_at(self.layer, self.cfg, PARITY_TOKENS, context=129)
             with drawn_on(self.place):
-                errors = check_parity(self.layer, self.row(option), case, self.place)
+                errors = check_parity(self.layer, self.row(option), small, self.place)
             self._checked[option] = max(errors.values(), default=0.0)
         return self._checked[option]
 
     @torch.inference_mode()
-    def ready(self, tokens: int, options: Sequence[Option], context: int | None = None) -> dict[Option, Timed]:
+    def ready(self, case: Case, options: Sequence[Option]) -> dict[Option, Timed]:
         """Build, compile and capture options over shared operands; those that cannot are noted in ``failed``."""
-        case = case_at(self.layer, self.cfg, tokens, *(() if context is None else (context,)))
         inputs = inputs_of(self.layer, case, self.place)
         packed: dict[str, Any] = {}
         calls: dict[Option, Callable[[], Any]] = {}
         for option in options:
-            with self._noting(option):
+            with self.noting(option):
                 impl = self.row(option).load()(self.cfg)
                 if option.backend not in packed:
                     packed[option.backend] = self.spec.prepare(impl, inputs)
@@ -222,11 +221,12 @@ class Bench:
         timed: dict[Option, Timed] = {}
         for option, call in calls.items():
             if option not in self.failed:
-                with self._noting(option):
+                with self.noting(option):
                     timed[option] = self.clock.prepare(call)
         return timed
 
-    def _noting(self, option: Option) -> _Noting:
+    def noting(self, option: Option) -> _Noting:
+        """Return a block in which a failure of ``option`` is noted."""
         return _Noting(self.failed, option)
 
     def _compile(self, calls: Mapping[Option, Callable[[], Any]]) -> None:
@@ -235,7 +235,7 @@ class Bench:
             return
 
         def first(option: Option, call: Callable[[], Any]) -> None:
-            with self._noting(option), torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream(self.place)):
+            with self.noting(option), torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream(self.place)):
                 call()
 
         with ThreadPoolExecutor(self.threads) as pool:
@@ -245,7 +245,7 @@ class Bench:
 
     def time_at(self, tokens: int, more: Iterable[Option] = ()) -> list[Sample]:
         """Return what every option takes at this token count; the slow ones are timed a little only."""
-        timed = self.ready(tokens, self.options(tokens, more))
+        timed = self.ready(case_at(self.layer, self.cfg, tokens), self.options(tokens, more))
         defaults = {option for option in timed if not option.config}
         found: dict[Option, Timing] = {}
         alive = list(timed)
@@ -356,7 +356,7 @@ def _checked_ladder(bench: Bench, samples: list[Sample], able: list[Backend]) ->
         steps = choose_ladder(left, layouts, rank)
         errors: dict[Option, float] = {}
         for step in steps:
-            with bench._noting(step.option):
+            with bench.noting(step.option):
                 errors[step.option] = bench.check(step.option)
         if len(errors) == len({step.option for step in steps}):
             return steps, errors

@@ -1,0 +1,102 @@
+"""Benchmark rows: every backend of a layer on one case, checked first, then timed in turns, with both floors."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fastlayers as fl
+from fastlayers.device import OPTIONAL_PACKAGES, as_device, package
+from fastlayers.errors import UnknownNameError
+from fastlayers.registry import registry
+from fastlayers.testing.spec import Case
+from fastlayers.testing.sweep import peak_flops
+from fastlayers.testing.tuner import Bench, Option
+
+ROUNDS = 21
+
+
+def describe_run(device: torch.device | str) -> dict[str, Any]:
+    """Return what the numbers depend on: command, commit, versions, device."""
+    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    found = {name: package(name, load=False).version for name in OPTIONAL_PACKAGES}
+    return {
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "commit": subprocess.run(asked, capture_output=True, text=True).stdout.strip(),
+        "fastlayers": fl.__version__, "python": platform.python_version(), "torch": torch.__version__,
+        "packages": {name: version for name, version in found.items() if version is not None},
+        "device": str(as_device(device)), "threads": torch.get_num_threads(),
+    }  # fmt: skip
+
+
+def auto_option(bench: Bench, tokens: int) -> Option:
+    """Return what ``"auto"`` runs for this many tokens: the rung of its ladder."""
+    rungs = registry(bench.layer).choose(bench.cfg, bench.device).rungs
+    rung = next(r for r in rungs if r.max_tokens is None or tokens <= r.max_tokens)
+    return Option(rung.backend.name, rung.config)
+
+
+def chosen_options(bench: Bench, against: Sequence[str] = ()) -> list[Option]:
+    """Return every backend that ``"auto"`` may take; with ``against`` only those whose names begin so.
+
+    Raises
+    ------
+    UnknownNameError
+        A name in ``against`` that no backend of this layer begins with.
+    """
+    names = [backend.name for backend in bench.able()]
+    for wanted in against:
+        known = [backend.name for backend in registry(bench.layer).ranked]
+        if not any(name.startswith(wanted) for name in known):
+            raise UnknownNameError(f"{bench.layer}: no backend {wanted!r}; known: {', '.join(known)}")
+    return [Option(name) for name in names if not against or any(name.startswith(w) for w in against)]
+
+
+def rows_of(
+    bench: Bench, case: Case, tokens: int, *, against: Sequence[str] = (), rounds: int = ROUNDS, whole: bool = False
+) -> list[dict[str, Any]]:
+    """Check and time ``"auto"`` and other backends on one case, interleaved; return a row each, fastest first.
+
+    Parameters
+    ----------
+    bench : Bench
+        Of the case's layer and configuration.
+    case : Case
+    tokens : int
+        By which the ladder is asked.
+    against : sequence of str
+        Beginnings of backends' names; default: all.
+    rounds : int
+    whole : bool
+        Check on the case itself; otherwise on a small one, once per backend.
+    """
+    auto = auto_option(bench, tokens)
+    options = list(dict.fromkeys([auto, *chosen_options(bench, against)]))
+    errors: dict[Option, float] = {}
+    for option in options:
+        with bench.noting(option):
+            errors[option] = bench.check(option, case if whole else None)
+    timed = bench.ready(case, [option for option in options if option not in bench.failed])
+    found = bench.clock.measure({str(option): call for option, call in timed.items()}, rounds)
+    cost, device = bench.spec.cost(case), bench.device
+    arithmetic, memory = (s * 1e6 for s in cost.floors(device.bandwidth, peak_flops(bench.layer, bench.cfg, device)))
+    rows = []
+    for option in timed:
+        us = found[str(option)].us
+        rows.append(
+            {
+                "layer": bench.layer, "case": case.name, "tokens": tokens, "backend": option.backend,
+                "config": dict(option.config), "auto": option == auto, "us": round(us, 2),
+                "spread_us": round(found[str(option)].spread_us, 2), "tflops": round(cost.flops / us / 1e6, 3),
+                "gb_per_s": round(cost.min_bytes / us / 1e3, 1), "arithmetic_floor_us": round(arithmetic, 3),
+                "memory_floor_us": round(memory, 3), "of_arithmetic": round(arithmetic / us, 4),
+                "of_memory": round(memory / us, 4), "error": float(f"{errors[option]:.3g}"),
+            }
+        )  # fmt: skip
+    return sorted(rows, key=lambda row: row["us"])
