@@ -79,6 +79,10 @@ def await_inputs(PDL: tl.constexpr):
 
 @triton.jit
 def release_dependents(PDL: tl.constexpr):
-    """Let the next kernel start its prologue; it still waits for this one's end before it reads its inputs."""
+    """Let the next kernel start its prologue; it still waits for this one's end before it reads its inputs.
+
+    Called after :func:`await_inputs`, and never by a kernel that may write weights: the next one may read those in
+    its prologue.
+    """
     if PDL:
         gdc_launch_dependents()

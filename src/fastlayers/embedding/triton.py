@@ -9,12 +9,17 @@ import triton.language as tl
 from fastlayers.embedding.layer import EmbeddingConfig
 from fastlayers.operators import operator
 from fastlayers.testing.compile_check import KernelBuild
+from fastlayers.triton_lang import await_inputs, dependent_launch, release_dependents
 
 BLOCK = 2048
 
 
 @triton.jit
-def _embedding_kernel(ids_ptr, weight_ptr, y_ptr, start, rows, hidden_size, weight_stride, BLOCK: tl.constexpr):
+def _embedding_kernel(
+    ids_ptr, weight_ptr, y_ptr, start, rows, hidden_size, weight_stride, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    await_inputs(PDL)
+    release_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(ids_ptr + token).to(tl.int64) - start
@@ -36,7 +41,7 @@ def _embedding(ids: torch.Tensor, weight: torch.Tensor, start: int) -> torch.Ten
         block = min(BLOCK, triton.next_power_of_2(hidden_size))
         _embedding_kernel[(ids.numel(), triton.cdiv(hidden_size, block))](
             ids.contiguous(), weight, y, start, rows, hidden_size, weight.stride(0),
-            BLOCK=block, num_warps=max(1, block // 512),
+            BLOCK=block, num_warps=max(1, block // 512), **dependent_launch(weight),
         )  # fmt: skip
     return y
 
@@ -61,7 +66,7 @@ COMPILE = [
             "ids_ptr": "*i64", "weight_ptr": f"*{dtype}", "y_ptr": f"*{dtype}", "start": "i32", "rows": "i32",
             "hidden_size": "i32", "weight_stride": "i64",
         },
-        {"BLOCK": BLOCK},
+        {"BLOCK": BLOCK, "PDL": True},
         num_warps=BLOCK // 512,
     )
     for dtype in ("bf16", "fp32")

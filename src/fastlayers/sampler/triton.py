@@ -1,4 +1,5 @@
-"""The sampler in Triton: one program a row; thresholds by eight-way search over the logits' bits."""
+"""The sampler in Triton: several programs a row find its largest logit, one draws; thresholds by eight-way search
+over the logits' bits."""
 
 from __future__ import annotations
 
@@ -9,8 +10,11 @@ import triton.language as tl
 from fastlayers.operators import operator
 from fastlayers.sampler.layer import MODES, RowParams, SamplerConfig
 from fastlayers.testing.compile_check import KernelBuild
+from fastlayers.triton_lang import await_inputs, dependent_launch, release_dependents
 
 BLOCK = 4096
+# About four programs a multiprocessor of a large GPU.
+TARGET_PROGRAMS = 512
 
 
 @triton.jit
@@ -27,17 +31,36 @@ def _key(x):
 
 
 @triton.jit
-def _argmax(x_ptr, vocab_size, BLOCK: tl.constexpr):
+def _argmax_kernel(
+    x_ptr, best_ptr, best_id_ptr, x_stride, vocab_size, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """Write the largest logit of each part of a row and the first id that has it."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    x_ptr += row * x_stride
+    await_inputs(PDL)
+    release_dependents(PDL)
+    steps = tl.cdiv(tl.cdiv(vocab_size, BLOCK), PARTS)
     best = tl.full((), float("-inf"), tl.float32)
     best_id = tl.full((), 0, tl.int32)
-    for start in range(0, vocab_size, BLOCK):
-        column = start + tl.arange(0, BLOCK)
+    for step in range(part * steps, part * steps + steps):
+        column = step * BLOCK + tl.arange(0, BLOCK)
         x = _load_logits(x_ptr, column, vocab_size)
         largest = tl.max(x, axis=0)
         first = tl.min(tl.where(x == largest, column, 2147483647), axis=0)
         best_id = tl.where(largest > best, first, best_id)
         best = tl.maximum(best, largest)
-    return best, best_id
+    tl.store(best_ptr + row * PARTS + part, best)
+    tl.store(best_id_ptr + row * PARTS + part, best_id)
+
+
+@triton.jit
+def _argmax(best_ptr, best_id_ptr, row, PARTS: tl.constexpr):
+    """Return a row's largest logit and the lowest id that has it, from its parts (0 for a row of -inf)."""
+    part = row * PARTS + tl.arange(0, PARTS)
+    best, best_id = tl.load(best_ptr + part), tl.load(best_id_ptr + part)
+    largest = tl.max(best, axis=0)
+    first = tl.min(tl.where(best == largest, best_id, 2147483647), axis=0)
+    return largest, first
 
 
 @triton.jit
@@ -143,12 +166,15 @@ def _uniform(seed, offset):
 @triton.jit
 def _sampler_kernel(
     x_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, offset_ptr, weight_ptr, id_ptr,
-    x_stride, vocab_size, MODE: tl.constexpr, BLOCK: tl.constexpr, SEARCH_BLOCK: tl.constexpr,
+    best_ptr, best_id_ptr, x_stride, vocab_size,
+    MODE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, SEARCH_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
+    await_inputs(PDL)
+    release_dependents(PDL)
     offset = tl.load(offset_ptr + row)
-    largest, token = _argmax(x_ptr, vocab_size, BLOCK)
+    largest, token = _argmax(best_ptr, best_id_ptr, row, PARTS)
     if MODE > 0:
         temperature = tl.load(temperature_ptr + row).to(tl.float64)
         if (temperature > 0.0) & (largest > float("-inf")):
@@ -174,6 +200,12 @@ def _sampler_kernel(
     tl.store(offset_ptr + row, offset + 1)
 
 
+def _parts(batch: int, vocab_size: int, block: int) -> int:
+    """Return how many programs share a row's search for its largest logit: a power of two, from shapes only."""
+    wanted = max(1, min(64, triton.cdiv(vocab_size, block), TARGET_PROGRAMS // batch))
+    return 1 << (wanted.bit_length() - 1)
+
+
 def _fake(
     logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p:
     torch.Tensor, seed: torch.Tensor, offset: torch.Tensor, mode: int,
@@ -195,15 +227,22 @@ def _sampler(
     weights = torch.empty(batch if mode else 0, vocab_size, dtype=torch.float64, device=logits.device)
     if batch:
         block = min(BLOCK, triton.next_power_of_2(vocab_size))
+        parts, launch = _parts(batch, vocab_size, block), dependent_launch(logits)
+        best = torch.empty(batch, parts, dtype=torch.float32, device=logits.device)
+        best_id = torch.empty(batch, parts, dtype=torch.int32, device=logits.device)
+        _argmax_kernel[(batch, parts)](
+            logits, best, best_id, logits.stride(0), vocab_size, PARTS=parts, BLOCK=block, num_warps=8, **launch
+        )
         _sampler_kernel[(batch,)](
-            logits, temperature, top_k, top_p, min_p, seed, offset, weights, ids, logits.stride(0),
-            vocab_size, MODE=mode, BLOCK=block, SEARCH_BLOCK=min(block, 2048), num_warps=16,
+            logits, temperature, top_k, top_p, min_p, seed, offset, weights, ids, best, best_id, logits.stride(0),
+            vocab_size, MODE=mode, PARTS=parts, BLOCK=block, SEARCH_BLOCK=min(block, 2048),
+            num_warps=16 if mode else 1, **launch,
         )  # fmt: skip
     return ids
 
 
 class TritonSampler:
-    """One launch; rows that need no search make none."""
+    """Two launches; rows that need no search make none."""
 
     def __init__(self, cfg: SamplerConfig) -> None:
         self.cfg = cfg
@@ -221,11 +260,20 @@ COMPILE = [
         {
             "x_ptr": "*fp32", "temperature_ptr": "*fp32", "top_k_ptr": "*i32", "top_p_ptr": "*fp32",
             "min_p_ptr": "*fp32", "seed_ptr": "*i64", "offset_ptr": "*i64", "weight_ptr": "*fp64",
-            "id_ptr": "*i64",
+            "id_ptr": "*i64", "best_ptr": "*fp32", "best_id_ptr": "*i32",
             "x_stride": "i64", "vocab_size": "i32",
         },
-        {"MODE": MODES.index(mode), "BLOCK": BLOCK, "SEARCH_BLOCK": 2048},
-        num_warps=16,
+        {"MODE": MODES.index(mode), "PARTS": 32, "BLOCK": BLOCK, "SEARCH_BLOCK": 2048, "PDL": True},
+        num_warps=16 if MODES.index(mode) else 1,
     )
     for mode in MODES
 ]  # fmt: skip
+COMPILE.append(
+    KernelBuild(
+        "sampler_argmax",
+        _argmax_kernel,
+        {"x_ptr": "*bf16", "best_ptr": "*fp32", "best_id_ptr": "*i32", "x_stride": "i64", "vocab_size": "i32"},
+        {"PARTS": 32, "BLOCK": BLOCK, "PDL": True},
+        num_warps=8,
+    )
+)

@@ -9,7 +9,7 @@ import triton.language as tl
 from fastlayers.activation.silu_mul.layer import SiluMulConfig
 from fastlayers.operators import operator
 from fastlayers.testing.compile_check import KernelBuild
-from fastlayers.triton_lang import cast
+from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
 BLOCK = 1024
 
@@ -22,10 +22,12 @@ def silu_mul_rounded(gate, up, dtype: tl.constexpr):
 
 
 @triton.jit
-def _silu_mul_kernel(x_ptr, y_ptr, x_stride, size, BLOCK: tl.constexpr):
+def _silu_mul_kernel(x_ptr, y_ptr, x_stride, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
+    await_inputs(PDL)
+    release_dependents(PDL)
     gate = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * x_stride + size + column, mask=inside, other=0.0).to(tl.float32)
     y = silu_mul_rounded(gate, up, y_ptr.dtype.element_ty)
@@ -44,7 +46,9 @@ def _silu_mul(x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, 2 * size)
         block = min(BLOCK, triton.next_power_of_2(size))
         grid = (rows.shape[0], triton.cdiv(size, block))
-        _silu_mul_kernel[grid](rows, y, rows.stride(0), size, BLOCK=block, num_warps=max(1, block // 256))
+        _silu_mul_kernel[grid](
+            rows, y, rows.stride(0), size, BLOCK=block, num_warps=max(1, block // 256), **dependent_launch(x)
+        )
     return y
 
 
@@ -65,7 +69,7 @@ COMPILE = [
         f"silu_mul_{dtype}",
         _silu_mul_kernel,
         {"x_ptr": f"*{dtype}", "y_ptr": f"*{dtype}", "x_stride": "i64", "size": "i32"},
-        {"BLOCK": BLOCK},
+        {"BLOCK": BLOCK, "PDL": True},
         num_warps=BLOCK // 256,
     )
     for dtype in ("bf16", "fp32")

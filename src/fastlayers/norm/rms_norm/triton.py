@@ -9,17 +9,20 @@ import triton.language as tl
 from fastlayers.norm.rms_norm.layer import ROUNDINGS, RMSNormConfig
 from fastlayers.operators import operator
 from fastlayers.testing.compile_check import KernelBuild
-from fastlayers.triton_lang import cast
+from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
 
 @triton.jit
 def _rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, summed_ptr, x_stride, residual_stride, hidden_size, eps,
-    ROUNDING: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+    ROUNDING: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < hidden_size
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    await_inputs(PDL)
+    release_dependents(PDL)
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0)
@@ -28,7 +31,6 @@ def _rms_norm_kernel(
         tl.store(summed_ptr + row * hidden_size + column, x, mask=inside)
     wide = x.to(tl.float32)
     normalised = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / hidden_size + eps)
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
     if ROUNDING == 0:
         y = weight.to(tl.float32) * cast(normalised, x.dtype).to(tl.float32)
     elif ROUNDING == 1:
@@ -36,6 +38,10 @@ def _rms_norm_kernel(
     else:
         y = (1.0 + weight.to(tl.float32)) * normalised
     tl.store(y_ptr + row * hidden_size + column, cast(y, y_ptr.dtype.element_ty), mask=inside)
+
+
+def _warps(block: int) -> int:
+    return min(16, max(1, block // 512))
 
 
 def _fake(
@@ -58,7 +64,7 @@ def _rms_norm(
         _rms_norm_kernel[(rows.shape[0],)](
             rows, residual_rows, weight, y, summed, rows.stride(0), residual_rows.stride(0), hidden_size, eps,
             ROUNDING=rounding, HAS_RESIDUAL=residual is not None, BLOCK=block,
-            num_warps=min(16, max(1, block // 512)),
+            num_warps=_warps(block), **dependent_launch(x),
         )  # fmt: skip
     return [y.view(x.shape)] if residual is None else [y.view(x.shape), summed.view(x.shape)]
 
@@ -85,8 +91,8 @@ COMPILE = [
             "x_ptr": f"*{dtype}", "residual_ptr": f"*{dtype}", "weight_ptr": f"*{dtype}", "y_ptr": f"*{dtype}",
             "summed_ptr": f"*{dtype}", "x_stride": "i64", "residual_stride": "i64", "hidden_size": "i32", "eps": "fp32",
         },
-        {"ROUNDING": 0, "HAS_RESIDUAL": True, "BLOCK": triton.next_power_of_2(hidden)},
-        num_warps=min(16, max(1, triton.next_power_of_2(hidden) // 512)),
+        {"ROUNDING": 0, "HAS_RESIDUAL": True, "BLOCK": triton.next_power_of_2(hidden), "PDL": True},
+        num_warps=_warps(triton.next_power_of_2(hidden)),
     )
     for hidden, dtype in ((512, "bf16"), (2880, "bf16"), (7168, "bf16"), (7168, "fp32"))
 ]  # fmt: skip
