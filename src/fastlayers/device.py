@@ -81,6 +81,14 @@ class Device:
     def __str__(self) -> str:
         return f"{self.name} ({self.sm})" if self.capability else self.name
 
+    def refuses_16_bit_vectors(self, dtype: torch.dtype | None, width: int) -> str | None:
+        """Return why a compiled kernel that reads rows of ``width`` 16-bit values, 16 bytes at a time, cannot run."""
+        if self.type != "cuda" or self.capability is None or self.capability < (8, 0):
+            return f"needs sm_80 or newer, this is {self}"
+        if dtype is None or dtype.itemsize != 2:
+            return f"dtype {dtype} is not one of float16, bfloat16"
+        return f"rows of {width} values are not multiples of 16 bytes" if width % 8 else None
+
 
 DESCRIBED = {
     d.name: d

@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     import torch
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return ``"bfloat16"`` for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
 class FastlayersError(Exception):
     """Base class of all errors that fastlayers raises on purpose."""
 
@@ -87,7 +92,7 @@ def describe(tensor: object) -> str:
 
     if not isinstance(tensor, torch.Tensor):
         return repr(tensor)
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = dtype_name(tensor.dtype)
     layout = "" if tensor.is_contiguous() else f", stride {tuple(tensor.stride())}"
     return f"{dtype}{list(tensor.shape)}{layout} on {tensor.device}"
 
@@ -127,7 +132,7 @@ def check_tensor(
     # Words only on failure: torch.compile cannot print a symbolic size.
     wanted = []
     if dtypes is not None:
-        wanted.append(" or ".join(str(d).removeprefix("torch.") for d in dtypes))
+        wanted.append(" or ".join(map(dtype_name, dtypes)))
     if shape is not None:
         wanted.append("[" + ", ".join("*" if s is None else str(s) for s in shape) + "]")
     if device is not None:

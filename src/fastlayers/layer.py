@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -91,16 +92,19 @@ class Layer(nn.Module):
             return super()._apply(fn, recurse)
         own = self.fixed_dtype
         here = next((p.device for p in self.parameters()), self.device_type)
-        probe = fn(torch.empty(0, dtype=own, device=here))
+        known = getattr(self.cfg, "dtype", None)
+        probe = fn(torch.empty(0, dtype=known if own is None else own, device=here))
         if own is not None and probe.dtype != own:
             raise ArgumentError(type(self).__name__, "dtype", probe.dtype, f"{own}, as constructed")
         moved: list[tuple[Choice, Ladder]] = []
-        if probe.device.type not in ("meta", self.choice.device.type):
+        cfg = self.cfg if known in (None, probe.dtype) else replace(self.cfg, dtype=probe.dtype)
+        where = self.choice.device.type if probe.device.type == "meta" else probe.device
+        if torch.device(where).type != self.choice.device.type or cfg is not self.cfg:
             table, asked = registry_named(self.choice.layer), self.choice.asked
             if hasattr(self, "decode_choice"):
-                chosen = table.choose_phases(self.cfg, PHASES, probe.device, asked)
+                chosen = table.choose_phases(cfg, PHASES, where, asked)
             else:
-                chosen = [table.choose(self.cfg, probe.device, asked)]
+                chosen = [table.choose(cfg, where, asked)]
             moved = [(choice, choice.build()) for choice in chosen]
         kept = {id(p) for n, p in self.named_parameters(recurse=False) if own is not None or n in self.kept_in_fp32}
 
@@ -110,6 +114,7 @@ class Layer(nn.Module):
 
         super()._apply(keep, recurse)
         if moved:
+            self.cfg = cfg
             self.choice, self.ladder = moved[-1]
             if len(moved) > 1:
                 self.decode_choice, self.decode_ladder = moved[0]

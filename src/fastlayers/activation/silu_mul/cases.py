@@ -12,7 +12,7 @@ from fastlayers.testing.spec import Case, Cost, LayerSpec
 
 def _case(name: str, tokens: int, size: int, dtype: torch.dtype, padding: int = 0, small: bool = True) -> Case:
     shape = {"num_tokens": tokens, "dtype": dtype, "padding": padding}
-    return Case(name, SiluMulConfig(size), shape, small)
+    return Case(name, SiluMulConfig(size, dtype), shape, small)
 
 
 CASES = (

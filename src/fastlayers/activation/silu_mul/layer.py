@@ -13,28 +13,56 @@ from dataclasses import dataclass
 
 import torch
 
-from fastlayers.errors import check_positive, check_tensor
+from fastlayers.device import Device
+from fastlayers.errors import check_positive, check_tensor, dtype_name
 from fastlayers.layer import Layer
-from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
+from fastlayers.registry import Backend, Registry, reference_backend, torch_backend, triton_backend
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class SiluMulConfig:
-    """What a backend must know: ``size``, the width of one half on this rank."""
+    """What a backend must know: ``size``, the width of one half on this rank, and the ``dtype`` if it is fixed."""
 
     size: int
+    dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         check_positive("SiluAndMul", size=self.size)
 
+    def tuning_key(self) -> str | None:
+        """Return the shape key of tuned tables."""
+        return f"I={self.size},{dtype_name(self.dtype)}" if self.dtype is not None else None
 
+
+def _package_refuses(cfg: SiluMulConfig, device: Device) -> str | None:
+    return device.refuses_16_bit_vectors(cfg.dtype, cfg.size)
+
+
+_ONCE = "rounds once, after the product"
 _HERE = "fastlayers.activation.silu_mul"
 SILU_MUL = Registry(
     "silu_mul",
     [
         triton_backend(f"{_HERE}.triton:TritonSiluMul"),
+        # By name: their one rounding differs from what Hugging Face's MLPs give.
+        Backend(
+            "sgl_kernel",
+            f"{_HERE}.sgl_kernel:SglKernelSiluMul",
+            ("sgl_kernel", "torch.ops:sgl_kernel.silu_and_mul"),
+            _package_refuses,
+            (),
+            note=_ONCE,
+        ),
+        Backend(
+            "flashinfer",
+            f"{_HERE}.flashinfer:FlashInferSiluMul",
+            ("flashinfer:silu_and_mul",),
+            _package_refuses,
+            (),
+            note=_ONCE,
+        ),
         torch_backend(f"{_HERE}.torch:TorchSiluMul"),
         reference_backend(f"{_HERE}.reference:ReferenceSiluMul"),
     ],
@@ -51,6 +79,8 @@ class SiluAndMul(Layer):
         Width of the output; the input has twice that.
     device
         Where it will run.
+    dtype : torch.dtype, optional
+        Of inputs, where it is known: some backends take 16-bit inputs only. Default: any of fp32, fp16, bf16.
     backend : str
         ``"auto"``, a name, or a ladder.
 
@@ -66,13 +96,21 @@ class SiluAndMul(Layer):
     [1.4621, -1.0758]
     """
 
-    def __init__(self, size: int, *, device: torch.device | str | None = None, backend: str = "auto") -> None:
+    def __init__(
+        self,
+        size: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        backend: str = "auto",
+    ) -> None:
         super().__init__()
-        self.choose(SILU_MUL, SiluMulConfig(size), device, backend)
+        self.choose(SILU_MUL, SiluMulConfig(size, dtype), device, backend)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``y`` ``[..., I]`` for ``x`` ``[..., 2I]`` (fp32, fp16 or bf16; rows may be strided)."""
-        check_tensor("SiluAndMul", "x", x, dtype=DTYPES, device=self.device_type, last_dim_contiguous=True)
+        wanted = DTYPES if self.cfg.dtype is None else self.cfg.dtype
+        check_tensor("SiluAndMul", "x", x, dtype=wanted, device=self.device_type, last_dim_contiguous=True)
         check_tensor("SiluAndMul", "x", x, shape=(*x.shape[:-1], 2 * self.cfg.size))
         y: torch.Tensor = self.ladder.pick(x.numel() // (2 * self.cfg.size))(x)
         return y

@@ -20,7 +20,7 @@ def _case(
     small: bool = True,
 ) -> Case:
     shape = {"num_tokens": tokens, "residual": residual, "dtype": dtype, "strided": name.startswith("strided")}
-    return Case(name, RMSNormConfig(hidden, 1e-6, rounding), shape, small)
+    return Case(name, RMSNormConfig(hidden, 1e-6, rounding, dtype), shape, small)
 
 
 CASES = (

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor
+from fastlayers.device import Device
+from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor, dtype_name
 from fastlayers.layer import Layer
-from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
+from fastlayers.registry import Backend, Registry, reference_backend, torch_backend, triton_backend
 from fastlayers.weights import Slot
 
 ROUNDINGS = ("cast_then_scale", "scale_then_cast", "one_plus")
@@ -31,11 +32,15 @@ ROUNDINGS = ("cast_then_scale", "scale_then_cast", "one_plus")
 
 @dataclass(frozen=True)
 class RMSNormConfig:
-    """What a backend must know: ``hidden_size``, ``eps``, ``rounding`` (see the file's head)."""
+    """What a backend must know; ``rounding``: see the file's head; ``dtype``: of weight and input, where it is known.
+
+    Backends that take some dtypes only refuse where it is not.
+    """
 
     hidden_size: int
     eps: float = 1e-6
     rounding: str = "cast_then_scale"
+    dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         check_positive("RMSNorm", hidden_size=self.hidden_size)
@@ -43,12 +48,29 @@ class RMSNormConfig:
         if isinstance(self.eps, bool) or not isinstance(self.eps, (int, float)) or not 0 <= self.eps < math.inf:
             raise ArgumentError("RMSNorm", "eps", repr(self.eps), "a finite number, 0 or more")
 
+    def tuning_key(self) -> str | None:
+        """Return the shape key of tuned tables."""
+        return f"D={self.hidden_size},{self.rounding},{dtype_name(self.dtype)}" if self.dtype is not None else None
+
+
+def _package_refuses(cfg: RMSNormConfig, device: Device) -> str | None:
+    if cfg.rounding == "cast_then_scale":
+        return "rounds once, after the weight; this model rounds before it"
+    return device.refuses_16_bit_vectors(cfg.dtype, cfg.hidden_size)
+
 
 _HERE = "fastlayers.norm.rms_norm"
 RMS_NORM = Registry(
     "rms_norm",
     [
         triton_backend(f"{_HERE}.triton:TritonRMSNorm"),
+        Backend(
+            "sgl_kernel",
+            f"{_HERE}.sgl_kernel:SglKernelRMSNorm",
+            ("sgl_kernel", "torch.ops:sgl_kernel.rmsnorm"),
+            _package_refuses,
+        ),
+        Backend("flashinfer", f"{_HERE}.flashinfer:FlashInferRMSNorm", ("flashinfer:rmsnorm",), _package_refuses),
         torch_backend(f"{_HERE}.torch:TorchRMSNorm"),
         reference_backend(f"{_HERE}.reference:ReferenceRMSNorm"),
     ],
@@ -95,7 +117,9 @@ class RMSNorm(Layer):
     ) -> None:
         super().__init__()
         check_choice("RMSNorm", "dtype", dtype, (None, torch.float32, torch.bfloat16, torch.float16, torch.float64))
-        self.choose(RMS_NORM, RMSNormConfig(hidden_size, eps, rounding), device, backend)
+        self.choose(
+            RMS_NORM, RMSNormConfig(hidden_size, eps, rounding, dtype or torch.get_default_dtype()), device, backend
+        )
         fill = torch.zeros if rounding == "one_plus" else torch.ones
         self.weight = nn.Parameter(fill(hidden_size, device=device, dtype=dtype), requires_grad=False)
 

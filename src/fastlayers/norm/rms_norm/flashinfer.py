@@ -1,0 +1,51 @@
+"""RMSNorm by FlashInfer's CUDA kernels (compiled at first use).
+
+The fused pair works in place, so both of its inputs are copied first.
+"""
+
+from __future__ import annotations
+
+import flashinfer
+import torch
+
+from fastlayers.norm.rms_norm.layer import RMSNormConfig
+from fastlayers.operators import operator
+
+
+def _fake(
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float, one_plus: bool
+) -> list[torch.Tensor]:
+    return [x.new_empty(x.shape) for _ in range(1 if residual is None else 2)]
+
+
+@operator("rms_norm_flashinfer(Tensor x, Tensor weight, Tensor? residual, float eps, bool one_plus) -> Tensor[]", _fake)
+def _rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float, one_plus: bool
+) -> list[torch.Tensor]:
+    rows = x.reshape(-1, x.shape[-1])
+    if residual is None:
+        y = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        if rows.shape[0]:
+            plain = flashinfer.gemma_rmsnorm if one_plus else flashinfer.rmsnorm
+            plain(rows, weight, eps, out=y, enable_pdl=False)
+        return [y.view(x.shape)]
+    y = rows.clone(memory_format=torch.contiguous_format)
+    summed = residual.reshape(rows.shape).clone(memory_format=torch.contiguous_format)
+    if rows.shape[0]:
+        fused = flashinfer.gemma_fused_add_rmsnorm if one_plus else flashinfer.fused_add_rmsnorm
+        fused(y, summed, weight, eps, enable_pdl=False)
+    return [y.view(x.shape), summed.view(x.shape)]
+
+
+class FlashInferRMSNorm:
+    """One launch without a residual; with one, two copies before it."""
+
+    def __init__(self, cfg: RMSNormConfig) -> None:
+        self.eps, self.one_plus = cfg.eps, cfg.rounding == "one_plus"
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return ``(y, new_residual)``, both new contiguous tensors of ``x``'s dtype."""
+        y, *summed = _rms_norm(x, weight, residual, self.eps, self.one_plus)
+        return y, summed[0] if summed else None
