@@ -1,4 +1,4 @@
-"""The command ``fastlayers``: demo, doctor, backends, explain, generate, eval, convert.
+"""The command ``fastlayers``: demo, doctor, backends, explain, generate, eval, convert, tune, bench, cache.
 
 Every command prints for people, or with ``--json`` for machines. Errors that we raise on purpose are one sentence;
 ``--debug`` shows the traceback.
@@ -19,6 +19,7 @@ from rich.table import Table
 
 import fastlayers as fl
 from fastlayers.errors import ArgumentError, FastlayersError
+from fastlayers_server import bench_command, tune_command
 
 app = typer.Typer(
     help=__doc__, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None
@@ -353,6 +354,42 @@ def convert(
         _print_json(done)
     else:
         out.print(summary(done), markup=False, highlight=False)
+
+
+cache = typer.Typer(help="Compiled kernels as one archive.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(cache, name="cache")
+
+
+@cache.command("export")
+def cache_export(archive: Annotated[str, typer.Argument(help="The .tar.gz to write.")], as_json: Json = False) -> None:
+    """Write all kernels compiled so far into one archive."""
+    from fastlayers.kernel_cache import export_cache, versions
+
+    path = export_cache(archive)
+    size = path.stat().st_size
+    facts = {"archive": str(path), "bytes": size, "versions": versions()}
+    if as_json:
+        _print_json(facts)
+    else:
+        out.print(f"{path}: {size / 2**20:.1f} MiB", markup=False, highlight=False, soft_wrap=True)
+
+
+@cache.command("import")
+def cache_import(
+    archive: Annotated[str, typer.Argument(help="An archive of `export`.")], as_json: Json = False
+) -> None:
+    """Take the kernels of an archive; those of packages in other versions are left out, said with a warning."""
+    from fastlayers.kernel_cache import import_cache
+
+    taken = import_cache(archive)
+    if as_json:
+        _print_json({"archive": archive, "taken": taken})
+    else:
+        out.print(f"taken: {', '.join(taken) or 'nothing'}", markup=False, highlight=False)
+
+
+tune_command.register(app, out, err, _device, _print_json)
+bench_command.register(app, out, err, _device, _dtype)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from fastlayers import device as device_module
 from fastlayers.errors import ArgumentError
+from fastlayers.probing import choices_of
 from fastlayers.registry import LAYERS, Choice, Rung, registry
 
 
@@ -121,16 +121,6 @@ def explain(target: Any) -> Explanations:
         own = sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
         found += [_explain(name, choice, own) for choice in choices_of(module)]
     return Explanations(found)
-
-
-def choices_of(module: Any) -> Iterator[Choice]:
-    """Yield the choices a module holds as attributes (``choice``, or those of its ``ladder`` objects)."""
-    seen: set[int] = set()
-    for value in vars(module).values():
-        choice = value if isinstance(value, Choice) else getattr(value, "choice", None)
-        if isinstance(choice, Choice) and id(choice) not in seen:
-            seen.add(id(choice))
-            yield choice
 
 
 def _explain(name: str, choice: Choice, size: int) -> Explanation:

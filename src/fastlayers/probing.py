@@ -11,15 +11,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastlayers import tuning
-from fastlayers.explain import choices_of
+from fastlayers.registry import Choice
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from fastlayers.registry import Choice
     from fastlayers.testing.timing import Clock
 
 log = logging.getLogger(__name__)
@@ -42,6 +41,16 @@ class Probe:
     others_us: float | None
     table_us: float | None
     verdict: str | None
+
+
+def choices_of(module: Any) -> Iterator[Choice]:
+    """Yield the choices a module holds as attributes (``choice``, or those of its ``ladder`` objects)."""
+    seen: set[int] = set()
+    for value in vars(module).values():
+        choice = value if isinstance(value, Choice) else getattr(value, "choice", None)
+        if isinstance(choice, Choice) and id(choice) not in seen:
+            seen.add(id(choice))
+            yield choice
 
 
 def probe_tables(

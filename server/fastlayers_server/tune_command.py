@@ -1,0 +1,209 @@
+"""``fastlayers tune``: measure backends and kernel parameters for layer shapes, and write the tables ``auto`` reads."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from fastlayers import env, tuning
+from fastlayers.errors import ArgumentError, FastlayersError
+from fastlayers.registry import LAYERS, registry
+
+# What a model spends its time in comes first: an interrupted run has done the most useful part.
+_ORDER = ("fused_moe", "fp8_linear", "linear", "mla", "gqa", "int8_linear", "fp8_scaled_linear")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One shape to tune."""
+
+    layer: str
+    cfg: Any
+    key: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a shape: its file and the ladder in words, or why there is none."""
+
+    layer: str
+    key: str
+    state: str
+    path: str = ""
+    ladder: str = ""
+    reason: str = ""
+
+
+def jobs_of_model(name: str, tp: int, ep: int, layers: Sequence[str]) -> list[Job]:
+    """Return the shapes of a model on one rank of ``tp``; ``layers`` restricts them (empty: all that are tuned)."""
+    from fastlayers_server.known_models import config_of, shapes_of
+
+    found: dict[tuple[str, str], Job] = {}
+    for shape in shapes_of(config_of(name), tp, ep=ep):
+        key = tuning.key_of(shape.cfg)
+        if key is not None and (not layers or shape.layer in layers):
+            found.setdefault((shape.layer, key), Job(shape.layer, shape.cfg, key))
+    place = {layer: index for index, layer in enumerate(_ORDER)}
+    return sorted(found.values(), key=lambda job: place.get(job.layer, len(place)))
+
+
+def jobs_of_shapes(layer: str, shapes: Sequence[str]) -> list[Job]:
+    """Return the shapes of one layer that were given on the command line; without one, the layer's first real case."""
+    from fastlayers.testing.sweep import parse_shape
+
+    jobs = []
+    for text in shapes or [""]:
+        cfg = parse_shape(layer, text)
+        key = tuning.key_of(cfg)
+        if key is None:
+            raise ArgumentError("tune", "--layer", repr(layer), "a layer whose configuration has a tuning_key()")
+        jobs.append(Job(layer, cfg, key))
+    return jobs
+
+
+def folder_for(given: str) -> Path:
+    """Return the directory that tables are written to.
+
+    Raises
+    ------
+    ArgumentError
+        It cannot be written.
+    """
+    folder = Path(given or env.tuned_dir() or tuning.SHIPPED)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        accepted = f"a directory that can be written: --out DIR, or {env.TUNED_DIR}=DIR (which is read as well)"
+        raise ArgumentError("tune", "--out", f"{folder} ({error.strerror})", accepted) from error
+    return folder
+
+
+def parse_tokens(text: str) -> tuple[int, ...]:
+    """Return token counts from ``"1,8,64"``; empty for an empty text."""
+    pieces = [piece.strip() for piece in text.split(",") if piece.strip()]
+    if not all(piece.isdigit() and int(piece) for piece in pieces):
+        raise ArgumentError("fastlayers", "--tokens", repr(text), "positive integers, comma separated")
+    return tuple(sorted({int(piece) for piece in pieces}))
+
+
+def is_fresh(job: Job, path: Path, device: Any) -> bool:
+    """Return whether a table exists that was made with these versions and kernels."""
+    if not path.is_file():
+        return False
+    try:
+        table = tuning.read(path, job.layer, device)
+    except tuning.TunedTableError:
+        return False  # it is made anew
+    backends = [b for b in registry(job.layer).ranked if b.name in table.get("metadata", {}).get("versions", {})]
+    return bool(backends) and not tuning.changes(table, backends)
+
+
+def run_tune(
+    jobs: Sequence[Job], folder: Path, place: Any, tokens: Sequence[int], force: bool, console: Console
+) -> Iterator[Outcome]:
+    """Tune shape after shape, with a progress bar; a shape that cannot be tuned is reported, and the rest go on."""
+    from fastlayers.device import as_device
+    from fastlayers.testing.sweep import tokens_of
+    from fastlayers.testing.timing import clock_for
+    from fastlayers.testing.tuner import Bench, TuneError, tune_shape
+
+    device, command = as_device(place), "fastlayers " + " ".join(sys.argv[1:])
+    counts = {id(job): tuple(tokens) or tokens_of(job.layer, job.cfg) for job in jobs}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    clock = clock_for(place)
+    with Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=console, transient=True) as bar:
+        task, before = bar.add_task("tuning", total=sum(map(len, counts.values()))), 0
+        for job in jobs:
+            path = tuning.path_of(folder, job.layer, job.key, device)
+            own = counts[id(job)]
+            if not force and is_fresh(job, path, device):
+                outcome = Outcome(job.layer, job.key, "kept", str(path), _ladder(path, job.layer, device))
+            else:
+
+                def said(progress: Any, job: Job = job, before: int = before) -> None:
+                    bar.update(
+                        task, completed=before + progress.done, description=f"{job.layer} {job.key}: {progress.now}"
+                    )
+
+                try:
+                    made = tune_shape(Bench(job.layer, job.cfg, place, clock), own, folder, command=command, said=said)
+                    outcome = Outcome(job.layer, job.key, "tuned", str(made), _ladder(made, job.layer, device))
+                except TuneError as error:
+                    outcome = Outcome(job.layer, job.key, "failed", reason=str(error))
+            before += len(own)
+            bar.update(task, completed=before)
+            yield outcome
+
+
+def _ladder(path: Path, layer: str, device: Any) -> str:
+    rows = tuning.read(path, layer, device)["ladder"]
+    words = []
+    for row in rows:
+        name = row["backend"] + (
+            f"[{','.join(f'{k}={v}' for k, v in row['config'].items())}]" if "config" in row else ""
+        )
+        words.append(f"{name} to {row['max_tokens']}" if row["max_tokens"] is not None else name)
+    return ", ".join(words)
+
+
+def register(app: typer.Typer, out: Console, err: Console, device_of: Any, print_json: Any) -> None:
+    """Add the command to the command line."""
+
+    @app.command("tune")
+    def tune(
+        model: Annotated[
+            str, typer.Argument(help="A known model, a config.json, its directory, or a name on the hub; or --layer.")
+        ] = "",
+        layer: Annotated[list[str] | None, typer.Option(help="A layer; with a model: only these. Repeatable.")] = None,
+        shape: Annotated[
+            list[str] | None, typer.Option(help="N=2112,K=7168, field names, or a configuration's repr. Repeatable.")
+        ] = None,
+        tp: Annotated[int, typer.Option(min=1, help="Ranks of the model.")] = 1,
+        ep: Annotated[int, typer.Option(min=1, help="Ranks that split the experts.")] = 1,
+        tokens: Annotated[str, typer.Option(help="Token counts (attention: requests); default: 1 to 8192.")] = "",
+        folder: Annotated[
+            str, typer.Option("--out", help=f"Directory of the tables; default: {env.TUNED_DIR}, or the library's own.")
+        ] = "",
+        device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if there is one.")] = "",
+        force: Annotated[bool, typer.Option("--force", help="Also what has a table of these versions.")] = False,
+        dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the shapes.")] = False,
+        as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")] = False,
+    ) -> None:
+        """Measure every backend and kernel configuration for layer shapes, and write the tables that "auto" reads.
+
+        An interrupted run goes on where it stopped. The exit code is 1 if a shape could not be tuned.
+        """
+        names = layer or []
+        if unknown := [name for name in names if name not in LAYERS]:
+            raise ArgumentError("tune", "--layer", repr(unknown[0]), ", ".join(LAYERS))
+        if model and shape:
+            raise ArgumentError("tune", "--shape", repr(shape[0]), "a model, or shapes of one --layer")
+        if not model and len(names) != 1:
+            raise ArgumentError("tune", "model", "''" if not names else repr(names), "a model, or exactly one --layer")
+        jobs = jobs_of_model(model, tp, ep, names) if model else jobs_of_shapes(names[0], shape or [])
+        if not jobs:
+            raise FastlayersError(f"tune: {model} has no layer that is tuned")
+        if dry_run:
+            found = [Outcome(job.layer, job.key, "to tune", reason=tuning.shape_text(job.cfg)) for job in jobs]
+        else:
+            place = device_of(device)
+            found = list(run_tune(jobs, folder_for(folder), place, parse_tokens(tokens), force, err))
+        if as_json:
+            print_json([vars(outcome) for outcome in found])
+        else:
+            for outcome in found:
+                text = outcome.ladder or outcome.reason
+                out.print(f"{outcome.state}: {outcome.layer} {outcome.key}: {text}", markup=False, highlight=False)
+                if outcome.path:
+                    out.print(f"    {outcome.path}", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1 if any(outcome.state == "failed" for outcome in found) else 0)
