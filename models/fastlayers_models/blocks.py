@@ -157,13 +157,21 @@ class SwiGLU(nn.Module):
         super().__init__()
         hidden, parallel = build.config.hidden_size, build.parallel
         self.gate_up_proj = build.fused(name, ("gate_proj", "up_proj"), intermediate_size, bias, parallel.column())
-        self.act_fn = fl.SiluAndMul(intermediate_size // parallel.tp.size, device=build.device)
+        self.act_fn = fl.SiluAndMul(intermediate_size // parallel.tp.size, device=build.device, dtype=build.dtype)
         self.down_proj = build.linear(f"{name}.down_proj", intermediate_size, hidden, bias, shard=parallel.row())
 
     def forward(self, x: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
         """Return ``[T, D]``; ``valid`` is not needed here."""
         out: torch.Tensor = self.down_proj(self.act_fn(self.gate_up_proj(x)))
         return out
+
+
+def route(router: fl.TopKRouter, x: torch.Tensor, valid: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``(topk_weights, topk_ids)``; rows that ``valid`` (see :class:`CausalLM`) excludes cost no expert work."""
+    if valid is not None and valid.dtype == torch.int32:
+        return router(x, valid)
+    topk_weights, topk_ids = router(x)
+    return topk_weights, topk_ids if valid is None else topk_ids.masked_fill(~valid[:, None], -1)
 
 
 class DecoderLayer(nn.Module):
@@ -175,8 +183,8 @@ class DecoderLayer(nn.Module):
     self_attn : nn.Module
         Called as ``self_attn(hidden, meta, cache)``; returns a partial sum over ``attn_tp``.
     mlp : nn.Module
-        Called as ``mlp(hidden, valid)``; returns a partial sum over ``tp``. ``valid`` is ``None``, or false for rows
-        that are padding.
+        Called as ``mlp(hidden, valid)``; returns a partial sum over ``tp``. ``valid`` is ``None``, or tells which
+        rows are padding, see :meth:`CausalLM.forward`.
     mlp_kind : str
         ``"dense"`` or ``"moe"``.
     is_last : bool
@@ -325,9 +333,10 @@ class CausalLM(nn.Module):
             One per attention layer; mutated.
         step : StepTokens, optional
             Token counts of all attention groups; default: one group, no padding.
-        valid : bool Tensor, optional
-            :meth:`valid_rows` of the step. A captured step is given one tensor, refreshed between replays by
-            ``step.valid_rows(out=valid)``; otherwise it is made here, once.
+        valid : Tensor, optional
+            Which rows are real: bool ``[rows]``, or with one attention group int32 ``[1]``, how many from the first
+            on (costs no launch). A captured step is given one tensor, refreshed between replays; otherwise
+            :meth:`valid_rows` makes it here, once.
 
         Returns
         -------
@@ -360,5 +369,6 @@ class CausalLM(nn.Module):
 
     def embed(self, embedding: nn.Module, input_ids: torch.Tensor, step: StepTokens) -> torch.Tensor:
         """Return the embedded tokens, padded to this group's rows of the step."""
-        padded = pad(input_ids, (0, step.rows[self.parallel.attn_dp.rank] - input_ids.shape[0]))
-        return reduce_embedding(embedding(padded), self.attention_group)
+        missing = step.rows[self.parallel.attn_dp.rank] - input_ids.shape[0]
+        ids = pad(input_ids, (0, missing)) if missing else input_ids
+        return reduce_embedding(embedding(ids), self.attention_group)

@@ -31,7 +31,7 @@ from fastlayers.linear.factory import linear
 from fastlayers.quant.spec import NONE
 from fastlayers.rotary.layer import RotaryEmbedding
 from fastlayers.rotary.scaling import RopeScaling, attention_scale
-from fastlayers_models.blocks import Build, CausalLM, Decoder, DecoderLayer, SwiGLU
+from fastlayers_models.blocks import Build, CausalLM, Decoder, DecoderLayer, SwiGLU, route
 from fastlayers_models.checkpoint import Checkpoint, load_weights
 from fastlayers_models.config import DeepseekConfig
 
@@ -98,10 +98,8 @@ class DeepseekMoE(nn.Module):
         self.shared_experts = SwiGLU(build, f"{name}.shared_experts", shared, bias=config.mlp_bias) if shared else None
 
     def forward(self, x: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
-        """Return ``[T, D]``; rows where ``valid`` is false cost no expert work."""
-        topk_weights, topk_ids = self.gate(x)
-        if valid is not None:
-            topk_ids = topk_ids.masked_fill(~valid[:, None], -1)
+        """Return ``[T, D]``; rows that ``valid`` excludes cost no expert work."""
+        topk_weights, topk_ids = route(self.gate, x, valid)
         routed: torch.Tensor = self.experts(x, topk_weights, topk_ids)
         return routed if self.shared_experts is None else routed + self.shared_experts(x)
 

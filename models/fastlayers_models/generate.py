@@ -2,12 +2,14 @@
 
     prompts ─► prefill in chunks of at most prefill_tokens ─► sample ─► decode, one token a request and step ─► …
 
-Requests leave the batch when they end, and their pages go back to the pool.
+Requests leave the batch when they end, and their pages go back to the pool. Decode is captured in CUDA graphs where
+there is a GPU, and the next step is launched before the last one's tokens are read: a request that turns out to have
+ended takes part in one step more, whose token is dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,7 +19,9 @@ import fastlayers as fl
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
 from fastlayers.errors import ArgumentError, check_positive
-from fastlayers.sampler.layer import Sampler, SamplingParams, SamplingState
+from fastlayers.graphs import CudaGraphs
+from fastlayers.sampler.layer import Sampler, SamplingParams
+from fastlayers_models.decode import DecodeStep, Pending, Row
 
 
 class CausalLM(Protocol):
@@ -28,7 +32,9 @@ class CausalLM(Protocol):
     page_size: int
     kv_dtype: torch.dtype
 
-    def __call__(self, input_ids: torch.Tensor, meta: AttentionMeta, caches: Sequence[LayerCache]) -> torch.Tensor:
+    def __call__(
+        self, input_ids: torch.Tensor, meta: AttentionMeta, caches: Sequence[LayerCache], *, valid: Any = None
+    ) -> torch.Tensor:
         """Return hidden states ``[T, D]``."""
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -49,13 +55,16 @@ class _Request:
     index: int
     prompt: list[int]
     params: SamplingParams
+    seed: int
     pages: list[int] = field(default_factory=list)
     cached: int = 0
     output: list[int] = field(default_factory=list)
+    done: bool = False
 
     @property
-    def tokens(self) -> list[int]:
-        return self.prompt + self.output
+    def row(self) -> Row:
+        """As the decode step sees it: a request's tokens depend on its own draws, not on who else is in the batch."""
+        return Row(self.output[-1] if self.output else 0, self.params, self.seed, len(self.output))
 
 
 class Generator:
@@ -72,6 +81,11 @@ class Generator:
         Pages of the cache (page 0 included); default: enough for ``max_batch`` requests of ``max_length``.
     prefill_tokens : int
         Most new tokens a step; longer prompts are prefilled in chunks over their cached prefix.
+    cuda_graph : "auto" or bool
+        Whether decode is captured, per batch bucket at its first use: see :class:`DecodeStep`. ``"auto"``: on CUDA,
+        with one rank.
+    graphs : CudaGraphs, optional
+        Where this generator keeps its graphs (with a byte limit, say); its ledger tells what they cost.
     """
 
     def __init__(
@@ -82,6 +96,8 @@ class Generator:
         max_length: int | None = None,
         num_pages: int | None = None,
         prefill_tokens: int = 8192,
+        cuda_graph: bool | str = "auto",
+        graphs: CudaGraphs | None = None,
     ) -> None:
         check_positive("Generator", max_batch=max_batch, prefill_tokens=prefill_tokens)
         self.model, self.max_batch, self.prefill_tokens = model, max_batch, prefill_tokens
@@ -95,7 +111,12 @@ class Generator:
         self.caches = spec.allocate(self.pool.num_pages, model.device)
         tokens = max(prefill_tokens, max_batch)
         self.state = AttentionState(max_batch, tokens, pages, model.page_size, model.device)
-        self.sampler = Sampler(model.config.vocab_size, device=model.device)
+        sampler = Sampler(model.config.vocab_size, device=model.device)
+        self.step = DecodeStep(
+            model, self.caches, self.state, sampler, self.pool.num_pages, cuda_graph=cuda_graph, graphs=graphs
+        )
+        # Without a GPU a step is done when its launch returns: launching one ahead would only waste it.
+        self.ahead = model.device.type == "cuda" or self.step.graphs is not None
 
     def generate(
         self,
@@ -168,66 +189,93 @@ class Generator:
             if len(prompt) + max_new_tokens > self.max_length:
                 given = f"{len(prompt)} tokens and {max_new_tokens} new ones"
                 raise ArgumentError("Generator", f"prompts[{index}]", given, f"at most max_length {self.max_length}")
-        return [_Request(i, list(p), s) for i, (p, s) in enumerate(zip(prompts, each, strict=True))]
+        seeds = [int(torch.randint(2**62, ())) if s.seed is None else s.seed for s in each]
+        return [_Request(i, list(p), s, d) for i, (p, s, d) in enumerate(zip(prompts, each, seeds, strict=True))]
 
     @torch.inference_mode()
-    def _forward(self, work: list[tuple[_Request, int]]) -> torch.Tensor:
-        """Run one step: the next ``count`` uncached tokens of each request; return the last hidden row of each."""
-        ids: list[int] = []
+    def capture(
+        self,
+        buckets: Sequence[int] | None = None,
+        modes: Sequence[str] = ("greedy",),
+        progress: Callable[[Any], None] | None = None,
+    ) -> None:
+        """Capture decode now instead of at first use: all batch buckets, or these; no request may be running.
+
+        Parameters
+        ----------
+        buckets : sequence of int, optional
+            Of ``self.step.buckets``.
+        modes : sequence of str
+            Of sampling: ``"greedy"``, ``"sampled"``, ``"filtered"``.
+        progress : callable, optional
+            Told each ``(bucket, mode)`` when it is captured.
+        """
+        self.step.capture(buckets, modes, progress)
+
+    def _batch(self, work: list[tuple[_Request, int]]) -> AttentionBatch:
+        """Return the host description of a step of so many new tokens a request, pages handed out."""
         for request, count in work:
             self.pool.extend(request.pages, request.cached + count, f"request {request.index}")
-            ids += request.tokens[request.cached : request.cached + count]
         batch = AttentionBatch(
             tuple(count for _, count in work),
             tuple(request.cached for request, _ in work),
             [request.pages for request, _ in work],
         )
-        meta = self.state.plan(batch, num_pages=self.pool.num_pages)
-        hidden = self.model(torch.tensor(ids, device=self.model.device), meta, self.caches)
         for request, count in work:
             request.cached += count
-        return hidden[meta.cu_seqlens_q[1:].long() - 1]
+        return batch
 
     def _prefill(self, group: list[_Request]) -> torch.Tensor:
         """Cache the prompts chunk by chunk; return the last hidden row of each request."""
         last: dict[int, torch.Tensor] = {}
         while len(last) < len(group):
-            work, budget = [], self.prefill_tokens
+            work, ids, budget = [], [], self.prefill_tokens
             for request in group:
                 count = min(len(request.prompt) - request.cached, budget)
                 if count > 0:
                     work.append((request, count))
+                    ids += request.prompt[request.cached : request.cached + count]
                     budget -= count
-            rows = self._forward(work)
+            meta = self.state.plan(self._batch(work), num_pages=self.pool.num_pages)
+            hidden = self.model(torch.tensor(ids, device=self.model.device), meta, self.caches)
+            rows = hidden[meta.cu_seqlens_q[1:].long() - 1]
             for row, (request, _) in enumerate(work):
                 if request.cached == len(request.prompt):
                     last[request.index] = rows[row]
         return torch.stack([last[request.index] for request in group])
 
+    def _launch(self, active: list[_Request]) -> tuple[Pending, list[_Request]]:
+        return self.step.launch(self._batch([(request, 1) for request in active])), active
+
+    def _room(self, active: list[_Request]) -> bool:
+        """Whether the pages for one more step of all requests are free."""
+        size = self.pool.page_size
+        return sum(request.cached >= len(request.pages) * size for request in active) <= self.pool.free_pages
+
     @torch.inference_mode()
     def _run(self, group: list[_Request], max_new_tokens: int, stop: set[int]) -> Iterator[Token]:
-        active, state = list(group), self._sampling(group)
-        hidden = self._prefill(group)
+        hidden, active = self._prefill(group), group
+        self.step.load([request.row for request in active])
+        pending, rows = self.step.first(hidden), active
         while True:
-            ids = self.sampler(self.model.compute_logits(hidden), state).tolist()
-            running: list[_Request] = []
-            for request, token in zip(active, ids, strict=True):
+            # All requests are equally long: either none or all end by length with the tokens that are on their way.
+            more = max(len(request.output) for request in active) + 1 < max_new_tokens
+            whole = len(rows) == len(active)
+            following = self._launch(active) if self.ahead and more and whole and self._room(active) else None
+            for request, token in zip(rows, pending.tokens(), strict=True):
+                if request.done:
+                    continue
                 request.output.append(token)
-                done = "stop" if token in stop else "length" if len(request.output) == max_new_tokens else None
-                yield Token(request.index, token, done)
-                if done:
+                ended = "stop" if token in stop else "length" if len(request.output) == max_new_tokens else None
+                yield Token(request.index, token, ended)
+                if ended:
+                    request.done = True
                     self.pool.release(request.pages)
-                else:
-                    running.append(request)
-            if not running:
+            active = [request for request in active if not request.done]
+            if not active:
                 return
-            if len(running) < len(active):
-                active, state = running, self._sampling(running)
-            hidden = self._forward([(request, 1) for request in active])
-
-    def _sampling(self, requests: list[_Request]) -> SamplingState:
-        state = SamplingState(len(requests), device=self.model.device)
-        for row, request in enumerate(requests):
-            # The offset counts a request's draws, so that its tokens do not depend on who else is in the batch.
-            state.set(row, request.params, offset=len(request.output))
-        return state
+            if following is None:
+                if len(active) < len(rows):
+                    self.step.load([request.row for request in active])
+                following = self._launch(active)
+            pending, rows = following

@@ -21,7 +21,7 @@ from fastlayers.comm.parallel import ParallelSpec
 from fastlayers.errors import ArgumentError, UnknownModelError, check_positive
 from fastlayers.quant.mxfp4.codes import groups_of
 from fastlayers.rotary.scaling import rope_parameters
-from fastlayers_models.blocks import Build, CausalLM, Decoder, DecoderLayer
+from fastlayers_models.blocks import Build, CausalLM, Decoder, DecoderLayer, route
 from fastlayers_models.config import GQADecoderConfig, gqa_decoder_values, layer_windows, optional_int, required_int
 
 GPT_OSS_TYPES = ("gpt_oss",)
@@ -132,10 +132,8 @@ class GptOssMoE(nn.Module):
         )
 
     def forward(self, x: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
-        """Return ``[T, D]``; rows where ``valid`` is false cost no expert work."""
-        topk_weights, topk_ids = self.router(x)
-        if valid is not None:
-            topk_ids = topk_ids.masked_fill(~valid[:, None], -1)
+        """Return ``[T, D]``; rows that ``valid`` excludes cost no expert work."""
+        topk_weights, topk_ids = route(self.router, x, valid)
         out: torch.Tensor = self.experts(x, topk_weights, topk_ids)
         return out
 

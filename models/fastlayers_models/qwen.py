@@ -26,7 +26,7 @@ import fastlayers as fl
 from fastlayers.comm.parallel import ParallelSpec
 from fastlayers.errors import ArgumentError, UnknownModelError, check_positive
 from fastlayers.rotary.scaling import rope_parameters
-from fastlayers_models.blocks import Build, CausalLM, Decoder, DecoderLayer, SwiGLU
+from fastlayers_models.blocks import Build, CausalLM, Decoder, DecoderLayer, SwiGLU, route
 from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.config import GQADecoderConfig, gqa_decoder_values, layer_windows, optional_int, required_int
 
@@ -184,10 +184,8 @@ class QwenMoE(nn.Module):
         self.shared_expert_gate = build.linear(f"{name}.shared_expert_gate", config.hidden_size, 1) if shared else None
 
     def forward(self, x: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
-        """Return ``[T, D]``; rows where ``valid`` is false cost no expert work."""
-        topk_weights, topk_ids = self.gate(x)
-        if valid is not None:
-            topk_ids = topk_ids.masked_fill(~valid[:, None], -1)
+        """Return ``[T, D]``; rows that ``valid`` excludes cost no expert work."""
+        topk_weights, topk_ids = route(self.gate, x, valid)
         routed: torch.Tensor = self.experts(x, topk_weights, topk_ids)
         if self.shared_expert is None or self.shared_expert_gate is None:
             return routed

@@ -1,0 +1,194 @@
+"""One decode step of a model: static inputs, sampling inside, captured per batch bucket where there is a GPU.
+
+    load(requests)       last tokens and sampling parameters into the static rows; captures the bucket if it is new
+    launch(batch)        plan the step's metadata, replay (or run) it, start the copy of its tokens to the host
+    Pending.tokens()     wait for that copy
+
+    step:  ids[n] ─► model ─► logits ─► sampler ─► ids[n]        the next step reads what this one wrote
+
+So the host may launch a step before it has seen the tokens of the one before; it only plans lengths and pages.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastlayers.attention.kv_cache.spec import LayerCache
+from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
+from fastlayers.errors import ArgumentError, CaptureError, check_choice
+from fastlayers.graphs import CudaGraphs, bucket_of, decode_buckets
+from fastlayers.sampler.layer import MODES, ROW_DTYPES, RowParams, Sampler, SamplingParams, SamplingState
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One request as the step sees it: its last token, how it samples, and how many tokens it drew so far."""
+
+    token: int
+    params: SamplingParams
+    seed: int
+    drawn: int
+
+
+class Pending:
+    """Tokens on their way to the host."""
+
+    def __init__(self, tokens: torch.Tensor, arrived: Any) -> None:
+        self._tokens, self._arrived = tokens, arrived
+
+    def tokens(self) -> list[int]:
+        """Wait, and return one token a row."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        found: list[int] = self._tokens.tolist()
+        return found
+
+
+class DecodeStep:
+    """The decode step of a model over one cache.
+
+    Parameters
+    ----------
+    model : CausalLM
+    caches : sequence of LayerCache
+    state : AttentionState
+    sampler : Sampler
+    num_pages : int
+        Of the cache, for checks under ``FASTLAYERS_DEBUG``.
+    cuda_graph : "auto" or bool
+        ``"auto"``: capture on CUDA with one rank; a step that cannot be captured runs uncaptured, with a warning.
+        ``True``: what cannot be captured raises.
+    graphs : CudaGraphs, optional
+        Where this generator alone keeps its graphs; default: an own one without limit. Given, it is used wherever
+        the model is.
+
+    Attributes
+    ----------
+    buckets : tuple[int, ...]
+        Batch sizes that are captured; () if nothing is.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        caches: Sequence[LayerCache],
+        state: AttentionState,
+        sampler: Sampler,
+        num_pages: int,
+        *,
+        cuda_graph: bool | str = "auto",
+        graphs: CudaGraphs | None = None,
+    ) -> None:
+        check_choice("Generator", "cuda_graph", cuda_graph, ("auto", True, False))
+        cuda = model.device.type == "cuda"
+        if cuda_graph is True and not cuda and graphs is None:
+            raise ArgumentError("Generator", "cuda_graph", True, f"False or 'auto': the model is on {model.device}")
+        self.model, self.caches, self.state, self.sampler, self.num_pages = model, caches, state, sampler, num_pages
+        self.strict, self.max_batch = cuda_graph is True, state.max_batch
+        ranks = model.parallel.attn_tp.size if hasattr(model, "parallel") else 1
+        wanted = graphs is not None or cuda_graph is True or (cuda_graph == "auto" and cuda and ranks == 1)
+        self.graphs = (graphs if graphs is not None else CudaGraphs(model.device)) if wanted and cuda_graph else None
+        # A group's rows are cut into equal parts for its ranks.
+        self.buckets = decode_buckets(self.max_batch, ranks) if self.graphs is not None else ()
+        self.ids = torch.zeros(self.max_batch, dtype=torch.int64, device=model.device)
+        self.rows = SamplingState(self.max_batch, model.device).rows
+        self.count = torch.zeros(1, dtype=torch.int32, device=model.device)
+        self._host = torch.zeros(2, self.max_batch, dtype=torch.int64, device="cpu", pin_memory=cuda)
+        self._events = [torch.cuda.Event() for _ in range(2)] if cuda else [None, None]
+        self._turn = 0
+        self._size, self._mode = 0, "greedy"
+        self._bucket: int | None = None
+
+    def load(self, requests: Sequence[Row]) -> None:
+        """Put requests into the rows, in order; the following launches are for exactly these."""
+        self._size, self._mode = len(requests), max((r.params.mode for r in requests), key=MODES.index)
+        self._bucket = bucket_of(self.buckets, self._size)
+        if self._bucket is not None:
+            self.capture([self._bucket], [self._mode])
+        idle = [Row(0, SamplingParams(temperature=0.0), 0, 0)] * (self.max_batch - self._size)
+        rows = [*requests, *idle]
+        columns: tuple[list[Any], ...] = (
+            [r.params.temperature for r in rows], [max(r.params.top_k, 0) for r in rows],
+            [r.params.top_p for r in rows], [r.params.min_p for r in rows], [r.seed for r in rows],
+            [r.drawn for r in rows],
+        )  # fmt: skip
+        for tensor, column, dtype in zip(self.rows, columns, ROW_DTYPES, strict=True):
+            tensor.copy_(torch.tensor(column, dtype=dtype))
+        self.ids.copy_(torch.tensor([r.token for r in rows]))
+        self.count.fill_(self._size)
+
+    def first(self, hidden: torch.Tensor) -> Pending:
+        """Sample from the last hidden rows of the prefill, one a request in the order of :meth:`load`."""
+        self._sample(hidden, self._mode)
+        return self._send()
+
+    def launch(self, batch: AttentionBatch) -> Pending:
+        """Run one step for the loaded requests, without waiting for it."""
+        if self._bucket is None:
+            self._run(self.state.plan(batch, num_pages=self.num_pages), self._mode)
+        else:
+            assert self.graphs is not None
+            self.state.plan(batch, bucket=self._bucket, num_pages=self.num_pages)
+            self.graphs.replay((self._bucket, self._mode))
+        return self._send()
+
+    def capture(
+        self,
+        buckets: Iterable[int] | None = None,
+        modes: Iterable[str] = ("greedy",),
+        progress: Callable[[Any], None] | None = None,
+    ) -> None:
+        """Capture what is not captured yet, largest first; overwrites the rows, so before :meth:`load`.
+
+        Raises
+        ------
+        CaptureError
+            With ``cuda_graph=True``. With ``"auto"`` a warning is logged and steps run uncaptured from now on.
+        """
+        graphs = self.graphs
+        if graphs is None:
+            return
+        keys = [(n, mode) for n in (self.buckets if buckets is None else buckets) for mode in modes]
+        keys = [key for key in dict.fromkeys(keys) if key not in graphs]
+        try:
+            graphs.capture_all({key: self._captured(*key) for key in keys}, progress=progress)
+        except CaptureError as error:
+            if self.strict:
+                raise
+            log.warning("decode runs without CUDA graphs: %s", error)
+            self.graphs, self.buckets, self._bucket = None, (), None
+
+    def _captured(self, bucket: int, mode: str) -> Callable[[], torch.Tensor]:
+        # Nobody's rows: they read and write page 0 only. Alike for all buckets, so they may be planned beforehand.
+        meta = self.state.plan(AttentionBatch((), (), []), bucket=bucket)
+        self.count.zero_()
+        return lambda: self._run(meta, mode)
+
+    def _run(self, meta: AttentionMeta, mode: str) -> torch.Tensor:
+        size = meta.num_tokens
+        # A bucket of one has no padding: its only row is always real.
+        valid = self.count if meta.bucket is not None and size > 1 else None
+        hidden = self.model(self.ids[:size], meta, self.caches, valid=valid)
+        return self._sample(hidden, mode)
+
+    def _sample(self, hidden: torch.Tensor, mode: str) -> torch.Tensor:
+        size = hidden.shape[0]
+        params = RowParams(*(tensor[:size] for tensor in self.rows))
+        ids = self.ids[:size]
+        ids.copy_(self.sampler(self.model.compute_logits(hidden), params, mode))
+        return ids
+
+    def _send(self) -> Pending:
+        self._turn = 1 - self._turn
+        tokens, arrived = self._host[self._turn, : self._size], self._events[self._turn]
+        tokens.copy_(self.ids[: self._size], non_blocking=True)
+        if arrived is not None:
+            arrived.record()
+        return Pending(tokens, arrived)
