@@ -124,14 +124,29 @@ def _progress() -> Progress:
 
 
 @app.command()
-def doctor(as_json: Json = False) -> None:
+def doctor(
+    run: Annotated[
+        bool, typer.Option("--run", help="Run each backend on a small case, against the reference.")
+    ] = False,
+    layer: Annotated[list[str] | None, typer.Option(help="With --run: only these layers. Repeatable.")] = None,
+    as_json: Json = False,
+) -> None:
     """Show Python, torch, GPU and optional packages: what works, what is disabled and why.
 
-    The exit code is 1 if something that is installed cannot be used.
+    The exit code is 1 if something that is installed cannot be used, or with --run computes something else.
     """
-    from fastlayers_server.doctor import diagnose
+    from fastlayers_server.doctor import diagnose, trials
 
-    report = diagnose()
+    report, place = diagnose(), str(_device(""))
+    found = []
+    for trial in trials(place, layer or []) if run else ():
+        found.append(trial)
+        if not as_json:
+            verdict = "ok" if trial.ok else trial.reason
+            text = f"{trial.layer}={trial.backend} on {trial.case}: {verdict} ({trial.seconds} s)"
+            out.print(text, markup=False, highlight=False)
+    report["trials"] = [vars(trial) for trial in found]
+    report["ok"] = report["ok"] and all(trial.ok for trial in found)
     if as_json:
         _print_json(report)
     else:

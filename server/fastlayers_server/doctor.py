@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import platform
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -73,6 +75,45 @@ def _layer(layer: str, target: device_module.Device) -> dict[str, Any]:
         "works": [row.name for row in rows if row.hardware and row.installed],
         "disabled": {row.name: row.reason for row in rows if not (row.hardware and row.installed)},
     }
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One backend run on a small case: ``ok``, or why not."""
+
+    layer: str
+    backend: str
+    case: str
+    ok: bool
+    reason: str
+    seconds: float
+
+
+def trials(device: str, only: Sequence[str] = ()) -> Iterator[Trial]:
+    """Run every backend that can run here on one small case of its layer, against the reference.
+
+    The first of the layer's cases that the backend accepts is taken: a small one if there is one.
+    """
+    registry = importlib.import_module("fastlayers.registry")
+    from fastlayers.testing.parity import check_parity
+    from fastlayers.testing.spec import spec_of
+
+    target = device_module.as_device(device)
+    for layer in only or fastlayers.layers():
+        for backend in registry.registry(layer).ranked:
+            accepted = [case for case in spec_of(layer).cases if backend.why_not(case.cfg, target) is None]
+            # An empty case proves nothing.
+            full = [case for case in accepted if "empty" not in case.name]
+            if backend.name == "reference" or not full:
+                continue
+            case, begin = min(full, key=lambda case: not case.small), time.perf_counter()
+            try:
+                check_parity(layer, backend, case, device)
+                reason = ""
+            except Exception as error:  # a foreign kernel may raise anything; the reason is shown
+                reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            seconds = time.perf_counter() - begin
+            yield Trial(layer, backend.name, case.name, not reason, reason, round(seconds, 2))
 
 
 def _environment() -> dict[str, str]:
