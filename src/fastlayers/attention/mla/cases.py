@@ -22,12 +22,13 @@ _BF16, _FP16, _FP32, _E4M3 = torch.bfloat16, torch.float16, torch.float32, torch
 
 
 def _config(
-    heads: int, dims: tuple[int, int, int, int], page: int, dtype: torch.dtype, kv_dtype: torch.dtype | None
+    heads: int, dims: tuple[int, int, int, int], page: int, dtype: torch.dtype, kv_dtype: torch.dtype | None, phase: str
 ) -> MLAConfig:
     rank, rope, nope, value = dims
     # The unabsorbed head's scale with a YaRN factor of 1.3: neither (N+R)^-0.5 nor (L+R)^-0.5 alone.
     scale = 1.3 * (nope + rope) ** -0.5
-    return MLAConfig(heads, rank, rope, nope, value, scale, page, dtype, kv_dtype if kv_dtype is not None else dtype)
+    kv_dtype = kv_dtype if kv_dtype is not None else dtype
+    return MLAConfig(heads, rank, rope, nope, value, scale, page, dtype, kv_dtype, phase)
 
 
 def _decode(
@@ -39,7 +40,8 @@ def _decode(
         "mode": "decode" if query_lens is None else "extend", "query_lens": query_lens or (1,) * len(seq_lens),
         "seq_lens": seq_lens, "starts": starts or (0,) * len(seq_lens), "bucket": bucket, "replanned": replanned,
     }  # fmt: skip
-    return Case(name, _config(heads, dims, page, dtype, kv_dtype), shape, small)
+    phase = "padded" if any(starts) else "decode" if query_lens is None else "ragged"
+    return Case(name, _config(heads, dims, page, dtype, kv_dtype, phase), shape, small)
 
 
 def _prefill(
@@ -54,7 +56,7 @@ def _prefill(
         "need_lse": need_lse,
         "strided": strided,
     }
-    return Case(name, _config(heads, dims, 64, dtype, None), shape, small)
+    return Case(name, _config(heads, dims, 64, dtype, None, "extend"), shape, small)
 
 
 CASES = (
@@ -89,9 +91,13 @@ CASES = (
     _decode("deepseek_many", 16, _REAL, 64, _BF16, tuple(64 + 7 * i for i in reversed(range(200))), small=False),
     _decode("deepseek_verify", 16, _REAL, 64, _BF16, (1024, 300, 77), query_lens=(4, 4, 4), small=False),
     _decode("deepseek_extend", 128, _REAL, 64, _BF16, (2000, 70), query_lens=(65, 33), starts=(3, 40), small=False),
+    _decode("deepseek_ragged", 128, _REAL, 64, _BF16, (700, 5, 330), query_lens=(140, 1, 30), small=False),
+    _decode("deepseek_ragged_e4m3", 16, _REAL, 64, _BF16, (500, 9), query_lens=(8, 3), kv_dtype=_E4M3, small=False),
     _prefill("deepseek_prefill", 16, _REAL, _BF16, (2000, 1, 517), (2000, 1, 517), strided=True, small=False),
     _prefill("deepseek_one_shot", 128, _REAL, _BF16, (130, 64), (1500, 64), small=False),
     _prefill("deepseek_chunk", 16, _REAL, _BF16, (300, 129), (1024, 0), causal=False, small=False),
+    _prefill("deepseek_blind_rows", 16, _REAL, _BF16, (150, 4, 9), (5, 6, 0), small=False),
+    _prefill("deepseek_no_lse", 128, _REAL, _BF16, (1000, 24), (1000, 24), need_lse=False, small=False),
     _prefill("deepseek_prefill_fp32", 16, _REAL, _FP32, (200, 77), (300, 77), small=False),
 )
 
@@ -198,7 +204,9 @@ def prepare(impl: Any, inputs: dict[str, Any]) -> Step:
 def refresh(impl: Any, inputs: dict[str, Any], step: Step) -> None:
     """Plan the new lengths and pages into the buffers that a captured call reads."""
     if step.state is not None:
-        _plan(inputs["case"], step.state, inputs["lengths"], inputs["pages"])
+        meta = _plan(inputs["case"], step.state, inputs["lengths"], inputs["pages"])
+        # Without a bucket the plans of backends follow at the next call, which a replay is not.
+        meta.plans.refresh(meta)
 
 
 def run(impl: Any, inputs: dict[str, Any], step: Step) -> dict[str, torch.Tensor]:

@@ -12,26 +12,38 @@ logarithm, fp32; a row that attends to nothing gives o = 0 and lse = -inf. A bac
 
     decode(q, cache, meta) -> (o, lse)
     prefill(q, k, v, lens, need_lse=True) -> (o, lse or None)
+
+Few kernels take every step, so a backend says which *phases* it serves:
+
+    "decode"   ``decode`` with one new token a request, every cached row counts
+    "ragged"   ``decode`` with any number of new tokens, causal
+    "padded"   the same with left padding: rows before ``meta.starts`` do not count
+    "extend"   ``prefill``
+    ""         all of them
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from fastlayers.attention.meta import AttentionBatch, AttentionMeta
 from fastlayers.device import Device
-from fastlayers.errors import check_choice, check_positive
-from fastlayers.layer import PHASES
+from fastlayers.errors import ArgumentError, check_choice, check_positive
 from fastlayers.registry import Backend, Registry, reference_backend, torch_backend, triton_backend
+
+PHASES = ("decode", "ragged", "padded", "extend")
 
 
 @dataclass(frozen=True)
 class MLAConfig:
-    """What an MLA core must know; ``num_heads`` is per rank. See the head of this file for the letters.
+    """What an MLA core must know; ``num_heads`` is per rank, ``phase`` one of :data:`PHASES` or "".
 
-    ``phase``: ``"decode"`` asks for ``decode`` only (the absorbed form: mostly one token a request, but short extends
-    and left-padded batches come this way too), ``"extend"`` for ``prefill`` only, ``""`` for both.
+    See the head of this file for the letters and the phases. ``context`` is the number of cached tokens a request for
+    which the choice is made: which kernel wins depends on it as much as on the batch. It changes no result.
     """
 
     num_heads: int
@@ -44,12 +56,14 @@ class MLAConfig:
     dtype: torch.dtype = torch.bfloat16
     kv_dtype: torch.dtype = torch.bfloat16
     phase: str = ""
+    context: int = 4096
 
     def __post_init__(self) -> None:
         check_choice("mla", "phase", self.phase, ("", *PHASES))
         check_positive(
             "mla", num_heads=self.num_heads, kv_lora_rank=self.kv_lora_rank, qk_rope_head_dim=self.qk_rope_head_dim,
             qk_nope_head_dim=self.qk_nope_head_dim, v_head_dim=self.v_head_dim, page_size=self.page_size,
+            context=self.context,
         )  # fmt: skip
         floats = (torch.float32, torch.float16, torch.bfloat16)
         check_choice("mla", "dtype", self.dtype, floats)
@@ -60,13 +74,47 @@ class MLAConfig:
         """Width of a cached row."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
+    def tuning_key(self) -> str:
+        """Return the shape key of tuned tables; the scale changes nothing."""
+        dims = f"L={self.kv_lora_rank},R={self.qk_rope_head_dim},N={self.qk_nope_head_dim},V={self.v_head_dim}"
+        dtypes = "_".join(str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.kv_dtype))
+        context = f",ctx={self.context}" if self.phase == "decode" else ""
+        return f"H={self.num_heads},{dims},page={self.page_size},{dtypes},{self.phase or 'all'}{context}"
+
+
+# The contexts that decode distinguishes, a factor of four apart.
+CONTEXTS = (1024, 4096, 16384, 65536)
+
+
+def context_of(max_seq_len: int) -> int:
+    """Return which of :data:`CONTEXTS` is nearest by ratio to the longest request that a step may have."""
+    return next((context for context in CONTEXTS if max_seq_len <= 2 * context), CONTEXTS[-1])
+
+
+def phase_of(batch: AttentionBatch) -> str:
+    """Return which phase of ``decode`` a step is; host data only."""
+    if any(batch.starts):
+        return "padded"
+    return "decode" if batch.is_decode else "ragged"
+
+
+def check_no_padding(backend: str, meta: AttentionMeta) -> None:
+    """Raise :class:`ArgumentError` if the step has left padding; for plans of backends that cannot mask it.
+
+    A layer takes another backend for such a step. What can come here is a bucket that was captured without padding.
+    """
+    if any(meta.batch.starts):
+        accepted = f"steps without left padding: {backend} was chosen (or captured) for the phase 'decode'"
+        raise ArgumentError("mla", "meta.starts", meta.batch.starts, accepted)
+
 
 @dataclass(frozen=True)
 class Varlen:
     """Ragged lengths of a prefill: tensors for kernels, tuples for the host.
 
     ``cu_q``, ``cu_k``: int32 ``[B + 1]`` on the device. With ``causal``, query i of a request with q new and k
-    attended tokens sees keys up to ``k - q + i``.
+    attended tokens sees keys up to ``k - q + i``. ``plans`` holds what backends computed for these lengths: layers
+    that share one object share them.
     """
 
     cu_q: torch.Tensor
@@ -74,6 +122,13 @@ class Varlen:
     q_lens: tuple[int, ...]
     k_lens: tuple[int, ...]
     causal: bool
+    plans: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def plan_of(self, key: Hashable, make: Callable[[Varlen], Any]) -> Any:
+        """Return ``make(self)``, computed once for each key."""
+        if key not in self.plans:
+            self.plans[key] = make(self)
+        return self.plans[key]
 
     @staticmethod
     def of(q_lens: tuple[int, ...], k_lens: tuple[int, ...], causal: bool, device: torch.device) -> Varlen:
@@ -93,6 +148,55 @@ def _needs_blackwell(cfg: MLAConfig, device: Device) -> str | None:
     return None
 
 
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def _refuses_latents(cfg: MLAConfig) -> str | None:
+    """Say what both foreign decode kernels cannot do: they are compiled for DeepSeek's latents."""
+    if (cfg.kv_lora_rank, cfg.qk_rope_head_dim) != (512, 64):
+        return f"latents of {cfg.kv_lora_rank} + {cfg.qk_rope_head_dim} are not 512 + 64"
+    return None if cfg.dtype in _HALF else f"dtype {cfg.dtype} is not float16 or bfloat16"
+
+
+def _flashmla_refuses(cfg: MLAConfig, device: Device) -> str | None:
+    if device.capability is None or device.capability[0] != 9:
+        return f"needs sm_90, this is {device.sm}"
+    if cfg.page_size != 64:
+        return f"pages of {cfg.page_size} tokens are not of 64"
+    if cfg.kv_dtype == torch.float8_e4m3fn:
+        return "with an e4m3 cache it wants e4m3 queries, too, whose rounding exceeds the bound of the output's format"
+    if cfg.kv_dtype != cfg.dtype:
+        return f"a cache of {cfg.kv_dtype} is not of the queries' {cfg.dtype}"
+    return _refuses_latents(cfg)
+
+
+def _flashinfer_refuses(cfg: MLAConfig, device: Device) -> str | None:
+    if device.capability is None or device.capability < (8, 0):
+        return f"needs sm_80 or newer, this is {device.sm}"
+    if cfg.phase == "extend":
+        dims = (cfg.qk_nope_head_dim + cfg.qk_rope_head_dim, cfg.v_head_dim)
+        if cfg.dtype not in _HALF:
+            return f"dtype {cfg.dtype} is not float16 or bfloat16"
+        return None if dims == (192, 128) else f"heads of {dims[0]} and {dims[1]} are not of 192 and 128"
+    if cfg.kv_dtype not in (cfg.dtype, torch.float8_e4m3fn):
+        return f"a cache of {cfg.kv_dtype} is neither of the queries' {cfg.dtype} nor e4m3"
+    return _refuses_latents(cfg)
+
+
+def _fa3_refuses(cfg: MLAConfig, device: Device) -> str | None:
+    if device.capability is None or device.capability[0] != 9:
+        return f"needs sm_90, this is {device.sm}"
+    if cfg.phase != "extend" and cfg.kv_dtype == torch.float8_e4m3fn and cfg.dtype != torch.bfloat16:
+        return f"with an e4m3 cache queries of {cfg.dtype} are not bfloat16"
+    return _flashinfer_refuses(cfg, device)
+
+
+def _fa2_refuses(cfg: MLAConfig, device: Device) -> str | None:
+    if cfg.phase != "extend" and cfg.kv_dtype == torch.float8_e4m3fn:
+        return "has no e4m3 cache"
+    return _flashinfer_refuses(cfg, device)
+
+
 def _triton_refuses(cfg: MLAConfig, device: Device) -> str | None:
     if cfg.kv_lora_rank & (cfg.kv_lora_rank - 1) or cfg.qk_rope_head_dim & (cfg.qk_rope_head_dim - 1):
         return f"kv_lora_rank {cfg.kv_lora_rank} and qk_rope_head_dim {cfg.qk_rope_head_dim} must be powers of two"
@@ -110,6 +214,7 @@ def _triton_refuses(cfg: MLAConfig, device: Device) -> str | None:
 
 _HERE = "fastlayers.attention.mla"
 _NOT_RUN = "not run on this hardware"
+_FLASHINFER = ("flashinfer.mla:get_batch_mla_module", "flashinfer.prefill:get_batch_prefill_module")
 MLA = Registry(
     "mla",
     [
@@ -125,7 +230,29 @@ MLA = Registry(
             (),
             note=_NOT_RUN,
         ),
+        Backend(
+            "flashmla",
+            f"{_HERE}.flashmla:FlashMLA",
+            ("sgl_kernel.flash_mla:flash_mla_with_kvcache", "torch.ops:sgl_kernel.fwd_kvcache_mla"),
+            _flashmla_refuses,
+            phases=("decode",),
+        ),
+        Backend(
+            "flashinfer_fa3",
+            f"{_HERE}.flashinfer:FlashInferFA3",
+            _FLASHINFER,
+            _fa3_refuses,
+            phases=("decode", "ragged", "extend"),
+        ),
         triton_backend(f"{_HERE}.triton:TritonMLA", _triton_refuses),
+        Backend(
+            "flashinfer_fa2",
+            f"{_HERE}.flashinfer:FlashInferFA2",
+            _FLASHINFER,
+            _fa2_refuses,
+            auto_on=(),
+            phases=("decode", "ragged", "extend"),
+        ),
         torch_backend(f"{_HERE}.torch:TorchMLA"),
         reference_backend(f"{_HERE}.reference:ReferenceMLA"),
     ],

@@ -17,6 +17,7 @@ Source: DeepSeek-V2 (2024), section 2.1; absorption and paths: items 10-14 and 2
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ from fastlayers import env
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.merge_state.layer import MergeState
 from fastlayers.attention.meta import AttentionMeta, check_loc, check_pages, check_step
-from fastlayers.attention.mla.core import MLA, MLAConfig, Varlen
-from fastlayers.attention.mla.paths import PATHS, MLAThresholds, gather_tokens, prefix_chunks, select_path
+from fastlayers.attention.mla.core import MLA, MLAConfig, context_of, phase_of
+from fastlayers.attention.mla.paths import PATHS, Expansion, MLAThresholds, select_path
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWrite
 from fastlayers.comm.parallel import REPLICATED, SINGLE, Axis, Shard
 from fastlayers.errors import ArgumentError, check_positive, check_tensor
@@ -38,6 +39,7 @@ from fastlayers.quant.fp8_linear.blocks import dequantize_block_weight
 from fastlayers.quant.fp8_linear.layer import FP8BlockLinear
 from fastlayers.quant.fp8_scaled_linear.layer import FP8ScaledLinear
 from fastlayers.quant.spec import NONE, QuantSpec
+from fastlayers.registry import Ladder
 from fastlayers.rotary.layer import RotaryEmbedding
 
 
@@ -168,6 +170,7 @@ class MLAAttention(Layer):
         )  # fmt: skip
         self.merge = MergeState(v_head_dim, device=device)
         self._absorbed: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._other_ladders: dict[tuple[str, int, str], Ladder] = {}
 
     @property
     def fixed_dtype(self) -> torch.dtype:
@@ -257,7 +260,8 @@ class MLAAttention(Layer):
         if path == "mqa":
             o = self._mqa(q[..., :nope], q_pe, cache.keys, meta)
         else:
-            o = self._mha(torch.cat([q[..., :nope], q_pe], -1), cache.keys, meta, path)
+            q[..., nope:] = q_pe
+            o = self._mha(q, cache.keys, meta, path)
         projected: torch.Tensor = self.o_proj(o.flatten(1))
         return projected
 
@@ -296,10 +300,27 @@ class MLAAttention(Layer):
         q = torch.empty(tokens, self.num_heads, cfg.latent_width, dtype=q_nope.dtype, device=q_nope.device)
         torch.bmm(q_nope.transpose(0, 1), w_kc, out=q[..., : cfg.kv_lora_rank].transpose(0, 1))
         q[..., cfg.kv_lora_rank :] = q_pe
-        o_latent, _ = self.decode_ladder.pick(tokens).decode(q, cache, meta)
+        o_latent, _ = self._latent_ladder(meta).pick(tokens).decode(q, cache, meta)
         o = torch.empty(tokens, self.num_heads, cfg.v_head_dim, dtype=q.dtype, device=q.device)
         torch.bmm(o_latent.transpose(0, 1), w_vc.transpose(1, 2), out=o.transpose(0, 1))
         return o
+
+    def _latent_ladder(self, meta: AttentionMeta) -> Ladder:
+        """Return the ladder for this step's phase and context.
+
+        Few backends take several new tokens a request or left padding, and which is fastest depends on the context
+        (for a captured bucket: its capacity). All but the usual ladder are built when the first such step comes.
+        """
+        phase, context, device = phase_of(meta.batch), context_of(meta.max_seq_len), self.decode_choice.device
+        if phase == "decode" and context == self.cfg.context:
+            return self.decode_ladder
+        key = (phase, context if phase == "decode" else 0, device.type)
+        found = self._other_ladders.get(key)
+        if found is None:
+            cfg = replace(self.cfg, context=context)
+            choice = MLA.choose_phases(cfg, (phase,), device, self.decode_choice.asked)[0]
+            found = self._other_ladders[key] = choice.build()
+        return found
 
     def _expand(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys ``[S,H,N+R]`` and values ``[S,H,V]`` of cached rows ``[S, L+R]`` (in the model's dtype)."""
@@ -310,22 +331,16 @@ class MLAAttention(Layer):
         return torch.cat([k_nope, k_pe.unsqueeze(1).expand(-1, self.num_heads, -1)], -1), v
 
     def _mha(self, q: torch.Tensor, cache: torch.Tensor, meta: AttentionMeta, path: str) -> torch.Tensor:
-        batch, core = meta.batch, self.ladder.pick(q.shape[0])
-        lens = batch.query_lens
-        if path == "mha" and any(batch.prefix_lens):
+        core = self.ladder.pick(q.shape[0])
+        if path == "mha" and any(meta.batch.prefix_lens):
             raise ArgumentError("MLAAttention", "meta.path", "'mha' with a cached prefix", "a batch without prefixes")
-        if path == "mha_one_shot":
-            k_lens = batch.seq_lens
-            k, v = self._expand(gather_tokens(cache, meta, (0,) * len(k_lens), k_lens, q.dtype))
-            one_shot: torch.Tensor = core.prefill(q, k, v, Varlen.of(lens, k_lens, True, q.device), need_lse=False)[0]
-            return one_shot
-        # The new tokens' rows are read back from the cache, so that prefill and decode see the same rounded rows.
-        k, v = self._expand(cache.reshape(-1, cache.shape[-1])[meta.out_cache_loc].to(q.dtype))
-        chunked = path == "mha_chunked"
-        o, lse = core.prefill(q, k, v, Varlen.of(lens, lens, True, q.device), need_lse=chunked)
-        for starts, lengths in prefix_chunks(batch.prefix_lens, self.thresholds.chunk) if chunked else ():
-            k, v = self._expand(gather_tokens(cache, meta, starts, lengths, q.dtype))
-            part, part_lse = core.prefill(q, k, v, Varlen.of(lens, lengths, False, q.device), need_lse=True)
-            o, lse = self.merge(o, lse, part, part_lse)
-        merged: torch.Tensor = o
+        chunk = self.thresholds.chunk
+        step: Expansion = meta.plan_of(("mla", path, chunk), lambda _: Expansion(path, chunk))
+        rows, merged, merged_lse = cache.view(-1, cache.shape[-1]), None, None
+        for part in step.parts:
+            # The new tokens' rows are read back from the cache, so that prefill and decode see the same rounded rows.
+            k, v = self._expand(rows[part.slots].to(q.dtype))
+            o, lse = core.prefill(q, k, v, part.lens, need_lse=len(step.parts) > 1)
+            merged, merged_lse = (o, lse) if merged is None else self.merge(merged, merged_lse, o, lse)
+        assert merged is not None
         return merged

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta
+from fastlayers.attention.mla.core import Varlen
 from fastlayers.errors import check_positive
 
 PATHS = ("mqa", "mha", "mha_one_shot", "mha_chunked")
@@ -80,16 +81,45 @@ def prefix_chunks(prefix_lens: tuple[int, ...], capacity: int) -> list[tuple[tup
     return chunks
 
 
-def gather_tokens(
-    cache: torch.Tensor, meta: AttentionMeta, starts: tuple[int, ...], lengths: tuple[int, ...], dtype: torch.dtype
-) -> torch.Tensor:
-    """Return the cached rows ``[sum(lengths), L + R]`` of each request's ``[start, start + length)`` in ``dtype``."""
-    device = cache.device
+@dataclass(frozen=True)
+class Part:
+    """Tokens that are expanded at once.
+
+    ``slots``: int64 ``[S]``, the cached row of each token attended to. ``lens``: the ragged lengths of the pass.
+    """
+
+    slots: torch.Tensor
+    lens: Varlen
+
+
+class Expansion:
+    """What an expanded path reads in one step: host work done once for all layers, see ``AttentionMeta.plan_of``."""
+
+    def __init__(self, path: str, chunk: int) -> None:
+        self.path, self.chunk = path, chunk
+        self.parts: tuple[Part, ...] = ()
+
+    def plan(self, meta: AttentionMeta) -> None:
+        """Compute slots and lengths; copies a few short tensors to the device."""
+        batch, device = meta.batch, meta.page_table.device
+        new, none = batch.query_lens, (0,) * len(batch.query_lens)
+        if self.path == "mha_one_shot":
+            lens = Varlen.of(new, batch.seq_lens, True, device)
+            self.parts = (Part(token_slots(meta, none, batch.seq_lens), lens),)
+            return
+        parts = [Part(meta.out_cache_loc, Varlen.of(new, new, True, device))]
+        for starts, lengths in prefix_chunks(batch.prefix_lens, self.chunk) if self.path == "mha_chunked" else ():
+            parts.append(Part(token_slots(meta, starts, lengths), Varlen.of(new, lengths, False, device)))
+        self.parts = tuple(parts)
+
+
+def token_slots(meta: AttentionMeta, starts: tuple[int, ...], lengths: tuple[int, ...]) -> torch.Tensor:
+    """Return the slots, int64 ``[sum(lengths)]``, of each request's tokens ``[start, start + length)``."""
+    device = meta.page_table.device
     counts = torch.tensor(lengths, dtype=torch.int64)
     request = torch.repeat_interleave(torch.arange(len(lengths)), counts)
     offsets = torch.cumsum(counts, 0) - counts
     position = torch.arange(int(counts.sum())) - offsets[request] + torch.tensor(starts, dtype=torch.int64)[request]
     request, position = request.to(device), position.to(device)
     page = meta.page_table[request, position // meta.page_size].long()
-    slots = page * meta.page_size + position % meta.page_size
-    return cache.reshape(-1, cache.shape[-1])[slots].to(dtype)
+    return page * meta.page_size + position % meta.page_size

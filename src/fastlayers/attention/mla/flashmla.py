@@ -1,0 +1,76 @@
+"""MLA decode by FlashMLA, as ``sgl_kernel`` ships it (item 7): pages of 64, one new token a request.
+
+The kernel walks a schedule that depends on the lengths. It is made on the device from ``meta.seq_lens``, once a step
+for all layers; a captured graph reads it from static buffers.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fastlayers.attention.meta import AttentionMeta
+from fastlayers.attention.mla.core import MLAConfig, check_no_padding
+from fastlayers.operators import operator
+
+
+def _fake(
+    q: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, seq_lens: torch.Tensor, schedule: torch.Tensor,
+    splits: torch.Tensor, rank: int, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    return q.new_empty(*q.shape[:2], rank), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+@operator(
+    "mla_flashmla(Tensor q, Tensor cache, Tensor page_table, Tensor seq_lens, Tensor schedule, Tensor splits, "
+    "int rank, float scale) -> (Tensor, Tensor)",
+    _fake,
+)
+def _decode(
+    q: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, seq_lens: torch.Tensor, schedule: torch.Tensor,
+    splits: torch.Tensor, rank: int, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    from sgl_kernel.flash_mla import flash_mla_with_kvcache
+
+    o, lse = flash_mla_with_kvcache(
+        q.unsqueeze(1), cache.unsqueeze(2), page_table, seq_lens, rank, schedule, splits, scale
+    )
+    return o.squeeze(1), lse.squeeze(2)
+
+
+class Schedule:
+    """Which multiprocessor reads which part of which request; the same addresses after every plan of one shape."""
+
+    def __init__(self, num_heads: int) -> None:
+        self.num_heads = num_heads
+        self.parts = self.splits = torch.empty(0, dtype=torch.int32)
+
+    @torch.inference_mode()
+    def plan(self, meta: AttentionMeta) -> None:
+        """Make the schedule on the device; no host synchronisation."""
+        from sgl_kernel.flash_mla import get_mla_metadata
+
+        check_no_padding("flashmla", meta)
+        parts, splits = get_mla_metadata(meta.seq_lens, self.num_heads, 1)
+        if parts.shape == self.parts.shape and splits.shape == self.splits.shape:
+            self.parts.copy_(parts)
+            self.splits.copy_(splits)
+        else:
+            self.parts, self.splits = parts, splits
+
+
+class FlashMLA:
+    """Decode only. Capture-safe after one call of the step; allocates its outputs."""
+
+    def __init__(self, cfg: MLAConfig) -> None:
+        self.cfg, self.key = cfg, ("flashmla", cfg.num_heads)
+
+    def decode(self, q: torch.Tensor, cache: torch.Tensor, meta: AttentionMeta) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``(o [T,H,L] of q's dtype, lse [T,H] fp32)``."""
+        if q.shape[0] == 0:
+            return q.new_empty(0, q.shape[1], self.cfg.kv_lora_rank), q.new_empty(0, q.shape[1], dtype=torch.float32)
+        schedule: Schedule = meta.plan_of(self.key, lambda _: Schedule(self.cfg.num_heads))
+        o, lse = _decode(
+            q, cache, meta.page_table, meta.seq_lens, schedule.parts, schedule.splits, self.cfg.kv_lora_rank,
+            self.cfg.softmax_scale,
+        )  # fmt: skip
+        return o, lse
