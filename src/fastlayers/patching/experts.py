@@ -36,11 +36,12 @@ def experts_config(module: Any) -> FusedMoEConfig:
         experts, hidden, columns = module.gate_up_proj.shape
         return FusedMoEConfig(
             int(hidden), int(columns) // 2, int(experts), top_k, activation="swiglu_oai", alpha=alpha, limit=limit,
-            bias=True, interleaved=True,
+            bias=True, interleaved=True, dtype=str(module.down_proj.dtype).removeprefix("torch."),
         )  # fmt: skip
     return FusedMoEConfig(
         int(module.hidden_dim), int(module.intermediate_dim), int(module.num_experts), top_k,
         quant="fp8_block" if fp8 else "none",
+        dtype="" if fp8 else str(module.down_proj.dtype).removeprefix("torch."),
     )  # fmt: skip
 
 
@@ -163,10 +164,14 @@ def experts_forward(
         self._fl_core = choose(self, self._fl_backend)
     if _runs_grouped(self, hidden_states):
         return grouped(self, hidden_states, top_k_index, top_k_weights)
+    return run_packed(self, hidden_states, top_k_index.to(torch.int32), top_k_weights.float())
+
+
+def run_packed(module: Any, x: torch.Tensor, ids: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """Return the weighted sum of each token's experts ``[T, D]``; ``ids`` int32, ``share`` fp32."""
     # Backends of the checkpoint layout pack without a copy, so nothing can go stale.
-    packed = self._fl_core.pack(weights_of(self))
-    core = self._fl_core.pick(hidden_states.shape[0])
-    y: torch.Tensor = core(hidden_states, top_k_weights.float(), top_k_index.to(torch.int32), packed)
+    packed = module._fl_core.pack(weights_of(module))
+    y: torch.Tensor = module._fl_core.pick(x.shape[0])(x, share, ids, packed)
     return y
 
 

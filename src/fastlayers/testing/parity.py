@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from fastlayers.device import as_device
 from fastlayers.errors import FastlayersError
-from fastlayers.registry import Backend, registry
+from fastlayers.registry import Backend, Registry, reference_backend, registry
 from fastlayers.testing.spec import BOUNDS, EXACT, Bound, Case, LayerSpec, spec_of
 
 
@@ -83,7 +83,7 @@ def check_parity(
     refuse_to_skip(layer, row, case, device)
     with torch.inference_mode():
         inputs = spec.make_inputs(case, device, seed)
-        expected = _evaluate(spec, table.named("reference"), case, _clone(inputs))
+        expected = _evaluate(spec, _oracle(spec, table, row), case, _clone(inputs))
         where = f"{layer}/{row.name}/{case.name} on {device}"
         given = _clone(inputs)
         with poisoned_memory():
@@ -110,7 +110,7 @@ def check_capture(layer: str, backend: str | Backend, case: str | Case, seed: in
     refuse_to_skip(layer, row, case, device)
     with torch.inference_mode():
         static, fresh = (spec.make_inputs(case, device, s) for s in (seed, seed + 1))
-        expected = _evaluate(spec, table.named("reference"), case, _clone(fresh))
+        expected = _evaluate(spec, _oracle(spec, table, row), case, _clone(fresh))
         impl = row.load()(case.cfg)
         context = spec.prepare(impl, static)
         warm_up = _clone({name: static[name] for name in spec.mutates})
@@ -139,6 +139,11 @@ def refuse_to_skip(layer: str, row: Backend, case: Case, device: torch.device) -
     described = as_device(device)
     if (why := row.why_not(case.cfg, described)) is not None:
         raise NoBackendError(layer, case.cfg, described, row.name, {row.name: why})
+
+
+def _oracle(spec: LayerSpec, table: Registry, row: Backend) -> Backend:
+    other = spec.oracle(row.name)
+    return table.named("reference") if other is None else reference_backend(other)
 
 
 def _evaluate(spec: LayerSpec, row: Backend, case: Case, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -72,6 +72,10 @@ def _no_context(impl: Any, inputs: dict[str, Any]) -> Any:
     return None
 
 
+def _no_oracle(backend: str) -> str | None:
+    return None
+
+
 def _no_bounds(case: Case) -> dict[str, Bound]:
     return {}
 
@@ -99,6 +103,9 @@ class LayerSpec:
         ``(case) -> {output name: Bound}``; what it leaves out is judged by the output's dtype.
     mutates : tuple[str, ...]
         Inputs that a call writes.
+    oracle : callable
+        ``(backend name) -> "module:Class" or None``: another oracle than the layer's reference, for backends that
+        round an intermediate result where the layer's formula leaves the choice.
     """
 
     cases: tuple[Case, ...]
@@ -109,6 +116,7 @@ class LayerSpec:
     refresh: Callable[[Any, dict[str, Any], Any], None] | None = None
     bounds: Callable[[Case], dict[str, Bound]] = _no_bounds
     mutates: tuple[str, ...] = ()
+    oracle: Callable[[str], str | None] = _no_oracle
 
     def case(self, name: str) -> Case:
         """Return the case of this name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from fastlayers.moe.fused_moe.layer import FusedMoEConfig
 from fastlayers.moe.fused_moe.weights import GROUP, WEIGHT_ONLY, MoEWeights
 from fastlayers.testing.spec import BOUNDS, Bound, Case, Cost, LayerSpec
 
+_HERE = "fastlayers.moe.fused_moe"
+_ROUNDING = ("deep_gemm", "deep_gemm_masked", "sgl_kernel")
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -22,6 +25,7 @@ def _case(
     load: str = "uneven",
     small: bool = True,
 ) -> Case:
+    cfg = replace(cfg, dtype=str(dtype).removeprefix("torch."))
     return Case(name, cfg, {"num_tokens": tokens, "dtype": dtype, "load": load}, small)
 
 
@@ -62,6 +66,10 @@ CASES = (
     _case("fp8", 9, _FP8, load="filtered"),
     _case("fp8_ragged_shared", 3, FusedMoEConfig(192, 160, 4, 2, num_shared=1, quant="fp8_block", scaling_factor=2.5)),
     _case("fp8_ue8m0", 3, FusedMoEConfig(128, 128, 4, 2, quant="fp8_block", scale_fmt="ue8m0")),
+    _case("fp8_shared", 5, replace(_FP8, num_shared=1), load="filtered"),
+    _case("fp8_none", 3, replace(_FP8, num_shared=1), load="none"),
+    _case("bf16_shared", 9, FusedMoEConfig(128, 256, 4, 2, num_shared=1, scaling_factor=2.5), load="filtered"),
+    _case("gpt_oss_bf16", 5, _oai(128, 192, 4, 2), load="filtered"),
     _case("int8", 5, FusedMoEConfig(128, 96, 4, 2, quant="int8", scaling_factor=2.5), load="filtered"),
     _case("int8_odd_shared", 3, FusedMoEConfig(90, 50, 3, 2, num_shared=1, quant="int8")),
     # 96 is no multiple of 64: tiles of one group; 160 columns end inside a tile.
@@ -72,6 +80,8 @@ CASES = (
     _case("mxfp4_empty", 0, _oai(64, 32, 4, 2, "mxfp4")),
     _case("qwen3_30b_decode", 16, _qwen3(), small=False),
     _case("qwen3_30b_prefill", 2048, _qwen3(), small=False),
+    _case("qwen3_30b_fp8_decode", 16, _qwen3("fp8_block"), small=False),
+    _case("qwen3_30b_fp8_chunk", 512, _qwen3("fp8_block"), load="filtered", small=False),
     _case("qwen3_30b_fp8_prefill", 2048, _qwen3("fp8_block"), small=False),
     _case("deepseek_v3_tp8_decode_1", 1, _v3("fp8_block"), small=False),
     _case("deepseek_v3_tp8_decode", 64, _v3("fp8_block"), load="filtered", small=False),
@@ -193,4 +203,9 @@ def bounds(case: Case) -> dict[str, Bound]:
     return {"y": Bound(BOUNDS[case.shape["dtype"]].rel_rms, 4e-2)}
 
 
-SPEC = LayerSpec(CASES, make_inputs, run, cost, prepare, bounds=bounds)
+def oracle(backend: str) -> str | None:
+    """Compare backends that round the first product with an oracle that does."""
+    return f"{_HERE}.reference:RoundedFusedMoE" if backend in _ROUNDING else None
+
+
+SPEC = LayerSpec(CASES, make_inputs, run, cost, prepare, bounds=bounds, oracle=oracle)

@@ -28,6 +28,7 @@ from fastlayers.comm.parallel import SINGLE, Axis
 from fastlayers.device import Device
 from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor
 from fastlayers.layer import Layer
+from fastlayers.moe.fused_moe.packages import PACKAGES
 from fastlayers.moe.fused_moe.packed import PackedExpertNames, part_of_groups, slots_of_packed
 from fastlayers.moe.fused_moe.weights import FORMATS, GROUP, MoEWeights
 from fastlayers.quant.mxfp4.codes import BYTES, groups_of
@@ -42,7 +43,10 @@ _NAME = "FusedMoE"
 
 @dataclass(frozen=True)
 class FusedMoEConfig:
-    """What a backend must know: sizes on this rank, formats, activation; see the file's head."""
+    """What a backend must know: sizes on this rank, formats, activation; see the file's head.
+
+    ``dtype`` is that of the activations, by its name in torch; ``""`` if the caller does not know.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -57,6 +61,7 @@ class FusedMoEConfig:
     bias: bool = False
     scaling_factor: float = 1.0
     interleaved: bool = False
+    dtype: str = ""
 
     def __post_init__(self) -> None:
         check_positive(
@@ -93,7 +98,8 @@ class FusedMoEConfig:
     def tuning_key(self) -> str:
         """Return the shape key of tuned tables."""
         sizes = f"E={self.all_experts},k={self.pairs_per_token},D={self.hidden_size},I={self.intermediate_size}"
-        return f"{sizes},{self.quant},{self.activation}"
+        dtype = "" if self.dtype in ("", "bfloat16") else f",{self.dtype}"
+        return f"{sizes},{self.quant},{self.activation}{dtype}"
 
 
 def _needs_fp8_dot(cfg: FusedMoEConfig, device: Device) -> str | None:
@@ -107,6 +113,7 @@ FUSED_MOE = Registry(
     "fused_moe",
     [
         triton_backend(f"{_HERE}.triton:TritonFusedMoE", _needs_fp8_dot),
+        *PACKAGES,
         torch_backend(f"{_HERE}.torch:TorchFusedMoE"),
         reference_backend(f"{_HERE}.reference:ReferenceFusedMoE"),
     ],
@@ -235,7 +242,7 @@ class FusedMoE(Layer):
         local_experts = self.expert_slice.stop - self.expert_slice.start
         cfg = FusedMoEConfig(
             hidden_size, local, local_experts, top_k, num_shared, quant.format, quant.scale_fmt, activation, alpha,
-            limit, bias, scaling_factor, interleaved,
+            limit, bias, scaling_factor, interleaved, str(dtype or torch.get_default_dtype()).removeprefix("torch."),
         )  # fmt: skip
         self.choose(FUSED_MOE, cfg, device, backend)
         self.dtype = dtype or torch.get_default_dtype()

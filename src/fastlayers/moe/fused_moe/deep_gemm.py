@@ -1,0 +1,157 @@
+"""The experts by deep_gemm's grouped products on Hopper, with our own kernels around them.
+
+    place → scatter (quantise) → product 1 → activation (quantise) → product 2 → combine
+
+*Contiguous*: rows of an expert start at multiples of the products' tile (64 or 128 rows), and the products read each
+expert's end on the device, so that neither padding nor the worst case costs anything. *Masked*: as many rows for
+each expert as there are tokens, with the counts on the device; for few tokens.
+
+The first product is rounded to bf16 before the activation, in fp32, quantises it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from fastlayers.moe.fused_moe import triton_rows as kernels
+from fastlayers.moe.fused_moe.layer import FusedMoEConfig
+from fastlayers.moe.fused_moe.weights import MoEWeights
+from fastlayers.operators import operator
+
+# Tokens of one round: contiguous buffers of DeepSeek-V3 stay below 2 GiB, masked ones below 4 GiB.
+MAX_TOKENS, MAX_MASKED_TOKENS = 8192, 256
+ALIGNMENTS = (64, 128)
+
+
+@contextmanager
+def _alignment(rows: int) -> Iterator[Any]:
+    """Yield the package while its products take tiles of ``rows`` rows: a setting of the process, put back."""
+    import deep_gemm
+
+    native = deep_gemm._C
+    before = native.get_mk_alignment_for_contiguous_layout()
+    native.set_mk_alignment_for_contiguous_layout(rows)
+    try:
+        yield deep_gemm
+    finally:
+        native.set_mk_alignment_for_contiguous_layout(before)
+
+
+def _product(
+    a: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor | None,
+    rows: kernels.Rows, align: int, expected: int,
+) -> torch.Tensor:  # fmt: skip
+    """Return ``a[r] · weight[expert of r]^T`` for the rows in use ``[rows, N]`` in bf16."""
+    experts, width = weight.shape[:2]
+    d = torch.empty(rows.total, width, dtype=torch.bfloat16, device=a.device)
+    with _alignment(align) as package:
+        if rows.masked:
+            shape = (experts, rows.capacity)
+            package.fp8_m_grouped_gemm_nt_masked(
+                (a.unflatten(0, shape), scale), (weight, weight_scale), d.unflatten(0, shape), rows.groups[0], expected
+            )
+        elif weight_scale is None:
+            package.m_grouped_bf16_gemm_nt_contiguous(a, weight, d, rows.groups[2], use_psum_layout=True)
+        else:
+            package.m_grouped_fp8_gemm_nt_contiguous(
+                (a, scale), (weight, weight_scale), d, rows.groups[2], use_psum_layout=True
+            )
+    return d
+
+
+def _round(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: MoEWeights, cfg: FusedMoEConfig,
+    align: int, masked: bool, y: torch.Tensor,
+) -> None:  # fmt: skip
+    """Compute ``y`` of one round's tokens; ``align`` 0: by the expected rows of an expert."""
+    tokens, experts = x.shape[0], cfg.all_experts
+    average = -(-tokens * cfg.top_k // cfg.num_experts)
+    align = align or ALIGNMENTS[average > ALIGNMENTS[0]]
+    # A masked expert's rows end with a whole tile: nothing of the next expert is written.
+    capacity = -(-tokens // align) * align if masked else None
+    rows = kernels.place(ids, cfg.num_experts, cfg.num_shared, align=align, capacity=capacity)
+    ue8m0, layout = cfg.scale_fmt == "ue8m0", kernels.COLUMN_SCALES
+    xq, xs = kernels.scatter(x, rows, cfg.quant, ue8m0, layout)
+    h = _product(xq, xs, packed.w13, packed.w13_scale, rows, align, average)
+    del xq, xs
+    a, s = kernels.activate(h, ids, packed.w13_bias, rows, cfg, layout)
+    del h
+    o = _product(a, s, packed.w2, packed.w2_scale, rows, align, average)
+    kernels.combine(o, weights, ids, packed.w2_bias, rows, experts - cfg.num_experts, cfg.scaling_factor, y)
+
+
+def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+@operator(
+    "fused_moe_deep_gemm(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13, Tensor w2, Tensor? w13_scale,"
+    " Tensor? w2_scale, Tensor? w13_bias, Tensor? w2_bias, int num_shared, str quant, bool ue8m0, str activation,"
+    " float alpha, float limit, float factor, bool interleaved, int align, bool masked) -> Tensor",
+    _fake,
+)
+def _fused_moe(
+    x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor,
+    w13_scale: torch.Tensor | None, w2_scale: torch.Tensor | None, w13_bias: torch.Tensor | None,
+    w2_bias: torch.Tensor | None, num_shared: int, quant: str, ue8m0: bool, activation: str, alpha: float,
+    limit: float, factor: float, interleaved: bool, align: int, masked: bool,
+) -> torch.Tensor:  # fmt: skip
+    packed = MoEWeights(w13, w2, w13_scale, w2_scale, w13_bias, w2_bias)
+    cfg = FusedMoEConfig(
+        w2.shape[1], w2.shape[2], w2.shape[0] - num_shared, topk_ids.shape[1], num_shared, quant,
+        "ue8m0" if ue8m0 else "float", activation, alpha, limit, w13_bias is not None, factor, interleaved,
+    )  # fmt: skip
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    weights, ids = topk_weights.contiguous(), topk_ids.contiguous()
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    step = MAX_MASKED_TOKENS if masked else MAX_TOKENS
+    for start in range(0, x.shape[0], step):
+        part = slice(start, start + step)
+        _round(x[part], weights[part], ids[part], packed, cfg, align, masked, y[part])
+    return y
+
+
+class DeepGemmFusedMoE:
+    """Six launches, seven for many tokens; one operator. The JIT compiles for each shape and class of M.
+
+    Tuned: ``align``, the rows of a tile (64 or 128).
+    """
+
+    masked = False
+
+    def __init__(self, cfg: FusedMoEConfig, config: Mapping[str, int] | None = None) -> None:
+        self.arguments = (
+            cfg.num_shared, cfg.quant, cfg.scale_fmt == "ue8m0", cfg.activation, cfg.alpha, cfg.limit,
+            cfg.scaling_factor, cfg.interleaved, (config or {}).get("align", 0), self.masked,
+        )  # fmt: skip
+
+    @staticmethod
+    def candidates(cfg: FusedMoEConfig, num_tokens: int) -> list[dict[str, int]]:
+        """Return what the tuner tries for ``num_tokens``, the own rule first."""
+        average = -(-num_tokens * cfg.top_k // cfg.num_experts)
+        first = average > ALIGNMENTS[0]
+        return [{"align": ALIGNMENTS[first]}, {"align": ALIGNMENTS[not first]}]
+
+    def pack(self, weights: MoEWeights) -> MoEWeights:
+        """Return the weights as they are: the products read the parameters' layout."""
+        return weights
+
+    def __call__(
+        self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: MoEWeights
+    ) -> torch.Tensor:
+        """Return ``y`` ``[T,D]`` in the dtype of ``x``, a new tensor."""
+        y: torch.Tensor = _fused_moe(
+            x, topk_weights, topk_ids, packed.w13, packed.w2, packed.w13_scale, packed.w2_scale, packed.w13_bias,
+            packed.w2_bias, *self.arguments,
+        )  # fmt: skip
+        return y
+
+
+class DeepGemmMaskedFusedMoE(DeepGemmFusedMoE):
+    """The masked layout; more than 256 tokens run in several rounds."""
+
+    masked = True

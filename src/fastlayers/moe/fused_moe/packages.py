@@ -1,0 +1,132 @@
+"""The experts' backends by other packages: what each can run, and what it needs.
+
+Weight layouts: all but ``triton_kernels`` read the checkpoint's, and share a ladder with Triton.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastlayers.device import Device
+from fastlayers.moe.fused_moe.weights import GROUP
+from fastlayers.registry import TRITON_NEEDS, Backend
+
+if TYPE_CHECKING:
+    from fastlayers.moe.fused_moe.layer import FusedMoEConfig
+
+
+def _not_hopper(device: Device) -> str | None:
+    return None if device.type == "cuda" and device.capability == (9, 0) else f"needs sm_90, this is {device.sm}"
+
+
+def _deep_gemm(cfg: FusedMoEConfig, device: Device) -> str | None:
+    return _not_hopper(device) or _not_fp8_or_bf16(cfg)
+
+
+def _not_fp8_or_bf16(cfg: FusedMoEConfig) -> str | None:
+    if cfg.quant not in ("none", "fp8_block"):
+        return f"quant {cfg.quant!r} is not one of 'none', 'fp8_block'"
+    if cfg.quant == "none":
+        return _not_bf16(cfg, 64)
+    if cfg.dtype not in ("", "bfloat16"):
+        return f"dtype {cfg.dtype} is not bfloat16"
+    return _not_multiple(cfg, GROUP)
+
+
+def _not_multiple(cfg: FusedMoEConfig, of: int) -> str | None:
+    for name, size in (("hidden_size", cfg.hidden_size), ("intermediate_size", cfg.intermediate_size)):
+        if size % of:
+            return f"{name} {size} is not a multiple of {of}"
+    return None
+
+
+def _not_bf16(cfg: FusedMoEConfig, of: int) -> str | None:
+    if cfg.quant != "none":
+        return f"quant {cfg.quant!r} is not 'none'"
+    if cfg.dtype != "bfloat16":
+        return f"dtype {cfg.dtype or '(unknown)'} is not bfloat16"
+    return _not_multiple(cfg, of)
+
+
+def _deep_gemm_masked(cfg: FusedMoEConfig, device: Device) -> str | None:
+    if cfg.quant != "fp8_block":
+        return f"quant {cfg.quant!r} is not 'fp8_block'"
+    return _deep_gemm(cfg, device)
+
+
+def _sgl_kernel(cfg: FusedMoEConfig, device: Device) -> str | None:
+    if cfg.quant == "fp8_block" and cfg.activation != "silu":
+        return f"activation {cfg.activation!r} is not 'silu'"
+    if cfg.quant == "fp8_block" and cfg.bias:
+        return "experts have biases"
+    return _deep_gemm_masked(cfg, device)
+
+
+def _torch_grouped(cfg: FusedMoEConfig, device: Device) -> str | None:
+    return _not_hopper(device) or _not_bf16(cfg, 8)
+
+
+def _triton_kernels(cfg: FusedMoEConfig, device: Device) -> str | None:
+    if cfg.quant != "mxfp4":
+        return f"quant {cfg.quant!r} is not 'mxfp4'"
+    if cfg.dtype != "bfloat16":
+        return f"dtype {cfg.dtype or '(unknown)'} is not bfloat16"
+    if cfg.activation != "swiglu_oai" or not cfg.interleaved:
+        return "its activation is the clamped SwiGLU over interleaved rows"
+    return _not_hopper(device) or _not_multiple(cfg, 64)
+
+
+_HERE = "fastlayers.moe.fused_moe"
+# In other words: an inner value near the border of two codes may take the other one.
+_ROUNDS = "rounds the first product to bf16 before it is quantised"
+_TILES = (
+    "deep_gemm:_C.get_mk_alignment_for_contiguous_layout",
+    "deep_gemm:_C.set_mk_alignment_for_contiguous_layout",
+)
+PACKAGES = [
+    Backend(
+        "deep_gemm",
+        f"{_HERE}.deep_gemm:DeepGemmFusedMoE",
+        (
+            "deep_gemm:m_grouped_fp8_gemm_nt_contiguous",
+            "deep_gemm:m_grouped_bf16_gemm_nt_contiguous",
+            *_TILES,
+            *TRITON_NEEDS,
+        ),
+        _deep_gemm,
+        note=_ROUNDS,
+    ),
+    Backend(
+        "sgl_kernel",
+        f"{_HERE}.sgl_kernel:SglKernelFusedMoE",
+        ("sgl_kernel", "torch.ops:sgl_kernel.es_fp8_blockwise_scaled_grouped_mm", *TRITON_NEEDS),
+        _sgl_kernel,
+        note=_ROUNDS,
+    ),
+    Backend(
+        "deep_gemm_masked",
+        f"{_HERE}.deep_gemm:DeepGemmMaskedFusedMoE",
+        ("deep_gemm:fp8_m_grouped_gemm_nt_masked", *_TILES, *TRITON_NEEDS),
+        _deep_gemm_masked,
+        note=_ROUNDS,
+    ),
+    Backend(
+        "torch_grouped",
+        f"{_HERE}.torch_grouped:TorchGroupedFusedMoE",
+        ("torch.nn.functional:grouped_mm", *TRITON_NEEDS),
+        _torch_grouped,
+    ),
+    Backend(
+        "triton_kernels",
+        f"{_HERE}.triton_kernels:TritonKernelsFusedMoE",
+        (
+            "triton_kernels.matmul_ogs:matmul_ogs",
+            "triton_kernels.swiglu:swiglu_fn",
+            "triton_kernels.tensor:make_ragged_tensor_metadata",
+            "triton_kernels.tensor_details.layout:HopperMXValueLayout.swizzle_data",
+            *TRITON_NEEDS,
+        ),
+        _triton_kernels,
+        weight_layout="triton_kernels",
+    ),
+]

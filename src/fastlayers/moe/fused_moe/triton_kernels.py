@@ -1,0 +1,150 @@
+"""MXFP4 experts by the triton_kernels package (OpenAI's) on Hopper, with our own kernels around them.
+
+Weights are packed once into the package's swizzled layout: a warp then decodes its codes without exchanging any. The
+first product gathers token rows, adds the bias and applies the clamped SwiGLU; the second adds its bias and leaves
+rows ordered by expert, which our own kernel weighs and sums in a fixed order. Nothing of the package's process-wide
+settings is touched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastlayers.moe.fused_moe import triton_rows as kernels
+from fastlayers.moe.fused_moe.layer import FusedMoEConfig
+from fastlayers.moe.fused_moe.weights import MoEWeights
+from fastlayers.operators import operator
+
+MAX_TOKENS = 8192
+# The layout of scales belongs to this number of warps.
+WARPS = 8
+
+
+@dataclass(frozen=True)
+class SwizzledWeights:
+    """Codes and scales of both projections in the package's layout, fp32 biases, and the sizes they stand for.
+
+    Codes and scales are the storages; the package's own tensors around them are made for each call.
+    """
+
+    w13: torch.Tensor
+    w2: torch.Tensor
+    w13_scale: torch.Tensor
+    w2_scale: torch.Tensor
+    w13_bias: torch.Tensor | None = None
+    w2_bias: torch.Tensor | None = None
+
+
+def _layouts() -> tuple[Any, Any]:
+    from triton_kernels.tensor_details.layout import HopperMXScaleLayout, HopperMXValueLayout
+
+    return HopperMXValueLayout, HopperMXScaleLayout
+
+
+def _swizzle(data: torch.Tensor, layout: Any, **options: int) -> torch.Tensor:
+    """Return ``data`` ``[E, N, K']`` of bytes in a layout of the package; one expert at a time."""
+    packed: torch.Tensor | None = None
+    for expert in range(data.shape[0]):
+        one = data[expert : expert + 1].mT
+        swizzled = layout(one.shape, **options).swizzle_data(one).mT
+        if packed is None:
+            packed = swizzled.new_empty(data.shape[0], *swizzled.shape[1:])
+        packed[expert] = swizzled[0]
+    assert packed is not None
+    return packed.mT
+
+
+def swizzle(weights: MoEWeights) -> SwizzledWeights:
+    """Return ``weights`` (blocks ``[E, N, K/32, 16]``, scales ``[E, N, K/32]``) in the package's layout."""
+    value, scale = _layouts()
+    assert weights.w13_scale is not None and weights.w2_scale is not None
+    codes = [_swizzle(w.flatten(-2), value, mx_axis=1) for w in (weights.w13, weights.w2)]
+    scales = [_swizzle(s, scale, mx_axis=1, num_warps=WARPS) for s in (weights.w13_scale, weights.w2_scale)]
+    biases = [None if b is None else b.float() for b in (weights.w13_bias, weights.w2_bias)]
+    return SwizzledWeights(*codes, *scales, *biases)
+
+
+def _product(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, shape: tuple[int, int, int],
+    routing: Any, gather: Any, clamped: tuple[float, float] | None,
+) -> torch.Tensor:  # fmt: skip
+    """Return the product of ``x`` (rows gathered) with experts of ``shape`` ``(E, K, N)``: rows in bf16."""
+    from triton_kernels.matmul_ogs import FnSpecs, FusedActivation, PrecisionConfig, matmul_ogs
+    from triton_kernels.swiglu import swiglu_fn
+    from triton_kernels.tensor import FP4, Storage, Tensor
+
+    value, scale = _layouts()
+    experts, deep, wide = shape
+    weight = Tensor(Storage(codes, value((experts, deep // 2, wide), mx_axis=1)), dtype=FP4, shape=list(shape))
+    of_scales = (experts, deep // 32, wide)
+    layout = scale(of_scales, mx_axis=1, num_warps=WARPS)
+    precision = PrecisionConfig(weight_scale=Tensor(Storage(scales, layout), shape=list(of_scales)))
+    activation = None
+    if clamped is not None:
+        activation = FusedActivation(FnSpecs("swiglu", swiglu_fn, ("alpha", "limit"), reduction_n=2), clamped)
+    result: torch.Tensor = matmul_ogs(
+        x, weight, bias, routing, gather_indx=gather, precision_config=precision, fused_activation=activation
+    )
+    return result
+
+
+def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+@operator(
+    "fused_moe_triton_kernels(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13, Tensor w2, Tensor w13_scale,"
+    " Tensor w2_scale, Tensor? w13_bias, Tensor? w2_bias, int experts, int inner, float alpha, float limit,"
+    " float factor) -> Tensor",
+    _fake,
+)
+def _fused_moe(
+    x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor,
+    w13_scale: torch.Tensor, w2_scale: torch.Tensor, w13_bias: torch.Tensor | None, w2_bias: torch.Tensor | None,
+    experts: int, inner: int, alpha: float, limit: float, factor: float,
+) -> torch.Tensor:  # fmt: skip
+    from triton_kernels.matmul_ogs import GatherIndx, RoutingData
+    from triton_kernels.tensor import make_ragged_tensor_metadata
+
+    hidden = x.shape[1]
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    topk_weights, topk_ids = topk_weights.contiguous(), topk_ids.contiguous()
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    for start in range(0, x.shape[0], MAX_TOKENS):
+        part = slice(start, start + MAX_TOKENS)
+        weights, ids = topk_weights[part], topk_ids[part]
+        rows = kernels.place(ids, experts, 0, tokens_of_rows=True)
+        counts = rows.groups[0]
+        # One expert a row: what is gathered are token numbers already.
+        routing = RoutingData(None, counts, experts, 1, make_ragged_tensor_metadata(counts, rows.total))
+        gather = GatherIndx(rows.token_of, rows.row_of)
+        a = _product(
+            x[part], w13, w13_scale, w13_bias, (experts, hidden, 2 * inner), routing, gather, (alpha, limit)
+        )  # fmt: skip
+        o = _product(a, w2, w2_scale, w2_bias, (experts, inner, hidden), routing, None, None)
+        kernels.combine(o, weights, ids, None, rows, 0, factor, y[part])
+    return y
+
+
+class TritonKernelsFusedMoE:
+    """Two launches of ours and five of the package (one more for many tokens), one operator."""
+
+    def __init__(self, cfg: FusedMoEConfig) -> None:
+        self.arguments = cfg.num_experts, cfg.intermediate_size, cfg.alpha, cfg.limit, cfg.scaling_factor
+
+    def pack(self, weights: MoEWeights) -> SwizzledWeights:
+        """Return the weights in the package's layout; the given ones are of no further use to it."""
+        return swizzle(weights)
+
+    def __call__(
+        self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: SwizzledWeights
+    ) -> torch.Tensor:
+        """Return ``y`` ``[T,D]`` in bf16, a new tensor."""
+        y: torch.Tensor = _fused_moe(
+            x, topk_weights, topk_ids, packed.w13, packed.w2, packed.w13_scale, packed.w2_scale, packed.w13_bias,
+            packed.w2_bias, *self.arguments,
+        )  # fmt: skip
+        return y

@@ -1,0 +1,202 @@
+"""Experts by other packages: who refuses what, and our side of them against the oracle with stand-ins."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastlayers as fl
+from fastlayers import env
+from fastlayers.moe.fused_moe.layer import FUSED_MOE, FusedMoEConfig
+from fastlayers.testing.parity import check_parity
+from fastlayers.testing.spec import spec_of
+
+_found = importlib.util.spec_from_file_location("fake_packages", Path(__file__).with_name("fake_packages.py"))
+assert _found is not None and _found.loader is not None
+fakes = importlib.util.module_from_spec(_found)
+_found.loader.exec_module(fakes)
+
+V3 = FusedMoEConfig(7168, 256, 256, 8, num_shared=1, quant="fp8_block", dtype="bfloat16")
+QWEN = FusedMoEConfig(2048, 768, 128, 8, dtype="bfloat16")
+OSS = FusedMoEConfig(
+    2880, 2880, 32, 4, quant="mxfp4", activation="swiglu_oai", bias=True, interleaved=True, dtype="bfloat16"
+)
+interpreted = pytest.mark.skipif(not env.triton_interpret(), reason="our kernels run in Triton's interpreter here")
+
+
+def reason(backend: str, cfg: FusedMoEConfig, device: str = "H200") -> str | None:
+    """Return what the row's ``refuse`` says on a described device."""
+    from fastlayers.device import as_device
+
+    return FUSED_MOE.named(backend).refuse(cfg, as_device(device))
+
+
+@pytest.mark.parametrize(
+    ("backend", "cfg"),
+    [
+        ("deep_gemm", V3),
+        ("deep_gemm", QWEN),
+        ("deep_gemm", replace(V3, dtype="")),
+        ("deep_gemm_masked", V3),
+        ("sgl_kernel", V3),
+        ("torch_grouped", QWEN),
+        ("triton_kernels", OSS),
+    ],
+)
+def test_runs_on_hopper_only(backend: str, cfg: FusedMoEConfig) -> None:
+    assert reason(backend, cfg) is None
+    for device, sm in (("A100", "sm_80"), ("L40S", "sm_89"), ("B200", "sm_100")):
+        assert reason(backend, cfg, device) == f"needs sm_90, this is {sm}"
+    assert "sm_90" in str(reason(backend, cfg, "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("backend", "cfg", "words"),
+    [
+        ("deep_gemm", OSS, "quant 'mxfp4' is not one of"),
+        ("deep_gemm", replace(V3, quant="int8"), "quant 'int8'"),
+        ("deep_gemm", replace(V3, intermediate_size=160), "intermediate_size 160 is not a multiple of 128"),
+        ("deep_gemm", replace(QWEN, hidden_size=2000), "hidden_size 2000 is not a multiple of 64"),
+        ("deep_gemm", replace(V3, dtype="float16"), "dtype float16"),
+        ("deep_gemm_masked", QWEN, "quant 'none'"),
+        ("sgl_kernel", QWEN, "quant 'none'"),
+        ("sgl_kernel", replace(V3, bias=True, num_shared=0), "biases"),
+        ("sgl_kernel", replace(V3, activation="swiglu_oai"), "activation"),
+        ("torch_grouped", V3, "quant 'fp8_block'"),
+        ("torch_grouped", replace(QWEN, dtype=""), "dtype (unknown)"),
+        ("torch_grouped", replace(QWEN, dtype="float32"), "dtype float32"),
+        ("triton_kernels", V3, "quant 'fp8_block'"),
+        ("triton_kernels", replace(OSS, interleaved=False), "interleaved"),
+        ("triton_kernels", replace(OSS, activation="silu"), "clamped"),
+        ("triton_kernels", replace(OSS, dtype="float16"), "dtype float16"),
+        ("triton_kernels", replace(OSS, hidden_size=96), "hidden_size 96"),
+    ],
+)
+def test_refuses_in_words(backend: str, cfg: FusedMoEConfig, words: str) -> None:
+    assert words in str(reason(backend, cfg))
+
+
+def test_packages_that_are_absent_are_named() -> None:
+    rows = {row.name: row.reason for row in fl.backends("fused_moe", device="H200", cfg=V3)}
+    if importlib.util.find_spec("deep_gemm") is None:
+        assert "deep_gemm is not installed" in rows["deep_gemm"]
+    assert "rounds the first product" in rows["sgl_kernel"]
+
+
+def test_keys_of_tuned_tables_tell_dtypes_apart() -> None:
+    keys = {replace(QWEN, dtype=dtype).tuning_key() for dtype in ("bfloat16", "float16", "float32")}
+    assert len(keys) == 3
+    assert QWEN.tuning_key() == replace(QWEN, dtype="").tuning_key()
+
+
+def simulate(backend: str, case: str) -> dict[str, float]:
+    """Check a row on the CPU as if its hardware and package were here."""
+    row = FUSED_MOE.named(backend)
+    return check_parity("fused_moe", replace(row, needs=(), refuse=lambda cfg, device: None), case)
+
+
+FP8_CASES = ("fp8", "fp8_ue8m0", "fp8_shared", "fp8_none")
+
+
+@interpreted
+@pytest.mark.parametrize("case", [*FP8_CASES, "bf16_shared", "gpt_oss_bf16", "empty"])
+def test_deep_gemm_simulated(case: str) -> None:
+    package = fakes.FakeDeepGemm()
+    with fakes.modules(deep_gemm=package):
+        assert simulate("deep_gemm", case)
+    assert package.tile == 128, "the process-wide setting is put back"
+    assert case == "empty" or set(package.used) == {64}
+
+
+@interpreted
+def test_deep_gemm_tile_is_tuned() -> None:
+    from fastlayers.moe.fused_moe.deep_gemm import DeepGemmFusedMoE
+
+    case, package = spec_of("fused_moe").case("fp8"), fakes.FakeDeepGemm()
+    first, other = DeepGemmFusedMoE.candidates(case.cfg, 9), DeepGemmFusedMoE.candidates(case.cfg, 4096)
+    assert [c["align"] for c in first] == [64, 128]
+    assert [c["align"] for c in other] == [128, 64]
+    row = FUSED_MOE.named("deep_gemm")
+    tuned = replace(
+        row, needs=(), refuse=lambda cfg, device: None, target=lambda cfg: DeepGemmFusedMoE(cfg, {"align": 128})
+    )
+    with fakes.modules(deep_gemm=package):
+        assert check_parity("fused_moe", tuned, case)
+    assert set(package.used) == {128}
+
+
+@interpreted
+@pytest.mark.parametrize("case", FP8_CASES)
+def test_deep_gemm_masked_simulated(case: str) -> None:
+    with fakes.modules(deep_gemm=fakes.FakeDeepGemm()):
+        assert simulate("deep_gemm_masked", case)
+
+
+@interpreted
+@pytest.mark.parametrize("case", FP8_CASES)
+def test_sgl_kernel_simulated(case: str) -> None:
+    library = fakes.define_sgl_kernel()
+    try:
+        assert simulate("sgl_kernel", case)
+    finally:
+        library._destroy()
+
+
+@interpreted
+@pytest.mark.parametrize("case", ["tiny_bf16", "bf16_shared", "gpt_oss_bf16"])
+def test_torch_grouped_simulated(case: str) -> None:
+    assert simulate("torch_grouped", case)
+
+
+@interpreted
+def test_triton_kernels_simulated() -> None:
+    with fakes.modules(**fakes.triton_kernels()):
+        assert simulate("triton_kernels", "mxfp4_bf16")
+
+
+@interpreted
+@pytest.mark.parametrize(("tokens", "shared", "align"), [(1, 0, 1), (37, 2, 4), (700, 1, 64)])
+def test_rows_are_ordered_and_disjoint(tokens: int, shared: int, align: int) -> None:
+    from fastlayers.moe.fused_moe import triton_rows
+
+    torch.manual_seed(tokens)
+    experts, top_k = 5, 3
+    ids = torch.stack([torch.randperm(experts + 1)[:top_k] for _ in range(tokens)]).int()
+    ids[ids == experts - 2] = -1
+    rows = triton_rows.place(ids, experts, shared, align=align, tokens_of_rows=True, sizes=(256, 128))
+    valid = (ids >= 0) & (ids < experts)
+    used = valid.any(-1, keepdim=True).expand(-1, shared)
+    every = torch.cat([torch.where(valid, ids, -1), torch.where(used, torch.arange(shared) + experts, -1)], 1).flatten()
+    row_of, start = rows.row_of.tolist(), 0
+    for expert in range(experts + shared):
+        pairs = torch.nonzero(every == expert).flatten().tolist()
+        assert [row_of[p] for p in pairs] == list(range(start, start + len(pairs)))
+        assert rows.groups[:, expert].tolist() == [len(pairs), start, start + len(pairs)]
+        assert rows.sizes[:, expert].tolist() == [[len(pairs), 256, 256], [len(pairs), 256, 128]]
+        assert rows.token_of[start : start + len(pairs)].tolist() == [p // (top_k + shared) for p in pairs]
+        start = -(-(start + len(pairs)) // align) * align
+    assert start <= rows.total
+    assert {row_of[p] for p in torch.nonzero(every < 0).flatten().tolist()} <= {-1}
+    assert rows.strides.tolist() == [[256] * (experts + shared), [256] * (experts + shared), [128] * (experts + shared)]
+
+
+@pytest.mark.parametrize("size", [64, 2880])
+def test_swizzled_one_expert_at_a_time(size: int) -> None:
+    class Layout:
+        def __init__(self, shape: Any, **options: int) -> None:
+            assert shape[0] == 1 and options == {"mx_axis": 1}
+
+        def swizzle_data(self, data: torch.Tensor) -> torch.Tensor:
+            return (data + 1).mT.contiguous().mT
+
+    from fastlayers.moe.fused_moe.triton_kernels import _swizzle
+
+    data = torch.randint(0, 200, (3, 6, size), dtype=torch.uint8)
+    out = _swizzle(data, Layout, mx_axis=1)
+    assert out.stride(-2) == 1
+    assert torch.equal(out, data.mT + 1)
