@@ -90,6 +90,11 @@ class DecodeDriver:
             self._graphs.clear()
 
     @property
+    def graphs(self) -> CudaGraphs | None:
+        """What was captured; ``None`` before the first step."""
+        return self._graphs
+
+    @property
     def ledger(self) -> list[GraphRecord]:
         """What every graph cost and how often it ran."""
         return [] if self._graphs is None else self._graphs.ledger

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fastlayers.patching import block
 from fastlayers.patching.classes import FastModule, count
 from fastlayers.patching.hashes import KNOWN
 from fastlayers.patching.matching import Rule, attributes_fit, fingerprint, qualified, why_not
@@ -53,7 +54,9 @@ class FastDecoderLayer(FastModule):
             normed = self.input_layernorm(hidden_states)
         attended, _ = self.self_attn(hidden_states=normed, **options)
         normed, hidden_states = _add(self.post_attention_layernorm, attended, hidden_states)
-        out = self.mlp(normed)
+        out = block.run(self.mlp, normed)
+        if out is None:
+            out = self.mlp(normed)
         # GPT-OSS's block also returns its scores.
         out = out[0] if isinstance(out, tuple) else out
         following = step.next_norm(self)

@@ -40,6 +40,11 @@ KNOWN: dict[str, tuple[str, ...]] = {
     f"{_OSS}TopKRouter": ("471f06ea0bac9fc6",),
     f"{_OSS}RMSNorm": ("eef4e978a32aa4a4",),
     **{f"{family}RMSNorm": ("9635bcd843f309a0",) for family in (_Q2, _Q2M, _Q3, _Q3M, _LLAMA)},
+    f"{_V2}DeepseekV2Moe": ("a26bd320fa075e68",),
+    f"{_V3}DeepseekV3MoE": ("a26bd320fa075e68",),
+    f"{_Q2M}SparseMoeBlock": ("a229bab296e899d7",),
+    f"{_Q3M}SparseMoeBlock": ("99cc8ec3bb8e23aa",),
+    f"{_OSS}MLP": ("78305e689641703c",),
     f"{_OSS}DecoderLayer": ("a6e4ee9acdf9615c",),
     **{
         f"{family}DecoderLayer": ("1a8125909341e389",)

@@ -61,7 +61,7 @@ def qualified(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _foreign_hooks(module: nn.Module) -> bool:
+def foreign_hooks(module: nn.Module) -> bool:
     """Return whether somebody hooked ``module``; Hugging Face's recorders of outputs do not count."""
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values(), *module._backward_hooks.values()]
     return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks)
@@ -81,7 +81,7 @@ def why_not(module: nn.Module, rule: Rule) -> str | None:
         return "instance-forward: forward was replaced on the instance"
     if any(getattr(part.__dict__.get("_hf_hook"), "offload", False) for part in involved):
         return "hooked: accelerate keeps the weights elsewhere between calls"
-    if any(_foreign_hooks(part) for part in involved):
+    if any(foreign_hooks(part) for part in involved):
         return "hooked: forward hooks are registered"
     for name, child in children:
         if child is not None and (reason := _linear_reason(name, child)) is not None:

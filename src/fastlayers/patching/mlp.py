@@ -24,8 +24,10 @@ class FastMLP(PackedModule):
         return "gate_proj", "up_proj"
 
     def _fl_choose(self) -> None:
-        cfg = SiluMulConfig(self.gate_proj.out_features)
-        self._fl_core = SILU_MUL.choose(cfg, self.down_proj.weight.device, self._fl_backend).build()
+        weight = self.down_proj.weight
+        # Behind quantised weights the activations' dtype is not known here.
+        cfg = SiluMulConfig(self.gate_proj.out_features, weight.dtype if weight.element_size() > 1 else None)
+        self._fl_core = SILU_MUL.choose(cfg, weight.device, self._fl_backend).build()
 
     def _fl_implementation(self) -> str:
         packed = "gate+up, " if getattr(self, "_fl_weight", None) is not None else ""

@@ -1,0 +1,53 @@
+"""Sparse blocks during a decode step on pages: router and experts hand each other what their cores speak.
+
+Hugging Face's blocks pass expert numbers as int64 and weights in the router's dtype; cores take int32 and fp32. Here
+only the rounding of the weights remains. Blocks with shared experts add them as their own code does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fastlayers.patching.classes import PREFIX, count
+from fastlayers.patching.experts import run_packed
+from fastlayers.patching.hashes import KNOWN
+from fastlayers.patching.matching import fingerprint, foreign_hooks, qualified
+from fastlayers.patching.router import FastRouter
+
+
+def direct(block: Any) -> bool:
+    """Return whether :func:`run` computes what this block does: known code, patched router and experts, no hooks."""
+    cls: Any = type(block)
+    router, experts = _router(block), getattr(block, "experts", None)  # type: Any, Any
+    if fingerprint(cls, ("forward",)) not in KNOWN.get(qualified(cls), ()) or "forward" in block.__dict__:
+        return False
+    if not isinstance(router, FastRouter) or PREFIX + "core" not in getattr(experts, "__dict__", {}):
+        return False
+    hooked = any(foreign_hooks(part) for part in (block, router, experts))
+    return not hooked and router._fl_core is not None
+
+
+def run(block: Any, x: torch.Tensor) -> torch.Tensor | None:
+    """Return the output of a sparse block for ``x [B, 1, D]``, or ``None``: its own code is to run."""
+    if not direct(block):
+        return None
+    router, experts = _router(block), block.experts
+    rows = x.view(-1, x.shape[-1])
+    if not router._fl_usable(rows) or rows.dtype != experts.down_proj.dtype:
+        return None
+    count(router._fl_hits)
+    count(experts._fl_hits)
+    logits = router._fl_logits(rows)
+    weights, ids = router._fl_core.pick(rows.shape[0])(logits, getattr(router, "e_score_correction_bias", None), None)
+    y = run_packed(experts, rows, ids, weights.to(logits.dtype).float())
+    if hasattr(block, "shared_experts"):
+        y = y.view(x.shape) + block.shared_experts(x)
+    elif hasattr(block, "shared_expert"):
+        y = y + torch.sigmoid(block.shared_expert_gate(rows)) * block.shared_expert(rows)
+    return y.view(x.shape)
+
+
+def _router(block: Any) -> Any:
+    return getattr(block, "gate", None) or getattr(block, "router", None)
