@@ -252,3 +252,94 @@ def test_slabs_that_are_parts_of_a_block_give_the_same(monkeypatch: pytest.Monke
         monkeypatch.setitem(backend.SLAB_ELEMENTS, "cpu", elements)
         assert layer.ladder.single.slab_rows("cpu") == rows
         assert rel_rms(layer(x), whole) < 1e-6
+
+
+def _refusals(cfg: FP8LinearConfig, device: str) -> dict[str, str | None]:
+    from fastlayers.device import as_device
+    from fastlayers.registry import registry
+
+    found = as_device(device)
+    return {row.name: row.refusal(cfg, found) for row in registry("fp8_linear").ranked}
+
+
+@pytest.mark.parametrize(
+    ("cfg", "device", "words"),
+    [
+        (FP8LinearConfig(7168, 2112), "H200", None),
+        (FP8LinearConfig(7168, 2112), "A100", "needs sm_90, this is sm_80"),
+        (FP8LinearConfig(7168, 2112), "B200", "needs sm_90, this is sm_100"),
+        (FP8LinearConfig(7168, 2112), "cpu", "needs sm_90, this is cpu"),
+        (FP8LinearConfig(7168, 2112, dtype=torch.float32), "H200", "writes bfloat16 only"),
+        (FP8LinearConfig(7168, 2112, block_size=(64, 128)), "H200", "is not (128, 128)"),
+        (FP8LinearConfig(200, 2112), "H200", "in_features 200 is not a multiple of 128"),
+        (FP8LinearConfig(256, 100), "H200", "out_features 100 is not a multiple of"),
+    ],
+)
+def test_guards_of_the_packages(cfg: FP8LinearConfig, device: str, words: str | None) -> None:
+    refusals = _refusals(cfg, device)
+    for name in ("deep_gemm", "flashinfer", "cublas"):
+        assert refusals[name] is None if words is None else words in str(refusals[name]), name
+
+
+class _FakeGemm:
+    """A package's GEMM: notes what it is given and multiplies in fp32."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+
+    def __call__(self, q: torch.Tensor, s: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        self.seen.append((tuple(q.shape), s.stride()))
+        x = q.float() * s.repeat_interleave(128, 1)
+        # Rows beyond the tokens are whatever was in memory.
+        return (x @ dequantize_block_weight(weight, scale).T).bfloat16()
+
+
+@pytest.mark.parametrize(("tokens", "row_multiple", "layout"), [(5, 1, "col_tma4"), (5, 16, "col"), (0, 16, "col")])
+def test_packages_get_codes_and_scales_as_they_read_them(tokens: int, row_multiple: int, layout: str) -> None:
+    from fastlayers.quant.fp8_linear.packaged import PackagedFP8Linear
+
+    fake = _FakeGemm()
+
+    class Wrapped(PackagedFP8Linear):
+        scale_layout = layout
+
+        def gemm(self, *operands: torch.Tensor) -> torch.Tensor:
+            return fake(*operands)
+
+    Wrapped.row_multiple = row_multiple
+    source = nn.Linear(256, 192).bfloat16()
+    layer = FP8BlockLinear.from_linear(source)
+    x = torch.randn(tokens, 2, 256).bfloat16()
+    y = Wrapped(layer.cfg)(x, layer.weight, layer.weight_scale_inv, layer.bias)
+    rows = -(-2 * tokens // row_multiple) * row_multiple
+    stride = -(-rows // 4) * 4 if layout == "col_tma4" else rows
+    assert fake.seen == [((rows, 256), (1, stride))] if tokens else fake.seen[0][0] == (0, 256)
+    assert y.shape == (tokens, 2, 192) and y.is_contiguous()
+    if tokens:
+        assert rel_rms(y, layer(x)) < 5e-3
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 16, 70])
+def test_every_candidate_of_the_tuner_computes_the_same(tokens: int) -> None:
+    from fastlayers.quant.fp8_linear.triton import TritonFP8Linear
+
+    layer = FP8BlockLinear.from_linear(nn.Linear(1152, 72).bfloat16())
+    x = torch.randn(tokens, 1152).bfloat16()
+    expected = layer(x)
+    candidates = TritonFP8Linear.candidates(layer.cfg, tokens)
+    assert 5 <= len(candidates) <= 40
+    assert len({tuple(sorted(c.items())) for c in candidates}) == len(candidates)
+    # The interpreter is slow: the rule's own, and a spread of the rest.
+    for config in candidates[:: max(1, len(candidates) // 6)]:
+        y = TritonFP8Linear(layer.cfg, config)(x, layer.weight, layer.weight_scale_inv, layer.bias)
+        assert rel_rms(y, expected) < 5e-3, config
+
+
+def test_a_few_tokens_take_one_kernel_that_quantises() -> None:
+    from fastlayers.quant.fp8_linear.triton import default_config
+
+    cfg = FP8LinearConfig(7168, 2112)
+    assert default_config(cfg, 1)["fused"] == 1
+    assert "parts" in default_config(cfg, 8) and "parts" not in default_config(cfg, 4096)
+    for other in (FP8LinearConfig(7168, 2112, dtype=torch.float32), FP8LinearConfig(96, 80, block_size=(32, 32))):
+        assert "parts" not in default_config(other, 1)

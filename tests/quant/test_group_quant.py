@@ -139,3 +139,40 @@ def test_config_evaluates_to_itself() -> None:
 def test_module_compiles_without_graph_breaks() -> None:
     explained = torch._dynamo.explain(GroupQuant(16, scale_layout="col_tma4"))(torch.randn(5, 32))
     assert explained.graph_break_count == 0
+
+
+@pytest.mark.parametrize(
+    ("cfg", "device", "words"),
+    [
+        (GroupQuantConfig(exact=False), "H200", None),
+        (GroupQuantConfig(), "H200", "ask for exact=False"),
+        (GroupQuantConfig(exact=False), "A100", "needs sm_90, this is sm_80"),
+        (GroupQuantConfig(exact=False), "cpu", "needs sm_90"),
+        (GroupQuantConfig(dtype=torch.int8, exact=False), "H200", "truncates"),
+        (GroupQuantConfig(scale_fmt="ue8m0", exact=False), "H200", "ue8m0"),
+        (GroupQuantConfig(eps=1e-4, exact=False), "H200", "1e-10 only"),
+    ],
+)
+def test_guards_of_sgl_kernel(cfg: GroupQuantConfig, device: str, words: str | None) -> None:
+    from fastlayers.device import as_device
+    from fastlayers.registry import registry
+
+    why = registry("group_quant").named("sgl_kernel").refusal(cfg, as_device(device))
+    assert why is None if words is None else words in str(why)
+
+
+def test_sgl_kernel_says_which_dtypes_it_takes() -> None:
+    from fastlayers.quant.group_quant.sgl_kernel import SglKernelGroupQuant
+
+    with pytest.raises(ArgumentError, match="bfloat16 or float16"):
+        SglKernelGroupQuant(GroupQuantConfig(exact=False))(torch.zeros(2, 128))
+
+
+def test_rows_are_padded_where_a_gemm_wants_it() -> None:
+    from fastlayers.quant.group_quant.triton import TritonGroupQuant
+
+    x = torch.randn(5, 256)
+    q, s = TritonGroupQuant(GroupQuantConfig(scale_layout="col"))(x)
+    padded_q, padded_s = TritonGroupQuant(GroupQuantConfig(scale_layout="col")).padded(x, 16)
+    assert padded_q.shape == (16, 256) and padded_s.shape == (16, 2) and padded_s.stride() == (1, 16)
+    assert torch.equal(padded_q[:5].view(torch.uint8), q.view(torch.uint8)) and torch.equal(padded_s[:5], s)

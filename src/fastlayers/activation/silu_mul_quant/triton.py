@@ -1,4 +1,4 @@
-"""SiLU·mul·quantise in Triton: one program a few groups of a row."""
+"""SiLU·mul·quantise in Triton: one program a few groups of a few rows."""
 
 from __future__ import annotations
 
@@ -10,27 +10,32 @@ from fastlayers.activation.silu_mul.triton import silu_mul_rounded
 from fastlayers.activation.silu_mul_quant.layer import FLOOR, SiluMulQuantConfig
 from fastlayers.operators import operator
 from fastlayers.quant.group_quant.layer import SCALE_LAYOUTS, empty_scales
-from fastlayers.quant.group_quant.triton import quantize_tile
+from fastlayers.quant.group_quant.triton import quant_tile, quantize_tile
 from fastlayers.testing.compile_check import KernelBuild
 
-GROUPS = 8
 
-
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "num_groups", "s_token_stride", "s_group_stride"])
 def _silu_mul_quant_kernel(
-    x_ptr, q_ptr, s_ptr, x_stride, s_token_stride, s_group_stride, size, num_groups, eps,
-    UE8M0: tl.constexpr, GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    x_ptr, q_ptr, s_ptr, tokens, num_groups, x_stride, s_token_stride, s_group_stride, size, eps,
+    UE8M0: tl.constexpr, EVEN: tl.constexpr, GROUP_SIZE: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    column = group[:, None] * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
-    inside = column < size
-    gate = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x_ptr + row * x_stride + size + column, mask=inside, other=0.0).to(tl.float32)
+    bands = tl.cdiv(num_groups, GROUPS)
+    index = tl.arange(0, ROWS * GROUPS)
+    row = tl.program_id(0) // bands * ROWS + index // GROUPS
+    group = tl.program_id(0) % bands * GROUPS + index % GROUPS
+    whole = (row < tokens) & (group < num_groups)
+    row, column = row.to(tl.int64), group[:, None] * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
+    if EVEN:  # one condition a group: whole vectors are read and written
+        inside = whole[:, None]
+    else:
+        inside = whole[:, None] & (column < size)
+    x_row = x_ptr + (row * x_stride)[:, None] + column
+    gate = tl.load(x_row, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x_row + size, mask=inside, other=0.0).to(tl.float32)
     y = silu_mul_rounded(gate, up, x_ptr.dtype.element_ty).to(tl.float32)
     q, scale = quantize_tile(y, eps, 448.0, UE8M0, False)
-    tl.store(q_ptr + row * size + column, q, mask=inside)
-    tl.store(s_ptr + row * s_token_stride + group * s_group_stride, scale, mask=group < num_groups)
+    tl.store(q_ptr + (row * size)[:, None] + column, q, mask=inside)
+    tl.store(s_ptr + row * s_token_stride + group * s_group_stride, scale, mask=whole)
 
 
 def _outputs(x: torch.Tensor, group_size: int, layout: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,11 +53,11 @@ def _silu_mul_quant(x: torch.Tensor, group_size: int, layout: int, ue8m0: bool) 
     q, s = _outputs(x, group_size, layout)
     tokens, groups = s.shape
     if tokens:
-        per_program = min(GROUPS, triton.next_power_of_2(groups))
-        _silu_mul_quant_kernel[(tokens, triton.cdiv(groups, per_program))](
-            x, q, s, x.stride(0), s.stride(0), s.stride(1), q.shape[1], groups, FLOOR,
-            UE8M0=ue8m0, GROUPS=per_program, GROUP_SIZE=group_size,
-            num_warps=max(1, min(4, per_program * group_size // 256)),
+        tile = quant_tile(tokens, groups, group_size)
+        _silu_mul_quant_kernel[tile.grid(tokens, groups)](
+            x, q, s, tokens, groups, x.stride(0), s.stride(0), s.stride(1), q.shape[1], FLOOR,
+            UE8M0=ue8m0, EVEN=q.shape[1] % group_size == 0,
+            GROUP_SIZE=group_size, ROWS=tile.rows, GROUPS=tile.groups, num_warps=tile.warps,
         )  # fmt: skip
     return q, s
 
@@ -72,13 +77,15 @@ class TritonSiluMulQuant:
 
 COMPILE = [
     KernelBuild(
-        f"silu_mul_quant_{'ue8m0' if ue8m0 else 'float'}",
+        f"silu_mul_quant_{'ue8m0' if ue8m0 else 'float'}_{rows}",
         _silu_mul_quant_kernel,
         {
-            "x_ptr": "*bf16", "q_ptr": "*fp8e4nv", "s_ptr": "*fp32", "x_stride": "i64",
-            "s_token_stride": "i64", "s_group_stride": "i64", "size": "i32", "num_groups": "i32", "eps": "fp32",
+            "x_ptr": "*bf16", "q_ptr": "*fp8e4nv", "s_ptr": "*fp32", "tokens": "i32", "num_groups": "i32",
+            "x_stride": "i64", "s_token_stride": "i64", "s_group_stride": "i64", "size": "i32", "eps": "fp32",
         },
-        {"UE8M0": ue8m0, "GROUPS": GROUPS, "GROUP_SIZE": 128},
+        {"UE8M0": ue8m0, "EVEN": True, "GROUP_SIZE": 128, "ROWS": tile.rows, "GROUPS": tile.groups},
+        num_warps=tile.warps, num_stages=3, aligned=("x_stride", "size"),
     )
-    for ue8m0 in (False, True)
+    for ue8m0, rows in ((False, 4), (False, 4096), (True, 4096))
+    for tile in (quant_tile(rows, 16, 128),)
 ]  # fmt: skip

@@ -27,6 +27,7 @@ CASES = (
     _case("strided_input", 7, 48, 72, strided=True),
     _case("fp32_logits", 4, 100, 64, out_dtype=torch.float32, bias=True),
     _case("deepseek_v3_qkv_a", 16, 2112, 7168, small=False),
+    _case("deepseek_v3_qkv_a_bias", 19, 2112, 7168, bias=True, small=False),
     _case("deepseek_v3_q_b", 1024, 24576, 1536, small=False),
     _case("qwen3_8b_qkv", 129, 6144, 4096, bias=True, small=False),
     _case("gpt_oss_qkv", 64, 5120, 2880, bias=True, small=False),

@@ -53,6 +53,15 @@ def _triton_refuse(cfg: LinearConfig, device: Device) -> str | None:
     return None if cfg.dtype in DTYPES else f"dtype {cfg.dtype} is not one of float32, float16, bfloat16"
 
 
+def _sgl_kernel_refuse(cfg: LinearConfig, device: Device) -> str | None:
+    if device.capability is None or device.capability[0] != 9:
+        return f"needs sm_90, this is {device.sm}"
+    if (cfg.out_features, cfg.in_features, cfg.dtype, cfg.y_dtype) != (2112, 7168, torch.bfloat16, torch.bfloat16):
+        return "dsv3_fused_a_gemm is for a bfloat16 weight of 2112 x 7168 only"
+    return None
+
+
+_SGL_KERNEL_NEEDS = ("sgl_kernel", "torch.ops:sgl_kernel.dsv3_fused_a_gemm")
 _HERE = "fastlayers.linear.dense"
 LINEAR = Registry(
     "linear",
@@ -60,6 +69,7 @@ LINEAR = Registry(
         # On CUDA, torch means cuBLAS, which is the right choice for a plain GEMM.
         Backend("torch", f"{_HERE}.torch:TorchLinear", auto_on=("cpu", "cuda")),
         triton_backend(f"{_HERE}.triton:TritonLinear", _triton_refuse),
+        Backend("sgl_kernel", f"{_HERE}.sgl_kernel:SglKernelLinear", _SGL_KERNEL_NEEDS, _sgl_kernel_refuse),
         reference_backend(f"{_HERE}.reference:ReferenceLinear"),
     ],
     cases=f"{_HERE}.cases",

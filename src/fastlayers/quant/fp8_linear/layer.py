@@ -24,7 +24,7 @@ from fastlayers.errors import ArgumentError, check_choice, check_positive, check
 from fastlayers.linear.base import LinearBase
 from fastlayers.quant.fp8_linear.blocks import BLOCK, E4M3, check_scale_grid, grid_of, quantize_block_weight
 from fastlayers.quant.group_quant.layer import GROUPS, SCALE_FMTS
-from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
+from fastlayers.registry import TRITON_NEEDS, Backend, Registry, reference_backend, torch_backend, triton_backend
 from fastlayers.weights import Slot
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -74,10 +74,47 @@ def _triton_refuse(cfg: FP8LinearConfig, device: Device) -> str | None:
     return None
 
 
+def _packaged_refuse(cfg: FP8LinearConfig, device: Device, rows: int) -> str | None:
+    """Return why the packages' sm_90 GEMMs cannot run it; ``rows``: what out_features must be a multiple of."""
+    if device.capability is None or device.capability[0] != 9:
+        return f"needs sm_90, this is {device.sm}"
+    if cfg.dtype != torch.bfloat16:
+        return f"dtype {cfg.dtype}: it writes bfloat16 only"
+    if cfg.block_size != BLOCK:
+        return f"block_size {cfg.block_size} is not {BLOCK}"
+    for name, size, multiple in (("in_features", cfg.in_features, 128), ("out_features", cfg.out_features, rows)):
+        if size % multiple:
+            return f"{name} {size} is not a multiple of {multiple}"
+    return None
+
+
+def _refuse_64(cfg: FP8LinearConfig, device: Device) -> str | None:
+    return _packaged_refuse(cfg, device, 64)
+
+
+def _refuse_16(cfg: FP8LinearConfig, device: Device) -> str | None:
+    return _packaged_refuse(cfg, device, 16)
+
+
 _HERE = "fastlayers.quant.fp8_linear"
 FP8_LINEAR = Registry(
     "fp8_linear",
     [
+        Backend(
+            "deep_gemm", f"{_HERE}.deep_gemm:DeepGemmFP8Linear", (*TRITON_NEEDS, "deep_gemm:fp8_gemm_nt"), _refuse_64
+        ),
+        Backend(
+            "flashinfer",
+            f"{_HERE}.flashinfer:FlashInferFP8Linear",
+            (*TRITON_NEEDS, "flashinfer.gemm.gemm_base:get_fp8_blockscale_gemm_runner_sm90"),
+            _refuse_64,
+        ),
+        Backend(
+            "cublas",
+            f"{_HERE}.cublas:CublasFP8Linear",
+            (*TRITON_NEEDS, "torch.nn.functional:scaled_mm", "torch.nn.functional:ScalingType.BlockWise128x128"),
+            _refuse_16,
+        ),
         triton_backend(f"{_HERE}.triton:TritonFP8Linear", _triton_refuse),
         torch_backend(f"{_HERE}.torch:TorchFP8Linear"),
         reference_backend(f"{_HERE}.reference:ReferenceFP8Linear"),

@@ -1,19 +1,22 @@
 """FP8BlockLinear in Triton: e4m3 matrix units, promoted to fp32 with the scales after every block of K.
 
 fp32 layers multiply in bf16 instead (e4m3 fits exactly): the e4m3 unit keeps about 14 bits inside a block,
-enough for bf16 and fp16 outputs, not for fp32 ones.
+enough for bf16 and fp16 outputs, not for fp32 ones. A few tokens have a kernel of their own (triton_narrow.py).
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 import triton
 import triton.language as tl
 from torch.nn import functional as F
 
-from fastlayers.linear.triton_gemm import add_splits_kernel, tile_for, tile_origin
+from fastlayers.linear.triton_gemm import MAX_SPLITS, TARGET_PROGRAMS, Tile, add_splits_kernel, tile_origin
 from fastlayers.operators import operator
 from fastlayers.quant.fp8_linear.layer import FP8LinearConfig
+from fastlayers.quant.fp8_linear.triton_narrow import fp8_block_narrow
 from fastlayers.quant.group_quant.layer import GroupQuantConfig
 from fastlayers.quant.group_quant.triton import TritonGroupQuant
 from fastlayers.testing.compile_check import KernelBuild
@@ -27,6 +30,7 @@ def _fp8_gemm_kernel(
     q_stride, s_stride_row, s_stride_group, weight_stride, scale_stride,
     HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     row0, column0 = tile_origin(M, N, BLOCK_M, BLOCK_N)
     row, column, depth = row0 + tl.arange(0, BLOCK_M), column0 + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
@@ -46,7 +50,9 @@ def _fp8_gemm_kernel(
     first = split * blocks
     last = tl.minimum(first + blocks, tl.cdiv(K, BLOCK_K))
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for block in range(first, last):
+    # With the number of stages on the loop itself the scales are fetched ahead too, not only what is multiplied:
+    # waiting for them at the end of each block took half of the kernel's time.
+    for block in tl.range(first, last, num_stages=STAGES):
         k = block * BLOCK_K + depth
         # The activations are padded to whole blocks with codes 0, the weight is not.
         q = tl.load(q_rows + k[None, :])
@@ -74,66 +80,164 @@ def _fp8_gemm_kernel(
 
 def _fake(
     q: torch.Tensor, s: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None,
-    block_rows: int, block_columns: int, dtype: torch.dtype,
+    block_rows: int, block_columns: int, dtype: torch.dtype, tile: list[int],
 ) -> torch.Tensor:  # fmt: skip
     return q.new_empty((q.shape[0], weight.shape[0]), dtype=dtype)
 
 
 @operator(
     "fp8_block_gemm(Tensor q, Tensor s, Tensor weight, Tensor scale, Tensor? bias, int block_rows, "
-    "int block_columns, ScalarType dtype) -> Tensor",
+    "int block_columns, ScalarType dtype, int[] tile) -> Tensor",
     _fake,
 )
 def fp8_block_gemm(
     q: torch.Tensor, s: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None,
-    block_rows: int, block_columns: int, dtype: torch.dtype,
+    block_rows: int, block_columns: int, dtype: torch.dtype, tile: list[int],
 ) -> torch.Tensor:  # fmt: skip
-    """Return ``y`` ``[M, N]`` for codes ``q`` ``[M, K padded to whole blocks]`` and their scales ``s``."""
+    """Return ``y`` ``[M, N]`` for codes ``q`` ``[M, K padded to whole blocks]`` and their scales ``s``.
+
+    ``tile`` is the fields of a :class:`Tile`.
+    """
     m, (n, k) = q.shape[0], weight.shape
     y = torch.empty((m, n), dtype=dtype, device=q.device)
     if m == 0:
         return y
-    tile = tile_for(m, n, triton.cdiv(k, block_columns))
-    target = y if tile.splits == 1 else torch.empty((tile.splits, m, n), dtype=torch.float32, device=q.device)
-    _fp8_gemm_kernel[tile.grid(m, n)](
+    cut = Tile(*tile)
+    target = y if cut.splits == 1 else torch.empty((cut.splits, m, n), dtype=torch.float32, device=q.device)
+    _fp8_gemm_kernel[cut.grid(m, n)](
         q, s, weight, scale, y if bias is None else bias, target, m, n, k,
         q.stride(0), s.stride(0), s.stride(1), weight.stride(0), scale.stride(0),
-        HAS_BIAS=bias is not None, SPLITS=tile.splits, EVEN_K=k % block_columns == 0,
+        HAS_BIAS=bias is not None, SPLITS=cut.splits, EVEN_K=k % block_columns == 0,
         WIDE=dtype == torch.float32, BLOCK_ROWS=block_rows,
-        BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=block_columns,
-        num_warps=tile.warps, num_stages=tile.stages,
+        BLOCK_M=cut.m, BLOCK_N=cut.n, BLOCK_K=block_columns, STAGES=cut.stages,
+        num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
-    if tile.splits > 1:
+    if cut.splits > 1:
         add_splits_kernel[(m, triton.cdiv(n, 1024))](
             target, y if bias is None else bias, y, m, n,
-            SPLITS=tile.splits, HAS_BIAS=bias is not None, ROUND_BEFORE_BIAS=True, BLOCK=1024,
+            SPLITS=cut.splits, HAS_BIAS=bias is not None, ROUND_BEFORE_BIAS=True, BLOCK=1024,
         )  # fmt: skip
     return y
 
 
-class TritonFP8Linear:
-    """Quantises x, then one GEMM; with few rows K is split and a third kernel adds the parts."""
+def _splits(programs: int, blocks: int) -> int:
+    splits, limit = 1, min(MAX_SPLITS, blocks // 4)
+    while splits * 2 <= limit and programs * splits * 2 <= TARGET_PROGRAMS:
+        splits *= 2
+    return splits
 
-    def __init__(self, cfg: FP8LinearConfig) -> None:
+
+def tile_config(m: int, n: int, warps: int, stages: int, splits: int) -> dict[str, int]:
+    """Return the parameters of the tiled kernel."""
+    return {"m": m, "n": n, "warps": warps, "stages": stages, "splits": splits}
+
+
+def narrow_config(m: int, n: int, parts: int, warps: int, stages: int, *, fused: bool) -> dict[str, int]:
+    """Return the parameters of the kernel for a few tokens."""
+    return {"m": m, "n": n, "parts": parts, "warps": warps, "stages": stages, "fused": int(fused)}
+
+
+def default_config(cfg: FP8LinearConfig, tokens: int) -> dict[str, int]:
+    """Return kernel parameters by rule, where no table was measured: see benchmarks/notes/fp8_linear.md."""
+    n, blocks = cfg.out_features, cfg.grid[1]
+    if tokens <= 8 and _fits_narrow(cfg):
+        few = triton.cdiv(n, 16) <= TARGET_PROGRAMS
+        m = triton.next_power_of_2(tokens)
+        shape = (16, 8, 8, 4) if few else (32, 4, 4, 4)
+        if tokens <= 2:
+            return narrow_config(m, *shape, fused=True)
+        if n <= 8192:
+            return narrow_config(m, *shape, fused=False)
+    if tokens <= 64:
+        m, width, warps, stages = (16 if tokens <= 16 else 32 if tokens <= 32 else 64), 64, 4, 5
+    elif cfg.dtype != torch.float32:
+        m, width, warps, stages = 64, 128, 4, 4
+    else:
+        m, width, warps, stages = 128, 128, 8, 4
+    programs = triton.cdiv(tokens, m) * triton.cdiv(n, width)
+    return tile_config(m, width, warps, stages, _splits(programs, blocks))
+
+
+def _fits_narrow(cfg: FP8LinearConfig) -> bool:
+    return cfg.dtype != torch.float32 and cfg.block_size[1] == 128 and cfg.block_size[0] % 32 == 0
+
+
+class TritonFP8Linear:
+    """One kernel for one or two tokens; else quantise and multiply, and where K is split, add the parts."""
+
+    def __init__(self, cfg: FP8LinearConfig, config: Mapping[str, int] | None = None) -> None:
         self.cfg = cfg
+        self.config = dict(config) if config else None
         # Scales with tokens next to each other: a tile reads one column of them per block of K.
         quantization = GroupQuantConfig(cfg.block_size[1], scale_fmt=cfg.scale_fmt, scale_layout="col")
         self.quantize = TritonGroupQuant(quantization)
+
+    @staticmethod
+    def candidates(cfg: FP8LinearConfig, num_tokens: int) -> list[dict[str, int]]:
+        """Return kernel parameters worth timing for this many tokens, the rule's own first."""
+        found = [default_config(cfg, num_tokens)]
+        blocks = cfg.grid[1]
+        if num_tokens <= 16 and _fits_narrow(cfg):
+            m = triton.next_power_of_2(num_tokens)
+            shapes = ((16, 8, 8, 4), (16, 8, 8, 3), (16, 4, 4, 4), (32, 4, 4, 4), (32, 8, 8, 3))
+            found += [
+                narrow_config(m, *shape, fused=fused)
+                for fused in (True, False)
+                if m <= 4 or not fused
+                for shape in shapes
+            ]
+        if num_tokens <= 16:
+            shapes = ((16, 64, 4, 5), (16, 64, 4, 4), (16, 128, 4, 4), (16, 32, 4, 6))
+        elif num_tokens <= 64:
+            m = triton.next_power_of_2(num_tokens)
+            shapes = ((m, 64, 4, 5), (m, 64, 4, 4), (m, 128, 4, 4), (m, 128, 4, 3), (64, 32, 4, 5))
+        else:
+            shapes = (
+                (64, 64, 4, 4),
+                (64, 128, 4, 3),
+                (64, 128, 4, 4),
+                (128, 64, 4, 3),
+                (128, 128, 8, 3),
+                (128, 128, 8, 4),
+            )
+        for m, n, warps, stages in shapes:
+            programs = triton.cdiv(num_tokens, m) * triton.cdiv(cfg.out_features, n)
+            best = _splits(programs, blocks)
+            found += [
+                tile_config(m, n, warps, stages, splits)
+                for splits in sorted({1, best, min(2 * best, MAX_SPLITS), max(1, best // 2)})
+                if splits == 1 or splits <= blocks // 2
+            ]
+        unique = {tuple(sorted(each.items())): each for each in reversed(found)}
+        return list(reversed(unique.values()))
 
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, weight_scale_inv: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """Return ``y`` ``[..., N]``, a new contiguous tensor of ``x``'s dtype."""
-        rows = x.reshape(-1, self.cfg.in_features)
-        if self.cfg.padded_in != self.cfg.in_features:
-            rows = F.pad(rows, (0, self.cfg.padded_in - self.cfg.in_features))
-        q, s = self.quantize(rows)
-        y: torch.Tensor = fp8_block_gemm(q, s, weight, weight_scale_inv, bias, *self.cfg.block_size, self.cfg.dtype)
-        return y.view(*x.shape[:-1], self.cfg.out_features)
+        cfg, rows = self.cfg, x.reshape(-1, self.cfg.in_features)
+        c = self.config or default_config(cfg, rows.shape[0])
+        operands: tuple[torch.Tensor, torch.Tensor | None] = (rows, None)
+        if not c.get("fused"):
+            if cfg.padded_in != cfg.in_features:
+                rows = F.pad(rows, (0, cfg.padded_in - cfg.in_features))
+            operands = self.quantize(rows)
+        y: torch.Tensor
+        if "parts" in c:
+            tile = [c["m"], c["n"], c["parts"], c["warps"], c["stages"]]
+            y = fp8_block_narrow(
+                *operands, weight, weight_scale_inv, bias, cfg.block_size[0], cfg.scale_fmt == "ue8m0", cfg.dtype, tile
+            )
+        else:
+            tile = [c["m"], c["n"], c["warps"], c["stages"], c["splits"]]
+            y = fp8_block_gemm(*operands, weight, weight_scale_inv, bias, *cfg.block_size, cfg.dtype, tile)
+        return y.view(*x.shape[:-1], cfg.out_features)
 
 
 def _build(m: int, n: int, k: int, dtype: str = "bf16") -> KernelBuild:
-    tile = tile_for(m, n, triton.cdiv(k, 128))
+    cfg = FP8LinearConfig(k, n, dtype=torch.float32 if dtype == "fp32" else torch.bfloat16)
+    found = default_config(cfg, m)
+    tile = Tile(found["m"], found["n"], found["warps"], found["stages"], found["splits"])
     return KernelBuild(
         f"fp8_gemm_{m}x{n}x{k}_{dtype}",
         _fp8_gemm_kernel,
@@ -146,15 +250,15 @@ def _build(m: int, n: int, k: int, dtype: str = "bf16") -> KernelBuild:
         },
         {
             "HAS_BIAS": False, "SPLITS": tile.splits, "EVEN_K": k % 128 == 0, "WIDE": dtype == "fp32",
-            "BLOCK_ROWS": 128, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": 128,
+            "BLOCK_ROWS": 128, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": 128, "STAGES": tile.stages,
         },
         tile.warps, tile.stages, ("N", "K", "q_stride", "weight_stride"),
     )  # fmt: skip
 
 
 COMPILE = [
-    _build(1, 2112, 7168),
-    _build(1, 24576, 1536),
+    _build(16, 2112, 7168),
+    _build(16, 24576, 1536),
     _build(32, 7168, 16384),
     _build(64, 36864, 7168),
     _build(128, 4096, 4096),

@@ -7,9 +7,10 @@
     q[T,K]      = round(clamp(x / s, -MAX, MAX))  (to nearest even, e4m3 and int8 alike)
     x           ≈ q · s
 
-All steps are fp32 and correctly rounded, so every backend gives the same bits. (Kernels elsewhere multiply
-by reciprocals or, for int8, truncate; they differ by one code.) A group with NaN or infinity gets scale NaN
-and codes 0, so whatever is computed from it is NaN. Memory of the scales (``scale_layout``):
+All steps are fp32 and correctly rounded, so every backend gives the same bits. With ``exact=False`` a backend may
+multiply by reciprocals, as kernels elsewhere do: a scale may be one unit off, and a code next to a tie one code
+off. A group with NaN or infinity gets scale NaN
+and codes 0, so whatever is computed from it is NaN (exact layers only). Memory of the scales (``scale_layout``):
 
     "row"        strides (G, 1)
     "col"        strides (1, T)
@@ -25,7 +26,7 @@ import torch
 from fastlayers.device import Device
 from fastlayers.errors import ArgumentError, check_choice, check_tensor
 from fastlayers.layer import Layer
-from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
+from fastlayers.registry import Backend, Registry, reference_backend, torch_backend, triton_backend
 
 GROUPS = (16, 32, 64, 128)
 SCALE_FMTS = ("float", "ue8m0")
@@ -43,6 +44,7 @@ class GroupQuantConfig:
     scale_fmt: str = "float"
     scale_layout: str = "row"
     eps: float = 1e-10
+    exact: bool = True
 
     def __post_init__(self) -> None:
         check_choice("GroupQuant", "group", self.group, GROUPS)
@@ -55,7 +57,7 @@ class GroupQuantConfig:
     def tuning_key(self) -> str:
         """Return the shape key of tuned tables."""
         name = str(self.dtype).removeprefix("torch.")
-        return f"group={self.group},{name},{self.scale_fmt},{self.scale_layout}"
+        return f"group={self.group},{name},{self.scale_fmt},{self.scale_layout}" + ("" if self.exact else ",inexact")
 
 
 def empty_scales(x: torch.Tensor, rows: int, groups: int, layout: str) -> torch.Tensor:
@@ -77,11 +79,31 @@ def _refuse_triton(cfg: GroupQuantConfig, device: Device) -> str | None:
     return device.refuses_e4m3("e4m3 codes") if cfg.dtype == torch.float8_e4m3fn else None
 
 
+def _refuse_sgl_kernel(cfg: GroupQuantConfig, device: Device) -> str | None:
+    if device.capability is None or device.capability[0] != 9:
+        return f"needs sm_90, this is {device.sm}"
+    if cfg.exact:
+        return "it multiplies by 448 / absmax, so codes next to a tie differ; ask for exact=False"
+    if cfg.dtype != torch.float8_e4m3fn:
+        return f"dtype {cfg.dtype}: it truncates int8 codes"
+    if cfg.scale_fmt != "float":
+        return f"scale_fmt {cfg.scale_fmt!r}: it packs such scales into bytes"
+    if cfg.eps != 1e-10:
+        return f"eps {cfg.eps}: it takes 1e-10 only"
+    return None
+
+
 _HERE = "fastlayers.quant.group_quant"
 GROUP_QUANT = Registry(
     "group_quant",
     [
         triton_backend(f"{_HERE}.triton:TritonGroupQuant", _refuse_triton),
+        Backend(
+            "sgl_kernel",
+            f"{_HERE}.sgl_kernel:SglKernelGroupQuant",
+            ("sgl_kernel", "torch.ops:sgl_kernel.sgl_per_token_group_quant_8bit_v2"),
+            _refuse_sgl_kernel,
+        ),
         torch_backend(f"{_HERE}.torch:TorchGroupQuant"),
         reference_backend(f"{_HERE}.reference:ReferenceGroupQuant"),
     ],
@@ -104,6 +126,8 @@ class GroupQuant(Layer):
         ``"row"``, ``"col"`` or ``"col_tma4"``.
     eps : float
         Smallest absmax: an all-zero group gets scale ``eps / MAX`` and codes 0.
+    exact : bool
+        False admits backends that differ by one code at ties, see the file's head.
     device, backend
         Where it will run; ``"auto"``, a name, or a ladder.
 
@@ -128,11 +152,12 @@ class GroupQuant(Layer):
         scale_fmt: str = "float",
         scale_layout: str = "row",
         eps: float = 1e-10,
+        exact: bool = True,
         device: torch.device | str | None = None,
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        self.choose(GROUP_QUANT, GroupQuantConfig(group, dtype, scale_fmt, scale_layout, eps), device, backend)
+        self.choose(GROUP_QUANT, GroupQuantConfig(group, dtype, scale_fmt, scale_layout, eps, exact), device, backend)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Quantise ``x``.

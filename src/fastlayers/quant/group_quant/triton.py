@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -9,13 +11,27 @@ import triton.language as tl
 from fastlayers.operators import operator
 from fastlayers.quant.group_quant.layer import LARGEST, SCALE_LAYOUTS, GroupQuantConfig, empty_scales
 from fastlayers.testing.compile_check import KernelBuild
-from fastlayers.triton_lang import to_e4m3
+from fastlayers.triton_lang import INTERPRET, to_e4m3
+
+
+@triton.jit
+def corrected(quotient, x, divisor, inverse):
+    """Return a better ``x / divisor``: ``quotient`` plus what its exact remainder says.
+
+    Markstein's theorem: with ``quotient`` one unit off at most, the result is rounded as a division rounds it. A
+    product with the rounded reciprocal is two units off at most, so that two corrections do. A division costs more
+    than all else that is done to a value here.
+    """
+    return tl.fma(tl.fma(quotient, -divisor, x), inverse, quotient)
 
 
 @triton.jit
 def scale_of(absmax, MAX: tl.constexpr, UE8M0: tl.constexpr):
     """Return fp32 ``absmax / MAX``, correctly rounded; for ue8m0 the next power of two that is not below."""
-    scale = tl.div_rn(absmax, MAX)
+    if INTERPRET:  # its fma rounds twice
+        scale = tl.div_rn(absmax, MAX)
+    else:
+        scale = corrected(corrected(absmax * (1.0 / MAX), absmax, MAX, 1.0 / MAX), absmax, MAX, 1.0 / MAX)
     if UE8M0:
         bits = scale.to(tl.int32, bitcast=True)
         scale = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -31,58 +47,103 @@ def round_to_int8(x):
 @triton.jit
 def quantize_tile(x, eps, MAX: tl.constexpr, UE8M0: tl.constexpr, INT8: tl.constexpr):
     """Return (codes, scales) of an fp32 tile whose rows are groups; a group that is not finite: 0 and NaN."""
-    finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), axis=1) != 0
-    x = tl.where(finite[:, None], x, 0.0)
-    scale = scale_of(tl.maximum(tl.max(tl.abs(x), axis=1), eps), MAX, UE8M0)
-    ratio = tl.div_rn(x, scale[:, None])
+    # As integers, magnitudes keep their order; infinity and NaN are above all finite ones.
+    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    finite = largest < 0x7F800000
+    absmax = tl.where(finite, largest, 0).to(tl.float32, bitcast=True)
+    scale = scale_of(tl.maximum(absmax, eps), MAX, UE8M0)
+    # |x / scale| exceeds MAX by rounding at most, so nothing needs to be clamped: the cast saturates.
+    ratio = divide_rows(tl.where(finite[:, None], x, 0.0), scale, UE8M0)
     if INT8:
-        codes = round_to_int8(tl.minimum(tl.maximum(ratio, -MAX), MAX))
-    else:
+        codes = round_to_int8(ratio)
+    elif INTERPRET:
         codes = to_e4m3(ratio)
+    else:
+        codes = ratio.to(tl.float8e4nv)
     return codes, tl.where(finite, scale, float("nan"))
 
 
-@triton.jit(do_not_specialize=["pairs", "s_stride_row", "s_stride_group"])
+@triton.jit
+def divide_rows(x, scale, POWER_OF_TWO: tl.constexpr):
+    """Return fp32 ``x / scale`` with one normal ``scale`` a row, correctly rounded."""
+    if INTERPRET:  # its fma rounds twice
+        return tl.div_rn(x, scale[:, None])
+    inverse = 1.0 / scale
+    inverse = tl.fma(tl.fma(inverse, -scale, 1.0), inverse, inverse)[:, None]
+    ratio = x * inverse
+    if not POWER_OF_TWO:
+        ratio = corrected(ratio, x, scale[:, None], inverse)
+        ratio = corrected(ratio, x, scale[:, None], inverse)
+    return ratio
+
+
+@triton.jit(do_not_specialize=["rows", "groups", "s_stride_row", "s_stride_group"])
 def _group_quant_kernel(
-    x_ptr, q_ptr, s_ptr, pairs, groups, x_stride, s_stride_row, s_stride_group, eps,
-    MAX: tl.constexpr, UE8M0: tl.constexpr, INT8: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, q_ptr, s_ptr, rows, groups, x_stride, q_stride, s_stride_row, s_stride_group, eps,
+    MAX: tl.constexpr, UE8M0: tl.constexpr, INT8: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    pair = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = pair < pairs
-    row, group = pair // groups, pair % groups
-    column = tl.arange(0, GROUP)[None, :]
-    x = tl.load(x_ptr + (row * x_stride + group * GROUP)[:, None] + column, mask=inside[:, None], other=0.0)
+    bands = tl.cdiv(groups, GROUPS)
+    index = tl.arange(0, ROWS * GROUPS)
+    row = tl.program_id(0) // bands * ROWS + index // GROUPS
+    group = tl.program_id(0) % bands * GROUPS + index % GROUPS
+    inside = (row < rows) & (group < groups)
+    row, column = row.to(tl.int64), group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    x = tl.load(x_ptr + (row * x_stride)[:, None] + column, mask=inside[:, None], other=0.0)
     codes, scale = quantize_tile(x.to(tl.float32), eps, MAX, UE8M0, INT8)
-    tl.store(q_ptr + pair[:, None] * GROUP + column, codes, mask=inside[:, None])
+    tl.store(q_ptr + (row * q_stride)[:, None] + column, codes, mask=inside[:, None])
     tl.store(s_ptr + row * s_stride_row + group * s_stride_group, scale, mask=inside)
 
 
+@dataclass(frozen=True)
+class QuantTile:
+    """Rows and groups of one program, and its warps."""
+
+    rows: int
+    groups: int
+    warps: int
+
+    def grid(self, rows: int, groups: int) -> tuple[int]:
+        """Return the number of programs."""
+        return (triton.cdiv(rows, self.rows) * triton.cdiv(groups, self.groups),)
+
+
+def quant_tile(rows: int, groups: int, group: int) -> QuantTile:
+    """Return the tile of one program: small where there is little to do, 4096 values where there is much."""
+    wide = 128 // group
+    if rows * groups * group <= 2**18:
+        return QuantTile(1, 4 * wide, 1)
+    # Four rows together write whole sectors of column-major scales.
+    return QuantTile(4, 8 * wide, 4)
+
+
 def _fake(
-    x: torch.Tensor, group: int, dtype: torch.dtype, ue8m0: bool, layout: int, eps: float
+    x: torch.Tensor, group: int, dtype: torch.dtype, ue8m0: bool, layout: int, eps: float, row_multiple: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, features = x.shape
-    return x.new_empty(x.shape, dtype=dtype), empty_scales(x, rows, features // group, SCALE_LAYOUTS[layout])
+    rows = -(-rows // row_multiple) * row_multiple
+    return x.new_empty((rows, features), dtype=dtype), empty_scales(x, rows, features // group, SCALE_LAYOUTS[layout])
 
 
-_ARGUMENTS = "Tensor x, int group, ScalarType dtype, bool ue8m0, int layout, float eps"
+_ARGUMENTS = "Tensor x, int group, ScalarType dtype, bool ue8m0, int layout, float eps, int row_multiple"
 
 
 @operator(f"group_quant({_ARGUMENTS}) -> (Tensor, Tensor)", _fake)
 def _group_quant(
-    x: torch.Tensor, group: int, dtype: torch.dtype, ue8m0: bool, layout: int, eps: float
+    x: torch.Tensor, group: int, dtype: torch.dtype, ue8m0: bool, layout: int, eps: float, row_multiple: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if x.stride(-1) != 1:
         x = x.contiguous()
     (rows, features), groups = x.shape, x.shape[1] // group
-    q = torch.empty((rows, features), dtype=dtype, device=x.device)
-    s = empty_scales(x, rows, groups, SCALE_LAYOUTS[layout])
-    if pairs := rows * groups:
-        # Few pairs: small programs, so that a decode step spreads over the multiprocessors.
-        block = (4 if pairs <= 2048 else 32) * (128 // group)
-        _group_quant_kernel[(triton.cdiv(pairs, block),)](
-            x, q, s, pairs, groups, x.stride(0), s.stride(0), s.stride(1), eps,
-            MAX=LARGEST[dtype], UE8M0=ue8m0, INT8=dtype == torch.int8, GROUP=group, BLOCK=block,
-            num_warps=1 if pairs <= 2048 else 4,
+    padded = -(-rows // row_multiple) * row_multiple
+    q = torch.empty((padded, features), dtype=dtype, device=x.device)
+    s = empty_scales(x, padded, groups, SCALE_LAYOUTS[layout])
+    if rows:
+        tile = quant_tile(rows, groups, group)
+        _group_quant_kernel[tile.grid(rows, groups)](
+            x, q, s, rows, groups, x.stride(0), features, s.stride(0), s.stride(1), eps,
+            MAX=LARGEST[dtype], UE8M0=ue8m0, INT8=dtype == torch.int8,
+            GROUP=group, ROWS=tile.rows, GROUPS=tile.groups, num_warps=tile.warps,
         )  # fmt: skip
     return q, s
 
@@ -96,26 +157,31 @@ class TritonGroupQuant:
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``(q, s)`` for ``x`` ``[T, K]``, rows of any stride."""
-        q, s = _group_quant(x, self.group, self.dtype, self.ue8m0, self.layout, self.eps)
+        return self.padded(x, 1)
+
+    def padded(self, x: torch.Tensor, row_multiple: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``(q, s)`` with T rounded up to a multiple; the rows beyond T are not initialised."""
+        q, s = _group_quant(x, self.group, self.dtype, self.ue8m0, self.layout, self.eps, row_multiple)
         return q, s
 
 
 COMPILE = [
     KernelBuild(
-        f"group_quant_{group}_{dtype}_{out}_{block}_{ue8m0}",
+        f"group_quant_{group}_{dtype}_{out}_{rows}_{ue8m0}",
         _group_quant_kernel,
         {
-            "x_ptr": f"*{dtype}", "q_ptr": f"*{out}", "s_ptr": "*fp32", "pairs": "i32", "groups": "i32",
-            "x_stride": "i64", "s_stride_row": "i64", "s_stride_group": "i64", "eps": "fp32",
+            "x_ptr": f"*{dtype}", "q_ptr": f"*{out}", "s_ptr": "*fp32", "rows": "i32", "groups": "i32",
+            "x_stride": "i64", "q_stride": "i32", "s_stride_row": "i64", "s_stride_group": "i64", "eps": "fp32",
         },
         {
             "MAX": 127.0 if out == "i8" else 448.0, "UE8M0": ue8m0, "INT8": out == "i8",
-            "GROUP": group, "BLOCK": block,
+            "GROUP": group, "ROWS": tile.rows, "GROUPS": tile.groups,
         },
-        num_warps=warps, num_stages=3, aligned=("x_stride",),
+        num_warps=tile.warps, num_stages=3, aligned=("x_stride", "q_stride"),
     )
-    for group, dtype, out, ue8m0, block, warps in (
-        (128, "bf16", "fp8e4nv", False, 4, 1), (128, "bf16", "fp8e4nv", True, 32, 4),
-        (128, "fp32", "fp8e4nv", False, 32, 4), (64, "bf16", "i8", False, 64, 4),
+    for group, dtype, out, ue8m0, rows in (
+        (128, "bf16", "fp8e4nv", False, 4), (128, "bf16", "fp8e4nv", True, 4096),
+        (128, "fp32", "fp8e4nv", False, 4096), (64, "bf16", "i8", False, 4096),
     )
+    for tile in (quant_tile(rows, 7168 // group, group),)
 ]  # fmt: skip
