@@ -25,6 +25,7 @@ import torch
 from fastlayers import tuning
 from fastlayers.device import Device, as_device
 from fastlayers.errors import FastlayersError
+from fastlayers.fingerprint import packages_of
 from fastlayers.registry import Backend, registry
 from fastlayers.testing.parity import check_parity
 from fastlayers.testing.spec import Case, spec_of
@@ -230,16 +231,22 @@ class Bench:
         return _Noting(self.failed, option)
 
     def _compile(self, calls: Mapping[Option, Callable[[], Any]]) -> None:
-        """Call each once, in threads: Triton's compiler lets others run while it works."""
-        if self.place.type != "cuda" or self.threads < 2:
-            return
+        """Call each once; Triton's in threads, because its compiler lets others run while it works.
+
+        Other packages' just-in-time compilers are not all safe in threads: they go one after another.
+        """
 
         def first(option: Option, call: Callable[[], Any]) -> None:
             with self.noting(option), torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream(self.place)):
                 call()
 
+        if self.place.type != "cuda":
+            return
+        alone = {option for option in calls if packages_of(self.row(option)) != ("triton",)}
+        for option in alone:
+            first(option, calls[option])
         with ThreadPoolExecutor(self.threads) as pool:
-            for done in [pool.submit(first, option, call) for option, call in calls.items()]:
+            for done in [pool.submit(first, option, call) for option, call in calls.items() if option not in alone]:
                 done.result()
         torch.cuda.synchronize(self.place)
 

@@ -1,0 +1,219 @@
+"""The figures of docs/performance.md, part by part: ``python benchmarks/performance.py --part fp8_linear``.
+
+A part takes less than ten minutes on a fresh machine with one Hopper GPU. It appends to one file of JSON lines; run
+again, it goes on with what is missing (``--minutes`` ends a run early, ``--force`` begins anew). Parts that are
+programs of their own are run as such, and what they print as JSON lines is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastlayers.testing.bench import describe_run, rows_of
+from fastlayers.testing.spec import spec_of
+from fastlayers.testing.sweep import case_at
+from fastlayers.testing.timing import Clock, clock_for
+from fastlayers.testing.tuner import Bench
+from fastlayers_server.known_models import KNOWN, shapes_of
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "performance"
+TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+SMALL_TOKENS = (1, 16, 64, 512, 4096, 16384)
+DEEPSEEK, QWEN8, QWEN30, OSS = "deepseek-ai/DeepSeek-V3", "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B", "openai/gpt-oss-20b"
+SMALL = (
+    "rms_norm", "silu_mul", "silu_mul_quant", "group_quant", "rotary", "rotary_kv_write", "kv_write", "mla_kv_write",
+    "merge_state", "router", "moe_align", "sampler",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Item:
+    """One shape of a layer at some token counts (attention: requests), for a model."""
+
+    model: str
+    layer: str
+    cfg: Any
+    tokens: tuple[int, ...]
+    contexts: tuple[int, ...] = (4096,)
+
+    def points(self) -> Iterator[tuple[str, int, int]]:
+        """Yield a key, the token count and the context of every point."""
+        for context in self.contexts:
+            for count in self.tokens:
+                yield f"{self.model} {self.layer} {self.cfg} T={count} C={context}", count, context
+
+
+def layers_of(model: str, tp: int, layer: str) -> list[Any]:
+    """Return the configurations that ``layer`` has in a model on one of ``tp`` ranks."""
+    return [shape.cfg for shape in shapes_of(KNOWN[model], tp) if shape.layer == layer]
+
+
+def fp8_linear() -> list[Item]:
+    """Weights of DeepSeek-V3 (a TP8 slice, then whole) and Qwen3-30B-A3B."""
+    found: dict[str, Item] = {}
+    for model, tp in ((DEEPSEEK, 8), (DEEPSEEK, 1), (f"{QWEN30}-FP8", 1)):
+        for cfg in layers_of(model, tp, "fp8_linear"):
+            found.setdefault(cfg.tuning_key(), Item(f"{model} tp{tp}", "fp8_linear", cfg, TOKENS))
+    return list(found.values())
+
+
+def fused_moe() -> list[Item]:
+    """The experts of every known model with experts."""
+    return [
+        Item(f"{model} tp{tp}", "fused_moe", cfg, TOKENS)
+        for model, tp in ((QWEN30, 1), (f"{QWEN30}-FP8", 1), (DEEPSEEK, 8), (OSS, 1), (DEEPSEEK, 1))
+        for cfg in layers_of(model, tp, "fused_moe")
+    ]
+
+
+def mla() -> list[Item]:
+    """Decode with 16 and 128 heads, bf16 and FP8 cache; ragged prefill."""
+    items = []
+    for tp in (8, 1):
+        for cfg in layers_of(DEEPSEEK, tp, "mla"):
+            if cfg.phase == "decode":
+                for kv in (torch.bfloat16, torch.float8_e4m3fn):
+                    own = replace(cfg, kv_dtype=kv)
+                    items.append(Item(f"{DEEPSEEK} tp{tp}", "mla", own, (1, 16, 64, 128), (1024, 4096, 16384)))
+                    items.append(Item(f"{DEEPSEEK} tp{tp}", "mla", own, (1, 16), (65536,)))
+            else:
+                items.append(Item(f"{DEEPSEEK} tp{tp}", "mla", cfg, (512, 2048, 8192)))
+    return items
+
+
+def gqa() -> list[Item]:
+    """Decode and prefill, without sinks (Qwen3) and with them (GPT-OSS, windowed and full layers)."""
+    items = []
+    for model in (QWEN8, QWEN30, OSS):
+        for cfg in layers_of(model, 1, "gqa"):
+            if cfg.phase == "decode":
+                items.append(Item(f"{model} tp1", "gqa", cfg, (1, 16, 64, 128), (1024, 4096, 16384)))
+            else:
+                items.append(Item(f"{model} tp1", "gqa", cfg, (512, 2048, 8192)))
+    return items
+
+
+def small_ops() -> list[Item]:
+    """Every small operator at the first of its real shapes."""
+    items = []
+    for layer in SMALL:
+        cfg = next((case.cfg for case in spec_of(layer).cases if not case.small), None)
+        if cfg is not None:
+            tokens = (1, 16, 64, 256) if layer == "sampler" else SMALL_TOKENS
+            items.append(Item(f"{DEEPSEEK} tp1", layer, cfg, tokens))
+    return items
+
+
+MEASURED: dict[str, Callable[[], list[Item]]] = {
+    "fp8_linear": fp8_linear, "fused_moe": fused_moe, "mla": mla, "gqa": gqa, "small_ops": small_ops,
+}  # fmt: skip
+# Programs of their own: part -> command, below this folder.
+PROGRAMS: dict[str, list[str]] = {
+    "patch": ["patch_gpu.py"], "generate": ["generate.py"], "capture": ["capture.py"],
+    "first_token": ["first_token.py"],
+}  # fmt: skip
+PARTS = (*MEASURED, *PROGRAMS)
+
+
+class Record:
+    """The result file of a part: rows that were measured stay, whatever interrupts the run."""
+
+    def __init__(self, path: Path, header: dict[str, Any], force: bool) -> None:
+        self.path = path
+        lines = [] if force or not path.is_file() else path.read_text().splitlines()
+        self.rows = [row for row in map(_parsed, lines) if row is not None]
+        self.done = {row["key"] for row in self.rows if row.get("last")}
+        # Rows of a point that was not finished are measured again.
+        self.rows = [row for row in self.rows if "key" not in row or row["key"] in self.done]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.rows.append({"run": header})
+        path.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+
+    def add(self, rows: list[dict[str, Any]]) -> None:
+        """Append the rows of one point; the last one is marked, so that half a point does not count as one."""
+        marked = [row | ({"last": True} if index == len(rows) - 1 else {}) for index, row in enumerate(rows)]
+        with self.path.open("a") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in marked))
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = json.loads(line)
+    except ValueError:  # the line that was being written when the run was interrupted
+        return None
+    return found
+
+
+def measure(items: list[Item], record: Record, clock: Clock, place: torch.device, until: float) -> int:
+    """Measure what the record lacks until the clock says stop; return how many points are left."""
+    points = [(item, *point) for item in items for point in item.points()]
+    missing = [point for point in points if point[1] not in record.done]
+    benches: dict[int, Bench] = {}
+    for index, (item, key, count, context) in enumerate(missing):
+        if time.monotonic() > until:
+            return len(missing) - index
+        bench = benches.setdefault(id(item), Bench(item.layer, item.cfg, place, clock))
+        begin = time.monotonic()
+        found = rows_of(bench, case_at(item.layer, item.cfg, count, context), count, rounds=15)
+        failed = {str(option): why for option, why in bench.failed.items()}
+        about = {"key": key, "model": item.model, "cfg": repr(item.cfg), "context": context, "failed": failed}
+        record.add([row | about for row in found])
+        best = ", ".join(f"{row['backend']}{'*' * row['auto']} {row['us']:.1f}" for row in found)
+        print(f"[{index + 1}/{len(missing)}] {key}: {best} ({time.monotonic() - begin:.1f} s)", flush=True)
+    return 0
+
+
+def run_program(part: str, record: Record, more: list[str]) -> int:
+    """Run a part that is a program of its own and keep the JSON lines it prints; return its exit code."""
+    command = [sys.executable, str(HERE / PROGRAMS[part][0]), *PROGRAMS[part][1:], *more]
+    if not Path(command[1]).is_file():
+        print(f"{command[1]} does not exist", file=sys.stderr)
+        return 1
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            row = _parsed(line)
+            if isinstance(row, dict):
+                record.add([row | {"part": part}])
+    return process.returncode
+
+
+def main() -> None:
+    """Run one part or all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=(*PARTS, "all"), required=True)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="directory of the result files")
+    parser.add_argument("--minutes", type=float, default=9.0, help="of each measured part; then run again")
+    parser.add_argument("--force", action="store_true", help="forget what was measured before")
+    parser.add_argument("--only", default="", help="only keys (model, layer, cfg) that contain this")
+    parser.add_argument("program", nargs="*", help="arguments of a part's own program, after --")
+    options = parser.parse_args()
+    place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    left = 0
+    for part in PARTS if options.part == "all" else (options.part,):
+        record = Record(options.out / f"{part}.jsonl", describe_run(place), options.force)
+        if part in MEASURED:
+            items = [item for item in MEASURED[part]() if options.only in f"{item.model} {item.layer} {item.cfg}"]
+            until = time.monotonic() + 60 * options.minutes
+            left += measure(items, record, clock_for(place), place, until)
+        else:
+            left += run_program(part, record, options.program)
+    if left:
+        print(f"{left} points are left; run the same command again", file=sys.stderr)
+    raise SystemExit(1 if left else 0)
+
+
+if __name__ == "__main__":
+    main()
