@@ -26,14 +26,24 @@ class _KeysNotTurned(TorchRotaryKVWrite):
 
 
 class _StalePositions(TorchRotaryKVWrite):
-    def __call__(self, q, k, v, cos, sin, positions, keys, values, loc):  # type: ignore[no-untyped-def]
-        return super().__call__(q, k, v, cos, sin, positions - 1, keys, values, loc)
+    def __call__(self, q, k, v, cos, sin, positions, keys, values, loc, *norms):  # type: ignore[no-untyped-def]
+        return super().__call__(q, k, v, cos, sin, positions - 1, keys, values, loc, *norms)
 
 
 class _NextSlot(TorchRotaryKVWrite):
-    def __call__(self, q, k, v, cos, sin, positions, keys, values, loc):  # type: ignore[no-untyped-def]
+    def __call__(self, q, k, v, cos, sin, positions, keys, values, loc, *norms):  # type: ignore[no-untyped-def]
         slots = keys.shape[0] * keys.shape[1]
-        return super().__call__(q, k, v, cos, sin, positions, keys, values, (loc + 1) % slots)
+        return super().__call__(q, k, v, cos, sin, positions, keys, values, (loc + 1) % slots, *norms)
+
+
+class _KeysNotNormed(TorchRotaryKVWrite):
+    def __call__(self, q, k, v, cos, sin, positions, keys, values, loc, q_weight=None, k_weight=None):  # type: ignore[no-untyped-def]
+        return super().__call__(q, k, v, cos, sin, positions, keys, values, loc, q_weight, None)
+
+
+class _SwappedNorms(TorchRotaryKVWrite):
+    def __call__(self, q, k, v, cos, sin, positions, keys, values, loc, q_weight=None, k_weight=None):  # type: ignore[no-untyped-def]
+        return super().__call__(q, k, v, cos, sin, positions, keys, values, loc, k_weight, q_weight)
 
 
 class _TurnedInModelDtype(TorchRotaryKVWrite):
@@ -49,6 +59,8 @@ MUTANTS = {
         ("keys_not_turned", _KeysNotTurned),
         ("stale_positions", _StalePositions),
         ("next_slot", _NextSlot),
+        ("keys_not_normed", _KeysNotNormed),
+        ("swapped_norms", _SwappedNorms),
         ("turned_in_bf16", _TurnedInModelDtype),
     )
 }

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from fastlayers.attention.gqa.core import GQAConfig
+from fastlayers.attention.gqa.core import GQAConfig, phase_of
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
 from fastlayers.testing.spec import Case, Cost, LayerSpec
 
@@ -24,7 +24,8 @@ def _case(
     small: bool = True,
 ) -> Case:
     shape = {"query_lens": query_lens, "prefix_lens": prefix_lens, "starts": starts, "bucket": bucket}
-    return Case(name, cfg, shape, small)
+    phase = phase_of(AttentionBatch(query_lens, prefix_lens, ((),) * len(query_lens), starts))
+    return Case(name, replace(cfg, phase=phase), shape, small)
 
 
 def _cfg(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, page_size: int, **more: Any) -> GQAConfig:
@@ -32,6 +33,7 @@ def _cfg(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, page_size: int
 
 
 _GPT_OSS = {"window": 128, "sinks": True}
+_OSS_LENS = (127, 9, 128, 4000, 300)
 _MIXED = ((1024, 1, 700, 33, 1, 2048), (0, 4000, 1500, 129, 63, 0))
 CASES = (
     _case("decode", _cfg(4, 2, 32, BF16, 16), (1, 1, 1), (0, 36, 99)),
@@ -45,12 +47,18 @@ CASES = (
     _case("extend_window", _cfg(4, 1, 40, BF16, 1, window=5, sinks=True), (12, 3), (0, 30), (7, 0)),
     _case("extend_softcap_fp8", _cfg(2, 1, 16, FP32, 16, softcap=4.0, kv_dtype=FP8), (7, 2), (0, 90)),
     _case("decode_left_padded", _cfg(2, 1, 32, FP16, 16, window=16), (1, 1), (20, 50), (18, 3)),
+    _case("decode_no_lse", _cfg(8, 2, 64, BF16, 16, lse=False), (1, 1, 1, 1), (5, 63, 0, 200), bucket=6),
+    _case("decode_no_lse_sinks", _cfg(4, 2, 64, BF16, 16, window=40, sinks=True, lse=False), (1, 1), (30, 90)),
     _case("empty", _cfg(2, 1, 16, BF16, 16), (0, 0), (3, 0)),
     _case("qwen3_8b_decode", _cfg(32, 8, 128, BF16, 64), (1,) * 24, (4095,) * 8 + (700,) * 16, small=False),
     _case("qwen3_8b_decode_long", _cfg(32, 8, 128, BF16, 64), (1,), (32000,), bucket=2, small=False),
     _case("qwen3_8b_prefill", _cfg(32, 8, 128, BF16, 64), *_MIXED, small=False),
     _case("qwen3_8b_fp8", _cfg(32, 8, 128, BF16, 64, kv_dtype=FP8), *_MIXED, small=False),
     _case("gpt_oss_decode", _cfg(64, 8, 64, BF16, 64, **_GPT_OSS), (1,) * 16, (4095,) * 16, small=False),
+    _case("qwen3_30b_decode", _cfg(32, 4, 128, BF16, 64, lse=False), (1,) * 3, (511, 0, 129), bucket=4, small=False),
+    _case("gpt_oss_no_lse", _cfg(64, 8, 64, BF16, 64, lse=False, **_GPT_OSS), (1,) * 5, _OSS_LENS, (), 8, False),
+    _case("gpt_oss_full_no_lse", _cfg(64, 8, 64, BF16, 64, lse=False, sinks=True), (1,) * 2, (700, 9000), small=False),
+    _case("gpt_oss_full_prefill", _cfg(64, 8, 64, BF16, 64, sinks=True), *_MIXED, small=False),
     _case("gpt_oss_prefill", _cfg(64, 8, 64, BF16, 16, **_GPT_OSS), *_MIXED, small=False),
     _case("gemma2_9b", _cfg(16, 8, 256, BF16, 64, window=512, softcap=50.0), *_MIXED, small=False),
     _case("llama_fp32_prefill", _cfg(32, 8, 128, FP32, 64), (100, 300), (500, 0), small=False),
@@ -96,6 +104,7 @@ def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
         "starts": starts,
         "page_table": table,
         "bucket": shape["bucket"],
+        "lse": cfg.lse,
     }
 
 
@@ -124,13 +133,16 @@ def prepare(impl: Any, inputs: dict[str, Any]) -> Context:
 
 def refresh(impl: Any, inputs: dict[str, Any], context: Context) -> None:
     """Plan another step into the same buffers."""
-    context.state.plan(_batch(inputs), bucket=inputs["bucket"])
+    meta = context.state.plan(_batch(inputs), bucket=inputs["bucket"])
+    # Without a bucket the plans of backends follow at the next call, which a replay is not.
+    meta.plans.refresh(meta)
 
 
 def run(impl: Any, inputs: dict[str, Any], context: Context) -> dict[str, torch.Tensor]:
-    """Attend; padded rows are cut off."""
+    """Attend; padded rows are cut off. Without ``cfg.lse`` nobody reads the LSE."""
     o, lse = impl(inputs["q"], inputs["k_cache"], inputs["v_cache"], context.meta, inputs["sinks"])
-    return {"o": o[: context.valid], "lse": lse[: context.valid]}
+    o = o[: context.valid]
+    return {"o": o, "lse": lse[: context.valid]} if inputs["lse"] else {"o": o}
 
 
 def cost(case: Case) -> Cost:

@@ -11,6 +11,13 @@
 
 A token that sees nothing (left padding) gives o = 0 and, without a sink, lse = -inf. Softmax is in fp32. e4m3
 caches are read with scale 1. An LSE that holds a sink must not be merged with another one that does.
+
+Few kernels take every step, so a backend says which *phases* it serves:
+
+    "decode"   one new token a request, no left padding
+    "extend"   any number of new tokens, no left padding
+    "padded"   any number, and keys before ``meta.starts`` do not count
+    ""         all of them
 """
 
 from __future__ import annotations
@@ -21,12 +28,13 @@ import torch
 
 from fastlayers.attention.kv_cache.spec import DTYPES as CACHE_DTYPES
 from fastlayers.attention.kv_write.layer import needs_e4m3
+from fastlayers.attention.meta import AttentionBatch, AttentionMeta
 from fastlayers.device import Device
 from fastlayers.errors import ArgumentError, check_choice, check_positive
-from fastlayers.layer import PHASES
-from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
+from fastlayers.registry import Backend, Registry, reference_backend, torch_backend, triton_backend
 
 NAME = "Attention"
+PHASES = ("decode", "extend", "padded")
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,9 @@ class GQAConfig:
     dtype, kv_dtype : torch.dtype
         Of q and of the cache.
     phase : str
-        ``"decode"``: each request brings one token; ``"extend"``: any number; ``""``: a backend that does both.
+        See the head of this file.
+    lse : bool
+        Whether the caller reads the LSE; if not, a backend may return one without rows.
     """
 
     num_heads: int
@@ -60,6 +70,7 @@ class GQAConfig:
     dtype: torch.dtype = torch.bfloat16
     kv_dtype: torch.dtype = torch.bfloat16
     phase: str = ""
+    lse: bool = True
 
     def __post_init__(self) -> None:
         check_choice(NAME, "phase", self.phase, ("", *PHASES))
@@ -79,6 +90,30 @@ class GQAConfig:
         """Query heads that share one key head."""
         return self.num_heads // self.num_kv_heads
 
+    def tuning_key(self) -> str:
+        """Return the shape key of tuned tables; scale and LSE change little."""
+        dtypes = "_".join(str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.kv_dtype))
+        extras = [f"window={self.window}"] * (self.window is not None) + ["softcap"] * (self.softcap is not None)
+        heads = f"H={self.num_heads},Hkv={self.num_kv_heads},D={self.head_dim},page={self.page_size}"
+        return ",".join([heads, *extras, *["sinks"] * self.sinks, dtypes, self.phase or "all"])
+
+
+def phase_of(batch: AttentionBatch) -> str:
+    """Return which phase a step is; host data only."""
+    if any(batch.starts):
+        return "padded"
+    return "decode" if batch.is_decode else "extend"
+
+
+def check_no_padding(backend: str, meta: AttentionMeta) -> None:
+    """Raise :class:`ArgumentError` if the step has left padding; for plans of backends that cannot mask it.
+
+    A layer takes another backend for such a step. What can come here is a bucket that was captured without padding.
+    """
+    if any(meta.batch.starts):
+        accepted = f"steps without left padding: {backend} was chosen (or captured) for those"
+        raise ArgumentError(NAME, "meta.starts", meta.batch.starts, accepted)
+
 
 def _refuse_triton(cfg: GQAConfig, device: Device) -> str | None:
     if cfg.head_dim > 256:
@@ -86,13 +121,74 @@ def _refuse_triton(cfg: GQAConfig, device: Device) -> str | None:
     return needs_e4m3(cfg, device)
 
 
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def _refuse_kernels(cfg: GQAConfig, device: Device, oldest: tuple[int, int], dims: tuple[int, ...]) -> str | None:
+    """Refuse what no CUDA kernel package takes: other devices, fp32, other head dimensions, several key dtypes."""
+    if device.capability is None or device.capability < oldest:
+        return f"needs sm_{oldest[0]}{oldest[1]} or newer, this is {device.sm}"
+    if cfg.dtype not in _HALVES:
+        return f"dtype {cfg.dtype} is neither float16 nor bfloat16"
+    if cfg.head_dim not in dims:
+        return f"head_dim {cfg.head_dim} is not one of {', '.join(map(str, dims))}"
+    return None
+
+
+def _same_dtype(cfg: GQAConfig) -> str | None:
+    return None if cfg.kv_dtype == cfg.dtype else f"a cache of {cfg.kv_dtype} under queries of {cfg.dtype}"
+
+
+def _only_sm_90(device: Device) -> str | None:
+    return None if device.capability == (9, 0) else f"its kernels are for sm_90 only, this is {device.sm}"
+
+
+def _refuse_flashinfer_fa3(cfg: GQAConfig, device: Device) -> str | None:
+    return _refuse_kernels(cfg, device, (9, 0), (64, 128, 256)) or _only_sm_90(device) or _same_dtype(cfg)
+
+
+def _refuse_flashinfer_fa2(cfg: GQAConfig, device: Device) -> str | None:
+    return _refuse_kernels(cfg, device, (8, 0), (64, 128, 256))
+
+
+def _refuse_xqa(cfg: GQAConfig, device: Device) -> str | None:
+    if (why := _refuse_kernels(cfg, device, (9, 0), tuple(range(16, 257, 16))) or _same_dtype(cfg)) is not None:
+        return why
+    if cfg.lse:
+        return "it returns no LSE"
+    if cfg.softcap is not None:
+        return "it has no softcap"
+    if cfg.page_size not in (16, 32, 64, 128):
+        return f"page_size {cfg.page_size} is not one of 16, 32, 64, 128"
+    return None if cfg.group <= 32 else f"{cfg.group} query heads a key head are more than 32"
+
+
+def _refuse_fa3(cfg: GQAConfig, device: Device) -> str | None:
+    dims = tuple(range(8, 257, 8))
+    return _refuse_kernels(cfg, device, (9, 0), dims) or _only_sm_90(device) or _same_dtype(cfg)
+
+
 _HERE = "fastlayers.attention.gqa"
+_UNPADDED = ("decode", "extend")
 GQA = Registry(
     "gqa",
     [
+        Backend(
+            "flashinfer_fa3", f"{_HERE}.flashinfer:FlashInferFA3", ("flashinfer.prefill:get_batch_prefill_module",),
+            _refuse_flashinfer_fa3, phases=("extend",),
+        ),
         triton_backend(f"{_HERE}.triton:TritonGQA", _refuse_triton),
+        Backend("xqa", f"{_HERE}.xqa:XQA", ("flashinfer.xqa:xqa",), _refuse_xqa, phases=("decode",)),
+        Backend(
+            "fa3", f"{_HERE}.fa3:FA3", ("flash_attn_interface:flash_attn_with_kvcache",), _refuse_fa3,
+            phases=_UNPADDED,
+        ),
+        Backend(
+            "flashinfer_fa2", f"{_HERE}.flashinfer:FlashInferFA2", ("flashinfer.prefill:get_batch_prefill_module",),
+            _refuse_flashinfer_fa2, phases=_UNPADDED,
+        ),
         torch_backend(f"{_HERE}.torch:TorchGQA"),
         reference_backend(f"{_HERE}.reference:ReferenceGQA"),
     ],
     cases=f"{_HERE}.cases",
-)
+)  # fmt: skip

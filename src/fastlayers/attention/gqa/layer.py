@@ -3,7 +3,7 @@
 T = tokens, E = hidden_size, Hq = num_heads, Hkv = num_kv_heads, D = head_dim
 q, k, v        = qkv_proj(hidden[T, E])           one fused linear, split into heads
 q, k           = q_norm(q), k_norm(k)             with qk_norm: RMSNorm over D
-q, cache       = rotary(q), write(rotary(k), v)   one launch; two with MRoPE
+q, cache       = rotary(q), write(rotary(k), v)   one launch with the norms; four with MRoPE
 o[T, Hq, D]    = core(q, cache)                   see fastlayers.attention.gqa.core
 y[T, E]        = o_proj(o)                        a partial sum where heads are sharded
 """
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fastlayers import env
-from fastlayers.attention.gqa.core import GQA, NAME, GQAConfig
+from fastlayers.attention.gqa.core import GQA, NAME, GQAConfig, phase_of
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.kv_write.layer import KVWrite
 from fastlayers.attention.meta import AttentionMeta, check_pages, check_step
@@ -28,6 +28,7 @@ from fastlayers.linear.base import LinearBase
 from fastlayers.linear.factory import linear
 from fastlayers.norm.rms_norm.layer import RMSNorm
 from fastlayers.quant.spec import NONE, QuantSpec
+from fastlayers.registry import Ladder
 from fastlayers.rotary.layer import RotaryEmbedding
 from fastlayers.weights import Slot
 
@@ -124,9 +125,10 @@ class Attention(Layer):
         cache_dtype = dtype if kv_dtype is None else kv_dtype
         cfg = GQAConfig(
             self.num_heads, self.num_kv_heads, head_dim, scale, window, softcap, sinks, page_size,
-            dtype, cache_dtype,
+            dtype, cache_dtype, lse=False,
         )  # fmt: skip
         self.choose_phases(GQA, cfg, device, backend)
+        self._padded: dict[str, Ladder] = {}
         self._debug = env.debug()
         if rotary.cfg.head_dim != head_dim:
             raise ArgumentError(NAME, "rotary.head_dim", rotary.cfg.head_dim, f"head_dim {head_dim}")
@@ -144,6 +146,7 @@ class Attention(Layer):
                 interleaved_in=rotary.cfg.interleaved_in,
                 interleaved_out=rotary.cfg.interleaved_out,
                 kv_dtype=cache_dtype,
+                qk_norm=qk_norm,
                 device=device,
             )
 
@@ -178,28 +181,42 @@ class Attention(Layer):
             yield "sinks", Slot(self.sinks, (self.full_heads,), (self.head_slice,))
 
     def project(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return q ``[T, Hq, D]``, k and v ``[T, Hkv, D]`` before the rotation."""
+        """Return q ``[T, Hq, D]``, k and v ``[T, Hkv, D]`` before norms and rotation."""
         if self.fused:
             parts = self.qkv_proj(hidden).split(self.qkv_proj.part_sizes, -1)
         else:
             parts = tuple(getattr(self, name)(hidden) for name in _PARTS)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
 
     def rotate_and_write(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: AttentionMeta, cache: LayerCache
     ) -> torch.Tensor:
-        """Return the turned q; write the turned k, and v, into ``cache``."""
+        """Return q, normed and turned; write k, treated the same, and v into ``cache``."""
+        q_norm, k_norm = self.q_norm, self.k_norm
         if not self.mrope:
             if meta.rope_positions is not None:
                 raise ArgumentError(NAME, "meta.rope_positions", "set", "None: this rotary has no mrope_section")
-            return self.write(q, k, v, self.rotary.cos, self.rotary.sin, meta.positions, cache, meta.out_cache_loc)
+            weights = () if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight)
+            tables = self.rotary.cos, self.rotary.sin
+            return self.write(q, k, v, *tables, meta.positions, cache, meta.out_cache_loc, *weights)
+        if q_norm is not None and k_norm is not None:
+            q, k = q_norm(q), k_norm(k)
         positions = meta.positions if meta.rope_positions is None else meta.rope_positions
         q, k = self.rotary(q, k, positions)
         self.write(k, v, cache.keys, cache.values, meta.out_cache_loc)
         return q
+
+    def _ladder_for(self, meta: AttentionMeta) -> Ladder:
+        """Return the ladder for this step's phase; that for left padding is built when the first such step comes."""
+        phase = phase_of(meta.batch)
+        if phase != "padded":
+            return self.decode_ladder if phase == "decode" else self.ladder
+        device = self.choice.device
+        if device.type not in self._padded:
+            asked = self.decode_choice.asked
+            self._padded[device.type] = GQA.choose_phases(self.cfg, (phase,), device, asked)[0].build()
+        return self._padded[device.type]
 
     def forward(self, hidden: torch.Tensor, meta: AttentionMeta, cache: LayerCache) -> torch.Tensor:
         """Attend; the new tokens' keys and values are written into the cache first.
@@ -233,8 +250,7 @@ class Attention(Layer):
         q, k, v = self.project(hidden)
         q = self.rotate_and_write(q, k, v, meta, cache)
         sinks = None if self.sinks is None else self.sinks.float()
-        core = (self.decode_ladder if meta.is_decode else self.ladder).pick(tokens)
-        o, _ = core(q, cache.keys, cache.values, meta, sinks)
+        o, _ = self._ladder_for(meta).pick(tokens)(q, cache.keys, cache.values, meta, sinks)
         y: torch.Tensor = self.o_proj(o.flatten(1))
         return y
 

@@ -35,8 +35,13 @@ CASES = (
     _case("deepseek_v3", 3, Config(4, 1, 64, 512, 64, *_V3), BF16, (2, 64), strided=True),
     _case("deepseek_v2_fp32", 3, Config(3, 1, 16, 40, 16, *_V2, kv_dtype=FP32), FP32, (3, 16), padded=1),
     _case("deepseek_v3_fp8", 3, Config(2, 1, 64, 128, 64, *_V3, kv_dtype=FP8), FP32, (3, 16)),
+    _case("norms", 5, Config(6, 2, 64, 64, 64, qk_norm=1e-6), BF16, (2, 64), padded=1, strided=True),
+    _case("norms_partial", 3, Config(3, 1, 48, 32, 20, kv_dtype=FP32, qk_norm=1e-2), FP32, (9, 1)),
+    _case("norms_interleaved_fp8", 4, Config(2, 2, 32, 32, 24, True, True, False, FP8, 1e-5), FP16, (3, 16)),
     _case("empty", 0, Config(4, 2, 64, 64, 64), BF16, (2, 16)),
     _case("qwen3_8b_prefill", 4096, Config(32, 8, 128, 128, 128), BF16, (80, 64), False, strided=True),
+    _case("qwen3_30b_norms", 1, Config(32, 4, 128, 128, 128, qk_norm=1e-6), BF16, (80, 64), False, strided=True),
+    _case("qwen3_8b_norms", 4096, Config(32, 8, 128, 128, 128, qk_norm=1e-6), BF16, (80, 64), False, strided=True),
     _case("gpt_oss_decode", 64, Config(64, 8, 64, 64, 64), BF16, (80, 64), False, strided=True),
     _case("deepseek_prefill", 4096, Config(128, 1, 64, 512, 64, *_V3), BF16, (80, 64), False, strided=True),
 )  # fmt: skip
@@ -70,12 +75,18 @@ def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
         "keys": keys,
         "values": values,
         "loc": make_loc(shape, generator).to(device),
+        **{
+            name: (1.0 + 0.5 * torch.randn(cfg.head_dim, generator=generator)).to(device, shape["dtype"])
+            if cfg.qk_norm is not None
+            else None
+            for name in ("q_weight", "k_weight")
+        },
     }
 
 
 def run(impl: Any, inputs: dict[str, Any], context: Any) -> dict[str, torch.Tensor]:
     """Turn and write, then read all but page 0; what is only moved is judged apart from what is turned."""
-    names = ("q", "k", "v", "cos", "sin", "positions", "keys", "values", "loc")
+    names = ("q", "k", "v", "cos", "sin", "positions", "keys", "values", "loc", "q_weight", "k_weight")
     q = impl(*(inputs[name] for name in names))
     keys, values = inputs["keys"][1:], inputs["values"]
     if values is None:

@@ -1,4 +1,4 @@
-"""Rotary embedding of q and k fused with the write of k and v into a paged cache, in one launch.
+"""Rotary embedding of q and k fused with the write of k and v into a paged cache, and with norms, in one launch.
 
     T = tokens, Hq = num_heads, Hkv = num_kv_heads, D = head_dim, V = v_head_dim, d = rotary_dim ≤ D
     y(x)[t, h]           = x[t, h] turned by positions[t]: fp32, rounded once to the model's dtype; dimensions
@@ -6,6 +6,10 @@
     q_rotated[T, Hq, D]  = y(q)                                    new tensor
     k_cache[loc[t], h]   = cache_dtype(y(k)[t, h])
     v_cache[loc[t], h]   = cache_dtype(v[t, h])
+
+With ``qk_norm`` an RMSNorm over each head of q and k comes first, rounded as Qwen3 does ("cast_then_scale"):
+
+    q[t, h], k[t, h]     = weight · (x / sqrt(mean(x²) + eps)).to(dtype)
 
 With ``latent`` (MLA) there is one cache of rows [latent | rope], one key head, and v is the latent:
 
@@ -48,6 +52,7 @@ class RotaryKVWriteConfig:
     interleaved_out: bool = False
     latent: bool = False
     kv_dtype: torch.dtype = torch.bfloat16
+    qk_norm: float | None = None
 
     def __post_init__(self) -> None:
         check_positive(NAME, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
@@ -57,6 +62,8 @@ class RotaryKVWriteConfig:
             raise ArgumentError(NAME, "rotary_dim", self.rotary_dim, f"an even number up to {self.head_dim}")
         if self.latent and self.num_kv_heads != 1:
             raise ArgumentError(NAME, "num_kv_heads", self.num_kv_heads, "1 with latent")
+        if self.qk_norm is not None and (self.latent or not self.qk_norm >= 0):
+            raise ArgumentError(NAME, "qk_norm", self.qk_norm, "an epsilon of 0 or more, and not with latent")
 
     def rows(self, keys: torch.Tensor, values: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the caches as views ``[slots, Hkv, D]`` and ``[slots, Hkv, V]``."""
@@ -96,6 +103,8 @@ class RotaryKVWrite(Layer):
         MLA's cache of rows [latent | rope].
     kv_dtype : torch.dtype
         Of the cache: fp32, fp16, bf16 or e4m3.
+    qk_norm : float, optional
+        Epsilon of an RMSNorm over each head of q and k, before they turn. Default: none.
     device : torch device, optional
     backend : str
         ``"auto"``, a name, or a ladder.
@@ -130,6 +139,7 @@ class RotaryKVWrite(Layer):
         interleaved_out: bool = False,
         latent: bool = False,
         kv_dtype: torch.dtype = torch.bfloat16,
+        qk_norm: float | None = None,
         device: torch.device | str | None = None,
         backend: str = "auto",
     ) -> None:
@@ -144,6 +154,7 @@ class RotaryKVWrite(Layer):
             interleaved_out,
             latent,
             kv_dtype,
+            qk_norm,
         )
         self.choose(ROTARY_KV_WRITE, cfg, device, backend)
         self.debug = env.debug()
@@ -158,8 +169,10 @@ class RotaryKVWrite(Layer):
         positions: torch.Tensor,
         cache: LayerCache,
         loc: torch.Tensor,
+        q_weight: torch.Tensor | None = None,
+        k_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Turn and write.
+        """Norm (with ``qk_norm``), turn and write.
 
         Parameters
         ----------
@@ -175,6 +188,8 @@ class RotaryKVWrite(Layer):
             Written in place; contiguous.
         loc : Tensor int64 or int32 ``[T]``
             Slot of each row; contiguous.
+        q_weight, k_weight : Tensor ``[D]``, with ``qk_norm`` only
+            Of q's dtype; contiguous.
 
         Returns
         -------
@@ -197,7 +212,14 @@ class RotaryKVWrite(Layer):
         if self.debug and tokens and not 0 <= int(positions.min()) <= int(positions.max()) < cos.shape[0]:
             given = f"from {int(positions.min())} to {int(positions.max())}"
             raise ArgumentError(NAME, "positions", given, f"positions in [0, {cos.shape[0]})")
-        turned: torch.Tensor = self.ladder.pick(tokens)(q, k, v, cos, sin, positions, cache.keys, cache.values, loc)
+        for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+            if cfg.qk_norm is not None:
+                check_tensor(NAME, name, weight, shape=(cfg.head_dim,), dtype=q.dtype, device=where, contiguous=True)
+            elif weight is not None:
+                raise ArgumentError(NAME, name, describe(weight), "None without qk_norm")
+        turned: torch.Tensor = self.ladder.pick(tokens)(
+            q, k, v, cos, sin, positions, cache.keys, cache.values, loc, q_weight, k_weight
+        )
         return turned
 
     def _check_cache(self, cache: LayerCache, where: torch.device) -> None:

@@ -25,8 +25,11 @@ class ReferenceRotaryKVWrite:
         keys: torch.Tensor,
         values: torch.Tensor | None,
         loc: torch.Tensor,
+        q_weight: torch.Tensor | None = None,
+        k_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write into ``keys`` and ``values``, in place; return the turned ``q``."""
+        q, k = self._norm(q, q_weight), self._norm(k, k_weight)
         c, s = cos[positions], sin[positions]
         k_turned = self._turn(k, c, s).to(k.dtype)
         if self.cfg.latent:
@@ -36,6 +39,16 @@ class ReferenceRotaryKVWrite:
             write_rows(k_turned, keys, loc)
             write_rows(v, values, loc)
         return self._turn(q, c, s)
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        eps = self.cfg.qk_norm
+        if weight is None or eps is None:
+            return x
+        y = torch.empty_like(x)
+        for h in range(x.shape[1]):
+            row = x[:, h].float()
+            y[:, h] = (row / (row.square().mean(-1, keepdim=True) + eps).sqrt()).to(x.dtype) * weight
+        return y
 
     def _turn(self, x: torch.Tensor, c: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
         cfg, half = self.cfg, self.cfg.rotary_dim // 2

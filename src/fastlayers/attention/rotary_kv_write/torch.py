@@ -25,13 +25,23 @@ class TorchRotaryKVWrite:
         keys: torch.Tensor,
         values: torch.Tensor | None,
         loc: torch.Tensor,
+        q_weight: torch.Tensor | None = None,
+        k_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write into ``keys`` and ``values``, in place; return the turned ``q``, a new tensor."""
+        q, k = self._norm(q, q_weight), self._norm(k, k_weight)
         c, s = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
         k_slots, v_slots = self.cfg.rows(keys, values)
         scatter_rows(k_slots, loc, self._turn(k, c, s))
         scatter_rows(v_slots, loc, v)
         return self._turn(q, c, s)
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        if weight is None or self.cfg.qk_norm is None:
+            return x
+        wide = x.float()
+        normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.cfg.qk_norm)
+        return normalised.to(x.dtype) * weight
 
     def _turn(self, x: torch.Tensor, c: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
         cfg = self.cfg

@@ -1,4 +1,4 @@
-"""rotary_kv_write in Triton: a program turns a block of one token's heads; those of k write the cache."""
+"""rotary_kv_write in Triton: a program norms and turns a block of one token's heads; those of k write the cache."""
 
 from __future__ import annotations
 
@@ -10,48 +10,87 @@ from fastlayers.attention.kv_write.triton import to_cache
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWriteConfig
 from fastlayers.operators import operator
 from fastlayers.testing.compile_check import KernelBuild
-from fastlayers.triton_lang import cast
+from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
 MAX_HEADS = 8  # of one program: enough to share the load of cos and sin, few enough to fill a GPU at decode
 
 
 @triton.jit
+def _load_pair(rows, f, inside_head, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    if INTERLEAVED:
+        both = tl.arange(0, 2 * BLOCK_HALF)
+        x = tl.load(rows + both[None, :], mask=inside_head & (both < 2 * HALF)[None, :], other=0.0)
+        a, b = tl.split(tl.reshape(x, (rows.shape[0], BLOCK_HALF, 2)))
+    else:
+        inside = inside_head & (f < HALF)[None, :]
+        a = tl.load(rows + f[None, :], mask=inside, other=0.0)
+        b = tl.load(rows + HALF + f[None, :], mask=inside, other=0.0)
+    return a, b
+
+
+@triton.jit
+def _scaled(x, inverse, weight_ptr, column, WIDTH: tl.constexpr):
+    """RMSNorm of ``x`` given its rows' inverse root mean squares: rounded to the dtype, scaled, rounded again."""
+    weight = tl.load(weight_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    rounded = cast(x.to(tl.float32) * inverse[:, None], x.dtype).to(tl.float32)
+    return cast(rounded * weight[None, :], x.dtype)
+
+
+@triton.jit
 def _turn(
-    source, target, source_head, target_head, head, heads, c, s, f,
-    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
-    INTERLEAVED_IN: tl.constexpr, INTERLEAVED_OUT: tl.constexpr,
+    source, target, source_head, target_head, head, heads, c, s, f, weight_ptr, eps,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    INTERLEAVED_IN: tl.constexpr, INTERLEAVED_OUT: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     rows, targets = source + head[:, None] * source_head, target + head[:, None] * target_head
-    inside = (head < heads)[:, None] & (f < HALF)[None, :]
-    a_in, b_in = (2 * f, 2 * f + 1) if INTERLEAVED_IN else (f, f + HALF)
-    a_out, b_out = (2 * f, 2 * f + 1) if INTERLEAVED_OUT else (f, f + HALF)
-    a = tl.load(rows + a_in[None, :], mask=inside, other=0.0)
-    b = tl.load(rows + b_in[None, :], mask=inside, other=0.0)
+    inside_head = (head < heads)[:, None]
+    a, b = _load_pair(rows, f, inside_head, HALF, BLOCK_HALF, INTERLEAVED_IN)
     dtype: tl.constexpr = source.dtype.element_ty
-    wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
-    # Rounded to the model's dtype first, then to the cache's, as an unfused pair does.
-    first = cast(wide_a * c[None, :] - wide_b * s[None, :], dtype)
-    second = cast(wide_b * c[None, :] + wide_a * s[None, :], dtype)
-    tl.store(targets + a_out[None, :], to_cache(first, target.dtype.element_ty), mask=inside)
-    tl.store(targets + b_out[None, :], to_cache(second, target.dtype.element_ty), mask=inside)
     if REST > 0:
         column = 2 * HALF + tl.arange(0, REST)
-        kept = (head < heads)[:, None] & (column < HEAD_DIM)[None, :]
-        x = tl.load(rows + column[None, :], mask=kept, other=0.0)
-        tl.store(targets + column[None, :], to_cache(x, target.dtype.element_ty), mask=kept)
+        kept = inside_head & (column < HEAD_DIM)[None, :]
+        rest = tl.load(rows + column[None, :], mask=kept, other=0.0)
+    if NORM:
+        wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
+        square = tl.sum(wide_a * wide_a + wide_b * wide_b, axis=1)
+        if REST > 0:
+            wide_rest = rest.to(tl.float32)
+            square += tl.sum(wide_rest * wide_rest, axis=1)
+            inverse = tl.rsqrt(square / HEAD_DIM + eps)
+            rest = _scaled(rest, inverse, weight_ptr, column, HEAD_DIM)
+        else:
+            inverse = tl.rsqrt(square / HEAD_DIM + eps)
+        a = _scaled(a, inverse, weight_ptr, 2 * f if INTERLEAVED_IN else f, 2 * HALF if INTERLEAVED_IN else HALF)
+        b = _scaled(b, inverse, weight_ptr, 2 * f + 1 if INTERLEAVED_IN else HALF + f, 2 * HALF)
+    wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
+    # Rounded to the model's dtype first, then to the cache's, as an unfused pair does.
+    first = to_cache(cast(wide_a * c[None, :] - wide_b * s[None, :], dtype), target.dtype.element_ty)
+    second = to_cache(cast(wide_b * c[None, :] + wide_a * s[None, :], dtype), target.dtype.element_ty)
+    if INTERLEAVED_OUT:
+        both = tl.arange(0, 2 * BLOCK_HALF)
+        y = tl.reshape(tl.join(first, second), (rows.shape[0], 2 * BLOCK_HALF))
+        tl.store(targets + both[None, :], y, mask=inside_head & (both < 2 * HALF)[None, :])
+    else:
+        inside = inside_head & (f < HALF)[None, :]
+        tl.store(targets + f[None, :], first, mask=inside)
+        tl.store(targets + HALF + f[None, :], second, mask=inside)
+    if REST > 0:
+        tl.store(targets + column[None, :], to_cache(rest, target.dtype.element_ty), mask=kept)
 
 
 @triton.jit
 def _rotary_kv_write_kernel(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, positions_ptr, q_out_ptr, k_cache_ptr, v_cache_ptr, loc_ptr,
-    q_token, q_head, k_token, k_head, v_token, v_head, k_slot, v_slot,
-    max_position, heads, kv_heads, q_blocks,
+    q_weight_ptr, k_weight_ptr, q_token, q_head, k_token, k_head, v_token, v_head, k_slot, v_slot,
+    max_position, heads, kv_heads, q_blocks, eps,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
-    INTERLEAVED_IN: tl.constexpr, INTERLEAVED_OUT: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_V: tl.constexpr,
+    INTERLEAVED_IN: tl.constexpr, INTERLEAVED_OUT: tl.constexpr, NORM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     f = tl.arange(0, BLOCK_HALF)
+    await_inputs(PDL)
+    release_dependents(PDL)
     position = tl.load(positions_ptr + token)
     position = tl.minimum(tl.maximum(position, 0), max_position - 1)
     c = tl.load(cos_ptr + position * HALF + f, mask=f < HALF, other=0.0)
@@ -60,15 +99,16 @@ def _rotary_kv_write_kernel(
         head = block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         _turn(
             q_ptr + token * q_token, q_out_ptr + token * heads * HEAD_DIM, q_head, HEAD_DIM, head, heads,
-            c, s, f,
-            HEAD_DIM, HALF, REST, INTERLEAVED_IN, INTERLEAVED_OUT,
+            c, s, f, q_weight_ptr, eps,
+            HEAD_DIM, HALF, REST, BLOCK_HALF, INTERLEAVED_IN, INTERLEAVED_OUT, NORM,
         )  # fmt: skip
     else:
         head = (block - q_blocks) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         slot = tl.load(loc_ptr + token).to(tl.int64)
         _turn(
-            k_ptr + token * k_token, k_cache_ptr + slot * k_slot, k_head, HEAD_DIM, head, kv_heads, c, s, f,
-            HEAD_DIM, HALF, REST, INTERLEAVED_IN, INTERLEAVED_OUT,
+            k_ptr + token * k_token, k_cache_ptr + slot * k_slot, k_head, HEAD_DIM, head, kv_heads,
+            c, s, f, k_weight_ptr, eps,
+            HEAD_DIM, HALF, REST, BLOCK_HALF, INTERLEAVED_IN, INTERLEAVED_OUT, NORM,
         )  # fmt: skip
         column = tl.arange(0, BLOCK_V)
         inside = (head < kv_heads)[:, None] & (column < V_HEAD_DIM)[None, :]
@@ -87,6 +127,7 @@ def _blocks(cfg: RotaryKVWriteConfig) -> dict[str, int | bool]:
         "REST": power(rest) if rest else 0,
         "INTERLEAVED_IN": cfg.interleaved_in,
         "INTERLEAVED_OUT": cfg.interleaved_out,
+        "NORM": cfg.qk_norm is not None,
         "BLOCK_HEADS": min(MAX_HEADS, power(cfg.num_heads)),
         "BLOCK_HALF": power(cfg.rotary_dim // 2),
         "BLOCK_V": power(cfg.v_head_dim),
@@ -96,6 +137,7 @@ def _blocks(cfg: RotaryKVWriteConfig) -> dict[str, int | bool]:
 def _fake(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None, loc: torch.Tensor,
+    q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float | None,
     rotary_dim: int, interleaved_in: bool, interleaved_out: bool,
 ) -> torch.Tensor:  # fmt: skip
     return q.new_empty(q.shape)
@@ -103,13 +145,14 @@ def _fake(
 
 @operator(
     "rotary_kv_write(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor positions, "
-    "Tensor(a!) keys, Tensor(b!)? values, Tensor loc, int rotary_dim, bool interleaved_in, "
-    "bool interleaved_out) -> Tensor",
+    "Tensor(a!) keys, Tensor(b!)? values, Tensor loc, Tensor? q_weight, Tensor? k_weight, "
+    "float? eps, int rotary_dim, bool interleaved_in, bool interleaved_out) -> Tensor",
     _fake,
 )
 def _rotary_kv_write(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None, loc: torch.Tensor,
+    q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float | None,
     rotary_dim: int, interleaved_in: bool, interleaved_out: bool,
 ) -> torch.Tensor:  # fmt: skip
     (tokens, heads, head_dim), (kv_heads, v_head_dim) = q.shape, v.shape[1:]
@@ -123,6 +166,7 @@ def _rotary_kv_write(
         interleaved_out,
         values is None,
         keys.dtype,
+        eps,
     )
     q_out = q.new_empty(q.shape)
     if tokens:
@@ -131,9 +175,10 @@ def _rotary_kv_write(
         k_slots, v_slots = cfg.rows(keys, values)
         _rotary_kv_write_kernel[(tokens, q_blocks + triton.cdiv(kv_heads, blocks["BLOCK_HEADS"]))](
             q, k, v, cos, sin, positions, q_out, k_slots, v_slots, loc,
+            cos if q_weight is None else q_weight, cos if k_weight is None else k_weight,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             k_slots.stride(0), v_slots.stride(0), cos.shape[0], heads, kv_heads, q_blocks,
-            **blocks, num_warps=2,
+            eps or 0.0, **blocks, **dependent_launch(q), num_warps=2,
         )  # fmt: skip
     return q_out
 
@@ -147,29 +192,21 @@ class TritonRotaryKVWrite:
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
         positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None, loc: torch.Tensor,
+        q_weight: torch.Tensor | None = None, k_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Write into ``keys`` and ``values``, in place; return the turned ``q``, a new contiguous tensor."""
         cfg = self.cfg
         turned: torch.Tensor = _rotary_kv_write(
-            q,
-            k,
-            v,
-            cos,
-            sin,
-            positions,
-            keys,
-            values,
-            loc,
-            cfg.rotary_dim,
-            cfg.interleaved_in,
-            cfg.interleaved_out,
-        )
+            q, k, v, cos, sin, positions, keys, values, loc, q_weight, k_weight, cfg.qk_norm,
+            cfg.rotary_dim, cfg.interleaved_in, cfg.interleaved_out,
+        )  # fmt: skip
         return turned
 
 
 _STRIDES = ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "k_slot", "v_slot")
 _REAL = {
     "qwen3_8b": (RotaryKVWriteConfig(32, 8, 128, 128, 128), "bf16", "bf16"),
+    "qwen3_8b_norms": (RotaryKVWriteConfig(32, 8, 128, 128, 128, qk_norm=1e-6), "bf16", "bf16"),
     "qwen3_8b_fp8": (RotaryKVWriteConfig(32, 8, 128, 128, 128), "bf16", "fp8e4nv"),
     "gpt_oss": (RotaryKVWriteConfig(64, 8, 64, 64, 64), "bf16", "bf16"),
     "glm4_moe": (RotaryKVWriteConfig(96, 8, 128, 128, 64), "bf16", "bf16"),
@@ -181,14 +218,15 @@ COMPILE = [
         f"rotary_kv_write_{name}",
         _rotary_kv_write_kernel,
         {
-            **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "q_out_ptr"), f"*{dtype}"),
+            **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "q_out_ptr", "q_weight_ptr", "k_weight_ptr"), f"*{dtype}"),
             **dict.fromkeys(("cos_ptr", "sin_ptr"), "*fp32"),
             **dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), f"*{cache}"),
             **dict.fromkeys(("positions_ptr", "loc_ptr"), "*i64"),
             **dict.fromkeys(_STRIDES, "i64"),
             **dict.fromkeys(("max_position", "heads", "kv_heads", "q_blocks"), "i32"),
+            "eps": "fp32",
         },
-        _blocks(cfg),
+        {**_blocks(cfg), "PDL": True},
         num_warps=2,
     )
     for name, (cfg, dtype, cache) in _REAL.items()

@@ -1,0 +1,250 @@
+"""Grouped-query attention by FlashInfer's paged prefill kernels, which serve decode too (one query a request).
+
+``fa3`` is written for sm_90 and splits no keys; ``fa2`` runs from sm_80 on and splits them. Both follow a schedule that
+the package computes on the host from host lengths: once a step (:meth:`AttentionMeta.plan_of`), into buffers that a
+captured graph finds again. The kernels are called directly rather than through the package's wrapper objects, so that
+a launch is an operator on tensors. The package masks no left padding and ignores sinks here: a step with padding goes
+to another backend, and a sink is folded in by way of the LSE, ``o *= sigmoid(lse - sink)``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fastlayers.attention.gqa.core import GQAConfig, check_no_padding
+from fastlayers.attention.gqa.triton_softmax import LN2
+from fastlayers.attention.meta import AttentionMeta
+from fastlayers.attention.staging import Staging
+from fastlayers.operators import operator
+from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
+
+CAUSAL, TOKENS_BEFORE_HEADS = 1, 0  # the package's codes
+WORKSPACE_BYTES = 128 << 20
+
+
+def module_of(
+    variant: str, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, windowed: bool, capped: bool
+) -> Any:
+    """Return the package's kernels for one configuration; compiles them at first use."""
+    from flashinfer.prefill import get_batch_prefill_module
+
+    # No rotary embedding inside, scores in fp32.
+    return get_batch_prefill_module(
+        variant, dtype, kv_dtype, dtype, torch.int32, head_dim, head_dim, 0, windowed, capped, False
+    )
+
+
+@triton.jit
+def _pack_kernel(table_ptr, table_row, offset_ptr, pages_ptr, BLOCK: tl.constexpr):
+    """Write the pages in use, request after request."""
+    request = tl.program_id(0).to(tl.int64)
+    first = tl.load(offset_ptr + request)
+    count = tl.load(offset_ptr + request + 1) - first
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    page = tl.load(table_ptr + request * table_row + index, mask=index < count, other=0)
+    tl.store(pages_ptr + first + index, page, mask=index < count)
+
+
+@triton.jit
+def _finish_kernel(
+    o_ptr, lse_ptr, sinks_ptr, rows,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SINKS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Bring the LSE from base 2 to base e and fold the sink in, both in place."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    await_inputs(PDL)
+    release_dependents(PDL)
+    lse = tl.load(lse_ptr + row, mask=row < rows, other=0.0) * LN2
+    if SINKS:
+        column = tl.arange(0, BLOCK_D)
+        at = row[:, None] * HEAD_DIM + column[None, :]
+        inside = (row < rows)[:, None] & (column < HEAD_DIM)[None, :]
+        sink = tl.load(sinks_ptr + row % HEADS, mask=row < rows, other=0.0)
+        top = tl.maximum(lse, sink)
+        total = tl.exp(lse - top) + tl.exp(sink - top)
+        o = tl.load(o_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        o = o * (tl.exp(lse - top) / total)[:, None]
+        tl.store(o_ptr + at, cast(o, o_ptr.dtype.element_ty), mask=inside)
+        lse = top + tl.log(total)
+    tl.store(lse_ptr + row, lse, mask=row < rows)
+
+
+def finish(o: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> None:
+    """Turn ``o [T, H, D]`` and the base-2 ``lse [T, H]`` of attention without sinks into ours, in place."""
+    rows, width = lse.numel(), o.shape[2]
+    block = 8 if sinks is not None else 256
+    _finish_kernel[(triton.cdiv(rows, block),)](
+        o, lse, lse if sinks is None else sinks, rows, HEADS=o.shape[1], HEAD_DIM=width, SINKS=sinks is not None,
+        BLOCK_R=block, BLOCK_D=triton.next_power_of_2(width), **dependent_launch(o), num_warps=4,
+    )  # fmt: skip
+
+
+class Workspace:
+    """Partial results of split keys: of no use after a launch, so one for all steps of a state."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.memory = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+    def plan(self, meta: AttentionMeta) -> None:
+        """Nothing in it depends on the step."""
+
+
+class Schedule:
+    """One step's schedule; the same addresses after every plan of one shape."""
+
+    def __init__(self, core: FlashInferGQA, meta: AttentionMeta) -> None:
+        self.core, self.device = core, meta.positions.device
+        self.numbers: list[int] = []
+        # requests + 1 offsets of queries, as many of pages, and the length of each last page
+        self.index = self.pages = self.entries = torch.empty(0)
+        self._shape: tuple[int, ...] = ()
+        self._staging = Staging(0, self.device)
+        if core.splits_keys:
+            # One for all buckets: asked for as if there was none.
+            workspace: Workspace = replace(meta, bucket=None).plan_of(
+                ("gqa", "flashinfer", "workspace"), lambda _: Workspace(self.device)
+            )
+            self.workspace = workspace.memory
+        else:
+            self.workspace = torch.empty(16, dtype=torch.uint8, device=self.device)
+
+    def _allocate(self, meta: AttentionMeta) -> None:
+        requests, tokens = meta.num_requests, meta.num_tokens
+        shape = (requests, tokens, meta.page_table.shape[1])
+        if shape == self._shape:
+            return
+        self._shape = shape
+        cfg = self.core.cfg
+        # Up to seven numbers for each tile of 128 tokens of each head (fa3), four for each of 16 rows (fa2).
+        few, many = tokens // 128 + requests + 1, tokens * cfg.group // 16 + requests + 300
+        size = 28 * cfg.num_heads * few + 16 * many + 8 * (tokens + requests) + 65536
+        self.index = torch.empty(3 * requests + 2, dtype=torch.int32, device=self.device)
+        self.pages = torch.empty(meta.page_table.numel(), dtype=torch.int32, device=self.device)
+        self.entries = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self._staging = Staging(size, self.device)
+
+    @torch.inference_mode()
+    def plan(self, meta: AttentionMeta) -> None:
+        """Compute the schedule on the host and copy it; no host synchronisation."""
+        check_no_padding(self.core.name, meta)
+        self._allocate(meta)
+        cfg, requests = self.core.cfg, meta.num_requests
+        padded = requests - len(meta.batch.query_lens)
+        query = [*meta.batch.query_lens, *[1] * padded]
+        lengths = [*meta.batch.seq_lens, *[1] * padded]
+        used = [-(-length // meta.page_size) for length in lengths]
+        first = torch.tensor([0, *accumulate(query)], dtype=torch.int32)
+        pages = torch.tensor([0, *accumulate(used)], dtype=torch.int32)
+        keys = torch.tensor(lengths, dtype=torch.int32)
+        last = keys - (pages.diff() - 1).clamp_min(0) * meta.page_size
+        self.index.copy_(torch.cat([first, pages, last]))
+        block = 256
+        _pack_kernel[(requests, triton.cdiv(max(used), block))](
+            meta.page_table, meta.page_table.stride(0), self.index[requests + 1 :], self.pages, BLOCK=block, num_warps=4
+        )
+        window_left = -1 if cfg.window is None else cfg.window - 1
+        staged = self._staging.take()
+        numbers = self.core.module().plan(
+            self.workspace, self.entries, staged, first, pages, keys, meta.num_tokens, requests,
+            cfg.num_heads, cfg.num_kv_heads, meta.page_size, meta.bucket is not None, cfg.head_dim, cfg.head_dim,
+            True, window_left, *self.core.split_arguments,
+        )  # fmt: skip
+        self._staging.give(staged)
+        self.numbers = [int(number) for number in numbers]
+
+
+def _fake(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sinks: torch.Tensor | None,
+    workspace: torch.Tensor, entries: torch.Tensor, index: torch.Tensor, pages: torch.Tensor, numbers: list[int],
+    variant: str, scale: float, window: int, softcap: float, need_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    rows = q.shape[0] if need_lse else 0
+    return q.new_empty(q.shape), q.new_empty(rows, q.shape[1], dtype=torch.float32)
+
+
+@operator(
+    "gqa_flashinfer(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? sinks, Tensor(a!) workspace, Tensor entries, "
+    "Tensor index, Tensor pages, int[] numbers, str variant, float scale, int window, float softcap, bool need_lse) "
+    "-> (Tensor, Tensor)",
+    _fake,
+)
+def _attend(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sinks: torch.Tensor | None,
+    workspace: torch.Tensor, entries: torch.Tensor, index: torch.Tensor, pages: torch.Tensor, numbers: list[int],
+    variant: str, scale: float, window: int, softcap: float, need_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    requests = (index.numel() - 2) // 3
+    first, offset, last = index.split((requests + 1, requests + 1, requests))
+    o = q.new_empty(q.shape)
+    # A sink is folded in by way of the LSE.
+    lse = q.new_empty(q.shape[0] if need_lse or sinks is not None else 0, q.shape[1], dtype=torch.float32)
+    module = module_of(variant, q.dtype, k_cache.dtype, q.shape[2], window > 0, softcap > 0)
+    # No masks but the causal one, no ALiBi, no scored items; then softcap, scale, three scales of e4m3, rotary's two.
+    module.paged_run(
+        workspace, entries, numbers, q, k_cache, v_cache, first, offset, pages, last, o, lse if lse.numel() else None,
+        CAUSAL, TOKENS_BEFORE_HEADS, window - 1, True, None, None, None, None, None, None, softcap, scale,
+        None, None, None, 1.0, 1e4, 0, workspace.numel(),
+    )  # fmt: skip
+    if lse.numel():
+        finish(o, lse, sinks)
+    return o, lse if need_lse else lse[:0]
+
+
+class FlashInferGQA:
+    """Capture-safe after one call of the step; allocates its outputs."""
+
+    name = variant = ""
+    splits_keys = False
+    split_arguments: tuple[Any, ...] = ()
+
+    def __init__(self, cfg: GQAConfig) -> None:
+        self.cfg = cfg
+        # What a schedule depends on: layers with other scales or sinks share it.
+        shape = (cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.window, cfg.softcap is None)
+        self.key = (self.name, *shape, cfg.dtype, cfg.kv_dtype)
+
+    def module(self) -> Any:
+        """Return the package's kernels for this configuration."""
+        cfg = self.cfg
+        capped = cfg.softcap is not None
+        return module_of(self.variant, cfg.dtype, cfg.kv_dtype, cfg.head_dim, cfg.window is not None, capped)
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        meta: AttentionMeta,
+        sinks: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``(o, lse)``, both new tensors; without ``cfg.lse`` the second has no rows."""
+        cfg = self.cfg
+        if not q.shape[0]:
+            return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+        plan: Schedule = meta.plan_of(self.key, lambda step: Schedule(self, step))
+        o, lse = _attend(
+            q, k_cache, v_cache, sinks, plan.workspace, plan.entries, plan.index, plan.pages, plan.numbers,
+            self.variant, cfg.softmax_scale, cfg.window or 0, cfg.softcap or 0.0, cfg.lse,
+        )  # fmt: skip
+        return o, lse
+
+
+class FlashInferFA3(FlashInferGQA):
+    """The kernels for sm_90."""
+
+    name, variant = "flashinfer_fa3", "fa3"
+
+
+class FlashInferFA2(FlashInferGQA):
+    """The kernels for sm_80 and newer."""
+
+    name, variant = "flashinfer_fa2", "fa2"
+    splits_keys = True
+    split_arguments = (-1, False, 0)  # no fixed split, splitting allowed, no blocks set aside for others
