@@ -118,10 +118,15 @@ def small_ops() -> list[Item]:
 MEASURED: dict[str, Callable[[], list[Item]]] = {
     "fp8_linear": fp8_linear, "fused_moe": fused_moe, "mla": mla, "gqa": gqa, "small_ops": small_ops,
 }  # fmt: skip
-# Programs of their own: part -> command, below this folder.
-PROGRAMS: dict[str, list[str]] = {
-    "patch": ["patch_gpu.py"], "generate": ["generate.py"], "capture": ["capture.py"],
-    "first_token": ["first_token.py"],
+# Programs of their own, below this folder: part -> commands.
+_FIRST = ["generate.py", "qwen3_30b_a3b", "--repeats", "1"]
+PROGRAMS: dict[str, list[list[str]]] = {
+    "patch_qwen3_30b": [["patch_gpu.py", "--model", "qwen3_30b", "--batch", "1", "16"]],
+    "patch_qwen3_8b": [["patch_gpu.py", "--model", "qwen3_8b", "--batch", "1"]],
+    "generate": [["generate.py"]],
+    "capture": [["generate.py", "qwen3_30b_a3b", "--repeats", "1", "--capture", "--objects", "5000000"]],
+    # The first of two runs fills the kernel caches.
+    "first_token": [_FIRST, _FIRST],
 }  # fmt: skip
 PARTS = (*MEASURED, *PROGRAMS)
 
@@ -175,19 +180,19 @@ def measure(items: list[Item], record: Record, clock: Clock, place: torch.device
 
 
 def run_program(part: str, record: Record, more: list[str]) -> int:
-    """Run a part that is a program of its own and keep the JSON lines it prints; return its exit code."""
-    command = [sys.executable, str(HERE / PROGRAMS[part][0]), *PROGRAMS[part][1:], *more]
-    if not Path(command[1]).is_file():
-        print(f"{command[1]} does not exist", file=sys.stderr)
-        return 1
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            row = _parsed(line)
-            if isinstance(row, dict):
-                record.add([row | {"part": part}])
-    return process.returncode
+    """Run a part's own programs and keep the JSON lines they print; return how many failed."""
+    failed = 0
+    for number, (program, *arguments) in enumerate(PROGRAMS[part]):
+        command = [sys.executable, str(HERE / program), *arguments, *more]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                row = _parsed(line)
+                if isinstance(row, dict):
+                    record.add([row | {"part": part, "number": number}])
+        failed += process.returncode != 0
+    return failed
 
 
 def main() -> None:
@@ -211,7 +216,7 @@ def main() -> None:
         else:
             left += run_program(part, record, options.program)
     if left:
-        print(f"{left} points are left; run the same command again", file=sys.stderr)
+        print(f"{left} points or programs are left; run the same command again", file=sys.stderr)
     raise SystemExit(1 if left else 0)
 
 

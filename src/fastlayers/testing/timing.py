@@ -54,13 +54,22 @@ class Clock(Protocol):
         """Run ``calls`` in turns, ``rounds`` times, and return the median and spread of each."""
 
 
-def take_turns(calls: Mapping[str, Timed], rounds: int) -> dict[str, Timing]:
-    """Return the timing of each call; a round runs every one once, every other round backwards."""
+def take_turns(
+    calls: Mapping[str, Timed], rounds: int, *, skip: int = 0, before: Callable[[], None] | None = None
+) -> dict[str, Timing]:
+    """Return the timing of each call; a round runs every one once, every other round backwards.
+
+    The first ``skip`` rounds do not count; ``before`` runs at the beginning of each.
+    """
     found: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds):
+        if before is not None:
+            before()
         names = list(calls) if turn % 2 == 0 else list(reversed(calls))
         for name in names:
-            found[name].append(calls[name].run())
+            microseconds = calls[name].run()
+            if turn >= skip:
+                found[name].append(microseconds)
     return {name: Timing.of(runs) for name, runs in found.items()}
 
 
@@ -95,18 +104,20 @@ class _CudaTimed:
     calls: int
     flush: _CudaTimed | None
     keep: object = None
+    last: float = 0.0
 
     def replay(self) -> float:
         self.begin.record()
         self.graph.replay()
         self.end.record()
         self.end.synchronize()
-        return self.begin.elapsed_time(self.end) * 1e3
+        self.last = self.begin.elapsed_time(self.end) * 1e3
+        return self.last
 
     def run(self) -> float:
-        whole = self.replay()
-        flushes = self.flush.replay() if self.flush is not None else 0.0
-        return (whole - flushes) / self.calls
+        """Return the microseconds of one call, less the flushes as they were timed last."""
+        flushes = self.flush.last if self.flush is not None else 0.0
+        return (self.replay() - flushes) / self.calls
 
 
 class CudaClock:
@@ -146,9 +157,12 @@ class CudaClock:
         return self._capture(call, calls, self._flushes.get(calls))
 
     def measure(self, calls: Mapping[str, Timed], rounds: int) -> dict[str, Timing]:
-        """Run ``calls`` in turns, after one round that does not count."""
-        take_turns(calls, 1)
-        return take_turns(calls, rounds)
+        """Run ``calls`` in turns; the first round does not count, each begins with the flushes alone."""
+        return take_turns(calls, rounds + 1, skip=1, before=self._time_flushes)
+
+    def _time_flushes(self) -> None:
+        for flush in self._flushes.values():
+            flush.replay()
 
     def _events(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

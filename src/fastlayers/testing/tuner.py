@@ -36,7 +36,7 @@ from fastlayers.testing.timing import Clock, Timed, Timing
 NOISE, MOST_SPREAD = 0.02, 0.05
 MAX_CANDIDATES = 40
 # Rounds of timing, and the part of the options that is left after each but the last.
-ROUNDS, KEPT, FEWEST = (3, 7, 15), 0.3, 4
+ROUNDS, KEPT, FEWEST = (3, 6, 13), 0.25, 4
 PARITY_TOKENS = 5
 
 Config = tuple[tuple[str, int], ...]
