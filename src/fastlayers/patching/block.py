@@ -14,6 +14,7 @@ from fastlayers.patching.classes import PREFIX, count
 from fastlayers.patching.experts import run_packed
 from fastlayers.patching.hashes import KNOWN
 from fastlayers.patching.matching import fingerprint, foreign_hooks, qualified
+from fastlayers.patching.mlp import step_runs
 from fastlayers.patching.router import FastRouter
 
 
@@ -25,11 +26,12 @@ def direct(block: Any) -> bool:
         return False
     if not isinstance(router, FastRouter) or PREFIX + "core" not in getattr(experts, "__dict__", {}):
         return False
-    hooked = any(foreign_hooks(part) for part in (block, router, experts))
+    parts: tuple[Any, ...] = block, router, experts
+    hooked = any(foreign_hooks(part) for part in parts)
     return not hooked and router._fl_core is not None
 
 
-def run(block: Any, x: torch.Tensor) -> torch.Tensor | None:
+def run(block: Any, x: torch.Tensor, step: Any) -> torch.Tensor | None:
     """Return the output of a sparse block for ``x [B, 1, D]``, or ``None``: its own code is to run."""
     if not direct(block):
         return None
@@ -39,15 +41,23 @@ def run(block: Any, x: torch.Tensor) -> torch.Tensor | None:
         return None
     count(router._fl_hits)
     count(experts._fl_hits)
-    logits = router._fl_logits(rows)
+    logits = router._fl_step_logits(rows, step)
     weights, ids = router._fl_core.pick(rows.shape[0])(logits, getattr(router, "e_score_correction_bias", None), None)
     y = run_packed(experts, rows, ids, weights.to(logits.dtype).float())
     if hasattr(block, "shared_experts"):
-        y = y.view(x.shape) + block.shared_experts(x)
+        y = y.view(x.shape) + _shared(block.shared_experts, x, step)
     elif hasattr(block, "shared_expert"):
-        y = y + torch.sigmoid(block.shared_expert_gate(rows)) * block.shared_expert(rows)
+        y = y + torch.sigmoid(block.shared_expert_gate(rows)) * _shared(block.shared_expert, rows, step)
     return y.view(x.shape)
 
 
 def _router(block: Any) -> Any:
     return getattr(block, "gate", None) or getattr(block, "router", None)
+
+
+def _shared(mlp: Any, x: torch.Tensor, step: Any) -> torch.Tensor:
+    if step_runs(mlp):
+        done: torch.Tensor = mlp._fl_step(x, step)
+        return done
+    y: torch.Tensor = mlp(x)
+    return y

@@ -14,6 +14,7 @@ from fastlayers.patching import block
 from fastlayers.patching.classes import FastModule, count
 from fastlayers.patching.hashes import KNOWN
 from fastlayers.patching.matching import Rule, attributes_fit, fingerprint, qualified, why_not
+from fastlayers.patching.mlp import step_runs
 from fastlayers.patching.norm import FastRMSNorm
 from fastlayers.patching.paged import active_step
 
@@ -54,17 +55,26 @@ class FastDecoderLayer(FastModule):
             normed = self.input_layernorm(hidden_states)
         attended, _ = self.self_attn(hidden_states=normed, **options)
         normed, hidden_states = _add(self.post_attention_layernorm, attended, hidden_states)
-        out = block.run(self.mlp, normed)
-        if out is None:
-            out = self.mlp(normed)
-        # GPT-OSS's block also returns its scores.
-        out = out[0] if isinstance(out, tuple) else out
+        out = _run(self.mlp, normed, step)
         following = step.next_norm(self)
         if following is None:
             return hidden_states + out
         normed, hidden_states = _add(following, out, hidden_states)
         step.keep(hidden_states, normed)
         return hidden_states
+
+
+def _run(mlp: Any, x: torch.Tensor, step: Any) -> torch.Tensor:
+    """Run the MLP or sparse block."""
+    if step_runs(mlp):
+        done: torch.Tensor = mlp._fl_step(x, step)
+        return done
+    out: Any = block.run(mlp, x, step)
+    if out is None:
+        out = mlp(x)
+    # GPT-OSS's block also returns its scores.
+    found: torch.Tensor = out[0] if isinstance(out, tuple) else out
+    return found
 
 
 def _add(norm: Any, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -252,10 +252,7 @@ class FastGQA(PackedModule):
         keys, values = cache.layers[self.layer_idx].paged()
         width, kv_heads = self.head_dim, keys.shape[2]
         heads = kv_heads * self.num_key_value_groups
-        both = self._fl_fused(x)
-        if both is None:
-            both = torch.cat([linear(x) for linear in self._fl_linears()], dim=-1)
-        q, k, v = both.view(step.batch, -1, width).split((heads, kv_heads, kv_heads), dim=1)
+        q, k, v = self._fl_side_by_side(x, step).view(step.batch, -1, width).split((heads, kv_heads, kv_heads), dim=1)
         q, k = self._fl_norm(q, k)
         extra = self._fl_extra()
         write = RotaryKVWriteConfig(heads, kv_heads, width, width, width, kv_dtype=keys.dtype)
@@ -287,7 +284,8 @@ class FastGQA(PackedModule):
         count(self._fl_hits)
         step = active_step(past_key_values)
         if step is not None:
-            return self.o_proj(self._fl_decode(hidden_states, position_embeddings, past_key_values, step)), None
+            o = self._fl_decode(hidden_states, position_embeddings, past_key_values, step)
+            return step.apply(self.o_proj, o), None
         q, k, v = self._fl_project(hidden_states, position_embeddings)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)

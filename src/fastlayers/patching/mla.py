@@ -190,7 +190,7 @@ class FastMLA(PackedModule):
         keys, values = latent.unsqueeze(1), k_rope
         step = active_step(cache)
         if step is not None:
-            return self.o_proj(self._fl_decode(q_nope, q_rope, keys, values, cache, step)), None
+            return step.apply(self.o_proj, self._fl_decode(q_nope, q_rope, keys, values, cache, step)), None
         if cache is not None:
             if self._fl_adopt:
                 adopt(cache, self.layer_idx)

@@ -8,6 +8,7 @@ import torch
 
 from fastlayers.activation.silu_mul.layer import SILU_MUL, SiluMulConfig
 from fastlayers.patching.classes import count
+from fastlayers.patching.matching import foreign_hooks
 from fastlayers.patching.packing import PackedModule
 from fastlayers.registry import Ladder
 
@@ -46,3 +47,18 @@ class FastMLP(PackedModule):
         y = self._fl_core.pick(rows.shape[0])(rows)
         down: torch.Tensor = self.down_proj(y.view(*x.shape[:-1], -1))
         return down
+
+    def _fl_step(self, x: torch.Tensor, step: Any) -> torch.Tensor:
+        """Return the same in a decode step."""
+        if not self._fl_usable(x):
+            return self(x)  # type: ignore[operator]
+        count(self._fl_hits)
+        rows = self._fl_side_by_side(x, step).view(step.batch, -1)
+        y = self._fl_core.pick(step.batch)(rows)
+        down: torch.Tensor = step.apply(self.down_proj, y.view(*x.shape[:-1], -1))
+        return down
+
+
+def step_runs(mlp: Any) -> bool:
+    """Return whether :meth:`FastMLP._fl_step` computes what calling ``mlp`` does."""
+    return isinstance(mlp, FastMLP) and not foreign_hooks(mlp)  # type: ignore[arg-type]

@@ -94,6 +94,11 @@ class PackedModule(FastModule):
 
     def _fl_fused(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return all outputs side by side, or ``None`` if the packed storage is not what the parameters hold."""
+        packed = self._fl_packed()
+        return None if packed is None else F.linear(x, *packed)
+
+    def _fl_packed(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Return the packed weight and bias, or ``None`` if they are not what the parameters hold."""
         weight, bias = self._fl_weight, self._fl_bias
         if weight is None:
             return None
@@ -103,7 +108,15 @@ class PackedModule(FastModule):
                 return None
             if bias is not None and not _holds(bias, [p.bias for p in linears]):
                 return None
-        return F.linear(x, weight, bias)
+        return weight, bias
+
+    def _fl_side_by_side(self, x: torch.Tensor, step: Any) -> torch.Tensor:
+        """Return all outputs side by side in a decode step."""
+        packed = self._fl_packed()
+        if packed is None or packed[0].dtype != x.dtype:
+            return torch.cat([linear(x) for linear in self._fl_linears()], dim=-1)
+        both: torch.Tensor = step.linear(x, *packed)
+        return both
 
 
 def _holds(joined: torch.Tensor, parameters: list[torch.Tensor]) -> bool:

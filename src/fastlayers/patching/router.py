@@ -79,6 +79,10 @@ class FastRouter(FastModule):
             return torch.mm(x, weight.t(), out_dtype=torch.float32)
         return F.linear(x.float(), weight.float())
 
+    def _fl_step_logits(self, x: torch.Tensor, step: Any) -> torch.Tensor:
+        """Return the same logits in a decode step."""
+        return self._fl_logits(x)
+
 
 class FastV3Router(FastRouter):
     """Sigmoid scores, biased choice, groups by the sum of their two best."""
@@ -140,6 +144,10 @@ class FastSoftmaxRouter(FastRouter):
     def _fl_logits(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight)
 
+    def _fl_step_logits(self, x: torch.Tensor, step: Any) -> torch.Tensor:
+        logits: torch.Tensor = step.linear(x, self.weight, None)
+        return logits
+
     def _fl_exact(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weights, ids = torch.topk(logits.softmax(dim=-1, dtype=torch.float32), self.top_k, dim=-1)
         if self.norm_topk_prob:
@@ -157,6 +165,10 @@ class FastTopKFirstRouter(FastRouter):
 
     def _fl_logits(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
+
+    def _fl_step_logits(self, x: torch.Tensor, step: Any) -> torch.Tensor:
+        logits: torch.Tensor = step.linear(x, self.weight, self.bias)
+        return logits
 
     def _fl_exact(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         best, ids = torch.topk(logits, self.top_k, dim=-1)

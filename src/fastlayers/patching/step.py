@@ -19,8 +19,12 @@ from fastlayers.attention.gqa.core import GQA, GQAConfig
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta
 from fastlayers.attention.mla.core import MLA, MLAConfig
 from fastlayers.attention.rotary_kv_write.layer import ROTARY_KV_WRITE, RotaryKVWriteConfig
+from fastlayers.linear.dense.layer import LINEAR, LinearConfig
 from fastlayers.patching.cache import PAGE
+from fastlayers.patching.packing import plain
 
+# Up to so many rows the matrix-vector kernel is taken where no table says otherwise.
+FEW_ROWS = 2
 _REGISTRIES: dict[type, Any] = {GQAConfig: GQA, MLAConfig: MLA, RotaryKVWriteConfig: ROTARY_KV_WRITE}
 
 
@@ -70,6 +74,7 @@ class DecodeStep:
         # The cache of the step that is running. Not held longer: a store is lent again when its cache is gone.
         self.cache: Any = None
         self._cores: dict[Any, Any] = {}
+        self._linears: dict[LinearConfig, Any] = {}
         self._turn: tuple[Any, torch.Tensor, torch.Tensor] | None = None
         self._normed: tuple[torch.Tensor, torch.Tensor] | None = None
         self._next_norm: dict[int, nn.Module] = {}
@@ -103,6 +108,25 @@ class DecodeStep:
             ladder = _REGISTRIES[type(cfg)].choose(cfg, self.device, core or self.core).build()
             self._cores[key] = ladder.pick(self.batch)
         return self._cores[key]
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return ``x · weightᵀ + bias`` by the backend that is best for so few rows."""
+        cfg = LinearConfig(weight.shape[1], weight.shape[0], bias is not None, weight.dtype)
+        if cfg not in self._linears:
+            choice = LINEAR.choose(cfg, self.device)
+            if choice.evidence == "rank" and self.batch <= FEW_ROWS and self.device.type == "cuda":
+                # No table for this shape: at so few rows the matrix-vector kernel is ahead, or level (see notes).
+                choice = LINEAR.choose(cfg, self.device, "triton")
+            self._linears[cfg] = choice.build().pick(self.batch)
+        y: torch.Tensor = self._linears[cfg](x, weight, bias)
+        return y
+
+    def apply(self, linear: Any, x: torch.Tensor) -> torch.Tensor:
+        """Run a module: by :meth:`linear` if it is exactly an ``nn.Linear`` that nobody hooked, else as it is."""
+        if plain(linear) and linear.weight.dtype == x.dtype:
+            return self.linear(x, linear.weight, linear.bias)
+        y: torch.Tensor = linear(x)
+        return y
 
     def tables(self, position: Any, half: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin fp32 ``[B, half]``, row b for request b, from Hugging Face's ``[B, 1, half or more]``."""
