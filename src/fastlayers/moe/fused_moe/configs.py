@@ -1,16 +1,26 @@
-"""Tile sizes of the grouped GEMMs, by how many pairs an expert gets on average."""
+"""How the Triton experts run: which kernels, and tile sizes, by how many pairs an expert gets on average."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fastlayers.moe.fused_moe.layer import FusedMoEConfig
 
 # More tokens run in several rounds, so that the fp32 partial sums [T*k, D] stay below about 1 GiB.
 MAX_TOKENS = 4096
+# Up to here each pair is computed by itself: experts that two tokens share are rare, and L2 holds them.
+MAX_PAIR_TOKENS = 4
+# Beyond, a table asks for too much: every pair reads its expert from L2.
+PAIR_LIMIT = 64
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Tile of one grouped GEMM; ``m`` is shared by both, because the alignment is."""
+    """Tile of one grouped GEMM; ``m`` is shared by both, because the alignment is. ``m`` 0: one pair, no dot."""
 
     m: int
     n: int
@@ -19,59 +29,156 @@ class Tile:
     stages: int
 
 
-def tiles(pairs: int, experts: int, quant: str, wide: bool) -> tuple[Tile, Tile]:
-    """Return the tiles of the first and second GEMM.
+@dataclass(frozen=True)
+class Plan:
+    """Both GEMMs' tiles, and ``band``: how many blocks of pairs share the reading of weights.
 
-    Parameters
-    ----------
-    pairs, experts : int
-        Token-expert pairs of a call, and experts.
-    quant : str
-        Format of the weights.
-    wide : bool
-        fp32 activations: no matrix units.
-
-    Notes
-    -----
-    Depends on shapes only, so that a captured grid stays right. The first GEMM holds two accumulators (gate and
-    up). With few pairs narrow tiles spread the reading of weights over the multiprocessors.
+    ``first.m`` 0: every pair by itself on the ordinary cores; 1: every pair a block of matrix units.
     """
-    average = -(-pairs // experts)
-    if wide and quant == "none":
+
+    first: Tile
+    second: Tile
+    band: int = 8
+
+    @property
+    def by_pair(self) -> bool:
+        """Whether no alignment is needed."""
+        return self.first.m <= 1
+
+    def config(self) -> dict[str, int]:
+        """Return the plan as a table holds it."""
+        config = {"m": self.first.m, "band": self.band}
+        for number, tile in ((1, self.first), (2, self.second)):
+            config |= {f"{f.name}{number}": getattr(tile, f.name) for f in fields(Tile) if f.name != "m"}
+        return config
+
+    def numbers(self) -> list[int]:
+        """Return the plan as an operator takes it."""
+        return list(self.config().values())
+
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[int]) -> Plan:
+        """Return the plan of :meth:`numbers`."""
+        return cls.of(dict(zip(_NAMES, numbers, strict=True)))
+
+    @classmethod
+    def of(cls, config: Mapping[str, int]) -> Plan:
+        """Return the plan of a table's row."""
+        tiles = [Tile(config["m"], *(config[f"{f.name}{i}"] for f in fields(Tile) if f.name != "m")) for i in (1, 2)]
+        return cls(tiles[0], tiles[1], config["band"])
+
+
+_NAMES = tuple(Plan(Tile(0, 0, 0, 0, 0), Tile(0, 0, 0, 0, 0)).config())
+
+
+@lru_cache(maxsize=4096)
+def plan_for(tokens: int, cfg: FusedMoEConfig, wide: bool) -> Plan:
+    """Return how ``tokens`` tokens run without a table; ``wide``: fp32 activations, no matrix units.
+
+    Depends on shapes only, so that a captured grid stays right.
+    """
+    few = tokens <= MAX_PAIR_TOKENS
+    pairs = min(tokens, MAX_TOKENS) * cfg.pairs_per_token
+    if cfg.quant == "mxfp4":
+        return _mxfp4_plan(pairs, few, cfg, wide)
+    if few:
+        return _pair_plan(cfg)
+    average = -(-pairs // cfg.all_experts)
+    if wide and cfg.quant == "none":
         m = 16 if average <= 16 else 32
-        return Tile(m, 32, 32, 4, 2), Tile(m, 64, 32, 4, 2)
-    k = 64 if quant == "none" else 128
+        return Plan(Tile(m, 32, 32, 4, 2), Tile(m, 64, 32, 4, 2))
+    k = 64 if cfg.quant == "none" else 128
     if average <= 16:
-        few = pairs <= 4 * 16
-        return Tile(16, 32 if few else 64, k, 4, 4), Tile(16, 64, k, 4, 4)
+        return Plan(Tile(16, 64, k, 4, 4), Tile(16, 64, k, 4, 4), band=1)
     if average <= 64:
         m = 32 if average <= 32 else 64
-        return Tile(m, 64, k, 4, 4), Tile(m, 128, k, 4, 4)
-    if quant == "none":
-        return Tile(128, 128, k, 8, 3), Tile(128, 128, k, 8, 4)
-    return Tile(64, 128, k, 8, 3), Tile(64, 128, k, 4, 4)
+        return Plan(Tile(m, 64, k, 4, 4), Tile(m, 128, k, 4, 4))
+    if cfg.quant == "none":
+        return Plan(Tile(128, 128, k, 8, 3), Tile(128, 128, k, 8, 4))
+    return Plan(Tile(64, 128, k, 8, 3), Tile(64, 128, k, 4, 4))
 
 
-def mxfp4_tiles(pairs: int, experts: int, hidden: int, inner: int, wide: bool) -> tuple[Tile, Tile]:
-    """Return the tiles of both GEMMs over packed MXFP4 weights.
+def _pair_plan(cfg: FusedMoEConfig) -> Plan:
+    """A few rows a program; ``stages`` is how often the loop over columns is unrolled."""
+    depth = [min(512, 1 << (width - 1).bit_length()) for width in (cfg.hidden_size, cfg.intermediate_size)]
+    return Plan(Tile(0, 4, depth[0], 4, 2), Tile(0, 8, min(256, depth[1]), 4, 4))
 
-    Parameters
-    ----------
-    pairs, experts : int
-        Token-expert pairs of a call, and experts.
-    hidden, inner : int
-        Multiples of 32. ``k`` divides both, so that no tile ends inside a row.
-    wide : bool
-        fp32 activations: no matrix units.
 
-    Notes
-    -----
-    Here ``n`` is the GEMM's M, the side that is decoded: 64 rows are the least that Hopper's matrix units take.
-    """
-    depths = [128 if width % 128 == 0 else 64 if width % 64 == 0 else 32 for width in (hidden, inner)]
-    average = -(-pairs // experts)
+def _mxfp4_plan(pairs: int, few: bool, cfg: FusedMoEConfig, wide: bool) -> Plan:
+    """``n`` is the GEMM's M here, the side that is decoded: 64 rows are the least that Hopper's matrix units take."""
+    depths = [max(d for d in (128, 64, 32) if width % d == 0) for width in (cfg.hidden_size, cfg.intermediate_size)]
+    average = -(-pairs // cfg.all_experts)
     if wide:
-        return Tile(16, 32, 32, 4, 2), Tile(16, 64, 32, 4, 2)
-    m = 16 if average <= 16 else 32 if average <= 32 else 64 if average <= 64 else 128
+        m = 1 if few else 16
+        return Plan(Tile(m, 32, 32, 4, 2), Tile(m, 64, 32, 4, 2))
+    m = 1 if few else 16 if average <= 16 else 32 if average <= 32 else 64 if average <= 64 else 128
     warps = 4 if m <= 64 else 8
-    return Tile(m, 64, depths[0], warps, 4), Tile(m, 64 if m <= 32 else 128, depths[1], warps, 4)
+    return Plan(Tile(m, 64, depths[0], warps, 4), Tile(m, 64 if m <= 32 else 128, depths[1], warps, 4))
+
+
+def candidates(cfg: FusedMoEConfig, num_tokens: int) -> list[dict[str, int]]:
+    """Return what the tuner tries for ``num_tokens`` tokens, the heuristic's plan first; at most 40.
+
+    Both GEMMs vary together along what matters most, then one at a time about the heuristic's plan.
+    """
+    pairs = min(num_tokens, MAX_TOKENS) * cfg.pairs_per_token
+    plans = [plan_for(num_tokens, cfg, False)]
+    if cfg.quant == "mxfp4":
+        plans += _mxfp4_plans(cfg, num_tokens, pairs)
+    else:
+        if num_tokens <= PAIR_LIMIT:
+            plans += _pair_plans(cfg)
+        if num_tokens > 2:
+            plans += _block_plans(cfg, pairs)
+    unique = list(dict.fromkeys(plans))
+    return [plan.config() for plan in unique[:40]]
+
+
+def _pair_plans(cfg: FusedMoEConfig) -> list[Plan]:
+    base = _pair_plan(cfg)
+    first = [
+        Tile(0, *t)
+        for t in ((2, 512, 4, 4), (2, 1024, 4, 2), (4, 512, 4, 1), (4, 512, 4, 4), (8, 256, 4, 2), (4, 512, 2, 1),
+                  (8, 256, 4, 4), (2, 512, 2, 2), (4, 256, 4, 4), (8, 512, 8, 2))
+    ]  # fmt: skip
+    second = [
+        Tile(0, *t)
+        for t in ((4, 256, 4, 4), (4, 256, 4, 8), (8, 256, 4, 8), (4, 256, 2, 4), (8, 256, 8, 4), (16, 256, 8, 4),
+                  (8, 256, 4, 2), (2, 256, 2, 8), (4, 512, 4, 4), (8, 512, 8, 4))
+    ]  # fmt: skip
+    return [replace(base, first=tile) for tile in first] + [replace(base, second=tile) for tile in second]
+
+
+def _block_plans(cfg: FusedMoEConfig, pairs: int) -> list[Plan]:
+    average = pairs / cfg.all_experts
+    heights = [m for m in (16, 32, 64, 128) if m / 8 <= max(2.0, average) and (m >= 128 or average <= 6 * m)]
+    plans = []
+    depths = (64, 128) if cfg.quant == "none" else (128,)
+    for m in heights:
+        for k in depths:
+            if m == 16:
+                shapes = ((32, 64, 4, 4), (64, 64, 4, 4), (64, 128, 4, 3), (128, 128, 4, 3), (32, 128, 4, 5))
+            elif m <= 64:
+                shapes = ((64, 64, 4, 4), (64, 128, 4, 3), (128, 128, 4, 3), (128, 128, 8, 3))
+            else:
+                shapes = ((64, 128, 8, 4), (128, 128, 8, 3), (128, 256, 8, 3))
+            for n1, n2, warps, stages in shapes:
+                n2 = min(n2, 128) if cfg.quant == "fp8_block" else n2
+                stages = stages if k * (m + 2 * n1) * (2 if cfg.quant == "none" else 1) * stages <= 220_000 else 3
+                band = 1 if m <= 32 else 8
+                plans.append(Plan(Tile(m, n1, k, warps, stages), Tile(m, n2, k, warps, stages), band))
+    return plans
+
+
+def _mxfp4_plans(cfg: FusedMoEConfig, num_tokens: int, pairs: int) -> list[Plan]:
+    depths = [max(d for d in (128, 64, 32) if width % d == 0) for width in (cfg.hidden_size, cfg.intermediate_size)]
+    average = pairs / cfg.all_experts
+    heights = [m for m in (16, 32, 64, 128) if m / 8 <= max(2.0, average) and (m >= 128 or average <= 6 * m)]
+    if num_tokens <= PAIR_LIMIT:
+        heights = [1, *heights]
+    plans = []
+    for m in heights:
+        for n1, n2, warps, stages in ((32, 32, 4, 4), (64, 64, 4, 3), (64, 64, 4, 5), (64, 128, 4, 4), (64, 128, 8, 4)):
+            if n1 >= 64 or m <= 32:
+                plans.append(Plan(Tile(m, n1, depths[0], warps, stages), Tile(m, n2, depths[1], warps, stages)))
+    return plans

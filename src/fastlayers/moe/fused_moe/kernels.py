@@ -12,20 +12,68 @@ import triton.language as tl
 
 from fastlayers.linear.triton_gemm import dot
 from fastlayers.quant.group_quant.triton import quantize_tile
-from fastlayers.triton_lang import cast
+from fastlayers.triton_lang import await_inputs, cast, release_dependents
 
 GROUP = tl.constexpr(128)
+
+
+@triton.jit
+def activation_of(gate, up, alpha, limit, OAI: tl.constexpr):
+    """Return ``silu(gate) * up``, or GPT-OSS's clamped variant."""
+    if OAI:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
+        return gate * tl.sigmoid(gate * alpha) * up
+    else:
+        return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
+def prefetch_rows(rows, mask, length, LINES: tl.constexpr):
+    """Ask for ``length`` bytes from each of the pointers ``[N]`` to be brought to L2; LINES of 128 bytes hold them."""
+    line = tl.arange(0, LINES)[None, :] * 128
+    start = rows.to(tl.int64)[:, None] + line
+    wanted = (mask[:, None] & (line < length)).to(tl.int32)
+    tl.inline_asm_elementwise(
+        "{.reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0;}",
+        "=r,l,r", [start, wanted], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def block_of_pairs(sorted_ptr, expert_ptr, tile_m, num_pairs, DIRECT: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return (expert, pairs) of a block. DIRECT: ``expert_ptr`` are the ids, each pair is a block of its own."""
+    expert = tl.load(expert_ptr + tile_m)
+    slot = tl.arange(0, BLOCK_M)
+    if DIRECT:
+        pair = tl.where(slot == 0, tile_m, num_pairs)
+    else:
+        pair = tl.load(sorted_ptr + tile_m * BLOCK_M + slot)
+    return expert, pair
+
+
+@triton.jit
+def block_is_empty(expert_ptr, total_ptr, tile_m, num_experts, DIRECT: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return whether a block has no pairs: it lies behind the end, or its only pair was dropped."""
+    if DIRECT:
+        expert = tl.load(expert_ptr + tile_m)
+        return (expert < 0) | (expert >= num_experts)
+    else:
+        return tile_m * BLOCK_M >= tl.load(total_ptr)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def append_shared_kernel(
     weights_ptr, ids_ptr, out_weights_ptr, out_ids_ptr, tokens, shared_weight,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Append SHARED experts to every token that has a valid pair; mark dropped pairs with -1."""
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
     j = tl.arange(0, BLOCK_K)[None, :]
     routed = (token < tokens) & (j < TOP_K)
+    await_inputs(PDL)
+    release_dependents(PDL)
     ids = tl.load(ids_ptr + token * TOP_K + j, mask=routed, other=-1)
     ids = tl.where((ids >= 0) & (ids < EXPERTS), ids, -1)
     weights = tl.load(weights_ptr + token * TOP_K + j, mask=routed, other=0.0)
@@ -38,28 +86,32 @@ def append_shared_kernel(
     tl.store(out_weights_ptr + out, weights, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def quantize_rows_kernel(
-    x_ptr, ids_ptr, q_ptr, s_ptr, x_stride, q_stride, width, num_experts, eps,
-    SKIP: tl.constexpr, MAX: tl.constexpr, UE8M0: tl.constexpr, INT8: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, ids_ptr, q_ptr, s_ptr, count, groups, x_stride, q_stride, width, num_experts, eps,
+    SKIP: tl.constexpr, MAX: tl.constexpr, UE8M0: tl.constexpr, INT8: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Quantise one group (fp8: BLOCK = 128 columns; int8: the row). With SKIP, not the rows of dropped pairs."""
-    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Quantise PARTS of ``count`` groups (fp8: 128 columns; int8: a row). With SKIP, not rows of dropped pairs."""
+    part = tl.program_id(0).to(tl.int64) * PARTS + tl.arange(0, PARTS)
+    wanted = part < count
+    row, group = part // groups, part % groups
+    await_inputs(PDL)
+    release_dependents(PDL)
     if SKIP:
-        expert = tl.load(ids_ptr + row)
-        if (expert < 0) | (expert >= num_experts):
-            return
-    column = group * BLOCK + tl.arange(0, BLOCK)[None, :]
-    x = tl.load(x_ptr + row * x_stride + column, mask=column < width, other=0.0).to(tl.float32)
+        expert = tl.load(ids_ptr + row, mask=wanted, other=-1)
+        wanted = (expert >= 0) & (expert < num_experts)
+    column = (group * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
+    inside = wanted[:, None] & (column < width)
+    x = tl.load(x_ptr + row[:, None] * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     codes, scale = quantize_tile(x, eps, MAX, UE8M0, INT8)
-    tl.store(q_ptr + row * q_stride + column, codes, mask=column < q_stride)
-    tl.store(s_ptr + row * tl.num_programs(1) + group + tl.zeros([1], tl.int32), scale)
+    tl.store(q_ptr + row[:, None] * q_stride + column, codes, mask=wanted[:, None] & (column < q_stride))
+    tl.store(s_ptr + part, scale, mask=wanted)
 
 
 @triton.jit
-def _tile(total_ptr, expert_ptr, tiles_m, tiles_n, BLOCK_M: tl.constexpr):
-    # Bands of blocks: programs that run together share activations and weights in L2.
-    BAND: tl.constexpr = 8
+def program_tile(tiles_m, tiles_n, BAND: tl.constexpr):
+    """Return (block of pairs, block of rows): bands of blocks, so that programs that run together share L2."""
     index = tl.program_id(0)
     band = index // (BAND * tiles_n)
     height = tl.minimum(tiles_m - band * BAND, BAND)
@@ -82,10 +134,12 @@ def gate_up_kernel(
     num_pairs, tiles_m, D, I, x_stride, out_stride, alpha, limit, eps,
     PER_TOKEN: tl.constexpr, QUANT: tl.constexpr, QUANT_OUT: tl.constexpr, UE8M0: tl.constexpr, WIDE: tl.constexpr,
     OAI: tl.constexpr, HAS_BIAS: tl.constexpr, INTERLEAVED: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Gather token rows, multiply by gate and up rows of one expert, apply the activation, maybe quantise."""
-    tile_m, tile_n = _tile(total_ptr, expert_ptr, tiles_m, tl.cdiv(I, BLOCK_N), BLOCK_M)
+    tile_m, tile_n = program_tile(tiles_m, tl.cdiv(I, BLOCK_N), BAND)
+    await_inputs(PDL)
+    release_dependents(PDL)
     if tile_m * BLOCK_M >= tl.load(total_ptr):
         return
     expert = tl.load(expert_ptr + tile_m).to(tl.int64)
@@ -130,13 +184,7 @@ def gate_up_kernel(
     if HAS_BIAS:
         gate += tl.load(bias_ptr + expert * 2 * I + gate_row).to(tl.float32)[None, :]
         up += tl.load(bias_ptr + expert * 2 * I + up_row).to(tl.float32)[None, :]
-    if OAI:
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
-        gate = gate * tl.sigmoid(gate * alpha)
-    else:
-        gate = gate * tl.sigmoid(gate)
-    inner = tl.where((column < I)[None, :], gate * up, 0.0)
+    inner = tl.where((column < I)[None, :], activation_of(gate, up, alpha, limit, OAI), 0.0)
     out = out_ptr + pair[:, None].to(tl.int64) * out_stride + column[None, :]
     if QUANT_OUT:  # BLOCK_N is one group
         codes, scale = quantize_tile(inner, eps, 448.0, UE8M0, False)
@@ -151,10 +199,12 @@ def down_kernel(
     a_ptr, as_ptr, w_ptr, ws_ptr, bias_ptr, weights_ptr, out_ptr, sorted_ptr, expert_ptr, total_ptr,
     num_pairs, tiles_m, D, I, a_stride,
     QUANT: tl.constexpr, WIDE: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply the pairs' inner rows by the down projection, add the bias, weigh; fp32 rows of pairs."""
-    tile_m, tile_n = _tile(total_ptr, expert_ptr, tiles_m, tl.cdiv(D, BLOCK_N), BLOCK_M)
+    tile_m, tile_n = program_tile(tiles_m, tl.cdiv(D, BLOCK_N), BAND)
+    await_inputs(PDL)
+    release_dependents(PDL)
     if tile_m * BLOCK_M >= tl.load(total_ptr):
         return
     expert = tl.load(expert_ptr + tile_m).to(tl.int64)
@@ -195,12 +245,15 @@ def down_kernel(
 
 @triton.jit
 def reduce_kernel(
-    partial_ptr, ids_ptr, y_ptr, D, num_experts, factor, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr
+    partial_ptr, ids_ptr, y_ptr, D, num_experts, factor, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Add a token's valid pairs in order, apply the factor once, round once."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < D
+    await_inputs(PDL)
+    release_dependents(PDL)
     total = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(PER_TOKEN):
         pair = token * PER_TOKEN + j

@@ -6,17 +6,21 @@ pairs, added per token in a fixed order: one rounding, no atomics.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import triton
 
 from fastlayers.moe.align.triton import moe_align
-from fastlayers.moe.fused_moe import kernels
-from fastlayers.moe.fused_moe.configs import MAX_TOKENS, Tile, tiles
+from fastlayers.moe.fused_moe import configs, kernels
+from fastlayers.moe.fused_moe.configs import MAX_TOKENS, Plan, plan_for
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
 from fastlayers.moe.fused_moe.triton_mxfp4 import mxfp4_experts
+from fastlayers.moe.fused_moe.triton_pairs import pair_down, pair_gate_up
 from fastlayers.moe.fused_moe.weights import EPS, FORMATS, GROUP, MoEWeights
 from fastlayers.operators import operator
 from fastlayers.testing.compile_check import KernelBuild
+from fastlayers.triton_lang import dependent_launch
 
 CODES = {"fp8_block": torch.float8_e4m3fn, "int8": torch.int8}
 
@@ -37,7 +41,7 @@ def _extend(
     kernels.append_shared_kernel[(triton.cdiv(tokens, 32),)](
         weights.contiguous(), ids.contiguous(), out_weights, out_ids, tokens, 1.0 / factor,
         EXPERTS=experts, TOP_K=top_k, SHARED=shared, BLOCK_T=32, BLOCK_K=triton.next_power_of_2(top_k + shared),
-        num_warps=1,
+        num_warps=1, **dependent_launch(weights),
     )  # fmt: skip
     return out_weights, out_ids
 
@@ -52,21 +56,29 @@ def _quantize(
     groups = triton.cdiv(width, block)
     q = torch.empty(rows, width, dtype=CODES[quant], device=x.device)
     s = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
-    kernels.quantize_rows_kernel[(rows, groups)](
-        x, x if ids is None else ids, q, s, x.stride(0), q.stride(0), width, experts, EPS,
-        SKIP=ids is not None, MAX=448.0 if fp8 else 127.0, UE8M0=ue8m0, INT8=not fp8, BLOCK=block,
-        num_warps=max(1, min(8, block // 512)),
+    parts, warps = _parts(rows * groups, block)
+    kernels.quantize_rows_kernel[(triton.cdiv(rows * groups, parts),)](
+        x, x if ids is None else ids, q, s, rows * groups, groups, x.stride(0), q.stride(0), width, experts, EPS,
+        SKIP=ids is not None, MAX=448.0 if fp8 else 127.0, UE8M0=ue8m0, INT8=not fp8, PARTS=parts, BLOCK=block,
+        num_warps=warps, **dependent_launch(x),
     )  # fmt: skip
     return q, s
 
 
+def _parts(count: int, block: int) -> tuple[int, int]:
+    """Return (groups a program takes, its warps): many small programs if few groups."""
+    if block > GROUP:
+        return 1, max(1, min(8, block // 512))
+    return (1, 1) if count <= 512 else (4, 1) if count <= 8192 else (16, 4)
+
+
 def _gate_up(
     x: torch.Tensor, scale: torch.Tensor, packed: MoEWeights, ids: torch.Tensor, aligned: tuple[torch.Tensor, ...],
-    tile: Tile, quant: str, ue8m0: bool, activation: str, alpha: float, limit: float, wide: bool, interleaved: bool,
+    plan: Plan, quant: str, ue8m0: bool, activation: str, alpha: float, limit: float, wide: bool, interleaved: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the inner rows of all pairs and their scales (a dummy if not quantised)."""
     sorted_ids, expert_ids, total = aligned
-    (experts, rows, hidden), pairs = packed.w13.shape, ids.numel()
+    (experts, rows, hidden), pairs, tile = packed.w13.shape, ids.numel(), plan.first
     inner, blocks = rows // 2, expert_ids.shape[0]
     fused = quant == "fp8_block" and tile.n == GROUP
     if fused:
@@ -80,10 +92,11 @@ def _gate_up(
         x, scale, packed.w13, scale if packed.w13_scale is None else packed.w13_scale,
         scale if packed.w13_bias is None else packed.w13_bias, out, out_scale, sorted_ids, expert_ids, total,
         pairs, blocks, hidden, inner, x.stride(0), out.stride(0), alpha, limit, EPS,
-        PER_TOKEN=ids.shape[1], QUANT=FORMATS.index(quant), QUANT_OUT=fused, UE8M0=ue8m0, WIDE=wide,
-        OAI=activation == "swiglu_oai", HAS_BIAS=packed.w13_bias is not None, INTERLEAVED=interleaved,
-        EVEN_K=hidden % tile.k == 0,
-        BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, num_warps=tile.warps, num_stages=tile.stages,
+        PER_TOKEN=ids.shape[1], QUANT=FORMATS.index(quant), QUANT_OUT=fused, UE8M0=ue8m0,
+        WIDE=wide, OAI=activation == "swiglu_oai", HAS_BIAS=packed.w13_bias is not None,
+        INTERLEAVED=interleaved, EVEN_K=hidden % tile.k == 0,
+        BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, BAND=plan.band, num_warps=tile.warps,
+        num_stages=tile.stages, **dependent_launch(x),
     )  # fmt: skip
     if quant != "none" and not fused:
         return _quantize(out, ids, experts, quant, ue8m0)
@@ -91,22 +104,31 @@ def _gate_up(
 
 
 def _round(
-    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: MoEWeights, y: torch.Tensor,
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: MoEWeights, y: torch.Tensor, plan: Plan,
     quant: str, ue8m0: bool, activation: str, alpha: float, limit: float, factor: float, interleaved: bool,
 ) -> None:  # fmt: skip
     """Compute ``y`` for at most MAX_TOKENS tokens; ``ids`` include shared experts."""
-    experts, (tokens, per_token), hidden = packed.w2.shape[0], ids.shape, x.shape[1]
+    experts, hidden = packed.w2.shape[0], x.shape[1]
     if quant == "mxfp4":
-        partial = mxfp4_experts(x, weights, ids, packed, activation == "swiglu_oai", alpha, limit, interleaved)
+        oai = activation == "swiglu_oai"
+        partial = mxfp4_experts(x, weights, ids, packed, plan, oai, alpha, limit, interleaved)
         _reduce(partial, ids, y, experts, factor)
         return
-    inner = packed.w2.shape[2]
-    pairs, wide = ids.numel(), x.dtype == torch.float32
-    first, second = tiles(pairs, experts, quant, wide)
-    sorted_ids, expert_ids, total = moe_align(ids, experts, first.m)
+    inner, pairs, second, wide = packed.w2.shape[2], ids.numel(), plan.second, x.dtype == torch.float32
     values, scale = (x, weights) if quant == "none" else _quantize(x, None, experts, quant, ue8m0)
+    if plan.by_pair:
+        out_dtype = x.dtype if quant == "none" else torch.float32
+        inner_rows = pair_gate_up(
+            values, scale, packed, ids, plan.first, quant, activation, alpha, limit, interleaved, out_dtype
+        )  # fmt: skip
+        inner_scale = weights
+        if quant != "none":
+            inner_rows, inner_scale = _quantize(inner_rows, ids, experts, quant, ue8m0)
+        pair_down(inner_rows, inner_scale, packed, weights, ids, y, second, quant, factor)
+        return
+    sorted_ids, expert_ids, total = moe_align(ids, experts, plan.first.m)
     inner_rows, inner_scale = _gate_up(
-        values, scale, packed, ids, (sorted_ids, expert_ids, total), first, quant, ue8m0, activation, alpha, limit,
+        values, scale, packed, ids, (sorted_ids, expert_ids, total), plan, quant, ue8m0, activation, alpha, limit,
         wide, interleaved,
     )  # fmt: skip
     partial = torch.empty(pairs, hidden, dtype=torch.float32, device=x.device)
@@ -115,8 +137,9 @@ def _round(
         inner_rows, inner_scale, packed.w2, weights if packed.w2_scale is None else packed.w2_scale,
         weights if packed.w2_bias is None else packed.w2_bias, weights, partial, sorted_ids, expert_ids, total,
         pairs, blocks, hidden, inner, inner_rows.stride(0),
-        QUANT=FORMATS.index(quant), WIDE=wide, HAS_BIAS=packed.w2_bias is not None, EVEN_K=inner % second.k == 0,
-        BLOCK_M=second.m, BLOCK_N=second.n, BLOCK_K=second.k, num_warps=second.warps, num_stages=second.stages,
+        QUANT=FORMATS.index(quant), WIDE=wide, HAS_BIAS=packed.w2_bias is not None,
+        EVEN_K=inner % second.k == 0, BLOCK_M=second.m, BLOCK_N=second.n, BLOCK_K=second.k, BAND=plan.band,
+        num_warps=second.warps, num_stages=second.stages, **dependent_launch(x),
     )  # fmt: skip
     _reduce(partial, ids, y, experts, factor)
 
@@ -124,23 +147,24 @@ def _round(
 def _reduce(partial: torch.Tensor, ids: torch.Tensor, y: torch.Tensor, experts: int, factor: float) -> None:
     """Write the sums of each token's pairs to ``y``."""
     (tokens, hidden), per_token = y.shape, ids.shape[1]
-    block = min(1024, triton.next_power_of_2(hidden))
+    block = min(256 if tokens <= 64 else 1024, triton.next_power_of_2(hidden))
     kernels.reduce_kernel[(tokens, triton.cdiv(hidden, block))](
-        partial, ids, y, hidden, experts, factor, PER_TOKEN=per_token, BLOCK=block, num_warps=4
+        partial, ids, y, hidden, experts, factor, PER_TOKEN=per_token, BLOCK=block,
+        num_warps=max(1, block // 256), **dependent_launch(y),
     )  # fmt: skip
 
 
 @operator(
     "fused_moe(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13, Tensor w2, Tensor? w13_scale,"
     " Tensor? w2_scale, Tensor? w13_bias, Tensor? w2_bias, int num_shared, str quant, bool ue8m0, str activation,"
-    " float alpha, float limit, float factor, bool interleaved) -> Tensor",
+    " float alpha, float limit, float factor, bool interleaved, int[] plan) -> Tensor",
     _fake,
 )
 def _fused_moe(
     x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor,
     w13_scale: torch.Tensor | None, w2_scale: torch.Tensor | None, w13_bias: torch.Tensor | None,
     w2_bias: torch.Tensor | None, num_shared: int, quant: str, ue8m0: bool, activation: str, alpha: float,
-    limit: float, factor: float, interleaved: bool,
+    limit: float, factor: float, interleaved: bool, plan: list[int],
 ) -> torch.Tensor:  # fmt: skip
     packed = MoEWeights(w13, w2, w13_scale, w2_scale, w13_bias, w2_bias)
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -148,23 +172,37 @@ def _fused_moe(
     if x.shape[0] == 0:
         return y
     weights, ids = _extend(topk_weights, topk_ids, w13.shape[0] - num_shared, num_shared, factor)
+    how = Plan.of_numbers(plan)
     for start in range(0, x.shape[0], MAX_TOKENS):
         part = slice(start, start + MAX_TOKENS)
         _round(
-            x[part], weights[part], ids[part], packed, y[part], quant, ue8m0, activation, alpha, limit, factor,
+            x[part], weights[part], ids[part], packed, y[part], how, quant, ue8m0, activation, alpha, limit, factor,
             interleaved,
         )  # fmt: skip
     return y
 
 
 class TritonFusedMoE:
-    """5 launches (6 with shared experts, 7 or 8 for quantised weights), one operator."""
+    """3 or 5 launches (one more with shared experts, one or two more for quantised weights), one operator.
 
-    def __init__(self, cfg: FusedMoEConfig) -> None:
+    Parameters
+    ----------
+    cfg : FusedMoEConfig
+    config : mapping, optional
+        What :meth:`candidates` gives; without it tiles depend on the number of tokens by a rule.
+    """
+
+    def __init__(self, cfg: FusedMoEConfig, config: Mapping[str, int] | None = None) -> None:
+        self.cfg, self.plan = cfg, None if config is None else Plan.of(config)
         self.arguments = (
             cfg.num_shared, cfg.quant, cfg.scale_fmt == "ue8m0", cfg.activation, cfg.alpha, cfg.limit,
             cfg.scaling_factor, cfg.interleaved,
         )  # fmt: skip
+
+    @staticmethod
+    def candidates(cfg: FusedMoEConfig, num_tokens: int) -> list[dict[str, int]]:
+        """Return the configurations to measure for ``num_tokens`` tokens, the rule's own first."""
+        return configs.candidates(cfg, num_tokens)
 
     def pack(self, weights: MoEWeights) -> MoEWeights:
         """Return the weights as they are: the kernels read the parameters' layout."""
@@ -174,15 +212,20 @@ class TritonFusedMoE:
         self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: MoEWeights
     ) -> torch.Tensor:
         """Return ``y`` ``[T,D]`` in the dtype of ``x``, a new tensor."""
+        wide = x.dtype == torch.float32
+        plan = self.plan
+        if plan is None or (wide and self.cfg.quant in ("none", "mxfp4")):
+            plan = plan_for(x.shape[0], self.cfg, wide)
         y: torch.Tensor = _fused_moe(
             x, topk_weights, topk_ids, packed.w13, packed.w2, packed.w13_scale, packed.w2_scale, packed.w13_bias,
-            packed.w2_bias, *self.arguments,
+            packed.w2_bias, *self.arguments, plan.numbers(),
         )  # fmt: skip
         return y
 
 
 def _gate_up_build(name: str, cfg: FusedMoEConfig, tokens: int) -> KernelBuild:
-    tile, _ = tiles(tokens * cfg.pairs_per_token, cfg.all_experts, cfg.quant, False)
+    plan = plan_for(tokens, cfg, False)
+    tile = plan.first
     code = {"none": "bf16", "fp8_block": "fp8e4nv", "int8": "i8"}[cfg.quant]
     fused = cfg.quant == "fp8_block" and tile.n == GROUP
     out = code if fused else "bf16" if cfg.quant == "none" else "fp32"
@@ -200,13 +243,15 @@ def _gate_up_build(name: str, cfg: FusedMoEConfig, tokens: int) -> KernelBuild:
             "WIDE": False, "OAI": cfg.activation != "silu", "HAS_BIAS": cfg.bias,
             "INTERLEAVED": cfg.interleaved,
             "EVEN_K": cfg.hidden_size % tile.k == 0, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k,
+            "BAND": plan.band, "PDL": True,
         },
         tile.warps, tile.stages, ("D", "I", "x_stride", "out_stride"),
     )  # fmt: skip
 
 
 def _down_build(name: str, cfg: FusedMoEConfig, tokens: int) -> KernelBuild:
-    _, tile = tiles(tokens * cfg.pairs_per_token, cfg.all_experts, cfg.quant, False)
+    plan = plan_for(tokens, cfg, False)
+    tile = plan.second
     code = {"none": "bf16", "fp8_block": "fp8e4nv", "int8": "i8"}[cfg.quant]
     return KernelBuild(
         f"moe_down_{name}_{tokens}",
@@ -219,6 +264,7 @@ def _down_build(name: str, cfg: FusedMoEConfig, tokens: int) -> KernelBuild:
         {
             "QUANT": FORMATS.index(cfg.quant), "WIDE": False, "HAS_BIAS": cfg.bias,
             "EVEN_K": cfg.intermediate_size % tile.k == 0, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k,
+            "BAND": plan.band, "PDL": True,
         },
         tile.warps, tile.stages, ("D", "I", "a_stride"),
     )  # fmt: skip
@@ -234,7 +280,7 @@ def _shapes() -> list[tuple[str, FusedMoEConfig]]:
 COMPILE = [
     build(name, cfg, tokens)
     for name, cfg in _shapes()
-    for tokens in (1, 64, 512, 1024, 4096)
+    for tokens in (16, 64, 512, 1024, 4096)
     for build in (_gate_up_build, _down_build)
 ]
 COMPILE += [
@@ -243,15 +289,20 @@ COMPILE += [
         kernels.quantize_rows_kernel,
         {
             "x_ptr": f"*{dtype}", "ids_ptr": "*i32", "q_ptr": "*fp8e4nv" if block == GROUP else "*i8", "s_ptr": "*fp32",
-            "x_stride": "i32", "q_stride": "i32", "width": "i32", "num_experts": "i32", "eps": "fp32",
+            "count": "i32", "groups": "i32", "x_stride": "i32", "q_stride": "i32", "width": "i32",
+            "num_experts": "i32", "eps": "fp32",
         },
         {
             "SKIP": dtype == "fp32", "MAX": 448.0 if block == GROUP else 127.0, "UE8M0": False,
-            "INT8": block != GROUP, "BLOCK": block,
+            "INT8": block != GROUP, "PARTS": parts, "BLOCK": block, "PDL": True,
         },
-        max(1, min(8, block // 512)),
+        warps,
     )
-    for name, dtype, block in (("fp8", "bf16", 128), ("fp8_inner", "fp32", 128), ("int8", "bf16", 8192))
+    for name, dtype, block, count in (
+        ("fp8", "bf16", 128, 1), ("fp8_many", "bf16", 128, 1 << 16), ("fp8_inner", "fp32", 128, 4096),
+        ("int8", "bf16", 8192, 1),
+    )
+    for parts, warps in (_parts(count, block),)
 ]  # fmt: skip
 COMPILE.append(
     KernelBuild(
@@ -265,7 +316,7 @@ COMPILE.append(
             "num_experts": "i32",
             "factor": "fp32",
         },
-        {"PER_TOKEN": 9, "BLOCK": 1024},
+        {"PER_TOKEN": 9, "BLOCK": 1024, "PDL": True},
         aligned=("D",),
     )
 )
@@ -281,7 +332,7 @@ COMPILE.append(
             "tokens": "i32",
             "shared_weight": "fp32",
         },
-        {"EXPERTS": 256, "TOP_K": 8, "SHARED": 1, "BLOCK_T": 32, "BLOCK_K": 16},
+        {"EXPERTS": 256, "TOP_K": 8, "SHARED": 1, "BLOCK_T": 32, "BLOCK_K": 16, "PDL": True},
         num_warps=1,
     )
 )

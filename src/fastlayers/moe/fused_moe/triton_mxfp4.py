@@ -13,14 +13,20 @@ import torch
 import triton
 import triton.language as tl
 
-from fastlayers.linear.triton_gemm import dot
 from fastlayers.moe.align.triton import moe_align
-from fastlayers.moe.fused_moe.configs import Tile, mxfp4_tiles
+from fastlayers.moe.fused_moe.configs import Plan, Tile, plan_for
+from fastlayers.moe.fused_moe.kernels import (
+    activation_of,
+    block_is_empty,
+    block_of_pairs,
+    prefetch_rows,
+    program_tile,
+)
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.quant.mxfp4.codes import GROUP
 from fastlayers.testing.compile_check import KernelBuild
-from fastlayers.triton_lang import cast
+from fastlayers.triton_lang import INTERPRET, await_inputs, cast, dependent_launch, dot, release_dependents
 
 _GROUP = tl.constexpr(GROUP)
 
@@ -47,28 +53,90 @@ def decode_codes(code, power, dtype: tl.constexpr):
 
 
 @triton.jit
-def _dots(bytes_, power, even, odd, acc, dtype: tl.constexpr):
-    code = bytes_.to(tl.int16)
-    acc = dot(decode_codes(code, power, dtype), even, acc)
-    return dot(decode_codes(code >> 4, power, dtype), odd, acc)
+def decode_pairs(bytes_, scale, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+    """Return bf16 values of the low and the high nibbles of ``bytes_``, times ``2^(scale - 127)``.
+
+    In bf16's place for exponent and mantissa the three bits make a number that is too small by 2^126, also where it
+    is subnormal there. Two numbers share a register; each costs about three instructions.
+    """
+    power = tl.where(scale == 0, 0x40, scale.to(tl.int16) << 7).to(tl.int16)
+    power = tl.reshape(tl.broadcast_to(power[:, :, None], [ROWS, GROUPS, 16]), [ROWS, 16 * GROUPS])
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 p, q, s, t;
+        prmt.b32 p, $4, 0, 0x1404;
+        prmt.b32 q, $4, 0, 0x3424;
+        shl.b32 s, p, 4;
+        shr.b32 t, p, 2;
+        and.b32 t, t, 0x01C001C0;
+        lop3.b32 $0, s, 0x80008000, t, 0xEA;
+        shl.b32 s, q, 4;
+        shr.b32 t, q, 2;
+        and.b32 t, t, 0x01C001C0;
+        lop3.b32 $1, s, 0x80008000, t, 0xEA;
+        shr.b32 t, p, 6;
+        and.b32 t, t, 0x01C001C0;
+        lop3.b32 $2, p, 0x80008000, t, 0xEA;
+        shr.b32 t, q, 6;
+        and.b32 t, t, 0x01C001C0;
+        lop3.b32 $3, q, 0x80008000, t, 0xEA;
+        mov.b32 s, 0x7E807E80;
+        mul.bf16x2 $0, $0, s;
+        mul.bf16x2 $1, $1, s;
+        mul.bf16x2 $2, $2, s;
+        mul.bf16x2 $3, $3, s;
+        mul.bf16x2 $0, $0, $5;
+        mul.bf16x2 $1, $1, $6;
+        mul.bf16x2 $2, $2, $5;
+        mul.bf16x2 $3, $3, $6;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,r,r,r", [bytes_, power], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _dots(bytes_, scale, even, odd, acc, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+    dtype: tl.constexpr = even.dtype
+    if dtype == tl.bfloat16 and not INTERPRET:
+        low, high = decode_pairs(bytes_, scale, ROWS, GROUPS)
+    else:
+        power, code = decode_scales(scale, ROWS, GROUPS), bytes_.to(tl.int16)
+        low, high = decode_codes(code, power, dtype), decode_codes(code >> 4, power, dtype)
+    return dot(high, odd, dot(low, even, acc))
+
+
+@triton.jit
+def split_kernel(x_ptr, out_ptr, x_stride, HALF, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Write a row's even columns, then its odd ones."""
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < HALF
+    await_inputs(PDL)
+    release_dependents(PDL)
+    for odd in tl.static_range(2):
+        x = tl.load(x_ptr + row * x_stride + column * 2 + odd, mask=inside)
+        tl.store(out_ptr + (row * 2 + odd) * HALF + column, x, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "tiles_m"])
 def mxfp4_gate_up_kernel(
     x_ptr, w_ptr, ws_ptr, bias_ptr, out_ptr, sorted_ptr, expert_ptr, total_ptr,
-    num_pairs, tiles_m, D, I, alpha, limit,
+    num_pairs, tiles_m, num_experts, D, I, alpha, limit,
     PER_TOKEN: tl.constexpr, OAI: tl.constexpr, HAS_BIAS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    DIRECT: tl.constexpr, LINES: tl.constexpr, BAND: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Gather token rows, multiply by gate and up rows of one expert, apply the activation."""
-    tile_m, tile_n = program_tile(tiles_m, tl.cdiv(I, BLOCK_N))
-    if tile_m * BLOCK_M >= tl.load(total_ptr):
-        return
+    tile_m, tile_n = program_tile(tiles_m, tl.cdiv(I, BLOCK_N), BAND)
     HALF: tl.constexpr = BLOCK_K // 2
     GROUPS: tl.constexpr = BLOCK_K // _GROUP
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    expert = tl.load(expert_ptr + tile_m).to(tl.int64)
-    pair = tl.load(sorted_ptr + tile_m * BLOCK_M + tl.arange(0, BLOCK_M))
+    if not DIRECT:
+        await_inputs(PDL)
+    empty = block_is_empty(expert_ptr, total_ptr, tile_m, num_experts, DIRECT, BLOCK_M)
+    expert, pair = block_of_pairs(sorted_ptr, expert_ptr, tile_m, num_pairs, DIRECT, BLOCK_M)
+    expert = expert.to(tl.int64)
     real = pair < num_pairs
     token = tl.where(real, pair // PER_TOKEN, 0).to(tl.int64)
     # Even columns of the tile first: where they are stored, they are neighbours.
@@ -79,6 +147,16 @@ def mxfp4_gate_up_kernel(
     row = tl.where(valid, column, 0)
     gate_row = (expert * 2 * I + (row * 2 if INTERLEAVED else row))[:, None]
     up_row = gate_row + (1 if INTERLEAVED else I)
+    if DIRECT:
+        if PDL:
+            # The ids were there before the kernel in front began: it only split x.
+            wanted = valid & (not empty)
+            prefetch_rows(w_ptr + tl.reshape(gate_row, [BLOCK_N]) * (D // 2), wanted, D // 2, LINES)
+            prefetch_rows(w_ptr + tl.reshape(up_row, [BLOCK_N]) * (D // 2), wanted, D // 2, LINES)
+        await_inputs(PDL)
+    release_dependents(PDL)
+    if empty:
+        return
     half, group = tl.arange(0, HALF), tl.arange(0, GROUPS)[None, :]
     even_rows = x_ptr + token[None, :] * D + half[:, None]
     gate_codes, up_codes = w_ptr + gate_row * (D // 2) + half[None, :], w_ptr + up_row * (D // 2) + half[None, :]
@@ -88,42 +166,46 @@ def mxfp4_gate_up_kernel(
     for block in range(0, D // BLOCK_K):
         even = tl.load(even_rows + block * HALF, mask=real[None, :], other=0.0)
         odd = tl.load(even_rows + D // 2 + block * HALF, mask=real[None, :], other=0.0)
-        power = decode_scales(tl.load(gate_scales + block * GROUPS), BLOCK_N, GROUPS)
-        gate = _dots(tl.load(gate_codes + block * HALF), power, even, odd, gate, dtype)
-        power = decode_scales(tl.load(up_scales + block * GROUPS), BLOCK_N, GROUPS)
-        up = _dots(tl.load(up_codes + block * HALF), power, even, odd, up, dtype)
+        scale = tl.load(gate_scales + block * GROUPS)
+        gate = _dots(tl.load(gate_codes + block * HALF), scale, even, odd, gate, BLOCK_N, GROUPS)
+        scale = tl.load(up_scales + block * GROUPS)
+        up = _dots(tl.load(up_codes + block * HALF), scale, even, odd, up, BLOCK_N, GROUPS)
     if HAS_BIAS:
         gate += tl.load(bias_ptr + gate_row).to(tl.float32)
         up += tl.load(bias_ptr + up_row).to(tl.float32)
-    if OAI:
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
-        gate = gate * tl.sigmoid(gate * alpha)
-    else:
-        gate = gate * tl.sigmoid(gate)
+    inner = activation_of(gate, up, alpha, limit, OAI)
     to = (odd_half * (I // 2) + tile_n * (BLOCK_N // 2) + inside)[None, :]
     out = out_ptr + pair[:, None].to(tl.int64) * I + to
-    tl.store(out, cast(tl.trans(gate * up), dtype), mask=real[:, None] & valid[None, :])
+    tl.store(out, cast(tl.trans(inner), dtype), mask=real[:, None] & valid[None, :])
 
 
 @triton.jit(do_not_specialize=["num_pairs", "tiles_m"])
 def mxfp4_down_kernel(
     a_ptr, w_ptr, ws_ptr, bias_ptr, weights_ptr, out_ptr, sorted_ptr, expert_ptr, total_ptr,
-    num_pairs, tiles_m, D, I, HAS_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    num_pairs, tiles_m, num_experts, D, I, HAS_BIAS: tl.constexpr,
+    DIRECT: tl.constexpr, LINES: tl.constexpr, BAND: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply the pairs' inner rows by the down projection, add the bias, weigh; fp32 rows of pairs."""
-    tile_m, tile_n = program_tile(tiles_m, tl.cdiv(D, BLOCK_N))
-    if tile_m * BLOCK_M >= tl.load(total_ptr):
-        return
+    tile_m, tile_n = program_tile(tiles_m, tl.cdiv(D, BLOCK_N), BAND)
     HALF: tl.constexpr = BLOCK_K // 2
     GROUPS: tl.constexpr = BLOCK_K // _GROUP
-    expert = tl.load(expert_ptr + tile_m).to(tl.int64)
-    pair = tl.load(sorted_ptr + tile_m * BLOCK_M + tl.arange(0, BLOCK_M))
+    # Blocks and ids were there before the kernel in front began.
+    empty = block_is_empty(expert_ptr, total_ptr, tile_m, num_experts, DIRECT, BLOCK_M)
+    expert, pair = block_of_pairs(sorted_ptr, expert_ptr, tile_m, num_pairs, DIRECT, BLOCK_M)
+    expert = expert.to(tl.int64)
     real = pair < num_pairs
     place = tl.where(real, pair, 0).to(tl.int64)
     column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     row = (expert * D + tl.where(column < D, column, 0))[:, None]
+    if PDL and BLOCK_M <= 16:
+        # While the first GEMM ends, these rows travel to L2.
+        wanted = (column < D) & (not empty)
+        prefetch_rows(w_ptr + tl.reshape(row, [BLOCK_N]) * (I // 2), wanted, I // 2, LINES)
+    await_inputs(PDL)
+    release_dependents(PDL)
+    if empty:
+        return
     half, group = tl.arange(0, HALF), tl.arange(0, GROUPS)[None, :]
     # A padding row reads pair 0, which may be dropped and never written: nothing of it is stored.
     even_rows = a_ptr + place[None, :] * I + half[:, None]
@@ -132,8 +214,8 @@ def mxfp4_down_kernel(
     for block in range(0, I // BLOCK_K):
         even = tl.load(even_rows + block * HALF)
         odd = tl.load(even_rows + I // 2 + block * HALF)
-        power = decode_scales(tl.load(scales + block * GROUPS), BLOCK_N, GROUPS)
-        acc = _dots(tl.load(codes + block * HALF), power, even, odd, acc, a_ptr.dtype.element_ty)
+        scale = tl.load(scales + block * GROUPS)
+        acc = _dots(tl.load(codes + block * HALF), scale, even, odd, acc, BLOCK_N, GROUPS)
     if HAS_BIAS:
         acc += tl.load(bias_ptr + row).to(tl.float32)
     weight = tl.load(weights_ptr + place)
@@ -141,54 +223,57 @@ def mxfp4_down_kernel(
     tl.store(out, tl.trans(acc * weight[None, :]), mask=real[:, None] & (column < D)[None, :])
 
 
-@triton.jit
-def program_tile(tiles_m, tiles_n):
-    """Return (block of pairs, block of rows): bands of blocks, so that programs that run together share L2."""
-    BAND: tl.constexpr = 8
-    index = tl.program_id(0)
-    band = index // (BAND * tiles_n)
-    height = tl.minimum(tiles_m - band * BAND, BAND)
-    inside = index % (BAND * tiles_n)
-    return band * BAND + inside % height, inside // height
-
-
 def mxfp4_experts(
-    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: MoEWeights, oai: bool, alpha: float,
-    limit: float, interleaved: bool,
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: MoEWeights, plan: Plan, oai: bool,
+    alpha: float, limit: float, interleaved: bool,
 ) -> torch.Tensor:  # fmt: skip
     """Return the weighted rows of all pairs, fp32 ``[T*k, D]``; those of dropped pairs are not written."""
     assert packed.w13_scale is not None and packed.w2_scale is not None
     (experts, hidden), inner, pairs = packed.w2.shape[:2], packed.w2.shape[2] * GROUP, ids.numel()
-    first, second = mxfp4_tiles(pairs, experts, hidden, inner, x.dtype == torch.float32)
-    sorted_ids, expert_ids, total = moe_align(ids, experts, first.m)
-    blocks = expert_ids.shape[0]
-    split = x.unflatten(1, (-1, 2)).mT.contiguous()
+    first, second, direct = plan.first, plan.second, plan.by_pair
+    height = max(16, first.m)
+    sorted_ids, expert_ids, total, blocks = ids, ids, ids, pairs
+    if not direct:
+        sorted_ids, expert_ids, total = moe_align(ids, experts, height)
+        blocks = expert_ids.shape[0]
+    split = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    width = min(1024, triton.next_power_of_2(hidden // 2))
+    split_kernel[(x.shape[0], triton.cdiv(hidden // 2, width))](
+        x, split, x.stride(0), hidden // 2, BLOCK=width, **dependent_launch(x)
+    )  # fmt: skip
     inner_rows = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
     mxfp4_gate_up_kernel[(blocks * triton.cdiv(inner, first.n),)](
         split, packed.w13, packed.w13_scale, weights if packed.w13_bias is None else packed.w13_bias, inner_rows,
-        sorted_ids, expert_ids, total, pairs, blocks, hidden, inner, alpha, limit,
+        sorted_ids, expert_ids, total, pairs, blocks, experts, hidden, inner, alpha, limit,
         PER_TOKEN=ids.shape[1], OAI=oai, HAS_BIAS=packed.w13_bias is not None, INTERLEAVED=interleaved,
-        BLOCK_M=first.m, BLOCK_N=first.n, BLOCK_K=first.k, num_warps=first.warps, num_stages=first.stages,
+        DIRECT=direct, LINES=_lines(hidden), BAND=plan.band, BLOCK_M=height, BLOCK_N=first.n, BLOCK_K=first.k,
+        num_warps=first.warps, num_stages=first.stages, **dependent_launch(x),
     )  # fmt: skip
     partial = torch.empty(pairs, hidden, dtype=torch.float32, device=x.device)
     mxfp4_down_kernel[(blocks * triton.cdiv(hidden, second.n),)](
         inner_rows, packed.w2, packed.w2_scale, weights if packed.w2_bias is None else packed.w2_bias, weights,
-        partial, sorted_ids, expert_ids, total, pairs, blocks, hidden, inner, HAS_BIAS=packed.w2_bias is not None,
-        BLOCK_M=second.m, BLOCK_N=second.n, BLOCK_K=second.k, num_warps=second.warps, num_stages=second.stages,
+        partial, sorted_ids, expert_ids, total, pairs, blocks, experts, hidden, inner,
+        HAS_BIAS=packed.w2_bias is not None, DIRECT=direct, LINES=_lines(inner), BAND=plan.band, BLOCK_M=height,
+        BLOCK_N=second.n, BLOCK_K=second.k, num_warps=second.warps, num_stages=second.stages, **dependent_launch(x),
     )  # fmt: skip
     return partial
 
 
+def _lines(columns: int) -> int:
+    """Return how many lines of 128 bytes hold a row of codes: a power of two."""
+    return triton.next_power_of_2(triton.cdiv(columns, 256))
+
+
 def _builds(name: str, cfg: FusedMoEConfig, tokens: int, code: str) -> list[KernelBuild]:
-    wide = code == "fp32"
-    tiles = mxfp4_tiles(tokens * cfg.top_k, cfg.num_experts, cfg.hidden_size, cfg.intermediate_size, wide)
+    plan = plan_for(tokens, cfg, code == "fp32")
     blocks = {"sorted_ptr": "*i32", "expert_ptr": "*i32", "total_ptr": "*i32"}
-    blocks |= {"num_pairs": "i32", "tiles_m": "i32", "D": "i32", "I": "i32"}
+    blocks |= {"num_pairs": "i32", "tiles_m": "i32", "num_experts": "i32", "D": "i32", "I": "i32"}
     codes = {"w_ptr": "*u8", "ws_ptr": "*u8", "bias_ptr": f"*{code}"}
-    more = {"PER_TOKEN": cfg.top_k, "OAI": True, "INTERLEAVED": True}
+    more = {"PER_TOKEN": cfg.top_k, "OAI": True, "INTERLEAVED": True, "LINES": _lines(cfg.hidden_size)}
 
     def build(which: str, kernel: object, signature: dict[str, str], tile: Tile, own: dict[str, int]) -> KernelBuild:
-        sizes = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "HAS_BIAS": cfg.bias}
+        sizes = {"BLOCK_M": max(16, tile.m), "BLOCK_N": tile.n, "BLOCK_K": tile.k, "HAS_BIAS": cfg.bias}
+        sizes |= {"DIRECT": plan.by_pair, "BAND": plan.band, "PDL": True}
         return KernelBuild(
             f"moe_mxfp4_{which}_{name}_{code}_{tokens}", kernel, signature | codes | blocks, sizes | own,
             tile.warps, tile.stages, ("D", "I"),
@@ -197,8 +282,8 @@ def _builds(name: str, cfg: FusedMoEConfig, tokens: int, code: str) -> list[Kern
     first = {"x_ptr": f"*{code}", "out_ptr": f"*{code}", "alpha": "fp32", "limit": "fp32"}
     second = {"a_ptr": f"*{code}", "weights_ptr": "*fp32", "out_ptr": "*fp32"}
     return [
-        build("gate_up", mxfp4_gate_up_kernel, first, tiles[0], more),
-        build("down", mxfp4_down_kernel, second, tiles[1], {}),
+        build("gate_up", mxfp4_gate_up_kernel, first, plan.first, more),
+        build("down", mxfp4_down_kernel, second, plan.second, {"LINES": _lines(cfg.intermediate_size)}),
     ]
 
 
