@@ -168,6 +168,13 @@ def _refuse_fa3(cfg: GQAConfig, device: Device) -> str | None:
     return _refuse_kernels(cfg, device, (9, 0), dims) or _only_sm_90(device) or _same_dtype(cfg)
 
 
+def _refuse_sdpa(cfg: GQAConfig, device: Device) -> str | None:
+    for why, given in (("an LSE", cfg.lse), ("windows", cfg.window), ("softcap", cfg.softcap), ("sinks", cfg.sinks)):
+        if given:
+            return f"torch's kernels do not do {why}"
+    return _same_dtype(cfg)
+
+
 _HERE = "fastlayers.attention.gqa"
 _UNPADDED = ("decode", "extend")
 GQA = Registry(
@@ -186,6 +193,10 @@ GQA = Registry(
         Backend(
             "flashinfer_fa2", f"{_HERE}.flashinfer:FlashInferFA2", ("flashinfer.prefill:get_batch_prefill_module",),
             _refuse_flashinfer_fa2, phases=_UNPADDED,
+        ),
+        Backend(
+            "sdpa", f"{_HERE}.sdpa:SDPA", ("torch.nn.attention.bias:causal_lower_right",), _refuse_sdpa,
+            phases=("extend",),
         ),
         torch_backend(f"{_HERE}.torch:TorchGQA"),
         reference_backend(f"{_HERE}.reference:ReferenceGQA"),

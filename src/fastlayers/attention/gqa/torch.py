@@ -12,8 +12,8 @@ import torch
 from fastlayers.attention.gqa.core import GQAConfig
 from fastlayers.attention.meta import AttentionMeta
 
-# fp32 scores that may exist at a time: 8 MiB.
-MAX_SCORES = 2 * 2**20
+# fp32 scores that may exist at a time: 8 MiB in a CPU's cache; on a GPU 256 MiB, or launches take all the time.
+MAX_SCORES, MAX_SCORES_CUDA = 2 * 2**20, 64 * 2**20
 # Keys and values of a decode batch, in elements, up to which a CPU takes all requests at once.
 MAX_BATCHED = 2**18
 
@@ -99,7 +99,8 @@ class TorchGQA:
         start = meta.starts[requests, None]
         heads = q.unflatten(2, (cfg.num_kv_heads, cfg.group)).permute(0, 2, 3, 1, 4)  # [B, Hkv, G, Q, D]
         sink = None if sinks is None else sinks.float().view(cfg.num_kv_heads, cfg.group, 1, 1)
-        step = max(1, MAX_SCORES // (batch * cfg.num_heads * max(1, place.shape[1])))
+        most = MAX_SCORES_CUDA if q.is_cuda else MAX_SCORES
+        step = max(1, most // (batch * cfg.num_heads * max(1, place.shape[1])))
         done = []
         for i in range(0, queries, step):
             block, at = heads[:, :, :, i : i + step], positions[:, i : i + step, None]
