@@ -28,6 +28,7 @@ from fastlayers.attention.rotary_kv_write.layer import RotaryKVWriteConfig
 from fastlayers.errors import NoBackendError
 from fastlayers.patching.cache import PAGE
 from fastlayers.patching.classes import count, wants_grad
+from fastlayers.patching.matching import foreign_hooks
 from fastlayers.patching.packing import PackedModule
 from fastlayers.patching.paged import active_step
 
@@ -242,6 +243,10 @@ class FastGQA(PackedModule):
         """Normalise the heads of q and k, where the family does."""
         return q, k
 
+    def _fl_norm_weights(self, dtype: torch.dtype) -> tuple[Any, ...]:
+        """Return epsilon and weights of norms that the write may do, or ``(None,)``: :meth:`_fl_norm` does them."""
+        return (None,)
+
     def _fl_turned(self, both: torch.Tensor, keys: int, position: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return turned q and k of ``both [B, Q, H + K, D]``."""
         turned = _turn(both, position)
@@ -253,11 +258,13 @@ class FastGQA(PackedModule):
         width, kv_heads = self.head_dim, keys.shape[2]
         heads = kv_heads * self.num_key_value_groups
         q, k, v = self._fl_side_by_side(x, step).view(step.batch, -1, width).split((heads, kv_heads, kv_heads), dim=1)
-        q, k = self._fl_norm(q, k)
+        eps, *weights = self._fl_norm_weights(q.dtype)
+        if eps is None:
+            q, k = self._fl_norm(q, k)
         extra = self._fl_extra()
-        write = RotaryKVWriteConfig(heads, kv_heads, width, width, width, kv_dtype=keys.dtype)
+        write = RotaryKVWriteConfig(heads, kv_heads, width, width, width, kv_dtype=keys.dtype, qk_norm=eps)
         cos, sin = step.tables(position, width // 2)
-        q = step.pick(write)(q, k, v, cos, sin, step.request, keys, values, step.meta.out_cache_loc)
+        q = step.pick(write)(q, k, v, cos, sin, step.request, keys, values, step.meta.out_cache_loc, *weights)
         sinks = extra.get("s_aux")
         cfg = GQAConfig(
             heads, kv_heads, width, float(self.scaling), extra.get("sliding_window"), None, sinks is not None, PAGE,
@@ -306,6 +313,17 @@ class FastNormedGQA(FastGQA):
 
     def _fl_norm(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.q_norm(q), self.k_norm(k)
+
+    def _fl_norm_weights(self, dtype: torch.dtype) -> tuple[Any, ...]:
+        norms = self.q_norm, self.k_norm
+        same = len({float(norm.variance_epsilon) for norm in norms}) == 1
+        if not same or not all(getattr(norm, "_fl_rounding", "") == "cast_then_scale" for norm in norms):
+            return (None,)
+        if any(norm.weight.dtype != dtype or foreign_hooks(norm) for norm in norms):
+            return (None,)
+        for norm in norms:
+            count(norm._fl_hits)
+        return float(self.q_norm.variance_epsilon), self.q_norm.weight, self.k_norm.weight
 
     def _fl_turned(self, both: torch.Tensor, keys: int, position: Any) -> tuple[torch.Tensor, torch.Tensor]:
         q, k = self._fl_norm(both[:, :, :-keys], both[:, :, -keys:])
