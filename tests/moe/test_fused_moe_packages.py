@@ -12,6 +12,7 @@ import torch
 
 import fastlayers as fl
 from fastlayers import env
+from fastlayers.errors import ArgumentError
 from fastlayers.moe.fused_moe.layer import FUSED_MOE, FusedMoEConfig
 from fastlayers.testing.parity import check_parity
 from fastlayers.testing.spec import spec_of
@@ -200,3 +201,34 @@ def test_swizzled_one_expert_at_a_time(size: int) -> None:
     out = _swizzle(data, Layout, mx_axis=1)
     assert out.stride(-2) == 1
     assert torch.equal(out, data.mT + 1)
+
+
+@interpreted
+def test_own_layout_replaces_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastlayers.quant.spec import QuantSpec
+
+    here = replace(FUSED_MOE.named("triton_kernels"), needs=(), refuse=lambda cfg, device: None)
+    monkeypatch.setattr(FUSED_MOE, "ranked", [here, *(row for row in FUSED_MOE.ranked if row.name != here.name)])
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"quant": QuantSpec("mxfp4"), "activation": "swiglu_oai", "bias": True}
+    options |= {"interleaved": True, "dtype": torch.bfloat16}
+    ours = fl.FusedMoE(128, 64, 4, 2, backend="triton_kernels", **options)
+    other = fl.FusedMoE(128, 64, 4, 2, backend="torch", **options)
+    for (name, parameter), wanted in zip(ours.named_parameters(), other.parameters(), strict=True):
+        if parameter.dtype == torch.uint8:
+            parameter.random_(118 if "scale" in name else 0, 122 if "scale" in name else 256)
+        else:
+            parameter.normal_()
+        wanted.copy_(parameter)
+    x, weights = torch.randn(5, 128, dtype=torch.bfloat16), torch.rand(5, 2)
+    ids = torch.stack([torch.randperm(4)[:2] for _ in range(5)]).int()
+    with fakes.modules(**fakes.triton_kernels()):
+        ours.finalize()
+        assert ours.w13.numel() == ours.w2.numel() == ours.w13_scale.numel() == 0
+        assert ours.packed is not None and ours.packed.w13.numel() == other.w13.numel()
+        ours.finalize()  # again: nothing to do
+        y = ours(x, weights, ids)
+    expected = other(x, weights, ids)
+    assert (y.float() - expected.float()).norm() < 1e-2 * expected.float().norm()
+    with pytest.raises(ArgumentError, match="where its weights were packed"):
+        ours.to("meta")

@@ -93,7 +93,7 @@ def check_parity(
         for name, first in actual.items():
             if not _same_bits(first, again[name]):
                 raise ParityError(f"{where}: {name} has other bits in a second run")
-        return _compare_all(where, spec, case, actual, expected)
+        return _compare_all(where, _bounds(spec, row, case), actual, expected)
 
 
 def check_capture(layer: str, backend: str | Backend, case: str | Case, seed: int = 0) -> dict[str, float]:
@@ -129,7 +129,7 @@ def check_capture(layer: str, backend: str | Backend, case: str | Case, seed: in
             spec.refresh(impl, static, context)
         graph.replay()
         torch.cuda.synchronize()
-        return _compare_all(f"{layer}/{row.name}/{case.name} replayed", spec, case, outputs, expected)
+        return _compare_all(f"{layer}/{row.name}/{case.name} replayed", _bounds(spec, row, case), outputs, expected)
 
 
 def refuse_to_skip(layer: str, row: Backend, case: Case, device: torch.device) -> None:
@@ -143,7 +143,12 @@ def refuse_to_skip(layer: str, row: Backend, case: Case, device: torch.device) -
 
 def _oracle(spec: LayerSpec, table: Registry, row: Backend) -> Backend:
     other = spec.oracle(row.name)
-    return table.named("reference") if other is None else reference_backend(other)
+    return table.named("reference") if other is None else reference_backend(other.target)
+
+
+def _bounds(spec: LayerSpec, row: Backend, case: Case) -> dict[str, Bound]:
+    other = spec.oracle(row.name)
+    return spec.bounds(case) if other is None else other.bounds(case)
 
 
 def _evaluate(spec: LayerSpec, row: Backend, case: Case, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -178,11 +183,10 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _compare_all(
-    where: str, spec: LayerSpec, case: Case, actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+    where: str, own: dict[str, Bound], actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 ) -> dict[str, float]:
     if actual.keys() != expected.keys():
         raise ParityError(f"{where}: outputs {sorted(actual)} instead of {sorted(expected)}")
-    own = spec.bounds(case)
     return {name: compare(f"{where}: {name}", actual[name], expected[name], own.get(name)) for name in expected}
 
 

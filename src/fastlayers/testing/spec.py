@@ -68,11 +68,19 @@ BOUNDS = {
 }
 
 
+@dataclass(frozen=True)
+class Oracle:
+    """What stands in for a layer's reference: ``"module:Class"``, and the bounds against it (as ``bounds`` below)."""
+
+    target: str
+    bounds: Callable[[Case], dict[str, Bound]]
+
+
 def _no_context(impl: Any, inputs: dict[str, Any]) -> Any:
     return None
 
 
-def _no_oracle(backend: str) -> str | None:
+def _no_oracle(backend: str) -> Oracle | None:
     return None
 
 
@@ -104,8 +112,8 @@ class LayerSpec:
     mutates : tuple[str, ...]
         Inputs that a call writes.
     oracle : callable
-        ``(backend name) -> "module:Class" or None``: another oracle than the layer's reference, for backends that
-        round an intermediate result where the layer's formula leaves the choice.
+        ``(backend name) -> Oracle or None``: another oracle than the layer's reference, for backends that round an
+        intermediate result where the layer's formula leaves the choice.
     """
 
     cases: tuple[Case, ...]
@@ -116,7 +124,7 @@ class LayerSpec:
     refresh: Callable[[Any, dict[str, Any], Any], None] | None = None
     bounds: Callable[[Case], dict[str, Bound]] = _no_bounds
     mutates: tuple[str, ...] = ()
-    oracle: Callable[[str], str | None] = _no_oracle
+    oracle: Callable[[str], Oracle | None] = _no_oracle
 
     def case(self, name: str) -> Case:
         """Return the case of this name."""

@@ -10,7 +10,7 @@ import torch
 
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
 from fastlayers.moe.fused_moe.weights import GROUP, WEIGHT_ONLY, MoEWeights
-from fastlayers.testing.spec import BOUNDS, Bound, Case, Cost, LayerSpec
+from fastlayers.testing.spec import BOUNDS, Bound, Case, Cost, LayerSpec, Oracle
 
 _HERE = "fastlayers.moe.fused_moe"
 _ROUNDING = ("deep_gemm", "deep_gemm_masked", "sgl_kernel")
@@ -203,9 +203,28 @@ def bounds(case: Case) -> dict[str, Bound]:
     return {"y": Bound(BOUNDS[case.shape["dtype"]].rel_rms, 4e-2)}
 
 
-def oracle(backend: str) -> str | None:
+def bounds_of_rounding(case: Case) -> dict[str, Bound]:
+    """Return the bounds of backends whose first product is bf16 before it is quantised, against the same oracle.
+
+    The matrix units' 14-bit sums are a noise of 3e-4 on that product. Where it moves the largest value of a group
+    over a border of bf16, the group's scale changes by 0.4% and all its codes are drawn anew: 1.3e-2 of the row. Over
+    many rows that is 5.4e-3 (seen in three packages alike); of a few rows it may be most.
+    """
+    if case.cfg.quant != "fp8_block":
+        return bounds(case)
+    return {"y": Bound(7.5e-3 if case.shape["num_tokens"] >= 64 else 1.5e-2, 4e-2)}
+
+
+def oracle(backend: str) -> Oracle | None:
     """Compare backends that round the first product with an oracle that does."""
-    return f"{_HERE}.reference:RoundedFusedMoE" if backend in _ROUNDING else None
+    return Oracle(f"{_HERE}.reference:RoundedFusedMoE", bounds_of_rounding) if backend in _ROUNDING else None
 
 
-SPEC = LayerSpec(CASES, make_inputs, run, cost, prepare, bounds=bounds, oracle=oracle)
+def refresh(impl: Any, inputs: dict[str, Any], context: Any) -> None:
+    """Pack again, in place, where the packed weights are no views of the inputs."""
+    for new, old in zip(vars(prepare(impl, inputs)).values(), vars(context).values(), strict=True):
+        if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+            old.copy_(new)
+
+
+SPEC = LayerSpec(CASES, make_inputs, run, cost, prepare, refresh, bounds=bounds, oracle=oracle)

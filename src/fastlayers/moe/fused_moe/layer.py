@@ -299,8 +299,23 @@ class FusedMoE(Layer):
         return MoEWeights(self.w13, self.w2, scales[0], scales[1], self.w13_bias if self.cfg.bias else None, b2)
 
     def finalize(self) -> None:
-        """Let the backend pack the loaded weights; zero-copy for torch and Triton."""
+        """Let the backend pack the loaded weights: zero-copy, or in a layout of its own, which replaces them.
+
+        Raises
+        ------
+        ArgumentError
+            The layer was moved after weights of another layout had replaced the parameters.
+        """
+        if self.packed is not None and self.w13.numel() == 0:
+            if self.packed.w13.device != self.w13.device:
+                given = f"{self.w13.device} after finalize()"
+                raise ArgumentError(_NAME, "device", given, f"{self.packed.w13.device}, where its weights were packed")
+            return
         self.packed = self.ladder.pack(self.weights())
+        if self.choice.rungs[-1].backend.weight_layout != "checkpoint":
+            for name in ("w13", "w2", *(self.scale_names or ())):
+                parameter = getattr(self, name)
+                parameter.data = parameter.data.new_empty(0)
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
         """Yield per-expert checkpoint tensors of this rank: ``{e}.gate_proj.weight``, … and shared experts.
@@ -398,9 +413,17 @@ class FusedMoE(Layer):
             raise ArgumentError(_NAME, "topk_ids", f"up to {int(topk_ids.max())}", f"below {self.num_experts}")
         # Ids of other ranks land outside [0, E) and are dropped by the backend, which never indexes with them.
         local = topk_ids if self.expert_slice.start == 0 else self._local_ids(topk_ids)
-        packed = self.packed if self.packed is not None else self.ladder.pack(self.weights())
-        y: torch.Tensor = self.ladder.pick(tokens)(hidden_states, topk_weights, local, packed)
+        y: torch.Tensor = self.ladder.pick(tokens)(hidden_states, topk_weights, local, self._packed())
         return y
+
+    def _packed(self) -> MoEWeights:
+        if self.packed is None:
+            if self.choice.rungs[-1].backend.weight_layout == "checkpoint":
+                packed: MoEWeights = self.ladder.pack(self.weights())
+                return packed
+            self.finalize()
+        assert self.packed is not None
+        return self.packed
 
     def _local_ids(self, topk_ids: torch.Tensor) -> torch.Tensor:
         return topk_ids - self.expert_slice.start
