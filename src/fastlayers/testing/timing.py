@@ -65,7 +65,7 @@ def take_turns(
     for turn in range(rounds):
         if before is not None:
             before()
-        names = list(calls) if turn % 2 == 0 else list(reversed(calls))
+        names = list(calls)[:: 1 if turn % 2 == 0 else -1]
         for name in names:
             microseconds = calls[name].run()
             if turn >= skip:

@@ -1,0 +1,274 @@
+"""The tuner with a clock that knows the times: ladders, halving, journals, failures; and what times on a CPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastlayers import tuning
+from fastlayers.device import as_device
+from fastlayers.quant.fp8_linear.layer import FP8_LINEAR, FP8LinearConfig
+from fastlayers.quant.fp8_linear.torch import TorchFP8Linear
+from fastlayers.registry import Backend
+from fastlayers.testing import tuner
+from fastlayers.testing.timing import HostClock, Timing, clock_for, take_turns
+from fastlayers.testing.tuner import Bench, Journal, Option, Sample, TuneError, choose_ladder, tune_shape
+
+CPU = torch.device("cpu")
+CFG = FP8LinearConfig(256, 128)
+A, B, TUNED = Option("a"), Option("b"), Option("b", (("BLOCK_N", 64),))
+
+
+def samples(**times: list[float]) -> list[Sample]:
+    """Times of options at 1, 8, 64 and 512 tokens; 0 means not timed."""
+    names = {"a": A, "b": B, "tuned": TUNED, "c": Option("c")}
+    return [
+        Sample(count, names[name], us, 0.0)
+        for name, row in times.items()
+        for count, us in zip((1, 8, 64, 512), row, strict=True)
+        if us
+    ]
+
+
+def ladder(found: list[Sample], **layouts: str) -> list[tuple[int | None, str, float]]:
+    chosen = choose_ladder(found, {"a": "x", "b": "x", "c": "x"} | layouts, ["a", "b", "c"])
+    return [(step.max_tokens, str(step.option), step.us) for step in chosen]
+
+
+def test_a_rung_is_kept_where_another_wins_by_less_than_the_noise() -> None:
+    assert ladder(samples(a=[10, 10, 10, 10], b=[9.9, 10.1, 9.85, 10])) == [(None, "a", 10)]
+
+
+def test_real_wins_make_rungs_with_the_time_at_their_last_point() -> None:
+    found = ladder(samples(a=[5, 6, 20, 40], b=[8, 9, 15, 30]))
+    assert found == [(8, "a", 6), (None, "b", 30)]
+
+
+def test_fewest_rungs_win_over_the_single_best() -> None:
+    # "b" is best at 8 tokens by 1 %: not worth two more rungs. At 64 it is best by 10 %.
+    assert ladder(samples(a=[5, 6.06, 20, 40], b=[8, 6, 18, 44])) == [(8, "a", 6.06), (64, "b", 18), (None, "a", 40)]
+
+
+def test_its_own_rule_is_preferred_to_parameters_that_are_no_faster() -> None:
+    assert ladder(samples(b=[5, 5, 5, 5], tuned=[4.95, 4.95, 4.95, 4.95])) == [(None, "b", 5)]
+    assert ladder(samples(b=[5, 5, 5, 5], tuned=[4, 4, 4, 4])) == [(None, "b(BLOCK_N=64)", 4)]
+
+
+def test_noisy_points_are_judged_by_their_own_spread() -> None:
+    calm = [Sample(1, A, 10.0, 0.0), Sample(1, B, 9.6, 0.0)]
+    noisy = [Sample(1, A, 10.0, 0.5), Sample(1, B, 9.6, 0.48)]
+    assert ladder(calm) == [(None, "b", 9.6)]
+    assert ladder(noisy) == [(None, "a", 10.0)]
+
+
+def test_a_ladder_has_one_weight_layout_and_options_serve_only_what_was_timed() -> None:
+    found = samples(a=[1, 1, 50, 50], b=[9, 9, 9, 9])
+    assert ladder(found) == [(8, "a", 1), (None, "b", 9)]
+    assert ladder(found, a="other") == [(None, "a", 50)] or ladder(found, a="other") == [(None, "b", 9)]
+    assert ladder(samples(a=[1, 1, 90, 90], b=[9, 9, 9, 9]), a="other") == [(None, "b", 9)]
+    assert ladder(samples(a=[1, 0, 0, 0], b=[9, 9, 9, 9])) == [(1, "a", 1), (None, "b", 9)]
+    with pytest.raises(TuneError, match="every token count"):
+        ladder(samples(a=[1, 0, 1, 1], b=[9, 9, 0, 9]), a="other")
+
+
+# ---- a shape, with a clock that knows --------------------------------------------------------------------------
+
+
+class Fast(TorchFP8Linear):
+    """A backend with candidates; one of them cannot be built, one computes something else."""
+
+    def __init__(self, cfg: FP8LinearConfig, config: Mapping[str, int] | None = None) -> None:
+        super().__init__(cfg)
+        self.config = dict(config or {})
+        if self.config.get("BLOCK") == 13:
+            raise RuntimeError("out of resource: shared memory\nsecond line")
+
+    def __call__(self, *given: Any) -> torch.Tensor:
+        y = super().__call__(*given)
+        return y / 2 if self.config.get("BLOCK") == 7 else y
+
+    @staticmethod
+    def candidates(cfg: FP8LinearConfig, num_tokens: int) -> list[dict[str, int]]:
+        return [{"BLOCK": size} for size in (16, 32, 64, 128, 256, 512, 13, 7)]
+
+
+@dataclass
+class Known:
+    """A call that takes a known time."""
+
+    us: float
+
+    def run(self) -> float:
+        return self.us
+
+
+class KnownClock:
+    """Times by the implementation's name and parameters: torch 9 µs, ours 20, with BLOCK=n a function of n."""
+
+    def __init__(self, times: Mapping[int, float]) -> None:
+        self.times, self.rounds, self.prepared = times, [], 0
+
+    def prepare(self, call: Callable[[], object]) -> Known:
+        self.prepared += 1
+        call()
+        impl = call.args[0]  # type: ignore[attr-defined]
+        if not isinstance(impl, Fast):
+            return Known(9.0)
+        return Known(self.times[impl.config["BLOCK"]] if impl.config else 20.0)
+
+    def measure(self, calls: Mapping[str, Known], rounds: int) -> dict[str, Timing]:
+        self.rounds.append((rounds, len(calls)))
+        return take_turns(calls, rounds)
+
+
+TIMES = {16: 12.0, 32: 11.0, 64: 8.0, 128: 10.0, 256: 13.0, 512: 14.0, 7: 1.0}
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> Backend:
+    row = Backend("fast", Fast, auto_on=("cpu",))
+    monkeypatch.setattr(FP8_LINEAR, "ranked", [row, *FP8_LINEAR.ranked])
+    return row
+
+
+def test_a_shape_is_tuned_checked_and_halved(fast: Backend, tmp_path: Path) -> None:
+    clock, said = KnownClock(TIMES), []
+    bench = Bench("fp8_linear", CFG, CPU, clock)
+    path = tune_shape(bench, (1, 8), tmp_path, command="fastlayers tune", said=said.append)
+    table = json.loads(path.read_text())
+    assert path == tmp_path / "fp8_linear" / f"{CFG.tuning_key()},device_name=cpu.json"
+    # BLOCK=7 is the fastest, and wrong; BLOCK=13 cannot be built.
+    assert table["ladder"] == [{"max_tokens": None, "backend": "fast", "microseconds": 8.0, "config": {"BLOCK": 64}}]
+    assert "RuntimeError: out of resource: shared memory" in table["failed"]["fast(BLOCK=13)"]
+    assert "ParityError" in table["failed"]["fast(BLOCK=7)"]
+    assert table["errors"]["fast(BLOCK=64)"] < 5e-3
+    first = clock.rounds[: len(tuner.ROUNDS)]
+    assert [rounds for rounds, _ in first] == list(tuner.ROUNDS)
+    assert first[0][1] == 9 and first[0][1] > first[1][1] >= first[2][1]
+    about = table["metadata"]
+    assert about["versions"]["torch"] == {"torch": torch.__version__} and about["command"] == "fastlayers tune"
+    assert len(about["kernels"]["fast"]) == 12 and about["date"].startswith("20")
+    assert {row["tokens"] for row in table["measured"]} == {1, 8}
+    assert {(r["backend"], r["us"]) for r in table["measured"]} >= {("torch", 9.0), ("fast", 20.0), ("fast", 8.0)}
+    assert table["floors"]["8"][1] > 0 and [p.done for p in said] == [0, 1, 2]
+    assert list(tmp_path.rglob("*.journal")) == []
+
+
+def test_the_tables_ladder_is_what_auto_builds(fast: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tune_shape(Bench("fp8_linear", CFG, CPU, KnownClock(TIMES)), (1, 8), tmp_path, command="x")
+    monkeypatch.setenv("FASTLAYERS_TUNED_DIR", str(tmp_path))
+    built = FP8_LINEAR.choose(CFG).build()
+    assert built.single.config == {"BLOCK": 64}
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(fast: Backend, tmp_path: Path) -> None:
+    class Interrupted(KnownClock):
+        def measure(self, calls: Mapping[str, Known], rounds: int) -> dict[str, Timing]:
+            if len(self.rounds) == len(tuner.ROUNDS):
+                raise KeyboardInterrupt
+            return super().measure(calls, rounds)
+
+    with pytest.raises(KeyboardInterrupt):
+        tune_shape(Bench("fp8_linear", CFG, CPU, Interrupted(TIMES)), (1, 8), tmp_path, command="x")
+    (journal,) = tmp_path.rglob("*.journal")
+    assert [json.loads(line).get("tokens") for line in journal.read_text().splitlines()] == [None, 1]
+    clock = KnownClock(TIMES)
+    path = tune_shape(Bench("fp8_linear", CFG, CPU, clock), (1, 8), tmp_path, command="x")
+    assert len(clock.rounds) == len(tuner.ROUNDS)  # of 8 tokens only
+    assert {row["tokens"] for row in json.loads(path.read_text())["measured"]} == {1, 8}
+
+
+def test_a_journal_of_other_kernels_or_cut_in_a_line_is_not_trusted(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    Journal(path, {"kernels": 1}).add(1, [Sample(1, A, 2.0, 0.1)])
+    assert Journal(path, {"kernels": 1}).samples == {1: [Sample(1, A, 2.0, 0.1)]}
+    with path.open("a") as file:
+        file.write('{"tokens": 8, "sam')
+    assert set(Journal(path, {"kernels": 1}).samples) == {1}
+    assert Journal(path, {"kernels": 2}).samples == {}
+
+
+def test_what_cannot_be_tuned_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench("rms_norm", object(), CPU, HostClock())
+    with pytest.raises(TuneError, match=r"no tuning_key"):
+        tune_shape(bench, (1,), tmp_path, command="x")
+    monkeypatch.setattr(FP8_LINEAR, "ranked", [replace(b, auto_on=()) for b in FP8_LINEAR.ranked])
+    with pytest.raises(TuneError, match="no backend"):
+        tune_shape(Bench("fp8_linear", CFG, CPU, HostClock()), (1,), tmp_path, command="x")
+
+
+def test_a_cuda_error_is_not_a_candidates_failure() -> None:
+    bench = Bench("fp8_linear", CFG, CPU, HostClock())
+    with bench.noting(A):
+        raise ValueError("no such tile")
+    assert bench.failed == {A: "ValueError: no such tile"}
+    with pytest.raises(RuntimeError, match="illegal"), bench.noting(B):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    with pytest.raises(KeyboardInterrupt), bench.noting(B):
+        raise KeyboardInterrupt
+
+
+# ---- timing ----------------------------------------------------------------------------------------------------
+
+
+def test_timing_is_the_median_and_half_the_distance_of_the_quartiles() -> None:
+    assert Timing.of([3.0, 1.0, 2.0]) == Timing(2.0, 1.0, 3)
+    assert Timing.of([1.0, 2.0, 3.0, 4.0, 100.0]) == Timing(3.0, 25.25, 5)
+
+
+def test_calls_take_turns_and_the_first_rounds_do_not_count() -> None:
+    order: list[str] = []
+
+    @dataclass
+    class Noted:
+        name: str
+
+        def run(self) -> float:
+            order.append(self.name)
+            return float(len(order))
+
+    found = take_turns({"a": Noted("a"), "b": Noted("b")}, 3, skip=1, before=lambda: order.append("-"))
+    assert "".join(order) == "-ab-ba-ab"
+    assert found["a"] == Timing.of([6.0, 8.0]) and found["b"].runs == 2
+
+
+def test_the_host_clock_times_real_calls() -> None:
+    clock = clock_for("cpu")
+    x = torch.ones(64, 64)
+    found = clock.measure({"mm": clock.prepare(lambda: x @ x)}, 5)
+    assert 0 < found["mm"].us < 1e6 and found["mm"].runs == 5
+
+
+@pytest.mark.gpu
+def test_the_cuda_clock_subtracts_its_flushes() -> None:
+    clock = clock_for("cuda")
+    x = torch.randn(64, 4096, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty(64, 4096, device="cuda", dtype=torch.bfloat16)
+    calls = {
+        "nothing": clock.prepare(lambda: None),
+        "one": clock.prepare(lambda: torch.mm(x, w, out=out)),
+        "two": clock.prepare(lambda: (torch.mm(x, w, out=out), torch.mm(x, w, out=out))),
+    }
+    found = clock.measure(calls, 11)
+    assert abs(found["nothing"].us) < 2
+    # 33.5 MB of weights from memory that is cold; the second product finds them in the cache.
+    assert found["one"].us > 33.5e6 / as_device("cuda").bandwidth * 1e6
+    assert found["one"].us < found["two"].us < 2 * found["one"].us
+
+
+@pytest.mark.gpu
+def test_tuning_on_a_gpu_writes_a_ladder_that_auto_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = torch.device("cuda")
+    cfg = FP8LinearConfig(512, 256)
+    path = tune_shape(Bench("fp8_linear", cfg, place, clock_for(place)), (1, 64), tmp_path, command="x")
+    monkeypatch.setenv("FASTLAYERS_TUNED_DIR", str(tmp_path))
+    choice = FP8_LINEAR.choose(cfg, "cuda")
+    assert choice.evidence == f"tuned table {path.name}" and choice.rungs[0].microseconds
+    assert tuning.changes(json.loads(path.read_text()), [rung.backend for rung in choice.rungs]) == ()
