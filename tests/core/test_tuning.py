@@ -10,6 +10,7 @@ import pytest
 
 from fastlayers import env, tuning
 from fastlayers.device import DESCRIBED
+from fastlayers.fingerprint import kernel_hash, packages_of
 from fastlayers.registry import Backend, Registry
 
 H200 = DESCRIBED["H200"]
@@ -86,3 +87,136 @@ def test_corrupt_table_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     write(tmp_path).write_text("{not json")
     with pytest.raises(tuning.TunedTableError, match="corrupt"):
         table().choose(Config(8), H200)
+
+
+# ---- the nearest shape -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A configuration with two sizes and a format."""
+
+    n: int
+    k: int = 64
+    fmt: str = "bf16"
+
+    def tuning_key(self) -> str:
+        return f"N={self.n},K={self.k},{self.fmt}"
+
+
+def store(folder: Path, cfg: Shape, backend: str, **changes: object) -> Path:
+    measured = [
+        {"tokens": 1, "backend": "a", "us": 10.0, "spread_us": 0.1},
+        {"tokens": 1, "backend": "b", "us": 12.0, "spread_us": 0.1},
+    ]
+    found = {
+        "schema": 1, "layer": "toy", "device": "H200", "key": cfg.tuning_key(), "measured": measured,
+        "ladder": [{"max_tokens": None, "backend": backend, "microseconds": 10.0, "config": {"BLOCK": cfg.n}}],
+    }  # fmt: skip
+    path = tuning.path_of(folder, "toy", cfg.tuning_key(), H200)
+    tuning.write(path, found | changes)
+    return path
+
+
+class Configured(Impl):
+    def __init__(self, cfg: object, config: dict[str, int] | None = None) -> None:
+        self.cfg, self.config = cfg, config
+
+
+def shapes() -> Registry:
+    return Registry("toy", [Backend("a", Configured), Backend("b", Configured)])
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(env.TUNED_DIR, str(tmp_path))
+    monkeypatch.setattr(tuning, "_announced", set())
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("key", "other", "far"),
+    [
+        ("N=8,K=64,bf16", "N=8,K=64,bf16", 0.0),
+        ("N=8,K=64,bf16", "N=16,K=16,bf16", 3.0),
+        ("N=8,K=64,bf16", "N=8,K=64,fp8", None),
+        ("N=8,K=64,bf16", "N=8,K=64", None),
+        ("N=8,K=64,bf16", "K=8,N=64,bf16", None),
+        ("N=8,block=128x128", "N=9,block=64x128", None),
+        ("N=0", "N=1", None),
+    ],
+)
+def test_distance_is_in_doublings_of_the_numbers(key: str, other: str, far: float | None) -> None:
+    assert tuning.distance(key, other) == far == tuning.distance(other, key)
+
+
+def test_the_nearest_shapes_ladder_serves_and_one_line_says_so(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store(folder, Shape(8), "a")
+    store(folder, Shape(1000), "b")
+    store(folder, Shape(500, fmt="fp8"), "a")
+    choice = shapes().choose(Shape(400), H200)
+    assert choice.name == "b" and choice.build().single.config == {"BLOCK": 1000}
+    assert choice.evidence == "nearest tuned table N=1000,K=64,bf16,device_name=H200.json"
+    assert shapes().choose(Shape(9), H200).name == "a"
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "no tuned table for N=400,K=64,bf16 on H200" in line
+    # Of the two comparable shapes the one whose own ladder is "a" loses 20 % with "b".
+    assert "up to 20 %" in line and line.endswith("fastlayers tune --layer toy --shape n=400")
+    assert shapes().choose(Shape(400, fmt="int8"), H200).evidence == "rank"
+    assert shapes().choose(Shape(400), "A100").evidence == "rank"
+
+
+def test_a_corrupt_neighbour_is_refused_by_name(folder: Path) -> None:
+    store(folder, Shape(8), "a").write_text("{")
+    with pytest.raises(tuning.TunedTableError, match="N=8"):
+        shapes().choose(Shape(9), H200)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"measured": [{"tokens": 1, "backend": "a"}]},
+        {"measured": [{"tokens": 1, "backend": "a", "us": 0}]},
+        {"metadata": []},
+        {"metadata": {"versions": 3}},
+    ],
+)
+def test_bad_measurements_are_refused_by_name(folder: Path, changes: dict[str, object]) -> None:
+    path = store(folder, Shape(8), "a", **changes)
+    with pytest.raises(tuning.TunedTableError, match=path.name.replace("=", ".")):
+        shapes().choose(Shape(8), H200)
+
+
+# ---- what a table depends on -----------------------------------------------------------------------------------
+
+
+def test_a_table_of_other_versions_is_used_and_marked(folder: Path) -> None:
+    about = tuning.metadata("toy", shapes().ranked)
+    assert set(about["versions"]["a"]) == {"torch"} and about["kernels"]["a"] == about["kernels"]["b"]
+    store(folder, Shape(8), "a", metadata=about)
+    assert shapes().choose(Shape(8), H200).evidence == "tuned table N=8,K=64,bf16,device_name=H200.json"
+    other = about | {"versions": {"a": {"torch": "1.0"}, "b": {"torch": "0.1"}}, "kernels": {"a": "0"}}
+    store(folder, Shape(8), "a", metadata=other)
+    choice = shapes().choose(Shape(8), H200)
+    # What only "b" depends on does not matter: the ladder is "a".
+    assert choice.name == "a" and "made with other versions (torch 1.0, now " in choice.evidence
+    assert "kernels of a have changed" in choice.evidence and "0.1" not in choice.evidence
+
+
+def test_kernel_hashes_see_code_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def hashed(name: str, text: str) -> str:
+        (tmp_path / f"{name}.py").write_text(text)
+        return kernel_hash(f"{name}:Thing")
+
+    plain = hashed("hashed_one", "def f(x):\n    return x + 1\n")
+    assert hashed("hashed_two", '"""Text."""\n\n\ndef f(x):\n    """Words."""\n    return (x + 1)  # why\n') == plain
+    assert hashed("hashed_three", "def f(x):\n    return x + 2\n") != plain
+    assert kernel_hash("fastlayers.quant.fp8_linear.triton:TritonFP8Linear") != plain
+
+
+def test_packages_behind_a_backend() -> None:
+    needs = ("triton:jit", "triton.language:dot", "sgl_kernel", "torch.ops:sgl_kernel.rmsnorm")
+    assert packages_of(Backend("x", Impl, needs)) == ("triton", "sgl_kernel")
+    assert packages_of(Backend("x", Impl)) == ("torch",)
