@@ -165,7 +165,9 @@ def _refuse_xqa(cfg: GQAConfig, device: Device) -> str | None:
 
 def _refuse_fa3(cfg: GQAConfig, device: Device) -> str | None:
     dims = tuple(range(8, 257, 8))
-    return _refuse_kernels(cfg, device, (9, 0), dims) or _only_sm_90(device) or _same_dtype(cfg)
+    if (why := _refuse_kernels(cfg, device, (9, 0), dims) or _only_sm_90(device) or _same_dtype(cfg)) is not None:
+        return why
+    return "it rounds sinks to bfloat16, which shows in an LSE" if cfg.sinks and cfg.lse else None
 
 
 def _refuse_sdpa(cfg: GQAConfig, device: Device) -> str | None:

@@ -1,6 +1,6 @@
 """Grouped-query attention by FlashAttention 3, from whatever package offers ``flash_attn_interface``.
 
-It reads the page table, masks windows, and takes sinks itself; how keys are split depends on what the page table could
+It reads the page table, masks windows, and takes sinks itself, in bfloat16 (as checkpoints hold them); how keys are split depends on what the page table could
 hold, so nothing is planned and nothing changes under capture.
 """
 
@@ -46,7 +46,7 @@ def _attend(
     o, lse, *_ = flash_attn_with_kvcache(
         q.unsqueeze(1) if one_each else q, k_cache, v_cache, cache_seqlens=seq_lens, page_table=page_table,
         softmax_scale=scale, causal=True, window_size=(window - 1, 0) if window else (-1, -1), softcap=softcap,
-        sinks=None if sinks is None else sinks.to(q.dtype), return_softmax_lse=True, **varlen,
+        sinks=None if sinks is None else sinks.bfloat16(), return_softmax_lse=True, **varlen,
     )  # fmt: skip
     # [B, H, 1] for one query each, [H, T] for ragged queries.
     lse = lse.squeeze(2) if one_each else lse.transpose(0, 1)

@@ -1,0 +1,283 @@
+"""gqa's rows of kernel packages: what they refuse, and their own logic over packages that are played by torch."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import fastlayers as fl
+from fastlayers.attention.gqa.cases import SPEC
+from fastlayers.attention.gqa.core import GQA, GQAConfig
+from fastlayers.attention.gqa.layer import Attention
+from fastlayers.attention.meta import AttentionBatch, AttentionState
+from fastlayers.device import DESCRIBED
+from fastlayers.errors import ArgumentError
+from fastlayers.registry import Backend
+from fastlayers.testing.parity import check_parity
+
+LLAMA = GQAConfig(32, 8, 128, 128**-0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "change", "words"),
+    [
+        ("flashinfer_fa3", "H200", {}, None),
+        ("flashinfer_fa3", "A100", {}, "needs sm_90"),
+        ("flashinfer_fa3", "B200", {}, "for sm_90 only"),
+        ("flashinfer_fa3", "H200", {"phase": "decode"}, "serves extend only"),
+        ("flashinfer_fa3", "H200", {"phase": "padded"}, "serves extend only"),
+        ("flashinfer_fa3", "H200", {"kv_dtype": torch.float8_e4m3fn}, "a cache of torch.float8_e4m3fn"),
+        ("flashinfer_fa2", "A100", {}, None),
+        ("flashinfer_fa2", "H200", {"kv_dtype": torch.float8_e4m3fn}, None),
+        ("flashinfer_fa2", "H200", {"head_dim": 96}, "head_dim 96 is not one of 64, 128, 256"),
+        ("flashinfer_fa2", "H200", {"dtype": torch.float32}, "neither float16 nor bfloat16"),
+        ("flashinfer_fa2", "H200", {"phase": ""}, "not every phase"),
+        ("xqa", "H200", {"phase": "decode", "lse": False}, None),
+        ("xqa", "H200", {"phase": "decode", "lse": False, "sinks": True, "window": 128}, None),
+        ("xqa", "H200", {"phase": "decode"}, "returns no LSE"),
+        ("xqa", "H200", {"phase": "decode", "lse": False, "softcap": 30.0}, "no softcap"),
+        ("xqa", "H200", {"phase": "decode", "lse": False, "page_size": 1}, "page_size 1"),
+        ("xqa", "A100", {"phase": "decode", "lse": False}, "needs sm_90"),
+        ("fa3", "H200", {"sinks": True, "lse": False}, None),
+        ("fa3", "H200", {"sinks": True}, "rounds sinks"),
+        ("fa3", "B200", {}, "for sm_90 only"),
+        ("sdpa", "A100", {"lse": False}, None),
+        ("sdpa", "H200", {"lse": False, "sinks": True}, "sinks"),
+        ("sdpa", "H200", {}, "an LSE"),
+        ("triton", "H200", {"phase": "padded"}, None),
+        ("triton", "cpu", {}, None),
+    ],
+)
+def test_refusals(name: str, device: str, change: dict[str, Any], words: str | None) -> None:
+    why = GQA.named(name).refusal(replace(LLAMA, **{"phase": "extend", **change}), DESCRIBED[device])
+    assert why is None if words is None else why is not None and words in why
+
+
+def test_left_padding_takes_a_backend_that_masks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer with a backend that cannot: the padded step goes elsewhere and is right."""
+    taken: list[str] = []
+
+    class Blind:
+        def __init__(self, cfg: GQAConfig) -> None:
+            self.cfg = cfg
+
+        def __call__(self, q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            taken.append(self.cfg.phase)
+            return torch.zeros_like(q), q.new_empty(0)
+
+    row = Backend("blind", Blind, phases=("decode", "extend"), auto_on=("cpu",))
+    monkeypatch.setattr(GQA, "ranked", [row, *GQA.ranked])
+    rotary = fl.RotaryEmbedding(16, max_position=64)
+    layer = Attention(32, 2, 1, 16, rotary=rotary, page_size=16, dtype=torch.float32, backend="blind")
+    cache = fl.kv_cache_spec(layer, page_size=16).allocate(num_pages=3)[0]
+    state = AttentionState(2, 8, 1, 16)
+    hidden = torch.randn(8, 32)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    plain = layer(hidden, state.plan(AttentionBatch((4, 4), (0, 0), [[1], [2]])), cache)
+    assert taken == ["extend"] and not plain.any()
+    padded = layer(hidden, state.plan(AttentionBatch((4, 4), (0, 0), [[1], [2]], (0, 1))), cache)
+    assert taken == ["extend"] and padded[:4].abs().min() > 0
+    layer(hidden[:2], state.plan(AttentionBatch((1, 1), (4, 4), [[1], [2]])), cache)
+    assert taken == ["extend", "decode"]
+
+
+def dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, softcap: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of the last queries [Q, Hq, D] over keys [S, Hkv, D]; the LSE is natural, [Q, Hq]."""
+    k, v = (x.float().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    s = scale * torch.einsum("qhd,shd->hqs", q.float(), k)
+    s = softcap * torch.tanh(s / softcap) if softcap else s
+    at, place = torch.arange(len(k) - len(q), len(k))[:, None], torch.arange(len(k))
+    seen = (place <= at) & (place > at - (window or len(k)))
+    s = s.masked_fill(~seen, -torch.inf)
+    return torch.einsum("hqs,shd->qhd", s.softmax(-1), v), s.logsumexp(-1).T
+
+
+class FakePrefill:
+    """Stands for FlashInfer's module: plans nothing, follows offsets and page numbers as the kernels do."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.windowed, self.capped = arguments[8:10]
+
+    def plan(self, workspace: torch.Tensor, entries: torch.Tensor, staged: torch.Tensor, *rest: Any) -> list[int]:
+        first, pages, lens, tokens, requests = rest[:5]
+        assert len(first) == len(pages) == requests + 1 == len(lens) + 1 and int(first[-1]) == tokens
+        assert staged.numel() == entries.numel() and rest[11] is True
+        assert (rest[12] >= 0) == self.windowed
+        return [int(rest[8]), requests]
+
+    def paged_run(self, *given: Any) -> None:
+        _, _, (_, requests), q, k_cache, v_cache, first, offset, pages, last, o, lse = given[:12]
+        assert given[12:14] == (1, 0)
+        window_left, softcap, scale = given[14], given[22], given[23]
+        assert (softcap > 0) == self.capped
+        for b in range(requests):
+            own = pages[offset[b] : offset[b + 1]].long()
+            length = (len(own) - 1) * k_cache.shape[1] + int(last[b]) if len(own) else 0
+            rows = slice(int(first[b]), int(first[b + 1]))
+            k, v = (cache[own].flatten(0, 1)[:length] for cache in (k_cache, v_cache))
+            result = dense(q[rows], k, v, scale, window_left + 1, softcap)
+            o[rows] = result[0].to(o.dtype)
+            if lse is not None:
+                lse[rows] = result[1] / math.log(2.0)
+
+
+def fake(monkeypatch: pytest.MonkeyPatch, **modules: dict[str, Any]) -> None:
+    """Install modules with these attributes; a double underscore stands for a dot."""
+    for name, attributes in modules.items():
+        made = ModuleType(name.replace("__", "."))
+        vars(made).update(attributes)
+        monkeypatch.setitem(sys.modules, made.__name__, made)
+
+
+def small(phase: str) -> list[Any]:
+    return [case for case in SPEC.cases if case.small and case.cfg.phase == phase and case.name != "empty"]
+
+
+@pytest.mark.parametrize("case", small("decode") + small("extend"), ids=lambda case: case.name)
+def test_flashinfer_logic(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed pages, padded rows, windows, soft caps, base 2, sinks by way of the LSE."""
+    from fastlayers.attention.gqa.flashinfer import FlashInferFA2
+
+    fake(monkeypatch, flashinfer={}, flashinfer__prefill={"get_batch_prefill_module": FakePrefill})
+    assert check_parity("gqa", Backend("fake", FlashInferFA2), case)
+
+
+def test_flashinfer_refuses_a_padded_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastlayers.attention.gqa.flashinfer import FlashInferFA2
+
+    fake(monkeypatch, flashinfer={}, flashinfer__prefill={"get_batch_prefill_module": FakePrefill})
+    with pytest.raises(ArgumentError, match="left padding"):
+        check_parity("gqa", Backend("fake", FlashInferFA2), "extend_left_padded")
+
+
+def test_flashinfer_replans_into_the_same_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastlayers.attention.gqa.flashinfer import FlashInferFA3
+
+    fake(monkeypatch, flashinfer={}, flashinfer__prefill={"get_batch_prefill_module": FakePrefill})
+    impl, state = FlashInferFA3(LLAMA), AttentionState(4, 4, 3, 64)
+    caches = torch.randn(2, 8, 64, 8, 128, dtype=torch.bfloat16)
+    q = torch.randn(4, 32, 128, dtype=torch.bfloat16)
+    meta = state.plan(AttentionBatch((1, 1), (100, 3), [[1, 2], [3]]), bucket=4)
+    impl(q, *caches, meta, None)
+    plan = meta.plan_of(impl.key, lambda _: pytest.fail("planned twice"))
+    before = (plan.index.data_ptr(), plan.pages.data_ptr(), plan.entries.data_ptr())
+    meta = state.plan(AttentionBatch((1, 1, 1), (0, 64, 130), [[7], [5, 6], [4, 2, 1]]), bucket=4)
+    assert (plan.index.data_ptr(), plan.pages.data_ptr(), plan.entries.data_ptr()) == before
+    assert plan.index.tolist() == [0, 1, 2, 3, 4, 0, 1, 3, 6, 7, 1, 1, 3, 1]
+    assert plan.pages[:7].tolist() == [7, 5, 6, 4, 2, 1, 0]
+
+
+@pytest.mark.parametrize("case", [c for c in small("decode") if not c.cfg.lse], ids=lambda case: case.name)
+def test_xqa_logic(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scale that the kernel expects, windows, sinks by key head."""
+    from fastlayers.attention.gqa.xqa import XQA
+
+    def xqa(q: Any, k_cache: Any, v_cache: Any, table: Any, lens: Any, o: Any, parts: Any, counters: Any, *rest: Any,
+            sinks: Any, q_scale: float, sliding_win_size: int) -> None:  # fmt: skip
+        kv_heads, page_size = rest
+        assert lens.dtype == torch.uint32 and counters.numel() >= len(q) * kv_heads and not counters.int().any()
+        for b, length in enumerate(lens[:, 0].tolist()):
+            place = torch.arange(length)
+            page = table[b].long()[place // page_size]
+            k, v = (cache[page, place % page_size] for cache in (k_cache, v_cache))
+            result, lse = dense(q[b], k, v, q_scale / q.shape[-1] ** 0.5, sliding_win_size, 0.0)
+            if sinks is not None:
+                result = result * torch.sigmoid(lse - sinks.flatten())[..., None]
+            o[b] = result.to(o.dtype)
+
+    fake(monkeypatch, flashinfer={}, flashinfer__xqa={"xqa": xqa})
+    assert check_parity("gqa", Backend("fake", XQA), case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [c for c in small("decode") + small("extend") if not (c.cfg.sinks and c.cfg.lse)],
+    ids=lambda case: case.name,
+)
+def test_fa3_logic(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both forms of its call, and both layouts of its LSE."""
+    from fastlayers.attention.gqa.fa3 import FA3
+
+    def flash_attn_with_kvcache(q: Any, k_cache: Any, v_cache: Any, **given: Any) -> Any:
+        it = SimpleNamespace(**{"cu_seqlens_q": None, **given})
+        rows = q.flatten(0, 1) if q.dim() == 4 else q
+        edges = list(range(len(rows) + 1)) if it.cu_seqlens_q is None else it.cu_seqlens_q.tolist()
+        o, lse = torch.empty_like(rows), torch.empty(rows.shape[:2])
+        for b, length in enumerate(it.cache_seqlens.tolist()):
+            place = torch.arange(length)
+            page = it.page_table[b].long()[place // k_cache.shape[1]]
+            k, v = (cache[page, place % k_cache.shape[1]] for cache in (k_cache, v_cache))
+            mine = slice(edges[b], edges[b + 1])
+            part, part_lse = dense(rows[mine], k, v, it.softmax_scale, it.window_size[0] + 1, it.softcap)
+            if it.sinks is not None:
+                part = part * torch.sigmoid(part_lse - it.sinks.float())[..., None]
+                part_lse = torch.logaddexp(part_lse, it.sinks.float())
+            o[mine], lse[mine] = part.to(o.dtype), part_lse
+        assert it.causal and it.return_softmax_lse
+        return (o.unsqueeze(1), lse.unsqueeze(2)) if q.dim() == 4 else (o, lse.T)
+
+    fake(monkeypatch, flash_attn_interface={"flash_attn_with_kvcache": flash_attn_with_kvcache})
+    assert check_parity("gqa", Backend("fake", FA3), case)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_sdpa_ways_agree(seed: int) -> None:
+    """One request after the other, and the way under capture: all at once."""
+    from fastlayers.attention.gqa.sdpa import SDPA
+
+    case = SPEC.case("extend_no_lse")
+    inputs, impl = SPEC.make_inputs(case, torch.device("cpu"), seed), SDPA(case.cfg)
+    assert check_parity("gqa", Backend("fake", SDPA), case, seed=seed)
+    meta = SPEC.prepare(impl, inputs).meta
+    caches = inputs["k_cache"].flatten(0, 1), inputs["v_cache"].flatten(0, 1)
+    ways = [way(inputs["q"], caches, meta).float() for way in (impl._one_by_one, impl._padded)]
+    torch.testing.assert_close(*ways, rtol=1e-2, atol=2e-2)
+
+
+def test_tuning_key_names_what_changes_kernels() -> None:
+    keys = {
+        replace(LLAMA, **change).tuning_key()
+        for change in (
+            {}, {"phase": "decode"}, {"window": 128}, {"sinks": True}, {"page_size": 16}, {"num_kv_heads": 4},
+            {"kv_dtype": torch.float8_e4m3fn}, {"head_dim": 64}, {"softcap": 30.0},
+        )
+    }  # fmt: skip
+    assert len(keys) == 9 and replace(LLAMA, softmax_scale=1.0, lse=False).tuning_key() in keys
+
+
+def test_candidates_start_with_the_rule() -> None:
+    from fastlayers.attention.gqa.triton import TritonGQA, tile_config
+    from fastlayers.attention.gqa.triton_decode import decode_config
+
+    decode = TritonGQA.candidates(replace(LLAMA, phase="decode"), 1)
+    extend = TritonGQA.candidates(replace(LLAMA, phase="extend"), 2048)
+    assert decode[0] == decode_config(128, torch.bfloat16) and extend[0] == tile_config(2048, LLAMA)
+    assert all(len(each) == len({tuple(one.items()) for one in each}) <= 40 for each in (decode, extend))
+
+
+@pytest.mark.parametrize(("lens", "programs"), [((1, 1, 1), 8), ((300, 1, 77), 8), ((300, 1, 77), 24), ((2000,), 16)])
+def test_decode_shares_cover_every_key_once(lens: tuple[int, ...], programs: int) -> None:
+    """Shares that begin and end inside requests, at their edges, and programs without a share."""
+    from fastlayers.attention.gqa.triton import TritonGQA
+
+    cfg = GQAConfig(4, 2, 16, 0.25, page_size=16, dtype=torch.float32, kv_dtype=torch.float32, phase="decode")
+    table, state = [list(range(1 + 130 * b, 131 + 130 * b)) for b in range(len(lens))], None
+    caches = torch.randn(2, 131 + 130 * len(lens), 16, 2, 16)
+    state = AttentionState(len(lens), len(lens), 130, 16)
+    meta = state.plan(AttentionBatch((1,) * len(lens), tuple(n - 1 for n in lens), table))
+    q = torch.randn(len(lens), 4, 16)
+    o, lse = TritonGQA(cfg, {"PROGRAMS": programs})(q, *caches, meta, None)
+    for b, length in enumerate(lens):
+        k, v = (cache[table[b]].flatten(0, 1)[:length] for cache in caches)
+        expected, expected_lse = dense(q[b : b + 1], k, v, 0.25, 0, 0.0)
+        torch.testing.assert_close(o[b : b + 1], expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse[b : b + 1], expected_lse, rtol=1e-5, atol=1e-5)
