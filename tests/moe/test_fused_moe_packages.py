@@ -232,3 +232,33 @@ def test_own_layout_replaces_the_parameters(monkeypatch: pytest.MonkeyPatch) -> 
     assert (y.float() - expected.float()).norm() < 1e-2 * expected.float().norm()
     with pytest.raises(ArgumentError, match="where its weights were packed"):
         ours.to("meta")
+
+
+@pytest.mark.parametrize("case", ["tiny_bf16", "shared_fp32", "all_filtered", "gpt_oss_interleaved", "two_shared_fp16"])
+def test_grouped_products_on_a_cpu_equal_the_loop(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastlayers.moe.fused_moe import torch as torch_path
+
+    spec = spec_of("fused_moe")
+    chosen = spec.case(case)
+    inputs = spec.make_inputs(chosen, torch.device("cpu"), 3)
+    impl = torch_path.TorchFusedMoE(chosen.cfg)
+    packed = spec.prepare(impl, inputs)
+    assert torch_path._groups(inputs["x"], packed)
+    grouped = spec.run(impl, inputs, packed)["y"]
+    monkeypatch.setattr(torch_path, "GROUPED_TOKENS", 2)
+    in_rounds = spec.run(impl, inputs, packed)["y"]
+    monkeypatch.setattr(torch_path, "_groups", lambda x, packed: False)
+    loop = spec.run(impl, inputs, packed)["y"]
+    tolerance = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}[loop.dtype]
+    for y in (grouped, in_rounds):
+        assert (y - loop).float().norm() <= tolerance * loop.float().norm()
+
+
+def test_rows_that_grouped_products_cannot_read_take_the_loop() -> None:
+    from fastlayers.moe.fused_moe import torch as torch_path
+
+    spec = spec_of("fused_moe")
+    for case in ("odd_sizes", "fp8", "mxfp4_bf16"):
+        inputs = spec.make_inputs(spec.case(case), torch.device("cpu"), 0)
+        packed = spec.prepare(torch_path.TorchFusedMoE(spec.case(case).cfg), inputs)
+        assert not torch_path._groups(inputs["x"], packed)

@@ -1,7 +1,8 @@
 """The experts in native torch operations.
 
-On a CPU: a loop over the experts that occur, inside one operator (it reads the ids on the host). On CUDA nothing
-may wait for the host: pairs are aligned into blocks of one expert, and batched GEMMs run over a number of blocks
+On a CPU: torch's grouped products over pairs ordered by expert; for quantised weights and rows that those cannot
+read, a loop over the experts that occur. Both inside one operator (it reads ids on the host). On CUDA nothing may
+wait for the host: pairs are aligned into blocks of one expert, and batched GEMMs run over a number of blocks
 that depends on shapes only, a few blocks at a time so that gathered weights stay small. It is the last resort
 there: padding and unused blocks are computed too.
 """
@@ -18,6 +19,8 @@ from fastlayers.operators import operator
 
 # Gathered weights of one step of the blocked path: at most this many elements.
 GATHER_LIMIT = 1 << 26
+# Tokens of one round of grouped products: their rows are held several times.
+GROUPED_TOKENS = 1024
 
 
 def append_shared(
@@ -57,6 +60,39 @@ def _expert(
     return F.linear(inner, dequantize(packed.w2[expert], s2, quant, 1, x.dtype), b2)
 
 
+def _groups(x: torch.Tensor, packed: MoEWeights) -> bool:
+    """Return whether torch's grouped product reads these weights: rows of whole 16 bytes."""
+    if not hasattr(F, "grouped_mm") or packed.w13_scale is not None or packed.w13.element_size() == 1:
+        return False
+    rows = (packed.w13.shape[1], packed.w13.shape[2], packed.w2.shape[2])
+    return all(n * x.element_size() % 16 == 0 for n in rows) and all(
+        w.data_ptr() % 16 == 0 for w in (packed.w13, packed.w2)
+    )
+
+
+def _grouped(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: MoEWeights, activation: str, alpha: float,
+    limit: float, interleaved: bool,
+) -> torch.Tensor:  # fmt: skip
+    """Return the fp32 sums of weighted pairs ``[T,D]`` by two grouped products; dropped pairs have id -1."""
+    (tokens, per_token), experts = ids.shape, packed.w13.shape[0]
+    # Dropped pairs come first, and are cut off.
+    owner, order = ids.flatten().sort(stable=True)
+    counts = torch.bincount(owner.clamp_min(-1) + 1, minlength=experts + 1)
+    kept = slice(int(counts[0]), None)
+    owner, order = owner[kept], order[kept]
+    offsets = counts[1:].cumsum(0, dtype=torch.int32)
+    h = F.grouped_mm(x[order // per_token], packed.w13.mT, offs=offsets)
+    if packed.w13_bias is not None:
+        h = h + packed.w13_bias[owner].to(h.dtype)
+    out = F.grouped_mm(activate(h, activation, alpha, limit, interleaved), packed.w2.mT, offs=offsets).float()
+    if packed.w2_bias is not None:
+        out = out + packed.w2_bias[owner]
+    pairs = out.new_zeros(tokens * per_token, out.shape[1])
+    pairs[order] = out * weights.flatten()[order].unsqueeze(-1)
+    return pairs.view(tokens, per_token, -1).sum(1)
+
+
 def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
     return x.new_empty(x.shape)
 
@@ -74,6 +110,10 @@ def _loop(
     factor: float, interleaved: bool,
 ) -> torch.Tensor:  # fmt: skip
     packed = MoEWeights(w13, w2, w13_scale, w2_scale, w13_bias, w2_bias)
+    if x.shape[0] and _groups(x, packed):
+        parts = zip(*(t.split(GROUPED_TOKENS) for t in (x, topk_weights * factor, topk_ids)), strict=True)
+        sums = [_grouped(*part, packed, activation, alpha, limit, interleaved) for part in parts]
+        return torch.cat(sums).to(x.dtype)
     values = round_activations(x, quant, scale_fmt)
     per_token = topk_ids.shape[1]
     owner, order = topk_ids.flatten().sort(stable=True)
