@@ -8,7 +8,7 @@ A family's file says what ``self_attn`` and ``mlp`` are. Number formats are in `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -356,6 +356,18 @@ class CausalLM(nn.Module):
         """Return logits ``[R, vocab]`` for rows of :meth:`forward`'s result."""
         logits: torch.Tensor = self.lm_head(self.decoder.norm(hidden_states))
         return gather_logits(logits, self.attention_group)[..., : self.config.vocab_size]
+
+    def warm_up_calls(self, tokens: Sequence[int]) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """Yield what :func:`fastlayers.warmup` runs, with a generator that is just large enough.
+
+        Kernels may depend on how long requests can become: warm up the generator itself to get exactly its own.
+        """
+        from fastlayers_models.generate import Generator
+
+        longest = min(max(tokens) + 8, self.config.max_position_embeddings)
+        rows = min(max(tokens), 256)
+        pages = max(rows + 1, -(-longest // self.page_size) + 1)
+        yield from Generator(self, max_batch=rows, max_length=longest, num_pages=pages).warm_up_calls(tokens)
 
     def single_step(self, meta: AttentionMeta) -> StepTokens:
         """Return the token counts of a step of one attention group."""

@@ -19,7 +19,7 @@ import fastlayers as fl
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
 from fastlayers.errors import ArgumentError, check_positive
-from fastlayers.graphs import CudaGraphs
+from fastlayers.graphs import CudaGraphs, bucket_of
 from fastlayers.sampler.layer import Sampler, SamplingParams
 from fastlayers_models.decode import DecodeStep, Pending, Row
 
@@ -211,6 +211,24 @@ class Generator:
             Told each ``(bucket, mode)`` when it is captured.
         """
         self.step.capture(buckets, modes, progress)
+
+    def warm_up_calls(self, tokens: Sequence[int]) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """Yield what :func:`fastlayers.warmup` runs: decode of so many requests, and a prefill of so many tokens.
+
+        Decode with CUDA graphs captures the bucket, for greedy and for filtered sampling.
+        """
+        for count in tokens:
+            if count <= self.max_batch:
+                bucket = bucket_of(self.step.buckets, count)
+                if bucket is not None:
+                    yield f"decode {bucket}", lambda n=bucket: self.capture([n], ("greedy", "filtered"))  # type: ignore[misc]
+                else:
+                    yield f"decode {count}", lambda n=count: self._warm_up([1] * n, 2)  # type: ignore[misc]
+            if count < self.max_length:
+                yield f"prefill {count}", lambda n=count: self._warm_up([n], 1)  # type: ignore[misc]
+
+    def _warm_up(self, lengths: list[int], new: int) -> None:
+        self.generate([[0] * length for length in lengths], max_new_tokens=new, eos_ids=())
 
     def _batch(self, work: list[tuple[_Request, int]]) -> AttentionBatch:
         """Return the host description of a step of so many new tokens a request, pages handed out."""

@@ -21,6 +21,7 @@ _PUBLIC = {
     "Backend": "fastlayers.registry",
     "Bmm": "fastlayers.quant.bmm.layer",
     "BumpAllocator": "fastlayers.allocator",
+    "CudaGraphs": "fastlayers.graphs",
     "Device": "fastlayers.device",
     "FP8BlockLinear": "fastlayers.quant.fp8_linear.layer",
     "FP8ScaledLinear": "fastlayers.quant.fp8_scaled_linear.layer",
@@ -58,6 +59,7 @@ _PUBLIC = {
     "patched": "fastlayers.patching",
     "registry": "fastlayers.registry",
     "unpatch": "fastlayers.patching",
+    "warmup": "fastlayers.warmup",
 }
 
 __all__ = ["__version__", *sorted(_PUBLIC)]

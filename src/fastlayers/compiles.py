@@ -8,16 +8,26 @@ announce nothing: that they compiled is seen afterwards, from new entries in the
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fastlayers import env
+from fastlayers import device, env
 from fastlayers.errors import CaptureError
 from fastlayers.kernel_cache import cached_kernels
 
 log = logging.getLogger(__name__)
+
+
+def _triton_runtime() -> Any:
+    """Return Triton's run-time settings; ``None`` where Triton compiles nothing: no GPU, or its interpreter."""
+    import torch
+
+    if env.triton_interpret() or not torch.cuda.is_available() or device.package("triton", load=True).reason:
+        return None
+    import triton
+
+    return triton.knobs.runtime
 
 
 class TritonHook:
@@ -40,11 +50,12 @@ class TritonHook:
         self._knobs: Any = None
 
     def install(self) -> None:
-        """Start; does nothing where Triton was never imported, for then it has compiled nothing either."""
-        if self._knobs is None and "triton" in sys.modules and not env.triton_interpret():
-            self._knobs = sys.modules["triton"].knobs.runtime
-            self._before = self._knobs.jit_cache_hook
-            self._knobs.jit_cache_hook = self._called
+        """Start; does nothing where Triton does not compile."""
+        if self._knobs is None:
+            self._knobs = _triton_runtime()
+            if self._knobs is not None:
+                self._before = self._knobs.jit_cache_hook
+                self._knobs.jit_cache_hook = self._called
 
     def remove(self) -> None:
         """Stop. A hook that someone installed on top stays, and goes on calling this one, which is silent."""
@@ -81,6 +92,27 @@ def forbidden(label: str) -> Iterator[None]:
     new = sorted(cached_kernels() - before)
     if new:
         raise CaptureError(f"{label}: compiled inside the capture: {', '.join(new)}; run it once before")
+
+
+@contextmanager
+def counted() -> Iterator[Callable[[], list[str]]]:
+    """Yield a function that returns the kernels compiled, or loaded, since the beginning."""
+    before, loaded = cached_kernels(), []  # type: ignore[var-annotated]
+    hook = TritonHook(loaded.append)
+    hook.install()
+    try:
+        yield lambda: loaded + sorted(cached_kernels() - before)
+    finally:
+        hook.remove()
+
+
+def stop_watching() -> None:
+    """Close the :class:`CompileWatch` that is on, if one is: what compiles next is meant to."""
+    runtime = _triton_runtime()
+    hook = getattr(getattr(runtime, "jit_cache_hook", None), "__self__", None)
+    watch = getattr(getattr(hook, "_found", None), "__self__", None)
+    if isinstance(watch, CompileWatch):
+        watch.close()
 
 
 class CompileWatch:

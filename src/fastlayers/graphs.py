@@ -50,6 +50,10 @@ def bucket_of(buckets: Sequence[int], batch: int) -> int | None:
     return buckets[place] if place < len(buckets) else None
 
 
+# Some Pythons begin with hundreds of frozen objects; whoever freezes after importing torch freezes a hundred thousand.
+_FROZEN_BY_SOMEONE = 20_000
+
+
 @contextmanager
 def frozen_collector(enabled: bool = True) -> Iterator[None]:
     """Keep Python's garbage collector away from what exists now; put it back as it was afterwards.
@@ -66,7 +70,7 @@ def frozen_collector(enabled: bool = True) -> Iterator[None]:
     if not enabled:
         yield
         return
-    was_enabled, was_frozen = gc.isenabled(), gc.get_freeze_count() > 0
+    was_enabled, was_frozen = gc.isenabled(), gc.get_freeze_count() > _FROZEN_BY_SOMEONE
     gc.collect()
     gc.freeze()
     # freeze() alone leaves the collector on, which could free a dead cycle's CUDA memory in the middle of a capture.
@@ -137,9 +141,25 @@ class CudaRuntime:
                 # thread_local: what other threads do (pinned copies, allocations) is no part of this capture.
                 with torch.cuda.graph(graph, self._pool, self.stream, capture_error_mode="thread_local"):
                     outputs = fn()
-            finally:
-                torch.cuda.set_stream(before)  # torch leaves its own where ending a broken capture raises
+            except BaseException:
+                torch.cuda.set_stream(before)
+                self._abandon()
+                raise
         return graph, outputs
+
+    def _abandon(self) -> None:
+        """Undo what torch leaves behind where the end of a broken capture raises: it goes on recording to the pool.
+
+        The next capture takes a new pool; graphs in the old one keep it.
+        """
+        device, pool = torch.cuda.current_device(), self._pool
+        self._pool = None
+        try:
+            torch._C._cuda_endAllocateToPool(device, pool)
+        except RuntimeError as error:  # the capture's end came that far: the graph gives the pool back itself
+            log.debug("%s", error)
+        else:
+            torch._C._cuda_releasePool(device, pool)
 
     def free_bytes(self) -> int:
         """Return the driver's count, after cached blocks were given back."""

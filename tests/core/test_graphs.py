@@ -26,7 +26,7 @@ class Runtime(EagerRuntime):
         super().warm_up(fn, times)
 
     def capture(self, fn: Callable[[], Any]) -> tuple[Any, Any]:
-        self.events.append(("capture", gc.get_freeze_count() > 0, gc.isenabled()))
+        self.events.append(("capture", gc.get_freeze_count() > 20_000, gc.isenabled()))
         graph, outputs = super().capture(fn)
         self.free -= self.cost
         return graph, outputs
@@ -40,9 +40,11 @@ class Runtime(EagerRuntime):
 
 @pytest.fixture(autouse=True)
 def collector() -> Iterator[None]:
+    usual = gc.get_freeze_count()  # some Pythons begin with hundreds
+    assert usual < 10_000
     yield
     assert gc.isenabled()
-    assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() <= usual
 
 
 def test_buckets() -> None:
@@ -99,13 +101,13 @@ def test_collector_keeps_an_earlier_freeze_and_its_switch() -> None:
     try:
         with frozen_collector(), frozen_collector():
             assert not gc.isenabled()
-        assert gc.get_freeze_count() > 0
+        assert gc.get_freeze_count() > 20_000
         assert not gc.isenabled()
     finally:
         gc.unfreeze()
         gc.enable()
     with pytest.raises(KeyError), frozen_collector(), frozen_collector():
-        assert gc.get_freeze_count() > 0
+        assert gc.get_freeze_count() > 20_000
         raise KeyError
 
 

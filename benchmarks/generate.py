@@ -1,0 +1,257 @@
+"""Time ``fastlayers_models.generate`` end to end: ``python benchmarks/generate.py [MODEL ...] [--out FILE]``.
+
+Models have their real dimensions and random weights, made on the GPU. For each: seconds from this program's start to
+the first token, seconds to capture all batch buckets (``--capture``: also without the frozen collector and under
+``torch.compiler.config.force_cudagraph_gc``), milliseconds per output token at batch 1 (128 in, 128 out) and batch 32
+(512 in, 128 out), the same split into replay and host, and the floor: bytes that a step must read over the bandwidth.
+``--profile`` prints the kernels of one step. One JSON line a row; the first line describes the run.
+"""
+
+from __future__ import annotations
+
+import time
+
+BEGIN = time.perf_counter()
+
+import argparse  # noqa: E402
+import gc  # noqa: E402
+import json  # noqa: E402
+import statistics  # noqa: E402
+import subprocess  # noqa: E402
+import sys  # noqa: E402
+from collections import defaultdict  # noqa: E402
+from collections.abc import Iterator  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+
+import fastlayers as fl  # noqa: E402
+from fastlayers.attention.meta import AttentionBatch  # noqa: E402
+from fastlayers.device import as_device  # noqa: E402
+from fastlayers_models.auto import family_of  # noqa: E402
+from fastlayers_models.generate import Generator  # noqa: E402
+
+QWEN = dict(vocab_size=151936, max_position_embeddings=40960, rms_norm_eps=1e-6, head_dim=128, eos_token_id=151645)
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_30b_a3b": QWEN | dict(
+        model_type="qwen3_moe", hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768,
+        num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, num_experts=128, num_experts_per_tok=8,
+        norm_topk_prob=True, rope_theta=1000000.0,
+    ),
+    "qwen3_8b": QWEN | dict(
+        model_type="qwen3", hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, rope_theta=1000000.0,
+    ),
+    "gpt_oss_20b": dict(
+        model_type="gpt_oss", vocab_size=201088, hidden_size=2880, intermediate_size=2880, num_hidden_layers=24,
+        num_attention_heads=64, num_key_value_heads=8, head_dim=64, num_local_experts=32, num_experts_per_tok=4,
+        max_position_embeddings=131072, rms_norm_eps=1e-5, eos_token_id=200002, sliding_window=128,
+        quantization_config=dict(
+            quant_method="mxfp4",
+            modules_to_not_convert=[
+                "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"
+            ],
+        ),
+    ),
+}  # fmt: skip
+
+
+def randomize(model: nn.Module) -> None:
+    """Fill the weights on their device: normal with 0.02, norms 1, MXFP4 codes anything and scales near 2^-7."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(module, fl.RMSNorm):
+                parameter.fill_(1.0)
+            elif parameter.dtype == torch.uint8:
+                low, high = (118, 121) if "scale" in name else (0, 256)
+                parameter.random_(low, high)
+            else:
+                parameter.normal_(0.0, 0.02)
+    fl.finalize(model)
+
+
+def step_bytes(model: Any, batch: int, context: int) -> float:
+    """Return the bytes that one decode step must read: weights of active experts, the rest once, the cache."""
+    config, total = model.config, 0.0
+    for module in model.modules():
+        size = sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
+        if isinstance(module, fl.FusedMoE):
+            experts, chosen = module.cfg.num_experts, module.cfg.top_k
+            size *= 1 - (1 - chosen / experts) ** batch
+        elif isinstance(module, fl.VocabEmbedding):
+            size = 0
+        total += size
+    spec = fl.kv_cache_spec(model, page_size=model.page_size, dtype=model.kv_dtype)
+    windows = getattr(config, "windows", ()) or (None,) * config.num_hidden_layers
+    seen = sum(min(context, window or context) for window in windows) / len(windows)
+    return total + spec.bytes_per_token * seen * batch
+
+
+def prompts_of(batch: int, length: int, vocab: int) -> list[list[int]]:
+    """Return distinct random prompts."""
+    random = torch.Generator().manual_seed(1)
+    return torch.randint(0, vocab, (batch, length), generator=random).tolist()
+
+
+def arrivals(stream: Iterator[Any], batch: int) -> list[float]:
+    """Return when each step's tokens were there, from now on."""
+    begin, found = time.perf_counter(), []
+    for index, _ in enumerate(stream):
+        if index % batch == batch - 1:
+            found.append(time.perf_counter() - begin)
+    return found
+
+
+def time_decode(generator: Generator, batch: int, length: int, new: int, repeats: int) -> dict[str, Any]:
+    """Return milliseconds per output token after the first (median of ``repeats`` runs), and replay and host apart."""
+    rows = prompts_of(batch, length, generator.model.config.vocab_size)
+    runs, first = [], []
+    for _ in range(repeats + 1):
+        times = arrivals(generator.stream(rows, max_new_tokens=new, eos_ids=()), batch)
+        runs.append((times[-1] - times[0]) / (new - 1) * 1e3)
+        first.append(times[0])
+    step, device = generator.step, as_device("cuda")
+    generator.step.load([r.row for r in generator._requests(rows, None, 1)])
+    context = length + new // 2
+    pages = -(-(length + new) // generator.pool.page_size)
+    table = [list(range(1 + i * pages, 1 + (i + 1) * pages)) for i in range(batch)]
+    described = AttentionBatch((1,) * batch, (context - 1,) * batch, table)
+    host, replays = [], []
+    with torch.inference_mode():
+        for _ in range(50):
+            torch.cuda.synchronize()
+            at = time.perf_counter()
+            pending = step.launch(described)
+            host.append((time.perf_counter() - at) * 1e3)
+            pending.tokens()
+        key = (step._bucket, step._mode)
+        for _ in range(20):
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            events[0].record()
+            for _ in range(4):
+                step.graphs.replay(key)
+            events[1].record()
+            events[1].synchronize()
+            replays.append(events[0].elapsed_time(events[1]) / 4)
+    return {
+        "batch": batch, "prompt": length, "new": new, "tpot_ms": round(statistics.median(runs[1:]), 3),
+        "tpot_spread_ms": round(max(runs[1:]) - min(runs[1:]), 3), "replay_ms": round(statistics.median(replays), 3),
+        "host_ms": round(statistics.median(host), 3), "ttft_ms": round(statistics.median(first[1:]) * 1e3, 1),
+        "floor_ms": round(step_bytes(generator.model, batch, context) / device.bandwidth * 1e3, 3),
+        "tokens_per_s": round(batch / statistics.median(runs[1:]) * 1e3, 1),
+    }  # fmt: skip
+
+
+def time_capture(generator: Generator, freeze: bool, force_gc: bool) -> dict[str, Any]:
+    """Capture all buckets afresh and return what it cost; kernels are compiled beforehand."""
+    step = generator.step
+    assert step.graphs is not None
+    step.graphs.clear()
+    step.graphs.freeze = freeze
+    torch.compiler.config.force_cudagraph_gc = force_gc
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    generator.capture()
+    seconds = time.perf_counter() - begin
+    torch.compiler.config.force_cudagraph_gc = False
+    ledger = step.graphs.ledger
+    return {
+        "capture_s": round(seconds, 3), "frozen": freeze, "force_cudagraph_gc": force_gc, "graphs": len(ledger),
+        "objects": len(gc.get_objects()), "buckets": list(step.buckets),
+        "warm_up_s": round(sum(r.warm_up_seconds for r in ledger), 3),
+        "mib": round(sum(r.bytes for r in ledger) / 2**20, 1),
+    }  # fmt: skip
+
+
+def profile_step(generator: Generator, batch: int) -> None:
+    """Print the kernels of one replay: count, microseconds together, name."""
+    step = generator.step
+    assert step.graphs is not None
+    key = (min(n for n in step.buckets if n >= batch), "greedy")
+    step.capture([key[0]], [key[1]])
+    step.graphs.replay(key)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step.graphs.replay(key)
+        torch.cuda.synchronize()
+    found: dict[str, list[float]] = defaultdict(list)
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            found[event.name].append(event.time_range.elapsed_us())
+    total = sum(map(sum, found.values()))
+    print(f"batch {batch}: {sum(map(len, found.values()))} kernels, {total:.0f} us of work", file=sys.stderr)
+    for name, times in sorted(found.items(), key=lambda row: -sum(row[1]))[:24]:
+        print(f"{len(times):5} x {statistics.mean(times):7.2f} = {sum(times):8.1f}  {name[:110]}", file=sys.stderr)
+
+
+@torch.inference_mode()
+def bench(name: str, options: argparse.Namespace, started: float) -> Iterator[dict[str, Any]]:
+    """Yield the rows of one model."""
+    begin = time.perf_counter()
+    config = MODELS[name] | ({"num_hidden_layers": options.layers} if options.layers else {})
+    family: Any = family_of(config)
+    model = family(family.config_class.from_hf(config), dtype=torch.bfloat16, device="cuda").eval()
+    randomize(model)
+    torch.cuda.synchronize()
+    built = time.perf_counter()
+    generator = Generator(model, max_batch=options.max_batch, max_length=options.max_length)
+    first = next(iter(generator.stream(prompts_of(1, 128, model.config.vocab_size), max_new_tokens=2, eos_ids=())))
+    now = time.perf_counter()
+    yield {
+        "model": name, "import_to_first_token_s": round(now - started, 2), "build_s": round(built - begin, 2),
+        "first_token_s": round(now - built, 2), "token": first.id,
+        "gib": round(sum(p.numel() * p.element_size() for p in model.parameters()) / 2**30, 1),
+    }  # fmt: skip
+    torch.cuda.synchronize()
+    generator.capture()  # compiles what is missing
+    settings = [(True, False)]
+    if options.capture:
+        settings += [(False, False), (True, True), (False, True)]
+    ballast = [[] for _ in range(options.objects)]  # type: ignore[var-annotated]
+    for freeze, force in settings:
+        yield {"model": name} | time_capture(generator, freeze, force)
+    del ballast
+    assert generator.step.graphs is not None
+    generator.step.graphs.freeze = True
+    for batch, length in ((1, 128), (32, 512)):
+        if batch <= options.max_batch:
+            yield {"model": name} | time_decode(generator, batch, length, 128, options.repeats)
+            if options.profile:
+                profile_step(generator, batch)
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="*", default=list(MODELS), help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--max-batch", type=int, default=32)
+    parser.add_argument("--max-length", type=int, default=1024)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--layers", type=int, help="fewer decoder layers, to try things out")
+    parser.add_argument("--capture", action="store_true", help="time the capture under four settings")
+    parser.add_argument("--objects", type=int, default=0, help="Python objects alive during capture, besides torch's")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of one step")
+    options = parser.parse_args()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    lines: list[dict[str, Any]] = [{
+        "command": "python " + " ".join(sys.argv), "commit": commit, "torch": torch.__version__,
+        "fastlayers": fl.__version__, "device": str(as_device("cuda")),
+    }]  # fmt: skip
+    print(json.dumps(lines[0]))
+    started = BEGIN
+    for name in options.models:
+        for row in bench(name, options, started):
+            lines.append(row)
+            print(json.dumps(row), flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+        started = time.perf_counter()  # of later models the imports are not counted
+    if options.out:
+        options.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+if __name__ == "__main__":
+    main()

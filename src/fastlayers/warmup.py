@@ -1,0 +1,242 @@
+"""``fl.warmup``: compile what some token counts need, and nothing else; tell of every compile afterwards.
+
+object                           what runs for each token count T
+with ``warm_up_calls(tokens)``   what it says: models and generators of fastlayers_models (decode, and prefill)
+Hugging Face model               a forward of T requests of one token, and ``generate`` after a prompt of T
+layer                            its forward on T tokens
+other module                     every layer inside
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastlayers import compiles, kernel_cache
+from fastlayers.compiles import CompileWatch
+from fastlayers.errors import ArgumentError, check_positive
+from fastlayers.layer import Layer
+
+Call = tuple[str, Callable[[], Any]]
+
+
+@dataclass
+class WarmupReport:
+    """What a warm-up did.
+
+    Attributes
+    ----------
+    steps : list[tuple[str, float, int]]
+        What ran, its seconds, and how many kernels were compiled or loaded for it.
+    watch : CompileWatch
+        Warns of every compile from now on; ``watch.close()`` ends that.
+    """
+
+    steps: list[tuple[str, float, int]] = field(default_factory=list)
+    watch: CompileWatch = field(default_factory=CompileWatch)
+
+    @property
+    def seconds(self) -> float:
+        """Of all steps."""
+        return sum(seconds for _, seconds, _ in self.steps)
+
+    @property
+    def kernels(self) -> int:
+        """Compiled or loaded."""
+        return sum(kernels for _, _, kernels in self.steps)
+
+
+@torch.inference_mode()
+def warmup(module: Any, tokens: Sequence[int], *, progress: bool = True) -> WarmupReport:
+    """Run ``module`` on these token counts, so that everything they need is compiled.
+
+    Parameters
+    ----------
+    module
+        A generator or model of ``fastlayers_models``, a Hugging Face model, a layer, or a module that holds layers.
+    tokens : sequence of int
+        Token counts; what other counts need is not compiled.
+    progress : bool
+        Show a progress bar.
+
+    Returns
+    -------
+    WarmupReport
+        Keep it, or not: the warnings about later compiles go on. Inside a CUDA graph capture they are errors
+        (:class:`~fastlayers.errors.CaptureError`), whether there was a warm-up or not.
+
+    Raises
+    ------
+    ArgumentError
+        No token counts, or a layer that does not say what it is called with.
+    """
+    counts = sorted(set(tokens), reverse=True)
+    if not counts:
+        raise ArgumentError("warmup", "tokens", list(tokens), "at least one token count")
+    check_positive("warmup", **{f"tokens[{i}]": count for i, count in enumerate(counts)})
+    if not (isinstance(module, nn.Module) or hasattr(module, "warm_up_calls")):
+        raise ArgumentError("warmup", "module", repr(module), "a module, or a generator of fastlayers_models")
+    kernel_cache.prepare()
+    compiles.stop_watching()
+    calls = list(calls_of(module, counts))
+    if not calls:
+        raise ArgumentError("warmup", "module", type(module).__name__, "a module with layers of fastlayers inside")
+    steps: list[tuple[str, float, int]] = []
+    with compiles.counted() as seen, _bar(len(calls), progress) as advance:
+        for label, call in calls:
+            before, begin = len(seen()), time.perf_counter()
+            advance(label)
+            call()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            steps.append((label, time.perf_counter() - begin, len(seen()) - before))
+    return WarmupReport(steps)
+
+
+@contextmanager
+def _bar(total: int, shown: bool) -> Iterator[Callable[[str], None]]:
+    """Yield a function that is told what runs next."""
+    if not shown:
+        yield lambda label: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task, started = bar.add_task("warming up", total=total), False
+
+        def advance(label: str) -> None:
+            nonlocal started
+            bar.update(task, description=f"warming up {label}", advance=1 if started else 0)
+            started = True
+
+        yield advance
+        bar.update(task, completed=total)
+
+
+def calls_of(module: Any, counts: Sequence[int]) -> Iterator[Call]:
+    """Yield what a warm-up of ``module`` runs: a label and a function each."""
+    if hasattr(module, "warm_up_calls"):
+        yield from module.warm_up_calls(counts)
+    elif hasattr(module, "generate") and hasattr(module, "config"):
+        yield from _hugging_face_calls(module, counts)
+    elif isinstance(module, Layer):
+        yield from layer_calls(type(module).__name__, module, counts)
+    else:
+        for name, inner in module.named_modules():
+            if isinstance(inner, Layer) and not _inside_a_layer(module, name):
+                yield from layer_calls(name, inner, counts)
+
+
+def _inside_a_layer(root: nn.Module, name: str) -> bool:
+    parts = name.split(".")
+    return any(isinstance(root.get_submodule(".".join(parts[:i])), Layer) for i in range(1, len(parts)))
+
+
+def _hugging_face_calls(model: Any, counts: Sequence[int]) -> Iterator[Call]:
+    options = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
+    for count in counts:
+        wide = torch.zeros(count, 1, dtype=torch.int64, device=model.device)
+        yield f"{count} requests", lambda ids=wide: model(input_ids=ids, use_cache=True)  # type: ignore[misc]
+        prompt = torch.zeros(1, count, dtype=torch.int64, device=model.device)
+        mask = torch.ones_like(prompt)
+        yield (
+            f"prompt of {count}",
+            lambda ids=prompt, mask=mask: model.generate(ids, attention_mask=mask, **options),  # type: ignore[misc]
+        )
+
+
+def layer_calls(label: str, layer: Any, counts: Sequence[int]) -> Iterator[Call]:
+    """Yield one forward of ``layer`` for each token count.
+
+    Raises
+    ------
+    ArgumentError
+        It has no row in :data:`EXAMPLES` and no method ``example_inputs(num_tokens)``.
+    """
+    own = getattr(layer, "example_inputs", None)
+    make = EXAMPLES.get(layer.choice.layer)
+    if own is None and make is None:
+        given = f"{label} ({type(layer).__name__})"
+        raise ArgumentError("warmup", "module", given, "a layer with a method example_inputs(num_tokens)")
+    for count in counts:
+        for inputs in own(count) if own is not None else make(layer, count):  # type: ignore[misc]
+            yield f"{label} {count}", lambda inputs=inputs: layer(*inputs)  # type: ignore[misc]
+
+
+def _where(layer: Any) -> torch.device:
+    return next((p.device for p in layer.parameters()), layer.device_type)
+
+
+def _rows(layer: Any, count: int, width: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    dtype = dtype or next((p.dtype for p in layer.parameters() if p.dtype.itemsize > 1), torch.bfloat16)
+    return torch.zeros(count, width, dtype=dtype, device=_where(layer))
+
+
+def _linear(layer: Any, count: int) -> list[tuple[Any, ...]]:
+    return [(_rows(layer, count, layer.local_in, layer.cfg.dtype),)]
+
+
+def _norm(layer: Any, count: int) -> list[tuple[Any, ...]]:
+    x = _rows(layer, count, layer.cfg.hidden_size)
+    return [(x,), (x, x.clone())]
+
+
+def _embedding(layer: Any, count: int) -> list[tuple[Any, ...]]:
+    return [(torch.zeros(count, dtype=torch.int64, device=_where(layer)),)]
+
+
+def _router(layer: Any, count: int) -> list[tuple[Any, ...]]:
+    x = _rows(layer, count, layer.hidden_size, layer.weight.dtype)
+    return [(x,), (x, torch.ones(1, dtype=torch.int32, device=x.device))]
+
+
+def _experts(layer: Any, count: int) -> list[tuple[Any, ...]]:
+    """Tokens spread evenly over the experts, and all on the same: block sizes may depend on either."""
+    cfg, device = layer.cfg, _where(layer)
+    x = torch.zeros(count, cfg.hidden_size, dtype=layer.dtype, device=device)
+    weights = torch.full((count, cfg.top_k), 1.0 / cfg.top_k, device=device)
+    spread = torch.arange(count * cfg.top_k, device=device, dtype=torch.int32) % cfg.num_experts
+    same = torch.arange(cfg.top_k, device=device, dtype=torch.int32).expand(count, -1).contiguous()
+    return [(x, weights, spread.view(count, cfg.top_k)), (x, weights, same)]
+
+
+def _silu(layer: Any, count: int) -> list[tuple[Any, ...]]:
+    return [(_rows(layer, count, 2 * layer.cfg.size),)]
+
+
+def _sampler(layer: Any, count: int) -> list[tuple[Any, ...]]:
+    from fastlayers.sampler.layer import MODES, SamplingState
+
+    logits = _rows(layer, count, layer.cfg.vocab_size)
+    state = SamplingState(count, logits.device)
+    return [(logits, state.view(count), mode) for mode in MODES]
+
+
+def _attention(layer: Any, count: int) -> list[tuple[Any, ...]]:
+    """``count`` requests of one token, and one of ``count`` tokens."""
+    from fastlayers.attention.kv_cache.spec import kv_cache_spec
+    from fastlayers.attention.meta import AttentionBatch, AttentionState
+
+    size, device = layer.cfg.page_size, _where(layer)
+    pages = -(-count // size)
+    cache = kv_cache_spec(layer, page_size=size, dtype=layer.cfg.kv_dtype).allocate(pages + 1, device)[0]
+    x = torch.zeros(count, layer.hidden_size, dtype=layer.cfg.dtype, device=device)
+    decode = AttentionBatch((1,) * count, (0,) * count, [[0]] * count)
+    extend = AttentionBatch((count,), (0,), [list(range(1, pages + 1))])
+    return [(x, AttentionState(count, count, pages, size, device).plan(batch), cache) for batch in (decode, extend)]
+
+
+# By the layer's name in the registry: the argument tuples of calls that together need what ``count`` tokens need.
+EXAMPLES: dict[str, Callable[[Any, int], list[tuple[Any, ...]]]] = {
+    "linear": _linear, "fp8_linear": _linear, "int8_linear": _linear, "fp8_scaled_linear": _linear,
+    "rms_norm": _norm, "embedding": _embedding, "router": _router, "fused_moe": _experts, "silu_mul": _silu,
+    "silu_mul_quant": _silu, "sampler": _sampler, "gqa": _attention, "mla": _attention,
+}  # fmt: skip

@@ -1,0 +1,176 @@
+"""Warm-up: what runs, what is said afterwards; the hook on Triton, by a stand-in for it."""
+
+from __future__ import annotations
+
+import logging
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fastlayers as fl
+from fastlayers import compiles
+from fastlayers.errors import ArgumentError, CaptureError
+from fastlayers.warmup import EXAMPLES, calls_of
+
+
+class Triton:
+    """As much of Triton as announces a compile."""
+
+    def __init__(self) -> None:
+        self.jit_cache_hook: Any = None
+        self.compiled: list[str] = []
+
+    def launch(self, name: str) -> None:
+        if name not in self.compiled:
+            if self.jit_cache_hook is not None:
+                self.jit_cache_hook(fn=types.SimpleNamespace(module="m", name=name), already_compiled=False)
+            self.compiled.append(name)
+
+
+@pytest.fixture
+def triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[Triton]:
+    fake = Triton()
+    monkeypatch.setattr(compiles, "_triton_runtime", lambda: fake)
+    yield fake
+    compiles.stop_watching()
+    assert fake.jit_cache_hook is None
+
+
+class Kernels(nn.Module):
+    """Launches one kernel a token count."""
+
+    def __init__(self, triton: Triton) -> None:
+        super().__init__()
+        self.triton = triton
+        self.ran: list[int] = []
+
+    def warm_up_calls(self, tokens: list[int]) -> Iterator[tuple[str, Any]]:
+        for count in tokens:
+            yield f"step {count}", lambda n=count: self(n)
+
+    def forward(self, count: int) -> None:
+        self.ran.append(count)
+        self.triton.launch(f"kernel{count}")
+
+
+def test_compiles_are_counted_then_warned_of(triton: Triton, caplog: pytest.LogCaptureFixture) -> None:
+    model = Kernels(triton)
+    report = fl.warmup(model, tokens=[1, 8, 8, 4])
+    assert model.ran == [8, 4, 1]
+    assert [(label, kernels) for label, _, kernels in report.steps] == [("step 8", 1), ("step 4", 1), ("step 1", 1)]
+    assert (report.kernels, report.seconds > 0) == (3, True)
+    with caplog.at_level(logging.WARNING):
+        model(8)
+        assert caplog.records == []
+        model(5)
+    assert [record.message[:17] for record in caplog.records] == ["m.kernel5 is comp"]
+    assert report.watch.compiled == ["m.kernel5"]
+    again = fl.warmup(model, tokens=[5, 6], progress=False)
+    assert (again.kernels, report.watch.compiled) == (1, ["m.kernel5"])  # what is warmed up is not warned of
+    again.watch.close()
+    model(7)
+    assert len(caplog.records) == 1 and again.watch.compiled == []
+
+
+def test_a_compile_inside_a_capture_is_an_error(triton: Triton) -> None:
+    model = Kernels(triton)
+    report = fl.warmup(model, tokens=[1], progress=False)
+    wanted = r"graph 2: Triton kernel m\.kernel2 would be compiled inside"
+    with pytest.raises(CaptureError, match=wanted), compiles.forbidden("graph 2"):
+        model(2)
+    assert "kernel2" not in triton.compiled
+    model(3)
+    assert report.watch.compiled == ["m.kernel2", "m.kernel3"]  # the watch is back in its place
+
+
+def test_caches_that_announce_nothing_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"deep_gemm/a"}
+    monkeypatch.setattr(compiles, "cached_kernels", lambda: set(found))
+    watch = compiles.CompileWatch()
+    assert watch.check() == []
+    found.add("deep_gemm/b")
+    assert watch.check() == ["deep_gemm/b"] == watch.check()
+    with compiles.counted() as seen:
+        found.add("flashinfer/c.so")
+        assert seen() == ["flashinfer/c.so"]
+
+
+def rotary() -> Any:
+    return fl.RotaryEmbedding(16, max_position=64)
+
+
+LAYERS = {
+    "linear": lambda: fl.Linear(32, 16),
+    "fp8_linear": lambda: fl.FP8BlockLinear(128, 128),
+    "int8_linear": lambda: fl.Int8Linear(32, 16),
+    "fp8_scaled_linear": lambda: fl.FP8ScaledLinear(32, 16),
+    "rms_norm": lambda: fl.RMSNorm(32),
+    "embedding": lambda: fl.VocabEmbedding(11, 8),
+    "router": lambda: fl.TopKRouter(32, 4, 2),
+    "fused_moe": lambda: fl.FusedMoE(32, 16, 4, 2),
+    "silu_mul": lambda: fl.SiluAndMul(16),
+    "sampler": lambda: fl.Sampler(11),
+    "gqa": lambda: fl.Attention(32, 4, 2, 16, rotary=rotary(), page_size=4),
+    "mla": lambda: fl.MLAAttention(
+        32,
+        2,
+        q_lora_rank=None,
+        kv_lora_rank=16,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=16,
+        v_head_dim=16,
+        rotary=rotary(),
+        page_size=4,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_runs_on_each_count(name: str) -> None:
+    layer = LAYERS[name]()
+    assert name in EXAMPLES and layer.choice.layer == name
+    report = fl.warmup(layer, tokens=[5, 1], progress=False)
+    assert {label.split()[-1] for label, _, _ in report.steps} == {"5", "1"}
+
+
+def test_layers_inside_a_module_and_their_own_examples() -> None:
+    module = nn.ModuleDict({"norm": fl.RMSNorm(8), "attention": LAYERS["gqa"](), "other": nn.Linear(2, 2)})
+    labels = [label for label, _ in calls_of(module, [3])]
+    assert labels == ["norm 3", "norm 3", "attention 3", "attention 3"]
+
+    class Own(fl.RMSNorm):
+        def example_inputs(self, num_tokens: int) -> list[tuple[torch.Tensor]]:
+            return [(torch.zeros(2, num_tokens, 8),)]
+
+    assert len(list(calls_of(Own(8), [3, 4]))) == 2
+
+
+def test_bad_calls() -> None:
+    with pytest.raises(ArgumentError, match="at least one token count"):
+        fl.warmup(fl.RMSNorm(8), tokens=[])
+    with pytest.raises(ArgumentError, match=r"tokens\[0\] is -1"):
+        fl.warmup(fl.RMSNorm(8), tokens=[-1])
+    with pytest.raises(ArgumentError, match="module is 3"):
+        fl.warmup(3, tokens=[1])
+    with pytest.raises(ArgumentError, match="a module with layers of fastlayers inside"):
+        fl.warmup(nn.Linear(2, 2), tokens=[1])
+    with pytest.raises(ArgumentError, match=r"example_inputs\(num_tokens\)"):
+        fl.warmup(fl.Bmm(2, 8, 8), tokens=[1])
+
+
+@pytest.mark.gpu
+def test_gpu_nothing_compiles_after_the_warm_up() -> None:
+    x = torch.zeros(3, 1072, dtype=torch.bfloat16, device="cuda")
+    norm = fl.RMSNorm(1072, device="cuda", dtype=torch.bfloat16, backend="triton")
+    report = fl.warmup(norm, tokens=[3], progress=False)
+    assert report.kernels >= 1
+    norm(x)
+    norm(x, x)
+    assert report.watch.check() == []
+    fl.RMSNorm(2080, device="cuda", dtype=torch.bfloat16, backend="triton")(torch.zeros_like(x).repeat(1, 2)[:, :2080])
+    assert any("rms_norm" in name for name in report.watch.compiled)
+    report.watch.close()

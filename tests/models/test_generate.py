@@ -1,0 +1,207 @@
+"""The generator's decode loop: captured, ahead of its tokens, requests that leave; against its plain loop."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from fastlayers.errors import ArgumentError, CaptureError
+from fastlayers.graphs import CudaGraphs, EagerRuntime
+from fastlayers.sampler.layer import SamplingParams
+from fastlayers_models.generate import Generator
+from fastlayers_models.gpt_oss import GptOssConfig, GptOssForCausalLM
+from fastlayers_models.qwen import QwenConfig, QwenForCausalLM
+
+COMMON = dict(
+    vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=256, rms_norm_eps=1e-6, eos_token_id=95,
+)  # fmt: skip
+QWEN = COMMON | dict(
+    model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True
+)
+GPT_OSS = COMMON | dict(model_type="gpt_oss", num_local_experts=4, num_experts_per_tok=2, sliding_window=8)
+SAMPLED = SamplingParams(temperature=0.9, top_k=20, top_p=0.9, seed=5)
+
+
+def make(hf: dict[str, Any], device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
+    family = (QwenForCausalLM, QwenConfig) if hf["model_type"].startswith("qwen") else (GptOssForCausalLM, GptOssConfig)
+    model = family[0](family[1].from_hf(hf), device=device, dtype=dtype, page_size=16)
+    random = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=random) * 0.3)
+    for module in model.modules():
+        if hasattr(module, "finalize"):
+            module.finalize()
+    return model.eval()
+
+
+def prompts(count: int, longest: int = 24) -> list[list[int]]:
+    random = torch.Generator().manual_seed(11)
+    lengths = torch.randint(1, longest, (count,), generator=random).tolist()
+    return [torch.randint(0, 94, (n,), generator=random).tolist() for n in lengths]
+
+
+@pytest.fixture(scope="module", params=[QWEN, GPT_OSS], ids=lambda hf: hf["model_type"])
+def model(request: pytest.FixtureRequest) -> Any:
+    return make(request.param)
+
+
+class Counting(EagerRuntime):
+    """Remembers nothing but how many graphs there are."""
+
+    captured = 0
+
+    def capture(self, fn: Any) -> Any:
+        self.captured += 1
+        return super().capture(fn)
+
+
+def frequent(model: Any, rows: list[list[int]], steps: int) -> list[int]:
+    """Return two tokens that end requests at different times."""
+    found = Generator(model, max_batch=len(rows), cuda_graph=False).generate(rows, max_new_tokens=steps, eos_ids=())
+    return [found[0][steps // 3], found[-1][steps // 2]]
+
+
+@pytest.mark.parametrize("params", [None, SAMPLED], ids=["greedy", "filtered"])
+def test_captured_tokens_are_those_of_the_plain_loop(model: Any, params: SamplingParams | None) -> None:
+    rows, steps = prompts(5), 14
+    stop = frequent(model, rows, steps)
+    plain = Generator(model, max_batch=5, max_length=64, cuda_graph=False)
+    runtime = Counting()
+    graphs = CudaGraphs(runtime=runtime)
+    captured = Generator(model, max_batch=5, max_length=64, graphs=graphs)
+    assert not plain.ahead and captured.ahead
+    for eos in ((), stop):
+        wanted = plain.generate(rows, params, max_new_tokens=steps, eos_ids=eos)
+        assert captured.generate(rows, params, max_new_tokens=steps, eos_ids=eos) == wanted
+    assert len({len(out) for out in wanted}) > 1  # requests did leave early
+    free = captured.pool.free_pages
+    assert free == captured.pool.num_pages - 1
+    mode = "greedy" if params is None else "filtered"
+    assert {key for key in graphs.keys} <= {(n, mode) for n in captured.step.buckets} and runtime.captured == len(
+        graphs
+    )
+    assert graphs.replays >= steps
+
+
+def test_mixed_sampling_and_more_prompts_than_rows(model: Any) -> None:
+    rows, steps = prompts(7), 9
+    params = [SAMPLED if i % 2 else SamplingParams(temperature=0.0) for i in range(7)]
+    wanted = [
+        Generator(model, max_batch=1, max_length=64, cuda_graph=False).generate([r], [p], max_new_tokens=steps)[0]
+        for r, p in zip(rows, params, strict=True)
+    ]
+    got = Generator(model, max_batch=3, max_length=64, graphs=CudaGraphs(runtime=EagerRuntime()))
+    assert got.generate(rows, params, max_new_tokens=steps) == wanted
+
+
+def test_a_request_without_seed_keeps_the_one_it_drew(model: Any) -> None:
+    rows = prompts(3)
+    generator = Generator(model, max_batch=3, max_length=64, graphs=CudaGraphs(runtime=EagerRuntime()))
+    params = SamplingParams(temperature=0.8)
+    out = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        out.append(generator.generate(rows, params, max_new_tokens=8, eos_ids=()))
+    assert out[0] == out[1] != out[2]
+
+
+def test_capture_beforehand_largest_first(model: Any) -> None:
+    graphs, done = CudaGraphs(runtime=EagerRuntime()), []  # type: ignore[var-annotated]
+    generator = Generator(model, max_batch=5, max_length=64, graphs=graphs)
+    assert generator.step.buckets == (1, 2, 4, 5)
+    generator.capture(progress=done.append)
+    assert done == [(5, "greedy"), (4, "greedy"), (2, "greedy"), (1, "greedy")]
+    wanted = Generator(model, max_length=64, cuda_graph=False).generate(prompts(5), max_new_tokens=6, eos_ids=())
+    assert generator.generate(prompts(5), max_new_tokens=6, eos_ids=()) == wanted
+    assert len(graphs) == 4
+
+
+def test_few_graphs_at_a_time(model: Any) -> None:
+    rows = prompts(4)
+    stop = frequent(model, rows, 12)
+
+    class Costly(EagerRuntime):
+        left = 1 << 20
+
+        def free_bytes(self) -> int:
+            self.left -= 1000
+            return self.left
+
+    graphs = CudaGraphs(runtime=Costly(), max_bytes=1500)
+    generator = Generator(model, max_batch=4, max_length=64, graphs=graphs)
+    wanted = Generator(model, max_batch=4, max_length=64, cuda_graph=False).generate(
+        rows, max_new_tokens=12, eos_ids=stop
+    )
+    for _ in range(2):
+        assert generator.generate(rows, max_new_tokens=12, eos_ids=stop) == wanted
+    assert len(graphs) == 1 and graphs.evicted > 0
+
+
+def test_a_scarce_cache_is_not_spent_on_steps_ahead(model: Any) -> None:
+    (row,) = prompts(1)
+    row = (row * 16)[:15]
+    wanted = Generator(model, max_batch=1, max_length=64, cuda_graph=False).generate(
+        [row], max_new_tokens=2, eos_ids=()
+    )
+    # The first token ends the request; its place is the 16th: one page of 16 is enough.
+    tight = Generator(model, max_batch=1, max_length=64, num_pages=2, graphs=CudaGraphs(runtime=EagerRuntime()))
+    assert tight.generate([row], max_new_tokens=2, eos_ids=()) == wanted
+    stopped = tight.generate([row], max_new_tokens=40, eos_ids=[wanted[0][1]])
+    assert stopped == [wanted[0]] and tight.pool.free_pages == 1
+
+
+def test_an_abandoned_stream_gives_its_pages_back(model: Any) -> None:
+    generator = Generator(model, max_batch=2, max_length=64, graphs=CudaGraphs(runtime=EagerRuntime()))
+    wanted = generator.generate(prompts(2), max_new_tokens=9, eos_ids=())
+    stream = generator.stream(prompts(2), max_new_tokens=9, eos_ids=())
+    for _ in range(5):
+        next(stream)
+    stream.close()
+    assert generator.pool.free_pages == generator.pool.num_pages - 1
+    assert generator.generate(prompts(2), max_new_tokens=9, eos_ids=()) == wanted
+
+
+class Failing(EagerRuntime):
+    """Cannot capture."""
+
+    def capture(self, fn: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_what_cannot_be_captured_runs_uncaptured_and_says_so(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    wanted = Generator(model, max_length=64, cuda_graph=False).generate(prompts(2), max_new_tokens=5)
+    with caplog.at_level(logging.WARNING):
+        generator = Generator(model, max_length=64, graphs=CudaGraphs(runtime=Failing()))
+        assert generator.generate(prompts(2), max_new_tokens=5) == wanted
+    assert sum("decode runs without CUDA graphs" in record.message for record in caplog.records) == 1
+    strict = Generator(model, max_length=64, cuda_graph=True, graphs=CudaGraphs(runtime=Failing()))
+    with pytest.raises(CaptureError, match=r"\(2, 'greedy'\).*not permitted"):
+        strict.generate(prompts(2), max_new_tokens=5)
+    assert strict.pool.free_pages == strict.pool.num_pages - 1
+
+
+def test_arguments(model: Any) -> None:
+    with pytest.raises(ArgumentError, match="cuda_graph"):
+        Generator(model, cuda_graph="sometimes")
+    with pytest.raises(ArgumentError, match="the model is on cpu"):
+        Generator(model, cuda_graph=True)
+    assert Generator(model, cuda_graph=False, graphs=CudaGraphs(runtime=EagerRuntime())).step.buckets == ()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hf", [QWEN, GPT_OSS], ids=lambda hf: hf["model_type"])
+def test_gpu_captured_tokens_equal_uncaptured(hf: dict[str, Any]) -> None:
+    # fp32: a padded batch takes other GEMM kernels, whose bf16 roundings may turn a near tie.
+    model, rows, steps = make(hf, "cuda"), prompts(11), 24
+    stop = frequent(model, rows, steps)
+    plain = Generator(model, max_batch=11, max_length=64, cuda_graph=False)
+    captured = Generator(model, max_batch=11, max_length=64, cuda_graph=True)
+    for params in (None, SAMPLED):
+        for eos in ((), stop):
+            wanted = plain.generate(rows, params, max_new_tokens=steps, eos_ids=eos)
+            assert captured.generate(rows, params, max_new_tokens=steps, eos_ids=eos) == wanted
+    assert captured.step.graphs is not None and captured.step.graphs.replays >= 2 * steps
