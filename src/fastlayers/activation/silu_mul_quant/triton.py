@@ -10,7 +10,7 @@ from fastlayers.activation.silu_mul.triton import silu_mul_rounded
 from fastlayers.activation.silu_mul_quant.layer import FLOOR, SiluMulQuantConfig
 from fastlayers.operators import operator
 from fastlayers.quant.group_quant.layer import SCALE_LAYOUTS, empty_scales
-from fastlayers.quant.group_quant.triton import quant_tile, quantize_tile
+from fastlayers.quant.group_quant.triton import quant_tile, quantize_tile, tile_row
 from fastlayers.testing.compile_check import KernelBuild
 
 
@@ -19,10 +19,8 @@ def _silu_mul_quant_kernel(
     x_ptr, q_ptr, s_ptr, tokens, num_groups, x_stride, s_token_stride, s_group_stride, size, eps,
     UE8M0: tl.constexpr, EVEN: tl.constexpr, GROUP_SIZE: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    bands = tl.cdiv(num_groups, GROUPS)
     index = tl.arange(0, ROWS * GROUPS)
-    row = tl.program_id(0) // bands * ROWS + index // GROUPS
-    group = tl.program_id(0) % bands * GROUPS + index % GROUPS
+    row, group = tile_row() * ROWS + index // GROUPS, tl.program_id(0) * GROUPS + index % GROUPS
     whole = (row < tokens) & (group < num_groups)
     row, column = row.to(tl.int64), group[:, None] * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
     if EVEN:  # one condition a group: whole vectors are read and written

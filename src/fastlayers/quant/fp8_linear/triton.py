@@ -121,7 +121,8 @@ def fp8_block_gemm(
 
 
 def _splits(programs: int, blocks: int) -> int:
-    splits, limit = 1, min(MAX_SPLITS, blocks // 4)
+    """Return how many programs share the K of a tile: each keeps 12 blocks, or adding up costs more than it saves."""
+    splits, limit = 1, min(MAX_SPLITS, blocks // 12)
     while splits * 2 <= limit and programs * splits * 2 <= TARGET_PROGRAMS:
         splits *= 2
     return splits
@@ -140,20 +141,23 @@ def narrow_config(m: int, n: int, parts: int, warps: int, stages: int, *, fused:
 def default_config(cfg: FP8LinearConfig, tokens: int) -> dict[str, int]:
     """Return kernel parameters by rule, where no table was measured: see benchmarks/notes/fp8_linear.md."""
     n, blocks = cfg.out_features, cfg.grid[1]
-    if tokens <= 8 and _fits_narrow(cfg):
-        few = triton.cdiv(n, 16) <= TARGET_PROGRAMS
-        m = triton.next_power_of_2(tokens)
-        shape = (16, 8, 8, 4) if few else (32, 4, 4, 4)
-        if tokens <= 2:
-            return narrow_config(m, *shape, fused=True)
-        if n <= 8192:
-            return narrow_config(m, *shape, fused=False)
-    if tokens <= 64:
-        m, width, warps, stages = (16 if tokens <= 16 else 32 if tokens <= 32 else 64), 64, 4, 5
-    elif cfg.dtype != torch.float32:
-        m, width, warps, stages = 64, 128, 4, 4
-    else:
+    short, few = blocks <= 16, tokens <= 2
+    # More than two tokens share the reading of a wide tile of a weight that is short in K.
+    if _fits_narrow(cfg) and (few or (tokens <= 8 and (n <= 8192 or not short)) or (tokens <= 16 and blocks > 64)):
+        m = triton.next_power_of_2(max(1, tokens))
+        if triton.cdiv(n, 16) <= TARGET_PROGRAMS:
+            return narrow_config(m, 16, 8, 8, 4, fused=few)
+        return narrow_config(m, 32, 4, 4, 3 if short else 4, fused=few or (short and tokens <= 4))
+    if tokens <= 16:
+        m, width, warps, stages = 16, 64, 4, 5
+    elif tokens <= 64:
+        m, width, warps, stages = (64, 32, 4, 5) if n <= 8192 else (64, 64, 4, 4)
+    elif cfg.dtype == torch.float32 or (blocks > 64 and tokens > 512):
         m, width, warps, stages = 128, 128, 8, 4
+    elif triton.cdiv(tokens, 64) * triton.cdiv(n, 128) <= TARGET_PROGRAMS:
+        m, width, warps, stages = 64, 64, 4, 4
+    else:
+        m, width, warps, stages = 64, 128, 4, 4
     programs = triton.cdiv(tokens, m) * triton.cdiv(n, width)
     return tile_config(m, width, warps, stages, _splits(programs, blocks))
 
@@ -178,35 +182,22 @@ class TritonFP8Linear:
         found = [default_config(cfg, num_tokens)]
         blocks = cfg.grid[1]
         if num_tokens <= 16 and _fits_narrow(cfg):
-            m = triton.next_power_of_2(num_tokens)
-            shapes = ((16, 8, 8, 4), (16, 8, 8, 3), (16, 4, 4, 4), (32, 4, 4, 4), (32, 8, 8, 3))
-            found += [
-                narrow_config(m, *shape, fused=fused)
-                for fused in (True, False)
-                if m <= 4 or not fused
-                for shape in shapes
-            ]
+            m = triton.next_power_of_2(max(1, num_tokens))
+            for shape in ((16, 8, 8, 4), (16, 4, 4, 4), (16, 4, 4, 6), (32, 4, 4, 4), (32, 4, 4, 3)):
+                found += [narrow_config(m, *shape, fused=fused) for fused in (True, False) if m <= 4 or not fused]
         if num_tokens <= 16:
-            shapes = ((16, 64, 4, 5), (16, 64, 4, 4), (16, 128, 4, 4), (16, 32, 4, 6))
+            shapes = [(16, 64, 4, 5), (16, 128, 4, 4), (16, 32, 4, 6)]
         elif num_tokens <= 64:
-            m = triton.next_power_of_2(num_tokens)
-            shapes = ((m, 64, 4, 5), (m, 64, 4, 4), (m, 128, 4, 4), (m, 128, 4, 3), (64, 32, 4, 5))
+            shapes = [(32, 64, 4, 5)] if num_tokens <= 32 else []
+            shapes += [(64, 32, 4, 5), (64, 64, 4, 4), (64, 128, 4, 4), (64, 128, 4, 3)]
         else:
-            shapes = (
-                (64, 64, 4, 4),
-                (64, 128, 4, 3),
-                (64, 128, 4, 4),
-                (128, 64, 4, 3),
-                (128, 128, 8, 3),
-                (128, 128, 8, 4),
-            )
+            shapes = [(64, 64, 4, 4), (64, 128, 4, 4), (64, 128, 4, 3), (128, 64, 4, 3), (128, 64, 8, 4)]
+            shapes += [(128, 128, 8, 4), (128, 128, 8, 3)]
         for m, n, warps, stages in shapes:
             programs = triton.cdiv(num_tokens, m) * triton.cdiv(cfg.out_features, n)
-            best = _splits(programs, blocks)
+            most = min(MAX_SPLITS, blocks // 4, TARGET_PROGRAMS // programs)
             found += [
-                tile_config(m, n, warps, stages, splits)
-                for splits in sorted({1, best, min(2 * best, MAX_SPLITS), max(1, best // 2)})
-                if splits == 1 or splits <= blocks // 2
+                tile_config(m, n, warps, stages, splits) for splits in (1, 2, 4, 8, 16) if splits == 1 or splits <= most
             ]
         unique = {tuple(sorted(each.items())): each for each in reversed(found)}
         return list(reversed(unique.values()))

@@ -77,16 +77,20 @@ def divide_rows(x, scale, POWER_OF_TWO: tl.constexpr):
     return ratio
 
 
+@triton.jit
+def tile_row():
+    """Return which row of tiles this program has, in the grid of :class:`QuantTile`."""
+    return tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+
+
 @triton.jit(do_not_specialize=["rows", "groups", "s_stride_row", "s_stride_group"])
 def _group_quant_kernel(
     x_ptr, q_ptr, s_ptr, rows, groups, x_stride, q_stride, s_stride_row, s_stride_group, eps,
     MAX: tl.constexpr, UE8M0: tl.constexpr, INT8: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    bands = tl.cdiv(groups, GROUPS)
     index = tl.arange(0, ROWS * GROUPS)
-    row = tl.program_id(0) // bands * ROWS + index // GROUPS
-    group = tl.program_id(0) % bands * GROUPS + index % GROUPS
+    row, group = tile_row() * ROWS + index // GROUPS, tl.program_id(0) * GROUPS + index % GROUPS
     inside = (row < rows) & (group < groups)
     row, column = row.to(tl.int64), group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     x = tl.load(x_ptr + (row * x_stride)[:, None] + column, mask=inside[:, None], other=0.0)
@@ -103,18 +107,21 @@ class QuantTile:
     groups: int
     warps: int
 
-    def grid(self, rows: int, groups: int) -> tuple[int]:
-        """Return the number of programs."""
-        return (triton.cdiv(rows, self.rows) * triton.cdiv(groups, self.groups),)
+    def grid(self, rows: int, groups: int) -> tuple[int, int, int]:
+        """Return the grid: tiles along the groups, tiles along the rows, and how often the latter exceed a grid."""
+        down, most = triton.cdiv(rows, self.rows), 65535
+        return triton.cdiv(groups, self.groups), min(down, most), triton.cdiv(down, most)
 
 
 def quant_tile(rows: int, groups: int, group: int) -> QuantTile:
     """Return the tile of one program: small where there is little to do, 4096 values where there is much."""
-    wide = 128 // group
-    if rows * groups * group <= 2**18:
-        return QuantTile(1, 4 * wide, 1)
+    wide, values = 128 // group, rows * groups * group
+    if values <= 2**15:
+        return QuantTile(1, wide, 1)
+    if values <= 2**18:
+        return QuantTile(1, 4 * wide, 4)
     # Four rows together write whole sectors of column-major scales.
-    return QuantTile(4, 8 * wide, 4)
+    return QuantTile(4, (4 if values <= 2**24 else 8) * wide, 4)
 
 
 def _fake(
