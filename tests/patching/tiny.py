@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import transformers
 
+from fastlayers.graphs import CudaGraphs, EagerRuntime
+
 VOCAB = 199
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
@@ -92,6 +94,11 @@ def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, attn: st
 def _stock(prefix: str) -> str:
     """Return the attention that transformers takes by itself."""
     return "eager" if prefix == "GptOss" else "sdpa"
+
+
+def eager_graphs(device: torch.device) -> CudaGraphs:
+    """Return graphs that need no GPU; a function of a module, so that models can be pickled with it."""
+    return CudaGraphs(runtime=EagerRuntime())
 
 
 def prompt(batch: int = 1, length: int = 48, seed: int = 1, pads: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:

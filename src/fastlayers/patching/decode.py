@@ -71,6 +71,8 @@ class DecodeDriver:
         self._pool = Pool(MAX_CACHE_BYTES, self._dropped)
         self._weights: tuple[Any, ...] = ()
         self._said: set[str] = set()
+        # Batches and capacities whose capture failed.
+        self._broken: set[tuple[int, int]] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has its own graphs and counters.
@@ -85,6 +87,7 @@ class DecodeDriver:
 
     def clear(self) -> None:
         """Drop all graphs and buffers."""
+        self._broken.clear()
         self._pool.clear()
         if self._graphs is not None:
             self._graphs.clear()
@@ -248,12 +251,15 @@ class DecodeDriver:
             step.set_length(length)
         step.cache = cache
         try:
-            logits = self._replay(store, step, length) if cache.capture and not store.unfit else self._forward(step)
+            logits = self._replay(store, step, length) if self._captures(cache, store) else self._forward(step)
         finally:
             step.cache = None
         step.length = length + 1
         cache.advance()
         return logits
+
+    def _captures(self, cache: PagedCache, store: Store) -> bool:
+        return cache.capture and store.key[:2] not in self._broken
 
     def _replay(self, store: Store, step: DecodeStep, length: int) -> torch.Tensor:
         """Replay the step's graph, captured now if there is none."""
@@ -265,8 +271,8 @@ class DecodeDriver:
                 self._graphs.capture(store.key, partial(self._forward, step), restore=restore)
             except CaptureError as error:
                 # The same step without a graph gives the same tokens.
-                store.unfit = str(error)
-                self._say(store.unfit)
+                self._broken.add(store.key[:2])
+                self._say(str(error))
                 return self._forward(step)
             store.graph_bytes = next(record.bytes for record in self._graphs.ledger if record.key == store.key)
             self._pool.shrink(store)
@@ -331,12 +337,12 @@ def check_capturable(roots: list[Any]) -> None:
     ArgumentError
     """
     wrong = ""
-    if not any(hasattr(root, "_sample") for root in roots):
-        wrong = "the model does not generate"
     for root in roots:
         device = next(root.parameters()).device
         if device.type != "cuda":
             wrong = f"the model is on {device}"
+    if not any(hasattr(root, "_sample") for root in roots):
+        wrong = "the model does not generate"
     if wrong:
         raise ArgumentError("patch", "cuda_graph", f"True, but {wrong}", "a model on a CUDA device that generates")
 

@@ -49,9 +49,9 @@ class Store:
     def __init__(self, batch: int, capacity: int) -> None:
         self.batch, self.capacity, self.serial = batch, capacity, next(self._serial)
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
-        # The static inputs of a captured step, made by whoever captures; the graph's bytes; why there is none.
+        # The static inputs of a captured step, made by whoever captures, and the graph's bytes.
         self.state: Any = None
-        self.graph_bytes, self.unfit = 0, ""
+        self.graph_bytes = 0
 
     @property
     def key(self) -> tuple[int, int, int]:
