@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from fastlayers.attention.mla.core import context_of
 from fastlayers.testing.bench import describe_run, rows_of
 from fastlayers.testing.spec import spec_of
 from fastlayers.testing.sweep import case_at
@@ -84,9 +85,10 @@ def mla() -> list[Item]:
         for cfg in layers_of(DEEPSEEK, tp, "mla"):
             if cfg.phase == "decode":
                 for kv in (torch.bfloat16, torch.float8_e4m3fn):
-                    own = replace(cfg, kv_dtype=kv)
-                    items.append(Item(f"{DEEPSEEK} tp{tp}", "mla", own, (1, 16, 64, 128), (1024, 4096, 16384)))
-                    items.append(Item(f"{DEEPSEEK} tp{tp}", "mla", own, (1, 16), (65536,)))
+                    for context in (1024, 4096, 16384, 65536):
+                        own = replace(cfg, kv_dtype=kv, context=context_of(context))
+                        batches = (1, 16, 64, 128) if context < 65536 else (1, 16)
+                        items.append(Item(f"{DEEPSEEK} tp{tp}", "mla", own, batches, (context,)))
             else:
                 items.append(Item(f"{DEEPSEEK} tp{tp}", "mla", cfg, (512, 2048, 8192)))
     return items

@@ -18,7 +18,7 @@ BATCHES = (1, 8, 32)
 
 
 def layer_rows(
-    layer: str, shape: str, against: Sequence[str], tokens: Sequence[int], context: int, place: Any, rounds: int
+    layer: str, shape: str, against: Sequence[str], tokens: Sequence[int], context: int | None, place: Any, rounds: int
 ) -> Iterator[dict[str, Any]]:
     """Yield the run's description, then the rows of each token count as they are measured."""
     from fastlayers.testing.bench import describe_run, rows_of
@@ -199,7 +199,7 @@ def register(app: typer.Typer, out: Console, err: Console, device_of: Any, dtype
             list[str] | None, typer.Option(help="Only backends whose names begin so, and auto. Repeatable.")
         ] = None,
         tokens: Annotated[str, typer.Option(help="Token counts (attention: requests); default: 1 to 8192.")] = "",
-        context: Annotated[int, typer.Option(min=1, help="Cached tokens a request, for attention.")] = 4096,
+        context: Annotated[int, typer.Option(min=0, help="Cached tokens a request, for attention; 0: 4096.")] = 0,
         rounds: Annotated[int, typer.Option(min=1, help="Runs of which the median is taken.")] = 21,
         device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if there is one.")] = "",
         as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line a row.")] = False,
@@ -208,7 +208,7 @@ def register(app: typer.Typer, out: Console, err: Console, device_of: Any, dtype
         if name not in LAYERS:
             raise ArgumentError("bench", "layer", repr(name), ", ".join(LAYERS))
         place = device_of(device)
-        rows = layer_rows(name, shape, against or [], parse_tokens(tokens), context, place, rounds)
+        rows = layer_rows(name, shape, against or [], parse_tokens(tokens), context or None, place, rounds)
         shown(rows, as_json, _show_layer)
 
     @bench.command("model")

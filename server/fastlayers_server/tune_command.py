@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,17 +41,27 @@ class Outcome:
     reason: str = ""
 
 
-def jobs_of_model(name: str, tp: int, ep: int, layers: Sequence[str]) -> list[Job]:
-    """Return the shapes of a model on one rank of ``tp``; ``layers`` restricts them (empty: all that are tuned)."""
+def jobs_of_models(models: Sequence[str], tp: int, ep: int, layers: Sequence[str]) -> list[Job]:
+    """Return the shapes of models on one rank of ``tp``; ``layers`` restricts them (empty: all that are tuned)."""
     from fastlayers_server.known_models import config_of, shapes_of
 
     found: dict[tuple[str, str], Job] = {}
-    for shape in shapes_of(config_of(name), tp, ep=ep):
-        key = tuning.key_of(shape.cfg)
-        if key is not None and (not layers or shape.layer in layers):
-            found.setdefault((shape.layer, key), Job(shape.layer, shape.cfg, key))
+    for shape in (shape for name in models for shape in shapes_of(config_of(name), tp, ep=ep)):
+        for cfg in _contexts(shape.cfg):
+            key = tuning.key_of(cfg)
+            if key is not None and (not layers or shape.layer in layers):
+                found.setdefault((shape.layer, key), Job(shape.layer, cfg, key))
     place = {layer: index for index, layer in enumerate(_ORDER)}
     return sorted(found.values(), key=lambda job: place.get(job.layer, len(place)))
+
+
+def _contexts(cfg: Any) -> list[Any]:
+    """Return a configuration for every context that MLA's decode distinguishes; others as they are."""
+    from fastlayers.attention.mla.core import CONTEXTS, MLAConfig
+
+    if not isinstance(cfg, MLAConfig) or cfg.phase != "decode":
+        return [cfg]
+    return [replace(cfg, context=context) for context in CONTEXTS]
 
 
 def jobs_of_shapes(layer: str, shapes: Sequence[str]) -> list[Job]:
@@ -161,9 +171,10 @@ def register(app: typer.Typer, out: Console, err: Console, device_of: Any, print
 
     @app.command("tune")
     def tune(
-        model: Annotated[
-            str, typer.Argument(help="A known model, a config.json, its directory, or a name on the hub; or --layer.")
-        ] = "",
+        models: Annotated[
+            list[str] | None,
+            typer.Argument(help="Known models, config.json files, their directories, or hub names; or --layer."),
+        ] = None,
         layer: Annotated[list[str] | None, typer.Option(help="A layer; with a model: only these. Repeatable.")] = None,
         shape: Annotated[
             list[str] | None, typer.Option(help="N=2112,K=7168, field names, or a configuration's repr. Repeatable.")
@@ -186,13 +197,13 @@ def register(app: typer.Typer, out: Console, err: Console, device_of: Any, print
         names = layer or []
         if unknown := [name for name in names if name not in LAYERS]:
             raise ArgumentError("tune", "--layer", repr(unknown[0]), ", ".join(LAYERS))
-        if model and shape:
-            raise ArgumentError("tune", "--shape", repr(shape[0]), "a model, or shapes of one --layer")
-        if not model and len(names) != 1:
-            raise ArgumentError("tune", "model", "''" if not names else repr(names), "a model, or exactly one --layer")
-        jobs = jobs_of_model(model, tp, ep, names) if model else jobs_of_shapes(names[0], shape or [])
+        if models and shape:
+            raise ArgumentError("tune", "--shape", repr(shape[0]), "models, or shapes of one --layer")
+        if not models and len(names) != 1:
+            raise ArgumentError("tune", "--layer", repr(names), "models, or exactly one --layer")
+        jobs = jobs_of_models(models, tp, ep, names) if models else jobs_of_shapes(names[0], shape or [])
         if not jobs:
-            raise FastlayersError(f"tune: {model} has no layer that is tuned")
+            raise FastlayersError(f"tune: {', '.join(models or [])}: no layer that is tuned")
         if dry_run:
             found = [Outcome(job.layer, job.key, "to tune", reason=tuning.shape_text(job.cfg)) for job in jobs]
         else:

@@ -43,19 +43,22 @@ def auto_option(bench: Bench, tokens: int) -> Option:
 
 
 def chosen_options(bench: Bench, against: Sequence[str] = ()) -> list[Option]:
-    """Return every backend that ``"auto"`` may take; with ``against`` only those whose names begin so.
+    """Return every backend that ``"auto"`` chooses from; with ``against`` all that run whose names begin so.
 
     Raises
     ------
     UnknownNameError
         A name in ``against`` that no backend of this layer begins with.
     """
-    names = [backend.name for backend in bench.able()]
+    ranked = registry(bench.layer).ranked
     for wanted in against:
-        known = [backend.name for backend in registry(bench.layer).ranked]
-        if not any(name.startswith(wanted) for name in known):
-            raise UnknownNameError(f"{bench.layer}: no backend {wanted!r}; known: {', '.join(known)}")
-    return [Option(name) for name in names if not against or any(name.startswith(w) for w in against)]
+        if not any(backend.name.startswith(wanted) for backend in ranked):
+            known = ", ".join(backend.name for backend in ranked)
+            raise UnknownNameError(f"{bench.layer}: no backend {wanted!r}; known: {known}")
+    if not against:
+        return [Option(backend.name) for backend in bench.able()]
+    named = [backend for backend in ranked if any(backend.name.startswith(wanted) for wanted in against)]
+    return [Option(b.name) for b in named if b.why_not(bench.cfg, bench.device) is None]
 
 
 def rows_of(

@@ -21,6 +21,8 @@ TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024
 # Requests of a decode step, for attention.
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXT = 4096
+# Cached tokens of all requests of a step together, at most: what fits next to the other operands.
+MOST_CACHED = 1 << 21
 
 # What a plain call looks like, whatever case it is derived from.
 _PLAIN = {
@@ -29,13 +31,13 @@ _PLAIN = {
 }  # fmt: skip
 
 
-def case_at(layer: str, cfg: Any, tokens: int, context: int = CONTEXT) -> Case:
+def case_at(layer: str, cfg: Any, tokens: int, context: int | None = None) -> Case:
     """Return a case of ``layer`` with this configuration and token count (attention: see the notes).
 
     Notes
     -----
-    Attention in the phase ``"decode"``: ``tokens`` requests with ``context`` cached tokens each. In other phases: one
-    prompt of ``tokens`` tokens without a prefix.
+    Attention in the phase ``"decode"``: ``tokens`` requests with ``context`` cached tokens each; default: the
+    configuration's own, or ``CONTEXT``. In other phases: one prompt of ``tokens`` tokens without a prefix.
     """
     spec = spec_of(layer)
     make = _SHAPES.get(layer, _with_tokens)
@@ -46,7 +48,8 @@ def case_at(layer: str, cfg: Any, tokens: int, context: int = CONTEXT) -> Case:
     dtype = getattr(cfg, "dtype", None)
     if "dtype" in shape and isinstance(dtype, torch.dtype) and dtype.itemsize > 1:  # 8 bits: of codes, not of inputs
         shape["dtype"] = dtype
-    return Case(f"T={tokens}", cfg, make(shape, cfg, tokens, context), small=False)
+    cached = context if context is not None else getattr(cfg, "context", CONTEXT)
+    return Case(f"T={tokens}", cfg, make(shape, cfg, tokens, cached), small=False)
 
 
 def _with_tokens(shape: dict[str, Any], cfg: Any, tokens: int, context: int) -> dict[str, Any]:
@@ -121,9 +124,9 @@ def inputs_of(layer: str, case: Case, device: torch.device | str, seed: int = 0)
 
 def tokens_of(layer: str, cfg: Any) -> tuple[int, ...]:
     """Return the token counts at which a layer is tuned and benchmarked."""
-    if layer == "sampler" or getattr(cfg, "phase", "") == "decode":
-        return BATCHES
-    return TOKENS
+    if getattr(cfg, "phase", "") == "decode":
+        return tuple(batch for batch in BATCHES if batch * getattr(cfg, "context", CONTEXT) <= MOST_CACHED)
+    return BATCHES if layer == "sampler" else TOKENS
 
 
 # ---- configurations from the command line ----------------------------------------------------------------------

@@ -37,6 +37,8 @@ NOISE, MOST_SPREAD = 0.02, 0.05
 MAX_CANDIDATES = 40
 # Rounds of timing, and the part of the options that is left after each but the last.
 ROUNDS, KEPT, FEWEST = (3, 6, 13), 0.25, 4
+# Calls longer than this vary little: fewer rounds do.
+LONG_US, LONG_ROUNDS = 2000.0, (2, 3, 5)
 PARITY_TOKENS = 5
 
 Config = tuple[tuple[str, int], ...]
@@ -167,8 +169,8 @@ class Bench:
         self._checked: dict[Option, float] = {}
 
     def able(self) -> list[Backend]:
-        """Return the backends that ``"auto"`` may take here, best first."""
-        automatic = [b for b in registry(self.layer).ranked if self.device.type in b.auto_on + b.last_resort_on]
+        """Return the backends that ``"auto"`` chooses from here, best first; the last resort is none of them."""
+        automatic = [b for b in registry(self.layer).ranked if self.device.type in b.auto_on]
         return [b for b in automatic if b.why_not(self.cfg, self.device) is None]
 
     def options(self, tokens: int, more: Iterable[Option] = ()) -> list[Option]:
@@ -256,7 +258,9 @@ class Bench:
         defaults = {option for option in timed if not option.config}
         found: dict[Option, Timing] = {}
         alive = list(timed)
-        for index, rounds in enumerate(ROUNDS):
+        for index in range(len(ROUNDS)):
+            long = bool(found) and min(timing.us for timing in found.values()) > LONG_US
+            rounds = (LONG_ROUNDS if long else ROUNDS)[index]
             measured = self.clock.measure({str(o): timed[o] for o in alive}, rounds)
             found |= {option: measured[str(option)] for option in alive}
             by_time = sorted(alive, key=lambda option: found[option].us)

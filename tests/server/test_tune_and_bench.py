@@ -1,0 +1,235 @@
+"""The commands tune, bench, cache and doctor --run, on the CPU with small shapes; and which shapes a model has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fastlayers import env, tuning
+from fastlayers.device import as_device
+from fastlayers.errors import ArgumentError, FastlayersError, UnknownModelError
+from fastlayers_server import known_models
+from fastlayers_server.cli import app
+from fastlayers_server.random_models import random_model
+from fastlayers_server.tune_command import jobs_of_models
+
+SMALL: dict[str, Any] = dict(
+    vocab_size=211, hidden_size=64, intermediate_size=128, num_hidden_layers=2, max_position_embeddings=256
+)
+QWEN = known_models.QWEN3_8B | SMALL | dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == code, (result.output, result.exception)
+    return result.stdout
+
+
+@pytest.fixture
+def qwen(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(QWEN))
+    return str(path)
+
+
+# ---- the shapes of a model -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "keys"),
+    [
+        (
+            "DeepSeek-V3", 8,
+            {"N=2112,K=7168,block=128x128", "N=512,K=7168,block=128x128", "N=7168,K=2304,block=128x128"},
+        ),
+        ("DeepSeek-V3", 1, {"N=24576,K=1536,block=128x128", "N=36864,K=7168,block=128x128"}),
+        ("Qwen/Qwen3-8B-FP8", 1, {"N=6144,K=4096,block=128x128", "N=24576,K=4096,block=128x128"}),
+    ],
+)  # fmt: skip
+def test_a_model_says_itself_which_shapes_it_constructs(name: str, tp: int, keys: set[str]) -> None:
+    jobs = jobs_of_models([name], tp, 1, ["fp8_linear"])
+    assert {job.layer for job in jobs} == {"fp8_linear"} and keys <= {job.key for job in jobs}
+    assert len({job.key for job in jobs}) == len(jobs)
+
+
+def test_experts_come_first_and_decode_has_every_context() -> None:
+    jobs = jobs_of_models(["deepseek-ai/DeepSeek-V3"], 8, 1, [])
+    assert jobs[0].layer == "fused_moe" and jobs[0].cfg.intermediate_size == 256
+    contexts = {job.cfg.context for job in jobs if job.layer == "mla" and job.cfg.phase == "decode"}
+    assert len(contexts) == 4
+    oss = jobs_of_models(["gpt-oss-20b"], 1, 1, ["gqa", "fused_moe"])
+    assert {job.cfg.window for job in oss if job.layer == "gqa"} == {128, None}
+    assert [job.cfg.quant for job in oss if job.layer == "fused_moe"] == ["mxfp4"]
+
+
+def test_ranks_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="multiple of 128"):
+        jobs_of_models(["Qwen/Qwen3-30B-A3B-FP8"], 8, 1, [])
+    with pytest.raises(UnknownModelError, match="DeepSeek-V3"):
+        jobs_of_models(["nothing"], 1, 1, [])
+
+
+# ---- tune ------------------------------------------------------------------------------------------------------
+
+
+def test_tune_writes_what_auto_reads_and_keeps_what_is_fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(env.TUNED_DIR, str(tmp_path))
+    command = (
+        "tune",
+        "--layer",
+        "fp8_linear",
+        "--shape",
+        "N=128,K=256",
+        "--tokens",
+        "2,1",
+        "--json",
+        "--device",
+        "cpu",
+    )
+    (first,) = json.loads(run(*command))
+    assert first["state"] == "tuned" and first["ladder"] == "torch"
+    table = tuning.read(Path(first["path"]), "fp8_linear", as_device("cpu"))
+    assert {row["tokens"] for row in table["measured"]} == {1, 2}
+    assert json.loads(run(*command))[0]["state"] == "kept"
+    assert json.loads(run(*command, "--force"))[0]["state"] == "tuned"
+    changed = table | {"metadata": table["metadata"] | {"kernels": {"torch": "0"}}}
+    tuning.write(Path(first["path"]), changed)
+    assert json.loads(run(*command))[0]["state"] == "tuned"
+    Path(first["path"]).write_text("{")
+    assert json.loads(run(*command))[0]["state"] == "tuned"
+
+
+def test_tune_of_a_model_lists_its_shapes(qwen: str) -> None:
+    found = json.loads(run("tune", qwen, "--dry-run", "--json", "--layer", "linear"))
+    assert {row["key"].rsplit(",", 1)[0] for row in found} >= {"N=128,K=64", "N=64,K=64", "N=256,K=64", "N=64,K=128"}
+    assert all(row["reason"].startswith("in_features=") for row in found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layer", "nothing"], "fp8_linear"),
+        ([], "exactly one --layer"),
+        (["--layer", "linear", "--layer", "bmm"], "exactly one --layer"),
+        (["model", "--layer", "linear", "--shape", "N=1"], "shapes of one --layer"),
+        (["--layer", "linear", "--tokens", "1,x"], "positive integers"),
+        (["--layer", "linear", "--shape", "Q=1"], "NAME=VALUE"),
+        (["--layer", "moe_align"], "tuning_key"),
+        (["--layer", "linear", "--out", "/proc/nowhere"], "a directory that can be written"),
+    ],
+)
+def test_wrong_usage_of_tune_is_explained(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["tune", "--device", "cpu", *arguments])
+    assert isinstance(result.exception, FastlayersError) and message in str(result.exception)
+
+
+def test_a_shape_that_cannot_be_tuned_is_reported_and_the_rest_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fastlayers.testing import tuner
+
+    real = tuner.tune_shape
+
+    def failing(bench: Any, *given: Any, **named: Any) -> Path:
+        if bench.cfg.out_features == 128:
+            raise tuner.TuneError("no backend today")
+        return real(bench, *given, **named)
+
+    monkeypatch.setattr(tuner, "tune_shape", failing)
+    shapes = ("--shape", "N=128,K=256", "--shape", "N=64,K=128")
+    text = run(
+        "tune", "--layer", "fp8_linear", *shapes, "--tokens", "1", "--out", str(tmp_path), "--json", "--device", "cpu",
+        code=1,
+    )  # fmt: skip
+    states = {row["key"].split(",")[0]: (row["state"], row["reason"]) for row in json.loads(text)}
+    assert states == {"N=128": ("failed", "no backend today"), "N=64": ("tuned", "")}
+
+
+# ---- bench -----------------------------------------------------------------------------------------------------
+
+
+def test_bench_layer_prints_json_lines() -> None:
+    text = run(
+        "bench", "layer", "fp8_linear", "--shape", "N=128,K=256", "--tokens", "1,3", "--rounds", "3", "--json",
+        "--device", "cpu",
+    )  # fmt: skip
+    head, *rows = [json.loads(line) for line in text.splitlines()]
+    assert head["torch"] == torch.__version__ and "out_features=128" in head["cfg"]
+    assert [(row["tokens"], row["backend"], row["auto"]) for row in rows] == [(1, "torch", True), (3, "torch", True)]
+    assert all(row["us"] > 0 and row["error"] < 5e-3 for row in rows)
+
+
+def test_bench_layer_against_a_peer_in_one_process() -> None:
+    arguments = ("bench", "layer", "fp8_linear", "--shape", "N=128,K=256", "--tokens", "3", "--rounds", "2")
+    rows = [
+        json.loads(line) for line in run(*arguments, "--against", "triton", "--json", "--device", "cpu").splitlines()
+    ]
+    assert {row["backend"] for row in rows[1:]} == {"torch", "triton"}
+    assert "← auto" in run(*arguments, "--device", "cpu")
+
+
+def test_bench_model_times_layer_step_and_generation(qwen: str) -> None:
+    arguments = ("bench", "model", qwen, "--batch", "2", "--context", "20", "--rounds", "2", "--dtype", "fp32")
+    head, *rows = [json.loads(line) for line in run(*arguments, "--json", "--device", "cpu").splitlines()]
+    assert head["layers"] == 2 and [row["what"] for row in rows] == ["decoder layer", "model", "generate"]
+    assert 0 < rows[0]["floor_us"] < rows[1]["floor_us"] and rows[2]["tpot_ms"] > 0
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen/Qwen3-8B", "Qwen/Qwen3-8B-FP8", "openai/gpt-oss-20b", "deepseek-ai/DeepSeek-V3"]
+)
+def test_random_models_give_finite_logits_of_ordinary_size(name: str) -> None:
+    changes = SMALL | dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    if "oss" in name:
+        changes |= dict(num_local_experts=4, num_experts_per_tok=2, layer_types=["sliding_attention", "full_attention"])
+    if "DeepSeek" in name:
+        changes |= dict(
+            hidden_size=128, moe_intermediate_size=128, n_routed_experts=8, n_group=2, topk_group=1, q_lora_rank=128,
+            num_experts_per_tok=2, kv_lora_rank=64, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16,
+            first_k_dense_replace=1, num_key_value_heads=4,
+        )  # fmt: skip
+    model = random_model(known_models.config_of(name) | changes, "cpu", dtype=torch.bfloat16)
+    from fastlayers_server.bench_command import decode_calls
+
+    with torch.inference_mode():
+        layer_call, _ = decode_calls(model, 3, 10)
+        assert layer_call().tensor.isfinite().all()
+    from fastlayers_models.generate import Generator
+
+    tokens = Generator(model, max_batch=1, max_length=64).generate([[1, 2, 3]], max_new_tokens=5, eos_ids=())
+    assert len(tokens[0]) == 5
+
+
+# ---- doctor and cache ------------------------------------------------------------------------------------------
+
+
+def test_doctor_runs_every_backend_that_can_run_here() -> None:
+    report = json.loads(run("doctor", "--run", "--layer", "rms_norm", "--layer", "bmm", "--json"))
+    ran = {(trial["layer"], trial["backend"]) for trial in report["trials"]}
+    assert {("rms_norm", "triton"), ("rms_norm", "torch"), ("bmm", "torch")} <= ran
+    assert all(trial["ok"] for trial in report["trials"]) and report["ok"]
+
+
+def test_doctor_names_a_backend_that_computes_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastlayers.norm.rms_norm import torch as module
+
+    monkeypatch.setattr(module.TorchRMSNorm, "__call__", lambda self, *given: 1 / 0)
+    report = json.loads(run("doctor", "--run", "--layer", "rms_norm", "--json", code=1))
+    (bad,) = [trial for trial in report["trials"] if not trial["ok"]]
+    assert bad["backend"] == "torch" and bad["reason"] == "ZeroDivisionError: division by zero"
+
+
+def test_kernels_travel_as_one_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "here"))
+    (tmp_path / "here" / "abc").mkdir(parents=True)
+    (tmp_path / "here" / "abc" / "kernel.cubin").write_bytes(b"code")
+    archive = tmp_path / "kernels.tar.gz"
+    assert json.loads(run("cache", "export", str(archive), "--json"))["bytes"] == archive.stat().st_size
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "there"))
+    assert "triton" in json.loads(run("cache", "import", str(archive), "--json"))["taken"]
+    assert (tmp_path / "there" / "abc" / "kernel.cubin").read_bytes() == b"code"

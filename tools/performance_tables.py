@@ -1,0 +1,289 @@
+"""Write docs/performance.md's tables and plots from committed results.
+
+``python tools/performance_tables.py [--check]``. A table stands between ``<!-- NAME -->`` and ``<!-- /NAME -->``;
+plots go to docs/plots. Parts without a result file say so. Nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from svg_plots import Plot, svg
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "performance"
+PAGE = ROOT / "docs" / "performance.md"
+PLOTS = ROOT / "docs" / "plots"
+# "Never slower" is a median of at most this times the other's.
+NEVER_SLOWER = 1.03
+OURS = ("triton",)
+Row = dict[str, Any]
+MISSING = "not measured yet"
+
+
+def read(part: str) -> list[Row]:
+    """Return the rows of a part, ``[]`` if it was not measured; of several runs of a point the last counts."""
+    path = RESULTS / f"{part}.jsonl"
+    if not path.is_file():
+        return []
+    rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    kept: dict[Any, Row] = {}
+    for index, row in enumerate(rows):
+        kept[(row["key"], row["backend"], json.dumps(row["config"])) if "key" in row else index] = row
+    return list(kept.values())
+
+
+def points(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Return the measured rows by point (shape, tokens, context)."""
+    found: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        if "key" in row:
+            found[row["key"]].append(row)
+    return dict(found)
+
+
+def ratio(rows: list[Row]) -> float | None:
+    """Return the time of ``auto`` over that of the best peer: a backend that is not ours; ``None`` without one."""
+    peers = [row["us"] for row in rows if row["backend"] not in OURS]
+    own = [row["us"] for row in rows if row["auto"]]
+    return own[0] / min(peers) if own and peers else None
+
+
+def never_slower(part: str, keep: Callable[[Row], bool] = lambda row: True) -> str:
+    """Return how many points of a part are not slower than the best peer, and the worst."""
+    found = {k: r for k, rows in points(filter(keep, read(part))).items() if (r := ratio(rows)) is not None}
+    if not found:
+        return MISSING
+    good = sum(r <= NEVER_SLOWER for r in found.values())
+    worst = max(found, key=lambda key: found[key])
+    shape = points(read(part))[worst][0]
+    place = f"{shape['layer']}, {shape['model']}, T={shape['tokens']}"
+    median = statistics.median(found.values())
+    return f"{good} of {len(found)} points; median {median:.2f} ×, worst {found[worst]:.2f} × ({place})"
+
+
+def best_tflops() -> str:
+    """Return the TFLOP/s at DeepSeek-V3's largest weight with 4096 tokens."""
+    rows = [r for r in read("fp8_linear") if "key" in r and "out_features=36864" in r["cfg"] and r["tokens"] == 4096]
+    own = [row for row in rows if row["auto"]]
+    return f"{own[0]['tflops']:,.0f} TFLOP/s by {own[0]['backend']}" if own else MISSING
+
+
+def bandwidth() -> str:
+    """Return the smallest fraction of the memory floor of a small operator at 4096 tokens or more."""
+    rows = [r for r in read("small_ops") if r.get("auto") and r["tokens"] >= 4096]
+    if not rows:
+        return MISSING
+    low = min(rows, key=lambda row: row["of_memory"])
+    return f"lowest {low['of_memory']:.0%} of {low['layer']} at T={low['tokens']}"
+
+
+def patched(model: str, batch: int) -> str:
+    """Return a patched model's step against stock's default and stock's best."""
+    rows = [r for r in read(f"patch_{model}") if r.get("model") == model and r.get("batch") == batch]
+    if not rows:
+        return MISSING
+    ms = rows[-1]["ms"]
+    parts = [f"{ms['graph']:.2f} ms a step"]
+    for name, words in (("stock", "stock"), ("stock_best", "stock's best")):
+        if name in ms:
+            parts.append(f"{ms[name] / ms['graph']:.2f} × {words} ({ms[name]:.2f} ms)")
+    return ", ".join(parts)
+
+
+def generated(model: str, batch: int) -> str:
+    """Return the milliseconds per token of fastlayers_models.generate."""
+    rows = [r for r in read("generate") if r.get("model") == model and r.get("batch") == batch and "tpot_ms" in r]
+    if not rows:
+        return MISSING
+    row = rows[-1]
+    return f"{row['tpot_ms']:.2f} ms (replay {row['replay_ms']:.2f}, floor {row['floor_ms']:.2f})"
+
+
+def captured() -> str:
+    """Return the seconds to capture all buckets, with and without the frozen collector."""
+    rows = [row for row in read("capture") if "capture_s" in row]
+    if not rows:
+        return MISSING
+    last = {(row["frozen"], row["force_cudagraph_gc"]): row for row in rows}
+    words = {(True, False): "frozen", (False, False): "not frozen", (True, True): "frozen, forced collections",
+             (False, True): "not frozen, forced collections"}  # fmt: skip
+    return "; ".join(f"{words[key]}: {row['capture_s']:.1f} s" for key, row in last.items())
+
+
+def first_token() -> str:
+    """Return the seconds from import to the first token with warm caches."""
+    rows = [row for row in read("first_token") if "import_to_first_token_s" in row]
+    return f"{rows[-1]['import_to_first_token_s']:.1f} s" if rows else MISSING
+
+
+def targets() -> str:
+    """The eight targets and what was measured."""
+    rows = [
+        ("1", "fp8_linear, weights of DeepSeek-V3 and Qwen3-30B-A3B", "never slower than the best peer",
+         never_slower("fp8_linear")),
+        ("", "fp8_linear, 36864×7168, M = 4096", "≥ 1,250 TFLOP/s", best_tflops()),
+        ("2", "fused_moe, whole layer", "never slower", never_slower("fused_moe")),
+        ("3", "MLA decode and ragged prefill", "never slower", never_slower("mla")),
+        ("", "GQA decode and prefill, with and without sinks", "never slower", never_slower("gqa")),
+        ("4", "small operators", "never slower", never_slower("small_ops")),
+        ("", "small operators, T ≥ 4096", "≥ 85 % of copy bandwidth", bandwidth()),
+        ("5", "patch, Qwen3-30B-A3B, batch 1", "≥ 9.5 × stock, ≥ 1.7 × its best", patched("qwen3_30b", 1)),
+        ("", "patch, Qwen3-30B-A3B, batch 16", "≥ 4.5 × stock", patched("qwen3_30b", 16)),
+        ("", "patch, Qwen3-8B, batch 1", "≥ 1.35 × stock's best", patched("qwen3_8b", 1)),
+        ("6", "generate, Qwen3-30B-A3B, batch 1", "≤ 4.0 ms (vLLM 4.28)", generated("qwen3_30b_a3b", 1)),
+        ("", "generate, Qwen3-8B, batch 1", "≤ 5.0 ms (vLLM 5.16)", generated("qwen3_8b", 1)),
+        ("", "generate, GPT-OSS-20B, batch 1", "≤ 2.8 ms (vLLM 2.98)", generated("gpt_oss_20b", 1)),
+        ("", "generate, batch 32: Qwen3-30B-A3B", "≤ 15.96 ms (vLLM)", generated("qwen3_30b_a3b", 32)),
+        ("", "generate, batch 32: Qwen3-8B", "≤ 6.17 ms (vLLM)", generated("qwen3_8b", 32)),
+        ("", "generate, batch 32: GPT-OSS-20B", "≤ 5.24 ms (vLLM)", generated("gpt_oss_20b", 32)),
+        ("7", "capture of 48 layers, all buckets", "≤ 15 s; ≥ 2 × with forced collections", captured()),
+        ("8", "import to first token, Qwen3-30B-A3B", "≤ 25 s (vLLM 79 s)", first_token()),
+    ]  # fmt: skip
+    lines = ["| # | work | target | measured |", "|---|---|---|---|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows), "", *sources()])
+
+
+def sources() -> list[str]:
+    """Return a line per result file: command, commit, versions."""
+    lines = []
+    for path in sorted(RESULTS.glob("*.jsonl")):
+        runs = [row for row in read(path.stem) if "run" in row or "command" in row]
+        if runs:
+            run = runs[-1].get("run", runs[-1])
+            device = run.get("device", run.get("gpu", "?"))
+            lines.append(f"- `{path.name}`: `{run['command']}`, commit {run['commit']}, torch {run['torch']}, {device}")
+    return lines
+
+
+def layer_table(part: str) -> str:
+    """A line a point: tokens, auto's time and backend, the best peer, ratio, fractions of the floors."""
+    found = points(read(part))
+    if not found:
+        return f"{MISSING}: `python benchmarks/performance.py --part {part}`"
+    lines = [
+        "| shape | tokens | context | auto | µs | best peer | µs | ratio | of arithmetic | of memory | error |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for rows in found.values():
+        own = next((row for row in rows if row["auto"]), None)
+        if own is None:
+            continue
+        others = [row for row in rows if row["backend"] not in OURS] or rows
+        peer, times = min(others, key=lambda row: row["us"]), ratio(rows)
+        context = str(own["context"]) if own["layer"] in ("mla", "gqa") and "decode" in own["cfg"] else ""
+        cells = [
+            shape_of(own), str(own["tokens"]), context, own["backend"], f"{own['us']:.1f}", peer["backend"],
+            f"{peer['us']:.1f}", f"{times:.2f}" if times is not None else "", f"{own['of_arithmetic']:.0%}",
+            f"{own['of_memory']:.0%}", f"{own['error']:.1g}",
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def shape_of(row: Row) -> str:
+    """Return a short name of a row's shape."""
+    inside = dict(re.findall(r"(\w+)=([^,()]+(?:\([^)]*\))?)", row["cfg"]))
+    words = {
+        "out_features": "N", "in_features": "K", "num_experts": "E", "hidden_size": "D", "intermediate_size": "I",
+        "num_heads": "H", "num_kv_heads": "Hkv", "head_dim": "d", "window": "window", "quant": "", "kv_dtype": "",
+        "phase": "", "sinks": "sinks",
+    }  # fmt: skip
+    parts = []
+    for name, short in words.items():
+        value = inside.get(name, "").strip("'").removeprefix("torch.")
+        if value and value not in ("None", "False"):
+            parts.append(f"{short}{value}" if short != name else f"{short} {value}")
+    return f"{row['layer']} {' '.join(parts)}"
+
+
+LAYERS = ("fp8_linear", "fused_moe", "mla", "gqa", "small_ops")
+TABLES: dict[str, Callable[[], str]] = {"targets": targets} | {
+    part: (lambda part=part: layer_table(part))
+    for part in LAYERS  # type: ignore[misc]
+}
+
+
+def plots() -> dict[str, str]:
+    """Return SVG documents by file name: µs over tokens for each shape, and a roofline for each layer."""
+    found = {}
+    for part in LAYERS:
+        rows = [row for row in read(part) if "key" in row]
+        by_shape: dict[str, list[Row]] = defaultdict(list)
+        for row in rows:
+            by_shape[f"{shape_of(row)} {row['context'] if row['layer'] in ('mla', 'gqa') else ''}".strip()].append(row)
+        for shape, own in by_shape.items():
+            if len({row["tokens"] for row in own}) > 2:
+                found[file_name(part, shape)] = svg(times_plot(shape, own))
+        if rows:
+            found[f"{part}_roofline.svg"] = svg(roofline(part, rows))
+    return found
+
+
+def file_name(part: str, shape: str) -> str:
+    """Return a file name for a shape's plot."""
+    return f"{part}_{re.sub(r'[^A-Za-z0-9]+', '_', shape).strip('_')}.svg"
+
+
+def times_plot(shape: str, rows: list[Row]) -> Plot:
+    """Return µs over tokens, a line per backend: of several configurations the fastest."""
+    best: dict[str, dict[int, float]] = defaultdict(dict)
+    for row in rows:
+        line = best[row["backend"]]
+        line[row["tokens"]] = min(row["us"], line.get(row["tokens"], float("inf")))
+    floor = {row["tokens"]: max(row["arithmetic_floor_us"], row["memory_floor_us"]) for row in rows}
+    series = {name: sorted(line.items()) for name, line in sorted(best.items())}
+    return Plot(shape, "tokens", "µs", series, {"floor": sorted(floor.items())})
+
+
+def roofline(part: str, rows: list[Row]) -> Plot:
+    """Return TFLOP/s over operations per byte of what "auto" runs, under the lines of the two floors."""
+    series: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    roof: dict[float, float] = {}
+    for row in rows:
+        if not row["auto"] or not row["tflops"] or not row["gb_per_s"]:
+            continue
+        intensity = row["tflops"] * 1e3 / row["gb_per_s"]
+        series[row["model"].split("/")[-1] if part != "small_ops" else row["layer"]].append((intensity, row["tflops"]))
+        bound = row["tflops"] * row["us"] / max(row["arithmetic_floor_us"], row["memory_floor_us"])
+        roof[intensity] = bound
+    return Plot(f"{part}: roofline of auto", "operations per byte", "TFLOP/s", series, {"floor": sorted(roof.items())})
+
+
+def fill(text: str) -> str:
+    """Return the page's text with every table renewed."""
+    for name, table in TABLES.items():
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        if len(pattern.findall(text)) != 1:
+            raise SystemExit(f"{PAGE.name}: {len(pattern.findall(text))} places marked {name}; expected one")
+        made = table()
+        text = pattern.sub(lambda match, made=made: f"{match[1]}{made}\n{match[2]}", text)  # type: ignore[misc]
+    return text
+
+
+def main() -> None:
+    """Renew tables and plots, or with ``--check`` fail if they are stale."""
+    before, drawn = PAGE.read_text(), plots()
+    after = fill(before)
+    there = {path.name: path.read_text() for path in PLOTS.glob("*.svg")}
+    if "--check" in sys.argv:
+        stale = before != after or there != drawn
+        raise SystemExit("docs/performance.md is stale; run: python tools/performance_tables.py" if stale else 0)
+    PAGE.write_text(after)
+    PLOTS.mkdir(exist_ok=True)
+    for name in there.keys() - drawn.keys():
+        (PLOTS / name).unlink()
+    for name, text in drawn.items():
+        (PLOTS / name).write_text(text)
+
+
+if __name__ == "__main__":
+    main()
