@@ -1,7 +1,7 @@
 """Grouped-query attention by FlashAttention 3, from whatever package offers ``flash_attn_interface``.
 
-It reads the page table, masks windows, and takes sinks itself, in bfloat16 (as checkpoints hold them); how keys are split depends on what the page table could
-hold, so nothing is planned and nothing changes under capture.
+It reads the page table, masks windows, and takes sinks itself, in bfloat16 as checkpoints hold them. How keys are split
+depends on what the page table could hold, so nothing is planned and nothing changes under capture.
 """
 
 from __future__ import annotations
