@@ -21,6 +21,7 @@ import subprocess  # noqa: E402
 import sys  # noqa: E402
 from collections import defaultdict  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
+from itertools import pairwise  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
@@ -104,43 +105,54 @@ def arrivals(stream: Iterator[Any], batch: int) -> list[float]:
     return found
 
 
+class Stopwatch:
+    """Times every launch of a decode step on the device, and its host work, while a generator runs."""
+
+    def __init__(self, generator: Generator) -> None:
+        self.host: list[float] = []
+        self._events: list[tuple[Any, Any]] = []
+        launch = generator.step.launch
+
+        def timed(batch: AttentionBatch) -> Any:
+            """Launch between two events."""
+            events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin = time.perf_counter()
+            events[0].record()
+            pending = launch(batch)
+            events[1].record()
+            self.host.append((time.perf_counter() - begin) * 1e3)
+            self._events.append(events)  # type: ignore[arg-type]
+            return pending
+
+        generator.step.launch = timed  # type: ignore[method-assign]
+
+    def report(self) -> dict[str, float]:
+        """Return median milliseconds of a step on the device, of its launch on the host, and between two steps."""
+        torch.cuda.synchronize()
+        steps = [begin.elapsed_time(end) for begin, end in self._events]
+        gaps = [a[1].elapsed_time(b[0]) for a, b in pairwise(self._events)]
+        found = {"device_ms": steps, "first_device_ms": steps[:5], "host_ms": self.host, "gap_ms": gaps}
+        return {name: round(statistics.median(values), 3) for name, values in found.items()}
+
+
 def time_decode(generator: Generator, batch: int, length: int, new: int, repeats: int) -> dict[str, Any]:
-    """Return milliseconds per output token after the first (median of ``repeats`` runs), and replay and host apart."""
+    """Return milliseconds per output token after the first (median of ``repeats`` runs), and device and host apart."""
     rows = prompts_of(batch, length, generator.model.config.vocab_size)
     runs, first = [], []
     for _ in range(repeats + 1):
         times = arrivals(generator.stream(rows, max_new_tokens=new, eos_ids=()), batch)
         runs.append((times[-1] - times[0]) / (new - 1) * 1e3)
         first.append(times[0])
-    step, device = generator.step, as_device("cuda")
-    generator.step.load([r.row for r in generator._requests(rows, None, 1)])
-    context = length + new // 2
-    pages = -(-(length + new) // generator.pool.page_size)
-    table = [list(range(1 + i * pages, 1 + (i + 1) * pages)) for i in range(batch)]
-    described = AttentionBatch((1,) * batch, (context - 1,) * batch, table)
-    host, replays = [], []
-    with torch.inference_mode():
-        for _ in range(50):
-            torch.cuda.synchronize()
-            at = time.perf_counter()
-            pending = step.launch(described)
-            host.append((time.perf_counter() - at) * 1e3)
-            pending.tokens()
-        key = (step._bucket, step._mode)
-        for _ in range(20):
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            events[0].record()
-            for _ in range(4):
-                step.graphs.replay(key)
-            events[1].record()
-            events[1].synchronize()
-            replays.append(events[0].elapsed_time(events[1]) / 4)
+    plain, watch = generator.step.launch, Stopwatch(generator)
+    arrivals(generator.stream(rows, max_new_tokens=new, eos_ids=()), batch)
+    generator.step.launch = plain  # type: ignore[method-assign]
+    tpot = statistics.median(runs[1:])
+    floor = step_bytes(generator.model, batch, length + new // 2) / as_device("cuda").bandwidth
     return {
-        "batch": batch, "prompt": length, "new": new, "tpot_ms": round(statistics.median(runs[1:]), 3),
-        "tpot_spread_ms": round(max(runs[1:]) - min(runs[1:]), 3), "replay_ms": round(statistics.median(replays), 3),
-        "host_ms": round(statistics.median(host), 3), "ttft_ms": round(statistics.median(first[1:]) * 1e3, 1),
-        "floor_ms": round(step_bytes(generator.model, batch, context) / device.bandwidth * 1e3, 3),
-        "tokens_per_s": round(batch / statistics.median(runs[1:]) * 1e3, 1),
+        "batch": batch, "prompt": length, "new": new, "tpot_ms": round(tpot, 3),
+        "tpot_spread_ms": round(max(runs[1:]) - min(runs[1:]), 3), **watch.report(),
+        "ttft_ms": round(statistics.median(first[1:]) * 1e3, 1), "floor_ms": round(floor * 1e3, 3),
+        "tokens_per_s": round(batch / tpot * 1e3, 1),
     }  # fmt: skip
 
 

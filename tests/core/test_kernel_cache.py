@@ -1,0 +1,152 @@
+"""Where compiled kernels are kept, and the archive they travel in."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import tarfile
+import types
+from pathlib import Path
+
+import pytest
+
+from fastlayers import env, kernel_cache
+from fastlayers.errors import ArgumentError
+from fastlayers.kernel_cache import STORES, cached_kernels, export_cache, import_cache, prepare, versions, versions_key
+
+VARIABLES = [store.variable for store in STORES.values()]
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    monkeypatch.delenv(env.CACHE_DIR, raising=False)
+    for variable in VARIABLES:
+        monkeypatch.setenv(variable, "")
+        monkeypatch.delenv(variable)
+
+
+def fill(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+    """Point the packages below ``root`` and put one kernel of each there."""
+    monkeypatch.setenv(env.CACHE_DIR, str(root))
+    where = prepare()
+    assert where is not None
+    group = where / "triton" / "ABC"
+    group.mkdir()
+    (group / "k.cubin").write_bytes(b"cubin")
+    (group / "__grp__k.json").write_text(json.dumps({"child_paths": {"k.cubin": str(group / "k.cubin")}}))
+    (group / "lock").write_text("")
+    kernel = where / "deep_gemm" / "cache" / "kernel.gemm.1"
+    kernel.mkdir(parents=True)
+    (kernel / "kernel.cubin").write_bytes(b"deep")
+    module = where / "flashinfer" / ".cache" / "flashinfer" / "0.6" / "90a" / "cached_ops" / "mla"
+    module.mkdir(parents=True)
+    (module / "mla.so").write_bytes(b"elf")
+    os.utime(module / "mla.so", (1e9, 1e9))
+    (where / "flashinfer" / "letter.txt").write_text("no part of a cache")
+
+
+def test_packages_keep_their_own_places_unless_told_otherwise(tmp_path: Path) -> None:
+    assert prepare() is None
+    assert not any(variable in os.environ for variable in VARIABLES)
+    assert STORES["triton"].directory() == tmp_path / "home" / ".triton" / "cache"
+    assert list((tmp_path / "home").iterdir()) == []
+
+
+def test_one_directory_by_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(env.CACHE_DIR, str(tmp_path / "kernels"))
+    root = prepare()
+    assert root == tmp_path / "kernels" / versions_key()
+    assert {name: STORES[name].directory() for name in STORES} == {name: root / name for name in STORES}
+    assert os.environ["TRITON_CACHE_DIR"] == str(root / "triton") and (root / "triton").is_dir()
+    assert "torch=" in root.name and "triton=" in root.name
+    monkeypatch.setattr(kernel_cache, "versions", lambda: {"torch": "99"})
+    assert prepare() == tmp_path / "kernels" / "torch=99"
+
+
+@pytest.mark.parametrize("which", ["asked", "usual"])
+def test_a_place_that_cannot_be_written(
+    which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # A file in the way: permissions do not stop a superuser.
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(env.CACHE_DIR if which == "asked" else "DG_JIT_CACHE_DIR", str(tmp_path / "file" / "below"))
+    with caplog.at_level(logging.WARNING):
+        root = prepare()
+    assert root is not None and root.is_dir() and os.environ["DG_JIT_CACHE_DIR"] == str(root / "deep_gemm")
+    (record,) = caplog.records
+    assert "cannot be written" in record.message and str(tmp_path / "file" / "below") in record.message
+    assert (env.CACHE_DIR in record.message) == (which == "asked")
+
+
+def test_only_imported_packages_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(monkeypatch, tmp_path / "a")
+    for name in ("deep_gemm", "flashinfer"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert cached_kernels() == set()
+    monkeypatch.setitem(sys.modules, "deep_gemm", types.ModuleType("deep_gemm"))
+    assert cached_kernels() == {"deep_gemm/kernel.gemm.1"}
+    monkeypatch.setitem(sys.modules, "flashinfer", types.ModuleType("flashinfer"))
+    assert cached_kernels() == {"deep_gemm/kernel.gemm.1", "flashinfer/mla.so"}
+    assert STORES["triton"].kernels() == {"triton/k.cubin"}
+
+
+def test_an_archive_moves_kernels_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_cache, "versions", lambda: {"torch": "2", "triton": "3", "deep_gemm": "1"})
+    fill(monkeypatch, tmp_path / "a")
+    archive = export_cache(tmp_path / "kernels.tar.gz")
+    with tarfile.open(archive) as opened:
+        names = opened.getnames()
+    assert not any(name.endswith("lock") or "letter" in name for name in names)
+    monkeypatch.setenv(env.CACHE_DIR, str(tmp_path / "b"))
+    root = prepare()
+    assert root is not None
+    assert import_cache(archive) == ["triton", "deep_gemm", "flashinfer", "trtllm"]
+    group = json.loads((root / "triton" / "ABC" / "__grp__k.json").read_text())["child_paths"]
+    assert group == {"k.cubin": str(root / "triton" / "ABC" / "k.cubin")}
+    assert Path(group["k.cubin"]).read_bytes() == b"cubin"
+    assert (root / "deep_gemm" / "cache" / "kernel.gemm.1" / "kernel.cubin").read_bytes() == b"deep"
+    assert STORES["flashinfer"].kernels() == {"flashinfer/mla.so"}
+    module = next((root / "flashinfer").rglob("mla.so"))
+    assert module.stat().st_mtime == 1e9
+    assert [path for path in root.rglob("tmp*")] == []
+
+
+def test_other_versions_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    there = {"torch": "2", "triton": "3", "deep_gemm": "1"}
+    monkeypatch.setattr(kernel_cache, "versions", lambda: there)
+    fill(monkeypatch, tmp_path / "a")
+    archive = export_cache(tmp_path / "kernels.tar.gz")
+    monkeypatch.setattr(kernel_cache, "versions", lambda: there | {"torch": "3"})
+    monkeypatch.setenv(env.CACHE_DIR, str(tmp_path / "b"))
+    prepare()
+    with caplog.at_level(logging.WARNING):
+        assert import_cache(archive) == ["triton"]
+    assert any("kernels of deep_gemm are left out: torch 2 there, 3 here" in r.message for r in caplog.records)
+    assert STORES["deep_gemm"].kernels() == set()
+
+
+def test_not_an_archive(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="a file"):
+        import_cache(tmp_path / "nothing")
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(ArgumentError, match="an archive of export_cache"):
+        import_cache(tmp_path / "text")
+    with tarfile.open(tmp_path / "other.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / "text", "text")
+    with pytest.raises(ArgumentError, match="an archive of export_cache"):
+        import_cache(tmp_path / "other.tar.gz")
+    whole = export_cache(tmp_path / "whole.tar.gz").read_bytes()
+    (tmp_path / "half.tar.gz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ArgumentError, match="an archive of export_cache"):
+        import_cache(tmp_path / "half.tar.gz")
+
+
+def test_versions_name_what_compiles() -> None:
+    found = versions()
+    assert found["torch"].startswith("2.") and "triton" in found
