@@ -34,9 +34,9 @@ def ticks(low: float, high: float, base: int) -> list[float]:
 def label(value: float) -> str:
     """Return a short number."""
     if value >= 1e6:
-        return f"{value / 1e6:g}M"
+        return f"{value / 1e6:.3g}M"
     if value >= 1e4:
-        return f"{value / 1e3:g}k"
+        return f"{value / 1e3:.3g}k"
     return f"{value:g}"
 
 

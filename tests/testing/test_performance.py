@@ -1,0 +1,176 @@
+"""The performance driver on the CPU, and the page's tables and plots from made-up results."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from fastlayers.testing.sweep import parse_shape
+from fastlayers.testing.timing import clock_for
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+
+
+def load(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def driver() -> ModuleType:
+    return load("benchmarks/performance.py")
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    module = load("tools/performance_tables.py")
+    monkeypatch.setattr(module, "RESULTS", tmp_path)
+    return module
+
+
+# ---- the driver ------------------------------------------------------------------------------------------------
+
+
+def test_every_measured_part_has_points_for_its_models(driver: ModuleType) -> None:
+    models = {part: {item.model for item in make()} for part, make in driver.MEASURED.items()}
+    assert {"deepseek-ai/DeepSeek-V3 tp8", "deepseek-ai/DeepSeek-V3 tp1", "Qwen/Qwen3-30B-A3B-FP8 tp1"} <= models[
+        "fp8_linear"
+    ]
+    assert {"openai/gpt-oss-20b tp1", "Qwen/Qwen3-30B-A3B tp1"} <= models["fused_moe"]
+    heads = {(item.cfg.num_heads, str(item.cfg.kv_dtype), item.cfg.phase) for item in driver.mla()}
+    assert {(16, "torch.float8_e4m3fn", "decode"), (128, "torch.bfloat16", "decode")} <= heads
+    assert any(item.cfg.sinks for item in driver.gqa()) and any(not item.cfg.sinks for item in driver.gqa())
+    for make in driver.MEASURED.values():
+        keys = [key for item in make() for key, _, _ in item.points()]
+        assert len(set(keys)) == len(keys) > 20
+
+
+def test_a_part_is_resumed_and_half_a_point_measured_again(driver: ModuleType, tmp_path: Path) -> None:
+    cfg = parse_shape("fp8_linear", "N=128,K=256")
+    items, path = [driver.Item("toy", "fp8_linear", cfg, (1, 2))], tmp_path / "part.jsonl"
+    first = driver.Record(path, {"command": "x"}, False)
+    assert driver.measure(items, first, clock_for(CPU), CPU, time.monotonic() - 1) == 2
+    assert driver.measure(items[:1], first, clock_for(CPU), CPU, time.monotonic() + 60) == 0
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row.get("tokens") for row in rows] == [None, 1, 2] and rows[1]["last"] and rows[1]["backend"] == "torch"
+    cut = path.read_text().splitlines()
+    path.write_text("\n".join([*cut[:2], json.dumps({"key": rows[2]["key"], "us": 1}), '{"key": "x']))
+    again = driver.Record(path, {"command": "y"}, False)
+    assert again.done == {rows[1]["key"]}
+    assert driver.measure(items, again, clock_for(CPU), CPU, time.monotonic() + 60) == 0
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row.get("tokens") for row in rows] == [None, 1, None, 2]
+    assert driver.Record(path, {}, True).done == set()
+
+
+def test_a_program_keeps_the_json_it_prints(
+    driver: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "works.py").write_text("import sys; print('noise'); print('{\"a\": 1}'); print(sys.argv[1:])")
+    (tmp_path / "fails.py").write_text("print('{\"b\": 2}'); raise SystemExit(3)")
+    monkeypatch.setattr(driver, "HERE", tmp_path)
+    monkeypatch.setitem(driver.PROGRAMS, "toy", [["works.py", "x"], ["fails.py"], ["absent.py"]])
+    record = driver.Record(tmp_path / "toy.jsonl", {}, False)
+    assert driver.run_program("toy", record, []) == 2
+    rows = [json.loads(line) for line in (tmp_path / "toy.jsonl").read_text().splitlines()]
+    assert [(row.get("a"), row.get("b"), row.get("number")) for row in rows[1:]] == [(1, None, 0), (None, 2, 1)]
+
+
+# ---- tables and plots ------------------------------------------------------------------------------------------
+
+
+def point(tokens: int, backend: str, us: float, **more: Any) -> dict[str, Any]:
+    cfg = "FP8LinearConfig(in_features=7168, out_features=36864, bias=False, block_size=(128, 128))"
+    row = {
+        "layer": "fp8_linear", "tokens": tokens, "backend": backend, "config": {}, "auto": False, "us": us,
+        "spread_us": 0.1, "tflops": 1000.0 / us, "gb_per_s": 4000.0 / us, "arithmetic_floor_us": 1.0,
+        "memory_floor_us": 5.0, "of_arithmetic": 1 / us, "of_memory": 5 / us, "error": 0.0016, "last": True,
+        "key": f"fp8 {tokens}", "model": "deepseek-ai/DeepSeek-V3 tp1", "cfg": cfg, "context": 4096,
+    }  # fmt: skip
+    return row | more
+
+
+def write(folder: Path, part: str, rows: list[dict[str, Any]]) -> None:
+    head = {"run": {"command": "performance.py --part x", "commit": "abc", "torch": "2.11", "device": "H200 (sm_90)"}}
+    (folder / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [head, *rows]))
+
+
+def test_targets_come_from_the_rows(tables: Any, tmp_path: Path) -> None:
+    assert tables.targets().count(tables.MISSING) == 18
+    rows = [
+        point(1, "triton", 6.0, auto=True), point(1, "deep_gemm", 10.0),
+        point(64, "triton", 12.0), point(64, "deep_gemm", 10.0, auto=True),
+        point(4096, "deep_gemm", 22.0, auto=True), point(4096, "flashinfer", 20.0),
+        point(4096, "deep_gemm", 21.0, auto=True, tflops=1289.0),
+    ]  # fmt: skip
+    write(tmp_path, "fp8_linear", rows)
+    # Of the point measured twice the later row counts: 21 over 20.
+    assert tables.never_slower("fp8_linear").startswith("2 of 3 points; median 1.00 ×, worst 1.05 ×")
+    assert "T=4096" in tables.never_slower("fp8_linear")
+    assert tables.best_tflops() == "1,289 TFLOP/s by deep_gemm"
+    table = tables.layer_table("fp8_linear")
+    assert "| fp8_linear N36864 K7168 | 1 |  | triton | 6.0 | deep_gemm | 10.0 | 0.60 |" in table
+    assert "commit abc" in tables.targets()
+
+
+def test_programs_rows(tables: Any, tmp_path: Path) -> None:
+    ms = {"stock": 45.0, "stock_best": 8.0, "graph": 4.5}
+    write(tmp_path, "patch_qwen3_30b", [{"model": "qwen3_30b", "batch": 1, "ms": ms}])
+    assert tables.patched("qwen3_30b", 1) == "4.50 ms a step, 10.00 × stock (45.00 ms), 1.78 × stock's best (8.00 ms)"
+    assert tables.patched("qwen3_30b", 16) == tables.MISSING
+    row = {"model": "qwen3_8b", "batch": 1, "tpot_ms": 4.9, "replay_ms": 4.6, "floor_ms": 3.4}
+    write(tmp_path, "generate", [row])
+    assert tables.generated("qwen3_8b", 1) == "4.90 ms (replay 4.60, floor 3.40)"
+    captures = [
+        {"capture_s": 8.0, "frozen": True, "force_cudagraph_gc": False},
+        {"capture_s": 40.0, "frozen": False, "force_cudagraph_gc": True},
+    ]
+    write(tmp_path, "capture", captures)
+    assert tables.captured() == "frozen: 8.0 s; not frozen, forced collections: 40.0 s"
+    write(tmp_path, "first_token", [{"import_to_first_token_s": 60.0}, {"import_to_first_token_s": 19.5}])
+    assert tables.first_token() == "19.5 s"
+
+
+def test_plots_are_svg_with_a_line_a_backend(tables: Any, tmp_path: Path) -> None:
+    rows = [
+        point(t, name, us * t, auto=name == "triton")
+        for t in (1, 64, 4096)
+        for name, us in (("triton", 6.0), ("deep_gemm", 9.0))
+    ]
+    write(tmp_path, "fp8_linear", rows)
+    drawn = tables.plots()
+    assert set(drawn) == {"fp8_linear_roofline.svg", "fp8_linear_fp8_linear_N36864_K7168.svg"}
+    for text in drawn.values():
+        root = ElementTree.fromstring(text)
+        assert root.tag.endswith("svg") and "nan" not in text
+    lines = drawn["fp8_linear_fp8_linear_N36864_K7168.svg"]
+    assert lines.count("<polyline") == 3 and "deep_gemm" in lines and "floor" in lines
+
+
+def test_ticks_and_labels() -> None:
+    plots = load("tools/svg_plots.py")
+    assert plots.ticks(1, 8192, 2) == [1, 4, 16, 64, 256, 1024, 4096]
+    assert plots.ticks(3, 300, 10) == [1, 10, 100, 1000]
+    assert [plots.label(v) for v in (0.1, 5, 9999, 16384, 2e6)] == ["0.1", "5", "9999", "16.4k", "2M"]
+    with pytest.raises(ValueError, match="nothing to draw"):
+        plots.svg(plots.Plot("empty", "x", "y", {}))
+
+
+def test_the_committed_page_is_fresh() -> None:
+    tables: Any = load("tools/performance_tables.py")
+    assert tables.fill(tables.PAGE.read_text()) == tables.PAGE.read_text()
+    assert {path.name: path.read_text() for path in tables.PLOTS.glob("*.svg")} == tables.plots()
