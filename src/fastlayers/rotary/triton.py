@@ -9,7 +9,7 @@ import triton.language as tl
 from fastlayers.operators import operator
 from fastlayers.rotary.layer import RotaryConfig
 from fastlayers.testing.compile_check import KernelBuild
-from fastlayers.triton_lang import cast
+from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
 
 @triton.jit
@@ -73,9 +73,11 @@ def _rotary_kernel(
     q_heads, k_heads, q_token_stride, q_head_stride, k_token_stride, k_head_stride,
     HALF: tl.constexpr, DIM: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
     SECTION_T: tl.constexpr, SECTION_H: tl.constexpr, SECTION_W: tl.constexpr, ALTERNATE: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
+    await_inputs(PDL)
+    release_dependents(PDL)
     block = tl.program_id(1)
     f = tl.arange(0, BLOCK)
     if SECTION_T + SECTION_H + SECTION_W > 0:
@@ -135,7 +137,8 @@ def _rotary(
             HALF=half, DIM=dim, IN=interleaved_in, OUT=interleaved_out,
             SECTION_T=parts[0], SECTION_H=parts[1], SECTION_W=parts[2], ALTERNATE=alternate,
             HEADS=heads, BLOCK=triton.next_power_of_2(half),
-            REST=triton.next_power_of_2(dim - 2 * half) if dim > 2 * half else 0, num_warps=4,
+            REST=triton.next_power_of_2(dim - 2 * half) if dim > 2 * half else 0,
+            **dependent_launch(q), num_warps=4,
         )  # fmt: skip
     return outputs
 
@@ -180,7 +183,7 @@ def _build(
             "HALF": half, "DIM": dim, "IN": interleaved[0], "OUT": interleaved[1],
             "SECTION_T": section[0], "SECTION_H": section[1], "SECTION_W": section[2], "ALTERNATE": False,
             "HEADS": 16, "BLOCK": triton.next_power_of_2(half),
-            "REST": triton.next_power_of_2(dim - 2 * half) if dim > 2 * half else 0,
+            "REST": triton.next_power_of_2(dim - 2 * half) if dim > 2 * half else 0, "PDL": True,
         },
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from fastlayers.attention.kv_write.layer import KVWriteConfig
 from fastlayers.operators import nothing, operator
 from fastlayers.testing.compile_check import KernelBuild
-from fastlayers.triton_lang import cast, to_e4m3
+from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents, to_e4m3
 
 
 @triton.jit
@@ -41,9 +41,11 @@ def _copy_heads(
 def _kv_write_kernel(
     k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, loc_ptr, k_token, k_head, v_token, v_head, heads,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_V_DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_V_DIM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
+    await_inputs(PDL)
+    release_dependents(PDL)
     slot = tl.load(loc_ptr + token).to(tl.int64)
     _copy_heads(
         k_ptr + token * k_token, k_cache_ptr + slot * heads * HEAD_DIM, k_head, heads,
@@ -63,7 +65,7 @@ def _kv_write(
     if tokens:
         _kv_write_kernel[(tokens,)](
             k, v, k_cache, v_cache, loc, k.stride(0), k.stride(1), v.stride(0), v.stride(1), heads,
-            **_blocks(heads, head_dim, v.shape[-1]), num_warps=4,
+            **_blocks(heads, head_dim, v.shape[-1]), **dependent_launch(k), num_warps=4,
         )  # fmt: skip
 
 
@@ -104,7 +106,7 @@ COMPILE = [
             "v_cache_ptr": f"*{cache}", "loc_ptr": "*i64", "heads": "i32",
             **dict.fromkeys(("k_token", "k_head", "v_token", "v_head"), "i64"),
         },
-        _blocks(heads, head_dim, head_dim),
+        {**_blocks(heads, head_dim, head_dim), "PDL": True},
         num_warps=4,
     )
     for heads, head_dim, dtype, cache in (
