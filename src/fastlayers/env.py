@@ -74,8 +74,8 @@ def cache_dir(environ: Mapping[str, str] | None = None) -> str | None:
     return (os.environ if environ is None else environ).get(CACHE_DIR) or None
 
 
-def kernel_directory(variable: str, environ: Mapping[str, str] | None = None) -> str | None:
-    """Return the value of a kernel package's own variable for its cache (``TRITON_CACHE_DIR``), or ``None``."""
+def package_variable(variable: str, environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the value of a variable of a kernel package or of CUDA (``TRITON_CACHE_DIR``, ``CUDA_HOME``), or ``None``."""
     return (os.environ if environ is None else environ).get(variable) or None
 
 

@@ -10,9 +10,11 @@ versions, too); only if that place cannot be written a temporary one is taken.
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import logging
 import os
+import shutil
 import sys
 import tarfile
 import tempfile
@@ -28,6 +30,7 @@ log = logging.getLogger(__name__)
 MANIFEST = "fastlayers-kernels.json"
 # The packages whose versions decide whether a compiled kernel fits.
 COMPILERS = ("torch", "triton", "deep_gemm", "flashinfer")
+NEEDS_NVCC = ("deep_gemm", "flashinfer")
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class KernelStore:
 
     def directory(self) -> Path:
         """Return the directory in use."""
-        return Path(env.kernel_directory(self.variable) or Path.home() / self.usual)
+        return Path(env.package_variable(self.variable) or Path.home() / self.usual)
 
     def kernels(self) -> set[str]:
         """Return the names of the finished kernels."""
@@ -68,6 +71,39 @@ STORES = {
     ),
     "trtllm": KernelStore("flashinfer", "TRTLLM_DG_CACHE_DIR", ".tensorrt_llm", "cache/*"),
 }  # fmt: skip
+
+
+def find_nvcc() -> Path | None:
+    """Return CUDA's compiler: by the variables that name it or its toolkit, on the path, or where it usually is."""
+    for variable in ("DG_JIT_NVCC_COMPILER", "FLASHINFER_NVCC"):
+        named = env.package_variable(variable)
+        if named and Path(named).is_file():
+            return Path(named)
+    homes = [env.package_variable(variable) for variable in ("CUDA_HOME", "CUDA_PATH")]
+    candidates = [Path(home) / "bin" / "nvcc" for home in homes if home]
+    on_path = shutil.which("nvcc")
+    candidates += [Path(on_path)] if on_path else []
+    candidates += sorted(Path("/usr/local").glob("cuda*/bin/nvcc"))
+    for folder in map(Path, sys.path):  # the compiler as a Python package
+        candidates += folder.glob("nvidia/*/bin/nvcc") if folder.is_dir() else []
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def no_compiler(package: str) -> str | None:
+    """Return why ``package`` cannot compile its kernels here, or ``None``; packages that do not compile: ``None``.
+
+    Parameters
+    ----------
+    package : str
+        Import name.
+    """
+    if package not in NEEDS_NVCC or find_nvcc() is not None:
+        return None
+    if package == "deep_gemm" and env.package_variable("DG_JIT_USE_NVRTC") == "1":
+        return None
+    if package == "flashinfer" and importlib.util.find_spec("flashinfer_jit_cache") is not None:
+        return None
+    return f"{package} compiles its kernels with nvcc, which was not found (install the CUDA toolkit, or set CUDA_HOME)"
 
 
 def versions() -> dict[str, str]:

@@ -150,3 +150,23 @@ def test_not_an_archive(tmp_path: Path) -> None:
 def test_versions_name_what_compiles() -> None:
     found = versions()
     assert found["torch"].startswith("2.") and "triton" in found
+
+
+def test_packages_that_compile_need_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("CUDA_HOME", "CUDA_PATH", "DG_JIT_NVCC_COMPILER", "FLASHINFER_NVCC", "DG_JIT_USE_NVRTC"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
+    if kernel_cache.find_nvcc() is None:  # none under /usr/local either
+        why = kernel_cache.no_compiler("deep_gemm")
+        assert why is not None and why.startswith("deep_gemm compiles its kernels with nvcc")
+        assert kernel_cache.no_compiler("sgl_kernel") is None
+        monkeypatch.setenv("DG_JIT_USE_NVRTC", "1")
+        assert kernel_cache.no_compiler("deep_gemm") is None and kernel_cache.no_compiler("flashinfer") is not None
+    for place in ("site/nvidia/cu13/bin", "home/bin"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "nvcc").write_text("")
+        if place.startswith("home"):
+            monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+            assert kernel_cache.find_nvcc() == tmp_path / place / "nvcc"
+        assert kernel_cache.find_nvcc() is not None and kernel_cache.no_compiler("flashinfer") is None
