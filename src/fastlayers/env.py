@@ -75,7 +75,7 @@ def cache_dir(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def package_variable(variable: str, environ: Mapping[str, str] | None = None) -> str | None:
-    """Return the value of a variable of a kernel package or of CUDA (``TRITON_CACHE_DIR``, ``CUDA_HOME``), or ``None``."""
+    """Return a variable of a kernel package or of CUDA (``TRITON_CACHE_DIR``, ``CUDA_HOME``), or ``None``."""
     return (os.environ if environ is None else environ).get(variable) or None
 
 
