@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -198,3 +200,18 @@ def test_traceable_without_graph_breaks() -> None:
     compiled = torch.compile(router, fullgraph=True, backend="eager")
     for a, b in zip(compiled(x), router(x), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("backend", ["torch", "triton", "reference"])
+@pytest.mark.parametrize("scoring", ["softmax", "softmax_after_topk", "sigmoid"])
+def test_weights_are_rounded_to_the_dtype_that_is_asked_for(backend: str, scoring: str, dtype: torch.dtype) -> None:
+    cfg = RouterConfig(24, 4, scoring, scaling_factor=1.5)
+    logits = torch.randn(5, 24, generator=torch.Generator().manual_seed(2))
+    wanted, chosen = ROUTER.choose(cfg, "cpu", backend).build().pick(5)(logits, None, None)
+    rounded = replace(cfg, weights_dtype=dtype)
+    weights, ids = ROUTER.choose(rounded, "cpu", backend).build().pick(5)(logits, None, None)
+    assert torch.equal(ids, chosen) and weights.dtype == torch.float32
+    assert torch.equal(weights, wanted.to(dtype).float()) and not torch.equal(weights, wanted)
+    with pytest.raises(ArgumentError, match="weights_dtype"):
+        replace(cfg, weights_dtype=torch.int32)

@@ -1,7 +1,8 @@
 """Sparse blocks during a decode step on pages: router and experts hand each other what their cores speak.
 
 Hugging Face's blocks pass expert numbers as int64 and weights in the router's dtype; cores take int32 and fp32. Here
-only the rounding of the weights remains. Blocks with shared experts add them as their own code does.
+nothing is converted: the router's core rounds the weights as theirs are. Shared experts are added as the block's own
+code does it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def run(block: Any, x: torch.Tensor, step: Any) -> torch.Tensor | None:
     count(experts._fl_hits)
     logits = router._fl_step_logits(rows, step)
     weights, ids = router._fl_core.pick(rows.shape[0])(logits, getattr(router, "e_score_correction_bias", None), None)
-    y = run_packed(experts, rows, ids, weights.to(logits.dtype).float())
+    # Rounded by the core already where the family's router rounds them.
+    y = run_packed(experts, rows, ids, weights)
     if hasattr(block, "shared_experts"):
         y = y.view(x.shape) + _shared(block.shared_experts, x, step)
     elif hasattr(block, "shared_expert"):

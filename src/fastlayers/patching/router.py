@@ -20,6 +20,11 @@ from fastlayers.registry import Ladder
 Routing = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+def _rounded(weight: torch.Tensor) -> torch.dtype | None:
+    """Return what weights are rounded to in a router of the model's dtype."""
+    return None if weight.dtype == torch.float32 else weight.dtype
+
+
 class FastRouter(FastModule):
     """Common part; families differ in ``_fl_config`` and ``_fl_exact``."""
 
@@ -139,7 +144,9 @@ class FastSoftmaxRouter(FastRouter):
 
     def _fl_config(self) -> RouterConfig:
         # The original divides without an epsilon; a sum of the largest probabilities is never near 0.
-        return RouterConfig(self.num_experts, self.top_k, renormalize=bool(self.norm_topk_prob))
+        return RouterConfig(
+            self.num_experts, self.top_k, renormalize=bool(self.norm_topk_prob), weights_dtype=_rounded(self.weight)
+        )
 
     def _fl_logits(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight)
@@ -161,7 +168,9 @@ class FastTopKFirstRouter(FastRouter):
     bias: torch.Tensor
 
     def _fl_config(self) -> RouterConfig:
-        return RouterConfig(self.num_experts, self.top_k, "softmax_after_topk", renormalize=False)
+        return RouterConfig(
+            self.num_experts, self.top_k, "softmax_after_topk", renormalize=False, weights_dtype=_rounded(self.weight)
+        )
 
     def _fl_logits(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)

@@ -11,6 +11,7 @@
     w[T,k]   = s[ids]   ("softmax_after_topk": softmax of the k logits)
     w        = w / (sum over k of w + renorm_eps)    if renormalize
     w        = w * scaling_factor                    if apply_scaling; else the experts apply it (once)
+    w        = w.to(weights_dtype).float()           if weights_dtype: as routers round that give the model's dtype
 
 Rows >= num_valid get id -1 and weight 0 (item 36). A masked expert that is chosen all the same (masked_score
 "zero", everything else exactly 0) weighs 0.
@@ -34,6 +35,8 @@ from fastlayers.weights import Slot
 SCORINGS = ("softmax", "sigmoid", "softmax_after_topk")
 GROUP_SCORES = ("top2_sum", "max")
 MASKED_SCORES = ("-inf", "zero")
+# What weights may be rounded to; the tensor is fp32 whatever it is.
+WEIGHTS_DTYPES = (None, torch.bfloat16, torch.float16)
 # Finite stand-in for infinity, so that no logit makes the softmax NaN.
 LARGE = 1e30
 
@@ -54,9 +57,11 @@ class RouterConfig:
     renorm_eps: float = 1e-20
     scaling_factor: float = 1.0
     apply_scaling: bool = True
+    weights_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         name = "TopKRouter"
+        check_choice(name, "weights_dtype", self.weights_dtype, WEIGHTS_DTYPES)
         check_positive(
             name,
             num_experts=self.num_experts,

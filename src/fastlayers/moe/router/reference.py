@@ -31,6 +31,8 @@ class ReferenceRouter:
             chosen, weight = self._route(z[token].tolist(), score[token].tolist(), choice[token])
             ids[token] = torch.tensor(chosen, dtype=torch.int32)
             weights[token] = torch.tensor(weight)
+        if cfg.weights_dtype is not None:
+            weights = weights.to(cfg.weights_dtype).float()
         return weights.to(logits.device), ids.to(logits.device)
 
     def _route(self, z: list[float], score: list[float], choice: torch.Tensor) -> tuple[list[int], list[float]]:

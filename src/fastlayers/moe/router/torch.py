@@ -74,4 +74,5 @@ class TorchRouter:
         weights = chosen.softmax(-1) if cfg.scoring == "softmax_after_topk" else chosen
         if cfg.renormalize:
             weights = weights / (weights.sum(-1, keepdim=True) + cfg.renorm_eps)
-        return weights * cfg.factor if cfg.factor != 1.0 else weights
+        weights = weights * cfg.factor if cfg.factor != 1.0 else weights
+        return weights if cfg.weights_dtype is None else weights.to(cfg.weights_dtype).float()

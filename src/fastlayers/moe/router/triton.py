@@ -6,9 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from fastlayers.moe.router.layer import GROUP_SCORES, MASKED_SCORES, SCORINGS, RouterConfig
+from fastlayers.moe.router.layer import GROUP_SCORES, MASKED_SCORES, SCORINGS, WEIGHTS_DTYPES, RouterConfig
 from fastlayers.operators import operator
 from fastlayers.testing.compile_check import KernelBuild
+from fastlayers.triton_lang import cast
 
 
 @triton.jit
@@ -23,7 +24,7 @@ def _router_kernel(
     logits_ptr, bias_ptr, num_valid_ptr, weights_ptr, ids_ptr, logits_stride, renorm_eps, factor,
     GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP_K: tl.constexpr,
     SCORING: tl.constexpr, TOP2: tl.constexpr, MASK_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_VALID: tl.constexpr, RENORMALIZE: tl.constexpr,
+    HAS_VALID: tl.constexpr, RENORMALIZE: tl.constexpr, ROUND: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -86,6 +87,10 @@ def _router_kernel(
     if RENORMALIZE:
         weights = weights / (tl.sum(weights, axis=0) + renorm_eps)
     weights = weights * factor
+    if ROUND == 1:
+        weights = cast(weights, tl.bfloat16).to(tl.float32)
+    elif ROUND == 2:
+        weights = cast(weights, tl.float16).to(tl.float32)
     if HAS_VALID:
         ids = tl.where(live, ids, -1)
         weights = tl.where(live, weights, 0.0)
@@ -96,6 +101,7 @@ def _router_kernel(
 def _fake(
     logits: torch.Tensor, bias: torch.Tensor | None, num_valid: torch.Tensor | None, top_k: int, scoring: int,
     groups: int, topk_groups: int, top2: bool, mask_zero: bool, renormalize: bool, eps: float, factor: float,
+    rounded: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     shape = (logits.shape[0], top_k)
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
@@ -103,13 +109,14 @@ def _fake(
 
 @operator(
     "router(Tensor logits, Tensor? bias, Tensor? num_valid, int top_k, int scoring, int groups,"
-    " int topk_groups, bool top2, bool mask_zero, bool renormalize, float eps, float factor)"
+    " int topk_groups, bool top2, bool mask_zero, bool renormalize, float eps, float factor, int rounded)"
     " -> (Tensor, Tensor)",
     _fake,
 )
 def _router(
     logits: torch.Tensor, bias: torch.Tensor | None, num_valid: torch.Tensor | None, top_k: int, scoring: int,
     groups: int, topk_groups: int, top2: bool, mask_zero: bool, renormalize: bool, eps: float, factor: float,
+    rounded: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     tokens, experts = logits.shape
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
@@ -123,7 +130,8 @@ def _router(
             logits.stride(0), eps, factor,
             GROUPS=groups, GROUP_SIZE=size, TOPK_GROUPS=topk_groups, TOP_K=top_k, SCORING=scoring, TOP2=top2,
             MASK_ZERO=mask_zero, HAS_BIAS=bias is not None, HAS_VALID=num_valid is not None,
-            RENORMALIZE=renormalize, BLOCK_G=block_g, BLOCK_S=block_s, BLOCK_K=triton.next_power_of_2(top_k),
+            RENORMALIZE=renormalize, ROUND=rounded,
+            BLOCK_G=block_g, BLOCK_S=block_s, BLOCK_K=triton.next_power_of_2(top_k),
             num_warps=1 if block_g * block_s <= 512 else 4,
         )  # fmt: skip
     return weights, ids
@@ -138,6 +146,7 @@ class TritonRouter:
         self.arguments = (
             cfg.top_k, SCORINGS.index(cfg.scoring), groups, topk_groups, cfg.group_score == GROUP_SCORES[0],
             cfg.masked_score == MASKED_SCORES[1], cfg.renormalize, cfg.renorm_eps, cfg.factor,
+            WEIGHTS_DTYPES.index(cfg.weights_dtype),
         )  # fmt: skip
 
     def __call__(
@@ -161,7 +170,7 @@ def _build(
         {
             "GROUPS": groups, "GROUP_SIZE": size, "TOPK_GROUPS": topk_groups, "TOP_K": top_k,
             "SCORING": scoring, "TOP2": True, "MASK_ZERO": False, "HAS_BIAS": has_bias, "HAS_VALID": True,
-            "RENORMALIZE": True,
+            "RENORMALIZE": True, "ROUND": 0 if dtype == "fp32" else 1,
             "BLOCK_G": triton.next_power_of_2(groups), "BLOCK_S": triton.next_power_of_2(size),
             "BLOCK_K": triton.next_power_of_2(top_k),
         },
