@@ -28,6 +28,7 @@ from fastlayers.errors import ArgumentError
 log = logging.getLogger(__name__)
 
 MANIFEST = "fastlayers-kernels.json"
+TEMPORARY = "fastlayers-kernels-"
 # The packages whose versions decide whether a compiled kernel fits.
 COMPILERS = ("torch", "triton", "deep_gemm", "flashinfer")
 NEEDS_NVCC = ("deep_gemm", "flashinfer")
@@ -166,7 +167,10 @@ def _writable(directory: Path) -> bool:
 
 
 def _temporary(lost: str) -> Path:
-    root = Path(tempfile.mkdtemp(prefix="fastlayers-kernels-"))
+    before = STORES["triton"].directory().parent
+    if before.name.startswith(TEMPORARY) and _writable(before):
+        return before
+    root = Path(tempfile.mkdtemp(prefix=TEMPORARY))
     log.warning("%s cannot be written: kernels are kept in %s, and compiled anew next time", lost, root)
     return root
 

@@ -80,6 +80,7 @@ def test_a_place_that_cannot_be_written(
     (record,) = caplog.records
     assert "cannot be written" in record.message and str(tmp_path / "file" / "below") in record.message
     assert (env.CACHE_DIR in record.message) == (which == "asked")
+    assert prepare() in (root, None) and STORES["triton"].directory() == root / "triton"  # once a process
 
 
 def test_only_imported_packages_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
