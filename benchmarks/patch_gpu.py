@@ -121,8 +121,8 @@ def copy_rate() -> float:
 
 
 @torch.inference_mode()
-def active_experts(model: Any, ids: torch.Tensor) -> float:
-    """Return the mean number of experts per layer that a step's tokens choose; 0 without experts."""
+def active_experts(model: Any, ids: torch.Tensor, options: dict[str, Any]) -> float:
+    """Return the mean number of experts per layer that a step's tokens choose, uncaptured; 0 without experts."""
     counts: list[int] = []
     gates = [m for name, m in model.named_modules() if name.endswith(".mlp.gate")]
 
@@ -132,7 +132,7 @@ def active_experts(model: Any, ids: torch.Tensor) -> float:
 
     hooks = [gate.register_forward_hook(note) for gate in gates]
     try:
-        seconds(model, ids, 4, {})
+        seconds(model, ids, 4, options)
     finally:
         for hook in hooks:
             hook.remove()
@@ -181,7 +181,8 @@ def measure(args: argparse.Namespace, name: str, batch: int, models: dict[str, A
     for _ in range(args.rounds):
         for variant in args.variants:
             times[variant].append(step_ms(models[variant], ids, VARIANTS[variant]))
-    active = active_experts(models.get("stock", models["graph"]), ids)
+    uncaptured = "stock" if "stock" in models else "patched"
+    active = active_experts(models[uncaptured], ids, VARIANTS[uncaptured])
     row: dict[str, Any] = {
         "model": name, "batch": batch, "prompt": PROMPT, "ms": {v: statistics.median(t) for v, t in times.items()},
         "runs_ms": times, "active_experts": active, "floor_ms": floor_ms(models["graph"], batch, active, rate),

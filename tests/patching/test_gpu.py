@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ import torch
 
 import fastlayers as fl
 import fastlayers_models
+from fastlayers.patching import decode
 from fastlayers_models.convert import convert_to_fp8_block
 from fastlayers_models.tasks import held_out_problems, long_prompt
 
 sys.path.insert(0, str(Path(__file__).parent))
-from tiny import GQA, build
+from tiny import CONFIGS, GQA, build, prompt
 
 pytestmark = pytest.mark.gpu
 TINY = Path(fastlayers_models.__file__).parent / "assets" / "tiny_deepseek_v3"
@@ -125,3 +127,56 @@ def test_fp32_tokens_of_every_family_equal_stock(name: str) -> None:
     with fl.patched(model) as report:
         assert torch.equal(answer(model, ids, mask, 24, **options), stock)
         assert min(report.hits().values()) > 0
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tokens_of_captured_steps_equal_stock(name: str) -> None:
+    model = build(name).to("cuda")
+    cases = [(prompt(3, 40, pads=(0, 6, 3)), 24), (prompt(1, 30), 9), (prompt(2, 150, seed=4), 110)]
+    runs = [({key: value.to("cuda") for key, value in inputs.items()}, new) for inputs, new in cases]
+    options = {"eos_token_id": None}
+
+    def all_tokens() -> list[torch.Tensor]:
+        return [
+            answer(model, inputs["input_ids"], inputs["attention_mask"], new, min_new_tokens=new, **options)
+            for inputs, new in runs
+        ]
+
+    stock = all_tokens()
+    report = fl.patch(model, cuda_graph=True)
+    for turn in (1, 2):
+        assert all(torch.equal(a, b) for a, b in zip(all_tokens(), stock, strict=True))
+        assert report.hits()["cuda_graph"] == turn * (23 + 8 + 109) and report.fallbacks()["cuda_graph"] == 0
+    driver = decode.driver_of(model)
+    assert driver is not None and sorted(record.key[:2] for record in driver.ledger) == [(1, 256), (2, 384), (3, 256)]
+    twin = copy.deepcopy(model)
+    fl.unpatch(model)
+    assert all(torch.equal(a, b) for a, b in zip(all_tokens(), stock, strict=True))
+    model = twin
+    assert all(torch.equal(a, b) for a, b in zip(all_tokens(), stock, strict=True))
+    twin_driver = decode.driver_of(twin)
+    assert twin_driver is not None and int(twin_driver.replays) == 23 + 8 + 109
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "v3"])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_bf16_tokens_of_captured_and_uncaptured_steps_are_equal(name: str, sampled: bool) -> None:
+    model = build(name, dtype=torch.bfloat16).to("cuda")
+    report = fl.patch(model, cuda_graph=True)
+    inputs = {key: value.to("cuda") for key, value in prompt(4, 60, pads=(0, 6, 3, 20)).items()}
+    found = []
+    for options in ({"disable_compile": True}, {}, {}):
+        torch.manual_seed(3)
+        with torch.inference_mode():
+            found.append(model.generate(**inputs, do_sample=sampled, max_new_tokens=40, pad_token_id=0, **options))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[1], found[2])
+    assert report.hits()["cuda_graph"] == 2 * 39
+
+
+def test_a_trained_model_answers_in_graphs() -> None:
+    model, problems = load(torch.bfloat16), held_out_problems(40)
+    report = fl.patch(model, cuda_graph=True)
+    tokenizer, ids, mask = chats([p.prompt for p in problems])
+    texts = tokenizer.batch_decode(answer(model, ids, mask, 16), skip_special_tokens=True)
+    assert sum(text.strip() == p.answer for text, p in zip(texts, problems, strict=True)) >= 38
+    assert report.hits()["cuda_graph"] > 3
