@@ -106,11 +106,11 @@ class DecodeStep:
         self._size, self._mode = 0, "greedy"
         self._bucket: int | None = None
 
-    def load(self, requests: Sequence[Row]) -> None:
-        """Put requests into the rows, in order; the following launches are for exactly these."""
+    def load(self, requests: Sequence[Row], launches: bool = True) -> None:
+        """Put requests into the rows, in order; the following launches (if any come) are for exactly these."""
         self._size, self._mode = len(requests), max((r.params.mode for r in requests), key=MODES.index)
         self._bucket = bucket_of(self.buckets, self._size)
-        if self._bucket is not None:
+        if self._bucket is not None and launches:
             self.capture([self._bucket], [self._mode])
         idle = [Row(0, SamplingParams(temperature=0.0), 0, 0)] * (self.max_batch - self._size)
         rows = [*requests, *idle]

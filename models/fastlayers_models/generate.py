@@ -273,7 +273,7 @@ class Generator:
     @torch.inference_mode()
     def _run(self, group: list[_Request], max_new_tokens: int, stop: set[int]) -> Iterator[Token]:
         hidden, active = self._prefill(group), group
-        self.step.load([request.row for request in active])
+        self.step.load([request.row for request in active], launches=max_new_tokens > 1)
         pending, rows = self.step.first(hidden), active
         while True:
             # All requests are equally long: either none or all end by length with the tokens that are on their way.

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import fastlayers as fl
 from fastlayers.errors import ArgumentError, CaptureError
 from fastlayers.graphs import CudaGraphs, EagerRuntime
 from fastlayers.sampler.layer import SamplingParams
@@ -182,6 +183,26 @@ def test_what_cannot_be_captured_runs_uncaptured_and_says_so(model: Any, caplog:
     with pytest.raises(CaptureError, match=r"\(2, 'greedy'\).*not permitted"):
         strict.generate(prompts(2), max_new_tokens=5)
     assert strict.pool.free_pages == strict.pool.num_pages - 1
+
+
+def test_warm_up_of_a_generator_and_of_a_model(model: Any) -> None:
+    graphs = CudaGraphs(runtime=EagerRuntime())
+    generator = Generator(model, max_batch=5, max_length=64, graphs=graphs)
+    report = fl.warmup(generator, tokens=[3, 20, 500], progress=False)
+    assert [label for label, _, _ in report.steps] == ["prefill 20", "decode 4", "prefill 3"]
+    assert set(graphs.keys) == {(4, "greedy"), (4, "filtered")}
+    assert generator.pool.free_pages == generator.pool.num_pages - 1
+    labels = [label for label, _, _ in fl.warmup(model, tokens=[6, 1], progress=False).steps]
+    assert labels == ["decode 6", "prefill 6", "decode 1", "prefill 1"]
+
+
+def test_warm_up_of_a_hugging_face_model() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    stock = LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=64))
+    labels = [label for label, _, _ in fl.warmup(stock, tokens=[3], progress=False).steps]
+    assert labels == ["3 requests", "prompt of 3"]
 
 
 def test_arguments(model: Any) -> None:
