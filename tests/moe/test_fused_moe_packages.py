@@ -163,13 +163,13 @@ def test_triton_kernels_simulated() -> None:
 @interpreted
 @pytest.mark.parametrize(("tokens", "shared", "align"), [(1, 0, 1), (37, 2, 4), (700, 1, 64)])
 def test_rows_are_ordered_and_disjoint(tokens: int, shared: int, align: int) -> None:
-    from fastlayers.moe.fused_moe import triton_rows
+    from fastlayers.moe.fused_moe import triton_place
 
     torch.manual_seed(tokens)
     experts, top_k = 5, 3
     ids = torch.stack([torch.randperm(experts + 1)[:top_k] for _ in range(tokens)]).int()
     ids[ids == experts - 2] = -1
-    rows = triton_rows.place(ids, experts, shared, align=align, tokens_of_rows=True, sizes=(256, 128))
+    rows = triton_place.place(ids, experts, shared, align=align, tokens_of_rows=True, sizes=(256, 128))
     valid = (ids >= 0) & (ids < experts)
     used = valid.any(-1, keepdim=True).expand(-1, shared)
     every = torch.cat([torch.where(valid, ids, -1), torch.where(used, torch.arange(shared) + experts, -1)], 1).flatten()

@@ -19,6 +19,7 @@ import torch
 
 from fastlayers.moe.fused_moe import triton_rows as kernels
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
+from fastlayers.moe.fused_moe.triton_place import Rows, place
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.operators import operator
 
@@ -43,7 +44,7 @@ def _alignment(rows: int) -> Iterator[Any]:
 
 def _product(
     a: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor | None,
-    rows: kernels.Rows, align: int, expected: int,
+    rows: Rows, align: int, expected: int,
 ) -> torch.Tensor:  # fmt: skip
     """Return ``a[r] · weight[expert of r]^T`` for the rows in use ``[rows, N]`` in bf16."""
     experts, width = weight.shape[:2]
@@ -73,7 +74,7 @@ def _round(
     align = align or ALIGNMENTS[average > ALIGNMENTS[0]]
     # A masked expert's rows end with a whole tile: nothing of the next expert is written.
     capacity = -(-tokens // align) * align if masked else None
-    rows = kernels.place(ids, cfg.num_experts, cfg.num_shared, align=align, capacity=capacity)
+    rows = place(ids, cfg.num_experts, cfg.num_shared, align=align, capacity=capacity)
     ue8m0, layout = cfg.scale_fmt == "ue8m0", kernels.COLUMN_SCALES
     xq, xs = kernels.scatter(x, rows, cfg.quant, ue8m0, layout)
     h = _product(xq, xs, packed.w13, packed.w13_scale, rows, align, average)

@@ -2,7 +2,7 @@
 
 The package sorts the experts into three classes by their rows, on the device, and launches a product for each: no
 row is padded, the grid knows no worst case. Inputs and scales are rows ordered by expert. What is placed where is our
-own :func:`~fastlayers.moe.fused_moe.triton_rows.place`: the package's orders pairs by atomics.
+own :func:`~fastlayers.moe.fused_moe.triton_place.place`: the package's orders pairs by atomics.
 
 The first product is rounded to bf16 before the activation, in fp32, quantises it.
 """
@@ -13,6 +13,7 @@ import torch
 
 from fastlayers.moe.fused_moe import triton_rows as kernels
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
+from fastlayers.moe.fused_moe.triton_place import Rows, place
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.operators import operator
 
@@ -22,7 +23,7 @@ WORKSPACE = 90000
 
 
 def _product(
-    a: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, rows: kernels.Rows,
+    a: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, rows: Rows,
     second: bool, workspace: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """Return ``a[r] · weight[expert of r]^T`` for the rows in use ``[rows, N]`` in bf16."""
@@ -61,7 +62,7 @@ def _fused_moe(
     for start in range(0, x.shape[0], MAX_TOKENS):
         part = slice(start, start + MAX_TOKENS)
         weights, ids = topk_weights[part], topk_ids[part]
-        rows = kernels.place(ids, cfg.num_experts, num_shared, sizes=(hidden, inner))
+        rows = place(ids, cfg.num_experts, num_shared, sizes=(hidden, inner))
         xq, xs = kernels.scatter(x[part], rows, cfg.quant, ue8m0, kernels.ROW_SCALES)
         h = _product(xq, xs, w13, w13_scale, rows, False, workspace)
         del xq, xs

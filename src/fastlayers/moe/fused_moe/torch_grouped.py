@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from fastlayers.moe.fused_moe import triton_rows as kernels
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
+from fastlayers.moe.fused_moe.triton_place import place
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.operators import operator
 
@@ -43,7 +44,7 @@ def _fused_moe(
     for start in range(0, x.shape[0], MAX_TOKENS):
         part = slice(start, start + MAX_TOKENS)
         weights, ids = topk_weights[part], topk_ids[part]
-        rows = kernels.place(ids, cfg.num_experts, num_shared)
+        rows = place(ids, cfg.num_experts, num_shared)
         xs, _ = kernels.scatter(x[part], rows, "none", False, kernels.ROW_SCALES)
         h = F.grouped_mm(xs, w13.mT, offs=rows.groups[2])
         a, _ = kernels.activate(h, ids, w13_bias, rows, cfg, kernels.ROW_SCALES)

@@ -15,6 +15,7 @@ import torch
 
 from fastlayers.moe.fused_moe import triton_rows as kernels
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
+from fastlayers.moe.fused_moe.triton_place import place
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.operators import operator
 
@@ -116,7 +117,7 @@ def _fused_moe(
     for start in range(0, x.shape[0], MAX_TOKENS):
         part = slice(start, start + MAX_TOKENS)
         weights, ids = topk_weights[part], topk_ids[part]
-        rows = kernels.place(ids, experts, 0, tokens_of_rows=True)
+        rows = place(ids, experts, 0, tokens_of_rows=True)
         counts = rows.groups[0]
         # One expert a row: what is gathered are token numbers already.
         routing = RoutingData(None, counts, experts, 1, make_ragged_tensor_metadata(counts, rows.total))

@@ -1,163 +1,28 @@
 """Rows of experts in Triton: what stands around a grouped GEMM of another package.
 
-    T tokens, k experts each, S shared experts (numbers E..E+S-1, every token that has a valid expert), n = k + S
-    pair p = t*n + j;   row_of[p] is its row in the buffers that the GEMMs read and write, -1 for a dropped pair
-
-    place      row_of, and of each expert the count, first row and end;     rows of an expert are neighbours
-    scatter    xq[row_of[p]] = x[t], copied or quantised once a token and written n times
+    scatter    xq[row_of[p]] = x[t], copied or quantised once a token and written for each of its pairs p
     activate   a[row] = act(h[row, gate], h[row, up]), maybe quantised
     combine    y[t] = factor * sum over j of w[t,j] * (o[row_of[t,j]] + b2)     fp32, in the order of j
 
-First rows are multiples of ``align``, or (*masked*) ``capacity`` rows stand for each expert. An expert's pairs keep
-their order: nothing depends on timing. Rows that no pair has are never written, read, or waited for.
+:mod:`fastlayers.moe.fused_moe.triton_place` gives ``row_of``. Rows that no pair has are neither written nor read.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from fastlayers.moe.align.layer import num_blocks
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
+from fastlayers.moe.fused_moe.triton_place import Rows
 from fastlayers.moe.fused_moe.weights import EPS, GROUP
 from fastlayers.quant.group_quant.triton import quantize_tile
 from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import cast
 
-# Up to this many pairs each program counts for itself, which spares a launch.
-COUNT_ALONE = 2048
 # How scales lie in memory: a row's are neighbours, or (column) a group's.
 ROW_SCALES, COLUMN_SCALES = 0, 1
 _GROUP = tl.constexpr(GROUP)
-
-
-@triton.jit
-def _load_ids(ids_ptr, start, tokens, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, TOKENS: tl.constexpr,
-              BLOCK_K: tl.constexpr):  # fmt: skip
-    """Return the experts of TOKENS tokens from ``start`` on ``[TOKENS, BLOCK_K]``; -1: none."""
-    token = start + tl.arange(0, TOKENS)[:, None]
-    j = tl.arange(0, BLOCK_K)[None, :]
-    ids = tl.load(ids_ptr + token * TOP_K + j, mask=(token < tokens) & (j < TOP_K), other=-1)
-    return tl.where((ids >= 0) & (ids < EXPERTS), ids, -1)
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def count_kernel(
-    ids_ptr, counts_ptr, tokens,
-    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, TOKENS: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Count the pairs of one expert; of a shared one the tokens that have a valid pair."""
-    expert = tl.program_id(0)
-    found = tl.zeros([TOKENS], tl.int32)
-    for start in range(0, tokens, TOKENS):
-        ids = _load_ids(ids_ptr, start, tokens, EXPERTS, TOP_K, TOKENS, BLOCK_K)
-        if expert < EXPERTS:
-            found += tl.sum((ids == expert).to(tl.int32), axis=1)
-        else:
-            found += (tl.max(ids, axis=1) >= 0).to(tl.int32)
-    tl.store(counts_ptr + expert, tl.sum(found, axis=0))
-
-
-@triton.jit
-def _count_all(ids_ptr, tokens, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr,
-               TOKENS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
-    """Return the counts of all experts ``[BLOCK_E]``."""
-    every = tl.arange(0, BLOCK_E)
-    counts = tl.zeros([BLOCK_E], tl.int32)
-    used = tl.zeros([TOKENS], tl.int32)
-    for start in range(0, tokens, TOKENS):
-        ids = _load_ids(ids_ptr, start, tokens, EXPERTS, TOP_K, TOKENS, BLOCK_K)
-        used += (tl.max(ids, axis=1) >= 0).to(tl.int32)
-        flat = tl.reshape(ids, [TOKENS * BLOCK_K])
-        counts += tl.histogram(tl.where(flat >= 0, flat, BLOCK_E - 1), BLOCK_E)
-    counts = tl.where(every < EXPERTS, counts, 0)
-    if SHARED > 0:
-        counts = tl.where((every >= EXPERTS) & (every < EXPERTS + SHARED), tl.sum(used, axis=0), counts)
-    return counts
-
-
-@triton.jit
-def _place_routed(
-    ids, token, row, expert, row_ptr, token_ptr, tokens,
-    TOP_K: tl.constexpr, PAIRS: tl.constexpr, HAS_TOKENS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Place the pairs of ``expert`` from ``row`` on, and return the next row."""
-    j = tl.arange(0, BLOCK_K)[None, :]
-    pair = token[:, None] * PAIRS + j
-    if expert == 0:  # marks the dropped pairs, too
-        tl.store(row_ptr + pair, ids, mask=(token < tokens)[:, None] & (j < TOP_K) & (ids < 0))
-    flat = tl.reshape(pair, [TOKENS * BLOCK_K])
-    match = tl.reshape((ids == expert).to(tl.int32), [TOKENS * BLOCK_K])
-    to = row + tl.cumsum(match, axis=0) - 1
-    tl.store(row_ptr + flat, to, mask=match == 1)
-    if HAS_TOKENS:
-        tl.store(token_ptr + to, flat // PAIRS, mask=match == 1)
-    return row + tl.sum(match, axis=0)
-
-
-@triton.jit
-def _place_shared(
-    ids, token, row, j, row_ptr, token_ptr, tokens, PAIRS: tl.constexpr, HAS_TOKENS: tl.constexpr
-):  # fmt: skip
-    """Place the pairs ``j`` of all tokens that have a valid one from ``row`` on, and return the next row."""
-    used = (tl.max(ids, axis=1) >= 0).to(tl.int32)
-    to = row + tl.cumsum(used, axis=0) - 1
-    tl.store(row_ptr + token * PAIRS + j, tl.where(used == 1, to, -1), mask=token < tokens)
-    if HAS_TOKENS:
-        tl.store(token_ptr + to, token, mask=used == 1)
-    return row + tl.sum(used, axis=0)
-
-
-@triton.jit(do_not_specialize=["tokens", "capacity", "hidden", "inner"])
-def place_kernel(
-    ids_ptr, counts_ptr, groups_ptr, row_ptr, token_ptr, sizes_ptr, strides_ptr, tokens, capacity, hidden, inner,
-    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, ALIGN: tl.constexpr, MASKED: tl.constexpr,
-    COUNTED: tl.constexpr, HAS_TOKENS: tl.constexpr, HAS_SIZES: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
-    """Give each pair of one expert its row."""
-    expert = tl.program_id(0)
-    ALL: tl.constexpr = EXPERTS + SHARED
-    PAIRS: tl.constexpr = TOP_K + SHARED
-    every = tl.arange(0, BLOCK_E)
-    if MASKED:
-        first = expert * capacity
-    else:
-        if COUNTED:
-            counts = tl.load(counts_ptr + every, mask=every < ALL, other=0)
-        else:
-            counts = _count_all(ids_ptr, tokens, EXPERTS, TOP_K, SHARED, TOKENS, BLOCK_K, BLOCK_E)
-        first = tl.sum(tl.where(every < expert, (counts + (ALIGN - 1)) // ALIGN * ALIGN, 0), axis=0)
-    row = first
-    for start in range(0, tokens, TOKENS):
-        ids = _load_ids(ids_ptr, start, tokens, EXPERTS, TOP_K, TOKENS, BLOCK_K)
-        token = start + tl.arange(0, TOKENS)
-        if expert < EXPERTS:
-            row = _place_routed(
-                ids, token, row, expert, row_ptr, token_ptr, tokens, TOP_K, PAIRS, HAS_TOKENS, TOKENS, BLOCK_K
-            )
-        else:
-            row = _place_shared(
-                ids, token, row, expert - EXPERTS + TOP_K, row_ptr, token_ptr, tokens, PAIRS, HAS_TOKENS
-            )
-    count = row - first
-    tl.store(groups_ptr + expert, count)
-    tl.store(groups_ptr + ALL + expert, first)
-    tl.store(groups_ptr + 2 * ALL + expert, row)
-    if HAS_SIZES:  # rows, N and K of both products; their strides
-        tl.store(sizes_ptr + expert * 3, count)
-        tl.store(sizes_ptr + expert * 3 + 1, 2 * inner)
-        tl.store(sizes_ptr + expert * 3 + 2, hidden)
-        second = sizes_ptr + ALL * 3 + expert * 3
-        tl.store(second, count)
-        tl.store(second + 1, hidden)
-        tl.store(second + 2, inner)
-        tl.store(strides_ptr + expert, hidden.to(tl.int64))
-        tl.store(strides_ptr + ALL + expert, 2 * inner.to(tl.int64))
-        tl.store(strides_ptr + 2 * ALL + expert, inner.to(tl.int64))
 
 
 @triton.jit
@@ -257,89 +122,6 @@ def combine_kernel(
     tl.store(y_ptr + token * hidden + column, cast(total, y_ptr.dtype.element_ty), mask=inside)
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Where the pairs of one call stand.
-
-    Parameters
-    ----------
-    row_of : int32 Tensor ``[T * n]``
-    groups : int32 Tensor ``[3, E]``
-        Counts, first rows, ends of all experts.
-    capacity : int
-        Rows of the buffers; masked: rows of each expert.
-    masked : bool
-    token_of : int32 Tensor ``[capacity]`` or None
-    sizes : int32 Tensor ``[2, E, 3]`` or None
-        Rows, N and K of both products for each expert.
-    strides : int64 Tensor ``[3, E]`` or None
-        D, 2I and I: the strides of all operands, once for each expert.
-    """
-
-    row_of: torch.Tensor
-    groups: torch.Tensor
-    capacity: int
-    masked: bool = False
-    token_of: torch.Tensor | None = None
-    sizes: torch.Tensor | None = None
-    strides: torch.Tensor | None = None
-
-    @property
-    def total(self) -> int:
-        """Rows of a buffer over all experts."""
-        return self.capacity * self.groups.shape[1] if self.masked else self.capacity
-
-
-def _warps(pairs: int) -> int:
-    return max(1, min(8, pairs // 256))
-
-
-def place(
-    ids: torch.Tensor, experts: int, shared: int, *, align: int = 1, capacity: int | None = None,
-    tokens_of_rows: bool = False, sizes: tuple[int, int] | None = None,
-) -> Rows:  # fmt: skip
-    """Give every pair of ``ids`` ``[T, k]`` (int32, contiguous, T > 0) a row.
-
-    Parameters
-    ----------
-    experts, shared : int
-    align : int
-        First rows are multiples of it.
-    capacity : int or None
-        Rows of each expert, at least T: the masked layout.
-    tokens_of_rows : bool
-        Return the token of each row, too.
-    sizes : tuple[int, int] or None
-        hidden and inner size, to return the sizes and strides of the products, too.
-    """
-    (tokens, top_k), device, every = ids.shape, ids.device, experts + shared
-    pairs = tokens * (top_k + shared)
-    row_of = torch.empty(pairs, dtype=torch.int32, device=device)
-    groups = torch.empty(3, every, dtype=torch.int32, device=device)
-    total = num_blocks(pairs, every, align) * align if capacity is None else capacity
-    token_of = torch.empty(total, dtype=torch.int32, device=device) if tokens_of_rows else None
-    problem = torch.empty(2, every, 3, dtype=torch.int32, device=device) if sizes is not None else None
-    strides = torch.empty(3, every, dtype=torch.int64, device=device) if sizes is not None else None
-    block_k = triton.next_power_of_2(top_k)
-    # Pairs that a program looks at in one step.
-    step = min((1024 if pairs <= 8192 else 4096) // block_k, triton.next_power_of_2(tokens))
-    warps = _warps(step * block_k)
-    counted = capacity is None and tokens * top_k > COUNT_ALONE
-    if counted:
-        count_kernel[(every,)](
-            ids, groups, tokens, EXPERTS=experts, TOP_K=top_k, TOKENS=step, BLOCK_K=block_k, num_warps=warps
-        )
-    hidden, inner = sizes or (0, 0)
-    place_kernel[(every,)](
-        ids, groups, groups, row_of, row_of if token_of is None else token_of, row_of if problem is None else problem,
-        row_of if strides is None else strides,
-        tokens, total, hidden, inner, EXPERTS=experts, TOP_K=top_k, SHARED=shared, ALIGN=align,
-        MASKED=capacity is not None, COUNTED=counted, HAS_TOKENS=token_of is not None, HAS_SIZES=problem is not None,
-        TOKENS=step, BLOCK_K=block_k, BLOCK_E=triton.next_power_of_2(every + 1), num_warps=warps,
-    )  # fmt: skip
-    return Rows(row_of, groups, total, capacity is not None, token_of, problem, strides)
-
-
 def _scales(rows: Rows, groups: int, layout: int) -> tuple[torch.Tensor, int]:
     """Return an empty buffer of scales and the stride between its groups."""
     where = rows.groups.device
@@ -399,25 +181,6 @@ def combine(
     )  # fmt: skip
 
 
-def _place_build(experts: int, top_k: int, shared: int, step: int, counted: bool, masked: bool) -> KernelBuild:
-    block_k = triton.next_power_of_2(top_k)
-    return KernelBuild(
-        f"moe_rows_place_{experts}_{step}{'_counted' * counted}{'_masked' * masked}",
-        place_kernel,
-        {
-            "ids_ptr": "*i32", "counts_ptr": "*i32", "groups_ptr": "*i32", "row_ptr": "*i32", "token_ptr": "*i32",
-            "sizes_ptr": "*i32", "strides_ptr": "*i64", "tokens": "i32",
-             "capacity": "i32", "hidden": "i32", "inner": "i32",
-        },
-        {
-            "EXPERTS": experts, "TOP_K": top_k, "SHARED": shared, "ALIGN": 64, "MASKED": masked, "COUNTED": counted,
-            "HAS_TOKENS": True, "HAS_SIZES": True, "TOKENS": step // block_k, "BLOCK_K": block_k,
-            "BLOCK_E": triton.next_power_of_2(experts + shared + 1),
-        },
-        _warps(step),
-    )  # fmt: skip
-
-
 def _builds_of(fp8: bool) -> list[KernelBuild]:
     code = "fp8e4nv" if fp8 else "bf16"
     name = "fp8" if fp8 else "bf16"
@@ -452,16 +215,6 @@ def _builds_of(fp8: bool) -> list[KernelBuild]:
 
 
 COMPILE = [
-    _place_build(256, 8, 1, 32, False, True),
-    _place_build(256, 8, 1, 1024, False, False),
-    _place_build(256, 8, 0, 4096, True, False),
-    KernelBuild(
-        "moe_rows_count",
-        count_kernel,
-        {"ids_ptr": "*i32", "counts_ptr": "*i32", "tokens": "i32"},
-        {"EXPERTS": 256, "TOP_K": 8, "TOKENS": 512, "BLOCK_K": 8},
-        8,
-    ),
     *_builds_of(True),
     *_builds_of(False),
     KernelBuild(
