@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -119,16 +121,28 @@ def is_fresh(job: Job, path: Path, device: Any) -> bool:
 
 
 def run_tune(
-    jobs: Sequence[Job], folder: Path, place: Any, tokens: Sequence[int], force: bool, console: Console
+    jobs: Sequence[Job],
+    folder: Path,
+    place: Any,
+    tokens: Sequence[int],
+    console: Console,
+    *,
+    force: bool = False,
+    quick: bool = False,
+    seconds: float = 0.0,
 ) -> Iterator[Outcome]:
-    """Tune shape after shape, with a progress bar; a shape that cannot be tuned is reported, and the rest go on."""
+    """Tune shape after shape, with a progress bar; a shape that cannot be tuned is reported, and the rest go on.
+
+    ``tokens``: empty for each layer's own, or with ``quick`` few of them. ``seconds``: 0 for no limit.
+    """
     from fastlayers.device import as_device
     from fastlayers.testing.sweep import tokens_of
     from fastlayers.testing.timing import clock_for
-    from fastlayers.testing.tuner import Bench, TuneError, tune_shape
+    from fastlayers.testing.tuner import Bench, NothingToTuneError, OutOfTimeError, TuneError, tune_shape
 
+    until = time.monotonic() + seconds if seconds else math.inf
     device, command = as_device(place), "fastlayers " + " ".join(sys.argv[1:])
-    counts = {id(job): tuple(tokens) or tokens_of(job.layer, job.cfg) for job in jobs}
+    counts = {id(job): tuple(tokens) or tokens_of(job.layer, job.cfg, quick) for job in jobs}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     clock = clock_for(place)
     with Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=console, transient=True) as bar:
@@ -146,10 +160,12 @@ def run_tune(
                     )
 
                 try:
-                    made = tune_shape(Bench(job.layer, job.cfg, place, clock), own, folder, command=command, said=said)
+                    bench = Bench(job.layer, job.cfg, place, clock)
+                    made = tune_shape(bench, own, folder, command=command, said=said, until=until)
                     outcome = Outcome(job.layer, job.key, "tuned", str(made), _ladder(made, job.layer, device))
                 except TuneError as error:
-                    outcome = Outcome(job.layer, job.key, "failed", reason=str(error))
+                    states = {NothingToTuneError: "nothing to tune", OutOfTimeError: "out of time"}
+                    outcome = Outcome(job.layer, job.key, states.get(type(error), "failed"), reason=str(error))
             before += len(own)
             bar.update(task, completed=before)
             yield outcome
@@ -186,13 +202,15 @@ def register(app: typer.Typer, out: Console, err: Console, device_of: Any, print
             str, typer.Option("--out", help=f"Directory of the tables; default: {env.TUNED_DIR}, or the library's own.")
         ] = "",
         device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if there is one.")] = "",
+        quick: Annotated[bool, typer.Option("--quick", help="Nine token counts instead of 23.")] = False,
+        seconds: Annotated[float, typer.Option(min=0, help="End after so long; run again to go on. 0: no end.")] = 0,
         force: Annotated[bool, typer.Option("--force", help="Also what has a table of these versions.")] = False,
         dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the shapes.")] = False,
         as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")] = False,
     ) -> None:
         """Measure every backend and kernel configuration for layer shapes, and write the tables that "auto" reads.
 
-        An interrupted run goes on where it stopped. The exit code is 1 if a shape could not be tuned.
+        An interrupted run goes on where it stopped. The exit code is 1 if a shape could not be tuned, or is left.
         """
         names = layer or []
         if unknown := [name for name in names if name not in LAYERS]:
@@ -208,7 +226,8 @@ def register(app: typer.Typer, out: Console, err: Console, device_of: Any, print
             found = [Outcome(job.layer, job.key, "to tune", reason=tuning.shape_text(job.cfg)) for job in jobs]
         else:
             place = device_of(device)
-            found = list(run_tune(jobs, folder_for(folder), place, parse_tokens(tokens), force, err))
+            counts, limits = parse_tokens(tokens), {"force": force, "quick": quick, "seconds": seconds}
+            found = list(run_tune(jobs, folder_for(folder), place, counts, err, **limits))  # type: ignore[arg-type]
         if as_json:
             print_json([vars(outcome) for outcome in found])
         else:
@@ -217,4 +236,4 @@ def register(app: typer.Typer, out: Console, err: Console, device_of: Any, print
                 out.print(f"{outcome.state}: {outcome.layer} {outcome.key}: {text}", markup=False, highlight=False)
                 if outcome.path:
                     out.print(f"    {outcome.path}", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(1 if any(outcome.state == "failed" for outcome in found) else 0)
+        raise typer.Exit(1 if {outcome.state for outcome in found} & {"failed", "out of time"} else 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,15 @@ def qwen(tmp_path: Path) -> str:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(QWEN))
     return str(path)
+
+
+@pytest.fixture
+def two_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let fp8_linear have something to choose on a CPU."""
+    from fastlayers.quant.fp8_linear.layer import FP8_LINEAR
+
+    twin = replace(FP8_LINEAR.named("torch"), name="twin")
+    monkeypatch.setattr(FP8_LINEAR, "ranked", [*FP8_LINEAR.ranked, twin])
 
 
 # ---- the shapes of a model -------------------------------------------------------------------------------------
@@ -77,6 +87,7 @@ def test_ranks_that_do_not_fit_are_refused() -> None:
 # ---- tune ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("two_backends")
 def test_tune_writes_what_auto_reads_and_keeps_what_is_fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(env.TUNED_DIR, str(tmp_path))
     command = (
@@ -92,16 +103,28 @@ def test_tune_writes_what_auto_reads_and_keeps_what_is_fresh(tmp_path: Path, mon
         "cpu",
     )
     (first,) = json.loads(run(*command))
-    assert first["state"] == "tuned" and first["ladder"] == "torch"
+    assert first["state"] == "tuned" and {"torch", "twin"} & set(first["ladder"].replace(",", " ").split())
     table = tuning.read(Path(first["path"]), "fp8_linear", as_device("cpu"))
     assert {row["tokens"] for row in table["measured"]} == {1, 2}
     assert json.loads(run(*command))[0]["state"] == "kept"
     assert json.loads(run(*command, "--force"))[0]["state"] == "tuned"
-    changed = table | {"metadata": table["metadata"] | {"kernels": {"torch": "0"}}}
+    changed = table | {"metadata": table["metadata"] | {"kernels": {"torch": "0", "twin": "0"}}}
     tuning.write(Path(first["path"]), changed)
     assert json.loads(run(*command))[0]["state"] == "tuned"
     Path(first["path"]).write_text("{")
     assert json.loads(run(*command))[0]["state"] == "tuned"
+
+
+def test_what_has_one_backend_is_not_tuned_and_time_has_an_end(tmp_path: Path) -> None:
+    command = ("tune", "--layer", "fp8_linear", "--shape", "N=128,K=256", "--out", str(tmp_path), "--json", "--quick")
+    assert json.loads(run(*command, "--device", "cpu"))[0]["state"] == "nothing to tune"
+
+
+@pytest.mark.usefixtures("two_backends")
+def test_a_run_that_is_out_of_time_says_how_to_go_on(tmp_path: Path) -> None:
+    command = ("tune", "--layer", "fp8_linear", "--shape", "N=128,K=256", "--out", str(tmp_path), "--json", "--quick")
+    (left,) = json.loads(run(*command, "--device", "cpu", "--seconds", "0.000001", code=1))
+    assert left["state"] == "out of time" and "0 of 9" in left["reason"]
 
 
 def test_tune_of_a_model_lists_its_shapes(qwen: str) -> None:
@@ -128,6 +151,7 @@ def test_wrong_usage_of_tune_is_explained(arguments: list[str], message: str) ->
     assert isinstance(result.exception, FastlayersError) and message in str(result.exception)
 
 
+@pytest.mark.usefixtures("two_backends")
 def test_a_shape_that_cannot_be_tuned_is_reported_and_the_rest_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

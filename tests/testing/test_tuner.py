@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +19,17 @@ from fastlayers.quant.fp8_linear.torch import TorchFP8Linear
 from fastlayers.registry import Backend
 from fastlayers.testing import tuner
 from fastlayers.testing.timing import HostClock, Timing, clock_for, take_turns
-from fastlayers.testing.tuner import Bench, Journal, Option, Sample, TuneError, choose_ladder, tune_shape
+from fastlayers.testing.tuner import (
+    Bench,
+    Journal,
+    NothingToTuneError,
+    Option,
+    OutOfTimeError,
+    Sample,
+    TuneError,
+    choose_ladder,
+    tune_shape,
+)
 
 CPU = torch.device("cpu")
 CFG = FP8LinearConfig(256, 128)
@@ -201,6 +212,20 @@ def test_what_cannot_be_tuned_says_so(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(FP8_LINEAR, "ranked", [replace(b, auto_on=()) for b in FP8_LINEAR.ranked])
     with pytest.raises(TuneError, match="no backend"):
         tune_shape(Bench("fp8_linear", CFG, CPU, HostClock()), (1,), tmp_path, command="x")
+
+
+def test_one_backend_without_parameters_needs_no_table(tmp_path: Path) -> None:
+    with pytest.raises(NothingToTuneError, match="only torch, by its own rule"):
+        tune_shape(Bench("fp8_linear", CFG, CPU, HostClock()), (1,), tmp_path, command="x")
+    assert list(tmp_path.rglob("*.json")) == []
+
+
+def test_a_run_ends_when_its_time_is_over_and_keeps_its_journal(fast: Backend, tmp_path: Path) -> None:
+    bench = Bench("fp8_linear", CFG, CPU, KnownClock(TIMES))
+    with pytest.raises(OutOfTimeError, match="0 of 2"):
+        tune_shape(bench, (1, 8), tmp_path, command="x", until=time.monotonic() - 1)
+    (journal,) = tmp_path.rglob("*.journal")
+    assert len(journal.read_text().splitlines()) == 1
 
 
 def test_a_cuda_error_is_not_a_candidates_failure() -> None:

@@ -18,8 +18,10 @@ from fastlayers.testing.spec import Case, spec_of
 
 # Token counts of a table: dense where backends cross, thin above.
 TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+QUICK = (1, 4, 16, 64, 128, 256, 512, 1024, 4096)
 # Requests of a decode step, for attention.
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+QUICK_BATCHES = (1, 8, 32, 128)
 CONTEXT = 4096
 # Cached tokens of all requests of a step together, at most: what fits next to the other operands.
 MOST_CACHED = 1 << 21
@@ -122,11 +124,12 @@ def inputs_of(layer: str, case: Case, device: torch.device | str, seed: int = 0)
         return spec_of(layer).make_inputs(case, place, seed)
 
 
-def tokens_of(layer: str, cfg: Any) -> tuple[int, ...]:
-    """Return the token counts at which a layer is tuned and benchmarked."""
+def tokens_of(layer: str, cfg: Any, quick: bool = False) -> tuple[int, ...]:
+    """Return the token counts at which a layer is tuned and benchmarked; ``quick``: few of them."""
+    batches = QUICK_BATCHES if quick else BATCHES
     if getattr(cfg, "phase", "") == "decode":
-        return tuple(batch for batch in BATCHES if batch * getattr(cfg, "context", CONTEXT) <= MOST_CACHED)
-    return BATCHES if layer == "sampler" else TOKENS
+        return tuple(batch for batch in batches if batch * getattr(cfg, "context", CONTEXT) <= MOST_CACHED)
+    return batches if layer == "sampler" else QUICK if quick else TOKENS
 
 
 # ---- configurations from the command line ----------------------------------------------------------------------

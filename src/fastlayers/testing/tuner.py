@@ -48,6 +48,14 @@ class TuneError(FastlayersError, RuntimeError):
     """A shape cannot be tuned here."""
 
 
+class OutOfTimeError(TuneError):
+    """The time that a run was given is over; its journal is kept."""
+
+
+class NothingToTuneError(TuneError):
+    """One backend without parameters: there is nothing to choose."""
+
+
 @dataclass(frozen=True, order=True)
 class Option:
     """A backend, with a configuration of its kernels or (``()``) by its own rule."""
@@ -310,8 +318,23 @@ def tune_shape(
     *,
     command: str,
     said: Callable[[Progress], None] = lambda progress: None,
+    until: float = math.inf,
 ) -> Path:
     """Tune one layer shape and write its table; an interrupted run of the same code and versions is taken up.
+
+    Parameters
+    ----------
+    bench : Bench
+    counts : sequence of int
+        Token counts.
+    folder : Path
+        Directory of tables.
+    command : str
+        For the table's metadata.
+    said : callable
+        Told before every step.
+    until : float
+        Value of ``time.monotonic()`` after which no token count is begun.
 
     Returns
     -------
@@ -321,7 +344,8 @@ def tune_shape(
     Raises
     ------
     TuneError
-        The configuration has no tuning key, or nothing can run it.
+        The configuration has no tuning key, or nothing can run it. Its subclasses: there is nothing to choose, or
+        the time is over.
     """
     key = tuning.key_of(bench.cfg)
     if key is None:
@@ -329,6 +353,8 @@ def tune_shape(
     able = bench.able()
     if not able:
         raise TuneError(f"{bench.layer}: no backend that 'auto' may take runs {bench.cfg} on {bench.device}")
+    if all(len(bench.options(count)) < 2 for count in counts):
+        raise NothingToTuneError(f"only {able[0].name}, by its own rule, runs it here")
     path = tuning.path_of(folder, bench.layer, key, bench.device)
     about = tuning.metadata(bench.layer, able)
     journal = Journal(path.with_suffix(".journal"), {"kernels": about["kernels"], "versions": about["versions"]})
@@ -336,6 +362,8 @@ def tune_shape(
     for done, tokens in enumerate(counts):
         if tokens in journal.samples:
             continue
+        if time.monotonic() > until:
+            raise OutOfTimeError(f"{done} of {len(counts)} token counts are done; run again to go on")
         said(Progress(path.name, done, len(counts), f"{tokens} tokens"))
         near = [s for count in sorted(journal.samples)[-2:] for s in journal.samples[count]]
         journal.add(tokens, bench.time_at(tokens, _winners(near)))
