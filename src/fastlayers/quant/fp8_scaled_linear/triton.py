@@ -1,8 +1,4 @@
-"""FP8ScaledLinear in Triton: one kernel quantises the rows, the next multiplies e4m3 and scales the sums.
-
-fp32 layers multiply in bf16 instead (e4m3 fits exactly): the e4m3 unit keeps about 14 bits inside a block of K,
-enough for bf16 and fp16 outputs, not for fp32 ones.
-"""
+"""FP8ScaledLinear in Triton: one kernel quantises the rows, the next multiplies e4m3 and scales the sums."""
 
 from __future__ import annotations
 
@@ -10,15 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
-from fastlayers.linear.triton_gemm import dot, tile_for, tile_origin
+from fastlayers.linear.triton_scaled_gemm import scaled_gemm
 from fastlayers.operators import operator
 from fastlayers.quant.fp8_linear.blocks import E4M3, E4M3_MAX
 from fastlayers.quant.fp8_scaled_linear.layer import EPS, FP8ScaledLinearConfig
 from fastlayers.quant.group_quant.triton import scale_of
 from fastlayers.testing.compile_check import KernelBuild
-from fastlayers.triton_lang import cast, to_e4m3
-
-BLOCK_K = 128
+from fastlayers.triton_lang import to_e4m3
 
 
 @triton.jit
@@ -59,64 +53,6 @@ def _encode_kernel(
         tl.store(q_row + start + column, to_e4m3(tl.div_rn(x, scale)), mask=start + column < K)
 
 
-# Nothing that depends on the number of tokens is specialised on: no compilation after the warm-up.
-@triton.jit(do_not_specialize=["M"])
-def _scaled_gemm_kernel(
-    q_ptr, s_ptr, weight_ptr, scale_ptr, bias_ptr, y_ptr, M, N, K, q_stride, weight_stride,
-    HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    row0, column0 = tile_origin(M, N, BLOCK_M, BLOCK_N)
-    row, column, depth = row0 + tl.arange(0, BLOCK_M), column0 + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    # Rows and columns beyond the edge read a valid one again; their results are never stored.
-    q_rows = q_ptr + (row % M).to(tl.int64)[:, None] * q_stride
-    weight_rows = weight_ptr + (column % N).to(tl.int64)[None, :] * weight_stride
-    split = tl.program_id(1)
-    blocks = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLITS)
-    first = split * blocks
-    last = tl.minimum(first + blocks, tl.cdiv(K, BLOCK_K))
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for block in range(first, last):
-        k = block * BLOCK_K + depth
-        if EVEN_K:
-            q = tl.load(q_rows + k[None, :])
-            weight = tl.load(weight_rows + k[:, None])
-        else:
-            q = tl.load(q_rows + k[None, :], mask=k[None, :] < K, other=0.0)
-            weight = tl.load(weight_rows + k[:, None], mask=k[:, None] < K, other=0.0)
-        if WIDE:
-            q, weight = q.to(tl.bfloat16), weight.to(tl.bfloat16)
-        acc += dot(q, weight, tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
-    inside = (row[:, None] < M) & (column[None, :] < N)
-    target = y_ptr + (split.to(tl.int64) * M + row.to(tl.int64))[:, None] * N + column[None, :]
-    if SPLITS > 1:
-        tl.store(target, acc, mask=inside)
-    else:
-        s = tl.load(s_ptr + row, mask=row < M, other=0.0)
-        scale = tl.load(scale_ptr + column, mask=column < N, other=0.0)
-        y = acc * s[:, None] * scale[None, :]
-        if HAS_BIAS:
-            y += tl.load(bias_ptr + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
-        tl.store(target, cast(y, y_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["M"])
-def _add_scaled_splits_kernel(
-    partial_ptr, s_ptr, scale_ptr, bias_ptr, y_ptr, M, N,
-    SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < N
-    total = tl.zeros([BLOCK], tl.float32)
-    for split in tl.static_range(SPLITS):
-        total += tl.load(partial_ptr + (split * M.to(tl.int64) + row) * N + column, mask=inside, other=0.0)
-    y = total * tl.load(s_ptr + row) * tl.load(scale_ptr + column, mask=inside, other=0.0)
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y_ptr + row * N + column, cast(y, y_ptr.dtype.element_ty), mask=inside)
-
-
 def _row_block(k: int) -> int:
     return min(4096, triton.next_power_of_2(k))
 
@@ -149,41 +85,6 @@ def quant_e4m3(x: torch.Tensor, kind: str, input_scale: torch.Tensor | None) -> 
     return q, s
 
 
-def _gemm_fake(
-    q: torch.Tensor, s: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
-    return q.new_empty((q.shape[0], weight.shape[0]), dtype=dtype)
-
-
-@operator(
-    "fp8_scaled_gemm(Tensor q, Tensor s, Tensor weight, Tensor scale, Tensor? bias, ScalarType dtype) -> Tensor",
-    _gemm_fake,
-)
-def fp8_scaled_gemm(
-    q: torch.Tensor, s: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
-    """Return ``y`` ``[M, N]`` for codes ``q`` ``[M, K]`` with scales ``s`` ``[M]``."""
-    m, (n, k) = q.shape[0], weight.shape
-    y = torch.empty((m, n), dtype=dtype, device=q.device)
-    if m == 0:
-        return y
-    tile = tile_for(m, n, triton.cdiv(k, BLOCK_K))
-    target = y if tile.splits == 1 else torch.empty((tile.splits, m, n), dtype=torch.float32, device=q.device)
-    _scaled_gemm_kernel[tile.grid(m, n)](
-        q, s, weight, scale, y if bias is None else bias, target, m, n, k, q.stride(0), weight.stride(0),
-        HAS_BIAS=bias is not None, SPLITS=tile.splits, EVEN_K=k % BLOCK_K == 0, WIDE=dtype == torch.float32,
-        BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=BLOCK_K, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
-    if tile.splits > 1:
-        _add_scaled_splits_kernel[(m, triton.cdiv(n, 1024))](
-            target, s, scale, y if bias is None else bias, y, m, n,
-            SPLITS=tile.splits, HAS_BIAS=bias is not None, BLOCK=1024,
-        )  # fmt: skip
-    return y
-
-
 class TritonFP8ScaledLinear:
     """Two kernels (a scale for the whole call: three); with few rows K is split, and one more adds the parts."""
 
@@ -196,44 +97,11 @@ class TritonFP8ScaledLinear:
     ) -> torch.Tensor:  # fmt: skip
         """Return ``y`` ``[..., N]``, a new contiguous tensor of ``x``'s dtype."""
         q, s = quant_e4m3(x.reshape(-1, self.cfg.in_features), self.cfg.activation_scale, input_scale)
-        y: torch.Tensor = fp8_scaled_gemm(q, s, weight, weight_scale, bias, x.dtype)
+        y: torch.Tensor = scaled_gemm(q, s, weight, weight_scale, bias, x.dtype)
         return y.view(*x.shape[:-1], weight.shape[0])
 
 
-def _build(m: int, n: int, k: int, dtype: str = "bf16") -> KernelBuild:
-    tile = tile_for(m, n, triton.cdiv(k, BLOCK_K))
-    return KernelBuild(
-        f"fp8_scaled_gemm_{m}x{n}x{k}_{dtype}",
-        _scaled_gemm_kernel,
-        {
-            "q_ptr": "*fp8e4nv", "s_ptr": "*fp32", "weight_ptr": "*fp8e4nv", "scale_ptr": "*fp32",
-            "bias_ptr": f"*{dtype}", "y_ptr": f"*{dtype}" if tile.splits == 1 else "*fp32",
-            "M": "i32", "N": "i32", "K": "i32", "q_stride": "i32", "weight_stride": "i32",
-        },
-        {
-            "HAS_BIAS": True, "SPLITS": tile.splits, "EVEN_K": k % BLOCK_K == 0, "WIDE": dtype == "fp32",
-            "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": BLOCK_K,
-        },
-        tile.warps, tile.stages, ("N", "K", "q_stride", "weight_stride"),
-    )  # fmt: skip
-
-
 COMPILE = [
-    _build(1, 6144, 4096),
-    _build(32, 24576, 4096),
-    _build(128, 4096, 12288),
-    _build(4096, 4096, 12288),
-    _build(4096, 6144, 4096, "fp32"),
-    KernelBuild(
-        "add_scaled_splits_16",
-        _add_scaled_splits_kernel,
-        {
-            "partial_ptr": "*fp32", "s_ptr": "*fp32", "scale_ptr": "*fp32", "bias_ptr": "*bf16", "y_ptr": "*bf16",
-            "M": "i32", "N": "i32",
-        },
-        {"SPLITS": 16, "HAS_BIAS": True, "BLOCK": 1024},
-        aligned=("N",),
-    ),
     KernelBuild(
         "row_absmax_12288",
         _row_absmax_kernel,

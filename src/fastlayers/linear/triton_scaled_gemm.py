@@ -1,0 +1,162 @@
+"""The Triton GEMM of layers with one scale per token and one per output channel, on e4m3 or int8 codes.
+
+    y[M, N] = round( (q[M, K] · weight[N, K]ᵀ) · s[M] · scale[N] + bias[N] )
+
+int8 codes are summed in int32. e4m3 codes are promoted to fp32 after every block of K, because the e4m3 unit keeps
+about 14 bits inside one: enough for bf16 and fp16 outputs. fp32 outputs are multiplied in bf16, where e4m3 fits
+exactly.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fastlayers.linear.triton_gemm import tile_for, tile_origin
+from fastlayers.operators import operator
+from fastlayers.testing.compile_check import KernelBuild
+from fastlayers.triton_lang import cast, dot
+
+BLOCK_K = 128
+
+
+# Nothing that depends on the number of tokens is specialised on: no compilation after the warm-up.
+@triton.jit(do_not_specialize=["M"])
+def _scaled_gemm_kernel(
+    q_ptr, s_ptr, weight_ptr, scale_ptr, bias_ptr, y_ptr, M, N, K, q_stride, weight_stride,
+    HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr, SUM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    row0, column0 = tile_origin(M, N, BLOCK_M, BLOCK_N)
+    row, column, depth = row0 + tl.arange(0, BLOCK_M), column0 + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    # Rows and columns beyond the edge read a valid one again; their results are never stored.
+    q_rows = q_ptr + (row % M).to(tl.int64)[:, None] * q_stride
+    weight_rows = weight_ptr + (column % N).to(tl.int64)[None, :] * weight_stride
+    split = tl.program_id(1)
+    blocks = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLITS)
+    first = split * blocks
+    last = tl.minimum(first + blocks, tl.cdiv(K, BLOCK_K))
+    acc = tl.zeros([BLOCK_M, BLOCK_N], SUM)
+    for block in range(first, last):
+        k = block * BLOCK_K + depth
+        if EVEN_K:
+            q = tl.load(q_rows + k[None, :])
+            weight = tl.load(weight_rows + k[:, None])
+        else:
+            q = tl.load(q_rows + k[None, :], mask=k[None, :] < K, other=0.0)
+            weight = tl.load(weight_rows + k[:, None], mask=k[:, None] < K, other=0.0)
+        if WIDE:
+            q, weight = q.to(tl.bfloat16), weight.to(tl.bfloat16)
+        if SUM == tl.int32:
+            acc = dot(q, weight, acc)
+        else:
+            acc += dot(q, weight, tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+    inside = (row[:, None] < M) & (column[None, :] < N)
+    target = y_ptr + (split.to(tl.int64) * M + row.to(tl.int64))[:, None] * N + column[None, :]
+    if SPLITS > 1:
+        tl.store(target, acc, mask=inside)
+    else:
+        s = tl.load(s_ptr + row, mask=row < M, other=0.0)
+        scale = tl.load(scale_ptr + column, mask=column < N, other=0.0)
+        y = acc.to(tl.float32) * s[:, None] * scale[None, :]
+        if HAS_BIAS:
+            y += tl.load(bias_ptr + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
+        tl.store(target, cast(y, y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _add_scaled_splits_kernel(
+    partial_ptr, s_ptr, scale_ptr, bias_ptr, y_ptr, M, N,
+    SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < N
+    total = tl.zeros([BLOCK], partial_ptr.dtype.element_ty)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(partial_ptr + (split * M.to(tl.int64) + row) * N + column, mask=inside, other=0.0)
+    y = total.to(tl.float32) * tl.load(s_ptr + row) * tl.load(scale_ptr + column, mask=inside, other=0.0)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row * N + column, cast(y, y_ptr.dtype.element_ty), mask=inside)
+
+
+def _fake(
+    q: torch.Tensor, s: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    return q.new_empty((q.shape[0], weight.shape[0]), dtype=dtype)
+
+
+@operator(
+    "scaled_gemm(Tensor q, Tensor s, Tensor weight, Tensor scale, Tensor? bias, ScalarType dtype) -> Tensor", _fake
+)
+def scaled_gemm(
+    q: torch.Tensor, s: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    """Return ``y`` ``[M, N]`` for int8 or e4m3 codes ``q`` ``[M, K]`` with scales ``s`` ``[M]``.
+
+    With few rows K is split, and a second kernel adds the parts.
+    """
+    m, (n, k) = q.shape[0], weight.shape
+    y = torch.empty((m, n), dtype=dtype, device=q.device)
+    if m == 0:
+        return y
+    tile, integers = tile_for(m, n, triton.cdiv(k, BLOCK_K)), q.dtype == torch.int8
+    target = y
+    if tile.splits > 1:
+        target = torch.empty((tile.splits, m, n), dtype=torch.int32 if integers else torch.float32, device=q.device)
+    _scaled_gemm_kernel[tile.grid(m, n)](
+        q, s, weight, scale, y if bias is None else bias, target, m, n, k, q.stride(0), weight.stride(0),
+        HAS_BIAS=bias is not None, SPLITS=tile.splits, EVEN_K=k % BLOCK_K == 0,
+        WIDE=dtype == torch.float32 and not integers, SUM=tl.int32 if integers else tl.float32,
+        BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=BLOCK_K, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    if tile.splits > 1:
+        _add_scaled_splits_kernel[(m, triton.cdiv(n, 1024))](
+            target, s, scale, y if bias is None else bias, y, m, n,
+            SPLITS=tile.splits, HAS_BIAS=bias is not None, BLOCK=1024,
+        )  # fmt: skip
+    return y
+
+
+def _build(codes: str, m: int, n: int, k: int, dtype: str = "bf16") -> KernelBuild:
+    tile, partial = tile_for(m, n, triton.cdiv(k, BLOCK_K)), "i32" if codes == "i8" else "fp32"
+    return KernelBuild(
+        f"scaled_gemm_{codes}_{m}x{n}x{k}_{dtype}",
+        _scaled_gemm_kernel,
+        {
+            "q_ptr": f"*{codes}", "s_ptr": "*fp32", "weight_ptr": f"*{codes}", "scale_ptr": "*fp32",
+            "bias_ptr": f"*{dtype}", "y_ptr": f"*{dtype}" if tile.splits == 1 else f"*{partial}",
+            "M": "i32", "N": "i32", "K": "i32", "q_stride": "i32", "weight_stride": "i32",
+        },
+        {
+            "HAS_BIAS": True, "SPLITS": tile.splits, "EVEN_K": k % BLOCK_K == 0,
+            "WIDE": dtype == "fp32" and codes != "i8", "SUM": tl.int32 if codes == "i8" else tl.float32,
+            "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": BLOCK_K,
+        },
+        tile.warps, tile.stages, ("N", "K", "q_stride", "weight_stride"),
+    )  # fmt: skip
+
+
+COMPILE = [
+    *(_build("i8", *shape) for shape in ((1, 6144, 4096), (32, 24576, 4096), (64, 36864, 7168), (4096, 4096, 12288))),
+    *(_build("fp8e4nv", *shape) for shape in ((1, 6144, 4096), (32, 24576, 4096), (128, 4096, 12288))),
+    _build("fp8e4nv", 4096, 4096, 12288),
+    _build("fp8e4nv", 4096, 6144, 4096, "fp32"),
+    *(
+        KernelBuild(
+            f"add_scaled_splits_16_{partial}",
+            _add_scaled_splits_kernel,
+            {
+                "partial_ptr": f"*{partial}", "s_ptr": "*fp32", "scale_ptr": "*fp32", "bias_ptr": "*bf16",
+                "y_ptr": "*bf16", "M": "i32", "N": "i32",
+            },
+            {"SPLITS": 16, "HAS_BIAS": True, "BLOCK": 1024},
+            aligned=("N",),
+        )
+        for partial in ("i32", "fp32")
+    ),
+]  # fmt: skip
