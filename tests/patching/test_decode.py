@@ -376,14 +376,32 @@ def test_a_cpu_has_no_graphs(monkeypatch: pytest.MonkeyPatch, dry_run: bool) -> 
         fl.patch(model, cuda_graph="yes")  # type: ignore[arg-type]
 
 
-def test_a_decoder_layer_of_other_code_or_with_hooks_keeps_its_forward() -> None:
-    model = build("qwen3")
+def test_hooks_and_adapters_are_not_left_out_by_replays(caplog: pytest.LogCaptureFixture) -> None:
+    model, seen = build("qwen3"), []
     stock = tokens(model)
-    model.model.layers[0].register_forward_hook(lambda module, inputs, output: None)
-    fl.patch(model, cuda_graph=True)
+    hook = model.model.layers[0].register_forward_hook(lambda module, inputs, output: seen.append(1))
+    report = fl.patch(model, cuda_graph=True)
     assert not isinstance(model.model.layers[0], FastDecoderLayer)
     assert isinstance(model.model.layers[1], FastDecoderLayer)
-    assert torch.equal(tokens(model), stock) and int(driver(model).replays) == 19
+    assert torch.equal(tokens(model), stock) and report.hits()["cuda_graph"] == 0 and len(seen) == 20
+    assert "a hook is registered on model.layers.0" in decode.why_not_root(model)
+    hook.remove()
+    assert torch.equal(tokens(model), stock) and report.hits()["cuda_graph"] == 19 and len(seen) == 20
+    model.model.layers[1].mlp.base_layer = nn.Linear(2, 2)
+    assert "layers.1.mlp is an adapter" in decode.why_not_root(model)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "v3"])
+def test_a_cache_grows_where_the_limit_is_far(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(name)
+    stock = tokens(model, new=400)
+    monkeypatch.setattr(decode, "FIRST_TOKENS", 30)
+    report = fl.patch(model, cuda_graph=True)
+    assert torch.equal(tokens(model, new=400), stock)
+    assert report.hits()["cuda_graph"] == 399 and report.fallbacks()["cuda_graph"] == 0
+    assert [record.key[1] for record in driver(model).ledger] == [256, 384, 512]
+    assert torch.equal(tokens(model, new=60), stock[:, :100])
+    assert [record.key[1] for record in driver(model).ledger] == [384, 512, 256]
 
 
 def test_linears_that_somebody_hooked_run_as_modules() -> None:

@@ -25,6 +25,7 @@ from fastlayers.graphs import CudaGraphs, GraphRecord
 from fastlayers.patching.classes import swap, unswap
 from fastlayers.patching.decoder import FastDecoderLayer, fusible
 from fastlayers.patching.gqa import FastGQA
+from fastlayers.patching.matching import foreign_hooks
 from fastlayers.patching.mla import FastMLA
 from fastlayers.patching.paged import Lease, PagedCache, Pool, Store, capacity_bucket
 from fastlayers.patching.report import PatchEntry
@@ -43,6 +44,8 @@ _KNOWN = {
 _RECORDED = ("output_attentions", "output_hidden_states", "output_router_logits")
 # Rows that the runs before a capture write beyond the step's own.
 SLACK = 8
+# New tokens for which a cache has room at first.
+FIRST_TOKENS = 2048
 # Bytes of rows and graphs that are kept between calls of generate, besides those in use.
 MAX_CACHE_BYTES = 16 << 30
 
@@ -139,6 +142,10 @@ class DecodeDriver:
             self.clear()
             self._weights = weights
         wanted = max(max_cache_length + 1, getattr(generation_config, "max_cache_len", None) or 0)
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None:
+            # What a generous limit allows is rarely used: the cache grows where it is.
+            wanted = min(wanted, mask.shape[1] + FIRST_TOKENS)
         lease = Lease(self._pool, capacity_bucket(wanted + SLACK))
         model_kwargs["past_key_values"] = PagedCache(lease, [isinstance(layer, FastMLA) for layer in layers])
         return None
@@ -208,24 +215,22 @@ class DecodeDriver:
         store = cache.lease.store
         if store is None or not cache.layers[0].attached:
             return "the cache is not in pages any more"
-        if cache.get_seq_length() + SLACK > store.capacity:
-            return f"the cache is full at {store.capacity} tokens"
         if positions is None or positions.shape != ids.shape or ids.shape[0] != store.batch:
             return "no positions of one token a row were given"
         if not cache.started:
             cache.unfit = self._start(cache, store, inputs.get("attention_mask"))
-            return cache.unfit
-        return ""
+        elif cache.get_seq_length() + SLACK > store.capacity:
+            self._grow(cache, store)
+        return cache.unfit
 
     def _start(self, cache: PagedCache, store: Store, mask: torch.Tensor | None) -> str:
         """Prepare the first step of a generation: where rows begin. Returns why there can be none, or ""."""
         if not cache.attached:
             return "the cache is not in pages any more"
-        device, length = cache.layers[0].device, cache.get_seq_length()
-        if store.state is None:
-            store.state = DecodeStep(store.batch, store.capacity, device, self._core)
-            store.state.chain([m for m in self.root.get_decoder().layers if isinstance(m, FastDecoderLayer)])
-        step: DecodeStep = store.state
+        if cache.get_seq_length() + SLACK > store.capacity:
+            cache.grow(capacity_bucket(store.capacity + 1))
+            store = cache.lease.bind(store.batch)
+        length, step = cache.get_seq_length(), self._step_of(cache, store)
         step.meta.starts.zero_()
         if mask is not None:
             if mask.dim() != 2 or mask.shape != (store.batch, length + 1):
@@ -236,9 +241,23 @@ class DecodeDriver:
             if not bool((seen == (torch.arange(length, device=mask.device) >= first[:, None])).all()):
                 return "an attention mask with gaps, or padding on the right"
             step.meta.starts.copy_(first)
-        step.length = -1
         cache.started = True
         return ""
+
+    def _step_of(self, cache: PagedCache, store: Store) -> DecodeStep:
+        """Return the static tensors that go with a store; nothing on the device is counted yet."""
+        if store.state is None:
+            store.state = DecodeStep(store.batch, store.capacity, cache.layers[0].device, self._core)
+            store.state.chain([m for m in self.root.get_decoder().layers if isinstance(m, FastDecoderLayer)])
+        step: DecodeStep = store.state
+        step.length = -1
+        return step
+
+    def _grow(self, cache: PagedCache, store: Store) -> None:
+        """Move a full cache into the next larger store; its graph is captured at the next step."""
+        cache.grow(capacity_bucket(store.capacity + 1))
+        step = self._step_of(cache, cache.lease.bind(store.batch))
+        step.meta.starts.copy_(store.state.meta.starts)
 
     def _decode(self, cache: PagedCache, inputs: dict[str, Any]) -> torch.Tensor:
         store = cache.lease.store
@@ -314,6 +333,11 @@ def why_not_root(root: Any) -> str:
             return f"attention of layer {index} has layer_idx {layer.layer_idx}"
     if not layers:
         return f"{type(root).__name__} has no decoder layers"
+    for name, module in root.named_modules():
+        if foreign_hooks(module):
+            return f"a hook is registered on {name or 'the model'}, which a replay would not call"
+        if "base_layer" in module._modules:
+            return f"{name} is an adapter, which may be switched between calls"
     rotary = getattr(root.get_decoder(), "rotary_emb", None)
     kind = getattr(rotary, "rope_type", "default")
     if not isinstance(kind, str) or "dynamic" in kind or kind == "longrope":

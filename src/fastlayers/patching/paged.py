@@ -247,6 +247,15 @@ class PagedLayer(DynamicLayer):
         """Count one token that a graph wrote."""
         self._length += 1
 
+    def move(self, lease: Lease) -> None:
+        """Copy the rows into the pages of another store."""
+        assert self._pages is not None
+        keys, values = self.keys, self.values
+        self._lease = lease
+        self._pages = lease.bind(keys.shape[0]).layer(self._index, keys, values, self._latent)
+        self._pages[0][:, : self._length] = keys.transpose(1, 2)
+        self._pages[1][:, : self._length] = values.transpose(1, 2)
+
     def paged(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values as pages ``[pages, PAGE, K, D]``; grouped queries only."""
         assert self._pages is not None
@@ -331,6 +340,14 @@ class PagedCache(Cache):
             raise CaptureError(f"layer {layer_idx} left the fast path in the middle of a decode step on pages")
         found: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return found
+
+    def grow(self, capacity: int) -> None:
+        """Move all rows into a store of another capacity."""
+        old, self.lease = self.lease, Lease(self.lease.pool, capacity)
+        if old.store is not None:
+            self.lease.bind(old.store.batch)
+        for layer in self.layers:
+            layer.move(self.lease)
 
     def advance(self) -> None:
         """Count one token in every layer."""
