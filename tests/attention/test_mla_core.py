@@ -156,13 +156,14 @@ def test_replanned_metadata_is_read_through_the_old_views() -> None:
 
 
 def test_splits_follow_host_bounds() -> None:
-    assert num_splits(1, 100, 132) == 1
-    assert num_splits(500, 100_000, 132) == 1
-    assert num_splits(1, 4096, 132) == 32
-    assert num_splits(1, 1 << 20, 132) == MAX_SPLITS
-    assert all(num_splits(p, 1 << 16, 132) * p <= 264 for p in (2, 3, 7, 50, 132))
+    assert num_splits(1, 100, 264) == 1
+    assert num_splits(500, 100_000, 264) == 1
+    assert num_splits(1, 2048, 264) == 32
+    assert num_splits(1, 1 << 20, 264) == MAX_SPLITS
+    assert num_splits(32, 1 << 20, 132) == 4
+    assert all(num_splits(p, 1 << 16, 264) * p <= 264 for p in (2, 3, 7, 50, 132))
     for rows in (1, 16, 17, 64, 500):
-        plain, direct = (decode_config(rows, torch.bfloat16, torch.bfloat16, d) for d in (False, True))
+        plain, direct = (decode_config(rows, torch.bfloat16, torch.bfloat16, 16, d) for d in (False, True))
         assert plain.block_m == direct.block_m >= min(rows, 64)
 
 
@@ -171,14 +172,14 @@ def test_operators_have_shapes_without_data() -> None:
     meta = plan(AttentionBatch((1, 2), (3, 9), [[1], [2]]))
     args = (
         torch.randn(3, 3, 48), torch.zeros(4, 16, 48), meta.page_table, meta.starts, meta.cu_seqlens_q, meta.positions,
-        32, 0.3, 2, 11,
+        32, 0.3, 2, 11, [],
     )  # fmt: skip
     checks = ("test_schema", "test_faketensor")
     decode = torch.library.opcheck(torch.ops.fastlayers.mla_decode.default, args, test_utils=checks)
     lens = Varlen.of((3,), (5,), True, CPU)
     args = (
         torch.randn(3, 3, 40), torch.randn(5, 3, 40), torch.randn(5, 3, 20), lens.cu_q, lens.cu_k, 24, 0.3, 3,
-        True, False,
+        True, False, [],
     )  # fmt: skip
     prefill = torch.library.opcheck(torch.ops.fastlayers.mla_prefill.default, args, test_utils=checks)
     assert set(decode.values()) | set(prefill.values()) == {"SUCCESS"}

@@ -15,33 +15,35 @@ import torch
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
 from fastlayers.attention.mla.configs import NOMINAL_SM_COUNT, decode_config, num_splits, prefill_config
 from fastlayers.attention.mla.core import MLAConfig, Varlen
-from fastlayers.testing.spec import Case, Cost, LayerSpec
+from fastlayers.testing.spec import BOUNDS, Bound, Case, Cost, LayerSpec
 
 _REAL, _TINY, _WIDE = (512, 64, 128, 128), (32, 16, 16, 16), (64, 16, 32, 16)
 _BF16, _FP16, _FP32, _E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 
 
 def _config(
-    heads: int, dims: tuple[int, int, int, int], page: int, dtype: torch.dtype, kv_dtype: torch.dtype | None, phase: str
-) -> MLAConfig:
+    heads: int, dims: tuple[int, int, int, int], page: int, dtype: torch.dtype, kv_dtype: torch.dtype | None,
+    phase: str, fp8_math: bool = False, lse: bool = True,
+) -> MLAConfig:  # fmt: skip
     rank, rope, nope, value = dims
     # The unabsorbed head's scale with a YaRN factor of 1.3: neither (N+R)^-0.5 nor (L+R)^-0.5 alone.
     scale = 1.3 * (nope + rope) ** -0.5
     kv_dtype = kv_dtype if kv_dtype is not None else dtype
-    return MLAConfig(heads, rank, rope, nope, value, scale, page, dtype, kv_dtype, phase)
+    return MLAConfig(heads, rank, rope, nope, value, scale, page, dtype, kv_dtype, phase, fp8_math=fp8_math, lse=lse)
 
 
 def _decode(
     name: str, heads: int, dims: tuple[int, int, int, int], page: int, dtype: torch.dtype, seq_lens: tuple[int, ...], *,
     query_lens: tuple[int, ...] | None = None, starts: tuple[int, ...] = (), kv_dtype: torch.dtype | None = None,
-    bucket: int | None = None, replanned: bool = False, small: bool = True,
+    bucket: int | None = None, replanned: bool = False, small: bool = True, fp8_math: bool = False,
+    lse: bool = True,
 ) -> Case:  # fmt: skip
     shape = {
         "mode": "decode" if query_lens is None else "extend", "query_lens": query_lens or (1,) * len(seq_lens),
         "seq_lens": seq_lens, "starts": starts or (0,) * len(seq_lens), "bucket": bucket, "replanned": replanned,
     }  # fmt: skip
     phase = "padded" if any(starts) else "decode" if query_lens is None else "ragged"
-    return Case(name, _config(heads, dims, page, dtype, kv_dtype, phase), shape, small)
+    return Case(name, _config(heads, dims, page, dtype, kv_dtype, phase, fp8_math, lse), shape, small)
 
 
 def _prefill(
@@ -65,6 +67,7 @@ CASES = (
     _decode("decode_page64_split", 4, _WIDE, 64, _FP32, (300, 7)),
     _decode("decode_fp16_heads20", 20, _TINY, 16, _FP16, (33,)),
     _decode("decode_padded_left", 2, _TINY, 16, _FP32, (40, 19, 9), starts=(5, 0, 8)),
+    _decode("decode_page64_padded_left", 4, _TINY, 64, _BF16, (150, 90), starts=(70, 3)),
     _decode("decode_bucket", 4, _TINY, 16, _BF16, (30, 12, 4), bucket=4),
     _decode("decode_e4m3", 4, _TINY, 16, _BF16, (38, 3), kv_dtype=_E4M3),
     _decode("decode_empty", 4, _TINY, 16, _BF16, ()),
@@ -86,6 +89,22 @@ CASES = (
     _decode("deepseek_page16_heads32", 32, _REAL, 16, _FP16, (2000, 999), small=False),
     _decode("deepseek_e4m3", 128, _REAL, 64, _BF16, (4096, 513), kv_dtype=_E4M3, small=False),
     _decode("deepseek_tp8_e4m3", 16, _REAL, 64, _BF16, (1025, 513), kv_dtype=_E4M3, bucket=4, small=False),
+    _decode("deepseek_e4m3_math", 128, _REAL, 64, _BF16, (4096, 513, 70), kv_dtype=_E4M3, small=False, fp8_math=True),
+    _decode(
+        "deepseek_tp8_e4m3_math",
+        16,
+        _REAL,
+        64,
+        _BF16,
+        (1025, 513),
+        kv_dtype=_E4M3,
+        bucket=4,
+        small=False,
+        fp8_math=True,
+    ),
+    _decode("deepseek_no_lse_decode", 16, _REAL, 64, _BF16, (4000, 5, 64, 900), bucket=8, small=False, lse=False),
+    _decode("deepseek_no_lse_dp", 128, _REAL, 1, _FP16, (513, 4096, 30), small=False, lse=False),
+    _decode("deepseek_no_lse_ragged", 128, _REAL, 64, _BF16, (70, 500), query_lens=(7, 90), small=False, lse=False),
     _decode("deepseek_fp32", 16, _REAL, 64, _FP32, (1500, 40), small=False),
     _decode("deepseek_single", 1, _REAL, 64, _BF16, (8192,), small=False),
     _decode("deepseek_many", 16, _REAL, 64, _BF16, tuple(64 + 7 * i for i in reversed(range(200))), small=False),
@@ -217,7 +236,7 @@ def run(impl: Any, inputs: dict[str, Any], step: Step) -> dict[str, torch.Tensor
         return {"o": o} if lse is None else {"o": o, "lse": lse}
     o, lse = impl.decode(inputs["q"], inputs["cache"], step.meta)
     tokens = sum(shape["query_lens"])
-    return {"o": o[:tokens], "lse": lse[:tokens]}
+    return {"o": o[:tokens], "lse": lse[:tokens]} if inputs["case"].cfg.lse else {"o": o[:tokens]}
 
 
 def cost(case: Case) -> Cost:
@@ -243,12 +262,21 @@ def cost(case: Case) -> Cost:
         pairs += sum(max(0, total - query + i + 1 - start) for i in range(query))
     outer = tokens * heads * ((cfg.latent_width + cfg.kv_lora_rank) * size + 4)
     cached = rows * cfg.latent_width * cfg.kv_dtype.itemsize
-    config = decode_config(heads * max(shape["query_lens"], default=0), cfg.dtype, cfg.kv_dtype)
+    config = decode_config(heads * max(shape["query_lens"], default=0), cfg.dtype, cfg.kv_dtype, cfg.page_size)
     blocks = max(1, -(-heads * max(shape["query_lens"], default=0) // config.block_m))
-    splits = num_splits(max(1, len(shape["seq_lens"])) * blocks, longest, NOMINAL_SM_COUNT)
+    splits = num_splits(max(1, len(shape["seq_lens"])) * blocks, longest, NOMINAL_SM_COUNT * config.per_sm)
     # Partial results are written and read in fp32.
     partial = 2.0 * splits * tokens * heads * (cfg.kv_lora_rank + 1) * 4 if splits > 1 else 0.0
     return Cost(2.0 * pairs * heads * (cfg.latent_width + cfg.kv_lora_rank), outer + cached, outer + cached + partial)
 
 
-SPEC = LayerSpec(CASES, make_inputs, run, cost, prepare, refresh)
+# What bf16's bounds are to its rounding (2^-9), to that of e4m3 (2^-5).
+E4M3_MATH = Bound(BOUNDS[torch.bfloat16].rel_rms * 16, BOUNDS[torch.bfloat16].row_max * 16)
+
+
+def bounds(case: Case) -> dict[str, Bound]:
+    """Products of e4m3 are as exact as that format; everything else as its output's."""
+    return {"o": E4M3_MATH, "lse": E4M3_MATH} if case.cfg.fp8_math else {}
+
+
+SPEC = LayerSpec(CASES, make_inputs, run, cost, prepare, refresh, bounds)

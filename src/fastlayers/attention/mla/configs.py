@@ -6,9 +6,12 @@ A tile of ``block_m`` query rows holds an fp32 accumulator of ``block_m × kv_lo
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from fastlayers.errors import ArgumentError
 
 
 @dataclass(frozen=True)
@@ -16,7 +19,7 @@ class LaunchConfig:
     """Tile sizes of one launch: query rows, cached rows (keys), warps, pipeline stages.
 
     ``ahead``: decode reads the page table one tile ahead. It hides a load and costs registers, which the largest
-    tile does not have.
+    tile does not have. ``per_sm``: programs that a multiprocessor holds at once.
     """
 
     block_m: int
@@ -24,12 +27,21 @@ class LaunchConfig:
     num_warps: int
     num_stages: int
     ahead: bool = True
+    per_sm: int = 2
 
 
-# Smallest first; the last one also serves more rows.
-_DECODE_16BIT = (LaunchConfig(16, 32, 4, 3), LaunchConfig(32, 32, 8, 3), LaunchConfig(64, 64, 8, 2, ahead=False))
+# Smallest first; the last one also serves more rows. A tile inside one page needs one entry of the page table and
+# one base address, which leaves registers for larger tiles.
+_DECODE_PAGED = (LaunchConfig(16, 64, 4, 2), LaunchConfig(32, 64, 8, 2), LaunchConfig(64, 64, 8, 2, per_sm=1))
+# Several new tokens a request and no splits: the mask and the rounded output together would spill the largest tile.
+_DECODE_PAGED_LAST = (*_DECODE_PAGED[:-1], LaunchConfig(64, 32, 8, 3, per_sm=1))
+_DECODE_PAGED_E4M3 = (LaunchConfig(16, 32, 8, 3), LaunchConfig(32, 32, 8, 2))
+# Tiles over several pages.
+_DECODE_16BIT = (
+    LaunchConfig(16, 32, 4, 3), LaunchConfig(32, 32, 8, 3), LaunchConfig(64, 64, 8, 2, ahead=False, per_sm=1)
+)  # fmt: skip
 # Rounding the output in the kernel (no splits) takes registers, too; with tiles of 64 keys it would spill.
-_DECODE_16BIT_DIRECT = (*_DECODE_16BIT[:-1], LaunchConfig(64, 32, 8, 3))
+_DECODE_16BIT_DIRECT = (*_DECODE_16BIT[:-1], LaunchConfig(64, 32, 8, 3, per_sm=1))
 # Converting e4m3 takes registers: a tile of 64 query rows would spill.
 _DECODE_E4M3 = (LaunchConfig(16, 32, 8, 3), LaunchConfig(32, 32, 8, 2))
 # fp32 has no tensor-core product that keeps 24 bits: multiply-adds, small tiles.
@@ -41,21 +53,27 @@ _PREFILL_FP32 = LaunchConfig(32, 16, 8, 1)
 # What costs are counted for, and what decides the splits where there are no multiprocessors.
 NOMINAL_SM_COUNT = 132
 # Fewest cached rows worth a split of their own, and most splits (the partial results go through memory).
-MIN_ROWS_OF_SPLIT = 128
+MIN_ROWS_OF_SPLIT = 64
 MAX_SPLITS = 64
 # Splits that the reduction loads at once.
 REDUCE_BLOCK = 8
 
 
-def decode_config(rows: int, dtype: torch.dtype, kv_dtype: torch.dtype, direct: bool = False) -> LaunchConfig:
+def decode_config(
+    rows: int, dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int, direct: bool = False, causal: bool = False
+) -> LaunchConfig:  # fmt: skip
     """Return the decode configuration for requests with ``rows`` = heads × new tokens query rows.
 
-    ``direct``: one split, so the kernel writes the output itself. ``block_m`` does not depend on it.
+    ``direct``: one split, so the kernel writes the output itself; ``causal``: several new tokens a request.
+    ``block_m`` depends on neither.
     """
+    e4m3, paged = kv_dtype == torch.float8_e4m3fn, page_size % 64 == 0
     table: tuple[LaunchConfig, ...]
     if dtype == torch.float32:
         table = _DECODE_FP32
-    elif kv_dtype == torch.float8_e4m3fn:
+    elif paged:
+        table = _DECODE_PAGED_E4M3 if e4m3 else _DECODE_PAGED_LAST if direct and causal else _DECODE_PAGED
+    elif e4m3:
         table = _DECODE_E4M3
     else:
         table = _DECODE_16BIT_DIRECT if direct else _DECODE_16BIT
@@ -67,22 +85,71 @@ def prefill_config(dtype: torch.dtype) -> LaunchConfig:
     return _PREFILL_FP32 if dtype == torch.float32 else _PREFILL_16BIT
 
 
-def num_splits(programs: int, max_seq_len: int, sm_count: int) -> int:
+def num_splits(programs: int, max_seq_len: int, places: int) -> int:
     """Return into how many parts each request's cached rows are cut.
 
-    A function of host bounds only, so it is the same at capture and at every replay. A power of two: enough
-    programs for two on each multiprocessor, but no split shorter than :data:`MIN_ROWS_OF_SPLIT`.
+    A function of host bounds only, so it is the same at capture and at every replay. A power of two: as many programs
+    as run at once, but no split shorter than :data:`MIN_ROWS_OF_SPLIT`.
 
     Parameters
     ----------
     programs : int
         Programs without splitting.
     max_seq_len : int
-    sm_count : int
+    places : int
+        Programs that the GPU holds at once.
     """
     splits = 1
-    while (
-        splits < MAX_SPLITS and programs * splits * 2 <= 2 * sm_count and max_seq_len >= 2 * splits * MIN_ROWS_OF_SPLIT
-    ):
+    while splits < MAX_SPLITS and programs * splits * 2 <= places and max_seq_len >= 2 * splits * MIN_ROWS_OF_SPLIT:
         splits *= 2
     return splits
+
+
+# What a tuned table may set, in this order: tile sizes, warps, stages, and for decode the programs a multiprocessor
+# that splits aim at.
+KNOBS = ("block_m", "block_n", "num_warps", "num_stages", "per_sm")
+
+
+def knobs(config: Mapping[str, int] | None) -> list[int]:
+    """Return a tuned table's kernel parameters in the order of :data:`KNOBS`; empty: the heuristic's."""
+    if not config:
+        return []
+    if config.keys() != set(KNOBS):
+        raise ArgumentError("mla", "config of the Triton backend", dict(config), f"the keys {', '.join(KNOBS)}")
+    return [config[name] for name in KNOBS]
+
+
+def tuned(chosen: LaunchConfig, knobs: Sequence[int], page_size: int) -> LaunchConfig:
+    """Return the configuration of these knobs, or ``chosen`` if there are none."""
+    if not knobs:
+        return chosen
+    block_m, block_n, num_warps, num_stages, per_sm = knobs
+    return LaunchConfig(block_m, block_n, num_warps, num_stages, chosen.ahead or page_size % block_n == 0, per_sm)
+
+
+def decode_candidates(rows: int, dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int) -> list[dict[str, int]]:
+    """Return the decode configurations that a tuner tries, the heuristic's own first."""
+    own = decode_config(rows, dtype, kv_dtype, page_size)
+    found = [own]
+    if dtype != torch.float32:
+        narrow = 64 if rows > 32 and kv_dtype != torch.float8_e4m3fn else 32 if rows > 16 else 16
+        for block_n, stages in ((32, 2), (32, 3), (64, 2)):
+            for warps in (4, 8) if narrow < 64 else (8,):
+                for per_sm in (1, 2, 4):
+                    ahead = own.ahead or page_size % block_n == 0
+                    found.append(LaunchConfig(narrow, block_n, warps, stages, ahead, per_sm))
+    return _as_dicts(found)
+
+
+def prefill_candidates(dtype: torch.dtype) -> list[dict[str, int]]:
+    """Return the prefill configurations that a tuner tries, the heuristic's own first."""
+    found = [prefill_config(dtype)]
+    if dtype != torch.float32:
+        sizes = ((128, 64, 8), (128, 128, 8), (128, 32, 8), (64, 64, 4), (64, 128, 4), (64, 32, 4))
+        found += [LaunchConfig(m, n, warps, stages) for m, n, warps in sizes for stages in (2, 3)]
+    return _as_dicts(found)
+
+
+def _as_dicts(configs: list[LaunchConfig]) -> list[dict[str, int]]:
+    dicts = [{name: int(getattr(config, name)) for name in KNOBS} for config in configs]
+    return [each for index, each in enumerate(dicts) if each not in dicts[:index]]

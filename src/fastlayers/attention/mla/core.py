@@ -44,6 +44,9 @@ class MLAConfig:
 
     See the head of this file for the letters and the phases. ``context`` is the number of cached tokens a request for
     which the choice is made: which kernel wins depends on it as much as on the batch. It changes no result.
+    ``fp8_math`` lets ``decode`` round queries and softmax weights to e4m3 as well, where the cache is e4m3: several
+    times faster, and as coarse as that format. A backend may be more exact. Without ``lse`` nobody reads decode's LSE,
+    and it is unspecified.
     """
 
     num_heads: int
@@ -57,6 +60,8 @@ class MLAConfig:
     kv_dtype: torch.dtype = torch.bfloat16
     phase: str = ""
     context: int = 4096
+    fp8_math: bool = False
+    lse: bool = True
 
     def __post_init__(self) -> None:
         check_choice("mla", "phase", self.phase, ("", *PHASES))
@@ -68,6 +73,8 @@ class MLAConfig:
         floats = (torch.float32, torch.float16, torch.bfloat16)
         check_choice("mla", "dtype", self.dtype, floats)
         check_choice("mla", "kv_dtype", self.kv_dtype, (*floats, torch.float8_e4m3fn))
+        if self.fp8_math and self.kv_dtype != torch.float8_e4m3fn:
+            raise ArgumentError("mla", "fp8_math", True, f"a cache of float8_e4m3fn, not of {self.kv_dtype}")
 
     @property
     def latent_width(self) -> int:
@@ -78,6 +85,7 @@ class MLAConfig:
         """Return the shape key of tuned tables; the scale changes nothing."""
         dims = f"L={self.kv_lora_rank},R={self.qk_rope_head_dim},N={self.qk_nope_head_dim},V={self.v_head_dim}"
         dtypes = "_".join(str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.kv_dtype))
+        dtypes += "_math" if self.fp8_math else ""
         context = f",ctx={self.context}" if self.phase == "decode" else ""
         return f"H={self.num_heads},{dims},page={self.page_size},{dtypes},{self.phase or 'all'}{context}"
 
@@ -164,8 +172,11 @@ def _flashmla_refuses(cfg: MLAConfig, device: Device) -> str | None:
     if cfg.page_size != 64:
         return f"pages of {cfg.page_size} tokens are not of 64"
     if cfg.kv_dtype == torch.float8_e4m3fn:
-        return "with an e4m3 cache it wants e4m3 queries, too, whose rounding exceeds the bound of the output's format"
-    if cfg.kv_dtype != cfg.dtype:
+        if not cfg.fp8_math:
+            return "with an e4m3 cache it rounds queries and softmax weights to e4m3, too, which fp8_math would allow"
+        if cfg.dtype != torch.bfloat16:
+            return f"with an e4m3 cache its output is bfloat16, not {cfg.dtype}"
+    elif cfg.kv_dtype != cfg.dtype:
         return f"a cache of {cfg.kv_dtype} is not of the queries' {cfg.dtype}"
     return _refuses_latents(cfg)
 
@@ -192,8 +203,10 @@ def _fa3_refuses(cfg: MLAConfig, device: Device) -> str | None:
 
 
 def _fa2_refuses(cfg: MLAConfig, device: Device) -> str | None:
-    if cfg.phase != "extend" and cfg.kv_dtype == torch.float8_e4m3fn:
+    if cfg.kv_dtype == torch.float8_e4m3fn:
         return "has no e4m3 cache"
+    if cfg.lse:
+        return "sums softmax weights after rounding them: its LSE is off by 1e-5, more than fp32 may be"
     return _flashinfer_refuses(cfg, device)
 
 
@@ -250,8 +263,7 @@ MLA = Registry(
             f"{_HERE}.flashinfer:FlashInferFA2",
             _FLASHINFER,
             _fa2_refuses,
-            auto_on=(),
-            phases=("decode", "ragged", "extend"),
+            phases=("decode", "ragged"),
         ),
         torch_backend(f"{_HERE}.torch:TorchMLA"),
         reference_backend(f"{_HERE}.reference:ReferenceMLA"),

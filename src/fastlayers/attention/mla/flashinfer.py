@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import log
 from typing import Any
 
@@ -28,6 +28,8 @@ MAX_ENTRIES = 16384
 # Query rows (token × head) of an entry; with many heads two blocks of this size work together.
 TILE = 64
 SCHEDULE_BYTES = 1 << 20
+# Query rows of an entry of a prefill's schedule.
+PREFILL_TILE = 128
 CAUSAL = {False: 0, True: 1}
 
 
@@ -37,11 +39,11 @@ def _decode_module(backend: str, q: torch.dtype, kv: torch.dtype, rank: int, rop
     return get_batch_mla_module(backend, q, kv, q, torch.int32, rank, rope, False)
 
 
-def _prefill_module(backend: str, dtype: torch.dtype, width: int, value: int) -> Any:
+def _prefill_module(dtype: torch.dtype, width: int, value: int) -> Any:
     from flashinfer.prefill import get_batch_prefill_module
 
     # No rotary embedding, window, soft cap or 16-bit scores.
-    return get_batch_prefill_module(backend, dtype, dtype, dtype, torch.int32, width, value, 0, False, False, False)
+    return get_batch_prefill_module("fa3", dtype, dtype, dtype, torch.int32, width, value, 0, False, False, False)
 
 
 class Staging:
@@ -209,7 +211,7 @@ class PrefillPlan:
 
 def _prefill_fake(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, entries: torch.Tensor,
-    numbers: list[int], variant: str, scale: float, causal: bool, need_lse: bool,
+    numbers: list[int], scale: float, causal: bool, need_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     lse_rows = q.shape[0] if need_lse else 0
     return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(lse_rows, q.shape[1], dtype=torch.float32)
@@ -217,16 +219,16 @@ def _prefill_fake(
 
 @operator(
     "mla_flashinfer_prefill(Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k, Tensor entries, int[] numbers, "
-    "str variant, float scale, bool causal, bool need_lse) -> (Tensor, Tensor)",
+    "float scale, bool causal, bool need_lse) -> (Tensor, Tensor)",
     _prefill_fake,
 )
 def _prefill(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, entries: torch.Tensor,
-    numbers: list[int], variant: str, scale: float, causal: bool, need_lse: bool,
+    numbers: list[int], scale: float, causal: bool, need_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     o = q.new_empty(*q.shape[:2], v.shape[2])
     lse = q.new_empty(q.shape[0] if need_lse else 0, q.shape[1], dtype=torch.float32)
-    module = _prefill_module(variant, q.dtype, q.shape[2], v.shape[2])
+    module = _prefill_module(q.dtype, q.shape[2], v.shape[2])
     # Nothing is split, so no partial results are kept: the schedule stands in for their memory. Then tokens before
     # heads, no window, no dependent launch; of the variants' arguments only the scale.
     module.ragged_run(
@@ -241,8 +243,6 @@ class FlashInferMLA:
     """Capture-safe after one call of the step; allocates its outputs."""
 
     name = variant = ""
-    # Query rows of a prefill's schedule entry: the smallest tile that the kernel chooses from.
-    prefill_tile = 128
 
     def __init__(self, cfg: MLAConfig) -> None:
         self.cfg, self.staging = cfg, Staging()
@@ -264,6 +264,12 @@ class FlashInferMLA:
             return results[0]
         return torch.cat([o for o, _ in results]), torch.cat([lse for _, lse in results])
 
+
+class FlashInferFA3(FlashInferMLA):
+    """The kernels for sm_90."""
+
+    name, variant = "flashinfer_fa3", "fa3"
+
     def prefill(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: Varlen, need_lse: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -273,46 +279,30 @@ class FlashInferMLA:
             return o, q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32) if need_lse else None
         plan: PrefillPlan = lens.plan_of(self.key, lambda of: self._plan_prefill(of, q.device))
         o, lse = _prefill(
-            q, k, v, lens.cu_q, lens.cu_k, plan.entries, plan.numbers, self.variant, self.cfg.softmax_scale,
-            lens.causal, need_lse,
-        )  # fmt: skip
+            q, k, v, lens.cu_q, lens.cu_k, plan.entries, plan.numbers, self.cfg.softmax_scale, lens.causal, need_lse
+        )
         return o, lse if need_lse else None
 
     @torch.inference_mode()
     def _plan_prefill(self, lens: Varlen, device: torch.device) -> PrefillPlan:
         cfg = self.cfg
         width, requests, tokens = cfg.qk_nope_head_dim + cfg.qk_rope_head_dim, len(lens.q_lens), sum(lens.q_lens)
-        tiles = sum(-(-length // self.prefill_tile) for length in lens.q_lens) + requests
-        # Up to seven numbers of four bytes for each tile of each head, and a few short lists.
-        size = 28 * (tiles * cfg.num_heads + requests) + 8192
-        entries = torch.empty(size, dtype=torch.uint8, device=device)
+        entries = sum(-(-length // PREFILL_TILE) for length in lens.q_lens) * cfg.num_heads
+        # Seven numbers of four bytes for each entry, and a short list.
+        size = 28 * entries + 8192
+        memory = torch.empty(size, dtype=torch.uint8, device=device)
         staged = self.staging.take(size, device)
         cu_q, cu_k = (_ints([0, *accumulate(each)]) for each in (lens.q_lens, lens.k_lens))
-        lengths = _ints([last - first for first, last in pairwise(cu_k.tolist())])
-        module = _prefill_module(self.variant, cfg.dtype, width, cfg.v_head_dim)
+        module = _prefill_module(cfg.dtype, width, cfg.v_head_dim)
         numbers = module.plan(
-            entries, entries, staged, cu_q, cu_k, lengths, tokens, requests, cfg.num_heads, cfg.num_heads, 1, False,
-            width, cfg.v_head_dim, lens.causal, -1, *self._split_arguments(),
+            memory, memory, staged, cu_q, cu_k, _ints(list(lens.k_lens)), tokens, requests, cfg.num_heads,
+            cfg.num_heads, 1, False, width, cfg.v_head_dim, lens.causal, -1,
         )  # fmt: skip
         self.staging.give(staged, device)
-        return PrefillPlan(entries, [int(number) for number in numbers])
-
-    def _split_arguments(self) -> tuple[Any, ...]:
-        return ()
-
-
-class FlashInferFA3(FlashInferMLA):
-    """The kernels for sm_90."""
-
-    name, variant = "flashinfer_fa3", "fa3"
+        return PrefillPlan(memory, [int(number) for number in numbers])
 
 
 class FlashInferFA2(FlashInferMLA):
-    """The kernels for sm_80 and newer."""
+    """The kernels for sm_80 and newer; decode only."""
 
     name, variant = "flashinfer_fa2", "fa2"
-    prefill_tile = 16
-
-    def _split_arguments(self) -> tuple[Any, ...]:
-        # No fixed split, none at all, no blocks set aside for others.
-        return -1, True, 0

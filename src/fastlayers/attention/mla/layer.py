@@ -69,6 +69,8 @@ class MLAAttention(Layer):
     page_size : int
     kv_dtype : torch.dtype, optional
         Of the cache; default ``dtype``. e4m3 saturates, scale 1.
+    fp8_math : bool
+        With an e4m3 cache: absorbed attention may round queries and softmax weights to e4m3 as well.
     thresholds : MLAThresholds
     alt_stream : torch.cuda.Stream, optional
         Second stream on which the latent's norm overlaps the query's, only while a graph is captured; share one
@@ -111,6 +113,7 @@ class MLAAttention(Layer):
         axis: Axis = SINGLE,
         page_size: int = 64,
         kv_dtype: torch.dtype | None = None,
+        fp8_math: bool = False,
         thresholds: MLAThresholds | None = None,
         alt_stream: Any = None,
         device: torch.device | str | None = None,
@@ -126,6 +129,7 @@ class MLAAttention(Layer):
         cfg = MLAConfig(
             self.num_heads, kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim, v_head_dim, scale, page_size, dtype,
             kv_dtype if kv_dtype is not None else dtype,
+            fp8_math=fp8_math, lse=False,
         )  # fmt: skip
         self.choose_phases(MLA, cfg, device, backend)
         self.hidden_size, self.q_lora_rank, self.rotary, self.alt_stream = hidden_size, q_lora_rank, rotary, alt_stream

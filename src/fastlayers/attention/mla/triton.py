@@ -11,6 +11,8 @@ Softmax runs in base 2 inside; LSE leaves as the natural logarithm.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
@@ -20,17 +22,22 @@ from fastlayers.attention.mla.configs import (
     MAX_SPLITS,
     NOMINAL_SM_COUNT,
     REDUCE_BLOCK,
+    decode_candidates,
     decode_config,
+    knobs,
     num_splits,
+    prefill_candidates,
     prefill_config,
+    tuned,
 )
 from fastlayers.attention.mla.core import MLAConfig, Varlen
 from fastlayers.device import as_device
 from fastlayers.operators import operator
 from fastlayers.testing.compile_check import KernelBuild
-from fastlayers.triton_lang import cast, dot
+from fastlayers.triton_lang import await_inputs, cast, dependent_launch, dot, release_dependents, to_e4m3
 
 LOG2_E = 1.4426950408889634
+E4M3_BLOCK = 1024
 # Where a running maximum starts: finite, so that no difference is -inf - -inf, and below every score.
 LOWEST = tl.constexpr(-1e30)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -54,8 +61,12 @@ def _decode_kernel(
     q_stride_t, q_stride_h, page_stride, row_stride, table_stride, scale, splits, num_rows,
     HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, ROW_BLOCKS: tl.constexpr,
     CAUSAL: tl.constexpr, DIRECT: tl.constexpr, AHEAD: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    # Whether a tile lies inside one page: then one entry of the page table serves it.
+    ONE_PAGE: tl.constexpr = PAGE % BLOCK_N == 0
+    await_inputs(PDL)
+    release_dependents(PDL)
     request, block, split = tl.program_id(0) // ROW_BLOCKS, tl.program_id(0) % ROW_BLOCKS, tl.program_id(1)
     first_token = tl.load(cu_ptr + request)
     rows = (tl.load(cu_ptr + request + 1) - first_token) * HEADS
@@ -67,9 +78,11 @@ def _decode_kernel(
     position = tl.load(positions_ptr + token, mask=real, other=-1).to(tl.int32)
     start, end = tl.load(starts_ptr + request), tl.max(position, axis=0) + 1
     low, high = start, end
+    if ONE_PAGE:
+        low = start // BLOCK_N * BLOCK_N
     if not DIRECT:
-        part = tl.cdiv(tl.cdiv(tl.maximum(end - start, 0), splits), BLOCK_N) * BLOCK_N
-        low = start + split * part
+        part = tl.cdiv(tl.cdiv(tl.maximum(end - low, 0), splits), BLOCK_N) * BLOCK_N
+        low += split * part
         high = tl.minimum(low + part, end)
     limit = tl.minimum(position + 1, high)
 
@@ -81,24 +94,37 @@ def _decode_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, RANK], tl.float32)
     table = table_ptr + request * table_stride
-    if AHEAD:
+    if ONE_PAGE:
+        latent_at = column[:, None] * row_stride + latent_column[None, :]
+        rope_at = column[:, None] * row_stride + RANK + rope_column[None, :]
+        page = tl.load(table + low // PAGE, mask=low < high, other=0)
+    elif AHEAD:
         page = tl.load(table + (low + column) // PAGE, mask=low + column < high, other=0)
     for n in range(low, high, BLOCK_N):
         key = n + column
-        inside = key < high
-        if not AHEAD:
-            page = tl.load(table + key // PAGE, mask=inside, other=0)
-        cached = cache_ptr + page.to(tl.int64) * page_stride + (key % PAGE) * row_stride
-        if AHEAD:
-            page = tl.load(table + (key + BLOCK_N) // PAGE, mask=key + BLOCK_N < high, other=0)
         # Rows outside the request are never read: a stale page may hold NaN, and 0 · NaN is NaN.
-        latent = tl.load(cached[:, None] + latent_column[None, :], mask=inside[:, None], other=0.0)
-        rope = tl.load(cached[:, None] + RANK + rope_column[None, :], mask=inside[:, None], other=0.0)
+        inside = key < high
+        if ONE_PAGE:
+            inside = inside & (key >= start)
+            tile = cache_ptr + page.to(tl.int64) * page_stride + (n % PAGE) * row_stride
+            page = tl.load(table + (n + BLOCK_N) // PAGE, mask=n + BLOCK_N < high, other=0)
+            latent = tl.load(tile + latent_at, mask=inside[:, None], other=0.0)
+            rope = tl.load(tile + rope_at, mask=inside[:, None], other=0.0)
+        else:
+            if not AHEAD:
+                page = tl.load(table + key // PAGE, mask=inside, other=0)
+            rows_at = cache_ptr + page.to(tl.int64) * page_stride + (key % PAGE) * row_stride
+            if AHEAD:
+                page = tl.load(table + (key + BLOCK_N) // PAGE, mask=key + BLOCK_N < high, other=0)
+            latent = tl.load(rows_at[:, None] + latent_column[None, :], mask=inside[:, None], other=0.0)
+            rope = tl.load(rows_at[:, None] + RANK + rope_column[None, :], mask=inside[:, None], other=0.0)
         latent, rope = latent.to(q_latent.dtype), rope.to(q_latent.dtype)
         score = dot(q_latent, tl.trans(latent), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
         score = dot(q_rope, tl.trans(rope), score) * scale
         if CAUSAL:
             seen = key[None, :] < limit[:, None]
+            if ONE_PAGE:
+                seen = seen & (key >= start)[None, :]
         else:
             seen = inside[None, :]
         score = tl.where(seen, score, float("-inf"))
@@ -122,8 +148,10 @@ def _decode_kernel(
 @triton.jit(do_not_specialize=["splits", "num_rows"])
 def _reduce_kernel(
     partial_ptr, partial_lse_ptr, o_ptr, lse_ptr, splits, num_rows,
-    RANK: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    RANK: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    await_inputs(PDL)
+    release_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     column, every = tl.arange(0, RANK), tl.arange(0, MAX_SPLITS)
     all_lse = tl.load(partial_lse_ptr + every.to(tl.int64) * num_rows + row, mask=every < splits, other=float("-inf"))
@@ -202,31 +230,54 @@ def _prefill_kernel(
         tl.store(lse_ptr + out_row, _natural_lse(highest, total), mask=row < q_len)
 
 
+@triton.jit
+def _to_e4m3_kernel(x_ptr, y_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    await_inputs(PDL)
+    release_dependents(PDL)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < size, other=0.0).to(tl.float32)
+    tl.store(y_ptr + at, to_e4m3(x), mask=at < size)
+
+
+def rounded_to_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous ``x`` in e4m3, clamped to ±448 (scale 1); for other backends' operators."""
+    y = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    launch = dependent_launch(x)
+    _to_e4m3_kernel[(triton.cdiv(x.numel(), E4M3_BLOCK),)](x, y, x.numel(), BLOCK=E4M3_BLOCK, num_warps=4, **launch)
+    return y
+
+
 def _decode_fake(
     q: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, starts: torch.Tensor, cu_seqlens_q: torch.Tensor,
-    positions: torch.Tensor, rank: int, scale: float, max_query_len: int, max_seq_len: int,
+    positions: torch.Tensor, rank: int, scale: float, max_query_len: int, max_seq_len: int, knobs: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     return q.new_empty(*q.shape[:2], rank), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 @operator(
     "mla_decode(Tensor q, Tensor cache, Tensor page_table, Tensor starts, Tensor cu_seqlens_q, Tensor positions, "
-    "int rank, float scale, int max_query_len, int max_seq_len) -> (Tensor, Tensor)",
+    "int rank, float scale, int max_query_len, int max_seq_len, int[] knobs) -> (Tensor, Tensor)",
     _decode_fake,
 )
 def _decode(
     q: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, starts: torch.Tensor, cu_seqlens_q: torch.Tensor,
-    positions: torch.Tensor, rank: int, scale: float, max_query_len: int, max_seq_len: int,
+    positions: torch.Tensor, rank: int, scale: float, max_query_len: int, max_seq_len: int, knobs: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     tokens, heads, width = q.shape
     requests = page_table.shape[0]
     o, lse = q.new_empty(tokens, heads, rank), q.new_empty(tokens, heads, dtype=torch.float32)
     if tokens == 0:
         return o, lse
-    row_blocks = triton.cdiv(heads * max_query_len, decode_config(heads * max_query_len, q.dtype, cache.dtype).block_m)
+    rows_each, page_size = heads * max_query_len, cache.shape[1]
+    config = tuned(decode_config(rows_each, q.dtype, cache.dtype, page_size), knobs, page_size)
+    row_blocks = triton.cdiv(rows_each, config.block_m)
     sm_count = as_device(q.device).sm_count if q.is_cuda else NOMINAL_SM_COUNT
-    splits = num_splits(requests * row_blocks, max_seq_len, sm_count)
-    config = decode_config(heads * max_query_len, q.dtype, cache.dtype, splits == 1)
+    splits = num_splits(requests * row_blocks, max_seq_len, sm_count * config.per_sm)
+    if splits == 1:
+        config = tuned(
+            decode_config(rows_each, q.dtype, cache.dtype, page_size, True, max_query_len > 1), knobs, page_size
+        )
+    launch = dependent_launch(q)
     rows = tokens * heads
     partial, partial_lse = o, lse
     if splits > 1:
@@ -237,27 +288,19 @@ def _decode(
         q.stride(0), q.stride(1), cache.stride(0), cache.stride(1), page_table.stride(0), scale * LOG2_E, splits, rows,
         HEADS=heads, RANK=rank, ROPE=width - rank, PAGE=cache.shape[1], ROW_BLOCKS=row_blocks,
         CAUSAL=max_query_len > 1, DIRECT=splits == 1, AHEAD=config.ahead, BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n, num_warps=config.num_warps, num_stages=config.num_stages,
+        BLOCK_N=config.block_n, num_warps=config.num_warps, num_stages=config.num_stages, **launch,
     )  # fmt: skip
     if splits > 1:
         _reduce_kernel[(rows,)](
-            partial,
-            partial_lse,
-            o,
-            lse,
-            splits,
-            rows,
-            RANK=rank,
-            MAX_SPLITS=MAX_SPLITS,
-            BLOCK=REDUCE_BLOCK,
-            num_warps=4,
-        )
+            partial, partial_lse, o, lse, splits, rows, RANK=rank, MAX_SPLITS=MAX_SPLITS, BLOCK=REDUCE_BLOCK,
+            num_warps=4, **launch,
+        )  # fmt: skip
     return o, lse
 
 
 def _prefill_fake(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, nope: int,
-    scale: float, max_query_len: int, causal: bool, need_lse: bool,
+    scale: float, max_query_len: int, causal: bool, need_lse: bool, knobs: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     lse_rows = q.shape[0] if need_lse else 0
     return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(lse_rows, q.shape[1], dtype=torch.float32)
@@ -265,12 +308,12 @@ def _prefill_fake(
 
 @operator(
     "mla_prefill(Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k, int nope, float scale, int max_query_len, "
-    "bool causal, bool need_lse) -> (Tensor, Tensor)",
+    "bool causal, bool need_lse, int[] knobs) -> (Tensor, Tensor)",
     _prefill_fake,
 )
 def _prefill(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, nope: int,
-    scale: float, max_query_len: int, causal: bool, need_lse: bool,
+    scale: float, max_query_len: int, causal: bool, need_lse: bool, knobs: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     tokens, heads, width = q.shape
     value = v.shape[2]
@@ -278,7 +321,7 @@ def _prefill(
     lse = q.new_empty(tokens if need_lse else 0, heads, dtype=torch.float32)
     if max_query_len == 0:
         return o, lse
-    config = prefill_config(q.dtype)
+    config = tuned(prefill_config(q.dtype), knobs, 1)
     grid = (triton.cdiv(max_query_len, config.block_m), heads, cu_q.shape[0] - 1)
     _prefill_kernel[grid](
         q, k, v, o, lse, cu_q, cu_k,
@@ -298,14 +341,22 @@ def _block(size: int) -> int:
 class TritonMLA:
     """Capture-safe: grids and split counts come from host bounds (``meta.max_*``, ``lens.q_lens``), never from data."""
 
-    def __init__(self, cfg: MLAConfig) -> None:
+    def __init__(self, cfg: MLAConfig, config: Mapping[str, int] | None = None) -> None:
         self.rank, self.nope, self.scale = cfg.kv_lora_rank, cfg.qk_nope_head_dim, cfg.softmax_scale
+        self.knobs = knobs(config)
+
+    @staticmethod
+    def candidates(cfg: MLAConfig, num_tokens: int) -> list[dict[str, int]]:
+        """Return the configurations that a tuner tries for this phase, the heuristic's own first."""
+        if cfg.phase == "extend":
+            return prefill_candidates(cfg.dtype)
+        return decode_candidates(cfg.num_heads, cfg.dtype, cfg.kv_dtype, cfg.page_size)
 
     def decode(self, q: torch.Tensor, cache: torch.Tensor, meta: AttentionMeta) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``(o [T,H,L] of q's dtype, lse [T,H] fp32)``."""
         o, lse = _decode(
             q, cache, meta.page_table, meta.starts, meta.cu_seqlens_q, meta.positions, self.rank, self.scale,
-            meta.max_query_len, meta.max_seq_len,
+            meta.max_query_len, meta.max_seq_len, self.knobs,
         )  # fmt: skip
         return o, lse
 
@@ -314,16 +365,18 @@ class TritonMLA:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return ``(o [T,H,V] of q's dtype, lse [T,H] fp32 or None)``."""
         longest = max(lens.q_lens, default=0)
-        o, lse = _prefill(q, k, v, lens.cu_q, lens.cu_k, self.nope, self.scale, longest, lens.causal, need_lse)
+        o, lse = _prefill(
+            q, k, v, lens.cu_q, lens.cu_k, self.nope, self.scale, longest, lens.causal, need_lse, self.knobs
+        )
         return o, lse if need_lse else None
 
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8e4nv": torch.float8_e4m3fn}
 
 
-def _decode_build(heads: int, dtype: str, kv_dtype: str, queries: int, direct: bool) -> KernelBuild:
-    """Describe one decode launch of a DeepSeek model: rank 512, rope 64, pages of 64."""
-    config = decode_config(heads * queries, _DTYPES[dtype], _DTYPES[kv_dtype], direct)
+def _decode_build(heads: int, dtype: str, kv_dtype: str, queries: int, direct: bool, page: int = 64) -> KernelBuild:
+    """Describe one decode launch of a DeepSeek model: rank 512, rope 64."""
+    config = decode_config(heads * queries, _DTYPES[dtype], _DTYPES[kv_dtype], page, direct, queries > 1)
     strides = dict.fromkeys(("q_stride_t", "q_stride_h", "page_stride", "row_stride", "table_stride"), "i32")
     pointers = {
         "table_ptr": "*i32",
@@ -333,7 +386,7 @@ def _decode_build(heads: int, dtype: str, kv_dtype: str, queries: int, direct: b
         "lse_ptr": "*fp32",
     }
     return KernelBuild(
-        f"mla_decode_{heads}h_{queries}q_{dtype}_kv_{kv_dtype}{'_direct' if direct else ''}",
+        f"mla_decode_{heads}h_{queries}q_{dtype}_kv_{kv_dtype}_page{page}{'_direct' if direct else ''}",
         _decode_kernel,
         {
             "q_ptr": f"*{dtype}", "cache_ptr": f"*{kv_dtype}", "o_ptr": f"*{dtype}" if direct else "*fp32",
@@ -341,9 +394,10 @@ def _decode_build(heads: int, dtype: str, kv_dtype: str, queries: int, direct: b
             "num_rows": "i32",
         },
         {
-            "HEADS": heads, "RANK": 512, "ROPE": 64, "PAGE": 64,
+            "HEADS": heads, "RANK": 512, "ROPE": 64, "PAGE": page,
             "ROW_BLOCKS": triton.cdiv(heads * queries, config.block_m), "CAUSAL": queries > 1, "DIRECT": direct,
             "AHEAD": config.ahead, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
+            "PDL": True,
         },
         config.num_warps, config.num_stages, tuple(strides)[:-1],
     )  # fmt: skip
@@ -374,8 +428,16 @@ COMPILE = [
         for heads, queries in ((16, 1), (32, 1), (128, 1), (16, 4))
         for direct in (False, True)
     ),
+    *(_decode_build(heads, "bf16", "bf16", 1, direct, page=1) for heads in (16, 128) for direct in (False, True)),
     *(_decode_build(heads, dtype, "fp8e4nv", 1, False) for dtype in ("bf16", "fp16") for heads in (16, 128)),
     *(_prefill_build(16, dtype, causal) for dtype in ("bf16", "fp16", "fp32") for causal in (True, False)),
+    KernelBuild(
+        "mla_queries_to_e4m3",
+        _to_e4m3_kernel,
+        {"x_ptr": "*bf16", "y_ptr": "*fp8e4nv", "size": "i32"},
+        {"BLOCK": E4M3_BLOCK, "PDL": True},
+        num_warps=4,
+    ),
     KernelBuild(
         "mla_reduce_bf16",
         _reduce_kernel,
@@ -383,7 +445,7 @@ COMPILE = [
             "partial_ptr": "*fp32", "partial_lse_ptr": "*fp32", "o_ptr": "*bf16", "lse_ptr": "*fp32", "splits": "i32",
             "num_rows": "i32",
         },
-        {"RANK": 512, "MAX_SPLITS": MAX_SPLITS, "BLOCK": REDUCE_BLOCK},
+        {"RANK": 512, "MAX_SPLITS": MAX_SPLITS, "BLOCK": REDUCE_BLOCK, "PDL": True},
         num_warps=4,
     ),
 ]  # fmt: skip
