@@ -102,3 +102,35 @@ def test_errors_name_the_argument_and_change_nothing(monkeypatch: pytest.MonkeyP
 def test_config_round_trips() -> None:
     cfg = RotaryKVWriteConfig(4, 1, 64, 512, 64, True, False, True, FP8)
     assert eval(repr(cfg)) == cfg
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_round_as_the_separate_layer(dtype: torch.dtype) -> None:
+    """One launch gives the bits of RMSNorm, rotation and write one after the other."""
+    norms = [fl.RMSNorm(16, 1e-5, dtype=dtype) for _ in "qk"]
+    for norm in norms:
+        torch.nn.init.normal_(norm.weight, 1.0, 0.5)
+    rotary = fl.RotaryEmbedding(16, max_position=50)
+    fused = RotaryKVWrite(4, 2, 16, kv_dtype=dtype, qk_norm=1e-5, backend="torch")
+    plain = RotaryKVWrite(4, 2, 16, kv_dtype=dtype, backend="torch")
+    rows = torch.randn(3, 8, 16).to(dtype)
+    q, k, v = rows.split((4, 2, 2), 1)  # strided, as a fused projection's parts are
+    caches = [LayerCache(*torch.zeros(2, 3, 4, 2, 16, dtype=dtype)) for _ in range(2)]
+    rest = (rotary.cos, rotary.sin, torch.tensor([49, 0, 7]))
+    loc = torch.tensor([9, 4, 11])
+    one = fused(q, k, v, *rest, caches[0], loc, norms[0].weight, norms[1].weight)
+    several = plain(norms[0](q), norms[1](k), v, *rest, caches[1], loc)
+    assert torch.equal(one, several) and torch.equal(caches[0].keys, caches[1].keys) and caches[0].keys.any()
+
+
+def test_bad_norms() -> None:
+    with pytest.raises(ArgumentError, match="qk_norm"):
+        RotaryKVWriteConfig(3, 1, 8, 6, 8, latent=True, qk_norm=1e-6)
+    x, cos, zero = torch.randn(1, 1, 8), torch.zeros(1, 4), torch.tensor([0])
+    cache, weight = LayerCache(*torch.zeros(2, 1, 1, 1, 8)), torch.ones(8)
+    normed = RotaryKVWrite(1, 1, 8, kv_dtype=torch.float32, qk_norm=1e-6)
+    for weights in ((), (weight,), (weight, weight[:4]), (weight.half(), weight)):
+        with pytest.raises(ArgumentError, match="_weight"):
+            normed(x, x, x, cos, cos, zero, cache, zero, *weights)
+    with pytest.raises(ArgumentError, match="None without qk_norm"):
+        RotaryKVWrite(1, 1, 8, kv_dtype=torch.float32)(x, x, x, cos, cos, zero, cache, zero, weight, weight)
