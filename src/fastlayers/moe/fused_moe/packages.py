@@ -83,6 +83,20 @@ _TILES = (
     "deep_gemm:_C.get_mk_alignment_for_contiguous_layout",
     "deep_gemm:_C.set_mk_alignment_for_contiguous_layout",
 )
+# Ahead of our own kernels for what it serves, MXFP4: 1.8 to 5.9 times as fast when it was measured.
+TRITON_KERNELS = Backend(
+    "triton_kernels",
+    f"{_HERE}.triton_kernels:TritonKernelsFusedMoE",
+    (
+        "triton_kernels.matmul_ogs:matmul_ogs",
+        "triton_kernels.swiglu:swiglu_fn",
+        "triton_kernels.tensor:make_ragged_tensor_metadata",
+        "triton_kernels.tensor_details.layout:HopperMXValueLayout.swizzle_data",
+        *TRITON_NEEDS,
+    ),
+    _triton_kernels,
+    weight_layout="triton_kernels",
+)
 PACKAGES = [
     Backend(
         "deep_gemm",
@@ -115,18 +129,5 @@ PACKAGES = [
         f"{_HERE}.torch_grouped:TorchGroupedFusedMoE",
         ("torch.nn.functional:grouped_mm", *TRITON_NEEDS),
         _torch_grouped,
-    ),
-    Backend(
-        "triton_kernels",
-        f"{_HERE}.triton_kernels:TritonKernelsFusedMoE",
-        (
-            "triton_kernels.matmul_ogs:matmul_ogs",
-            "triton_kernels.swiglu:swiglu_fn",
-            "triton_kernels.tensor:make_ragged_tensor_metadata",
-            "triton_kernels.tensor_details.layout:HopperMXValueLayout.swizzle_data",
-            *TRITON_NEEDS,
-        ),
-        _triton_kernels,
-        weight_layout="triton_kernels",
     ),
 ]

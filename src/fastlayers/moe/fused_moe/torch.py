@@ -111,8 +111,15 @@ def _loop(
 ) -> torch.Tensor:  # fmt: skip
     packed = MoEWeights(w13, w2, w13_scale, w2_scale, w13_bias, w2_bias)
     if x.shape[0] and _groups(x, packed):
-        parts = zip(*(t.split(GROUPED_TOKENS) for t in (x, topk_weights * factor, topk_ids)), strict=True)
-        sums = [_grouped(*part, packed, activation, alpha, limit, interleaved) for part in parts]
+        sums = [
+            _grouped(rows, shares, ids, packed, activation, alpha, limit, interleaved)
+            for rows, shares, ids in zip(
+                x.split(GROUPED_TOKENS),
+                (topk_weights * factor).split(GROUPED_TOKENS),
+                topk_ids.split(GROUPED_TOKENS),
+                strict=True,
+            )
+        ]
         return torch.cat(sums).to(x.dtype)
     values = round_activations(x, quant, scale_fmt)
     per_token = topk_ids.shape[1]

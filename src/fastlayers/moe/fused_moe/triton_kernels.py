@@ -22,6 +22,8 @@ from fastlayers.operators import operator
 MAX_TOKENS = 8192
 # The layout of scales belongs to this number of warps.
 WARPS = 8
+# Swizzling holds the codes several times over, as int32.
+EXPERTS_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -46,14 +48,14 @@ def _layouts() -> tuple[Any, Any]:
 
 
 def _swizzle(data: torch.Tensor, layout: Any, **options: int) -> torch.Tensor:
-    """Return ``data`` ``[E, N, K']`` of bytes in a layout of the package; one expert at a time."""
+    """Return ``data`` ``[E, N, K']`` of bytes in a layout of the package; a few experts at a time."""
     packed: torch.Tensor | None = None
-    for expert in range(data.shape[0]):
-        one = data[expert : expert + 1].mT
-        swizzled = layout(one.shape, **options).swizzle_data(one).mT
+    for start in range(0, data.shape[0], EXPERTS_AT_ONCE):
+        some = data[start : start + EXPERTS_AT_ONCE].mT
+        swizzled = layout(some.shape, **options).swizzle_data(some).mT
         if packed is None:
             packed = swizzled.new_empty(data.shape[0], *swizzled.shape[1:])
-        packed[expert] = swizzled[0]
+        packed[start : start + EXPERTS_AT_ONCE] = swizzled
     assert packed is not None
     return packed.mT
 
