@@ -179,6 +179,8 @@ class FusedMoE(Layer):
     -----
     Capture-safe; allocates its output; never writes its input. Not found in checkpoints as such: ``slots`` reads
     one tensor per expert and projection, only those of this rank, or slices of tensors that hold all experts.
+    A backend with a weight layout of its own (``triton_kernels``) takes the weights' place in ``finalize``: the
+    parameters are empty afterwards, and the layer stays on its device.
     Source: items 23 and 25 to 28 of the design notes; Fedus et al. 2021, DeepSeek-V3 technical report.
 
     Examples
