@@ -1,0 +1,355 @@
+"""The foreign MLA cores: guards on described devices, and what our side does, with stand-ins for their kernels."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import fastlayers as fl
+import fastlayers.attention.mla.flashinfer as mla_flashinfer
+import fastlayers.attention.mla.paths as mla_paths
+from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
+from fastlayers.attention.mla.configs import KNOBS, decode_config
+from fastlayers.attention.mla.core import CONTEXTS, MLA, MLAConfig, Varlen, context_of, phase_of
+from fastlayers.attention.mla.flashinfer import FlashInferFA3, pieces
+from fastlayers.attention.mla.flashmla import FlashMLA
+from fastlayers.attention.mla.torch import TorchMLA
+from fastlayers.attention.mla.triton import TritonMLA
+from fastlayers.device import as_device
+from fastlayers.errors import ArgumentError
+from fastlayers.registry import Backend
+
+REAL = MLAConfig(16, 512, 64, 128, 128, 0.1, phase="decode")
+TINY = MLAConfig(3, 32, 16, 24, 20, 0.31, 16, torch.float32, torch.float32, "decode")
+E4M3 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "device", "reason"),
+    [
+        ("flashmla", {}, "H200", None),
+        ("flashmla", {}, "A100", "needs sm_90, this is sm_80"),
+        ("flashmla", {}, "B200", "needs sm_90, this is sm_100"),
+        ("flashmla", {"page_size": 16}, "H200", "pages of 16 tokens are not of 64"),
+        ("flashmla", {"kv_dtype": E4M3}, "H200", "which fp8_math would allow"),
+        ("flashmla", {"kv_dtype": E4M3, "fp8_math": True}, "H200", None),
+        ("flashmla", {"kv_dtype": torch.float16}, "H200", "is not of the queries' torch.bfloat16"),
+        ("flashmla", {"kv_lora_rank": 256}, "H200", r"latents of 256 \+ 64 are not 512 \+ 64"),
+        ("flashmla", {"phase": "ragged"}, "H200", "serves decode only, not ragged"),
+        ("flashinfer_fa3", {"page_size": 1}, "H200", None),
+        ("flashinfer_fa3", {"kv_dtype": E4M3}, "H200", None),
+        ("flashinfer_fa3", {"kv_dtype": E4M3, "dtype": torch.float16}, "H200", "are not bfloat16"),
+        ("flashinfer_fa3", {}, "A100", "needs sm_90, this is sm_80"),
+        ("flashinfer_fa3", {"phase": "extend"}, "H200", None),
+        ("flashinfer_fa3", {"phase": "extend", "v_head_dim": 64}, "H200", "heads of 192 and 64 are not of 192 and 128"),
+        ("flashinfer_fa3", {"phase": "padded"}, "H200", "serves decode and ragged and extend only, not padded"),
+        ("flashinfer_fa3", {"dtype": torch.float32, "kv_dtype": torch.float32}, "H200", "is not float16 or bfloat16"),
+        ("flashinfer_fa2", {}, "A100", "its LSE is off by 1e-5"),
+        ("flashinfer_fa2", {"lse": False}, "A100", None),
+        ("flashinfer_fa2", {"lse": False, "kv_dtype": E4M3}, "A100", "has no e4m3 cache"),
+    ],
+)
+def test_guards(name: str, changes: dict[str, Any], device: str, reason: str | None) -> None:
+    cfg, row = replace(REAL, **changes), MLA.named(name)
+    why = row.why_not(cfg, as_device(device)) if not row.serves(cfg.phase) else row.refuse(cfg, as_device(device))
+    assert (why is None) == (reason is None)
+    if reason is not None:
+        import re
+
+        assert re.search(reason, str(why))
+
+
+def test_a_padded_step_has_a_backend_on_every_gpu() -> None:
+    for device in ("H200", "A100"):
+        able = [
+            row.name for row in MLA.ranked
+            if row.auto_on == ("cuda",) and row.serves("padded")
+            and row.refuse(replace(REAL, phase="padded"), as_device(device)) is None
+        ]  # fmt: skip
+        assert able == ["triton"]
+
+
+def test_configuration() -> None:
+    with pytest.raises(ArgumentError, match="fp8_math is True; accepted: a cache of float8_e4m3fn"):
+        replace(REAL, fp8_math=True)
+    with pytest.raises(ArgumentError, match="phase"):
+        replace(REAL, phase="prefill")
+    keys = [
+        replace(REAL, **changes).tuning_key()
+        for changes in (
+            {}, {"num_heads": 128}, {"context": 1024}, {"kv_dtype": E4M3}, {"kv_dtype": E4M3, "fp8_math": True},
+            {"phase": "extend"}, {"page_size": 1},
+        )
+    ]  # fmt: skip
+    assert len(set(keys)) == len(keys)
+    assert keys[0] == replace(REAL, softmax_scale=0.2, lse=False).tuning_key()
+
+
+def test_phases_and_contexts() -> None:
+    def batch(query: tuple[int, ...], starts: tuple[int, ...] = ()) -> AttentionBatch:
+        return AttentionBatch(query, (5,) * len(query), [[1]] * len(query), starts)
+
+    assert phase_of(batch((1, 1))) == "decode" == phase_of(batch((1, 1), (0, 0)))
+    assert phase_of(batch((1, 0))) == phase_of(batch((2, 2))) == "ragged"
+    assert phase_of(batch((1, 1), (0, 3))) == phase_of(batch((4,), (1,))) == "padded"
+    assert [context_of(n) for n in (1, 2048, 2049, 8192, 40_000, 1 << 20)] == [1024, 1024, 4096, 4096, 65536, 65536]
+    assert all(context_of(context) == context for context in CONTEXTS)
+
+
+def paged(cfg: MLAConfig, pages: int) -> torch.Tensor:
+    return torch.randn(pages, cfg.page_size, cfg.latent_width)
+
+
+class FakeDecode:
+    """Stands in for FlashInfer's decode module: a schedule is a list of requests, run from raw page indices."""
+
+    def __init__(self) -> None:
+        self.plans: list[list[tuple[int, int, int, int]]] = []
+        self.causal: list[bool] = []
+
+    def plan(self, workspace: Any, entries: Any, staged: Any, cu_q: Any, rows: Any, totals: Any, *rest: Any) -> Any:
+        heads, rank, causal = rest
+        assert staged.numel() >= entries.numel() and (heads, rank) == (TINY.num_heads, TINY.kv_lora_rank)
+        bounds = cu_q.tolist()
+        self.plans.append(list(zip(bounds, bounds[1:], rows.tolist(), totals.tolist(), strict=False)))
+        self.causal.append(causal)
+        return [len(self.plans) - 1]
+
+    def run(
+        self, workspace: Any, entries: Any, numbers: Any, q_nope: Any, q_pe: Any, ckv: Any, kpe: Any, indices: Any,
+        o: Any, lse: Any, mask: int, heads: int, page_size: int, scale: float, natural: bool, *scales: float,
+    ) -> None:  # fmt: skip
+        assert natural and scales == (1.0, 1.0) and mask == int(self.causal[numbers[0]])
+        for first, last, row, total in self.plans[numbers[0]]:
+            pages = indices[row : row + -(-total // page_size)].long()
+            keys = torch.cat([ckv, kpe], -1)[pages].flatten(0, 1)[:total]
+            for i, token in enumerate(range(first, last)):
+                seen = keys[: total - (last - first) + i + 1] if mask else keys
+                scores = scale * torch.cat([q_nope, q_pe], -1)[token] @ seen.T
+                o[token], lse[token] = scores.softmax(-1) @ seen[:, : o.shape[-1]], scores.logsumexp(-1)
+
+
+@pytest.fixture
+def fake_flashinfer(monkeypatch: pytest.MonkeyPatch) -> FakeDecode:
+    fake = FakeDecode()
+    monkeypatch.setattr(mla_flashinfer, "_decode_module", lambda *args: fake)
+    return fake
+
+
+def steps(state: AttentionState) -> Iterator[tuple[AttentionMeta, int]]:
+    """Yield decode in a bucket, decode again with other lengths, and a ragged step, each with its rows that count."""
+    yield state.plan(AttentionBatch((1, 1), (39, 3), [[5, 2, 8], [1, 9, 4]]), bucket=4), 2
+    yield state.plan(AttentionBatch((1, 1, 1), (7, 30, 16), [[5], [9, 1], [3, 7]]), bucket=4), 3
+    yield state.plan(AttentionBatch((4, 0, 9), (21, 6, 0), [[2, 3], [4], [7]])), 13
+
+
+@pytest.mark.parametrize("limit", [mla_flashinfer.MAX_ENTRIES, 9])
+def test_flashinfer_decode(fake_flashinfer: FakeDecode, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mla_flashinfer, "MAX_ENTRIES", limit)
+    monkeypatch.setattr(mla_flashinfer, "TILE", 4)
+    core, plain, state = FlashInferFA3(TINY), TorchMLA(TINY), AttentionState(4, 16, 3, 16)
+    cache = paged(TINY, 12)
+    for meta, real in steps(state):
+        q = torch.randn(meta.num_tokens, 3, 48)
+        (o, lse), (expected, expected_lse) = core.decode(q, cache, meta), plain.decode(q, cache, meta)
+        torch.testing.assert_close(o[:real], expected[:real], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse[:real], expected_lse[:real], rtol=1e-5, atol=1e-5)
+    assert len(fake_flashinfer.plans) > 3 if limit == 9 else len(fake_flashinfer.plans) == 3
+
+
+def test_flashinfer_plans_once_a_step_for_all_layers(fake_flashinfer: FakeDecode) -> None:
+    first, second, state = FlashInferFA3(TINY), FlashInferFA3(TINY), AttentionState(4, 16, 3, 16)
+    cache, q = paged(TINY, 12), torch.randn(2, 3, 48)
+    meta = state.plan(AttentionBatch((1, 1), (39, 3), [[5, 2, 8], [1]]), bucket=2)
+    for core in (first, second, first):
+        core.decode(q, cache, meta)
+    assert len(fake_flashinfer.plans) == 1
+    state.plan(AttentionBatch((1, 1), (9, 3), [[5], [1]]), bucket=2)
+    assert [total for *_, total in fake_flashinfer.plans[-1]] == [10, 4]
+
+
+@pytest.mark.parametrize("entries", [6, 8, 50])
+def test_pieces_cover_every_token_once(entries: int) -> None:
+    lens = [(5, 9), (0, 4), (1, 1), (40, 47), (3, 3)]
+    heads, cut = 100, list(pieces(lens, 100, entries))
+    assert all(sum(-(-new * heads // mla_flashinfer.TILE) for _, new, _ in part) <= entries for part in cut)
+    for request, (new, total) in enumerate(lens):
+        mine = [(count, length) for part in cut for r, count, length in part if r == request]
+        assert sum(count for count, _ in mine) == new
+        done = 0
+        for count, length in mine:
+            done += count
+            assert length == total - new + done
+
+
+def test_flashinfer_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[tuple[list[int], list[int]]] = []
+
+    def plan(memory: Any, same: Any, staged: Any, cu_q: Any, cu_k: Any, k_lens: Any, tokens: int, *rest: Any) -> Any:
+        assert memory.data_ptr() == same.data_ptr() and tokens == cu_q[-1]
+        planned.append((cu_q.tolist(), k_lens.tolist()))
+        return [7]
+
+    def ragged_run(memory: Any, same: Any, numbers: Any, q: Any, k: Any, v: Any, *rest: Any) -> None:
+        cu_q, cu_k, o, lse, mask, *_, scale, _, _, _ = rest
+        assert numbers == [7]
+        core, bounds = TorchMLA(replace(TINY, softmax_scale=scale)), (cu_q.diff().tolist(), cu_k.diff().tolist())
+        lens = Varlen.of(tuple(bounds[0]), tuple(bounds[1]), bool(mask), q.device)
+        result, natural = core.prefill(q, k, v, lens)
+        o.copy_(result)
+        if lse is not None:
+            lse.copy_(natural / math.log(2.0))
+
+    module = SimpleNamespace(plan=plan, ragged_run=ragged_run)
+    monkeypatch.setattr(mla_flashinfer, "_prefill_module", lambda *args: module)
+    core, plain = FlashInferFA3(TINY), TorchMLA(TINY)
+    q, k, v = torch.randn(8, 3, 40), torch.randn(15, 3, 40), torch.randn(15, 3, 20)
+    lens = Varlen.of((6, 2), (6, 9), True, q.device)
+    for need_lse in (True, False):
+        o, lse = core.prefill(q, k, v, lens, need_lse)
+        expected, expected_lse = plain.prefill(q, k, v, lens, need_lse)
+        torch.testing.assert_close(o, expected)
+        assert (lse is None) == (not need_lse)
+        if need_lse:
+            torch.testing.assert_close(lse, expected_lse)
+    FlashInferFA3(TINY).prefill(q, k, v, lens)
+    assert planned == [([0, 6, 8], [6, 9])], "one plan for all calls with the same lengths"
+    o, lse = core.prefill(q, k[:0], v[:0], Varlen.of((6, 2), (0, 0), False, q.device))
+    assert (o == 0).all() and (lse == float("-inf")).all() and len(planned) == 1
+
+
+@pytest.fixture
+def fake_flashmla(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Stands in for sgl_kernel.flash_mla: the schedule is a copy of the lengths."""
+    seen: list[torch.Tensor] = []
+
+    def get_mla_metadata(seq_lens: torch.Tensor, rows: int, kv_heads: int, is_fp8_kvcache: bool) -> Any:
+        assert (rows, kv_heads) == (TINY.num_heads, 1)
+        return seq_lens.clone(), torch.zeros(seq_lens.numel() + 1, dtype=torch.int32)
+
+    def flash_mla_with_kvcache(
+        q: Any, cache: Any, table: Any, seq_lens: Any, rank: int, schedule: Any, splits: Any, scale: float, **fp8: Any
+    ) -> Any:
+        seen.append(schedule)
+        o = torch.empty(q.shape[0], 1, q.shape[2], rank)
+        lse = torch.empty(q.shape[0], q.shape[2], 1)
+        for row, length in enumerate(schedule.tolist()):
+            keys = cache[table[row].long(), :, 0].flatten(0, 1)[:length]
+            scores = scale * q[row, 0] @ keys.T
+            o[row, 0], lse[row, :, 0] = scores.softmax(-1) @ keys[:, :rank], scores.logsumexp(-1)
+        return o, lse
+
+    package, module = ModuleType("sgl_kernel"), ModuleType("sgl_kernel.flash_mla")
+    module.__dict__.update(get_mla_metadata=get_mla_metadata, flash_mla_with_kvcache=flash_mla_with_kvcache)
+    monkeypatch.setitem(sys.modules, "sgl_kernel", package)
+    monkeypatch.setitem(sys.modules, "sgl_kernel.flash_mla", module)
+    return seen
+
+
+def test_flashmla_keeps_its_schedule_in_place(fake_flashmla: list[torch.Tensor]) -> None:
+    core, plain, state, cache = FlashMLA(TINY), TorchMLA(TINY), AttentionState(4, 4, 3, 16), paged(TINY, 12)
+    addresses = set()
+    for lengths in ((39, 3), (7, 30), (0, 40)):
+        meta = state.plan(AttentionBatch((1, 1), lengths, [[5, 2, 8], [1, 9, 4]]), bucket=4)
+        q = torch.randn(4, 3, 48)
+        (o, lse), (expected, expected_lse) = core.decode(q, cache, meta), plain.decode(q, cache, meta)
+        torch.testing.assert_close(o[:2], expected[:2], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse[:2], expected_lse[:2], rtol=1e-5, atol=1e-5)
+        addresses.add(fake_flashmla[-1].data_ptr())
+    assert len(addresses) == 1
+    with pytest.raises(ArgumentError, match="steps without left padding: flashmla was chosen"):
+        state.plan(AttentionBatch((1, 1), (9, 9), [[5], [1]], (0, 4)), bucket=4)
+
+
+class Named(TorchMLA):
+    """Notes which core decodes."""
+
+    calls: list[str]
+
+    def decode(self, q: torch.Tensor, cache: torch.Tensor, meta: AttentionMeta) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls.append(f"{self.cfg.phase}@{self.cfg.context}")
+        return super().decode(q, cache, meta)
+
+
+def attention(**more: Any) -> fl.MLAAttention:
+    rotary = fl.RotaryEmbedding(16, max_position=20_000, interleaved_in=True)
+    return fl.MLAAttention(
+        32, 2, q_lora_rank=None, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16,
+        rotary=rotary, page_size=16, dtype=torch.float32, **more,
+    )  # fmt: skip
+
+
+def test_a_layer_takes_the_core_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Named, "calls", [], raising=False)
+    row = Backend("few_steps", Named, auto_on=(), phases=("decode", "ragged"))
+    MLA.add(row)
+    try:
+        layer = attention(backend="few_steps")
+        assert layer.decode_choice.name == "few_steps" and layer.choice.name == "torch"
+        cache = fl.kv_cache_spec(layer, page_size=16).allocate(num_pages=300)[0]
+        cache.keys.zero_()
+        state, long = AttentionState(2, 8, 300, 16), list(range(1, 290))
+        for batch, expected in (
+            (AttentionBatch((1, 1), (3000, 3), [long, [1]]), ["decode@4096"]),
+            (AttentionBatch((1, 1), (30, 3), [[1, 2], [3]]), ["decode@1024"]),
+            (AttentionBatch((2, 1), (30, 3), [[1, 2, 4], [3]]), ["ragged@1024"]),
+            (AttentionBatch((1, 1), (30, 3), [[1, 2], [3]], (2, 0)), []),
+        ):
+            Named.calls.clear()
+            y = layer(torch.randn(batch.num_tokens, 32), state.plan(batch), cache)
+            assert Named.calls == expected and y.isfinite().all()
+        # A captured bucket's context is its capacity.
+        layer(torch.randn(2, 32), state.plan(AttentionBatch((1, 1), (3, 3), [[1], [2]]), bucket=2), cache)
+        assert Named.calls == ["decode@4096"]
+    finally:
+        MLA.ranked.remove(row)
+
+
+def test_prefill_lengths_are_made_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[int, ...]] = []
+    of = Varlen.of
+
+    def counted(q_lens: tuple[int, ...], k_lens: tuple[int, ...], causal: bool, device: torch.device) -> Varlen:
+        made.append(k_lens)
+        return of(q_lens, k_lens, causal, device)
+
+    monkeypatch.setattr(mla_paths.Varlen, "of", counted)
+    thresholds = mla_paths.MLAThresholds(prefix=4, one_shot=5, chunk=16)
+    first, second = attention(thresholds=thresholds), attention(thresholds=thresholds)
+    caches = [fl.kv_cache_spec(layer, page_size=16).allocate(num_pages=6)[0] for layer in (first, second)]
+    state, x = AttentionState(2, 8, 3, 16), torch.randn(5, 32)
+    for prefix in (20, 24):
+        meta = state.plan(AttentionBatch((3, 2), (prefix, 5), [[1, 2], [4]]))
+        assert first.path(meta) == "mha_chunked"
+        made.clear()
+        for layer, cache in zip((first, second), caches, strict=True):
+            cache.keys.normal_()
+            layer(x, meta, cache)
+        assert len(made) == 1 + -(-prefix // 8)
+
+
+def test_tuned_kernels_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = replace(TINY, page_size=32)
+    own = TritonMLA.candidates(REAL, 8)
+    best = decode_config(16, REAL.dtype, REAL.kv_dtype, 64)
+    assert own[0] == {name: getattr(best, name) for name in KNOBS} and len(own) <= 40
+    assert len({tuple(each.items()) for each in own}) == len(own)
+    assert 1 < len(TritonMLA.candidates(replace(REAL, phase="extend"), 4096)) <= 40
+    with pytest.raises(ArgumentError, match="the keys block_m, block_n, num_warps, num_stages, per_sm"):
+        TritonMLA(cfg, {"block_m": 16})
+    state = AttentionState(2, 2, 6, 32)
+    meta = state.plan(AttentionBatch((1, 1), (150, 70), [[5, 2, 8, 1, 3], [9, 4, 6]], (40, 0)))
+    cache, q = paged(cfg, 12), torch.randn(2, 3, 48)
+    expected, expected_lse = TorchMLA(cfg).decode(q, cache, meta)
+    for block_n in (16, 32, 64):
+        tuned = TritonMLA(cfg, dict(zip(KNOBS, (16, block_n, 4, 1, 1), strict=True)))
+        o, lse = tuned.decode(q, cache, meta)
+        torch.testing.assert_close(o, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
