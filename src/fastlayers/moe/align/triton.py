@@ -1,8 +1,8 @@
-"""Alignment in Triton: one program an expert, two launches, no atomics.
+"""Alignment in Triton: one program an expert, no atomics in memory; one launch for few pairs, else two.
 
-The first launch counts each expert's pairs. In the second every expert adds up the padded counts before it,
-and writes its own run: a running count over the pairs keeps their order. Entries from num_post_pad on stay as
-they are.
+Every expert adds up the padded counts before it, and writes its own run: a running count over the pairs keeps their
+order. Few pairs are counted by every program for itself, many by a launch of their own. Entries from num_post_pad on
+stay as they are.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ import triton.language as tl
 from fastlayers.moe.align.layer import MoEAlignConfig, num_blocks
 from fastlayers.operators import operator
 from fastlayers.testing.compile_check import KernelBuild
+from fastlayers.triton_lang import await_inputs, dependent_launch, release_dependents
 
-MAX_CHUNK = 1024
+MAX_CHUNK = 4096
 
 
 # The number of pairs is not specialised on: no compilation after the warm-up.
 @triton.jit(do_not_specialize=["num_pairs"])
-def _count_kernel(ids_ptr, counts_ptr, num_pairs, CHUNK: tl.constexpr):
+def _count_kernel(ids_ptr, counts_ptr, num_pairs, CHUNK: tl.constexpr, PDL: tl.constexpr):
     expert = tl.program_id(0)
     pair = tl.arange(0, CHUNK)
     found = tl.zeros([CHUNK], tl.int32)
+    await_inputs(PDL)
+    release_dependents(PDL)
     for start in range(0, num_pairs, CHUNK):
         ids = tl.load(ids_ptr + start + pair, mask=start + pair < num_pairs, other=-1)
         found += (ids == expert).to(tl.int32)
@@ -33,18 +36,25 @@ def _count_kernel(ids_ptr, counts_ptr, num_pairs, CHUNK: tl.constexpr):
 @triton.jit(do_not_specialize=["num_pairs"])
 def _place_kernel(
     ids_ptr, counts_ptr, sorted_ptr, experts_ptr, total_ptr, num_pairs, num_experts,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr,
+    COUNTED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(0)
-    every = tl.arange(0, BLOCK_E)
-    counts = tl.load(counts_ptr + every, mask=every < num_experts, other=0)
+    every, pair = tl.arange(0, BLOCK_E), tl.arange(0, CHUNK)
+    await_inputs(PDL)
+    release_dependents(PDL)
+    if COUNTED:
+        counts = tl.load(counts_ptr + every, mask=every < num_experts, other=0)
+    else:
+        ids = tl.load(ids_ptr + pair, mask=pair < num_pairs, other=-1)
+        # BLOCK_E is larger than num_experts: there is a bin for dropped pairs.
+        ids = tl.where((ids >= 0) & (ids < num_experts), ids, num_experts)
+        counts = tl.where(every < num_experts, tl.histogram(ids, BLOCK_E), 0)
     blocks = (counts + (BLOCK - 1)) // BLOCK
     first = tl.sum(tl.where(every < expert, blocks, 0), axis=0)
     mine = tl.sum(tl.where(every == expert, blocks, 0), axis=0)
     count = tl.sum(tl.where(every == expert, counts, 0), axis=0)
     if expert == 0:
         tl.store(total_ptr, tl.sum(blocks, axis=0) * BLOCK)
-    pair = tl.arange(0, CHUNK)
     if count > 0:
         place = first * BLOCK
         for start in range(0, num_pairs, CHUNK):
@@ -73,19 +83,21 @@ def moe_align(topk_ids: torch.Tensor, experts: int, block: int) -> tuple[torch.T
     if pairs == 0:
         return sorted_ids, expert_ids, torch.zeros(1, dtype=torch.int32, device=device)
     total = torch.empty(1, dtype=torch.int32, device=device)
-    counts = torch.empty(experts, dtype=torch.int32, device=device)
     chunk = max(32, min(MAX_CHUNK, triton.next_power_of_2(pairs)))
-    warps = max(1, chunk // 256)
-    _count_kernel[(experts,)](ids, counts, pairs, CHUNK=chunk, num_warps=warps)
+    warps, counted, launch = max(1, min(8, chunk // 256)), pairs > chunk, dependent_launch(ids)
+    counts = total
+    if counted:
+        counts = torch.empty(experts, dtype=torch.int32, device=device)
+        _count_kernel[(experts,)](ids, counts, pairs, CHUNK=chunk, num_warps=warps, **launch)
     _place_kernel[(experts,)](
-        ids, counts, sorted_ids, expert_ids, total, pairs, experts,
-        BLOCK=block, CHUNK=chunk, BLOCK_E=triton.next_power_of_2(experts), num_warps=warps,
+        ids, counts, sorted_ids, expert_ids, total, pairs, experts, COUNTED=counted,
+        BLOCK=block, CHUNK=chunk, BLOCK_E=triton.next_power_of_2(experts + 1), num_warps=warps, **launch,
     )  # fmt: skip
     return sorted_ids, expert_ids, total
 
 
 class TritonMoEAlign:
-    """Two launches; the block must be a power of two."""
+    """One or two launches; the block must be a power of two."""
 
     def __init__(self, cfg: MoEAlignConfig) -> None:
         self.cfg = cfg
@@ -98,24 +110,28 @@ class TritonMoEAlign:
 
 COMPILE = [
     KernelBuild(
-        f"moe_align_count_{chunk}",
+        "moe_align_count",
         _count_kernel,
         {"ids_ptr": "*i32", "counts_ptr": "*i32", "num_pairs": "i32"},
-        {"CHUNK": chunk},
-        num_warps=max(1, chunk // 256),
+        {"CHUNK": MAX_CHUNK, "PDL": True},
+        num_warps=8,
     )
-    for chunk in (32, 1024)
 ] + [
     KernelBuild(
-        f"moe_align_place_{experts}_{block}_{chunk}",
+        f"moe_align_place_{experts}_{block}_{chunk}_{counted}",
         _place_kernel,
         {
             "ids_ptr": "*i32", "counts_ptr": "*i32", "sorted_ptr": "*i32", "experts_ptr": "*i32",
             "total_ptr": "*i32",
             "num_pairs": "i32", "num_experts": "i32",
         },
-        {"BLOCK": block, "CHUNK": chunk, "BLOCK_E": triton.next_power_of_2(experts)},
-        num_warps=max(1, chunk // 256),
+        {
+            "COUNTED": counted, "BLOCK": block, "CHUNK": chunk, "BLOCK_E": triton.next_power_of_2(experts + 1),
+            "PDL": True,
+        },
+        num_warps=max(1, min(8, chunk // 256)),
     )
-    for experts, block, chunk in ((257, 16, 32), (257, 16, 1024), (128, 128, 1024))
+    for experts, block, chunk, counted in (
+        (257, 16, 32, False), (257, 16, 4096, False), (128, 128, 4096, True), (128, 16, 512, False),
+    )
 ]  # fmt: skip

@@ -33,12 +33,15 @@ class Tile:
 class Plan:
     """Both GEMMs' tiles, and ``band``: how many blocks of pairs share the reading of weights.
 
+    ``splits`` programs share the columns of an output of the second GEMM (MXFP4 only).
+
     ``first.m`` 0: every pair by itself on the ordinary cores; 1: every pair a block of matrix units.
     """
 
     first: Tile
     second: Tile
     band: int = 8
+    splits: int = 1
 
     @property
     def by_pair(self) -> bool:
@@ -47,7 +50,7 @@ class Plan:
 
     def config(self) -> dict[str, int]:
         """Return the plan as a table holds it."""
-        config = {"m": self.first.m, "band": self.band}
+        config = {"m": self.first.m, "band": self.band, "splits": self.splits}
         for number, tile in ((1, self.first), (2, self.second)):
             config |= {f"{f.name}{number}": getattr(tile, f.name) for f in fields(Tile) if f.name != "m"}
         return config
@@ -65,7 +68,7 @@ class Plan:
     def of(cls, config: Mapping[str, int]) -> Plan:
         """Return the plan of a table's row."""
         tiles = [Tile(config["m"], *(config[f"{f.name}{i}"] for f in fields(Tile) if f.name != "m")) for i in (1, 2)]
-        return cls(tiles[0], tiles[1], config["band"])
+        return cls(tiles[0], tiles[1], config["band"], config.get("splits", 1))
 
 
 _NAMES = tuple(Plan(Tile(0, 0, 0, 0, 0), Tile(0, 0, 0, 0, 0)).config())
@@ -106,14 +109,20 @@ def _pair_plan(cfg: FusedMoEConfig) -> Plan:
 
 def _mxfp4_plan(pairs: int, few: bool, cfg: FusedMoEConfig, wide: bool) -> Plan:
     """``n`` is the GEMM's M here, the side that is decoded: 64 rows are the least that Hopper's matrix units take."""
-    depths = [max(d for d in (128, 64, 32) if width % d == 0) for width in (cfg.hidden_size, cfg.intermediate_size)]
     average = -(-pairs // cfg.all_experts)
     if wide:
         m = 1 if few else 16
-        return Plan(Tile(m, 32, 32, 4, 2), Tile(m, 64, 32, 4, 2))
+        return Plan(Tile(m, 16, 32, 4, 2), Tile(m, 64, 32, 4, 2))
+    depth = _mxfp4_depth(cfg)
     m = 1 if few else 16 if average <= 16 else 32 if average <= 32 else 64 if average <= 64 else 128
-    warps = 4 if m <= 64 else 8
-    return Plan(Tile(m, 64, depths[0], warps, 4), Tile(m, 64 if m <= 32 else 128, depths[1], warps, 4))
+    if m <= 32:
+        return Plan(Tile(m, 32, depth, 4, 3), Tile(m, 64, depth, 4, 3), splits=2 if few else 1)
+    return Plan(Tile(m, 64, min(depth, 128), 8, 3), Tile(m, 128, min(depth, 128), 8, 3))
+
+
+def _mxfp4_depth(cfg: FusedMoEConfig) -> int:
+    """Return 256, or less for rows of fewer columns."""
+    return min(256, 1 << (min(cfg.hidden_size, cfg.intermediate_size) - 1).bit_length())
 
 
 def candidates(cfg: FusedMoEConfig, num_tokens: int) -> list[dict[str, int]]:
@@ -171,14 +180,19 @@ def _block_plans(cfg: FusedMoEConfig, pairs: int) -> list[Plan]:
 
 
 def _mxfp4_plans(cfg: FusedMoEConfig, num_tokens: int, pairs: int) -> list[Plan]:
-    depths = [max(d for d in (128, 64, 32) if width % d == 0) for width in (cfg.hidden_size, cfg.intermediate_size)]
-    average = pairs / cfg.all_experts
+    average, depth = pairs / cfg.all_experts, _mxfp4_depth(cfg)
     heights = [m for m in (16, 32, 64, 128) if m / 8 <= max(2.0, average) and (m >= 128 or average <= 6 * m)]
     if num_tokens <= PAIR_LIMIT:
         heights = [1, *heights]
     plans = []
     for m in heights:
-        for n1, n2, warps, stages in ((32, 32, 4, 4), (64, 64, 4, 3), (64, 64, 4, 5), (64, 128, 4, 4), (64, 128, 8, 4)):
-            if n1 >= 64 or m <= 32:
-                plans.append(Plan(Tile(m, n1, depths[0], warps, stages), Tile(m, n2, depths[1], warps, stages)))
+        if m <= 32:
+            shapes = [(32, 64, d, 4, s) for d, s in ((256, 3), (256, 4), (128, 4), (128, 6))]
+            shapes += [(64, 64, 256, 4, 3), (64, 128, 128, 4, 4), (64, 128, 256, 8, 3)]
+        else:
+            shapes = [(64, 128, 128, 8, 3), (64, 128, 128, 4, 3), (32, 64, 128, 4, 4), (64, 128, 64, 8, 4)]
+        for n1, n2, k, warps, stages in shapes:
+            k = min(k, depth)
+            for splits in (1, 2, 3) if m <= 16 and n2 == 64 else (1,):
+                plans.append(Plan(Tile(m, n1, k, warps, stages), Tile(m, n2, k, warps, stages), splits=splits))
     return plans

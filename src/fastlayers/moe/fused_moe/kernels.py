@@ -245,10 +245,10 @@ def down_kernel(
 
 @triton.jit
 def reduce_kernel(
-    partial_ptr, ids_ptr, y_ptr, D, num_experts, factor, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    partial_ptr, ids_ptr, y_ptr, D, num_experts, factor,
+    PER_TOKEN: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Add a token's valid pairs in order, apply the factor once, round once."""
+    """Add a token's valid pairs (each in SPLITS parts) in order, apply the factor once, round once."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < D
@@ -260,5 +260,7 @@ def reduce_kernel(
         expert = tl.load(ids_ptr + pair)
         # The rows of dropped pairs were never written.
         valid = (expert >= 0) & (expert < num_experts)
-        total += tl.load(partial_ptr + pair * D + column, mask=column < tl.where(valid, D, 0), other=0.0)
+        for split in tl.static_range(SPLITS):
+            row = partial_ptr + (pair * SPLITS + split) * D
+            total += tl.load(row + column, mask=column < tl.where(valid, D, 0), other=0.0)
     tl.store(y_ptr + token * D + column, cast(total * factor, y_ptr.dtype.element_ty), mask=inside)

@@ -112,7 +112,7 @@ def _round(
     if quant == "mxfp4":
         oai = activation == "swiglu_oai"
         partial = mxfp4_experts(x, weights, ids, packed, plan, oai, alpha, limit, interleaved)
-        _reduce(partial, ids, y, experts, factor)
+        _reduce(partial, ids, y, experts, factor, plan.splits)
         return
     inner, pairs, second, wide = packed.w2.shape[2], ids.numel(), plan.second, x.dtype == torch.float32
     values, scale = (x, weights) if quant == "none" else _quantize(x, None, experts, quant, ue8m0)
@@ -144,12 +144,14 @@ def _round(
     _reduce(partial, ids, y, experts, factor)
 
 
-def _reduce(partial: torch.Tensor, ids: torch.Tensor, y: torch.Tensor, experts: int, factor: float) -> None:
+def _reduce(
+    partial: torch.Tensor, ids: torch.Tensor, y: torch.Tensor, experts: int, factor: float, splits: int = 1
+) -> None:
     """Write the sums of each token's pairs to ``y``."""
     (tokens, hidden), per_token = y.shape, ids.shape[1]
     block = min(256 if tokens <= 64 else 1024, triton.next_power_of_2(hidden))
     kernels.reduce_kernel[(tokens, triton.cdiv(hidden, block))](
-        partial, ids, y, hidden, experts, factor, PER_TOKEN=per_token, BLOCK=block,
+        partial, ids, y, hidden, experts, factor, PER_TOKEN=per_token, SPLITS=splits, BLOCK=block,
         num_warps=max(1, block // 256), **dependent_launch(y),
     )  # fmt: skip
 
@@ -316,7 +318,7 @@ COMPILE.append(
             "num_experts": "i32",
             "factor": "fp32",
         },
-        {"PER_TOKEN": 9, "BLOCK": 1024, "PDL": True},
+        {"PER_TOKEN": 9, "SPLITS": 1, "BLOCK": 1024, "PDL": True},
         aligned=("D",),
     )
 )

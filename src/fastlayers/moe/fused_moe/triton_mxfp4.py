@@ -9,6 +9,8 @@ Weights are the left operand (rows of an expert are the GEMM's M, pairs its N), 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -119,18 +121,46 @@ def split_kernel(x_ptr, out_ptr, x_stride, HALF, BLOCK: tl.constexpr, PDL: tl.co
         tl.store(out_ptr + (row * 2 + odd) * HALF + column, x, mask=inside)
 
 
+@triton.jit
+def _product(
+    codes, scales, even_rows, odd_rows, real, first, last,
+    ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """Return ``[ROWS, BLOCK_M]``: weight rows times tokens over the groups of 32 columns from first to last."""
+    HALF: tl.constexpr = BLOCK_K // 2
+    GROUPS: tl.constexpr = BLOCK_K // _GROUP
+    half, group = tl.arange(0, HALF), tl.arange(0, GROUPS)[None, :]
+    acc = tl.zeros([ROWS, BLOCK_M], tl.float32)
+    # Scales are too narrow to be copied asynchronously: they are read one step ahead.
+    scale = tl.load(scales + first + group, mask=first + group < last, other=0)
+    for start in range(first, last, GROUPS):
+        place = start * 16 + half
+        following = start + GROUPS + group
+        if EVEN_K:
+            even = tl.load(even_rows + place[:, None], mask=real[None, :], other=0.0)
+            odd = tl.load(odd_rows + place[:, None], mask=real[None, :], other=0.0)
+            bytes_ = tl.load(codes + place[None, :])
+        else:
+            inside = place < last * 16
+            even = tl.load(even_rows + place[:, None], mask=inside[:, None] & real[None, :], other=0.0)
+            odd = tl.load(odd_rows + place[:, None], mask=inside[:, None] & real[None, :], other=0.0)
+            bytes_ = tl.load(codes + place[None, :], mask=inside[None, :], other=0)
+        ahead = tl.load(scales + following, mask=following < last, other=0)
+        acc = _dots(bytes_, scale, even, odd, acc, ROWS, GROUPS)
+        scale = ahead
+    return acc
+
+
 @triton.jit(do_not_specialize=["num_pairs", "tiles_m"])
 def mxfp4_gate_up_kernel(
     x_ptr, w_ptr, ws_ptr, bias_ptr, out_ptr, sorted_ptr, expert_ptr, total_ptr,
-    num_pairs, tiles_m, num_experts, D, I, alpha, limit,
+    num_pairs, tiles_m, num_experts, groups, I, alpha, limit,
     PER_TOKEN: tl.constexpr, OAI: tl.constexpr, HAS_BIAS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    DIRECT: tl.constexpr, LINES: tl.constexpr, BAND: tl.constexpr,
+    DIRECT: tl.constexpr, LINES: tl.constexpr, BAND: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Gather token rows, multiply by gate and up rows of one expert, apply the activation."""
+    """Gather token rows, multiply by gate and up rows of one expert in turns, apply the activation."""
     tile_m, tile_n = program_tile(tiles_m, tl.cdiv(I, BLOCK_N), BAND)
-    HALF: tl.constexpr = BLOCK_K // 2
-    GROUPS: tl.constexpr = BLOCK_K // _GROUP
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     if not DIRECT:
         await_inputs(PDL)
@@ -139,57 +169,48 @@ def mxfp4_gate_up_kernel(
     expert = expert.to(tl.int64)
     real = pair < num_pairs
     token = tl.where(real, pair // PER_TOKEN, 0).to(tl.int64)
-    # Even columns of the tile first: where they are stored, they are neighbours.
-    place = tl.arange(0, BLOCK_N)
-    inside, odd_half = place % (BLOCK_N // 2), place // (BLOCK_N // 2)
-    column = tile_n * BLOCK_N + inside * 2 + odd_half
+    # Row 2p is the gate and row 2p + 1 the up of place p. Even columns of the tile come first: where they are
+    # stored, they are neighbours.
+    row = tl.arange(0, 2 * BLOCK_N)
+    place, is_up = row // 2, row % 2
+    column = tile_n * BLOCK_N + place % (BLOCK_N // 2) * 2 + place // (BLOCK_N // 2)
     valid = column < I
-    row = tl.where(valid, column, 0)
-    gate_row = (expert * 2 * I + (row * 2 if INTERLEAVED else row))[:, None]
-    up_row = gate_row + (1 if INTERLEAVED else I)
+    inside = tl.where(valid, column, 0)
+    w_row = expert * 2 * I + (inside * 2 + is_up if INTERLEAVED else inside + is_up * I)
     if DIRECT:
         if PDL:
             # The ids were there before the kernel in front began: it only split x.
-            wanted = valid & (not empty)
-            prefetch_rows(w_ptr + tl.reshape(gate_row, [BLOCK_N]) * (D // 2), wanted, D // 2, LINES)
-            prefetch_rows(w_ptr + tl.reshape(up_row, [BLOCK_N]) * (D // 2), wanted, D // 2, LINES)
+            prefetch_rows(w_ptr + w_row * (groups * 16), valid & (not empty), groups * 16, LINES)
         await_inputs(PDL)
     release_dependents(PDL)
     if empty:
         return
-    half, group = tl.arange(0, HALF), tl.arange(0, GROUPS)[None, :]
-    even_rows = x_ptr + token[None, :] * D + half[:, None]
-    gate_codes, up_codes = w_ptr + gate_row * (D // 2) + half[None, :], w_ptr + up_row * (D // 2) + half[None, :]
-    gate_scales, up_scales = ws_ptr + gate_row * (D // _GROUP) + group, ws_ptr + up_row * (D // _GROUP) + group
-    gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for block in range(0, D // BLOCK_K):
-        even = tl.load(even_rows + block * HALF, mask=real[None, :], other=0.0)
-        odd = tl.load(even_rows + D // 2 + block * HALF, mask=real[None, :], other=0.0)
-        scale = tl.load(gate_scales + block * GROUPS)
-        gate = _dots(tl.load(gate_codes + block * HALF), scale, even, odd, gate, BLOCK_N, GROUPS)
-        scale = tl.load(up_scales + block * GROUPS)
-        up = _dots(tl.load(up_codes + block * HALF), scale, even, odd, up, BLOCK_N, GROUPS)
+    even_rows = x_ptr + token[None, :] * (groups * 32)
+    both = _product(
+        w_ptr + w_row[:, None] * (groups * 16), ws_ptr + w_row[:, None] * groups, even_rows,
+        even_rows + groups * 16, real, 0, groups, 2 * BLOCK_N, BLOCK_M, BLOCK_K, EVEN_K,
+    )  # fmt: skip
     if HAS_BIAS:
-        gate += tl.load(bias_ptr + gate_row).to(tl.float32)
-        up += tl.load(bias_ptr + up_row).to(tl.float32)
+        both += tl.load(bias_ptr + w_row).to(tl.float32)[:, None]
+    gate, up = tl.split(tl.permute(tl.reshape(both, [BLOCK_N, 2, BLOCK_M]), (0, 2, 1)))
     inner = activation_of(gate, up, alpha, limit, OAI)
-    to = (odd_half * (I // 2) + tile_n * (BLOCK_N // 2) + inside)[None, :]
-    out = out_ptr + pair[:, None].to(tl.int64) * I + to
-    tl.store(out, cast(tl.trans(inner), dtype), mask=real[:, None] & valid[None, :])
+    place = tl.arange(0, BLOCK_N)
+    odd_half = place // (BLOCK_N // 2)
+    half = tile_n * (BLOCK_N // 2) + place % (BLOCK_N // 2)
+    out = out_ptr + pair[:, None].to(tl.int64) * I + (odd_half * (I // 2) + half)[None, :]
+    tl.store(out, cast(tl.trans(inner), dtype), mask=real[:, None] & (half * 2 + odd_half < I)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_pairs", "tiles_m"])
 def mxfp4_down_kernel(
     a_ptr, w_ptr, ws_ptr, bias_ptr, weights_ptr, out_ptr, sorted_ptr, expert_ptr, total_ptr,
-    num_pairs, tiles_m, num_experts, D, I, HAS_BIAS: tl.constexpr,
-    DIRECT: tl.constexpr, LINES: tl.constexpr, BAND: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    num_pairs, tiles_m, num_experts, D, groups,
+    HAS_BIAS: tl.constexpr, DIRECT: tl.constexpr, LINES: tl.constexpr, BAND: tl.constexpr, EVEN_K: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply the pairs' inner rows by the down projection, add the bias, weigh; fp32 rows of pairs."""
+    """Multiply the pairs' inner rows by the down projection, add the bias, weigh; fp32 rows of pairs and splits."""
     tile_m, tile_n = program_tile(tiles_m, tl.cdiv(D, BLOCK_N), BAND)
-    HALF: tl.constexpr = BLOCK_K // 2
-    GROUPS: tl.constexpr = BLOCK_K // _GROUP
+    split = tl.program_id(1)
     # Blocks and ids were there before the kernel in front began.
     empty = block_is_empty(expert_ptr, total_ptr, tile_m, num_experts, DIRECT, BLOCK_M)
     expert, pair = block_of_pairs(sorted_ptr, expert_ptr, tile_m, num_pairs, DIRECT, BLOCK_M)
@@ -197,29 +218,28 @@ def mxfp4_down_kernel(
     real = pair < num_pairs
     place = tl.where(real, pair, 0).to(tl.int64)
     column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = (expert * D + tl.where(column < D, column, 0))[:, None]
+    row = expert * D + tl.where(column < D, column, 0)
+    each = tl.cdiv(groups, SPLITS)
+    first, last = split * each, tl.minimum((split + 1) * each, groups)
     if PDL and BLOCK_M <= 16:
         # While the first GEMM ends, these rows travel to L2.
         wanted = (column < D) & (not empty)
-        prefetch_rows(w_ptr + tl.reshape(row, [BLOCK_N]) * (I // 2), wanted, I // 2, LINES)
+        prefetch_rows(w_ptr + row * (groups * 16) + first * 16, wanted, (last - first) * 16, LINES)
     await_inputs(PDL)
     release_dependents(PDL)
     if empty:
         return
-    half, group = tl.arange(0, HALF), tl.arange(0, GROUPS)[None, :]
     # A padding row reads pair 0, which may be dropped and never written: nothing of it is stored.
-    even_rows = a_ptr + place[None, :] * I + half[:, None]
-    codes, scales = w_ptr + row * (I // 2) + half[None, :], ws_ptr + row * (I // _GROUP) + group
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for block in range(0, I // BLOCK_K):
-        even = tl.load(even_rows + block * HALF)
-        odd = tl.load(even_rows + I // 2 + block * HALF)
-        scale = tl.load(scales + block * GROUPS)
-        acc = _dots(tl.load(codes + block * HALF), scale, even, odd, acc, BLOCK_N, GROUPS)
+    even_rows = a_ptr + place[None, :] * (groups * 32)
+    acc = _product(
+        w_ptr + row[:, None] * (groups * 16), ws_ptr + row[:, None] * groups, even_rows, even_rows + groups * 16,
+        place >= 0, first, last, BLOCK_N, BLOCK_M, BLOCK_K, EVEN_K,
+    )  # fmt: skip
     if HAS_BIAS:
-        acc += tl.load(bias_ptr + row).to(tl.float32)
+        bias = tl.load(bias_ptr + row).to(tl.float32)
+        acc += tl.where(split == 0, bias, 0.0)[:, None]
     weight = tl.load(weights_ptr + place)
-    out = out_ptr + place[:, None] * D + column[None, :]
+    out = out_ptr + (place * SPLITS + split)[:, None] * D + column[None, :]
     tl.store(out, tl.trans(acc * weight[None, :]), mask=real[:, None] & (column < D)[None, :])
 
 
@@ -227,7 +247,7 @@ def mxfp4_experts(
     x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: MoEWeights, plan: Plan, oai: bool,
     alpha: float, limit: float, interleaved: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the weighted rows of all pairs, fp32 ``[T*k, D]``; those of dropped pairs are not written."""
+    """Return the weighted rows of all pairs, fp32 ``[T*k, splits, D]``; those of dropped pairs are not written."""
     assert packed.w13_scale is not None and packed.w2_scale is not None
     (experts, hidden), inner, pairs = packed.w2.shape[:2], packed.w2.shape[2] * GROUP, ids.numel()
     first, second, direct = plan.first, plan.second, plan.by_pair
@@ -244,19 +264,26 @@ def mxfp4_experts(
     inner_rows = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
     mxfp4_gate_up_kernel[(blocks * triton.cdiv(inner, first.n),)](
         split, packed.w13, packed.w13_scale, weights if packed.w13_bias is None else packed.w13_bias, inner_rows,
-        sorted_ids, expert_ids, total, pairs, blocks, experts, hidden, inner, alpha, limit,
+        sorted_ids, expert_ids, total, pairs, blocks, experts, hidden // GROUP, inner, alpha, limit,
         PER_TOKEN=ids.shape[1], OAI=oai, HAS_BIAS=packed.w13_bias is not None, INTERLEAVED=interleaved,
-        DIRECT=direct, LINES=_lines(hidden), BAND=plan.band, BLOCK_M=height, BLOCK_N=first.n, BLOCK_K=first.k,
-        num_warps=first.warps, num_stages=first.stages, **dependent_launch(x),
+        DIRECT=direct, LINES=_lines(hidden), BAND=plan.band, EVEN_K=hidden % first.k == 0, BLOCK_M=height,
+        BLOCK_N=first.n, BLOCK_K=first.k, num_warps=first.warps, num_stages=first.stages, **dependent_launch(x),
     )  # fmt: skip
-    partial = torch.empty(pairs, hidden, dtype=torch.float32, device=x.device)
-    mxfp4_down_kernel[(blocks * triton.cdiv(hidden, second.n),)](
+    splits = plan.splits
+    partial = torch.empty(pairs, splits, hidden, dtype=torch.float32, device=x.device)
+    mxfp4_down_kernel[(blocks * triton.cdiv(hidden, second.n), splits)](
         inner_rows, packed.w2, packed.w2_scale, weights if packed.w2_bias is None else packed.w2_bias, weights,
-        partial, sorted_ids, expert_ids, total, pairs, blocks, experts, hidden, inner,
-        HAS_BIAS=packed.w2_bias is not None, DIRECT=direct, LINES=_lines(inner), BAND=plan.band, BLOCK_M=height,
-        BLOCK_N=second.n, BLOCK_K=second.k, num_warps=second.warps, num_stages=second.stages, **dependent_launch(x),
+        partial, sorted_ids, expert_ids, total, pairs, blocks, experts, hidden, inner // GROUP,
+        HAS_BIAS=packed.w2_bias is not None, DIRECT=direct, LINES=_lines(inner), BAND=plan.band,
+        EVEN_K=_even(inner, second.k, splits), SPLITS=splits, BLOCK_M=height, BLOCK_N=second.n, BLOCK_K=second.k,
+        num_warps=second.warps, num_stages=second.stages, **dependent_launch(x),
     )  # fmt: skip
     return partial
+
+
+def _even(columns: int, step: int, splits: int) -> bool:
+    """Whether no split ends inside a step."""
+    return columns % (step * splits) == 0
 
 
 def _lines(columns: int) -> int:
@@ -267,23 +294,28 @@ def _lines(columns: int) -> int:
 def _builds(name: str, cfg: FusedMoEConfig, tokens: int, code: str) -> list[KernelBuild]:
     plan = plan_for(tokens, cfg, code == "fp32")
     blocks = {"sorted_ptr": "*i32", "expert_ptr": "*i32", "total_ptr": "*i32"}
-    blocks |= {"num_pairs": "i32", "tiles_m": "i32", "num_experts": "i32", "D": "i32", "I": "i32"}
+    blocks |= {"num_pairs": "i32", "tiles_m": "i32", "num_experts": "i32", "D": "i32", "I": "i32", "groups": "i32"}
     codes = {"w_ptr": "*u8", "ws_ptr": "*u8", "bias_ptr": f"*{code}"}
     more = {"PER_TOKEN": cfg.top_k, "OAI": True, "INTERLEAVED": True, "LINES": _lines(cfg.hidden_size)}
+    more["EVEN_K"] = cfg.hidden_size % plan.first.k == 0
+    less = {"LINES": _lines(cfg.intermediate_size), "SPLITS": plan.splits}
+    less["EVEN_K"] = _even(cfg.intermediate_size, plan.second.k, plan.splits)
 
-    def build(which: str, kernel: object, signature: dict[str, str], tile: Tile, own: dict[str, int]) -> KernelBuild:
+    def build(which: str, kernel: Any, signature: dict[str, str], tile: Tile, own: dict[str, int]) -> KernelBuild:
         sizes = {"BLOCK_M": max(16, tile.m), "BLOCK_N": tile.n, "BLOCK_K": tile.k, "HAS_BIAS": cfg.bias}
         sizes |= {"DIRECT": plan.by_pair, "BAND": plan.band, "PDL": True}
+        names = set(kernel.arg_names)
+        types = {n: t for n, t in (signature | codes | blocks).items() if n in names}
         return KernelBuild(
-            f"moe_mxfp4_{which}_{name}_{code}_{tokens}", kernel, signature | codes | blocks, sizes | own,
-            tile.warps, tile.stages, ("D", "I"),
+            f"moe_mxfp4_{which}_{name}_{code}_{tokens}", kernel, types, sizes | own,
+            tile.warps, tile.stages, tuple(n for n in ("D", "I") if n in names),
         )  # fmt: skip
 
     first = {"x_ptr": f"*{code}", "out_ptr": f"*{code}", "alpha": "fp32", "limit": "fp32"}
     second = {"a_ptr": f"*{code}", "weights_ptr": "*fp32", "out_ptr": "*fp32"}
     return [
         build("gate_up", mxfp4_gate_up_kernel, first, plan.first, more),
-        build("down", mxfp4_down_kernel, second, plan.second, {"LINES": _lines(cfg.intermediate_size)}),
+        build("down", mxfp4_down_kernel, second, plan.second, less),
     ]
 
 

@@ -260,5 +260,8 @@ class TopKRouter(Layer):
                 device=hidden_states.device,
             )
         core = self.ladder.pick(hidden_states.shape[0])
-        weights, ids = core(self.logits(hidden_states), self.e_score_correction_bias, num_valid)
+        # A backend may have a kernel for the logits of a few tokens.
+        own = core.logits(hidden_states, self.weight, self.bias, self.logits_dtype) if hasattr(core, "logits") else None
+        logits = self.logits(hidden_states) if own is None else own
+        weights, ids = core(logits, self.e_score_correction_bias, num_valid)
         return weights, ids

@@ -1,4 +1,8 @@
-"""The router in Triton: one program a token, scores in registers, k rounds of argmax."""
+"""The router in Triton: one program a token, scores in registers, k rounds of a maximum over unique keys.
+
+The logits of a few tokens are matrix-vector products: every program takes a few experts, whose weights it reads
+before it waits for the tokens.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,11 @@ import triton.language as tl
 from fastlayers.moe.router.layer import GROUP_SCORES, MASKED_SCORES, SCORINGS, WEIGHTS_DTYPES, RouterConfig
 from fastlayers.operators import operator
 from fastlayers.testing.compile_check import KernelBuild
-from fastlayers.triton_lang import cast
+from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
+
+# More tokens are a matrix product.
+MAX_LOGIT_TOKENS = 16
+MAX_HIDDEN = 8192
 
 
 @triton.jit
@@ -20,17 +28,68 @@ def _finite(x):
 
 
 @triton.jit
+def _sigmoid(z):
+    tail = tl.exp(-tl.abs(z))  # never overflows
+    return tl.where(z >= 0.0, 1.0, tail) / (1.0 + tail)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _logits_kernel(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, tokens, D, E, x_stride,
+    HAS_BIAS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Write the logits of TOKENS tokens for BLOCK_E experts: fp32 sums, one rounding."""
+    expert, column = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_D)
+    known, inside = expert < E, column < D
+    here = known[:, None] & inside[None, :]
+    weight = tl.load(weight_ptr + expert[:, None] * D + column[None, :], mask=here, other=0.0).to(tl.float32)
+    bias = tl.zeros([BLOCK_E], tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + expert, mask=known, other=0.0).to(tl.float32)
+    await_inputs(PDL)
+    release_dependents(PDL)
+    for i in tl.static_range(TOKENS):
+        token = (tl.program_id(1) * TOKENS + i).to(tl.int64)
+        x = tl.load(x_ptr + token * x_stride + column, mask=inside & (token < tokens), other=0.0).to(tl.float32)
+        z = tl.sum(weight * x[None, :], axis=1) + bias
+        tl.store(out_ptr + token * E + expert, cast(z, out_ptr.dtype.element_ty), mask=known & (token < tokens))
+
+
+def _fake_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: bool) -> torch.Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32 if wide else x.dtype)
+
+
+@operator("router_logits(Tensor x, Tensor weight, Tensor? bias, bool wide) -> Tensor", _fake_logits)
+def router_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: bool) -> torch.Tensor:
+    """Return ``x @ weight^T + bias`` of a few tokens, fp32 (``wide``) or in the dtype of ``x``."""
+    (tokens, hidden), experts = x.shape, weight.shape[0]
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    z = _fake_logits(x, weight, bias, wide)
+    if tokens:
+        block_d, each = triton.next_power_of_2(hidden), 1 if tokens <= 4 else 4
+        block_e = 1 if block_d >= 4096 else 2
+        _logits_kernel[(triton.cdiv(experts, block_e), triton.cdiv(tokens, each))](
+            x, weight, x if bias is None else bias, z, tokens, hidden, experts, x.stride(0),
+            HAS_BIAS=bias is not None, TOKENS=each, BLOCK_E=block_e, BLOCK_D=block_d, num_warps=4,
+            **dependent_launch(x),
+        )  # fmt: skip
+    return z
+
+
+@triton.jit
 def _router_kernel(
     logits_ptr, bias_ptr, num_valid_ptr, weights_ptr, ids_ptr, logits_stride, renorm_eps, factor,
     GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP_K: tl.constexpr,
     SCORING: tl.constexpr, TOP2: tl.constexpr, MASK_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_VALID: tl.constexpr, RENORMALIZE: tl.constexpr, ROUND: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, BLOCK_K)
     out = row * TOP_K + slot
     live = True
+    await_inputs(PDL)
+    release_dependents(PDL)
     if HAS_VALID:
         live = row < tl.load(num_valid_ptr)
     group, member = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_S)
@@ -43,8 +102,7 @@ def _router_kernel(
         power = tl.exp(shifted - tl.max(tl.max(shifted, axis=1), axis=0))
         score = power / tl.sum(tl.sum(power, axis=1), axis=0)
     elif SCORING == 1:
-        tail = tl.exp(-tl.abs(z))  # never overflows
-        score = tl.where(z >= 0.0, 1.0, tail) / (1.0 + tail)
+        score = _sigmoid(z)
     else:
         score = z
     choice = score
@@ -70,16 +128,32 @@ def _router_kernel(
             score = tl.where(eligible, score, 0.0)
         else:
             choice = tl.where(eligible, choice, -infinity)
+    # Unique keys: the value in integer order (0.0 is -0.0's equal), then the reversed id, so that ties go to the
+    # lowest. One maximum finds both.
+    bits = (choice + 0.0).to(tl.int32, bitcast=True)
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+    lowest: tl.constexpr = -(1 << 63)
+    keys = tl.where(inside, (ordered << 32) | (0xFFFF - expert).to(tl.int64), lowest)
+    keys = tl.reshape(keys, [BLOCK_G * BLOCK_S], can_reorder=True)
     ids = tl.zeros([BLOCK_K], tl.int32)
     weights = tl.zeros([BLOCK_K], tl.float32)
+    LOOK_UP: tl.constexpr = MASK_ZERO or (HAS_BIAS and SCORING != 1)
     for k in tl.static_range(TOP_K):
-        top = tl.max(tl.max(choice, axis=1), axis=0)
-        winner = tl.min(tl.min(tl.where(choice == top, expert, BLOCK_G * BLOCK_S), axis=1), axis=0)
-        is_winner = inside & (expert == winner)
-        weight = tl.sum(tl.sum(tl.where(is_winner, score, 0.0), axis=1), axis=0)
+        top = tl.max(keys, axis=0)
+        keys = tl.where(keys == top, lowest, keys)
+        winner = 0xFFFF - (top & 0xFFFF).to(tl.int32)
         ids = tl.where(slot == k, winner, ids)
+        if LOOK_UP:
+            mine = inside & (expert == winner)
+            weight = tl.sum(tl.sum(tl.where(mine, score, 0.0), axis=1), axis=0)
+        else:
+            value = (top >> 32).to(tl.int32)
+            weight = (value ^ ((value >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
         weights = tl.where(slot == k, weight, weights)
-        choice = tl.where(is_winner, -infinity, choice)
+    if HAS_BIAS and not LOOK_UP:
+        # The keys have the bias: the scores once more, of the chosen experts.
+        weights = _sigmoid(_finite(tl.load(logits_ptr + row * logits_stride + ids).to(tl.float32)))
+        weights = tl.where(slot < TOP_K, weights, 0.0)
     if SCORING == 2:
         shifted = tl.where(slot < TOP_K, weights, -infinity)
         power = tl.exp(shifted - tl.max(shifted, axis=0))
@@ -132,13 +206,13 @@ def _router(
             MASK_ZERO=mask_zero, HAS_BIAS=bias is not None, HAS_VALID=num_valid is not None,
             RENORMALIZE=renormalize, ROUND=rounded,
             BLOCK_G=block_g, BLOCK_S=block_s, BLOCK_K=triton.next_power_of_2(top_k),
-            num_warps=1 if block_g * block_s <= 512 else 4,
+            num_warps=1 if block_g * block_s <= 512 else 4, **dependent_launch(logits),
         )  # fmt: skip
     return weights, ids
 
 
 class TritonRouter:
-    """One launch; reads the logits once."""
+    """One launch, and one more for the logits of a few tokens; reads the logits once."""
 
     def __init__(self, cfg: RouterConfig) -> None:
         # Without group selection the tile is one row of all experts.
@@ -148,6 +222,16 @@ class TritonRouter:
             cfg.masked_score == MASKED_SCORES[1], cfg.renormalize, cfg.renorm_eps, cfg.factor,
             WEIGHTS_DTYPES.index(cfg.weights_dtype),
         )  # fmt: skip
+
+    def logits(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype | None
+    ) -> torch.Tensor | None:
+        """Return the logits of a few tokens in ``dtype`` (``None``: that of ``x``); ``None`` for other calls."""
+        same = x.dtype == weight.dtype and (bias is None or bias.dtype == weight.dtype)
+        if not same or x.shape[0] > MAX_LOGIT_TOKENS or x.shape[1] > MAX_HIDDEN:
+            return None
+        z: torch.Tensor = router_logits(x, weight, bias, dtype is torch.float32)
+        return z
 
     def __call__(
         self, logits: torch.Tensor, bias: torch.Tensor | None, num_valid: torch.Tensor | None
@@ -172,7 +256,7 @@ def _build(
             "SCORING": scoring, "TOP2": True, "MASK_ZERO": False, "HAS_BIAS": has_bias, "HAS_VALID": True,
             "RENORMALIZE": True, "ROUND": 0 if dtype == "fp32" else 1,
             "BLOCK_G": triton.next_power_of_2(groups), "BLOCK_S": triton.next_power_of_2(size),
-            "BLOCK_K": triton.next_power_of_2(top_k),
+            "BLOCK_K": triton.next_power_of_2(top_k), "PDL": True,
         },
         num_warps=1 if triton.next_power_of_2(groups) * triton.next_power_of_2(size) <= 512 else 4,
     )  # fmt: skip
@@ -184,3 +268,19 @@ COMPILE = [
     _build("router_qwen3_moe", "bf16", 0, 1, 128, 1, 8, False),
     _build("router_gpt_oss", "bf16", 2, 1, 128, 1, 4, False),
 ]
+COMPILE += [
+    KernelBuild(
+        f"router_logits_{experts}_{hidden}_{each}",
+        _logits_kernel,
+        {
+            "x_ptr": "*bf16", "weight_ptr": "*bf16", "bias_ptr": "*bf16", "out_ptr": "*bf16", "tokens": "i32",
+            "D": "i32", "E": "i32", "x_stride": "i32",
+        },
+        {
+            "HAS_BIAS": True, "TOKENS": each, "BLOCK_E": 1 if hidden >= 4096 else 2,
+            "BLOCK_D": triton.next_power_of_2(hidden), "PDL": True,
+        },
+        aligned=("D", "E", "x_stride"),
+    )
+    for experts, hidden, each in ((128, 2048, 1), (32, 2880, 4), (256, 7168, 1), (256, 7168, 4))
+]  # fmt: skip
