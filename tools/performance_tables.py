@@ -205,8 +205,30 @@ def shape_of(row: Row) -> str:
     return f"{row['layer']} {' '.join(parts)}"
 
 
+def nearest() -> str:
+    """What a shape without a table would lose with the nearest one's ladder: from the shipped tables, each left out."""
+    sys.path.insert(0, str(ROOT / "src"))
+    from fastlayers import tuning
+    from fastlayers.device import DESCRIBED
+    from fastlayers.registry import LAYERS as ALL
+
+    lines = []
+    for layer in ALL:
+        ratios = tuning.borrowed_ratios(layer, DESCRIBED["H200"])
+        if ratios:
+            medians = {key: statistics.median(found) for key, found in ratios.items()}
+            worst = max(medians, key=lambda key: medians[key])
+            within = sum(ratio <= 1.15 for found in ratios.values() for ratio in found)
+            total = sum(map(len, ratios.values()))
+            middle = statistics.median(medians.values())
+            row = (layer, str(len(ratios)), f"{middle:.2f}", f"{medians[worst]:.2f} ({worst})", f"{within} of {total}")
+            lines.append(f"| {' | '.join(row)} |")
+    head = "| layer | shapes | median | worst shape's median | points within 1.15 × |\n|---|---|---|---|---|"
+    return "\n".join([head, *lines]) if lines else MISSING
+
+
 LAYERS = ("fp8_linear", "fused_moe", "mla", "gqa", "small_ops")
-TABLES: dict[str, Callable[[], str]] = {"targets": targets} | {
+TABLES: dict[str, Callable[[], str]] = {"targets": targets, "nearest": nearest} | {
     part: (lambda part=part: layer_table(part))
     for part in LAYERS  # type: ignore[misc]
 }

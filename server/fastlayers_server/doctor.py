@@ -13,7 +13,7 @@ import torch
 
 import fastlayers
 from fastlayers import device as device_module
-from fastlayers import env
+from fastlayers import env, tuning
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ def diagnose() -> dict[str, Any]:
     for name, reason in registry.plugin_errors.items():
         facts.append(Fact(f"plug-in {name}", None, "broken", reason, False))
     target = device_module.as_device("cuda" if torch.cuda.is_available() else "cpu")
+    facts += _tuned_tables(target)
     layers = {layer: _layer(layer, target) for layer in fastlayers.layers()}
     return {
         "fastlayers": fastlayers.__version__,
@@ -67,6 +68,24 @@ def _gpu() -> Fact:
     return Fact(
         "gpu", found.sm, "ok", f"{found.name}, {found.sm_count} SMs, {found.memory_bytes / 2**30:.0f} GiB", True
     )
+
+
+def _tuned_tables(target: device_module.Device) -> list[Fact]:
+    """Return how many tuned tables serve this device, and one fact for each that is refused."""
+    count, stale, facts = 0, 0, []
+    registry = importlib.import_module("fastlayers.registry")
+    for layer in fastlayers.layers():
+        for path in tuning.tables(layer, target):
+            try:
+                table = tuning.read(path, layer, target)
+            except tuning.TunedTableError as error:
+                facts.append(Fact("tuned table", None, "broken", str(error), False))
+                continue
+            used = {row["backend"] for row in table["ladder"]}
+            backends = [backend for backend in registry.registry(layer).ranked if backend.name in used]
+            count, stale = count + 1, stale + bool(tuning.changes(table, backends))
+    reason = f"{count or 'none'} for {target.name}" + (f", {stale} of them made with other versions" if stale else "")
+    return [Fact("tuned tables", None, "ok", reason, True), *facts]
 
 
 def _layer(layer: str, target: device_module.Device) -> dict[str, Any]:

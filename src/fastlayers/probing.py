@@ -66,6 +66,8 @@ def probe_tables(
     now : callable
         Seconds; for tests.
     """
+    import torch
+
     found: list[Probe] = []
     begun, made = now(), None
     for choice, table in _suspects(model, everywhere=clock is not None):
@@ -75,7 +77,11 @@ def probe_tables(
         if made is None:
             made = clock() if clock is not None else _cuda_clock()
         _probed.add(_name(choice))
-        probe = _probe(choice, table, made)
+        try:
+            probe = _probe(choice, table, made)
+        except torch.OutOfMemoryError:
+            log.warning("%s: %s was made with other versions; no room for its probe", choice.layer, table.path.name)
+            continue
         found.append(probe)
         if probe.verdict is not None:
             command = f"fastlayers tune --layer {choice.layer} --shape '{tuning.shape_text(choice.cfg)}'"

@@ -25,6 +25,7 @@ import shlex
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 SHIPPED = Path(__file__).parent / "tuned"
 SCHEMA = 1
+# A table keeps the times of configurations that are within this factor of the best.
+KEPT_WITHIN = 1.3
 
 
 class TunedTableError(FastlayersError, ValueError):
@@ -152,6 +155,11 @@ def nearest(layer: str, key: str, device: Device, without: str = "") -> Path | N
     return best[2] if best is not None else None
 
 
+def tables(layer: str, device: Device) -> list[Path]:
+    """Return the paths of a layer's tables for a device."""
+    return [path for _, path in _tables(layer, device)]
+
+
 def _tables(layer: str, device: Device) -> Iterator[tuple[str, Path]]:
     ending, seen = f",device_name={device.name}.json", set()
     for directory in directories():
@@ -195,6 +203,16 @@ def read(path: Path, layer: str, device: Device) -> dict[str, Any]:
         Not JSON, another schema, layer or device, or rows out of order; the file is named.
     """
     try:
+        changed = path.stat().st_mtime_ns
+    except OSError as error:
+        raise TunedTableError(f"tuned table {path} cannot be read: {error.strerror}") from error
+    return _read(path, layer, device.name, changed)
+
+
+@lru_cache(maxsize=512)
+def _read(path: Path, layer: str, device_name: str, changed: int) -> dict[str, Any]:
+    """Read a table once as long as the file stays as it is: a model has hundreds of layers and few shapes."""
+    try:
         table: dict[str, Any] = json.loads(path.read_text())
         rows = table["ladder"]
         limits, names = [row["max_tokens"] for row in rows], [row["backend"] for row in rows]
@@ -205,8 +223,8 @@ def read(path: Path, layer: str, device: Device) -> dict[str, Any]:
         dict(metadata.get("versions", {}), **metadata.get("kernels", {}))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise TunedTableError(f"tuned table {path} is corrupt: {type(error).__name__}: {error}") from error
-    if facts != (SCHEMA, layer, device.name):
-        raise TunedTableError(f"tuned table {path} is for {facts}; expected {(SCHEMA, layer, device.name)}")
+    if facts != (SCHEMA, layer, device_name):
+        raise TunedTableError(f"tuned table {path} is for {facts}; expected {(SCHEMA, layer, device_name)}")
     if (
         not rows
         or limits[-1] is not None
@@ -297,14 +315,22 @@ def borrowed_loss(layer: str, device: Device) -> float | None:
     The largest median over the token counts of a shape, from the times in the tables; 0.1 is 10 %. ``None`` if there
     are not two comparable tables with times.
     """
-    losses = []
+    losses = [statistics.median(ratios) - 1 for ratios in borrowed_ratios(layer, device).values()]
+    return max(losses) if losses else None
+
+
+def borrowed_ratios(layer: str, device: Device) -> dict[str, list[float]]:
+    """Return for each shape with a table what its nearest neighbour's ladder takes at each token count, over the best.
+
+    Times are those in the shape's own table. A configuration without one was slower than ``KEPT_WITHIN`` times the
+    best, or never timed: it counts as that, or as its backend's own rule if that is slower.
+    """
+    found = {}
     for key, path in _tables(layer, device):
         lent = nearest(layer, key, device, without=key)
-        if lent is not None:
-            ratios = _ratios(read(path, layer, device), read(lent, layer, device))
-            if ratios:
-                losses.append(statistics.median(ratios) - 1)
-    return max(losses) if losses else None
+        if lent is not None and (ratios := _ratios(read(path, layer, device), read(lent, layer, device))):
+            found[key] = ratios
+    return found
 
 
 def _ratios(own: Mapping[str, Any], lent: Mapping[str, Any]) -> list[float]:
@@ -316,8 +342,9 @@ def _ratios(own: Mapping[str, Any], lent: Mapping[str, Any]) -> list[float]:
     for tokens, here in times.items():
         rung = next(r for r in lent["ladder"] if r["max_tokens"] is None or tokens <= r["max_tokens"])
         configured = (rung["backend"], json.dumps(rung.get("config", {}), sort_keys=True))
-        # A configuration that was not timed here counts as its backend's own rule.
-        taken = here.get(configured, here.get((rung["backend"], "{}")))
-        if taken is not None:
-            ratios.append(taken / min(here.values()))
+        plain, best = here.get((rung["backend"], "{}")), min(here.values())
+        if configured in here:
+            ratios.append(here[configured] / best)
+        elif plain is not None:
+            ratios.append(max(KEPT_WITHIN, plain / best))
     return ratios

@@ -239,6 +239,25 @@ def test_doctor_runs_every_backend_that_can_run_here() -> None:
     assert all(trial["ok"] for trial in report["trials"]) and report["ok"]
 
 
+@pytest.mark.usefixtures("two_backends")
+def test_doctor_counts_tuned_tables_and_names_a_corrupt_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tables() -> list[tuple[str, str]]:
+        facts = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)["facts"]
+        return [(fact["state"], fact["reason"]) for fact in facts if fact["name"].startswith("tuned table")]
+
+    monkeypatch.setenv(env.TUNED_DIR, str(tmp_path))
+    assert tables() == [("ok", "none for cpu")]
+    command = ("tune", "--layer", "fp8_linear", "--shape", "N=128,K=256", "--tokens", "1", "--json", "--device", "cpu")
+    path = Path(json.loads(run(*command))[0]["path"])
+    assert tables() == [("ok", "1 for cpu")]
+    table = json.loads(path.read_text())
+    tuning.write(path, table | {"metadata": {"kernels": {"torch": "0", "twin": "0"}}})
+    assert tables() == [("ok", "1 for cpu, 1 of them made with other versions")]
+    path.write_text("{")
+    (_, (state, reason)) = tables()
+    assert state == "broken" and str(path) in reason
+
+
 def test_doctor_names_a_backend_that_computes_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
     from fastlayers.norm.rms_norm import torch as module
 

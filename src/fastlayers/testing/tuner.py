@@ -409,7 +409,11 @@ def _table(
     for count in sorted({s.tokens for s in samples}):
         here = [s for s in samples if s.tokens == count]
         best = {s.option.backend: s for s in sorted(here, key=lambda s: -s.us)}
-        shown += [s for s in here if s.option in chosen or not s.option.config or best[s.option.backend] is s]
+        limit = tuning.KEPT_WITHIN * min(s.us for s in here)
+        shown += [
+            s for s in here
+            if s.us <= limit or s.option in chosen or not s.option.config or best[s.option.backend] is s
+        ]  # fmt: skip
     ladder = [
         {"max_tokens": step.max_tokens, "backend": step.option.backend, "microseconds": round(step.us, 2)}
         | ({"config": dict(step.option.config)} if step.option.config else {})
