@@ -220,6 +220,8 @@ class Bench:
     def ready(self, case: Case, options: Sequence[Option]) -> dict[Option, Timed]:
         """Build, compile and capture options over shared operands; those that cannot are noted in ``failed``."""
         inputs = inputs_of(self.layer, case, self.place)
+        if self.place.type == "cuda" and torch.cuda.memory_reserved(self.place) > self.device.memory_bytes // 2:
+            torch.cuda.empty_cache()  # what random numbers left behind; a capture cannot give it back
         packed: dict[str, Any] = {}
         calls: dict[Option, Callable[[], Any]] = {}
         for option in options:
