@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -222,18 +222,20 @@ def register(app: typer.Typer, out: Console, err: Console, device_of: Any, print
         jobs = jobs_of_models(models, tp, ep, names) if models else jobs_of_shapes(names[0], shape or [])
         if not jobs:
             raise FastlayersError(f"tune: {', '.join(models or [])}: no layer that is tuned")
-        if dry_run:
-            found = [Outcome(job.layer, job.key, "to tune", reason=tuning.shape_text(job.cfg)) for job in jobs]
-        else:
-            place = device_of(device)
-            counts, limits = parse_tokens(tokens), {"force": force, "quick": quick, "seconds": seconds}
-            found = list(run_tune(jobs, folder_for(folder), place, counts, err, **limits))  # type: ignore[arg-type]
-        if as_json:
-            print_json([vars(outcome) for outcome in found])
-        else:
-            for outcome in found:
+        counts, limits = parse_tokens(tokens), {"force": force, "quick": quick, "seconds": seconds}
+        outcomes: Iterable[Outcome] = (
+            [Outcome(job.layer, job.key, "to tune", reason=tuning.shape_text(job.cfg)) for job in jobs]
+            if dry_run
+            else run_tune(jobs, folder_for(folder), device_of(device), counts, err, **limits)  # type: ignore[arg-type]
+        )
+        found = []
+        for outcome in outcomes:
+            found.append(outcome)
+            if not as_json:
                 text = outcome.ladder or outcome.reason
                 out.print(f"{outcome.state}: {outcome.layer} {outcome.key}: {text}", markup=False, highlight=False)
-                if outcome.path:
-                    out.print(f"    {outcome.path}", markup=False, highlight=False, soft_wrap=True)
+        if as_json:
+            print_json([vars(outcome) for outcome in found])
+        elif folders := {str(Path(outcome.path).parent.parent) for outcome in found if outcome.path}:
+            out.print(f"tables are in {', '.join(folders)}", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1 if {outcome.state for outcome in found} & {"failed", "out of time"} else 0)

@@ -222,14 +222,16 @@ class Bench:
         inputs = inputs_of(self.layer, case, self.place)
         if self.place.type == "cuda" and torch.cuda.memory_reserved(self.place) > self.device.memory_bytes // 2:
             torch.cuda.empty_cache()  # what random numbers left behind; a capture cannot give it back
-        packed: dict[str, Any] = {}
+        packed: dict[str | Option, Any] = {}
         calls: dict[Option, Callable[[], Any]] = {}
         for option in options:
             with self.noting(option):
                 impl = self.row(option).load()(self.cfg)
-                if option.backend not in packed:
-                    packed[option.backend] = self.spec.prepare(impl, inputs)
-                calls[option] = partial(self.spec.run, impl, inputs, packed[option.backend])
+                # Packed weights are one for all of a backend's configurations, as in a ladder; plans are not.
+                own = option.backend if hasattr(impl, "pack") else option
+                if own not in packed:
+                    packed[own] = self.spec.prepare(impl, inputs)
+                calls[option] = partial(self.spec.run, impl, inputs, packed[own])
         self._compile(calls)
         timed: dict[Option, Timed] = {}
         for option, call in calls.items():
