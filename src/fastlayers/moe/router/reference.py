@@ -27,22 +27,30 @@ class ReferenceRouter:
         valid = logits.shape[0] if num_valid is None else int(num_valid.item())
         weights = torch.zeros(logits.shape[0], cfg.top_k)
         ids = torch.full((logits.shape[0], cfg.top_k), -1, dtype=torch.int32)
-        for token in range(min(valid, logits.shape[0])):
-            chosen, weight = self._route(z[token].tolist(), score[token].tolist(), choice[token])
-            ids[token] = torch.tensor(chosen, dtype=torch.int32)
-            weights[token] = torch.tensor(weight)
+        # One copy to the host, not several for each token.
+        rows = zip(z.tolist(), score.tolist(), choice.tolist(), self._group_scores(choice), strict=True)
+        routed = [self._route(*row) for row, _ in zip(rows, range(valid), strict=False)]
+        if routed:
+            ids[: len(routed)] = torch.tensor([chosen for chosen, _ in routed], dtype=torch.int32)
+            weights[: len(routed)] = torch.tensor([weight for _, weight in routed])
         if cfg.weights_dtype is not None:
             weights = weights.to(cfg.weights_dtype).float()
         return weights.to(logits.device), ids.to(logits.device)
 
-    def _route(self, z: list[float], score: list[float], choice: torch.Tensor) -> tuple[list[int], list[float]]:
+    def _group_scores(self, choice: torch.Tensor) -> list[list[float]]:
+        """Return the maximum, or the sum of the two largest, of each group of each token."""
+        best = choice.unflatten(-1, (self.cfg.num_groups, self.cfg.group_size)).sort(-1, descending=True).values
+        # The sum is rounded to fp32: exact ties of fp32 sums are ties.
+        scores: list[list[float]] = best[..., : 2 if self.cfg.group_score == "top2_sum" else 1].sum(-1).tolist()
+        return scores
+
+    def _route(
+        self, z: list[float], score: list[float], c: list[float], group: list[float]
+    ) -> tuple[list[int], list[float]]:
         cfg = self.cfg
-        c, masked = choice.tolist(), set()
+        masked: set[int] = set()
         if cfg.grouped:
             members = [list(range(g * cfg.group_size, (g + 1) * cfg.group_size)) for g in range(cfg.num_groups)]
-            count = 2 if cfg.group_score == "top2_sum" else 1
-            # The sum is rounded to fp32: exact ties of fp32 sums are ties.
-            group = [choice[m].sort(descending=True).values[:count].sum().item() for m in members]
             kept = sorted(range(cfg.num_groups), key=lambda g: (-group[g], g))[: cfg.topk_groups]
             masked = {e for g in range(cfg.num_groups) if g not in kept for e in members[g]}
             for e in masked:
