@@ -93,8 +93,8 @@ class Layer(nn.Module):
         own = self.fixed_dtype
         here = next((p.device for p in self.parameters()), self.device_type)
         known = getattr(self.cfg, "dtype", None)
-        if known is not None and known.itemsize == 1:
-            known = None  # of the codes that a quantiser writes: a cast is not about them
+        if not isinstance(known, torch.dtype) or known.itemsize == 1:
+            known = None  # a name, or the dtype of the codes that a quantiser writes: a cast is not about them
         probe = fn(torch.empty(0, dtype=known if own is None else own, device=here))
         if own is not None and probe.dtype != own:
             raise ArgumentError(type(self).__name__, "dtype", probe.dtype, f"{own}, as constructed")
