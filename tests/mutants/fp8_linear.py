@@ -54,6 +54,21 @@ class _PerTensorActivations(TorchFP8Linear):
         return super().__call__(x, weight, scale, bias)
 
 
+class _ScalesWithoutPadding(TorchFP8Linear):
+    """Reads scales whose rows are padded to 4 as if they were not: what a GEMM does that is told another layout."""
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: Bias) -> torch.Tensor:
+        quantize = self.quantize
+
+        def misread(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            q, s = quantize(rows)
+            padded = torch.nn.functional.pad(s.t(), (0, -s.shape[0] % 4)).flatten()
+            return q, padded[: s.numel()].view(s.shape[1], s.shape[0]).t()
+
+        self.quantize = misread  # type: ignore[assignment]
+        return super().__call__(x, weight, scale, bias)
+
+
 class _NotQuantized(TorchFP8Linear):
     """Leaves the activations in their dtype: better numbers, another function."""
 
@@ -85,6 +100,7 @@ MUTANTS = {
         ("blocks_from_grid", _BlocksFromGrid),
         ("next_column_block", _NextColumnBlock),
         ("per_tensor_activations", _PerTensorActivations),
+        ("scales_without_padding", _ScalesWithoutPadding),
         ("not_quantized", _NotQuantized),
         ("ragged_block_dropped", _RaggedBlockDropped),
         ("no_bias", _NoBias),

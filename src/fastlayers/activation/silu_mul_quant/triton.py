@@ -10,7 +10,7 @@ from fastlayers.activation.silu_mul.triton import silu_mul_rounded
 from fastlayers.activation.silu_mul_quant.layer import FLOOR, SiluMulQuantConfig
 from fastlayers.operators import operator
 from fastlayers.quant.group_quant.layer import SCALE_LAYOUTS, empty_scales
-from fastlayers.quant.group_quant.triton import quant_tile, quantize_tile, tile_row
+from fastlayers.quant.group_quant.triton import QuantTile, quant_tile, quantize_tile, tile_row
 from fastlayers.testing.compile_check import KernelBuild
 
 
@@ -36,6 +36,12 @@ def _silu_mul_quant_kernel(
     tl.store(s_ptr + row * s_token_stride + group * s_group_stride, scale, mask=whole)
 
 
+def _tile(tokens: int, groups: int, group_size: int) -> QuantTile:
+    """As for quantising alone, but with two inputs 1024 values a program are enough, and faster at many tokens."""
+    tile = quant_tile(tokens, groups, group_size)
+    return tile if tile.rows == 1 else QuantTile(2, 4 * (128 // group_size), 2)
+
+
 def _outputs(x: torch.Tensor, group_size: int, layout: int) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, size = x.shape[0], x.shape[1] // 2
     q = torch.empty(tokens, size, dtype=torch.float8_e4m3fn, device=x.device)
@@ -51,7 +57,7 @@ def _silu_mul_quant(x: torch.Tensor, group_size: int, layout: int, ue8m0: bool) 
     q, s = _outputs(x, group_size, layout)
     tokens, groups = s.shape
     if tokens:
-        tile = quant_tile(tokens, groups, group_size)
+        tile = _tile(tokens, groups, group_size)
         _silu_mul_quant_kernel[tile.grid(tokens, groups)](
             x, q, s, tokens, groups, x.stride(0), s.stride(0), s.stride(1), q.shape[1], FLOOR,
             UE8M0=ue8m0, EVEN=q.shape[1] % group_size == 0,
@@ -85,5 +91,5 @@ COMPILE = [
         num_warps=tile.warps, num_stages=3, aligned=("x_stride", "size"),
     )
     for ue8m0, rows in ((False, 4), (False, 4096), (True, 4096))
-    for tile in (quant_tile(rows, 16, 128),)
+    for tile in (_tile(rows, 16, 128),)
 ]  # fmt: skip

@@ -151,7 +151,7 @@ def default_config(cfg: FP8LinearConfig, tokens: int) -> dict[str, int]:
     if tokens <= 16:
         m, width, warps, stages = 16, 64, 4, 5
     elif tokens <= 64:
-        m, width, warps, stages = (64, 32, 4, 5) if n <= 8192 else (64, 64, 4, 4)
+        m, width, warps, stages = (64, 32, 4, 5) if n <= 8192 and blocks <= 64 else (64, 64, 4, 4)
     elif cfg.dtype == torch.float32 or (blocks > 64 and tokens > 512):
         m, width, warps, stages = 128, 128, 8, 4
     elif triton.cdiv(tokens, 64) * triton.cdiv(n, 128) <= TARGET_PROGRAMS:
