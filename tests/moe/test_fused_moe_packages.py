@@ -22,10 +22,10 @@ assert _found is not None and _found.loader is not None
 fakes = importlib.util.module_from_spec(_found)
 _found.loader.exec_module(fakes)
 
-V3 = FusedMoEConfig(7168, 256, 256, 8, num_shared=1, quant="fp8_block", dtype="bfloat16")
-QWEN = FusedMoEConfig(2048, 768, 128, 8, dtype="bfloat16")
+V3 = FusedMoEConfig(7168, 256, 256, 8, num_shared=1, quant="fp8_block", dtype=torch.bfloat16)
+QWEN = FusedMoEConfig(2048, 768, 128, 8, dtype=torch.bfloat16)
 OSS = FusedMoEConfig(
-    2880, 2880, 32, 4, quant="mxfp4", activation="swiglu_oai", bias=True, interleaved=True, dtype="bfloat16"
+    2880, 2880, 32, 4, quant="mxfp4", activation="swiglu_oai", bias=True, interleaved=True, dtype=torch.bfloat16
 )
 interpreted = pytest.mark.skipif(not env.triton_interpret(), reason="our kernels run in Triton's interpreter here")
 
@@ -42,7 +42,7 @@ def reason(backend: str, cfg: FusedMoEConfig, device: str = "H200") -> str | Non
     [
         ("deep_gemm", V3),
         ("deep_gemm", QWEN),
-        ("deep_gemm", replace(V3, dtype="")),
+        ("deep_gemm", replace(V3, dtype=None)),
         ("deep_gemm_masked", V3),
         ("sgl_kernel", V3),
         ("torch_grouped", QWEN),
@@ -63,18 +63,18 @@ def test_runs_on_hopper_only(backend: str, cfg: FusedMoEConfig) -> None:
         ("deep_gemm", replace(V3, quant="int8"), "quant 'int8'"),
         ("deep_gemm", replace(V3, intermediate_size=160), "intermediate_size 160 is not a multiple of 128"),
         ("deep_gemm", replace(QWEN, hidden_size=2000), "hidden_size 2000 is not a multiple of 64"),
-        ("deep_gemm", replace(V3, dtype="float16"), "dtype float16"),
+        ("deep_gemm", replace(V3, dtype=torch.float16), "dtype float16"),
         ("deep_gemm_masked", QWEN, "quant 'none'"),
         ("sgl_kernel", QWEN, "quant 'none'"),
         ("sgl_kernel", replace(V3, bias=True, num_shared=0), "biases"),
         ("sgl_kernel", replace(V3, activation="swiglu_oai"), "activation"),
         ("torch_grouped", V3, "quant 'fp8_block'"),
-        ("torch_grouped", replace(QWEN, dtype=""), "dtype (unknown)"),
-        ("torch_grouped", replace(QWEN, dtype="float32"), "dtype float32"),
+        ("torch_grouped", replace(QWEN, dtype=None), "dtype (unknown)"),
+        ("torch_grouped", replace(QWEN, dtype=torch.float32), "dtype float32"),
         ("triton_kernels", V3, "quant 'fp8_block'"),
         ("triton_kernels", replace(OSS, interleaved=False), "interleaved"),
         ("triton_kernels", replace(OSS, activation="silu"), "clamped"),
-        ("triton_kernels", replace(OSS, dtype="float16"), "dtype float16"),
+        ("triton_kernels", replace(OSS, dtype=torch.float16), "dtype float16"),
         ("triton_kernels", replace(OSS, hidden_size=96), "hidden_size 96"),
     ],
 )
@@ -90,9 +90,9 @@ def test_packages_that_are_absent_are_named() -> None:
 
 
 def test_keys_of_tuned_tables_tell_dtypes_apart() -> None:
-    keys = {replace(QWEN, dtype=dtype).tuning_key() for dtype in ("bfloat16", "float16", "float32")}
+    keys = {replace(QWEN, dtype=dtype).tuning_key() for dtype in (torch.bfloat16, torch.float16, torch.float32)}
     assert len(keys) == 3
-    assert QWEN.tuning_key() == replace(QWEN, dtype="").tuning_key()
+    assert QWEN.tuning_key() == replace(QWEN, dtype=None).tuning_key()
 
 
 def test_ranked_first_only_for_mxfp4() -> None:

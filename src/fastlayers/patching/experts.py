@@ -36,12 +36,12 @@ def experts_config(module: Any) -> FusedMoEConfig:
         experts, hidden, columns = module.gate_up_proj.shape
         return FusedMoEConfig(
             int(hidden), int(columns) // 2, int(experts), top_k, activation="swiglu_oai", alpha=alpha, limit=limit,
-            bias=True, interleaved=True, dtype=str(module.down_proj.dtype).removeprefix("torch."),
+            bias=True, interleaved=True, dtype=module.down_proj.dtype,
         )  # fmt: skip
     return FusedMoEConfig(
         int(module.hidden_dim), int(module.intermediate_dim), int(module.num_experts), top_k,
         quant="fp8_block" if fp8 else "none",
-        dtype="" if fp8 else str(module.down_proj.dtype).removeprefix("torch."),
+        dtype=None if fp8 else module.down_proj.dtype,
     )  # fmt: skip
 
 

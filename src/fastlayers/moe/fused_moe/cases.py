@@ -25,7 +25,7 @@ def _case(
     load: str = "uneven",
     small: bool = True,
 ) -> Case:
-    cfg = replace(cfg, dtype=str(dtype).removeprefix("torch."))
+    cfg = replace(cfg, dtype=dtype)
     return Case(name, cfg, {"num_tokens": tokens, "dtype": dtype, "load": load}, small)
 
 

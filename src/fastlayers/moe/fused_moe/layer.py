@@ -26,7 +26,7 @@ from torch import nn
 from fastlayers import env
 from fastlayers.comm.parallel import SINGLE, Axis
 from fastlayers.device import Device
-from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor
+from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor, dtype_name
 from fastlayers.layer import Layer
 from fastlayers.moe.fused_moe.packages import PACKAGES, TRITON_KERNELS
 from fastlayers.moe.fused_moe.packed import PackedExpertNames, part_of_groups, slots_of_packed
@@ -45,7 +45,7 @@ _NAME = "FusedMoE"
 class FusedMoEConfig:
     """What a backend must know: sizes on this rank, formats, activation; see the file's head.
 
-    ``dtype`` is that of the activations, by its name in torch; ``""`` if the caller does not know.
+    ``dtype`` is that of the activations, where it is known.
     """
 
     hidden_size: int
@@ -61,7 +61,7 @@ class FusedMoEConfig:
     bias: bool = False
     scaling_factor: float = 1.0
     interleaved: bool = False
-    dtype: str = ""
+    dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         check_positive(
@@ -98,7 +98,7 @@ class FusedMoEConfig:
     def tuning_key(self) -> str:
         """Return the shape key of tuned tables."""
         sizes = f"E={self.all_experts},k={self.pairs_per_token},D={self.hidden_size},I={self.intermediate_size}"
-        dtype = "" if self.dtype in ("", "bfloat16") else f",{self.dtype}"
+        dtype = "" if self.dtype in (None, torch.bfloat16) else f",{dtype_name(self.dtype)}"
         return f"{sizes},{self.quant},{self.activation}{dtype}"
 
 
@@ -245,7 +245,7 @@ class FusedMoE(Layer):
         local_experts = self.expert_slice.stop - self.expert_slice.start
         cfg = FusedMoEConfig(
             hidden_size, local, local_experts, top_k, num_shared, quant.format, quant.scale_fmt, activation, alpha,
-            limit, bias, scaling_factor, interleaved, str(dtype or torch.get_default_dtype()).removeprefix("torch."),
+            limit, bias, scaling_factor, interleaved, dtype or torch.get_default_dtype(),
         )  # fmt: skip
         self.choose(FUSED_MOE, cfg, device, backend)
         self.dtype = dtype or torch.get_default_dtype()

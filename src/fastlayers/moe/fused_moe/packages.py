@@ -7,12 +7,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from fastlayers.device import Device
+from fastlayers.errors import dtype_name
 from fastlayers.moe.fused_moe.weights import GROUP
 from fastlayers.registry import TRITON_NEEDS, Backend
 
 if TYPE_CHECKING:
     from fastlayers.moe.fused_moe.layer import FusedMoEConfig
+
+
+def _name(cfg: FusedMoEConfig) -> str:
+    return "(unknown)" if cfg.dtype is None else dtype_name(cfg.dtype)
 
 
 def _not_hopper(device: Device) -> str | None:
@@ -28,8 +35,8 @@ def _not_fp8_or_bf16(cfg: FusedMoEConfig) -> str | None:
         return f"quant {cfg.quant!r} is not one of 'none', 'fp8_block'"
     if cfg.quant == "none":
         return _not_bf16(cfg, 64)
-    if cfg.dtype not in ("", "bfloat16"):
-        return f"dtype {cfg.dtype} is not bfloat16"
+    if cfg.dtype not in (None, torch.bfloat16):
+        return f"dtype {_name(cfg)} is not bfloat16"
     return _not_multiple(cfg, GROUP)
 
 
@@ -43,8 +50,8 @@ def _not_multiple(cfg: FusedMoEConfig, of: int) -> str | None:
 def _not_bf16(cfg: FusedMoEConfig, of: int) -> str | None:
     if cfg.quant != "none":
         return f"quant {cfg.quant!r} is not 'none'"
-    if cfg.dtype != "bfloat16":
-        return f"dtype {cfg.dtype or '(unknown)'} is not bfloat16"
+    if cfg.dtype != torch.bfloat16:
+        return f"dtype {_name(cfg)} is not bfloat16"
     return _not_multiple(cfg, of)
 
 
@@ -69,8 +76,8 @@ def _torch_grouped(cfg: FusedMoEConfig, device: Device) -> str | None:
 def _triton_kernels(cfg: FusedMoEConfig, device: Device) -> str | None:
     if cfg.quant != "mxfp4":
         return f"quant {cfg.quant!r} is not 'mxfp4'"
-    if cfg.dtype != "bfloat16":
-        return f"dtype {cfg.dtype or '(unknown)'} is not bfloat16"
+    if cfg.dtype != torch.bfloat16:
+        return f"dtype {_name(cfg)} is not bfloat16"
     if cfg.activation != "swiglu_oai" or not cfg.interleaved:
         return "its activation is the clamped SwiGLU over interleaved rows"
     return _not_hopper(device) or _not_multiple(cfg, 64)
