@@ -18,7 +18,7 @@ import fastlayers.attention.mla.paths as mla_paths
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
 from fastlayers.attention.mla.configs import KNOBS, decode_config
 from fastlayers.attention.mla.core import CONTEXTS, MLA, MLAConfig, Varlen, context_of, phase_of
-from fastlayers.attention.mla.flashinfer import FlashInferFA3, pieces
+from fastlayers.attention.mla.flashinfer import FlashInferFA3, pieces, seeing
 from fastlayers.attention.mla.flashmla import FlashMLA
 from fastlayers.attention.mla.torch import TorchMLA
 from fastlayers.attention.mla.triton import TritonMLA
@@ -203,7 +203,8 @@ def test_flashinfer_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
         core, bounds = TorchMLA(replace(TINY, softmax_scale=scale)), (cu_q.diff().tolist(), cu_k.diff().tolist())
         lens = Varlen.of(tuple(bounds[0]), tuple(bounds[1]), bool(mask), q.device)
         result, natural = core.prefill(q, k, v, lens)
-        o.copy_(result)
+        o.copy_(result.masked_fill((natural == float("-inf")).unsqueeze(-1), 3.0))
+        natural = natural.masked_fill(natural == float("-inf"), 5.0)
         if lse is not None:
             lse.copy_(natural / math.log(2.0))
 
@@ -221,6 +222,10 @@ def test_flashinfer_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.testing.assert_close(lse, expected_lse)
     FlashInferFA3(TINY).prefill(q, k, v, lens)
     assert planned == [([0, 6, 8], [6, 9])], "one plan for all calls with the same lengths"
+    blind = Varlen.of((6, 2), (4, 11), True, q.device)
+    for ours, theirs in zip(core.prefill(q, k, v, blind), plain.prefill(q, k, v, blind), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert planned.pop() == ([0, 2, 6, 8], [0, 4, 11])
     o, lse = core.prefill(q, k[:0], v[:0], Varlen.of((6, 2), (0, 0), False, q.device))
     assert (o == 0).all() and (lse == float("-inf")).all() and len(planned) == 1
 
@@ -353,3 +358,20 @@ def test_tuned_kernels_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         o, lse = tuned.decode(q, cache, meta)
         torch.testing.assert_close(o, expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("q_lens", "k_lens", "causal", "expected"),
+    [
+        ((3, 2), (3, 9), True, ([3, 2], [3, 9], [])),
+        ((5, 2), (2, 0), True, ([3, 2, 2, 0], [0, 2, 0, 0], [0, 1, 2, 5, 6])),
+        ((5, 2, 1), (2, 0, 4), False, ([5, 2, 0, 1], [2, 0, 0, 4], [5, 6])),
+        ((0, 2), (7, 2), True, ([0, 2], [7, 2], [])),
+    ],
+)
+def test_tokens_that_see_nothing_are_set_apart(
+    q_lens: tuple[int, ...], k_lens: tuple[int, ...], causal: bool, expected: tuple[list[int], ...]
+) -> None:
+    cut = seeing(Varlen.of(q_lens, k_lens, causal, torch.device("cpu")))
+    assert cut == expected
+    assert sum(cut[0]) == sum(q_lens) and sum(cut[1]) == sum(k_lens)

@@ -6,19 +6,19 @@ import torch
 
 
 class Staging:
-    """Pinned buffers of one size; none is handed out again before the copy from it has been made."""
+    """Pinned buffers of one usual size; none is handed out again before the copy from it has been made."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._size, self._pinned = size, device.type == "cuda"
         self._busy: list[tuple[torch.cuda.Event, torch.Tensor]] = []
 
-    def take(self) -> torch.Tensor:
-        """Return a buffer that nobody reads, uint8; a new one if the device has not caught up yet."""
+    def take(self, size: int = 0) -> torch.Tensor:
+        """Return a buffer that nobody reads, uint8, of at least ``size``; a new one if the device has not caught up."""
         for index, (copied, buffer) in enumerate(self._busy):
-            if copied.query():
+            if buffer.numel() >= size and copied.query():
                 del self._busy[index]
                 return buffer
-        return torch.empty(self._size, dtype=torch.uint8, pin_memory=self._pinned)
+        return torch.empty(max(size, self._size), dtype=torch.uint8, pin_memory=self._pinned)
 
     def give(self, buffer: torch.Tensor) -> None:
         """Give a buffer back, after the copies from it were queued on the current stream."""

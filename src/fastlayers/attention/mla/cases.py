@@ -15,7 +15,7 @@ import torch
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
 from fastlayers.attention.mla.configs import NOMINAL_SM_COUNT, decode_config, num_splits, prefill_config
 from fastlayers.attention.mla.core import MLAConfig, Varlen
-from fastlayers.testing.spec import BOUNDS, Bound, Case, Cost, LayerSpec
+from fastlayers.testing.spec import BOUNDS, Bound, Case, Cost, LayerSpec, Oracle
 
 _REAL, _TINY, _WIDE = (512, 64, 128, 128), (32, 16, 16, 16), (64, 16, 32, 16)
 _BF16, _FP16, _FP32, _E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -279,4 +279,9 @@ def bounds(case: Case) -> dict[str, Bound]:
     return {"o": E4M3_MATH, "lse": E4M3_MATH} if case.cfg.fp8_math else {}
 
 
-SPEC = LayerSpec(CASES, make_inputs, run, cost, prepare, refresh, bounds)
+def oracle(backend: str) -> Oracle | None:
+    """FlashMLA rounds queries where ``fp8_math`` allows it; what it does then is held against the same queries."""
+    return Oracle("fastlayers.attention.mla.reference:RoundedQueries", bounds) if backend == "flashmla" else None
+
+
+SPEC = LayerSpec(CASES, make_inputs, run, cost, prepare, refresh, bounds, oracle=oracle)

@@ -35,7 +35,6 @@ class LaunchConfig:
 _DECODE_PAGED = (LaunchConfig(16, 64, 4, 2), LaunchConfig(32, 64, 8, 2), LaunchConfig(64, 64, 8, 2, per_sm=1))
 # Several new tokens a request and no splits: the mask and the rounded output together would spill the largest tile.
 _DECODE_PAGED_LAST = (*_DECODE_PAGED[:-1], LaunchConfig(64, 32, 8, 3, per_sm=1))
-_DECODE_PAGED_E4M3 = (LaunchConfig(16, 32, 8, 3), LaunchConfig(32, 32, 8, 2))
 # Tiles over several pages.
 _DECODE_16BIT = (
     LaunchConfig(16, 32, 4, 3), LaunchConfig(32, 32, 8, 3), LaunchConfig(64, 64, 8, 2, ahead=False, per_sm=1)
@@ -44,6 +43,11 @@ _DECODE_16BIT = (
 _DECODE_16BIT_DIRECT = (*_DECODE_16BIT[:-1], LaunchConfig(64, 32, 8, 3, per_sm=1))
 # Converting e4m3 takes registers: a tile of 64 query rows would spill.
 _DECODE_E4M3 = (LaunchConfig(16, 32, 8, 3), LaunchConfig(32, 32, 8, 2))
+# Four warps are faster; with fp16 they would spill.
+_DECODE_PAGED_E4M3 = {
+    torch.bfloat16: (LaunchConfig(16, 32, 4, 3), LaunchConfig(32, 32, 8, 2)),
+    torch.float16: _DECODE_E4M3,
+}
 # fp32 has no tensor-core product that keeps 24 bits: multiply-adds, small tiles.
 _DECODE_FP32 = (LaunchConfig(16, 16, 8, 1),)
 
@@ -72,7 +76,7 @@ def decode_config(
     if dtype == torch.float32:
         table = _DECODE_FP32
     elif paged:
-        table = _DECODE_PAGED_E4M3 if e4m3 else _DECODE_PAGED_LAST if direct and causal else _DECODE_PAGED
+        table = _DECODE_PAGED_E4M3[dtype] if e4m3 else _DECODE_PAGED_LAST if direct and causal else _DECODE_PAGED
     elif e4m3:
         table = _DECODE_E4M3
     else:
@@ -132,12 +136,18 @@ def decode_candidates(rows: int, dtype: torch.dtype, kv_dtype: torch.dtype, page
     own = decode_config(rows, dtype, kv_dtype, page_size)
     found = [own]
     if dtype != torch.float32:
-        narrow = 64 if rows > 32 and kv_dtype != torch.float8_e4m3fn else 32 if rows > 16 else 16
-        for block_n, stages in ((32, 2), (32, 3), (64, 2)):
-            for warps in (4, 8) if narrow < 64 else (8,):
-                for per_sm in (1, 2, 4):
-                    ahead = own.ahead or page_size % block_n == 0
-                    found.append(LaunchConfig(narrow, block_n, warps, stages, ahead, per_sm))
+        e4m3 = kv_dtype == torch.float8_e4m3fn
+        shapes: tuple[tuple[int, int, int, int], ...]
+        if rows > 32 and not e4m3:
+            shapes = ((64, 64, 8, 2), (64, 32, 8, 3))
+        elif rows > 16:
+            shapes = ((32, 64, 8, 2), (32, 32, 8, 3), (32, 32, 8, 2))
+        else:
+            shapes = ((16, 64, 4, 2), (16, 64, 8, 2), (16, 64, 8, 3), (16, 32, 4, 3))
+        for block_m, block_n, warps, stages in shapes:
+            for per_sm in (1, 2, 4):
+                ahead = own.ahead or page_size % block_n == 0
+                found.append(LaunchConfig(block_m, block_n, warps, stages, ahead, per_sm))
     return _as_dicts(found)
 
 

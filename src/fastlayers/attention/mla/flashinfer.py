@@ -20,6 +20,7 @@ import torch
 
 from fastlayers.attention.meta import AttentionMeta
 from fastlayers.attention.mla.core import MLAConfig, Varlen, check_no_padding
+from fastlayers.attention.staging import Staging
 from fastlayers.device import as_device
 from fastlayers.operators import operator
 
@@ -44,28 +45,6 @@ def _prefill_module(dtype: torch.dtype, width: int, value: int) -> Any:
 
     # No rotary embedding, window, soft cap or 16-bit scores.
     return get_batch_prefill_module("fa3", dtype, dtype, dtype, torch.int32, width, value, 0, False, False, False)
-
-
-class Staging:
-    """Host memory from which schedules are copied: pinned, and not reused before its copy is done."""
-
-    def __init__(self) -> None:
-        self._used: list[tuple[torch.Tensor, torch.cuda.Event]] = []
-
-    def take(self, size: int, device: torch.device) -> torch.Tensor:
-        """Return at least ``size`` bytes that no copy reads."""
-        for index, (memory, copied) in enumerate(self._used):
-            if memory.numel() >= size and copied.query():
-                del self._used[index]
-                return memory
-        return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-
-    def give(self, memory: torch.Tensor, device: torch.device) -> None:
-        """Return ``memory`` after a copy from it was enqueued on the current stream."""
-        if device.type == "cuda":
-            copied = torch.cuda.Event()
-            copied.record()
-            self._used.append((memory, copied))
 
 
 class Workspace:
@@ -162,12 +141,12 @@ class DecodePlan:
         # A request's indices are its row of the page table; only where it begins is read.
         rows = _ints([request * max_pages for request, _, _ in part] + [0])
         totals = _ints([total for _, _, total in part])
-        staged = core.staging.take(SCHEDULE_BYTES, device)
+        staged = core.staging(device).take()
         module = _decode_module(core.variant, cfg.dtype, cfg.kv_dtype, cfg.kv_lora_rank, cfg.qk_rope_head_dim)
         numbers = module.plan(
             self.workspace, entries, staged, cu_q, rows, totals, cfg.num_heads, cfg.kv_lora_rank, self.causal
         )
-        core.staging.give(staged, device)
+        core.staging(device).give(staged)
         return [int(number) for number in numbers]
 
 
@@ -203,28 +182,55 @@ def _decode(
 
 @dataclass
 class PrefillPlan:
-    """The schedule for one :class:`Varlen`."""
+    """The schedule for one :class:`Varlen`, and its tokens that see no key."""
 
     entries: torch.Tensor
     numbers: list[int]
+    blind: torch.Tensor | None
+
+
+def seeing(lens: Varlen) -> tuple[list[int], list[int], list[int]]:
+    """Cut requests so that every token either sees keys or belongs to a request without any.
+
+    The kernel's results for tokens that see nothing are undefined.
+
+    Returns
+    -------
+    (query lengths, key lengths, blind tokens)
+        Of the cut requests; key offsets stay what they were.
+    """
+    q_lens: list[int] = []
+    k_lens: list[int] = []
+    blind: list[int] = []
+    token = 0
+    for q_len, k_len in zip(lens.q_lens, lens.k_lens, strict=True):
+        unseen = q_len - (min(q_len, k_len) if lens.causal else q_len if k_len else 0)
+        if unseen:
+            q_lens.append(unseen)
+            k_lens.append(0)
+            blind += range(token, token + unseen)
+        q_lens.append(q_len - unseen)
+        k_lens.append(k_len)
+        token += q_len
+    return q_lens, k_lens, blind
 
 
 def _prefill_fake(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, entries: torch.Tensor,
-    numbers: list[int], scale: float, causal: bool, need_lse: bool,
+    blind: torch.Tensor | None, numbers: list[int], scale: float, causal: bool, need_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     lse_rows = q.shape[0] if need_lse else 0
     return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(lse_rows, q.shape[1], dtype=torch.float32)
 
 
 @operator(
-    "mla_flashinfer_prefill(Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k, Tensor entries, int[] numbers, "
-    "float scale, bool causal, bool need_lse) -> (Tensor, Tensor)",
+    "mla_flashinfer_prefill(Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k, Tensor entries, Tensor? blind, "
+    "int[] numbers, float scale, bool causal, bool need_lse) -> (Tensor, Tensor)",
     _prefill_fake,
 )
 def _prefill(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, entries: torch.Tensor,
-    numbers: list[int], scale: float, causal: bool, need_lse: bool,
+    blind: torch.Tensor | None, numbers: list[int], scale: float, causal: bool, need_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     o = q.new_empty(*q.shape[:2], v.shape[2])
     lse = q.new_empty(q.shape[0] if need_lse else 0, q.shape[1], dtype=torch.float32)
@@ -235,8 +241,13 @@ def _prefill(
         entries, entries, numbers, q, k, v, cu_q, cu_k, o, lse if need_lse else None, CAUSAL[causal], 0, -1, False,
         None, None, None, None, None, None, 0.0, scale, 1.0, 1e4, 0,
     )  # fmt: skip
-    # The package's LSE is in base 2.
-    return o, lse.mul_(log(2.0))
+    if need_lse:
+        lse.mul_(log(2.0))  # from base 2
+    if blind is not None:
+        o.index_fill_(0, blind, 0.0)
+        if need_lse:
+            lse.index_fill_(0, blind, float("-inf"))
+    return o, lse
 
 
 class FlashInferMLA:
@@ -245,8 +256,15 @@ class FlashInferMLA:
     name = variant = ""
 
     def __init__(self, cfg: MLAConfig) -> None:
-        self.cfg, self.staging = cfg, Staging()
+        self.cfg = cfg
+        self._staging: dict[torch.device, Staging] = {}
         self.key = (self.name, cfg.num_heads, cfg.dtype, cfg.kv_dtype)
+
+    def staging(self, device: torch.device) -> Staging:
+        """Return the host memory for schedules on ``device``: of the layer that plans, which is a model's first."""
+        if device not in self._staging:
+            self._staging[device] = Staging(SCHEDULE_BYTES, device)
+        return self._staging[device]
 
     def decode(self, q: torch.Tensor, cache: torch.Tensor, meta: AttentionMeta) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``(o [T,H,L] of q's dtype, lse [T,H] fp32)``."""
@@ -279,27 +297,31 @@ class FlashInferFA3(FlashInferMLA):
             return o, q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32) if need_lse else None
         plan: PrefillPlan = lens.plan_of(self.key, lambda of: self._plan_prefill(of, q.device))
         o, lse = _prefill(
-            q, k, v, lens.cu_q, lens.cu_k, plan.entries, plan.numbers, self.cfg.softmax_scale, lens.causal, need_lse
-        )
+            q, k, v, lens.cu_q, lens.cu_k, plan.entries, plan.blind, plan.numbers, self.cfg.softmax_scale,
+            lens.causal, need_lse,
+        )  # fmt: skip
         return o, lse if need_lse else None
 
     @torch.inference_mode()
     def _plan_prefill(self, lens: Varlen, device: torch.device) -> PrefillPlan:
         cfg = self.cfg
-        width, requests, tokens = cfg.qk_nope_head_dim + cfg.qk_rope_head_dim, len(lens.q_lens), sum(lens.q_lens)
-        entries = sum(-(-length // PREFILL_TILE) for length in lens.q_lens) * cfg.num_heads
+        width, tokens = cfg.qk_nope_head_dim + cfg.qk_rope_head_dim, sum(lens.q_lens)
+        q_lens, k_lens, blind = seeing(lens)
+        entries = sum(-(-length // PREFILL_TILE) for length in q_lens) * cfg.num_heads
         # Seven numbers of four bytes for each entry, and a short list.
         size = 28 * entries + 8192
         memory = torch.empty(size, dtype=torch.uint8, device=device)
-        staged = self.staging.take(size, device)
-        cu_q, cu_k = (_ints([0, *accumulate(each)]) for each in (lens.q_lens, lens.k_lens))
+        staging = self.staging(device)
+        staged = staging.take(size)
+        cu_q, cu_k = (_ints([0, *accumulate(each)]) for each in (q_lens, k_lens))
         module = _prefill_module(cfg.dtype, width, cfg.v_head_dim)
         numbers = module.plan(
-            memory, memory, staged, cu_q, cu_k, _ints(list(lens.k_lens)), tokens, requests, cfg.num_heads,
+            memory, memory, staged, cu_q, cu_k, _ints(k_lens), tokens, len(q_lens), cfg.num_heads,
             cfg.num_heads, 1, False, width, cfg.v_head_dim, lens.causal, -1,
         )  # fmt: skip
-        self.staging.give(staged, device)
-        return PrefillPlan(memory, [int(number) for number in numbers])
+        staging.give(staged)
+        rows = torch.tensor(blind, dtype=torch.int64).to(device) if blind else None
+        return PrefillPlan(memory, [int(number) for number in numbers], rows)
 
 
 class FlashInferFA2(FlashInferMLA):

@@ -49,3 +49,13 @@ class ReferenceMLA:
                     o[q_start + i] = torch.einsum("hs,shd->hd", scores.softmax(-1), values[:seen])
             q_start, k_start = q_start + q_len, k_start + k_len
         return o, lse if need_lse else None
+
+
+class RoundedQueries(ReferenceMLA):
+    """The oracle where ``fp8_math`` lets a backend round queries to e4m3 (scale 1, saturating)."""
+
+    def decode(self, q: torch.Tensor, cache: torch.Tensor, meta: AttentionMeta) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``(o [T,H,L], lse [T,H])`` in fp32."""
+        if self.cfg.fp8_math:
+            q = q.float().clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+        return super().decode(q, cache, meta)
