@@ -33,8 +33,9 @@ LLAMA = GQAConfig(32, 8, 128, 128**-0.5)
         ("flashinfer_fa3", "H200", {"phase": "decode"}, "serves extend only"),
         ("flashinfer_fa3", "H200", {"phase": "padded"}, "serves extend only"),
         ("flashinfer_fa3", "H200", {"kv_dtype": torch.float8_e4m3fn}, "a cache of torch.float8_e4m3fn"),
-        ("flashinfer_fa2", "A100", {}, None),
-        ("flashinfer_fa2", "H200", {"kv_dtype": torch.float8_e4m3fn}, None),
+        ("flashinfer_fa2", "A100", {"lse": False}, None),
+        ("flashinfer_fa2", "A100", {}, "shows in an LSE"),
+        ("flashinfer_fa2", "H200", {"kv_dtype": torch.float8_e4m3fn, "lse": False}, None),
         ("flashinfer_fa2", "H200", {"head_dim": 96}, "head_dim 96 is not one of 64, 128, 256"),
         ("flashinfer_fa2", "H200", {"dtype": torch.float32}, "neither float16 nor bfloat16"),
         ("flashinfer_fa2", "H200", {"phase": ""}, "not every phase"),
@@ -260,7 +261,7 @@ def test_candidates_start_with_the_rule() -> None:
 
     decode = TritonGQA.candidates(replace(LLAMA, phase="decode"), 1)
     extend = TritonGQA.candidates(replace(LLAMA, phase="extend"), 2048)
-    assert decode[0] == decode_config(128, torch.bfloat16) and extend[0] == tile_config(2048, LLAMA)
+    assert decode[0] == decode_config(8, 128, torch.bfloat16) and extend[0] == tile_config(2048, LLAMA)
     assert all(len(each) == len({tuple(one.items()) for one in each}) <= 40 for each in (decode, extend))
 
 

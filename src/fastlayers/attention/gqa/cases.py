@@ -32,7 +32,7 @@ def _cfg(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, page_size: int
     return GQAConfig(heads, kv_heads, dim, dim**-0.5, page_size=page_size, dtype=dtype, **{"kv_dtype": dtype, **more})
 
 
-_GPT_OSS = {"window": 128, "sinks": True}
+_GPT_OSS: dict[str, Any] = {"window": 128, "sinks": True}
 _OSS_LENS = (127, 9, 128, 4000, 300)
 _MIXED = ((1024, 1, 700, 33, 1, 2048), (0, 4000, 1500, 129, 63, 0))
 CASES = (
@@ -55,14 +55,14 @@ CASES = (
     _case("qwen3_8b_decode_long", _cfg(32, 8, 128, BF16, 64), (1,), (32000,), bucket=2, small=False),
     _case("qwen3_8b_prefill", _cfg(32, 8, 128, BF16, 64), *_MIXED, small=False),
     _case("qwen3_30b_prefill", _cfg(32, 4, 128, BF16, 64, lse=False), (512, 300), (0, 77), small=False),
-    _case("qwen3_8b_fp8", _cfg(32, 8, 128, BF16, 64, kv_dtype=FP8), *_MIXED, small=False),
+    _case("qwen3_8b_fp8", _cfg(32, 8, 128, BF16, 64, kv_dtype=FP8, lse=False), *_MIXED, small=False),
     _case("gpt_oss_decode", _cfg(64, 8, 64, BF16, 64, **_GPT_OSS), (1,) * 16, (4095,) * 16, small=False),
     _case("qwen3_30b_decode", _cfg(32, 4, 128, BF16, 64, lse=False), (1,) * 3, (511, 0, 129), bucket=4, small=False),
     _case("gpt_oss_no_lse", _cfg(64, 8, 64, BF16, 64, lse=False, **_GPT_OSS), (1,) * 5, _OSS_LENS, (), 8, False),
     _case("gpt_oss_full_no_lse", _cfg(64, 8, 64, BF16, 64, lse=False, sinks=True), (1,) * 2, (700, 9000), small=False),
     _case("gpt_oss_full_prefill", _cfg(64, 8, 64, BF16, 64, sinks=True), *_MIXED, small=False),
-    _case("gpt_oss_prefill", _cfg(64, 8, 64, BF16, 16, **_GPT_OSS), *_MIXED, small=False),
-    _case("gemma2_9b", _cfg(16, 8, 256, BF16, 64, window=512, softcap=50.0), *_MIXED, small=False),
+    _case("gpt_oss_prefill", _cfg(64, 8, 64, BF16, 16, lse=False, **_GPT_OSS), *_MIXED, small=False),
+    _case("gemma2_9b", _cfg(16, 8, 256, BF16, 64, window=512, softcap=50.0, lse=False), *_MIXED, small=False),
     _case("llama_fp32_prefill", _cfg(32, 8, 128, FP32, 64), (100, 300), (500, 0), small=False),
 )  # fmt: skip
 

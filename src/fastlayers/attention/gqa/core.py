@@ -148,7 +148,9 @@ def _refuse_flashinfer_fa3(cfg: GQAConfig, device: Device) -> str | None:
 
 
 def _refuse_flashinfer_fa2(cfg: GQAConfig, device: Device) -> str | None:
-    return _refuse_kernels(cfg, device, (8, 0), (64, 128, 256))
+    if (why := _refuse_kernels(cfg, device, (8, 0), (64, 128, 256))) is not None:
+        return why
+    return "it adds up weights that are rounded to 16 bits, which shows in an LSE" if cfg.lse else None
 
 
 def _refuse_xqa(cfg: GQAConfig, device: Device) -> str | None:
@@ -182,11 +184,13 @@ _UNPADDED = ("decode", "extend")
 GQA = Registry(
     "gqa",
     [
+        # Ours first: the package rows are faster for some shapes (a tuned table says which), but are compiled at first
+        # use, some for minutes.
+        triton_backend(f"{_HERE}.triton:TritonGQA", _refuse_triton),
         Backend(
             "flashinfer_fa3", f"{_HERE}.flashinfer:FlashInferFA3", ("flashinfer.prefill:get_batch_prefill_module",),
             _refuse_flashinfer_fa3, phases=("extend",),
         ),
-        triton_backend(f"{_HERE}.triton:TritonGQA", _refuse_triton),
         Backend("xqa", f"{_HERE}.xqa:XQA", ("flashinfer.xqa:xqa",), _refuse_xqa, phases=("decode",)),
         Backend(
             "fa3", f"{_HERE}.fa3:FA3", ("flash_attn_interface:flash_attn_with_kvcache",), _refuse_fa3,

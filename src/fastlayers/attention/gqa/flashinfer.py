@@ -53,15 +53,18 @@ def _pack_kernel(table_ptr, table_row, offset_ptr, pages_ptr, BLOCK: tl.constexp
 
 @triton.jit
 def _finish_kernel(
-    o_ptr, lse_ptr, sinks_ptr, rows,
+    o_ptr, binary_ptr, lse_ptr, sinks_ptr, rows,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SINKS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Bring the LSE from base 2 to base e and fold the sink in, both in place."""
+    """Bring the LSE from base 2 to base e, and fold the sink into both results; ``o`` in place.
+
+    The LSE is written elsewhere: several warps read one row's, and not at the same time.
+    """
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     await_inputs(PDL)
     release_dependents(PDL)
-    lse = tl.load(lse_ptr + row, mask=row < rows, other=0.0) * LN2
+    lse = tl.load(binary_ptr + row, mask=row < rows, other=0.0) * LN2
     if SINKS:
         column = tl.arange(0, BLOCK_D)
         at = row[:, None] * HEAD_DIM + column[None, :]
@@ -76,14 +79,16 @@ def _finish_kernel(
     tl.store(lse_ptr + row, lse, mask=row < rows)
 
 
-def finish(o: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> None:
-    """Turn ``o [T, H, D]`` and the base-2 ``lse [T, H]`` of attention without sinks into ours, in place."""
-    rows, width = lse.numel(), o.shape[2]
+def finish(o: torch.Tensor, binary: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Return the LSE for the base-2 one of attention without sinks, both ``[T, H]``; fold the sink into ``o``."""
+    rows, width, lse = binary.numel(), o.shape[2], torch.empty_like(binary)
     block = 8 if sinks is not None else 256
     _finish_kernel[(triton.cdiv(rows, block),)](
-        o, lse, lse if sinks is None else sinks, rows, HEADS=o.shape[1], HEAD_DIM=width, SINKS=sinks is not None,
+        o, binary, lse, binary if sinks is None else sinks, rows,
+        HEADS=o.shape[1], HEAD_DIM=width, SINKS=sinks is not None,
         BLOCK_R=block, BLOCK_D=triton.next_power_of_2(width), **dependent_launch(o), num_warps=4,
     )  # fmt: skip
+    return lse
 
 
 class Workspace:
@@ -193,8 +198,8 @@ def _attend(
         None, None, None, 1.0, 1e4, 0, workspace.numel(),
     )  # fmt: skip
     if lse.numel():
-        finish(o, lse, sinks)
-    return o, lse if need_lse else lse[:0]
+        lse = finish(o, lse, sinks)
+    return o, lse if need_lse else lse.new_empty(0, q.shape[1])
 
 
 class FlashInferGQA:

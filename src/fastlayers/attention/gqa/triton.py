@@ -217,14 +217,12 @@ class TritonGQA:
 
     def __init__(self, cfg: GQAConfig, config: Mapping[str, int] | None = None) -> None:
         self.cfg, self.config = cfg, dict(config or {})
-        decode = triton_decode.decode_config(cfg.head_dim, cfg.dtype)
-        self._decode = decode | self.config if cfg.phase == "decode" else decode
 
     @staticmethod
     def candidates(cfg: GQAConfig, num_tokens: int) -> list[dict[str, int]]:
         """Return what is worth timing for ``cfg.phase``, the rule's own choice first."""
         if cfg.phase == "decode":
-            own = triton_decode.decode_config(cfg.head_dim, cfg.dtype)
+            own = triton_decode.decode_config(num_tokens * cfg.num_kv_heads, cfg.head_dim, cfg.dtype)
             found = [
                 {"BLOCK_N": n, "PROGRAMS": programs, "num_warps": warps, "num_stages": stages}
                 for n in (32, 64, 128)
@@ -262,7 +260,9 @@ class TritonGQA:
         window, softcap = cfg.window or 0, cfg.softcap or 0.0
         result: tuple[torch.Tensor, torch.Tensor]
         if meta.is_decode and triton_decode.serves(q.shape[0], cfg.group, cfg.dtype):
-            it = self._decode
+            it = triton_decode.decode_config(q.shape[0] * cfg.num_kv_heads, cfg.head_dim, cfg.dtype)
+            if cfg.phase == "decode":
+                it |= self.config
             result = triton_decode.gqa_decode(
                 q, k_cache, v_cache, sinks, meta.page_table, meta.seq_lens, meta.starts, meta.page_size,
                 meta.max_seq_len, cfg.softmax_scale, window, softcap,

@@ -20,9 +20,9 @@ from fastlayers.operators import operator
 from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
-# Two programs a multiprocessor of an H200; a constant, so that results do not depend on the GPU.
-PROGRAMS = 264
-FEW_BLOCKS = tl.constexpr(12)
+# One and two programs a multiprocessor of an H200; constants, so that results do not depend on the GPU. With few
+# requests one program each keeps memory busy, and there are fewer parts to add up.
+FEW_PROGRAMS, PROGRAMS, FEW_TILES = 132, 264, 256
 MAX_REQUESTS = 1024  # their lengths are one vector in every program
 
 
@@ -53,10 +53,6 @@ def _decode_kernel(
     end_of = tl.cumsum(blocks_of, axis=0)
     total = tl.sum(blocks_of, axis=0)
     share = tl.cdiv(total, PROGRAMS)
-    longer = tl.cdiv(total, (PROGRAMS + 1) // 2)
-    if (share < FEW_BLOCKS) & (requests * longer <= total):
-        # Half of the programs fill the GPU already: fewer parts to add up, as long as none gets several requests.
-        share = longer
     begin = program * share
     stop = tl.minimum(begin + share, total)
     first_request = tl.sum(tl.where(end_of <= begin, 1, 0), axis=0)
@@ -150,12 +146,13 @@ def _combine_kernel(
         tl.store(o_ptr + target * HEAD_DIM + column, o, mask=column < HEAD_DIM)
 
 
-def decode_config(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Return the block size, programs, warps and stages taken without a tuned table."""
+def decode_config(tiles: int, head_dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """Return the block size, programs, warps and stages for this many requests × key heads, without a tuned table."""
+    programs = FEW_PROGRAMS if tiles < FEW_TILES else PROGRAMS
     if dtype == torch.float32:
-        return {"BLOCK_N": 16, "PROGRAMS": PROGRAMS, "num_warps": 4, "num_stages": 2}
+        return {"BLOCK_N": 16, "PROGRAMS": programs, "num_warps": 4, "num_stages": 2}
     block = 64 if head_dim <= 128 else 32
-    return {"BLOCK_N": block, "PROGRAMS": PROGRAMS, "num_warps": 4, "num_stages": 7}
+    return {"BLOCK_N": block, "PROGRAMS": programs, "num_warps": 4, "num_stages": 7}
 
 
 def _blocks(group: int, head_dim: int, requests: int) -> dict[str, int]:
@@ -222,7 +219,7 @@ def _build(
     name: str, heads: int, kv_heads: int, dim: int, requests: int, dtype: str = "bf16", cache: str = "",
     window: int = 0, sinks: bool = False, softcap: bool = False, page: int = 64,
 ) -> KernelBuild:  # fmt: skip
-    config = decode_config(dim, torch.float32 if dtype == "fp32" else torch.bfloat16)
+    config = decode_config(requests * kv_heads, dim, torch.float32 if dtype == "fp32" else torch.bfloat16)
     return KernelBuild(
         f"gqa_decode_{name}",
         _decode_kernel,

@@ -38,7 +38,8 @@ def _scaled(x, inverse, weight_ptr, column, WIDTH: tl.constexpr):
 
 @triton.jit
 def _turn(
-    source, target, source_head, target_head, head, heads, c, s, f, weight_ptr, eps,
+    source, target, source_head, target_head, head, heads, cos_ptr, sin_ptr, position_ptr, max_position, f,
+    weight_ptr, eps,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, BLOCK_HALF: tl.constexpr,
     INTERLEAVED_IN: tl.constexpr, INTERLEAVED_OUT: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
@@ -50,6 +51,11 @@ def _turn(
         column = 2 * HALF + tl.arange(0, REST)
         kept = inside_head & (column < HEAD_DIM)[None, :]
         rest = tl.load(rows + column[None, :], mask=kept, other=0.0)
+    # After the loads that wait for nothing.
+    position = tl.load(position_ptr)
+    position = tl.minimum(tl.maximum(position, 0), max_position - 1)
+    c = tl.load(cos_ptr + position * HALF + f, mask=f < HALF, other=0.0)
+    s = tl.load(sin_ptr + position * HALF + f, mask=f < HALF, other=0.0)
     if NORM:
         wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
         square = tl.sum(wide_a * wide_a + wide_b * wide_b, axis=1)
@@ -91,15 +97,11 @@ def _rotary_kv_write_kernel(
     f = tl.arange(0, BLOCK_HALF)
     await_inputs(PDL)
     release_dependents(PDL)
-    position = tl.load(positions_ptr + token)
-    position = tl.minimum(tl.maximum(position, 0), max_position - 1)
-    c = tl.load(cos_ptr + position * HALF + f, mask=f < HALF, other=0.0)
-    s = tl.load(sin_ptr + position * HALF + f, mask=f < HALF, other=0.0)
     if block < q_blocks:
         head = block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         _turn(
             q_ptr + token * q_token, q_out_ptr + token * heads * HEAD_DIM, q_head, HEAD_DIM, head, heads,
-            c, s, f, q_weight_ptr, eps,
+            cos_ptr, sin_ptr, positions_ptr + token, max_position, f, q_weight_ptr, eps,
             HEAD_DIM, HALF, REST, BLOCK_HALF, INTERLEAVED_IN, INTERLEAVED_OUT, NORM,
         )  # fmt: skip
     else:
@@ -107,7 +109,7 @@ def _rotary_kv_write_kernel(
         slot = tl.load(loc_ptr + token).to(tl.int64)
         _turn(
             k_ptr + token * k_token, k_cache_ptr + slot * k_slot, k_head, HEAD_DIM, head, kv_heads,
-            c, s, f, k_weight_ptr, eps,
+            cos_ptr, sin_ptr, positions_ptr + token, max_position, f, k_weight_ptr, eps,
             HEAD_DIM, HALF, REST, BLOCK_HALF, INTERLEAVED_IN, INTERLEAVED_OUT, NORM,
         )  # fmt: skip
         column = tl.arange(0, BLOCK_V)
