@@ -21,6 +21,7 @@ import subprocess  # noqa: E402
 import sys  # noqa: E402
 from collections import defaultdict  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
+from dataclasses import dataclass  # noqa: E402
 from itertools import pairwise  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
@@ -73,21 +74,39 @@ def randomize(model: nn.Module) -> None:
     fl.finalize(model)
 
 
-def step_bytes(model: Any, batch: int, context: int) -> float:
-    """Return the bytes that one decode step must read: weights of active experts, the rest once, the cache."""
-    config, total = model.config, 0.0
-    for module in model.modules():
-        size = sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
-        if isinstance(module, fl.FusedMoE):
-            experts, chosen = module.cfg.num_experts, module.cfg.top_k
-            size *= 1 - (1 - chosen / experts) ** batch
-        elif isinstance(module, fl.VocabEmbedding):
-            size = 0
-        total += size
+@dataclass(frozen=True)
+class Weights:
+    """Bytes of a model's weights, counted before backends pack them."""
+
+    always: float
+    experts: tuple[tuple[float, float], ...]  # (bytes, share that one token chooses) of every expert layer
+    total: float
+
+    @staticmethod
+    def of(model: nn.Module) -> Weights:
+        """Count; the embedding's rows cost next to nothing."""
+        always, total, experts = 0.0, 0.0, []
+        for module in model.modules():
+            size = sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
+            total += size
+            if isinstance(module, fl.FusedMoE):
+                experts.append((size, module.cfg.top_k / module.cfg.num_experts))
+            elif not isinstance(module, fl.VocabEmbedding):
+                always += size
+        return Weights(always, tuple(experts), total)
+
+    def step(self, batch: int) -> float:
+        """Return the bytes that a decode step of ``batch`` tokens must read, if each chooses experts at random."""
+        return self.always + sum(size * (1 - (1 - share) ** batch) for size, share in self.experts)
+
+
+def cache_bytes(model: Any, batch: int, context: int) -> float:
+    """Return the bytes of keys and values that a decode step must read."""
+    config = model.config
     spec = fl.kv_cache_spec(model, page_size=model.page_size, dtype=model.kv_dtype)
     windows = getattr(config, "windows", ()) or (None,) * config.num_hidden_layers
     seen = sum(min(context, window or context) for window in windows) / len(windows)
-    return total + spec.bytes_per_token * seen * batch
+    return spec.bytes_per_token * seen * batch
 
 
 def prompts_of(batch: int, length: int, vocab: int) -> list[list[int]]:
@@ -135,7 +154,9 @@ class Stopwatch:
         return {name: round(statistics.median(values), 3) for name, values in found.items()}
 
 
-def time_decode(generator: Generator, batch: int, length: int, new: int, repeats: int) -> dict[str, Any]:
+def time_decode(
+    generator: Generator, weights: Weights, batch: int, length: int, new: int, repeats: int
+) -> dict[str, Any]:
     """Return milliseconds per output token after the first (median of ``repeats`` runs), and device and host apart."""
     rows = prompts_of(batch, length, generator.model.config.vocab_size)
     runs, first = [], []
@@ -147,7 +168,8 @@ def time_decode(generator: Generator, batch: int, length: int, new: int, repeats
     arrivals(generator.stream(rows, max_new_tokens=new, eos_ids=()), batch)
     generator.step.launch = plain  # type: ignore[method-assign]
     tpot = statistics.median(runs[1:])
-    floor = step_bytes(generator.model, batch, length + new // 2) / as_device("cuda").bandwidth
+    read = weights.step(batch) + cache_bytes(generator.model, batch, length + new // 2)
+    floor = read / as_device("cuda").bandwidth
     return {
         "batch": batch, "prompt": length, "new": new, "tpot_ms": round(tpot, 3),
         "tpot_spread_ms": round(max(runs[1:]) - min(runs[1:]), 3), **watch.report(),
@@ -205,6 +227,7 @@ def bench(name: str, options: argparse.Namespace, started: float) -> Iterator[di
     config = MODELS[name] | ({"num_hidden_layers": options.layers} if options.layers else {})
     family: Any = family_of(config)
     model = family(family.config_class.from_hf(config), dtype=torch.bfloat16, device="cuda").eval()
+    weights = Weights.of(model)
     randomize(model)
     torch.cuda.synchronize()
     built = time.perf_counter()
@@ -214,7 +237,7 @@ def bench(name: str, options: argparse.Namespace, started: float) -> Iterator[di
     yield {
         "model": name, "import_to_first_token_s": round(now - started, 2), "build_s": round(built - begin, 2),
         "first_token_s": round(now - built, 2), "token": first.id,
-        "gib": round(sum(p.numel() * p.element_size() for p in model.parameters()) / 2**30, 1),
+        "gib": round(weights.total / 2**30, 1),
     }  # fmt: skip
     torch.cuda.synchronize()
     generator.capture()  # compiles what is missing
@@ -229,7 +252,7 @@ def bench(name: str, options: argparse.Namespace, started: float) -> Iterator[di
     generator.step.graphs.freeze = True
     for batch, length in ((1, 128), (32, 512)):
         if batch <= options.max_batch:
-            yield {"model": name} | time_decode(generator, batch, length, 128, options.repeats)
+            yield {"model": name} | time_decode(generator, weights, batch, length, 128, options.repeats)
             if options.profile:
                 profile_step(generator, batch)
 
