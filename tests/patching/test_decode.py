@@ -16,7 +16,8 @@ from torch import nn
 from transformers import DynamicCache
 
 import fastlayers as fl
-from fastlayers.errors import ArgumentError
+from fastlayers.attention.gqa.core import GQAConfig
+from fastlayers.errors import ArgumentError, NoBackendError
 from fastlayers.graphs import CudaGraphs, EagerRuntime
 from fastlayers.patching import block, decode
 from fastlayers.patching.classes import PREFIX
@@ -245,6 +246,36 @@ def test_a_capture_that_fails_costs_speed_only(caplog: pytest.LogCaptureFixture)
         assert torch.equal(tokens(model), stock) and torch.equal(tokens(model), stock)
     assert caplog.text.count("not permitted when stream is capturing") == 1
     assert int(driver(model).replays) == 0 and min(report.hits().values()) > 0
+
+
+def test_heads_that_no_core_takes_run_as_before(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("qwen3")
+    stock, original = tokens(model), DecodeStep.pick
+
+    def refusing(self: Any, cfg: Any) -> Any:
+        if isinstance(cfg, GQAConfig):
+            raise NoBackendError("gqa", cfg, "cpu", "triton", {"triton": "head_dim 512 is larger than 256"})
+        return original(self, cfg)
+
+    monkeypatch.setattr(DecodeStep, "pick", refusing)
+    fl.patch(model, cuda_graph=True)
+    with caplog.at_level(logging.WARNING, logger="fastlayers.patching.decode"):
+        assert torch.equal(tokens(model), stock)
+    assert (
+        "head_dim 512 is larger" in caplog.text and int(driver(model).replays) == 0 and int(driver(model).falls) == 19
+    )
+
+
+def test_a_model_that_moved_to_the_cpu_runs_as_before(caplog: pytest.LogCaptureFixture) -> None:
+    model = build("qwen3")
+    stock = tokens(model)
+    fl.patch(model)
+    decode.attach(model, RollbackLog(), make_graphs=CudaGraphs)
+    with caplog.at_level(logging.WARNING, logger="fastlayers.patching.decode"):
+        assert torch.equal(tokens(model), stock)
+    assert "the model is on cpu" in caplog.text and int(driver(model).replays) == 0
 
 
 def test_weights_in_place_are_used_and_new_storages_captured_again() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from transformers import DynamicCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from fastlayers.attention.gqa.core import GQAConfig
+from fastlayers.attention.rotary_kv_write.layer import RotaryKVWriteConfig
 from fastlayers.errors import CaptureError
 from fastlayers.patching.cache import PAGE
 from fastlayers.patching.paged import Lease, PagedCache, Pool, Store, active_step, capacity_bucket
@@ -204,3 +207,29 @@ def test_rotary_tables_are_made_once_a_step() -> None:
     assert step.tables((cos, sin), 4)[0] is not first[0]
     one = step.tables((cos[:1].clone(), sin[:1].clone()), 4)[0]
     assert one.shape == (2, 4) and torch.equal(one[0], one[1]), "positions that all rows share"
+
+
+def test_cores_are_shared_and_need_no_host_work() -> None:
+    cfg = GQAConfig(32, 4, 128, 0.1, phase="decode")
+    step = DecodeStep(2, 256, torch.device("cpu"), "torch")
+    assert step.pick(cfg) is step.pick(replace(cfg)) and step._rung(cfg).backend.name == "torch"
+    # Under the interpreter Triton runs anywhere; its choice of programs is the same as on a GPU.
+    rungs = {c: DecodeStep(16, c, torch.device("cpu"), "triton")._rung(cfg) for c in (256, 384)}
+    assert all(rung.backend.name == "triton" for rung in rungs.values())
+    assert dict(rungs[256].config) == {"PROGRAMS": 64} and rungs[384].config == ()
+    write = RotaryKVWriteConfig(32, 4, 128, 128, 128)
+    assert DecodeStep(16, 256, torch.device("cpu"), "triton")._rung(write).config == ()
+
+
+def test_a_short_cache_gives_the_same_attention_by_one_program_a_row() -> None:
+    cfg = GQAConfig(4, 2, 16, 0.25, dtype=torch.float32, kv_dtype=torch.float32, phase="decode")
+    q = torch.randn(3, 4, 16, generator=torch.Generator().manual_seed(0))
+    pages = torch.randn(2, 3 * 256 // PAGE, PAGE, 2, 16, generator=torch.Generator().manual_seed(1))
+    found = []
+    for core in ("torch", "triton"):
+        step = DecodeStep(3, 256, torch.device("cpu"), core)
+        step.set_length(130)
+        step.meta.starts.copy_(torch.tensor([0, 100, 7]))
+        step.begin()
+        found.append(step.pick(cfg)(q, pages[0], pages[1], step.meta, None)[0])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)

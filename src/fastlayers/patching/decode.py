@@ -20,7 +20,7 @@ import torch
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from fastlayers.errors import ArgumentError, CaptureError
+from fastlayers.errors import ArgumentError, CaptureError, NoBackendError
 from fastlayers.graphs import CudaGraphs, GraphRecord
 from fastlayers.patching.classes import swap, unswap
 from fastlayers.patching.decoder import FastDecoderLayer, fusible
@@ -140,7 +140,8 @@ class DecodeDriver:
         weights = self._fingerprint()
         if weights != self._weights:
             self.clear()
-            self._weights = weights
+            # The next ones may be on another device.
+            self._weights, self._graphs = weights, None
         wanted = max(max_cache_length + 1, getattr(generation_config, "max_cache_len", None) or 0)
         mask = model_kwargs.get("attention_mask")
         if mask is not None:
@@ -165,6 +166,8 @@ class DecodeDriver:
                 return f"{name} was asked for"
         if self.root.training:
             return "the model is in training mode"
+        if self._make_graphs is CudaGraphs and self.root.device.type != "cuda":
+            return f"the model is on {self.root.device}"
         return why_not_root(self.root)
 
     def _fingerprint(self) -> tuple[Any, ...]:
@@ -195,7 +198,15 @@ class DecodeDriver:
             self._say(reason)
             self.falls.add_(1)
             return self.root(*args, **inputs)
-        return CausalLMOutputWithPast(logits=self._decode(cache, inputs), past_key_values=cache)
+        try:
+            logits = self._decode(cache, inputs)
+        except NoBackendError as error:
+            # Nothing was counted yet; the rows that were written are written again.
+            cache.unfit = str(error)
+            self._say(cache.unfit)
+            self.falls.add_(1)
+            return self.root(*args, **inputs)
+        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
     def _why_not_step(self, cache: PagedCache, args: tuple[Any, ...], inputs: dict[str, Any]) -> str:
         """Return why this step runs as an ordinary call of the model, or ""."""

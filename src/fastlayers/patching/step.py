@@ -22,9 +22,14 @@ from fastlayers.attention.rotary_kv_write.layer import ROTARY_KV_WRITE, RotaryKV
 from fastlayers.linear.dense.layer import LINEAR, LinearConfig
 from fastlayers.patching.cache import PAGE
 from fastlayers.patching.packing import plain
+from fastlayers.registry import Rung
 
 # Up to so many rows the matrix-vector kernel is taken where no table says otherwise.
 FEW_ROWS = 2
+# Routers: so few columns leave most of cuBLAS's tiles idle.
+FEW_COLUMNS = 256
+# Capacity up to which a row's keys are read by one program.
+SHORT = 256
 _REGISTRIES: dict[type, Any] = {GQAConfig: GQA, MLAConfig: MLA, RotaryKVWriteConfig: ROTARY_KV_WRITE}
 
 
@@ -101,21 +106,32 @@ class DecodeStep:
         """Drop what layers looked up: none of it outlives a step."""
         self._turn = self._normed = None
 
-    def pick(self, cfg: Any, core: str | None = None) -> Any:
+    def pick(self, cfg: Any) -> Any:
         """Return the core for ``cfg``, the same one for all layers that have it."""
-        key = cfg, core
-        if key not in self._cores:
-            ladder = _REGISTRIES[type(cfg)].choose(cfg, self.device, core or self.core).build()
-            self._cores[key] = ladder.pick(self.batch)
-        return self._cores[key]
+        if cfg not in self._cores:
+            self._cores[cfg] = self._rung(cfg).build(cfg)
+        return self._cores[cfg]
+
+    def _rung(self, cfg: Any) -> Rung:
+        """Return the backend that captured steps may take, with what a table found for it."""
+        registry = _REGISTRIES[type(cfg)]
+        rungs = registry.choose(cfg, self.device).rungs
+        rung: Rung = next(r for r in rungs if r.max_tokens is None or self.batch <= r.max_tokens)
+        if rung.backend.name != self.core:
+            rung = registry.choose(cfg, self.device, self.core).rungs[0]
+        if isinstance(cfg, GQAConfig) and self.core == "triton" and self.capacity <= SHORT:
+            # So few keys are not worth splitting: one program a row and key head, nothing to add up.
+            rung = replace(rung, config=(("PROGRAMS", self.batch * cfg.num_kv_heads),))
+        return rung
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return ``x · weightᵀ + bias`` by the backend that is best for so few rows."""
         cfg = LinearConfig(weight.shape[1], weight.shape[0], bias is not None, weight.dtype)
         if cfg not in self._linears:
             choice = LINEAR.choose(cfg, self.device)
-            if choice.evidence == "rank" and self.batch <= FEW_ROWS and self.device.type == "cuda":
-                # No table for this shape: at so few rows the matrix-vector kernel is ahead, or level (see notes).
+            few = self.batch <= FEW_ROWS or (self.batch <= 16 and cfg.out_features <= FEW_COLUMNS)
+            if choice.evidence == "rank" and few and self.device.type == "cuda":
+                # No table for this shape: there our kernels are ahead of cuBLAS, or level (see notes).
                 choice = LINEAR.choose(cfg, self.device, "triton")
             self._linears[cfg] = choice.build().pick(self.batch)
         y: torch.Tensor = self._linears[cfg](x, weight, bias)
