@@ -20,6 +20,8 @@ from typing import Any
 import torch
 
 from fastlayers.attention.mla.core import context_of
+from fastlayers.device import DESCRIBED
+from fastlayers.registry import registry
 from fastlayers.testing.bench import describe_run, rows_of
 from fastlayers.testing.spec import spec_of
 from fastlayers.testing.sweep import case_at
@@ -32,6 +34,7 @@ RESULTS = HERE / "results" / "performance"
 TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 SMALL_TOKENS = (1, 16, 64, 512, 4096, 16384)
 DEEPSEEK, QWEN8, QWEN30, OSS = "deepseek-ai/DeepSeek-V3", "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B", "openai/gpt-oss-20b"
+H200 = DESCRIBED["H200"]
 SMALL = (
     "rms_norm", "silu_mul", "silu_mul_quant", "group_quant", "rotary", "rotary_kv_write", "kv_write", "mla_kv_write",
     "merge_state", "router", "moe_align", "sampler",
@@ -107,14 +110,29 @@ def gqa() -> list[Item]:
 
 
 def small_ops() -> list[Item]:
-    """Every small operator at the first of its real shapes."""
+    """Every small operator at that of its real shapes which most backends take."""
     items = []
     for layer in SMALL:
-        cfg = next((case.cfg for case in spec_of(layer).cases if not case.small), None)
-        if cfg is not None:
+        shapes = [cfg for model in (DEEPSEEK, OSS, QWEN8) for cfg in layers_of(model, 1, layer)]
+        shapes += [case.cfg for case in spec_of(layer).cases if not case.small]
+        if shapes:
             tokens = (1, 16, 64, 256) if layer == "sampler" else SMALL_TOKENS
-            items.append(Item(f"{DEEPSEEK} tp1", layer, cfg, tokens))
+            cfg = max(shapes, key=lambda cfg: sum(b.refusal(cfg, H200) is None for b in registry(layer).ranked))
+            items.append(Item("real shape", layer, cfg, tokens))
     return items
+
+
+def copy_rate(clock: Clock, place: torch.device) -> dict[str, Any]:
+    """Return the GB/s of the fastest copy of a large tensor: what small operators are compared with."""
+    count = 1 << 29 if place.type == "cuda" else 1 << 16
+    source = torch.ones(count, dtype=torch.bfloat16, device=place)
+    target = torch.empty_like(source)
+    calls = {
+        "memcpy": clock.prepare(lambda: target.copy_(source)),
+        "kernel": clock.prepare(lambda: torch.neg(source, out=target)),
+    }
+    us = {name: timing.us for name, timing in clock.measure(calls, 7).items()}
+    return {"copy_gb_per_s": round(4e-3 * count / min(us.values()), 1), "copy_us": us}
 
 
 MEASURED: dict[str, Callable[[], list[Item]]] = {
@@ -214,7 +232,10 @@ def main() -> None:
         if part in MEASURED:
             items = [item for item in MEASURED[part]() if options.only in f"{item.model} {item.layer} {item.cfg}"]
             until = time.monotonic() + 60 * options.minutes
-            left += measure(items, record, clock_for(place), place, until)
+            clock = clock_for(place)
+            if part == "small_ops":
+                record.add([copy_rate(clock, place)])
+            left += measure(items, record, clock, place, until)
         else:
             left += run_program(part, record, options.program)
     if left:

@@ -78,12 +78,15 @@ def best_tflops() -> str:
 
 
 def bandwidth() -> str:
-    """Return the smallest fraction of the memory floor of a small operator at 4096 tokens or more."""
-    rows = [r for r in read("small_ops") if r.get("auto") and r["tokens"] >= 4096]
-    if not rows:
+    """Return the smallest fraction of the copy's rate that a small operator reaches at 4096 tokens or more."""
+    found = read("small_ops")
+    rates = [row["copy_gb_per_s"] for row in found if "copy_gb_per_s" in row]
+    rows = [row for row in found if row.get("auto") and row["tokens"] >= 4096]
+    if not rows or not rates:
         return MISSING
-    low = min(rows, key=lambda row: row["of_memory"])
-    return f"lowest {low['of_memory']:.0%} of {low['layer']} at T={low['tokens']}"
+    low, good = min(rows, key=lambda row: row["gb_per_s"]), sum(r["gb_per_s"] >= 0.85 * rates[-1] for r in rows)
+    worst = f"lowest {low['gb_per_s'] / rates[-1]:.0%} by {low['layer']} at T={low['tokens']}"
+    return f"{good} of {len(rows)} points, {worst}; a copy: {rates[-1] / 1e3:.2f} TB/s"
 
 
 def patched(model: str, batch: int) -> str:
@@ -186,6 +189,9 @@ def layer_table(part: str) -> str:
             f"{own['of_memory']:.0%}", f"{own['error']:.1g}",
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
+    drawn = sorted(name for name in plots() if name.startswith(f"{part}_") and name != f"{part}_roofline.svg")
+    links = ", ".join(f"[{name.removeprefix(f'{part}_').removesuffix('.svg')}](plots/{name})" for name in drawn)
+    lines += ["", f"![Roofline of {part}](plots/{part}_roofline.svg)", "", f"µs over tokens, per backend: {links}"]
     return "\n".join(lines)
 
 

@@ -124,7 +124,20 @@ def test_targets_come_from_the_rows(tables: Any, tmp_path: Path) -> None:
     assert tables.best_tflops() == "1,289 TFLOP/s by deep_gemm"
     table = tables.layer_table("fp8_linear")
     assert "| fp8_linear N36864 K7168 | 1 |  | triton | 6.0 | deep_gemm | 10.0 | 0.60 |" in table
-    assert "commit abc" in tables.targets()
+    assert "commit abc" in tables.targets() and "](plots/fp8_linear_fp8_linear_N36864_K7168.svg)" in table
+
+
+def test_small_operators_are_compared_with_a_copy(driver: ModuleType, tables: Any, tmp_path: Path) -> None:
+    rate = driver.copy_rate(clock_for(CPU), CPU)
+    assert rate["copy_gb_per_s"] > 0 and set(rate["copy_us"]) == {"memcpy", "kernel"}
+    rows = [
+        {"copy_gb_per_s": 4000.0},
+        point(64, "triton", 1.0, auto=True, gb_per_s=10.0, key="a"),
+        point(4096, "triton", 1.0, auto=True, gb_per_s=3500.0, key="b"),
+        point(4096, "triton", 1.0, auto=True, gb_per_s=2000.0, key="c", layer="rotary"),
+    ]
+    write(tmp_path, "small_ops", rows)
+    assert tables.bandwidth() == "1 of 2 points, lowest 50% by rotary at T=4096; a copy: 4.00 TB/s"
 
 
 def test_programs_rows(tables: Any, tmp_path: Path) -> None:
