@@ -1,6 +1,6 @@
 """One decode step of a model: static inputs, sampling inside, captured per batch bucket where there is a GPU.
 
-    load(requests)       last tokens and sampling parameters into the static rows; captures the bucket if it is new
+    load(requests)       last tokens and sampling parameters into the static rows; captures their bucket if it is new
     launch(batch)        plan the step's metadata, replay (or run) it, start the copy of its tokens to the host
     Pending.tokens()     wait for that copy
 
@@ -106,11 +106,23 @@ class DecodeStep:
         self._size, self._mode = 0, "greedy"
         self._bucket: int | None = None
 
-    def load(self, requests: Sequence[Row], launches: bool = True) -> None:
-        """Put requests into the rows, in order; the following launches (if any come) are for exactly these."""
+    def load(self, requests: Sequence[Row], capture: bool = True) -> bool:
+        """Put requests into the rows, in order; the following launches are for exactly these.
+
+        Parameters
+        ----------
+        requests : sequence of Row
+        capture : bool
+            Capture their bucket if that is new. False: the caller loads again before it launches.
+
+        Returns
+        -------
+        bool
+            Whether launches may follow.
+        """
         self._size, self._mode = len(requests), max((r.params.mode for r in requests), key=MODES.index)
         self._bucket = bucket_of(self.buckets, self._size)
-        if self._bucket is not None and launches:
+        if self._bucket is not None and capture:
             self.capture([self._bucket], [self._mode])
         idle = [Row(0, SamplingParams(temperature=0.0), 0, 0)] * (self.max_batch - self._size)
         rows = [*requests, *idle]
@@ -123,6 +135,7 @@ class DecodeStep:
             tensor.copy_(torch.tensor(column, dtype=dtype))
         self.ids.copy_(torch.tensor([r.token for r in rows]))
         self.count.fill_(self._size)
+        return self._bucket is None or (self.graphs is not None and (self._bucket, self._mode) in self.graphs)
 
     def first(self, hidden: torch.Tensor) -> Pending:
         """Sample from the last hidden rows of the prefill, one a request in the order of :meth:`load`."""

@@ -273,13 +273,14 @@ class Generator:
     @torch.inference_mode()
     def _run(self, group: list[_Request], max_new_tokens: int, stop: set[int]) -> Iterator[Token]:
         hidden, active = self._prefill(group), group
-        self.step.load([request.row for request in active], launches=max_new_tokens > 1)
+        # A new bucket is captured after the first token went out.
+        ready = self.step.load([request.row for request in active], capture=False)
         pending, rows = self.step.first(hidden), active
         while True:
             # All requests are equally long: either none or all end by length with the tokens that are on their way.
             more = max(len(request.output) for request in active) + 1 < max_new_tokens
-            whole = len(rows) == len(active)
-            following = self._launch(active) if self.ahead and more and whole and self._room(active) else None
+            ready = ready and len(rows) == len(active)
+            following = self._launch(active) if self.ahead and more and ready and self._room(active) else None
             for request, token in zip(rows, pending.tokens(), strict=True):
                 if request.done:
                     continue
@@ -293,7 +294,7 @@ class Generator:
             if not active:
                 return
             if following is None:
-                if len(active) < len(rows):
-                    self.step.load([request.row for request in active])
+                if not ready or len(active) < len(rows):
+                    ready = self.step.load([request.row for request in active])
                 following = self._launch(active)
             pending, rows = following
