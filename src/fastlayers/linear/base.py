@@ -13,6 +13,11 @@ from fastlayers.layer import Layer
 from fastlayers.weights import Slot
 
 
+def frozen(values: torch.Tensor) -> nn.Parameter:
+    """Return a parameter without gradient that shares ``values``."""
+    return nn.Parameter(values.detach(), requires_grad=False)
+
+
 class LinearBase(Layer):
     """A linear whose output may be several checkpoint tensors fused along the output features.
 
@@ -38,6 +43,7 @@ class LinearBase(Layer):
     """
 
     weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -99,6 +105,31 @@ class LinearBase(Layer):
         if bias is not None:
             for prefix, full, read, local in self.parts():
                 yield f"{prefix}bias", Slot(bias[local], (full,), (read,))
+
+    def make_bias(self, bias: bool, device: torch.device | str | None, dtype: torch.dtype) -> None:
+        """Set ``bias`` to zeros ``[local_out]``, or to ``None``."""
+        self.bias = None
+        if bias:
+            self.bias = frozen(torch.zeros(self.local_out, device=device, dtype=dtype))
+
+    def operands(self) -> tuple[torch.Tensor | None, ...]:
+        """Return what a backend takes between ``x`` and the bias: the weight, and its scales if it has some."""
+        return (self.weight,)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``y`` ``[..., local_out]`` for ``x`` ``[..., local_in]`` of ``dtype``.
+
+        ``y`` is of ``dtype`` too, or of ``out_dtype`` for a layer that has one.
+
+        Raises
+        ------
+        ArgumentError
+            ``x`` has another dtype, last dimension or device.
+        """
+        self.check_input(x, self.cfg.dtype, self.weight.device)
+        impl = self.ladder.pick(x.numel() // self.local_in)
+        y: torch.Tensor = impl(x, *self.operands(), self.bias if self.adds_bias else None)
+        return y
 
     def check_input(self, x: torch.Tensor, dtype: torch.dtype, device: torch.device | None = None) -> None:
         """Raise :class:`ArgumentError` unless ``x`` is ``[..., local_in]`` of ``dtype`` on ``device``."""

@@ -15,7 +15,7 @@ from torch import nn
 from fastlayers.comm.parallel import REPLICATED, Shard
 from fastlayers.device import Device
 from fastlayers.errors import ArgumentError, check_choice, check_positive
-from fastlayers.linear.base import LinearBase
+from fastlayers.linear.base import LinearBase, frozen
 from fastlayers.registry import Backend, Registry, reference_backend, triton_backend
 from fastlayers.weights import Slot
 
@@ -130,10 +130,8 @@ class Linear(LinearBase):
         cfg = LinearConfig(self.local_in, self.local_out, bias, dtype, out_dtype)
         self.choose(LINEAR, cfg, device, backend)
         weight = torch.zeros(self.local_out, self.local_in, device=device, dtype=dtype)
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.bias: nn.Parameter | None = None
-        if bias:
-            self.bias = nn.Parameter(torch.zeros(self.local_out, device=device, dtype=dtype), requires_grad=False)
+        self.weight = frozen(weight)
+        self.make_bias(bias, device, dtype)
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
         """Yield the checkpoint tensors ``weight`` and ``bias`` of every part."""
@@ -157,20 +155,7 @@ class Linear(LinearBase):
             backend="reference",
         )  # fmt: skip
         made.choose(LINEAR, made.cfg, weight.device, backend)
-        made.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        made.weight = frozen(weight)
         if bias is not None:
-            made.bias = nn.Parameter(bias.detach(), requires_grad=False)
+            made.bias = frozen(bias)
         return made
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``y`` ``[..., local_out]`` of ``out_dtype`` for ``x`` ``[..., local_in]`` of ``dtype``.
-
-        Raises
-        ------
-        ArgumentError
-            ``x`` has another dtype, last dimension or device.
-        """
-        self.check_input(x, self.cfg.dtype, self.weight.device)
-        impl = self.ladder.pick(x.numel() // self.local_in)
-        y: torch.Tensor = impl(x, self.weight, self.bias if self.adds_bias else None)
-        return y

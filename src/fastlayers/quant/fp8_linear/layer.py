@@ -21,7 +21,7 @@ from torch import nn
 from fastlayers.comm.parallel import REPLICATED, Shard
 from fastlayers.device import Device
 from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor
-from fastlayers.linear.base import LinearBase
+from fastlayers.linear.base import LinearBase, frozen
 from fastlayers.quant.fp8_linear.blocks import BLOCK, E4M3, check_scale_grid, grid_of, quantize_block_weight
 from fastlayers.quant.group_quant.layer import GROUPS, SCALE_FMTS
 from fastlayers.registry import TRITON_NEEDS, Backend, Registry, reference_backend, torch_backend, triton_backend
@@ -187,11 +187,12 @@ class FP8BlockLinear(LinearBase):
         self.choose(FP8_LINEAR, cfg, device, backend)
         weight = torch.zeros(self.local_out, self.local_in, device=device, dtype=E4M3)
         scale = torch.ones(cfg.grid, device=device, dtype=torch.float32)
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.weight_scale_inv = nn.Parameter(scale, requires_grad=False)
-        self.bias: nn.Parameter | None = None
-        if bias:
-            self.bias = nn.Parameter(torch.zeros(self.local_out, device=device, dtype=dtype), requires_grad=False)
+        self.weight, self.weight_scale_inv = frozen(weight), frozen(scale)
+        self.make_bias(bias, device, dtype)
+
+    def operands(self) -> tuple[torch.Tensor | None, ...]:
+        """Return the weight and its scales."""
+        return self.weight, self.weight_scale_inv
 
     def _check_blocks(self, block_size: tuple[int, int]) -> None:
         rows, columns = block_size
@@ -289,25 +290,11 @@ class FP8BlockLinear(LinearBase):
             backend="reference",
         )  # fmt: skip
         made.choose(FP8_LINEAR, made.cfg, weight.device, backend)
-        made.weight = nn.Parameter(weight.detach().contiguous(), requires_grad=False)
-        scale = weight_scale_inv.detach().to(weight.device, torch.float32).contiguous()
-        made.weight_scale_inv = nn.Parameter(scale, requires_grad=False)
+        made.weight = frozen(weight.contiguous())
+        made.weight_scale_inv = frozen(weight_scale_inv.to(weight.device, torch.float32).contiguous())
         if bias is not None:
-            made.bias = nn.Parameter(bias.detach().to(weight.device, dtype), requires_grad=False)
+            made.bias = frozen(bias.to(weight.device, dtype))
         return made
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``y`` ``[..., local_out]`` for ``x`` ``[..., local_in]``, both of ``dtype``.
-
-        Raises
-        ------
-        ArgumentError
-            ``x`` has another dtype, last dimension or device.
-        """
-        self.check_input(x, self.cfg.dtype, self.weight.device)
-        impl = self.ladder.pick(x.numel() // self.local_in)
-        y: torch.Tensor = impl(x, self.weight, self.weight_scale_inv, self.bias if self.adds_bias else None)
-        return y
 
 
 def _blocks(span: slice, block: int) -> slice:

@@ -25,7 +25,7 @@ from torch import nn
 from fastlayers.comm.parallel import REPLICATED, Shard
 from fastlayers.device import Device
 from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor, describe
-from fastlayers.linear.base import LinearBase
+from fastlayers.linear.base import LinearBase, frozen
 from fastlayers.quant.fp8_linear.blocks import E4M3, E4M3_MAX, decode_e4m3
 from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
 from fastlayers.weights import Slot
@@ -159,18 +159,12 @@ class FP8ScaledLinear(LinearBase):
         cfg = FP8ScaledLinearConfig(self.local_in, self.local_out, bias, dtype, activation_scale)
         self.choose(FP8_SCALED_LINEAR, cfg, device, backend)
         self.weight_scale_kind, self.scale_names = weight_scale, tuple(scale_names)
-
-        def parameter(values: torch.Tensor) -> nn.Parameter:
-            return nn.Parameter(values, requires_grad=False)
-
-        self.weight = parameter(torch.zeros(self.local_out, self.local_in, device=device, dtype=E4M3))
-        self.weight_scale = parameter(torch.ones(self.local_out, device=device, dtype=torch.float32))
+        self.weight = frozen(torch.zeros(self.local_out, self.local_in, device=device, dtype=E4M3))
+        self.weight_scale = frozen(torch.ones(self.local_out, device=device, dtype=torch.float32))
         self.input_scale: nn.Parameter | None = None
         if activation_scale == "static":
-            self.input_scale = parameter(torch.ones(len(self.part_sizes), device=device, dtype=torch.float32))
-        self.bias: nn.Parameter | None = None
-        if bias:
-            self.bias = parameter(torch.zeros(self.local_out, device=device, dtype=dtype))
+            self.input_scale = frozen(torch.ones(len(self.part_sizes), device=device, dtype=torch.float32))
+        self.make_bias(bias, device, dtype)
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
         """Yield ``weight``, its scale (``[]`` or ``[N]``), the input's scale (``[]``) and ``bias`` of every part."""
@@ -253,7 +247,7 @@ class FP8ScaledLinear(LinearBase):
         made.choose(FP8_SCALED_LINEAR, made.cfg, weight.device, backend)
 
         def parameter(values: torch.Tensor, of: torch.dtype) -> nn.Parameter:
-            return nn.Parameter(values.detach().to(weight.device, of).contiguous(), requires_grad=False)
+            return frozen(values.to(weight.device, of).contiguous())
 
         made.weight = parameter(weight, E4M3)
         made.weight_scale = parameter(weight_scale.reshape(-1).expand(n), torch.float32)
@@ -267,21 +261,12 @@ class FP8ScaledLinear(LinearBase):
         """Return ``weight · weight_scale`` ``[local_out, local_in]``, rounded once to ``dtype``."""
         return (decode_e4m3(self.weight) * self.weight_scale[:, None]).to(dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``y`` ``[..., local_out]`` for ``x`` ``[..., local_in]``, both of ``dtype``.
-
-        Raises
-        ------
-        ArgumentError
-            ``x`` has another dtype, last dimension or device.
-        """
-        self.check_input(x, self.cfg.dtype, self.weight.device)
-        impl = self.ladder.pick(x.numel() // self.local_in)
+    def operands(self) -> tuple[torch.Tensor | None, ...]:
+        """Return the weight, its scales, and the input's stored scale: the largest of the parts."""
         scale: torch.Tensor | None = self.input_scale
         if scale is not None and len(self.part_sizes) > 1:
             scale = scale.amax(0, keepdim=True)
-        y: torch.Tensor = impl(x, self.weight, self.weight_scale, scale, self.bias if self.adds_bias else None)
-        return y
+        return self.weight, self.weight_scale, scale
 
 
 def _repeated(count: int) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -20,7 +20,7 @@ from torch import nn
 
 from fastlayers.comm.parallel import REPLICATED, Shard
 from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor, describe
-from fastlayers.linear.base import LinearBase
+from fastlayers.linear.base import LinearBase, frozen
 from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
 from fastlayers.weights import Slot
 
@@ -137,12 +137,12 @@ class Int8Linear(LinearBase):
         self.choose(INT8_LINEAR, Int8LinearConfig(self.local_in, self.local_out, bias, dtype), device, backend)
         weight = torch.zeros(self.local_out, self.local_in, device=device, dtype=torch.int8)
         scale = torch.ones(self.local_out, device=device, dtype=torch.float32)
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.weight_scale = nn.Parameter(scale, requires_grad=False)
-        self.bias: nn.Parameter | None = None
-        if bias:
-            zeros = torch.zeros(self.local_out, device=device, dtype=dtype)
-            self.bias = nn.Parameter(zeros, requires_grad=False)
+        self.weight, self.weight_scale = frozen(weight), frozen(scale)
+        self.make_bias(bias, device, dtype)
+
+    def operands(self) -> tuple[torch.Tensor | None, ...]:
+        """Return the weight and its scales."""
+        return self.weight, self.weight_scale
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
         """Yield the checkpoint tensors ``weight``, ``weight_scale`` ``[N]`` and ``bias`` of every part."""
@@ -191,22 +191,8 @@ class Int8Linear(LinearBase):
         # Meta tensors cost nothing, and say nothing about the device: the backend is chosen again below.
         made = cls(k, n, bias is not None, device="meta", dtype=dtype, backend="reference")
         made.choose(INT8_LINEAR, made.cfg, weight.device, backend)
-        made.weight = nn.Parameter(weight.detach().contiguous(), requires_grad=False)
-        scale = weight_scale.detach().reshape(n).to(weight.device, torch.float32)
-        made.weight_scale = nn.Parameter(scale.contiguous(), requires_grad=False)
+        made.weight = frozen(weight.contiguous())
+        made.weight_scale = frozen(weight_scale.reshape(n).to(weight.device, torch.float32).contiguous())
         if bias is not None:
-            made.bias = nn.Parameter(bias.detach().to(weight.device, dtype), requires_grad=False)
+            made.bias = frozen(bias.to(weight.device, dtype))
         return made
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``y`` ``[..., local_out]`` for ``x`` ``[..., local_in]``, both of ``dtype``.
-
-        Raises
-        ------
-        ArgumentError
-            ``x`` has another dtype, last dimension or device.
-        """
-        self.check_input(x, self.cfg.dtype, self.weight.device)
-        impl = self.ladder.pick(x.numel() // self.local_in)
-        y: torch.Tensor = impl(x, self.weight, self.weight_scale, self.bias if self.adds_bias else None)
-        return y
