@@ -8,7 +8,7 @@ import torch
 import fastlayers.attention.mla.torch as mla_torch
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
 from fastlayers.attention.mla.cases import CASES, SPEC
-from fastlayers.attention.mla.configs import MAX_SPLITS, decode_config, num_splits
+from fastlayers.attention.mla.configs import MAX_SPLITS, LaunchConfig, decode_config, num_splits
 from fastlayers.attention.mla.core import MLA, MLAConfig, Varlen
 from fastlayers.attention.mla.torch import TorchMLA, request_rows
 from fastlayers.device import as_device
@@ -156,12 +156,13 @@ def test_replanned_metadata_is_read_through_the_old_views() -> None:
 
 
 def test_splits_follow_host_bounds() -> None:
-    assert num_splits(1, 100, 264) == 1
-    assert num_splits(500, 100_000, 264) == 1
-    assert num_splits(1, 2048, 264) == 32
-    assert num_splits(1, 1 << 20, 264) == MAX_SPLITS
-    assert num_splits(32, 1 << 20, 132) == 4
-    assert all(num_splits(p, 1 << 16, 264) * p <= 264 for p in (2, 3, 7, 50, 132))
+    small, large = LaunchConfig(16, 64, 4, 2), LaunchConfig(64, 64, 8, 2, per_sm=1)
+    assert num_splits(1, 100, small, 132) == 1
+    assert num_splits(500, 100_000, small, 132) == 1
+    assert (num_splits(1, 2048, small, 132), num_splits(1, 2048, large, 132)) == (32, 16)
+    assert num_splits(1, 1 << 20, small, 132) == MAX_SPLITS
+    assert (num_splits(32, 1 << 20, small, 132), num_splits(32, 1 << 20, large, 132)) == (8, 4)
+    assert all(num_splits(p, 1 << 16, small, 132) * p <= 264 for p in (2, 3, 7, 50, 132))
     for rows in (1, 16, 17, 64, 500):
         plain, direct = (decode_config(rows, torch.bfloat16, torch.bfloat16, 16, d) for d in (False, True))
         assert plain.block_m == direct.block_m >= min(rows, 64)

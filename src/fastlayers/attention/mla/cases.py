@@ -264,7 +264,7 @@ def cost(case: Case) -> Cost:
     cached = rows * cfg.latent_width * cfg.kv_dtype.itemsize
     config = decode_config(heads * max(shape["query_lens"], default=0), cfg.dtype, cfg.kv_dtype, cfg.page_size)
     blocks = max(1, -(-heads * max(shape["query_lens"], default=0) // config.block_m))
-    splits = num_splits(max(1, len(shape["seq_lens"])) * blocks, longest, NOMINAL_SM_COUNT * config.per_sm)
+    splits = num_splits(max(1, len(shape["seq_lens"])) * blocks, longest, config, NOMINAL_SM_COUNT)
     # Partial results are written and read in fp32.
     partial = 2.0 * splits * tokens * heads * (cfg.kv_lora_rank + 1) * 4 if splits > 1 else 0.0
     return Cost(2.0 * pairs * heads * (cfg.latent_width + cfg.kv_lora_rank), outer + cached, outer + cached + partial)

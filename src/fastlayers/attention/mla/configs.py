@@ -29,6 +29,11 @@ class LaunchConfig:
     ahead: bool = True
     per_sm: int = 2
 
+    @property
+    def split_rows(self) -> int:
+        """Fewest cached rows worth a split: with many query rows its partial results cost more than it saves."""
+        return 64 if self.block_m <= 16 else 128
+
 
 # Smallest first; the last one also serves more rows. A tile inside one page needs one entry of the page table and
 # one base address, which leaves registers for larger tiles.
@@ -56,8 +61,7 @@ _PREFILL_FP32 = LaunchConfig(32, 16, 8, 1)
 
 # What costs are counted for, and what decides the splits where there are no multiprocessors.
 NOMINAL_SM_COUNT = 132
-# Fewest cached rows worth a split of their own, and most splits (the partial results go through memory).
-MIN_ROWS_OF_SPLIT = 64
+# Most splits of a request; the partial results go through memory.
 MAX_SPLITS = 64
 # Splits that the reduction loads at once.
 REDUCE_BLOCK = 8
@@ -89,22 +93,22 @@ def prefill_config(dtype: torch.dtype) -> LaunchConfig:
     return _PREFILL_FP32 if dtype == torch.float32 else _PREFILL_16BIT
 
 
-def num_splits(programs: int, max_seq_len: int, places: int) -> int:
+def num_splits(programs: int, max_seq_len: int, config: LaunchConfig, sm_count: int) -> int:
     """Return into how many parts each request's cached rows are cut.
 
     A function of host bounds only, so it is the same at capture and at every replay. A power of two: as many programs
-    as run at once, but no split shorter than :data:`MIN_ROWS_OF_SPLIT`.
+    as run at once, but no split shorter than ``config.split_rows``.
 
     Parameters
     ----------
     programs : int
         Programs without splitting.
     max_seq_len : int
-    places : int
-        Programs that the GPU holds at once.
+    config : LaunchConfig
+    sm_count : int
     """
-    splits = 1
-    while splits < MAX_SPLITS and programs * splits * 2 <= places and max_seq_len >= 2 * splits * MIN_ROWS_OF_SPLIT:
+    splits, places = 1, sm_count * config.per_sm
+    while splits < MAX_SPLITS and programs * splits * 2 <= places and max_seq_len >= 2 * splits * config.split_rows:
         splits *= 2
     return splits
 

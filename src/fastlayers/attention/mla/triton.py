@@ -272,7 +272,7 @@ def _decode(
     config = tuned(decode_config(rows_each, q.dtype, cache.dtype, page_size), knobs, page_size)
     row_blocks = triton.cdiv(rows_each, config.block_m)
     sm_count = as_device(q.device).sm_count if q.is_cuda else NOMINAL_SM_COUNT
-    splits = num_splits(requests * row_blocks, max_seq_len, sm_count * config.per_sm)
+    splits = num_splits(requests * row_blocks, max_seq_len, config, sm_count)
     if splits == 1:
         config = tuned(
             decode_config(rows_each, q.dtype, cache.dtype, page_size, True, max_query_len > 1), knobs, page_size
