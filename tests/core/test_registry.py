@@ -92,7 +92,7 @@ def test_function_missing_from_a_package_is_a_reason() -> None:
 
 
 def test_unknown_names_list_the_known_ones() -> None:
-    with pytest.raises(UnknownNameError, match="known: triton, torch, reference"):
+    with pytest.raises(UnknownNameError, match="known: triton, sgl_kernel, flashinfer, torch, reference"):
         fl.RMSNorm(8, backend="tritn")
     with pytest.raises(UnknownNameError, match="rms_norm"):
         registry("rmsnorm")
@@ -146,7 +146,7 @@ def test_environment_grammar_is_strict(monkeypatch: pytest.MonkeyPatch, text: st
 
 def test_environment_with_unknown_backend_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(env.BACKEND, "rms_norm=cuda")
-    with pytest.raises(UnknownNameError, match="known: triton, torch, reference"):
+    with pytest.raises(UnknownNameError, match="known: triton, sgl_kernel, flashinfer, torch, reference"):
         fl.RMSNorm(8)
 
 

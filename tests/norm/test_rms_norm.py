@@ -98,3 +98,27 @@ def test_traceable() -> None:
     norm, x = RMSNorm(8, backend="torch"), torch.randn(2, 8)
     compiled = torch.compile(norm, backend="eager", fullgraph=True)
     assert all(torch.equal(a, b) for a, b in zip(compiled(x, x), norm(x, x), strict=True))
+
+
+def test_a_cast_chooses_again_for_the_new_dtype() -> None:
+    norm = fl.RMSNorm(16, dtype=torch.float32)
+    before = norm.choice
+    norm.to(torch.bfloat16)
+    assert norm.cfg.dtype == torch.bfloat16 == norm.choice.cfg.dtype and norm.choice is not before
+    assert norm(torch.ones(2, 16, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    norm.to("cpu")
+    assert norm.cfg.dtype == torch.bfloat16
+
+
+def test_packages_refuse_what_they_round_or_read_otherwise() -> None:
+    def reasons(cfg: RMSNormConfig, device: str = "H200") -> dict[str, str]:
+        return {row.name: row.reason for row in fl.backends("rms_norm", device=device, cfg=cfg) if not row.hardware}
+
+    assert "rounds once, after the weight" in reasons(RMSNormConfig(64, dtype=torch.bfloat16))["sgl_kernel"]
+    once = RMSNormConfig(64, rounding="scale_then_cast", dtype=torch.bfloat16)
+    assert reasons(once) == {}
+    assert "needs sm_80" in reasons(once, "cpu")["flashinfer"]
+    odd = RMSNormConfig(97, rounding="one_plus", dtype=torch.float16)
+    assert "97 values are not multiples of 16 bytes" in reasons(odd)["flashinfer"]
+    wide = RMSNormConfig(64, rounding="one_plus", dtype=torch.float32)
+    assert "dtype torch.float32 is not one of" in reasons(wide)["sgl_kernel"]
