@@ -8,8 +8,9 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNo
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
+import fastlayers as fl
 from fastlayers.errors import ArgumentError
-from fastlayers.norm.rms_norm.layer import RMSNorm
+from fastlayers.norm.rms_norm.layer import RMSNorm, RMSNormConfig
 from fastlayers.weights import slots
 
 FAMILIES = {
