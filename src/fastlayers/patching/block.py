@@ -42,7 +42,7 @@ def run(block: Any, x: torch.Tensor, step: Any) -> torch.Tensor | None:
         return None
     count(router._fl_hits)
     count(experts._fl_hits)
-    logits = router._fl_step_logits(rows, step)
+    logits = router._fl_step_logits(rows)
     weights, ids = router._fl_core.pick(rows.shape[0])(logits, getattr(router, "e_score_correction_bias", None), None)
     # Rounded by the core already where the family's router rounds them.
     y = run_packed(experts, rows, ids, weights)

@@ -28,6 +28,8 @@ def _rounded(weight: torch.Tensor) -> torch.dtype | None:
 class FastRouter(FastModule):
     """Common part; families differ in ``_fl_config`` and ``_fl_exact``."""
 
+    # Of the logits; None: the model's dtype.
+    _fl_logits_dtype: torch.dtype | None = torch.float32
     _fl_core: Ladder | None
     weight: torch.Tensor
     hidden_dim: int
@@ -84,9 +86,14 @@ class FastRouter(FastModule):
             return torch.mm(x, weight.t(), out_dtype=torch.float32)
         return F.linear(x.float(), weight.float())
 
-    def _fl_step_logits(self, x: torch.Tensor, step: Any) -> torch.Tensor:
-        """Return the same logits in a decode step."""
-        return self._fl_logits(x)
+    def _fl_step_logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the same logits in a decode step: by the core, where it has a kernel for a few tokens."""
+        assert self._fl_core is not None
+        core: Any = self._fl_core.pick(x.shape[0])
+        own = None
+        if hasattr(core, "logits"):
+            own = core.logits(x, self.weight, getattr(self, "bias", None), self._fl_logits_dtype)
+        return self._fl_logits(x) if own is None else own
 
 
 class FastV3Router(FastRouter):
@@ -140,6 +147,7 @@ class FastV2Router(FastRouter):
 class FastSoftmaxRouter(FastRouter):
     """Softmax in fp32 over logits of the model's dtype, greedy; weights of the model's dtype (Qwen)."""
 
+    _fl_logits_dtype = None
     norm_topk_prob: bool
 
     def _fl_config(self) -> RouterConfig:
@@ -151,10 +159,6 @@ class FastSoftmaxRouter(FastRouter):
     def _fl_logits(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight)
 
-    def _fl_step_logits(self, x: torch.Tensor, step: Any) -> torch.Tensor:
-        logits: torch.Tensor = step.linear(x, self.weight, None)
-        return logits
-
     def _fl_exact(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weights, ids = torch.topk(logits.softmax(dim=-1, dtype=torch.float32), self.top_k, dim=-1)
         if self.norm_topk_prob:
@@ -165,6 +169,7 @@ class FastSoftmaxRouter(FastRouter):
 class FastTopKFirstRouter(FastRouter):
     """The best logits, then a softmax over them, all in the model's dtype (GPT-OSS)."""
 
+    _fl_logits_dtype = None
     bias: torch.Tensor
 
     def _fl_config(self) -> RouterConfig:
@@ -174,10 +179,6 @@ class FastTopKFirstRouter(FastRouter):
 
     def _fl_logits(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
-
-    def _fl_step_logits(self, x: torch.Tensor, step: Any) -> torch.Tensor:
-        logits: torch.Tensor = step.linear(x, self.weight, self.bias)
-        return logits
 
     def _fl_exact(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         best, ids = torch.topk(logits, self.top_k, dim=-1)

@@ -26,8 +26,6 @@ from fastlayers.registry import Rung
 
 # Up to so many rows the matrix-vector kernel is taken where no table says otherwise.
 FEW_ROWS = 2
-# Routers: so few columns leave most of cuBLAS's tiles idle.
-FEW_COLUMNS = 256
 # Capacity up to which a row's keys are read by one program.
 SHORT = 256
 _REGISTRIES: dict[type, Any] = {GQAConfig: GQA, MLAConfig: MLA, RotaryKVWriteConfig: ROTARY_KV_WRITE}
@@ -129,9 +127,8 @@ class DecodeStep:
         cfg = LinearConfig(weight.shape[1], weight.shape[0], bias is not None, weight.dtype)
         if cfg not in self._linears:
             choice = LINEAR.choose(cfg, self.device)
-            few = self.batch <= FEW_ROWS or (self.batch <= 16 and cfg.out_features <= FEW_COLUMNS)
-            if choice.evidence == "rank" and few and self.device.type == "cuda":
-                # No table for this shape: there our kernels are ahead of cuBLAS, or level (see notes).
+            if choice.evidence == "rank" and self.batch <= FEW_ROWS and self.device.type == "cuda":
+                # No table for this shape: at so few rows the matrix-vector kernel is ahead, or level (see notes).
                 choice = LINEAR.choose(cfg, self.device, "triton")
             self._linears[cfg] = choice.build().pick(self.batch)
         y: torch.Tensor = self._linears[cfg](x, weight, bias)
