@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import flashinfer
+import importlib
+
 import torch
 
 from fastlayers.activation.silu_mul.layer import SiluMulConfig
@@ -17,7 +18,7 @@ def _fake(x: torch.Tensor) -> torch.Tensor:
 def _silu_mul(x: torch.Tensor) -> torch.Tensor:
     y = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
     if y.numel():
-        flashinfer.silu_and_mul(x.contiguous(), out=y, enable_pdl=False)
+        importlib.import_module("flashinfer").silu_and_mul(x.contiguous(), out=y, enable_pdl=False)
     return y
 
 

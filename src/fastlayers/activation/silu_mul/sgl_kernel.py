@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import sgl_kernel  # noqa: F401  registers torch.ops.sgl_kernel
+import importlib
+
 import torch
 
 from fastlayers.activation.silu_mul.layer import SiluMulConfig
@@ -25,6 +26,7 @@ class SglKernelSiluMul:
     """One launch; strided rows are copied first."""
 
     def __init__(self, cfg: SiluMulConfig) -> None:
+        importlib.import_module("sgl_kernel")  # registers torch.ops.sgl_kernel
         self.cfg = cfg
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
