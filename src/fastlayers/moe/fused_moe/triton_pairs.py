@@ -109,30 +109,33 @@ def pair_down_kernel(
     release_dependents(PDL)
     total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     extra = tl.zeros([BLOCK_N], tl.float32)
-    # One loop over all experts' columns, so that unrolled loads of several experts are on their way at once.
-    for index in tl.range(0, PER_TOKEN * STEPS, loop_unroll_factor=UNROLL):
-        pair = token * PER_TOKEN + index // STEPS
+    # Experts in turns without a branch or a loop, so that loads of several are on their way at once.
+    for j in tl.static_range(PER_TOKEN):
+        pair = token * PER_TOKEN + j
         expert = tl.load(ids_ptr + pair).to(tl.int64)
-        # No branch; a dropped pair reads nothing.
+        weight = tl.load(weights_ptr + pair)
+        # A dropped pair reads nothing.
         here = (expert >= 0) & (expert < num_experts)
         expert = tl.where(here, expert, 0)
-        weight = tl.load(weights_ptr + pair)
-        k = (index % STEPS) * BLOCK_K + depth
-        inside = k < tl.where(here, I, 0)
-        w = tl.load(w_ptr + (expert * D + row[:, None]) * I + k[None, :], mask=inside[None, :], other=0.0)
-        a = tl.load(a_ptr + pair * I + k, mask=inside, other=0.0).to(tl.float32) * weight
-        if QUANT == 1:
-            group = k // _GROUP
-            block = (expert * scale_rows + tl.program_id(0) * BLOCK_N // _GROUP) * groups + group
-            a = a * tl.load(as_ptr + pair * groups + group, mask=inside, other=0.0)
-            a = a * tl.load(ws_ptr + block, mask=inside, other=0.0)
+        end = tl.where(here, I, 0)
+        w_rows = w_ptr + (expert * D + row[:, None]) * I
         if QUANT == 2:
-            a = a * tl.load(as_ptr + pair, mask=here, other=0.0)
-            w = w.to(tl.float32) * tl.load(ws_ptr + expert * D + row)[:, None]
-        total += w.to(tl.float32) * a[None, :]
+            s = tl.load(ws_ptr + expert * D + row) * tl.load(as_ptr + pair, mask=here, other=0.0)
+        for step in tl.range(0, STEPS, loop_unroll_factor=UNROLL):
+            k = step * BLOCK_K + depth
+            w = tl.load(w_rows + k[None, :], mask=k[None, :] < end, other=0.0).to(tl.float32)
+            a = tl.load(a_ptr + pair * I + k, mask=k < end, other=0.0).to(tl.float32) * weight
+            if QUANT == 1:
+                group = k // _GROUP
+                block = (expert * scale_rows + tl.program_id(0) * BLOCK_N // _GROUP) * groups + group
+                a = a * tl.load(as_ptr + pair * groups + group, mask=k < end, other=0.0)
+                a = a * tl.load(ws_ptr + block, mask=k < end, other=0.0)
+            if QUANT == 2:
+                w = w * s[:, None]
+            total += w * a[None, :]
         if HAS_BIAS:
             bias = tl.load(bias_ptr + expert * D + row).to(tl.float32)
-            extra += tl.where(here & (index % STEPS == 0), bias * weight, 0.0)
+            extra += tl.where(here, bias * weight, 0.0)
     y = (tl.sum(total, axis=1) + extra) * factor
     tl.store(y_ptr + token * D + column, cast(y, y_ptr.dtype.element_ty), mask=column < D)
 
