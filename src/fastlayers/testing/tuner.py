@@ -256,6 +256,7 @@ class Bench:
 
         if self.place.type != "cuda":
             return
+        torch.cuda.synchronize(self.place)  # the operands are there before other streams read them
         alone = {option for option in calls if packages_of(self.row(option)) != ("triton",)}
         for option in alone:
             first(option, calls[option])
