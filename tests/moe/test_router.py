@@ -215,3 +215,22 @@ def test_weights_are_rounded_to_the_dtype_that_is_asked_for(backend: str, scorin
     assert torch.equal(weights, wanted.to(dtype).float()) and not torch.equal(weights, wanted)
     with pytest.raises(ArgumentError, match="weights_dtype"):
         replace(cfg, weights_dtype=torch.int32)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_logits_of_a_few_tokens_by_a_kernel(tokens: int, wide: bool, bias: bool) -> None:
+    from fastlayers.moe.router.triton import MAX_LOGIT_TOKENS, TritonRouter
+
+    core = TritonRouter(RouterConfig(E, 4))
+    x, weight = torch.randn(tokens, 2 * D)[:, ::2].bfloat16(), torch.randn(E, D).bfloat16()
+    b = torch.randn(E).bfloat16() if bias else None
+    dtype = torch.float32 if wide else None
+    z = core.logits(x, weight, b, dtype)
+    assert z is not None and z.dtype == (torch.float32 if wide else torch.bfloat16)
+    exact = x.double() @ weight.double().T + (0.0 if b is None else b.double())
+    assert z.shape == exact.shape
+    assert torch.allclose(z.double(), exact, rtol=1e-5 if wide else 2**-8, atol=1e-5)
+    assert core.logits(x.float(), weight, b, dtype) is None
+    assert core.logits(x.new_zeros(MAX_LOGIT_TOKENS + 1, D), weight, b, dtype) is None

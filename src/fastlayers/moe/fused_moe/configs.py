@@ -167,11 +167,11 @@ def _block_plans(cfg: FusedMoEConfig, pairs: int) -> list[Plan]:
     for m in heights:
         for k in depths:
             if m == 16:
-                shapes = ((32, 64, 4, 4), (64, 64, 4, 4), (64, 128, 4, 3), (128, 128, 4, 3), (32, 128, 4, 5))
+                shapes = [(128, 128, 4, 3), (64, 128, 4, 3), (64, 64, 4, 4), (32, 64, 4, 4), (32, 128, 4, 5)]
             elif m <= 64:
-                shapes = ((64, 64, 4, 4), (64, 128, 4, 3), (128, 128, 4, 3), (128, 128, 8, 3))
+                shapes = [(64, 64, 4, 4), (64, 128, 4, 3), (128, 128, 4, 3), (128, 128, 8, 3)]
             else:
-                shapes = ((64, 128, 8, 4), (128, 128, 8, 3), (128, 256, 8, 3))
+                shapes = [(64, 128, 8, 4), (128, 128, 8, 3), (128, 256, 8, 3)]
             for n1, n2, warps, stages in shapes:
                 n2 = min(n2, 128) if cfg.quant == "fp8_block" else n2
                 stages = stages if k * (m + 2 * n1) * (2 if cfg.quant == "none" else 1) * stages <= 220_000 else 3
