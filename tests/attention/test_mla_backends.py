@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -187,6 +189,14 @@ def test_pieces_cover_every_token_once(entries: int) -> None:
         for count, length in mine:
             done += count
             assert length == total - new + done
+
+
+def test_a_core_can_be_copied_after_use(fake_flashinfer: FakeDecode) -> None:
+    core, state, cache = FlashInferFA3(TINY), AttentionState(4, 16, 3, 16), paged(TINY, 12)
+    meta, q = state.plan(AttentionBatch((1, 1), (39, 3), [[5, 2, 8], [1]])), torch.randn(2, 3, 48)
+    o, _ = core.decode(q, cache, meta)
+    for other in (copy.deepcopy(core), pickle.loads(pickle.dumps(core))):
+        assert torch.equal(other.decode(q, cache, meta)[0], o)
 
 
 def test_flashinfer_prefill(monkeypatch: pytest.MonkeyPatch) -> None:

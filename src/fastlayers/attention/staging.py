@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
@@ -9,8 +11,12 @@ class Staging:
     """Pinned buffers of one usual size; none is handed out again before the copy from it has been made."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self._size, self._pinned = size, device.type == "cuda"
+        self._size, self._device, self._pinned = size, device, device.type == "cuda"
         self._busy: list[tuple[torch.cuda.Event, torch.Tensor]] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let copies of a layer start without buffers."""
+        return Staging, (self._size, self._device)
 
     def take(self, size: int = 0) -> torch.Tensor:
         """Return a buffer that nobody reads, uint8, of at least ``size``; a new one if the device has not caught up."""
