@@ -55,8 +55,7 @@ def patch(
     cache : str
         ``"adopt"``: empty stock cache layers become latent ones on first use. ``"hf"``: caches stay as they are.
     cuda_graph : bool
-        Capture the decode steps of ``generate`` in CUDA graphs, one per batch size and cache capacity, over a cache of
-        our own. Greedy search and sampling; what cannot be captured runs as before and says why once.
+        Capture the decode steps of ``generate`` (greedy, sampling) in CUDA graphs, one per batch and cache capacity.
     include, exclude : glob, class, predicate ``(name, module) -> bool``, or several
         Which modules may be replaced.
     backend : str
@@ -105,7 +104,10 @@ def patch(
         _kinds(asked, backend), bool(fuse_projections), cache, selectors("include", include),
         selectors("exclude", exclude) or (), verify, bool(strict),
     )  # fmt: skip
-    model = _unwrap(model)
+    return _patch(_unwrap(model), options, cuda_graph, dry_run)
+
+
+def _patch(model: nn.Module, options: Options, cuda_graph: bool, dry_run: bool) -> PatchReport:
     if cuda_graph:
         decode.check_capturable(_roots(model))
     steps = make_plan(model, options)
