@@ -19,6 +19,7 @@ import fastlayers as fl
 from fastlayers.attention.gqa.core import GQAConfig
 from fastlayers.errors import ArgumentError, NoBackendError
 from fastlayers.graphs import CudaGraphs, EagerRuntime
+from fastlayers.moe.fused_moe.layer import FUSED_MOE
 from fastlayers.patching import block, decode
 from fastlayers.patching.classes import PREFIX
 from fastlayers.patching.decoder import FastDecoderLayer
@@ -88,6 +89,21 @@ def test_sparse_blocks_run_their_cores_directly(name: str, monkeypatch: pytest.M
     monkeypatch.setattr(block, "run", noted)
     assert torch.equal(tokens(model), stock)
     assert ran and all(ran)
+
+
+def test_experts_of_another_layout_run_their_own_code() -> None:
+    # Kernels want GPT-OSS's weights in another order; loading may put them back into the checkpoint's.
+    model = build("gpt_oss")
+    fl.patch(model, cuda_graph=True, moe="torch")
+    mlp, x = model.model.layers[0].mlp, torch.randn(2, 1, 64)
+    step = DecodeStep(2, 256, torch.device("cpu"), "torch")
+    with torch.inference_mode():
+        wanted = mlp(x)[0]
+        assert torch.allclose(block.run(mlp, x, step), wanted, atol=1e-5)
+        mlp.experts._fl_core = FUSED_MOE.choose(mlp.experts._fl_core.choice.cfg, "cpu", "triton").build()
+        assert block.run(mlp, x, step) is None and torch.allclose(mlp(x)[0], wanted, atol=1e-5)
+        mlp.train()
+        assert block.run(mlp, x, step) is None
 
 
 def test_a_wrong_step_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

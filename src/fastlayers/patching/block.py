@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fastlayers.patching.classes import PREFIX, count
-from fastlayers.patching.experts import run_packed
+from fastlayers.patching.experts import run_packed, usable
 from fastlayers.patching.hashes import KNOWN
 from fastlayers.patching.matching import fingerprint, foreign_hooks, qualified
 from fastlayers.patching.mlp import step_runs
@@ -38,7 +38,7 @@ def run(block: Any, x: torch.Tensor, step: Any) -> torch.Tensor | None:
         return None
     router, experts = _router(block), block.experts
     rows = x.view(-1, x.shape[-1])
-    if not router._fl_usable(rows) or rows.dtype != experts.down_proj.dtype:
+    if experts._fl_core.choice.device.type != x.device.type or not usable(experts, rows) or not router._fl_usable(rows):
         return None
     count(router._fl_hits)
     count(experts._fl_hits)

@@ -155,8 +155,7 @@ def experts_forward(
     """Return the weighted sum of each token's experts ``[T, D]``; what Hugging Face's registries call."""
     if PREFIX + "core" not in self.__dict__:
         return _stock(self, "grouped_mm")(self, hidden_states, top_k_index, top_k_weights)
-    known = hidden_states.dtype == self.down_proj.dtype or self.down_proj.element_size() == 1
-    if self.training or not known or not _laid_out(self) or wants_grad(self, hidden_states):
+    if not usable(self, hidden_states):
         count(self._fl_falls)
         return _stock(self, self._fl_previous)(self, hidden_states, top_k_index, top_k_weights)
     count(self._fl_hits)
@@ -165,6 +164,12 @@ def experts_forward(
     if _runs_grouped(self, hidden_states):
         return grouped(self, hidden_states, top_k_index, top_k_weights)
     return run_packed(self, hidden_states, top_k_index.to(torch.int32), top_k_weights.float())
+
+
+def usable(module: Any, x: torch.Tensor) -> bool:
+    """Return whether our code may run: known dtype and layout, not training, and nobody wants gradients."""
+    known = x.dtype == module.down_proj.dtype or module.down_proj.element_size() == 1
+    return bool(known and not module.training and _laid_out(module) and not wants_grad(module, x))
 
 
 def run_packed(module: Any, x: torch.Tensor, ids: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
