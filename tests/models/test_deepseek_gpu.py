@@ -54,7 +54,8 @@ def test_answers_are_right(options: dict[str, Any]) -> None:
 def test_fp8_checkpoint_answers(tmp_path: Path) -> None:
     convert_to_fp8_block(TINY, tmp_path / "fp8", include_ragged=True)
     model = load(tmp_path / "fp8")
-    assert {row.chosen for row in fl.explain(model) if row.layer == "fp8_linear"} == {"triton"}
+    chosen = {row.chosen for row in fl.explain(model) if row.layer == "fp8_linear"}
+    assert chosen and not chosen & {"torch", "reference"}
     from transformers import AutoTokenizer
 
     tokenizer, problems = AutoTokenizer.from_pretrained(TINY), held_out_problems(60)

@@ -50,14 +50,12 @@ class Plan:
 
     def config(self) -> dict[str, int]:
         """Return the plan as a table holds it."""
-        config = {"m": self.first.m, "band": self.band, "splits": self.splits}
-        for number, tile in ((1, self.first), (2, self.second)):
-            config |= {f"{f.name}{number}": getattr(tile, f.name) for f in fields(Tile) if f.name != "m"}
-        return config
+        return dict(zip(_NAMES, self.numbers(), strict=True))
 
     def numbers(self) -> list[int]:
-        """Return the plan as an operator takes it."""
-        return list(self.config().values())
+        """Return the plan as an operator takes it; spelt out, because torch.compile traces it."""
+        a, b = self.first, self.second
+        return [a.m, self.band, self.splits, a.n, a.k, a.warps, a.stages, b.n, b.k, b.warps, b.stages]
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[int]) -> Plan:
@@ -67,11 +65,13 @@ class Plan:
     @classmethod
     def of(cls, config: Mapping[str, int]) -> Plan:
         """Return the plan of a table's row."""
-        tiles = [Tile(config["m"], *(config[f"{f.name}{i}"] for f in fields(Tile) if f.name != "m")) for i in (1, 2)]
+        tiles = [Tile(config["m"], *(config[f"{name}{i}"] for name in _TILE)) for i in (1, 2)]
         return cls(tiles[0], tiles[1], config["band"], config.get("splits", 1))
 
 
-_NAMES = tuple(Plan(Tile(0, 0, 0, 0, 0), Tile(0, 0, 0, 0, 0)).config())
+# What Plan.numbers() lists.
+_TILE = ("n", "k", "warps", "stages")
+_NAMES = ("m", "band", "splits", *(f"{name}{number}" for number in (1, 2) for name in _TILE))
 
 
 @lru_cache(maxsize=4096)
