@@ -46,9 +46,10 @@ def model_rows(
     from fastlayers_server.known_models import config_of
     from fastlayers_server.random_models import random_model
 
-    model = random_model(config_of(name), place, dtype=dtype, layers=layers)
-    count = len(model.decoder.layers)
+    config = config_of(name)
+    count = layers or config["num_hidden_layers"]
     yield describe_run(place) | {"model": name, "layers": count, "context": context, "dtype": str(dtype)}
+    model = random_model(config, place, dtype=dtype, layers=layers)
     hot = CudaClock(place, cold=False) if torch.device(place).type == "cuda" else HostClock()
     with torch.inference_mode():
         for batch in batches:

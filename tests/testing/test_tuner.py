@@ -214,6 +214,14 @@ def test_what_cannot_be_tuned_says_so(tmp_path: Path, monkeypatch: pytest.Monkey
         tune_shape(Bench("fp8_linear", CFG, CPU, HostClock()), (1,), tmp_path, command="x")
 
 
+def test_many_candidates_are_thinned_and_the_rules_own_stays(fast: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Fast, "candidates", staticmethod(lambda cfg, tokens: [{"BLOCK": n} for n in range(100)]))
+    blocks = [dict(option.config).get("BLOCK") for option in Bench("fp8_linear", CFG, CPU, HostClock()).options(1)]
+    assert len(blocks) == 1 + tuner.MAX_CANDIDATES + 1 and blocks[1] == 0 and blocks[-2] == 99
+    few = Bench("fp8_linear", CFG, CPU, HostClock(), most_candidates=3).options(1)
+    assert [dict(option.config).get("BLOCK") for option in few] == [None, 0, 50, 99, None]
+
+
 def test_one_backend_without_parameters_needs_no_table(tmp_path: Path) -> None:
     with pytest.raises(NothingToTuneError, match="only torch, by its own rule"):
         tune_shape(Bench("fp8_linear", CFG, CPU, HostClock()), (1,), tmp_path, command="x")

@@ -34,7 +34,7 @@ from fastlayers.testing.timing import Clock, Timed, Timing
 
 # A win below this is noise, and so is one below the spread of the runs (up to MOST_SPREAD).
 NOISE, MOST_SPREAD = 0.02, 0.05
-MAX_CANDIDATES = 40
+MAX_CANDIDATES, QUICK_CANDIDATES = 40, 14
 # Rounds of timing, and the part of the options that is left after each but the last.
 ROUNDS, KEPT, FEWEST = (3, 6, 13), 0.25, 4
 # Calls longer than this vary little: fewer rounds do.
@@ -170,6 +170,7 @@ class Bench:
     place: torch.device
     clock: Clock
     threads: int = field(default_factory=lambda: min(16, os.cpu_count() or 1))
+    most_candidates: int = MAX_CANDIDATES
 
     def __post_init__(self) -> None:
         self.spec, self.device = spec_of(self.layer), as_device(self.place)
@@ -187,11 +188,18 @@ class Bench:
         for backend in self.able():
             found[Option(backend.name)] = None
             candidates = getattr(backend.load(), "candidates", None)
-            for config in list(candidates(self.cfg, tokens))[:MAX_CANDIDATES] if candidates is not None else []:
+            for config in self._some(candidates(self.cfg, tokens)) if candidates is not None else []:
                 found[Option(backend.name, tuple(sorted(config.items())))] = None
         for option in more:
             found[option] = None
         return [option for option in found if option not in self.failed]
+
+    def _some(self, candidates: Sequence[Mapping[str, int]]) -> list[Mapping[str, int]]:
+        """Return the first candidate and at most ``most_candidates - 1`` others, from all over the list."""
+        if len(candidates) <= self.most_candidates:
+            return list(candidates)
+        step = (len(candidates) - 1) / (self.most_candidates - 1)
+        return [candidates[round(index * step)] for index in range(self.most_candidates)]
 
     def row(self, option: Option) -> Backend:
         """Return the registry row of an option, its configuration bound."""
