@@ -261,7 +261,7 @@ def test_candidates_start_with_the_rule() -> None:
 
     decode = TritonGQA.candidates(replace(LLAMA, phase="decode"), 1)
     extend = TritonGQA.candidates(replace(LLAMA, phase="extend"), 2048)
-    assert decode[0] == decode_config(8, 128, torch.bfloat16) and extend[0] == tile_config(2048, LLAMA)
+    assert decode[0] == decode_config(8, 128, False, torch.bfloat16) and extend[0] == tile_config(2048, LLAMA)
     assert all(len(each) == len({tuple(one.items()) for one in each}) <= 40 for each in (decode, extend))
 
 

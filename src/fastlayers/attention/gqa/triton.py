@@ -209,6 +209,10 @@ def _gqa(
     return o, lse
 
 
+def _decode_config(cfg: GQAConfig, requests: int) -> dict[str, int]:
+    return triton_decode.decode_config(requests * cfg.num_kv_heads, cfg.head_dim, cfg.window is not None, cfg.dtype)
+
+
 class TritonGQA:
     """Flash-style tiles over the pages themselves: keys and values are read once a tile, never gathered.
 
@@ -222,7 +226,7 @@ class TritonGQA:
     def candidates(cfg: GQAConfig, num_tokens: int) -> list[dict[str, int]]:
         """Return what is worth timing for ``cfg.phase``, the rule's own choice first."""
         if cfg.phase == "decode":
-            own = triton_decode.decode_config(num_tokens * cfg.num_kv_heads, cfg.head_dim, cfg.dtype)
+            own = _decode_config(cfg, num_tokens)
             found = [
                 {"BLOCK_N": n, "PROGRAMS": programs, "num_warps": warps, "num_stages": stages}
                 for n in (32, 64, 128)
@@ -260,7 +264,7 @@ class TritonGQA:
         window, softcap = cfg.window or 0, cfg.softcap or 0.0
         result: tuple[torch.Tensor, torch.Tensor]
         if meta.is_decode and triton_decode.serves(q.shape[0], cfg.group, cfg.dtype):
-            it = triton_decode.decode_config(q.shape[0] * cfg.num_kv_heads, cfg.head_dim, cfg.dtype)
+            it = _decode_config(cfg, q.shape[0])
             if cfg.phase == "decode":
                 it |= self.config
             result = triton_decode.gqa_decode(

@@ -21,7 +21,8 @@ from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
 # One and two programs a multiprocessor of an H200; constants, so that results do not depend on the GPU. With few
-# requests one program each keeps memory busy, and there are fewer parts to add up.
+# requests of wide heads one program each keeps memory busy, and there are fewer parts to add up; so in a window, where
+# a program gets whole requests. Narrow heads bring half the bytes an iteration: they need two.
 FEW_PROGRAMS, PROGRAMS, FEW_TILES = 132, 264, 256
 MAX_REQUESTS = 1024  # their lengths are one vector in every program
 
@@ -146,9 +147,9 @@ def _combine_kernel(
         tl.store(o_ptr + target * HEAD_DIM + column, o, mask=column < HEAD_DIM)
 
 
-def decode_config(tiles: int, head_dim: int, dtype: torch.dtype) -> dict[str, int]:
+def decode_config(tiles: int, head_dim: int, windowed: bool, dtype: torch.dtype) -> dict[str, int]:
     """Return the block size, programs, warps and stages for this many requests × key heads, without a tuned table."""
-    programs = FEW_PROGRAMS if tiles < FEW_TILES else PROGRAMS
+    programs = FEW_PROGRAMS if tiles < FEW_TILES and (windowed or head_dim > 64) else PROGRAMS
     if dtype == torch.float32:
         return {"BLOCK_N": 16, "PROGRAMS": programs, "num_warps": 4, "num_stages": 2}
     block = 64 if head_dim <= 128 else 32
@@ -207,10 +208,12 @@ def gqa_decode(
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if programs > 1:
+        # As many parts at once as an average request has: with few requests all of them.
+        at_once = min(64, triton.next_power_of_2(triton.cdiv(programs, requests) + 1))
         _combine_kernel[(requests, heads)](
             part, part_lse, parts, logits, o, lse,
             HEADS=heads, HEAD_DIM=head_dim, SINKS=sinks is not None,
-            BLOCK_S=min(32, triton.next_power_of_2(programs)), BLOCK_D=blocks["BLOCK_D"], **launch, num_warps=2,
+            BLOCK_S=at_once, BLOCK_D=blocks["BLOCK_D"], **launch, num_warps=4 if at_once >= 32 else 2,
         )  # fmt: skip
     return o, lse
 
@@ -219,7 +222,7 @@ def _build(
     name: str, heads: int, kv_heads: int, dim: int, requests: int, dtype: str = "bf16", cache: str = "",
     window: int = 0, sinks: bool = False, softcap: bool = False, page: int = 64,
 ) -> KernelBuild:  # fmt: skip
-    config = decode_config(requests * kv_heads, dim, torch.float32 if dtype == "fp32" else torch.bfloat16)
+    config = decode_config(requests * kv_heads, dim, window > 0, torch.float32 if dtype == "fp32" else torch.bfloat16)
     return KernelBuild(
         f"gqa_decode_{name}",
         _decode_kernel,
@@ -251,14 +254,17 @@ COMPILE = [
     _build("qwen3_next_fp32", 16, 2, 256, 16, dtype="fp32"),
     _build("page_16", 32, 8, 128, 16, page=16),
     _build("page_1", 32, 8, 128, 1, page=1),
-    KernelBuild(
-        "gqa_combine",
-        _combine_kernel,
-        {
-            **dict.fromkeys(("part_ptr", "part_lse_ptr", "sinks_ptr", "lse_ptr"), "*fp32"),
-            "parts_ptr": "*i32", "o_ptr": "*bf16",
-        },
-        {"HEADS": 32, "HEAD_DIM": 128, "SINKS": True, "BLOCK_S": 32, "BLOCK_D": 128, "PDL": True},
-        num_warps=2,
+    *(
+        KernelBuild(
+            f"gqa_combine_{at_once}",
+            _combine_kernel,
+            {
+                **dict.fromkeys(("part_ptr", "part_lse_ptr", "sinks_ptr", "lse_ptr"), "*fp32"),
+                "parts_ptr": "*i32", "o_ptr": "*bf16",
+            },
+            {"HEADS": 32, "HEAD_DIM": dim, "SINKS": True, "BLOCK_S": at_once, "BLOCK_D": dim, "PDL": True},
+            num_warps=warps,
+        )
+        for at_once, dim, warps in ((2, 128, 2), (64, 128, 4), (64, 256, 4))
     ),
 ]  # fmt: skip
