@@ -136,9 +136,9 @@ def run_tune(
     ``tokens``: empty for each layer's own, or with ``quick`` few of them. ``seconds``: 0 for no limit.
     """
     from fastlayers.device import as_device
+    from fastlayers.testing import tuner
     from fastlayers.testing.sweep import tokens_of
     from fastlayers.testing.timing import clock_for
-    from fastlayers.testing import tuner
     from fastlayers.testing.tuner import Bench, NothingToTuneError, OutOfTimeError, TuneError, tune_shape
 
     until = time.monotonic() + seconds if seconds else math.inf
