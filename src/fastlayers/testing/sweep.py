@@ -153,7 +153,7 @@ def parse_shape(layer: str, text: str) -> Any:
     kind = type(base)
     if (given := re.fullmatch(rf"\s*{kind.__name__}\((.*)\)\s*", text, re.DOTALL)) is not None:
         text = given.group(1)
-    if not is_dataclass(base):
+    if not is_dataclass(base) or isinstance(base, type):
         raise ArgumentError(layer, "--shape", repr(text), f"the repr of a {kind.__name__}")
     known = {field.name: getattr(base, field.name) for field in fields(base)}
     defaults = {field.name: field.default for field in fields(base) if field.default is not MISSING}
