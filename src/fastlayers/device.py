@@ -219,12 +219,19 @@ def _probe(import_name: str, load: bool) -> Package:
         hint = OPTIONAL_PACKAGES.get(import_name, import_name)
         return Package(import_name, "absent", None, f"{import_name} is not installed (pip install {hint})")
     if load:
+        import torch
+
+        from fastlayers import kernel_cache  # here: it reads this module
+
+        kernel_cache.prepare()
         try:
             importlib.import_module(import_name)
         except Exception as error:  # a broken package may raise anything; the reason is kept
             first_line = (str(error).splitlines() or [""])[0]
             reason = f"{import_name} {version or ''} fails to import: {type(error).__name__}: {first_line}"
             return Package(import_name, "broken", version, reason)
+        if torch.cuda.is_available() and (why := kernel_cache.no_compiler(import_name)):
+            return Package(import_name, "broken", version, why)
     return Package(import_name, "ok", version, None)
 
 

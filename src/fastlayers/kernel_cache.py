@@ -57,7 +57,7 @@ class KernelStore:
 
     def directory(self) -> Path:
         """Return the directory in use."""
-        return Path(env.package_variable(self.variable) or Path.home() / self.usual)
+        return Path(env.package_variable(self.variable) or Path(os.path.expanduser("~")) / self.usual)
 
     def kernels(self) -> set[str]:
         """Return the names of the finished kernels."""

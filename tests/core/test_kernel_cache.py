@@ -8,11 +8,13 @@ import os
 import sys
 import tarfile
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from fastlayers import env, kernel_cache
+from fastlayers import device, env, kernel_cache
 from fastlayers.errors import ArgumentError
 from fastlayers.kernel_cache import STORES, cached_kernels, export_cache, import_cache, prepare, versions, versions_key
 
@@ -171,3 +173,31 @@ def test_packages_that_compile_need_a_compiler(tmp_path: Path, monkeypatch: pyte
             monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
             assert kernel_cache.find_nvcc() == tmp_path / place / "nvcc"
         assert kernel_cache.find_nvcc() is not None and kernel_cache.no_compiler("flashinfer") is None
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A package of the name deep_gemm, and a GPU that is said to be there."""
+    (tmp_path / "site" / "deep_gemm").mkdir(parents=True)
+    (tmp_path / "site" / "deep_gemm" / "__init__.py").write_text("import os\nplace = os.environ['DG_JIT_CACHE_DIR']\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.delitem(sys.modules, "deep_gemm", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv(env.CACHE_DIR, str(tmp_path / "kernels"))
+    device.forget_probes()
+    yield
+    monkeypatch.delitem(sys.modules, "deep_gemm", raising=False)
+    device.forget_probes()
+
+
+@pytest.mark.parametrize("compiler", [True, False])
+def test_a_probe_prepares_the_cache_and_asks_for_the_compiler(
+    compiler: bool, stand_in: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_cache, "find_nvcc", lambda: Path("nvcc") if compiler else None)
+    monkeypatch.delenv("DG_JIT_USE_NVRTC", raising=False)
+    found = device.package("deep_gemm", load=True)
+    assert found.state == ("ok" if compiler else "broken")
+    why = device.missing(("deep_gemm:place",), load=True)
+    assert why is None if compiler else why is not None and "nvcc, which was not found" in why
+    assert str(kernel_cache.STORES["deep_gemm"].directory()) == sys.modules["deep_gemm"].place
