@@ -319,7 +319,8 @@ class Registry:
             if serving:
                 limits = [rung.max_tokens for rung in serving[:-1]] + [None]
                 cut = tuple(replace(rung, max_tokens=m) for rung, m in zip(serving, limits, strict=True))
-                chosen.append(self._choose_named(cut, each, target, named, evidence))
+                left = "".join(f"; {r.backend.name} does not serve {each.phase}" for r in rungs if r not in serving)
+                chosen.append(self._choose_named(cut, each, target, named, evidence + left))
             else:
                 auto = self._choose_auto(each, target)
                 chosen.append(

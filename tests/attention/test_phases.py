@@ -37,8 +37,8 @@ def test_a_named_backend_serves_the_phases_it_can(decode_only: Backend) -> None:
 
 def test_a_ladder_is_cut_to_the_phase(decode_only: Backend) -> None:
     decode, extend = GQA.choose_phases(CFG, PHASES, "cpu", "torch:8|decode_only")
-    assert decode.name == "torch:8|decode_only"
-    assert extend.name == "torch"
+    assert (decode.name, decode.evidence) == ("torch:8|decode_only", "asked for by name")
+    assert (extend.name, extend.evidence) == ("torch", "asked for by name; decode_only does not serve extend")
 
 
 def test_asked_for_one_phase_by_name_it_runs_or_raises(decode_only: Backend) -> None:

@@ -145,7 +145,7 @@ def test_programs_rows(tables: Any, tmp_path: Path) -> None:
     write(tmp_path, "patch_qwen3_30b", [{"model": "qwen3_30b", "batch": 1, "ms": ms}])
     assert tables.patched("qwen3_30b", 1) == "4.50 ms a step, 10.00 × stock (45.00 ms), 1.78 × stock's best (8.00 ms)"
     assert tables.patched("qwen3_30b", 16) == tables.MISSING
-    row = {"model": "qwen3_8b", "batch": 1, "tpot_ms": 4.9, "replay_ms": 4.6, "floor_ms": 3.4}
+    row = {"model": "qwen3_8b", "batch": 1, "tpot_ms": 4.9, "device_ms": 4.6, "floor_ms": 3.4}
     write(tmp_path, "generate", [row])
     assert tables.generated("qwen3_8b", 1) == "4.90 ms (replay 4.60, floor 3.40)"
     captures = [
