@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import re
 from collections.abc import Mapping
@@ -12,9 +13,11 @@ from typing import Any
 
 import torch
 
-from fastlayers.errors import CheckpointError, UnknownModelError
+from fastlayers.errors import ArgumentError, CheckpointError, UnknownModelError, check_choice
 from fastlayers_models.blocks import CausalLM
 from fastlayers_models.checkpoint import Checkpoint
+from fastlayers_models.contradictions import contradictions
+from fastlayers_models.shard_writer import STATE
 
 _DEEPSEEK = "fastlayers_models.deepseek:DeepseekForCausalLM"
 _QWEN = "fastlayers_models.qwen:QwenForCausalLM"
@@ -55,7 +58,7 @@ class AutoModel:
     def from_pretrained(
         path: str | Path,
         *,
-        dtype: torch.dtype = torch.bfloat16,
+        dtype: torch.dtype | str = torch.bfloat16,
         device: torch.device | str | None = None,
         families: Mapping[str, str] = FAMILIES,
         **options: Any,
@@ -66,9 +69,10 @@ class AutoModel:
         ----------
         path : str or Path
             A directory with ``config.json`` and safetensors shards, or a name on the Hugging Face hub, of which only
-            JSON files and safetensors at the top are downloaded.
-        dtype : torch.dtype
-            Of activations and of weights that are not quantised.
+            JSON files, chat templates and safetensors at the top are downloaded.
+        dtype : torch.dtype or str
+            Of activations and of weights that are not quantised: bf16, fp16 or fp32, also by name (``"bfloat16"``);
+            ``"auto"``: what ``config.json`` says.
         device : torch device, optional
             Default: torch's.
         families : mapping
@@ -89,11 +93,64 @@ class AutoModel:
             No such directory, something else than a model directory, files or tensors that do not fit, or a hub that
             cannot be reached.
         ArgumentError
-            A value in ``config.json`` that the model cannot be built from.
+            A dtype, device or option that is not accepted, or a value in ``config.json`` that the model cannot be built
+            from.
         """
         folder = find(path)
-        family = family_of(Checkpoint(folder).config, families, folder)
-        return family.from_pretrained(folder, dtype=dtype, device=device, **options)
+        checkpoint = Checkpoint(folder)
+        family = family_of(checkpoint.config, families, folder)
+        _check_options(family, options)
+        place, number = _device(device), _dtype(dtype, checkpoint.config)
+        try:
+            return family.from_pretrained(folder, dtype=number, device=place, **options)
+        except ArgumentError as error:
+            # What was built from a config.json that is wrong about the tensors is not where the mistake is.
+            if found := contradictions(checkpoint, ()):
+                raise CheckpointError(f"{folder} does not fit the model; {'; '.join(found)}; {error}") from error
+            raise
+
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def _dtype(given: Any, config: Mapping[str, Any]) -> torch.dtype:
+    name = given
+    if given == "auto":
+        text = config.get("text_config") or {}
+        said = [part.get(key) for part in (config, text) for key in ("dtype", "torch_dtype") if part.get(key)]
+        name = said[0] if said and said[0] in _DTYPES else "bfloat16"
+    if isinstance(name, str):
+        name = _DTYPES.get(name.removeprefix("torch."))
+    if name not in _DTYPES.values():
+        accepted = ", ".join(f"torch.{known}" for known in _DTYPES) + ", their names, or 'auto'"
+        raise ArgumentError("AutoModel", "dtype", repr(given), accepted)
+    assert isinstance(name, torch.dtype)
+    return name
+
+
+def _device(given: torch.device | str | None) -> torch.device | None:
+    if given is None:
+        return None
+    try:
+        device = torch.device(given)
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError("AutoModel", "device", repr(given), "a torch device, as in 'cpu' or 'cuda:0'") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise ArgumentError("AutoModel", "device", repr(str(device)), f"'cpu', or one of {count} CUDA devices here")
+    return device
+
+
+def _check_options(family: type[CausalLM], options: Mapping[str, Any]) -> None:
+    """Raise :class:`ArgumentError` for an option that neither the family's constructor nor its loader names."""
+    makers = (family.__init__, family.from_pretrained)
+    parameters = [p for maker in makers for p in inspect.signature(maker).parameters.values()]
+    if any(p.kind is p.VAR_KEYWORD for p in inspect.signature(family.__init__).parameters.values()):
+        return
+    known = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    known -= {"self", "config", "path", "dtype", "device"}
+    for name in options:
+        check_choice(f"{family.__name__}.from_pretrained", "option", name, tuple(sorted(known)))
 
 
 def family_of(config: Mapping[str, Any], families: Mapping[str, str] = FAMILIES, where: object = "") -> type[CausalLM]:
@@ -114,7 +171,11 @@ def find(path: str | Path) -> Path:
     ------
     CheckpointError
         Something that is not a model directory: what it is, is named.
+    ArgumentError
+        Neither a string nor a path.
     """
+    if not isinstance(path, (str, Path)):
+        raise ArgumentError("AutoModel", "path", repr(path), ACCEPTED.removeprefix("accepted: "))
     local = Path(path).expanduser()
     if local.is_dir():
         if not (local / "config.json").is_file():
@@ -139,6 +200,8 @@ def _other_directory(folder: Path) -> str:
             base = None
         merge = f" of {base}" if base else ""
         return f"an adapter{merge} (adapter_config.json), which must be merged into its base model first"
+    if (folder / STATE).is_file():
+        return "an unfinished conversion without config.json (the same `fastlayers convert` again takes it up)"
     if any(folder.glob("*.gguf")):
         return "a directory of GGUF files without config.json"
     return "a directory without config.json"
@@ -157,7 +220,7 @@ def _download(name: str) -> Path:
 
     try:
         # Sub-directories hold the same weights in other layouts (GPT-OSS: original/, metal/).
-        wanted, unwanted = ["*.json", "*.safetensors"], ["*/*"]
+        wanted, unwanted = ["*.json", "*.jinja", "*.safetensors"], ["*/*"]
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted, ignore_patterns=unwanted))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]

@@ -28,6 +28,11 @@ CODES = {
     "I8": torch.int8,
     "U8": torch.uint8,
 }
+# What may become a weight of any floating dtype without a word from config.json.
+FLOATS = ("BF16", "F16", "F32", "F64")
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+# How a sharded checkpoint names its files.
+_SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
 # How many names an error message lists before it counts the rest.
 NAMED = 8
 
@@ -68,6 +73,9 @@ class Checkpoint:
         files = sorted(self.path.glob("*.safetensors"))
         if not files:
             raise CheckpointError(f"{self.path}: no *.safetensors files")
+        numbered = [found for found in (_SHARD.search(file.name) for file in files) if found]
+        if numbered and len(numbered) < (wanted := int(numbered[0].group(2))):
+            raise CheckpointError(f"{self.path}: {len(numbered)} of {wanted} shards, and no {INDEX}: incomplete")
         return {name: file for file in files for name in self._shard(file).keys()}  # noqa: SIM118 (not iterable)
 
     def _shard(self, file: Path) -> Any:
@@ -89,6 +97,10 @@ class Checkpoint:
             raise CheckpointError(f"{file}: cannot be read: {error}") from error
         if not isinstance(parsed, dict):
             raise CheckpointError(f"{file}: holds {type(parsed).__name__}; accepted: an object of names and values")
+        quantization = parsed.get("quantization_config")
+        if quantization is not None and not isinstance(quantization, dict):
+            accepted = "an object with quant_method, or none"
+            raise CheckpointError(f"{file}: quantization_config is {quantization!r}; accepted: {accepted}")
         return parsed
 
     def names(self) -> Iterable[str]:
@@ -191,11 +203,22 @@ def _same_shape(shape: tuple[int, ...], slot: Slot) -> bool:
 
 def _castable(dtype: str, slot: Slot) -> bool:
     """Whether :meth:`Slot.fill` will take a tensor of this dtype: codes go into codes of the same kind only."""
+    if dtype not in CODES and dtype not in FLOATS:
+        return not slot.dest.dtype.is_floating_point
     if slot.convert is not None:
         return True
     return CODES.get(dtype) == (slot.dest.dtype if slot.dest.dtype in CODES.values() else None)
 
 
+def collapsed(texts: Sequence[str]) -> list[str]:
+    """Return ``texts`` with those that differ only in the number of an expert as one, with a count."""
+    alike: dict[str, list[str]] = {}
+    for text in texts:
+        alike.setdefault(_EXPERT.sub(".experts.*.", text), []).append(text)
+    return [t[0] if len(t) == 1 else f"{pattern} ({len(t)} experts)" for pattern, t in alike.items()]
+
+
 def _some(names: Sequence[str]) -> str:
-    rest = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + rest
+    shown = collapsed(names)
+    rest = f" and {len(shown) - NAMED} more" if len(shown) > NAMED else ""
+    return ", ".join(shown[:NAMED]) + rest

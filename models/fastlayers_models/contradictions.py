@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 
 from fastlayers.errors import ArgumentError
@@ -16,6 +17,8 @@ _EXPECTED = {
     "fp8_channel": ("F8_E4M3", ("_scale_inv", "_scale")),
     "int8": ("I8", ("_scale",)),
 }
+# Weights by their names; GPT-OSS stacks those of all experts, as one tensor or as MXFP4's blocks.
+_WEIGHT = re.compile(r"\.weight$|\.experts\.(?:gate_up|down)_proj(?:_blocks)?$")
 _CODES = ("F8_E4M3", "F8_E5M2", "I8")
 
 
@@ -23,7 +26,7 @@ def contradictions(checkpoint: Checkpoint, quantised: Collection[str]) -> list[s
     """Return a sentence for each kind of contradiction, naming the configuration's words and the first tensor.
 
     ``quantised`` are the tensors that a model built from this configuration wants as codes. Only headers are read.
-    MXFP4 has rules of its own (its tensors have other names) and is not looked at.
+    MXFP4 weights are looked for by their names, ``…_blocks``.
     """
     config = checkpoint.config.get("quantization_config")
     try:
@@ -35,17 +38,41 @@ def contradictions(checkpoint: Checkpoint, quantised: Collection[str]) -> list[s
         if config
         else "there is no quantization_config"
     )
-    if spec.format == "mxfp4":
-        return []
-    found: dict[str, list[str]] = {}
-    for name in checkpoint.in_file_order(n for n in checkpoint.names() if n.endswith(".weight")):
-        kind = _contradiction(checkpoint, spec, name, name in quantised)
+    found: dict[str, list[tuple[str, str]]] = {}
+    for name in checkpoint.in_file_order(n for n in checkpoint.names() if _WEIGHT.search(n)):
+        if not name.endswith(".weight"):
+            kind = _mxfp4(checkpoint, spec, name)
+        else:
+            kind = None if spec.format == "mxfp4" else _contradiction(checkpoint, spec, name, name in quantised)
         if kind is not None:
-            found.setdefault(kind[0], []).append(f"{name} {kind[1]}")
+            found.setdefault(kind[0], []).append((name, kind[1]))
     return [
-        f"{said}{words}, but {tensors[0]}" + (f" (and {len(tensors) - 1} more)" if len(tensors) > 1 else "")
+        f"{said}{words}, but {tensors[0][0]} {tensors[0][1]}"
+        + (f" (and {len(tensors) - 1} more)" if len(tensors) > 1 else "")
+        + f", see {checkpoint.file_of[tensors[0][0]].name}"
         for words, tensors in found.items()
     ]
+
+
+def _mxfp4(checkpoint: Checkpoint, spec: QuantSpec, name: str) -> tuple[str, str] | None:
+    """Return the same as :func:`_contradiction` for the stacked weights of experts, packed or not."""
+    dtype, format = checkpoint.dtype(name), spec.for_module(name.rpartition(".")[0]).format
+    if not name.endswith("_blocks"):
+        return (" (U8 blocks for experts)", f"is {dtype}") if format == "mxfp4" else None
+    if format != "mxfp4":
+        return "", f"is {dtype}, in MXFP4"
+    scales = name.removesuffix("_blocks") + "_scales"
+    if scales not in checkpoint.file_of:
+        return " (U8 blocks with scales)", f"has no {scales}"
+    wrong = [f"{n} is {checkpoint.dtype(n)}" for n in (name, scales) if checkpoint.dtype(n) != "U8"]
+    if wrong:
+        return " (U8 blocks and scales)", wrong[0].removeprefix(f"{name} ")
+    wanted, given = checkpoint.shape(name)[:-1], checkpoint.shape(scales)
+    return (
+        (" (a scale for each block)", f"has scales {list(given)} instead of {list(wanted)}")
+        if given != wanted
+        else None
+    )
 
 
 def _contradiction(checkpoint: Checkpoint, spec: QuantSpec, name: str, quantised: bool) -> tuple[str, str] | None:

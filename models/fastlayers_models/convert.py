@@ -1,16 +1,18 @@
 """Making a quantised checkpoint from a bf16 one, and back, shard by shard.
 
-What is quantised: matrices of linear layers and experts, found by name and shape, so any family will do. Embeddings,
-norms, routers, biases, convolutions and the vocabulary head stay as they are. What else stays is listed with its
-reason and named in ``modules_to_not_convert``:
+What is quantised: matrices of linear layers and of experts that are stored one by one, found by name and shape, so any
+family will do. Embeddings, norms, routers, biases, convolutions and the vocabulary head stay as they are. What else
+stays is listed with its reason and named in ``modules_to_not_convert``:
 
 =============  ========================================================================================
 ``ragged``     FP8-block: rows or columns not a multiple of 128. Stock transformers infers the block size
                from the scale grid and misreads them; our loader does not (``include_ragged``).
 ``absorbed``   INT8: MLA multiplies ``kv_b_proj`` into queries and outputs, in the model's dtype.
-``stacked``    Experts stored as one three-dimensional tensor: neither format has a spelling for them.
+``stacked``    Experts stored as one three-dimensional tensor (GPT-OSS): neither format has a spelling for them.
 ``encoder``    Vision and audio towers.
 =============  ========================================================================================
+
+INT8 checkpoints are for our loader only: stock transformers does not know the format and reads the codes as weights.
 
 An interrupted conversion is taken up where it stopped, by the same call. Until the last file, ``config.json``, is
 there, nothing can load the directory.
@@ -30,8 +32,10 @@ import torch
 from fastlayers.errors import ArgumentError, CheckpointError, check_choice
 from fastlayers.quant.fp8_linear.blocks import dequantize_block_weight, quantize_block_weight
 from fastlayers.quant.int8_linear.layer import quantize_channel_weight
+from fastlayers.quant.mxfp4.codes import dequantize_mxfp4
 from fastlayers.quant.spec import QuantSpec
 from fastlayers_models.checkpoint import Checkpoint
+from fastlayers_models.contradictions import contradictions
 from fastlayers_models.shard_writer import ShardWriter, Tensors
 
 BLOCK = 128
@@ -43,6 +47,8 @@ ENCODERS = ("visual", "vision_tower", "vision_model", "audio_tower", "multi_moda
 _TABLES = re.compile(r"embed|norm|^wte$|^wpe$")
 _FLOATS = ("BF16", "F16", "F32")
 _SCALES = ("_scale_inv", "_scale")
+# MXFP4 stores NAME as two tensors.
+_PACKED = ("_blocks", "_scales")
 Progress = Callable[[str], Any]
 
 
@@ -124,7 +130,8 @@ def convert_checkpoint(
         Directory to make: new, empty, or left by an interrupted run of the same conversion.
     format : str
         ``"fp8-block"``: e4m3 with an fp32 scale per 128×128 block (``weight_scale_inv``); stock transformers loads
-        it. ``"int8"``: one fp32 scale per output channel (``weight_scale``), for our loader.
+        it. ``"int8"``: one fp32 scale per output channel (``weight_scale``), for our loader only: stock transformers
+        takes the codes for weights.
     include_ragged : bool
         FP8-block: quantise ragged matrices too: ``fastlayers_models`` reads them, stock transformers does not.
     progress : callable, optional
@@ -140,13 +147,17 @@ def convert_checkpoint(
         Another format; the source is quantised already; or the target is neither empty nor an unfinished conversion
         of this source to this format.
     CheckpointError
-        The source cannot be read, or a matrix holds NaN or infinity.
+        The source cannot be read, has quantised tensors that its ``config.json`` does not speak of, or a matrix holds
+        NaN or infinity.
     """
     check_choice("convert", "format", format, FORMATS)
     started, checkpoint = time.perf_counter(), Checkpoint(source)
     config = checkpoint.config
     if config.get("quantization_config"):
-        raise ArgumentError("convert", "source", f"{source}, quantised already", "an unquantised checkpoint")
+        method = QuantSpec.from_config(config["quantization_config"]).format
+        accepted = "an unquantised checkpoint (dequantize_checkpoint, or convert --format bf16, makes one)"
+        raise ArgumentError("convert", "source", f"{source}, quantised already ({method})", accepted)
+    _check_words(checkpoint)
 
     def quantise(name: str) -> tuple[Tensors, dict[str, str]]:
         shape, value = checkpoint.shape(name), checkpoint.read(name)
@@ -158,23 +169,34 @@ def convert_checkpoint(
         return _quantised(name, value, format), {module: ""}
 
     writer = ShardWriter(checkpoint, target, f"{format}{' with ragged blocks' if include_ragged else ''}")
-    notes = writer.write(quantise, progress)
     kept: dict[str, list[str]] = {}
-    for module, reason in sorted(notes.items()):
-        if reason:
-            kept.setdefault(reason, []).append(module)
-    skip = sorted({*KEPT, *(rule for reason, modules in kept.items() for m in modules for rule in _rules(m, reason))})
-    common = {"modules_to_not_convert": skip}
-    if format == "fp8-block":
-        blocks = {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
-        quantization: dict[str, Any] = {"quant_method": "fp8", **blocks, **common}
-    else:
-        quantization = {"quant_method": "int8", **common}
-    writer.finish(config | {"quantization_config": quantization})
+    with writer.held():
+        notes = writer.write(quantise, progress)
+        for module, reason in sorted(notes.items()):
+            if reason:
+                kept.setdefault(reason, []).append(module)
+        writer.finish(config | {"quantization_config": _description(format, kept)})
     return Conversion(
         format, Path(source), Path(target), sum(not reason for reason in notes.values()), kept,
         writer.bytes_before, writer.bytes_after, len(writer.files), writer.resumed, time.perf_counter() - started,
     )  # fmt: skip
+
+
+def _check_words(checkpoint: Checkpoint) -> None:
+    """Raise :class:`CheckpointError` where the tensors are not in the format that ``config.json`` says."""
+    found = contradictions(checkpoint, ())
+    if found:
+        raise CheckpointError(f"{checkpoint.path} cannot be converted; {'; '.join(found)}")
+
+
+def _description(format: str, kept: dict[str, list[str]]) -> dict[str, Any]:
+    """Return the ``quantization_config`` of what was made."""
+    skip = sorted({*KEPT, *(rule for reason, modules in kept.items() for m in modules for rule in _rules(m, reason))})
+    common = {"modules_to_not_convert": skip}
+    if format == "fp8-block":
+        blocks = {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+        return {"quant_method": "fp8", **blocks, **common}
+    return {"quant_method": "int8", **common}
 
 
 def _quantised(name: str, value: torch.Tensor, format: str) -> Tensors:
@@ -232,7 +254,7 @@ def dequantize_checkpoint(
     Parameters
     ----------
     source : str or Path
-        Directory of an FP8 checkpoint (scales per block, tensor or channel) or an INT8 one.
+        Directory of an FP8 checkpoint (scales per block, tensor or channel), an INT8 one, or GPT-OSS in MXFP4.
     target, progress
         As for :func:`convert_checkpoint`.
     dtype : torch.dtype
@@ -247,15 +269,18 @@ def dequantize_checkpoint(
     checkpoint = Checkpoint(source)
     config = checkpoint.config
     spec = QuantSpec.from_config(config.get("quantization_config"))
-    if spec.format not in ("fp8_block", "fp8_tensor", "fp8_channel", "int8"):
+    if spec.format == "none":
         raise ArgumentError(
-            "dequantize_checkpoint", "source", f"{source}, format {spec.format}",
-            "an FP8-block checkpoint, or one with FP8 scales per tensor or channel, or INT8",
+            "dequantize_checkpoint", "source", f"{source}, format none",
+            "an FP8-block checkpoint, or one with FP8 scales per tensor or channel, INT8 or MXFP4",
         )  # fmt: skip
+    _check_words(checkpoint)
 
     def multiply_out(name: str) -> tuple[Tensors, dict[str, str]]:
         if _owner(name, checkpoint) is not None:
             return {}, {}
+        if spec.format == "mxfp4":
+            return _unpacked(name, checkpoint, dtype), {}
         value = checkpoint.read(name)
         if checkpoint.dtype(name) not in ("F8_E4M3", "I8"):
             return {name: value}, {}
@@ -267,8 +292,19 @@ def dequantize_checkpoint(
         return {name: (value.float() * checkpoint.read(scale).float().reshape(-1, 1)).to(dtype)}, {}
 
     writer = ShardWriter(checkpoint, target, f"dequantised to {str(dtype).removeprefix('torch.')}")
-    writer.write(multiply_out, progress)
-    writer.finish({k: v for k, v in config.items() if k != "quantization_config"})
+    with writer.held():
+        writer.write(multiply_out, progress)
+        writer.finish({k: v for k, v in config.items() if k != "quantization_config"})
+
+
+def _unpacked(name: str, checkpoint: Checkpoint, dtype: torch.dtype) -> Tensors:
+    """Return what one tensor of an MXFP4 checkpoint is in an unquantised one: matrices lie the other way round."""
+    blocks, scales = _PACKED
+    if not name.endswith(blocks):
+        return {name: checkpoint.read(name)}
+    stem = name.removesuffix(blocks)
+    weight = dequantize_mxfp4(checkpoint.read(name), checkpoint.read(stem + scales), dtype)
+    return {stem: weight.transpose(-2, -1).contiguous()}
 
 
 def _owner(name: str, checkpoint: Checkpoint) -> str | None:
@@ -279,4 +315,7 @@ def _owner(name: str, checkpoint: Checkpoint) -> str | None:
     for ending in _SCALES:
         if name.endswith(ending) and name.removesuffix(ending) in checkpoint.file_of:
             return name.removesuffix(ending)
+    blocks, scales = _PACKED
+    if name.endswith(scales) and name.removesuffix(scales) + blocks in checkpoint.file_of:
+        return name.removesuffix(scales) + blocks
     return None

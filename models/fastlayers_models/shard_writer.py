@@ -1,17 +1,19 @@
 """Rewriting a checkpoint shard by shard, so that an interruption costs one shard: :class:`ShardWriter`.
 
-A shard is written under another name, forced to disk and renamed. What is finished is noted in a state file together
-with a fingerprint of the source. Index and ``config.json`` come last, each renamed into place, then the state file
-goes: a directory with ``config.json`` is complete.
+A shard is written under another name, forced to disk and renamed. What is finished is noted in a state file, with a
+checksum of each shard and a fingerprint of the source. Index and ``config.json`` come last, each renamed into place,
+then the state file goes: a directory with ``config.json`` is complete. A locked file keeps a second run out.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ Tensors = dict[str, torch.Tensor]
 # Returns what is written for one tensor of the source, and notes that are kept across interruptions.
 Handler = Callable[[str], tuple[Tensors, dict[str, str]]]
 STATE = "conversion_state.json"
+LOCK = "conversion.lock"
 PARTIAL = ".partial"
 # Weights in other formats are not copied: they would contradict the new ones.
 _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", PARTIAL)
@@ -54,6 +57,10 @@ class ShardWriter:
     ------
     ArgumentError
         The target holds something else.
+
+    Notes
+    -----
+    :meth:`write` and :meth:`finish` are called within :meth:`held`.
     """
 
     def __init__(self, checkpoint: Checkpoint, target: str | Path, purpose: str) -> None:
@@ -61,10 +68,41 @@ class ShardWriter:
         self.files = sorted(set(checkpoint.file_of.values()))
         self.resumed = self.bytes_before = self.bytes_after = 0
         self._identity = {"purpose": purpose, "source": _fingerprint(checkpoint)}
-        self._finished = self._take_up()
+        self._finished: dict[str, Any] = {}
+        self._noted()
 
-    def _take_up(self) -> dict[str, Any]:
-        """Return the finished shards of an interrupted run; make the directory."""
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Make the directory, keep other runs out of it, and take up what an interrupted one has finished.
+
+        Raises
+        ------
+        ArgumentError
+            Another process is writing there, or the target holds something else by now.
+        """
+        self.target.mkdir(parents=True, exist_ok=True)
+        file = self.target / LOCK
+        with file.open("a+") as lock:
+            try:
+                # The kernel drops this lock with the process, so that a killed run leaves none behind.
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not file.exists() or not os.path.samestat(file.stat(), os.fstat(lock.fileno())):
+                    raise BlockingIOError("the lock's owner removed it in between")
+            except BlockingIOError as error:
+                lock.seek(0)
+                given = f"{self.target}, where a conversion is running now (process {lock.read().strip() or 'unknown'})"
+                raise ArgumentError("convert", "target", given, _NEW) from error
+            try:
+                lock.truncate(0)
+                lock.write(f"{os.getpid()}\n")
+                lock.flush()
+                self._finished = {n: e for n, e in self._noted().items() if _complete(self.target / n, e)}
+                yield
+            finally:
+                file.unlink(missing_ok=True)
+
+    def _noted(self) -> dict[str, Any]:
+        """Return what an interrupted run says it has finished."""
         state_file = self.target / STATE
         if state_file.is_file():
             try:
@@ -78,14 +116,15 @@ class ShardWriter:
                 if state.get(key) != self._identity[key]:
                     given = f"{self.target}, with an unfinished conversion {words}"
                     raise ArgumentError("convert", "target", given, _NEW)
-            return {name: entry for name, entry in finished.items() if _complete(self.target / name, entry)}
-        if self.target.exists() and (not self.target.is_dir() or any(self.target.iterdir())):
+            return finished
+        if self.target.exists() and not self.target.is_dir():
+            raise ArgumentError("convert", "target", f"{self.target}, a file", _NEW)
+        if self.target.exists() and any(file.name != LOCK for file in self.target.iterdir()):
             raise ArgumentError("convert", "target", f"{self.target}, not empty", _NEW)
         return {}
 
     def write(self, handle: Handler, progress: Callable[[str], Any] | None) -> dict[str, str]:
         """Write every shard that is not finished and return all notes."""
-        self.target.mkdir(parents=True, exist_ok=True)
         self._save_state()
         by_file: dict[Path, list[str]] = {file: [] for file in self.files}
         for name in sorted(self.checkpoint.file_of):
@@ -119,11 +158,11 @@ class ShardWriter:
         save_file(tensors, partial, metadata={"format": "pt"})
         shutil.copymode(file, partial)
         _to_disk(partial)
-        size = partial.stat().st_size
+        checksum = _checksum(partial)
         partial.replace(self.target / file.name)
         after = sum(t.numel() * t.element_size() for t in tensors.values())
         return {
-            "file_size": size, "tensors": sorted(tensors), "notes": notes,
+            "sha256": checksum, "tensors": sorted(tensors), "notes": notes,
             "bytes_before": file.stat().st_size - len(_header(file)), "bytes_after": after,
         }  # fmt: skip
 
@@ -133,7 +172,7 @@ class ShardWriter:
             weights = file.suffix in _OTHER_WEIGHTS or file.name.endswith(
                 (".safetensors.index.json", ".bin.index.json")
             )
-            if file.is_file() and not weights and file.name not in ("config.json", STATE):
+            if file.is_file() and not weights and file.name not in ("config.json", STATE, LOCK):
                 shutil.copyfile(file, self.target / file.name)
         if len(self.files) > 1:
             weight_map = {t: name for name, entry in self._finished.items() for t in entry["tensors"]}
@@ -150,7 +189,12 @@ _NEW = "a new or empty directory, or one that an interrupted run of the same con
 
 
 def _complete(file: Path, entry: Any) -> bool:
-    return file.is_file() and file.stat().st_size == entry["file_size"]
+    return file.is_file() and _checksum(file) == entry.get("sha256")
+
+
+def _checksum(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _fingerprint(checkpoint: Checkpoint) -> str:
@@ -175,8 +219,12 @@ def _write_atomically(file: Path, text: str) -> None:
     partial.write_text(text)
     _to_disk(partial)
     partial.replace(file)
+    _to_disk(file.parent)  # the new name
 
 
 def _to_disk(file: Path) -> None:
-    with file.open("rb") as opened:
-        os.fsync(opened.fileno())
+    opened = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

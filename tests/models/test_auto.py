@@ -79,13 +79,14 @@ def test_what_is_not_a_model_directory_is_named(llama: Path, tmp_path: Path) -> 
         adapter: f"an adapter of org/base {merge}",
         make(tmp_path / "broken", adapter_config__json=b"{"): f"an adapter {merge}",
         make(tmp_path / "list", adapter_config__json=[1]): f"an adapter {merge}",
+        make(tmp_path / "half", conversion_state__json={}): "an unfinished conversion",
         make(tmp_path / "bare"): r"a directory without config\.json",
         llama / "config.json": "a file",
         llama / "model.safetensors": "a file",
         tmp_path / "nowhere": "no such directory, and not a name on the hub",
     }
     for path, message in cases.items():
-        with pytest.raises(CheckpointError, match=f"{path.name}: {message}; {ACCEPTED}"):
+        with pytest.raises(CheckpointError, match=f"{path.name}: {message}.*; {ACCEPTED}"):
             AutoModel.from_pretrained(path)
     for name in ("./llama", "~/no/such", "a/b/c", "-x"):
         with pytest.raises(CheckpointError, match="no such directory, and not a name on the hub"):
@@ -121,6 +122,38 @@ def test_a_hub_that_cannot_be_reached_is_named(tmp_path: Path, monkeypatch: pyte
 def test_a_bad_option_is_named(llama: Path) -> None:
     with pytest.raises(ArgumentError, match="page_size"):
         AutoModel.from_pretrained(llama, page_size=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "float8"}, r"dtype is 'float8'; accepted: torch\.bfloat16, .*'auto'"),
+        ({"dtype": torch.int8}, r"dtype is torch\.int8; accepted"),
+        ({"dtype": torch.float64}, r"dtype is torch\.float64; accepted"),
+        ({"device": "banana"}, r"device is 'banana'; accepted: a torch device"),
+        ({"device": "cuda:99"}, r"device is 'cuda:99'; accepted: 'cpu', or one of \d+ CUDA devices here"),
+        (
+            {"banana": 1},
+            r"LlamaForCausalLM\.from_pretrained: option is 'banana'; accepted: one of 'backend'.*'page_size'",
+        ),
+    ],
+)
+def test_arguments_are_checked_before_anything_is_built(llama: Path, options: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        AutoModel.from_pretrained(llama, **options)
+
+
+def test_a_dtype_may_be_a_name(llama: Path, tmp_path: Path) -> None:
+    assert AutoModel.from_pretrained(llama, dtype="float16").lm_head.weight.dtype == torch.float16
+    for said, wanted in (("float32", torch.float32), (None, torch.bfloat16), ("int4", torch.bfloat16)):
+        folder = rewrite(llama, tmp_path / str(said), config=lambda c, d=said: c.update(dtype=d, torch_dtype=d))
+        assert AutoModel.from_pretrained(folder, dtype="auto").lm_head.weight.dtype == wanted
+
+
+@pytest.mark.parametrize("path", [None, 7])
+def test_a_path_is_a_string_or_a_path(path: Any) -> None:
+    with pytest.raises(ArgumentError, match=f"AutoModel: path is {path}; accepted: a directory with config"):
+        AutoModel.from_pretrained(path)
 
 
 def test_importing_the_package_loads_no_family() -> None:
