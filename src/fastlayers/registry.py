@@ -153,6 +153,29 @@ def triton_backend(
     return Backend("triton", target, TRITON_NEEDS, needs_cuda, weight_layout=weight_layout)
 
 
+class NotRun:
+    """The target of rows for hardware that was not at hand: guards and reasons only, no kernels."""
+
+    def __init__(self, cfg: Any) -> None:
+        layer = type(cfg).__name__
+        reason = "this row is a guard; it has never been run on sm_100 hardware"
+        raise NoBackendError(layer, cfg, "sm_100", "auto", {"guard": reason})
+
+
+def blackwell_guard(name: str, needs: tuple[str, ...], refuse: Callable[[Any], str | None] | None = None) -> Backend:
+    """Return a row for sm_100 that is never chosen: it says what it would need and that it has not been run.
+
+    ``refuse(cfg)``: what it cannot do on the right hardware either.
+    """
+
+    def needs_blackwell(cfg: Any, device: Device) -> str | None:
+        if device.capability is None or device.capability[0] != 10:
+            return f"needs sm_100, this is {device.sm}"
+        return refuse(cfg) if refuse is not None else None
+
+    return Backend(name, NotRun, needs, needs_blackwell, (), note="not run on this hardware")
+
+
 @dataclass(frozen=True)
 class Rung:
     """One step of a ladder: ``backend`` serves up to ``max_tokens`` tokens (``None``: no limit).

@@ -33,7 +33,7 @@ import torch
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta
 from fastlayers.device import Device
 from fastlayers.errors import ArgumentError, check_choice, check_positive
-from fastlayers.registry import Backend, Registry, reference_backend, torch_backend, triton_backend
+from fastlayers.registry import Backend, Registry, blackwell_guard, reference_backend, torch_backend, triton_backend
 
 PHASES = ("decode", "ragged", "padded", "extend")
 
@@ -150,12 +150,6 @@ class Varlen:
         return Varlen(cumulative(q_lens), cumulative(k_lens), q_lens, k_lens, causal)
 
 
-def _needs_blackwell(cfg: MLAConfig, device: Device) -> str | None:
-    if device.capability is None or device.capability[0] != 10:
-        return f"needs sm_100, this is {device.sm}"
-    return None
-
-
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -226,23 +220,14 @@ def _triton_refuses(cfg: MLAConfig, device: Device) -> str | None:
 
 
 _HERE = "fastlayers.attention.mla"
-_NOT_RUN = "not run on this hardware"
 _FLASHINFER = ("flashinfer.mla:get_batch_mla_module", "flashinfer.prefill:get_batch_prefill_module")
 MLA = Registry(
     "mla",
     [
         # Rows for hardware that was not at hand: guards and reasons only, never chosen elsewhere.
-        Backend(
-            "trtllm_gen", f"{_HERE}.blackwell:TrtllmGenMLA", ("flashinfer:mla",), _needs_blackwell, (), note=_NOT_RUN
-        ),
-        Backend(
-            "cutlass",
-            f"{_HERE}.blackwell:CutlassMLA",
-            ("sgl_kernel:cutlass_mla_decode",),
-            _needs_blackwell,
-            (),
-            note=_NOT_RUN,
-        ),
+        # Items 4 and 5; item 6 (page 128, heads padded to 128).
+        blackwell_guard("trtllm_gen", ("flashinfer:mla",)),
+        blackwell_guard("cutlass", ("sgl_kernel:cutlass_mla_decode",)),
         Backend(
             "flashmla",
             f"{_HERE}.flashmla:FlashMLA",

@@ -12,7 +12,7 @@ import torch
 from fastlayers.device import Device
 from fastlayers.errors import dtype_name
 from fastlayers.moe.fused_moe.weights import GROUP
-from fastlayers.registry import TRITON_NEEDS, Backend
+from fastlayers.registry import TRITON_NEEDS, Backend, blackwell_guard
 
 if TYPE_CHECKING:
     from fastlayers.moe.fused_moe.layer import FusedMoEConfig
@@ -59,6 +59,10 @@ def _deep_gemm_masked(cfg: FusedMoEConfig, device: Device) -> str | None:
     if cfg.quant != "fp8_block":
         return f"quant {cfg.quant!r} is not 'fp8_block'"
     return _deep_gemm(cfg, device)
+
+
+def _trtllm_refuses(cfg: FusedMoEConfig) -> str | None:
+    return None if cfg.quant == "fp8_block" else f"quant {cfg.quant!r} is not 'fp8_block'"
 
 
 def _sgl_kernel(cfg: FusedMoEConfig, device: Device) -> str | None:
@@ -137,4 +141,6 @@ PACKAGES = [
         ("torch.nn.functional:grouped_mm", *TRITON_NEEDS),
         _torch_grouped,
     ),
+    # Item 33.
+    blackwell_guard("trtllm_gen", ("flashinfer.fused_moe:trtllm_fp8_block_scale_moe",), _trtllm_refuses),
 ]

@@ -24,7 +24,15 @@ from fastlayers.errors import ArgumentError, check_choice, check_positive, check
 from fastlayers.linear.base import LinearBase, frozen
 from fastlayers.quant.fp8_linear.blocks import BLOCK, E4M3, check_scale_grid, grid_of, quantize_block_weight
 from fastlayers.quant.group_quant.layer import GROUPS, SCALE_FMTS
-from fastlayers.registry import TRITON_NEEDS, Backend, Registry, reference_backend, torch_backend, triton_backend
+from fastlayers.registry import (
+    TRITON_NEEDS,
+    Backend,
+    Registry,
+    blackwell_guard,
+    reference_backend,
+    torch_backend,
+    triton_backend,
+)
 from fastlayers.weights import Slot
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -96,6 +104,12 @@ def _refuse_16(cfg: FP8LinearConfig, device: Device) -> str | None:
     return _packaged_refuse(cfg, device, 16)
 
 
+def _trtllm_refuses(cfg: FP8LinearConfig) -> str | None:
+    if cfg.in_features < 256:
+        return f"in_features {cfg.in_features} is less than 256"
+    return None if cfg.dtype == torch.bfloat16 else f"dtype {cfg.dtype} is not bfloat16"
+
+
 _HERE = "fastlayers.quant.fp8_linear"
 FP8_LINEAR = Registry(
     "fp8_linear",
@@ -116,6 +130,8 @@ FP8_LINEAR = Registry(
             _refuse_16,
         ),
         triton_backend(f"{_HERE}.triton:TritonFP8Linear", _triton_refuse),
+        # Item 43.
+        blackwell_guard("trtllm", ("flashinfer.gemm:gemm_fp8_nt_blockscaled",), _trtllm_refuses),
         torch_backend(f"{_HERE}.torch:TorchFP8Linear"),
         reference_backend(f"{_HERE}.reference:ReferenceFP8Linear"),
     ],
