@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastlayers import device as device_module
+from fastlayers.device import Device
 from fastlayers.errors import ArgumentError
+from fastlayers.layer import PHASES
 from fastlayers.probing import choices_of
-from fastlayers.registry import LAYERS, Choice, Rung, registry
+from fastlayers.registry import LAYERS, Backend, Choice, Rung, registry
 
 
 @dataclass(frozen=True)
 class Row:
     """One backend of a layer as seen from one device.
 
-    ``hardware``: would it run on this hardware (for the layer's first case if no configuration was given);
-    ``installed``: are its packages here; ``reason``: the sentences why not, or a note.
+    ``hardware``: would it run on this hardware (without a configuration: at least one of the layer's shapes, in one
+    phase); ``installed``: are its packages here; ``reason``: the sentences why not, or a note.
     """
 
     layer: str
@@ -56,21 +59,43 @@ def backends(layer: str, device: Any = None, cfg: Any = None) -> Table:
     device : str, torch.device or Device, optional
         A described device (``"H200"``, ``"B200"``, ``"A100"``, ``"cpu"``) or one of this machine.
     cfg : object, optional
-        The layer's configuration; default: that of the layer's first case, a typical shape.
+        The layer's configuration. Without one a backend's hardware is "yes" if it accepts any of the layer's cases,
+        in any phase; the reason of one that accepts none is about a real shape.
     """
     table, target = registry(layer), device_module.as_device(device)
-    if cfg is None:
-        from fastlayers.testing.spec import spec_of
-
-        cfg = spec_of(layer).cases[0].cfg
+    configs = [cfg] if cfg is not None else _typical(layer)
     rows = []
     for rank, backend in enumerate(table.ranked):
-        hardware = backend.refusal(cfg, target)
+        hardware = _refusal(backend, configs, target)
         installed = device_module.missing(backend.needs, load=not target.described)
         reason = "; ".join(filter(None, (hardware, installed, backend.note)))
         automatic = target.type in backend.auto_on + backend.last_resort_on
         rows.append(Row(layer, backend.name, rank, hardware is None, installed is None, automatic, reason))
     return Table(rows)
+
+
+def _typical(layer: str) -> list[Any]:
+    """Return the configurations of a layer's cases in each of their phases, those of real models first."""
+    from fastlayers.testing.spec import spec_of
+
+    found: dict[Any, None] = {}
+    for case in sorted(spec_of(layer).cases, key=lambda case: case.small):
+        open_phase = getattr(case.cfg, "phase", None) == ""
+        for cfg in [replace(case.cfg, phase=phase) for phase in PHASES] if open_phase else [case.cfg]:
+            found[cfg] = None
+    return list(found)
+
+
+def _refusal(backend: Backend, configs: Sequence[Any], device: Device) -> str | None:
+    """Return why a backend runs none of these configurations (of the first in a phase that it serves), or ``None``."""
+    serving = [cfg for cfg in configs if backend.serves(getattr(cfg, "phase", ""))] or configs
+    reasons = []
+    for cfg in serving:
+        why = backend.refusal(cfg, device)
+        if why is None:
+            return None
+        reasons.append(why)
+    return reasons[0]
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from fastlayers.device import DESCRIBED, Device, as_device
 from fastlayers.errors import ArgumentError, EnvironmentVariableError, NoBackendError, UnknownNameError
 from fastlayers.norm.rms_norm.layer import RMS_NORM, RMSNormConfig
 from fastlayers.registry import LAYERS, Backend, Registry, registry, torch_backend
+from fastlayers.testing.spec import spec_of
 
 registry_module = importlib.import_module("fastlayers.registry")
 
@@ -182,10 +183,21 @@ def test_predicates_answer_for_described_devices_everywhere() -> None:
             assert all(row.hardware or row.reason for row in rows)
 
 
-def test_backends_for_hopper_refuses_blackwell_rows_in_words() -> None:
-    rows = {row.name: row for row in fl.backends("mla", device="H200")}
-    assert not rows["trtllm_gen"].hardware and "needs sm_100, this is sm_90" in rows["trtllm_gen"].reason
-    assert "not run on this hardware" in rows["trtllm_gen"].reason
+def test_without_a_configuration_a_row_is_judged_by_all_shapes_and_phases() -> None:
+    runs = {
+        "mla": ("flashmla", "flashinfer_fa3", "flashinfer_fa2"),
+        "gqa": ("flashinfer_fa3", "xqa", "flashinfer_fa2", "sdpa"),
+        "fused_moe": ("triton_kernels", "deep_gemm", "sgl_kernel", "deep_gemm_masked", "torch_grouped"),
+        "rms_norm": ("sgl_kernel", "flashinfer"),
+    }
+    for layer, names in runs.items():
+        rows = {row.name: row for row in fl.backends(layer, device="H200")}
+        assert [name for name in names if not rows[name].hardware] == []
+    # On a CPU none of them runs, and the reason is about the device, not about a phase.
+    rows = {row.name: row for row in fl.backends("gqa", device="cpu")}
+    assert not rows["xqa"].hardware and "phase" not in rows["xqa"].reason and "serves" not in rows["xqa"].reason
+    toy = {row.name: row for row in fl.backends("mla", device="H200", cfg=spec_of("mla").cases[0].cfg)}
+    assert not toy["flashmla"].hardware and toy["flashmla"].reason
 
 
 def test_explain_names_choice_evidence_and_bytes() -> None:
@@ -261,3 +273,17 @@ def test_wrong_kinds_of_argument_get_a_sentence() -> None:
     ):
         with pytest.raises(ArgumentError, match=words):
             call()
+
+
+@pytest.mark.parametrize(
+    "layer, name", [("mla", "trtllm_gen"), ("mla", "cutlass"), ("fused_moe", "trtllm_gen"), ("fp8_linear", "trtllm")]
+)
+def test_rows_for_hardware_not_at_hand_are_guards(layer: str, name: str) -> None:
+    rows = {
+        device: {row.name: row for row in fl.backends(layer, device=device)}[name] for device in ("H200", "B200", "cpu")
+    }
+    assert not rows["H200"].hardware and "needs sm_100, this is sm_90" in rows["H200"].reason
+    assert "needs sm_100" in rows["cpu"].reason and "needs sm_100" not in rows["B200"].reason
+    assert all("not run on this hardware" in row.reason and not row.automatic for row in rows.values())
+    with pytest.raises(NoBackendError, match="never been run on sm_100"):
+        registry(layer).named(name).load()(spec_of(layer).cases[0].cfg)
