@@ -138,6 +138,27 @@ def test_what_is_left_alone_says_why_and_still_works(case: str) -> None:
     assert snapshot(model) == before
 
 
+def test_linears_of_integers_are_left_alone() -> None:
+    model = build("llama")
+    attention = model.model.layers[0].self_attn
+    attention.k_proj.weight = nn.Parameter(attention.k_proj.weight.to(torch.int8), requires_grad=False)
+    report = fl.patch(model, dry_run=True)
+    assert reasons(report) == {"model.layers.0.self_attn": "quantized(int8): k_proj"}
+
+
+def test_codes_that_transformers_took_for_weights_are_refused() -> None:
+    model = build("llama")
+    before = snapshot(model)
+    model.config.quantization_config = {"quant_method": "int8", "modules_to_not_convert": ["lm_head"]}
+    with pytest.raises(PatchError, match=r"quant_method 'int8', which transformers does not know.*--format bf16"):
+        fl.patch(model)
+    # A method that transformers did load has modules of its own, which are judged one by one.
+    model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    assert fl.patch(model, dry_run=True).skipped == ()
+    del model.config.quantization_config
+    assert snapshot(model) == before
+
+
 def test_lora_of_peft_is_left_alone() -> None:
     from peft import LoraConfig, get_peft_model
 

@@ -237,6 +237,12 @@ def test_configs_are_checked() -> None:
         (lambda: RopeScaling("linear", 0.0), "factor"),
         (lambda: RopeScaling("dynamic"), "kind"),
         (lambda: RopeScaling.from_config({"rope_parameters": {"rope_type": "longrope"}}), "rope_type"),
+        (lambda: RopeScaling.from_config({"rope_parameters": {"rope_type": "yarn"}}), "factor"),
+        (
+            lambda: RopeScaling.from_config({"rope_scaling": {"type": "yarn"}, "max_position_embeddings": 64}),
+            "factor",
+        ),
+        (lambda: RopeScaling.from_config({"rope_parameters": {"rope_type": "linear"}}), "factor"),
     ):
         with pytest.raises(ArgumentError) as caught:
             build()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
-from fastlayers.errors import ArgumentError
+from fastlayers.errors import ArgumentError, PatchError, dtype_name
 from fastlayers.patching import experts
 from fastlayers.patching.classes import PREFIX, FastModule, original_class
 from fastlayers.patching.families import BLOCKS, RULES
@@ -116,6 +117,7 @@ def is_patched(module: nn.Module) -> bool:
 def make_plan(model: nn.Module, options: Options) -> list[Step]:
     """Decide about every module of ``model``; nothing is changed."""
     _check_globs(model, options)
+    _check_quantization(model)
     steps, verified = [], {}  # type: ignore[var-annotated]
     # MoE blocks whose forward was bound to other kernels (MXFP4): they call neither router nor experts.
     bound = {
@@ -149,7 +151,7 @@ def _reason(
         return "user-excluded"
     if rule is None:
         return "unknown-class"
-    reason = why_not(module, rule)
+    reason = why_not(module, rule) or _codes(module, rule)
     if reason is not None:
         return reason
     cls: Any = type(module)
@@ -169,6 +171,36 @@ def _reason(
             verified[key] = "" if wrong is None else f"verify-failed: {wrong}"
         return verified[key]
     return "unknown-forward"
+
+
+def _codes(module: nn.Module, rule: Rule) -> str | None:
+    """Return a reason if a linear that the rule reads holds integers: codes, whose scales we know nothing of."""
+    own = [(name, getattr(module, name, None)) for name in rule.linears]
+    for name, child in [*own, ("", module)]:
+        weight = getattr(child, "weight", None)
+        if isinstance(weight, torch.Tensor) and not weight.is_floating_point():
+            return f"quantized({dtype_name(weight.dtype)})" + (f": {name}" if name else "")
+    return None
+
+
+def _check_quantization(model: nn.Module) -> None:
+    """Raise for a ``quantization_config`` that transformers does not know: it loaded the codes as weights."""
+    for module in model.modules():
+        config: Any = getattr(getattr(module, "config", None), "quantization_config", None)
+        method = config.get("quant_method") if isinstance(config, Mapping) else None
+        if method is not None and not _known_to_transformers(str(method)):
+            raise PatchError(
+                f"patch: quantization_config says quant_method {str(method)!r}, which transformers does not know: it "
+                "loaded the codes as if they were weights. fastlayers_models.AutoModel reads int8 checkpoints, and "
+                "`fastlayers convert SRC DST --format bf16` multiplies them out"
+            )
+
+
+def _known_to_transformers(method: str) -> bool:
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    # "bitsandbytes" stands there as "bitsandbytes_4bit" and "…_8bit".
+    return any(name == method or name.startswith(f"{method}_") for name in AUTO_QUANTIZATION_CONFIG_MAPPING)
 
 
 def experts_need_registry(steps: list[Step]) -> bool:

@@ -91,7 +91,8 @@ class RopeScaling:
         Raises
         ------
         ArgumentError
-            A rope type other than default, linear, llama3, yarn and mrope.
+            A rope type other than default, linear, llama3, yarn and mrope, or a stretched one that does not say by how
+            much.
         """
         rope = rope_parameters(config, layer_type)
         kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -102,13 +103,18 @@ class RopeScaling:
         original = config_value(config, "original_max_position_embeddings") or rope.get(
             "original_max_position_embeddings"
         )
-        original = int(original or longest)
         factor = rope.get("factor")
-        if factor is None:
-            factor = longest / original if kind == "yarn" and original else 1.0
+        if factor is None and kind == "yarn" and original:
+            factor = longest / original
+        if factor is None and kind != "default":
+            accepted = f"a positive number for {kind}" + (
+                ", or original_max_position_embeddings to find it from" if kind == "yarn" else ""
+            )
+            raise ArgumentError("RopeScaling", "factor", None, accepted)
+        original = int(original or longest)
         return RopeScaling(
             kind,
-            float(factor) if kind != "default" else 1.0,
+            float(factor) if factor is not None and kind != "default" else 1.0,
             original if kind in ("llama3", "yarn") else 0,
             low_freq_factor=float(rope.get("low_freq_factor") or 1.0),
             high_freq_factor=float(rope.get("high_freq_factor") or 4.0),
