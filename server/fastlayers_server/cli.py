@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRe
 from rich.table import Table
 
 import fastlayers as fl
-from fastlayers.errors import ArgumentError, FastlayersError
+from fastlayers.errors import ArgumentError, CheckpointError, FastlayersError
 from fastlayers_server import bench_command, tune_command
 
 app = typer.Typer(
@@ -28,7 +28,8 @@ out, err = Console(), Console(stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; default: a GPU if there is one.")]
-Checkpoint = Annotated[str, typer.Argument(help="Checkpoint directory; 'tiny' is the one that ships.")]
+_CHECKPOINT = "Checkpoint directory, or a name on the Hugging Face hub; 'tiny' is the one that ships."
+Checkpoint = Annotated[str, typer.Argument(help=_CHECKPOINT)]
 
 
 def _print_version(asked: bool) -> None:
@@ -91,20 +92,15 @@ def _dtype(name: str) -> Any:
     return known[name]
 
 
-def _path(name: str) -> Path:
+def _path(name: str, option: str = "checkpoint") -> Path:
+    """Return the directory of a checkpoint: the one that ships, a local one, or one from the hub."""
+    from fastlayers_models.auto import find
     from fastlayers_server.variants import TINY, assets
 
-    path = assets() / TINY if name in ("tiny", TINY) else Path(name)
-    if not path.is_dir():
-        raise ArgumentError(
-            "fastlayers", "checkpoint", repr(name), "'tiny', or a directory with config.json and *.safetensors"
-        )
-    if not (path / "config.json").is_file():
-        given = f"{name!r}, which has no config.json"
-        raise ArgumentError(
-            "fastlayers", "checkpoint", given, "a complete one; an interrupted convert goes on if run again"
-        )
-    return path
+    try:
+        return assets() / TINY if name in ("tiny", TINY) else find(name)
+    except CheckpointError as error:
+        raise CheckpointError(f"{option}: {error}, or 'tiny', the one that ships") from error
 
 
 def _print_json(value: Any) -> None:
@@ -184,7 +180,9 @@ def backends(
 
 @app.command()
 def explain(
-    target: Annotated[str, typer.Argument(help="A layer's name, 'tiny', or a checkpoint directory.")],
+    target: Annotated[
+        str, typer.Argument(help="A layer's name, 'tiny', a checkpoint directory or ORG/NAME on the hub.")
+    ],
     dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32")] = "bf16",
     device: DeviceOption = "",
     as_json: Json = False,
@@ -192,13 +190,13 @@ def explain(
     """Show what was chosen for a layer or every layer of a model, on which evidence, and what lost."""
     if target in fl.layers():
         found = fl.explain(target)
-    elif not (target == "tiny" or Path(target).exists()):
+    elif not (target == "tiny" or Path(target).exists() or target.count("/") == 1):
         accepted = f"'tiny', a checkpoint directory, or a layer: {', '.join(fl.layers())}"
         raise ArgumentError("fastlayers", "target", repr(target), accepted)
     else:
         from fastlayers_models.auto import AutoModel
 
-        model = AutoModel.from_pretrained(_path(target), dtype=_dtype(dtype), device=_device(device))
+        model = AutoModel.from_pretrained(_path(target, "target"), dtype=_dtype(dtype), device=_device(device))
         found = fl.explain(model)
     if as_json:
         _print_json([vars(row) for row in found])
@@ -268,7 +266,7 @@ def _print_demo(seen: Any, place: str) -> None:
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="What the user says.")],
-    checkpoint: Annotated[str, typer.Option(help="Checkpoint directory; 'tiny' is the one that ships.")] = "tiny",
+    checkpoint: Annotated[str, typer.Option(help=_CHECKPOINT)] = "tiny",
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(min=0, help="0: off.")] = 0,
@@ -280,15 +278,13 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Answer one prompt with a model of fastlayers_models, streaming."""
-    from transformers import AutoTokenizer
-
     from fastlayers.sampler.layer import SamplingParams
     from fastlayers_models.auto import AutoModel
     from fastlayers_models.generate import Generator
-    from fastlayers_server.evaluate import chat_ids
+    from fastlayers_server.evaluate import chat_ids, tokenizer_of
 
-    path, cache = _path(checkpoint), _dtype(kv_dtype) if kv_dtype else None
-    tokenizer: Any = AutoTokenizer.from_pretrained(path)
+    path, cache = _path(checkpoint, "--checkpoint"), _dtype(kv_dtype) if kv_dtype else None
+    tokenizer = tokenizer_of(path)
     model = AutoModel.from_pretrained(path, dtype=_dtype(dtype), device=_device(device), kv_dtype=cache)
     ids = chat_ids(tokenizer, prompt)
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
@@ -331,19 +327,34 @@ def evaluate(
 
     chosen = named_variants(list(VARIANTS) if variants == "all" else [v.strip() for v in variants.split(",")])
     path, place = _path(checkpoint), _device(device)
+    lacking = {v.name: why for v in chosen if (why := v.why_not(path)) is not None}
+    if lacking and variants != "all":
+        name, why = next(iter(lacking.items()))
+        raise ArgumentError("eval", "--variants", f"{name!r}, {why}", "'all' for those that apply, or their names")
+    failed: dict[str, str] = {}
     with _progress() as progress:
-        tasks = {v.name: progress.add_task(v.name, total=limit) for v in chosen}
+        tasks = {v.name: progress.add_task(v.name, total=limit) for v in chosen if v.name not in lacking}
         scores = run(
-            path, chosen, place, limit=limit, num_stories=num_stories,
+            path, [v for v in chosen if v.name not in lacking], place, limit=limit, num_stories=num_stories,
             progress=lambda name, done, _: progress.update(tasks[name], completed=done),
+            omit=lambda variant, error: failed.update({variant.name: f"{type(error).__name__}: {error}"}),
         )  # fmt: skip
     if result:
         written = {"run": run_facts(place), "variants": scores_as_json(scores)}
         Path(result).write_text(json.dumps(written, indent=2) + "\n")
     if as_json:
         _print_json(scores_as_json(scores))
-        return
-    table = _table(f"{checkpoint} on {place}", "variant", "exact match", "perplexity", "flips", "against", "s")
+    else:
+        _print_scores(f"{checkpoint} on {place}", scores)
+    for name, why in lacking.items():
+        err.print(f"{name}: not run, {why}", markup=False, highlight=False)
+    for name, why in failed.items():
+        err.print(f"error: {name}: {why}", markup=False, highlight=False)
+    raise typer.Exit(1 if failed else 0)
+
+
+def _print_scores(title: str, scores: Any) -> None:
+    table = _table(title, "variant", "exact match", "perplexity", "flips", "against", "s")
     for s in scores:
         flips = "" if s.flips is None else str(s.flips)
         row = (f"{100 * s.exact_match:.1f}%", f"{s.perplexity:.4f}", flips, s.baseline or "", f"{s.seconds:.0f}")
@@ -353,18 +364,28 @@ def evaluate(
 
 @app.command()
 def convert(
-    source: Annotated[str, typer.Argument(help="Checkpoint directory; 'tiny' is the one that ships.")],
+    source: Annotated[str, typer.Argument(help=_CHECKPOINT)],
     target: Annotated[str, typer.Argument(help="Directory to make; an interrupted run is taken up.")],
-    format: Annotated[str, typer.Option(help="fp8-block, int8, or bf16 (multiply a quantised one out)")] = "fp8-block",
+    format: Annotated[
+        str,
+        typer.Option(
+            help="fp8-block, int8 (for our loader only: stock transformers misreads it), or bf16 (multiply a quantised "
+            "one out: FP8, int8 or MXFP4)"
+        ),
+    ] = "fp8-block",
     ragged: Annotated[
         bool, typer.Option("--ragged", help="fp8-block: ragged matrices too, for our loader only.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Make a quantised checkpoint from a bf16 one of any family, holding about one shard in memory."""
+    """Make a quantised checkpoint from a bf16 one of any family, or the reverse, holding about one shard in memory.
+
+    Quantised are linear layers and experts that are stored one by one. GPT-OSS stores all experts of a layer in one
+    tensor, for which neither format has a spelling: they stay as they are.
+    """
     from fastlayers_server.convert_command import run_convert, summary
 
-    done = run_convert(_path(source), Path(target), format, ragged, err)
+    done = run_convert(_path(source, "source"), Path(target), format, ragged, err)
     if as_json:
         _print_json(done)
     else:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from fastlayers.errors import check_choice
-from fastlayers_models.checkpoint import Checkpoint
+from fastlayers_models.checkpoint import Checkpoint, collapsed
 from fastlayers_models.convert import FORMATS, convert_checkpoint, dequantize_checkpoint
 
 DEQUANTISED = "bf16"
@@ -21,6 +21,7 @@ WHY = {
     "stacked": "all experts in one tensor, for which the format has no spelling",
     "encoder": "vision or audio",
 }
+OURS = "for fastlayers_models only: stock transformers loads it, but as other weights"
 
 
 def run_convert(source: Path, target: Path, format: str, include_ragged: bool, console: Any) -> dict[str, Any]:
@@ -55,7 +56,9 @@ def run_convert(source: Path, target: Path, format: str, include_ragged: bool, c
                 "seconds": time.perf_counter() - started,
             }
         done = convert_checkpoint(source, target, format, include_ragged=include_ragged, progress=progress)
-    return vars(done) | {"source": str(source), "target": str(target)}
+    return vars(done) | {
+        "source": str(source), "target": str(target), "for": OURS if format == "int8" or include_ragged else "",
+    }  # fmt: skip
 
 
 def summary(done: dict[str, Any]) -> str:
@@ -67,6 +70,9 @@ def summary(done: dict[str, Any]) -> str:
         if done["resumed"]:
             lines.append(f"{done['resumed']} shards were there already")
         for reason, modules in done["kept"].items():
-            rest = f" and {len(modules) - SHOWN} more" if len(modules) > SHOWN else ""
-            lines.append(f"kept as they were, {WHY[reason]}: {', '.join(modules[:SHOWN])}{rest}")
+            shown = collapsed(modules)
+            rest = f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
+            lines.append(f"kept as they were, {WHY[reason]}: {', '.join(shown[:SHOWN])}{rest}")
+        if done["for"]:
+            lines.append(done["for"])
     return "\n".join(lines)

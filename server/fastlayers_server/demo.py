@@ -12,7 +12,7 @@ import torch
 
 import fastlayers as fl
 from fastlayers_models.tasks import long_prompt
-from fastlayers_server.evaluate import chat_ids
+from fastlayers_server.evaluate import chat_ids, tokenizer_of
 from fastlayers_server.variants import load_hugging_face
 
 
@@ -74,9 +74,7 @@ def run_demo(
     progress : callable
         Called with a sentence at each stage.
     """
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer = tokenizer_of(path)
     model = load_hugging_face(path, dtype, device)
     problem = long_prompt(min_prompt_tokens, lambda text: len(tokenizer(text)["input_ids"]))
     ids = torch.tensor([chat_ids(tokenizer, problem.prompt)], device=device)

@@ -16,6 +16,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import fastlayers
+from fastlayers.errors import ArgumentError, CheckpointError, FastlayersError
 from fastlayers_models.tasks import Problem, held_out_problems, stories
 from fastlayers_server.variants import Runner, Variant
 
@@ -45,6 +46,7 @@ def evaluate(
     limit: int = 1000,
     num_stories: int = 100,
     progress: Callable[[str, int, int], Any] = lambda *_: None,
+    omit: Callable[[Variant, Exception], Any] | None = None,
 ) -> list[Score]:
     """Score every variant on the held-out problems and stories.
 
@@ -58,23 +60,39 @@ def evaluate(
         How many of the 1,000 problems, and how many stories.
     progress : callable
         Called with (variant, done, total).
+    omit : callable, optional
+        Told each variant that does not apply to this checkpoint or fails, and the error, and the others go on;
+        default: the first one raises.
 
     Returns
     -------
     list[Score]
         In the order given; ``flips`` is ``None`` where the baseline is not among the variants before it.
-    """
-    from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    Raises
+    ------
+    ArgumentError
+        Without ``omit``: a variant does not apply to this checkpoint.
+    CheckpointError
+        No tokenizer.
+    """
+    tokenizer = tokenizer_of(path)
     problems, texts = held_out_problems()[:limit], stories("held_out", num_stories)
     answers: dict[str, list[str]] = {}
     scores = []
     for variant in variants:
         begin = time.perf_counter()
-        runner = variant.build(path, device)
-        given = _answers(runner, tokenizer, problems, partial(progress, variant.name))
-        perplexity = _perplexity(runner, tokenizer, texts)
+        try:
+            if (reason := variant.why_not(path)) is not None:
+                raise ArgumentError("eval", "variant", f"{variant.name!r}, {reason}", "one that applies")
+            runner = variant.build(path, device)
+            given = _answers(runner, tokenizer, problems, partial(progress, variant.name))
+            perplexity = _perplexity(runner, tokenizer, texts)
+        except (FastlayersError, OSError, ValueError, RuntimeError) as error:
+            if omit is None:
+                raise
+            omit(variant, error)
+            continue
         answers[variant.name] = given
         right = sum(text == problem.answer for text, problem in zip(given, problems, strict=True))
         before = answers.get(variant.baseline) if variant.baseline else None
@@ -88,8 +106,30 @@ def evaluate(
     return scores
 
 
+# Files of which a tokenizer has at least one.
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+
+
+def tokenizer_of(path: Path) -> Any:
+    """Return the checkpoint's tokenizer, or raise :class:`CheckpointError` where it has none."""
+    from transformers import AutoTokenizer
+
+    if not any((path / name).is_file() for name in _TOKENIZERS):
+        raise CheckpointError(f"{path}: no tokenizer.json; a checkpoint with its tokenizer's files is needed for text")
+    return AutoTokenizer.from_pretrained(path)
+
+
 def chat_ids(tokenizer: Any, prompt: str) -> list[int]:
-    """Return the token ids of one user turn, ready for the assistant's answer."""
+    """Return the token ids of one user turn, ready for the assistant's answer.
+
+    Raises
+    ------
+    CheckpointError
+        The tokenizer does not say how a conversation is written.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        where = getattr(tokenizer, "name_or_path", "")
+        raise CheckpointError(f"{where}: no chat_template.jinja, and no chat_template in tokenizer_config.json")
     turn = [{"role": "user", "content": prompt}]
     text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]

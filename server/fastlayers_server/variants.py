@@ -13,7 +13,9 @@ import torch
 import fastlayers as fl
 from fastlayers.attention.meta import AttentionBatch, AttentionState, whole_pages
 from fastlayers.errors import UnknownNameError
+from fastlayers.quant.spec import QuantSpec
 from fastlayers_models.auto import AutoModel
+from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.convert import convert_to_fp8_block, dequantize_checkpoint
 from fastlayers_models.generate import Generator
 
@@ -107,13 +109,27 @@ class FastlayersRunner:
 
 @dataclass(frozen=True)
 class Variant:
-    """One row of the table: a name, what it is, which row it must agree with, and how to build it."""
+    """One row of the table: a name, what it is, which row it must agree with, and how to build it.
+
+    ``formats``: the formats of checkpoints that it can be made from (see :class:`fastlayers.QuantSpec`); empty: any.
+    """
 
     name: str
     description: str
     baseline: str | None
     quantised: bool
     build: Callable[[Path, torch.device], Runner]
+    formats: tuple[str, ...] = ()
+
+    def why_not(self, path: Path) -> str | None:
+        """Return why there is no such row for this checkpoint, or ``None``."""
+        format = QuantSpec.from_config(Checkpoint(path).config.get("quantization_config")).format
+        if not self.formats or format in self.formats:
+            return None
+        kinds = " or ".join("unquantised" if kind == "none" else kind for kind in self.formats)
+        return (
+            f"made from a checkpoint that is {kinds}, and this one is {'unquantised' if format == 'none' else format}"
+        )
 
 
 def _fp8_folder(path: Path) -> Path:
@@ -122,9 +138,9 @@ def _fp8_folder(path: Path) -> Path:
     return folder
 
 
-def _dequantised_folder(path: Path) -> Path:
+def _bf16_folder(path: Path) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="fastlayers-bf16-")) / "bf16"
-    dequantize_checkpoint(_fp8_folder(path), folder)
+    dequantize_checkpoint(path, folder)
     return folder
 
 
@@ -141,6 +157,7 @@ def _ours(dtype: torch.dtype) -> Callable[[Path, torch.device], Runner]:
 
 
 BF16, FP32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+_PLAIN, _MXFP4 = ("none",), ("mxfp4",)
 VARIANTS = {
     v.name: v
     for v in (
@@ -152,11 +169,18 @@ VARIANTS = {
         Variant("fastlayers-fp32", "fastlayers_models, fp32", "hf-fp32", False, _ours(FP32)),
         Variant(
             "dequantised", "fastlayers_models, bf16 with the FP8 weights dequantised", None, False,
-            lambda p, d: FastlayersRunner(_dequantised_folder(p), BF16, d),
+            lambda p, d: FastlayersRunner(_bf16_folder(_fp8_folder(p)), BF16, d), _PLAIN,
         ),
         Variant(
             "fp8-block", "fastlayers_models, FP8-block weights", "dequantised", True,
-            lambda p, d: FastlayersRunner(_fp8_folder(p), BF16, d),
+            lambda p, d: FastlayersRunner(_fp8_folder(p), BF16, d), _PLAIN,
+        ),
+        Variant(
+            "mxfp4-dequantised", "fastlayers_models, bf16 with the MXFP4 weights dequantised", None, False,
+            lambda p, d: FastlayersRunner(_bf16_folder(p), BF16, d), _MXFP4,
+        ),
+        Variant(
+            "mxfp4", "fastlayers_models, MXFP4 weights", "mxfp4-dequantised", True, _ours(BF16), _MXFP4,
         ),
         Variant(
             "fp8-kv", "fastlayers_models, bf16 with FP8 KV", "fastlayers", True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -12,8 +13,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from fastlayers.errors import CheckpointError
 from fastlayers_server.cli import app, main
+from fastlayers_server.variants import TINY, VARIANTS, assets
 
+GPT_OSS = str(Path(__file__).parents[2] / "checkpoints" / "tiny_gpt_oss")
 ROOTS = [str(Path(__file__).parents[2] / root) for root in ("src", "models", "server")]
 
 
@@ -114,8 +118,15 @@ def test_generate_answers_a_problem() -> None:
             ["explain", "nowhere/at/all"],
             "target is 'nowhere/at/all'; accepted: 'tiny', a checkpoint directory, or a layer: linear",
         ),
-        (["generate", "hi", "--checkpoint", "tests/server"], "which has no config.json"),
-        (["generate", "hi", "--checkpoint", "nowhere"], "checkpoint is 'nowhere'"),
+        (
+            ["generate", "hi", "--checkpoint", "tests/server"],
+            "--checkpoint: tests/server: a directory without config.json; accepted: a directory with config.json",
+        ),
+        (["generate", "hi", "--checkpoint", "no/such/place"], "--checkpoint: no/such/place: no such directory"),
+        (["demo", "model.gguf"], "checkpoint: model.gguf: a GGUF file; accepted:"),
+        (["convert", "model.gguf", "out"], "source: model.gguf: a GGUF file; accepted:"),
+        (["explain", "some/model.gguf"], "target: some/model.gguf: a GGUF file; accepted:"),
+        (["eval", "--variants", "hf,mxfp4"], "--variants is 'mxfp4', made from a checkpoint that is mxfp4"),
         (["backends", "rmsnorm"], "layer 'rmsnorm' is unknown; known: linear"),
         (["backends", "--device", "H2000"], "device 'H2000' is unknown"),
         (["generate", "hi", "--dtype", "fp7"], "dtype is 'fp7'; accepted: bf16"),
@@ -175,3 +186,54 @@ def test_eval_scores_each_variant() -> None:
     for name, row in scores.items():
         assert row["exact_match"] >= 0.9 and 1.0 < row["perplexity"] < 2.0, name
     assert scores["patched"]["flips"] == 0 and scores["fastlayers"]["flips"] == 0
+
+
+def test_eval_says_why_a_variant_does_not_apply_and_runs_the_others() -> None:
+    few = ("--limit", "2", "--stories", "1", "--json", "--device", "cpu")
+    seen = run("eval", GPT_OSS, "--variants", "all", *few)
+    scores = json.loads(seen.stdout)
+    assert seen.exit_code == 0
+    assert list(scores) == [name for name in VARIANTS if name not in ("dequantised", "fp8-block")]
+    assert scores["mxfp4"]["flips"] == 0 and scores["mxfp4"]["exact_match"] == 1.0
+    shown = " ".join(seen.stderr.split())
+    for name in ("dequantised", "fp8-block"):
+        assert f"{name}: not run, made from a checkpoint that is unquantised, and this one is mxfp4" in shown
+
+
+def test_eval_keeps_the_rows_that_were_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path, device: Any) -> Any:
+        raise RuntimeError("no room")
+
+    monkeypatch.setitem(VARIANTS, "patched", dataclasses.replace(VARIANTS["patched"], build=fail))
+    few = ("--limit", "2", "--stories", "1", "--json", "--device", "cpu")
+    seen = run("eval", "tiny", "--variants", "hf,patched,fastlayers", *few)
+    assert seen.exit_code == 1 and list(json.loads(seen.stdout)) == ["hf", "fastlayers"]
+    assert "error: patched: RuntimeError: no room" in seen.stderr
+
+
+@pytest.mark.parametrize("command", [("generate", "hi", "--checkpoint"), ("eval",), ("demo",)])
+def test_a_checkpoint_without_tokenizer_is_named(command: tuple[str, ...], tmp_path: Path) -> None:
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(assets() / TINY / name)
+    error = run(*command, str(tmp_path)).exception
+    assert isinstance(error, CheckpointError) and f"{tmp_path}: no tokenizer.json" in str(error)
+
+
+def test_a_tokenizer_without_chat_template_is_named(tmp_path: Path) -> None:
+    for file in (assets() / TINY).iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert settings.pop("chat_template", None) or (tmp_path / "chat_template.jinja").exists()
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    error = run("generate", "hi", "--checkpoint", str(tmp_path)).exception
+    assert isinstance(error, CheckpointError) and "no chat_template.jinja" in str(error)
+
+
+def test_convert_says_whom_a_checkpoint_is_for(tmp_path: Path) -> None:
+    words = "for fastlayers_models only: stock transformers loads it, but as other weights"
+    for number, (options, shown) in enumerate(((["--format", "int8"], True), (["--ragged"], True), ([], False))):
+        seen = run("convert", "tiny", str(tmp_path / str(number)), *options)
+        assert seen.exit_code == 0 and (words in " ".join(seen.stdout.split())) == shown, options
+    back = run("convert", GPT_OSS, str(tmp_path / "bf16"), "--format", "bf16")
+    assert back.exit_code == 0 and "quantization_config" not in (tmp_path / "bf16" / "config.json").read_text()
