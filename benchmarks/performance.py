@@ -12,7 +12,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -215,7 +215,7 @@ def run_program(part: str, record: Record, more: list[str]) -> int:
     return failed
 
 
-def main() -> None:
+def main(given: Sequence[str] | None = None) -> None:
     """Run one part or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=(*PARTS, "all"), required=True)
@@ -223,9 +223,12 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=9.0, help="of each measured part; then run again")
     parser.add_argument("--force", action="store_true", help="forget what was measured before")
     parser.add_argument("--only", default="", help="only keys (model, layer, cfg) that contain this")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the driver out")
     parser.add_argument("program", nargs="*", help="arguments of a part's own program, after --")
-    options = parser.parse_args()
-    place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args(given)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("no usable NVIDIA GPU, and figures of a CPU are no figures; to try the driver out: --device cpu")
+    place = torch.device(options.device)
     left = 0
     for part in PARTS if options.part == "all" else (options.part,):
         record = Record(options.out / f"{part}.jsonl", describe_run(place), options.force)

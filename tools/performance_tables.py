@@ -6,12 +6,13 @@ plots go to docs/plots. Parts without a result file say so. Nothing is measured 
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +26,26 @@ PLOTS = ROOT / "docs" / "plots"
 # "Never slower" is a median of at most this times the other's.
 NEVER_SLOWER = 1.03
 OURS = ("triton",)
+DEVICE = "H200"
 Row = dict[str, Any]
 MISSING = "not measured yet"
 
 
 def read(part: str) -> list[Row]:
-    """Return the rows of a part, ``[]`` if it was not measured; of several runs of a point the last counts."""
+    """Return the rows of a part, ``[]`` if it was not measured; of several runs of a point the last counts.
+
+    A line that names a device heads those below it: what another device than the page's measured is left out.
+    """
     path = RESULTS / f"{part}.jsonl"
     if not path.is_file():
         return []
     rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
     kept: dict[Any, Row] = {}
+    device = ""
     for index, row in enumerate(rows):
+        device = row.get("run", row).get("device", device)
+        if device.split(" ")[0] != DEVICE:
+            continue
         kept[(row["key"], row["backend"], json.dumps(row["config"])) if "key" in row else index] = row
     return list(kept.values())
 
@@ -221,7 +230,7 @@ def nearest() -> str:
 
     lines = []
     for layer in ALL:
-        ratios = tuning.borrowed_ratios(layer, DESCRIBED["H200"])
+        ratios = tuning.borrowed_ratios(layer, DESCRIBED[DEVICE])
         if ratios:
             medians = {key: statistics.median(found) for key, found in ratios.items()}
             worst = max(medians, key=lambda key: medians[key])
@@ -298,12 +307,15 @@ def fill(text: str) -> str:
     return text
 
 
-def main() -> None:
+def main(given: Sequence[str] | None = None) -> None:
     """Renew tables and plots, or with ``--check`` fail if they are stale."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if something is stale")
+    options = parser.parse_args(given)
     before, drawn = PAGE.read_text(), plots()
     after = fill(before)
     there = {path.name: path.read_text() for path in PLOTS.glob("*.svg")}
-    if "--check" in sys.argv:
+    if options.check:
         stale = before != after or there != drawn
         raise SystemExit("docs/performance.md is stale; run: python tools/performance_tables.py" if stale else 0)
     PAGE.write_text(after)

@@ -90,6 +90,22 @@ def test_a_program_keeps_the_json_it_prints(
     assert [(row.get("a"), row.get("b"), row.get("number")) for row in rows[1:]] == [(1, None, 0), (None, 2, 1)]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_without_a_gpu_nothing_is_measured_unless_asked_for(
+    driver: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    item = driver.Item("toy", "fp8_linear", parse_shape("fp8_linear", "N=128,K=256"), (1,))
+    monkeypatch.setitem(driver.MEASURED, "fp8_linear", lambda: [item])
+    command = ["--part", "fp8_linear", "--out", str(tmp_path / "out")]
+    with pytest.raises(SystemExit) as stopped:
+        driver.main(command)
+    assert stopped.value.code == 2 and "--device cpu" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(SystemExit) as stopped:
+        driver.main([*command, "--device", "cpu"])
+    assert stopped.value.code == 0 and (tmp_path / "out" / "fp8_linear.jsonl").is_file()
+
+
 # ---- tables and plots ------------------------------------------------------------------------------------------
 
 
@@ -125,6 +141,25 @@ def test_targets_come_from_the_rows(tables: Any, tmp_path: Path) -> None:
     table = tables.layer_table("fp8_linear")
     assert "| fp8_linear N36864 K7168 | 1 |  | triton | 6.0 | deep_gemm | 10.0 | 0.60 |" in table
     assert "commit abc" in tables.targets() and "](plots/fp8_linear_fp8_linear_N36864_K7168.svg)" in table
+
+
+def test_rows_of_other_devices_are_left_out(tables: Any, tmp_path: Path) -> None:
+    write(tmp_path, "fp8_linear", [point(1, "triton", 6.0, auto=True), point(1, "deep_gemm", 10.0)])
+    ours = tables.points(tables.read("fp8_linear"))
+    assert len(ours) == 1
+    with (tmp_path / "fp8_linear.jsonl").open("a") as file:
+        rows = [{"run": {"device": "cpu"}}, point(1, "triton", 99.0), point(2, "triton", 99.0)]
+        file.write("".join(json.dumps(row) + "\n" for row in rows))
+    assert tables.points(tables.read("fp8_linear")) == ours
+
+
+def test_help_and_wrong_options_write_nothing(tables: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "PAGE", tmp_path / "absent.md")
+    for given, code in ((["--help"], 0), (["--chekc"], 2)):
+        with pytest.raises(SystemExit) as stopped:
+            tables.main(given)
+        assert stopped.value.code == code
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_small_operators_are_compared_with_a_copy(driver: ModuleType, tables: Any, tmp_path: Path) -> None:
