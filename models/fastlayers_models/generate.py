@@ -120,21 +120,22 @@ class Generator:
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Sequence[int]] | torch.Tensor,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         max_new_tokens: int = 64,
         eos_ids: Sequence[int] | None = None,
     ) -> list[list[int]]:
         """Return the generated ids of every prompt (the end token included); arguments as for :meth:`stream`."""
-        outputs: list[list[int]] = [[] for _ in prompts]
-        for token in self.stream(prompts, params, max_new_tokens=max_new_tokens, eos_ids=eos_ids):
+        rows = self._prompts(prompts)
+        outputs: list[list[int]] = [[] for _ in rows]
+        for token in self.stream(rows, params, max_new_tokens=max_new_tokens, eos_ids=eos_ids):
             outputs[token.request].append(token.id)
         return outputs
 
     def stream(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Sequence[int]] | torch.Tensor,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         max_new_tokens: int = 64,
@@ -144,7 +145,7 @@ class Generator:
 
         Parameters
         ----------
-        prompts : sequence of sequences of int
+        prompts : sequence of sequences of int, or Tensor ``[prompts, tokens]``
             Token ids; at least one each.
         params : SamplingParams or one per prompt
             Default: greedy.
@@ -160,7 +161,7 @@ class Generator:
         AllocatorOverflowError
             The cache is too small for a single request.
         """
-        requests = self._requests(prompts, params, max_new_tokens)
+        requests = self._requests(self._prompts(prompts), params, max_new_tokens)
         stop = set(self.model.config.eos_token_ids if eos_ids is None else eos_ids)
         waiting = list(reversed(requests))
         try:
@@ -170,6 +171,19 @@ class Generator:
         finally:
             for request in requests:
                 self.pool.release(request.pages)
+
+    @staticmethod
+    def _prompts(prompts: Any) -> list[Sequence[int]]:
+        """Return the prompts as rows of token ids, or raise :class:`ArgumentError`; a tensor may stand for either."""
+        rows = prompts.tolist() if isinstance(prompts, torch.Tensor) else prompts
+        accepted = "a sequence of prompts, each a sequence of token ids, as in [[1, 2, 3]]"
+        if not isinstance(rows, Sequence) or isinstance(rows, str):
+            raise ArgumentError("Generator", "prompts", repr(rows)[:80], accepted)
+        each = [row.tolist() if isinstance(row, torch.Tensor) else row for row in rows]
+        for index, row in enumerate(each):
+            if not isinstance(row, Sequence) or isinstance(row, str):
+                raise ArgumentError("Generator", f"prompts[{index}]", repr(row)[:80], accepted)
+        return each
 
     def _requests(self, prompts: Sequence[Sequence[int]], params: Any, max_new_tokens: int) -> list[_Request]:
         check_positive("Generator", max_new_tokens=max_new_tokens)

@@ -226,3 +226,24 @@ def test_gpu_captured_tokens_equal_uncaptured(hf: dict[str, Any]) -> None:
             wanted = plain.generate(rows, params, max_new_tokens=steps, eos_ids=eos)
             assert captured.generate(rows, params, max_new_tokens=steps, eos_ids=eos) == wanted
     assert captured.step.graphs is not None and captured.step.graphs.replays >= 2 * steps
+
+
+@pytest.mark.parametrize(
+    ("given", "argument"),
+    [([5, 6], r"prompts\[0\] is 5"), (torch.tensor([5, 6]), r"prompts\[0\] is 5"), ("hi", "prompts is 'hi'"),
+     (["hi"], r"prompts\[0\] is 'hi'"), (torch.tensor(5), "prompts is 5"), ([[5], None], r"prompts\[1\] is None")],
+)  # fmt: skip
+def test_prompts_are_rows_of_token_ids(model: Any, given: Any, argument: str) -> None:
+    generator = Generator(model, max_batch=1, max_length=64)
+    with pytest.raises(ArgumentError, match=rf"Generator: {argument}; accepted: a sequence of prompts"):
+        generator.generate(given, max_new_tokens=2)
+    with pytest.raises(ArgumentError, match=argument):
+        next(generator.stream(given, max_new_tokens=2))
+
+
+def test_a_tensor_stands_for_its_rows(model: Any) -> None:
+    generator = Generator(model, max_batch=2, max_length=64)
+    wanted = generator.generate([[5, 6], [7, 8]], max_new_tokens=3, eos_ids=())
+    assert generator.generate(torch.tensor([[5, 6], [7, 8]]), max_new_tokens=3, eos_ids=()) == wanted
+    mixed: Any = [torch.tensor([5, 6]), [7, 8]]
+    assert generator.generate(mixed, max_new_tokens=3, eos_ids=()) == wanted

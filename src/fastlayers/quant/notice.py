@@ -44,13 +44,9 @@ class Slow:
         return (
             f"{self.format} weights in {self.modules} modules: {self.device} has no matrix units for them, so they are "
             f"decoded at each use. They take {_size(self.code_bytes)} instead of {_size(bf16)} in bf16, and a decode "
-            f"step's products about {self.factor} times as long as bf16's ({how}). " + self._alternative(bf16)
+            f"step's products about {self.factor} times as long as bf16's ({how}). Alternative: "
+            f"`fastlayers convert SRC DST --format bf16`, if there is room for {_size(bf16)}."
         )
-
-    def _alternative(self, bf16: int) -> str:
-        if self.format == E4M3:
-            return f"Alternative: `fastlayers convert SRC DST --format bf16`, if there is room for {_size(bf16)}."
-        return f"Alternative: a bf16 checkpoint of the same model, if there is room for {_size(bf16)}."
 
 
 def slow_formats(model: nn.Module) -> Iterator[Slow]:
