@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fastlayers import env, tuning
 from fastlayers.errors import ArgumentError, FastlayersError
-from fastlayers.registry import LAYERS, registry
+from fastlayers.registry import LAYERS
 
 # What a model spends its time in comes first: an interrupted run has done the most useful part.
 _ORDER = ("fused_moe", "fp8_linear", "linear", "mla", "gqa", "int8_linear", "fp8_scaled_linear")
@@ -33,7 +33,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a shape: its file and the ladder in words, or why there is none."""
+    """What became of a shape: its file and the ladder in words, or why there is none; what could not run, and why."""
 
     layer: str
     key: str
@@ -41,6 +41,7 @@ class Outcome:
     path: str = ""
     ladder: str = ""
     reason: str = ""
+    failed: Mapping[str, str] = field(default_factory=dict)
 
 
 def jobs_of_models(models: Sequence[str], tp: int, ep: int, layers: Sequence[str]) -> list[Job]:
@@ -108,18 +109,6 @@ def parse_tokens(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(piece) for piece in pieces}))
 
 
-def is_fresh(job: Job, path: Path, device: Any) -> bool:
-    """Return whether a table exists that was made with these versions and kernels."""
-    if not path.is_file():
-        return False
-    try:
-        table = tuning.read(path, job.layer, device)
-    except tuning.TunedTableError:
-        return False  # it is made anew
-    backends = [b for b in registry(job.layer).ranked if b.name in table.get("metadata", {}).get("versions", {})]
-    return bool(backends) and not tuning.changes(table, backends)
-
-
 def run_tune(
     jobs: Sequence[Job],
     folder: Path,
@@ -137,6 +126,7 @@ def run_tune(
     """
     from fastlayers.device import as_device
     from fastlayers.testing import tuner
+    from fastlayers.testing.samples import earlier
     from fastlayers.testing.sweep import tokens_of
     from fastlayers.testing.timing import clock_for
     from fastlayers.testing.tuner import Bench, NothingToTuneError, OutOfTimeError, TuneError, tune_shape
@@ -151,7 +141,9 @@ def run_tune(
         for job in jobs:
             path = tuning.path_of(folder, job.layer, job.key, device)
             own = counts[id(job)]
-            if not force and is_fresh(job, path, device):
+            most = tuner.QUICK_CANDIDATES if quick else tuner.MAX_CANDIDATES
+            bench = Bench(job.layer, job.cfg, place, clock, most_candidates=most)
+            if not force and path.is_file() and not earlier(path, job.layer, device, bench.able()).lacks(own, most):
                 outcome = Outcome(job.layer, job.key, "kept", str(path), _ladder(path, job.layer, device))
             else:
 
@@ -161,16 +153,22 @@ def run_tune(
                     )
 
                 try:
-                    most = tuner.QUICK_CANDIDATES if quick else tuner.MAX_CANDIDATES
-                    bench = Bench(job.layer, job.cfg, place, clock, most_candidates=most)
-                    made = tune_shape(bench, own, folder, command=command, said=said, until=until)
+                    made = tune_shape(bench, own, folder, command=command, said=said, until=until, again=force)
                     outcome = Outcome(job.layer, job.key, "tuned", str(made), _ladder(made, job.layer, device))
                 except TuneError as error:
                     states = {NothingToTuneError: "nothing to tune", OutOfTimeError: "out of time"}
                     outcome = Outcome(job.layer, job.key, states.get(type(error), "failed"), reason=str(error))
             before += len(own)
             bar.update(task, completed=before)
-            yield outcome
+            yield replace(outcome, failed=_grouped(bench.failed))
+
+
+def _grouped(failed: Mapping[Any, str]) -> dict[str, str]:
+    """Return what failed and why, options of one backend with one reason together."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for option, why in failed.items():
+        found.setdefault((option.backend, why), []).append(str(option))
+    return {names[0] + (f" and {len(names) - 1} more" if names[1:] else ""): why for (_, why), names in found.items()}
 
 
 def _ladder(path: Path, layer: str, device: Any) -> str:
@@ -237,7 +235,9 @@ def register(app: typer.Typer, out: Console, err: Console, device_of: Any, print
             found.append(outcome)
             if not as_json:
                 text = outcome.ladder or outcome.reason
-                out.print(f"{outcome.state}: {outcome.layer} {outcome.key}: {text}", markup=False, highlight=False)
+                lines = [f"{outcome.state}: {outcome.layer} {outcome.key}: {text}"]
+                lines += [f"    {option} failed: {why}" for option, why in outcome.failed.items()]
+                out.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
         if as_json:
             print_json([vars(outcome) for outcome in found])
         elif folders := {str(Path(outcome.path).parent.parent) for outcome in found if outcome.path}:

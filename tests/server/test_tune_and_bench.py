@@ -108,6 +108,10 @@ def test_tune_writes_what_auto_reads_and_keeps_what_is_fresh(tmp_path: Path, mon
     assert {row["tokens"] for row in table["measured"]} == {1, 2}
     assert json.loads(run(*command))[0]["state"] == "kept"
     assert json.loads(run(*command, "--force"))[0]["state"] == "tuned"
+    longer = json.loads(run(*command[:5], "--tokens", "1,3", *command[7:]))[0]
+    assert longer["state"] == "tuned"
+    table = tuning.read(Path(first["path"]), "fp8_linear", as_device("cpu"))
+    assert {row["tokens"] for row in table["measured"]} == {1, 2, 3}
     changed = table | {"metadata": table["metadata"] | {"kernels": {"torch": "0", "twin": "0"}}}
     tuning.write(Path(first["path"]), changed)
     assert json.loads(run(*command))[0]["state"] == "tuned"
@@ -118,6 +122,31 @@ def test_tune_writes_what_auto_reads_and_keeps_what_is_fresh(tmp_path: Path, mon
 def test_what_has_one_backend_is_not_tuned_and_time_has_an_end(tmp_path: Path) -> None:
     command = ("tune", "--layer", "fp8_linear", "--shape", "N=128,K=256", "--out", str(tmp_path), "--json", "--quick")
     assert json.loads(run(*command, "--device", "cpu"))[0]["state"] == "nothing to tune"
+
+
+def test_what_failed_is_said_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastlayers.quant.fp8_linear.layer import FP8_LINEAR
+    from fastlayers.quant.fp8_linear.torch import TorchFP8Linear
+
+    class Broken(TorchFP8Linear):
+        def __init__(self, cfg: Any, config: Any = None) -> None:
+            raise RuntimeError("Corrupted JIT cache directory\nmore")
+
+        @staticmethod
+        def candidates(cfg: Any, num_tokens: int) -> list[dict[str, int]]:
+            return [{"BLOCK": 1}, {"BLOCK": 2}]
+
+    rows = [*FP8_LINEAR.ranked, replace(FP8_LINEAR.named("torch"), name="broken", target=Broken)]
+    monkeypatch.setattr(FP8_LINEAR, "ranked", rows)
+    command = ("tune", "--layer", "fp8_linear", "--shape", "N=128,K=256", "--tokens", "1", "--device", "cpu", "--out")
+    text = run(*command, str(tmp_path / "text"))
+    assert (
+        "    broken and 2 more failed: RuntimeError: Corrupted JIT cache directory\n" in text and "more\n" not in text
+    )
+    (row,) = json.loads(run(*command, str(tmp_path / "json"), "--json"))
+    assert row["state"] == "tuned" and row["failed"] == {
+        "broken and 2 more": "RuntimeError: Corrupted JIT cache directory"
+    }
 
 
 @pytest.mark.usefixtures("two_backends")

@@ -18,14 +18,12 @@ from fastlayers.quant.fp8_linear.layer import FP8_LINEAR, FP8LinearConfig
 from fastlayers.quant.fp8_linear.torch import TorchFP8Linear
 from fastlayers.registry import Backend
 from fastlayers.testing import tuner
+from fastlayers.testing.samples import Journal, Option, Sample, earlier
 from fastlayers.testing.timing import HostClock, Timing, clock_for, take_turns
 from fastlayers.testing.tuner import (
     Bench,
-    Journal,
     NothingToTuneError,
-    Option,
     OutOfTimeError,
-    Sample,
     TuneError,
     choose_ladder,
     tune_shape,
@@ -203,6 +201,58 @@ def test_a_journal_of_other_kernels_or_cut_in_a_line_is_not_trusted(tmp_path: Pa
         file.write('{"tokens": 8, "sam')
     assert set(Journal(path, {"kernels": 1}).samples) == {1}
     assert Journal(path, {"kernels": 2}).samples == {}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b'{"tokens": 8}',
+        b'{"tokens": 8, "samples": [{"tokens": 8, "backend": "a", "us": "x", "spread_us": 0}]}',
+        b'{"tokens": 8, "samples": 3}',
+        b"[1, 2]",
+        b"7",
+        b"\xff\xfe\x00",
+    ],
+)
+def test_a_damaged_journal_is_cut_there(tmp_path: Path, damage: bytes) -> None:
+    path, header = tmp_path / "j", {"kernels": 1}
+    Journal(path, header).add(1, [Sample(1, A, 2.0, 0.1)])
+    path.write_bytes(path.read_bytes() + damage + b"\n")
+    found = Journal(path, header)
+    assert set(found.samples) == {1}
+    found.add(8, [Sample(8, A, 2.0, 0.1)])
+    assert set(Journal(path, header).samples) == {1, 8}
+    path.write_bytes(damage + b"\n" + path.read_bytes())
+    assert Journal(path, header).samples == {}
+
+
+def test_what_a_table_lacks_is_measured_and_the_rest_kept(fast: Backend, tmp_path: Path) -> None:
+    def tune(counts: tuple[int, ...], clock: KnownClock, **named: Any) -> dict[str, Any]:
+        bench = Bench("fp8_linear", CFG, CPU, clock, **named)
+        path = tune_shape(bench, counts, tmp_path, command="x", again=False)
+        found: dict[str, Any] = json.loads(path.read_text())
+        known = earlier(path, "fp8_linear", bench.device, bench.able())
+        assert known.lacks(counts, bench.most_candidates) == []
+        return found
+
+    first = tune((1, 8), KnownClock(TIMES), most_candidates=4)
+    assert first["candidates"] == {"1": 4, "8": 4}
+    # 64 tokens only: another option wins there, and a rung is added.
+    clock = KnownClock(TIMES | {64: 30.0, 512: 5.0})
+    more = tune((1, 64), clock, most_candidates=4)
+    assert len(clock.rounds) == len(tuner.ROUNDS)
+    assert {row["tokens"] for row in more["measured"]} == {1, 8, 64} and len(more["ladder"]) == 2
+    assert more["ladder"][0]["max_tokens"] == 8 and set(more["failed"]) >= set(first["failed"])
+    # Few candidates are not all: what is asked for is timed again.
+    clock = KnownClock(TIMES)
+    full = tune((1, 8), clock)
+    assert len(clock.rounds) == 2 * len(tuner.ROUNDS)
+    assert full["candidates"] == {"1": tuner.MAX_CANDIDATES, "8": tuner.MAX_CANDIDATES, "64": 4}
+    # A backend that was not there when the table was made.
+    path = tuning.path_of(tmp_path, "fp8_linear", CFG.tuning_key(), as_device("cpu"))
+    new = [replace(fast, name="new"), *FP8_LINEAR.ranked]
+    assert earlier(path, "fp8_linear", as_device("cpu"), new[1:2]).samples
+    assert not earlier(path, "fp8_linear", as_device("cpu"), new[:2]).samples
 
 
 def test_what_cannot_be_tuned_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,10 @@ import fastlayers as fl
 from fastlayers.device import OPTIONAL_PACKAGES, as_device, package
 from fastlayers.errors import UnknownNameError
 from fastlayers.registry import registry
+from fastlayers.testing.samples import Option
 from fastlayers.testing.spec import Case
 from fastlayers.testing.sweep import peak_flops
-from fastlayers.testing.tuner import Bench, Option
+from fastlayers.testing.tuner import Bench
 
 ROUNDS = 21
 

@@ -9,7 +9,6 @@ What was timed goes into a journal, a line per token count: an interrupted run g
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -28,20 +27,19 @@ from fastlayers.errors import FastlayersError
 from fastlayers.fingerprint import packages_of
 from fastlayers.registry import Backend, registry
 from fastlayers.testing.parity import check_parity
+from fastlayers.testing.samples import ALL, Journal, Option, Sample, earlier
 from fastlayers.testing.spec import Case, spec_of
 from fastlayers.testing.sweep import case_at, drawn_on, inputs_of, peak_flops
 from fastlayers.testing.timing import Clock, Timed, Timing
 
 # A win below this is noise, and so is one below the spread of the runs (up to MOST_SPREAD).
 NOISE, MOST_SPREAD = 0.02, 0.05
-MAX_CANDIDATES, QUICK_CANDIDATES = 40, 14
+MAX_CANDIDATES, QUICK_CANDIDATES = ALL, 14
 # Rounds of timing, and the part of the options that is left after each but the last.
 ROUNDS, KEPT, FEWEST = (3, 6, 13), 0.25, 4
 # Calls longer than this vary little: fewer rounds do.
 LONG_US, LONG_ROUNDS = 2000.0, (2, 3, 5)
 PARITY_TOKENS = 5
-
-Config = tuple[tuple[str, int], ...]
 
 
 class TuneError(FastlayersError, RuntimeError):
@@ -54,39 +52,6 @@ class OutOfTimeError(TuneError):
 
 class NothingToTuneError(TuneError):
     """One backend without parameters: there is nothing to choose."""
-
-
-@dataclass(frozen=True, order=True)
-class Option:
-    """A backend, with a configuration of its kernels or (``()``) by its own rule."""
-
-    backend: str
-    config: Config = ()
-
-    def __str__(self) -> str:
-        return self.backend + (f"({', '.join(f'{k}={v}' for k, v in self.config)})" if self.config else "")
-
-
-@dataclass(frozen=True)
-class Sample:
-    """What one option took for one token count."""
-
-    tokens: int
-    option: Option
-    us: float
-    spread_us: float
-
-    def as_json(self) -> dict[str, Any]:
-        """Return a row of a table's ``measured``."""
-        row = {"tokens": self.tokens, "backend": self.option.backend, "us": round(self.us, 2)}
-        row["spread_us"] = round(self.spread_us, 2)
-        return row | ({"config": dict(self.option.config)} if self.option.config else {})
-
-    @staticmethod
-    def from_json(row: Mapping[str, Any]) -> Sample:
-        """Read a row of a table's ``measured``."""
-        option = Option(row["backend"], tuple(sorted(row.get("config", {}).items())))
-        return Sample(row["tokens"], option, row["us"], row["spread_us"])
 
 
 @dataclass(frozen=True)
@@ -332,8 +297,11 @@ def tune_shape(
     command: str,
     said: Callable[[Progress], None] = lambda progress: None,
     until: float = math.inf,
+    again: bool = False,
 ) -> Path:
     """Tune one layer shape and write its table; an interrupted run of the same code and versions is taken up.
+
+    Of a table of the same versions what ``counts`` lack is measured, and the rest kept.
 
     Parameters
     ----------
@@ -348,6 +316,8 @@ def tune_shape(
         Told before every step.
     until : float
         Value of ``time.monotonic()`` after which no token count is begun.
+    again : bool
+        Measure all of ``counts``, whatever a table holds.
 
     Returns
     -------
@@ -370,10 +340,12 @@ def tune_shape(
         raise NothingToTuneError(f"only {able[0].name}, by its own rule, runs it here")
     path = tuning.path_of(folder, bench.layer, key, bench.device)
     about = tuning.metadata(bench.layer, able)
-    journal = Journal(path.with_suffix(".journal"), {"kernels": about["kernels"], "versions": about["versions"]})
-    started = time.time()
+    header = {"kernels": about["kernels"], "versions": about["versions"], "candidates": bench.most_candidates}
+    journal = Journal(path.with_suffix(".journal"), header)
+    before, started = earlier(path, bench.layer, bench.device, able), time.time()
+    missing = set(counts if again else before.lacks(counts, bench.most_candidates))
     for done, tokens in enumerate(counts):
-        if tokens in journal.samples:
+        if tokens in journal.samples or tokens not in missing:
             continue
         if time.monotonic() > until:
             raise OutOfTimeError(f"{done} of {len(counts)} token counts are done; run again to go on")
@@ -381,11 +353,15 @@ def tune_shape(
         near = [s for count in sorted(journal.samples)[-2:] for s in journal.samples[count]]
         journal.add(tokens, bench.time_at(tokens, _winners(near)))
     said(Progress(path.name, len(counts), len(counts), "checking the winners"))
-    samples = [s for count in sorted(journal.samples) for s in journal.samples[count]]
+    found = {**before.samples, **journal.samples}
+    samples = [s for count in sorted(found) for s in found[count]]
     steps, errors = _checked_ladder(bench, samples, able)
-    table = _table(bench, key, steps, samples, errors) | {
-        "metadata": about | {"command": command, "seconds": round(time.time() - started, 1)}
-    }
+    candidates = dict(before.candidates) | dict.fromkeys(journal.samples, bench.most_candidates)
+    table = _table(bench, key, steps, samples, errors)
+    table |= {
+        "failed": dict(before.failed) | table["failed"], "candidates": {str(n): candidates[n] for n in sorted(found)},
+        "metadata": about | {"command": command, "seconds": round(time.time() - started, 1)},
+    }  # fmt: skip
     tuning.write(path, table)
     journal.path.unlink(missing_ok=True)
     return path
@@ -449,38 +425,3 @@ def floors(layer: str, cfg: Any, device: Device, counts: Sequence[int]) -> dict[
         seconds = cost.floors(device.bandwidth, peak_flops(layer, cfg, device))
         found[str(tokens)] = [round(s * 1e6, 3) for s in seconds]
     return found
-
-
-class Journal:
-    """What was timed so far, on disk: a header, then a line per token count.
-
-    A journal of other kernels or versions, or one that cannot be read to the end, is begun anew or cut there.
-    """
-
-    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
-        self.path, self.samples = path, dict[int, list[Sample]]()
-        lines = path.read_text().splitlines() if path.is_file() else []
-        rows = [row for row in map(_parsed, lines) if row is not None]
-        if rows and rows[0] == header:
-            for row in rows[1:]:
-                self.samples[row["tokens"]] = [Sample.from_json(sample) for sample in row["samples"]]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [header] + [self._line(count, found) for count, found in self.samples.items()]
-        path.write_text("".join(json.dumps(row) + "\n" for row in kept))
-
-    def add(self, tokens: int, samples: list[Sample]) -> None:
-        """Append one token count."""
-        self.samples[tokens] = samples
-        with self.path.open("a") as file:
-            file.write(json.dumps(self._line(tokens, samples)) + "\n")
-
-    @staticmethod
-    def _line(tokens: int, samples: list[Sample]) -> dict[str, Any]:
-        return {"tokens": tokens, "samples": [sample.as_json() for sample in samples]}
-
-
-def _parsed(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError:  # the line that was being written when the run was interrupted
-        return None
