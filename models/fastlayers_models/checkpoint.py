@@ -213,7 +213,7 @@ def _castable(dtype: str, slot: Slot) -> bool:
 def collapsed(texts: Sequence[str]) -> list[str]:
     """Return ``texts`` with those that differ only in the number of an expert as one, with a count."""
     alike: dict[str, list[str]] = {}
-    for text in texts:
+    for text in dict.fromkeys(texts):
         alike.setdefault(_EXPERT.sub(".experts.*.", text), []).append(text)
     return [t[0] if len(t) == 1 else f"{pattern} ({len(t)} experts)" for pattern, t in alike.items()]
 

@@ -64,9 +64,10 @@ def _mxfp4(checkpoint: Checkpoint, spec: QuantSpec, name: str) -> tuple[str, str
     scales = name.removesuffix("_blocks") + "_scales"
     if scales not in checkpoint.file_of:
         return " (U8 blocks with scales)", f"has no {scales}"
-    wrong = [f"{n} is {checkpoint.dtype(n)}" for n in (name, scales) if checkpoint.dtype(n) != "U8"]
-    if wrong:
-        return " (U8 blocks and scales)", wrong[0].removeprefix(f"{name} ")
+    if dtype != "U8":
+        return " (U8 blocks)", f"is {dtype}"
+    if checkpoint.dtype(scales) != "U8":
+        return " (U8 scales)", f"has scales that are {checkpoint.dtype(scales)}"
     wanted, given = checkpoint.shape(name)[:-1], checkpoint.shape(scales)
     return (
         (" (a scale for each block)", f"has scales {list(given)} instead of {list(wanted)}")

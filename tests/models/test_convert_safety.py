@@ -134,6 +134,11 @@ WORDS: dict[str, tuple[Path, Any, Any, str]] = {
         lambda t: t.update({f"{stem('down')}_scales": t[f"{stem('down')}_scales"][..., :3].contiguous()}),
         r"\(a scale for each block\), but \S+ has scales \[8, 128, 3\] instead of \[8, 128, 4\]",
     ),
+    "mxfp4 with signed scales": (
+        GPT_OSS, lambda c: None,
+        lambda t: t.update({f"{stem('down')}_scales": t[f"{stem('down')}_scales"].view(torch.int8)}),
+        rf"'mxfp4' \(U8 scales\), but {stem('down')}_blocks has scales that are I8{SEE}",
+    ),
     "bf16, called mxfp4": (
         GPT_OSS, lambda c: None,
         lambda t: t.update({stem("down"): torch.zeros(8, 128, 128, dtype=torch.bfloat16)}),
@@ -182,7 +187,7 @@ def test_experts_that_miss_the_same_tensor_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         AutoModel.from_pretrained(folder)
     assert f"missing tensors: model.layers.1.mlp.experts.*.up_proj.weight ({len(gone)} experts)" in str(caught.value)
-    assert collapsed(["a.experts.3.w", "b"]) == ["a.experts.3.w", "b"]
+    assert collapsed(["a.experts.3.w", "b", "b"]) == ["a.experts.3.w", "b"]
 
 
 def test_a_quantization_config_in_words_is_refused(tmp_path: Path) -> None:
