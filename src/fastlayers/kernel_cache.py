@@ -19,6 +19,7 @@ import sys
 import tarfile
 import tempfile
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from fastlayers import env
@@ -28,6 +29,7 @@ from fastlayers.errors import ArgumentError
 log = logging.getLogger(__name__)
 
 MANIFEST = "fastlayers-kernels.json"
+SCHEMA = 1
 TEMPORARY = "fastlayers-kernels-"
 # The packages whose versions decide whether a compiled kernel fits.
 COMPILERS = ("torch", "triton", "deep_gemm", "flashinfer")
@@ -154,6 +156,17 @@ def prepare() -> Path | None:
     return root
 
 
+def ensure() -> Path | None:
+    """Do :func:`prepare` once for each value of the variables that decide; after that it is a look at them."""
+    seen = [env.package_variable(variable) for variable in (*(store.variable for store in STORES.values()), "HOME")]
+    return _prepared(env.cache_dir(), *seen)
+
+
+@lru_cache
+def _prepared(asked: str | None, *seen: str | None) -> Path | None:
+    return prepare()
+
+
 def _writable(directory: Path) -> bool:
     """Return whether files can be made in ``directory``, which may not exist yet; makes nothing that stays."""
     there = next((path for path in (directory, *directory.parents) if path.exists()), None)
@@ -190,24 +203,34 @@ def export_cache(path: str | Path) -> Path:
     Parameters
     ----------
     path : str or Path
-        The archive; overwritten.
+        The archive; replaced when the new one is complete.
 
     Returns
     -------
     Path
         The same path.
+
+    Raises
+    ------
+    ArgumentError
+        No place for a file.
     """
     target = Path(path)
-    with tempfile.TemporaryDirectory() as scratch, tarfile.open(target, "w:gz", compresslevel=3) as archive:
-        manifest = Path(scratch) / MANIFEST
-        manifest.write_text(json.dumps({"schema": 1, "versions": versions()}, indent=1) + "\n")
-        archive.add(manifest, MANIFEST)
-        for name, store in STORES.items():
-            # flashinfer's variable is a home directory: of that, its cache only.
-            inner = ".cache/flashinfer" if name == "flashinfer" else ""
-            folder = store.directory() / inner
-            if folder.is_dir():
-                archive.add(folder, str(Path(name) / inner), filter=_without_locks)
+    if target.is_dir() or not target.parent.is_dir():
+        raise ArgumentError("export_cache", "path", str(path), "a file to write, in a directory that exists")
+    ensure()
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as scratch:
+        manifest, written = Path(scratch) / MANIFEST, Path(scratch) / "archive"
+        manifest.write_text(json.dumps({"schema": SCHEMA, "versions": versions()}, indent=1) + "\n")
+        with tarfile.open(written, "w:gz", compresslevel=3) as archive:
+            archive.add(manifest, MANIFEST)
+            for name, store in STORES.items():
+                # flashinfer's variable is a home directory: of that, its cache only.
+                inner = ".cache/flashinfer" if name == "flashinfer" else ""
+                folder = store.directory() / inner
+                if folder.is_dir():
+                    archive.add(folder, str(Path(name) / inner), filter=_without_locks)
+        os.replace(written, target)
     return target
 
 
@@ -231,7 +254,7 @@ def import_cache(path: str | Path) -> list[str]:
     Raises
     ------
     ArgumentError
-        Not such an archive.
+        Not such an archive. Nothing was installed.
 
     Notes
     -----
@@ -244,15 +267,25 @@ def import_cache(path: str | Path) -> list[str]:
     try:
         with tarfile.open(path, "r:gz") as archive, tempfile.TemporaryDirectory() as scratch:
             archive.extractall(scratch, filter="data")
-            theirs = json.loads((Path(scratch) / MANIFEST).read_text())["versions"]
-            return _take(Path(scratch), theirs)
+            ensure()
+            return _take(Path(scratch), _versions_of(Path(scratch) / MANIFEST))
     except (tarfile.TarError, EOFError, FileNotFoundError, ValueError, KeyError, TypeError) as error:
         given = f"{path}, which cannot be read: {type(error).__name__}: {error}"
         raise ArgumentError("import_cache", "path", given, "an archive of export_cache") from error
 
 
+def _versions_of(manifest: Path) -> dict[str, str]:
+    content = json.loads(manifest.read_text())
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        raise ValueError(f"{MANIFEST} is not of schema {SCHEMA}")
+    found = content["versions"]
+    if not (isinstance(found, dict) and all(isinstance(version, str) for version in found.values())):
+        raise ValueError(f"{MANIFEST}: versions are not strings by package")
+    return found
+
+
 def _take(unpacked: Path, theirs: dict[str, str]) -> list[str]:
-    ours, taken = versions(), []
+    ours, taken, moves = versions(), [], []
     for name, store in STORES.items():
         if not (unpacked / name).is_dir():
             continue
@@ -265,10 +298,13 @@ def _take(unpacked: Path, theirs: dict[str, str]) -> list[str]:
             log.warning("kernels of %s are left out: %s", name, "; ".join(differ))
             continue
         folder = store.directory()
-        for source in sorted((unpacked / name).rglob("*")):
-            if source.is_file():
-                _install(source, folder / source.relative_to(unpacked / name))
+        files = [source for source in sorted((unpacked / name).rglob("*")) if source.is_file()]
+        moves += [(source, folder / source.relative_to(unpacked / name)) for source in files]
         taken.append(name)
+    for source, target in moves:
+        if target.name.startswith("__grp__"):
+            _rewrite_group(source, target.parent)
+    _install(moves)
     return taken
 
 
@@ -276,16 +312,28 @@ def _differ(theirs: dict[str, str], ours: dict[str, str], name: str) -> bool:
     return theirs.get(name) != ours.get(name)
 
 
-def _install(source: Path, target: Path) -> None:
-    """Move one file into place, atomically; Triton's group files get the paths of their new directory."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    content, times = source.read_bytes(), source.stat()
-    if target.name.startswith("__grp__"):
-        children = json.loads(content)["child_paths"]
-        content = json.dumps({"child_paths": {child: str(target.parent / child) for child in children}}).encode()
-    handle, partial = tempfile.mkstemp(dir=target.parent)
-    with os.fdopen(handle, "wb") as file:
-        file.write(content)
-    os.chmod(partial, times.st_mode & 0o777)
-    os.utime(partial, (times.st_atime, times.st_mtime))  # ninja compares them
-    os.replace(partial, target)
+def _rewrite_group(source: Path, folder: Path) -> None:
+    """Give Triton's list of a kernel's files the paths that they will have."""
+    children = json.loads(source.read_text())["child_paths"]
+    if not isinstance(children, dict) or any(Path(child).name != child for child in children):
+        raise ValueError(f"{source.name} does not list files of its own directory")
+    times = source.stat()
+    source.write_text(json.dumps({"child_paths": {child: str(folder / child) for child in children}}))
+    os.utime(source, (times.st_atime, times.st_mtime))
+
+
+def _install(moves: list[tuple[Path, Path]]) -> None:
+    """Copy files beside their places, and when all are there move each into place, atomically."""
+    partials: list[tuple[str, Path]] = []
+    try:
+        for source, target in moves:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            handle, partial = tempfile.mkstemp(dir=target.parent)
+            os.close(handle)
+            partials.append((partial, target))
+            shutil.copy2(source, partial)  # with its times, which ninja compares
+        for partial, target in partials:
+            os.replace(partial, target)
+    finally:
+        for partial, _ in partials:
+            Path(partial).unlink(missing_ok=True)

@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 from fastlayers import device as device_module
-from fastlayers import env
+from fastlayers import env, kernel_cache
 from fastlayers.device import Device
 from fastlayers.errors import ArgumentError, EnvironmentVariableError, NoBackendError, UnknownNameError
 
@@ -190,6 +190,8 @@ class Rung:
 
     def build(self, cfg: Any) -> Any:
         """Import the backend and construct it with the configuration (and the tuner's, if there is one)."""
+        if self.backend.needs:
+            kernel_cache.ensure()  # before the first kernel, wherever the choice comes from
         target = self.backend.load()
         return target(cfg, dict(self.config)) if self.config else target(cfg)
 

@@ -82,7 +82,7 @@ def warmup(module: Any, tokens: Sequence[int], *, progress: bool = True) -> Warm
     check_positive("warmup", **{f"tokens[{i}]": count for i, count in enumerate(counts)})
     if not (isinstance(module, nn.Module) or hasattr(module, "warm_up_calls")):
         raise ArgumentError("warmup", "module", repr(module), "a module, or a generator of fastlayers_models")
-    kernel_cache.prepare()
+    kernel_cache.ensure()
     compiles.stop_watching()
     calls = list(calls_of(module, counts))
     if not calls:

@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import fastlayers as fl
 from fastlayers import device, env, kernel_cache
 from fastlayers.errors import ArgumentError
 from fastlayers.kernel_cache import STORES, cached_kernels, export_cache, import_cache, prepare, versions, versions_key
+from fastlayers.registry import Backend, Rung
 
 VARIABLES = [store.variable for store in STORES.values()]
 
@@ -85,6 +87,50 @@ def test_a_place_that_cannot_be_written(
     assert prepare() in (root, None) and STORES["triton"].directory() == root / "triton"  # once a process
 
 
+@pytest.mark.parametrize("writable", [True, False])
+def test_every_user_sees_the_same_directory(
+    writable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    archive = export_cache(tmp_path / "empty.tar.gz")
+    (tmp_path / "file").write_text("")
+    base = tmp_path / "kernels" if writable else tmp_path / "file" / "below"
+    users = {
+        "export": lambda: export_cache(tmp_path / "again.tar.gz"),
+        "import": lambda: import_cache(archive),
+        "backend": lambda: Rung(None, Backend("x", lambda cfg: cfg, needs=("triton",))).build(None),
+        "warm-up": lambda: fl.warmup(fl.RMSNorm(8), tokens=[1], progress=False).watch.close(),
+    }
+    for name, use in users.items():
+        for variable in VARIABLES:
+            monkeypatch.delenv(variable, raising=False)
+        monkeypatch.setenv(env.CACHE_DIR, str(base / name))
+        caplog.clear()
+        use()
+        use()
+        place = STORES["triton"].directory()
+        if writable:
+            assert place == base / name / versions_key() / "triton" and place.is_dir() and not caplog.records
+        else:
+            assert place.parent.name.startswith(kernel_cache.TEMPORARY) and place.is_dir()
+            assert [str(base / name) in r.message for r in caplog.records] == [True]  # said once
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    Rung(None, Backend("x", lambda cfg: cfg)).build(None)
+    assert "TRITON_CACHE_DIR" not in os.environ  # it compiles nothing
+
+
+def test_kernels_travel_without_a_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(monkeypatch, tmp_path / "a")
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable)
+    archive = export_cache(tmp_path / "kernels.tar.gz")  # as a new process would
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv(env.CACHE_DIR, str(tmp_path / "b"))
+    import_cache(archive)
+    assert (tmp_path / "b" / versions_key() / "triton" / "ABC" / "k.cubin").read_bytes() == b"cubin"
+    assert not (tmp_path / "home" / ".triton").exists()
+
+
 def test_only_imported_packages_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(monkeypatch, tmp_path / "a")
     for name in ("deep_gemm", "flashinfer"):
@@ -148,6 +194,71 @@ def test_not_an_archive(tmp_path: Path) -> None:
     (tmp_path / "half.tar.gz").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ArgumentError, match="an archive of export_cache"):
         import_cache(tmp_path / "half.tar.gz")
+
+
+GROUP = {"triton/A/__grp__k.json": {"child_paths": {"k.cubin": "there"}}}
+
+
+@pytest.mark.parametrize(
+    ("manifest", "files"),
+    [
+        ({"versions": {}}, {}),
+        ({"schema": 2, "versions": {}}, {}),
+        ([1], {}),
+        ({"schema": 1, "versions": ["torch"]}, {}),
+        ({"schema": 1, "versions": {"torch": 2}}, {}),
+        ({"schema": 1, "versions": {}}, GROUP | {"triton/B/__grp__k.json": {}}),
+        ({"schema": 1, "versions": {}}, GROUP | {"triton/B/__grp__k.json": {"child_paths": ["k"]}}),
+        ({"schema": 1, "versions": {}}, GROUP | {"triton/B/__grp__k.json": {"child_paths": {"../k": ""}}}),
+    ],
+)
+def test_an_archive_is_installed_whole_or_not_at_all(
+    manifest: object, files: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_cache, "versions", dict)
+    with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as archive:
+        for name, content in {kernel_cache.MANIFEST: manifest, **files}.items():
+            (tmp_path / "member").write_text(json.dumps(content))
+            archive.add(tmp_path / "member", name)
+    monkeypatch.setenv(env.CACHE_DIR, str(tmp_path / "kernels"))
+    with pytest.raises(ArgumentError, match="an archive of export_cache"):
+        import_cache(tmp_path / "a.tar.gz")
+    assert [path for path in (tmp_path / "kernels").rglob("*") if path.is_file()] == []
+
+
+def test_an_import_that_breaks_off_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(monkeypatch, tmp_path / "a")
+    archive = export_cache(tmp_path / "kernels.tar.gz")
+    monkeypatch.setenv(env.CACHE_DIR, str(tmp_path / "b"))
+    copies = []
+
+    def full(source: Path, target: str) -> None:
+        copies.append(target)
+        if len(copies) == 3:
+            raise OSError("no space left")
+
+    monkeypatch.setattr(kernel_cache.shutil, "copy2", full)
+    with pytest.raises(OSError, match="no space left"):
+        import_cache(archive)
+    assert [path for path in (tmp_path / "b").rglob("*") if path.is_file()] == []
+
+
+def test_an_export_is_whole_or_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(monkeypatch, tmp_path / "a")
+    target = export_cache(tmp_path / "kernels.tar.gz")
+    before = target.read_bytes()
+
+    def fail(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(kernel_cache, "_without_locks", fail)
+    with pytest.raises(OSError, match="no space left"):
+        export_cache(target)
+    assert target.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "home", "kernels.tar.gz"]
+    for place in (tmp_path / "nowhere" / "kernels.tar.gz", tmp_path):
+        with pytest.raises(ArgumentError, match="a directory that exists"):
+            export_cache(place)
 
 
 def test_versions_name_what_compiles() -> None:
