@@ -153,7 +153,11 @@ class DecodeDriver:
 
     def _why_not_prepare(self, config: Any, model_kwargs: dict[str, Any], mode: Any) -> str:
         """Return why this call of generate runs without a graph, or ""."""
-        if model_kwargs.get("past_key_values") is not None:
+        handed = model_kwargs.get("past_key_values")
+        if handed is not None:
+            if isinstance(handed, PagedCache):
+                # From an earlier call: it is the caller's now, and no step may write into it behind their back.
+                handed.unfit = "a cache was passed by the caller"
             return "a cache was passed by the caller"
         if config.use_cache is False:
             return "use_cache=False"
@@ -219,8 +223,6 @@ class DecodeDriver:
         other = [name for name in given if name not in _KNOWN]
         if other:
             return f"the step takes {', '.join(sorted(other))}"
-        if getattr(cache, "_is_user_defined", False):
-            return "a cache was passed by the caller"
         if torch.is_grad_enabled() or torch.is_autocast_enabled(ids.device.type):
             return "gradients or autocast are on"
         store = cache.lease.store
