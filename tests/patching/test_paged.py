@@ -75,7 +75,8 @@ def test_crop_and_reset_stay_in_the_pages() -> None:
     cache, stock = paged(), DynamicCache()
     fill(cache), fill(stock)
     for amount in (-4, 30):
-        cache.crop(amount), stock.crop(amount)
+        # transformers 5.23 takes negative numbers only.
+        cache.crop(amount), stock.crop(amount if amount < 0 else amount - stock.get_seq_length())
         assert cache.get_seq_length() == stock.get_seq_length()
         assert torch.equal(cache.layers[0].keys, stock.layers[0].keys)
     assert cache.attached
