@@ -11,19 +11,21 @@ A table is one JSON file, ``<dir>/<layer>/<shape key>,device_name=<device>.json`
 
 A rung's ``config`` is given to its backend as it is; without one the backend's own rule holds. ``cfg.tuning_key()``
 gives the shape key; a configuration without that method is never tuned. A shape without a table takes the ladder of
-the nearest shape: the same names and words in the key, the smallest distance of the logarithms of its numbers.
+the nearest shape of which something can run: the same names and words in the key, the smallest distance of the
+logarithms of its numbers.
 ``fastlayers tune`` writes tables.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import math
 import os
 import shlex
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
@@ -85,47 +87,78 @@ def path_of(folder: Path, layer: str, key: str, device: Device) -> Path:
 def ladder(layer: str, cfg: Any, device: Device, able: Mapping[str, Backend]) -> Tuned | None:
     """Return the tuned ladder for this shape and device, cut to the backends that are able to run.
 
-    Rungs share the weight layout of the last one that can run (it serves the largest batches). ``None`` if no table
-    exists, not even of another shape, or nothing of it can run.
+    Rungs share the weight layout of the last one that can run (it serves the largest batches). The evidence names
+    what was dropped. ``None`` if no table exists, not even of another shape, or nothing of any can run.
+
+    Raises
+    ------
+    TunedTableError
+        The table is not one, or has a configuration for a backend that takes none; the file is named.
     """
     from fastlayers.registry import Rung
 
     found = lookup(layer, cfg, device, able)
     if found is None:
         return None
-    rows = [row for row in found.table["ladder"] if row["backend"] in able]
+    whole = found.table["ladder"]
+    rows = [row for row in whole if row["backend"] in able]
     layout = able[rows[-1]["backend"]].weight_layout
-    rows = [row for row in rows if able[row["backend"]].weight_layout == layout]
-    limits = [row["max_tokens"] for row in rows[:-1]] + [None]
+    dropped = {row["backend"]: "it cannot run here" for row in whole if row["backend"] not in able}
+    dropped |= {row["backend"]: "another weight layout" for row in rows if able[row["backend"]].weight_layout != layout}
+    rows = [row for row in rows if row["backend"] not in dropped]
+    if rows[-1]["max_tokens"] is not None:  # it serves more than it did: its time there is another
+        rows[-1] = rows[-1] | {"max_tokens": None, "microseconds": _time_of(found.table, rows[-1])}
+    for row in rows:
+        if row.get("config") and not _takes_config(able[row["backend"]]):
+            raise TunedTableError(f"tuned table {found.path}: backend {row['backend']!r} takes no config")
     rungs = tuple(
-        Rung(m, able[r["backend"]], r.get("microseconds"), tuple(sorted(r.get("config", {}).items())))
-        for m, r in zip(limits, rows, strict=True)
+        Rung(r["max_tokens"], able[r["backend"]], r.get("microseconds"), tuple(sorted(r.get("config", {}).items())))
+        for r in rows
     )
     if not found.exact:
-        _announce(layer, cfg, device, found)
-    return Tuned(rungs, found.evidence)
+        _announce(layer, cfg, device, found, able)
+    cut = "".join(f"; without its rungs of {name}: {why}" for name, why in dropped.items())
+    return Tuned(rungs, found.evidence + cut)
+
+
+def _time_of(table: Mapping[str, Any], row: Mapping[str, Any]) -> float | None:
+    """Return what a rung's backend and configuration took at the largest token count, if that was measured."""
+    times = table.get("measured", [])
+    last = max((each["tokens"] for each in times), default=0)
+    same = [
+        each["us"] for each in times
+        if each["tokens"] == last and each["backend"] == row["backend"]
+        and each.get("config", {}) == row.get("config", {})
+    ]  # fmt: skip
+    return same[0] if same else None
+
+
+def _takes_config(backend: Backend) -> bool:
+    try:
+        inspect.signature(backend.load()).bind(None, {})
+    except TypeError:
+        return False
+    return True
 
 
 def lookup(layer: str, cfg: Any, device: Device, able: Mapping[str, Backend]) -> Found | None:
-    """Return the table that serves a shape, if any of its rungs is ``able`` to run.
+    """Return the table that serves a shape: the nearest of which a rung is ``able`` to run, its own first.
 
     Raises
     ------
     TunedTableError
-        The table is not one; the file is named.
+        A table is not one; the file is named.
     """
     key = key_of(cfg)
     if key is None:
         return None
-    path = find(layer, key, device)
-    exact = path is not None
-    if path is None:
-        path = nearest(layer, key, device)
-    if path is None:
-        return None
-    table = read(path, layer, device)
-    used = {row["backend"] for row in table["ladder"]} & set(able)
-    return Found(path, table, exact, changes(table, [able[name] for name in sorted(used)])) if used else None
+    own = find(layer, key, device)
+    for path in ([own] if own is not None else []) + neighbours(layer, key, device):
+        table = read(path, layer, device)
+        used = {row["backend"] for row in table["ladder"]} & set(able)
+        if used:
+            return Found(path, table, path == own, changes(table, [able[name] for name in sorted(used)]))
+    return None
 
 
 def directories() -> list[Path]:
@@ -142,17 +175,10 @@ def find(layer: str, key: str, device: Device) -> Path | None:
     return None
 
 
-def nearest(layer: str, key: str, device: Device, without: str = "") -> Path | None:
-    """Return the path of the nearest other shape's table, or ``None`` if no key differs in numbers only.
-
-    ``without`` is a key that does not count.
-    """
-    best: tuple[float, str, Path] | None = None
-    for other, path in _tables(layer, device):
-        far = distance(key, other)
-        if other != without and far is not None and (best is None or (far, other) < best[:2]):
-            best = (far, other, path)
-    return best[2] if best is not None else None
+def neighbours(layer: str, key: str, device: Device) -> list[Path]:
+    """Return the tables of other shapes whose keys differ from ``key`` in numbers only, the nearest first."""
+    found = [(distance(key, other), other, path) for other, path in _tables(layer, device) if other != key]
+    return [path for _, _, path in sorted((far, other, path) for far, other, path in found if far is not None)]
 
 
 def tables(layer: str, device: Device) -> list[Path]:
@@ -200,13 +226,20 @@ def read(path: Path, layer: str, device: Device) -> dict[str, Any]:
     Raises
     ------
     TunedTableError
-        Not JSON, another schema, layer or device, or rows out of order; the file is named.
+        Not JSON, another schema, layer, device or key, an unknown backend, or rows out of order; the file is named.
     """
+    from fastlayers.registry import LAYERS, registry
+
     try:
         changed = path.stat().st_mtime_ns
     except OSError as error:
         raise TunedTableError(f"tuned table {path} cannot be read: {error.strerror}") from error
-    return _read(path, layer, device.name, changed)
+    table = _read(path, layer, device.name, changed)
+    if layer in LAYERS:
+        known = {backend.name for backend in registry(layer).ranked}
+        if unknown := [row["backend"] for row in table["ladder"] if row["backend"] not in known]:
+            raise TunedTableError(f"tuned table {path}: backend {unknown[0]!r} is unknown; known: {', '.join(known)}")
+    return table
 
 
 @lru_cache(maxsize=512)
@@ -214,31 +247,49 @@ def _read(path: Path, layer: str, device_name: str, changed: int) -> dict[str, A
     """Read a table once as long as the file stays as it is: a model has hundreds of layers and few shapes."""
     try:
         table: dict[str, Any] = json.loads(path.read_text())
-        rows = table["ladder"]
-        limits, names = [row["max_tokens"] for row in rows], [row["backend"] for row in rows]
-        configs = [row.get("config", {}) for row in rows]
         facts = (table["schema"], table["layer"], table["device"])
-        times = [(row["tokens"], row["backend"], row["us"]) for row in table.get("measured", [])]
-        metadata = table.get("metadata", {})
-        dict(metadata.get("versions", {}), **metadata.get("kernels", {}))
+        problem = _problem(table, path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise TunedTableError(f"tuned table {path} is corrupt: {type(error).__name__}: {error}") from error
     if facts != (SCHEMA, layer, device_name):
         raise TunedTableError(f"tuned table {path} is for {facts}; expected {(SCHEMA, layer, device_name)}")
-    if (
-        not rows
-        or limits[-1] is not None
-        or any(not isinstance(m, int) for m in limits[:-1])
-        or limits[:-1] != sorted(set(limits[:-1]))
-    ):
-        raise TunedTableError(f"tuned table {path}: thresholds {limits} do not increase and end in null")
-    if not all(isinstance(name, str) for name in names):
-        raise TunedTableError(f"tuned table {path}: backends {names} are not all names")
-    if not all(isinstance(config, dict) and all(type(v) is int for v in config.values()) for config in configs):
-        raise TunedTableError(f"tuned table {path}: configs {configs} are not all mappings to integers")
-    if not all(isinstance(us, int | float) and us > 0 for _, _, us in times):
-        raise TunedTableError(f"tuned table {path}: measured times are not all positive numbers")
+    if problem is not None:
+        raise TunedTableError(f"tuned table {path}: {problem}")
     return table
+
+
+def _problem(table: Mapping[str, Any], path: Path) -> str | None:
+    """Return what is wrong with a table's values, ``None`` if nothing is."""
+    rows, times = table["ladder"], table.get("measured", [])
+    limits, names = [row["max_tokens"] for row in rows], [row["backend"] for row in rows]
+    configs = [row.get("config", {}) for row in [*rows, *times]]
+    about, said = table.get("metadata", {}), (table.get("candidates", {}), table.get("failed", {}))
+    named = path.name.rpartition(",device_name=")[0]
+    whole = [type(m) is int and m > 0 for m in limits[:-1]]
+    if table.get("key", named) != named:
+        return f"its key is {table['key']!r}"
+    if not rows or limits[-1] is not None or not all(whole) or limits[:-1] != sorted(set(limits[:-1])):
+        return f"thresholds {limits} are not positive, increasing and null at the end"
+    if not all(isinstance(name, str) for name in names):
+        return f"backends {names} are not all names"
+    if not all(isinstance(config, dict) and all(type(v) is int for v in config.values()) for config in configs):
+        return f"configs {[config for config in configs if config]} are not all mappings to integers"
+    if not all(row.get("microseconds") is None or _is_time(row["microseconds"]) for row in rows):
+        return f"microseconds {[row.get('microseconds') for row in rows]} are not all positive numbers"
+    if not all(
+        type(row["tokens"]) is int and isinstance(row["backend"], str) and _is_time(row["us"])
+        and type(row.get("spread_us", 0.0)) in (int, float)
+        for row in times
+    ):  # fmt: skip
+        return "measured token counts and times are not all positive numbers"
+    versions, kernels = about.get("versions", {}), about.get("kernels", {})
+    if not (all(isinstance(each, dict) for each in (versions, kernels, *said, *versions.values()))):
+        return "metadata.versions, metadata.kernels, candidates or failed are not mappings"
+    return None
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
 
 
 def write(path: Path, table: Mapping[str, Any]) -> None:
@@ -289,12 +340,12 @@ def changes(table: Mapping[str, Any], backends: Sequence[Backend]) -> tuple[str,
 _announced: set[str] = set()
 
 
-def _announce(layer: str, cfg: Any, device: Device, found: Found) -> None:
+def _announce(layer: str, cfg: Any, device: Device, found: Found, able: Collection[str]) -> None:
     """Say once per layer that a ladder is borrowed, what that may cost, and how to have an own one."""
     if layer in _announced:
         return
     _announced.add(layer)
-    loss = borrowed_loss(layer, device)
+    loss = borrowed_loss(layer, device, able)
     cost = f"up to {100 * loss:.0f} % where it was measured" if loss is not None else "an unknown amount"
     command = f"fastlayers tune --layer {layer} --shape {shlex.quote(shape_text(cfg))}"
     log.warning(
@@ -309,38 +360,45 @@ def shape_text(cfg: Any) -> str:
     return ",".join(f"{f.name}={str(getattr(cfg, f.name)).removeprefix('torch.').replace(' ', '')}" for f in shown)
 
 
-def borrowed_loss(layer: str, device: Device) -> float | None:
+def borrowed_loss(layer: str, device: Device, able: Collection[str] | None = None) -> float | None:
     """Return what the installed tables' shapes would lose with their nearest neighbours' ladders.
 
     The largest median over the token counts of a shape, from the times in the tables; 0.1 is 10 %. ``None`` if there
-    are not two comparable tables with times.
+    are not two comparable tables with times. ``able``: only these backends count.
     """
-    losses = [statistics.median(ratios) - 1 for ratios in borrowed_ratios(layer, device).values()]
+    losses = [statistics.median(ratios) - 1 for ratios in borrowed_ratios(layer, device, able).values()]
     return max(losses) if losses else None
 
 
-def borrowed_ratios(layer: str, device: Device) -> dict[str, list[float]]:
+def borrowed_ratios(layer: str, device: Device, able: Collection[str] | None = None) -> dict[str, list[float]]:
     """Return for each shape with a table what its nearest neighbour's ladder takes at each token count, over the best.
 
     Times are those in the shape's own table. A configuration without one was slower than ``KEPT_WITHIN`` times the
-    best, or never timed: it counts as that, or as its backend's own rule if that is slower.
+    best, or never timed: it counts as that, or as its backend's own rule if that is slower. ``able``: as if these
+    were the only backends.
     """
     found = {}
     for key, path in _tables(layer, device):
-        lent = nearest(layer, key, device, without=key)
-        if lent is not None and (ratios := _ratios(read(path, layer, device), read(lent, layer, device))):
+        lent = (_rungs(read(near, layer, device), able) for near in neighbours(layer, key, device))
+        rungs = next(filter(None, lent), [])
+        own = [row for row in read(path, layer, device).get("measured", []) if able is None or row["backend"] in able]
+        if rungs and (ratios := _ratios(own, rungs)):
             found[key] = ratios
     return found
 
 
-def _ratios(own: Mapping[str, Any], lent: Mapping[str, Any]) -> list[float]:
+def _rungs(table: Mapping[str, Any], able: Collection[str] | None) -> list[Mapping[str, Any]]:
+    return [row for row in table["ladder"] if able is None or row["backend"] in able]
+
+
+def _ratios(own: Sequence[Mapping[str, Any]], rungs: Sequence[Mapping[str, Any]]) -> list[float]:
     times: dict[int, dict[tuple[str, str], float]] = {}
-    for row in own.get("measured", []):
+    for row in own:
         option = (row["backend"], json.dumps(row.get("config", {}), sort_keys=True))
         times.setdefault(row["tokens"], {})[option] = row["us"]
     ratios = []
     for tokens, here in times.items():
-        rung = next(r for r in lent["ladder"] if r["max_tokens"] is None or tokens <= r["max_tokens"])
+        rung = next((r for r in rungs if r["max_tokens"] is None or tokens <= r["max_tokens"]), rungs[-1])
         configured = (rung["backend"], json.dumps(rung.get("config", {}), sort_keys=True))
         plain, best = here.get((rung["backend"], "{}")), min(here.values())
         if configured in here:

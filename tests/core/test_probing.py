@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -91,6 +91,21 @@ def test_a_rung_that_is_slower_than_its_table(write: Callable[[str], None], monk
     write("1.0")
     (probe,) = probing.probe_tables(fl.FP8BlockLinear(256, 128), lambda: KnownClock(12.0))
     assert probe.verdict == "at 16 tokens its torch takes 12.0 µs instead of 9.0 µs"
+
+
+def test_a_ladder_cut_to_what_runs_here_is_not_judged_by_another_token_count(
+    write: Callable[[str], None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("1.0")
+    absent = [replace(row, needs=("no_such_package",)) if row.name == "other" else row for row in FP8_LINEAR.ranked]
+    monkeypatch.setattr(FP8_LINEAR, "ranked", absent)
+    layer = fl.FP8BlockLinear(256, 128)
+    assert "without its rungs of other" in str(fl.explain(layer)) and "not other: no_such_package" in str(
+        fl.explain(layer)
+    )
+    # 9 µs is what torch took at 16 tokens; what it takes at more is nowhere.
+    (probe,) = probing.probe_tables(layer, lambda: KnownClock(99.0))
+    assert probe.verdict is None and probe.table_us is None and caplog.records == []
 
 
 def test_only_tables_of_other_versions_are_probed_and_only_on_cuda(write: Callable[[str], None]) -> None:

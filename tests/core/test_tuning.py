@@ -51,7 +51,26 @@ def test_table_builds_a_ladder_over_one_layout(tmp_path: Path, monkeypatch: pyte
     choice = table().choose(Config(8), H200)
     assert choice.name == "b:16|a" and "N=8,device_name=H200.json" in choice.evidence
     assert [rung.microseconds for rung in choice.rungs] == [3.5, 9.0]
-    assert choice.evidence == "tuned table N=8,device_name=H200.json"
+    cut = "without its rungs of c: another weight layout"
+    assert choice.evidence == f"tuned table N=8,device_name=H200.json; {cut}"
+
+
+def test_what_cannot_run_is_dropped_and_the_last_rung_has_its_own_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(env.TUNED_DIR, str(tmp_path))
+    rows = [
+        {"max_tokens": 16, "backend": "b", "microseconds": 3.5},
+        {"max_tokens": None, "backend": "a", "microseconds": 9.0},
+    ]
+    here = Registry("toy", [Backend("a", Impl, ("no_such_package",)), Backend("b", Impl)])
+    write(tmp_path, ladder=rows)
+    choice = here.choose(Config(8), H200)
+    assert choice.name == "b" and choice.rungs[0].microseconds is None
+    assert choice.evidence.endswith("; without its rungs of a: it cannot run here")
+    assert "no_such_package is not installed" in choice.refused["a"]
+    write(tmp_path, ladder=rows, measured=[{"tokens": n, "backend": "b", "us": 3.5 * n} for n in (1, 512)])
+    assert here.choose(Config(8), H200).rungs[0].microseconds == 3.5 * 512
 
 
 @pytest.mark.parametrize(
@@ -61,6 +80,13 @@ def test_table_builds_a_ladder_over_one_layout(tmp_path: Path, monkeypatch: pyte
         {"layer": "other"},
         {"device": "A100"},
         {"ladder": []},
+        {"key": "N=9"},
+        {"ladder": [{"max_tokens": -3, "backend": "b"}, {"max_tokens": None, "backend": "a"}]},
+        {"ladder": [{"max_tokens": True, "backend": "b"}, {"max_tokens": None, "backend": "a"}]},
+        {"ladder": [{"max_tokens": None, "backend": "a", "microseconds": -1.0}]},
+        {"ladder": [{"max_tokens": None, "backend": "a", "microseconds": "9"}]},
+        {"ladder": [{"max_tokens": None, "backend": "a", "microseconds": True}]},
+        {"ladder": [{"max_tokens": None, "backend": "a", "config": {"BLOCK": 16}}]},
         {"ladder": [{"max_tokens": 8, "backend": "a"}]},
         {"ladder": [{"max_tokens": 8}, {"max_tokens": None, "backend": "a"}]},
         {"ladder": [{"max_tokens": 8, "backend": ["a"]}, {"max_tokens": None, "backend": "a"}]},
@@ -166,6 +192,35 @@ def test_the_nearest_shapes_ladder_serves_and_one_line_says_so(folder: Path, cap
     assert shapes().choose(Shape(400), "A100").evidence == "rank"
 
 
+def test_a_neighbour_that_cannot_run_here_is_passed_over(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [
+        {"tokens": 1, "backend": "a", "us": 10.0, "config": {"BLOCK": 8}},
+        {"tokens": 1, "backend": "absent", "us": 1.0},
+    ]
+    store(folder, Shape(8), "a", measured=rows)
+    store(folder, Shape(16), "a", measured=rows)
+    store(folder, Shape(400), "absent")
+    here = Registry("toy", [Backend("absent", Configured, ("no_such_package",)), *shapes().ranked])
+    choice = here.choose(Shape(500), H200)
+    assert choice.name == "a" and choice.evidence == "nearest tuned table N=16,K=64,bf16,device_name=H200.json"
+    # The same for a shape whose own table cannot run.
+    assert here.choose(Shape(400), H200).evidence.startswith("nearest tuned table N=16,")
+    # What "absent" took is no measure of what this choice costs: "a" is within 30 % of the best that runs.
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "up to 30 %" in line
+
+
+def test_an_unknown_backend_is_refused_by_name(folder: Path) -> None:
+    from fastlayers.quant.fp8_linear.layer import FP8_LINEAR, FP8LinearConfig
+
+    cfg = FP8LinearConfig(256, 128)
+    path = tuning.path_of(folder, "fp8_linear", cfg.tuning_key(), H200)
+    rows = [{"max_tokens": 8, "backend": "tritn"}, {"max_tokens": None, "backend": "triton"}]
+    tuning.write(path, {"schema": 1, "layer": "fp8_linear", "device": "H200", "ladder": rows})
+    with pytest.raises(tuning.TunedTableError, match=r"N=128,K=256.*'tritn' is unknown; known: .*triton"):
+        FP8_LINEAR.choose(cfg, H200)
+
+
 def test_a_borrowed_configuration_that_was_not_timed_counts_as_slow(folder: Path) -> None:
     store(folder, Shape(8), "a")
     store(folder, Shape(16), "b")
@@ -195,6 +250,11 @@ def test_a_corrupt_neighbour_is_refused_by_name(folder: Path) -> None:
         {"measured": [{"tokens": 1, "backend": "a", "us": 0}]},
         {"metadata": []},
         {"metadata": {"versions": 3}},
+        {"metadata": {"versions": {"a": "1.0"}}},
+        {"metadata": {"versions": ["a"]}},
+        {"metadata": {"kernels": ["a"]}},
+        {"measured": [{"tokens": "1", "backend": "a", "us": 1.0}]},
+        {"candidates": 3},
     ],
 )
 def test_bad_measurements_are_refused_by_name(folder: Path, changes: dict[str, object]) -> None:
