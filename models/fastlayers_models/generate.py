@@ -229,17 +229,29 @@ class Generator:
     def warm_up_calls(self, tokens: Sequence[int]) -> Iterator[tuple[str, Callable[[], Any]]]:
         """Yield what :func:`fastlayers.warmup` runs: decode of so many requests, and a prefill of so many tokens.
 
-        Decode with CUDA graphs captures the bucket, for greedy and for filtered sampling.
+        Decode with CUDA graphs captures the bucket, for greedy and for filtered sampling. Where only one of the two
+        can run, its label says so.
+
+        Raises
+        ------
+        ArgumentError
+            A count that is too large for both.
         """
         for count in tokens:
-            if count <= self.max_batch:
+            decode, prefill = count <= self.max_batch, count < self.max_length
+            if not (decode or prefill):
+                accepted = f"at most {self.max_batch} requests (max_batch) or a prompt below {self.max_length} tokens"
+                raise ArgumentError("warmup", "tokens", count, f"{accepted} (max_length)")
+            no_decode = "" if decode else f" (no decode: max_batch is {self.max_batch})"
+            no_prefill = "" if prefill else f" (no prefill: max_length is {self.max_length})"
+            if decode:
                 bucket = bucket_of(self.step.buckets, count)
                 if bucket is not None:
-                    yield f"decode {bucket}", lambda n=bucket: self.capture([n], ("greedy", "filtered"))  # type: ignore[misc]
+                    yield f"decode {bucket}{no_prefill}", lambda n=bucket: self.capture([n], ("greedy", "filtered"))  # type: ignore[misc]
                 else:
-                    yield f"decode {count}", lambda n=count: self._warm_up([1] * n, 2)  # type: ignore[misc]
-            if count < self.max_length:
-                yield f"prefill {count}", lambda n=count: self._warm_up([n], 1)  # type: ignore[misc]
+                    yield f"decode {count}{no_prefill}", lambda n=count: self._warm_up([1] * n, 2)  # type: ignore[misc]
+            if prefill:
+                yield f"prefill {count}{no_decode}", lambda n=count: self._warm_up([n], 1)  # type: ignore[misc]
 
     def _warm_up(self, lengths: list[int], new: int) -> None:
         self.generate([[0] * length for length in lengths], max_new_tokens=new, eos_ids=())

@@ -2,15 +2,16 @@
 
 object                           what runs for each token count T
 with ``warm_up_calls(tokens)``   what it says: models and generators of fastlayers_models (decode, and prefill)
-Hugging Face model               a forward of T requests of one token, and ``generate`` after a prompt of T
+patched Hugging Face model       a forward of T requests of one token, and ``generate`` after a prompt of T
 layer                            its forward on T tokens
 other module                     every layer inside
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,11 @@ from fastlayers.compiles import CompileWatch
 from fastlayers.errors import ArgumentError, check_positive
 from fastlayers.layer import Layer
 
+log = logging.getLogger(__name__)
+
 Call = tuple[str, Callable[[], Any]]
+# Of a Hugging Face model: tokens generated after each prompt, and the most requests in one batch.
+NEW_TOKENS, WIDEST = 3, 1024
 
 
 @dataclass
@@ -36,10 +41,13 @@ class WarmupReport:
         What ran, its seconds, and how many kernels were compiled or loaded for it.
     watch : CompileWatch
         Warns of every compile from now on; ``watch.close()`` ends that.
+    left_out : list[str]
+        Layers inside the module that were not warmed up, and why: a warning named them.
     """
 
     steps: list[tuple[str, float, int]] = field(default_factory=list)
     watch: CompileWatch = field(default_factory=CompileWatch)
+    left_out: list[str] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
@@ -59,9 +67,11 @@ def warmup(module: Any, tokens: Sequence[int], *, progress: bool = True) -> Warm
     Parameters
     ----------
     module
-        A generator or model of ``fastlayers_models``, a Hugging Face model, a layer, or a module that holds layers.
+        A generator or model of ``fastlayers_models``, a patched Hugging Face model, a layer, or a module that holds
+        layers.
     tokens : sequence of int
-        Token counts; what other counts need is not compiled.
+        Token counts; what other counts need is not compiled. Where only decode or only a prompt of a count can run,
+        the step's label says so.
     progress : bool
         Show a progress bar.
 
@@ -74,17 +84,16 @@ def warmup(module: Any, tokens: Sequence[int], *, progress: bool = True) -> Warm
     Raises
     ------
     ArgumentError
-        No token counts, or a layer that does not say what it is called with.
+        No token counts, one that ``module`` cannot run, a model that is not patched, or a layer that does not say
+        what it is called with.
     """
-    counts = sorted(set(tokens), reverse=True)
-    if not counts:
-        raise ArgumentError("warmup", "tokens", list(tokens), "at least one token count")
-    check_positive("warmup", **{f"tokens[{i}]": count for i, count in enumerate(counts)})
+    counts = _checked(tokens)
     if not (isinstance(module, nn.Module) or hasattr(module, "warm_up_calls")):
         raise ArgumentError("warmup", "module", repr(module), "a module, or a generator of fastlayers_models")
     kernel_cache.ensure()
     compiles.stop_watching()
-    calls = list(calls_of(module, counts))
+    left_out: list[str] = []
+    calls = list(calls_of(module, counts, left_out))
     if not calls:
         raise ArgumentError("warmup", "module", type(module).__name__, "a module with layers of fastlayers inside")
     steps: list[tuple[str, float, int]] = []
@@ -96,7 +105,18 @@ def warmup(module: Any, tokens: Sequence[int], *, progress: bool = True) -> Warm
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             steps.append((label, time.perf_counter() - begin, len(seen()) - before))
-    return WarmupReport(steps)
+    return WarmupReport(steps, left_out=left_out)
+
+
+def _checked(tokens: Any) -> list[int]:
+    """Return the distinct counts, largest first."""
+    if isinstance(tokens, (str, bytes)) or not isinstance(tokens, Iterable):
+        raise ArgumentError("warmup", "tokens", repr(tokens), "a sequence of token counts, such as [1, 512]")
+    counts = list(tokens)
+    if not counts:
+        raise ArgumentError("warmup", "tokens", counts, "at least one token count")
+    check_positive("warmup", **{f"tokens[{i}]": count for i, count in enumerate(counts)})
+    return sorted(set(counts), reverse=True)
 
 
 @contextmanager
@@ -121,8 +141,12 @@ def _bar(total: int, shown: bool) -> Iterator[Callable[[str], None]]:
         bar.update(task, completed=total)
 
 
-def calls_of(module: Any, counts: Sequence[int]) -> Iterator[Call]:
-    """Yield what a warm-up of ``module`` runs: a label and a function each."""
+def calls_of(module: Any, counts: Sequence[int], left_out: list[str] | None = None) -> Iterator[Call]:
+    """Yield what a warm-up of ``module`` runs: a label and a function each.
+
+    Layers inside ``module`` that do not say what they are called with are named in a warning, and in ``left_out``;
+    if they are all that there is, that is the error of :func:`layer_calls`.
+    """
     if hasattr(module, "warm_up_calls"):
         yield from module.warm_up_calls(counts)
     elif hasattr(module, "generate") and hasattr(module, "config"):
@@ -130,9 +154,17 @@ def calls_of(module: Any, counts: Sequence[int]) -> Iterator[Call]:
     elif isinstance(module, Layer):
         yield from layer_calls(type(module).__name__, module, counts)
     else:
-        for name, inner in module.named_modules():
-            if isinstance(inner, Layer) and not _inside_a_layer(module, name):
-                yield from layer_calls(name, inner, counts)
+        inside = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, Layer)]
+        inside = [(name, layer) for name, layer in inside if not _inside_a_layer(module, name)]
+        some = any(_unknown(layer) is None for _, layer in inside)
+        for name, layer in inside:
+            if some and (unknown := _unknown(layer)):
+                sentence = f"{name} ({type(layer).__name__}) is not warmed up: it does not know {unknown}"
+                log.warning("%s", sentence)
+                if left_out is not None:
+                    left_out.append(sentence)
+            else:
+                yield from layer_calls(name, layer, counts)
 
 
 def _inside_a_layer(root: nn.Module, name: str) -> bool:
@@ -141,16 +173,36 @@ def _inside_a_layer(root: nn.Module, name: str) -> bool:
 
 
 def _hugging_face_calls(model: Any, counts: Sequence[int]) -> Iterator[Call]:
-    options = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
+    from fastlayers.patching.plan import is_patched
+
+    if not any(isinstance(module, Layer) or is_patched(module) for module in model.modules()):
+        given = f"a {type(model).__name__} that is not patched"
+        raise ArgumentError("warmup", "module", given, "a patched one: call fastlayers.patch(model) first")
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    limit = getattr(config, "max_position_embeddings", None)
     for count in counts:
-        wide = torch.zeros(count, 1, dtype=torch.int64, device=model.device)
-        yield f"{count} requests", lambda ids=wide: model(input_ids=ids, use_cache=True)  # type: ignore[misc]
+        if limit is not None and count + NEW_TOKENS > limit:
+            accepted = f"1 to {limit - NEW_TOKENS}: the model has {limit} positions (max_position_embeddings)"
+            raise ArgumentError("warmup", "tokens", count, accepted)
+        alone = count > WIDEST
+        if not alone:
+            wide = torch.zeros(count, 1, dtype=torch.int64, device=model.device)
+            yield f"{count} requests", lambda ids=wide: model(input_ids=ids, use_cache=True)  # type: ignore[misc]
         prompt = torch.zeros(1, count, dtype=torch.int64, device=model.device)
-        mask = torch.ones_like(prompt)
         yield (
-            f"prompt of {count}",
-            lambda ids=prompt, mask=mask: model.generate(ids, attention_mask=mask, **options),  # type: ignore[misc]
-        )
+            f"prompt of {count}" + (f" (no batch: at most {WIDEST} requests)" if alone else ""),
+            lambda ids=prompt: model.generate(  # type: ignore[misc]
+                ids, attention_mask=torch.ones_like(ids),
+                max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False,
+            ),
+        )  # fmt: skip
+
+
+def _unknown(layer: Any) -> str | None:
+    """Return what keeps us from calling ``layer`` by itself, or ``None``."""
+    if hasattr(layer, "example_inputs") or layer.choice.layer in EXAMPLES:
+        return None
+    return UNKNOWN.get(layer.choice.layer, "what it is called with")
 
 
 def layer_calls(label: str, layer: Any, counts: Sequence[int]) -> Iterator[Call]:
@@ -159,15 +211,15 @@ def layer_calls(label: str, layer: Any, counts: Sequence[int]) -> Iterator[Call]
     Raises
     ------
     ArgumentError
-        It has no row in :data:`EXAMPLES` and no method ``example_inputs(num_tokens)``.
+        It has no row in :data:`EXAMPLES` and no method ``example_inputs(num_tokens)``; or it cannot take a count.
     """
+    if unknown := _unknown(layer):
+        given = f"{label} ({type(layer).__name__}), which does not know {unknown}"
+        accepted = "the module that calls it, or a layer with a method example_inputs(num_tokens)"
+        raise ArgumentError("warmup", "module", given, accepted)
     own = getattr(layer, "example_inputs", None)
-    make = EXAMPLES.get(layer.choice.layer)
-    if own is None and make is None:
-        given = f"{label} ({type(layer).__name__})"
-        raise ArgumentError("warmup", "module", given, "a layer with a method example_inputs(num_tokens)")
     for count in counts:
-        for inputs in own(count) if own is not None else make(layer, count):  # type: ignore[misc]
+        for inputs in own(count) if own is not None else EXAMPLES[layer.choice.layer](layer, count):
             yield f"{label} {count}", lambda inputs=inputs: layer(*inputs)  # type: ignore[misc]
 
 
@@ -212,6 +264,19 @@ def _silu(layer: Any, count: int) -> list[tuple[Any, ...]]:
     return [(_rows(layer, count, 2 * layer.cfg.size),)]
 
 
+def _bmm(layer: Any, count: int) -> list[tuple[Any, ...]]:
+    """Operands next to each other, and the views of MLA: tokens outside heads, a transposed weight."""
+    cfg, device = layer.cfg, _where(layer)
+    heads, rows, features = cfg.heads, cfg.out_features, cfg.in_features
+    x = torch.zeros(count, heads, features, dtype=cfg.dtype, device=device)
+    weight = torch.zeros(heads, rows, features, device=device).to(cfg.weight_dtype)
+    grid = {"none": None, "fp8_tensor": (heads,), "fp8_block": (heads, -(-rows // 128), -(-features // 128))}
+    shape = grid[cfg.format]
+    scale = None if shape is None else torch.ones(shape, device=device)
+    turned = weight.transpose(1, 2).contiguous().transpose(1, 2)
+    return [(x.transpose(0, 1).contiguous(), weight, scale), (x.transpose(0, 1), turned, scale)]
+
+
 def _sampler(layer: Any, count: int) -> list[tuple[Any, ...]]:
     from fastlayers.sampler.layer import MODES, SamplingState
 
@@ -225,6 +290,9 @@ def _attention(layer: Any, count: int) -> list[tuple[Any, ...]]:
     from fastlayers.attention.kv_cache.spec import kv_cache_spec
     from fastlayers.attention.meta import AttentionBatch, AttentionState
 
+    positions = getattr(layer.rotary, "max_position", count)
+    if count > positions:
+        raise ArgumentError("warmup", "tokens", count, f"at most {positions} (max_position of the rotary embedding)")
     size, device = layer.cfg.page_size, _where(layer)
     pages = -(-count // size)
     cache = kv_cache_spec(layer, page_size=size, dtype=layer.cfg.kv_dtype).allocate(pages + 1, device)[0]
@@ -238,5 +306,11 @@ def _attention(layer: Any, count: int) -> list[tuple[Any, ...]]:
 EXAMPLES: dict[str, Callable[[Any, int], list[tuple[Any, ...]]]] = {
     "linear": _linear, "fp8_linear": _linear, "int8_linear": _linear, "fp8_scaled_linear": _linear,
     "rms_norm": _norm, "embedding": _embedding, "router": _router, "fused_moe": _experts, "silu_mul": _silu,
-    "silu_mul_quant": _silu, "sampler": _sampler, "gqa": _attention, "mla": _attention,
+    "silu_mul_quant": _silu, "sampler": _sampler, "bmm": _bmm, "gqa": _attention, "mla": _attention,
+}  # fmt: skip
+# What a layer is called with and its configuration does not say: kernels depend on it.
+UNKNOWN = {
+    "rotary": "the number of heads", "merge_state": "the number of heads", "group_quant": "the width of its input",
+    "mxfp8_quant": "the width of its input", "kv_write": "the cache", "mla_kv_write": "the cache",
+    "rotary_kv_write": "the cache",
 }  # fmt: skip

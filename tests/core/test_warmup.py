@@ -14,7 +14,7 @@ from torch import nn
 import fastlayers as fl
 from fastlayers import compiles
 from fastlayers.errors import ArgumentError, CaptureError
-from fastlayers.warmup import EXAMPLES, calls_of
+from fastlayers.warmup import EXAMPLES, UNKNOWN, calls_of
 
 
 class Triton:
@@ -113,6 +113,7 @@ LAYERS = {
     "router": lambda: fl.TopKRouter(32, 4, 2),
     "fused_moe": lambda: fl.FusedMoE(32, 16, 4, 2),
     "silu_mul": lambda: fl.SiluAndMul(16),
+    "bmm": lambda: fl.Bmm(2, 8, 8),
     "sampler": lambda: fl.Sampler(11),
     "gqa": lambda: fl.Attention(32, 4, 2, 16, rotary=rotary(), page_size=4),
     "mla": lambda: fl.MLAAttention(
@@ -158,8 +159,34 @@ def test_bad_calls() -> None:
         fl.warmup(3, tokens=[1])
     with pytest.raises(ArgumentError, match="a module with layers of fastlayers inside"):
         fl.warmup(nn.Linear(2, 2), tokens=[1])
-    with pytest.raises(ArgumentError, match=r"example_inputs\(num_tokens\)"):
-        fl.warmup(fl.Bmm(2, 8, 8), tokens=[1])
+    for layer in (rotary(), fl.MXFP8Quant()):
+        for module in (layer, nn.Sequential(layer)):
+            with pytest.raises(ArgumentError, match=r"which does not know the .*example_inputs\(num_tokens\)"):
+                fl.warmup(module, tokens=[1])
+    with pytest.raises(ArgumentError, match=r"tokens is 65; .*at most 64 \(max_position"):
+        fl.warmup(LAYERS["gqa"](), tokens=[65])
+    tokens: Any
+    for tokens in (8, None, "8", [1.5], ["8"], [True]):
+        with pytest.raises(ArgumentError, match="tokens"):
+            fl.warmup(fl.RMSNorm(8), tokens=tokens)
+
+
+def test_layers_inside_that_cannot_be_called_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    report = fl.warmup(nn.Sequential(rotary(), fl.RMSNorm(8)), tokens=[2], progress=False)
+    assert [label for label, _, _ in report.steps] == ["1 2", "1 2"]
+    assert report.left_out == ["0 (RotaryEmbedding) is not warmed up: it does not know the number of heads"]
+    assert [record.message for record in caplog.records] == report.left_out
+
+
+@pytest.mark.parametrize("format", ["none", "fp8_tensor", "fp8_block"])
+def test_bmm_formats(format: str) -> None:
+    assert len(fl.warmup(fl.Bmm(2, 130, 140, format=format), tokens=[3], progress=False).steps) == 2
+
+
+def test_every_layer_has_examples_or_a_sentence() -> None:
+    inner = {"moe_align"}  # no module of its own
+    assert set(EXAMPLES) | set(UNKNOWN) | inner == set(fl.layers())
+    assert not set(EXAMPLES) & set(UNKNOWN)
 
 
 @pytest.mark.gpu

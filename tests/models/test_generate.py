@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from typing import Any
 
@@ -188,21 +189,38 @@ def test_what_cannot_be_captured_runs_uncaptured_and_says_so(model: Any, caplog:
 def test_warm_up_of_a_generator_and_of_a_model(model: Any) -> None:
     graphs = CudaGraphs(runtime=EagerRuntime())
     generator = Generator(model, max_batch=5, max_length=64, graphs=graphs)
-    report = fl.warmup(generator, tokens=[3, 20, 500], progress=False)
-    assert [label for label, _, _ in report.steps] == ["prefill 20", "decode 4", "prefill 3"]
+    report = fl.warmup(generator, tokens=[3, 20], progress=False)
+    alone = "prefill 20 (no decode: max_batch is 5)"
+    assert [label for label, _, _ in report.steps] == [alone, "decode 4", "prefill 3"]
     assert set(graphs.keys) == {(4, "greedy"), (4, "filtered")}
     assert generator.pool.free_pages == generator.pool.num_pages - 1
     labels = [label for label, _, _ in fl.warmup(model, tokens=[6, 1], progress=False).steps]
     assert labels == ["decode 6", "prefill 6", "decode 1", "prefill 1"]
 
 
-def test_warm_up_of_a_hugging_face_model() -> None:
+def test_warm_up_says_what_cannot_run(model: Any) -> None:
+    generator = Generator(model, max_batch=5, max_length=4)
+    labels = [label for label, _, _ in fl.warmup(generator, tokens=[4], progress=False).steps]
+    assert labels == ["decode 4 (no prefill: max_length is 4)"]
+    for target, largest in ((generator, 5), (model, 256)):
+        wanted = rf"tokens is 1000000000; .*at most {largest} requests \(max_batch\) or a prompt below"
+        with pytest.raises(ArgumentError, match=wanted):
+            fl.warmup(target, tokens=[1, 10**9], progress=False)
+
+
+def test_warm_up_of_a_hugging_face_model(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-    stock = LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=64))
-    labels = [label for label, _, _ in fl.warmup(stock, tokens=[3], progress=False).steps]
-    assert labels == ["3 requests", "prompt of 3"]
+    model = LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=64))
+    with pytest.raises(ArgumentError, match=r"LlamaForCausalLM that is not patched.*fastlayers\.patch"):
+        fl.warmup(model, tokens=[3], progress=False)
+    fl.patch(model)
+    monkeypatch.setattr(importlib.import_module("fastlayers.warmup"), "WIDEST", 4)
+    labels = [label for label, _, _ in fl.warmup(model, tokens=[3, 61], progress=False).steps]
+    assert labels == ["prompt of 61 (no batch: at most 4 requests)", "3 requests", "prompt of 3"]
+    with pytest.raises(ArgumentError, match=r"tokens is 62; .*1 to 61.*64 positions"):
+        fl.warmup(model, tokens=[3, 62], progress=False)
 
 
 def test_arguments(model: Any) -> None:
