@@ -20,7 +20,7 @@ import torch
 
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
-from fastlayers.errors import ArgumentError, CaptureError, check_choice
+from fastlayers.errors import ArgumentError, CaptureError
 from fastlayers.graphs import CudaGraphs, bucket_of, decode_buckets
 from fastlayers.sampler.layer import MODES, ROW_DTYPES, RowParams, Sampler, SamplingParams, SamplingState
 
@@ -86,7 +86,10 @@ class DecodeStep:
         cuda_graph: bool | str = "auto",
         graphs: CudaGraphs | None = None,
     ) -> None:
-        check_choice("Generator", "cuda_graph", cuda_graph, ("auto", True, False))
+        if not isinstance(cuda_graph, (bool, str)) or cuda_graph not in ("auto", True, False):  # 1 equals True
+            raise ArgumentError("Generator", "cuda_graph", repr(cuda_graph), "one of 'auto', True, False")
+        if not (graphs is None or isinstance(graphs, CudaGraphs)):
+            raise ArgumentError("Generator", "graphs", repr(graphs), "a CudaGraphs")
         cuda = model.device.type == "cuda"
         if cuda_graph is True and not cuda and graphs is None:
             raise ArgumentError("Generator", "cuda_graph", True, f"False or 'auto': the model is on {model.device}")

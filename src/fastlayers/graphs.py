@@ -33,10 +33,11 @@ log = logging.getLogger(__name__)
 
 
 def decode_buckets(max_batch: int, multiple_of: int = 1) -> tuple[int, ...]:
-    """Return the batch sizes to capture for decode, ``max_batch`` included.
+    """Return the batch sizes to capture for decode, ascending.
 
-    1, 2, 4, 8, 12; every 8 from 16 to 256; every 16 to 496; every 32 above. ``multiple_of`` (the ranks of an
-    attention group) keeps its multiples only.
+    1, 2, 4, 8, 12; every 8 from 16 to 256; every 16 to 496; every 32 above, and ``max_batch`` itself. With
+    ``multiple_of`` (the ranks of an attention group) sizes below ``max_batch`` that are not its multiples are left
+    out; ``max_batch`` stays, so that every batch has a bucket, and the model pads its rows.
     """
     check_positive("decode_buckets", max_batch=max_batch, multiple_of=multiple_of)
     sizes = [1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 497, 16), *range(512, max_batch + 1, 32)]
@@ -104,6 +105,20 @@ class GraphRuntime(Protocol):
         """Forget the memory pool: the last graph is gone."""
 
 
+def _cuda_device(device: torch.device | str | int | None) -> torch.device:
+    accepted = "a CUDA device; without one CudaGraphs(runtime=EagerRuntime()), which is for tests"
+    try:
+        found = torch.device("cuda" if device is None else device)
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError("CudaGraphs", "device", repr(device), accepted) from error
+    if found.type != "cuda":
+        raise ArgumentError("CudaGraphs", "device", repr(device), accepted)
+    if not torch.cuda.is_available():
+        given = f"{device!r} on a machine without a usable NVIDIA GPU"
+        raise ArgumentError("CudaGraphs", "device", given, accepted)
+    return found
+
+
 class CudaRuntime:
     """CUDA graphs by torch, all in one memory pool and captured on one stream.
 
@@ -116,7 +131,7 @@ class CudaRuntime:
     """
 
     def __init__(self, device: torch.device | str | int | None = None, pool: Any = None) -> None:
-        self.device = torch.device("cuda" if device is None else device)
+        self.device = _cuda_device(device)
         self.stream = torch.cuda.Stream(self.device)
         self._given = self._pool = pool
 
@@ -260,6 +275,11 @@ class CudaGraphs:
         Capture under :func:`frozen_collector`.
     runtime : GraphRuntime, optional
         Default: :class:`CudaRuntime`.
+
+    Raises
+    ------
+    ArgumentError
+        The device is not CUDA's, or there is none.
 
     Notes
     -----

@@ -59,6 +59,19 @@ def test_buckets() -> None:
         decode_buckets(0)
 
 
+def test_buckets_of_groups_hold_every_batch() -> None:
+    assert decode_buckets(13, 2) == (2, 4, 8, 12, 13)
+    assert decode_buckets(20, multiple_of=8) == (8, 16, 20)
+    assert decode_buckets(3, 8) == (3,)
+
+
+@pytest.mark.parametrize("device", [None, "cpu", "cuda", "cuda:0", torch.device("cpu"), 0, "gpu", 1.5])
+def test_graphs_need_a_gpu(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ArgumentError, match=r"CudaGraphs: device is .*EagerRuntime\(\)"):
+        CudaGraphs(device)
+
+
 def test_replay_reads_static_inputs_and_keeps_its_outputs() -> None:
     x, graphs = torch.ones(3), CudaGraphs(runtime=Runtime())
     y = graphs.capture(("decode", 1), lambda: {"y": x * 2})["y"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import logging
+import pickle
 from typing import Any
 
 import pytest
@@ -223,9 +225,24 @@ def test_warm_up_of_a_hugging_face_model(monkeypatch: pytest.MonkeyPatch) -> Non
         fl.warmup(model, tokens=[3, 62], progress=False)
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_has_nothing_of_its_original(copied: Any) -> None:
+    original = make(QWEN)
+    wanted = Generator(original, max_batch=2, max_length=32).generate([[1, 2, 3]], max_new_tokens=6)
+    twin = copied(original)
+    for parameter in original.parameters():
+        parameter.zero_()
+    assert Generator(twin, max_batch=2, max_length=32).generate([[1, 2, 3]], max_new_tokens=6) == wanted
+
+
 def test_arguments(model: Any) -> None:
-    with pytest.raises(ArgumentError, match="cuda_graph"):
-        Generator(model, cuda_graph="sometimes")
+    other: Any
+    for other in ("sometimes", 1, 0, None, 1.0):
+        with pytest.raises(ArgumentError, match=r"cuda_graph is .*one of 'auto', True, False"):
+            Generator(model, cuda_graph=other)
+    for other in (3, "graphs", EagerRuntime()):
+        with pytest.raises(ArgumentError, match=r"graphs is .*a CudaGraphs"):
+            Generator(model, graphs=other)
     with pytest.raises(ArgumentError, match="the model is on cpu"):
         Generator(model, cuda_graph=True)
     assert Generator(model, cuda_graph=False, graphs=CudaGraphs(runtime=EagerRuntime())).step.buckets == ()

@@ -192,6 +192,13 @@ class LayerCommunicator:
         self.input_layernorm, self.post_attention_layernorm = input_layernorm, post_attention_layernorm
         self.is_last = is_last
         self.ops = self.rank_ops(parallel)
+        self._fill()
+        if previous is not None:
+            for layout in previous.outputs:
+                self._find("prepare_attn", layout)
+
+    def _fill(self) -> None:
+        """Make the table of transitions."""
         self._transitions: dict[tuple[str, Layout], tuple[Transition, Layout]] = {}
         self._add_prepare_attn()
         if self.place == "full":
@@ -200,9 +207,14 @@ class LayerCommunicator:
             self._add_prepare_mlp_scattered()
         self._add_postprocess()
         self.table = {key: to for key, (_, to) in self._transitions.items()}
-        if previous is not None:
-            for layout in previous.outputs:
-                self._find("prepare_attn", layout)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Transitions are functions of this object's own norms and collectives: a copy makes its own.
+        return {name: value for name, value in self.__dict__.items() if name not in ("_transitions", "table")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._fill()
 
     @property
     def outputs(self) -> tuple[Layout, ...]:
