@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fastlayers.errors import ArgumentError
-from fastlayers.registry import LAYERS
+from fastlayers.registry import LAYERS, registry
 from fastlayers_server.tune_command import parse_tokens
 
 BATCHES = (1, 8, 32)
@@ -33,6 +33,10 @@ def layer_rows(
         yield from rows_of(bench, case_at(layer, cfg, count, context), count, against=against, rounds=rounds)
     for option, why in bench.failed.items():
         yield {"layer": layer, "backend": str(option), "failed": why}
+    for backend in registry(layer).ranked:
+        why_not = backend.why_not(cfg, bench.device)
+        if why_not is not None and any(backend.name.startswith(wanted) for wanted in against):
+            yield {"layer": layer, "backend": backend.name, "failed": f"cannot run here: {why_not}"}
 
 
 def model_rows(
@@ -47,6 +51,10 @@ def model_rows(
     from fastlayers_server.random_models import random_model
 
     config = config_of(name)
+    most = config.get("max_position_embeddings")
+    if most is not None and context >= most:
+        accepted = f"less than the model's max_position_embeddings, {most}: a decode step adds a token"
+        raise ArgumentError("bench model", "--context", context, accepted)
     count = layers or config["num_hidden_layers"]
     yield describe_run(place) | {"model": name, "layers": count, "context": context, "dtype": str(dtype)}
     model = random_model(config, place, dtype=dtype, layers=layers)
@@ -105,9 +113,9 @@ def decode_floor(module: Any, batch: int, context: int) -> float:
 
     total = 0.0
     for each in module.modules():
-        for choice in choices_of(each):
-            if getattr(choice.cfg, "phase", "") not in ("", "decode"):
-                continue
+        # An attention core has ladders for several contexts, and one of them runs.
+        usual = {c.layer: c for c in reversed(list(choices_of(each))) if getattr(c.cfg, "phase", "") in ("", "decode")}
+        for choice in usual.values():
             if choice.layer in ("linear", "fp8_linear", "int8_linear", "fp8_scaled_linear", "fused_moe", "gqa", "mla"):
                 cost = spec_of(choice.layer).cost(case_at(choice.layer, choice.cfg, batch, context))
                 flops = peak_flops(choice.layer, choice.cfg, choice.device)

@@ -204,7 +204,7 @@ def explain(
     table = _table(target, "module", "layer", "chosen", "evidence", "bytes", "not, because")
     for row in found:
         lost = "\n".join(f"{name}: {why}" for name, why in row.refused.items())
-        table.add_row(row.module, row.layer, row.chosen, row.evidence, f"{row.bytes:,}", lost)
+        table.add_row(row.module, row.place, row.chosen, row.evidence, f"{row.bytes:,}", lost)
     out.print(table)
 
 

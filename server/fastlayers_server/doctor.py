@@ -7,6 +7,7 @@ import platform
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -85,7 +86,15 @@ def _tuned_tables(target: device_module.Device) -> list[Fact]:
             backends = [backend for backend in registry.registry(layer).ranked if backend.name in used]
             count, stale = count + 1, stale + bool(tuning.changes(table, backends))
     reason = f"{count or 'none'} for {target.name}" + (f", {stale} of them made with other versions" if stale else "")
-    return [Fact("tuned tables", None, "ok", reason, True), *facts]
+    return [Fact("tuned tables", None, "ok", reason, True), *_tuned_dir(), *facts]
+
+
+def _tuned_dir() -> list[Fact]:
+    """Return a fact about the user's directory of tables if there is none where the environment says."""
+    folder = env.tuned_dir()
+    if not folder or Path(folder).is_dir():
+        return []
+    return [Fact(env.TUNED_DIR, None, "broken", f"{folder} is not a directory; its tables are not used", False)]
 
 
 def _layer(layer: str, target: device_module.Device) -> dict[str, Any]:

@@ -83,15 +83,14 @@ def config_of(name: str) -> Mapping[str, Any]:
     Raises
     ------
     UnknownModelError
-        None of these.
+        None of these, or a file that is not a JSON object.
     """
     for known, config in KNOWN.items():
         if name.lower() in (known.lower(), known.partition("/")[2].lower()):
             return config
     path = Path(name).expanduser()
     if path.is_file() or (path / "config.json").is_file():
-        parsed: dict[str, Any] = json.loads((path if path.is_file() else path / "config.json").read_text())
-        return parsed
+        return _parsed(path if path.is_file() else path / "config.json")
     if name.count("/") == 1 and not path.exists():
         return _from_hub(name)
     accepted = f"{', '.join(KNOWN)}; a config.json or its directory; a name on the Hugging Face hub"
@@ -108,8 +107,17 @@ def _from_hub(name: str) -> dict[str, Any]:
         raise UnknownModelError(
             f"model {name!r}: neither known nor on the hub ({why}); known: {', '.join(KNOWN)}"
         ) from (error)
-    parsed: dict[str, Any] = json.loads(Path(path).read_text())
-    return parsed
+    return _parsed(Path(path))
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:  # not JSON, or not even text
+        raise UnknownModelError(f"{path} is not JSON: {error}; expected a model's config.json") from error
+    if not isinstance(found, dict):
+        raise UnknownModelError(f"{path} holds no JSON object; expected a model's config.json")
+    return found
 
 
 @dataclass(frozen=True)

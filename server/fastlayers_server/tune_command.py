@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -75,6 +75,9 @@ def jobs_of_shapes(layer: str, shapes: Sequence[str]) -> list[Job]:
     for text in shapes or [""]:
         cfg = parse_shape(layer, text)
         key = tuning.key_of(cfg)
+        if key is None and hasattr(cfg, "tuning_key"):
+            left = ", ".join(field.name for field in fields(cfg) if getattr(cfg, field.name) is None)
+            raise ArgumentError("tune", "--shape", repr(text), f"one that says what this leaves open: {left}=…")
         if key is None:
             raise ArgumentError("tune", "--layer", repr(layer), "a layer whose configuration has a tuning_key()")
         jobs.append(Job(layer, cfg, key))

@@ -185,7 +185,7 @@ OPTIONAL_PACKAGES = {
     "flashinfer": "flashinfer-python",
     "sgl_kernel": "sglang-kernel",
     "triton_kernels": "triton-kernels",
-    "flash_attn_interface": "flash-attn-3",
+    "flash_attn_interface": "tokenspeed-fa3",
 }
 
 

@@ -9,7 +9,6 @@ from typing import Any
 from fastlayers import device as device_module
 from fastlayers.device import Device
 from fastlayers.errors import ArgumentError
-from fastlayers.layer import PHASES
 from fastlayers.probing import choices_of
 from fastlayers.registry import LAYERS, Backend, Choice, Rung, registry
 
@@ -79,9 +78,10 @@ def _typical(layer: str) -> list[Any]:
     from fastlayers.testing.spec import spec_of
 
     found: dict[Any, None] = {}
+    phases = dict.fromkeys(phase for backend in registry(layer).ranked for phase in backend.phases)
     for case in sorted(spec_of(layer).cases, key=lambda case: case.small):
         open_phase = getattr(case.cfg, "phase", None) == ""
-        for cfg in [replace(case.cfg, phase=phase) for phase in PHASES] if open_phase else [case.cfg]:
+        for cfg in [replace(case.cfg, phase=phase) for phase in phases] if open_phase else [case.cfg]:
             found[cfg] = None
     return list(found)
 
@@ -100,7 +100,10 @@ def _refusal(backend: Backend, configs: Sequence[Any], device: Device) -> str | 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What one module runs: ``chosen`` (a backend or a ladder), on which ``evidence``, what lost and why."""
+    """What one module runs: ``chosen`` (a backend or a ladder), on which ``evidence``, what lost and why.
+
+    ``phase``: of an attention core, for which steps (``"decode"``, ``"extend"``, …); empty: for all.
+    """
 
     module: str
     layer: str
@@ -109,10 +112,16 @@ class Explanation:
     evidence: str
     refused: dict[str, str]
     bytes: int
+    phase: str = ""
+
+    @property
+    def place(self) -> str:
+        """The layer's name, with the phase of a choice that serves one."""
+        return f"{self.layer}[{self.phase}]" if self.phase else self.layer
 
     def __str__(self) -> str:
         lines = [
-            f"{self.module or self.layer}: {self.layer}={self.chosen} ({self.evidence}), {self.bytes:,} weight bytes"
+            f"{self.module or self.layer}: {self.place}={self.chosen} ({self.evidence}), {self.bytes:,} weight bytes"
         ]
         lines += [f"    not {name}: {why}" for name, why in self.refused.items()]
         return "\n".join(lines)
@@ -152,12 +161,14 @@ def _explain(name: str, choice: Choice, size: int) -> Explanation:
     chosen = choice.name
     if any(rung.microseconds for rung in choice.rungs):
         chosen += " (" + ", ".join(map(_rung, choice.rungs)) + ")"
-    return Explanation(name, choice.layer, repr(choice.cfg), chosen, choice.evidence, dict(choice.refused), size)
+    phase, lost = getattr(choice.cfg, "phase", ""), dict(choice.refused)
+    return Explanation(name, choice.layer, repr(choice.cfg), chosen, choice.evidence, lost, size, phase)
 
 
 def _rung(rung: Rung) -> str:
     parameters = "".join(f" {name}={value}" for name, value in rung.config)
-    return f"{rung.backend.name}{parameters} {rung.microseconds} µs"
+    time = f" {rung.microseconds} µs" if rung.microseconds is not None else ""
+    return f"{rung.backend.name}{parameters}{time}"
 
 
 def layers() -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastlayers import tuning
-from fastlayers.registry import Choice
+from fastlayers.registry import Choice, Ladder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,9 +44,14 @@ class Probe:
 
 
 def choices_of(module: Any) -> Iterator[Choice]:
-    """Yield the choices a module holds as attributes (``choice``, or those of its ``ladder`` objects)."""
+    """Yield the choices a module holds as attributes (``choice``, or those of ladders, also of those in mappings)."""
     seen: set[int] = set()
-    for value in vars(module).values():
+    held = list(vars(module).values())
+    # Ladders of phases that are built when their first step comes.
+    held += [
+        ladder for value in held if isinstance(value, dict) for ladder in value.values() if isinstance(ladder, Ladder)
+    ]
+    for value in held:
         choice = value if isinstance(value, Choice) else getattr(value, "choice", None)
         if isinstance(choice, Choice) and id(choice) not in seen:
             seen.add(id(choice))

@@ -9,9 +9,11 @@ import logging
 import pickle
 
 import pytest
+import torch
 
 import fastlayers as fl
 from fastlayers import env
+from fastlayers.attention.gqa.core import GQA
 from fastlayers.device import DESCRIBED, Device, as_device
 from fastlayers.errors import ArgumentError, EnvironmentVariableError, NoBackendError, UnknownNameError
 from fastlayers.norm.rms_norm.layer import RMS_NORM, RMSNormConfig
@@ -206,6 +208,22 @@ def test_explain_names_choice_evidence_and_bytes() -> None:
     assert (found.layer, found.chosen, found.evidence, found.bytes) == ("rms_norm", "torch", "rank", 64)
     assert "rms_norm=torch" in str(fl.explain(norm))
     assert fl.explain("rms_norm")[0].layer == "rms_norm"
+
+
+def test_explain_says_which_phase_a_choice_serves() -> None:
+    rotary = fl.RotaryEmbedding(8, max_position=64)
+    layer = fl.Attention(32, 4, 2, 8, rotary=rotary, page_size=16, dtype=torch.float32)
+    layer._padded["cpu"] = GQA.choose_phases(layer.cfg, ("padded",), "cpu", "auto")[0].build()
+    found = fl.explain(layer)
+    own = [row for row in found if row.layer == "gqa"]
+    assert {row.phase for row in own} == {"decode", "extend", "padded"}
+    assert "gqa[decode]=torch" in str(found) and "gqa[extend]=torch" in str(found)
+    assert [row.phase for row in fl.explain(fl.RMSNorm(16))] == [""]
+
+
+def test_hints_name_packages_that_have_the_module() -> None:
+    rows = {row.name: row for row in fl.backends("gqa", device="H200")}
+    assert "pip install tokenspeed-fa3" in rows["fa3"].reason
 
 
 def test_layers_survive_deepcopy_and_pickle() -> None:

@@ -172,6 +172,9 @@ def test_tune_of_a_model_lists_its_shapes(qwen: str) -> None:
         (["--layer", "linear", "--tokens", "1,x"], "positive integers"),
         (["--layer", "linear", "--shape", "Q=1"], "NAME=VALUE"),
         (["--layer", "moe_align"], "tuning_key"),
+        (["--layer", "rms_norm", "--shape", "hidden_size=64"], "leaves open: dtype="),
+        (["--layer", "linear", "--shape", "N=1,N=2"], "out_features was given before"),
+        (["--layer", "linear", "--shape", "Z=1"], "N, K"),
         (["--layer", "linear", "--out", "/proc/nowhere"], "a directory that can be written"),
     ],
 )
@@ -224,6 +227,29 @@ def test_bench_layer_against_a_peer_in_one_process() -> None:
     ]
     assert {row["backend"] for row in rows[1:]} == {"torch", "triton"}
     assert "← auto" in run(*arguments, "--device", "cpu")
+
+
+def test_bench_says_why_a_named_peer_cannot_run() -> None:
+    arguments = ("bench", "layer", "fp8_linear", "--shape", "N=128,K=256", "--tokens", "3", "--rounds", "2")
+    text = run(*arguments, "--against", "deep_gemm", "--json", "--device", "cpu")
+    rows = [json.loads(line) for line in text.splitlines()[1:]]
+    assert [row["backend"] for row in rows] == ["torch", "deep_gemm"]
+    assert rows[1]["failed"].startswith("cannot run here: ")
+
+
+def test_bench_refuses_a_context_that_the_model_does_not_have(qwen: str) -> None:
+    arguments = ("bench", "model", qwen, "--batch", "1", "--device", "cpu", "--context")
+    for context in ("256", "100000"):
+        found = CliRunner().invoke(app, [*arguments, context]).exception
+        assert isinstance(found, ArgumentError) and "max_position_embeddings, 256" in str(found)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "\u0000"])
+def test_a_file_that_is_no_config_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(UnknownModelError, match=r"other\.json"):
+        known_models.config_of(str(path))
 
 
 def test_bench_model_times_layer_step_and_generation(qwen: str) -> None:
@@ -285,6 +311,15 @@ def test_doctor_counts_tuned_tables_and_names_a_corrupt_one(tmp_path: Path, monk
     path.write_text("{")
     (_, (state, reason)) = tables()
     assert state == "broken" and str(path) in reason
+
+
+def test_doctor_flags_a_directory_of_tables_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(env.TUNED_DIR, str(tmp_path / "absent"))
+    report = json.loads(run("doctor", "--json", code=1))
+    (fact,) = [fact for fact in report["facts"] if fact["name"] == env.TUNED_DIR]
+    assert not fact["ok"] and str(tmp_path / "absent") in fact["reason"]
+    monkeypatch.setenv(env.TUNED_DIR, str(tmp_path))
+    assert not [fact for fact in json.loads(run("doctor", "--json"))["facts"] if fact["name"] == env.TUNED_DIR]
 
 
 def test_doctor_names_a_backend_that_computes_something_else(monkeypatch: pytest.MonkeyPatch) -> None:

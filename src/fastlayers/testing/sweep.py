@@ -162,7 +162,10 @@ def parse_shape(layer: str, text: str) -> Any:
         name, separator, value = (part.strip() for part in piece.partition("="))
         name = _SHORT.get(name, name) if name not in known else name
         if not separator or name not in known:
-            raise ArgumentError(layer, "--shape", repr(piece), f"NAME=VALUE with NAME one of {', '.join(known)}")
+            names = ", ".join([*known, *(short for short, full in _SHORT.items() if full in known)])
+            raise ArgumentError(layer, "--shape", repr(piece), f"NAME=VALUE with NAME one of {names}")
+        if name in changes:
+            raise ArgumentError(layer, "--shape", repr(piece), f"every name once; {name} was given before")
         changes[name] = _value(layer, piece, value, known[name])
     return replace(base, **defaults | changes)
 
