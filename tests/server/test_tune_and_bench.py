@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -311,6 +313,13 @@ def test_doctor_counts_tuned_tables_and_names_a_corrupt_one(tmp_path: Path, monk
     path.write_text("{")
     (_, (state, reason)) = tables()
     assert state == "broken" and str(path) in reason
+
+
+def test_piped_output_is_not_wrapped() -> None:
+    command = [sys.executable, "-m", "fastlayers_server.cli", "backends", "mla", "--device", "H200"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (line,) = [line for line in text.splitlines() if "flashinfer_fa3" in line]
+    assert "flashinfer is not installed (pip install flashinfer-python)" in line or "yes" in line.split("│")[4]
 
 
 def test_doctor_flags_a_directory_of_tables_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
