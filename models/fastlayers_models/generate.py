@@ -238,20 +238,38 @@ class Generator:
             A count that is too large for both.
         """
         for count in tokens:
-            decode, prefill = count <= self.max_batch, count < self.max_length
-            if not (decode or prefill):
-                accepted = f"at most {self.max_batch} requests (max_batch) or a prompt below {self.max_length} tokens"
-                raise ArgumentError("warmup", "tokens", count, f"{accepted} (max_length)")
-            no_decode = "" if decode else f" (no decode: max_batch is {self.max_batch})"
-            no_prefill = "" if prefill else f" (no prefill: max_length is {self.max_length})"
-            if decode:
-                bucket = bucket_of(self.step.buckets, count)
+            bucket = bucket_of(self.step.buckets, count)
+            no_decode, no_prefill = self._no_decode(count, bucket), self._no_prefill(count)
+            if no_decode and no_prefill:
+                raise ArgumentError("warmup", "tokens", count, f"fewer: {no_decode}, {no_prefill}")
+            if not no_decode:
+                beside = f" (no prefill: {no_prefill})" if no_prefill else ""
                 if bucket is not None:
-                    yield f"decode {bucket}{no_prefill}", lambda n=bucket: self.capture([n], ("greedy", "filtered"))  # type: ignore[misc]
+                    yield f"decode {bucket}{beside}", lambda n=bucket: self.capture([n], ("greedy", "filtered"))  # type: ignore[misc]
                 else:
-                    yield f"decode {count}{no_prefill}", lambda n=count: self._warm_up([1] * n, 2)  # type: ignore[misc]
-            if prefill:
-                yield f"prefill {count}{no_decode}", lambda n=count: self._warm_up([n], 1)  # type: ignore[misc]
+                    yield f"decode {count}{beside}", lambda n=count: self._warm_up([1] * n, 2)  # type: ignore[misc]
+            if not no_prefill:
+                beside = f" (no decode: {no_decode})" if no_decode else ""
+                yield f"prefill {count}{beside}", lambda n=count: self._warm_up([n], 1)  # type: ignore[misc]
+
+    def _no_decode(self, count: int, bucket: int | None) -> str:
+        """Return why a decode step of ``count`` requests cannot be warmed up, or nothing."""
+        if count > self.max_batch:
+            return f"max_batch is {self.max_batch}"
+        # A capture needs no pages; without one, requests of one token generate two.
+        if bucket is None and self.max_length < 3:
+            return f"max_length is {self.max_length}"
+        if bucket is None and count * -(-3 // self.pool.page_size) >= self.pool.num_pages:
+            return f"the cache has {self.pool.num_pages} pages"
+        return ""
+
+    def _no_prefill(self, count: int) -> str:
+        """Return why a prompt of ``count`` tokens cannot be warmed up, or nothing."""
+        if count >= self.max_length:
+            return f"max_length is {self.max_length}"
+        if -(-count // self.pool.page_size) >= self.pool.num_pages:
+            return f"the cache has {self.pool.num_pages} pages"
+        return ""
 
     def _warm_up(self, lengths: list[int], new: int) -> None:
         self.generate([[0] * length for length in lengths], max_new_tokens=new, eos_ids=())

@@ -205,9 +205,18 @@ def test_warm_up_says_what_cannot_run(model: Any) -> None:
     labels = [label for label, _, _ in fl.warmup(generator, tokens=[4], progress=False).steps]
     assert labels == ["decode 4 (no prefill: max_length is 4)"]
     for target, largest in ((generator, 5), (model, 256)):
-        wanted = rf"tokens is 1000000000; .*at most {largest} requests \(max_batch\) or a prompt below"
+        wanted = rf"tokens is 1000000000; .*fewer: max_batch is {largest}, max_length is"
         with pytest.raises(ArgumentError, match=wanted):
             fl.warmup(target, tokens=[1, 10**9], progress=False)
+    small = Generator(model, max_batch=5, max_length=64, num_pages=4)
+    labels = [label for label, _, _ in fl.warmup(small, tokens=[3, 4, 48], progress=False).steps]
+    no_prompt, no_batch = "(no decode: max_batch is 5)", "(no decode: the cache has 4 pages)"
+    assert labels == [f"prefill 48 {no_prompt}", f"prefill 4 {no_batch}", "decode 3", "prefill 3"]
+    with pytest.raises(ArgumentError, match="max_batch is 5, the cache has 4 pages"):
+        fl.warmup(small, tokens=[49], progress=False)
+    short = Generator(model, max_batch=5, max_length=2)
+    labels = [label for label, _, _ in fl.warmup(short, tokens=[1], progress=False).steps]
+    assert labels == ["prefill 1 (no decode: max_length is 2)"]
 
 
 def test_warm_up_of_a_hugging_face_model(monkeypatch: pytest.MonkeyPatch) -> None:
