@@ -126,6 +126,8 @@ def _probe(choice: Choice, found: tuning.Found, clock: Clock) -> Probe:
     spec, first = spec_of(choice.layer), choice.rungs[0]
     counts = sorted(row["tokens"] for row in found.table.get("measured", []))
     tokens = first.max_tokens if first.max_tokens is not None else counts[-1] if counts else 1
+    # Without the token counts nobody knows where the last rung took what the table says.
+    table_us = first.microseconds if first.max_tokens is not None or counts else None
     case = case_at(choice.layer, choice.cfg, tokens)
     with torch.inference_mode():
         inputs = inputs_of(choice.layer, case, choice.device.type)
@@ -140,6 +142,6 @@ def _probe(choice: Choice, found: tuning.Found, clock: Clock) -> Probe:
     verdict = None
     if best is not None and us > SLOWER_THAN_OTHERS * best:
         verdict = f"at {tokens} tokens its {first.backend.name} takes {us:.1f} µs, another rung {best:.1f} µs"
-    elif first.microseconds is not None and us > SLOWER_THAN_TABLE * first.microseconds:
-        verdict = f"at {tokens} tokens its {first.backend.name} takes {us:.1f} µs instead of {first.microseconds} µs"
-    return Probe(choice.layer, found.path.name, us, best, first.microseconds, verdict)
+    elif table_us is not None and us > SLOWER_THAN_TABLE * table_us:
+        verdict = f"at {tokens} tokens its {first.backend.name} takes {us:.1f} µs instead of {table_us} µs"
+    return Probe(choice.layer, found.path.name, us, best, table_us, verdict)

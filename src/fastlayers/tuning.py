@@ -7,13 +7,14 @@ A table is one JSON file, ``<dir>/<layer>/<shape key>,device_name=<device>.json`
                 {"max_tokens": null, ...}],
      "metadata": {"versions": {"triton": {"triton": "3.6.0"}}, "kernels": {"triton": "0f3a…"}, "commit": "…",
                   "date": "…", "command": "…"},
-     "measured": [{"tokens": 1, "backend": "triton", "us": 6.9, "spread_us": 0.1, "config": {...}}, ...]}
+     "measured": [{"tokens": 1, "backend": "triton", "us": 6.9, "spread_us": 0.1, "config": {...}}, ...],
+     "candidates": {"1": 40}}
 
-A rung's ``config`` is given to its backend as it is; without one the backend's own rule holds. ``cfg.tuning_key()``
-gives the shape key; a configuration without that method is never tuned. A shape without a table takes the ladder of
-the nearest shape of which something can run: the same names and words in the key, the smallest distance of the
-logarithms of its numbers.
-``fastlayers tune`` writes tables.
+``candidates`` is how many configurations of a backend were tried at a token count, at most. A rung's ``config`` is
+given to its backend as it is; without one the backend's own rule holds. ``cfg.tuning_key()`` gives the shape key; a
+configuration without that method is never tuned. A shape without a table takes the ladder of the nearest shape of
+which something can run: the same names and words in the key, the smallest distance of the logarithms of its numbers.
+``fastlayers tune`` writes tables; of one made with the same versions it measures what is missing.
 """
 
 from __future__ import annotations

@@ -108,6 +108,22 @@ def test_a_ladder_cut_to_what_runs_here_is_not_judged_by_another_token_count(
     assert probe.verdict is None and probe.table_us is None and caplog.records == []
 
 
+def test_a_table_without_token_counts_gives_no_time_for_its_last_rung(
+    write: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("1.0")
+    (path,) = tuning.tables("fp8_linear", as_device("cpu"))
+    table = tuning.read(path, "fp8_linear", as_device("cpu"))
+    last = [{"max_tokens": None, "backend": "torch", "microseconds": 9.0}]
+    tuning.write(path, {**table, "ladder": last})
+    (probe,) = probing.probe_tables(fl.FP8BlockLinear(256, 128), lambda: KnownClock(99.0))
+    assert probe.verdict is None
+    monkeypatch.setattr(probing, "_probed", set())
+    tuning.write(path, {**table, "ladder": last, "measured": [{"tokens": 8, "backend": "torch", "us": 9.0}]})
+    (probe,) = probing.probe_tables(fl.FP8BlockLinear(256, 128), lambda: KnownClock(99.0))
+    assert probe.verdict == "at 8 tokens its torch takes 99.0 µs instead of 9.0 µs"
+
+
 def test_only_tables_of_other_versions_are_probed_and_only_on_cuda(write: Callable[[str], None]) -> None:
     import torch
 

@@ -108,6 +108,12 @@ def test_bad_tables_are_refused_by_name(
         table().choose(Config(8), H200)
 
 
+def test_every_shipped_table_passes_the_checks() -> None:
+    found = [(path.parent.name, path) for path in tuning.SHIPPED.glob("*/*.json")]
+    read = [tuning.read(path, layer, DESCRIBED[path.stem.rpartition("device_name=")[2]]) for layer, path in found]
+    assert len(read) > 20 and all(table["key"] in path.name for table, (_, path) in zip(read, found, strict=True))
+
+
 def test_corrupt_table_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(env.TUNED_DIR, str(tmp_path))
     write(tmp_path).write_text("{not json")

@@ -248,8 +248,12 @@ def test_what_a_table_lacks_is_measured_and_the_rest_kept(fast: Backend, tmp_pat
     full = tune((1, 8), clock)
     assert len(clock.rounds) == 2 * len(tuner.ROUNDS)
     assert full["candidates"] == {"1": tuner.MAX_CANDIDATES, "8": tuner.MAX_CANDIDATES, "64": 4}
-    # A backend that was not there when the table was made.
     path = tuning.path_of(tmp_path, "fp8_linear", CFG.tuning_key(), as_device("cpu"))
+    # A table that does not say how many is one of a quick run.
+    tuning.write(path, {name: value for name, value in full.items() if name != "candidates"})
+    unsaid = earlier(path, "fp8_linear", as_device("cpu"), [fast])
+    assert unsaid.lacks((1, 8), tuner.QUICK_CANDIDATES) == [] and unsaid.lacks((1,), tuner.MAX_CANDIDATES) == [1]
+    # A backend that was not there when the table was made.
     new = [replace(fast, name="new"), *FP8_LINEAR.ranked]
     assert earlier(path, "fp8_linear", as_device("cpu"), new[1:2]).samples
     assert not earlier(path, "fp8_linear", as_device("cpu"), new[:2]).samples

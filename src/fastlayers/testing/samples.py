@@ -13,8 +13,8 @@ from fastlayers.device import Device
 from fastlayers.registry import Backend, registry
 
 Config = tuple[tuple[str, int], ...]
-# More candidates of one backend than these are thinned out.
-ALL = 40
+# More candidates of one backend than these are thinned out: in a full run, in a quick one.
+ALL, QUICK = 40, 14
 
 
 @dataclass(frozen=True, order=True)
@@ -112,7 +112,7 @@ class Earlier:
 def earlier(path: Path, layer: str, device: Device, able: Sequence[Backend]) -> Earlier:
     """Return what counts of a table: nothing if it was made with other versions, kernels, or fewer backends.
 
-    A table that does not say from how many candidates its times are counts as one of all.
+    A table that does not say from how many candidates its times are counts as one of a quick run.
     """
     if not path.is_file():
         return Earlier()
@@ -128,4 +128,4 @@ def earlier(path: Path, layer: str, device: Device, able: Sequence[Backend]) -> 
     for row in table.get("measured", []):
         samples.setdefault(row["tokens"], []).append(Sample.from_json(row))
     said = table.get("candidates", {})
-    return Earlier(samples, {count: said.get(str(count), ALL) for count in samples}, table.get("failed", {}))
+    return Earlier(samples, {count: said.get(str(count), QUICK) for count in samples}, table.get("failed", {}))

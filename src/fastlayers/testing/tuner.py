@@ -27,14 +27,14 @@ from fastlayers.errors import FastlayersError
 from fastlayers.fingerprint import packages_of
 from fastlayers.registry import Backend, registry
 from fastlayers.testing.parity import check_parity
-from fastlayers.testing.samples import ALL, Journal, Option, Sample, earlier
+from fastlayers.testing.samples import ALL, QUICK, Journal, Option, Sample, earlier
 from fastlayers.testing.spec import Case, spec_of
 from fastlayers.testing.sweep import case_at, drawn_on, inputs_of, peak_flops
 from fastlayers.testing.timing import Clock, Timed, Timing
 
 # A win below this is noise, and so is one below the spread of the runs (up to MOST_SPREAD).
 NOISE, MOST_SPREAD = 0.02, 0.05
-MAX_CANDIDATES, QUICK_CANDIDATES = ALL, 14
+MAX_CANDIDATES, QUICK_CANDIDATES = ALL, QUICK
 # Rounds of timing, and the part of the options that is left after each but the last.
 ROUNDS, KEPT, FEWEST = (3, 6, 13), 0.25, 4
 # Calls longer than this vary little: fewer rounds do.
