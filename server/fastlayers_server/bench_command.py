@@ -47,15 +47,17 @@ def model_rows(
 
     from fastlayers.testing.bench import describe_run
     from fastlayers.testing.timing import CudaClock, HostClock, clock_for
+    from fastlayers_models.auto import family_of
     from fastlayers_server.known_models import config_of
     from fastlayers_server.random_models import random_model
 
     config = config_of(name)
-    most = config.get("max_position_embeddings")
-    if most is not None and context >= most:
+    parsed: Any = family_of(config).config_class.from_hf(config)
+    most = parsed.max_position_embeddings
+    if context >= most:
         accepted = f"less than the model's max_position_embeddings, {most}: a decode step adds a token"
         raise ArgumentError("bench model", "--context", context, accepted)
-    count = layers or config["num_hidden_layers"]
+    count = layers or parsed.num_hidden_layers
     yield describe_run(place) | {"model": name, "layers": count, "context": context, "dtype": str(dtype)}
     model = random_model(config, place, dtype=dtype, layers=layers)
     hot = CudaClock(place, cold=False) if torch.device(place).type == "cuda" else HostClock()

@@ -254,6 +254,17 @@ def test_a_file_that_is_no_config_is_named(tmp_path: Path, text: str) -> None:
         known_models.config_of(str(path))
 
 
+@pytest.mark.parametrize("command", [("bench", "model"), ("tune", "--dry-run")])
+@pytest.mark.parametrize("config", [{}, {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}])
+def test_a_config_that_is_incomplete_is_an_error_in_words(
+    tmp_path: Path, command: tuple[str, ...], config: dict[str, Any]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    found = CliRunner().invoke(app, [*command, str(path), "--device", "cpu"])
+    assert isinstance(found.exception, FastlayersError)
+
+
 def test_bench_model_times_layer_step_and_generation(qwen: str) -> None:
     arguments = ("bench", "model", qwen, "--batch", "2", "--context", "20", "--rounds", "2", "--dtype", "fp32")
     head, *rows = [json.loads(line) for line in run(*arguments, "--json", "--device", "cpu").splitlines()]
