@@ -39,5 +39,6 @@ if TYPE_CHECKING:
     from fastlayers_models.checkpoint import Checkpoint as Checkpoint
     from fastlayers_models.deepseek import DeepseekForCausalLM as DeepseekForCausalLM
     from fastlayers_models.generate import Generator as Generator
+    from fastlayers_models.gpt_oss import GptOssForCausalLM as GptOssForCausalLM
     from fastlayers_models.llama import LlamaForCausalLM as LlamaForCausalLM
     from fastlayers_models.qwen import QwenForCausalLM as QwenForCausalLM

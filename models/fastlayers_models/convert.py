@@ -271,7 +271,7 @@ def dequantize_checkpoint(
     spec = QuantSpec.from_config(config.get("quantization_config"))
     if spec.format == "none":
         raise ArgumentError(
-            "dequantize_checkpoint", "source", f"{source}, format none",
+            "convert", "source", f"{source}, format none",
             "an FP8-block checkpoint, or one with FP8 scales per tensor or channel, INT8 or MXFP4",
         )  # fmt: skip
     _check_words(checkpoint)

@@ -85,12 +85,15 @@ def _device(name: str) -> Any:
     return device
 
 
-def _dtype(name: str) -> Any:
+def _dtype(name: str, option: str = "--dtype") -> Any:
+    """Return the dtype of this name; only caches may hold e4m3."""
     import torch
 
-    known = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "e4m3": torch.float8_e4m3fn}
+    known = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    if option == "--kv-dtype":
+        known["e4m3"] = torch.float8_e4m3fn
     if name not in known:
-        raise ArgumentError("fastlayers", "dtype", repr(name), ", ".join(known))
+        raise ArgumentError("fastlayers", option, repr(name), ", ".join(known))
     return known[name]
 
 
@@ -285,7 +288,7 @@ def generate(
     from fastlayers_models.generate import Generator
     from fastlayers_server.evaluate import chat_ids, tokenizer_of
 
-    path, cache = _path(checkpoint, "--checkpoint"), _dtype(kv_dtype) if kv_dtype else None
+    path, cache = _path(checkpoint, "--checkpoint"), _dtype(kv_dtype, "--kv-dtype") if kv_dtype else None
     tokenizer = tokenizer_of(path)
     model = AutoModel.from_pretrained(path, dtype=_dtype(dtype), device=_device(device), kv_dtype=cache)
     ids = chat_ids(tokenizer, prompt)

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-from fastlayers.errors import check_choice
+from fastlayers.errors import ArgumentError, check_choice
 from fastlayers_models.checkpoint import Checkpoint, collapsed
 from fastlayers_models.convert import FORMATS, convert_checkpoint, dequantize_checkpoint
 
@@ -33,6 +33,8 @@ def run_convert(source: Path, target: Path, format: str, include_ragged: bool, c
         See :func:`fastlayers_models.convert.convert_checkpoint`.
     """
     check_choice("convert", "--format", format, (*FORMATS, DEQUANTISED))
+    if include_ragged and format != "fp8-block":
+        raise ArgumentError("convert", "--ragged", f"given with --format {format}", "--format fp8-block")
     started, total = time.perf_counter(), len(Checkpoint(source).file_of)
     columns = (
         SpinnerColumn(),

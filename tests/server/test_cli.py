@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fastlayers.errors import CheckpointError
+from fastlayers.errors import ArgumentError, CheckpointError
 from fastlayers_server.cli import app, main
 from fastlayers_server.variants import TINY, VARIANTS, assets
 
@@ -237,3 +237,17 @@ def test_convert_says_whom_a_checkpoint_is_for(tmp_path: Path) -> None:
         assert seen.exit_code == 0 and (words in " ".join(seen.stdout.split())) == shown, options
     back = run("convert", GPT_OSS, str(tmp_path / "bf16"), "--format", "bf16")
     assert back.exit_code == 0 and "quantization_config" not in (tmp_path / "bf16" / "config.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("generate", "hi", "--dtype", "fp64"), "--dtype is 'fp64'; accepted: bf16, fp16, fp32"),
+        (("generate", "hi", "--dtype", "e4m3"), "--dtype is 'e4m3'; accepted: bf16, fp16, fp32"),
+        (("generate", "hi", "--kv-dtype", "banana"), "--kv-dtype is 'banana'; accepted: bf16, fp16, fp32, e4m3"),
+        (("convert", "tiny", "never", "--format", "int8", "--ragged"), "--ragged is given with --format int8"),
+    ],
+)
+def test_options_are_named_with_what_they_take(arguments: tuple[str, ...], words: str) -> None:
+    result = run(*arguments)
+    assert isinstance(result.exception, ArgumentError) and words in str(result.exception)
