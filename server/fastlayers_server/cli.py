@@ -25,8 +25,9 @@ app = typer.Typer(
     help=__doc__, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None
 )
 # What is piped is read by programs, or searched: it is not wrapped.
-out = Console(width=None if sys.stdout is None or sys.stdout.isatty() else 4096)
-err = Console(stderr=True)
+_UNWRAPPED = 4096
+out = Console(width=None if sys.stdout is None or sys.stdout.isatty() else _UNWRAPPED)
+err = Console(stderr=True, width=None if sys.stderr is None or sys.stderr.isatty() else _UNWRAPPED)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; default: a GPU if there is one.")]

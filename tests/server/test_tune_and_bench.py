@@ -331,6 +331,9 @@ def test_piped_output_is_not_wrapped() -> None:
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     (line,) = [line for line in text.splitlines() if "flashinfer_fa3" in line]
     assert "flashinfer is not installed (pip install flashinfer-python)" in line or "yes" in line.split("│")[4]
+    command = [sys.executable, "-m", "fastlayers_server.cli", "bench", "layer", "nothing"]
+    text = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+    assert len(text.splitlines()) == 1 and "fused_moe" in text and text.startswith("error: ")
 
 
 def test_doctor_flags_a_directory_of_tables_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
