@@ -6,6 +6,8 @@ helpers round in integer arithmetic. On hardware they are the plain cast.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -60,13 +62,18 @@ def to_e4m3(x):
         return tl.where(x == x, clamped, x).to(tl.float8e4nv)
 
 
+@lru_cache
+def _starts_early(device: torch.device) -> bool:
+    return (as_device(device).capability or (0, 0)) >= (9, 0)
+
+
 def dependent_launch(x: torch.Tensor) -> dict[str, bool]:
     """Return launch arguments with which a kernel may start before the kernels in front of it have ended.
 
     The kernel has a constexpr ``PDL`` and calls :func:`await_inputs`; without programmatic dependent launch (older
     GPUs, the interpreter) ``PDL`` is false and nothing changes.
     """
-    able = x.is_cuda and not env.triton_interpret() and (as_device(x.device).capability or (0, 0)) >= (9, 0)
+    able = x.is_cuda and not INTERPRET.value and _starts_early(x.device)
     return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
 
 

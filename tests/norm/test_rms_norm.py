@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import types
+from typing import Any
+
 import pytest
 import torch
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
@@ -10,7 +14,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
 import fastlayers as fl
 from fastlayers.errors import ArgumentError
-from fastlayers.norm.rms_norm.layer import RMSNorm, RMSNormConfig
+from fastlayers.norm.rms_norm.layer import RMS_NORM, RMSNorm, RMSNormConfig
 from fastlayers.weights import slots
 
 FAMILIES = {
@@ -123,3 +127,43 @@ def test_packages_refuse_what_they_round_or_read_otherwise() -> None:
     assert "97 values are not multiples of 16 bytes" in reasons(odd)["flashinfer"]
     wide = RMSNormConfig(64, rounding="one_plus", dtype=torch.float32)
     assert "dtype torch.float32 is not one of" in reasons(wide)["sgl_kernel"]
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "sgl_kernel"])
+@pytest.mark.parametrize("one_plus", [False, True])
+def test_package_backends_leave_their_inputs_alone(name: str, one_plus: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both packages played by torch: the norm alone writes to an output, the pair overwrites both of its inputs."""
+
+    def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (weight + one_plus)
+
+    def pair(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *_: Any, **__: Any) -> None:
+        residual.add_(x)
+        x.copy_(norm(residual, weight, eps))
+
+    def into(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, pdl: bool) -> None:
+        y.copy_(norm(x, weight, eps))
+
+    def plain(x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor, enable_pdl: bool) -> None:
+        into(out, x, weight, eps, enable_pdl)
+
+    prefix = "gemma_" if one_plus else ""
+    package = types.ModuleType(name)
+    if name == "flashinfer":
+        played: Any = {f"{prefix}rmsnorm": plain, f"{prefix}fused_add_rmsnorm": pair}
+        vars(package).update(played)
+    else:
+        played = {f"{prefix}rmsnorm": into, f"{prefix}fused_add_rmsnorm": pair}
+        ops = types.SimpleNamespace(**{key: types.SimpleNamespace(default=f) for key, f in played.items()})
+        monkeypatch.setattr(torch.ops, "sgl_kernel", ops, raising=False)
+    monkeypatch.setitem(sys.modules, name, package)
+    rounding = "one_plus" if one_plus else "scale_then_cast"
+    impl = RMS_NORM.named(name).load()(RMSNormConfig(16, 1e-6, rounding, torch.bfloat16))
+    x, residual, weight = torch.randn(3, 24)[:, :16], torch.randn(3, 16), torch.rand(16)
+    before = x.clone(), residual.clone()
+    y, none = impl(x, weight, None)
+    assert none is None and torch.allclose(y, norm(x, weight, 1e-6))
+    y, summed = impl(x, weight, residual)
+    assert torch.equal(summed, x + residual) and torch.allclose(y, norm(x + residual, weight, 1e-6))
+    assert torch.equal(x, before[0]) and torch.equal(residual, before[1])
+    assert impl(x[:0], weight, residual[:0])[0].shape == (0, 16)

@@ -1,7 +1,4 @@
-"""RMSNorm by FlashInfer's CUDA kernels (compiled at first use).
-
-The fused pair works in place, so both of its inputs are copied first.
-"""
+"""RMSNorm by FlashInfer's CUDA kernels (compiled at first use)."""
 
 from __future__ import annotations
 
@@ -9,34 +6,23 @@ import importlib
 
 import torch
 
+from fastlayers.norm.rms_norm.in_place import fake, normalise
 from fastlayers.norm.rms_norm.layer import RMSNormConfig
 from fastlayers.operators import operator
 
 
-def _fake(
-    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float, one_plus: bool
-) -> list[torch.Tensor]:
-    return [x.new_empty(x.shape) for _ in range(1 if residual is None else 2)]
-
-
-@operator("rms_norm_flashinfer(Tensor x, Tensor weight, Tensor? residual, float eps, bool one_plus) -> Tensor[]", _fake)
+@operator("rms_norm_flashinfer(Tensor x, Tensor weight, Tensor? residual, float eps, bool one_plus) -> Tensor[]", fake)
 def _rms_norm(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float, one_plus: bool
 ) -> list[torch.Tensor]:
-    flashinfer = importlib.import_module("flashinfer")
-    rows = x.reshape(-1, x.shape[-1])
-    if residual is None:
-        y = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        if rows.shape[0]:
-            plain = flashinfer.gemma_rmsnorm if one_plus else flashinfer.rmsnorm
-            plain(rows, weight, eps, out=y, enable_pdl=False)
-        return [y.view(x.shape)]
-    y = rows.clone(memory_format=torch.contiguous_format)
-    summed = residual.reshape(rows.shape).clone(memory_format=torch.contiguous_format)
-    if rows.shape[0]:
-        fused = flashinfer.gemma_fused_add_rmsnorm if one_plus else flashinfer.fused_add_rmsnorm
-        fused(y, summed, weight, eps, enable_pdl=False)
-    return [y.view(x.shape), summed.view(x.shape)]
+    package = importlib.import_module("flashinfer")
+    plain = package.gemma_rmsnorm if one_plus else package.rmsnorm
+    fused = package.gemma_fused_add_rmsnorm if one_plus else package.fused_add_rmsnorm
+    return normalise(
+        x, residual,
+        lambda y, rows: plain(rows, weight, eps, out=y, enable_pdl=False),
+        lambda y, summed: fused(y, summed, weight, eps, enable_pdl=False),
+    )  # fmt: skip
 
 
 class FlashInferRMSNorm:

@@ -1,7 +1,6 @@
 """RMSNorm by sgl_kernel's compiled operators.
 
-Called through ``torch.ops``: the package's Python wrappers hand over to FlashInfer where that is installed. The
-fused pair works in place, so both of its inputs are copied first.
+Called through ``torch.ops``: the package's Python wrappers hand over to FlashInfer where that is installed.
 """
 
 from __future__ import annotations
@@ -10,34 +9,23 @@ import importlib
 
 import torch
 
+from fastlayers.norm.rms_norm.in_place import fake, normalise
 from fastlayers.norm.rms_norm.layer import RMSNormConfig
 from fastlayers.operators import operator
 
 
-def _fake(
-    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float, one_plus: bool
-) -> list[torch.Tensor]:
-    return [x.new_empty(x.shape) for _ in range(1 if residual is None else 2)]
-
-
-@operator("rms_norm_sgl_kernel(Tensor x, Tensor weight, Tensor? residual, float eps, bool one_plus) -> Tensor[]", _fake)
+@operator("rms_norm_sgl_kernel(Tensor x, Tensor weight, Tensor? residual, float eps, bool one_plus) -> Tensor[]", fake)
 def _rms_norm(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float, one_plus: bool
 ) -> list[torch.Tensor]:
     ops = torch.ops.sgl_kernel
-    rows = x.reshape(-1, x.shape[-1])
-    if residual is None:
-        y = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        if rows.shape[0]:
-            plain = ops.gemma_rmsnorm if one_plus else ops.rmsnorm
-            plain.default(y, rows, weight, eps, False)
-        return [y.view(x.shape)]
-    y = rows.clone(memory_format=torch.contiguous_format)
-    summed = residual.reshape(rows.shape).clone(memory_format=torch.contiguous_format)
-    if rows.shape[0]:
-        fused = ops.gemma_fused_add_rmsnorm if one_plus else ops.fused_add_rmsnorm
-        fused.default(y, summed, weight, eps, False)
-    return [y.view(x.shape), summed.view(x.shape)]
+    plain = ops.gemma_rmsnorm if one_plus else ops.rmsnorm
+    fused = ops.gemma_fused_add_rmsnorm if one_plus else ops.fused_add_rmsnorm
+    return normalise(
+        x, residual,
+        lambda y, rows: plain.default(y, rows, weight, eps, False),
+        lambda y, summed: fused.default(y, summed, weight, eps, False),
+    )  # fmt: skip
 
 
 class SglKernelRMSNorm:
