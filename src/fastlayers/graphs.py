@@ -119,6 +119,21 @@ def _cuda_device(device: torch.device | str | int | None) -> torch.device:
     return found
 
 
+@contextmanager
+def _own_cublas_workspaces() -> Iterator[None]:
+    """Have the capture inside take cuBLAS's workspace from its own pool, and nobody else use that afterwards.
+
+    torch keeps one workspace for each stream. One that the warm-up took from the general pool would be written by every
+    replay, though anyone may free it: inductor frees all of them whenever it records a graph. One that a capture takes
+    is kept by the pool for as long as its graphs live.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
+
+
 class CudaRuntime:
     """CUDA graphs by torch, all in one memory pool and captured on one stream.
 
@@ -154,7 +169,10 @@ class CudaRuntime:
             before = torch.cuda.current_stream()
             try:
                 # thread_local: what other threads do (pinned copies, allocations) is no part of this capture.
-                with torch.cuda.graph(graph, self._pool, self.stream, capture_error_mode="thread_local"):
+                with (
+                    _own_cublas_workspaces(),
+                    torch.cuda.graph(graph, self._pool, self.stream, capture_error_mode="thread_local"),
+                ):
                     outputs = fn()
             except BaseException:
                 torch.cuda.set_stream(before)

@@ -270,3 +270,16 @@ def test_gpu_triton_compile_inside_a_capture_is_an_error() -> None:
     with pytest.raises(CaptureError, match=r"RMSNorm: .*would be compiled inside the capture"):
         graphs.capture("fresh", lambda: Fresh()(x))
     assert "fresh" not in graphs
+
+
+@pytest.mark.gpu
+def test_gpu_workspaces_that_others_free_are_not_written_by_a_replay() -> None:
+    x, w = (torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for shape in ((16, 16384), (16384, 2048)))
+    graphs = CudaGraphs()
+    graphs.capture("product", lambda: x @ w)  # few rows, long sums: cuBLAS adds up parts in its workspace
+    torch._C._cuda_clearCublasWorkspaces()  # as inductor does when it records a graph of its own
+    with torch.cuda.stream(graphs.runtime.stream):  # type: ignore[attr-defined]
+        others = [torch.zeros(size << 20, dtype=torch.uint8, device="cuda") for size in (1, 4, 8, 24, 32, 32, 33)]
+    torch.cuda.synchronize()
+    torch.testing.assert_close(graphs.replay("product"), x @ w)
+    assert not any(other.any() for other in others)
