@@ -268,6 +268,17 @@ def test_what_cannot_be_tuned_says_so(tmp_path: Path, monkeypatch: pytest.Monkey
         tune_shape(Bench("fp8_linear", CFG, CPU, HostClock()), (1,), tmp_path, command="x")
 
 
+def test_a_shape_whose_every_option_fails_its_check_says_why(fast: Backend, tmp_path: Path) -> None:
+    bench = Bench("fp8_linear", CFG, CPU, KnownClock(TIMES))
+
+    def fail(option: Option, case: object = None) -> float:
+        raise RuntimeError(f"no luck with {option.backend}")
+
+    bench.check = fail  # type: ignore[method-assign]
+    with pytest.raises(TuneError, match=r"nothing ran and agreed.*fast: RuntimeError: no luck with fast"):
+        tune_shape(bench, (1,), tmp_path, command="x")
+
+
 def test_many_candidates_are_thinned_and_the_rules_own_stays(fast: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Fast, "candidates", staticmethod(lambda cfg, tokens: [{"BLOCK": n} for n in range(100)]))
     blocks = [dict(option.config).get("BLOCK") for option in Bench("fp8_linear", CFG, CPU, HostClock()).options(1)]

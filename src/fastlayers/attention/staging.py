@@ -24,7 +24,7 @@ class Staging:
             if buffer.numel() >= size and copied.query():
                 del self._busy[index]
                 return buffer
-        return torch.empty(max(size, self._size), dtype=torch.uint8, pin_memory=self._pinned)
+        return torch.empty(max(size, self._size), dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
 
     def give(self, buffer: torch.Tensor) -> None:
         """Give a buffer back, after the copies from it were queued on the current stream."""

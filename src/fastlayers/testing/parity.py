@@ -7,7 +7,7 @@ must come back unchanged, and a second run must give the same bits.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -51,7 +51,12 @@ def _clone_strided(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_parity(
-    layer: str, backend: str | Backend, case: str | Case, device: Any = "cpu", seed: int = 0
+    layer: str,
+    backend: str | Backend,
+    case: str | Case,
+    device: Any = "cpu",
+    seed: int = 0,
+    draw: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> dict[str, float]:
     """Run one backend on one case and compare it with the layer's reference.
 
@@ -64,6 +69,8 @@ def check_parity(
     case : str or Case
     device : torch device
     seed : int
+    draw : callable
+        Gives the context in which inputs are drawn, and nothing else runs.
 
     Returns
     -------
@@ -82,7 +89,8 @@ def check_parity(
     row = table.named(backend) if isinstance(backend, str) else backend
     refuse_to_skip(layer, row, case, device)
     with torch.inference_mode():
-        inputs = spec.make_inputs(case, device, seed)
+        with draw():
+            inputs = spec.make_inputs(case, device, seed)
         expected = _evaluate(spec, _oracle(spec, table, row), case, _clone(inputs))
         where = f"{layer}/{row.name}/{case.name} on {device}"
         given = _clone(inputs)

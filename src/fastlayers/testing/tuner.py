@@ -184,8 +184,8 @@ class Bench:
         """
         if option not in self._checked:
             small = case if case is not None else case_at(self.layer, self.cfg, PARITY_TOKENS, context=129)
-            with drawn_on(self.place):
-                errors = check_parity(self.layer, self.row(option), small, self.place)
+            draw = partial(drawn_on, self.place)
+            errors = check_parity(self.layer, self.row(option), small, self.place, draw=draw)
             self._checked[option] = max(errors.values(), default=0.0)
         return self._checked[option]
 
@@ -381,6 +381,9 @@ def _checked_ladder(bench: Bench, samples: list[Sample], able: list[Backend]) ->
     layouts, rank = {b.name: b.weight_layout for b in able}, [b.name for b in able]
     while True:
         left = [s for s in samples if s.option not in bench.failed]
+        if not left:
+            reasons = "; ".join(sorted({f"{option}: {why}" for option, why in bench.failed.items()}))
+            raise TuneError(f"{bench.layer} {bench.cfg}: nothing ran and agreed with the reference: {reasons}")
         steps = choose_ladder(left, layouts, rank)
         errors: dict[Option, float] = {}
         for step in steps:
