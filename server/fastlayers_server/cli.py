@@ -430,7 +430,7 @@ def cache_import(
         out.print(f"taken: {', '.join(taken) or 'nothing'}", markup=False, highlight=False)
 
 
-tune_command.register(app, out, err, _device, _print_json)
+tune_command.register(app, out, err, _device, _dtype, _print_json)
 bench_command.register(app, out, err, _device, _dtype)
 
 

@@ -130,13 +130,18 @@ class LayerShape:
 
 
 def shapes_of(
-    config: Mapping[str, Any], tp: int = 1, *, ep: int = 1, dtype: torch.dtype = torch.bfloat16
+    config: Mapping[str, Any],
+    tp: int = 1,
+    *,
+    ep: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | None = None,
 ) -> list[LayerShape]:
     """Return the layer configurations that a model constructs on one rank of ``tp``, the most frequent first.
 
     The model is constructed on the meta device: what it would run is asked of itself.
     """
-    model = meta_model(config, tp, ep=ep, dtype=dtype)
+    model = meta_model(config, tp, ep=ep, dtype=dtype, kv_dtype=kv_dtype)
     found: dict[tuple[str, Any], int] = {}
     for module in model.modules():
         for choice in choices_of(module):
@@ -145,10 +150,17 @@ def shapes_of(
     return sorted(rows, key=lambda row: -row.count)
 
 
-def meta_model(config: Mapping[str, Any], tp: int = 1, *, ep: int = 1, dtype: torch.dtype = torch.bfloat16) -> Any:
+def meta_model(
+    config: Mapping[str, Any],
+    tp: int = 1,
+    *,
+    ep: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | None = None,
+) -> Any:
     """Return the model of a ``config.json`` on the meta device, as rank 0 of ``tp`` ranks constructs it."""
     from fastlayers_models.auto import family_of
 
     family: Any = family_of(config)
     parallel = ParallelSpec.grid(tp, 0, ep=ep)
-    return family(family.config_class.from_hf(config), parallel=parallel, device="meta", dtype=dtype)
+    return family(family.config_class.from_hf(config), parallel=parallel, device="meta", dtype=dtype, kv_dtype=kv_dtype)

@@ -44,12 +44,12 @@ class Outcome:
     failed: Mapping[str, str] = field(default_factory=dict)
 
 
-def jobs_of_models(models: Sequence[str], tp: int, ep: int, layers: Sequence[str]) -> list[Job]:
+def jobs_of_models(models: Sequence[str], tp: int, ep: int, layers: Sequence[str], kv_dtype: Any = None) -> list[Job]:
     """Return the shapes of models on one rank of ``tp``; ``layers`` restricts them (empty: all that are tuned)."""
     from fastlayers_server.known_models import config_of, shapes_of
 
     found: dict[tuple[str, str], Job] = {}
-    for shape in (shape for name in models for shape in shapes_of(config_of(name), tp, ep=ep)):
+    for shape in (shape for name in models for shape in shapes_of(config_of(name), tp, ep=ep, kv_dtype=kv_dtype)):
         for cfg in _contexts(shape.cfg):
             key = tuning.key_of(cfg)
             if key is not None and (not layers or shape.layer in layers):
@@ -185,7 +185,7 @@ def _ladder(path: Path, layer: str, device: Any) -> str:
     return ", ".join(words)
 
 
-def register(app: typer.Typer, out: Console, err: Console, device_of: Any, print_json: Any) -> None:
+def register(app: typer.Typer, out: Console, err: Console, device_of: Any, dtype_of: Any, print_json: Any) -> None:
     """Add the command to the command line."""
 
     @app.command("tune")
@@ -200,6 +200,7 @@ def register(app: typer.Typer, out: Console, err: Console, device_of: Any, print
         ] = None,
         tp: Annotated[int, typer.Option(min=1, help="Ranks of the model.")] = 1,
         ep: Annotated[int, typer.Option(min=1, help="Ranks that split the experts.")] = 1,
+        kv_dtype: Annotated[str, typer.Option(help="A model's cache: bf16, fp16, fp32, e4m3; default: bf16.")] = "",
         tokens: Annotated[str, typer.Option(help="Token counts (attention: requests); default: 1 to 8192.")] = "",
         folder: Annotated[
             str, typer.Option("--out", help=f"Directory of the tables; default: {env.TUNED_DIR}, or the library's own.")
@@ -224,7 +225,10 @@ def register(app: typer.Typer, out: Console, err: Console, device_of: Any, print
             raise ArgumentError("tune", "--shape", repr(shape[0]), "models, or shapes of one --layer")
         if not models and len(names) != 1:
             raise ArgumentError("tune", "--layer", repr(names), "models, or exactly one --layer")
-        jobs = jobs_of_models(models, tp, ep, names) if models else jobs_of_shapes(names[0], shape or [])
+        cache = dtype_of(kv_dtype, "--kv-dtype") if kv_dtype else None
+        if cache is not None and not models:
+            raise ArgumentError("tune", "--kv-dtype", repr(kv_dtype), "a model; in a shape: kv_dtype=float8_e4m3fn")
+        jobs = jobs_of_models(models, tp, ep, names, cache) if models else jobs_of_shapes(names[0], shape or [])
         if not jobs:
             raise FastlayersError(f"tune: {', '.join(models or [])}: no layer that is tuned")
         counts, limits = parse_tokens(tokens), {"force": force, "quick": quick, "seconds": seconds}

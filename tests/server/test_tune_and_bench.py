@@ -79,6 +79,13 @@ def test_experts_come_first_and_decode_has_every_context() -> None:
     assert [job.cfg.quant for job in oss if job.layer == "fused_moe"] == ["mxfp4"]
 
 
+def test_a_cache_in_eight_bits_has_shapes_of_its_own() -> None:
+    jobs = jobs_of_models(["deepseek-ai/DeepSeek-V3"], 8, 1, ["mla"], torch.float8_e4m3fn)
+    assert {job.cfg.kv_dtype for job in jobs if job.cfg.phase == "decode"} == {torch.float8_e4m3fn}
+    refused = CliRunner().invoke(app, ["tune", "--layer", "mla", "--kv-dtype", "e4m3", "--dry-run"])
+    assert "a model; in a shape: kv_dtype=float8_e4m3fn" in str(refused.exception or refused.output)
+
+
 def test_ranks_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ArgumentError, match="multiple of 128"):
         jobs_of_models(["Qwen/Qwen3-30B-A3B-FP8"], 8, 1, [])
