@@ -360,3 +360,30 @@ def test_compiled_decode_has_no_graph_break(kind: str) -> None:
         wanted = model(ids[:, end - 1 : end], past_key_values=twin, use_cache=True).logits
         given = step(ids[:, end - 1 : end], past_key_values=cache, use_cache=True).logits
         assert close(given, wanted)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("where", ["all", "copy", "load"])
+def test_copies_made_in_inference_mode_run_outside_as_stock_ones_do(name: str, where: str) -> None:
+    """Copies of a stock model that are made in inference mode run under ``no_grad``, and so do unpatched ones."""
+    model = build(name)
+    stock = logits(model)
+    if where == "load":
+        with torch.inference_mode():
+            model = copy.deepcopy(model)
+        assert all(p.is_inference() for p in model.parameters())
+    fl.patch(model)
+    wanted = logits(model)
+    with torch.inference_mode(where != "load"):
+        other = copy.deepcopy(model)
+    with torch.no_grad():
+        assert all_packed(other)
+        assert torch.equal(other(**prompt(2, 40, pads=(0, 6))).logits, wanted)
+    with torch.inference_mode(where == "all"):
+        fl.unpatch(other)
+    with torch.no_grad():
+        assert torch.equal(other(**prompt(2, 40, pads=(0, 6))).logits, stock)
+    assert torch.equal(logits(model), wanted)
+    fl.unpatch(model)
+    with torch.no_grad():
+        assert torch.equal(model(**prompt(2, 40, pads=(0, 6))).logits, stock)

@@ -7,6 +7,8 @@ and has no ``__init__`` of its own. All that we keep on a module are attributes 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any, cast
 
@@ -22,6 +24,10 @@ def count(counter: torch.Tensor) -> None:
     """Add one to ``counter``: the compiler sees the operator, eager code adds without its overhead."""
     if torch.compiler.is_compiling():
         count_operator(counter)
+    elif counter.is_inference():
+        # A copy that was made in inference mode; its counters may not be written outside that mode.
+        with torch.inference_mode():
+            counter.add_(1)
     else:
         counter.add_(1)
 
@@ -82,6 +88,13 @@ class FastModule:
 def wants_grad(module: Any, x: torch.Tensor) -> bool:
     """Return whether autograd would record this call."""
     return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in module.parameters()))
+
+
+@contextmanager
+def storage_mode(parameter: torch.Tensor) -> Iterator[None]:
+    """Make tensors that may become ``parameter.data``: inference tensors if it is one, else ordinary ones."""
+    with torch.no_grad(), torch.inference_mode(parameter.is_inference()):
+        yield
 
 
 @functools.cache

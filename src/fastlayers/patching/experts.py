@@ -22,7 +22,7 @@ from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
 from fastlayers import env
 from fastlayers.moe.fused_moe.layer import FUSED_MOE, FusedMoEConfig
 from fastlayers.moe.fused_moe.weights import GROUP, MoEWeights, activate
-from fastlayers.patching.classes import PREFIX, count, new_counters, wants_grad
+from fastlayers.patching.classes import PREFIX, count, new_counters, storage_mode, wants_grad
 from fastlayers.registry import Ladder
 
 NAME = "fastlayers"
@@ -120,7 +120,7 @@ def prepare(module: Any, backend: str, previous: str | None) -> int:
     moved = 0
     for weight in (module.gate_up_proj, module.down_proj):
         moved += weight.numel() * weight.element_size()
-        with torch.no_grad(), torch.inference_mode(False):
+        with storage_mode(weight):
             weight.data = weight.data.mT.contiguous().mT
     return moved
 
@@ -133,7 +133,7 @@ def restore(module: Any) -> None:
     for name in ("gate_up_proj", "down_proj"):
         weight = getattr(module, name)
         if not weight.is_contiguous():
-            with torch.no_grad(), torch.inference_mode(False):
+            with storage_mode(weight):
                 weight.data = weight.data.contiguous()
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fastlayers.patching.classes import FastModule
+from fastlayers.patching.classes import FastModule, storage_mode
 
 
 def plain(linear: Any) -> bool:
@@ -38,11 +38,12 @@ def packable(linears: Sequence[Any]) -> bool:
         and len({w.shape[1] for w in weights}) == 1
         and len({id(w) for w in weights}) == len(weights)
         and len({linear.bias is None for linear in linears}) == 1
+        and len({p.is_inference() for linear in linears for p in linear.parameters()}) == 1
     )
 
 
 def _join(parameters: list[nn.Parameter]) -> torch.Tensor:
-    with torch.no_grad(), torch.inference_mode(False):
+    with storage_mode(parameters[0]):
         joined = torch.cat([parameter.detach() for parameter in parameters])
         start = 0
         for parameter in parameters:
@@ -52,7 +53,7 @@ def _join(parameters: list[nn.Parameter]) -> torch.Tensor:
 
 
 def _separate(parameter: Any) -> None:
-    with torch.no_grad(), torch.inference_mode(False):
+    with storage_mode(parameter):
         parameter.data = parameter.detach().clone()
 
 
