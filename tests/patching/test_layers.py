@@ -218,7 +218,10 @@ def test_gpt_oss_attention_in_bf16_is_as_good_as_stock() -> None:
     for kind in ("bool", "float"):
         mask = masks("float", 3, 43)
         assert mask is not None
-        given_mask = masks("bool", 3, 43) if kind == "bool" else mask.clamp_min(torch.finfo(torch.bfloat16).min)
+        seen = masks("bool", 3, 43)
+        assert seen is not None
+        # Under eager attention the masks that are made here are int8.
+        given_mask = seen.view(torch.int8) if kind == "bool" else mask.clamp_min(torch.finfo(torch.bfloat16).min)
         wanted = attention_call(exact, 3, 0, causal_rows(mask))
         results = [attention_call(m, 3, 0, causal_rows(k)) for m, k in ((stock, mask.bfloat16()), (fast, given_mask))]
         errors = [float((r.float() - wanted).norm() / wanted.norm()) for r in results]
@@ -242,6 +245,7 @@ def test_grouped_attention_honours_any_mask(name: str, queries: int, kind: str) 
     if stock.config._attn_implementation == "eager" and (mask is None or mask.dtype == torch.bool):
         seen = gqa.causal(queries, queries, torch.device("cpu")) if mask is None else mask
         plain = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+        mask = None if mask is None else mask.view(torch.int8)
     if cached:
         first = torch.zeros(1, 1, cached, cached).masked_fill(~gqa.causal(cached, cached, torch.device("cpu")), -1e30)
     wanted, given = (
@@ -249,6 +253,41 @@ def test_grouped_attention_honours_any_mask(name: str, queries: int, kind: str) 
         for model, m in ((stock, plain if cached or queries > 1 else None), (fast, mask))
     )
     assert close(given, wanted, 1e-5)
+
+
+@pytest.mark.parametrize("way", ["fast", "excluded", "weights", "gradients"])
+@pytest.mark.parametrize("attn", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["v3", "v2", *GQA])
+def test_a_bool_mask_of_the_caller_means_what_it_means_to_stock(name: str, attn: str, way: str) -> None:
+    if name == "gpt_oss" and attn == "sdpa":
+        pytest.skip("transformers has no sdpa for GPT-OSS")
+    # A window's cache is shorter than one mask for all layers.
+    stock = build(name, attn=attn, **({"sliding_window": 64} if name in ("qwen2", "gpt_oss") else {}))
+    fast = copy.deepcopy(stock)
+    report = fl.patch(fast, exclude="model.layers.0.self_attn" if way == "excluded" else None)
+    options = {"output_attentions": True} if way == "weights" else {}
+    ids, seen = prompt(2, 41)["input_ids"], masks("bool", 41, 41)
+    assert seen is not None
+    found = []
+    for model in (stock, fast):
+        with torch.set_grad_enabled(way == "gradients"):
+            out = model(ids[:, :40], attention_mask=seen[..., :40, :40], use_cache=True, **options)
+            last = model(ids[:, 40:], attention_mask=seen[..., 40:, :], past_key_values=out.past_key_values, **options)
+            found.append(torch.cat((out.logits, last.logits), 1).detach())
+    rows = seen.any(-1)[:, 0]
+    assert bool((~rows).any()) and close(found[1][rows], found[0][rows], 1e-5)
+    if attn == "eager":
+        assert not close(found[0][rows], seen_only(stock, ids, seen)[rows], 1e-2), "eager adds 0 and 1"
+    runs = way in ("fast", "excluded") or (way, attn) == ("weights", "sdpa")
+    assert report.hits()["model.layers.1.self_attn"] == (2 if runs else 0)
+
+
+def seen_only(model: Any, ids: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Logits where True means seen."""
+    mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    with torch.no_grad():
+        logits: torch.Tensor = model(ids, attention_mask=mask).logits
+    return logits
 
 
 @pytest.mark.parametrize(

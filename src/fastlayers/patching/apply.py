@@ -216,12 +216,10 @@ def _use_attention_registry(model: nn.Module, steps: list[Step], log: RollbackLo
     """Set the attention implementation of each model with patched attention, where a plain one ran so far."""
     for owner, layers in _attention_owners(model):
         previous = owner.config._attn_implementation
-        if previous not in (None, *gqa.REPLACED) or not any(step.module in layers and step.applies for step in steps):
+        if previous not in (None, *gqa.NAMES) or not any(step.module in layers and step.applies for step in steps):
             continue
-        for layer in layers:
-            layer._fl_attention = previous or "sdpa"
         log.add(partial(owner.set_attn_implementation, previous or "sdpa"))
-        owner.set_attn_implementation(gqa.NAME)
+        owner.set_attn_implementation(gqa.NAMES[previous or "sdpa"])
 
 
 def _attention_owners(model: nn.Module) -> list[tuple[Any, list[Any]]]:
@@ -237,6 +235,14 @@ def _attention_owners(model: nn.Module) -> list[tuple[Any, list[Any]]]:
         if isinstance(module, PreTrainedModel) and id(module.config) in layers:
             found.append((module, layers.pop(id(module.config))))
     return found
+
+
+def _restore_attention(model: nn.Module) -> None:
+    """Give models with patched attention the implementation that they had."""
+    for owner, _ in _attention_owners(model):
+        previous = gqa.BEFORE.get(owner.config._attn_implementation)
+        if previous is not None:
+            owner.set_attn_implementation(previous)
 
 
 def _implementation(module: nn.Module) -> str:
@@ -275,9 +281,7 @@ def _no_continuous_batching(root: Any, name: str, *args: Any, **kwargs: Any) -> 
 
 def _stock_continuous_batching(root: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     """Continuous batching chooses a paged variant of the implementation that it finds: the one before the patch."""
-    for owner, layers in _attention_owners(root):
-        if owner.config._attn_implementation == gqa.NAME:
-            owner.set_attn_implementation(layers[0]._fl_attention)
+    _restore_attention(root)
     return getattr(type(root), name)(root, *args, **kwargs)
 
 
@@ -305,9 +309,7 @@ def unpatch(model: nn.Module) -> None:
             held = root.__dict__.get(name)
             if isinstance(held, partial) and held.func in (_no_continuous_batching, _stock_continuous_batching):
                 del root.__dict__[name]
-    for owner, layers in _attention_owners(model):
-        if owner.config._attn_implementation == gqa.NAME:
-            owner.set_attn_implementation(layers[0]._fl_attention)
+    _restore_attention(model)
     for module in list(model.modules()):
         if is_patched(module):
             unswap(module)

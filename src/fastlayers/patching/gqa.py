@@ -4,9 +4,13 @@
     o = softmax(q·k · scale | mask | sink) v        a sink is one more logit of its head, without a value
 
 Two parts. The class swap packs q, k and v into one product and turns q and k together. The attention itself goes
-through Hugging Face's registries under the name "fastlayers": with the mask of its sdpa, ``None`` (causal) or bool,
-and never with a copy of keys and values per query head. One query a row is folded: its group becomes the queries of
-a key head. Without sinks and softcap torch's fused kernel runs, with them plain products in fp32.
+through Hugging Face's registries, under one name for models that ran sdpa and one for those that ran eager: with the
+mask of sdpa, ``None`` (causal) or bool, and never with a copy of keys and values per query head. One query a row is
+folded: its group becomes the queries of a key head. Without sinks and softcap torch's fused kernel runs, with them
+plain products in fp32.
+
+A bool mask that the caller made means what it meant before: True is seen under sdpa, while eager attention adds 0 and
+1 to the scores. So that the two are told apart under eager, the masks that are made here are int8 there.
 """
 
 from __future__ import annotations
@@ -32,9 +36,9 @@ from fastlayers.patching.matching import foreign_hooks
 from fastlayers.patching.packing import PackedModule
 from fastlayers.patching.paged import active_step
 
-NAME = "fastlayers"
-# What ran before and may be replaced; flash, flex and paged implementations stay.
-REPLACED = ("eager", "sdpa")
+# What ran before and may be replaced, and the name that ours has then; flash, flex and paged implementations stay.
+NAMES = {"sdpa": "fastlayers", "eager": "fastlayers_eager"}
+BEFORE = {name: previous for previous, name in NAMES.items()}
 Output = tuple[torch.Tensor, torch.Tensor | None]
 # Keyword arguments of the original's forward that change what is computed.
 _FOREIGN = ("cache", "is_causal", "position_bias")
@@ -151,12 +155,37 @@ def attention_forward(
     if not ours or _weights_asked(module, kwargs):
         return _stock(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attend(query, key, value, attention_mask, scale, kwargs.get("s_aux"), kwargs.get("softcap")), None
+    mask = seen_or_added(attention_mask, _ran_eager(module), query.dtype)
+    return attend(query, key, value, mask, scale, kwargs.get("s_aux"), kwargs.get("softcap")), None
+
+
+def seen_or_added(mask: torch.Tensor | None, eager: bool, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return ``mask`` as the fast path reads it, bool (True: seen) or added to the scores.
+
+    ``eager``: whether attention was eager, which adds whatever the caller gives.
+    """
+    if mask is None or not eager:
+        return mask
+    if mask.dtype == torch.int8:
+        return mask.view(torch.bool)
+    return mask.to(dtype) if mask.dtype == torch.bool else mask
+
+
+def _made_for_eager(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """Return the mask that Hugging Face makes for sdpa, as int8: bool masks are the caller's."""
+    mask: torch.Tensor | None = sdpa_mask(*args, **kwargs)
+    return None if mask is None else mask.view(torch.int8)
+
+
+def _ran_eager(module: Any) -> bool:
+    """Return whether the attention of ``module`` is eager, or was before the patch."""
+    name: str = module.config._attn_implementation
+    return BEFORE.get(name, name) == "eager"
 
 
 def _weights_asked(module: Any, extra: dict[str, Any]) -> bool:
     """Return whether attention weights are to be recorded, which only eager attention has."""
-    if module._fl_attention != "eager":
+    if not _ran_eager(module):
         return False
     return bool(extra.get("output_attentions") or getattr(module.config, "output_attentions", False))
 
@@ -167,8 +196,9 @@ def _stock(
     """Run what ran before the patch."""
     origin = type(module)._fl_origin[0] if isinstance(module, FastGQA) else type(module)
     eager = getattr(sys.modules[origin.__module__], "eager_attention_forward", None)
-    previous = getattr(module, "_fl_attention", None) or ("sdpa" if kwargs.get("s_aux") is None else "eager")
-    if previous != "eager" or eager is None:
+    was_eager = _ran_eager(module)
+    mask = seen_or_added(mask, was_eager, query.dtype)
+    if eager is None or not (was_eager or kwargs.get("s_aux") is not None):
         found: Output = sdpa_attention_forward(module, query, key, value, mask, **kwargs)
         return found
     if mask is None and query.shape[2] > 1:
@@ -182,8 +212,6 @@ def _stock(
 class FastGQA(PackedModule):
     """Attention whose q, k and v are one product; families add what their forward passes on."""
 
-    # What ran before: set by patch if the model's implementation was changed.
-    _fl_attention: str | None = None
     _fl_origin: tuple[type, type]
     training: bool
     config: Any
@@ -341,10 +369,11 @@ def _turn(x: torch.Tensor, position: Any) -> torch.Tensor:
 
 
 def register() -> None:
-    """Make the name known to both registries; done when this module is imported."""
-    AttentionInterface.register(NAME, attention_forward)
-    # Without it masks would be None, and padding silently ignored.
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    """Make the names known to both registries; done when this module is imported."""
+    # Without a function for masks they would be None, and padding silently ignored.
+    for previous, make_mask in (("sdpa", sdpa_mask), ("eager", _made_for_eager)):
+        AttentionInterface.register(NAMES[previous], attention_forward)
+        AttentionMaskInterface.register(NAMES[previous], make_mask)
 
 
 register()

@@ -8,7 +8,7 @@
     absorbed   q' = (Wk^T q_nope, q_rope) [L+R];  o = Wv · (softmax(q' · row) · row[:L])     few queries, long cache
 
 The cheaper one by operations is taken; the decision depends on shapes only. The mask that Hugging Face passes is
-honoured as it is: ``None``, bool (True: seen) or additive.
+honoured as it is: ``None``, bool (True: seen) or additive; under eager attention, which adds 0 and 1, bool is additive.
 """
 
 from __future__ import annotations
@@ -183,6 +183,8 @@ class FastMLA(PackedModule):
         self, hidden_states: torch.Tensor, position: Any, mask: torch.Tensor | None, cache: Any, extra: dict[str, Any]
     ) -> tuple[torch.Tensor, None]:
         count(self._fl_hits)
+        if mask is not None and mask.dtype == torch.bool and self.config._attn_implementation == "eager":
+            mask = mask.to(hidden_states.dtype)
         batch, queries = hidden_states.shape[:2]
         q, latent, k_rope = self._fl_project(hidden_states)
         q_nope, q_rope = q.transpose(1, 2).split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
