@@ -29,6 +29,9 @@ from fastlayers.testing.timing import Clock, clock_for
 from fastlayers.testing.tuner import Bench
 from fastlayers_server.known_models import KNOWN, shapes_of
 
+sys.path.insert(0, str(Path(__file__).parent))
+from peers import peers
+
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "performance"
 TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -188,7 +191,8 @@ def measure(items: list[Item], record: Record, clock: Clock, place: torch.device
     for index, (item, key, count, context) in enumerate(missing):
         if time.monotonic() > until:
             return len(missing) - index
-        bench = benches.setdefault(id(item), Bench(item.layer, item.cfg, place, clock))
+        other = peers(item.layer, item.cfg)
+        bench = benches.setdefault(id(item), Bench(item.layer, item.cfg, place, clock, peers=other))
         begin = time.monotonic()
         found = rows_of(bench, case_at(item.layer, item.cfg, count, context), count, rounds=15)
         failed = {str(option): why for option, why in bench.failed.items()}

@@ -26,6 +26,8 @@ PLOTS = ROOT / "docs" / "plots"
 # "Never slower" is a median of at most this times the other's.
 NEVER_SLOWER = 1.03
 OURS = ("triton",)
+# The pipeline that target 2 names and that is no backend (benchmarks/peers.py).
+PEER = "sglang"
 DEVICE = "H200"
 Row = dict[str, Any]
 MISSING = "not measured yet"
@@ -77,6 +79,23 @@ def never_slower(part: str, keep: Callable[[Row], bool] = lambda row: True) -> s
     place = f"{shape['layer']}, {shape['model']}, T={shape['tokens']}"
     median = statistics.median(found.values())
     return f"{good} of {len(found)} points; median {median:.2f} ×, worst {found[worst]:.2f} × ({place})"
+
+
+def compared(part: str) -> str:
+    """Return at how many points of a part another project's pipeline (no backend) was timed as well."""
+    found = points(read(part))
+    names = {row["backend"] for rows in found.values() for row in rows if row.get("peer")}
+    if not names:
+        failed = [row["failed"][PEER] for rows in found.values() for row in rows if PEER in row.get("failed", {})]
+        return f"{PEER} not compared: {failed[0]}" if failed else f"{PEER} not installed: not compared"
+    counts = [(name, sum(any(r["backend"] == name for r in rows) for rows in found.values())) for name in sorted(names)]
+    return "; ".join(f"{name} timed at {count} of {len(found)} points" for name, count in counts)
+
+
+def experts() -> str:
+    """Return target 2's verdict: against the other backends and, where it was installed, sglang's pipeline."""
+    found = never_slower("fused_moe")
+    return found if found == MISSING else f"{found}; {compared('fused_moe')}"
 
 
 def best_tflops() -> str:
@@ -144,7 +163,7 @@ def targets() -> str:
         ("1", "fp8_linear, weights of DeepSeek-V3 and Qwen3-30B-A3B", "never slower than the best peer",
          never_slower("fp8_linear")),
         ("", "fp8_linear, 36864×7168, M = 4096", "≥ 1,250 TFLOP/s", best_tflops()),
-        ("2", "fused_moe, whole layer", "never slower", never_slower("fused_moe")),
+        ("2", "fused_moe, whole layer", "never slower", experts()),
         ("3", "MLA decode and ragged prefill", "never slower", never_slower("mla")),
         ("", "GQA decode and prefill, with and without sinks", "never slower", never_slower("gqa")),
         ("4", "small operators", "never slower", never_slower("small_ops")),
@@ -199,6 +218,8 @@ def layer_table(part: str) -> str:
             f"{own['of_memory']:.0%}", f"{own['error']:.1g}",
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
+    if part == "fused_moe":
+        lines += ["", f"Peers that are no backends: {compared(part)}."]
     drawn = sorted(name for name in plots() if name.startswith(f"{part}_") and name != f"{part}_roofline.svg")
     links = ", ".join(f"[{name.removeprefix(f'{part}_').removesuffix('.svg')}](plots/{name})" for name in drawn)
     lines += ["", f"![Roofline of {part}](plots/{part}_roofline.svg)", "", f"µs over tokens, per backend: {links}"]

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,8 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from fastlayers.testing.sweep import parse_shape
+from fastlayers.registry import registry
+from fastlayers.testing.bench import auto_option, rows_of
+from fastlayers.testing.samples import Option
+from fastlayers.testing.sweep import case_at, parse_shape
 from fastlayers.testing.timing import clock_for
+from fastlayers.testing.tuner import Bench
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -106,6 +111,53 @@ def test_without_a_gpu_nothing_is_measured_unless_asked_for(
     assert stopped.value.code == 0 and (tmp_path / "out" / "fp8_linear.jsonl").is_file()
 
 
+class Peer:
+    """What a peer's class looks like; ``factor`` other than 1: it computes something else."""
+
+    def __init__(self, cfg: Any, factor: float = 1.0) -> None:
+        self.reference, self.factor = registry("fused_moe").named("reference").load()(cfg), factor
+
+    def pack(self, weights: Any) -> Any:
+        return weights
+
+    def __call__(self, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return (self.reference(x, *rest) * self.factor).to(x.dtype)
+
+
+def test_a_peer_is_checked_and_timed_beside_the_backends_and_never_chosen() -> None:
+    cfg = parse_shape("fused_moe", "E=4,D=64,I=32,top_k=2")
+    bench = Bench("fused_moe", cfg, CPU, clock_for(CPU), peers={"other": Peer})
+    rows = rows_of(bench, case_at("fused_moe", cfg, 3), 3, rounds=3)
+    assert {(row["backend"], row["auto"], row.get("peer")) for row in rows} == {
+        ("torch", True, None), ("other", False, True),
+    }  # fmt: skip
+    own = next(row for row in rows if row.get("peer"))
+    assert own["us"] > 0 and 0 < own["error"] < 0.01 and own["tokens"] == 3
+    assert auto_option(bench, 3) == Option("torch")
+
+
+def test_a_peer_that_computes_something_else_is_not_timed() -> None:
+    cfg = parse_shape("fused_moe", "E=4,D=64,I=32,top_k=2")
+    bench = Bench("fused_moe", cfg, CPU, clock_for(CPU), peers={"other": partial(Peer, factor=1.05), "good": Peer})
+    rows = rows_of(bench, case_at("fused_moe", cfg, 3), 3, rounds=3)
+    assert {row["backend"] for row in rows} == {"torch", "good"}
+    assert "(bound 0.02)" in bench.failed[Option("other")]
+
+
+def test_sglang_is_a_peer_only_where_it_is_installed_and_runs_the_format(
+    driver: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = sys.modules[driver.peers.__module__]
+    known = {item.cfg for item in driver.fused_moe()}
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    assert all(module.peers("fused_moe", cfg) == {} for cfg in known)
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: object())
+    for cfg in known:
+        assert set(module.peers("fused_moe", cfg)) == (set() if cfg.quant == "mxfp4" else {"sglang"})
+        assert (module.refusal(cfg) is None) == (cfg.quant != "mxfp4")
+    assert module.peers("fp8_linear", None) == {}
+
+
 # ---- tables and plots ------------------------------------------------------------------------------------------
 
 
@@ -141,6 +193,20 @@ def test_targets_come_from_the_rows(tables: Any, tmp_path: Path) -> None:
     table = tables.layer_table("fp8_linear")
     assert "| fp8_linear N36864 K7168 | 1 |  | triton | 6.0 | deep_gemm | 10.0 | 0.60 |" in table
     assert "commit abc" in tables.targets() and "](plots/fp8_linear_fp8_linear_N36864_K7168.svg)" in table
+
+
+def test_a_peer_counts_as_the_best_peer_and_its_absence_is_said(tables: Any, tmp_path: Path) -> None:
+    assert tables.experts() == tables.MISSING
+    rows = [point(1, "triton", 10.0, auto=True), point(1, "deep_gemm", 20.0)]
+    write(tmp_path, "fused_moe", rows)
+    assert "1 of 1 points" in tables.experts() and "sglang not installed: not compared" in tables.experts()
+    assert "sglang not installed: not compared" in tables.layer_table("fused_moe")
+    write(tmp_path, "fused_moe", [rows[0] | {"failed": {"sglang": "ImportError: no sgl_kernel"}}, rows[1]])
+    assert "sglang not compared: ImportError: no sgl_kernel" in tables.experts()
+    write(tmp_path, "fused_moe", [*rows, point(1, "sglang", 8.0, peer=True), point(2, "triton", 1.0, auto=True)])
+    assert tables.experts().startswith("0 of 1 points; median 1.25 ×")
+    assert tables.experts().endswith("sglang timed at 1 of 2 points")
+    assert "| 1 |  | triton | 10.0 | sglang | 8.0 | 1.25 |" in tables.layer_table("fused_moe")
 
 
 def test_rows_of_other_devices_are_left_out(tables: Any, tmp_path: Path) -> None:

@@ -15,12 +15,15 @@ import fastlayers as fl
 from fastlayers.device import OPTIONAL_PACKAGES, as_device, package
 from fastlayers.errors import UnknownNameError
 from fastlayers.registry import registry
+from fastlayers.testing.parity import compare
 from fastlayers.testing.samples import Option
-from fastlayers.testing.spec import Case
-from fastlayers.testing.sweep import peak_flops
+from fastlayers.testing.spec import Bound, Case
+from fastlayers.testing.sweep import inputs_of, peak_flops
 from fastlayers.testing.tuner import Bench
 
 ROUNDS = 21
+# A peer rounds where its authors chose to (sglang's FP8 experts: 0.006): it must compute the same layer, no more.
+PEER_BOUND = Bound(0.02, 0.2)
 
 
 def describe_run(device: torch.device | str) -> dict[str, Any]:
@@ -62,10 +65,30 @@ def chosen_options(bench: Bench, against: Sequence[str] = ()) -> list[Option]:
     return [Option(b.name) for b in named if b.why_not(bench.cfg, bench.device) is None]
 
 
+@torch.inference_mode()
+def check_peer(bench: Bench, option: Option, case: Case) -> float:
+    """Return a peer's largest relative RMS error against the layer's fp32 reference, on the case itself.
+
+    Raises
+    ------
+    ParityError
+        The error exceeds ``PEER_BOUND``: the peer computes something else, and its time would say nothing.
+    """
+    spec, inputs = bench.spec, inputs_of(bench.layer, case, bench.place)
+    outputs = []
+    for row in (bench.row(option), registry(bench.layer).named("reference")):
+        impl = row.load()(bench.cfg)
+        outputs.append(spec.run(impl, inputs, spec.prepare(impl, inputs)))
+    actual, expected = outputs
+    where = f"{bench.layer}/{option}/{case.name}"
+    errors = [compare(f"{where}: {name}", actual[name], expected[name], PEER_BOUND) for name in expected]
+    return max(errors, default=0.0)
+
+
 def rows_of(
     bench: Bench, case: Case, tokens: int, *, against: Sequence[str] = (), rounds: int = ROUNDS, whole: bool = False
 ) -> list[dict[str, Any]]:
-    """Check and time ``"auto"`` and other backends on one case, interleaved; return a row each, fastest first.
+    """Check and time ``"auto"``, other backends and the bench's peers on one case, in turns; a row each, fastest first.
 
     Parameters
     ----------
@@ -86,7 +109,11 @@ def rows_of(
     for option in options:
         with bench.noting(option):
             errors[option] = bench.check(option, case if whole else None)
-    timed = bench.ready(case, [option for option in options if option not in bench.failed])
+    peers = [Option(name) for name in bench.peers if Option(name) not in bench.failed]
+    for option in peers:
+        with bench.noting(option):
+            errors[option] = check_peer(bench, option, case)
+    timed = bench.ready(case, [option for option in (*options, *peers) if option not in bench.failed])
     found = bench.clock.measure({str(option): call for option, call in timed.items()}, rounds)
     cost, device = bench.spec.cost(case), bench.device
     arithmetic, memory = (s * 1e6 for s in cost.floors(device.bandwidth, peak_flops(bench.layer, bench.cfg, device)))
@@ -102,5 +129,6 @@ def rows_of(
                 "memory_floor_us": round(memory, 3), "of_arithmetic": round(arithmetic / us, 4),
                 "of_memory": round(memory / us, 4), "error": float(f"{errors[option]:.3g}"),
             }
+            | ({"peer": True} if option in peers else {})
         )  # fmt: skip
     return sorted(rows, key=lambda row: row["us"])

@@ -136,6 +136,8 @@ class Bench:
     clock: Clock
     threads: int = field(default_factory=lambda: min(16, os.cpu_count() or 1))
     most_candidates: int = MAX_CANDIDATES
+    # Other projects' pipelines by name, made like a backend: timed beside the backends, never chosen.
+    peers: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.spec, self.device = spec_of(self.layer), as_device(self.place)
@@ -167,7 +169,9 @@ class Bench:
         return [candidates[round(index * step)] for index in range(self.most_candidates)]
 
     def row(self, option: Option) -> Backend:
-        """Return the registry row of an option, its configuration bound."""
+        """Return the registry row of an option, its configuration bound; of a peer a row that is not registered."""
+        if option.backend in self.peers:
+            return Backend(option.backend, self.peers[option.backend], auto_on=())
         backend = registry(self.layer).named(option.backend)
         if not option.config:
             return backend
