@@ -36,6 +36,7 @@ from fastlayers.quant.mxfp4.codes import dequantize_mxfp4
 from fastlayers.quant.spec import QuantSpec
 from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.contradictions import contradictions
+from fastlayers_models.convert_readme import dequantised_readme, quantised_readme
 from fastlayers_models.shard_writer import ShardWriter, Tensors
 
 BLOCK = 128
@@ -175,9 +176,14 @@ def convert_checkpoint(
         for module, reason in sorted(notes.items()):
             if reason:
                 kept.setdefault(reason, []).append(module)
-        writer.finish(config | {"quantization_config": _description(format, kept)})
+        quantised = sum(not reason for reason in notes.values())
+        readme = quantised_readme(
+            checkpoint.path, Path(target), format, include_ragged, quantised, kept,
+            (writer.bytes_before, writer.bytes_after),
+        )  # fmt: skip
+        writer.finish(config | {"quantization_config": _description(format, kept)}, readme)
     return Conversion(
-        format, Path(source), Path(target), sum(not reason for reason in notes.values()), kept,
+        format, Path(source), Path(target), quantised, kept,
         writer.bytes_before, writer.bytes_after, len(writer.files), writer.resumed, time.perf_counter() - started,
     )  # fmt: skip
 
@@ -294,7 +300,8 @@ def dequantize_checkpoint(
     writer = ShardWriter(checkpoint, target, f"dequantised to {str(dtype).removeprefix('torch.')}")
     with writer.held():
         writer.write(multiply_out, progress)
-        writer.finish({k: v for k, v in config.items() if k != "quantization_config"})
+        readme = dequantised_readme(checkpoint.path, Path(target), spec.format, dtype)
+        writer.finish({k: v for k, v in config.items() if k != "quantization_config"}, readme)
 
 
 def _unpacked(name: str, checkpoint: Checkpoint, dtype: torch.dtype) -> Tensors:

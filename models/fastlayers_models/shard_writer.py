@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 
 from fastlayers.errors import ArgumentError
 from fastlayers_models.checkpoint import INDEX, Checkpoint
+from fastlayers_models.convert_readme import ORIGINAL, originals_readme
 
 Tensors = dict[str, torch.Tensor]
 # Returns what is written for one tensor of the source, and notes that are kept across interruptions.
@@ -166,14 +167,19 @@ class ShardWriter:
             "bytes_before": file.stat().st_size - len(_header(file)), "bytes_after": after,
         }  # fmt: skip
 
-    def finish(self, config: dict[str, Any]) -> None:
-        """Copy the source's other files, write index and ``config.json``, and drop the state file."""
+    def finish(self, config: dict[str, Any], readme: str) -> None:
+        """Copy the source's other files, write README, index and ``config.json``, and drop the state file."""
+        described = originals_readme(self.checkpoint.path)
         for file in sorted(self.checkpoint.path.iterdir()):
             weights = file.suffix in _OTHER_WEIGHTS or file.name.endswith(
                 (".safetensors.index.json", ".bin.index.json")
             )
-            if file.is_file() and not weights and file.name not in ("config.json", STATE, LOCK):
+            other = file.name in ("config.json", STATE, LOCK) or file.name.lower() == "readme.md"
+            if file.is_file() and not weights and not other:
                 shutil.copyfile(file, self.target / file.name)
+        if described is not None:
+            shutil.copyfile(described, self.target / ORIGINAL)
+        _write_atomically(self.target / "README.md", readme)
         if len(self.files) > 1:
             weight_map = {t: name for name, entry in self._finished.items() for t in entry["tensors"]}
             index = {"metadata": {"total_size": self.bytes_after}, "weight_map": dict(sorted(weight_map.items()))}

@@ -11,16 +11,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from fastlayers.errors import ArgumentError, check_choice
 from fastlayers_models.checkpoint import Checkpoint, collapsed
 from fastlayers_models.convert import FORMATS, convert_checkpoint, dequantize_checkpoint
+from fastlayers_models.convert_readme import WHY
 
 DEQUANTISED = "bf16"
 # How many modules of a reason the text shows before it counts the rest.
 SHOWN = 4
-WHY = {
-    "ragged": "not a multiple of 128; stock transformers misreads ragged blocks (--ragged is for our loader)",
-    "absorbed": "multiplied into queries and outputs by MLA",
-    "stacked": "all experts in one tensor, for which the format has no spelling",
-    "encoder": "vision or audio",
-}
 OURS = "for fastlayers_models only: stock transformers loads it, but as other weights"
 
 

@@ -264,7 +264,8 @@ def test_an_interrupted_conversion_is_taken_up(tmp_path: Path) -> None:
     whole = convert_checkpoint(source, tmp_path / "at_once", "int8")
     assert same(target, tmp_path / "at_once") and (whole.kept, whole.quantised) == (done.kept, done.quantised)
     names = {file.name for file in target.iterdir()}
-    assert names == {"config.json", INDEX, "tokenizer.json", *(f.name for f in source.glob("*.safetensors"))}
+    shards = (file.name for file in source.glob("*.safetensors"))
+    assert names == {"config.json", "README.md", INDEX, "tokenizer.json", *shards}
     assert (target / "config.json").read_text() == (tmp_path / "at_once" / "config.json").read_text()
     assert (target / INDEX).read_text() == (tmp_path / "at_once" / INDEX).read_text()
 
@@ -289,6 +290,35 @@ def test_only_the_same_conversion_is_taken_up(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="quantised already"):
         convert_checkpoint(_int8(tmp_path), tmp_path / "x", "int8")
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("named", ["README.md", "readme.md", None])
+def test_a_converted_checkpoint_describes_itself_and_keeps_the_originals_readme(
+    named: str | None, tmp_path: Path
+) -> None:
+    source = rewrite(SHIPPED, tmp_path / "models--org--name" / "snapshots" / "0123")
+    if named:
+        (source / named).write_text("# The original\n")
+    for format in FORMATS:
+        convert_checkpoint(source, tmp_path / format, format)
+    dequantize_checkpoint(tmp_path / "int8", tmp_path / "bf16")
+    dequantize_checkpoint(tmp_path / "int8", tmp_path / "fp32", torch.float32)
+    convert_checkpoint(source, tmp_path / "ragged", "fp8-block", include_ragged=True)
+    texts = {f.name: (f / "README.md").read_text() for f in tmp_path.iterdir() if (f / "config.json").is_file()}
+    assert texts.keys() == {*FORMATS, "bf16", "fp32", "ragged"}
+    for folder, text in texts.items():
+        kept = tmp_path / folder / "README.original.md"
+        assert text.startswith(f"# {folder}\n") and "The original\n" not in text and str(tmp_path) not in text
+        assert (kept.read_text() == "# The original\n") if named else not kept.exists()
+        assert ("README.original.md" in text) == bool(named)
+        assert len(list((tmp_path / folder).glob("[Rr][Ee][Aa]*"))) == 1 + bool(named)
+    assert "fastlayers convert org/name fp8-block --format fp8-block\n" in texts["fp8-block"]
+    assert "--format fp8-block --ragged\n" in texts["ragged"] and "104 matrices" in texts["ragged"]
+    assert "100 matrices" in texts["int8"] and "`model.layers.*.self_attn.kv_b_proj` (4)" in texts["int8"]
+    assert "fastlayers convert int8 bf16 --format bf16\n" in texts["bf16"]
+    assert "rounded to float32" in texts["fp32"] and "torch.float32)" in texts["fp32"]
+    ours = {folder for folder, text in texts.items() if "`fastlayers_models` only" in text}
+    assert ours == {"int8", "ragged"}
 
 
 def _int8(root: Path) -> Path:
