@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from fastlayers.comm.parallel import REPLICATED, Shard
-from fastlayers.errors import ArgumentError, check_choice, check_positive
+from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor
 from fastlayers.layer import Layer
+from fastlayers.registry import Registry
 from fastlayers.weights import Slot
 
 
@@ -97,20 +98,48 @@ class LinearBase(Layer):
             yield prefix, full, read, slice(start, start + size)
             start += size
 
-    def bias_slots(self, bias: nn.Parameter | None) -> Iterator[tuple[str, Slot]]:
-        """Yield the checkpoint tensor ``bias`` of every part; nothing without a bias.
+    def slots(self) -> Iterator[tuple[str, Slot]]:
+        """Yield the checkpoint tensors of every part: ``weight``, its scales if it has some, and ``bias``.
 
         Every rank holds the bias, also where it is not added, so that no checkpoint tensor is left over.
         """
-        if bias is not None:
+        for index, (prefix, full, read, local) in enumerate(self.parts()):
+            yield f"{prefix}weight", Slot(self.weight[local], (full, self.in_features), (read, self.row_slice))
+            for name, slot in self.scale_slots(index, full, read, local):
+                yield f"{prefix}{name}", slot
+        if self.bias is not None:
             for prefix, full, read, local in self.parts():
-                yield f"{prefix}bias", Slot(bias[local], (full,), (read,))
+                yield f"{prefix}bias", Slot(self.bias[local], (full,), (read,))
 
-    def make_bias(self, bias: bool, device: torch.device | str | None, dtype: torch.dtype) -> None:
-        """Set ``bias`` to zeros ``[local_out]``, or to ``None``."""
-        self.bias = None
-        if bias:
-            self.bias = frozen(torch.zeros(self.local_out, device=device, dtype=dtype))
+    def scale_slots(self, index: int, full: int, read: slice, local: slice) -> Iterator[tuple[str, Slot]]:
+        """Yield the checkpoint tensors that go with the weight of one part; see :meth:`parts`."""
+        yield from ()
+
+    def make_parameters(
+        self, bias: bool, device: torch.device | str | None, dtype: torch.dtype, stored: torch.dtype
+    ) -> None:
+        """Set ``weight`` to zeros of ``stored``, and ``bias`` to zeros of ``dtype`` or to ``None``."""
+        self.weight = frozen(torch.zeros(self.local_out, self.local_in, device=device, dtype=stored))
+        self.bias = frozen(torch.zeros(self.local_out, device=device, dtype=dtype)) if bias else None
+
+    @classmethod
+    def check_stored(cls, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> tuple[int, int]:
+        """Return ``(N, K)`` of a checkpoint's ``weight [N, K]``; raise unless it is of ``dtype`` and the bias fits."""
+        check_tensor(cls.__name__, "weight", weight, shape=(None, None), dtype=dtype)
+        if bias is not None:
+            check_tensor(cls.__name__, "bias", bias, shape=(weight.shape[0],))
+        return weight.shape[0], weight.shape[1]
+
+    def take(self, registry: Registry, backend: str, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Hold a checkpoint's tensors instead of meta ones, shared where dtype and layout agree.
+
+        The layer was made with meta tensors, which cost nothing and say nothing about the device, and with the
+        backend ``"reference"``; it is chosen here, for the weight's device.
+        """
+        self.choose(registry, self.cfg, weight.device, backend)
+        self.weight = frozen(weight.contiguous())
+        if bias is not None:
+            self.bias = frozen(bias.to(weight.device, self.fixed_dtype).contiguous())
 
     def operands(self) -> tuple[torch.Tensor | None, ...]:
         """Return what a backend takes between ``x`` and the bias: the weight, and its scales if it has some."""

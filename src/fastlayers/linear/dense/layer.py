@@ -6,7 +6,7 @@ y[..., N] = x[..., K] · weight[N, K]ᵀ + bias[N]       (fp32 sum, rounded once
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,6 @@ from fastlayers.device import Device
 from fastlayers.errors import ArgumentError, check_choice, check_positive
 from fastlayers.linear.base import LinearBase, frozen
 from fastlayers.registry import Backend, Registry, reference_backend, triton_backend
-from fastlayers.weights import Slot
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -129,18 +128,7 @@ class Linear(LinearBase):
         dtype = dtype or torch.get_default_dtype()
         cfg = LinearConfig(self.local_in, self.local_out, bias, dtype, out_dtype)
         self.choose(LINEAR, cfg, device, backend)
-        weight = torch.zeros(self.local_out, self.local_in, device=device, dtype=dtype)
-        self.weight = frozen(weight)
-        self.make_bias(bias, device, dtype)
-
-    def slots(self) -> Iterator[tuple[str, Slot]]:
-        """Yield the checkpoint tensors ``weight`` and ``bias`` of every part."""
-        for prefix, full, read, local in self.parts():
-            yield (
-                f"{prefix}weight",
-                Slot(self.weight[local], (full, self.in_features), (read, self.row_slice)),
-            )
-        yield from self.bias_slots(self.bias)
+        self.make_parameters(bias, device, dtype, dtype)
 
     @classmethod
     def from_linear(cls, source: nn.Linear, *, backend: str = "auto") -> Linear:

@@ -20,7 +20,7 @@ from torch import nn
 
 from fastlayers.comm.parallel import REPLICATED, Shard
 from fastlayers.device import Device
-from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor
+from fastlayers.errors import ArgumentError, check_choice, check_positive
 from fastlayers.linear.base import LinearBase, frozen
 from fastlayers.quant.fp8_linear.blocks import BLOCK, E4M3, check_scale_grid, grid_of, quantize_block_weight
 from fastlayers.quant.group_quant.layer import GROUPS, SCALE_FMTS
@@ -201,10 +201,8 @@ class FP8BlockLinear(LinearBase):
         cfg = FP8LinearConfig(self.local_in, self.local_out, bias, dtype, block_size, scale_fmt)
         self._check_blocks(block_size)
         self.choose(FP8_LINEAR, cfg, device, backend)
-        weight = torch.zeros(self.local_out, self.local_in, device=device, dtype=E4M3)
-        scale = torch.ones(cfg.grid, device=device, dtype=torch.float32)
-        self.weight, self.weight_scale_inv = frozen(weight), frozen(scale)
-        self.make_bias(bias, device, dtype)
+        self.make_parameters(bias, device, dtype, E4M3)
+        self.weight_scale_inv = frozen(torch.ones(cfg.grid, device=device, dtype=torch.float32))
 
     def operands(self) -> tuple[torch.Tensor | None, ...]:
         """Return the weight and its scales."""
@@ -226,24 +224,12 @@ class FP8BlockLinear(LinearBase):
                 f"a multiple of the block's {columns} columns on each rank",
             )  # fmt: skip
 
-    def slots(self) -> Iterator[tuple[str, Slot]]:
-        """Yield ``weight``, ``weight_scale_inv`` and ``bias`` of every part."""
-        block_rows, block_columns = self.cfg.block_size
-        columns = _blocks(self.row_slice, block_columns)
-        for prefix, full, read, local in self.parts():
-            yield (
-                f"{prefix}weight",
-                Slot(self.weight[local], (full, self.in_features), (read, self.row_slice)),
-            )
-            yield (
-                f"{prefix}weight_scale_inv",
-                Slot(
-                    self.weight_scale_inv[_blocks(local, block_rows)],
-                    grid_of(full, self.in_features, self.cfg.block_size),
-                    (_blocks(read, block_rows), columns),
-                ),
-            )
-        yield from self.bias_slots(self.bias)
+    def scale_slots(self, index: int, full: int, read: slice, local: slice) -> Iterator[tuple[str, Slot]]:
+        """Yield ``weight_scale_inv``, one number a block."""
+        rows, columns = self.cfg.block_size
+        blocks = _blocks(read, rows), _blocks(self.row_slice, columns)
+        grid = grid_of(full, self.in_features, self.cfg.block_size)
+        yield "weight_scale_inv", Slot(self.weight_scale_inv[_blocks(local, rows)], grid, blocks)
 
     @classmethod
     def from_linear(
@@ -259,16 +245,10 @@ class FP8BlockLinear(LinearBase):
         ``scale_fmt`` holds for weights and activations. ``source`` stays as it is and gives the dtype.
         """
         weight, scale = quantize_block_weight(source.weight.detach(), block_size, scale_fmt)
-        bias = None if source.bias is None else source.bias.detach()
         return cls.from_checkpoint(
-            weight,
-            scale,
-            bias,
-            block_size=block_size,
-            scale_fmt=scale_fmt,
-            dtype=source.weight.dtype,
+            weight, scale, source.bias, block_size=block_size, scale_fmt=scale_fmt, dtype=source.weight.dtype,
             backend=backend,
-        )
+        )  # fmt: skip
 
     @classmethod
     def from_checkpoint(
@@ -295,21 +275,14 @@ class FP8BlockLinear(LinearBase):
         ArgumentError
             Another dtype, or a scale grid of another size.
         """
-        check_tensor(cls.__name__, "weight", weight, shape=(None, None), dtype=E4M3)
+        n, k = cls.check_stored(weight, bias, E4M3)
         check_scale_grid(cls.__name__, "weight_scale_inv", weight_scale_inv, weight, block_size)
-        n, k = weight.shape
-        if bias is not None:
-            check_tensor(cls.__name__, "bias", bias, shape=(n,))
         made = cls(
             k, n, bias is not None, block_size=block_size, scale_fmt=scale_fmt, device="meta", dtype=dtype,
-            # Replaced below: meta tensors cost nothing, and say nothing about the device.
             backend="reference",
         )  # fmt: skip
-        made.choose(FP8_LINEAR, made.cfg, weight.device, backend)
-        made.weight = frozen(weight.contiguous())
+        made.take(FP8_LINEAR, backend, weight, bias)
         made.weight_scale_inv = frozen(weight_scale_inv.to(weight.device, torch.float32).contiguous())
-        if bias is not None:
-            made.bias = frozen(bias.to(weight.device, dtype))
         return made
 
 

@@ -24,7 +24,7 @@ from torch import nn
 
 from fastlayers.comm.parallel import REPLICATED, Shard
 from fastlayers.device import Device
-from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor, describe
+from fastlayers.errors import ArgumentError, check_choice, check_positive, describe
 from fastlayers.linear.base import LinearBase, frozen
 from fastlayers.quant.fp8_linear.blocks import E4M3, E4M3_MAX, decode_e4m3
 from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
@@ -159,28 +159,22 @@ class FP8ScaledLinear(LinearBase):
         cfg = FP8ScaledLinearConfig(self.local_in, self.local_out, bias, dtype, activation_scale)
         self.choose(FP8_SCALED_LINEAR, cfg, device, backend)
         self.weight_scale_kind, self.scale_names = weight_scale, tuple(scale_names)
-        self.weight = frozen(torch.zeros(self.local_out, self.local_in, device=device, dtype=E4M3))
+        self.make_parameters(bias, device, dtype, E4M3)
         self.weight_scale = frozen(torch.ones(self.local_out, device=device, dtype=torch.float32))
         self.input_scale: nn.Parameter | None = None
         if activation_scale == "static":
             self.input_scale = frozen(torch.ones(len(self.part_sizes), device=device, dtype=torch.float32))
-        self.make_bias(bias, device, dtype)
 
-    def slots(self) -> Iterator[tuple[str, Slot]]:
-        """Yield ``weight``, its scale (``[]`` or ``[N]``), the input's scale (``[]``) and ``bias`` of every part."""
+    def scale_slots(self, index: int, full: int, read: slice, local: slice) -> Iterator[tuple[str, Slot]]:
+        """Yield the scale of the weight (``[]`` or ``[N]``) and, if it is stored, the input's (``[]``)."""
         weight_name, input_name = self.scale_names
-        for index, (prefix, full, read, local) in enumerate(self.parts()):
-            yield f"{prefix}weight", Slot(self.weight[local], (full, self.in_features), (read, self.row_slice))
-            scale = self.weight_scale[local]
-            if self.weight_scale_kind == "tensor":
-                size = scale.shape[0]
-                yield f"{prefix}{weight_name}", Slot(scale, (), convert=_repeated(size))
-            else:
-                yield f"{prefix}{weight_name}", Slot(scale, (full,), (read,), convert=lambda s: s.reshape(-1))
-            if self.input_scale is not None:
-                part = self.input_scale[index : index + 1]
-                yield f"{prefix}{input_name}", Slot(part, (), convert=lambda s: s.reshape(1))
-        yield from self.bias_slots(self.bias)
+        scale = self.weight_scale[local]
+        if self.weight_scale_kind == "tensor":
+            yield weight_name, Slot(scale, (), convert=_repeated(scale.shape[0]))
+        else:
+            yield weight_name, Slot(scale, (full,), (read,), convert=lambda s: s.reshape(-1))
+        if self.input_scale is not None:
+            yield input_name, Slot(self.input_scale[index : index + 1], (), convert=lambda s: s.reshape(1))
 
     @classmethod
     def from_linear(
@@ -194,9 +188,8 @@ class FP8ScaledLinear(LinearBase):
     ) -> FP8ScaledLinear:
         """Return a layer with the weight of an ``nn.Linear`` or :class:`Linear`, which gives the dtype."""
         weight, scale = quantize_scaled_weight(source.weight.detach(), weight_scale)
-        bias = None if source.bias is None else source.bias.detach()
         return cls.from_checkpoint(
-            weight, scale, bias, input_scale, activation_scale=activation_scale, dtype=source.weight.dtype,
+            weight, scale, source.bias, input_scale, activation_scale=activation_scale, dtype=source.weight.dtype,
             backend=backend,
         )  # fmt: skip
 
@@ -228,8 +221,7 @@ class FP8ScaledLinear(LinearBase):
         ArgumentError
             Another dtype or shape.
         """
-        check_tensor(cls.__name__, "weight", weight, shape=(None, None), dtype=E4M3)
-        n, k = weight.shape
+        n, k = cls.check_stored(weight, bias, E4M3)
         if weight_scale.numel() != 1 and tuple(weight_scale.shape) not in ((n,), (n, 1)):
             raise ArgumentError(cls.__name__, "weight_scale", describe(weight_scale), f"one number, [{n}] or [{n}, 1]")
         if (activation_scale == "static") != (input_scale is not None and input_scale.numel() == 1):
@@ -237,24 +229,14 @@ class FP8ScaledLinear(LinearBase):
             raise ArgumentError(
                 cls.__name__, "input_scale", f"{given} with {activation_scale!r}", "one number with 'static', else None"
             )
-        if bias is not None:
-            check_tensor(cls.__name__, "bias", bias, shape=(n,))
-        # Meta tensors cost nothing, and say nothing about the device: the backend is chosen again below.
         made = cls(
             k, n, bias is not None, weight_scale="tensor" if weight_scale.numel() == 1 else "channel",
             activation_scale=activation_scale, device="meta", dtype=dtype, backend="reference",
         )  # fmt: skip
-        made.choose(FP8_SCALED_LINEAR, made.cfg, weight.device, backend)
-
-        def parameter(values: torch.Tensor, of: torch.dtype) -> nn.Parameter:
-            return frozen(values.to(weight.device, of).contiguous())
-
-        made.weight = parameter(weight, E4M3)
-        made.weight_scale = parameter(weight_scale.reshape(-1).expand(n), torch.float32)
+        made.take(FP8_SCALED_LINEAR, backend, weight, bias)
+        made.weight_scale = frozen(weight_scale.to(weight.device, torch.float32).reshape(-1).expand(n).contiguous())
         if input_scale is not None:
-            made.input_scale = parameter(input_scale.reshape(1), torch.float32)
-        if bias is not None:
-            made.bias = parameter(bias, dtype)
+            made.input_scale = frozen(input_scale.to(weight.device, torch.float32).reshape(1))
         return made
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -135,31 +135,22 @@ class Int8Linear(LinearBase):
     ) -> None:
         super().__init__(in_features, out_features, shard, names)
         self.choose(INT8_LINEAR, Int8LinearConfig(self.local_in, self.local_out, bias, dtype), device, backend)
-        weight = torch.zeros(self.local_out, self.local_in, device=device, dtype=torch.int8)
-        scale = torch.ones(self.local_out, device=device, dtype=torch.float32)
-        self.weight, self.weight_scale = frozen(weight), frozen(scale)
-        self.make_bias(bias, device, dtype)
+        self.make_parameters(bias, device, dtype, torch.int8)
+        self.weight_scale = frozen(torch.ones(self.local_out, device=device, dtype=torch.float32))
 
     def operands(self) -> tuple[torch.Tensor | None, ...]:
         """Return the weight and its scales."""
         return self.weight, self.weight_scale
 
-    def slots(self) -> Iterator[tuple[str, Slot]]:
-        """Yield the checkpoint tensors ``weight``, ``weight_scale`` ``[N]`` and ``bias`` of every part."""
-        for prefix, full, read, local in self.parts():
-            yield (
-                f"{prefix}weight",
-                Slot(self.weight[local], (full, self.in_features), (read, self.row_slice)),
-            )
-            yield f"{prefix}weight_scale", Slot(self.weight_scale[local], (full,), (read,))
-        yield from self.bias_slots(self.bias)
+    def scale_slots(self, index: int, full: int, read: slice, local: slice) -> Iterator[tuple[str, Slot]]:
+        """Yield ``weight_scale`` ``[N]``."""
+        yield "weight_scale", Slot(self.weight_scale[local], (full,), (read,))
 
     @classmethod
     def from_linear(cls, source: nn.Linear, *, backend: str = "auto") -> Int8Linear:
         """Return a layer with the weight of an ``nn.Linear`` or :class:`Linear`, quantised by channels."""
         weight, scale = quantize_channel_weight(source.weight.detach())
-        bias = None if source.bias is None else source.bias.detach()
-        return cls.from_checkpoint(weight, scale, bias, dtype=source.weight.dtype, backend=backend)
+        return cls.from_checkpoint(weight, scale, source.bias, dtype=source.weight.dtype, backend=backend)
 
     @classmethod
     def from_checkpoint(
@@ -180,19 +171,12 @@ class Int8Linear(LinearBase):
         ArgumentError
             Another dtype or shape.
         """
-        check_tensor(cls.__name__, "weight", weight, shape=(None, None), dtype=torch.int8)
-        n, k = weight.shape
+        n, k = cls.check_stored(weight, bias, torch.int8)
         if weight_scale.dim() == 2:
             check_tensor(cls.__name__, "weight_scale", weight_scale, shape=(n, 1))
         else:
             check_tensor(cls.__name__, "weight_scale", weight_scale, shape=(n,))
-        if bias is not None:
-            check_tensor(cls.__name__, "bias", bias, shape=(n,))
-        # Meta tensors cost nothing, and say nothing about the device: the backend is chosen again below.
         made = cls(k, n, bias is not None, device="meta", dtype=dtype, backend="reference")
-        made.choose(INT8_LINEAR, made.cfg, weight.device, backend)
-        made.weight = frozen(weight.contiguous())
+        made.take(INT8_LINEAR, backend, weight, bias)
         made.weight_scale = frozen(weight_scale.reshape(n).to(weight.device, torch.float32).contiguous())
-        if bias is not None:
-            made.bias = frozen(bias.to(weight.device, dtype))
         return made
