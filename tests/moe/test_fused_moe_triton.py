@@ -23,6 +23,8 @@ BLOCKS = Plan(Tile(16, 32, 32, 4, 2), Tile(16, 32, 32, 4, 2), band=1)
 WIDE_BLOCKS = Plan(Tile(16, 64, 128, 4, 2), Tile(16, 128, 128, 4, 2))
 FUSED_BLOCKS = Plan(Tile(16, 128, 128, 4, 2), Tile(16, 64, 128, 4, 2))
 DIRECT = Plan(Tile(1, 16, 64, 4, 2), Tile(1, 32, 64, 4, 2), splits=3)
+MATRIX = Plan(Tile(1, 64, 128, 4, 3), Tile(1, 32, 128, 2, 3), splits=2, splits1=3, lines=2)
+PAIRED = Plan(Tile(1, 32, 64, 2, 3), Tile(1, 64, 32, 4, 3))
 ALIGNED = Plan(Tile(16, 32, 128, 4, 2), Tile(16, 64, 32, 4, 2), band=1, splits=2)
 
 
@@ -40,6 +42,20 @@ ALIGNED = Plan(Tile(16, 32, 128, 4, 2), Tile(16, 64, 32, 4, 2), band=1, splits=2
         ("fp8_ragged_shared", PAIRS),
         ("int8", PAIRS),
         ("int8_odd_shared", BLOCKS),
+        ("tiny_bf16", MATRIX),
+        ("tiny_bf16", PAIRED),
+        ("shared_fp32", PAIRED),
+        ("odd_sizes", MATRIX),
+        ("odd_sizes", PAIRED),
+        ("gpt_oss_interleaved", MATRIX),
+        ("gpt_oss_interleaved", PAIRED),
+        ("gpt_oss", PAIRED),
+        ("fp8", MATRIX),
+        ("fp8_ragged_shared", MATRIX),
+        ("fp8_ue8m0", MATRIX),
+        ("fp8_none", MATRIX),
+        ("int8", MATRIX),
+        ("int8_odd_shared", MATRIX),
         ("mxfp4_bf16", DIRECT),
         ("mxfp4_bf16", ALIGNED),
         ("mxfp4_halves_fp16", DIRECT),

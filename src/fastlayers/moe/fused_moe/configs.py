@@ -33,7 +33,8 @@ class Tile:
 class Plan:
     """Both GEMMs' tiles, and ``band``: how many blocks of pairs share the reading of weights.
 
-    ``splits`` programs share the columns of an output of the second GEMM (MXFP4 only).
+    ``splits`` programs share the columns of an output of the second GEMM (MXFP4, and ``first.m`` 1), ``splits1`` of the
+    first (not MXFP4); ``lines`` of 128 bytes of each weight row are asked for while the kernel in front runs.
 
     ``first.m`` 0: every pair by itself on the ordinary cores; 1: every pair a block of matrix units.
     """
@@ -42,6 +43,8 @@ class Plan:
     second: Tile
     band: int = 8
     splits: int = 1
+    splits1: int = 1
+    lines: int = 0
 
     @property
     def by_pair(self) -> bool:
@@ -55,7 +58,8 @@ class Plan:
     def numbers(self) -> list[int]:
         """Return the plan as an operator takes it; spelt out, because torch.compile traces it."""
         a, b = self.first, self.second
-        return [a.m, self.band, self.splits, a.n, a.k, a.warps, a.stages, b.n, b.k, b.warps, b.stages]
+        tiles = [a.n, a.k, a.warps, a.stages, b.n, b.k, b.warps, b.stages]
+        return [a.m, self.band, self.splits, self.splits1, self.lines, *tiles]
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[int]) -> Plan:
@@ -66,12 +70,19 @@ class Plan:
     def of(cls, config: Mapping[str, int]) -> Plan:
         """Return the plan of a table's row."""
         tiles = [Tile(config["m"], *(config[f"{name}{i}"] for name in _TILE)) for i in (1, 2)]
-        return cls(tiles[0], tiles[1], config["band"], config.get("splits", 1))
+        return cls(
+            tiles[0],
+            tiles[1],
+            config["band"],
+            config.get("splits", 1),
+            config.get("splits1", 1),
+            config.get("lines", 0),
+        )
 
 
 # What Plan.numbers() lists.
 _TILE = ("n", "k", "warps", "stages")
-_NAMES = ("m", "band", "splits", *(f"{name}{number}" for number in (1, 2) for name in _TILE))
+_NAMES = ("m", "band", "splits", "splits1", "lines", *(f"{name}{number}" for number in (1, 2) for name in _TILE))
 
 
 @lru_cache(maxsize=4096)

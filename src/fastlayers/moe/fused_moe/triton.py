@@ -15,6 +15,7 @@ from fastlayers.moe.align.triton import moe_align
 from fastlayers.moe.fused_moe import configs, kernels
 from fastlayers.moe.fused_moe.configs import MAX_TOKENS, Plan, plan_for
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
+from fastlayers.moe.fused_moe.triton_direct import direct_experts
 from fastlayers.moe.fused_moe.triton_mxfp4 import mxfp4_experts
 from fastlayers.moe.fused_moe.triton_pairs import pair_down, pair_gate_up
 from fastlayers.moe.fused_moe.weights import EPS, FORMATS, GROUP, MoEWeights
@@ -116,6 +117,13 @@ def _round(
         return
     inner, pairs, second, wide = packed.w2.shape[2], ids.numel(), plan.second, x.dtype == torch.float32
     values, scale = (x, weights) if quant == "none" else _quantize(x, None, experts, quant, ue8m0)
+    if plan.first.m == 1:
+        oai = activation == "swiglu_oai"
+        partial = direct_experts(
+            values, scale, weights, ids, packed, plan, quant, ue8m0, oai, alpha, limit, interleaved, wide
+        )
+        _reduce(partial, ids, y, experts, factor, plan.splits)
+        return
     if plan.by_pair:
         out_dtype = x.dtype if quant == "none" else torch.float32
         inner_rows = pair_gate_up(

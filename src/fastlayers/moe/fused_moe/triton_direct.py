@@ -1,0 +1,268 @@
+"""The experts of a few tokens on the matrix units: every (token, expert) pair a block of its own, no alignment.
+
+Weight rows are the left operand, which Hopper's matrix units read from shared memory where asynchronous copies put
+them: no instruction is spent on a weight. The pair is one of eight columns on the right. Both products are one kernel:
+
+    product   out[pair, split] = x[row of pair] @ w[expert of pair]^T over a part of the columns     fp32
+    activate  a[pair] = act(sum of the splits), quantised where the format says so
+
+and :func:`fastlayers.moe.fused_moe.kernels.reduce_kernel` adds a token's pairs in order. Without quantisation and
+without splits the first product applies the activation itself: gate and up rows of a tile lie in turns.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fastlayers.moe.fused_moe.configs import Plan, Tile
+from fastlayers.moe.fused_moe.kernels import activation_of, prefetch_rows
+from fastlayers.moe.fused_moe.layer import FusedMoEConfig
+from fastlayers.moe.fused_moe.weights import EPS, FORMATS, GROUP, MoEWeights
+from fastlayers.quant.group_quant.triton import quantize_tile
+from fastlayers.testing.compile_check import KernelBuild
+from fastlayers.triton_lang import await_inputs, cast, dependent_launch, dot, release_dependents
+
+_GROUP = tl.constexpr(GROUP)
+# Columns of the right operand: the fewest that the matrix units take. All hold the pair.
+_COLUMNS = tl.constexpr(8)
+
+
+@triton.jit
+def _load(rows, k, limit, EVEN_K: tl.constexpr):
+    # Rows beyond the edge read a valid one again, only K can end inside a tile.
+    if EVEN_K:
+        return tl.load(rows)
+    else:
+        return tl.load(rows, mask=k < limit, other=0.0)
+
+
+@triton.jit
+def pair_product_kernel(
+    x_ptr, xs_ptr, w_ptr, ws_ptr, bias_ptr, weights_ptr, ids_ptr, out_ptr,
+    num_experts, N, K, x_stride, alpha, limit,
+    PAIRS_PER_ROW: tl.constexpr, QUANT: tl.constexpr, WIDE: tl.constexpr, HALVES: tl.constexpr, PAIRED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, OAI: tl.constexpr, WEIGH: tl.constexpr, HAS_BIAS: tl.constexpr,
+    IDS_READY: tl.constexpr, EVEN_K: tl.constexpr, LINES: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Multiply BLOCK_N rows of a pair's expert by its input row over the columns of one split.
+
+    HALVES of ``N`` rows each have scale rows of their own. PAIRED: gate and up rows in turns, and the activation.
+    """
+    pair, split = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    tile, index = tl.program_id(0), tl.arange(0, BLOCK_N)
+    if PAIRED:
+        half = index % 2
+        column = tile * (BLOCK_N // 2) + index // 2
+    else:
+        tiles = tl.cdiv(N, BLOCK_N)
+        half = tile // tiles
+        column = tile % tiles * BLOCK_N + index
+    valid = column < N
+    inside = tl.where(valid, column, 0)
+    row = inside * 2 + half if INTERLEAVED and PAIRED else inside + half * N
+    blocks = tl.cdiv(K, BLOCK_K)
+    each = tl.cdiv(blocks, SPLITS)
+    first, last = split * each, tl.minimum((split + 1) * each, blocks)
+    if not IDS_READY:
+        await_inputs(PDL)
+    expert = tl.load(ids_ptr + pair).to(tl.int64)
+    here = (expert >= 0) & (expert < num_experts)
+    rows = w_ptr + (tl.where(here, expert, 0) * HALVES * N + row) * K
+    if IDS_READY:
+        if PDL and LINES > 0:
+            # The ids were there before the kernel in front began: while it runs, the first columns travel to L2.
+            BYTES: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
+            length = (tl.minimum(last * BLOCK_K, K) - first * BLOCK_K) * BYTES
+            prefetch_rows(rows + first * BLOCK_K, valid & here, length, LINES)
+        await_inputs(PDL)
+    release_dependents(PDL)
+    if not here:
+        return
+    same = tl.arange(0, _COLUMNS) * 0
+    depth = tl.arange(0, BLOCK_K)
+    x_row = x_ptr + pair // PAIRS_PER_ROW * x_stride
+    ACC: tl.constexpr = tl.int32 if QUANT == 2 else tl.float32
+    acc = tl.zeros([BLOCK_N, _COLUMNS], ACC)
+    if QUANT == 1:
+        scale_rows = tl.cdiv(N, _GROUP)
+        # All rows of a program lie in one block of scales, or in one of either half.
+        block_row = tile * (BLOCK_N // 2) // _GROUP if PAIRED else half * scale_rows + tile % tiles * BLOCK_N // _GROUP
+        w_scale = ws_ptr + (expert * HALVES * scale_rows + block_row) * blocks
+        x_scale = xs_ptr + pair // PAIRS_PER_ROW * blocks
+    for block in range(first, last):
+        k = block * BLOCK_K + depth
+        w = _load(rows[:, None] + k[None, :], k[None, :], K, EVEN_K)
+        x = _load(x_row + k[:, None] + same[None, :], k[:, None], K, EVEN_K)
+        if QUANT == 1:
+            if WIDE:
+                w, x = w.to(tl.bfloat16), x.to(tl.bfloat16)
+            s = tl.load(x_scale + block)
+            product = dot(w, x, tl.zeros([BLOCK_N, _COLUMNS], tl.float32))
+            if PAIRED:
+                gate_scale, up_scale = tl.load(w_scale + block), tl.load(w_scale + scale_rows * blocks + block)
+                acc += product * tl.where(half == 0, s * gate_scale, s * up_scale)[:, None]
+            else:
+                acc += product * (s * tl.load(w_scale + block))
+        else:
+            acc = dot(w, x, acc)
+    # Eight equal columns: their sum is exact.
+    result = tl.sum(acc.to(tl.float32), axis=1) * (1.0 / _COLUMNS)
+    if QUANT == 2:
+        result = result * tl.load(xs_ptr + pair // PAIRS_PER_ROW) * tl.load(ws_ptr + expert * HALVES * N + row)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + expert * HALVES * N + row).to(tl.float32)
+        result += tl.where(split == 0, bias, 0.0)
+    if PAIRED:
+        gate, up = tl.split(tl.reshape(result, [BLOCK_N // 2, 2]))
+        inner = activation_of(gate, up, alpha, limit, OAI)
+        column = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        tl.store(out_ptr + pair * N + column, cast(inner, out_ptr.dtype.element_ty), mask=column < N)
+    else:
+        if WEIGH:
+            result = result * tl.load(weights_ptr + pair)
+        tl.store(out_ptr + (pair * SPLITS + split) * HALVES * N + row, result, mask=valid)
+
+
+@triton.jit
+def pair_activate_kernel(
+    h_ptr, ids_ptr, a_ptr, s_ptr, num_experts, I, alpha, limit, eps,
+    QUANT: tl.constexpr, MAX: tl.constexpr, UE8M0: tl.constexpr, OAI: tl.constexpr, INTERLEAVED: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Add the splits of BLOCK columns of a pair in order, apply the activation, maybe quantise them as one group."""
+    pair, group = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    await_inputs(PDL)
+    release_dependents(PDL)
+    expert = tl.load(ids_ptr + pair)
+    if (expert < 0) | (expert >= num_experts):
+        return
+    column = group * BLOCK + tl.arange(0, BLOCK)
+    inside = column < I
+    gate_column = column * 2 if INTERLEAVED else column
+    up_column = gate_column + 1 if INTERLEAVED else gate_column + I
+    gate = tl.zeros([BLOCK], tl.float32)
+    up = tl.zeros([BLOCK], tl.float32)
+    for split in tl.static_range(SPLITS):
+        row = h_ptr + (pair * SPLITS + split) * 2 * I
+        gate += tl.load(row + gate_column, mask=inside, other=0.0)
+        up += tl.load(row + up_column, mask=inside, other=0.0)
+    inner = activation_of(gate, up, alpha, limit, OAI)
+    if QUANT == 0:
+        tl.store(a_ptr + pair * I + column, cast(inner, a_ptr.dtype.element_ty), mask=inside)
+    else:
+        codes, scale = quantize_tile(inner[None, :], eps, MAX, UE8M0, QUANT == 2)
+        tl.store(a_ptr + pair * I + column[None, :], codes, mask=inside[None, :])
+        tl.store(s_ptr + pair * tl.num_programs(0) + group + tl.arange(0, 1), scale)
+
+
+def _product(
+    x: torch.Tensor, scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor | None, bias: torch.Tensor | None,
+    weights: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, tile: Tile, splits: int, lines: int, quant: str,
+    wide: bool, halves: int, alpha: float, limit: float, oai: bool, interleaved: bool,
+) -> None:  # fmt: skip
+    """Multiply; ``halves`` 2 is the first product, whose result is activated if ``out`` has no splits."""
+    (experts, rows, columns), first = w.shape, halves == 2
+    paired = first and out.dim() == 2
+    parts = 1 if interleaved and not paired else halves
+    span = tile.n // 2 if paired else tile.n
+    tiles = triton.cdiv(rows // parts, span) * (1 if paired else parts)
+    pair_product_kernel[(tiles, ids.numel(), splits)](
+        x, scale, w, scale if w_scale is None else w_scale, scale if bias is None else bias, weights, ids, out,
+        experts, rows // parts, columns, x.stride(0), alpha, limit,
+        PAIRS_PER_ROW=ids.shape[1] if first else 1, QUANT=FORMATS.index(quant), WIDE=wide, HALVES=parts,
+        PAIRED=paired, INTERLEAVED=interleaved, OAI=oai, WEIGH=not first, HAS_BIAS=bias is not None,
+        # What is in front of an unquantised first product may be what writes the ids.
+        IDS_READY=not (first and quant == "none"), EVEN_K=columns % tile.k == 0,
+        LINES=min(lines, triton.next_power_of_2(triton.cdiv(columns * w.element_size(), GROUP * splits))),
+        SPLITS=splits, BLOCK_N=tile.n, BLOCK_K=tile.k, num_warps=tile.warps, num_stages=tile.stages,
+        **dependent_launch(x),
+    )  # fmt: skip
+
+
+def direct_experts(
+    x: torch.Tensor, scale: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: MoEWeights, plan: Plan,
+    quant: str, ue8m0: bool, oai: bool, alpha: float, limit: float, interleaved: bool, wide: bool,
+) -> torch.Tensor:  # fmt: skip
+    """Return the weighted rows of all pairs, fp32 ``[T*k, splits, D]``; those of dropped pairs are not written.
+
+    ``x`` are codes and ``scale`` their scales, or unquantised rows and anything; ``wide``: the layer's dtype is fp32.
+    """
+    pairs, (experts, hidden, inner) = ids.numel(), packed.w2.shape
+    more = (alpha, limit, oai, interleaved)
+    a = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
+    a_scale = scale
+    paired = quant == "none" and plan.splits1 == 1
+    h = a if paired else torch.empty(pairs, plan.splits1, 2 * inner, dtype=torch.float32, device=x.device)
+    _product(
+        x, scale, packed.w13, packed.w13_scale, packed.w13_bias, weights, ids, h, plan.first, plan.splits1,
+        plan.lines, quant, wide, 2, *more,
+    )  # fmt: skip
+    if not paired:
+        block = triton.next_power_of_2(inner) if quant == "int8" else GROUP
+        groups = triton.cdiv(inner, block)
+        if quant != "none":
+            a_scale = torch.empty(pairs, groups, dtype=torch.float32, device=x.device)
+        pair_activate_kernel[(groups, pairs)](
+            h, ids, a, a_scale, experts, inner, alpha, limit, EPS, QUANT=FORMATS.index(quant),
+            MAX=448.0 if quant == "fp8_block" else 127.0, UE8M0=ue8m0, OAI=oai, INTERLEAVED=interleaved,
+            SPLITS=plan.splits1, BLOCK=block, num_warps=max(1, min(8, block // 512)), **dependent_launch(x),
+        )  # fmt: skip
+    partial = torch.empty(pairs, plan.splits, hidden, dtype=torch.float32, device=x.device)
+    _product(
+        a, a_scale, packed.w2, packed.w2_scale, packed.w2_bias, weights, ids, partial, plan.second, plan.splits,
+        plan.lines, quant, wide, 1, alpha, limit, oai, False,
+    )  # fmt: skip
+    return partial
+
+
+def _builds(name: str, cfg: FusedMoEConfig, plan: Plan) -> list[KernelBuild]:
+    code = {"none": "bf16", "fp8_block": "fp8e4nv", "int8": "i8"}[cfg.quant]
+    quant, oai, paired = FORMATS.index(cfg.quant), cfg.activation != "silu", cfg.quant == "none" and plan.splits1 == 1
+    columns = (cfg.hidden_size, cfg.intermediate_size)
+    pointers = {"x_ptr": f"*{code}", "xs_ptr": "*fp32", "w_ptr": f"*{code}", "ws_ptr": "*fp32", "bias_ptr": "*bf16"}
+    pointers |= {"weights_ptr": "*fp32", "ids_ptr": "*i32"}
+    numbers = {"num_experts": "i32", "N": "i32", "K": "i32", "x_stride": "i32", "alpha": "fp32", "limit": "fp32"}
+    block = triton.next_power_of_2(cfg.intermediate_size) if cfg.quant == "int8" else GROUP
+
+    def product(which: int, tile: Tile, splits: int) -> KernelBuild:
+        fused = paired and which == 0
+        sizes = {
+            "PAIRS_PER_ROW": cfg.pairs_per_token if which == 0 else 1, "QUANT": quant, "WIDE": False,
+            "HALVES": 2 - which, "PAIRED": fused, "INTERLEAVED": cfg.interleaved, "OAI": oai, "WEIGH": which == 1,
+            "HAS_BIAS": cfg.bias, "IDS_READY": which == 1 or cfg.quant != "none",
+            "EVEN_K": columns[which] % tile.k == 0, "LINES": plan.lines, "SPLITS": splits, "BLOCK_N": tile.n,
+            "BLOCK_K": tile.k, "PDL": True,
+        }  # fmt: skip
+        types = pointers | {"out_ptr": f"*{code}" if fused else "*fp32"} | numbers
+        return KernelBuild(
+            f"moe_pair_product_{name}_{which}", pair_product_kernel, types, sizes, tile.warps, tile.stages,
+            ("N", "K", "x_stride"),
+        )  # fmt: skip
+
+    activate = KernelBuild(
+        f"moe_pair_activate_{name}", pair_activate_kernel,
+        {
+            "h_ptr": "*fp32", "ids_ptr": "*i32", "a_ptr": f"*{code}", "s_ptr": "*fp32", "num_experts": "i32",
+            "I": "i32", "alpha": "fp32", "limit": "fp32", "eps": "fp32",
+        },
+        {
+            "QUANT": quant, "MAX": 448.0 if quant == 1 else 127.0, "UE8M0": False, "OAI": oai,
+            "INTERLEAVED": cfg.interleaved, "SPLITS": plan.splits1, "BLOCK": block, "PDL": True,
+        },
+        max(1, min(8, block // 512)), aligned=("I",),
+    )  # fmt: skip
+    products = [product(0, plan.first, plan.splits1), product(1, plan.second, plan.splits)]
+    return products if paired else [*products, activate]
+
+
+_SQUARE = Tile(1, 64, 128, 4, 4)
+_SHAPES = {
+    "v3": (FusedMoEConfig(7168, 2048, 256, 8, quant="fp8_block"), Plan(_SQUARE, _SQUARE, lines=4)),
+    "v3_tp8": (FusedMoEConfig(7168, 256, 256, 8, 1, "fp8_block"), Plan(_SQUARE, _SQUARE, splits1=4)),
+    "v3_tp8_int8": (FusedMoEConfig(7168, 256, 256, 8, 1, "int8"), Plan(_SQUARE, _SQUARE, splits1=4)),
+    "qwen3_30b": (FusedMoEConfig(2048, 768, 128, 8), Plan(_SQUARE, _SQUARE)),
+}
+COMPILE = [build for name, (cfg, plan) in _SHAPES.items() for build in _builds(name, cfg, plan)]
