@@ -22,8 +22,9 @@ from fastlayers.testing.sweep import inputs_of, peak_flops
 from fastlayers.testing.tuner import Bench
 
 ROUNDS = 21
-# A peer rounds where its authors chose to (sglang's FP8 experts: 0.006): it must compute the same layer, no more.
-PEER_BOUND = Bound(0.02, 0.2)
+# A peer rounds where its authors chose to: bf16 before and after the activation, as sglang's experts do, moves the
+# e4m3 codes and with them the result by 0.018. It must compute the same layer; a wrong scale or expert is far off.
+PEER_BOUND = Bound(0.04, 0.2)
 
 
 def describe_run(device: torch.device | str) -> dict[str, Any]:
