@@ -18,10 +18,10 @@ from fastlayers.testing.spec import Case, spec_of
 
 # Token counts of a table: dense where backends cross, thin above.
 TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
-QUICK = (1, 4, 16, 64, 128, 256, 512, 1024, 4096)
+QUICK = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 # Requests of a decode step, for attention.
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-QUICK_BATCHES = (1, 8, 32, 128)
+QUICK_BATCHES = (1, 16, 64, 128)
 CONTEXT = 4096
 # Cached tokens of all requests of a step together, at most: what fits next to the other operands.
 MOST_CACHED = 1 << 21
