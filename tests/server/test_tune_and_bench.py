@@ -162,7 +162,7 @@ def test_what_failed_is_said_with_the_reason(tmp_path: Path, monkeypatch: pytest
 def test_a_run_that_is_out_of_time_says_how_to_go_on(tmp_path: Path) -> None:
     command = ("tune", "--layer", "fp8_linear", "--shape", "N=128,K=256", "--out", str(tmp_path), "--json", "--quick")
     (left,) = json.loads(run(*command, "--device", "cpu", "--seconds", "0.000001", code=1))
-    assert left["state"] == "out of time" and "0 of 9" in left["reason"]
+    assert left["state"] == "out of time" and "0 of 12" in left["reason"]
 
 
 def test_tune_of_a_model_lists_its_shapes(qwen: str) -> None:
