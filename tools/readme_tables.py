@@ -60,7 +60,52 @@ def decode() -> str:
     )
 
 
-TABLES: dict[str, Callable[[], str]] = {"accuracy": accuracy, "decode": decode}
+NAMES = {
+    "qwen3_30b_a3b": "Qwen3-30B-A3B", "qwen3_30b": "Qwen3-30B-A3B", "qwen3_8b": "Qwen3-8B",
+    "gpt_oss_20b": "GPT-OSS-20B (MXFP4)",
+}  # fmt: skip
+# Milliseconds per output token of vLLM 0.22.1 on an H200, by model and batch: docs/performance.md.
+VLLM = {
+    ("qwen3_30b_a3b", 1): 4.28, ("qwen3_8b", 1): 5.16, ("gpt_oss_20b", 1): 2.98,
+    ("qwen3_30b_a3b", 32): 15.96, ("qwen3_8b", 32): 6.17, ("gpt_oss_20b", 32): 5.24,
+}  # fmt: skip
+
+
+def rows_of(*parts: str) -> list[dict[str, Any]]:
+    """Return the rows of parts of the performance results; a part that was not measured has none."""
+    paths = [RESULTS / "performance" / f"{part}.jsonl" for part in parts]
+    return [json.loads(line) for path in paths if path.is_file() for line in path.read_text().splitlines()]
+
+
+def h200() -> str:
+    """Decode on one H200: a patched model against stock, and generate against vLLM's figures."""
+    lines = [
+        "| `fl.patch(model, cuda_graph=True)` | batch | stock | stock, compiled | patched |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows_of("patch_qwen3_30b", "patch_qwen3_8b"):
+        if "ms" in row:
+            ms = row["ms"]
+            times = [
+                f"{ms['stock']:.1f}",
+                f"{ms['stock_best']:.2f}" if "stock_best" in ms else "",
+                f"{ms['graph']:.2f}",
+            ]
+            lines.append(f"| {' | '.join([NAMES[row['model']], str(row['batch']), *times])} |")
+    lines += [
+        "",
+        "| `fastlayers_models.generate` | batch | context | ms per token | vLLM 0.22.1 |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows_of("generate"):
+        if "tpot_ms" in row:
+            vllm = VLLM[row["model"], row["batch"]]
+            name, batch = NAMES[row["model"]], row["batch"]
+            lines.append(f"| {name} | {batch} | {row['prompt']} | {row['tpot_ms']:.2f} | {vllm:.2f} |")
+    return "\n".join(lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {"accuracy": accuracy, "decode": decode, "h200": h200}
 
 
 def fill(text: str) -> str:
