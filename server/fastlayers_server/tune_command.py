@@ -59,10 +59,10 @@ def jobs_of_models(models: Sequence[str], tp: int, ep: int, layers: Sequence[str
 
 
 def _contexts(cfg: Any) -> list[Any]:
-    """Return a configuration for every context that MLA's decode distinguishes; others as they are."""
-    from fastlayers.attention.mla.core import CONTEXTS, MLAConfig
+    """Return a configuration for every context that attention's decode distinguishes; others as they are."""
+    from fastlayers.attention.contexts import CONTEXTS
 
-    if not isinstance(cfg, MLAConfig) or cfg.phase != "decode":
+    if getattr(cfg, "phase", "") != "decode":
         return [cfg]
     return [replace(cfg, context=context) for context in CONTEXTS]
 
@@ -207,7 +207,7 @@ def register(app: typer.Typer, out: Console, err: Console, device_of: Any, dtype
         ] = "",
         device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if there is one.")] = "",
         quick: Annotated[
-            bool, typer.Option("--quick", help="Nine token counts instead of 23, 14 configurations instead of 40.")
+            bool, typer.Option("--quick", help="Twelve token counts instead of 23, 14 configurations instead of 40.")
         ] = False,
         seconds: Annotated[float, typer.Option(min=0, help="End after so long; run again to go on. 0: no end.")] = 0,
         force: Annotated[bool, typer.Option("--force", help="Also what has a table of these versions.")] = False,

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import fastlayers as fl
+from fastlayers.attention.contexts import CONTEXTS
 from fastlayers.attention.gqa.cases import SPEC
 from fastlayers.attention.gqa.core import GQA, GQAConfig
 from fastlayers.attention.gqa.layer import Attention
@@ -250,9 +251,12 @@ def test_tuning_key_names_what_changes_kernels() -> None:
         for change in (
             {}, {"phase": "decode"}, {"window": 128}, {"sinks": True}, {"page_size": 16}, {"num_kv_heads": 4},
             {"kv_dtype": torch.float8_e4m3fn}, {"head_dim": 64}, {"softcap": 30.0},
+            {"phase": "decode", "context": 1024},
         )
     }  # fmt: skip
-    assert len(keys) == 9 and replace(LLAMA, softmax_scale=1.0, lse=False).tuning_key() in keys
+    assert len(keys) == 10 and replace(LLAMA, softmax_scale=1.0, lse=False).tuning_key() in keys
+    # Keys before a window do not count: contexts beyond it are one.
+    assert {replace(LLAMA, window=128, context=context).context for context in CONTEXTS} == {1024}
 
 
 def test_candidates_start_with_the_rule() -> None:

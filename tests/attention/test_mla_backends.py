@@ -17,9 +17,10 @@ import torch
 import fastlayers as fl
 import fastlayers.attention.mla.flashinfer as mla_flashinfer
 import fastlayers.attention.mla.paths as mla_paths
+from fastlayers.attention.contexts import CONTEXTS, context_of
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
 from fastlayers.attention.mla.configs import KNOBS, decode_config
-from fastlayers.attention.mla.core import CONTEXTS, MLA, MLAConfig, Varlen, context_of, phase_of
+from fastlayers.attention.mla.core import MLA, MLAConfig, Varlen, phase_of
 from fastlayers.attention.mla.flashinfer import FlashInferFA3, pieces, seeing
 from fastlayers.attention.mla.flashmla import FlashMLA
 from fastlayers.attention.mla.torch import TorchMLA

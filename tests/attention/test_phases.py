@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import fastlayers as fl
+from fastlayers import tuning
 from fastlayers.attention.gqa.core import GQA, GQAConfig
 from fastlayers.attention.gqa.torch import TorchGQA
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
 from fastlayers.errors import ArgumentError, NoBackendError
 from fastlayers.layer import PHASES
-from fastlayers.registry import Backend
+from fastlayers.registry import Backend, Rung
 
 CFG = GQAConfig(4, 2, 8, 0.3, page_size=16, dtype=torch.float32, kv_dtype=torch.float32)
 
@@ -76,6 +79,49 @@ def test_a_layer_takes_the_ladder_of_the_step(decode_only: Backend) -> None:
     layer(torch.zeros(2, 32), state.plan(AttentionBatch((1, 1), (5, 3), [[1], [2]])), cache)
     layer(torch.zeros(3, 32), state.plan(AttentionBatch((1, 2), (6, 4), [[1], [2]])), cache)
     assert calls == ["extend", "decode", "extend"]
+
+
+class Named(TorchGQA):
+    """Notes for which steps it was chosen."""
+
+    calls: list[str]
+
+    def __call__(self, *args: Any) -> Any:
+        self.calls.append(f"{self.cfg.phase}@{self.cfg.context}")
+        return super().__call__(*args)
+
+
+@pytest.mark.parametrize(("window", "usual", "long"), [(None, 4096, 16384), (9, 1024, 1024)])
+def test_a_layer_takes_the_ladder_of_the_context(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, usual: int, long: int
+) -> None:
+    monkeypatch.setattr(Named, "calls", [], raising=False)
+    row = Backend("named", Named, phases=("decode",))
+
+    def by_context(layer: str, cfg: Any, *_: Any) -> SimpleNamespace | None:
+        if layer != "gqa" or cfg.phase != "decode":
+            return None
+        return SimpleNamespace(rungs=(Rung(None, row, float(cfg.context)),), evidence="a table for each context")
+
+    monkeypatch.setattr(tuning, "ladder", by_context)
+    rotary = fl.RotaryEmbedding(8, max_position=16384)
+    layer = fl.Attention(32, 4, 2, 8, rotary=rotary, page_size=16, window=window, dtype=torch.float32)
+    cache = fl.kv_cache_spec(layer, page_size=16).allocate(num_pages=600)[0]
+    cache.keys.zero_(), cache.values.zero_()
+    state, pages = AttentionState(2, 8, 590, 16), list(range(1, 590))
+    for length, bucket, expected in ((3000, None, usual), (30, None, 1024), (9000, None, long), (30, 2, long)):
+        Named.calls.clear()
+        meta = state.plan(AttentionBatch((1,), (length,), [pages]), bucket=bucket)
+        y = layer(torch.randn(bucket or 1, 32), meta, cache)
+        assert Named.calls == [f"decode@{expected}"] and y.isfinite().all()
+
+
+def test_contexts_with_one_choice_share_what_is_built() -> None:
+    rotary = fl.RotaryEmbedding(8, max_position=64)
+    layer = fl.Attention(32, 4, 2, 8, rotary=rotary, page_size=16, dtype=torch.float32)
+    meta = AttentionState(1, 8, 2, 16).plan(AttentionBatch((1,), (5,), [[1]]))
+    assert layer.cfg.context == 4096 and layer.cfg.context_at(meta.max_seq_len) == 1024
+    assert layer._ladder_for(meta) is layer.decode_ladder
 
 
 @dataclass

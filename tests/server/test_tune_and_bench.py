@@ -76,6 +76,9 @@ def test_experts_come_first_and_decode_has_every_context() -> None:
     assert len(contexts) == 4
     oss = jobs_of_models(["gpt-oss-20b"], 1, 1, ["gqa", "fused_moe"])
     assert {job.cfg.window for job in oss if job.layer == "gqa"} == {128, None}
+    decode = [(job.cfg.window, job.cfg.context) for job in oss if job.layer == "gqa" and job.cfg.phase == "decode"]
+    # Keys before a window do not count.
+    assert sorted(decode, key=str) == [(128, 1024), (None, 1024), (None, 16384), (None, 4096), (None, 65536)]
     assert [job.cfg.quant for job in oss if job.layer == "fused_moe"] == ["mxfp4"]
 
 

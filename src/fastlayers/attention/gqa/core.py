@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fastlayers.attention.contexts import context_of
 from fastlayers.attention.kv_cache.spec import DTYPES as CACHE_DTYPES
 from fastlayers.attention.kv_write.layer import needs_e4m3
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta
@@ -57,6 +58,9 @@ class GQAConfig:
         See the head of this file.
     lse : bool
         Whether the caller reads the LSE; if not, a backend may return one without rows.
+    context : int
+        Cached tokens a request for which decode's choice is made; what lies before a window does not count. It
+        changes no result.
     """
 
     num_heads: int
@@ -71,15 +75,17 @@ class GQAConfig:
     kv_dtype: torch.dtype = torch.bfloat16
     phase: str = ""
     lse: bool = True
+    context: int = 4096
 
     def __post_init__(self) -> None:
         check_choice(NAME, "phase", self.phase, ("", *PHASES))
         check_positive(NAME, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
-        check_positive(NAME, page_size=self.page_size)
+        check_positive(NAME, page_size=self.page_size, context=self.context)
         if self.num_heads % self.num_kv_heads:
             raise ArgumentError(NAME, "num_heads", self.num_heads, f"a multiple of {self.num_kv_heads}")
         if self.window is not None:
             check_positive(NAME, window=self.window)
+            object.__setattr__(self, "context", min(self.context, context_of(self.window)))
         if self.softcap is not None and not self.softcap > 0:
             raise ArgumentError(NAME, "softcap", self.softcap, "a positive number or None")
         check_choice(NAME, "dtype", self.dtype, CACHE_DTYPES[:3])
@@ -95,7 +101,12 @@ class GQAConfig:
         dtypes = "_".join(str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.kv_dtype))
         extras = [f"window={self.window}"] * (self.window is not None) + ["softcap"] * (self.softcap is not None)
         heads = f"H={self.num_heads},Hkv={self.num_kv_heads},D={self.head_dim},page={self.page_size}"
-        return ",".join([heads, *extras, *["sinks"] * self.sinks, dtypes, self.phase or "all"])
+        context = [f"ctx={self.context}"] * (self.phase == "decode")
+        return ",".join([heads, *extras, *["sinks"] * self.sinks, dtypes, self.phase or "all", *context])
+
+    def context_at(self, max_seq_len: int) -> int:
+        """Return the ``context`` for steps whose longest request may have this many tokens."""
+        return context_of(max_seq_len if self.window is None else min(max_seq_len, self.window))
 
 
 def phase_of(batch: AttentionBatch) -> str:

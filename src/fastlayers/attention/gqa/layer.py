@@ -11,6 +11,7 @@ y[T, E]        = o_proj(o)                        a partial sum where heads are 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -128,7 +129,7 @@ class Attention(Layer):
             dtype, cache_dtype, lse=False,
         )  # fmt: skip
         self.choose_phases(GQA, cfg, device, backend)
-        self._padded: dict[str, Ladder] = {}
+        self._other_ladders: dict[tuple[str, int, str], Ladder] = {}
         self._debug = env.debug()
         if rotary.cfg.head_dim != head_dim:
             raise ArgumentError(NAME, "rotary.head_dim", rotary.cfg.head_dim, f"head_dim {head_dim}")
@@ -208,15 +209,25 @@ class Attention(Layer):
         return q
 
     def _ladder_for(self, meta: AttentionMeta) -> Ladder:
-        """Return the ladder for this step's phase; that for left padding is built when the first such step comes."""
+        """Return the ladder for this step's phase and, in decode, its context.
+
+        The context is that of the longest request, for a captured bucket its capacity: known on the host, and the same
+        at every replay. All but the usual ladders are built when the first such step comes.
+        """
         phase = phase_of(meta.batch)
-        if phase != "padded":
-            return self.decode_ladder if phase == "decode" else self.ladder
-        device = self.choice.device
-        if device.type not in self._padded:
-            asked = self.decode_choice.asked
-            self._padded[device.type] = GQA.choose_phases(self.cfg, (phase,), device, asked)[0].build()
-        return self._padded[device.type]
+        if phase == "extend":
+            return self.ladder
+        context = self.cfg.context_at(meta.max_seq_len) if phase == "decode" else 0
+        if context == self.cfg.context:
+            return self.decode_ladder
+        key = (phase, context, self.choice.device.type)
+        if key not in self._other_ladders:
+            cfg = replace(self.cfg, context=context or self.cfg.context)
+            choice = GQA.choose_phases(cfg, (phase,), self.choice.device, self.decode_choice.asked)[0]
+            # Nothing of what is built depends on the context but the choice.
+            same = phase == "decode" and choice.rungs == self.decode_choice.rungs
+            self._other_ladders[key] = self.decode_ladder if same else choice.build()
+        return self._other_ladders[key]
 
     def forward(self, hidden: torch.Tensor, meta: AttentionMeta, cache: LayerCache) -> torch.Tensor:
         """Attend; the new tokens' keys and values are written into the cache first.

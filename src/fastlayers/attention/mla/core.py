@@ -90,15 +90,6 @@ class MLAConfig:
         return f"H={self.num_heads},{dims},page={self.page_size},{dtypes},{self.phase or 'all'}{context}"
 
 
-# The contexts that decode distinguishes, a factor of four apart.
-CONTEXTS = (1024, 4096, 16384, 65536)
-
-
-def context_of(max_seq_len: int) -> int:
-    """Return which of :data:`CONTEXTS` is nearest by ratio to the longest request that a step may have."""
-    return next((context for context in CONTEXTS if max_seq_len <= 2 * context), CONTEXTS[-1])
-
-
 def phase_of(batch: AttentionBatch) -> str:
     """Return which phase of ``decode`` a step is; host data only."""
     if any(batch.starts):

@@ -23,10 +23,11 @@ from typing import Any
 import torch
 
 from fastlayers import env
+from fastlayers.attention.contexts import context_of
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.merge_state.layer import MergeState
 from fastlayers.attention.meta import AttentionMeta, check_loc, check_pages, check_step
-from fastlayers.attention.mla.core import MLA, MLAConfig, context_of, phase_of
+from fastlayers.attention.mla.core import MLA, MLAConfig, phase_of
 from fastlayers.attention.mla.paths import PATHS, Expansion, MLAThresholds, select_path
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWrite
 from fastlayers.comm.parallel import REPLICATED, SINGLE, Axis, Shard
