@@ -1,8 +1,4 @@
-"""The command ``fastlayers``: demo, doctor, backends, explain, generate, eval, convert, tune, bench, cache.
-
-Every command prints for people, or with ``--json`` for machines. Errors that we raise on purpose are one sentence;
-``--debug`` shows the traceback.
-"""
+"""The command ``fastlayers``: demo, doctor, backends, explain, generate, eval, convert, tune, bench, cache."""
 
 from __future__ import annotations
 
@@ -18,16 +14,16 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRe
 from rich.table import Table
 
 import fastlayers as fl
+from fastlayers.device import DESCRIBED
 from fastlayers.errors import ArgumentError, CheckpointError, FastlayersError
 from fastlayers_server import bench_command, tune_command
 
-app = typer.Typer(
-    help=__doc__, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None
-)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None)
 # What is piped is read by programs, or searched: it is not wrapped.
 _UNWRAPPED = 4096
-out = Console(width=None if sys.stdout is None or sys.stdout.isatty() else _UNWRAPPED)
-err = Console(stderr=True, width=None if sys.stderr is None or sys.stderr.isatty() else _UNWRAPPED)
+# Square brackets are ours ("mla[decode]"), not rich's markup.
+out = Console(markup=False, width=None if sys.stdout is None or sys.stdout.isatty() else _UNWRAPPED)
+err = Console(stderr=True, markup=False, width=None if sys.stderr is None or sys.stderr.isatty() else _UNWRAPPED)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; default: a GPU if there is one.")]
@@ -48,7 +44,10 @@ def options(
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks and warnings.")] = False,
 ) -> None:
-    """Model layers for LLM inference: see what runs, compare, convert, generate."""
+    """Model layers for LLM inference: see what runs and why, compare, convert, generate, tune and time.
+
+    Every command prints for people, or with --json for machines. Errors that we raise on purpose are one sentence.
+    """
 
 
 def main() -> None:
@@ -63,12 +62,12 @@ def main() -> None:
     except FastlayersError as error:
         if debug:
             raise
-        err.print(f"error: {error}", markup=False, highlight=False)
+        err.print(f"error: {error}", highlight=False)
         raise SystemExit(1) from error
     except (OSError, ValueError, RuntimeError) as error:
         if debug:
             raise
-        err.print(f"error: {type(error).__name__}: {error} (--debug shows where)", markup=False, highlight=False)
+        err.print(f"error: {type(error).__name__}: {error} (--debug shows where)", highlight=False)
         raise SystemExit(1) from error
 
 
@@ -146,7 +145,7 @@ def doctor(
         if not as_json:
             verdict = "ok" if trial.ok else trial.reason
             text = f"{trial.layer}={trial.backend} on {trial.case}: {verdict} ({trial.seconds} s)"
-            out.print(text, markup=False, highlight=False)
+            out.print(text, highlight=False)
     report["trials"] = [vars(trial) for trial in found]
     report["ok"] = report["ok"] and all(trial.ok for trial in found)
     if as_json:
@@ -168,7 +167,7 @@ def doctor(
 def backends(
     layer: Annotated[str, typer.Argument(help="A layer's name; without it: all layers.")] = "",
     device: Annotated[
-        str, typer.Option(help="A described device (H200, B200, A100, cpu) or one of this machine.")
+        str, typer.Option(help=f"A described device ({', '.join(DESCRIBED)}) or one of this machine.")
     ] = "cpu",
     as_json: Json = False,
 ) -> None:
@@ -189,13 +188,14 @@ def explain(
     target: Annotated[
         str, typer.Argument(help="A layer's name, 'tiny', a checkpoint directory or ORG/NAME on the hub.")
     ],
-    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32")] = "bf16",
+    dtype: Annotated[str, typer.Option(help="Of a model: bf16, fp16, fp32")] = "bf16",
     device: DeviceOption = "",
     as_json: Json = False,
 ) -> None:
     """Show what was chosen for a layer or every layer of a model, on which evidence, and what lost."""
     if target in fl.layers():
-        found = fl.explain(target)
+        with _device(device):
+            found = fl.explain(target)
     elif not (target == "tiny" or Path(target).exists() or target.count("/") == 1):
         accepted = f"'tiny', a checkpoint directory, or a layer: {', '.join(fl.layers())}"
         raise ArgumentError("fastlayers", "target", repr(target), accepted)
@@ -260,8 +260,8 @@ def _print_demo(seen: Any, place: str) -> None:
         ids = " ".join(map(str, run.tokens))
         table.add_row(name, f"{run.prefill_seconds:.2f}", f"{run.tokens_per_second:.1f}", ids)
     out.print(table)
-    out.print(f"text: {seen.patched.text!r}", markup=False)
-    out.print(seen.report.summary(), markup=False, highlight=False)
+    out.print(f"text: {seen.patched.text!r}")
+    out.print(seen.report.summary(), highlight=False)
     out.print(f"fast paths ran {sum(seen.hits.values())} times in {sum(1 for n in seen.hits.values() if n)} modules")
     verdict = "identical tokens" if seen.identical else "THE TOKENS DIFFER"
     out.print(f"{verdict}; decode {seen.speedup:.1f} × as fast")
@@ -273,11 +273,11 @@ def _print_demo(seen: Any, place: str) -> None:
 def generate(
     prompt: Annotated[str, typer.Argument(help="What the user says.")],
     checkpoint: Annotated[str, typer.Option(help=_CHECKPOINT)] = "tiny",
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate, at most.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(min=0, help="0: off.")] = 0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
-    seed: int = 0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="1: off.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the sampler, where the temperature is not 0.")] = 0,
     dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32")] = "bf16",
     kv_dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32, e4m3; default: dtype")] = "",
     device: DeviceOption = "",
@@ -316,7 +316,9 @@ def generate(
 @app.command("eval")
 def evaluate(
     checkpoint: Checkpoint = "tiny",
-    variants: Annotated[str, typer.Option(help="Comma separated; 'all' for every one.")] = "hf,patched,fastlayers",
+    variants: Annotated[
+        str, typer.Option(help="Comma separated, or 'all'; a wrong name lists them.")
+    ] = "hf,patched,fastlayers",
     limit: Annotated[int, typer.Option(min=1, max=1000, help="How many of the 1,000 held-out problems.")] = 1000,
     num_stories: Annotated[int, typer.Option("--stories", min=1, help="Stories for the perplexity.")] = 100,
     device: DeviceOption = "",
@@ -353,9 +355,9 @@ def evaluate(
     else:
         _print_scores(f"{checkpoint} on {place}", scores)
     for name, why in lacking.items():
-        err.print(f"{name}: not run, {why}", markup=False, highlight=False)
+        err.print(f"{name}: not run, {why}", highlight=False)
     for name, why in failed.items():
-        err.print(f"error: {name}: {why}", markup=False, highlight=False)
+        err.print(f"error: {name}: {why}", highlight=False)
     raise typer.Exit(1 if failed else 0)
 
 
@@ -395,7 +397,7 @@ def convert(
     if as_json:
         _print_json(done)
     else:
-        out.print(summary(done), markup=False, highlight=False)
+        out.print(summary(done), highlight=False)
 
 
 cache = typer.Typer(help="Compiled kernels as one archive.", no_args_is_help=True, rich_markup_mode=None)
@@ -413,7 +415,7 @@ def cache_export(archive: Annotated[str, typer.Argument(help="The .tar.gz to wri
     if as_json:
         _print_json(facts)
     else:
-        out.print(f"{path}: {size / 2**20:.1f} MiB", markup=False, highlight=False, soft_wrap=True)
+        out.print(f"{path}: {size / 2**20:.1f} MiB", highlight=False, soft_wrap=True)
 
 
 @cache.command("import")
@@ -427,7 +429,7 @@ def cache_import(
     if as_json:
         _print_json({"archive": archive, "taken": taken})
     else:
-        out.print(f"taken: {', '.join(taken) or 'nothing'}", markup=False, highlight=False)
+        out.print(f"taken: {', '.join(taken) or 'nothing'}", highlight=False)
 
 
 tune_command.register(app, out, err, _device, _dtype, _print_json)

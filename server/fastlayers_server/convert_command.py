@@ -63,7 +63,8 @@ def summary(done: dict[str, Any]) -> str:
     lines = [f"{done['target']}: {done['format']}, {done['seconds']:.1f} s"]
     if "quantised" in done:
         sizes = f"{done['bytes_before'] / 1e9:.3g} GB to {done['bytes_after'] / 1e9:.3g} GB"
-        lines.append(f"{done['quantised']} matrices quantised in {done['shards']} shards, {sizes}")
+        shards = "1 shard" if done["shards"] == 1 else f"{done['shards']} shards"
+        lines.append(f"{done['quantised']} matrices quantised in {shards}, {sizes}")
         if done["resumed"]:
             lines.append(f"{done['resumed']} shards were there already")
         for reason, modules in done["kept"].items():

@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from typer.main import get_command
 from typer.testing import CliRunner
 
+from fastlayers.device import DESCRIBED
 from fastlayers.errors import ArgumentError, CheckpointError
 from fastlayers_server.cli import app, main
 from fastlayers_server.variants import TINY, VARIANTS, assets
@@ -103,6 +106,29 @@ def test_explain_names_what_a_model_runs() -> None:
     rows = json.loads(run("explain", "tiny", "--dtype", "fp32", "--device", "cpu", "--json").stdout)
     assert {"mla", "fused_moe", "router", "rms_norm"} <= {row["layer"] for row in rows}
     assert all(row["chosen"] == "torch" for row in rows)
+
+
+def test_explain_shows_the_phases_of_attention() -> None:
+    shown = run("explain", "tiny", "--dtype", "fp32", "--device", "cpu").stdout
+    assert "mla[decode]" in shown and "mla[extend]" in shown
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU that is not there")
+def test_explain_asks_about_the_device_that_it_is_given() -> None:
+    assert run("explain", "rms_norm", "--device", "cpu").exit_code == 0
+    assert isinstance(run("explain", "rms_norm", "--device", "cuda").exception, ArgumentError)
+
+
+def test_help_says_what_every_argument_is() -> None:
+    def missing(command: Any, path: str) -> list[str]:
+        lacking = [f"{path} {p.name}" for p in command.params if not getattr(p, "help", None)]
+        below = getattr(command, "commands", {})
+        return lacking + [line for name in below for line in missing(below[name], f"{path} {name}")]
+
+    assert missing(get_command(app), "fastlayers") == []
+    shown = run("--help").stdout
+    assert "--json" in shown and "``" not in shown and all(name in shown for name in ("explain", "tune", "bench"))
+    assert all(name in run("backends", "--help").stdout for name in DESCRIBED)
 
 
 def test_generate_answers_a_problem() -> None:
