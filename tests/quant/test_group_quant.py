@@ -176,3 +176,32 @@ def test_rows_are_padded_where_a_gemm_wants_it() -> None:
     padded_q, padded_s = TritonGroupQuant(GroupQuantConfig(scale_layout="col")).padded(x, 16)
     assert padded_q.shape == (16, 256) and padded_s.shape == (16, 2) and padded_s.stride() == (1, 16)
     assert torch.equal(padded_q[:5].view(torch.uint8), q.view(torch.uint8)) and torch.equal(padded_s[:5], s)
+
+
+def _once_corrected(x: torch.Tensor, scale: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """``x / scale`` in fp32 as the kernel finds it with one correction; fp64 holds what a fused step holds."""
+    first = x * inverse
+    remainder = (x.double() - first.double() * scale.double()).float()
+    return (first.double() + remainder.double() * inverse.double()).float()
+
+
+@pytest.mark.parametrize("bits, largest, step", [(8, 448.0, 1), (8, 127.0, 1), (11, 448.0, 37), (11, 127.0, 37)])
+def test_one_correction_is_enough_for_16_bit_inputs(bits: int, largest: float, step: int) -> None:
+    """Every mantissa of a bf16 value and of its group's maximum, down to codes of 0; of fp16 every 37th maximum."""
+
+    def codes(ratio: torch.Tensor) -> torch.Tensor:
+        return ratio.round() if largest == 127.0 else ratio.to(torch.float8_e4m3fn).float()
+
+    mantissas = torch.arange(1 << (bits - 1), 1 << bits, dtype=torch.float32)
+    x = (mantissas[:, None] * 2.0 ** -torch.arange(22.0)).flatten()
+    uncorrected = 0
+    for absmax in mantissas[::step]:
+        inside = x[x <= absmax]
+        scale = absmax / torch.tensor(largest)
+        expected = codes(inside / scale)
+        nearest = (1.0 / scale.double()).float()
+        # The kernel's reciprocal may be a unit off.
+        for inverse in (nearest, nearest.nextafter(torch.tensor(0.0)), nearest.nextafter(torch.tensor(2.0**20))):
+            assert torch.equal(codes(_once_corrected(inside, scale, inverse)), expected)
+            uncorrected += int((codes(inside * inverse) != expected).sum())
+    assert uncorrected > 0  # without a correction some codes are wrong: the test can see it

@@ -13,72 +13,26 @@ from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release
 
 
 @triton.jit
-def _load_pairs(
-    x_ptr,
-    offset,
-    heads,
-    inside_head,
-    head_stride,
-    HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
+def _load_pairs(rows, inside_head, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
     f = tl.arange(0, BLOCK)
     if INTERLEAVED:
         both = tl.arange(0, 2 * BLOCK)
-        mask = inside_head[:, None] & (both < 2 * HALF)[None, :]
-        x = tl.load(x_ptr + offset + heads[:, None] * head_stride + both[None, :], mask=mask, other=0.0)
-        a, b = tl.split(tl.reshape(x, (heads.shape[0], BLOCK, 2)))
+        x = tl.load(rows + both[None, :], mask=inside_head[:, None] & (both < 2 * HALF)[None, :], other=0.0)
+        a, b = tl.split(tl.reshape(x, (rows.shape[0], BLOCK, 2)))
     else:
         mask = inside_head[:, None] & (f < HALF)[None, :]
-        pointer = x_ptr + offset + heads[:, None] * head_stride + f[None, :]
-        a = tl.load(pointer, mask=mask, other=0.0)
-        b = tl.load(pointer + HALF, mask=mask, other=0.0)
+        a = tl.load(rows + f[None, :], mask=mask, other=0.0)
+        b = tl.load(rows + HALF + f[None, :], mask=mask, other=0.0)
     return a.to(tl.float32), b.to(tl.float32)
 
 
 @triton.jit
-def _rotate_heads(
-    x_ptr, y_ptr, token, first_head, num_heads, token_stride, head_stride, c, s,
-    HALF: tl.constexpr, DIM: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
-):  # fmt: skip
-    heads = first_head + tl.arange(0, HEADS)
-    inside_head = heads < num_heads
-    offset = token * token_stride
-    out = y_ptr + token * num_heads * DIM
-    a, b = _load_pairs(x_ptr, offset, heads, inside_head, head_stride, HALF, BLOCK, IN)
-    first = cast(a * c[None, :] - b * s[None, :], y_ptr.dtype.element_ty)
-    second = cast(b * c[None, :] + a * s[None, :], y_ptr.dtype.element_ty)
-    if OUT:
-        both = tl.arange(0, 2 * BLOCK)
-        y = tl.reshape(tl.join(first, second), (HEADS, 2 * BLOCK))
-        mask = inside_head[:, None] & (both < 2 * HALF)[None, :]
-        tl.store(out + heads[:, None] * DIM + both[None, :], y, mask=mask)
-    else:
-        f = tl.arange(0, BLOCK)
-        mask = inside_head[:, None] & (f < HALF)[None, :]
-        tl.store(out + heads[:, None] * DIM + f[None, :], first, mask=mask)
-        tl.store(out + heads[:, None] * DIM + HALF + f[None, :], second, mask=mask)
-    if REST > 0:
-        column = 2 * HALF + tl.arange(0, REST)
-        mask = inside_head[:, None] & (column < DIM)[None, :]
-        rest = tl.load(x_ptr + offset + heads[:, None] * head_stride + column[None, :], mask=mask, other=0.0)
-        tl.store(out + heads[:, None] * DIM + column[None, :], rest, mask=mask)
-
-
-@triton.jit
-def _rotary_kernel(
-    q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr, sin_ptr, positions_ptr, max_position, axis_stride,
-    q_heads, k_heads, q_token_stride, q_head_stride, k_token_stride, k_head_stride,
-    HALF: tl.constexpr, DIM: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
+def _angles(
+    cos_ptr, sin_ptr, positions_ptr, token, max_position, axis_stride,
+    HALF: tl.constexpr, BLOCK: tl.constexpr,
     SECTION_T: tl.constexpr, SECTION_H: tl.constexpr, SECTION_W: tl.constexpr, ALTERNATE: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    await_inputs(PDL)
-    release_dependents(PDL)
-    block = tl.program_id(1)
+    """Return cos and sin of one token for every frequency."""
     f = tl.arange(0, BLOCK)
     if SECTION_T + SECTION_H + SECTION_W > 0:
         if ALTERNATE:
@@ -93,17 +47,54 @@ def _rotary_kernel(
     position = tl.minimum(tl.maximum(position, 0), max_position - 1)
     c = tl.load(cos_ptr + position * HALF + f, mask=f < HALF, other=0.0)
     s = tl.load(sin_ptr + position * HALF + f, mask=f < HALF, other=0.0)
+    return c, s
+
+
+@triton.jit
+def _rotary_kernel(
+    q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr, sin_ptr, positions_ptr, max_position, axis_stride,
+    q_heads, k_heads, q_token_stride, q_head_stride, k_token_stride, k_head_stride,
+    HALF: tl.constexpr, DIM: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
+    SECTION_T: tl.constexpr, SECTION_H: tl.constexpr, SECTION_W: tl.constexpr, ALTERNATE: tl.constexpr,
+    HEADS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # Programs that run at the same time have neighbouring heads: whole pages of memory.
+    token, block = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(0) % BLOCKS
+    heads = block * HEADS + tl.arange(0, HEADS)
     q_blocks = tl.cdiv(q_heads, HEADS)
-    if block < q_blocks:
-        _rotate_heads(
-            q_ptr, q_out_ptr, token, block * HEADS, q_heads, q_token_stride, q_head_stride, c, s,
-            HALF, DIM, IN, OUT, HEADS, BLOCK, REST,
-        )  # fmt: skip
+    x_ptr, y_ptr, num_heads = q_ptr + token * q_token_stride, q_out_ptr + token * q_heads * DIM, q_heads
+    head_stride = q_head_stride
+    if block >= q_blocks:
+        x_ptr, y_ptr, num_heads = k_ptr + token * k_token_stride, k_out_ptr + token * k_heads * DIM, k_heads
+        heads -= q_blocks * HEADS
+        head_stride = k_head_stride
+    inside_head = heads < num_heads
+    rows, out = x_ptr + heads[:, None] * head_stride, y_ptr + heads[:, None] * DIM
+    await_inputs(PDL)
+    release_dependents(PDL)
+    a, b = _load_pairs(rows, inside_head, HALF, BLOCK, IN)
+    if REST > 0:
+        column = 2 * HALF + tl.arange(0, REST)
+        kept = inside_head[:, None] & (column < DIM)[None, :]
+        rest = tl.load(rows + column[None, :], mask=kept, other=0.0)
+    # After the loads that wait for nothing.
+    c, s = _angles(
+        cos_ptr, sin_ptr, positions_ptr, token, max_position, axis_stride,
+        HALF, BLOCK, SECTION_T, SECTION_H, SECTION_W, ALTERNATE,
+    )  # fmt: skip
+    first = cast(a * c[None, :] - b * s[None, :], y_ptr.dtype.element_ty)
+    second = cast(b * c[None, :] + a * s[None, :], y_ptr.dtype.element_ty)
+    if OUT:
+        both = tl.arange(0, 2 * BLOCK)
+        y = tl.reshape(tl.join(first, second), (HEADS, 2 * BLOCK))
+        tl.store(out + both[None, :], y, mask=inside_head[:, None] & (both < 2 * HALF)[None, :])
     else:
-        _rotate_heads(
-            k_ptr, k_out_ptr, token, (block - q_blocks) * HEADS, k_heads, k_token_stride, k_head_stride, c, s,
-            HALF, DIM, IN, OUT, HEADS, BLOCK, REST,
-        )  # fmt: skip
+        f = tl.arange(0, BLOCK)
+        mask = inside_head[:, None] & (f < HALF)[None, :]
+        tl.store(out + f[None, :], first, mask=mask)
+        tl.store(out + HALF + f[None, :], second, mask=mask)
+    if REST > 0:
+        tl.store(out + column[None, :], rest, mask=kept)
 
 
 def _fake(
@@ -128,17 +119,18 @@ def _rotary(
     outputs = [x.new_empty(x.shape) for x in (q, k) if x is not None]
     if tokens and q_heads + k_heads:
         half = cos.shape[1]
-        heads = min(16, triton.next_power_of_2(max(q_heads, k_heads)))
+        heads = min(32, triton.next_power_of_2(max(q_heads, k_heads)))
         parts = section if positions.dim() == 2 else [0, 0, 0]
         positions = positions.contiguous()
-        _rotary_kernel[(tokens, triton.cdiv(q_heads, heads) + triton.cdiv(k_heads, heads))](
+        blocks = triton.cdiv(q_heads, heads) + triton.cdiv(k_heads, heads)
+        _rotary_kernel[(tokens * blocks,)](
             q, key, outputs[0], outputs[-1], cos, sin, positions, cos.shape[0], positions.stride(0),
             q_heads, k_heads, q.stride(0), q.stride(1), key.stride(0), key.stride(1),
             HALF=half, DIM=dim, IN=interleaved_in, OUT=interleaved_out,
             SECTION_T=parts[0], SECTION_H=parts[1], SECTION_W=parts[2], ALTERNATE=alternate,
-            HEADS=heads, BLOCK=triton.next_power_of_2(half),
+            HEADS=heads, BLOCKS=blocks, BLOCK=triton.next_power_of_2(half),
             REST=triton.next_power_of_2(dim - 2 * half) if dim > 2 * half else 0,
-            **dependent_launch(q), num_warps=4,
+            **dependent_launch(q), num_warps=2,
         )  # fmt: skip
     return outputs
 
@@ -182,9 +174,10 @@ def _build(
         {
             "HALF": half, "DIM": dim, "IN": interleaved[0], "OUT": interleaved[1],
             "SECTION_T": section[0], "SECTION_H": section[1], "SECTION_W": section[2], "ALTERNATE": False,
-            "HEADS": 16, "BLOCK": triton.next_power_of_2(half),
+            "HEADS": 32, "BLOCKS": 5, "BLOCK": triton.next_power_of_2(half),
             "REST": triton.next_power_of_2(dim - 2 * half) if dim > 2 * half else 0, "PDL": True,
         },
+        num_warps=2, aligned=tuple(strides),
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from fastlayers.attention.merge_state.layer import MergeStateConfig
 from fastlayers.operators import operator
 from fastlayers.testing.compile_check import KernelBuild
-from fastlayers.triton_lang import cast
+from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
 ROWS = 8
 
@@ -21,16 +21,25 @@ def _side(lse_ptr, offset, inside):
 
 
 @triton.jit
+def _offsets(row, num_heads, token_stride, head_stride, DENSE: tl.constexpr):
+    """Return where the rows begin; without a division where tokens follow each other as heads do."""
+    if DENSE:
+        return row.to(tl.int64) * head_stride
+    return (row // num_heads).to(tl.int64) * token_stride + (row % num_heads).to(tl.int64) * head_stride
+
+
+@triton.jit(do_not_specialize=["rows"])
 def _merge_state_kernel(
     o_a_ptr, lse_a_ptr, o_b_ptr, lse_b_ptr, o_ptr, lse_ptr, rows, num_heads,
     o_a_token, o_a_head, lse_a_token, lse_a_head, o_b_token, o_b_head, lse_b_token, lse_b_head,
-    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DENSE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
-    token, head = row // num_heads, row % num_heads
-    lse_a = _side(lse_a_ptr, token * lse_a_token + head * lse_a_head, inside)
-    lse_b = _side(lse_b_ptr, token * lse_b_token + head * lse_b_head, inside)
+    await_inputs(PDL)
+    release_dependents(PDL)
+    lse_a = _side(lse_a_ptr, _offsets(row, num_heads, lse_a_token, lse_a_head, DENSE), inside)
+    lse_b = _side(lse_b_ptr, _offsets(row, num_heads, lse_b_token, lse_b_head, DENSE), inside)
     largest = tl.maximum(lse_a, lse_b)
     shift = tl.where(largest == -float("inf"), 0.0, largest)
     weight_a, weight_b = tl.exp(lse_a - shift), tl.exp(lse_b - shift)
@@ -43,15 +52,15 @@ def _merge_state_kernel(
     wide = inside[:, None] & (column < HEAD_DIM)[None, :]
     # A side with weight 0 is not read: it may hold anything, NaN included.
     o_a = tl.load(
-        o_a_ptr + (token * o_a_token + head * o_a_head)[:, None] + column[None, :],
+        o_a_ptr + _offsets(row, num_heads, o_a_token, o_a_head, DENSE)[:, None] + column[None, :],
         mask=wide & (lse_a != -float("inf"))[:, None], other=0.0,
     ).to(tl.float32)  # fmt: skip
     o_b = tl.load(
-        o_b_ptr + (token * o_b_token + head * o_b_head)[:, None] + column[None, :],
+        o_b_ptr + _offsets(row, num_heads, o_b_token, o_b_head, DENSE)[:, None] + column[None, :],
         mask=wide & (lse_b != -float("inf"))[:, None], other=0.0,
     ).to(tl.float32)  # fmt: skip
     o = o_a * (weight_a * share)[:, None] + o_b * (weight_b * share)[:, None]
-    tl.store(o_ptr + row[:, None] * HEAD_DIM + column[None, :], cast(o, o_ptr.dtype.element_ty), mask=wide)
+    tl.store(o_ptr + row.to(tl.int64)[:, None] * HEAD_DIM + column[None, :], cast(o, o_ptr.dtype.element_ty), mask=wide)
 
 
 def _fake(
@@ -71,7 +80,8 @@ def _merge_state(
             o_a, lse_a, o_b, lse_b, o, lse, tokens * heads, heads,
             o_a.stride(0), o_a.stride(1), lse_a.stride(0), lse_a.stride(1),
             o_b.stride(0), o_b.stride(1), lse_b.stride(0), lse_b.stride(1),
-            HEAD_DIM=head_dim, ROWS=ROWS, BLOCK=triton.next_power_of_2(head_dim), num_warps=4,
+            HEAD_DIM=head_dim, DENSE=all(x.stride(0) == heads * x.stride(1) for x in (o_a, lse_a, o_b, lse_b)),
+            ROWS=ROWS, BLOCK=triton.next_power_of_2(head_dim), num_warps=2, **dependent_launch(o_a),
         )  # fmt: skip
     return o, lse
 
@@ -102,15 +112,19 @@ _STRIDES = (
 )
 COMPILE = [
     KernelBuild(
-        f"merge_state_{head_dim}_{dtype}",
+        f"merge_state_{head_dim}_{dtype}" + ("" if dense else "_strided"),
         _merge_state_kernel,
         {
             "o_a_ptr": f"*{dtype}", "lse_a_ptr": "*fp32", "o_b_ptr": f"*{dtype}", "lse_b_ptr": "*fp32",
             "o_ptr": f"*{dtype}", "lse_ptr": "*fp32", "rows": "i32", "num_heads": "i32",
             **dict.fromkeys(_STRIDES, "i64"),
         },
-        {"HEAD_DIM": head_dim, "ROWS": ROWS, "BLOCK": triton.next_power_of_2(head_dim)},
-        num_warps=4,
+        {
+            "HEAD_DIM": head_dim, "DENSE": dense, "ROWS": ROWS, "BLOCK": triton.next_power_of_2(head_dim), "PDL": True,
+        },
+        num_warps=2, aligned=("num_heads", *_STRIDES),
     )
-    for head_dim, dtype in ((64, "bf16"), (128, "bf16"), (512, "bf16"), (512, "fp32"))
+    for head_dim, dtype, dense in (
+        (64, "bf16", True), (128, "bf16", True), (128, "bf16", False), (512, "bf16", True), (512, "fp32", True),
+    )
 ]  # fmt: skip

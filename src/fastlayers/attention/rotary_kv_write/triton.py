@@ -12,7 +12,7 @@ from fastlayers.operators import operator
 from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
-MAX_HEADS = 8  # of one program: enough to share the load of cos and sin, few enough to fill a GPU at decode
+MAX_HEADS = 16  # of one program: enough to share the load of cos and sin, few enough to fill a GPU at decode
 
 
 @triton.jit
@@ -88,16 +88,19 @@ def _turn(
 def _rotary_kv_write_kernel(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, positions_ptr, q_out_ptr, k_cache_ptr, v_cache_ptr, loc_ptr,
     q_weight_ptr, k_weight_ptr, q_token, q_head, k_token, k_head, v_token, v_head, k_slot, v_slot,
-    max_position, heads, kv_heads, q_blocks, eps,
+    max_position, heads, kv_heads, eps,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
     INTERLEAVED_IN: tl.constexpr, INTERLEAVED_OUT: tl.constexpr, NORM: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, Q_BLOCKS: tl.constexpr, BLOCK_KV_HEADS: tl.constexpr, KV_BLOCKS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    # Programs that run at the same time have neighbouring heads: whole pages of memory.
+    blocks: tl.constexpr = Q_BLOCKS + KV_BLOCKS
+    token, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     f = tl.arange(0, BLOCK_HALF)
     await_inputs(PDL)
     release_dependents(PDL)
-    if block < q_blocks:
+    if block < Q_BLOCKS:
         head = block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         _turn(
             q_ptr + token * q_token, q_out_ptr + token * heads * HEAD_DIM, q_head, HEAD_DIM, head, heads,
@@ -105,23 +108,24 @@ def _rotary_kv_write_kernel(
             HEAD_DIM, HALF, REST, BLOCK_HALF, INTERLEAVED_IN, INTERLEAVED_OUT, NORM,
         )  # fmt: skip
     else:
-        head = (block - q_blocks) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+        kv_head = (block - Q_BLOCKS) * BLOCK_KV_HEADS + tl.arange(0, BLOCK_KV_HEADS)
         slot = tl.load(loc_ptr + token).to(tl.int64)
         _turn(
-            k_ptr + token * k_token, k_cache_ptr + slot * k_slot, k_head, HEAD_DIM, head, kv_heads,
+            k_ptr + token * k_token, k_cache_ptr + slot * k_slot, k_head, HEAD_DIM, kv_head, kv_heads,
             cos_ptr, sin_ptr, positions_ptr + token, max_position, f, k_weight_ptr, eps,
             HEAD_DIM, HALF, REST, BLOCK_HALF, INTERLEAVED_IN, INTERLEAVED_OUT, NORM,
         )  # fmt: skip
         column = tl.arange(0, BLOCK_V)
-        inside = (head < kv_heads)[:, None] & (column < V_HEAD_DIM)[None, :]
-        v = tl.load(v_ptr + token * v_token + head[:, None] * v_head + column[None, :], mask=inside, other=0.0)
-        target = v_cache_ptr + slot * v_slot + head[:, None] * V_HEAD_DIM + column[None, :]
+        inside = (kv_head < kv_heads)[:, None] & (column < V_HEAD_DIM)[None, :]
+        v = tl.load(v_ptr + token * v_token + kv_head[:, None] * v_head + column[None, :], mask=inside, other=0.0)
+        target = v_cache_ptr + slot * v_slot + kv_head[:, None] * V_HEAD_DIM + column[None, :]
         tl.store(target, to_cache(v, v_cache_ptr.dtype.element_ty), mask=inside)
 
 
 def _blocks(cfg: RotaryKVWriteConfig) -> dict[str, int | bool]:
     power = triton.next_power_of_2
     rest = cfg.head_dim - cfg.rotary_dim
+    heads, kv_heads = (min(MAX_HEADS, power(count)) for count in (cfg.num_heads, cfg.num_kv_heads))
     return {
         "HEAD_DIM": cfg.head_dim,
         "V_HEAD_DIM": cfg.v_head_dim,
@@ -130,7 +134,10 @@ def _blocks(cfg: RotaryKVWriteConfig) -> dict[str, int | bool]:
         "INTERLEAVED_IN": cfg.interleaved_in,
         "INTERLEAVED_OUT": cfg.interleaved_out,
         "NORM": cfg.qk_norm is not None,
-        "BLOCK_HEADS": min(MAX_HEADS, power(cfg.num_heads)),
+        "BLOCK_HEADS": heads,
+        "Q_BLOCKS": triton.cdiv(cfg.num_heads, heads),
+        "BLOCK_KV_HEADS": kv_heads,
+        "KV_BLOCKS": triton.cdiv(cfg.num_kv_heads, kv_heads),
         "BLOCK_HALF": power(cfg.rotary_dim // 2),
         "BLOCK_V": power(cfg.v_head_dim),
     }
@@ -173,14 +180,13 @@ def _rotary_kv_write(
     q_out = q.new_empty(q.shape)
     if tokens:
         blocks = _blocks(cfg)
-        q_blocks = triton.cdiv(heads, blocks["BLOCK_HEADS"])
         k_slots, v_slots = cfg.rows(keys, values)
-        _rotary_kv_write_kernel[(tokens, q_blocks + triton.cdiv(kv_heads, blocks["BLOCK_HEADS"]))](
+        _rotary_kv_write_kernel[(tokens * (blocks["Q_BLOCKS"] + blocks["KV_BLOCKS"]),)](
             q, k, v, cos, sin, positions, q_out, k_slots, v_slots, loc,
             cos if q_weight is None else q_weight, cos if k_weight is None else k_weight,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            k_slots.stride(0), v_slots.stride(0), cos.shape[0], heads, kv_heads, q_blocks,
-            eps or 0.0, **blocks, **dependent_launch(q), num_warps=2,
+            k_slots.stride(0), v_slots.stride(0), cos.shape[0], heads, kv_heads,
+            eps or 0.0, **blocks, **dependent_launch(q), num_warps=4,
         )  # fmt: skip
     return q_out
 
@@ -225,11 +231,12 @@ COMPILE = [
             **dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), f"*{cache}"),
             **dict.fromkeys(("positions_ptr", "loc_ptr"), "*i64"),
             **dict.fromkeys(_STRIDES, "i64"),
-            **dict.fromkeys(("max_position", "heads", "kv_heads", "q_blocks"), "i32"),
+            **dict.fromkeys(("max_position", "heads", "kv_heads"), "i32"),
             "eps": "fp32",
         },
         {**_blocks(cfg), "PDL": True},
-        num_warps=2,
+        num_warps=4,
+        aligned=_STRIDES,
     )
     for name, (cfg, dtype, cache) in _REAL.items()
 ]
