@@ -11,7 +11,6 @@ Source: item 54 (buckets, order, pool) and 56 (collector) of the design's contra
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 import traceback
@@ -27,6 +26,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fastlayers import compiles
+from fastlayers.collector import frozen_collector
 from fastlayers.errors import ArgumentError, CaptureError, check_positive
 
 log = logging.getLogger(__name__)
@@ -49,44 +49,6 @@ def bucket_of(buckets: Sequence[int], batch: int) -> int | None:
     """Return the smallest of the ascending ``buckets`` that holds ``batch`` rows; ``None``: run it uncaptured."""
     place = bisect_left(buckets, batch)
     return buckets[place] if place < len(buckets) else None
-
-
-# Some Pythons begin with hundreds of frozen objects; whoever freezes after importing torch freezes a hundred thousand.
-_FROZEN_BY_SOMEONE = 20_000
-
-
-@contextmanager
-def frozen_collector(enabled: bool = True) -> Iterator[None]:
-    """Keep Python's garbage collector away from what exists now; put it back as it was afterwards.
-
-    A capture calls the collector, or sets it off, again and again; millions of objects are looked through each
-    time. Here they are collected once and frozen. ``gc.unfreeze`` knows no levels: where objects were frozen before
-    (by a server, or by this function), everything is frozen again at the end.
-
-    Parameters
-    ----------
-    enabled : bool
-        False: do nothing (to measure what it is worth).
-    """
-    if not enabled:
-        yield
-        return
-    was_enabled, was_frozen = gc.isenabled(), gc.get_freeze_count() > _FROZEN_BY_SOMEONE
-    gc.collect()
-    gc.freeze()
-    # freeze() alone leaves the collector on, which could free a dead cycle's CUDA memory in the middle of a capture.
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_frozen:
-            gc.collect()
-            gc.freeze()
-        else:
-            gc.unfreeze()
-            gc.collect()
-        if was_enabled:
-            gc.enable()
 
 
 class GraphRuntime(Protocol):

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from fastlayers import compiles
+from fastlayers.collector import frozen_collector
 from fastlayers.errors import ArgumentError, CaptureError
-from fastlayers.graphs import CudaGraphs, EagerRuntime, bucket_of, decode_buckets, frozen_collector
+from fastlayers.graphs import CudaGraphs, EagerRuntime, bucket_of, decode_buckets
 
 
 class Runtime(EagerRuntime):
