@@ -1,13 +1,13 @@
-"""Write the tables of README.md from committed result files: ``python tools/readme_tables.py [--check]``.
+"""Write the tables of README.md from committed result files.
 
 A table stands between ``<!-- NAME -->`` and ``<!-- /NAME -->``; nothing else is touched.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -123,10 +123,12 @@ def fill(text: str) -> str:
 
 def main() -> None:
     """Renew the tables, or with ``--check`` fail if they are stale."""
-    readme = ROOT / "README.md"
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if something is stale")
+    check, readme = parser.parse_args().check, ROOT / "README.md"
     before = readme.read_text()
     after = fill(before)
-    if "--check" in sys.argv:
+    if check:
         raise SystemExit(0 if before == after else "README.md: tables are stale; run: python tools/readme_tables.py")
     readme.write_text(after)
 
