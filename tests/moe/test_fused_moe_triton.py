@@ -54,6 +54,8 @@ ALIGNED = Plan(Tile(16, 32, 128, 4, 2), Tile(16, 64, 32, 4, 2), band=1, splits=2
         ("fp8_ragged_shared", MATRIX),
         ("fp8_ue8m0", MATRIX),
         ("fp8_none", MATRIX),
+        ("fp8_shared", MATRIX),
+        ("bf16_shared", PAIRED),
         ("int8", MATRIX),
         ("int8_odd_shared", MATRIX),
         ("mxfp4_bf16", DIRECT),

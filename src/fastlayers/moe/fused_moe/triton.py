@@ -107,8 +107,9 @@ def _gate_up(
 def _round(
     x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: MoEWeights, y: torch.Tensor, plan: Plan,
     quant: str, ue8m0: bool, activation: str, alpha: float, limit: float, factor: float, interleaved: bool,
+    num_routed: int,
 ) -> None:  # fmt: skip
-    """Compute ``y`` for at most MAX_TOKENS tokens; ``ids`` include shared experts."""
+    """Compute ``y`` for at most MAX_TOKENS tokens; ``ids`` include shared experts, unless the plan is direct."""
     experts, hidden = packed.w2.shape[0], x.shape[1]
     if quant == "mxfp4":
         oai = activation == "swiglu_oai"
@@ -118,11 +119,10 @@ def _round(
     inner, pairs, second, wide = packed.w2.shape[2], ids.numel(), plan.second, x.dtype == torch.float32
     values, scale = (x, weights) if quant == "none" else _quantize(x, None, experts, quant, ue8m0)
     if plan.first.m == 1:
-        oai = activation == "swiglu_oai"
-        partial = direct_experts(
-            values, scale, weights, ids, packed, plan, quant, ue8m0, oai, alpha, limit, interleaved, wide
+        oai, shared = activation == "swiglu_oai", experts - num_routed
+        direct_experts(
+            values, scale, weights, ids, packed, y, shared, plan, quant, ue8m0, oai, alpha, limit, factor, interleaved
         )
-        _reduce(partial, ids, y, experts, factor, plan.splits)
         return
     if plan.by_pair:
         out_dtype = x.dtype if quant == "none" else torch.float32
@@ -181,13 +181,14 @@ def _fused_moe(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.shape[0] == 0:
         return y
-    weights, ids = _extend(topk_weights, topk_ids, w13.shape[0] - num_shared, num_shared, factor)
-    how = Plan.of_numbers(plan)
+    how, num_routed = Plan.of_numbers(plan), w13.shape[0] - num_shared
+    direct = how.first.m == 1
+    weights, ids = _extend(topk_weights, topk_ids, num_routed, 0 if direct else num_shared, factor)
     for start in range(0, x.shape[0], MAX_TOKENS):
         part = slice(start, start + MAX_TOKENS)
         _round(
             x[part], weights[part], ids[part], packed, y[part], how, quant, ue8m0, activation, alpha, limit, factor,
-            interleaved,
+            interleaved, num_routed,
         )  # fmt: skip
     return y
 

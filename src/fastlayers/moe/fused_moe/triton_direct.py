@@ -12,6 +12,8 @@ without splits the first product applies the activation itself: gate and up rows
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -39,11 +41,27 @@ def _load(rows, k, limit, EVEN_K: tl.constexpr):
 
 
 @triton.jit
+def _expert_of(ids_ptr, pair, num_routed, TOP_K: tl.constexpr, SHARED: tl.constexpr, SPAN: tl.constexpr):
+    """Return the expert of a pair, -1 if it is dropped. The last SHARED pairs of a token follow its routed ones."""
+    if SHARED == 0:
+        expert = tl.load(ids_ptr + pair).to(tl.int64)
+        return tl.where((expert >= 0) & (expert < num_routed), expert, -1)
+    else:
+        token, j, slot = pair // (TOP_K + SHARED), pair % (TOP_K + SHARED), tl.arange(0, SPAN)
+        ids = tl.load(ids_ptr + token * TOP_K + slot, mask=slot < TOP_K, other=-1).to(tl.int64)
+        ids = tl.where((ids >= 0) & (ids < num_routed), ids, -1)
+        own = tl.max(tl.where(slot == j, ids, -1), axis=0)
+        # A token without any expert here takes the shared ones neither.
+        shared = tl.where(tl.max(ids, axis=0) >= 0, num_routed + j - TOP_K, -1)
+        return tl.where(j < TOP_K, own, shared)
+
+
+@triton.jit
 def pair_product_kernel(
     x_ptr, xs_ptr, w_ptr, ws_ptr, bias_ptr, weights_ptr, ids_ptr, out_ptr,
-    num_experts, N, K, x_stride, alpha, limit,
-    PAIRS_PER_ROW: tl.constexpr, QUANT: tl.constexpr, WIDE: tl.constexpr, HALVES: tl.constexpr, PAIRED: tl.constexpr,
-    INTERLEAVED: tl.constexpr, OAI: tl.constexpr, WEIGH: tl.constexpr, HAS_BIAS: tl.constexpr,
+    num_routed, N, K, x_stride, alpha, limit, shared_weight,
+    TOP_K: tl.constexpr, SHARED: tl.constexpr, SPAN: tl.constexpr, QUANT: tl.constexpr, WIDE: tl.constexpr,
+    HALVES: tl.constexpr, PAIRED: tl.constexpr, INTERLEAVED: tl.constexpr, OAI: tl.constexpr, WEIGH: tl.constexpr, HAS_BIAS: tl.constexpr,
     IDS_READY: tl.constexpr, EVEN_K: tl.constexpr, LINES: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -68,8 +86,8 @@ def pair_product_kernel(
     first, last = split * each, tl.minimum((split + 1) * each, blocks)
     if not IDS_READY:
         await_inputs(PDL)
-    expert = tl.load(ids_ptr + pair).to(tl.int64)
-    here = (expert >= 0) & (expert < num_experts)
+    expert = _expert_of(ids_ptr, pair, num_routed, TOP_K, SHARED, SPAN)
+    here = expert >= 0
     rows = w_ptr + (tl.where(here, expert, 0) * HALVES * N + row) * K
     if IDS_READY:
         if PDL and LINES > 0:
@@ -83,7 +101,9 @@ def pair_product_kernel(
         return
     same = tl.arange(0, _COLUMNS) * 0
     depth = tl.arange(0, BLOCK_K)
-    x_row = x_ptr + pair // PAIRS_PER_ROW * x_stride
+    # The second product (WEIGH) has a row of its own for each pair.
+    x_index = pair if WEIGH else pair // (TOP_K + SHARED)
+    x_row = x_ptr + x_index * x_stride
     ACC: tl.constexpr = tl.int32 if QUANT == 2 else tl.float32
     acc = tl.zeros([BLOCK_N, _COLUMNS], ACC)
     if QUANT == 1:
@@ -91,7 +111,7 @@ def pair_product_kernel(
         # All rows of a program lie in one block of scales, or in one of either half.
         block_row = tile * (BLOCK_N // 2) // _GROUP if PAIRED else half * scale_rows + tile % tiles * BLOCK_N // _GROUP
         w_scale = ws_ptr + (expert * HALVES * scale_rows + block_row) * blocks
-        x_scale = xs_ptr + pair // PAIRS_PER_ROW * blocks
+        x_scale = xs_ptr + x_index * blocks
     for block in range(first, last):
         k = block * BLOCK_K + depth
         w = _load(rows[:, None] + k[None, :], k[None, :], K, EVEN_K)
@@ -111,7 +131,7 @@ def pair_product_kernel(
     # Eight equal columns: their sum is exact.
     result = tl.sum(acc.to(tl.float32), axis=1) * (1.0 / _COLUMNS)
     if QUANT == 2:
-        result = result * tl.load(xs_ptr + pair // PAIRS_PER_ROW) * tl.load(ws_ptr + expert * HALVES * N + row)
+        result = result * tl.load(xs_ptr + x_index) * tl.load(ws_ptr + expert * HALVES * N + row)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + expert * HALVES * N + row).to(tl.float32)
         result += tl.where(split == 0, bias, 0.0)
@@ -122,13 +142,16 @@ def pair_product_kernel(
         tl.store(out_ptr + pair * N + column, cast(inner, out_ptr.dtype.element_ty), mask=column < N)
     else:
         if WEIGH:
-            result = result * tl.load(weights_ptr + pair)
+            j = pair % (TOP_K + SHARED)
+            weight = tl.load(weights_ptr + pair // (TOP_K + SHARED) * TOP_K + j, mask=j < TOP_K, other=0.0)
+            result = result * tl.where(j < TOP_K, weight, shared_weight)
         tl.store(out_ptr + (pair * SPLITS + split) * HALVES * N + row, result, mask=valid)
 
 
 @triton.jit
 def pair_activate_kernel(
-    h_ptr, ids_ptr, a_ptr, s_ptr, num_experts, I, alpha, limit, eps,
+    h_ptr, ids_ptr, a_ptr, s_ptr, num_routed, I, alpha, limit, eps,
+    TOP_K: tl.constexpr, SHARED: tl.constexpr, SPAN: tl.constexpr,
     QUANT: tl.constexpr, MAX: tl.constexpr, UE8M0: tl.constexpr, OAI: tl.constexpr, INTERLEAVED: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -136,8 +159,7 @@ def pair_activate_kernel(
     pair, group = tl.program_id(1).to(tl.int64), tl.program_id(0)
     await_inputs(PDL)
     release_dependents(PDL)
-    expert = tl.load(ids_ptr + pair)
-    if (expert < 0) | (expert >= num_experts):
+    if _expert_of(ids_ptr, pair, num_routed, TOP_K, SHARED, SPAN) < 0:
         return
     column = group * BLOCK + tl.arange(0, BLOCK)
     inside = column < I
@@ -158,21 +180,60 @@ def pair_activate_kernel(
         tl.store(s_ptr + pair * tl.num_programs(0) + group + tl.arange(0, 1), scale)
 
 
+@triton.jit
+def pair_sum_kernel(
+    partial_ptr, ids_ptr, y_ptr, D, num_routed, factor,
+    TOP_K: tl.constexpr, SHARED: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Add a token's valid pairs (each in SPLITS parts) in order, apply the factor once, round once."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    await_inputs(PDL)
+    release_dependents(PDL)
+    total = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(TOP_K + SHARED):
+        pair = token * (TOP_K + SHARED) + j
+        # The rows of dropped pairs were never written.
+        end = tl.where(_expert_of(ids_ptr, pair, num_routed, TOP_K, SHARED, SPAN) >= 0, D, 0)
+        for split in tl.static_range(SPLITS):
+            total += tl.load(partial_ptr + (pair * SPLITS + split) * D + column, mask=column < end, other=0.0)
+    tl.store(y_ptr + token * D + column, cast(total * factor, y_ptr.dtype.element_ty), mask=column < D)
+
+
+@dataclass(frozen=True)
+class _Route:
+    """What every kernel knows of the pairs: a token's ``ids`` ``[T, k]``, then its shared experts."""
+
+    ids: torch.Tensor
+    weights: torch.Tensor
+    routed: int
+    shared: int
+
+    @property
+    def pairs(self) -> int:
+        return self.ids.shape[0] * (self.ids.shape[1] + self.shared)
+
+    def constants(self) -> dict[str, int]:
+        top_k = self.ids.shape[1]
+        return {"TOP_K": top_k, "SHARED": self.shared, "SPAN": triton.next_power_of_2(top_k)}
+
+
 def _product(
     x: torch.Tensor, scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor | None, bias: torch.Tensor | None,
-    weights: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, tile: Tile, splits: int, lines: int, quant: str,
-    wide: bool, halves: int, alpha: float, limit: float, oai: bool, interleaved: bool,
+    route: _Route, out: torch.Tensor, tile: Tile, splits: int, lines: int, quant: str, wide: bool, halves: int,
+    alpha: float, limit: float, oai: bool, interleaved: bool, factor: float,
 ) -> None:  # fmt: skip
     """Multiply; ``halves`` 2 is the first product, whose result is activated if ``out`` has no splits."""
-    (experts, rows, columns), first = w.shape, halves == 2
+    (_, rows, columns), first = w.shape, halves == 2
     paired = first and out.dim() == 2
     parts = 1 if interleaved and not paired else halves
     span = tile.n // 2 if paired else tile.n
     tiles = triton.cdiv(rows // parts, span) * (1 if paired else parts)
-    pair_product_kernel[(tiles, ids.numel(), splits)](
-        x, scale, w, scale if w_scale is None else w_scale, scale if bias is None else bias, weights, ids, out,
-        experts, rows // parts, columns, x.stride(0), alpha, limit,
-        PAIRS_PER_ROW=ids.shape[1] if first else 1, QUANT=FORMATS.index(quant), WIDE=wide, HALVES=parts,
+    pair_product_kernel[(tiles, route.pairs, splits)](
+        x, scale, w, scale if w_scale is None else w_scale, scale if bias is None else bias, route.weights, route.ids,
+        out, route.routed, rows // parts, columns, x.stride(0), alpha, limit, 1.0 / factor,
+        **route.constants(), QUANT=FORMATS.index(quant), WIDE=wide, HALVES=parts,
         PAIRED=paired, INTERLEAVED=interleaved, OAI=oai, WEIGH=not first, HAS_BIAS=bias is not None,
         # What is in front of an unquantised first product may be what writes the ids.
         IDS_READY=not (first and quant == "none"), EVEN_K=columns % tile.k == 0,
@@ -183,22 +244,23 @@ def _product(
 
 
 def direct_experts(
-    x: torch.Tensor, scale: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: MoEWeights, plan: Plan,
-    quant: str, ue8m0: bool, oai: bool, alpha: float, limit: float, interleaved: bool, wide: bool,
-) -> torch.Tensor:  # fmt: skip
-    """Return the weighted rows of all pairs, fp32 ``[T*k, splits, D]``; those of dropped pairs are not written.
+    x: torch.Tensor, scale: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: MoEWeights,
+    y: torch.Tensor, shared: int, plan: Plan, quant: str, ue8m0: bool, oai: bool, alpha: float, limit: float,
+    factor: float, interleaved: bool,
+) -> None:  # fmt: skip
+    """Write ``y`` ``[T, D]``; ``ids`` and ``weights`` are the routed experts', the last ``shared`` of all follow.
 
-    ``x`` are codes and ``scale`` their scales, or unquantised rows and anything; ``wide``: the layer's dtype is fp32.
+    ``x`` are codes and ``scale`` their scales, or unquantised rows and anything.
     """
-    pairs, (experts, hidden, inner) = ids.numel(), packed.w2.shape
-    more = (alpha, limit, oai, interleaved)
-    a = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
-    a_scale = scale
+    (experts, hidden, inner), wide = packed.w2.shape, y.dtype == torch.float32
+    route = _Route(ids, weights, experts - shared, shared)
+    pairs, constants = route.pairs, route.constants()
+    a, a_scale = torch.empty(pairs, inner, dtype=x.dtype, device=x.device), scale
     paired = quant == "none" and plan.splits1 == 1
     h = a if paired else torch.empty(pairs, plan.splits1, 2 * inner, dtype=torch.float32, device=x.device)
     _product(
-        x, scale, packed.w13, packed.w13_scale, packed.w13_bias, weights, ids, h, plan.first, plan.splits1,
-        plan.lines, quant, wide, 2, *more,
+        x, scale, packed.w13, packed.w13_scale, packed.w13_bias, route, h, plan.first, plan.splits1, plan.lines, quant,
+        wide, 2, alpha, limit, oai, interleaved, factor,
     )  # fmt: skip
     if not paired:
         block = triton.next_power_of_2(inner) if quant == "int8" else GROUP
@@ -206,16 +268,20 @@ def direct_experts(
         if quant != "none":
             a_scale = torch.empty(pairs, groups, dtype=torch.float32, device=x.device)
         pair_activate_kernel[(groups, pairs)](
-            h, ids, a, a_scale, experts, inner, alpha, limit, EPS, QUANT=FORMATS.index(quant),
+            h, ids, a, a_scale, route.routed, inner, alpha, limit, EPS, **constants, QUANT=FORMATS.index(quant),
             MAX=448.0 if quant == "fp8_block" else 127.0, UE8M0=ue8m0, OAI=oai, INTERLEAVED=interleaved,
             SPLITS=plan.splits1, BLOCK=block, num_warps=max(1, min(8, block // 512)), **dependent_launch(x),
         )  # fmt: skip
     partial = torch.empty(pairs, plan.splits, hidden, dtype=torch.float32, device=x.device)
     _product(
-        a, a_scale, packed.w2, packed.w2_scale, packed.w2_bias, weights, ids, partial, plan.second, plan.splits,
-        plan.lines, quant, wide, 1, alpha, limit, oai, False,
+        a, a_scale, packed.w2, packed.w2_scale, packed.w2_bias, route, partial, plan.second, plan.splits, plan.lines,
+        quant, wide, 1, alpha, limit, oai, False, factor,
     )  # fmt: skip
-    return partial
+    width = min(256, triton.next_power_of_2(hidden))
+    pair_sum_kernel[(y.shape[0], triton.cdiv(hidden, width))](
+        partial, ids, y, hidden, route.routed, factor, **constants, SPLITS=plan.splits, BLOCK=width,
+        num_warps=max(1, width // 128), **dependent_launch(x),
+    )  # fmt: skip
 
 
 def _builds(name: str, cfg: FusedMoEConfig, plan: Plan) -> list[KernelBuild]:
@@ -224,13 +290,15 @@ def _builds(name: str, cfg: FusedMoEConfig, plan: Plan) -> list[KernelBuild]:
     columns = (cfg.hidden_size, cfg.intermediate_size)
     pointers = {"x_ptr": f"*{code}", "xs_ptr": "*fp32", "w_ptr": f"*{code}", "ws_ptr": "*fp32", "bias_ptr": "*bf16"}
     pointers |= {"weights_ptr": "*fp32", "ids_ptr": "*i32"}
-    numbers = {"num_experts": "i32", "N": "i32", "K": "i32", "x_stride": "i32", "alpha": "fp32", "limit": "fp32"}
+    numbers = {"num_routed": "i32", "N": "i32", "K": "i32", "x_stride": "i32"}
+    numbers |= {"alpha": "fp32", "limit": "fp32", "shared_weight": "fp32"}
+    pairs = {"TOP_K": cfg.top_k, "SHARED": cfg.num_shared, "SPAN": triton.next_power_of_2(cfg.top_k)}
     block = triton.next_power_of_2(cfg.intermediate_size) if cfg.quant == "int8" else GROUP
 
     def product(which: int, tile: Tile, splits: int) -> KernelBuild:
         fused = paired and which == 0
         sizes = {
-            "PAIRS_PER_ROW": cfg.pairs_per_token if which == 0 else 1, "QUANT": quant, "WIDE": False,
+            **pairs, "QUANT": quant, "WIDE": False,
             "HALVES": 2 - which, "PAIRED": fused, "INTERLEAVED": cfg.interleaved, "OAI": oai, "WEIGH": which == 1,
             "HAS_BIAS": cfg.bias, "IDS_READY": which == 1 or cfg.quant != "none",
             "EVEN_K": columns[which] % tile.k == 0, "LINES": plan.lines, "SPLITS": splits, "BLOCK_N": tile.n,
@@ -245,16 +313,24 @@ def _builds(name: str, cfg: FusedMoEConfig, plan: Plan) -> list[KernelBuild]:
     activate = KernelBuild(
         f"moe_pair_activate_{name}", pair_activate_kernel,
         {
-            "h_ptr": "*fp32", "ids_ptr": "*i32", "a_ptr": f"*{code}", "s_ptr": "*fp32", "num_experts": "i32",
+            "h_ptr": "*fp32", "ids_ptr": "*i32", "a_ptr": f"*{code}", "s_ptr": "*fp32", "num_routed": "i32",
             "I": "i32", "alpha": "fp32", "limit": "fp32", "eps": "fp32",
         },
         {
-            "QUANT": quant, "MAX": 448.0 if quant == 1 else 127.0, "UE8M0": False, "OAI": oai,
+            **pairs, "QUANT": quant, "MAX": 448.0 if quant == 1 else 127.0, "UE8M0": False, "OAI": oai,
             "INTERLEAVED": cfg.interleaved, "SPLITS": plan.splits1, "BLOCK": block, "PDL": True,
         },
         max(1, min(8, block // 512)), aligned=("I",),
     )  # fmt: skip
-    products = [product(0, plan.first, plan.splits1), product(1, plan.second, plan.splits)]
+    total = KernelBuild(
+        f"moe_pair_sum_{name}", pair_sum_kernel,
+        {
+            "partial_ptr": "*fp32", "ids_ptr": "*i32", "y_ptr": "*bf16", "D": "i32", "num_routed": "i32",
+            "factor": "fp32",
+        },
+        {**pairs, "SPLITS": plan.splits, "BLOCK": 256, "PDL": True}, 2, aligned=("D",),
+    )  # fmt: skip
+    products = [total, product(0, plan.first, plan.splits1), product(1, plan.second, plan.splits)]
     return products if paired else [*products, activate]
 
 
