@@ -1,4 +1,4 @@
-"""kv_write in Triton: one program a token writes its keys and values."""
+"""kv_write in Triton: a program writes keys and values of one token or a few."""
 
 from __future__ import annotations
 
@@ -22,39 +22,37 @@ def to_cache(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def _copy_heads(
-    source,
-    target,
-    head_stride,
-    heads,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):
-    head, column = tl.arange(0, BLOCK_HEADS), tl.arange(0, BLOCK_DIM)
-    inside = (head < heads)[:, None] & (column < HEAD_DIM)[None, :]
-    x = tl.load(source + head[:, None] * head_stride + column[None, :], mask=inside, other=0.0)
-    tl.store(target + head[:, None] * HEAD_DIM + column[None, :], to_cache(x, target.dtype.element_ty), mask=inside)
+def _load_heads(source, token, head, inside, token_stride, head_stride, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    rows = source + (token * token_stride + head * head_stride)[:, None] + column[None, :]
+    return tl.load(rows, mask=inside[:, None] & (column < HEAD_DIM)[None, :], other=0.0)
 
 
 @triton.jit
+def _store_heads(target, slot, head, inside, heads, x, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    rows = target + ((slot * heads + head) * HEAD_DIM)[:, None] + column[None, :]
+    tl.store(rows, to_cache(x, target.dtype.element_ty), mask=inside[:, None] & (column < HEAD_DIM)[None, :])
+
+
+@triton.jit(do_not_specialize=["tokens"])
 def _kv_write_kernel(
-    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, loc_ptr, k_token, k_head, v_token, v_head, heads,
+    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, loc_ptr, tokens, k_token, k_head, v_token, v_head, heads,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_V_DIM: tl.constexpr, PDL: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_V_DIM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
+    row = tl.arange(0, TOKENS * BLOCK_HEADS)
+    token, head = (tl.program_id(0) * TOKENS + row // BLOCK_HEADS).to(tl.int64), row % BLOCK_HEADS
+    inside = (token < tokens) & (head < heads)
     await_inputs(PDL)
     release_dependents(PDL)
-    slot = tl.load(loc_ptr + token).to(tl.int64)
-    _copy_heads(
-        k_ptr + token * k_token, k_cache_ptr + slot * heads * HEAD_DIM, k_head, heads,
-        HEAD_DIM, BLOCK_HEADS, BLOCK_DIM,
-    )  # fmt: skip
-    _copy_heads(
-        v_ptr + token * v_token, v_cache_ptr + slot * heads * V_HEAD_DIM, v_head, heads,
-        V_HEAD_DIM, BLOCK_HEADS, BLOCK_V_DIM,
-    )  # fmt: skip
+    # All loads before the stores, which the compiler cannot move loads across.
+    slot = tl.load(loc_ptr + token, mask=inside, other=0).to(tl.int64)
+    k = _load_heads(k_ptr, token, head, inside, k_token, k_head, HEAD_DIM, BLOCK_DIM)
+    v = _load_heads(v_ptr, token, head, inside, v_token, v_head, V_HEAD_DIM, BLOCK_V_DIM)
+    _store_heads(k_cache_ptr, slot, head, inside, heads, k, HEAD_DIM, BLOCK_DIM)
+    _store_heads(v_cache_ptr, slot, head, inside, heads, v, V_HEAD_DIM, BLOCK_V_DIM)
 
 
 @operator("kv_write(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor loc) -> ()", nothing)
@@ -63,10 +61,16 @@ def _kv_write(
 ) -> None:
     tokens, heads, head_dim = k.shape
     if tokens:
-        _kv_write_kernel[(tokens,)](
-            k, v, k_cache, v_cache, loc, k.stride(0), k.stride(1), v.stride(0), v.stride(1), heads,
-            **_blocks(heads, head_dim, v.shape[-1]), **dependent_launch(k), num_warps=4,
+        each = tokens_of_program(tokens)
+        _kv_write_kernel[(triton.cdiv(tokens, each),)](
+            k, v, k_cache, v_cache, loc, tokens, k.stride(0), k.stride(1), v.stride(0), v.stride(1), heads,
+            TOKENS=each, **_blocks(heads, head_dim, v.shape[-1]), **dependent_launch(k), num_warps=4,
         )  # fmt: skip
+
+
+def tokens_of_program(tokens: int) -> int:
+    """Return how many tokens a program writes: one where that leaves multiprocessors idle otherwise."""
+    return 1 if tokens <= 2048 else 2
 
 
 def _blocks(heads: int, head_dim: int, v_head_dim: int) -> dict[str, int]:
@@ -99,16 +103,17 @@ class TritonKVWrite:
 
 COMPILE = [
     KernelBuild(
-        f"kv_write_{heads}x{head_dim}_{dtype}_to_{cache}",
+        f"kv_write_{heads}x{head_dim}_{dtype}_to_{cache}_{each}",
         _kv_write_kernel,
         {
             "k_ptr": f"*{dtype}", "v_ptr": f"*{dtype}", "k_cache_ptr": f"*{cache}",
-            "v_cache_ptr": f"*{cache}", "loc_ptr": "*i64", "heads": "i32",
+            "v_cache_ptr": f"*{cache}", "loc_ptr": "*i64", "tokens": "i32", "heads": "i32",
             **dict.fromkeys(("k_token", "k_head", "v_token", "v_head"), "i64"),
         },
-        {**_blocks(heads, head_dim, head_dim), "PDL": True},
-        num_warps=4,
+        {**_blocks(heads, head_dim, head_dim), "TOKENS": each, "PDL": True},
+        num_warps=4, aligned=("k_token", "k_head", "v_token", "v_head"),
     )
+    for each in (1, 2)
     for heads, head_dim, dtype, cache in (
         (8, 128, "bf16", "bf16"), (8, 128, "bf16", "fp8e4nv"), (8, 64, "bf16", "bf16"),
         (8, 128, "fp32", "fp32"),

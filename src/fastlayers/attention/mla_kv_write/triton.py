@@ -1,4 +1,4 @@
-"""mla_kv_write in Triton: one program a token writes both parts of its row."""
+"""mla_kv_write in Triton: a program writes both parts of the rows of one token or a few."""
 
 from __future__ import annotations
 
@@ -10,32 +10,38 @@ from fastlayers.attention.kv_write.triton import to_cache
 from fastlayers.attention.mla_kv_write.layer import MLAKVWriteConfig
 from fastlayers.operators import nothing, operator
 from fastlayers.testing.compile_check import KernelBuild
+from fastlayers.triton_lang import await_inputs, dependent_launch, release_dependents
 
 
-@triton.jit
-def _copy(source, target, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    column = tl.arange(0, BLOCK)
-    x = tl.load(source + column, mask=column < WIDTH, other=0.0)
-    tl.store(target + column, to_cache(x, target.dtype.element_ty), mask=column < WIDTH)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _mla_kv_write_kernel(
-    latent_ptr, rope_ptr, cache_ptr, loc_ptr, latent_stride, rope_stride,
-    RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_ROPE: tl.constexpr,
+    latent_ptr, rope_ptr, cache_ptr, loc_ptr, tokens, latent_stride, rope_stride,
+    RANK: tl.constexpr, ROPE: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK_RANK: tl.constexpr, BLOCK_ROPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    row = cache_ptr + tl.load(loc_ptr + token).to(tl.int64) * (RANK + ROPE)
-    _copy(latent_ptr + token * latent_stride, row, RANK, BLOCK_RANK)
-    _copy(rope_ptr + token * rope_stride, row + RANK, ROPE, BLOCK_ROPE)
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    inside = token < tokens
+    part, turned = tl.arange(0, BLOCK_RANK), tl.arange(0, BLOCK_ROPE)
+    wide, narrow = inside[:, None] & (part < RANK)[None, :], inside[:, None] & (turned < ROPE)[None, :]
+    await_inputs(PDL)
+    release_dependents(PDL)
+    # All loads before the stores, which the compiler cannot move loads across.
+    slot = tl.load(loc_ptr + token, mask=inside, other=0).to(tl.int64)
+    latent = tl.load(latent_ptr + (token * latent_stride)[:, None] + part[None, :], mask=wide, other=0.0)
+    rope = tl.load(rope_ptr + (token * rope_stride)[:, None] + turned[None, :], mask=narrow, other=0.0)
+    row = cache_ptr + (slot * (RANK + ROPE))[:, None]
+    tl.store(row + part[None, :], to_cache(latent, cache_ptr.dtype.element_ty), mask=wide)
+    tl.store(row + RANK + turned[None, :], to_cache(rope, cache_ptr.dtype.element_ty), mask=narrow)
 
 
 @operator("mla_kv_write(Tensor latent, Tensor rope, Tensor(a!) cache, Tensor loc) -> ()", nothing)
 def _mla_kv_write(latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor, loc: torch.Tensor) -> None:
-    if latent.shape[0]:
-        _mla_kv_write_kernel[(latent.shape[0],)](
-            latent, rope, cache, loc, latent.stride(0), rope.stride(0),
-            **_blocks(latent.shape[1], rope.shape[1]), num_warps=2,
+    tokens = latent.shape[0]
+    if tokens:
+        each = 1 if tokens <= 1024 else 4
+        _mla_kv_write_kernel[(triton.cdiv(tokens, each),)](
+            latent, rope, cache, loc, tokens, latent.stride(0), rope.stride(0), TOKENS=each,
+            **_blocks(latent.shape[1], rope.shape[1]), **dependent_launch(latent), num_warps=2 if each == 1 else 4,
         )  # fmt: skip
 
 
@@ -57,14 +63,15 @@ class TritonMLAKVWrite:
 
 COMPILE = [
     KernelBuild(
-        f"mla_kv_write_{dtype}_to_{cache}",
+        f"mla_kv_write_{dtype}_to_{cache}_{each}",
         _mla_kv_write_kernel,
         {
             "latent_ptr": f"*{dtype}", "rope_ptr": f"*{dtype}", "cache_ptr": f"*{cache}", "loc_ptr": "*i64",
-            "latent_stride": "i64", "rope_stride": "i64",
+            "tokens": "i32", "latent_stride": "i64", "rope_stride": "i64",
         },
-        _blocks(512, 64),
-        num_warps=2,
+        {**_blocks(512, 64), "TOKENS": each, "PDL": True},
+        num_warps=2 if each == 1 else 4, aligned=("latent_stride", "rope_stride"),
     )
+    for each in (1, 4)
     for dtype, cache in (("bf16", "bf16"), ("bf16", "fp8e4nv"), ("fp32", "fp32"), ("fp32", "fp8e4nv"))
 ]  # fmt: skip
