@@ -61,9 +61,9 @@ def pair_product_kernel(
     x_ptr, xs_ptr, w_ptr, ws_ptr, bias_ptr, weights_ptr, ids_ptr, out_ptr,
     num_routed, N, K, x_stride, alpha, limit, shared_weight,
     TOP_K: tl.constexpr, SHARED: tl.constexpr, SPAN: tl.constexpr, QUANT: tl.constexpr, WIDE: tl.constexpr,
-    HALVES: tl.constexpr, PAIRED: tl.constexpr, INTERLEAVED: tl.constexpr, OAI: tl.constexpr, WEIGH: tl.constexpr, HAS_BIAS: tl.constexpr,
-    IDS_READY: tl.constexpr, EVEN_K: tl.constexpr, LINES: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    HALVES: tl.constexpr, PAIRED: tl.constexpr, INTERLEAVED: tl.constexpr, OAI: tl.constexpr, WEIGH: tl.constexpr,
+    HAS_BIAS: tl.constexpr, IDS_READY: tl.constexpr, EVEN_K: tl.constexpr, LINES: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply BLOCK_N rows of a pair's expert by its input row over the columns of one split.
 
