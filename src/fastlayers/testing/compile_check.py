@@ -57,8 +57,8 @@ def builds() -> Iterator[KernelBuild]:
             yield from getattr(importlib.import_module(found.name), "COMPILE", [])
 
 
-def compile_for(build: KernelBuild, capability: int = 90) -> Report:
-    """Compile one kernel for ``sm_<capability>``; needs no GPU, and no interpreter mode."""
+def compiled_for(build: KernelBuild, capability: int = 90) -> Any:
+    """Return Triton's compiled kernel for ``sm_<capability>``; needs no GPU, and no interpreter mode."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -70,7 +70,12 @@ def compile_for(build: KernelBuild, capability: int = 90) -> Report:
     attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in pointers | set(build.aligned)}
     source = ASTSource(fn=build.kernel, signature=signature, constexprs=constexprs, attrs=attributes)
     options = {"num_warps": build.num_warps, "num_stages": build.num_stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def compile_for(build: KernelBuild, capability: int = 90) -> Report:
+    """Compile one kernel for ``sm_<capability>`` and report what it takes."""
+    compiled = compiled_for(build, capability)
     registers, spills = _ptxas_report(compiled.asm["ptx"], capability)
     return Report(build.name, int(compiled.metadata.shared), registers, spills)
 

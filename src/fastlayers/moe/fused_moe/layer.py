@@ -28,7 +28,7 @@ from fastlayers.comm.parallel import SINGLE, Axis
 from fastlayers.device import Device
 from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor, dtype_name
 from fastlayers.layer import Layer
-from fastlayers.moe.fused_moe.packages import PACKAGES, TRITON_KERNELS
+from fastlayers.moe.fused_moe.packages import PACKAGES, TRITON_KERNELS, TRITON_SWIZZLED
 from fastlayers.moe.fused_moe.packed import PackedExpertNames, part_of_groups, slots_of_packed
 from fastlayers.moe.fused_moe.weights import FORMATS, GROUP, MoEWeights
 from fastlayers.quant.mxfp4.codes import BYTES, groups_of
@@ -114,6 +114,7 @@ FUSED_MOE = Registry(
     [
         TRITON_KERNELS,
         triton_backend(f"{_HERE}.triton:TritonFusedMoE", _needs_fp8_dot),
+        TRITON_SWIZZLED,
         *PACKAGES,
         torch_backend(f"{_HERE}.torch:TorchFusedMoE"),
         reference_backend(f"{_HERE}.reference:ReferenceFusedMoE"),

@@ -5,6 +5,7 @@ Weight layouts: all but ``triton_kernels`` read the checkpoint's, and share a la
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from fastlayers.device import Device
 from fastlayers.errors import dtype_name
 from fastlayers.moe.fused_moe.weights import GROUP
-from fastlayers.registry import TRITON_NEEDS, Backend, blackwell_guard
+from fastlayers.registry import TRITON_NEEDS, Backend, blackwell_guard, triton_backend
 
 if TYPE_CHECKING:
     from fastlayers.moe.fused_moe.layer import FusedMoEConfig
@@ -78,13 +79,23 @@ def _torch_grouped(cfg: FusedMoEConfig, device: Device) -> str | None:
 
 
 def _triton_kernels(cfg: FusedMoEConfig, device: Device) -> str | None:
+    return _not_oai_mxfp4(cfg) or _not_hopper(device) or _not_multiple(cfg, 64)
+
+
+def _triton_swizzled(cfg: FusedMoEConfig, device: Device) -> str | None:
+    if device.capability is not None and device.capability < (9, 0):
+        return f"needs sm_90 or newer, this is {device.sm}"
+    return _not_oai_mxfp4(cfg)
+
+
+def _not_oai_mxfp4(cfg: FusedMoEConfig) -> str | None:
     if cfg.quant != "mxfp4":
         return f"quant {cfg.quant!r} is not 'mxfp4'"
     if cfg.dtype != torch.bfloat16:
         return f"dtype {_name(cfg)} is not bfloat16"
     if cfg.activation != "swiglu_oai" or not cfg.interleaved:
         return "its activation is the clamped SwiGLU over interleaved rows"
-    return _not_hopper(device) or _not_multiple(cfg, 64)
+    return None
 
 
 _HERE = "fastlayers.moe.fused_moe"
@@ -107,6 +118,11 @@ TRITON_KERNELS = Backend(
     ),
     _triton_kernels,
     weight_layout="triton_kernels",
+)
+# Our own kernels over the same layout, for few tokens: a ladder takes both.
+TRITON_SWIZZLED = replace(
+    triton_backend(f"{_HERE}.triton_swizzled:TritonSwizzledFusedMoE", _triton_swizzled, "triton_kernels"),
+    name="triton_swizzled",
 )
 PACKAGES = [
     Backend(

@@ -1,0 +1,366 @@
+"""MXFP4 experts of few tokens in Triton, over weights in the order of the matrix units' operands.
+
+Four launches: tokens are ordered as :mod:`fastlayers.moe.fused_moe.triton_fragments` reads them, gate·up with the
+activation, down with the routing weight, sum; and the alignment where there are more than a few tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+
+import torch
+import triton
+import triton.language as tl
+
+from fastlayers.errors import ArgumentError
+from fastlayers.moe.align.triton import moe_align
+from fastlayers.moe.fused_moe.configs import MAX_TOKENS
+from fastlayers.moe.fused_moe.kernels import activation_of, block_is_empty, prefetch_rows, reduce_kernel
+from fastlayers.moe.fused_moe.layer import FusedMoEConfig
+from fastlayers.moe.fused_moe.swizzle import SwizzledWeights, swizzle
+from fastlayers.moe.fused_moe.triton_fragments import MAX_SCALE, multiply
+from fastlayers.moe.fused_moe.weights import MoEWeights
+from fastlayers.operators import operator
+from fastlayers.testing.compile_check import KernelBuild
+from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
+
+
+@triton.jit
+def _fetch(
+    expert_ptr, w_ptr, block, first, num_experts, total_ptr,
+    ROWS: tl.constexpr, LENGTH: tl.constexpr, DIRECT: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Ask for a program's codes to be brought to L2."""
+    WORDS: tl.constexpr = (LENGTH + 127) // 128 * 64
+    LINES: tl.constexpr = (LENGTH + 63) // 64
+    POWER: tl.constexpr = triton.next_power_of_2(LINES)
+    wanted = not block_is_empty(expert_ptr, total_ptr, block, num_experts, DIRECT, BLOCK)
+    expert = tl.load(expert_ptr + block).to(tl.int64)
+    rows = w_ptr + (expert * ((ROWS + 63) // 64 * 16) + first * 4 + tl.arange(0, 4 * R)) * WORDS
+    prefetch_rows(rows, (tl.arange(0, 4 * R) >= 0) & wanted, LINES * 128, POWER)
+
+
+@triton.jit
+def _pair_of(sorted_ptr, block, slot, num_pairs, DIRECT: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the pairs in slots of a block; num_pairs: none."""
+    if DIRECT:
+        return tl.where(slot == 0, block, num_pairs)
+    else:
+        return tl.load(sorted_ptr + block * BLOCK + slot)
+
+
+@triton.jit
+def _store_inner(
+    both, bias_ptr, out_ptr, tile, pair, num_pairs, alpha, limit,
+    INNER: tl.constexpr, HAS_BIAS: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """Apply bias and activation to ``both`` ``[R, 128]``, gate and up rows in turns, and store it in x's order."""
+    f = tl.arange(0, 64)[None, :]  # (g // 2, t, b, n)
+    column = tile * 8 + f // 2 % 2 * 4 + f // 16
+    inside = column < INNER
+    turned = tl.permute(tl.reshape(both, [R, 4, 2, 16]), (0, 1, 3, 2))
+    gate, up = tl.split(turned)
+    gate, up = tl.reshape(gate, [R, 64]), tl.reshape(up, [R, 64])
+    if HAS_BIAS:
+        gate += tl.load(bias_ptr + column * 2, mask=inside, other=0.0)
+        up += tl.load(bias_ptr + column * 2 + 1, mask=inside, other=0.0)
+    inner = activation_of(gate, up, alpha, limit, True)
+    # Columns (q, h, t, c) of a block of 32 lie in the order (t, q, h, c).
+    place = column // 32 * 32 + column % 8 // 2 * 8 + column // 8 % 4 * 2 + column % 2
+    out = out_ptr + pair.to(tl.int64) * INNER + place
+    tl.store(out, cast(inner, out_ptr.dtype.element_ty), mask=inside & (pair < num_pairs))
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_experts"])
+def swizzled_gate_up_kernel(
+    x_ptr, w_ptr, ws_ptr, bias_ptr, out_ptr, sorted_ptr, expert_ptr, total_ptr, num_pairs, num_experts, alpha, limit,
+    PER_TOKEN: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, HAS_BIAS: tl.constexpr,
+    DIRECT: tl.constexpr, R: tl.constexpr, W: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+    ASYNC: tl.constexpr, FETCH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Multiply a block's tokens by R tiles of gate and up rows of one expert, apply the activation."""
+    TILES: tl.constexpr = (2 * INNER + 16 * R - 1) // (16 * R)
+    BLOCK: tl.constexpr = 16 if WIDE else 8
+    block, first = tl.program_id(0) // TILES, tl.program_id(0) % TILES * R
+    if FETCH and PDL and DIRECT:
+        # The ids were there before the kernel in front began: it only orders x.
+        _fetch(expert_ptr, w_ptr, block, first, num_experts, total_ptr, 2 * INNER, HIDDEN, DIRECT, R, BLOCK)
+    await_inputs(PDL)
+    release_dependents(PDL)
+    if block_is_empty(expert_ptr, total_ptr, block, num_experts, DIRECT, BLOCK):
+        return
+    expert = tl.load(expert_ptr + block).to(tl.int64)
+    slot = tl.arange(0, 128)[None, None, :] // 16
+    pair0 = _pair_of(sorted_ptr, block, slot, num_pairs, DIRECT, BLOCK)
+    pair1 = _pair_of(sorted_ptr, block, slot + 8, num_pairs, DIRECT, BLOCK) if WIDE else pair0
+    both0, both1 = multiply(
+        x_ptr, tl.where(pair0 < num_pairs, pair0 // PER_TOKEN, 0), tl.where(pair1 < num_pairs, pair1 // PER_TOKEN, 0),
+        w_ptr + expert * ((2 * INNER + 63) // 64 * 16 * ((HIDDEN + 127) // 128 * 64)),
+        ws_ptr + expert * ((2 * INNER + 255) // 256 * 8 * ((HIDDEN + 63) // 64 * 64)),
+        tl.minimum(tl.minimum(first + tl.arange(0, R)[:, None, None], (HIDDEN + 15) // 16 - 1), (2 * INNER + 15) // 16 - 1), HIDDEN, R, W, WIDE, STAGES, ASYNC,
+    )  # fmt: skip
+    bias = bias_ptr + expert * 2 * INNER
+    tile, f = first + tl.arange(0, R)[:, None], tl.arange(0, 64)[None, :]
+    slot = f // 4 % 4 * 2 + f % 2
+    pair = _pair_of(sorted_ptr, block, slot, num_pairs, DIRECT, BLOCK)
+    _store_inner(both0, bias, out_ptr, tile, pair, num_pairs, alpha, limit, INNER, HAS_BIAS, R)
+    if WIDE:
+        pair = _pair_of(sorted_ptr, block, slot + 8, num_pairs, DIRECT, BLOCK)
+        _store_inner(both1, bias, out_ptr, tile, pair, num_pairs, alpha, limit, INNER, HAS_BIAS, R)
+
+
+@triton.jit
+def _store_outer(
+    sums, bias_ptr, weights_ptr, out_ptr, tile, pair, num_pairs, HIDDEN: tl.constexpr, HAS_BIAS: tl.constexpr
+):
+    """Add the bias to ``sums`` ``[R, 128]``, weigh, and store them."""
+    e = tl.arange(0, 128)[None, :]
+    row = tile * 16 + e // 2 % 2 * 8 + e // 16
+    real = pair < num_pairs
+    if HAS_BIAS:
+        sums += tl.load(bias_ptr + row, mask=row < HIDDEN, other=0.0)
+    sums = sums * tl.load(weights_ptr + pair, mask=real, other=0.0)
+    tl.store(out_ptr + pair.to(tl.int64) * HIDDEN + row, sums, mask=real & (row < HIDDEN))
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_experts"])
+def swizzled_down_kernel(
+    a_ptr, w_ptr, ws_ptr, bias_ptr, weights_ptr, out_ptr, sorted_ptr, expert_ptr, total_ptr, num_pairs, num_experts,
+    HIDDEN: tl.constexpr, INNER: tl.constexpr, HAS_BIAS: tl.constexpr,
+    DIRECT: tl.constexpr, R: tl.constexpr, W: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+    ASYNC: tl.constexpr, FETCH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Multiply a block's inner rows by R tiles of down rows, add the bias, weigh; fp32 rows of pairs."""
+    TILES: tl.constexpr = (HIDDEN + 16 * R - 1) // (16 * R)
+    BLOCK: tl.constexpr = 16 if WIDE else 8
+    block, first = tl.program_id(0) // TILES, tl.program_id(0) % TILES * R
+    if FETCH and PDL:
+        # Blocks and ids were there before the kernel in front began.
+        _fetch(expert_ptr, w_ptr, block, first, num_experts, total_ptr, HIDDEN, INNER, DIRECT, R, BLOCK)
+    await_inputs(PDL)
+    release_dependents(PDL)
+    if block_is_empty(expert_ptr, total_ptr, block, num_experts, DIRECT, BLOCK):
+        return
+    expert = tl.load(expert_ptr + block).to(tl.int64)
+    slot = tl.arange(0, 128)[None, None, :] // 16
+    pair0 = _pair_of(sorted_ptr, block, slot, num_pairs, DIRECT, BLOCK)
+    pair1 = _pair_of(sorted_ptr, block, slot + 8, num_pairs, DIRECT, BLOCK) if WIDE else pair0
+    # An empty slot reads the first pair's row: the block has that.
+    some = tl.min(pair0)
+    sums0, sums1 = multiply(
+        a_ptr, tl.where(pair0 < num_pairs, pair0, some), tl.where(pair1 < num_pairs, pair1, some),
+        w_ptr + expert * ((HIDDEN + 63) // 64 * 16 * ((INNER + 127) // 128 * 64)),
+        ws_ptr + expert * ((HIDDEN + 255) // 256 * 8 * ((INNER + 63) // 64 * 64)),
+        first + tl.arange(0, R)[:, None, None], INNER, R, W, WIDE, STAGES, ASYNC,
+    )  # fmt: skip
+    bias = bias_ptr + expert * HIDDEN
+    tile, e = first + tl.arange(0, R)[:, None], tl.arange(0, 128)[None, :]
+    slot = e // 4 % 4 * 2 + e % 2
+    pair = _pair_of(sorted_ptr, block, slot, num_pairs, DIRECT, BLOCK)
+    _store_outer(sums0, bias, weights_ptr, out_ptr, tile, pair, num_pairs, HIDDEN, HAS_BIAS)
+    if WIDE:
+        pair = _pair_of(sorted_ptr, block, slot + 8, num_pairs, DIRECT, BLOCK)
+        _store_outer(sums1, bias, weights_ptr, out_ptr, tile, pair, num_pairs, HIDDEN, HAS_BIAS)
+
+
+@triton.jit
+def order_kernel(x_ptr, out_ptr, x_stride, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Write columns (q, h, t, c) of each block of 32 in the order (t, q, h, c)."""
+    row, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = place // 32 * 32 + place // 2 % 4 * 8 + place // 8 % 4 * 2 + place % 2
+    await_inputs(PDL)
+    release_dependents(PDL)
+    x = tl.load(x_ptr + row * x_stride + column, mask=place < width)
+    tl.store(out_ptr + row * width + place, x, mask=place < width)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``tokens`` of a block: 8 or 16, 0: each pair by itself; then tiles of a program, its warps and stages, twice."""
+
+    tokens: int
+    r1: int
+    w1: int
+    s1: int
+    r2: int
+    w2: int
+    s2: int
+    l1: int = 0
+    fetch: int = 0
+
+    def numbers(self) -> list[int]:
+        """Return the plan as an operator takes it; spelt out, because torch.compile traces it."""
+        return [self.tokens, self.r1, self.w1, self.s1, self.r2, self.w2, self.s2, self.l1, self.fetch]
+
+    def config(self) -> dict[str, int]:
+        """Return the plan as a table holds it."""
+        return asdict(self)
+
+
+def plan_for(tokens: int) -> Plan:
+    """Return how ``tokens`` tokens run without a table."""
+    if tokens <= 4:
+        return Plan(0, 1, 4, 4, 1, 4, 4)
+    return Plan(8 if tokens <= 32 else 16, 4, 4, 4, 4, 4, 4)
+
+
+def plans(tokens: int) -> list[Plan]:
+    """Return the rule's plan and what lies about it; both products alike, then each by itself."""
+    blocks = [0, 8] if tokens <= 4 else [8] if tokens <= 16 else [8, 16] if tokens <= 96 else [16]
+    shapes = [(1, 4, 4), (1, 4, 6), (1, 8, 4), (2, 2, 4), (2, 4, 4), (2, 4, 6), (2, 8, 4), (4, 2, 4), (4, 4, 4),
+              (4, 4, 3), (4, 1, 4), (4, 8, 3)]  # fmt: skip
+    alike = [Plan(block, *shape, *shape) for block in blocks for shape in shapes]
+    mixed = [replace(plan_for(tokens), r2=r, w2=w, s2=s) for r, w, s in shapes]
+    return list(dict.fromkeys([plan_for(tokens), *alike, *mixed]))[:40]
+
+
+def _experts(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: SwizzledWeights, inner: int, experts: int,
+    alpha: float, limit: float, plan: Plan,
+) -> torch.Tensor:  # fmt: skip
+    """Return the weighted rows of all pairs, fp32 ``[T*k, D]``; those of dropped pairs are not written."""
+    hidden, pairs, direct = x.shape[1], ids.numel(), plan.tokens == 0
+    ordered = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    width = min(1024, triton.next_power_of_2(hidden))
+    order_kernel[(x.shape[0], triton.cdiv(hidden, width))](
+        x, ordered, x.stride(0), hidden, BLOCK=width, **dependent_launch(x)
+    )
+    sorted_ids, expert_ids, total, blocks = ids, ids, ids, pairs
+    if not direct:
+        sorted_ids, expert_ids, total = moe_align(ids, experts, plan.tokens)
+        blocks = expert_ids.shape[0]
+    inner_rows = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
+    wide = plan.tokens == 16
+    swizzled_gate_up_kernel[(blocks * triton.cdiv(2 * inner, 16 * plan.r1),)](
+        ordered.view(torch.int32), packed.w13.mT.view(torch.int32), packed.w13_scale.mT,
+        weights if packed.w13_bias is None else packed.w13_bias, inner_rows, sorted_ids, expert_ids, total, pairs,
+        experts, alpha, limit, PER_TOKEN=ids.shape[1], HIDDEN=hidden, INNER=inner,
+        HAS_BIAS=packed.w13_bias is not None, DIRECT=direct, R=plan.r1, W=plan.w1, WIDE=wide, STAGES=plan.s1,
+        ASYNC=not plan.l1, FETCH=bool(plan.fetch), num_warps=plan.w1, **dependent_launch(x),
+    )  # fmt: skip
+    partial = torch.empty(pairs, hidden, dtype=torch.float32, device=x.device)
+    swizzled_down_kernel[(blocks * triton.cdiv(hidden, 16 * plan.r2),)](
+        inner_rows.view(torch.int32), packed.w2.mT.view(torch.int32), packed.w2_scale.mT,
+        weights if packed.w2_bias is None else packed.w2_bias, weights, partial, sorted_ids, expert_ids, total,
+        pairs, experts, HIDDEN=hidden, INNER=inner, HAS_BIAS=packed.w2_bias is not None, DIRECT=direct,
+        R=plan.r2, W=plan.w2, WIDE=wide, STAGES=plan.s2, ASYNC=not plan.l1, FETCH=bool(plan.fetch),
+        num_warps=plan.w2, **dependent_launch(x),
+    )  # fmt: skip
+    return partial
+
+
+def _reduce(partial: torch.Tensor, ids: torch.Tensor, y: torch.Tensor, experts: int, factor: float) -> None:
+    (tokens, hidden), per_token = y.shape, ids.shape[1]
+    block = min(256 if tokens <= 64 else 1024, triton.next_power_of_2(hidden))
+    reduce_kernel[(tokens, triton.cdiv(hidden, block))](
+        partial, ids, y, hidden, experts, factor, PER_TOKEN=per_token, SPLITS=1, BLOCK=block,
+        num_warps=max(1, block // 256), **dependent_launch(y),
+    )  # fmt: skip
+
+
+def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+@operator(
+    "fused_moe_swizzled(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13, Tensor w2, Tensor w13_scale,"
+    " Tensor w2_scale, Tensor? w13_bias, Tensor? w2_bias, int experts, int inner, float alpha, float limit,"
+    " float factor, int[] plan) -> Tensor",
+    _fake,
+)
+def _fused_moe(
+    x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor,
+    w13_scale: torch.Tensor, w2_scale: torch.Tensor, w13_bias: torch.Tensor | None, w2_bias: torch.Tensor | None,
+    experts: int, inner: int, alpha: float, limit: float, factor: float, plan: list[int],
+) -> torch.Tensor:  # fmt: skip
+    packed = SwizzledWeights(w13, w2, w13_scale, w2_scale, w13_bias, w2_bias)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    topk_weights, topk_ids = topk_weights.contiguous(), topk_ids.contiguous()
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    for start in range(0, x.shape[0], MAX_TOKENS):
+        part = slice(start, start + MAX_TOKENS)
+        weights, ids = topk_weights[part], topk_ids[part]
+        partial = _experts(x[part], weights, ids, packed, inner, experts, alpha, limit, Plan(*plan))
+        _reduce(partial, ids, y[part], experts, factor)
+    return y
+
+
+class TritonSwizzledFusedMoE:
+    """Four launches, five with alignment; one operator.
+
+    Parameters
+    ----------
+    cfg : FusedMoEConfig
+    config : mapping, optional
+        What :meth:`candidates` gives; without it the plan depends on the number of tokens by a rule.
+    """
+
+    def __init__(self, cfg: FusedMoEConfig, config: Mapping[str, int] | None = None) -> None:
+        self.plan = None if config is None else Plan(*(config[field.name] for field in fields(Plan)))
+        self.arguments = cfg.num_experts, cfg.intermediate_size, cfg.alpha, cfg.limit, cfg.scaling_factor
+
+    @staticmethod
+    def candidates(cfg: FusedMoEConfig, num_tokens: int) -> list[dict[str, int]]:
+        """Return the configurations to measure for ``num_tokens`` tokens, the rule's own first."""
+        return [plan.config() for plan in plans(num_tokens)]
+
+    def pack(self, weights: MoEWeights) -> SwizzledWeights:
+        """Return the weights in the kernels' layout; the given ones are of no further use to them.
+
+        Raises
+        ------
+        ArgumentError
+            A scale is above 2^65.
+        """
+        for name in ("w13_scale", "w2_scale"):
+            largest = int(getattr(weights, name).max())
+            if largest > MAX_SCALE:
+                raise ArgumentError("FusedMoE", name, f"up to 2^{largest - 127}", "scales of at most 2^65")
+        return swizzle(weights)
+
+    def __call__(
+        self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: SwizzledWeights
+    ) -> torch.Tensor:
+        """Return ``y`` ``[T,D]`` in bf16, a new tensor."""
+        plan = plan_for(x.shape[0]) if self.plan is None else self.plan
+        y: torch.Tensor = _fused_moe(
+            x, topk_weights, topk_ids, packed.w13, packed.w2, packed.w13_scale, packed.w2_scale, packed.w13_bias,
+            packed.w2_bias, *self.arguments, plan.numbers(),
+        )  # fmt: skip
+        return y
+
+
+def builds_of(name: str, cfg: FusedMoEConfig, plan: Plan) -> list[KernelBuild]:
+    """Return both products' kernels of a plan as they are launched."""
+    wide, direct = plan.tokens == 16, plan.tokens == 0
+    types = {"x_ptr": "*i32", "a_ptr": "*i32", "w_ptr": "*i32", "ws_ptr": "*u8", "bias_ptr": "*fp32"}
+    types |= {"weights_ptr": "*fp32", "sorted_ptr": "*i32", "expert_ptr": "*i32", "total_ptr": "*i32"}
+    types |= {"num_pairs": "i32", "num_experts": "i32", "alpha": "fp32", "limit": "fp32"}
+    shared = {"HIDDEN": cfg.hidden_size, "INNER": cfg.intermediate_size, "HAS_BIAS": cfg.bias, "DIRECT": direct}
+    shared |= {"WIDE": wide, "ASYNC": not plan.l1, "FETCH": bool(plan.fetch), "PDL": True}
+    found = []
+    for kernel, out, r, w, s in (
+        (swizzled_gate_up_kernel, "*bf16", plan.r1, plan.w1, plan.s1),
+        (swizzled_down_kernel, "*fp32", plan.r2, plan.w2, plan.s2),
+    ):
+        sizes = shared | {"R": r, "W": w, "STAGES": s, "PER_TOKEN": cfg.top_k}
+        names = set(kernel.arg_names)
+        found.append(
+            KernelBuild(
+                f"moe_{kernel.__name__}_{name}_" + "_".join(map(str, plan.numbers())), kernel,
+                {n: t for n, t in (types | {"out_ptr": out}).items() if n in names},
+                {n: value for n, value in sizes.items() if n in names}, w, 3,
+            )
+        )  # fmt: skip
+    return found
+
+
+GPT_OSS = FusedMoEConfig(2880, 2880, 32, 4, quant="mxfp4", activation="swiglu_oai", bias=True, interleaved=True)
+_TP2 = FusedMoEConfig(2880, 1440, 128, 4, quant="mxfp4", activation="swiglu_oai", bias=True, interleaved=True)
+COMPILE = [
+    build
+    for name, cfg in (("20b", GPT_OSS), ("120b_tp2", _TP2))
+    for plan in dict.fromkeys(plan_for(tokens) for tokens in (1, 16, 64))
+    for build in builds_of(name, cfg, plan)
+]

@@ -1,0 +1,37 @@
+"""The swizzled experts' instructions are right only where each thread holds the numbers that its lane stands for."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from fastlayers import env
+from fastlayers.moe.fused_moe import triton_swizzled
+from fastlayers.testing.compile_check import KernelBuild, compiled_for
+
+pytestmark = [pytest.mark.compile, pytest.mark.skipif(env.triton_interpret(), reason="Triton interprets, not compiles")]
+
+
+def every_plan() -> list[KernelBuild]:
+    """Return the kernels of all candidates."""
+    plans = [plan for tokens in (1, 4, 16, 64, 128) for plan in triton_swizzled.plans(tokens)]
+    cfg = triton_swizzled.GPT_OSS
+    builds = [build for plan in dict.fromkeys(plans) for build in triton_swizzled.builds_of("20b", cfg, plan)]
+    return list({str((b.kernel.__name__, b.constexprs, b.num_warps)): b for b in builds}.values())
+
+
+@pytest.mark.parametrize("build", [] if env.triton_interpret() else every_plan(), ids=lambda build: build.name)
+def test_threads_hold_their_lanes(build: KernelBuild) -> None:
+    compiled = compiled_for(build)
+    text = compiled.asm["ttgir"]
+    warps = build.num_warps
+    layout = r"^(#\w+) = #ttg.blocked<{sizePerThread = \[1, 1, 4\], threadsPerWarp = \[1, 1, 32\], "
+    (right,) = re.findall(layout + rf"warpsPerCTA = \[1, {warps}, 1\]", text, re.MULTILINE)
+    products = [line for line in text.splitlines() if "mma.sync" in line or "ld.global.v4" in line]
+    assert sum("mma.sync" in line for line in products) == 1
+    for line in products:
+        used = re.findall(rf"tensor<\d+x{warps}x128x[^,>]+(?:<[^>]*>)?, (#\w+)>", line)
+        assert used and set(used) == {right}, line
+    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global .*, (0x\w+), ", compiled.asm["ptx"])
+    assert {int(size, 16) for size in copies} == {4, 16}
