@@ -39,7 +39,7 @@ def diagnose() -> dict[str, Any]:
     for name, reason in registry.plugin_errors.items():
         facts.append(Fact(f"plug-in {name}", None, "broken", reason, False))
     target = device_module.as_device("cuda" if torch.cuda.is_available() else "cpu")
-    facts += _tuned_tables(target)
+    facts += _misspelt() + _tuned_tables(target)
     layers = {layer: _layer(layer, target) for layer in fastlayers.layers()}
     return {
         "fastlayers": fastlayers.__version__,
@@ -49,6 +49,17 @@ def diagnose() -> dict[str, Any]:
         "environment": _environment(),
         "ok": all(fact.ok for fact in facts),
     }
+
+
+def _misspelt() -> list[Fact]:
+    """Return a fact for each variable, and each package that one disables, that nothing here knows."""
+    known = ", ".join(env.KNOWN)
+    facts = [Fact(name, None, "broken", f"is no variable; known: {known}", False) for name in env.unknown_variables()]
+    packages = device_module.OPTIONAL_PACKAGES
+    for name in sorted(env.disabled_packages().difference(packages)):
+        reason = f"{name!r} is no package that a backend here takes: {', '.join(packages)}"
+        facts.append(Fact(env.DISABLE, None, "unknown name", reason, True))
+    return facts
 
 
 def _python() -> Fact:

@@ -26,6 +26,12 @@ BACKEND, DISABLE, DEBUG, TUNED_DIR, CACHE_DIR = (
 KNOWN = (BACKEND, DISABLE, DEBUG, TUNED_DIR, CACHE_DIR)
 
 
+def unknown_variables(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """Return the variables that begin like ours and are none of :data:`KNOWN`: most likely misspelt."""
+    given = os.environ if environ is None else environ
+    return tuple(sorted(name for name in given if name.startswith("FASTLAYERS_") and name not in KNOWN))
+
+
 def backend_overrides(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return ``{layer: backend}`` from ``FASTLAYERS_BACKEND``.
 

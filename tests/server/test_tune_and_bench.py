@@ -373,3 +373,12 @@ def test_kernels_travel_as_one_archive(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "there"))
     assert "triton" in json.loads(run("cache", "import", str(archive), "--json"))["taken"]
     assert (tmp_path / "there" / "abc" / "kernel.cubin").read_bytes() == b"code"
+
+
+def test_doctor_names_variables_and_packages_that_nothing_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTLAYERS_BACKENDS", "mla=torch")
+    monkeypatch.setenv(env.DISABLE, "tritn,triton")
+    report = json.loads(run("doctor", "--json", code=1))
+    facts = {fact["name"]: fact for fact in report["facts"]}
+    assert facts["FASTLAYERS_BACKENDS"]["state"] == "broken" and env.BACKEND in facts["FASTLAYERS_BACKENDS"]["reason"]
+    assert "'tritn' is no package" in facts[env.DISABLE]["reason"] and facts[env.DISABLE]["ok"]
