@@ -81,6 +81,7 @@ def swizzled_gate_up_kernel(
 ):  # fmt: skip
     """Multiply a block's tokens by R tiles of gate and up rows of one expert, apply the activation."""
     TILES: tl.constexpr = (2 * INNER + 16 * R - 1) // (16 * R)
+    LAST: tl.constexpr = (2 * INNER + 15) // 16 - 1
     BLOCK: tl.constexpr = 16 if WIDE else 8
     block, first = tl.program_id(0) // TILES, tl.program_id(0) % TILES * R
     if FETCH and PDL and DIRECT:
@@ -98,7 +99,7 @@ def swizzled_gate_up_kernel(
         x_ptr, tl.where(pair0 < num_pairs, pair0 // PER_TOKEN, 0), tl.where(pair1 < num_pairs, pair1 // PER_TOKEN, 0),
         w_ptr + expert * ((2 * INNER + 63) // 64 * 16 * ((HIDDEN + 127) // 128 * 64)),
         ws_ptr + expert * ((2 * INNER + 255) // 256 * 8 * ((HIDDEN + 63) // 64 * 64)),
-        tl.minimum(tl.minimum(first + tl.arange(0, R)[:, None, None], (HIDDEN + 15) // 16 - 1), (2 * INNER + 15) // 16 - 1), HIDDEN, R, W, WIDE, STAGES, ASYNC,
+        tl.minimum(first + tl.arange(0, R)[:, None, None], LAST), HIDDEN, R, W, WIDE, STAGES, ASYNC,
     )  # fmt: skip
     bias = bias_ptr + expert * 2 * INNER
     tile, f = first + tl.arange(0, R)[:, None], tl.arange(0, 64)[None, :]
@@ -133,6 +134,7 @@ def swizzled_down_kernel(
 ):  # fmt: skip
     """Multiply a block's inner rows by R tiles of down rows, add the bias, weigh; fp32 rows of pairs."""
     TILES: tl.constexpr = (HIDDEN + 16 * R - 1) // (16 * R)
+    LAST: tl.constexpr = (HIDDEN + 15) // 16 - 1
     BLOCK: tl.constexpr = 16 if WIDE else 8
     block, first = tl.program_id(0) // TILES, tl.program_id(0) % TILES * R
     if FETCH and PDL:
@@ -152,7 +154,7 @@ def swizzled_down_kernel(
         a_ptr, tl.where(pair0 < num_pairs, pair0, some), tl.where(pair1 < num_pairs, pair1, some),
         w_ptr + expert * ((HIDDEN + 63) // 64 * 16 * ((INNER + 127) // 128 * 64)),
         ws_ptr + expert * ((HIDDEN + 255) // 256 * 8 * ((INNER + 63) // 64 * 64)),
-        first + tl.arange(0, R)[:, None, None], INNER, R, W, WIDE, STAGES, ASYNC,
+        tl.minimum(first + tl.arange(0, R)[:, None, None], LAST), INNER, R, W, WIDE, STAGES, ASYNC,
     )  # fmt: skip
     bias = bias_ptr + expert * HIDDEN
     tile, e = first + tl.arange(0, R)[:, None], tl.arange(0, 128)[None, :]
