@@ -99,6 +99,9 @@ def pair_product_kernel(
     release_dependents(PDL)
     if not here:
         return
+    if WEIGH:
+        j = pair % (TOP_K + SHARED)
+        weight = tl.load(weights_ptr + pair // (TOP_K + SHARED) * TOP_K + j, mask=j < TOP_K, other=shared_weight)
     same = tl.arange(0, _COLUMNS) * 0
     depth = tl.arange(0, BLOCK_K)
     # The second product (WEIGH) has a row of its own for each pair.
@@ -142,9 +145,7 @@ def pair_product_kernel(
         tl.store(out_ptr + pair * N + column, cast(inner, out_ptr.dtype.element_ty), mask=column < N)
     else:
         if WEIGH:
-            j = pair % (TOP_K + SHARED)
-            weight = tl.load(weights_ptr + pair // (TOP_K + SHARED) * TOP_K + j, mask=j < TOP_K, other=0.0)
-            result = result * tl.where(j < TOP_K, weight, shared_weight)
+            result = result * weight
         tl.store(out_ptr + (pair * SPLITS + split) * HALVES * N + row, result, mask=valid)
 
 
@@ -157,9 +158,11 @@ def pair_activate_kernel(
 ):  # fmt: skip
     """Add the splits of BLOCK columns of a pair in order, apply the activation, maybe quantise them as one group."""
     pair, group = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    # The ids were there before the kernel in front began.
+    expert = _expert_of(ids_ptr, pair, num_routed, TOP_K, SHARED, SPAN)
     await_inputs(PDL)
     release_dependents(PDL)
-    if _expert_of(ids_ptr, pair, num_routed, TOP_K, SHARED, SPAN) < 0:
+    if expert < 0:
         return
     column = group * BLOCK + tl.arange(0, BLOCK)
     inside = column < I
@@ -189,13 +192,17 @@ def pair_sum_kernel(
     """Add a token's valid pairs (each in SPLITS parts) in order, apply the factor once, round once."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    # The rows of dropped pairs were never written. The ids were there before the kernel in front began.
+    written = tl.full([], 0, tl.int64)
+    for j in tl.static_range(TOP_K + SHARED):
+        expert = _expert_of(ids_ptr, token * (TOP_K + SHARED) + j, num_routed, TOP_K, SHARED, SPAN)
+        written |= (expert >= 0).to(tl.int64) << j
     await_inputs(PDL)
     release_dependents(PDL)
     total = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(TOP_K + SHARED):
         pair = token * (TOP_K + SHARED) + j
-        # The rows of dropped pairs were never written.
-        end = tl.where(_expert_of(ids_ptr, pair, num_routed, TOP_K, SHARED, SPAN) >= 0, D, 0)
+        end = tl.where((written >> j) & 1 != 0, D, 0)
         for split in tl.static_range(SPLITS):
             total += tl.load(partial_ptr + (pair * SPLITS + split) * D + column, mask=column < end, other=0.0)
     tl.store(y_ptr + token * D + column, cast(total * factor, y_ptr.dtype.element_ty), mask=column < D)
