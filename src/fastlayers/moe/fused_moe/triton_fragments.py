@@ -31,18 +31,20 @@ def _product(blocks: int) -> tuple[tl.constexpr, tl.constexpr]:
     outs, words = 4 * blocks, [f"${4 * blocks + i}" for i in range(4)]
     scales, sums = f"${outs + 4}", outs + 5
     tokens = sums + outs
-    lines = [".reg .b32 a0, a1, a2, a3, u, v, m0, m1;"]
+    lines = [".reg .b32 a0, a1, a2, a3, u, v, m0, m1;", ".reg .b16 low, high;"]
     lines += [f".reg .f32 c{i};" for i in range(outs)]
     lines += [f"mov.f32 c{i}, ${sums + i};" for i in range(outs)]
     add = (126 - _FOLD) * 0x00800080
     for q, word in enumerate(words):
         if q % 2 == 0:
-            for b, byte in enumerate((q, q + 1)):
-                # The byte in both halves, as bf16's exponent.
-                lines += [
-                    f"prmt.b32 u, {scales}, 0, {0x4040 + 0x101 * byte:#x};",
-                    f"mad.lo.u32 m{b}, u, 128, {add:#x};",
-                ]
+            # Both rows' bytes, as bf16's exponents; the multiplications below take one half of it twice.
+            lines += [
+                f"prmt.b32 u, {scales}, 0, {0x4140 + 0x202 * (q // 2):#x};",
+                f"mad.lo.u32 u, u, 128, {add:#x};",
+                "mov.b32 {low, high}, u;",
+                "mov.b32 m0, {low, low};",
+                "mov.b32 m1, {high, high};",
+            ]
         lines += [
             f"and.b32 a0, {word}, 0x81C081C0;",
             f"shl.b32 u, {word}, 3;",
