@@ -135,7 +135,7 @@ def _probe(choice: Choice, found: tuning.Found, clock: Clock) -> Probe:
         for index, rung in enumerate(choice.rungs):
             impl = rung.build(choice.cfg)
             context = spec.prepare(impl, inputs)
-            calls[str(index)] = clock.prepare(partial(spec.run, impl, inputs, context))
+            calls[str(index)] = clock.prepare(partial(spec.timed, impl, inputs, context))
         times = clock.measure(calls, ROUNDS)
     us, others = times["0"].us, [timing.us for name, timing in times.items() if name != "0"]
     best = min(others, default=None)

@@ -70,12 +70,16 @@ def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
     return {"logits": x.to(device)[:, :vocab], "mode": shape["mode"], **tensors}
 
 
+def call(impl: Any, inputs: dict[str, Any], context: Any) -> Any:
+    """Draw one token a row."""
+    rows = RowParams(*(inputs[name] for name in RowParams._fields))
+    return impl(inputs["logits"], rows, inputs["mode"])
+
+
 def run(impl: Any, inputs: dict[str, Any], context: Any) -> dict[str, torch.Tensor]:
     """Draw twice, so that offsets must advance; ids and offsets are exact."""
-    rows = RowParams(*(inputs[name] for name in RowParams._fields))
-    mode = inputs["mode"]
-    first = impl(inputs["logits"], rows, mode)
-    return {"ids": first, "again": impl(inputs["logits"], rows, mode), "offset": rows.offset}
+    first = call(impl, inputs, context)
+    return {"ids": first, "again": call(impl, inputs, context), "offset": inputs["offset"]}
 
 
 def cost(case: Case) -> Cost:
@@ -87,4 +91,4 @@ def cost(case: Case) -> Cost:
     return Cost(30.0 * values * (passes > 0) + values, float(values * logits), float(dataflow))
 
 
-SPEC = LayerSpec(CASES, make_inputs, run, cost, mutates=("offset",))
+SPEC = LayerSpec(CASES, make_inputs, run, cost, mutates=("offset",), call=call)

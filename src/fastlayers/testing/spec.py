@@ -114,6 +114,9 @@ class LayerSpec:
     oracle : callable
         ``(backend name) -> Oracle or None``: another oracle than the layer's reference, for backends that round an
         intermediate result where the layer's formula leaves the choice.
+    call : callable or None
+        ``run`` without what it does only so that outputs can be judged (dequantising, reading caches): what is timed.
+        ``None``: ``run``.
     """
 
     cases: tuple[Case, ...]
@@ -125,6 +128,12 @@ class LayerSpec:
     bounds: Callable[[Case], dict[str, Bound]] = _no_bounds
     mutates: tuple[str, ...] = ()
     oracle: Callable[[str], Oracle | None] = _no_oracle
+    call: Callable[[Any, dict[str, Any], Any], Any] | None = None
+
+    @property
+    def timed(self) -> Callable[[Any, dict[str, Any], Any], Any]:
+        """What benchmarks, the tuner and the probe time."""
+        return self.call if self.call is not None else self.run
 
     def case(self, name: str) -> Case:
         """Return the case of this name."""

@@ -208,7 +208,7 @@ class Bench:
                 own = option.backend if hasattr(impl, "pack") else option
                 if own not in packed:
                     packed[own] = self.spec.prepare(impl, inputs)
-                calls[option] = partial(self.spec.run, impl, inputs, packed[own])
+                calls[option] = partial(self.spec.timed, impl, inputs, packed[own])
         self._compile(calls)
         timed: dict[Option, Timed] = {}
         for option, call in calls.items():

@@ -84,10 +84,15 @@ def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
     }
 
 
+def call(impl: Any, inputs: dict[str, Any], context: Any) -> Any:
+    """Call the backend."""
+    names = ("q", "k", "v", "cos", "sin", "positions", "keys", "values", "loc", "q_weight", "k_weight")
+    return impl(*(inputs[name] for name in names))
+
+
 def run(impl: Any, inputs: dict[str, Any], context: Any) -> dict[str, torch.Tensor]:
     """Turn and write, then read all but page 0; what is only moved is judged apart from what is turned."""
-    names = ("q", "k", "v", "cos", "sin", "positions", "keys", "values", "loc", "q_weight", "k_weight")
-    q = impl(*(inputs[name] for name in names))
+    q = call(impl, inputs, context)
     keys, values = inputs["keys"][1:], inputs["values"]
     if values is None:
         rank = inputs["v"].shape[-1]
@@ -113,4 +118,4 @@ def bounds(case: Case) -> dict[str, Bound]:
     return {"v": EXACT, **one_step}
 
 
-SPEC = LayerSpec(CASES, make_inputs, run, cost, bounds=bounds, mutates=("keys", "values"))
+SPEC = LayerSpec(CASES, make_inputs, run, cost, bounds=bounds, mutates=("keys", "values"), call=call)

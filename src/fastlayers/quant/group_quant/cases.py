@@ -63,9 +63,14 @@ def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
     return {"x": x.to(device, case.shape["dtype"])[:, :features]}
 
 
+def call(impl: Any, inputs: dict[str, Any], context: Any) -> Any:
+    """Call the backend."""
+    return impl(inputs["x"])
+
+
 def run(impl: Any, inputs: dict[str, Any], context: Any) -> dict[str, torch.Tensor]:
     """Dequantised values, the scales, and the scales' strides (meaningful with more than one row)."""
-    q, s = impl(inputs["x"])
+    q, s = call(impl, inputs, context)
     rows, features = inputs["x"].shape
     dequantised = q.float().view(rows, s.shape[1], features // s.shape[1]) * s[..., None]
     strides = torch.tensor(s.stride() if rows > 1 else (0, 0))
@@ -86,4 +91,4 @@ def cost(case: Case) -> Cost:
     return Cost(3.0 * elements, moved, moved)
 
 
-SPEC = LayerSpec(CASES, make_inputs, run, cost, bounds=bounds)
+SPEC = LayerSpec(CASES, make_inputs, run, cost, bounds=bounds, call=call)
