@@ -28,7 +28,12 @@ def load_logits(x_ptr, column, vocab_size):
 @triton.jit
 def weight_of(x, largest, temperature):
     """Return what tokens weigh in fp64, the largest 1."""
-    weight = tl.exp((x.to(tl.float64) - largest.to(tl.float64)) / temperature)
+    below = x.to(tl.float64) - largest.to(tl.float64)
+    # The quotient by the reciprocal and one correction: a third of a division's time, and all but always its bits.
+    inverse = 1.0 / temperature
+    quotient = below * inverse
+    quotient = tl.fma(tl.fma(-quotient, temperature, below), inverse, quotient)
+    weight = tl.where(below > float("-inf"), tl.exp(quotient), 0.0)
     return tl.where(x == largest, 1.0, weight)  # also where inf - inf is NaN
 
 

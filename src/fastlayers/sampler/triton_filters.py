@@ -64,10 +64,12 @@ def _histogram_kernel(
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    temperature, top_k, top_p = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    # Read before the wait: logits and parameters are older than the kernel in front, which awaited them.
+    wanted = (temperature > 0.0) & (((top_k > 0) & (top_k < vocab_size)) | (top_p < 1.0))
+    x = load_logits(x_ptr + row * x_stride, block * BLOCK + tl.arange(0, BLOCK), tl.where(wanted, vocab_size, 0))
     await_inputs(PDL)
     release_dependents(PDL)
-    temperature, top_k, top_p = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
-    x = load_logits(x_ptr + row * x_stride, block * BLOCK + tl.arange(0, BLOCK), vocab_size)
     largest, span = _span(best_ptr, lowest_ptr, row, temperature, top_k, top_p, vocab_size, BLOCKS, BLOCK)
     if span > 0.0:
         slices, live = _slices(x, largest, span, BINS)
@@ -171,8 +173,11 @@ def _gather_kernel(
         temperature, top_k, top_p = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
         first, last, has_top_k = tl.load(plan_ptr + 1), tl.load(plan_ptr + 2), tl.load(plan_ptr + 5)
         start = tl.load(start_ptr + row * BLOCKS + block)
-        x = load_logits(x_ptr + row * x_stride, block * BLOCK + tl.arange(0, BLOCK), vocab_size)
         largest, span = _span(best_ptr, lowest_ptr, row, temperature, top_k, top_p, vocab_size, BLOCKS, BLOCK)
+        # Under top-k only blocks whose largest logit is in the bracket or above are read.
+        nearest, _ = _slices(tl.load(best_ptr + row * BLOCKS + block), largest, span, BINS)
+        wanted = (has_top_k == 0) | (nearest <= last)
+        x = load_logits(x_ptr + row * x_stride, block * BLOCK + tl.arange(0, BLOCK), tl.where(wanted, vocab_size, 0))
         slices, live = _slices(x, largest, span, BINS)
         chosen = live & (slices >= first) & (slices <= last)
         place = start + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
