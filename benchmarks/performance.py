@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fastlayers.attention.mla.core import context_of
+from fastlayers.attention.contexts import context_of
 from fastlayers.device import DESCRIBED
 from fastlayers.registry import registry
 from fastlayers.testing.bench import describe_run, rows_of
@@ -42,6 +42,10 @@ SMALL = (
     "rms_norm", "silu_mul", "silu_mul_quant", "group_quant", "rotary", "rotary_kv_write", "kv_write", "mla_kv_write",
     "merge_state", "router", "moe_align", "sampler",
 )  # fmt: skip
+
+
+# Small operators that do little else than move data: a copy of as many bytes is timed beside them.
+MOVERS = frozenset(SMALL) - {"router", "moe_align", "sampler"}
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,9 @@ def gqa() -> list[Item]:
     for model in (QWEN8, QWEN30, OSS):
         for cfg in layers_of(model, 1, "gqa"):
             if cfg.phase == "decode":
-                items.append(Item(f"{model} tp1", "gqa", cfg, (1, 16, 64, 128), (1024, 4096, 16384)))
+                for context in (1024, 4096, 16384):
+                    own = replace(cfg, context=context_of(context))
+                    items.append(Item(f"{model} tp1", "gqa", own, (1, 16, 64, 128), (context,)))
             else:
                 items.append(Item(f"{model} tp1", "gqa", cfg, (512, 2048, 8192)))
     return items
@@ -123,19 +129,6 @@ def small_ops() -> list[Item]:
             cfg = max(shapes, key=lambda cfg: sum(b.refusal(cfg, H200) is None for b in registry(layer).ranked))
             items.append(Item("real shape", layer, cfg, tokens))
     return items
-
-
-def copy_rate(clock: Clock, place: torch.device) -> dict[str, Any]:
-    """Return the GB/s of the fastest copy of a large tensor: what small operators are compared with."""
-    count = 1 << 29 if place.type == "cuda" else 1 << 16
-    source = torch.ones(count, dtype=torch.bfloat16, device=place)
-    target = torch.empty_like(source)
-    calls = {
-        "memcpy": clock.prepare(lambda: target.copy_(source)),
-        "kernel": clock.prepare(lambda: torch.neg(source, out=target)),
-    }
-    us = {name: timing.us for name, timing in clock.measure(calls, 7).items()}
-    return {"copy_gb_per_s": round(4e-3 * count / min(us.values()), 1), "copy_us": us}
 
 
 MEASURED: dict[str, Callable[[], list[Item]]] = {
@@ -194,7 +187,8 @@ def measure(items: list[Item], record: Record, clock: Clock, place: torch.device
         other = peers(item.layer, item.cfg)
         bench = benches.setdefault(id(item), Bench(item.layer, item.cfg, place, clock, peers=other))
         begin = time.monotonic()
-        found = rows_of(bench, case_at(item.layer, item.cfg, count, context), count, rounds=15)
+        case = case_at(item.layer, item.cfg, count, context)
+        found = rows_of(bench, case, count, rounds=15, copy=item.layer in MOVERS)
         failed = {str(option): why for option, why in bench.failed.items()}
         about = {"key": key, "model": item.model, "cfg": repr(item.cfg), "context": context, "failed": failed}
         record.add([row | about for row in found])
@@ -203,8 +197,8 @@ def measure(items: list[Item], record: Record, clock: Clock, place: torch.device
     return 0
 
 
-def run_program(part: str, record: Record, more: list[str]) -> int:
-    """Run a part's own programs and keep the JSON lines they print; return how many failed."""
+def run_program(part: str, record: Record, more: list[str], about: dict[str, str]) -> int:
+    """Run a part's own programs and keep the JSON lines they print, with ``about``; return how many failed."""
     failed = 0
     for number, (program, *arguments) in enumerate(PROGRAMS[part]):
         command = [sys.executable, str(HERE / program), *arguments, *more]
@@ -214,7 +208,7 @@ def run_program(part: str, record: Record, more: list[str]) -> int:
                 print(line, end="", flush=True)
                 row = _parsed(line)
                 if isinstance(row, dict):
-                    record.add([row | {"part": part, "number": number}])
+                    record.add([row | {"part": part, "number": number} | (about if "commit" in row else {})])
         failed += process.returncode != 0
     return failed
 
@@ -228,23 +222,22 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--force", action="store_true", help="forget what was measured before")
     parser.add_argument("--only", default="", help="only keys (model, layer, cfg) that contain this")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the driver out")
+    parser.add_argument("--commit", default="", help="the commit that results name; default: ask git")
     parser.add_argument("program", nargs="*", help="arguments of a part's own program, after --")
     options = parser.parse_args(given)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("no usable NVIDIA GPU, and figures of a CPU are no figures; to try the driver out: --device cpu")
     place = torch.device(options.device)
-    left = 0
+    left, about = 0, {"commit": options.commit} if options.commit else {}
     for part in PARTS if options.part == "all" else (options.part,):
-        record = Record(options.out / f"{part}.jsonl", describe_run(place), options.force)
+        record = Record(options.out / f"{part}.jsonl", describe_run(place) | about, options.force)
         if part in MEASURED:
             items = [item for item in MEASURED[part]() if options.only in f"{item.model} {item.layer} {item.cfg}"]
             until = time.monotonic() + 60 * options.minutes
             clock = clock_for(place)
-            if part == "small_ops":
-                record.add([copy_rate(clock, place)])
             left += measure(items, record, clock, place, until)
         else:
-            left += run_program(part, record, options.program)
+            left += run_program(part, record, options.program, about)
     if left:
         print(f"{left} points or programs are left; run the same command again", file=sys.stderr)
     raise SystemExit(1 if left else 0)

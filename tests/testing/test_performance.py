@@ -18,6 +18,7 @@ import torch
 from fastlayers.registry import registry
 from fastlayers.testing.bench import auto_option, rows_of
 from fastlayers.testing.samples import Option
+from fastlayers.testing.spec import spec_of
 from fastlayers.testing.sweep import case_at, parse_shape
 from fastlayers.testing.timing import clock_for
 from fastlayers.testing.tuner import Bench
@@ -85,14 +86,17 @@ def test_a_part_is_resumed_and_half_a_point_measured_again(driver: ModuleType, t
 def test_a_program_keeps_the_json_it_prints(
     driver: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "works.py").write_text("import sys; print('noise'); print('{\"a\": 1}'); print(sys.argv[1:])")
+    (tmp_path / "works.py").write_text(
+        'import sys; print(\'noise\'); print(\'{"a": 1, "commit": "x"}\'); print(sys.argv[1:])'
+    )
     (tmp_path / "fails.py").write_text("print('{\"b\": 2}'); raise SystemExit(3)")
     monkeypatch.setattr(driver, "HERE", tmp_path)
     monkeypatch.setitem(driver.PROGRAMS, "toy", [["works.py", "x"], ["fails.py"], ["absent.py"]])
     record = driver.Record(tmp_path / "toy.jsonl", {}, False)
-    assert driver.run_program("toy", record, []) == 2
+    assert driver.run_program("toy", record, [], {"commit": "abc"}) == 2
     rows = [json.loads(line) for line in (tmp_path / "toy.jsonl").read_text().splitlines()]
     assert [(row.get("a"), row.get("b"), row.get("number")) for row in rows[1:]] == [(1, None, 0), (None, 2, 1)]
+    assert [row.get("commit") for row in rows[1:]] == ["abc", None]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
@@ -228,17 +232,22 @@ def test_help_and_wrong_options_write_nothing(tables: Any, tmp_path: Path, monke
     assert list(tmp_path.iterdir()) == []
 
 
-def test_small_operators_are_compared_with_a_copy(driver: ModuleType, tables: Any, tmp_path: Path) -> None:
-    rate = driver.copy_rate(clock_for(CPU), CPU)
-    assert rate["copy_gb_per_s"] > 0 and set(rate["copy_us"]) == {"memcpy", "kernel"}
+def test_small_operators_are_compared_with_a_copy_of_their_bytes(
+    driver: ModuleType, tables: Any, tmp_path: Path
+) -> None:
+    cfg = next(case.cfg for case in spec_of("silu_mul").cases if case.small)
+    bench, case = Bench("silu_mul", cfg, CPU, clock_for(CPU)), case_at("silu_mul", cfg, 4)
+    assert all(row["copy_us"] > 0 for row in rows_of(bench, case, 4, rounds=2, copy=True))
+    assert all("copy_us" not in row for row in rows_of(bench, case, 4, rounds=2))
+    assert {"silu_mul", "rotary"} <= driver.MOVERS and "router" not in driver.MOVERS
     rows = [
-        {"copy_gb_per_s": 4000.0},
-        point(64, "triton", 1.0, auto=True, gb_per_s=10.0, key="a"),
-        point(4096, "triton", 1.0, auto=True, gb_per_s=3500.0, key="b"),
-        point(4096, "triton", 1.0, auto=True, gb_per_s=2000.0, key="c", layer="rotary"),
+        point(64, "triton", 9.0, auto=True, copy_us=1.0, key="a"),
+        point(4096, "triton", 10.0, auto=True, copy_us=9.0, key="b"),
+        point(4096, "triton", 10.0, auto=True, copy_us=5.0, key="c", layer="rotary"),
+        point(4096, "triton", 10.0, auto=True, key="d", layer="router"),
     ]
     write(tmp_path, "small_ops", rows)
-    assert tables.bandwidth() == "1 of 2 points, lowest 50% by rotary at T=4096; a copy: 4.00 TB/s"
+    assert tables.bandwidth() == "1 of 2 points; lowest 50% by rotary at T=4096"
 
 
 def test_programs_rows(tables: Any, tmp_path: Path) -> None:

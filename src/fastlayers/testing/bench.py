@@ -5,7 +5,8 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from fastlayers.testing.parity import compare
 from fastlayers.testing.samples import Option
 from fastlayers.testing.spec import Bound, Case
 from fastlayers.testing.sweep import inputs_of, peak_flops
+from fastlayers.testing.timing import Timed
 from fastlayers.testing.tuner import Bench
 
 ROUNDS = 21
@@ -66,6 +68,14 @@ def chosen_options(bench: Bench, against: Sequence[str] = ()) -> list[Option]:
     return [Option(b.name) for b in named if b.why_not(bench.cfg, bench.device) is None]
 
 
+# No backend's name.
+_COPY = "a copy"
+
+
+def _prepared_copy(bench: Bench, num_bytes: float) -> Timed:
+    return bench.clock.prepare(copy_of(num_bytes, bench.place))
+
+
 @torch.inference_mode()
 def check_peer(bench: Bench, option: Option, case: Case) -> float:
     """Return a peer's largest relative RMS error against the layer's fp32 reference, on the case itself.
@@ -86,8 +96,21 @@ def check_peer(bench: Bench, option: Option, case: Case) -> float:
     return max(errors, default=0.0)
 
 
+def copy_of(num_bytes: float, place: torch.device) -> Callable[[], object]:
+    """Return a copy that reads and writes so many bytes in all."""
+    source = torch.ones(max(2, int(num_bytes)) // 2, dtype=torch.uint8, device=place)
+    return partial(torch.empty_like(source).copy_, source)
+
+
 def rows_of(
-    bench: Bench, case: Case, tokens: int, *, against: Sequence[str] = (), rounds: int = ROUNDS, whole: bool = False
+    bench: Bench,
+    case: Case,
+    tokens: int,
+    *,
+    against: Sequence[str] = (),
+    rounds: int = ROUNDS,
+    whole: bool = False,
+    copy: bool = False,
 ) -> list[dict[str, Any]]:
     """Check and time ``"auto"``, other backends and the bench's peers on one case, in turns; a row each, fastest first.
 
@@ -103,6 +126,8 @@ def rows_of(
     rounds : int
     whole : bool
         Check on the case itself; otherwise on a small one, once per backend.
+    copy : bool
+        Time a copy that moves the case's compulsory bytes as well: ``copy_us`` in every row.
     """
     auto = auto_option(bench, tokens)
     options = list(dict.fromkeys([auto, *chosen_options(bench, against)]))
@@ -115,8 +140,9 @@ def rows_of(
         with bench.noting(option):
             errors[option] = check_peer(bench, option, case)
     timed = bench.ready(case, [option for option in (*options, *peers) if option not in bench.failed])
-    found = bench.clock.measure({str(option): call for option, call in timed.items()}, rounds)
     cost, device = bench.spec.cost(case), bench.device
+    calls = {str(option): call for option, call in timed.items()}
+    found = bench.clock.measure(calls | ({_COPY: _prepared_copy(bench, cost.min_bytes)} if copy else {}), rounds)
     arithmetic, memory = (s * 1e6 for s in cost.floors(device.bandwidth, peak_flops(bench.layer, bench.cfg, device)))
     rows = []
     for option in timed:
@@ -131,5 +157,6 @@ def rows_of(
                 "of_memory": round(memory / us, 4), "error": float(f"{errors[option]:.3g}"),
             }
             | ({"peer": True} if option in peers else {})
+            | ({"copy_us": round(found[_COPY].us, 2)} if copy else {})
         )  # fmt: skip
     return sorted(rows, key=lambda row: row["us"])
