@@ -18,12 +18,11 @@ SHAPES = {
     "deepseek_v3_tp8": FusedMoEConfig(7168, 256, 256, 8, num_shared=1, quant="fp8_block"),
     "gpt_oss": FusedMoEConfig(2880, 2880, 32, 4, quant="mxfp4", activation="swiglu_oai", bias=True, interleaved=True),
 }
-PAIRS = Plan(Tile(0, 4, 64, 2, 2), Tile(0, 8, 32, 2, 4))
 BLOCKS = Plan(Tile(16, 32, 32, 4, 2), Tile(16, 32, 32, 4, 2), band=1)
 WIDE_BLOCKS = Plan(Tile(16, 64, 128, 4, 2), Tile(16, 128, 128, 4, 2))
 FUSED_BLOCKS = Plan(Tile(16, 128, 128, 4, 2), Tile(16, 64, 128, 4, 2))
 DIRECT = Plan(Tile(1, 16, 64, 4, 2), Tile(1, 32, 64, 4, 2), splits=3)
-MATRIX = Plan(Tile(1, 64, 128, 4, 3), Tile(1, 32, 128, 2, 3), splits=2, splits1=3, lines=2)
+MATRIX = Plan(Tile(1, 64, 128, 4, 3), Tile(1, 32, 128, 2, 3), splits=2, splits1=3)
 PAIRED = Plan(Tile(1, 32, 64, 2, 3), Tile(1, 64, 32, 4, 3))
 ALIGNED = Plan(Tile(16, 32, 128, 4, 2), Tile(16, 64, 32, 4, 2), band=1, splits=2)
 
@@ -31,16 +30,9 @@ ALIGNED = Plan(Tile(16, 32, 128, 4, 2), Tile(16, 64, 32, 4, 2), band=1, splits=2
 @pytest.mark.parametrize(
     ("case", "plan"),
     [
-        ("tiny_bf16", PAIRS),
         ("tiny_bf16", BLOCKS),
-        ("shared_fp32", PAIRS),
-        ("odd_sizes", PAIRS),
-        ("gpt_oss_interleaved", PAIRS),
-        ("fp8", PAIRS),
         ("fp8", FUSED_BLOCKS),
         ("fp8_ragged_shared", WIDE_BLOCKS),
-        ("fp8_ragged_shared", PAIRS),
-        ("int8", PAIRS),
         ("int8_odd_shared", BLOCKS),
         ("tiny_bf16", MATRIX),
         ("tiny_bf16", PAIRED),

@@ -15,12 +15,12 @@ MAX_TOKENS = 4096
 # Up to here each pair is computed by itself: experts that two tokens share are rare, and L2 holds them.
 MAX_PAIR_TOKENS = 4
 # Beyond, a table asks for too much: every pair reads its expert from L2.
-PAIR_LIMIT = 64
+DIRECT_LIMIT, PAIR_LIMIT = 16, 64
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Tile of one grouped GEMM; ``m`` is shared by both, because the alignment is. ``m`` 0: one pair, no dot."""
+    """Tile of one grouped GEMM; ``m`` is shared by both, because the alignment is. ``m`` 1: one pair."""
 
     m: int
     n: int
@@ -34,9 +34,7 @@ class Plan:
     """Both GEMMs' tiles, and ``band``: how many blocks of pairs share the reading of weights.
 
     ``splits`` programs share the columns of an output of the second GEMM (MXFP4, and ``first.m`` 1), ``splits1`` of the
-    first (not MXFP4); ``lines`` of 128 bytes of each weight row are asked for while the kernel in front runs.
-
-    ``first.m`` 0: every pair by itself on the ordinary cores; 1: every pair a block of matrix units.
+    first (``first.m`` 1, not MXFP4).
     """
 
     first: Tile
@@ -44,12 +42,11 @@ class Plan:
     band: int = 8
     splits: int = 1
     splits1: int = 1
-    lines: int = 0
 
     @property
     def by_pair(self) -> bool:
         """Whether no alignment is needed."""
-        return self.first.m <= 1
+        return self.first.m == 1
 
     def config(self) -> dict[str, int]:
         """Return the plan as a table holds it."""
@@ -59,7 +56,7 @@ class Plan:
         """Return the plan as an operator takes it; spelt out, because torch.compile traces it."""
         a, b = self.first, self.second
         tiles = [a.n, a.k, a.warps, a.stages, b.n, b.k, b.warps, b.stages]
-        return [a.m, self.band, self.splits, self.splits1, self.lines, *tiles]
+        return [a.m, self.band, self.splits, self.splits1, *tiles]
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[int]) -> Plan:
@@ -70,19 +67,12 @@ class Plan:
     def of(cls, config: Mapping[str, int]) -> Plan:
         """Return the plan of a table's row."""
         tiles = [Tile(config["m"], *(config[f"{name}{i}"] for name in _TILE)) for i in (1, 2)]
-        return cls(
-            tiles[0],
-            tiles[1],
-            config["band"],
-            config.get("splits", 1),
-            config.get("splits1", 1),
-            config.get("lines", 0),
-        )
+        return cls(tiles[0], tiles[1], config["band"], config.get("splits", 1), config.get("splits1", 1))
 
 
 # What Plan.numbers() lists.
 _TILE = ("n", "k", "warps", "stages")
-_NAMES = ("m", "band", "splits", "splits1", "lines", *(f"{name}{number}" for number in (1, 2) for name in _TILE))
+_NAMES = ("m", "band", "splits", "splits1", *(f"{name}{number}" for number in (1, 2) for name in _TILE))
 
 
 @lru_cache(maxsize=4096)
@@ -95,8 +85,8 @@ def plan_for(tokens: int, cfg: FusedMoEConfig, wide: bool) -> Plan:
     pairs = min(tokens, MAX_TOKENS) * cfg.pairs_per_token
     if cfg.quant == "mxfp4":
         return _mxfp4_plan(pairs, few, cfg, wide)
-    if few:
-        return _pair_plan(cfg)
+    if few and not (wide and cfg.quant == "none"):
+        return _direct_plan(pairs, cfg)
     average = -(-pairs // cfg.all_experts)
     if wide and cfg.quant == "none":
         m = 16 if average <= 16 else 32
@@ -113,10 +103,14 @@ def plan_for(tokens: int, cfg: FusedMoEConfig, wide: bool) -> Plan:
     return Plan(Tile(64, 128, k, 8, 3), Tile(64, 128, k, 4, 4))
 
 
-def _pair_plan(cfg: FusedMoEConfig) -> Plan:
-    """A few rows a program; ``stages`` is how often the loop over columns is unrolled."""
-    depth = [min(512, 1 << (width - 1).bit_length()) for width in (cfg.hidden_size, cfg.intermediate_size)]
-    return Plan(Tile(0, 4, depth[0], 4, 2), Tile(0, 8, min(256, depth[1]), 4, 4))
+def _direct_plan(pairs: int, cfg: FusedMoEConfig) -> Plan:
+    """64 rows a program; the first product's columns in parts of at least 8 steps until the programs are many."""
+    if cfg.quant == "none":
+        return Plan(Tile(1, 64, 64, 4, 6), Tile(1, 64, 64, 4, 6))
+    programs, steps, splits = pairs * -(-2 * cfg.intermediate_size // 64), -(-cfg.hidden_size // 128), 1
+    while programs * splits < 512 and 16 * splits <= steps:
+        splits *= 2
+    return Plan(Tile(1, 64, 128, 4, 4), Tile(1, 64, 128, 4, 4), splits1=splits)
 
 
 def _mxfp4_plan(pairs: int, few: bool, cfg: FusedMoEConfig, wide: bool) -> Plan:
@@ -147,27 +141,25 @@ def candidates(cfg: FusedMoEConfig, num_tokens: int) -> list[dict[str, int]]:
     if cfg.quant == "mxfp4":
         plans += _mxfp4_plans(cfg, num_tokens, pairs)
     else:
-        if num_tokens <= PAIR_LIMIT:
-            plans += _pair_plans(cfg)
+        if num_tokens <= DIRECT_LIMIT:
+            plans += _direct_plans(cfg, pairs)
         if num_tokens > 2:
             plans += _block_plans(cfg, pairs)
     unique = list(dict.fromkeys(plans))
     return [plan.config() for plan in unique[:40]]
 
 
-def _pair_plans(cfg: FusedMoEConfig) -> list[Plan]:
-    base = _pair_plan(cfg)
-    first = [
-        Tile(0, *t)
-        for t in ((2, 512, 4, 4), (2, 1024, 4, 2), (4, 512, 4, 1), (4, 512, 4, 4), (8, 256, 4, 2), (4, 512, 2, 1),
-                  (8, 256, 4, 4), (2, 512, 2, 2), (4, 256, 4, 4), (8, 512, 8, 2))
-    ]  # fmt: skip
-    second = [
-        Tile(0, *t)
-        for t in ((4, 256, 4, 4), (4, 256, 4, 8), (8, 256, 4, 8), (4, 256, 2, 4), (8, 256, 8, 4), (16, 256, 8, 4),
-                  (8, 256, 4, 2), (2, 256, 2, 8), (4, 512, 4, 4), (8, 512, 8, 4))
-    ]  # fmt: skip
-    return [replace(base, first=tile) for tile in first] + [replace(base, second=tile) for tile in second]
+def _direct_plans(cfg: FusedMoEConfig, pairs: int) -> list[Plan]:
+    base = _direct_plan(pairs, cfg)
+    shapes = [(64, 128, 4, 6), (128, 128, 8, 4), (64, 128, 2, 5), (32, 128, 2, 5)]
+    if cfg.quant == "none":
+        shapes = [(64, 128, 4, 4), (32, 128, 2, 5), (32, 64, 2, 8), (128, 64, 4, 4)]
+    tiles = [Tile(1, *shape) for shape in shapes]
+    plans = [base, *(replace(base, first=tile, second=tile) for tile in tiles), replace(base, first=tiles[0])]
+    if cfg.quant != "none":
+        plans += [replace(base, splits1=parts) for parts in (2 * base.splits1, max(1, base.splits1 // 2))]
+        plans += [replace(base, first=tiles[0], second=tiles[0], splits1=2 * base.splits1)]
+    return [*plans, replace(base, splits=2)]
 
 
 def _block_plans(cfg: FusedMoEConfig, pairs: int) -> list[Plan]:

@@ -17,7 +17,6 @@ from fastlayers.moe.fused_moe.configs import MAX_TOKENS, Plan, plan_for
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
 from fastlayers.moe.fused_moe.triton_direct import direct_experts
 from fastlayers.moe.fused_moe.triton_mxfp4 import mxfp4_experts
-from fastlayers.moe.fused_moe.triton_pairs import pair_down, pair_gate_up
 from fastlayers.moe.fused_moe.weights import EPS, FORMATS, GROUP, MoEWeights
 from fastlayers.operators import operator
 from fastlayers.testing.compile_check import KernelBuild
@@ -118,21 +117,11 @@ def _round(
         return
     inner, pairs, second, wide = packed.w2.shape[2], ids.numel(), plan.second, x.dtype == torch.float32
     values, scale = (x, weights) if quant == "none" else _quantize(x, None, experts, quant, ue8m0)
-    if plan.first.m == 1:
+    if plan.by_pair:
         oai, shared = activation == "swiglu_oai", experts - num_routed
         direct_experts(
             values, scale, weights, ids, packed, y, shared, plan, quant, ue8m0, oai, alpha, limit, factor, interleaved
         )
-        return
-    if plan.by_pair:
-        out_dtype = x.dtype if quant == "none" else torch.float32
-        inner_rows = pair_gate_up(
-            values, scale, packed, ids, plan.first, quant, activation, alpha, limit, interleaved, out_dtype
-        )  # fmt: skip
-        inner_scale = weights
-        if quant != "none":
-            inner_rows, inner_scale = _quantize(inner_rows, ids, experts, quant, ue8m0)
-        pair_down(inner_rows, inner_scale, packed, weights, ids, y, second, quant, factor)
         return
     sorted_ids, expert_ids, total = moe_align(ids, experts, plan.first.m)
     inner_rows, inner_scale = _gate_up(
@@ -182,8 +171,7 @@ def _fused_moe(
     if x.shape[0] == 0:
         return y
     how, num_routed = Plan.of_numbers(plan), w13.shape[0] - num_shared
-    direct = how.first.m == 1
-    weights, ids = _extend(topk_weights, topk_ids, num_routed, 0 if direct else num_shared, factor)
+    weights, ids = _extend(topk_weights, topk_ids, num_routed, 0 if how.by_pair else num_shared, factor)
     for start in range(0, x.shape[0], MAX_TOKENS):
         part = slice(start, start + MAX_TOKENS)
         _round(

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from fastlayers.moe.fused_moe.configs import Plan, Tile
-from fastlayers.moe.fused_moe.kernels import activation_of, prefetch_rows
+from fastlayers.moe.fused_moe.kernels import activation_of
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
 from fastlayers.moe.fused_moe.weights import EPS, FORMATS, GROUP, MoEWeights
 from fastlayers.quant.group_quant.triton import quantize_tile
@@ -62,8 +62,8 @@ def pair_product_kernel(
     num_routed, N, K, x_stride, alpha, limit, shared_weight,
     TOP_K: tl.constexpr, SHARED: tl.constexpr, SPAN: tl.constexpr, QUANT: tl.constexpr, WIDE: tl.constexpr,
     HALVES: tl.constexpr, PAIRED: tl.constexpr, INTERLEAVED: tl.constexpr, OAI: tl.constexpr, WEIGH: tl.constexpr,
-    HAS_BIAS: tl.constexpr, IDS_READY: tl.constexpr, EVEN_K: tl.constexpr, LINES: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, IDS_READY: tl.constexpr, EVEN_K: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply BLOCK_N rows of a pair's expert by its input row over the columns of one split.
 
@@ -90,11 +90,7 @@ def pair_product_kernel(
     here = expert >= 0
     rows = w_ptr + (tl.where(here, expert, 0) * HALVES * N + row) * K
     if IDS_READY:
-        if PDL and LINES > 0:
-            # The ids were there before the kernel in front began: while it runs, the first columns travel to L2.
-            BYTES: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
-            length = (tl.minimum(last * BLOCK_K, K) - first * BLOCK_K) * BYTES
-            prefetch_rows(rows + first * BLOCK_K, valid & here, length, LINES)
+        # They were there before the kernel in front began.
         await_inputs(PDL)
     release_dependents(PDL)
     if not here:
@@ -228,7 +224,7 @@ class _Route:
 
 def _product(
     x: torch.Tensor, scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor | None, bias: torch.Tensor | None,
-    route: _Route, out: torch.Tensor, tile: Tile, splits: int, lines: int, quant: str, wide: bool, halves: int,
+    route: _Route, out: torch.Tensor, tile: Tile, splits: int, quant: str, wide: bool, halves: int,
     alpha: float, limit: float, oai: bool, interleaved: bool, factor: float,
 ) -> None:  # fmt: skip
     """Multiply; ``halves`` 2 is the first product, whose result is activated if ``out`` has no splits."""
@@ -244,7 +240,6 @@ def _product(
         PAIRED=paired, INTERLEAVED=interleaved, OAI=oai, WEIGH=not first, HAS_BIAS=bias is not None,
         # What is in front of an unquantised first product may be what writes the ids.
         IDS_READY=not (first and quant == "none"), EVEN_K=columns % tile.k == 0,
-        LINES=min(lines, triton.next_power_of_2(triton.cdiv(columns * w.element_size(), GROUP * splits))),
         SPLITS=splits, BLOCK_N=tile.n, BLOCK_K=tile.k, num_warps=tile.warps, num_stages=tile.stages,
         **dependent_launch(x),
     )  # fmt: skip
@@ -266,7 +261,7 @@ def direct_experts(
     paired = quant == "none" and plan.splits1 == 1
     h = a if paired else torch.empty(pairs, plan.splits1, 2 * inner, dtype=torch.float32, device=x.device)
     _product(
-        x, scale, packed.w13, packed.w13_scale, packed.w13_bias, route, h, plan.first, plan.splits1, plan.lines, quant,
+        x, scale, packed.w13, packed.w13_scale, packed.w13_bias, route, h, plan.first, plan.splits1, quant,
         wide, 2, alpha, limit, oai, interleaved, factor,
     )  # fmt: skip
     if not paired:
@@ -281,7 +276,7 @@ def direct_experts(
         )  # fmt: skip
     partial = torch.empty(pairs, plan.splits, hidden, dtype=torch.float32, device=x.device)
     _product(
-        a, a_scale, packed.w2, packed.w2_scale, packed.w2_bias, route, partial, plan.second, plan.splits, plan.lines,
+        a, a_scale, packed.w2, packed.w2_scale, packed.w2_bias, route, partial, plan.second, plan.splits,
         quant, wide, 1, alpha, limit, oai, False, factor,
     )  # fmt: skip
     width = min(256, triton.next_power_of_2(hidden))
@@ -308,7 +303,7 @@ def _builds(name: str, cfg: FusedMoEConfig, plan: Plan) -> list[KernelBuild]:
             **pairs, "QUANT": quant, "WIDE": False,
             "HALVES": 2 - which, "PAIRED": fused, "INTERLEAVED": cfg.interleaved, "OAI": oai, "WEIGH": which == 1,
             "HAS_BIAS": cfg.bias, "IDS_READY": which == 1 or cfg.quant != "none",
-            "EVEN_K": columns[which] % tile.k == 0, "LINES": plan.lines, "SPLITS": splits, "BLOCK_N": tile.n,
+            "EVEN_K": columns[which] % tile.k == 0, "SPLITS": splits, "BLOCK_N": tile.n,
             "BLOCK_K": tile.k, "PDL": True,
         }  # fmt: skip
         types = pointers | {"out_ptr": f"*{code}" if fused else "*fp32"} | numbers
@@ -343,7 +338,7 @@ def _builds(name: str, cfg: FusedMoEConfig, plan: Plan) -> list[KernelBuild]:
 
 _SQUARE = Tile(1, 64, 128, 4, 4)
 _SHAPES = {
-    "v3": (FusedMoEConfig(7168, 2048, 256, 8, quant="fp8_block"), Plan(_SQUARE, _SQUARE, lines=4)),
+    "v3": (FusedMoEConfig(7168, 2048, 256, 8, quant="fp8_block"), Plan(_SQUARE, _SQUARE)),
     "v3_tp8": (FusedMoEConfig(7168, 256, 256, 8, 1, "fp8_block"), Plan(_SQUARE, _SQUARE, splits1=4)),
     "v3_tp8_int8": (FusedMoEConfig(7168, 256, 256, 8, 1, "int8"), Plan(_SQUARE, _SQUARE, splits1=4)),
     "qwen3_30b": (FusedMoEConfig(2048, 768, 128, 8), Plan(_SQUARE, _SQUARE)),
