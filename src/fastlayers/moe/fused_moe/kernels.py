@@ -128,6 +128,24 @@ def _load_tile(rows, k, limit, mask, EVEN_K: tl.constexpr):
         return tl.load(rows, mask=mask & (k < limit), other=0.0)
 
 
+@triton.jit
+def product_of(x, w, acc, SWAP: tl.constexpr):
+    """Return ``acc + x · w``, with SWAP transposed: weights are the left operand, of which Hopper's units take 64 rows.
+
+    With few pairs in a block the other order runs on the units before Hopper's, where e4m3 is widened to fp16 first.
+    """
+    if SWAP:
+        return dot(tl.trans(w), tl.trans(x), acc)
+    else:
+        return dot(x, w, acc)
+
+
+@triton.jit
+def along_pairs(s, SWAP: tl.constexpr):
+    """Return scales of pairs as a product is laid out."""
+    return s[None, :] if SWAP else s[:, None]
+
+
 @triton.jit(do_not_specialize=["num_pairs", "tiles_m"])
 def gate_up_kernel(
     x_ptr, xs_ptr, w_ptr, ws_ptr, bias_ptr, out_ptr, out_scale_ptr, sorted_ptr, expert_ptr, total_ptr,
@@ -154,8 +172,10 @@ def gate_up_kernel(
     gate_rows = w_ptr + expert * 2 * I * D + gate_row[None, :] * D + depth[:, None]
     up_rows = w_ptr + expert * 2 * I * D + up_row[None, :] * D + depth[:, None]
     ACC: tl.constexpr = tl.int32 if QUANT == 2 else tl.float32
-    gate = tl.zeros([BLOCK_M, BLOCK_N], ACC)
-    up = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+    SWAP: tl.constexpr = QUANT == 1 and BLOCK_M < 64 and BLOCK_N >= 64
+    SHAPE: tl.constexpr = [BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N]
+    gate = tl.zeros(SHAPE, ACC)
+    up = tl.zeros(SHAPE, ACC)
     blocks = tl.cdiv(D, BLOCK_K)
     if QUANT == 1:
         scale_rows = tl.cdiv(I, GROUP)
@@ -170,11 +190,13 @@ def gate_up_kernel(
             if WIDE:
                 x, g, u = x.to(tl.bfloat16), g.to(tl.bfloat16), u.to(tl.bfloat16)
             s = tl.load(xs_ptr + token * blocks + block)
-            zero = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            gate += dot(x, g, zero) * (s * tl.load(gate_scale + block))[:, None]
-            up += dot(x, u, zero) * (s * tl.load(up_scale + block))[:, None]
+            zero = tl.zeros(SHAPE, tl.float32)
+            gate += product_of(x, g, zero, SWAP) * along_pairs(s * tl.load(gate_scale + block), SWAP)
+            up += product_of(x, u, zero, SWAP) * along_pairs(s * tl.load(up_scale + block), SWAP)
         else:
-            gate, up = dot(x, g, gate), dot(x, u, up)
+            gate, up = product_of(x, g, gate, SWAP), product_of(x, u, up, SWAP)
+    if SWAP:
+        gate, up = tl.trans(gate), tl.trans(up)
     if QUANT == 2:
         s = tl.load(xs_ptr + token)[:, None]
         gate_scale = tl.load(ws_ptr + expert * 2 * I + gate_row)
@@ -217,7 +239,9 @@ def down_kernel(
     a_rows = a_ptr + row[:, None] * a_stride + depth[None, :]
     w_rows = w_ptr + expert * D * I + (column % D)[None, :] * I + depth[:, None]
     ACC: tl.constexpr = tl.int32 if QUANT == 2 else tl.float32
-    acc = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+    SWAP: tl.constexpr = QUANT == 1 and BLOCK_M < 64 and BLOCK_N >= 64
+    SHAPE: tl.constexpr = [BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N]
+    acc = tl.zeros(SHAPE, ACC)
     blocks = tl.cdiv(I, BLOCK_K)
     if QUANT == 1:
         w_scale = ws_ptr + (expert * tl.cdiv(D, GROUP) + tile_n * BLOCK_N // GROUP) * blocks
@@ -229,10 +253,12 @@ def down_kernel(
             if WIDE:
                 a, w = a.to(tl.bfloat16), w.to(tl.bfloat16)
             s = tl.load(as_ptr + row * blocks + block)
-            product = dot(a, w, tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
-            acc += product * (s * tl.load(w_scale + block))[:, None]
+            product = product_of(a, w, tl.zeros(SHAPE, tl.float32), SWAP)
+            acc += product * along_pairs(s * tl.load(w_scale + block), SWAP)
         else:
-            acc = dot(a, w, acc)
+            acc = product_of(a, w, acc, SWAP)
+    if SWAP:
+        acc = tl.trans(acc)
     if QUANT == 2:
         s = tl.load(as_ptr + row)[:, None]
         acc = acc.to(tl.float32) * s * tl.load(ws_ptr + expert * D + column % D)[None, :]
