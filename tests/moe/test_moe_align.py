@@ -50,3 +50,18 @@ def test_bad_config_is_named() -> None:
     with pytest.raises(ArgumentError) as error:
         MoEAlignConfig(0, 16)
     assert error.value.argument == "num_experts"
+
+
+@pytest.mark.parametrize("tokens, top_k, experts, block", [(1200, 8, 257, 16), (2049, 4, 40, 64), (4000, 2, 7, 4)])
+def test_many_pairs_keep_their_order(tokens: int, top_k: int, experts: int, block: int) -> None:
+    """Several parts and steps a part, an expert with most pairs, dropped pairs, and experts without any."""
+    ids = torch.randint(-1, experts + 1, (tokens, top_k), dtype=torch.int32)
+    ids[ids % 5 == 0] = experts // 2
+    ids[ids == 3] = 2
+    own, oracle = (
+        MOE_ALIGN.named(name).load()(MoEAlignConfig(experts, block))(ids) for name in ("triton", "reference")
+    )
+    used = int(oracle[2])
+    assert int(own[2]) == used > tokens * top_k // 2
+    assert torch.equal(own[0][:used], oracle[0][:used])
+    assert torch.equal(own[1][: used // block], oracle[1][: used // block])

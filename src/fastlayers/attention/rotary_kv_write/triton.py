@@ -12,7 +12,8 @@ from fastlayers.operators import operator
 from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
-MAX_HEADS = 16  # of one program: enough to share the load of cos and sin, few enough to fill a GPU at decode
+# Of one program: enough to share the load of cos and sin, few enough to fill a GPU at decode.
+MAX_VALUES = 2048
 
 
 @triton.jit
@@ -125,7 +126,8 @@ def _rotary_kv_write_kernel(
 def _blocks(cfg: RotaryKVWriteConfig) -> dict[str, int | bool]:
     power = triton.next_power_of_2
     rest = cfg.head_dim - cfg.rotary_dim
-    heads, kv_heads = (min(MAX_HEADS, power(count)) for count in (cfg.num_heads, cfg.num_kv_heads))
+    most = max(1, MAX_VALUES // power(cfg.head_dim))
+    heads, kv_heads = (min(most, power(count)) for count in (cfg.num_heads, cfg.num_kv_heads))
     return {
         "HEAD_DIM": cfg.head_dim,
         "V_HEAD_DIM": cfg.v_head_dim,
