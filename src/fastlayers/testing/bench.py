@@ -138,7 +138,7 @@ def rows_of(
     peers = [Option(name) for name in bench.peers if Option(name) not in bench.failed]
     for option in peers:
         with bench.noting(option):
-            errors[option] = check_peer(bench, option, case)
+            errors[option] = bench.once(option, partial(check_peer, bench, option, case))
     timed = bench.ready(case, [option for option in (*options, *peers) if option not in bench.failed])
     cost, device = bench.spec.cost(case), bench.device
     calls = {str(option): call for option, call in timed.items()}
