@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
+import sys
+from types import ModuleType
 
 import pytest
 import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from fastlayers.errors import ArgumentError
-from fastlayers.sampler.layer import RowParams, Sampler, SamplingParams, SamplingState
+from fastlayers.device import as_device
+from fastlayers.errors import ArgumentError, NoBackendError
+from fastlayers.registry import Backend
+from fastlayers.sampler.flashinfer import FlashInferSampler
+from fastlayers.sampler.layer import SAMPLER, RowParams, Sampler, SamplerConfig, SamplingParams, SamplingState
 from fastlayers.sampler.philox import philox, uniform
 from fastlayers.sampler.reference import philox_words
+from fastlayers.testing.parity import check_parity
 
 BACKENDS = ["torch", "triton"]
 INF, NAN = float("inf"), float("nan")
@@ -24,9 +30,9 @@ def state_of(*params: SamplingParams) -> SamplingState:
     return state
 
 
-def draw(logits: torch.Tensor, count: int, params: SamplingParams) -> torch.Tensor:
-    """Draw ``count`` tokens for one request as a batch with one offset a row."""
-    rows = RowParams(
+def rows_of(count: int, params: SamplingParams) -> RowParams:
+    """Return the parameters of one request for ``count`` rows with one offset each."""
+    return RowParams(
         torch.full((count,), params.temperature),
         torch.full((count,), params.top_k, dtype=torch.int32),
         torch.full((count,), params.top_p),
@@ -34,7 +40,23 @@ def draw(logits: torch.Tensor, count: int, params: SamplingParams) -> torch.Tens
         torch.full((count,), params.seed or 0, dtype=torch.int64),
         torch.arange(count),
     )
-    return Sampler(logits.shape[-1], backend="torch")(logits.expand(count, -1), rows)
+
+
+def assert_distribution(ids: torch.Tensor, logits: torch.Tensor, params: SamplingParams) -> None:
+    """Compare 20000 draws from ``logits`` ``[1, 8]`` with Hugging Face's filters."""
+    scores = TemperatureLogitsWarper(params.temperature)(None, logits)
+    if params.top_k:
+        scores = TopKLogitsWarper(params.top_k)(None, scores)
+    if params.top_p < 1:
+        scores = TopPLogitsWarper(params.top_p)(None, scores)
+    if params.min_p:
+        scores = MinPLogitsWarper(params.min_p)(None, scores)
+    expected = scores.softmax(-1)[0] * 20000
+    counts = torch.bincount(ids.cpu(), minlength=8).float()
+    kept = expected > 0
+    assert counts.sum() == 20000
+    assert counts[~kept].sum() == 0
+    assert ((counts - expected)[kept] ** 2 / expected[kept]).sum() < 24.4  # 7 degrees or fewer, p = 0.001
 
 
 def test_philox_known_answers() -> None:
@@ -56,30 +78,111 @@ def test_uniform_is_uniform() -> None:
     assert abs(torch.corrcoef(torch.stack((u[1:], u[:-1])))[0, 1]) < 0.03
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(seed=1),
-        SamplingParams(temperature=0.5, seed=2),
-        SamplingParams(temperature=2.0, top_k=4, seed=3),
-        SamplingParams(top_p=0.8, seed=4),
-        SamplingParams(temperature=1.3, top_k=6, top_p=0.9, min_p=0.1, seed=5),
-    ],
-)
+MIXED_LOGITS = torch.tensor([[1.0, -0.5, 2.0, 0.3, 1.9, -1.0, 0.0, 1.2]])
+MIXED_PARAMS = [
+    SamplingParams(seed=1),
+    SamplingParams(temperature=0.5, seed=2),
+    SamplingParams(temperature=2.0, top_k=4, seed=3),
+    SamplingParams(top_p=0.8, seed=4),
+    SamplingParams(temperature=1.3, top_k=6, top_p=0.9, min_p=0.1, seed=5),
+]
+
+
+@pytest.mark.parametrize("params", MIXED_PARAMS)
 def test_chi_square_against_hugging_faces_filters(params: SamplingParams) -> None:
-    logits = torch.tensor([[1.0, -0.5, 2.0, 0.3, 1.9, -1.0, 0.0, 1.2]])
-    scores = TemperatureLogitsWarper(params.temperature)(None, logits)
-    if params.top_k:
-        scores = TopKLogitsWarper(params.top_k)(None, scores)
-    if params.top_p < 1:
-        scores = TopPLogitsWarper(params.top_p)(None, scores)
-    if params.min_p:
-        scores = MinPLogitsWarper(params.min_p)(None, scores)
-    expected = scores.softmax(-1)[0] * 20000
-    counts = torch.bincount(draw(logits, 20000, params), minlength=8).float()
-    kept = expected > 0
-    assert counts[~kept].sum() == 0
-    assert ((counts - expected)[kept] ** 2 / expected[kept]).sum() < 24.4  # 7 degrees or fewer, p = 0.001
+    sampler = Sampler(8, backend="torch")
+    assert_distribution(sampler(MIXED_LOGITS.expand(20000, -1), rows_of(20000, params)), MIXED_LOGITS, params)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("params", MIXED_PARAMS)
+def test_flashinfer_draws_from_the_distribution(params: SamplingParams) -> None:
+    row, cfg = SAMPLER.named("flashinfer"), SamplerConfig(8, "batch")
+    if (why := row.why_not(cfg, as_device("cuda"))) is not None:
+        pytest.skip(why)
+    sampler = Sampler(8, backend="flashinfer", seeds="batch", device="cuda")
+    logits = MIXED_LOGITS.cuda().expand(20000, -1).contiguous()
+    rows = RowParams(*(tensor.cuda() for tensor in rows_of(20000, params)))
+    again = RowParams(*(tensor.clone() for tensor in rows))
+    first, second = sampler(logits, rows), sampler(logits, rows)
+    assert_distribution(first, MIXED_LOGITS, params)
+    assert_distribution(second, MIXED_LOGITS, params)
+    assert not torch.equal(first, second), "the counter on the device did not advance"
+    assert torch.equal(first, sampler(logits, again)), "equal seeds and offsets must give equal tokens"
+
+
+def test_flashinfer_is_refused_where_rows_have_seeds_of_their_own() -> None:
+    gpu = as_device("H200")
+    row, own, shared = SAMPLER.named("flashinfer"), SamplerConfig(8), SamplerConfig(8, "batch")
+    assert "first row's seed" in (row.refuse(own, gpu) or "")
+    assert row.refuse(shared, gpu) is None
+    assert "CUDA" in (row.refuse(shared, as_device("cpu")) or "")
+    assert SAMPLER.choose(shared, gpu).name == "triton"
+    with pytest.raises(NoBackendError, match="seeds='batch'"):
+        Sampler(8, backend="flashinfer", device="cpu")
+    with pytest.raises(ArgumentError, match="seeds"):
+        Sampler(8, seeds="none")
+
+
+class FakeSampling(ModuleType):
+    """FlashInfer's four calls in torch: one seed and counter, a subsequence a row."""
+
+    def __init__(self) -> None:
+        super().__init__("flashinfer.sampling")
+        self.counters: list[int] = []
+
+    @staticmethod
+    def softmax(logits: torch.Tensor, temperature: torch.Tensor, enable_pdl: bool) -> torch.Tensor:
+        assert not logits.isnan().any() and (temperature > 0).all()
+        return (logits / temperature.unsqueeze(-1)).softmax(-1)
+
+    @staticmethod
+    def top_k_renorm_probs(probs: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+        assert (top_k > 0).all() and (top_k <= probs.shape[1]).all() and top_k.dtype == torch.int32
+        smallest = probs.sort(-1, descending=True).values.gather(-1, top_k.long().unsqueeze(-1) - 1)
+        kept = probs.masked_fill(probs < smallest, 0.0)
+        return kept / kept.sum(-1, keepdim=True)
+
+    @staticmethod
+    def top_p_renorm_probs(probs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+        ranked, order = probs.sort(-1, descending=True)
+        dropped = ranked.cumsum(-1) - ranked >= top_p.unsqueeze(-1)
+        kept = probs.scatter(-1, order, ranked.masked_fill(dropped, 0.0))
+        return kept / kept.sum(-1, keepdim=True)
+
+    def min_p_sampling_from_probs(
+        self, probs: torch.Tensor, min_p: torch.Tensor, seed: torch.Tensor, offset: torch.Tensor
+    ) -> torch.Tensor:
+        assert seed.shape == offset.shape == (1,)
+        self.counters.append(int(offset))
+        kept = probs.masked_fill(probs < min_p.unsqueeze(-1) * probs.amax(-1, keepdim=True), 0.0).double()
+        running = kept.cumsum(-1)
+        rows = torch.arange(len(probs))
+        target = uniform(seed.expand(len(rows)), offset + (rows << 32)).unsqueeze(-1) * running[:, -1:]
+        return torch.searchsorted(running, target, right=True).squeeze(-1).int()
+
+
+def with_fake_flashinfer(monkeypatch: pytest.MonkeyPatch) -> FakeSampling:
+    fake, package = FakeSampling(), ModuleType("flashinfer")
+    monkeypatch.setitem(sys.modules, "flashinfer", package)
+    monkeypatch.setitem(sys.modules, "flashinfer.sampling", fake)
+    return fake
+
+
+def test_flashinfers_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = with_fake_flashinfer(monkeypatch)
+    row = Backend("played", FlashInferSampler, auto_on=())
+    assert check_parity("sampler", row, "one_kept")
+    assert len(fake.counters) == 4  # two runs of two calls
+    assert fake.counters[1] - fake.counters[0] == 4
+    for params in MIXED_PARAMS:
+        rows, sampler = rows_of(20000, params), FlashInferSampler(SamplerConfig(8, "batch"))
+        ids = sampler(MIXED_LOGITS.expand(20000, -1), rows, "filtered")
+        assert_distribution(ids, MIXED_LOGITS, params)
+        assert rows.offset.tolist() == list(range(1, 20001))
+    special = torch.tensor([[NAN, -INF, NAN], [0.0, INF, NAN], [NAN, 0.0, -INF]])
+    ids = FlashInferSampler(SamplerConfig(3, "batch"))(special, rows_of(3, SamplingParams(seed=1)), "filtered")
+    assert ids.tolist() == [0, 1, 1]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -132,6 +235,33 @@ def test_backends_agree_over_many_steps() -> None:
         assert state.rows.offset.tolist() == [6] * 5
     assert runs[0] == runs[1] == runs[2]
     assert len({tuple(ids) for ids in runs[0]}) > 1
+
+
+GAUSS = torch.randn(3, 9000, generator=torch.Generator().manual_seed(4))
+RARE = torch.rand(3, 9000, generator=torch.Generator().manual_seed(5)) > 0.05
+
+
+@pytest.mark.parametrize(
+    ("logits", "temperature", "top_k", "top_p"),
+    [
+        pytest.param(6 * GAUSS, 1.0, 40, 0.9, id="few kept"),
+        pytest.param(GAUSS, 1.0, 2000, 0.7, id="packed by the thousand"),
+        pytest.param(GAUSS, 1.0, 6000, 1.0, id="one slice of top-k"),
+        pytest.param(GAUSS, 1.0, 6000, 0.7, id="the whole row, twice"),
+        pytest.param(0.1 * GAUSS, 1.0, 0, 0.9, id="slices around top-p"),
+        pytest.param(GAUSS, 1e-6, 0, 0.9, id="cold"),
+        pytest.param(GAUSS, 1e4, 0, 0.5, id="hot"),
+        pytest.param(GAUSS.masked_fill(RARE, -3e38), 1.0, 1000, 0.9, id="top-k of what has no weight"),
+        pytest.param(GAUSS.masked_fill(RARE, -INF), 1.0, 50, 0.9, id="masked"),
+        pytest.param((GAUSS * 0.5).round(), 1.0, 0, 0.9, id="ties"),
+        pytest.param(torch.zeros(3, 9000), 1.0, 50, 0.5, id="equal"),
+        pytest.param(GAUSS * 1e-3 + 1000.0 * (torch.arange(9000) == 7), 1.0, 300, 0.9, id="one far above"),
+    ],
+)
+def test_thresholds_of_long_rows(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> None:
+    params = SamplingParams(temperature, top_k, top_p, seed=9)
+    drawn = [Sampler(9000, backend=name)(logits, rows_of(3, params)).tolist() for name in ("triton", "reference")]
+    assert drawn[0] == drawn[1]
 
 
 def test_offset_resumes_a_stream() -> None:

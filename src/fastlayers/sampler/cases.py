@@ -19,9 +19,10 @@ def _case(
     padding: int = 0,
     special: bool = False,
     small: bool = True,
+    seeds: str = "row",
 ) -> Case:
     shape = {"batch": batch, "mode": mode, "dtype": dtype, "padding": padding, "special": special}
-    return Case(name, SamplerConfig(vocab), shape, small)
+    return Case(name, SamplerConfig(vocab, seeds), shape, small)
 
 
 CASES = (
@@ -31,9 +32,14 @@ CASES = (
     _case("filtered_ties_strided", 6, 130, "filtered", torch.bfloat16, padding=6),
     _case("nan_and_inf", 6, 40, "filtered", special=True),
     _case("two_blocks", 2, 4100, "filtered"),
+    # Half of a row's logits are equal: no bracket of thresholds is small.
+    _case("flat_ties", 3, 9000, "filtered"),
+    # One token survives, so the ids are the same whatever the generator.
+    _case("one_kept", 10, 600, "filtered", seeds="batch"),
     _case("one_token", 2, 1, "filtered"),
     _case("empty", 0, 64, "filtered"),
     _case("deepseek_v3", 64, 129280, "filtered", small=False),
+    _case("one_kept_qwen3", 10, 151936, "filtered", torch.bfloat16, small=False, seeds="batch"),
     _case("qwen3", 64, 151936, "filtered", torch.bfloat16, small=False),
     _case("qwen3_sampled", 64, 151936, "sampled", torch.bfloat16, small=False),
     _case("qwen3_greedy", 256, 151936, "greedy", torch.bfloat16, small=False),
@@ -55,6 +61,8 @@ def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
             x[index] = torch.tensor(values).repeat(-(-x.shape[1] // 2))[: x.shape[1]]
         x[5, 3] = nan
     row = torch.arange(batch)
+    if case.name.startswith("one_kept"):
+        x[row, x.argmax(-1)] += 4.0
     drawn = torch.full((batch,), shape["mode"] != "greedy")
     greedy = (row % 5).eq(4) | ~drawn
     filtered = torch.full((batch,), shape["mode"] == "filtered")
@@ -66,8 +74,18 @@ def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
         "seed": torch.randint(-(2**63), 2**63 - 1, (batch,), generator=generator),
         "offset": torch.randint(2**40, (batch,), generator=generator),
     }
+    if case.name.startswith("one_kept"):
+        _keep_one(options, row % 5)
     tensors = {name: value.to(device) for name, value in options.items()}
     return {"logits": x.to(device)[:, :vocab], "mode": shape["mode"], **tensors}
+
+
+def _keep_one(options: dict[str, torch.Tensor], way: torch.Tensor) -> None:
+    """Let greedy search, top-k, top-p, min-p or a low temperature leave one token, turn by turn."""
+    options["temperature"] = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.01])[way]
+    options["top_k"] = way.eq(1).int()
+    options["top_p"] = torch.where(way.eq(2), 1e-6, 1.0).float()
+    options["min_p"] = way.eq(3).float()
 
 
 def call(impl: Any, inputs: dict[str, Any], context: Any) -> Any:
@@ -83,12 +101,10 @@ def run(impl: Any, inputs: dict[str, Any], context: Any) -> dict[str, torch.Tens
 
 
 def cost(case: Case) -> Cost:
-    """Memory bound: the logits once; drawing also writes and reads weights, and searches read more."""
-    values = case.shape["batch"] * case.cfg.vocab_size
-    logits, weights = case.shape["dtype"].itemsize, 8
-    passes = {"greedy": 0, "sampled": 3, "filtered": 26}[case.shape["mode"]]
-    dataflow = values * (logits * (1 + passes) + weights * passes)
-    return Cost(30.0 * values * (passes > 0) + values, float(values * logits), float(dataflow))
+    """Memory bound: the logits once; drawing reads them again, and thresholds take two passes more."""
+    values, logits = case.shape["batch"] * case.cfg.vocab_size, case.shape["dtype"].itemsize
+    passes = {"greedy": 1, "sampled": 2, "filtered": 4}[case.shape["mode"]]
+    return Cost(30.0 * values * (passes > 1) + values, float(values * logits), float(values * logits * passes))
 
 
 SPEC = LayerSpec(CASES, make_inputs, run, cost, mutates=("offset",), call=call)

@@ -15,6 +15,9 @@ jointly to the unfiltered distribution, vLLM applies min-p before them. A row's 
 logits, parameters, seed and offset only, not on the batch or the backend: weights and sums are fp64, so that
 the order of additions moves no token. A row of -inf gives id 0; +inf shares the whole weight among the tokens
 that have it.
+
+A caller who needs the distribution only, not these very numbers, says so with ``seeds="batch"``; then a backend may
+draw all rows from the first row's seed and offset with a generator of its own. ``"auto"`` takes none that does.
 """
 
 from __future__ import annotations
@@ -24,13 +27,16 @@ from typing import NamedTuple
 
 import torch
 
+from fastlayers.device import Device
 from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor, describe
 from fastlayers.layer import Layer
-from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
+from fastlayers.registry import Backend, Registry, reference_backend, torch_backend, triton_backend
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # What the rows of a batch need at most; each contains the ones before it.
 MODES = ("greedy", "sampled", "filtered")
+# What a row's token may depend on: its own seed and offset, or the first row's and its place in the batch.
+SEEDS = ("row", "batch")
 
 
 @dataclass(frozen=True)
@@ -139,19 +145,43 @@ class SamplingState:
 
 @dataclass(frozen=True)
 class SamplerConfig:
-    """What a backend must know: ``vocab_size``."""
+    """What a backend must know: ``vocab_size``, and whose seeds it must use (one of :data:`SEEDS`)."""
 
     vocab_size: int
+    seeds: str = "row"
 
     def __post_init__(self) -> None:
         check_positive("Sampler", vocab_size=self.vocab_size)
+        check_choice("Sampler", "seeds", self.seeds, SEEDS)
 
 
+def _flashinfer_refuses(cfg: SamplerConfig, device: Device) -> str | None:
+    if cfg.seeds == "row":
+        return (
+            "draws a batch from its first row's seed and offset, with other numbers; Sampler(seeds='batch') allows it"
+        )
+    if device.type != "cuda" or (device.capability is not None and device.capability < (8, 0)):
+        return f"needs a CUDA device of sm_80 or newer, this is {device}"
+    return None
+
+
+_FLASHINFER_NEEDS = tuple(
+    f"flashinfer.sampling:{name}"
+    for name in ("softmax", "top_k_renorm_probs", "top_p_renorm_probs", "min_p_sampling_from_probs")
+)
 _HERE = "fastlayers.sampler"
 SAMPLER = Registry(
     "sampler",
     [
         triton_backend(f"{_HERE}.triton:TritonSampler"),
+        Backend(
+            "flashinfer",
+            f"{_HERE}.flashinfer:FlashInferSampler",
+            _FLASHINFER_NEEDS,
+            _flashinfer_refuses,
+            auto_on=(),
+            note="other numbers: by name only",
+        ),
         torch_backend(f"{_HERE}.torch:TorchSampler"),
         reference_backend(f"{_HERE}.reference:ReferenceSampler"),
     ],
@@ -191,6 +221,9 @@ class Sampler(Layer):
         Where it will run.
     backend : str
         ``"auto"``, a name, or a ladder.
+    seeds : str
+        ``"row"``: a row's token depends on its own logits, parameters, seed and offset only. ``"batch"``: a backend may
+        use the first row's seed and offset for all, and a generator of its own.
 
     Notes
     -----
@@ -207,9 +240,16 @@ class Sampler(Layer):
     [1, 2]
     """
 
-    def __init__(self, vocab_size: int, *, device: torch.device | str | None = None, backend: str = "auto") -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        device: torch.device | str | None = None,
+        backend: str = "auto",
+        seeds: str = "row",
+    ) -> None:
         super().__init__()
-        self.choose(SAMPLER, SamplerConfig(vocab_size), device, backend)
+        self.choose(SAMPLER, SamplerConfig(vocab_size, seeds), device, backend)
 
     def forward(self, logits: torch.Tensor, state: SamplingState | RowParams, mode: str | None = None) -> torch.Tensor:
         """Draw one token a row.
