@@ -259,19 +259,43 @@ def test_tuning_key_names_what_changes_kernels() -> None:
     assert {replace(LLAMA, window=128, context=context).context for context in CONTEXTS} == {1024}
 
 
-def test_candidates_start_with_the_rule() -> None:
+@pytest.mark.parametrize("cfg", [LLAMA, replace(LLAMA, window=128, head_dim=64), replace(LLAMA, head_dim=256)])
+def test_candidates_start_with_the_rule(cfg: GQAConfig) -> None:
     from fastlayers.attention.gqa.triton import TritonGQA, tile_config
     from fastlayers.attention.gqa.triton_decode import decode_config
 
-    decode = TritonGQA.candidates(replace(LLAMA, phase="decode"), 1)
-    extend = TritonGQA.candidates(replace(LLAMA, phase="extend"), 2048)
-    assert decode[0] == decode_config(8, 128, False, torch.bfloat16) and extend[0] == tile_config(2048, LLAMA)
-    assert all(len(each) == len({tuple(one.items()) for one in each}) <= 40 for each in (decode, extend))
+    extend = TritonGQA.candidates(replace(cfg, phase="extend"), 2048)
+    assert extend[0] == tile_config(2048, cfg)
+    for requests in (1, 16, 128):
+        decode = TritonGQA.candidates(replace(cfg, phase="decode"), requests)
+        assert decode[0] == decode_config(cfg, requests)
+        assert all(1 < len(each) == len({tuple(one.items()) for one in each}) <= 40 for each in (decode, extend))
 
 
-@pytest.mark.parametrize(("lens", "programs"), [((1, 1, 1), 8), ((300, 1, 77), 8), ((300, 1, 77), 24), ((2000,), 16)])
-def test_decode_shares_cover_every_key_once(lens: tuple[int, ...], programs: int) -> None:
-    """Shares that begin and end inside requests, at their edges, and programs without a share."""
+def test_splits_follow_host_bounds() -> None:
+    """(at most, usually): few requests share the GPU, many are cut only where some may be long."""
+    from fastlayers.attention.gqa.triton_decode import MANY, decode_config, num_splits
+
+    oss = replace(LLAMA, num_heads=64, head_dim=64)
+    for cfg, requests, keys, expected in (
+        (oss, 1, 576, (9, 9)), (oss, 1, 100_000, (33, 33)), (oss, 16, 1024, (2, 2)), (oss, 32, 640, (1, 1)),
+        (oss, 32, 4096, (4, 1)), (LLAMA, 24, 6000, (5, 1)), (LLAMA, 128, 100_000, (1, 1)),
+        (replace(oss, window=128), 1, 128, (1, 1)),
+    ):  # fmt: skip
+        tiles = requests * cfg.num_kv_heads
+        found = num_splits(tiles, keys, decode_config(cfg, requests))
+        assert found == expected and tiles * found[0] <= max(tiles, MANY)
+
+
+@pytest.mark.parametrize(
+    ("lens", "config"),
+    [
+        ((1, 1, 1), {}), ((300, 1, 77), {}), ((300, 1, 77), {"MIN_KEYS": 64}), ((300, 1, 77), {"PROGRAMS": 1}),
+        ((300, 1, 77), {"PROGRAMS": 1, "MAX_KEYS": 128}), ((2000,), {}), ((2000,), {"PROGRAMS": 8}),
+    ],
+)  # fmt: skip
+def test_parts_cover_every_key_once(lens: tuple[int, ...], config: dict[str, int]) -> None:
+    """One part a request, few that the last program adds up, many for the second kernel; counters are zero again."""
     from fastlayers.attention.gqa.triton import TritonGQA
 
     cfg = GQAConfig(4, 2, 16, 0.25, page_size=16, dtype=torch.float32, kv_dtype=torch.float32, phase="decode")
@@ -280,9 +304,10 @@ def test_decode_shares_cover_every_key_once(lens: tuple[int, ...], programs: int
     state = AttentionState(len(lens), len(lens), 130, 16)
     meta = state.plan(AttentionBatch((1,) * len(lens), tuple(n - 1 for n in lens), table))
     q = torch.randn(len(lens), 4, 16)
-    o, lse = TritonGQA(cfg, {"PROGRAMS": programs})(q, *caches, meta, None)
+    o, lse = TritonGQA(cfg, config)(q, *caches, meta, None)
     for b, length in enumerate(lens):
         k, v = (cache[table[b]].flatten(0, 1)[:length] for cache in caches)
         expected, expected_lse = dense(q[b : b + 1], k, v, 0.25, 0, 0.0)
         torch.testing.assert_close(o[b : b + 1], expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(lse[b : b + 1], expected_lse, rtol=1e-5, atol=1e-5)
+    assert not meta.plan_of(("gqa", "triton", 2), lambda _: pytest.fail("no counters")).done.any()

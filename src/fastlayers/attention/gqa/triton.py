@@ -209,10 +209,6 @@ def _gqa(
     return o, lse
 
 
-def _decode_config(cfg: GQAConfig, requests: int) -> dict[str, int]:
-    return triton_decode.decode_config(requests * cfg.num_kv_heads, cfg.head_dim, cfg.window is not None, cfg.dtype)
-
-
 class TritonGQA:
     """Flash-style tiles over the pages themselves: keys and values are read once a tile, never gathered.
 
@@ -226,17 +222,8 @@ class TritonGQA:
     def candidates(cfg: GQAConfig, num_tokens: int) -> list[dict[str, int]]:
         """Return what is worth timing for ``cfg.phase``, the rule's own choice first."""
         if cfg.phase == "decode":
-            own = _decode_config(cfg, num_tokens)
-            found = [
-                {"BLOCK_N": n, "PROGRAMS": programs, "num_warps": warps, "num_stages": stages}
-                for n in (32, 64, 128)
-                for programs in (132, 264, 528)
-                for warps in (4, 8)
-                for stages in (3, 5, 7)
-                # Half of the stages hold page numbers, the other half keys and values.
-                if n * cfg.head_dim * (stages // 2) <= 16384 * (2 if programs < 264 else 1) and (warps == 4 or n == 128)
-            ]
-        elif cfg.phase == "extend":
+            return triton_decode.candidates(cfg, num_tokens)
+        if cfg.phase == "extend":
             own = tile_config(num_tokens, cfg)
             found = [
                 {"BLOCK_M": m, "BLOCK_N": n, "num_warps": 8 if m == 128 else 4, "num_stages": stages}
@@ -263,14 +250,17 @@ class TritonGQA:
         cfg = self.cfg
         window, softcap = cfg.window or 0, cfg.softcap or 0.0
         result: tuple[torch.Tensor, torch.Tensor]
-        if meta.is_decode and triton_decode.serves(q.shape[0], cfg.group, cfg.dtype):
-            it = _decode_config(cfg, q.shape[0])
+        if meta.is_decode and triton_decode.serves(cfg.group, cfg.dtype):
+            it = triton_decode.decode_config(cfg, q.shape[0])
             if cfg.phase == "decode":
                 it |= self.config
+            counters: triton_decode.Counters = meta.plan_of(
+                ("gqa", "triton", cfg.num_kv_heads), lambda step: triton_decode.Counters(step, cfg.num_kv_heads)
+            )
             result = triton_decode.gqa_decode(
-                q, k_cache, v_cache, sinks, meta.page_table, meta.seq_lens, meta.starts, meta.page_size,
+                q, k_cache, v_cache, sinks, meta.page_table, meta.seq_lens, meta.starts, counters.done, meta.page_size,
                 meta.max_seq_len, cfg.softmax_scale, window, softcap,
-                it["BLOCK_N"], it["PROGRAMS"], it["num_warps"], it["num_stages"],
+                it["BLOCK_N"], it["PROGRAMS"], it["MIN_KEYS"], it["MAX_KEYS"], it["num_warps"], it["num_stages"],
             )  # fmt: skip
             return result
         it = tile_config(meta.max_query_len, cfg)

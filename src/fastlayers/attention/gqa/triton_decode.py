@@ -1,242 +1,419 @@
-"""Grouped-query attention in Triton where each request brings one token: two kernels, whatever the lengths are.
+"""Grouped-query attention in Triton where each request brings one token: one program a request, key head and split.
 
-A request's keys are cut into blocks. The blocks of all requests, one after the other, are dealt out evenly over a
-fixed number of programs for each key head, so that one long request among short ones keeps every multiprocessor
-busy, and the grid under capture does not depend on lengths. A program's share may cover parts of several requests; a
-part that is not a whole request is stored in fp32, and the second kernel adds a request's parts in fixed order.
+How many splits there are follows from host bounds, so the grid under capture does not depend on lengths; how many of
+them work for a request, from its length: a short one has a single part, which is the result. The parts of a longer
+one are added up in fixed order: few by the last of its programs to finish (found by a counter, which is zero again
+afterwards), many by a second kernel.
 
-The parts of all requests have distinct numbers: program + request, because from one part to the next one of the two
-grows by one.
+All query heads of a key head are rows of one tile. The next block's page number is read one block ahead, so that
+every stage of the pipeline holds keys and values.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 import triton
 import triton.language as tl
 
-from fastlayers.attention.gqa.triton_softmax import LN2, LOG2E, add_sink, attend
+from fastlayers.attention.gqa.core import GQAConfig
+from fastlayers.attention.gqa.triton_softmax import LN2, LOG2E, add_sink
+from fastlayers.attention.meta import AttentionMeta
 from fastlayers.operators import operator
 from fastlayers.testing.compile_check import KernelBuild
-from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
+from fastlayers.triton_lang import await_inputs, cast, dependent_launch, dot, release_dependents
 
-# One and two programs a multiprocessor of an H200; constants, so that results do not depend on the GPU. With few
-# requests of wide heads one program each keeps memory busy, and there are fewer parts to add up; so in a window, where
-# a program gets whole requests. Narrow heads bring half the bytes an iteration: they need two.
-FEW_PROGRAMS, PROGRAMS, FEW_TILES = 132, 264, 256
-MAX_REQUESTS = 1024  # their lengths are one vector in every program
+# Programs that a small batch is cut into: one a multiprocessor of an H200; of narrow heads, which bring half the bytes
+# a block, two. Constants, so that results do not depend on the GPU.
+FEW_PROGRAMS, PROGRAMS = 132, 264
+# Longer requests than LONGEST are cut further, into at most MANY programs in all: one of them holds up nobody.
+LONGEST, MANY = 1024, 1056
+# So many parts are added up by the last program of a request to finish; more by a second kernel, a head a program.
+FUSED_SPLITS = 8
+
+
+@triton.jit
+def _pages(pages_ptr, n, high, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, ONE_PAGE: tl.constexpr):
+    """Return the page number of the block at ``n``, or that of each of its keys."""
+    if ONE_PAGE:
+        return tl.load(pages_ptr + n // PAGE, mask=n < high, other=0)
+    else:
+        place = n + tl.arange(0, BLOCK_N)
+        return tl.load(pages_ptr + place // PAGE, mask=place < high, other=0)
+
+
+@triton.jit
+def _share(
+    length, start, splits, wanted, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, MIN_BLOCKS: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr, ONE_PAGE: tl.constexpr,
+):  # fmt: skip
+    """Return the first key that counts, where its block begins, blocks a program, and programs that have some.
+
+    ``wanted`` programs, fewer if they had less than MIN_BLOCKS, more (up to ``splits``) against more than MAX_BLOCKS.
+    """
+    first = tl.maximum(start, 0)
+    if WINDOW > 0:
+        first = tl.maximum(first, length - WINDOW)
+    low = first
+    if ONE_PAGE:
+        low = first // BLOCK_N * BLOCK_N
+    blocks = tl.maximum(tl.cdiv(length - low, BLOCK_N), 1)
+    usual, most = tl.minimum(tl.cdiv(blocks, MIN_BLOCKS), wanted), tl.minimum(tl.cdiv(blocks, MAX_BLOCKS), splits)
+    each = tl.cdiv(blocks, tl.maximum(usual, most))
+    return first, low, each, tl.cdiv(blocks, each)
+
+
+@triton.jit
+def _add_up(
+    part_ptr, part_lse_ptr, sinks_ptr, o_ptr, lse_ptr, request, kv_head, parts, splits,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SINKS: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Add up at most BLOCK_S parts of a key head's query heads, in order; the sink counts once, here."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    row, column = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    inside, wide = row < GROUP, column < HEAD_DIM
+    head, first = kv_head * GROUP + row, (request * KV_HEADS + kv_head) * splits
+    sink = tl.full([BLOCK_G], -float("inf"), tl.float32)
+    if SINKS:
+        sink = tl.load(sinks_ptr + head, mask=inside, other=0.0).to(tl.float32)
+    m = sink
+    # Not by way of the first-level cache, which may hold what another launch wrote there.
+    for part in tl.static_range(BLOCK_S):
+        at = part_lse_ptr + (first + part) * GROUP + row
+        m = tl.maximum(m, tl.load(at, mask=inside & (part < parts), other=-float("inf"), cache_modifier=".cg"))
+    shift = tl.where(m == -float("inf"), 0.0, m)
+    l = tl.exp(sink - shift)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for part in tl.static_range(BLOCK_S):
+        index, some = (first + part) * GROUP + row, inside & (part < parts)
+        lse = tl.load(part_lse_ptr + index, mask=some, other=-float("inf"), cache_modifier=".cg")
+        o = tl.load(
+            part_ptr + index[:, None] * HEAD_DIM + column[None, :], mask=some[:, None] & wide[None, :], other=0.0,
+            cache_modifier=".cg",
+        )  # fmt: skip
+        weight = tl.exp(lse - shift)
+        l += weight
+        acc += o * weight[:, None]
+    divisor = tl.where(l > 0, l, 1.0)
+    target = request * HEADS + head
+    tl.store(lse_ptr + target, tl.where(l > 0, shift + tl.log(divisor), -float("inf")), mask=inside)
+    tl.store(
+        o_ptr + target[:, None] * HEAD_DIM + column[None, :], cast(acc / divisor[:, None], o_ptr.dtype.element_ty),
+        mask=inside[:, None] & wide[None, :],
+    )  # fmt: skip
 
 
 @triton.jit
 def _decode_kernel(
-    q_ptr, k_ptr, v_ptr, sinks_ptr, o_ptr, lse_ptr, part_ptr, part_lse_ptr, parts_ptr, table_ptr, lens_ptr, starts_ptr,
-    q_token, q_head, table_row, requests, scale, softcap,
+    q_ptr, k_ptr, v_ptr, sinks_ptr, o_ptr, lse_ptr, part_ptr, part_lse_ptr, counters_ptr, table_ptr, lens_ptr,
+    starts_ptr, q_token, q_head, table_row, splits, wanted, scale, softcap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PROGRAMS: tl.constexpr,
-    BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ONE_PAGE: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr, MAX_BLOCKS: tl.constexpr, SPLIT: tl.constexpr, FUSED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    kv_head, program = tl.program_id(0), tl.program_id(1)
+    kv_head, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    # Later parts first: only long requests have them.
+    split = tl.num_programs(2) - 1 - tl.program_id(2)
     row, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     head = kv_head * GROUP + row
     inside, wide = row < GROUP, column < HEAD_DIM
-    b = tl.arange(0, BLOCK_B)
+    # Read before the kernel in front has ended: that one writes queries and the newest keys, no lengths and no pages.
+    length, start = tl.load(lens_ptr + request), tl.load(starts_ptr + request)
+    first, low, each, parts = _share(length, start, splits, wanted, WINDOW, BLOCK_N, MIN_BLOCKS, MAX_BLOCKS, ONE_PAGE)
+    if split >= parts:
+        return
+    high = length
+    if SPLIT:
+        low += split * each * BLOCK_N
+        high = tl.minimum(low + each * BLOCK_N, length)
+    pages_ptr = table_ptr + request * table_row
+    page = _pages(pages_ptr, low, high, PAGE, BLOCK_N, ONE_PAGE)
     await_inputs(PDL)
     release_dependents(PDL)
-    # Each request's first block, and where its blocks end among everybody's. A request always has one.
-    length_of = tl.load(lens_ptr + b, mask=b < requests, other=0)
-    start_of = tl.load(starts_ptr + b, mask=b < requests, other=0)
-    low_of = tl.maximum(start_of, 0)
-    if WINDOW > 0:
-        low_of = tl.maximum(low_of, length_of - WINDOW)
-    first_of = low_of // BLOCK_N
-    blocks_of = tl.where(b < requests, tl.maximum(tl.cdiv(length_of, BLOCK_N) - first_of, 1), 0)
-    end_of = tl.cumsum(blocks_of, axis=0)
-    total = tl.sum(blocks_of, axis=0)
-    share = tl.cdiv(total, PROGRAMS)
-    begin = program * share
-    stop = tl.minimum(begin + share, total)
-    first_request = tl.sum(tl.where(end_of <= begin, 1, 0), axis=0)
-    last_request = tl.sum(tl.where(end_of < stop, 1, 0), axis=0)
-    if begin >= stop:
-        last_request = first_request - 1
-    for request in range(first_request, last_request + 1):
-        mine = b == request
-        length = tl.sum(tl.where(mine, length_of, 0), axis=0)
-        start = tl.sum(tl.where(mine, start_of, 0), axis=0)
-        end = tl.sum(tl.where(mine, end_of, 0), axis=0)
-        base = end - tl.sum(tl.where(mine, blocks_of, 0), axis=0)
-        first = tl.sum(tl.where(mine, first_of, 0), axis=0)
-        low = (first + tl.maximum(begin, base) - base) * BLOCK_N
-        high = tl.minimum((first + tl.minimum(stop, end) - base) * BLOCK_N, length)
-        wide_request = tl.cast(request, tl.int64)
-        q = tl.load(
-            q_ptr + wide_request * q_token + head[:, None] * q_head + column[None, :],
-            mask=inside[:, None] & wide[None, :], other=0.0,
-        )  # fmt: skip
-        at = tl.zeros([BLOCK_M], tl.int32) + (length - 1)
-        m = tl.full([BLOCK_M], -float("inf"), tl.float32)
-        l = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        acc, m, l = attend(
-            acc, m, l, q, k_ptr, v_ptr, table_ptr + wide_request * table_row, kv_head, at, start, high, scale, softcap,
-            column, low, high, 0, 0,
-            KV_HEADS, HEAD_DIM, PAGE, WINDOW, SOFTCAP, True, BLOCK_N,
-        )  # fmt: skip
-        whole = (begin <= base) & (end <= stop)
-        if whole:
-            if SINKS:
-                acc, m, l = add_sink(acc, m, l, tl.load(sinks_ptr + head, mask=inside, other=0.0) * LOG2E)
-        some = l > 0
-        divisor = tl.where(some, l, 1.0)
-        lse = tl.where(some, (tl.where(some, m, 0.0) + tl.log2(divisor)) * LN2, -float("inf"))
-        o = acc / divisor[:, None]
-        store = inside[:, None] & wide[None, :]
-        if whole:
-            target = wide_request * HEADS + head
-            tl.store(lse_ptr + target, lse, mask=inside)
-            tl.store(o_ptr + target[:, None] * HEAD_DIM + column[None, :], cast(o, o_ptr.dtype.element_ty), mask=store)
+    q = tl.load(
+        q_ptr + request * q_token + head[:, None] * q_head + column[None, :],
+        mask=inside[:, None] & wide[None, :], other=0.0,
+    )  # fmt: skip
+    m = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    # Weights are added up over blocks column by column, and over columns at the end.
+    weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for n in range(low, high, BLOCK_N):
+        place = n + tl.arange(0, BLOCK_N)
+        if ONE_PAGE:
+            slot = page.to(tl.int64) * PAGE + n % PAGE + tl.arange(0, BLOCK_N)
         else:
-            target = (program + wide_request) * HEADS + head
-            tl.store(part_lse_ptr + target, lse, mask=inside)
-            tl.store(part_ptr + target[:, None] * HEAD_DIM + column[None, :], o, mask=store)
-        if (begin <= base) & (kv_head == 0):
-            # For the second kernel: how many programs share this request, and the number of its first part.
-            tl.store(parts_ptr + 2 * request, (end - 1) // share - program + 1)
-            tl.store(parts_ptr + 2 * request + 1, program + request)
+            slot = page.to(tl.int64) * PAGE + place % PAGE
+        page = _pages(pages_ptr, n + BLOCK_N, high, PAGE, BLOCK_N, ONE_PAGE)
+        offset = (slot * KV_HEADS + kv_head) * HEAD_DIM
+        valid = (place >= first) & (place < high)
+        k = tl.load(
+            k_ptr + offset[None, :] + column[:, None], mask=valid[None, :] & wide[:, None], other=0.0
+        ).to(q.dtype)  # fmt: skip
+        v = tl.load(
+            v_ptr + offset[:, None] + column[None, :], mask=valid[:, None] & wide[None, :], other=0.0
+        ).to(q.dtype)  # fmt: skip
+        if SOFTCAP:
+            # tanh(x) = 1 - 2 / (exp(2x) + 1)
+            inner = tl.exp2(dot(q, k) * (scale * (2.0 * LOG2E) / softcap))
+            s = (softcap * LOG2E) * (1.0 - 2.0 / (inner + 1.0))
+        else:
+            s = dot(q, k) * (scale * LOG2E)
+        s = tl.where(valid[None, :], s, -float("inf"))
+        m_new = tl.maximum(m, tl.max(s, axis=1))
+        shift = tl.where(m_new == -float("inf"), 0.0, m_new)
+        keep, p = tl.exp2(m - shift), tl.exp2(s - shift[:, None])
+        weights = weights * keep[:, None] + p
+        acc = dot(cast(p, q.dtype), v, acc * keep[:, None])
+        m = m_new
+    l = tl.sum(weights, axis=1)
+    if SINKS:
+        # Where there are parts, it counts when they are added up.
+        sink = tl.load(sinks_ptr + head, mask=inside & (parts == 1), other=-float("inf"))
+        acc, m, l = add_sink(acc, m, l, sink * LOG2E)
+    some = l > 0
+    divisor = tl.where(some, l, 1.0)
+    lse = tl.where(some, (tl.where(some, m, 0.0) + tl.log2(divisor)) * LN2, -float("inf"))
+    o = acc / divisor[:, None]
+    store = inside[:, None] & wide[None, :]
+    if parts == 1:
+        target = request * HEADS + head
+        tl.store(lse_ptr + target, lse, mask=inside)
+        tl.store(o_ptr + target[:, None] * HEAD_DIM + column[None, :], cast(o, o_ptr.dtype.element_ty), mask=store)
+    elif SPLIT:
+        tile = request * KV_HEADS + kv_head
+        target = (tile * splits + split) * GROUP + row
+        tl.store(part_lse_ptr + target, lse, mask=inside)
+        tl.store(part_ptr + target[:, None] * HEAD_DIM + column[None, :], o, mask=store)
+        if FUSED:
+            # Every thread's part is written before the one that counts says so.
+            tl.debug_barrier()
+            if tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel", scope="gpu") == parts - 1:
+                tl.store(counters_ptr + tile, 0)
+                _add_up(
+                    part_ptr, part_lse_ptr, sinks_ptr, o_ptr, lse_ptr, request, kv_head, parts, splits,
+                    HEADS, KV_HEADS, HEAD_DIM, SINKS, BLOCK_G, BLOCK_S, BLOCK_D,
+                )  # fmt: skip
 
 
 @triton.jit
 def _combine_kernel(
-    part_ptr, part_lse_ptr, parts_ptr, sinks_ptr, o_ptr, lse_ptr,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SINKS: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    part_ptr, part_lse_ptr, sinks_ptr, o_ptr, lse_ptr, lens_ptr, starts_ptr, splits, wanted,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    ONE_PAGE: tl.constexpr, MIN_BLOCKS: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    GROUP: tl.constexpr = HEADS // KV_HEADS
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    column = tl.arange(0, BLOCK_D)
+    part, column = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    length, start = tl.load(lens_ptr + request), tl.load(starts_ptr + request)
+    _, _, _, parts = _share(
+        length, start, splits, wanted, WINDOW, BLOCK_N, MIN_BLOCKS, MAX_BLOCKS, ONE_PAGE
+    )  # fmt: skip
     await_inputs(PDL)
     release_dependents(PDL)
-    count = tl.load(parts_ptr + 2 * request)
-    first = tl.load(parts_ptr + 2 * request + 1).to(tl.int64)
-    if count > 1:
+    if parts > 1:
         m, l = -float("inf"), 0.0
         if SINKS:
             # Once, here: the parts know nothing of the sink.
             m, l = tl.load(sinks_ptr + head).to(tl.float32), 1.0
         acc = tl.zeros([BLOCK_D], tl.float32)
-        for begin in range(0, count, BLOCK_S):
-            part = begin + tl.arange(0, BLOCK_S)
-            index = (first + part) * HEADS + head
-            lse = tl.load(part_lse_ptr + index, mask=part < count, other=-float("inf"))
+        first = (request * KV_HEADS + head // GROUP) * splits
+        for begin in range(0, parts, BLOCK_S):
+            at, some = (first + begin + part) * GROUP + head % GROUP, begin + part < parts
+            lse = tl.load(part_lse_ptr + at, mask=some, other=-float("inf"))
             o = tl.load(
-                part_ptr + index[:, None] * HEAD_DIM + column[None, :],
-                mask=(part < count)[:, None] & (column < HEAD_DIM)[None, :], other=0.0,
+                part_ptr + at[:, None] * HEAD_DIM + column[None, :],
+                mask=some[:, None] & (column < HEAD_DIM)[None, :], other=0.0,
             )  # fmt: skip
             m_new = tl.maximum(m, tl.max(lse, axis=0))
             shift = tl.where(m_new == -float("inf"), 0.0, m_new)
-            weight = tl.exp(lse - shift)
-            keep = tl.exp(m - shift)
+            weight, keep = tl.exp(lse - shift), tl.exp(m - shift)
             l = l * keep + tl.sum(weight, axis=0)
             acc = acc * keep + tl.sum(o * weight[:, None], axis=0)
             m = m_new
-        some = l > 0
-        divisor = tl.where(some, l, 1.0)
+        some_keys = l > 0
+        divisor = tl.where(some_keys, l, 1.0)
         target = request * HEADS + head
-        tl.store(lse_ptr + target, tl.where(some, tl.where(some, m, 0.0) + tl.log(divisor), -float("inf")))
+        tl.store(lse_ptr + target, tl.where(some_keys, m + tl.log(divisor), -float("inf")))
         o = cast(acc / divisor, o_ptr.dtype.element_ty)
         tl.store(o_ptr + target * HEAD_DIM + column, o, mask=column < HEAD_DIM)
 
 
-def decode_config(tiles: int, head_dim: int, windowed: bool, dtype: torch.dtype) -> dict[str, int]:
-    """Return the block size, programs, warps and stages for this many requests × key heads, without a tuned table."""
-    programs = FEW_PROGRAMS if tiles < FEW_TILES and (windowed or head_dim > 64) else PROGRAMS
-    if dtype == torch.float32:
-        return {"BLOCK_N": 16, "PROGRAMS": programs, "num_warps": 4, "num_stages": 2}
-    block = 64 if head_dim <= 128 else 32
-    return {"BLOCK_N": block, "PROGRAMS": programs, "num_warps": 4, "num_stages": 7}
+def decode_config(cfg: GQAConfig, requests: int) -> dict[str, int]:
+    """Return what decides about a batch without a tuned table.
+
+    BLOCK_N keys a block, PROGRAMS that a batch is cut into, of at least MIN_KEYS and if possible at most MAX_KEYS keys.
+    """
+    if cfg.dtype == torch.float32:
+        block, stages = 16, 2
+    else:
+        block, stages = 64 if cfg.head_dim <= 128 else 32, 4
+    if cfg.window is not None and cfg.window <= 4 * block:
+        return {
+            "BLOCK_N": block, "PROGRAMS": 1, "MIN_KEYS": LONGEST, "MAX_KEYS": LONGEST,
+            "num_warps": 4, "num_stages": min(stages, 3),
+        }  # fmt: skip
+    # Where requests fill the GPU, only long ones are cut.
+    least = block if requests * cfg.num_kv_heads < FEW_PROGRAMS else LONGEST
+    programs = FEW_PROGRAMS if cfg.head_dim > 64 else PROGRAMS
+    return {
+        "BLOCK_N": block, "PROGRAMS": programs, "MIN_KEYS": least, "MAX_KEYS": LONGEST,
+        "num_warps": 4, "num_stages": stages,
+    }  # fmt: skip
 
 
-def _blocks(group: int, head_dim: int, requests: int) -> dict[str, int]:
+def candidates(cfg: GQAConfig, requests: int) -> list[dict[str, int]]:
+    """Return what is worth timing, the rule's own choice first."""
+    own = decode_config(cfg, requests)
+    if cfg.dtype == torch.float32:
+        return [own]
+    shapes: tuple[tuple[int, int, int], ...]
+    if own["PROGRAMS"] == 1:
+        shapes = ((64, 4, 2), (64, 4, 4), (64, 2, 3), (64, 1, 2), (128, 8, 2), (128, 4, 2), (32, 1, 4), (32, 1, 3))
+        found = [own | {"BLOCK_N": n, "num_warps": warps, "num_stages": stages} for n, warps, stages in shapes]
+    else:
+        shapes = ((64, 4, 4), (64, 4, 6), (64, 2, 4), (32, 2, 4), (32, 2, 6), (32, 1, 4))
+        found = [
+            {
+                "BLOCK_N": n, "PROGRAMS": programs, "MIN_KEYS": least, "MAX_KEYS": most,
+                "num_warps": warps, "num_stages": stages,
+            }
+            for n, warps, stages in shapes
+            for programs in (FEW_PROGRAMS, PROGRAMS)
+            for least, most in ((own["MIN_KEYS"], 1024), (2 * own["MIN_KEYS"], 1024), (own["MIN_KEYS"], 4096))
+            if n * cfg.head_dim * (stages - 1) <= 40960
+        ]  # fmt: skip
+    return [own, *(one for one in found if one != own)][:40]
+
+
+def num_splits(tiles: int, keys: int, it: Mapping[str, int]) -> tuple[int, int]:
+    """Return programs for each of ``tiles`` requests × key heads of at most ``keys`` keys: at most, and usually.
+
+    From host bounds only, so that a captured grid serves every step.
+    """
+    usual = max(1, min(it["PROGRAMS"] // tiles, -(-keys // it["MIN_KEYS"])))
+    balanced = min(-(-keys // it["MAX_KEYS"]), MANY // tiles, max(usual, FUSED_SPLITS))
+    return max(usual, balanced), usual
+
+
+def one_page(page_size: int, block_n: int, window: int) -> bool:
+    """Return whether blocks begin where pages do, so that one page holds each; a short window takes fewer without."""
+    return page_size % block_n == 0 and not 0 < window <= 4 * block_n
+
+
+def _blocks(group: int, head_dim: int, splits: int) -> dict[str, int]:
     power = triton.next_power_of_2
-    return {"BLOCK_B": power(requests), "BLOCK_M": max(16, power(group)), "BLOCK_D": max(16, power(head_dim))}
+    return {
+        "BLOCK_M": max(16, power(group)), "BLOCK_G": power(group), "BLOCK_D": max(16, power(head_dim)),
+        "BLOCK_S": min(power(splits), FUSED_SPLITS),
+    }  # fmt: skip
 
 
-def serves(requests: int, group: int, dtype: torch.dtype) -> bool:
+def serves(group: int, dtype: torch.dtype) -> bool:
     """Return whether these kernels fit: wide groups of fp32 heads would not fit the registers."""
-    return requests <= MAX_REQUESTS and group <= (16 if dtype == torch.float32 else 64)
+    return group <= (16 if dtype == torch.float32 else 64)
+
+
+class Counters:
+    """How many parts of each request and key head are done: zero between launches, one launch at a time."""
+
+    def __init__(self, meta: AttentionMeta, kv_heads: int) -> None:
+        self.kv_heads = kv_heads
+        self.done = torch.zeros(meta.num_requests * kv_heads, dtype=torch.int32, device=meta.positions.device)
+
+    def plan(self, meta: AttentionMeta) -> None:
+        """Nothing depends on lengths; more requests than ever before need more counters."""
+        if self.done.numel() < (needed := meta.num_requests * self.kv_heads):
+            self.done = self.done.new_zeros(needed)
 
 
 def _fake(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sinks: torch.Tensor | None,
-    page_table: torch.Tensor, seq_lens: torch.Tensor, starts: torch.Tensor, page_size: int, max_seq_len: int,
-    scale: float, window: int, softcap: float, block_n: int, programs: int, warps: int, stages: int,
+    page_table: torch.Tensor, seq_lens: torch.Tensor, starts: torch.Tensor, counters: torch.Tensor, page_size: int,
+    max_seq_len: int, scale: float, window: int, softcap: float,
+    block_n: int, programs: int, min_keys: int, max_keys: int, warps: int, stages: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 @operator(
     "gqa_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? sinks, Tensor page_table, Tensor seq_lens, "
-    "Tensor starts, int page_size, int max_seq_len, float scale, int window, float softcap, int block_n, "
-    "int programs, int warps, int stages) -> (Tensor, Tensor)",
+    "Tensor starts, Tensor(a!) counters, int page_size, int max_seq_len, float scale, int window, float softcap, "
+    "int block_n, int programs, int min_keys, int max_keys, int warps, int stages) -> (Tensor, Tensor)",
     _fake,
 )
 def gqa_decode(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sinks: torch.Tensor | None,
-    page_table: torch.Tensor, seq_lens: torch.Tensor, starts: torch.Tensor, page_size: int, max_seq_len: int,
-    scale: float, window: int, softcap: float, block_n: int, programs: int, warps: int, stages: int,
+    page_table: torch.Tensor, seq_lens: torch.Tensor, starts: torch.Tensor, counters: torch.Tensor, page_size: int,
+    max_seq_len: int, scale: float, window: int, softcap: float,
+    block_n: int, programs: int, min_keys: int, max_keys: int, warps: int, stages: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Attend one token of each request; ``(o, lse)``."""
+    """Attend one token of each request; ``(o, lse)``. ``counters`` are zero before and after."""
     (requests, heads, head_dim), kv_heads = q.shape, k_cache.shape[2]
     o, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
     if not requests:
         return o, lse
-    keys = min(max_seq_len, window + block_n) if window else max_seq_len
-    # A power of two times the heads' share, so that few variants of the kernel are compiled.
-    most = triton.next_power_of_2(requests * triton.cdiv(keys, block_n))
-    programs = max(1, min(programs // kv_heads, most))
-    numbers = requests + programs
-    part = q.new_empty(numbers, heads, head_dim, dtype=torch.float32)
-    part_lse = q.new_empty(numbers, heads, dtype=torch.float32)
-    parts = q.new_empty(requests, 2, dtype=torch.int32)
-    blocks, launch = _blocks(heads // kv_heads, head_dim, requests), dependent_launch(q)
-    logits = q if sinks is None else sinks
-    _decode_kernel[(kv_heads, programs)](
-        q, k_cache, v_cache, logits, o, lse, part, part_lse, parts, page_table, seq_lens, starts,
-        q.stride(0), q.stride(1), page_table.stride(0), requests, scale, softcap,
-        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE=page_size, WINDOW=window, SOFTCAP=softcap > 0,
-        SINKS=sinks is not None, PROGRAMS=programs, BLOCK_N=block_n, **blocks, **launch,
-        num_warps=warps, num_stages=stages,
+    keys = min(max_seq_len, window) if window else max_seq_len
+    bounds = {"PROGRAMS": programs, "MIN_KEYS": min_keys, "MAX_KEYS": max_keys}
+    splits, wanted = num_splits(requests * kv_heads, keys, bounds)
+    group, launch, logits = heads // kv_heads, dependent_launch(q), q if sinks is None else sinks
+    part, part_lse = o, lse
+    if splits > 1:
+        part = q.new_empty(requests * heads * splits, head_dim, dtype=torch.float32)
+        part_lse = q.new_empty(requests * heads * splits, dtype=torch.float32)
+    blocks, whole = _blocks(group, head_dim, splits), one_page(page_size, block_n, window)
+    shared = {
+        "HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "WINDOW": window, "SINKS": sinks is not None,
+        "ONE_PAGE": whole,
+        "MIN_BLOCKS": max(1, min_keys // block_n), "MAX_BLOCKS": max(1, max_keys // block_n),
+        "BLOCK_N": block_n, **launch,
+    }  # fmt: skip
+    _decode_kernel[(kv_heads, requests, splits)](
+        q, k_cache, v_cache, logits, o, lse, part, part_lse, counters, page_table, seq_lens, starts,
+        q.stride(0), q.stride(1), page_table.stride(0), splits, wanted, scale, softcap,
+        PAGE=page_size, SOFTCAP=softcap > 0, SPLIT=splits > 1, FUSED=splits <= FUSED_SPLITS,
+        **shared, **blocks, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    if programs > 1:
-        # As many parts at once as an average request has: with few requests all of them.
-        at_once = min(64, triton.next_power_of_2(triton.cdiv(programs, requests) + 1))
+    if splits > FUSED_SPLITS:
+        at_once = min(triton.next_power_of_2(splits), 4096 // blocks["BLOCK_D"])
         _combine_kernel[(requests, heads)](
-            part, part_lse, parts, logits, o, lse,
-            HEADS=heads, HEAD_DIM=head_dim, SINKS=sinks is not None,
-            BLOCK_S=at_once, BLOCK_D=blocks["BLOCK_D"], **launch, num_warps=4 if at_once >= 32 else 2,
+            part, part_lse, logits, o, lse, seq_lens, starts, splits, wanted,
+            **shared, BLOCK_D=blocks["BLOCK_D"], BLOCK_S=at_once, num_warps=4,
         )  # fmt: skip
     return o, lse
 
 
 def _build(
     name: str, heads: int, kv_heads: int, dim: int, requests: int, dtype: str = "bf16", cache: str = "",
-    window: int = 0, sinks: bool = False, softcap: bool = False, page: int = 64,
+    window: int = 0, sinks: bool = False, softcap: bool = False, page: int = 64, keys: int = 1024,
 ) -> KernelBuild:  # fmt: skip
-    config = decode_config(requests * kv_heads, dim, window > 0, torch.float32 if dtype == "fp32" else torch.bfloat16)
+    cfg = GQAConfig(
+        heads, kv_heads, dim, 1.0, window or None, dtype=torch.float32 if dtype == "fp32" else torch.bfloat16
+    )
+    config, tiles = decode_config(cfg, requests), requests * kv_heads
+    splits, _ = num_splits(tiles, min(keys, window or keys), config)
     return KernelBuild(
         f"gqa_decode_{name}",
         _decode_kernel,
         {
             "q_ptr": f"*{dtype}", **dict.fromkeys(("k_ptr", "v_ptr"), f"*{cache or dtype}"), "o_ptr": f"*{dtype}",
             **dict.fromkeys(("sinks_ptr", "lse_ptr", "part_ptr", "part_lse_ptr"), "*fp32"),
-            **dict.fromkeys(("parts_ptr", "table_ptr", "lens_ptr", "starts_ptr"), "*i32"),
-            **dict.fromkeys(("q_token", "q_head", "table_row"), "i64"), "requests": "i32",
+            **dict.fromkeys(("counters_ptr", "table_ptr", "lens_ptr", "starts_ptr"), "*i32"),
+            **dict.fromkeys(("q_token", "q_head", "table_row"), "i64"), "splits": "i32", "wanted": "i32",
             "scale": "fp32", "softcap": "fp32",
         },
         {
             "HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": dim, "PAGE": page, "WINDOW": window, "SOFTCAP": softcap,
-            "SINKS": sinks, "PROGRAMS": config["PROGRAMS"] // kv_heads, "BLOCK_N": config["BLOCK_N"], "PDL": True,
-            **_blocks(heads // kv_heads, dim, requests),
+            "SINKS": sinks, "ONE_PAGE": one_page(page, config["BLOCK_N"], window), "BLOCK_N": config["BLOCK_N"],
+            "MIN_BLOCKS": config["MIN_KEYS"] // config["BLOCK_N"],
+            "MAX_BLOCKS": config["MAX_KEYS"] // config["BLOCK_N"], "SPLIT": splits > 1,
+            "FUSED": splits <= FUSED_SPLITS, "PDL": True, **_blocks(heads // kv_heads, dim, splits),
         },
         num_warps=config["num_warps"], num_stages=config["num_stages"], aligned=("q_token", "q_head"),
     )  # fmt: skip
@@ -244,27 +421,34 @@ def _build(
 
 COMPILE = [
     _build("qwen3_8b", 32, 8, 128, 1),
+    _build("qwen3_8b_16_long", 32, 8, 128, 16, keys=8192),
     _build("qwen3_8b_128", 32, 8, 128, 128),
     _build("qwen3_30b_32", 32, 4, 128, 32),
+    _build("qwen3_30b_16", 32, 4, 128, 16),
     _build("qwen3_8b_fp8", 32, 8, 128, 16, cache="fp8e4nv"),
     _build("qwen3_8b_fp32", 32, 8, 128, 16, dtype="fp32"),
     _build("gpt_oss_window", 64, 8, 64, 32, window=128, sinks=True),
     _build("gpt_oss", 64, 8, 64, 1, sinks=True),
+    _build("gpt_oss_16", 64, 8, 64, 16, sinks=True, keys=8192),
     _build("gemma2", 16, 8, 256, 16, window=4096, softcap=True),
     _build("qwen3_next_fp32", 16, 2, 256, 16, dtype="fp32"),
+    _build("wide_group", 64, 1, 128, 1),
     _build("page_16", 32, 8, 128, 16, page=16),
     _build("page_1", 32, 8, 128, 1, page=1),
     *(
         KernelBuild(
-            f"gqa_combine_{at_once}",
+            f"gqa_combine_{dim}",
             _combine_kernel,
             {
-                **dict.fromkeys(("part_ptr", "part_lse_ptr", "sinks_ptr", "lse_ptr"), "*fp32"),
-                "parts_ptr": "*i32", "o_ptr": "*bf16",
+                **dict.fromkeys(("part_ptr", "part_lse_ptr", "sinks_ptr", "lse_ptr"), "*fp32"), "o_ptr": "*bf16",
+                **dict.fromkeys(("lens_ptr", "starts_ptr"), "*i32"), "splits": "i32", "wanted": "i32",
             },
-            {"HEADS": 32, "HEAD_DIM": dim, "SINKS": True, "BLOCK_S": at_once, "BLOCK_D": dim, "PDL": True},
-            num_warps=warps,
+            {
+                "HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": dim, "WINDOW": 0, "SINKS": True, "ONE_PAGE": True,
+                "MIN_BLOCKS": 1, "MAX_BLOCKS": 16, "BLOCK_N": 64, "BLOCK_D": dim, "BLOCK_S": 4096 // dim, "PDL": True,
+            },
+            num_warps=4,
         )
-        for at_once, dim, warps in ((2, 128, 2), (64, 128, 4), (64, 256, 4))
+        for dim in (64, 128, 256)
     ),
 ]  # fmt: skip
