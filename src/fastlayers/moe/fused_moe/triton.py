@@ -182,7 +182,7 @@ def _fused_moe(
 
 
 class TritonFusedMoE:
-    """3 or 5 launches (one more with shared experts, one or two more for quantised weights), one operator.
+    """One operator of 3 to 5 launches for few tokens, of 4 to 7 for more.
 
     Parameters
     ----------
