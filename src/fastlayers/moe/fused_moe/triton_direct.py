@@ -188,17 +188,19 @@ def pair_sum_kernel(
     """Add a token's valid pairs (each in SPLITS parts) in order, apply the factor once, round once."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    # The rows of dropped pairs were never written. The ids were there before the kernel in front began.
-    written = tl.full([], 0, tl.int64)
-    for j in tl.static_range(TOP_K + SHARED):
-        expert = _expert_of(ids_ptr, token * (TOP_K + SHARED) + j, num_routed, TOP_K, SHARED, SPAN)
-        written |= (expert >= 0).to(tl.int64) << j
+    # The ids were there before the kernel in front began.
+    slot = tl.arange(0, SPAN)
+    ids = tl.load(ids_ptr + token * TOP_K + slot, mask=slot < TOP_K, other=-1)
+    valid = ((ids >= 0) & (ids < num_routed)).to(tl.int32)
+    any_valid = tl.max(valid, axis=0)
     await_inputs(PDL)
     release_dependents(PDL)
     total = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(TOP_K + SHARED):
         pair = token * (TOP_K + SHARED) + j
-        end = tl.where((written >> j) & 1 != 0, D, 0)
+        # The rows of dropped pairs were never written.
+        written = tl.sum(tl.where(slot == j, valid, 0), axis=0) if j < TOP_K else any_valid
+        end = tl.where(written != 0, D, 0)
         for split in tl.static_range(SPLITS):
             total += tl.load(partial_ptr + (pair * SPLITS + split) * D + column, mask=column < end, other=0.0)
     tl.store(y_ptr + token * D + column, cast(total * factor, y_ptr.dtype.element_ty), mask=column < D)
