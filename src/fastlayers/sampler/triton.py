@@ -62,12 +62,9 @@ def _weigh_kernel(
 ):  # fmt: skip
     row, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
     column = block * BLOCK + tl.arange(0, BLOCK)
-    temperature, min_p = tl.load(temperature_ptr + row).to(tl.float64), tl.load(min_p_ptr + row).to(tl.float64)
-    # Read before the wait: logits and parameters are older than the kernel in front, which awaited them.
-    if not FILTERED:
-        x = load_logits(x_ptr + row * x_stride, column, tl.where(temperature > 0.0, vocab_size, 0))
     await_inputs(PDL)
     release_dependents(PDL)
+    temperature, min_p = tl.load(temperature_ptr + row).to(tl.float64), tl.load(min_p_ptr + row).to(tl.float64)
     if temperature > 0.0:
         limit = float("-inf")
         kept = tl.full((), 0.0, tl.float64)
@@ -75,8 +72,7 @@ def _weigh_kernel(
             limit = tl.load(limit_ptr + row)
         if tl.load(best_ptr + row * BLOCKS + block) >= limit:
             largest = tl.max(of_blocks(best_ptr, row, vocab_size, float("-inf"), BLOCKS, BLOCK), axis=0)
-            if FILTERED:
-                x = load_logits(x_ptr + row * x_stride, column, vocab_size)
+            x = load_logits(x_ptr + row * x_stride, column, vocab_size)
             kept = tl.sum(_kept(x, largest, temperature, limit, min_p), axis=0)
         tl.store(kept_ptr + row * BLOCKS + block, kept)
 

@@ -64,12 +64,12 @@ def _histogram_kernel(
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    temperature, top_k, top_p = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
-    # Read before the wait: logits and parameters are older than the kernel in front, which awaited them.
-    wanted = (temperature > 0.0) & (((top_k > 0) & (top_k < vocab_size)) | (top_p < 1.0))
-    x = load_logits(x_ptr + row * x_stride, block * BLOCK + tl.arange(0, BLOCK), tl.where(wanted, vocab_size, 0))
     await_inputs(PDL)
     release_dependents(PDL)
+    temperature, top_k, top_p = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    # Before it is known whether there is a threshold to be found, so that the loads do not wait for that.
+    wanted = (temperature > 0.0) & (((top_k > 0) & (top_k < vocab_size)) | (top_p < 1.0))
+    x = load_logits(x_ptr + row * x_stride, block * BLOCK + tl.arange(0, BLOCK), tl.where(wanted, vocab_size, 0))
     largest, span = _span(best_ptr, lowest_ptr, row, temperature, top_k, top_p, vocab_size, BLOCKS, BLOCK)
     if span > 0.0:
         slices, live = _slices(x, largest, span, BINS)
