@@ -279,7 +279,7 @@ def test_splits_follow_host_bounds() -> None:
     oss = replace(LLAMA, num_heads=64, head_dim=64)
     for cfg, requests, keys, expected in (
         (oss, 1, 576, (9, 9)), (oss, 1, 100_000, (33, 33)), (oss, 16, 1024, (2, 2)), (oss, 32, 640, (1, 1)),
-        (oss, 32, 4096, (4, 1)), (LLAMA, 24, 6000, (5, 1)), (LLAMA, 128, 100_000, (1, 1)),
+        (oss, 32, 4096, (2, 1)), (LLAMA, 24, 6000, (3, 1)), (LLAMA, 24, 60_000, (4, 1)), (LLAMA, 128, 100_000, (1, 1)),
         (replace(oss, window=128), 1, 128, (1, 1)),
     ):  # fmt: skip
         tiles = requests * cfg.num_kv_heads

@@ -28,9 +28,9 @@ from fastlayers.triton_lang import await_inputs, cast, dependent_launch, dot, re
 # a block, two. Constants, so that results do not depend on the GPU.
 FEW_PROGRAMS, PROGRAMS = 132, 264
 # Longer requests than LONGEST are cut further, into at most MANY programs in all: one of them holds up nobody.
-LONGEST, MANY = 1024, 1056
+LONGEST, MANY = 2048, 1056
 # So many parts are added up by the last program of a request to finish; more by a second kernel, a head a program.
-FUSED_SPLITS = 8
+FUSED_SPLITS = 4
 
 
 @triton.jit
@@ -278,15 +278,16 @@ def candidates(cfg: GQAConfig, requests: int) -> list[dict[str, int]]:
         shapes = ((64, 4, 2), (64, 4, 4), (64, 2, 3), (64, 1, 2), (128, 8, 2), (128, 4, 2), (32, 1, 4), (32, 1, 3))
         found = [own | {"BLOCK_N": n, "num_warps": warps, "num_stages": stages} for n, warps, stages in shapes]
     else:
-        shapes = ((64, 4, 4), (64, 4, 6), (64, 2, 4), (32, 2, 4), (32, 2, 6), (32, 1, 4))
+        shapes = ((64, 4, 4), (64, 2, 4), (64, 4, 6), (32, 2, 4), (32, 2, 6), (32, 1, 4))
+        few, tiles = own["MIN_KEYS"], requests * cfg.num_kv_heads
         found = [
             {
                 "BLOCK_N": n, "PROGRAMS": programs, "MIN_KEYS": least, "MAX_KEYS": most,
                 "num_warps": warps, "num_stages": stages,
             }
+            for least, most in ((few, LONGEST), (few, 2 * LONGEST), (2 * few, LONGEST))
+            for programs in ((FEW_PROGRAMS, PROGRAMS) if tiles < PROGRAMS else (own["PROGRAMS"],))
             for n, warps, stages in shapes
-            for programs in (FEW_PROGRAMS, PROGRAMS)
-            for least, most in ((own["MIN_KEYS"], 1024), (2 * own["MIN_KEYS"], 1024), (own["MIN_KEYS"], 4096))
             if n * cfg.head_dim * (stages - 1) <= 40960
         ]  # fmt: skip
     return [own, *(one for one in found if one != own)][:40]
