@@ -37,7 +37,7 @@ def _best_kernel(
     x_ptr, best_ptr, best_id_ptr, lowest_ptr, x_stride, vocab_size,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    row, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     await_inputs(PDL)
     release_dependents(PDL)
     column = block * BLOCK + tl.arange(0, BLOCK)
@@ -60,7 +60,7 @@ def _weigh_kernel(
     x_ptr, temperature_ptr, min_p_ptr, best_ptr, limit_ptr, kept_ptr, x_stride, vocab_size,
     FILTERED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    row, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
     await_inputs(PDL)
     release_dependents(PDL)
@@ -164,7 +164,7 @@ def _sampler(
         return ids
     blocks = triton.cdiv(vocab_size, BLOCK)
     sizes = {"BLOCKS": triton.next_power_of_2(blocks), "BLOCK": BLOCK} | dependent_launch(logits)
-    shape, grid = (batch, sizes["BLOCKS"]), (blocks, batch)
+    shape, grid = (batch, sizes["BLOCKS"]), (batch, blocks)
     x, strides = logits, (logits.stride(0), vocab_size)
     best = torch.empty(shape, dtype=torch.float32, device=device)
     best_id = torch.empty(shape, dtype=torch.int32, device=device)

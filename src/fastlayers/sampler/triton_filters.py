@@ -63,7 +63,7 @@ def _histogram_kernel(
     x_ptr, temperature_ptr, top_k_ptr, top_p_ptr, best_ptr, lowest_ptr, histogram_ptr, x_stride, vocab_size,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    row, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     await_inputs(PDL)
     release_dependents(PDL)
     temperature, top_k, top_p = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
@@ -165,7 +165,7 @@ def _gather_kernel(
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, CANDIDATES: tl.constexpr, PLAN: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    row, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     await_inputs(PDL)
     release_dependents(PDL)
     plan_ptr += row * PLAN
@@ -311,7 +311,7 @@ def find_limits(
 ) -> None:  # fmt: skip
     """Write the smallest logit that each row keeps into ``limit``."""
     batch, vocab_size = x.shape
-    device, strides, grid = x.device, (x.stride(0), vocab_size), (triton.cdiv(vocab_size, BLOCK), batch)
+    device, strides, grid = x.device, (x.stride(0), vocab_size), (batch, triton.cdiv(vocab_size, BLOCK))
     histogram = torch.empty(*best.shape, BINS, dtype=torch.int16, device=device)
     plan = torch.empty(batch, PLAN, dtype=torch.int32, device=device)
     start = torch.empty(best.shape, dtype=torch.int32, device=device)
