@@ -104,13 +104,14 @@ def plan_for(tokens: int, cfg: FusedMoEConfig, wide: bool) -> Plan:
 
 
 def _direct_plan(pairs: int, cfg: FusedMoEConfig) -> Plan:
-    """64 rows a program; the first product's columns in parts of at least 8 steps until the programs are many."""
+    """64 rows a program; if that makes few, the first product's columns in parts of at least 8 steps."""
     if cfg.quant == "none":
         return Plan(Tile(1, 64, 64, 4, 6), Tile(1, 64, 64, 4, 6))
     programs, steps, splits = pairs * -(-2 * cfg.intermediate_size // 64), -(-cfg.hidden_size // 128), 1
-    while programs * splits < 512 and 16 * splits <= steps:
+    while programs < 512 and programs * splits < 1024 and 16 * splits <= steps:
         splits *= 2
-    return Plan(Tile(1, 64, 128, 4, 4), Tile(1, 64, 128, 4, 4), splits1=splits)
+    tile = Tile(1, 64, 128, 4, 6 if programs >= 1024 else 4)
+    return Plan(tile, tile, splits1=splits)
 
 
 def _mxfp4_plan(pairs: int, few: bool, cfg: FusedMoEConfig, wide: bool) -> Plan:
@@ -141,9 +142,10 @@ def candidates(cfg: FusedMoEConfig, num_tokens: int) -> list[dict[str, int]]:
     if cfg.quant == "mxfp4":
         plans += _mxfp4_plans(cfg, num_tokens, pairs)
     else:
+        few = num_tokens <= MAX_PAIR_TOKENS
         if num_tokens <= DIRECT_LIMIT:
-            plans += _direct_plans(cfg, pairs)
-        if num_tokens > 2:
+            plans += _direct_plans(cfg, pairs)[: None if few else 4 if num_tokens <= 8 else 2]
+        if not few or pairs > cfg.all_experts:
             plans += _block_plans(cfg, pairs)
     unique = list(dict.fromkeys(plans))
     return [plan.config() for plan in unique[:40]]
@@ -151,7 +153,7 @@ def candidates(cfg: FusedMoEConfig, num_tokens: int) -> list[dict[str, int]]:
 
 def _direct_plans(cfg: FusedMoEConfig, pairs: int) -> list[Plan]:
     base = _direct_plan(pairs, cfg)
-    shapes = [(64, 128, 4, 6), (128, 128, 8, 4), (64, 128, 2, 5), (32, 128, 2, 5)]
+    shapes = [(64, 128, 4, 10 - base.first.stages), (128, 128, 8, 4), (64, 128, 2, 5), (32, 128, 2, 5)]
     if cfg.quant == "none":
         shapes = [(64, 128, 4, 4), (32, 128, 2, 5), (32, 64, 2, 8), (128, 64, 4, 4)]
     tiles = [Tile(1, *shape) for shape in shapes]
@@ -180,6 +182,9 @@ def _block_plans(cfg: FusedMoEConfig, pairs: int) -> list[Plan]:
                 stages = stages if k * (m + 2 * n1) * (2 if cfg.quant == "none" else 1) * stages <= 220_000 else 3
                 band = 1 if m <= 32 else 8
                 plans.append(Plan(Tile(m, n1, k, warps, stages), Tile(m, n2, k, warps, stages), band))
+    if cfg.quant != "none" and heights[0] == 16:
+        firsts = [Tile(16, *shape) for shape in ((64, 128, 4, 5), (128, 128, 8, 3), (128, 128, 4, 4))]
+        plans += [Plan(tile, Tile(16, 128, 128, 4, 3), 1) for tile in firsts]
     return plans
 
 
