@@ -31,7 +31,7 @@ def test_threads_hold_their_lanes(build: KernelBuild) -> None:
     products = [line for line in text.splitlines() if "mma.sync" in line or "ld.global.v4" in line]
     assert sum("mma.sync" in line for line in products) == 1
     for line in products:
-        used = re.findall(rf"tensor<\d+x{warps}x128x[^,>]+(?:<[^>]*>)?, (#\w+)>", line)
+        used = re.findall(r"tensor<\d+x\d+x128x[^,>]+(?:<[^>]*>)?, (#\w+)>", line)
         assert used and set(used) == {right}, line
     copies = re.findall(r"cp\.async\.c[ag]\.shared\.global .*, (0x\w+), ", compiled.asm["ptx"])
     assert {int(size, 16) for size in copies} == {4, 16}

@@ -28,9 +28,9 @@ EXPERTS_AT_ONCE = 8
 
 @dataclass(frozen=True)
 class SwizzledWeights:
-    """Codes ``[E, 4·K, N/4]`` and scales ``[E, K, N/32]`` of both projections (transposed views), fp32 biases.
+    """Codes ``[E, 2·K, N/4]`` and scales ``[E, K, N/32]`` of both projections (transposed views), fp32 biases.
 
-    Sizes include padding.
+    Sizes include padding. For triton_kernels these are the storages; its own tensors around them are made in each call.
     """
 
     w13: torch.Tensor
@@ -42,7 +42,7 @@ class SwizzledWeights:
 
 
 def swizzle_codes(blocks: torch.Tensor) -> torch.Tensor:
-    """Return uint8 ``[E, N/4, 4·K/2]`` of ``blocks`` ``[E, N, K/32, 16]``."""
+    """Return uint8 ``[E, N/4, 2·K]`` of ``blocks`` ``[E, N, K/32, 16]``."""
     data = blocks.flatten(-2)
     data = F.pad(data, (0, -data.shape[2] % 64, 0, -data.shape[1] % 64))
     experts, rows, width = data.shape
@@ -65,7 +65,7 @@ def swizzle_codes(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def swizzle_scales(scales: torch.Tensor) -> torch.Tensor:
-    """Return uint8 ``[E, N/32, 32·K/32]`` of ``scales`` ``[E, N, K/32]``."""
+    """Return uint8 ``[E, N/32, K]`` of ``scales`` ``[E, N, K/32]``."""
     data = F.pad(scales, (0, -scales.shape[2] % 2, 0, -scales.shape[1] % 256))
     experts, rows, groups = data.shape
     view = data.view(experts, rows // 256, 2, 8, 2, 8, groups // 2, 2)

@@ -8,13 +8,13 @@ settings is touched.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fastlayers.moe.fused_moe import triton_rows as kernels
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
+from fastlayers.moe.fused_moe.swizzle import EXPERTS_AT_ONCE, SwizzledWeights
 from fastlayers.moe.fused_moe.triton_place import place
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.operators import operator
@@ -22,23 +22,6 @@ from fastlayers.operators import operator
 MAX_TOKENS = 8192
 # The layout of scales belongs to this number of warps.
 WARPS = 8
-# Swizzling holds the codes several times over, as int32.
-EXPERTS_AT_ONCE = 8
-
-
-@dataclass(frozen=True)
-class SwizzledWeights:
-    """Codes and scales of both projections in the package's layout, fp32 biases, and the sizes they stand for.
-
-    Codes and scales are the storages; the package's own tensors around them are made for each call.
-    """
-
-    w13: torch.Tensor
-    w2: torch.Tensor
-    w13_scale: torch.Tensor
-    w2_scale: torch.Tensor
-    w13_bias: torch.Tensor | None = None
-    w2_bias: torch.Tensor | None = None
 
 
 def _layouts() -> tuple[Any, Any]:

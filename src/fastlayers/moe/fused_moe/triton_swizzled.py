@@ -7,7 +7,7 @@ activation, down with the routing weight, sum; and the alignment where there are
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 
 import torch
 import triton
@@ -16,7 +16,7 @@ import triton.language as tl
 from fastlayers.errors import ArgumentError
 from fastlayers.moe.align.triton import moe_align
 from fastlayers.moe.fused_moe.configs import MAX_TOKENS
-from fastlayers.moe.fused_moe.kernels import activation_of, block_is_empty, prefetch_rows, reduce_kernel
+from fastlayers.moe.fused_moe.kernels import activation_of, block_is_empty, reduce_kernel
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
 from fastlayers.moe.fused_moe.swizzle import SwizzledWeights, swizzle
 from fastlayers.moe.fused_moe.triton_fragments import MAX_SCALE, multiply
@@ -24,21 +24,6 @@ from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.operators import operator
 from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
-
-
-@triton.jit
-def _fetch(
-    expert_ptr, w_ptr, block, first, num_experts, total_ptr,
-    ROWS: tl.constexpr, LENGTH: tl.constexpr, DIRECT: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Ask for a program's codes to be brought to L2."""
-    WORDS: tl.constexpr = (LENGTH + 127) // 128 * 64
-    LINES: tl.constexpr = (LENGTH + 63) // 64
-    POWER: tl.constexpr = triton.next_power_of_2(LINES)
-    wanted = not block_is_empty(expert_ptr, total_ptr, block, num_experts, DIRECT, BLOCK)
-    expert = tl.load(expert_ptr + block).to(tl.int64)
-    rows = w_ptr + (expert * ((ROWS + 63) // 64 * 16) + first * 4 + tl.arange(0, 4 * R)) * WORDS
-    prefetch_rows(rows, (tl.arange(0, 4 * R) >= 0) & wanted, LINES * 128, POWER)
 
 
 @triton.jit
@@ -77,16 +62,13 @@ def swizzled_gate_up_kernel(
     x_ptr, w_ptr, ws_ptr, bias_ptr, out_ptr, sorted_ptr, expert_ptr, total_ptr, num_pairs, num_experts, alpha, limit,
     PER_TOKEN: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, HAS_BIAS: tl.constexpr,
     DIRECT: tl.constexpr, R: tl.constexpr, W: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
-    ASYNC: tl.constexpr, FETCH: tl.constexpr, PDL: tl.constexpr,
+    ASYNC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply a block's tokens by R tiles of gate and up rows of one expert, apply the activation."""
     TILES: tl.constexpr = (2 * INNER + 16 * R - 1) // (16 * R)
     LAST: tl.constexpr = (2 * INNER + 15) // 16 - 1
     BLOCK: tl.constexpr = 16 if WIDE else 8
     block, first = tl.program_id(0) // TILES, tl.program_id(0) % TILES * R
-    if FETCH and PDL and DIRECT:
-        # The ids were there before the kernel in front began: it only orders x.
-        _fetch(expert_ptr, w_ptr, block, first, num_experts, total_ptr, 2 * INNER, HIDDEN, DIRECT, R, BLOCK)
     await_inputs(PDL)
     release_dependents(PDL)
     if block_is_empty(expert_ptr, total_ptr, block, num_experts, DIRECT, BLOCK):
@@ -130,16 +112,13 @@ def swizzled_down_kernel(
     a_ptr, w_ptr, ws_ptr, bias_ptr, weights_ptr, out_ptr, sorted_ptr, expert_ptr, total_ptr, num_pairs, num_experts,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, HAS_BIAS: tl.constexpr,
     DIRECT: tl.constexpr, R: tl.constexpr, W: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
-    ASYNC: tl.constexpr, FETCH: tl.constexpr, PDL: tl.constexpr,
+    ASYNC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply a block's inner rows by R tiles of down rows, add the bias, weigh; fp32 rows of pairs."""
     TILES: tl.constexpr = (HIDDEN + 16 * R - 1) // (16 * R)
     LAST: tl.constexpr = (HIDDEN + 15) // 16 - 1
     BLOCK: tl.constexpr = 16 if WIDE else 8
     block, first = tl.program_id(0) // TILES, tl.program_id(0) % TILES * R
-    if FETCH and PDL:
-        # Blocks and ids were there before the kernel in front began.
-        _fetch(expert_ptr, w_ptr, block, first, num_experts, total_ptr, HIDDEN, INNER, DIRECT, R, BLOCK)
     await_inputs(PDL)
     release_dependents(PDL)
     if block_is_empty(expert_ptr, total_ptr, block, num_experts, DIRECT, BLOCK):
@@ -179,7 +158,10 @@ def order_kernel(x_ptr, out_ptr, x_stride, width, BLOCK: tl.constexpr, PDL: tl.c
 
 @dataclass(frozen=True)
 class Plan:
-    """``tokens`` of a block: 8 or 16, 0: each pair by itself; then tiles of a program, its warps and stages, twice."""
+    """``tokens`` of a block: 8 or 16, 0: each pair by itself; then tiles of a program, its warps and stages, twice.
+
+    ``l1``: tokens are read through L1 and not copied ahead with the weights.
+    """
 
     tokens: int
     r1: int
@@ -188,33 +170,50 @@ class Plan:
     r2: int
     w2: int
     s2: int
-    l1: int = 0
-    fetch: int = 0
+    l1: int
 
     def numbers(self) -> list[int]:
         """Return the plan as an operator takes it; spelt out, because torch.compile traces it."""
-        return [self.tokens, self.r1, self.w1, self.s1, self.r2, self.w2, self.s2, self.l1, self.fetch]
+        return [self.tokens, self.r1, self.w1, self.s1, self.r2, self.w2, self.s2, self.l1]
 
     def config(self) -> dict[str, int]:
         """Return the plan as a table holds it."""
         return asdict(self)
 
 
+def _alike(tokens: int, tiles: int, warps: int, stages: int, l1: int) -> Plan:
+    return Plan(tokens, tiles, warps, stages, tiles, warps, stages, l1)
+
+
 def plan_for(tokens: int) -> Plan:
     """Return how ``tokens`` tokens run without a table."""
-    if tokens <= 4:
-        return Plan(0, 1, 4, 4, 1, 4, 4)
-    return Plan(8 if tokens <= 32 else 16, 4, 4, 4, 4, 4, 4)
+    if tokens <= 2:
+        return _alike(0, 1, 4, 4, 1)
+    if tokens <= 24:
+        return _alike(0 if tokens <= 4 else 8, 2, 2, 6, 1)
+    return _alike(8, 4, 2, 4, 0) if tokens <= 64 else _alike(16, 4, 2, 4, 1)
+
+
+# Tiles, warps, stages, l1: the best first.
+_SHAPES = {
+    0: [(1, 4, 4, 1), (2, 2, 6, 1), (1, 4, 6, 1), (2, 4, 6, 1), (2, 4, 4, 1), (4, 4, 4, 1), (4, 2, 4, 0)],
+    8: [(4, 2, 4, 0), (2, 2, 6, 1), (4, 2, 4, 1), (4, 4, 3, 0), (8, 2, 4, 1), (4, 4, 4, 1), (2, 4, 4, 1)],
+    16: [(4, 2, 4, 1), (4, 2, 4, 0), (2, 2, 6, 1), (8, 2, 4, 1), (4, 4, 3, 0)],
+}  # fmt: skip
 
 
 def plans(tokens: int) -> list[Plan]:
-    """Return the rule's plan and what lies about it; both products alike, then each by itself."""
-    blocks = [0, 8] if tokens <= 4 else [8] if tokens <= 16 else [8, 16] if tokens <= 96 else [16]
-    shapes = [(1, 4, 4), (1, 4, 6), (1, 8, 4), (2, 2, 4), (2, 4, 4), (2, 4, 6), (2, 8, 4), (4, 2, 4), (4, 4, 4),
-              (4, 4, 3), (4, 1, 4), (4, 8, 3)]  # fmt: skip
-    alike = [Plan(block, *shape, *shape) for block in blocks for shape in shapes]
-    mixed = [replace(plan_for(tokens), r2=r, w2=w, s2=s) for r, w, s in shapes]
-    return list(dict.fromkeys([plan_for(tokens), *alike, *mixed]))[:40]
+    """Return the rule's plan, both products alike, and mixtures of the best shapes: 10 to 24."""
+    blocks = (
+        [0] if tokens <= 2 else [0, 8] if tokens <= 4 else [8] if tokens <= 48 else [8, 16] if tokens <= 96 else [16]
+    )
+    found = [plan_for(tokens)]
+    for block in blocks:
+        shapes = _SHAPES[block]
+        found += [_alike(block, *shape) for shape in shapes]
+        pairs = [(a, b) for a in shapes[:5] for b in shapes[:5] if a != b and a[3] == b[3]]
+        found += [Plan(block, *a[:3], *b[:3], a[3]) for a, b in pairs[:6]]
+    return list(dict.fromkeys(found))
 
 
 def _experts(
@@ -239,14 +238,14 @@ def _experts(
         weights if packed.w13_bias is None else packed.w13_bias, inner_rows, sorted_ids, expert_ids, total, pairs,
         experts, alpha, limit, PER_TOKEN=ids.shape[1], HIDDEN=hidden, INNER=inner,
         HAS_BIAS=packed.w13_bias is not None, DIRECT=direct, R=plan.r1, W=plan.w1, WIDE=wide, STAGES=plan.s1,
-        ASYNC=not plan.l1, FETCH=bool(plan.fetch), num_warps=plan.w1, **dependent_launch(x),
+        ASYNC=not plan.l1, num_warps=plan.w1, **dependent_launch(x),
     )  # fmt: skip
     partial = torch.empty(pairs, hidden, dtype=torch.float32, device=x.device)
     swizzled_down_kernel[(blocks * triton.cdiv(hidden, 16 * plan.r2),)](
         inner_rows.view(torch.int32), packed.w2.mT.view(torch.int32), packed.w2_scale.mT,
         weights if packed.w2_bias is None else packed.w2_bias, weights, partial, sorted_ids, expert_ids, total,
         pairs, experts, HIDDEN=hidden, INNER=inner, HAS_BIAS=packed.w2_bias is not None, DIRECT=direct,
-        R=plan.r2, W=plan.w2, WIDE=wide, STAGES=plan.s2, ASYNC=not plan.l1, FETCH=bool(plan.fetch),
+        R=plan.r2, W=plan.w2, WIDE=wide, STAGES=plan.s2, ASYNC=not plan.l1,
         num_warps=plan.w2, **dependent_launch(x),
     )  # fmt: skip
     return partial
@@ -335,12 +334,14 @@ class TritonSwizzledFusedMoE:
 
 def builds_of(name: str, cfg: FusedMoEConfig, plan: Plan) -> list[KernelBuild]:
     """Return both products' kernels of a plan as they are launched."""
+    """Return both products' kernels of a plan as they are launched."""
+    """Return both products' kernels of a plan as they are launched."""
     wide, direct = plan.tokens == 16, plan.tokens == 0
     types = {"x_ptr": "*i32", "a_ptr": "*i32", "w_ptr": "*i32", "ws_ptr": "*u8", "bias_ptr": "*fp32"}
     types |= {"weights_ptr": "*fp32", "sorted_ptr": "*i32", "expert_ptr": "*i32", "total_ptr": "*i32"}
     types |= {"num_pairs": "i32", "num_experts": "i32", "alpha": "fp32", "limit": "fp32"}
     shared = {"HIDDEN": cfg.hidden_size, "INNER": cfg.intermediate_size, "HAS_BIAS": cfg.bias, "DIRECT": direct}
-    shared |= {"WIDE": wide, "ASYNC": not plan.l1, "FETCH": bool(plan.fetch), "PDL": True}
+    shared |= {"WIDE": wide, "ASYNC": not plan.l1, "PDL": True}
     found = []
     for kernel, out, r, w, s in (
         (swizzled_gate_up_kernel, "*bf16", plan.r1, plan.w1, plan.s1),
