@@ -12,14 +12,12 @@ from fastlayers.operators import operator
 from fastlayers.quant.group_quant.layer import SCALE_LAYOUTS, empty_scales
 from fastlayers.quant.group_quant.triton import QuantTile, quant_tile, quantize_tile, tile_row
 from fastlayers.testing.compile_check import KernelBuild
-from fastlayers.triton_lang import await_inputs, dependent_launch, release_dependents
 
 
 @triton.jit(do_not_specialize=["tokens", "num_groups", "s_token_stride", "s_group_stride"])
 def _silu_mul_quant_kernel(
     x_ptr, q_ptr, s_ptr, tokens, num_groups, x_stride, s_token_stride, s_group_stride, size, eps,
     UE8M0: tl.constexpr, EVEN: tl.constexpr, GROUP_SIZE: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     index = tl.arange(0, ROWS * GROUPS)
     row, group = tile_row() * ROWS + index // GROUPS, tl.program_id(0) * GROUPS + index % GROUPS
@@ -30,8 +28,6 @@ def _silu_mul_quant_kernel(
     else:
         inside = whole[:, None] & (column < size)
     x_row = x_ptr + (row * x_stride)[:, None] + column
-    await_inputs(PDL)
-    release_dependents(PDL)
     gate = tl.load(x_row, mask=inside, other=0.0)
     up = tl.load(x_row + size, mask=inside, other=0.0)
     y = silu_mul_rounded(gate, up)
@@ -66,7 +62,6 @@ def _silu_mul_quant(x: torch.Tensor, group_size: int, layout: int, ue8m0: bool) 
             x, q, s, tokens, groups, x.stride(0), s.stride(0), s.stride(1), q.shape[1], FLOOR,
             UE8M0=ue8m0, EVEN=q.shape[1] % group_size == 0,
             GROUP_SIZE=group_size, ROWS=tile.rows, GROUPS=tile.groups, num_warps=tile.warps,
-            **dependent_launch(x),
         )  # fmt: skip
     return q, s
 
@@ -92,7 +87,7 @@ COMPILE = [
             "x_ptr": "*bf16", "q_ptr": "*fp8e4nv", "s_ptr": "*fp32", "tokens": "i32", "num_groups": "i32",
             "x_stride": "i64", "s_token_stride": "i64", "s_group_stride": "i64", "size": "i32", "eps": "fp32",
         },
-        {"UE8M0": ue8m0, "EVEN": True, "GROUP_SIZE": 128, "ROWS": tile.rows, "GROUPS": tile.groups, "PDL": True},
+        {"UE8M0": ue8m0, "EVEN": True, "GROUP_SIZE": 128, "ROWS": tile.rows, "GROUPS": tile.groups},
         num_warps=tile.warps, num_stages=3, aligned=("x_stride", "size"),
     )
     for ue8m0, rows in ((False, 4), (False, 4096), (True, 4096))

@@ -9,7 +9,7 @@ import triton.language as tl
 from fastlayers.attention.merge_state.layer import MergeStateConfig
 from fastlayers.operators import operator
 from fastlayers.testing.compile_check import KernelBuild
-from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
+from fastlayers.triton_lang import cast
 
 ROWS = 8
 
@@ -32,12 +32,10 @@ def _offsets(row, num_heads, token_stride, head_stride, DENSE: tl.constexpr):
 def _merge_state_kernel(
     o_a_ptr, lse_a_ptr, o_b_ptr, lse_b_ptr, o_ptr, lse_ptr, rows, num_heads,
     o_a_token, o_a_head, lse_a_token, lse_a_head, o_b_token, o_b_head, lse_b_token, lse_b_head,
-    HEAD_DIM: tl.constexpr, DENSE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DENSE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
-    await_inputs(PDL)
-    release_dependents(PDL)
     lse_a = _side(lse_a_ptr, _offsets(row, num_heads, lse_a_token, lse_a_head, DENSE), inside)
     lse_b = _side(lse_b_ptr, _offsets(row, num_heads, lse_b_token, lse_b_head, DENSE), inside)
     largest = tl.maximum(lse_a, lse_b)
@@ -81,7 +79,7 @@ def _merge_state(
             o_a.stride(0), o_a.stride(1), lse_a.stride(0), lse_a.stride(1),
             o_b.stride(0), o_b.stride(1), lse_b.stride(0), lse_b.stride(1),
             HEAD_DIM=head_dim, DENSE=all(x.stride(0) == heads * x.stride(1) for x in (o_a, lse_a, o_b, lse_b)),
-            ROWS=ROWS, BLOCK=triton.next_power_of_2(head_dim), num_warps=2, **dependent_launch(o_a),
+            ROWS=ROWS, BLOCK=triton.next_power_of_2(head_dim), num_warps=2,
         )  # fmt: skip
     return o, lse
 
@@ -120,7 +118,7 @@ COMPILE = [
             **dict.fromkeys(_STRIDES, "i64"),
         },
         {
-            "HEAD_DIM": head_dim, "DENSE": dense, "ROWS": ROWS, "BLOCK": triton.next_power_of_2(head_dim), "PDL": True,
+            "HEAD_DIM": head_dim, "DENSE": dense, "ROWS": ROWS, "BLOCK": triton.next_power_of_2(head_dim),
         },
         num_warps=2, aligned=("num_heads", *_STRIDES),
     )

@@ -1,10 +1,8 @@
 """Alignment in Triton without atomics in memory: one launch for few pairs, two for many.
 
-Few pairs: one program an expert. Each counts all pairs, adds up the padded counts before its own, and writes its run: a
-running count over the pairs keeps their order. Many pairs are cut into parts: one launch counts every part's pairs of
-every expert, and in the next a program places a part's pairs. A pair's place is where its expert's run begins, plus
-the expert's pairs in the parts before, plus those before it in its own part. Entries from num_post_pad on stay as they
-are.
+A program has one expert or a few, adds up the padded counts of those before, and writes their runs: a running count
+over the pairs keeps their order. Few pairs are counted by every program for itself; many are cut into splits, of which
+a launch of its own counts every expert's pairs. Entries from num_post_pad on stay as they are.
 """
 
 from __future__ import annotations
@@ -18,11 +16,14 @@ from fastlayers.operators import operator
 from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, dependent_launch, release_dependents
 
+# Up to this many pairs every program counts for itself.
 FEW = 1024
-# Pairs that are ranked among each other at a time.
-STEP = 256
+# Of a program where there are more: experts, splits of the pairs, and pairs in one go (counts must fit 16 bits).
+EXPERTS, SPLITS = 4, 8
+MIN_CHUNK, MAX_CHUNK = 512, 4096
 
 
+# The number of pairs is not specialised on: no compilation after the warm-up.
 @triton.jit(do_not_specialize=["num_pairs"])
 def _few_kernel(
     ids_ptr, sorted_ptr, experts_ptr, total_ptr, num_pairs, num_experts,
@@ -54,76 +55,79 @@ def _few_kernel(
 
 
 @triton.jit
-def _experts_of(ids_ptr, pair, num_pairs, num_experts):
-    """Return the pairs' experts, ``num_experts`` for dropped ones."""
-    ids = tl.load(ids_ptr + pair, mask=pair < num_pairs, other=-1)
-    return tl.where((ids >= 0) & (ids < num_experts), ids, num_experts)
+def _marks(ids, first, num_experts, EXPERTS: tl.constexpr):
+    """Return which pairs belong to the EXPERTS experts from ``first`` on, the bit of the expert, and 1 << bit.
+
+    Sums of the latter are up to four counts at once, 16 bits each.
+    """
+    mine = (ids >= first) & (ids < first + EXPERTS) & (ids < num_experts)
+    bit = tl.where(mine, (ids - first) * 16, 0).to(tl.int64)
+    return mine, bit, mine.to(tl.int64) << bit
+
+
+@triton.jit
+def _unpacked(packed, EXPERTS: tl.constexpr):
+    return ((packed >> (tl.arange(0, EXPERTS) * 16).to(packed.dtype)) & 0xFFFF).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "span"])
 def _count_kernel(
-    ids_ptr, counts_ptr, num_pairs, span, num_experts,
-    STEP: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    part = tl.program_id(0)
-    counts = tl.zeros([BLOCK_E], tl.int32)
+    ids_ptr, counts_ptr, num_pairs, span, num_experts, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
+):
+    first, split = tl.program_id(0) * EXPERTS, tl.program_id(1)
+    pair, expert = tl.arange(0, CHUNK), first + tl.arange(0, EXPERTS)
+    found = tl.zeros([EXPERTS], tl.int32)
     await_inputs(PDL)
     release_dependents(PDL)
-    for start in range(part * span, tl.minimum((part + 1) * span, num_pairs), STEP):
-        counts += tl.histogram(_experts_of(ids_ptr, start + tl.arange(0, STEP), num_pairs, num_experts), BLOCK_E)
-    tl.store(counts_ptr + part * BLOCK_E + tl.arange(0, BLOCK_E), counts)
+    for start in range(split * span, tl.minimum((split + 1) * span, num_pairs), CHUNK):
+        ids = tl.load(ids_ptr + start + pair, mask=start + pair < num_pairs, other=-1)
+        _, _, marks = _marks(ids, first, num_experts, EXPERTS)
+        found += _unpacked(tl.sum(marks, axis=0), EXPERTS)
+    tl.store(counts_ptr + split * num_experts + expert, found, mask=expert < num_experts)
 
 
-@triton.jit
-def _rank(ids_ptr, ids, start, num_pairs, num_experts, STEP: tl.constexpr):
-    """Return how many of the STEP pairs from ``start`` on are before each pair and of its expert."""
-    index, rank = tl.arange(0, STEP), tl.zeros([STEP], tl.int32)
-    for first in tl.static_range(0, STEP, 32):
-        other = first + tl.arange(0, 32)
-        others = _experts_of(ids_ptr, start + other, num_pairs, num_experts)
-        before = (ids[:, None] == others[None, :]) & (other[None, :] < index[:, None])
-        rank += tl.sum(before.to(tl.int32), axis=1)
-    return rank
-
-
-@triton.jit(do_not_specialize=["num_pairs", "span", "capacity"])
-def _many_kernel(
-    ids_ptr, counts_ptr, sorted_ptr, experts_ptr, total_ptr, num_pairs, span, capacity, num_experts,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
+@triton.jit(do_not_specialize=["num_pairs", "span"])
+def _place_kernel(
+    ids_ptr, counts_ptr, sorted_ptr, experts_ptr, total_ptr, num_pairs, span, num_experts,
+    EXPERTS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    part, every = tl.program_id(0), tl.arange(0, BLOCK_E)
+    first, split = tl.program_id(0) * EXPERTS, tl.program_id(1)
+    every, pair, expert = tl.arange(0, BLOCK_E), tl.arange(0, CHUNK), first + tl.arange(0, EXPERTS)
     await_inputs(PDL)
     release_dependents(PDL)
-    counts, place = tl.zeros([BLOCK_E], tl.int32), tl.zeros([BLOCK_E], tl.int32)
-    for first in tl.static_range(0, PARTS, 16):
-        other = first + tl.arange(0, 16)[:, None]
-        there = tl.load(counts_ptr + other * BLOCK_E + every[None, :])
-        counts += tl.sum(there, axis=0)
-        place += tl.sum(tl.where(other < part, there, 0), axis=0)
-    counts = tl.where(every < num_experts, counts, 0)
+    part = tl.arange(0, SPLITS)[:, None]
+    parts = tl.load(counts_ptr + part * num_experts + every[None, :], mask=(every < num_experts)[None, :], other=0)
+    counts = tl.sum(parts, axis=0)
+    earlier = tl.sum(tl.where(part < split, parts, 0), axis=0)
+    here = tl.sum(tl.where(part == split, parts, 0), axis=0)
     blocks = (counts + (BLOCK - 1)) // BLOCK
-    end = tl.cumsum(blocks, axis=0)
-    begin = (end - blocks) * BLOCK
-    place += begin
-    used = tl.sum(blocks, axis=0)
-    if part == 0:
-        tl.store(total_ptr, used * BLOCK)
-    index = tl.arange(0, STEP)
-    for start in range(part * span, tl.minimum((part + 1) * span, num_pairs), STEP):
-        ids = _experts_of(ids_ptr, start + index, num_pairs, num_experts)
-        target = tl.gather(place, ids, 0) + _rank(ids_ptr, ids, start, num_pairs, num_experts, STEP)
-        tl.store(sorted_ptr + target, start + index, mask=ids < num_experts)
-        place += tl.histogram(ids, BLOCK_E)
-    # Every program names the experts of some blocks, and fills what they leave empty.
-    share, slot = tl.cdiv(capacity, PARTS), tl.arange(0, BLOCK)[None, :]
-    for start in range(part * share, tl.minimum((part + 1) * share, used), 32):
-        block = start + tl.arange(0, 32)
-        inside = block < tl.minimum((part + 1) * share, used)
-        owner = tl.minimum(tl.sum((end[None, :] <= block[:, None]).to(tl.int32), axis=1), num_experts)
-        tl.store(experts_ptr + block, owner, mask=inside)
-        empty = tl.gather(begin + counts, owner, 0)[:, None] <= block[:, None] * BLOCK + slot
-        filler = tl.zeros([32, BLOCK], tl.int32) + num_pairs
-        tl.store(sorted_ptr + block[:, None] * BLOCK + slot, filler, mask=inside[:, None] & empty)
+    own = every[None, :] == expert[:, None]
+    before = tl.sum(tl.where(every[None, :] < expert[:, None], blocks[None, :], 0), axis=1)
+    mine = tl.sum(tl.where(own, blocks[None, :], 0), axis=1)
+    count = tl.sum(tl.where(own, counts[None, :], 0), axis=1)
+    place = before * BLOCK + tl.sum(tl.where(own, earlier[None, :], 0), axis=1)
+    if (first == 0) & (split == 0):
+        tl.store(total_ptr, tl.sum(blocks, axis=0) * BLOCK)
+    if tl.sum(tl.where((every >= first) & (every < first + EXPERTS), here, 0), axis=0) > 0:
+        for start in range(split * span, tl.minimum((split + 1) * span, num_pairs), CHUNK):
+            ids = tl.load(ids_ptr + start + pair, mask=start + pair < num_pairs, other=-1)
+            belongs, bit, marks = _marks(ids, first, num_experts, EXPERTS)
+            rank = ((tl.cumsum(marks, axis=0) >> bit) & 0xFFFF).to(tl.int32) - 1
+            for i in tl.static_range(EXPERTS):
+                rank += tl.where(bit == 16 * i, tl.sum(tl.where(expert == first + i, place, 0), axis=0), 0)
+            tl.store(sorted_ptr + rank, start + pair, mask=belongs)
+            place += _unpacked(tl.sum(marks, axis=0), EXPERTS)
+    if split == SPLITS - 1:
+        slot = tl.arange(0, BLOCK)[None, :]
+        unused = mine * BLOCK - count
+        filler = tl.zeros([EXPERTS, BLOCK], tl.int32) + num_pairs
+        tl.store(sorted_ptr + place[:, None] + slot, filler, mask=slot < unused[:, None])
+    if split == 0:
+        block = tl.arange(0, 128)[None, :]
+        owner = tl.zeros([EXPERTS, 128], tl.int32) + expert[:, None]
+        for start in range(0, tl.max(mine, axis=0), 128):
+            tl.store(experts_ptr + before[:, None] + start + block, owner, mask=start + block < mine[:, None])
 
 
 def _fake(topk_ids: torch.Tensor, experts: int, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -141,7 +145,7 @@ def moe_align(topk_ids: torch.Tensor, experts: int, block: int) -> tuple[torch.T
     if pairs == 0:
         return sorted_ids, expert_ids, torch.zeros(1, dtype=torch.int32, device=device)
     total = torch.empty(1, dtype=torch.int32, device=device)
-    block_e, launch = triton.next_power_of_2(experts + 1), dependent_launch(ids)
+    launch, block_e = dependent_launch(ids), triton.next_power_of_2(experts + 1)
     if pairs <= FEW:
         chunk = max(32, triton.next_power_of_2(pairs))
         _few_kernel[(experts,)](
@@ -149,13 +153,18 @@ def moe_align(topk_ids: torch.Tensor, experts: int, block: int) -> tuple[torch.T
             BLOCK=block, CHUNK=chunk, BLOCK_E=block_e, num_warps=max(1, chunk // 256), **launch,
         )  # fmt: skip
         return sorted_ids, expert_ids, total
-    parts = 16 if pairs <= 16 * 2 * STEP else 64
-    span = triton.cdiv(triton.cdiv(pairs, parts), STEP) * STEP
-    counts = torch.empty(parts, block_e, dtype=torch.int32, device=device)
-    _count_kernel[(parts,)](ids, counts, pairs, span, experts, STEP=STEP, BLOCK_E=block_e, num_warps=4, **launch)
-    _many_kernel[(parts,)](
-        ids, counts, sorted_ids, expert_ids, total, pairs, span, blocks, experts,
-        PARTS=parts, BLOCK=block, STEP=STEP, BLOCK_E=block_e, num_warps=8, **launch,
+    chunk = max(MIN_CHUNK, min(MAX_CHUNK, triton.next_power_of_2(triton.cdiv(pairs, SPLITS))))
+    span, warps = triton.cdiv(triton.cdiv(pairs, SPLITS), chunk) * chunk, min(8, chunk // 256)
+    counts, grid = (
+        torch.empty(SPLITS, experts, dtype=torch.int32, device=device),
+        (triton.cdiv(experts, EXPERTS), SPLITS),
+    )
+    _count_kernel[grid](
+        ids, counts, pairs, span, experts, EXPERTS=EXPERTS, CHUNK=chunk, num_warps=warps, **launch,
+    )  # fmt: skip
+    _place_kernel[grid](
+        ids, counts, sorted_ids, expert_ids, total, pairs, span, experts, EXPERTS=EXPERTS, SPLITS=SPLITS,
+        BLOCK=block, CHUNK=chunk, BLOCK_E=block_e, num_warps=warps, **launch,
     )  # fmt: skip
     return sorted_ids, expert_ids, total
 
@@ -183,25 +192,27 @@ COMPILE = [
     )
     for experts, block, chunk in ((257, 16, 32), (257, 16, 1024), (128, 16, 512))
 ]
+_MANY = {**_POINTERS, "num_pairs": "i32", "span": "i32", "num_experts": "i32"}
 COMPILE += [
     KernelBuild(
-        f"moe_align_count_{experts}",
+        f"moe_align_count_{chunk}",
         _count_kernel,
-        {**_POINTERS, "num_pairs": "i32", "span": "i32", "num_experts": "i32"},
-        {"STEP": STEP, "BLOCK_E": triton.next_power_of_2(experts + 1), "PDL": True},
-        num_warps=4,
+        _MANY,
+        {"EXPERTS": EXPERTS, "CHUNK": chunk, "PDL": True},
+        num_warps=min(8, chunk // 256),
     )
-    for experts in (32, 257)
+    for chunk in (512, 4096)
 ]
 COMPILE += [
     KernelBuild(
-        f"moe_align_many_{experts}_{block}_{parts}",
-        _many_kernel,
-        {**_POINTERS, "num_pairs": "i32", "span": "i32", "capacity": "i32", "num_experts": "i32"},
+        f"moe_align_place_{experts}_{block}_{chunk}",
+        _place_kernel,
+        _MANY,
         {
-            "PARTS": parts, "BLOCK": block, "STEP": STEP, "BLOCK_E": triton.next_power_of_2(experts + 1), "PDL": True,
+            "EXPERTS": EXPERTS, "SPLITS": SPLITS, "BLOCK": block, "CHUNK": chunk,
+            "BLOCK_E": triton.next_power_of_2(experts + 1), "PDL": True,
         },
-        num_warps=8,
+        num_warps=min(8, chunk // 256),
     )
-    for experts, block, parts in ((257, 16, 16), (257, 128, 64), (128, 128, 64), (32, 64, 16))
+    for experts, block, chunk in ((257, 128, 4096), (128, 128, 4096), (128, 16, 512))
 ]  # fmt: skip

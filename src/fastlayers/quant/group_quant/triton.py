@@ -11,7 +11,7 @@ import triton.language as tl
 from fastlayers.operators import operator
 from fastlayers.quant.group_quant.layer import LARGEST, SCALE_LAYOUTS, GroupQuantConfig, empty_scales
 from fastlayers.testing.compile_check import KernelBuild
-from fastlayers.triton_lang import INTERPRET, await_inputs, dependent_launch, release_dependents, to_e4m3
+from fastlayers.triton_lang import INTERPRET, to_e4m3
 
 
 @triton.jit
@@ -95,14 +95,12 @@ def tile_row():
 def _group_quant_kernel(
     x_ptr, q_ptr, s_ptr, rows, groups, x_stride, q_stride, s_stride_row, s_stride_group, eps,
     MAX: tl.constexpr, UE8M0: tl.constexpr, INT8: tl.constexpr,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     index = tl.arange(0, ROWS * GROUPS)
     row, group = tile_row() * ROWS + index // GROUPS, tl.program_id(0) * GROUPS + index % GROUPS
     inside = (row < rows) & (group < groups)
     row, column = row.to(tl.int64), group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    await_inputs(PDL)
-    release_dependents(PDL)
     x = tl.load(x_ptr + (row * x_stride)[:, None] + column, mask=inside[:, None], other=0.0)
     narrow: tl.constexpr = x.dtype.primitive_bitwidth == 16
     codes, scale = quantize_tile(x.to(tl.float32), eps, MAX, UE8M0, INT8, narrow)
@@ -162,7 +160,6 @@ def _group_quant(
             x, q, s, rows, groups, x.stride(0), features, s.stride(0), s.stride(1), eps,
             MAX=LARGEST[dtype], UE8M0=ue8m0, INT8=dtype == torch.int8,
             GROUP=group, ROWS=tile.rows, GROUPS=tile.groups, num_warps=tile.warps,
-            **dependent_launch(x),
         )  # fmt: skip
     return q, s
 
@@ -194,7 +191,7 @@ COMPILE = [
         },
         {
             "MAX": 127.0 if out == "i8" else 448.0, "UE8M0": ue8m0, "INT8": out == "i8",
-            "GROUP": group, "ROWS": tile.rows, "GROUPS": tile.groups, "PDL": True,
+            "GROUP": group, "ROWS": tile.rows, "GROUPS": tile.groups,
         },
         num_warps=tile.warps, num_stages=3, aligned=("x_stride", "q_stride"),
     )
