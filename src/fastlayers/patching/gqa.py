@@ -26,6 +26,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastlayers import env
+from fastlayers.attention.contexts import context_of
 from fastlayers.attention.gqa.core import GQA, GQAConfig
 from fastlayers.attention.mla.torch import MAX_SCORES, product
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWriteConfig
@@ -296,7 +297,7 @@ class FastGQA(PackedModule):
         sinks = extra.get("s_aux")
         cfg = GQAConfig(
             heads, kv_heads, width, float(self.scaling), extra.get("sliding_window"), None, sinks is not None, PAGE,
-            q.dtype, keys.dtype, "decode",
+            q.dtype, keys.dtype, "decode", context=context_of(step.capacity),
         )  # fmt: skip
         o, _ = step.pick(cfg)(q, keys, values, step.meta, None if sinks is None else sinks.float())
         flat: torch.Tensor = o.view(step.batch, 1, heads * width)
