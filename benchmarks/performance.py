@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -201,7 +202,7 @@ def run_program(part: str, record: Record, more: list[str], about: dict[str, str
     """Run a part's own programs and keep the JSON lines they print, with ``about``; return how many failed."""
     failed = 0
     for number, (program, *arguments) in enumerate(PROGRAMS[part]):
-        command = [sys.executable, str(HERE / program), *arguments, *more]
+        command = [sys.executable, os.path.relpath(HERE / program), *arguments, *more]  # results name it
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             for line in process.stdout:

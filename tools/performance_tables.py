@@ -311,8 +311,9 @@ def roofline(part: str, rows: list[Row]) -> Plot:
             continue
         intensity = row["tflops"] * 1e3 / row["gb_per_s"]
         series[row["model"].split("/")[-1] if part != "small_ops" else row["layer"]].append((intensity, row["tflops"]))
-        bound = row["tflops"] * row["us"] / max(row["arithmetic_floor_us"], row["memory_floor_us"])
-        roof[intensity] = bound
+        floor = max(row["arithmetic_floor_us"], row["memory_floor_us"])
+        if floor:  # of the smallest calls it is rounded to nothing
+            roof[intensity] = row["tflops"] * row["us"] / floor
     return Plot(f"{part}: roofline of auto", "operations per byte", "TFLOP/s", series, {"floor": sorted(roof.items())})
 
 

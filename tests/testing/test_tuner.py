@@ -70,9 +70,9 @@ def test_its_own_rule_is_preferred_to_parameters_that_are_no_faster() -> None:
 
 
 def test_noisy_points_are_judged_by_their_own_spread() -> None:
-    calm = [Sample(1, A, 10.0, 0.0), Sample(1, B, 9.6, 0.0)]
-    noisy = [Sample(1, A, 10.0, 0.5), Sample(1, B, 9.6, 0.48)]
-    assert ladder(calm) == [(None, "b", 9.6)]
+    calm = [Sample(1, A, 10.0, 0.0), Sample(1, B, 9.75, 0.0)]
+    noisy = [Sample(1, A, 10.0, 0.5), Sample(1, B, 9.75, 0.48)]
+    assert ladder(calm) == [(None, "b", 9.75)]
     assert ladder(noisy) == [(None, "a", 10.0)]
 
 
