@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
+import io
+import tokenize
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -43,25 +45,44 @@ def kernel_hash(target: str | Callable[..., Any]) -> str:
 @lru_cache
 def _hash(module: str) -> str:
     digest = hashlib.sha256()
-    tree = _tree(module)
-    for name in [module, *sorted(_imported(tree))] if tree is not None else []:
-        part = tree if name == module else _tree(name)
-        digest.update(ast.unparse(part).encode() if part is not None else b"")
+    source = _source(module)
+    for name in [module, *sorted(_imported(source))] if source is not None else []:
+        part = source if name == module else _source(name)
+        digest.update(_bare(part).encode() if part is not None else b"")
     return digest.hexdigest()[:12]
 
 
-def _tree(module: str) -> ast.Module | None:
+def _source(module: str) -> str | None:
     found = importlib.util.find_spec(module)
     if found is None or found.origin is None or not found.origin.endswith(".py"):
         return None
-    tree = ast.parse(Path(found.origin).read_text())
-    for node in ast.walk(tree):
+    return Path(found.origin).read_text(encoding="utf-8")
+
+
+def _bare(source: str) -> str:
+    """Return source text without comments, docstrings and white space.
+
+    Text, not a syntax tree: each version of Python writes trees in its own way, and tables travel between versions.
+    """
+    lines = source.encode().split(b"\n")
+    spans = []
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
-            node.body = node.body[1:] or [ast.Pass()]
-    return tree
+            text = node.body[0]
+            spans.append(((text.lineno, text.col_offset), (text.end_lineno or 0, text.end_col_offset or 0)))
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            first = len(token.line[:column].encode())
+            spans.append(((row, first), (row, first + len(token.string.encode()))))
+    for (row, column), (last, end) in sorted(spans, reverse=True):
+        kept = lines[row - 1][:column] + lines[last - 1][end:]
+        lines[row - 1 : last] = [kept, *[b""] * (last - row)]
+    return "".join(b"\n".join(lines).decode().split())
 
 
-def _imported(tree: ast.Module) -> set[str]:
+def _imported(source: str) -> set[str]:
+    tree = ast.parse(source)
     names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
     last = {name: name.rsplit(".", 1)[-1] for name in names if name.startswith("fastlayers.")}
     return {name for name, piece in last.items() if "triton" in piece or piece == "kernels"}
