@@ -163,6 +163,49 @@ def check_positive(layer: str, **values: int) -> None:
             raise ArgumentError(layer, name, repr(value), "a positive integer")
 
 
+def check_kind(layer: str, kind: type, **values: object) -> None:
+    """Raise :class:`ArgumentError` for the first of ``values`` that is no ``kind``, one of our own classes."""
+    for name, value in values.items():
+        if not isinstance(value, kind):
+            raise ArgumentError(layer, name, repr(value), f"a fastlayers.{kind.__name__}")
+
+
+def check_pair(layer: str, argument: str, given: object) -> tuple[int, int]:
+    """Return ``given`` as a tuple; raise :class:`ArgumentError` unless it is two positive integers."""
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        raise ArgumentError(layer, argument, repr(given), "two positive integers")
+    first, second = given
+    for value in (first, second):
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise ArgumentError(layer, argument, repr(given), "two positive integers")
+    return first, second
+
+
+def check_names(layer: str, names: object, count: int) -> None:
+    """Raise :class:`ArgumentError` unless ``names`` is ``None`` or a sequence of ``count`` strings."""
+    if names is None:
+        return
+    accepted = f"{count} checkpoint name{'s' * (count > 1)} in a tuple"
+    if not isinstance(names, tuple | list) or len(names) != count or not all(isinstance(n, str) for n in names):
+        raise ArgumentError(layer, "names", repr(names), accepted)
+
+
+def check_float(layer: str, **values: object) -> None:
+    """Raise :class:`ArgumentError` for the first of ``values`` that is neither ``None`` nor a floating-point dtype."""
+    import torch
+
+    accepted = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    for name, value in values.items():
+        check_choice(layer, name, value, accepted)
+
+
+def check_number(layer: str, **values: object) -> None:
+    """Raise :class:`ArgumentError` for the first of ``values`` that is neither ``None`` nor a number."""
+    for name, value in values.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ArgumentError(layer, name, repr(value), "a number")
+
+
 def check_choice(layer: str, argument: str, given: object, accepted: tuple[object, ...]) -> None:
     """Raise :class:`ArgumentError` unless ``given`` is one of ``accepted``."""
     if given not in accepted:

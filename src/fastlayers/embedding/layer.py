@@ -18,7 +18,7 @@ from torch import nn
 
 from fastlayers import env
 from fastlayers.comm.parallel import REPLICATED, Shard
-from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor
+from fastlayers.errors import ArgumentError, check_choice, check_float, check_kind, check_positive, check_tensor
 from fastlayers.layer import Layer
 from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
 from fastlayers.weights import Slot
@@ -107,6 +107,8 @@ class VocabEmbedding(Layer):
     ) -> None:
         super().__init__()
         check_positive("VocabEmbedding", vocab_size=vocab_size, hidden_size=hidden_size)
+        check_kind("VocabEmbedding", Shard, shard=shard)
+        check_float("VocabEmbedding", dtype=dtype)
         check_choice("VocabEmbedding", "shard.kind", shard.kind, ("replicated", "column"))
         self.vocab_size, self.hidden_size, self.shard = vocab_size, hidden_size, shard
         self.ids, rows = vocab_slice(vocab_size, shard)

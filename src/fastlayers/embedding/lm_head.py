@@ -16,7 +16,7 @@ from torch import nn
 
 from fastlayers.comm.parallel import REPLICATED, Shard
 from fastlayers.embedding.layer import VocabEmbedding, vocab_slice, vocab_slot
-from fastlayers.errors import ArgumentError, check_choice, check_positive
+from fastlayers.errors import ArgumentError, check_choice, check_kind, check_positive
 from fastlayers.linear.dense.layer import LINEAR, Linear
 from fastlayers.weights import Slot
 
@@ -69,6 +69,9 @@ class LMHead(Linear):
         out_dtype: torch.dtype | None = None,
     ) -> None:
         check_positive("LMHead", hidden_size=hidden_size, vocab_size=vocab_size)
+        check_kind("LMHead", Shard, shard=shard)
+        if tied_to is not None:
+            check_kind("LMHead", VocabEmbedding, tied_to=tied_to)
         check_choice("LMHead", "shard.kind", shard.kind, ("replicated", "column"))
         ids, rows = vocab_slice(vocab_size, shard)
         if tied_to is not None:

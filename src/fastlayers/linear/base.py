@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fastlayers.comm.parallel import REPLICATED, Shard
-from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor
+from fastlayers.errors import ArgumentError, check_choice, check_kind, check_names, check_positive, check_tensor
 from fastlayers.layer import Layer
 from fastlayers.registry import Registry
 from fastlayers.weights import Slot
@@ -61,13 +61,13 @@ class LinearBase(Layer):
             in_features=in_features,
             **{f"out_features[{i}]": n for i, n in enumerate(self.full_parts)},
         )
+        check_kind(self.kind, Shard, shard=shard)
         check_choice(self.kind, "shard.kind", shard.kind, ("replicated", "column", "row"))
         if names is None and len(self.full_parts) > 1:
             raise ArgumentError(
                 self.kind, "names", None, f"{len(self.full_parts)} checkpoint names for the fused parts"
             )
-        if names is not None and len(names) != len(self.full_parts):
-            raise ArgumentError(self.kind, "names", tuple(names), f"{len(self.full_parts)} checkpoint names")
+        check_names(self.kind, names, len(self.full_parts))
         self.in_features, self.out_features = in_features, sum(self.full_parts)
         self.shard, self.names = shard, tuple(names) if names is not None else None
         axis = shard.axis

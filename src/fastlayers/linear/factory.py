@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fastlayers.comm.parallel import REPLICATED, Shard
-from fastlayers.errors import ArgumentError
+from fastlayers.errors import ArgumentError, check_kind
 from fastlayers.linear.base import LinearBase
 from fastlayers.quant.spec import NONE, QuantSpec
 
@@ -54,6 +54,7 @@ def linear(
     >>> type(fl.linear(256, 128, quant=fl.QuantSpec("fp8_block"))).__name__
     'FP8BlockLinear'
     """
+    check_kind("linear", QuantSpec, quant=quant)
     dtype = dtype or torch.get_default_dtype()
     if quant.format == "none":
         from fastlayers.linear.dense.layer import Linear

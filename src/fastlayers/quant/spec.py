@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fastlayers.errors import ArgumentError, check_choice
+from fastlayers.errors import ArgumentError, check_choice, check_pair
 
 FORMATS = ("none", "fp8_block", "int8", "mxfp4", "fp8_tensor", "fp8_channel")
 
@@ -49,8 +49,7 @@ class QuantSpec:
         check_choice("QuantSpec", "format", self.format, FORMATS)
         check_choice("QuantSpec", "scale_fmt", self.scale_fmt, ("float", "ue8m0"))
         check_choice("QuantSpec", "activation_scale", self.activation_scale, ("token", "tensor", "static"))
-        if len(self.block_size) != 2 or min(self.block_size) < 1:
-            raise ArgumentError("QuantSpec", "block_size", self.block_size, "two positive integers")
+        check_pair("QuantSpec", "block_size", self.block_size)
 
     def for_module(self, name: str) -> QuantSpec:
         """Return the spec of one module by its full checkpoint name: itself, or unquantised if skipped."""

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from fastlayers import env
-from fastlayers.errors import ArgumentError, check_positive, check_tensor, describe
+from fastlayers.errors import ArgumentError, check_kind, check_positive, check_tensor, describe
 from fastlayers.layer import Layer
 from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
 from fastlayers.rotary.scaling import RopeScaling, build_tables, config_value, rope_parameters
@@ -248,3 +248,11 @@ class RotaryEmbedding(Layer):
                     f"{low} to {high}",
                     f"0 to {self.max_position - 1} (max_position)",
                 )
+
+
+def check_rotary(layer: str, rotary: RotaryEmbedding, argument: str, head_dim: int, *, whole: bool = False) -> None:
+    """Raise :class:`ArgumentError` unless ``rotary`` turns heads of ``head_dim``, ``whole``: all of each head."""
+    check_kind(layer, RotaryEmbedding, rotary=rotary)
+    for name, size in (("head_dim", rotary.cfg.head_dim), ("rotary_dim", rotary.cfg.rotary_dim)):
+        if size != head_dim and (whole or name == "head_dim"):
+            raise ArgumentError(layer, f"rotary.{name}", size, f"{argument} {head_dim}")

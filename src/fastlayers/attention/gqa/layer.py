@@ -23,14 +23,14 @@ from fastlayers.attention.kv_write.layer import KVWrite
 from fastlayers.attention.meta import AttentionMeta, check_pages, check_step
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWrite
 from fastlayers.comm.parallel import SINGLE, Axis, Shard
-from fastlayers.errors import ArgumentError, check_positive, check_tensor
+from fastlayers.errors import ArgumentError, check_kind, check_number, check_positive, check_tensor
 from fastlayers.layer import Layer
 from fastlayers.linear.base import LinearBase
 from fastlayers.linear.factory import linear
 from fastlayers.norm.rms_norm.layer import RMSNorm
 from fastlayers.quant.spec import NONE, QuantSpec
 from fastlayers.registry import Ladder
-from fastlayers.rotary.layer import RotaryEmbedding
+from fastlayers.rotary.layer import RotaryEmbedding, check_rotary
 from fastlayers.weights import Slot
 
 
@@ -113,8 +113,12 @@ class Attention(Layer):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        check_positive(NAME, hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads)
-        check_positive(NAME, head_dim=head_dim)
+        given = {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        check_positive(NAME, **given)
+        check_kind(NAME, QuantSpec, quant=quant)
+        check_kind(NAME, Axis, axis=axis)
+        check_number(NAME, softmax_scale=softmax_scale, softcap=softcap, qk_norm=qk_norm)
+        check_rotary(NAME, rotary, "head_dim", head_dim)
         dtype = dtype if dtype is not None else torch.get_default_dtype()
         self.hidden_size, self.head_dim, self.dtype, self.rotary = hidden_size, head_dim, dtype, rotary
         self.head_slice = axis.part(num_heads, f"{NAME} num_heads")
@@ -131,8 +135,6 @@ class Attention(Layer):
         self.choose_phases(GQA, cfg, device, backend)
         self._other_ladders: dict[tuple[str, int, str], Ladder] = {}
         self._debug = env.debug()
-        if rotary.cfg.head_dim != head_dim:
-            raise ArgumentError(NAME, "rotary.head_dim", rotary.cfg.head_dim, f"head_dim {head_dim}")
         # The fused write turns every frequency by one position; MRoPE's three axes need the rotation by itself.
         self.mrope = bool(rotary.cfg.mrope_section)
         self.write: RotaryKVWrite | KVWrite

@@ -31,7 +31,7 @@ from fastlayers.attention.mla.core import MLA, MLAConfig, phase_of
 from fastlayers.attention.mla.paths import PATHS, Expansion, MLAThresholds, select_path
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWrite
 from fastlayers.comm.parallel import REPLICATED, SINGLE, Axis, Shard
-from fastlayers.errors import ArgumentError, check_positive, check_tensor
+from fastlayers.errors import ArgumentError, check_kind, check_number, check_positive, check_tensor
 from fastlayers.layer import Layer
 from fastlayers.linear.base import LinearBase
 from fastlayers.linear.factory import linear
@@ -41,7 +41,7 @@ from fastlayers.quant.fp8_linear.layer import FP8BlockLinear
 from fastlayers.quant.fp8_scaled_linear.layer import FP8ScaledLinear
 from fastlayers.quant.spec import NONE, QuantSpec
 from fastlayers.registry import Ladder
-from fastlayers.rotary.layer import RotaryEmbedding
+from fastlayers.rotary.layer import RotaryEmbedding, check_rotary
 
 
 class MLAAttention(Layer):
@@ -123,6 +123,10 @@ class MLAAttention(Layer):
     ) -> None:
         super().__init__()
         check_positive("MLAAttention", hidden_size=hidden_size, num_heads=num_heads, page_size=page_size)
+        check_kind("MLAAttention", QuantSpec, quant=quant)
+        check_kind("MLAAttention", Axis, axis=axis)
+        check_number("MLAAttention", softmax_scale=softmax_scale, norm_eps=norm_eps)
+        check_rotary("MLAAttention", rotary, "qk_rope_head_dim", qk_rope_head_dim, whole=True)
         dtype = dtype if dtype is not None else torch.get_default_dtype()
         heads = axis.part(num_heads, "MLAAttention num_heads")
         self.num_heads, self.head_dim = heads.stop - heads.start, qk_nope_head_dim + qk_rope_head_dim

@@ -26,7 +26,16 @@ from torch import nn
 from fastlayers import env
 from fastlayers.comm.parallel import SINGLE, Axis
 from fastlayers.device import Device
-from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor, dtype_name
+from fastlayers.errors import (
+    ArgumentError,
+    check_choice,
+    check_float,
+    check_kind,
+    check_number,
+    check_positive,
+    check_tensor,
+    dtype_name,
+)
 from fastlayers.layer import Layer
 from fastlayers.moe.fused_moe.packages import PACKAGES, TRITON_KERNELS, TRITON_SWIZZLED
 from fastlayers.moe.fused_moe.packed import PackedExpertNames, part_of_groups, slots_of_packed
@@ -73,8 +82,8 @@ class FusedMoEConfig:
         )
         check_choice(_NAME, "quant", self.quant, FORMATS)
         check_choice(_NAME, "activation", self.activation, ACTIVATIONS)
-        if self.num_shared < 0:
-            raise ArgumentError(_NAME, "num_shared", self.num_shared, "0 or more")
+        if isinstance(self.num_shared, bool) or not isinstance(self.num_shared, int) or self.num_shared < 0:
+            raise ArgumentError(_NAME, "num_shared", repr(self.num_shared), "0 or more")
         if self.scaling_factor == 0.0:
             raise ArgumentError(_NAME, "scaling_factor", self.scaling_factor, "a factor other than 0")
         if self.quant == "mxfp4":
@@ -219,6 +228,10 @@ class FusedMoE(Layer):
     ) -> None:
         super().__init__()
         check_positive(_NAME, num_experts=num_experts, top_k=top_k)
+        check_kind(_NAME, QuantSpec, quant=quant)
+        check_kind(_NAME, Axis, ep=ep, tp=tp)
+        check_float(_NAME, dtype=dtype)
+        check_number(_NAME, alpha=alpha, limit=limit, scaling_factor=scaling_factor)
         if top_k > num_experts:
             raise ArgumentError(_NAME, "top_k", top_k, f"at most num_experts {num_experts}")
         check_positive(_NAME, intermediate_size=intermediate_size, num_experts=num_experts)
@@ -240,6 +253,8 @@ class FusedMoE(Layer):
         self.adds_bias = tp.rank == 0
         if quant.format == "mxfp4" and not interleaved:
             raise ArgumentError(_NAME, "interleaved", False, "True for mxfp4, as GPT-OSS ships it")
+        if not isinstance(self.names, ExpertNames | PackedExpertNames):
+            raise ArgumentError(_NAME, "names", repr(names), "ExpertNames or PackedExpertNames")
         if isinstance(self.names, PackedExpertNames) != interleaved:
             given = f"{type(self.names).__name__} with interleaved={interleaved}"
             raise ArgumentError(_NAME, "names", given, "PackedExpertNames with interleaved rows, or neither")

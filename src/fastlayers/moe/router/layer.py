@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fastlayers.device import as_device
-from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor
+from fastlayers.errors import ArgumentError, check_choice, check_float, check_positive, check_tensor
 from fastlayers.layer import Layer
 from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
 from fastlayers.weights import Slot
@@ -187,6 +187,7 @@ class TopKRouter(Layer):
     ) -> None:
         super().__init__()
         check_positive("TopKRouter", hidden_size=hidden_size)
+        check_float("TopKRouter", dtype=dtype)
         check_choice("TopKRouter", "logits_dtype", logits_dtype, (torch.float32, None))
         cfg = RouterConfig(
             num_experts, top_k, scoring, num_groups, topk_groups, group_score, masked_score, correction_bias,

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from fastlayers.device import Device
-from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor, dtype_name
+from fastlayers.errors import ArgumentError, check_choice, check_float, check_positive, check_tensor, dtype_name
 from fastlayers.layer import Layer
 from fastlayers.registry import Backend, Registry, reference_backend, torch_backend, triton_backend
 from fastlayers.weights import Slot
@@ -116,7 +116,7 @@ class RMSNorm(Layer):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        check_choice("RMSNorm", "dtype", dtype, (None, torch.float32, torch.bfloat16, torch.float16, torch.float64))
+        check_float("RMSNorm", dtype=dtype)
         self.choose(
             RMS_NORM, RMSNormConfig(hidden_size, eps, rounding, dtype or torch.get_default_dtype()), device, backend
         )

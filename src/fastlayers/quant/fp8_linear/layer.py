@@ -20,7 +20,7 @@ from torch import nn
 
 from fastlayers.comm.parallel import REPLICATED, Shard
 from fastlayers.device import Device
-from fastlayers.errors import ArgumentError, check_choice, check_positive
+from fastlayers.errors import ArgumentError, check_choice, check_pair, check_positive
 from fastlayers.linear.base import LinearBase, frozen
 from fastlayers.quant.fp8_linear.blocks import BLOCK, E4M3, check_scale_grid, grid_of, quantize_block_weight
 from fastlayers.quant.group_quant.layer import GROUPS, SCALE_FMTS
@@ -197,7 +197,7 @@ class FP8BlockLinear(LinearBase):
         backend: str = "auto",
     ) -> None:
         super().__init__(in_features, out_features, shard, names)
-        block_size = (int(block_size[0]), int(block_size[1]))
+        block_size = check_pair(self.kind, "block_size", block_size)
         cfg = FP8LinearConfig(self.local_in, self.local_out, bias, dtype, block_size, scale_fmt)
         self._check_blocks(block_size)
         self.choose(FP8_LINEAR, cfg, device, backend)
@@ -244,6 +244,7 @@ class FP8BlockLinear(LinearBase):
 
         ``scale_fmt`` holds for weights and activations. ``source`` stays as it is and gives the dtype.
         """
+        block_size = check_pair(cls.__name__, "block_size", block_size)
         weight, scale = quantize_block_weight(source.weight.detach(), block_size, scale_fmt)
         return cls.from_checkpoint(
             weight, scale, source.bias, block_size=block_size, scale_fmt=scale_fmt, dtype=source.weight.dtype,
@@ -276,6 +277,7 @@ class FP8BlockLinear(LinearBase):
             Another dtype, or a scale grid of another size.
         """
         n, k = cls.check_stored(weight, bias, E4M3)
+        block_size = check_pair(cls.__name__, "block_size", block_size)
         check_scale_grid(cls.__name__, "weight_scale_inv", weight_scale_inv, weight, block_size)
         made = cls(
             k, n, bias is not None, block_size=block_size, scale_fmt=scale_fmt, device="meta", dtype=dtype,
