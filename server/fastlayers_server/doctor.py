@@ -15,6 +15,7 @@ import torch
 import fastlayers
 from fastlayers import device as device_module
 from fastlayers import env, tuning
+from fastlayers.errors import FastlayersError
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,24 @@ def diagnose() -> dict[str, Any]:
 
 
 def _misspelt() -> list[Fact]:
-    """Return a fact for each variable, and each package that one disables, that nothing here knows."""
+    """Return a fact for each variable, and each name in one, that nothing here knows."""
     known = ", ".join(env.KNOWN)
     facts = [Fact(name, None, "broken", f"is no variable; known: {known}", False) for name in env.unknown_variables()]
     packages = device_module.OPTIONAL_PACKAGES
     for name in sorted(env.disabled_packages().difference(packages)):
         reason = f"{name!r} is no package that a backend here takes: {', '.join(packages)}"
         facts.append(Fact(env.DISABLE, None, "unknown name", reason, True))
-    return facts
+    wrong = _wrong_wish()
+    return facts + ([Fact(env.BACKEND, None, "broken", wrong, False)] if wrong is not None else [])
+
+
+def _wrong_wish() -> str | None:
+    """Return what is wrong with the backends that the environment asks for: no layer could be constructed."""
+    try:
+        importlib.import_module("fastlayers.registry").environment_wishes()
+    except FastlayersError as error:
+        return str(error)
+    return None
 
 
 def _python() -> Fact:
@@ -157,7 +168,7 @@ def trials(device: str, only: Sequence[str] = ()) -> Iterator[Trial]:
 
 def _environment() -> dict[str, str]:
     return {
-        env.BACKEND: ",".join(f"{layer}={backend}" for layer, backend in env.backend_overrides().items()),
+        env.BACKEND: env.backend_text(),
         env.DISABLE: ",".join(sorted(env.disabled_packages())),
         env.DEBUG: str(env.debug()),
         env.TUNED_DIR: env.tuned_dir() or "",

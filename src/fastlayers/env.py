@@ -32,6 +32,11 @@ def unknown_variables(environ: Mapping[str, str] | None = None) -> tuple[str, ..
     return tuple(sorted(name for name in given if name.startswith("FASTLAYERS_") and name not in KNOWN))
 
 
+def backend_text(environ: Mapping[str, str] | None = None) -> str:
+    """Return ``FASTLAYERS_BACKEND`` as it is written."""
+    return (os.environ if environ is None else environ).get(BACKEND, "")
+
+
 def backend_overrides(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return ``{layer: backend}`` from ``FASTLAYERS_BACKEND``.
 
@@ -42,7 +47,7 @@ def backend_overrides(environ: Mapping[str, str] | None = None) -> dict[str, str
     EnvironmentVariableError
         An entry is not ``layer=backend``, or a layer is named twice.
     """
-    text = (os.environ if environ is None else environ).get(BACKEND, "")
+    text = backend_text(environ)
     overrides: dict[str, str] = {}
     for entry in filter(None, (part.strip() for part in text.split(","))):
         layer, separator, backend = (piece.strip() for piece in entry.partition("="))

@@ -282,15 +282,17 @@ class Registry:
         Raises
         ------
         ArgumentError
-            The name is taken.
+            The name is taken, or a field is not of its type.
         """
         if not isinstance(new, Backend):
             raise ArgumentError(self.layer, "backend", repr(new), "a Backend")
         if new.name == "auto" or not re.fullmatch(r"[\w.+-]+", new.name):
             accepted = "letters, digits, '_', '.', '+', '-'; not 'auto'"
             raise ArgumentError(self.layer, "backend", repr(new.name), accepted)
-        if isinstance(new.needs, str):
-            raise ArgumentError(self.layer, f"needs of {new.name!r}", repr(new.needs), "a tuple of strings")
+        for name in ("needs", "auto_on", "last_resort_on", "phases"):
+            value = getattr(new, name)
+            if not isinstance(value, tuple) or not all(isinstance(each, str) for each in value):
+                raise ArgumentError(self.layer, f"{name} of {new.name!r}", repr(value), "a tuple of strings")
         names = [backend.name for backend in self.ranked]
         if new.name in names:
             raise ArgumentError(self.layer, "backend", repr(new.name), f"a name other than {', '.join(names)}")
@@ -360,13 +362,7 @@ class Registry:
         load_plugins()
         if want != "auto":
             return want, "asked for by name"
-        overrides = env.backend_overrides()
-        for layer, named in overrides.items():
-            if layer in LAYERS and named != "auto":
-                _builtin_registry(layer)._parse(named)
-            if layer not in LAYERS:
-                raise EnvironmentVariableError(f"{env.BACKEND}: layer {layer!r} is unknown; known: {', '.join(LAYERS)}")
-        named = overrides.get(self.layer, "auto")
+        named = environment_wishes().get(self.layer, "auto")
         return named, f"{env.BACKEND}={self.layer}={named}"
 
     def _choose_named(self, rungs: tuple[Rung, ...], cfg: Any, device: Device, want: str, evidence: str) -> Choice:
@@ -436,6 +432,24 @@ def _warn_once(message: str) -> None:
     if message not in _warned:
         _warned.add(message)
         log.warning(message)
+
+
+def environment_wishes() -> dict[str, str]:
+    """Return ``{layer: backend or ladder}`` as ``FASTLAYERS_BACKEND`` has it, for layers and backends that exist.
+
+    Raises
+    ------
+    EnvironmentVariableError, UnknownNameError, ArgumentError
+        An entry is not of the form, or names no layer, no backend, or no ladder.
+    """
+    load_plugins()
+    overrides = env.backend_overrides()
+    for layer, named in overrides.items():
+        if layer not in LAYERS:
+            raise EnvironmentVariableError(f"{env.BACKEND}: layer {layer!r} is unknown; known: {', '.join(LAYERS)}")
+        if named != "auto":
+            _builtin_registry(layer)._parse(named)
+    return overrides
 
 
 def registry(layer: str) -> Registry:

@@ -256,6 +256,10 @@ def test_senseless_rows_are_refused_by_name() -> None:
             table.add(bad)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="a tuple of strings"):
         table.add(Backend("d", Echo, needs="foo:bar"))  # type: ignore[arg-type]
+    for name in ("needs", "auto_on", "last_resort_on", "phases"):
+        for value in ("cuda", ["cuda"], (1,)):
+            with pytest.raises(ArgumentError, match=f"{name} of 'e' is .*a tuple of strings"):
+                table.add(Backend("e", Echo, **{name: value}))  # type: ignore[arg-type]
     assert [b.name for b in table.ranked] == ["ours", "torch"]
 
 

@@ -362,3 +362,18 @@ def test_fingerprints_ignore_layout_but_not_code() -> None:
     prints = [matching.fingerprint(cls, ("forward",)) for cls in (One, Two, Three)]
     assert prints[0] == prints[1] != prints[2]
     assert None not in prints
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"nope": 1}, "patch is with 'nope'; accepted: arguments of fastlayers.patch: attention, moe"),
+        ({"model": None}, "patch is with 'model'"),
+        ("cache", "patch is 'cache'; accepted: a dict"),
+        ({"cache": "x"}, "cache is 'x'"),
+        ({"moe": 3}, "moe is 3"),
+    ],
+)
+def test_from_pretrained_checks_the_options_of_patch_before_it_loads(options: Any, words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        fl.from_pretrained(None, "no/checkpoint/at/all", patch=options)

@@ -382,3 +382,19 @@ def test_doctor_names_variables_and_packages_that_nothing_knows(monkeypatch: pyt
     facts = {fact["name"]: fact for fact in report["facts"]}
     assert facts["FASTLAYERS_BACKENDS"]["state"] == "broken" and env.BACKEND in facts["FASTLAYERS_BACKENDS"]["reason"]
     assert "'tritn' is no package" in facts[env.DISABLE]["reason"] and facts[env.DISABLE]["ok"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("nope=torch", "layer 'nope' is unknown"),
+        ("mla=nope", "mla: backend 'nope' is unknown"),
+        ("mla=triton:64", "a ladder like"),
+        ("mla", "not of the form layer=backend"),
+    ],
+)
+def test_doctor_names_a_wish_that_no_layer_can_fulfil(monkeypatch: pytest.MonkeyPatch, text: str, words: str) -> None:
+    monkeypatch.setenv(env.BACKEND, text)
+    report = json.loads(run("doctor", "--json", code=1))
+    (fact,) = (fact for fact in report["facts"] if fact["name"] == env.BACKEND)
+    assert fact["state"] == "broken" and words in fact["reason"] and report["environment"][env.BACKEND] == text

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -94,17 +95,40 @@ def patch(
     ['attention', 'mlp', 'norm']
     >>> fl.unpatch(model)
     """
-    asked = {"attention": attention, "moe": moe, "linear": linear, "norm": norm, "mlp": mlp}
-    check_choice("patch", "cache", cache, ("adopt", "hf"))
-    check_choice("patch", "verify", verify, ("layer", False))
-    check_choice("patch", "cuda_graph", cuda_graph, (False, True))
+    options = _options(
+        {
+            "attention": attention, "moe": moe, "linear": linear, "norm": norm, "mlp": mlp, "backend": backend,
+            "fuse_projections": fuse_projections, "cache": cache, "cuda_graph": cuda_graph, "include": include,
+            "exclude": exclude, "verify": verify, "strict": strict,
+        }
+    )  # fmt: skip
     if not isinstance(model, nn.Module):
         raise ArgumentError("patch", "model", type(model).__name__, "an nn.Module")
-    options = Options(
-        _kinds(asked, backend), bool(fuse_projections), cache, selectors("include", include),
-        selectors("exclude", exclude) or (), verify, bool(strict),
-    )  # fmt: skip
     return _patch(_unwrap(model), options, cuda_graph, dry_run)
+
+
+def _options(given: Mapping[str, Any]) -> Options:
+    """Return the arguments of :func:`patch`, checked as far as they can be without a model."""
+    check_choice("patch", "cache", given["cache"], ("adopt", "hf"))
+    check_choice("patch", "verify", given["verify"], ("layer", False))
+    check_choice("patch", "cuda_graph", given["cuda_graph"], (False, True))
+    return Options(
+        _kinds(given, given["backend"]), bool(given["fuse_projections"]), given["cache"],
+        selectors("include", given["include"]), selectors("exclude", given["exclude"]) or (), given["verify"],
+        bool(given["strict"]),
+    )  # fmt: skip
+
+
+def check_options(layer: str, given: object) -> None:
+    """Raise :class:`ArgumentError` unless ``given`` maps arguments of :func:`patch` (but ``model``) to good values."""
+    known = {name: each.default for name, each in inspect.signature(patch).parameters.items() if name != "model"}
+    if not isinstance(given, Mapping):
+        raise ArgumentError(layer, "patch", repr(given), "a dict of arguments of fastlayers.patch")
+    if unknown := [name for name in given if name not in known]:
+        raise ArgumentError(
+            layer, "patch", f"with {unknown[0]!r}", f"arguments of fastlayers.patch: {', '.join(known)}"
+        )
+    _options(known | dict(given))
 
 
 def _patch(model: nn.Module, options: Options, cuda_graph: bool, dry_run: bool) -> PatchReport:
@@ -131,7 +155,7 @@ def _watch(report: PatchReport, model: nn.Module, steps: list[Step]) -> None:
         report.watch("cuda_graph", driver.replays, driver.falls)
 
 
-def _kinds(asked: dict[str, str | bool], backend: str) -> dict[str, str | None]:
+def _kinds(asked: Mapping[str, Any], backend: str) -> dict[str, str | None]:
     """Return each kind's backend; ``None``: leave the kind alone."""
     kinds: dict[str, str | None] = {}
     for kind in KINDS:

@@ -16,6 +16,7 @@ from torch import nn
 
 from fastlayers.device import as_device
 from fastlayers.errors import CheckpointError
+from fastlayers.patching.apply import check_options
 from fastlayers.patching.apply import patch as apply_patch
 from fastlayers.patching.report import PatchReport
 from fastlayers.quant.fp8_linear.blocks import E4M3, dequantize_block_weight
@@ -47,9 +48,12 @@ def from_pretrained(
 
     Raises
     ------
+    ArgumentError
+        ``patch`` has what :func:`fastlayers.patch` does not accept; said before anything is loaded.
     CheckpointError
         An FP8 tensor without its scales, or scales of another grid than the config's blocks.
     """
+    check_options("from_pretrained", {} if patch is None else patch)
     if _dequantises(name, hf_options):
         model = _load_dequantised(auto_class, str(name), dict(hf_options))
     else:
