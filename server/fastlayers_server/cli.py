@@ -208,9 +208,8 @@ def explain(
         _print_json([vars(row) for row in found])
         return
     table = _table(target, "module", "layer", "chosen", "evidence", "bytes", "not, because")
-    for row in found:
-        lost = "\n".join(f"{name}: {why}" for name, why in row.refused.items())
-        table.add_row(row.module, row.place, row.chosen, row.evidence, f"{row.bytes:,}", lost)
+    for row, lost in zip(found, found.losers(), strict=True):
+        table.add_row(row.module, row.place, row.chosen, row.evidence, f"{row.bytes:,}", "\n".join(lost))
     out.print(table)
 
 

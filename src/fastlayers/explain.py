@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastlayers import device as device_module
+from fastlayers import tuning
 from fastlayers.device import Device
 from fastlayers.errors import ArgumentError
 from fastlayers.probing import choices_of
@@ -102,6 +103,7 @@ def _refusal(backend: Backend, configs: Sequence[Any], device: Device) -> str | 
 class Explanation:
     """What one module runs: ``chosen`` (a backend or a ladder), on which ``evidence``, what lost and why.
 
+    ``refused``: what cannot run it here; ``outdone``: what could.
     ``phase``: of an attention core, for which steps (``"decode"``, ``"extend"``, …); empty: for all.
     """
 
@@ -113,25 +115,46 @@ class Explanation:
     refused: dict[str, str]
     bytes: int
     phase: str = ""
+    outdone: dict[str, str] = field(default_factory=dict)
 
     @property
     def place(self) -> str:
         """The layer's name, with the phase of a choice that serves one."""
         return f"{self.layer}[{self.phase}]" if self.phase else self.layer
 
+    @property
+    def head(self) -> str:
+        """What runs, on one line."""
+        return f"{self.module or self.layer}: {self.place}={self.chosen} ({self.evidence}), {self.bytes:,} weight bytes"
+
+    @property
+    def losers(self) -> list[str]:
+        """What lost and why, a line for each reason."""
+        names: dict[str, list[str]] = {}
+        for name, why in (self.refused | self.outdone).items():
+            names.setdefault(why, []).append(name)
+        return [f"{', '.join(same)}: {why}" for why, same in names.items()]
+
     def __str__(self) -> str:
-        lines = [
-            f"{self.module or self.layer}: {self.place}={self.chosen} ({self.evidence}), {self.bytes:,} weight bytes"
-        ]
-        lines += [f"    not {name}: {why}" for name, why in self.refused.items()]
-        return "\n".join(lines)
+        return "\n".join([self.head, *(f"    not {line}" for line in self.losers)])
 
 
 class Explanations(tuple[Explanation, ...]):
-    """Explanations that print one module a line, the losers below."""
+    """Explanations that print one module a line, the losers below, and those only where they first occur."""
+
+    def losers(self) -> list[list[str]]:
+        """Return of each module what lost and why; ``["as for …"]`` where an earlier module of the layer says it."""
+        first: dict[tuple[str, ...], str] = {}
+        lines = []
+        for each in self:
+            own = each.losers
+            earlier = first.setdefault((each.place, *own), each.module)
+            lines.append(own if earlier == each.module or len(own) < 2 else [f"as for {earlier or each.layer}"])
+        return lines
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self))
+        rows = zip(self, self.losers(), strict=True)
+        return "\n".join("\n".join([each.head, *(f"    not {line}" for line in lines)]) for each, lines in rows)
 
     __repr__ = __str__
 
@@ -145,24 +168,72 @@ def explain(target: Any) -> Explanations:
         from fastlayers.testing.spec import spec_of
 
         choice = registry(target).choose(spec_of(target).cases[0].cfg)
-        return Explanations((_explain(target, choice, 0),))
+        return Explanations((_explain(target, choice, 0, _lost(choice)),))
     from torch import nn
 
     if not isinstance(target, nn.Module):
         raise ArgumentError("explain", "target", repr(target), "a layer's name, a layer, or a model")
-    found = []
+    found, lost = [], dict[Any, tuple[dict[str, str], dict[str, str]]]()
     for name, module in target.named_modules():
         own = sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
-        found += [_explain(name, choice, own) for choice in choices_of(module)]
+        for choice in choices_of(module):
+            same = (choice.layer, choice.cfg, choice.device, choice.asked, choice.evidence, choice.name)
+            if same not in lost:
+                lost[same] = _lost(choice)
+            found.append(_explain(name, choice, own, lost[same]))
     return Explanations(found)
 
 
-def _explain(name: str, choice: Choice, size: int) -> Explanation:
+def _explain(name: str, choice: Choice, size: int, lost: tuple[dict[str, str], dict[str, str]]) -> Explanation:
     chosen = choice.name
     if any(rung.microseconds for rung in choice.rungs):
         chosen += " (" + ", ".join(map(_rung, choice.rungs)) + ")"
-    phase, lost = getattr(choice.cfg, "phase", ""), dict(choice.refused)
-    return Explanation(name, choice.layer, repr(choice.cfg), chosen, choice.evidence, lost, size, phase)
+    phase, (refused, outdone) = getattr(choice.cfg, "phase", ""), lost
+    return Explanation(
+        name, choice.layer, repr(choice.cfg), chosen, choice.evidence, dict(refused), size, phase, dict(outdone)
+    )
+
+
+def _lost(choice: Choice) -> tuple[dict[str, str], dict[str, str]]:
+    """Return why each backend that was not chosen was not, by rank: those that cannot run it here, the others."""
+    refused, outdone = {}, {}
+    chosen = {rung.backend.name for rung in choice.rungs}
+    for backend in registry(choice.layer).ranked:
+        if backend.name in chosen:
+            continue
+        why = choice.refused.get(backend.name) or backend.why_not(choice.cfg, choice.device)
+        if why is not None:
+            refused[backend.name] = why
+        else:
+            outdone[backend.name] = _outdone(backend, choice)
+    return refused, outdone
+
+
+def _outdone(backend: Backend, choice: Choice) -> str:
+    """Return why a backend that could run was not chosen."""
+    named = {piece.partition(":")[0].strip() for piece in choice.asked.split("|")}
+    if any(rung.backend.name in named for rung in choice.rungs):
+        return "not asked for"
+    kind = choice.device.type
+    if kind not in backend.auto_on:
+        last = kind in backend.last_resort_on
+        return f"a last resort on {kind}" if last else f"not automatic on {kind}, taken by name"
+    used = {rung.backend.name: rung.backend for rung in choice.rungs}
+    found = tuning.lookup(choice.layer, choice.cfg, choice.device, used)
+    if found is None:
+        return f"ranked below {choice.rungs[0].backend.name}"
+    # A table keeps the best time of every backend at every token count.
+    ratios = []
+    for count in sorted({row["tokens"] for row in found.table.get("measured", [])}):
+        times = [(row["us"], row["backend"]) for row in found.table["measured"] if row["tokens"] == count]
+        own = [us for us, name in times if name == backend.name]
+        theirs = [us for us, name in times if name in used]
+        if own and theirs:
+            ratios.append((min(own) / min(theirs), count))
+    if not ratios:
+        return "not measured in the tuned table"
+    ratio, count = min(ratios)
+    return f"in the tuned table at best {ratio:.2f} × the chosen one's time, at {count} tokens"
 
 
 def _rung(rung: Rung) -> str:
