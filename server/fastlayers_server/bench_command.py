@@ -28,7 +28,8 @@ def layer_rows(
 
     cfg = parse_shape(layer, shape)
     bench = Bench(layer, cfg, place, clock_for(place))
-    yield describe_run(place) | {"layer": layer, "cfg": repr(cfg)}
+    cached = {} if context is None else {"context": context}
+    yield describe_run(place) | {"layer": layer, "cfg": repr(cfg)} | cached
     for count in tokens or tokens_of(layer, cfg):
         yield from rows_of(bench, case_at(layer, cfg, count, context), count, against=against, rounds=rounds)
     for option, why in bench.failed.items():
@@ -150,7 +151,9 @@ def time_per_token(model: Any, batch: int, prompt: int = 128, few: int = 8, many
 def _show_layer(rows: Sequence[dict[str, Any]], out: Console) -> None:
     head = rows[0]
     table = Table(title=f"{head['layer']} on {head['device']}", title_justify="left")
-    out.print(head["cfg"], markup=False, highlight=False)
+    # What a configuration calls its context is the entry of the tables; how much is cached is said by itself.
+    cached = f", measured with {head['context']} cached tokens a request" if "context" in head else ""
+    out.print(head["cfg"] + cached, markup=False, highlight=False)
     columns = ("tokens", "backend", "µs", "±", "TFLOP/s", "GB/s", "of arithmetic", "of memory", "error")
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 1 else "right")
@@ -218,6 +221,8 @@ def register(app: typer.Typer, out: Console, err: Console, device_of: Any, dtype
         """Check and time every backend of a layer, interleaved in one process, with both floors."""
         if name not in LAYERS:
             raise ArgumentError("bench", "layer", repr(name), ", ".join(LAYERS))
+        if context and name not in ("mla", "gqa"):
+            raise ArgumentError("bench layer", "--context", context, f"attention (mla, gqa), not {name}")
         place = device_of(device)
         rows = layer_rows(name, shape, against or [], parse_tokens(tokens), context or None, place, rounds)
         shown(rows, as_json, _show_layer)
@@ -234,6 +239,6 @@ def register(app: typer.Typer, out: Console, err: Console, device_of: Any, dtype
         as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line a row.")] = False,
     ) -> None:
         """Time a decoder layer, a decode step and generation with random weights at real dimensions."""
-        batches = parse_tokens(batch) or BATCHES
+        batches = parse_tokens(batch, "--batch") or BATCHES
         rows = model_rows(name, batches, context, layers or None, device_of(device), dtype_of(dtype), rounds)
         shown(rows, as_json, _show_model)

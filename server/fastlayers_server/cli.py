@@ -138,6 +138,8 @@ def doctor(
     """
     from fastlayers_server.doctor import diagnose, trials
 
+    if layer and not run:
+        raise ArgumentError("doctor", "--layer", repr(layer[0]), "together with --run")
     report, place = diagnose(), str(_device(""))
     found = []
     for trial in trials(place, layer or []) if run else ():

@@ -104,11 +104,11 @@ def folder_for(given: str) -> Path:
     return folder
 
 
-def parse_tokens(text: str) -> tuple[int, ...]:
+def parse_tokens(text: str, option: str = "--tokens") -> tuple[int, ...]:
     """Return token counts from ``"1,8,64"``; empty for an empty text."""
     pieces = [piece.strip() for piece in text.split(",") if piece.strip()]
     if not all(piece.isdigit() and int(piece) for piece in pieces):
-        raise ArgumentError("fastlayers", "--tokens", repr(text), "positive integers, comma separated")
+        raise ArgumentError("fastlayers", option, repr(text), "positive integers, comma separated")
     return tuple(sorted({int(piece) for piece in pieces}))
 
 
@@ -144,6 +144,8 @@ def run_tune(
         for job in jobs:
             path = tuning.path_of(folder, job.layer, job.key, device)
             own = counts[id(job)]
+            if (damage := _damage(path, job.layer, device)) is not None:
+                console.print(f"{damage}; it is made anew", markup=False, highlight=False, soft_wrap=True)
             most = tuner.QUICK_CANDIDATES if quick else tuner.MAX_CANDIDATES
             bench = Bench(job.layer, job.cfg, place, clock, most_candidates=most)
             if not force and path.is_file() and not earlier(path, job.layer, device, bench.able()).lacks(own, most):
@@ -164,6 +166,16 @@ def run_tune(
             before += len(own)
             bar.update(task, completed=before)
             yield replace(outcome, failed=_grouped(bench.failed))
+
+
+def _damage(path: Path, layer: str, device: Any) -> str | None:
+    """Return why a table that is there cannot be read, if so."""
+    try:
+        if path.is_file():
+            tuning.read(path, layer, device)
+    except tuning.TunedTableError as error:
+        return str(error)
+    return None
 
 
 def _grouped(failed: Mapping[Any, str]) -> dict[str, str]:
@@ -228,6 +240,9 @@ def register(app: typer.Typer, out: Console, err: Console, device_of: Any, dtype
         cache = dtype_of(kv_dtype, "--kv-dtype") if kv_dtype else None
         if cache is not None and not models:
             raise ArgumentError("tune", "--kv-dtype", repr(kv_dtype), "a model; in a shape: kv_dtype=float8_e4m3fn")
+        for option, ranks in (("--tp", tp), ("--ep", ep)):
+            if ranks > 1 and not models:
+                raise ArgumentError("tune", option, ranks, "a model; a shape is what one rank has")
         jobs = jobs_of_models(models, tp, ep, names, cache) if models else jobs_of_shapes(names[0], shape or [])
         if not jobs:
             raise FastlayersError(f"tune: {', '.join(models or [])}: no layer that is tuned")

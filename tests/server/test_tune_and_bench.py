@@ -128,7 +128,9 @@ def test_tune_writes_what_auto_reads_and_keeps_what_is_fresh(tmp_path: Path, mon
     tuning.write(Path(first["path"]), changed)
     assert json.loads(run(*command))[0]["state"] == "tuned"
     Path(first["path"]).write_text("{")
-    assert json.loads(run(*command))[0]["state"] == "tuned"
+    anew = CliRunner().invoke(app, list(command))
+    assert json.loads(anew.stdout)[0]["state"] == "tuned"
+    assert f"tuned table {first['path']} is corrupt" in anew.stderr and "; it is made anew" in anew.stderr
 
 
 def test_what_has_one_backend_is_not_tuned_and_time_has_an_end(tmp_path: Path) -> None:
@@ -398,3 +400,26 @@ def test_doctor_names_a_wish_that_no_layer_can_fulfil(monkeypatch: pytest.Monkey
     report = json.loads(run("doctor", "--json", code=1))
     (fact,) = (fact for fact in report["facts"] if fact["name"] == env.BACKEND)
     assert fact["state"] == "broken" and words in fact["reason"] and report["environment"][env.BACKEND] == text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["doctor", "--layer", "mla"], "together with --run"),
+        (["tune", "--layer", "linear", "--shape", "N=8,K=8", "--tp", "8", "--dry-run"], "--tp is 8; accepted: a model"),
+        (["tune", "--layer", "linear", "--shape", "N=8,K=8", "--ep", "2", "--dry-run"], "--ep is 2; accepted: a model"),
+        (["bench", "layer", "silu_mul", "--context", "5"], "--context is 5; accepted: attention"),
+        (["bench", "model", "Qwen/Qwen3-8B", "--batch", "0"], "--batch is '0'"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(arguments: list[str], words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+def test_bench_says_which_context_it_measures() -> None:
+    shape = "num_heads=2,num_kv_heads=1,head_dim=16,phase=decode,dtype=float32,kv_dtype=float32"
+    arguments = ["bench", "layer", "gqa", "--shape", shape, "--tokens", "1", "--rounds", "1", "--against", "torch"]
+    shown = run(*arguments, "--context", "128", "--device", "cpu")
+    assert "measured with 128 cached tokens a request" in shown
+    assert "measured with" not in run(*arguments, "--device", "cpu")
