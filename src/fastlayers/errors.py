@@ -156,10 +156,14 @@ def _same_device(given: torch.device, wanted: torch.device) -> bool:
     return given.type == wanted.type and (wanted.index is None or given.index == wanted.index)
 
 
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
 def check_positive(layer: str, **values: int) -> None:
     """Raise :class:`ArgumentError` for the first of ``values`` that is not a positive integer."""
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        if not _is_positive(value):
             raise ArgumentError(layer, name, repr(value), "a positive integer")
 
 
@@ -172,13 +176,9 @@ def check_kind(layer: str, kind: type, **values: object) -> None:
 
 def check_pair(layer: str, argument: str, given: object) -> tuple[int, int]:
     """Return ``given`` as a tuple; raise :class:`ArgumentError` unless it is two positive integers."""
-    if not isinstance(given, tuple | list) or len(given) != 2:
+    if not isinstance(given, tuple | list) or len(given) != 2 or not all(map(_is_positive, given)):
         raise ArgumentError(layer, argument, repr(given), "two positive integers")
-    first, second = given
-    for value in (first, second):
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise ArgumentError(layer, argument, repr(given), "two positive integers")
-    return first, second
+    return given[0], given[1]
 
 
 def check_names(layer: str, names: object, count: int) -> None:

@@ -13,24 +13,13 @@ import importlib
 import torch
 
 from fastlayers.operators import operator
-from fastlayers.sampler.layer import MODES, RowParams, SamplerConfig
+from fastlayers.sampler.layer import MODES, SCHEMA, RowParams, SamplerConfig, fake_ids
 
 # A draw takes one number of 32 bits a row; the generator makes four at a time.
 NUMBERS_A_CALL = 4
 
 
-def _fake(
-    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p:
-    torch.Tensor, seed: torch.Tensor, offset: torch.Tensor, mode: int,
-) -> torch.Tensor:  # fmt: skip
-    return logits.new_empty(logits.shape[0], dtype=torch.int64)
-
-
-@operator(
-    "sampler_flashinfer(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, "
-    "Tensor(a!) offset, int mode) -> Tensor",
-    _fake,
-)
+@operator(f"sampler_flashinfer{SCHEMA}", fake_ids)
 def _sampler(
     logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p:
     torch.Tensor, seed: torch.Tensor, offset: torch.Tensor, mode: int,

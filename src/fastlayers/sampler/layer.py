@@ -99,6 +99,21 @@ class RowParams(NamedTuple):
     offset: torch.Tensor
 
 
+# What the backends' operators take and return.
+SCHEMA = (
+    "(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, "
+    "Tensor(a!) offset, int mode) -> Tensor"
+)
+
+
+def fake_ids(
+    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p:
+    torch.Tensor, seed: torch.Tensor, offset: torch.Tensor, mode: int,
+) -> torch.Tensor:  # fmt: skip
+    """Return ids ``[B]`` without values: what an operator of :data:`SCHEMA` gives while it is traced."""
+    return logits.new_empty(logits.shape[0], dtype=torch.int64)
+
+
 # Of temperature, top_k, top_p, min_p, seed, offset.
 ROW_DTYPES = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64, torch.int64)
 

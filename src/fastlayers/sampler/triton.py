@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from fastlayers.operators import operator
-from fastlayers.sampler.layer import MODES, RowParams, SamplerConfig
+from fastlayers.sampler.layer import MODES, SCHEMA, RowParams, SamplerConfig, fake_ids
 from fastlayers.sampler.triton_common import BLOCK, NO_ID, build, load_logits, of_blocks, weight_of
 from fastlayers.sampler.triton_filters import find_limits
 from fastlayers.triton_lang import await_inputs, dependent_launch, release_dependents
@@ -141,18 +141,7 @@ def _draw_kernel(
     tl.store(offset_ptr + row, offset + 1)
 
 
-def _fake(
-    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p:
-    torch.Tensor, seed: torch.Tensor, offset: torch.Tensor, mode: int,
-) -> torch.Tensor:  # fmt: skip
-    return logits.new_empty(logits.shape[0], dtype=torch.int64)
-
-
-@operator(
-    "sampler(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, "
-    "Tensor(a!) offset, int mode) -> Tensor",
-    _fake,
-)
+@operator(f"sampler{SCHEMA}", fake_ids)
 def _sampler(
     logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p:
     torch.Tensor, seed: torch.Tensor, offset: torch.Tensor, mode: int,
