@@ -12,6 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from performance_tables import VLLM
+from performance_tables import read as performance
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -64,17 +67,6 @@ NAMES = {
     "qwen3_30b_a3b": "Qwen3-30B-A3B", "qwen3_30b": "Qwen3-30B-A3B", "qwen3_8b": "Qwen3-8B",
     "gpt_oss_20b": "GPT-OSS-20B (MXFP4)",
 }  # fmt: skip
-# Milliseconds per output token of vLLM 0.22.1 on an H200, by model and batch: docs/performance.md.
-VLLM = {
-    ("qwen3_30b_a3b", 1): 4.28, ("qwen3_8b", 1): 5.16, ("gpt_oss_20b", 1): 2.98,
-    ("qwen3_30b_a3b", 32): 15.96, ("qwen3_8b", 32): 6.17, ("gpt_oss_20b", 32): 5.24,
-}  # fmt: skip
-
-
-def rows_of(*parts: str) -> list[dict[str, Any]]:
-    """Return the rows of parts of the performance results; a part that was not measured has none."""
-    paths = [RESULTS / "performance" / f"{part}.jsonl" for part in parts]
-    return [json.loads(line) for path in paths if path.is_file() for line in path.read_text().splitlines()]
 
 
 def h200() -> str:
@@ -83,7 +75,7 @@ def h200() -> str:
         "| `fl.patch(model, cuda_graph=True)` | batch | stock | stock, compiled | patched |",
         "|---|---|---|---|---|",
     ]
-    for row in rows_of("patch_qwen3_30b", "patch_qwen3_8b"):
+    for row in [*performance("patch_qwen3_30b"), *performance("patch_qwen3_8b")]:
         if "ms" in row:
             ms = row["ms"]
             times = [
@@ -97,7 +89,7 @@ def h200() -> str:
         "| `fastlayers_models.generate` | batch | context | ms per token | vLLM 0.22.1 |",
         "|---|---|---|---|---|",
     ]
-    for row in rows_of("generate"):
+    for row in performance("generate"):
         if "tpot_ms" in row:
             vllm = VLLM[row["model"], row["batch"]]
             name, batch = NAMES[row["model"]], row["batch"]
