@@ -13,6 +13,7 @@ import torch
 
 import fastlayers as fl
 from fastlayers.attention.contexts import CONTEXTS
+from fastlayers.attention.gqa import core, flashinfer
 from fastlayers.attention.gqa.cases import SPEC
 from fastlayers.attention.gqa.core import GQA, GQAConfig
 from fastlayers.attention.gqa.layer import Attention
@@ -40,6 +41,9 @@ LLAMA = GQAConfig(32, 8, 128, 128**-0.5)
         ("flashinfer_fa2", "H200", {"head_dim": 96}, "head_dim 96 is not one of 64, 128, 256"),
         ("flashinfer_fa2", "H200", {"dtype": torch.float32}, "neither float16 nor bfloat16"),
         ("flashinfer_fa2", "H200", {"phase": ""}, "not every phase"),
+        ("flashinfer_fa2", "H200", {"lse": False, "num_kv_heads": 4}, "may take 133 MiB, its workspace has 128"),
+        ("flashinfer_fa2", "H200", {"lse": False, "num_kv_heads": 4, "phase": "decode"}, None),
+        ("fa3", "H200", {"softcap": 30.0}, "built without softcap"),
         ("xqa", "H200", {"phase": "decode", "lse": False}, None),
         ("xqa", "H200", {"phase": "decode", "lse": False, "sinks": True, "window": 128}, None),
         ("xqa", "H200", {"phase": "decode"}, "returns no LSE"),
@@ -311,3 +315,7 @@ def test_parts_cover_every_key_once(lens: tuple[int, ...], config: dict[str, int
         torch.testing.assert_close(o[b : b + 1], expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(lse[b : b + 1], expected_lse, rtol=1e-5, atol=1e-5)
     assert not meta.plan_of(("gqa", "triton", 2), lambda _: pytest.fail("no counters")).done.any()
+
+
+def test_the_guard_knows_the_workspace_that_there_is() -> None:
+    assert core.FLASHINFER_WORKSPACE == flashinfer.WORKSPACE_BYTES

@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import fastlayers as fl
 from fastlayers.attention.meta import AttentionBatch, AttentionState, whole_pages
 from fastlayers.comm.padding import StepTokens
+from fastlayers_models.convert import convert_checkpoint
 from fastlayers_models.deepseek import DeepseekForCausalLM
 
 Tensors = dict[str, torch.Tensor]
@@ -145,3 +147,21 @@ class Feeder:
                 parts[i].append(part)
             self.done = [d + c for d, c in zip(self.done, counts, strict=True)]
         return {i: torch.cat(found) for i, found in parts.items() if found}
+
+
+class Stop(Exception):
+    """An interruption."""
+
+
+def interrupted(source: Path, target: Path, after: int, format: str = "int8") -> list[str]:
+    """Convert, but stop after so many tensors; return the names of those that were begun."""
+    seen: list[str] = []
+
+    def progress(name: str) -> None:
+        seen.append(name)
+        if len(seen) > after:
+            raise Stop
+
+    with pytest.raises(Stop):
+        convert_checkpoint(source, target, format, progress=progress)
+    return seen

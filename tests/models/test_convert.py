@@ -24,7 +24,7 @@ from fastlayers_server.evaluate import chat_ids
 from fastlayers_server.variants import FastlayersRunner, HuggingFaceRunner
 
 sys.path.insert(0, str(Path(__file__).parent))
-from checkpoint_tools import SHIPPED, rewrite, tensors_of, write
+from checkpoint_tools import SHIPPED, interrupted, rewrite, tensors_of, write
 from tiny_models import prompts, relative_rms
 
 ROOTS = [str(Path(__file__).parents[2] / root) for root in ("src", "models", "server")]
@@ -215,23 +215,6 @@ def test_our_loader_reads_what_stock_does_not(name: str, format: str, ragged: bo
     found, wanted = (runner.logits(ids) for runner in runners)
     # The weights are the same: what differs is the rounding of activations.
     assert 1e-4 < relative_rms(found, wanted) < 0.2
-
-
-class Stop(Exception):
-    """An interruption."""
-
-
-def interrupted(source: Path, target: Path, after: int, format: str = "int8") -> list[str]:
-    seen: list[str] = []
-
-    def progress(name: str) -> None:
-        seen.append(name)
-        if len(seen) > after:
-            raise Stop
-
-    with pytest.raises(Stop):
-        convert_checkpoint(source, target, format, progress=progress)
-    return seen
 
 
 def same(one: Path, other: Path) -> bool:

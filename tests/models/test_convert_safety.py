@@ -20,28 +20,12 @@ from fastlayers_models.shard_writer import LOCK, STATE
 from fastlayers_server.variants import FastlayersRunner
 
 sys.path.insert(0, str(Path(__file__).parent))
-from checkpoint_tools import SHIPPED, rewrite, tensors_of
+from checkpoint_tools import SHIPPED, interrupted, rewrite, tensors_of
 from tiny_models import prompts, relative_rms
 
 GPT_OSS = Path(__file__).parents[2] / "checkpoints" / "tiny_gpt_oss"
 ROOTS = [str(Path(__file__).parents[2] / root) for root in ("src", "models", "server")]
 CPU = torch.device("cpu")
-
-
-class Stop(Exception):
-    """An interruption."""
-
-
-def interrupted(source: Path, target: Path, after: int) -> None:
-    seen: list[str] = []
-
-    def progress(name: str) -> None:
-        seen.append(name)
-        if len(seen) > after:
-            raise Stop
-
-    with pytest.raises(Stop):
-        convert_checkpoint(source, target, "int8", progress=progress)
 
 
 def test_a_shard_of_the_right_size_with_other_bytes_is_made_again(tmp_path: Path) -> None:
