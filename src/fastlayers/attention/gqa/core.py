@@ -126,10 +126,6 @@ def check_no_padding(backend: str, meta: AttentionMeta) -> None:
         raise ArgumentError(NAME, "meta.starts", meta.batch.starts, accepted)
 
 
-# Bytes for FlashInfer's partial results, see flashinfer.py.
-FLASHINFER_WORKSPACE = 128 << 20
-
-
 def _refuse_triton(cfg: GQAConfig, device: Device) -> str | None:
     if cfg.head_dim > 256:
         return f"head_dim {cfg.head_dim} is larger than 256"
@@ -165,13 +161,7 @@ def _refuse_flashinfer_fa3(cfg: GQAConfig, device: Device) -> str | None:
 def _refuse_flashinfer_fa2(cfg: GQAConfig, device: Device) -> str | None:
     if (why := _refuse_kernels(cfg, device, (8, 0), (64, 128, 256))) is not None:
         return why
-    if cfg.lse:
-        return "it adds up weights that are rounded to 16 bits, which shows in an LSE"
-    # Split prompts leave fp32 parts of up to 128 rows for two programs a multiprocessor, for every head of a group.
-    parts = cfg.group * 2 * device.sm_count * 128 * (cfg.head_dim + 1) * 4
-    if cfg.phase != "decode" and parts > FLASHINFER_WORKSPACE:
-        return f"parts of split prompts may take {parts >> 20} MiB, its workspace has {FLASHINFER_WORKSPACE >> 20}"
-    return None
+    return "it adds up weights that are rounded to 16 bits, which shows in an LSE" if cfg.lse else None
 
 
 def _refuse_xqa(cfg: GQAConfig, device: Device) -> str | None:

@@ -21,11 +21,11 @@ from fastlayers.attention.gqa.core import GQAConfig, check_no_padding
 from fastlayers.attention.gqa.triton_softmax import LN2
 from fastlayers.attention.meta import AttentionMeta
 from fastlayers.attention.staging import Staging
+from fastlayers.device import as_device
 from fastlayers.operators import operator
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
 CAUSAL, TOKENS_BEFORE_HEADS = 1, 0  # the package's codes
-WORKSPACE_BYTES = 128 << 20
 
 
 def module_of(
@@ -91,11 +91,40 @@ def finish(o: torch.Tensor, binary: torch.Tensor, sinks: torch.Tensor | None) ->
     return lse
 
 
+def split_bytes(cfg: GQAConfig, sm_count: int, requests: int, tokens: int, captured: bool) -> int:
+    """Return how many bytes the parts of a step's split keys take: fp32 rows and an LSE each.
+
+    The package cuts keys until its programs, two a multiprocessor, have a tile of query rows each; a captured schedule
+    has room for as many tiles, or for all those of an uncut step. A row is a token of one head of a group.
+
+    Parameters
+    ----------
+    cfg : GQAConfig
+    sm_count : int
+        Multiprocessors of the device.
+    requests, tokens : int
+        Of the step, padding included.
+    captured : bool
+    """
+    rows = tokens * cfg.group // requests
+    tile = 16 if rows <= 16 else 64 if rows <= 64 or cfg.head_dim >= 256 else 128
+    tiles = 2 * sm_count // cfg.num_kv_heads
+    if captured:
+        tiles = max(tiles, -(-tokens * cfg.group // tile) + requests - 1)
+    return cfg.num_heads * tiles * tile * (cfg.head_dim + 1) * 4
+
+
 class Workspace:
-    """Partial results of split keys: of no use after a launch, so one for all steps of a state."""
+    """Partial results of split keys: of no use after a launch, so one for all steps and layers of a state."""
 
     def __init__(self, device: torch.device) -> None:
-        self.memory = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self.memory = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def of(self, size: int) -> torch.Tensor:
+        """Return memory of at least ``size`` bytes; a schedule keeps what it got, also when others need more later."""
+        if self.memory.numel() < size:
+            self.memory = torch.empty(size, dtype=torch.uint8, device=self.memory.device)
+        return self.memory
 
     def plan(self, meta: AttentionMeta) -> None:
         """Nothing in it depends on the step."""
@@ -108,17 +137,13 @@ class Schedule:
         self.core, self.device = core, meta.positions.device
         self.numbers: list[int] = []
         # requests + 1 offsets of queries, as many of pages, and the length of each last page
-        self.index = self.pages = self.entries = torch.empty(0)
+        self.index = self.pages = self.entries = self.workspace = torch.empty(0)
         self._shape: tuple[int, ...] = ()
         self._staging = Staging(0, self.device)
-        if core.splits_keys:
-            # One for all buckets: asked for as if there was none.
-            workspace: Workspace = replace(meta, bucket=None).plan_of(
-                ("gqa", "flashinfer", "workspace"), lambda _: Workspace(self.device)
-            )
-            self.workspace = workspace.memory
-        else:
-            self.workspace = torch.empty(16, dtype=torch.uint8, device=self.device)
+        # One for all buckets: asked for as if there was none.
+        self._workspace: Workspace = replace(meta, bucket=None).plan_of(
+            ("gqa", "flashinfer", "workspace"), lambda _: Workspace(self.device)
+        )
 
     def _allocate(self, meta: AttentionMeta) -> None:
         requests, tokens = meta.num_requests, meta.num_tokens
@@ -126,7 +151,10 @@ class Schedule:
         if shape == self._shape:
             return
         self._shape = shape
-        cfg = self.core.cfg
+        cfg, parts = self.core.cfg, 0
+        if self.core.splits_keys:
+            parts = split_bytes(cfg, as_device(self.device).sm_count, requests, tokens, meta.bucket is not None)
+        self.workspace = self._workspace.of(max(16, parts))
         # Up to seven numbers for each tile of 128 tokens of each head (fa3), four for each of 16 rows (fa2).
         few, many = tokens // 128 + requests + 1, tokens * cfg.group // 16 + requests + 300
         size = 28 * cfg.num_heads * few + 16 * many + 8 * (tokens + requests) + 65536
