@@ -23,6 +23,7 @@ from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionSt
 from fastlayers.errors import ArgumentError, CaptureError
 from fastlayers.graphs import CudaGraphs, bucket_of, decode_buckets
 from fastlayers.sampler.layer import MODES, ROW_DTYPES, RowParams, Sampler, SamplingParams, SamplingState
+from fastlayers.torch_compile import CompiledBlocks, TorchCompile
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,9 @@ class DecodeStep:
     graphs : CudaGraphs, optional
         Where this generator alone keeps its graphs; default: an own one without limit. Given, it is used wherever
         the model is.
+    torch_compile : TorchCompile, optional
+        Compile the decoder layers' small operators for captured buckets up to its ``max_batch``. Where that fails,
+        the capture raises, whatever ``cuda_graph`` is.
 
     Attributes
     ----------
@@ -85,11 +89,14 @@ class DecodeStep:
         *,
         cuda_graph: bool | str = "auto",
         graphs: CudaGraphs | None = None,
+        torch_compile: TorchCompile | None = None,
     ) -> None:
         if not isinstance(cuda_graph, (bool, str)) or cuda_graph not in ("auto", True, False):  # 1 equals True
             raise ArgumentError("Generator", "cuda_graph", repr(cuda_graph), "one of 'auto', True, False")
         if not (graphs is None or isinstance(graphs, CudaGraphs)):
             raise ArgumentError("Generator", "graphs", repr(graphs), "a CudaGraphs")
+        if not (torch_compile is None or isinstance(torch_compile, TorchCompile)):
+            raise ArgumentError("Generator", "torch_compile", repr(torch_compile), "a TorchCompile")
         cuda = model.device.type == "cuda"
         if cuda_graph is True and not cuda and graphs is None:
             raise ArgumentError("Generator", "cuda_graph", True, f"False or 'auto': the model is on {model.device}")
@@ -98,6 +105,11 @@ class DecodeStep:
         ranks = model.parallel.attn_tp.size if hasattr(model, "parallel") else 1
         wanted = graphs is not None or cuda_graph is True or (cuda_graph == "auto" and cuda and ranks == 1)
         self.graphs = (graphs if graphs is not None else CudaGraphs(model.device)) if wanted and cuda_graph else None
+        if torch_compile is not None and self.graphs is None:
+            accepted = "None where decode is not captured: it is for captured steps only"
+            raise ArgumentError("Generator", "torch_compile", torch_compile, accepted)
+        self.torch_compile = torch_compile
+        self._compiled: CompiledBlocks | None = None
         # A group's rows are cut into equal parts for its ranks.
         self.buckets = decode_buckets(self.max_batch, ranks) if self.graphs is not None else ()
         self.ids = torch.zeros(self.max_batch, dtype=torch.int64, device=model.device)
@@ -166,7 +178,8 @@ class DecodeStep:
         Raises
         ------
         CaptureError
-            With ``cuda_graph=True``. With ``"auto"`` a warning is logged and steps run uncaptured from now on.
+            With ``cuda_graph=True`` or ``torch_compile``. Otherwise a warning is logged and steps run uncaptured from
+            now on.
         """
         graphs = self.graphs
         if graphs is None:
@@ -176,7 +189,7 @@ class DecodeStep:
         try:
             graphs.capture_all({key: self._captured(*key) for key in keys}, progress=progress)
         except CaptureError as error:
-            if self.strict:
+            if self.strict or self.torch_compile is not None:
                 raise
             log.warning("decode runs without CUDA graphs: %s", error)
             self.graphs, self.buckets, self._bucket = None, (), None
@@ -185,7 +198,20 @@ class DecodeStep:
         # Nobody's rows: they read and write page 0 only. Alike for all buckets, so they may be planned beforehand.
         meta = self.state.plan(AttentionBatch((), (), []), bucket=bucket)
         self.count.zero_()
-        return lambda: self._run(meta, mode)
+        how = self.torch_compile
+        if how is None or bucket > how.max_batch:
+            return lambda: self._run(meta, mode)
+        if self._compiled is None:
+            self._compiled = CompiledBlocks(self.model.decoder.layers[: self.model.config.num_hidden_layers], how)
+        compiled = self._compiled
+        self._run(meta, mode)  # builds what cannot be traced
+
+        def run() -> torch.Tensor:
+            """Run the step compiled; only warm-ups and the capture come here."""
+            with compiled.applied():
+                return self._run(meta, mode)
+
+        return run
 
     def _run(self, meta: AttentionMeta, mode: str) -> torch.Tensor:
         size = meta.num_tokens

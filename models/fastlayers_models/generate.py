@@ -21,6 +21,7 @@ from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionSt
 from fastlayers.errors import ArgumentError, check_positive
 from fastlayers.graphs import CudaGraphs, bucket_of
 from fastlayers.sampler.layer import Sampler, SamplingParams
+from fastlayers.torch_compile import TorchCompile
 from fastlayers_models.decode import DecodeStep, Pending, Row
 
 
@@ -86,6 +87,9 @@ class Generator:
         with one rank.
     graphs : CudaGraphs, optional
         Where this generator keeps its graphs (with a byte limit, say); its ledger tells what they cost.
+    torch_compile : TorchCompile, optional
+        Compile small operators in captured decode: see :class:`fastlayers.torch_compile.TorchCompile`, which says
+        what it is worth. Default: not.
     """
 
     def __init__(
@@ -98,6 +102,7 @@ class Generator:
         prefill_tokens: int = 8192,
         cuda_graph: bool | str = "auto",
         graphs: CudaGraphs | None = None,
+        torch_compile: TorchCompile | None = None,
     ) -> None:
         check_positive("Generator", max_batch=max_batch, prefill_tokens=prefill_tokens)
         self.model, self.max_batch, self.prefill_tokens = model, max_batch, prefill_tokens
@@ -113,7 +118,14 @@ class Generator:
         self.state = AttentionState(max_batch, tokens, pages, model.page_size, model.device)
         sampler = Sampler(model.config.vocab_size, device=model.device)
         self.step = DecodeStep(
-            model, self.caches, self.state, sampler, self.pool.num_pages, cuda_graph=cuda_graph, graphs=graphs
+            model,
+            self.caches,
+            self.state,
+            sampler,
+            self.pool.num_pages,
+            cuda_graph=cuda_graph,
+            graphs=graphs,
+            torch_compile=torch_compile,
         )
         # Without a GPU a step is done when its launch returns: launching one ahead would only waste it.
         self.ahead = model.device.type == "cuda" or self.step.graphs is not None

@@ -45,6 +45,7 @@ _PUBLIC = {
     "Shard": "fastlayers.comm.parallel",
     "SiluAndMul": "fastlayers.activation.silu_mul.layer",
     "TopKRouter": "fastlayers.moe.router.layer",
+    "TorchCompile": "fastlayers.torch_compile",
     "StepTokens": "fastlayers.comm.padding",
     "VocabEmbedding": "fastlayers.embedding.layer",
     "backends": "fastlayers.explain",

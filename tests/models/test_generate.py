@@ -188,6 +188,30 @@ def test_what_cannot_be_captured_runs_uncaptured_and_says_so(model: Any, caplog:
     assert strict.pool.free_pages == strict.pool.num_pages - 1
 
 
+def test_small_operators_compiled_up_to_a_batch(model: Any) -> None:
+    how = fl.TorchCompile(max_batch=2, backend="aot_eager")
+    torch._dynamo.utils.counters.clear()
+    generator = Generator(
+        model, max_batch=5, max_length=64, graphs=CudaGraphs(runtime=EagerRuntime()), torch_compile=how
+    )
+    generator.capture()
+    # Two buckets, and in each the first layer apart from the other.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
+    for rows in (prompts(2), prompts(5)):
+        wanted = Generator(model, max_length=64, cuda_graph=False).generate(rows, SAMPLED, max_new_tokens=6)
+        assert generator.generate(rows, SAMPLED, max_new_tokens=6) == wanted
+
+
+def test_what_cannot_be_compiled_raises(model: Any) -> None:
+    how = fl.TorchCompile(backend="aot_eager")
+    graphs = CudaGraphs(runtime=Failing())
+    with pytest.raises(CaptureError, match="not permitted"):
+        Generator(model, max_length=64, graphs=graphs, torch_compile=how).generate(prompts(2), max_new_tokens=5)
+    for other, accepted in ((True, "a TorchCompile"), (how, "None where decode is not captured")):
+        with pytest.raises(ArgumentError, match=rf"torch_compile is .*{accepted}"):
+            Generator(model, torch_compile=other)  # type: ignore[arg-type]
+
+
 def test_warm_up_of_a_generator_and_of_a_model(model: Any) -> None:
     graphs = CudaGraphs(runtime=EagerRuntime())
     generator = Generator(model, max_batch=5, max_length=64, graphs=graphs)
@@ -270,6 +294,10 @@ def test_gpu_captured_tokens_equal_uncaptured(hf: dict[str, Any]) -> None:
             wanted = plain.generate(rows, params, max_new_tokens=steps, eos_ids=eos)
             assert captured.generate(rows, params, max_new_tokens=steps, eos_ids=eos) == wanted
     assert captured.step.graphs is not None and captured.step.graphs.replays >= 2 * steps
+    how = fl.TorchCompile(mode="default")
+    compiled = Generator(model, max_batch=11, max_length=64, cuda_graph=True, torch_compile=how)
+    wanted = plain.generate(rows, max_new_tokens=steps, eos_ids=())
+    assert compiled.generate(rows, max_new_tokens=steps, eos_ids=()) == wanted
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,119 @@
+"""torch.compile of a model's small operators, as an option: :class:`TorchCompile`.
+
+    blocks (decoder layers) ─► small layers compute by torch operations ─► inductor fuses them between opaque kernels
+
+Off unless asked for. Our small operators are fused already, and start before their predecessor has ended, which
+inductor's kernels do not: what it gains or costs is measured in ``benchmarks/notes/torch_compile.md``.
+Source: item 55 of the design's contracts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastlayers.errors import ArgumentError, check_choice, check_positive
+from fastlayers.layer import Layer
+from fastlayers.registry import registry
+
+# Layers that hold no packed weights, do little else than move data, and consist of operations that inductor fuses.
+SMALL_OPERATORS = ("rms_norm", "silu_mul", "rotary", "rotary_kv_write")
+
+# Those of torch.compile that leave CUDA graphs to us.
+MODES = ("default", "max-autotune-no-cudagraphs")
+
+
+@dataclass(frozen=True)
+class TorchCompile:
+    """How small operators are compiled.
+
+    Parameters
+    ----------
+    max_batch : int
+        Largest batch that is compiled; larger ones gain nothing.
+    mode : str
+        Of ``torch.compile``: ``"default"``, or ``"max-autotune-no-cudagraphs"``, which also tunes torch's products.
+    backend : str
+        Of ``torch.compile``.
+    operators : tuple of str
+        Those of ``SMALL_OPERATORS`` that compute by torch operations inside; all other layers keep their backends,
+        which are opaque to the compiler.
+
+    Raises
+    ------
+    ArgumentError
+        A value that is none of these.
+    """
+
+    max_batch: int = 32
+    mode: str = "max-autotune-no-cudagraphs"
+    backend: str = "inductor"
+    operators: tuple[str, ...] = SMALL_OPERATORS
+
+    def __post_init__(self) -> None:
+        check_positive("TorchCompile", max_batch=self.max_batch)
+        check_choice("TorchCompile", "mode", self.mode, MODES)
+        known = torch.compiler.list_backends(exclude_tags=())
+        if self.backend not in known:
+            raise ArgumentError("TorchCompile", "backend", repr(self.backend), f"one of {', '.join(known)}")
+        if not isinstance(self.operators, tuple) or not set(self.operators) <= set(SMALL_OPERATORS):
+            accepted = f"a tuple of {', '.join(SMALL_OPERATORS)}"
+            raise ArgumentError("TorchCompile", "operators", repr(self.operators), accepted)
+
+
+class CompiledBlocks:
+    """Blocks of a model that run compiled inside ``with compiled.applied():`` and as they were outside.
+
+    Parameters
+    ----------
+    blocks : sequence of nn.Module
+        Called alike; blocks of one class share what is compiled.
+    how : TorchCompile
+
+    Notes
+    -----
+    Everything is compiled as one graph a block (``fullgraph``): what cannot be traced raises. Shapes are fixed: each
+    batch size compiles anew, so that this is for what will be captured. Before the first call inside, run the blocks
+    once outside, with the same shapes: ladders and plans that are built when they are first needed cannot be traced.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], how: TorchCompile) -> None:
+        self.how, self.blocks = how, list(blocks)
+        options: dict[str, Any] = {"mode": how.mode} if how.backend == "inductor" else {}
+        self._forwards = [
+            torch.compile(block.forward, backend=how.backend, fullgraph=True, dynamic=False, **options)
+            for block in self.blocks
+        ]
+        small = [
+            layer
+            for block in self.blocks
+            for layer in block.modules()
+            if isinstance(layer, Layer) and hasattr(layer, "choice") and layer.choice.layer in how.operators
+        ]
+        self._ladders = [
+            (layer, registry(layer.choice.layer).choose(layer.cfg, layer.choice.device, "torch").build())
+            for layer in small
+        ]
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Run the blocks compiled inside; not for several threads at a time."""
+        before = [(layer, layer.ladder) for layer, _ in self._ladders]
+        # One limit for all callers of a function would stop at the eighth batch size.
+        with torch._dynamo.config.patch(recompile_limit=4096, accumulated_recompile_limit=65536):
+            try:
+                for layer, ladder in self._ladders:
+                    layer.ladder = ladder
+                for block, forward in zip(self.blocks, self._forwards, strict=True):
+                    block.forward = forward
+                yield
+            finally:
+                for block in self.blocks:
+                    block.__dict__.pop("forward", None)
+                for layer, ladder in before:
+                    layer.ladder = ladder
