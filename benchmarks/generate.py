@@ -4,7 +4,6 @@ Models have their real dimensions and random weights, made on the GPU. For each:
 the first token, seconds to capture all batch buckets (``--capture``: also without the frozen collector and under
 ``torch.compiler.config.force_cudagraph_gc``), milliseconds per output token at batch 1 (128 in, 128 out) and batch 32
 (512 in, 128 out), the same split into replay and host, and the floor: bytes that a step must read over the bandwidth.
-``--torch-compile`` compiles the small operators of captured steps.
 ``--profile`` prints the kernels of one step. One JSON line a row; the first line describes the run.
 """
 
@@ -33,7 +32,6 @@ from torch import nn  # noqa: E402
 import fastlayers as fl  # noqa: E402
 from fastlayers.attention.meta import AttentionBatch  # noqa: E402
 from fastlayers.device import as_device  # noqa: E402
-from fastlayers.torch_compile import MODES  # noqa: E402
 from fastlayers_models.auto import family_of  # noqa: E402
 from fastlayers_models.generate import Generator  # noqa: E402
 
@@ -233,8 +231,7 @@ def bench(name: str, options: argparse.Namespace, started: float) -> Iterator[di
     randomize(model)
     torch.cuda.synchronize()
     built = time.perf_counter()
-    how = fl.TorchCompile(mode=options.torch_compile) if options.torch_compile else None
-    generator = Generator(model, max_batch=options.max_batch, max_length=options.max_length, torch_compile=how)
+    generator = Generator(model, max_batch=options.max_batch, max_length=options.max_length)
     first = next(iter(generator.stream(prompts_of(1, 128, model.config.vocab_size), max_new_tokens=2, eos_ids=())))
     now = time.perf_counter()
     yield {
@@ -243,13 +240,7 @@ def bench(name: str, options: argparse.Namespace, started: float) -> Iterator[di
         "gib": round(weights.total / 2**30, 1),
     }  # fmt: skip
     torch.cuda.synchronize()
-    begin = time.perf_counter()
     generator.capture()  # compiles what is missing
-    yield {
-        "model": name,
-        "first_capture_s": round(time.perf_counter() - begin, 2),
-        "torch_compile": options.torch_compile,
-    }
     settings = [(True, False)]
     if options.capture:
         settings += [(False, False), (True, True), (False, True)]
@@ -277,7 +268,6 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="fewer decoder layers, to try things out")
     parser.add_argument("--capture", action="store_true", help="time the capture under four settings")
     parser.add_argument("--objects", type=int, default=0, help="Python objects alive during capture, besides torch's")
-    parser.add_argument("--torch-compile", choices=MODES, help="compile the small operators of captured steps")
     parser.add_argument("--profile", action="store_true", help="print the kernels of one step")
     options = parser.parse_args()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
