@@ -19,6 +19,7 @@ import torch
 
 from fastlayers.moe.fused_moe import triton_rows as kernels
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
+from fastlayers.moe.fused_moe.rounds import like_x, rounds
 from fastlayers.moe.fused_moe.triton_place import Rows, place
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.operators import operator
@@ -85,15 +86,11 @@ def _round(
     kernels.combine(o, weights, ids, packed.w2_bias, rows, experts - cfg.num_experts, cfg.scaling_factor, y)
 
 
-def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
 @operator(
     "fused_moe_deep_gemm(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13, Tensor w2, Tensor? w13_scale,"
     " Tensor? w2_scale, Tensor? w13_bias, Tensor? w2_bias, int num_shared, str quant, bool ue8m0, str activation,"
     " float alpha, float limit, float factor, bool interleaved, int align, bool masked) -> Tensor",
-    _fake,
+    like_x,
 )
 def _fused_moe(
     x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor,
@@ -106,13 +103,10 @@ def _fused_moe(
         w2.shape[1], w2.shape[2], w2.shape[0] - num_shared, topk_ids.shape[1], num_shared, quant,
         "ue8m0" if ue8m0 else "float", activation, alpha, limit, w13_bias is not None, factor, interleaved,
     )  # fmt: skip
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    weights, ids = topk_weights.contiguous(), topk_ids.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    step = MAX_MASKED_TOKENS if masked else MAX_TOKENS
-    for start in range(0, x.shape[0], step):
-        part = slice(start, start + step)
-        _round(x[part], weights[part], ids[part], packed, cfg, align, masked, y[part])
+    most = MAX_MASKED_TOKENS if masked else MAX_TOKENS
+    for some, weights, ids, out in rounds(x, topk_weights, topk_ids, y, most):
+        _round(some, weights, ids, packed, cfg, align, masked, out)
     return y
 
 

@@ -13,6 +13,7 @@ import torch
 
 from fastlayers.moe.fused_moe import triton_rows as kernels
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
+from fastlayers.moe.fused_moe.rounds import like_x, rounds
 from fastlayers.moe.fused_moe.triton_place import Rows, place
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.operators import operator
@@ -36,14 +37,10 @@ def _product(
     return d
 
 
-def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
 @operator(
     "fused_moe_sgl_kernel(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13, Tensor w2, Tensor w13_scale,"
     " Tensor w2_scale, int num_shared, bool ue8m0, float factor) -> Tensor",
-    _fake,
+    like_x,
 )
 def _fused_moe(
     x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor,
@@ -55,21 +52,17 @@ def _fused_moe(
         hidden, inner, experts - num_shared, topk_ids.shape[1], num_shared, "fp8_block", scale_fmt,
         scaling_factor=factor,
     )  # fmt: skip
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    topk_weights, topk_ids = topk_weights.contiguous(), topk_ids.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=x.device)
-    for start in range(0, x.shape[0], MAX_TOKENS):
-        part = slice(start, start + MAX_TOKENS)
-        weights, ids = topk_weights[part], topk_ids[part]
+    for some, weights, ids, out in rounds(x, topk_weights, topk_ids, y, MAX_TOKENS):
         rows = place(ids, cfg.num_experts, num_shared, sizes=(hidden, inner))
-        xq, xs = kernels.scatter(x[part], rows, cfg.quant, ue8m0, kernels.ROW_SCALES)
+        xq, xs = kernels.scatter(some, rows, cfg.quant, ue8m0, kernels.ROW_SCALES)
         h = _product(xq, xs, w13, w13_scale, rows, False, workspace)
         del xq, xs
         a, s = kernels.activate(h, ids, None, rows, cfg, kernels.ROW_SCALES)
         del h
         o = _product(a, s, w2, w2_scale, rows, True, workspace)
-        kernels.combine(o, weights, ids, None, rows, num_shared, factor, y[part])
+        kernels.combine(o, weights, ids, None, rows, num_shared, factor, out)
     return y
 
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from fastlayers.moe.align.torch import align
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
+from fastlayers.moe.fused_moe.rounds import like_x
 from fastlayers.moe.fused_moe.weights import MoEWeights, activate, dequantize, round_activations
 from fastlayers.operators import operator
 
@@ -93,15 +94,11 @@ def _grouped(
     return pairs.view(tokens, per_token, -1).sum(1)
 
 
-def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
 @operator(
     "moe_experts_loop(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13, Tensor w2, Tensor? w13_scale,"
     " Tensor? w2_scale, Tensor? w13_bias, Tensor? w2_bias, str quant, str scale_fmt, str activation, float alpha,"
     " float limit, float factor, bool interleaved) -> Tensor",
-    _fake,
+    like_x,
 )
 def _loop(
     x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor,

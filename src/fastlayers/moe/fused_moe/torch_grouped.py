@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from fastlayers.moe.fused_moe import triton_rows as kernels
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
+from fastlayers.moe.fused_moe.rounds import like_x, rounds
 from fastlayers.moe.fused_moe.triton_place import place
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.operators import operator
@@ -18,15 +19,11 @@ from fastlayers.operators import operator
 MAX_TOKENS = 8192
 
 
-def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
 @operator(
     "fused_moe_torch_grouped(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13, Tensor w2,"
     " Tensor? w13_bias, Tensor? w2_bias, int num_shared, str activation, float alpha, float limit, float factor,"
     " bool interleaved) -> Tensor",
-    _fake,
+    like_x,
 )
 def _fused_moe(
     x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor,
@@ -38,18 +35,14 @@ def _fused_moe(
         hidden, inner, experts - num_shared, topk_ids.shape[1], num_shared, activation=activation, alpha=alpha,
         limit=limit, bias=w13_bias is not None, scaling_factor=factor, interleaved=interleaved,
     )  # fmt: skip
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    topk_weights, topk_ids = topk_weights.contiguous(), topk_ids.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    for start in range(0, x.shape[0], MAX_TOKENS):
-        part = slice(start, start + MAX_TOKENS)
-        weights, ids = topk_weights[part], topk_ids[part]
+    for some, weights, ids, out in rounds(x, topk_weights, topk_ids, y, MAX_TOKENS):
         rows = place(ids, cfg.num_experts, num_shared)
-        xs, _ = kernels.scatter(x[part], rows, "none", False, kernels.ROW_SCALES)
+        xs, _ = kernels.scatter(some, rows, "none", False, kernels.ROW_SCALES)
         h = F.grouped_mm(xs, w13.mT, offs=rows.groups[2])
         a, _ = kernels.activate(h, ids, w13_bias, rows, cfg, kernels.ROW_SCALES)
         o = F.grouped_mm(a, w2.mT, offs=rows.groups[2])
-        kernels.combine(o, weights, ids, w2_bias, rows, num_shared, factor, y[part])
+        kernels.combine(o, weights, ids, w2_bias, rows, num_shared, factor, out)
     return y
 
 

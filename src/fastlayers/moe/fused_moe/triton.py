@@ -15,6 +15,7 @@ from fastlayers.moe.align.triton import moe_align
 from fastlayers.moe.fused_moe import configs, kernels
 from fastlayers.moe.fused_moe.configs import MAX_TOKENS, Plan, plan_for
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
+from fastlayers.moe.fused_moe.rounds import like_x
 from fastlayers.moe.fused_moe.triton_direct import direct_experts
 from fastlayers.moe.fused_moe.triton_mxfp4 import mxfp4_experts
 from fastlayers.moe.fused_moe.weights import EPS, FORMATS, GROUP, MoEWeights
@@ -23,10 +24,6 @@ from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import dependent_launch
 
 CODES = {"fp8_block": torch.float8_e4m3fn, "int8": torch.int8}
-
-
-def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
-    return x.new_empty(x.shape)
 
 
 def _extend(
@@ -157,7 +154,7 @@ def _reduce(
     "fused_moe(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13, Tensor w2, Tensor? w13_scale,"
     " Tensor? w2_scale, Tensor? w13_bias, Tensor? w2_bias, int num_shared, str quant, bool ue8m0, str activation,"
     " float alpha, float limit, float factor, bool interleaved, int[] plan) -> Tensor",
-    _fake,
+    like_x,
 )
 def _fused_moe(
     x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor,

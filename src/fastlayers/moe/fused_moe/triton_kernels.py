@@ -14,6 +14,7 @@ import torch
 
 from fastlayers.moe.fused_moe import triton_rows as kernels
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
+from fastlayers.moe.fused_moe.rounds import like_x, rounds
 from fastlayers.moe.fused_moe.swizzle import EXPERTS_AT_ONCE, SwizzledWeights
 from fastlayers.moe.fused_moe.triton_place import place
 from fastlayers.moe.fused_moe.weights import MoEWeights
@@ -77,15 +78,11 @@ def _product(
     return result
 
 
-def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
 @operator(
     "fused_moe_triton_kernels(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13, Tensor w2, Tensor w13_scale,"
     " Tensor w2_scale, Tensor? w13_bias, Tensor? w2_bias, int experts, int inner, float alpha, float limit,"
     " float factor) -> Tensor",
-    _fake,
+    like_x,
 )
 def _fused_moe(
     x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor,
@@ -96,22 +93,18 @@ def _fused_moe(
     from triton_kernels.tensor import make_ragged_tensor_metadata
 
     hidden = x.shape[1]
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    topk_weights, topk_ids = topk_weights.contiguous(), topk_ids.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    for start in range(0, x.shape[0], MAX_TOKENS):
-        part = slice(start, start + MAX_TOKENS)
-        weights, ids = topk_weights[part], topk_ids[part]
+    for some, weights, ids, out in rounds(x, topk_weights, topk_ids, y, MAX_TOKENS):
         rows = place(ids, experts, 0, tokens_of_rows=True)
         counts = rows.groups[0]
         # One expert a row: what is gathered are token numbers already.
         routing = RoutingData(None, counts, experts, 1, make_ragged_tensor_metadata(counts, rows.total))
         gather = GatherIndx(rows.token_of, rows.row_of)
         a = _product(
-            x[part], w13, w13_scale, w13_bias, (experts, hidden, 2 * inner), routing, gather, (alpha, limit)
+            some, w13, w13_scale, w13_bias, (experts, hidden, 2 * inner), routing, gather, (alpha, limit)
         )  # fmt: skip
         o = _product(a, w2, w2_scale, w2_bias, (experts, inner, hidden), routing, None, None)
-        kernels.combine(o, weights, ids, None, rows, 0, factor, y[part])
+        kernels.combine(o, weights, ids, None, rows, 0, factor, out)
     return y
 
 

@@ -18,6 +18,7 @@ from fastlayers.moe.align.triton import moe_align
 from fastlayers.moe.fused_moe.configs import MAX_TOKENS
 from fastlayers.moe.fused_moe.kernels import activation_of, block_is_empty, reduce_kernel
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
+from fastlayers.moe.fused_moe.rounds import like_x, rounds
 from fastlayers.moe.fused_moe.swizzle import SwizzledWeights, swizzle
 from fastlayers.moe.fused_moe.triton_fragments import MAX_SCALE, multiply
 from fastlayers.moe.fused_moe.weights import MoEWeights
@@ -27,12 +28,16 @@ from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release
 
 
 @triton.jit
-def _pair_of(sorted_ptr, block, slot, num_pairs, DIRECT: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the pairs in slots of a block; num_pairs: none."""
+def _pairs_of(sorted_ptr, block, slot, num_pairs, DIRECT: tl.constexpr, WIDE: tl.constexpr):
+    """Return the pairs in slots of a block, and those eight slots further on (WIDE; else the same); num_pairs: none."""
     if DIRECT:
-        return tl.where(slot == 0, block, num_pairs)
+        pair = tl.where(slot == 0, block, num_pairs)
+        return pair, pair
+    elif WIDE:
+        return tl.load(sorted_ptr + block * 16 + slot), tl.load(sorted_ptr + block * 16 + 8 + slot)
     else:
-        return tl.load(sorted_ptr + block * BLOCK + slot)
+        pair = tl.load(sorted_ptr + block * 8 + slot)
+        return pair, pair
 
 
 @triton.jit
@@ -67,16 +72,13 @@ def swizzled_gate_up_kernel(
     """Multiply a block's tokens by R tiles of gate and up rows of one expert, apply the activation."""
     TILES: tl.constexpr = (2 * INNER + 16 * R - 1) // (16 * R)
     LAST: tl.constexpr = (2 * INNER + 15) // 16 - 1
-    BLOCK: tl.constexpr = 16 if WIDE else 8
     block, first = tl.program_id(0) // TILES, tl.program_id(0) % TILES * R
     await_inputs(PDL)
     release_dependents(PDL)
-    if block_is_empty(expert_ptr, total_ptr, block, num_experts, DIRECT, BLOCK):
+    if block_is_empty(expert_ptr, total_ptr, block, num_experts, DIRECT, 16 if WIDE else 8):
         return
     expert = tl.load(expert_ptr + block).to(tl.int64)
-    slot = tl.arange(0, 128)[None, None, :] // 16
-    pair0 = _pair_of(sorted_ptr, block, slot, num_pairs, DIRECT, BLOCK)
-    pair1 = _pair_of(sorted_ptr, block, slot + 8, num_pairs, DIRECT, BLOCK) if WIDE else pair0
+    pair0, pair1 = _pairs_of(sorted_ptr, block, tl.arange(0, 128)[None, None, :] // 16, num_pairs, DIRECT, WIDE)
     both0, both1 = multiply(
         x_ptr, tl.where(pair0 < num_pairs, pair0 // PER_TOKEN, 0), tl.where(pair1 < num_pairs, pair1 // PER_TOKEN, 0),
         w_ptr + expert * ((2 * INNER + 63) // 64 * 16 * ((HIDDEN + 127) // 128 * 64)),
@@ -85,12 +87,10 @@ def swizzled_gate_up_kernel(
     )  # fmt: skip
     bias = bias_ptr + expert * 2 * INNER
     tile, f = first + tl.arange(0, R)[:, None], tl.arange(0, 64)[None, :]
-    slot = f // 4 % 4 * 2 + f % 2
-    pair = _pair_of(sorted_ptr, block, slot, num_pairs, DIRECT, BLOCK)
-    _store_inner(both0, bias, out_ptr, tile, pair, num_pairs, alpha, limit, INNER, HAS_BIAS, R)
+    pair0, pair1 = _pairs_of(sorted_ptr, block, f // 4 % 4 * 2 + f % 2, num_pairs, DIRECT, WIDE)
+    _store_inner(both0, bias, out_ptr, tile, pair0, num_pairs, alpha, limit, INNER, HAS_BIAS, R)
     if WIDE:
-        pair = _pair_of(sorted_ptr, block, slot + 8, num_pairs, DIRECT, BLOCK)
-        _store_inner(both1, bias, out_ptr, tile, pair, num_pairs, alpha, limit, INNER, HAS_BIAS, R)
+        _store_inner(both1, bias, out_ptr, tile, pair1, num_pairs, alpha, limit, INNER, HAS_BIAS, R)
 
 
 @triton.jit
@@ -117,16 +117,13 @@ def swizzled_down_kernel(
     """Multiply a block's inner rows by R tiles of down rows, add the bias, weigh; fp32 rows of pairs."""
     TILES: tl.constexpr = (HIDDEN + 16 * R - 1) // (16 * R)
     LAST: tl.constexpr = (HIDDEN + 15) // 16 - 1
-    BLOCK: tl.constexpr = 16 if WIDE else 8
     block, first = tl.program_id(0) // TILES, tl.program_id(0) % TILES * R
     await_inputs(PDL)
     release_dependents(PDL)
-    if block_is_empty(expert_ptr, total_ptr, block, num_experts, DIRECT, BLOCK):
+    if block_is_empty(expert_ptr, total_ptr, block, num_experts, DIRECT, 16 if WIDE else 8):
         return
     expert = tl.load(expert_ptr + block).to(tl.int64)
-    slot = tl.arange(0, 128)[None, None, :] // 16
-    pair0 = _pair_of(sorted_ptr, block, slot, num_pairs, DIRECT, BLOCK)
-    pair1 = _pair_of(sorted_ptr, block, slot + 8, num_pairs, DIRECT, BLOCK) if WIDE else pair0
+    pair0, pair1 = _pairs_of(sorted_ptr, block, tl.arange(0, 128)[None, None, :] // 16, num_pairs, DIRECT, WIDE)
     # An empty slot reads the first pair's row: the block has that.
     some = tl.min(pair0)
     sums0, sums1 = multiply(
@@ -137,12 +134,10 @@ def swizzled_down_kernel(
     )  # fmt: skip
     bias = bias_ptr + expert * HIDDEN
     tile, e = first + tl.arange(0, R)[:, None], tl.arange(0, 128)[None, :]
-    slot = e // 4 % 4 * 2 + e % 2
-    pair = _pair_of(sorted_ptr, block, slot, num_pairs, DIRECT, BLOCK)
-    _store_outer(sums0, bias, weights_ptr, out_ptr, tile, pair, num_pairs, HIDDEN, HAS_BIAS)
+    pair0, pair1 = _pairs_of(sorted_ptr, block, e // 4 % 4 * 2 + e % 2, num_pairs, DIRECT, WIDE)
+    _store_outer(sums0, bias, weights_ptr, out_ptr, tile, pair0, num_pairs, HIDDEN, HAS_BIAS)
     if WIDE:
-        pair = _pair_of(sorted_ptr, block, slot + 8, num_pairs, DIRECT, BLOCK)
-        _store_outer(sums1, bias, weights_ptr, out_ptr, tile, pair, num_pairs, HIDDEN, HAS_BIAS)
+        _store_outer(sums1, bias, weights_ptr, out_ptr, tile, pair1, num_pairs, HIDDEN, HAS_BIAS)
 
 
 @triton.jit
@@ -260,15 +255,11 @@ def _reduce(partial: torch.Tensor, ids: torch.Tensor, y: torch.Tensor, experts: 
     )  # fmt: skip
 
 
-def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
 @operator(
     "fused_moe_swizzled(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13, Tensor w2, Tensor w13_scale,"
     " Tensor w2_scale, Tensor? w13_bias, Tensor? w2_bias, int experts, int inner, float alpha, float limit,"
     " float factor, int[] plan) -> Tensor",
-    _fake,
+    like_x,
 )
 def _fused_moe(
     x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor,
@@ -276,14 +267,10 @@ def _fused_moe(
     experts: int, inner: int, alpha: float, limit: float, factor: float, plan: list[int],
 ) -> torch.Tensor:  # fmt: skip
     packed = SwizzledWeights(w13, w2, w13_scale, w2_scale, w13_bias, w2_bias)
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    topk_weights, topk_ids = topk_weights.contiguous(), topk_ids.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    for start in range(0, x.shape[0], MAX_TOKENS):
-        part = slice(start, start + MAX_TOKENS)
-        weights, ids = topk_weights[part], topk_ids[part]
-        partial = _experts(x[part], weights, ids, packed, inner, experts, alpha, limit, Plan(*plan))
-        _reduce(partial, ids, y[part], experts, factor)
+    for some, weights, ids, out in rounds(x, topk_weights, topk_ids, y, MAX_TOKENS):
+        partial = _experts(some, weights, ids, packed, inner, experts, alpha, limit, Plan(*plan))
+        _reduce(partial, ids, out, experts, factor)
     return y
 
 
@@ -333,8 +320,6 @@ class TritonSwizzledFusedMoE:
 
 
 def builds_of(name: str, cfg: FusedMoEConfig, plan: Plan) -> list[KernelBuild]:
-    """Return both products' kernels of a plan as they are launched."""
-    """Return both products' kernels of a plan as they are launched."""
     """Return both products' kernels of a plan as they are launched."""
     wide, direct = plan.tokens == 16, plan.tokens == 0
     types = {"x_ptr": "*i32", "a_ptr": "*i32", "w_ptr": "*i32", "ws_ptr": "*u8", "bias_ptr": "*fp32"}
