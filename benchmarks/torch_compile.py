@@ -1,4 +1,4 @@
-"""What torch.compile of small operators is worth in captured decode: ``python benchmarks/torch_compile.py [MODEL ...]``.
+"""What compiling small operators is worth in captured decode: ``python benchmarks/torch_compile.py [MODEL ...]``.
 
 Models have their real dimensions and random weights. One process measures, in turns, a generator without it and one
 for each mode of :class:`fastlayers.TorchCompile`: seconds to capture the buckets of batch 1 and ``--batch`` for the
