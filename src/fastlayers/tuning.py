@@ -380,16 +380,25 @@ def borrowed_ratios(layer: str, device: Device, able: Collection[str] | None = N
     """
     found = {}
     for key, path in _tables(layer, device):
-        lent = (_rungs(read(near, layer, device), able) for near in neighbours(layer, key, device))
-        rungs = next(filter(None, lent), [])
+        rungs = lent_rungs(layer, key, device, able)
         own = [row for row in read(path, layer, device).get("measured", []) if able is None or row["backend"] in able]
         if rungs and (ratios := _ratios(own, rungs)):
             found[key] = ratios
     return found
 
 
-def _rungs(table: Mapping[str, Any], able: Collection[str] | None) -> list[Mapping[str, Any]]:
-    return [row for row in table["ladder"] if able is None or row["backend"] in able]
+def lent_rungs(layer: str, key: str, device: Device, able: Collection[str] | None = None) -> list[Mapping[str, Any]]:
+    """Return the nearest neighbour's ladder without what is not ``able``; empty if nobody lends one."""
+    for path in neighbours(layer, key, device):
+        rungs = [row for row in read(path, layer, device)["ladder"] if able is None or row["backend"] in able]
+        if rungs:
+            return rungs
+    return []
+
+
+def rung_at(rungs: Sequence[Mapping[str, Any]], tokens: int) -> Mapping[str, Any]:
+    """Return the rung that serves so many tokens."""
+    return next((row for row in rungs if row["max_tokens"] is None or tokens <= row["max_tokens"]), rungs[-1])
 
 
 def _ratios(own: Sequence[Mapping[str, Any]], rungs: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -399,7 +408,7 @@ def _ratios(own: Sequence[Mapping[str, Any]], rungs: Sequence[Mapping[str, Any]]
         times.setdefault(row["tokens"], {})[option] = row["us"]
     ratios = []
     for tokens, here in times.items():
-        rung = next((r for r in rungs if r["max_tokens"] is None or tokens <= r["max_tokens"]), rungs[-1])
+        rung = rung_at(rungs, tokens)
         configured = (rung["backend"], json.dumps(rung.get("config", {}), sort_keys=True))
         plain, best = here.get((rung["backend"], "{}")), min(here.values())
         if configured in here:

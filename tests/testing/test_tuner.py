@@ -176,6 +176,30 @@ def test_the_tables_ladder_is_what_auto_builds(fast: Backend, tmp_path: Path, mo
     assert built.single.config == {"BLOCK": 64}
 
 
+def test_what_the_nearest_ladder_would_run_is_timed_too(
+    fast: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Fewer(Fast):
+        @staticmethod
+        def candidates(cfg: FP8LinearConfig, num_tokens: int) -> list[dict[str, int]]:
+            return [{"BLOCK": 32}]
+
+    tune_shape(Bench("fp8_linear", CFG, CPU, KnownClock(TIMES)), (1, 8), tmp_path, command="x")
+    monkeypatch.setenv("FASTLAYERS_TUNED_DIR", str(tmp_path))
+    other = replace(CFG, out_features=2 * CFG.out_features)
+    assert tuning.borrowed_ratios("fp8_linear", as_device("cpu")) == {}
+    monkeypatch.setattr(FP8_LINEAR, "ranked", [replace(fast, target=Fewer), *FP8_LINEAR.ranked[1:]])
+    # BLOCK=64, the neighbour's winner, is no candidate here; it is not the best either.
+    clock = KnownClock(TIMES | {64: 8.5, 32: 8.0})
+    table = json.loads(tune_shape(Bench("fp8_linear", other, CPU, clock), (1, 8), tmp_path, command="x").read_text())
+    assert {(r["tokens"], r["us"]) for r in table["measured"] if r.get("config") == {"BLOCK": 64}} == {
+        (1, 8.5),
+        (8, 8.5),
+    }
+    ratios = tuning.borrowed_ratios("fp8_linear", as_device("cpu"))
+    assert ratios[other.tuning_key() or ""] == [8.5 / 8.0] * 2
+
+
 def test_an_interrupted_run_goes_on_where_it_stopped(fast: Backend, tmp_path: Path) -> None:
     class Interrupted(KnownClock):
         def measure(self, calls: Mapping[str, Known], rounds: int) -> dict[str, Timing]:

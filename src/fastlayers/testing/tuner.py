@@ -363,7 +363,7 @@ def tune_shape(
             raise OutOfTimeError(f"{done} of {len(counts)} token counts are done; run again to go on")
         said(Progress(path.name, done, len(counts), f"{tokens} tokens"))
         near = [s for count in sorted(journal.samples)[-2:] for s in journal.samples[count]]
-        journal.add(tokens, bench.time_at(tokens, _winners(near)))
+        journal.add(tokens, bench.time_at(tokens, [*_winners(near), *_lent(bench, key, tokens)]))
     said(Progress(path.name, len(counts), len(counts), "checking the winners"))
     found = {**before.samples, **journal.samples}
     samples = [s for count in sorted(found) for s in found[count]]
@@ -377,6 +377,15 @@ def tune_shape(
     tuning.write(path, table)
     journal.path.unlink(missing_ok=True)
     return path
+
+
+def _lent(bench: Bench, key: str, tokens: int) -> list[Option]:
+    """Return what the nearest shape's ladder would run here: so that tables tell what going without one costs."""
+    rungs = tuning.lent_rungs(bench.layer, key, bench.device, {backend.name for backend in bench.able()})
+    if not rungs:
+        return []
+    row = tuning.rung_at(rungs, tokens)
+    return [Option(row["backend"], tuple(sorted(row.get("config", {}).items())))]
 
 
 def _winners(samples: list[Sample]) -> list[Option]:
