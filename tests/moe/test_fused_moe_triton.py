@@ -83,6 +83,19 @@ def test_candidates_are_few_and_possible(shape: str, tokens: int) -> None:
             assert (plan.first.k, plan.second.k) == (128, 128) and max(plan.first.n, plan.second.n) <= 128
 
 
+@pytest.mark.parametrize("tokens", [16, 64, 256, 512, 1024, 4096])
+def test_candidates_of_16_bit_weights_fit_shared_memory(tokens: int) -> None:
+    cfg = SHAPES["qwen3"]
+    plans = [Plan.of(config) for config in candidates(cfg, tokens)]
+    for plan in plans:
+        for tile, rows in ((plan.first, 2 * plan.first.n), (plan.second, plan.second.n)):
+            buffers = tile.stages - (tile.m < 64)
+            assert plan.by_pair or 2 * tile.k * (tile.m + rows) * buffers <= 227 * 1024
+    # Half empty blocks that read an expert's weights once, an expert after the other.
+    once = Plan(Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3), band=1)
+    assert (once in plans) == (tokens >= 256)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_few_tokens_need_no_alignment_and_many_do(shape: str) -> None:
     few, many = (plan_for(tokens, SHAPES[shape], False) for tokens in (1, 512))

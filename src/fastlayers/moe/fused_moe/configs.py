@@ -164,13 +164,25 @@ def _direct_plans(cfg: FusedMoEConfig, pairs: int) -> list[Plan]:
     return [*plans, replace(base, splits=2)]
 
 
+# 16-bit weights: pairs of a block, band, then columns, depth, warps and stages of both products.
+_PLAIN = (
+    (32, 1, (128, 128, 4, 2), (256, 128, 4, 2)), (32, 16, (128, 128, 4, 2), (256, 128, 4, 2)),
+    (32, 1, (128, 128, 4, 2), (128, 128, 4, 2)), (32, 1, (128, 128, 8, 2), (256, 128, 8, 2)),
+    (64, 1, (64, 64, 4, 3), (128, 64, 4, 3)), (64, 16, (64, 64, 4, 3), (128, 64, 4, 3)),
+    (64, 1, (64, 64, 4, 4), (128, 64, 4, 4)), (64, 1, (64, 64, 4, 3), (64, 64, 4, 4)),
+    (64, 1, (64, 64, 4, 3), (256, 64, 8, 3)), (64, 1, (128, 64, 8, 3), (128, 64, 4, 3)),
+    (64, 1, (64, 128, 4, 2), (128, 128, 4, 2)),
+    (128, 16, (128, 64, 8, 4), (256, 64, 8, 4)), (128, 1, (128, 64, 8, 4), (256, 64, 8, 4)),
+    (128, 1, (128, 64, 8, 4), (128, 64, 8, 4)), (128, 1, (64, 64, 4, 3), (128, 64, 4, 3)),
+)  # fmt: skip
+
+
 def _block_plans(cfg: FusedMoEConfig, pairs: int) -> list[Plan]:
-    average = pairs / cfg.all_experts
-    heights = [m for m in (16, 32, 64, 128) if m / 8 <= max(2.0, average) and (m >= 128 or average <= 6 * m)]
-    plans = []
-    depths = (64, 128) if cfg.quant == "none" else (128,)
+    plain = cfg.quant == "none"
+    heights = _heights(pairs / cfg.all_experts, plain)
+    plans = [Plan(Tile(m, *a), Tile(m, *b), band) for m, band, a, b in _PLAIN if plain and m in heights]
     for m in heights:
-        for k in depths:
+        for k in (64, 128) if plain else (128,):
             if m == 16:
                 shapes = [(128, 128, 4, 3), (64, 128, 4, 3), (64, 64, 4, 4), (32, 64, 4, 4), (32, 128, 4, 5)]
             elif m <= 64:
@@ -179,18 +191,26 @@ def _block_plans(cfg: FusedMoEConfig, pairs: int) -> list[Plan]:
                 shapes = [(64, 128, 8, 4), (128, 128, 8, 3), (128, 256, 8, 3)]
             for n1, n2, warps, stages in shapes:
                 n2 = min(n2, 128) if cfg.quant == "fp8_block" else n2
-                stages = stages if k * (m + 2 * n1) * (2 if cfg.quant == "none" else 1) * stages <= 220_000 else 3
+                # Products of fewer than 64 rows of 16 bits are not asynchronous: one buffer less than stages.
+                most = 220_000 // (k * (m + 2 * n1) * (2 if plain else 1)) + (plain and m < 64)
+                stages = min(stages, most)
                 band = 1 if m <= 32 else 8
                 plans.append(Plan(Tile(m, n1, k, warps, stages), Tile(m, n2, k, warps, stages), band))
-    if cfg.quant != "none" and heights[0] == 16:
+    if not plain and heights[0] == 16:
         firsts = [Tile(16, *shape) for shape in ((64, 128, 4, 5), (128, 128, 8, 3), (128, 128, 4, 4))]
         plans += [Plan(tile, Tile(16, 128, 128, 4, 3), 1) for tile in firsts]
     return plans
 
 
+def _heights(average: float, plain: bool) -> list[int]:
+    """Return the pairs a block may have; weights of 16 bits are read for half empty ones rather than twice."""
+    if plain:
+        return [m for m in (16, 32, 64, 128) if m / 4 <= max(4.0, average) and (m >= 64 or average < 2 * m)]
+    return [m for m in (16, 32, 64, 128) if m / 8 <= max(2.0, average) and (m >= 128 or average <= 6 * m)]
+
+
 def _mxfp4_plans(cfg: FusedMoEConfig, num_tokens: int, pairs: int) -> list[Plan]:
-    average, depth = pairs / cfg.all_experts, _mxfp4_depth(cfg)
-    heights = [m for m in (16, 32, 64, 128) if m / 8 <= max(2.0, average) and (m >= 128 or average <= 6 * m)]
+    heights, depth = _heights(pairs / cfg.all_experts, False), _mxfp4_depth(cfg)
     if num_tokens <= PAIR_LIMIT:
         heights = [1, *heights]
     plans = []
