@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from fastlayers import env
-from fastlayers.errors import UnknownNameError
+from fastlayers.errors import UnknownNameError, check_fields
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +53,9 @@ class Device:
     bandwidth: float = 0.0
     flops: float = 0.0
     described: bool = True
+
+    def __post_init__(self) -> None:
+        check_fields("Device", self)
 
     @property
     def sm(self) -> str:

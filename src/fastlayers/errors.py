@@ -5,8 +5,11 @@ A message names the layer, the argument, what was given and what is accepted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, get_args
 
 if TYPE_CHECKING:
     import torch
@@ -156,28 +159,97 @@ def _same_device(given: torch.device, wanted: torch.device) -> bool:
     return given.type == wanted.type and (wanted.index is None or given.index == wanted.index)
 
 
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _is_positive(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def check_positive(layer: str, **values: int) -> None:
+def _is_pair(value: object, of: type) -> bool:
+    return isinstance(value, tuple | list) and len(value) == 2 and all(isinstance(x, of) for x in value)
+
+
+def _is_finite(value: object, least: float = -math.inf) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value and abs(value) < math.inf
+
+
+# Annotation -> (is this one, what is accepted); of a number also with its least value.
+_PLAIN: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "bool": (lambda v: isinstance(v, bool), "True or False"),
+    "str": (lambda v: isinstance(v, str), "a string"),
+    "int": (_is_integer, "an integer"),
+    "int >= 0": (lambda v: _is_integer(v) and v >= 0, "an integer, 0 or more"),
+    "int > 0": (_is_positive, "a positive integer"),
+    "float": (_is_finite, "a finite number"),
+    "float >= 0": (lambda v: _is_finite(v, 0), "a finite number, 0 or more"),
+    "float > 0": (lambda v: _is_finite(v, 0) and v != 0, "a finite number above 0"),
+    "tuple[int, ...]": (lambda v: isinstance(v, tuple) and all(map(_is_integer, v)), "a tuple of integers"),
+    "tuple[str, ...]": (lambda v: isinstance(v, tuple) and all(isinstance(x, str) for x in v), "a tuple of strings"),
+    "tuple[int, int]": (lambda v: _is_pair(v, int), "two integers"),
+    "tuple[str, str]": (lambda v: _is_pair(v, str), "two strings"),
+    "Callable": (callable, "a function, or an object to call"),
+}
+
+
+def check_plain(layer: str, kind: str, /, **values: object) -> None:
+    """Raise :class:`ArgumentError` for the first of ``values`` that is not of this plain type.
+
+    Parameters
+    ----------
+    layer : str
+    kind : str
+        As in an annotation: ``"bool"``, ``"str"``, ``"int"``, ``"float"`` (any finite number), ``"tuple[int, ...]"``,
+        ``"tuple[str, str]"`` (or a list of two) and so on; of numbers also ``"int > 0"`` or ``"float >= 0"``; each with
+        ``" | None"`` or without.
+    """
+    name = kind.removesuffix(" | None")
+    good, accepted = _PLAIN[name]
+    for argument, value in values.items():
+        if not (good(value) or (value is None and name != kind)):
+            raise ArgumentError(layer, argument, describe(value), accepted + " or None" * (name != kind))
+
+
+def check_fields(layer: str, given: object) -> None:
+    """Raise :class:`ArgumentError` for the first field of a dataclass that is not of the plain type it is annotated as.
+
+    Fields of other types than :func:`check_plain` knows are left to the caller; so is what is no dataclass.
+    """
+    for field in dataclasses.fields(given) if dataclasses.is_dataclass(given) else ():
+        if str(field.type).removesuffix(" | None") in _PLAIN:
+            check_plain(layer, str(field.type), **{field.name: getattr(given, field.name)})
+
+
+def check_device(layer: str, device: torch.device | str | int | None) -> torch.device:
+    """Return ``device`` (``None``: torch's default) or raise :class:`ArgumentError` if torch knows none like that."""
+    import torch
+
+    try:
+        return torch.get_default_device() if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError(layer, "device", describe(device), "a torch device, its name, or None") from error
+
+
+def check_positive(layer: str, /, **values: int) -> None:
     """Raise :class:`ArgumentError` for the first of ``values`` that is not a positive integer."""
-    for name, value in values.items():
-        if not _is_positive(value):
-            raise ArgumentError(layer, name, repr(value), "a positive integer")
+    if not all(map(_is_positive, values.values())):  # what describes a step is checked in every step
+        check_plain(layer, "int > 0", **values)
 
 
-def check_kind(layer: str, kind: type, **values: object) -> None:
-    """Raise :class:`ArgumentError` for the first of ``values`` that is no ``kind``, one of our own classes."""
+def check_kind(layer: str, kind: type | UnionType, /, **values: object) -> None:
+    """Raise :class:`ArgumentError` for the first of ``values`` that is no ``kind``: a class, or ``cls | None``."""
     for name, value in values.items():
         if not isinstance(value, kind):
-            raise ArgumentError(layer, name, repr(value), f"a fastlayers.{kind.__name__}")
+            kinds = [each for each in get_args(kind) or (kind,) if each is not NoneType]
+            accepted = " or ".join(f"a {each.__name__} of {each.__module__}" for each in kinds)
+            raise ArgumentError(layer, name, describe(value), accepted + " or None" * isinstance(None, kind))
 
 
 def check_pair(layer: str, argument: str, given: object) -> tuple[int, int]:
     """Return ``given`` as a tuple; raise :class:`ArgumentError` unless it is two positive integers."""
     if not isinstance(given, tuple | list) or len(given) != 2 or not all(map(_is_positive, given)):
-        raise ArgumentError(layer, argument, repr(given), "two positive integers")
+        raise ArgumentError(layer, argument, describe(given), "two positive integers")
     return given[0], given[1]
 
 
@@ -187,10 +259,10 @@ def check_names(layer: str, names: object, count: int) -> None:
         return
     accepted = f"{count} checkpoint name{'s' * (count > 1)} in a tuple"
     if not isinstance(names, tuple | list) or len(names) != count or not all(isinstance(n, str) for n in names):
-        raise ArgumentError(layer, "names", repr(names), accepted)
+        raise ArgumentError(layer, "names", describe(names), accepted)
 
 
-def check_float(layer: str, **values: object) -> None:
+def check_float(layer: str, /, **values: object) -> None:
     """Raise :class:`ArgumentError` for the first of ``values`` that is neither ``None`` nor a floating-point dtype."""
     import torch
 
@@ -199,14 +271,12 @@ def check_float(layer: str, **values: object) -> None:
         check_choice(layer, name, value, accepted)
 
 
-def check_number(layer: str, **values: object) -> None:
-    """Raise :class:`ArgumentError` for the first of ``values`` that is neither ``None`` nor a number."""
-    for name, value in values.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise ArgumentError(layer, name, repr(value), "a number")
+def check_number(layer: str, /, **values: object) -> None:
+    """Raise :class:`ArgumentError` for the first of ``values`` that is neither ``None`` nor a finite number."""
+    check_plain(layer, "float | None", **values)
 
 
 def check_choice(layer: str, argument: str, given: object, accepted: tuple[object, ...]) -> None:
     """Raise :class:`ArgumentError` unless ``given`` is one of ``accepted``."""
     if given not in accepted:
-        raise ArgumentError(layer, argument, repr(given), "one of " + ", ".join(map(repr, accepted)))
+        raise ArgumentError(layer, argument, describe(given), "one of " + ", ".join(map(repr, accepted)))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fastlayers.device import DESCRIBED
-from fastlayers.errors import ArgumentError
+from fastlayers.errors import ArgumentError, check_fields
 from fastlayers.registry import Choice, Ladder, Registry
 from fastlayers.registry import registry as registry_named
 
@@ -18,7 +18,8 @@ from fastlayers.registry import registry as registry_named
 PHASES = ("decode", "extend")
 
 
-def _check_device(layer: nn.Module, device: torch.device | str | None) -> None:
+def _check_asked(layer: nn.Module, cfg: Any, device: torch.device | str | None) -> None:
+    check_fields(type(layer).__name__, cfg)
     if isinstance(device, str) and device != "cpu" and device in DESCRIBED:
         accepted = "a device of this machine; described devices are for fl.backends"
         raise ArgumentError(type(layer).__name__, "device", repr(device), accepted)
@@ -42,7 +43,7 @@ class Layer(nn.Module):
 
     def choose(self, registry: Registry, cfg: Any, device: torch.device | str | None, backend: str) -> None:
         """Choose and build the backend for ``cfg`` on ``device`` (``None``: torch's default device)."""
-        _check_device(self, device)
+        _check_asked(self, cfg, device)
         self.cfg = cfg
         self.choice = registry.choose(cfg, device, backend)
         self.ladder = self.choice.build()
@@ -53,7 +54,7 @@ class Layer(nn.Module):
         ``choice`` and ``ladder`` are those of the phase ``"extend"``, ``decode_choice`` and ``decode_ladder`` those
         of steps in which each request brings one token.
         """
-        _check_device(self, device)
+        _check_asked(self, cfg, device)
         self.cfg = cfg
         self.decode_choice, self.choice = registry.choose_phases(cfg, PHASES, device, backend)
         self.decode_ladder, self.ladder = self.decode_choice.build(), self.choice.build()

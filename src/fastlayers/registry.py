@@ -19,7 +19,7 @@ from typing import Any
 from fastlayers import device as device_module
 from fastlayers import env, kernel_cache
 from fastlayers.device import Device
-from fastlayers.errors import ArgumentError, EnvironmentVariableError, NoBackendError, UnknownNameError
+from fastlayers.errors import ArgumentError, EnvironmentVariableError, NoBackendError, UnknownNameError, check_plain
 
 log = logging.getLogger(__name__)
 
@@ -286,13 +286,14 @@ class Registry:
         """
         if not isinstance(new, Backend):
             raise ArgumentError(self.layer, "backend", repr(new), "a Backend")
-        if new.name == "auto" or not re.fullmatch(r"[\w.+-]+", new.name):
+        if not isinstance(new.name, str) or new.name == "auto" or not re.fullmatch(r"[\w.+-]+", new.name):
             accepted = "letters, digits, '_', '.', '+', '-'; not 'auto'"
             raise ArgumentError(self.layer, "backend", repr(new.name), accepted)
-        for name in ("needs", "auto_on", "last_resort_on", "phases"):
-            value = getattr(new, name)
-            if not isinstance(value, tuple) or not all(isinstance(each, str) for each in value):
-                raise ArgumentError(self.layer, f"{name} of {new.name!r}", repr(value), "a tuple of strings")
+        kinds = dict.fromkeys(("needs", "auto_on", "last_resort_on", "phases"), "tuple[str, ...]")
+        kinds |= {"weight_layout": "str", "note": "str", "refuse": "Callable"}
+        kinds |= {} if isinstance(new.target, str) else {"target": "Callable"}
+        for name, kind in kinds.items():
+            check_plain(self.layer, kind, **{f"{name} of {new.name!r}": getattr(new, name)})
         names = [backend.name for backend in self.ranked]
         if new.name in names:
             raise ArgumentError(self.layer, "backend", repr(new.name), f"a name other than {', '.join(names)}")
