@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from fastlayers.comm.parallel import Axis
-from fastlayers.errors import ArgumentError
+from fastlayers.errors import ArgumentError, check_kind
 
 # Newer torch renamed the two single-tensor calls and warns about the older names.
 _gather_into: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
@@ -193,6 +193,7 @@ def collectives(axis: Axis) -> Collectives:
         return Unconnected(axis)
     if isinstance(axis.group, CollectiveGroup):
         return axis.group.collectives(axis)
+    check_kind("collectives", dist.ProcessGroup, **{"axis.group": axis.group})
     nccl = "nccl" in str(dist.get_backend_config(axis.group))
     return TorchCollectives(axis) if nccl else GlooCollectives(axis)
 

@@ -27,16 +27,18 @@ Sources: items 48, 51, 52 of the systems this follows (SGLang's layer communicat
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from fastlayers.comm.collectives import collectives
 from fastlayers.comm.layouts import Hidden, Layout
 from fastlayers.comm.padding import StepTokens
 from fastlayers.comm.parallel import ParallelSpec
-from fastlayers.errors import ArgumentError, LayoutError, check_choice
+from fastlayers.errors import ArgumentError, LayoutError, check_choice, check_kind, check_plain, describe
 
 Norm = Callable[..., Any]
 Transition = Callable[[Hidden, "StepTokens | None"], tuple[torch.Tensor, "torch.Tensor | None"]]
@@ -49,6 +51,8 @@ def mlp_place(mlp_kind: str, *, all_to_all: bool = False, dense_tp: int | None =
     are replicated (``dense_tp=1``); all others see the rows of the whole world.
     """
     check_choice("LayerCommunicator", "mlp_kind", mlp_kind, ("dense", "moe"))
+    check_plain("LayerCommunicator", "bool", all_to_all=all_to_all)
+    check_plain("LayerCommunicator", "int > 0 | None", dense_tp=dense_tp)
     return "scattered" if (all_to_all if mlp_kind == "moe" else dense_tp == 1) else "full"
 
 
@@ -100,6 +104,16 @@ def _norm(norm: Norm, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[t
     if x.shape[0] == 0:
         return x, x if residual is None else residual
     return (norm(x), x) if residual is None else norm(x, residual)
+
+
+def _check_norm(argument: str, norm: object) -> None:
+    """Raise :class:`ArgumentError` unless ``norm`` can be called with a tensor and a residual."""
+    call = norm.forward if isinstance(norm, nn.Module) else norm
+    try:
+        inspect.signature(call).bind(None, None)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        accepted = "an RMSNorm, or what else takes norm(x, residual)"
+        raise ArgumentError("LayerCommunicator", argument, describe(norm), accepted) from error
 
 
 class LayerCommunicator:
@@ -188,6 +202,11 @@ class LayerCommunicator:
         is_last: bool = False,
         previous: LayerCommunicator | None = None,
     ) -> None:
+        check_kind("LayerCommunicator", ParallelSpec, parallel=parallel)
+        _check_norm("input_layernorm", input_layernorm)
+        _check_norm("post_attention_layernorm", post_attention_layernorm)
+        check_plain("LayerCommunicator", "bool", is_last=is_last)
+        check_kind("LayerCommunicator", LayerCommunicator | None, previous=previous)
         self.place = mlp_place(mlp_kind, all_to_all=all_to_all, dense_tp=dense_tp)
         self.input_layernorm, self.post_attention_layernorm = input_layernorm, post_attention_layernorm
         self.is_last = is_last

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fastlayers.errors import ArgumentError, check_choice, check_positive
+from fastlayers.errors import ArgumentError, check_choice, check_plain, check_positive, describe
 
 MODES = ("max_len", "sum_len")
 
@@ -75,6 +75,13 @@ class StepTokens:
     attn_tp: int = 1
 
     def __post_init__(self) -> None:
+        try:
+            self._check()
+        except (TypeError, RuntimeError):  # looked into only now: made in every step
+            check_plain("StepTokens", "tuple[int, ...]", real=self.real, rows=self.rows)
+            raise
+
+    def _check(self) -> None:
         check_choice("StepTokens", "mode", self.mode, MODES)
         check_positive("StepTokens", attn_tp=self.attn_tp)
         if not self.real or len(self.real) != len(self.rows):
@@ -114,7 +121,10 @@ class StepTokens:
             A count is negative, there is none, or ``bucket`` is too small or not for a graph.
         """
         check_positive("StepTokens", attn_tp=attn_tp)
-        counts = tuple(int(count) for count in real)
+        try:
+            counts = tuple(int(count) for count in real)
+        except (TypeError, ValueError) as error:
+            raise ArgumentError("StepTokens", "real", describe(real), "counts, one for each group") from error
         if not counts or min(counts) < 0:
             raise ArgumentError("StepTokens", "real", counts, "one count >= 0 for each attention group")
         lengths = tuple(-(-count // attn_tp) * attn_tp for count in counts)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fastlayers.errors import ArgumentError, check_choice
+from fastlayers.errors import ArgumentError, check_choice, check_fields, check_kind, check_plain, check_positive
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 class Axis:
     """One dimension of the rank grid: its ``size``, this process's ``rank`` in it, and its process group.
 
-    ``ranks`` are the global ranks of this process's line along the axis, in order.
+    ``ranks`` are the global ranks of this process's line along the axis, in order; ``()`` or the default where nobody
+    asks for them.
     """
 
     size: int = 1
@@ -37,8 +38,13 @@ class Axis:
     group: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.size < 1 or not 0 <= self.rank < self.size:
-            raise ArgumentError("Axis", "rank", f"{self.rank} of {self.size}", "0 <= rank < size, size >= 1")
+        check_positive("Axis", size=self.size)
+        check_fields("Axis", self)
+        if not 0 <= self.rank < self.size:
+            raise ArgumentError("Axis", "rank", f"{self.rank} of {self.size}", "0 <= rank < size")
+        known = self.ranks not in ((), (0,))
+        if known and (len(self.ranks) != self.size or len(set(self.ranks)) != self.size or min(self.ranks) < 0):
+            raise ArgumentError("Axis", "ranks", self.ranks, f"{self.size} different ranks, none negative")
 
     def part(self, extent: int, what: str) -> slice:
         """Return this rank's slice of ``extent`` equal parts, or raise naming ``what`` is not divisible."""
@@ -64,9 +70,11 @@ class Shard:
 
     def __post_init__(self) -> None:
         check_choice("Shard", "kind", self.kind, ("replicated", "column", "row", "expert"))
+        check_kind("Shard", Axis, axis=self.axis)
 
 
 REPLICATED = Shard()
+AXES = ("tp", "attn_tp", "attn_dp", "ep", "moe_tp")
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,16 @@ class ParallelSpec:
     ep: Axis = SINGLE
     moe_tp: Axis = SINGLE
 
+    def __post_init__(self) -> None:
+        axes = {name: getattr(self, name) for name in AXES}
+        check_kind("ParallelSpec", Axis, **axes)
+        for outer, inner in (("attn_dp", "attn_tp"), ("ep", "moe_tp")):
+            a, b = axes[outer], axes[inner]
+            if (a.size * b.size, a.rank * b.size + b.rank) != (self.tp.size, self.tp.rank):
+                given = f"rank {b.rank} of {b.size}, with {outer} rank {a.rank} of {a.size}"
+                accepted = f"axes that make rank {self.tp.rank} of {self.tp.size} of tp; see ParallelSpec.grid"
+                raise ArgumentError("ParallelSpec", inner, given, accepted)
+
     @property
     def world_size(self) -> int:
         """Number of processes."""
@@ -86,11 +104,15 @@ class ParallelSpec:
 
     def column(self, axis: str = "tp") -> Shard:
         """Return a column shard along the named axis."""
-        return Shard("column", getattr(self, axis))
+        return self._shard("column", axis)
 
     def row(self, axis: str = "tp") -> Shard:
         """Return a row shard along the named axis."""
-        return Shard("row", getattr(self, axis))
+        return self._shard("row", axis)
+
+    def _shard(self, kind: str, axis: str) -> Shard:
+        check_choice("ParallelSpec", "axis", axis, AXES)
+        return Shard(kind, getattr(self, axis))
 
     @staticmethod
     def grid(world_size: int, rank: int, *, attn_dp: int = 1, ep: int = 1) -> ParallelSpec:
@@ -101,8 +123,12 @@ class ParallelSpec:
         ArgumentError
             ``attn_dp`` or ``ep`` does not divide ``world_size``.
         """
+        check_positive("ParallelSpec", world_size=world_size, attn_dp=attn_dp, ep=ep)
+        check_plain("ParallelSpec", "int >= 0", rank=rank)
+        if rank >= world_size:
+            raise ArgumentError("ParallelSpec", "rank", rank, f"less than world_size {world_size}")
         for name, value in (("attn_dp", attn_dp), ("ep", ep)):
-            if value < 1 or world_size % value:
+            if world_size % value:
                 raise ArgumentError("ParallelSpec", name, value, f"a divisor of world_size {world_size}")
         attn_tp, moe_tp = world_size // attn_dp, world_size // ep
         dp_rank, attn_rank = divmod(rank, attn_tp)
@@ -121,8 +147,11 @@ class ParallelSpec:
 
         Creates the sub-groups (a collective call: every rank must make it, with equal arguments).
         """
-        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+        check_kind("ParallelSpec", DeviceMesh, mesh=mesh)
+        if mesh.ndim != 1:
+            raise ArgumentError("ParallelSpec", "mesh", mesh, "a mesh of one dimension")
         world_size, rank = mesh.size(), mesh.get_rank()
         plain = ParallelSpec.grid(world_size, rank, attn_dp=attn_dp, ep=ep)
         by_attention = init_device_mesh(

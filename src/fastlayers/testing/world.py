@@ -39,9 +39,7 @@ from typing import Any
 import torch
 
 from fastlayers.comm.collectives import Collectives
-from fastlayers.comm.parallel import Axis, ParallelSpec
-
-AXES = ("tp", "attn_tp", "attn_dp", "ep", "moe_tp")
+from fastlayers.comm.parallel import AXES, Axis, ParallelSpec
 
 
 class WorldError(RuntimeError):
