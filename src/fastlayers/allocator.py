@@ -13,7 +13,7 @@ import math
 
 import torch
 
-from fastlayers.errors import AllocatorOverflowError, ArgumentError, check_positive
+from fastlayers.errors import AllocatorOverflowError, ArgumentError, check_device, check_positive
 
 ALIGNMENT = 16
 
@@ -49,7 +49,8 @@ class BumpAllocator:
         check_positive("BumpAllocator", capacity_bytes=capacity_bytes)
         self.capacity = _aligned(capacity_bytes)
         # One alignment more than asked for, in case the device's allocator starts at an odd address.
-        storage = torch.zeros(self.capacity + ALIGNMENT, dtype=torch.uint8, device=device)
+        where = check_device("BumpAllocator", device)
+        storage = torch.zeros(self.capacity + ALIGNMENT, dtype=torch.uint8, device=where)
         offset = -storage.data_ptr() % ALIGNMENT
         self.buffer = storage[offset : offset + self.capacity]
         self.used = 0

@@ -21,7 +21,7 @@ from torch import nn
 
 from fastlayers import compiles, kernel_cache
 from fastlayers.compiles import CompileWatch
-from fastlayers.errors import ArgumentError, check_positive
+from fastlayers.errors import ArgumentError, check_plain, check_positive
 from fastlayers.layer import Layer
 
 log = logging.getLogger(__name__)
@@ -87,6 +87,7 @@ def warmup(module: Any, tokens: Sequence[int], *, progress: bool = True) -> Warm
         No token counts, one that ``module`` cannot run, a model that is not patched, or a layer that does not say
         what it is called with.
     """
+    check_plain("warmup", "bool", progress=progress)
     counts = _checked(tokens)
     if not (isinstance(module, nn.Module) or hasattr(module, "warm_up_calls")):
         raise ArgumentError("warmup", "module", repr(module), "a module, or a generator of fastlayers_models")

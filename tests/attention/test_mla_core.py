@@ -187,9 +187,9 @@ def test_operators_have_shapes_without_data() -> None:
 
 
 def test_config_errors_name_the_argument() -> None:
-    with pytest.raises(ArgumentError, match="mla: kv_lora_rank is 0"):
+    with pytest.raises(ArgumentError, match="MLAAttention: kv_lora_rank is 0"):
         MLAConfig(4, 0, 16, 16, 16, 1.0)
-    with pytest.raises(ArgumentError, match=r"mla: kv_dtype is torch\.int8; accepted: one of .*e4m3"):
+    with pytest.raises(ArgumentError, match=r"MLAAttention: kv_dtype is torch\.int8; accepted: one of .*e4m3"):
         MLAConfig(4, 32, 16, 16, 16, 1.0, kv_dtype=torch.int8)
     assert eval(repr(CFG), {"MLAConfig": MLAConfig, "torch": torch}) == CFG
 

@@ -236,6 +236,7 @@ def test_configs_are_checked() -> None:
         (lambda: RopeScaling("yarn", 2.0), "original_max_position"),
         (lambda: RopeScaling("linear", 0.0), "factor"),
         (lambda: RopeScaling("dynamic"), "kind"),
+        (lambda: RopeScaling("llama3", 2.0, 8, high_freq_factor=1.0), "high_freq_factor"),
         (lambda: RopeScaling.from_config({"rope_parameters": {"rope_type": "longrope"}}), "rope_type"),
         (lambda: RopeScaling.from_config({"rope_parameters": {"rope_type": "yarn"}}), "factor"),
         (

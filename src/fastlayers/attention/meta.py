@@ -20,7 +20,11 @@ import torch
 
 from fastlayers import env
 from fastlayers.attention.kv_cache.spec import LayerCache
-from fastlayers.errors import ArgumentError, CaptureError, check_positive, describe
+from fastlayers.errors import ArgumentError, CaptureError, check_device, check_plain, check_positive, describe
+
+
+def _as_tuple(lengths: object) -> object:
+    return tuple(lengths) if isinstance(lengths, Sequence) else lengths
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,16 @@ class AttentionBatch:
     starts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        try:
+            self._check()
+        except TypeError as error:  # looked into only now: a batch is made in every step
+            lengths = {"query_lens": self.query_lens, "prefix_lens": self.prefix_lens, "starts": self.starts}
+            check_plain("AttentionBatch", "tuple[int, ...]", **{n: _as_tuple(v) for n, v in lengths.items()})
+            raise ArgumentError(
+                "AttentionBatch", "page_table", describe(self.page_table), "pages by request"
+            ) from error
+
+    def _check(self) -> None:
         count = len(self.query_lens)
         if len(self.prefix_lens) != count or len(self.page_table) != count or len(self.starts) not in (0, count):
             lengths = (count, len(self.prefix_lens), len(self.page_table), len(self.starts))
@@ -259,7 +273,7 @@ class AttentionState:
             "AttentionState", max_batch=max_batch, max_tokens=max_tokens, max_pages=max_pages, page_size=page_size
         )
         self.max_batch, self.max_tokens, self.max_pages, self.page_size = max_batch, max_tokens, max_pages, page_size
-        where = torch.device(device) if device is not None else torch.get_default_device()
+        where = check_device("AttentionState", device)
         # Steps of one token a request have buffers of their own: small, and half of them never change.
         self._decode = _Buffers(max_batch, min(max_batch, max_tokens), where)
         self._extend = _Buffers(max_batch, max_tokens, where)

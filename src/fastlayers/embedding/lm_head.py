@@ -16,7 +16,7 @@ from torch import nn
 
 from fastlayers.comm.parallel import REPLICATED, Shard
 from fastlayers.embedding.layer import VocabEmbedding, vocab_slice, vocab_slot
-from fastlayers.errors import ArgumentError, check_choice, check_kind, check_positive
+from fastlayers.errors import ArgumentError, check_choice, check_float, check_kind, check_plain, check_positive
 from fastlayers.linear.dense.layer import LINEAR, Linear
 from fastlayers.weights import Slot
 
@@ -69,9 +69,10 @@ class LMHead(Linear):
         out_dtype: torch.dtype | None = None,
     ) -> None:
         check_positive("LMHead", hidden_size=hidden_size, vocab_size=vocab_size)
+        check_plain("LMHead", "bool", bias=bias)
         check_kind("LMHead", Shard, shard=shard)
-        if tied_to is not None:
-            check_kind("LMHead", VocabEmbedding, tied_to=tied_to)
+        check_float("LMHead", dtype=dtype, out_dtype=out_dtype)
+        check_kind("LMHead", VocabEmbedding | None, tied_to=tied_to)
         check_choice("LMHead", "shard.kind", shard.kind, ("replicated", "column"))
         ids, rows = vocab_slice(vocab_size, shard)
         if tied_to is not None:

@@ -8,7 +8,15 @@ import torch
 from torch import nn
 
 from fastlayers.comm.parallel import REPLICATED, Shard
-from fastlayers.errors import ArgumentError, check_choice, check_kind, check_names, check_positive, check_tensor
+from fastlayers.errors import (
+    ArgumentError,
+    check_choice,
+    check_kind,
+    check_names,
+    check_positive,
+    check_tensor,
+    describe,
+)
 from fastlayers.layer import Layer
 from fastlayers.registry import Registry
 from fastlayers.weights import Slot
@@ -55,6 +63,9 @@ class LinearBase(Layer):
     ) -> None:
         super().__init__()
         self.kind = type(self).__name__
+        if not isinstance(out_features, int | Sequence) or isinstance(out_features, str):
+            accepted = "a positive integer, or one for each fused part"
+            raise ArgumentError(self.kind, "out_features", describe(out_features), accepted)
         self.full_parts = [out_features] if isinstance(out_features, int) else list(out_features)
         check_positive(
             self.kind,
@@ -164,7 +175,5 @@ class LinearBase(Layer):
         """Raise :class:`ArgumentError` unless ``x`` is ``[..., local_in]`` of ``dtype`` on ``device``."""
         good = isinstance(x, torch.Tensor) and x.dtype == dtype and x.dim() >= 1 and x.shape[-1] == self.local_in
         if not good or (device is not None and x.device != device):
-            from fastlayers.errors import describe
-
             wanted = f"{str(dtype).removeprefix('torch.')}[..., {self.local_in}]"
             raise ArgumentError(self.kind, "x", describe(x), wanted + (f" on {device}" if device is not None else ""))

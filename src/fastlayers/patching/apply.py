@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from fastlayers.errors import ArgumentError, PatchError, check_choice
+from fastlayers.errors import ArgumentError, PatchError, check_choice, check_plain
 from fastlayers.patching import decode, experts, gqa
 from fastlayers.patching.classes import PREFIX, FastModule, swap, unswap
 from fastlayers.patching.mla import FastMLA
@@ -99,7 +99,7 @@ def patch(
         {
             "attention": attention, "moe": moe, "linear": linear, "norm": norm, "mlp": mlp, "backend": backend,
             "fuse_projections": fuse_projections, "cache": cache, "cuda_graph": cuda_graph, "include": include,
-            "exclude": exclude, "verify": verify, "strict": strict,
+            "exclude": exclude, "verify": verify, "strict": strict, "dry_run": dry_run,
         }
     )  # fmt: skip
     if not isinstance(model, nn.Module):
@@ -111,11 +111,13 @@ def _options(given: Mapping[str, Any]) -> Options:
     """Return the arguments of :func:`patch`, checked as far as they can be without a model."""
     check_choice("patch", "cache", given["cache"], ("adopt", "hf"))
     check_choice("patch", "verify", given["verify"], ("layer", False))
-    check_choice("patch", "cuda_graph", given["cuda_graph"], (False, True))
+    flags = ("fuse_projections", "cuda_graph", "strict", "dry_run")
+    check_plain("patch", "bool", **{name: given[name] for name in flags})
+    check_plain("patch", "str", backend=given["backend"])
     return Options(
-        _kinds(given, given["backend"]), bool(given["fuse_projections"]), given["cache"],
+        _kinds(given, given["backend"]), given["fuse_projections"], given["cache"],
         selectors("include", given["include"]), selectors("exclude", given["exclude"]) or (), given["verify"],
-        bool(given["strict"]),
+        given["strict"],
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fastlayers.errors import ArgumentError, check_choice, check_pair
+from fastlayers.errors import ArgumentError, check_choice, check_fields, check_pair
 
 FORMATS = ("none", "fp8_block", "int8", "mxfp4", "fp8_tensor", "fp8_channel")
 
@@ -49,7 +49,10 @@ class QuantSpec:
         check_choice("QuantSpec", "format", self.format, FORMATS)
         check_choice("QuantSpec", "scale_fmt", self.scale_fmt, ("float", "ue8m0"))
         check_choice("QuantSpec", "activation_scale", self.activation_scale, ("token", "tensor", "static"))
-        check_pair("QuantSpec", "block_size", self.block_size)
+        check_fields("QuantSpec", self)
+        # As tuples: a spec is hashable.
+        object.__setattr__(self, "scale_names", tuple(self.scale_names))
+        object.__setattr__(self, "block_size", check_pair("QuantSpec", "block_size", self.block_size))
 
     def for_module(self, name: str) -> QuantSpec:
         """Return the spec of one module by its full checkpoint name: itself, or unquantised if skipped."""

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from fastlayers import env
-from fastlayers.errors import ArgumentError, check_kind, check_positive, check_tensor, describe
+from fastlayers.errors import ArgumentError, check_kind, check_plain, check_positive, check_tensor, describe
 from fastlayers.layer import Layer
 from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
 from fastlayers.rotary.scaling import RopeScaling, build_tables, config_value, rope_parameters
@@ -145,6 +145,8 @@ class RotaryEmbedding(Layer):
     ) -> None:
         super().__init__()
         check_positive("RotaryEmbedding", max_position=max_position)
+        check_plain("RotaryEmbedding", "float > 0", base=base)
+        check_kind("RotaryEmbedding", RopeScaling | None, scaling=scaling)
         self.base, self.scaling, self.max_position = float(base), scaling or RopeScaling(), max_position
         cfg = RotaryConfig(
             head_dim,

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fastlayers.errors import ArgumentError, check_choice
+from fastlayers.errors import ArgumentError, check_choice, check_fields, check_plain
 
 KINDS = ("default", "linear", "llama3", "yarn")
 
@@ -69,8 +69,13 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         check_choice("RopeScaling", "kind", self.kind, KINDS)
-        if self.factor <= 0:
-            raise ArgumentError("RopeScaling", "factor", self.factor, "a positive number")
+        check_fields("RopeScaling", self)
+        check_plain("RopeScaling", "float > 0", factor=self.factor, low_freq_factor=self.low_freq_factor)
+        check_plain("RopeScaling", "float > 0", beta_fast=self.beta_fast, beta_slow=self.beta_slow)
+        check_plain("RopeScaling", "float > 0 | None", attention_factor=self.attention_factor)
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            accepted = f"more than low_freq_factor {self.low_freq_factor}"
+            raise ArgumentError("RopeScaling", "high_freq_factor", self.high_freq_factor, accepted)
         if self.kind in ("llama3", "yarn") and self.original_max_position <= 0:
             raise ArgumentError(
                 "RopeScaling",

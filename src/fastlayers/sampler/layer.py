@@ -28,7 +28,15 @@ from typing import NamedTuple
 import torch
 
 from fastlayers.device import Device
-from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor, describe
+from fastlayers.errors import (
+    ArgumentError,
+    check_choice,
+    check_device,
+    check_fields,
+    check_positive,
+    check_tensor,
+    describe,
+)
 from fastlayers.layer import Layer
 from fastlayers.registry import Backend, Registry, reference_backend, torch_backend, triton_backend
 
@@ -65,6 +73,7 @@ class SamplingParams:
     logprobs: int = 0
 
     def __post_init__(self) -> None:
+        check_fields("SamplingParams", self)
         wrong = {
             "temperature": (not 0.0 <= self.temperature < float("inf"), "0 (greedy) or a positive number"),
             "top_k": (self.top_k < -1, "a positive integer, or 0 or -1 for off"),
@@ -135,7 +144,8 @@ class SamplingState:
 
     def __init__(self, max_batch: int, device: torch.device | str | None = None) -> None:
         check_positive("SamplingState", max_batch=max_batch)
-        self.rows = RowParams(*(torch.zeros(max_batch, dtype=dtype, device=device) for dtype in ROW_DTYPES))
+        where = check_device("SamplingState", device)
+        self.rows = RowParams(*(torch.zeros(max_batch, dtype=dtype, device=where) for dtype in ROW_DTYPES))
         self.rows.top_p.fill_(1.0)
         self.params = [SamplingParams(temperature=0.0)] * max_batch
 

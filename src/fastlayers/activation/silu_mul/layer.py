@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from fastlayers.device import Device
-from fastlayers.errors import check_positive, check_tensor, dtype_name
+from fastlayers.errors import check_float, check_positive, check_tensor, dtype_name
 from fastlayers.layer import Layer
 from fastlayers.registry import Backend, Registry, reference_backend, torch_backend, triton_backend
 
@@ -30,6 +30,7 @@ class SiluMulConfig:
 
     def __post_init__(self) -> None:
         check_positive("SiluAndMul", size=self.size)
+        check_float("SiluAndMul", dtype=self.dtype)
 
     def tuning_key(self) -> str | None:
         """Return the shape key of tuned tables."""

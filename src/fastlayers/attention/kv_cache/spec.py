@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fastlayers.errors import ArgumentError, check_choice, check_positive
+from fastlayers.errors import ArgumentError, check_choice, check_plain, check_positive
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 
@@ -35,7 +35,10 @@ class KVCacheSpec:
     def __post_init__(self) -> None:
         check_positive("KVCacheSpec", page_size=self.page_size)
         check_choice("KVCacheSpec", "dtype", self.dtype, DTYPES)
+        if not isinstance(self.rows, tuple):
+            raise ArgumentError("KVCacheSpec", "rows", repr(self.rows), "a tuple with one entry per layer")
         for row in self.rows:
+            check_plain("KVCacheSpec", "tuple[int, ...]", rows=row)
             if len(row) not in (1, 2) or min(row) < 1:
                 raise ArgumentError("KVCacheSpec", "rows", row, "(latent_width,) or (num_kv_heads, head_dim)")
 

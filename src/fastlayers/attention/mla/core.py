@@ -32,9 +32,10 @@ import torch
 
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta
 from fastlayers.device import Device
-from fastlayers.errors import ArgumentError, check_choice, check_positive
+from fastlayers.errors import ArgumentError, check_choice, check_fields, check_positive
 from fastlayers.registry import Backend, Registry, blackwell_guard, reference_backend, torch_backend, triton_backend
 
+NAME = "MLAAttention"
 PHASES = ("decode", "ragged", "padded", "extend")
 
 
@@ -64,17 +65,18 @@ class MLAConfig:
     lse: bool = True
 
     def __post_init__(self) -> None:
-        check_choice("mla", "phase", self.phase, ("", *PHASES))
+        check_fields(NAME, self)
+        check_choice(NAME, "phase", self.phase, ("", *PHASES))
         check_positive(
-            "mla", num_heads=self.num_heads, kv_lora_rank=self.kv_lora_rank, qk_rope_head_dim=self.qk_rope_head_dim,
+            NAME, num_heads=self.num_heads, kv_lora_rank=self.kv_lora_rank, qk_rope_head_dim=self.qk_rope_head_dim,
             qk_nope_head_dim=self.qk_nope_head_dim, v_head_dim=self.v_head_dim, page_size=self.page_size,
             context=self.context,
         )  # fmt: skip
         floats = (torch.float32, torch.float16, torch.bfloat16)
-        check_choice("mla", "dtype", self.dtype, floats)
-        check_choice("mla", "kv_dtype", self.kv_dtype, (*floats, torch.float8_e4m3fn))
+        check_choice(NAME, "dtype", self.dtype, floats)
+        check_choice(NAME, "kv_dtype", self.kv_dtype, (*floats, torch.float8_e4m3fn))
         if self.fp8_math and self.kv_dtype != torch.float8_e4m3fn:
-            raise ArgumentError("mla", "fp8_math", True, f"a cache of float8_e4m3fn, not of {self.kv_dtype}")
+            raise ArgumentError(NAME, "fp8_math", True, f"a cache of float8_e4m3fn, not of {self.kv_dtype}")
 
     @property
     def latent_width(self) -> int:
@@ -104,7 +106,7 @@ def check_no_padding(backend: str, meta: AttentionMeta) -> None:
     """
     if any(meta.batch.starts):
         accepted = f"steps without left padding: {backend} was chosen (or captured) for the phase 'decode'"
-        raise ArgumentError("mla", "meta.starts", meta.batch.starts, accepted)
+        raise ArgumentError(NAME, "meta.starts", meta.batch.starts, accepted)
 
 
 @dataclass(frozen=True)

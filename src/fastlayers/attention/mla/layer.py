@@ -31,7 +31,7 @@ from fastlayers.attention.mla.core import MLA, MLAConfig, phase_of
 from fastlayers.attention.mla.paths import PATHS, Expansion, MLAThresholds, select_path
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWrite
 from fastlayers.comm.parallel import REPLICATED, SINGLE, Axis, Shard
-from fastlayers.errors import ArgumentError, check_kind, check_number, check_positive, check_tensor
+from fastlayers.errors import ArgumentError, check_kind, check_plain, check_positive, check_tensor
 from fastlayers.layer import Layer
 from fastlayers.linear.base import LinearBase
 from fastlayers.linear.factory import linear
@@ -42,6 +42,8 @@ from fastlayers.quant.fp8_scaled_linear.layer import FP8ScaledLinear
 from fastlayers.quant.spec import NONE, QuantSpec
 from fastlayers.registry import Ladder
 from fastlayers.rotary.layer import RotaryEmbedding, check_rotary
+
+_FUSED = ("../q_a_proj", "../kv_a_proj_with_mqa")
 
 
 class MLAAttention(Layer):
@@ -123,9 +125,15 @@ class MLAAttention(Layer):
     ) -> None:
         super().__init__()
         check_positive("MLAAttention", hidden_size=hidden_size, num_heads=num_heads, page_size=page_size)
+        check_positive("MLAAttention", qk_nope_head_dim=qk_nope_head_dim, qk_rope_head_dim=qk_rope_head_dim)
+        check_plain("MLAAttention", "int > 0 | None", q_lora_rank=q_lora_rank)
+        check_plain("MLAAttention", "bool", bias=bias)
+        check_plain("MLAAttention", "str", prefix=prefix)
+        check_plain("MLAAttention", "float >= 0", norm_eps=norm_eps)
         check_kind("MLAAttention", QuantSpec, quant=quant)
         check_kind("MLAAttention", Axis, axis=axis)
-        check_number("MLAAttention", softmax_scale=softmax_scale, norm_eps=norm_eps)
+        check_kind("MLAAttention", MLAThresholds | None, thresholds=thresholds)
+        check_kind("MLAAttention", torch.cuda.Stream | None, alt_stream=alt_stream)
         check_rotary("MLAAttention", rotary, "qk_rope_head_dim", qk_rope_head_dim, whole=True)
         dtype = dtype if dtype is not None else torch.get_default_dtype()
         heads = axis.part(num_heads, "MLAAttention num_heads")
@@ -163,8 +171,7 @@ class MLAAttention(Layer):
             self.q_b_proj = project("q_b_proj", q_lora_rank, query, shard=column)
         if self.fused_a:
             assert q_lora_rank is not None
-            names = ("../q_a_proj", "../kv_a_proj_with_mqa")
-            self.qkv_a_proj = project("q_a_proj", hidden_size, (q_lora_rank, latent), bias=bias, names=names)
+            self.qkv_a_proj = project("q_a_proj", hidden_size, (q_lora_rank, latent), bias=bias, names=_FUSED)
         else:
             if q_lora_rank is not None:
                 self.q_a_proj = project("q_a_proj", hidden_size, q_lora_rank, bias=bias)

@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fastlayers.device import as_device
-from fastlayers.errors import ArgumentError, check_choice, check_float, check_positive, check_tensor
+from fastlayers.errors import ArgumentError, check_choice, check_float, check_plain, check_positive, check_tensor
 from fastlayers.layer import Layer
 from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
 from fastlayers.weights import Slot
@@ -69,6 +69,7 @@ class RouterConfig:
             num_groups=self.num_groups,
             topk_groups=self.topk_groups,
         )
+        check_plain(name, "float >= 0", renorm_eps=self.renorm_eps)
         check_choice(name, "scoring", self.scoring, SCORINGS)
         check_choice(name, "group_score", self.group_score, GROUP_SCORES)
         check_choice(name, "masked_score", self.masked_score, MASKED_SCORES)
@@ -187,6 +188,7 @@ class TopKRouter(Layer):
     ) -> None:
         super().__init__()
         check_positive("TopKRouter", hidden_size=hidden_size)
+        check_plain("TopKRouter", "bool", bias=bias)
         check_float("TopKRouter", dtype=dtype)
         check_choice("TopKRouter", "logits_dtype", logits_dtype, (torch.float32, None))
         cfg = RouterConfig(

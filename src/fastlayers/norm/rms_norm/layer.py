@@ -14,7 +14,6 @@ Families round in three places (``rounding``):
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,7 +21,7 @@ import torch
 from torch import nn
 
 from fastlayers.device import Device
-from fastlayers.errors import ArgumentError, check_choice, check_float, check_positive, check_tensor, dtype_name
+from fastlayers.errors import check_choice, check_float, check_plain, check_positive, check_tensor, dtype_name
 from fastlayers.layer import Layer
 from fastlayers.registry import Backend, Registry, reference_backend, torch_backend, triton_backend
 from fastlayers.weights import Slot
@@ -45,8 +44,7 @@ class RMSNormConfig:
     def __post_init__(self) -> None:
         check_positive("RMSNorm", hidden_size=self.hidden_size)
         check_choice("RMSNorm", "rounding", self.rounding, ROUNDINGS)
-        if isinstance(self.eps, bool) or not isinstance(self.eps, (int, float)) or not 0 <= self.eps < math.inf:
-            raise ArgumentError("RMSNorm", "eps", repr(self.eps), "a finite number, 0 or more")
+        check_plain("RMSNorm", "float >= 0", eps=self.eps)
 
     def tuning_key(self) -> str | None:
         """Return the shape key of tuned tables."""

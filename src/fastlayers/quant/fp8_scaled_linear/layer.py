@@ -24,7 +24,7 @@ from torch import nn
 
 from fastlayers.comm.parallel import REPLICATED, Shard
 from fastlayers.device import Device
-from fastlayers.errors import ArgumentError, check_choice, check_positive, describe
+from fastlayers.errors import ArgumentError, check_choice, check_plain, check_positive, describe
 from fastlayers.linear.base import LinearBase, frozen
 from fastlayers.quant.fp8_linear.blocks import E4M3, E4M3_MAX, decode_e4m3
 from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
@@ -156,6 +156,7 @@ class FP8ScaledLinear(LinearBase):
     ) -> None:
         super().__init__(in_features, out_features, shard, names)
         check_choice(self.kind, "weight_scale", weight_scale, WEIGHT_SCALES)
+        check_plain(self.kind, "tuple[str, str]", scale_names=scale_names)
         cfg = FP8ScaledLinearConfig(self.local_in, self.local_out, bias, dtype, activation_scale)
         self.choose(FP8_SCALED_LINEAR, cfg, device, backend)
         self.weight_scale_kind, self.scale_names = weight_scale, tuple(scale_names)
