@@ -2,6 +2,7 @@
 
 ``sglang``: its Triton experts (``fused_experts``) from ``topk_ids`` to the output, with the configuration files that it
 ships for the device and its own rule where it ships none. It runs in this process if the package can be imported.
+Peers of small operators are in :mod:`small_peers`.
 """
 
 from __future__ import annotations
@@ -10,13 +11,18 @@ import functools
 import importlib
 import importlib.util
 import socket
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
 from fastlayers.moe.fused_moe.weights import GROUP, MoEWeights
+
+sys.path.insert(0, str(Path(__file__).parent))
+from small_peers import small_peers
 
 _MOE = "sglang.srt.layers.moe.moe_runner"
 _KERNELS = "sglang.kernels.ops.moe.fused_moe_triton_kernels"
@@ -27,7 +33,9 @@ def peers(layer: str, cfg: Any) -> dict[str, Callable[[Any], Any]]:
 
     Empty where no peer is installed, or none runs this configuration.
     """
-    if layer != "fused_moe" or importlib.util.find_spec("sglang") is None or refusal(cfg) is not None:
+    if layer != "fused_moe":
+        return small_peers(layer, cfg)
+    if importlib.util.find_spec("sglang") is None or refusal(cfg) is not None:
         return {}
     return {"sglang": SglangExperts}
 

@@ -18,7 +18,7 @@ from fastlayers.errors import UnknownNameError
 from fastlayers.registry import registry
 from fastlayers.testing.parity import compare
 from fastlayers.testing.samples import Option
-from fastlayers.testing.spec import Bound, Case
+from fastlayers.testing.spec import EXACT, Bound, Case
 from fastlayers.testing.sweep import inputs_of, peak_flops
 from fastlayers.testing.timing import Timed
 from fastlayers.testing.tuner import Bench
@@ -80,20 +80,29 @@ def _prepared_copy(bench: Bench, num_bytes: float) -> Timed:
 def check_peer(bench: Bench, option: Option, case: Case) -> float:
     """Return a peer's largest relative RMS error against the layer's fp32 reference, on the case itself.
 
+    Integers must be equal. What is compared of a peer that has ``judged(own, expected, inputs)`` is what that returns.
+
     Raises
     ------
     ParityError
         The error exceeds ``PEER_BOUND``: the peer computes something else, and its time would say nothing.
     """
-    spec, inputs = bench.spec, inputs_of(bench.layer, case, bench.place)
-    outputs = []
-    for row in (bench.row(option), registry(bench.layer).named("reference")):
-        impl = row.load()(bench.cfg)
-        outputs.append(spec.run(impl, inputs, spec.prepare(impl, inputs)))
-    actual, expected = outputs
-    where = f"{bench.layer}/{option}/{case.name}"
-    errors = [compare(f"{where}: {name}", actual[name], expected[name], PEER_BOUND) for name in expected]
+    rows = (bench.row(option), registry(bench.layer).named("reference"))
+    peer, reference = (row.load()(bench.cfg) for row in rows)
+    actual, expected = (_outputs(bench, impl, case) for impl in (peer, reference))
+    if hasattr(peer, "judged"):
+        actual, expected = peer.judged(actual, expected, inputs_of(bench.layer, case, bench.place))
+    where, errors = f"{bench.layer}/{option}/{case.name}", []
+    for name, wanted in expected.items():
+        bound = PEER_BOUND if wanted.is_floating_point() else EXACT
+        errors.append(compare(f"{where}: {name}", actual[name], wanted, bound))
     return max(errors, default=0.0)
+
+
+def _outputs(bench: Bench, impl: Any, case: Case) -> dict[str, torch.Tensor]:
+    # Inputs of its own, the same values each time: a peer may work in place.
+    inputs = inputs_of(bench.layer, case, bench.place)
+    return bench.spec.run(impl, inputs, bench.spec.prepare(impl, inputs))
 
 
 def copy_of(num_bytes: float, place: torch.device) -> Callable[[], object]:

@@ -120,12 +120,21 @@ def program_tile(tiles_m, tiles_n, BAND: tl.constexpr):
 
 
 @triton.jit
-def _load_tile(rows, k, limit, mask, EVEN_K: tl.constexpr):
-    # Weights: rows beyond the edge read a valid one again, only K can end inside a tile.
+def _load_weights(rows, k, limit, EVEN_K: tl.constexpr):
+    # Rows beyond the edge read a valid one again, only K can end inside a tile.
     if EVEN_K:
         return tl.load(rows)
     else:
-        return tl.load(rows, mask=mask & (k < limit), other=0.0)
+        return tl.load(rows, mask=k < limit, other=0.0)
+
+
+@triton.jit
+def _load_pairs(rows, k, limit, real, EVEN_K: tl.constexpr):
+    # Slots without a pair read nothing: they would all ask for the same line of L2.
+    if EVEN_K:
+        return tl.load(rows, mask=real, other=0.0)
+    else:
+        return tl.load(rows, mask=real & (k < limit), other=0.0)
 
 
 @triton.jit
@@ -183,9 +192,9 @@ def gate_up_kernel(
         up_scale = gate_scale + scale_rows * blocks
     for block in range(0, blocks):
         k = block * BLOCK_K + depth
-        x = _load_tile(x_rows + block * BLOCK_K, k[None, :], D, real[:, None], EVEN_K)
-        g = _load_tile(gate_rows + block * BLOCK_K, k[:, None], D, True, EVEN_K)
-        u = _load_tile(up_rows + block * BLOCK_K, k[:, None], D, True, EVEN_K)
+        x = _load_pairs(x_rows + block * BLOCK_K, k[None, :], D, real[:, None], EVEN_K)
+        g = _load_weights(gate_rows + block * BLOCK_K, k[:, None], D, EVEN_K)
+        u = _load_weights(up_rows + block * BLOCK_K, k[:, None], D, EVEN_K)
         if QUANT == 1:
             if WIDE:
                 x, g, u = x.to(tl.bfloat16), g.to(tl.bfloat16), u.to(tl.bfloat16)
@@ -235,7 +244,7 @@ def down_kernel(
     row = tl.where(real, pair, 0).to(tl.int64)
     column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     depth = tl.arange(0, BLOCK_K)
-    # A padding row reads pair 0, which may be dropped and never written: what it reads is masked below.
+    # A slot without a pair takes pair 0's scale, which may be dropped and never written: it is masked below.
     a_rows = a_ptr + row[:, None] * a_stride + depth[None, :]
     w_rows = w_ptr + expert * D * I + (column % D)[None, :] * I + depth[:, None]
     ACC: tl.constexpr = tl.int32 if QUANT == 2 else tl.float32
@@ -247,8 +256,8 @@ def down_kernel(
         w_scale = ws_ptr + (expert * tl.cdiv(D, GROUP) + tile_n * BLOCK_N // GROUP) * blocks
     for block in range(0, blocks):
         k = block * BLOCK_K + depth
-        a = _load_tile(a_rows + block * BLOCK_K, k[None, :], I, True, EVEN_K)
-        w = _load_tile(w_rows + block * BLOCK_K, k[:, None], I, True, EVEN_K)
+        a = _load_pairs(a_rows + block * BLOCK_K, k[None, :], I, real[:, None], EVEN_K)
+        w = _load_weights(w_rows + block * BLOCK_K, k[:, None], I, EVEN_K)
         if QUANT == 1:
             if WIDE:
                 a, w = a.to(tl.bfloat16), w.to(tl.bfloat16)
