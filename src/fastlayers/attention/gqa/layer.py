@@ -23,7 +23,7 @@ from fastlayers.attention.kv_write.layer import KVWrite
 from fastlayers.attention.meta import AttentionMeta, check_pages, check_step
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWrite
 from fastlayers.comm.parallel import SINGLE, Axis, Shard
-from fastlayers.errors import ArgumentError, check_kind, check_number, check_positive, check_tensor
+from fastlayers.errors import ArgumentError, check_kind, check_number, check_plain, check_positive, check_tensor
 from fastlayers.layer import Layer
 from fastlayers.linear.base import LinearBase
 from fastlayers.linear.factory import linear
@@ -115,6 +115,8 @@ class Attention(Layer):
         super().__init__()
         given = {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         check_positive(NAME, **given)
+        check_plain(NAME, "str", prefix=prefix)
+        check_plain(NAME, "bool", qkv_bias=qkv_bias, o_bias=o_bias, sinks=sinks)
         check_kind(NAME, QuantSpec, quant=quant)
         check_kind(NAME, Axis, axis=axis)
         check_number(NAME, softmax_scale=softmax_scale, softcap=softcap, qk_norm=qk_norm)

@@ -32,6 +32,7 @@ from fastlayers.errors import (
     check_float,
     check_kind,
     check_number,
+    check_plain,
     check_positive,
     check_tensor,
     dtype_name,
@@ -228,6 +229,8 @@ class FusedMoE(Layer):
     ) -> None:
         super().__init__()
         check_positive(_NAME, num_experts=num_experts, top_k=top_k)
+        check_plain(_NAME, "int >= 0", num_shared=num_shared)
+        check_plain(_NAME, "bool", bias=bias, interleaved=interleaved)
         check_kind(_NAME, QuantSpec, quant=quant)
         check_kind(_NAME, Axis, ep=ep, tp=tp)
         check_float(_NAME, dtype=dtype)
