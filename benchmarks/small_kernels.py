@@ -381,7 +381,7 @@ class SglMoEAlign:
 class FlashInferSampler:
     """flashinfer's four launches: softmax, top-k, top-p, and a draw with min-p from the first row's seed and counter.
 
-    Greedy rows are rows of temperature 1 that keep one token. Counters stay: a caller's next seed is not a kernel's.
+    Greedy rows are rows of temperature 1 that keep one token. Counters stay: advancing them is not the kernels' part.
     """
 
     def __init__(self, cfg: SamplerConfig) -> None:
@@ -407,9 +407,35 @@ class FlashInferSampler:
         return ids
 
     def judged(self, own: Outputs, expected: Outputs, inputs: Mapping[str, Any]) -> Judged:
-        """Return the ids alone."""
-        names = ("ids", "again")
-        return {name: own[name] for name in names}, {name: expected[name] for name in names}
+        """Return the ids alone: any token that its filters keep is right, as its random numbers are not ours."""
+        kept = self.kept(inputs)
+        right = {name: expected[name] for name in ("ids", "again")}
+        drawn = {name: own[name].long() for name in right}
+        good = {name: kept.gather(-1, ids[:, None])[:, 0] for name, ids in drawn.items()}
+        return {name: torch.where(good[name], right[name], ids) for name, ids in drawn.items()}, right
+
+    def kept(self, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """Return which tokens a row keeps, bool ``[B, V]``: top-k, then top-p of what is left, then min-p."""
+        weight, ranked, smallest = self.ranked(inputs)
+        ranked = ranked.masked_fill(ranked < smallest, 0.0)
+        return self.likely(weight, ranked, smallest, inputs) & (weight >= inputs["min_p"][:, None] * ranked[:, :1])
+
+    def ranked(self, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return fp64 probabilities, the same in descending order, and the smallest that top-k keeps ``[B, 1]``."""
+        temperature, top_k = self.filters(inputs["temperature"], inputs["top_k"])
+        weight = (inputs["logits"].double() / temperature[:, None]).softmax(-1)
+        ranked = weight.sort(-1, descending=True).values
+        return weight, ranked, ranked.gather(-1, top_k.long()[:, None] - 1)
+
+    @staticmethod
+    def likely(
+        weight: torch.Tensor, ranked: torch.Tensor, smallest: torch.Tensor, inputs: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """Return which tokens have ``smallest``, and top-p of ``ranked``."""
+        top_p, running = inputs["top_p"].double()[:, None], ranked.cumsum(-1)
+        last = (running[:, :-1] < top_p * running[:, -1:]).sum(-1, keepdim=True)
+        edge = torch.where(top_p < 1, ranked.gather(-1, last), 0.0)
+        return (weight >= smallest) & (weight >= edge)
 
 
 class FlashInferTopKTopP(FlashInferSampler):
@@ -427,3 +453,7 @@ class FlashInferTopKTopP(FlashInferSampler):
         plain = inputs["min_p"] == 0
         own, expected = super().judged(own, expected, inputs)
         return {name: ids[plain] for name, ids in own.items()}, {name: ids[plain] for name, ids in expected.items()}
+
+    def kept(self, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """Return which tokens a row keeps: both filters apply to the whole distribution."""
+        return self.likely(*self.ranked(inputs), inputs)
