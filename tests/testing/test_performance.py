@@ -211,6 +211,8 @@ def test_a_peer_counts_as_the_best_peer_and_its_absence_is_said(tables: Any, tmp
     assert tables.experts().startswith("0 of 1 points; median 1.25 ×")
     assert tables.experts().endswith("sglang timed at 1 of 2 points")
     assert "| 1 |  | triton | 10.0 | sglang | 8.0 | 1.25 |" in tables.layer_table("fused_moe")
+    write(tmp_path, "small_ops", [point(1, "triton", 2.0, auto=True), point(1, "flashinfer in place", 1.0, peer=True)])
+    assert tables.never_slower("small_ops").startswith("0 of 1 points; median 2.00 ×")
 
 
 def test_rows_of_other_devices_are_left_out(tables: Any, tmp_path: Path) -> None:
