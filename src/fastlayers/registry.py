@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import logging
 import re
-from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -242,12 +241,21 @@ class Ladder:
 
     def __init__(self, choice: Choice, impls: tuple[Any, ...]) -> None:
         self.choice, self.impls = choice, impls
-        self._thresholds = tuple(rung.max_tokens for rung in choice.rungs[:-1] if rung.max_tokens is not None)
+        self._limited = tuple(
+            (rung.max_tokens, impl)
+            for rung, impl in zip(choice.rungs, impls, strict=True)
+            if rung.max_tokens is not None
+        )
         self.single = impls[0] if len(impls) == 1 else None
 
     def pick(self, num_tokens: int) -> Any:
-        """Return the implementation for this token count: one bisect over a tuple."""
-        return self.single if self.single is not None else self.impls[bisect_left(self._thresholds, num_tokens)]
+        """Return the implementation for this token count; a loop over few rungs, which torch.compile can trace."""
+        if self.single is not None:
+            return self.single
+        for limit, impl in self._limited:
+            if num_tokens <= limit:
+                return impl
+        return self.impls[-1]
 
     def pack(self, *weights: Any) -> Any:
         """Let the implementation pack weights; all rungs share the result."""

@@ -113,10 +113,9 @@ class Attention(Layer):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        given = {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        check_positive(NAME, **given)
+        check_positive(NAME, hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
         check_plain(NAME, "str", prefix=prefix)
-        check_plain(NAME, "bool", qkv_bias=qkv_bias, o_bias=o_bias, sinks=sinks)
+        check_plain(NAME, "bool", qkv_bias=qkv_bias, o_bias=o_bias)
         check_kind(NAME, QuantSpec, quant=quant)
         check_kind(NAME, Axis, axis=axis)
         check_number(NAME, softmax_scale=softmax_scale, softcap=softcap, qk_norm=qk_norm)
