@@ -11,6 +11,9 @@ from fastlayers.rotary.layer import RotaryConfig
 from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
+# Heads a program, of few tokens and of more.
+FEW_TOKENS, HEADS_OF_FEW, MOST_HEADS = 16, 8, 32
+
 
 @triton.jit
 def _load_pairs(rows, inside_head, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
@@ -119,7 +122,9 @@ def _rotary(
     outputs = [x.new_empty(x.shape) for x in (q, k) if x is not None]
     if tokens and q_heads + k_heads:
         half = cos.shape[1]
-        heads = min(32, triton.next_power_of_2(max(q_heads, k_heads)))
+        # A few tokens are spread over more programs.
+        most = MOST_HEADS if tokens > FEW_TOKENS else HEADS_OF_FEW
+        heads = min(most, triton.next_power_of_2(max(q_heads, k_heads)))
         parts = section if positions.dim() == 2 else [0, 0, 0]
         positions = positions.contiguous()
         blocks = triton.cdiv(q_heads, heads) + triton.cdiv(k_heads, heads)

@@ -1,4 +1,4 @@
-"""The router in Triton: one program a token, scores in registers, k rounds of a maximum over unique keys.
+"""The router in Triton: one program a token, scores in registers, k rounds of a maximum.
 
 The logits of a few tokens are matrix-vector products: every program takes a few experts, whose weights it reads
 before it waits for the tokens.
@@ -128,30 +128,30 @@ def _router_kernel(
             score = tl.where(eligible, score, 0.0)
         else:
             choice = tl.where(eligible, choice, -infinity)
-    # Unique keys: the value in integer order (0.0 is -0.0's equal), then the reversed id, so that ties go to the
-    # lowest. One maximum finds both.
+    # Values in integer order (0.0 is -0.0's equal), so that a warp finds the largest with one instruction, and the
+    # lowest expert among equals with another. Both leave the tile together, in whatever order it is reshaped.
     bits = (choice + 0.0).to(tl.int32, bitcast=True)
-    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-    lowest: tl.constexpr = -(1 << 63)
-    keys = tl.where(inside, (ordered << 32) | (0xFFFF - expert).to(tl.int64), lowest)
-    keys = tl.reshape(keys, [BLOCK_G * BLOCK_S], can_reorder=True)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    lowest: tl.constexpr = -(1 << 31)
+    both = (tl.where(inside, ordered, lowest).to(tl.int64) << 32) | expert.to(tl.int64)
+    both = tl.reshape(both, [BLOCK_G * BLOCK_S], can_reorder=True)
+    values, experts = (both >> 32).to(tl.int32), (both & 0xFFFF).to(tl.int32)
     ids = tl.zeros([BLOCK_K], tl.int32)
     weights = tl.zeros([BLOCK_K], tl.float32)
     LOOK_UP: tl.constexpr = MASK_ZERO or (HAS_BIAS and SCORING != 1)
     for k in tl.static_range(TOP_K):
-        top = tl.max(keys, axis=0)
-        keys = tl.where(keys == top, lowest, keys)
-        winner = 0xFFFF - (top & 0xFFFF).to(tl.int32)
+        value = tl.max(values, axis=0)
+        winner = tl.min(tl.where(values == value, experts, 0xFFFF), axis=0)
+        values = tl.where(experts == winner, lowest, values)
         ids = tl.where(slot == k, winner, ids)
         if LOOK_UP:
             mine = inside & (expert == winner)
             weight = tl.sum(tl.sum(tl.where(mine, score, 0.0), axis=1), axis=0)
         else:
-            value = (top >> 32).to(tl.int32)
             weight = (value ^ ((value >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
         weights = tl.where(slot == k, weight, weights)
     if HAS_BIAS and not LOOK_UP:
-        # The keys have the bias: the scores once more, of the chosen experts.
+        # The values have the bias: the scores once more, of the chosen experts.
         weights = _sigmoid(_finite(tl.load(logits_ptr + row * logits_stride + ids).to(tl.float32)))
         weights = tl.where(slot < TOP_K, weights, 0.0)
     if SCORING == 2:
