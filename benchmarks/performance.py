@@ -189,7 +189,7 @@ def measure(items: list[Item], record: Record, clock: Clock, place: torch.device
         bench = benches.setdefault(id(item), Bench(item.layer, item.cfg, place, clock, peers=other))
         begin = time.monotonic()
         case = case_at(item.layer, item.cfg, count, context)
-        found = rows_of(bench, case, count, rounds=15, copy=item.layer in MOVERS)
+        found = rows_of(bench, case, count, copy=item.layer in MOVERS)
         failed = {str(option): why for option, why in bench.failed.items()}
         about = {"key": key, "model": item.model, "cfg": repr(item.cfg), "context": context, "failed": failed}
         record.add([row | about for row in found])

@@ -18,7 +18,13 @@ BATCHES = (1, 8, 32)
 
 
 def layer_rows(
-    layer: str, shape: str, against: Sequence[str], tokens: Sequence[int], context: int | None, place: Any, rounds: int
+    layer: str,
+    shape: str,
+    against: Sequence[str],
+    tokens: Sequence[int],
+    context: int | None,
+    place: Any,
+    rounds: int | None,
 ) -> Iterator[dict[str, Any]]:
     """Yield the run's description, then the rows of each token count as they are measured."""
     from fastlayers.testing.bench import describe_run, rows_of
@@ -214,7 +220,9 @@ def register(app: typer.Typer, out: Console, err: Console, device_of: Any, dtype
         ] = None,
         tokens: Annotated[str, typer.Option(help="Token counts (attention: requests); default: 1 to 8192.")] = "",
         context: Annotated[int, typer.Option(min=0, help="Cached tokens a request, for attention; 0: 4096.")] = 0,
-        rounds: Annotated[int, typer.Option(min=1, help="Runs of which the median is taken.")] = 21,
+        rounds: Annotated[
+            int | None, typer.Option(min=1, help="Runs of which the median is taken; default: 15 to 200.")
+        ] = None,
         device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if there is one.")] = "",
         as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line a row.")] = False,
     ) -> None:

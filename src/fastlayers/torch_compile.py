@@ -22,7 +22,8 @@ from fastlayers.layer import Layer
 from fastlayers.registry import registry
 
 # Layers that hold no packed weights, do little else than move data, and consist of operations that inductor fuses.
-SMALL_OPERATORS = ("rms_norm", "silu_mul", "rotary", "rotary_kv_write")
+# None that write to a cache: inductor makes a whole new cache of it and copies that back.
+SMALL_OPERATORS = ("rms_norm", "silu_mul", "rotary")
 
 # Those of torch.compile that leave CUDA graphs to us.
 MODES = ("default", "max-autotune-no-cudagraphs")

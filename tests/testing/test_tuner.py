@@ -19,7 +19,7 @@ from fastlayers.quant.fp8_linear.torch import TorchFP8Linear
 from fastlayers.registry import Backend
 from fastlayers.testing import tuner
 from fastlayers.testing.samples import Journal, Option, Sample, earlier
-from fastlayers.testing.timing import HostClock, Timing, clock_for, take_turns
+from fastlayers.testing.timing import HostClock, Timing, clock_for, measure_enough, rounds_for, take_turns
 from fastlayers.testing.tuner import (
     Bench,
     NothingToTuneError,
@@ -51,7 +51,7 @@ def ladder(found: list[Sample], **layouts: str) -> list[tuple[int | None, str, f
 
 
 def test_a_rung_is_kept_where_another_wins_by_less_than_the_noise() -> None:
-    assert ladder(samples(a=[10, 10, 10, 10], b=[9.9, 10.1, 9.85, 10])) == [(None, "a", 10)]
+    assert ladder(samples(a=[10, 10, 10, 10], b=[9.9, 10.1, 9.87, 10])) == [(None, "a", 10)]
 
 
 def test_real_wins_make_rungs_with_the_time_at_their_last_point() -> None:
@@ -70,9 +70,9 @@ def test_its_own_rule_is_preferred_to_parameters_that_are_no_faster() -> None:
 
 
 def test_noisy_points_are_judged_by_their_own_spread() -> None:
-    calm = [Sample(1, A, 10.0, 0.0), Sample(1, B, 9.75, 0.0)]
-    noisy = [Sample(1, A, 10.0, 0.5), Sample(1, B, 9.75, 0.48)]
-    assert ladder(calm) == [(None, "b", 9.75)]
+    calm = [Sample(1, A, 10.0, 0.0), Sample(1, B, 9.82, 0.0)]
+    noisy = [Sample(1, A, 10.0, 0.5), Sample(1, B, 9.82, 0.48)]
+    assert ladder(calm) == [(None, "b", 9.82)]
     assert ladder(noisy) == [(None, "a", 10.0)]
 
 
@@ -158,7 +158,7 @@ def test_a_shape_is_tuned_checked_and_halved(fast: Backend, tmp_path: Path) -> N
     assert "ParityError" in table["failed"]["fast(BLOCK=7)"]
     assert table["errors"]["fast(BLOCK=64)"] < 5e-3
     first = clock.rounds[: len(tuner.ROUNDS)]
-    assert [rounds for rounds, _ in first] == list(tuner.ROUNDS)
+    assert [rounds for rounds, _ in first] == [*tuner.ROUNDS[:-1], 200]  # the fastest takes 1 µs
     assert first[0][1] == 9 and first[0][1] > first[1][1] >= first[2][1]
     about = table["metadata"]
     assert about["versions"]["torch"] == {"torch": torch.__version__} and about["command"] == "fastlayers tune"
@@ -342,6 +342,14 @@ def test_a_cuda_error_is_not_a_candidates_failure() -> None:
 def test_timing_is_the_median_and_half_the_distance_of_the_quartiles() -> None:
     assert Timing.of([3.0, 1.0, 2.0]) == Timing(2.0, 1.0, 3)
     assert Timing.of([1.0, 2.0, 3.0, 4.0, 100.0]) == Timing(3.0, 25.25, 5)
+
+
+def test_short_calls_are_measured_more_often() -> None:
+    assert [rounds_for(us) for us in (1e9, 100.0, 50.0, 10.0, 1.0)] == [15, 15, 30, 150, 200]
+    clock = KnownClock({})
+    assert measure_enough(clock, {"a": Known(50.0), "b": Known(900.0)})["b"].runs == 30
+    assert measure_enough(clock, {"a": Known(900.0)})["a"].runs == 15
+    assert clock.rounds == [(15, 2), (30, 2), (15, 1)]
 
 
 def test_calls_take_turns_and_the_first_rounds_do_not_count() -> None:

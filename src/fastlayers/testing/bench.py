@@ -20,10 +20,9 @@ from fastlayers.testing.parity import compare
 from fastlayers.testing.samples import Option
 from fastlayers.testing.spec import EXACT, Bound, Case
 from fastlayers.testing.sweep import inputs_of, peak_flops
-from fastlayers.testing.timing import Timed
+from fastlayers.testing.timing import Timed, measure_enough
 from fastlayers.testing.tuner import Bench
 
-ROUNDS = 21
 # A peer rounds where its authors chose to: bf16 before and after the activation, as sglang's experts do, moves the
 # e4m3 codes and with them the result by 0.018. It must compute the same layer; a wrong scale or expert is far off.
 PEER_BOUND = Bound(0.04, 0.2)
@@ -117,7 +116,7 @@ def rows_of(
     tokens: int,
     *,
     against: Sequence[str] = (),
-    rounds: int = ROUNDS,
+    rounds: int | None = None,
     whole: bool = False,
     copy: bool = False,
 ) -> list[dict[str, Any]]:
@@ -132,7 +131,8 @@ def rows_of(
         By which the ladder is asked.
     against : sequence of str
         Beginnings of backends' names; default: all.
-    rounds : int
+    rounds : int, optional
+        Default: more the shorter the calls are.
     whole : bool
         Check on the case itself; otherwise on a small one, once per backend.
     copy : bool
@@ -151,7 +151,8 @@ def rows_of(
     timed = bench.ready(case, [option for option in (*options, *peers) if option not in bench.failed])
     cost, device = bench.spec.cost(case), bench.device
     calls = {str(option): call for option, call in timed.items()}
-    found = bench.clock.measure(calls | ({_COPY: _prepared_copy(bench, cost.min_bytes)} if copy else {}), rounds)
+    calls |= {_COPY: _prepared_copy(bench, cost.min_bytes)} if copy else {}
+    found = measure_enough(bench.clock, calls) if rounds is None else bench.clock.measure(calls, rounds)
     arithmetic, memory = (s * 1e6 for s in cost.floors(device.bandwidth, peak_flops(bench.layer, bench.cfg, device)))
     rows = []
     for option in timed:

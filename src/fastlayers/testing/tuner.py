@@ -30,14 +30,15 @@ from fastlayers.testing.parity import check_parity
 from fastlayers.testing.samples import ALL, QUICK, Journal, Option, Sample, earlier
 from fastlayers.testing.spec import Case, spec_of
 from fastlayers.testing.sweep import case_at, drawn_on, inputs_of, peak_flops
-from fastlayers.testing.timing import Clock, Timed, Timing
+from fastlayers.testing.timing import SHORT_US, Clock, Timed, Timing, rounds_for
 
-# A win below this is noise, and so is one below the spread of the runs (up to MOST_SPREAD: what "never slower" allows).
-NOISE, MOST_SPREAD = 0.02, 0.03
+# A win below this is noise, and so is one below the spread of the runs, up to MOST_SPREAD: measured again, what was
+# taken shall not be slower by the 3 % that "never slower" allows.
+NOISE, MOST_SPREAD = 0.015, 0.02
 MAX_CANDIDATES, QUICK_CANDIDATES = ALL, QUICK
 # Rounds of timing, and the part of the options that is left after each but the last.
 ROUNDS, KEPT, FEWEST = (3, 6, 13), 0.25, 4
-# Calls longer than this vary little: fewer rounds do.
+# Calls longer than this vary little: fewer rounds do. The last of short ones take more, see timing.py.
 LONG_US, LONG_ROUNDS = 2000.0, (2, 3, 5)
 PARITY_TOKENS = 5
 
@@ -257,8 +258,10 @@ class Bench:
         found: dict[Option, Timing] = {}
         alive = list(timed)
         for index in range(len(ROUNDS)):
-            long = bool(found) and min(timing.us for timing in found.values()) > LONG_US
-            rounds = (LONG_ROUNDS if long else ROUNDS)[index]
+            fastest = min((timing.us for timing in found.values()), default=LONG_US)
+            rounds = (LONG_ROUNDS if fastest > LONG_US else ROUNDS)[index]
+            if fastest < SHORT_US and index == len(ROUNDS) - 1:
+                rounds = rounds_for(fastest)
             measured = self.clock.measure({str(o): timed[o] for o in alive}, rounds)
             found |= {option: measured[str(option)] for option in alive}
             by_time = sorted(alive, key=lambda option: found[option].us)
