@@ -2,8 +2,8 @@
 
     blocks (decoder layers) ─► small layers compute by torch operations ─► inductor fuses them between opaque kernels
 
-Off unless asked for. Our small operators are fused already, and start before their predecessor has ended, which
-inductor's kernels do not: what it gains or costs is measured in ``benchmarks/notes/torch_compile.md``.
+Off unless asked for: our small operators are fused already, and start before their predecessor has ended, which
+inductor's kernels do not. What it gains or costs is measured in ``benchmarks/notes/torch_compile.md``.
 Source: item 55 of the design's contracts.
 """
 
@@ -52,7 +52,7 @@ class TorchCompile:
     """
 
     max_batch: int = 32
-    mode: str = "max-autotune-no-cudagraphs"
+    mode: str = "default"
     backend: str = "inductor"
     operators: tuple[str, ...] = SMALL_OPERATORS
 
