@@ -35,6 +35,7 @@ def measure(name: str, batches: tuple[int, ...], rounds: int) -> Iterator[dict[s
     model = family(family.config_class.from_hf(MODELS[name]), dtype=torch.bfloat16, device="cuda").eval()
     randomize(model)
     generators, seconds = {}, {}
+    Generator(model, max_batch=max(batches), max_length=2 * LENGTH).capture(batches)  # compiles our own kernels
     for mode in (None, *MODES):
         how = None if mode is None else fl.TorchCompile(max_batch=max(batches), mode=mode)
         generators[mode] = Generator(model, max_batch=max(batches), max_length=2 * LENGTH, torch_compile=how)

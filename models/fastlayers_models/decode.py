@@ -201,17 +201,23 @@ class DecodeStep:
         how = self.torch_compile
         if how is None or bucket > how.max_batch:
             return lambda: self._run(meta, mode)
-        if self._compiled is None:
-            self._compiled = CompiledBlocks(self.model.decoder.layers[: self.model.config.num_hidden_layers], how)
-        compiled = self._compiled
-        self._run(meta, mode)  # builds what cannot be traced
+        traceable = False
 
         def run() -> torch.Tensor:
             """Run the step compiled; only warm-ups and the capture come here."""
-            with compiled.applied():
+            nonlocal traceable
+            if not traceable:
+                self._run(meta, mode)  # builds what cannot be traced
+                traceable = True
+            with self._compiled_blocks(how).applied():
                 return self._run(meta, mode)
 
         return run
+
+    def _compiled_blocks(self, how: TorchCompile) -> CompiledBlocks:
+        if self._compiled is None:
+            self._compiled = CompiledBlocks(self.model.decoder.layers[: self.model.config.num_hidden_layers], how)
+        return self._compiled
 
     def _run(self, meta: AttentionMeta, mode: str) -> torch.Tensor:
         size = meta.num_tokens

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastlayers.errors import ArgumentError, check_choice, check_positive
+from fastlayers.errors import ArgumentError, check_choice, check_plain, check_positive
 from fastlayers.layer import Layer
 from fastlayers.registry import registry
 
@@ -49,6 +49,10 @@ class TorchCompile:
     ------
     ArgumentError
         A value that is none of these.
+
+    Notes
+    -----
+    While buckets are captured nobody else may use or copy the model: its blocks run compiled for everyone.
     """
 
     max_batch: int = 32
@@ -59,12 +63,15 @@ class TorchCompile:
     def __post_init__(self) -> None:
         check_positive("TorchCompile", max_batch=self.max_batch)
         check_choice("TorchCompile", "mode", self.mode, MODES)
-        known = torch.compiler.list_backends(exclude_tags=())
+        check_plain("TorchCompile", "str", backend=self.backend)
+        known = [name for name in torch.compiler.list_backends(exclude_tags=()) if name != "cudagraphs"]
         if self.backend not in known:
             raise ArgumentError("TorchCompile", "backend", repr(self.backend), f"one of {', '.join(known)}")
-        if not isinstance(self.operators, tuple) or not set(self.operators) <= set(SMALL_OPERATORS):
-            accepted = f"a tuple of {', '.join(SMALL_OPERATORS)}"
-            raise ArgumentError("TorchCompile", "operators", repr(self.operators), accepted)
+        if self.backend != "inductor" and self.mode != "default":
+            raise ArgumentError("TorchCompile", "mode", f"{self.mode!r} with backend {self.backend!r}", "'default'")
+        known = list(SMALL_OPERATORS)
+        if not isinstance(self.operators, tuple) or any(name not in known for name in self.operators):
+            raise ArgumentError("TorchCompile", "operators", repr(self.operators), f"a tuple of {', '.join(known)}")
 
 
 class CompiledBlocks:
@@ -90,12 +97,8 @@ class CompiledBlocks:
             torch.compile(block.forward, backend=how.backend, fullgraph=True, dynamic=False, **options)
             for block in self.blocks
         ]
-        small = [
-            layer
-            for block in self.blocks
-            for layer in block.modules()
-            if isinstance(layer, Layer) and hasattr(layer, "choice") and layer.choice.layer in how.operators
-        ]
+        layers = dict.fromkeys(layer for block in self.blocks for layer in block.modules() if isinstance(layer, Layer))
+        small = [layer for layer in layers if hasattr(layer, "choice") and layer.choice.layer in how.operators]
         self._ladders = [
             (layer, registry(layer.choice.layer).choose(layer.cfg, layer.choice.device, "torch").build())
             for layer in small
@@ -105,6 +108,8 @@ class CompiledBlocks:
     def applied(self) -> Iterator[None]:
         """Run the blocks compiled inside; not for several threads at a time."""
         before = [(layer, layer.ladder) for layer, _ in self._ladders]
+        # Somebody may have put an own forward on a block.
+        forwards = [(block, vars(block).get("forward")) for block in self.blocks]
         # One limit for all callers of a function would stop at the eighth batch size.
         with torch._dynamo.config.patch(recompile_limit=4096, accumulated_recompile_limit=65536):
             try:
@@ -114,7 +119,10 @@ class CompiledBlocks:
                     block.forward = forward
                 yield
             finally:
-                for block in self.blocks:
-                    block.__dict__.pop("forward", None)
+                for block, own in forwards:
+                    if own is None:
+                        vars(block).pop("forward", None)
+                    else:
+                        block.forward = own
                 for layer, ladder in before:
                     layer.ladder = ladder

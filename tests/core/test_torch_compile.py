@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fastlayers as fl
+from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
 from fastlayers.errors import ArgumentError
 from fastlayers.torch_compile import CompiledBlocks
 
@@ -69,6 +70,51 @@ def test_more_shapes_than_torch_allows_a_function_by_itself() -> None:
     assert torch._dynamo.config.recompile_limit == limit
 
 
+class Planned(nn.Module):
+    """Asks for its plan of the step, as attention backends do."""
+
+    def forward(self, x: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
+        """Return ``[T]``."""
+        plan = meta.plan_of("a backend", Offset)
+        return x + plan.offset
+
+
+class Offset:
+    """A plan: the number of the step on the device."""
+
+    def __init__(self, meta: AttentionMeta) -> None:
+        self.offset = torch.zeros(1)
+
+    def plan(self, meta: AttentionMeta) -> None:
+        """Refresh it in place."""
+        self.offset.fill_(float(meta.step))
+
+
+def test_a_buckets_plan_is_found_without_compiling_again() -> None:
+    block, state = Planned(), AttentionState(2, 8, 2, 16, "cpu")
+    compiled, x = compiled_of([block]), torch.zeros(2)
+
+    def step() -> None:
+        meta = state.plan(AttentionBatch((), (), []), bucket=2)
+        assert block(x, meta).tolist() == [meta.step] * 2
+        with compiled.applied():
+            assert block(x, meta).tolist() == [meta.step] * 2
+
+    with torch.inference_mode():
+        assert [graphs_since(step) for _ in range(3)] == [1, 0, 0]
+
+
+def test_a_forward_of_somebodys_own_comes_back() -> None:
+    block = Block()
+    own = block.forward
+    block.forward = lambda x: own(x) + 1.0  # type: ignore[method-assign]
+    compiled, x = compiled_of([block]), torch.randn(2, 8)
+    wanted = block(x)
+    with compiled.applied():
+        torch.testing.assert_close(block(x), wanted)
+    assert torch.equal(block(x), wanted)
+
+
 def test_what_cannot_be_traced_raises_and_leaves_nothing() -> None:
     class Talks(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -87,9 +133,15 @@ def test_what_cannot_be_traced_raises_and_leaves_nothing() -> None:
     ("argument", "value"),
     [
         ("max_batch", 0), ("mode", "reduce-overhead"), ("mode", None), ("backend", "nobody"),
-        ("operators", ("rms_nrm",)), ("operators", "rms_norm"), ("operators", ("fp8_linear",)),
+        ("backend", "cudagraphs"), ("backend", 3), ("operators", ("rms_nrm",)), ("operators", "rms_norm"),
+        ("operators", ("fp8_linear",)), ("operators", (["rms_norm"],)), ("operators", ("rotary_kv_write",)),
     ],
 )  # fmt: skip
 def test_refused_values(argument: str, value: Any) -> None:
     with pytest.raises(ArgumentError, match=rf"TorchCompile: {argument} is "):
         fl.TorchCompile(**{argument: value})
+
+
+def test_a_mode_is_inductors() -> None:
+    with pytest.raises(ArgumentError, match=r"mode is 'max-autotune-no-cudagraphs' with backend 'eager'"):
+        fl.TorchCompile(mode="max-autotune-no-cudagraphs", backend="eager")

@@ -6,19 +6,23 @@ import copy
 import importlib
 import logging
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import fastlayers as fl
+import fastlayers_models
 from fastlayers.errors import ArgumentError, CaptureError
 from fastlayers.graphs import CudaGraphs, EagerRuntime
 from fastlayers.sampler.layer import SamplingParams
+from fastlayers_models.deepseek import DeepseekForCausalLM
 from fastlayers_models.generate import Generator
 from fastlayers_models.gpt_oss import GptOssConfig, GptOssForCausalLM
 from fastlayers_models.qwen import QwenConfig, QwenForCausalLM
 
+TINY = Path(fastlayers_models.__file__).parent / "assets" / "tiny_deepseek_v3"
 COMMON = dict(
     vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=16, max_position_embeddings=256, rms_norm_eps=1e-6, eos_token_id=95,
@@ -210,6 +214,30 @@ def test_what_cannot_be_compiled_raises(model: Any) -> None:
     for other, accepted in ((True, "a TorchCompile"), (how, "None where decode is not captured")):
         with pytest.raises(ArgumentError, match=rf"torch_compile is .*{accepted}"):
             Generator(model, torch_compile=other)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("how", [None, fl.TorchCompile(backend="aot_eager")], ids=["captured", "compiled"])
+def test_latent_attention_is_captured_and_compiled(how: fl.TorchCompile | None) -> None:
+    model = DeepseekForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    rows = [[5, 9, 2, 7], [11, 3, 8]]
+    wanted = Generator(model, max_length=64, cuda_graph=False).generate(rows, max_new_tokens=6, eos_ids=())
+    graphs = CudaGraphs(runtime=EagerRuntime())
+    captured = Generator(model, max_length=64, graphs=graphs, torch_compile=how)
+    assert captured.generate(rows, max_new_tokens=6, eos_ids=()) == wanted
+    assert graphs.replays > 0
+
+
+def test_a_step_that_fails_before_it_is_compiled_names_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make(QWEN)
+
+    def broken(x: torch.Tensor, valid: Any = None) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(model.decoder.layers[1].mlp, "forward", broken)
+    graphs = CudaGraphs(runtime=EagerRuntime())
+    generator = Generator(model, max_length=64, graphs=graphs, torch_compile=fl.TorchCompile(backend="aot_eager"))
+    with pytest.raises(CaptureError, match=r"model\.layers\.1\.mlp \(QwenMoE\): RuntimeError: out of memory"):
+        generator.capture([2])
 
 
 def test_warm_up_of_a_generator_and_of_a_model(model: Any) -> None:

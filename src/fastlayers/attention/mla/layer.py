@@ -298,7 +298,8 @@ class MLAAttention(Layer):
 
     def _both_norms(self, q_a: torch.Tensor, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Norm both latents, side by side on two streams while a graph is captured (item 20)."""
-        if self.alt_stream is None or not q_a.is_cuda or not torch.cuda.is_current_stream_capturing():
+        traced = torch.compiler.is_compiling()
+        if self.alt_stream is None or traced or not q_a.is_cuda or not torch.cuda.is_current_stream_capturing():
             return self.q_a_layernorm(q_a), self.kv_a_layernorm(latent)
         main = torch.cuda.current_stream()
         self.alt_stream.wait_stream(main)
@@ -312,11 +313,16 @@ class MLAAttention(Layer):
         cfg = self.cfg
         w_kc, w_vc = self.absorbed_weights()
         tokens = q_nope.shape[0]
+        decode = self._latent_ladder(meta).pick(tokens).decode
+        if torch.compiler.is_compiling():  # it traces no product that writes through a view
+            q = torch.cat([torch.bmm(q_nope.transpose(0, 1), w_kc).transpose(0, 1), q_pe], -1)
+            o_latent, _ = decode(q, cache, meta)
+            return torch.bmm(o_latent.transpose(0, 1), w_vc.transpose(1, 2)).transpose(0, 1)
         # Both products write through strided views: no staging copies of queries or outputs (item 10).
         q = torch.empty(tokens, self.num_heads, cfg.latent_width, dtype=q_nope.dtype, device=q_nope.device)
         torch.bmm(q_nope.transpose(0, 1), w_kc, out=q[..., : cfg.kv_lora_rank].transpose(0, 1))
         q[..., cfg.kv_lora_rank :] = q_pe
-        o_latent, _ = self._latent_ladder(meta).pick(tokens).decode(q, cache, meta)
+        o_latent, _ = decode(q, cache, meta)
         o = torch.empty(tokens, self.num_heads, cfg.v_head_dim, dtype=q.dtype, device=q.device)
         torch.bmm(o_latent.transpose(0, 1), w_vc.transpose(1, 2), out=o.transpose(0, 1))
         return o

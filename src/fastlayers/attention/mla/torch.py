@@ -211,7 +211,9 @@ class TorchMLA:
 
     def decode(self, q: torch.Tensor, cache: torch.Tensor, meta: AttentionMeta) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``(o [T,H,L] of q's dtype, lse [T,H] fp32)``."""
-        if q.device.type == "cpu" and not torch.compiler.is_compiling():
+        # The batch of a captured bucket says nothing about its requests.
+        told = len(meta.batch.query_lens) == meta.num_requests
+        if told and q.device.type == "cpu" and not torch.compiler.is_compiling():
             return self.decode_host(q, cache, meta)
         return self.decode_batched(q, cache, meta)
 
