@@ -101,6 +101,9 @@ class StepPlans:
     def get(self, key: Hashable, meta: AttentionMeta, make: Callable[[AttentionMeta], StepPlan]) -> StepPlan:
         """Return the plan for ``key``, made and planned if this step has not done so yet."""
         own = (key, meta.bucket)
+        # A bucket's plans are made anew before its steps; a compiler would take this step's number for a constant.
+        if meta.bucket is not None and torch.compiler.is_compiling() and own in self._plans:
+            return self._plans[own]
         if self._planned.get(own) == meta.step:
             return self._plans[own]
         found = self._plans.get(own)
