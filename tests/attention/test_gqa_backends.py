@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -15,15 +16,17 @@ import fastlayers as fl
 from fastlayers.attention.contexts import CONTEXTS
 from fastlayers.attention.gqa import flashinfer
 from fastlayers.attention.gqa.cases import SPEC
-from fastlayers.attention.gqa.core import GQA, GQAConfig
+from fastlayers.attention.gqa.core import GQA, GQAConfig, split_bytes
 from fastlayers.attention.gqa.layer import Attention
 from fastlayers.attention.meta import AttentionBatch, AttentionState
 from fastlayers.device import DESCRIBED
 from fastlayers.errors import ArgumentError
+from fastlayers.graphs import decode_buckets
 from fastlayers.registry import Backend
 from fastlayers.testing.parity import check_parity
 
 LLAMA = GQAConfig(32, 8, 128, 128**-0.5)
+MANY_TO_ONE = {"lse": False, "num_heads": 64, "num_kv_heads": 1}
 
 
 @pytest.mark.parametrize(
@@ -41,7 +44,11 @@ LLAMA = GQAConfig(32, 8, 128, 128**-0.5)
         ("flashinfer_fa2", "H200", {"head_dim": 96}, "head_dim 96 is not one of 64, 128, 256"),
         ("flashinfer_fa2", "H200", {"dtype": torch.float32}, "neither float16 nor bfloat16"),
         ("flashinfer_fa2", "H200", {"phase": ""}, "not every phase"),
-        ("flashinfer_fa2", "H200", {"lse": False, "num_kv_heads": 1, "head_dim": 256}, None),
+        ("flashinfer_fa2", "H200", {"lse": False, "num_kv_heads": 2, "head_dim": 256}, None),
+        ("flashinfer_fa2", "H200", MANY_TO_ONE, "take 1064 MiB, more than 512"),
+        ("flashinfer_fa2", "H20", MANY_TO_ONE, "take 628 MiB, more than 512"),
+        ("flashinfer_fa2", "H200", {**MANY_TO_ONE, "phase": "decode"}, "take 532 MiB, more than 512"),
+        ("flashinfer_fa2", "H20", {**MANY_TO_ONE, "phase": "decode"}, None),
         ("fa3", "H200", {"softcap": 30.0}, "built without softcap"),
         ("xqa", "H200", {"phase": "decode", "lse": False}, None),
         ("xqa", "H200", {"phase": "decode", "lse": False, "sinks": True, "window": 128}, None),
@@ -211,7 +218,7 @@ def test_parts_of_split_keys_fit(cfg: GQAConfig) -> None:
     ):  # fmt: skip
         for captured in (False, True) if max(query) == 1 else (False,):
             asked = bytes_asked_for(cfg, 132, query, keys, 64, captured)
-            room = flashinfer.split_bytes(cfg, 132, len(query), sum(query), captured)
+            room = split_bytes(cfg, 132, len(query), sum(query), captured)
             assert asked <= room and (asked == room or not captured)
             largest = max(largest, asked)
     assert largest > 0
@@ -219,14 +226,10 @@ def test_parts_of_split_keys_fit(cfg: GQAConfig) -> None:
 
 def test_room_for_split_keys_follows_the_step() -> None:
     wide = replace(QWEN, num_heads=16, num_kv_heads=1, head_dim=256)
-    assert flashinfer.split_bytes(wide, 132, 1, 4096, False) > 128 << 20
-    assert flashinfer.split_bytes(QWEN, 132, 64, 64, True) < 32 << 20
+    assert split_bytes(wide, 132, 1, 4096, False) > 128 << 20
+    assert split_bytes(QWEN, 132, 64, 64, True) < 32 << 20
     # More tiles than programs: a large bucket needs room for each.
-    assert (
-        flashinfer.split_bytes(QWEN, 132, 512, 512, True)
-        > 128 << 20
-        > flashinfer.split_bytes(QWEN, 132, 512, 512, False)
-    )
+    assert split_bytes(QWEN, 132, 512, 512, True) > 128 << 20 > split_bytes(QWEN, 132, 512, 512, False)
 
 
 def test_layers_of_a_state_share_the_largest_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,13 +242,33 @@ def test_layers_of_a_state_share_the_largest_workspace(monkeypatch: pytest.Monke
         meta = state.plan(AttentionBatch((1, 1), (100, 3), [[1, 2], [3]]), bucket=bucket)
         impl(torch.randn(bucket, heads, 128).bfloat16(), *caches, meta, None)
         plan = meta.plan_of(impl.key, lambda _: pytest.fail("planned twice"))
-        assert plan.workspace.numel() >= flashinfer.split_bytes(impl.cfg, 1, bucket, bucket, True)
+        assert plan.workspace.numel() >= split_bytes(impl.cfg, 1, bucket, bucket, True)
         return int(plan.workspace.data_ptr())
 
     sizes = ((32, 8), (8, 8), (32, 2))
     before = [place_of(*size) for size in sizes]
     assert len(set(before)) == 1 and place_of(256, 2) not in before
     assert [place_of(*size) for size in sizes] == before
+
+
+def test_workspaces_that_are_kept_stay_below_twice_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets that are captured when first met, smallest first: each asks for more than the one before."""
+    fake(monkeypatch, flashinfer={}, flashinfer__prefill={"get_batch_prefill_module": FakePrefill})
+    monkeypatch.setattr(flashinfer, "as_device", lambda _: DESCRIBED["H200"])
+    monkeypatch.setattr(flashinfer, "_pack_kernel", MagicMock())
+    impl, state = flashinfer.FlashInferFA2(replace(LLAMA, lse=False)), AttentionState(512, 512, 1, 64)
+
+    def workspace_of(bucket: int) -> torch.Tensor:
+        meta = state.plan(AttentionBatch((1,), (3,), [[1]]), bucket=bucket)
+        plan = meta.plan_of(impl.key, lambda step: flashinfer.Schedule(impl, step))
+        return plan.workspace
+
+    given = {bucket: workspace_of(bucket) for bucket in decode_buckets(512)}
+    needed = {bucket: split_bytes(impl.cfg, 132, bucket, bucket, True) for bucket in given}
+    assert all(memory.numel() >= needed[bucket] for bucket, memory in given.items())
+    kept = {memory.data_ptr(): memory.numel() for memory in given.values()}
+    assert len(kept) > 1 and sum(kept.values()) < 2 * max(kept.values()) < 4 * max(needed.values())
+    assert all(workspace_of(bucket).data_ptr() == memory.data_ptr() for bucket, memory in given.items())
 
 
 @pytest.mark.parametrize("case", [c for c in small("decode") if not c.cfg.lse], ids=lambda case: case.name)

@@ -126,6 +126,33 @@ def check_no_padding(backend: str, meta: AttentionMeta) -> None:
         raise ArgumentError(NAME, "meta.starts", meta.batch.starts, accepted)
 
 
+def split_bytes(cfg: GQAConfig, sm_count: int, requests: int, tokens: int, captured: bool) -> int:
+    """Return how many bytes FlashInfer's parts of a step's split keys take: fp32 rows and an LSE each.
+
+    The package cuts keys until its programs, two a multiprocessor, have a tile of query rows each; a captured schedule
+    has room for as many tiles, or for all those of an uncut step. A row is a token of one head of a group.
+
+    Parameters
+    ----------
+    cfg : GQAConfig
+    sm_count : int
+        Multiprocessors of the device.
+    requests, tokens : int
+        Of the step, padding included.
+    captured : bool
+    """
+    rows = tokens * cfg.group // requests
+    tile = 16 if rows <= 16 else 64 if rows <= 64 or cfg.head_dim >= 256 else 128
+    tiles = 2 * sm_count // cfg.num_kv_heads
+    if captured:
+        tiles = max(tiles, -(-tokens * cfg.group // tile) + requests - 1)
+    return cfg.num_heads * tiles * tile * (cfg.head_dim + 1) * 4
+
+
+# Bytes that parts may take where a step is not captured; a captured one takes more for each further request.
+MOST_SPLIT_BYTES = 512 << 20
+
+
 def _refuse_triton(cfg: GQAConfig, device: Device) -> str | None:
     if cfg.head_dim > 256:
         return f"head_dim {cfg.head_dim} is larger than 256"
@@ -161,7 +188,13 @@ def _refuse_flashinfer_fa3(cfg: GQAConfig, device: Device) -> str | None:
 def _refuse_flashinfer_fa2(cfg: GQAConfig, device: Device) -> str | None:
     if (why := _refuse_kernels(cfg, device, (8, 0), (64, 128, 256))) is not None:
         return why
-    return "it adds up weights that are rounded to 16 bits, which shows in an LSE" if cfg.lse else None
+    if cfg.lse:
+        return "it adds up weights that are rounded to 16 bits, which shows in an LSE"
+    # One request has as many parts as any step; 128 tokens fill the largest tile.
+    parts = split_bytes(cfg, device.sm_count, 1, 1 if cfg.phase == "decode" else 128, captured=False)
+    if parts > MOST_SPLIT_BYTES:
+        return f"parts of split keys may take {parts >> 20} MiB, more than {MOST_SPLIT_BYTES >> 20}"
+    return None
 
 
 def _refuse_xqa(cfg: GQAConfig, device: Device) -> str | None:

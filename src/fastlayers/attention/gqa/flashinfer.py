@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fastlayers.attention.gqa.core import GQAConfig, check_no_padding
+from fastlayers.attention.gqa.core import GQAConfig, check_no_padding, split_bytes
 from fastlayers.attention.gqa.triton_softmax import LN2
 from fastlayers.attention.meta import AttentionMeta
 from fastlayers.attention.staging import Staging
@@ -26,6 +26,7 @@ from fastlayers.operators import operator
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
 CAUSAL, TOKENS_BEFORE_HEADS = 1, 0  # the package's codes
+SMALLEST_WORKSPACE = 8 << 20  # bytes
 
 
 def module_of(
@@ -91,29 +92,6 @@ def finish(o: torch.Tensor, binary: torch.Tensor, sinks: torch.Tensor | None) ->
     return lse
 
 
-def split_bytes(cfg: GQAConfig, sm_count: int, requests: int, tokens: int, captured: bool) -> int:
-    """Return how many bytes the parts of a step's split keys take: fp32 rows and an LSE each.
-
-    The package cuts keys until its programs, two a multiprocessor, have a tile of query rows each; a captured schedule
-    has room for as many tiles, or for all those of an uncut step. A row is a token of one head of a group.
-
-    Parameters
-    ----------
-    cfg : GQAConfig
-    sm_count : int
-        Multiprocessors of the device.
-    requests, tokens : int
-        Of the step, padding included.
-    captured : bool
-    """
-    rows = tokens * cfg.group // requests
-    tile = 16 if rows <= 16 else 64 if rows <= 64 or cfg.head_dim >= 256 else 128
-    tiles = 2 * sm_count // cfg.num_kv_heads
-    if captured:
-        tiles = max(tiles, -(-tokens * cfg.group // tile) + requests - 1)
-    return cfg.num_heads * tiles * tile * (cfg.head_dim + 1) * 4
-
-
 class Workspace:
     """Partial results of split keys: of no use after a launch, so one for all steps and layers of a state."""
 
@@ -121,8 +99,12 @@ class Workspace:
         self.memory = torch.empty(0, dtype=torch.uint8, device=device)
 
     def of(self, size: int) -> torch.Tensor:
-        """Return memory of at least ``size`` bytes; a schedule keeps what it got, also when others need more later."""
+        """Return memory of at least ``size`` bytes; a schedule keeps what it got, also when others need more later.
+
+        It grows to powers of two: all that schedules keep takes less than twice the largest.
+        """
         if self.memory.numel() < size:
+            size = triton.next_power_of_2(max(size, SMALLEST_WORKSPACE))
             self.memory = torch.empty(size, dtype=torch.uint8, device=self.memory.device)
         return self.memory
 
