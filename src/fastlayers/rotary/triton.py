@@ -165,7 +165,12 @@ class TritonRotary:
 
 
 def _build(
-    name: str, dim: int, half: int, interleaved: tuple[bool, bool], section: tuple[int, int, int]
+    name: str,
+    dim: int,
+    half: int,
+    interleaved: tuple[bool, bool],
+    section: tuple[int, int, int],
+    heads: int = MOST_HEADS,
 ) -> KernelBuild:
     dtypes = {n: "*bf16" for n in ("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr")}
     strides = {n: "i64" for n in ("q_token_stride", "q_head_stride", "k_token_stride", "k_head_stride", "axis_stride")}
@@ -179,7 +184,7 @@ def _build(
         {
             "HALF": half, "DIM": dim, "IN": interleaved[0], "OUT": interleaved[1],
             "SECTION_T": section[0], "SECTION_H": section[1], "SECTION_W": section[2], "ALTERNATE": False,
-            "HEADS": 32, "BLOCKS": 5, "BLOCK": triton.next_power_of_2(half),
+            "HEADS": heads, "BLOCKS": 128 // heads + 1, "BLOCK": triton.next_power_of_2(half),
             "REST": triton.next_power_of_2(dim - 2 * half) if dim > 2 * half else 0, "PDL": True,
         },
         num_warps=2, aligned=tuple(strides),
@@ -192,4 +197,7 @@ COMPILE = [
     _build("llama", 128, 64, (False, False), (0, 0, 0)),
     _build("partial", 128, 32, (False, False), (0, 0, 0)),
     _build("qwen_vl", 128, 64, (False, False), (16, 24, 24)),
+    _build("deepseek_v3_few", 64, 32, (True, False), (0, 0, 0), HEADS_OF_FEW),
+    _build("deepseek_v2_few", 64, 32, (True, True), (0, 0, 0), HEADS_OF_FEW),
+    _build("llama_few", 128, 64, (False, False), (0, 0, 0), HEADS_OF_FEW),
 ]
