@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -131,9 +132,9 @@ class KnownClock:
             return Known(9.0)
         return Known(self.times[impl.config["BLOCK"]] if impl.config else 20.0)
 
-    def measure(self, calls: Mapping[str, Known], rounds: int) -> dict[str, Timing]:
+    def measure(self, calls: Mapping[str, Known], rounds: int, seconds: float = math.inf) -> dict[str, Timing]:
         self.rounds.append((rounds, len(calls)))
-        return take_turns(calls, rounds)
+        return take_turns(calls, rounds, seconds=seconds)
 
 
 TIMES = {16: 12.0, 32: 11.0, 64: 8.0, 128: 10.0, 256: 13.0, 512: 14.0, 7: 1.0}
@@ -347,9 +348,38 @@ def test_timing_is_the_median_and_half_the_distance_of_the_quartiles() -> None:
 def test_short_calls_are_measured_more_often() -> None:
     assert [rounds_for(us) for us in (1e9, 100.0, 50.0, 10.0, 1.0)] == [15, 15, 30, 150, 200]
     clock = KnownClock({})
-    assert measure_enough(clock, {"a": Known(50.0), "b": Known(900.0)})["b"].runs == 30
+    assert measure_enough(clock, {"a": Known(50.0), "b": Known(90.0)})["b"].runs == 30
     assert measure_enough(clock, {"a": Known(900.0)})["a"].runs == 15
-    assert clock.rounds == [(15, 2), (30, 2), (15, 1)]
+    assert measure_enough(clock, {}) == {}
+    assert clock.rounds == [(15, 2), (30, 2), (15, 1), (15, 0)]
+
+
+def test_a_slow_call_is_not_run_as_often_as_a_short_one() -> None:
+    clock = KnownClock({})
+    found = measure_enough(clock, {"slow": Known(3e5), "a": Known(10.0), "b": Known(19.0), "c": Known(21.0)})
+    assert {name: timing.runs for name, timing in found.items()} == {"slow": 15, "a": 150, "b": 150, "c": 15}
+    assert list(found) == ["slow", "a", "b", "c"] and clock.rounds == [(15, 4), (150, 2)]
+    # A copy that is faster than all that it stands beside leaves them their rounds.
+    found = measure_enough(clock, {"copy": Known(2.0), "a": Known(10.0)}, beside=("copy",))
+    assert (found["copy"].runs, found["a"].runs) == (150, 150)
+
+
+def test_further_rounds_end_when_their_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    @dataclass
+    class Slow:
+        """Says 6 µs, takes a sixteenth of a second."""
+
+        def run(self) -> float:
+            nonlocal now
+            now += 0.0625
+            return 6.0
+
+    monkeypatch.setattr("fastlayers.testing.timing.time.perf_counter", lambda: now)
+    assert measure_enough(KnownClock({}), {"a": Slow()})["a"].runs == 33
+    assert take_turns({"a": Slow()}, 200, seconds=0)["a"].runs == 15
+    assert take_turns({"a": Slow()}, 3, seconds=0)["a"].runs == 3
 
 
 def test_calls_take_turns_and_the_first_rounds_do_not_count() -> None:

@@ -152,7 +152,8 @@ def rows_of(
     cost, device = bench.spec.cost(case), bench.device
     calls = {str(option): call for option, call in timed.items()}
     calls |= {_COPY: _prepared_copy(bench, cost.min_bytes)} if copy else {}
-    found = measure_enough(bench.clock, calls) if rounds is None else bench.clock.measure(calls, rounds)
+    clock = bench.clock
+    found = clock.measure(calls, rounds) if rounds else measure_enough(clock, calls, beside=(_COPY,))
     arithmetic, memory = (s * 1e6 for s in cost.floors(device.bandwidth, peak_flops(bench.layer, bench.cfg, device)))
     rows = []
     for option in timed:

@@ -8,9 +8,10 @@ drifts drifts for all of them. On a CPU a call is a call.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +21,8 @@ Call = Callable[[], object]
 FLUSH_BYTES = 160 << 20
 # Runs of a call, least and most: one of a few microseconds varies by a tenth, so that telling 2 % apart needs many.
 ROUNDS, MOST_ROUNDS, SHORT_US = 15, 200, 100.0
+# What is run more often: calls of at most so many times the fastest one's time, for at most so long in all.
+NEAR, MORE_SECONDS = 2.0, 2.0
 
 
 @dataclass(frozen=True)
@@ -52,19 +55,31 @@ class Clock(Protocol):
     def prepare(self, call: Call) -> Timed:
         """Warm ``call`` up and make it ready to be timed."""
 
-    def measure(self, calls: Mapping[str, Timed], rounds: int) -> dict[str, Timing]:
-        """Run ``calls`` in turns, ``rounds`` times, and return the median and spread of each."""
+    def measure(self, calls: Mapping[str, Timed], rounds: int, seconds: float = ...) -> dict[str, Timing]:
+        """Run ``calls`` in turns and return the median and spread of each.
+
+        ``rounds`` times; after ``seconds`` (default: no limit) no further round begins if there are ``ROUNDS`` already.
+        """
 
 
 def take_turns(
-    calls: Mapping[str, Timed], rounds: int, *, skip: int = 0, before: Callable[[], None] | None = None
+    calls: Mapping[str, Timed],
+    rounds: int,
+    *,
+    skip: int = 0,
+    before: Callable[[], None] | None = None,
+    seconds: float = math.inf,
 ) -> dict[str, Timing]:
     """Return the timing of each call; a round runs every one once, every other round backwards.
 
-    The first ``skip`` rounds do not count; ``before`` runs at the beginning of each.
+    The first ``skip`` rounds do not count; ``before`` runs at the beginning of each. After ``seconds`` no further round
+    begins once ``ROUNDS`` of them count.
     """
+    end = time.perf_counter() + seconds
     found: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds):
+        if turn >= skip + ROUNDS and time.perf_counter() > end:
+            break
         if before is not None:
             before()
         names = list(calls)[:: 1 if turn % 2 == 0 else -1]
@@ -80,11 +95,19 @@ def rounds_for(us: float) -> int:
     return min(MOST_ROUNDS, max(ROUNDS, round(ROUNDS * SHORT_US / us)))
 
 
-def measure_enough(clock: Clock, calls: Mapping[str, Timed]) -> dict[str, Timing]:
-    """Run ``calls`` in turns, more often the shorter they are."""
+def measure_enough(clock: Clock, calls: Mapping[str, Timed], *, beside: Collection[str] = ()) -> dict[str, Timing]:
+    """Run ``calls`` in turns; those that are nearly as fast as the fastest once more, more often the shorter they are.
+
+    The others keep their first timing: they are told apart already, and would take most of the time. Calls named in
+    ``beside`` are timed for comparison and do not count as the fastest.
+    """
     found = clock.measure(calls, ROUNDS)
-    more = rounds_for(min(timing.us for timing in found.values())) if found else ROUNDS
-    return clock.measure(calls, more) if more > ROUNDS else found
+    best = min((timing.us for name, timing in found.items() if name not in beside), default=SHORT_US)
+    more = rounds_for(best)
+    if more <= ROUNDS:
+        return found
+    near = {name: call for name, call in calls.items() if found[name].us <= NEAR * best}
+    return found | clock.measure(near, more, MORE_SECONDS)
 
 
 @dataclass
@@ -105,9 +128,9 @@ class HostClock:
         call()
         return _HostTimed(call)
 
-    def measure(self, calls: Mapping[str, Timed], rounds: int) -> dict[str, Timing]:
+    def measure(self, calls: Mapping[str, Timed], rounds: int, seconds: float = math.inf) -> dict[str, Timing]:
         """Run ``calls`` in turns."""
-        return take_turns(calls, rounds)
+        return take_turns(calls, rounds, seconds=seconds)
 
 
 @dataclass
@@ -170,9 +193,9 @@ class CudaClock:
             self._flushes[calls] = self._capture(None, calls, None)
         return self._capture(call, calls, self._flushes.get(calls))
 
-    def measure(self, calls: Mapping[str, Timed], rounds: int) -> dict[str, Timing]:
+    def measure(self, calls: Mapping[str, Timed], rounds: int, seconds: float = math.inf) -> dict[str, Timing]:
         """Run ``calls`` in turns; the first round does not count, each begins with the flushes alone."""
-        return take_turns(calls, rounds + 1, skip=1, before=self._time_flushes)
+        return take_turns(calls, rounds + 1, skip=1, before=self._time_flushes, seconds=seconds)
 
     def _time_flushes(self) -> None:
         for flush in self._flushes.values():
