@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -159,26 +160,32 @@ def _same_device(given: torch.device, wanted: torch.device) -> bool:
     return given.type == wanted.type and (wanted.index is None or given.index == wanted.index)
 
 
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _is_integer(value: Any) -> bool:
+    # An int first: asking an abstract class takes longer. NumPy's integers are Integral, too.
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+def _is_positive(value: Any) -> bool:
+    return _is_integer(value) and value > 0
 
 
-def _is_pair(value: object, of: type) -> bool:
-    return isinstance(value, tuple | list) and len(value) == 2 and all(isinstance(x, of) for x in value)
+def _is_string(value: object) -> bool:
+    return isinstance(value, str)
 
 
-def _is_finite(value: object, least: float = -math.inf) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value and abs(value) < math.inf
+def _is_pair(value: object, good: Callable[[Any], bool]) -> bool:
+    return isinstance(value, tuple | list) and len(value) == 2 and all(map(good, value))
+
+
+def _is_finite(value: Any, least: float = -math.inf) -> bool:
+    number = type(value) is float or (isinstance(value, Real) and not isinstance(value, bool))
+    return number and bool(least <= value and abs(value) < math.inf)
 
 
 # Annotation -> (is this one, what is accepted); of a number also with its least value.
 _PLAIN: dict[str, tuple[Callable[[Any], bool], str]] = {
     "bool": (lambda v: isinstance(v, bool), "True or False"),
-    "str": (lambda v: isinstance(v, str), "a string"),
+    "str": (_is_string, "a string"),
     "int": (_is_integer, "an integer"),
     "int >= 0": (lambda v: _is_integer(v) and v >= 0, "an integer, 0 or more"),
     "int > 0": (_is_positive, "a positive integer"),
@@ -186,9 +193,9 @@ _PLAIN: dict[str, tuple[Callable[[Any], bool], str]] = {
     "float >= 0": (lambda v: _is_finite(v, 0), "a finite number, 0 or more"),
     "float > 0": (lambda v: _is_finite(v, 0) and v != 0, "a finite number above 0"),
     "tuple[int, ...]": (lambda v: isinstance(v, tuple) and all(map(_is_integer, v)), "a tuple of integers"),
-    "tuple[str, ...]": (lambda v: isinstance(v, tuple) and all(isinstance(x, str) for x in v), "a tuple of strings"),
-    "tuple[int, int]": (lambda v: _is_pair(v, int), "two integers"),
-    "tuple[str, str]": (lambda v: _is_pair(v, str), "two strings"),
+    "tuple[str, ...]": (lambda v: isinstance(v, tuple) and all(map(_is_string, v)), "a tuple of strings"),
+    "tuple[int, int]": (lambda v: _is_pair(v, _is_integer), "two integers"),
+    "tuple[str, str]": (lambda v: _is_pair(v, _is_string), "two strings"),
     "Callable": (callable, "a function, or an object to call"),
 }
 
@@ -214,11 +221,15 @@ def check_plain(layer: str, kind: str, /, **values: object) -> None:
 def check_fields(layer: str, given: object) -> None:
     """Raise :class:`ArgumentError` for the first field of a dataclass that is not of the plain type it is annotated as.
 
-    Fields of other types than :func:`check_plain` knows are left to the caller; so is what is no dataclass.
+    Fields of other types than :func:`check_plain` knows are left to the caller; so is what is no dataclass. A pair
+    given as a list becomes a tuple, so that what holds it is hashable.
     """
     for field in dataclasses.fields(given) if dataclasses.is_dataclass(given) else ():
         if str(field.type).removesuffix(" | None") in _PLAIN:
-            check_plain(layer, str(field.type), **{field.name: getattr(given, field.name)})
+            value = getattr(given, field.name)
+            check_plain(layer, str(field.type), **{field.name: value})
+            if isinstance(value, list):
+                object.__setattr__(given, field.name, tuple(value))
 
 
 def check_device(layer: str, device: torch.device | str | int | None) -> torch.device:
@@ -237,12 +248,16 @@ def check_positive(layer: str, /, **values: int) -> None:
         check_plain(layer, "int > 0", **values)
 
 
+def _article(name: str) -> str:
+    return "an" if name[0] in "AEIOUaeiou" else "a"
+
+
 def check_kind(layer: str, kind: type | UnionType, /, **values: object) -> None:
     """Raise :class:`ArgumentError` for the first of ``values`` that is no ``kind``: a class, or ``cls | None``."""
     for name, value in values.items():
         if not isinstance(value, kind):
             kinds = [each for each in get_args(kind) or (kind,) if each is not NoneType]
-            accepted = " or ".join(f"a {each.__name__} of {each.__module__}" for each in kinds)
+            accepted = " or ".join(f"{_article(each.__name__)} {each.__name__} of {each.__module__}" for each in kinds)
             raise ArgumentError(layer, name, describe(value), accepted + " or None" * isinstance(None, kind))
 
 

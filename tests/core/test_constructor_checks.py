@@ -7,13 +7,14 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import fastlayers as fl
 from fastlayers.attention.kv_cache.spec import KVCacheSpec
 from fastlayers.attention.mla.paths import MLAThresholds
-from fastlayers.errors import ArgumentError
+from fastlayers.errors import ArgumentError, check_kind, check_plain
 from fastlayers.rotary.scaling import RopeScaling
 from fastlayers.sampler.layer import SamplingState
 
@@ -144,6 +145,47 @@ def test_step_data_that_breaks_is_named(argument: str) -> None:
     batch = {"query_lens": (3,), "prefix_lens": (0,), "page_table": [[1]]}
     with pytest.raises(ArgumentError, match=f"AttentionBatch: {argument} is None"):
         fl.AttentionBatch(**{**batch, argument: None})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("lengths", [(np.int64(3),), np.array([3])], ids=["numbers", "array"])
+def test_a_page_table_that_breaks_is_named_beside_numpy_lengths(lengths: Any) -> None:
+    assert fl.AttentionBatch(lengths, lengths, [[1]]).num_tokens == 3
+    with pytest.raises(ArgumentError, match="AttentionBatch: page_table is 5"):
+        fl.AttentionBatch(lengths, lengths, 5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("argument", ["query_lens", "prefix_lens", "starts"])
+@pytest.mark.parametrize("value", [(1.5,), (2.0,), ("1",), np.array([1.5])], ids=str)
+def test_lengths_of_a_step_are_integers(argument: str, value: Any) -> None:
+    batch = {"query_lens": (3,), "prefix_lens": (0,), "page_table": [[1]]}
+    with pytest.raises(ArgumentError, match=f"AttentionBatch: {argument} is .*; accepted: a tuple of integers"):
+        fl.AttentionBatch(**{**batch, argument: value})  # type: ignore[arg-type]
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    params = fl.SamplingParams(np.float32(0.5), top_k=np.int64(5), seed=np.int32(3))  # type: ignore[arg-type]
+    assert (params.temperature, params.top_k, params.mode) == (0.5, 5, "filtered")
+    norm = fl.RMSNorm(np.int64(8), eps=np.float32(1e-6))  # type: ignore[arg-type]
+    assert torch.equal(norm(torch.ones(2, 8)), fl.RMSNorm(8, eps=float(np.float32(1e-6)))(torch.ones(2, 8)))
+    for wrong in (np.float32("nan"), np.float64("inf"), np.bool_(True), np.array([0.5])):
+        with pytest.raises(ArgumentError, match=r"SamplingParams: temperature is .*; accepted: a finite number"):
+            fl.SamplingParams(temperature=wrong)  # type: ignore[arg-type]
+
+
+def test_a_pair_is_two_integers_and_hashable() -> None:
+    device = fl.Device("cuda", "x", [9, 0])  # type: ignore[arg-type]
+    assert device.capability == (9, 0) and hash(device) == hash(fl.Device("cuda", "x", (9, 0)))
+    for wrong in ((True, False), (9, 0, 0), (9.0, 0), "90"):
+        with pytest.raises(ArgumentError, match=r"Device: capability is .*; accepted: two integers or None"):
+            fl.Device("cuda", "x", wrong)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="two strings"):
+        check_plain("x", "tuple[str, str]", names=("a", 1))
+
+
+def test_words_begin_with_the_right_article() -> None:
+    for kind, words in ((fl.Axis | None, "an Axis of"), (fl.Shard, "a Shard of")):
+        with pytest.raises(ArgumentError, match=f"accepted: {words} "):
+            check_kind("x", kind, y=3)
 
 
 @pytest.mark.parametrize("device", [1.5, "nowhere", X])

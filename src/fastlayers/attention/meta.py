@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any, Protocol
 
 import torch
@@ -23,8 +24,9 @@ from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.errors import ArgumentError, CaptureError, check_device, check_plain, check_positive, describe
 
 
-def _as_tuple(lengths: object) -> object:
-    return tuple(lengths) if isinstance(lengths, Sequence) else lengths
+def _as_tuple(lengths: Any) -> object:
+    # An array is no Sequence, but has dimensions.
+    return tuple(lengths) if isinstance(lengths, Sequence) or getattr(lengths, "ndim", False) else lengths
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,12 @@ class AttentionBatch:
         if len(self.prefix_lens) != count or len(self.page_table) != count or len(self.starts) not in (0, count):
             lengths = (count, len(self.prefix_lens), len(self.page_table), len(self.starts))
             raise ArgumentError("AttentionBatch", "lengths", lengths, "one query, prefix, page row (and start) each")
-        if count and min(*self.query_lens, *self.prefix_lens, 0) < 0:
+        if count and (min(self.query_lens) < 0 or min(self.prefix_lens) < 0):
             raise ArgumentError(
                 "AttentionBatch", "query_lens, prefix_lens", (self.query_lens, self.prefix_lens), ">= 0"
             )
+        # One fraction among them makes the sum one, and a TypeError.
+        index(sum(self.query_lens, sum(self.prefix_lens, sum(self.starts))))
 
     @property
     def seq_lens(self) -> tuple[int, ...]:

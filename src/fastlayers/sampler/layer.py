@@ -75,7 +75,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         check_fields("SamplingParams", self)
         wrong = {
-            "temperature": (not 0.0 <= self.temperature < float("inf"), "0 (greedy) or a positive number"),
+            "temperature": (self.temperature < 0.0, "0 (greedy) or a positive number"),
             "top_k": (self.top_k < -1, "a positive integer, or 0 or -1 for off"),
             "top_p": (not 0.0 < self.top_p <= 1.0, "more than 0 and up to 1"),
             "min_p": (not 0.0 <= self.min_p <= 1.0, "0 to 1"),
