@@ -165,6 +165,9 @@ def test_lengths_of_a_step_are_integers(argument: str, value: Any) -> None:
 def test_numbers_of_numpy_are_numbers() -> None:
     params = fl.SamplingParams(np.float32(0.5), top_k=np.int64(5), seed=np.int32(3))  # type: ignore[arg-type]
     assert (params.temperature, params.top_k, params.mode) == (0.5, 5, "filtered")
+    state = SamplingState(1)
+    state.set(0, params)
+    assert [rows.item() for rows in state.rows] == [0.5, 5, 1.0, 0.0, 3, 0]
     norm = fl.RMSNorm(np.int64(8), eps=np.float32(1e-6))  # type: ignore[arg-type]
     assert torch.equal(norm(torch.ones(2, 8)), fl.RMSNorm(8, eps=float(np.float32(1e-6)))(torch.ones(2, 8)))
     for wrong in (np.float32("nan"), np.float64("inf"), np.bool_(True), np.array([0.5])):

@@ -156,7 +156,8 @@ class SamplingState:
         seed = int(torch.randint(2**62, ())) if params.seed is None else params.seed
         values = (params.temperature, max(params.top_k, 0), params.top_p, params.min_p, seed, offset)
         for tensor, value in zip(self.rows, values, strict=True):
-            tensor[row] = value
+            # A tensor takes no number of NumPy's.
+            tensor[row] = float(value) if tensor.is_floating_point() else int(value)
         self.params[row] = params
 
     def mode(self, batch: int) -> str:
