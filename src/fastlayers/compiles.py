@@ -70,9 +70,15 @@ class TritonHook:
         return skip
 
 
+class QuietCompileError(CaptureError):
+    """deep_gemm or flashinfer compiled during a capture, in this process or in another that shares their caches."""
+
+
 @contextmanager
 def forbidden(label: str) -> Iterator[None]:
     """Inside, a compile is a :class:`CaptureError`: at once if Triton's, at the end if deep_gemm's or flashinfer's.
+
+    The latter is a :class:`QuietCompileError`: their directories tell that there is a new kernel, not who made it.
 
     Parameters
     ----------
@@ -91,7 +97,7 @@ def forbidden(label: str) -> Iterator[None]:
         hook.remove()
     new = sorted(cached_kernels() - before)
     if new:
-        raise CaptureError(f"{label}: compiled inside the capture: {', '.join(new)}; run it once before")
+        raise QuietCompileError(f"{label}: compiled inside the capture: {', '.join(new)}; run it once before")
 
 
 @contextmanager

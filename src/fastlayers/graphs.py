@@ -30,6 +30,8 @@ from fastlayers.collector import frozen_collector
 from fastlayers.errors import ArgumentError, CaptureError, check_positive
 
 log = logging.getLogger(__name__)
+# Captures of one graph: processes that share a cache of kernels disturb each other.
+ATTEMPTS = 3
 
 
 def decode_buckets(max_batch: int, multiple_of: int = 1) -> tuple[int, ...]:
@@ -341,8 +343,9 @@ class CudaGraphs:
         Raises
         ------
         CaptureError
-            ``fn`` raised, synchronised or compiled a kernel; names the key and the innermost layer. Other graphs are
-            as before, and nothing of this one is left.
+            ``fn`` raised, synchronised or compiled a Triton kernel, or another package compiled at each of three
+            attempts (their caches do not tell in which process); names the key and the innermost layer. Other graphs
+            are as before, and nothing of this one is left.
         ArgumentError
             The key is taken.
         """
@@ -431,8 +434,7 @@ class CudaGraphs:
             self.runtime.warm_up(noticed, self.warm_ups)
             self._restore(restore)
             warm, free = time.perf_counter(), self.runtime.free_bytes()
-            with compiles.forbidden(f"CUDA graph {key!r}"):
-                graph, outputs = self.runtime.capture(noticed)
+            graph, outputs = self._captured_calmly(key, noticed, restore)
         except Exception as error:
             if not self._graphs:
                 self.runtime.close_pool()
@@ -445,6 +447,26 @@ class CudaGraphs:
         self._graphs[key] = _Captured(graph, outputs, fn, record)
         self._evict()
         return outputs
+
+    def _captured_calmly(
+        self, key: Hashable, fn: Callable[[], Any], restore: Callable[[], None] | None
+    ) -> tuple[Any, Any]:
+        """Capture while nothing is compiled; again if deep_gemm or flashinfer, here or in another process, did so."""
+        for left in reversed(range(ATTEMPTS)):
+            try:
+                with compiles.forbidden(f"CUDA graph {key!r}"):
+                    graph, outputs = self.runtime.capture(fn)
+            except compiles.QuietCompileError as error:
+                graph.reset()
+                if not left:
+                    raise
+                if not self._graphs:
+                    self.runtime.close_pool()
+                log.warning("%s; it is captured once more", error)
+                self._restore(restore)
+            else:
+                break
+        return graph, outputs
 
     @staticmethod
     def _restore(restore: Callable[[], None] | None) -> None:

@@ -202,20 +202,43 @@ def test_restore_undoes_what_warm_up_and_capture_count() -> None:
     assert length.item() == 1
 
 
-def test_a_quiet_compile_inside_a_capture_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("times", "captures"), [(1, 2), (2, 3), (9, 3)])
+def test_a_quiet_compile_is_captured_again_and_an_error_at_last(
+    times: int, captures: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     found: set[str] = set()
     monkeypatch.setattr(compiles, "cached_kernels", lambda: set(found))
+    closed, resets = [], []
 
     class Compiling(Runtime):
-        def capture(self, fn: Callable[[], Any]) -> tuple[Any, Any]:
-            found.add("deep_gemm/kernel.x")
-            return super().capture(fn)
+        tried = 0
 
-    graphs = CudaGraphs(runtime=Compiling())
-    with pytest.raises(CaptureError, match=r"CUDA graph 4: .*compiled inside the capture: deep_gemm/kernel\.x"):
-        graphs.capture(4, lambda: torch.ones(1))
-    assert 4 not in graphs
-    graphs.capture(4, lambda: torch.ones(1))
+        def capture(self, fn: Callable[[], Any]) -> tuple[Any, Any]:
+            if self.tried < times:
+                found.add(f"deep_gemm/kernel.{self.tried}")
+            self.tried += 1
+            graph, outputs = super().capture(fn)
+            monkeypatch.setattr(graph, "reset", lambda: resets.append(graph))
+            return graph, outputs
+
+        def close_pool(self) -> None:
+            closed.append(self.tried)
+
+    length, runtime = torch.zeros(1), Compiling()
+    graphs = CudaGraphs(runtime=runtime)
+
+    def capture() -> None:
+        graphs.capture(4, lambda: length.add_(1), restore=lambda: length.zero_())
+
+    if times > 2:
+        with pytest.raises(CaptureError, match=r"CUDA graph 4: .*compiled inside the capture: deep_gemm/kernel\.2"):
+            capture()
+        assert 4 not in graphs and len(resets) == 3
+    else:
+        capture()
+        assert 4 in graphs and len(resets) == times == len(closed)
+    assert runtime.tried == captures and length.item() == 0
+    assert sum("captured once more" in record.message for record in caplog.records) == captures - 1
 
 
 @pytest.mark.gpu
