@@ -65,6 +65,8 @@ def model_rows(
         accepted = f"less than the model's max_position_embeddings, {most}: a decode step adds a token"
         raise ArgumentError("bench model", "--context", context, accepted)
     count = layers or parsed.num_hidden_layers
+    if count > parsed.num_hidden_layers:
+        raise ArgumentError("bench model", "--layers", layers, f"0 to {parsed.num_hidden_layers}, all that it has")
     yield describe_run(place) | {"model": name, "layers": count, "context": context, "dtype": str(dtype)}
     model = random_model(config, place, dtype=dtype, layers=layers)
     hot = CudaClock(place, cold=False) if torch.device(place).type == "cuda" else HostClock()

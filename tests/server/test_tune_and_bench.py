@@ -277,6 +277,12 @@ def test_a_config_that_is_incomplete_is_an_error_in_words(
     assert isinstance(found.exception, FastlayersError)
 
 
+def test_bench_refuses_more_layers_than_the_model_has(qwen: str) -> None:
+    arguments = ["bench", "model", qwen, "--batch", "1", "--device", "cpu", "--context", "20", "--layers", "99"]
+    found = CliRunner().invoke(app, arguments).exception
+    assert isinstance(found, ArgumentError) and "--layers is 99; accepted: 0 to" in str(found)
+
+
 def test_bench_model_times_layer_step_and_generation(qwen: str) -> None:
     arguments = ("bench", "model", qwen, "--batch", "2", "--context", "20", "--rounds", "2", "--dtype", "fp32")
     head, *rows = [json.loads(line) for line in run(*arguments, "--json", "--device", "cpu").splitlines()]
