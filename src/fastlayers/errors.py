@@ -261,9 +261,9 @@ def check_kind(layer: str, kind: type | UnionType, /, **values: object) -> None:
             raise ArgumentError(layer, name, describe(value), accepted + " or None" * isinstance(None, kind))
 
 
-def check_pair(layer: str, argument: str, given: object) -> tuple[int, int]:
+def check_pair(layer: str, argument: str, given: Any) -> tuple[int, int]:
     """Return ``given`` as a tuple; raise :class:`ArgumentError` unless it is two positive integers."""
-    if not isinstance(given, tuple | list) or len(given) != 2 or not all(map(_is_positive, given)):
+    if not _is_pair(given, _is_positive):
         raise ArgumentError(layer, argument, describe(given), "two positive integers")
     return given[0], given[1]
 

@@ -63,15 +63,13 @@ class TorchCompile:
     def __post_init__(self) -> None:
         check_positive("TorchCompile", max_batch=self.max_batch)
         check_choice("TorchCompile", "mode", self.mode, MODES)
-        check_plain("TorchCompile", "str", backend=self.backend)
-        known = [name for name in torch.compiler.list_backends(exclude_tags=()) if name != "cudagraphs"]
-        if self.backend not in known:
-            raise ArgumentError("TorchCompile", "backend", repr(self.backend), f"one of {', '.join(known)}")
+        backends = [name for name in torch.compiler.list_backends(exclude_tags=()) if name != "cudagraphs"]
+        check_choice("TorchCompile", "backend", self.backend, tuple(backends))
         if self.backend != "inductor" and self.mode != "default":
             raise ArgumentError("TorchCompile", "mode", f"{self.mode!r} with backend {self.backend!r}", "'default'")
-        known = list(SMALL_OPERATORS)
-        if not isinstance(self.operators, tuple) or any(name not in known for name in self.operators):
-            raise ArgumentError("TorchCompile", "operators", repr(self.operators), f"a tuple of {', '.join(known)}")
+        check_plain("TorchCompile", "tuple[str, ...]", operators=self.operators)
+        for name in self.operators:
+            check_choice("TorchCompile", "operators", name, SMALL_OPERATORS)
 
 
 class CompiledBlocks:
@@ -91,7 +89,7 @@ class CompiledBlocks:
     """
 
     def __init__(self, blocks: Sequence[nn.Module], how: TorchCompile) -> None:
-        self.how, self.blocks = how, list(blocks)
+        self.blocks = list(blocks)
         options: dict[str, Any] = {"mode": how.mode} if how.backend == "inductor" else {}
         self._forwards = [
             torch.compile(block.forward, backend=how.backend, fullgraph=True, dynamic=False, **options)
