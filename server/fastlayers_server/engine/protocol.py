@@ -1,0 +1,364 @@
+"""What a front and an engine say to each other, and how a front holds an engine: :class:`EngineClient`.
+
+    front ── Submit, Abort, Finish, Grammar, Control ──► engine
+    front ◄── StepOut, Stats, Reply, Beat, Died ─────── engine
+
+Every Submit is answered by outputs of its rid, of which exactly one is terminal (``finish`` is not empty), and by
+nothing after it. All messages are frozen msgspec structs; between processes they travel as msgpack over a zmq socket.
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import msgspec
+
+# How a request ends. "stop": an end token, a stop id, or a Finish of the front; "error": see ErrorCode.
+FINISHES = ("stop", "length", "abort", "error")
+# Why a request ended with "error"; what HTTP status belongs to each is the front's knowledge.
+ERROR_CODES = (
+    "invalid_prompt",  # empty, ids outside the vocabulary, parameters outside their ranges
+    "context_length_exceeded",
+    "duplicate_request_id",
+    "invalid_grammar",
+    "queue_full",
+    "request_timeout",  # its deadline passed while it waited
+    "draining",
+    "nonfinite_logits",
+    "internal_error",
+    "engine_restarting",
+)
+CONTROLS = ("stats", "explain", "flush_cache", "freeze_gc", "start_profile", "stop_profile", "drain", "resume")
+# Phases of a start, in their order, as Beat and EngineClient.phase tell them; the last two are those of a running one.
+PHASES = ("starting", "weights", "warmup", "capture", "serving", "draining", "dead")
+# Counters of Stats: name -> what its keys are ("" where the only key is "").
+COUNTERS: Mapping[str, str] = MappingProxyType(
+    {
+        "requests_total": "finish",
+        "rejections_total": "code",
+        "prompt_tokens_total": "source",  # computed, cached, recomputed
+        "generation_tokens_total": "",
+        "wasted_tokens_total": "reason",  # overlap, abort, speculation
+        "prefix_queries_total": "",  # tokens looked up
+        "prefix_hits_total": "",  # tokens found
+        "evicted_pages_total": "",
+        "preemptions_total": "",
+        "nonfinite_rows_total": "",
+        "graph_replays_total": "key",
+        "eager_steps_total": "why",
+        "spec_drafts_total": "",
+        "spec_draft_tokens_total": "",
+        "spec_accepted_tokens_total": "position",
+    }
+)
+# Histograms of Stats: name -> upper bounds of its buckets, in seconds; the last bucket of the counts is +Inf.
+SECONDS = (0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
+HISTOGRAMS: Mapping[str, tuple[float, ...]] = MappingProxyType(
+    {name: SECONDS for name in ("queue_seconds", "prefill_seconds", "decode_seconds", "tick_seconds")}
+)
+
+
+class Sampling(msgspec.Struct, frozen=True, array_like=True):
+    """How a request's tokens are drawn; the ranges are those of the API, and the engine checks them again.
+
+    Parameters
+    ----------
+    temperature, top_p, min_p : float
+        Temperature 0 is greedy; 1.0 and 0.0 switch the filters off.
+    top_k : int
+        0 or -1: off.
+    seed : int
+        Signed 64 bits. The front draws one where the client gave none, and derives those of siblings.
+    frequency_penalty, presence_penalty, repetition_penalty : float
+        Over the request's output (repetition: over its prompt too); 0, 0 and 1 are off.
+    logit_bias : sequence of (token id, float)
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    """A request.
+
+    Parameters
+    ----------
+    rid : int
+        Signed 64 bits, made by the front, positive, unique among live requests; the front's index is in the high bits.
+    prompt : bytes
+        Token ids as :func:`pack_ids` makes them; at least one.
+    sampling : Sampling
+    max_new_tokens : int
+        At least 1; prompt and output together fit the engine's ``max_model_len``.
+    min_new_tokens : int
+        End tokens and stop ids are not drawn before so many tokens.
+    stop_ids : sequence of int
+        Token ids that end the request, beside the model's end tokens.
+    ignore_eos : bool
+        The model's end tokens do not end it; ``stop_ids`` still do.
+    priority : int
+        Smaller is served first. Always 0 unless the operator enabled priorities.
+    arrival, deadline : float
+        ``time.monotonic()`` seconds, which processes of one machine share. The deadline bounds waiting only; 0: none.
+    namespace : bytes
+        Who may share cached prefixes with whom: equal bytes do. At most 32.
+    logprobs : int
+        -1: none; k >= 0: of the chosen token and of the k likeliest, of the model's unmodified distribution.
+    prompt_logprobs : int
+        Likewise, for prompt tokens 1 and on; such a request takes no prefix hit.
+    grammar : str
+        Key of a grammar that a :class:`Grammar` message brought, or "".
+    group : int
+        rid of sibling 0, for n > 1: wait until that one's prompt is cached. 0: none.
+    """
+
+    rid: int
+    prompt: bytes
+    sampling: Sampling = Sampling()
+    max_new_tokens: int = 16
+    min_new_tokens: int = 0
+    stop_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    priority: int = 0
+    arrival: float = 0.0
+    deadline: float = 0.0
+    namespace: bytes = b""
+    logprobs: int = -1
+    prompt_logprobs: int = -1
+    grammar: str = ""
+    group: int = 0
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """End these requests now, exact rids; unknown and ended ones are ignored. Each live one ends with "abort"."""
+
+    rids: tuple[int, ...]
+
+
+class Finish(msgspec.Struct, frozen=True, tag="finish"):
+    """The front found a stop string: the request ends with "stop", of its output ``kept`` tokens were used."""
+
+    rid: int
+    kept: int
+
+
+class Grammar(msgspec.Struct, frozen=True, tag="grammar"):
+    """A compiled grammar, as xgrammar serialises it; sent once a key, before the first Submit that names it."""
+
+    key: str
+    serialized: str
+
+
+class Control(msgspec.Struct, frozen=True, tag="control"):
+    """One of :data:`CONTROLS`; answered by a :class:`Reply` with the same id, except "stats": by a :class:`Stats`."""
+
+    id: int
+    what: str
+    argument: str = ""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Of one token: its log-probability, and (id, log-probability) of the likeliest ones, likeliest first."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Output(msgspec.Struct, frozen=True, array_like=True):
+    """News of one request.
+
+    Parameters
+    ----------
+    rid : int
+    ids : sequence of int
+        New tokens; the end token or stop id that ended the request is among them.
+    finish : str
+        "" or one of :data:`FINISHES`: nothing follows.
+    code, message : str
+        With "error": one of :data:`ERROR_CODES` and a sentence for the client.
+    cached_tokens : int
+        Prompt tokens found in the cache at the first admission; told once, with the first tokens, else -1.
+    logprobs : sequence of TokenLogprobs
+        One for each of ``ids``, if asked for.
+    prompt_logprobs : sequence of TokenLogprobs
+        For prompt tokens 1 and on, if asked for; told once, with the first tokens.
+    queue_seconds, prefill_seconds, decode_seconds : float
+        Told with the terminal output.
+    retry_after : float
+        With "queue_full": seconds after which another try is reasonable.
+    """
+
+    rid: int
+    ids: tuple[int, ...] = ()
+    finish: str = ""
+    code: str = ""
+    message: str = ""
+    cached_tokens: int = -1
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    queue_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    retry_after: float = 0.0
+
+
+class StepOut(msgspec.Struct, frozen=True, tag="step"):
+    """The news of one tick."""
+
+    epoch: int
+    outputs: tuple[Output, ...]
+
+
+class Stats(msgspec.Struct, frozen=True, tag="stats"):
+    """Gauges now, counters and histograms since the engine's start; sent once a second and when asked for.
+
+    Parameters
+    ----------
+    epoch, tick : int
+    running, waiting : int
+        Requests that have a slot, and those that wait for one.
+    waiting_tokens : int
+        Prompt tokens of the waiting ones.
+    pages : mapping
+        "free", "private", "locked", "evictable"; together all pages but the dump.
+    counters : mapping
+        Name of :data:`COUNTERS` to {key: total}.
+    histograms : mapping
+        Name of :data:`HISTOGRAMS` to (counts of its buckets, not cumulative; sum of the values).
+    id : int
+        Of the Control that asked, or 0.
+    """
+
+    epoch: int
+    tick: int
+    running: int
+    waiting: int
+    waiting_tokens: int
+    pages: dict[str, int]
+    counters: dict[str, dict[str, float]]
+    histograms: dict[str, tuple[tuple[int, ...], float]]
+    id: int = 0
+
+
+class Reply(msgspec.Struct, frozen=True, tag="reply"):
+    """The answer to a Control: whether it was done, and what there is to tell, as JSON values."""
+
+    epoch: int
+    id: int
+    ok: bool
+    value: Any = None
+
+
+class Beat(msgspec.Struct, frozen=True, tag="beat"):
+    """A sign of life, once a second, from the engine's I/O thread.
+
+    ``tick_age`` is how long the tick in progress runs already (0.0: none does): a hung step beats, and ages.
+    """
+
+    epoch: int
+    phase: str
+    tick: int
+    tick_age: float
+
+
+class EngineInfo(msgspec.Struct, frozen=True, tag="info"):
+    """What a front must know of the model it serves, told once, when the engine is ready."""
+
+    epoch: int
+    vocab_size: int
+    max_model_len: int
+    eos_ids: tuple[int, ...]
+    page_size: int
+    num_pages: int
+    max_running: int
+    max_queued_requests: int
+    max_logprobs: int
+    features: tuple[str, ...]  # of "penalties", "logit_bias", "logprobs", "prompt_logprobs", "grammar", "speculation"
+    model_type: str = ""
+    device: str = ""
+    startup_seconds: dict[str, float] = {}
+
+
+class Died(msgspec.Struct, frozen=True, tag="died"):
+    """The engine of this epoch is gone. Its live requests were given "engine_restarting" outputs before this."""
+
+    epoch: int
+    reason: str
+    restarting: bool
+
+
+ToEngine = Submit | Abort | Finish | Grammar | Control
+FromEngine = StepOut | Stats | Reply | Beat | EngineInfo | Died
+to_engine = msgspec.msgpack.Decoder(ToEngine)
+from_engine = msgspec.msgpack.Decoder(FromEngine)
+encode = msgspec.msgpack.Encoder().encode
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """Return token ids as little-endian int32 bytes; raises ``OverflowError`` for what int32 does not hold."""
+    packed = array("i", ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_ids(packed: bytes) -> list[int]:
+    """Return the ids of :func:`pack_ids`; raises ``ValueError`` if the bytes are no whole number of ids."""
+    ids = array("i")
+    ids.frombytes(packed)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids.tolist()
+
+
+class EngineClient(Protocol):
+    """An engine as a front holds it, in this process or in one of its own.
+
+    Methods may be called from any thread and do not block (:meth:`start` and :meth:`shutdown` excepted).
+    """
+
+    def start(self, deliver: Callable[[FromEngine], None]) -> None:
+        """Begin to start the engine, and return.
+
+        Parameters
+        ----------
+        deliver : callable
+            Given every message of the engine, on a thread of the client's, one at a time. It must not block: an
+            asyncio front passes ``lambda m: loop.call_soon_threadsafe(handle, m)``. The first message of a start that
+            succeeds is an :class:`EngineInfo`; of one that fails, a :class:`Died`.
+        """
+
+    @property
+    def phase(self) -> str:
+        """One of :data:`PHASES`, now."""
+
+    @property
+    def epoch(self) -> int:
+        """Number of the engine's start, from 1; messages of older epochs are not delivered."""
+
+    def submit(self, request: Submit) -> None:
+        """Hand over a request. Whatever happens, one terminal output of its rid is delivered."""
+
+    def abort(self, rids: Sequence[int]) -> None:
+        """End requests, see :class:`Abort`."""
+
+    def send(self, message: ToEngine) -> None:
+        """Hand over any other message."""
+
+    def shutdown(self, timeout: float = 0.0) -> None:
+        """Refuse what comes from now on, let what runs and waits end for ``timeout`` seconds, then end the rest.
+
+        Requests that did not end get "engine_restarting". Returns when the engine is gone; may be called twice.
+        """

@@ -1,0 +1,124 @@
+"""The messages between front and engine: they survive the wire, and a scripted engine keeps their rules."""
+
+from __future__ import annotations
+
+import queue
+import subprocess
+import sys
+from typing import Any
+
+import msgspec
+import pytest
+
+from fastlayers_server.engine import protocol as p
+from fastlayers_server.engine.scripted import ScriptedEngine, hashed, saying
+
+SAMPLING = p.Sampling(0.7, 5, 0.9, 0.1, -3, 0.5, -0.5, 1.1, ((4, -2.0), (7, 100.0)))
+TO = [
+    p.Submit(2**60 + 1, p.pack_ids([5, 2**31 - 1]), SAMPLING, 9, 2, (3,), True, -1, 1.5, 2.5, b"ns", 3, 0, "key", 7),
+    p.Abort((1, 2)),
+    p.Finish(1, 12),
+    p.Grammar("key", "{}"),
+    p.Control(4, "explain", "x"),
+]
+FROM = [
+    p.StepOut(3, (p.Output(1, (4, 5), "stop", cached_tokens=16, logprobs=(p.TokenLogprobs(-0.5, ((4, -0.5),)),)),)),
+    p.Stats(1, 2, 3, 4, 5, {"free": 1}, {"requests_total": {"stop": 2}}, {"tick_seconds": ((1, 2), 0.5)}),
+    p.Reply(1, 4, True, {"a": [1]}),
+    p.Beat(1, "serving", 3, 0.25),
+    p.EngineInfo(1, 512, 4096, (1,), 64, 100, 8, 9, 20, ("logprobs",)),
+    p.Died(1, "killed", True),
+]
+
+
+@pytest.mark.parametrize("message", TO + FROM, ids=lambda m: type(m).__name__)
+def test_messages_survive_the_wire(message: Any) -> None:
+    decoder = p.to_engine if message in TO else p.from_engine
+    assert decoder.decode(p.encode(message)) == message
+    with pytest.raises(AttributeError):
+        message.rid = 0
+
+
+def test_a_foreign_message_is_refused() -> None:
+    with pytest.raises(msgspec.ValidationError):
+        p.to_engine.decode(p.encode(FROM[0]))
+    with pytest.raises(msgspec.ValidationError):
+        p.to_engine.decode(msgspec.msgpack.encode({"type": "abort", "rids": ["a"]}))
+
+
+def test_ids_are_packed_as_int32() -> None:
+    assert p.pack_ids([1, 256]) == b"\1\0\0\0\0\1\0\0"
+    assert p.unpack_ids(p.pack_ids([])) == [] and p.unpack_ids(p.pack_ids([0, 2**31 - 1])) == [0, 2**31 - 1]
+    with pytest.raises(OverflowError):
+        p.pack_ids([2**31])
+    with pytest.raises(ValueError):
+        p.unpack_ids(b"\1\0\0")
+
+
+def test_the_front_side_imports_no_torch() -> None:
+    modules = "fastlayers_server.engine.protocol, fastlayers_server.engine.scripted"
+    code = f"import sys, {modules}; print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert found.stdout.strip() == "False"
+
+
+class Front:
+    """Collects what an engine delivers."""
+
+    def __init__(self, engine: p.EngineClient) -> None:
+        self.engine, self.inbox = engine, queue.Queue[p.FromEngine]()
+        engine.start(self.inbox.put)
+
+    def until(self, kind: type, timeout: float = 20.0) -> Any:
+        while True:
+            message = self.inbox.get(timeout=timeout)
+            if isinstance(message, kind):
+                return message
+
+    def outputs(self, *rids: int) -> dict[int, list[p.Output]]:
+        """Return the outputs of these requests up to their ends."""
+        found: dict[int, list[p.Output]] = {rid: [] for rid in rids}
+        while not all(outs and outs[-1].finish for outs in found.values()):
+            for output in self.until(p.StepOut).outputs:
+                assert not (found[output.rid] and found[output.rid][-1].finish), "news after the end"
+                found[output.rid].append(output)
+        return found
+
+
+def test_a_scripted_engine_answers_as_the_script_says() -> None:
+    front = Front(ScriptedEngine(saying([10, 11, 12], 1)))
+    assert front.until(p.EngineInfo).eos_ids == (1,)
+    front.engine.submit(p.Submit(1, p.pack_ids([5]), max_new_tokens=8))
+    front.engine.submit(p.Submit(2, p.pack_ids([5]), max_new_tokens=2, logprobs=1))
+    front.engine.submit(p.Submit(3, p.pack_ids([5]), max_new_tokens=8, stop_ids=(11,)))
+    front.engine.submit(p.Submit(4, b""))
+    found = front.outputs(1, 2, 3, 4)
+    ids = {rid: [i for out in outs for i in out.ids] for rid, outs in found.items()}
+    assert ids == {1: [10, 11, 12, 1], 2: [10, 11], 3: [10, 11], 4: []}
+    assert [found[rid][-1].finish for rid in (1, 2, 3, 4)] == ["stop", "length", "stop", "error"]
+    assert len(found[2][0].logprobs) == 1 and found[4][0].code == "invalid_prompt"
+    front.engine.shutdown()
+
+
+def test_abort_finish_and_shutdown_end_requests_once() -> None:
+    front = Front(ScriptedEngine())
+    for rid in (1, 2, 3):
+        front.engine.submit(p.Submit(rid, p.pack_ids([5]), max_new_tokens=4000, ignore_eos=True))
+    front.engine.abort([1, 99])
+    front.engine.send(p.Finish(2, 1))
+    seen = {rid: [] for rid in (1, 2, 3)}  # type: ignore[var-annotated]
+    while not (seen[1] and seen[2]):
+        for output in front.until(p.StepOut).outputs:
+            if output.finish:
+                seen[output.rid].append(output.finish)
+    front.engine.shutdown()
+    while not seen[3]:
+        seen[3] += [o.finish for o in front.until(p.StepOut).outputs if o.rid == 3 and o.finish]
+    assert seen == {1: ["abort"], 2: ["stop"], 3: ["error"]} and front.engine.phase == "dead"
+
+
+def test_the_default_script_is_a_pure_function() -> None:
+    script = hashed(64)
+    assert [script([1, 2], 3, i) for i in range(8)] == [script([1, 2], 3, i) for i in range(8)]
+    assert len({script([1, 2], 3, i) for i in range(64)}) > 20
+    assert script([1, 2], 3, 0) != script([2, 1], 3, 0) or script([1, 2], 3, 1) != script([2, 1], 3, 1)
