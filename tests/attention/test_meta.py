@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -113,12 +114,44 @@ def test_errors() -> None:
         fl.AttentionState(1, 1, 1, 0)
 
 
-def test_pages_are_checked_in_debug_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = fl.AttentionBatch((1,), (0,), [[7]])
-    assert fl.AttentionState(1, 1, 1, 4).plan(batch, num_pages=4).out_cache_loc.item() == 28
-    monkeypatch.setenv("FASTLAYERS_DEBUG", "1")
+NOT_PAGES = [
+    ([[-1]], None, r"page_table\[0\] is \[-1\]; accepted: page numbers: integers, 0 or more"),
+    ([[2, -2]], 3, r"page_table\[0\] is \[2, -2\]; accepted: pages in \[0, 3\)"),
+    ([[1.7]], 3, r"page_table\[0\] is \[1.7\]; accepted: pages in \[0, 3\)"),
+    ([[7]], 4, r"page_table\[0\] is \[7\]; accepted: pages in \[0, 4\)"),
+    ([[2**31]], None, "accepted: page numbers"),
+]
+
+
+@pytest.mark.parametrize(("table", "num_pages", "words"), NOT_PAGES)
+@pytest.mark.parametrize("bucket", [None, 2])
+def test_pages_are_checked_before_anything_is_written(
+    table: list[list[int]], num_pages: int | None, words: str, bucket: int | None
+) -> None:
+    state = fl.AttentionState(2, 2, 2, 4)
+    before = state.plan(fl.AttentionBatch((1,), (3,), [[2]]), bucket=bucket, num_pages=3)
+    kept = {name: tensor.clone() for name, tensor in as_tensors(before).items()}
+    with pytest.raises(ArgumentError, match=words):
+        state.plan(fl.AttentionBatch((1,), (0,), table), bucket=bucket, num_pages=num_pages)
+    assert all(torch.equal(kept[name], tensor) for name, tensor in as_tensors(before).items())
+
+
+def test_a_row_that_did_not_change_is_checked_against_another_cache() -> None:
+    state, batch = fl.AttentionState(1, 1, 1, 4), fl.AttentionBatch((1,), (0,), [[7]])
+    assert state.plan(batch, num_pages=8).out_cache_loc.item() == 28
     with pytest.raises(ArgumentError, match=r"pages in \[0, 4\)"):
-        fl.AttentionState(1, 1, 1, 4).plan(batch, num_pages=4)
+        state.plan(batch, num_pages=4)
+
+
+def test_pages_may_be_integers_of_other_libraries() -> None:
+    table = [np.array([3]), torch.tensor([2, 1])]
+    meta = fl.AttentionState(2, 2, 2, 4).plan(fl.AttentionBatch((1, 1), (1, 5), table), num_pages=4)  # type: ignore[arg-type]
+    assert meta.out_cache_loc.tolist() == [13, 5] and meta.page_table.tolist() == [[3, 0], [2, 1]]
+
+
+def test_a_bucket_is_an_integer() -> None:
+    with pytest.raises(ArgumentError, match=r"bucket is 1\.5; accepted: an integer or None"):
+        fl.AttentionState(2, 2, 1, 4).plan(fl.AttentionBatch((1,), (0,), [[1]]), bucket=1.5)  # type: ignore[arg-type]
 
 
 def test_check_loc_reads_only_in_debug_mode() -> None:

@@ -130,6 +130,8 @@ def test_inconsistent_steps_raise(arguments: dict) -> None:
 def test_plan_rejects_bad_counts_and_buckets() -> None:
     with pytest.raises(ArgumentError, match="real"):
         StepTokens.plan([2, -1], extend=False)
+    with pytest.raises(ArgumentError, match=r"real is \[1.7\]; accepted: counts"):
+        StepTokens.plan([1.7], extend=False)  # type: ignore[list-item]
     for graph, bucket in ((False, 8), (True, 2), (True, 9)):
         with pytest.raises(ArgumentError, match="bucket"):
             StepTokens.plan([3, 4], attn_tp=2, extend=False, graph=graph, bucket=bucket)

@@ -12,16 +12,18 @@ also slot 0) is nobody's: padded rows write there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
 from typing import Any, Protocol
 
 import torch
 
-from fastlayers import env
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.errors import ArgumentError, CaptureError, check_device, check_plain, check_positive, describe
+
+# The page table is int32.
+MAX_PAGES = 2**31
 
 
 def _as_tuple(lengths: Any) -> object:
@@ -289,11 +291,11 @@ class AttentionState:
         self._page_table = self._page_table.view(max_batch, max_pages)
         self._host_table = self._host_table.view(max_batch, max_pages)
         self._pages: list[list[int]] = [[] for _ in range(max_batch)]
+        self._highest = [0] * max_batch  # page of each row, so that rows that did not change need no look
         self._views_of: dict[int, dict[str, Any]] = {}
         # Nothing on the host is overwritten before the device has read it.
         self._copied = torch.cuda.Event() if where.type == "cuda" else None
         self.plans, self._step = StepPlans(), 0
-        self._debug = env.debug()
 
     def plan(self, batch: AttentionBatch, *, bucket: int | None = None, num_pages: int | None = None) -> AttentionMeta:
         """Do the host work of one step and copy its metadata into the static buffers.
@@ -305,21 +307,22 @@ class AttentionState:
             For decode under capture: pad to this many requests of one token. Host bounds then come from the
             state's capacity.
         num_pages : int, optional
-            With ``FASTLAYERS_DEBUG``: size of the cache, against which the page table is checked.
+            Size of the cache, against which the page table is checked.
 
         Raises
         ------
         ArgumentError
-            The batch does not fit the state, a page row is too short for its request, or (debug) a page is out
-            of range.
+            The batch does not fit the state, a page row is too short for its request, or a page is no page of the
+            cache. Nothing was written.
         """
         lengths = batch.seq_lens
         decode = batch.is_decode and (bucket is not None or len(lengths) > 0)
-        self._check(batch, lengths, decode, bucket, num_pages)
+        self._check(batch, lengths, decode, bucket)
+        rows = bucket if bucket is not None else len(lengths)
+        changed = self._changed_pages(batch.page_table, rows, num_pages)
         if self._copied is not None:
             self._copied.synchronize()
-        rows = bucket if bucket is not None else len(lengths)
-        self._write_pages(batch.page_table, rows)
+        self._write_pages(changed)
         buffers = self._decode if decode else self._extend
         if decode:
             self._write_decode(batch, lengths, rows)
@@ -335,20 +338,27 @@ class AttentionState:
             self._copied.record()
         return meta
 
-    def _write_pages(self, table: Sequence[Sequence[int]], rows: int) -> None:
-        """Bring the first ``rows`` rows of the page table up to date; most steps change none."""
-        changed: list[int] = []
+    def _changed_pages(self, table: Sequence[Sequence[int]], rows: int, num_pages: int | None) -> dict[int, list[int]]:
+        """Return what is new in the first ``rows`` rows of the page table, checked; most steps change none."""
+        changed: dict[int, list[int]] = {}
         for row in range(rows):
-            pages = table[row] if row < len(table) else ()
+            pages: Sequence[int] = table[row] if row < len(table) else ()
             before = self._pages[row]
             if len(before) != len(pages) or before != list(pages):
-                self._host_table[row, len(pages) : len(before)] = 0
-                if len(pages):
-                    self._host_table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
-                self._pages[row] = list(pages)
-                changed.append(row)
+                changed[row] = _checked_pages(row, pages, num_pages)
+            elif num_pages is not None and self._highest[row] >= num_pages:
+                _checked_pages(row, pages, num_pages)
+        return changed
+
+    def _write_pages(self, changed: Mapping[int, list[int]]) -> None:
+        """Bring these rows of the page table up to date."""
+        for row, pages in changed.items():
+            self._host_table[row, len(pages) : len(self._pages[row])] = 0
+            if pages:
+                self._host_table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+            self._pages[row], self._highest[row] = pages, max(pages, default=0)
         if changed and self._page_table is not self._host_table:
-            part = slice(changed[0], changed[-1] + 1)
+            part = slice(min(changed), max(changed) + 1)
             self._page_table[part].copy_(self._host_table[part], non_blocking=True)
 
     def _write_decode(self, batch: AttentionBatch, lengths: tuple[int, ...], rows: int) -> None:
@@ -357,7 +367,7 @@ class AttentionState:
         at = [*batch.prefix_lens, *padding]
         slots = [
             pages[place // size] * size + place % size
-            for pages, place in zip(batch.page_table, batch.prefix_lens, strict=True)
+            for pages, place in zip(self._pages, batch.prefix_lens, strict=False)
         ]
         host.seq_lens[1][:rows] = torch.tensor([*lengths, *[1] * len(padding)], dtype=torch.int32)
         host.positions[1][:rows] = torch.tensor(at, dtype=torch.int64)
@@ -407,9 +417,9 @@ class AttentionState:
         lengths: tuple[int, ...],
         decode: bool,
         bucket: int | None,
-        num_pages: int | None,
     ) -> None:
         name, count = "AttentionState.plan", len(lengths)
+        check_plain(name, "int | None", bucket=bucket)
         if bucket is not None and not (decode and count <= bucket <= min(self.max_batch, self.max_tokens)):
             limit = min(self.max_batch, self.max_tokens)
             raise ArgumentError(name, "bucket", bucket, f"for decode only, {count} <= bucket <= {limit}")
@@ -420,8 +430,18 @@ class AttentionState:
             if len(pages) > self.max_pages or len(pages) * self.page_size < length:
                 wanted = f"{-(-length // self.page_size)} to {self.max_pages} pages of {self.page_size} tokens"
                 raise ArgumentError(name, f"page_table[{row}]", f"{len(pages)} pages for {length} tokens", wanted)
-            if self._debug and num_pages is not None and any(not 0 <= page < num_pages for page in pages):
-                raise ArgumentError(name, f"page_table[{row}]", list(pages), f"pages in [0, {num_pages})")
+
+
+def _checked_pages(row: int, pages: Sequence[int], num_pages: int | None) -> list[int]:
+    """Return one request's pages as plain integers, or raise :class:`ArgumentError`."""
+    try:
+        found = [index(page) for page in pages]
+    except TypeError:  # a fraction would be cut off, and another request's page written
+        found = [-1]
+    if found and (min(found) < 0 or max(found) >= (MAX_PAGES if num_pages is None else num_pages)):
+        accepted = "page numbers: integers, 0 or more" if num_pages is None else f"pages in [0, {num_pages})"
+        raise ArgumentError("AttentionState.plan", f"page_table[{row}]", list(pages), accepted)
+    return found
 
 
 def whole_pages(lengths: Sequence[int], page_size: int, first_page: int = 1) -> list[list[int]]:

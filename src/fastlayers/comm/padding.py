@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 
 import torch
 
@@ -122,8 +123,8 @@ class StepTokens:
         """
         check_positive("StepTokens", attn_tp=attn_tp)
         try:
-            counts = tuple(int(count) for count in real)
-        except (TypeError, ValueError) as error:
+            counts = tuple(index(count) for count in real)
+        except TypeError as error:
             raise ArgumentError("StepTokens", "real", describe(real), "counts, one for each group") from error
         if not counts or min(counts) < 0:
             raise ArgumentError("StepTokens", "real", counts, "one count >= 0 for each attention group")
