@@ -1,6 +1,6 @@
 """Time every backend of a layer on its real-model cases: ``python benchmarks/layers.py [LAYER ...] [--out FILE]``.
 
-Each case is checked against the reference first. How calls are timed: :mod:`fastlayers.testing.timing`. One JSON line
+Each case is checked against the reference first. How calls are timed: :mod:`fastlayers.tuning.clock`. One JSON line
 a row; the first line describes the run. ``fastlayers bench layer`` does the same for any shape.
 """
 
@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 
 from fastlayers.registry import LAYERS
-from fastlayers.testing.bench import describe_run, rows_of
 from fastlayers.testing.spec import Case, spec_of
-from fastlayers.testing.timing import clock_for
-from fastlayers.testing.tuner import Bench
+from fastlayers.tuning.bench import describe_run, rows_of
+from fastlayers.tuning.clock import clock_for
+from fastlayers.tuning.search import Bench
 
 
 def tokens_of(case: Case) -> int:

@@ -23,11 +23,11 @@ import torch
 from fastlayers.attention.contexts import context_of
 from fastlayers.device import DESCRIBED
 from fastlayers.registry import registry
-from fastlayers.testing.bench import describe_run, rows_of
 from fastlayers.testing.spec import spec_of
-from fastlayers.testing.sweep import case_at
-from fastlayers.testing.timing import Clock, clock_for
-from fastlayers.testing.tuner import Bench
+from fastlayers.tuning.bench import describe_run, rows_of
+from fastlayers.tuning.clock import Clock, clock_for
+from fastlayers.tuning.search import Bench
+from fastlayers.tuning.sweep import case_at
 from fastlayers_server.known_models import KNOWN, shapes_of
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -20,8 +20,8 @@ import torch
 from generate import MODELS, arrivals, prompts_of, randomize
 
 import fastlayers as fl
-from fastlayers.testing.bench import describe_run
 from fastlayers.torch_compile import MODES
+from fastlayers.tuning.bench import describe_run
 from fastlayers_models.auto import family_of
 from fastlayers_models.generate import Generator
 

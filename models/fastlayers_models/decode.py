@@ -21,7 +21,7 @@ import torch
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
 from fastlayers.errors import ArgumentError, CaptureError
-from fastlayers.graphs import CudaGraphs, bucket_of, decode_buckets
+from fastlayers.runtime.graphs import CudaGraphs, bucket_of, decode_buckets
 from fastlayers.sampler.layer import MODES, ROW_DTYPES, RowParams, Sampler, SamplingParams, SamplingState
 from fastlayers.torch_compile import CompiledBlocks, TorchCompile
 

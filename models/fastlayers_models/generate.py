@@ -19,7 +19,7 @@ import fastlayers as fl
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
 from fastlayers.errors import ArgumentError, check_positive
-from fastlayers.graphs import CudaGraphs, bucket_of
+from fastlayers.runtime.graphs import CudaGraphs, bucket_of
 from fastlayers.sampler.layer import Sampler, SamplingParams
 from fastlayers.torch_compile import TorchCompile
 from fastlayers_models.decode import DecodeStep, Pending, Row

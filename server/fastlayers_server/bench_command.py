@@ -27,10 +27,10 @@ def layer_rows(
     rounds: int | None,
 ) -> Iterator[dict[str, Any]]:
     """Yield the run's description, then the rows of each token count as they are measured."""
-    from fastlayers.testing.bench import describe_run, rows_of
-    from fastlayers.testing.sweep import case_at, parse_shape, tokens_of
-    from fastlayers.testing.timing import clock_for
-    from fastlayers.testing.tuner import Bench
+    from fastlayers.tuning.bench import describe_run, rows_of
+    from fastlayers.tuning.clock import clock_for
+    from fastlayers.tuning.search import Bench
+    from fastlayers.tuning.sweep import case_at, parse_shape, tokens_of
 
     cfg = parse_shape(layer, shape)
     bench = Bench(layer, cfg, place, clock_for(place))
@@ -52,8 +52,8 @@ def model_rows(
     """Yield the run's description, then for each batch: the last decoder layer, a decode step, and time per token."""
     import torch
 
-    from fastlayers.testing.bench import describe_run
-    from fastlayers.testing.timing import CudaClock, HostClock, clock_for
+    from fastlayers.tuning.bench import describe_run
+    from fastlayers.tuning.clock import CudaClock, HostClock, clock_for
     from fastlayers_models.auto import family_of
     from fastlayers_server.known_models import config_of
     from fastlayers_server.random_models import random_model
@@ -118,9 +118,9 @@ def decode_calls(model: Any, batch: int, context: int) -> tuple[Callable[[], Any
 
 def decode_floor(module: Any, batch: int, context: int) -> float:
     """Return the microseconds below which a decode step of these modules cannot go: the sum of its layers' floors."""
-    from fastlayers.probing import choices_of
     from fastlayers.testing.spec import spec_of
-    from fastlayers.testing.sweep import case_at, peak_flops
+    from fastlayers.tuning.probe import choices_of
+    from fastlayers.tuning.sweep import case_at, peak_flops
 
     total = 0.0
     for each in module.modules():

@@ -408,7 +408,7 @@ app.add_typer(cache, name="cache")
 @cache.command("export")
 def cache_export(archive: Annotated[str, typer.Argument(help="The .tar.gz to write.")], as_json: Json = False) -> None:
     """Write all kernels compiled so far into one archive."""
-    from fastlayers.kernel_cache import export_cache, versions
+    from fastlayers.runtime.kernel_cache import export_cache, versions
 
     path = export_cache(archive)
     size = path.stat().st_size
@@ -424,7 +424,7 @@ def cache_import(
     archive: Annotated[str, typer.Argument(help="An archive of `export`.")], as_json: Json = False
 ) -> None:
     """Take the kernels of an archive; those of packages in other versions are left out, said with a warning."""
-    from fastlayers.kernel_cache import import_cache
+    from fastlayers.runtime.kernel_cache import import_cache
 
     taken = import_cache(archive)
     if as_json:

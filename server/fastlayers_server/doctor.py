@@ -98,14 +98,15 @@ def _tuned_tables(target: device_module.Device) -> list[Fact]:
     count, stale, facts = 0, 0, []
     registry = importlib.import_module("fastlayers.registry")
     for layer in fastlayers.layers():
+        ranked = registry.registry(layer).ranked
         for path in tuning.tables(layer, target):
             try:
-                table = tuning.read(path, layer, target)
+                table = tuning.read(path, layer, target, [backend.name for backend in ranked])
             except tuning.TunedTableError as error:
                 facts.append(Fact("tuned table", None, "broken", str(error), False))
                 continue
             used = {row["backend"] for row in table["ladder"]}
-            backends = [backend for backend in registry.registry(layer).ranked if backend.name in used]
+            backends = [backend for backend in ranked if backend.name in used]
             count, stale = count + 1, stale + bool(tuning.changes(table, backends))
     reason = f"{count or 'none'} for {target.name}" + (f", {stale} of them made with other versions" if stale else "")
     return [Fact("tuned tables", None, "ok", reason, True), *_tuned_dir(), *facts]

@@ -12,7 +12,7 @@ import torch
 
 from fastlayers.comm.parallel import ParallelSpec
 from fastlayers.errors import UnknownModelError
-from fastlayers.probing import choices_of
+from fastlayers.tuning.probe import choices_of
 
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
 

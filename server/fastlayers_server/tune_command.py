@@ -69,7 +69,7 @@ def _contexts(cfg: Any) -> list[Any]:
 
 def jobs_of_shapes(layer: str, shapes: Sequence[str]) -> list[Job]:
     """Return the shapes of one layer that were given on the command line; without one, the layer's first real case."""
-    from fastlayers.testing.sweep import parse_shape
+    from fastlayers.tuning.sweep import parse_shape
 
     jobs = []
     for text in shapes or [""]:
@@ -128,11 +128,11 @@ def run_tune(
     ``tokens``: empty for each layer's own, or with ``quick`` few of them. ``seconds``: 0 for no limit.
     """
     from fastlayers.device import as_device
-    from fastlayers.testing import tuner
-    from fastlayers.testing.samples import earlier
-    from fastlayers.testing.sweep import tokens_of
-    from fastlayers.testing.timing import clock_for
-    from fastlayers.testing.tuner import Bench, NothingToTuneError, OutOfTimeError, TuneError, tune_shape
+    from fastlayers.tuning import search
+    from fastlayers.tuning.clock import clock_for
+    from fastlayers.tuning.samples import earlier
+    from fastlayers.tuning.search import Bench, NothingToTuneError, OutOfTimeError, TuneError, tune_shape
+    from fastlayers.tuning.sweep import tokens_of
 
     until = time.monotonic() + seconds if seconds else math.inf
     device, command = as_device(place), "fastlayers " + " ".join(sys.argv[1:])
@@ -146,7 +146,7 @@ def run_tune(
             own = counts[id(job)]
             if (damage := _damage(path, job.layer, device)) is not None:
                 console.print(f"{damage}; it is made anew", markup=False, highlight=False, soft_wrap=True)
-            most = tuner.QUICK_CANDIDATES if quick else tuner.MAX_CANDIDATES
+            most = search.QUICK_CANDIDATES if quick else search.MAX_CANDIDATES
             bench = Bench(job.layer, job.cfg, place, clock, most_candidates=most)
             if not force and path.is_file() and not earlier(path, job.layer, device, bench.able()).lacks(own, most):
                 outcome = Outcome(job.layer, job.key, "kept", str(path), _ladder(path, job.layer, device))

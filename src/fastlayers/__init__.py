@@ -10,6 +10,8 @@ import sys
 import types
 from typing import TYPE_CHECKING, Any
 
+from fastlayers import moved
+
 __version__ = "0.1.0"
 
 # public name -> module that defines it
@@ -21,7 +23,7 @@ _PUBLIC = {
     "Backend": "fastlayers.registry",
     "Bmm": "fastlayers.quant.bmm.layer",
     "BumpAllocator": "fastlayers.allocator",
-    "CudaGraphs": "fastlayers.graphs",
+    "CudaGraphs": "fastlayers.runtime.graphs",
     "Device": "fastlayers.device",
     "FP8BlockLinear": "fastlayers.quant.fp8_linear.layer",
     "FP8ScaledLinear": "fastlayers.quant.fp8_scaled_linear.layer",
@@ -60,7 +62,7 @@ _PUBLIC = {
     "patched": "fastlayers.patching",
     "registry": "fastlayers.registry",
     "unpatch": "fastlayers.patching",
-    "warmup": "fastlayers.warmup",
+    "warmup": "fastlayers.runtime.warmup",
 }
 
 __all__ = ["__version__", *sorted(_PUBLIC)]
@@ -87,6 +89,7 @@ class _Package(types.ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
+moved.install()
 
 if TYPE_CHECKING:
     from fastlayers.errors import FastlayersError as FastlayersError

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from fastlayers import env
 from fastlayers.errors import UnknownNameError, check_fields
+from fastlayers.runtime import kernel_cache
 
 if TYPE_CHECKING:
     import torch
@@ -223,8 +224,6 @@ def _probe(import_name: str, load: bool) -> Package:
         return Package(import_name, "absent", None, f"{import_name} is not installed (pip install {hint})")
     if load:
         import torch
-
-        from fastlayers import kernel_cache  # here: it reads this module
 
         kernel_cache.prepare()
         try:

@@ -5,7 +5,7 @@
 ``FASTLAYERS_DISABLE``     optional packages to treat as absent, comma separated: ``deep_gemm,flashinfer``
 ``FASTLAYERS_DEBUG``       ``1``: check token ids, page tables and slots on the host (costs a sync)
 ``FASTLAYERS_TUNED_DIR``   extra directory with tuned tables, searched before the shipped ones
-``FASTLAYERS_CACHE_DIR``   directory for compiled kernels, see :mod:`fastlayers.kernel_cache`
+``FASTLAYERS_CACHE_DIR``   directory for compiled kernels, see :mod:`fastlayers.runtime.kernel_cache`
 =========================  ==============================================================================
 """
 

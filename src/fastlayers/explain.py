@@ -10,8 +10,8 @@ from fastlayers import device as device_module
 from fastlayers import tuning
 from fastlayers.device import Device
 from fastlayers.errors import ArgumentError
-from fastlayers.probing import choices_of
 from fastlayers.registry import LAYERS, Backend, Choice, Rung, registry
+from fastlayers.tuning.probe import choices_of
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _refusal(backend: Backend, configs: Sequence[Any], device: Device) -> str | 
 class Explanation:
     """What one module runs: ``chosen`` (a backend or a ladder), on which ``evidence``, what lost and why.
 
-    ``refused``: what cannot run it here; ``outdone``: what could.
+    ``refused``: what cannot run it here; ``slower``: what could.
     ``phase``: of an attention core, for which steps (``"decode"``, ``"extend"``, …); empty: for all.
     """
 
@@ -115,7 +115,7 @@ class Explanation:
     refused: dict[str, str]
     bytes: int
     phase: str = ""
-    outdone: dict[str, str] = field(default_factory=dict)
+    slower: dict[str, str] = field(default_factory=dict)
 
     @property
     def place(self) -> str:
@@ -131,7 +131,7 @@ class Explanation:
     def losers(self) -> list[str]:
         """What lost and why, a line for each reason."""
         names: dict[str, list[str]] = {}
-        for name, why in (self.refused | self.outdone).items():
+        for name, why in (self.refused | self.slower).items():
             names.setdefault(why, []).append(name)
         return [f"{', '.join(same)}: {why}" for why, same in names.items()]
 
@@ -177,7 +177,7 @@ def explain(target: Any) -> Explanations:
     for name, module in target.named_modules():
         own = sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
         for choice in choices_of(module):
-            same = (choice.layer, choice.cfg, choice.device, choice.asked, choice.evidence, choice.name)
+            same = (choice.layer, choice.cfg, choice.device, choice.requested, choice.evidence, choice.name)
             if same not in lost:
                 lost[same] = _lost(choice)
             found.append(_explain(name, choice, own, lost[same]))
@@ -188,15 +188,15 @@ def _explain(name: str, choice: Choice, size: int, lost: tuple[dict[str, str], d
     chosen = choice.name
     if any(rung.microseconds for rung in choice.rungs):
         chosen += " (" + ", ".join(map(_rung, choice.rungs)) + ")"
-    phase, (refused, outdone) = getattr(choice.cfg, "phase", ""), lost
+    phase, (refused, slower) = getattr(choice.cfg, "phase", ""), lost
     return Explanation(
-        name, choice.layer, repr(choice.cfg), chosen, choice.evidence, dict(refused), size, phase, dict(outdone)
+        name, choice.layer, repr(choice.cfg), chosen, choice.evidence, dict(refused), size, phase, dict(slower)
     )
 
 
 def _lost(choice: Choice) -> tuple[dict[str, str], dict[str, str]]:
     """Return why each backend that was not chosen was not, by rank: those that cannot run it here, the others."""
-    refused, outdone = {}, {}
+    refused, slower = {}, {}
     chosen = {rung.backend.name for rung in choice.rungs}
     for backend in registry(choice.layer).ranked:
         if backend.name in chosen:
@@ -205,13 +205,13 @@ def _lost(choice: Choice) -> tuple[dict[str, str], dict[str, str]]:
         if why is not None:
             refused[backend.name] = why
         else:
-            outdone[backend.name] = _outdone(backend, choice)
-    return refused, outdone
+            slower[backend.name] = _slower_because(backend, choice)
+    return refused, slower
 
 
-def _outdone(backend: Backend, choice: Choice) -> str:
+def _slower_because(backend: Backend, choice: Choice) -> str:
     """Return why a backend that could run was not chosen."""
-    named = {piece.partition(":")[0].strip() for piece in choice.asked.split("|")}
+    named = {piece.partition(":")[0].strip() for piece in choice.requested.split("|")}
     if any(rung.backend.name in named for rung in choice.rungs):
         return "not asked for"
     kind = choice.device.type

@@ -103,11 +103,11 @@ class Layer(nn.Module):
         cfg = self.cfg if known in (None, probe.dtype) else replace(self.cfg, dtype=probe.dtype)
         where = self.choice.device.type if probe.device.type == "meta" else probe.device
         if torch.device(where).type != self.choice.device.type or cfg is not self.cfg:
-            table, asked = registry_named(self.choice.layer), self.choice.asked
+            table, requested = registry_named(self.choice.layer), self.choice.requested
             if hasattr(self, "decode_choice"):
-                chosen = table.choose_phases(cfg, PHASES, where, asked)
+                chosen = table.choose_phases(cfg, PHASES, where, requested)
             else:
-                chosen = [table.choose(cfg, where, asked)]
+                chosen = [table.choose(cfg, where, requested)]
             moved = [(choice, choice.build()) for choice in chosen]
         kept = {id(p) for n, p in self.named_parameters(recurse=False) if own is not None or n in self.kept_in_fp32}
 
@@ -129,9 +129,9 @@ class Layer(nn.Module):
 def finalize(model: nn.Module) -> nn.Module:
     """Call :meth:`Layer.finalize` on every layer of ``model``, one at a time, and return the model.
 
-    On CUDA, tuned tables that were made with other versions are checked: :func:`fastlayers.probing.probe_tables`.
+    On CUDA, tuned tables that were made with other versions are checked: :func:`fastlayers.tuning.probe.probe_tables`.
     """
-    from fastlayers.probing import probe_tables
+    from fastlayers.tuning.probe import probe_tables
 
     if not isinstance(model, nn.Module):
         raise ArgumentError("finalize", "model", repr(model), "an nn.Module")

@@ -21,8 +21,8 @@ from fastlayers.attention.gqa.layer import Attention
 from fastlayers.attention.meta import AttentionBatch, AttentionState
 from fastlayers.device import DESCRIBED
 from fastlayers.errors import ArgumentError
-from fastlayers.graphs import decode_buckets
 from fastlayers.registry import Backend
+from fastlayers.runtime.graphs import decode_buckets
 from fastlayers.testing.parity import check_parity
 
 LLAMA = GQAConfig(32, 8, 128, 128**-0.5)

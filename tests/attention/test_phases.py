@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import fastlayers as fl
-from fastlayers import tuning
 from fastlayers.attention.gqa.core import GQA, GQAConfig
 from fastlayers.attention.gqa.torch import TorchGQA
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
 from fastlayers.errors import ArgumentError, NoBackendError
 from fastlayers.layer import PHASES
 from fastlayers.registry import Backend, Rung
+from fastlayers.tuning import ladder
 
 CFG = GQAConfig(4, 2, 8, 0.3, page_size=16, dtype=torch.float32, kv_dtype=torch.float32)
 
@@ -103,7 +103,7 @@ def test_a_layer_takes_the_ladder_of_the_context(
             return None
         return SimpleNamespace(rungs=(Rung(None, row, float(cfg.context)),), evidence="a table for each context")
 
-    monkeypatch.setattr(tuning, "ladder", by_context)
+    monkeypatch.setattr(ladder, "ladder_for", by_context)
     rotary = fl.RotaryEmbedding(8, max_position=16384)
     layer = fl.Attention(32, 4, 2, 8, rotary=rotary, page_size=16, window=window, dtype=torch.float32)
     cache = fl.kv_cache_spec(layer, page_size=16).allocate(num_pages=600)[0]

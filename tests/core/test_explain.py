@@ -63,7 +63,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_backend_that_was_not_chosen_has_its_reason() -> None:
     (found,) = fl.explain(Toy())
     assert found.chosen == "best" and found.refused == {"refusing": "n is odd", "guard": "n is odd"}
-    assert found.outdone == {
+    assert found.slower == {
         "second": "ranked below best", "manual": "not automatic on cpu, taken by name", "last": "a last resort on cpu",
     }  # fmt: skip
     assert "    not refusing, guard: n is odd\n" in str(found)
@@ -72,7 +72,7 @@ def test_every_backend_that_was_not_chosen_has_its_reason() -> None:
 def test_a_named_choice_says_what_nobody_asked_for() -> None:
     (found,) = fl.explain(Toy("manual"))
     assert set(found.refused) == {"refusing", "guard"}
-    assert found.outdone == dict.fromkeys(("best", "second", "last"), "not asked for")
+    assert found.slower == dict.fromkeys(("best", "second", "last"), "not asked for")
 
 
 def test_the_tables_times_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,7 @@ def test_the_tables_times_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     path.write_text(json.dumps(table))
     (found,) = fl.explain(Toy())
     assert found.chosen.startswith("second") and found.evidence.startswith("tuned table")
-    assert found.outdone["best"] == "in the tuned table at best 1.25 × the chosen one's time, at 64 tokens"
+    assert found.slower["best"] == "in the tuned table at best 1.25 × the chosen one's time, at 64 tokens"
 
 
 def test_a_model_says_it_once() -> None:
@@ -101,4 +101,4 @@ def test_the_readmes_example_shows_what_lost_on_a_cpu() -> None:
     experts = fl.FusedMoE(64, 32, num_experts=4, top_k=2, dtype=torch.float32, device="cpu")
     (found,) = fl.explain(experts)
     ranked = {backend.name for backend in registry("fused_moe").ranked}
-    assert {found.chosen} | found.refused.keys() | found.outdone.keys() == ranked and "deep_gemm" in found.refused
+    assert {found.chosen} | found.refused.keys() | found.slower.keys() == ranked and "deep_gemm" in found.refused

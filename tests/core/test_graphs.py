@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from fastlayers import compiles
-from fastlayers.collector import frozen_collector
 from fastlayers.errors import ArgumentError, CaptureError
-from fastlayers.graphs import CudaGraphs, EagerRuntime, bucket_of, decode_buckets
+from fastlayers.runtime import compile_log
+from fastlayers.runtime.gc_pause import gc_pause
+from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime, bucket_of, decode_buckets
 
 
 class Runtime(EagerRuntime):
@@ -89,7 +89,7 @@ def test_replay_reads_static_inputs_and_keeps_its_outputs() -> None:
         graphs.capture(("decode", 1), lambda: x)
 
 
-def test_largest_first_under_one_frozen_collector() -> None:
+def test_largest_first_under_one_gc_pause() -> None:
     calls: list[int] = []
     runtime, done = Runtime(), []  # type: ignore[var-annotated]
     graphs = CudaGraphs(runtime=runtime)
@@ -113,14 +113,14 @@ def test_collector_keeps_an_earlier_freeze_and_its_switch() -> None:
     gc.freeze()
     gc.disable()
     try:
-        with frozen_collector(), frozen_collector():
+        with gc_pause(), gc_pause():
             assert not gc.isenabled()
         assert gc.get_freeze_count() > 20_000
         assert not gc.isenabled()
     finally:
         gc.unfreeze()
         gc.enable()
-    with pytest.raises(KeyError), frozen_collector(), frozen_collector():
+    with pytest.raises(KeyError), gc_pause(), gc_pause():
         assert gc.get_freeze_count() > 20_000
         raise KeyError
 
@@ -207,7 +207,7 @@ def test_a_quiet_compile_is_captured_again_and_an_error_at_last(
     times: int, captures: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     found: set[str] = set()
-    monkeypatch.setattr(compiles, "cached_kernels", lambda: set(found))
+    monkeypatch.setattr(compile_log, "cached_kernels", lambda: set(found))
     closed, resets = [], []
 
     class Compiling(Runtime):

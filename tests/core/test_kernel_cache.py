@@ -15,10 +15,19 @@ import pytest
 import torch
 
 import fastlayers as fl
-from fastlayers import device, env, kernel_cache
+from fastlayers import device, env
 from fastlayers.errors import ArgumentError
-from fastlayers.kernel_cache import STORES, cached_kernels, export_cache, import_cache, prepare, versions, versions_key
 from fastlayers.registry import Backend, Rung
+from fastlayers.runtime import kernel_cache
+from fastlayers.runtime.kernel_cache import (
+    STORES,
+    cached_kernels,
+    export_cache,
+    import_cache,
+    prepare,
+    versions,
+    versions_key,
+)
 
 VARIABLES = [store.variable for store in STORES.values()]
 

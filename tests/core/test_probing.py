@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 import fastlayers as fl
-from fastlayers import env, probing, tuning
+from fastlayers import env, tuning
 from fastlayers.device import as_device
 from fastlayers.quant.fp8_linear.layer import FP8_LINEAR, FP8LinearConfig
 from fastlayers.quant.fp8_linear.torch import TorchFP8Linear
 from fastlayers.registry import Backend
-from fastlayers.testing.timing import Timing, take_turns
+from fastlayers.tuning import probe as probe_module
+from fastlayers.tuning.clock import Timing, take_turns
 
 CFG = FP8LinearConfig(256, 128)
 
@@ -49,7 +50,7 @@ class KnownClock:
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Write a table of two rungs that says which torch it was made with."""
     monkeypatch.setenv(env.TUNED_DIR, str(tmp_path))
-    monkeypatch.setattr(probing, "_probed", set())
+    monkeypatch.setattr(probe_module, "_probed", set())
     row = Backend("other", Other, auto_on=("cpu",))
     monkeypatch.setattr(FP8_LINEAR, "ranked", [row, *FP8_LINEAR.ranked])
 
@@ -69,12 +70,12 @@ def test_a_first_rung_that_lost_is_said_once(write: Callable[[str], None], caplo
     write("1.0")
     layer = fl.FP8BlockLinear(256, 128)
     assert "other versions (torch 1.0" in layer.choice.evidence
-    (probe,) = probing.probe_tables(layer, lambda: KnownClock(11.6))
+    (probe,) = probe_module.probe_tables(layer, lambda: KnownClock(11.6))
     assert (probe.us, probe.others_us, probe.table_us) == (11.6, 10.0, 9.0)
     assert probe.verdict == "at 16 tokens its torch takes 11.6 µs, another rung 10.0 µs"
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.endswith("to renew it: fastlayers tune --layer fp8_linear --shape 'in_features=256,out_features=128'")
-    assert probing.probe_tables(layer, lambda: KnownClock(99.0)) == []
+    assert probe_module.probe_tables(layer, lambda: KnownClock(99.0)) == []
 
 
 @pytest.mark.parametrize(("us", "verdict"), [(11.4, None), (9.0, None), (6.0, None)])
@@ -82,14 +83,14 @@ def test_a_rung_that_still_wins_is_not_talked_about(
     write: Callable[[str], None], caplog: pytest.LogCaptureFixture, us: float, verdict: None
 ) -> None:
     write("1.0")
-    (probe,) = probing.probe_tables(fl.FP8BlockLinear(256, 128), lambda: KnownClock(us))
+    (probe,) = probe_module.probe_tables(fl.FP8BlockLinear(256, 128), lambda: KnownClock(us))
     assert probe.verdict is verdict and caplog.records == []
 
 
 def test_a_rung_that_is_slower_than_its_table(write: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probing, "SLOWER_THAN_OTHERS", 10.0)
+    monkeypatch.setattr(probe_module, "SLOWER_THAN_OTHERS", 10.0)
     write("1.0")
-    (probe,) = probing.probe_tables(fl.FP8BlockLinear(256, 128), lambda: KnownClock(12.0))
+    (probe,) = probe_module.probe_tables(fl.FP8BlockLinear(256, 128), lambda: KnownClock(12.0))
     assert probe.verdict == "at 16 tokens its torch takes 12.0 µs instead of 9.0 µs"
 
 
@@ -104,7 +105,7 @@ def test_a_ladder_cut_to_what_runs_here_is_not_judged_by_another_token_count(
         fl.explain(layer)
     )
     # 9 µs is what torch took at 16 tokens; what it takes at more is nowhere.
-    (probe,) = probing.probe_tables(layer, lambda: KnownClock(99.0))
+    (probe,) = probe_module.probe_tables(layer, lambda: KnownClock(99.0))
     assert probe.verdict is None and probe.table_us is None and caplog.records == []
 
 
@@ -116,11 +117,11 @@ def test_a_table_without_token_counts_gives_no_time_for_its_last_rung(
     table = tuning.read(path, "fp8_linear", as_device("cpu"))
     last = [{"max_tokens": None, "backend": "torch", "microseconds": 9.0}]
     tuning.write(path, {**table, "ladder": last})
-    (probe,) = probing.probe_tables(fl.FP8BlockLinear(256, 128), lambda: KnownClock(99.0))
+    (probe,) = probe_module.probe_tables(fl.FP8BlockLinear(256, 128), lambda: KnownClock(99.0))
     assert probe.verdict is None
-    monkeypatch.setattr(probing, "_probed", set())
+    monkeypatch.setattr(probe_module, "_probed", set())
     tuning.write(path, {**table, "ladder": last, "measured": [{"tokens": 8, "backend": "torch", "us": 9.0}]})
-    (probe,) = probing.probe_tables(fl.FP8BlockLinear(256, 128), lambda: KnownClock(99.0))
+    (probe,) = probe_module.probe_tables(fl.FP8BlockLinear(256, 128), lambda: KnownClock(99.0))
     assert probe.verdict == "at 8 tokens its torch takes 99.0 µs instead of 9.0 µs"
 
 
@@ -128,18 +129,18 @@ def test_only_tables_of_other_versions_are_probed_and_only_on_cuda(write: Callab
     import torch
 
     write(str(torch.__version__))
-    assert probing.probe_tables(fl.FP8BlockLinear(256, 128), lambda: KnownClock(99.0)) == []
+    assert probe_module.probe_tables(fl.FP8BlockLinear(256, 128), lambda: KnownClock(99.0)) == []
     write("1.0")
-    assert probing.probe_tables(fl.FP8BlockLinear(256, 128)) == []  # as fl.finalize calls it, on a CPU
+    assert probe_module.probe_tables(fl.FP8BlockLinear(256, 128)) == []  # as fl.finalize calls it, on a CPU
     named = fl.FP8BlockLinear(256, 128, backend="torch")
-    assert probing.probe_tables(named, lambda: KnownClock(99.0)) == []
+    assert probe_module.probe_tables(named, lambda: KnownClock(99.0)) == []
     near = fl.FP8BlockLinear(512, 128)
     assert "nearest" in near.choice.evidence
-    assert probing.probe_tables(near, lambda: KnownClock(99.0)) == []
+    assert probe_module.probe_tables(near, lambda: KnownClock(99.0)) == []
 
 
 def test_probing_has_a_limit_in_time(write: Callable[[str], None], caplog: pytest.LogCaptureFixture) -> None:
     write("1.0")
-    ticks = iter((0.0, probing.SECONDS + 1))
-    assert probing.probe_tables(fl.FP8BlockLinear(256, 128), lambda: KnownClock(99.0), lambda: next(ticks)) == []
+    ticks = iter((0.0, probe_module.SECONDS + 1))
+    assert probe_module.probe_tables(fl.FP8BlockLinear(256, 128), lambda: KnownClock(99.0), lambda: next(ticks)) == []
     assert "not all" in caplog.text

@@ -384,7 +384,7 @@ def test_another_type_of_device_chooses_once_more(monkeypatch: pytest.MonkeyPatc
     norm, named = fl.RMSNorm(8), fl.RMSNorm(8, backend="torch")
     for layer in (norm, named):
         # As if built for a GPU: the move to the CPU is what is tested here.
-        layer.choice = registry("rms_norm").choose(layer.cfg, DESCRIBED["H200"], layer.choice.asked)
+        layer.choice = registry("rms_norm").choose(layer.cfg, DESCRIBED["H200"], layer.choice.requested)
     assert (norm.choice.name, named.choice.name) == ("triton", "torch")
     norm.to("cpu"), named.to("cpu")
     assert norm.choice.device.type == named.choice.device.type == "cpu"

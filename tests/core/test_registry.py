@@ -20,7 +20,7 @@ from fastlayers.norm.rms_norm.layer import RMS_NORM, RMSNormConfig
 from fastlayers.registry import LAYERS, Backend, Registry, registry, torch_backend
 from fastlayers.testing.spec import spec_of
 
-registry_module = importlib.import_module("fastlayers.registry")
+plugins_module = importlib.import_module("fastlayers.registry.plugins")
 
 
 class Echo:
@@ -167,14 +167,14 @@ def test_plugins_register_and_a_broken_one_is_recorded(monkeypatch: pytest.Monke
     def broken(add: object) -> None:
         raise RuntimeError("wrong version")
 
-    monkeypatch.setattr(registry_module, "_plugins_loaded", False)
-    monkeypatch.setattr(registry_module, "plugin_errors", {})
+    monkeypatch.setattr(plugins_module, "_plugins_loaded", False)
+    monkeypatch.setattr(plugins_module, "plugin_errors", {})
     monkeypatch.setattr(RMS_NORM, "ranked", list(RMS_NORM.ranked))
     monkeypatch.setattr(
         importlib.metadata, "entry_points", lambda group: [Entry("good", register), Entry("bad", broken)]
     )
     assert RMS_NORM.choose(RMSNormConfig(8), "H200").name == "plugged"
-    assert registry_module.plugin_errors == {"bad": "RuntimeError: wrong version"}
+    assert plugins_module.plugin_errors == {"bad": "RuntimeError: wrong version"}
 
 
 def test_predicates_answer_for_described_devices_everywhere() -> None:

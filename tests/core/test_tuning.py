@@ -10,8 +10,9 @@ import pytest
 
 from fastlayers import env, tuning
 from fastlayers.device import DESCRIBED
-from fastlayers.fingerprint import kernel_hash, packages_of
 from fastlayers.registry import Backend, Registry
+from fastlayers.tuning import ladder
+from fastlayers.tuning.staleness import kernel_hash, packages_of
 
 H200 = DESCRIBED["H200"]
 
@@ -162,7 +163,7 @@ def shapes() -> Registry:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(env.TUNED_DIR, str(tmp_path))
-    monkeypatch.setattr(tuning, "_announced", set())
+    monkeypatch.setattr(ladder, "_announced", set())
     return tmp_path
 
 

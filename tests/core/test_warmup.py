@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import fastlayers as fl
-from fastlayers import compiles
 from fastlayers.errors import ArgumentError, CaptureError
-from fastlayers.warmup import EXAMPLES, UNKNOWN, calls_of
+from fastlayers.runtime import compile_log
+from fastlayers.runtime.warmup import EXAMPLES, UNKNOWN, calls_of
 
 
 class Triton:
@@ -34,9 +34,9 @@ class Triton:
 @pytest.fixture
 def triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[Triton]:
     fake = Triton()
-    monkeypatch.setattr(compiles, "_triton_runtime", lambda: fake)
+    monkeypatch.setattr(compile_log, "_triton_runtime", lambda: fake)
     yield fake
-    compiles.stop_watching()
+    compile_log.stop_watching()
     assert fake.jit_cache_hook is None
 
 
@@ -80,7 +80,7 @@ def test_a_compile_inside_a_capture_is_an_error(triton: Triton) -> None:
     model = Kernels(triton)
     report = fl.warmup(model, tokens=[1], progress=False)
     wanted = r"graph 2: Triton kernel m\.kernel2 would be compiled inside"
-    with pytest.raises(CaptureError, match=wanted), compiles.forbidden("graph 2"):
+    with pytest.raises(CaptureError, match=wanted), compile_log.forbidden("graph 2"):
         model(2)
     assert "kernel2" not in triton.compiled
     model(3)
@@ -89,12 +89,12 @@ def test_a_compile_inside_a_capture_is_an_error(triton: Triton) -> None:
 
 def test_caches_that_announce_nothing_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"deep_gemm/a"}
-    monkeypatch.setattr(compiles, "cached_kernels", lambda: set(found))
-    watch = compiles.CompileWatch()
+    monkeypatch.setattr(compile_log, "cached_kernels", lambda: set(found))
+    watch = compile_log.CompileWatch()
     assert watch.check() == []
     found.add("deep_gemm/b")
     assert watch.check() == ["deep_gemm/b"] == watch.check()
-    with compiles.counted() as seen:
+    with compile_log.counted() as seen:
         found.add("flashinfer/c.so")
         assert seen() == ["flashinfer/c.so"]
 

@@ -15,7 +15,7 @@ import torch
 import fastlayers as fl
 import fastlayers_models
 from fastlayers.errors import ArgumentError, CaptureError
-from fastlayers.graphs import CudaGraphs, EagerRuntime
+from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
 from fastlayers.sampler.layer import SamplingParams
 from fastlayers_models.deepseek import DeepseekForCausalLM
 from fastlayers_models.generate import Generator
@@ -279,7 +279,7 @@ def test_warm_up_of_a_hugging_face_model(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ArgumentError, match=r"LlamaForCausalLM that is not patched.*fastlayers\.patch"):
         fl.warmup(model, tokens=[3], progress=False)
     fl.patch(model)
-    monkeypatch.setattr(importlib.import_module("fastlayers.warmup"), "WIDEST", 4)
+    monkeypatch.setattr(importlib.import_module("fastlayers.runtime.warmup"), "WIDEST", 4)
     labels = [label for label, _, _ in fl.warmup(model, tokens=[3, 61], progress=False).steps]
     assert labels == ["prompt of 61 (no batch: at most 4 requests)", "3 requests", "prompt of 3"]
     with pytest.raises(ArgumentError, match=r"tokens is 62; .*1 to 61.*64 positions"):

@@ -18,7 +18,6 @@ from transformers import DynamicCache
 import fastlayers as fl
 from fastlayers.attention.gqa.core import GQAConfig
 from fastlayers.errors import ArgumentError, NoBackendError
-from fastlayers.graphs import CudaGraphs, EagerRuntime
 from fastlayers.moe.fused_moe.layer import FUSED_MOE
 from fastlayers.patching import block, decode
 from fastlayers.patching.classes import PREFIX
@@ -26,6 +25,7 @@ from fastlayers.patching.decoder import FastDecoderLayer
 from fastlayers.patching.paged import PagedCache
 from fastlayers.patching.rollback import RollbackLog
 from fastlayers.patching.step import DecodeStep
+from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny import CONFIGS, build, eager_graphs, prompt

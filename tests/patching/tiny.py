@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from fastlayers.graphs import CudaGraphs, EagerRuntime
+from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
 
 VOCAB = 199
 _COMMON: dict[str, Any] = {

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fastlayers import env
-from fastlayers.kernel_cache import STORES, versions_key
+from fastlayers.runtime.kernel_cache import STORES, versions_key
 from fastlayers_server.cli import app
 
 

@@ -201,16 +201,16 @@ def test_wrong_usage_of_tune_is_explained(arguments: list[str], message: str) ->
 def test_a_shape_that_cannot_be_tuned_is_reported_and_the_rest_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fastlayers.testing import tuner
+    from fastlayers.tuning import search
 
-    real = tuner.tune_shape
+    real = search.tune_shape
 
     def failing(bench: Any, *given: Any, **named: Any) -> Path:
         if bench.cfg.out_features == 128:
-            raise tuner.TuneError("no backend today")
+            raise search.TuneError("no backend today")
         return real(bench, *given, **named)
 
-    monkeypatch.setattr(tuner, "tune_shape", failing)
+    monkeypatch.setattr(search, "tune_shape", failing)
     shapes = ("--shape", "N=128,K=256", "--shape", "N=64,K=128")
     text = run(
         "tune", "--layer", "fp8_linear", *shapes, "--tokens", "1", "--out", str(tmp_path), "--json", "--device", "cpu",

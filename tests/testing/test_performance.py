@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from fastlayers.registry import registry
-from fastlayers.testing.bench import auto_option, rows_of
-from fastlayers.testing.samples import Option
 from fastlayers.testing.spec import spec_of
-from fastlayers.testing.sweep import case_at, parse_shape
-from fastlayers.testing.timing import clock_for
-from fastlayers.testing.tuner import Bench
+from fastlayers.tuning.bench import auto_option, rows_of
+from fastlayers.tuning.clock import clock_for
+from fastlayers.tuning.samples import Option
+from fastlayers.tuning.search import Bench
+from fastlayers.tuning.sweep import case_at, parse_shape
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

@@ -17,12 +17,12 @@ from fastlayers.device import DESCRIBED
 from fastlayers.errors import FastlayersError
 from fastlayers.moe.router.layer import RouterConfig
 from fastlayers.registry import registry
-from fastlayers.testing.bench import check_peer, rows_of
-from fastlayers.testing.samples import Option
 from fastlayers.testing.spec import spec_of
-from fastlayers.testing.sweep import case_at, parse_shape
-from fastlayers.testing.timing import clock_for
-from fastlayers.testing.tuner import Bench
+from fastlayers.tuning.bench import check_peer, rows_of
+from fastlayers.tuning.clock import clock_for
+from fastlayers.tuning.samples import Option
+from fastlayers.tuning.search import Bench
+from fastlayers.tuning.sweep import case_at, parse_shape
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import small_kernels

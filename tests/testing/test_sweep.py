@@ -8,13 +8,13 @@ import torch
 import fastlayers as fl
 from fastlayers.device import DESCRIBED
 from fastlayers.errors import ArgumentError, UnknownNameError
-from fastlayers.testing.bench import auto_option, chosen_options, describe_run, rows_of
-from fastlayers.testing.samples import Option
 from fastlayers.testing.spec import spec_of
-from fastlayers.testing.sweep import case_at, inputs_of, parse_shape, peak_flops, tokens_of
-from fastlayers.testing.timing import clock_for
-from fastlayers.testing.tuner import Bench
 from fastlayers.tuning import shape_text
+from fastlayers.tuning.bench import auto_option, chosen_options, describe_run, rows_of
+from fastlayers.tuning.clock import clock_for
+from fastlayers.tuning.samples import Option
+from fastlayers.tuning.search import Bench
+from fastlayers.tuning.sweep import case_at, inputs_of, parse_shape, peak_flops, tokens_of
 
 CPU = torch.device("cpu")
 

@@ -18,10 +18,10 @@ from fastlayers.device import as_device
 from fastlayers.quant.fp8_linear.layer import FP8_LINEAR, FP8LinearConfig
 from fastlayers.quant.fp8_linear.torch import TorchFP8Linear
 from fastlayers.registry import Backend
-from fastlayers.testing import tuner
-from fastlayers.testing.samples import Journal, Option, Sample, earlier
-from fastlayers.testing.timing import HostClock, Timing, clock_for, measure_enough, rounds_for, take_turns
-from fastlayers.testing.tuner import (
+from fastlayers.tuning import search
+from fastlayers.tuning.clock import HostClock, Timing, clock_for, measure_enough, rounds_for, take_turns
+from fastlayers.tuning.samples import Journal, Option, Sample, earlier
+from fastlayers.tuning.search import (
     Bench,
     NothingToTuneError,
     OutOfTimeError,
@@ -158,8 +158,8 @@ def test_a_shape_is_tuned_checked_and_halved(fast: Backend, tmp_path: Path) -> N
     assert "RuntimeError: out of resource: shared memory" in table["failed"]["fast(BLOCK=13)"]
     assert "ParityError" in table["failed"]["fast(BLOCK=7)"]
     assert table["errors"]["fast(BLOCK=64)"] < 5e-3
-    first = clock.rounds[: len(tuner.ROUNDS)]
-    assert [rounds for rounds, _ in first] == [*tuner.ROUNDS[:-1], 200]  # the fastest takes 1 µs
+    first = clock.rounds[: len(search.ROUNDS)]
+    assert [rounds for rounds, _ in first] == [*search.ROUNDS[:-1], 200]  # the fastest takes 1 µs
     assert first[0][1] == 9 and first[0][1] > first[1][1] >= first[2][1]
     about = table["metadata"]
     assert about["versions"]["torch"] == {"torch": torch.__version__} and about["command"] == "fastlayers tune"
@@ -204,7 +204,7 @@ def test_what_the_nearest_ladder_would_run_is_timed_too(
 def test_an_interrupted_run_goes_on_where_it_stopped(fast: Backend, tmp_path: Path) -> None:
     class Interrupted(KnownClock):
         def measure(self, calls: Mapping[str, Known], rounds: int) -> dict[str, Timing]:
-            if len(self.rounds) == len(tuner.ROUNDS):
+            if len(self.rounds) == len(search.ROUNDS):
                 raise KeyboardInterrupt
             return super().measure(calls, rounds)
 
@@ -214,7 +214,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(fast: Backend, tmp_path: Pa
     assert [json.loads(line).get("tokens") for line in journal.read_text().splitlines()] == [None, 1]
     clock = KnownClock(TIMES)
     path = tune_shape(Bench("fp8_linear", CFG, CPU, clock), (1, 8), tmp_path, command="x")
-    assert len(clock.rounds) == len(tuner.ROUNDS)  # of 8 tokens only
+    assert len(clock.rounds) == len(search.ROUNDS)  # of 8 tokens only
     assert {row["tokens"] for row in json.loads(path.read_text())["measured"]} == {1, 8}
 
 
@@ -265,19 +265,19 @@ def test_what_a_table_lacks_is_measured_and_the_rest_kept(fast: Backend, tmp_pat
     # 64 tokens only: another option wins there, and a rung is added.
     clock = KnownClock(TIMES | {64: 30.0, 512: 5.0})
     more = tune((1, 64), clock, most_candidates=4)
-    assert len(clock.rounds) == len(tuner.ROUNDS)
+    assert len(clock.rounds) == len(search.ROUNDS)
     assert {row["tokens"] for row in more["measured"]} == {1, 8, 64} and len(more["ladder"]) == 2
     assert more["ladder"][0]["max_tokens"] == 8 and set(more["failed"]) >= set(first["failed"])
     # Few candidates are not all: what is asked for is timed again.
     clock = KnownClock(TIMES)
     full = tune((1, 8), clock)
-    assert len(clock.rounds) == 2 * len(tuner.ROUNDS)
-    assert full["candidates"] == {"1": tuner.MAX_CANDIDATES, "8": tuner.MAX_CANDIDATES, "64": 4}
+    assert len(clock.rounds) == 2 * len(search.ROUNDS)
+    assert full["candidates"] == {"1": search.MAX_CANDIDATES, "8": search.MAX_CANDIDATES, "64": 4}
     path = tuning.path_of(tmp_path, "fp8_linear", CFG.tuning_key(), as_device("cpu"))
     # A table that does not say how many is one of a quick run.
     tuning.write(path, {name: value for name, value in full.items() if name != "candidates"})
     unsaid = earlier(path, "fp8_linear", as_device("cpu"), [fast])
-    assert unsaid.lacks((1, 8), tuner.QUICK_CANDIDATES) == [] and unsaid.lacks((1,), tuner.MAX_CANDIDATES) == [1]
+    assert unsaid.lacks((1, 8), search.QUICK_CANDIDATES) == [] and unsaid.lacks((1,), search.MAX_CANDIDATES) == [1]
     # A backend that was not there when the table was made.
     new = [replace(fast, name="new"), *FP8_LINEAR.ranked]
     assert earlier(path, "fp8_linear", as_device("cpu"), new[1:2]).samples
@@ -307,7 +307,7 @@ def test_a_shape_whose_every_option_fails_its_check_says_why(fast: Backend, tmp_
 def test_many_candidates_are_thinned_and_the_rules_own_stays(fast: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Fast, "candidates", staticmethod(lambda cfg, tokens: [{"BLOCK": n} for n in range(100)]))
     blocks = [dict(option.config).get("BLOCK") for option in Bench("fp8_linear", CFG, CPU, HostClock()).options(1)]
-    assert len(blocks) == 1 + tuner.MAX_CANDIDATES + 1 and blocks[1] == 0 and blocks[-2] == 99
+    assert len(blocks) == 1 + search.MAX_CANDIDATES + 1 and blocks[1] == 0 and blocks[-2] == 99
     few = Bench("fp8_linear", CFG, CPU, HostClock(), most_candidates=3).options(1)
     assert [dict(option.config).get("BLOCK") for option in few] == [None, 0, 50, 99, None]
 
@@ -376,7 +376,7 @@ def test_further_rounds_end_when_their_time_is_over(monkeypatch: pytest.MonkeyPa
             now += 0.0625
             return 6.0
 
-    monkeypatch.setattr("fastlayers.testing.timing.time.perf_counter", lambda: now)
+    monkeypatch.setattr("fastlayers.tuning.clock.time.perf_counter", lambda: now)
     assert measure_enough(KnownClock({}), {"a": Slow()})["a"].runs == 33
     assert take_turns({"a": Slow()}, 200, seconds=0)["a"].runs == 15
     assert take_turns({"a": Slow()}, 3, seconds=0)["a"].runs == 3

@@ -21,7 +21,6 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from fastlayers.errors import ArgumentError, CaptureError, NoBackendError
-from fastlayers.graphs import CudaGraphs, GraphRecord
 from fastlayers.patching.classes import swap, unswap
 from fastlayers.patching.decoder import FastDecoderLayer, fusible
 from fastlayers.patching.gqa import FastGQA
@@ -31,6 +30,7 @@ from fastlayers.patching.paged import Lease, PagedCache, Pool, Store, capacity_b
 from fastlayers.patching.report import PatchEntry
 from fastlayers.patching.rollback import RollbackLog
 from fastlayers.patching.step import DecodeStep
+from fastlayers.runtime.graphs import CudaGraphs, GraphRecord
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +57,8 @@ class DecodeDriver:
     ----------
     root : PreTrainedModel
     make_graphs : callable
-        ``make_graphs(device)`` returns the :class:`fastlayers.graphs.CudaGraphs` to capture with. Pickled with the
-        model, so a function of a module.
+        ``make_graphs(device)`` returns the :class:`fastlayers.runtime.graphs.CudaGraphs` to capture with. Pickled with
+        the model, so a function of a module.
     core : str
         Backend of the attention core.
     """

@@ -226,7 +226,7 @@ class Attention(Layer):
         key = (phase, context, self.choice.device.type)
         if key not in self._other_ladders:
             cfg = replace(self.cfg, context=context or self.cfg.context)
-            choice = GQA.choose_phases(cfg, (phase,), self.choice.device, self.decode_choice.asked)[0]
+            choice = GQA.choose_phases(cfg, (phase,), self.choice.device, self.decode_choice.requested)[0]
             # Nothing of what is built depends on the context but the choice.
             same = phase == "decode" and choice.rungs == self.decode_choice.rungs
             self._other_ladders[key] = self.decode_ladder if same else choice.build()

@@ -340,7 +340,7 @@ class MLAAttention(Layer):
         found = self._other_ladders.get(key)
         if found is None:
             cfg = replace(self.cfg, context=context)
-            choice = MLA.choose_phases(cfg, (phase,), device, self.decode_choice.asked)[0]
+            choice = MLA.choose_phases(cfg, (phase,), device, self.decode_choice.requested)[0]
             found = self._other_ladders[key] = choice.build()
         return found
 

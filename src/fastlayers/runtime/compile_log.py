@@ -2,7 +2,7 @@
 
 Triton announces every kernel that is not loaded yet, so it is stopped before it compiles. deep_gemm and flashinfer
 announce nothing: that they compiled is seen afterwards, from new entries in their cache directories, see
-:mod:`fastlayers.kernel_cache`; a kernel that they load from such a directory is not seen.
+:mod:`fastlayers.runtime.kernel_cache`; a kernel that they load from such a directory is not seen.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from fastlayers import device, env
 from fastlayers.errors import CaptureError
-from fastlayers.kernel_cache import cached_kernels
+from fastlayers.runtime.kernel_cache import cached_kernels
 
 log = logging.getLogger(__name__)
 

@@ -17,11 +17,11 @@ from fastlayers.device import OPTIONAL_PACKAGES, as_device, package
 from fastlayers.errors import UnknownNameError
 from fastlayers.registry import registry
 from fastlayers.testing.parity import compare
-from fastlayers.testing.samples import Option
 from fastlayers.testing.spec import EXACT, Bound, Case
-from fastlayers.testing.sweep import inputs_of, peak_flops
-from fastlayers.testing.timing import Timed, measure_enough
-from fastlayers.testing.tuner import Bench
+from fastlayers.tuning.clock import Timed, measure_enough
+from fastlayers.tuning.samples import Option
+from fastlayers.tuning.search import Bench
+from fastlayers.tuning.sweep import inputs_of, peak_flops
 
 # A peer rounds where its authors chose to: bf16 before and after the activation, as sglang's experts do, moves the
 # e4m3 codes and with them the result by 0.018. It must compute the same layer; a wrong scale or expert is far off.

@@ -25,9 +25,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fastlayers import compiles
-from fastlayers.collector import frozen_collector
 from fastlayers.errors import ArgumentError, CaptureError, check_positive
+from fastlayers.runtime import compile_log
+from fastlayers.runtime.gc_pause import gc_pause
 
 log = logging.getLogger(__name__)
 # Captures of one graph: processes that share a cache of kernels disturb each other.
@@ -254,7 +254,7 @@ class CudaGraphs:
     warm_ups : int
         Calls of a function before its capture: kernels get compiled, libraries choose their workspaces.
     freeze : bool
-        Capture under :func:`frozen_collector`.
+        Capture under :func:`gc_pause`.
     runtime : GraphRuntime, optional
         Default: :class:`CudaRuntime`.
 
@@ -271,7 +271,7 @@ class CudaGraphs:
     Examples
     --------
     >>> import torch
-    >>> from fastlayers.graphs import CudaGraphs, EagerRuntime
+    >>> from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
     >>> x = torch.zeros(2)
     >>> graphs = CudaGraphs(runtime=EagerRuntime())  # on a GPU: CudaGraphs()
     >>> y = graphs.capture("double", lambda: x * 2)
@@ -349,7 +349,7 @@ class CudaGraphs:
         ArgumentError
             The key is taken.
         """
-        with frozen_collector(self.freeze):
+        with gc_pause(self.freeze):
             return self._capture(key, fn, restore, static_bytes)
 
     def capture_all(
@@ -378,7 +378,7 @@ class CudaGraphs:
         CaptureError
             As :meth:`capture`; graphs captured before the failing one stay.
         """
-        with frozen_collector(self.freeze):
+        with gc_pause(self.freeze):
             for key in sorted(functions, key=size, reverse=True):
                 self._capture(key, functions[key], restore, 0)
                 if progress is not None:
@@ -454,9 +454,9 @@ class CudaGraphs:
         """Capture while nothing is compiled; again if deep_gemm or flashinfer, here or in another process, did so."""
         for left in reversed(range(ATTEMPTS)):
             try:
-                with compiles.forbidden(f"CUDA graph {key!r}"):
+                with compile_log.forbidden(f"CUDA graph {key!r}"):
                     graph, outputs = self.runtime.capture(fn)
-            except compiles.QuietCompileError as error:
+            except compile_log.QuietCompileError as error:
                 graph.reset()
                 if not left:
                     raise

@@ -24,13 +24,13 @@ import torch
 from fastlayers import tuning
 from fastlayers.device import Device, as_device
 from fastlayers.errors import FastlayersError
-from fastlayers.fingerprint import packages_of
 from fastlayers.registry import Backend, registry
 from fastlayers.testing.parity import check_parity
-from fastlayers.testing.samples import ALL, QUICK, Journal, Option, Sample, earlier
 from fastlayers.testing.spec import Case, spec_of
-from fastlayers.testing.sweep import case_at, drawn_on, inputs_of, peak_flops
-from fastlayers.testing.timing import SHORT_US, Clock, Timed, Timing, rounds_for
+from fastlayers.tuning.clock import SHORT_US, Clock, Timed, Timing, rounds_for
+from fastlayers.tuning.samples import ALL, QUICK, Journal, Option, Sample, earlier
+from fastlayers.tuning.staleness import packages_of
+from fastlayers.tuning.sweep import case_at, drawn_on, inputs_of, peak_flops
 
 # A win below this is noise, and so is one below the spread of the runs, up to MOST_SPREAD: measured again, what was
 # taken shall not be slower by the 3 % that "never slower" allows.

@@ -19,7 +19,7 @@ from fastlayers.registry import Choice, Ladder
 if TYPE_CHECKING:
     from torch import nn
 
-    from fastlayers.testing.timing import Clock
+    from fastlayers.tuning.clock import Clock
 
 log = logging.getLogger(__name__)
 # What a probe forgives: against another rung, and against what the table says (machines differ, too).
@@ -95,7 +95,7 @@ def probe_tables(
 
 
 def _cuda_clock() -> Clock:
-    from fastlayers.testing.timing import CudaClock
+    from fastlayers.tuning.clock import CudaClock
 
     return CudaClock()
 
@@ -108,7 +108,7 @@ def _suspects(model: nn.Module, everywhere: bool) -> Iterator[tuple[Choice, tuni
     seen = set(_probed)
     for module in model.modules():
         for choice in choices_of(module):
-            if choice.asked != "auto" or not (everywhere or choice.device.type == "cuda") or _name(choice) in seen:
+            if choice.requested != "auto" or not (everywhere or choice.device.type == "cuda") or _name(choice) in seen:
                 continue
             seen.add(_name(choice))
             able = {rung.backend.name: rung.backend for rung in choice.rungs}
@@ -121,7 +121,7 @@ def _probe(choice: Choice, found: tuning.Found, clock: Clock) -> Probe:
     import torch
 
     from fastlayers.testing.spec import spec_of
-    from fastlayers.testing.sweep import case_at, inputs_of
+    from fastlayers.tuning.sweep import case_at, inputs_of
 
     spec, first = spec_of(choice.layer), choice.rungs[0]
     counts = sorted(row["tokens"] for row in found.table.get("measured", []))

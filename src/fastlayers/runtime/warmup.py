@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastlayers import compiles, kernel_cache
-from fastlayers.compiles import CompileWatch
 from fastlayers.errors import ArgumentError, check_plain, check_positive
 from fastlayers.layer import Layer
+from fastlayers.runtime import compile_log, kernel_cache
+from fastlayers.runtime.compile_log import CompileWatch
 
 log = logging.getLogger(__name__)
 
@@ -92,13 +92,13 @@ def warmup(module: Any, tokens: Sequence[int], *, progress: bool = True) -> Warm
     if not (isinstance(module, nn.Module) or hasattr(module, "warm_up_calls")):
         raise ArgumentError("warmup", "module", repr(module), "a module, or a generator of fastlayers_models")
     kernel_cache.ensure()
-    compiles.stop_watching()
+    compile_log.stop_watching()
     left_out: list[str] = []
     calls = list(calls_of(module, counts, left_out))
     if not calls:
         raise ArgumentError("warmup", "module", type(module).__name__, "a module with layers of fastlayers inside")
     steps: list[tuple[str, float, int]] = []
-    with compiles.counted() as seen, _bar(len(calls), progress) as advance:
+    with compile_log.counted() as seen, _bar(len(calls), progress) as advance:
         for label, call in calls:
             before, begin = len(seen()), time.perf_counter()
             advance(label)

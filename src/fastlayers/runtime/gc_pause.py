@@ -1,4 +1,4 @@
-"""Python's garbage collector, kept away while graphs are captured: :func:`frozen_collector`."""
+"""Python's garbage collector, kept away while graphs are captured: :func:`gc_pause`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FROZEN_BY_SOMEONE = 20_000
 
 
 @contextmanager
-def frozen_collector(enabled: bool = True) -> Iterator[None]:
+def gc_pause(enabled: bool = True) -> Iterator[None]:
     """Keep Python's garbage collector away from what exists now; put it back as it was afterwards.
 
     A capture calls the collector, or sets it off, again and again; millions of objects are looked through each

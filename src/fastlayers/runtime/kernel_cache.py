@@ -23,7 +23,6 @@ from functools import lru_cache
 from pathlib import Path
 
 from fastlayers import env
-from fastlayers.device import OPTIONAL_PACKAGES
 from fastlayers.errors import ArgumentError
 
 log = logging.getLogger(__name__)
@@ -31,8 +30,13 @@ log = logging.getLogger(__name__)
 MANIFEST = "fastlayers-kernels.json"
 SCHEMA = 1
 TEMPORARY = "fastlayers-kernels-"
-# The packages whose versions decide whether a compiled kernel fits.
-COMPILERS = ("torch", "triton", "deep_gemm", "flashinfer")
+# The packages whose versions decide whether a compiled kernel fits: import name -> name on the package index.
+COMPILERS = {
+    "torch": "torch",
+    "triton": "triton",
+    "deep_gemm": "sgl-deep-gemm",
+    "flashinfer": "flashinfer-python",
+}
 NEEDS_NVCC = ("deep_gemm", "flashinfer")
 
 
@@ -112,8 +116,8 @@ def no_compiler(package: str) -> str | None:
 def versions() -> dict[str, str]:
     """Return the versions of torch and of the installed kernel packages."""
     found: dict[str, str] = {}
-    for name in COMPILERS:
-        for distribution in (OPTIONAL_PACKAGES.get(name, name), name):
+    for name, usual in COMPILERS.items():
+        for distribution in (usual, name):
             try:
                 found[name] = importlib.metadata.version(distribution)
                 break

@@ -7,7 +7,7 @@ import hashlib
 import importlib.util
 import io
 import tokenize
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,3 +86,31 @@ def _imported(source: str) -> set[str]:
     names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
     last = {name: name.rsplit(".", 1)[-1] for name in names if name.startswith("fastlayers.")}
     return {name for name, piece in last.items() if "triton" in piece or piece == "kernels"}
+
+
+def metadata(layer: str, backends: Sequence[Backend]) -> dict[str, Any]:
+    """Return what a table's figures depend on: packages, kernels, commit, date."""
+    import datetime
+    import subprocess
+
+    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(asked, capture_output=True, text=True).stdout.strip()
+    return {
+        "versions": {b.name: {name: version_of(name) for name in packages_of(b)} for b in backends},
+        "kernels": {b.name: kernel_hash(b.target) for b in backends},
+        "commit": commit, "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }  # fmt: skip
+
+
+def changes(table: Mapping[str, Any], backends: Sequence[Backend]) -> tuple[str, ...]:
+    """Return in words which packages and kernels of these backends are other than when the table was made."""
+    about = table.get("metadata", {})
+    versions, kernels = about.get("versions", {}), about.get("kernels", {})
+    found: dict[str, None] = {}
+    for backend in backends:
+        for name, then in versions.get(backend.name, {}).items():
+            if (now := version_of(name)) != then:
+                found[f"{name} {then}, now {now or 'absent'}"] = None
+        if backend.name in kernels and kernels[backend.name] != kernel_hash(backend.target):
+            found[f"kernels of {backend.name} have changed"] = None
+    return tuple(found)

@@ -1,0 +1,60 @@
+"""Old public names: whoever uses one is told the new one, for one release."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+# old module -> new module
+MODULES = {
+    "fastlayers.collector": "fastlayers.runtime.gc_pause",
+    "fastlayers.compiles": "fastlayers.runtime.compile_log",
+    "fastlayers.fingerprint": "fastlayers.tuning.staleness",
+    "fastlayers.graphs": "fastlayers.runtime.graphs",
+    "fastlayers.kernel_cache": "fastlayers.runtime.kernel_cache",
+    "fastlayers.probing": "fastlayers.tuning.probe",
+    "fastlayers.testing.bench": "fastlayers.tuning.bench",
+    "fastlayers.testing.samples": "fastlayers.tuning.samples",
+    "fastlayers.testing.sweep": "fastlayers.tuning.sweep",
+    "fastlayers.testing.timing": "fastlayers.tuning.clock",
+    "fastlayers.testing.tuner": "fastlayers.tuning.search",
+    "fastlayers.warmup": "fastlayers.runtime.warmup",
+}
+
+
+class OldModules:
+    """A finder, last in the line, that refuses the modules of :data:`MODULES` by telling their new names."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
+        """Raise for an old name; everything else is somebody else's."""
+        if name in MODULES:
+            raise ImportError(f"{name} is now {MODULES[name]}", name=name)
+        return None
+
+
+def install() -> None:
+    """Put the finder into the interpreter's line, once."""
+    if OldModules not in sys.meta_path:
+        sys.meta_path.append(OldModules)
+
+
+def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return a module's ``__getattr__`` that tells the new names of what ``module`` once had.
+
+    Parameters
+    ----------
+    module : str
+        ``__name__`` of the module.
+    names : mapping
+        Old name to new name; one in another module with that module's name.
+    """
+
+    def missing(name: str) -> Any:
+        if name in names:
+            raise ImportError(f"{module}.{name} is now {names[name]}", name=module)
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return missing

@@ -1,0 +1,32 @@
+"""Ranked, lazy backends for each layer, and the one place where a backend is chosen.
+
+layers.py     the layers by name
+backend.py    one row: name, needs, refusal, target
+registry.py   a layer's ranked rows, and the choice among them
+choice.py     what was chosen, and the ladder built from it
+plugins.py    rows of other distributions
+"""
+
+from fastlayers.moved import renamed
+from fastlayers.registry.backend import (
+    TRITON_NEEDS,
+    Backend,
+    UnverifiedBackend,
+    blackwell_guard,
+    reference_backend,
+    supports_all,
+    torch_backend,
+    triton_backend,
+)
+from fastlayers.registry.choice import Choice, Ladder, Rung
+from fastlayers.registry.layers import LAYERS
+from fastlayers.registry.plugins import load_plugins, plugin_errors
+from fastlayers.registry.registry import Registry, check_ladder, environment_wishes, registry
+
+__all__ = [
+    "LAYERS", "TRITON_NEEDS", "Backend", "Choice", "Ladder", "Registry", "Rung", "UnverifiedBackend",
+    "blackwell_guard", "check_ladder", "environment_wishes", "load_plugins", "plugin_errors", "reference_backend",
+    "registry", "supports_all", "torch_backend", "triton_backend",
+]  # fmt: skip
+
+__getattr__ = renamed(__name__, {"accepts_all": "supports_all", "NotRun": "UnverifiedBackend"})

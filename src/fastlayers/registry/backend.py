@@ -1,0 +1,139 @@
+"""One backend of a layer: what it needs, what it refuses, and the class behind it, imported only if chosen."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fastlayers import device as device_module
+from fastlayers import env
+from fastlayers.device import Device
+from fastlayers.errors import ArgumentError, NoBackendError
+
+
+def supports_all(cfg: Any, device: Device) -> str | None:
+    """A predicate without objections."""
+    return None
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of a layer.
+
+    Parameters
+    ----------
+    name : str
+        Where the code comes from (``"deep_gemm"``), never a number format or an architecture.
+    target : str or callable
+        ``"package.module:Class"``, imported only if chosen; or the class itself. Called with ``cfg``, and with a
+        mapping of kernel parameters after it where a tuned table gives one.
+    needs : tuple[str, ...]
+        Functions that optional packages must have, see :func:`fastlayers.device.missing`.
+    refuse : callable
+        ``refuse(cfg, device)``: pure; ``None`` or a sentence that says why not. Asks about hardware and shapes
+        only; packages are ``needs``.
+    auto_on : tuple[str, ...]
+        Device types on which ``"auto"`` may take it. Empty: only by name.
+    last_resort_on : tuple[str, ...]
+        Device types on which ``"auto"`` takes it only if nothing else accepts, and says so once.
+    weight_layout : str
+        Layouts with the same name share packed weights: the condition for sharing a ladder.
+    note : str
+        Shown by ``explain`` and ``backends``, for example "not run on this hardware".
+    phases : tuple[str, ...]
+        For attention: the phases (``cfg.phase``) that it serves; empty: all.
+    """
+
+    name: str
+    target: str | Callable[..., Any]
+    needs: tuple[str, ...] = ()
+    refuse: Callable[[Any, Device], str | None] = supports_all
+    auto_on: tuple[str, ...] = ("cuda",)
+    last_resort_on: tuple[str, ...] = ()
+    weight_layout: str = "checkpoint"
+    note: str = ""
+    phases: tuple[str, ...] = ()
+
+    def serves(self, phase: str) -> bool:
+        """Return whether it serves this phase of attention (``""``: a layer without phases, or all of them)."""
+        return not self.phases or phase in self.phases
+
+    def load(self) -> Callable[..., Any]:
+        """Import and return the class behind ``target``."""
+        if not isinstance(self.target, str):
+            return self.target
+        module, _, attribute = self.target.partition(":")
+        try:
+            loaded: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            given = f"{self.target!r}, which cannot be loaded: {type(error).__name__}: {error}"
+            raise ArgumentError(f"backend {self.name!r}", "target", given, "'package.module:Class'") from error
+        return loaded
+
+    def refusal(self, cfg: Any, device: Device) -> str | None:
+        """Return what ``refuse`` says; a predicate that raises refuses with what it raised."""
+        if not self.serves(phase := getattr(cfg, "phase", "")):
+            return f"serves {' and '.join(self.phases)} only, not {phase or 'every phase'}"
+        try:
+            return self.refuse(cfg, device)
+        except Exception as error:  # a foreign row must not break the layer; the reason is kept
+            return f"its refuse() raised {type(error).__name__}: {error}"
+
+    def why_not(self, cfg: Any, device: Device) -> str | None:
+        """Return why this backend cannot run ``cfg`` on ``device`` here, or ``None``."""
+        return self.refusal(cfg, device) or device_module.missing(self.needs, load=not device.described)
+
+
+# The two rows that every layer has.
+def reference_backend(target: str) -> Backend:
+    """Return the row of a layer's oracle: fp32, plain torch, taken only by name."""
+    return Backend("reference", target, auto_on=(), note="fp32 oracle, for tests")
+
+
+def torch_backend(target: str, refuse: Callable[[Any, Device], str | None] = supports_all) -> Backend:
+    """Return the row of a layer's native torch path: what "auto" takes on a CPU, the last resort on CUDA."""
+    return Backend("torch", target, refuse=refuse, auto_on=("cpu",), last_resort_on=("cuda",))
+
+
+# What every kernel of ours uses of Triton.
+TRITON_NEEDS = ("triton:jit", "triton.language:dot", "triton.language:float8e4nv")
+
+
+def triton_backend(
+    target: str, refuse: Callable[[Any, Device], str | None] = supports_all, weight_layout: str = "checkpoint"
+) -> Backend:
+    """Return the row of a layer's Triton path: CUDA, or by name anywhere under Triton's interpreter."""
+
+    def needs_cuda(cfg: Any, device: Device) -> str | None:
+        if device.type != "cuda" and not (device.type == "cpu" and env.triton_interpret()):
+            return f"Triton needs a CUDA device (or TRITON_INTERPRET=1 for tests), this is {device}"
+        if device.capability is not None and device.capability < (8, 0):
+            return f"needs sm_80 or newer, this is {device.sm}"
+        return refuse(cfg, device)
+
+    return Backend("triton", target, TRITON_NEEDS, needs_cuda, weight_layout=weight_layout)
+
+
+class UnverifiedBackend:
+    """The target of rows for hardware that was not at hand: guards and reasons only, no kernels."""
+
+    def __init__(self, cfg: Any) -> None:
+        layer = type(cfg).__name__
+        reason = "this row is a guard; it has never been run on sm_100 hardware"
+        raise NoBackendError(layer, cfg, "sm_100", "auto", {"guard": reason})
+
+
+def blackwell_guard(name: str, needs: tuple[str, ...], refuse: Callable[[Any], str | None] | None = None) -> Backend:
+    """Return a row for sm_100 that is never chosen: it says what it would need and that it has not been run.
+
+    ``refuse(cfg)``: what it cannot do on the right hardware either.
+    """
+
+    def needs_blackwell(cfg: Any, device: Device) -> str | None:
+        if device.capability is None or device.capability[0] != 10:
+            return f"needs sm_100, this is {device.sm}"
+        return refuse(cfg) if refuse is not None else None
+
+    return Backend(name, UnverifiedBackend, needs, needs_blackwell, (), note="not run on this hardware")

@@ -1,0 +1,41 @@
+"""The layers by name, and where each keeps its registry."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fastlayers.registry.registry import Registry
+
+# Layer name -> where its registry lives. The key is the name in FASTLAYERS_BACKEND, explain() and the docs.
+LAYERS: dict[str, str] = {
+    "linear": "fastlayers.linear.dense.layer:LINEAR",
+    "embedding": "fastlayers.embedding.layer:EMBEDDING",
+    "rms_norm": "fastlayers.norm.rms_norm.layer:RMS_NORM",
+    "silu_mul": "fastlayers.activation.silu_mul.layer:SILU_MUL",
+    "silu_mul_quant": "fastlayers.activation.silu_mul_quant.layer:SILU_MUL_QUANT",
+    "group_quant": "fastlayers.quant.group_quant.layer:GROUP_QUANT",
+    "mxfp8_quant": "fastlayers.quant.mxfp8_quant.layer:MXFP8_QUANT",
+    "fp8_linear": "fastlayers.quant.fp8_linear.layer:FP8_LINEAR",
+    "int8_linear": "fastlayers.quant.int8_linear.layer:INT8_LINEAR",
+    "fp8_scaled_linear": "fastlayers.quant.fp8_scaled_linear.layer:FP8_SCALED_LINEAR",
+    "bmm": "fastlayers.quant.bmm.layer:BMM",
+    "rotary": "fastlayers.rotary.layer:ROTARY",
+    "rotary_kv_write": "fastlayers.attention.rotary_kv_write.layer:ROTARY_KV_WRITE",
+    "kv_write": "fastlayers.attention.kv_write.layer:KV_WRITE",
+    "mla_kv_write": "fastlayers.attention.mla_kv_write.layer:MLA_KV_WRITE",
+    "merge_state": "fastlayers.attention.merge_state.layer:MERGE_STATE",
+    "mla": "fastlayers.attention.mla.core:MLA",
+    "gqa": "fastlayers.attention.gqa.core:GQA",
+    "router": "fastlayers.moe.router.layer:ROUTER",
+    "moe_align": "fastlayers.moe.align.layer:MOE_ALIGN",
+    "fused_moe": "fastlayers.moe.fused_moe.layer:FUSED_MOE",
+    "sampler": "fastlayers.sampler.layer:SAMPLER",
+}
+
+
+def builtin_registry(layer: str) -> Registry:
+    module, _, attribute = LAYERS[layer].partition(":")
+    found: Registry = getattr(importlib.import_module(module), attribute)
+    return found

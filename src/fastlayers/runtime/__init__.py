@@ -1,0 +1,1 @@
+"""What runs around the layers: CUDA graphs, caches of compiled kernels, the watch over compiles, warm-up."""

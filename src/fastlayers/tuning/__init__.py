@@ -1,0 +1,44 @@
+"""Measuring and choosing: tuned tables, the ladders read from them, and (imported by name) the tuner and its clock.
+
+table.py        a table's file: where it is, what it holds, how it is checked
+ladder.py       which ladder serves a shape, its own or the nearest one's
+staleness.py    what a table's times depend on
+search.py       the tuner; samples.py its journal; sweep.py its operands; clock.py its clock
+probe.py        the short check of a table at warm-up
+bench.py        timing a layer's backends side by side
+"""
+
+from fastlayers.tuning.ladder import (
+    Found,
+    Tuned,
+    borrowed_loss,
+    borrowed_ratios,
+    ladder_for,
+    lent_rungs,
+    lookup,
+    rung_at,
+)
+from fastlayers.tuning.staleness import changes, kernel_hash, metadata, packages_of, version_of
+from fastlayers.tuning.table import (
+    KEPT_WITHIN,
+    SCHEMA,
+    SHIPPED,
+    TunedTableError,
+    directories,
+    distance,
+    find,
+    key_of,
+    neighbours,
+    path_of,
+    read,
+    shape_text,
+    tables,
+    write,
+)
+
+__all__ = [
+    "KEPT_WITHIN", "SCHEMA", "SHIPPED", "Found", "Tuned", "TunedTableError", "borrowed_loss", "borrowed_ratios",
+    "changes", "directories", "distance", "find", "kernel_hash", "key_of", "ladder_for", "lent_rungs", "lookup",
+    "metadata", "neighbours", "packages_of", "path_of", "read", "rung_at", "shape_text", "tables", "version_of",
+    "write",
+]  # fmt: skip

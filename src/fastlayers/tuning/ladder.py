@@ -1,0 +1,231 @@
+"""The ladder that serves a shape: read from its tuned table, or lent by the nearest shape that has one."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import shlex
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastlayers.device import Device
+from fastlayers.runtime import kernel_cache
+from fastlayers.tuning.staleness import changes
+from fastlayers.tuning.table import (
+    KEPT_WITHIN,
+    TunedTableError,
+    find,
+    key_of,
+    neighbours,
+    read,
+    shape_text,
+    tables_by_key,
+)
+
+if TYPE_CHECKING:
+    from fastlayers.registry import Backend
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One step of a ladder: ``backend`` serves up to ``max_tokens`` tokens (``None``: no limit).
+
+    ``config`` holds what the tuner found for the backend's kernels; empty: the backend's own rule.
+    """
+
+    max_tokens: int | None
+    backend: Backend
+    microseconds: float | None = None
+    config: tuple[tuple[str, int], ...] = ()
+
+    def build(self, cfg: Any) -> Any:
+        """Import the backend and construct it with the configuration (and the tuner's, if there is one)."""
+        if self.backend.needs:
+            kernel_cache.ensure()  # before the first kernel, wherever the choice comes from
+        target = self.backend.load()
+        return target(cfg, dict(self.config)) if self.config else target(cfg)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A table for a shape: its own (``exact``) or the nearest one; ``changed``: what is other than when it was made."""
+
+    path: Path
+    table: Mapping[str, Any]
+    exact: bool
+    changed: tuple[str, ...]
+
+    @property
+    def evidence(self) -> str:
+        """What ``explain`` shows."""
+        text = f"{'tuned table' if self.exact else 'nearest tuned table'} {self.path.name}"
+        return f"{text}, made with other versions ({'; '.join(self.changed)})" if self.changed else text
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A ladder read from a table, and the file it came from."""
+
+    rungs: tuple[Rung, ...]
+    evidence: str
+
+
+def ladder_for(
+    layer: str, cfg: Any, device: Device, able: Mapping[str, Backend], known: Collection[str] | None = None
+) -> Tuned | None:
+    """Return the tuned ladder for this shape and device, cut to the backends that are able to run.
+
+    Rungs share the weight layout of the last one that can run (it serves the largest batches). The evidence names
+    what was dropped. ``None`` if no table exists, not even of another shape, or nothing of any can run.
+
+    Raises
+    ------
+    TunedTableError
+        The table is not one, or has a configuration for a backend that takes none; the file is named.
+    """
+    found = lookup(layer, cfg, device, able, known)
+    if found is None:
+        return None
+    whole = found.table["ladder"]
+    rows = [row for row in whole if row["backend"] in able]
+    layout = able[rows[-1]["backend"]].weight_layout
+    dropped = {row["backend"]: "it cannot run here" for row in whole if row["backend"] not in able}
+    dropped |= {row["backend"]: "another weight layout" for row in rows if able[row["backend"]].weight_layout != layout}
+    rows = [row for row in rows if row["backend"] not in dropped]
+    if rows[-1]["max_tokens"] is not None:  # it serves more than it did: its time there is another
+        rows[-1] = rows[-1] | {"max_tokens": None, "microseconds": _time_of(found.table, rows[-1])}
+    for row in rows:
+        if row.get("config") and not _takes_config(able[row["backend"]]):
+            raise TunedTableError(f"tuned table {found.path}: backend {row['backend']!r} takes no config")
+    rungs = tuple(
+        Rung(r["max_tokens"], able[r["backend"]], r.get("microseconds"), tuple(sorted(r.get("config", {}).items())))
+        for r in rows
+    )
+    if not found.exact:
+        _announce(layer, cfg, device, found, able)
+    cut = "".join(f"; without its rungs of {name}: {why}" for name, why in dropped.items())
+    return Tuned(rungs, found.evidence + cut)
+
+
+def _time_of(table: Mapping[str, Any], row: Mapping[str, Any]) -> float | None:
+    """Return what a rung's backend and configuration took at the largest token count, if that was measured."""
+    times = table.get("measured", [])
+    last = max((each["tokens"] for each in times), default=0)
+    same = [
+        each["us"] for each in times
+        if each["tokens"] == last and each["backend"] == row["backend"]
+        and each.get("config", {}) == row.get("config", {})
+    ]  # fmt: skip
+    return same[0] if same else None
+
+
+def _takes_config(backend: Backend) -> bool:
+    try:
+        inspect.signature(backend.load()).bind(None, {})
+    except TypeError:
+        return False
+    return True
+
+
+def lookup(
+    layer: str, cfg: Any, device: Device, able: Mapping[str, Backend], known: Collection[str] | None = None
+) -> Found | None:
+    """Return the table that serves a shape: the nearest of which a rung is ``able`` to run, its own first.
+
+    Raises
+    ------
+    TunedTableError
+        A table is not one; the file is named.
+    """
+    key = key_of(cfg)
+    if key is None:
+        return None
+    own = find(layer, key, device)
+    for path in ([own] if own is not None else []) + neighbours(layer, key, device):
+        table = read(path, layer, device, known)
+        used = {row["backend"] for row in table["ladder"]} & set(able)
+        if used:
+            return Found(path, table, path == own, changes(table, [able[name] for name in sorted(used)]))
+    return None
+
+
+# ---- the nearest shape's ladder ----
+
+_announced: set[str] = set()
+
+
+def _announce(layer: str, cfg: Any, device: Device, found: Found, able: Collection[str]) -> None:
+    """Say once per layer that a ladder is borrowed, what that may cost, and how to have an own one."""
+    if layer in _announced:
+        return
+    _announced.add(layer)
+    loss = borrowed_loss(layer, device, able)
+    cost = f"up to {100 * loss:.0f} % where it was measured" if loss is not None else "an unknown amount"
+    command = f"fastlayers tune --layer {layer} --shape {shlex.quote(shape_text(cfg))}"
+    log.warning(
+        "%s: no tuned table for %s on %s; the ladder of %s serves it, which may cost %s; to tune it: %s",
+        layer, key_of(cfg), device.name, found.path.name, cost, command,
+    )  # fmt: skip
+
+
+def borrowed_loss(layer: str, device: Device, able: Collection[str] | None = None) -> float | None:
+    """Return what the installed tables' shapes would lose with their nearest neighbours' ladders.
+
+    The largest median over the token counts of a shape, from the times in the tables; 0.1 is 10 %. ``None`` if there
+    are not two comparable tables with times. ``able``: only these backends count.
+    """
+    losses = [statistics.median(ratios) - 1 for ratios in borrowed_ratios(layer, device, able).values()]
+    return max(losses) if losses else None
+
+
+def borrowed_ratios(layer: str, device: Device, able: Collection[str] | None = None) -> dict[str, list[float]]:
+    """Return for each shape with a table what its nearest neighbour's ladder takes at each token count, over the best.
+
+    Times are those in the shape's own table. A configuration without one was slower than ``KEPT_WITHIN`` times the
+    best, or never timed: it counts as that, or as its backend's own rule if that is slower. ``able``: as if these
+    were the only backends.
+    """
+    found = {}
+    for key, path in tables_by_key(layer, device):
+        rungs = lent_rungs(layer, key, device, able)
+        own = [row for row in read(path, layer, device).get("measured", []) if able is None or row["backend"] in able]
+        if rungs and (ratios := _ratios(own, rungs)):
+            found[key] = ratios
+    return found
+
+
+def lent_rungs(layer: str, key: str, device: Device, able: Collection[str] | None = None) -> list[Mapping[str, Any]]:
+    """Return the nearest neighbour's ladder without what is not ``able``; empty if nobody lends one."""
+    for path in neighbours(layer, key, device):
+        rungs = [row for row in read(path, layer, device)["ladder"] if able is None or row["backend"] in able]
+        if rungs:
+            return rungs
+    return []
+
+
+def rung_at(rungs: Sequence[Mapping[str, Any]], tokens: int) -> Mapping[str, Any]:
+    """Return the rung that serves so many tokens."""
+    return next((row for row in rungs if row["max_tokens"] is None or tokens <= row["max_tokens"]), rungs[-1])
+
+
+def _ratios(own: Sequence[Mapping[str, Any]], rungs: Sequence[Mapping[str, Any]]) -> list[float]:
+    times: dict[int, dict[tuple[str, str], float]] = {}
+    for row in own:
+        option = (row["backend"], json.dumps(row.get("config", {}), sort_keys=True))
+        times.setdefault(row["tokens"], {})[option] = row["us"]
+    ratios = []
+    for tokens, here in times.items():
+        rung = rung_at(rungs, tokens)
+        configured = (rung["backend"], json.dumps(rung.get("config", {}), sort_keys=True))
+        plain, best = here.get((rung["backend"], "{}")), min(here.values())
+        if configured in here:
+            ratios.append(here[configured] / best)
+        elif plain is not None:
+            ratios.append(max(KEPT_WITHIN, plain / best))
+    return ratios

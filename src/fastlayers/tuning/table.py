@@ -1,0 +1,198 @@
+"""Tuned tables: which backend was measured fastest up to which token count, per layer shape and device.
+
+A table is one JSON file, ``<dir>/<layer>/<shape key>,device_name=<device>.json``::
+
+    {"schema": 1, "layer": "fp8_linear", "device": "H200", "key": "N=…,K=…", "cfg": "FP8LinearConfig(…)",
+     "ladder": [{"max_tokens": 64, "backend": "triton", "microseconds": 7.1, "config": {"BLOCK_N": 64}},
+                {"max_tokens": null, ...}],
+     "metadata": {"versions": {"triton": {"triton": "3.6.0"}}, "kernels": {"triton": "0f3a…"}, "commit": "…",
+                  "date": "…", "command": "…"},
+     "measured": [{"tokens": 1, "backend": "triton", "us": 6.9, "spread_us": 0.1, "config": {...}}, ...],
+     "candidates": {"1": 40}}
+
+``candidates`` is how many configurations of a backend were tried at a token count, at most. A rung's ``config`` is
+given to its backend as it is; without one the backend's own rule holds. ``cfg.tuning_key()`` gives the shape key; a
+configuration without that method is never tuned. A shape without a table takes the ladder of the nearest shape of
+which something can run: the same names and words in the key, the smallest distance of the logarithms of its numbers.
+``fastlayers tune`` writes tables; of one made with the same versions it measures what is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import MISSING, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from fastlayers import env
+from fastlayers.device import Device
+from fastlayers.errors import FastlayersError
+
+SHIPPED = Path(__file__).parent.parent / "tuned"
+SCHEMA = 1
+# A table keeps the times of configurations that are within this factor of the best.
+KEPT_WITHIN = 1.3
+
+
+class TunedTableError(FastlayersError, ValueError):
+    """A tuned table is corrupt, of another schema, or for another layer or device."""
+
+
+def key_of(cfg: Any) -> str | None:
+    """Return the shape key of a configuration, or ``None`` if its layer is not tuned."""
+    return cfg.tuning_key() if hasattr(cfg, "tuning_key") else None
+
+
+def path_of(folder: Path, layer: str, key: str, device: Device) -> Path:
+    """Return where the table of a shape stands in a directory of tables."""
+    return folder / layer / f"{key},device_name={device.name}.json"
+
+
+def directories() -> list[Path]:
+    """Return the directories with tables: the user's first, then the shipped one."""
+    user = env.tuned_dir()
+    return ([Path(user)] if user else []) + [SHIPPED]
+
+
+def find(layer: str, key: str, device: Device) -> Path | None:
+    """Return the path of a shape's own table: the user's directory first, then the shipped one."""
+    for directory in directories():
+        if (path := path_of(directory, layer, key, device)).is_file():
+            return path
+    return None
+
+
+def neighbours(layer: str, key: str, device: Device) -> list[Path]:
+    """Return the tables of other shapes whose keys differ from ``key`` in numbers only, the nearest first."""
+    found = [(distance(key, other), other, path) for other, path in tables_by_key(layer, device) if other != key]
+    return [path for _, _, path in sorted((far, other, path) for far, other, path in found if far is not None)]
+
+
+def tables(layer: str, device: Device) -> list[Path]:
+    """Return the paths of a layer's tables for a device."""
+    return [path for _, path in tables_by_key(layer, device)]
+
+
+def tables_by_key(layer: str, device: Device) -> Iterator[tuple[str, Path]]:
+    """Yield the shape keys and paths of a layer's tables for a device; of one key, the user's table."""
+    ending, seen = f",device_name={device.name}.json", set()
+    for directory in directories():
+        for path in sorted((directory / layer).glob(f"*{ending}")):
+            key = path.name.removesuffix(ending)
+            if key not in seen:
+                seen.add(key)
+                yield key, path
+
+
+def distance(key: str, other: str) -> float | None:
+    """Return how far two shape keys are from each other; ``None`` if they differ in more than positive numbers.
+
+    The sum over the numbers of \\|log2(a / b)\\|: twice as wide is 1, twice as wide and half as deep is 2.
+    """
+    total = 0.0
+    ours, theirs = _fields(key), _fields(other)
+    if len(ours) != len(theirs):
+        return None
+    for (name, a), (other_name, b) in zip(ours, theirs, strict=True):
+        if name != other_name:
+            return None
+        if a != b:
+            if not (a.isdigit() and b.isdigit() and int(a) and int(b)):
+                return None
+            total += abs(math.log2(int(a) / int(b)))
+    return total
+
+
+def _fields(key: str) -> list[tuple[str, str]]:
+    pieces = [piece.partition("=") for piece in key.split(",")]
+    return [(name, value) if separator else ("", name) for name, separator, value in pieces]
+
+
+def read(path: Path, layer: str, device: Device, known: Collection[str] | None = None) -> dict[str, Any]:
+    """Read and check one table; ``known``: the layer's backends, if their names are to be checked, too.
+
+    Raises
+    ------
+    TunedTableError
+        Not JSON, another schema, layer, device or key, an unknown backend, or rows out of order; the file is named.
+    """
+    try:
+        changed = path.stat().st_mtime_ns
+    except OSError as error:
+        raise TunedTableError(f"tuned table {path} cannot be read: {error.strerror}") from error
+    table = _read(path, layer, device.name, changed)
+    if known is not None and (unknown := [r["backend"] for r in table["ladder"] if r["backend"] not in known]):
+        raise TunedTableError(f"tuned table {path}: backend {unknown[0]!r} is unknown; known: {', '.join(known)}")
+    return table
+
+
+@lru_cache(maxsize=512)
+def _read(path: Path, layer: str, device_name: str, changed: int) -> dict[str, Any]:
+    """Read a table once as long as the file stays as it is: a model has hundreds of layers and few shapes."""
+    try:
+        table: dict[str, Any] = json.loads(path.read_text())
+        facts = (table["schema"], table["layer"], table["device"])
+        problem = _problem(table, path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TunedTableError(f"tuned table {path} is corrupt: {type(error).__name__}: {error}") from error
+    if facts != (SCHEMA, layer, device_name):
+        raise TunedTableError(f"tuned table {path} is for {facts}; expected {(SCHEMA, layer, device_name)}")
+    if problem is not None:
+        raise TunedTableError(f"tuned table {path}: {problem}")
+    return table
+
+
+def _problem(table: Mapping[str, Any], path: Path) -> str | None:
+    """Return what is wrong with a table's values, ``None`` if nothing is."""
+    rows, times = table["ladder"], table.get("measured", [])
+    limits, names = [row["max_tokens"] for row in rows], [row["backend"] for row in rows]
+    configs = [row.get("config", {}) for row in [*rows, *times]]
+    about, said = table.get("metadata", {}), (table.get("candidates", {}), table.get("failed", {}))
+    named = path.name.rpartition(",device_name=")[0]
+    whole = [type(m) is int and m > 0 for m in limits[:-1]]
+    if table.get("key", named) != named:
+        return f"its key is {table['key']!r}"
+    if not rows or limits[-1] is not None or not all(whole) or limits[:-1] != sorted(set(limits[:-1])):
+        return f"thresholds {limits} are not positive, increasing and null at the end"
+    if not all(isinstance(name, str) for name in names):
+        return f"backends {names} are not all names"
+    if not all(isinstance(config, dict) and all(type(v) is int for v in config.values()) for config in configs):
+        return f"configs {[config for config in configs if config]} are not all mappings to integers"
+    if not all(row.get("microseconds") is None or _is_time(row["microseconds"]) for row in rows):
+        return f"microseconds {[row.get('microseconds') for row in rows]} are not all positive numbers"
+    if not all(
+        type(row["tokens"]) is int and isinstance(row["backend"], str) and _is_time(row["us"])
+        and type(row.get("spread_us", 0.0)) in (int, float)
+        for row in times
+    ):  # fmt: skip
+        return "measured token counts and times are not all positive numbers"
+    versions, kernels = about.get("versions", {}), about.get("kernels", {})
+    if not (all(isinstance(each, dict) for each in (versions, kernels, *said, *versions.values()))):
+        return "metadata.versions, metadata.kernels, candidates or failed are not mappings"
+    return None
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def write(path: Path, table: Mapping[str, Any]) -> None:
+    """Write a table in one step: a reader sees the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    measured = ",\n".join("  " + json.dumps(row) for row in table.get("measured", []))
+    text = json.dumps({**table, "measured": []}, indent=1)
+    if measured:
+        text = text.replace('"measured": []', f'"measured": [\n{measured}\n ]')
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    partial.write_text(text + "\n")
+    partial.replace(path)
+
+
+def shape_text(cfg: Any) -> str:
+    """Return a configuration as ``--shape`` takes it: ``NAME=VALUE,…``, what has its default left out."""
+    shown = [field for field in fields(cfg) if field.default is MISSING or getattr(cfg, field.name) != field.default]
+    return ",".join(f"{f.name}={str(getattr(cfg, f.name)).removeprefix('torch.').replace(' ', '')}" for f in shown)
