@@ -25,7 +25,7 @@ SETUP_INPUTS := pyproject.toml constraints.txt tools/setup_env.sh $(VENV)/.torch
 
 export CPU_TESTS WORKERS PYTHON TORCH
 
-.PHONY: help demo test test-compile test-matrix lint format wheel clean FORCE
+.PHONY: help demo test test-compile test-matrix test-oldest lint format wheel clean FORCE
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -44,6 +44,9 @@ test-compile: $(VENV)/.stamp-dev  ## compile every Triton kernel for sm_90, with
 test-matrix: $(VENV)/.stamp-dev  ## newest triton, oldest and newest transformers, stubbed kernel packages (COLUMNS='...')
 	@$(TEST_ENV) bash tools/test_matrix.sh $(VENV) "$(TESTS)" $(COLUMNS)
 
+test-oldest: $(VENV)/.stamp-dev  ## tests that lean on the standard library, under the oldest Python here
+	@$(TEST_ENV) TRITON_INTERPRET=1 bash tools/test_oldest.sh $(VENV)
+
 lint: $(VENV)/.stamp-dev  ## ruff and mypy
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet . || { echo "not formatted; run: make format"; $(BIN)/ruff format --check .; }
@@ -58,7 +61,7 @@ wheel: $(VENV)/.stamp-run  ## build dist/fastlayers-*.whl
 	@ls -l dist/*.whl
 
 clean:  ## remove the environments, caches and builds
-	rm -rf $(VENV) .venv-matrix dist build .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-oldest .venv-matrix dist build .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find $(wildcard src models server tests benchmarks tools) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.stamp-run: $(SETUP_INPUTS)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
+import hashlib
+import io
 import json
 import logging
 import os
+import subprocess
 import sys
 import tarfile
 import types
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -212,27 +217,106 @@ GROUP = {"triton/A/__grp__k.json": {"child_paths": {"k.cubin": "there"}}}
     ("manifest", "files"),
     [
         ({"versions": {}}, {}),
-        ({"schema": 2, "versions": {}}, {}),
+        ({"schema": 1, "versions": {}}, {}),
+        ({"schema": 3, "versions": {}}, {}),
         ([1], {}),
-        ({"schema": 1, "versions": ["torch"]}, {}),
-        ({"schema": 1, "versions": {"torch": 2}}, {}),
-        ({"schema": 1, "versions": {}}, GROUP | {"triton/B/__grp__k.json": {}}),
-        ({"schema": 1, "versions": {}}, GROUP | {"triton/B/__grp__k.json": {"child_paths": ["k"]}}),
-        ({"schema": 1, "versions": {}}, GROUP | {"triton/B/__grp__k.json": {"child_paths": {"../k": ""}}}),
+        ({"schema": 2, "versions": ["torch"]}, {}),
+        ({"schema": 2, "versions": {"torch": 2}}, {}),
+        ({"schema": 2, "versions": {}, "sha256": []}, {}),
+        ({"schema": 2, "versions": {}, "sha256": {}}, GROUP),
+        ({"schema": 2, "versions": {}, "sha256": {"triton/A/__grp__k.json": "0" * 64}}, GROUP),
+        ({"schema": 2, "versions": {}, "sha256": {"triton/A/k.cubin": "0" * 64}}, {}),
+        ({"schema": 2, "versions": {}}, {"../k": 1}),
+        ({"schema": 2, "versions": {}}, {"/k": 1}),
+        ({"schema": 2, "versions": {}}, {"triton": 1, "triton/A/k": 1}),
+        ({"schema": 2, "versions": {}}, GROUP | {"triton/B/__grp__k.json": {}}),
+        ({"schema": 2, "versions": {}}, GROUP | {"triton/B/__grp__k.json": {"child_paths": ["k"]}}),
+        ({"schema": 2, "versions": {}}, GROUP | {"triton/B/__grp__k.json": {"child_paths": {"../k": ""}}}),
     ],
 )
 def test_an_archive_is_installed_whole_or_not_at_all(
     manifest: object, files: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel_cache, "versions", dict)
+    checksums = {name: hashlib.sha256(json.dumps(content).encode()).hexdigest() for name, content in files.items()}
+    if isinstance(manifest, dict):
+        manifest = {"sha256": checksums} | manifest
     with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as archive:
         for name, content in {kernel_cache.MANIFEST: manifest, **files}.items():
-            (tmp_path / "member").write_text(json.dumps(content))
-            archive.add(tmp_path / "member", name)
+            entry, data = tarfile.TarInfo(name), json.dumps(content).encode()
+            entry.size = len(data)
+            archive.addfile(entry, io.BytesIO(data))
     monkeypatch.setenv(env.CACHE_DIR, str(tmp_path / "kernels"))
     with pytest.raises(ArgumentError, match="an archive of export_cache"):
         import_cache(tmp_path / "a.tar.gz")
-    assert [path for path in (tmp_path / "kernels").rglob("*") if path.is_file()] == []
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / "a.tar.gz"]
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE])
+def test_an_archive_of_other_things_than_files_is_refused(
+    kind: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(env.CACHE_DIR, str(tmp_path / "kernels"))
+    with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as archive:
+        entry = tarfile.TarInfo("triton/A/k.cubin")
+        entry.type, entry.linkname = kind, "/etc/passwd"
+        archive.addfile(entry)
+    with pytest.raises(ArgumentError, match=r"'triton/A/k\.cubin' is not a file below the archive's root"):
+        import_cache(tmp_path / "a.tar.gz")
+
+
+def test_a_flipped_bit_is_found_before_anything_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(monkeypatch, tmp_path / "a")
+    whole = export_cache(tmp_path / "kernels.tar.gz").read_bytes()
+    monkeypatch.setenv(env.CACHE_DIR, str(tmp_path / "b"))
+    content = gzip.decompress(whole)
+    for place in range(len(whole)):
+        broken = bytearray(whole)
+        broken[place] ^= 1 << place % 8
+        try:  # some bits are no one's: a time and a name in gzip's header, padding behind the last block
+            if gzip.decompress(broken) == content:
+                continue
+        except (OSError, EOFError, zlib.error):
+            pass
+        (tmp_path / "kernels.tar.gz").write_bytes(broken)
+        with pytest.raises(ArgumentError, match="an archive of export_cache"):
+            import_cache(tmp_path / "kernels.tar.gz")
+    assert [path for path in (tmp_path / "b").rglob("*") if path.is_file()] == []
+
+
+def test_a_kernel_that_is_not_the_exported_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(monkeypatch, tmp_path / "a")
+    with tarfile.open(export_cache(tmp_path / "kernels.tar.gz")) as archive:
+        members = [(entry, archive.extractfile(entry)) for entry in archive if entry.isfile()]
+        contents = [(entry, source.read()) for entry, source in members if source is not None]
+    with tarfile.open(tmp_path / "other.tar.gz", "w:gz") as archive:  # whole as an archive, gzip's checksum included
+        for entry, data in contents:
+            archive.addfile(entry, io.BytesIO(b"CUBIN" if entry.name.endswith("k.cubin") else data))
+    monkeypatch.setenv(env.CACHE_DIR, str(tmp_path / "b"))
+    with pytest.raises(ArgumentError, match=r"triton/ABC/k\.cubin is damaged: it has another checksum"):
+        import_cache(tmp_path / "other.tar.gz")
+    assert [path for path in (tmp_path / "b").rglob("*") if path.is_file()] == []
+
+
+def test_a_temporary_cache_goes_with_its_process(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "temporary").mkdir()
+    program = (
+        "import os\n"
+        "from fastlayers.runtime.kernel_cache import prepare\n"
+        "root = prepare()\n"
+        "child = os.fork()\n"
+        "if child == 0: raise SystemExit  # runs what is registered for the end, too\n"
+        "os.waitpid(child, 0)\n"
+        "assert root.is_dir()\n"
+        "print(root)\n"
+    )
+    place = {env.CACHE_DIR: str(tmp_path / "file" / "below"), "TMPDIR": str(tmp_path / "temporary")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | place, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert Path(done.stdout.strip()).parent == tmp_path / "temporary"
+    assert list((tmp_path / "temporary").iterdir()) == []
 
 
 def test_an_import_that_breaks_off_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

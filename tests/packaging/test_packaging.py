@@ -288,3 +288,14 @@ def test_import_is_quick_and_loads_nothing_optional():
     assert not loaded & {"fastlayers_models", "fastlayers_server"}
     seconds = statistics.median(run["seconds"] for run in runs)
     assert seconds < IMPORT_BUDGET_S, f"import fastlayers takes {seconds:.3f} s beyond torch"
+
+
+def test_the_oldest_python_is_said_or_skipped_in_words(tmp_path: Path) -> None:
+    interpreter = tmp_path / "bin" / "python"
+    interpreter.parent.mkdir()
+    interpreter.write_text("#!/bin/sh\necho 3.11.0\n")  # none that is supported can be older
+    interpreter.chmod(0o755)
+    command = ["bash", str(REPO / "tools" / "test_oldest.sh"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "test-oldest: skipped; no supported Python here is older than the environment's 3.11.0\n"
+    assert "make test-oldest" in (REPO / ".ci" / "run").read_text()

@@ -9,6 +9,9 @@ versions, too); only if that place cannot be written a temporary one is taken.
 
 from __future__ import annotations
 
+import atexit
+import gzip
+import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -18,9 +21,12 @@ import shutil
 import sys
 import tarfile
 import tempfile
+import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import IO
 
 from fastlayers import env
 from fastlayers.errors import ArgumentError
@@ -28,7 +34,8 @@ from fastlayers.errors import ArgumentError
 log = logging.getLogger(__name__)
 
 MANIFEST = "fastlayers-kernels.json"
-SCHEMA = 1
+# 2: with a checksum of each file.
+SCHEMA = 2
 TEMPORARY = "fastlayers-kernels-"
 # The packages whose versions decide whether a compiled kernel fits: import name -> name on the package index.
 COMPILERS = {
@@ -142,7 +149,7 @@ def prepare() -> Path | None:
     Notes
     -----
     A directory that cannot be written is replaced by a temporary one, with a warning: kernels are then compiled anew
-    in the next process.
+    in the next process. It is removed when the process that made it ends.
     """
     asked = env.cache_dir()
     if asked is None:
@@ -188,8 +195,14 @@ def _temporary(lost: str) -> Path:
     if before.name.startswith(TEMPORARY) and _writable(before):
         return before
     root = Path(tempfile.mkdtemp(prefix=TEMPORARY))
+    atexit.register(_remove, root, os.getpid())
     log.warning("%s cannot be written: kernels are kept in %s, and compiled anew next time", lost, root)
     return root
+
+
+def _remove(root: Path, maker: int) -> None:
+    if os.getpid() == maker:  # a forked child runs this, too, and its parent still compiles there
+        shutil.rmtree(root, ignore_errors=True)
 
 
 def cached_kernels() -> set[str]:
@@ -225,21 +238,55 @@ def export_cache(path: str | Path) -> Path:
     ensure()
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as scratch:
         manifest, written = Path(scratch) / MANIFEST, Path(scratch) / "archive"
-        manifest.write_text(json.dumps({"schema": SCHEMA, "versions": versions()}, indent=1) + "\n")
-        with tarfile.open(written, "w:gz", compresslevel=3) as archive:
+        with tarfile.open(written, "w:gz", compresslevel=3, dereference=True) as archive:
+            checksums = dict(_add_kernels(archive))
+            # Last, as it holds the checksums of what was read on the way into the archive.
+            content = {"schema": SCHEMA, "versions": versions(), "sha256": checksums}
+            manifest.write_text(json.dumps(content, indent=1) + "\n")
             archive.add(manifest, MANIFEST)
-            for name, store in STORES.items():
-                # flashinfer's variable is a home directory: of that, its cache only.
-                inner = ".cache/flashinfer" if name == "flashinfer" else ""
-                folder = store.directory() / inner
-                if folder.is_dir():
-                    archive.add(folder, str(Path(name) / inner), filter=_without_locks)
         os.replace(written, target)
     return target
 
 
+def _add_kernels(archive: tarfile.TarFile) -> Iterator[tuple[str, str]]:
+    """Add the files of every package and yield the name and the checksum of each."""
+    for name, store in STORES.items():
+        # flashinfer's variable is a home directory: of that, its cache only.
+        root = store.directory()
+        inner = root / ".cache/flashinfer" if name == "flashinfer" else root
+        if inner.is_dir():
+            archive.add(inner, (Path(name) / inner.relative_to(root)).as_posix(), recursive=False)
+        for file in sorted(path for path in inner.rglob("*") if path.is_file()):
+            entry = _without_locks(archive.gettarinfo(file, (Path(name) / file.relative_to(root)).as_posix()))
+            if entry is not None:
+                with file.open("rb") as stream:
+                    source = _Hashed(stream)
+                    archive.addfile(entry, source)
+                yield entry.name, source.digest.hexdigest()
+
+
+class _Hashed:
+    """A file that is read, and the checksum of what was read."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self.stream, self.digest = stream, hashlib.sha256()
+
+    def read(self, size: int = -1) -> bytes:
+        """Return the next bytes."""
+        data = self.stream.read(size)
+        self.digest.update(data)
+        return data
+
+
 def _without_locks(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
     return None if entry.name.endswith((".lock", "/lock")) or "/tmp.pid_" in entry.name else entry
+
+
+# How a damaged archive shows. A full disk, say, is not among these.
+_BROKEN = (
+    tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, ValueError, KeyError, TypeError, OverflowError,
+    RecursionError, FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError,
+)  # fmt: skip
 
 
 def import_cache(path: str | Path) -> list[str]:
@@ -258,7 +305,7 @@ def import_cache(path: str | Path) -> list[str]:
     Raises
     ------
     ArgumentError
-        Not such an archive. Nothing was installed.
+        Not such an archive, or a damaged one: each file is compared with its checksum before the first is installed.
 
     Notes
     -----
@@ -269,22 +316,66 @@ def import_cache(path: str | Path) -> list[str]:
     if not Path(path).is_file():
         raise ArgumentError("import_cache", "path", str(path), "a file")
     try:
-        with tarfile.open(path, "r:gz") as archive, tempfile.TemporaryDirectory() as scratch:
-            archive.extractall(scratch, filter="data")
+        with tempfile.TemporaryDirectory() as scratch:
+            checksums = _unpack(Path(path), Path(scratch))
+            theirs = _checked_versions(Path(scratch) / MANIFEST, checksums)
             ensure()
-            return _take(Path(scratch), _versions_of(Path(scratch) / MANIFEST))
-    except (tarfile.TarError, EOFError, FileNotFoundError, ValueError, KeyError, TypeError) as error:
+            return _take(Path(scratch), theirs)
+    except _BROKEN as error:
         given = f"{path}, which cannot be read: {type(error).__name__}: {error}"
         raise ArgumentError("import_cache", "path", given, "an archive of export_cache") from error
 
 
-def _versions_of(manifest: Path) -> dict[str, str]:
+def _unpack(path: Path, target: Path) -> dict[str, str]:
+    """Write the archive's files below ``target`` and return the checksum of each by its name.
+
+    Not ``TarFile.extractall(filter="data")``, which Python has from 3.11.4 on: an archive of ours holds plain files and
+    directories with plain relative names, and whatever else is in one makes it another's.
+    """
+    found: dict[str, str] = {}
+    with gzip.open(path) as stream:
+        # gzip's own checksum stands behind the last byte, where tarfile does not look.
+        while stream.read(1 << 20):
+            pass
+        stream.seek(0)
+        with tarfile.open(fileobj=stream, mode="r:") as archive:
+            for entry in archive:
+                parts = PurePosixPath(entry.name).parts
+                if not parts or parts[0] == "/" or ".." in parts or not (entry.isfile() or entry.isdir()):
+                    raise ValueError(f"{entry.name!r} is not a file below the archive's root")
+                name = "/".join(parts)
+                if entry.isdir():
+                    (target / name).mkdir(parents=True, exist_ok=True)
+                    continue
+                if name in found:
+                    raise ValueError(f"{name} is there twice")
+                file, source = target / name, archive.extractfile(entry)
+                assert source is not None  # a regular file
+                file.parent.mkdir(parents=True, exist_ok=True)
+                with file.open("wb") as written:
+                    shutil.copyfileobj(source, written)
+                os.utime(file, (entry.mtime, entry.mtime))
+                file.chmod(entry.mode & 0o755 | 0o600)
+                with file.open("rb") as again:
+                    found[name] = hashlib.file_digest(again, "sha256").hexdigest()
+    return found
+
+
+def _checked_versions(manifest: Path, checksums: dict[str, str]) -> dict[str, str]:
+    """Return the versions that an unpacked archive is of; its files must be those of the manifest, bit for bit."""
     content = json.loads(manifest.read_text())
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-        raise ValueError(f"{MANIFEST} is not of schema {SCHEMA}")
-    found = content["versions"]
+        raise ValueError(f"{MANIFEST} is not of schema {SCHEMA} (schema 1 had no checksums: export it again)")
+    found, said = content["versions"], content["sha256"]
     if not (isinstance(found, dict) and all(isinstance(version, str) for version in found.values())):
         raise ValueError(f"{MANIFEST}: versions are not strings by package")
+    if not isinstance(said, dict):
+        raise ValueError(f"{MANIFEST}: sha256 is not a checksum by file")
+    there = {name: digest for name, digest in checksums.items() if name != MANIFEST}
+    for name in sorted(said.keys() | there.keys()):
+        if said.get(name) != there.get(name):
+            absent = "is not there" if name not in there else "is not in its manifest" if name not in said else ""
+            raise ValueError(f"{name} {absent or 'is damaged: it has another checksum'}")
     return found
 
 
