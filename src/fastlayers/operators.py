@@ -1,7 +1,7 @@
-"""Operators of ``torch.ops.fastlayers``: what torch.compile sees of a kernel.
+"""Operators of ``torch.ops.fastlayers``: what torch.compile and everything else that looks on sees of a kernel.
 
-Registered through :class:`torch.library.Library`, whose call overhead is a fraction of ``custom_op``'s. Kernel
-backends wrap one launch sequence each; torch backends need no operator, the compiler traces through them.
+Kernel backends wrap one launch sequence each; torch backends need no operator, the compiler traces through them. Where
+nobody looks on, the function itself is called: a call of ``torch.library`` costs more than many kernels take.
 """
 
 from __future__ import annotations
@@ -13,14 +13,66 @@ import torch
 
 _library = torch.library.Library("fastlayers", "FRAGMENT")
 
+_local_keys = torch._C._dispatch_tls_local_include_set
+_function_modes = torch._C._len_torch_function_stack
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 
-def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated function as ``torch.ops.fastlayers.<name>`` and return that operator.
+
+def _quiet_keys() -> frozenset[int]:
+    """Return what torch's dispatcher adds to every call of this thread where nothing was entered: two sets of keys."""
+    with torch.inference_mode(False):
+        ordinary = _local_keys().raw_repr()
+    with torch.inference_mode():
+        return frozenset((ordinary, _local_keys().raw_repr()))
+
+
+_QUIET = _quiet_keys()
+
+
+class Operator:
+    """A function and the operator of ``torch.ops.fastlayers`` that stands for it; made by :func:`operator`.
+
+    Called directly unless something would miss it: a compiler, ``torch.jit.trace``, a dispatch or function mode (fake
+    tensors, ``make_fx``, a device context), a level of ``torch.func``, a tensor subclass, or an argument that needs a
+    gradient. Asked at each call (half a microsecond), so that what starts between two layers counts, too.
+
+    Attributes
+    ----------
+    function : callable
+    overload : torch._ops.OpOverload
+    """
+
+    def __init__(self, function: Callable[..., Any], overload: Any) -> None:
+        self.function, self.overload = function, overload
+        arguments = overload._schema.arguments
+        self._tensors = tuple(i for i, a in enumerate(arguments) if str(a.type) in ("Tensor", "Optional[Tensor]"))
+        self.__name__, self.__doc__ = function.__name__, function.__doc__
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Call the function, or the operator where somebody looks on."""
+        if torch.compiler.is_dynamo_compiling() or not self._unobserved(arguments):
+            return self.overload(*arguments)
+        return self.function(*arguments)
+
+    def _unobserved(self, arguments: tuple[Any, ...]) -> bool:
+        if _local_keys().raw_repr() not in _QUIET or _function_modes():
+            return False
+        for i in self._tensors:
+            if type(arguments[i]) not in _PLAIN:
+                return False
+        return not torch.is_grad_enabled() or not any(
+            arguments[i] is not None and arguments[i].requires_grad for i in self._tensors
+        )
+
+
+def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Operator]:
+    """Register the decorated function as ``torch.ops.fastlayers.<name>`` and return its :class:`Operator`.
 
     Parameters
     ----------
     schema : str
-        ``"name(Tensor x, float eps) -> Tensor"``; mark what is written with ``Tensor(a!)``.
+        ``"name(Tensor x, float eps) -> Tensor"``; mark what is written with ``Tensor(a!)``. All arguments are given by
+        position.
     fake : callable
         Same signature; returns empty tensors of the right shape, dtype and stride. For operators that return
         nothing: a function that does nothing.
@@ -30,13 +82,12 @@ def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
     Inference only: there is no backward.
     """
 
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+    def register(function: Callable[..., Any]) -> Operator:
         name = schema.split("(", 1)[0]
         _library.define(schema)
         _library.impl(name, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"fastlayers::{name}", fake, lib=_library)
-        found: Callable[..., Any] = getattr(torch.ops.fastlayers, name).default
-        return found
+        return Operator(function, getattr(torch.ops.fastlayers, name).default)
 
     return register
 

@@ -8,13 +8,14 @@ import triton.language as tl
 
 from fastlayers.embedding.layer import EmbeddingConfig
 from fastlayers.operators import operator
+from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, dependent_launch, release_dependents
 
 BLOCK = 2048
 
 
-@triton.jit
+@kernel
 def _embedding_kernel(
     ids_ptr, weight_ptr, y_ptr, start, rows, hidden_size, weight_stride, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, cast, dot, release_dependents
 
@@ -71,7 +72,7 @@ def tile_origin(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     return (band * GROUP + inside % height) * BLOCK_M, (inside // height) * BLOCK_N
 
 
-@triton.jit(do_not_specialize=["M"])
+@kernel(do_not_specialize=("M",))
 def add_splits_kernel(
     partial_ptr, bias_ptr, y_ptr, M, N,
     SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, ROUND_BEFORE_BIAS: tl.constexpr, BLOCK: tl.constexpr,

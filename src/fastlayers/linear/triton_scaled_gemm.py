@@ -15,6 +15,7 @@ import triton.language as tl
 
 from fastlayers.linear.triton_gemm import tile_for, tile_origin
 from fastlayers.operators import operator
+from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import cast, dot
 
@@ -22,7 +23,7 @@ BLOCK_K = 128
 
 
 # Nothing that depends on the number of tokens is specialised on: no compilation after the warm-up.
-@triton.jit(do_not_specialize=["M"])
+@kernel(do_not_specialize=("M",))
 def _scaled_gemm_kernel(
     q_ptr, s_ptr, weight_ptr, scale_ptr, bias_ptr, y_ptr, M, N, K, q_stride, weight_stride,
     HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr, SUM: tl.constexpr,
@@ -65,7 +66,7 @@ def _scaled_gemm_kernel(
         tl.store(target, cast(y, y_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["M"])
+@kernel(do_not_specialize=("M",))
 def _add_scaled_splits_kernel(
     partial_ptr, s_ptr, scale_ptr, bias_ptr, y_ptr, M, N,
     SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,

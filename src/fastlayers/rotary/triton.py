@@ -8,6 +8,7 @@ import triton.language as tl
 
 from fastlayers.operators import operator
 from fastlayers.rotary.layer import RotaryConfig
+from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
@@ -53,7 +54,7 @@ def _angles(
     return c, s
 
 
-@triton.jit
+@kernel
 def _rotary_kernel(
     q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr, sin_ptr, positions_ptr, max_position, axis_stride,
     q_heads, k_heads, q_token_stride, q_head_stride, k_token_stride, k_head_stride,

@@ -26,13 +26,14 @@ import triton
 import triton.language as tl
 
 from fastlayers.operators import operator
+from fastlayers.runtime.launch import kernel
 from fastlayers.sampler.layer import MODES, SCHEMA, RowParams, SamplerConfig, fake_ids
 from fastlayers.sampler.triton_common import BLOCK, NO_ID, build, load_logits, of_blocks, weight_of
 from fastlayers.sampler.triton_filters import find_limits
 from fastlayers.triton_lang import await_inputs, dependent_launch, release_dependents
 
 
-@triton.jit
+@kernel
 def _best_kernel(
     x_ptr, best_ptr, best_id_ptr, lowest_ptr, x_stride, vocab_size,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -55,7 +56,7 @@ def _kept(x, largest, temperature, limit, min_p):
     return tl.where((x >= limit) & (weight >= min_p), weight, 0.0)
 
 
-@triton.jit
+@kernel
 def _weigh_kernel(
     x_ptr, temperature_ptr, min_p_ptr, best_ptr, limit_ptr, kept_ptr, x_stride, vocab_size,
     FILTERED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -100,7 +101,7 @@ def _uniform(seed, offset):
     return bits.to(tl.int64).to(tl.float64) * 1.1102230246251565e-16
 
 
-@triton.jit
+@kernel
 def _draw_kernel(
     x_ptr, temperature_ptr, min_p_ptr, seed_ptr, offset_ptr, best_ptr, best_id_ptr, limit_ptr, kept_ptr, id_ptr,
     x_stride, vocab_size,

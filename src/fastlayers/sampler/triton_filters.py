@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fastlayers.runtime.launch import kernel
 from fastlayers.sampler.triton_common import (
     BINS,
     BLOCK,
@@ -58,7 +59,7 @@ def _slices(x, largest, span, BINS: tl.constexpr):
     return tl.minimum(below * (BINS / span), BINS - 1.0).to(tl.int32), below <= span
 
 
-@triton.jit
+@kernel
 def _histogram_kernel(
     x_ptr, temperature_ptr, top_k_ptr, top_p_ptr, best_ptr, lowest_ptr, histogram_ptr, x_stride, vocab_size,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr,
@@ -112,7 +113,7 @@ def _bracket(counts, top_k, top_p, has_top_p, slice_weight, BINS: tl.constexpr, 
     return tl.where(fits, IN_BRACKET, IN_ROW), first, last, has_top_k
 
 
-@triton.jit
+@kernel
 def _plan_kernel(
     temperature_ptr, top_k_ptr, top_p_ptr, best_ptr, lowest_ptr, histogram_ptr, plan_ptr, start_ptr, vocab_size,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, CANDIDATES: tl.constexpr, PLAN: tl.constexpr,
@@ -158,7 +159,7 @@ def _plan_kernel(
     tl.store(plan_ptr, state)
 
 
-@triton.jit
+@kernel
 def _gather_kernel(
     x_ptr, temperature_ptr, top_k_ptr, top_p_ptr, best_ptr, lowest_ptr, plan_ptr, start_ptr, list_ptr, above_ptr,
     whole_ptr, x_stride, vocab_size,
@@ -258,7 +259,7 @@ def _search_row(x_ptr, vocab_size, largest, temperature, low, wanted, COUNT: tl.
     return low.to(tl.int32)
 
 
-@triton.jit
+@kernel
 def _refine_kernel(
     x_ptr, temperature_ptr, top_k_ptr, top_p_ptr, best_ptr, plan_ptr, list_ptr, above_ptr, whole_ptr, limit_ptr,
     x_stride, vocab_size,

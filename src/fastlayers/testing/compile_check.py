@@ -18,7 +18,7 @@ class KernelBuild:
     Parameters
     ----------
     name : str
-    kernel : triton.JITFunction
+    kernel : Kernel or triton.JITFunction
     signature : mapping
         Argument name -> Triton type (``"*bf16"``, ``"i32"``, ``"fp32"``); constexpr arguments are left out.
     constexprs : mapping
@@ -63,12 +63,13 @@ def compiled_for(build: KernelBuild, capability: int = 90) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    names = build.kernel.arg_names
+    function = getattr(build.kernel, "jit", build.kernel)
+    names = function.arg_names
     signature = {n: build.signature.get(n, "constexpr") for n in names}
     constexprs = {(names.index(n),): value for n, value in build.constexprs.items()}
     pointers = {n for n, kind in signature.items() if kind.startswith("*")}
     attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in pointers | set(build.aligned)}
-    source = ASTSource(fn=build.kernel, signature=signature, constexprs=constexprs, attrs=attributes)
+    source = ASTSource(fn=function, signature=signature, constexprs=constexprs, attrs=attributes)
     options = {"num_warps": build.num_warps, "num_stages": build.num_stages}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from fastlayers.activation.silu_mul.layer import SiluMulConfig
 from fastlayers.operators import operator
+from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import INTERPRET, await_inputs, cast, dependent_launch, release_dependents
 
@@ -37,7 +38,7 @@ def silu_mul_rounded(gate, up):
     return cast(silu.to(tl.float32) * up.to(tl.float32), dtype)
 
 
-@triton.jit
+@kernel
 def _silu_mul_kernel(x_ptr, y_ptr, x_stride, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from fastlayers.activation.silu_mul.triton import silu_mul_rounded
@@ -11,10 +10,11 @@ from fastlayers.activation.silu_mul_quant.layer import FLOOR, SiluMulQuantConfig
 from fastlayers.operators import operator
 from fastlayers.quant.group_quant.layer import SCALE_LAYOUTS, empty_scales
 from fastlayers.quant.group_quant.triton import QuantTile, quant_tile, quantize_tile, tile_row
+from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
 
 
-@triton.jit(do_not_specialize=["tokens", "num_groups", "s_token_stride", "s_group_stride"])
+@kernel(do_not_specialize=("tokens", "num_groups", "s_token_stride", "s_group_stride"))
 def _silu_mul_quant_kernel(
     x_ptr, q_ptr, s_ptr, tokens, num_groups, x_stride, s_token_stride, s_group_stride, size, eps,
     UE8M0: tl.constexpr, EVEN: tl.constexpr, GROUP_SIZE: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,

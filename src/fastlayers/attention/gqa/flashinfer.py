@@ -23,6 +23,7 @@ from fastlayers.attention.meta import AttentionMeta
 from fastlayers.attention.staging import Staging
 from fastlayers.device import as_device
 from fastlayers.operators import operator
+from fastlayers.runtime.launch import kernel
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
 CAUSAL, TOKENS_BEFORE_HEADS = 1, 0  # the package's codes
@@ -41,8 +42,8 @@ def module_of(
     )
 
 
-@triton.jit
-def _pack_kernel(table_ptr, table_row, offset_ptr, pages_ptr, BLOCK: tl.constexpr):
+@kernel
+def _pack_kernel(table_ptr, offset_ptr, pages_ptr, table_row, BLOCK: tl.constexpr):
     """Write the pages in use, request after request."""
     request = tl.program_id(0).to(tl.int64)
     first = tl.load(offset_ptr + request)
@@ -52,7 +53,7 @@ def _pack_kernel(table_ptr, table_row, offset_ptr, pages_ptr, BLOCK: tl.constexp
     tl.store(pages_ptr + first + index, page, mask=index < count)
 
 
-@triton.jit
+@kernel
 def _finish_kernel(
     o_ptr, binary_ptr, lse_ptr, sinks_ptr, rows,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SINKS: tl.constexpr,
@@ -162,7 +163,7 @@ class Schedule:
         self.index.copy_(torch.cat([first, pages, last]))
         block = 256
         _pack_kernel[(requests, triton.cdiv(max(used), block))](
-            meta.page_table, meta.page_table.stride(0), self.index[requests + 1 :], self.pages, BLOCK=block, num_warps=4
+            meta.page_table, self.index[requests + 1 :], self.pages, meta.page_table.stride(0), BLOCK=block, num_warps=4
         )
         window_left = -1 if cfg.window is None else cfg.window - 1
         staged = self._staging.take()

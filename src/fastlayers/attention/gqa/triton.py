@@ -19,6 +19,7 @@ from fastlayers.attention.gqa.core import GQAConfig
 from fastlayers.attention.gqa.triton_softmax import LN2, LOG2E, add_sink, attend
 from fastlayers.attention.meta import AttentionMeta
 from fastlayers.operators import operator
+from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
@@ -27,7 +28,7 @@ TARGET_PROGRAMS = 264
 MIN_SPLIT, MAX_SPLITS = 256, 64
 
 
-@triton.jit
+@kernel
 def _gqa_kernel(
     q_ptr, k_ptr, v_ptr, sinks_ptr, o_ptr, lse_ptr, table_ptr, lens_ptr, starts_ptr, cu_ptr,
     q_token, q_head, table_row, scale, softcap,
@@ -104,7 +105,7 @@ def _gqa_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@kernel
 def _reduce_kernel(
     part_ptr, part_lse_ptr, sinks_ptr, o_ptr, lse_ptr,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SINKS: tl.constexpr, SPLITS: tl.constexpr,

@@ -21,6 +21,7 @@ from fastlayers.attention.gqa.core import GQAConfig
 from fastlayers.attention.gqa.triton_softmax import LN2, LOG2E, add_sink
 from fastlayers.attention.meta import AttentionMeta
 from fastlayers.operators import operator
+from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, dot, release_dependents
 
@@ -105,7 +106,7 @@ def _add_up(
     )  # fmt: skip
 
 
-@triton.jit
+@kernel
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, sinks_ptr, o_ptr, lse_ptr, part_ptr, part_lse_ptr, counters_ptr, table_ptr, lens_ptr,
     starts_ptr, q_token, q_head, table_row, splits, wanted, scale, softcap,
@@ -201,7 +202,7 @@ def _decode_kernel(
                 )  # fmt: skip
 
 
-@triton.jit
+@kernel
 def _combine_kernel(
     part_ptr, part_lse_ptr, sinks_ptr, o_ptr, lse_ptr, lens_ptr, starts_ptr, splits, wanted,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,

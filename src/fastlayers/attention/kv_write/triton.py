@@ -8,6 +8,7 @@ import triton.language as tl
 
 from fastlayers.attention.kv_write.layer import KVWriteConfig
 from fastlayers.operators import nothing, operator
+from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents, to_e4m3
 
@@ -35,7 +36,7 @@ def _store_heads(target, slot, head, inside, heads, x, HEAD_DIM: tl.constexpr, B
     tl.store(rows, to_cache(x, target.dtype.element_ty), mask=inside[:, None] & (column < HEAD_DIM)[None, :])
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@kernel(do_not_specialize=("tokens",))
 def _kv_write_kernel(
     k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, loc_ptr, tokens, k_token, k_head, v_token, v_head, heads,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from fastlayers.attention.merge_state.layer import MergeStateConfig
 from fastlayers.operators import operator
+from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import cast
 
@@ -29,7 +30,7 @@ def _offsets(row, num_heads, token_stride, head_stride, DENSE: tl.constexpr):
     return (row // num_heads).to(tl.int64) * token_stride + (row % num_heads).to(tl.int64) * head_stride
 
 
-@triton.jit(do_not_specialize=["rows"])
+@kernel(do_not_specialize=("rows",))
 def _merge_state_kernel(
     o_a_ptr, lse_a_ptr, o_b_ptr, lse_b_ptr, o_ptr, lse_ptr, rows, num_heads,
     o_a_token, o_a_head, lse_a_token, lse_a_head, o_b_token, o_b_head, lse_b_token, lse_b_head,

@@ -33,6 +33,7 @@ from fastlayers.attention.mla.configs import (
 from fastlayers.attention.mla.core import MLAConfig, Varlen
 from fastlayers.device import as_device
 from fastlayers.operators import operator
+from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, dot, release_dependents, to_e4m3
 
@@ -55,7 +56,7 @@ def _natural_lse(highest, total):
     return tl.where(total > 0.0, (highest + tl.log2(_or_one(total))) * LN_2, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["splits", "num_rows"])
+@kernel(do_not_specialize=("splits", "num_rows"))
 def _decode_kernel(
     q_ptr, cache_ptr, table_ptr, starts_ptr, cu_ptr, positions_ptr, o_ptr, lse_ptr,
     q_stride_t, q_stride_h, page_stride, row_stride, table_stride, scale, splits, num_rows,
@@ -145,7 +146,7 @@ def _decode_kernel(
         tl.store(o_ptr + base * RANK + row[:, None] * RANK + latent_column[None, :], o, mask=real[:, None])
 
 
-@triton.jit(do_not_specialize=["splits", "num_rows"])
+@kernel(do_not_specialize=("splits", "num_rows"))
 def _reduce_kernel(
     partial_ptr, partial_lse_ptr, o_ptr, lse_ptr, splits, num_rows,
     RANK: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -171,7 +172,7 @@ def _reduce_kernel(
     tl.store(lse_ptr + row, tl.where(total > 0.0, highest + tl.log(_or_one(total)), float("-inf")))
 
 
-@triton.jit
+@kernel
 def _prefill_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, cu_q_ptr, cu_k_ptr,
     q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, scale,
@@ -230,7 +231,7 @@ def _prefill_kernel(
         tl.store(lse_ptr + out_row, _natural_lse(highest, total), mask=row < q_len)
 
 
-@triton.jit
+@kernel
 def _to_e4m3_kernel(x_ptr, y_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     await_inputs(PDL)
     release_dependents(PDL)

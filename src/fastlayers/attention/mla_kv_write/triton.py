@@ -9,11 +9,12 @@ import triton.language as tl
 from fastlayers.attention.kv_write.triton import to_cache
 from fastlayers.attention.mla_kv_write.layer import MLAKVWriteConfig
 from fastlayers.operators import nothing, operator
+from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, dependent_launch, release_dependents
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@kernel(do_not_specialize=("tokens",))
 def _mla_kv_write_kernel(
     latent_ptr, rope_ptr, cache_ptr, loc_ptr, tokens, latent_stride, rope_stride,
     RANK: tl.constexpr, ROPE: tl.constexpr, TOKENS: tl.constexpr,

@@ -9,6 +9,7 @@ import triton.language as tl
 from fastlayers.attention.kv_write.triton import to_cache
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWriteConfig
 from fastlayers.operators import operator
+from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
@@ -85,7 +86,7 @@ def _turn(
         tl.store(targets + column[None, :], to_cache(rest, target.dtype.element_ty), mask=kept)
 
 
-@triton.jit
+@kernel
 def _rotary_kv_write_kernel(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, positions_ptr, q_out_ptr, k_cache_ptr, v_cache_ptr, loc_ptr,
     q_weight_ptr, k_weight_ptr, q_token, q_head, k_token, k_head, v_token, v_head, k_slot, v_slot,

@@ -17,13 +17,14 @@ import triton.language as tl
 from fastlayers.linear.dense.layer import LinearConfig
 from fastlayers.linear.triton_gemm import TARGET_PROGRAMS, Tile, add_splits_kernel, tile_for, tile_origin
 from fastlayers.operators import operator
+from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, dot, release_dependents
 
 MAX_VECTOR_ROWS = 4
 
 
-@triton.jit
+@kernel
 def _vector_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, M, N, K, x_stride, weight_stride,
     HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
@@ -53,7 +54,7 @@ def _vector_kernel(
     tl.store(target, cast(y, y_ptr.dtype.element_ty), mask=(row[:, None] < M) & (column[None, :] < N))
 
 
-@triton.jit(do_not_specialize=["M"])
+@kernel(do_not_specialize=("M",))
 def _linear_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, M, N, K, x_stride, weight_stride,
     HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from fastlayers.moe.align.layer import MoEAlignConfig, num_blocks
 from fastlayers.operators import operator
+from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, dependent_launch, release_dependents
 
@@ -24,7 +25,7 @@ MIN_CHUNK, MAX_CHUNK = 512, 4096
 
 
 # The number of pairs is not specialised on: no compilation after the warm-up.
-@triton.jit(do_not_specialize=["num_pairs"])
+@kernel(do_not_specialize=("num_pairs",))
 def _few_kernel(
     ids_ptr, sorted_ptr, experts_ptr, total_ptr, num_pairs, num_experts,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
@@ -70,7 +71,7 @@ def _unpacked(packed, EXPERTS: tl.constexpr):
     return ((packed >> (tl.arange(0, EXPERTS) * 16).to(packed.dtype)) & 0xFFFF).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "span"])
+@kernel(do_not_specialize=("num_pairs", "span"))
 def _count_kernel(
     ids_ptr, counts_ptr, num_pairs, span, num_experts, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
 ):
@@ -86,7 +87,7 @@ def _count_kernel(
     tl.store(counts_ptr + split * num_experts + expert, found, mask=expert < num_experts)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "span"])
+@kernel(do_not_specialize=("num_pairs", "span"))
 def _place_kernel(
     ids_ptr, counts_ptr, sorted_ptr, experts_ptr, total_ptr, num_pairs, span, num_experts,
     EXPERTS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr,

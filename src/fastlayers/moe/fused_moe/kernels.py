@@ -12,6 +12,7 @@ import triton.language as tl
 
 from fastlayers.linear.triton_gemm import dot
 from fastlayers.quant.group_quant.triton import quantize_tile
+from fastlayers.runtime.launch import kernel
 from fastlayers.triton_lang import await_inputs, cast, release_dependents
 
 GROUP = tl.constexpr(128)
@@ -62,7 +63,7 @@ def block_is_empty(expert_ptr, total_ptr, tile_m, num_experts, DIRECT: tl.conste
         return tile_m * BLOCK_M >= tl.load(total_ptr)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@kernel(do_not_specialize=("tokens",))
 def append_shared_kernel(
     weights_ptr, ids_ptr, out_weights_ptr, out_ids_ptr, tokens, shared_weight,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -86,7 +87,7 @@ def append_shared_kernel(
     tl.store(out_weights_ptr + out, weights, mask=inside)
 
 
-@triton.jit(do_not_specialize=["count"])
+@kernel(do_not_specialize=("count",))
 def quantize_rows_kernel(
     x_ptr, ids_ptr, q_ptr, s_ptr, count, groups, x_stride, q_stride, width, num_experts, eps,
     SKIP: tl.constexpr, MAX: tl.constexpr, UE8M0: tl.constexpr, INT8: tl.constexpr,
@@ -155,7 +156,7 @@ def along_pairs(s, SWAP: tl.constexpr):
     return s[None, :] if SWAP else s[:, None]
 
 
-@triton.jit(do_not_specialize=["num_pairs", "tiles_m"])
+@kernel(do_not_specialize=("num_pairs", "tiles_m"))
 def gate_up_kernel(
     x_ptr, xs_ptr, w_ptr, ws_ptr, bias_ptr, out_ptr, out_scale_ptr, sorted_ptr, expert_ptr, total_ptr,
     num_pairs, tiles_m, D, I, x_stride, out_stride, alpha, limit, eps,
@@ -225,7 +226,7 @@ def gate_up_kernel(
         tl.store(out, cast(inner, out_ptr.dtype.element_ty), mask=real[:, None] & (column < I)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_pairs", "tiles_m"])
+@kernel(do_not_specialize=("num_pairs", "tiles_m"))
 def down_kernel(
     a_ptr, as_ptr, w_ptr, ws_ptr, bias_ptr, weights_ptr, out_ptr, sorted_ptr, expert_ptr, total_ptr,
     num_pairs, tiles_m, D, I, a_stride,
@@ -278,7 +279,7 @@ def down_kernel(
     tl.store(out, acc * weight[:, None], mask=real[:, None] & (column < D)[None, :])
 
 
-@triton.jit
+@kernel
 def reduce_kernel(
     partial_ptr, ids_ptr, y_ptr, D, num_experts, factor,
     PER_TOKEN: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,

@@ -23,6 +23,7 @@ from fastlayers.moe.fused_moe.kernels import activation_of
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
 from fastlayers.moe.fused_moe.weights import EPS, FORMATS, GROUP, MoEWeights
 from fastlayers.quant.group_quant.triton import quantize_tile
+from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, dot, release_dependents
 
@@ -56,7 +57,7 @@ def _expert_of(ids_ptr, pair, num_routed, TOP_K: tl.constexpr, SHARED: tl.conste
         return tl.where(j < TOP_K, own, shared)
 
 
-@triton.jit
+@kernel
 def pair_product_kernel(
     x_ptr, xs_ptr, w_ptr, ws_ptr, bias_ptr, weights_ptr, ids_ptr, out_ptr,
     num_routed, N, K, x_stride, alpha, limit, shared_weight,
@@ -145,7 +146,7 @@ def pair_product_kernel(
         tl.store(out_ptr + (pair * SPLITS + split) * HALVES * N + row, result, mask=valid)
 
 
-@triton.jit
+@kernel
 def pair_activate_kernel(
     h_ptr, ids_ptr, a_ptr, s_ptr, num_routed, I, alpha, limit, eps,
     TOP_K: tl.constexpr, SHARED: tl.constexpr, SPAN: tl.constexpr,
@@ -179,7 +180,7 @@ def pair_activate_kernel(
         tl.store(s_ptr + pair * tl.num_programs(0) + group + tl.arange(0, 1), scale)
 
 
-@triton.jit
+@kernel
 def pair_sum_kernel(
     partial_ptr, ids_ptr, y_ptr, D, num_routed, factor,
     TOP_K: tl.constexpr, SHARED: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,

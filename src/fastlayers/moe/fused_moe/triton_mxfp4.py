@@ -27,6 +27,7 @@ from fastlayers.moe.fused_moe.kernels import (
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.quant.mxfp4.codes import GROUP
+from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import INTERPRET, await_inputs, cast, dependent_launch, dot, release_dependents
 
@@ -109,7 +110,7 @@ def _dots(bytes_, scale, even, odd, acc, ROWS: tl.constexpr, GROUPS: tl.constexp
     return dot(high, odd, dot(low, even, acc))
 
 
-@triton.jit
+@kernel
 def split_kernel(x_ptr, out_ptr, x_stride, HALF, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Write a row's even columns, then its odd ones."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -151,7 +152,7 @@ def _product(
     return acc
 
 
-@triton.jit(do_not_specialize=["num_pairs", "tiles_m"])
+@kernel(do_not_specialize=("num_pairs", "tiles_m"))
 def mxfp4_gate_up_kernel(
     x_ptr, w_ptr, ws_ptr, bias_ptr, out_ptr, sorted_ptr, expert_ptr, total_ptr,
     num_pairs, tiles_m, num_experts, groups, I, alpha, limit,
@@ -201,7 +202,7 @@ def mxfp4_gate_up_kernel(
     tl.store(out, cast(tl.trans(inner), dtype), mask=real[:, None] & (half * 2 + odd_half < I)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_pairs", "tiles_m"])
+@kernel(do_not_specialize=("num_pairs", "tiles_m"))
 def mxfp4_down_kernel(
     a_ptr, w_ptr, ws_ptr, bias_ptr, weights_ptr, out_ptr, sorted_ptr, expert_ptr, total_ptr,
     num_pairs, tiles_m, num_experts, D, groups,

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from fastlayers.moe.align.layer import num_blocks
+from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
 
 # Up to this many pairs one program an expert looks at all of them: one launch. With more, chunks of this size.
@@ -106,7 +107,7 @@ def _store_groups(
         tl.store(strides_ptr + 2 * ALL + expert, inner.to(tl.int64), mask=inside)
 
 
-@triton.jit(do_not_specialize=["tokens", "capacity", "hidden", "inner"])
+@kernel(do_not_specialize=("tokens", "capacity", "hidden", "inner"))
 def place_kernel(
     ids_ptr, groups_ptr, row_ptr, token_ptr, sizes_ptr, strides_ptr, tokens, capacity, hidden, inner,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, ALIGN: tl.constexpr, MASKED: tl.constexpr,
@@ -141,7 +142,7 @@ def place_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@kernel(do_not_specialize=("tokens",))
 def chunk_kernel(
     ids_ptr, chunks_ptr, tokens,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, TOKENS: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -154,7 +155,7 @@ def chunk_kernel(
     tl.store(chunks_ptr + chunk * BLOCK_E + tl.arange(0, BLOCK_E), counts)
 
 
-@triton.jit(do_not_specialize=["chunks"])
+@kernel(do_not_specialize=("chunks",))
 def prefix_kernel(
     chunks_ptr, groups_ptr, chunks, ALL: tl.constexpr, BLOCK_E: tl.constexpr, STEP: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
@@ -171,7 +172,7 @@ def prefix_kernel(
     tl.store(groups_ptr + expert, before, mask=expert < ALL)
 
 
-@triton.jit(do_not_specialize=["tokens", "hidden", "inner"])
+@kernel(do_not_specialize=("tokens", "hidden", "inner"))
 def place_chunk_kernel(
     ids_ptr, chunks_ptr, groups_ptr, row_ptr, token_ptr, sizes_ptr, strides_ptr, tokens, hidden, inner,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, ALIGN: tl.constexpr, HAS_TOKENS: tl.constexpr,

@@ -17,6 +17,7 @@ from fastlayers.moe.fused_moe.layer import FusedMoEConfig
 from fastlayers.moe.fused_moe.triton_place import Rows
 from fastlayers.moe.fused_moe.weights import EPS, GROUP
 from fastlayers.quant.group_quant.triton import quantize_tile
+from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import cast
 
@@ -36,7 +37,7 @@ def _scale_offset(row, group, groups, stride, LAYOUT: tl.constexpr):
         return (row // stride) * stride * groups + group * stride + row % stride
 
 
-@triton.jit
+@kernel
 def scatter_kernel(
     x_ptr, row_ptr, q_ptr, s_ptr, x_stride, width, groups, s_stride, eps,
     PAIRS: tl.constexpr, QUANT: tl.constexpr, UE8M0: tl.constexpr, LAYOUT: tl.constexpr, GROUPS: tl.constexpr,
@@ -59,7 +60,7 @@ def scatter_kernel(
                 tl.store(q_ptr + row * width + column, x, mask=inside)
 
 
-@triton.jit
+@kernel
 def activate_kernel(
     h_ptr, row_ptr, ids_ptr, bias_ptr, a_ptr, s_ptr, inner, groups, s_stride, alpha, limit, eps,
     PAIRS: tl.constexpr, QUANT: tl.constexpr, UE8M0: tl.constexpr, LAYOUT: tl.constexpr, OAI: tl.constexpr,
@@ -96,7 +97,7 @@ def activate_kernel(
         tl.store(a_ptr + row * inner + column, cast(result, a_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@kernel
 def combine_kernel(
     o_ptr, row_ptr, weights_ptr, ids_ptr, bias_ptr, y_ptr, hidden, factor,
     TOP_K: tl.constexpr, SHARED: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,

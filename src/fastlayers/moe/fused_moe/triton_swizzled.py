@@ -23,6 +23,7 @@ from fastlayers.moe.fused_moe.swizzle import SwizzledWeights, swizzle
 from fastlayers.moe.fused_moe.triton_fragments import MAX_SCALE, multiply
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.operators import operator
+from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
@@ -62,7 +63,7 @@ def _store_inner(
     tl.store(out, cast(inner, out_ptr.dtype.element_ty), mask=inside & (pair < num_pairs))
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_experts"])
+@kernel(do_not_specialize=("num_pairs", "num_experts"))
 def swizzled_gate_up_kernel(
     x_ptr, w_ptr, ws_ptr, bias_ptr, out_ptr, sorted_ptr, expert_ptr, total_ptr, num_pairs, num_experts, alpha, limit,
     PER_TOKEN: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -107,7 +108,7 @@ def _store_outer(
     tl.store(out_ptr + pair.to(tl.int64) * HIDDEN + row, sums, mask=real & (row < HIDDEN))
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_experts"])
+@kernel(do_not_specialize=("num_pairs", "num_experts"))
 def swizzled_down_kernel(
     a_ptr, w_ptr, ws_ptr, bias_ptr, weights_ptr, out_ptr, sorted_ptr, expert_ptr, total_ptr, num_pairs, num_experts,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -140,7 +141,7 @@ def swizzled_down_kernel(
         _store_outer(sums1, bias, weights_ptr, out_ptr, tile, pair1, num_pairs, HIDDEN, HAS_BIAS)
 
 
-@triton.jit
+@kernel
 def order_kernel(x_ptr, out_ptr, x_stride, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Write columns (q, h, t, c) of each block of 32 in the order (t, q, h, c)."""
     row, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -328,15 +329,15 @@ def builds_of(name: str, cfg: FusedMoEConfig, plan: Plan) -> list[KernelBuild]:
     shared = {"HIDDEN": cfg.hidden_size, "INNER": cfg.intermediate_size, "HAS_BIAS": cfg.bias, "DIRECT": direct}
     shared |= {"WIDE": wide, "ASYNC": not plan.l1, "PDL": True}
     found = []
-    for kernel, out, r, w, s in (
+    for product, out, r, w, s in (
         (swizzled_gate_up_kernel, "*bf16", plan.r1, plan.w1, plan.s1),
         (swizzled_down_kernel, "*fp32", plan.r2, plan.w2, plan.s2),
     ):
         sizes = shared | {"R": r, "W": w, "STAGES": s, "PER_TOKEN": cfg.top_k}
-        names = set(kernel.arg_names)
+        names = set(product.arg_names)
         found.append(
             KernelBuild(
-                f"moe_{kernel.__name__}_{name}_" + "_".join(map(str, plan.numbers())), kernel,
+                f"moe_{product.__name__}_{name}_" + "_".join(map(str, plan.numbers())), product,
                 {n: t for n, t in (types | {"out_ptr": out}).items() if n in names},
                 {n: value for n, value in sizes.items() if n in names}, w, 3,
             )

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from fastlayers.moe.router.layer import GROUP_SCORES, MASKED_SCORES, SCORINGS, WEIGHTS_DTYPES, RouterConfig
 from fastlayers.operators import operator
+from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
@@ -33,7 +34,7 @@ def _sigmoid(z):
     return tl.where(z >= 0.0, 1.0, tail) / (1.0 + tail)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@kernel(do_not_specialize=("tokens",))
 def _logits_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, tokens, D, E, x_stride,
     HAS_BIAS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
@@ -76,7 +77,7 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     return z
 
 
-@triton.jit
+@kernel
 def _router_kernel(
     logits_ptr, bias_ptr, num_valid_ptr, weights_ptr, ids_ptr, logits_stride, renorm_eps, factor,
     GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP_K: tl.constexpr,

@@ -8,11 +8,12 @@ import triton.language as tl
 
 from fastlayers.norm.rms_norm.layer import ROUNDINGS, RMSNormConfig
 from fastlayers.operators import operator
+from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
 
-@triton.jit
+@kernel
 def _rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, summed_ptr, x_stride, residual_stride, hidden_size, eps,
     ROUNDING: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,

@@ -19,11 +19,12 @@ from fastlayers.quant.fp8_linear.blocks import E4M3_MAX
 from fastlayers.quant.fp8_scaled_linear.layer import EPS
 from fastlayers.quant.fp8_scaled_linear.triton import absmax_of_row
 from fastlayers.quant.group_quant.triton import scale_of
+from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import cast, to_e4m3
 
 
-@triton.jit(do_not_specialize=["T"])
+@kernel(do_not_specialize=("T",))
 def _absmax_kernel(x_ptr, absmax_ptr, T, K, x_stride_h, x_stride_t, BLOCK: tl.constexpr):
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     absmax = absmax_of_row(x_ptr + head * x_stride_h + token * x_stride_t, K, BLOCK)
@@ -41,7 +42,7 @@ def _encode_groups(x, eps, MAX: tl.constexpr):
 
 
 # Nothing that depends on the number of tokens is specialised on: no compilation after the warm-up.
-@triton.jit(do_not_specialize=["T"])
+@kernel(do_not_specialize=("T",))
 def _bmm_kernel(
     x_ptr, sx_ptr, weight_ptr, scale_ptr, y_ptr, T, N, K,
     x_stride_h, x_stride_t, w_stride_h, w_stride_n, w_stride_k, s_stride_h, s_stride_n, s_stride_k,

@@ -19,12 +19,13 @@ from fastlayers.quant.fp8_linear.layer import FP8LinearConfig
 from fastlayers.quant.fp8_linear.triton_narrow import fp8_block_narrow
 from fastlayers.quant.group_quant.layer import GroupQuantConfig
 from fastlayers.quant.group_quant.triton import TritonGroupQuant
+from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import cast, dot
 
 
 # Nothing that depends on the number of tokens is specialised on: no compilation after the warm-up.
-@triton.jit(do_not_specialize=["M", "s_stride_row", "s_stride_group"])
+@kernel(do_not_specialize=("M", "s_stride_row", "s_stride_group"))
 def _fp8_gemm_kernel(
     q_ptr, s_ptr, weight_ptr, scale_ptr, bias_ptr, y_ptr, M, N, K,
     q_stride, s_stride_row, s_stride_group, weight_stride, scale_stride,

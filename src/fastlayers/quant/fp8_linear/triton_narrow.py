@@ -16,6 +16,7 @@ import triton.language as tl
 
 from fastlayers.operators import operator
 from fastlayers.quant.group_quant.triton import quantize_tile
+from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import cast, dot
 
@@ -24,7 +25,7 @@ EPS = 1e-10
 
 
 # Nothing that depends on the number of tokens is specialised on: no compilation after the warm-up.
-@triton.jit(do_not_specialize=["M", "s_stride_row", "s_stride_group"])
+@kernel(do_not_specialize=("M", "s_stride_row", "s_stride_group"))
 def _narrow_kernel(
     x_ptr, s_ptr, weight_ptr, scale_ptr, bias_ptr, y_ptr, M, N, K,
     x_stride, s_stride_row, s_stride_group, weight_stride, scale_stride, eps,

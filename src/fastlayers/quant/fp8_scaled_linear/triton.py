@@ -11,6 +11,7 @@ from fastlayers.operators import operator
 from fastlayers.quant.fp8_linear.blocks import E4M3, E4M3_MAX
 from fastlayers.quant.fp8_scaled_linear.layer import EPS, FP8ScaledLinearConfig
 from fastlayers.quant.group_quant.triton import scale_of
+from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import to_e4m3
 
@@ -27,13 +28,13 @@ def absmax_of_row(row_ptr, K, BLOCK: tl.constexpr):
     return tl.max(largest, axis=0)
 
 
-@triton.jit
+@kernel
 def _row_absmax_kernel(x_ptr, absmax_ptr, K, x_stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     tl.store(absmax_ptr + row, absmax_of_row(x_ptr + row * x_stride, K, BLOCK))
 
 
-@triton.jit
+@kernel
 def _encode_kernel(
     x_ptr, scale_ptr, q_ptr, s_ptr, K, x_stride, eps, MAX: tl.constexpr, DYNAMIC: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip

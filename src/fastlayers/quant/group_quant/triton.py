@@ -10,6 +10,7 @@ import triton.language as tl
 
 from fastlayers.operators import operator
 from fastlayers.quant.group_quant.layer import LARGEST, SCALE_LAYOUTS, GroupQuantConfig, empty_scales
+from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import INTERPRET, to_e4m3
 
@@ -91,7 +92,7 @@ def tile_row():
     return tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
 
 
-@triton.jit(do_not_specialize=["rows", "groups", "s_stride_row", "s_stride_group"])
+@kernel(do_not_specialize=("rows", "groups", "s_stride_row", "s_stride_group"))
 def _group_quant_kernel(
     x_ptr, q_ptr, s_ptr, rows, groups, x_stride, q_stride, s_stride_row, s_stride_group, eps,
     MAX: tl.constexpr, UE8M0: tl.constexpr, INT8: tl.constexpr,

@@ -10,10 +10,11 @@ from fastlayers.linear.triton_scaled_gemm import scaled_gemm
 from fastlayers.operators import operator
 from fastlayers.quant.group_quant.triton import round_to_int8, scale_of
 from fastlayers.quant.int8_linear.layer import EPS, LARGEST, Int8LinearConfig
+from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
 
 
-@triton.jit
+@kernel
 def _token_quant_kernel(
     x_ptr, q_ptr, s_ptr, K, x_stride, eps, MAX: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip

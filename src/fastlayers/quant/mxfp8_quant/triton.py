@@ -8,13 +8,14 @@ import triton.language as tl
 
 from fastlayers.operators import operator
 from fastlayers.quant.mxfp8_quant.layer import GROUP, LARGEST, MXFP8QuantConfig
+from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import to_e4m3
 
 _GROUP, _LARGEST = tl.constexpr(GROUP), tl.constexpr(LARGEST)
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@kernel(do_not_specialize=("pairs",))
 def _mxfp8_quant_kernel(
     x_ptr, q_ptr, s_ptr, pairs, groups, features, x_stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
