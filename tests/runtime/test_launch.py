@@ -1,0 +1,140 @@
+"""Prepared launches: what makes two launches of one kind, and who launches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+
+from fastlayers.runtime import launch
+from fastlayers.runtime.launch import Kernel, kernel
+
+
+@kernel(do_not_specialize=("rows",))
+def _copy_kernel(x_ptr, y_ptr, rows, stride, eps, BLOCK: tl.constexpr, FLAG: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    tl.store(y_ptr + column, tl.load(x_ptr + column))
+
+
+class Driver:
+    """Records prepared launches instead of making them."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[Any, ...]] = []
+        self.current = 0
+
+    def device(self) -> int:
+        return self.current
+
+    def stream(self, device: int) -> int:
+        return 70 + device
+
+    def prepare(self, compiled: Any) -> Any:
+        if compiled == "scratch":
+            return None
+        return lambda *arguments: self.launched.append(arguments)
+
+
+class Triton:
+    """Stands for Triton's own launch."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.result: Any = "compiled"
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def run(*arguments: Any, **constants: Any) -> Any:
+            self.calls.append((grid, arguments, constants))
+            return self.result
+
+        return run
+
+
+@pytest.fixture
+def stubbed(monkeypatch: pytest.MonkeyPatch) -> tuple[Kernel, Triton, Driver]:
+    made, driver, own = Kernel.__new__(Kernel), Driver(), Triton()
+    made.__dict__.update(_copy_kernel.__dict__)
+    made.jit, made.prepared, made._known, made._constants = own, True, {}, (None, None)
+    monkeypatch.setattr(launch, "driver", driver)
+    return made, own, driver
+
+
+def test_second_launch_of_a_kind_passes_addresses_without_triton(stubbed: Any) -> None:
+    made, own, driver = stubbed
+    x, y = torch.zeros(64), torch.zeros(64)
+    made[(3,)](x, y, 5, 32, 1e-6, BLOCK=16, FLAG=True, num_warps=4)
+    assert (len(own.calls), driver.launched) == (1, [])
+    made[(4, 2)](x, y, 7, 64, 1e-5, BLOCK=16, FLAG=True, num_warps=4)
+    assert len(own.calls) == 1
+    assert driver.launched == [(4, 2, 1, 70, x.data_ptr(), y.data_ptr(), 7, 64, 1e-5, None, None)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"x": torch.zeros(64, dtype=torch.float16)},
+        {"x": torch.zeros(65)[1:]},
+        {"stride": 33},
+        {"stride": 1},
+        {"stride": 1 << 32},
+        {"rows": 1 << 32},
+        {"eps": 0},
+        {"FLAG": False},
+        {"BLOCK": 32},
+        {"num_warps": 8},
+        {"num_stages": 2},
+    ],
+    ids=str,
+)
+def test_what_triton_specialises_on_makes_another_kind(stubbed: Any, change: dict[str, Any]) -> None:
+    made, own, driver = stubbed
+    usual = {"x": torch.zeros(64), "rows": 5, "stride": 32, "eps": 1e-6, "BLOCK": 16, "FLAG": True, "num_warps": 4}
+    y = torch.zeros(64)
+
+    def go(x: Any, rows: Any, stride: Any, eps: Any, **constants: Any) -> None:
+        made[(1,)](x, y, rows, stride, eps, **constants)
+
+    go(**usual)
+    go(**usual | change)
+    assert (len(own.calls), len(driver.launched)) == (2, 0)
+    go(**usual)
+    go(**usual | change)
+    assert (len(own.calls), len(driver.launched)) == (2, 2)
+
+
+def test_another_device_is_another_kind(stubbed: Any) -> None:
+    made, own, driver = stubbed
+    x = torch.zeros(64)
+    for device in (0, 1, 1, 0):
+        driver.current = device
+        made[(1,)](x, x, 5, 32, 1e-6, BLOCK=16, FLAG=True)
+    assert len(own.calls) == 2
+    assert [each[3] for each in driver.launched] == [71, 70]
+
+
+@pytest.mark.parametrize("result", ["scratch", None])
+def test_what_cannot_be_prepared_stays_with_triton(stubbed: Any, result: Any) -> None:
+    made, own, driver = stubbed
+    own.result, x = result, torch.zeros(64)
+    for _ in range(3):
+        made[(1,)](x, x, 5, 32, 1e-6, BLOCK=16, FLAG=True)
+    assert (len(own.calls), driver.launched) == (3, [])
+
+
+def test_a_profiler_sees_every_launch(stubbed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, own, driver = stubbed
+    x = torch.zeros(64)
+    made[(1,)](x, x, 5, 32, 1e-6, BLOCK=16, FLAG=True)
+    monkeypatch.setattr(launch, "_LISTENERS", ([print], []))
+    made[(1,)](x, x, 5, 32, 1e-6, BLOCK=16, FLAG=True)
+    assert (len(own.calls), driver.launched) == (2, [])
+
+
+def test_arguments_in_another_order_are_refused() -> None:
+    def wrong_kernel(x_ptr, rows, y_ptr, BLOCK: tl.constexpr):
+        pass
+
+    with pytest.raises(TypeError, match="kernel wrong_kernel: pointers"):
+        kernel(wrong_kernel)
