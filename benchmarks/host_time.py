@@ -1,0 +1,147 @@
+"""Time steps that are not captured: ``python benchmarks/host_time.py [MODEL ...] [--out FILE] [--profile]``.
+
+A forward of 16 tokens (one prompt) of models of real dimensions with random weights: milliseconds on the clock, of the
+device (sum of its kernels), kernels, and Python's calls in one decoder layer as cProfile counts them. With ``--patch``,
+the same models of Hugging Face: a decode step of ``generate`` at batch 1, stock and with ``fl.patch(model)`` without
+graphs, by turns in one process. One JSON line a row; the first describes the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import pstats
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from generate import MODELS, prompts_of, randomize
+from patch_gpu import CONFIGS, build, step_ms
+
+import fastlayers as fl
+from fastlayers.attention.meta import AttentionBatch, AttentionState
+from fastlayers.device import as_device
+from fastlayers_models.auto import family_of
+
+ROUNDS = 20
+
+
+def milliseconds(call: Callable[[], Any], rounds: int = ROUNDS) -> float:
+    """Return the median of so many calls, each waited for, after three that do not count."""
+    took = []
+    for _ in range(rounds + 3):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        took.append(1000 * (time.perf_counter() - begin))
+    return statistics.median(took[3:])
+
+
+def device_time(call: Callable[[], Any]) -> tuple[float, int]:
+    """Return milliseconds of all kernels of a call, and their number."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        call()
+        torch.cuda.synchronize()
+    kernels = [event for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return sum(event.device_time for event in kernels) / 1000, len(kernels)
+
+
+def calls_in_layer(model: Any, call: Callable[[], Any]) -> tuple[int, pstats.Stats]:
+    """Return how many Python and C functions the second decoder layer calls."""
+    layer, seen = model.decoder.layers[1], cProfile.Profile()
+    forward = layer.forward
+
+    def counted(*arguments: Any) -> Any:
+        seen.enable()
+        try:
+            return forward(*arguments)
+        finally:
+            seen.disable()
+
+    layer.forward = counted
+    call()
+    del layer.forward
+    stats = pstats.Stats(seen)
+    return stats.total_calls, stats  # type: ignore[attr-defined]
+
+
+def measure_model(name: str, profile: bool) -> dict[str, Any]:
+    """Return the row of one model."""
+    family: Any = family_of(MODELS[name])
+    model = family(family.config_class.from_hf(MODELS[name]), device="cuda")
+    randomize(model)
+    size, tokens = model.page_size, 16
+    spec = fl.kv_cache_spec(model, page_size=size, dtype=model.kv_dtype)
+    caches = spec.allocate(8, model.device)
+    state = AttentionState(8, 512, 4, size, model.device)
+    ids = torch.tensor(prompts_of(1, tokens, model.config.vocab_size)[0], device="cuda")
+
+    @torch.inference_mode()
+    def forward() -> Any:
+        meta = state.plan(AttentionBatch((tokens,), (0,), [[1]]), num_pages=8)
+        return model.compute_logits(model(ids, meta, caches)[-1:])
+
+    for _ in range(3):
+        forward()
+    wall = milliseconds(forward)
+    device, kernels = device_time(forward)
+    calls, stats = calls_in_layer(model, forward)
+    if profile:
+        whole = cProfile.Profile()
+        whole.runcall(forward)
+        torch.cuda.synchronize()
+        pstats.Stats(whole).sort_stats("tottime").print_stats(45)
+        stats.sort_stats("ncalls").print_stats(40)
+    return {
+        "model": name, "tokens": tokens, "wall_ms": round(wall, 2), "device_ms": round(device, 2),
+        "kernels": kernels, "layers": model.config.num_hidden_layers, "calls_in_a_layer": calls,
+    }  # fmt: skip
+
+
+def measure_patch(name: str) -> dict[str, Any]:
+    """Return milliseconds of a decode step of Hugging Face's model, stock and patched without graphs, by turns."""
+    model = build(name)
+    ids = torch.tensor(prompts_of(1, 128, model.config.vocab_size), device="cuda")
+    stock, patched = [], []
+    step_ms(model, ids, {})
+    for _ in range(3):
+        stock.append(step_ms(model, ids, {}))
+        fl.patch(model)
+        step_ms(model, ids, {})
+        patched.append(step_ms(model, ids, {}))
+        fl.unpatch(model)
+    a, b = statistics.median(stock), statistics.median(patched)
+    return {"model": name, "stock_ms": round(a, 2), "patched_ms": round(b, 2), "ratio": round(b / a, 3)}
+
+
+def main() -> None:
+    """Run what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="*", help=f"of {', '.join(MODELS)}; with --patch of {', '.join(CONFIGS)}")
+    parser.add_argument("--patch", action="store_true")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--out")
+    asked = parser.parse_args()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    rows: list[dict[str, Any]] = [{
+        "command": "python " + " ".join(sys.argv), "commit": commit, "torch": torch.__version__,
+        "fastlayers": fl.__version__, "device": str(as_device("cuda")),
+    }]  # fmt: skip
+    print(json.dumps(rows[0]), flush=True)
+    for name in asked.models or (["qwen3_8b", "qwen3_30b"] if asked.patch else list(MODELS)):
+        rows.append(measure_patch(name) if asked.patch else measure_model(name, asked.profile))
+        print(json.dumps(rows[-1]), flush=True)
+        torch.cuda.empty_cache()
+    if asked.out:
+        with open(asked.out, "w") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+if __name__ == "__main__":
+    main()
