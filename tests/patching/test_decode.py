@@ -6,6 +6,7 @@ import copy
 import logging
 import pickle
 import sys
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from fastlayers.patching import block, decode
 from fastlayers.patching.classes import PREFIX
 from fastlayers.patching.decoder import FastDecoderLayer
 from fastlayers.patching.paged import PagedCache
-from fastlayers.patching.rollback import RollbackLog
 from fastlayers.patching.step import DecodeStep
 from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
 
@@ -257,7 +257,7 @@ def test_a_capture_that_fails_costs_speed_only(caplog: pytest.LogCaptureFixture)
     model = build("qwen3_moe")
     stock = tokens(model)
     report = fl.patch(model)
-    decode.attach(model, RollbackLog(), make_graphs=breaking_graphs)
+    decode.attach(model, ExitStack(), make_graphs=breaking_graphs)
     with caplog.at_level(logging.WARNING, logger="fastlayers.patching.decode"):
         assert torch.equal(tokens(model), stock) and torch.equal(tokens(model), stock)
     assert caplog.text.count("not permitted when stream is capturing") == 1
@@ -288,7 +288,7 @@ def test_a_model_that_moved_to_the_cpu_runs_as_before(caplog: pytest.LogCaptureF
     model = build("qwen3")
     stock = tokens(model)
     fl.patch(model)
-    decode.attach(model, RollbackLog(), make_graphs=CudaGraphs)
+    decode.attach(model, ExitStack(), make_graphs=CudaGraphs)
     with caplog.at_level(logging.WARNING, logger="fastlayers.patching.decode"):
         assert torch.equal(tokens(model), stock)
     assert "the model is on cpu" in caplog.text and int(driver(model).replays) == 0

@@ -1,10 +1,10 @@
-"""Carry a plan out under a rollback log, and undo it."""
+"""Carry a plan out, undone step by step if anything fails, and undo a patch."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,6 @@ from fastlayers.patching.mla import FastMLA
 from fastlayers.patching.packing import PackedModule
 from fastlayers.patching.plan import KINDS, Options, Step, experts_need_registry, is_patched, make_plan, selectors
 from fastlayers.patching.report import PatchEntry, PatchReport
-from fastlayers.patching.rollback import RollbackLog
 
 # Entry points of continuous batching: Hugging Face's manager sizes its pages wrongly for MLA and returns nothing.
 _BATCHING = ("generate_batch", "init_continuous_batching")
@@ -169,18 +168,15 @@ def _kinds(asked: Mapping[str, Any], backend: str) -> dict[str, str | None]:
 
 
 def _apply_or_undo(model: nn.Module, steps: list[Step], options: Options, cuda_graph: bool) -> list[PatchEntry]:
-    log = RollbackLog()
-    try:
-        entries = _apply(model, steps, options, log)
+    with ExitStack() as undo:
+        entries = _apply(model, steps, options, undo)
         if cuda_graph:
             names = {id(module): name for name, module in model.named_modules()}
             for root in (root for root in _roots(model) if hasattr(root, "_sample")):
-                decode.attach(root, log)
+                decode.attach(root, undo)
                 entries.append(decode.entry(names[id(root)], root))
-        return entries
-    except BaseException:
-        log.undo()
-        raise
+        undo.pop_all()
+    return entries
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
@@ -199,7 +195,7 @@ def _check(steps: list[Step], options: Options) -> None:
         raise PatchError(f"patch: strict, but {len(wrong)} modules would be skipped{listed}")
 
 
-def _apply(model: nn.Module, steps: list[Step], options: Options, log: RollbackLog) -> list[PatchEntry]:
+def _apply(model: nn.Module, steps: list[Step], options: Options, undo: ExitStack) -> list[PatchEntry]:
     entries = []
     roots = _roots(model)
     previous = {id(root): root.config._experts_implementation for root in roots}
@@ -209,10 +205,10 @@ def _apply(model: nn.Module, steps: list[Step], options: Options, log: RollbackL
             entries.append(step.entry(_implementation(step.module) if step.done else ""))
             continue
         assert step.rule is not None
-        log.add(partial(unswap, step.module))
+        undo.callback(unswap, step.module)
         if step.rule.mixin is None:
             owner = next((root for root in roots if any(m is step.module for m in root.modules())), None)
-            log.add(partial(experts.restore, step.module))
+            undo.callback(experts.restore, step.module)
             moved = experts.prepare(step.module, step.backend, previous[id(owner)] if owner is not None else None)
             entries.append(step.entry(f"fused_moe={step.module._fl_core.choice.name}", moved))  # type: ignore[union-attr]
             continue
@@ -220,31 +216,31 @@ def _apply(model: nn.Module, steps: list[Step], options: Options, log: RollbackL
         if issubclass(step.rule.mixin, FastMLA):
             fast._fl_adopt = options.cache == "adopt"
         moved = swap(step.module, step.rule.mixin, step.backend, options.fuse_projections)
-        entries.append(step.entry(_implementation(step.module), 0 if _packed(step.module) else moved))
+        entries.append(step.entry(_implementation(step.module), 0 if _packed(step.module) else moved, _apart(fast)))
         if _packed(step.module):
             entries.append(_packed_entry(step, moved))
     if experts_need_registry(steps):
         for root in roots:
             if any(PREFIX + "core" in m.__dict__ and not isinstance(m, FastModule) for m in root.modules()):
-                log.add(partial(root.set_experts_implementation, previous[id(root)]))
+                undo.callback(root.set_experts_implementation, previous[id(root)])
                 root.set_experts_implementation(experts.NAME)
-    _use_attention_registry(model, steps, log)
+    _use_attention_registry(model, steps, undo)
     for kind, entry in ((FastMLA, _no_continuous_batching), (gqa.FastGQA, _stock_continuous_batching)):
         for root in (root for root in roots if any(isinstance(module, kind) for module in root.modules())):
             for name in _BATCHING:
                 if hasattr(root, name) and name not in root.__dict__:
-                    log.add(partial(root.__dict__.pop, name, None))
+                    undo.callback(root.__dict__.pop, name, None)
                     root.__dict__[name] = partial(entry, root, name)
     return entries
 
 
-def _use_attention_registry(model: nn.Module, steps: list[Step], log: RollbackLog) -> None:
+def _use_attention_registry(model: nn.Module, steps: list[Step], undo: ExitStack) -> None:
     """Set the attention implementation of each model with patched attention, where a plain one ran so far."""
     for owner, layers in _attention_owners(model):
         previous = owner.config._attn_implementation
         if previous not in (None, *gqa.NAMES) or not any(step.module in layers and step.applies for step in steps):
             continue
-        log.add(partial(owner.set_attn_implementation, previous or "sdpa"))
+        undo.callback(owner.set_attn_implementation, previous or "sdpa")
         owner.set_attn_implementation(gqa.NAMES[previous or "sdpa"])
 
 
@@ -279,6 +275,12 @@ def _implementation(module: nn.Module) -> str:
 
 def _packed(module: nn.Module) -> bool:
     return isinstance(module, PackedModule) and module._fl_weight is not None
+
+
+def _apart(module: Any) -> str:
+    """Return a remark if weights that could share a buffer stay where they are, for somebody else's sake."""
+    why = module._fl_apart if isinstance(module, PackedModule) else ""
+    return f"{'+'.join(module._fl_parts())} apart: {why}" if why.startswith(("alias", "tied", "weights")) else ""
 
 
 def _packed_entry(step: Step, moved: int) -> PatchEntry:

@@ -18,6 +18,8 @@ from torch import nn
 from fastlayers.operators import count as count_operator
 
 PREFIX = "_fl_"
+# What a copy makes anew from its own parameters.
+_DERIVED = ("_fl_weight", "_fl_bias", "_fl_dense")
 
 
 def count(counter: torch.Tensor) -> None:
@@ -44,12 +46,9 @@ class FastModule:
     def _fl_choose(self) -> None:
         """Choose backends for the device and dtype that the parameters have now."""
 
-    def _fl_pack(self) -> int:
-        """Move weights that are used together into one storage; return the bytes moved."""
+    def _fl_pack(self, aliases: bool = False) -> int:
+        """Move weights that are used together side by side; return the bytes moved."""
         return 0
-
-    def _fl_unpack(self) -> None:
-        """Undo :meth:`_fl_pack`."""
 
     def _fl_implementation(self) -> str:
         """Return what runs, in a word or two."""
@@ -58,7 +57,8 @@ class FastModule:
     def _fl_refresh(self) -> None:
         if PREFIX + "hits" in self.__dict__:
             self._fl_choose()
-            self._fl_pack()
+            # Whoever replaced the parameters holds them at this moment.
+            self._fl_pack(aliases=True)
 
     def _fl_usable(self, x: torch.Tensor) -> bool:
         """Return whether our code may run: set up, not training, and nobody wants gradients. Counts."""
@@ -82,7 +82,7 @@ class FastModule:
 
     def __reduce__(self) -> tuple[Any, ...]:
         original, mixin = type(self)._fl_origin  # type: ignore[attr-defined]
-        return _rebuild, (original, mixin), self.__dict__
+        return _rebuild, (original, mixin), {k: v for k, v in self.__dict__.items() if k not in _DERIVED}
 
 
 def wants_grad(module: Any, x: torch.Tensor) -> bool:
@@ -151,9 +151,7 @@ def swap(module: nn.Module, mixin: type, backend: str, fuse: bool) -> int:
 
 def unswap(module: nn.Module) -> None:
     """Restore the original class and drop everything of ours; works on copies of patched modules too."""
-    fast: Any = module
     if isinstance(module, FastModule):
-        fast._fl_unpack()
         module.__class__ = original_class(module)
         _rebind_hooked(module, module.__class__)
     hooks = module._load_state_dict_post_hooks

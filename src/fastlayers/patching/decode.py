@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,6 @@ from fastlayers.patching.matching import foreign_hooks
 from fastlayers.patching.mla import FastMLA
 from fastlayers.patching.paged import Lease, PagedCache, Pool, Store, capacity_bucket
 from fastlayers.patching.report import PatchEntry
-from fastlayers.patching.rollback import RollbackLog
 from fastlayers.patching.step import DecodeStep
 from fastlayers.runtime.graphs import CudaGraphs, GraphRecord
 
@@ -385,7 +385,7 @@ def check_capturable(roots: list[Any]) -> None:
 
 
 def attach(
-    root: Any, log_of_undo: RollbackLog, make_graphs: Callable[[torch.device], CudaGraphs] = CudaGraphs,
+    root: Any, undo: ExitStack, make_graphs: Callable[[torch.device], CudaGraphs] = CudaGraphs,
     core: str = "triton",
 ) -> DecodeDriver:  # fmt: skip
     """Capture the decode steps of ``root`` from now on; decoder layers of known code add and norm in one launch.
@@ -394,7 +394,8 @@ def attach(
     ----------
     root : PreTrainedModel
         Patched already.
-    log_of_undo : RollbackLog
+    undo : ExitStack
+        Gets what undoes this, should a later step of the patch fail.
     make_graphs, core
         As for :class:`DecodeDriver`; by default CUDA graphs, and attention cores in Triton.
     """
@@ -403,10 +404,10 @@ def attach(
         return driver
     for layer in getattr(root.get_decoder(), "layers", ()):
         if fusible(layer):
-            log_of_undo.add(partial(unswap, layer))
+            undo.callback(unswap, layer)
             swap(layer, FastDecoderLayer, "auto", False)
     driver = DecodeDriver(root, make_graphs, core)
-    log_of_undo.add(driver.detach)
+    undo.callback(driver.detach)
     driver.attach()
     return driver
 

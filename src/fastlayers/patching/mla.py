@@ -114,9 +114,9 @@ class FastMLA(PackedModule):
     def _fl_parts(self) -> tuple[str, ...]:
         return ("q_proj" if self.q_lora_rank is None else "q_a_proj"), "kv_a_proj_with_mqa"
 
-    def _fl_pack(self) -> int:
+    def _fl_pack(self, aliases: bool = False) -> int:
         # Of a quantised kv_b_proj one dequantised copy is held; unquantised weights are used where they are.
-        moved, weight = super()._fl_pack(), self.kv_b_proj.weight
+        moved, weight = super()._fl_pack(aliases), self.kv_b_proj.weight
         self._fl_dense = None
         if weight.element_size() == 1 and weight.device.type != "meta":
             with torch.no_grad(), torch.inference_mode(False):

@@ -1,7 +1,10 @@
-"""Several ``nn.Linear`` of one input as one product: their weights in one storage, the parameters as slices of it.
+"""Several ``nn.Linear`` of one input as one product: their weights lie one behind the other in one buffer.
 
-The parameters keep their names and values; only ``.data`` points elsewhere. A storage that went stale behind our
-back (a parameter was replaced) is noticed by its addresses, and the single linears run instead.
+Each parameter keeps its name and value, and has a storage of its own over its part of the buffer, so that nobody who
+looks for shared memory (safetensors, Accelerate, the hub) finds any. What would have to be moved away from somebody
+else stays where it is: weights in shared memory, and weights that another tensor looks at. A buffer that went stale
+behind our back (a parameter was replaced) is noticed by its addresses, and the single linears run instead. They also
+run while something compiles or exports, so that a program holds the parameters and no buffer of ours.
 """
 
 from __future__ import annotations
@@ -26,20 +29,38 @@ def plain(linear: Any) -> bool:
     )
 
 
-def packable(linears: Sequence[Any]) -> bool:
-    """Return whether these modules can share one storage."""
-    if len(linears) < 2 or not all(plain(linear) for linear in linears):
-        return False
-    weights = [linear.weight for linear in linears]
-    first = weights[0]
-    return (
-        all(type(w) is nn.Parameter and w.dtype == first.dtype and w.device == first.device for w in weights)
-        and first.device.type != "meta"
-        and len({w.shape[1] for w in weights}) == 1
-        and len({id(w) for w in weights}) == len(weights)
+def why_apart(linears: Sequence[Any], aliases: bool = False) -> str:
+    """Return why these modules cannot share one buffer, or "".
+
+    ``aliases``: take weights that other tensors look at too; else they stay where these tensors see them change.
+    """
+    if not all(plain(linear) for linear in linears):
+        return "not plain linears"
+    tensors = [p for linear in linears for p in linear._parameters.values() if p is not None]
+    first = linears[0].weight
+    if first.device.type == "meta" or any(type(p) is not nn.Parameter for p in tensors):
+        return "not plain parameters"
+    alike = (
+        len({(p.dtype, p.device, p.is_inference()) for p in tensors}) == 1
+        and len({linear.weight.shape[1] for linear in linears}) == 1
         and len({linear.bias is None for linear in linears}) == 1
-        and len({p.is_inference() for linear in linears for p in linear.parameters()}) == 1
     )
+    if not alike:
+        return "weights of several shapes, dtypes or devices"
+    if len({id(p) for p in tensors}) < len(tensors) or not all(p.is_contiguous() for p in tensors):
+        return "tied or transposed weights"
+    if first.device.type == "cpu" and any(p.is_shared() for p in tensors):
+        return "weights in shared memory"
+    if not aliases and any(_aliased(p) for p in tensors):
+        return "aliased: another tensor looks at the weights"
+    return ""
+
+
+def _aliased(parameter: torch.Tensor) -> bool:
+    """Return whether another tensor has the storage of ``parameter``: it would not see later changes."""
+    storage = parameter.untyped_storage()
+    # The parameter, and the storage object of this line.
+    return int(torch._C._storage_Use_Count(storage._cdata)) > 2
 
 
 def _join(parameters: list[nn.Parameter]) -> torch.Tensor:
@@ -47,14 +68,10 @@ def _join(parameters: list[nn.Parameter]) -> torch.Tensor:
         joined = torch.cat([parameter.detach() for parameter in parameters])
         start = 0
         for parameter in parameters:
-            parameter.data = joined[start : start + parameter.shape[0]]
+            # DLPack makes a storage of these rows alone, which keeps the buffer alive.
+            parameter.data = torch.from_dlpack(joined[start : start + parameter.shape[0]])
             start += parameter.shape[0]
     return joined
-
-
-def _separate(parameter: Any) -> None:
-    with storage_mode(parameter):
-        parameter.data = parameter.detach().clone()
 
 
 class PackedModule(FastModule):
@@ -62,6 +79,8 @@ class PackedModule(FastModule):
 
     _fl_weight: torch.Tensor | None
     _fl_bias: torch.Tensor | None
+    # Why the weights are not in one buffer; "" if they are.
+    _fl_apart: str
 
     def _fl_parts(self) -> tuple[str, ...]:
         """Return the names of the linears that go together."""
@@ -70,13 +89,16 @@ class PackedModule(FastModule):
     def _fl_linears(self) -> list[Any]:
         return [getattr(self, name) for name in self._fl_parts()]
 
-    def _fl_pack(self) -> int:
+    def _fl_pack(self, aliases: bool = False) -> int:
         linears = self._fl_linears()
         held = self.__dict__.get("_fl_weight")
-        if held is not None and packable(linears) and _holds(held, [linear.weight for linear in linears]):
+        self._fl_apart = "" if self._fl_fuse else "fuse_projections=False"
+        self._fl_apart = self._fl_apart or why_apart(linears, True)
+        if held is not None and not self._fl_apart and _holds(held, [linear.weight for linear in linears]):
             return 0
+        self._fl_apart = self._fl_apart or why_apart(linears, aliases)
         self._fl_weight = self._fl_bias = None
-        if not self._fl_fuse or not packable(linears):
+        if self._fl_apart:
             return 0
         self._fl_weight = _join([linear.weight for linear in linears])
         moved = self._fl_weight.numel() * self._fl_weight.element_size()
@@ -84,14 +106,6 @@ class PackedModule(FastModule):
             self._fl_bias = _join([linear.bias for linear in linears])
             moved += self._fl_bias.numel() * self._fl_bias.element_size()
         return moved
-
-    def _fl_unpack(self) -> None:
-        if self.__dict__.get("_fl_weight") is not None:
-            for linear in self._fl_linears():
-                if type(linear) is nn.Linear:
-                    _separate(linear.weight)
-                    if linear.bias is not None:
-                        _separate(linear.bias)
 
     def _fl_fused(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return all outputs side by side, or ``None`` if the packed storage is not what the parameters hold."""
@@ -101,14 +115,13 @@ class PackedModule(FastModule):
     def _fl_packed(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """Return the packed weight and bias, or ``None`` if they are not what the parameters hold."""
         weight, bias = self._fl_weight, self._fl_bias
-        if weight is None:
+        if weight is None or torch.compiler.is_compiling():
             return None
-        if not torch.compiler.is_compiling():
-            linears = self._fl_linears()
-            if not all(plain(linear) for linear in linears) or not _holds(weight, [p.weight for p in linears]):
-                return None
-            if bias is not None and not _holds(bias, [p.bias for p in linears]):
-                return None
+        linears = self._fl_linears()
+        if not all(plain(linear) for linear in linears) or not _holds(weight, [p.weight for p in linears]):
+            return None
+        if bias is not None and not _holds(bias, [p.bias for p in linears]):
+            return None
         return weight, bias
 
     def _fl_side_by_side(self, x: torch.Tensor, step: Any) -> torch.Tensor:

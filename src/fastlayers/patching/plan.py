@@ -58,13 +58,13 @@ class Step:
         """Whether there is something to do."""
         return not self.reason and not self.done
 
-    def entry(self, implementation: str = "", moved: int = 0) -> PatchEntry:
+    def entry(self, implementation: str = "", moved: int = 0, remark: str = "") -> PatchEntry:
         """Return the report's entry."""
         cls = original_class(self.module).__name__
         if self.reason:
             return PatchEntry(self.name, self.kind, cls, "skipped", "", self.reason)
         action = "registry" if self.rule is not None and self.rule.mixin is None else "swapped"
-        remark = "already patched" if self.done else ""
+        remark = "already patched" if self.done else remark
         return PatchEntry(self.name, self.kind, cls, action, implementation, remark, moved)
 
 

@@ -1,0 +1,150 @@
+"""Weights of a patched model under the tools that save, load, share and move them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fastlayers as fl
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from test_contracts import all_packed, close, logits
+from tiny import build
+
+FAMILIES = ["v3", "qwen2_moe", "gpt_oss", "llama"]
+
+
+def with_other_weights(name: str) -> Any:
+    return build(name, seed=5)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_accelerate_saves_and_loads_every_tensor(name: str, tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    safetensors = pytest.importorskip("safetensors.torch")
+    model, other = build(name), with_other_weights(name)
+    wanted = logits(model)
+    names = set(model.state_dict())
+    fl.patch(model)
+    assert all_packed(model)
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.save_model(model, tmp_path / "model")
+    assert set(safetensors.load_file(tmp_path / "model" / "model.safetensors")) == names
+    fl.patch(other)
+    accelerate.load_checkpoint_in_model(other, str(tmp_path / "model"))
+    assert close(logits(other), wanted)
+
+    prepared = accelerator.prepare(model)
+    accelerator.save_state(str(tmp_path / "state"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    accelerator.load_state(str(tmp_path / "state"))
+    assert close(logits(prepared), wanted)
+    accelerator.free_memory()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_safetensors_saves_and_loads_whole_models(name: str, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    model, other = build(name), with_other_weights(name)
+    wanted = logits(model)
+    fl.patch(model)
+    fl.patch(other)
+    safetensors.save_model(model, str(tmp_path / "all.safetensors"))
+    assert safetensors.load_model(other, str(tmp_path / "all.safetensors")) == (set(), [])
+    assert close(logits(other), wanted)
+    fl.unpatch(other)
+    assert torch.equal(logits(other), wanted)
+
+
+@pytest.mark.parametrize("name", ["v3", "llama"])
+def test_the_hub_saves_every_tensor(name: str, tmp_path: Path) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = build(name)
+    wanted = {key: value.clone() for key, value in model.state_dict().items()}
+    fl.patch(model)
+    hub.save_torch_model(model, str(tmp_path))
+    found = safetensors.load_file(tmp_path / "model.safetensors")
+    assert set(found) == set(wanted) and all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+    class Mine(nn.Module, hub.PyTorchModelHubMixin):
+        def __init__(self, seed: int = 0) -> None:
+            super().__init__()
+            self.inner = build(name, seed=seed)
+
+    mine = Mine(seed=3)
+    before = logits(mine.inner)
+    fl.patch(mine)
+    mine.save_pretrained(tmp_path / "mine")
+    again = Mine.from_pretrained(tmp_path / "mine")
+    assert torch.equal(logits(again.inner), before)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tensors_that_look_at_weights_before_patch_and_unpatch_stay_current(name: str) -> None:
+    model, twin = build(name), build(name)
+    held = model.state_dict()
+    report = fl.patch(model)
+    assert any("aliased: another tensor" in entry.reason for entry in report.replaced)
+    del held["lm_head.weight"]
+    for m, tensors in ((model, held), (twin, twin.state_dict())):
+        for key, tensor in tensors.items():
+            if key.endswith("_proj.weight"):
+                tensor.mul_(1.2)
+        assert not torch.equal(logits(m), logits(build(name)))
+    assert close(logits(model), logits(twin))
+
+    other = build(name)
+    fl.patch(other)
+    held = other.state_dict()
+    fl.unpatch(other)
+    for key, tensor in held.items():
+        assert other.get_parameter(key).data_ptr() == tensor.data_ptr() if "bias" not in key else True
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_shared_memory_stays_shared(when: str) -> None:
+    model = build("llama")
+    wanted = logits(model)
+    if when == "before":
+        model.share_memory()
+        report = fl.patch(model)
+        assert any("shared memory" in entry.reason for entry in report.replaced)
+    else:
+        fl.patch(model)
+        model.share_memory()
+    assert all(parameter.is_shared() for parameter in model.parameters())
+    assert close(logits(model), wanted)
+    fl.unpatch(model)
+    assert all(parameter.is_shared() for parameter in model.parameters())
+    assert torch.equal(logits(model), wanted)
+
+
+def test_transposed_weights_keep_their_strides() -> None:
+    model = build("llama")
+    linear = model.model.layers[0].self_attn.k_proj
+    linear.weight = nn.Parameter(linear.weight.detach().t().contiguous().t())
+    strides = {name: p.stride() for name, p in model.named_parameters()}
+    wanted = logits(model)
+    fl.patch(model)
+    fl.unpatch(model)
+    assert torch.equal(logits(model), wanted)
+    assert {name: p.stride() for name, p in model.named_parameters()} == strides
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_two_parameters_share_a_storage(name: str) -> None:
+    model = build(name)
+    fl.patch(model)
+    assert all_packed(model)
+    storages = [parameter.untyped_storage() for parameter in model.parameters()]
+    assert len({storage.data_ptr() for storage in storages}) == len(storages)
+    for parameter, storage in zip(model.parameters(), storages, strict=True):
+        assert storage.nbytes() == parameter.nbytes and parameter.storage_offset() == 0
