@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from fastlayers.errors import CheckpointError
 from fastlayers.quant.notice import announce_slow_formats
 from fastlayers.weights import Slot, slots
 
+SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # Dtypes of quantised values, as safetensors spells them.
 CODES = {
@@ -47,7 +48,15 @@ class Checkpoint:
     Raises
     ------
     CheckpointError
-        No such directory, no shards, an index that names a file that is not there, or a shard that cannot be read.
+        No such directory, no shards, an index that names a file that is not there or lies outside the directory, or a
+        shard that cannot be read; without an index, several files that cannot be told to belong together; a tensor
+        that two files hold.
+
+    Notes
+    -----
+    The files are those that transformers takes, or there is an error: ``model.safetensors``, whatever lies beside it;
+    else those of ``model.safetensors.index.json``; else, where transformers gives up, a whole set of numbered shards
+    or files of which no two hold the same tensor.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -55,31 +64,68 @@ class Checkpoint:
         if not self.path.is_dir():
             hint = "a directory with config.json and *.safetensors is expected"
             raise CheckpointError(f"{self.path}: not a directory; {hint}")
-        self.file_of = self._index()
         self._open_name: Path | None = None
         self._open: Any = None
+        self.file_of = self._files()
+        if not self.file_of:
+            raise CheckpointError(f"{self.path}: no tensors in its *.safetensors files")
 
-    def _index(self) -> dict[str, Path]:
-        index = self.path / INDEX
+    def _files(self) -> dict[str, Path]:
+        """Return the file of each tensor."""
+        single, index = self.path / SINGLE, self.path / INDEX
+        if single.is_file():
+            return self._held_by([single])
         if index.is_file():
-            try:
-                named = dict(json.loads(index.read_text())["weight_map"])
-                missing = sorted({file for file in named.values() if not (self.path / file).is_file()})
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                raise CheckpointError(f"{index}: not a safetensors index: {type(error).__name__}: {error}") from error
-            if missing:
-                raise CheckpointError(f"{index}: names shards that are not there: {', '.join(missing)}")
-            return {name: self.path / file for name, file in named.items()}
+            return self._of_index(index)
         files = sorted(self.path.glob("*.safetensors"))
         if not files:
             raise CheckpointError(f"{self.path}: no *.safetensors files")
-        numbered = [found for found in (_SHARD.search(file.name) for file in files) if found]
-        if numbered and len(numbered) < (wanted := int(numbered[0].group(2))):
-            raise CheckpointError(f"{self.path}: {len(numbered)} of {wanted} shards, and no {INDEX}: incomplete")
-        return {name: file for file in files for name in self._shard(file).keys()}  # noqa: SIM118 (not iterable)
+        numbered = {file: found for file in files if (found := _SHARD.search(file.name))}
+        if numbered:
+            sets = {(file.name[: found.start()], int(found[2])) for file, found in numbered.items()}
+            if len(sets) > 1 or len(numbered) < len(files):
+                raise CheckpointError(f"{self.path}: no {INDEX}, and {_listed(files)} are not shards of one set")
+            (_, wanted), numbers = sets.pop(), {int(found[1]) for found in numbered.values()}
+            if numbers != set(range(1, wanted + 1)):
+                raise CheckpointError(f"{self.path}: {len(numbered)} of {wanted} shards, and no {INDEX}: incomplete")
+        return self._held_by(files)
+
+    def _of_index(self, index: Path) -> dict[str, Path]:
+        try:
+            named = dict(json.loads(index.read_text())["weight_map"])
+            files = {file: self._inside(index, file) for file in sorted(set(named.values()))}
+            missing = [file for file, path in files.items() if not path.is_file()]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CheckpointError(f"{index}: not a safetensors index: {type(error).__name__}: {error}") from error
+        if missing:
+            raise CheckpointError(f"{index}: names shards that are not there: {', '.join(missing)}")
+        held = self._held_by(list(files.values()))
+        for name, file in named.items():
+            # The same file: no two hold the same tensor.
+            if held.get(name) != files[file]:
+                raise CheckpointError(f"{files[file]}: {name} is not in it, though {INDEX} says so")
+        return held
+
+    def _inside(self, index: Path, file: str) -> Path:
+        """Return the path of a shard that an index names; links below the directory may lead anywhere."""
+        parts = PurePath(file).parts
+        if not parts or PurePath(file).is_absolute() or ".." in parts:
+            accepted = "names of files below the directory"
+            raise CheckpointError(f"{index}: names the shard {file!r}; accepted: {accepted}")
+        return self.path / file
+
+    def _held_by(self, files: Sequence[Path]) -> dict[str, Path]:
+        """Return the file of each tensor in ``files``, of which no two may hold the same."""
+        held: dict[str, Path] = {}
+        for file in files:
+            for name in self._shard(file).keys():  # noqa: SIM118 (not iterable)
+                if name in held:
+                    raise CheckpointError(f"{self.path}: {name} is in {_listed([held[name], file])}: one would be lost")
+                held[name] = file
+        return held
 
     def _shard(self, file: Path) -> Any:
-        if getattr(self, "_open_name", None) != file:
+        if self._open_name != file:
             try:
                 self._open = safe_open(file, framework="pt")
             except (SafetensorError, OSError, ValueError) as error:
@@ -91,12 +137,7 @@ class Checkpoint:
     def config(self) -> dict[str, Any]:
         """The parsed ``config.json``."""
         file = self.path / "config.json"
-        try:
-            parsed = json.loads(file.read_text())
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{file}: cannot be read: {error}") from error
-        if not isinstance(parsed, dict):
-            raise CheckpointError(f"{file}: holds {type(parsed).__name__}; accepted: an object of names and values")
+        parsed = read_json(file)
         quantization = parsed.get("quantization_config")
         if quantization is not None and not isinstance(quantization, dict):
             accepted = "an object with quant_method, or none"
@@ -132,7 +173,27 @@ class Checkpoint:
 
     def in_file_order(self, names: Iterable[str]) -> Iterator[str]:
         """Yield ``names`` shard by shard, so that each file is opened once."""
-        yield from sorted(names, key=lambda name: (self.file_of[name].name, name))
+        order = {file: number for number, file in enumerate(sorted(set(self.file_of.values())))}
+        yield from sorted(names, key=lambda name: (order[self.file_of[name]], name))
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object that a JSON file holds, or raise :class:`CheckpointError` naming the file."""
+    try:
+        parsed = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}") from error
+    except RecursionError as error:
+        raise CheckpointError(f"{file}: cannot be read: nested too deeply") from error
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{file}: holds {type(parsed).__name__}; accepted: an object of names and values")
+    return parsed
+
+
+def _listed(files: Sequence[Path]) -> str:
+    names = [file.name for file in files]
+    rest = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + rest
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint, *, ignore: Sequence[str] = ()) -> None:

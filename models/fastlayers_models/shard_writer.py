@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 from fastlayers.errors import ArgumentError
-from fastlayers_models.checkpoint import INDEX, Checkpoint
+from fastlayers_models.checkpoint import INDEX, SINGLE, Checkpoint
 from fastlayers_models.convert_readme import ORIGINAL, originals_readme
 
 Tensors = dict[str, torch.Tensor]
@@ -67,6 +67,8 @@ class ShardWriter:
     def __init__(self, checkpoint: Checkpoint, target: str | Path, purpose: str) -> None:
         self.checkpoint, self.target = checkpoint, Path(target)
         self.files = sorted(set(checkpoint.file_of.values()))
+        # A shard keeps its place below the directory: two may have the same name.
+        self._place = {file: file.relative_to(checkpoint.path).as_posix() for file in self.files}
         self.resumed = self.bytes_before = self.bytes_after = 0
         self._identity = {"purpose": purpose, "source": _fingerprint(checkpoint)}
         self._finished: dict[str, Any] = {}
@@ -131,10 +133,11 @@ class ShardWriter:
         for name in sorted(self.checkpoint.file_of):
             by_file[self.checkpoint.file_of[name]].append(name)
         for file, names in by_file.items():
-            done = file.name in self._finished
+            place = self._place[file]
+            done = place in self._finished
             self.resumed += done
             if not done:
-                self._finished[file.name] = self._write_shard(file, names, handle, progress)
+                self._finished[place] = self._write_shard(file, names, handle, progress)
                 self._save_state()
             elif progress is not None:
                 for name in names:
@@ -155,12 +158,14 @@ class ShardWriter:
             made, noted = handle(name)
             tensors |= made
             notes |= noted
-        partial = self.target / (file.name + PARTIAL)
+        place = self.target / self._place[file]
+        partial = place.with_name(place.name + PARTIAL)
+        place.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, partial, metadata={"format": "pt"})
         shutil.copymode(file, partial)
         _to_disk(partial)
         checksum = _checksum(partial)
-        partial.replace(self.target / file.name)
+        partial.replace(place)
         after = sum(t.numel() * t.element_size() for t in tensors.values())
         return {
             "sha256": checksum, "tensors": sorted(tensors), "notes": notes,
@@ -180,7 +185,7 @@ class ShardWriter:
         if described is not None:
             shutil.copyfile(described, self.target / ORIGINAL)
         _write_atomically(self.target / "README.md", readme)
-        if len(self.files) > 1:
+        if list(self._finished) != [SINGLE]:  # the one name that needs no index
             weight_map = {t: name for name, entry in self._finished.items() for t in entry["tensors"]}
             index = {"metadata": {"total_size": self.bytes_after}, "weight_map": dict(sorted(weight_map.items()))}
             _write_atomically(self.target / INDEX, json.dumps(index, indent=2))
@@ -208,7 +213,7 @@ def _fingerprint(checkpoint: Checkpoint) -> str:
     digest = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode())
     for file in sorted(set(checkpoint.file_of.values())):
         facts = file.stat()
-        digest.update(f"{file.name} {facts.st_size} {facts.st_mtime_ns}".encode())
+        digest.update(f"{file.relative_to(checkpoint.path)} {facts.st_size} {facts.st_mtime_ns}".encode())
         digest.update(_header(file))
     return digest.hexdigest()
 
