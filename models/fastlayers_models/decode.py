@@ -24,6 +24,7 @@ from fastlayers.errors import ArgumentError, CaptureError
 from fastlayers.runtime.graphs import CudaGraphs, bucket_of, decode_buckets
 from fastlayers.sampler.layer import MODES, ROW_DTYPES, RowParams, Sampler, SamplingParams, SamplingState
 from fastlayers.torch_compile import CompiledBlocks, TorchCompile
+from fastlayers.weights_epoch import WeightsWatch
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +119,7 @@ class DecodeStep:
         self._host = torch.zeros(2, self.max_batch, dtype=torch.int64, device="cpu", pin_memory=cuda)
         self._events = [torch.cuda.Event() for _ in range(2)] if cuda else [None, None]
         self._turn = 0
+        self.weights = WeightsWatch(model)
         self._size, self._mode = 0, "greedy"
         self._bucket: int | None = None
 
@@ -158,7 +160,12 @@ class DecodeStep:
         return self._send()
 
     def launch(self, batch: AttentionBatch) -> Pending:
-        """Run one step for the loaded requests, without waiting for it."""
+        """Run one step for the loaded requests, without waiting for it.
+
+        A captured step whose weights were replaced since is captured again first.
+        """
+        if self._bucket is not None and self.weights.stale:
+            self._capture_again(self._bucket)
         if self._bucket is None:
             self._run(self.state.plan(batch, num_pages=self.num_pages), self._mode)
         else:
@@ -184,8 +191,12 @@ class DecodeStep:
         graphs = self.graphs
         if graphs is None:
             return
+        if self.weights.stale:
+            graphs.clear()
         keys = [(n, mode) for n in (self.buckets if buckets is None else buckets) for mode in modes]
         keys = [key for key in dict.fromkeys(keys) if key not in graphs]
+        if not keys:
+            return
         try:
             graphs.capture_all({key: self._captured(*key) for key in keys}, progress=progress)
         except CaptureError as error:
@@ -193,6 +204,15 @@ class DecodeStep:
                 raise
             log.warning("decode runs without CUDA graphs: %s", error)
             self.graphs, self.buckets, self._bucket = None, (), None
+        self.weights.mark()  # only now: the runs before a capture may pack
+
+    def _capture_again(self, bucket: int) -> None:
+        """Capture the loaded rows' bucket anew between two of their steps."""
+        rows = (self.ids, *self.rows, self.count)
+        kept = [tensor.clone() for tensor in rows]
+        self.capture([bucket], [self._mode])
+        for tensor, values in zip(rows, kept, strict=True):
+            tensor.copy_(values)
 
     def _captured(self, bucket: int, mode: str) -> Callable[[], torch.Tensor]:
         # Nobody's rows: they read and write page 0 only. Alike for all buckets, so they may be planned beforehand.

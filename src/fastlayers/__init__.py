@@ -61,6 +61,7 @@ _PUBLIC = {
     "patch": "fastlayers.patching",
     "patched": "fastlayers.patching",
     "registry": "fastlayers.registry",
+    "repack": "fastlayers.layer",
     "unpatch": "fastlayers.patching",
     "warmup": "fastlayers.runtime.warmup",
 }

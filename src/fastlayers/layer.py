@@ -13,6 +13,7 @@ from fastlayers.device import DESCRIBED
 from fastlayers.errors import ArgumentError, check_fields
 from fastlayers.registry import Choice, Ladder, Registry
 from fastlayers.registry import registry as registry_named
+from fastlayers.weights_epoch import WatchedModule, epoch_of
 
 # Phases of an attention core; the order in which a layer holds their ladders.
 PHASES = ("decode", "extend")
@@ -25,7 +26,7 @@ def _check_asked(layer: nn.Module, cfg: Any, device: torch.device | str | None) 
         raise ArgumentError(type(layer).__name__, "device", repr(device), accepted)
 
 
-class Layer(nn.Module):
+class Layer(WatchedModule):
     """A module whose computation is done by backends of one registry.
 
     ``choice`` and ``ladder`` are set once, by :meth:`choose` in the constructor; ``forward`` of a subclass only
@@ -72,6 +73,11 @@ class Layer(nn.Module):
     def finalize(self) -> None:
         """Let the backend pack the loaded weights; idempotent, zero-copy where layouts agree."""
 
+    def repack(self) -> None:
+        """Pack again, after weights were changed in a way that nobody sees: see :func:`repack`."""
+        self.weights_changed()
+        self.finalize()
+
     def extra_repr(self) -> str:
         """Return the configuration and the chosen backend."""
         if not hasattr(self, "choice"):
@@ -89,8 +95,20 @@ class Layer(nn.Module):
         NoBackendError
             The backend that was asked for cannot run on the other device. Nothing was changed.
         """
+        # Outside inference mode, whoever asks: parameters stay tensors with a version.
+        with torch.inference_mode(False):
+            before = self.storages()
+            self._move(fn, recurse)
+            if self.storages() != before:
+                self.weights_changed()
+        if self.__dict__.get("packed") is not None:
+            self.finalize()  # what was packed may be of the old tensors
+        return self
+
+    def _move(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool) -> None:
         if not hasattr(self, "choice"):
-            return super()._apply(fn, recurse)
+            super()._apply(fn, recurse)
+            return
         own = self.fixed_dtype
         here = next((p.device for p in self.parameters()), self.device_type)
         known = getattr(self.cfg, "dtype", None)
@@ -121,9 +139,6 @@ class Layer(nn.Module):
             self.choice, self.ladder = moved[-1]
             if len(moved) > 1:
                 self.decode_choice, self.decode_ladder = moved[0]
-        if self.__dict__.get("packed") is not None:
-            self.finalize()  # what was packed may be of the old tensors
-        return self
 
 
 def finalize(model: nn.Module) -> nn.Module:
@@ -135,8 +150,30 @@ def finalize(model: nn.Module) -> nn.Module:
 
     if not isinstance(model, nn.Module):
         raise ArgumentError("finalize", "model", repr(model), "an nn.Module")
+    epoch_of(model)
     for module in model.modules():
         if isinstance(module, Layer):
             module.finalize()
     probe_tables(model)
+    return model
+
+
+def repack(model: nn.Module) -> nn.Module:
+    """Have every layer of ``model`` pack its weights again, and captured steps be captured again; return the model.
+
+    Needed only after changes that nobody sees: ``parameter.data = …`` and writes through ``.data``, through raw
+    pointers or into ``module._parameters`` (``torch.func.functional_call``), and a whole submodule put into a module
+    that is no :class:`Layer`. What is assigned, loaded, moved or edited in place is seen without it.
+
+    Raises
+    ------
+    ArgumentError
+        ``model`` is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError("repack", "model", repr(model), "an nn.Module")
+    epoch_of(model).value += 1
+    for module in model.modules():
+        if isinstance(module, Layer):
+            module.repack()
     return model

@@ -42,6 +42,7 @@ from fastlayers.quant.fp8_scaled_linear.layer import FP8ScaledLinear
 from fastlayers.quant.spec import NONE, QuantSpec
 from fastlayers.registry import Ladder
 from fastlayers.rotary.layer import RotaryEmbedding, check_rotary
+from fastlayers.weights_epoch import Packed
 
 _FUSED = ("../q_a_proj", "../kv_a_proj_with_mqa")
 
@@ -185,7 +186,7 @@ class MLAAttention(Layer):
             interleaved_out=rotary.cfg.interleaved_out, latent=True, kv_dtype=cfg.kv_dtype, device=device,
         )  # fmt: skip
         self.merge = MergeState(v_head_dim, device=device)
-        self._absorbed: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._absorbed: Packed | None = None
         self._other_ladders: dict[tuple[str, int, str], Ladder] = {}
 
     @property
@@ -202,7 +203,20 @@ class MLAAttention(Layer):
 
     def finalize(self) -> None:
         """Prepare the absorbed weights; a copy is made only where kv_b_proj is quantised (dequantised once)."""
-        self._absorbed = self._absorb()
+        self.absorbed_weights()
+
+    def weights_changed(self) -> None:
+        """Tell, and forget the absorbed weights."""
+        self._absorbed = None
+        super().weights_changed()
+
+    def packed_sources(self) -> tuple[torch.Tensor, ...]:
+        """Return the weight and scales of a quantised ``kv_b_proj``: the absorbed weights are a copy."""
+        if not isinstance(self.kv_b_proj, (FP8BlockLinear, FP8ScaledLinear)):
+            return ()
+        found = tuple(self.kv_b_proj.parameters())
+        # A model that was copied under inference_mode has no versions: then no copy is held.
+        return () if any(weight.is_inference() for weight in found) else found
 
     def _absorb(self) -> tuple[torch.Tensor, torch.Tensor]:
         cfg, projection = self.cfg, self.kv_b_proj
@@ -218,18 +232,22 @@ class MLAAttention(Layer):
         per_head = weight.view(self.num_heads, cfg.qk_nope_head_dim + cfg.v_head_dim, cfg.kv_lora_rank)
         return per_head[:, : cfg.qk_nope_head_dim], per_head[:, cfg.qk_nope_head_dim :]
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        self._absorbed = None  # what was dequantised from the old weights
-        super()._load_from_state_dict(*args)
-
     def absorbed_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``(W_kc [H,N,L], W_vc [H,V,L])``: views of ``kv_b_proj.weight`` unless it is quantised."""
-        quantised = isinstance(self.kv_b_proj, (FP8BlockLinear, FP8ScaledLinear))
-        if self._absorbed is not None and quantised and self._absorbed[0].device == self.kv_b_proj.weight.device:
-            return self._absorbed
-        # Views are taken anew, so that moving or reloading the weight cannot leave them stale.
-        absorbed = self._absorb()
-        self._absorbed = absorbed if quantised else None
+        """Return ``(W_kc [H,N,L], W_vc [H,V,L])``: views of ``kv_b_proj.weight``, or a copy where it is quantised.
+
+        The copy is made again where the weights it is of were replaced, loaded, moved or edited.
+        """
+        held = self._absorbed
+        if held is not None and (torch.compiler.is_compiling() or held.fresh):
+            absorbed: tuple[torch.Tensor, torch.Tensor] = held.value
+            return absorbed
+        sources = self.packed_sources()
+        if not sources:  # views are taken anew, so that moving or reloading the weight cannot leave them stale
+            return self._absorb()
+        with torch.inference_mode(False), torch.no_grad():
+            absorbed = self._absorb()
+        self.weights_changed()  # a captured step holds the address of the copy that is replaced
+        self._absorbed = Packed(absorbed, self, sources)
         return absorbed
 
     def path(self, meta: AttentionMeta) -> str:

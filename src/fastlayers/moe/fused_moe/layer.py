@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,6 +47,7 @@ from fastlayers.quant.mxfp4.codes import GROUP as MX_GROUP
 from fastlayers.quant.spec import NONE, QuantSpec
 from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
 from fastlayers.weights import Slot
+from fastlayers.weights_epoch import Packed
 
 ACTIVATIONS = ("silu", "swiglu_oai")
 _NAME = "FusedMoE"
@@ -270,7 +272,9 @@ class FusedMoE(Layer):
         self.dtype = dtype or torch.get_default_dtype()
         self.debug = env.debug()
         self._make_parameters(device)
-        self.packed: MoEWeights | None = None
+        self.packed: Any = None  # the backend's own type: MoEWeights, or another layout
+        self._finalized = False
+        self._biases: Packed | None = None  # of which biases those of another layout are a copy
 
     @staticmethod
     def _check_blocks(quant: QuantSpec, local: int, full: int, tp: Axis, num_shared: int) -> None:
@@ -326,18 +330,39 @@ class FusedMoE(Layer):
         Raises
         ------
         ArgumentError
-            The layer was moved after weights of another layout had replaced the parameters.
+            The layer was moved after weights of another layout had replaced the parameters; or only some of those
+            were given new values since.
         """
+        names = ("w13", "w2", *(self.scale_names or ()))
         if self.packed is not None and self.w13.numel() == 0:
             if self.packed.w13.device != self.w13.device:
                 given = f"{self.w13.device} after finalize()"
                 raise ArgumentError(_NAME, "device", given, f"{self.packed.w13.device}, where its weights were packed")
             return
-        self.packed = self.ladder.pack(self.weights())
+        for name in names:
+            if getattr(self, name).numel() == 0:
+                given = "empty, as finalize() left it, while another one was replaced"
+                raise ArgumentError(_NAME, name, given, f"new values for each of {', '.join(names)}")
+        self.packed, self._finalized = self.ladder.pack(self.weights()), True
         if self.choice.rungs[-1].backend.weight_layout != "checkpoint":
-            for name in ("w13", "w2", *(self.scale_names or ())):
+            for name in names:
                 parameter = getattr(self, name)
                 parameter.data = parameter.data.new_empty(0)
+            self._biases = Packed(None, self, self.packed_sources()) if self.cfg.bias else None
+
+    def weights_changed(self) -> None:
+        """Tell, and forget what was packed, unless it is all that is left of the weights."""
+        names = ("w13", "w2", *(self.__dict__.get("scale_names") or ()))
+        held = [self._parameters.get(name) for name in names]
+        if self.__dict__.get("packed") is not None and any(p is None or p.numel() > 0 for p in held):
+            self.packed = None
+        super().weights_changed()
+
+    def packed_sources(self) -> tuple[torch.Tensor, ...]:
+        """Return the biases of weights that lie in a layout of their own: it has copies in fp32."""
+        if not self.cfg.bias or self.choice.rungs[-1].backend.weight_layout == "checkpoint":
+            return ()
+        return self.w13_bias, self.w2_bias
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
         """Yield per-expert checkpoint tensors of this rank: ``{e}.gate_proj.weight``, … and shared experts.
@@ -440,10 +465,14 @@ class FusedMoE(Layer):
 
     def _packed(self) -> MoEWeights:
         if self.packed is None:
-            if self.choice.rungs[-1].backend.weight_layout == "checkpoint":
+            if not self._finalized and self.choice.rungs[-1].backend.weight_layout == "checkpoint":
                 packed: MoEWeights = self.ladder.pack(self.weights())
                 return packed
             self.finalize()
+        elif self._biases is not None and not (torch.compiler.is_compiling() or self._biases.fresh):
+            self.packed = self.packed.with_biases(self.weights())
+            self.weights_changed()  # a captured step holds the address of the old copy
+            self._biases = Packed(None, self, self.packed_sources())
         assert self.packed is not None
         return self.packed
 

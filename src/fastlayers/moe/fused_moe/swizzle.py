@@ -15,7 +15,7 @@ and its first mantissa bit, shifted right by 0, 3 and 6; the bits of the fourth 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional as F
@@ -39,6 +39,11 @@ class SwizzledWeights:
     w2_scale: torch.Tensor
     w13_bias: torch.Tensor | None = None
     w2_bias: torch.Tensor | None = None
+
+    def with_biases(self, weights: MoEWeights) -> SwizzledWeights:
+        """Return these with the biases of ``weights``."""
+        first, second = (None if b is None else b.float() for b in (weights.w13_bias, weights.w2_bias))
+        return replace(self, w13_bias=first, w2_bias=second)
 
 
 def swizzle_codes(blocks: torch.Tensor) -> torch.Tensor:
@@ -81,5 +86,4 @@ def swizzle(weights: MoEWeights) -> SwizzledWeights:
         parts = [swizzle_codes(part) for part in blocks.split(EXPERTS_AT_ONCE)]
         codes.append(parts[0] if len(parts) == 1 else torch.cat(parts))
     scales = [swizzle_scales(part) for part in (weights.w13_scale, weights.w2_scale)]
-    biases = [None if b is None else b.float() for b in (weights.w13_bias, weights.w2_bias)]
-    return SwizzledWeights(*(part.mT for part in (*codes, *scales)), *biases)
+    return SwizzledWeights(*(part.mT for part in (*codes, *scales))).with_biases(weights)

@@ -50,8 +50,7 @@ def swizzle(weights: MoEWeights) -> SwizzledWeights:
     assert weights.w13_scale is not None and weights.w2_scale is not None
     codes = [_swizzle(w.flatten(-2), value, mx_axis=1) for w in (weights.w13, weights.w2)]
     scales = [_swizzle(s, scale, mx_axis=1, num_warps=WARPS) for s in (weights.w13_scale, weights.w2_scale)]
-    biases = [None if b is None else b.float() for b in (weights.w13_bias, weights.w2_bias)]
-    return SwizzledWeights(*codes, *scales, *biases)
+    return SwizzledWeights(*codes, *scales).with_biases(weights)
 
 
 def _product(

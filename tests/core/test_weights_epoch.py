@@ -1,0 +1,320 @@
+"""Packed weights and captured steps follow the weights: replaced, loaded, moved, edited; and what it costs."""
+
+from __future__ import annotations
+
+import copy
+import io
+import timeit
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fastlayers as fl
+from fastlayers.attention.kv_cache.spec import LayerCache
+from fastlayers.errors import ArgumentError
+from fastlayers.moe.fused_moe.layer import FusedMoE
+from fastlayers.quant.spec import QuantSpec
+from fastlayers.weights_epoch import WeightsWatch, epoch_of
+
+Change = Callable[[nn.Module, dict[str, torch.Tensor]], None]
+
+
+def values_like(layer: nn.Module, seed: int) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, old in layer.state_dict().items():
+        fresh = torch.randn(old.shape, generator=random)
+        if old.dtype == torch.uint8:
+            found[name] = (fresh.abs() * 40).clamp(0, 120).to(torch.uint8)
+        else:
+            found[name] = (fresh.abs() * 0.1 + 0.01 if "scale" in name else fresh).to(old.dtype)
+    return found
+
+
+def load(layer: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    layer.load_state_dict(values)
+
+
+def load_and_assign(layer: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    layer.load_state_dict(values, assign=True)
+
+
+def replace(layer: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    for name, value in values.items():
+        module, _, own = name.rpartition(".")
+        setattr(layer.get_submodule(module), own, nn.Parameter(value, requires_grad=False))
+
+
+def edit(layer: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            parameter.copy_(values[name])
+
+
+def edit_in_inference_mode(layer: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    with torch.inference_mode():
+        edit(layer, values)
+
+
+def delete_first(layer: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    for name, value in values.items():
+        module = layer.get_submodule(name.rpartition(".")[0])
+        delattr(module, name.rpartition(".")[2])
+        module.register_parameter(name.rpartition(".")[2], nn.Parameter(value, requires_grad=False))
+
+
+def load_children(layer: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    for name, child in layer.named_children():
+        child.load_state_dict({n.removeprefix(f"{name}."): v for n, v in values.items() if n.startswith(f"{name}.")})
+    own = {n: nn.Parameter(v, requires_grad=False) for n, v in values.items() if "." not in n}
+    layer._parameters.update(own)
+    fl.repack(layer)
+
+
+def rewire_and_repack(layer: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    for name, parameter in layer.named_parameters():
+        parameter.data = values[name]
+    fl.repack(layer)
+
+
+CHANGES: list[Change] = [
+    load, load_and_assign, replace, edit, edit_in_inference_mode, delete_first, load_children, rewire_and_repack,
+]  # fmt: skip
+
+
+def moe(quant: str = "none", **options: Any) -> FusedMoE:
+    return FusedMoE(128, 128, 4, 2, quant=QuantSpec(quant), dtype=torch.float32, **options)
+
+
+def run_moe(layer: FusedMoE) -> torch.Tensor:
+    random = torch.Generator().manual_seed(1)
+    x = torch.randn(5, 128, generator=random).to(layer.dtype)
+    ids = torch.randint(0, 4, (5, 2), generator=random, dtype=torch.int32)
+    y: torch.Tensor = layer(x, torch.full((5, 2), 0.5), ids)
+    return y
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("quant", ["none", "fp8_block", "int8"])
+def test_experts_follow_their_weights(quant: str, change: Change) -> None:
+    layer, wanted = moe(quant), moe(quant)
+    layer.load_state_dict(values_like(layer, 1))
+    fl.finalize(layer)
+    before, values = run_moe(layer), values_like(layer, 2)
+    change(layer, values)
+    wanted.load_state_dict(values)
+    expected = run_moe(wanted)
+    assert torch.equal(run_moe(layer), expected) and not torch.equal(before, expected)
+
+
+def swizzled() -> FusedMoE:
+    layer = FusedMoE(
+        128, 128, 4, 2, quant=QuantSpec("mxfp4"), activation="swiglu_oai", bias=True, interleaved=True,
+        dtype=torch.bfloat16, backend="triton_swizzled",
+    )  # fmt: skip
+    layer.load_state_dict(values_like(layer, 1))
+    return layer
+
+
+@pytest.fixture
+def fake_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastlayers.moe.fused_moe.layer import FUSED_MOE
+
+    row = FUSED_MOE.named("triton_swizzled")
+    monkeypatch.setattr(FUSED_MOE, "ranked", [*FUSED_MOE.ranked])
+    FUSED_MOE.ranked[FUSED_MOE.ranked.index(row)] = type(row)(
+        row.name, row.target, refuse=lambda cfg, device: None, weight_layout=row.weight_layout
+    )
+
+
+@pytest.mark.usefixtures("fake_hopper")
+def test_weights_in_a_layout_of_their_own_are_replaced_together() -> None:
+    layer, values = swizzled(), values_like(swizzled(), 2)
+    fl.finalize(layer)
+    assert layer.w13.numel() == 0 and layer.packed.w13.numel() > 0
+    codes = {name: values[name] for name in ("w13", "w2", "w13_scale", "w2_scale")}
+    for name, value in list(codes.items())[:-1]:
+        setattr(layer, name, nn.Parameter(value, requires_grad=False))
+    with pytest.raises(
+        ArgumentError, match=r"FusedMoE: w2_scale is empty, as finalize\(\) left it, while another one was"
+    ):
+        run_moe(layer)
+    layer.w2_scale = nn.Parameter(values["w2_scale"], requires_grad=False)
+    wanted = swizzled()
+    wanted.load_state_dict(wanted.state_dict() | codes)
+    fl.finalize(wanted)
+    run_moe(layer)
+    assert torch.equal(layer.packed.w13, wanted.packed.w13) and torch.equal(
+        layer.packed.w2_scale, wanted.packed.w2_scale
+    )
+
+
+@pytest.mark.usefixtures("fake_hopper")
+@pytest.mark.parametrize("in_place", [True, False])
+def test_biases_beside_packed_weights_are_copied_again(in_place: bool) -> None:
+    layer, watch = swizzled(), None
+    fl.finalize(layer)
+    codes, fresh = layer.packed.w13, torch.randn(layer.w2_bias.shape).bfloat16()
+    watch = WeightsWatch(layer)
+    if in_place:
+        layer.w2_bias.copy_(fresh)
+    else:
+        layer.w2_bias = nn.Parameter(fresh, requires_grad=False)
+    assert watch.stale
+    run_moe(layer)
+    assert layer.packed.w13 is codes and torch.equal(layer.packed.w2_bias, fresh.float())
+    fl.repack(layer)
+    assert layer.packed.w13 is codes  # all that is left of the weights
+
+
+def mla(quant: str) -> fl.MLAAttention:
+    return fl.MLAAttention(
+        128, 2, q_lora_rank=None, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=16, v_head_dim=64,
+        rotary=fl.RotaryEmbedding(16, max_position=64, interleaved_in=True), page_size=16, dtype=torch.float32,
+        quant=QuantSpec(quant),
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def decode(layer: fl.MLAAttention) -> torch.Tensor:
+    random = torch.Generator().manual_seed(4)
+    cache = LayerCache(torch.randn(3, 16, 144, generator=random), None)
+    meta = fl.AttentionState(1, 1, 2, 16).plan(fl.AttentionBatch((1,), (9,), [[1]]))
+    assert layer.path(meta) == "mqa"
+    y: torch.Tensor = layer(torch.randn(1, 128, generator=random), meta, cache)
+    return y
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("quant", ["none", "fp8_block", "fp8_channel"])
+def test_absorbed_weights_follow_kv_b_proj(quant: str, change: Change) -> None:
+    layer, wanted = mla(quant), mla(quant)
+    layer.load_state_dict(values_like(layer, 1))
+    fl.finalize(layer)
+    before, values = decode(layer), values_like(layer, 2)
+    change(layer, values)
+    wanted.load_state_dict(values)
+    expected = decode(wanted)
+    assert torch.equal(decode(layer), expected) and not torch.equal(before, expected)
+
+
+@pytest.mark.parametrize("which", ["weight", "weight_scale_inv"])
+def test_each_of_the_absorbed_weights_sources_counts(which: str) -> None:
+    layer = mla("fp8_block")
+    layer.load_state_dict(values_like(layer, 1))
+    fl.finalize(layer)
+    decode(layer)
+    assert layer.absorbed_weights()[0] is layer.absorbed_weights()[0]  # made once, while nothing changes
+    source = getattr(layer.kv_b_proj, which)
+    source.copy_((source.float() * 2).to(source.dtype))
+    again = mla("fp8_block")
+    again.load_state_dict(layer.state_dict())
+    assert torch.equal(decode(layer), decode(again))
+
+
+def test_another_kv_b_proj_counts() -> None:
+    layer, other = mla("fp8_block"), mla("fp8_block")
+    for each, seed in ((layer, 1), (other, 2)):
+        each.load_state_dict(values_like(each, seed))
+    fl.finalize(layer)
+    layer.kv_b_proj = other.kv_b_proj
+    assert torch.equal(layer.absorbed_weights()[0], other.absorbed_weights()[0])
+    layer.kv_b_proj.weight = nn.Parameter(torch.zeros_like(layer.kv_b_proj.weight), requires_grad=False)
+    assert not layer.absorbed_weights()[0].any() and not other.absorbed_weights()[0].any()
+
+
+def saved_and_loaded(layer: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    made: nn.Module = torch.load(file, weights_only=False)
+    return made
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, saved_and_loaded])
+def test_a_copy_packs_for_itself(how: Any) -> None:
+    layer = mla("fp8_block")
+    fl.finalize(layer)  # of zeros, at version 0
+    layer.load_state_dict(values_like(layer, 1))
+    made = how(layer)
+    assert torch.equal(decode(made), decode(layer))
+    made.kv_b_proj.weight.zero_()
+    assert not made.absorbed_weights()[0].any() and layer.absorbed_weights()[0].any()
+
+
+def test_parameters_are_never_inference_tensors() -> None:
+    with torch.inference_mode():
+        source = nn.Linear(128, 128)
+        layers = [moe(), mla("fp8_block"), fl.Linear.from_linear(source), fl.RMSNorm(8), fl.VocabEmbedding(4, 8)]
+        layers[2].load_state_dict({"weight": torch.ones(128, 128), "bias": torch.ones(128)}, assign=True)
+        moved = fl.RMSNorm(8, dtype=torch.float32).to_empty(device="cpu")
+        tied = fl.LMHead(8, 4, tied_to=layers[4])  # type: ignore[arg-type]
+    assert tied.weight is layers[4].weight
+    for layer in (*layers, moved, tied):
+        assert not any(parameter.is_inference() for parameter in layer.parameters())
+    assert source.weight.is_inference() and torch.equal(layers[2].weight, torch.ones(128, 128))
+
+
+def test_a_watch_tells_what_a_captured_step_must_know() -> None:
+    model = nn.Sequential(fl.Linear(128, 128), mla("fp8_block"), moe())
+    fl.finalize(model)
+    watch = WeightsWatch(model)
+    assert not watch.stale and epoch_of(model) is epoch_of(model)
+    model.to("cpu").eval()
+    model[0].load_state_dict({"weight": torch.ones(128, 128)})
+    model[2].w13.fill_(1.0)
+    fl.finalize(model)
+    assert not watch.stale  # the same addresses, with other values
+    seen: list[bool] = []
+
+    def check(change: Callable[[], Any]) -> None:
+        change()
+        seen.append(watch.stale)
+        watch.mark()
+        assert not watch.stale
+
+    check(lambda: setattr(model[0], "weight", nn.Parameter(torch.ones(128, 128), requires_grad=False)))
+    check(lambda: model[0].load_state_dict({"weight": torch.zeros(128, 128)}, assign=True))
+    check(lambda: model[1].kv_b_proj.weight.zero_())
+    check(lambda: model[1].absorbed_weights())  # the copy lies elsewhere now
+    check(lambda: model[1].rotary.__setattr__("cos", model[1].rotary.cos.clone()))
+    check(lambda: model[1].rotary_kv_write.to("cpu") and fl.repack(model))
+    check(lambda: model[0].to(torch.device("cpu")).to_empty(device="cpu"))
+    assert seen == [True] * 7
+
+
+def test_a_layer_may_be_in_two_models() -> None:
+    shared = fl.Linear(8, 8)
+    first, second = nn.Sequential(shared), nn.Sequential(shared, fl.Linear(8, 8))
+    watches = [WeightsWatch(first), WeightsWatch(second)]
+    shared.weight = nn.Parameter(torch.ones(8, 8), requires_grad=False)
+    assert [watch.stale for watch in watches] == [True, True]
+    second[1].weight = nn.Parameter(torch.ones(8, 8), requires_grad=False)
+    watches[0].mark()
+    assert [watch.stale for watch in watches] == [False, True]
+
+
+def test_what_it_costs() -> None:
+    def microseconds(call: Callable[[], Any]) -> float:
+        return min(timeit.repeat(call, number=500, repeat=20)) / 500 * 1e6
+
+    model = nn.ModuleList(nn.ModuleDict({"attn": fl.FP8BlockLinear(128, 128)}) for _ in range(61))
+    plain = WeightsWatch(model)
+    assert microseconds(lambda: plain.stale) < 5
+    layer = mla("fp8_block")
+    fl.finalize(layer)
+    quantised = WeightsWatch(layer)
+    quantised._sources = tuple(p for each in model for p in each["attn"].parameters())  # as many as of DeepSeek-V3
+    assert len(quantised._sources) == 122
+    quantised._versions = sum(p._version for p in quantised._sources)
+    assert not quantised.stale and microseconds(lambda: quantised.stale) < 25  # 3.5 where nobody else computes
+    held = layer._absorbed
+    assert held is not None and microseconds(lambda: held.fresh) < 5
+
+
+def test_repack_names_what_is_no_module() -> None:
+    with pytest.raises(ArgumentError, match=r"repack: model is 3; accepted: an nn\.Module"):
+        fl.repack(3)  # type: ignore[arg-type]

@@ -1,0 +1,162 @@
+"""A generator whose model's weights are replaced between two steps: the next token is the new weights'."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fastlayers as fl
+import fastlayers_models
+from fastlayers.attention.mla.layer import MLAAttention
+from fastlayers.layer import Layer
+from fastlayers.moe.fused_moe.layer import FusedMoE
+from fastlayers.quant.spec import QuantSpec
+from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
+from fastlayers_models.deepseek import DeepseekForCausalLM
+from fastlayers_models.generate import Generator
+
+TINY = Path(fastlayers_models.__file__).parent / "assets" / "tiny_deepseek_v3"
+
+
+class Addresses(EagerRuntime):
+    """Graphs that read, like real ones, the very tensors that the model held when they were captured."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.layers = [module for module in model.modules() if isinstance(module, Layer)]
+        self.captured = 0
+
+    @contextmanager
+    def frozen(self, held: list[dict[str, Any]]) -> Iterator[None]:
+        own = [dict(layer.__dict__) for layer in self.layers]
+        try:
+            for layer, then in zip(self.layers, held, strict=True):
+                layer.__dict__.update(then)
+            yield
+        finally:
+            for layer, now in zip(self.layers, own, strict=True):
+                layer.__dict__.clear()
+                layer.__dict__.update(now)
+
+    def capture(self, fn: Callable[[], Any]) -> Any:
+        self.captured += 1
+        held: list[dict[str, Any]] = []
+
+        def replayed() -> Any:
+            if not held:
+                return fn()
+            with self.frozen(held):
+                return fn()
+
+        made = super().capture(replayed)
+        for layer in self.layers:
+            then: dict[str, Any] = {"_parameters": dict(layer._parameters)}
+            if isinstance(layer, MLAAttention) and layer.packed_sources():
+                absorbed = layer.absorbed_weights()
+                then["absorbed_weights"] = lambda absorbed=absorbed: absorbed
+            if isinstance(layer, FusedMoE):
+                packed = layer._packed()
+                then["_packed"] = lambda packed=packed: packed
+            held.append(then)
+        return made
+
+
+def load(fp8: bool) -> Any:
+    model = DeepseekForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    for layer in model.decoder.layers if fp8 else ():
+        attention = layer.self_attn
+        attention.kv_b_proj = quantised(attention.kv_b_proj)
+    return fl.finalize(model)
+
+
+def quantised(source: Any) -> fl.FP8ScaledLinear:
+    made = fl.linear(source.in_features, source.out_features, quant=QuantSpec("fp8_channel"), dtype=torch.float32)
+    scale = source.weight.abs().amax(1) / 448
+    made.weight.copy_(source.weight / scale[:, None])
+    made.weight_scale.copy_(scale)
+    return made  # type: ignore[return-value]
+
+
+def negate_experts(model: Any) -> None:
+    for module in model.modules():
+        if isinstance(module, FusedMoE):
+            module.load_state_dict({n: -t if n == "w2" else t for n, t in module.state_dict().items()}, assign=True)
+
+
+def replace_head(model: Any) -> None:
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.roll(7, 0), requires_grad=False)
+
+
+def edit_scales(model: Any) -> None:
+    for layer in model.decoder.layers:
+        layer.self_attn.kv_b_proj.weight_scale.mul_(-2)
+
+
+def edit_in_place(model: Any) -> None:
+    model.lm_head.weight.copy_(model.lm_head.weight.roll(7, 0))
+
+
+CASES = [(negate_experts, False, 2), (replace_head, False, 2), (edit_scales, True, 2), (edit_in_place, False, 1)]
+
+
+@pytest.mark.parametrize(("change", "fp8", "captures"), CASES, ids=lambda v: getattr(v, "__name__", str(v)))
+def test_a_replay_does_not_read_what_is_gone(change: Callable[[Any], None], fp8: bool, captures: int) -> None:
+    prompt, steps = [[5, 9, 2, 7, 30]], 12
+
+    def tokens(graphs: Any, model: Any) -> list[int]:
+        stream = Generator(model, max_length=64, cuda_graph=False if graphs is None else "auto", graphs=graphs).stream(
+            prompt, max_new_tokens=steps, eos_ids=()
+        )
+        found = [next(stream).id for _ in range(5)]
+        change(model)
+        return [*found, *(token.id for token in stream)]
+
+    model = load(fp8)
+    runtime = Addresses(model)
+    captured, unchanged = tokens(CudaGraphs(runtime=runtime), model), load(fp8)
+    plain = tokens(None, load(fp8))
+    # A captured step was launched ahead of the change; from then on both have the new weights, but another past.
+    same = Generator(unchanged, max_length=64, cuda_graph=False).generate(prompt, max_new_tokens=steps, eos_ids=())[0]
+    assert captured[:5] == plain[:5] == same[:5] and captured != same and plain != same
+    assert runtime.captured == captures
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_between_two_calls(fp8: bool) -> None:
+    model, fresh = load(fp8), load(fp8)
+    runtime = Addresses(model)
+    generator = Generator(model, max_batch=2, max_length=64, graphs=CudaGraphs(runtime=runtime))
+    rows = [[5, 9, 2, 7, 30], [4, 4, 8]]
+    for change in (None, negate_experts, edit_scales if fp8 else replace_head):
+        for each in (model, fresh) if change else ():
+            change(each)  # type: ignore[misc]
+        wanted = Generator(fresh, max_length=64, cuda_graph=False).generate(rows, max_new_tokens=9, eos_ids=())
+        assert generator.generate(rows, max_new_tokens=9, eos_ids=()) == wanted
+    assert runtime.captured == 3 and len(generator.step.graphs) == 1  # type: ignore[arg-type]
+
+
+def test_a_capture_that_fails_the_second_time_leaves_the_rows(caplog: pytest.LogCaptureFixture) -> None:
+    class Fails(EagerRuntime):
+        captured = 0
+
+        def capture(self, fn: Any) -> Any:
+            self.captured += 1
+            if self.captured > 1:
+                raise RuntimeError("no more")
+            return super().capture(fn)
+
+    model = load(False)
+    generator = Generator(model, max_length=64, graphs=CudaGraphs(runtime=Fails()))
+    stream = generator.stream([[5, 9, 2]], max_new_tokens=8, eos_ids=())
+    found = [next(stream).id for _ in range(3)]
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone(), requires_grad=False)
+    with caplog.at_level(logging.WARNING):
+        found += [token.id for token in stream]
+    wanted = Generator(load(False), max_length=64, cuda_graph=False).generate([[5, 9, 2]], max_new_tokens=8, eos_ids=())
+    assert found == wanted[0] and "decode runs without CUDA graphs" in caplog.text
