@@ -1,0 +1,1 @@
+"""The front: HTTP in and out, templates, text. It talks to an engine and imports none: nor torch, nor the models."""

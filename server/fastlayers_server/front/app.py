@@ -1,0 +1,144 @@
+"""The application: its routes, what guards them, and the start and end of its engine."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import hashlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from importlib import metadata
+from importlib.resources import files
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.types import ASGIApp
+
+from fastlayers_server.engine.protocol import EngineClient
+from fastlayers_server.front import ops
+from fastlayers_server.front.chat import chat
+from fastlayers_server.front.completions import completions
+from fastlayers_server.front.config import FrontConfig
+from fastlayers_server.front.errors import ApiError, on_api_error, on_fault, on_http_error
+from fastlayers_server.front.gate import Gate
+from fastlayers_server.front.generation import Front
+from fastlayers_server.front.grammars import Compiler
+from fastlayers_server.front.link import Link
+from fastlayers_server.front.metrics import Metrics
+from fastlayers_server.front.openapi import describe
+from fastlayers_server.front.parsers import formats_of
+from fastlayers_server.front.tokens import TokenText
+
+log = logging.getLogger("fastlayers.front")
+
+Handler = Callable[[Request, Front], Awaitable[Response]]
+GET, POST, BOTH = ("GET",), ("POST",), ("GET", "POST")
+ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
+    ("/v1/completions", POST, completions),
+    ("/v1/chat/completions", POST, chat),
+    ("/v1/models", GET, ops.models),
+    ("/v1/models/{name:path}", GET, ops.model),
+    ("/tokenize", POST, ops.tokenize),
+    ("/detokenize", POST, ops.detokenize),
+    ("/health", GET, ops.health),
+    ("/ready", GET, ops.ready),
+    ("/health_generate", GET, ops.health_generate),
+    ("/metrics", GET, ops.metrics),
+    ("/version", GET, ops.version),
+    ("/server_info", GET, ops.server_info),
+    ("/backends", GET, ops.backends),
+    ("/explain", GET, ops.explain),
+    ("/freeze_gc", BOTH, ops.freeze_gc),
+    ("/flush_cache", POST, ops.control),
+    ("/start_profile", POST, ops.control),
+    ("/stop_profile", POST, ops.control),
+    ("/drain", POST, ops.drain),
+    ("/resume", POST, ops.resume),
+    ("/abort", POST, ops.abort),
+    ("/abort_request", POST, ops.abort),
+)
+
+
+def make_front(
+    config: FrontConfig,
+    engine: EngineClient,
+    tokens: TokenText,
+    grammars: Compiler | None = None,
+    on_death: Callable[[str], None] = lambda reason: None,
+) -> Front:
+    """Return what the handlers share."""
+    metrics = Metrics(config.name, config.metrics_compat, config.gc_warning)
+    link = Link(engine, watchdog=config.watchdog_timeout, on_death=on_death)
+    metrics.link = link
+    formats = formats_of(tokens, config.reasoning_parser, config.tool_call_parser)
+    facts = [metadata.version("fastlayers"), str(config.model_path), repr(sorted(config.server.items()))]
+    fingerprint = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+    return Front(config, link, tokens, metrics, formats, fingerprint, grammars)
+
+
+def make_app(front: Front, limit: int = 4096) -> ASGIApp:
+    """Return the whole ASGI application; its lifespan starts the engine and ends it."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        front.metrics.watch_gc()
+        front.link.start()
+        freezing = asyncio.ensure_future(_freeze(front)) if front.config.freeze_gc else None
+        try:
+            yield
+        finally:
+            if freezing is not None:
+                freezing.cancel()
+            front.metrics.unwatch_gc()
+            front.link.draining = True
+            await asyncio.to_thread(front.link.client.shutdown, 0.0)
+
+    app = FastAPI(
+        title="fastlayers", version=metadata.version("fastlayers"), docs_url=None, redoc_url=None,
+        openapi_url="/openapi.json" if front.config.enable_openapi else None, lifespan=lifespan,
+        redirect_slashes=False,
+        exception_handlers={ApiError: on_counted, HTTPException: on_http_error, Exception: on_fault},
+    )  # fmt: skip
+    app.state.front = front
+
+    async def on_page(request: Request) -> Response:
+        return HTMLResponse(page, headers={"content-security-policy": "default-src 'self' 'unsafe-inline' data:"})
+
+    page = files("fastlayers_server.front").joinpath("page.html").read_text()
+    app.router.add_route("/", on_page, methods=["GET"])
+    for path, methods, handler in ROUTES:
+        app.router.add_route(path, _bound(handler, front), methods=list(methods))
+    if front.config.enable_openapi:
+        app.openapi = lambda: describe(app.title, app.version, ROUTES)
+    guarded: ASGIApp = Gate(app, front.config, front.metrics, limit)
+    if front.config.cors_origins:
+        guarded = CORSMiddleware(
+            guarded, allow_origins=front.config.cors_origins, allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type"],
+        )  # fmt: skip
+    return guarded
+
+
+async def on_counted(request: Request, error: Exception) -> Response:
+    """Answer with an error of ours, and count it."""
+    assert isinstance(error, ApiError)
+    request.app.state.front.metrics.rejected(error.code)
+    return await on_api_error(request, error)
+
+
+def _bound(handler: Handler, front: Front) -> Callable[[Request], Awaitable[Response]]:
+    async def serve(request: Request) -> Response:
+        return await handler(request, front)
+
+    return serve
+
+
+async def _freeze(front: Front) -> None:
+    """Keep what the start made out of the collector's work."""
+    await front.link.started.wait()
+    gc.collect()
+    gc.freeze()

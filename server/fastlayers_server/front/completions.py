@@ -1,0 +1,135 @@
+"""``POST /v1/completions``: prompts as they are, in text or ids."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from fastlayers_server.engine.protocol import TokenLogprobs
+from fastlayers_server.front.answers import KEEP_ALIVE, answer, event
+from fastlayers_server.front.gate import body_of
+from fastlayers_server.front.generation import Front, Wanted, launch
+from fastlayers_server.front.grammars import constraint_of
+from fastlayers_server.front.rows import Job, Row
+from fastlayers_server.front.schemas import CompletionRequest
+from fastlayers_server.front.tokens import TokenText
+
+
+async def completions(request: Request, front: Front) -> Response:
+    """Serve the route."""
+    body = await body_of(request, CompletionRequest, front.lenient)
+    arrival = time.monotonic()
+    front.check_model(body.model)
+    info = front.link.check_ready()
+    special = body.add_special_tokens is not False
+    given: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+    if given and isinstance(given[0], int):
+        given = [given]
+    prompts = [await front.encode(p, special, info) if isinstance(p, str) else p for p in given]
+    logprobs = -1 if body.logprobs is None else body.logprobs
+    asked = body.prompt_logprobs if body.prompt_logprobs is not None else logprobs if body.echo else -1
+    grammar = await constraint_of(body, front)
+    wanted = Wanted("cmpl", body.max_tokens, logprobs, asked, grammar)
+    job = launch(front, body, prompts, wanted, request.state.key, arrival)
+    writer = _Writer(front, body)
+    return await answer(request, front, job, bool(body.stream), writer.whole, writer.events)
+
+
+class _Writer:
+    """Writes the answers of one request."""
+
+    def __init__(self, front: Front, body: CompletionRequest) -> None:
+        self._front, self._body, self._tokens = front, body, front.tokens
+        self._offsets: dict[int, int] = {}
+
+    def _head(self, job: Job) -> dict[str, Any]:
+        return {
+            "id": job.id, "object": "text_completion", "created": job.created, "model": self._body.model,
+            "system_fingerprint": self._front.fingerprint,
+        }  # fmt: skip
+
+    def whole(self, job: Job) -> dict[str, Any]:
+        """Return the document of a job that has ended."""
+        choices = [self._choice(job, row, first=True) for row in job.rows]
+        return self._head(job) | {"choices": choices, "usage": job.usage()}
+
+    async def events(self, job: Job) -> AsyncIterator[bytes]:
+        """Yield the events of a job."""
+        options = self._body.stream_options
+        begun: set[int] = set()
+        while not job.done or job.unread:
+            if not await job.news(self._front.config.keep_alive):
+                yield KEEP_ALIVE
+                continue
+            for row in job.rows:
+                if row.error is not None:
+                    raise row.error
+                if row.readable or (self._body.echo and row.index not in begun and row.ids):
+                    choice = self._choice(job, row, first=row.index not in begun)
+                    begun.add(row.index)
+                    usage = {"usage": job.usage()} if options and options.continuous_usage_stats else {}
+                    yield event(self._head(job) | {"choices": [choice]} | usage)
+        if options and options.include_usage:
+            yield event(self._head(job) | {"choices": [], "usage": job.usage()})
+
+    def _choice(self, job: Job, row: Row, first: bool) -> dict[str, Any]:
+        deltas, logprobs, ids = row.take()
+        text = "".join(delta.text for delta in deltas)
+        prompt = job.prompts[row.index * len(job.prompts) // len(job.rows)]
+        echoed = self._tokens.decode(prompt, self._body.skip_special_tokens is not False) if first else ""
+        told: dict[str, Any] | None = None
+        if self._body.logprobs is not None:
+            told = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+            offset = self._offsets.get(row.index, 0)
+            if self._body.echo and first:
+                entries = [(prompt[0], None), *zip(prompt[1:], row.prompt_logprobs, strict=False)]
+                offset = _append(told, entries, self._tokens, offset)
+            self._offsets[row.index] = _append(told, logprobs, self._tokens, offset)
+        choice = {
+            "index": row.index, "text": echoed * bool(self._body.echo) + text, "logprobs": told,
+            "finish_reason": row.finish or None,
+        }  # fmt: skip
+        if self._body.prompt_logprobs is not None and first:
+            choice["prompt_logprobs"] = [None, *(_by_id(e, t, self._tokens) for t, e in zip(prompt[1:], row.prompt_logprobs, strict=False))]  # fmt: skip  # noqa: E501
+        if self._body.return_token_ids:
+            choice |= {"token_ids": ids} | ({"prompt_token_ids": prompt} if first else {})
+        return choice
+
+
+def spelled(tokens: TokenText, token: int) -> str:
+    """Return a token as text; bytes that are no character of their own become U+FFFD."""
+    return tokens.token_bytes(token).decode(errors="replace")
+
+
+def finite(logprob: float) -> float:
+    """Return a log-probability that JSON has a number for."""
+    return max(logprob, -9999.0)
+
+
+def _append(told: dict[str, Any], entries: Any, tokens: TokenText, offset: int) -> int:
+    for token, entry in entries:
+        text = spelled(tokens, token)
+        told["tokens"].append(text)
+        told["text_offset"].append(offset)
+        offset += len(text)
+        if entry is None:
+            told["token_logprobs"].append(None)
+            told["top_logprobs"].append(None)
+            continue
+        told["token_logprobs"].append(finite(entry.chosen))
+        top = {spelled(tokens, i): finite(p) for i, p in reversed(entry.top)}
+        told["top_logprobs"].append(top | {text: finite(entry.chosen)})
+    return offset
+
+
+def _by_id(entry: TokenLogprobs, token: int, tokens: TokenText) -> dict[str, Any]:
+    pairs = {token: entry.chosen} | dict(entry.top)
+    ranks = {i: rank for rank, (i, _) in enumerate(entry.top, 1)}
+    return {
+        str(i): {"logprob": finite(p), "rank": ranks.get(i), "decoded_token": spelled(tokens, i)}
+        for i, p in pairs.items()
+    }

@@ -1,0 +1,134 @@
+"""What a client is told when something is wrong: one shape of body for every status."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from fastlayers_server.engine.protocol import Output
+
+log = logging.getLogger("fastlayers.front")
+
+TYPES = {401: "authentication_error", 403: "permission_error", 408: "timeout", 429: "rate_limit_error"}
+ENGINE_STATUS = {
+    "invalid_prompt": 400,
+    "context_length_exceeded": 400,
+    "invalid_grammar": 400,
+    "request_timeout": 408,
+    "duplicate_request_id": 409,
+    "queue_full": 429,
+    "nonfinite_logits": 500,
+    "internal_error": 500,
+    "draining": 503,
+    "engine_restarting": 503,
+}
+SERVED = "/v1/completions, /v1/chat/completions, /v1/responses, /v1/models, /tokenize, /detokenize"
+
+
+class ApiError(HTTPException):
+    """An answer that is an error.
+
+    Parameters
+    ----------
+    status : int
+    message : str
+    code : str
+        What programs look at.
+    param : str, optional
+        The field of the request that is wrong.
+    retry_after : float
+        Seconds; told in the header where it is not 0.
+    headers : dict, optional
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str,
+        param: str | None = None,
+        retry_after: float = 0.0,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        told = dict(headers or {})
+        if retry_after or status == 503:
+            told["retry-after"] = str(max(1, round(retry_after)))
+        super().__init__(status, message, told)
+        self.status, self.message, self.code, self.param = status, message, code, param
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON document."""
+        kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        """The whole answer."""
+        return Response(
+            msgspec.json.encode(self.body), self.status, headers=self.headers, media_type="application/json"
+        )
+
+
+def of_output(output: Output) -> ApiError:
+    """Return the error with which an engine ended a request."""
+    if output.finish == "abort":
+        return ApiError(503, "the request was aborted by the server's operator", "engine_restarting")
+    message = output.message or f"the engine ended the request: {output.code}"
+    return ApiError(ENGINE_STATUS.get(output.code, 500), message, output.code, retry_after=output.retry_after)
+
+
+def of_validation(error: ValidationError) -> ApiError:
+    """Return the answer to a body that is not what its schema says; the first finding counts."""
+    found = error.errors(include_url=False)
+    # The members of a union each say why they do not fit; the one whose type fits is what the client meant.
+    first = max(found, key=lambda f: (not f["type"].endswith("_type"), len(f["loc"])))
+    if found[0]["type"] in ("extra_forbidden", "refused"):
+        first = found[0]
+    context = first.get("ctx", {})
+    names = [str(part) for part in first["loc"] if not str(part).startswith(("function-", "constrained-", "list["))]
+    param = context.get("param") or ".".join(names) or None
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"unknown parameter {param!r}: it is not served, and nothing is ignored", "unknown_parameter", param)  # fmt: skip  # noqa: E501
+    if first["type"] == "refused":
+        return ApiError(400, first["msg"], context["code"], param)
+    given = "" if first["type"] == "missing" else f"; given: {_short(first['input'])}"
+    code = "missing_parameter" if first["type"] == "missing" else "invalid_value"
+    return ApiError(400, f"{param or 'the body'}: {first['msg']}{given}", code, param)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+async def on_api_error(request: Request, error: Exception) -> Response:
+    """Answer with the error that a handler raised."""
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def on_http_error(request: Request, error: Exception) -> Response:
+    """Answer 404, 405 and whatever else the framework finds."""
+    assert isinstance(error, HTTPException)
+    codes = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+    messages = {
+        404: f"{request.url.path!r} is not served; served are {SERVED}",
+        405: f"{request.method} is not accepted at {request.url.path!r}",
+    }
+    message = messages.get(error.status_code, str(error.detail))
+    headers = dict(error.headers or {})
+    code = codes.get(error.status_code, "bad_request")
+    return ApiError(error.status_code, message, code, headers=headers).response()
+
+
+async def on_fault(request: Request, error: Exception) -> Response:
+    """Answer 500 for a fault of ours; the trace goes to the log."""
+    rid = request.scope.get("state", {}).get("request_id", "")
+    log.error("request %s failed: %s", rid, type(error).__name__, exc_info=error)
+    return ApiError(500, f"an internal error; the server's log has it under request id {rid}", "internal_error").response()  # fmt: skip  # noqa: E501

@@ -1,0 +1,223 @@
+"""From a checked body to requests of the engine: defaults, limits, seeds, namespaces."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fastlayers_server.engine.protocol import EngineInfo, Sampling, Submit, pack_ids
+from fastlayers_server.front.config import FrontConfig
+from fastlayers_server.front.errors import ApiError
+from fastlayers_server.front.link import Link
+from fastlayers_server.front.metrics import Metrics
+from fastlayers_server.front.rows import Job, Parser, Plain, Row
+from fastlayers_server.front.schemas import Common
+from fastlayers_server.front.tokens import Detokenizer, StopStrings, TokenText
+
+if TYPE_CHECKING:
+    from fastlayers_server.front.grammars import Compiler
+    from fastlayers_server.front.parsers import Formats
+
+log = logging.getLogger("fastlayers.front")
+
+# Shorter texts are encoded where they are: a thread costs more.
+INLINE_CHARACTERS = 2000
+
+
+@dataclass
+class Front:
+    """What every handler needs."""
+
+    config: FrontConfig
+    link: Link
+    tokens: TokenText
+    metrics: Metrics
+    formats: Formats
+    fingerprint: str
+    grammars: Compiler | None = None
+    jobs: dict[str, Job] = field(default_factory=dict)
+    ignored: set[str] = field(default_factory=set)
+    started: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def lenient(self) -> Callable[[str], None] | None:
+        """What is told of unknown fields, if they are let through."""
+        return self._ignore if self.config.lenient_fields else None
+
+    def _ignore(self, name: str) -> None:
+        self.metrics.ignored(name)
+        if len(self.ignored) < 256 and name not in self.ignored:
+            self.ignored.add(name)
+            log.warning("unknown field %r is ignored (--lenient-fields)", name[:64])
+
+    def check_model(self, name: str | None) -> None:
+        """Raise 404 for a name that is not served."""
+        if name is not None and name not in self.config.served_names:
+            served = ", ".join(map(repr, self.config.served_names))
+            raise ApiError(404, f"model {name!r} is not served; served: {served}", "model_not_found", "model")
+
+    async def encode(self, text: str, add_special_tokens: bool, info: EngineInfo) -> list[int]:
+        """Return a prompt's ids; a text that cannot fit is refused before it is encoded."""
+        if len(text) > self.tokens.longest_token * info.max_model_len:
+            raise too_long(f"a prompt of {len(text)} characters", info)
+        if len(text) <= INLINE_CHARACTERS:
+            return self.tokens.encode(text, add_special_tokens)
+        return await asyncio.to_thread(self.tokens.encode, text, add_special_tokens)
+
+
+def too_long(what: str, info: EngineInfo) -> ApiError:
+    """Return the error of a request that the context does not hold."""
+    message = f"{what} does not fit the context of {info.max_model_len} tokens"
+    return ApiError(400, message, "context_length_exceeded", "messages" if "message" in what else "prompt")
+
+
+def bad(param: str, message: str, code: str = "invalid_value") -> ApiError:
+    """Return a 400 that names a field."""
+    return ApiError(400, f"{param}: {message}", code, param)
+
+
+def sampling_of(body: Common, front: Front, info: EngineInfo, seed: int) -> Sampling:
+    """Return how tokens are drawn: what the request says, else the model's own defaults."""
+    defaults = front.tokens.defaults if front.config.generation_config == "auto" else {}
+    if defaults.get("do_sample") is False:
+        defaults = {"temperature": 0.0}
+
+    def value(name: str, otherwise: float) -> Any:
+        given = getattr(body, name)
+        found = defaults.get(name, otherwise) if given is None else given
+        return otherwise if found is None else found
+
+    penalties = {
+        "frequency_penalty": float(value("frequency_penalty", 0.0)),
+        "presence_penalty": float(value("presence_penalty", 0.0)),
+        "repetition_penalty": float(value("repetition_penalty", 1.0)),
+    }
+    for name, given in penalties.items():
+        if given != (1.0 if name == "repetition_penalty" else 0.0) and "penalties" not in info.features:
+            raise bad(name, "this engine has no penalties", "unsupported_parameter")
+    bias = []
+    for key, amount in (body.logit_bias or {}).items():
+        if not (key.isascii() and key.isdigit() and int(key) < info.vocab_size):
+            raise bad("logit_bias", f"{key[:40]!r} is no token id; accepted: 0 to {info.vocab_size - 1}")
+        bias.append((int(key), float(amount)))
+    if bias and "logit_bias" not in info.features:
+        raise bad("logit_bias", "this engine has no logit bias", "unsupported_parameter")
+    return Sampling(
+        float(value("temperature", 1.0)), int(value("top_k", 0)), float(value("top_p", 1.0)),
+        float(value("min_p", 0.0)), seed, **penalties, logit_bias=tuple(bias),
+    )  # fmt: skip
+
+
+def sibling_seed(seed: int, index: int) -> int:
+    """Return the seed of a sibling: the request's own for the first, digests of it for the others."""
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(seed.to_bytes(8, "little", signed=True) + index.to_bytes(4, "little"), digest_size=8)
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+@dataclass
+class Wanted:
+    """What a route decides beside the body's common fields."""
+
+    kind: str
+    max_tokens: int | None
+    logprobs: int = -1
+    prompt_logprobs: int = -1
+    grammar: str = ""
+    parser: Callable[[Sequence[int]], Parser] = lambda prompt: Plain()
+    show_special: bool = False
+    limit_param: str = "max_tokens"
+
+
+def launch(front: Front, body: Common, prompts: list[list[int]], wanted: Wanted, key: bytes, arrival: float) -> Job:
+    """Submit all choices of all prompts and return their job.
+
+    Raises
+    ------
+    ApiError
+        Nothing was submitted.
+    """
+    info = front.link.check_ready()
+    choices = body.n or 1
+    if choices > front.config.max_n:
+        raise bad("n", f"given {choices}; accepted: 1 to {front.config.max_n}")
+    if choices * len(prompts) > 64:
+        raise bad("n", f"{len(prompts)} prompts of {choices} choices; accepted: 64 in all")
+    if body.priority and not front.config.enable_priority:
+        raise bad("priority", "the server was started without --enable-priority", "unsupported_parameter")
+    for name, count in (("logprobs", wanted.logprobs), ("prompt_logprobs", wanted.prompt_logprobs)):
+        most = min(front.config.max_logprobs, info.max_logprobs)
+        if count > most:
+            raise bad(name, f"given {count}; accepted: 0 to {most}")
+        if count >= 0 and name not in info.features:
+            raise bad(name, f"this engine has no {name}", "unsupported_parameter")
+    if wanted.grammar and (body.ignore_eos or body.min_tokens):
+        raise bad("ignore_eos" if body.ignore_eos else "min_tokens", "a constrained answer ends where its grammar does")
+    limits = [_limit(prompt, wanted, body, info) for prompt in prompts]
+    if body.request_id and body.request_id in front.jobs:
+        raise ApiError(409, f"request_id {body.request_id!r} is in use", "duplicate_request_id", "request_id")
+    seed = secrets.randbits(63) if body.seed is None else body.seed
+    sampling = [sampling_of(body, front, info, sibling_seed(seed, i)) for i in range(choices)]
+    job_id = f"{wanted.kind}-{body.request_id or secrets.token_hex(12)}"
+    job = Job(job_id, front.link, front.metrics, arrival, int(time.time()), prompts, seed=seed)
+    job.key = body.request_id or job_id
+    skip = body.skip_special_tokens is not False
+    end_ids = frozenset(info.eos_ids) | frozenset(body.stop_token_ids or ())
+    hidden = frozenset(front.tokens.special) if skip else frozenset()
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    timeout = front.config.request_timeout
+    for prompt, limit in zip(prompts, limits, strict=True):
+        first = 0
+        for index in range(choices):
+            rid = front.link.next_rid()
+            detokenizer = Detokenizer(front.tokens, prompt, skip and not wanted.show_special)
+            row = Row(
+                job, len(job.rows), rid, len(prompt), detokenizer, wanted.parser(prompt),
+                StopStrings(stops, bool(body.include_stop_str_in_output)), end_ids,
+                bool(body.include_stop_str_in_output), hidden,
+            )  # fmt: skip
+            job.rows.append(row)
+            request = Submit(
+                rid, pack_ids(prompt), sampling[index], limit, body.min_tokens or 0, tuple(body.stop_token_ids or ()),
+                bool(body.ignore_eos), body.priority or 0, arrival, arrival + timeout if timeout else 0.0,
+                namespace_of(key, body.cache_salt), wanted.logprobs, wanted.prompt_logprobs, wanted.grammar, first,
+            )  # fmt: skip
+            first = first or rid
+            front.link.submit(request, row)
+    front.jobs[job.key] = job
+    return job
+
+
+def namespace_of(key: bytes, salt: str | None) -> bytes:
+    """Return who may share cached prefixes: those of one key, and of one salt."""
+    if not key and salt is None:
+        return b""
+    return hashlib.blake2b((salt or "").encode(), key=key[:64], digest_size=16).digest()
+
+
+def _limit(prompt: list[int], wanted: Wanted, body: Common, info: EngineInfo) -> int:
+    """Return a prompt's max_new_tokens, after checking the prompt."""
+    if not prompt:
+        raise ApiError(400, "the prompt is empty", "invalid_prompt", "prompt")
+    if max(prompt) >= info.vocab_size:
+        raise ApiError(400, f"token id {max(prompt)}; accepted: 0 to {info.vocab_size - 1}", "invalid_prompt", "prompt")
+    room = info.max_model_len - len(prompt)
+    if room < 1:
+        raise too_long(f"a prompt of {len(prompt)} tokens and an answer", info)
+    if wanted.max_tokens is not None and wanted.max_tokens > room:
+        raise too_long(f"a prompt of {len(prompt)} tokens and {wanted.limit_param} = {wanted.max_tokens}", info)
+    limit = wanted.max_tokens or room
+    if (body.min_tokens or 0) > limit:
+        raise bad("min_tokens", f"given {body.min_tokens}, more than the {limit} that the answer may have")
+    for name in ("stop_token_ids",):
+        wrong = [i for i in getattr(body, name) or () if i >= info.vocab_size]
+        if wrong:
+            raise bad(name, f"{wrong[0]} is no token id; accepted: 0 to {info.vocab_size - 1}")
+    return limit

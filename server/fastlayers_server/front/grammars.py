@@ -1,0 +1,271 @@
+"""What constrains an answer: from a request's fields to one grammar source, its limits, and its compiled form."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from fastlayers_server.front.errors import ApiError
+from fastlayers_server.front.generation import Front
+from fastlayers_server.front.parsers import STYLES, UNTHINK
+from fastlayers_server.front.schemas import ChatRequest, Common, NamedTool
+
+MAX_SOURCE, MAX_DEPTH, MAX_COUNT = 65_536, 32, 10_000
+# Keywords of a schema that the grammar enforces, and those that only describe.
+ENFORCED = frozenset(
+    ("type", "properties", "required", "additionalProperties", "items", "prefixItems", "minItems", "maxItems",
+     "minLength", "maxLength", "pattern", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "enum", "const",
+     "anyOf", "oneOf", "allOf", "$ref", "$defs", "definitions", "minProperties", "maxProperties", "patternProperties",
+     "propertyNames", "unevaluatedProperties", "unevaluatedItems", "format")
+)  # fmt: skip
+DESCRIBING = frozenset(
+    ("title", "description", "default", "examples", "example", "$schema", "$id", "$comment", "deprecated", "readOnly",
+     "writeOnly")
+)  # fmt: skip
+FORMATS = frozenset(
+    ("email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri", "uri-reference",
+     "uri-template", "json-pointer", "relative-json-pointer")
+)  # fmt: skip
+
+
+class Compiler(Protocol):
+    """The grammar worker, as a front sees it."""
+
+    async def compile(self, kind: str, source: str) -> str:
+        """Return the serialised compiled grammar.
+
+        Parameters
+        ----------
+        kind : str
+            "json_schema", "json_object", "regex", "ebnf" or "structural_tag".
+        source : str
+
+        Raises
+        ------
+        ValueError
+            The source is no grammar; the message is for the client.
+        TimeoutError
+            Compiling took too long; the worker was killed.
+        """
+
+
+async def constraint_of(body: Common, front: Front, prompt: Sequence[int] = ()) -> str:
+    """Return the key of the compiled grammar that a request asks for, or ""; the engine has it then.
+
+    Raises
+    ------
+    ApiError
+        400 for a source that is refused or cannot be compiled.
+    """
+    found = source_of(body, front, prompt)
+    if found is None:
+        return ""
+    kind, source, param = found
+    info = front.link.check_ready()
+    if front.grammars is None or "grammar" not in info.features:
+        raise ApiError(400, f"{param}: this engine has no grammars", "unsupported_parameter", param)
+    key = f"{kind}:{hashlib.sha256(source.encode()).hexdigest()[:40]}"
+    if key not in front.link.grammar_keys:
+        begin = time.monotonic()
+        try:
+            serialized = await front.grammars.compile(kind, source)
+        except ValueError as error:
+            raise ApiError(400, f"{param}: {error}", "invalid_grammar", param) from error
+        except TimeoutError as error:
+            raise ApiError(400, f"{param}: the grammar took too long to compile", "invalid_grammar", param) from error
+        front.metrics.grammar_compile.observe(time.monotonic() - begin)
+        front.link.grammar(key, serialized)
+    return key
+
+
+def source_of(body: Common, front: Front, prompt: Sequence[int]) -> tuple[str, str, str] | None:
+    """Return (kind, source, field of the request), checked against the limits, or None for free text."""
+    kind, source, param = _plain(body)
+    tools = body.tools if isinstance(body, ChatRequest) and body.tool_choice != "none" else None
+    thinking = _thinks(front, prompt)
+    if tools and kind:
+        raise ApiError(400, f"{param}: tools are given too; constrain their parameters instead", "invalid_value", param)
+    if tools:
+        assert isinstance(body, ChatRequest)
+        if front.formats.tools == "harmony":
+            # Harmony's calls are constrained only where they are forced; its channels are the model's own.
+            if body.tool_choice in (None, "auto"):
+                return None
+            raise ApiError(400, "tool_choice: this model's format cannot be forced; accepted: auto, none", "unsupported_parameter", "tool_choice")  # fmt: skip  # noqa: E501
+        if body.tool_choice in (None, "auto") and "grammar" not in front.link.check_ready().features:
+            return None
+        kind, source, param = "structural_tag", _tools(body, front, thinking), "tools"
+    elif kind and thinking:
+        kind, source = "structural_tag", _dump({"type": "structural_tag", "format": _after_thinking(_format(kind, source, param))})  # fmt: skip  # noqa: E501
+    if not kind:
+        return None
+    check_source(kind, source, param)
+    return kind, source, param
+
+
+def _plain(body: Common) -> tuple[str, str, str]:
+    form, out = body.response_format, body.structured_outputs
+    if form is not None and form.type == "json_object":
+        return "json_object", "", "response_format"
+    if form is not None and form.json_schema is not None:
+        return "json_schema", _dump(form.json_schema.schema_), "response_format"
+    if form is not None and form.format is not None:
+        return "structural_tag", _dump({"type": "structural_tag", "format": form.format}), "response_format"
+    if out is None:
+        return "", "", ""
+    if out.regex is not None:
+        return "regex", out.regex, "structured_outputs"
+    if out.grammar is not None:
+        return "ebnf", out.grammar, "structured_outputs"
+    if out.choice is not None:
+        elements = [{"type": "const_string", "value": text} for text in out.choice]
+        chosen = {"type": "or", "elements": elements}
+        return "structural_tag", _dump({"type": "structural_tag", "format": chosen}), "structured_outputs"
+    schema = out.json_
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise ApiError(400, f"structured_outputs: json is no JSON: {error}", "invalid_grammar", "structured_outputs") from error  # fmt: skip  # noqa: E501
+    return "json_schema", _dump(schema), "structured_outputs"
+
+
+def _format(kind: str, source: str, param: str) -> dict[str, Any]:
+    """Return a source as a part of a structural tag."""
+    if kind == "structural_tag":
+        return dict(json.loads(source)["format"])
+    parts: dict[str, dict[str, Any]] = {
+        "json_object": {"type": "json_schema", "json_schema": {"type": "object"}},
+        "json_schema": {"type": "json_schema", "json_schema": json.loads(source) if kind == "json_schema" else None},
+        "regex": {"type": "regex", "pattern": source},
+        "ebnf": {"type": "grammar", "grammar": source},
+    }
+    return parts[kind]
+
+
+def _thinks(front: Front, prompt: Sequence[int]) -> bool:
+    """Return whether the answer to a prompt begins within reasoning."""
+    if front.formats.reasoning in ("none", "harmony") or not prompt:
+        return False
+    tail = front.tokens.decode(prompt[-16:])
+    return tail.rfind("<think>") > tail.rfind(UNTHINK)
+
+
+def _after_thinking(form: dict[str, Any]) -> dict[str, Any]:
+    thought = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": UNTHINK}
+    space = {"type": "regex", "pattern": r"\n{0,2}"}
+    return {"type": "sequence", "elements": [thought, space, form]}
+
+
+def _tools(body: ChatRequest, front: Front, thinking: bool) -> str:
+    style = STYLES[front.formats.tools]
+    choice = body.tool_choice
+    wanted = [t.function for t in body.tools or ()]
+    if isinstance(choice, NamedTool):
+        wanted = [f for f in wanted if f.name == choice.function.name]
+    tags = []
+    for function in wanted:
+        schema = function.parameters or {"type": "object"}
+        check_schema(schema, f"tools.{function.name}.parameters")
+        begin = style.begins_with_name.replace("NAME", function.name)
+        content = {"type": "json_schema", "json_schema": schema}
+        tags.append({"type": "tag", "begin": begin, "content": content, "end": style.closes})
+    form = {
+        "type": "triggered_tags", "triggers": [style.begin], "tags": tags,
+        "at_least_one": choice not in (None, "auto"),
+        "stop_after_first": body.parallel_tool_calls is False or isinstance(choice, NamedTool),
+    }  # fmt: skip
+    return _dump({"type": "structural_tag", "format": _after_thinking(form) if thinking else form})
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def check_source(kind: str, source: str, param: str) -> None:
+    """Raise 400 for a source that is too large, too deep, or counts too far."""
+    if len(source.encode()) > MAX_SOURCE:
+        raise ApiError(400, f"{param}: a grammar of more than {MAX_SOURCE} bytes", "invalid_grammar", param)
+    if kind == "json_schema":
+        check_schema(json.loads(source), param)
+    elif kind == "structural_tag":
+        _check_tag(json.loads(source), param)
+    elif kind in ("regex", "ebnf"):
+        _check_counts(source, param)
+
+
+def _check_counts(source: str, param: str) -> None:
+    counts = [int(n[:9]) for pair in re.findall(r"\{\s*(\d+)?\s*,?\s*(\d+)?\s*\}", source) for n in pair if n]
+    if max(counts, default=0) > MAX_COUNT:
+        raise ApiError(400, f"{param}: it repeats more than {MAX_COUNT} times", "invalid_grammar", param)
+    nested = max_nesting(source)
+    if nested > MAX_DEPTH:
+        raise ApiError(400, f"{param}: groups nested deeper than {MAX_DEPTH}", "invalid_grammar", param)
+
+
+def max_nesting(source: str) -> int:
+    """Return how deep the brackets of a pattern nest, escaped ones not counted."""
+    depth = most = 0
+    for character in re.sub(r"\\.", "", source):
+        depth += (character in "([") - (character in ")]")
+        most = max(most, depth)
+    return most
+
+
+def _check_tag(value: Any, param: str, depth: int = 0) -> None:
+    if depth > MAX_DEPTH:
+        raise ApiError(400, f"{param}: nested deeper than {MAX_DEPTH}", "invalid_grammar", param)
+    if isinstance(value, list):
+        for each in value:
+            _check_tag(each, param, depth + 1)
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            if name == "json_schema" and isinstance(each, dict):
+                check_schema(each, param)
+            elif name in ("pattern", "grammar") and isinstance(each, str):
+                _check_counts(each, param)
+            else:
+                _check_tag(each, param, depth + 1)
+
+
+def check_schema(schema: Any, path: str, depth: int = 0) -> None:
+    """Raise 400, with its path, for what a grammar made of the schema would not enforce or could not bear."""
+
+    def refuse(where: str, why: str) -> ApiError:
+        return ApiError(400, f"{where}: {why}", "invalid_grammar", path.partition(".")[0])
+
+    if isinstance(schema, bool):
+        return
+    if not isinstance(schema, dict):
+        raise refuse(path, f"a schema is an object, not {type(schema).__name__}")
+    if depth > MAX_DEPTH:
+        raise refuse(path, f"nested deeper than {MAX_DEPTH}")
+    for name, value in schema.items():
+        where = f"{path}.{name}"
+        if name not in ENFORCED and name not in DESCRIBING:
+            raise refuse(where, "this keyword is not supported, and constraints are never dropped")
+        if name == "$ref" and not str(value).startswith("#"):
+            raise refuse(where, "only local references (#/…) are resolved")
+        if name == "format" and value not in FORMATS:
+            raise refuse(where, f"format {value!r} is not supported; accepted: {', '.join(sorted(FORMATS))}")
+        if name in ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"):
+            if not isinstance(value, int) or not 0 <= value <= MAX_COUNT:
+                raise refuse(where, f"given {value!r}; accepted: 0 to {MAX_COUNT}")
+        elif name == "pattern":
+            _check_counts(str(value), path.partition(".")[0])
+        elif name in ("properties", "$defs", "definitions", "patternProperties"):
+            if not isinstance(value, dict):
+                raise refuse(where, "it maps names to schemas")
+            for key, inner in value.items():
+                check_schema(inner, f"{where}.{key}", depth + 1)
+        elif name in ("anyOf", "oneOf", "allOf", "prefixItems"):
+            if not isinstance(value, list):
+                raise refuse(where, "it is a list of schemas")
+            for at, inner in enumerate(value):
+                check_schema(inner, f"{where}.{at}", depth + 1)
+        elif name in ("items", "additionalProperties", "propertyNames", "unevaluatedProperties", "unevaluatedItems"):
+            check_schema(value, where, depth + 1)

@@ -1,0 +1,225 @@
+"""The engine as the front's event loop holds it: rows by rid, controls by id, life signs."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from fastlayers_server.engine.protocol import (
+    Beat,
+    Control,
+    Died,
+    EngineClient,
+    EngineInfo,
+    Finish,
+    FromEngine,
+    Grammar,
+    Output,
+    Reply,
+    Stats,
+    StepOut,
+    Submit,
+)
+from fastlayers_server.front.errors import ApiError
+
+log = logging.getLogger("fastlayers.front")
+
+BEAT_SECONDS = 5.0
+
+
+class Receiver(Protocol):
+    """What takes the news of one rid."""
+
+    def feed(self, output: Output) -> None:
+        """Take news; after a terminal one nothing follows."""
+
+
+class Link:
+    """An engine's client, its messages brought onto the event loop.
+
+    Parameters
+    ----------
+    client : EngineClient
+    index : int
+        Of this front, in the high bits of every rid.
+    watchdog : float
+        Seconds after which a tick in progress counts as hung.
+    on_death : callable
+        Told the reason when the engine is gone for good.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        index: int = 0,
+        watchdog: float = 30.0,
+        on_death: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        self.client, self.watchdog, self.on_death = client, watchdog, on_death
+        self.info: EngineInfo | None = None
+        self.stats: Stats | None = None
+        self.draining = False
+        self.death = ""
+        self._rids = itertools.count((index << 48) + 1)
+        self._ids = itertools.count(1)
+        self._rows: dict[int, Receiver] = {}
+        self._answers: dict[int, asyncio.Future[Reply | Stats]] = {}
+        self.grammar_keys: set[str] = set()
+        self._beat: tuple[float, Beat] | None = None
+        self._nonfinite: list[float] = []
+        self.started = asyncio.Event()
+
+    def start(self) -> None:
+        """Begin to start the engine; call it on the event loop."""
+        loop = asyncio.get_running_loop()
+
+        def deliver(message: FromEngine) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._handle, message)
+
+        self.client.start(deliver)
+
+    @property
+    def live(self) -> int:
+        """How many requests have not ended."""
+        return len(self._rows)
+
+    def next_rid(self) -> int:
+        """Return a rid that was never used."""
+        return next(self._rids)
+
+    def submit(self, request: Submit, row: Receiver) -> None:
+        """Hand over a request, whose news go to ``row``."""
+        self._rows[request.rid] = row
+        self.client.submit(request)
+
+    def abort(self, rids: list[int]) -> None:
+        """End requests; those that ended are left out."""
+        live = [rid for rid in rids if rid in self._rows]
+        if live:
+            self.client.abort(live)
+
+    def finish(self, rid: int, kept: int) -> None:
+        """Tell that a stop string was found."""
+        self.client.send(Finish(rid, kept))
+
+    def grammar(self, key: str, serialized: str) -> None:
+        """Bring a compiled grammar, once a key and engine."""
+        if key not in self.grammar_keys:
+            self.grammar_keys.add(key)
+            self.client.send(Grammar(key, serialized))
+
+    async def control(self, what: str, argument: str = "", timeout: float = 10.0) -> Reply | Stats:
+        """Ask the engine something and return its answer.
+
+        Raises
+        ------
+        ApiError
+            504 if there is none in time, 503 if the engine is not there.
+        """
+        self.check_ready(draining=True)
+        number = next(self._ids)
+        answer: asyncio.Future[Reply | Stats] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
+        try:
+            self.client.send(Control(number, what, argument))
+            return await asyncio.wait_for(answer, timeout)
+        except TimeoutError as error:
+            raise ApiError(504, f"the engine did not answer {what!r} within {timeout:g} s", "engine_timeout") from error
+        finally:
+            self._answers.pop(number, None)
+
+    def check_ready(self, draining: bool = False) -> EngineInfo:
+        """Return what the engine is, or raise the 503 that says why requests are not taken."""
+        phase = self.phase
+        if phase == "serving" or (draining and phase == "draining"):
+            assert self.info is not None
+            return self.info
+        if phase == "draining":
+            raise ApiError(503, "the server is draining and takes no new requests", "draining", retry_after=5)
+        if phase == "restarting":
+            raise ApiError(503, "the engine is being restarted", "engine_restarting", retry_after=10)
+        raise ApiError(503, f"the server is not ready: {phase}", "not_ready", retry_after=5)
+
+    @property
+    def phase(self) -> str:
+        """What the engine is doing, or "restarting", or "draining" because this front is."""
+        if self.draining:
+            return "draining"
+        phase = self.client.phase
+        if self.info is None and self._restarted:
+            return "restarting"
+        return "starting" if phase == "serving" and self.info is None else phase
+
+    _restarted = False
+
+    def unhealthy(self) -> str:
+        """Return why the server is not well, or ""."""
+        if self.death:
+            return f"the engine is gone: {self.death}"
+        if self.phase not in ("serving", "draining"):
+            return ""
+        if self._beat is None:
+            return ""
+        at, beat = self._beat
+        age = time.monotonic() - at
+        if age > BEAT_SECONDS:
+            return f"no sign of life from the engine for {age:.1f} s"
+        if beat.tick_age + age > self.watchdog and beat.tick_age > 0:
+            return f"the engine's tick runs for {beat.tick_age + age:.1f} s"
+        recent = [t for t in self._nonfinite if time.monotonic() - t < 60]
+        if len(recent) >= 3:
+            return f"degraded: {len(recent)} requests within a minute ended with logits that are not finite"
+        return ""
+
+    def _handle(self, message: FromEngine) -> None:
+        if isinstance(message, StepOut):
+            for output in message.outputs:
+                self._output(output)
+        elif isinstance(message, Stats | Reply):
+            if isinstance(message, Stats):
+                self.stats = message
+            answer = self._answers.get(message.id)
+            if answer is not None and not answer.done():
+                answer.set_result(message)
+        elif isinstance(message, Beat):
+            self._beat = (time.monotonic(), message)
+        elif isinstance(message, EngineInfo):
+            self.info, self._beat = message, None
+            self.grammar_keys.clear()
+            self.started.set()
+        elif isinstance(message, Died):
+            self._died(message)
+
+    def _output(self, output: Output) -> None:
+        row = self._rows.get(output.rid)
+        if row is None:
+            return
+        if output.finish:
+            del self._rows[output.rid]
+            if output.code == "nonfinite_logits":
+                self._nonfinite = [*self._nonfinite[-8:], time.monotonic()]
+        try:
+            row.feed(output)
+        except Exception as error:  # one request's text must not stop the others' news
+            log.error("rid %d: its output cannot be read", output.rid, exc_info=error)
+            self.abort([output.rid])
+            self._rows.pop(output.rid, None)
+            row.feed(Output(output.rid, finish="error", code="internal_error", message="the output cannot be read"))
+
+    def _died(self, message: Died) -> None:
+        self.info, self._beat, self._restarted = None, None, message.restarting
+        for rid in list(self._rows):
+            self._output(Output(rid, finish="error", code="engine_restarting", message="the engine ended"))
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(ApiError(503, "the engine ended", "engine_restarting", retry_after=10))
+        log.error("the engine ended: %s%s", message.reason, ", restarting" if message.restarting else "")
+        if not message.restarting:
+            self.death = message.reason
+            self.on_death(message.reason)
+        self.started.set()

@@ -1,0 +1,232 @@
+"""What /metrics says, in Prometheus' text: the front's own clocks, and the engine's Stats as they came."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from fastlayers_server.engine.protocol import COUNTERS, HISTOGRAMS, SECONDS, Output, Stats
+from fastlayers_server.front.schemas import ChatRequest
+
+if TYPE_CHECKING:
+    from fastlayers_server.front.link import Link
+    from fastlayers_server.front.rows import Row
+
+LENGTHS = tuple(2.0**i for i in range(18))
+# own family -> (vLLM's, SGLang's) names; sums of a counter's keys where theirs has none.
+ALIASES: Mapping[str, tuple[str, str]] = {
+    "requests_running": ("num_requests_running", "num_running_reqs"),
+    "requests_waiting": ("num_requests_waiting", "num_queue_reqs"),
+    "kv_usage_ratio": ("kv_cache_usage_perc", "token_usage"),
+    "prefix_queries": ("prefix_cache_queries", ""),
+    "prefix_hits": ("prefix_cache_hits", "cached_tokens"),
+    "preemptions": ("num_preemptions", "num_retracted_reqs"),
+    "evicted_pages": ("", "evicted_pages"),
+    "prompt_tokens": ("prompt_tokens", "prompt_tokens"),
+    "generation_tokens": ("generation_tokens", "generation_tokens"),
+    "aborts": ("", "num_aborted_requests"),
+    "requests": ("request_success", ""),
+    "rejections": ("admission_rejections", ""),
+    "nonfinite_rows": ("corrupted_requests", ""),
+    "spec_drafts": ("spec_decode_num_drafts", ""),
+    "spec_draft_tokens": ("spec_decode_num_draft_tokens", ""),
+    "spec_accepted_tokens": ("spec_decode_num_accepted_tokens", ""),
+    "ttft_seconds": ("time_to_first_token_seconds", "time_to_first_token_seconds"),
+    "itl_seconds": ("inter_token_latency_seconds", "inter_token_latency_seconds"),
+    "tpot_seconds": ("request_time_per_output_token_seconds", "time_per_output_token_seconds"),
+    "e2e_seconds": ("e2e_request_latency_seconds", "e2e_request_latency_seconds"),
+    "queue_seconds": ("request_queue_time_seconds", "queue_time_seconds"),
+    "prefill_seconds": ("request_prefill_time_seconds", ""),
+    "decode_seconds": ("request_decode_time_seconds", ""),
+    "prompt_length": ("request_prompt_tokens", ""),
+    "output_length": ("request_generation_tokens", ""),
+}
+LABELS = {"request_success": ("finish", "finished_reason")}
+
+
+class Metrics(Collector):
+    """Everything that /metrics shows.
+
+    Parameters
+    ----------
+    model_name : str
+    compat : str
+        "none", "vllm", "sglang" or "both": whose names are shown beside ours.
+    gc_warning : float
+        Collections that took more seconds are logged; 0: none.
+    """
+
+    def __init__(self, model_name: str, compat: str = "none", gc_warning: float = 0.0) -> None:
+        self._model, self._compat = model_name, compat
+        self.link: Link | None = None
+        self._own = CollectorRegistry()
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        own: dict[str, Any] = {"registry": self._own}
+
+        def seconds(name: str, text: str) -> Histogram:
+            return Histogram(f"fastlayers_{name}_seconds", text, buckets=SECONDS, **own)
+
+        self._ttft = seconds("ttft", "From the complete body to the first token")
+        self._itl = seconds("itl", "Between a request's news")
+        self._tpot = seconds("tpot", "Time per output token after the first, of requests that ended")
+        self._e2e = seconds("e2e", "From the complete body to the end")
+        self.grammar_compile = seconds("grammar_compile", "Compiling one grammar")
+        self._gc = Histogram(
+            "fastlayers_gc_pause_seconds", "Collections of the front", ["generation"], buckets=SECONDS, **own
+        )
+        self._prompt = Histogram("fastlayers_prompt_length", "Tokens", buckets=LENGTHS, **own)
+        self._output = Histogram("fastlayers_output_length", "Tokens", buckets=LENGTHS, **own)
+        self._aborts = Counter("fastlayers_aborts", "Requests ended early", ["cause"], **own)
+        self._rejected = Counter("fastlayers_http_errors", "Answers that were errors", ["code"], **own)
+        self._ignored = Counter("fastlayers_ignored_fields", "Only with --lenient-fields", ["field"], **own)
+        self.tool_failures = Counter("fastlayers_tool_parse_failures", "Tool calls without valid JSON", **own)
+        self.front_tokens = Counter("fastlayers_front_tokens", "Tokens that went into answers", **own)
+        self._gc_started, self._gc_warning = 0.0, gc_warning
+
+    def watch_gc(self) -> None:
+        """Measure collections from now on."""
+        gc.callbacks.append(self._on_gc)
+
+    def unwatch_gc(self) -> None:
+        """Stop measuring collections."""
+        if self._on_gc in gc.callbacks:
+            gc.callbacks.remove(self._on_gc)
+
+    def _on_gc(self, phase: str, info: Mapping[str, int]) -> None:
+        now = time.perf_counter()
+        if phase == "start":
+            self._gc_started = now
+        elif self._gc_started:
+            taken = now - self._gc_started
+            self._gc.labels(str(info["generation"])).observe(taken)
+            if self._gc_warning and taken > self._gc_warning:
+                import logging
+
+                logging.getLogger("fastlayers.front").warning(
+                    "a collection of generation %d took %.3f s", info["generation"], taken
+                )
+
+    def token(self, seconds: float, first: bool) -> None:
+        """Count the wait for a request's news."""
+        (self._ttft if first else self._itl).observe(seconds)
+
+    def ended(self, output: Output, row: Row) -> None:
+        """Count a request that ended; ``row`` has not taken the last news yet."""
+        taken, tokens = time.monotonic() - row.job.arrival, len(row.ids) + len(output.ids) * (not row.done)
+        self.front_tokens.inc(tokens)
+        if output.finish in ("stop", "length"):
+            self._e2e.observe(taken)
+            self._output.observe(tokens)
+            self._prompt.observe(row.prompt_tokens)
+            if tokens > 1 and row.first_token:
+                self._tpot.observe((time.monotonic() - row.first_token) / (tokens - 1))
+
+    def aborted(self, cause: str, count: int) -> None:
+        """Count requests that were ended before their time."""
+        self._aborts.labels(cause).inc(count)
+
+    def rejected(self, code: str) -> None:
+        """Count an answer that is an error."""
+        self._rejected.labels(code).inc()
+
+    def ignored(self, field: str) -> None:
+        """Count a field that --lenient-fields let through; names that clients invent share one label."""
+        self._ignored.labels(field if field in ChatRequest.model_fields else "other").inc()
+
+    def text(self) -> bytes:
+        """Return the metrics as Prometheus reads them."""
+        return generate_latest(self.registry)
+
+    def describe(self) -> Iterable[Metric]:
+        """Names are not checked for collisions at registration: what is there depends on the engine."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every family, and the aliases."""
+        for family in (*self._own.collect(), *self._engine()):
+            yield family
+            own = family.name.removeprefix("fastlayers_")
+            for theirs, prefix in zip(ALIASES.get(own, ("", "")), ("vllm", "sglang"), strict=True):
+                if theirs and self._compat in (prefix, "both"):
+                    yield self._alias(family, prefix, theirs)
+
+    def _alias(self, family: Metric, prefix: str, name: str) -> Metric:
+        alias = Metric(f"{prefix}:{name}", family.documentation, family.type)
+        keep, called = LABELS.get(name, ("", ""))
+        sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        for sample in family.samples:
+            suffix = sample.name.removeprefix(family.name)
+            if suffix == "_created":
+                continue
+            labels = {"model_name": self._model} | ({"engine": "0"} if prefix == "vllm" else {})
+            labels |= {"le": sample.labels["le"]} if "le" in sample.labels else {}
+            labels |= {called: sample.labels[keep]} if keep else {}
+            key = suffix, tuple(labels.items())
+            sums[key] = sums.get(key, 0.0) + sample.value
+        for (suffix, pairs), value in sums.items():
+            alias.add_sample(alias.name + suffix, dict(pairs), value)
+        return alias
+
+    def _engine(self) -> Iterator[Metric]:
+        link = self.link
+        if link is None:
+            return
+        ready = GaugeMetricFamily("fastlayers_ready", "1 while requests are taken")
+        ready.add_metric([], float(link.phase == "serving"))
+        yield ready
+        if link.info is not None:
+            info = InfoMetricFamily("fastlayers_engine", "What runs")
+            about = link.info
+            info.add_metric([], {"model": self._model, "model_type": about.model_type, "device": about.device})
+            yield info
+            startup = GaugeMetricFamily("fastlayers_startup_seconds", "Of each phase", labels=["phase"])
+            for phase, taken in about.startup_seconds.items():
+                startup.add_metric([phase], taken)
+            yield startup
+        if link.stats is not None:
+            yield from of_stats(link.stats)
+
+
+def of_stats(stats: Stats) -> Iterator[Metric]:
+    """Yield the families of an engine's Stats."""
+    gauges = {
+        "requests_running": ("Requests with a slot", stats.running),
+        "requests_waiting": ("Requests without one", stats.waiting),
+        "waiting_tokens": ("Prompt tokens of the waiting ones", stats.waiting_tokens),
+    }
+    for name, (text, value) in gauges.items():
+        yield GaugeMetricFamily(f"fastlayers_{name}", text, value)
+    pages = GaugeMetricFamily("fastlayers_pages", "Pages of the cache", labels=["state"])
+    for state, count in stats.pages.items():
+        pages.add_metric([state], count)
+    yield pages
+    used = stats.pages.get("private", 0) + stats.pages.get("locked", 0)
+    usage = used / max(1, sum(stats.pages.values()))
+    yield GaugeMetricFamily("fastlayers_kv_usage_ratio", "Share of pages that requests hold", usage)
+    for name, label in COUNTERS.items():
+        family = CounterMetricFamily(f"fastlayers_{name}", "Since the engine's start", labels=[label] if label else [])
+        for key, total in (stats.counters.get(name) or ({} if label else {"": 0.0})).items():
+            family.add_metric([key] if label else [], total)
+        yield family
+    for name, bounds in HISTOGRAMS.items():
+        counts, total = stats.histograms.get(name, ((0,) * (len(bounds) + 1), 0.0))
+        running, buckets = 0, []
+        for bound, count in zip((*map(str, bounds), "+Inf"), counts, strict=True):
+            running += count
+            buckets.append((bound, running))
+        histogram = HistogramMetricFamily(f"fastlayers_{name}", "Of the engine")
+        histogram.add_metric([], buckets, total)
+        yield histogram

@@ -1,0 +1,207 @@
+"""Routes of an operator: models, tokens, health, metrics, and what is asked of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import platform
+import time
+from contextlib import suppress
+from importlib import metadata
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from fastlayers_server.engine.protocol import Output, Reply, Sampling, Submit, pack_ids
+from fastlayers_server.front.answers import attended, document
+from fastlayers_server.front.chat import prompt_of
+from fastlayers_server.front.errors import ApiError
+from fastlayers_server.front.gate import body_of
+from fastlayers_server.front.generation import Front, bad
+from fastlayers_server.front.schemas import AbortRequest, ChatPrompt, DetokenizeRequest, TokenizeRequest
+
+
+def model_card(front: Front, name: str) -> dict[str, Any]:
+    """Return what /v1/models says of a name."""
+    info = front.link.info
+    return {
+        "id": name, "object": "model", "created": front.started, "owned_by": "fastlayers",
+        "root": front.config.root or front.config.name, "parent": None,
+        "max_model_len": info.max_model_len if info else None,
+    }  # fmt: skip
+
+
+async def models(request: Request, front: Front) -> Response:
+    """List what is served."""
+    return document({"object": "list", "data": [model_card(front, n) for n in front.config.served_names]})
+
+
+async def model(request: Request, front: Front) -> Response:
+    """Describe one model."""
+    name = request.path_params["name"]
+    front.check_model(name)
+    return document(model_card(front, name))
+
+
+async def tokenize(request: Request, front: Front) -> Response:
+    """Return the ids of a prompt, or of messages through the template."""
+    body = await body_of(request, TokenizeRequest, front.lenient)
+    front.check_model(body.model)
+    info = front.link.check_ready()
+    if body.prompt is not None:
+        ids = await front.encode(body.prompt, body.add_special_tokens is not False, info)
+    else:
+        fields = body.model_dump(include=set(ChatPrompt.model_fields), exclude_none=True)
+        ids = await prompt_of(front, ChatPrompt.model_validate(fields), info)
+    found: dict[str, Any] = {"count": len(ids), "max_model_len": info.max_model_len, "tokens": ids}
+    found["token_strs"] = [front.tokens.fast.id_to_token(i) for i in ids] if body.return_token_strs else None
+    return document(found)
+
+
+async def detokenize(request: Request, front: Front) -> Response:
+    """Return the text of ids."""
+    body = await body_of(request, DetokenizeRequest, front.lenient)
+    front.check_model(body.model)
+    info = front.link.check_ready()
+    wrong = [i for i in body.tokens if i >= info.vocab_size]
+    if wrong:
+        raise bad("tokens", f"{wrong[0]} is no token id; accepted: 0 to {info.vocab_size - 1}")
+    return document({"prompt": await asyncio.to_thread(front.tokens.decode, body.tokens)})
+
+
+async def health(request: Request, front: Front) -> Response:
+    """Say whether the process and its engine live; it generates nothing."""
+    reason = front.link.unhealthy()
+    return document({"status": "unhealthy" if reason else "ok", "reason": reason}, status=503 if reason else 200)
+
+
+async def ready(request: Request, front: Front) -> Response:
+    """Say whether requests are taken, or which phase lasts."""
+    phase = front.link.phase
+    headers = {} if phase == "serving" else {"retry-after": "1"}
+    return document({"phase": phase}, headers, 200 if phase == "serving" else 503)
+
+
+class _First:
+    """Waits for one token."""
+
+    def __init__(self) -> None:
+        self.output: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
+
+    def feed(self, output: Output) -> None:
+        """Take news."""
+        if not self.output.done():
+            self.output.set_result(output)
+
+
+async def health_generate(request: Request, front: Front) -> Response:
+    """Draw one token through the engine; 504 after 10 s."""
+    front.link.check_ready()
+    waiting, rid = _First(), front.link.next_rid()
+    prompt = pack_ids([0])
+    front.link.submit(Submit(rid, prompt, Sampling(temperature=0.0), 1, ignore_eos=True, arrival=time.monotonic()), waiting)  # fmt: skip  # noqa: E501
+    try:
+        output = await attended(request, asyncio.wait_for(waiting.output, 10.0))
+    except TimeoutError as error:
+        raise ApiError(504, "no token within 10 s", "engine_timeout") from error
+    finally:
+        front.link.abort([rid])
+    if output is not None and output.finish == "error":
+        raise ApiError(503, output.message or output.code, "not_ready")
+    return document({"status": "ok"})
+
+
+async def metrics(request: Request, front: Front) -> Response:
+    """Show Prometheus what there is; the engine is asked for its newest figures, but not waited for long."""
+    with suppress(ApiError):
+        await front.link.control("stats", timeout=0.5)
+    return Response(front.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def version(request: Request, front: Front) -> Response:
+    """Tell versions."""
+    return document({"version": metadata.version("fastlayers"), "python": platform.python_version()})
+
+
+async def server_info(request: Request, front: Front) -> Response:
+    """Tell the configuration, keys excepted, and what the engine is."""
+    info = front.link.info
+    engine = {name: getattr(info, name) for name in info.__struct_fields__} if info else None
+    facts = {
+        "version": metadata.version("fastlayers"), "config": front.config.server, "engine": engine,
+        "phase": front.link.phase, "system_fingerprint": front.fingerprint,
+        "formats": {"reasoning": front.formats.reasoning, "tools": front.formats.tools},
+    }  # fmt: skip
+    return document(facts)
+
+
+async def asked(front: Front, what: str, argument: str = "", timeout: float = 10.0) -> Any:
+    """Return the engine's reply to a control; a refusal becomes 409."""
+    reply = await front.link.control(what, argument, timeout)
+    assert isinstance(reply, Reply)
+    if not reply.ok:
+        raise ApiError(409, str(reply.value or f"the engine refuses {what!r}"), "refused_by_engine")
+    return reply.value
+
+
+async def explain(request: Request, front: Front) -> Response:
+    """Tell why: the last ticks, buckets, the table of step times."""
+    return document(await asked(front, "explain"))
+
+
+async def backends(request: Request, front: Front) -> Response:
+    """Tell what was chosen for every layer, and why not the others."""
+    return document(await asked(front, "explain", "backends"))
+
+
+async def freeze_gc(request: Request, front: Front) -> Response:
+    """Keep what lives now out of the collector's work: in the engine, then here."""
+    engine = await asked(front, "freeze_gc")
+    before = gc.get_count(), gc.get_freeze_count()
+    gc.collect()
+    gc.freeze()
+    after = gc.get_count(), gc.get_freeze_count()
+    front_side = {
+        "before": {"generations": before[0], "frozen": before[1]},
+        "after": {"generations": after[0], "frozen": after[1]},
+    }
+    return document({"engine": engine, "front": front_side})
+
+
+async def control(request: Request, front: Front) -> Response:
+    """Pass a control of the route's name on."""
+    what = request.url.path[1:]
+    value = await asked(front, what, timeout=60.0)
+    return document({"done": what, "value": value})
+
+
+async def drain(request: Request, front: Front) -> Response:
+    """Take no new requests; what runs goes on."""
+    front.link.draining = True
+    value = await asked(front, "drain")
+    return document({"done": "drain", "value": value, "live": front.link.live})
+
+
+async def resume(request: Request, front: Front) -> Response:
+    """Take requests again."""
+    value = await asked(front, "resume")
+    front.link.draining = False
+    return document({"done": "resume", "value": value})
+
+
+async def abort(request: Request, front: Front) -> Response:
+    """End responses by their exact ids; nothing ends if one is unknown."""
+    body = await body_of(request, AbortRequest, front.lenient)
+    jobs = {job.id: job for job in front.jobs.values()} | front.jobs
+    unknown = [name for name in body.ids if name not in jobs]
+    if unknown:
+        raise ApiError(404, f"no request {unknown[0]!r} is live", "not_found", "ids")
+    for name in body.ids:
+        jobs[name].close("operator")
+    return document({"aborted": body.ids})
+
+
+async def no_bodies(request: Request, front: Front) -> Response:
+    """Serve nothing: the favicon of a page that has none."""
+    return Response(status_code=204)

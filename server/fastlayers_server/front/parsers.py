@@ -1,0 +1,332 @@
+"""Splitting what a model says into reasoning, content and tool calls. Nothing here raises on what a model writes.
+
+A marker that is one token of the vocabulary is recognised by its id; any other by its text, of which the beginning of
+a possible marker is held back.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from fastlayers_server.front.rows import Delta, Plain
+from fastlayers_server.front.tokens import TokenText, held_back
+
+THINK, UNTHINK = "<think>", "</think>"
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a model marks its tool calls.
+
+    Parameters
+    ----------
+    begin, end : str
+        Around one call.
+    wrappers : sequence of str
+        Markers around several, which say nothing.
+    header : str
+        Pattern of what a call's body has before its arguments, with the group ``name``.
+    begins_with_name : str
+        How a constrained call begins, "NAME" standing for the function's.
+    closes : str
+        What follows the arguments of a constrained call.
+    """
+
+    begin: str
+    end: str
+    wrappers: tuple[str, ...]
+    header: str
+    begins_with_name: str
+    closes: str
+
+
+_JSON_HEADER = r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]{1,64})"\s*,\s*"(?:arguments|parameters)"\s*:\s*'
+_DS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+STYLES = {
+    "hermes": Style(
+        "<tool_call>", "</tool_call>", (), _JSON_HEADER,
+        '<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>",
+    ),
+    "deepseek_v3": Style(
+        "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", _DS,
+        r"\s*function<｜tool▁sep｜>(?P<name>[^\n]{1,64})\n```json\n",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n", "\n```<｜tool▁call▁end｜>",
+    ),
+    "deepseek_v31": Style(
+        "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", _DS, r"(?P<name>[^<{\n]{1,64})<｜tool▁sep｜>",
+        "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
+    ),
+}  # fmt: skip
+REASONING = ("deepseek_r1", "qwen3", "harmony", "none")
+TOOLS = (*STYLES, "harmony", "none")
+
+
+class Splitter:
+    """Cuts a stream of tokens at markers, into (marker, text) pairs of which one is empty."""
+
+    def __init__(self, tokens: TokenText, markers: Sequence[str], keep_special: bool) -> None:
+        ids = {marker: tokens.id_of(marker) for marker in markers}
+        self._ids = {i: marker for marker, i in ids.items() if i is not None}
+        self._texts = [marker for marker, i in ids.items() if i is None]
+        self._hidden = frozenset() if keep_special else frozenset(tokens.special) - set(self._ids)
+        self._tokens = tokens
+        self._held = ""
+
+    def feed(self, token: int, text: str) -> Iterator[tuple[str, str]]:
+        """Yield what the token adds."""
+        if token in self._hidden:
+            text = text.removesuffix(self._tokens.decode([token]))
+        marker = self._ids.get(token, "")
+        if marker:
+            yield from self.finish(text.removesuffix(marker))
+            yield marker, ""
+            return
+        yield from self._cut(self._held + text)
+
+    def _cut(self, text: str) -> Iterator[tuple[str, str]]:
+        while found := [(at, m) for m in self._texts if (at := text.find(m)) >= 0]:
+            at, marker = min(found)
+            if at:
+                yield "", text[:at]
+            yield marker, ""
+            text = text[at + len(marker) :]
+        keep = max((held_back(text, marker) for marker in self._texts), default=0)
+        self._held = text[len(text) - keep :]
+        if len(text) > keep:
+            yield "", text[: len(text) - keep]
+
+    def finish(self, text: str) -> Iterator[tuple[str, str]]:
+        """Yield what is held back, and a last text."""
+        yield from self._cut(self._held + text)
+        held, self._held = self._held, ""
+        if held:
+            yield "", held
+
+
+class Call:
+    """The body of one tool call: a name as soon as it is known, then arguments as they come."""
+
+    def __init__(self, header: re.Pattern[str], index: int) -> None:
+        self._header, self.index = header, index
+        self.raw, self._known, self._arguments = "", False, JsonValue()
+
+    def feed(self, text: str) -> list[Delta]:
+        """Take text of the body."""
+        self.raw += text
+        if self._known:
+            return self._more(text)
+        match = self._header.match(self.raw)
+        if match is None or match.end() == len(self.raw):
+            return []
+        self._known = True
+        return [Delta("tool", "", self.index, match["name"].strip()), *self._more(self.raw[match.end() :])]
+
+    def _more(self, text: str) -> list[Delta]:
+        taken = self._arguments.feed(text)
+        return [Delta("tool", taken, self.index)] if taken else []
+
+    def finish(self) -> list[Delta] | None:
+        """Return what the end adds, or None if this was no call."""
+        if self._known:
+            return []
+        try:
+            found = json.loads(self.raw)
+            name, arguments = found["name"], found.get("arguments", found.get("parameters", {}))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return None
+        if not isinstance(name, str):
+            return None
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        return [Delta("tool", "", self.index, name), Delta("tool", text, self.index)]
+
+
+class JsonValue:
+    """Passes the text of one JSON object or array on, and nothing after it."""
+
+    def __init__(self) -> None:
+        self._depth, self._string, self._escape, self._over = 0, False, False, False
+
+    def feed(self, text: str) -> str:
+        """Return the part of the text that belongs to the value."""
+        if self._over:
+            return ""
+        for at, character in enumerate(text):
+            if self._string:
+                self._string = self._escape or character != '"'
+                self._escape = character == "\\" and not self._escape
+            elif character == '"':
+                self._string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth <= 0:
+                    self._over = True
+                    return text[: at + 1]
+        return text
+
+
+class Marked:
+    """Reasoning between <think> and </think>, and calls between the markers of a style.
+
+    Parameters
+    ----------
+    tokens : TokenText
+    prompt : sequence of int
+        Whether reasoning has begun is read off its end, not assumed.
+    reasoning : bool
+    style : Style, optional
+    keep_special : bool
+    """
+
+    def __init__(
+        self, tokens: TokenText, prompt: Sequence[int], reasoning: bool, style: Style | None, keep_special: bool = False
+    ) -> None:
+        markers = [THINK, UNTHINK] * reasoning
+        if style is not None:
+            markers += [style.begin, style.end, *style.wrappers]
+        self._splitter = Splitter(tokens, markers, keep_special)
+        self._style = style
+        self._header = re.compile(style.header) if style else re.compile("")
+        tail = tokens.decode(prompt[-16:]) if reasoning else ""
+        self._thinking = tail.rfind(THINK) > tail.rfind(UNTHINK)
+        self._call: Call | None = None
+        self._calls = 0
+
+    def feed(self, token: int, text: str) -> list[Delta]:
+        """Take a token."""
+        return [d for marker, piece in self._splitter.feed(token, text) for d in self._piece(marker, piece)]
+
+    def finish(self, text: str) -> list[Delta]:
+        """Take the rest."""
+        deltas = [d for marker, piece in self._splitter.finish(text) for d in self._piece(marker, piece)]
+        return [*deltas, *self._close("")]
+
+    def _piece(self, marker: str, text: str) -> list[Delta]:
+        style = self._style
+        if not marker:
+            if self._call is not None:
+                return self._call.feed(text)
+            # A call's end leaves a line break behind, which is no content.
+            if self._calls and not text.strip():
+                return []
+            return [Delta("reasoning" if self._thinking else "content", text)]
+        if self._thinking:
+            self._thinking = marker != UNTHINK
+            return [] if marker == UNTHINK else [Delta("reasoning", marker)]
+        if style is not None and self._call is not None:
+            return self._close(marker) if marker == style.end else self._call.feed(marker)
+        if marker == THINK:
+            self._thinking = True
+            return []
+        if style is not None and marker == style.begin:
+            self._call = Call(self._header, self._calls)
+            return []
+        return [] if style is not None and marker in style.wrappers else [Delta("content", marker)]
+
+    def _close(self, marker: str) -> list[Delta]:
+        call, self._call = self._call, None
+        if call is None:
+            return []
+        deltas = call.finish()
+        if deltas is None:
+            assert self._style is not None
+            return [Delta("content", self._style.begin + call.raw + marker)]
+        self._calls += 1
+        return deltas
+
+
+class Harmony:
+    """The channels of gpt-oss: analysis is reasoning, final is content, what has a recipient is a call."""
+
+    MARKERS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
+
+    def __init__(self, tokens: TokenText, prompt: Sequence[int], keep_special: bool = False) -> None:
+        self._splitter = Splitter(tokens, self.MARKERS, keep_special)
+        # A prompt that ends within a message is continued there.
+        tail = tokens.decode(prompt[-256:])
+        self._header: str | None = (
+            "" if tail.endswith("<|start|>assistant") or not tail.endswith("<|message|>") else None
+        )
+        self._kind, self._calls, self._said = "content", 0, False
+        if self._header is None:
+            self._open(tail[tail.rfind("<|start|>") :])
+
+    def feed(self, token: int, text: str) -> list[Delta]:
+        """Take a token."""
+        return [d for marker, piece in self._splitter.feed(token, text) for d in self._piece(marker, piece)]
+
+    def finish(self, text: str) -> list[Delta]:
+        """Take the rest; a header without a message is text after all."""
+        deltas = [d for marker, piece in self._splitter.finish(text) for d in self._piece(marker, piece)]
+        if self._header and not self._said and not deltas and "<|channel|>" not in self._header:
+            deltas.append(Delta("content", self._header))
+        return deltas
+
+    def _piece(self, marker: str, text: str) -> list[Delta]:
+        if self._header is not None:
+            if marker == "<|message|>":
+                return self._open(self._header)
+            self._header += marker + text
+            return []
+        if marker in ("<|start|>", "<|end|>", "<|call|>", "<|return|>"):
+            self._header = ""
+            return []
+        return [Delta(self._kind, marker + text, max(0, self._calls - 1))]
+
+    def _open(self, header: str) -> list[Delta]:
+        self._header, self._said = None, True
+        to = re.search(r"to=(?:functions\.)?([A-Za-z0-9_.-]{1,64})", header)
+        if to is not None:
+            self._kind = "tool"
+            self._calls += 1
+            return [Delta("tool", "", self._calls - 1, to[1])]
+        self._kind = "reasoning" if re.search(r"<\|channel\|>\s*analysis", header) else "content"
+        return []
+
+
+@dataclass(frozen=True)
+class Formats:
+    """Which parsers a model's answers need."""
+
+    reasoning: str
+    tools: str
+
+    def parser(
+        self, tokens: TokenText, wants_tools: bool, keep_special: bool
+    ) -> Callable[[Sequence[int]], Plain | Marked | Harmony]:
+        """Return what makes the parser of an answer to a prompt."""
+        if "harmony" in (self.reasoning, self.tools):
+            return lambda prompt: Harmony(tokens, prompt, keep_special)
+        style = STYLES.get(self.tools) if wants_tools else None
+        thinks = self.reasoning != "none"
+        if not thinks and style is None:
+            return lambda prompt: Plain()
+        return lambda prompt: Marked(tokens, prompt, thinks, style, keep_special)
+
+    @property
+    def plain(self) -> bool:
+        """Whether answers are content only, whatever the request."""
+        return self.reasoning == "none" and self.tools == "none"
+
+
+def formats_of(tokens: TokenText, reasoning: str, tools: str) -> Formats:
+    """Return the formats of a model: as named, or by its kind where its template and vocabulary have the markers."""
+    found = Formats("none", "none")
+    kind = tokens.model_type
+    if kind == "gpt_oss" and tokens.id_of("<|channel|>") is not None:
+        found = Formats("harmony", "harmony")
+    elif kind.startswith("qwen"):
+        thinks = tokens.id_of(UNTHINK) is not None or tokens.reads(UNTHINK)
+        found = Formats("qwen3" if thinks else "none", "hermes" if tokens.reads("<tool_call>") else "none")
+    elif kind.startswith("deepseek"):
+        style = "none"
+        if tokens.reads("<｜tool▁call▁begin｜>"):
+            style = "deepseek_v3" if tokens.reads("```json") else "deepseek_v31"
+        found = Formats("deepseek_r1" if tokens.id_of(UNTHINK) is not None else "none", style)
+    if reasoning != "auto":
+        found = replace(found, reasoning=reasoning)
+    return found if tools == "auto" else replace(found, tools=tools)

@@ -1,0 +1,247 @@
+"""The outputs of one request on their way to text: a :class:`Row` for each choice, and the :class:`Job` of all."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from fastlayers_server.engine.protocol import Output, TokenLogprobs
+from fastlayers_server.front.errors import ApiError, of_output
+from fastlayers_server.front.link import Link
+from fastlayers_server.front.metrics import Metrics
+from fastlayers_server.front.tokens import Detokenizer, StopStrings
+
+
+@dataclass
+class Delta:
+    """New text of a choice: "content", "reasoning", or "tool" with the call's index; a name begins a call."""
+
+    kind: str
+    text: str = ""
+    index: int = 0
+    name: str = ""
+
+
+class Parser(Protocol):
+    """Splits what a model says into content, reasoning and tool calls."""
+
+    def feed(self, token: int, text: str) -> list[Delta]:
+        """Take a token and the text that it completed."""
+
+    def finish(self, text: str) -> list[Delta]:
+        """Take the rest of the text; nothing follows."""
+
+
+class Plain:
+    """All is content."""
+
+    def feed(self, token: int, text: str) -> list[Delta]:
+        """Pass the text on."""
+        return [Delta("content", text)] if text else []
+
+    def finish(self, text: str) -> list[Delta]:
+        """Pass the rest on."""
+        return self.feed(-1, text)
+
+
+class Row:
+    """One choice: feeds on the engine's outputs, and is emptied by who writes the answer."""
+
+    def __init__(
+        self,
+        job: Job,
+        index: int,
+        rid: int,
+        prompt_tokens: int,
+        detokenizer: Detokenizer,
+        parser: Parser,
+        stops: StopStrings,
+        end_ids: frozenset[int],
+        include_end: bool,
+        hidden: frozenset[int],
+    ) -> None:
+        self.job, self.index, self.rid, self.prompt_tokens = job, index, rid, prompt_tokens
+        self.first_token = 0.0
+        self.finish, self.error = "", None  # type: str, ApiError | None
+        self.ids: list[int] = []
+        self.cached, self.reasoning_tokens, self.calls = 0, 0, 0
+        self.prompt_logprobs: Sequence[TokenLogprobs] = ()
+        self._detokenizer, self._parser, self._stops = detokenizer, parser, stops
+        self._end_ids, self._include_end, self._hidden = end_ids, include_end, hidden
+        self._deltas: list[Delta] = []
+        self._logprobs: list[tuple[int, TokenLogprobs]] = []
+        self._new_ids: list[int] = []
+        self._last, self._told = 0.0, False
+
+    def feed(self, output: Output) -> None:
+        """Take news of the engine; see :class:`Link`."""
+        metrics = self.job.metrics
+        if output.finish:
+            metrics.ended(output, self)
+        if self.finish or self.error:
+            return
+        if output.prompt_logprobs:
+            self.prompt_logprobs = output.prompt_logprobs
+        if output.ids:
+            now = time.monotonic()
+            if not self.ids:
+                self.cached = max(0, output.cached_tokens)
+            metrics.token(now - (self._last or self.job.arrival), first=not self.ids)
+            self._last, self.first_token = now, self.first_token or now
+            self._tokens(output)
+        if output.finish in ("error", "abort"):
+            self.error = self.error or (None if self.finish else of_output(output))
+        elif output.finish and not self.finish:
+            self._end(output.finish)
+        self.job.event.set()
+
+    def _tokens(self, output: Output) -> None:
+        for at, token in enumerate(output.ids):
+            self.ids.append(token)
+            self._new_ids.append(token)
+            last = output.finish == "stop" and at == len(output.ids) - 1
+            if last and token in self._end_ids and not self._include_end:
+                return
+            deltas = self._parser.feed(token, self._detokenizer.feed(token))
+            if any(d.kind == "reasoning" for d in deltas):
+                self.reasoning_tokens += 1
+            elif output.logprobs and token not in self._hidden and not any(d.kind == "tool" for d in deltas):
+                self._logprobs.append((token, output.logprobs[at]))
+            if self._take(deltas):
+                if not output.finish:
+                    self.job.link.finish(self.rid, len(self.ids))
+                self.finish = "stop"
+                return
+
+    def _take(self, deltas: list[Delta], final: bool = False) -> bool:
+        """Add deltas; return whether a stop string ended the content."""
+        for delta in deltas:
+            if delta.kind == "content":
+                delta.text, stopped = self._stops.feed(delta.text)
+                self._add(delta)
+                if stopped:
+                    return True
+            else:
+                self._add(delta)
+        return False
+
+    def _add(self, delta: Delta) -> None:
+        if delta.kind == "tool" and delta.name:
+            self.calls += 1
+        elif not delta.text:
+            return
+        before = self._deltas[-1] if self._deltas else None
+        if before and not delta.name and (before.kind, before.index) == (delta.kind, delta.index):
+            before.text += delta.text
+        else:
+            self._deltas.append(delta)
+
+    def _end(self, finish: str) -> None:
+        stopped = self._take(self._parser.finish(self._detokenizer.flush()))
+        if not stopped:
+            self._add(Delta("content", self._stops.flush()))
+        self.finish = "stop" if stopped else finish
+
+    def take(self) -> tuple[list[Delta], list[tuple[int, TokenLogprobs]], list[int]]:
+        """Return what is new since the last call: text, log-probabilities, token ids."""
+        news = self._deltas, self._logprobs, self._new_ids
+        if self._deltas or self.finish:
+            self._deltas, self._logprobs, self._new_ids = [], [], []
+            self._told = bool(self.finish)
+            return news
+        return [], [], []
+
+    @property
+    def readable(self) -> bool:
+        """Whether :meth:`take` has something, or an error is to be told."""
+        return bool(self._deltas or self.error or (self.finish and not self._told))
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing follows."""
+        return bool(self.finish or self.error)
+
+
+@dataclass
+class Job:
+    """All choices of one response.
+
+    Parameters
+    ----------
+    id : str
+        Of the response.
+    prompt_tokens : int
+        Of all its prompts.
+    arrival : float
+        ``time.monotonic()`` when the body was complete.
+    key : str
+        Under which it is among the front's jobs.
+    """
+
+    id: str
+    link: Link
+    metrics: Metrics
+    arrival: float
+    created: int
+    prompts: list[list[int]] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    seed: int = 0
+    key: str = ""
+    event: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def done(self) -> bool:
+        """Whether every choice has ended."""
+        return all(row.done for row in self.rows)
+
+    @property
+    def unread(self) -> bool:
+        """Whether a choice has something to tell."""
+        return any(row.readable for row in self.rows)
+
+    @property
+    def error(self) -> ApiError | None:
+        """The first choice's error, if one has one."""
+        return next((row.error for row in self.rows if row.error), None)
+
+    async def news(self, timeout: float | None = None) -> bool:
+        """Wait until a choice has news, and return whether one has."""
+        try:
+            await asyncio.wait_for(self.event.wait(), timeout)
+        except TimeoutError:
+            return False
+        self.event.clear()
+        return True
+
+    async def finished(self) -> None:
+        """Wait for the end of all choices; raises the error of one."""
+        while not self.done and self.error is None:
+            await self.news()
+        if self.error is not None:
+            raise self.error
+
+    def close(self, cause: str = "disconnect") -> None:
+        """End what has not ended; harmless afterwards."""
+        live = [row.rid for row in self.rows if not row.done]
+        if live:
+            self.metrics.aborted(cause, len(live))
+            self.link.abort(live)
+
+    def usage(self) -> dict[str, Any]:
+        """Return the usage of the response so far."""
+        prompt, completion = sum(map(len, self.prompts)), sum(len(row.ids) for row in self.rows)
+        siblings = max(1, len(self.rows) // max(1, len(self.prompts)))
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(row.cached for row in self.rows[::siblings])},
+            "completion_tokens_details": {
+                "reasoning_tokens": sum(row.reasoning_tokens for row in self.rows),
+                "accepted_prediction_tokens": 0,
+                "rejected_prediction_tokens": 0,
+            },
+        }

@@ -1,0 +1,371 @@
+"""The bodies of requests. What a schema does not name is refused; so is, with its reason, what we know and lack."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+NOT_HERE = "it is not served here"
+# Fields that clients of other servers send, and why they get an error instead of silence.
+REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "chat_template": "templates come from the model's folder or --chat-template, never from a request",
+        "suffix": NOT_HERE,
+        "logit_processors": "no code comes from a request",
+        "logits_processors": "no code comes from a request",
+        "custom_logit_processor": "no code comes from a request",
+        "audio": "text is all that is served",
+        "modalities": "text is all that is served",
+        "prediction": NOT_HERE,
+        "web_search_options": NOT_HERE,
+        "functions": "its new name is tools",
+        "function_call": "its new name is tool_choice",
+        "use_beam_search": NOT_HERE,
+        "length_penalty": "it belongs to beam search, which is not served here",
+        "early_stopping": "it belongs to beam search, which is not served here",
+        "lora": NOT_HERE,
+        "lora_path": NOT_HERE,
+        "truncate_prompt_tokens": "a prompt is never cut silently",
+        "verbosity": NOT_HERE,
+        "moderation": NOT_HERE,
+        "prompt_cache_options": "prefixes of a prompt are cached by themselves",
+        "prompt_cache_retention": "the prefix cache keeps what is used, for no fixed time",
+        "guided_decoding_backend": "the grammar backend is the server's",
+    }
+)
+# Of a response only the neutral value is accepted.
+NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType({"store": (False,), "service_tier": ("auto", "default")})
+# Accepted without effect: they tell a provider who asks, or what to file it under.
+WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+
+
+def refuse(param: str, why: str, code: str = "unsupported_parameter") -> PydanticCustomError:
+    """Return the error that names a field which is known and not served."""
+    message = "{param} is not supported: {why}"
+    return PydanticCustomError("refused", message, {"param": param, "why": why, "code": code})
+
+
+class Model(BaseModel):
+    """Strict types, no unknown fields, no NaN."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+TextPart = Annotated[str, Field(max_length=4_000_000)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+def _plain(value: Any) -> Any:
+    """Return content as one string: a string, or text parts, which are joined."""
+    if not isinstance(value, list):
+        return value
+    texts = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("text", "input_text", "output_text", "refusal"):
+            raise refuse("content", f"a part of type {kind!r}; accepted: text", "unsupported_content")
+        text = part.get("refusal" if kind == "refusal" else "text")
+        extra = set(part) - {"type", "text", "refusal", "annotations", "logprobs"}
+        if extra or not isinstance(text, str):
+            raise refuse("content", f"a text part has 'type' and 'text', not {sorted(part)}", "unsupported_content")
+        texts.append(text)
+    return "".join(texts)
+
+
+Content = Annotated[TextPart, BeforeValidator(_plain, json_schema_input_type=str | list[dict[str, str]])]
+
+
+class Called(Model):
+    """The function of a tool call."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Model):
+    """A call that the assistant made in an earlier turn."""
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: Called
+    index: int | None = None
+
+
+class Message(Model):
+    """A turn of the conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    # Clients send answers back as they came; of these fields only null has been sent by us.
+    audio: None = None
+    function_call: None = None
+    annotations: list[Any] | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> Message:
+        if self.content is None and not (self.role == "assistant" and (self.tool_calls or self.refusal)):
+            raise refuse("messages", f"a message of role {self.role!r} without content", "invalid_value")
+        if self.role != "assistant" and self.tool_calls:
+            raise refuse("messages", f"tool_calls belong to role 'assistant', not {self.role!r}", "invalid_value")
+        return self
+
+
+class FunctionDef(Model):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Model):
+    """A tool; functions are the only kind."""
+
+    type: Literal["function"]
+    function: FunctionDef
+
+
+class NamedFunction(Model):
+    """The name within a named tool choice."""
+
+    name: str
+
+
+class NamedTool(Model):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(Model):
+    """The schema of ``response_format``."""
+
+    name: str = ""
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")] = {}
+    strict: bool | None = None
+
+
+class ResponseFormat(Model):
+    """What the answer's text must be."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchema | None = None
+    format: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> ResponseFormat:
+        for kind, field in (("json_schema", "json_schema"), ("structural_tag", "format")):
+            if (self.type == kind) != (getattr(self, field) is not None):
+                raise refuse("response_format", f"type {kind!r} and {field!r} go together", "invalid_value")
+        return self
+
+
+class StructuredOutputs(Model):
+    """Constraints under vLLM's names; exactly one."""
+
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: Annotated[list[str], Field(min_length=1, max_length=1024)] | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> StructuredOutputs:
+        if sum(v is not None for v in (self.json_, self.regex, self.grammar, self.choice)) != 1:
+            raise refuse("structured_outputs", "exactly one of json, regex, grammar, choice is given", "invalid_value")
+        return self
+
+
+class StreamOptions(Model):
+    """What a stream tells beside the text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class Common(Model):
+    """Fields of both generation routes."""
+
+    model: str
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: (
+        Annotated[str, Field(min_length=1, max_length=256)]
+        | Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16)]
+        | None
+    ) = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    include_stop_str_in_output: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=300)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    add_special_tokens: bool | None = None
+    skip_special_tokens: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
+    return_token_ids: bool | None = None
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name, why in REFUSED.items():
+            if data.get(name) is not None:
+                raise refuse(name, why)
+        for name, accepted in NEUTRAL.items():
+            if data.get(name) is not None and data[name] not in accepted:
+                raise refuse(name, f"given {data[name]!r}; accepted: {', '.join(map(repr, accepted))}")
+        data = {k: v for k, v in data.items() if k not in REFUSED}
+        # Names of vLLM before 0.12 and of SGLang.
+        aliases = {
+            "guided_json": "json", "json_schema": "json", "guided_regex": "regex", "regex": "regex",
+            "guided_grammar": "grammar", "ebnf": "grammar", "guided_choice": "choice",
+        }  # fmt: skip
+        given = {name: data.pop(name) for name in aliases if name in data}
+        given = {name: value for name, value in given.items() if value is not None}
+        if len(given) + (data.get("structured_outputs") is not None) > 1:
+            raise refuse(next(iter(given)), "one constraint is given, not several", "invalid_value")
+        for name, value in given.items():
+            data["structured_outputs"] = {aliases[name]: value}
+        return data
+
+    @model_validator(mode="after")
+    def _agree(self) -> Common:
+        if self.stream_options is not None and not self.stream:
+            raise refuse("stream_options", "it needs stream=true", "invalid_value")
+        kind = self.response_format.type if self.response_format else "text"
+        if kind != "text" and self.structured_outputs is not None:
+            raise refuse("structured_outputs", "response_format is given too", "invalid_value")
+        return self
+
+
+class CompletionRequest(Common):
+    """``POST /v1/completions``."""
+
+    prompt: (
+        TextPart
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[TextPart], Field(min_length=1, max_length=64)]
+        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=64)]
+    )
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+
+    @model_validator(mode="after")
+    def _best(self) -> CompletionRequest:
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise refuse("best_of", f"given {self.best_of}; accepted: the same as n, {self.n or 1}")
+        return self
+
+
+class ChatPrompt(Model):
+    """What a chat template is given."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @model_validator(mode="after")
+    def _ends(self) -> ChatPrompt:
+        if self.continue_final_message:
+            if self.add_generation_prompt:
+                raise refuse("continue_final_message", "add_generation_prompt is given too", "invalid_value")
+            if self.messages[-1].role != "assistant":
+                raise refuse("continue_final_message", "the last message is not the assistant's", "invalid_value")
+        return self
+
+
+class ChatRequest(Common, ChatPrompt):
+    """``POST /v1/chat/completions``."""
+
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+
+    @model_validator(mode="after")
+    def _chat(self) -> ChatRequest:
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise refuse("max_tokens", f"given {self.max_tokens}, and max_completion_tokens {self.max_completion_tokens}", "invalid_value")  # fmt: skip  # noqa: E501
+        if self.top_logprobs and not self.logprobs:
+            raise refuse("top_logprobs", "it needs logprobs=true", "invalid_value")
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) != len(names):
+            raise refuse("tools", "two functions have the same name", "invalid_value")
+        if self.tool_choice not in (None, "none", "auto") and not names:
+            raise refuse("tool_choice", "there are no tools", "invalid_value")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            accepted = ", ".join(names)
+            raise refuse("tool_choice", f"{self.tool_choice.function.name!r} is not a tool; given are {accepted}", "invalid_value")  # fmt: skip  # noqa: E501
+        return self
+
+
+class TokenizeRequest(Model):
+    """``POST /tokenize``: a prompt, or messages."""
+
+    model: str | None = None
+    prompt: TextPart | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise refuse("prompt", "exactly one of prompt and messages is given", "invalid_value")
+        return self
+
+
+class DetokenizeRequest(Model):
+    """``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(max_length=2**20)]
+
+
+class AbortRequest(Model):
+    """``POST /abort``: ids of responses."""
+
+    ids: Annotated[list[str], Field(min_length=1, max_length=4096)]

@@ -1,0 +1,177 @@
+"""Between text and token ids: encoding, templates, streaming back to text, stop strings, the bytes of a token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+
+from fastlayers_server.front.errors import ApiError
+
+# Of a prompt so many tokens are context enough for how the first new one is spelled.
+CONTEXT = 6
+
+
+class TokenText:
+    """A tokenizer and the chat template of a model's folder.
+
+    Parameters
+    ----------
+    folder : Path
+    chat_template : str, optional
+        Instead of the folder's.
+
+    Raises
+    ------
+    ValueError
+        No fast tokenizer in the folder.
+    """
+
+    def __init__(self, folder: Path, chat_template: str | None = None) -> None:
+        # Not at import: it takes seconds, and most of the front does without.
+        from transformers import PreTrainedTokenizerFast
+
+        if not (folder / "tokenizer.json").is_file():
+            raise ValueError(f"{folder} holds no tokenizer.json; a server needs the model's fast tokenizer")
+        self.hf = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        if chat_template is not None:
+            self.hf.chat_template = chat_template
+        self.fast = self.hf.backend_tokenizer
+        self.vocab_size = len(self.hf)
+        self.special = {i for i, t in self.hf.added_tokens_decoder.items() if t.special}
+        self._added = {i: t.content for i, t in self.hf.added_tokens_decoder.items()}
+        kind = json.loads(self.fast.to_str()).get("decoder") or {}
+        parts = {kind.get("type"), *(d.get("type") for d in kind.get("decoders", ()))}
+        self._byte_level = _byte_table() if "ByteLevel" in parts else None
+        vocabulary = self.hf.get_vocab()
+        self.longest_token = max(map(len, vocabulary), default=1)
+        self.defaults = _json(folder / "generation_config.json")
+        self.model_type = str(_json(folder / "config.json").get("model_type", ""))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a text."""
+        return self.fast.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Return the text of ids."""
+        return self.fast.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token that is one in the vocabulary, as ``</think>`` may be."""
+        found = self.fast.token_to_id(token)
+        return None if found is None else int(found)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Any, options: Mapping[str, Any]) -> str:
+        """Return the prompt of a conversation.
+
+        Raises
+        ------
+        ApiError
+            The model has no template, or its template refuses the conversation.
+        """
+        from jinja2.exceptions import SecurityError, TemplateError
+
+        if not self.hf.chat_template:
+            raise ApiError(400, "this model has no chat template; use /v1/completions, or start with --chat-template", "invalid_prompt", "messages")  # fmt: skip  # noqa: E501
+        try:
+            text = self.hf.apply_chat_template(list(messages), tools=tools, tokenize=False, **options)
+        except (TemplateError, SecurityError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise ApiError(400, f"the chat template refuses the messages: {error}", "invalid_prompt", "messages") from error  # fmt: skip  # noqa: E501
+        return str(text)
+
+    def reads(self, option: str) -> bool:
+        """Return whether the chat template mentions this option."""
+        return option in str(self.hf.chat_template or "")
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes that a token stands for; those of a text's tokens, joined, are the text's."""
+        if token in self._added:
+            return self._added[token].encode()
+        piece = self.fast.id_to_token(token)
+        if piece is None:
+            return b""
+        if self._byte_level is not None:
+            return bytes(self._byte_level[c] for c in piece if c in self._byte_level)
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes.fromhex(piece[3:5])
+        return piece.replace("▁", " ").encode()
+
+
+def _json(path: Path) -> dict[str, Any]:
+    found = json.loads(path.read_text()) if path.is_file() else {}
+    return found if isinstance(found, dict) else {}
+
+
+def _byte_table() -> dict[str, int]:
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {character: byte for byte, character in bytes_to_unicode().items()}
+
+
+class Detokenizer:
+    """Ids of one output, one by one, to text; nothing is said while a character is incomplete."""
+
+    def __init__(self, tokens: TokenText, prompt: Sequence[int], skip_special_tokens: bool) -> None:
+        self._tokens, self._skip = tokens, skip_special_tokens
+        self._stream = DecodeStream(ids=list(prompt[-CONTEXT:]), skip_special_tokens=skip_special_tokens)
+        self._pending: list[int] = []
+
+    def feed(self, token: int) -> str:
+        """Return the text that this token completes."""
+        self._pending.append(token)
+        try:
+            text = self._stream.step(self._tokens.fast, token)
+        except Exception as error:  # the library raises a bare Exception where bytes cannot follow each other
+            if "prefix" not in str(error).lower():
+                raise
+            text = self.flush()
+            self._stream = DecodeStream(skip_special_tokens=self._skip)
+            return text
+        if text is None:
+            return ""
+        self._pending.clear()
+        return text
+
+    def flush(self) -> str:
+        """Return what is left at the end: an incomplete character becomes U+FFFD."""
+        text = self._tokens.decode(self._pending, self._skip)
+        self._pending = []
+        return text
+
+
+class StopStrings:
+    """Finds the stop string that is complete first, and holds back text that may be the beginning of one."""
+
+    def __init__(self, stops: Sequence[str], include: bool) -> None:
+        self._stops, self._include = tuple(stops), include
+        self._held = ""
+
+    def feed(self, text: str) -> tuple[str, bool]:
+        """Return the text that may be shown now, and whether a stop string ended it."""
+        if not self._stops:
+            return text, False
+        text = self._held + text
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            end, begin = min(found)
+            self._held = ""
+            return text[: end if self._include else begin], True
+        keep = max(held_back(text, stop) for stop in self._stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], False
+
+    def flush(self) -> str:
+        """Return what was held back, at the end."""
+        held, self._held = self._held, ""
+        return held
+
+
+def held_back(text: str, marker: str) -> int:
+    """Return how many characters at the end of ``text`` are a beginning of ``marker``."""
+    for size in range(min(len(text), len(marker) - 1), 0, -1):
+        if text.endswith(marker[:size]):
+            return size
+    return 0

@@ -1,0 +1,105 @@
+"""A front in this process, on the event loop of a thread, with a client that speaks HTTP to it without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from fastlayers_server.engine.scripted import ScriptedEngine, saying
+from fastlayers_server.front.app import make_app, make_front
+from fastlayers_server.front.config import FrontConfig
+from fastlayers_server.front.generation import Front
+from fastlayers_server.front.tokens import TokenText
+
+TINY = Path(__file__).parents[3] / "models" / "fastlayers_models" / "assets" / "tiny_deepseek_v3"
+EOS = 1
+
+
+def tokens_of(folder: Path = TINY, template: str | None = None) -> TokenText:
+    return TokenText(folder, template)
+
+
+def script_of(tokens: TokenText, text: str) -> Callable[[Sequence[int], int, int], int]:
+    """A script that answers every prompt with this text."""
+    return saying(tokens.encode(text, False), EOS)
+
+
+class Server:
+    """What a test holds: the front, and requests to it."""
+
+    def __init__(self, front: Front, app: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self.front, self.app, self.loop = front, app, loop
+
+    def do(self, work: Coroutine[Any, Any, Any], timeout: float = 20.0) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout)
+
+    def client(self, **headers: str) -> httpx.AsyncClient:
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=True)
+        return httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers)
+
+    def request(self, method: str, path: str, headers: dict[str, str] | None = None, **options: Any) -> httpx.Response:
+        async def call() -> httpx.Response:
+            async with self.client() as client:
+                return await client.request(method, path, headers=headers, **options)
+
+        return self.do(call())
+
+    def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        return self.request("POST", path, headers, json=body)
+
+    def get(self, path: str, **headers: str) -> httpx.Response:
+        return self.request("GET", path, headers)
+
+
+@contextmanager
+def serving(
+    script: Any = None, engine: Any = None, tokens: TokenText | None = None, features: Sequence[str] = (),
+    grammars: Any = None, limit: int = 4096, wait: bool = True, **config: Any,
+) -> Iterator[Server]:  # fmt: skip
+    """Serve the tiny checkpoint's tokenizer with a scripted engine."""
+    tokens = tokens or tokens_of()
+    engine = engine or ScriptedEngine(script, tick_seconds=config.pop("tick_seconds", 0.0))
+    if features:
+        engine.info = msgspec.structs.replace(engine.info, features=(*engine.info.features, *features))
+    settings = {"served_names": ("tiny",), "freeze_gc": False} | config
+    front = make_front(FrontConfig(TINY, **settings), engine, tokens, grammars)
+    app = make_app(front, limit)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    server = Server(front, app, loop)
+    stop = asyncio.run_coroutine_threadsafe(_open(app), loop).result(10)
+    try:
+        if wait:
+            server.do(asyncio.wait_for(front.link.started.wait(), 10))
+        yield server
+    finally:
+        server.do(stop())
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()
+
+
+async def _open(app: Any) -> Callable[[], Coroutine[Any, Any, None]]:
+    """Run the application's lifespan; return what ends it."""
+    inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    outbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    task = asyncio.ensure_future(
+        app({"type": "lifespan", "asgi": {"version": "3.0"}, "state": {}}, inbox.get, outbox.put)
+    )
+    await inbox.put({"type": "lifespan.startup"})
+    message = await outbox.get()
+    assert message["type"] == "lifespan.startup.complete", message
+
+    async def stop() -> None:
+        await inbox.put({"type": "lifespan.shutdown"})
+        await task
+
+    return stop
