@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,6 +18,7 @@ from fastlayers.registry import registry
 from fastlayers.testing.parity import compare
 from fastlayers.testing.spec import EXACT, Bound, Case
 from fastlayers.tuning.clock import Timed, measure_enough
+from fastlayers.tuning.provenance import provenance
 from fastlayers.tuning.samples import Option
 from fastlayers.tuning.search import Bench
 from fastlayers.tuning.sweep import inputs_of, peak_flops
@@ -29,12 +29,11 @@ PEER_BOUND = Bound(0.04, 0.2)
 
 
 def describe_run(device: torch.device | str) -> dict[str, Any]:
-    """Return what the numbers depend on: command, commit, versions, device."""
-    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    """Return what the numbers depend on: command, sources, versions, device."""
     found = {name: package(name, load=False).version for name in OPTIONAL_PACKAGES}
     return {
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "commit": subprocess.run(asked, capture_output=True, text=True).stdout.strip(),
+        **provenance(),
         "fastlayers": fl.__version__, "python": platform.python_version(), "torch": torch.__version__,
         "packages": {name: version for name, version in found.items() if version is not None},
         "device": str(as_device(device)), "threads": torch.get_num_threads(),

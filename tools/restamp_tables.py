@@ -1,0 +1,108 @@
+"""Give shipped tuned tables the hashes of their kernels by today's rule, computed from the sources they were made from.
+
+    python tools/restamp_tables.py [--check]
+
+A table names the commit that made it, and the hash of its sources. That commit is checked out; a table that was made
+from other sources is refused (one that has no hash of them: if its kernels' hashes are other than the commit's own code
+computes). The new hashes are those of the commit's sources. Whether today's kernels are the same is for the tables'
+reader to find. Needed when the rule of :mod:`fastlayers.tuning.sources` changes, not when kernels do.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from fastlayers.tuning.provenance import combined
+from fastlayers.tuning.sources import Sources
+from fastlayers.tuning.table import SHIPPED, write
+
+ROOT = Path(__file__).parents[1]
+# Run by the old tree: its rows' targets, and their hashes as it computes them.
+ASK = """
+import json, sys
+from fastlayers.registry import registry
+try:
+    from fastlayers.fingerprint import kernel_hash
+except ImportError:
+    from fastlayers.tuning.staleness import kernel_hash
+rows = {layer: {b.name: (b.target, kernel_hash(b.target)) for b in registry(layer).ranked if isinstance(b.target, str)}
+        for layer in sys.argv[1:]}
+print(json.dumps(rows))
+"""
+
+
+def git(*arguments: str) -> str:
+    """Return what git prints."""
+    return subprocess.run(["git", "-C", str(ROOT), *arguments], check=True, capture_output=True, text=True).stdout
+
+
+def sources_of(commit: str) -> str:
+    """Return what :func:`fastlayers.tuning.provenance.source_hash` gives at a commit, from git alone."""
+    rows = [line.split(maxsplit=3) for line in git("ls-tree", "-r", f"{commit}:src/fastlayers").splitlines()]
+    return combined((path, blob) for _, _, blob, path in rows if path.endswith(".py"))
+
+
+def reader(src: Path) -> Any:
+    """Return what reads the modules below a directory, for :class:`Sources`."""
+
+    def read(name: str) -> tuple[str, bool] | None:
+        path = src.joinpath(*name.split("."))
+        for file, package in ((path / "__init__.py", True), (path.with_suffix(".py"), False)):
+            if file.is_file():
+                return file.read_text(encoding="utf-8"), package
+        return None
+
+    return read
+
+
+def hashes_at(commit: str, tables: dict[Path, dict[str, Any]]) -> dict[Path, dict[str, str]]:
+    """Return the new hashes of tables that one commit made; raises if one was made from other sources."""
+    layers = sorted({table["layer"] for table in tables.values()})
+    with tempfile.TemporaryDirectory() as place:
+        tree = Path(place) / "tree"
+        git("worktree", "add", "-q", "--detach", str(tree), commit)
+        try:
+            env = {"PYTHONPATH": str(tree / "src"), "PATH": "/usr/bin:/bin"}
+            asked = subprocess.run(
+                [sys.executable, "-c", ASK, *layers], env=env, check=True, capture_output=True, text=True, cwd=place
+            )
+            rows, sources = json.loads(asked.stdout), Sources(reader(tree / "src"))
+            found: dict[Path, dict[str, str]] = {}
+            for path, table in tables.items():
+                then = table["metadata"]["kernels"]
+                made = table["metadata"].get("sources")
+                wrong = [name for name, kept in then.items() if rows[table["layer"]][name][1] != kept]
+                if made is not None:
+                    wrong = [] if made == sources_of(commit) else sorted(then)
+                if wrong:
+                    raise SystemExit(
+                        f"{path}: the kernels of {', '.join(wrong)} at {commit} are not what it was made of"
+                    )
+                found[path] = {name: sources.kernel_hash(rows[table["layer"]][name][0]) for name in then}
+            return found
+        finally:
+            git("worktree", "remove", "--force", str(tree))
+
+
+def main() -> None:
+    """Stamp, or with ``--check`` only say how many tables' hashes are other than today's kernels'."""
+    made: dict[str, dict[Path, dict[str, Any]]] = {}
+    for path in sorted(SHIPPED.glob("*/*.json")):
+        table = json.loads(path.read_text())
+        made.setdefault(table["metadata"]["commit"], {})[path] = table
+    for commit, tables in made.items():
+        for path, kernels in hashes_at(commit, tables).items():
+            table = tables[path]
+            if "--check" not in sys.argv:
+                about = table["metadata"] | {"kernels": kernels, "sources": sources_of(commit)}
+                write(path, table | {"metadata": about})
+        print(f"{commit}: {len(tables)} tables")
+
+
+if __name__ == "__main__":
+    main()
