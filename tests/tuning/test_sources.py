@@ -138,6 +138,8 @@ def test_every_form_of_import_is_followed(form: str, inside: bool) -> None:
     assert hashed(kernels=kernels.replace("FACTOR = 2", "FACTOR = 3")) != hashed()
     assert hashed(kernels=kernels.replace("FACTOR", "GROWTH")) == hashed()  # a name is no code
     assert hashed(kernels=kernels + "\nUNUSED = 1  # here\n") == hashed()
+    assert hashed(kernels=kernels.replace("triton.jit", "kernel")) == hashed()
+    assert hashed(kernels=kernels.replace("triton.jit", "kernel(do_not_specialize=('x',))")) != hashed()
 
 
 def test_a_base_class_gives_the_rules() -> None:

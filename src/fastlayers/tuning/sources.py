@@ -5,8 +5,9 @@ parameters, the backend's ``candidates`` with all that it refers to. What runs o
 without making a measured time untrue. Of other distributions' backends it is everything that the target reaches.
 
 A definition is hashed as text without comments, docstrings and white space, each name of another definition replaced by
-that one's hash: moving and renaming change nothing. Text, not a syntax tree: each version of Python writes trees in its
-own way, and tables travel between versions. Nothing is imported.
+that one's hash: moving and renaming change nothing, nor does the order of a jitted function's parameters. Text, not a
+syntax tree: each version of Python writes trees in its own way, and tables travel between versions. Nothing is
+imported.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 
 LIBRARY = "fastlayers"
 # Last words of the decorators of functions that are compiled for a device.
-JITTED = ("jit", "constexpr_function", "autotune", "heuristics")
+JITTED = ("jit", "kernel", "constexpr_function")
 Span = tuple[int, int, int, int]
 
 
@@ -38,8 +39,7 @@ class Definition:
     @property
     def jitted(self) -> bool:
         """Whether a decorator compiles it for a device."""
-        decorators = [d for node in self.nodes if isinstance(node, ast.FunctionDef) for d in node.decorator_list]
-        return any(_path(d.func if isinstance(d, ast.Call) else d)[-1:] in [(j,) for j in JITTED] for d in decorators)
+        return any(_is_jitted(node) for node in self.nodes)
 
     @property
     def key(self) -> tuple[str, str]:
@@ -114,6 +114,11 @@ def _path(node: ast.AST) -> tuple[str, ...]:
         before = _path(node.value)
         return (*before, node.attr) if before else ()
     return (node.id,) if isinstance(node, ast.Name) else ()
+
+
+def _is_jitted(node: ast.AST) -> bool:
+    decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
+    return any(_path(d.func if isinstance(d, ast.Call) else d)[-1:] in [(j,) for j in JITTED] for d in decorators)
 
 
 def _uses(node: ast.AST, formatted: bool = True) -> Iterator[ast.Name | ast.Attribute]:
@@ -248,7 +253,12 @@ class Sources:
     def _digest(self, definition: Definition) -> str:
         if definition.key not in self._digests:
             self._digests[definition.key] = "recursive"  # what a definition that reaches itself finds
-            pieces = [self._text(definition.module, node) for node in definition.nodes]
+            # The name that is assigned to is no part of what is assigned.
+            values = [
+                node.value if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None else node
+                for node in definition.nodes
+            ]
+            pieces = [self._text(definition.module, value) for value in values]
             self._digests[definition.key] = hashlib.sha256("\n".join(pieces).encode()).hexdigest()[:16]
         return self._digests[definition.key]
 
@@ -257,12 +267,12 @@ class Sources:
 
     def _text(self, module: Module, node: ast.stmt | ast.expr) -> str:
         """Return a statement's text as it is hashed."""
-        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-            node = node.value  # its own name is no part of what it is
+        if isinstance(node, ast.FunctionDef) and _is_jitted(node):
+            return self._kernel_text(module, node)
         first = min([node, *getattr(node, "decorator_list", [])], key=lambda each: each.lineno).lineno
         end, end_column = node.end_lineno or first, node.end_col_offset or 0
         cuts: list[tuple[Span, bytes]] = [(span, b"") for span in module.comments if first <= span[0] <= end]
-        if isinstance(node, ast.expr):
+        if node.lineno == first:
             cuts.append(((first, 0, first, node.col_offset), b""))
         for each in ast.walk(node):
             if isinstance(each, ast.ClassDef | ast.FunctionDef) and ast.get_docstring(each) is not None:
@@ -280,6 +290,17 @@ class Sources:
         text = "".join(b"\n".join(lines).decode().split())
         name = getattr(node, "name", None)  # its own name is no part of what it does
         return text.replace(f"def{name}(", "def(", 1).replace(f"class{name}", "class", 1) if name else text
+
+    def _kernel_text(self, module: Module, node: ast.FunctionDef) -> str:
+        """Return a jitted function's text: options, parameters in any order, body; who launches it fixes the order."""
+        options = [each.value for d in node.decorator_list for each in ast.walk(d) if isinstance(each, ast.Constant)]
+        arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+        parameters = [f"{a.arg}:{ast.unparse(a.annotation) if a.annotation else ''}" for a in arguments]
+        values: list[ast.expr] = [*node.args.defaults, *filter(None, node.args.kw_defaults)]
+        body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+        parts = [*sorted(map(str, options)), *sorted(parameters)]
+        texts = [self._text(module, value) for value in values] + [self._text(module, each) for each in body]
+        return "\n".join(parts + texts)
 
 
 def _span(node: ast.AST) -> Span:
