@@ -10,7 +10,10 @@ ended takes part in one step more, whose token is dropped.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import index as as_index
+from threading import Lock
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +21,7 @@ import torch
 import fastlayers as fl
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
-from fastlayers.errors import ArgumentError, check_positive
+from fastlayers.errors import ArgumentError, check_positive, describe
 from fastlayers.runtime.graphs import CudaGraphs, bucket_of
 from fastlayers.sampler.layer import Sampler, SamplingParams
 from fastlayers.torch_compile import TorchCompile
@@ -68,6 +71,16 @@ class _Request:
         return Row(self.output[-1] if self.output else 0, self.params, self.seed, len(self.output))
 
 
+def _stop_ids(eos_ids: Any) -> set[int]:
+    """Return the ids that end a request, or raise :class:`ArgumentError`."""
+    ids = eos_ids.tolist() if hasattr(eos_ids, "tolist") else eos_ids
+    try:
+        return {as_index(each) for each in ids}
+    except TypeError as error:
+        accepted = "a sequence of token ids, () for none, or None for the configuration's"
+        raise ArgumentError("Generator", "eos_ids", describe(eos_ids), accepted) from error
+
+
 class Generator:
     """Generates with a model of ``fastlayers_models``.
 
@@ -105,6 +118,12 @@ class Generator:
         torch_compile: TorchCompile | None = None,
     ) -> None:
         check_positive("Generator", max_batch=max_batch, prefill_tokens=prefill_tokens)
+        self._made_of = {
+            "model": model, "max_batch": max_batch, "max_length": max_length, "num_pages": num_pages,
+            "prefill_tokens": prefill_tokens, "cuda_graph": cuda_graph, "graphs": graphs,
+            "torch_compile": torch_compile,
+        }  # fmt: skip
+        self._running = Lock()  # the decode step has one set of rows: one stream at a time has it
         self.model, self.max_batch, self.prefill_tokens = model, max_batch, prefill_tokens
         limit = model.config.max_position_embeddings
         self.max_length = limit if max_length is None else max_length
@@ -129,6 +148,32 @@ class Generator:
         )
         # Without a GPU a step is done when its launch returns: launching one ahead would only waste it.
         self.ahead = model.device.type == "cuda" or self.step.graphs is not None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what it was made of: a copy, or one that was pickled, has cached and captured nothing yet.
+
+        Raises
+        ------
+        ArgumentError
+            It was given ``graphs``, which stay where they were captured.
+        """
+        if self._made_of["graphs"] is not None:
+            raise ArgumentError("Generator", "graphs", "given", "None for a generator that is copied or pickled")
+        return self._made_of
+
+    def __setstate__(self, made_of: dict[str, Any]) -> None:
+        Generator.__init__(self, **made_of)
+
+    @contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        """Have the decode step to oneself, or raise: another stream's rows would be overwritten."""
+        if not self._running.acquire(blocking=False):
+            accepted = "one at a time: read the other stream to its end, or close() it, or make a second Generator"
+            raise ArgumentError("Generator", what, "called while a stream of this generator is running", accepted)
+        try:
+            yield
+        finally:
+            self._running.release()
 
     def generate(
         self,
@@ -168,21 +213,22 @@ class Generator:
         Raises
         ------
         ArgumentError
-            An empty prompt, an id outside the vocabulary, or a prompt that does not fit ``max_length``; found before
-            anything runs.
+            An empty prompt, an id outside the vocabulary, a prompt that does not fit ``max_length``, or another stream
+            of this generator that has begun and not ended, in whatever thread; found before anything runs.
         AllocatorOverflowError
             The cache is too small for a single request.
         """
         requests = self._requests(self._prompts(prompts), params, max_new_tokens)
-        stop = set(self.model.config.eos_token_ids if eos_ids is None else eos_ids)
+        stop = _stop_ids(self.model.config.eos_token_ids if eos_ids is None else eos_ids)
         waiting = list(reversed(requests))
-        try:
-            while waiting:
-                group = [waiting.pop() for _ in range(min(self.max_batch, len(waiting)))]
-                yield from self._run(group, max_new_tokens, stop)
-        finally:
-            for request in requests:
-                self.pool.release(request.pages)
+        with self._alone("stream"):
+            try:
+                while waiting:
+                    group = [waiting.pop() for _ in range(min(self.max_batch, len(waiting)))]
+                    yield from self._run(group, max_new_tokens, stop)
+            finally:
+                for request in requests:
+                    self.pool.release(request.pages)
 
     @staticmethod
     def _prompts(prompts: Any) -> list[Sequence[int]]:
@@ -225,7 +271,7 @@ class Generator:
         modes: Sequence[str] = ("greedy",),
         progress: Callable[[Any], None] | None = None,
     ) -> None:
-        """Capture decode now instead of at first use: all batch buckets, or these; no request may be running.
+        """Capture decode now instead of at first use: all batch buckets, or these; no stream may be running.
 
         Parameters
         ----------
@@ -236,7 +282,8 @@ class Generator:
         progress : callable, optional
             Told each ``(bucket, mode)`` when it is captured.
         """
-        self.step.capture(buckets, modes, progress)
+        with self._alone("capture"):
+            self.step.capture(buckets, modes, progress)
 
     def warm_up_calls(self, tokens: Sequence[int]) -> Iterator[tuple[str, Callable[[], Any]]]:
         """Yield what :func:`fastlayers.warmup` runs: decode of so many requests, and a prefill of so many tokens.

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -147,6 +151,21 @@ def test_pages_may_be_integers_of_other_libraries() -> None:
     table = [np.array([3]), torch.tensor([2, 1])]
     meta = fl.AttentionState(2, 2, 2, 4).plan(fl.AttentionBatch((1, 1), (1, 5), table), num_pages=4)  # type: ignore[arg-type]
     assert meta.out_cache_loc.tolist() == [13, 5] and meta.page_table.tolist() == [[3, 0], [2, 1]]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))])
+def test_a_copied_state_plans_its_own_steps(copied: Any) -> None:
+    state = fl.AttentionState(2, 4, 2, 4)
+    steps = [((1,), (3,), [[2]]), ((3,), (0,), [[1]]), ((1, 1), (4, 0), [[2, 3], [1]])]
+    first = state.plan(fl.AttentionBatch(*steps[0]), bucket=2)
+    twin = copied(state)
+    for step in steps:
+        batch = fl.AttentionBatch(*step)
+        bucket = 2 if batch.is_decode else None
+        meta, wanted = twin.plan(batch, bucket=bucket), fl.AttentionState(2, 4, 2, 4).plan(batch, bucket=bucket)
+        for name, tensor in as_tensors(wanted).items():
+            assert torch.equal(as_tensors(meta)[name], tensor), (step, name)
+    assert first.positions.tolist() == [3, 0]  # the original's own
 
 
 def test_a_bucket_is_an_integer() -> None:

@@ -7,6 +7,7 @@ import importlib
 import logging
 import pickle
 from pathlib import Path
+from threading import Barrier, Thread
 from typing import Any
 
 import pytest
@@ -294,6 +295,72 @@ def test_a_copy_has_nothing_of_its_original(copied: Any) -> None:
     for parameter in original.parameters():
         parameter.zero_()
     assert Generator(twin, max_batch=2, max_length=32).generate([[1, 2, 3]], max_new_tokens=6) == wanted
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])
+def test_a_copied_generator_begins_anew(copied: Any) -> None:
+    made = Generator(make(QWEN), max_batch=2, max_length=48)
+    rows = [[1, 2, 3], [7] * 20]
+    wanted = made.generate(rows, max_new_tokens=9, eos_ids=())
+    stream = made.stream([[4, 4]], max_new_tokens=9, eos_ids=())
+    next(stream)
+    twin = copied(made)
+    assert twin.generate(rows, max_new_tokens=9, eos_ids=()) == wanted and twin.model is not made.model
+    with pytest.raises(ArgumentError, match="Generator: graphs is given; accepted: None for a generator that is"):
+        copied(Generator(made.model, max_length=48, graphs=CudaGraphs(runtime=EagerRuntime())))
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_one_stream_at_a_time(model: Any, captured: bool) -> None:
+    graphs = CudaGraphs(runtime=EagerRuntime()) if captured else None
+    made = Generator(model, max_batch=2, max_length=64, cuda_graph="auto" if captured else False, graphs=graphs)
+    rows = prompts(2)
+    wanted = [made.generate([row], max_new_tokens=8, eos_ids=())[0] for row in rows]
+    first, second = (made.stream([row], max_new_tokens=8, eos_ids=()) for row in rows)
+    found = [next(first).id]
+    free, words = made.pool.free_pages, "called while a stream of this generator is running; accepted: one at a time"
+    for refused in (lambda: next(second), lambda: made.generate(rows, max_new_tokens=8), made.capture):
+        with pytest.raises(ArgumentError, match=words):
+            refused()
+    assert made.pool.free_pages == free
+    assert [*found, *(token.id for token in first)] == wanted[0]
+    third = made.stream([rows[1]], max_new_tokens=8, eos_ids=())
+    next(third)
+    third.close()
+    assert made.generate([rows[1]], max_new_tokens=8, eos_ids=())[0] == wanted[1]
+
+
+def test_threads_take_turns_or_are_refused(model: Any) -> None:
+    made = Generator(model, max_batch=2, max_length=64, cuda_graph=False)
+    rows = prompts(2)
+    wanted = [made.generate([row], max_new_tokens=20, eos_ids=())[0] for row in rows]
+    both = Barrier(2)
+    found: dict[int, Any] = {}
+
+    def run(index: int) -> None:
+        both.wait()
+        try:
+            found[index] = made.generate([rows[index]], max_new_tokens=20, eos_ids=())[0]
+        except ArgumentError as error:
+            found[index] = str(error)
+
+    threads = [Thread(target=run, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    served = [found[index] == wanted[index] for index in range(2)]
+    assert any(served) and all(
+        ok or "stream of this generator is running" in str(found[i]) for i, ok in enumerate(served)
+    )
+
+
+@pytest.mark.parametrize("wrong", [5, "</s>", [1.5], [None]])
+def test_stop_ids_are_integers(model: Any, wrong: Any) -> None:
+    made = Generator(model, max_length=32, cuda_graph=False)
+    with pytest.raises(ArgumentError, match=r"Generator: eos_ids is .*; accepted: a sequence of token ids"):
+        made.generate([[1]], max_new_tokens=2, eos_ids=wrong)
+    assert made.generate([[1]], max_new_tokens=2, eos_ids=torch.tensor([200])) == made.generate([[1]], max_new_tokens=2)  # type: ignore[arg-type]
 
 
 def test_arguments(model: Any) -> None:

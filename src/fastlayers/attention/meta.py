@@ -297,6 +297,13 @@ class AttentionState:
         self._copied = torch.cuda.Event() if where.type == "cuda" else None
         self.plans, self._step = StepPlans(), 0
 
+    def __getstate__(self) -> tuple[Any, ...]:
+        # Host and device views share storage, which copies of them would not: a copy has planned nothing yet.
+        return self.max_batch, self.max_tokens, self.max_pages, self.page_size, self._page_table.device
+
+    def __setstate__(self, made_of: tuple[Any, ...]) -> None:
+        AttentionState.__init__(self, *made_of)
+
     def plan(self, batch: AttentionBatch, *, bucket: int | None = None, num_pages: int | None = None) -> AttentionMeta:
         """Do the host work of one step and copy its metadata into the static buffers.
 
