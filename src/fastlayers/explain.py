@@ -189,6 +189,8 @@ def _explain(name: str, choice: Choice, size: int, lost: tuple[dict[str, str], d
     if any(rung.microseconds for rung in choice.rungs):
         chosen += " (" + ", ".join(map(_rung, choice.rungs)) + ")"
     phase, (refused, slower) = getattr(choice.cfg, "phase", ""), lost
+    if getattr(choice.cfg, "captured", False):
+        phase += ", captured"
     return Explanation(
         name, choice.layer, repr(choice.cfg), chosen, choice.evidence, dict(refused), size, phase, dict(slower)
     )

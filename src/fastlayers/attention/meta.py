@@ -19,7 +19,9 @@ from typing import Any, Protocol
 
 import torch
 
+from fastlayers.attention.buckets import ExtendBucket
 from fastlayers.attention.kv_cache.spec import LayerCache
+from fastlayers.attention.step_buffers import Mirrored, StepBuffers
 from fastlayers.errors import ArgumentError, CaptureError, check_device, check_plain, check_positive, describe
 
 # The page table is int32.
@@ -90,6 +92,10 @@ class AttentionBatch:
         return all(q == 1 for q in self.query_lens)
 
 
+# What a step is padded to under capture: so many requests of one token, a bucket of extends, or nothing.
+Bucket = int | ExtendBucket | None
+
+
 class StepPlan(Protocol):
     """Host work and static buffers of one backend (a split schedule, say) for steps of one kind."""
 
@@ -101,8 +107,8 @@ class StepPlans:
     """The plans of an :class:`AttentionState`, by backend and bucket."""
 
     def __init__(self) -> None:
-        self._plans: dict[tuple[Hashable, int | None], StepPlan] = {}
-        self._planned: dict[tuple[Hashable, int | None], int] = {}
+        self._plans: dict[tuple[Hashable, Bucket], StepPlan] = {}
+        self._planned: dict[tuple[Hashable, Bucket], int] = {}
 
     def get(self, key: Hashable, meta: AttentionMeta, make: Callable[[AttentionMeta], StepPlan]) -> StepPlan:
         """Return the plan for ``key``, made and planned if this step has not done so yet."""
@@ -154,8 +160,9 @@ class AttentionMeta:
         The step as planned (host data; not read under capture).
     path : str
         Which way an MLA layer takes for this batch, see :mod:`fastlayers.attention.mla.paths`; "" before it is set.
-    bucket : int, optional
-        Requests that a captured decode step is padded to; ``None`` outside capture.
+    bucket : int or ExtendBucket, optional
+        What a captured step is padded to: requests of a decode step, or tokens and requests of an extend; ``None``
+        outside capture.
     step : int
         Number of the step, by which plans know whether they are up to date.
     plans : StepPlans
@@ -178,9 +185,14 @@ class AttentionMeta:
     batch: AttentionBatch
     path: str = ""
     rope_positions: torch.Tensor | None = None
-    bucket: int | None = None
+    bucket: Bucket = None
     step: int = 0
     plans: StepPlans = field(default_factory=StepPlans, repr=False, compare=False)
+
+    @property
+    def is_extend_bucket(self) -> bool:
+        """Whether this is a captured step of several tokens a request: the batch on the host says nothing of it."""
+        return isinstance(self.bucket, ExtendBucket)
 
     @property
     def is_decode(self) -> bool:
@@ -211,54 +223,6 @@ class AttentionMeta:
         return self.seq_lens.shape[0]
 
 
-class _Mirrored:
-    """Bytes on the device and, pinned, on the host; on a CPU both are the same."""
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.device_bytes = torch.zeros(size, dtype=torch.uint8, device=device)
-        self.host_bytes = self.device_bytes
-        if device.type == "cuda":
-            self.host_bytes = torch.zeros(size, dtype=torch.uint8, device="cpu", pin_memory=True)
-
-    def fields(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return (device view, host view) of one field after the other, given as (elements, dtype)."""
-        found, offset = [], 0
-        for count, dtype in wanted:
-            part = slice(offset, offset + count * dtype.itemsize)
-            on_device = self.device_bytes[part].view(dtype)
-            same = self.host_bytes is self.device_bytes
-            found.append((on_device, on_device if same else self.host_bytes[part].view(dtype)))
-            offset = part.stop
-        return found
-
-    def copy(self) -> None:
-        """Send everything to the device: one asynchronous copy."""
-        if self.host_bytes is not self.device_bytes:
-            self.device_bytes.copy_(self.host_bytes, non_blocking=True)
-
-
-class _Buffers:
-    """The fields of a step's metadata but the page table, each as (on the device, on the host)."""
-
-    def __init__(self, requests: int, tokens: int, device: torch.device) -> None:
-        sizes = [(tokens, torch.int64), (tokens, torch.int64)]
-        sizes += [(count, torch.int32) for count in (requests, requests, requests + 1, tokens)]
-        self.mirrored = _Mirrored(sum(count * dtype.itemsize for count, dtype in sizes), device)
-        self.positions, self.loc, self.seq_lens, self.starts, self.cu, self.request = self.mirrored.fields(sizes)
-        # What a step of one token a request has, and keeps.
-        self.cu[1].copy_(torch.arange(requests + 1, device="cpu"))
-        self.request[1].copy_(torch.arange(tokens, device="cpu"))
-        self.has_starts = False
-
-    def views(self, rows: int, width: int) -> dict[str, Any]:
-        """Return the device views that a step of ``rows`` requests and ``width`` tokens reads."""
-        return {
-            "seq_lens": self.seq_lens[0][:rows], "starts": self.starts[0][:rows],
-            "cu_seqlens_q": self.cu[0][: rows + 1], "request_of_token": self.request[0][:width],
-            "positions": self.positions[0][:width], "out_cache_loc": self.loc[0][:width],
-        }  # fmt: skip
-
-
 class AttentionState:
     """Static buffers for the metadata of one attention group.
 
@@ -284,15 +248,15 @@ class AttentionState:
         self.max_batch, self.max_tokens, self.max_pages, self.page_size = max_batch, max_tokens, max_pages, page_size
         where = check_device("AttentionState", device)
         # Steps of one token a request have buffers of their own: small, and half of them never change.
-        self._decode = _Buffers(max_batch, min(max_batch, max_tokens), where)
-        self._extend = _Buffers(max_batch, max_tokens, where)
-        self._table = _Mirrored(max_batch * max_pages * 4, where)
+        self._decode = StepBuffers(max_batch, min(max_batch, max_tokens), where)
+        self._extend = StepBuffers(max_batch, max_tokens, where)
+        self._table = Mirrored(max_batch * max_pages * 4, where)
         self._page_table, self._host_table = self._table.fields([(max_batch * max_pages, torch.int32)])[0]
         self._page_table = self._page_table.view(max_batch, max_pages)
         self._host_table = self._host_table.view(max_batch, max_pages)
         self._pages: list[list[int]] = [[] for _ in range(max_batch)]
         self._highest = [0] * max_batch  # page of each row, so that rows that did not change need no look
-        self._views_of: dict[int, dict[str, Any]] = {}
+        self._views_of: dict[int | ExtendBucket, dict[str, Any]] = {}
         # Nothing on the host is overwritten before the device has read it.
         self._copied = torch.cuda.Event() if where.type == "cuda" else None
         self.plans, self._step = StepPlans(), 0
@@ -304,15 +268,15 @@ class AttentionState:
     def __setstate__(self, made_of: tuple[Any, ...]) -> None:
         AttentionState.__init__(self, *made_of)
 
-    def plan(self, batch: AttentionBatch, *, bucket: int | None = None, num_pages: int | None = None) -> AttentionMeta:
+    def plan(self, batch: AttentionBatch, *, bucket: Bucket = None, num_pages: int | None = None) -> AttentionMeta:
         """Do the host work of one step and copy its metadata into the static buffers.
 
         Parameters
         ----------
         batch : AttentionBatch
-        bucket : int, optional
-            For decode under capture: pad to this many requests of one token. Host bounds then come from the
-            state's capacity.
+        bucket : int or ExtendBucket, optional
+            Under capture: pad to this many requests of one token, or to an extend's tokens and requests. Host bounds
+            then come from the bucket and the state's capacity.
         num_pages : int, optional
             Size of the cache, against which the page table is checked.
 
@@ -323,9 +287,11 @@ class AttentionState:
             cache. Nothing was written.
         """
         lengths = batch.seq_lens
-        decode = batch.is_decode and (bucket is not None or len(lengths) > 0)
+        extend = bucket if isinstance(bucket, ExtendBucket) else None
+        decode = extend is None and batch.is_decode and (bucket is not None or len(lengths) > 0)
         self._check(batch, lengths, decode, bucket)
-        rows = bucket if bucket is not None else len(lengths)
+        rows = bucket.requests if isinstance(bucket, ExtendBucket) else len(lengths) if bucket is None else bucket
+        width = rows if decode else batch.num_tokens if extend is None else extend.tokens
         changed = self._changed_pages(batch.page_table, rows, num_pages)
         if self._copied is not None:
             self._copied.synchronize()
@@ -334,10 +300,9 @@ class AttentionState:
         if decode:
             self._write_decode(batch, lengths, rows)
         else:
-            self._write_extend(batch, lengths)
+            self._write_extend(batch, lengths, rows, width)
         buffers.mirrored.copy()
         self._step += 1
-        width = rows if decode else batch.num_tokens
         meta = self._meta(batch, decode, rows, width, bucket, max(lengths, default=0))
         if bucket is not None:
             self.plans.refresh(meta)
@@ -384,7 +349,7 @@ class AttentionState:
             host.starts[1][:count] = torch.tensor(batch.starts or [0] * count, dtype=torch.int32)
             host.has_starts = bool(batch.starts)
 
-    def _write_extend(self, batch: AttentionBatch, lengths: tuple[int, ...]) -> None:
+    def _write_extend(self, batch: AttentionBatch, lengths: tuple[int, ...], rows: int, width: int) -> None:
         size, count, tokens, host = self.page_size, len(lengths), batch.num_tokens, self._extend
         query_lens = torch.tensor(batch.query_lens, dtype=torch.int64)
         ends = query_lens.cumsum(0)
@@ -397,22 +362,32 @@ class AttentionState:
         host.request[1][:tokens] = request
         host.positions[1][:tokens] = positions
         host.loc[1][:tokens] = self._host_table[request, positions // size].long() * size + positions % size
+        # Of a bucket: requests without tokens, and tokens that are nobody's.
+        host.seq_lens[1][count:rows] = 1
+        host.starts[1][count:rows] = 0
+        host.cu[1][count + 1 : rows + 1] = tokens
+        for each in (host.request, host.positions, host.loc):
+            each[1][tokens:width] = 0
 
     def _meta(
-        self, batch: AttentionBatch, decode: bool, rows: int, width: int, bucket: int | None, longest: int
+        self, batch: AttentionBatch, decode: bool, rows: int, width: int, bucket: Bucket, longest: int
     ) -> AttentionMeta:
         buffers = self._decode if decode else self._extend
-        views = self._views_of.get(rows) if decode else None
+        key = rows if decode else bucket
+        views = self._views_of.get(key) if key is not None else None
         if views is None:
             views = {"page_table": self._page_table[:rows], **buffers.views(rows, width)}
-            if decode:  # there are as many as batch sizes; extends have too many widths to keep
-                self._views_of[rows] = views
+            if key is not None:  # as many as batch sizes and buckets; other extends have too many widths to keep
+                self._views_of[key] = views
+        extend = isinstance(bucket, ExtendBucket)
         return AttentionMeta(
             **views,
             page_size=self.page_size,
-            max_query_len=1 if decode else max(batch.query_lens, default=0),
+            max_query_len=1 if decode else width if extend else max(batch.query_lens, default=0),
             max_seq_len=self.max_pages * self.page_size if bucket is not None else longest,
             batch=batch,
+            # Latents are attended to as they are: to expand a prefix takes its length on the host.
+            path="mqa" if extend else "",
             bucket=bucket,
             step=self._step,
             plans=self.plans,
@@ -423,11 +398,18 @@ class AttentionState:
         batch: AttentionBatch,
         lengths: tuple[int, ...],
         decode: bool,
-        bucket: int | None,
+        bucket: Bucket,
     ) -> None:
         name, count = "AttentionState.plan", len(lengths)
-        check_plain(name, "int | None", bucket=bucket)
-        if bucket is not None and not (decode and count <= bucket <= min(self.max_batch, self.max_tokens)):
+        if isinstance(bucket, ExtendBucket):
+            fits = count <= bucket.requests <= self.max_batch and batch.num_tokens <= bucket.tokens <= self.max_tokens
+            if not fits:
+                most = f"ExtendBucket(tokens={self.max_tokens}, requests={self.max_batch})"
+                accepted = f"at least {batch.num_tokens} tokens and {count} requests, at most {most}"
+                raise ArgumentError(name, "bucket", bucket, accepted)
+        else:
+            check_plain(name, "int | None", bucket=bucket)
+        if isinstance(bucket, int) and not (decode and count <= bucket <= min(self.max_batch, self.max_tokens)):
             limit = min(self.max_batch, self.max_tokens)
             raise ArgumentError(name, "bucket", bucket, f"for decode only, {count} <= bucket <= {limit}")
         if count > self.max_batch or batch.num_tokens > self.max_tokens:

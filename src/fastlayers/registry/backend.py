@@ -44,6 +44,9 @@ class Backend:
         Shown by ``explain`` and ``backends``, for example "not run on this hardware".
     phases : tuple[str, ...]
         For attention: the phases (``cfg.phase``) that it serves; empty: all.
+    captures_extend : bool
+        For attention: whether an extend can be captured with it (``cfg.captured``): several new tokens a request,
+        whose lengths, starts and pages it reads on the device, with grids that follow from the bucket alone.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Backend:
     weight_layout: str = "checkpoint"
     note: str = ""
     phases: tuple[str, ...] = ()
+    captures_extend: bool = False
 
     def serves(self, phase: str) -> bool:
         """Return whether it serves this phase of attention (``""``: a layer without phases, or all of them)."""
@@ -76,6 +80,8 @@ class Backend:
         """Return what ``refuse`` says; a predicate that raises refuses with what it raised."""
         if not self.serves(phase := getattr(cfg, "phase", "")):
             return f"serves {' and '.join(self.phases)} only, not {phase or 'every phase'}"
+        if getattr(cfg, "captured", False) and not self.captures_extend:
+            return "captures no extend: its launches follow from lengths on the host"
         try:
             return self.refuse(cfg, device)
         except Exception as error:  # a foreign row must not break the layer; the reason is kept

@@ -63,7 +63,7 @@ class Registry:
             accepted = "letters, digits, '_', '.', '+', '-'; not 'auto'"
             raise ArgumentError(self.layer, "backend", repr(new.name), accepted)
         kinds = dict.fromkeys(("needs", "auto_on", "last_resort_on", "phases"), "tuple[str, ...]")
-        kinds |= {"weight_layout": "str", "note": "str", "refuse": "Callable"}
+        kinds |= {"weight_layout": "str", "note": "str", "refuse": "Callable", "captures_extend": "bool"}
         kinds |= {} if isinstance(new.target, str) else {"target": "Callable"}
         for name, kind in kinds.items():
             check_plain(self.layer, kind, **{f"{name} of {new.name!r}": getattr(new, name)})

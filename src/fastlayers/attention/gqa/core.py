@@ -22,7 +22,7 @@ Few kernels take every step, so a backend says which *phases* it serves:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -61,6 +61,8 @@ class GQAConfig:
     context : int
         Cached tokens a request for which decode's choice is made; what lies before a window does not count. It
         changes no result.
+    captured : bool
+        Whether the steps are captured extends (``meta.is_extend_bucket``).
     """
 
     num_heads: int
@@ -76,6 +78,7 @@ class GQAConfig:
     phase: str = ""
     lse: bool = True
     context: int = 4096
+    captured: bool = False
 
     def __post_init__(self) -> None:
         check_choice(NAME, "phase", self.phase, ("", *PHASES))
@@ -232,7 +235,7 @@ GQA = Registry(
     [
         # Ours first: the package rows are faster for some shapes (a tuned table says which), but are compiled at first
         # use, some for minutes.
-        triton_backend(f"{_HERE}.triton:TritonGQA", _refuse_triton),
+        replace(triton_backend(f"{_HERE}.triton:TritonGQA", _refuse_triton), captures_extend=True),
         Backend(
             "flashinfer_fa3", f"{_HERE}.flashinfer:FlashInferFA3", ("flashinfer.prefill:get_batch_prefill_module",),
             _refuse_flashinfer_fa3, phases=("extend",),
@@ -250,7 +253,7 @@ GQA = Registry(
             "sdpa", f"{_HERE}.sdpa:SDPA", ("torch.nn.attention.bias:causal_lower_right",), _refuse_sdpa,
             phases=("extend",),
         ),
-        torch_backend(f"{_HERE}.torch:TorchGQA"),
+        replace(torch_backend(f"{_HERE}.torch:TorchGQA"), captures_extend=True),
         reference_backend(f"{_HERE}.reference:ReferenceGQA"),
     ],
     cases=f"{_HERE}.cases",

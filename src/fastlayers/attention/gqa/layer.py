@@ -217,6 +217,8 @@ class Attention(Layer):
         The context is that of the longest request, for a captured bucket its capacity: known on the host, and the same
         at every replay. All but the usual ladders are built when the first such step comes.
         """
+        if meta.is_extend_bucket:
+            return self._captured_ladder()
         phase = phase_of(meta.batch)
         if phase == "extend":
             return self.ladder
@@ -230,6 +232,15 @@ class Attention(Layer):
             # Nothing of what is built depends on the context but the choice.
             same = phase == "decode" and choice.rungs == self.decode_choice.rungs
             self._other_ladders[key] = self.decode_ladder if same else choice.build()
+        return self._other_ladders[key]
+
+    def _captured_ladder(self) -> Ladder:
+        """Return the ladder of captured extends, of backends that read lengths on the device."""
+        key = ("captured", 0, self.choice.device.type)
+        if key not in self._other_ladders:
+            cfg = replace(self.cfg, captured=True)
+            choice = GQA.choose_phases(cfg, ("extend",), self.choice.device, self.choice.requested)[0]
+            self._other_ladders[key] = choice.build()
         return self._other_ladders[key]
 
     def forward(self, hidden: torch.Tensor, meta: AttentionMeta, cache: LayerCache) -> torch.Tensor:

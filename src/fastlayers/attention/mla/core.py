@@ -25,7 +25,7 @@ Few kernels take every step, so a backend says which *phases* it serves:
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ class MLAConfig:
     which the choice is made: which kernel wins depends on it as much as on the batch. It changes no result.
     ``fp8_math`` lets ``decode`` round queries and softmax weights to e4m3 as well, where the cache is e4m3: several
     times faster, and as coarse as that format. A backend may be more exact. Without ``lse`` nobody reads decode's LSE,
-    and it is unspecified.
+    and it is unspecified. ``captured``: whether the steps are captured extends (``meta.is_extend_bucket``).
     """
 
     num_heads: int
@@ -63,6 +63,7 @@ class MLAConfig:
     context: int = 4096
     fp8_math: bool = False
     lse: bool = True
+    captured: bool = False
 
     def __post_init__(self) -> None:
         check_fields(NAME, self)
@@ -235,7 +236,7 @@ MLA = Registry(
             _fa3_refuses,
             phases=("decode", "ragged", "extend"),
         ),
-        triton_backend(f"{_HERE}.triton:TritonMLA", _triton_refuses),
+        replace(triton_backend(f"{_HERE}.triton:TritonMLA", _triton_refuses), captures_extend=True),
         Backend(
             "flashinfer_fa2",
             f"{_HERE}.flashinfer:FlashInferFA2",
@@ -243,7 +244,7 @@ MLA = Registry(
             _fa2_refuses,
             phases=("decode", "ragged"),
         ),
-        torch_backend(f"{_HERE}.torch:TorchMLA"),
+        replace(torch_backend(f"{_HERE}.torch:TorchMLA"), captures_extend=True),
         reference_backend(f"{_HERE}.reference:ReferenceMLA"),
     ],
     cases=f"{_HERE}.cases",

@@ -351,13 +351,15 @@ class MLAAttention(Layer):
         Few backends take several new tokens a request or left padding, and which is fastest depends on the context
         (for a captured bucket: its capacity). All but the usual ladder are built when the first such step comes.
         """
-        phase, context, device = phase_of(meta.batch), context_of(meta.max_seq_len), self.decode_choice.device
+        captured = meta.is_extend_bucket
+        phase = "ragged" if captured else phase_of(meta.batch)
+        context, device = context_of(meta.max_seq_len), self.decode_choice.device
         if phase == "decode" and context == self.cfg.context:
             return self.decode_ladder
-        key = (phase, context if phase == "decode" else 0, device.type)
+        key = ("captured" if captured else phase, context if phase == "decode" else 0, device.type)
         found = self._other_ladders.get(key)
         if found is None:
-            cfg = replace(self.cfg, context=context)
+            cfg = replace(self.cfg, context=context, captured=captured)
             choice = MLA.choose_phases(cfg, (phase,), device, self.decode_choice.requested)[0]
             found = self._other_ladders[key] = choice.build()
         return found
