@@ -2,9 +2,10 @@
 
     prompts ─► prefill in chunks of at most prefill_tokens ─► sample ─► decode, one token a request and step ─► …
 
-Requests leave the batch when they end, and their pages go back to the pool. Decode is captured in CUDA graphs where
-there is a GPU, and the next step is launched before the last one's tokens are read: a request that turns out to have
-ended takes part in one step more, whose token is dropped.
+Requests leave the batch when they end, and their pages go back to the pool. Steps are captured in CUDA graphs where
+there is a GPU, and the next one is launched before the last one's tokens are read: a request that turns out to have
+ended takes part in one step more, whose token is dropped. A bucket of prefill that is new is captured after the first
+token went out.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from typing import Any, Protocol
 import torch
 
 import fastlayers as fl
+from fastlayers.attention.buckets import ExtendBucket, ExtendBuckets
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
 from fastlayers.errors import ArgumentError, check_positive, describe
 from fastlayers.runtime.graphs import CudaGraphs, bucket_of
 from fastlayers.sampler.layer import Sampler, SamplingParams
 from fastlayers.torch_compile import TorchCompile
-from fastlayers_models.decode import DecodeStep, Pending, Row
+from fastlayers_models.step import ModelStep, Part, Pending, Row, StepKey
 
 
 class CausalLM(Protocol):
@@ -67,7 +69,7 @@ class _Request:
 
     @property
     def row(self) -> Row:
-        """As the decode step sees it: a request's tokens depend on its own draws, not on who else is in the batch."""
+        """As a step sees it: a request's tokens depend on its own draws, not on who else is in the batch."""
         return Row(self.output[-1] if self.output else 0, self.params, self.seed, len(self.output))
 
 
@@ -96,13 +98,15 @@ class Generator:
     prefill_tokens : int
         Most new tokens a step; longer prompts are prefilled in chunks over their cached prefix.
     cuda_graph : "auto" or bool
-        Whether decode is captured, per batch bucket at its first use: see :class:`DecodeStep`. ``"auto"``: on CUDA,
-        with one rank.
+        Whether steps are captured, per bucket at its first use: see :class:`ModelStep`. ``"auto"``: on CUDA; with
+        several ranks, if they communicate by NCCL.
     graphs : CudaGraphs, optional
         Where this generator keeps its graphs (with a byte limit, say); its ledger tells what they cost.
     torch_compile : TorchCompile, optional
         Compile small operators in captured decode: see :class:`fastlayers.torch_compile.TorchCompile`, which says
         what it is worth. Default: not.
+    extend_buckets : ExtendBuckets, optional
+        Which prefill steps are captured; default: those that pay for this model.
     """
 
     def __init__(
@@ -116,12 +120,13 @@ class Generator:
         cuda_graph: bool | str = "auto",
         graphs: CudaGraphs | None = None,
         torch_compile: TorchCompile | None = None,
+        extend_buckets: ExtendBuckets | None = None,
     ) -> None:
         check_positive("Generator", max_batch=max_batch, prefill_tokens=prefill_tokens)
         self._made_of = {
             "model": model, "max_batch": max_batch, "max_length": max_length, "num_pages": num_pages,
             "prefill_tokens": prefill_tokens, "cuda_graph": cuda_graph, "graphs": graphs,
-            "torch_compile": torch_compile,
+            "torch_compile": torch_compile, "extend_buckets": extend_buckets,
         }  # fmt: skip
         self._running = Lock()  # the decode step has one set of rows: one stream at a time has it
         self.model, self.max_batch, self.prefill_tokens = model, max_batch, prefill_tokens
@@ -136,7 +141,7 @@ class Generator:
         tokens = max(prefill_tokens, max_batch)
         self.state = AttentionState(max_batch, tokens, pages, model.page_size, model.device)
         sampler = Sampler(model.config.vocab_size, device=model.device)
-        self.step = DecodeStep(
+        self.step = ModelStep(
             model,
             self.caches,
             self.state,
@@ -145,6 +150,7 @@ class Generator:
             cuda_graph=cuda_graph,
             graphs=graphs,
             torch_compile=torch_compile,
+            extend_buckets=extend_buckets,
         )
         # Without a GPU a step is done when its launch returns: launching one ahead would only waste it.
         self.ahead = model.device.type == "cuda" or self.step.graphs is not None
@@ -280,7 +286,7 @@ class Generator:
         modes : sequence of str
             Of sampling: ``"greedy"``, ``"sampled"``, ``"filtered"``.
         progress : callable, optional
-            Told each ``(bucket, mode)`` when it is captured.
+            Told each :class:`~fastlayers_models.step.StepKey` when it is captured.
         """
         with self._alone("capture"):
             self.step.capture(buckets, modes, progress)
@@ -309,7 +315,7 @@ class Generator:
                     yield f"decode {count}{beside}", lambda n=count: self._warm_up([1] * n, 2)  # type: ignore[misc]
             if not no_prefill:
                 beside = f" (no decode: {no_decode})" if no_decode else ""
-                yield f"prefill {count}{beside}", lambda n=count: self._warm_up([n], 1)  # type: ignore[misc]
+                yield f"prefill {count}{beside}", lambda n=count: self._warm_up_prefill(n)  # type: ignore[misc]
 
     def _no_decode(self, count: int, bucket: int | None) -> str:
         """Return why a decode step of ``count`` requests cannot be warmed up, or nothing."""
@@ -333,40 +339,41 @@ class Generator:
     def _warm_up(self, lengths: list[int], new: int) -> None:
         self.generate([[0] * length for length in lengths], max_new_tokens=new, eos_ids=())
 
-    def _batch(self, work: list[tuple[_Request, int]]) -> AttentionBatch:
-        """Return the host description of a step of so many new tokens a request, pages handed out."""
-        for request, count in work:
-            self.pool.extend(request.pages, request.cached + count, f"request {request.index}")
-        batch = AttentionBatch(
-            tuple(count for _, count in work),
-            tuple(request.cached for request, _ in work),
-            [request.pages for request, _ in work],
-        )
-        for request, count in work:
-            request.cached += count
-        return batch
+    @torch.inference_mode()
+    def _warm_up_prefill(self, count: int) -> None:
+        """Run a prompt of so many tokens, and capture the buckets of its steps."""
+        self._warm_up([count], 1)
+        last = (count - 1) % self.prefill_tokens + 1
+        for tokens in {min(count, self.prefill_tokens), last}:
+            bucket = self.step.extend_buckets.bucket_of(tokens, 1)
+            if isinstance(bucket, ExtendBucket):
+                keys = [StepKey("extend", bucket.tokens, bucket.requests, mode) for mode in ("greedy", "filtered")]
+                with self._alone("warm_up_calls"):
+                    self.step.capture_extends(keys)
 
-    def _prefill(self, group: list[_Request]) -> torch.Tensor:
-        """Cache the prompts chunk by chunk; return the last hidden row of each request."""
-        last: dict[int, torch.Tensor] = {}
-        while len(last) < len(group):
-            work, ids, budget = [], [], self.prefill_tokens
-            for request in group:
-                count = min(len(request.prompt) - request.cached, budget)
-                if count > 0:
-                    work.append((request, count))
-                    ids += request.prompt[request.cached : request.cached + count]
-                    budget -= count
-            meta = self.state.plan(self._batch(work), num_pages=self.pool.num_pages)
-            hidden = self.model(torch.tensor(ids, device=self.model.device), meta, self.caches)
-            rows = hidden[meta.cu_seqlens_q[1:].long() - 1]
-            for row, (request, _) in enumerate(work):
-                if request.cached == len(request.prompt):
-                    last[request.index] = rows[row]
-        return torch.stack([last[request.index] for request in group])
+    def _prefill(self, group: list[_Request]) -> None:
+        """Cache the prompts chunk by chunk; each request's first token is drawn into its row, in the group's order."""
+        while any(request.cached < len(request.prompt) for request in group):
+            parts, budget = [], self.prefill_tokens
+            for row, request in enumerate(group):
+                done = min(len(request.prompt), request.cached + budget)
+                if done > request.cached:
+                    self.pool.extend(request.pages, done, f"request {request.index}")
+                    draws = row if done == len(request.prompt) else None
+                    ids = request.prompt[request.cached : done]
+                    parts.append(Part(ids, request.cached, request.pages, draws, request.params.mode))
+                    budget -= len(ids)
+                    request.cached = done
+            self.step.extend(parts)
 
     def _launch(self, active: list[_Request]) -> tuple[Pending, list[_Request]]:
-        return self.step.launch(self._batch([(request, 1) for request in active])), active
+        for request in active:
+            self.pool.extend(request.pages, request.cached + 1, f"request {request.index}")
+        ones, lengths = (1,) * len(active), tuple(request.cached for request in active)
+        batch = AttentionBatch(ones, lengths, [request.pages for request in active])
+        for request in active:
+            request.cached += 1
+        return self.step.launch(batch), active
 
     def _room(self, active: list[_Request]) -> bool:
         """Whether the pages for one more step of all requests are free."""
@@ -375,10 +382,11 @@ class Generator:
 
     @torch.inference_mode()
     def _run(self, group: list[_Request], max_new_tokens: int, stop: set[int]) -> Iterator[Token]:
-        hidden, active = self._prefill(group), group
+        active = group
         # A new bucket is captured after the first token went out.
         ready = self.step.load([request.row for request in active], capture=False)
-        pending, rows = self.step.first(hidden), active
+        self._prefill(group)
+        pending, rows = self.step.collect(), active
         while True:
             # All requests are equally long: either none or all end by length with the tokens that are on their way.
             more = max(len(request.output) for request in active) + 1 < max_new_tokens
@@ -395,6 +403,7 @@ class Generator:
                     self.pool.release(request.pages)
             active = [request for request in active if not request.done]
             if not active:
+                self.step.capture_wanted()
                 return
             if following is None:
                 if not ready or len(active) < len(rows):

@@ -14,6 +14,7 @@ from torch import nn
 
 import fastlayers as fl
 import fastlayers_models
+from fastlayers.attention.buckets import ExtendBuckets
 from fastlayers.attention.mla.layer import MLAAttention
 from fastlayers.layer import Layer
 from fastlayers.moe.fused_moe.layer import FusedMoE
@@ -22,6 +23,7 @@ from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
 from fastlayers_models.deepseek import DeepseekForCausalLM
 from fastlayers_models.generate import Generator
 
+NO_EXTENDS = ExtendBuckets((), ())
 TINY = Path(fastlayers_models.__file__).parent / "assets" / "tiny_deepseek_v3"
 
 
@@ -110,9 +112,9 @@ def test_a_replay_does_not_read_what_is_gone(change: Callable[[Any], None], fp8:
     prompt, steps = [[5, 9, 2, 7, 30]], 12
 
     def tokens(graphs: Any, model: Any) -> list[int]:
-        stream = Generator(model, max_length=64, cuda_graph=False if graphs is None else "auto", graphs=graphs).stream(
-            prompt, max_new_tokens=steps, eos_ids=()
-        )
+        wanted = False if graphs is None else "auto"
+        generator = Generator(model, max_length=64, cuda_graph=wanted, graphs=graphs, extend_buckets=NO_EXTENDS)
+        stream = generator.stream(prompt, max_new_tokens=steps, eos_ids=())
         found = [next(stream).id for _ in range(5)]
         change(model)
         return [*found, *(token.id for token in stream)]
@@ -127,18 +129,20 @@ def test_a_replay_does_not_read_what_is_gone(change: Callable[[Any], None], fp8:
     assert runtime.captured == captures
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-def test_between_two_calls(fp8: bool) -> None:
+@pytest.mark.parametrize(("fp8", "extends"), [(False, NO_EXTENDS), (True, NO_EXTENDS), (False, ExtendBuckets())])
+def test_between_two_calls(fp8: bool, extends: ExtendBuckets) -> None:
     model, fresh = load(fp8), load(fp8)
-    runtime = Addresses(model)
-    generator = Generator(model, max_batch=2, max_length=64, graphs=CudaGraphs(runtime=runtime))
+    runtime, kinds = Addresses(model), 2 if extends.tokens else 1
+    graphs = CudaGraphs(runtime=runtime)
+    generator = Generator(model, max_batch=2, max_length=64, graphs=graphs, extend_buckets=extends)
     rows = [[5, 9, 2, 7, 30], [4, 4, 8]]
     for change in (None, negate_experts, edit_scales if fp8 else replace_head):
         for each in (model, fresh) if change else ():
             change(each)  # type: ignore[misc]
         wanted = Generator(fresh, max_length=64, cuda_graph=False).generate(rows, max_new_tokens=9, eos_ids=())
         assert generator.generate(rows, max_new_tokens=9, eos_ids=()) == wanted
-    assert runtime.captured == 3 and len(generator.step.graphs) == 1  # type: ignore[arg-type]
+        assert generator.generate(rows, max_new_tokens=9, eos_ids=()) == wanted
+    assert runtime.captured == 3 * kinds and len(graphs) == kinds
 
 
 def test_a_capture_that_fails_the_second_time_leaves_the_rows(caplog: pytest.LogCaptureFixture) -> None:
@@ -152,7 +156,8 @@ def test_a_capture_that_fails_the_second_time_leaves_the_rows(caplog: pytest.Log
             return super().capture(fn)
 
     model = load(False)
-    generator = Generator(model, max_length=64, graphs=CudaGraphs(runtime=Fails()))
+    graphs = CudaGraphs(runtime=Fails())
+    generator = Generator(model, max_length=64, graphs=graphs, extend_buckets=NO_EXTENDS)
     stream = generator.stream([[5, 9, 2]], max_new_tokens=8, eos_ids=())
     found = [next(stream).id for _ in range(3)]
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone(), requires_grad=False)

@@ -1,0 +1,248 @@
+"""Static tensors of a step: requests' rows, what an extend brings, and tokens on their way to the host.
+
+RowTable       how each row samples, and its last token; one row more than requests, which is nobody's
+ExtendInputs   ids, which row each token or request belongs to, which hidden rows are the last ones
+Outbox         pinned buffers that tokens are copied to; Pending waits for one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from fastlayers.attention.buckets import ExtendBucket
+from fastlayers.errors import ArgumentError
+from fastlayers.sampler.layer import RowParams, SamplingParams
+
+# Steps whose tokens may be on their way at a time.
+IN_FLIGHT = 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """One request as a step sees it: its last token, how it samples, and how many tokens it drew so far."""
+
+    token: int
+    params: SamplingParams
+    seed: int
+    drawn: int
+
+
+_IDLE = Row(0, SamplingParams(temperature=0.0), 0, 0)
+
+
+class RowTable:
+    """Rows of requests on the device: three tensors ``[fields, max_batch + 1]``, by number format.
+
+    Attributes
+    ----------
+    tokens : Tensor int64 ``[max_batch + 1]``
+        Each row's last token.
+    """
+
+    def __init__(self, max_batch: int, device: torch.device) -> None:
+        self.max_batch, self.device = max_batch, device
+        size = max_batch + 1
+        # temperature, top_p, min_p; top_k; seed, offset, token
+        self._floats = torch.zeros(3, size, dtype=torch.float32, device=device)
+        self._ints = torch.zeros(1, size, dtype=torch.int32, device=device)
+        self._longs = torch.zeros(3, size, dtype=torch.int64, device=device)
+        self._floats[1] = 1.0
+        self.tokens = self._longs[2]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All that the table holds."""
+        return self._floats, self._ints, self._longs
+
+    def params(self, count: int) -> RowParams:
+        """Return views of the first ``count`` rows."""
+        floats, longs = self._floats[:, :count], self._longs[:, :count]
+        return RowParams(floats[0], self._ints[0, :count], floats[1], floats[2], longs[0], longs[1])
+
+    def gather(self, rows: torch.Tensor) -> RowParams:
+        """Return copies of these rows."""
+        floats, longs = self._floats.index_select(1, rows), self._longs[:2].index_select(1, rows)
+        return RowParams(floats[0], self._ints[0].index_select(0, rows), floats[1], floats[2], longs[0], longs[1])
+
+    def scatter(self, rows: torch.Tensor, offset: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Write back what a draw changed."""
+        self._longs[1:].index_copy_(1, rows, torch.stack((offset, tokens)))
+
+    def load(self, requests: Sequence[Row]) -> None:
+        """Put requests into the rows from 0 on; the others become idle."""
+        self._write([*requests, *[_IDLE] * (self.max_batch - len(requests))], None)
+
+    def put(self, requests: Mapping[int, Row]) -> None:
+        """Put requests into some rows; the others, whose tokens may be on their way, stay as they are.
+
+        Raises
+        ------
+        ArgumentError
+            There is no such row.
+        """
+        wrong = [row for row in requests if not 0 <= row < self.max_batch]
+        if wrong:
+            raise ArgumentError("RowTable.put", "row", wrong[0], f"0 to {self.max_batch - 1}")
+        if requests:
+            self._write(list(requests.values()), torch.tensor(list(requests)).to(self.device, non_blocking=True))
+
+    def _write(self, rows: list[Row], at: torch.Tensor | None) -> None:
+        ways = [row.params for row in rows]
+        floats = torch.tensor([[p.temperature for p in ways], [p.top_p for p in ways], [p.min_p for p in ways]])
+        ints = torch.tensor([[max(p.top_k, 0) for p in ways]], dtype=torch.int32)
+        longs = torch.tensor([[r.seed for r in rows], [r.drawn for r in rows], [r.token for r in rows]])
+        for target, values in ((self._floats, floats), (self._ints, ints), (self._longs, longs)):
+            if at is None:
+                target[:, : len(rows)].copy_(values)
+            else:
+                target.index_copy_(1, at, values.to(self.device, target.dtype, non_blocking=True))
+
+    def arrange(self, order: Sequence[int]) -> None:
+        """Move rows on the device: row ``i`` becomes what row ``order[i]`` was; rows behind ``order`` are stale.
+
+        Raises
+        ------
+        ArgumentError
+            There is no such row.
+        """
+        wrong = [row for row in order if not 0 <= row < self.max_batch]
+        if wrong:
+            raise ArgumentError("RowTable.arrange", "order", wrong[0], f"rows from 0 to {self.max_batch - 1}")
+        if list(order) == list(range(len(order))):
+            return
+        rows = torch.tensor(list(order)).to(self.device, non_blocking=True)
+        for tensor in (self._floats, self._ints, self._longs):
+            tensor[:, : len(order)] = tensor.index_select(1, rows)
+
+
+class ExtendInputs:
+    """What the host gives to an extend step, copied to the device at once.
+
+    Attributes
+    ----------
+    last : Tensor int64 ``[max_batch]``
+        Hidden row of each request's last token.
+    rows : Tensor int64 ``[max_batch]``
+        Row of the table that each request draws by; the row after the last one: nobody's.
+    count : Tensor int32 ``[1]``
+        Tokens that are real.
+    """
+
+    def __init__(self, max_tokens: int, max_batch: int, device: torch.device) -> None:
+        sizes = [1, max_batch, max_batch, max_tokens, max_tokens]
+        self._device = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        self._host, self._copied, self._nobody = self._device, None, max_batch
+        if device.type == "cuda":
+            self._host = torch.zeros(sum(sizes), dtype=torch.int64, device="cpu", pin_memory=True)
+            self._copied = torch.cuda.Event()
+        count, self.last, self.rows, self._ids, self._source = self._device.split(sizes)
+        self.count = count.view(torch.int32)[:1]
+        self._parts = self._host.split(sizes)
+
+    def ids(self, tokens: int, last_tokens: torch.Tensor) -> torch.Tensor:
+        """Return the step's ids ``[tokens]``: given ones, or (where -1 is given) the last token of a row."""
+        ids = self._ids[:tokens]
+        return torch.where(ids < 0, last_tokens.index_select(0, self._source[:tokens]), ids)
+
+    def write(
+        self, parts: Sequence[tuple[Sequence[int], int | None]], lengths: Sequence[int], bucket: ExtendBucket | None
+    ) -> None:
+        """Copy a step's ids and rows to the device.
+
+        Parameters
+        ----------
+        parts : sequence of (ids, row)
+            Without ids: one token, the last of ``row``.
+        lengths : sequence of int
+            New tokens of each part.
+        bucket : ExtendBucket, optional
+            What the step is padded to.
+
+        Raises
+        ------
+        ArgumentError
+            A part has neither ids nor a row, or a row that does not exist.
+        """
+        for ids, row in parts:
+            if (row is None and not ids) or (row is not None and not 0 <= row < self._nobody):
+                accepted = f"0 to {self._nobody - 1}, or None for a part with ids that draws nothing"
+                raise ArgumentError("ModelStep.extend", "row", row, accepted)
+        if self._copied is not None:
+            self._copied.synchronize()
+        count, last, rows, ids_at, source = self._parts
+        tokens = sum(lengths)
+        requests, width = (bucket.requests, bucket.tokens) if bucket is not None else (len(parts), tokens)
+        idle = requests - len(parts)
+        count[0] = tokens
+        last[:requests] = torch.tensor([end - 1 for end in accumulate(lengths)] + [0] * idle)
+        rows[:requests] = torch.tensor(
+            [self._nobody if row is None else row for _, row in parts] + [self._nobody] * idle
+        )
+        given: list[int] = []
+        origin = [0] * tokens
+        for ids, row in parts:
+            if not ids:
+                origin[len(given)] = row or 0
+            given += ids or [-1]
+        ids_at[:width] = torch.tensor(given + [0] * (width - tokens))
+        source[:width] = torch.tensor(origin + [0] * (width - tokens))
+        if self._copied is not None:
+            self._device.copy_(self._host, non_blocking=True)
+            self._copied.record()
+
+
+class Pending:
+    """Tokens on their way to the host, one a row (or one for each part of an extend that draws)."""
+
+    def __init__(self, slot: _Slot, size: int, kept: Sequence[int] | None) -> None:
+        self._slot, self._size, self._kept = slot, size, kept
+        self._found: list[int] | None = None
+
+    def tokens(self) -> list[int]:
+        """Wait, and return the tokens.
+
+        Raises
+        ------
+        ArgumentError
+            More than :data:`IN_FLIGHT` steps were launched since, and the tokens were not read.
+        """
+        if self._found is None:
+            if self._slot.owner is not self:
+                accepted = f"tokens read before {IN_FLIGHT} more steps are launched"
+                raise ArgumentError("Pending.tokens", "step", "overwritten", accepted)
+            if self._slot.arrived is not None:
+                self._slot.arrived.synchronize()
+            all_tokens: list[int] = self._slot.buffer[: self._size].tolist()
+            self._found = all_tokens if self._kept is None else [all_tokens[index] for index in self._kept]
+        return self._found
+
+
+class _Slot:
+    def __init__(self, size: int, cuda: bool) -> None:
+        self.buffer = torch.zeros(size, dtype=torch.int64, device="cpu", pin_memory=cuda)
+        self.arrived: Any = torch.cuda.Event() if cuda else None
+        self.owner: Pending | None = None
+
+
+class Outbox:
+    """Pinned buffers, used in turn."""
+
+    def __init__(self, max_batch: int, device: torch.device) -> None:
+        self._slots = [_Slot(max_batch, device.type == "cuda") for _ in range(IN_FLIGHT)]
+        self._next = 0
+
+    def send(self, tokens: torch.Tensor, kept: Sequence[int] | None = None) -> Pending:
+        """Start the copy of ``tokens [n]``; ``kept``: which of them anybody wants."""
+        slot = self._slots[self._next]
+        self._next = (self._next + 1) % IN_FLIGHT
+        size = tokens.shape[0]
+        slot.owner = pending = Pending(slot, size, kept)
+        slot.buffer[:size].copy_(tokens, non_blocking=True)
+        if slot.arrived is not None:
+            slot.arrived.record()
+        return pending

@@ -1,0 +1,452 @@
+"""One step of a model over a paged cache: static inputs, sampling inside, captured per bucket where there is a GPU.
+
+    kind      brings                                                    called by
+    decode    one token a request, of the rows 0, 1, …                  load(rows), then launch(batch) again and again
+    extend    any number of tokens a request, each with a cached prefix extend(parts)
+
+    decode:  row's token ─► model ─► logits ─► sampler ─► row's token
+    extend:  ids, or a row's token ─► model ─► last hidden row of each request ─► logits ─► sampler ─► row's token
+
+A *row* holds on the device how one request samples, and its last token. The next step reads what this one wrote there,
+so the host may launch a step before it has seen the tokens of the one before; it only plans lengths and pages.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from fastlayers.attention.buckets import ExtendBucket, ExtendBuckets
+from fastlayers.attention.kv_cache.spec import LayerCache
+from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
+from fastlayers.comm.parallel import AXES
+from fastlayers.errors import ArgumentError, CaptureError
+from fastlayers.runtime.gc_pause import gc_pause
+from fastlayers.runtime.graphs import CudaGraphs, bucket_of, decode_buckets
+from fastlayers.sampler.layer import MODES, Sampler
+from fastlayers.torch_compile import CompiledBlocks, TorchCompile
+from fastlayers.weights_epoch import WeightsWatch
+from fastlayers_models.rows import ExtendInputs, Outbox, Pending, Row, RowTable
+
+log = logging.getLogger(__name__)
+
+__all__ = ["ModelStep", "Part", "Pending", "Row", "StepKey"]
+# Besides the sampler's modes: nobody draws, so there is no head.
+NO_DRAW = "none"
+
+
+class StepKey(NamedTuple):
+    """What a captured step is: its kind, the tokens and requests it is padded to, and how it samples."""
+
+    kind: str
+    tokens: int
+    requests: int
+    mode: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one request brings to an extend step.
+
+    Parameters
+    ----------
+    ids : sequence of int
+        New tokens. Empty: one, the last token of ``row``, which may still be on its way (a decode row).
+    prefix : int
+        Tokens of the request that are cached.
+    pages : sequence of int
+        Enough for the prefix and the new tokens.
+    row : int, optional
+        Row by which the next token is drawn, and which gets it. ``None``: none is drawn (not the last chunk).
+    mode : str
+        Of sampling, one of :data:`fastlayers.sampler.layer.MODES`: ``Row.params.mode``.
+    """
+
+    ids: Sequence[int]
+    prefix: int
+    pages: Sequence[int]
+    row: int | None = None
+    mode: str = "greedy"
+
+
+class ModelStep:
+    """The steps of a model over one cache.
+
+    Parameters
+    ----------
+    model : CausalLM
+    caches : sequence of LayerCache
+    state : AttentionState
+    sampler : Sampler
+    num_pages : int
+        Of the cache, for checks under ``FASTLAYERS_DEBUG``.
+    cuda_graph : "auto" or bool
+        ``"auto"``: capture on CUDA, over several ranks if they communicate by NCCL; a step that cannot be captured
+        runs uncaptured, with a warning. ``True``: what cannot be captured raises.
+    graphs : CudaGraphs, optional
+        Where this generator alone keeps its graphs; default: an own one without limit. Given, it is used wherever
+        the model is.
+    torch_compile : TorchCompile, optional
+        Compile the decoder layers' small operators for captured decode buckets up to its ``max_batch``. Where that
+        fails, the capture raises, whatever ``cuda_graph`` is.
+    extend_buckets : ExtendBuckets, optional
+        Which extends are captured; default: up to the model's ``captured_tokens``, see :class:`ExtendBuckets`.
+
+    Attributes
+    ----------
+    buckets : tuple[int, ...]
+        Batch sizes of decode that are captured; () if nothing is.
+    extend_buckets : ExtendBuckets
+        Those of extends that this state holds.
+    wanted : dict[StepKey, None]
+        Buckets of extends that ran uncaptured because they were new: see :meth:`capture_wanted`.
+    uncaptured : Counter[str]
+        Steps that ran uncaptured, by the reason in words.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        caches: Sequence[LayerCache],
+        state: AttentionState,
+        sampler: Sampler,
+        num_pages: int,
+        *,
+        cuda_graph: bool | str = "auto",
+        graphs: CudaGraphs | None = None,
+        torch_compile: TorchCompile | None = None,
+        extend_buckets: ExtendBuckets | None = None,
+    ) -> None:
+        if not isinstance(cuda_graph, (bool, str)) or cuda_graph not in ("auto", True, False):  # 1 equals True
+            raise ArgumentError("Generator", "cuda_graph", repr(cuda_graph), "one of 'auto', True, False")
+        if not (graphs is None or isinstance(graphs, CudaGraphs)):
+            raise ArgumentError("Generator", "graphs", repr(graphs), "a CudaGraphs")
+        if not (torch_compile is None or isinstance(torch_compile, TorchCompile)):
+            raise ArgumentError("Generator", "torch_compile", repr(torch_compile), "a TorchCompile")
+        if not (extend_buckets is None or isinstance(extend_buckets, ExtendBuckets)):
+            raise ArgumentError("Generator", "extend_buckets", repr(extend_buckets), "an ExtendBuckets")
+        cuda = model.device.type == "cuda"
+        if cuda_graph is True and not cuda and graphs is None:
+            raise ArgumentError("Generator", "cuda_graph", True, f"False or 'auto': the model is on {model.device}")
+        self.model, self.caches, self.state, self.sampler, self.num_pages = model, caches, state, sampler, num_pages
+        self.strict, self.max_batch = cuda_graph is True, state.max_batch
+        ranks = model.parallel.attn_tp.size if hasattr(model, "parallel") else 1
+        wanted = graphs is not None or cuda_graph is True or (cuda_graph == "auto" and cuda and _capturable(model))
+        self.graphs = (graphs if graphs is not None else CudaGraphs(model.device)) if wanted and cuda_graph else None
+        if torch_compile is not None and self.graphs is None:
+            accepted = "None where decode is not captured: it is for captured steps only"
+            raise ArgumentError("Generator", "torch_compile", torch_compile, accepted)
+        self.torch_compile = torch_compile
+        self._compiled: CompiledBlocks | None = None
+        # A group's rows are cut into equal parts for its ranks.
+        self.buckets = decode_buckets(self.max_batch, ranks) if self.graphs is not None else ()
+        given = extend_buckets if extend_buckets is not None else _default_buckets(model)
+        self.extend_buckets = given.within(state.max_tokens, self.max_batch, ranks)
+        if self.graphs is None:
+            self.extend_buckets = ExtendBuckets((), ())
+        self.table = RowTable(self.max_batch, model.device)
+        self.inputs = ExtendInputs(state.max_tokens, self.max_batch, model.device)
+        self.count = torch.zeros(1, dtype=torch.int32, device=model.device)
+        self._outbox = Outbox(self.max_batch, model.device)
+        self.weights = WeightsWatch(model)
+        self._size, self._mode = 0, "greedy"
+        self._bucket: int | None = None
+        self.wanted: dict[StepKey, None] = {}
+        self.uncaptured: Counter[str] = Counter()
+        self._broken: dict[StepKey, str] = {}
+
+    # ---- decode -------------------------------------------------------------------------------------------------
+
+    def load(self, requests: Sequence[Row], capture: bool = True) -> bool:
+        """Put requests into the rows, in order; the following launches are for exactly these.
+
+        Parameters
+        ----------
+        requests : sequence of Row
+        capture : bool
+            Capture their bucket if that is new. False: the caller loads again before it launches.
+
+        Returns
+        -------
+        bool
+            Whether launches may follow.
+        """
+        mode = max((r.params.mode for r in requests), key=MODES.index)
+        if capture:
+            self.capture([found] if (found := bucket_of(self.buckets, len(requests))) is not None else (), [mode])
+        self.table.load(requests)
+        return self.resize(len(requests), mode)
+
+    def resize(self, size: int, mode: str | None = None) -> bool:
+        """Let the following launches be for the first ``size`` rows, as they are in the table.
+
+        ``mode``: of sampling; default: as before. Returns as :meth:`load` does.
+        """
+        self._size, self._mode = size, mode if mode is not None else self._mode
+        self._bucket = bucket_of(self.buckets, size)
+        self.count.fill_(size)
+        return self._bucket is None or (self.graphs is not None and self._key(self._bucket, self._mode) in self.graphs)
+
+    def collect(self) -> Pending:
+        """Start the copy of the loaded rows' last tokens to the host."""
+        return self._outbox.send(self.table.tokens[: self._size])
+
+    def launch(self, batch: AttentionBatch) -> Pending:
+        """Run one decode step for the loaded requests, without waiting for it.
+
+        A captured step whose weights were replaced since is captured again first.
+        """
+        if self._bucket is not None and not self._is_captured(self._key(self._bucket, self._mode)):
+            self._capture_again(self._bucket)
+        if self._bucket is None:
+            self._run(self.state.plan(batch, num_pages=self.num_pages), self._mode)
+        else:
+            assert self.graphs is not None
+            self.state.plan(batch, bucket=self._bucket, num_pages=self.num_pages)
+            self.graphs.replay(self._key(self._bucket, self._mode))
+        return self.collect()
+
+    @staticmethod
+    def _key(bucket: int, mode: str) -> StepKey:
+        return StepKey("decode", bucket, bucket, mode)
+
+    def _is_captured(self, key: StepKey) -> bool:
+        """Return whether there is a graph of the weights as they are."""
+        return self.graphs is not None and key in self.graphs and not self.weights.stale
+
+    def _drop_stale(self, graphs: CudaGraphs) -> None:
+        if self.weights.stale:
+            graphs.clear()
+
+    def _capture_again(self, bucket: int) -> None:
+        """Capture the loaded rows' bucket anew between two of their steps."""
+        rows = (*self.table.tensors, self.count)
+        kept = [tensor.clone() for tensor in rows]
+        self.capture([bucket], [self._mode])
+        for tensor, values in zip(rows, kept, strict=True):
+            tensor.copy_(values)
+
+    def capture(
+        self,
+        buckets: Iterable[int] | None = None,
+        modes: Iterable[str] = ("greedy",),
+        progress: Callable[[StepKey], None] | None = None,
+    ) -> None:
+        """Capture what is not captured yet of decode, largest first, and the extends that are :attr:`wanted`.
+
+        Overwrites ``count``, so before :meth:`load`.
+
+        Raises
+        ------
+        CaptureError
+            With ``cuda_graph=True`` or ``torch_compile``. Otherwise a warning is logged and steps run uncaptured from
+            now on.
+        """
+        graphs = self.graphs
+        if graphs is None:
+            return
+        self._drop_stale(graphs)
+        keys = [self._key(n, mode) for n in (self.buckets if buckets is None else buckets) for mode in modes]
+        keys = [key for key in dict.fromkeys(keys) if key not in graphs]
+        if not keys and not self.wanted:
+            return
+        with gc_pause(graphs.freeze):
+            self.capture_wanted()
+            try:
+                graphs.capture_all({key: self._captured(key.tokens, key.mode) for key in keys}, progress=progress)
+            except CaptureError as error:
+                if self.strict or self.torch_compile is not None:
+                    raise
+                log.warning("decode runs without CUDA graphs: %s", error)
+                self.graphs, self.buckets, self._bucket = None, (), None
+                self.extend_buckets = ExtendBuckets((), ())
+        self.weights.mark()  # only now: the runs before a capture may pack
+
+    def _captured(self, bucket: int, mode: str) -> Callable[[], torch.Tensor]:
+        # Nobody's rows: they read and write page 0 only. Alike for all buckets, so they may be planned beforehand.
+        meta = self.state.plan(AttentionBatch((), (), []), bucket=bucket)
+        self.count.zero_()
+        how = self.torch_compile
+        if how is None or bucket > how.max_batch:
+            return lambda: self._run(meta, mode)
+        traceable = False
+
+        def run() -> torch.Tensor:
+            """Run the step compiled; only warm-ups and the capture come here."""
+            nonlocal traceable
+            if not traceable:
+                self._run(meta, mode)  # builds what cannot be traced
+                traceable = True
+            with self._compiled_blocks(how).applied():
+                return self._run(meta, mode)
+
+        return run
+
+    def _compiled_blocks(self, how: TorchCompile) -> CompiledBlocks:
+        if self._compiled is None:
+            self._compiled = CompiledBlocks(self.model.decoder.layers[: self.model.config.num_hidden_layers], how)
+        return self._compiled
+
+    def _run(self, meta: AttentionMeta, mode: str) -> torch.Tensor:
+        size = meta.num_tokens
+        # A bucket of one has no padding: its only row is always real.
+        valid = self.count if meta.bucket is not None and size > 1 else None
+        ids = self.table.tokens[:size]
+        hidden = self.model(ids, meta, self.caches, valid=valid)
+        ids.copy_(self.sampler(self.model.compute_logits(hidden), self.table.params(size), mode))
+        return ids
+
+    # ---- extend -------------------------------------------------------------------------------------------------
+
+    def extend(self, parts: Sequence[Part], capture: bool = False) -> Pending:
+        """Run one step of several requests, without waiting for it.
+
+        Parameters
+        ----------
+        parts : sequence of Part
+            At most as many as the state's ``max_batch``; prefill chunks and decode rows in any order. The rows that
+            draw must be in the table (:meth:`load`, or :meth:`RowTable.put` for some of them).
+        capture : bool
+            Capture a new bucket first. False: it runs uncaptured and is noted in :attr:`wanted`.
+
+        Returns
+        -------
+        Pending
+            One token for each part that draws, in their order.
+        """
+        draws = [part.mode for part in parts if part.row is not None]
+        mode = max(draws, key=MODES.index) if draws else NO_DRAW
+        batch = AttentionBatch(
+            tuple(max(1, len(part.ids)) for part in parts),
+            tuple(part.prefix for part in parts),
+            [part.pages for part in parts],
+        )
+        key = self._extend_key(batch.num_tokens, len(parts), mode, capture)
+        bucket = None if key is None else ExtendBucket(key.tokens, key.requests)
+        meta = self.state.plan(batch, bucket=bucket, num_pages=self.num_pages)
+        self.inputs.write([(part.ids, part.row) for part in parts], batch.query_lens, bucket)
+        if key is None:
+            drawn = self._run_extend(meta, mode)
+        else:
+            assert self.graphs is not None
+            drawn = self.graphs.replay(key)
+        return self._outbox.send(drawn, [i for i, part in enumerate(parts) if part.row is not None])
+
+    def _extend_key(self, tokens: int, requests: int, mode: str, capture: bool) -> StepKey | None:
+        """Return the graph to replay; ``None`` after counting why there is none."""
+        graphs = self.graphs
+        found = "CUDA graphs are off" if graphs is None else self.extend_buckets.bucket_of(tokens, requests)
+        if isinstance(found, ExtendBucket):
+            assert graphs is not None
+            key = StepKey("extend", found.tokens, found.requests, mode)
+            if capture:
+                self.capture_extends([key])
+            if self._is_captured(key):
+                return key
+            if key not in self._broken:
+                self.wanted[key] = None
+            found = self._broken.get(key, f"the first step of {found.tokens} tokens and {found.requests} requests")
+        self.uncaptured[found] += 1
+        return None
+
+    def capture_wanted(self) -> None:
+        """Capture the buckets of extends that were met and are new: when nobody waits for a token."""
+        keys, self.wanted = list(self.wanted), {}
+        self.capture_extends(keys)
+
+    def capture_extends(
+        self, keys: Iterable[StepKey] | None = None, progress: Callable[[StepKey], None] | None = None
+    ) -> None:
+        """Capture extends, largest first: these, or all buckets for greedy sampling. Rows keep what they hold.
+
+        Raises
+        ------
+        CaptureError
+            With ``cuda_graph=True``. Otherwise a warning is logged, and that bucket runs uncaptured from now on.
+        """
+        graphs, buckets = self.graphs, self.extend_buckets
+        if graphs is None:
+            return
+        if keys is None:
+            keys = [StepKey("extend", t, r, "greedy") for t in buckets.tokens for r in buckets.requests]
+        self._drop_stale(graphs)
+        fresh = [key for key in dict.fromkeys(keys) if key not in graphs and key not in self._broken]
+        if fresh:
+            with gc_pause(graphs.freeze):
+                self._capture_extends(graphs, sorted(fresh, reverse=True), progress)
+            self.weights.mark()
+
+    def _capture_extends(
+        self, graphs: CudaGraphs, keys: list[StepKey], progress: Callable[[StepKey], None] | None
+    ) -> None:
+        for key in keys:
+            bucket = ExtendBucket(key.tokens, key.requests)
+            # Nobody's tokens: they write page 0, and draw for nobody.
+            meta = self.state.plan(AttentionBatch((), (), []), bucket=bucket)
+            self.inputs.write([], (), bucket)
+            try:
+                graphs.capture(key, lambda meta=meta, mode=key.mode: self._run_extend(meta, mode))  # type: ignore[misc]
+            except CaptureError as error:
+                if self.strict:
+                    raise
+                log.warning("extends of %d tokens run without CUDA graphs: %s", key.tokens, error)
+                self._broken[key] = str(error)
+            else:
+                if progress is not None:
+                    progress(key)
+
+    def _run_extend(self, meta: AttentionMeta, mode: str) -> torch.Tensor:
+        """Return the tokens drawn, one a request; of requests that do not draw, anything."""
+        inputs, table, captured = self.inputs, self.table, meta.bucket is not None
+        ids = inputs.ids(meta.num_tokens, table.tokens)
+        hidden = self.model(ids, meta, self.caches, valid=inputs.count if captured else None)
+        last, rows = inputs.last[: meta.num_requests], inputs.rows[: meta.num_requests]
+        if mode == NO_DRAW:
+            return last
+        params = table.gather(rows)
+        drawn = self.sampler(self.model.compute_logits(hidden.index_select(0, last)), params, mode)
+        table.scatter(rows, params.offset, drawn)
+        return drawn
+
+    # ---- what ran -----------------------------------------------------------------------------------------------
+
+    def report(self) -> list[str]:
+        """Return what was captured, what each graph cost and how often it ran, and why steps ran uncaptured."""
+        lines = []
+        for record in self.graphs.ledger if self.graphs is not None else ():
+            key: Any = record.key
+            seconds = record.warm_up_seconds + record.capture_seconds
+            lines.append(
+                f"{key.kind} of {key.tokens} tokens, {key.requests} requests, {key.mode}: captured in {seconds:.2f} s, "
+                f"{record.bytes:,} bytes, {record.replays} replays"
+            )
+        return lines + [f"{count} extends uncaptured: {reason}" for reason, count in self.uncaptured.most_common()]
+
+
+def _default_buckets(model: Any) -> ExtendBuckets:
+    """Return the default buckets, up to the largest that pays for this model."""
+    most = getattr(model, "captured_tokens", None)
+    default = ExtendBuckets()
+    if most is None:
+        return default
+    return ExtendBuckets(tuple(size for size in default.tokens if size <= most))
+
+
+def _capturable(model: Any) -> bool:
+    """Return whether the model's collectives can be captured: there are none, or they are NCCL's."""
+    parallel = getattr(model, "parallel", None)
+    if parallel is None or parallel.world_size == 1:
+        return True
+    axes = (getattr(parallel, name) for name in AXES)
+    return all(axis.size == 1 or _nccl(axis.group) for axis in axes)
+
+
+def _nccl(group: Any) -> bool:
+    import torch.distributed as dist
+
+    return isinstance(group, dist.ProcessGroup) and "nccl" in str(dist.get_backend_config(group))

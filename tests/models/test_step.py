@@ -1,0 +1,299 @@
+"""Extend steps as a scheduler calls them: padded to buckets and replayed, against the same steps uncaptured."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastlayers as fl
+import fastlayers_models
+from fastlayers.attention.buckets import ExtendBuckets
+from fastlayers.attention.meta import AttentionBatch, AttentionState
+from fastlayers.errors import ArgumentError, CaptureError
+from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
+from fastlayers.sampler.layer import Sampler, SamplingParams
+from fastlayers_models.deepseek import DeepseekForCausalLM
+from fastlayers_models.gpt_oss import GptOssConfig, GptOssForCausalLM
+from fastlayers_models.qwen import QwenConfig, QwenForCausalLM
+from fastlayers_models.rows import IN_FLIGHT
+from fastlayers_models.step import ModelStep, Part, Row, StepKey
+
+TINY = Path(fastlayers_models.__file__).parent / "assets" / "tiny_deepseek_v3"
+COMMON = dict(
+    vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=256, rms_norm_eps=1e-6, eos_token_id=95,
+)  # fmt: skip
+MOE = dict(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
+FAMILIES: dict[str, Any] = {
+    "qwen3": (QwenForCausalLM, QwenConfig, COMMON | dict(model_type="qwen3")),
+    "qwen3_moe": (QwenForCausalLM, QwenConfig, COMMON | MOE),
+    "gpt_oss": (GptOssForCausalLM, GptOssConfig, COMMON | dict(
+        model_type="gpt_oss", num_local_experts=4, num_experts_per_tok=2, sliding_window=8
+    )),
+}  # fmt: skip
+GREEDY = SamplingParams(temperature=0.0)
+DRAWN = SamplingParams(temperature=0.9, top_k=20, top_p=0.9)
+
+
+def make(family: str) -> Any:
+    if family == "deepseek":
+        return DeepseekForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    cls, config, hf = FAMILIES[family]
+    model = cls(config.from_hf(hf), device="cpu", dtype=torch.float32, page_size=16)
+    random = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=random) * 0.3)
+    fl.finalize(model)
+    return model.eval()
+
+
+@pytest.fixture(scope="module", params=[*FAMILIES, "deepseek"])
+def model(request: pytest.FixtureRequest) -> Any:
+    return make(request.param)
+
+
+class Requests:
+    """A scheduler in small: requests with fixed rows and pages, each fed its prompt in chunks, then its own tokens."""
+
+    def __init__(self, model: Any, captured: bool, *, rows: int = 5, **options: Any) -> None:
+        self.model, self.pages_each = model, 6
+        spec = fl.kv_cache_spec(model, page_size=model.page_size, dtype=model.kv_dtype)
+        self.pages = rows * self.pages_each + 1
+        self.caches = spec.allocate(self.pages, model.device)
+        for cache in self.caches:
+            cache.keys.fill_(float("nan"))
+            if cache.values is not None and cache.values.numel():
+                cache.values.fill_(float("nan"))
+        state = AttentionState(rows, 256, self.pages_each, model.page_size, model.device)
+        self.graphs = CudaGraphs(runtime=EagerRuntime(), freeze=False) if captured else None
+        self.step = ModelStep(
+            model, self.caches, state, Sampler(model.config.vocab_size, device=model.device), self.pages,
+            cuda_graph="auto" if captured else False, graphs=self.graphs, **options,
+        )  # fmt: skip
+
+    def part(self, row: int, ids: list[int], prefix: int, draws: bool, mode: str = "greedy") -> Part:
+        first = 1 + row * self.pages_each
+        pages = list(range(first, first + self.pages_each))
+        return Part(ids, prefix, pages, row if draws else None, mode)
+
+
+def trace(model: Any, captured: bool, params: list[SamplingParams], **options: Any) -> tuple[list[Any], Requests]:
+    """Return all tokens of a schedule of random mixtures: chunks, whole prompts and decode rows in any order."""
+    random, served = torch.Generator().manual_seed(7), Requests(model, captured, **options)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=random))
+
+    prompts = [[number(0, 90) for _ in range(number(3, 60))] for _ in range(5)]
+    served.step.load([Row(0, p, 100 + i, 0) for i, p in enumerate(params)], capture=False)
+    prefix, out = [0] * 5, []
+    for _ in range(18):
+        order = torch.randperm(5, generator=random).tolist()[: number(1, 6)]
+        parts = []
+        for row in order:
+            left = prompts[row][prefix[row] :]
+            if left:
+                chunk = left[: number(1, len(left) + 1)]
+                parts.append(served.part(row, chunk, prefix[row], len(chunk) == len(left), params[row].mode))
+                prefix[row] += len(chunk)
+            elif prefix[row] < 60:
+                parts.append(served.part(row, [], prefix[row], True, params[row].mode))
+                prefix[row] += 1
+        if parts:
+            out.append(served.step.extend(parts, capture=captured).tokens())
+    return out, served
+
+
+@pytest.mark.parametrize("params", [[GREEDY] * 5, [GREEDY, DRAWN, GREEDY, DRAWN, DRAWN]], ids=["greedy", "mixed"])
+def test_captured_mixtures_draw_the_tokens_of_uncaptured_ones(model: Any, params: list[SamplingParams]) -> None:
+    with torch.inference_mode():
+        wanted, plain = trace(model, False, params)
+        got, served = trace(model, True, params)
+    assert got == wanted and sum(map(len, wanted)) > 8
+    assert set(plain.step.uncaptured) == {"CUDA graphs are off"} and not plain.step.report()[1:]
+    assert served.graphs is not None and not served.step.uncaptured
+    keys: Any = served.graphs.keys
+    assert {key.kind for key in keys} == {"extend"} and served.graphs.replays == len(wanted)
+    assert len({key.requests for key in keys}) > 1 and len({key.tokens for key in keys}) > 1
+
+
+def test_bucket_edges_and_chunks_that_draw_nothing(model: Any) -> None:
+    buckets = ExtendBuckets((16, 32, 64), (1, 2))
+    found = []
+    with torch.inference_mode():
+        for captured in (False, True):
+            served = Requests(model, captured, extend_buckets=buckets)
+            served.step.load([Row(0, GREEDY, 0, 0)] * 5, capture=False)
+            tokens, prefix = [], 0
+            # Exactly a bucket, one less, one more, a single token; the last chunk of 92 tokens draws.
+            for length in (16, 15, 17, 1, 32, 11):
+                ids = [(3 * i + prefix) % 90 for i in range(length)]
+                pending = served.step.extend([served.part(2, ids, prefix, length == 11)], capture=captured)
+                prefix += length
+                tokens.append(pending.tokens())
+            found.append(tokens)
+    assert found[0] == found[1] and found[1][:-1] == [[]] * 5 and len(found[1][-1]) == 1
+    assert set(served.graphs.keys if served.graphs else ()) == {
+        StepKey("extend", 16, 1, "none"), StepKey("extend", 32, 1, "none"), StepKey("extend", 16, 1, "greedy")
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek"])
+def test_padding_costs_no_expert_work_and_writes_page_0_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make(family)
+    experts = next(m.experts for m in model.modules() if hasattr(m, "experts"))
+    seen, plain = [], type(experts).forward
+
+    def spy(self: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        if self is experts:
+            seen.append(int((ids >= 0).any(-1).sum()))
+        return plain(self, x, weights, ids)
+
+    monkeypatch.setattr(type(experts), "forward", spy)
+    with torch.inference_mode():
+        served = Requests(model, True)
+        served.step.load([Row(0, GREEDY, 0, 0)] * 5, capture=False)
+        served.step.extend([served.part(1, [5, 6, 7], 0, True), served.part(3, [8], 0, True)], capture=True)
+    assert seen[:-1] == [0] * (len(seen) - 1) and seen[-1] == 4  # warm-ups and the capture have nobody's tokens
+    for cache in served.caches[: model.config.num_hidden_layers]:
+        keys = cache.keys.flatten(1)
+        written = {page for page in range(served.pages) if not keys[page].isnan().all()}
+        assert written == {0, 1 + served.pages_each, 1 + 3 * served.pages_each}
+
+
+class FailingExtends(EagerRuntime):
+    """Cannot capture anything while told so."""
+
+    broken = True
+
+    def capture(self, fn: Any) -> Any:
+        if self.broken:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return super().capture(fn)
+
+
+def test_why_steps_ran_uncaptured(caplog: pytest.LogCaptureFixture) -> None:
+    served = Requests(make("qwen3"), True, extend_buckets=ExtendBuckets((16, 32, 96), (1, 2), free=32))
+    step, runtime = served.step, FailingExtends()
+    assert step.graphs is not None
+    step.graphs.runtime = runtime
+    with torch.inference_mode(), caplog.at_level(logging.WARNING):
+        step.load([Row(0, GREEDY, 0, 0)] * 5, capture=False)
+
+        def run(lengths: list[int], capture: bool = False) -> None:
+            step.extend([served.part(i, [1] * n, 0, True) for i, n in enumerate(lengths)], capture=capture)
+
+        run([8])
+        assert list(step.wanted) == [StepKey("extend", 16, 1, "greedy")]
+        step.capture_wanted()  # fails: this bucket stays uncaptured, and is not tried again
+        run([8])
+        step.capture_wanted()
+        runtime.broken = False
+        run([8], capture=True)
+        run([20], capture=True)
+        run([60])
+        run([60, 60])
+        run([2, 2, 2])
+    assert sum("extends of 16 tokens run without CUDA graphs" in r.message for r in caplog.records) == 1
+    assert step.graphs.keys == (StepKey("extend", 32, 1, "greedy"),) and step.buckets
+    reasons = {
+        "the first step of 16 tokens and 1 requests": 1,
+        "more than 25% of a bucket of 96 tokens would be padding": 1,
+        "more than 96 tokens, the largest bucket": 1,
+        "more than 2 requests, the largest bucket": 1,
+    }
+    assert reasons.items() <= step.uncaptured.items()
+    (failed,) = step.uncaptured.keys() - reasons.keys()
+    assert "not permitted" in failed and step.uncaptured[failed] == 2
+    report = "\n".join(step.report())
+    assert "extend of 32 tokens, 1 requests, greedy: captured in " in report and "2 extends uncaptured: CUDA" in report
+    strict = Requests(make("qwen3"), False)
+    strict.step.graphs, strict.step.strict = CudaGraphs(runtime=FailingExtends()), True
+    strict.step.extend_buckets = ExtendBuckets()
+    with pytest.raises(CaptureError, match="not permitted"):
+        strict.step.capture_extends([StepKey("extend", 16, 1, "greedy")])
+
+
+def test_a_core_that_was_asked_for_and_cannot_be_captured_is_not_replaced() -> None:
+    cls, config, hf = FAMILIES["qwen3"]
+    model = cls(config.from_hf(hf), device="cpu", dtype=torch.float32, page_size=16, backend="reference").eval()
+    served = Requests(model, True)
+    with torch.inference_mode():
+        served.step.load([Row(0, GREEDY, 0, 0)] * 5, capture=False)
+        served.step.extend([served.part(0, [1, 2, 3], 0, True)], capture=True)
+    (reason,) = served.step.uncaptured
+    assert "reference: captures no extend: its launches follow from lengths on the host" in reason
+
+
+def test_rows_are_moved_and_replaced_without_their_tokens_on_the_host(model: Any) -> None:
+    """Decode of rows that changed places, with a request that came in between, equals each request alone."""
+    prompts = [[4, 8, 15, 16], [23, 42], [7, 7, 7]]
+
+    def alone(which: int, steps: int) -> list[int]:
+        served = Requests(model, False)
+        served.step.load([Row(0, GREEDY, 0, 0)], capture=False)
+        out = served.step.extend([served.part(0, prompts[which], 0, True)]).tokens()
+        for i in range(steps - 1):
+            out = out + served.step.extend([served.part(0, [], len(prompts[which]) + i, True)]).tokens()
+        return out
+
+    with torch.inference_mode():
+        wanted = [alone(0, 2), alone(1, 4), alone(2, 3)]
+        served = Requests(model, True)
+        step, table = served.step, served.step.table
+        pages = [served.part(i, [1], 0, False).pages for i in range(3)]
+
+        def decode(which: list[int], lengths: list[int]) -> Any:
+            return step.launch(AttentionBatch((1,) * len(which), tuple(lengths), [pages[i] for i in which]))
+
+        step.load([Row(0, GREEDY, 0, 0)] * 2)
+        first = step.extend([served.part(0, prompts[0], 0, True), served.part(1, prompts[1], 0, True)], capture=True)
+        second = decode([0, 1], [4, 2])
+        # Request 0 leaves, 1 becomes row 0, request 2 comes as row 1; nothing was read back so far.
+        table.arrange([1])
+        table.put({1: Row(0, GREEDY, 0, 0)})
+        part = Part(prompts[2], 0, pages[2], 1)
+        third = step.extend([Part([], 3, pages[1], 0), part], capture=True)
+        step.resize(2)
+        fourth = decode([1, 2], [4, 3])
+        got = [first.tokens(), second.tokens(), third.tokens(), fourth.tokens()]
+        last = decode([1, 2], [5, 4]).tokens()
+    assert [got[0][0], got[1][0]] == wanted[0]
+    assert [got[0][1], got[1][1], got[2][0], got[3][0]] == wanted[1]
+    assert [got[2][1], got[3][1], last[1]] == wanted[2]
+
+
+def test_tokens_that_were_not_read_in_time_are_an_error(model: Any) -> None:
+    served = Requests(model, False)
+    with torch.inference_mode():
+        served.step.load([Row(0, GREEDY, 0, 0)] * 5, capture=False)
+        pending = [served.step.extend([served.part(0, [1, 2], 0, True)]) for _ in range(IN_FLIGHT + 1)]
+    assert pending[1].tokens() == pending[-1].tokens() == pending[1].tokens()
+    with pytest.raises(ArgumentError, match=r"Pending\.tokens: step is overwritten"):
+        pending[0].tokens()
+
+
+def test_arguments() -> None:
+    served = Requests(make("qwen3"), False)
+    with torch.inference_mode():
+        with pytest.raises(ArgumentError, match=r"row is 5; accepted: 0 to 4"):
+            served.step.extend([Part([1], 0, [1], 5)])
+        with pytest.raises(ArgumentError, match=r"row is None; .*a part with ids"):
+            served.step.extend([Part([], 0, [1])])
+        for call in (lambda: served.step.table.put({5: Row(0, GREEDY, 0, 0)}), lambda: served.step.table.arrange([9])):
+            with pytest.raises(ArgumentError, match=r"RowTable"):
+                call()
+    other: Any
+    for other in ((16, 8), (0, 4), [16]):
+        with pytest.raises(ArgumentError, match="ExtendBuckets: tokens"):
+            ExtendBuckets(other)
+    with pytest.raises(ArgumentError, match="max_padding"):
+        ExtendBuckets(max_padding=2.0)
+    with pytest.raises(ArgumentError, match=r"extend_buckets is .*an ExtendBuckets"):
+        Requests(make("qwen3"), True, extend_buckets=(16,))
+    assert ExtendBuckets().within(600, 3) == ExtendBuckets((16, 32, 64, 128, 256, 512), (1, 2, 3))
+    assert ExtendBuckets((16, 24, 64), (1, 8)).within(64, 20, 16) == ExtendBuckets((16, 64), (1, 8))
