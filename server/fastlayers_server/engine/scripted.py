@@ -1,32 +1,24 @@
-"""An engine without a model: it answers as a script says. For tests of a front, and of the scheduler.
+"""An executor without a model, and an engine on it: for tests of a front, and of the scheduler.
 
-script(prompt, seed, position) -> the token at that place of the output; a pure function
+    script(prompt, seed, position) -> the token at that place of the output; a pure function
+
+The cache is simulated: each cell holds a hash of the tokens up to it, and every read checks all cells of its prefix. A
+page that is freed twice, handed out too early or found by mistake shows as a wrong prefix.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from typing import Any
 
-from fastlayers_server.engine.protocol import (
-    Abort,
-    Beat,
-    Control,
-    EngineInfo,
-    Finish,
-    FromEngine,
-    Output,
-    Reply,
-    Stats,
-    StepOut,
-    Submit,
-    ToEngine,
-    TokenLogprobs,
-    unpack_ids,
-)
+from fastlayers_server.engine.client import InProcessEngine, Parts
+from fastlayers_server.engine.config import SchedulerConfig
+from fastlayers_server.engine.protocol import EngineInfo, TokenLogprobs
+from fastlayers_server.engine.request import ENDED, Chunk, Request, TickPlan, TickResult
+from fastlayers_server.engine.scheduler import Scheduler
 
+FORGET = 4096  # so many requests are remembered before those that ended are forgotten
 Script = Callable[[Sequence[int], int, int], int]
 
 
@@ -34,10 +26,7 @@ def hashed(vocab_size: int) -> Script:
     """Return a script of tokens that look random; ids 0 to 2 do not occur."""
 
     def script(prompt: Sequence[int], seed: int, position: int) -> int:
-        state = seed * 1_000_003 + position
-        for token in prompt:
-            state = (state * 6_364_136_223_846_793_005 + token + 1) & (2**64 - 1)
-        return 3 + (state >> 33) % (vocab_size - 3)
+        return 3 + (hash((hash(tuple(prompt)), seed, position)) >> 7) % (vocab_size - 3)
 
     return script
 
@@ -47,15 +36,174 @@ def saying(ids: Sequence[int], eos: int) -> Script:
     return lambda prompt, seed, position: ids[position] if position < len(ids) else eos
 
 
-@dataclass
-class _Live:
-    request: Submit
-    prompt: list[int]
-    output: list[int] = field(default_factory=list)
+class SimulationError(AssertionError):
+    """The scheduler broke a rule of the cache."""
 
 
-class ScriptedEngine:
-    """An :class:`EngineClient` on a thread, one token a request and tick.
+class _Truth:
+    """What a request's tokens are, and the hash of each prefix."""
+
+    def __init__(self, request: Request) -> None:
+        self.prompt = request.tokens[: request.prompt_len]
+        self.tokens: list[int] = []
+        self.root = hash(request.submit.namespace)
+        self.hashes: list[int] = []
+        self.extend(self.prompt)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self.tokens += tokens
+        self.hashes += chain(self.before(len(self.hashes)), tokens)
+
+    def before(self, position: int) -> int:
+        """Return the hash of everything before a position, the namespace included."""
+        return self.hashes[position - 1] if position else self.root
+
+
+def chain(state: int, tokens: Sequence[int]) -> list[int]:
+    """Return the hash of each prefix that ``tokens`` extend."""
+    found = []
+    for token in tokens:
+        state = hash((state, token))
+        found.append(state)
+    return found
+
+
+class ScriptedStep:
+    """Tokens that are known at launch, and told at :meth:`result`."""
+
+    def __init__(self, found: TickResult, ready_at: float) -> None:
+        self._found, self._ready_at = found, ready_at
+
+    def sample(self, masks: object = None) -> None:
+        """Nothing is left to do."""
+
+    def result(self) -> TickResult:
+        """Return the tokens; not before the tick's time is over."""
+        if self._ready_at:
+            time.sleep(max(0.0, self._ready_at - time.monotonic()))
+        return self._found
+
+
+class ScriptedExecutor:
+    """Computes plans by a script, over a simulated cache.
+
+    Parameters
+    ----------
+    script : callable
+    page_size : int
+    tick_seconds : float
+        How long a tick takes.
+    nonfinite : callable, optional
+        ``nonfinite(rid, position)``: whether the logits are not finite there.
+
+    Attributes
+    ----------
+    steps : int
+        Rows and chunks that were executed and checked.
+    sampled : int
+        Tokens that were drawn.
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        page_size: int,
+        tick_seconds: float = 0.0,
+        nonfinite: Callable[[int, int], bool] | None = None,
+    ) -> None:
+        self.script, self.page_size, self.tick_seconds, self.nonfinite = script, page_size, tick_seconds, nonfinite
+        self.cells: dict[int, list[int]] = {}
+        self.tables: dict[int, list[int]] = {}
+        self.truths: dict[Request, _Truth] = {}
+        self.steps = self.sampled = 0
+
+    def launch(self, plan: TickPlan) -> ScriptedStep:
+        """Check and execute a plan."""
+        if len(self.truths) > FORGET:
+            self.truths = {request: truth for request, truth in self.truths.items() if request.state != ENDED}
+        for request in plan.admitted:
+            truth = self.truths.setdefault(request, _Truth(request))
+            self._demand(truth.tokens == request.tokens, request, "resumes with tokens that were not drawn")
+            self.tables[request.slot] = []
+        for slot, column, page in plan.pages:
+            self.tables[slot][column : column + 1] = [page]
+        tokens: list[list[int]] = []
+        for request, start in zip(plan.rows, plan.starts, strict=True):
+            truth = self.truths[request]
+            self._demand(start == len(truth.tokens) - 1, request, f"decodes at {start}, has {len(truth.tokens)} tokens")
+            self._run(request, start, truth.tokens[-1:])
+            tokens.append(self._draw(request))
+        for chunk in plan.chunks:
+            expected = self.truths[chunk.request].tokens[chunk.start : chunk.start + len(chunk.ids)]
+            self._demand(chunk.ids == expected, chunk.request, "extends by tokens that are not its own")
+            self._run(chunk.request, chunk.start, chunk.ids)
+            if chunk.samples:
+                tokens.append(self._draw(chunk.request))
+        tokens += [self._verify(chunk) for chunk in plan.verify]
+        self.sampled += sum(chunk.samples for chunk in plan.verify) + len(plan.sampled) - len(plan.verify)
+        logprobs = {
+            index: TokenLogprobs(-1.0, tuple((i, -1.0 - i) for i in range(request.submit.logprobs)))
+            for index, request, _ in plan.special
+            if request.submit.logprobs >= 0
+        }
+        return ScriptedStep(TickResult(tokens, logprobs), self.tick_seconds and time.monotonic() + self.tick_seconds)
+
+    def _demand(self, holds: bool, request: Request, what: str) -> None:
+        if not holds:
+            raise SimulationError(f"request {request.rid}: {what}")
+
+    def _run(self, request: Request, start: int, ids: Sequence[int]) -> None:
+        """Read the prefix, write the rows of ``ids``."""
+        self.steps += 1
+        truth, table, size = self.truths[request], self.tables[request.slot], self.page_size
+        end = start + len(ids)
+        self._demand(len(table) >= -(-end // size), request, f"has {len(table)} pages for {end} tokens")
+        self._demand(table[-(-end // size) - 1] != 0, request, "uses page 0")
+        cells = self.cells
+        found: list[int] = []
+        for page in table[: -(-start // size)]:
+            found += cells[page]
+        self._demand(found[:start] == truth.hashes[:start], request, f"reads a prefix that is not its own, at {start}")
+        for offset, value in enumerate(chain(truth.before(start), ids)):
+            column, place = divmod(start + offset, size)
+            cells.setdefault(table[column], [0] * size)[place] = value
+
+    def _draw(self, request: Request) -> list[int]:
+        truth, submit = self.truths[request], request.submit
+        position = len(truth.tokens) - request.prompt_len
+        token = self.script(truth.prompt, submit.sampling.seed, position)
+        while token in request.ends and position + 1 < submit.min_new_tokens:
+            token += 1
+        truth.extend([token])
+        bad = self.nonfinite is not None and self.nonfinite(request.rid, position)
+        return [-1 if bad else token]
+
+    def _verify(self, chunk: Chunk) -> list[int]:
+        truth = self.truths[chunk.request]
+        self._demand(chunk.ids[0] == truth.tokens[-1], chunk.request, "verifies behind a token that is not its last")
+        self._run(chunk.request, chunk.start, chunk.ids)
+        drawn: list[int] = []
+        for draft in [*chunk.ids[1:], None]:
+            drawn += self._draw(chunk.request)
+            if draft != drawn[-1]:
+                break
+        return drawn
+
+    def explain(self) -> Any:
+        """Say that this is a script."""
+        return {"executor": "scripted"}
+
+    def profile(self, start: bool) -> str:
+        """There is nothing to profile."""
+        raise RuntimeError("a scripted engine has no profile")
+
+    def graph_counts(self) -> tuple[dict[str, float], dict[str, float]]:
+        """There are no graphs."""
+        return {}, {}
+
+
+class ScriptedEngine(InProcessEngine):
+    """An engine in this process that answers as a script says, through the scheduler that serves models.
 
     Parameters
     ----------
@@ -63,8 +211,11 @@ class ScriptedEngine:
         Default: :func:`hashed`.
     tick_seconds : float
         How long a tick takes.
-    vocab_size, max_model_len : int
-    eos_ids : sequence of int
+    overlap : bool
+    vocab_size, max_model_len, eos_ids, num_pages, page_size, max_running, max_queued_requests
+        As of :class:`SchedulerConfig`.
+    nonfinite : callable, optional
+        See :class:`ScriptedExecutor`.
     """
 
     def __init__(
@@ -72,102 +223,28 @@ class ScriptedEngine:
         script: Script | None = None,
         *,
         tick_seconds: float = 0.001,
+        overlap: bool = True,
         vocab_size: int = 512,
         max_model_len: int = 4096,
         eos_ids: Sequence[int] = (1,),
+        num_pages: int = 1025,
+        page_size: int = 16,
+        max_running: int = 64,
+        max_queued_requests: int = 2048,
+        nonfinite: Callable[[int, int], bool] | None = None,
     ) -> None:
-        self.script = script or hashed(vocab_size)
-        self.tick_seconds = tick_seconds
-        self.eos_ids = frozenset(eos_ids)
-        self.info = EngineInfo(
-            1, vocab_size, max_model_len, tuple(eos_ids), 16, 1024, 256, 2048, 20, ("logprobs",), "scripted", "cpu"
-        )
-        self.phase, self.epoch = "starting", 1
-        self._wake = threading.Condition()
-        self._inbox: list[ToEngine] = []
-        self._live: dict[int, _Live] = {}
-        self._tick, self._stopping = 0, False
-        self._thread: threading.Thread | None = None
+        config = SchedulerConfig(
+            vocab_size=vocab_size, max_model_len=max_model_len, num_pages=num_pages, page_size=page_size,
+            eos_ids=tuple(eos_ids), max_running=max_running, max_queued_requests=max_queued_requests,
+            features=("penalties", "logit_bias", "logprobs"),
+        )  # fmt: skip
 
-    def start(self, deliver: Callable[[FromEngine], None]) -> None:
-        """Begin; see :class:`EngineClient`."""
-        self._deliver = deliver
-        self._thread = threading.Thread(target=self._run, name="scripted-engine", daemon=True)
-        self._thread.start()
+        def make(phase: Callable[[str], None], epoch: int) -> Parts:
+            executor = ScriptedExecutor(script or hashed(vocab_size), page_size, tick_seconds, nonfinite)
+            info = EngineInfo(
+                epoch, vocab_size, max_model_len, tuple(eos_ids), page_size, num_pages, max_running,
+                max_queued_requests, config.max_logprobs, config.features, "scripted", "cpu",
+            )  # fmt: skip
+            return Parts(Scheduler(config), executor, info, overlap)
 
-    def submit(self, request: Submit) -> None:
-        """Hand over a request."""
-        self.send(request)
-
-    def abort(self, rids: Sequence[int]) -> None:
-        """End requests."""
-        self.send(Abort(tuple(rids)))
-
-    def send(self, message: ToEngine) -> None:
-        """Hand over any message."""
-        with self._wake:
-            self._inbox.append(message)
-            self._wake.notify()
-
-    def shutdown(self, timeout: float = 0.0) -> None:
-        """End; see :class:`EngineClient`."""
-        end = time.monotonic() + timeout
-        while self._live and time.monotonic() < end:
-            time.sleep(self.tick_seconds or 0.001)
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _run(self) -> None:
-        self.phase = "serving"
-        self._deliver(self.info)
-        while True:
-            with self._wake:
-                while not (self._inbox or self._live or self._stopping):
-                    if not self._wake.wait(1.0):
-                        self._deliver(Beat(self.epoch, self.phase, self._tick, 0.0))
-                messages, self._inbox = self._inbox, []
-            outputs = [output for message in messages for output in self._receive(message)]
-            if self._stopping:
-                outputs += [Output(rid, finish="error", code="engine_restarting") for rid in self._live]
-                self._live.clear()
-            outputs += [self._step(rid, live) for rid, live in list(self._live.items())]
-            self._tick += 1
-            if outputs:
-                self._deliver(StepOut(self.epoch, tuple(outputs)))
-            if self._stopping:
-                self.phase = "dead"
-                return
-            time.sleep(self.tick_seconds)
-
-    def _receive(self, message: ToEngine) -> list[Output]:
-        if isinstance(message, Submit):
-            prompt = unpack_ids(message.prompt)
-            if not prompt or not all(0 <= token < self.info.vocab_size for token in prompt):
-                return [Output(message.rid, finish="error", code="invalid_prompt", message="token ids out of range")]
-            self._live[message.rid] = _Live(message, prompt)
-        elif isinstance(message, Abort):
-            return [Output(rid, finish="abort") for rid in message.rids if self._live.pop(rid, None)]
-        elif isinstance(message, Finish):
-            return [Output(message.rid, finish="stop")] if self._live.pop(message.rid, None) else []
-        elif isinstance(message, Control) and message.what == "stats":
-            pages = {"free": self.info.num_pages - 1, "private": 0, "locked": 0, "evictable": 0}
-            self._deliver(Stats(self.epoch, self._tick, len(self._live), 0, 0, pages, {}, {}, message.id))
-        elif isinstance(message, Control):
-            self._deliver(Reply(self.epoch, message.id, True))
-        return []
-
-    def _step(self, rid: int, live: _Live) -> Output:
-        request, position = live.request, len(live.output)
-        token = self.script(live.prompt, request.sampling.seed, position)
-        live.output.append(token)
-        ends = set() if request.ignore_eos else self.eos_ids
-        stop = token in ends or token in request.stop_ids
-        finish = "stop" if stop else "length" if len(live.output) == request.max_new_tokens else ""
-        if finish:
-            del self._live[rid]
-        top = tuple((token + i, -1.0 - i) for i in range(request.logprobs))
-        logprobs = (TokenLogprobs(-1.0, top),) if request.logprobs >= 0 else ()
-        return Output(rid, (token,), finish, cached_tokens=-1 if position else 0, logprobs=logprobs)
+        super().__init__(make)

@@ -1,0 +1,289 @@
+"""The engine's loop: take what arrived, plan, launch, take the tokens of the step before, tell the front.
+
+    overlapped:    plan n+1 ► launch n+1 ► tokens of n      the host plans while the device works
+    synchronous:   plan n ► launch n ► tokens of n          on a CPU, and where drafts need to know them
+
+A stop is known one step late; the token drawn meanwhile is wasted. Steps with a grammar are launched in two parts: the
+forward pass needs no mask, so the tokens of the step before are taken while it runs.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from fastlayers_server.engine.protocol import (
+    CONTROLS,
+    Abort,
+    Control,
+    Finish,
+    FromEngine,
+    Grammar,
+    Output,
+    Reply,
+    Stats,
+    StepOut,
+    Submit,
+    ToEngine,
+)
+from fastlayers_server.engine.request import ENDED, Request, TickPlan, TickResult
+from fastlayers_server.engine.scheduler import Scheduler
+
+STATS_SECONDS = 1.0
+NAP = 0.0005  # between ticks in which requests wait for others and nothing runs
+
+
+class Step(Protocol):
+    """A launched plan."""
+
+    def sample(self, masks: Any = None) -> None:
+        """Draw the tokens of a plan that is ``masked``; others were drawn by the launch."""
+
+    def result(self) -> TickResult:
+        """Wait for the tokens."""
+
+
+class Executor(Protocol):
+    """What computes plans, in the order in which they are launched."""
+
+    def launch(self, plan: TickPlan) -> Step:
+        """Begin a plan's work, without waiting for it."""
+
+    def explain(self) -> Any:
+        """Return what runs here, as JSON values."""
+
+    def profile(self, start: bool) -> str:
+        """Start or stop a profile; returns where it is written, or raises ``RuntimeError``."""
+
+    def graph_counts(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the replays by graph, and the steps that ran without one by reason."""
+
+
+class Grammars(Protocol):
+    """The engine's side of structured output."""
+
+    def add(self, key: str, serialized: str) -> None:
+        """Keep a compiled grammar."""
+
+    def known(self, key: str) -> bool:
+        """Whether a request may name it."""
+
+    def masks(self, plan: TickPlan) -> Any:
+        """Return which tokens each sampled request may draw."""
+
+    def accept(self, request: Request, tokens: Sequence[int]) -> str:
+        """Advance a request's matcher; returns what is wrong, or nothing."""
+
+
+class Drafts(Protocol):
+    """Speculation: whether this tick verifies drafts, and which."""
+
+    def wanted(self, running: int) -> bool:
+        """Whether to draft in the next tick."""
+
+    def draft(self, request: Request, limit: int) -> Sequence[int]:
+        """Return tokens that may come next."""
+
+    def observe(self, plan: TickPlan, result: TickResult, seconds: float) -> None:
+        """Learn from a tick."""
+
+
+class Engine:
+    """One engine: a scheduler, what computes for it, and its front.
+
+    Parameters
+    ----------
+    scheduler : Scheduler
+    executor : Executor
+    deliver : callable
+        Takes what the front is told; called on the thread of :meth:`run`.
+    overlap : bool
+    grammars : Grammars, optional
+    drafts : Drafts, optional
+    epoch : int
+    clock : callable
+
+    Attributes
+    ----------
+    tick_started : float
+        When the tick in progress began, or 0.0; read by whoever beats.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        deliver: Callable[[FromEngine], None],
+        *,
+        overlap: bool = True,
+        grammars: Grammars | None = None,
+        drafts: Drafts | None = None,
+        epoch: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheduler, self.executor, self.deliver, self.overlap = scheduler, executor, deliver, overlap
+        self.grammars, self.drafts, self.epoch, self.clock = grammars, drafts, epoch, clock
+        self.tick_started = 0.0
+        self._inbox: deque[ToEngine] = deque()
+        self._arrived = threading.Event()
+        self._stop_at: float | None = None
+        self._pending: tuple[TickPlan, Step, float] | None = None
+        self._told_at = 0.0
+
+    # --- from other threads
+
+    def post(self, message: ToEngine) -> None:
+        """Hand over a message."""
+        self._inbox.append(message)
+        self._arrived.set()
+
+    def stop(self, timeout: float) -> None:
+        """Take nothing more, and end when all requests have ended, or after ``timeout`` seconds."""
+        self._stop_at = self.clock() + timeout
+        self._arrived.set()
+
+    # --- the engine's own thread
+
+    def run(self) -> None:
+        """Tick until :meth:`stop`; what is left then ends with "engine_restarting"."""
+        while True:
+            if self._stop_at is not None:
+                self.scheduler.draining = True
+                if self.scheduler.idle or self.clock() >= self._stop_at:
+                    break
+            if self.scheduler.idle and self._pending is None and not self._inbox:
+                self._arrived.wait(STATS_SECONDS)
+            self._arrived.clear()
+            launched = self.tick()
+            if not launched and not self.scheduler.idle:
+                self._arrived.wait(NAP)
+        self._settle()
+        self._receive_all()
+        self.scheduler.end_all("engine_restarting", "the engine stops", self.clock())
+        self._flush()
+
+    def tick(self) -> bool:
+        """Do one tick; returns whether anything was launched."""
+        scheduler = self.scheduler
+        self._receive_all()
+        draft = None
+        if self.drafts is not None and self.drafts.wanted(len(scheduler.running.requests)):
+            self._settle()
+            draft = self.drafts.draft
+        now = self.clock()
+        plan = scheduler.plan(now, draft)
+        if plan.empty:
+            self._settle()
+        else:
+            self.tick_started = now
+            step = self.executor.launch(plan)
+            if plan.masked or not self.overlap:
+                self._settle()
+            if plan.masked:
+                assert self.grammars is not None
+                step.sample(self.grammars.masks(plan))
+            before, self._pending = self._pending, (plan, step, now)
+            if before is not None:
+                self._commit(*before)
+            if not self.overlap:
+                self._settle()
+        self._flush()
+        self.tick_started = 0.0
+        return not plan.empty
+
+    def _settle(self) -> None:
+        """Wait for the step in flight, if there is one."""
+        before, self._pending = self._pending, None
+        if before is not None:
+            self._commit(*before)
+
+    def _commit(self, plan: TickPlan, step: Step, launched: float) -> None:
+        result = step.result()
+        now = self.clock()
+        self.scheduler.commit(plan, result, now)
+        if plan.masked and self.grammars is not None:
+            for index, request, _ in plan.special:
+                if request.submit.grammar and request.state != ENDED:
+                    wrong = self.grammars.accept(request, result.tokens[index])
+                    if wrong:
+                        self.scheduler.fail(request.rid, "internal_error", wrong, now)
+        if self.drafts is not None:
+            self.drafts.observe(plan, result, now - launched)
+        self.scheduler.metrics.observe("tick_seconds", now - launched)
+
+    def _flush(self) -> None:
+        outputs = self.scheduler.outputs
+        if outputs:
+            self.scheduler.outputs = []
+            self.deliver(StepOut(self.epoch, tuple(outputs)))
+        now = self.clock()
+        if now - self._told_at >= STATS_SECONDS:
+            self._told_at = now
+            self.deliver(self.stats())
+
+    def _receive_all(self) -> None:
+        while self._inbox:
+            self._receive(self._inbox.popleft())
+
+    def _receive(self, message: ToEngine) -> None:
+        scheduler, now = self.scheduler, self.clock()
+        if isinstance(message, Submit):
+            known = not message.grammar or (self.grammars is not None and self.grammars.known(message.grammar))
+            if not known:
+                told = f"grammar {message.grammar!r} did not arrive, or was forgotten"
+                scheduler.outputs.append(Output(message.rid, (), "error", "invalid_grammar", told))
+            else:
+                scheduler.submit(message, now)
+        elif isinstance(message, Abort):
+            scheduler.abort(message.rids, now)
+        elif isinstance(message, Finish):
+            scheduler.finish(message.rid, message.kept, now)
+        elif isinstance(message, Grammar):
+            if self.grammars is not None:
+                self.grammars.add(message.key, message.serialized)
+        else:
+            self.deliver(self._control(message))
+
+    def _control(self, message: Control) -> Stats | Reply:
+        what, ok = message.what, True
+        value: Any = None
+        if what == "stats":
+            return self.stats(message.id)
+        if what == "explain":
+            value = {"ticks": list(self.scheduler.history), "executor": self.executor.explain()}
+        elif what == "flush_cache":
+            value = {"pages": self.scheduler.flush()}
+        elif what == "freeze_gc":
+            before = gc.get_count()
+            gc.collect()
+            gc.freeze()
+            value = {"before": list(before), "after": list(gc.get_count()), "frozen": gc.get_freeze_count()}
+        elif what in ("start_profile", "stop_profile"):
+            try:
+                value = self.executor.profile(what == "start_profile")
+            except RuntimeError as error:
+                value, ok = str(error), False
+        elif what in ("drain", "resume"):
+            self.scheduler.draining = what == "drain"
+        else:
+            value, ok = f"{what!r} is not one of {', '.join(CONTROLS)}", False
+        return Reply(self.epoch, message.id, ok, value)
+
+    def stats(self, asked: int = 0) -> Stats:
+        """Return the gauges and totals."""
+        scheduler, cache = self.scheduler, self.scheduler.cache
+        counters = {name: dict(found) for name, found in scheduler.metrics.counters.items()}
+        counters["evicted_pages_total"] = {"": cache.evicted_pages}
+        counters["graph_replays_total"], counters["eager_steps_total"] = self.executor.graph_counts()
+        pages = {
+            "free": cache.free, "private": cache.private, "locked": cache.locked, "evictable": cache.evictable
+        }  # fmt: skip
+        running, queue = len(scheduler.running.requests), scheduler.queue
+        histograms = scheduler.metrics.histograms
+        return Stats(
+            self.epoch, scheduler.ticks, running, queue.count, queue.tokens, pages, counters, histograms, asked
+        )

@@ -1,0 +1,32 @@
+"""Counters and histograms of the engine, under the names of :data:`~fastlayers_server.engine.protocol.COUNTERS`."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from fastlayers_server.engine.protocol import COUNTERS, HISTOGRAMS
+
+
+class Metrics:
+    """Totals since the start."""
+
+    def __init__(self) -> None:
+        self.counters: dict[str, dict[str, float]] = {name: {} for name in COUNTERS}
+        self._counts = {name: [0] * (len(bounds) + 1) for name, bounds in HISTOGRAMS.items()}
+        self._sums = dict.fromkeys(HISTOGRAMS, 0.0)
+
+    def add(self, name: str, key: str = "", value: float = 1) -> None:
+        """Count."""
+        if value:
+            found = self.counters[name]
+            found[key] = found.get(key, 0) + value
+
+    def observe(self, name: str, value: float) -> None:
+        """Put a value into a histogram."""
+        self._counts[name][bisect_left(HISTOGRAMS[name], value)] += 1
+        self._sums[name] += value
+
+    @property
+    def histograms(self) -> dict[str, tuple[tuple[int, ...], float]]:
+        """Counts and sums, as :class:`~fastlayers_server.engine.protocol.Stats` has them."""
+        return {name: (tuple(counts), self._sums[name]) for name, counts in self._counts.items()}

@@ -1,0 +1,134 @@
+"""A request as the scheduler keeps it, one tick's plan, and what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fastlayers_server.engine.cache import Node
+from fastlayers_server.engine.protocol import Submit, TokenLogprobs
+
+WAITING, RUNNING, ENDED = "waiting", "running", "ended"
+
+
+class Request:
+    """One request, from its submit to its end.
+
+    Attributes
+    ----------
+    tokens : list of int
+        Prompt and output, as far as they are known.
+    kv : int
+        Positions whose cache rows are written by what was launched so far.
+    goal : int
+        Positions that extends write; beyond them it decodes. All its tokens, at admission.
+    inflight : int
+        Tokens that were launched and are not known yet.
+    pages, path : list
+        Its page table; the nodes of the trie that its tokens begin with, of which it is a user.
+    high : int
+        Prompt positions that were computed, or found in the cache, once; what is computed again is accounted as such.
+    general : bool
+        Its tokens need more than temperature and filters: penalties, bias, log-probabilities, a grammar.
+    """
+
+    __slots__ = (
+        "admitted_at", "cached", "ended_reason", "ends", "first_at", "general", "goal", "held_since", "high",
+        "inflight", "kv", "pages", "passed", "path", "priority", "prompt_len", "prompt_logprobs", "seq", "slot",
+        "state", "submit", "tokens", "told",
+    )  # fmt: skip
+
+    def __init__(self, submit: Submit, seq: int, prompt: list[int], ends: frozenset[int], priority: int) -> None:
+        self.submit, self.seq, self.tokens, self.ends, self.priority = submit, seq, prompt, ends, priority
+        self.prompt_len = len(prompt)
+        self.state, self.slot, self.kv, self.goal, self.inflight = WAITING, 0, 0, 0, 0
+        self.pages: list[int] = []
+        self.path: list[Node] = []
+        self.cached, self.high, self.passed, self.told = -1, 0, 0, False
+        self.held_since = self.admitted_at = self.first_at = 0.0
+        self.ended_reason = "overlap"
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        s = submit.sampling
+        penalties = s.frequency_penalty or s.presence_penalty or s.repetition_penalty != 1.0
+        self.general = bool(penalties or s.logit_bias or submit.logprobs >= 0 or submit.grammar)
+
+    @property
+    def rid(self) -> int:
+        """The front's name of the request."""
+        return self.submit.rid
+
+    @property
+    def drawn(self) -> int:
+        """Tokens drawn so far, those in flight included: the offset of the next draw."""
+        return len(self.tokens) - self.prompt_len + self.inflight
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still be launched."""
+        return self.submit.max_new_tokens - self.drawn
+
+
+@dataclass(slots=True)
+class Chunk:
+    """A piece of a request that an extend computes.
+
+    ``ids`` stand at positions ``start`` and on. The last ``samples`` of them are drawn from: 0 in the middle of a
+    prompt, 1 at its end, 1 + drafts where ``ids`` are a known token and drafts for the ones behind it.
+    """
+
+    request: Request
+    start: int
+    ids: list[int]
+    samples: int
+
+
+@dataclass(slots=True)
+class TickPlan:
+    """What one tick launches: prompts' chunks, drafts to verify, and one token for each decoding row.
+
+    Attributes
+    ----------
+    admitted : list of Request
+        Those that have a slot since this tick: their parameters and draws so far go to the device first.
+    pages : list of (slot, column, page)
+        What changes in the page tables.
+    chunks, verify : list of Chunk
+        Two extends.
+    rows, starts : list
+        Requests that decode, and the position of each one's new cache row.
+    special : list of (index, request, drawn)
+        Those of :attr:`sampled` that need more than temperature and filters, by their place.
+    """
+
+    tick: int
+    admitted: list[Request] = field(default_factory=list)
+    pages: list[tuple[int, int, int]] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    verify: list[Chunk] = field(default_factory=list)
+    rows: list[Request] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    sampled: list[Request] = field(default_factory=list)
+    special: list[tuple[int, Request, int]] = field(default_factory=list)
+    masked: bool = False
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to launch."""
+        return not (self.rows or self.chunks or self.verify)
+
+    @property
+    def extend_tokens(self) -> int:
+        """New prompt tokens of this tick."""
+        return sum(len(chunk.ids) for chunk in self.chunks)
+
+
+@dataclass(slots=True)
+class TickResult:
+    """The tokens of a tick, one list for each of ``plan.sampled``: rows, chunks that sample, verified drafts.
+
+    A token of -1: the logits of that row were not finite. Log-probabilities are by place in ``sampled``; those of
+    prompts by request and place among its prompt's.
+    """
+
+    tokens: list[list[int]]
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: list[tuple[Request, int, list[TokenLogprobs]]] = field(default_factory=list)

@@ -1,0 +1,127 @@
+"""Who holds slots and pages: they grow by what a tick writes, and where pages run out somebody leaves."""
+
+from __future__ import annotations
+
+import math
+
+from fastlayers_server.engine.cache import Node, PrefixCache
+from fastlayers_server.engine.config import SchedulerConfig
+from fastlayers_server.engine.request import ENDED, RUNNING, WAITING, Request, TickPlan
+
+FAR = 4096  # an estimate of a request's output looks no further
+RATIO_START, RATIO_END, RATIO_STEPS = 0.7, 0.098, 600  # the share of it that is expected
+
+
+class Running:
+    """The requests with a slot, in the order of their admission.
+
+    Parameters
+    ----------
+    config : SchedulerConfig
+    cache : PrefixCache
+    """
+
+    def __init__(self, config: SchedulerConfig, cache: PrefixCache) -> None:
+        self.config, self.cache = config, cache
+        self.requests: dict[Request, None] = {}
+        self._slots = list(range(config.max_running, 0, -1))
+        self._ratio = RATIO_START
+
+    @property
+    def full(self) -> bool:
+        """Whether no slot is free."""
+        return not self._slots
+
+    def enter(self, plan: TickPlan, request: Request, path: list[Node]) -> None:
+        """Give a slot to a request whose beginning is cached in ``path``."""
+        self.cache.lock(path)
+        request.path = list(path)
+        request.pages = [page for node in path for page in node.pages]
+        request.slot, request.state, request.goal = self._slots.pop(), RUNNING, len(request.tokens)
+        request.kv = len(path) * self.cache.block
+        self.requests[request] = None
+        plan.admitted.append(request)
+        plan.pages += [(request.slot, column, page) for column, page in enumerate(request.pages)]
+
+    def leave(self, request: Request, *, forget: bool = False) -> None:
+        """Take a request's slot and pages; what is published stays cached, unless its contents are in doubt."""
+        if not forget:
+            self.publish(request)
+        self.cache.release(request.path, request.pages, forget)
+        del self.requests[request]
+        self._slots.append(request.slot)
+        request.slot, request.state = 0, ENDED
+
+    def publish(self, request: Request, plan: TickPlan | None = None) -> None:
+        """Remember the blocks whose tokens are known and whose rows are launched, if there are new ones."""
+        known = min(request.kv, len(request.tokens))
+        if self.config.extend_only:
+            known = min(known, request.prompt_len)
+        blocks = known // self.cache.block
+        if blocks > len(request.path):
+            namespace = request.submit.namespace
+            changed = self.cache.publish(namespace, request.path, request.tokens, request.pages, blocks)
+            if plan is not None:
+                plan.pages += [(request.slot, column, request.pages[column]) for column in changed]
+
+    def grow(self, request: Request, length: int, plan: TickPlan) -> None:
+        """Give a request the pages that so many tokens need; they are available."""
+        pages = request.pages
+        missing = self.cache.pages_for(length) - len(pages)
+        if missing > 0:
+            for page in self.cache.take(missing):
+                plan.pages.append((request.slot, len(pages), page))
+                pages.append(page)
+
+    def shrink(self, request: Request) -> None:
+        """Take back the pages behind a request's last position."""
+        keep = self.cache.pages_for(request.kv)
+        self.cache.give_back(request.pages[keep:])
+        del request.pages[keep:]
+
+    def make_room(self, lengths: dict[Request, int]) -> list[Request]:
+        """Preempt until everybody left can grow to ``lengths``, from which the victims are taken; return those."""
+        size, wanted = self.config.page_size, {}
+        for request, length in lengths.items():
+            if length > len(request.pages) * size:
+                wanted[request] = self.cache.pages_for(length) - len(request.pages)
+        needed, victims = sum(wanted.values()), []
+        while needed > self.cache.available:
+            victim = self._victim()
+            needed -= wanted.pop(victim, 0)
+            lengths.pop(victim, None)
+            self.leave(victim)
+            victim.state, victim.kv, victim.goal = WAITING, 0, 0
+            victims.append(victim)
+        self._ratio = RATIO_START if victims else max(RATIO_END, self._ratio - (RATIO_START - RATIO_END) / RATIO_STEPS)
+        return victims
+
+    def _victim(self) -> Request:
+        """Return who loses least, of the lowest class; never the oldest of the highest, so that somebody proceeds."""
+        oldest = min(self.requests, key=lambda r: (r.priority, r.seq))
+        others = (request for request in self.requests if request is not oldest)
+        return min(others, key=lambda r: (-r.priority, self._own_work(r), -r.seq))
+
+    def _own_work(self, request: Request) -> int:
+        """Return how many computed tokens of a request nobody else uses."""
+        return request.kv - self.cache.block * sum(node.users > 1 for node in request.path)
+
+    def expected(self, request: Request, length: int) -> int:
+        """Return the pages that a request of ``length`` tokens will have used in the end, as far as can be guessed."""
+        more = max(1, math.ceil(min(request.left, FAR) * self._ratio))
+        return self.cache.pages_for(min(length + more, self.config.max_model_len))
+
+    def promised(self, request: Request) -> int:
+        """Return the pages that a running request will probably still take; the rest of its prompt in full."""
+        length = max(request.goal, len(request.tokens) + request.inflight)
+        return max(0, self.expected(request, length) - len(request.pages))
+
+    def fits(self, request: Request, path: list[Node], promised: int) -> bool:
+        """Whether a request may enter beside those who run, to whom ``promised`` pages are promised."""
+        cache, length = self.cache, len(request.tokens)
+        available = cache.available - cache.evictable_in(path)
+        held = len(path) * cache.pages_per_block
+        if not self.requests:  # alone, it fits: the cache holds one request of any length
+            return cache.pages_for(length + 1) - held <= available
+        watermark = max(self.config.num_pages // 100, len(self.requests))
+        return self.expected(request, length) - held + promised + watermark <= available

@@ -1,0 +1,404 @@
+"""The scheduler: what each tick launches, and what its tokens mean. Pure Python over integers; no torch, no clock.
+
+    submit ─► queue ─► admit ─► chunks of the prompt ─► rows that decode ─► end
+                 ▲───────────── preempt ─────────────────┘
+
+``plan`` may be called before the tokens of the last plan are known: it counts on lengths only. A request that turns
+out to have ended was then launched once too often; that token is wasted, never told. Ends that are certain beforehand
+are not launched.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from fastlayers_server.engine.budget import Budget
+from fastlayers_server.engine.cache import Node, PrefixCache
+from fastlayers_server.engine.checks import check_submit
+from fastlayers_server.engine.config import SchedulerConfig
+from fastlayers_server.engine.metrics import Metrics
+from fastlayers_server.engine.protocol import Output, Submit, TokenLogprobs, unpack_ids
+from fastlayers_server.engine.queue import WaitingQueue
+from fastlayers_server.engine.request import ENDED, RUNNING, WAITING, Chunk, Request, TickPlan, TickResult
+from fastlayers_server.engine.running import Running
+
+HOLD_SECONDS = 1.0  # how long a request waits for one with the same beginning
+SHARED_TOKENS = 32  # ... of at least so many tokens
+Drafter = Callable[[Request, int], Sequence[int]]
+
+
+class Scheduler:
+    """The state of everything that was submitted.
+
+    Parameters
+    ----------
+    config : SchedulerConfig
+    budget : Budget, optional
+        Which chunk fits beside decoding rows.
+
+    Attributes
+    ----------
+    outputs : list of Output
+        News for the front since the caller took them last.
+    """
+
+    def __init__(self, config: SchedulerConfig, budget: Budget | None = None) -> None:
+        self.config = config
+        self.cache = PrefixCache(config.num_pages, config.page_size, config.prefix_cache)
+        if self.cache.pages_for(config.max_model_len) > config.num_pages - 1:
+            raise ValueError(
+                f"the cache of {config.num_pages - 1} pages of {config.page_size} tokens does not hold one request of "
+                f"max_model_len {config.max_model_len}"
+            )
+        self.budget = budget or Budget(config.max_batched_tokens, config.itl_target)
+        self.queue = WaitingQueue(self._cached_tokens if config.policy == "lpm" else None)
+        self.live: dict[int, Request] = {}
+        self.running = Running(config, self.cache)
+        self.outputs: list[Output] = []
+        self.metrics = Metrics()
+        self.ticks = 0
+        self.draining = False
+        self._seq = 0
+        self._ends: deque[float] = deque(maxlen=64)
+        self._eos = frozenset(config.eos_ids)
+        self.history: deque[dict[str, object]] = deque(maxlen=256)
+
+    # --- what the front says
+
+    def submit(self, submit: Submit, now: float) -> None:
+        """Queue a request, or refuse it."""
+        refused = self._refusal(submit)
+        if refused:
+            self.metrics.add("rejections_total", refused[0])
+            wait = self._retry_after(now) if refused[0] == "queue_full" else 0.0
+            self.outputs.append(Output(submit.rid, (), "error", refused[0], refused[1], retry_after=wait))
+            return
+        ends = frozenset(submit.stop_ids) | (frozenset() if submit.ignore_eos else self._eos)
+        self._seq += 1
+        priority = submit.priority if self.config.enable_priority else 0
+        request = Request(submit, self._seq, unpack_ids(submit.prompt), ends, priority)
+        self.live[submit.rid] = request
+        self.queue.push(request)
+
+    def _refusal(self, submit: Submit) -> tuple[str, str] | None:
+        """Return (code, sentence) for a request that must not enter; the front checks the same before."""
+        config = self.config
+        if submit.rid in self.live:
+            return "duplicate_request_id", f"request {submit.rid} is still running"
+        if self.draining:
+            return "draining", "the server is shutting down"
+        wrong = check_submit(submit, config)
+        if wrong:
+            return "invalid_prompt", wrong
+        prompt = len(submit.prompt) // 4
+        if prompt + submit.max_new_tokens > config.max_model_len:
+            given = f"{prompt} prompt tokens and {submit.max_new_tokens} new ones"
+            return "context_length_exceeded", f"{given} do not fit the context of {config.max_model_len} tokens"
+        if self.queue.count >= config.max_queued_requests or self.queue.tokens + prompt > config.max_queued_tokens:
+            return "queue_full", f"{self.queue.count} requests of {self.queue.tokens} tokens wait already"
+        return None
+
+    def _retry_after(self, now: float) -> float:
+        ends = self._ends
+        rate = len(ends) / max(now - ends[0], 1e-3) if ends else 1.0
+        return min(60.0, max(1.0, self.queue.count / rate))
+
+    def abort(self, rids: Iterable[int], now: float) -> None:
+        """End live requests of these exact rids."""
+        for rid in rids:
+            request = self.live.get(rid)
+            if request is not None:
+                request.ended_reason = "abort"
+                self._end(request, "abort", now)
+
+    def finish(self, rid: int, kept: int, now: float) -> None:
+        """End a request in whose text the front found a stop string after ``kept`` tokens."""
+        request = self.live.get(rid)
+        if request is not None:
+            request.ended_reason = "stop_string"
+            self._end(request, "stop", now)
+
+    def fail(self, rid: int, code: str, message: str, now: float) -> None:
+        """End a live request with an error."""
+        request = self.live.get(rid)
+        if request is not None:
+            self._end(request, "error", now, code=code, message=message)
+
+    # --- a tick
+
+    def plan(self, now: float, draft: Drafter | None = None) -> TickPlan:
+        """Decide what the next tick launches; the caller launches it, whatever it is, in the order of these calls.
+
+        Parameters
+        ----------
+        now : float
+            Monotonic seconds.
+        draft : callable, optional
+            ``draft(request, limit)``: tokens that may come next, to be verified. All launched tokens are known then.
+        """
+        for request in self.queue.expired(now):
+            self._end(request, "error", now, code="request_timeout", message="the deadline passed while waiting")
+        self.ticks += 1
+        plan = TickPlan(self.ticks)
+        rows, partial = [], []
+        for request in self.running.requests:
+            if request.kv < request.goal:
+                partial.append(request)
+            elif request.left > 0:
+                rows.append(request)
+        drafts = {r: list(draft(r, r.left - 1)) for r in rows if self._may_draft(r)} if draft is not None else {}
+        budget = limit = self.budget.chunk(len(rows))
+        lengths = {r: r.kv + 1 + len(drafts.get(r, ())) for r in rows}
+        for request in partial[: self.config.max_extend_requests]:
+            count = min(request.goal - request.kv, budget)
+            if count > 0:
+                lengths[request] = request.kv + count
+                budget -= count
+        victims = self.running.make_room(lengths)
+        for request, length in lengths.items():
+            self.running.grow(request, length, plan)
+        for request in victims:
+            self.queue.push_front(request)
+            self.metrics.add("preemptions_total")
+        if not victims:
+            self._admit(plan, lengths, partial, budget, now)
+        block = self.cache.block
+        for request, length in lengths.items():
+            if request.kv < request.goal:
+                self._plan_chunk(plan, request, length)
+            else:
+                self._plan_row(plan, request, drafts.get(request))
+            if request.kv >= (len(request.path) + 1) * block:
+                self.running.publish(request, plan)
+        self._complete(plan)
+        if not plan.empty:
+            self.history.append(
+                {
+                    "tick": plan.tick, "rows": len(plan.rows), "extend_tokens": plan.extend_tokens,
+                    "chunk_limit": limit, "admitted": [r.rid for r in plan.admitted],
+                    "preempted": [r.rid for r in victims], "verified": len(plan.verify), "waiting": self.queue.count,
+                }
+            )  # fmt: skip
+        return plan
+
+    @staticmethod
+    def _may_draft(request: Request) -> bool:
+        enough = request.drawn >= request.submit.min_new_tokens
+        return request.left > 1 and not request.inflight and not request.general and enough
+
+    def _plan_row(self, plan: TickPlan, request: Request, draft: list[int] | None) -> None:
+        start = request.kv
+        request.inflight += 1
+        if draft:
+            ids = [request.tokens[-1], *draft]
+            plan.verify.append(Chunk(request, start, ids, len(ids)))
+            request.kv = start + len(ids)  # settled at commit, when it is known how many of the drafts count
+        else:
+            plan.rows.append(request)
+            plan.starts.append(start)
+            request.kv = start + 1
+
+    def _plan_chunk(self, plan: TickPlan, request: Request, end: int) -> None:
+        start = request.kv
+        last = end == request.goal
+        plan.chunks.append(Chunk(request, start, request.tokens[start:end], int(last)))
+        request.kv = end
+        request.inflight += int(last)
+        prompt_end = min(end, request.prompt_len)
+        fresh = max(0, prompt_end - max(start, request.high))
+        self.metrics.add("prompt_tokens_total", "computed", fresh)
+        self.metrics.add("prompt_tokens_total", "recomputed", end - start - fresh)
+        request.high = max(request.high, prompt_end)
+
+    @staticmethod
+    def _complete(plan: TickPlan) -> None:
+        """List who is drawn for, and who of them needs more than temperature and filters."""
+        plan.sampled = [*plan.rows, *(c.request for c in plan.chunks if c.samples), *(c.request for c in plan.verify)]
+        for index, request in enumerate(plan.sampled):
+            if request.general or request.drawn < request.submit.min_new_tokens:
+                plan.special.append((index, request, request.drawn - 1))
+                plan.masked |= bool(request.submit.grammar)
+
+    # --- admission
+
+    def _admit(
+        self, plan: TickPlan, lengths: dict[Request, int], partial: list[Request], budget: int, now: float
+    ) -> None:
+        """Give slots to waiting requests while there is room for their whole prompts and what all may yet need."""
+        config, running = self.config, self.running
+        extends = sum(request in lengths for request in partial)
+        unfinished = sum(lengths.get(request, 0) < request.goal for request in partial)
+        promised = -1
+        while budget > 0 and not running.full and extends < config.max_extend_requests:
+            request = self.queue.head()
+            if request is None or request.inflight or self._held(request, now):
+                return
+            path = self._hit(request)
+            hit, length = len(path) * self.cache.block, len(request.tokens)
+            if length - hit > budget and unfinished >= config.max_partial_prefills:
+                return
+            if promised < 0:
+                promised = sum(map(running.promised, running.requests))
+            if not running.fits(request, path, promised):
+                return
+            self.queue.take(request)
+            running.enter(plan, request, path)
+            self._account(request, now)
+            lengths[request] = min(length, hit + budget)
+            running.grow(request, lengths[request], plan)
+            budget -= lengths[request] - hit
+            extends += 1
+            unfinished += lengths[request] < length
+            promised += running.promised(request)
+
+    def _account(self, request: Request, now: float) -> None:
+        """Count what an admission found in the cache; a resumed request's own blocks are no hit."""
+        found = min(request.kv, request.prompt_len)
+        self.metrics.add("prompt_tokens_total", "cached", max(0, found - request.high))
+        request.high = max(request.high, found)
+        if request.cached < 0:
+            request.cached, request.admitted_at = request.kv, now
+            self.metrics.add("prefix_queries_total", "", request.prompt_len)
+            self.metrics.add("prefix_hits_total", "", request.kv)
+            self.metrics.observe("queue_seconds", now - request.submit.arrival)
+
+    def _hit(self, request: Request) -> list[Node]:
+        if request.submit.prompt_logprobs >= 0 and not request.told:
+            return []
+        path = self.cache.match(request.submit.namespace, request.tokens, len(request.tokens) - 1)
+        return path[:-1] if self.config.drop_last_block else path
+
+    def _cached_tokens(self, request: Request) -> int:
+        return len(self._hit(request)) * self.cache.block
+
+    def _held(self, request: Request, now: float) -> bool:
+        """Whether a request waits for another one's prompt to be cached first; a second at most."""
+        if not self.config.prefix_cache or (request.held_since and now - request.held_since > HOLD_SECONDS):
+            return False
+        leader = self.live.get(request.submit.group) if request.submit.group else None
+        held = leader is not None and leader is not request and (leader.state == WAITING or leader.kv < leader.goal)
+        prefilling = [r for r in self.running.requests if r.kv < r.goal]
+        if not held and prefilling:
+            need = -(-SHARED_TOKENS // self.cache.block) * self.cache.block
+            end = self._cached_tokens(request) + need
+            mine, namespace = request.tokens[:end], request.submit.namespace
+            held = end < len(request.tokens) and any(
+                r.submit.namespace == namespace and r.tokens[:end] == mine for r in prefilling
+            )
+        if held and not request.held_since:
+            request.held_since = now
+        return held
+
+    # --- what came of a tick
+
+    def commit(self, plan: TickPlan, result: TickResult, now: float) -> None:
+        """Take the tokens of a launched plan; plans are committed in the order of their launch."""
+        for request, start, logprobs in result.prompt_logprobs:
+            have = len(request.prompt_logprobs)
+            if start <= have:  # after a preemption the prompt is computed again
+                request.prompt_logprobs += logprobs[have - start :]
+        verified = len(plan.sampled) - len(plan.verify)
+        logprobs_of = result.logprobs
+        for index, (request, tokens) in enumerate(zip(plan.sampled, result.tokens, strict=True)):
+            chunk = plan.verify[index - verified] if index >= verified else None
+            if chunk is not None:
+                self.metrics.add("wasted_tokens_total", "speculation", chunk.samples - len(tokens))
+            if request.state == ENDED:
+                self.metrics.add("wasted_tokens_total", request.ended_reason, len(tokens))
+                continue
+            request.inflight -= 1
+            if chunk is not None and request.state == RUNNING:
+                # Drafts that were not accepted: later steps write over their positions.
+                request.kv = chunk.start + len(tokens)
+                self.running.shrink(request)
+            self._take_tokens(request, tokens, logprobs_of.get(index), now)
+
+    def _take_tokens(self, request: Request, tokens: list[int], logprobs: TokenLogprobs | None, now: float) -> None:
+        finish, taken = "", 0
+        for token in tokens:
+            if token < 0:  # the logits were not finite
+                self.metrics.add("nonfinite_rows_total")
+                self.metrics.add("wasted_tokens_total", "error", taken)
+                message = f"request {request.rid}: the model's logits are not finite"
+                self._end(request, "error", now, code="nonfinite_logits", message=message, forget=True)
+                return
+            request.tokens.append(token)
+            taken += 1
+            drawn = len(request.tokens) - request.prompt_len
+            if token in request.ends and drawn >= request.submit.min_new_tokens:
+                finish = "stop"
+                break
+            if drawn >= request.submit.max_new_tokens:
+                finish = "length"
+                break
+        self.metrics.add("generation_tokens_total", "", taken)
+        self.metrics.add("wasted_tokens_total", "overlap", len(tokens) - taken)
+        if not request.told:
+            request.first_at = now
+            self.metrics.observe("prefill_seconds", now - request.admitted_at)
+        told = (logprobs,) if logprobs is not None else ()
+        if finish:
+            self._end(request, finish, now, tuple(tokens[:taken]), logprobs=told)
+            return
+        self.outputs.append(self._news(request, tuple(tokens), told))
+
+    def _news(
+        self, request: Request, ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...] = (), finish: str = ""
+    ) -> Output:
+        if request.told and not finish:
+            return Output(request.submit.rid, ids, logprobs=logprobs)
+        cached = -1 if request.told or not ids else request.cached
+        prompt = () if request.told or not ids else tuple(request.prompt_logprobs)
+        request.told |= bool(ids)
+        return Output(request.rid, ids, finish, cached_tokens=cached, logprobs=logprobs, prompt_logprobs=prompt)
+
+    def _end(
+        self,
+        request: Request,
+        finish: str,
+        now: float,
+        ids: tuple[int, ...] = (),
+        *,
+        logprobs: tuple[TokenLogprobs, ...] = (),
+        code: str = "",
+        message: str = "",
+        forget: bool = False,
+    ) -> None:
+        """End a request in whatever state it is: its pages and its slot are free at once, its one last word is said."""
+        if finish == "error":
+            request.ended_reason = "error"
+        if request.state == RUNNING:
+            self.running.leave(request, forget=forget)
+        else:
+            self.queue.remove(request)
+            request.state = ENDED
+        del self.live[request.rid]
+        told = self._news(request, ids, logprobs, finish)
+        first, admitted = request.first_at or now, request.admitted_at or now
+        self.outputs.append(
+            Output(
+                told.rid, ids, finish, code, message, told.cached_tokens, logprobs, told.prompt_logprobs,
+                admitted - request.submit.arrival, first - admitted, now - first,
+            )
+        )  # fmt: skip
+        self._ends.append(now)
+        self.metrics.add("requests_total", finish)
+        if request.first_at:
+            self.metrics.observe("decode_seconds", now - first)
+
+    # --- the whole
+
+    def flush(self) -> int:
+        """Forget the prefix cache; returns the pages that became free."""
+        return self.cache.flush()
+
+    def end_all(self, code: str, message: str, now: float) -> None:
+        """End everything that lives with an error."""
+        for request in list(self.live.values()):
+            self._end(request, "error", now, code=code, message=message)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing runs and nothing waits."""
+        return not self.live

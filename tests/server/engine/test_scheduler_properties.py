@@ -1,0 +1,221 @@
+"""The scheduler under everything at once, on an executor that checks each cell of the cache that a row reads.
+
+The invariants' numbers are those of the server's contract. A step is one row or chunk, executed and checked.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from fastlayers_server.engine.cache import PrefixCache
+from fastlayers_server.engine.config import SchedulerConfig
+
+sys.path.insert(0, str(Path(__file__).parent))
+from world import EOS, VOCAB, World
+
+PAGE_SIZES = (1, 16, 64)
+SEASONS = 48  # of each part
+
+
+def tokens(kind: int, length: int) -> list[int]:
+    """Return a prompt; those of one kind share their beginnings."""
+    random_ = random.Random(kind)
+    return [random_.randrange(VOCAB) for _ in range(length)]
+
+
+def config(page_size: int, room: float, longest: int, **options: object) -> SchedulerConfig:
+    """Return limits of a cache that holds ``room`` requests of the greatest length."""
+    pages = int(room * -(-longest // page_size)) + 1
+    return SchedulerConfig(
+        VOCAB, longest, max(pages, -(-longest // page_size) + 1), page_size, (EOS,), features=(), **options  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+class Serving(RuleBasedStateMachine):
+    """Requests come, are aborted, finished and preempted, in any order."""
+
+    @initialize(
+        page_size=st.sampled_from(PAGE_SIZES),
+        room=st.floats(1.0, 6.0),
+        running=st.integers(1, 8),
+        chunk=st.integers(1, 80),
+        extends=st.integers(1, 4),
+        partials=st.integers(1, 3),
+        cache=st.booleans(),
+        policy=st.sampled_from(["fcfs", "lpm"]),
+        priority=st.booleans(),
+        drop=st.booleans(),
+        delay=st.integers(0, 2),
+        draft=st.one_of(st.none(), st.tuples(st.integers(1, 5), st.integers(0, 5))),
+    )
+    def begin(
+        self, page_size: int, room: float, running: int, chunk: int, extends: int, partials: int, cache: bool,
+        policy: str, priority: bool, drop: bool, delay: int, draft: tuple[int, int] | None,
+    ) -> None:  # fmt: skip
+        self.longest = 160 if page_size < 64 else 320
+        limits = config(
+            page_size, room, self.longest, max_running=running, max_batched_tokens=chunk, max_extend_requests=extends,
+            max_partial_prefills=partials, prefix_cache=cache, policy=policy, enable_priority=priority,
+            drop_last_block=drop, max_queued_requests=24, max_queued_tokens=4000,
+        )  # fmt: skip
+        self.world = World(limits, delay=delay, draft=draft)
+
+    @rule(
+        kind=st.integers(0, 3),
+        length=st.integers(1, 140),
+        new=st.integers(1, 30),
+        least=st.integers(0, 4),
+        stop=st.lists(st.integers(2, 5), max_size=2),
+        ignore=st.booleans(),
+        priority=st.integers(-1, 1),
+        patience=st.sampled_from([0.0, 0.0, 0.05]),
+        namespace=st.sampled_from([b"", b"", b"other"]),
+        siblings=st.integers(0, 2),
+    )
+    def submit(
+        self, kind: int, length: int, new: int, least: int, stop: list[int], ignore: bool, priority: int,
+        patience: float, namespace: bytes, siblings: int,
+    ) -> None:  # fmt: skip
+        world, group = self.world, 0
+        for _ in range(1 + siblings):
+            rid = world.submit(
+                tokens(kind, length), new, min_new_tokens=min(least, new), stop_ids=tuple(stop), ignore_eos=ignore,
+                priority=priority, deadline=world.now + patience if patience else 0.0, namespace=namespace, group=group,
+            )  # fmt: skip
+            group = group or rid
+
+    @rule(count=st.integers(1, 40))
+    def ticks(self, count: int) -> None:
+        for _ in range(count):
+            self.world.tick()
+
+    @precondition(lambda self: self.world.scheduler.live)
+    @rule(which=st.integers(0, 100), how=st.sampled_from(["abort", "finish", "both"]))
+    def end(self, which: int, how: str) -> None:
+        world = self.world
+        rid = list(world.scheduler.live)[which % len(world.scheduler.live)]
+        if how != "finish":
+            world.scheduler.abort([rid, 10**9], world.now)
+        if how != "abort":
+            world.scheduler.finish(rid, 0, world.now)
+        world.collect()
+        world.check()
+
+    @rule()
+    def flush(self) -> None:
+        self.world.scheduler.flush()
+        self.world.check()
+
+    @rule(seconds=st.sampled_from([0.1, 5.0]))
+    def wait(self, seconds: float) -> None:
+        self.world.now += seconds
+
+    def teardown(self) -> None:
+        if hasattr(self, "world") and self.world.whole:
+            self.world.run()
+            self.world.check_idle()
+
+
+TestServing = Serving.TestCase
+TestServing.settings = settings(
+    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+def season(seed: int, ticks: int, busy: bool) -> int:
+    """Serve random requests under random limits for so many ticks; returns the steps."""
+    r = random.Random(seed)
+    longest = 160 if busy else r.choice([96, 160, 320])
+    limits = config(
+        r.choice(PAGE_SIZES[1:] if busy else PAGE_SIZES), r.choice([16.0, 30.0] if busy else [1.0, 3.0, 8.0]), longest,
+        max_running=64 if busy else r.choice([1, 4, 16]), max_batched_tokens=r.choice([64, 200, 1000, 3][: 4 - busy]),
+        max_extend_requests=r.randint(1, 6), max_partial_prefills=r.randint(1, 3), prefix_cache=r.random() < 0.8,
+        policy=r.choice(["fcfs", "lpm"]), enable_priority=r.random() < 0.4, drop_last_block=r.random() < 0.3,
+        extend_only=r.random() < 0.2, max_queued_requests=40,
+    )  # fmt: skip
+    draft = (r.randint(1, 5), r.randint(0, 5)) if r.random() < 0.3 else None
+    bad = (lambda rid, position: rid % 29 == 0 and position == 2) if r.random() < 0.3 else None
+    world = World(limits, delay=r.randint(0, 2), draft=draft, nonfinite=bad)
+    load, world.check_every = 1.0 if busy else r.uniform(0.05, 0.8), 16
+    for _ in range(ticks):
+        if r.random() < load and world.scheduler.queue.count < 20:
+            new = r.randint(1, 100 if busy else 60)
+            world.submit(
+                tokens(r.randint(0, 4), r.randint(1, longest - new)), new, stop_ids=(2,) if r.random() < 0.3 else (),
+                min_new_tokens=r.choice([0, 0, min(3, new)]), ignore_eos=busy or r.random() < 0.5,
+                priority=r.randint(-1, 1), deadline=world.now + 0.2 if r.random() < 0.1 else 0.0,
+                namespace=r.choice([b"", b"", b"other"]), group=world.rids if r.random() < 0.1 else 0,
+            )  # fmt: skip
+        if world.scheduler.live and r.random() < 0.03:
+            rid = r.choice(list(world.scheduler.live))
+            if r.random() < 0.5:
+                world.scheduler.abort([rid], world.now)
+            else:
+                world.scheduler.finish(rid, 0, world.now)
+            world.collect()
+        if r.random() < 0.003:
+            world.scheduler.flush()
+        world.tick()
+    world.run()
+    world.check_idle()
+    return world.executor.steps
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_seasons(part: int) -> None:
+    """Long runs, where caches fill and queues grow: more than a million steps together."""
+    steps = sum(season(1000 * part + i, 400, busy=i % 3 > 0) for i in range(SEASONS))
+    assert steps > 250_000
+
+
+def forgetful_release(cache: PrefixCache) -> None:
+    release = cache.release
+    cache.release = lambda path, pages, forget=False: release(path[:-1], pages, forget)  # type: ignore[method-assign]
+
+
+def shared_namespaces(cache: PrefixCache) -> None:
+    match, publish = cache.match, cache.publish
+    cache.match = lambda namespace, tokens, limit: match(b"", tokens, limit)  # type: ignore[method-assign]
+    cache.publish = lambda namespace, *rest: publish(b"", *rest)  # type: ignore[method-assign]
+
+
+def hit_not_locked(cache: PrefixCache) -> None:
+    cache.lock = lambda path: None  # type: ignore[method-assign]
+
+
+def whole_prompt_hit(cache: PrefixCache) -> None:
+    match = cache.match
+    cache.match = lambda namespace, tokens, limit: match(namespace, tokens, limit + 1)  # type: ignore[method-assign]
+
+
+def given_twice(cache: PrefixCache) -> None:
+    take = cache.take
+
+    def twice(count: int) -> list[int]:
+        taken = take(count)
+        cache.give_back(taken[-1:] if cache.free % 7 == 3 else [])
+        return taken
+
+    cache.take = twice  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("plant", [forgetful_release, shared_namespaces, hit_not_locked, whole_prompt_hit, given_twice])
+def test_planted_faults_are_found(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = PrefixCache.__init__
+
+    def planted(self: PrefixCache, *args: Any) -> None:
+        original(self, *args)
+        plant(self)
+
+    monkeypatch.setattr(PrefixCache, "__init__", planted)
+    with pytest.raises((AssertionError, KeyError, IndexError)):
+        for seed in range(20):
+            season(seed, 300, busy=False)

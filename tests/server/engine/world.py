@@ -1,0 +1,247 @@
+"""A scheduler on the scripted executor, and everything that must hold after each tick and at the end."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastlayers_server.engine.config import SchedulerConfig
+from fastlayers_server.engine.protocol import Output, Sampling, Submit, pack_ids, unpack_ids
+from fastlayers_server.engine.request import ENDED, RUNNING, Request, TickPlan
+from fastlayers_server.engine.scheduler import Scheduler
+from fastlayers_server.engine.scripted import ScriptedExecutor
+
+EOS = 1
+VOCAB = 23
+
+
+def script(prompt: Sequence[int], seed: int, position: int) -> int:
+    return hash((hash(tuple(prompt)), seed, position)) % VOCAB
+
+
+def expected(submit: Submit) -> tuple[list[int], str]:
+    """Return what a request says if nothing disturbs it, and how it ends; written without the scheduler."""
+    prompt, out = unpack_ids(submit.prompt), []  # type: ignore[var-annotated]
+    ends = set(submit.stop_ids) | (set() if submit.ignore_eos else {EOS})
+    while True:
+        token = script(prompt, submit.sampling.seed, len(out))
+        while token in ends and len(out) + 1 < submit.min_new_tokens:
+            token += 1
+        out.append(token)
+        if token in ends and len(out) >= submit.min_new_tokens:
+            return out, "stop"
+        if len(out) == submit.max_new_tokens:
+            return out, "length"
+
+
+@dataclass
+class Told:
+    """What the front saw of a request."""
+
+    submit: Submit
+    ids: list[int] = field(default_factory=list)
+    finish: str = ""
+    code: str = ""
+    cached: int = -1
+    wanted: tuple[list[int], str] | None = None
+
+
+class World:
+    """Drives plans, launches and commits; results come ``delay`` ticks late.
+
+    ``draft``: (how many tokens are drafted, how many of them are right), or None.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, *, delay: int = 0, draft: tuple[int, int] | None = None, nonfinite: Any = None
+    ) -> None:
+        self.scheduler = Scheduler(config)
+        self.config, self.delay, self.draft = config, delay, draft
+        self.executor = ScriptedExecutor(script, config.page_size, nonfinite=nonfinite)
+        self.pending: deque[tuple[TickPlan, Any]] = deque()
+        self.told: dict[int, Told] = {}
+        self.requests: dict[int, Request] = {}
+        self.now = 0.0
+        self.rids = 0
+        self.whole = True  # False after something failed
+        self.check_every = 1
+
+    def submit(self, prompt: Sequence[int], max_new: int = 8, **options: Any) -> int:
+        self.rids += 1
+        seed = options.pop("seed", self.rids)
+        submit = Submit(self.rids, pack_ids(prompt), Sampling(seed=seed), max_new, arrival=self.now, **options)
+        self.told[self.rids] = Told(submit)
+        self.scheduler.submit(submit, self.now)
+        if self.rids in self.scheduler.live:
+            self.requests[self.rids] = self.scheduler.live[self.rids]
+        self.collect()
+        return self.rids
+
+    def collect(self) -> None:
+        """Take the news as a front does: one end each, nothing behind it."""
+        outputs, self.scheduler.outputs = self.scheduler.outputs, []
+        for output in outputs:
+            told = self.told[output.rid]
+            assert not told.finish, f"news of {output.rid} after its end"
+            told.ids += output.ids
+            if output.cached_tokens >= 0:
+                assert told.cached < 0, "cached_tokens told twice"
+                told.cached = output.cached_tokens
+            told.finish, told.code = output.finish, output.code
+            self._check_text(told, output)
+
+    @staticmethod
+    def _check_text(told: Told, output: Output) -> None:
+        if told.wanted is None:
+            told.wanted = expected(told.submit)
+        ids, finish = told.wanted
+        assert told.ids == ids[: len(told.ids)], f"{output.rid} says other tokens"
+        if told.finish in ("stop", "length") and output.ids:
+            assert (told.ids, told.finish) == (ids, finish), f"{output.rid} ends otherwise"
+        if output.finish == "error":
+            assert output.code and output.message
+
+    def tick(self) -> TickPlan:
+        scheduler, config = self.scheduler, self.config
+        self.whole, draft = False, None
+        if self.draft is not None:
+            self.settle()
+            draft = self._drafts
+        before = list(scheduler.running.requests)
+        decoding = [r for r in before if r.kv >= r.goal and r.left > 0]
+        waiting = {r: r.priority for r in scheduler.queue}
+        resumed = {r for r in waiting if r.cached >= 0}
+        oldest = min(before, key=lambda r: (r.priority, r.seq), default=None)
+        plan = scheduler.plan(self.now, draft)
+        self.now += 0.01
+        # I9
+        assert (
+            len(plan.rows) + len(plan.verify) <= config.max_running
+            and len(scheduler.running.requests) <= config.max_running
+        )
+        assert plan.extend_tokens <= config.max_batched_tokens and len(plan.chunks) <= config.max_extend_requests
+        partial = sum(r.kv < r.goal for r in scheduler.running.requests)
+        assert partial <= config.max_partial_prefills
+        # I10: who can decode does, or loses its slot
+        launched = {*plan.rows, *(chunk.request for chunk in plan.verify)}
+        assert all(r in launched or r.state != RUNNING for r in decoding)
+        # I13
+        victims = [r for r in before if r.state not in (RUNNING, ENDED)]
+        assert oldest not in victims
+        assert all(r.rid in scheduler.history[-1]["preempted"] for r in victims) or plan.empty
+        self._check_admission(plan, waiting, resumed)
+        if not plan.empty:
+            self.pending.append((plan, self.executor.launch(plan)))
+        while len(self.pending) > self.delay or (plan.empty and self.pending):
+            self._commit()
+        self.collect()
+        if scheduler.ticks % self.check_every == 0:
+            self.check()
+        self.whole = True
+        return plan
+
+    def _check_admission(self, plan: TickPlan, waiting: dict[Request, int], resumed: set[Request]) -> None:
+        scheduler = self.scheduler
+        left = [r for r in waiting if r.state != ENDED and r not in plan.admitted]
+        for admitted in plan.admitted:
+            assert all(admitted.priority <= r.priority for r in left), "I21: a lower class overtook"
+            if self.config.policy == "fcfs" and admitted not in resumed:
+                assert all(admitted.seq < r.seq for r in left if r.priority == admitted.priority), "I21: overtaken"
+            # I7: one token is computed, for its logits
+            assert admitted.kv <= admitted.goal and (admitted.path == [] or admitted.goal > len(admitted.tokens) - 1)
+        # The pages of drafts come back at commit.
+        if plan.admitted and len(scheduler.running.requests) > 1 and self.draft is None:
+            promised = sum(scheduler.running.promised(r) for r in scheduler.running.requests)
+            assert promised <= scheduler.cache.available, "I11: admitted what will be preempted"
+        for request in waiting:
+            assert request.passed <= 8
+
+    def _drafts(self, request: Request, limit: int) -> list[int]:
+        assert self.draft is not None
+        count, right = self.draft
+        prompt, seed, drawn = request.tokens[: request.prompt_len], request.submit.sampling.seed, request.drawn
+        ids = [script(prompt, seed, drawn + i) for i in range(min(count, limit))]
+        return [token if i < right else (token + 1) % VOCAB for i, token in enumerate(ids)]
+
+    def _commit(self) -> None:
+        plan, step = self.pending.popleft()
+        self.scheduler.commit(plan, step.result(), self.now)
+
+    def settle(self) -> None:
+        while self.pending:
+            self._commit()
+        self.collect()
+
+    def check(self) -> None:
+        """I1, I2, I6: every page is in one state, and counts are what the live requests say."""
+        scheduler, cache = self.scheduler, self.scheduler.cache
+        free = cache.free_list
+        owners: dict[int, str] = {}
+        users: dict[Any, int] = {}
+        for page in free:
+            assert 0 < page < cache.num_pages and page not in owners, f"page {page} is free twice"
+            owners[page] = "free"
+        for request in scheduler.running.requests:
+            held = len(request.path) * cache.pages_per_block
+            assert request.pages[:held] == [page for node in request.path for page in node.pages]
+            for page in request.pages[held:]:
+                assert page not in owners, f"page {page} is {owners[page]} and private"
+                owners[page] = "private"
+            for node in request.path:
+                users[node] = users.get(node, 0) + 1
+        nodes = {*cache.nodes(), *users}
+        for node in nodes:
+            assert node.users == users.get(node, 0), "a count without its user"
+            for page in node.pages:
+                assert page not in owners, f"page {page} is {owners[page]} and in a node"
+                owners[page] = "locked" if node.users else "evictable"
+            if node.users and node.parent is not None and node.parent.parent is not None:
+                assert node.parent.users >= node.users, "a child with more users than its parent"
+        states = list(owners.values())
+        counts = (cache.free, cache.private, cache.locked, cache.evictable)
+        assert counts == tuple(states.count(s) for s in ("free", "private", "locked", "evictable"))
+        assert len(owners) == cache.num_pages - 1
+        # I17
+        assert scheduler.queue.count <= self.config.max_queued_requests + self.config.max_running
+        assert scheduler.queue.count == sum(1 for _ in scheduler.queue)
+
+    def run(self, limit: int | None = None) -> int:
+        """Tick until nothing lives; returns the ticks."""
+        if limit is None:  # I10: each tick computes something of somebody; a preemption repeats what it took
+            tokens = [len(r.tokens) + r.submit.max_new_tokens for r in self.scheduler.live.values()]
+            limit = 200 + 4 * sum(tokens) * max(1, len(tokens))
+        ticks = 0
+        while self.scheduler.live:
+            self.tick()
+            ticks += 1
+            assert ticks <= limit, "no progress"
+        self.settle()
+        return ticks
+
+    def check_idle(self) -> None:
+        """What must hold when everything has ended: ledgers, and a state equal to a fresh one."""
+        scheduler, cache = self.scheduler, self.scheduler.cache
+        assert all(told.finish for told in self.told.values()), "I8: a request without an end"
+        assert cache.locked == cache.private == 0
+        counters = scheduler.metrics.counters
+        told = sum(len(t.ids) for t in self.told.values())
+        wasted = sum(counters["wasted_tokens_total"].values())
+        bad = counters["nonfinite_rows_total"].get("", 0)
+        assert self.executor.sampled == told + wasted + bad, "I15"
+        ended = [
+            r
+            for r in self.requests.values()
+            if self.told[r.rid].finish in ("stop", "length") and r.tokens[r.prompt_len :]
+        ]
+        assert all(r.high == r.prompt_len for r in ended)
+        prompt = counters["prompt_tokens_total"]
+        assert prompt.get("computed", 0) + prompt.get("cached", 0) == sum(r.high for r in self.requests.values()), "I15"
+        stops = sum(t.finish == "stop" for t in self.told.values())
+        assert counters["wasted_tokens_total"].get("overlap", 0) <= stops * max(1, self.delay) or self.draft, "I14"
+        scheduler.flush()
+        assert cache.evictable == 0 and cache.free == cache.num_pages - 1
+        assert not scheduler.running.requests and not scheduler.live and not list(scheduler.queue)
+        slots = Scheduler(self.config).running
+        assert sorted(scheduler.running._slots) == sorted(slots._slots)
