@@ -70,6 +70,16 @@ class Layer(WatchedModule):
         """The dtype that is part of the configuration; ``None`` if the layer follows its weights or its input."""
         return self.__dict__.get("dtype")
 
+    def refuse_grad(self, **tensors: torch.Tensor | None) -> None:
+        """Raise :class:`ArgumentError` if autograd would record this call of a layer that is for inference only.
+
+        Called in grad mode only. Looks at ``tensors`` and at the layer's own parameters.
+        """
+        for name, tensor in (*tensors.items(), *self._parameters.items()):
+            if tensor is not None and tensor.requires_grad:
+                accepted = "tensors that need no gradient (this layer is for inference), or torch.no_grad()"
+                raise ArgumentError(type(self).__name__, name, "a tensor that requires a gradient", accepted)
+
     def finalize(self) -> None:
         """Let the backend pack the loaded weights; idempotent, zero-copy where layouts agree."""
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from fastlayers.errors import ArgumentError
+
 _library = torch.library.Library("fastlayers", "FRAGMENT")
 
 _local_keys = torch._C._dispatch_tls_local_include_set
@@ -79,7 +81,8 @@ def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
 
     Notes
     -----
-    Inference only: there is no backward.
+    Inference only: a backward pass through it raises :class:`ArgumentError`, unless it writes into its arguments, where
+    the layer must look itself.
     """
 
     def register(function: Callable[..., Any]) -> Operator:
@@ -87,6 +90,14 @@ def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
         _library.define(schema)
         _library.impl(name, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"fastlayers::{name}", fake, lib=_library)
+
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            """Say that there is none; otherwise what lies before would be left without a gradient, silently."""
+            accepted = "no gradient: this kernel is for inference; backend='torch' has one where the layer says so"
+            raise ArgumentError(f"fastlayers::{name}", "gradient", "asked for", accepted)
+
+        if not getattr(torch.ops.fastlayers, name).default._schema.is_mutable:
+            torch.library.register_autograd(f"fastlayers::{name}", backward, lib=_library)
         return Operator(function, getattr(torch.ops.fastlayers, name).default)
 
     return register

@@ -85,6 +85,7 @@ class VocabEmbedding(Layer):
     Notes
     -----
     Parameter: ``weight`` ``[V', D]``, zeros until loaded. Capture-safe; allocates its output.
+    Gradients are right with the backends ``torch`` and ``reference``; a backward pass through another one raises.
 
     Examples
     --------

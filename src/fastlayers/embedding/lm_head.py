@@ -44,7 +44,7 @@ class LMHead(Linear):
     Notes
     -----
     Capture-safe; allocates its output. Gathering the slices is the communicator's work;
-    :meth:`trim` then drops the padding.
+    :meth:`trim` then drops the padding. Gradients: as for :class:`fastlayers.Linear`.
 
     Examples
     --------

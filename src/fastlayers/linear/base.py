@@ -53,6 +53,8 @@ class LinearBase(Layer):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    # Codes instead of weights: what autograd would record has nothing to do with the product.
+    quantised = True
 
     def __init__(
         self,
@@ -164,9 +166,12 @@ class LinearBase(Layer):
         Raises
         ------
         ArgumentError
-            ``x`` has another dtype, last dimension or device.
+            ``x`` has another dtype, last dimension or device; or ``x`` or a parameter of a quantised linear requires
+            a gradient.
         """
         self.check_input(x, self.cfg.dtype, self.weight.device)
+        if self.quantised and torch.is_grad_enabled():
+            self.refuse_grad(x=x)
         impl = self.ladder.pick(x.numel() // self.local_in)
         y: torch.Tensor = impl(x, *self.operands(), self.bias if self.adds_bias else None)
         return y

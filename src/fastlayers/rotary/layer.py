@@ -115,6 +115,7 @@ class RotaryEmbedding(Layer):
     Notes
     -----
     Source: Su et al. 2021; YaRN: Peng et al. 2023; MRoPE: Qwen2-VL. Capture-safe; allocates its outputs.
+    Gradients are right with the backends ``torch`` and ``reference``; a backward pass through another one raises.
     Positions outside the table are an :class:`ArgumentError` under ``FASTLAYERS_DEBUG``. Otherwise torch
     raises on the CPU, and the Triton backend clamps them into the table.
 

@@ -88,6 +88,7 @@ class SiluAndMul(Layer):
     Notes
     -----
     Source: Shazeer 2020 (SwiGLU). Capture-safe; allocates its output.
+    Gradients are right with the backends ``torch`` and ``reference``; a backward pass through another one raises.
 
     Examples
     --------

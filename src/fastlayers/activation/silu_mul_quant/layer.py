@@ -89,6 +89,7 @@ class SiluMulQuant(Layer):
     -----
     The product is rounded to the model's dtype before it is quantised, so the fused layer gives what the
     two separate ones give. Source: DeepSeek-V3 report, section 3.3. Capture-safe; allocates its outputs.
+    For inference only: it raises where an input or a parameter requires a gradient.
 
     Examples
     --------
@@ -119,5 +120,7 @@ class SiluMulQuant(Layer):
         check_tensor(
             "SiluMulQuant", "x", x, shape=wanted, dtype=DTYPES, device=self.device_type, last_dim_contiguous=True
         )
+        if torch.is_grad_enabled():
+            self.refuse_grad(x=x)
         q, s = self.ladder.pick(x.shape[0])(x)
         return q, s

@@ -76,6 +76,7 @@ class Attention(Layer):
     -----
     Parameters keep checkpoint names and layouts. Decode is capture-safe. Under sharding the output is a
     partial sum that the communicator reduces. Source: Ainslie et al. 2023; sinks: GPT-OSS.
+    For inference only: keys and values are read back from the cache, so it raises where a gradient is asked for.
 
     Examples
     --------
@@ -272,6 +273,8 @@ class Attention(Layer):
         both = tuple(cache.keys.shape)
         check_tensor(NAME, "cache.values", cache.values, shape=both, dtype=dtype, device=where, contiguous=True)
         check_pages(NAME, meta, cache.num_pages, self._debug)
+        if torch.is_grad_enabled():
+            self.refuse_grad(hidden=hidden)
         q, k, v = self.project(hidden)
         q = self.rotate_and_write(q, k, v, meta, cache)
         sinks = None if self.sinks is None else self.sinks.float()

@@ -75,6 +75,7 @@ class KVWrite(Layer):
     Notes
     -----
     Capture-safe; allocates nothing on CUDA. With ``FASTLAYERS_DEBUG`` slots are checked, which synchronises.
+    What is written is outside autograd.
 
     Examples
     --------

@@ -9,7 +9,7 @@ from fastlayers.attention.kv_write.layer import KVWriteConfig
 
 def write_rows(rows: torch.Tensor, cache: torch.Tensor, loc: torch.Tensor) -> None:
     """Write ``rows [T, ...]`` into ``cache [pages, page_size, ...]`` at slots ``loc``; e4m3 saturates."""
-    page_size = cache.shape[1]
+    page_size, rows = cache.shape[1], rows.detach()
     for row, slot in zip(rows, loc.tolist(), strict=True):
         value = row.float().clamp(-448.0, 448.0) if cache.dtype == torch.float8_e4m3fn else row
         cache[slot // page_size, slot % page_size] = value.to(cache.dtype)

@@ -21,7 +21,8 @@ def scatter_rows(slots: torch.Tensor, loc: torch.Tensor, values: torch.Tensor) -
 
     ``slots`` may be a strided view. e4m3 is moved as bytes: torch has no scatter for it.
     """
-    rows = to_cache_dtype(values, slots.dtype)
+    # The cache is state: were it part of a graph, that would grow with every later step.
+    rows = to_cache_dtype(values.detach() if values.requires_grad else values, slots.dtype)
     if slots.dtype == torch.float8_e4m3fn:
         slots, rows = slots.view(torch.uint8), rows.view(torch.uint8)
     slots.index_put_((loc.long(),), rows)

@@ -60,6 +60,7 @@ class MergeState(Layer):
     -----
     Never merge two states whose LSE both hold an attention sink: it would count twice. Source: the split
     softmax of FlashAttention (Dao et al. 2022). Capture-safe; allocates its outputs.
+    For inference only: it raises where an input or a parameter requires a gradient.
 
     Examples
     --------
@@ -106,6 +107,8 @@ class MergeState(Layer):
         check_tensor("MergeState", "o_b", o_b, shape=shape, dtype=o_a.dtype, device=where, last_dim_contiguous=True)
         check_tensor("MergeState", "lse_a", lse_a, shape=shape[:2], dtype=torch.float32, device=where)
         check_tensor("MergeState", "lse_b", lse_b, shape=shape[:2], dtype=torch.float32, device=where)
+        if torch.is_grad_enabled():
+            self.refuse_grad(o_a=o_a, lse_a=lse_a, o_b=o_b, lse_b=lse_b)
         result: tuple[torch.Tensor, torch.Tensor] = self.ladder.pick(o_a.shape[0])(o_a, lse_a, o_b, lse_b)
         return result
 

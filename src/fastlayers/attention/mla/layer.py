@@ -85,6 +85,7 @@ class MLAAttention(Layer):
     Notes
     -----
     Parameters keep checkpoint names and layouts. Decode is capture-safe; prefill reads host lengths.
+    For inference only: latents are read back from the cache, so it raises where a gradient is asked for.
 
     Examples
     --------
@@ -284,6 +285,8 @@ class MLAAttention(Layer):
         )
         check_pages("MLAAttention", meta, cache.num_pages, self._debug)
         check_loc("MLAAttention", meta.out_cache_loc, cache.num_pages * meta.page_size, self._debug)
+        if torch.is_grad_enabled():
+            self.refuse_grad(hidden_states=hidden_states, **dict(self.kv_b_proj.named_parameters(prefix="kv_b_proj")))
         q, latent, k_pe = self._project(hidden_states)
         nope = cfg.qk_nope_head_dim
         q_pe = self.rotary_kv_write(

@@ -63,6 +63,7 @@ class MLAKVWrite(Layer):
     Notes
     -----
     Capture-safe; allocates nothing on CUDA. With ``FASTLAYERS_DEBUG`` slots are checked, which synchronises.
+    What is written is outside autograd.
 
     Examples
     --------

@@ -113,7 +113,8 @@ class RotaryKVWrite(Layer):
     -----
     Attention must read the cache afterwards and not write it again. Capture-safe; allocates its output. With
     ``FASTLAYERS_DEBUG`` slots and positions are checked, which synchronises; without it the Triton backend
-    clamps positions into the table. Source: Su et al. 2021 for the rotation.
+    clamps positions into the table. Source: Su et al. 2021 for the rotation. For inference
+    only: it raises where an input requires a gradient.
 
     Examples
     --------
@@ -209,6 +210,8 @@ class RotaryKVWrite(Layer):
         check_tensor(NAME, "loc", loc, shape=(tokens,), dtype=INDICES, device=where, contiguous=True)
         self._check_cache(cache, where)
         check_loc(NAME, loc, cache.keys.shape[0] * cache.keys.shape[1], self.debug)
+        if torch.is_grad_enabled():  # through the cache there is none
+            self.refuse_grad(q=q, k=k, v=v, q_weight=q_weight, k_weight=k_weight)
         if self.debug and tokens and not 0 <= int(positions.min()) <= int(positions.max()) < cos.shape[0]:
             given = f"from {int(positions.min())} to {int(positions.max())}"
             raise ArgumentError(NAME, "positions", given, f"positions in [0, {cos.shape[0]})")

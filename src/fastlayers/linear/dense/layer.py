@@ -99,7 +99,8 @@ class Linear(LinearBase):
     Notes
     -----
     Parameters: ``weight`` ``[local_out, local_in]``, ``bias`` ``[local_out]``; zeros until loaded.
-    Capture-safe; allocates its output.
+    Capture-safe; allocates its output. Gradients are right with the backends ``torch`` and ``reference``; a backward
+    pass through another one raises.
 
     Examples
     --------
@@ -110,6 +111,8 @@ class Linear(LinearBase):
     >>> q.shape, v[0].tolist()
     (torch.Size([3, 4]), [2.0, 2.0])
     """
+
+    quantised = False
 
     def __init__(
         self,

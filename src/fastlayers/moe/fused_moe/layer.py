@@ -194,6 +194,7 @@ class FusedMoE(Layer):
     one tensor per expert and projection, only those of this rank, or slices of tensors that hold all experts.
     A backend with a weight layout of its own (``triton_kernels``) takes the weights' place in ``finalize``: the
     parameters are empty afterwards, and the layer stays on its device.
+    For inference only: quantised experts raise where something requires a gradient, others in the backward pass.
     Source: items 23 and 25 to 28 of the design notes; Fedus et al. 2021, DeepSeek-V3 technical report.
 
     Examples
@@ -458,6 +459,8 @@ class FusedMoE(Layer):
         check_tensor(_NAME, "topk_ids", topk_ids, shape=(tokens, cfg.top_k), dtype=torch.int32, device=where)
         if self.debug and tokens and int(topk_ids.max()) >= self.num_experts:
             raise ArgumentError(_NAME, "topk_ids", f"up to {int(topk_ids.max())}", f"below {self.num_experts}")
+        if cfg.quant != "none" and torch.is_grad_enabled():
+            self.refuse_grad(hidden_states=hidden_states, topk_weights=topk_weights)
         # Ids of other ranks land outside [0, E) and are dropped by the backend, which never indexes with them.
         local = topk_ids if self.expert_slice.start == 0 else self._local_ids(topk_ids)
         y: torch.Tensor = self.ladder.pick(tokens)(hidden_states, topk_weights, local, self._packed())

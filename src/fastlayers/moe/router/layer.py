@@ -146,7 +146,8 @@ class TopKRouter(Layer):
     Notes
     -----
     Source: DeepSeek-V2 and V3 technical reports. Capture-safe; allocates its outputs. NaN and infinite logits
-    are routed deterministically and never out of range.
+    are routed deterministically and never out of range. Gradients of the weights are right with the backend ``torch``;
+    a backward pass through another kernel raises.
 
     Examples
     --------

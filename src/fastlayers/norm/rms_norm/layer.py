@@ -93,6 +93,7 @@ class RMSNorm(Layer):
     Notes
     -----
     Source: Zhang & Sennrich 2019; roundings as in the model families named. Capture-safe; allocates its outputs.
+    Gradients are right with the backends ``torch`` and ``reference``; a backward pass through another one raises.
 
     Examples
     --------

@@ -89,6 +89,7 @@ class Bmm(Layer):
     -----
     Source: items 44 to 46 of the design notes, without their padding of T and transposed scales, which belong to one
     kernel. Capture-safe; allocates its output unless ``out`` is given.
+    Gradients are right without FP8 and ``out``, with the backends ``torch`` and ``reference``; elsewhere it raises.
 
     Examples
     --------
@@ -156,6 +157,8 @@ class Bmm(Layer):
         if out is not None:
             wanted = (cfg.heads, x.shape[1], cfg.out_features)
             check_tensor("Bmm", "out", out, shape=wanted, dtype=cfg.dtype, device=x.device, last_dim_contiguous=True)
+        if torch.is_grad_enabled() and (cfg.format != "none" or out is not None):
+            self.refuse_grad(x=x, weight=weight, weight_scale=scale, out=out)
         y: torch.Tensor = self.ladder.pick(x.shape[1])(x, weight, scale, out)
         return y
 

@@ -167,7 +167,7 @@ class FP8BlockLinear(LinearBase):
     -----
     Parameters: ``weight`` e4m3 ``[local_out, local_in]`` (zeros until loaded), ``weight_scale_inv`` fp32
     (ones until loaded), ``bias``. Source: DeepSeek-V3 technical report, section 3.3. Capture-safe; allocates
-    its output.
+    its output. For inference only: it raises where an input or a parameter requires a gradient.
 
     Examples
     --------

@@ -134,6 +134,7 @@ class GroupQuant(Layer):
     Notes
     -----
     Source: DeepSeek-V3's 1×128 activations. No parameters. Capture-safe; allocates its outputs.
+    For inference only: it raises where an input or a parameter requires a gradient.
 
     Examples
     --------
@@ -180,6 +181,8 @@ class GroupQuant(Layer):
         """
         check_groups(x, self.cfg.group)
         check_tensor("GroupQuant", "x", x, device=self.device_type)
+        if torch.is_grad_enabled():
+            self.refuse_grad(x=x)
         rows = x.reshape(-1, x.shape[-1])
         q, s = self.ladder.pick(rows.shape[0])(rows)
         return q.view(x.shape), s

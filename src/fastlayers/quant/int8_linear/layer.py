@@ -110,6 +110,7 @@ class Int8Linear(LinearBase):
     Parameters: ``weight`` int8 ``[local_out, local_in]`` (zeros until loaded), ``weight_scale`` fp32
     ``[local_out]`` (ones until loaded), ``bias``. Source: Dettmers et al. 2022 (vector-wise quantisation).
     Capture-safe; allocates its output.
+    For inference only: it raises where an input or a parameter requires a gradient.
 
     Examples
     --------

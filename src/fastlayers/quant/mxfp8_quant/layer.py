@@ -81,6 +81,7 @@ class MXFP8Quant(Layer):
     -----
     Source: item 34 of the design notes; OCP Microscaling Formats v1.0. No parameters. One launch: neither a padded
     copy of the input nor one of the output is made. Capture-safe; allocates its outputs.
+    For inference only: it raises where an input or a parameter requires a gradient.
 
     Examples
     --------
@@ -118,6 +119,8 @@ class MXFP8Quant(Layer):
         check_tensor(_NAME, "x", x, dtype=INPUT_DTYPES, device=self.device_type)
         if x.dim() < 1 or x.shape[-1] == 0:
             raise ArgumentError(_NAME, "x", f"of shape {list(x.shape)}", "[..., K] with K at least 1")
+        if torch.is_grad_enabled():
+            self.refuse_grad(x=x)
         rows = x.reshape(-1, x.shape[-1])
         q, scales = self.ladder.pick(rows.shape[0])(rows)
         return q.view(*x.shape[:-1], q.shape[1]), scales.view(*x.shape[:-1], scales.shape[1])
