@@ -92,8 +92,9 @@ def when_tuned(layer: str) -> str:
     found: list[float | None] = []
     for path in (ROOT / "src" / "fastlayers" / "tuned" / layer).glob(f"*device_name={DEVICE}.json"):
         table = json.loads(path.read_text())
+        measured = json.loads((ROOT / "benchmarks" / "results" / "tuned" / layer / path.name).read_text())["measured"]
         here: dict[int, list[Row]] = defaultdict(list)
-        for row in table["measured"]:
+        for row in measured:
             here[row["tokens"]].append(row)
         for tokens, rows in here.items():
             rung = next(r for r in table["ladder"] if r["max_tokens"] is None or tokens <= r["max_tokens"])
@@ -288,7 +289,7 @@ def nearest() -> str:
 
     lines = []
     for layer in ALL:
-        ratios = tuning.borrowed_ratios(layer, DESCRIBED[DEVICE])
+        ratios = tuning.borrowed_ratios(layer, DESCRIBED[DEVICE], whole=True)
         if ratios:
             medians = {key: statistics.median(found) for key, found in ratios.items()}
             worst = max(medians, key=lambda key: medians[key])

@@ -226,12 +226,12 @@ def _slower_because(backend: Backend, choice: Choice) -> str:
         return f"ranked below {choice.rungs[0].backend.name}"
     # A table keeps the best time of every backend at every token count.
     ratios = []
-    for count in sorted({row["tokens"] for row in found.table.get("measured", [])}):
-        times = [(row["us"], row["backend"]) for row in found.table["measured"] if row["tokens"] == count]
-        own = [us for us, name in times if name == backend.name]
-        theirs = [us for us, name in times if name in used]
-        if own and theirs:
-            ratios.append((min(own) / min(theirs), count))
+    counts, times = tuning.times_of(found.table)
+    for index, count in enumerate(counts):
+        own = times.get(backend.name, [None] * len(counts))[index]
+        theirs = [us for name in used if name in times and (us := times[name][index]) is not None]
+        if own is not None and theirs:
+            ratios.append((own / min(theirs), count))
     if not ratios:
         return "not measured in the tuned table"
     ratio, count = min(ratios)

@@ -14,11 +14,13 @@ from fastlayers.tuning.ladder import (
     borrowed_loss,
     borrowed_ratios,
     ladder_for,
+    ladder_of,
     lent_rungs,
     lookup,
     rung_at,
+    times_of,
 )
-from fastlayers.tuning.staleness import changes, kernel_hash, metadata, packages_of, version_of
+from fastlayers.tuning.staleness import changes, kernel_hash, metadata, packages_of, removable_packages, version_of
 from fastlayers.tuning.table import (
     KEPT_WITHIN,
     SCHEMA,
@@ -31,6 +33,7 @@ from fastlayers.tuning.table import (
     neighbours,
     path_of,
     read,
+    read_whole,
     shape_text,
     tables,
     write,
@@ -38,7 +41,7 @@ from fastlayers.tuning.table import (
 
 __all__ = [
     "KEPT_WITHIN", "SCHEMA", "SHIPPED", "Found", "Tuned", "TunedTableError", "borrowed_loss", "borrowed_ratios",
-    "changes", "directories", "distance", "find", "kernel_hash", "key_of", "ladder_for", "lent_rungs", "lookup",
-    "metadata", "neighbours", "packages_of", "path_of", "read", "rung_at", "shape_text", "tables", "version_of",
-    "write",
+    "changes", "directories", "distance", "find", "kernel_hash", "key_of", "ladder_for", "ladder_of", "lent_rungs",
+    "lookup", "metadata", "neighbours", "packages_of", "path_of", "read", "read_whole", "removable_packages",
+    "rung_at", "shape_text", "tables", "times_of", "version_of", "write",
 ]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import math
 import shlex
 import statistics
 from collections.abc import Collection, Mapping, Sequence
@@ -22,6 +23,7 @@ from fastlayers.tuning.table import (
     key_of,
     neighbours,
     read,
+    read_whole,
     shape_text,
     tables_by_key,
 )
@@ -92,14 +94,12 @@ def ladder_for(
     found = lookup(layer, cfg, device, able, known)
     if found is None:
         return None
-    whole = found.table["ladder"]
-    rows = [row for row in whole if row["backend"] in able]
+    rows, dropped = ladder_of(found.table, able)
     layout = able[rows[-1]["backend"]].weight_layout
-    dropped = {row["backend"]: "it cannot run here" for row in whole if row["backend"] not in able}
     dropped |= {row["backend"]: "another weight layout" for row in rows if able[row["backend"]].weight_layout != layout}
     rows = [row for row in rows if row["backend"] not in dropped]
     if rows[-1]["max_tokens"] is not None:  # it serves more than it did: its time there is another
-        rows[-1] = rows[-1] | {"max_tokens": None, "microseconds": _time_of(found.table, rows[-1])}
+        rows[-1] = {**rows[-1], "max_tokens": None, "microseconds": _time_of(found.table, rows[-1])}
     for row in rows:
         if row.get("config") and not _takes_config(able[row["backend"]]):
             raise TunedTableError(f"tuned table {found.path}: backend {row['backend']!r} takes no config")
@@ -111,6 +111,37 @@ def ladder_for(
         _announce(layer, cfg, device, found, able)
     cut = "".join(f"; without its rungs of {name}: {why}" for name, why in dropped.items())
     return Tuned(rungs, found.evidence + cut)
+
+
+def ladder_of(
+    table: Mapping[str, Any], able: Collection[str] | None = None
+) -> tuple[list[Mapping[str, Any]], dict[str, str]]:
+    """Return the rungs of a table's ladder that are ``able`` to run, and of what is not why it is left out.
+
+    The first of the ladder and its alternatives that can run as a whole; if none can, what can of the first that has
+    anything; no rungs, if nothing has.
+    """
+    ladders = [table["ladder"], *table.get("alternatives", [])]
+    if able is None:
+        return ladders[0], {}
+    dropped = {row["backend"]: "it cannot run here" for row in ladders[0] if row["backend"] not in able}
+    for rows in ladders:
+        if all(row["backend"] in able for row in rows):
+            return rows, dropped
+    cut = ([row for row in rows if row["backend"] in able] for rows in ladders)
+    return next((rows for rows in cut if rows), []), dropped
+
+
+def times_of(table: Mapping[str, Any]) -> tuple[list[int], dict[str, list[float | None]]]:
+    """Return a table's token counts, and the best time of each backend at each of them."""
+    if "times" in table:
+        return table["tokens"], table["times"]
+    best: dict[str, dict[int, float]] = {}
+    for row in table.get("measured", []):
+        own = best.setdefault(row["backend"], {})
+        own[row["tokens"]] = min(row["us"], own.get(row["tokens"], math.inf))
+    counts = sorted({count for own in best.values() for count in own})
+    return counts, {name: [own.get(count) for count in counts] for name, own in best.items()}
 
 
 def _time_of(table: Mapping[str, Any], row: Mapping[str, Any]) -> float | None:
@@ -149,7 +180,7 @@ def lookup(
     own = find(layer, key, device)
     for path in ([own] if own is not None else []) + neighbours(layer, key, device):
         table = read(path, layer, device, known)
-        used = {row["backend"] for row in table["ladder"]} & set(able)
+        used = {row["backend"] for row in ladder_of(table, able)[0]}
         if used:
             return Found(path, table, path == own, changes(table, [able[name] for name in sorted(used)]))
     return None
@@ -180,21 +211,26 @@ def borrowed_loss(layer: str, device: Device, able: Collection[str] | None = Non
     The largest median over the token counts of a shape, from the times in the tables; 0.1 is 10 %. ``None`` if there
     are not two comparable tables with times. ``able``: only these backends count.
     """
-    losses = [statistics.median(ratios) - 1 for ratios in borrowed_ratios(layer, device, able).values()]
+    tables = [read(path, layer, device) for _, path in tables_by_key(layer, device)]
+    losses = [table["borrowed"] - 1 for table in tables if "borrowed" in table]
+    losses += [statistics.median(ratios) - 1 for ratios in borrowed_ratios(layer, device, able).values()]
     return max(losses) if losses else None
 
 
-def borrowed_ratios(layer: str, device: Device, able: Collection[str] | None = None) -> dict[str, list[float]]:
+def borrowed_ratios(
+    layer: str, device: Device, able: Collection[str] | None = None, whole: bool = False
+) -> dict[str, list[float]]:
     """Return for each shape with a table what its nearest neighbour's ladder takes at each token count, over the best.
 
     Times are those in the shape's own table. A configuration without one was slower than ``KEPT_WITHIN`` times the
     best, or never timed: it counts as that, or as its backend's own rule if that is slower. ``able``: as if these
-    were the only backends.
+    were the only backends. ``whole``: of shipped tables, too, by the measurements that they were made from.
     """
     found = {}
     for key, path in tables_by_key(layer, device):
         rungs = lent_rungs(layer, key, device, able)
-        own = [row for row in read(path, layer, device).get("measured", []) if able is None or row["backend"] in able]
+        table = read_whole(path, layer, device) if whole else read(path, layer, device)
+        own = [row for row in table.get("measured", []) if able is None or row["backend"] in able]
         if rungs and (ratios := _ratios(own, rungs)):
             found[key] = ratios
     return found
@@ -203,7 +239,7 @@ def borrowed_ratios(layer: str, device: Device, able: Collection[str] | None = N
 def lent_rungs(layer: str, key: str, device: Device, able: Collection[str] | None = None) -> list[Mapping[str, Any]]:
     """Return the nearest neighbour's ladder without what is not ``able``; empty if nobody lends one."""
     for path in neighbours(layer, key, device):
-        rungs = [row for row in read(path, layer, device)["ladder"] if able is None or row["backend"] in able]
+        rungs, _ = ladder_of(read(path, layer, device), able)
         if rungs:
             return rungs
     return []

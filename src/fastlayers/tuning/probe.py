@@ -124,7 +124,7 @@ def _probe(choice: Choice, found: tuning.Found, clock: Clock) -> Probe:
     from fastlayers.tuning.sweep import case_at, inputs_of
 
     spec, first = spec_of(choice.layer), choice.rungs[0]
-    counts = sorted(row["tokens"] for row in found.table.get("measured", []))
+    counts, _ = tuning.times_of(found.table)
     tokens = first.max_tokens if first.max_tokens is not None else counts[-1] if counts else 1
     # Without the token counts nobody knows where the last rung took what the table says.
     table_us = first.microseconds if first.max_tokens is not None or counts else None

@@ -117,7 +117,7 @@ def earlier(path: Path, layer: str, device: Device, able: Sequence[Backend]) -> 
     if not path.is_file():
         return Earlier()
     try:
-        table = tuning.read(path, layer, device)
+        table = tuning.read_whole(path, layer, device)
     except tuning.TunedTableError:
         return Earlier()  # it is made anew
     known = table.get("metadata", {}).get("versions", {})

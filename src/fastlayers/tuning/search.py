@@ -23,18 +23,15 @@ import torch
 
 from fastlayers import tuning
 from fastlayers.device import Device, as_device
-from fastlayers.errors import FastlayersError
 from fastlayers.registry import Backend, registry
 from fastlayers.testing.parity import check_parity
 from fastlayers.testing.spec import Case, spec_of
 from fastlayers.tuning.clock import SHORT_US, Clock, Timed, Timing, rounds_for
+from fastlayers.tuning.rungs import Step, TuneError, alternatives, as_rows, best_times, choose_ladder
 from fastlayers.tuning.samples import ALL, QUICK, Journal, Option, Sample, earlier
 from fastlayers.tuning.staleness import packages_of
 from fastlayers.tuning.sweep import case_at, drawn_on, inputs_of, peak_flops
 
-# A win below this is noise, and so is one below the spread of the runs, up to MOST_SPREAD: measured again, what was
-# taken shall not be slower by the 3 % that "never slower" allows.
-NOISE, MOST_SPREAD = 0.015, 0.02
 MAX_CANDIDATES, QUICK_CANDIDATES = ALL, QUICK
 # Rounds of timing, and the part of the options that is left after each but the last.
 ROUNDS, KEPT, FEWEST = (3, 6, 13), 0.25, 4
@@ -43,85 +40,12 @@ LONG_US, LONG_ROUNDS = 2000.0, (2, 3, 5)
 PARITY_TOKENS = 5
 
 
-class TuneError(FastlayersError, RuntimeError):
-    """A shape cannot be tuned here."""
-
-
 class OutOfTimeError(TuneError):
     """The time that a run was given is over; its journal is kept."""
 
 
 class NothingToTuneError(TuneError):
     """One backend without parameters: there is nothing to choose."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """One rung as the tuner chose it."""
-
-    max_tokens: int | None
-    option: Option
-    us: float
-
-
-def choose_ladder(samples: Iterable[Sample], layouts: Mapping[str, str], rank: Sequence[str]) -> list[Step]:
-    """Return the ladder: fewest rungs whose every measured point is within the noise of the best.
-
-    Parameters
-    ----------
-    samples : iterable of Sample
-        An option without a sample at a token count cannot serve it.
-    layouts : mapping
-        Backend name to weight layout. A ladder has one; the one with the smallest mean (of logarithms) wins.
-    rank : sequence of str
-        Backend names, best first: decides between equals.
-    """
-    found = list(samples)
-    best: tuple[float, list[Step]] | None = None
-    counts = sorted({s.tokens for s in found})
-    for layout in dict.fromkeys(layouts[name] for name in rank if name in layouts):
-        own = [s for s in found if layouts.get(s.option.backend) == layout]
-        if {s.tokens for s in own} != set(counts):
-            continue
-        steps, times = _cover(own, counts, rank)
-        mean = sum(map(math.log, times)) / len(times)
-        if best is None or mean < best[0] - 1e-9:
-            best = (mean, steps)
-    if best is None:
-        raise TuneError("no backend was timed at every token count")
-    return best[1]
-
-
-def _cover(samples: list[Sample], counts: list[int], rank: Sequence[str]) -> tuple[list[Step], list[float]]:
-    at = {count: {s.option: s for s in samples if s.tokens == count} for count in counts}
-    good: dict[int, set[Option]] = {}
-    for count, row in at.items():
-        top = min(row.values(), key=lambda s: s.us)
-        limit = top.us * (1 + max(NOISE, min(MOST_SPREAD, top.spread_us / top.us)))
-        good[count] = {option for option, s in row.items() if s.us <= limit}
-    steps: list[Step] = []
-    times: list[float] = []
-    position = 0
-    while position < len(counts):
-        reach: dict[Option, int] = {}
-        for option in good[counts[position]]:
-            end = position
-            while end < len(counts) and option in good[counts[end]]:
-                end += 1
-            reach[option] = end
-
-        def key(option: Option, reach: dict[Option, int] = reach, start: int = position) -> tuple[Any, ...]:
-            span = counts[start : reach[option]]
-            whole = sum(math.log(at[c][option].us) for c in span)
-            return -reach[option], bool(option.config), rank.index(option.backend), whole
-
-        chosen = min(reach, key=key)
-        end = reach[chosen]
-        times += [at[c][chosen].us for c in counts[position:end]]
-        last = None if end == len(counts) else counts[end - 1]
-        steps.append(Step(last, chosen, at[counts[end - 1]][chosen].us))
-        position = end
-    return steps, times
 
 
 # ---- timing ----------------------------------------------------------------------------------------------------
@@ -372,7 +296,7 @@ def tune_shape(
     samples = [s for count in sorted(found) for s in found[count]]
     steps, errors = _checked_ladder(bench, samples, able)
     candidates = dict(before.candidates) | dict.fromkeys(journal.samples, bench.most_candidates)
-    table = _table(bench, key, steps, samples, errors)
+    table = _table(bench, key, steps, samples, errors, able)
     table |= {
         "failed": dict(before.failed) | table["failed"], "candidates": {str(n): candidates[n] for n in sorted(found)},
         "metadata": about | {"command": command, "seconds": round(time.time() - started, 1)},
@@ -418,7 +342,7 @@ def _checked_ladder(bench: Bench, samples: list[Sample], able: list[Backend]) ->
 
 
 def _table(
-    bench: Bench, key: str, steps: list[Step], samples: list[Sample], errors: Mapping[Option, float]
+    bench: Bench, key: str, steps: list[Step], samples: list[Sample], errors: dict[Option, float], able: list[Backend]
 ) -> dict[str, Any]:
     chosen = {step.option for step in steps}
     shown: list[Sample] = []
@@ -430,14 +354,22 @@ def _table(
             s for s in here
             if s.us <= limit or s.option in chosen or not s.option.config or best[s.option.backend] is s
         ]  # fmt: skip
-    ladder = [
-        {"max_tokens": step.max_tokens, "backend": step.option.backend, "microseconds": round(step.us, 2)}
-        | ({"config": dict(step.option.config)} if step.option.config else {})
-        for step in steps
-    ]
+
+    def choose(names: frozenset[str]) -> list[Step] | None:
+        try:
+            others = [backend for backend in able if backend.name in names]
+            chosen, more = _checked_ladder(bench, [s for s in samples if s.option.backend in names], others)
+        except TuneError:
+            return None
+        errors.update(more)
+        return chosen
+
+    packages = {backend.name: tuning.removable_packages(backend) for backend in able}
+    others = alternatives(steps, packages, choose)
     return {
         "schema": tuning.SCHEMA, "layer": bench.layer, "device": bench.device.name, "key": key, "cfg": repr(bench.cfg),
-        "ladder": ladder, "errors": {str(option): float(f"{error:.3g}") for option, error in errors.items()},
+        "ladder": as_rows(steps), "alternatives": [as_rows(other) for other in others], **best_times(samples),
+        "errors": {str(option): float(f"{error:.3g}") for option, error in errors.items()},
         "failed": {str(option): why for option, why in sorted(bench.failed.items())},
         "floors": floors(bench.layer, bench.cfg, bench.device, sorted({s.tokens for s in samples})),
         "measured": [sample.as_json() for sample in shown],

@@ -163,6 +163,7 @@ class Sources:
         self._read = read
         self._modules: dict[str, Module | None] = {}
         self._digests: dict[tuple[str, str], str] = {}
+        self._used: dict[tuple[str, str], list[Definition]] = {}
 
     def module(self, name: str, beside: str = LIBRARY) -> Module | None:
         """Return a module of this library or of the distribution of ``beside``, parsed once; no other is looked at."""
@@ -199,10 +200,15 @@ class Sources:
             here = each.module.name.partition(".")[0]
             if each.jitted or (own != LIBRARY and here == own):
                 yield each
-            for node in each.nodes:
-                for use in _uses(node):
-                    found = self._resolve(each.module, _path(use))
-                    waiting += [found] if found is not None else []
+            waiting += self._used_by(each)
+
+    def _used_by(self, definition: Definition) -> list[Definition]:
+        """Return what a definition refers to."""
+        if definition.key not in self._used:
+            paths = dict.fromkeys(_path(use) for node in definition.nodes for use in _uses(node))
+            found = {each.key: each for path in paths if (each := self._resolve(definition.module, path)) is not None}
+            self._used[definition.key] = list(found.values())
+        return self._used[definition.key]
 
     def _rules(self, root: Definition, seen: frozenset[tuple[str, str]] = frozenset()) -> list[tuple[Module, ast.stmt]]:
         """Return what ``candidates`` of a class is, its own or that of the first base that has one."""

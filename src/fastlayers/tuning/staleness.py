@@ -21,6 +21,11 @@ def packages_of(backend: Backend) -> tuple[str, ...]:
     return tuple(name for name in tops if name != "torch") or ("torch",)
 
 
+def removable_packages(backend: Backend) -> tuple[str, ...]:
+    """Return the packages behind a backend that a machine with a GPU may lack, or may not have built."""
+    return tuple(name for name in packages_of(backend) if name not in ("torch", "triton"))
+
+
 def version_of(package: str) -> str | None:
     """Return an installed package's version, without importing it; ``None`` if it is absent."""
     if package == "torch":

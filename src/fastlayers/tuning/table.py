@@ -7,14 +7,19 @@ A table is one JSON file, ``<dir>/<layer>/<shape key>,device_name=<device>.json`
                 {"max_tokens": null, ...}],
      "metadata": {"versions": {"triton": {"triton": "3.6.0"}}, "kernels": {"triton": "0f3a…"}, "commit": "…",
                   "date": "…", "command": "…"},
+     "alternatives": [[{"max_tokens": null, "backend": "torch"}], ...],
+     "tokens": [1, 4, ...], "times": {"triton": [6.9, 7.0, ...], ...},
      "measured": [{"tokens": 1, "backend": "triton", "us": 6.9, "spread_us": 0.1, "config": {...}}, ...],
      "candidates": {"1": 40}}
 
-``candidates`` is how many configurations of a backend were tried at a token count, at most. A rung's ``config`` is
-given to its backend as it is; without one the backend's own rule holds. ``cfg.tuning_key()`` gives the shape key; a
-configuration without that method is never tuned. A shape without a table takes the ladder of the nearest shape of
-which something can run: the same names and words in the key, the smallest distance of the logarithms of its numbers.
-``fastlayers tune`` writes tables; of one made with the same versions it measures what is missing.
+``alternatives`` are the ladders for machines that lack packages of ``ladder``, the best first; ``times`` is the best
+time of each backend at each of ``tokens``. ``measured``, and what else only the tuner reads, lies in
+``benchmarks/results/tuned`` where the table ships. ``candidates`` is how many configurations of a backend were tried at
+a token count, at most. A rung's ``config`` is given to its backend as it is; without one the backend's own rule holds.
+``cfg.tuning_key()`` gives the shape key; a configuration without that method is never tuned. A shape without a table
+takes the ladder of the nearest shape of which something can run: the same names and words in the key, the smallest
+distance of the logarithms of its numbers. ``fastlayers tune`` writes tables; of one made with the same versions it
+measures what is missing.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import lru_cache
 from pathlib import Path
@@ -33,6 +38,10 @@ from fastlayers.device import Device
 from fastlayers.errors import FastlayersError
 
 SHIPPED = Path(__file__).parent.parent / "tuned"
+# What the shipped tables were made from, in the repository and not in the wheel: a file for each table.
+MEASUREMENTS = Path(__file__).parents[3] / "benchmarks" / "results" / "tuned"
+# What of a table only those need who make tables: it lies with the measurements where a table ships.
+DETAILS = ("errors", "failed", "floors", "measured", "candidates")
 SCHEMA = 1
 # A table keeps the times of configurations that are within this factor of the best.
 KEPT_WITHIN = 1.3
@@ -125,7 +134,8 @@ def read(path: Path, layer: str, device: Device, known: Collection[str] | None =
     except OSError as error:
         raise TunedTableError(f"tuned table {path} cannot be read: {error.strerror}") from error
     table = _read(path, layer, device.name, changed)
-    if known is not None and (unknown := [r["backend"] for r in table["ladder"] if r["backend"] not in known]):
+    rows = [row for rungs in (table["ladder"], *table.get("alternatives", [])) for row in rungs]
+    if known is not None and (unknown := [row["backend"] for row in rows if row["backend"] not in known]):
         raise TunedTableError(f"tuned table {path}: backend {unknown[0]!r} is unknown; known: {', '.join(known)}")
     return table
 
@@ -148,22 +158,22 @@ def _read(path: Path, layer: str, device_name: str, changed: int) -> dict[str, A
 
 def _problem(table: Mapping[str, Any], path: Path) -> str | None:
     """Return what is wrong with a table's values, ``None`` if nothing is."""
-    rows, times = table["ladder"], table.get("measured", [])
-    limits, names = [row["max_tokens"] for row in rows], [row["backend"] for row in rows]
-    configs = [row.get("config", {}) for row in [*rows, *times]]
+    for rows in (table["ladder"], *table.get("alternatives", [])):
+        if (problem := _ladder_problem(rows)) is not None:
+            return problem
+    times = table.get("measured", [])
+    configs = [row.get("config", {}) for row in times]
     about, said = table.get("metadata", {}), (table.get("candidates", {}), table.get("failed", {}))
     named = path.name.rpartition(",device_name=")[0]
-    whole = [type(m) is int and m > 0 for m in limits[:-1]]
     if table.get("key", named) != named:
         return f"its key is {table['key']!r}"
-    if not rows or limits[-1] is not None or not all(whole) or limits[:-1] != sorted(set(limits[:-1])):
-        return f"thresholds {limits} are not positive, increasing and null at the end"
-    if not all(isinstance(name, str) for name in names):
-        return f"backends {names} are not all names"
-    if not all(isinstance(config, dict) and all(type(v) is int for v in config.values()) for config in configs):
-        return f"configs {[config for config in configs if config]} are not all mappings to integers"
-    if not all(row.get("microseconds") is None or _is_time(row["microseconds"]) for row in rows):
-        return f"microseconds {[row.get('microseconds') for row in rows]} are not all positive numbers"
+    if (problem := _config_problem(configs)) is not None:
+        return problem
+    counts, best = table.get("tokens", []), table.get("times", {})
+    if not all(
+        len(row) == len(counts) and all(us is None or _is_time(us) for us in row) for row in best.values()
+    ) or counts != sorted(set(counts)):
+        return "times are not a positive number, or null, for each of the increasing token counts"
     if not all(
         type(row["tokens"]) is int and isinstance(row["backend"], str) and _is_time(row["us"])
         and type(row.get("spread_us", 0.0)) in (int, float)
@@ -176,19 +186,68 @@ def _problem(table: Mapping[str, Any], path: Path) -> str | None:
     return None
 
 
+def _ladder_problem(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    limits, names = [row["max_tokens"] for row in rows], [row["backend"] for row in rows]
+    whole = [type(m) is int and m > 0 for m in limits[:-1]]
+    if not rows or limits[-1] is not None or not all(whole) or limits[:-1] != sorted(set(limits[:-1])):
+        return f"thresholds {limits} are not positive, increasing and null at the end"
+    if not all(isinstance(name, str) for name in names):
+        return f"backends {names} are not all names"
+    if (problem := _config_problem([row.get("config", {}) for row in rows])) is not None:
+        return problem
+    if not all(row.get("microseconds") is None or _is_time(row["microseconds"]) for row in rows):
+        return f"microseconds {[row.get('microseconds') for row in rows]} are not all positive numbers"
+    return None
+
+
+def _config_problem(configs: Sequence[Any]) -> str | None:
+    if all(isinstance(config, dict) and all(type(v) is int for v in config.values()) for config in configs):
+        return None
+    return f"configs {[config for config in configs if config]} are not all mappings to integers"
+
+
 def _is_time(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < math.inf
 
 
 def write(path: Path, table: Mapping[str, Any]) -> None:
-    """Write a table in one step: a reader sees the old one or the new one."""
+    """Write a table in one step: a reader sees the old one or the new one. What ships leaves its details elsewhere."""
+    if SHIPPED in path.parents and MEASUREMENTS.parent.is_dir():
+        details = {name: table[name] for name in DETAILS if name in table}
+        if details:
+            _write(measurements(path), details)
+        table = {name: value for name, value in table.items() if name not in DETAILS}
+    _write(path, table)
+
+
+def measurements(path: Path) -> Path:
+    """Return where a shipped table's details are."""
+    return MEASUREMENTS / path.relative_to(SHIPPED)
+
+
+def read_whole(path: Path, layer: str, device: Device) -> dict[str, Any]:
+    """Read a table with what it was made from, where that is to be had."""
+    table = read(path, layer, device)
+    if SHIPPED not in path.parents or not measurements(path).is_file():
+        return table
+    return table | json.loads(measurements(path).read_text())
+
+
+def _write(path: Path, table: Mapping[str, Any]) -> None:
+    """Write a table as JSON: lists and mappings open with a line for each entry, what is in those on one line."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    measured = ",\n".join("  " + json.dumps(row) for row in table.get("measured", []))
-    text = json.dumps({**table, "measured": []}, indent=1)
-    if measured:
-        text = text.replace('"measured": []', f'"measured": [\n{measured}\n ]')
+    lines = []
+    for name, value in table.items():
+        if isinstance(value, dict) and value and any(isinstance(each, dict | list) for each in value.values()):
+            inner = ",\n".join(f"  {json.dumps(key)}: {json.dumps(each)}" for key, each in value.items())
+            lines.append(f" {json.dumps(name)}: {{\n{inner}\n }}")
+        elif isinstance(value, list) and value and any(isinstance(each, dict | list) for each in value):
+            inner = ",\n".join(f"  {json.dumps(each)}" for each in value)
+            lines.append(f" {json.dumps(name)}: [\n{inner}\n ]")
+        else:
+            lines.append(f" {json.dumps(name)}: {json.dumps(value)}")
     partial = path.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text(text + "\n")
+    partial.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     partial.replace(path)
 
 

@@ -1,7 +1,9 @@
-"""Give shipped tuned tables the hashes of their kernels by today's rule, computed from the sources they were made from.
+"""Keep the shipped tuned tables what their measurements and their sources say.
 
-    python tools/restamp_tables.py [--check]
+    python tools/tuned_tables.py summarise [--check]    alternatives, times and what a neighbour's ladder would cost
+    python tools/tuned_tables.py stamp [--check]        the kernels' hashes by today's rule, from the tables' sources
 
+``summarise`` computes from ``benchmarks/results/tuned`` what a table says beside its ladder. For ``stamp``:
 A table names the commit that made it, and the hash of its sources. That commit is checked out; a table that was made
 from other sources is refused (one that has no hash of them: if its kernels' hashes are other than the commit's own code
 computes). The new hashes are those of the commit's sources. Whether today's kernels are the same is for the tables'
@@ -11,15 +13,22 @@ reader to find. Needed when the rule of :mod:`fastlayers.tuning.sources` changes
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from fastlayers.device import DESCRIBED
+from fastlayers.registry import registry
+from fastlayers.tuning.ladder import borrowed_ratios
 from fastlayers.tuning.provenance import combined
+from fastlayers.tuning.rungs import Step, TuneError, alternatives, as_rows, best_times, choose_ladder
+from fastlayers.tuning.samples import Option, Sample
 from fastlayers.tuning.sources import Sources
-from fastlayers.tuning.table import SHIPPED, write
+from fastlayers.tuning.staleness import removable_packages
+from fastlayers.tuning.table import SHIPPED, read_whole, write
 
 ROOT = Path(__file__).parents[1]
 # Run by the old tree: its rows' targets, and their hashes as it computes them.
@@ -89,8 +98,8 @@ def hashes_at(commit: str, tables: dict[Path, dict[str, Any]]) -> dict[Path, dic
             git("worktree", "remove", "--force", str(tree))
 
 
-def main() -> None:
-    """Stamp, or with ``--check`` only say how many tables' hashes are other than today's kernels'."""
+def stamp(check: bool) -> None:
+    """Write the hashes of all tables' kernels; or only see that they can be had."""
     made: dict[str, dict[Path, dict[str, Any]]] = {}
     for path in sorted(SHIPPED.glob("*/*.json")):
         table = json.loads(path.read_text())
@@ -98,10 +107,65 @@ def main() -> None:
     for commit, tables in made.items():
         for path, kernels in hashes_at(commit, tables).items():
             table = tables[path]
-            if "--check" not in sys.argv:
+            if not check:
                 about = table["metadata"] | {"kernels": kernels, "sources": sources_of(commit)}
                 write(path, table | {"metadata": about})
         print(f"{commit}: {len(tables)} tables")
+
+
+def summary(path: Path) -> dict[str, Any]:
+    """Return what a table says beside its ladder, from its measurements."""
+    layer = path.parent.name
+    device = DESCRIBED[path.stem.rpartition("device_name=")[2]]
+    table = read_whole(path, layer, device)
+    samples = [Sample.from_json(row) for row in table["measured"]]
+    rows = [row for row in registry(layer).ranked if row.name in table["metadata"]["versions"]]
+    layouts, rank = {row.name: row.weight_layout for row in rows}, [row.name for row in rows]
+
+    def choose(names: frozenset[str]) -> list[Step] | None:
+        try:
+            return choose_ladder([s for s in samples if s.option.backend in names], layouts, rank)
+        except TuneError:
+            return None
+
+    ladder = [
+        Step(r["max_tokens"], Option(r["backend"], tuple(sorted(r.get("config", {}).items()))), r["microseconds"])
+        for r in table["ladder"]
+    ]
+    others = alternatives(ladder, {row.name: removable_packages(row) for row in rows}, choose)
+    found = {"alternatives": [as_rows(steps) for steps in others], **best_times(samples)}
+    ratios = borrowed_ratios(layer, device, whole=True).get(str(table["key"]))
+    return found | ({"borrowed": round(statistics.median(ratios), 3)} if ratios else {})
+
+
+def summarise(check: bool) -> list[Path]:
+    """Bring every table up to date; return those that were not (with ``check`` nothing is written)."""
+    stale = []
+    for path in sorted(SHIPPED.glob("*/*.json")):
+        table = json.loads(path.read_text())
+        kept = {name: value for name, value in table.items() if name not in ("alternatives", "borrowed")}
+        order = ("schema", "layer", "device", "key", "cfg", "ladder", "alternatives", "tokens", "times", "borrowed")
+        new = kept | summary(path)
+        new = {name: new[name] for name in (*order, *(name for name in new if name not in order)) if name in new}
+        if new != table:
+            stale.append(path)
+            if not check:
+                write(path, new)
+    return stale
+
+
+def main() -> None:
+    """Run one of the two."""
+    check = "--check" in sys.argv
+    if sys.argv[1:2] == ["stamp"]:
+        stamp(check)
+    elif sys.argv[1:2] == ["summarise"]:
+        stale = summarise(check)
+        print(f"{len(stale)} tables are not what their measurements say" if check else f"{len(stale)} tables written")
+        if check and stale:
+            raise SystemExit(1)
+    else:
+        raise SystemExit(__doc__)
 
 
 if __name__ == "__main__":
