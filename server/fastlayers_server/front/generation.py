@@ -56,6 +56,11 @@ class Front:
             self.ignored.add(name)
             log.warning("unknown field %r is ignored (--lenient-fields)", name[:64])
 
+    @property
+    def was_ready(self) -> bool:
+        """Whether the engine has ever been ready."""
+        return self.link.was_ready
+
     def check_model(self, name: str | None) -> None:
         """Raise 404 for a name that is not served."""
         if name is not None and name not in self.config.served_names:

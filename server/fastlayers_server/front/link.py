@@ -62,8 +62,9 @@ class Link:
         self.client, self.watchdog, self.on_death = client, watchdog, on_death
         self.info: EngineInfo | None = None
         self.stats: Stats | None = None
-        self.draining = False
-        self.death = ""
+        # Said by /ready at once on a signal, and then acted on.
+        self.leaving = self.draining = False
+        self.death, self.was_ready = "", False
         self._rids = itertools.count((index << 48) + 1)
         self._ids = itertools.count(1)
         self._rows: dict[int, Receiver] = {}
@@ -151,9 +152,11 @@ class Link:
         if self.draining:
             return "draining"
         phase = self.client.phase
-        if self.info is None and self._restarted:
+        if self.info is not None:
+            return phase if phase in ("draining", "dead") else "serving"
+        if self._restarted:
             return "restarting"
-        return "starting" if phase == "serving" and self.info is None else phase
+        return "starting" if phase == "serving" else phase
 
     _restarted = False
 
@@ -189,7 +192,7 @@ class Link:
         elif isinstance(message, Beat):
             self._beat = (time.monotonic(), message)
         elif isinstance(message, EngineInfo):
-            self.info, self._beat = message, None
+            self.info, self._beat, self.was_ready = message, None, True
             self.grammar_keys.clear()
             self.started.set()
         elif isinstance(message, Died):
@@ -218,8 +221,10 @@ class Link:
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(ApiError(503, "the engine ended", "engine_restarting", retry_after=10))
+        self.started.set()
+        if self.draining and not message.restarting:
+            return
         log.error("the engine ended: %s%s", message.reason, ", restarting" if message.restarting else "")
         if not message.restarting:
             self.death = message.reason
             self.on_death(message.reason)
-        self.started.set()

@@ -78,7 +78,7 @@ async def health(request: Request, front: Front) -> Response:
 
 async def ready(request: Request, front: Front) -> Response:
     """Say whether requests are taken, or which phase lasts."""
-    phase = front.link.phase
+    phase = "draining" if front.link.leaving else front.link.phase
     headers = {} if phase == "serving" else {"retry-after": "1"}
     return document({"phase": phase}, headers, 200 if phase == "serving" else 503)
 

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import msgspec
 
+from fastlayers_server.engine.protocol import EngineInfo
 from fastlayers_server.engine.scripted import ScriptedEngine, saying
 from fastlayers_server.front.app import make_app, make_front
 from fastlayers_server.front.config import FrontConfig
@@ -60,14 +61,14 @@ class Server:
 
 @contextmanager
 def serving(
-    script: Any = None, engine: Any = None, tokens: TokenText | None = None, features: Sequence[str] = (),
+    script: Any = None, engine: Any = None, tokens: TokenText | None = None, features: Sequence[str] | None = None,
     grammars: Any = None, limit: int = 4096, wait: bool = True, **config: Any,
 ) -> Iterator[Server]:  # fmt: skip
     """Serve the tiny checkpoint's tokenizer with a scripted engine."""
     tokens = tokens or tokens_of()
     engine = engine or ScriptedEngine(script, tick_seconds=config.pop("tick_seconds", 0.0))
-    if features:
-        engine.info = msgspec.structs.replace(engine.info, features=(*engine.info.features, *features))
+    if features is not None:
+        with_features(engine, features)
     settings = {"served_names": ("tiny",), "freeze_gc": False} | config
     front = make_front(FrontConfig(TINY, **settings), engine, tokens, grammars)
     app = make_app(front, limit)
@@ -85,6 +86,20 @@ def serving(
         loop.call_soon_threadsafe(loop.stop)
         thread.join(10)
         loop.close()
+
+
+def with_features(engine: Any, features: Sequence[str]) -> None:
+    """Let an engine say that it can do these."""
+    start = engine.start
+
+    def begin(deliver: Callable[[Any], None]) -> None:
+        def changed(message: Any) -> None:
+            known = isinstance(message, EngineInfo)
+            deliver(msgspec.structs.replace(message, features=tuple(features)) if known else message)
+
+        start(changed)
+
+    engine.start = begin
 
 
 async def _open(app: Any) -> Callable[[], Coroutine[Any, Any, None]]:

@@ -18,7 +18,7 @@ USER = [{"role": "user", "content": "hi"}]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving() as it:
+    with serving(features=("logprobs",)) as it:
         yield it
 
 

@@ -1,0 +1,48 @@
+"""Logs: a JSON line a record, or for people at a terminal; requests' ids, never their texts."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import Any
+
+import msgspec
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line; ``extra={"facts": {…}}`` becomes its fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        line: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage(),
+        }  # fmt: skip
+        line |= getattr(record, "facts", {})
+        if record.exc_info:
+            line["trace"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line, enc_hook=repr).decode()
+
+
+class ForPeople(logging.Formatter):
+    """A short line, the facts behind it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        facts = " ".join(f"{k}={v}" for k, v in getattr(record, "facts", {}).items())
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        line = f"{clock} {record.levelname.lower():7} {record.getMessage()} {facts}".rstrip()
+        return line + ("\n" + self.formatException(record.exc_info) if record.exc_info else "")
+
+
+def configure(level: str) -> None:
+    """Send our logs to stderr."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(ForPeople() if sys.stderr.isatty() else JsonLines())
+    ours = logging.getLogger("fastlayers")
+    ours.handlers, ours.propagate = [handler], False
+    ours.setLevel(level.upper())
+    logging.getLogger("fastlayers_server").handlers = [handler]
+    logging.getLogger("uvicorn").handlers = [handler]
+    logging.getLogger("uvicorn").setLevel("WARNING")

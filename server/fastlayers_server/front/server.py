@@ -1,0 +1,139 @@
+"""Running an application with uvicorn: slow headers are cut, signals drain, a dead engine ends the process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from fastlayers_server.front.generation import Front
+
+log = logging.getLogger("fastlayers.serve")
+KEEP_ALIVE_SECONDS = 65
+ENGINE_GONE = 70
+
+
+def protocol_with(header_timeout: float) -> type[HttpToolsProtocol]:
+    """Return uvicorn's protocol with a time-out for a request's headers, which it lacks."""
+
+    class Protocol(HttpToolsProtocol):
+        _waiting: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._await_headers()
+
+        def on_message_begin(self) -> None:
+            self._await_headers()
+            super().on_message_begin()
+
+        def on_headers_complete(self) -> None:
+            self._disarm()
+            super().on_headers_complete()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._disarm()
+            super().connection_lost(exc)
+
+        def _await_headers(self) -> None:
+            self._disarm()
+            if header_timeout:
+                self._waiting = self.loop.call_later(header_timeout, self.transport.close)
+
+        def _disarm(self) -> None:
+            if self._waiting is not None:
+                self._waiting.cancel()
+                self._waiting = None
+
+    return Protocol
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """Return a listening socket; raises ``OSError`` if the address is taken or is none of ours."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made = socket.socket(family)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((host, port))
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+class Runner(uvicorn.Server):
+    """One server and its front.
+
+    Parameters
+    ----------
+    app, front
+    header_timeout : float
+    """
+
+    def __init__(self, app: ASGIApp, front: Front, header_timeout: float = 10.0) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app, http=protocol_with(header_timeout), ws="none", loop="uvloop", lifespan="on", log_config=None,
+                access_log=False, server_header=False, timeout_keep_alive=KEEP_ALIVE_SECONDS, backlog=2048,
+                timeout_graceful_shutdown=5,
+            )
+        )  # fmt: skip
+        self.front = front
+        self.exit_code = 0
+        self._draining: asyncio.Task[None] | None = None
+
+    def engine_died(self, reason: str) -> None:
+        """End the process: the engine does not come back."""
+        self.exit_code = ENGINE_GONE if self.front.was_ready else 1
+        self.should_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Drain on the first signal, leave on the second."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.on_signal)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def on_signal(self) -> None:
+        """Begin to drain; a second time: leave at once."""
+        if self._draining is None:
+            self._draining = asyncio.ensure_future(self._drain())
+        else:
+            log.warning("second signal: leaving now")
+            os._exit(1)
+
+    async def _drain(self) -> None:
+        config, link = self.front.config, self.front.link
+        begin = time.monotonic()
+        link.leaving = True
+        await asyncio.sleep(config.drain_delay)
+        link.draining = True
+        log.info("draining: %d requests run", link.live)
+        end = time.monotonic() + config.shutdown_timeout
+        while (link.live or self.front.jobs) and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        if link.live:
+            log.warning("%d requests did not end within %g s", link.live, config.shutdown_timeout)
+        await asyncio.to_thread(link.client.shutdown, 0.0)
+        # Let the last events leave before the sockets close.
+        for _ in range(50):
+            if not self.front.jobs:
+                break
+            await asyncio.sleep(0.02)
+        log.info("drained in %.1f s", time.monotonic() - begin)
+        self.should_exit = True

@@ -1,0 +1,133 @@
+"""Keys, admin routes, what may be imported, what is never shown."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fastlayers_server.front.app import ROUTES
+from fastlayers_server.front.gate import ADMIN, OPEN
+
+from .harness import Server, serving
+
+FRONT = Path(__file__).parents[3] / "server" / "fastlayers_server" / "front"
+KEYS = {"api_keys": ("sk-one", "sk-zwei-ü"), "admin_keys": ("adm",)}
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[Server]:
+    with serving(**KEYS) as it:
+        yield it
+
+
+def paths() -> list[tuple[str, str]]:
+    found = [(methods[0], path.replace("{name:path}", "tiny")) for path, methods, _ in ROUTES]
+    return [*found, ("GET", "/nope"), ("POST", "/v1/files"), ("GET", "/health/"), ("GET", "/healthz")]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", [None, "Bearer wrong", "Bearer ", "sk-one", "Basic sk-one", "Bearer sk-one-", "Bearer \xe9"])  # fmt: skip  # noqa: E501
+def test_every_route_but_the_two_open_ones_needs_a_key(guarded: Server, key: str | None) -> None:
+    headers = {} if key is None else {"authorization": key.encode("latin-1")}
+    for method, path in paths():
+        response = guarded.request(method, path, headers)  # type: ignore[arg-type]
+        if path in OPEN:
+            assert response.status_code == 200
+            continue
+        expected = (403, "admin_key_required") if path in ADMIN else (401, "invalid_api_key")
+        assert (response.status_code, response.json()["error"]["code"]) == expected, path
+
+
+@pytest.mark.parametrize("key", ["sk-one", "sk-zwei-ü", "adm"])
+def test_each_key_opens_the_routes(guarded: Server, key: str) -> None:
+    headers = {"authorization": f"Bearer {key}".encode()}
+    assert guarded.request("GET", "/v1/models", headers).status_code == 200  # type: ignore[arg-type]
+    flushed = guarded.request("POST", "/flush_cache", headers)  # type: ignore[arg-type]
+    assert flushed.status_code == (200 if key == "adm" else 403)
+
+
+def test_admin_routes_are_off_without_a_key_or_open_admin() -> None:
+    with serving() as server:
+        for path in ADMIN:
+            response = server.request("POST", path)
+            assert (response.status_code, response.json()["error"]["code"]) == (403, "admin_disabled")
+    with serving(open_admin=True) as server:
+        assert server.request("POST", "/flush_cache").status_code == 200
+
+
+def test_metrics_may_be_public() -> None:
+    with serving(**KEYS, metrics_public=True) as server:
+        assert server.get("/metrics").status_code == 200
+        assert server.get("/server_info").status_code == 401
+
+
+def test_the_page_is_open_and_says_nothing(guarded: Server) -> None:
+    page = guarded.get("/")
+    assert page.status_code == 200 and "tiny" not in page.text
+
+
+def test_several_keys_share_no_prefixes(guarded: Server) -> None:
+    seen = []
+    engine = guarded.front.link.client
+    submit = engine.submit
+    engine.submit = lambda request: (seen.append(request.namespace), submit(request))[1]  # type: ignore[method-assign]
+    for key in ("sk-one", "sk-zwei-ü", "sk-one"):
+        body = b'{"model": "tiny", "prompt": "a", "max_tokens": 1}'
+        headers = {"authorization": f"Bearer {key}".encode(), "content-type": "application/json"}
+        guarded.request("POST", "/v1/completions", headers, content=body)  # type: ignore[arg-type]
+    assert seen[0] == seen[2] != seen[1] and all(len(n) == 16 for n in seen)
+
+
+def test_keys_and_prompts_are_neither_logged_nor_shown(caplog: pytest.LogCaptureFixture) -> None:
+    from fastlayers_server.serve_config import ServeConfig
+
+    config = ServeConfig(api_key=("sk-secret",), admin_api_key=("adm-secret",))
+    with caplog.at_level(logging.DEBUG), serving(api_keys=config.api_key, server=config.shown()) as server:
+        headers = {"authorization": "Bearer sk-secret"}
+        body = {"model": "tiny", "prompt": "my-private-words", "max_tokens": 2}
+        assert server.post("/v1/completions", body, **headers).status_code == 200
+        server.post("/v1/completions", body | {"temperature": "%s%n"}, **headers)
+        info = server.get("/server_info", **headers).text
+        metrics = server.get("/metrics", **headers).text
+    shown = caplog.text + info + metrics + repr(server.front.config)
+    assert "secret" not in shown and "my-private-words" not in shown
+    assert '"***"' in info
+
+
+def test_the_front_imports_no_torch_and_no_engine_but_its_messages() -> None:
+    code = (
+        "import sys, fastlayers_server.front.app, fastlayers_server.front.server; "
+        "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'fastlayers', 'fastlayers_models', 'xgrammar') "
+        "or m.startswith('fastlayers_server.engine.')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['fastlayers_server.engine.protocol']"
+
+
+def test_no_pickle_no_eval_no_fetching() -> None:
+    forbidden = {"pickle", "shelve", "marshal", "requests", "urllib", "httpx", "aiohttp", "subprocess"}
+    for path in FRONT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = {a.name.split(".")[0] for a in node.names} if isinstance(node, ast.Import) else set()
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = {node.module.split(".")[0]}
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                names = {node.func.id} & {"eval", "exec", "compile"}
+                assert not names, f"{path}: {names}"
+            assert not names & forbidden, f"{path}: {names & forbidden}"
+
+
+def test_cross_origin_requests_are_off_unless_asked_for() -> None:
+    origin = {"origin": "https://example.org", "access-control-request-method": "POST"}
+    with serving() as server:
+        assert server.request("OPTIONS", "/v1/completions", origin).status_code == 405
+        assert "access-control-allow-origin" not in server.get("/health", **origin).headers
+    with serving(cors_origins=("https://example.org",), api_keys=("k",)) as server:
+        answer = server.request("OPTIONS", "/v1/completions", origin)
+        assert answer.headers["access-control-allow-origin"] == "https://example.org"
+        assert "access-control-allow-credentials" not in answer.headers

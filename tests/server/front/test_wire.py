@@ -1,0 +1,235 @@
+"""What only a socket shows: clients that leave, dawdle or send nonsense; time-outs; draining."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import threading
+import time
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from .harness import script_of, tokens_of
+from .wire import Wire, on_the_wire, wait_for
+
+LONG = {"model": "tiny", "prompt": "a", "max_tokens": 4000, "ignore_eos": True}
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps(LONG | fields).encode()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_is_aborted_at_once(stream: bool) -> None:
+    with on_the_wire(tick_seconds=0.002) as wire:
+        connection = wire.send("/v1/completions", body(stream=stream))
+        assert wait_for(lambda: wire.live)
+        if stream:
+            assert connection.recv(4096)
+        connection.close()
+        assert wait_for(lambda: not wire.live, 1.0), "the engine works for nobody"
+        assert wait_for(lambda: not wire.front.jobs and wire.front.link.live == 0)
+        text = httpx.get(f"{wire.url}/metrics").text
+        assert 'fastlayers_aborts_total{cause="disconnect"} 1.0' in text
+
+
+def test_a_client_that_leaves_while_its_first_token_is_waited_for() -> None:
+    with on_the_wire(tick_seconds=0.5) as wire:
+        connection = wire.send("/v1/completions", body(stream=True))
+        assert wait_for(lambda: wire.front.link.live == 1)
+        connection.close()
+        assert wait_for(lambda: not wire.front.jobs, 2.0)
+        assert wait_for(lambda: not wire.live, 2.0)
+
+
+def test_a_client_that_takes_nothing_is_given_up() -> None:
+    with on_the_wire(tick_seconds=0.0, write_timeout=0.3) as wire:
+        slow = wire.send("/v1/completions", body(stream=True, logprobs=20, n=8), receive_buffer=2048)
+        assert wait_for(lambda: wire.front.link.live == 8 or not wire.front.jobs)
+        assert wait_for(lambda: not wire.front.jobs, 20.0), "the slow client is kept"
+        # Others are served meanwhile and afterwards.
+        assert httpx.post(f"{wire.url}/v1/completions", json=LONG | {"max_tokens": 2}).status_code == 200
+        slow.close()
+
+
+def test_headers_that_do_not_come_are_not_waited_for() -> None:
+    with on_the_wire(header_timeout=0.2) as wire:
+        silent, half = wire.connect(), wire.connect()
+        half.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
+        begin = time.monotonic()
+        assert silent.recv(10) == b"" and half.recv(10) == b""
+        assert time.monotonic() - begin < 2.0
+        # Between requests a connection may rest longer.
+        kept = wire.connect()
+        for _ in range(2):
+            kept.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert answer(kept)[0] == 200
+            time.sleep(0.4)
+
+
+def answer(connection: socket.socket) -> tuple[int, Any]:
+    response = b""
+    while b"\r\n\r\n" not in response:
+        response += connection.recv(4096)
+    head, _, rest = response.partition(b"\r\n\r\n")
+    length = int(next(h.split(b":")[1] for h in head.split(b"\r\n") if h.lower().startswith(b"content-length")))
+    while len(rest) < length:
+        rest += connection.recv(4096)
+    return int(head.split()[1]), json.loads(rest)
+
+
+def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    with on_the_wire(body_timeout=0.2) as wire:
+        status, found = answer(wire.send("/v1/completions", b"{", "Content-Length: 100"))
+        assert (status, found["error"]["code"]) == (408, "request_timeout")
+
+
+def test_a_body_that_is_too_large_is_refused_while_it_comes() -> None:
+    with on_the_wire(max_body_bytes=1000) as wire:
+        declared = wire.send("/v1/completions", b"{", "Content-Length: 1001")
+        counted = wire.send("/v1/completions", b"800\r\n" + b"x" * 2048 + b"\r\n", "Transfer-Encoding: chunked")
+        for connection in (declared, counted):
+            status, found = answer(connection)
+            assert (status, found["error"]["code"]) == (413, "request_too_large")
+            assert found["error"]["type"] == "invalid_request_error"
+
+
+def test_more_requests_than_the_limit_are_refused() -> None:
+    with on_the_wire(limit=1) as wire:
+        first = wire.send("/v1/completions", body(stream=True))
+        assert first.recv(100)
+        status, found = answer(wire.send("/v1/completions", body()))
+        assert (status, found["error"]["code"]) == (429, "queue_full")
+        first.close()
+
+
+def test_bytes_that_are_no_http_end_their_connection_and_nothing_else() -> None:
+    source = random.Random(0)
+    good = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    payload = json.dumps({"model": "tiny", "prompt": "ab", "max_tokens": 2, "stop": ["x"], "n": 2}).encode()
+    statuses: dict[bytes, int] = {}
+    with on_the_wire(header_timeout=0.05, body_timeout=0.05, tick_seconds=0.0) as wire:
+        end = time.monotonic() + 15
+        for turn in range(400):
+            if time.monotonic() > end:
+                break
+            text = bytearray(good % len(payload) + payload)
+            for _ in range(source.randrange(1, 6)):
+                at = source.randrange(len(text)) if turn % 2 else source.randrange(len(text) - len(payload), len(text))
+                text[at : at + source.randrange(2)] = source.randbytes(source.randrange(3))
+            with wire.connect() as connection:
+                connection.sendall(bytes(text))
+                connection.settimeout(1.0)
+                try:
+                    first = connection.recv(100)
+                except (TimeoutError, ConnectionError):
+                    first = b""
+            status = first.split()[1] if first.startswith(b"HTTP/1.1 ") else b"-"
+            statuses[status] = statuses.get(status, 0) + 1
+        assert not [s for s in statuses if s.startswith(b"5")], statuses
+        assert statuses.get(b"400", 0) > 5 and turn > 20, statuses
+        assert wait_for(lambda: not wire.front.jobs)
+        assert httpx.get(f"{wire.url}/health").status_code == 200
+
+
+def test_draining_finishes_what_runs_and_refuses_what_comes() -> None:
+    with on_the_wire(tick_seconds=0.005, drain_delay=0.2, shutdown_timeout=10.0) as wire:
+        running = wire.send("/v1/completions", body(max_tokens=200))
+        assert wait_for(lambda: wire.live)
+        wire.loop.call_soon_threadsafe(wire.runner.on_signal)
+        assert wait_for(lambda: httpx.get(f"{wire.url}/ready").status_code == 503)
+        assert httpx.get(f"{wire.url}/ready").json() == {"phase": "draining"}
+        assert httpx.get(f"{wire.url}/health").status_code == 200
+        assert wait_for(lambda: wire.front.link.draining)
+        refused = httpx.post(f"{wire.url}/v1/completions", json=LONG)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        assert int(refused.headers["retry-after"]) >= 1
+        status, found = answer(running)
+        assert status == 200 and found["usage"]["completion_tokens"] == 200
+        assert wait_for(lambda: wire.runner.should_exit) and wire.runner.exit_code == 0
+
+
+def test_draining_ends_what_takes_too_long_with_an_error() -> None:
+    with on_the_wire(tick_seconds=0.02, shutdown_timeout=0.3) as wire:
+        running = wire.send("/v1/completions", body(stream=True))
+        assert wait_for(lambda: wire.live)
+        wire.loop.call_soon_threadsafe(wire.runner.on_signal)
+        text = b""
+        while piece := running.recv(65536):
+            text += piece
+            if b"[DONE]" in text:
+                break
+        assert b'"code":"engine_restarting"' in text and b"data: [DONE]" in text
+        assert wait_for(lambda: wire.runner.should_exit)
+
+
+def test_openais_client_talks_to_it() -> None:
+    tokens = tokens_of()
+    text = "One two three."
+    with on_the_wire(script_of(tokens, text), tokens=tokens, api_keys=("sk-1",)) as wire:
+        client = openai.OpenAI(base_url=f"{wire.url}/v1", api_key="sk-1")
+        messages: Any = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+        assert client.models.list().data[0].id == "tiny"
+        said = client.chat.completions.create(model="tiny", messages=messages)
+        assert said.choices[0].message.content == text
+        parts = list(client.chat.completions.create(model="tiny", messages=messages, stream=True))
+        assert "".join(p.choices[0].delta.content or "" for p in parts) == text
+        assert client.completions.create(model="tiny", prompt="a").choices[0].text == text
+        with pytest.raises(openai.NotFoundError):
+            client.chat.completions.create(model="other", messages=messages)
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key="sk-2").models.list()
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(model="tiny", messages=messages, temperature=9)
+        assert caught.value.param == "temperature"
+
+
+def test_litellm_reads_every_answer() -> None:
+    # Its import takes many seconds, so it is only here.
+    import litellm
+
+    tokens = tokens_of()
+    text = "One two three."
+    messages: Any = [{"role": "user", "content": "hi"}]
+    with on_the_wire(script_of(tokens, text), tokens=tokens) as wire:
+        options: Any = {"api_base": f"{wire.url}/v1", "api_key": "sk-1"}
+        said = litellm.completion("openai/tiny", messages, **options)
+        assert said.choices[0].message.content == text and said.usage.completion_tokens > 3
+        stream = litellm.completion("openai/tiny", messages, stream=True, **options)
+        assert "".join(p.choices[0].delta.content or "" for p in stream) == text
+        whole = litellm.text_completion("a", "text-completion-openai/tiny", logprobs=1, **options)
+        assert whole.choices[0].text == text
+
+
+def test_many_streams_at_once_end_whole(wire_count: int = 40) -> None:
+    tokens = tokens_of()
+    text = "Lorem ipsum dolor sit amet, " * 5
+    found: list[str] = []
+    limits = httpx.Limits(max_connections=wire_count)
+    with (
+        on_the_wire(script_of(tokens, text), tokens=tokens, tick_seconds=0.001) as wire,
+        httpx.Client(limits=limits) as client,
+    ):
+
+        def one() -> None:
+            request = {"model": "tiny", "prompt": "a", "stream": True}
+            with client.stream("POST", f"{wire.url}/v1/completions", json=request, timeout=30) as response:
+                lines = [line[6:] for line in response.iter_lines() if line.startswith("data: {")]
+            found.append("".join(json.loads(line)["choices"][0]["text"] for line in lines))
+
+        threads = [threading.Thread(target=one) for _ in range(wire_count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        _ledger_agrees(wire)
+    assert found == [text] * wire_count
+
+
+def _ledger_agrees(wire: Wire) -> None:
+    sent = 40 * (len(wire.front.tokens.encode("Lorem ipsum dolor sit amet, " * 5, False)) + 1)
+    assert f"fastlayers_front_tokens_total {float(sent)}" in httpx.get(f"{wire.url}/metrics").text
