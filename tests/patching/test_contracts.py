@@ -17,7 +17,6 @@ from transformers import DynamicCache, StaticCache
 
 import fastlayers as fl
 from fastlayers.errors import PatchError
-from fastlayers.patching import apply
 from fastlayers.patching.classes import PREFIX, FastModule
 from fastlayers.patching.packing import PackedModule
 
@@ -283,23 +282,6 @@ def test_continuous_batching_says_that_it_does_not_work() -> None:
         model.generate_batch([[1, 2, 3]])
     fl.unpatch(model)
     assert "generate_batch" not in model.__dict__
-
-
-@pytest.mark.parametrize("name", GQA)
-def test_continuous_batching_runs_on_the_implementation_of_before(name: str) -> None:
-    model = build(name)
-    before = model.config._attn_implementation
-    seen: list[str] = []
-    fl.patch(model)
-    type(model).stand_in = lambda self, *args: seen.append(self.config._attn_implementation)
-    try:
-        apply._stock_continuous_batching(model, "stand_in", 1)
-    finally:
-        del type(model).stand_in
-    assert seen == [before] and "generate_batch" in model.__dict__
-    wanted = logits(model)
-    fl.unpatch(model)
-    assert close(logits(model), wanted) and "generate_batch" not in model.__dict__
 
 
 @pytest.mark.parametrize("name", FAMILIES)

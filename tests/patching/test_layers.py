@@ -220,8 +220,8 @@ def test_gpt_oss_attention_in_bf16_is_as_good_as_stock() -> None:
         assert mask is not None
         seen = masks("bool", 3, 43)
         assert seen is not None
-        # Under eager attention the masks that are made here are int8.
-        given_mask = seen.view(torch.int8) if kind == "bool" else mask.clamp_min(torch.finfo(torch.bfloat16).min)
+        hidden = torch.finfo(torch.bfloat16).min
+        given_mask = torch.zeros(seen.shape).masked_fill(~seen, hidden) if kind == "bool" else mask.clamp_min(hidden)
         wanted = attention_call(exact, 3, 0, causal_rows(mask))
         results = [attention_call(m, 3, 0, causal_rows(k)) for m, k in ((stock, mask.bfloat16()), (fast, given_mask))]
         errors = [float((r.float() - wanted).norm() / wanted.norm()) for r in results]
@@ -241,16 +241,13 @@ def test_grouped_attention_honours_any_mask(name: str, queries: int, kind: str) 
     stock, fast = pair(name)
     cached = 0 if kind == "none" and queries > 1 else 40
     mask = None if kind == "none" else masks(kind, queries, cached + queries)
-    plain = mask
-    if stock.config._attn_implementation == "eager" and (mask is None or mask.dtype == torch.bool):
-        seen = gqa.causal(queries, queries, torch.device("cpu")) if mask is None else mask
-        plain = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
-        mask = None if mask is None else mask.view(torch.int8)
+    if stock.config._attn_implementation == "eager" and mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
     if cached:
         first = torch.zeros(1, 1, cached, cached).masked_fill(~gqa.causal(cached, cached, torch.device("cpu")), -1e30)
     wanted, given = (
         attention_call(model, queries, cached, m, first if cached else None)
-        for model, m in ((stock, plain if cached or queries > 1 else None), (fast, mask))
+        for model, m in ((stock, mask), (fast, mask))
     )
     assert close(given, wanted, 1e-5)
 

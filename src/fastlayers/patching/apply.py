@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 from torch import nn
 
 from fastlayers.errors import ArgumentError, PatchError, check_choice, check_plain
-from fastlayers.patching import decode, experts, gqa
-from fastlayers.patching.classes import PREFIX, FastModule, swap, unswap
+from fastlayers.patching import decode
+from fastlayers.patching.classes import swap, unswap
 from fastlayers.patching.mla import FastMLA
 from fastlayers.patching.packing import PackedModule
-from fastlayers.patching.plan import KINDS, Options, Step, experts_need_registry, is_patched, make_plan, selectors
+from fastlayers.patching.plan import KINDS, Options, Step, is_patched, make_plan, selectors
 from fastlayers.patching.report import PatchEntry, PatchReport
 
 # Entry points of continuous batching: Hugging Face's manager sizes its pages wrongly for MLA and returns nothing.
@@ -151,7 +151,7 @@ def _watch(report: PatchReport, model: nn.Module, steps: list[Step]) -> None:
     for step in steps:
         if not step.reason:
             fast: Any = step.module
-            report.watch(step.name, fast._fl_hits, fast._fl_falls, replays.get(id(fast)))
+            report.watch(step.name, fast._fl_hits, fast._fl_falls, replays.get(id(fast)), fast._fl_reasons)
     for driver in drivers:
         report.watch("cuda_graph", driver.replays, driver.falls)
 
@@ -197,21 +197,13 @@ def _check(steps: list[Step], options: Options) -> None:
 
 def _apply(model: nn.Module, steps: list[Step], options: Options, undo: ExitStack) -> list[PatchEntry]:
     entries = []
-    roots = _roots(model)
-    previous = {id(root): root.config._experts_implementation for root in roots}
     # FP8 linears first: what attention copies from them is read through their parameters either way.
     for step in steps:
         if not step.applies:
             entries.append(step.entry(_implementation(step.module) if step.done else ""))
             continue
-        assert step.rule is not None
+        assert step.rule is not None and step.rule.mixin is not None
         undo.callback(unswap, step.module)
-        if step.rule.mixin is None:
-            owner = next((root for root in roots if any(m is step.module for m in root.modules())), None)
-            undo.callback(experts.restore, step.module)
-            moved = experts.prepare(step.module, step.backend, previous[id(owner)] if owner is not None else None)
-            entries.append(step.entry(f"fused_moe={step.module._fl_core.choice.name}", moved))  # type: ignore[union-attr]
-            continue
         fast: Any = step.module
         if issubclass(step.rule.mixin, FastMLA):
             fast._fl_adopt = options.cache == "adopt"
@@ -219,67 +211,26 @@ def _apply(model: nn.Module, steps: list[Step], options: Options, undo: ExitStac
         entries.append(step.entry(_implementation(step.module), 0 if _packed(step.module) else moved, _apart(fast)))
         if _packed(step.module):
             entries.append(_packed_entry(step, moved))
-    if experts_need_registry(steps):
-        for root in roots:
-            if any(PREFIX + "core" in m.__dict__ and not isinstance(m, FastModule) for m in root.modules()):
-                undo.callback(root.set_experts_implementation, previous[id(root)])
-                root.set_experts_implementation(experts.NAME)
-    _use_attention_registry(model, steps, undo)
-    for kind, entry in ((FastMLA, _no_continuous_batching), (gqa.FastGQA, _stock_continuous_batching)):
-        for root in (root for root in roots if any(isinstance(module, kind) for module in root.modules())):
-            for name in _BATCHING:
-                if hasattr(root, name) and name not in root.__dict__:
-                    undo.callback(root.__dict__.pop, name, None)
-                    root.__dict__[name] = partial(entry, root, name)
+    for root in (root for root in _roots(model) if any(isinstance(module, FastMLA) for module in root.modules())):
+        for name in _BATCHING:
+            if hasattr(root, name) and name not in root.__dict__:
+                undo.callback(root.__dict__.pop, name, None)
+                root.__dict__[name] = NoContinuousBatching(root, name)
     return entries
 
 
-def _use_attention_registry(model: nn.Module, steps: list[Step], undo: ExitStack) -> None:
-    """Set the attention implementation of each model with patched attention, where a plain one ran so far."""
-    for owner, layers in _attention_owners(model):
-        previous = owner.config._attn_implementation
-        if previous not in (None, *gqa.NAMES) or not any(step.module in layers and step.applies for step in steps):
-            continue
-        undo.callback(owner.set_attn_implementation, previous or "sdpa")
-        owner.set_attn_implementation(gqa.NAMES[previous or "sdpa"])
-
-
-def _attention_owners(model: nn.Module) -> list[tuple[Any, list[Any]]]:
-    """Return the outermost models whose config patched attention layers read, each with these layers."""
-    from transformers import PreTrainedModel
-
-    layers: dict[int, list[Any]] = {}
-    for module in model.modules():
-        if isinstance(module, gqa.FastGQA):
-            layers.setdefault(id(module.config), []).append(module)
-    found: list[tuple[Any, list[Any]]] = []
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and id(module.config) in layers:
-            found.append((module, layers.pop(id(module.config))))
+def _implementation(module: Any) -> str:
+    found: str = module._fl_implementation()
     return found
 
 
-def _restore_attention(model: nn.Module) -> None:
-    """Give models with patched attention the implementation that they had."""
-    for owner, _ in _attention_owners(model):
-        previous = gqa.BEFORE.get(owner.config._attn_implementation)
-        if previous is not None:
-            owner.set_attn_implementation(previous)
-
-
-def _implementation(module: nn.Module) -> str:
-    if isinstance(module, FastModule):
-        return module._fl_implementation()
-    return f"fused_moe={module._fl_core.choice.name}"  # type: ignore[union-attr]
-
-
 def _packed(module: nn.Module) -> bool:
-    return isinstance(module, PackedModule) and module._fl_weight is not None
+    return isinstance(module, PackedModule) and bool(module._fl_together())
 
 
 def _apart(module: Any) -> str:
     """Return a remark if weights that could share a buffer stay where they are, for somebody else's sake."""
-    why = module._fl_apart if isinstance(module, PackedModule) else ""
+    why = module._fl_packed.apart if isinstance(module, PackedModule) else ""
     return f"{'+'.join(module._fl_parts())} apart: {why}" if why.startswith(("alias", "tied", "weights")) else ""
 
 
@@ -300,17 +251,29 @@ def _roots(model: nn.Module) -> list[Any]:
     return found
 
 
-def _no_continuous_batching(root: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-    raise PatchError(
-        f"{name}: continuous batching is not supported for multi-head latent attention. transformers sizes its pages "
-        "for other heads and returns empty outputs; use generate(), or fastlayers' own models for serving"
-    )
+class NoContinuousBatching:
+    """Stands in for an entry point of continuous batching while the model's latent attention is patched.
 
+    Holds the model weakly: an attribute of the model that held it would keep it alive.
+    """
 
-def _stock_continuous_batching(root: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-    """Continuous batching chooses a paged variant of the implementation that it finds: the one before the patch."""
-    _restore_attention(root)
-    return getattr(type(root), name)(root, *args, **kwargs)
+    def __init__(self, root: Any, name: str) -> None:
+        self.root, self.name = weakref.ref(root), name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NoContinuousBatching.__new__, (NoContinuousBatching,), (self.root(), self.name)
+
+    def __setstate__(self, state: tuple[Any, str]) -> None:
+        self.__init__(*state)  # type: ignore[misc]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        root: Any = self.root()
+        if not any(isinstance(module, FastMLA) for module in root.modules()):
+            return getattr(type(root), self.name)(root, *args, **kwargs)
+        raise PatchError(
+            f"{self.name}: continuous batching is not supported for multi-head latent attention. transformers sizes "
+            "its pages for other heads and returns empty outputs; use generate(), or fastlayers' own models for serving"
+        )
 
 
 def unpatch(model: nn.Module) -> None:
@@ -328,16 +291,9 @@ def unpatch(model: nn.Module) -> None:
         driver = decode.driver_of(root)
         if driver is not None:
             driver.detach()
-        marked: list[Any] = [module for module in root.modules() if PREFIX + "previous" in module.__dict__]
-        if marked and root.config._experts_implementation == experts.NAME:
-            root.set_experts_implementation(marked[0]._fl_previous)
-        for module in marked:
-            experts.restore(module)
         for name in _BATCHING:
-            held = root.__dict__.get(name)
-            if isinstance(held, partial) and held.func in (_no_continuous_batching, _stock_continuous_batching):
+            if isinstance(root.__dict__.get(name), NoContinuousBatching):
                 del root.__dict__[name]
-    _restore_attention(model)
     for module in list(model.modules()):
         if is_patched(module):
             unswap(module)

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from fastlayers.patching.classes import PREFIX, count
-from fastlayers.patching.experts import run_packed, usable
+from fastlayers.patching.classes import count
+from fastlayers.patching.experts import FastExperts
 from fastlayers.patching.hashes import KNOWN
-from fastlayers.patching.matching import fingerprint, foreign_hooks, qualified
+from fastlayers.patching.matching import foreign_hooks, is_known
 from fastlayers.patching.mlp import step_runs
 from fastlayers.patching.router import FastRouter
 
@@ -23,9 +23,9 @@ def direct(block: Any) -> bool:
     """Return whether :func:`run` computes what this block does: known code, patched router and experts, no hooks."""
     cls: Any = type(block)
     router, experts = _router(block), getattr(block, "experts", None)  # type: Any, Any
-    if fingerprint(cls, ("forward",)) not in KNOWN.get(qualified(cls), ()) or "forward" in block.__dict__:
+    if not is_known(cls, ("forward",), KNOWN) or "forward" in block.__dict__:
         return False
-    if not isinstance(router, FastRouter) or PREFIX + "core" not in getattr(experts, "__dict__", {}):
+    if not isinstance(router, FastRouter) or not isinstance(experts, FastExperts):
         return False
     parts: tuple[Any, ...] = block, router, experts
     hooked = any(foreign_hooks(part) for part in parts)
@@ -38,14 +38,14 @@ def run(block: Any, x: torch.Tensor, step: Any) -> torch.Tensor | None:
         return None
     router, experts = _router(block), block.experts
     rows = x.view(-1, x.shape[-1])
-    if experts._fl_core.choice.device.type != x.device.type or not usable(experts, rows) or not router._fl_usable(rows):
+    if experts._fl_core.choice.device.type != x.device.type or experts._fl_why_not(rows) or router._fl_why_not(rows):
         return None
     count(router._fl_hits)
     count(experts._fl_hits)
     logits = router._fl_step_logits(rows)
     weights, ids = router._fl_core.pick(rows.shape[0])(logits, getattr(router, "e_score_correction_bias", None), None)
     # Rounded by the core already where the family's router rounds them.
-    y = run_packed(experts, rows, ids, weights)
+    y = experts._fl_run(rows, ids, weights)
     if hasattr(block, "shared_experts"):
         y = y.view(x.shape) + _shared(block.shared_experts, x, step)
     elif hasattr(block, "shared_expert"):

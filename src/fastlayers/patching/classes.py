@@ -7,7 +7,9 @@ and has no ``__init__`` of its own. All that we keep on a module are attributes 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, cast
@@ -16,10 +18,14 @@ import torch
 from torch import nn
 
 from fastlayers.operators import count as count_operator
+from fastlayers.patching.guard import Guard, code_of, known_code, recorded
 
+log = logging.getLogger(__name__)
 PREFIX = "_fl_"
 # What a copy makes anew from its own parameters.
-_DERIVED = ("_fl_weight", "_fl_bias", "_fl_dense")
+_DERIVED = ("_fl_dense", "_fl_packed", "_fl_guard")
+# Such calls are not counted: a counter would be recorded with them.
+RECORDED = "recorded or transformed"
 
 
 def count(counter: torch.Tensor) -> None:
@@ -37,11 +43,18 @@ def count(counter: torch.Tensor) -> None:
 class FastModule:
     """Base of all mixins. ``forward`` runs our code if :meth:`_fl_usable`, else the original one."""
 
+    # What the guard covers besides what it covers always; see ``guard``.
+    _fl_relies: tuple[str, ...] = ("forward",)
+    _fl_rewrapped: tuple[str, ...] = ()
+    _fl_bypassed: Mapping[str, tuple[type, ...]] = {}
+    _fl_baked: tuple[str, ...] = ()
     # What is set on each patched instance.
     _fl_hits: torch.Tensor
     _fl_falls: torch.Tensor
+    _fl_reasons: Counter[str]
     _fl_backend: str
     _fl_fuse: bool
+    _fl_guard: Guard
 
     def _fl_choose(self) -> None:
         """Choose backends for the device and dtype that the parameters have now."""
@@ -50,24 +63,55 @@ class FastModule:
         """Move weights that are used together side by side; return the bytes moved."""
         return 0
 
+    def _fl_unpack(self) -> None:
+        """Undo what :meth:`_fl_pack` did to the order of weights."""
+
     def _fl_implementation(self) -> str:
         """Return what runs, in a word or two."""
         return "torch"
 
+    def _fl_watch(self, trusted: bool = False) -> None:
+        """Make the guard; ``trusted``: of the code as it is, whoever wrote it."""
+        original: Any = type(self)._fl_origin[0]  # type: ignore[attr-defined]
+        names, module = tuple(name for name in self._fl_relies if name not in self._fl_rewrapped), cast(Any, self)
+        code, why = (code_of(original, names), "") if trusted else known_code(original, names)
+        self._fl_guard = Guard(module, code, self._fl_bypassed, self._fl_baked, why)
+
     def _fl_refresh(self) -> None:
         if PREFIX + "hits" in self.__dict__:
             self._fl_choose()
+            self._fl_watch()
             # Whoever replaced the parameters holds them at this moment.
             self._fl_pack(aliases=True)
 
+    def _fl_why_not(self, x: torch.Tensor) -> str:
+        """Return why our code may not run, or "": set up, not training, nobody wants gradients, the guard holds."""
+        if PREFIX + "guard" not in self.__dict__:
+            return "not set up"
+        if self.training:  # type: ignore[attr-defined]
+            return "training mode"
+        if wants_grad(self, x):
+            return "gradients are wanted"
+        if torch.compiler.is_exporting() if torch.compiler.is_compiling() else recorded():
+            return RECORDED
+        if self._fl_guard.holds(self):
+            return ""
+        return "something was replaced" if torch.compiler.is_compiling() else self._fl_guard.why(self)
+
     def _fl_usable(self, x: torch.Tensor) -> bool:
-        """Return whether our code may run: set up, not training, and nobody wants gradients. Counts."""
-        if PREFIX + "hits" not in self.__dict__:
-            return False
-        if self.training or wants_grad(self, x):  # type: ignore[attr-defined]
-            count(self._fl_falls)
-            return False
-        return True
+        """Return whether our code may run; counts a fallback otherwise."""
+        why = self._fl_why_not(x)
+        if why:
+            self._fl_fell(why)
+        return not why
+
+    def _fl_fell(self, why: str) -> None:
+        """Count a call that runs the original's code."""
+        if why == RECORDED or PREFIX + "guard" not in self.__dict__:
+            return
+        count(self._fl_falls)
+        if not torch.compiler.is_compiling():
+            self._fl_reasons[why] += 1
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # .to(), .half(), .cuda(): every parameter has a new storage afterwards.
@@ -118,10 +162,11 @@ def original_class(module: nn.Module) -> type:
 
 
 def new_counters(module: nn.Module) -> None:
-    """Give a module its two counters: int64 ``[1]`` on the host, never Python integers."""
+    """Give a module its counters: int64 ``[1]`` on the host, never Python integers, and the reasons of fallbacks."""
     with torch.inference_mode(False):
         for name in ("hits", "falls"):
             setattr(module, PREFIX + name, torch.zeros(1, dtype=torch.int64, device="cpu"))
+    module._fl_reasons = Counter()  # type: ignore[assignment]
 
 
 def _rebind_hooked(module: nn.Module, cls: type) -> None:
@@ -146,16 +191,39 @@ def swap(module: nn.Module, mixin: type, backend: str, fuse: bool) -> int:
     _rebind_hooked(module, module.__class__)
     module.register_load_state_dict_post_hook(_refresh_after_load)
     fast._fl_choose()
+    fast._fl_watch()
     return int(fast._fl_pack())
 
 
 def unswap(module: nn.Module) -> None:
-    """Restore the original class and drop everything of ours; works on copies of patched modules too."""
+    """Restore the original class and drop everything of ours; works on copies of patched modules too.
+
+    What others did in the meantime stays: a subclass of ours that somebody made (parametrizations, FSDP) becomes one
+    of the original class, and a ``forward`` of ours that somebody left on the instance (accelerate) goes.
+    """
     if isinstance(module, FastModule):
-        module.__class__ = original_class(module)
-        _rebind_hooked(module, module.__class__)
+        module._fl_unpack()
+        fast: Any = next(cls for cls in type(module).__mro__ if "_fl_origin" in cls.__dict__)
+        original = fast._fl_origin[0]
+        if type(module) is fast:
+            module.__class__ = original
+        else:
+            log.warning("unpatch: the class of a %s was changed to %s", original.__name__, type(module).__name__)
+            module.__class__ = _rebased(type(module), fast, original)
+        _rebind_hooked(module, original)
+        if getattr(module.__dict__.get("forward"), "__func__", None) is fast.forward:
+            del module.__dict__["forward"]
     hooks = module._load_state_dict_post_hooks
     for key in [key for key, hook in hooks.items() if hook is _refresh_after_load]:
         del hooks[key]
     for name in [name for name in module.__dict__ if name.startswith(PREFIX)]:
         delattr(module, name)
+
+
+def _rebased(cls: type, fast: type, original: type) -> type:
+    """Return ``cls`` with ``original`` in place of ``fast`` among its bases."""
+    if cls is fast:
+        return original
+    bases = tuple(_rebased(base, fast, original) if issubclass(base, fast) else base for base in cls.__bases__)
+    own = {key: value for key, value in cls.__dict__.items() if key not in ("__dict__", "__weakref__")}
+    return type(cls.__name__, bases, own)

@@ -13,7 +13,7 @@ import torch
 from fastlayers.patching import block
 from fastlayers.patching.classes import FastModule, count
 from fastlayers.patching.hashes import KNOWN
-from fastlayers.patching.matching import Rule, attributes_fit, fingerprint, qualified, why_not
+from fastlayers.patching.matching import Rule, attributes_fit, is_known, why_not
 from fastlayers.patching.mlp import step_runs
 from fastlayers.patching.norm import FastRMSNorm
 from fastlayers.patching.paged import active_step
@@ -95,4 +95,4 @@ RULE = Rule("norm", FastDecoderLayer, _fits)
 def fusible(module: Any) -> bool:
     """Return whether this is a decoder layer whose code is a known version and that nobody hooked."""
     cls: Any = type(module)
-    return fingerprint(cls, RULE.methods) in KNOWN.get(qualified(cls), ()) and why_not(module, RULE) is None
+    return is_known(cls, RULE.relies, KNOWN) and why_not(module, RULE) is None

@@ -19,6 +19,8 @@ Output = tuple[torch.Tensor, torch.Tensor | None]
 class FastV3MLA(FastMLA):
     """cos and sin come in the model's dtype; even and odd pairs are read, halves are written."""
 
+    _fl_relies = (*FastMLA._fl_relies, "apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave", "rotate_half")
+
     def _fl_rotate(self, q: torch.Tensor, k: torch.Tensor, position: Any) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = (table.unsqueeze(1) for table in position)
         half = cos.shape[-1] // 2
@@ -51,6 +53,8 @@ class FastV3MLA(FastMLA):
 
 class FastV2MLA(FastMLA):
     """One complex fp32 table; rotated in fp32, pairs are read and written."""
+
+    _fl_relies = (*FastMLA._fl_relies, "apply_rotary_emb")
 
     def _fl_rotate(self, q: torch.Tensor, k: torch.Tensor, position: Any) -> tuple[torch.Tensor, torch.Tensor]:
         table = position.to(q.device).unsqueeze(1)
@@ -91,9 +95,12 @@ def _mla_fits(module: Any) -> str | None:
     missing = attributes_fit(module, wanted)
     if missing:
         return missing
+    weight = module.kv_b_proj.weight
+    if type(weight) is not torch.nn.Parameter:
+        return f"quantized({type(weight).__name__}): kv_b_proj"
     rows = module.num_heads * (module.qk_nope_head_dim + module.v_head_dim)
-    if tuple(module.kv_b_proj.weight.shape) != (rows, module.kv_lora_rank):
-        return f"unknown-class: kv_b_proj is {tuple(module.kv_b_proj.weight.shape)}"
+    if tuple(weight.shape) != (rows, module.kv_lora_rank):
+        return f"unknown-class: kv_b_proj is {tuple(weight.shape)}"
     return None
 
 
@@ -120,16 +127,16 @@ _FP8 = "transformers.integrations.finegrained_fp8."
 
 # Normalised-AST hashes of what we replace, as of the transformers versions named. Other versions are verified.
 RULES: dict[str, Rule] = {
-    f"{_V2}DeepseekV2Attention": Rule("attention", FastV2MLA, _mla_fits, _MLA_LINEARS, ("forward", "expand_kv")),
-    f"{_V3}DeepseekV3Attention": Rule("attention", FastV3MLA, _mla_fits, _MLA_LINEARS, ("forward", "expand_kv")),
+    f"{_V2}DeepseekV2Attention": Rule("attention", FastV2MLA, _mla_fits, _MLA_LINEARS),
+    f"{_V3}DeepseekV3Attention": Rule("attention", FastV3MLA, _mla_fits, _MLA_LINEARS),
     f"{_V2}DeepseekV2TopkRouter": Rule("moe", FastV2Router, _v2_router_fits),
     f"{_V3}DeepseekV3TopkRouter": Rule("moe", FastV3Router, _router_fits),
-    f"{_V2}DeepseekV2Experts": Rule("moe", None, experts.why_not),
-    f"{_V3}DeepseekV3Experts": Rule("moe", None, experts.why_not),
+    f"{_V2}DeepseekV2Experts": Rule("moe", experts.FastExperts, experts.why_not),
+    f"{_V3}DeepseekV3Experts": Rule("moe", experts.FastExperts, experts.why_not),
     f"{_V2}DeepseekV2RMSNorm": Rule("norm", FastRMSNorm, _norm_fits),
     f"{_V3}DeepseekV3RMSNorm": Rule("norm", FastRMSNorm, _norm_fits),
     f"{_V2}DeepseekV2MLP": Rule("mlp", FastMLP, silu_gate, _MLP_LINEARS),
     f"{_V3}DeepseekV3MLP": Rule("mlp", FastMLP, silu_gate, _MLP_LINEARS),
-    f"{_FP8}FP8Experts": Rule("moe", None, experts.why_not),
+    f"{_FP8}FP8Experts": Rule("moe", experts.FastFP8Experts, experts.why_not),
     f"{_FP8}FP8Linear": Rule("linear", fp8.FastFP8Linear, fp8.why_not),
 }

@@ -1,12 +1,12 @@
-"""Experts through Hugging Face's registries: ``experts_implementation="fastlayers"``, bf16/fp32 and FP8-block.
+"""Experts of Hugging Face models on the backends of ``fused_moe``: bf16, fp16, fp32 and FP8 blocks.
 
 Layouts: gate rows, then up rows (DeepSeek, Qwen), and GPT-OSS's: columns of gate and up in turns, ``[E, in, out]``.
 The torch backend reads the latter through transposed views. Kernels want whole rows of the transposed layout: for
 them the parameters get a storage of that order once, and stay what they are by name, shape and value.
 
-No class is swapped: the decorated ``forward`` of the experts looks its function up by the name in the config. Two
-small attributes with our prefix mark the modules that were patched; others that share the config (the blocks that
-``generate(use_mtp=True)`` builds) run Hugging Face's own implementation.
+The decorated ``forward`` of the originals looks a function up by the name in the configuration. Ours runs in place of
+transformers' own for ``eager``, ``grouped_mm`` and ``batched_mm``, and of the one that ran when the model was patched;
+a name that somebody asks for afterwards, or a function of somebody else's under one of these names, is theirs.
 """
 
 from __future__ import annotations
@@ -16,16 +16,21 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from transformers.integrations.finegrained_fp8 import FP8Experts, FP8ExpertsInterface
-from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
+from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from fastlayers import env
+from fastlayers.errors import PatchError
 from fastlayers.moe.fused_moe.layer import FUSED_MOE, FusedMoEConfig
 from fastlayers.moe.fused_moe.weights import GROUP, MoEWeights, activate
-from fastlayers.patching.classes import PREFIX, count, new_counters, storage_mode, wants_grad
+from fastlayers.patching.classes import FastModule, count, storage_mode
+from fastlayers.patching.guard import foreign
+from fastlayers.patching.matching import SILU, silu
+from fastlayers.patching.packing import is_aliased
 from fastlayers.registry import Ladder
 
-NAME = "fastlayers"
+# Implementations of transformers that compute the same.
+_SAME = ("grouped_mm", "batched_mm")
 
 
 def experts_config(module: Any) -> FusedMoEConfig:
@@ -70,6 +75,8 @@ def why_not(module: Any) -> str | None:
         return "custom-gate: another layout of gate and up"
     if getattr(module.config, "hidden_act", None) != "silu":
         return f"custom-gate: activation {getattr(module.config, 'hidden_act', None)}"
+    if reason := silu(module) or _why_not_alike(module):
+        return reason
     if isinstance(module, FP8Experts):
         return _why_not_fp8(module)
     if type(module)._apply_gate is not _default_apply_gate:
@@ -85,6 +92,8 @@ def why_not_clamped(module: Any) -> str | None:
         return "custom-gate: a norm follows each expert"
     if not (module.has_bias and module.has_gate and _clamped(module)):
         return "custom-gate: another layout of gate and up"
+    if reason := _why_not_alike(module):
+        return reason
     if type(module)._apply_gate is _default_apply_gate:
         return "custom-gate: not the clamped gate function"
     if module.gate_up_proj.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -107,34 +116,23 @@ def _why_not_fp8(module: Any) -> str | None:
     return None
 
 
-def prepare(module: Any, backend: str, previous: str | None) -> int:
-    """Mark ``module`` as patched and build its backend; ``previous``: the implementation that ran so far.
-
-    Returns the bytes of weights that were moved.
-    """
-    new_counters(module)
-    module._fl_backend, module._fl_previous = backend, previous
-    module._fl_core = choose(module, backend)
-    if not _clamped(module) or _reads_views(module._fl_core) or module.down_proj.device.type == "meta":
-        return 0
-    moved = 0
-    for weight in (module.gate_up_proj, module.down_proj):
-        moved += weight.numel() * weight.element_size()
-        with storage_mode(weight):
-            weight.data = weight.data.mT.contiguous().mT
-    return moved
+def _why_not_alike(module: Any) -> str | None:
+    """Return a reason if somebody else's implementation runs, or if the weights are of another dtype than the rest."""
+    name = _named(module)
+    if name not in (None, "eager") and (home := foreign(_table(module).get(name))):
+        return f"experts-implementation: {name!r} is code of {home}"
+    if "_apply_gate" in module.__dict__:
+        return "custom-gate: its own gate function"
+    return None
 
 
-def restore(module: Any) -> None:
-    """Give weights that :func:`prepare` laid out anew the order that they had."""
-    core = module.__dict__.get(PREFIX + "core")
-    if core is None or not _clamped(module) or _reads_views(core):
-        return
-    for name in ("gate_up_proj", "down_proj"):
-        weight = getattr(module, name)
-        if not weight.is_contiguous():
-            with storage_mode(weight):
-                weight.data = weight.data.contiguous()
+def _named(module: Any) -> str | None:
+    name: str | None = module.config._experts_implementation
+    return name
+
+
+def _table(module: Any) -> Any:
+    return ALL_FP8_EXPERTS_FUNCTIONS if isinstance(module, FP8Experts) else ALL_EXPERTS_FUNCTIONS
 
 
 def _reads_views(core: Ladder) -> bool:
@@ -142,42 +140,105 @@ def _reads_views(core: Ladder) -> bool:
     return all(rung.backend.name in ("torch", "reference") for rung in core.choice.rungs)
 
 
-def _laid_out(module: Any) -> bool:
-    """Return whether the parameters have the order that the chosen backend reads."""
-    if not _clamped(module) or _reads_views(module._fl_core):
-        return True
-    return bool(module.gate_up_proj.mT.is_contiguous() and module.down_proj.mT.is_contiguous())
+class FastExperts(FastModule):
+    """The weighted sum of each token's experts."""
 
+    _fl_relies: tuple[str, ...] = ("forward", "_apply_gate")
+    _fl_bypassed = {"act_fn": SILU}  # noqa: RUF012
+    _fl_core: Ladder
+    _fl_stock: dict[str, Any]
+    config: Any
 
-def experts_forward(
-    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
-    """Return the weighted sum of each token's experts ``[T, D]``; what Hugging Face's registries call."""
-    if PREFIX + "core" not in self.__dict__:
-        return _stock(self, "grouped_mm")(self, hidden_states, top_k_index, top_k_weights)
-    if not usable(self, hidden_states):
-        count(self._fl_falls)
-        return _stock(self, self._fl_previous)(self, hidden_states, top_k_index, top_k_weights)
-    count(self._fl_hits)
-    if self._fl_core.choice.device.type != hidden_states.device.type:
+    def _fl_choose(self) -> None:
         self._fl_core = choose(self, self._fl_backend)
-    if _runs_grouped(self, hidden_states):
-        return grouped(self, hidden_states, top_k_index, top_k_weights)
-    return run_packed(self, hidden_states, top_k_index.to(torch.int32), top_k_weights.float())
+        table = _table(self)
+        names = [*_SAME, _named(self) or "eager"]
+        self._fl_stock = {name: table[name] for name in names if name in table and not foreign(table[name])}
+
+    def _fl_implementation(self) -> str:
+        return f"fused_moe={self._fl_core.choice.name}"
+
+    def _fl_why_not(self, x: torch.Tensor) -> str:
+        if why := super()._fl_why_not(x):
+            return why
+        module: Any = self
+        weight = module.down_proj
+        if x.dtype != weight.dtype and weight.element_size() > 1:
+            return f"input of {x.dtype}, weights of {weight.dtype}"
+        name = _named(self)
+        if name is not None and name != "eager" and self._fl_stock.get(name, "") is not _table(self).get(name):
+            return f"experts_implementation {name!r} is asked for"
+        return ""
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the weighted sum of each token's experts ``[T, D]``."""
+        if not self._fl_usable(hidden_states):
+            original: torch.Tensor = super().forward(hidden_states, top_k_index, top_k_weights)  # type: ignore[misc]
+            return original
+        count(self._fl_hits)
+        if self._fl_core.choice.device.type != hidden_states.device.type:
+            self._fl_core = choose(self, self._fl_backend)
+        if _runs_grouped(self, hidden_states):
+            return grouped(self, hidden_states, top_k_index, top_k_weights)
+        return self._fl_run(hidden_states, top_k_index.to(torch.int32), top_k_weights.float())
+
+    def _fl_run(self, x: torch.Tensor, ids: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum of each token's experts ``[T, D]``; ``ids`` int32, ``share`` fp32."""
+        # Backends of the checkpoint layout pack without a copy, so nothing can go stale.
+        packed = self._fl_core.pack(weights_of(self))
+        y: torch.Tensor = self._fl_core.pick(x.shape[0])(x, share, ids, packed)
+        return y
 
 
-def usable(module: Any, x: torch.Tensor) -> bool:
-    """Return whether our code may run: known dtype and layout, not training, and nobody wants gradients."""
-    known = x.dtype == module.down_proj.dtype or module.down_proj.element_size() == 1
-    return bool(known and not module.training and _laid_out(module) and not wants_grad(module, x))
+class FastFP8Experts(FastExperts):
+    """FP8 blocks; transformers wraps this class's ``forward`` anew for each model that it loads."""
+
+    _fl_rewrapped = ("forward",)
 
 
-def run_packed(module: Any, x: torch.Tensor, ids: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """Return the weighted sum of each token's experts ``[T, D]``; ``ids`` int32, ``share`` fp32."""
-    # Backends of the checkpoint layout pack without a copy, so nothing can go stale.
-    packed = module._fl_core.pack(weights_of(module))
-    y: torch.Tensor = module._fl_core.pick(x.shape[0])(x, share, ids, packed)
-    return y
+class FastClampedExperts(FastExperts):
+    """GPT-OSS's layout, transposed for backends that are kernels."""
+
+    _fl_strides: dict[str, tuple[int, ...]]
+
+    def _fl_pack(self, aliases: bool = False) -> int:
+        module: Any = self
+        weights = {name: getattr(module, name) for name in ("gate_up_proj", "down_proj")}
+        self._fl_strides = self.__dict__.get("_fl_strides", {})
+        if _reads_views(self._fl_core) or module.down_proj.device.type == "meta":
+            return 0
+        if not aliases and any(is_aliased(weight) for weight in weights.values()):
+            raise PatchError(
+                f"patch: moe: {self._fl_core.choice.name} reads these experts in another order, but another tensor "
+                "looks at the weights (a state_dict, say): delete it before the patch, or leave them out"
+            )
+        moved = 0
+        for name, weight in weights.items():
+            if not weight.mT.is_contiguous():
+                self._fl_strides.setdefault(name, weight.stride())
+                moved += weight.nbytes
+                with storage_mode(weight):
+                    weight.data = weight.data.mT.contiguous().mT
+        return moved
+
+    def _fl_unpack(self) -> None:
+        for name, strides in self.__dict__.get("_fl_strides", {}).items():
+            weight = getattr(self, name)
+            with storage_mode(weight):
+                weight.data = torch.empty_strided(
+                    weight.shape, strides, dtype=weight.dtype, device=weight.device
+                ).copy_(weight.data)
+
+    def _fl_why_not(self, x: torch.Tensor) -> str:
+        if why := super()._fl_why_not(x):
+            return why
+        weights: Any = self
+        views = _reads_views(self._fl_core)
+        if views or (weights.gate_up_proj.mT.is_contiguous() and weights.down_proj.mT.is_contiguous()):
+            return ""
+        return "weights in another order than the backend reads"
 
 
 def _runs_grouped(module: Any, x: torch.Tensor) -> bool:
@@ -225,15 +286,6 @@ def weights_of(module: Any) -> MoEWeights:
     return MoEWeights(module.gate_up_proj, module.down_proj, *scales)
 
 
-def _stock(module: Any, name: str | None) -> Any:
-    """Return Hugging Face's implementation of that name for this module."""
-    original = inspect.unwrap(type(module).forward)
-    if name in (None, NAME, "eager"):
-        return original
-    table = FP8ExpertsInterface if isinstance(module, FP8Experts) else ExpertsInterface
-    return table().get(name, original)
-
-
 @torch.no_grad()
 def verify(module: Any, backend: str, tolerance: float) -> str | None:
     """Compare our experts with the original's own loop on a few random tokens; nothing is copied or changed."""
@@ -249,18 +301,9 @@ def verify(module: Any, backend: str, tolerance: float) -> str | None:
     # A backend that needs another order of these weights is not built before the patch: torch's computes the same.
     ladder = choose(module, "torch" if _clamped(module) else backend)
     try:
-        wanted = _stock(module, "eager")(module, x, ids, share)
+        wanted = inspect.unwrap(type(module).forward)(module, x, ids, share)
     except Exception as error:  # whatever a changed forward raises: the layer is left alone, and says why
         return f"{type(error).__name__}: {error}"
     given = ladder.pick(3)(x, share, ids.to(torch.int32), ladder.pack(weights_of(module)))
     size = float((given.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-30))
     return None if size <= tolerance else f"relative error {size:.1e} in {dtype}"
-
-
-def register() -> None:
-    """Make the name known to both registries; done when this module is imported."""
-    for table in (ExpertsInterface, FP8ExpertsInterface):
-        table.register(NAME, experts_forward)
-
-
-register()

@@ -45,6 +45,6 @@ RULES: dict[str, Rule] = {
     f"{_OSS}GptOssAttention": Rule("attention", FastSinkGQA, _attention_fits, structure.ATTENTION_LINEARS),
     f"{_OSS}GptOssRMSNorm": Rule("norm", FastScaleThenCastRMSNorm, structure.norm_fits),
     f"{_OSS}GptOssTopKRouter": Rule("moe", FastTopKFirstRouter, _router_fits),
-    f"{_OSS}GptOssExperts": Rule("moe", None, experts.why_not_clamped, (), ("forward", "_apply_gate")),
+    f"{_OSS}GptOssExperts": Rule("moe", experts.FastClampedExperts, experts.why_not_clamped),
     "transformers.integrations.mxfp4.Mxfp4GptOssExperts": Rule("moe", None, _mxfp4),
 }

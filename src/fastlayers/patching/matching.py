@@ -8,14 +8,18 @@ import functools
 import hashlib
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.activations import SiLUActivation
 
 from fastlayers.patching.classes import FastModule, fast_class, new_counters, original_class
+from fastlayers.patching.guard import code_of, replaced_code, untouched
+
+SILU = (SiLUActivation, nn.SiLU)
 
 
 @dataclass(frozen=True)
@@ -26,20 +30,22 @@ class Rule:
     ----------
     kind : str
     mixin : type or None
-        What goes in front of the class; ``None``: experts, which go through Hugging Face's registry.
+        What goes in front of the class; ``None``: always left alone.
     why_not : callable
         ``module -> reason or None``: structure, shapes, formats.
     linears : tuple[str, ...]
         Children that must be plain linears.
-    methods : tuple[str, ...]
-        What we replace or rely on; their code is fingerprinted.
     """
 
     kind: str
     mixin: type[FastModule] | None
     why_not: Callable[[Any], str | None]
     linears: tuple[str, ...] = ()
-    methods: tuple[str, ...] = ("forward",)
+
+    @property
+    def relies(self) -> tuple[str, ...]:
+        """What we replace or rely on; its code is fingerprinted."""
+        return ("forward",) if self.mixin is None else self.mixin._fl_relies
 
 
 def attributes_fit(module: Any, wanted: tuple[str, ...]) -> str | None:
@@ -50,10 +56,17 @@ def attributes_fit(module: Any, wanted: tuple[str, ...]) -> str | None:
 
 def silu_gate(module: Any) -> str | None:
     """Return a reason unless ``module`` is a SwiGLU MLP with SiLU and without biases in gate and up."""
-    activation = type(module.act_fn).__name__
-    if activation not in ("SiLUActivation", "SiLU"):
-        return f"custom-gate: activation {activation}"
-    return attributes_fit(module, ("gate_proj", "up_proj", "down_proj"))
+    return silu(module) or attributes_fit(module, ("gate_proj", "up_proj", "down_proj"))
+
+
+def silu(module: Any) -> str | None:
+    """Return a reason unless the activation is exactly SiLU as torch or transformers has it."""
+    activation = module.act_fn
+    if type(activation) not in SILU:
+        return f"custom-gate: activation {type(activation).__name__}"
+    if not untouched(activation) or replaced_code(code_of(type(activation), ("forward",))):
+        return "custom-gate: the activation was hooked or replaced"
+    return None
 
 
 def qualified(cls: type) -> str:
@@ -105,14 +118,27 @@ def _linear_reason(name: str, child: Any) -> str | None:
     return f"wrapped-linear({cls.__name__}): {name}"
 
 
+def fingerprint(cls: type, names: tuple[str, ...]) -> str | None:
+    """Return a hash of the code of methods, and of functions of their module, that ignores comments and layout.
+
+    ``None`` without source. Names that there are not do not count.
+    """
+    return _hash(tuple(inspect.unwrap(function) for _, _, function in code_of(cls, names)))
+
+
+def is_known(cls: type, names: tuple[str, ...], known: Mapping[str, tuple[str, ...]]) -> bool:
+    """Return whether this code is transformers' own, in a version of ``known``."""
+    own = not replaced_code(code_of(cls, names))
+    return own and fingerprint(cls, names) in known.get(qualified(cls), ())
+
+
 @functools.cache
-def fingerprint(cls: type, methods: tuple[str, ...]) -> str | None:
-    """Return a hash of the methods' code that ignores comments, docstrings and layout; ``None`` without source."""
+def _hash(functions: tuple[Callable[..., Any], ...]) -> str | None:
     parts = []
-    for name in methods:
+    for function in functions:
         try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(getattr(cls, name)))))
-        except (OSError, TypeError, SyntaxError, AttributeError):
+            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        except (OSError, TypeError, SyntaxError):
             return None
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):
@@ -147,10 +173,10 @@ def verify(module: nn.Module, rule: Rule, backend: str, fuse: bool, rotary: Any)
         fast._fl_backend, fast._fl_fuse, fast._fl_adopt = backend, fuse, True
         mixin: Any = rule.mixin
         original: Any = type(fast)
-        if rule.kind == "attention" and not hasattr(fast, "expand_kv"):
-            fast.config._attn_implementation_internal = "fastlayers"
         fast.__class__ = fast_class(original, mixin)
         fast._fl_refresh()
+        # Code that somebody replaced is compared as well: what differs is the better reason.
+        fast._fl_watch(trusted=True)
         try:
             eager = getattr(getattr(stock, "config", None), "_attn_implementation", None) == "eager"
             wanted, given = (_run(layer, rule.kind, dtype, rotary, eager) for layer in (stock, fast))

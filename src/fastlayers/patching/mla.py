@@ -17,6 +17,9 @@ import sys
 from typing import Any
 
 import torch
+from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastlayers import env
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta
@@ -25,6 +28,7 @@ from fastlayers.attention.mla.torch import MAX_SCORES, product
 from fastlayers.errors import NoBackendError
 from fastlayers.patching.cache import PAGE, LatentLayer, adopt, latent_rows
 from fastlayers.patching.classes import count
+from fastlayers.patching.gqa import weights_asked
 from fastlayers.patching.packing import PackedModule, plain
 from fastlayers.patching.paged import active_step
 from fastlayers.quant.fp8_linear.blocks import dequantize_block_weight
@@ -66,16 +70,16 @@ def attend_latent(
     wide = rows if rows.is_cuda else rows.float()
     scores = product(q.reshape(batch, heads * queries, width).to(wide.dtype), wide.transpose(1, 2))
     scores = scores.view(batch, heads, queries, -1) * scale
-    blind = None
+    fully_masked = None
     if mask is not None and mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, float("-inf"))
-        blind = ~mask.any(-1, keepdim=True)
+        fully_masked = ~mask.any(-1, keepdim=True)
     elif mask is not None:
         scores = scores + mask
     # Rounded to the model's dtype, as the original's eager attention does.
     weights = scores.softmax(-1).to(rows.dtype).to(wide.dtype).view(batch, heads * queries, -1)
     o = product(weights, wide[..., :rank]).to(q.dtype).view(batch, heads, queries, rank)
-    return o if blind is None else o.masked_fill(blind, 0.0)
+    return o if fully_masked is None else o.masked_fill(fully_masked, 0.0)
 
 
 def absorbed_is_cheaper(queries: int, keys: int, rank: int, rope: int, nope: int, value: int) -> bool:
@@ -88,6 +92,8 @@ def absorbed_is_cheaper(queries: int, keys: int, rank: int, rope: int, nope: int
 class FastMLA(PackedModule):
     """MLA; families add the signature of ``forward`` and ``_fl_rotate``."""
 
+    _fl_relies: tuple[str, ...] = ("forward", "expand_kv", "eager_attention_forward", "repeat_kv")
+    _fl_baked = ("scaling",)
     _fl_core: Ladder | None
     _fl_adopt: bool
     _fl_dense: torch.Tensor | None
@@ -116,9 +122,9 @@ class FastMLA(PackedModule):
 
     def _fl_pack(self, aliases: bool = False) -> int:
         # Of a quantised kv_b_proj one dequantised copy is held; unquantised weights are used where they are.
-        moved, weight = super()._fl_pack(aliases), self.kv_b_proj.weight
+        moved, weight = super()._fl_pack(aliases), getattr(self.kv_b_proj, "weight", None)
         self._fl_dense = None
-        if weight.element_size() == 1 and weight.device.type != "meta":
+        if type(weight) is nn.Parameter and weight.element_size() == 1 and weight.device.type != "meta":
             with torch.no_grad(), torch.inference_mode(False):
                 self._fl_dense = dequantize_block_weight(
                     weight.detach(), self.kv_b_proj.weight_scale_inv.detach(), tuple(self.kv_b_proj.block_size),
@@ -128,7 +134,7 @@ class FastMLA(PackedModule):
         return moved
 
     def _fl_choose(self) -> None:
-        device, dtype = self.kv_b_proj.weight.device, self.kv_a_layernorm.weight.dtype
+        device, dtype = self.kv_a_layernorm.weight.device, self.kv_a_layernorm.weight.dtype
         auto = self._fl_backend == "auto" and "mla" not in env.backend_overrides()
         self._fl_core = None
         if auto and device.type != "cuda":
@@ -144,8 +150,8 @@ class FastMLA(PackedModule):
                 raise
 
     def _fl_implementation(self) -> str:
-        packed = "" if getattr(self, "_fl_weight", None) is None else f", {'+'.join(self._fl_parts())}"
-        return f"absorbed mla={'torch' if self._fl_core is None else self._fl_core.choice.name}{packed}"
+        core = "torch" if self._fl_core is None else self._fl_core.choice.name
+        return ", ".join(filter(None, (f"absorbed mla={core}", self._fl_together())))
 
     def _fl_rotate(self, q: torch.Tensor, k: torch.Tensor, position: Any) -> tuple[torch.Tensor, torch.Tensor]:
         raise TypeError(f"{type(self).__name__} has no rotary embedding")
@@ -154,16 +160,25 @@ class FastMLA(PackedModule):
         """Return whether this call is one that our code computes; counts a fallback otherwise."""
         if not self._fl_usable(hidden_states):
             return False
-        attention = self.config._attn_implementation
-        weights_asked = attention == "eager" and (
-            extra.get("output_attentions") or getattr(self.config, "output_attentions", False)
-        )
-        known_mask = mask is None or (isinstance(mask, torch.Tensor) and mask.dim() == 4)
-        foreign = any(extra.get(name) is not None for name in _FOREIGN)
-        if attention in ("sdpa", "eager") and known_mask and not weights_asked and not foreign:
-            return True
-        count(self._fl_falls)
-        return False
+        why = ""
+        if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 4):
+            why = "a mask that is not a tensor of four dimensions"
+        elif any(extra.get(name) is not None for name in _FOREIGN):
+            why = "arguments for another attention"
+        elif weights_asked(self, extra):
+            why = "attention weights are asked for"
+        elif self._fl_function() not in (sdpa_attention_forward, self._fl_eager()):
+            why = f"attention {self.config._attn_implementation!r} is asked for"
+        if why:
+            self._fl_fell(why)
+        return not why
+
+    def _fl_eager(self) -> Any:
+        return sys.modules[type(self)._fl_origin[0].__module__].eager_attention_forward  # type: ignore[attr-defined]
+
+    def _fl_function(self) -> Any:
+        """Return the attention function that the original would call."""
+        return ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, self._fl_eager())
 
     def _fl_project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries ``[B,Q,H,N+R]``, normalised latents ``[B,Q,L]`` and unrotated rope keys ``[B,Q,R]``."""
@@ -236,9 +251,10 @@ class FastMLA(PackedModule):
         cheaper = absorbed_is_cheaper(
             queries, total, self.kv_lora_rank, self.qk_rope_head_dim, self.qk_nope_head_dim, self.v_head_dim
         )
+        if not (fits and cheaper) or (self._fl_dense is None and not plain(self.kv_b_proj)):
+            return None
         weight = self._fl_dense if self._fl_dense is not None else self.kv_b_proj.weight
-        whole = self._fl_dense is not None or plain(self.kv_b_proj)
-        if not (fits and cheaper and whole) or weight.dtype != keys.dtype:
+        if weight.dtype != keys.dtype:
             return None
         return weight.view(self.num_heads, self.qk_nope_head_dim + self.v_head_dim, self.kv_lora_rank)
 
@@ -278,14 +294,9 @@ class FastMLA(PackedModule):
         mask: torch.Tensor | None, extra: dict[str, Any],
     ) -> torch.Tensor:  # fmt: skip
         """Return ``[B, Q, H, V]`` the original's way: expand every key, then its attention function."""
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
         query = torch.cat((q_nope, q_rope), dim=-1)
         k, v = self.expand_kv(keys, values)
-        origin = type(self)._fl_origin[0]  # type: ignore[attr-defined]
-        eager = sys.modules[origin.__module__].eager_attention_forward
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
-        o: torch.Tensor = attend(self, query, k, v, mask, dropout=0.0, scaling=self.scaling, **extra)[0]
+        o: torch.Tensor = self._fl_function()(self, query, k, v, mask, dropout=0.0, scaling=self.scaling, **extra)[0]
         return o
 
 

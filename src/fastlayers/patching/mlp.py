@@ -8,7 +8,7 @@ import torch
 
 from fastlayers.activation.silu_mul.layer import SILU_MUL, SiluMulConfig
 from fastlayers.patching.classes import count
-from fastlayers.patching.matching import foreign_hooks
+from fastlayers.patching.matching import SILU, foreign_hooks
 from fastlayers.patching.packing import PackedModule
 from fastlayers.registry import Ladder
 
@@ -16,6 +16,7 @@ from fastlayers.registry import Ladder
 class FastMLP(PackedModule):
     """``down(silu(gate(x)) * up(x))``."""
 
+    _fl_bypassed = {"act_fn": SILU}  # noqa: RUF012
     _fl_core: Ladder
     gate_proj: Any
     up_proj: Any
@@ -25,13 +26,16 @@ class FastMLP(PackedModule):
         return "gate_proj", "up_proj"
 
     def _fl_choose(self) -> None:
-        weight = self.down_proj.weight
+        weights = [linear.weight for linear in (self.gate_proj, self.down_proj) if hasattr(linear, "weight")]
+        if len(weights) < 2 or not hasattr(self.gate_proj, "out_features"):
+            return  # somebody's wrappers: what was chosen before stays
+        weight = weights[1]
         # Behind quantised weights the activations' dtype is not known here.
         cfg = SiluMulConfig(self.gate_proj.out_features, weight.dtype if weight.element_size() > 1 else None)
         self._fl_core = SILU_MUL.choose(cfg, weight.device, self._fl_backend).build()
 
     def _fl_implementation(self) -> str:
-        packed = "gate+up, " if getattr(self, "_fl_weight", None) is not None else ""
+        packed = "gate+up, " if self._fl_together() else ""
         return f"{packed}silu_mul={self._fl_core.choice.name}"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

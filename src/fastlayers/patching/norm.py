@@ -15,6 +15,7 @@ class FastRMSNorm(FastModule):
     """``weight * x_hat.to(dtype)``: Llama, Qwen, DeepSeek."""
 
     _fl_rounding = "cast_then_scale"
+    _fl_baked = ("variance_epsilon",)
 
     _fl_core: Ladder
     weight: torch.Tensor
@@ -33,7 +34,7 @@ class FastRMSNorm(FastModule):
             original: torch.Tensor = super().forward(hidden_states)  # type: ignore[misc]
             return original
         if hidden_states.dtype != self.weight.dtype or hidden_states.stride(-1) != 1:
-            count(self._fl_falls)
+            self._fl_fell(f"input of {hidden_states.dtype}, or strided")
             mixed: torch.Tensor = super().forward(hidden_states)  # type: ignore[misc]
             return mixed
         count(self._fl_hits)

@@ -17,16 +17,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from fastlayers.patching.classes import FastModule, storage_mode
+from fastlayers.patching.guard import Guard, untouched
 
 
 def plain(linear: Any) -> bool:
-    """Return whether ``linear`` is exactly an ``nn.Linear`` that nobody hooked or wrapped."""
-    return (
-        type(linear) is nn.Linear
-        and not linear._forward_hooks
-        and not linear._forward_pre_hooks
-        and "forward" not in linear.__dict__
-    )
+    """Return whether ``linear`` is exactly an ``nn.Linear`` that nobody hooked or wrapped, with a plain weight."""
+    return type(linear) is nn.Linear and untouched(linear) and type(linear._parameters.get("weight")) is nn.Parameter
 
 
 def why_apart(linears: Sequence[Any], aliases: bool = False) -> str:
@@ -34,6 +30,8 @@ def why_apart(linears: Sequence[Any], aliases: bool = False) -> str:
 
     ``aliases``: take weights that other tensors look at too; else they stay where these tensors see them change.
     """
+    if len(linears) < 2:
+        return "fuse_projections=False"
     if not all(plain(linear) for linear in linears):
         return "not plain linears"
     tensors = [p for linear in linears for p in linear._parameters.values() if p is not None]
@@ -51,12 +49,12 @@ def why_apart(linears: Sequence[Any], aliases: bool = False) -> str:
         return "tied or transposed weights"
     if first.device.type == "cpu" and any(p.is_shared() for p in tensors):
         return "weights in shared memory"
-    if not aliases and any(_aliased(p) for p in tensors):
+    if not aliases and any(is_aliased(p) for p in tensors):
         return "aliased: another tensor looks at the weights"
     return ""
 
 
-def _aliased(parameter: torch.Tensor) -> bool:
+def is_aliased(parameter: torch.Tensor) -> bool:
     """Return whether another tensor has the storage of ``parameter``: it would not see later changes."""
     storage = parameter.untyped_storage()
     # The parameter, and the storage object of this line.
@@ -74,13 +72,40 @@ def _join(parameters: list[nn.Parameter]) -> torch.Tensor:
     return joined
 
 
+class Packed(Guard):
+    """The buffer of several linears' weights, and whether it still is what they hold."""
+
+    def __init__(self, module: nn.Module, names: tuple[str, ...], aliases: bool) -> None:
+        linears = [getattr(module, name) for name in names]
+        self.apart = why_apart(linears, aliases)
+        super().__init__(module, (), {} if self.apart else dict.fromkeys(names, (nn.Linear,)))
+        self.weight: torch.Tensor | None = None
+        self.bias: torch.Tensor | None = None
+        self.nbytes = 0
+        self._held: tuple[torch.Tensor, ...] = ()
+        self._addresses: list[int] = []
+        if self.apart:
+            return
+        self.weight = _join([linear.weight for linear in linears])
+        if linears[0].bias is not None:
+            self.bias = _join([linear.bias for linear in linears])
+        self.nbytes = sum(t.nbytes for t in (self.weight, self.bias) if t is not None)
+        watched = [(linear._parameters, key, p) for linear in linears for key, p in linear._parameters.items()]
+        self._watch([*zip(self._dicts, self._keys, self._found, strict=True), *watched])
+        self._held = tuple(p for _, _, p in watched if p is not None)
+        self._addresses = [p.data_ptr() for p in self._held]
+
+    def holds(self, module: Any) -> bool:
+        """Return whether the buffer is what the parameters hold; while something compiles, it is not used."""
+        if self.weight is None or torch.compiler.is_compiling():
+            return False
+        return super().holds(module) and [*map(torch.Tensor.data_ptr, self._held)] == self._addresses
+
+
 class PackedModule(FastModule):
     """Mixin of modules with linears that read the same input."""
 
-    _fl_weight: torch.Tensor | None
-    _fl_bias: torch.Tensor | None
-    # Why the weights are not in one buffer; "" if they are.
-    _fl_apart: str
+    _fl_packed: Packed
 
     def _fl_parts(self) -> tuple[str, ...]:
         """Return the names of the linears that go together."""
@@ -90,53 +115,29 @@ class PackedModule(FastModule):
         return [getattr(self, name) for name in self._fl_parts()]
 
     def _fl_pack(self, aliases: bool = False) -> int:
-        linears = self._fl_linears()
-        held = self.__dict__.get("_fl_weight")
-        self._fl_apart = "" if self._fl_fuse else "fuse_projections=False"
-        self._fl_apart = self._fl_apart or why_apart(linears, True)
-        if held is not None and not self._fl_apart and _holds(held, [linear.weight for linear in linears]):
+        held = self.__dict__.get("_fl_packed")
+        if held is not None and held.holds(self):
             return 0
-        self._fl_apart = self._fl_apart or why_apart(linears, aliases)
-        self._fl_weight = self._fl_bias = None
-        if self._fl_apart:
-            return 0
-        self._fl_weight = _join([linear.weight for linear in linears])
-        moved = self._fl_weight.numel() * self._fl_weight.element_size()
-        if linears[0].bias is not None:
-            self._fl_bias = _join([linear.bias for linear in linears])
-            moved += self._fl_bias.numel() * self._fl_bias.element_size()
-        return moved
+        self.__dict__.pop("_fl_packed", None)
+        module: Any = self
+        self._fl_packed = Packed(module, self._fl_parts() if self._fl_fuse else (), aliases)
+        return self._fl_packed.nbytes
+
+    def _fl_together(self) -> str:
+        """Return the names of what is one product, or ""."""
+        return "" if self._fl_packed.weight is None else "+".join(self._fl_parts())
 
     def _fl_fused(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Return all outputs side by side, or ``None`` if the packed storage is not what the parameters hold."""
-        packed = self._fl_packed()
-        return None if packed is None else F.linear(x, *packed)
-
-    def _fl_packed(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Return the packed weight and bias, or ``None`` if they are not what the parameters hold."""
-        weight, bias = self._fl_weight, self._fl_bias
-        if weight is None or torch.compiler.is_compiling():
+        """Return all outputs side by side, or ``None`` if the buffer is not what the parameters hold."""
+        packed = self._fl_packed
+        if not packed.holds(self) or packed.weight is None:
             return None
-        linears = self._fl_linears()
-        if not all(plain(linear) for linear in linears) or not _holds(weight, [p.weight for p in linears]):
-            return None
-        if bias is not None and not _holds(bias, [p.bias for p in linears]):
-            return None
-        return weight, bias
+        return F.linear(x, packed.weight, packed.bias)
 
     def _fl_side_by_side(self, x: torch.Tensor, step: Any) -> torch.Tensor:
         """Return all outputs side by side in a decode step."""
-        packed = self._fl_packed()
-        if packed is None or packed[0].dtype != x.dtype:
+        packed = self._fl_packed
+        if not packed.holds(self) or packed.weight is None or packed.weight.dtype != x.dtype:
             return torch.cat([linear(x) for linear in self._fl_linears()], dim=-1)
-        both: torch.Tensor = step.linear(x, *packed)
+        both: torch.Tensor = step.linear(x, packed.weight, packed.bias)
         return both
-
-
-def _holds(joined: torch.Tensor, parameters: list[torch.Tensor]) -> bool:
-    address = joined.data_ptr()
-    for parameter in parameters:
-        if parameter.data_ptr() != address or parameter.dtype != joined.dtype:
-            return False
-        address += parameter.numel() * parameter.element_size()
-    return True

@@ -12,10 +12,11 @@ from torch import nn
 
 from fastlayers.errors import ArgumentError, PatchError, dtype_name
 from fastlayers.patching import experts
-from fastlayers.patching.classes import PREFIX, FastModule, original_class
+from fastlayers.patching.classes import FastModule, original_class
 from fastlayers.patching.families import BLOCKS, RULES
+from fastlayers.patching.guard import code_of, replaced_code
 from fastlayers.patching.hashes import KNOWN
-from fastlayers.patching.matching import TOLERANCE, Rule, fingerprint, qualified, verify, why_not
+from fastlayers.patching.matching import TOLERANCE, Rule, is_known, qualified, verify, why_not
 from fastlayers.patching.report import PatchEntry
 
 KINDS = ("attention", "moe", "linear", "norm", "mlp")
@@ -63,9 +64,8 @@ class Step:
         cls = original_class(self.module).__name__
         if self.reason:
             return PatchEntry(self.name, self.kind, cls, "skipped", "", self.reason)
-        action = "registry" if self.rule is not None and self.rule.mixin is None else "swapped"
         remark = "already patched" if self.done else remark
-        return PatchEntry(self.name, self.kind, cls, action, implementation, remark, moved)
+        return PatchEntry(self.name, self.kind, cls, "swapped", implementation, remark, moved)
 
 
 def selectors(argument: str, given: Any) -> tuple[Selector, ...] | None:
@@ -111,7 +111,7 @@ def _kind_by_name(cls: type) -> str | None:
 
 def is_patched(module: nn.Module) -> bool:
     """Return whether ``module`` runs our code already."""
-    return isinstance(module, FastModule) or PREFIX + "core" in module.__dict__
+    return isinstance(module, FastModule)
 
 
 def make_plan(model: nn.Module, options: Options) -> list[Step]:
@@ -155,22 +155,23 @@ def _reason(
     if reason is not None:
         return reason
     cls: Any = type(module)
-    code = fingerprint(cls, rule.methods)
-    if code is not None and code in KNOWN.get(qualified(cls), ()):
+    if is_known(cls, rule.relies, KNOWN):
         return ""
+    # Whatever somebody put in place of transformers' code would not be called any more.
+    replaced = replaced_code(code_of(cls, rule.relies))
     if options.verify == "layer":
         # One layer of each class and backend answers for all.
         key = (type(module), options.kinds[rule.kind])
         if key not in verified:
             backend = str(options.kinds[rule.kind])
-            if rule.mixin is None:
+            if isinstance(rule.mixin, type) and issubclass(rule.mixin, experts.FastExperts):
                 weight: Any = module.down_proj
                 wrong = experts.verify(module, backend, TOLERANCE.get(weight.dtype, 3e-2))
             else:
                 wrong = verify(module, rule, backend, options.fuse_projections, rotary)
             verified[key] = "" if wrong is None else f"verify-failed: {wrong}"
-        return verified[key]
-    return "unknown-forward"
+        return verified[key] or (f"replaced-code: {replaced}" if replaced else "")
+    return f"unknown-forward: {replaced}" if replaced else "unknown-forward"
 
 
 def _codes(module: nn.Module, rule: Rule) -> str | None:
@@ -203,9 +204,4 @@ def _known_to_transformers(method: str) -> bool:
     return any(name == method or name.startswith(f"{method}_") for name in AUTO_QUANTIZATION_CONFIG_MAPPING)
 
 
-def experts_need_registry(steps: list[Step]) -> bool:
-    """Return whether some experts are to be run through Hugging Face's registry."""
-    return any(step.applies and step.rule is not None and step.rule.mixin is None for step in steps)
-
-
-__all__ = ["KINDS", "Options", "Step", "experts", "experts_need_registry", "is_patched", "make_plan", "selectors"]
+__all__ = ["KINDS", "Options", "Step", "is_patched", "make_plan", "selectors"]

@@ -50,7 +50,7 @@ def _rules(family: str, package: str, attention: Rule, sparse: bool) -> dict[str
         f"{prefix}MLP": Rule("mlp", FastMLP, silu_gate, structure.MLP_LINEARS),
     }
     if sparse:
-        rules[f"{prefix}Experts"] = Rule("moe", None, experts.why_not)
+        rules[f"{prefix}Experts"] = Rule("moe", experts.FastExperts, experts.why_not)
         rules[f"{prefix}TopKRouter"] = Rule("moe", FastSoftmaxRouter, _router_fits)
     return rules
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-ACTIONS = ("swapped", "registry", "packed", "captured", "skipped")
+ACTIONS = ("swapped", "packed", "captured", "skipped")
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class PatchEntry:
         ``attention``, ``moe``, ``linear``, ``norm`` or ``mlp``.
     original_class : str
     action : str
-        ``swapped`` (the instance has a subclass now), ``registry`` (Hugging Face's registry calls us), ``packed``
-        (weights moved into one storage), ``captured`` (decode steps are replays of CUDA graphs), ``skipped``.
+        ``swapped`` (the instance has a subclass now), ``packed`` (weights moved side by side), ``captured`` (decode
+        steps are replays of CUDA graphs), ``skipped``.
     implementation : str
         What runs now; empty if skipped.
     reason : str
@@ -55,12 +55,18 @@ class PatchReport:
     _counters: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, repr=False)
     _start: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)
     _replays: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
+    _reasons: dict[str, Counter[str]] = field(default_factory=dict, repr=False)
 
     def watch(
-        self, name: str, hits: torch.Tensor, fallbacks: torch.Tensor, replays: torch.Tensor | None = None
-    ) -> None:
-        """Count ``name`` from now on; ``replays``: of the graphs that contain it, each of which runs it once."""
+        self, name: str, hits: torch.Tensor, fallbacks: torch.Tensor, replays: torch.Tensor | None = None,
+        reasons: Counter[str] | None = None,
+    ) -> None:  # fmt: skip
+        """Count ``name`` from now on.
+
+        ``replays``: of the graphs that contain it, each of which runs it once; ``reasons``: why it fell back.
+        """
         self._counters[name] = (hits, fallbacks)
+        self._reasons[name] = Counter() if reasons is None else reasons
         if replays is not None:
             self._replays[name] = replays
         self._start[name] = (self._hits(name), int(fallbacks))
@@ -100,7 +106,18 @@ class PatchReport:
         moved = sum(entry.bytes_moved for entry in self.entries)
         title = "fastlayers.patch (dry run)" if self.dry_run else "fastlayers.patch"
         head = f"{title}: {len(self.replaced)} replaced, {len(self.skipped)} skipped, {moved / 2**20:.1f} MiB moved"
-        return "\n".join([head, *(line.rstrip() for line in lines)])
+        return "\n".join([head, *(line.rstrip() for line in lines), *self._fallback_lines()])
+
+    def _fallback_lines(self) -> list[str]:
+        """Return a line for each reason why patched modules ran the original's code since the patch."""
+        calls: Counter[str] = Counter()
+        modules: Counter[str] = Counter()
+        for name, falls in self.fallbacks().items():
+            reasons = self._reasons[name] if falls else {}
+            for reason, times in (reasons or {"not known": falls}).items() if falls else ():
+                calls[reason] += times
+                modules[reason] += 1
+        return [f"fell back: {n} calls of {modules[reason]} modules: {reason}" for reason, n in calls.most_common()]
 
     def to_json(self) -> str:
         """Return entries, hits and fallbacks as JSON."""

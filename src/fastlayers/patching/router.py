@@ -30,6 +30,9 @@ class FastRouter(FastModule):
 
     # Of the logits; None: the model's dtype.
     _fl_logits_dtype: torch.dtype | None = torch.float32
+    _fl_baked = (
+        "num_experts", "top_k", "num_group", "topk_group", "norm_topk_prob", "routed_scaling_factor", "topk_method",
+    )  # fmt: skip
     _fl_core: Ladder | None
     weight: torch.Tensor
     hidden_dim: int
