@@ -1,19 +1,24 @@
-"""Cache layers for MLA inside Hugging Face's cache: latent and rotary key of a token side by side in one row.
+"""A cache layer for MLA inside Hugging Face's cache: latent and rotary key of a token side by side in one row.
 
     B = batch, S = cached tokens, L = kv_lora_rank, R = qk_rope_head_dim
-    buffer[B, 1, capacity, L + R]     keys = buffer[..., :S, :L],  values = buffer[..., :S, L:]
+    buffer[B, 1, capacity, L + R]     what ``update`` returns: buffer[..., :S, :L] and buffer[..., :S, L:]
 
-Contents are exactly what the stock layers hold, so patched and stock code can share a cache. The dynamic layer
-grows geometrically, so a step writes one row instead of copying all. Operations that rebind ``keys`` and ``values``
-to other tensors are noticed; the rows are packed again then.
+The buffer grows geometrically, so a step writes one row instead of copying all, as attention kernels like to read
+them. To everybody else the layer is a stock one: whoever asks for ``keys`` or ``values`` gets tensors of their own,
+contiguous, and they are what the layer holds from then on, until the next step packs rows again. Rows that a view may
+still look at are never overwritten. Pickles and programs of torch.compile hold stock layers.
 """
 
 from __future__ import annotations
 
+import copy
+import copyreg
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicLayer, StaticLayer
+from transformers.cache_utils import DynamicLayer
+
+from fastlayers.patching.packing import is_aliased
 
 # Capacities are whole pages of this many rows: attention kernels read the buffer as pages.
 PAGE = 64
@@ -34,38 +39,51 @@ def _fits(keys: torch.Tensor, values: torch.Tensor) -> bool:
     )
 
 
-def _frozen(buffer: torch.Tensor) -> bool:
-    """Return whether the buffer was made in inference mode and may not be written outside of it."""
-    if torch.compiler.is_compiling():
-        return False
-    return buffer.is_inference() and not torch.is_inference_mode_enabled()
-
-
 class LatentLayer(DynamicLayer):
-    """A :class:`DynamicLayer` whose keys and values are views of one growing buffer."""
-
-    keys: Any
-    values: Any
+    """A :class:`DynamicLayer` that keeps its contents in one growing buffer between steps."""
 
     def __init__(self, **kwargs: Any) -> None:
+        self._begin()
         super().__init__(**kwargs)
+
+    def _begin(self) -> None:
         self.buffer: torch.Tensor | None = None
-        # The views that this layer made last; anything else in keys or values came from outside.
-        self._views: tuple[torch.Tensor, torch.Tensor] | None = None
+        # Rows that are filled, and rows that ever were: views of those may be around.
+        self._length = self._mark = self._rank = 0
+        # Keys and values while there is no buffer.
+        self._apart: list[Any] = [None, None]
 
     @property
     def linked(self) -> bool:
-        """Whether ``keys`` and ``values`` still are views of the buffer."""
-        return self._views is not None and self.keys is self._views[0] and self.values is self._views[1]
+        """Whether the contents are in the buffer."""
+        return self.buffer is not None
 
-    def _view(self, length: int) -> None:
-        assert self.buffer is not None
-        rank = self._rank
-        self.keys, self.values = self.buffer[:, :, :length, :rank], self.buffer[:, :, :length, rank:]
-        self._views = (self.keys, self.values)
+    def _views(self) -> list[Any]:
+        if self.buffer is None:
+            return self._apart
+        rows = self.buffer[:, :, : self._length]
+        return [rows[..., : self._rank], rows[..., self._rank :]]
 
-    def _drop(self) -> None:
-        self.buffer, self._views = None, None
+    def _take(self, which: int) -> Any:
+        """Return keys or values as tensors of their own, which are the contents from now on."""
+        if self.buffer is not None:
+            self._apart = [view.contiguous() for view in self._views()]
+            self.buffer = None
+        return self._apart[which]
+
+    def _put(self, which: int, value: torch.Tensor | None) -> None:
+        self._take(which)
+        self._apart[which] = value
+
+    keys: Any = property(lambda self: self._take(0), lambda self, value: self._put(0, value))
+    values: Any = property(lambda self: self._take(1), lambda self, value: self._put(1, value))
+
+    def get_seq_length(self) -> int:
+        """Return the number of cached tokens."""
+        if self.buffer is not None:
+            return self._length
+        keys = self._apart[0]
+        return 0 if not self.is_initialized or keys.numel() == 0 else int(keys.shape[-2])
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -74,52 +92,57 @@ class LatentLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         length, added = self.get_seq_length(), key_states.shape[-2]
-        same_batch = length == 0 or self.keys.shape[0] == key_states.shape[0]
+        if torch.compiler.is_compiling():
+            held = self._views() if length else [key_states[..., :0, :], value_states[..., :0, :]]
+            self.buffer = None
+            self._apart = [torch.cat(pair, dim=-2) for pair in zip(held, (key_states, value_states), strict=True)]
+            return self._apart[0], self._apart[1]
+        same_batch = length == 0 or self._views()[0].shape[0] == key_states.shape[0]
         recorded = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
         if recorded or not same_batch or not _fits(key_states, value_states):
             # Writing in place would break autograd; what does not fit gets the stock layer's behaviour and errors.
-            self._drop()
             result: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, *args, **kwargs)
             return result
-        self._reserve(length, length + added, key_states, value_states)
-        assert self.buffer is not None
-        self.buffer[:, :, length : length + added, : self._rank] = key_states
-        self.buffer[:, :, length : length + added, self._rank :] = value_states
-        self._view(length + added)
-        return self.keys, self.values
+        buffer = self._reserve(length, length + added, key_states, value_states)
+        buffer[:, :, length : length + added, : self._rank] = key_states
+        buffer[:, :, length : length + added, self._rank :] = value_states
+        self._length = self._mark = length + added
+        keys, values = self._views()
+        return keys, values
 
-    def _reserve(self, length: int, needed: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Make the buffer hold ``needed`` rows, the first ``length`` of them as they are in keys and values."""
-        if self.linked and self.buffer is not None and needed <= self.buffer.shape[2] and not _frozen(self.buffer):
-            return
-        self._rank = key_states.shape[-1]
-        width = self._rank + value_states.shape[-1]
+    def _reserve(self, length: int, needed: int, key_states: torch.Tensor, value_states: torch.Tensor) -> torch.Tensor:
+        """Return a buffer for ``needed`` rows whose first ``length`` ones are the contents."""
+        held = self.buffer
+        if held is not None and needed <= held.shape[2]:
+            # Made in inference mode, it may not be written outside of it.
+            frozen = held.is_inference() and not torch.is_inference_mode_enabled()
+            if not frozen and (length >= self._mark or not is_aliased(held)):
+                return held
+        rank, width = key_states.shape[-1], key_states.shape[-1] + value_states.shape[-1]
         capacity = _whole_pages(needed + max(256, needed // 4))
         # Zeros: kernels read whole pages, and nothing that they read may be NaN.
         buffer = torch.zeros(key_states.shape[0], 1, capacity, width, dtype=key_states.dtype, device=key_states.device)
         if length:
-            buffer[:, :, :length, : self._rank] = self.keys
-            buffer[:, :, :length, self._rank :] = self.values
-        self.buffer = buffer
+            keys, values = self._views()
+            buffer[:, :, :length, :rank] = keys
+            buffer[:, :, :length, rank:] = values
+        self.buffer, self._rank, self._apart = buffer, rank, [None, None]
+        return buffer
 
     def rows(self) -> torch.Tensor | None:
         """Return the cached rows ``[B, S, L + R]`` as a view, or ``None`` if they are not side by side."""
-        if not self.linked or self.buffer is None:
-            return None
-        return self.buffer[:, 0, : self.keys.shape[2]]
+        return None if self.buffer is None else self.buffer[:, 0, : self._length]
 
     def pages(self) -> torch.Tensor | None:
         """Return the buffer as ``[B * capacity / PAGE, PAGE, L + R]``, or ``None``."""
-        if not self.linked or self.buffer is None:
-            return None
-        return self.buffer.view(-1, PAGE, self.buffer.shape[-1])
+        return None if self.buffer is None else self.buffer.view(-1, PAGE, self.buffer.shape[-1])
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove tokens; the buffer stays."""
-        linked = self.linked and self.buffer is not None
+        held, self._apart, self.buffer = self.buffer, self._views(), None
         super().crop(tokens_to_remove)
-        if linked:
-            self._view(self.keys.shape[-2])
+        if held is not None:
+            self.buffer, self._length, self._apart = held, int(self._apart[0].shape[-2]), [None, None]
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Reorder the batch, capacity included, so that the next step need not copy again."""
@@ -133,70 +156,41 @@ class LatentLayer(DynamicLayer):
         """Keep some rows of the batch."""
         self._select(lambda b: b[indices, ...], super().batch_select_indices, indices)
 
-    def _select(self, on_buffer: Any, on_views: Any, argument: Any) -> None:
-        length: Any = self.get_seq_length()
-        if self.linked and self.buffer is not None and length:
-            self.buffer = on_buffer(self.buffer)
-            self._view(length)
+    def _select(self, on_buffer: Any, on_tensors: Any, argument: Any) -> None:
+        if self.buffer is not None and self._length:
+            self.buffer, self._mark = on_buffer(self.buffer), self._length
         else:
-            on_views(argument)
+            on_tensors(argument)
 
-    def reset(self) -> None:
-        """Do what the stock layer does; its tensors may be zeroed or dropped, by version."""
-        super().reset()
-        if not self.linked:
-            self._drop()
+    def __copy__(self) -> LatentLayer:
+        # Of a stock layer both have the same tensors, and each makes new ones when it grows.
+        self._take(0)
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__, _apart=list(self._apart))
+        return other
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LatentLayer:
+        other = memo[id(self)] = type(self).__new__(type(self))
+        other.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return other
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return stock_layer({"keys": self.keys, "values": self.values, **self.__dict__})
 
 
-class StaticLatentLayer(StaticLayer):
-    """A :class:`StaticLayer` whose keys and values are views of one buffer of fixed address."""
+_OWN = ("buffer", "_length", "_mark", "_rank", "_apart")
 
-    def __init__(self, max_cache_len: int, **kwargs: Any) -> None:
-        super().__init__(max_cache_len, **kwargs)
-        self.buffer: torch.Tensor | None = None
-        self._views: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    @property
-    def linked(self) -> bool:
-        """Whether ``keys`` and ``values`` still are views of the buffer."""
-        return self._views is not None and self.keys is self._views[0] and self.values is self._views[1]
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate the buffer; decline (stock tensors) on CUDA, or if keys and values cannot share rows."""
-        super().lazy_initialization(key_states, value_states)
-        # On CUDA, Hugging Face compiles decoding with a static cache, and inductor (torch 2.11) cannot compile a graph
-        # whose inputs are views of one tensor that it writes.
-        if key_states.is_cuda or not _fits(key_states, value_states):
-            return
-        rank, width = key_states.shape[-1], key_states.shape[-1] + value_states.shape[-1]
-        rows = _whole_pages(self.max_cache_len)
-        self.buffer = torch.zeros(self.batch_size, 1, rows, width, dtype=self.dtype, device=self.device)
-        self.keys = self.buffer[:, :, : self.max_cache_len, :rank]
-        self.values = self.buffer[:, :, : self.max_cache_len, rank:]
-        self._views = (self.keys, self.values)
-        if not torch.compiler.is_compiling():
-            for tensor in (self.buffer, self.keys, self.values):
-                torch._dynamo.mark_static_address(tensor)
-
-    def rows(self) -> torch.Tensor | None:
-        """Return all rows ``[B, max_cache_len, L + R]`` as a view, or ``None`` if they are not side by side."""
-        if not self.linked or self.buffer is None:
-            return None
-        return self.buffer[:, 0, : self.max_cache_len]
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Reorder the batch in place: the address stays."""
-        if self.linked and self.buffer is not None:
-            if self.get_seq_length() > 0:
-                self.buffer.copy_(self.buffer.index_select(0, beam_idx.to(self.buffer.device)))
-        else:
-            super().reorder_cache(beam_idx)
+def stock_layer(state: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what pickles a layer as a :class:`DynamicLayer`: it loads where fastlayers is not installed."""
+    plain = {name: value for name, value in state.items() if name not in _OWN}
+    return copyreg._reconstructor, (DynamicLayer, object, None), plain  # type: ignore[attr-defined]
 
 
 def adopt(cache: Any, index: int) -> None:
-    """Replace layer ``index`` of a Hugging Face cache by ours, if it is a stock one that holds nothing yet.
+    """Make layer ``index`` of a Hugging Face cache one of ours, if it is a stock one that holds nothing yet.
 
-    Offloaded caches keep their layers: they move tensors one by one.
+    The object stays the same. Offloaded caches keep their layers: they move tensors one by one.
     """
     layers = getattr(cache, "layers", None)
     if layers is None or getattr(cache, "offloading", False):
@@ -205,23 +199,19 @@ def adopt(cache: Any, index: int) -> None:
     if replicate is DynamicLayer:
         while len(layers) <= index:
             layers.append(DynamicLayer())
-    if index >= len(layers):
-        return
-    layer = layers[index]
-    if layer.is_initialized:
-        return
-    if type(layer) is DynamicLayer:
-        layers[index] = LatentLayer()
-    elif type(layer) is StaticLayer:
-        layers[index] = StaticLatentLayer(layer.max_cache_len)
+    if index < len(layers) and type(layers[index]) is DynamicLayer and not layers[index].is_initialized:
+        layer: Any = layers[index]
+        for name in ("keys", "values"):
+            layer.__dict__.pop(name, None)
+        layer.__class__ = LatentLayer
+        layer._begin()
 
 
 def latent_rows(cache: Any, index: int, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Return what the cache just returned as rows ``[B, S, L + R]``: a view where it can be, else a copy."""
     layer: Any = cache.layers[index] if cache is not None and index < len(getattr(cache, "layers", ())) else None
-    own = isinstance(layer, (LatentLayer, StaticLatentLayer)) and layer.keys is keys
-    if own or (hasattr(layer, "paged") and layer.get_seq_length() == keys.shape[2]):
+    if isinstance(layer, LatentLayer) or hasattr(layer, "paged"):
         rows: torch.Tensor | None = layer.rows()
-        if rows is not None:
+        if rows is not None and rows.shape[1] == keys.shape[2]:
             return rows
     return torch.cat((keys, values), dim=-1)[:, 0]

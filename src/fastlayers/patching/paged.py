@@ -15,6 +15,7 @@ addresses, and lends them to one living cache at a time.
 
 from __future__ import annotations
 
+import copyreg
 import itertools
 import weakref
 from collections import OrderedDict
@@ -25,7 +26,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from fastlayers.errors import CaptureError
-from fastlayers.patching.cache import PAGE
+from fastlayers.patching.cache import PAGE, stock_layer
 
 # Smallest capacity; larger ones are powers of two and the numbers half way between them.
 MIN_CAPACITY = 256
@@ -289,16 +290,11 @@ class PagedLayer(DynamicLayer):
         self._length = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        contents = (self.keys.clone(), self.values.clone()) if self.is_initialized else None
-        return _dynamic_layer, (contents,)
-
-
-def _dynamic_layer(contents: tuple[torch.Tensor, torch.Tensor] | None) -> DynamicLayer:
-    layer = DynamicLayer()
-    if contents is not None:
-        layer.lazy_initialization(*contents)
-        layer.keys, layer.values = contents
-    return layer
+        layer: Any = DynamicLayer()
+        if self.is_initialized:
+            layer.lazy_initialization(self.keys, self.values)
+            layer.keys, layer.values = self.keys.clone(), self.values.clone()
+        return stock_layer(layer.__dict__)
 
 
 class PagedCache(Cache):
@@ -355,13 +351,8 @@ class PagedCache(Cache):
             layer.advance()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _dynamic_cache, (list(self.layers),)
-
-
-def _dynamic_cache(layers: list[DynamicLayer]) -> DynamicCache:
-    cache = DynamicCache()
-    cache.layers = layers
-    return cache
+        state = {**DynamicCache().__dict__, "layers": list(self.layers)}
+        return copyreg._reconstructor, (DynamicCache, object, None), state  # type: ignore[attr-defined]
 
 
 def active_step(cache: Any) -> Any:
