@@ -134,3 +134,14 @@ def test_bad_norms() -> None:
             normed(x, x, x, cos, cos, zero, cache, zero, *weights)
     with pytest.raises(ArgumentError, match="None without qk_norm"):
         RotaryKVWrite(1, 1, 8, kv_dtype=torch.float32)(x, x, x, cos, cos, zero, cache, zero, weight, weight)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("bad", [4, -1])
+def test_positions_outside_the_table_are_named_on_a_cpu_and_nothing_is_written(backend: str, bad: int) -> None:
+    x, cos, loc = torch.randn(2, 1, 8), torch.ones(4, 4), torch.tensor([0, 1])
+    cache = LayerCache(*torch.zeros(2, 1, 2, 1, 8))
+    write = RotaryKVWrite(1, 1, 8, kv_dtype=torch.float32, backend=backend)
+    with pytest.raises(ArgumentError, match=r"RotaryKVWrite: positions is from .*; accepted: positions in \[0, 4\)"):
+        write(x, x, x, cos, cos, torch.tensor([1, bad]), cache, loc)
+    assert not cache.keys.any() and not cache.values.any()  # type: ignore[union-attr]

@@ -121,3 +121,13 @@ def test_ids_outside_the_vocabulary_are_named_on_a_cpu() -> None:
     for bad in (11, -1):
         with pytest.raises(ArgumentError, match=f"VocabEmbedding: ids is {bad} to {bad}; accepted: 0 to 9"):
             layer(torch.tensor([bad]))
+
+
+def test_ids_outside_the_vocabulary_are_named_by_each_rank() -> None:
+    for shard in (*shards(1), *shards(2)):
+        layer = VocabEmbedding(9, 4, shard=shard)
+        layer.weight.fill_(1.0)
+        assert layer(torch.tensor([0, 8])).sum() in (8.0, 4.0)
+        for bad in (9, -1):
+            with pytest.raises(ArgumentError, match=f"VocabEmbedding: ids is .*{bad}.*; accepted: 0 to 8"):
+                layer(torch.tensor([0, bad]))

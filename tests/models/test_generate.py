@@ -370,6 +370,14 @@ def test_stop_ids_are_integers(model: Any, wrong: Any) -> None:
     assert made.generate([[1]], max_new_tokens=2, eos_ids=torch.tensor([200])) == made.generate([[1]], max_new_tokens=2)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("bad", [96, -1])
+def test_a_model_names_ids_outside_its_vocabulary_on_a_cpu(model: Any, bad: int) -> None:
+    meta = fl.AttentionState(1, 2, 1, 16).plan(fl.AttentionBatch((2,), (0,), [[1]]))
+    caches = fl.kv_cache_spec(model, page_size=16, dtype=torch.float32).allocate(2, "cpu")
+    with pytest.raises(ArgumentError, match=rf"VocabEmbedding: ids is .*{bad}.*; accepted: 0 to 95"):
+        model(torch.tensor([0, bad]), meta, caches)
+
+
 def test_arguments(model: Any) -> None:
     other: Any
     for other in ("sometimes", 1, 0, None, 1.0):

@@ -289,3 +289,14 @@ def test_traceable() -> None:
     compiled = torch.compile(rope, backend="eager", fullgraph=True)
     q, k, positions = torch.randn(2, 3, 8), torch.randn(2, 1, 8), torch.tensor([1, 5])
     assert all(torch.equal(a, b) for a, b in zip(compiled(q, k, positions), rope(q, k, positions), strict=True))
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("bad", [[0, 16], [-1, 0]])
+def test_positions_outside_the_table_are_named_on_a_cpu(backend: str, bad: list[int]) -> None:
+    words = rf"RotaryEmbedding: positions is {min(bad)} to {max(bad)}; accepted: 0 to 15 \(max_position\)"
+    plain = RotaryEmbedding(8, max_position=16, backend=backend)
+    mrope = RotaryEmbedding(8, max_position=16, scaling=RopeScaling(mrope_section=(2, 1, 1)), backend=backend)
+    for rope, positions in ((plain, torch.tensor(bad)), (mrope, torch.tensor([[0, 0], bad, [0, 0]]))):
+        with pytest.raises(ArgumentError, match=words):
+            rope(torch.zeros(2, 1, 8), None, positions)

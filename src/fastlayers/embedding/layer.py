@@ -114,7 +114,7 @@ class VocabEmbedding(Layer):
         self.vocab_size, self.hidden_size, self.shard = vocab_size, hidden_size, shard
         self.ids, rows = vocab_slice(vocab_size, shard)
         first = 0 if shard.kind == "replicated" else shard.axis.rank * rows
-        cfg = EmbeddingConfig(rows, hidden_size, first, shard.kind == "column")
+        cfg = EmbeddingConfig(rows, hidden_size, first, shard.kind == "column" and shard.axis.size > 1)
         self.choose(EMBEDDING, cfg, device, backend)
         self.debug = env.debug()
         self.weight = nn.Parameter(torch.zeros(rows, hidden_size, device=device, dtype=dtype), requires_grad=False)
@@ -129,11 +129,14 @@ class VocabEmbedding(Layer):
         Raises
         ------
         ArgumentError
-            Wrong dtype or device; under ``FASTLAYERS_DEBUG``, and wherever torch itself looks (on a CPU), also ids
-            outside the vocabulary. Elsewhere looking would synchronise, and the Triton backend gives zeros for them.
+            Wrong dtype or device; under ``FASTLAYERS_DEBUG``, and on a CPU, also ids outside the vocabulary. Elsewhere
+            looking would synchronise, and the Triton backend gives zeros for them, on a CPU too if it holds the whole
+            vocabulary.
         """
         check_tensor("VocabEmbedding", "ids", ids, dtype=(torch.int32, torch.int64), device=self.weight.device)
-        if self.debug and ids.numel():
+        # Zeros of a slice of the vocabulary may be another rank's: torch itself does not look.
+        looks = self.debug or (self.cfg.partial and ids.is_cpu and not torch.compiler.is_compiling())
+        if looks and ids.numel():
             self._check_range(ids)
         try:
             y: torch.Tensor = self.ladder.pick(ids.numel())(ids, self.weight)

@@ -226,6 +226,12 @@ class RotaryEmbedding(Layer):
         -------
         (Tensor, Tensor or None)
             New contiguous tensors.
+
+        Raises
+        ------
+        ArgumentError
+            Another shape, dtype or device; on a CPU, and with ``FASTLAYERS_DEBUG`` anywhere, also positions outside
+            the tables.
         """
         name, dim, where = "RotaryEmbedding", self.cfg.head_dim, self.cos.device
         check_tensor(name, "q", q, shape=(None, None, dim), dtype=DTYPES, device=where, last_dim_contiguous=True)
@@ -234,7 +240,11 @@ class RotaryEmbedding(Layer):
             shape = (tokens, None, dim)
             check_tensor(name, "k", k, shape=shape, dtype=q.dtype, device=where, last_dim_contiguous=True)
         self._check_positions(positions, tokens)
-        return self.ladder.pick(tokens)(q, k, self.cos, self.sin, positions)
+        try:
+            return self.ladder.pick(tokens)(q, k, self.cos, self.sin, positions)
+        except IndexError:
+            self._check_range(positions)
+            raise
 
     def _check_positions(self, positions: torch.Tensor, tokens: int) -> None:
         shapes = ((tokens,), (3, tokens)) if self.cfg.mrope_section else ((tokens,),)
@@ -243,14 +253,13 @@ class RotaryEmbedding(Layer):
             accepted = " or ".join(str(list(shape)) for shape in shapes)
             raise ArgumentError("RotaryEmbedding", "positions", describe(positions), f"int32 or int64 {accepted}")
         if self.debug and tokens:
-            low, high = int(positions.min()), int(positions.max())
-            if low < 0 or high >= self.max_position:
-                raise ArgumentError(
-                    "RotaryEmbedding",
-                    "positions",
-                    f"{low} to {high}",
-                    f"0 to {self.max_position - 1} (max_position)",
-                )
+            self._check_range(positions)
+
+    def _check_range(self, positions: torch.Tensor) -> None:
+        low, high = int(positions.min()), int(positions.max())
+        if low < 0 or high >= self.max_position:
+            accepted = f"0 to {self.max_position - 1} (max_position)"
+            raise ArgumentError("RotaryEmbedding", "positions", f"{low} to {high}", accepted)
 
 
 def check_rotary(layer: str, rotary: RotaryEmbedding, argument: str, head_dim: int, *, whole: bool = False) -> None:

@@ -30,7 +30,7 @@ class ReferenceRotary:
         half, out = self.cfg.rotary_dim // 2, x.clone()
         for f, axis in enumerate(self.cfg.axes()):
             where = positions if positions.dim() == 1 else positions[axis]
-            c, s = cos[where, f, None], sin[where, f, None]
+            c, s = (table[:, f, None].index_select(0, where) for table in (cos, sin))
             first, second = (2 * f, 2 * f + 1) if self.cfg.interleaved_in else (f, f + half)
             a, b = x[..., first], x[..., second]
             first, second = (2 * f, 2 * f + 1) if self.cfg.interleaved_out else (f, f + half)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
+from torch.nn import functional as F
 
 from fastlayers.rotary.layer import RotaryConfig
 
@@ -33,9 +34,10 @@ class TorchRotary:
         return self._rotate(q, c, s), None if k is None else self._rotate(k, c, s)
 
     def _gather(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        rows = F.embedding(positions, table)  # unlike an index, it takes no negative one for the table's end
         if positions.dim() == 1:
-            return table[positions].unsqueeze(1)
-        rows = table[positions]  # [3, T, d/2]
+            return rows.unsqueeze(1)
+        # [3, T, d/2]
         picked = [rows[axis, :, start:stop] for axis, start, stop in self._runs()]
         return torch.cat(picked, -1).unsqueeze(1)
 

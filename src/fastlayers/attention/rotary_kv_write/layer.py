@@ -114,7 +114,7 @@ class RotaryKVWrite(Layer):
     Attention must read the cache afterwards and not write it again. Capture-safe; allocates its output. With
     ``FASTLAYERS_DEBUG`` slots and positions are checked, which synchronises; without it the Triton backend
     clamps positions into the table. Source: Su et al. 2021 for the rotation. For inference
-    only: it raises where an input requires a gradient.
+    only: it raises where an input requires a gradient. On a CPU it raises for positions outside the tables.
 
     Examples
     --------
@@ -212,17 +212,20 @@ class RotaryKVWrite(Layer):
         check_loc(NAME, loc, cache.keys.shape[0] * cache.keys.shape[1], self.debug)
         if torch.is_grad_enabled():  # through the cache there is none
             self.refuse_grad(q=q, k=k, v=v, q_weight=q_weight, k_weight=k_weight)
-        if self.debug and tokens and not 0 <= int(positions.min()) <= int(positions.max()) < cos.shape[0]:
-            given = f"from {int(positions.min())} to {int(positions.max())}"
-            raise ArgumentError(NAME, "positions", given, f"positions in [0, {cos.shape[0]})")
+        if self.debug and tokens:
+            _check_range(positions, cos.shape[0])
         for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
             if cfg.qk_norm is not None:
                 check_tensor(NAME, name, weight, shape=(cfg.head_dim,), dtype=q.dtype, device=where, contiguous=True)
             elif weight is not None:
                 raise ArgumentError(NAME, name, describe(weight), "None without qk_norm")
-        turned: torch.Tensor = self.ladder.pick(tokens)(
-            q, k, v, cos, sin, positions, cache.keys, cache.values, loc, q_weight, k_weight
-        )
+        try:
+            turned: torch.Tensor = self.ladder.pick(tokens)(
+                q, k, v, cos, sin, positions, cache.keys, cache.values, loc, q_weight, k_weight
+            )
+        except IndexError:  # on a CPU, where looking is free; before anything was written
+            _check_range(positions, cos.shape[0])
+            raise
         return turned
 
     def _check_cache(self, cache: LayerCache, where: torch.device) -> None:
@@ -235,3 +238,9 @@ class RotaryKVWrite(Layer):
         check_cache(NAME, "cache.keys", cache.keys, (cfg.num_kv_heads, cfg.head_dim), dtype, where)
         pages = tuple(cache.keys.shape[:2])
         check_cache(NAME, "cache.values", cache.values, (cfg.num_kv_heads, cfg.v_head_dim), dtype, where, pages)
+
+
+def _check_range(positions: torch.Tensor, limit: int) -> None:
+    low, high = int(positions.min()), int(positions.max())
+    if low < 0 or high >= limit:
+        raise ArgumentError(NAME, "positions", f"from {low} to {high}", f"positions in [0, {limit})")

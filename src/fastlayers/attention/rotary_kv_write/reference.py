@@ -30,7 +30,7 @@ class ReferenceRotaryKVWrite:
     ) -> torch.Tensor:
         """Write into ``keys`` and ``values``, in place; return the turned ``q``."""
         q, k = self._norm(q, q_weight), self._norm(k, k_weight)
-        c, s = cos[positions], sin[positions]
+        c, s = cos.index_select(0, positions), sin.index_select(0, positions)
         k_turned = self._turn(k, c, s).to(k.dtype)
         if self.cfg.latent:
             write_rows(torch.cat([v[:, 0], k_turned[:, 0]], dim=-1), keys, loc)

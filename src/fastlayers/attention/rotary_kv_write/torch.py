@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.nn import functional as F
 
 from fastlayers.attention.kv_write.torch import scatter_rows
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWriteConfig
@@ -30,7 +31,8 @@ class TorchRotaryKVWrite:
     ) -> torch.Tensor:
         """Write into ``keys`` and ``values``, in place; return the turned ``q``, a new tensor."""
         q, k = self._norm(q, q_weight), self._norm(k, k_weight)
-        c, s = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
+        # Unlike an index, it takes no negative position for the table's end.
+        c, s = (F.embedding(positions, table).unsqueeze(1) for table in (cos, sin))
         k_slots, v_slots = self.cfg.rows(keys, values)
         scatter_rows(k_slots, loc, self._turn(k, c, s))
         scatter_rows(v_slots, loc, v)
