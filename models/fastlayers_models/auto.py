@@ -15,8 +15,8 @@ import torch
 
 from fastlayers.errors import ArgumentError, CheckpointError, UnknownModelError, check_choice
 from fastlayers_models.blocks import CausalLM
+from fastlayers_models.check_quantization import check_quantization
 from fastlayers_models.checkpoint import Checkpoint
-from fastlayers_models.contradictions import contradictions
 from fastlayers_models.shard_writer import STATE
 
 _DEEPSEEK = "fastlayers_models.deepseek:DeepseekForCausalLM"
@@ -105,7 +105,7 @@ class AutoModel:
             return family.from_pretrained(folder, dtype=number, device=place, **options)
         except ArgumentError as error:
             # What was built from a config.json that is wrong about the tensors is not where the mistake is.
-            if found := contradictions(checkpoint, ()):
+            if found := check_quantization(checkpoint, ()):
                 raise CheckpointError(f"{folder} does not fit the model; {'; '.join(found)}; {error}") from error
             raise
 

@@ -30,7 +30,8 @@ from fastlayers.errors import ArgumentError
 from fastlayers.layer import finalize
 from fastlayers.linear.factory import linear
 from fastlayers.rotary.layer import RotaryEmbedding
-from fastlayers_models.checkpoint import Checkpoint, load_weights
+from fastlayers_models.checkpoint import Checkpoint
+from fastlayers_models.loading import check_config, load_weights
 
 
 class Build:
@@ -298,7 +299,9 @@ class CausalLM(nn.Module):
             ``config.json`` that the model cannot be built from.
         """
         checkpoint = Checkpoint(path)
-        model = cls(cls.read_config(checkpoint), **options)
+        config = cls.read_config(checkpoint)
+        check_config(checkpoint, config)
+        model = cls(config, **options)
         load_weights(model, checkpoint, ignore=model.ignored_tensors)
         finalize(model)
         return model.eval()
@@ -306,7 +309,7 @@ class CausalLM(nn.Module):
     @property
     def ignored_tensors(self) -> Sequence[str]:
         """Patterns of tensors with no place here: derived buffers, a tied head."""
-        return [r"rotary_emb\.inv_freq$", *([r"^lm_head\."] if self.config.tie_word_embeddings else [])]
+        return [r"rotary_emb\.inv_freq$", *([r"^lm_head\.weight$"] if self.config.tie_word_embeddings else [])]
 
     def other_experts(self, num_experts: int) -> list[str]:
         """Return the pattern of those experts' tensors that other ranks hold, if there are any."""

@@ -1,7 +1,7 @@
-"""Reading Hugging Face checkpoints tensor by tensor: :class:`Checkpoint` and :func:`load_weights`.
+"""Reading Hugging Face checkpoints tensor by tensor: :class:`Checkpoint`.
 
-Nothing is held but the tensor being copied: shards are memory-mapped, each rank reads only its slices, and each part
-goes straight into its place in a fused parameter.
+Nothing is held but the tensor being read: shards are memory-mapped, and of a tensor only the part that is asked for is
+read.
 """
 
 from __future__ import annotations
@@ -14,23 +14,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
 
 from fastlayers.errors import CheckpointError
-from fastlayers.quant.notice import announce_slow_formats
-from fastlayers.weights import Slot, slots
+from fastlayers.moved import renamed
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# Dtypes of quantised values, as safetensors spells them.
-CODES = {
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-}
-# What may become a weight of any floating dtype without a word from config.json.
-FLOATS = ("BF16", "F16", "F32", "F64")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 # How a sharded checkpoint names its files.
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
@@ -196,81 +185,6 @@ def _listed(files: Sequence[Path]) -> str:
     return ", ".join(names[:NAMED]) + rest
 
 
-def load_weights(model: nn.Module, checkpoint: Checkpoint, *, ignore: Sequence[str] = ()) -> None:
-    """Fill ``model``'s parameters from ``checkpoint``.
-
-    Parameters
-    ----------
-    model : nn.Module
-        Its layers say what goes where, see :func:`fastlayers.weights.slots`. Mutated.
-    checkpoint : Checkpoint
-    ignore : sequence of str
-        Regular expressions of tensor names that may be there without a place to go.
-
-    Raises
-    ------
-    CheckpointError
-        Missing, extra or misshapen tensors, or quantised ones where the model holds others, all found before the
-        first weight is written; or an unreadable shard.
-    """
-    wanted: dict[str, list[Slot]] = {}
-    for name, slot in slots(model):
-        wanted.setdefault(name, []).append(slot)
-    _check_names(checkpoint, wanted, ignore)
-    with torch.inference_mode():
-        for name in checkpoint.in_file_order(n for n in wanted if n in checkpoint.file_of):
-            for slot in wanted[name]:
-                slot.fill(name, checkpoint.read(name, slot.index))
-    announce_slow_formats(model)
-
-
-def _check_names(checkpoint: Checkpoint, wanted: dict[str, list[Slot]], ignore: Sequence[str]) -> None:
-    present = set(checkpoint.names())
-    missing = [n for n, found in wanted.items() if n not in present and not all(s.optional for s in found)]
-    ignored = re.compile("|".join(f"(?:{rule})" for rule in ignore)) if ignore else None
-    extra = [n for n in present if n not in wanted and not (ignored and ignored.search(n))]
-    wrong, formats = [], []
-    for name in checkpoint.in_file_order(n for n in wanted if n in present):
-        shape, dtype = checkpoint.shape(name), checkpoint.dtype(name)
-        for slot in wanted[name]:
-            if not _same_shape(shape, slot):
-                wrong.append(f"{name} has shape {shape}, the model wants {tuple(slot.shape)}")
-            elif not _castable(dtype, slot):
-                formats.append(f"{name} is {dtype}, the model holds {str(slot.dest.dtype).removeprefix('torch.')}")
-    problems = [
-        f"{what}: {_some(sorted(found))}"
-        for what, found in (
-            ("missing tensors", missing),
-            ("unexpected tensors", extra),
-            ("wrong shapes", wrong),
-            ("wrong number formats", formats),
-        )
-        if found
-    ]
-    if problems:
-        from fastlayers_models.contradictions import contradictions
-
-        codes = {n for n, found in wanted.items() if any(s.dest.dtype in CODES.values() for s in found)}
-        problems = [*contradictions(checkpoint, codes), *problems]
-        raise CheckpointError(f"{checkpoint.path} does not fit the model; " + "; ".join(problems))
-
-
-def _same_shape(shape: tuple[int, ...], slot: Slot) -> bool:
-    """Whether a tensor has the slot's shape; scales that are converted may have dimensions of 1 more or less."""
-    if slot.convert is None or shape == tuple(slot.shape):
-        return shape == tuple(slot.shape)
-    return [n for n in shape if n != 1] == [n for n in slot.shape if n != 1]
-
-
-def _castable(dtype: str, slot: Slot) -> bool:
-    """Whether :meth:`Slot.fill` will take a tensor of this dtype: codes go into codes of the same kind only."""
-    if dtype not in CODES and dtype not in FLOATS:
-        return not slot.dest.dtype.is_floating_point
-    if slot.convert is not None:
-        return True
-    return CODES.get(dtype) == (slot.dest.dtype if slot.dest.dtype in CODES.values() else None)
-
-
 def collapsed(texts: Sequence[str]) -> list[str]:
     """Return ``texts`` with those that differ only in the number of an expert as one, with a count."""
     alike: dict[str, list[str]] = {}
@@ -279,7 +193,4 @@ def collapsed(texts: Sequence[str]) -> list[str]:
     return [t[0] if len(t) == 1 else f"{pattern} ({len(t)} experts)" for pattern, t in alike.items()]
 
 
-def _some(names: Sequence[str]) -> str:
-    shown = collapsed(names)
-    rest = f" and {len(shown) - NAMED} more" if len(shown) > NAMED else ""
-    return ", ".join(shown[:NAMED]) + rest
+__getattr__ = renamed(__name__, {"load_weights": "fastlayers_models.loading.load_weights"})

@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastlayers.errors import ArgumentError, UnknownModelError, check_choice, check_positive
 from fastlayers.quant.spec import NONE, QuantSpec
-from fastlayers.rotary.scaling import rope_parameters
+from fastlayers_models.settings import (
+    FLAG,
+    MOST_LAYERS,
+    MOST_POSITIONS,
+    SIZE,
+    Setting,
+    longest_position,
+    read_quantization,
+    read_rope,
+    read_settings,
+)
 
 DEEPSEEK_TYPES = ("deepseek_v2", "deepseek_v3")
+LAYERS = Setting("int > 0", most=MOST_LAYERS)
+
+
+class Size(NamedTuple):
+    """The shape that a configuration gives one tensor: compared with the checkpoint's before anything is built.
+
+    ``settings`` are the names in ``config.json`` that the shape comes from.
+    """
+
+    tensor: str
+    shape: tuple[int, ...]
+    settings: str
 
 
 @dataclass(frozen=True)
@@ -69,6 +91,11 @@ class DeepseekConfig:
         return layer >= self.first_k_dense_replace
 
     @staticmethod
+    def settings(model_type: str) -> Mapping[str, Setting]:
+        """Return what :meth:`from_hf` reads of ``config.json``."""
+        return _DEEPSEEK_V3 if model_type == "deepseek_v3" else _DEEPSEEK_V2
+
+    @staticmethod
     def from_hf(config: Mapping[str, Any]) -> DeepseekConfig:
         """Read a parsed ``config.json``.
 
@@ -79,44 +106,102 @@ class DeepseekConfig:
         ArgumentError
             A value that the model cannot be built from.
         """
-        model_type = config.get("model_type")
+        model_type, name = config.get("model_type"), "DeepseekConfig"
         if model_type not in DEEPSEEK_TYPES:
             raise UnknownModelError(f"model_type {model_type!r} is unknown; known: {', '.join(DEEPSEEK_TYPES)}")
-        if config.get("hidden_act", "silu") != "silu":
-            raise ArgumentError("DeepseekConfig", "hidden_act", repr(config["hidden_act"]), "'silu'")
+        values = read_settings(name, config, DeepseekConfig.settings(model_type))
+        rope = read_rope(name, config, values["max_position_embeddings"])
+        values["n_shared_experts"] = values["n_shared_experts"] or 0
+        if values["n_group"] is None:
+            values |= {"n_group": 1, "topk_group": 1}
+        elif values["topk_group"] is None:
+            raise ArgumentError(name, "topk_group", None, f"a positive integer, as n_group is {values['n_group']}")
         v3 = model_type == "deepseek_v3"
-        required = {name: required_int("DeepseekConfig", config, name) for name in _REQUIRED}
         return DeepseekConfig(
             model_type=model_type,
-            **required,
-            q_lora_rank=config.get("q_lora_rank"),
-            n_shared_experts=config.get("n_shared_experts") or 0,
-            n_group=config.get("n_group") or 1,
-            topk_group=config.get("topk_group") or 1,
-            topk_method="noaux_tc" if v3 else config.get("topk_method") or "greedy",
-            # V2's reference and Hugging Face's code never renormalise, whatever the file says.
-            norm_topk_prob=bool(config.get("norm_topk_prob", True)) if v3 else False,
-            routed_scaling_factor=float(config.get("routed_scaling_factor", 1.0)),
-            first_k_dense_replace=config.get("first_k_dense_replace") or 0,
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            max_position_embeddings=int(config.get("max_position_embeddings", 4096)),
-            rope_interleave=bool(config.get("rope_interleave", True)) if v3 else True,
-            attention_bias=bool(config.get("attention_bias", False)),
-            mlp_bias=bool(config.get("mlp_bias", False)),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            num_nextn_predict_layers=int(config.get("num_nextn_predict_layers") or 0) if v3 else 0,
-            bos_token_id=config.get("bos_token_id"),
-            eos_token_ids=token_ids(config.get("eos_token_id")),
-            quant=QuantSpec.from_config(config.get("quantization_config")),
-            rope=dict(config),
+            **{key: value for key, value in values.items() if key not in ("hidden_act", "eos_token_id")},
+            # What the models' code does, whatever the file says: V3 has one method, V2 never renormalises, pairs
+            # neighbours and has no layer to draft with.
+            **({"topk_method": "noaux_tc"} if v3 else {"norm_topk_prob": False}),
+            eos_token_ids=values["eos_token_id"],
+            quant=read_quantization(name, config),
+            rope=rope,
         )
 
+    def sizes(self) -> Iterator[Size]:
+        """Yield tensors by which a checkpoint shows how large it is; see :class:`Size`."""
+        hidden, heads, dims = self.hidden_size, self.num_attention_heads, self.qk_nope_head_dim + self.qk_rope_head_dim
+        yield Size("model.embed_tokens.weight", (self.vocab_size, hidden), "vocab_size, hidden_size")
+        for name, shape, words in (
+            ("kv_a_proj_with_mqa", (self.kv_lora_rank + self.qk_rope_head_dim, hidden), "kv_lora_rank"),
+            ("kv_b_proj", (heads * (self.qk_nope_head_dim + self.v_head_dim), self.kv_lora_rank), "v_head_dim"),
+            ("o_proj", (hidden, heads * self.v_head_dim), "num_attention_heads, v_head_dim"),
+            *(
+                [("q_proj", (heads * dims, hidden), "num_attention_heads, qk_nope_head_dim")]
+                if self.q_lora_rank is None
+                else [
+                    ("q_a_proj", (self.q_lora_rank, hidden), "q_lora_rank"),
+                    ("q_b_proj", (heads * dims, self.q_lora_rank), "num_attention_heads, qk_nope_head_dim"),
+                ]
+            ),
+        ):
+            yield Size(f"model.layers.0.self_attn.{name}.weight", shape, words)
+        if self.first_k_dense_replace:
+            yield Size("model.layers.0.mlp.gate_proj.weight", (self.intermediate_size, hidden), "intermediate_size")
+        if self.first_k_dense_replace < self.num_hidden_layers:
+            mlp, inner = f"model.layers.{self.first_k_dense_replace}.mlp", self.moe_intermediate_size
+            yield Size(f"{mlp}.gate.weight", (self.n_routed_experts, hidden), "n_routed_experts")
+            yield Size(f"{mlp}.experts.0.gate_proj.weight", (inner, hidden), "moe_intermediate_size")
+            if self.n_shared_experts:
+                shape = (self.n_shared_experts * inner, hidden)
+                yield Size(f"{mlp}.shared_experts.gate_proj.weight", shape, "n_shared_experts, moe_intermediate_size")
 
-_REQUIRED = (
-    "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers",
-    "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
-    "n_routed_experts", "num_experts_per_tok",
-)  # fmt: skip
+
+_DEEPSEEK: dict[str, Setting] = {
+    "vocab_size": SIZE,
+    "hidden_size": SIZE,
+    "intermediate_size": SIZE,
+    "moe_intermediate_size": SIZE,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": SIZE,
+    "kv_lora_rank": SIZE,
+    "q_lora_rank": Setting("int > 0 | None", 1536),
+    "qk_nope_head_dim": SIZE,
+    "qk_rope_head_dim": SIZE,
+    "v_head_dim": SIZE,
+    "num_experts_per_tok": SIZE,
+    "hidden_act": Setting("str", "silu", choices=("silu",)),
+    "rms_norm_eps": Setting("float >= 0", 1e-6),
+    "attention_bias": FLAG,
+    "tie_word_embeddings": FLAG,
+}
+_DEEPSEEK_V2: dict[str, Setting] = _DEEPSEEK | {
+    "mlp_bias": FLAG,
+    "n_routed_experts": Setting("int > 0", also=("num_experts",)),
+    "n_shared_experts": Setting("int >= 0 | None", 2),
+    "n_group": Setting("int > 0 | None", None),
+    "topk_group": Setting("int > 0 | None", None),
+    "topk_method": Setting("str", "greedy"),
+    "routed_scaling_factor": Setting("float", 1.0),
+    "first_k_dense_replace": Setting("int >= 0", 0),
+    "max_position_embeddings": Setting("int > 0", 2048, most=MOST_POSITIONS),
+    "bos_token_id": Setting("int | None", 1),
+    "eos_token_id": Setting("ids", (2,)),
+}
+_DEEPSEEK_V3: dict[str, Setting] = _DEEPSEEK | {
+    "n_routed_experts": Setting("int > 0", also=("num_local_experts",)),
+    "n_shared_experts": Setting("int >= 0 | None", 1),
+    "n_group": Setting("int > 0 | None", 8),
+    "topk_group": Setting("int > 0 | None", 4),
+    "norm_topk_prob": Setting("bool", True),
+    "routed_scaling_factor": Setting("float", 2.5),
+    "first_k_dense_replace": Setting("int >= 0", 3),
+    "max_position_embeddings": Setting("int > 0", 4096, most=MOST_POSITIONS),
+    "rope_interleave": Setting("bool", True),
+    "num_nextn_predict_layers": Setting("int >= 0", 1, most=MOST_LAYERS, also=("num_mtp_layers",)),
+    "bos_token_id": Setting("int | None", 0),
+    "eos_token_id": Setting("ids", (1,)),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,48 +238,72 @@ class GQADecoderConfig:
         if heads % self.num_key_value_heads:
             raise ArgumentError(name, "num_key_value_heads", self.num_key_value_heads, f"a divisor of {heads} heads")
         if len(self.windows) != self.num_hidden_layers:
-            raise ArgumentError(name, "windows", self.windows, f"one entry for each of {self.num_hidden_layers} layers")
+            accepted = f"one entry for each of {self.num_hidden_layers} layers, as in layer_types"
+            raise ArgumentError(name, "windows", self.windows, accepted)
         for window in self.windows:
             if window is not None:
                 check_positive(name, sliding_window=window)
 
+    def sizes(self) -> Iterator[Size]:
+        """Yield tensors by which a checkpoint shows how large it is; see :class:`Size`."""
+        prefix, hidden = getattr(self, "prefix", "model"), self.hidden_size
+        yield Size(f"{prefix}.embed_tokens.weight", (self.vocab_size, hidden), "vocab_size, hidden_size")
+        for name, heads in (("q_proj", self.num_attention_heads), ("k_proj", self.num_key_value_heads)):
+            words = f"{'num_attention_heads' if name == 'q_proj' else 'num_key_value_heads'}, head_dim"
+            yield Size(f"{prefix}.layers.0.self_attn.{name}.weight", (heads * self.head_dim, hidden), words)
+
+
+# What all families with grouped-query attention read, with the defaults of Llama.
+GQA_DECODER: dict[str, Setting] = {
+    "vocab_size": SIZE,
+    "hidden_size": SIZE,
+    "intermediate_size": SIZE,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": SIZE,
+    "num_key_value_heads": Setting("int > 0 | None", None),
+    "head_dim": Setting("int > 0 | None", None),
+    "hidden_act": Setting("str", "silu", choices=("silu",)),
+    "rms_norm_eps": Setting("float >= 0", 1e-6),
+    "max_position_embeddings": Setting("int > 0", 2048, most=MOST_POSITIONS),
+    "tie_word_embeddings": FLAG,
+    "bos_token_id": Setting("int | None", 1),
+    "eos_token_id": Setting("ids", (2,)),
+}
+
 
 def gqa_decoder_values(
-    owner: str, config: Mapping[str, Any], *, head_dim: int | None = None, hidden_act: str = "silu"
+    owner: str,
+    config: Mapping[str, Any],
+    settings: Mapping[str, Setting] = GQA_DECODER,
+    *,
+    theta: float = 10000.0,
+    rope: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the fields of :class:`GQADecoderConfig` but ``windows`` from a parsed ``config.json``.
 
-    ``head_dim`` is what the family assumes where the file does not say; default: ``hidden_size / heads``.
+    Parameters
+    ----------
+    owner : str
+        Named in errors.
+    config : mapping
+    settings : mapping
+        :data:`GQA_DECODER`, with what the family assumes otherwise; further keys are returned as they are read.
+    theta, rope
+        See :func:`fastlayers_models.settings.read_rope`.
     """
-    if config.get("hidden_act", hidden_act) != hidden_act:
-        raise ArgumentError(owner, "hidden_act", repr(config["hidden_act"]), repr(hidden_act))
-    values: dict[str, Any] = {name: required_int(owner, config, name) for name in _GQA_REQUIRED}
-    check_positive(owner, num_attention_heads=values["num_attention_heads"])
+    values = read_settings(owner, config, settings)
+    found = read_rope(owner, config, values["max_position_embeddings"], theta=theta, silent=rope)
     heads, hidden = values["num_attention_heads"], values["hidden_size"]
+    del values["hidden_act"]
     return values | {
         "model_type": config["model_type"],
-        "num_key_value_heads": optional_int(owner, config, "num_key_value_heads", heads),
-        "head_dim": optional_int(owner, config, "head_dim", head_dim or hidden // heads),
-        "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
-        "max_position_embeddings": longest_position(owner, config),
-        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
-        "bos_token_id": config.get("bos_token_id"),
-        "eos_token_ids": token_ids(config.get("eos_token_id")),
-        "quant": QuantSpec.from_config(config.get("quantization_config")),
-        "rope": dict(config),
+        "num_key_value_heads": values["num_key_value_heads"] or heads,
+        "head_dim": values["head_dim"] or hidden // heads,
+        "max_position_embeddings": longest_position(owner, found),
+        "eos_token_ids": values.pop("eos_token_id"),
+        "quant": read_quantization(owner, config),
+        "rope": found,
     }
-
-
-_GQA_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-
-
-def longest_position(owner: str, config: Mapping[str, Any]) -> int:
-    """Return how many positions a model may use: with YaRN, what it stretches the original context to."""
-    longest, rope = optional_int(owner, config, "max_position_embeddings", 4096), rope_parameters(config)
-    original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-    if (rope.get("rope_type") or rope.get("type")) != "yarn" or not original:
-        return longest
-    return max(longest, int(original * (rope.get("factor") or 1.0)))
 
 
 def layer_windows(owner: str, layer_types: Sequence[str], window: Any, longest: int) -> tuple[int | None, ...]:
@@ -213,21 +322,3 @@ def layer_windows(owner: str, layer_types: Sequence[str], window: Any, longest: 
         return (None,) * len(layer_types)
     check_positive(owner, sliding_window=window)
     return tuple(window if kind == "sliding_attention" and window < longest else None for kind in layer_types)
-
-
-def required_int(owner: str, config: Mapping[str, Any], name: str) -> int:
-    """Return an integer of a parsed ``config.json``, or raise :class:`ArgumentError` naming it."""
-    value = config.get(name)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ArgumentError(owner, name, repr(value), "an integer")
-    return value
-
-
-def optional_int(owner: str, config: Mapping[str, Any], name: str, default: int) -> int:
-    """Return an integer of a parsed ``config.json``; ``default`` where it is absent or null."""
-    return default if config.get(name) is None else required_int(owner, config, name)
-
-
-def token_ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Return ``eos_token_id`` as a tuple, be it absent, one id or several."""
-    return () if value is None else (value,) if isinstance(value, int) else tuple(value)

@@ -34,8 +34,8 @@ from fastlayers.quant.fp8_linear.blocks import dequantize_block_weight, quantize
 from fastlayers.quant.int8_linear.layer import quantize_channel_weight
 from fastlayers.quant.mxfp4.codes import dequantize_mxfp4
 from fastlayers.quant.spec import QuantSpec
+from fastlayers_models.check_quantization import check_quantization
 from fastlayers_models.checkpoint import Checkpoint
-from fastlayers_models.contradictions import contradictions
 from fastlayers_models.convert_readme import dequantised_readme, quantised_readme
 from fastlayers_models.shard_writer import ShardWriter, Tensors
 
@@ -190,7 +190,7 @@ def convert_checkpoint(
 
 def _check_words(checkpoint: Checkpoint) -> None:
     """Raise :class:`CheckpointError` where the tensors are not in the format that ``config.json`` says."""
-    found = contradictions(checkpoint, ())
+    found = check_quantization(checkpoint, ())
     if found:
         raise CheckpointError(f"{checkpoint.path} cannot be converted; {'; '.join(found)}")
 

@@ -32,8 +32,9 @@ from fastlayers.quant.spec import NONE
 from fastlayers.rotary.layer import RotaryEmbedding
 from fastlayers.rotary.scaling import RopeScaling, attention_scale
 from fastlayers_models.blocks import Build, CausalLM, Decoder, DecoderLayer, SwiGLU, route
-from fastlayers_models.checkpoint import Checkpoint, load_weights
+from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.config import DeepseekConfig
+from fastlayers_models.loading import check_config, load_weights
 
 
 class DeepseekBuild(Build):
@@ -237,6 +238,7 @@ class DeepseekForCausalLM(CausalLM):
         if not load_mtp or not any(name.startswith(f"model.layers.{first}.") for name in checkpoint.names()):
             config = replace(config, num_nextn_predict_layers=0)
             unwanted = [rf"^model\.layers\.{i}\." for i in range(first, first + count)]
+        check_config(checkpoint, config)
         model = cls(config, **options)
         load_weights(model, checkpoint, ignore=[*model.ignored_tensors, *unwanted])
         finalize(model)
@@ -245,8 +247,7 @@ class DeepseekForCausalLM(CausalLM):
     @property
     def ignored_tensors(self) -> Sequence[str]:
         """Patterns of tensors with no place here: derived buffers, a tied head, other ranks' experts."""
-        patterns = [*super().ignored_tensors, *self.other_experts(self.config.n_routed_experts)]
-        return patterns if self.config.n_shared_experts else [*patterns, r"\.shared_experts\."]
+        return [*super().ignored_tensors, *self.other_experts(self.config.n_routed_experts)]
 
     def mtp(
         self,

@@ -9,7 +9,7 @@ interleaved and clamped. Experts are MXFP4, and stay packed, or in the model's d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,17 +20,34 @@ import fastlayers as fl
 from fastlayers.comm.parallel import ParallelSpec
 from fastlayers.errors import ArgumentError, UnknownModelError, check_positive
 from fastlayers.quant.mxfp4.codes import groups_of
-from fastlayers.rotary.scaling import rope_parameters
 from fastlayers_models.blocks import Build, CausalLM, Decoder, DecoderLayer, route
-from fastlayers_models.config import GQADecoderConfig, gqa_decoder_values, layer_windows, optional_int, required_int
+from fastlayers_models.config import GQA_DECODER, GQADecoderConfig, Size, gqa_decoder_values, layer_windows
+from fastlayers_models.settings import MOST_POSITIONS, Setting
 
 GPT_OSS_TYPES = ("gpt_oss",)
 # What transformers assumes where config.json does not say; the ramp of this YaRN is not rounded to whole dimensions.
-WINDOW, HEAD_DIM, THETA = 128, 64, 150000.0
+THETA = 150000.0
 ROPE = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
+# transformers computes with these two, whatever config.json says.
+ALPHA, LIMIT = 1.702, 7.0
+_SETTINGS: dict[str, Setting] = GQA_DECODER | {
+    "num_key_value_heads": Setting("int > 0 | None", 8),
+    "head_dim": Setting("int > 0 | None", 64),
+    "rms_norm_eps": Setting("float >= 0", 1e-5),
+    "max_position_embeddings": Setting("int > 0", 131072, most=MOST_POSITIONS),
+    "bos_token_id": Setting("int | None", None),
+    "eos_token_id": Setting("ids", ()),
+    "num_local_experts": Setting("int > 0", also=("num_experts",)),
+    "num_experts_per_tok": Setting("int > 0", 4),
+    "sliding_window": Setting("int > 0 | None", 128),
+    "layer_types": Setting("tuple[str, ...] | None", None),
+    "attention_bias": Setting("bool", True),
+    "swiglu_alpha": Setting("float", ALPHA, choices=(ALPHA,)),
+    "swiglu_limit": Setting("float", LIMIT, choices=(LIMIT,)),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +57,8 @@ class GptOssConfig(GQADecoderConfig):
     num_local_experts: int
     num_experts_per_tok: int
     attention_bias: bool = True
-    swiglu_alpha: float = 1.702
-    swiglu_limit: float = 7.0
+    swiglu_alpha: float = ALPHA
+    swiglu_limit: float = LIMIT
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,6 +70,11 @@ class GptOssConfig(GQADecoderConfig):
         if self.quant.format == "mxfp4":
             groups_of(self.hidden_size, "hidden_size", name)
             groups_of(self.intermediate_size, "intermediate_size", name)
+
+    @staticmethod
+    def settings(model_type: str) -> Mapping[str, Setting]:
+        """Return what :meth:`from_hf` reads of ``config.json``."""
+        return _SETTINGS
 
     @staticmethod
     def from_hf(config: Mapping[str, Any]) -> GptOssConfig:
@@ -68,22 +90,18 @@ class GptOssConfig(GQADecoderConfig):
         model_type, name = config.get("model_type"), "GptOssConfig"
         if model_type not in GPT_OSS_TYPES:
             raise UnknownModelError(f"model_type {model_type!r} is unknown; known: {', '.join(GPT_OSS_TYPES)}")
-        given = rope_parameters(config)
-        rope = {"rope_theta": THETA} | (given if "rope_type" in given or "type" in given else ROPE | given)
-        defaults = {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_parameters": rope}
-        values = gqa_decoder_values(name, defaults | dict(config) | {"rope_parameters": rope}, head_dim=HEAD_DIM)
-        count = values["num_hidden_layers"]
-        types = config.get("layer_types") or [("full_attention", "sliding_attention")[i % 2 == 0] for i in range(count)]
-        window = config.get("sliding_window", WINDOW)
-        return GptOssConfig(
-            **values,
-            windows=layer_windows(name, types, window, values["max_position_embeddings"]),
-            num_local_experts=required_int(name, config, "num_local_experts"),
-            num_experts_per_tok=optional_int(name, config, "num_experts_per_tok", 4),
-            attention_bias=bool(config.get("attention_bias", True)),
-            swiglu_alpha=float(config.get("swiglu_alpha", 1.702)),
-            swiglu_limit=float(config.get("swiglu_limit", 7.0)),
-        )
+        values = gqa_decoder_values(name, config, GptOssConfig.settings(model_type), theta=THETA, rope=ROPE)
+        count, types, window = values["num_hidden_layers"], values.pop("layer_types"), values.pop("sliding_window")
+        types = types or [("full_attention", "sliding_attention")[i % 2 == 0] for i in range(count)]
+        return GptOssConfig(**values, windows=layer_windows(name, types, window, values["max_position_embeddings"]))
+
+    def sizes(self) -> Iterator[Size]:
+        """Yield tensors by which a checkpoint shows how large it is; see :class:`Size`."""
+        yield from super().sizes()
+        # Not the experts' matrices: their shapes depend on the number format.
+        mlp, count = "model.layers.0.mlp", self.num_local_experts
+        yield Size(f"{mlp}.router.weight", (count, self.hidden_size), "num_local_experts")
+        yield Size(f"{mlp}.experts.gate_up_proj_bias", (count, 2 * self.intermediate_size), "intermediate_size")
 
 
 class GptOssBuild(Build):

@@ -7,7 +7,7 @@ Llama 3 stretches its rotary embedding (``rope_type`` ``"llama3"``); small model
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ import torch
 from fastlayers.comm.parallel import ParallelSpec
 from fastlayers.errors import UnknownModelError
 from fastlayers_models.blocks import Build, CausalLM, Decoder, DecoderLayer, SwiGLU
-from fastlayers_models.config import GQADecoderConfig, gqa_decoder_values
+from fastlayers_models.config import GQA_DECODER, GQADecoderConfig, Size, gqa_decoder_values
+from fastlayers_models.settings import FLAG, Setting
 
 LLAMA_TYPES = ("llama",)
 
@@ -27,6 +28,11 @@ class LlamaConfig(GQADecoderConfig):
 
     attention_bias: bool = False
     mlp_bias: bool = False
+
+    @staticmethod
+    def settings(model_type: str) -> Mapping[str, Setting]:
+        """Return what :meth:`from_hf` reads of ``config.json``."""
+        return GQA_DECODER | {"attention_bias": FLAG, "mlp_bias": FLAG}
 
     @staticmethod
     def from_hf(config: Mapping[str, Any]) -> LlamaConfig:
@@ -42,13 +48,14 @@ class LlamaConfig(GQADecoderConfig):
         model_type = config.get("model_type")
         if model_type not in LLAMA_TYPES:
             raise UnknownModelError(f"model_type {model_type!r} is unknown; known: {', '.join(LLAMA_TYPES)}")
-        values = gqa_decoder_values("LlamaConfig", config)
-        return LlamaConfig(
-            **values,
-            windows=(None,) * values["num_hidden_layers"],
-            attention_bias=bool(config.get("attention_bias", False)),
-            mlp_bias=bool(config.get("mlp_bias", False)),
-        )
+        values = gqa_decoder_values("LlamaConfig", config, LlamaConfig.settings(model_type))
+        return LlamaConfig(**values, windows=(None,) * values["num_hidden_layers"])
+
+    def sizes(self) -> Iterator[Size]:
+        """Yield tensors by which a checkpoint shows how large it is; see :class:`Size`."""
+        yield from super().sizes()
+        shape = (self.intermediate_size, self.hidden_size)
+        yield Size("model.layers.0.mlp.gate_proj.weight", shape, "intermediate_size")
 
 
 class LlamaLayer(DecoderLayer):

@@ -15,7 +15,7 @@ needs nothing more; with images or videos the three position axes come in as ``m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,14 +25,13 @@ from torch import nn
 import fastlayers as fl
 from fastlayers.comm.parallel import ParallelSpec
 from fastlayers.errors import ArgumentError, UnknownModelError, check_positive
-from fastlayers.rotary.scaling import rope_parameters
 from fastlayers_models.blocks import Build, CausalLM, Decoder, DecoderLayer, SwiGLU, route
 from fastlayers_models.checkpoint import Checkpoint
-from fastlayers_models.config import GQADecoderConfig, gqa_decoder_values, layer_windows, optional_int, required_int
+from fastlayers_models.config import GQA_DECODER, GQADecoderConfig, Size, gqa_decoder_values, layer_windows
+from fastlayers_models.settings import COUNT, FLAG, MOST_POSITIONS, SIZE, Setting, read_settings, shown
 
 VL_TYPES = ("qwen2_5_vl", "qwen2_5_vl_text")
 QWEN_TYPES = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", *VL_TYPES)
-# What the code that Qwen2.5-VL was published with assumes where its config.json does not say.
 VL_SECTION, VL_THETA = (16, 24, 24), 1000000.0
 NESTED = "model.language_model"
 
@@ -82,6 +81,11 @@ class QwenConfig(GQADecoderConfig):
         return self.num_experts > 0 and sparse
 
     @staticmethod
+    def settings(model_type: str) -> Mapping[str, Setting]:
+        """Return what :meth:`from_hf` reads of ``config.json``."""
+        return _SETTINGS[model_type]
+
+    @staticmethod
     def from_hf(config: Mapping[str, Any]) -> QwenConfig:
         """Read a parsed ``config.json``.
 
@@ -97,59 +101,118 @@ class QwenConfig(GQADecoderConfig):
             raise UnknownModelError(f"model_type {kind!r} is unknown; known: {', '.join(QWEN_TYPES)}")
         if kind in VL_TYPES:
             config = _text_config(config)
-        values = gqa_decoder_values(name, config, head_dim=128 if kind == "qwen3" else None)
-        if kind in ("qwen2_moe", "qwen3_moe"):
-            values |= _expert_values(config)
+        theta = VL_THETA if kind in VL_TYPES else 10000.0
+        values = gqa_decoder_values(name, config, QwenConfig.settings(kind), theta=theta)
         third = kind in ("qwen3", "qwen3_moe")
-        bias = bool(config.get("attention_bias", False))
+        bias, qkv_bias = values.pop("attention_bias", False), values.pop("qkv_bias", True)
         return QwenConfig(
-            **values,
-            windows=_windows(kind, config, values["num_hidden_layers"], values["max_position_embeddings"]),
-            qkv_bias=bias if third else bool(config.get("qkv_bias", True)) if kind == "qwen2_moe" else True,
+            **{key: value for key, value in values.items() if key not in _WINDOW | _SLIDING},
+            windows=_windows(kind, values),
+            qkv_bias=bias if third else qkv_bias,
             o_bias=bias if third else False,
             qk_norm=third,
         )
 
+    def sizes(self) -> Iterator[Size]:
+        """Yield tensors by which a checkpoint shows how large it is; see :class:`Size`."""
+        yield from super().sizes()
+        layers, hidden = range(self.num_hidden_layers), self.hidden_size
+        dense, sparse = (next((i for i in layers if self.is_moe(i) == moe), None) for moe in (False, True))
+        if dense is not None:
+            name = f"{self.prefix}.layers.{dense}.mlp.gate_proj.weight"
+            yield Size(name, (self.intermediate_size, hidden), "intermediate_size")
+        if sparse is not None:
+            mlp, shared = f"{self.prefix}.layers.{sparse}.mlp", self.shared_expert_intermediate_size
+            yield Size(f"{mlp}.gate.weight", (self.num_experts, hidden), "num_experts")
+            shape = (self.moe_intermediate_size, hidden)
+            yield Size(f"{mlp}.experts.0.gate_proj.weight", shape, "moe_intermediate_size")
+            if shared:
+                name = "shared_expert_intermediate_size"
+                yield Size(f"{mlp}.shared_expert.gate_proj.weight", (shared, hidden), name)
+
+
+# Of the windows: those that all families have, and those that say which layers slide.
+_WINDOW: dict[str, Setting] = {"use_sliding_window": FLAG, "sliding_window": Setting("int > 0 | None", 4096)}
+_SLIDING: dict[str, Setting] = {
+    "max_window_layers": Setting("int >= 0", 28),
+    "layer_types": Setting("tuple[str, ...] | None", None),
+}
+_QWEN: dict[str, Setting] = (
+    GQA_DECODER
+    | _WINDOW
+    | {
+        "num_key_value_heads": Setting("int > 0 | None", 32),
+        "max_position_embeddings": Setting("int > 0", 32768, most=MOST_POSITIONS),
+        "bos_token_id": Setting("int | None", None),
+        "eos_token_id": Setting("ids", ()),
+    }
+)
+_MOE: dict[str, Setting] = {
+    "num_experts": Setting("int > 0", also=("num_local_experts",)),
+    "num_experts_per_tok": SIZE,
+    "moe_intermediate_size": SIZE,
+    "norm_topk_prob": FLAG,
+    "mlp_only_layers": Setting("tuple[int, ...]", ()),
+    "decoder_sparse_step": Setting("int > 0", 1),
+}
+_VL: dict[str, Setting] = _QWEN | {
+    "layer_types": Setting("tuple[str, ...] | None", None),
+    "num_key_value_heads": Setting("int > 0 | None", 8),
+    "rms_norm_eps": Setting("float >= 0", 1e-5),
+    "max_window_layers": Setting("int >= 0", 80),
+    "bos_token_id": Setting("int | None", 151643),
+    "eos_token_id": Setting("ids", (151645,)),
+}
+_SETTINGS: Mapping[str, Mapping[str, Setting]] = {
+    "qwen2": _QWEN | _SLIDING,
+    "qwen2_moe": _QWEN
+    | _SLIDING
+    | _MOE
+    | {
+        "sliding_window": Setting("int >= 0 | None", 4096),  # transformers writes 0 where no layer slides
+        "num_key_value_heads": Setting("int > 0 | None", 16),
+        "shared_expert_intermediate_size": COUNT,
+        "qkv_bias": Setting("bool", True),
+    },
+    "qwen3": _QWEN | _SLIDING | {"head_dim": Setting("int > 0", 128), "attention_bias": FLAG},
+    "qwen3_moe": _QWEN | _MOE | {"num_key_value_heads": Setting("int > 0 | None", 4), "attention_bias": FLAG},
+    "qwen2_5_vl": _VL,
+    "qwen2_5_vl_text": _VL,
+}
+
 
 def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return Qwen2.5-VL's settings as one flat mapping: published files are flat, newer ones have ``text_config``."""
-    text = config.get("text_config") or {}
-    flat = {**config, **{name: value for name, value in text.items() if value is not None}}
-    flat |= {"model_type": config["model_type"]}
-    flat["tie_word_embeddings"] = bool(config.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
-    rope = {"rope_theta": VL_THETA, "mrope_section": VL_SECTION} | rope_parameters(flat)
-    return flat | {"rope_parameters": rope}
+    text = config.get("text_config")
+    if text is not None and not isinstance(text, Mapping):
+        raise ArgumentError("QwenConfig", "text_config", shown(text), "an object of names and values, or none")
+    flat = dict(config if text is None else text)
+    outer = {"model_type": config["model_type"], "quantization_config": config.get("quantization_config")}
+    # It may stand in either place.
+    tied = [read_settings("QwenConfig", each, {"tie_word_embeddings": FLAG}) for each in (config, flat)]
+    flat |= outer | {"tie_word_embeddings": any(each["tie_word_embeddings"] for each in tied)}
+    # What the code that Qwen2.5-VL was published with assumes where its config.json does not say.
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(flat.get(key), Mapping) and flat[key]:
+            flat[key] = {"mrope_section": VL_SECTION} | dict(flat[key])
+            return flat
+    return flat | {"rope_parameters": {"mrope_section": VL_SECTION}}
 
 
-def _expert_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    count = config.get("num_experts", config.get("num_local_experts"))
-    shared = 0
-    if config["model_type"] == "qwen2_moe":
-        shared = required_int("QwenConfig", config, "shared_expert_intermediate_size")
-    return {
-        "num_experts": required_int("QwenConfig", {"num_experts": count}, "num_experts"),
-        "num_experts_per_tok": required_int("QwenConfig", config, "num_experts_per_tok"),
-        "moe_intermediate_size": required_int("QwenConfig", config, "moe_intermediate_size"),
-        "shared_expert_intermediate_size": shared,
-        "norm_topk_prob": bool(config.get("norm_topk_prob", False)),
-        "mlp_only_layers": tuple(config.get("mlp_only_layers") or ()),
-        "decoder_sparse_step": optional_int("QwenConfig", config, "decoder_sparse_step", 1),
-    }
-
-
-def _windows(kind: str, config: Mapping[str, Any], count: int, longest: int) -> tuple[int | None, ...]:
-    if not config.get("use_sliding_window") or config.get("sliding_window") is None:
+def _windows(kind: str, values: Mapping[str, Any]) -> tuple[int | None, ...]:
+    count, window, types = values["num_hidden_layers"], values["sliding_window"], values.get("layer_types")
+    if not values["use_sliding_window"] or window is None:
         return (None,) * count
-    first = optional_int("QwenConfig", config, "max_window_layers", 28)
-    if kind == "qwen3_moe":
-        sliding = [True] * count
-    elif kind == "qwen2_moe":
-        sliding = [i % 2 == 0 and i < first for i in range(count)]
-    else:
-        sliding = [i >= first for i in range(count)]
-    types = None if kind == "qwen3_moe" else config.get("layer_types")
-    types = types or ["sliding_attention" if slides else "full_attention" for slides in sliding]
-    return layer_windows("QwenConfig", types, config["sliding_window"], longest)
+    if types is None:
+        first = values.get("max_window_layers", count)
+        if kind == "qwen3_moe":
+            sliding = [True] * count
+        elif kind == "qwen2_moe":
+            sliding = [i % 2 == 0 and i < first for i in range(count)]
+        else:
+            sliding = [i >= first for i in range(count)]
+        types = ["sliding_attention" if slides else "full_attention" for slides in sliding]
+    return layer_windows("QwenConfig", types, window, values["max_position_embeddings"])
 
 
 class QwenMoE(nn.Module):

@@ -21,6 +21,7 @@ MODULES = {
     "fastlayers.testing.timing": "fastlayers.tuning.clock",
     "fastlayers.testing.tuner": "fastlayers.tuning.search",
     "fastlayers.warmup": "fastlayers.runtime.warmup",
+    "fastlayers_models.contradictions": "fastlayers_models.check_quantization",
 }
 
 

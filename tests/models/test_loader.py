@@ -18,10 +18,11 @@ from fastlayers.comm.parallel import ParallelSpec
 from fastlayers.embedding.layer import VocabEmbedding
 from fastlayers.errors import ArgumentError, CheckpointError
 from fastlayers.weights import slots
-from fastlayers_models.checkpoint import Checkpoint, load_weights
+from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.config import DeepseekConfig
 from fastlayers_models.convert import convert_to_fp8_block
 from fastlayers_models.deepseek import DeepseekForCausalLM
+from fastlayers_models.loading import load_weights
 
 sys.path.insert(0, str(Path(__file__).parent))
 from checkpoint_tools import SHIPPED, Feeder, Tensors, rewrite, tensors_of, write
@@ -60,6 +61,7 @@ def logits_of(model: DeepseekForCausalLM) -> torch.Tensor:
 MEASURE = """
 import re, sys, torch
 from fastlayers_models.deepseek import DeepseekForCausalLM
+from fastlayers_models.loading import load_weights
 
 def peak():
     # Not getrusage: its peak outlives exec, so it would be that of the process that started this one.
@@ -228,10 +230,16 @@ def test_tied_embeddings(folder: Path, tmp_path: Path) -> None:
         folder, tmp_path / "copied", lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()})
     )
     wanted = logits_of(ours(copied))
-    for name, change in (("absent", lambda t: t.pop("lm_head.weight")), ("present", lambda t: None)):
-        model = ours(rewrite(folder, tmp_path / name, change, **tie))  # type: ignore[arg-type]
+    for name, source, change in (
+        ("absent", folder, lambda t: t.pop("lm_head.weight")),
+        ("present", copied, lambda t: None),
+    ):
+        model = ours(rewrite(source, tmp_path / name, change, **tie))  # type: ignore[arg-type]
         assert model.lm_head.weight is model.model.embed_tokens.weight
         assert torch.equal(logits_of(model), wanted), name
+    # transformers would not tie them.
+    with pytest.raises(CheckpointError, match=r"tie_word_embeddings is true .*but lm_head\.weight is not model\.embed"):
+        ours(rewrite(folder, tmp_path / "another", **tie))  # type: ignore[arg-type]
     untied = rewrite(folder, tmp_path / "untied", lambda t: t.pop("lm_head.weight"))
     with pytest.raises(CheckpointError, match=r"missing tensors: lm_head\.weight"):
         ours(untied)

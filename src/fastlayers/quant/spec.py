@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fastlayers.errors import ArgumentError, check_choice, check_fields, check_pair
+from fastlayers.errors import ArgumentError, check_choice, check_fields, check_kind, check_pair, check_plain
 
 FORMATS = ("none", "fp8_block", "int8", "mxfp4", "fp8_tensor", "fp8_channel")
 
@@ -53,6 +53,12 @@ class QuantSpec:
         # As tuples: a spec is hashable.
         object.__setattr__(self, "scale_names", tuple(self.scale_names))
         object.__setattr__(self, "block_size", check_pair("QuantSpec", "block_size", self.block_size))
+        for rule in self.skip:
+            if rule.startswith("re:"):
+                try:
+                    re.compile(rule[3:])
+                except re.error as error:
+                    raise ArgumentError("QuantSpec", "skip", repr(rule), f"a regular expression ({error})") from error
 
     def for_module(self, name: str) -> QuantSpec:
         """Return the spec of one module by its full checkpoint name: itself, or unquantised if skipped."""
@@ -73,59 +79,69 @@ class QuantSpec:
         """
         if not config:
             return NONE
+        check_kind("QuantSpec", Mapping, quantization_config=config)
         method = config.get("quant_method")
         if method == "fp8" and "weight_block_size" in config and config["weight_block_size"] is None:
             return _hugging_face_per_tensor(config)
         if method == "fp8":
             size = config.get("weight_block_size") or (128, 128)
-            if len(size) != 2:
-                raise ArgumentError("QuantSpec", "weight_block_size", size, "two integers")
-            return QuantSpec(
-                "fp8_block",
-                (int(size[0]), int(size[1])),
-                config.get("scale_fmt") or "float",
-                tuple(config.get("modules_to_not_convert") or ()),
-            )
+            block = check_pair("QuantSpec", "quantization_config.weight_block_size", size)
+            return QuantSpec("fp8_block", block, config.get("scale_fmt") or "float", _kept(config))
         if method == "int8":
-            return QuantSpec("int8", skip=tuple(config.get("modules_to_not_convert") or ()))
+            return QuantSpec("int8", skip=_kept(config))
         if method == "mxfp4":
             # The format of experts; whatever the file says of other modules, their tensors are not in it.
-            kept = tuple(_from_glob(rule) for rule in config.get("modules_to_not_convert") or ())
+            kept = tuple(_from_glob(rule) for rule in _kept(config))
             return QuantSpec("mxfp4", skip=(*kept, r"re:^(?!.*\bexperts\b)"))
         if method == "fbgemm_fp8":
-            return QuantSpec("fp8_channel", skip=tuple(config.get("modules_to_not_convert") or ()))
+            return QuantSpec("fp8_channel", skip=_kept(config))
         if method == "compressed-tensors":
             return _compressed_tensors(config)
         known = "'fp8', 'int8', 'mxfp4', 'fbgemm_fp8' or 'compressed-tensors'"
         raise ArgumentError("QuantSpec", "quantization_config.quant_method", repr(method), known)
 
 
+def _kept(config: Mapping[str, Any], key: str = "modules_to_not_convert") -> tuple[str, ...]:
+    """Return the modules that ``quantization_config`` leaves unquantised: a list of names, or none."""
+    given = config.get(key)
+    if given is None:
+        return ()
+    if not isinstance(given, list | tuple) or not all(isinstance(rule, str) for rule in given):
+        raise ArgumentError("QuantSpec", f"quantization_config.{key}", repr(given), "a list of names, or none")
+    return tuple(given)
+
+
 def _hugging_face_per_tensor(config: Mapping[str, Any]) -> QuantSpec:
     """Return the spec of ``{"quant_method": "fp8", "weight_block_size": null}``, with Hugging Face's scale names."""
     scheme = config.get("activation_scheme") or "dynamic"
     check_choice("QuantSpec", "quantization_config.activation_scheme", scheme, ("dynamic", "static"))
-    skip = tuple(config.get("modules_to_not_convert") or ())
     names = ("weight_scale_inv", "activation_scale")
     return QuantSpec(
-        "fp8_tensor", skip=skip, activation_scale="static" if scheme == "static" else "token", scale_names=names
+        "fp8_tensor",
+        skip=_kept(config),
+        activation_scale="static" if scheme == "static" else "token",
+        scale_names=names,
     )
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> QuantSpec:
     """Return the spec of one group of FP8 linears (W8A8) as the compressed-tensors package writes it."""
-    groups = list((config.get("config_groups") or {}).values())
+    given = config.get("config_groups") or {}
+    groups = list(given.values()) if isinstance(given, Mapping) else []
+    first = groups[0] if len(groups) == 1 and isinstance(groups[0], Mapping) else {}
     weights, inputs = (
-        (groups[0].get(part) or {}) if len(groups) == 1 else {} for part in ("weights", "input_activations")
+        part if isinstance(part, Mapping) else {} for part in (first.get("weights"), first.get("input_activations"))
     )
     kinds = [(part.get("type"), part.get("num_bits")) for part in (weights, inputs)]
-    strategy, dynamic = weights.get("strategy"), bool(inputs.get("dynamic", False))
+    strategy, dynamic = weights.get("strategy"), inputs.get("dynamic") or False
     if kinds != [("float", 8), ("float", 8)] or strategy not in ("tensor", "channel"):
         raise ArgumentError(
             "QuantSpec", "quantization_config.config_groups", f"{len(groups)} groups, first {kinds}, {strategy!r}",
             "one group of 8-bit float weights, strategy 'tensor' or 'channel', and 8-bit float inputs",
         )  # fmt: skip
+    check_plain("QuantSpec", "bool", **{"quantization_config.config_groups.input_activations.dynamic": dynamic})
     activation = ("token" if inputs.get("strategy") == "token" else "tensor") if dynamic else "static"
-    return QuantSpec(f"fp8_{strategy}", skip=tuple(config.get("ignore") or ()), activation_scale=activation)
+    return QuantSpec(f"fp8_{strategy}", skip=_kept(config, "ignore"), activation_scale=activation)
 
 
 def _from_glob(rule: str) -> str:

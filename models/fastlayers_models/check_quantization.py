@@ -22,7 +22,7 @@ _WEIGHT = re.compile(r"\.weight$|\.experts\.(?:gate_up|down)_proj(?:_blocks)?$")
 _CODES = ("F8_E4M3", "F8_E5M2", "I8")
 
 
-def contradictions(checkpoint: Checkpoint, quantised: Collection[str]) -> list[str]:
+def check_quantization(checkpoint: Checkpoint, quantised: Collection[str]) -> list[str]:
     """Return a sentence for each kind of contradiction, naming the configuration's words and the first tensor.
 
     ``quantised`` are the tensors that a model built from this configuration wants as codes. Only headers are read.
