@@ -88,12 +88,12 @@ class FastModule:
         """Return why our code may not run, or "": set up, not training, nobody wants gradients, the guard holds."""
         if PREFIX + "guard" not in self.__dict__:
             return "not set up"
+        if torch.compiler.is_exporting() if torch.compiler.is_compiling() else recorded():
+            return RECORDED
         if self.training:  # type: ignore[attr-defined]
             return "training mode"
         if wants_grad(self, x):
             return "gradients are wanted"
-        if torch.compiler.is_exporting() if torch.compiler.is_compiling() else recorded():
-            return RECORDED
         if self._fl_guard.holds(self):
             return ""
         return "something was replaced" if torch.compiler.is_compiling() else self._fl_guard.why(self)

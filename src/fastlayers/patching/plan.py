@@ -126,6 +126,7 @@ def make_plan(model: nn.Module, options: Options) -> list[Step]:
         if "forward" in block.__dict__ and "_hf_hook" not in block.__dict__
         for child in block.children()
     }
+    linear = next((m.weight for m in model.modules() if type(m) is nn.Linear and "weight" in m._parameters), None)
     rotary = next((m for name, m in model.named_modules() if name.endswith("rotary_emb")), None)
     for name, module in model.named_modules():
         cls = original_class(module)
@@ -137,7 +138,7 @@ def make_plan(model: nn.Module, options: Options) -> list[Step]:
         if is_patched(module):
             steps.append(Step(name, module, kind, rule, backend, done=True))
             continue
-        reason = _reason(name, module, rule, options, rotary, verified)
+        reason = _reason(name, module, rule, options, rotary, verified) or _other_dtype(module, linear)
         if not reason and kind == "moe" and id(module) in bound:
             reason = "instance-forward: the block's forward was replaced on the instance"
         steps.append(Step(name, module, kind, rule, backend, reason))
@@ -172,6 +173,16 @@ def _reason(
             verified[key] = "" if wrong is None else f"verify-failed: {wrong}"
         return verified[key] or (f"replaced-code: {replaced}" if replaced else "")
     return f"unknown-forward: {replaced}" if replaced else "unknown-forward"
+
+
+def _other_dtype(module: Any, linear: torch.Tensor | None) -> str:
+    """Return a reason if experts were loaded as another dtype than the model's linears: no input would fit them."""
+    weight = getattr(module, "down_proj", None)
+    if not isinstance(weight, torch.Tensor) or linear is None or 1 in (weight.element_size(), linear.element_size()):
+        return ""
+    if weight.dtype == linear.dtype:
+        return ""
+    return f"dtype: experts of {dtype_name(weight.dtype)} in a model of {dtype_name(linear.dtype)}"
 
 
 def _codes(module: nn.Module, rule: Rule) -> str | None:

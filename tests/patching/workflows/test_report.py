@@ -1,0 +1,98 @@
+"""The report tells the truth: what is named runs, and what does not run is counted with its reason."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import fastlayers as fl
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from test_contracts import close, logits
+from tiny import build, prompt
+
+
+def test_experts_of_a_model_subclass_run() -> None:
+    model, twin = build("qwen3_moe"), build("qwen3_moe")
+
+    class Mine(transformers.Qwen3MoeForCausalLM):
+        pass
+
+    model.__class__ = Mine
+    report = fl.patch(model)
+    assert close(logits(model), logits(twin))
+    experts = [entry.name for entry in report.replaced if "fused_moe" in entry.implementation]
+    assert experts and all(report.hits()[name] == 1 for name in experts)
+
+
+@pytest.mark.parametrize("name", ["v3", "qwen3_moe", "gpt_oss"])
+def test_experts_of_a_lone_layer_run(name: str) -> None:
+    layer, twin = (build(name).model.layers[1].mlp for _ in range(2))
+    report = fl.patch(layer)
+    x = torch.randn(2, 5, 64)
+    with torch.no_grad():
+        wanted, given = (m(x) for m in (twin, layer))
+    if isinstance(wanted, tuple):
+        wanted, given = wanted[0], given[0]
+    assert close(given, wanted)
+    assert {name: count for name, count in report.hits().items() if not count} == {}
+    fl.unpatch(layer)
+    assert torch.equal(layer(x)[0], twin(x)[0])
+
+
+@pytest.mark.parametrize("name", ["v3", "gpt_oss", "llama"])
+def test_what_falls_back_at_every_call_is_in_the_summary(name: str) -> None:
+    model = build(name)
+    report = fl.patch(model)
+    assert "fell back" not in report.summary()
+    model(**prompt(1, 8))
+    assert not any(report.hits().values())
+    assert "gradients are wanted" in report.summary()
+    model.train()
+    with torch.no_grad():
+        model(**prompt(1, 8))
+    model.eval()
+    lines = [line for line in report.summary().splitlines() if line.startswith("fell back")]
+    assert len(lines) == 2 and any("training mode" in line for line in lines)
+    assert any(f"{len(report.fallbacks())} modules" in line for line in lines)
+
+
+def test_experts_of_another_dtype_than_the_model_are_skipped() -> None:
+    model = build("gpt_oss")
+    for layer in model.model.layers:
+        layer.mlp.experts.to(torch.bfloat16)
+    report = fl.patch(model)
+    reasons = {entry.name: entry.reason for entry in report.skipped}
+    assert set(reasons) == {f"model.layers.{i}.mlp.experts" for i in range(2)}
+    assert all("bfloat16" in reason and "float32" in reason for reason in reasons.values())
+
+
+def test_a_patch_never_edits_the_configuration() -> None:
+    for name in ("v3", "qwen3_moe", "gpt_oss", "llama"):
+        model = build(name)
+        before = {key: repr(value) for key, value in model.config.__dict__.items()}
+        fl.patch(model)
+        logits(model)
+        model.generate(**prompt(1, 8), max_new_tokens=3, do_sample=False)
+        assert {key: repr(value) for key, value in model.config.__dict__.items()} == before
+        assert model.config._attn_implementation in ("sdpa", "eager")
+
+
+class Stateless(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_reasons_name_what_was_changed() -> None:
+    model: Any = build("llama")
+    report = fl.patch(model)
+    model.model.layers[0].mlp.act_fn = Stateless()
+    logits(model)
+    assert "fell back: 1 calls of 1 modules: act_fn was replaced or hooked" in report.summary()
+    assert report.fallbacks()["model.layers.0.mlp"] == 1 and report.hits()["model.layers.1.mlp"] == 1

@@ -1,0 +1,105 @@
+"""Patched models under what records or transforms a call: functorch, forward mode, traces, graphs, counters."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
+
+import fastlayers as fl
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from test_contracts import close
+from tiny import build, prompt
+
+NAMES = ["v3", "qwen3_moe", "gpt_oss", "llama"]
+
+
+def pair(name: str) -> tuple[Any, Any, Any]:
+    stock, fast = build(name).requires_grad_(False), build(name).requires_grad_(False)
+    return stock, fast, fl.patch(fast)
+
+
+def embedded(model: Any) -> torch.Tensor:
+    out: torch.Tensor = model.get_input_embeddings()(prompt(2, 10)["input_ids"]).detach()
+    return out
+
+
+def energy(model: Any, x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = model(inputs_embeds=x, use_cache=False).logits.square().mean()
+    return out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_grad(name: str) -> None:
+    stock, fast, _ = pair(name)
+    x = embedded(stock)
+    wanted, given = (torch.func.grad(lambda e, m=m: energy(m, e))(x) for m in (stock, fast))
+    assert float(wanted.norm()) > 0 and close(given, wanted, 1e-4)
+
+
+@pytest.mark.parametrize("name", ["v3_dense", "llama"])
+def test_forward_mode(name: str) -> None:
+    stock, fast, _ = pair(name)
+    x = embedded(stock)
+    direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
+    for m in (stock, fast):
+        m.set_attn_implementation("eager")  # torch has no forward mode of its fused attention
+    wanted, given = (torch.func.jvp(lambda e, m=m: energy(m, e), (x,), (direction,))[1] for m in (stock, fast))
+    assert float(wanted.abs()) > 0 and close(given, wanted, 1e-4)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, direction)
+        assert close(forward_ad.unpack_dual(energy(fast, dual)).tangent, wanted, 1e-4)
+
+
+@pytest.mark.parametrize("name", ["v3", "llama"])
+def test_vmap_of_layers(name: str) -> None:
+    stock, fast, report = pair(name)
+    x = torch.randn(3, 4, 64)
+    for where in ("model.norm", "model.layers.0.mlp"):
+        wanted, given = (torch.func.vmap(m.get_submodule(where))(x) for m in (stock, fast))
+        assert close(given, wanted) and close(fast.get_submodule(where)(x), wanted)
+        assert report.hits()[where] == 1, "what is transformed is not counted"
+
+
+@pytest.mark.parametrize("name", ["v3", "llama"])
+def test_jit_trace(name: str) -> None:
+    stock, fast, _ = pair(name)
+    x, other = torch.randn(2, 5, 64), torch.randn(2, 5, 64)
+    for where in ("model.norm", "model.layers.0.mlp"):
+        traced = torch.jit.trace(fast.get_submodule(where), (x,))
+        assert close(traced(other), stock.get_submodule(where)(other))
+        assert "fastlayers" not in str(traced.graph)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_make_fx_records_the_originals_operations(name: str) -> None:
+    stock, fast, report = pair(name)
+    where = "model.layers.0.mlp" if name != "gpt_oss" else "model.layers.0.self_attn.q_proj"
+    x, other = torch.randn(2, 5, 64), torch.randn(2, 5, 64)
+    graphs = [make_fx(m.get_submodule(where))(x) for m in (stock, fast)]
+    assert [n.target for n in graphs[0].graph.nodes] == [n.target for n in graphs[1].graph.nodes]
+
+    def first(out: Any) -> torch.Tensor:
+        found: torch.Tensor = out[0] if isinstance(out, tuple) else out
+        return found
+
+    assert close(first(graphs[1](other)), first(stock.get_submodule(where)(other)))
+    assert not any(report.hits().values())
+
+
+@pytest.mark.parametrize("name", ["llama", "v3"])
+def test_operations_are_counted_as_stocks(name: str) -> None:
+    stock, fast, _ = pair(name)
+    counted = []
+    for model in (stock, fast):
+        with FlopCounterMode(display=False) as flops, torch.no_grad():
+            model(**prompt(1, 16))
+        counted.append(flops.get_total_flops())
+    assert counted[0] == counted[1] > 0

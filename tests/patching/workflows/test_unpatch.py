@@ -1,0 +1,170 @@
+"""unpatch after others changed the model: it never stops half way, and names what they changed."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+import fastlayers as fl
+from fastlayers.errors import PatchError
+from fastlayers.patching.classes import PREFIX, FastModule
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from test_contracts import close, logits, snapshot
+from tiny import build, prompt
+
+NAMES = ["v3", "qwen3_moe", "gpt_oss", "llama"]
+
+
+class Half(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 0.5 * weight
+
+
+def nothing_of_ours(model: Any) -> bool:
+    left = [name for m in model.modules() for name in m.__dict__ if name.startswith(PREFIX)]
+    return not left and not any(isinstance(m, FastModule) for m in model.modules())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_after_parametrizing_a_norm_and_a_linear(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, twin = build(name), build(name)
+    fl.patch(model)
+    for m in (model, twin):
+        parametrize.register_parametrization(m.model.norm, "weight", Half())
+        parametrize.register_parametrization(m.model.layers[0].self_attn.o_proj, "weight", Half())
+    wanted = logits(twin)
+    assert close(logits(model), wanted)
+    with caplog.at_level(logging.WARNING, "fastlayers"):
+        fl.unpatch(model)
+    assert "Parametrized" in caplog.text and "unpatch" in caplog.text
+    assert nothing_of_ours(model) and torch.equal(logits(model), wanted)
+    assert isinstance(model.model.norm, type(build(name).model.norm))
+    for m in (model, twin):
+        parametrize.remove_parametrizations(m.model.norm, "weight")
+    assert type(model.model.norm) is type(build(name).model.norm)
+    assert torch.equal(logits(model), logits(twin))
+
+
+@contextmanager
+def offloaded(model: Any) -> Iterator[None]:
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    yield
+    accelerate.hooks.remove_hook_from_submodules(model)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("unpatched", ["after", "within"])
+def test_after_offloading(name: str, unpatched: str) -> None:
+    model = build(name)
+    wanted = logits(model)
+    fl.patch(model)
+    with offloaded(model):
+        assert close(logits(model), wanted)
+        if unpatched == "within":
+            fl.unpatch(model)
+            assert close(logits(model), wanted)
+    assert close(logits(model), wanted)
+    fl.unpatch(model)
+    assert nothing_of_ours(model) and torch.equal(logits(model), wanted)
+    assert not any("Fast" in repr(m.__dict__.get("forward", "")) for m in model.modules())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_after_children_were_replaced_or_removed(name: str) -> None:
+    model, twin = build(name), build(name)
+    fl.patch(model)
+    for m in (model, twin):
+        layer = m.model.layers[1]
+        layer.post_attention_layernorm = nn.LayerNorm(64)
+        layer.self_attn.o_proj = nn.Sequential(layer.self_attn.o_proj, nn.Tanh())
+        del m.model.layers[0]
+        for index, left in enumerate(m.model.layers):
+            left.self_attn.layer_idx = index
+        m.config.num_hidden_layers -= 1
+    wanted = logits(twin, use_cache=False)
+    assert close(logits(model, use_cache=False), wanted)
+    fl.unpatch(model)
+    assert nothing_of_ours(model) and torch.equal(logits(model, use_cache=False), wanted)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_inner_model_alone(name: str) -> None:
+    model = build(name)
+    before, wanted = snapshot(model), logits(model)
+    fl.patch(model)
+    fl.unpatch(model.model)
+    assert not any(isinstance(m, FastModule) for m in model.model.modules())
+    assert torch.equal(logits(model), wanted)
+    if name == "v3":
+        # Nothing of MLA is patched any more: what transformers does is transformers'.
+        seen: list[Any] = []
+        type(model).generate_batch, right = (lambda self, *a: seen.append(self)), type(model).generate_batch
+        try:
+            model.generate_batch([[1]])
+        finally:
+            type(model).generate_batch = right
+        assert seen == [model]
+    fl.unpatch(model)
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("name", [*NAMES, "v2"])
+def test_a_patched_model_is_freed_when_it_is_dropped(name: str) -> None:
+    model = build(name)
+    report = fl.patch(model)
+    logits(model)
+    parts = [weakref.ref(model), weakref.ref(model.model.norm), weakref.ref(next(model.parameters()))]
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert [part() for part in parts] == [None] * 3
+    finally:
+        gc.enable()
+    assert report.hits()
+
+
+def test_copies_of_what_refuses_continuous_batching_refuse_for_themselves() -> None:
+    import copy
+    import pickle
+
+    model = build("v3")
+    fl.patch(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with pytest.raises(PatchError, match="continuous batching is not supported"):
+            other.generate_batch([[1, 2, 3]])
+        assert other.__dict__["generate_batch"].root() is other
+        fl.unpatch(other)
+        assert "generate_batch" not in other.__dict__
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_continuous_batching_runs_while_patched(name: str) -> None:
+    from transformers import GenerationConfig
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+    from transformers.generation.continuous_batching import ContinuousBatchingManager
+
+    model = build(name)
+    before = model.config._attn_implementation
+    report = fl.patch(model)
+    assert model.config._attn_implementation == before and "generate_batch" not in model.__dict__
+    options = GenerationConfig(max_new_tokens=4, eos_token_id=-1, pad_token_id=0)
+    manager = ContinuousBatchingManager(model, options, ContinuousBatchingConfig())
+    assert "fastlayers" not in str(model.config._attn_implementation) and manager is not None
+    model.set_attn_implementation(before)
+    logits(model)
+    assert min(report.hits().values()) > 0
+    assert prompt(1)["input_ids"].shape == (1, 48)
