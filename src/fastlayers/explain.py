@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,6 +12,7 @@ from fastlayers import tuning
 from fastlayers.device import Device
 from fastlayers.errors import ArgumentError
 from fastlayers.registry import LAYERS, Backend, Choice, Rung, registry
+from fastlayers.runtime import builds
 from fastlayers.tuning.probe import choices_of
 
 
@@ -204,11 +206,35 @@ def _lost(choice: Choice) -> tuple[dict[str, str], dict[str, str]]:
         if backend.name in chosen:
             continue
         why = choice.refused.get(backend.name) or backend.why_not(choice.cfg, choice.device)
+        if why is not None and why.startswith(builds.UNBUILT):
+            why = f"{why}; {_gain(backend, choice)}"
         if why is not None:
             refused[backend.name] = why
         else:
             slower[backend.name] = _slower_because(backend, choice)
     return refused, slower
+
+
+def _gain(backend: Backend, choice: Choice) -> str:
+    """Return what a build of this backend would gain by the tuned table over what is chosen."""
+    used = {rung.backend.name: rung.backend for rung in choice.rungs}
+    found = tuning.lookup(choice.layer, choice.cfg, choice.device, used)
+    if found is None:
+        return "no table tells what that would gain"
+    ratios = []
+    counts, times = tuning.times_of(found.table)
+    for index, count in enumerate(counts):
+        own = times.get(backend.name, [None] * len(counts))[index]
+        theirs = [us for name in used if name in times and (us := times[name][index]) is not None]
+        if own is not None and theirs:
+            ratios.append((min(theirs) / min(own, *theirs), count))
+    if not ratios:
+        return "no table tells what that would gain"
+    most, count = max(ratios)
+    if most < 1.005:
+        return "by the tuned table that would gain nothing"
+    usual = statistics.median(ratio for ratio, _ in ratios)
+    return f"by the tuned table that would gain up to {most:.2f} ×, at {count} tokens; {usual:.2f} × as a rule"
 
 
 def _slower_because(backend: Backend, choice: Choice) -> str:

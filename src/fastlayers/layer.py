@@ -60,6 +60,35 @@ class Layer(WatchedModule):
         self.decode_choice, self.choice = registry.choose_phases(cfg, PHASES, device, backend)
         self.decode_ladder, self.ladder = self.decode_choice.build(), self.choice.build()
 
+    def choose_again(self, built_only: bool = True) -> bool:
+        """Choose once more what was chosen automatically, and return whether that is something else now.
+
+        Another weight layout is not taken: the weights stay as they are packed. Captured steps are captured again.
+        """
+        if not hasattr(self, "choice") or self.choice.requested != "auto":
+            return False
+        table, where = registry_named(self.choice.layer), self.choice.device
+        if hasattr(self, "decode_choice"):
+            chosen = table.choose_phases(self.cfg, PHASES, where, built_only=built_only)
+            before = [self.decode_choice, self.choice]
+        else:
+            chosen, before = [table.choose(self.cfg, where, built_only=built_only)], [self.choice]
+        layouts = {rung.backend.weight_layout for choice in before for rung in choice.rungs}
+        if [each.rungs for each in chosen] == [each.rungs for each in before]:
+            return False
+        if {rung.backend.weight_layout for choice in chosen for rung in choice.rungs} != layouts:
+            return False
+        ladders = [choice.build() for choice in chosen]
+        self.choice, self.ladder = chosen[-1], ladders[-1]
+        if hasattr(self, "decode_choice"):
+            self.decode_choice, self.decode_ladder = chosen[0], ladders[0]
+        for held in vars(self).values():
+            if isinstance(held, dict) and any(isinstance(each, Ladder) for each in held.values()):
+                held.clear()  # ladders of other phases and contexts are built when their next step comes
+        for epoch in self._epochs:
+            epoch.value += 1
+        return True
+
     @property
     def device_type(self) -> torch.device:
         """The type of device that the backend was chosen for; inputs of layers without weights must be there."""

@@ -21,6 +21,7 @@ from fastlayers.registry.backend import Backend
 from fastlayers.registry.choice import Choice, Rung
 from fastlayers.registry.layers import LAYERS, builtin_registry
 from fastlayers.registry.plugins import load_plugins
+from fastlayers.runtime import builds
 from fastlayers.tuning import ladder as tuned_ladders
 
 log = logging.getLogger(__name__)
@@ -80,10 +81,11 @@ class Registry:
         known = ", ".join(backend.name for backend in self.ranked)
         raise UnknownNameError(f"{self.layer}: backend {name!r} is unknown; known: {known}")
 
-    def choose(self, cfg: Any, device: Any = None, want: str = "auto") -> Choice:
+    def choose(self, cfg: Any, device: Any = None, want: str = "auto", *, built_only: bool = True) -> Choice:
         """Choose once: ``want`` is ``"auto"``, a backend's name, or a ladder ``"triton:64|torch"``.
 
-        ``FASTLAYERS_BACKEND`` replaces ``"auto"`` only; what the code names wins.
+        ``FASTLAYERS_BACKEND`` replaces ``"auto"`` only; what the code names wins. With ``built_only``, ``"auto"``
+        leaves out what would have to be built on its first call, see :mod:`fastlayers.runtime.builds`.
 
         Raises
         ------
@@ -95,10 +97,12 @@ class Registry:
         target = device_module.as_device(device)
         named, evidence = self._requested(want)
         if named == "auto":
-            return self._choose_auto(cfg, target)
+            return self._choose_auto(cfg, target, built_only)
         return self._choose_named(self._parse(named), cfg, target, named, evidence)
 
-    def choose_phases(self, cfg: Any, phases: tuple[str, ...], device: Any = None, want: str = "auto") -> list[Choice]:
+    def choose_phases(
+        self, cfg: Any, phases: tuple[str, ...], device: Any = None, want: str = "auto", *, built_only: bool = True
+    ) -> list[Choice]:
         """Choose for each phase of attention; ``cfg`` is a dataclass with a field ``phase``.
 
         What is named serves the phases that it can; a phase that no named backend serves is chosen automatically,
@@ -113,7 +117,7 @@ class Registry:
         named, evidence = self._requested(want)
         configs = [replace(cfg, phase=phase) for phase in phases]
         if named == "auto":
-            return [self._choose_auto(each, target) for each in configs]
+            return [self._choose_auto(each, target, built_only) for each in configs]
         rungs, chosen = self._parse(named), []
         for each in configs:
             serving = [rung for rung in rungs if rung.backend.serves(each.phase)]
@@ -123,7 +127,7 @@ class Registry:
                 left = "".join(f"; {r.backend.name} does not serve {each.phase}" for r in rungs if r not in serving)
                 chosen.append(self._choose_named(cut, each, target, named, evidence + left))
             else:
-                auto = self._choose_auto(each, target)
+                auto = self._choose_auto(each, target, built_only)
                 chosen.append(
                     replace(auto, requested=named, evidence=f"{auto.evidence}; {named} does not serve {each.phase}")
                 )
@@ -145,13 +149,15 @@ class Registry:
             raise NoBackendError(self.layer, cfg, device, want, refused)
         return Choice(self.layer, cfg, device, want, rungs, {}, evidence)
 
-    def _choose_auto(self, cfg: Any, device: Device) -> Choice:
+    def _choose_auto(self, cfg: Any, device: Device, built_only: bool) -> Choice:
         refused: dict[str, str] = {}
         able: list[Backend] = []
         for backend in self.ranked:
             if device.type not in backend.auto_on:
                 continue
             why = backend.why_not(cfg, device)
+            if why is None and built_only:
+                why = builds.unbuilt(self.layer, backend, cfg, device)
             if why is None:
                 able.append(backend)
             else:
@@ -159,7 +165,7 @@ class Registry:
         if not able:
             return self._last_resort(cfg, device, refused)
         known = [backend.name for backend in self.ranked]
-        tuned = tuned_ladders.ladder_for(self.layer, cfg, device, {b.name: b for b in able}, known)
+        tuned = tuned_ladders.ladder_for(self.layer, cfg, device, {b.name: b for b in able}, known, refused)
         if tuned is not None:
             return Choice(self.layer, cfg, device, "auto", tuned.rungs, refused, tuned.evidence)
         return Choice(self.layer, cfg, device, "auto", (Rung(None, able[0]),), refused)

@@ -1,4 +1,4 @@
-"""``fl.warmup``: compile what some token counts need, and nothing else; tell of every compile afterwards.
+"""``fl.warmup``: build and compile what a module needs for some token counts; tell of every compile afterwards.
 
 object                           what runs for each token count T
 with ``warm_up_calls(tokens)``   what it says: models and generators of fastlayers_models (decode, and prefill)
@@ -14,21 +14,28 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from fastlayers.errors import ArgumentError, check_plain, check_positive
 from fastlayers.layer import Layer
-from fastlayers.runtime import compile_log, kernel_cache
+from fastlayers.runtime import builds, compile_log, kernel_cache, precompile
 from fastlayers.runtime.compile_log import CompileWatch
+from fastlayers.tuning.probe import choices_of
+
+if TYPE_CHECKING:
+    from fastlayers.device import Device
+    from fastlayers.registry import Backend
 
 log = logging.getLogger(__name__)
 
 Call = tuple[str, Callable[[], Any]]
 # Of a Hugging Face model: tokens generated after each prompt, and the most requests in one batch.
 NEW_TOKENS, WIDEST = 3, 1024
+# What is warmed up of "all" where neither the module nor the caller says how much.
+USUAL_TOKENS, MAX_BATCH = 8192, 256
 
 
 @dataclass
@@ -43,11 +50,14 @@ class WarmupReport:
         Warns of every compile from now on; ``watch.close()`` ends that.
     left_out : list[str]
         Layers inside the module that were not warmed up, and why: a warning named them.
+    built : list[str]
+        Backends of shapes that ``auto`` takes from now on, as the record names them.
     """
 
     steps: list[tuple[str, float, int]] = field(default_factory=list)
     watch: CompileWatch = field(default_factory=CompileWatch)
     left_out: list[str] = field(default_factory=list)
+    built: list[str] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
@@ -61,17 +71,34 @@ class WarmupReport:
 
 
 @torch.inference_mode()
-def warmup(module: Any, tokens: Sequence[int], *, progress: bool = True) -> WarmupReport:
-    """Run ``module`` on these token counts, so that everything they need is compiled.
+def warmup(
+    module: Any,
+    tokens: Sequence[int] | Literal["all"] = "all",
+    *,
+    max_tokens: int | None = None,
+    max_batch: int = MAX_BATCH,
+    build: bool = True,
+    progress: bool = True,
+) -> WarmupReport:
+    """Run ``module`` on these token counts, so that everything they need is built and compiled.
 
     Parameters
     ----------
     module
         A generator or model of ``fastlayers_models``, a patched Hugging Face model, a layer, or a module that holds
         layers.
-    tokens : sequence of int
+    tokens : sequence of int or "all"
         Token counts; what other counts need is not compiled. Where only decode or only a prompt of a count can run,
-        the step's label says so.
+        the step's label says so. ``"all"``: whatever steps of up to ``max_tokens`` tokens and ``max_batch`` requests
+        need, compiled side by side.
+    max_tokens : int, optional
+        Of ``"all"``; default: what the module says its longest request is, else 8192.
+    max_batch : int
+        Of ``"all"``.
+    build : bool
+        Also take, and build, the backends that ``auto`` leaves out because their modules are not built yet; their
+        record stays with the caches. False: take what is built by now. Either way what was chosen automatically is
+        chosen again, and captured steps are captured again where that is something else.
     progress : bool
         Show a progress bar.
 
@@ -87,18 +114,45 @@ def warmup(module: Any, tokens: Sequence[int], *, progress: bool = True) -> Warm
         No token counts, one that ``module`` cannot run, a model that is not patched, or a layer that does not say
         what it is called with.
     """
-    check_plain("warmup", "bool", progress=progress)
-    counts = _checked(tokens)
+    check_plain("warmup", "bool", progress=progress, build=build)
+    check_positive("warmup", max_batch=max_batch, **({} if max_tokens is None else {"max_tokens": max_tokens}))
+    every = isinstance(tokens, str) and tokens == "all"
+    most = (max_tokens or _longest(module)) if every else 0
+    counts = _powers(most) if every else _checked(tokens)
     if not (isinstance(module, nn.Module) or hasattr(module, "warm_up_calls")):
         raise ArgumentError("warmup", "module", repr(module), "a module, or a generator of fastlayers_models")
     kernel_cache.ensure()
     compile_log.stop_watching()
     left_out: list[str] = []
+    layers = _layers_of(module)
+    builds.refresh()
+    for layer in layers:
+        layer.choose_again(built_only=not build)
+    try:
+        report = _run(module, counts, left_out, (most, max_batch) if every else None, progress)
+    except BaseException:
+        for layer in layers:
+            layer.choose_again()  # without what could not be built
+        raise
+    if build:
+        report.built = builds.record(_automatic(layers), max(counts))
+        builds.refresh()
+    return report
+
+
+def _run(
+    module: Any, counts: Sequence[int], left_out: list[str], every: tuple[int, int] | None, progress: bool
+) -> WarmupReport:
+    jobs = _side_by_side(module, *every) if every is not None else []
     calls = list(calls_of(module, counts, left_out))
     if not calls:
         raise ArgumentError("warmup", "module", type(module).__name__, "a module with layers of fastlayers inside")
     steps: list[tuple[str, float, int]] = []
-    with compile_log.counted() as seen, _bar(len(calls), progress) as advance:
+    with compile_log.counted() as seen, _bar(len(jobs) + len(calls), progress) as advance:
+        if jobs:
+            begin = time.perf_counter()
+            precompile.run(jobs, advance)
+            steps.append((f"{len(jobs)} calls side by side", time.perf_counter() - begin, len(seen())))
         for label, call in calls:
             before, begin = len(seen()), time.perf_counter()
             advance(label)
@@ -109,10 +163,50 @@ def warmup(module: Any, tokens: Sequence[int], *, progress: bool = True) -> Warm
     return WarmupReport(steps, left_out=left_out)
 
 
+def _layers_of(module: Any) -> list[Layer]:
+    """Return the layers inside a module, or inside the model of a generator."""
+    model = module if isinstance(module, nn.Module) else getattr(module, "model", None)
+    return [each for each in model.modules() if isinstance(each, Layer)] if isinstance(model, nn.Module) else []
+
+
+def _automatic(layers: Sequence[Layer]) -> Iterator[tuple[str, Backend, Any, Device]]:
+    """Yield each backend that was chosen automatically, with its shape."""
+    for layer in layers:
+        for choice in choices_of(layer):
+            if choice.requested == "auto":
+                for rung in choice.rungs:
+                    yield choice.layer, rung.backend, choice.cfg, choice.device
+
+
+def _longest(module: Any) -> int:
+    """Return the most tokens of a request that a module says it takes."""
+    config: Any = getattr(module, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    places = (module, "max_length"), (config, "max_position_embeddings")
+    found = [value for holder, name in places if isinstance(value := getattr(holder, name, None), int)]
+    return max(1, min(found) - NEW_TOKENS) if found else USUAL_TOKENS
+
+
+def _powers(most: int) -> list[int]:
+    """Return the counts at which a whole model runs, where its layers run at many more: the largest first."""
+    return sorted({most} | {1 << power for power in range(most.bit_length())}, reverse=True)
+
+
+def _side_by_side(module: Any, max_tokens: int, max_batch: int) -> list[precompile.Job]:
+    """Return the calls of one layer of each kind; those that cannot be called alone run inside others."""
+    model = module if isinstance(module, nn.Module) else getattr(module, "model", None)
+    jobs: list[precompile.Job] = []
+    for name, layer in precompile.representatives(model):
+        if _unknown(layer) is None:
+            layer.finalize()  # in one thread, before several call it
+            jobs += precompile.jobs_of(name, layer, _examples, max_tokens, max_batch)
+    return jobs
+
+
 def _checked(tokens: Any) -> list[int]:
     """Return the distinct counts, largest first."""
     if isinstance(tokens, (str, bytes)) or not isinstance(tokens, Iterable):
-        raise ArgumentError("warmup", "tokens", repr(tokens), "a sequence of token counts, such as [1, 512]")
+        raise ArgumentError("warmup", "tokens", repr(tokens), "a sequence of token counts, such as [1, 512], or 'all'")
     counts = list(tokens)
     if not counts:
         raise ArgumentError("warmup", "tokens", counts, "at least one token count")
@@ -218,10 +312,15 @@ def layer_calls(label: str, layer: Any, counts: Sequence[int]) -> Iterator[Call]
         given = f"{label} ({type(layer).__name__}), which does not know {unknown}"
         accepted = "the module that calls it, or a layer with a method example_inputs(num_tokens)"
         raise ArgumentError("warmup", "module", given, accepted)
-    own = getattr(layer, "example_inputs", None)
     for count in counts:
-        for inputs in own(count) if own is not None else EXAMPLES[layer.choice.layer](layer, count):
+        for inputs in _examples(layer, count):
             yield f"{label} {count}", lambda inputs=inputs: layer(*inputs)  # type: ignore[misc]
+
+
+def _examples(layer: Any, count: int) -> list[tuple[Any, ...]]:
+    own = getattr(layer, "example_inputs", None)
+    found: list[tuple[Any, ...]] = own(count) if own is not None else EXAMPLES[layer.choice.layer](layer, count)
+    return found
 
 
 def _where(layer: Any) -> torch.device:

@@ -15,6 +15,7 @@ import fastlayers as fl
 from fastlayers.device import OPTIONAL_PACKAGES, as_device, package
 from fastlayers.errors import UnknownNameError
 from fastlayers.registry import registry
+from fastlayers.runtime import builds
 from fastlayers.testing.parity import compare
 from fastlayers.testing.spec import EXACT, Bound, Case
 from fastlayers.tuning.clock import Timed, measure_enough
@@ -33,7 +34,7 @@ def describe_run(device: torch.device | str) -> dict[str, Any]:
     found = {name: package(name, load=False).version for name in OPTIONAL_PACKAGES}
     return {
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        **provenance(),
+        **provenance(), "built": builds.summary(),
         "fastlayers": fl.__version__, "python": platform.python_version(), "torch": torch.__version__,
         "packages": {name: version for name, version in found.items() if version is not None},
         "device": str(as_device(device)), "threads": torch.get_num_threads(),
@@ -41,8 +42,8 @@ def describe_run(device: torch.device | str) -> dict[str, Any]:
 
 
 def auto_option(bench: Bench, tokens: int) -> Option:
-    """Return what ``"auto"`` runs for this many tokens: the rung of its ladder."""
-    rungs = registry(bench.layer).choose(bench.cfg, bench.device).rungs
+    """Return what ``"auto"`` runs for this many tokens where all that it takes is built: the rung of its ladder."""
+    rungs = registry(bench.layer).choose(bench.cfg, bench.device, built_only=False).rungs
     rung = next(r for r in rungs if r.max_tokens is None or tokens <= r.max_tokens)
     return Option(rung.backend.name, rung.config)
 

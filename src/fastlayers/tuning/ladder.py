@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastlayers.device import Device
-from fastlayers.runtime import kernel_cache
+from fastlayers.runtime import builds, kernel_cache
 from fastlayers.tuning.staleness import changes
 from fastlayers.tuning.table import (
     KEPT_WITHIN,
@@ -79,7 +79,12 @@ class Tuned:
 
 
 def ladder_for(
-    layer: str, cfg: Any, device: Device, able: Mapping[str, Backend], known: Collection[str] | None = None
+    layer: str,
+    cfg: Any,
+    device: Device,
+    able: Mapping[str, Backend],
+    known: Collection[str] | None = None,
+    refused: Mapping[str, str] | None = None,
 ) -> Tuned | None:
     """Return the tuned ladder for this shape and device, cut to the backends that are able to run.
 
@@ -109,6 +114,8 @@ def ladder_for(
     )
     if not found.exact:
         _announce(layer, cfg, device, found, able)
+    unbuilt = {name for name, why in (refused or {}).items() if why.startswith(builds.UNBUILT)}
+    dropped |= dict.fromkeys(dropped.keys() & unbuilt, builds.UNBUILT)
     cut = "".join(f"; without its rungs of {name}: {why}" for name, why in dropped.items())
     return Tuned(rungs, found.evidence + cut)
 

@@ -1,0 +1,116 @@
+"""What is built of the backends whose packages compile modules of their own when first called: deep_gemm, flashinfer.
+
+Such a build takes many seconds, so ``auto`` takes a backend only where a warm-up built it before. The record of that
+lies inside the package's own cache, travels with it, and is read once a process and again by :func:`refresh`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields, is_dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastlayers.runtime import kernel_cache
+
+if TYPE_CHECKING:
+    from fastlayers.device import Device
+    from fastlayers.registry.backend import Backend
+
+RECORD = "fastlayers-builds.json"
+SCHEMA = 1
+UNBUILT = "its modules for this shape are not built"
+
+
+def compiling(backend: Backend) -> tuple[str, ...]:
+    """Return the packages behind a backend that compile modules on the first call; empty: nothing to build."""
+    tops = dict.fromkeys(need.partition(":")[0].split(".")[0] for need in backend.needs)
+    return tuple(name for name in tops if name in kernel_cache.NEEDS_NVCC and not _comes_built(name))
+
+
+@lru_cache
+def _comes_built(package: str) -> bool:
+    return package == "flashinfer" and importlib.util.find_spec("flashinfer_jit_cache") is not None
+
+
+def record_path(package: str) -> Path:
+    """Return where the record of a package's modules is."""
+    root = kernel_cache.STORES[package].directory()
+    return (root / ".cache" / "flashinfer" if package == "flashinfer" else root) / RECORD
+
+
+def entry(layer: str, backend: str, cfg: Any, device: Device) -> str:
+    """Return how one backend of one shape is called in a record; modules do not depend on the context's class."""
+    if is_dataclass(cfg) and not isinstance(cfg, type):
+        usual = {f.name: f.default for f in fields(cfg) if f.name == "context" and f.default is not MISSING}
+        cfg = replace(cfg, **usual)
+    return f"{layer}={backend} {device.sm} {cfg!r}"
+
+
+def unbuilt(layer: str, backend: Backend, cfg: Any, device: Device) -> str | None:
+    """Return why ``auto`` does not take a backend yet, or ``None``; of a described device nobody knows: ``None``."""
+    packages = compiling(backend)
+    if not packages or device.described:
+        return None
+    name = entry(layer, backend.name, cfg, device)
+    lacking = [package for package in packages if name not in built(package)]
+    return f"{UNBUILT} ({', '.join(lacking)}; fastlayers warmup MODEL builds them)" if lacking else None
+
+
+def built(package: str) -> Mapping[str, int]:
+    """Return what is built of a package: entries, and the most tokens that they were built for."""
+    kernel_cache.ensure()
+    return _snapshot(record_path(package))
+
+
+@lru_cache
+def _snapshot(path: Path) -> Mapping[str, int]:
+    return _read(path)
+
+
+def _read(path: Path) -> dict[str, int]:
+    """Return a record; one that is damaged, or of other versions, says nothing: what it tells is built again."""
+    try:
+        found = json.loads(path.read_text())
+        if (found["schema"], found["versions"]) != (SCHEMA, kernel_cache.versions_key()):
+            return {}
+        return {name: tokens for name, tokens in found["built"].items() if type(tokens) is int}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def refresh() -> None:
+    """Read the records anew when they are next asked: what was built since counts from now on."""
+    _snapshot.cache_clear()
+
+
+def record(done: Iterable[tuple[str, Backend, Any, Device]], tokens: int) -> list[str]:
+    """Note what has run for up to so many tokens, and return the new entries."""
+    new: list[str] = []
+    kernel_cache.ensure()
+    by_package: dict[str, list[str]] = {}
+    for layer, backend, cfg, device in done:
+        for package in compiling(backend):
+            by_package.setdefault(package, []).append(entry(layer, backend.name, cfg, device))
+    for package, names in by_package.items():
+        path = record_path(package)
+        before = _read(path)
+        after = before | {name: max(tokens, before.get(name, 0)) for name in names}
+        if after == before:
+            continue
+        new += [name for name in dict.fromkeys(names) if name not in before]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        text = {"schema": SCHEMA, "versions": kernel_cache.versions_key(), "built": after}
+        partial.write_text(json.dumps(text, indent=1) + "\n")
+        partial.replace(path)
+    return new
+
+
+def summary() -> dict[str, int]:
+    """Return how many entries each package has, for results."""
+    return {package: len(found) for package in kernel_cache.NEEDS_NVCC if (found := built(package))}

@@ -1,0 +1,156 @@
+"""What a warm-up compiles side by side: one layer of each kind, at token counts that together stand for all.
+
+token counts of a layer      powers of two and what lies between, both sides of its ladder's edges; where deep_gemm
+                             serves, multiples of 64 as well: its kernels depend on how many tiles the tokens fill
+decode of attention          the same of requests, in every class of context
+threads                      Triton's compiler lets others run while it works; other packages have one thread each
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastlayers.attention.contexts import CONTEXTS
+from fastlayers.layer import Layer
+from fastlayers.registry import Choice
+from fastlayers.runtime import builds
+from fastlayers.tuning.probe import choices_of
+
+TILE = 64
+# Calls of more tokens run one after another: several at once may not fit beside the model.
+SIDE_BY_SIDE, THREADS = 4096, 8
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call of one layer: what it is, what it runs, and the package that may have to compile for it."""
+
+    label: str
+    tokens: int
+    package: str
+    call: Callable[[], Any]
+
+
+def cover(most: int, edges: Iterable[int] = (), tiles: bool = False) -> list[int]:
+    """Return token counts up to ``most`` which together need what every count does, the largest first.
+
+    Parameters
+    ----------
+    most : int
+    edges : iterable of int
+        Thresholds of ladders: a count on each side.
+    tiles : bool
+        Every multiple of :data:`TILE`, too.
+    """
+    found = {1, 2, 3, most}
+    power = 4
+    while power <= most:
+        found |= {power, power + 1, power + power // 2}
+        power *= 2
+    for edge in edges:
+        found |= {edge, edge + 1}
+    if tiles:
+        found |= set(range(TILE, most + 1, TILE))
+    return sorted((count for count in found if 1 <= count <= most), reverse=True)
+
+
+def representatives(module: Any) -> list[tuple[str, Layer]]:
+    """Return one layer of each kind inside ``module``: same class, same configuration, same choices."""
+    found: dict[Any, tuple[str, Layer]] = {}
+    for name, layer in module.named_modules() if isinstance(module, nn.Module) else ():
+        if isinstance(layer, Layer) and hasattr(layer, "choice"):
+            kind = (type(layer), repr(layer.cfg), *((c.layer, c.name, repr(c.cfg)) for c in choices_of(layer)))
+            found.setdefault(kind, (name or type(layer).__name__, layer))
+    return list(found.values())
+
+
+def packages_at(choices: Sequence[Choice], tokens: int) -> str:
+    """Return the package that may compile for this many tokens; ``"triton"`` if none does."""
+    for choice in choices:
+        rung = next(r for r in choice.rungs if r.max_tokens is None or tokens <= r.max_tokens)
+        for package in builds.compiling(rung.backend):
+            return package
+    return "triton"
+
+
+def jobs_of(
+    label: str, layer: Layer, examples: Callable[[Any, int], list[tuple[Any, ...]]], max_tokens: int, max_batch: int
+) -> Iterator[Job]:
+    """Yield the calls of one layer; ``examples(layer, count)`` returns its arguments."""
+    choices = list(choices_of(layer))
+    edges = [r.max_tokens for choice in choices for r in choice.rungs if r.max_tokens is not None]
+    tiles = any("deep_gemm" in builds.compiling(rung.backend) for choice in choices for rung in choice.rungs)
+    positions = getattr(getattr(layer, "rotary", None), "max_position", max_tokens)
+
+    def calls(count: int) -> None:
+        for inputs in examples(layer, count):
+            layer(*inputs)
+
+    for count in cover(min(max_tokens, positions), edges, tiles):
+        yield Job(f"{label} {count}", count, packages_at(choices, count), lambda n=count: calls(n))  # type: ignore[misc]
+    if hasattr(layer, "decode_choice"):
+        for context in [context for context in CONTEXTS if context < positions]:
+            for count in cover(max_batch, edges):
+                call = lambda n=count, c=context: layer(*_decode(layer, n, c))  # noqa: E731
+                yield Job(f"{label} {count} × {context}", count, packages_at(choices, count), call)
+
+
+def _decode(layer: Any, requests: int, context: int) -> tuple[Any, ...]:
+    """Return the arguments of a decode step; all requests read the same pages."""
+    from fastlayers.attention.kv_cache.spec import kv_cache_spec
+    from fastlayers.attention.meta import AttentionBatch, AttentionState
+
+    size = layer.cfg.page_size
+    device = next((p.device for p in layer.parameters()), layer.device_type)
+    pages = -(-(context + 1) // size)
+    cache = kv_cache_spec(layer, page_size=size, dtype=layer.cfg.kv_dtype).allocate(pages + 1, device)[0]
+    x = torch.zeros(requests, layer.hidden_size, dtype=layer.cfg.dtype, device=device)
+    batch = AttentionBatch((1,) * requests, (context,) * requests, [list(range(1, pages + 1))] * requests)
+    return x, AttentionState(requests, requests, pages, size, device).plan(batch), cache
+
+
+def run(jobs: Sequence[Job], advance: Callable[[str], None], *, threads: int = THREADS) -> None:
+    """Run jobs: those of few tokens side by side, the rest one after another; the first error ends it.
+
+    Jobs of one package are never at work at the same time, except Triton's.
+    """
+    small = [job for job in jobs if job.tokens <= SIDE_BY_SIDE]
+    packages = dict.fromkeys(job.package for job in small)
+    pools = {name: ThreadPoolExecutor(threads if name == "triton" else 1) for name in packages}
+    stopped: list[BaseException] = []
+
+    def work(job: Job) -> None:
+        if stopped:
+            return
+        advance(job.label)
+        try:
+            with torch.inference_mode():
+                if torch.cuda.is_available():
+                    with torch.cuda.stream(torch.cuda.Stream()):
+                        job.call()
+                else:
+                    job.call()
+        except BaseException as error:
+            stopped.append(error)
+            raise
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # weights are there before other streams read them
+    try:
+        done = [pools[job.package].submit(work, job) for job in small]
+        for each in done:
+            each.result()
+    finally:
+        for pool in pools.values():
+            pool.shutdown()
+    for job in jobs:
+        if job.tokens > SIDE_BY_SIDE:
+            work(job)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
