@@ -1,4 +1,4 @@
-"""``fastlayers bench``: one layer against its peers, or a decoder layer and a whole model, at real dimensions."""
+"""``fastlayers bench``: one layer against its peers, a decoder layer and a whole model; servers are in bench/."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.table import Table
 
 from fastlayers.errors import ArgumentError
 from fastlayers.registry import LAYERS, registry
+from fastlayers_server.bench import command as http_bench
 from fastlayers_server.tune_command import parse_tokens
 
 BATCHES = (1, 8, 32)
@@ -203,6 +204,7 @@ def register(app: typer.Typer, out: Console, err: Console, device_of: Any, dtype
     """Add the commands to the command line."""
     bench = typer.Typer(help="Time layers and models.", no_args_is_help=True, rich_markup_mode=None)
     app.add_typer(bench, name="bench")
+    http_bench.register(bench)
 
     def shown(rows: Iterator[dict[str, Any]], as_json: bool, show: Callable[..., None]) -> None:
         kept = []

@@ -17,14 +17,9 @@ from types import MappingProxyType
 from typing import Any
 
 from fastlayers.errors import ArgumentError
+from fastlayers_server.flags import flag, given_values, parser_of, typed
 
 log = logging.getLogger("fastlayers.serve")
-
-
-def flag(default: Any, text: str, *aliases: str, choices: Sequence[str] = (), secret: bool = False) -> Any:
-    """Return a field that is a flag; a tuple is repeatable or comma separated."""
-    facts = {"help": text, "aliases": aliases, "choices": tuple(choices), "secret": secret}
-    return dataclasses.field(default=default, metadata=facts)
 
 
 @dataclass(frozen=True)
@@ -133,29 +128,12 @@ NEVER: Mapping[str, str] = MappingProxyType(
 )  # fmt: skip
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise ArgumentError("serve", "the command line", message, "what 'fastlayers serve --help' lists")
-
-
 def parser() -> argparse.ArgumentParser:
     """Return the command line of ``fastlayers serve``."""
-    made = _Parser(prog="fastlayers serve", allow_abbrev=False, description="Serve a model over HTTP.")
-    made.add_argument("MODEL", nargs="?", default=None, help=NAMES["model"].metadata["help"])
+    made = parser_of(ServeConfig, "fastlayers serve", "Serve a model over HTTP.", "MODEL")
     made.add_argument("--config", default=None, help="YAML file of flags; the command line wins")
     made.add_argument("--json", action="store_true", help="print the configuration as JSON, and stop")
     made.add_argument("--mem-fraction-static", type=float, default=None, help=argparse.SUPPRESS)
-    for name, field in NAMES.items():
-        facts, spelled = field.metadata, ["--" + name.replace("_", "-"), *field.metadata["aliases"]]
-        if isinstance(field.default, bool):
-            made.add_argument(*spelled, dest=name, action="store_true", default=None, help=facts["help"])
-            continue
-        text = facts["help"] + ("" if facts["secret"] or field.default in ((), "") else f" (default: {field.default})")
-        repeat: dict[str, Any] = {"action": "append"} if isinstance(field.default, tuple) else {}
-        kind = str if repeat else type(field.default)
-        choices = facts["choices"] or None
-        metavar = None if choices else name.rpartition("_")[2].upper()
-        made.add_argument(*spelled, dest=name, type=kind, default=None, choices=choices, metavar=metavar, help=text.replace("%", "%%"), **repeat)  # fmt: skip  # noqa: E501
     return made
 
 
@@ -171,20 +149,14 @@ def parse(arguments: Sequence[str]) -> tuple[ServeConfig, bool]:
         why = NEVER.get(argument.partition("=")[0])
         if why is not None:
             raise ArgumentError("serve", argument.partition("=")[0], "given", f"nothing: {why}")
-    given = vars(parser().parse_args(list(arguments)))
-    named, path, show = given.pop("MODEL"), given.pop("config"), given.pop("json")
-    fraction = given.pop("mem_fraction_static")
-    values = {name: value for name, value in given.items() if value is not None}
-    if named is not None:
-        if "model" in values and values["model"] != named:
-            raise ArgumentError("serve", "--model", repr(values["model"]), f"the same as MODEL, {named!r}")
-        values["model"] = named
+    values = given_values(parser(), arguments, "MODEL", "model")
+    path, show, fraction = values.pop("config", ""), values.pop("json"), values.pop("mem_fraction_static", None)
     if fraction is not None:
         # SGLang's share holds weights and cache; ours also what a step needs besides.
         values["gpu_memory_utilization"] = round(min(0.98, fraction + 0.04), 4)
         log.warning("--mem-fraction-static %g becomes --gpu-memory-utilization %g", fraction, values["gpu_memory_utilization"])  # fmt: skip  # noqa: E501
     values = (_from_file(Path(path)) if path else {}) | values
-    config = ServeConfig(**{name: _typed(name, value) for name, value in values.items()})
+    config = typed(ServeConfig, "serve", values)
     _check(config)
     return config, show
 
@@ -205,21 +177,6 @@ def _from_file(path: Path) -> dict[str, Any]:
                 "serve", "--config", f"{name!r} in {str(path)!r}", "names of flags, as --help lists them"
             )
     return named
-
-
-def _typed(name: str, value: Any) -> Any:
-    field = NAMES[name]
-    if isinstance(field.default, tuple):
-        parts = [value] if isinstance(value, str) else value
-        return tuple(text for part in parts for text in str(part).split(",") if text)
-    if isinstance(field.default, float) and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if type(value) is not type(field.default):
-        raise ArgumentError("serve", "--" + name.replace("_", "-"), repr(value), f"a {type(field.default).__name__}")
-    choices = field.metadata["choices"]
-    if choices and value not in choices:
-        raise ArgumentError("serve", "--" + name.replace("_", "-"), repr(value), ", ".join(choices))
-    return value
 
 
 def _check(config: ServeConfig) -> None:

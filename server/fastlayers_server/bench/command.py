@@ -1,0 +1,158 @@
+"""``fastlayers bench serve | startup | latency | throughput``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from fastlayers.errors import ArgumentError
+from fastlayers_server.bench import serve, startup
+from fastlayers_server.bench.report import text
+from fastlayers_server.flags import given_values, parser_of, typed
+
+# Flags of vLLM's benchmarks that we lack, and why.
+NEVER = {
+    "--dataset": "its new name is --dataset-name",
+    "--sharegpt-output-len": "--dataset-name file takes an output_len a line",
+    "--hf-output-len": "no data set is downloaded; --dataset-name file takes yours",
+    "--hf-name": "no data set is downloaded; --dataset-name file takes yours",
+    "--use-beam-search": "beam search is not served",
+    "--trust-remote-code": "no code of a model's folder is ever run",
+    "--profile": "POST /start_profile and /stop_profile",
+    "--logprobs": "--extra-body '{\"logprobs\": 1}'",
+    "--lora-modules": "adapters are not served",
+}
+
+
+def _config(kind: Any, name: str, arguments: Sequence[str], defaults: dict[str, Any]) -> tuple[Any, bool]:
+    for argument in arguments:
+        flag = argument.partition("=")[0]
+        if flag in NEVER:
+            raise ArgumentError(f"bench {name}", flag, "given", f"nothing: {NEVER[flag]}")
+    parser = parser_of(kind, f"fastlayers bench {name}", (kind.__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    values = given_values(parser, arguments)
+    as_json = values.pop("json")
+    return typed(kind, f"bench {name}", defaults | values), as_json
+
+
+def _run(name: str, work: Any) -> dict[str, Any]:
+    try:
+        import uvloop
+
+        return dict(uvloop.run(work))
+    except ValueError as error:
+        raise ArgumentError(f"bench {name}", "the run", f"not done: {error}", "a server that answers") from error
+
+
+def bench_serve(arguments: Sequence[str]) -> int:
+    """Load a server and print what vLLM's benchmark prints; the exit code is 1 if a request failed."""
+    config, as_json = _config(serve.BenchConfig, "serve", arguments, {})
+    found = _run("serve", serve.measured(config))
+    ours = found["fastlayers"]
+    if as_json:
+        print(json.dumps(found))
+    else:
+        percentiles = [float(p) for p in config.metric_percentiles]
+        print(text(found, config.percentile_metrics, percentiles))
+        if len(ours["runs"]) > 1:
+            print(f"output tok/s of each run: {', '.join(f'{v:.1f}' for v in ours['runs'])}; the median run is shown")
+        if not ours["valid"]:
+            print(f"INVALID: this client was late by {ours['client_lag_p99_ms']:.1f} ms (p99); use a faster machine")
+        for error in ours["first_errors"]:
+            print(f"failed: {error}")
+    if config.save_result:
+        rate = found["request_rate"]
+        stem = f"{config.backend}-{rate}qps-{Path(ours['model']).name}-{time.strftime('%Y%m%d-%H%M%S')}.json"
+        settings = {k: v for k, v in dataclasses.asdict(config).items() if k != "api_key"}
+        settings["request_rate"] = rate
+        target = Path(config.result_dir) / (config.result_filename or stem)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps(found | {"flags": settings}, indent=2) + "\n")
+    return 1 if found["failed"] else 0
+
+
+def bench_startup(arguments: Sequence[str]) -> int:
+    """Start a server several times and print when it listened, was ready, and gave its first token."""
+    config, as_json = _config(startup.StartupConfig, "startup", arguments, {})
+    found = _run("startup", startup.measured(config))
+    if as_json:
+        print(json.dumps(found))
+        return 0
+    for name, seconds in found["median_s"].items():
+        print(f"{name + ':':<40} {seconds:<10.2f} s (median of {config.iters})")
+    return 0
+
+
+def bench_latency(arguments: Sequence[str]) -> int:
+    """Send one batch of requests at once, several times, and print how long a batch takes."""
+    defaults = {"num_prompts": 8, "random_input_len": 32, "random_output_len": 128, "num_runs": 10, "ignore_eos": True}
+    config, as_json = _config(serve.BenchConfig, "latency", arguments, defaults)
+    import numpy as np
+
+    times: list[float] = []
+
+    async def work() -> dict[str, Any]:
+        for run in range(config.num_runs):
+            # Other prompts each time: a cached prefix would be measured otherwise.
+            again = dataclasses.replace(config, num_runs=1, seed=config.seed + run, num_warmups=-1 if run == 0 else 0)
+            found = await serve.measured(again)
+            if found["failed"]:
+                raise ValueError(f"{found['failed']} requests failed: {found['fastlayers']['first_errors'][0]}")
+            times.append(found["duration"])
+        return {"avg_latency": float(np.mean(times)), "latencies": times,
+                "percentiles": {str(p): float(np.percentile(times, p)) for p in (10, 25, 50, 75, 90, 99)}}  # fmt: skip
+
+    found = _run("latency", work())
+    if as_json:
+        print(json.dumps(found))
+        return 0
+    print(f"Avg latency: {found['avg_latency']} seconds")
+    for percentile, value in found["percentiles"].items():
+        print(f"{percentile}% percentile latency: {value} seconds")
+    return 0
+
+
+def bench_throughput(arguments: Sequence[str]) -> int:
+    """Send all requests at once and print requests and tokens a second."""
+    config, as_json = _config(serve.BenchConfig, "throughput", arguments, {"ignore_eos": True})
+    found = _run("throughput", serve.measured(config))
+    short = {
+        "elapsed_time": found["duration"], "num_requests": found["completed"],
+        "total_num_tokens": found["total_input_tokens"] + found["total_output_tokens"],
+        "requests_per_second": found["request_throughput"], "tokens_per_second": found["total_token_throughput"],
+    }  # fmt: skip
+    if as_json:
+        print(json.dumps(short))
+    else:
+        print(
+            f"Throughput: {found['request_throughput']:.2f} requests/s, {found['total_token_throughput']:.2f} total "
+            f"tokens/s, {found['output_throughput']:.2f} output tokens/s"
+        )
+        print(f"Total num prompt tokens:  {found['total_input_tokens']}")
+        print(f"Total num output tokens:  {found['total_output_tokens']}")
+    return 1 if found["failed"] else 0
+
+
+COMMANDS = {"serve": bench_serve, "startup": bench_startup, "latency": bench_latency, "throughput": bench_throughput}
+
+
+def register(bench: typer.Typer) -> None:
+    """Add the commands to ``fastlayers bench``; their flags are parsed here, not by typer."""
+    settings = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+    for name, run in COMMANDS.items():
+        bench.command(name, context_settings=settings, add_help_option=False)(_command(run))
+
+
+def _command(run: Any) -> Any:
+    def command(context: typer.Context) -> None:
+        raise typer.Exit(run(context.args))
+
+    command.__doc__ = run.__doc__
+    return command

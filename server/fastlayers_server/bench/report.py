@@ -1,0 +1,120 @@
+"""From answers to figures, in vLLM's words: one dictionary, and the text of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fastlayers_server.bench.client import Answer
+
+TITLES = {
+    "ttft": "Time to First Token",
+    "tpot": "Time per Output Token (excl. 1st token)",
+    "itl": "Inter-token Latency",
+    "e2el": "End-to-end Latency",
+}
+
+
+def figures(
+    answers: Sequence[Answer], duration: float, *, percentiles: Sequence[float] = (99.0,),
+    goodput: Mapping[str, float] | None = None, max_concurrency: int = 0, request_rate: float = float("inf"),
+) -> dict[str, Any]:  # fmt: skip
+    """Return the figures of a run, in seconds of ``duration`` and milliseconds of latencies.
+
+    Parameters
+    ----------
+    goodput : mapping, optional
+        Milliseconds that a request may take: of "ttft", "tpot", "e2el".
+    """
+    good = [a for a in answers if a.ok]
+    total_in, total_out = sum(a.prompt_len for a in good), sum(a.output_len for a in good)
+    series = {
+        "ttft": [a.ttft for a in good],
+        "tpot": [a.tpot for a in good if a.output_len > 1],
+        "itl": [gap for a in good for gap in a.itl],
+        "e2el": [a.latency for a in good],
+    }
+    peak_tokens, peak_requests = _peaks(good)
+    met = None
+    if goodput:
+        met = sum(all(_of(a, name) * 1e3 <= limit for name, limit in goodput.items()) for a in good) / duration
+    events = sum(1 + len(a.itl) for a in good)
+    found: dict[str, Any] = {
+        "duration": duration, "completed": len(good), "failed": len(answers) - len(good),
+        "total_input_tokens": total_in, "total_output_tokens": total_out,
+        "request_throughput": len(good) / duration, "request_goodput": met,
+        "output_throughput": total_out / duration, "total_token_throughput": (total_in + total_out) / duration,
+        "max_output_tokens_per_s": peak_tokens, "max_concurrent_requests": peak_requests,
+        "request_rate": "inf" if request_rate == float("inf") else request_rate,
+        "max_concurrency": max_concurrency or None,
+        "tokens_per_event": total_out / events if events else 0.0,
+        "cached_share": sum(a.cached for a in good) / total_in if total_in else 0.0,
+    }  # fmt: skip
+    for name, values in series.items():
+        ms = np.asarray(values or [0.0]) * 1e3
+        found |= {f"mean_{name}_ms": ms.mean(), f"median_{name}_ms": np.median(ms), f"std_{name}_ms": ms.std()}
+        found |= {f"p{p:g}_{name}_ms": np.percentile(ms, p) for p in percentiles}
+    return {name: float(v) if isinstance(v, np.floating) else v for name, v in found.items()}
+
+
+def _of(answer: Answer, name: str) -> float:
+    return {"ttft": answer.ttft, "tpot": answer.tpot, "e2el": answer.latency}[name]
+
+
+def _peaks(answers: Sequence[Answer]) -> tuple[float, int]:
+    """Return the most tokens within a second of the run, and the most requests at once."""
+    if not answers:
+        return 0.0, 0
+    begin = min(a.start for a in answers)
+    seconds = int(max(a.start + a.latency for a in answers) - begin) + 1
+    tokens, requests = np.zeros(seconds), np.zeros(seconds, dtype=int)
+    for answer in answers:
+        at = answer.start + answer.ttft - begin
+        share = answer.output_len / (1 + len(answer.itl))
+        for gap in (0.0, *answer.itl):
+            at += gap
+            tokens[min(seconds - 1, int(at))] += share
+        requests[int(answer.start - begin) : int(answer.start - begin + answer.latency) + 1] += 1
+    return float(tokens.max()), int(requests.max())
+
+
+def detail(answers: Sequence[Answer]) -> dict[str, list[Any]]:
+    """Return what each request did."""
+    return {
+        "input_lens": [a.prompt_len for a in answers], "output_lens": [a.output_len for a in answers],
+        "ttfts": [a.ttft for a in answers], "itls": [a.itl for a in answers],
+        "latencies": [a.latency for a in answers], "start_times": [a.start for a in answers],
+        "generated_texts": [a.text for a in answers], "errors": [a.error for a in answers],
+    }  # fmt: skip
+
+
+def text(found: Mapping[str, Any], metrics: Sequence[str], percentiles: Sequence[float]) -> str:
+    """Return the figures as vLLM prints them."""
+    lines = [f"{' Serving Benchmark Result ':=^50}"]
+
+    def line(label: str, value: Any, shape: str = "<10.2f") -> None:
+        lines.append(f"{label + ':':<40} {value:{shape}}")
+
+    line("Successful requests", found["completed"], "<10")
+    line("Failed requests", found["failed"], "<10")
+    if found["max_concurrency"]:
+        line("Maximum request concurrency", found["max_concurrency"], "<10")
+    if found["request_rate"] != "inf":
+        line("Request rate configured (RPS)", found["request_rate"])
+    line("Benchmark duration (s)", found["duration"])
+    line("Total input tokens", found["total_input_tokens"], "<10")
+    line("Total generated tokens", found["total_output_tokens"], "<10")
+    line("Request throughput (req/s)", found["request_throughput"])
+    if found["request_goodput"] is not None:
+        line("Request goodput (req/s)", found["request_goodput"])
+    line("Output token throughput (tok/s)", found["output_throughput"])
+    line("Peak output token throughput (tok/s)", found["max_output_tokens_per_s"])
+    line("Peak concurrent requests", float(found["max_concurrent_requests"]))
+    line("Total token throughput (tok/s)", found["total_token_throughput"])
+    for name in metrics:
+        lines.append(f"{TITLES[name]:-^50}")
+        for kind in ("mean", "median", *(f"p{p:g}" for p in percentiles)):
+            line(f"{kind.capitalize()} {name.upper()} (ms)", found[f"{kind}_{name}_ms"])
+    return "\n".join([*lines, "=" * 50, f"tokens per event: {found['tokens_per_event']:.2f}"])

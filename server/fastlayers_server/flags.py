@@ -1,0 +1,81 @@
+"""Command lines made from frozen dataclasses: each field is a flag, in our spelling and in those of peers."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from fastlayers.errors import ArgumentError
+
+T = TypeVar("T")
+
+
+def flag(default: Any, text: str, *aliases: str, choices: Sequence[str] = (), secret: bool = False) -> Any:
+    """Return a field that is a flag; a tuple is repeatable or comma separated."""
+    facts = {"help": text, "aliases": aliases, "choices": tuple(choices), "secret": secret}
+    return dataclasses.field(default=default, metadata=facts)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise ArgumentError(self.prog, "the command line", message, f"what '{self.prog} --help' lists")
+
+
+def parser_of(kind: type, prog: str, description: str, positional: str = "") -> argparse.ArgumentParser:
+    """Return a command line of a dataclass's fields; ``positional`` names one argument without a flag."""
+    made = _Parser(prog=prog, allow_abbrev=False, description=description)
+    if positional:
+        made.add_argument(positional, nargs="?", default=None, help="the same as --" + positional.lower())
+    for field in dataclasses.fields(kind):
+        facts, name = field.metadata, field.name
+        spelled = ["--" + name.replace("_", "-"), *facts["aliases"]]
+        if isinstance(field.default, bool):
+            made.add_argument(*spelled, dest=name, action="store_true", default=None, help=facts["help"])
+            continue
+        default = ",".join(field.default) if isinstance(field.default, tuple) else field.default
+        shown = "" if facts["secret"] or default == "" else f" (default: {default})"
+        repeat: dict[str, Any] = {"action": "append"} if isinstance(field.default, tuple) else {}
+        choices = facts["choices"] or None
+        made.add_argument(
+            *spelled, dest=name, type=str if repeat else type(field.default), default=None, choices=choices,
+            metavar=None if choices else name.rpartition("_")[2].upper(),
+            help=(facts["help"] + shown).replace("%", "%%"), **repeat,
+        )  # fmt: skip
+    return made
+
+
+def given_values(
+    parser: argparse.ArgumentParser, arguments: Sequence[str], positional: str = "", name: str = ""
+) -> dict[str, Any]:
+    """Return what a command line gives; the positional argument under the name of its field."""
+    given = vars(parser.parse_args(list(arguments)))
+    alone = given.pop(positional, None)
+    values = {key: value for key, value in given.items() if value is not None}
+    if alone is not None:
+        if name in values and values[name] != alone:
+            raise ArgumentError(parser.prog, f"--{name}", repr(values[name]), f"the same as {positional}, {alone!r}")
+        values[name] = alone
+    return values
+
+
+def typed(kind: type[T], who: str, values: Mapping[str, Any]) -> T:
+    """Return the dataclass of these values, after checking their types and choices."""
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: _typed(fields[name], who, value) for name, value in values.items()})
+
+
+def _typed(field: Any, who: str, value: Any) -> Any:
+    spelled = "--" + field.name.replace("_", "-")
+    if isinstance(field.default, tuple):
+        parts = [value] if isinstance(value, str) else value
+        return tuple(text for part in parts for text in str(part).split(",") if text)
+    if isinstance(field.default, float) and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not type(field.default):
+        raise ArgumentError(who, spelled, repr(value), f"a {type(field.default).__name__}")
+    choices = field.metadata["choices"]
+    if choices and value not in choices:
+        raise ArgumentError(who, spelled, repr(value), ", ".join(choices))
+    return value
