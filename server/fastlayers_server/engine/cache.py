@@ -137,12 +137,12 @@ class PrefixCache:
             parent = node
         return changed
 
-    def release(self, path: list[Node], pages: list[int], forget: bool = False) -> None:
-        """End a request's use of its nodes and pages; both lists are emptied.
+    def release(self, path: list[Node], pages: list[int], forget: bool = False) -> list[int]:
+        """End a request's use of its nodes and pages; both lists are emptied. Returns the pages that became free.
 
         ``forget``: what only this request uses is not remembered, because its contents are in doubt.
         """
-        now = next(self._clock)
+        now, before = next(self._clock), len(self._free)
         self._free.extend(reversed(pages[len(path) * self.pages_per_block :]))
         for node in reversed(path):
             node.users -= 1
@@ -162,6 +162,7 @@ class PrefixCache:
                 self._push(node)
         path.clear()
         pages.clear()
+        return self._free[before:]
 
     def flush(self) -> int:
         """Forget everything; what is in use goes when it is released. Returns how many pages became free now."""

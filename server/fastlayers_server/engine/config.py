@@ -57,3 +57,57 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     max_logprobs: int = 20
     features: tuple[str, ...] = ("penalties", "logit_bias", "logprobs", "prompt_logprobs", "grammar")
     itl_target: float = 0.05
+
+
+class EngineConfig(msgspec.Struct, frozen=True):
+    """What an engine is started with; fields are named like the flags of ``fastlayers serve`` that set them.
+
+    Parameters
+    ----------
+    model : str
+        Checkpoint directory, hub name, or "tiny".
+    load_format : str
+        "safetensors", or "dummy": random weights of the configuration's shapes.
+    device, dtype, kv_cache_dtype : str
+        "": a GPU if there is one; "auto": the checkpoint's, and dtype's.
+    max_model_len, num_pages : int
+        0: the model's, and what the memory holds.
+    gpu_memory_utilization : float
+        Share of the device's memory for everything in this process.
+    speculative_algorithm : str
+        "none", "ngram" (prompt lookup) or "mtp" (the model's own draft layer).
+    profile_folder : str
+        Where profiles are written; "": there are none.
+    layers : int
+        With "dummy": decoder layers to keep; 0: all.
+    """
+
+    model: str = "tiny"
+    load_format: str = "safetensors"
+    device: str = ""
+    dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    max_model_len: int = 0
+    page_size: int = 64
+    num_pages: int = 0
+    gpu_memory_utilization: float = 0.9
+    max_running_requests: int = 256
+    max_num_batched_tokens: int = 8192
+    itl_target_ms: float = 50.0
+    max_partial_prefills: int = 2
+    max_queued_requests: int = 2048
+    max_queued_tokens: int = 4_000_000
+    schedule_policy: str = "fcfs"
+    enable_priority: bool = False
+    no_prefix_cache: bool = False
+    disable_overlap_schedule: bool = False
+    disable_cuda_graph: bool = False
+    speculative_algorithm: str = "none"
+    speculative_max_k: int = 4
+    deterministic: bool = False
+    max_logprobs: int = 20
+    watchdog_timeout: float = 30.0
+    no_freeze_gc: bool = False
+    seed: int = 0
+    profile_folder: str = ""
+    layers: int = 0

@@ -91,6 +91,8 @@ class TickPlan:
         Those that have a slot since this tick: their parameters and draws so far go to the device first.
     pages : list of (slot, column, page)
         What changes in the page tables.
+    poisoned : list of int
+        Freed pages whose rows are in doubt: zeroed before anybody gets them.
     chunks, verify : list of Chunk
         Two extends.
     rows, starts : list
@@ -102,6 +104,7 @@ class TickPlan:
     tick: int
     admitted: list[Request] = field(default_factory=list)
     pages: list[tuple[int, int, int]] = field(default_factory=list)
+    poisoned: list[int] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     verify: list[Chunk] = field(default_factory=list)
     rows: list[Request] = field(default_factory=list)

@@ -24,6 +24,7 @@ class Running:
     def __init__(self, config: SchedulerConfig, cache: PrefixCache) -> None:
         self.config, self.cache = config, cache
         self.requests: dict[Request, None] = {}
+        self.poisoned: list[int] = []
         self._slots = list(range(config.max_running, 0, -1))
         self._ratio = RATIO_START
 
@@ -47,7 +48,9 @@ class Running:
         """Take a request's slot and pages; what is published stays cached, unless its contents are in doubt."""
         if not forget:
             self.publish(request)
-        self.cache.release(request.path, request.pages, forget)
+        freed = self.cache.release(request.path, request.pages, forget)
+        if forget:
+            self.poisoned += freed
         del self.requests[request]
         self._slots.append(request.slot)
         request.slot, request.state = 0, ENDED

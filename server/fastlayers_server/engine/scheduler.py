@@ -141,6 +141,7 @@ class Scheduler:
             self._end(request, "error", now, code="request_timeout", message="the deadline passed while waiting")
         self.ticks += 1
         plan = TickPlan(self.ticks)
+        plan.poisoned, self.running.poisoned = self.running.poisoned, []
         rows, partial = [], []
         for request in self.running.requests:
             if request.kv < request.goal:

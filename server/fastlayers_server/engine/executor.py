@@ -1,0 +1,263 @@
+"""Plans on a model: :class:`TorchExecutor`, one decode step and one extend a tick, captured where there is a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fastlayers as fl
+from fastlayers.attention.buckets import ExtendBuckets
+from fastlayers.attention.meta import AttentionState
+from fastlayers.runtime.graphs import CudaGraphs
+from fastlayers.sampler.layer import Sampler, SamplingParams
+from fastlayers_models.rows import Outbox, Pending, Row
+from fastlayers_models.step import NO_DRAW, StepKey
+from fastlayers_server.engine.config import SchedulerConfig
+from fastlayers_server.engine.protocol import TokenLogprobs
+from fastlayers_server.engine.request import Chunk, Request, TickPlan, TickResult
+from fastlayers_server.engine.special import Special, SpecialDraws, Telling
+from fastlayers_server.engine.step import DRAWS, LOGITS, VERIFY, SlotStep, prompt_logprobs_wanted
+
+
+class TorchStep:
+    """A launched plan: tokens and log-probabilities on their way to the host."""
+
+    def __init__(self, executor: TorchExecutor, plan: TickPlan) -> None:
+        self._executor, self._plan = executor, plan
+        self.rows: Pending | None = None
+        self.chunks: Pending | None = None
+        self.verified: Pending | None = None
+        self.held: list[tuple[str, torch.Tensor, Sequence[Request], Special]] = []  # logits to draw from
+        self.telling: list[tuple[Telling, list[tuple[int, Request]]]] = []
+        self.prompts: list[tuple[Chunk, list[Telling]]] = []
+        self.told: torch.cuda.Event | None = None  # when log-probabilities have arrived
+
+    def sample(self, masks: Any = None) -> None:
+        """Draw from the logits that were held back."""
+        self._executor.draw_held(self, masks)
+
+    def result(self) -> TickResult:
+        """Wait for the tokens."""
+        plan = self._plan
+        tokens = [[token] for token in self.rows.tokens()] if self.rows is not None else []
+        if self.chunks is not None:
+            tokens += [[token] for token in self.chunks.tokens()]
+        if self.verified is not None:
+            drawn = self.verified.tokens()
+            for chunk in plan.verify:
+                mine, drawn = drawn[: len(chunk.ids)], drawn[len(chunk.ids) :]
+                right = 0
+                while right < len(mine) - 1 and mine[right] == chunk.ids[right + 1]:
+                    right += 1
+                tokens.append(mine[: right + 1])
+        if self.told is not None:
+            self.told.synchronize()
+        logprobs: dict[int, TokenLogprobs] = {}
+        for telling, asked in self.telling:
+            found = telling.rows([request.submit.logprobs for _, request in asked])
+            logprobs |= {index: entry for (index, _), entry in zip(asked, found, strict=True)}
+        prompts = []
+        for chunk, parts in self.prompts:
+            top = chunk.request.submit.prompt_logprobs
+            entries = [entry for part in parts for entry in part.rows([top] * part.size)]
+            prompts.append((chunk.request, chunk.start, entries))
+        return TickResult(tokens, logprobs, prompts)
+
+
+class TorchExecutor:
+    """Computes plans with a model of ``fastlayers_models``.
+
+    Parameters
+    ----------
+    model : CausalLM
+    config : SchedulerConfig
+    max_extend_tokens : int
+        Most new tokens of a tick's extend.
+    cuda_graph : "auto" or bool
+    graphs : CudaGraphs, optional
+        See :class:`fastlayers_models.step.ModelStep`.
+    extend_buckets : ExtendBuckets, optional
+    profile_folder : Path, optional
+        Where profiles are written; without it there are none.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        config: SchedulerConfig,
+        *,
+        cuda_graph: bool | str = "auto",
+        graphs: CudaGraphs | None = None,
+        extend_buckets: ExtendBuckets | None = None,
+        profile_folder: Path | None = None,
+    ) -> None:
+        self.model, self.config, self.profile_folder = model, config, profile_folder
+        device, running = model.device, config.max_running
+        spec = fl.kv_cache_spec(model, page_size=config.page_size, dtype=model.kv_dtype)
+        self.caches = spec.allocate(config.num_pages, device)
+        pages = -(-config.max_model_len // config.page_size)
+        sampler = Sampler(model.config.vocab_size, device=device)
+        tokens = max(config.max_batched_tokens, running)
+        shared = (graphs,) if graphs is not None else ()
+
+        def step(most: int) -> SlotStep:
+            state = AttentionState(running, most, pages, config.page_size, device)
+            return SlotStep(
+                model, self.caches, state, sampler, config.num_pages, cuda_graph=cuda_graph,
+                graphs=shared[0] if shared else None, extend_buckets=extend_buckets,
+            )  # fmt: skip
+
+        self.decoding = step(running)
+        if self.decoding.graphs is not None:
+            shared = (self.decoding.graphs,)
+        self.extending = step(tokens)
+        self.extending.table = self.decoding.table
+        self.special = SpecialDraws(sampler, self.decoding.table, config.max_model_len)
+        # Two ticks are in flight at most, and each of these has room for four.
+        self._rows_out, self._chunks_out = Outbox(running, device), Outbox(running, device)
+        self._verify_out = Outbox(min(tokens, 1024), device)
+        self._profiler: Any = None
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a launch returns before its work is done."""
+        return bool(self.model.device.type == "cuda") or self.decoding.graphs is not None
+
+    # --- a tick
+
+    @torch.inference_mode()
+    def launch(self, plan: TickPlan) -> TorchStep:
+        """Begin a plan's work, see :class:`fastlayers_server.engine.loop.Executor`."""
+        if plan.poisoned:
+            pages = torch.tensor(plan.poisoned, device=self.model.device)
+            for cache in self.caches:
+                cache.keys.index_fill_(0, pages, 0)
+                if cache.values is not None:
+                    cache.values.index_fill_(0, pages, 0)
+        self._admit(plan.admitted)
+        step = TorchStep(self, plan)
+        place = len(plan.rows)
+        sampling = [chunk for chunk in plan.chunks if chunk.samples]
+        if plan.chunks:
+            special = [
+                (index - place, request, drawn)
+                for index, request, drawn in plan.special
+                if place <= index < place + len(sampling)
+            ]
+            self._launch_chunks(plan, step, sampling, special)
+        if plan.rows:
+            special = [entry for entry in plan.special if entry[0] < place]
+            mode = LOGITS if special else _mode(plan.rows)
+            found = self.decoding.decode(plan.rows, plan.starts, mode)
+            if special:
+                step.held.append(("rows", found, plan.rows, special))
+            else:
+                step.rows = self._rows_out.send(found)
+        if plan.verify:
+            drawn, _ = self.extending.extend_chunks(plan.verify, VERIFY)
+            total = sum(len(chunk.ids) for chunk in plan.verify)
+            step.verified = self._verify_out.send(drawn[:total])
+        if not plan.masked:
+            self.draw_held(step, None)
+        return step
+
+    def _admit(self, admitted: Sequence[Request]) -> None:
+        if not admitted:
+            return
+        rows = {}
+        for request in admitted:
+            s = request.submit.sampling
+            params = SamplingParams(s.temperature, s.top_k, s.top_p, s.min_p)
+            rows[request.slot - 1] = Row(0, params, s.seed, len(request.tokens) - request.prompt_len)
+            if request.general or request.submit.min_new_tokens:
+                self.special.admit(request)
+        self.decoding.table.put(rows)
+        self.special.sweep()
+
+    def _launch_chunks(self, plan: TickPlan, step: TorchStep, sampling: Sequence[Chunk], special: Special) -> None:
+        requests = [chunk.request for chunk in sampling]
+        mode = NO_DRAW if not sampling else LOGITS if special else _mode(requests)
+        found, hidden = self.extending.extend_chunks(plan.chunks, mode)
+        first = 0
+        for chunk in plan.chunks:
+            if hidden is not None and prompt_logprobs_wanted(chunk):
+                follow = chunk.request.tokens[
+                    chunk.start + 1 : min(chunk.start + len(chunk.ids), chunk.request.prompt_len - 1) + 1
+                ]
+                top = chunk.request.submit.prompt_logprobs
+                step.prompts.append((chunk, self.special.prompt_logprobs(self.model, hidden[first:], follow, top)))
+            first += len(chunk.ids)
+        if not sampling:
+            return
+        kept = [index for index, chunk in enumerate(plan.chunks) if chunk.samples]
+        if special:
+            at = torch.tensor(kept, device=found.device)
+            step.held.append(("chunks", found.index_select(0, at), requests, special))
+        else:
+            step.chunks = self._chunks_out.send(found[: len(plan.chunks)], kept)
+
+    @torch.inference_mode()
+    def draw_held(self, step: TorchStep, masks: Any) -> None:
+        """Draw what was held back at its logits; ``masks``: rows of all that was held, in the order of the plan."""
+        place = {"rows": 0, "chunks": len(step._plan.rows)}
+        for kind, logits, requests, special in step.held:
+            mask = None if masks is None else masks[place[kind] : place[kind] + len(requests)]
+            tokens = self.special.draw(logits, requests, special, mask)
+            telling = self.special.logprobs(logits, tokens, special)
+            if telling is not None:
+                asked = [(place[kind] + i, r) for i, r, _ in special if r.submit.logprobs >= 0]
+                step.telling.append((telling, asked))
+            if kind == "rows":
+                step.rows = self._rows_out.send(tokens)
+            else:
+                step.chunks = self._chunks_out.send(tokens)
+        step.held.clear()
+        if (step.telling or step.prompts) and self.model.device.type == "cuda":
+            step.told = torch.cuda.Event()
+            step.told.record()
+
+    # --- before and beside the ticks
+
+    @torch.inference_mode()
+    def capture(self, progress: Callable[[StepKey], None] | None = None) -> None:
+        """Capture every bucket of decode and of extends, in every way of drawing; nothing is captured later."""
+        self.decoding.capture(modes=DRAWS, progress=progress)
+        buckets = self.extending.extend_buckets
+        modes = ("greedy", "filtered", NO_DRAW)
+        keys = [StepKey("extend", t, r, m) for t in buckets.tokens for r in buckets.requests for m in modes]
+        self.extending.capture_extends(keys, progress)
+
+    def explain(self) -> Any:
+        """Return what was captured and what ran uncaptured, in sentences."""
+        return {"graphs": self.decoding.report(), "uncaptured": dict(self.extending.uncaptured)}
+
+    def graph_counts(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the replays by graph, and the steps that ran without one by reason."""
+        graphs = self.decoding.graphs
+        ledger: list[Any] = list(graphs.ledger) if graphs is not None else []
+        replays = {f"{r.key.kind} {r.key.tokens}x{r.key.requests} {r.key.mode}": float(r.replays) for r in ledger}
+        eager = self.decoding.uncaptured + self.extending.uncaptured
+        return replays, {why: float(count) for why, count in eager.items()}
+
+    def profile(self, start: bool) -> str:
+        """Start or stop torch's profiler."""
+        if self.profile_folder is None:
+            raise RuntimeError("no folder for profiles was given at the start")
+        if start == (self._profiler is not None):
+            raise RuntimeError("a profile is running" if start else "no profile is running")
+        if start:
+            self._profiler = torch.profiler.profile(with_stack=False)
+            self._profiler.start()
+            return str(self.profile_folder)
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        path = self.profile_folder / f"engine-{profiler.step_num}.json"
+        profiler.export_chrome_trace(str(path))
+        return str(path)
+
+
+def _mode(requests: Sequence[Request]) -> str:
+    return "filtered" if any(r.submit.sampling.temperature > 0 for r in requests) else "greedy"

@@ -1,0 +1,148 @@
+"""Draws that need more than temperature and filters: penalties, bias, forbidden tokens, grammars, log-probabilities.
+
+    logits ─► repetition ─► presence ─► frequency ─► bias ─► end tokens forbidden ─► grammar's mask ─► sampler
+
+The history that penalties count lies on the device and is written by the draw itself, so it never lags behind.
+Log-probabilities are those of the unmodified logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fastlayers.sampler.layer import Sampler
+from fastlayers_models.rows import RowTable
+from fastlayers_server.engine.protocol import TokenLogprobs
+from fastlayers_server.engine.request import ENDED, Request
+from fastlayers_server.engine.step import finite_or_minus_one
+
+# (place among the rows, request, tokens drawn before)
+Special = Sequence[tuple[int, Request, int]]
+SLICE = 256  # rows of logits that are turned into log-probabilities at a time
+
+
+class Telling:
+    """Log-probabilities on their way to the host."""
+
+    def __init__(self, chosen: torch.Tensor, top: torch.Tensor, top_ids: torch.Tensor) -> None:
+        self.size, pinned = chosen.shape[0], chosen.is_cuda
+        self._parts = [torch.empty(t.shape, dtype=t.dtype, pin_memory=pinned) for t in (chosen, top, top_ids)]
+        for host, tensor in zip(self._parts, (chosen, top, top_ids), strict=True):
+            host.copy_(tensor, non_blocking=True)
+
+    def rows(self, counts: Sequence[int]) -> list[TokenLogprobs]:
+        """Return one entry a row, with so many alternatives; the copy has arrived."""
+        chosen, top, ids = (part.tolist() for part in self._parts)
+        return [
+            TokenLogprobs(chosen[i], tuple(zip(ids[i][:count], top[i][:count], strict=True)))
+            for i, count in enumerate(counts)
+        ]
+
+
+class SpecialDraws:
+    """Draws by rows that have wishes.
+
+    Parameters
+    ----------
+    sampler : Sampler
+    table : RowTable
+    max_model_len : int
+    """
+
+    def __init__(self, sampler: Sampler, table: RowTable, max_model_len: int) -> None:
+        self.sampler, self.table = sampler, table
+        size = (table.max_batch + 1, max_model_len + 1)
+        self.history = torch.zeros(size, dtype=torch.int32, device=table.device)
+        self._bias: dict[Request, Any] = {}
+        self._ends: dict[Request, Any] = {}
+
+    def admit(self, request: Request) -> None:
+        """Bring what a request's draws will need to the device."""
+        s, device = request.submit.sampling, self.table.device
+        if _penalised(request):
+            self.history[request.slot - 1, : len(request.tokens)] = torch.tensor(
+                request.tokens, dtype=torch.int32, device=device
+            )
+        if s.logit_bias:
+            ids, values = zip(*s.logit_bias, strict=True)
+            self._bias[request] = (torch.tensor(ids, device=device), torch.tensor(values, device=device))
+        if request.submit.min_new_tokens:
+            self._ends[request] = torch.tensor(sorted(request.ends), dtype=torch.int64, device=device)
+
+    def sweep(self) -> None:
+        """Let go of requests that ended."""
+        for kept in (self._bias, self._ends):
+            for request in [request for request in kept if request.state == ENDED]:
+                del kept[request]
+
+    def draw(self, logits: torch.Tensor, requests: Sequence[Request], special: Special, mask: Any) -> torch.Tensor:
+        """Return tokens ``[rows]`` and advance the rows; ``logits`` keep their values.
+
+        Parameters
+        ----------
+        logits : Tensor ``[rows, vocab]``
+        requests : sequence of Request
+            One a row.
+        special : sequence of (place, request, drawn)
+        mask : Tensor int32 ``[rows, ceil(vocab / 32)]``, optional
+            Which tokens a row may draw, one bit each.
+        """
+        x = logits.to(torch.float32, copy=True)
+        for place, request, drawn in special:
+            self._adjust(x[place], request, drawn)
+        if mask is not None:
+            from xgrammar import apply_token_bitmask_inplace
+
+            apply_token_bitmask_inplace(x, mask.to(x.device, non_blocking=True))
+        rows = torch.tensor([request.slot - 1 for request in requests], device=x.device)
+        params = self.table.gather(rows)
+        tokens = self.sampler(x, params, "filtered")
+        self.table.scatter(rows, params.offset, tokens)
+        for place, request, drawn in special:
+            if _penalised(request):
+                self.history[request.slot - 1, request.prompt_len + drawn] = tokens[place]
+        return finite_or_minus_one(logits, tokens)
+
+    def _adjust(self, x: torch.Tensor, request: Request, drawn: int) -> None:
+        """Change one row of logits in place."""
+        s = request.submit.sampling
+        if _penalised(request):
+            seen = self.history[request.slot - 1, : request.prompt_len + drawn].long()
+            said = seen[request.prompt_len :]
+            values = x[seen]
+            factor = torch.where(values > 0, 1.0 / s.repetition_penalty, s.repetition_penalty)
+            x[seen] = values * factor  # equal ids write equal values
+            x[said] = x[said] - s.presence_penalty
+            x.index_add_(0, said, torch.full(said.shape, -s.frequency_penalty, device=x.device))
+        if request in self._bias:
+            ids, bias = self._bias[request]
+            x.index_add_(0, ids, bias)
+        if drawn + 1 < request.submit.min_new_tokens:
+            x[self._ends[request]] = float("-inf")
+
+    def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, special: Special) -> Telling | None:
+        """Start telling the log-probabilities of the tokens drawn, for those of ``special`` who asked."""
+        asked = [(place, request) for place, request, _ in special if request.submit.logprobs >= 0]
+        if not asked:
+            return None
+        places = torch.tensor([place for place, _ in asked], device=logits.device)
+        top = max(request.submit.logprobs for _, request in asked)
+        chosen = tokens.index_select(0, places).clamp(min=0)
+        return Telling(*self.sampler.logprobs(logits.index_select(0, places), chosen, top))
+
+    def prompt_logprobs(self, model: Any, hidden: torch.Tensor, ids: Sequence[int], top: int) -> list[Telling]:
+        """Start telling the log-probability of each of ``ids``, which follow the tokens of ``hidden``'s rows."""
+        found = []
+        for first in range(0, len(ids), SLICE):
+            wanted = torch.tensor(ids[first : first + SLICE], device=hidden.device)
+            logits = model.compute_logits(hidden[first : first + wanted.shape[0]])
+            found.append(Telling(*self.sampler.logprobs(logits, wanted, top)))
+        return found
+
+
+def _penalised(request: Request) -> bool:
+    s = request.submit.sampling
+    return bool(s.frequency_penalty or s.presence_penalty or s.repetition_penalty != 1.0)

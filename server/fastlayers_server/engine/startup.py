@@ -1,0 +1,167 @@
+"""From a configuration to the parts of an engine: weights, memory, graphs, measured step times. In phases."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fastlayers as fl
+from fastlayers.errors import ArgumentError
+from fastlayers_server.engine.client import Parts
+from fastlayers_server.engine.config import EngineConfig, SchedulerConfig
+from fastlayers_server.engine.executor import TorchExecutor
+from fastlayers_server.engine.protocol import EngineInfo, Sampling, Submit
+from fastlayers_server.engine.request import Chunk, Request
+from fastlayers_server.engine.scheduler import Scheduler
+from fastlayers_server.variants import TINY, assets
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "e4m3": torch.float8_e4m3fn}
+# Beside weights and cache: graphs, workspaces, activations and logits of the largest steps.
+GPU_RESERVE = 6 << 30
+CPU_CACHE_BYTES = 512 << 20
+Phase = Callable[[str], None]
+
+
+def build(config: EngineConfig, phase: Phase, epoch: int = 1) -> Parts:
+    """Load the model, reserve all memory, capture every step, and return what an engine is made of.
+
+    Raises
+    ------
+    FastlayersError
+        In a sentence: no such model, a value that is not accepted, a model or a context that does not fit.
+    """
+    seconds, begin = {}, time.monotonic()
+    phase("weights")
+    model = load_model(config)
+    seconds["weights"] = time.monotonic() - begin
+    phase("warmup")
+    limits = scheduler_config(config, model)
+    begin = time.monotonic()
+    folder = Path(config.profile_folder) if config.profile_folder else None
+    cuda = model.device.type == "cuda"
+    executor = TorchExecutor(
+        model, limits, cuda_graph=False if config.disable_cuda_graph else "auto", profile_folder=folder
+    )
+    scheduler = Scheduler(limits)
+    if cuda:
+        measure(executor, scheduler)  # once before the capture too: kernels are built and tuned outside of it
+    seconds["warmup"] = time.monotonic() - begin
+    phase("capture")
+    begin = time.monotonic()
+    executor.capture()
+    if cuda:
+        scheduler.budget.measured(*measure(executor, scheduler))
+    seconds["capture"] = time.monotonic() - begin
+    if not config.no_freeze_gc:
+        gc.collect()
+        gc.freeze()
+    info = EngineInfo(
+        epoch, limits.vocab_size, limits.max_model_len, limits.eos_ids, limits.page_size, limits.num_pages,
+        limits.max_running, limits.max_queued_requests, limits.max_logprobs, limits.features,
+        str(getattr(model.config, "model_type", "")), str(model.device), seconds,
+    )  # fmt: skip
+    return Parts(scheduler, executor, info, executor.overlaps and not config.disable_overlap_schedule)
+
+
+def model_folder(name: str) -> Path:
+    """Return the folder of a model, see :func:`fastlayers_models.auto.find`; "tiny" is the one that ships."""
+    from fastlayers_models.auto import find
+
+    return assets() / TINY if name in ("tiny", TINY) else find(name)
+
+
+def load_model(config: EngineConfig) -> Any:
+    """Return the model on its device."""
+    from fastlayers_models.auto import AutoModel
+    from fastlayers_models.checkpoint import Checkpoint
+    from fastlayers_server.random_models import random_model
+
+    device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    # A CPU computes in fp32 what a checkpoint keeps in bf16: that is faster there.
+    dtype: Any = _DTYPES.get(config.dtype, "auto" if device.type == "cuda" else torch.float32)
+    cache = None if config.kv_cache_dtype == "auto" else _DTYPES.get(config.kv_cache_dtype)
+    if config.kv_cache_dtype != "auto" and cache is None:
+        raise ArgumentError("engine", "kv_cache_dtype", repr(config.kv_cache_dtype), "auto, " + ", ".join(_DTYPES))
+    folder = model_folder(config.model)
+    options: dict[str, Any] = {"page_size": config.page_size, "kv_dtype": cache}
+    if config.load_format != "dummy":
+        return AutoModel.from_pretrained(folder, dtype=dtype, device=device, **options)
+    dtype = torch.bfloat16 if dtype == "auto" else dtype
+    kept = config.layers or None
+    return random_model(Checkpoint(folder).config, device, dtype=dtype, layers=kept, seed=config.seed, **options)
+
+
+def scheduler_config(config: EngineConfig, model: Any) -> SchedulerConfig:
+    """Return the scheduler's limits for a model that is on its device already."""
+    longest = model.config.max_position_embeddings
+    length = config.max_model_len or longest
+    if not 1 < length <= longest:
+        raise ArgumentError("engine", "max_model_len", length, f"2 to {longest} (max_position_embeddings)")
+    spec = fl.kv_cache_spec(model, page_size=config.page_size, dtype=model.kv_dtype)
+    page_bytes, one = spec.bytes_per_token * config.page_size, -(-length // config.page_size)
+    most = config.max_running_requests * one + 1
+    if config.num_pages:
+        pages, room = config.num_pages, f"{config.num_pages} pages"
+    else:
+        budget = _cache_bytes(config, model.device)
+        pages, room = min(most, budget // page_bytes), f"{budget / 2**30:.1f} GiB that are left for the cache"
+    if pages - 1 < one:
+        needs = f"{(one + 1) * page_bytes / 2**30:.2f} GiB, {one + 1} pages"
+        raise ArgumentError("engine", "max_model_len", f"{length}, which needs {needs}", f"what fits {room}")
+    return SchedulerConfig(
+        vocab_size=model.config.vocab_size, max_model_len=length, num_pages=pages, page_size=config.page_size,
+        eos_ids=tuple(sorted(model.config.eos_token_ids)), max_running=config.max_running_requests,
+        max_batched_tokens=config.max_num_batched_tokens, max_partial_prefills=config.max_partial_prefills,
+        max_queued_requests=config.max_queued_requests, max_queued_tokens=config.max_queued_tokens,
+        policy=config.schedule_policy, enable_priority=config.enable_priority,
+        prefix_cache=not config.no_prefix_cache, max_logprobs=config.max_logprobs,
+        features=("penalties", "logit_bias", "logprobs", "prompt_logprobs"), itl_target=config.itl_target_ms / 1e3,
+    )  # fmt: skip
+
+
+def _cache_bytes(config: EngineConfig, device: torch.device) -> int:
+    if device.type != "cuda":
+        return CPU_CACHE_BYTES
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, int(total * config.gpu_memory_utilization) - (total - free) - GPU_RESERVE)
+
+
+@torch.inference_mode()
+def measure(executor: TorchExecutor, scheduler: Scheduler) -> tuple[dict[int, float], dict[int, float]]:
+    """Return the seconds of extends by tokens and of decode steps by rows, over nobody's pages."""
+    config = scheduler.config
+    extends, decodes = {}, {}
+    sizes = [16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]
+    for size in [size for size in sizes if size <= config.max_batched_tokens]:
+        count = -(-size // (config.max_model_len - 1))
+        parts = [_nobodys(config, size // count) for _ in range(count)]
+        chunks = [Chunk(request, 0, request.tokens, 1) for request in parts]
+        extends[size] = _seconds(lambda chunks=chunks: executor.extending.extend_chunks(chunks, "greedy"))  # type: ignore[misc]
+    sizes = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+    for size in sorted({min(size, config.max_running) for size in sizes}):
+        rows, starts = [_nobodys(config, 1)] * size, [config.max_model_len // 2] * size
+        rows[0].pages = [0] * -(-config.max_model_len // config.page_size)
+        decodes[size] = _seconds(lambda rows=rows, starts=starts: executor.decoding.decode(rows, starts, "greedy"))  # type: ignore[misc]
+    return extends, decodes
+
+
+def _nobodys(config: SchedulerConfig, length: int) -> Request:
+    """Return a request that nobody made: it reads and writes page 0, and a slot that is given anew before it counts."""
+    request = Request(Submit(0, b"", Sampling(temperature=0.0)), 0, [0] * length, frozenset(), 0)
+    request.pages, request.slot = [0] * -(-length // config.page_size), 1
+    return request
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    run()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin

@@ -1,0 +1,194 @@
+"""A model's steps by slot: what a captured step reads and writes are rows of tables that requests keep while they run.
+
+    decode   slots ─► last token of each ─► model ─► logits ─► sampler ─► last token of each
+    extend   ids   ─► model ─► hidden row of each request's last token ─► logits ─► sampler ─► last token of each
+    verify   ids and drafts ─► model ─► logits of every token ─► sampler ─► as far as drafts are what was drawn
+
+``RowTable`` holds the rows; slot s is row s - 1, and the row behind the last one is nobody's. A step may also end at
+its logits, where a request needs more than temperature and filters. Logits that are not finite draw -1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fastlayers.attention.buckets import ExtendBucket
+from fastlayers.attention.meta import AttentionBatch, AttentionMeta
+from fastlayers.runtime.graphs import bucket_of
+from fastlayers_models.rows import IN_FLIGHT
+from fastlayers_models.step import NO_DRAW, ModelStep
+from fastlayers_server.engine.request import Chunk, Request
+
+LOGITS, VERIFY = "logits", "verify"
+# What is captured: a step is one of these; "filtered" serves every temperature and filter.
+DRAWS = ("greedy", "filtered", LOGITS)
+
+
+def finite_or_minus_one(logits: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    """Return the tokens, -1 where a row's logits hold NaN or +inf, or nothing but -inf."""
+    return torch.where(torch.isfinite(logits.amax(-1)), drawn, -1)
+
+
+class Staging:
+    """Integers for the device: a ring of pinned buffers, copied without waiting; sent again only if they changed."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.device = torch.zeros(size, dtype=torch.int64, device=device)
+        pinned = device.type == "cuda"
+        self._ring = [torch.zeros(size, dtype=torch.int64, device="cpu", pin_memory=pinned) for _ in range(IN_FLIGHT)]
+        self._turn, self._sent = 0, [0] * size
+
+    def forget(self) -> None:
+        """Somebody else wrote to the device's buffer."""
+        self._sent = [-1] * len(self._sent)
+
+    def send(self, values: list[int]) -> None:
+        """Copy values to the front of the device's buffer, in stream order."""
+        if values == self._sent[: len(values)]:
+            return
+        self._sent[: len(values)] = values
+        self._turn = (self._turn + 1) % IN_FLIGHT
+        host = self._ring[self._turn][: len(values)]
+        host.copy_(torch.tensor(values, dtype=torch.int64))
+        self.device[: len(values)].copy_(host, non_blocking=True)
+
+
+class SlotStep(ModelStep):
+    """Steps of requests by slot; one for decode and one for extends share a table and the graphs."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.nobody = self.max_batch
+        # How many rows are real, and the row of each.
+        self._decode_in = Staging(1 + self.max_batch, self.model.device)
+        self._decode_in.send([0] + [self.nobody] * self.max_batch)
+        self.count = self._decode_in.device[:1].view(torch.int32)[:1]
+        # Of each token to verify: its row, its place in the row, where the row starts, the draft behind it.
+        self._verify_in = Staging(4 * min(self.state.max_tokens, 1024), self.model.device)
+
+    def capture(self, *args: Any, **options: Any) -> None:
+        """Capture decode, see :class:`ModelStep`; before anybody runs."""
+        super().capture(*args, **options)
+        self._decode_in.forget()
+
+    def decode(self, requests: Sequence[Request], starts: Sequence[int], mode: str) -> torch.Tensor:
+        """Launch one token for each request; returns tokens, or with mode "logits" the logits ``[rows, vocab]``."""
+        size = len(requests)
+        batch = AttentionBatch((1,) * size, tuple(starts), [request.pages for request in requests])
+        bucket = bucket_of(self.buckets, size)
+        key = None if bucket is None else self._key(bucket, mode)
+        rows = [request.slot - 1 for request in requests]
+        if key is None or bucket is None or not self._is_captured(key):
+            meta = self.state.plan(batch, num_pages=self.num_pages)
+            self._decode_in.send([size, *rows])
+            self.uncaptured["CUDA graphs are off" if self.graphs is None else f"no graph for {mode}"] += 1
+            return self._run(meta, mode)
+        self.state.plan(batch, bucket=bucket, num_pages=self.num_pages)
+        self._decode_in.send([size, *rows, *[self.nobody] * (bucket - size)])
+        assert self.graphs is not None
+        found: torch.Tensor = self.graphs.replay(key)
+        return found[:size]
+
+    def extend_chunks(self, chunks: Sequence[Chunk], mode: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Launch pieces of prompts, or with mode "verify" drafts behind known tokens.
+
+        Returns
+        -------
+        Tensor
+            One a chunk (those that do not sample bring anything): tokens, or with mode "logits" their logits; with mode
+            "verify" the token drawn at each place.
+        Tensor or None
+            Hidden rows of all tokens, where the step was not captured.
+        """
+        lengths = tuple(len(chunk.ids) for chunk in chunks)
+        table = [chunk.request.pages for chunk in chunks]
+        batch = AttentionBatch(lengths, tuple(chunk.start for chunk in chunks), table)
+        wants_all = any(prompt_logprobs_wanted(chunk) for chunk in chunks)
+        key = None if wants_all else self._extend_key(batch.num_tokens, len(chunks), mode, False)
+        bucket = None if key is None else ExtendBucket(key.tokens, key.requests)
+        meta = self.state.plan(batch, bucket=bucket, num_pages=self.num_pages)
+        rows = [chunk.request.slot - 1 if chunk.samples else None for chunk in chunks]
+        self.inputs.write([(chunk.ids, row) for chunk, row in zip(chunks, rows, strict=True)], lengths, bucket)
+        if mode == VERIFY:
+            self._send_drafts(chunks, batch.num_tokens if bucket is None else bucket.tokens)
+        if key is not None:
+            assert self.graphs is not None
+            return self.graphs.replay(key), None
+        hidden = self._forward(meta)
+        return self._finish(meta, hidden, mode), hidden
+
+    def _send_drafts(self, chunks: Sequence[Chunk], width: int) -> None:
+        rows: list[int] = []
+        places: list[int] = []
+        starts: list[int] = []
+        drafts: list[int] = []
+        for chunk in chunks:
+            count, first = len(chunk.ids), len(rows)
+            rows += [chunk.request.slot - 1] * count
+            places += range(count)
+            starts += [first] * count
+            drafts += [*chunk.ids[1:], -1]
+        idle = width - len(rows)
+        columns = (rows + [self.nobody] * idle, places + [0] * idle, starts + [0] * idle, drafts + [-1] * idle)
+        step = self._verify_in.device.shape[0] // 4
+        flat = [value for column in columns for value in [*column, *[0] * (step - width)]]
+        self._verify_in.send(flat)
+
+    def _run(self, meta: AttentionMeta, mode: str) -> torch.Tensor:
+        size = meta.num_tokens
+        rows = self._decode_in.device[1 : 1 + size]
+        ids = self.table.tokens.index_select(0, rows)
+        valid = self.count if meta.bucket is not None and size > 1 else None
+        hidden = self.model(ids, meta, self.caches, valid=valid)
+        return self._draw(self.model.compute_logits(hidden), rows, mode)
+
+    def _run_extend(self, meta: AttentionMeta, mode: str) -> torch.Tensor:
+        return self._finish(meta, self._forward(meta), mode)
+
+    def _forward(self, meta: AttentionMeta) -> torch.Tensor:
+        ids = self.inputs.ids(meta.num_tokens, self.table.tokens)
+        valid = self.inputs.count if meta.bucket is not None else None
+        hidden: torch.Tensor = self.model(ids, meta, self.caches, valid=valid)
+        return hidden
+
+    def _finish(self, meta: AttentionMeta, hidden: torch.Tensor, mode: str) -> torch.Tensor:
+        if mode == VERIFY:
+            return self._verify(hidden)
+        last, rows = self.inputs.last[: meta.num_requests], self.inputs.rows[: meta.num_requests]
+        if mode == NO_DRAW:
+            return last
+        return self._draw(self.model.compute_logits(hidden.index_select(0, last)), rows, mode)
+
+    def _draw(self, logits: torch.Tensor, rows: torch.Tensor, mode: str) -> torch.Tensor:
+        if mode == LOGITS:
+            return logits
+        params = self.table.gather(rows)
+        drawn = self.sampler(logits, params, mode)
+        self.table.scatter(rows, params.offset, drawn)
+        return finite_or_minus_one(logits, drawn)
+
+    def _verify(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Draw at every place as if all drafts before it were right, and keep each row's draw behind its right ones.
+
+        A draft is right if it is what the request's own seed and offset draw: so the text is the same as without.
+        """
+        tokens = hidden.shape[0]
+        rows, places, starts, drafts = (column[:tokens] for column in self._verify_in.device.view(4, -1))
+        logits = self.model.compute_logits(hidden)
+        params = self.table.gather(rows)
+        params.offset.add_(places)
+        drawn = self.sampler(logits, params, "filtered")
+        wrong = (drawn != drafts).long()
+        before = wrong.cumsum(0) - wrong
+        is_last = (before == before.index_select(0, starts)) & (wrong > 0)
+        self.table.scatter(torch.where(is_last, rows, self.nobody), params.offset, drawn)
+        return finite_or_minus_one(logits, drawn)
+
+
+def prompt_logprobs_wanted(chunk: Chunk) -> bool:
+    """Whether the log-probabilities of this chunk's prompt tokens are asked for, and not told yet."""
+    request = chunk.request
+    return request.submit.prompt_logprobs >= 0 and not request.told and chunk.start < request.prompt_len

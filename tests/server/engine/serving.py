@@ -1,0 +1,121 @@
+"""Tiny models, an engine that is ticked by hand, and what a plain loop says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fastlayers_models
+from fastlayers.attention.buckets import ExtendBuckets
+from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
+from fastlayers.sampler.layer import SamplingParams
+from fastlayers_models.auto import AutoModel
+from fastlayers_models.generate import Generator
+from fastlayers_models.gpt_oss import GptOssConfig, GptOssForCausalLM
+from fastlayers_models.qwen import QwenConfig, QwenForCausalLM
+from fastlayers_server.engine.config import SchedulerConfig
+from fastlayers_server.engine.executor import TorchExecutor
+from fastlayers_server.engine.loop import Engine
+from fastlayers_server.engine.protocol import FromEngine, Output, Sampling, StepOut, Submit, pack_ids
+from fastlayers_server.engine.scheduler import Scheduler
+
+TINY = Path(fastlayers_models.__file__).parent / "assets" / "tiny_deepseek_v3"
+COMMON = dict(
+    vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=256, rms_norm_eps=1e-6, eos_token_id=95,
+)  # fmt: skip
+QWEN = COMMON | dict(
+    model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True
+)
+GPT_OSS = COMMON | dict(model_type="gpt_oss", num_local_experts=4, num_experts_per_tok=2, sliding_window=8)
+GREEDY = Sampling(temperature=0.0)
+
+
+def make_model(name: str, page_size: int = 16) -> Any:
+    """Return "deepseek" (the shipped one), or a random "qwen" or "gpt_oss"."""
+    if name == "deepseek":
+        return AutoModel.from_pretrained(TINY, dtype=torch.float32, device="cpu", page_size=page_size)
+    hf = QWEN if name == "qwen" else GPT_OSS
+    family: Any = (QwenForCausalLM, QwenConfig) if name == "qwen" else (GptOssForCausalLM, GptOssConfig)
+    model = family[0](family[1].from_hf(hf), device="cpu", dtype=torch.float32, page_size=page_size)
+    random = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=random) * 0.3)
+    for module in model.modules():
+        if hasattr(module, "finalize"):
+            module.finalize()
+    return model.eval()
+
+
+def prompts(count: int, longest: int = 70, seed: int = 11, vocab: int = 94) -> list[list[int]]:
+    """Return rows of random tokens; every third begins like the first, and the last is one token."""
+    random = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest, (count,), generator=random).tolist()
+    rows = [torch.randint(3, vocab, (n,), generator=random).tolist() for n in lengths]
+    head = torch.randint(3, vocab, (40,), generator=random).tolist()
+    return [*[head + row if i % 3 == 0 else row for i, row in enumerate(rows)][:-1], [5]]
+
+
+def plain(model: Any, rows: Sequence[Sequence[int]], new: int, params: Any = None) -> list[list[int]]:
+    """Return what the library's plain loop says, request by request."""
+    generator = Generator(model, max_batch=1, max_length=256, cuda_graph=False)
+    ways = params or [SamplingParams(temperature=0.0)] * len(rows)
+    return [
+        generator.generate([row], [way], max_new_tokens=new, eos_ids=())[0] for row, way in zip(rows, ways, strict=True)
+    ]
+
+
+class Bench:
+    """An engine on a model, ticked by hand."""
+
+    def __init__(
+        self, model: Any, *, num_pages: int = 80, overlap: bool = False, captured: bool = False, drafts: Any = None,
+        grammars: Any = None, **limits: Any,
+    ) -> None:  # fmt: skip
+        options = dict(max_running=6, max_batched_tokens=48, max_extend_requests=4, prefix_cache=True) | limits
+        vocab, eos = model.config.vocab_size, tuple(model.config.eos_token_ids)
+        self.config = SchedulerConfig(vocab, 256, num_pages, model.page_size, eos, **options)  # type: ignore[arg-type]
+        graphs = CudaGraphs(runtime=EagerRuntime()) if captured else None
+        buckets = ExtendBuckets((16, 32), (1, 4)) if captured else None
+        self.executor = TorchExecutor(model, self.config, graphs=graphs, extend_buckets=buckets)
+        if captured:
+            self.executor.capture()
+        self.scheduler = Scheduler(self.config)
+        self.news: list[Output] = []
+        self.engine = Engine(
+            self.scheduler, self.executor, self._deliver, overlap=overlap, drafts=drafts, grammars=grammars
+        )
+        self.rids = 0
+
+    def _deliver(self, message: FromEngine) -> None:
+        if isinstance(message, StepOut):
+            self.news += message.outputs
+
+    def submit(self, prompt: Sequence[int], new: int = 12, sampling: Sampling = GREEDY, **options: Any) -> int:
+        self.rids += 1
+        options = {"ignore_eos": True} | options
+        self.engine.post(Submit(self.rids, pack_ids(prompt), sampling, new, **options))
+        return self.rids
+
+    def run(self) -> None:
+        ticks = 0
+        self.engine.tick()
+        while not self.scheduler.idle or self.engine._pending is not None:
+            self.engine.tick()
+            ticks += 1
+            assert ticks < 2000
+
+    def ids(self, rid: int) -> list[int]:
+        return [token for output in self.news if output.rid == rid for token in output.ids]
+
+    def last(self, rid: int) -> Output:
+        return [output for output in self.news if output.rid == rid][-1]
+
+    def generate(self, rows: Sequence[Sequence[int]], new: int, samplings: Sequence[Sampling] | None = None) -> Any:
+        ways = samplings or [GREEDY] * len(rows)
+        rids = [self.submit(row, new, way) for row, way in zip(rows, ways, strict=True)]
+        self.run()
+        return [self.ids(rid) for rid in rids]

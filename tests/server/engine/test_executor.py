@@ -1,0 +1,183 @@
+"""The engine on tiny models: the tokens are those of the library's plain loop, whatever shares the batch."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastlayers.sampler.layer import SamplingParams
+from fastlayers_server.engine.protocol import Abort, Sampling
+
+sys.path.insert(0, str(Path(__file__).parent))
+from serving import GREEDY, Bench, make_model, plain, prompts
+
+NEW = 9
+
+
+@pytest.fixture(scope="module", params=["deepseek", "qwen", "gpt_oss"])
+def model(request: pytest.FixtureRequest) -> Any:
+    return make_model(request.param)
+
+
+@pytest.fixture(scope="module")
+def wanted(model: Any) -> list[list[int]]:
+    return plain(model, prompts(9), NEW)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        {},
+        {"max_batched_tokens": 7},
+        {"prefix_cache": False, "max_extend_requests": 1},
+        {"overlap": True, "captured": True},
+        {"overlap": True, "captured": True, "num_pages": 20, "max_running": 4},
+        {"num_pages": 18, "max_batched_tokens": 20},
+    ],
+    ids=["plain", "small chunks", "no cache", "captured, ahead", "captured, preempted", "preempted"],
+)
+def test_tokens_are_those_of_the_plain_loop(model: Any, wanted: list[list[int]], way: dict[str, Any]) -> None:
+    bench = Bench(model, **way)
+    assert bench.generate(prompts(9), NEW) == wanted
+    # Again: now prompts are found in the cache.
+    assert bench.generate(prompts(9), NEW) == wanted
+    counters = bench.scheduler.metrics.counters
+    if way.get("num_pages"):
+        assert counters["preemptions_total"] or bench.scheduler.cache.evicted_pages
+    if way.get("prefix_cache", True):
+        assert counters["prompt_tokens_total"]["cached"] > 0
+    if way.get("captured"):
+        replays, _ = bench.executor.graph_counts()
+        assert sum(replays.values()) > 10 and any(count and "extend" in key for key, count in replays.items())
+
+
+@pytest.mark.parametrize("name", ["deepseek", "qwen"])
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_other_page_sizes(name: str, page_size: int) -> None:
+    model = make_model(name, page_size)
+    rows = prompts(5)
+    bench = Bench(model, num_pages=6 * 256 // page_size + 1)
+    assert bench.generate(rows, NEW) == plain(model, rows, NEW)
+    assert bench.generate(rows, NEW) == plain(model, rows, NEW)
+    assert bench.scheduler.cache.block == max(16, page_size)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_seeds_decide_whatever_else_runs(model: Any, overlap: bool) -> None:
+    rows = prompts(6)
+    ways = [Sampling(0.9, 20, 0.9, 0.02, seed=i * 7 - 5) if i % 2 else GREEDY for i in range(6)]
+    plain_ways = [SamplingParams(w.temperature, w.top_k, w.top_p, w.min_p, seed=w.seed) for w in ways]
+    bench = Bench(model, overlap=overlap, captured=overlap, num_pages=22, max_running=4)
+    assert bench.generate(rows, NEW, ways) == plain(model, rows, NEW, plain_ways)
+
+
+def reference_logits(model: Any, row: list[int]) -> torch.Tensor:
+    import fastlayers as fl
+    from fastlayers.attention.meta import AttentionBatch, AttentionState, whole_pages
+
+    pages = -(-len(row) // model.page_size)
+    caches = fl.kv_cache_spec(model, page_size=model.page_size, dtype=model.kv_dtype).allocate(pages + 1, "cpu")
+    state = AttentionState(1, len(row), pages, model.page_size, "cpu")
+    batch = AttentionBatch((len(row),), (0,), whole_pages([len(row)], model.page_size))
+    with torch.inference_mode():
+        return model.compute_logits(model(torch.tensor(row), state.plan(batch), caches)).float()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_logprobs_are_of_the_unmodified_logits(model: Any, overlap: bool) -> None:
+    rows = prompts(3)
+    bench = Bench(model, overlap=overlap, captured=overlap)
+    bias = Sampling(0.7, seed=3, logit_bias=((4, 3.0),))
+    first = bench.submit(rows[0], 6, bias, logprobs=3)
+    other = bench.submit(rows[1], 6)
+    second = bench.submit(rows[2], 5, logprobs=0, prompt_logprobs=2)
+    again = bench.submit(rows[0], 2, prompt_logprobs=1)
+    bench.run()
+    assert bench.ids(other) == plain(model, rows[1:2], 6)[0]
+    for rid, row, top in ((first, rows[0], 3), (second, rows[2], 0)):
+        told = [entry for output in bench.news if output.rid == rid for entry in output.logprobs]
+        logprobs = reference_logits(model, row + bench.ids(rid)).log_softmax(-1)
+        assert len(told) == len(bench.ids(rid))
+        for place, (entry, token) in enumerate(zip(told, bench.ids(rid), strict=True)):
+            wanted = logprobs[len(row) - 1 + place]
+            assert entry.chosen == pytest.approx(float(wanted[token]), abs=1e-4)
+            assert [round(value, 3) for _, value in entry.top] == [
+                pytest.approx(value, abs=2e-3) for value in wanted.topk(top).values.tolist()
+            ]
+    for rid, row, top in ((second, rows[2], 2), (again, rows[0], 1)):
+        (told,) = [output.prompt_logprobs for output in bench.news if output.rid == rid and output.prompt_logprobs] or [
+            ()
+        ]
+        logprobs = reference_logits(model, row).log_softmax(-1)
+        assert len(told) == len(row) - 1
+        for place, entry in enumerate(told):
+            assert entry.chosen == pytest.approx(float(logprobs[place, row[place + 1]]), abs=1e-4)
+            assert len(entry.top) == top
+    assert bench.last(again).cached_tokens <= 0
+
+
+def test_penalties_bias_and_least_tokens(model: Any) -> None:
+    from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+
+    row = prompts(1, 30, seed=4)[0] + [7, 7, 9, 12, 30]
+    penalties = {"frequency_penalty": 0.6, "presence_penalty": 0.9, "repetition_penalty": 1.4}
+    sampling = Sampling(0.0, logit_bias=((11, 1.5),), **penalties)  # type: ignore[arg-type]
+    expected: list[int] = []
+    processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.4)])
+    for step in range(8):
+        logits = reference_logits(model, row + expected)[-1:]
+        logits = processors(torch.tensor([row + expected]), logits)[0]
+        counts = torch.bincount(torch.tensor(expected, dtype=torch.int64), minlength=logits.shape[0])
+        logits = logits - 0.9 * (counts > 0) - 0.6 * counts
+        logits[11] += 1.5
+        if step < 3:
+            logits[[5, model.config.eos_token_ids[0]]] = float("-inf")
+        expected.append(int(logits.argmax()))
+    for overlap in (False, True):
+        bench = Bench(model, overlap=overlap, captured=overlap)
+        others = [bench.submit(other, 8) for other in prompts(3)]
+        rid = bench.submit(row, 8, sampling, min_new_tokens=4, stop_ids=(5,), ignore_eos=False)
+        bench.run()
+        ends = {5, model.config.eos_token_ids[0]}
+        cut = next((i + 1 for i, token in enumerate(expected) if token in ends), 8)
+        assert bench.ids(rid) == expected[:cut]
+        assert [bench.ids(other) for other in others] == plain(model, prompts(3), 8)
+
+
+def test_a_row_that_is_not_finite_ends_alone() -> None:
+    model = make_model("qwen")
+    with torch.no_grad():
+        model.decoder.embed_tokens.weight[50] = float("nan")
+    rows = [[t if t != 50 else 51 for t in row] for row in prompts(5)]
+    wanted = plain(model, rows, NEW)
+    for overlap in (False, True):
+        bench = Bench(model, overlap=overlap, captured=overlap, num_pages=30)
+        bad = bench.submit([3, 4, 50, 6] * 8)
+        rids = [bench.submit(row, NEW) for row in rows]
+        bench.run()
+        assert (bench.last(bad).finish, bench.last(bad).code) == ("error", "nonfinite_logits")
+        assert [bench.ids(rid) for rid in rids] == wanted
+        # Its pages are handed out again, and hold nothing of it.
+        assert bench.generate(rows, NEW) == wanted
+        assert bench.scheduler.cache.match(b"", [3, 4, 50, 6] * 8, 32) == []
+
+
+def test_an_abort_is_done_within_two_ticks(model: Any) -> None:
+    bench = Bench(model, overlap=True, captured=True)
+    rids = [bench.submit(row, 24) for row in prompts(4)]
+    for _ in range(6):
+        bench.engine.tick()
+    held = bench.scheduler.cache.free + bench.scheduler.cache.evictable
+    bench.engine.post(Abort((rids[0], rids[2])))
+    bench.engine.tick()
+    assert [bench.last(rid).finish for rid in rids] == ["abort", "", "abort", ""]
+    bench.engine.tick()
+    assert bench.scheduler.cache.free + bench.scheduler.cache.evictable > held
+    bench.run()
+    assert [bench.ids(rid) for rid in (rids[1], rids[3])] == [
+        plain(model, prompts(4), 24)[i] for i in (1, 3)
+    ]  # fmt: skip

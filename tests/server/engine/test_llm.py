@@ -1,0 +1,72 @@
+"""``LLM``: the shipped model with its engine in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastlayers_models
+from fastlayers.errors import FastlayersError
+from fastlayers_models.auto import AutoModel
+from fastlayers_models.generate import Generator
+from fastlayers_server import LLM, Params
+from fastlayers_server.engine.config import EngineConfig
+
+TINY = Path(fastlayers_models.__file__).parent / "assets" / "tiny_deepseek_v3"
+PROMPTS = ["Once upon a time there was", "The red cat", "What is 3 + 4?"]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    found = LLM("tiny", EngineConfig(device="cpu", max_running_requests=8, max_model_len=512, page_size=16))
+    yield found
+    found.close()
+
+
+def test_greedy_text_is_the_generators(llm: LLM) -> None:
+    model = AutoModel.from_pretrained(TINY, dtype=torch.float32, device="cpu", page_size=16)
+    ids = [llm.tokens.encode(prompt) for prompt in PROMPTS]
+    wanted = Generator(model, max_batch=1, max_length=256).generate(ids, max_new_tokens=20)
+    found = llm.generate(PROMPTS, Params(temperature=0.0, max_tokens=20))
+    assert [completion.outputs[0].token_ids for completion in found] == wanted
+    for completion, tokens in zip(found, wanted, strict=True):
+        ended = tokens[-1] in llm.info.eos_ids
+        assert completion.outputs[0].finish_reason == ("stop" if ended else "length")
+        assert completion.outputs[0].text == llm.tokens.decode(tokens, True)
+
+
+def test_siblings_stop_strings_and_logprobs(llm: LLM) -> None:
+    whole = llm.generate(PROMPTS[0], Params(temperature=0.8, seed=3, n=3, max_tokens=24, ignore_eos=True, logprobs=2))[
+        0
+    ]
+    texts = [answer.text for answer in whole.outputs]
+    assert len(set(texts)) == 3
+    assert all(len(answer.logprobs) == 24 and len(answer.logprobs[0].top) == 2 for answer in whole.outputs)
+    stop = texts[0][len(texts[0]) // 2 :][:3]
+    cut = llm.generate(PROMPTS[0], Params(temperature=0.8, seed=3, max_tokens=24, ignore_eos=True, stop=stop))[0]
+    assert cut.outputs[0].text == texts[0][: texts[0].index(stop)] and cut.outputs[0].finish_reason == "stop"
+    assert len(cut.outputs[0].token_ids) < 24
+
+
+def test_chat_and_the_prefix_cache(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Tell me a story about a dog and a tree. " * 4}]
+    first, second = (llm.chat(messages, Params(temperature=0.0, max_tokens=8)) for _ in range(2))
+    assert first.outputs[0].text == second.outputs[0].text and first.outputs[0].text
+    assert second.cached_tokens >= 16 and second.cached_tokens % 16 == 0
+
+
+def test_what_is_wrong_is_said(llm: LLM) -> None:
+    with pytest.raises(ValueError, match=r"context_length_exceeded: .* 512 tokens"):
+        llm.generate([[5] * 500], Params(max_tokens=100))
+    with pytest.raises(ValueError, match="invalid_prompt: prompt: token id 99999"):
+        llm.generate([[5, 99999], [6]], Params(max_tokens=2))
+    with pytest.raises(ValueError, match="params: 1 entries for 2 prompts"):
+        llm.generate(["a", "b"], [Params()])
+    assert llm.generate("a", Params(max_tokens=1))[0].outputs[0].token_ids
+    with pytest.raises(FastlayersError):
+        LLM("no/such/folder/at/all")
+    with pytest.raises(RuntimeError, match="max_model_len is 4096, which needs"):
+        LLM("tiny", EngineConfig(device="cpu", num_pages=3))
