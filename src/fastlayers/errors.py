@@ -120,19 +120,17 @@ def check_tensor(
     """
     import torch
 
-    dtypes = dtype if isinstance(dtype, tuple) or dtype is None else (dtype,)
-    good = isinstance(tensor, torch.Tensor)
-    if good:
-        assert isinstance(tensor, torch.Tensor)
-        good = (
-            (dtypes is None or tensor.dtype in dtypes)
-            and (shape is None or _shape_fits(tuple(tensor.shape), shape))
-            and (device is None or _same_device(tensor.device, device))
-            and (not last_dim_contiguous or _rows_are_contiguous(tensor))
-            and (not contiguous or tensor.is_contiguous())
-        )
-    if good:
+    # Every layer that is called by itself comes by here: the usual answer first, without a call.
+    if (
+        isinstance(tensor, torch.Tensor)
+        and (dtype is None or tensor.dtype is dtype or (isinstance(dtype, tuple) and tensor.dtype in dtype))
+        and (shape is None or tensor.shape == shape or _shape_fits(tuple(tensor.shape), shape))
+        and (device is None or tensor.device == device or _same_device(tensor.device, device))
+        and (not last_dim_contiguous or _rows_are_contiguous(tensor))
+        and (not contiguous or tensor.is_contiguous())
+    ):
         return
+    dtypes = dtype if isinstance(dtype, tuple) or dtype is None else (dtype,)
     # Words only on failure: torch.compile cannot print a symbolic size.
     wanted = []
     if dtypes is not None:

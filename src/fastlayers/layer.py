@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from fastlayers import env
 from fastlayers.device import DESCRIBED
 from fastlayers.errors import ArgumentError, check_fields
 from fastlayers.registry import Choice, Ladder, Registry
@@ -39,6 +40,8 @@ class Layer(WatchedModule):
     # Of attention cores only: the phase in which each request brings one token.
     decode_choice: Choice
     decode_ladder: Ladder
+    # Whether inputs come from a caller that vouches for them, see trust().
+    trusted = False
     # Parameters that stay as they are when the module is cast to another dtype.
     kept_in_fp32: tuple[str, ...] = ()
 
@@ -178,6 +181,19 @@ class Layer(WatchedModule):
             self.choice, self.ladder = moved[-1]
             if len(moved) > 1:
                 self.decode_choice, self.decode_ladder = moved[0]
+
+
+def trust(*modules: nn.Module | None) -> None:
+    """Let the layers in ``modules`` take their inputs unchecked: their caller checks its own, and passes what fits.
+
+    For what a module calls inside itself; layers that a user calls check. With ``FASTLAYERS_DEBUG`` all go on checking.
+    """
+    if env.debug():
+        return
+    for module in modules:
+        for layer in module.modules() if module is not None else ():
+            if isinstance(layer, Layer):
+                layer.trusted = True
 
 
 def finalize(model: nn.Module) -> nn.Module:

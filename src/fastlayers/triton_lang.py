@@ -6,8 +6,6 @@ helpers round in integer arithmetic. On hardware they are the plain cast.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -62,9 +60,8 @@ def to_e4m3(x):
         return tl.where(x == x, clamped, x).to(tl.float8e4nv)
 
 
-@lru_cache
-def _starts_early(device: torch.device) -> bool:
-    return (as_device(device).capability or (0, 0)) >= (9, 0)
+# By device, as found once.
+_DEPENDENT: dict[torch.device, dict[str, bool]] = {}
 
 
 def dependent_launch(x: torch.Tensor) -> dict[str, bool]:
@@ -73,8 +70,11 @@ def dependent_launch(x: torch.Tensor) -> dict[str, bool]:
     The kernel has a constexpr ``PDL`` and calls :func:`await_inputs`; without programmatic dependent launch (older
     GPUs, the interpreter) ``PDL`` is false and nothing changes.
     """
-    able = x.is_cuda and not INTERPRET.value and _starts_early(x.device)
-    return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
+    try:
+        return _DEPENDENT[x.device]
+    except KeyError:
+        early = x.is_cuda and not INTERPRET.value and (as_device(x.device).capability or (0, 0)) >= (9, 0)
+        return _DEPENDENT.setdefault(x.device, {"PDL": True, "launch_pdl": True} if early else {"PDL": False})
 
 
 @triton.jit

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from fastlayers.attention.buckets import ExtendBucket
+from fastlayers.attention.contexts import context_of
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.step_buffers import Mirrored, StepBuffers
 from fastlayers.errors import ArgumentError, CaptureError, check_device, check_plain, check_positive, describe
@@ -47,12 +48,21 @@ class AttentionBatch:
         Pages of each request, at least enough for prefix + new tokens.
     starts : tuple[int, ...]
         First position of each request that counts (left padding); default 0.
+
+    Attributes
+    ----------
+    is_decode : bool
+        Whether every request brings exactly one token.
+    is_padded : bool
+        Whether some request begins with tokens that do not count.
     """
 
     query_lens: tuple[int, ...]
     prefix_lens: tuple[int, ...]
     page_table: Sequence[Sequence[int]]
     starts: tuple[int, ...] = ()
+    is_decode: bool = field(init=False, repr=False, compare=False)
+    is_padded: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         try:
@@ -75,6 +85,9 @@ class AttentionBatch:
             )
         # One fraction among them makes the sum one, and a TypeError.
         index(sum(self.query_lens, sum(self.prefix_lens, sum(self.starts))))
+        # Asked by every layer of a step.
+        object.__setattr__(self, "is_decode", all(q == 1 for q in self.query_lens))
+        object.__setattr__(self, "is_padded", any(self.starts))
 
     @property
     def seq_lens(self) -> tuple[int, ...]:
@@ -85,11 +98,6 @@ class AttentionBatch:
     def num_tokens(self) -> int:
         """New tokens of the whole step."""
         return sum(self.query_lens)
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether every request brings exactly one token."""
-        return all(q == 1 for q in self.query_lens)
 
 
 # What a step is padded to under capture: so many requests of one token, a bucket of extends, or nothing.
@@ -170,6 +178,12 @@ class AttentionMeta:
     rope_positions : Tensor int64 ``[3, T]``, optional
         Time, height and width of each new token, for MRoPE; masks and slots still follow ``positions``. Not planned
         here: ``dataclasses.replace(meta, rope_positions=...)``, under capture always with the same tensor.
+    is_decode : bool
+        Whether each request brings one token (host data that a bucket fixes).
+    context : int
+        The class of ``max_seq_len``, see :mod:`fastlayers.attention.contexts`.
+    is_extend_bucket : bool
+        Whether this is a captured step of several tokens a request: the batch on the host says nothing of it.
     """
 
     page_table: torch.Tensor
@@ -188,16 +202,15 @@ class AttentionMeta:
     bucket: Bucket = None
     step: int = 0
     plans: StepPlans = field(default_factory=StepPlans, repr=False, compare=False)
+    is_decode: bool = field(init=False, repr=False, compare=False)
+    context: int = field(init=False, repr=False, compare=False)
+    is_extend_bucket: bool = field(init=False, repr=False, compare=False)
 
-    @property
-    def is_extend_bucket(self) -> bool:
-        """Whether this is a captured step of several tokens a request: the batch on the host says nothing of it."""
-        return isinstance(self.bucket, ExtendBucket)
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether each request brings one token (host data that a bucket fixes)."""
-        return self.max_query_len == 1 and self.num_tokens == self.num_requests
+    def __post_init__(self) -> None:
+        one_each = self.max_query_len == 1 and self.positions.shape[0] == self.seq_lens.shape[0]
+        object.__setattr__(self, "is_extend_bucket", isinstance(self.bucket, ExtendBucket))
+        object.__setattr__(self, "is_decode", one_each)
+        object.__setattr__(self, "context", context_of(self.max_seq_len))
 
     def plan_of(self, key: Hashable, make: Callable[[AttentionMeta], StepPlan]) -> Any:
         """Return the plan of a backend for this step; ``key`` is shared by all layers of an attention group.

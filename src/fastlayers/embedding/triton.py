@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from fastlayers.embedding.layer import EmbeddingConfig
+from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
@@ -39,8 +39,8 @@ def _embedding(ids: torch.Tensor, weight: torch.Tensor, start: int) -> torch.Ten
     rows, hidden_size = weight.shape
     y = weight.new_empty((*ids.shape, hidden_size))
     if y.numel():
-        block = min(BLOCK, triton.next_power_of_2(hidden_size))
-        _embedding_kernel[(ids.numel(), triton.cdiv(hidden_size, block))](
+        block = min(BLOCK, next_power_of_2(hidden_size))
+        _embedding_kernel[(ids.numel(), cdiv(hidden_size, block))](
             ids.contiguous(), weight, y, start, rows, hidden_size, weight.stride(0),
             BLOCK=block, num_warps=max(1, block // 512), **dependent_launch(weight),
         )  # fmt: skip

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+from fastlayers.integers import cdiv
 from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, cast, dot, release_dependents
@@ -38,7 +39,7 @@ class Tile:
 
     def grid(self, rows: int, columns: int) -> tuple[int, int]:
         """Return (output tiles, splits)."""
-        return triton.cdiv(rows, self.m) * triton.cdiv(columns, self.n), self.splits
+        return cdiv(rows, self.m) * cdiv(columns, self.n), self.splits
 
 
 def tile_for(rows: int, columns: int, depth_blocks: int, *, split: bool = True) -> Tile:
@@ -53,7 +54,7 @@ def tile_for(rows: int, columns: int, depth_blocks: int, *, split: bool = True) 
         m, n, warps, stages = 64, 128, 4, 4
     else:
         m, n, warps, stages = 128, 128, 8, 4
-    tiles, splits = triton.cdiv(rows, m) * triton.cdiv(columns, n), 1
+    tiles, splits = cdiv(rows, m) * cdiv(columns, n), 1
     limit = min(MAX_SPLITS, depth_blocks // 4) if split else 1
     while splits * 2 <= limit and tiles * splits * 2 <= TARGET_PROGRAMS:
         splits *= 2

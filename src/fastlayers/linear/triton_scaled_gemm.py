@@ -10,9 +10,9 @@ exactly.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
+from fastlayers.integers import cdiv
 from fastlayers.linear.triton_gemm import tile_for, tile_origin
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import kernel
@@ -105,7 +105,7 @@ def scaled_gemm(
     y = torch.empty((m, n), dtype=dtype, device=q.device)
     if m == 0:
         return y
-    tile, integers = tile_for(m, n, triton.cdiv(k, BLOCK_K)), q.dtype == torch.int8
+    tile, integers = tile_for(m, n, cdiv(k, BLOCK_K)), q.dtype == torch.int8
     target = y
     if tile.splits > 1:
         target = torch.empty((tile.splits, m, n), dtype=torch.int32 if integers else torch.float32, device=q.device)
@@ -116,7 +116,7 @@ def scaled_gemm(
         BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=BLOCK_K, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if tile.splits > 1:
-        _add_scaled_splits_kernel[(m, triton.cdiv(n, 1024))](
+        _add_scaled_splits_kernel[(m, cdiv(n, 1024))](
             target, s, scale, y if bias is None else bias, y, m, n,
             SPLITS=tile.splits, HAS_BIAS=bias is not None, BLOCK=1024,
         )  # fmt: skip
@@ -124,7 +124,7 @@ def scaled_gemm(
 
 
 def _build(codes: str, m: int, n: int, k: int, dtype: str = "bf16") -> KernelBuild:
-    tile, partial = tile_for(m, n, triton.cdiv(k, BLOCK_K)), "i32" if codes == "i8" else "fp32"
+    tile, partial = tile_for(m, n, cdiv(k, BLOCK_K)), "i32" if codes == "i8" else "fp32"
     return KernelBuild(
         f"scaled_gemm_{codes}_{m}x{n}x{k}_{dtype}",
         _scaled_gemm_kernel,

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.operators import operator
 from fastlayers.rotary.layer import RotaryConfig
 from fastlayers.runtime.launch import kernel
@@ -125,17 +126,17 @@ def _rotary(
         half = cos.shape[1]
         # A few tokens are spread over more programs.
         most = MOST_HEADS if tokens > FEW_TOKENS else HEADS_OF_FEW
-        heads = min(most, triton.next_power_of_2(max(q_heads, k_heads)))
+        heads = min(most, next_power_of_2(max(q_heads, k_heads)))
         parts = section if positions.dim() == 2 else [0, 0, 0]
         positions = positions.contiguous()
-        blocks = triton.cdiv(q_heads, heads) + triton.cdiv(k_heads, heads)
+        blocks = cdiv(q_heads, heads) + cdiv(k_heads, heads)
         _rotary_kernel[(tokens * blocks,)](
             q, key, outputs[0], outputs[-1], cos, sin, positions, cos.shape[0], positions.stride(0),
             q_heads, k_heads, q.stride(0), q.stride(1), key.stride(0), key.stride(1),
             HALF=half, DIM=dim, IN=interleaved_in, OUT=interleaved_out,
             SECTION_T=parts[0], SECTION_H=parts[1], SECTION_W=parts[2], ALTERNATE=alternate,
-            HEADS=heads, BLOCKS=blocks, BLOCK=triton.next_power_of_2(half),
-            REST=triton.next_power_of_2(dim - 2 * half) if dim > 2 * half else 0,
+            HEADS=heads, BLOCKS=blocks, BLOCK=next_power_of_2(half),
+            REST=next_power_of_2(dim - 2 * half) if dim > 2 * half else 0,
             **dependent_launch(q), num_warps=2,
         )  # fmt: skip
     return outputs
@@ -185,8 +186,8 @@ def _build(
         {
             "HALF": half, "DIM": dim, "IN": interleaved[0], "OUT": interleaved[1],
             "SECTION_T": section[0], "SECTION_H": section[1], "SECTION_W": section[2], "ALTERNATE": False,
-            "HEADS": heads, "BLOCKS": 128 // heads + 1, "BLOCK": triton.next_power_of_2(half),
-            "REST": triton.next_power_of_2(dim - 2 * half) if dim > 2 * half else 0, "PDL": True,
+            "HEADS": heads, "BLOCKS": 128 // heads + 1, "BLOCK": next_power_of_2(half),
+            "REST": next_power_of_2(dim - 2 * half) if dim > 2 * half else 0, "PDL": True,
         },
         num_warps=2, aligned=tuple(strides),
     )  # fmt: skip

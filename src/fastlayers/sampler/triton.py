@@ -25,6 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import kernel
 from fastlayers.sampler.layer import MODES, SCHEMA, RowParams, SamplerConfig, fake_ids
@@ -152,8 +153,8 @@ def _sampler(
     ids = torch.empty(batch, dtype=torch.int64, device=device)
     if not batch:
         return ids
-    blocks = triton.cdiv(vocab_size, BLOCK)
-    sizes = {"BLOCKS": triton.next_power_of_2(blocks), "BLOCK": BLOCK} | dependent_launch(logits)
+    blocks = cdiv(vocab_size, BLOCK)
+    sizes = {"BLOCKS": next_power_of_2(blocks), "BLOCK": BLOCK} | dependent_launch(logits)
     shape, grid = (batch, sizes["BLOCKS"]), (batch, blocks)
     x, strides = logits, (logits.stride(0), vocab_size)
     best = torch.empty(shape, dtype=torch.float32, device=device)

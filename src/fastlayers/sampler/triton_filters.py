@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fastlayers.integers import cdiv
 from fastlayers.runtime.launch import kernel
 from fastlayers.sampler.triton_common import (
     BINS,
@@ -312,7 +313,7 @@ def find_limits(
 ) -> None:  # fmt: skip
     """Write the smallest logit that each row keeps into ``limit``."""
     batch, vocab_size = x.shape
-    device, strides, grid = x.device, (x.stride(0), vocab_size), (batch, triton.cdiv(vocab_size, BLOCK))
+    device, strides, grid = x.device, (x.stride(0), vocab_size), (batch, cdiv(vocab_size, BLOCK))
     histogram = torch.empty(*best.shape, BINS, dtype=torch.int16, device=device)
     plan = torch.empty(batch, PLAN, dtype=torch.int32, device=device)
     start = torch.empty(best.shape, dtype=torch.int32, device=device)

@@ -111,8 +111,12 @@ class SiluAndMul(Layer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``y`` ``[..., I]`` for ``x`` ``[..., 2I]`` (fp32, fp16 or bf16; rows may be strided)."""
+        if not self.trusted:
+            self._check(x)
+        y: torch.Tensor = (self.ladder.single or self.ladder.pick(x.numel() // (2 * self.cfg.size)))(x)
+        return y
+
+    def _check(self, x: torch.Tensor) -> None:
         wanted = DTYPES if self.cfg.dtype is None else self.cfg.dtype
         check_tensor("SiluAndMul", "x", x, dtype=wanted, device=self.device_type, last_dim_contiguous=True)
         check_tensor("SiluAndMul", "x", x, shape=(*x.shape[:-1], 2 * self.cfg.size))
-        y: torch.Tensor = self.ladder.pick(x.numel() // (2 * self.cfg.size))(x)
-        return y

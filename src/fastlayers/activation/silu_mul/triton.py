@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from fastlayers.activation.silu_mul.layer import SiluMulConfig
+from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
@@ -59,9 +60,9 @@ def _silu_mul(x: torch.Tensor) -> torch.Tensor:
     size = x.shape[-1] // 2
     y = x.new_empty((*x.shape[:-1], size))
     if y.numel():
-        rows = x.reshape(-1, 2 * size)
-        block = min(BLOCK, triton.next_power_of_2(size))
-        grid = (rows.shape[0], triton.cdiv(size, block))
+        rows = x if x.dim() == 2 else x.reshape(-1, 2 * size)
+        block = min(BLOCK, next_power_of_2(size))
+        grid = (rows.shape[0], cdiv(size, block))
         _silu_mul_kernel[grid](
             rows, y, rows.stride(0), size, BLOCK=block, num_warps=max(1, block // 256), **dependent_launch(x)
         )

@@ -114,7 +114,7 @@ class GQAConfig:
 
 def phase_of(batch: AttentionBatch) -> str:
     """Return which phase a step is; host data only."""
-    if any(batch.starts):
+    if batch.is_padded:
         return "padded"
     return "decode" if batch.is_decode else "extend"
 

@@ -14,7 +14,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 
 from fastlayers.attention.gqa.core import GQAConfig, check_no_padding, split_bytes
@@ -22,6 +21,7 @@ from fastlayers.attention.gqa.triton_softmax import LN2
 from fastlayers.attention.meta import AttentionMeta
 from fastlayers.attention.staging import Staging
 from fastlayers.device import as_device
+from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import kernel
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
@@ -85,10 +85,10 @@ def finish(o: torch.Tensor, binary: torch.Tensor, sinks: torch.Tensor | None) ->
     """Return the LSE for the base-2 one of attention without sinks, both ``[T, H]``; fold the sink into ``o``."""
     rows, width, lse = binary.numel(), o.shape[2], torch.empty_like(binary)
     block = 8 if sinks is not None else 256
-    _finish_kernel[(triton.cdiv(rows, block),)](
+    _finish_kernel[(cdiv(rows, block),)](
         o, binary, lse, binary if sinks is None else sinks, rows,
         HEADS=o.shape[1], HEAD_DIM=width, SINKS=sinks is not None,
-        BLOCK_R=block, BLOCK_D=triton.next_power_of_2(width), **dependent_launch(o), num_warps=4,
+        BLOCK_R=block, BLOCK_D=next_power_of_2(width), **dependent_launch(o), num_warps=4,
     )  # fmt: skip
     return lse
 
@@ -105,7 +105,7 @@ class Workspace:
         It grows to powers of two: all that schedules keep takes less than twice the largest.
         """
         if self.memory.numel() < size:
-            size = triton.next_power_of_2(max(size, SMALLEST_WORKSPACE))
+            size = next_power_of_2(max(size, SMALLEST_WORKSPACE))
             self.memory = torch.empty(size, dtype=torch.uint8, device=self.memory.device)
         return self.memory
 
@@ -162,7 +162,7 @@ class Schedule:
         last = keys - (pages.diff() - 1).clamp_min(0) * meta.page_size
         self.index.copy_(torch.cat([first, pages, last]))
         block = 256
-        _pack_kernel[(requests, triton.cdiv(max(used), block))](
+        _pack_kernel[(requests, cdiv(max(used), block))](
             meta.page_table, self.index[requests + 1 :], self.pages, meta.page_table.stride(0), BLOCK=block, num_warps=4
         )
         window_left = -1 if cfg.window is None else cfg.window - 1

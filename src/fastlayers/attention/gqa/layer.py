@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from fastlayers import env
+from fastlayers.attention.contexts import CONTEXTS, context_of
 from fastlayers.attention.gqa.core import GQA, NAME, GQAConfig, phase_of
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.kv_write.layer import KVWrite
@@ -24,7 +25,7 @@ from fastlayers.attention.meta import AttentionMeta, check_pages, check_step
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWrite
 from fastlayers.comm.parallel import SINGLE, Axis, Shard
 from fastlayers.errors import ArgumentError, check_kind, check_number, check_plain, check_positive, check_tensor
-from fastlayers.layer import Layer
+from fastlayers.layer import Layer, trust
 from fastlayers.linear.base import LinearBase
 from fastlayers.linear.factory import linear
 from fastlayers.norm.rms_norm.layer import RMSNorm
@@ -137,6 +138,8 @@ class Attention(Layer):
         self.choose_phases(GQA, cfg, device, backend)
         self._other_ladders: dict[tuple[str, int, str], Ladder] = {}
         self._debug = env.debug()
+        # The last class of contexts that decode tells apart: what lies before a window is not read.
+        self._last_context = CONTEXTS[-1] if window is None else context_of(window)
         # The fused write turns every frequency by one position; MRoPE's three axes need the rotation by itself.
         self.mrope = bool(rotary.cfg.mrope_section)
         self.write: RotaryKVWrite | KVWrite
@@ -179,6 +182,8 @@ class Attention(Layer):
         # fp32 whatever the model's dtype: it enters the softmax, and costs a few bytes a head.
         logits = torch.zeros(self.num_heads, device=device, dtype=torch.float32)
         self.sinks = nn.Parameter(logits, requires_grad=False) if sinks else None
+        trust(self.write, *(module for name, module in self.named_children() if name.endswith("_proj")))
+        trust(self.q_norm, self.k_norm)
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
         """Yield the checkpoint tensor ``sinks``, if there is one."""
@@ -188,10 +193,10 @@ class Attention(Layer):
     def project(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return q ``[T, Hq, D]``, k and v ``[T, Hkv, D]`` before norms and rotation."""
         if self.fused:
-            parts = self.qkv_proj(hidden).split(self.qkv_proj.part_sizes, -1)
-        else:
-            parts = tuple(getattr(self, name)(hidden) for name in _PARTS)
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+            heads, kv_heads = self.num_heads, self.num_kv_heads
+            whole = self.qkv_proj(hidden).view(-1, heads + 2 * kv_heads, self.head_dim)
+            return whole[:, :heads], whole[:, heads : heads + kv_heads], whole[:, heads + kv_heads :]
+        q, k, v = (getattr(self, name)(hidden).unflatten(-1, (-1, self.head_dim)) for name in _PARTS)
         return q, k, v
 
     def rotate_and_write(
@@ -220,12 +225,13 @@ class Attention(Layer):
         """
         if meta.is_extend_bucket:
             return self._captured_ladder()
-        phase = phase_of(meta.batch)
-        if phase == "extend":
+        batch = meta.batch
+        if not (batch.is_padded or batch.is_decode):
             return self.ladder
-        context = self.cfg.context_at(meta.max_seq_len) if phase == "decode" else 0
+        context = 0 if batch.is_padded else min(meta.context, self._last_context)
         if context == self.cfg.context:
             return self.decode_ladder
+        phase = phase_of(batch)
         key = (phase, context, self.choice.device.type)
         if key not in self._other_ladders:
             cfg = replace(self.cfg, context=context or self.cfg.context)
@@ -261,6 +267,20 @@ class Attention(Layer):
         Tensor ``[T, E]``
             A new tensor; a partial sum under sharding.
         """
+        if not self.trusted:
+            self._check(hidden, meta, cache)
+        if torch.is_grad_enabled():
+            self.refuse_grad(hidden=hidden)
+        q, k, v = self.project(hidden)
+        q = self.rotate_and_write(q, k, v, meta, cache)
+        sinks = None if self.sinks is None else self.sinks.float()
+        ladder = self._ladder_for(meta)
+        core = ladder.single or ladder.pick(meta.num_tokens)
+        o, _ = core(q, cache.keys, cache.values, meta, sinks)
+        y: torch.Tensor = self.o_proj(o.flatten(1))
+        return y
+
+    def _check(self, hidden: torch.Tensor, meta: AttentionMeta, cache: LayerCache) -> None:
         check_step(NAME, meta, cache)
         tokens, size = meta.num_tokens, self.cfg.page_size
         shape = (tokens, self.hidden_size)
@@ -273,14 +293,6 @@ class Attention(Layer):
         both = tuple(cache.keys.shape)
         check_tensor(NAME, "cache.values", cache.values, shape=both, dtype=dtype, device=where, contiguous=True)
         check_pages(NAME, meta, cache.num_pages, self._debug)
-        if torch.is_grad_enabled():
-            self.refuse_grad(hidden=hidden)
-        q, k, v = self.project(hidden)
-        q = self.rotate_and_write(q, k, v, meta, cache)
-        sinks = None if self.sinks is None else self.sinks.float()
-        o, _ = self._ladder_for(meta).pick(tokens)(q, cache.keys, cache.values, meta, sinks)
-        y: torch.Tensor = self.o_proj(o.flatten(1))
-        return y
 
 
 _PARTS = ("q_proj", "k_proj", "v_proj")

@@ -9,15 +9,16 @@ results a second kernel adds up in fixed order. Grids and splits depend on the h
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 import torch
-import triton
 import triton.language as tl
 
 from fastlayers.attention.gqa import triton_decode
 from fastlayers.attention.gqa.core import GQAConfig
 from fastlayers.attention.gqa.triton_softmax import LN2, LOG2E, add_sink, attend
 from fastlayers.attention.meta import AttentionMeta
+from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
@@ -137,9 +138,13 @@ def _reduce_kernel(
     tl.store(o_ptr + row * HEAD_DIM + column, cast(o, o_ptr.dtype.element_ty), mask=column < HEAD_DIM)
 
 
+# Of a tile's configuration, in the operator's order.
+NUMBERS = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
+
+
 def tile_config(max_query_len: int, cfg: GQAConfig) -> dict[str, int]:
     """Return block sizes, warps and stages for queries of at most this length, taken without a tuned table."""
-    rows = max(16, triton.next_power_of_2(max(1, max_query_len) * cfg.group))
+    rows = max(16, next_power_of_2(max(1, max_query_len) * cfg.group))
     if cfg.dtype == torch.float32:
         # fp32 products run outside the matrix units, out of registers: larger tiles spill.
         tall = min(rows, 32 if cfg.head_dim <= 128 else 16)
@@ -151,6 +156,7 @@ def tile_config(max_query_len: int, cfg: GQAConfig) -> dict[str, int]:
     return {"BLOCK_M": min(rows, 64), "BLOCK_N": 64, "num_warps": 4, "num_stages": 5 if cfg.window is None else 2}
 
 
+@lru_cache
 def _num_splits(programs: int, max_keys: int) -> int:
     """Return how many programs share one tile's keys; from host bounds, so fixed under capture.
 
@@ -185,14 +191,14 @@ def _gqa(
     o, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
     if not tokens or not requests:
         return o, lse
-    tiles = triton.cdiv(max_query_len * (heads // kv_heads), block_m)
+    tiles = cdiv(max_query_len * (heads // kv_heads), block_m)
     keys = min(max_seq_len, window + max_query_len - 1) if window else max_seq_len
     splits = _num_splits(tiles * kv_heads * requests, keys)
     part, part_lse = o, lse
     if splits > 1:
         part = q.new_empty(tokens, heads, splits, head_dim, dtype=torch.float32)
         part_lse = q.new_empty(tokens, heads, splits, dtype=torch.float32)
-    block_d, launch = max(16, triton.next_power_of_2(head_dim)), dependent_launch(q)
+    block_d, launch = max(16, next_power_of_2(head_dim)), dependent_launch(q)
     logits = q if sinks is None else sinks
     _gqa_kernel[(tiles, kv_heads * splits, requests)](
         q, k_cache, v_cache, logits, part, part_lse,
@@ -205,7 +211,7 @@ def _gqa(
         _reduce_kernel[(tokens * heads,)](
             part, part_lse, logits, o, lse,
             HEADS=heads, HEAD_DIM=head_dim, SINKS=sinks is not None, SPLITS=splits,
-            BLOCK_S=triton.next_power_of_2(splits), BLOCK_D=block_d, **launch, num_warps=4,
+            BLOCK_S=next_power_of_2(splits), BLOCK_D=block_d, **launch, num_warps=4,
         )  # fmt: skip
     return o, lse
 
@@ -218,6 +224,29 @@ class TritonGQA:
 
     def __init__(self, cfg: GQAConfig, config: Mapping[str, int] | None = None) -> None:
         self.cfg, self.config = cfg, dict(config or {})
+        self._decodes = triton_decode.serves(cfg.group, cfg.dtype)
+        # What was decided for batches and query lengths that came before.
+        self._for_requests: dict[int, tuple[int, ...]] = {}
+        self._for_queries: dict[int, tuple[int, ...]] = {}
+
+    def _decode_numbers(self, requests: int) -> tuple[int, ...]:
+        found = self._for_requests.get(requests)
+        if found is None:
+            it = triton_decode.decode_config(self.cfg, requests)
+            if self.cfg.phase == "decode":
+                it |= self.config
+            found = self._for_requests[requests] = tuple(it[name] for name in triton_decode.NUMBERS)
+        return found
+
+    def _extend_numbers(self, max_query_len: int) -> tuple[int, ...]:
+        rows = next_power_of_2(max_query_len)
+        found = self._for_queries.get(rows)
+        if found is None:
+            it = tile_config(rows, self.cfg)
+            if self.cfg.phase == "extend":
+                it |= self.config
+            found = self._for_queries[rows] = tuple(it[name] for name in NUMBERS)
+        return found
 
     @staticmethod
     def candidates(cfg: GQAConfig, num_tokens: int) -> list[dict[str, int]]:
@@ -251,26 +280,19 @@ class TritonGQA:
         cfg = self.cfg
         window, softcap = cfg.window or 0, cfg.softcap or 0.0
         result: tuple[torch.Tensor, torch.Tensor]
-        if meta.is_decode and triton_decode.serves(cfg.group, cfg.dtype):
-            it = triton_decode.decode_config(cfg, q.shape[0])
-            if cfg.phase == "decode":
-                it |= self.config
+        if meta.is_decode and self._decodes:
             counters: triton_decode.Counters = meta.plan_of(
                 ("gqa", "triton", cfg.num_kv_heads), lambda step: triton_decode.Counters(step, cfg.num_kv_heads)
             )
             result = triton_decode.gqa_decode(
                 q, k_cache, v_cache, sinks, meta.page_table, meta.seq_lens, meta.starts, counters.done, meta.page_size,
-                meta.max_seq_len, cfg.softmax_scale, window, softcap,
-                it["BLOCK_N"], it["PROGRAMS"], it["MIN_KEYS"], it["MAX_KEYS"], it["num_warps"], it["num_stages"],
+                meta.max_seq_len, cfg.softmax_scale, window, softcap, *self._decode_numbers(q.shape[0]),
             )  # fmt: skip
             return result
-        it = tile_config(meta.max_query_len, cfg)
-        if cfg.phase == "extend":
-            it |= self.config
         result = _gqa(
             q, k_cache, v_cache, sinks, meta.page_table, meta.seq_lens, meta.starts, meta.cu_seqlens_q,
             meta.page_size, meta.max_query_len, meta.max_seq_len, cfg.softmax_scale, window, softcap,
-            it["BLOCK_M"], it["BLOCK_N"], it["num_warps"], it["num_stages"],
+            *self._extend_numbers(meta.max_query_len),
         )  # fmt: skip
         return result
 
@@ -294,7 +316,7 @@ def _build(
         {
             "HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": dim, "PAGE": page, "WINDOW": window,
             "SOFTCAP": softcap, "SINKS": sinks, "SPLITS": splits, "PDL": True,
-            "BLOCK_M": tile["BLOCK_M"], "BLOCK_N": tile["BLOCK_N"], "BLOCK_D": triton.next_power_of_2(dim),
+            "BLOCK_M": tile["BLOCK_M"], "BLOCK_N": tile["BLOCK_N"], "BLOCK_D": next_power_of_2(dim),
         },
         num_warps=tile["num_warps"], num_stages=tile["num_stages"], aligned=("q_token", "q_head"),
     )  # fmt: skip

@@ -12,6 +12,7 @@ every stage of the pipeline holds keys and values.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 import torch
 import triton
@@ -20,6 +21,7 @@ import triton.language as tl
 from fastlayers.attention.gqa.core import GQAConfig
 from fastlayers.attention.gqa.triton_softmax import LN2, LOG2E, add_sink
 from fastlayers.attention.meta import AttentionMeta
+from fastlayers.integers import next_power_of_2
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
@@ -246,6 +248,10 @@ def _combine_kernel(
         tl.store(o_ptr + target * HEAD_DIM + column, o, mask=column < HEAD_DIM)
 
 
+# Of a configuration, in the operator's order.
+NUMBERS = ("BLOCK_N", "PROGRAMS", "MIN_KEYS", "MAX_KEYS", "num_warps", "num_stages")
+
+
 def decode_config(cfg: GQAConfig, requests: int) -> dict[str, int]:
     """Return what decides about a batch without a tuned table.
 
@@ -299,8 +305,13 @@ def num_splits(tiles: int, keys: int, it: Mapping[str, int]) -> tuple[int, int]:
 
     From host bounds only, so that a captured grid serves every step.
     """
-    usual = max(1, min(it["PROGRAMS"] // tiles, -(-keys // it["MIN_KEYS"])))
-    balanced = min(-(-keys // it["MAX_KEYS"]), MANY // tiles, max(usual, FUSED_SPLITS))
+    return _splits(tiles, keys, it["PROGRAMS"], it["MIN_KEYS"], it["MAX_KEYS"])
+
+
+@lru_cache
+def _splits(tiles: int, keys: int, programs: int, min_keys: int, max_keys: int) -> tuple[int, int]:
+    usual = max(1, min(programs // tiles, -(-keys // min_keys)))
+    balanced = min(-(-keys // max_keys), MANY // tiles, max(usual, FUSED_SPLITS))
     return max(usual, balanced), usual
 
 
@@ -309,8 +320,9 @@ def one_page(page_size: int, block_n: int, window: int) -> bool:
     return page_size % block_n == 0 and not 0 < window <= 4 * block_n
 
 
+@lru_cache
 def _blocks(group: int, head_dim: int, splits: int) -> dict[str, int]:
-    power = triton.next_power_of_2
+    power = next_power_of_2
     return {
         "BLOCK_M": max(16, power(group)), "BLOCK_G": power(group), "BLOCK_D": max(16, power(head_dim)),
         "BLOCK_S": min(power(splits), FUSED_SPLITS),
@@ -362,8 +374,7 @@ def gqa_decode(
     if not requests:
         return o, lse
     keys = min(max_seq_len, window) if window else max_seq_len
-    bounds = {"PROGRAMS": programs, "MIN_KEYS": min_keys, "MAX_KEYS": max_keys}
-    splits, wanted = num_splits(requests * kv_heads, keys, bounds)
+    splits, wanted = _splits(requests * kv_heads, keys, programs, min_keys, max_keys)
     group, launch, logits = heads // kv_heads, dependent_launch(q), q if sinks is None else sinks
     part, part_lse = o, lse
     if splits > 1:
@@ -383,7 +394,7 @@ def gqa_decode(
         **shared, **blocks, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > FUSED_SPLITS:
-        at_once = min(triton.next_power_of_2(splits), 4096 // blocks["BLOCK_D"])
+        at_once = min(next_power_of_2(splits), 4096 // blocks["BLOCK_D"])
         _combine_kernel[(requests, heads)](
             part, part_lse, logits, o, lse, seq_lens, starts, splits, wanted,
             **shared, BLOCK_D=blocks["BLOCK_D"], BLOCK_S=at_once, num_warps=4,

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from fastlayers.attention.kv_write.layer import KVWriteConfig
+from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.operators import nothing, operator
 from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
@@ -63,7 +64,7 @@ def _kv_write(
     tokens, heads, head_dim = k.shape
     if tokens:
         each = tokens_of_program(tokens)
-        _kv_write_kernel[(triton.cdiv(tokens, each),)](
+        _kv_write_kernel[(cdiv(tokens, each),)](
             k, v, k_cache, v_cache, loc, tokens, k.stride(0), k.stride(1), v.stride(0), v.stride(1), heads,
             TOKENS=each, **_blocks(heads, head_dim, v.shape[-1]), **dependent_launch(k), num_warps=4,
         )  # fmt: skip
@@ -78,9 +79,9 @@ def _blocks(heads: int, head_dim: int, v_head_dim: int) -> dict[str, int]:
     return {
         "HEAD_DIM": head_dim,
         "V_HEAD_DIM": v_head_dim,
-        "BLOCK_HEADS": triton.next_power_of_2(heads),
-        "BLOCK_DIM": triton.next_power_of_2(head_dim),
-        "BLOCK_V_DIM": triton.next_power_of_2(v_head_dim),
+        "BLOCK_HEADS": next_power_of_2(heads),
+        "BLOCK_DIM": next_power_of_2(head_dim),
+        "BLOCK_V_DIM": next_power_of_2(v_head_dim),
     }
 
 

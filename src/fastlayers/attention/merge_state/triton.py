@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from fastlayers.attention.merge_state.layer import MergeStateConfig
+from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
@@ -79,12 +80,12 @@ def _merge_state(
     if o.numel():
         few = tokens * heads <= FEW
         rows = ROWS_OF_FEW if few else ROWS
-        _merge_state_kernel[(triton.cdiv(tokens * heads, rows),)](
+        _merge_state_kernel[(cdiv(tokens * heads, rows),)](
             o_a, lse_a, o_b, lse_b, o, lse, tokens * heads, heads,
             o_a.stride(0), o_a.stride(1), lse_a.stride(0), lse_a.stride(1),
             o_b.stride(0), o_b.stride(1), lse_b.stride(0), lse_b.stride(1),
             HEAD_DIM=head_dim, DENSE=all(x.stride(0) == heads * x.stride(1) for x in (o_a, lse_a, o_b, lse_b)),
-            EAGER=few, ROWS=rows, BLOCK=triton.next_power_of_2(head_dim), num_warps=2,
+            EAGER=few, ROWS=rows, BLOCK=next_power_of_2(head_dim), num_warps=2,
         )  # fmt: skip
     return o, lse
 
@@ -124,7 +125,7 @@ COMPILE = [
         },
         {
             "HEAD_DIM": head_dim, "DENSE": dense, "EAGER": few, "ROWS": ROWS_OF_FEW if few else ROWS,
-            "BLOCK": triton.next_power_of_2(head_dim),
+            "BLOCK": next_power_of_2(head_dim),
         },
         num_warps=2, aligned=("num_heads", *_STRIDES),
     )

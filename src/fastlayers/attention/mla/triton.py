@@ -32,6 +32,7 @@ from fastlayers.attention.mla.configs import (
 )
 from fastlayers.attention.mla.core import MLAConfig, Varlen
 from fastlayers.device import as_device
+from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
@@ -244,7 +245,7 @@ def rounded_to_e4m3(x: torch.Tensor) -> torch.Tensor:
     """Return a contiguous ``x`` in e4m3, clamped to ±448 (scale 1); for other backends' operators."""
     y = torch.empty_like(x, dtype=torch.float8_e4m3fn)
     launch = dependent_launch(x)
-    _to_e4m3_kernel[(triton.cdiv(x.numel(), E4M3_BLOCK),)](x, y, x.numel(), BLOCK=E4M3_BLOCK, num_warps=4, **launch)
+    _to_e4m3_kernel[(cdiv(x.numel(), E4M3_BLOCK),)](x, y, x.numel(), BLOCK=E4M3_BLOCK, num_warps=4, **launch)
     return y
 
 
@@ -271,7 +272,7 @@ def _decode(
         return o, lse
     rows_each, page_size = heads * max_query_len, cache.shape[1]
     config = tuned(decode_config(rows_each, q.dtype, cache.dtype, page_size), knobs, page_size)
-    row_blocks = triton.cdiv(rows_each, config.block_m)
+    row_blocks = cdiv(rows_each, config.block_m)
     sm_count = as_device(q.device).sm_count if q.is_cuda else NOMINAL_SM_COUNT
     splits = num_splits(requests * row_blocks, max_seq_len, config, sm_count)
     if splits == 1:
@@ -323,7 +324,7 @@ def _prefill(
     if max_query_len == 0:
         return o, lse
     config = tuned(prefill_config(q.dtype), knobs, 1)
-    grid = (triton.cdiv(max_query_len, config.block_m), heads, cu_q.shape[0] - 1)
+    grid = (cdiv(max_query_len, config.block_m), heads, cu_q.shape[0] - 1)
     _prefill_kernel[grid](
         q, k, v, o, lse, cu_q, cu_k,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), scale * LOG2_E,
@@ -336,7 +337,7 @@ def _prefill(
 
 def _block(size: int) -> int:
     """Return the block that holds ``size`` columns: a power of two that a matrix product accepts."""
-    return max(16, triton.next_power_of_2(size))
+    return max(16, next_power_of_2(size))
 
 
 class TritonMLA:
@@ -396,7 +397,7 @@ def _decode_build(heads: int, dtype: str, kv_dtype: str, queries: int, direct: b
         },
         {
             "HEADS": heads, "RANK": 512, "ROPE": 64, "PAGE": page,
-            "ROW_BLOCKS": triton.cdiv(heads * queries, config.block_m), "CAUSAL": queries > 1, "DIRECT": direct,
+            "ROW_BLOCKS": cdiv(heads * queries, config.block_m), "CAUSAL": queries > 1, "DIRECT": direct,
             "AHEAD": config.ahead, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
             "PDL": True,
         },

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from fastlayers.attention.kv_write.triton import to_cache
 from fastlayers.attention.mla_kv_write.layer import MLAKVWriteConfig
+from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.operators import nothing, operator
 from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
@@ -40,14 +40,14 @@ def _mla_kv_write(latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor,
     tokens = latent.shape[0]
     if tokens:
         each = 1 if tokens <= 1024 else 4
-        _mla_kv_write_kernel[(triton.cdiv(tokens, each),)](
+        _mla_kv_write_kernel[(cdiv(tokens, each),)](
             latent, rope, cache, loc, tokens, latent.stride(0), rope.stride(0), TOKENS=each,
             **_blocks(latent.shape[1], rope.shape[1]), **dependent_launch(latent), num_warps=2 if each == 1 else 4,
         )  # fmt: skip
 
 
 def _blocks(rank: int, rope: int) -> dict[str, int]:
-    powers = triton.next_power_of_2(rank), triton.next_power_of_2(rope)
+    powers = next_power_of_2(rank), next_power_of_2(rope)
     return {"RANK": rank, "ROPE": rope, "BLOCK_RANK": powers[0], "BLOCK_ROPE": powers[1]}
 
 

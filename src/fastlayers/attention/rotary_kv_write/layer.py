@@ -66,12 +66,17 @@ class RotaryKVWriteConfig:
             raise ArgumentError(NAME, "qk_norm", self.qk_norm, "an epsilon of 0 or more, and not with latent")
 
     def rows(self, keys: torch.Tensor, values: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the caches as views ``[slots, Hkv, D]`` and ``[slots, Hkv, V]``."""
-        if self.latent:
-            slots = keys.flatten(0, 1)
-            return slots[:, None, self.v_head_dim :], slots[:, None, : self.v_head_dim]
-        assert values is not None
-        return keys.flatten(0, 1), values.flatten(0, 1)
+        """Return the caches as views, see :func:`cache_rows`."""
+        assert self.latent or values is not None
+        return cache_rows(keys, None if self.latent else values, self.v_head_dim)
+
+
+def cache_rows(keys: torch.Tensor, values: torch.Tensor | None, v_head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return views ``[slots, Hkv, D]`` and ``[slots, Hkv, V]``; without ``values`` a row is [latent | rope]."""
+    if values is None:
+        slots = keys.flatten(0, 1)
+        return slots[:, None, v_head_dim:], slots[:, None, :v_head_dim]
+    return keys.flatten(0, 1), values.flatten(0, 1)
 
 
 _HERE = "fastlayers.attention.rotary_kv_write"
@@ -197,6 +202,29 @@ class RotaryKVWrite(Layer):
         Tensor ``[T, Hq, D]``
             The turned ``q``, a new tensor.
         """
+        if not self.trusted:
+            self._check(q, k, v, cos, sin, positions, cache, loc, q_weight, k_weight)
+        core = self.ladder.single or self.ladder.pick(q.shape[0])
+        try:
+            turned: torch.Tensor = core(q, k, v, cos, sin, positions, cache.keys, cache.values, loc, q_weight, k_weight)
+        except IndexError:  # on a CPU, where looking is free; before anything was written
+            _check_range(positions, cos.shape[0])
+            raise
+        return turned
+
+    def _check(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        positions: torch.Tensor,
+        cache: LayerCache,
+        loc: torch.Tensor,
+        q_weight: torch.Tensor | None,
+        k_weight: torch.Tensor | None,
+    ) -> None:
         cfg, wanted = self.cfg, (None, self.cfg.num_heads, self.cfg.head_dim)
         check_tensor(NAME, "q", q, shape=wanted, dtype=FLOATS, device=self.device_type, last_dim_contiguous=True)
         tokens, where = q.shape[0], q.device
@@ -219,14 +247,6 @@ class RotaryKVWrite(Layer):
                 check_tensor(NAME, name, weight, shape=(cfg.head_dim,), dtype=q.dtype, device=where, contiguous=True)
             elif weight is not None:
                 raise ArgumentError(NAME, name, describe(weight), "None without qk_norm")
-        try:
-            turned: torch.Tensor = self.ladder.pick(tokens)(
-                q, k, v, cos, sin, positions, cache.keys, cache.values, loc, q_weight, k_weight
-            )
-        except IndexError:  # on a CPU, where looking is free; before anything was written
-            _check_range(positions, cos.shape[0])
-            raise
-        return turned
 
     def _check_cache(self, cache: LayerCache, where: torch.device) -> None:
         cfg, dtype = self.cfg, self.cfg.kv_dtype

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
 from fastlayers.attention.kv_write.triton import to_cache
-from fastlayers.attention.rotary_kv_write.layer import RotaryKVWriteConfig
+from fastlayers.attention.rotary_kv_write.layer import RotaryKVWriteConfig, cache_rows
+from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
@@ -124,25 +127,30 @@ def _rotary_kv_write_kernel(
         tl.store(target, to_cache(v, v_cache_ptr.dtype.element_ty), mask=inside)
 
 
-def _blocks(cfg: RotaryKVWriteConfig) -> dict[str, int | bool]:
-    power = triton.next_power_of_2
-    rest = cfg.head_dim - cfg.rotary_dim
-    most = max(1, MAX_VALUES // power(cfg.head_dim))
-    heads, kv_heads = (min(most, power(count)) for count in (cfg.num_heads, cfg.num_kv_heads))
+@lru_cache
+def _blocks(
+    num_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: int, rotary_dim: int, interleaved_in: bool,
+    interleaved_out: bool, norm: bool,
+) -> dict[str, int | bool]:  # fmt: skip
+    """Return the constants of a launch."""
+    power = next_power_of_2
+    rest = head_dim - rotary_dim
+    most = max(1, MAX_VALUES // power(head_dim))
+    heads, kv_heads = (min(most, power(count)) for count in (num_heads, num_kv_heads))
     return {
-        "HEAD_DIM": cfg.head_dim,
-        "V_HEAD_DIM": cfg.v_head_dim,
-        "HALF": cfg.rotary_dim // 2,
+        "HEAD_DIM": head_dim,
+        "V_HEAD_DIM": v_head_dim,
+        "HALF": rotary_dim // 2,
         "REST": power(rest) if rest else 0,
-        "INTERLEAVED_IN": cfg.interleaved_in,
-        "INTERLEAVED_OUT": cfg.interleaved_out,
-        "NORM": cfg.qk_norm is not None,
+        "INTERLEAVED_IN": interleaved_in,
+        "INTERLEAVED_OUT": interleaved_out,
+        "NORM": norm,
         "BLOCK_HEADS": heads,
-        "Q_BLOCKS": triton.cdiv(cfg.num_heads, heads),
+        "Q_BLOCKS": cdiv(num_heads, heads),
         "BLOCK_KV_HEADS": kv_heads,
-        "KV_BLOCKS": triton.cdiv(cfg.num_kv_heads, kv_heads),
-        "BLOCK_HALF": power(cfg.rotary_dim // 2),
-        "BLOCK_V": power(cfg.v_head_dim),
+        "KV_BLOCKS": cdiv(num_kv_heads, kv_heads),
+        "BLOCK_HALF": power(rotary_dim // 2),
+        "BLOCK_V": power(v_head_dim),
     }
 
 
@@ -168,22 +176,12 @@ def _rotary_kv_write(
     rotary_dim: int, interleaved_in: bool, interleaved_out: bool,
 ) -> torch.Tensor:  # fmt: skip
     (tokens, heads, head_dim), (kv_heads, v_head_dim) = q.shape, v.shape[1:]
-    cfg = RotaryKVWriteConfig(
-        heads,
-        kv_heads,
-        head_dim,
-        v_head_dim,
-        rotary_dim,
-        interleaved_in,
-        interleaved_out,
-        values is None,
-        keys.dtype,
-        eps,
-    )
     q_out = q.new_empty(q.shape)
     if tokens:
-        blocks = _blocks(cfg)
-        k_slots, v_slots = cfg.rows(keys, values)
+        blocks = _blocks(
+            heads, kv_heads, head_dim, v_head_dim, rotary_dim, interleaved_in, interleaved_out, eps is not None
+        )
+        k_slots, v_slots = cache_rows(keys, values, v_head_dim)
         _rotary_kv_write_kernel[(tokens * (blocks["Q_BLOCKS"] + blocks["KV_BLOCKS"]),)](
             q, k, v, cos, sin, positions, q_out, k_slots, v_slots, loc,
             cos if q_weight is None else q_weight, cos if k_weight is None else k_weight,
@@ -237,7 +235,19 @@ COMPILE = [
             **dict.fromkeys(("max_position", "heads", "kv_heads"), "i32"),
             "eps": "fp32",
         },
-        {**_blocks(cfg), "PDL": True},
+        {
+            **_blocks(
+                cfg.num_heads,
+                cfg.num_kv_heads,
+                cfg.head_dim,
+                cfg.v_head_dim,
+                cfg.rotary_dim,
+                cfg.interleaved_in,
+                cfg.interleaved_out,
+                cfg.qk_norm is not None,
+            ),
+            "PDL": True,
+        },
         num_warps=4,
         aligned=_STRIDES,
     )

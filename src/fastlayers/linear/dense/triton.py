@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 
+from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.linear.dense.layer import LinearConfig
 from fastlayers.linear.triton_gemm import TARGET_PROGRAMS, Tile, add_splits_kernel, tile_for, tile_origin
 from fastlayers.operators import operator
@@ -97,9 +97,9 @@ def rule(rows: int, n: int, k: int, dtype: torch.dtype) -> dict[str, int]:
     few = n <= 1024 and rows <= MAX_VECTOR_ROWS
     if few or (rows == 1 and n * k < 1 << 27) or (dtype == torch.float32 and rows <= MAX_VECTOR_ROWS):
         outputs, depth = (2, 2048) if few and rows == 1 else (2, 1024) if rows > 1 else (4, 1024 if k < 4096 else 512)
-        return {"VECTOR": 1, "BLOCK_N": outputs, "BLOCK_K": min(depth, triton.next_power_of_2(k)), "num_warps": 4}
+        return {"VECTOR": 1, "BLOCK_N": outputs, "BLOCK_K": min(depth, next_power_of_2(k)), "num_warps": 4}
     depth, stages = (32, 0) if dtype == torch.float32 else (128, 4) if rows <= 32 else (64, 0)
-    tile = tile_for(rows, n, triton.cdiv(k, depth))
+    tile = tile_for(rows, n, cdiv(k, depth))
     return {
         "VECTOR": 0, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": depth, "SPLITS": tile.splits,
         "num_warps": tile.warps, "num_stages": stages or tile.stages,
@@ -120,7 +120,7 @@ def candidates(cfg: LinearConfig, num_tokens: int) -> list[dict[str, int]]:
 
 
 def _matrix_candidates(cfg: LinearConfig, rows: int) -> list[dict[str, int]]:
-    m = max(16, min(128, triton.next_power_of_2(rows)))
+    m = max(16, min(128, next_power_of_2(rows)))
     shapes = (
         ((m, 16, 256, 4, 4), (m, 32, 128, 4, 5), (m, 32, 256, 4, 4), (m, 64, 128, 4, 4), (m, 128, 64, 4, 4))
         if rows <= 64
@@ -128,7 +128,7 @@ def _matrix_candidates(cfg: LinearConfig, rows: int) -> list[dict[str, int]]:
     )
     found = []
     for m, n, k, warps, stages in shapes:
-        tiles = triton.cdiv(rows, m) * triton.cdiv(cfg.out_features, n)
+        tiles = cdiv(rows, m) * cdiv(cfg.out_features, n)
         for splits in (1, 2, 4, 8) if rows <= 64 else (1,):
             if splits == 1 or (tiles * splits <= 4 * TARGET_PROGRAMS and cfg.in_features >= splits * k * 2):
                 found.append({
@@ -162,9 +162,9 @@ def _linear(
     launch = dependent_launch(x)
     arguments = (m, n, k, x.stride(0), weight.stride(0))
     if c["VECTOR"]:
-        _vector_kernel[(triton.cdiv(n, c["BLOCK_N"]),)](
+        _vector_kernel[(cdiv(n, c["BLOCK_N"]),)](
             x, weight, y if bias is None else bias, y, *arguments,
-            HAS_BIAS=bias is not None, EVEN_K=k % c["BLOCK_K"] == 0, ROWS=triton.next_power_of_2(m),
+            HAS_BIAS=bias is not None, EVEN_K=k % c["BLOCK_K"] == 0, ROWS=next_power_of_2(m),
             BLOCK_N=c["BLOCK_N"], BLOCK_K=c["BLOCK_K"], num_warps=c["num_warps"], **launch,
         )  # fmt: skip
         return y
@@ -176,7 +176,7 @@ def _linear(
         BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=c["BLOCK_K"], num_warps=tile.warps, num_stages=tile.stages, **launch,
     )  # fmt: skip
     if tile.splits > 1:
-        add_splits_kernel[(m, triton.cdiv(n, 1024))](
+        add_splits_kernel[(m, cdiv(n, 1024))](
             target, y if bias is None else bias, y, m, n,
             SPLITS=tile.splits, HAS_BIAS=bias is not None, ROUND_BEFORE_BIAS=False, BLOCK=1024, **launch,
         )  # fmt: skip
@@ -202,7 +202,7 @@ def _build(m: int, n: int, k: int, dtype: str, config: dict[str, int]) -> Kernel
     vector, splits = config["VECTOR"], config.get("SPLITS", 1)
     constexprs: dict[str, Any] = {"HAS_BIAS": True, "EVEN_K": k % config["BLOCK_K"] == 0, "PDL": True}
     if vector:
-        constexprs |= {"ROWS": triton.next_power_of_2(m)}
+        constexprs |= {"ROWS": next_power_of_2(m)}
     else:
         constexprs |= {"SPLITS": splits, "BLOCK_M": config["BLOCK_M"]}
     constexprs |= {name: config[name] for name in ("BLOCK_N", "BLOCK_K")}

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.moe.align.layer import MoEAlignConfig, num_blocks
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import kernel
@@ -146,19 +147,19 @@ def moe_align(topk_ids: torch.Tensor, experts: int, block: int) -> tuple[torch.T
     if pairs == 0:
         return sorted_ids, expert_ids, torch.zeros(1, dtype=torch.int32, device=device)
     total = torch.empty(1, dtype=torch.int32, device=device)
-    launch, block_e = dependent_launch(ids), triton.next_power_of_2(experts + 1)
+    launch, block_e = dependent_launch(ids), next_power_of_2(experts + 1)
     if pairs <= FEW:
-        chunk = max(32, triton.next_power_of_2(pairs))
+        chunk = max(32, next_power_of_2(pairs))
         _few_kernel[(experts,)](
             ids, sorted_ids, expert_ids, total, pairs, experts,
             BLOCK=block, CHUNK=chunk, BLOCK_E=block_e, num_warps=max(1, chunk // 256), **launch,
         )  # fmt: skip
         return sorted_ids, expert_ids, total
-    chunk = max(MIN_CHUNK, min(MAX_CHUNK, triton.next_power_of_2(triton.cdiv(pairs, SPLITS))))
-    span, warps = triton.cdiv(triton.cdiv(pairs, SPLITS), chunk) * chunk, min(8, chunk // 256)
+    chunk = max(MIN_CHUNK, min(MAX_CHUNK, next_power_of_2(cdiv(pairs, SPLITS))))
+    span, warps = cdiv(cdiv(pairs, SPLITS), chunk) * chunk, min(8, chunk // 256)
     counts, grid = (
         torch.empty(SPLITS, experts, dtype=torch.int32, device=device),
-        (triton.cdiv(experts, EXPERTS), SPLITS),
+        (cdiv(experts, EXPERTS), SPLITS),
     )
     _count_kernel[grid](
         ids, counts, pairs, span, experts, EXPERTS=EXPERTS, CHUNK=chunk, num_warps=warps, **launch,
@@ -188,7 +189,7 @@ COMPILE = [
         f"moe_align_few_{experts}_{block}_{chunk}",
         _few_kernel,
         {**_POINTERS, "num_pairs": "i32", "num_experts": "i32"},
-        {"BLOCK": block, "CHUNK": chunk, "BLOCK_E": triton.next_power_of_2(experts + 1), "PDL": True},
+        {"BLOCK": block, "CHUNK": chunk, "BLOCK_E": next_power_of_2(experts + 1), "PDL": True},
         num_warps=max(1, chunk // 256),
     )
     for experts, block, chunk in ((257, 16, 32), (257, 16, 1024), (128, 16, 512))
@@ -211,7 +212,7 @@ COMPILE += [
         _MANY,
         {
             "EXPERTS": EXPERTS, "SPLITS": SPLITS, "BLOCK": block, "CHUNK": chunk,
-            "BLOCK_E": triton.next_power_of_2(experts + 1), "PDL": True,
+            "BLOCK_E": next_power_of_2(experts + 1), "PDL": True,
         },
         num_warps=min(8, chunk // 256),
     )

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import triton
 
+from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.moe.align.triton import moe_align
 from fastlayers.moe.fused_moe import configs, kernels
 from fastlayers.moe.fused_moe.configs import MAX_TOKENS, Plan, plan_for
@@ -35,9 +35,9 @@ def _extend(
         return weights.contiguous(), ids.contiguous()
     out_weights = torch.empty(tokens, top_k + shared, dtype=torch.float32, device=ids.device)
     out_ids = torch.empty(tokens, top_k + shared, dtype=torch.int32, device=ids.device)
-    kernels.append_shared_kernel[(triton.cdiv(tokens, 32),)](
+    kernels.append_shared_kernel[(cdiv(tokens, 32),)](
         weights.contiguous(), ids.contiguous(), out_weights, out_ids, tokens, 1.0 / factor,
-        EXPERTS=experts, TOP_K=top_k, SHARED=shared, BLOCK_T=32, BLOCK_K=triton.next_power_of_2(top_k + shared),
+        EXPERTS=experts, TOP_K=top_k, SHARED=shared, BLOCK_T=32, BLOCK_K=next_power_of_2(top_k + shared),
         num_warps=1, **dependent_launch(weights),
     )  # fmt: skip
     return out_weights, out_ids
@@ -49,12 +49,12 @@ def _quantize(
     """Return codes ``[R, K]`` and scales ``[R, groups]``; with ``ids`` (one a row) dropped rows are skipped."""
     rows, width = x.shape
     fp8 = quant == "fp8_block"
-    block = GROUP if fp8 else triton.next_power_of_2(width)
-    groups = triton.cdiv(width, block)
+    block = GROUP if fp8 else next_power_of_2(width)
+    groups = cdiv(width, block)
     q = torch.empty(rows, width, dtype=CODES[quant], device=x.device)
     s = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
     parts, warps = _parts(rows * groups, block)
-    kernels.quantize_rows_kernel[(triton.cdiv(rows * groups, parts),)](
+    kernels.quantize_rows_kernel[(cdiv(rows * groups, parts),)](
         x, x if ids is None else ids, q, s, rows * groups, groups, x.stride(0), q.stride(0), width, experts, EPS,
         SKIP=ids is not None, MAX=448.0 if fp8 else 127.0, UE8M0=ue8m0, INT8=not fp8, PARTS=parts, BLOCK=block,
         num_warps=warps, **dependent_launch(x),
@@ -80,12 +80,12 @@ def _gate_up(
     fused = quant == "fp8_block" and tile.n == GROUP
     if fused:
         out = torch.empty(pairs, inner, dtype=CODES[quant], device=x.device)
-        out_scale = torch.empty(pairs, triton.cdiv(inner, GROUP), dtype=torch.float32, device=x.device)
+        out_scale = torch.empty(pairs, cdiv(inner, GROUP), dtype=torch.float32, device=x.device)
     else:
         # fp32 until it is quantised, so that the codes are those of the exact sums.
         out = torch.empty(pairs, inner, dtype=x.dtype if quant == "none" else torch.float32, device=x.device)
         out_scale = scale
-    kernels.gate_up_kernel[(blocks * triton.cdiv(inner, tile.n),)](
+    kernels.gate_up_kernel[(blocks * cdiv(inner, tile.n),)](
         x, scale, packed.w13, scale if packed.w13_scale is None else packed.w13_scale,
         scale if packed.w13_bias is None else packed.w13_bias, out, out_scale, sorted_ids, expert_ids, total,
         pairs, blocks, hidden, inner, x.stride(0), out.stride(0), alpha, limit, EPS,
@@ -127,7 +127,7 @@ def _round(
     )  # fmt: skip
     partial = torch.empty(pairs, hidden, dtype=torch.float32, device=x.device)
     blocks = expert_ids.shape[0]
-    kernels.down_kernel[(blocks * triton.cdiv(hidden, second.n),)](
+    kernels.down_kernel[(blocks * cdiv(hidden, second.n),)](
         inner_rows, inner_scale, packed.w2, weights if packed.w2_scale is None else packed.w2_scale,
         weights if packed.w2_bias is None else packed.w2_bias, weights, partial, sorted_ids, expert_ids, total,
         pairs, blocks, hidden, inner, inner_rows.stride(0),
@@ -143,8 +143,8 @@ def _reduce(
 ) -> None:
     """Write the sums of each token's pairs to ``y``."""
     (tokens, hidden), per_token = y.shape, ids.shape[1]
-    block = min(256 if tokens <= 64 else 1024, triton.next_power_of_2(hidden))
-    kernels.reduce_kernel[(tokens, triton.cdiv(hidden, block))](
+    block = min(256 if tokens <= 64 else 1024, next_power_of_2(hidden))
+    kernels.reduce_kernel[(tokens, cdiv(hidden, block))](
         partial, ids, y, hidden, experts, factor, PER_TOKEN=per_token, SPLITS=splits, BLOCK=block,
         num_warps=max(1, block // 256), **dependent_launch(y),
     )  # fmt: skip

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.moe.fused_moe.configs import Plan, Tile
 from fastlayers.moe.fused_moe.kernels import activation_of
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
@@ -222,7 +223,7 @@ class _Route:
 
     def constants(self) -> dict[str, int]:
         top_k = self.ids.shape[1]
-        return {"TOP_K": top_k, "SHARED": self.shared, "SPAN": triton.next_power_of_2(top_k)}
+        return {"TOP_K": top_k, "SHARED": self.shared, "SPAN": next_power_of_2(top_k)}
 
 
 def _product(
@@ -235,7 +236,7 @@ def _product(
     paired = first and out.dim() == 2
     parts = 1 if interleaved and not paired else halves
     span = tile.n // 2 if paired else tile.n
-    tiles = triton.cdiv(rows // parts, span) * (1 if paired else parts)
+    tiles = cdiv(rows // parts, span) * (1 if paired else parts)
     pair_product_kernel[(tiles, route.pairs, splits)](
         x, scale, w, scale if w_scale is None else w_scale, scale if bias is None else bias, route.weights, route.ids,
         out, route.routed, rows // parts, columns, x.stride(0), alpha, limit, 1.0 / factor,
@@ -268,8 +269,8 @@ def direct_experts(
         wide, 2, alpha, limit, oai, interleaved, factor,
     )  # fmt: skip
     if not paired:
-        block = triton.next_power_of_2(inner) if quant == "int8" else GROUP
-        groups = triton.cdiv(inner, block)
+        block = next_power_of_2(inner) if quant == "int8" else GROUP
+        groups = cdiv(inner, block)
         if quant != "none":
             a_scale = torch.empty(pairs, groups, dtype=torch.float32, device=x.device)
         pair_activate_kernel[(groups, pairs)](
@@ -282,8 +283,8 @@ def direct_experts(
         a, a_scale, packed.w2, packed.w2_scale, packed.w2_bias, route, partial, plan.second, plan.splits,
         quant, wide, 1, alpha, limit, oai, False, factor,
     )  # fmt: skip
-    width = min(256, triton.next_power_of_2(hidden))
-    pair_sum_kernel[(y.shape[0], triton.cdiv(hidden, width))](
+    width = min(256, next_power_of_2(hidden))
+    pair_sum_kernel[(y.shape[0], cdiv(hidden, width))](
         partial, ids, y, hidden, route.routed, factor, **constants, SPLITS=plan.splits, BLOCK=width,
         num_warps=max(1, width // 128), **dependent_launch(x),
     )  # fmt: skip
@@ -297,8 +298,8 @@ def _builds(name: str, cfg: FusedMoEConfig, plan: Plan) -> list[KernelBuild]:
     pointers |= {"weights_ptr": "*fp32", "ids_ptr": "*i32"}
     numbers = {"num_routed": "i32", "N": "i32", "K": "i32", "x_stride": "i32"}
     numbers |= {"alpha": "fp32", "limit": "fp32", "shared_weight": "fp32"}
-    pairs = {"TOP_K": cfg.top_k, "SHARED": cfg.num_shared, "SPAN": triton.next_power_of_2(cfg.top_k)}
-    block = triton.next_power_of_2(cfg.intermediate_size) if cfg.quant == "int8" else GROUP
+    pairs = {"TOP_K": cfg.top_k, "SHARED": cfg.num_shared, "SPAN": next_power_of_2(cfg.top_k)}
+    block = next_power_of_2(cfg.intermediate_size) if cfg.quant == "int8" else GROUP
 
     def product(which: int, tile: Tile, splits: int) -> KernelBuild:
         fused = paired and which == 0

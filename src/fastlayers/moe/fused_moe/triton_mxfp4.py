@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.moe.align.triton import moe_align
 from fastlayers.moe.fused_moe.configs import Plan, Tile, plan_for
 from fastlayers.moe.fused_moe.kernels import (
@@ -258,12 +259,12 @@ def mxfp4_experts(
         sorted_ids, expert_ids, total = moe_align(ids, experts, height)
         blocks = expert_ids.shape[0]
     split = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    width = min(1024, triton.next_power_of_2(hidden // 2))
-    split_kernel[(x.shape[0], triton.cdiv(hidden // 2, width))](
+    width = min(1024, next_power_of_2(hidden // 2))
+    split_kernel[(x.shape[0], cdiv(hidden // 2, width))](
         x, split, x.stride(0), hidden // 2, BLOCK=width, **dependent_launch(x)
     )  # fmt: skip
     inner_rows = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
-    mxfp4_gate_up_kernel[(blocks * triton.cdiv(inner, first.n),)](
+    mxfp4_gate_up_kernel[(blocks * cdiv(inner, first.n),)](
         split, packed.w13, packed.w13_scale, weights if packed.w13_bias is None else packed.w13_bias, inner_rows,
         sorted_ids, expert_ids, total, pairs, blocks, experts, hidden // GROUP, inner, alpha, limit,
         PER_TOKEN=ids.shape[1], OAI=oai, HAS_BIAS=packed.w13_bias is not None, INTERLEAVED=interleaved,
@@ -272,7 +273,7 @@ def mxfp4_experts(
     )  # fmt: skip
     splits = plan.splits
     partial = torch.empty(pairs, splits, hidden, dtype=torch.float32, device=x.device)
-    mxfp4_down_kernel[(blocks * triton.cdiv(hidden, second.n), splits)](
+    mxfp4_down_kernel[(blocks * cdiv(hidden, second.n), splits)](
         inner_rows, packed.w2, packed.w2_scale, weights if packed.w2_bias is None else packed.w2_bias, weights,
         partial, sorted_ids, expert_ids, total, pairs, blocks, experts, hidden, inner // GROUP,
         HAS_BIAS=packed.w2_bias is not None, DIRECT=direct, LINES=_lines(inner), BAND=plan.band,
@@ -289,7 +290,7 @@ def _even(columns: int, step: int, splits: int) -> bool:
 
 def _lines(columns: int) -> int:
     """Return how many lines of 128 bytes hold a row of codes: a power of two."""
-    return triton.next_power_of_2(triton.cdiv(columns, 256))
+    return next_power_of_2(cdiv(columns, 256))
 
 
 def _builds(name: str, cfg: FusedMoEConfig, tokens: int, code: str) -> list[KernelBuild]:

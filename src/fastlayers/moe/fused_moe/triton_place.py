@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.moe.align.layer import num_blocks
 from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
@@ -283,13 +284,13 @@ def place(
     )  # fmt: skip
     static = {
         "EXPERTS": experts, "TOP_K": top_k, "SHARED": shared, "ALIGN": align, "HAS_TOKENS": token_of is not None,
-        "HAS_SIZES": problem is not None, "BLOCK_K": triton.next_power_of_2(top_k),
-        "BLOCK_E": triton.next_power_of_2(every + 1),
+        "HAS_SIZES": problem is not None, "BLOCK_K": next_power_of_2(top_k),
+        "BLOCK_E": next_power_of_2(every + 1),
     }  # fmt: skip
     if capacity is None and tokens * top_k > COUNT_ALONE:
         _place_chunks(ids, outputs, hidden, inner, static)
     else:
-        step = min(1024 // static["BLOCK_K"], triton.next_power_of_2(tokens))
+        step = min(1024 // static["BLOCK_K"], next_power_of_2(tokens))
         place_kernel[(every,)](
             ids, *outputs, tokens, total, hidden, inner, **static, MASKED=capacity is not None, TOKENS=step,
             num_warps=_warps(step * static["BLOCK_K"]),
@@ -303,11 +304,11 @@ def _place_chunks(
     """Count chunks of the tokens, add up, place: three launches, whose work does not grow with the experts."""
     tokens, every = ids.shape[0], static["EXPERTS"] + static["SHARED"]
     step = max(1, CHUNK // static["BLOCK_K"])
-    chunks = triton.cdiv(tokens, step)
+    chunks = cdiv(tokens, step)
     counts = torch.empty(chunks, static["BLOCK_E"], dtype=torch.int32, device=ids.device)
     counting = {name: static[name] for name in ("EXPERTS", "TOP_K", "SHARED", "BLOCK_K", "BLOCK_E")}
     chunk_kernel[(chunks,)](ids, counts, tokens, **counting, TOKENS=step, num_warps=2)
-    prefix_kernel[(triton.cdiv(every, PREFIX_EXPERTS),)](
+    prefix_kernel[(cdiv(every, PREFIX_EXPERTS),)](
         counts, outputs[0], chunks, ALL=every, BLOCK_E=static["BLOCK_E"], STEP=PREFIX_STEP, WIDE=PREFIX_EXPERTS
     )
     place_chunk_kernel[(chunks,)](ids, counts, *outputs, tokens, hidden, inner, **static, TOKENS=step, num_warps=4)

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
 from fastlayers.moe.fused_moe.triton_place import Rows
 from fastlayers.moe.fused_moe.weights import EPS, GROUP
@@ -139,11 +140,11 @@ def scatter(x: torch.Tensor, rows: Rows, quant: str, ue8m0: bool, layout: int) -
     ``[E, capacity, D/128]``.
     """
     (tokens, width), fp8 = x.shape, quant == "fp8_block"
-    groups = triton.cdiv(width, GROUP)
+    groups = cdiv(width, GROUP)
     q = torch.empty(rows.total, width, dtype=torch.float8_e4m3fn if fp8 else x.dtype, device=x.device)
     s, stride = _scales(rows, groups, layout) if fp8 else (q, 0)
-    each = min(8, triton.next_power_of_2(groups))
-    scatter_kernel[(tokens, triton.cdiv(groups, each))](
+    each = min(8, next_power_of_2(groups))
+    scatter_kernel[(tokens, cdiv(groups, each))](
         x, rows.row_of, q, s, x.stride(0), width, groups, stride, EPS,
         PAIRS=rows.row_of.shape[0] // tokens, QUANT=fp8, UE8M0=ue8m0, LAYOUT=2 * layout if rows.masked else layout,
         GROUPS=each, num_warps=max(1, each // 2),
@@ -156,11 +157,11 @@ def activate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the activation of the first product ``[rows, 2I]`` and its scales, as :func:`scatter` does."""
     inner, fp8 = h.shape[1] // 2, cfg.quant == "fp8_block"
-    groups = triton.cdiv(inner, GROUP)
+    groups = cdiv(inner, GROUP)
     a = torch.empty(rows.total, inner, dtype=torch.float8_e4m3fn if fp8 else h.dtype, device=h.device)
     s, stride = _scales(rows, groups, layout) if fp8 else (a, 0)
-    each = min(8, triton.next_power_of_2(groups))
-    activate_kernel[(rows.row_of.shape[0], triton.cdiv(groups, each))](
+    each = min(8, next_power_of_2(groups))
+    activate_kernel[(rows.row_of.shape[0], cdiv(groups, each))](
         h, rows.row_of, ids, h if bias is None else bias, a, s, inner, groups, stride, cfg.alpha, cfg.limit, EPS,
         PAIRS=cfg.pairs_per_token, QUANT=fp8, UE8M0=cfg.scale_fmt == "ue8m0",
         LAYOUT=2 * layout if rows.masked else layout, OAI=cfg.activation == "swiglu_oai", HAS_BIAS=bias is not None,
@@ -175,8 +176,8 @@ def combine(
 ) -> None:  # fmt: skip
     """Write the weighted sums of the second product's rows ``[rows, D]`` to ``y`` ``[T, D]``."""
     tokens, hidden = y.shape
-    block = min(1024, triton.next_power_of_2(hidden))
-    combine_kernel[(tokens, triton.cdiv(hidden, block))](
+    block = min(1024, next_power_of_2(hidden))
+    combine_kernel[(tokens, cdiv(hidden, block))](
         o, rows.row_of, weights, ids, o if bias is None else bias, y, hidden, factor,
         TOP_K=ids.shape[1], SHARED=shared, HAS_BIAS=bias is not None, BLOCK=block, num_warps=max(1, block // 256),
     )  # fmt: skip

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from fastlayers.errors import ArgumentError
+from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.moe.align.triton import moe_align
 from fastlayers.moe.fused_moe.configs import MAX_TOKENS
 from fastlayers.moe.fused_moe.kernels import activation_of, block_is_empty, reduce_kernel
@@ -219,17 +220,15 @@ def _experts(
     """Return the weighted rows of all pairs, fp32 ``[T*k, D]``; those of dropped pairs are not written."""
     hidden, pairs, direct = x.shape[1], ids.numel(), plan.tokens == 0
     ordered = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    width = min(1024, triton.next_power_of_2(hidden))
-    order_kernel[(x.shape[0], triton.cdiv(hidden, width))](
-        x, ordered, x.stride(0), hidden, BLOCK=width, **dependent_launch(x)
-    )
+    width = min(1024, next_power_of_2(hidden))
+    order_kernel[(x.shape[0], cdiv(hidden, width))](x, ordered, x.stride(0), hidden, BLOCK=width, **dependent_launch(x))
     sorted_ids, expert_ids, total, blocks = ids, ids, ids, pairs
     if not direct:
         sorted_ids, expert_ids, total = moe_align(ids, experts, plan.tokens)
         blocks = expert_ids.shape[0]
     inner_rows = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
     wide = plan.tokens == 16
-    swizzled_gate_up_kernel[(blocks * triton.cdiv(2 * inner, 16 * plan.r1),)](
+    swizzled_gate_up_kernel[(blocks * cdiv(2 * inner, 16 * plan.r1),)](
         ordered.view(torch.int32), packed.w13.mT.view(torch.int32), packed.w13_scale.mT,
         weights if packed.w13_bias is None else packed.w13_bias, inner_rows, sorted_ids, expert_ids, total, pairs,
         experts, alpha, limit, PER_TOKEN=ids.shape[1], HIDDEN=hidden, INNER=inner,
@@ -237,7 +236,7 @@ def _experts(
         ASYNC=not plan.l1, num_warps=plan.w1, **dependent_launch(x),
     )  # fmt: skip
     partial = torch.empty(pairs, hidden, dtype=torch.float32, device=x.device)
-    swizzled_down_kernel[(blocks * triton.cdiv(hidden, 16 * plan.r2),)](
+    swizzled_down_kernel[(blocks * cdiv(hidden, 16 * plan.r2),)](
         inner_rows.view(torch.int32), packed.w2.mT.view(torch.int32), packed.w2_scale.mT,
         weights if packed.w2_bias is None else packed.w2_bias, weights, partial, sorted_ids, expert_ids, total,
         pairs, experts, HIDDEN=hidden, INNER=inner, HAS_BIAS=packed.w2_bias is not None, DIRECT=direct,
@@ -249,8 +248,8 @@ def _experts(
 
 def _reduce(partial: torch.Tensor, ids: torch.Tensor, y: torch.Tensor, experts: int, factor: float) -> None:
     (tokens, hidden), per_token = y.shape, ids.shape[1]
-    block = min(256 if tokens <= 64 else 1024, triton.next_power_of_2(hidden))
-    reduce_kernel[(tokens, triton.cdiv(hidden, block))](
+    block = min(256 if tokens <= 64 else 1024, next_power_of_2(hidden))
+    reduce_kernel[(tokens, cdiv(hidden, block))](
         partial, ids, y, hidden, experts, factor, PER_TOKEN=per_token, SPLITS=1, BLOCK=block,
         num_warps=max(1, block // 256), **dependent_launch(y),
     )  # fmt: skip

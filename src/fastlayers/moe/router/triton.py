@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.moe.router.layer import GROUP_SCORES, MASKED_SCORES, SCORINGS, WEIGHTS_DTYPES, RouterConfig
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import kernel
@@ -67,9 +68,9 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     x = x if x.stride(-1) == 1 else x.contiguous()
     z = _fake_logits(x, weight, bias, wide)
     if tokens:
-        block_d, each = triton.next_power_of_2(hidden), 1 if tokens <= 4 else 4
+        block_d, each = next_power_of_2(hidden), 1 if tokens <= 4 else 4
         block_e = 1 if block_d >= 4096 else 2
-        _logits_kernel[(triton.cdiv(experts, block_e), triton.cdiv(tokens, each))](
+        _logits_kernel[(cdiv(experts, block_e), cdiv(tokens, each))](
             x, weight, x if bias is None else bias, z, tokens, hidden, experts, x.stride(0),
             HAS_BIAS=bias is not None, TOKENS=each, BLOCK_E=block_e, BLOCK_D=block_d, num_warps=4,
             **dependent_launch(x),
@@ -198,7 +199,7 @@ def _router(
     ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     size = experts // groups
-    block_g, block_s = triton.next_power_of_2(groups), triton.next_power_of_2(size)
+    block_g, block_s = next_power_of_2(groups), next_power_of_2(size)
     if tokens:
         _router_kernel[(tokens,)](
             logits, logits if bias is None else bias, ids if num_valid is None else num_valid, weights, ids,
@@ -206,7 +207,7 @@ def _router(
             GROUPS=groups, GROUP_SIZE=size, TOPK_GROUPS=topk_groups, TOP_K=top_k, SCORING=scoring, TOP2=top2,
             MASK_ZERO=mask_zero, HAS_BIAS=bias is not None, HAS_VALID=num_valid is not None,
             RENORMALIZE=renormalize, ROUND=rounded,
-            BLOCK_G=block_g, BLOCK_S=block_s, BLOCK_K=triton.next_power_of_2(top_k),
+            BLOCK_G=block_g, BLOCK_S=block_s, BLOCK_K=next_power_of_2(top_k),
             num_warps=1 if block_g * block_s <= 512 else 4, **dependent_launch(logits),
         )  # fmt: skip
     return weights, ids
@@ -256,10 +257,10 @@ def _build(
             "GROUPS": groups, "GROUP_SIZE": size, "TOPK_GROUPS": topk_groups, "TOP_K": top_k,
             "SCORING": scoring, "TOP2": True, "MASK_ZERO": False, "HAS_BIAS": has_bias, "HAS_VALID": True,
             "RENORMALIZE": True, "ROUND": 0 if dtype == "fp32" else 1,
-            "BLOCK_G": triton.next_power_of_2(groups), "BLOCK_S": triton.next_power_of_2(size),
-            "BLOCK_K": triton.next_power_of_2(top_k), "PDL": True,
+            "BLOCK_G": next_power_of_2(groups), "BLOCK_S": next_power_of_2(size),
+            "BLOCK_K": next_power_of_2(top_k), "PDL": True,
         },
-        num_warps=1 if triton.next_power_of_2(groups) * triton.next_power_of_2(size) <= 512 else 4,
+        num_warps=1 if next_power_of_2(groups) * next_power_of_2(size) <= 512 else 4,
     )  # fmt: skip
 
 
@@ -279,7 +280,7 @@ COMPILE += [
         },
         {
             "HAS_BIAS": True, "TOKENS": each, "BLOCK_E": 1 if hidden >= 4096 else 2,
-            "BLOCK_D": triton.next_power_of_2(hidden), "PDL": True,
+            "BLOCK_D": next_power_of_2(hidden), "PDL": True,
         },
         aligned=("D", "E", "x_stride"),
     )

@@ -144,6 +144,13 @@ class RMSNorm(Layer):
             ``y``; with a residual also the new residual ``x + residual``. Both are new tensors.
         """
         weight, size = self.weight, self.cfg.hidden_size
+        if not self.trusted:
+            self._check(x, residual, weight)
+        y, new_residual = (self.ladder.single or self.ladder.pick(x.numel() // size))(x, weight, residual)
+        return y if residual is None else (y, new_residual)
+
+    def _check(self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor) -> None:
+        size = self.cfg.hidden_size
         check_tensor("RMSNorm", "x", x, dtype=weight.dtype, device=weight.device, last_dim_contiguous=True)
         check_tensor("RMSNorm", "x", x, shape=(*x.shape[:-1], size))
         if residual is not None:
@@ -151,5 +158,3 @@ class RMSNorm(Layer):
                 "RMSNorm", "residual", residual, shape=tuple(x.shape), dtype=x.dtype, device=x.device,
                 last_dim_contiguous=True,
             )  # fmt: skip
-        y, new_residual = self.ladder.pick(x.numel() // size)(x, weight, residual)
-        return y if residual is None else (y, new_residual)

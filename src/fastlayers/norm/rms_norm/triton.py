@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
-import triton
 import triton.language as tl
 
+from fastlayers.integers import next_power_of_2
 from fastlayers.norm.rms_norm.layer import ROUNDINGS, RMSNormConfig
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import kernel
@@ -41,8 +43,11 @@ def _rms_norm_kernel(
     tl.store(y_ptr + row * hidden_size + column, cast(y, y_ptr.dtype.element_ty), mask=inside)
 
 
-def _warps(block: int) -> int:
-    return min(16, max(1, block // 512))
+@lru_cache
+def _launch_of(hidden_size: int) -> tuple[int, int]:
+    """Return the block and the warps of a row."""
+    block = next_power_of_2(hidden_size)
+    return block, min(16, max(1, block // 512))
 
 
 def _fake(
@@ -56,18 +61,19 @@ def _rms_norm(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float, rounding: int
 ) -> list[torch.Tensor]:
     hidden_size = x.shape[-1]
-    rows = x.reshape(-1, hidden_size)
+    rows = x if x.dim() == 2 else x.reshape(-1, hidden_size)
     y = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    residual_rows = rows if residual is None else residual.reshape(-1, hidden_size)
+    residual_rows = rows if residual is None else residual if residual.dim() == 2 else residual.reshape(-1, hidden_size)
     summed = y if residual is None else torch.empty_like(y)
     if rows.shape[0]:
-        block = triton.next_power_of_2(hidden_size)
+        block, warps = _launch_of(hidden_size)
         _rms_norm_kernel[(rows.shape[0],)](
             rows, residual_rows, weight, y, summed, rows.stride(0), residual_rows.stride(0), hidden_size, eps,
             ROUNDING=rounding, HAS_RESIDUAL=residual is not None, BLOCK=block,
-            num_warps=_warps(block), **dependent_launch(x),
+            num_warps=warps, **dependent_launch(x),
         )  # fmt: skip
-    return [y.view(x.shape)] if residual is None else [y.view(x.shape), summed.view(x.shape)]
+    found = [y] if residual is None else [y, summed]
+    return found if rows is x else [each.view(x.shape) for each in found]
 
 
 class TritonRMSNorm:
@@ -80,8 +86,8 @@ class TritonRMSNorm:
         self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return ``(y, new_residual)``, both new contiguous tensors of ``x``'s dtype."""
-        y, *summed = _rms_norm(x, weight, residual, self.eps, self.rounding)
-        return y, summed[0] if summed else None
+        found = _rms_norm(x, weight, residual, self.eps, self.rounding)
+        return found[0], None if residual is None else found[1]
 
 
 COMPILE = [
@@ -92,8 +98,8 @@ COMPILE = [
             "x_ptr": f"*{dtype}", "residual_ptr": f"*{dtype}", "weight_ptr": f"*{dtype}", "y_ptr": f"*{dtype}",
             "summed_ptr": f"*{dtype}", "x_stride": "i64", "residual_stride": "i64", "hidden_size": "i32", "eps": "fp32",
         },
-        {"ROUNDING": 0, "HAS_RESIDUAL": True, "BLOCK": triton.next_power_of_2(hidden), "PDL": True},
-        num_warps=_warps(triton.next_power_of_2(hidden)),
+        {"ROUNDING": 0, "HAS_RESIDUAL": True, "BLOCK": next_power_of_2(hidden), "PDL": True},
+        num_warps=_launch_of(hidden)[1],
     )
     for hidden, dtype in ((512, "bf16"), (2880, "bf16"), (7168, "bf16"), (7168, "fp32"))
 ]  # fmt: skip

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.linear.triton_gemm import Tile, dot, tile_for, tile_origin
 from fastlayers.operators import nothing, operator
 from fastlayers.quant.bmm.layer import BLOCK_EPS, FORMATS, GROUP, BmmConfig
@@ -101,7 +102,7 @@ def _tile(tokens: int, n: int, k: int, format: int, dtype: torch.dtype) -> Tile:
     """Return tile sizes; encoding a tile of x in registers costs registers, and x is wide until then."""
     name = FORMATS[format]
     largest = {"none": tokens, "fp8_tensor": tokens, "fp8_block": 256 if dtype.itemsize == 2 else 32}[name]
-    tile = tile_for(min(tokens, largest), n, triton.cdiv(k, _depth(format, dtype)), split=False)
+    tile = tile_for(min(tokens, largest), n, cdiv(k, _depth(format, dtype)), split=False)
     return tile if name == "none" else replace(tile, stages=min(tile.stages, 3))
 
 
@@ -109,7 +110,7 @@ def _scale_of_call(x: torch.Tensor) -> torch.Tensor:
     """Return fp32 ``[1]``: the scale of the whole of ``x``."""
     heads, tokens, k = x.shape
     absmax = torch.empty((heads, tokens), dtype=torch.float32, device=x.device)
-    block = min(4096, triton.next_power_of_2(k))
+    block = min(4096, next_power_of_2(k))
     _absmax_kernel[(tokens, heads)](x, absmax, tokens, k, x.stride(0), x.stride(1), BLOCK=block)
     largest = absmax.amax((0, 1)).reshape(1)
     scale = largest.clamp_min(EPS) / largest.new_full((), E4M3_MAX)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import triton
 import triton.language as tl
 from torch.nn import functional as F
 
+from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.linear.triton_gemm import MAX_SPLITS, TARGET_PROGRAMS, Tile, add_splits_kernel, tile_origin
 from fastlayers.operators import operator
 from fastlayers.quant.fp8_linear.layer import FP8LinearConfig
@@ -114,7 +114,7 @@ def fp8_block_gemm(
         num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
     if cut.splits > 1:
-        add_splits_kernel[(m, triton.cdiv(n, 1024))](
+        add_splits_kernel[(m, cdiv(n, 1024))](
             target, y if bias is None else bias, y, m, n,
             SPLITS=cut.splits, HAS_BIAS=bias is not None, ROUND_BEFORE_BIAS=True, BLOCK=1024,
         )  # fmt: skip
@@ -145,8 +145,8 @@ def default_config(cfg: FP8LinearConfig, tokens: int) -> dict[str, int]:
     short, few = blocks <= 16, tokens <= 2
     # More than two tokens share the reading of a wide tile of a weight that is short in K.
     if _fits_narrow(cfg) and (few or (tokens <= 8 and (n <= 8192 or not short)) or (tokens <= 16 and blocks > 64)):
-        m = triton.next_power_of_2(max(1, tokens))
-        if triton.cdiv(n, 16) <= TARGET_PROGRAMS:
+        m = next_power_of_2(max(1, tokens))
+        if cdiv(n, 16) <= TARGET_PROGRAMS:
             return narrow_config(m, 16, 8, 8, 4, fused=few)
         return narrow_config(m, 32, 4, 4, 3 if short else 4, fused=few or (short and tokens <= 4))
     if tokens <= 16:
@@ -155,11 +155,11 @@ def default_config(cfg: FP8LinearConfig, tokens: int) -> dict[str, int]:
         m, width, warps, stages = (64, 32, 4, 5) if n <= 8192 and blocks <= 64 else (64, 64, 4, 4)
     elif cfg.dtype == torch.float32 or (blocks > 64 and tokens > 512):
         m, width, warps, stages = 128, 128, 8, 4
-    elif triton.cdiv(tokens, 64) * triton.cdiv(n, 128) <= TARGET_PROGRAMS:
+    elif cdiv(tokens, 64) * cdiv(n, 128) <= TARGET_PROGRAMS:
         m, width, warps, stages = 64, 64, 4, 4
     else:
         m, width, warps, stages = 64, 128, 4, 4
-    programs = triton.cdiv(tokens, m) * triton.cdiv(n, width)
+    programs = cdiv(tokens, m) * cdiv(n, width)
     return tile_config(m, width, warps, stages, _splits(programs, blocks))
 
 
@@ -183,7 +183,7 @@ class TritonFP8Linear:
         found = [default_config(cfg, num_tokens)]
         blocks = cfg.grid[1]
         if num_tokens <= 16 and _fits_narrow(cfg):
-            m = triton.next_power_of_2(max(1, num_tokens))
+            m = next_power_of_2(max(1, num_tokens))
             for shape in ((16, 8, 8, 4), (16, 4, 4, 4), (16, 4, 4, 6), (32, 4, 4, 4), (32, 4, 4, 3)):
                 found += [narrow_config(m, *shape, fused=fused) for fused in (True, False) if m <= 4 or not fused]
         if num_tokens <= 16:
@@ -195,7 +195,7 @@ class TritonFP8Linear:
             shapes = [(64, 64, 4, 4), (64, 128, 4, 4), (64, 128, 4, 3), (128, 64, 4, 3), (128, 64, 8, 4)]
             shapes += [(128, 128, 8, 4), (128, 128, 8, 3)]
         for m, n, warps, stages in shapes:
-            programs = triton.cdiv(num_tokens, m) * triton.cdiv(cfg.out_features, n)
+            programs = cdiv(num_tokens, m) * cdiv(cfg.out_features, n)
             most = min(MAX_SPLITS, blocks // 4, TARGET_PROGRAMS // programs)
             found += [
                 tile_config(m, n, warps, stages, splits) for splits in (1, 2, 4, 8, 16) if splits == 1 or splits <= most

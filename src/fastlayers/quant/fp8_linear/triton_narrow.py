@@ -11,9 +11,9 @@ quantising x again in every program costs less than a kernel of its own; ``FUSED
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
+from fastlayers.integers import cdiv
 from fastlayers.operators import operator
 from fastlayers.quant.group_quant.triton import quantize_tile
 from fastlayers.runtime.launch import kernel
@@ -101,7 +101,7 @@ def fp8_block_narrow(
         return y
     block_m, block_n, parts, warps, stages = tile
     s_strides = (0, 0) if s is None else s.stride()
-    _narrow_kernel[(triton.cdiv(n, block_n), triton.cdiv(m, block_m))](
+    _narrow_kernel[(cdiv(n, block_n), cdiv(m, block_m))](
         x, scale if s is None else s, weight, scale, y if bias is None else bias, y, m, n, k,
         x.stride(0), *s_strides, weight.stride(0), scale.stride(0), EPS,
         FUSED=s is None, UE8M0=ue8m0, HAS_BIAS=bias is not None, EVEN_K=k % GROUP == 0,

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fastlayers.integers import next_power_of_2
 from fastlayers.linear.triton_scaled_gemm import scaled_gemm
 from fastlayers.operators import operator
 from fastlayers.quant.fp8_linear.blocks import E4M3, E4M3_MAX
@@ -55,7 +56,7 @@ def _encode_kernel(
 
 
 def _row_block(k: int) -> int:
-    return min(4096, triton.next_power_of_2(k))
+    return min(4096, next_power_of_2(k))
 
 
 def _quant_fake(x: torch.Tensor, kind: str, input_scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fastlayers.integers import cdiv
 from fastlayers.operators import operator
 from fastlayers.quant.group_quant.layer import LARGEST, SCALE_LAYOUTS, GroupQuantConfig, empty_scales
 from fastlayers.runtime.launch import kernel
@@ -119,8 +120,8 @@ class QuantTile:
 
     def grid(self, rows: int, groups: int) -> tuple[int, int, int]:
         """Return the grid: tiles along the groups, tiles along the rows, and how often the latter exceed a grid."""
-        down, most = triton.cdiv(rows, self.rows), 65535
-        return triton.cdiv(groups, self.groups), min(down, most), triton.cdiv(down, most)
+        down, most = cdiv(rows, self.rows), 65535
+        return cdiv(groups, self.groups), min(down, most), cdiv(down, most)
 
 
 def quant_tile(rows: int, groups: int, group: int) -> QuantTile:

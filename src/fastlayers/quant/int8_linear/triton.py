@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
+from fastlayers.integers import next_power_of_2
 from fastlayers.linear.triton_scaled_gemm import scaled_gemm
 from fastlayers.operators import operator
 from fastlayers.quant.group_quant.triton import round_to_int8, scale_of
@@ -37,7 +37,7 @@ def _token_quant_kernel(
 
 
 def _row_block(k: int) -> int:
-    return min(4096, triton.next_power_of_2(k))
+    return min(4096, next_power_of_2(k))
 
 
 def _quant_fake(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
+from fastlayers.integers import cdiv
 from fastlayers.operators import operator
 from fastlayers.quant.mxfp8_quant.layer import GROUP, LARGEST, MXFP8QuantConfig
 from fastlayers.runtime.launch import kernel
@@ -52,7 +52,7 @@ def _mxfp8_quant(x: torch.Tensor, padded: int) -> tuple[torch.Tensor, torch.Tens
     if pairs := scales.numel():
         # Few pairs: small programs, so that a decode step spreads over the multiprocessors.
         block, warps = (16, 1) if pairs <= 8192 else (128, 4)
-        _mxfp8_quant_kernel[(triton.cdiv(pairs, block),)](
+        _mxfp8_quant_kernel[(cdiv(pairs, block),)](
             x, q, scales, pairs, scales.shape[1], x.shape[1], x.stride(0), BLOCK=block, num_warps=warps
         )  # fmt: skip
     return q, scales
