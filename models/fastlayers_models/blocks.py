@@ -8,6 +8,7 @@ A family's file says what ``self_attn`` and ``mlp`` are. Number formats are in `
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -17,6 +18,7 @@ from torch import nn
 from torch.nn.functional import pad
 
 import fastlayers as fl
+from fastlayers import env
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.meta import AttentionMeta
 from fastlayers.comm.collectives import collectives, gather_logits, reduce_embedding
@@ -26,8 +28,8 @@ from fastlayers.comm.padding import StepTokens
 from fastlayers.comm.parallel import ParallelSpec, Shard
 from fastlayers.embedding.layer import VocabEmbedding
 from fastlayers.embedding.lm_head import LMHead
-from fastlayers.errors import ArgumentError
-from fastlayers.layer import finalize
+from fastlayers.errors import ArgumentError, check_tensor
+from fastlayers.layer import finalize, trust
 from fastlayers.linear.factory import linear
 from fastlayers.rotary.layer import RotaryEmbedding
 from fastlayers_models.checkpoint import Checkpoint
@@ -219,10 +221,11 @@ class DecoderLayer(nn.Module):
         ``valid``: which of the step's rows are real, see :meth:`CausalLM.valid_rows`; ``None``: all.
         """
         hidden = self.communicator.prepare_attn(hidden, step)
-        rows = hidden.tensor.shape[0]
-        attended = self.self_attn(hidden.tensor[: meta.num_tokens], meta, cache)
-        # Rows that only make this group's count a round number take no part in attention.
-        attended = pad(attended, (0, 0, 0, rows - attended.shape[0])) if rows > attended.shape[0] else attended
+        x, rows, tokens = hidden.tensor, hidden.tensor.shape[0], meta.num_tokens
+        if rows == tokens:
+            attended = self.self_attn(x, meta, cache)
+        else:  # rows that only make this group's count a round number take no part in attention
+            attended = pad(self.self_attn(x[:tokens], meta, cache), (0, 0, 0, rows - tokens))
         hidden = self.communicator.prepare_mlp(hidden.partial(attended, "attn_tp"), step)
         hidden = hidden.partial(self.mlp(hidden.tensor, valid), "tp")
         return self.communicator.postprocess(hidden, step)
@@ -270,6 +273,11 @@ class CausalLM(nn.Module):
         self.attention_group = collectives(build.parallel.attn_tp)
         self.model: Any = model
         self.lm_head = build.lm_head(self.decoder.embed_tokens if build.config.tie_word_embeddings else None)
+        # What comes in is checked here, once.
+        trust(self.decoder.layers)
+        for layer in self.decoder.layers:
+            layer.communicator.trusted = not env.debug()
+        self._checked: tuple[weakref.ref[LayerCache], weakref.ref[Any]] | None = None
 
     @property
     def decoder(self) -> Any:
@@ -346,14 +354,35 @@ class CausalLM(nn.Module):
         Tensor ``[T, D]``
             Hidden states before the final norm: what :meth:`compute_logits` takes.
         """
+        if not torch.compiler.is_compiling():
+            self._check(input_ids, meta, caches)
         step = step if step is not None else self.single_step(meta)
         hidden = Hidden.start(self.embed(self.decoder.embed_tokens, input_ids, step))
         valid = valid if valid is not None else self.valid_rows(step)
-        layers = self.decoder.layers[: self.config.num_hidden_layers]
-        for layer, cache in zip(layers, caches, strict=False):
+        # Draft layers may stand behind the decoder's.
+        for _, layer, cache in zip(range(self.config.num_hidden_layers), self.decoder.layers, caches, strict=False):
             hidden = layer(hidden, meta, cache, step, valid)
-        finished: torch.Tensor = layers[-1].communicator.finish(hidden, None, step)
+        finished: torch.Tensor = layer.communicator.finish(hidden, None, step)
         return finished[: meta.num_tokens]
+
+    def _check(self, input_ids: torch.Tensor, meta: AttentionMeta, caches: Sequence[LayerCache]) -> None:
+        """Raise :class:`ArgumentError` unless the step fits the model; layers trust this. Caches are looked at once."""
+        name = type(self).__name__
+        if not isinstance(meta, AttentionMeta):
+            raise ArgumentError(name, "meta", repr(meta), "an AttentionMeta, as AttentionState.plan returns")
+        check_tensor(name, "input_ids", input_ids, shape=(meta.num_tokens,), device=self.device)
+        if len(caches) < self.config.num_hidden_layers:
+            accepted = f"one for each of {self.config.num_hidden_layers} layers"
+            raise ArgumentError(name, "caches", f"{len(caches)} caches", accepted)
+        known = self._checked
+        if known is not None and known[0]() is caches[0] and known[1]() is meta.plans:
+            return
+        for _, layer, cache in zip(range(self.config.num_hidden_layers), self.decoder.layers, caches, strict=False):
+            layer.self_attn.check_step(meta, cache)
+        self._checked = weakref.ref(caches[0]), weakref.ref(meta.plans)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_checked": None}
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return logits ``[R, vocab]`` for rows of :meth:`forward`'s result."""

@@ -288,6 +288,7 @@ class DeepseekForCausalLM(CausalLM):
         if not 0 <= index < count:
             raise ArgumentError("DeepseekForCausalLM.mtp", "index", index, f"0 <= index < {count} MTP layers")
         layer = self.model.layers[self.config.num_hidden_layers + index]
+        layer.self_attn.check_step(meta, cache)
         step = step if step is not None else self.single_step(meta)
         embedded = self.embed(layer.embed_tokens, next_ids, step)
         previous = pad(hidden_states, (0, 0, 0, embedded.shape[0] - hidden_states.shape[0]))

@@ -35,7 +35,7 @@ import torch
 from torch import nn
 
 from fastlayers.comm.collectives import collectives
-from fastlayers.comm.layouts import Hidden, Layout
+from fastlayers.comm.layouts import Hidden, Layout, layout_of
 from fastlayers.comm.padding import StepTokens
 from fastlayers.comm.parallel import ParallelSpec
 from fastlayers.errors import ArgumentError, LayoutError, check_choice, check_kind, check_plain, describe
@@ -62,6 +62,7 @@ class RankOps:
     def __init__(self, parallel: ParallelSpec) -> None:
         self.attn_tp, self.attn_dp, self.tp = map(collectives, (parallel.attn_tp, parallel.attn_dp, parallel.tp))
         self.many_groups = self.attn_dp.size > 1
+        self.alone = self.attn_tp.size == self.attn_dp.size == self.tp.size == 1
 
     def reduce_(self, x: torch.Tensor, axis: str | None) -> torch.Tensor:
         """Return ``x`` with the sum due over ``axis`` (``None``: none) done; may overwrite ``x``."""
@@ -211,6 +212,8 @@ class LayerCommunicator:
         self.input_layernorm, self.post_attention_layernorm = input_layernorm, post_attention_layernorm
         self.is_last = is_last
         self.ops = self.rank_ops(parallel)
+        # Whether the rows of each step are the caller's business, who vouches for them (a model of whole layers).
+        self.trusted = False
         self._fill()
         if previous is not None:
             for layout in previous.outputs:
@@ -226,10 +229,15 @@ class LayerCommunicator:
             self._add_prepare_mlp_scattered()
         self._add_postprocess()
         self.table = {key: to for key, (_, to) in self._transitions.items()}
+        # By the identity of the one object that stands for a layout: no value is hashed in a step.
+        self._hooks: dict[str, dict[int, tuple[Transition, Layout]]] = {
+            hook: {id(given): found for (name, given), found in self._transitions.items() if name == hook}
+            for hook in ("prepare_attn", "prepare_mlp", "postprocess")
+        }
 
     def __getstate__(self) -> dict[str, Any]:
         # Transitions are functions of this object's own norms and collectives: a copy makes its own.
-        return {name: value for name, value in self.__dict__.items() if name not in ("_transitions", "table")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_transitions", "_hooks", "table")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -267,8 +275,8 @@ class LayerCommunicator:
         return x + hidden.residual if norm is None else _norm(norm, x, hidden.residual)[0]
 
     def _run(self, hook: str, hidden: Hidden, step: StepTokens | None) -> Hidden:
-        transition, to = self._find(hook, hidden.layout)
-        if step is not None or self.ops.many_groups:
+        transition, to = self._hooks[hook].get(id(hidden.layout)) or self._find(hook, hidden.layout)
+        if not self.trusted and (step is not None or self.ops.many_groups):
             self._check_rows(hook, hidden, step)
         tensor, residual = transition(hidden, step)
         return Hidden(tensor, residual, to)
@@ -298,12 +306,17 @@ class LayerCommunicator:
     # The rows of the table. Each function gets what the layout promises, and returns (tensor, residual).
 
     def _add(self, hook: str, given: Layout, to: Layout, transition: Transition) -> None:
+        # The same objects as those that flow between layers.
+        given, to = (layout_of(layout.place, layout.pending, layout.residual) for layout in (given, to))
         self._transitions[hook, given] = (transition, to)
 
     def _add_prepare_attn(self) -> None:
         ops, norm = self.ops, self.input_layernorm
         # Several groups never leave a sum over tp due: their rows differ.
         sums = (None, "attn_tp") if ops.many_groups else (None, "attn_tp", "tp")
+
+        def alone(hidden: Hidden, _: StepTokens | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+            return _norm(norm, hidden.tensor, hidden.residual)
 
         def whole(hidden: Hidden, _: StepTokens | None) -> tuple[torch.Tensor, torch.Tensor | None]:
             return _norm(norm, ops.reduce_(hidden.tensor, hidden.layout.pending), hidden.residual)
@@ -315,12 +328,15 @@ class LayerCommunicator:
         to = Layout("attn_full", None, "attn_full")
         for residual in (None, "attn_full"):
             for pending in sums:
-                self._add("prepare_attn", Layout("attn_full", pending, residual), to, whole)
+                self._add("prepare_attn", Layout("attn_full", pending, residual), to, alone if ops.alone else whole)
         given = Layout("scattered", None, "scattered")
         self._add("prepare_attn", given, Layout("attn_full", None, "scattered"), scattered)
 
     def _add_prepare_mlp_full(self) -> None:
         ops, norm = self.ops, self.post_attention_layernorm
+
+        def alone(hidden: Hidden, _: StepTokens | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+            return _norm(norm, hidden.tensor, hidden.residual)
 
         def residual_of(hidden: Hidden) -> torch.Tensor:
             assert hidden.residual is not None
@@ -345,7 +361,7 @@ class LayerCommunicator:
             for pending in (None, "attn_tp"):
                 given = Layout("attn_full", pending, place)
                 if not ops.many_groups:
-                    self._add("prepare_mlp", given, to, one_group)
+                    self._add("prepare_mlp", given, to, alone if ops.alone else one_group)
                 elif pending and ops.attn_tp.size > 1:
                     self._add("prepare_mlp", given, to, gather_first)
                 else:

@@ -13,7 +13,8 @@ the communicator may read them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -54,7 +55,11 @@ class Layout:
         return f"{self.place}{due}, " + (f"residual {self.residual}" if self.residual else "no residual")
 
 
-@dataclass(frozen=True)
+# One object for each layout, which a table may be asked for by its identity.
+layout_of = lru_cache(maxsize=None)(Layout)
+
+
+@dataclass(slots=True)
 class Hidden:
     """What flows between decoder blocks: a tensor, the residual not yet added to it, and their layout.
 
@@ -86,15 +91,15 @@ class Hidden:
 
         ``pending="attn_tp"`` if the embedding is sharded over the vocabulary and not yet summed.
         """
-        return Hidden(embedded, None, Layout("attn_full", pending))
+        return Hidden(embedded, None, layout_of("attn_full", pending, None))
 
     def partial(self, tensor: torch.Tensor, axis: str) -> Hidden:
         """Return this with ``tensor``, of the same rows, as partial sums over ``axis`` (a row-parallel output)."""
-        return Hidden(tensor, self.residual, replace(self.layout, pending=axis))
+        return Hidden(tensor, self.residual, layout_of(self.layout.place, axis, self.layout.residual))
 
     def complete(self, tensor: torch.Tensor) -> Hidden:
         """Return this with ``tensor``, of the same rows, on which no sum is due (replicated, or summed already)."""
-        return Hidden(tensor, self.residual, replace(self.layout, pending=None))
+        return Hidden(tensor, self.residual, layout_of(self.layout.place, None, self.layout.residual))
 
 
 def _flatten(hidden: Hidden) -> tuple[list[Any], Layout]:

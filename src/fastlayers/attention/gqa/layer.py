@@ -282,13 +282,21 @@ class Attention(Layer):
 
     def _check(self, hidden: torch.Tensor, meta: AttentionMeta, cache: LayerCache) -> None:
         check_step(NAME, meta, cache)
-        tokens, size = meta.num_tokens, self.cfg.page_size
-        shape = (tokens, self.hidden_size)
+        shape = (meta.num_tokens, self.hidden_size)
         check_tensor(NAME, "hidden", hidden, shape=shape, dtype=self.dtype, device=self.o_proj.weight.device)
+        self.check_step(meta, cache)
+
+    def check_step(self, meta: AttentionMeta, cache: LayerCache) -> None:
+        """Raise :class:`ArgumentError` unless a step's metadata and a cache are as this layer needs them.
+
+        ``forward`` does so by itself, unless a model that holds the layer did.
+        """
+        check_step(NAME, meta, cache)
+        size, where = self.cfg.page_size, self.o_proj.weight.device
         if meta.page_size != size:
             raise ArgumentError(NAME, "meta.page_size", meta.page_size, f"{size}, as constructed")
-        check_tensor(NAME, "meta.positions", meta.positions, device=hidden.device)
-        wanted, dtype, where = (None, size, *self.kv_row), self.cfg.kv_dtype, hidden.device
+        check_tensor(NAME, "meta.positions", meta.positions, device=where)
+        wanted, dtype = (None, size, *self.kv_row), self.cfg.kv_dtype
         check_tensor(NAME, "cache.keys", cache.keys, shape=wanted, dtype=dtype, device=where, contiguous=True)
         both = tuple(cache.keys.shape)
         check_tensor(NAME, "cache.values", cache.values, shape=both, dtype=dtype, device=where, contiguous=True)

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from fastlayers import env
-from fastlayers.attention.contexts import context_of
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.merge_state.layer import MergeState
 from fastlayers.attention.meta import AttentionMeta, check_loc, check_pages, check_step
@@ -32,7 +31,7 @@ from fastlayers.attention.mla.paths import PATHS, Expansion, MLAThresholds, sele
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWrite
 from fastlayers.comm.parallel import REPLICATED, SINGLE, Axis, Shard
 from fastlayers.errors import ArgumentError, check_kind, check_plain, check_positive, check_tensor
-from fastlayers.layer import Layer
+from fastlayers.layer import Layer, trust
 from fastlayers.linear.base import LinearBase
 from fastlayers.linear.factory import linear
 from fastlayers.norm.rms_norm.layer import RMSNorm
@@ -189,6 +188,7 @@ class MLAAttention(Layer):
         self.merge = MergeState(v_head_dim, device=device)
         self._absorbed: Packed | None = None
         self._other_ladders: dict[tuple[str, int, str], Ladder] = {}
+        trust(*(module for name, module in self.named_children() if name != "rotary"))
 
     @property
     def fixed_dtype(self) -> torch.dtype:
@@ -255,7 +255,9 @@ class MLAAttention(Layer):
         """Return the path this layer takes for ``meta``: ``meta.path`` if set, else chosen by the thresholds."""
         if meta.path and meta.path not in PATHS:
             raise ArgumentError("MLAAttention", "meta.path", repr(meta.path), "one of " + ", ".join(PATHS))
-        return meta.path or select_path(meta.batch, self.thresholds)
+        if meta.path or meta.batch.is_decode:
+            return meta.path or "mqa"
+        return select_path(meta.batch, self.thresholds)
 
     def forward(self, hidden_states: torch.Tensor, meta: AttentionMeta, cache: LayerCache) -> torch.Tensor:
         """Attend; the new tokens' latents are written to ``cache`` first.
@@ -273,18 +275,8 @@ class MLAAttention(Layer):
             A partial sum if heads are split over ranks.
         """
         cfg = self.cfg
-        check_step("MLAAttention", meta, cache)
-        shape, where = (meta.num_tokens, self.hidden_size), self.kv_b_proj.weight.device
-        check_tensor("MLAAttention", "hidden_states", hidden_states, shape=shape, dtype=cfg.dtype, device=where)
-        if meta.page_size != cfg.page_size:
-            raise ArgumentError("MLAAttention", "meta.page_size", meta.page_size, f"{cfg.page_size}, as constructed")
-        check_tensor("MLAAttention", "meta.positions", meta.positions, device=where)
-        wanted = (None, meta.page_size, cfg.latent_width)
-        check_tensor(
-            "MLAAttention", "cache.keys", cache.keys, shape=wanted, dtype=cfg.kv_dtype, device=where, contiguous=True
-        )
-        check_pages("MLAAttention", meta, cache.num_pages, self._debug)
-        check_loc("MLAAttention", meta.out_cache_loc, cache.num_pages * meta.page_size, self._debug)
+        if not self.trusted:
+            self._check(hidden_states, meta, cache)
         if torch.is_grad_enabled():
             self.refuse_grad(hidden_states=hidden_states, **dict(self.kv_b_proj.named_parameters(prefix="kv_b_proj")))
         q, latent, k_pe = self._project(hidden_states)
@@ -301,6 +293,29 @@ class MLAAttention(Layer):
             o = self._mha(q, cache.keys, meta, path)
         projected: torch.Tensor = self.o_proj(o.flatten(1))
         return projected
+
+    def _check(self, hidden_states: torch.Tensor, meta: AttentionMeta, cache: LayerCache) -> None:
+        check_step("MLAAttention", meta, cache)
+        shape, where = (meta.num_tokens, self.hidden_size), self.kv_b_proj.weight.device
+        check_tensor("MLAAttention", "hidden_states", hidden_states, shape=shape, dtype=self.cfg.dtype, device=where)
+        self.check_step(meta, cache)
+
+    def check_step(self, meta: AttentionMeta, cache: LayerCache) -> None:
+        """Raise :class:`ArgumentError` unless a step's metadata and a cache are as this layer needs them.
+
+        ``forward`` does so by itself, unless a model that holds the layer did.
+        """
+        check_step("MLAAttention", meta, cache)
+        cfg, where = self.cfg, self.kv_b_proj.weight.device
+        if meta.page_size != cfg.page_size:
+            raise ArgumentError("MLAAttention", "meta.page_size", meta.page_size, f"{cfg.page_size}, as constructed")
+        check_tensor("MLAAttention", "meta.positions", meta.positions, device=where)
+        wanted = (None, meta.page_size, cfg.latent_width)
+        check_tensor(
+            "MLAAttention", "cache.keys", cache.keys, shape=wanted, dtype=cfg.kv_dtype, device=where, contiguous=True
+        )
+        check_pages("MLAAttention", meta, cache.num_pages, self._debug)
+        check_loc("MLAAttention", meta.out_cache_loc, cache.num_pages * meta.page_size, self._debug)
 
     def _project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         cfg = self.cfg
@@ -354,11 +369,10 @@ class MLAAttention(Layer):
         Few backends take several new tokens a request or left padding, and which is fastest depends on the context
         (for a captured bucket: its capacity). All but the usual ladder are built when the first such step comes.
         """
-        captured = meta.is_extend_bucket
-        phase = "ragged" if captured else phase_of(meta.batch)
-        context, device = context_of(meta.max_seq_len), self.decode_choice.device
-        if phase == "decode" and context == self.cfg.context:
+        captured, context, device = meta.is_extend_bucket, meta.context, self.decode_choice.device
+        if meta.batch.is_decode and context == self.cfg.context and not (captured or meta.batch.is_padded):
             return self.decode_ladder
+        phase = "ragged" if captured else phase_of(meta.batch)
         key = ("captured" if captured else phase, context if phase == "decode" else 0, device.type)
         found = self._other_ladders.get(key)
         if found is None:

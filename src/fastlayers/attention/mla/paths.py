@@ -51,7 +51,7 @@ def select_path(batch: AttentionBatch, thresholds: MLAThresholds) -> str:
 
     Batches with left padding (``starts``) go to ``"mqa"``, the only path that masks them.
     """
-    if batch.is_decode or any(batch.starts):
+    if batch.is_decode or batch.is_padded:
         return "mqa"
     prefix = sum(batch.prefix_lens)
     if prefix == 0:

@@ -451,6 +451,18 @@ class FusedMoE(Layer):
         ArgumentError
             Wrong shape, dtype or device; with ``FASTLAYERS_DEBUG=1`` also an id above the last expert.
         """
+        if not self.trusted:
+            self._check(hidden_states, topk_weights, topk_ids)
+        if self.cfg.quant != "none" and torch.is_grad_enabled():
+            self.refuse_grad(hidden_states=hidden_states, topk_weights=topk_weights)
+        # Ids of other ranks land outside [0, E) and are dropped by the backend, which never indexes with them.
+        local = topk_ids if self.expert_slice.start == 0 else self._local_ids(topk_ids)
+        core = self.ladder.single or self.ladder.pick(hidden_states.shape[0])
+        packed = self.packed if self.packed is not None else self._packed()
+        y: torch.Tensor = core(hidden_states, topk_weights, local, packed)
+        return y
+
+    def _check(self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> None:
         cfg = self.cfg
         check_tensor(_NAME, "hidden_states", hidden_states, shape=(None, cfg.hidden_size), dtype=self.dtype)
         check_tensor(_NAME, "hidden_states", hidden_states, device=self.w13.device)
@@ -459,12 +471,6 @@ class FusedMoE(Layer):
         check_tensor(_NAME, "topk_ids", topk_ids, shape=(tokens, cfg.top_k), dtype=torch.int32, device=where)
         if self.debug and tokens and int(topk_ids.max()) >= self.num_experts:
             raise ArgumentError(_NAME, "topk_ids", f"up to {int(topk_ids.max())}", f"below {self.num_experts}")
-        if cfg.quant != "none" and torch.is_grad_enabled():
-            self.refuse_grad(hidden_states=hidden_states, topk_weights=topk_weights)
-        # Ids of other ranks land outside [0, E) and are dropped by the backend, which never indexes with them.
-        local = topk_ids if self.expert_slice.start == 0 else self._local_ids(topk_ids)
-        y: torch.Tensor = self.ladder.pick(tokens)(hidden_states, topk_weights, local, self._packed())
-        return y
 
     def _packed(self) -> MoEWeights:
         if self.packed is None:

@@ -251,6 +251,16 @@ class TopKRouter(Layer):
         ArgumentError
             Wrong shape, dtype or device.
         """
+        if not self.trusted:
+            self._check(hidden_states, num_valid)
+        core = self.ladder.single or self.ladder.pick(hidden_states.shape[0])
+        # A backend may have a kernel for the logits of a few tokens.
+        own = core.logits(hidden_states, self.weight, self.bias, self.logits_dtype) if hasattr(core, "logits") else None
+        logits = self.logits(hidden_states) if own is None else own
+        topk_weights, topk_ids = core(logits, self.e_score_correction_bias, num_valid)
+        return topk_weights, topk_ids
+
+    def _check(self, hidden_states: torch.Tensor, num_valid: torch.Tensor | None) -> None:
         floats = (torch.float32, torch.bfloat16, torch.float16)
         check_tensor("TopKRouter", "hidden_states", hidden_states, shape=(None, self.hidden_size), dtype=floats)
         check_tensor("TopKRouter", "hidden_states", hidden_states, device=self.weight.device)
@@ -263,9 +273,3 @@ class TopKRouter(Layer):
                 dtype=torch.int32,
                 device=hidden_states.device,
             )
-        core = self.ladder.pick(hidden_states.shape[0])
-        # A backend may have a kernel for the logits of a few tokens.
-        own = core.logits(hidden_states, self.weight, self.bias, self.logits_dtype) if hasattr(core, "logits") else None
-        logits = self.logits(hidden_states) if own is None else own
-        weights, ids = core(logits, self.e_score_correction_bias, num_valid)
-        return weights, ids
