@@ -273,10 +273,11 @@ class CausalLM(nn.Module):
         self.attention_group = collectives(build.parallel.attn_tp)
         self.model: Any = model
         self.lm_head = build.lm_head(self.decoder.embed_tokens if build.config.tie_word_embeddings else None)
-        # What comes in is checked here, once.
+        # What comes in is checked here, once a step.
+        self._debug = env.debug()
         trust(self.decoder.layers)
         for layer in self.decoder.layers:
-            layer.communicator.trusted = not env.debug()
+            layer.communicator.trusted = not self._debug
         self._checked: tuple[weakref.ref[LayerCache], weakref.ref[Any]] | None = None
 
     @property
@@ -375,11 +376,14 @@ class CausalLM(nn.Module):
             accepted = f"one for each of {self.config.num_hidden_layers} layers"
             raise ArgumentError(name, "caches", f"{len(caches)} caches", accepted)
         known = self._checked
-        if known is not None and known[0]() is caches[0] and known[1]() is meta.plans:
+        if self._debug:  # every layer looks at every step
             return
+        if known is not None and known[0]() is caches[0] and known[1]() is meta.plans:
+            return meta.vouch()
         for _, layer, cache in zip(range(self.config.num_hidden_layers), self.decoder.layers, caches, strict=False):
             layer.self_attn.check_step(meta, cache)
         self._checked = weakref.ref(caches[0]), weakref.ref(meta.plans)
+        meta.vouch()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_checked": None}

@@ -184,6 +184,8 @@ class AttentionMeta:
         The class of ``max_seq_len``, see :mod:`fastlayers.attention.contexts`.
     is_extend_bucket : bool
         Whether this is a captured step of several tokens a request: the batch on the host says nothing of it.
+    checked : bool
+        Whether a model has checked the step, see :meth:`vouch`: then its attention layers do not.
     """
 
     page_table: torch.Tensor
@@ -205,12 +207,17 @@ class AttentionMeta:
     is_decode: bool = field(init=False, repr=False, compare=False)
     context: int = field(init=False, repr=False, compare=False)
     is_extend_bucket: bool = field(init=False, repr=False, compare=False)
+    checked: bool = field(init=False, repr=False, compare=False, default=False)
 
     def __post_init__(self) -> None:
         one_each = self.max_query_len == 1 and self.positions.shape[0] == self.seq_lens.shape[0]
         object.__setattr__(self, "is_extend_bucket", isinstance(self.bucket, ExtendBucket))
         object.__setattr__(self, "is_decode", one_each)
         object.__setattr__(self, "context", context_of(self.max_seq_len))
+
+    def vouch(self) -> None:
+        """Say that this step was checked against the model's inputs and caches."""
+        object.__setattr__(self, "checked", True)
 
     def plan_of(self, key: Hashable, make: Callable[[AttentionMeta], StepPlan]) -> Any:
         """Return the plan of a backend for this step; ``key`` is shared by all layers of an attention group.

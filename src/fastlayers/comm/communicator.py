@@ -35,7 +35,7 @@ import torch
 from torch import nn
 
 from fastlayers.comm.collectives import collectives
-from fastlayers.comm.layouts import Hidden, Layout, layout_of
+from fastlayers.comm.layouts import Hidden, Layout
 from fastlayers.comm.padding import StepTokens
 from fastlayers.comm.parallel import ParallelSpec
 from fastlayers.errors import ArgumentError, LayoutError, check_choice, check_kind, check_plain, describe
@@ -229,10 +229,10 @@ class LayerCommunicator:
             self._add_prepare_mlp_scattered()
         self._add_postprocess()
         self.table = {key: to for key, (_, to) in self._transitions.items()}
-        # By the identity of the one object that stands for a layout: no value is hashed in a step.
-        self._hooks: dict[str, dict[int, tuple[Transition, Layout]]] = {
-            hook: {id(given): found for (name, given), found in self._transitions.items() if name == hook}
-            for hook in ("prepare_attn", "prepare_mlp", "postprocess")
+        # The same by plain strings: nothing of ours is hashed in a step.
+        self._hooks = {
+            (hook, given.place, given.pending, given.residual): found
+            for (hook, given), found in self._transitions.items()
         }
 
     def __getstate__(self) -> dict[str, Any]:
@@ -275,7 +275,8 @@ class LayerCommunicator:
         return x + hidden.residual if norm is None else _norm(norm, x, hidden.residual)[0]
 
     def _run(self, hook: str, hidden: Hidden, step: StepTokens | None) -> Hidden:
-        transition, to = self._hooks[hook].get(id(hidden.layout)) or self._find(hook, hidden.layout)
+        given = hidden.layout
+        transition, to = self._hooks.get((hook, given.place, given.pending, given.residual)) or self._find(hook, given)
         if not self.trusted and (step is not None or self.ops.many_groups):
             self._check_rows(hook, hidden, step)
         tensor, residual = transition(hidden, step)
@@ -306,8 +307,6 @@ class LayerCommunicator:
     # The rows of the table. Each function gets what the layout promises, and returns (tensor, residual).
 
     def _add(self, hook: str, given: Layout, to: Layout, transition: Transition) -> None:
-        # The same objects as those that flow between layers.
-        given, to = (layout_of(layout.place, layout.pending, layout.residual) for layout in (given, to))
         self._transitions[hook, given] = (transition, to)
 
     def _add_prepare_attn(self) -> None:

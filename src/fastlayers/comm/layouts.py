@@ -14,7 +14,6 @@ the communicator may read them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -55,8 +54,10 @@ class Layout:
         return f"{self.place}{due}, " + (f"residual {self.residual}" if self.residual else "no residual")
 
 
-# One object for each layout, which a table may be asked for by its identity.
-layout_of = lru_cache(maxsize=None)(Layout)
+_LAYOUTS = {
+    (place, pending, residual): Layout(place, pending, residual)
+    for place in PLACES for pending in PENDING for residual in (None, "scattered", "attn_full")
+}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -91,15 +92,15 @@ class Hidden:
 
         ``pending="attn_tp"`` if the embedding is sharded over the vocabulary and not yet summed.
         """
-        return Hidden(embedded, None, layout_of("attn_full", pending, None))
+        return Hidden(embedded, None, Layout("attn_full", pending))
 
     def partial(self, tensor: torch.Tensor, axis: str) -> Hidden:
         """Return this with ``tensor``, of the same rows, as partial sums over ``axis`` (a row-parallel output)."""
-        return Hidden(tensor, self.residual, layout_of(self.layout.place, axis, self.layout.residual))
+        return Hidden(tensor, self.residual, _LAYOUTS[self.layout.place, axis, self.layout.residual])
 
     def complete(self, tensor: torch.Tensor) -> Hidden:
         """Return this with ``tensor``, of the same rows, on which no sum is due (replicated, or summed already)."""
-        return Hidden(tensor, self.residual, layout_of(self.layout.place, None, self.layout.residual))
+        return Hidden(tensor, self.residual, _LAYOUTS[self.layout.place, None, self.layout.residual])
 
 
 def _flatten(hidden: Hidden) -> tuple[list[Any], Layout]:

@@ -267,7 +267,7 @@ class Attention(Layer):
         Tensor ``[T, E]``
             A new tensor; a partial sum under sharding.
         """
-        if not self.trusted:
+        if not getattr(meta, "checked", False):
             self._check(hidden, meta, cache)
         if torch.is_grad_enabled():
             self.refuse_grad(hidden=hidden)

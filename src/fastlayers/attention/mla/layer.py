@@ -275,7 +275,7 @@ class MLAAttention(Layer):
             A partial sum if heads are split over ranks.
         """
         cfg = self.cfg
-        if not self.trusted:
+        if not getattr(meta, "checked", False):
             self._check(hidden_states, meta, cache)
         if torch.is_grad_enabled():
             self.refuse_grad(hidden_states=hidden_states, **dict(self.kv_b_proj.named_parameters(prefix="kv_b_proj")))
