@@ -328,7 +328,9 @@ def _where(layer: Any) -> torch.device:
 
 
 def _rows(layer: Any, count: int, width: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    dtype = dtype or next((p.dtype for p in layer.parameters() if p.dtype.itemsize > 1), torch.bfloat16)
+    dtype = dtype or next((p.dtype for p in layer.parameters() if p.dtype.itemsize > 1), layer.fixed_dtype)
+    own = getattr(layer.cfg, "dtype", None)
+    dtype = dtype or (own if isinstance(own, torch.dtype) and own.itemsize > 1 else torch.bfloat16)
     return torch.zeros(count, width, dtype=dtype, device=_where(layer))
 
 
