@@ -25,6 +25,7 @@ from fastlayers_server.engine.protocol import (
     Grammar,
     Output,
     Reply,
+    Shutdown,
     Stats,
     StepOut,
     Submit,
@@ -242,6 +243,8 @@ class Engine:
             scheduler.abort(message.rids, now)
         elif isinstance(message, Finish):
             scheduler.finish(message.rid, message.kept, now)
+        elif isinstance(message, Shutdown):
+            self.stop(message.timeout)
         elif isinstance(message, Grammar):
             if self.grammars is not None:
                 self.grammars.add(message.key, message.serialized)

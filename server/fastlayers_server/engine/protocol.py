@@ -169,6 +169,12 @@ class Control(msgspec.Struct, frozen=True, tag="control"):
     argument: str = ""
 
 
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Take nothing more, and end when all requests have ended, or after so many seconds; of the client's own."""
+
+    timeout: float
+
+
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Of one token: its log-probability, and (id, log-probability) of the likeliest ones, likeliest first."""
 
@@ -299,7 +305,7 @@ class Died(msgspec.Struct, frozen=True, tag="died"):
     restarting: bool
 
 
-ToEngine = Submit | Abort | Finish | Grammar | Control
+ToEngine = Submit | Abort | Finish | Grammar | Control | Shutdown
 FromEngine = StepOut | Stats | Reply | Beat | EngineInfo | Died
 to_engine = msgspec.msgpack.Decoder(ToEngine)
 from_engine = msgspec.msgpack.Decoder(FromEngine)

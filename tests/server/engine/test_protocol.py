@@ -20,6 +20,7 @@ TO = [
     p.Finish(1, 12),
     p.Grammar("key", "{}"),
     p.Control(4, "explain", "x"),
+    p.Shutdown(1.5),
 ]
 FROM = [
     p.StepOut(3, (p.Output(1, (4, 5), "stop", cached_tokens=16, logprobs=(p.TokenLogprobs(-0.5, ((4, -0.5),)),)),)),
@@ -56,7 +57,7 @@ def test_ids_are_packed_as_int32() -> None:
 
 
 def test_the_front_side_imports_no_torch() -> None:
-    modules = "fastlayers_server.engine.protocol, fastlayers_server.engine.scripted"
+    modules = "fastlayers_server.engine.protocol, fastlayers_server.engine.process"
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert found.stdout.strip() == "False"

@@ -1,0 +1,131 @@
+"""The engine's own process: ``python -m fastlayers_server.engine.child FOLDER EPOCH``, its configuration on stdin.
+
+    main thread   builds the engine, then ticks
+    I/O thread    receives, beats once a second, notices that the front is gone
+
+Only :mod:`fastlayers_server.engine.process` starts it. The exit code is :data:`REFUSED` where another try is in vain.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from fastlayers_server.engine.client import BEAT_SECONDS, Parts
+from fastlayers_server.engine.config import EngineConfig
+from fastlayers_server.engine.loop import Engine
+from fastlayers_server.engine.protocol import Beat, Died, FromEngine, encode, to_engine
+
+log = logging.getLogger(__name__)
+REFUSED = 3
+OUTBOX = 10_000  # messages
+FRONT_SECONDS = 30.0  # a front that takes nothing for so long is gone
+Make = Callable[[EngineConfig, Callable[[str], None], int], Parts]
+
+
+class Child:
+    """The sockets and the engine of this process."""
+
+    def __init__(self, folder: str, epoch: int) -> None:
+        self.epoch, self.phase = epoch, "starting"
+        self.engine: Engine | None = None
+        self._parent = os.getppid()
+        context = zmq.Context()
+        self._in, self._out = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+        self._out.set_hwm(OUTBOX)
+        self._out.setsockopt(zmq.SNDTIMEO, int(FRONT_SECONDS * 1000))
+        self._in.connect(f"ipc://{folder}/to-{epoch}")
+        self._out.connect(f"ipc://{folder}/from-{epoch}")
+        self._sending = threading.Lock()
+        threading.Thread(target=self._io, name="engine-io", daemon=True).start()
+
+    def deliver(self, message: FromEngine) -> None:
+        """Send a message; a front that does not take it ends this process."""
+        with self._sending:
+            try:
+                self._out.send(encode(message))
+            except zmq.Again:
+                log.error("the front took nothing for %g s; the engine ends", FRONT_SECONDS)
+                os._exit(1)
+
+    def run(self, make: Make, config: EngineConfig) -> int:
+        """Build the engine and tick until the front ends it; returns the exit code."""
+
+        def tell(phase: str) -> None:
+            self.phase = phase
+
+        try:
+            parts = make(config, tell, self.epoch)
+        except (ValueError, LookupError, RuntimeError, OSError) as error:
+            # Of ours: one sentence. Either way the next start would end alike.
+            log.exception("the engine does not start")
+            self.deliver(Died(self.epoch, f"{type(error).__name__}: {error}", restarting=False))
+            return REFUSED
+        self.engine = Engine(
+            parts.scheduler, parts.executor, self.deliver, overlap=parts.overlap, grammars=parts.grammars,
+            drafts=parts.drafts, epoch=self.epoch,
+        )  # fmt: skip
+        self.deliver(parts.info)
+        self.phase = "serving"
+        try:
+            self.engine.run()
+        except Exception as error:
+            log.exception("the engine died")
+            self.deliver(Died(self.epoch, f"{type(error).__name__}: {error}", restarting=True))
+            return 1
+        return 0
+
+    def close(self) -> None:
+        """Let what was sent go out."""
+        self.phase = "dead"
+        with self._sending:
+            self._out.close(linger=2000)
+
+    def _io(self) -> None:
+        beat_at = 0.0
+        while self.phase != "dead":
+            if self._in.poll(200):
+                message = to_engine.decode(self._in.recv())
+                # The front sends nothing before it was told that the engine is there.
+                if self.engine is not None:
+                    self.engine.post(message)
+            if os.getppid() != self._parent:
+                log.error("the front is gone; the engine ends")
+                os._exit(1)
+            now = time.monotonic()
+            if now >= beat_at and self.phase != "dead":
+                beat_at = now + BEAT_SECONDS
+                engine = self.engine
+                started = engine.tick_started if engine is not None else 0.0
+                ticks = engine.scheduler.ticks if engine is not None else 0
+                draining = self.phase == "serving" and engine is not None and engine.scheduler.draining
+                phase = "draining" if draining else self.phase
+                self.deliver(Beat(self.epoch, phase, ticks, now - started if started else 0.0))
+
+
+def main(make: Make) -> int:
+    """Run the process."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
+    # The front decides when to end: an interrupt from the terminal reaches both.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    child = Child(sys.argv[1], int(sys.argv[2]))
+    code = child.run(make, config)
+    child.close()
+    return code
+
+
+if __name__ == "__main__":
+    from fastlayers_server.engine.startup import build
+
+    raise SystemExit(main(build))

@@ -1,0 +1,211 @@
+"""An engine in a process of its own, as a front holds it: started, watched, started again if it dies. Without torch."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+import zmq
+
+from fastlayers_server.engine.child import REFUSED
+from fastlayers_server.engine.client import InProcessEngine, Ledger, Parts
+from fastlayers_server.engine.config import EngineConfig
+from fastlayers_server.engine.protocol import (
+    Abort,
+    Beat,
+    Died,
+    EngineClient,
+    EngineInfo,
+    FromEngine,
+    Shutdown,
+    Submit,
+    ToEngine,
+    encode,
+    from_engine,
+)
+
+log = logging.getLogger(__name__)
+RESTARTS, RESTART_SECONDS = 3, 600.0  # more deaths than so many in so long are the end
+SILENCE = 60.0  # a process that sends nothing for so long is hung, whatever it does
+
+
+def engine_client(config: EngineConfig, *, in_process: bool = False) -> EngineClient:
+    """Return an engine for ``fastlayers serve``: in its own process, or on a thread of this one."""
+    if not in_process:
+        return EngineProcess(config)
+
+    def make(phase: Callable[[str], None], epoch: int) -> Parts:
+        from fastlayers_server.engine.startup import build
+
+        return build(config, phase, epoch)
+
+    return InProcessEngine(make)
+
+
+class EngineProcess:
+    """An :class:`~fastlayers_server.engine.protocol.EngineClient` whose engine is another process.
+
+    Parameters
+    ----------
+    config : EngineConfig
+    command : sequence of str, optional
+        What to start, instead of :mod:`fastlayers_server.engine.child` (tests).
+    """
+
+    def __init__(self, config: EngineConfig, command: Sequence[str] | None = None) -> None:
+        self.config, self.phase, self.epoch = config, "starting", 0
+        self._command = list(command or (sys.executable, "-m", "fastlayers_server.engine.child"))
+        self._ledger = Ledger()
+        self._context = zmq.Context()
+        self._lock = threading.Lock()  # the socket to the engine, and what is put aside for it
+        self._out: zmq.Socket[bytes] | None = None
+        self._early: list[ToEngine] = []
+        self._child: subprocess.Popen[bytes] | None = None
+        self._reason = ""
+        self._stop_by: float | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, deliver: Callable[[FromEngine], None]) -> None:
+        """Begin to start, see :class:`EngineClient`."""
+        self._deliver_to = deliver
+        self._delivering = threading.Lock()
+        self._folder = tempfile.mkdtemp(prefix="fastlayers-")  # mode 0700
+        self._thread = threading.Thread(target=self._supervise, name="engine-supervisor", daemon=True)
+        self._thread.start()
+
+    @property
+    def pid(self) -> int:
+        """Of the engine's process, or 0."""
+        return self._child.pid if self._child is not None else 0
+
+    def submit(self, request: Submit) -> None:
+        """Hand over a request."""
+        self._ledger.submitted(request.rid)
+        self.send(request)
+        if self.phase == "dead":
+            self._tell_orphans()
+
+    def abort(self, rids: Sequence[int]) -> None:
+        """End requests."""
+        self.send(Abort(tuple(rids)))
+
+    def send(self, message: ToEngine) -> None:
+        """Hand over any message."""
+        with self._lock:
+            if self._out is None:
+                self._early.append(message)
+            else:
+                self._send(message)
+
+    def _send(self, message: ToEngine) -> None:
+        assert self._out is not None
+        try:
+            self._out.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            log.error("the engine takes no messages; its process is killed")
+            self._kill()
+
+    def shutdown(self, timeout: float = 0.0) -> None:
+        """End, see :class:`EngineClient`."""
+        if self._stop_by is None:
+            self._stop_by = time.monotonic() + timeout + 10.0
+            self.send(Shutdown(timeout))
+        if self._thread is not None:
+            self._thread.join()
+
+    def _deliver(self, message: FromEngine) -> None:
+        with self._delivering:
+            self._ledger.delivered(message)
+            self._deliver_to(message)
+
+    def _tell_orphans(self) -> None:
+        orphans = self._ledger.orphans(self.epoch, self._reason)
+        if orphans is not None:
+            self._deliver(orphans)
+
+    def _supervise(self) -> None:
+        deaths: deque[float] = deque(maxlen=RESTARTS + 1)
+        again = True
+        while again:
+            code = self._one_life()
+            with self._lock:
+                if self._out is not None:
+                    self._out.close(linger=0)
+                    self._out = None
+                self._early.clear()
+            deaths.append(time.monotonic())
+            often = len(deaths) > RESTARTS and deaths[-1] - deaths[0] < RESTART_SECONDS
+            again = self._stop_by is None and code != REFUSED and not often
+            self._reason = self._reason or f"the engine's process ended with {code}"
+            self.phase = "starting" if again else "dead"
+            self._tell_orphans()
+            self._deliver(Died(self.epoch, self._reason, again))
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _one_life(self) -> int:
+        """Start a process, pass on what it says until it is gone, and return its exit code."""
+        self.epoch += 1
+        self._reason = ""
+        out, news = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
+        out.bind(f"ipc://{self._folder}/to-{self.epoch}")
+        news.bind(f"ipc://{self._folder}/from-{self.epoch}")
+        command = [*self._command, self._folder, str(self.epoch)]
+        self._child = child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        assert child.stdin is not None
+        try:
+            child.stdin.write(msgspec.json.encode(self.config))
+            child.stdin.close()
+        except BrokenPipeError:
+            log.error("the engine's process ended before it read its configuration")
+        heard = time.monotonic()
+        while child.poll() is None:
+            if news.poll(100):
+                heard = time.monotonic()
+                self._hear(from_engine.decode(news.recv()), out)
+            elif time.monotonic() - heard > SILENCE:
+                self._reason = f"the engine said nothing for {SILENCE:g} s"
+                self._kill()
+            if self._stop_by is not None and time.monotonic() > self._stop_by:
+                self._reason = "the engine did not end in time"
+                self._kill()
+        while news.poll(50):
+            self._hear(from_engine.decode(news.recv()), out)
+        news.close(linger=0)
+        if self._out is not out:
+            out.close(linger=0)
+        return child.returncode
+
+    def _hear(self, message: FromEngine, out: zmq.Socket[bytes]) -> None:
+        if isinstance(message, Died):
+            self._reason = message.reason  # told when it is gone
+            return
+        if isinstance(message, Beat):
+            self.phase = message.phase
+            if message.tick_age > self.config.watchdog_timeout:
+                self._reason = f"a step took longer than {self.config.watchdog_timeout:g} s"
+                self._kill()
+        self._deliver(message)
+        if isinstance(message, EngineInfo):
+            self.phase = "serving"
+            with self._lock:
+                self._out = out
+                for early in self._early:
+                    self._send(early)
+                self._early.clear()
+
+    def _kill(self) -> None:
+        """Let the process say where it hangs, and end it."""
+        child = self._child
+        if child is not None and child.poll() is None:
+            child.send_signal(signal.SIGUSR1)
+            time.sleep(0.3)
+            child.kill()

@@ -1,0 +1,154 @@
+"""An engine in a process of its own: killed, hung, refused, shut down; every request is told its end once."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastlayers_server.engine import protocol as p
+from fastlayers_server.engine.config import EngineConfig
+from fastlayers_server.engine.process import EngineProcess, engine_client
+
+SCRIPTED = (sys.executable, str(Path(__file__).parent / "scripted_child.py"))
+
+
+class Front:
+    """Collects what an engine says."""
+
+    def __init__(self, model: str = "", *, command: Any = SCRIPTED, **settings: Any) -> None:
+        self.engine = EngineProcess(EngineConfig(model=model, **settings), command)
+        self.inbox = queue.Queue[Any]()
+        self.finished: dict[int, list[p.Output]] = {}
+        self.ids: dict[int, list[int]] = {}
+        self.engine.start(self.inbox.put)
+
+    def until(self, kind: type, timeout: float = 90.0) -> Any:
+        while True:
+            message = self.inbox.get(timeout=timeout)
+            if isinstance(message, p.StepOut):
+                for output in message.outputs:
+                    assert output.rid not in self.finished
+                    self.ids.setdefault(output.rid, []).extend(output.ids)
+                    if output.finish:
+                        self.finished[output.rid] = [output]
+            if isinstance(message, kind):
+                return message
+
+    def end_of(self, rid: int) -> p.Output:
+        while rid not in self.finished:
+            self.until(p.StepOut)
+        return self.finished[rid][0]
+
+    def submit(self, rid: int, new: int) -> None:
+        self.engine.submit(p.Submit(rid, p.pack_ids([5, 6, 7]), p.Sampling(seed=1), new, ignore_eos=True))
+
+
+def test_killed_while_it_streams_and_started_again() -> None:
+    front = Front()
+    front.submit(1, 4)  # before the engine is there
+    assert front.until(p.EngineInfo).epoch == 1
+    assert front.end_of(1).finish == "length" and len(front.ids[1]) == 4
+    front.submit(2, 3000)
+    while len(front.ids.get(2, ())) < 5:
+        front.until(p.StepOut)
+    os.kill(front.engine.pid, signal.SIGKILL)
+    assert front.end_of(2).code == "engine_restarting"
+    died = front.until(p.Died)
+    assert died.restarting and died.epoch == 1 and "-9" in died.reason
+    assert front.until(p.EngineInfo).epoch == 2
+    front.submit(3, 4)
+    assert front.end_of(3).finish == "length" and front.ids[3] == front.ids[1]
+    front.submit(4, 200)
+    pid = front.engine.pid
+    front.engine.shutdown(timeout=30.0)
+    assert front.end_of(4).finish == "length" and front.engine.phase == "dead"
+    assert not front.until(p.Died).restarting
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    front.submit(5, 4)
+    assert front.end_of(5).code == "engine_restarting"
+    assert not Path(front.engine._folder).exists()
+
+
+def test_a_hung_step_is_killed() -> None:
+    front = Front("hangs", watchdog_timeout=1.0)
+    front.until(p.EngineInfo)
+    front.submit(1, 4)
+    assert front.end_of(1).code == "engine_restarting"
+    died = front.until(p.Died)
+    assert died.restarting and died.reason == "a step took longer than 1 s"
+    front.until(p.EngineInfo)
+    front.submit(2, 4)
+    assert front.end_of(2).finish == "length"
+    front.engine.shutdown()
+
+
+def test_a_start_that_is_in_vain_is_not_repeated() -> None:
+    front = Front("refused")
+    front.submit(1, 4)
+    died = front.until(p.Died)
+    assert not died.restarting and died.reason == "ValueError: there is no such model"
+    assert front.end_of(1).code == "engine_restarting" and front.engine.phase == "dead"
+
+
+def test_an_engine_that_keeps_failing_is_given_up() -> None:
+    front = Front("fails")
+    reasons = []
+    for rid in range(1, 5):
+        front.until(p.EngineInfo)
+        front.submit(rid, 4)
+        assert front.end_of(rid).code == "engine_restarting"
+        died = front.until(p.Died)
+        reasons.append((died.restarting, died.reason.split(":")[0]))
+    assert reasons == [(True, "ZeroDivisionError")] * 3 + [(False, "ZeroDivisionError")]
+
+
+def test_the_engine_ends_with_its_front() -> None:
+    code = (
+        "import sys, time; from fastlayers_server.engine.process import EngineProcess;"
+        "from fastlayers_server.engine.config import EngineConfig;"
+        f"engine = EngineProcess(EngineConfig(), {SCRIPTED!r}); told = [];"
+        "engine.start(told.append);\n"
+        "while not told: time.sleep(0.05)\n"
+        "print(engine.pid, flush=True); time.sleep(600)"
+    )
+    front = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert front.stdout is not None
+    pid = int(front.stdout.readline())
+    os.kill(pid, 0)
+    front.kill()
+    front.wait()
+    for _ in range(100):
+        state = Path(f"/proc/{pid}/stat")
+        if not state.exists() or state.read_text().split(")")[1].split()[0] == "Z":
+            return
+        time.sleep(0.1)
+    raise AssertionError("the engine outlives its front")
+
+
+def test_the_shipped_model_in_a_process_of_its_own() -> None:
+    found = {}
+    for in_process in (False, True):
+        config = EngineConfig(device="cpu", max_model_len=256, max_running_requests=4)
+        engine, inbox = engine_client(config, in_process=in_process), queue.Queue[Any]()
+        engine.start(inbox.put)
+        ids: list[int] = []
+        engine.submit(p.Submit(1, p.pack_ids([9, 8, 7]), p.Sampling(0.9, seed=4), 6, ignore_eos=True))
+        finish = ""
+        while not finish:
+            message = inbox.get(timeout=120)
+            assert not isinstance(message, p.Died)
+            for output in message.outputs if isinstance(message, p.StepOut) else ():
+                ids += output.ids
+                finish = output.finish
+        engine.shutdown()
+        found[in_process] = ids
+    assert found[False] == found[True] and len(found[True]) == 6
