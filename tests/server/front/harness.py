@@ -62,11 +62,11 @@ class Server:
 @contextmanager
 def serving(
     script: Any = None, engine: Any = None, tokens: TokenText | None = None, features: Sequence[str] | None = None,
-    grammars: Any = None, limit: int = 4096, wait: bool = True, **config: Any,
+    grammars: Any = None, limit: int = 4096, wait: bool = True, vocab_size: int = 512, **config: Any,
 ) -> Iterator[Server]:  # fmt: skip
     """Serve the tiny checkpoint's tokenizer with a scripted engine."""
     tokens = tokens or tokens_of()
-    engine = engine or ScriptedEngine(script, tick_seconds=config.pop("tick_seconds", 0.0))
+    engine = engine or ScriptedEngine(script, tick_seconds=config.pop("tick_seconds", 0.0), vocab_size=vocab_size)
     if features is not None:
         with_features(engine, features)
     settings = {"served_names": ("tiny",), "freeze_gc": False} | config

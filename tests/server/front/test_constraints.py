@@ -1,0 +1,187 @@
+"""From fields to grammar sources: limits, what is refused by path, and that a source is compiled once."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from .harness import Server, script_of, serving, tokens_of
+from .test_reasoning_and_tools import WEATHER, messages, qwen  # noqa: F401
+
+GRAMMAR = ("logprobs", "grammar")
+
+
+class Compiler:
+    """Notes what it is asked, and answers as a worker would."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.asked: list[tuple[str, str]] = []
+        self.error = error
+
+    async def compile(self, kind: str, source: str) -> str:
+        self.asked.append((kind, source))
+        if self.error is not None:
+            raise self.error
+        return "{}"
+
+
+class Recording:
+    """Takes the place of an engine's submit and send, and answers everything with one token."""
+
+    def __init__(self, server: Server) -> None:
+        self.sent: list[Any] = []
+        client = server.front.link.client
+        submit, send = client.submit, client.send
+        import msgspec
+
+        def strip(request: Any) -> None:
+            self.sent.append(request)
+            submit(msgspec.structs.replace(request, grammar=""))
+
+        def pass_on(message: Any) -> None:
+            if type(message).__name__ == "Grammar":
+                self.sent.append(message)
+            else:
+                send(message)
+
+        client.submit, client.send = strip, pass_on  # type: ignore[method-assign]
+
+
+def asked_for(fields: dict[str, Any], compiler: Compiler, chat: bool = True, **options: Any) -> Any:
+    tokens = options.pop("tokens", None) or tokens_of()
+    size = options.pop("vocab_size", 512)
+    with serving(script_of(tokens, "x"), tokens=tokens, features=GRAMMAR, grammars=compiler, vocab_size=size) as server:
+        recording = Recording(server)
+        body = {"model": "tiny"} | ({"messages": messages()} if chat else {"prompt": "a"}) | fields
+        response = server.post("/v1/chat/completions" if chat else "/v1/completions", body)
+        return response, recording.sent
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "source"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_object", None),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, "json_schema", SCHEMA),
+        ({"structured_outputs": {"json": SCHEMA}}, "json_schema", SCHEMA),
+        ({"guided_json": json.dumps(SCHEMA)}, "json_schema", SCHEMA),
+        ({"json_schema": SCHEMA}, "json_schema", SCHEMA),
+        ({"guided_regex": "a{1,3}"}, "regex", "a{1,3}"),
+        ({"regex": "[ab]+"}, "regex", "[ab]+"),
+        ({"ebnf": 'root ::= "a"'}, "ebnf", 'root ::= "a"'),
+        ({"guided_choice": ["yes", "no"]}, "structural_tag", None),
+        ({"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}}, "structural_tag", None),
+    ],
+)  # fmt: skip
+def test_each_way_to_ask_becomes_one_source(fields: Any, kind: str, source: Any) -> None:
+    compiler = Compiler()
+    response, sent = asked_for(fields, compiler)
+    assert response.status_code == 200, response.text
+    assert len(compiler.asked) == 1 and compiler.asked[0][0] == kind
+    if source is not None:
+        given = compiler.asked[0][1]
+        assert (json.loads(given) if isinstance(source, dict) else given) == source
+    grammar, request = sent[0], sent[1]
+    assert grammar.key == request.grammar and grammar.key.startswith(kind)
+
+
+def test_a_source_is_compiled_and_sent_once() -> None:
+    compiler = Compiler()
+    with serving(features=GRAMMAR, grammars=compiler) as server:
+        recording = Recording(server)
+        for _ in range(3):
+            body = {"model": "tiny", "prompt": "a", "max_tokens": 1, "regex": "a"}
+            assert server.post("/v1/completions", body).status_code == 200
+        kinds = [type(m).__name__ for m in recording.sent]
+    assert len(compiler.asked) == 1 and kinds.count("Grammar") == 1 and kinds.count("Submit") == 3
+
+
+@pytest.mark.parametrize(
+    ("schema", "path"),
+    [
+        ({"type": "object", "properties": {"a": {"not": {}}}}, "properties.a.not"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"$ref": "http://example.org/x"}, "$ref"),
+        ({"$ref": "file:///etc/passwd"}, "$ref"),
+        ({"type": "string", "maxLength": 10_001}, "maxLength"),
+        ({"type": "array", "minItems": -1}, "minItems"),
+        ({"type": "string", "format": "binary"}, "format"),
+        ({"anyOf": [{"type": "string"}, {"if": {}}]}, "anyOf.1.if"),
+        ({"type": "string", "pattern": "a{20000}"}, "response_format"),
+        ({"properties": []}, "properties"),
+    ],
+)
+def test_keywords_that_would_be_dropped_are_refused_with_their_path(schema: Any, path: str) -> None:
+    compiler = Compiler()
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    response, _ = asked_for({"response_format": form}, compiler)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (400, "invalid_grammar")
+    assert path in error["message"] and error["param"] == "response_format"
+    assert not compiler.asked
+
+
+def test_grammar_bombs_are_refused_before_they_are_compiled() -> None:
+    deep: Any = {"type": "string"}
+    for _ in range(40):
+        deep = {"anyOf": [deep]}
+    for fields in (
+        {"regex": "a" * 70_000}, {"regex": "(" * 40 + ")" * 40}, {"regex": "a{1,99999}"},
+        {"ebnf": 'root ::= "a"{30000}'}, {"guided_json": {"anyOf": [{"enum": ["x" * 70_000]}]}},
+    ):  # fmt: skip
+        compiler = Compiler()
+        response, _ = asked_for(fields, compiler)
+        assert response.status_code == 400 and response.json()["error"]["code"] == "invalid_grammar", fields
+        assert not compiler.asked
+    compiler = Compiler()
+    response, _ = asked_for({"guided_json": deep}, compiler)
+    assert response.status_code == 400 and not compiler.asked
+
+
+@pytest.mark.parametrize("error", [ValueError("no such rule"), TimeoutError()])
+def test_what_cannot_be_compiled_is_the_clients_error(error: Exception) -> None:
+    response, sent = asked_for({"regex": "a"}, Compiler(error))
+    found = response.json()["error"]
+    assert (response.status_code, found["code"], found["param"]) == (400, "invalid_grammar", "structured_outputs")
+    assert not sent
+
+
+def test_a_constrained_answer_may_not_ignore_its_end() -> None:
+    for fields in ({"ignore_eos": True}, {"min_tokens": 3}):
+        response, _ = asked_for({"regex": "a"} | fields, Compiler())
+        assert response.status_code == 400 and response.json()["error"]["param"] in fields
+
+
+@pytest.mark.parametrize("choice", ["required", "auto", {"type": "function", "function": {"name": "weather"}}])
+def test_calls_are_constrained_behind_the_thought(qwen: Any, choice: Any) -> None:  # noqa: F811
+    compiler = Compiler()
+    fields = {"tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False}
+    response, _ = asked_for(fields, compiler, tokens=qwen, vocab_size=520)
+    assert response.status_code == 200, response.text
+    kind, source = compiler.asked[0]
+    thought, _, calls = json.loads(source)["format"]["elements"]
+    assert kind == "structural_tag" and thought["end"] == "</think>"
+    assert calls["type"] == "triggered_tags" and calls["triggers"] == ["<tool_call>"] and calls["stop_after_first"]
+    assert calls["at_least_one"] == (choice != "auto")
+    assert calls["tags"][0]["content"]["json_schema"] == WEATHER["function"]["parameters"]  # type: ignore[index]
+
+
+def test_every_source_that_we_make_is_one_that_xgrammar_compiles(qwen: Any) -> None:  # noqa: F811
+    import xgrammar
+
+    fields: list[dict[str, Any]] = [
+        {"tools": [WEATHER], "tool_choice": "required"}, {"tools": [WEATHER]}, {"guided_choice": ["yes", "no"]},
+        {"guided_choice": ["yes", "no"], "chat_template_kwargs": {"enable_thinking": False}},
+        {"response_format": {"type": "json_object"}}, {"regex": "[0-9]+"}, {"ebnf": 'root ::= "a"'},
+    ]  # fmt: skip
+    for each in fields:
+        compiler = Compiler()
+        response, _ = asked_for(each, compiler, tokens=qwen, vocab_size=520)
+        assert response.status_code == 200, response.text
+        kind, source = compiler.asked[0]
+        assert kind == "structural_tag"
+        xgrammar.Grammar.from_structural_tag(source)
