@@ -116,9 +116,9 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 def _dtype(given: Any, config: Mapping[str, Any]) -> torch.dtype:
     name = given
     if given == "auto":
-        text = config.get("text_config") or {}
-        said = [part.get(key) for part in (config, text) for key in ("dtype", "torch_dtype") if part.get(key)]
-        name = said[0] if said and said[0] in _DTYPES else "bfloat16"
+        parts = [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
+        said = [part.get(key) for part in parts for key in ("dtype", "torch_dtype") if part.get(key)]
+        name = said[0] if said and isinstance(said[0], str) and said[0] in _DTYPES else "bfloat16"
     if isinstance(name, str):
         name = _DTYPES.get(name.removeprefix("torch."))
     if name not in _DTYPES.values():
@@ -135,6 +135,8 @@ def _device(given: torch.device | str | None) -> torch.device | None:
         device = torch.device(given)
     except (RuntimeError, TypeError) as error:
         raise ArgumentError("AutoModel", "device", repr(given), "a torch device, as in 'cpu' or 'cuda:0'") from error
+    if device.type == "meta":
+        raise ArgumentError("AutoModel", "device", repr(str(device)), "a device with memory, as weights are loaded")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         count = torch.cuda.device_count()
         raise ArgumentError("AutoModel", "device", repr(str(device)), f"'cpu', or one of {count} CUDA devices here")
@@ -176,7 +178,10 @@ def find(path: str | Path) -> Path:
     """
     if not isinstance(path, (str, Path)):
         raise ArgumentError("AutoModel", "path", repr(path), ACCEPTED.removeprefix("accepted: "))
-    local = Path(path).expanduser()
+    try:
+        local = Path(path).expanduser()
+    except RuntimeError as error:
+        raise CheckpointError(f"{path}: {error}; {ACCEPTED}") from error
     if local.is_dir():
         if not (local / "config.json").is_file():
             raise CheckpointError(f"{local}: {_other_directory(local)}; {ACCEPTED}")

@@ -29,7 +29,7 @@ from fastlayers.comm.parallel import ParallelSpec, Shard
 from fastlayers.embedding.layer import VocabEmbedding
 from fastlayers.embedding.lm_head import LMHead
 from fastlayers.errors import ArgumentError, check_tensor
-from fastlayers.layer import finalize, trust
+from fastlayers.layer import check_move, finalize, trust
 from fastlayers.linear.factory import linear
 from fastlayers.rotary.layer import RotaryEmbedding
 from fastlayers_models.checkpoint import Checkpoint
@@ -319,6 +319,11 @@ class CausalLM(nn.Module):
     def ignored_tensors(self) -> Sequence[str]:
         """Patterns of tensors with no place here: derived buffers, a tied head."""
         return [r"rotary_emb\.inv_freq$", *([r"^lm_head\.weight$"] if self.config.tie_word_embeddings else [])]
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Move or cast as ``nn.Module`` does, or raise (see :class:`fastlayers.layer.Layer`) with nothing changed."""
+        check_move(self, fn)
+        return super()._apply(fn, recurse)
 
     def other_experts(self, num_experts: int) -> list[str]:
         """Return the pattern of those experts' tensors that other ranks hold, if there are any."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Annotated, Any
@@ -80,6 +81,8 @@ def _device(name: str) -> Any:
         device = torch.device(name)
     except RuntimeError as error:
         raise ArgumentError("fastlayers", "--device", repr(name), "cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ArgumentError("fastlayers", "--device", repr(name), "cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ArgumentError("fastlayers", "--device", repr(name), "cpu (this machine has no usable NVIDIA GPU)")
     return device
@@ -106,6 +109,29 @@ def _path(name: str, option: str = "checkpoint") -> Path:
         return assets() / TINY if name in ("tiny", TINY) else find(name)
     except CheckpointError as error:
         raise CheckpointError(f"{option}: {error}, or 'tiny', the one that ships") from error
+
+
+def _check_text(option: str, text: str) -> None:
+    """Raise :class:`ArgumentError` for an argument that is no UTF-8: tokenizers take nothing else."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ArgumentError("fastlayers", option, ascii(text), "text in UTF-8") from error
+
+
+def _check_output(option: str, name: str) -> Path:
+    """Return where a result goes, or raise :class:`ArgumentError`, before the work that it costs."""
+    path = Path(name)
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+        if path.exists():
+            with path.open("r+b"):
+                pass
+    except OSError as error:
+        given = f"{name!r}, which cannot be written ({type(error).__name__})"
+        raise ArgumentError("fastlayers", option, given, "a file in a directory that exists") from error
+    return path
 
 
 def _print_json(value: Any) -> None:
@@ -256,11 +282,14 @@ def demo(
 
 
 def _print_demo(seen: Any, place: str) -> None:
-    table = _table(f"{seen.prompt_tokens} prompt tokens, greedy, {place}", "", "prefill s", "decode tok/s", "tokens")
-    for name, run in (("Hugging Face", seen.stock), ("patched", seen.patched)):
-        ids = " ".join(map(str, run.tokens))
-        table.add_row(name, f"{run.prefill_seconds:.2f}", f"{run.tokens_per_second:.1f}", ids)
+    table = _table(f"{seen.prompt_tokens} prompt tokens, greedy, {place}", "", "prefill s", "decode tok/s")
+    sides = (("Hugging Face", seen.stock), ("patched", seen.patched))
+    for name, run in sides:
+        table.add_row(name, f"{run.prefill_seconds:.2f}", f"{run.tokens_per_second:.1f}")
     out.print(table)
+    # Not in the table, which would be as wide as they are long where nothing is wrapped.
+    for name, run in sides:
+        out.print(f"tokens, {name}: {' '.join(map(str, run.tokens))}", highlight=False)
     out.print(f"text: {seen.patched.text!r}")
     out.print(seen.report.summary(), highlight=False)
     out.print(f"fast paths ran {sum(seen.hits.values())} times in {sum(1 for n in seen.hits.values() if n)} modules")
@@ -290,6 +319,7 @@ def generate(
     from fastlayers_models.generate import Generator
     from fastlayers_server.evaluate import chat_ids, tokenizer_of
 
+    _check_text("prompt", prompt)
     path, cache = _path(checkpoint, "--checkpoint"), _dtype(kv_dtype, "--kv-dtype") if kv_dtype else None
     tokenizer = tokenizer_of(path)
     model = AutoModel.from_pretrained(path, dtype=_dtype(dtype), device=_device(device), kv_dtype=cache)
@@ -335,7 +365,7 @@ def evaluate(
     from fastlayers_server.variants import VARIANTS, named_variants
 
     chosen = named_variants(list(VARIANTS) if variants == "all" else [v.strip() for v in variants.split(",")])
-    path, place = _path(checkpoint), _device(device)
+    path, place, written_to = _path(checkpoint), _device(device), _check_output("--out", result) if result else None
     lacking = {v.name: why for v in chosen if (why := v.why_not(path)) is not None}
     if lacking and variants != "all":
         name, why = next(iter(lacking.items()))
@@ -348,13 +378,13 @@ def evaluate(
             progress=lambda name, done, _: progress.update(tasks[name], completed=done),
             omit=lambda variant, error: failed.update({variant.name: f"{type(error).__name__}: {error}"}),
         )  # fmt: skip
-    if result:
-        written = {"run": run_facts(place), "variants": scores_as_json(scores)}
-        Path(result).write_text(json.dumps(written, indent=2) + "\n")
     if as_json:
         _print_json(scores_as_json(scores))
     else:
         _print_scores(f"{checkpoint} on {place}", scores)
+    if written_to is not None:
+        written = {"run": run_facts(place), "variants": scores_as_json(scores)}
+        written_to.write_text(json.dumps(written, indent=2) + "\n")
     for name, why in lacking.items():
         err.print(f"{name}: not run, {why}", highlight=False)
     for name, why in failed.items():

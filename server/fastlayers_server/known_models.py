@@ -88,7 +88,10 @@ def config_of(name: str) -> Mapping[str, Any]:
     for known, config in KNOWN.items():
         if name.lower() in (known.lower(), known.partition("/")[2].lower()):
             return config
-    path = Path(name).expanduser()
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError as error:
+        raise UnknownModelError(f"model {name!r} is unknown: {error}") from error
     if path.is_file() or (path / "config.json").is_file():
         return _parsed(path if path.is_file() else path / "config.json")
     if name.count("/") == 1 and not path.exists():
@@ -113,7 +116,7 @@ def _from_hub(name: str) -> dict[str, Any]:
 def _parsed(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
-    except ValueError as error:  # not JSON, or not even text
+    except (ValueError, RecursionError) as error:  # not JSON, or not even text
         raise UnknownModelError(f"{path} is not JSON: {error}; expected a model's config.json") from error
     if not isinstance(found, dict):
         raise UnknownModelError(f"{path} holds no JSON object; expected a model's config.json")

@@ -13,7 +13,14 @@ import math
 
 import torch
 
-from fastlayers.errors import AllocatorOverflowError, ArgumentError, check_device, check_positive
+from fastlayers.errors import (
+    AllocatorOverflowError,
+    ArgumentError,
+    check_device,
+    check_kind,
+    check_plain,
+    check_positive,
+)
 
 ALIGNMENT = 16
 
@@ -87,8 +94,11 @@ class BumpAllocator:
             The buffer has no room: the message names the requester, its bytes, what is left, and the ledger.
             The allocator is as it was before.
         ArgumentError
-            A negative size.
+            A negative size, or an argument of another type.
         """
+        check_plain("BumpAllocator", "str", name=name)
+        check_kind("BumpAllocator", torch.dtype, dtype=dtype)
+        check_plain("BumpAllocator", "tuple[int, ...]", shape=tuple(shape) if isinstance(shape, list) else shape)
         if any(size < 0 for size in shape):
             raise ArgumentError("BumpAllocator", "shape", tuple(shape), "sizes of 0 or more")
         wanted = math.prod(shape) * dtype.itemsize

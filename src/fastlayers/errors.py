@@ -220,14 +220,24 @@ def check_fields(layer: str, given: object) -> None:
     """Raise :class:`ArgumentError` for the first field of a dataclass that is not of the plain type it is annotated as.
 
     Fields of other types than :func:`check_plain` knows are left to the caller; so is what is no dataclass. A pair
-    given as a list becomes a tuple, so that what holds it is hashable.
+    given as a list becomes a tuple, so that what holds it is hashable; NumPy's numbers become Python's, whose ``repr``
+    can be evaluated.
     """
     for field in dataclasses.fields(given) if dataclasses.is_dataclass(given) else ():
         if str(field.type).removesuffix(" | None") in _PLAIN:
             value = getattr(given, field.name)
             check_plain(layer, str(field.type), **{field.name: value})
-            if isinstance(value, list):
-                object.__setattr__(given, field.name, tuple(value))
+            if (plain := _python_value(value)) is not value:
+                object.__setattr__(given, field.name, plain)
+
+
+def _python_value(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        inner = tuple(map(_python_value, value))
+        return value if isinstance(value, tuple) and all(a is b for a, b in zip(inner, value, strict=True)) else inner
+    if isinstance(value, Integral) and not isinstance(value, int):
+        return int(value)
+    return float(value) if isinstance(value, Real) and not isinstance(value, int | float) else value
 
 
 def check_device(layer: str, device: torch.device | str | int | None) -> torch.device:

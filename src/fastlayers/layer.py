@@ -147,10 +147,11 @@ class Layer(WatchedModule):
             self.finalize()  # what was packed may be of the old tensors
         return self
 
-    def _move(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool) -> None:
-        if not hasattr(self, "choice"):
-            super()._apply(fn, recurse)
-            return
+    def _choices_after(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, list[Choice]]:
+        """Return the configuration and the choices after a move or cast (none: those that are here stay).
+
+        Raises what :meth:`_apply` does, and changes nothing.
+        """
         own = self.fixed_dtype
         here = next((p.device for p in self.parameters()), self.device_type)
         known = getattr(self.cfg, "dtype", None)
@@ -159,16 +160,23 @@ class Layer(WatchedModule):
         probe = fn(torch.empty(0, dtype=known if own is None else own, device=here))
         if own is not None and probe.dtype != own:
             raise ArgumentError(type(self).__name__, "dtype", probe.dtype, f"{own}, as constructed")
-        moved: list[tuple[Choice, Ladder]] = []
         cfg = self.cfg if known in (None, probe.dtype) else replace(self.cfg, dtype=probe.dtype)
         where = self.choice.device.type if probe.device.type == "meta" else probe.device
-        if torch.device(where).type != self.choice.device.type or cfg is not self.cfg:
-            table, requested = registry_named(self.choice.layer), self.choice.requested
-            if hasattr(self, "decode_choice"):
-                chosen = table.choose_phases(cfg, PHASES, where, requested)
-            else:
-                chosen = [table.choose(cfg, where, requested)]
-            moved = [(choice, choice.build()) for choice in chosen]
+        if torch.device(where).type == self.choice.device.type and cfg is self.cfg:
+            return cfg, []
+        table, requested = registry_named(self.choice.layer), self.choice.requested
+        if hasattr(self, "decode_choice"):
+            return cfg, list(table.choose_phases(cfg, PHASES, where, requested))
+        return cfg, [table.choose(cfg, where, requested)]
+
+    def _move(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool) -> None:
+        if recurse:
+            check_move(self, fn)  # of the layers within, too: a refusal must not come half way
+        if not hasattr(self, "choice"):
+            super()._apply(fn, recurse)
+            return
+        own, (cfg, chosen) = self.fixed_dtype, self._choices_after(fn)
+        moved = [(choice, choice.build()) for choice in chosen]
         kept = {id(p) for n, p in self.named_parameters(recurse=False) if own is not None or n in self.kept_in_fp32}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -194,6 +202,16 @@ def trust(*modules: nn.Module | None) -> None:
         for layer in module.modules() if module is not None else ():
             if isinstance(layer, Layer):
                 layer.trusted = True
+
+
+def check_move(model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Raise what a layer within ``model`` would raise while it is moved or cast with ``fn``; changes nothing.
+
+    For the ``_apply`` of modules that hold layers: torch casts child by child, and would stop in between.
+    """
+    for module in model.modules():
+        if isinstance(module, Layer) and hasattr(module, "choice"):
+            module._choices_after(fn)
 
 
 def finalize(model: nn.Module) -> nn.Module:

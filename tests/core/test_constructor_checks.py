@@ -15,6 +15,7 @@ import fastlayers as fl
 from fastlayers.attention.kv_cache.spec import KVCacheSpec
 from fastlayers.attention.mla.paths import MLAThresholds
 from fastlayers.errors import ArgumentError, check_kind, check_plain
+from fastlayers.quant.group_quant.layer import GroupQuant
 from fastlayers.rotary.scaling import RopeScaling
 from fastlayers.sampler.layer import SamplingState
 
@@ -173,6 +174,53 @@ def test_numbers_of_numpy_are_numbers() -> None:
     for wrong in (np.float32("nan"), np.float64("inf"), np.bool_(True), np.array([0.5])):
         with pytest.raises(ArgumentError, match=r"SamplingParams: temperature is .*; accepted: a finite number"):
             fl.SamplingParams(temperature=wrong)  # type: ignore[arg-type]
+
+
+def test_sizes_of_numpy_are_sizes_and_configurations_hold_python_numbers() -> None:
+    for make in (fl.Linear, fl.FP8BlockLinear, fl.Int8Linear):
+        layer = make(np.int64(128), np.int32(256))  # type: ignore[arg-type]
+        assert layer(torch.ones(2, 128, dtype=layer.fixed_dtype)).shape == (2, 256)
+        assert "np." not in repr(layer.cfg) and layer.cfg == make(128, 256).cfg
+    assert repr(fl.RMSNorm(np.int64(8)).cfg) == repr(fl.RMSNorm(8).cfg)  # type: ignore[arg-type]
+    router = fl.TopKRouter(np.int64(64), np.int64(8), np.int64(2))  # type: ignore[arg-type]
+    assert repr(router.cfg) == repr(fl.TopKRouter(64, 8, 2).cfg)
+
+
+ALLOCATOR, POOL = fl.BumpAllocator(1024), fl.PagePool(8, 16)
+CALLS: list[tuple[Callable[..., Any], tuple[Any, ...], str]] = [
+    (ALLOCATOR.alloc, (3, (2,)), "BumpAllocator: name is 3"),
+    *[(ALLOCATOR.alloc, ("a", shape), "BumpAllocator: shape is ") for shape in (3, "ab", None, (1.5,), (True,))],
+    *[(ALLOCATOR.alloc, ("a", (2,), dtype), "BumpAllocator: dtype is ") for dtype in ("float32", None)],
+    *[(POOL.extend, ([], length, "r"), r"PagePool\.extend: length is ") for length in (1.5, "3", None, -1, True)],
+    *[(POOL.extend, (pages, 33, "r"), r"PagePool\.extend: pages is ") for pages in (None, "ab", (1,))],
+    *[(POOL.release, (pages,), r"PagePool\.release: pages is ") for pages in (None, 5, [[1]], [1.5])],
+    *[(GroupQuant, (eps,), "GroupQuant: eps is ") for eps in ("x", None, math.nan)],
+    (SamplingState(2).set, (0, "ab"), r"SamplingState\.set: params is 'ab'"),
+    (SamplingState(2).set, ("a", fl.SamplingParams()), "SamplingState: row is 'a'"),
+    *[(fl.SamplingParams, (1.0, k), "SamplingParams: top_k is ") for k in (2**31, 2**40, 2**63, -2)],
+]
+
+
+@pytest.mark.parametrize(("call", "arguments", "message"), CALLS)
+def test_wrong_arguments_of_calls_are_named(call: Any, arguments: tuple[Any, ...], message: str) -> None:
+    used, free = ALLOCATOR.used, POOL.free_pages
+    with pytest.raises(ArgumentError, match=message):
+        call(eps=arguments[0]) if call is GroupQuant else call(*arguments)
+    assert (ALLOCATOR.used, POOL.free_pages) == (used, free)
+
+
+def test_the_largest_top_k_draws() -> None:
+    state = SamplingState(1)
+    state.set(0, fl.SamplingParams(top_k=2**31 - 1, seed=0))
+    assert 0 <= int(fl.Sampler(8)(torch.zeros(1, 8), state)) < 8
+
+
+def test_a_cast_that_is_refused_changes_nothing() -> None:
+    layer = fl.Attention(**MAKERS[fl.Attention], dtype=torch.bfloat16)
+    before = {name: (value.dtype, value.data_ptr()) for name, value in layer.state_dict().items()}
+    with pytest.raises(ArgumentError, match=r"dtype is torch\.float16; accepted: torch\.bfloat16, as constructed"):
+        layer.half()
+    assert {name: (value.dtype, value.data_ptr()) for name, value in layer.state_dict().items()} == before
 
 
 def test_a_pair_is_two_integers_and_hashable() -> None:

@@ -88,6 +88,8 @@ def test_what_is_not_a_model_directory_is_named(llama: Path, tmp_path: Path) -> 
     for path, message in cases.items():
         with pytest.raises(CheckpointError, match=f"{path.name}: {message}.*; {ACCEPTED}"):
             AutoModel.from_pretrained(path)
+    with pytest.raises(CheckpointError, match="~nosuchuser/x: Could not determine home directory"):
+        AutoModel.from_pretrained("~nosuchuser/x")
     for name in ("./llama", "~/no/such", "a/b/c", "-x"):
         with pytest.raises(CheckpointError, match="no such directory, and not a name on the hub"):
             AutoModel.from_pretrained(name)
@@ -130,6 +132,7 @@ def test_a_bad_option_is_named(llama: Path) -> None:
         ({"dtype": "float8"}, r"dtype is 'float8'; accepted: torch\.bfloat16, .*'auto'"),
         ({"dtype": torch.int8}, r"dtype is torch\.int8; accepted"),
         ({"dtype": torch.float64}, r"dtype is torch\.float64; accepted"),
+        ({"device": "meta"}, r"device is 'meta'; accepted: a device with memory"),
         ({"device": "banana"}, r"device is 'banana'; accepted: a torch device"),
         ({"device": "cuda:99"}, r"device is 'cuda:99'; accepted: 'cpu', or one of \d+ CUDA devices here"),
         (
@@ -141,6 +144,15 @@ def test_a_bad_option_is_named(llama: Path) -> None:
 def test_arguments_are_checked_before_anything_is_built(llama: Path, options: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         AutoModel.from_pretrained(llama, **options)
+
+
+def test_a_cast_that_is_refused_changes_nothing(llama: Path) -> None:
+    model = AutoModel.from_pretrained(llama)
+    before = {name: (value.dtype, value.data_ptr()) for name, value in model.state_dict().items()}
+    for cast in (model.half, model.float, lambda: model.to(torch.float16)):
+        with pytest.raises(ArgumentError, match=r"accepted: torch\.bfloat16, as constructed"):
+            cast()
+        assert {name: (value.dtype, value.data_ptr()) for name, value in model.state_dict().items()} == before
 
 
 def test_a_dtype_may_be_a_name(llama: Path, tmp_path: Path) -> None:

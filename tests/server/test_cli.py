@@ -157,6 +157,12 @@ def test_generate_answers_a_problem() -> None:
         (["backends", "--device", "H2000"], "device 'H2000' is unknown"),
         (["generate", "hi", "--dtype", "fp7"], "dtype is 'fp7'; accepted: bf16"),
         (["generate", "hi", "--device", "gpu"], "--device is 'gpu'"),
+        (["generate", "hi", "--device", "meta"], "--device is 'meta'; accepted: cpu, cuda"),
+        (["generate", "\udcff"], "prompt is '\\udcff'; accepted: text in UTF-8"),
+        (["generate", "hi", "--checkpoint", "~nosuchuser/x"], "--checkpoint: ~nosuchuser/x: Could not determine home"),
+        (["bench", "model", "~nosuchuser/x"], "model '~nosuchuser/x' is unknown: Could not determine home"),
+        (["eval", "--out", "no/such/place.json"], "--out is 'no/such/place.json', which cannot be written"),
+        (["eval", "--out", "tests"], "--out is 'tests', which cannot be written (IsADirectoryError)"),
         (["eval", "--variants", "best"], "variant 'best' is unknown; known: hf"),
         (["generate", "hi", "--max-new-tokens", "9999"], "accepted: at most max_length"),
     ],
@@ -184,6 +190,17 @@ def test_demo_shows_identical_tokens_and_the_report() -> None:
     assert sum(found["hits"].values()) > 0
     table = run("demo", "--new-tokens", "4", "--prompt-tokens", "64", "--device", "cpu")
     assert table.exit_code == 0 and "identical tokens" in table.stdout
+
+
+def test_the_table_of_the_demo_is_not_as_wide_as_its_tokens() -> None:
+    # Not a terminal: nothing is wrapped there.
+    seen = command("demo", "--new-tokens", "100", "--prompt-tokens", "64", "--device", "cpu")
+    assert seen.returncode == 0, seen.stderr
+    lines = seen.stdout.splitlines()
+    table = [line for line in lines if line[:1] in "┏┃┡│└"]
+    assert len(table) == 6 and all(len(line) < 80 for line in table)
+    tokens = [line.split(": ")[1].split() for line in lines if line.startswith("tokens, ")]
+    assert [len(ids) for ids in tokens] == [100, 100] and tokens[0] == tokens[1]
 
 
 def test_demo_fails_if_the_tokens_differ(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from numbers import Integral
+from typing import Any
 
 import torch
 from torch import nn
@@ -65,15 +67,17 @@ class LinearBase(Layer):
     ) -> None:
         super().__init__()
         self.kind = type(self).__name__
-        if not isinstance(out_features, int | Sequence) or isinstance(out_features, str):
+        if not isinstance(out_features, Integral | Sequence) or isinstance(out_features, str):
             accepted = "a positive integer, or one for each fused part"
             raise ArgumentError(self.kind, "out_features", describe(out_features), accepted)
-        self.full_parts = [out_features] if isinstance(out_features, int) else list(out_features)
+        given: list[Any] = [out_features] if isinstance(out_features, Integral) else list(out_features)
         check_positive(
             self.kind,
             in_features=in_features,
-            **{f"out_features[{i}]": n for i, n in enumerate(self.full_parts)},
+            **{f"out_features[{i}]": n for i, n in enumerate(given)},
         )
+        # Whatever kind of integers they were.
+        in_features, self.full_parts = int(in_features), [int(size) for size in given]
         check_kind(self.kind, Shard, shard=shard)
         check_choice(self.kind, "shard.kind", shard.kind, ("replicated", "column", "row"))
         if names is None and len(self.full_parts) > 1:

@@ -29,7 +29,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 
 from fastlayers import env
-from fastlayers.errors import ArgumentError
+from fastlayers.errors import ArgumentError, EnvironmentVariableError
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +158,10 @@ def prepare() -> Path | None:
             return None
         root = _temporary(f"{lost[0].directory()} (of {lost[0].package})")
     else:
-        root = Path(asked).expanduser() / versions_key()
+        try:
+            root = Path(asked).expanduser() / versions_key()
+        except RuntimeError as error:
+            raise EnvironmentVariableError(f"{env.CACHE_DIR}: {asked}: {error}") from error
         if not _writable(root):
             root = _temporary(f"{root} ({env.CACHE_DIR})")
     env.set_kernel_directories({store.variable: str(root / name) for name, store in STORES.items()})

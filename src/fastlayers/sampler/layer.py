@@ -33,6 +33,8 @@ from fastlayers.errors import (
     check_choice,
     check_device,
     check_fields,
+    check_kind,
+    check_plain,
     check_positive,
     check_tensor,
     describe,
@@ -76,7 +78,7 @@ class SamplingParams:
         check_fields("SamplingParams", self)
         wrong = {
             "temperature": (self.temperature < 0.0, "0 (greedy) or a positive number"),
-            "top_k": (self.top_k < -1, "a positive integer, or 0 or -1 for off"),
+            "top_k": (not -1 <= self.top_k < 2**31, "a positive 32-bit integer, or 0 or -1 for off"),
             "top_p": (not 0.0 < self.top_p <= 1.0, "more than 0 and up to 1"),
             "min_p": (not 0.0 <= self.min_p <= 1.0, "0 to 1"),
             "seed": (
@@ -151,6 +153,9 @@ class SamplingState:
 
     def set(self, row: int, params: SamplingParams, offset: int = 0) -> None:
         """Give ``row`` to a request; ``offset`` is the number of tokens already drawn with its seed."""
+        check_plain("SamplingState.set", "int >= 0", offset=offset)
+        check_kind("SamplingState.set", SamplingParams, params=params)
+        check_plain("SamplingState", "int", row=row)
         if not 0 <= row < len(self.params):
             raise ArgumentError("SamplingState", "row", row, f"0 to {len(self.params) - 1}")
         seed = int(torch.randint(2**62, ())) if params.seed is None else params.seed

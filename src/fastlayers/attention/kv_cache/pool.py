@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastlayers.errors import AllocatorOverflowError, ArgumentError, check_positive
+from fastlayers.errors import AllocatorOverflowError, ArgumentError, check_kind, check_plain, check_positive
 
 
 class PagePool:
@@ -35,7 +35,12 @@ class PagePool:
         ------
         AllocatorOverflowError
             Not enough pages; the requester is named and nothing was handed out.
+        ArgumentError
+            ``pages`` is no list, or ``length`` no number of tokens.
         """
+        if type(pages) is not list or type(length) is not int or length < 0:  # called for each request in each step
+            check_kind("PagePool.extend", list, pages=pages)
+            check_plain("PagePool.extend", "int >= 0", length=length)
         needed = -(-length // self.page_size) - len(pages)
         if needed > len(self._free):
             raise AllocatorOverflowError(
@@ -56,6 +61,8 @@ class PagePool:
         ArgumentError
             A page was not handed out (released twice); nothing was taken back.
         """
+        check_kind("PagePool.release", list, pages=pages)
+        check_plain("PagePool.release", "tuple[int, ...]", pages=tuple(pages))
         wrong = [page for page in pages if page not in self._used]
         if wrong or len(set(pages)) != len(pages):
             raise ArgumentError("PagePool.release", "pages", wrong or pages, "pages handed out and not yet released")

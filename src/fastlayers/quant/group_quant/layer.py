@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from fastlayers.device import Device
-from fastlayers.errors import ArgumentError, check_choice, check_tensor
+from fastlayers.errors import ArgumentError, check_choice, check_plain, check_tensor
 from fastlayers.layer import Layer
 from fastlayers.registry import Backend, Registry, reference_backend, torch_backend, triton_backend
 
@@ -51,6 +51,7 @@ class GroupQuantConfig:
         check_choice("GroupQuant", "dtype", self.dtype, tuple(LARGEST))
         check_choice("GroupQuant", "scale_fmt", self.scale_fmt, SCALE_FMTS)
         check_choice("GroupQuant", "scale_layout", self.scale_layout, SCALE_LAYOUTS)
+        check_plain("GroupQuant", "float", eps=self.eps)
         if not 1e-30 <= self.eps <= 1.0:
             raise ArgumentError("GroupQuant", "eps", self.eps, "1e-30 <= eps <= 1, so that no scale is subnormal")
 
