@@ -34,6 +34,7 @@ from fastlayers.attention.meta import AttentionBatch  # noqa: E402
 from fastlayers.device import as_device  # noqa: E402
 from fastlayers_models.auto import family_of  # noqa: E402
 from fastlayers_models.generate import Generator  # noqa: E402
+from fastlayers_models.step import StepKey  # noqa: E402
 
 QWEN = dict(vocab_size=151936, max_position_embeddings=40960, rms_norm_eps=1e-6, head_dim=128, eos_token_id=151645)
 MODELS: dict[str, dict[str, Any]] = {
@@ -203,8 +204,9 @@ def profile_step(generator: Generator, batch: int) -> None:
     """Print the kernels of one replay: count, microseconds together, name."""
     step = generator.step
     assert step.graphs is not None
-    key = (min(n for n in step.buckets if n >= batch), "greedy")
-    step.capture([key[0]], [key[1]])
+    bucket = min(n for n in step.buckets if n >= batch)
+    key = StepKey("decode", bucket, bucket, "greedy")
+    step.capture([bucket])
     step.graphs.replay(key)
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

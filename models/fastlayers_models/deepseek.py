@@ -193,9 +193,16 @@ class DeepseekForCausalLM(CausalLM):
     Notes
     -----
     ``forward`` and ``compute_logits`` are what a serving loop calls; ``fastlayers_models.generate`` is one.
+
+    Attributes
+    ----------
+    captured_tokens : int
+        Largest bucket of captured extends by default. Those attend to latents, 3.4 times the multiply-adds of expanded
+        keys: beyond it that is more than the launches which a capture saves (benchmarks/first_token.py).
     """
 
     config_class = DeepseekConfig
+    captured_tokens = 512
 
     def __init__(
         self,

@@ -277,6 +277,18 @@ def test_tokens_that_were_not_read_in_time_are_an_error(model: Any) -> None:
         pending[0].tokens()
 
 
+def test_latent_attention_ends_its_buckets_earlier() -> None:
+    longest = {}
+    for family in ("qwen3", "deepseek"):
+        model = make(family)
+        spec = fl.kv_cache_spec(model, page_size=model.page_size, dtype=model.kv_dtype)
+        state = AttentionState(2, 4096, 64, model.page_size, model.device)
+        graphs = CudaGraphs(runtime=EagerRuntime())
+        step = ModelStep(model, spec.allocate(2, "cpu"), state, Sampler(model.config.vocab_size), 2, graphs=graphs)
+        longest[family] = step.extend_buckets.tokens[-1]
+    assert longest == {"qwen3": 2048, "deepseek": DeepseekForCausalLM.captured_tokens}
+
+
 def test_arguments() -> None:
     served = Requests(make("qwen3"), False)
     with torch.inference_mode():
