@@ -20,10 +20,11 @@ import fastlayers as fl
 from fastlayers.attention.gqa.core import GQAConfig
 from fastlayers.errors import ArgumentError, NoBackendError
 from fastlayers.moe.fused_moe.layer import FUSED_MOE
-from fastlayers.patching import block, decode
+from fastlayers.patching import block, decode, prefill
 from fastlayers.patching.classes import PREFIX
 from fastlayers.patching.decoder import FastDecoderLayer
 from fastlayers.patching.paged import PagedCache
+from fastlayers.patching.prefill import ExtendKey
 from fastlayers.patching.step import DecodeStep
 from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
 
@@ -57,6 +58,11 @@ def driver(model: Any) -> decode.DecodeDriver:
     return found
 
 
+def decodes(model: Any) -> list[Any]:
+    """Return the records of decode steps; prompts are in test_prefill.py."""
+    return [record for record in driver(model).ledger if not isinstance(record.key, ExtendKey)]
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_tokens_of_replayed_steps_equal_stock(name: str) -> None:
     model = build(name)
@@ -66,7 +72,7 @@ def test_tokens_of_replayed_steps_equal_stock(name: str) -> None:
     assert torch.equal(tokens(model), stock)
     assert report.hits()["cuda_graph"] == 19 and report.fallbacks()["cuda_graph"] == 0
     assert torch.equal(tokens(model), stock)
-    assert report.hits()["cuda_graph"] == 38 and len(driver(model).ledger) == 1
+    assert report.hits()["cuda_graph"] == 38 and len(decodes(model)) == 1
     # Each replay runs each module; the first graph ran them four times besides, and prefills twice.
     attention = {name: hits for name, hits in report.hits().items() if name.endswith("self_attn")}
     assert all(hits - before[name] >= 40 for name, hits in attention.items()) and attention
@@ -125,9 +131,9 @@ def test_other_shapes_get_their_own_graph_and_old_ones_stay() -> None:
     fl.patch(model, cuda_graph=True)
     for case, new, wanted in zip(cases, (12, 20, 120, 7), stock, strict=True):
         assert torch.equal(tokens(model, case, new=new), wanted)
-    keys = [record.key[:2] for record in driver(model).ledger]
+    keys = [record.key[:2] for record in decodes(model)]
     assert sorted(keys) == [(1, 256), (2, 384), (3, 256)]
-    assert torch.equal(tokens(model, cases[0], new=12), stock[0]) and len(driver(model).ledger) == 3
+    assert torch.equal(tokens(model, cases[0], new=12), stock[0]) and len(decodes(model)) == 3
 
 
 @pytest.mark.parametrize("total", range(245, 252))
@@ -141,8 +147,8 @@ def test_the_edge_of_the_capacity(total: int) -> None:
     report = fl.patch(model, cuda_graph=True)
     assert torch.equal(tokens(model, inputs, new=3), stock)
     assert report.hits()["cuda_graph"] == 2
-    (record,) = driver(model).ledger
-    assert record.key[1] - decode.SLACK >= total - 1
+    (record,) = decodes(model)
+    assert record.key[1] - prefill.SLACK >= total - 1
 
 
 def test_sampling_draws_what_the_uncaptured_step_draws() -> None:
@@ -301,12 +307,12 @@ def test_weights_in_place_are_used_and_new_storages_captured_again() -> None:
     with torch.no_grad():
         for m in (model, twin):
             m.lm_head.weight.copy_(m.lm_head.weight.flip(0))
-    assert torch.equal(tokens(model), tokens(twin)) and len(driver(model).ledger) == 1
-    (first,) = driver(model).ledger
+    assert torch.equal(tokens(model), tokens(twin)) and len(decodes(model)) == 1
+    (first,) = decodes(model)
     state = {key: value.clone() for key, value in build("qwen3_moe", seed=5).state_dict().items()}
     model.load_state_dict(state, assign=True), twin.load_state_dict(state)
     assert torch.equal(tokens(model), tokens(twin))
-    (second,) = driver(model).ledger
+    (second,) = decodes(model)
     assert second.key != first.key, "the old graph held the old addresses"
 
 
@@ -337,7 +343,7 @@ def test_copies_capture_for_themselves(name: str, how: str) -> None:
     tokens(model)
     other = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
     assert driver(other) is not driver(model) and driver(other).root is other and driver(model).root is model
-    assert driver(other).ledger == [] and len(driver(model).ledger) == 1
+    assert driver(other).ledger == [] and len(decodes(model)) == 1
     count = report.hits()["cuda_graph"]
     assert torch.equal(tokens(other), stock)
     assert report.hits()["cuda_graph"] == count and int(driver(other).replays) == 19
@@ -446,9 +452,9 @@ def test_a_cache_grows_where_the_limit_is_far(name: str, monkeypatch: pytest.Mon
     report = fl.patch(model, cuda_graph=True)
     assert torch.equal(tokens(model, new=400), stock)
     assert report.hits()["cuda_graph"] == 399 and report.fallbacks()["cuda_graph"] == 0
-    assert [record.key[1] for record in driver(model).ledger] == [256, 384, 512]
+    assert [record.key[1] for record in decodes(model)] == [256, 384, 512]
     assert torch.equal(tokens(model, new=60), stock[:, :100])
-    assert [record.key[1] for record in driver(model).ledger] == [384, 512, 256]
+    assert [record.key[1] for record in decodes(model)] == [384, 512, 256]
 
 
 def test_linears_that_somebody_hooked_run_as_modules() -> None:

@@ -147,11 +147,11 @@ def _patch(model: nn.Module, options: Options, cuda_graph: bool, dry_run: bool) 
 def _watch(report: PatchReport, model: nn.Module, steps: list[Step]) -> None:
     """Let the report count what the patched modules run, replays of graphs included."""
     drivers = [driver for root in _roots(model) if (driver := decode.driver_of(root)) is not None]
-    replays = {id(module): driver.replays for driver in drivers for module in driver.root.modules()}
+    replays = {id(m): (driver.replays, driver.prefills) for driver in drivers for m in driver.root.modules()}
     for step in steps:
         if not step.reason:
             fast: Any = step.module
-            report.watch(step.name, fast._fl_hits, fast._fl_falls, replays.get(id(fast)), fast._fl_reasons)
+            report.watch(step.name, fast._fl_hits, fast._fl_falls, replays.get(id(fast), ()), fast._fl_reasons)
     for driver in drivers:
         report.watch("cuda_graph", driver.replays, driver.falls)
 

@@ -33,7 +33,7 @@ def direct(block: Any) -> bool:
 
 
 def run(block: Any, x: torch.Tensor, step: Any) -> torch.Tensor | None:
-    """Return the output of a sparse block for ``x [B, 1, D]``, or ``None``: its own code is to run."""
+    """Return the output of a sparse block for ``x [B, Q, D]``, or ``None``: its own code is to run."""
     if not direct(block):
         return None
     router, experts = _router(block), block.experts
@@ -43,7 +43,9 @@ def run(block: Any, x: torch.Tensor, step: Any) -> torch.Tensor | None:
     count(router._fl_hits)
     count(experts._fl_hits)
     logits = router._fl_step_logits(rows)
-    weights, ids = router._fl_core.pick(rows.shape[0])(logits, getattr(router, "e_score_correction_bias", None), None)
+    weights, ids = router._fl_core.pick(rows.shape[0])(
+        logits, getattr(router, "e_score_correction_bias", None), step.count
+    )
     # Rounded by the core already where the family's router rounds them.
     y = experts._fl_run(rows, ids, weights)
     if hasattr(block, "shared_experts"):

@@ -1,9 +1,9 @@
-"""``patch(model, cuda_graph=True)``: the decode steps of ``generate`` as replays of captured graphs.
+"""``patch(model, cuda_graph=True)``: the steps of ``generate`` as replays of captured graphs.
 
-Three methods of Hugging Face's generation loop are overridden on the instance. Cache preparation hands out a
-:class:`PagedCache`; the two that choose the callable of decode steps choose :meth:`DecodeDriver.call`. Prefill runs
-eagerly. A step copies ids and positions into static tensors and replays the whole ``forward`` of the model, captured
-per batch and capacity; the logits it returns are valid until the next step.
+Four methods of Hugging Face's generation loop are overridden on the instance. Cache preparation hands out a
+:class:`PagedCache`; the two that choose the callable of decode steps choose :meth:`DecodeDriver.call`; prefill replays
+prompts, see :mod:`fastlayers.patching.prefill`. A step copies ids and positions into static tensors and replays the
+whole ``forward`` of the model, captured per batch and capacity; the logits it returns are valid until the next step.
 
 What cannot be captured runs as before, and says why once. ``disable_compile=True`` in the generation config runs the
 same step without a graph.
@@ -28,22 +28,17 @@ from fastlayers.patching.gqa import FastGQA
 from fastlayers.patching.matching import foreign_hooks
 from fastlayers.patching.mla import FastMLA
 from fastlayers.patching.paged import Lease, PagedCache, Pool, Store, capacity_bucket
+from fastlayers.patching.prefill import KNOWN_INPUTS, SLACK, ExtendKey, Prefills, why_not
 from fastlayers.patching.report import PatchEntry
-from fastlayers.patching.step import DecodeStep
+from fastlayers.patching.step import DecodeStep, PagedStep
 from fastlayers.runtime.graphs import CudaGraphs, GraphRecord
 
 log = logging.getLogger(__name__)
 
 ATTRIBUTE = "_fl_decode"
-METHODS = ("_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get_compiled_call")
+METHODS = ("_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get_compiled_call", "_prefill")
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-# What a step takes besides ids, positions and the cache; anything else that is set runs uncaptured.
-_KNOWN = {
-    "input_ids", "position_ids", "attention_mask", "past_key_values", "use_cache", "logits_to_keep", "return_dict",
-}  # fmt: skip
 _RECORDED = ("output_attentions", "output_hidden_states", "output_router_logits")
-# Rows that the runs before a capture write beyond the step's own.
-SLACK = 8
 # New tokens for which a cache has room at first.
 FIRST_TOKENS = 2048
 # Bytes of rows and graphs that are kept between calls of generate, besides those in use.
@@ -51,7 +46,7 @@ MAX_CACHE_BYTES = 16 << 30
 
 
 class DecodeDriver:
-    """Drives the decode steps of one patched model.
+    """Drives the steps of one patched model.
 
     Parameters
     ----------
@@ -60,13 +55,24 @@ class DecodeDriver:
         ``make_graphs(device)`` returns the :class:`fastlayers.runtime.graphs.CudaGraphs` to capture with. Pickled with
         the model, so a function of a module.
     core : str
-        Backend of the attention core.
+        Backend of the attention core and of the cache write; ``"auto"``: the best that can be captured.
+
+    Attributes
+    ----------
+    replays, prefills : Tensor int64 ``[1]``
+        Decode steps, and prompts, that were replayed.
+    falls : Tensor int64 ``[1]``
+        Decode steps that ran uncaptured.
+    prefill : Prefills
+        Which prompts are replayed, and why others were not.
     """
 
     def __init__(self, root: Any, make_graphs: Callable[[torch.device], CudaGraphs], core: str) -> None:
-        self.root, self._make_graphs, self._core = root, make_graphs, core
+        self.root, self._make_graphs, self.core = root, make_graphs, core
         with torch.inference_mode(False):
-            self.replays, self.falls = (torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(2))
+            self.replays, self.falls, self.prefills = (
+                torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(3)
+            )
         self._reset()
 
     def _reset(self) -> None:
@@ -76,24 +82,39 @@ class DecodeDriver:
         self._said: set[str] = set()
         # Batches and capacities whose capture failed.
         self._broken: set[tuple[int, int]] = set()
+        self.prefill = Prefills(any(isinstance(layer, FastMLA) for layer in _attention_layers(self.root)))
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has its own graphs and counters.
-        return {"root": self.root, "_make_graphs": self._make_graphs, "_core": self._core}
+        return {"root": self.root, "_make_graphs": self._make_graphs, "core": self.core}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["root"], state["_make_graphs"], state["_core"])  # type: ignore[misc]
+        self.__init__(state["root"], state["_make_graphs"], state["core"])  # type: ignore[misc]
 
     def _dropped(self, key: tuple[int, int, int]) -> None:
         if self._graphs is not None:
-            self._graphs.drop(key)
+            for name in self._graphs.keys:
+                if name[:3] == key:  # type: ignore[index]
+                    self._graphs.drop(name)
 
     def clear(self) -> None:
         """Drop all graphs and buffers."""
         self._broken.clear()
+        self.prefill.clear()
         self._pool.clear()
         if self._graphs is not None:
             self._graphs.clear()
+
+    def graphs_on(self, device: torch.device) -> CudaGraphs:
+        """Return where graphs are kept, made at the first call."""
+        if self._graphs is None:
+            self._graphs = self._make_graphs(device)
+        return self._graphs
+
+    def keep(self, store: Store, key: Any) -> None:
+        """Count the bytes of a new graph to its store, and let the pool drop others for them."""
+        store.graph_bytes += next(record.bytes for record in self.ledger if record.key == key)
+        self._pool.shrink(store)
 
     @property
     def graphs(self) -> CudaGraphs | None:
@@ -110,9 +131,25 @@ class DecodeDriver:
         """The attention layers of the decoder, by index."""
         return [layer.self_attn for layer in self.root.get_decoder().layers]
 
+    def report(self) -> list[str]:
+        """Return what was captured, what each graph cost and how often it ran, and why prompts ran uncaptured."""
+        lines = []
+        for record in self.ledger:
+            key: Any = record.key
+            what = f"prefill of {key.tokens} tokens" if isinstance(key, ExtendKey) else "decode"
+            seconds = record.warm_up_seconds + record.capture_seconds
+            lines.append(
+                f"{what}, batch {key[0]}, capacity {key[1]}: captured in {seconds:.2f} s, {record.bytes:,} bytes, "
+                f"{record.replays} replays"
+            )
+        reasons = self.prefill.uncaptured.most_common()
+        return lines + [f"{count} prefills uncaptured: {reason}" for reason, count in reasons]
+
     def attach(self) -> None:
         """Override the methods on the instance."""
         for name in METHODS:
+            if not hasattr(type(self.root), name):
+                continue
             self.root.__dict__[name] = getattr(self, "own_" + name.lstrip("_"))
         self.root.__dict__[ATTRIBUTE] = self
 
@@ -212,6 +249,27 @@ class DecodeDriver:
             return self.root(*args, **inputs)
         return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
+    def own_prefill(
+        self, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **options: Any
+    ) -> Any:
+        """Replay the prompts, or run what the original runs."""
+        cache: Any = model_kwargs.get("past_key_values")
+        reason = why_not(cache, generation_config, model_kwargs)
+        if not reason:
+            # What the original hands to the model.
+            mask = model_kwargs.get("attention_mask")
+            whole = mask is not None and mask.shape[1] == input_ids.shape[1]
+            inputs = self.root.prepare_inputs_for_generation(
+                input_ids, next_sequence_length=input_ids.shape[1] if whole else None,
+                is_first_iteration=options.get("is_first_iteration", args[0] if args else True), **model_kwargs,
+            )  # fmt: skip
+            logits = self.prefill.replay(self, cache, inputs)
+            if logits is not None:
+                return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+            return self.root(**inputs, return_dict=True)
+        self.prefill.uncaptured[reason] += isinstance(cache, PagedCache)
+        return self._stock("_prefill")(input_ids, generation_config, model_kwargs, *args, **options)
+
     def _why_not_step(self, cache: PagedCache, args: tuple[Any, ...], inputs: dict[str, Any]) -> str:
         """Return why this step runs as an ordinary call of the model, or ""."""
         if cache.unfit:
@@ -220,7 +278,7 @@ class DecodeDriver:
         if args or ids is None or ids.shape[1] != 1:
             return "a chunk of several tokens"
         given = (name for name, value in inputs.items() if value is not None and value is not False)
-        other = [name for name in given if name not in _KNOWN]
+        other = [name for name in given if name not in KNOWN_INPUTS]
         if other:
             return f"the step takes {', '.join(sorted(other))}"
         if torch.is_grad_enabled() or torch.is_autocast_enabled(ids.device.type):
@@ -260,11 +318,15 @@ class DecodeDriver:
     def _step_of(self, cache: PagedCache, store: Store) -> DecodeStep:
         """Return the static tensors that go with a store; nothing on the device is counted yet."""
         if store.state is None:
-            store.state = DecodeStep(store.batch, store.capacity, cache.layers[0].device, self._core)
-            store.state.chain([m for m in self.root.get_decoder().layers if isinstance(m, FastDecoderLayer)])
+            store.state = DecodeStep(store.batch, store.capacity, cache.layers[0].device, self.core)
+            self.chain(store.state)
         step: DecodeStep = store.state
         step.length = -1
         return step
+
+    def chain(self, step: PagedStep) -> None:
+        """Tell a step which norm reads what a decoder layer returns."""
+        step.chain([m for m in self.root.get_decoder().layers if isinstance(m, FastDecoderLayer)])
 
     def _grow(self, cache: PagedCache, store: Store) -> None:
         """Move a full cache into the next larger store; its graph is captured at the next step."""
@@ -283,7 +345,7 @@ class DecodeDriver:
             step.set_length(length)
         step.cache = cache
         try:
-            logits = self._replay(store, step, length) if self._captures(cache, store) else self._forward(step)
+            logits = self._replay(store, step, length) if self._captures(cache, store) else self.forward(step)
         finally:
             step.cache = None
         step.length = length + 1
@@ -295,24 +357,22 @@ class DecodeDriver:
 
     def _replay(self, store: Store, step: DecodeStep, length: int) -> torch.Tensor:
         """Replay the step's graph, captured now if there is none."""
-        if self._graphs is None:
-            self._graphs = self._make_graphs(step.device)
-        if store.key not in self._graphs:
+        graphs = self.graphs_on(step.device)
+        if store.key not in graphs:
             restore = partial(step.set_length, length)
             try:
-                self._graphs.capture(store.key, partial(self._forward, step), restore=restore)
+                graphs.capture(store.key, partial(self.forward, step), restore=restore)
             except CaptureError as error:
                 # The same step without a graph gives the same tokens.
                 self._broken.add(store.key[:2])
                 self._say(str(error))
-                return self._forward(step)
-            store.graph_bytes = next(record.bytes for record in self._graphs.ledger if record.key == store.key)
-            self._pool.shrink(store)
-        logits: torch.Tensor = self._graphs.replay(store.key)
+                return self.forward(step)
+            self.keep(store, store.key)
+        logits: torch.Tensor = graphs.replay(store.key)
         self.replays.add_(1)
         return logits
 
-    def _forward(self, step: DecodeStep) -> torch.Tensor:
+    def forward(self, step: PagedStep) -> torch.Tensor:
         """Run the model on the static tensors; what is captured. Nothing of it refers to the cache afterwards."""
         cache = step.cache
         cache.step = step
@@ -320,7 +380,7 @@ class DecodeDriver:
             step.begin()
             out = self.root(
                 input_ids=step.ids, position_ids=step.positions, attention_mask=step.mask, past_key_values=cache,
-                use_cache=True, logits_to_keep=1, return_dict=True,
+                use_cache=True, logits_to_keep=step.kept, return_dict=True,
             )  # fmt: skip
             logits: torch.Tensor = out.logits
             return logits
@@ -334,11 +394,17 @@ class DecodeDriver:
             log.warning("cuda_graph: decoding runs uncaptured: %s", reason)
 
 
+def _attention_layers(root: Any) -> list[Any]:
+    if not hasattr(root, "get_decoder"):
+        return []
+    return [getattr(layer, "self_attn", None) for layer in getattr(root.get_decoder(), "layers", ())]
+
+
 def why_not_root(root: Any) -> str:
     """Return why the decode steps of this model cannot be captured as it is now, or ""."""
     if not hasattr(root, "_sample") or root.config.is_encoder_decoder:
         return f"{type(root).__name__} is not a decoder that generates"
-    layers = [getattr(layer, "self_attn", None) for layer in getattr(root.get_decoder(), "layers", ())]
+    layers = _attention_layers(root)
     for index, layer in enumerate(layers):
         if not isinstance(layer, (FastGQA, FastMLA)):
             return f"attention of layer {index} is not patched ({type(layer).__name__})"
@@ -386,7 +452,7 @@ def check_capturable(roots: list[Any]) -> None:
 
 def attach(
     root: Any, undo: ExitStack, make_graphs: Callable[[torch.device], CudaGraphs] = CudaGraphs,
-    core: str = "triton",
+    core: str = "auto",
 ) -> DecodeDriver:  # fmt: skip
     """Capture the decode steps of ``root`` from now on; decoder layers of known code add and norm in one launch.
 
@@ -397,7 +463,7 @@ def attach(
     undo : ExitStack
         Gets what undoes this, should a later step of the patch fail.
     make_graphs, core
-        As for :class:`DecodeDriver`; by default CUDA graphs, and attention cores in Triton.
+        As for :class:`DecodeDriver`; by default CUDA graphs, and the best cores that can be captured.
     """
     driver = driver_of(root)
     if driver is not None:

@@ -24,7 +24,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastlayers import env
-from fastlayers.attention.contexts import context_of
 from fastlayers.attention.gqa.core import GQA, GQAConfig
 from fastlayers.attention.mla.torch import MAX_SCORES, product
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWriteConfig
@@ -247,11 +246,11 @@ class FastGQA(PackedModule):
         return rotated[:, :, :-keys], rotated[:, :, -keys:]
 
     def _fl_decode(self, x: torch.Tensor, position: Any, cache: Any, step: Any) -> torch.Tensor:
-        """Return ``[B, 1, H * D]`` of one new token a row: written into the pages and attended there."""
-        keys, values = cache.layers[self.layer_idx].paged()
+        """Return ``[…, H * D]`` of a step's tokens: written into the pages and attended there."""
+        keys, values = cache.layers[self.layer_idx].paged(step.spare)
         width, kv_heads = self.head_dim, keys.shape[2]
         heads = kv_heads * self.num_key_value_groups
-        q, k, v = self._fl_side_by_side(x, step).view(step.batch, -1, width).split((heads, kv_heads, kv_heads), dim=1)
+        q, k, v = self._fl_side_by_side(x, step).view(step.rows, -1, width).split((heads, kv_heads, kv_heads), dim=1)
         eps, *weights = self._fl_norm_weights(q.dtype)
         if eps is None:
             q, k = self._fl_norm(q, k)
@@ -262,10 +261,10 @@ class FastGQA(PackedModule):
         sinks = extra.get("s_aux")
         cfg = GQAConfig(
             heads, kv_heads, width, float(self.scaling), extra.get("sliding_window"), None, sinks is not None, PAGE,
-            q.dtype, keys.dtype, "decode", context=context_of(step.capacity),
+            q.dtype, keys.dtype, step.phase, context=step.context, captured=True,
         )  # fmt: skip
         o, _ = step.pick(cfg)(q, keys, values, step.meta, None if sinks is None else sinks.float())
-        flat: torch.Tensor = o.view(step.batch, 1, heads * width)
+        flat: torch.Tensor = o.view(*x.shape[:-1], heads * width)
         return flat
 
     def forward(

@@ -224,21 +224,22 @@ class FastMLA(PackedModule):
         self, q_nope: torch.Tensor, q_rope: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, cache: Any,
         step: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """Return ``[B, 1, H * V]`` of one new token a row: written into the pages and attended there, absorbed."""
-        pages, heads = cache.layers[self.layer_idx].pages(), self.num_heads
-        row = torch.cat((keys, values), dim=-1).view(step.batch, -1)
+        """Return ``[B, Q, H * V]`` of a step's tokens: written into the pages and attended there, absorbed."""
+        pages, heads = cache.layers[self.layer_idx].pages(step.spare), self.num_heads
+        row = torch.cat((keys, values), dim=-1).view(step.rows, -1)
         pages.flatten(0, 1).index_copy_(0, step.meta.out_cache_loc, row)
         weight = self._fl_dense if self._fl_dense is not None else self.kv_b_proj.weight
         dense = weight.view(heads, self.qk_nope_head_dim + self.v_head_dim, self.kv_lora_rank)
-        absorbed = torch.bmm(q_nope[:, :, 0].transpose(0, 1), dense[:, : self.qk_nope_head_dim])
-        q = torch.cat((absorbed.transpose(0, 1), q_rope[:, :, 0]), dim=-1)
+        by_head = q_nope.transpose(0, 1).reshape(heads, step.rows, -1)
+        absorbed = torch.bmm(by_head, dense[:, : self.qk_nope_head_dim])
+        q = torch.cat((absorbed.transpose(0, 1), q_rope.transpose(1, 2).reshape(step.rows, heads, -1)), dim=-1)
         cfg = MLAConfig(
             heads, self.kv_lora_rank, self.qk_rope_head_dim, self.qk_nope_head_dim, self.v_head_dim,
-            float(self.scaling), PAGE, q.dtype, pages.dtype,
+            float(self.scaling), PAGE, q.dtype, pages.dtype, captured=True,
         )  # fmt: skip
         o, _ = step.pick(cfg).decode(q, pages, step.meta)
         out = torch.bmm(o.transpose(0, 1), dense[:, self.qk_nope_head_dim :].transpose(1, 2))
-        return out.transpose(0, 1).reshape(step.batch, 1, -1)
+        return out.transpose(0, 1).reshape(q_nope.shape[0], q_nope.shape[2], -1)
 
     def _fl_absorbable(self, queries: int, keys: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
         """Return ``W[H, N+V, L]`` if this call is to be absorbed."""

@@ -53,12 +53,12 @@ class FastMLP(PackedModule):
         return down
 
     def _fl_step(self, x: torch.Tensor, step: Any) -> torch.Tensor:
-        """Return the same in a decode step."""
+        """Return the same in a step on pages."""
         if not self._fl_usable(x):
             return self(x)  # type: ignore[operator]
         count(self._fl_hits)
-        rows = self._fl_side_by_side(x, step).view(step.batch, -1)
-        y = self._fl_core.pick(step.batch)(rows)
+        rows = self._fl_side_by_side(x, step).view(step.rows, -1)
+        y = self._fl_core.pick(step.rows)(rows)
         down: torch.Tensor = step.apply(self.down_proj, y.view(*x.shape[:-1], -1))
         return down
 

@@ -50,8 +50,11 @@ class Store:
     def __init__(self, batch: int, capacity: int) -> None:
         self.batch, self.capacity, self.serial = batch, capacity, next(self._serial)
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
-        # The static inputs of a captured step, made by whoever captures, and the graph's bytes.
+        # The same as pages, with one in front that is nobody's: tokens of padding are written there.
+        self.spared: dict[int, tuple[torch.Tensor, ...]] = {}
+        # The static inputs of captured steps, made by whoever captures, and the graphs' bytes.
         self.state: Any = None
+        self.extends: dict[tuple[int, bool], Any] = {}
         self.graph_bytes = 0
 
     @property
@@ -79,14 +82,14 @@ class Store:
         with torch.inference_mode(False):
             if latent:
                 rank, width = key.shape[-1], key.shape[-1] + value.shape[-1]
-                rows = torch.zeros(pages, PAGE, width, **options)
+                whole = torch.zeros(pages + 1, PAGE, width, **options)
+                rows, self.spared[index] = whole[1:], (whole,)
                 dense = rows.view(self.batch, self.capacity, 1, width)
                 self.layers[index] = dense[..., :rank], dense[..., rank:], rows
             else:
-                keys, values = (
-                    torch.zeros(self.batch, self.capacity, heads, x.shape[-1], **options) for x in (key, value)
-                )
-                self.layers[index] = keys, values, None
+                both = tuple(torch.zeros(pages + 1, PAGE, heads, x.shape[-1], **options) for x in (key, value))
+                keys, values = (each[1:].view(self.batch, self.capacity, *each.shape[2:]) for each in both)
+                self.layers[index], self.spared[index] = (keys, values, None), both
         return self.layers[index]
 
 
@@ -257,8 +260,31 @@ class PagedLayer(DynamicLayer):
         self._pages[0][:, : self._length] = keys.transpose(1, 2)
         self._pages[1][:, : self._length] = values.transpose(1, 2)
 
-    def paged(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values as pages ``[pages, PAGE, K, D]``; grouped queries only."""
+    def take_pages(self) -> None:
+        """Take this layer's pages from the store, where an earlier cache left them; nothing is cached yet."""
+        store = self._lease.store
+        assert store is not None and self._length == 0
+        self._pages = store.layers[self._index]
+        self.dtype, self.device = self._pages[0].dtype, self._pages[0].device
+        self.is_initialized = True
+
+    def filled(self, length: int) -> None:
+        """Count the tokens that a graph wrote from the first row on."""
+        self._length = length
+
+    def _spared(self) -> tuple[torch.Tensor, ...]:
+        store = self._lease.store
+        assert store is not None
+        return store.spared[self._index]
+
+    def paged(self, spare: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values as pages ``[pages, PAGE, K, D]``; grouped queries only.
+
+        ``spare``: with the page in front that is nobody's.
+        """
+        if spare:
+            keys, values = self._spared()
+            return keys, values
         assert self._pages is not None
         keys, values, _ = self._pages
         return keys.view(-1, PAGE, *keys.shape[2:]), values.view(-1, PAGE, *values.shape[2:])
@@ -270,8 +296,10 @@ class PagedLayer(DynamicLayer):
         rows = self._pages[2]
         return rows.view(self._pages[0].shape[0], -1, rows.shape[-1])[:, : self._length]
 
-    def pages(self) -> torch.Tensor | None:
-        """Return MLA's rows as ``[pages, PAGE, L + R]``, or ``None``."""
+    def pages(self, spare: bool = False) -> torch.Tensor | None:
+        """Return MLA's rows as ``[pages, PAGE, L + R]``, or ``None``; ``spare``: as for :meth:`paged`."""
+        if spare:
+            return self._spared()[0]
         return self._pages[2] if self.attached and self._pages is not None else None
 
     def crop(self, tokens_to_remove: int) -> None:

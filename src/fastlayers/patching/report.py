@@ -54,11 +54,11 @@ class PatchReport:
     dry_run: bool = False
     _counters: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, repr=False)
     _start: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)
-    _replays: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
+    _replays: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict, repr=False)
     _reasons: dict[str, Counter[str]] = field(default_factory=dict, repr=False)
 
     def watch(
-        self, name: str, hits: torch.Tensor, fallbacks: torch.Tensor, replays: torch.Tensor | None = None,
+        self, name: str, hits: torch.Tensor, fallbacks: torch.Tensor, replays: tuple[torch.Tensor, ...] = (),
         reasons: Counter[str] | None = None,
     ) -> None:  # fmt: skip
         """Count ``name`` from now on.
@@ -67,13 +67,11 @@ class PatchReport:
         """
         self._counters[name] = (hits, fallbacks)
         self._reasons[name] = Counter() if reasons is None else reasons
-        if replays is not None:
-            self._replays[name] = replays
+        self._replays[name] = replays
         self._start[name] = (self._hits(name), int(fallbacks))
 
     def _hits(self, name: str) -> int:
-        replays = self._replays.get(name)
-        return int(self._counters[name][0]) + (0 if replays is None else int(replays))
+        return int(self._counters[name][0]) + sum(int(replays) for replays in self._replays.get(name, ()))
 
     @property
     def replaced(self) -> tuple[PatchEntry, ...]:

@@ -1,22 +1,29 @@
-"""One decode step over a :class:`PagedCache`: its static tensors, and what layers look up in it.
+"""One step over a :class:`PagedCache`: its static tensors, and what layers look up in it.
 
-    B = batch, C = capacity
+    B = batch, C = capacity, T = tokens of an extend's bucket
 
-Everything that changes from step to step lies on the device at fixed addresses. Ids and positions are copied in;
-lengths and slots are advanced by the step itself, so that a replay needs no host work for them.
+    DecodeStep   one token a row: rows lie one behind the other, ids [B, 1]
+    ExtendStep   the prompts: all rows' tokens one behind the other, without their left padding, ids [1, T]
+
+Everything that changes from step to step lies on the device at fixed addresses. Ids and positions are copied in.
+Lengths and slots of decode are advanced by the step itself, so that a replay needs no host work for them; those of an
+extend are planned by an :class:`AttentionState`, as for every other model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
+from fastlayers.attention.buckets import ExtendBucket
+from fastlayers.attention.contexts import context_of
 from fastlayers.attention.gqa.core import GQA, GQAConfig
-from fastlayers.attention.meta import AttentionBatch, AttentionMeta
+from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
 from fastlayers.attention.mla.core import MLA, MLAConfig
 from fastlayers.attention.rotary_kv_write.layer import ROTARY_KV_WRITE, RotaryKVWriteConfig
 from fastlayers.linear.dense.layer import LINEAR, LinearConfig
@@ -31,49 +38,48 @@ SHORT = 256
 _REGISTRIES: dict[type, Any] = {GQAConfig: GQA, MLAConfig: MLA, RotaryKVWriteConfig: ROTARY_KV_WRITE}
 
 
-class DecodeStep:
-    """The tensors of a step, and the cores that layers of one configuration share.
+class PagedStep:
+    """What layers look up in a step, and the cores that those of one configuration share.
 
     Parameters
     ----------
-    batch, capacity : int
+    rows : int
+        Tokens of the step, padding included.
+    capacity : int
     device : torch.device
     core : str
-        Backend of attention and of the write: one that needs no host work between steps.
+        Backend of attention and of the write, or ``"auto"``: the best that reads lengths on the device.
 
     Attributes
     ----------
-    ids, positions : Tensor int64 ``[B, 1]``
+    ids, positions : Tensor int64
         Of the new tokens; positions are rotary ones.
-    mask : Tensor int32 ``[B, 1, 1, 1]``
-        First slot of each row that counts. Four dimensions: Hugging Face passes such a mask on as it is, and no mask
-        of all keys is ever made.
+    mask : Tensor int32, four dimensions
+        Hugging Face passes such a mask on as it is, and no mask of all keys is ever made.
+    kept : int or Tensor int64 ``[B]``
+        Which hidden rows the head reads.
+    count : Tensor int32 ``[1]``, optional
+        Tokens that are real, where some are padding.
+    spare : bool
+        Whether pages are numbered with the spare one in front, which nobody's tokens are written to.
+    phase : str
+        Of grouped-query attention, see :mod:`fastlayers.attention.gqa.core`.
     meta : AttentionMeta
     """
 
-    def __init__(self, batch: int, capacity: int, device: torch.device, core: str) -> None:
-        self.batch, self.capacity, self.device, self.core = batch, capacity, device, core
-        pages = capacity // PAGE
+    ids: torch.Tensor
+    positions: torch.Tensor
+    mask: torch.Tensor
+    meta: AttentionMeta
+    kept: Any = 1
+    count: torch.Tensor | None = None
+    spare = False
+    phase = "decode"
+
+    def __init__(self, rows: int, capacity: int, device: torch.device, core: str) -> None:
+        self.rows, self.capacity, self.device, self.core = rows, capacity, device, core
         with torch.inference_mode(False):
-            self.ids = torch.zeros(batch, 1, dtype=torch.int64, device=device)
-            self.positions = torch.zeros(batch, 1, dtype=torch.int64, device=device)
-            starts = torch.zeros(batch, dtype=torch.int32, device=device)
-            self._lens = torch.zeros(batch, dtype=torch.int32, device=device)
-            # Slot inside the row, slot in the cache.
-            self._slots = torch.zeros(2, batch, dtype=torch.int64, device=device)
-            self._first = torch.arange(batch, dtype=torch.int64, device=device) * capacity
-            self.request = torch.arange(batch, dtype=torch.int64, device=device)
-            numbers = torch.arange(batch * pages, dtype=torch.int32, device=device).view(batch, pages)
-            cu = torch.arange(batch + 1, dtype=torch.int32, device=device)
-        self.mask = starts.view(batch, 1, 1, 1)
-        described = tuple(range(b * pages, (b + 1) * pages) for b in range(batch))
-        self.meta = AttentionMeta(
-            page_table=numbers, seq_lens=self._lens, starts=starts, cu_seqlens_q=cu, request_of_token=cu[:batch],
-            positions=self._slots[0], out_cache_loc=self._slots[1], page_size=PAGE, max_query_len=1,
-            max_seq_len=capacity, batch=AttentionBatch((1,) * batch, (capacity - 1,) * batch, described), bucket=batch,
-        )  # fmt: skip
-        # Tokens in the cache as the device counts them; host data.
-        self.length = -1
+            self.request = torch.arange(rows, dtype=torch.int64, device=device)
         # The cache of the step that is running. Not held longer: a store is lent again when its cache is gone.
         self.cache: Any = None
         self._cores: dict[Any, Any] = {}
@@ -82,23 +88,14 @@ class DecodeStep:
         self._normed: tuple[torch.Tensor, torch.Tensor] | None = None
         self._next_norm: dict[int, nn.Module] = {}
 
-    def set_length(self, length: int) -> None:
-        """Write the number of cached tokens to the device."""
-        self._lens.fill_(length)
-        self._slots[0].fill_(length - 1)
-        torch.add(self._first, length - 1, out=self._slots[1])
-        self.length = length
+    @property
+    def context(self) -> int:
+        """Class of the longest context that this step may have."""
+        return context_of(self.capacity)
 
     def begin(self) -> None:
-        """Count the new token; the first launches of a step."""
-        self._lens.add_(1)
-        self._slots.add_(1)
+        """Do what comes before the first layer, inside a graph."""
         self._turn = self._normed = None
-        if self.device.type == "cpu":
-            # Where nothing is captured, cores may read lengths on the host.
-            lengths, starts = tuple(int(n) - 1 for n in self._lens), tuple(int(n) for n in self.meta.starts)
-            batch = AttentionBatch((1,) * self.batch, lengths, self.meta.batch.page_table, starts)
-            self.meta = replace(self.meta, batch=batch)
 
     def end(self) -> None:
         """Drop what layers looked up: none of it outlives a step."""
@@ -112,25 +109,23 @@ class DecodeStep:
 
     def _rung(self, cfg: Any) -> Rung:
         """Return the backend that captured steps may take, with what a table found for it."""
-        registry = _REGISTRIES[type(cfg)]
-        rungs = registry.choose(cfg, self.device).rungs
-        rung: Rung = next(r for r in rungs if r.max_tokens is None or self.batch <= r.max_tokens)
-        if rung.backend.name != self.core:
-            rung = registry.choose(cfg, self.device, self.core).rungs[0]
-        if isinstance(cfg, GQAConfig) and self.core == "triton" and self.capacity <= SHORT:
+        rungs = _REGISTRIES[type(cfg)].choose(cfg, self.device, self.core).rungs
+        rung: Rung = next(r for r in rungs if r.max_tokens is None or self.rows <= r.max_tokens)
+        ours = isinstance(cfg, GQAConfig) and cfg.phase == "decode" and rung.backend.name == "triton"
+        if ours and self.capacity <= SHORT:
             # So few keys are not worth splitting: one program a row and key head, nothing to add up.
-            rung = replace(rung, config=(("PROGRAMS", self.batch * cfg.num_kv_heads),))
+            rung = replace(rung, config=(("PROGRAMS", self.rows * cfg.num_kv_heads),))
         return rung
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return ``x · weightᵀ + bias`` by the backend that is best for so few rows."""
+        """Return ``x · weightᵀ + bias`` by the backend that is best for so many rows."""
         cfg = LinearConfig(weight.shape[1], weight.shape[0], bias is not None, weight.dtype)
         if cfg not in self._linears:
             choice = LINEAR.choose(cfg, self.device)
-            if choice.evidence == "rank" and self.batch <= FEW_ROWS and self.device.type == "cuda":
+            if choice.evidence == "rank" and self.rows <= FEW_ROWS and self.device.type == "cuda":
                 # No table for this shape: at so few rows the matrix-vector kernel is ahead, or level (see notes).
                 choice = LINEAR.choose(cfg, self.device, "triton")
-            self._linears[cfg] = choice.build().pick(self.batch)
+            self._linears[cfg] = choice.build().pick(self.rows)
         y: torch.Tensor = self._linears[cfg](x, weight, bias)
         return y
 
@@ -142,10 +137,10 @@ class DecodeStep:
         return y
 
     def tables(self, position: Any, half: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin fp32 ``[B, half]``, row b for request b, from Hugging Face's ``[B, 1, half or more]``."""
+        """Return cos and sin fp32 ``[rows, half]``, a row a token, from Hugging Face's of half or more columns."""
         cos, sin = position
         if self._turn is None or self._turn[0] is not cos:
-            narrow = (table[:, 0, :half].float().expand(self.batch, -1).contiguous() for table in (cos, sin))
+            narrow = (table.flatten(0, -2)[:, :half].float().expand(self.rows, -1).contiguous() for table in (cos, sin))
             self._turn = cos, *narrow
         return self._turn[1], self._turn[2]
 
@@ -166,3 +161,97 @@ class DecodeStep:
         if self._normed is None or self._normed[0] is not hidden:
             return None
         return self._normed[1]
+
+
+class DecodeStep(PagedStep):
+    """One token a row; see :class:`PagedStep` for the arguments.
+
+    ``mask [B, 1, 1, 1]`` holds the first slot of each row that counts.
+    """
+
+    def __init__(self, batch: int, capacity: int, device: torch.device, core: str) -> None:
+        super().__init__(batch, capacity, device, core)
+        self.batch, pages = batch, capacity // PAGE
+        with torch.inference_mode(False):
+            self.ids = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+            self.positions = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+            starts = torch.zeros(batch, dtype=torch.int32, device=device)
+            self._lens = torch.zeros(batch, dtype=torch.int32, device=device)
+            # Slot inside the row, slot in the cache.
+            self._slots = torch.zeros(2, batch, dtype=torch.int64, device=device)
+            self._first = torch.arange(batch, dtype=torch.int64, device=device) * capacity
+            numbers = torch.arange(batch * pages, dtype=torch.int32, device=device).view(batch, pages)
+            cu = torch.arange(batch + 1, dtype=torch.int32, device=device)
+        self.mask = starts.view(batch, 1, 1, 1)
+        described = tuple(range(b * pages, (b + 1) * pages) for b in range(batch))
+        self.meta = AttentionMeta(
+            page_table=numbers, seq_lens=self._lens, starts=starts, cu_seqlens_q=cu, request_of_token=cu[:batch],
+            positions=self._slots[0], out_cache_loc=self._slots[1], page_size=PAGE, max_query_len=1,
+            max_seq_len=capacity, batch=AttentionBatch((1,) * batch, (capacity - 1,) * batch, described), bucket=batch,
+        )  # fmt: skip
+        # Tokens in the cache as the device counts them; host data.
+        self.length = -1
+
+    def set_length(self, length: int) -> None:
+        """Write the number of cached tokens to the device."""
+        self._lens.fill_(length)
+        self._slots[0].fill_(length - 1)
+        torch.add(self._first, length - 1, out=self._slots[1])
+        self.length = length
+
+    def begin(self) -> None:
+        """Count the new token; the first launches of a step."""
+        super().begin()
+        self._lens.add_(1)
+        self._slots.add_(1)
+        if self.device.type == "cpu":
+            # Where nothing is captured, cores may read lengths on the host.
+            lengths, starts = tuple(int(n) - 1 for n in self._lens), tuple(int(n) for n in self.meta.starts)
+            batch = AttentionBatch((1,) * self.batch, lengths, self.meta.batch.page_table, starts)
+            self.meta = replace(self.meta, batch=batch)
+
+
+class ExtendStep(PagedStep):
+    """The tokens of several rows' prompts in an empty cache.
+
+    Parameters
+    ----------
+    batch, capacity, tokens : int
+        ``tokens``: of the bucket.
+    padded : bool
+        Whether rows may begin with padding.
+    device, core
+        See :class:`PagedStep`.
+    """
+
+    spare = True
+
+    def __init__(self, batch: int, capacity: int, tokens: int, padded: bool, device: torch.device, core: str) -> None:
+        super().__init__(tokens, capacity, device, core)
+        self.phase, pages = "padded" if padded else "extend", capacity // PAGE
+        self._pages = [list(range(1 + row * pages, 1 + (row + 1) * pages)) for row in range(batch)]
+        self._bucket = ExtendBucket(tokens, batch)
+        with torch.inference_mode(False):
+            self._state = AttentionState(batch, tokens, pages, PAGE, device)
+            self.ids, self.positions = (torch.zeros(1, tokens, dtype=torch.int64, device=device) for _ in range(2))
+            self.kept = torch.zeros(batch, dtype=torch.int64, device=device)
+            self.count = torch.zeros(1, dtype=torch.int32, device=device)
+            self.mask = torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=device)
+        # Nobody's tokens, for the runs before a capture.
+        self.meta = self._state.plan(AttentionBatch((), (), []), bucket=self._bucket)
+
+    def plan(self, ids: torch.Tensor, positions: torch.Tensor, starts: Sequence[int]) -> None:
+        """Copy in prompts ``[B, S]``, of which row b begins at ``starts[b]``; overwrites the one before."""
+        batch, length = ids.shape
+        counts = tuple(length - start for start in starts)
+        self._state.plan(AttentionBatch(counts, tuple(starts), self._pages, tuple(starts)), bucket=self._bucket)
+        total = sum(counts)
+        for target, given in ((self.ids, ids), (self.positions, positions)):
+            flat = given.expand(batch, length).reshape(-1)
+            if total < batch * length:
+                real = [row * length + place for row, start in enumerate(starts) for place in range(start, length)]
+                flat = flat.index_select(0, torch.tensor(real).to(flat.device))
+            target[0, :total].copy_(flat)
+        assert self.count is not None
+        self.count.fill_(total)
+        self.kept.copy_(torch.tensor([end - 1 for end in accumulate(counts)]))

@@ -1,0 +1,182 @@
+"""Which prompts of ``generate`` are replayed, and how they are brought into a graph's static tensors.
+
+Rows lie one behind the other without their padding, and are padded together to a bucket of tokens. A bucket is captured
+when its second prompt comes: whoever generates once does not wait for a capture. Prompts that are not replayed run as
+before; :attr:`Prefills.uncaptured` counts why.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from fastlayers.attention.buckets import TOKENS, ExtendBuckets
+from fastlayers.errors import CaptureError
+from fastlayers.patching.paged import PagedCache, Store
+from fastlayers.patching.step import ExtendStep
+
+log = logging.getLogger(__name__)
+
+# What a step takes besides ids, positions and the cache; anything else that is set runs uncaptured.
+KNOWN_INPUTS = {
+    "input_ids", "position_ids", "attention_mask", "past_key_values", "use_cache", "logits_to_keep", "return_dict",
+}  # fmt: skip
+# Rows that the runs before a capture of decode write beyond the step's own.
+SLACK = 8
+# Largest bucket where latents are attended to: as in the models' own (see benchmarks/first_token.py).
+LATENT_TOKENS = 512
+
+
+class ExtendKey(NamedTuple):
+    """Name of a graph: that of the store whose rows it writes, the bucket's tokens, and whether rows are padded."""
+
+    batch: int
+    capacity: int
+    serial: int
+    tokens: int
+    padded: bool
+
+
+class Prefills:
+    """The policy for one patched model.
+
+    Parameters
+    ----------
+    latent : bool
+        Whether a layer attends to latents.
+
+    Attributes
+    ----------
+    uncaptured : Counter[str]
+        Prompts that ran uncaptured, by the reason in words.
+    """
+
+    def __init__(self, latent: bool) -> None:
+        most = LATENT_TOKENS if latent else TOKENS[-1]
+        self.tokens = tuple(size for size in TOKENS if size <= most)
+        self.uncaptured: Counter[str] = Counter()
+        self.broken: dict[tuple[int, int, int, bool], str] = {}
+        self._met: set[tuple[int, int, int, bool]] = set()
+
+    def clear(self) -> None:
+        """Forget which buckets were met, and which cannot be captured."""
+        self.broken.clear()
+        self._met.clear()
+
+    def replay(self, driver: Any, cache: PagedCache, inputs: dict[str, Any]) -> torch.Tensor | None:
+        """Return logits ``[B, 1, V]`` of replayed prompts, whose rows are cached then; ``None``: nothing was done.
+
+        Parameters
+        ----------
+        driver : DecodeDriver
+            Keeps the graphs, and runs the model on a step's static tensors.
+        cache : PagedCache
+            Empty.
+        inputs : dict
+            What the model is called with otherwise.
+        """
+        found = self._key(cache, inputs)
+        if isinstance(found, str):
+            self.uncaptured[found] += 1
+            return None
+        key, starts = found
+        store = cache.lease.store
+        assert store is not None
+        for layer in cache.layers:
+            layer.take_pages()
+        device = cache.layers[0].device
+        graphs, step = driver.graphs_on(device), step_of(store, key, device, driver.core)
+        step.cache = cache
+        try:
+            if key not in graphs:
+                driver.chain(step)
+                graphs.capture(key, partial(driver.forward, step))
+                driver.keep(store, key)
+            step.plan(inputs["input_ids"], inputs["position_ids"], starts)
+            logits: torch.Tensor = graphs.replay(key)
+        except CaptureError as error:
+            self.broken[key.batch, key.capacity, key.tokens, key.padded] = str(error)
+            self.uncaptured[str(error)] += 1
+            log.warning("cuda_graph: prompts of %d tokens run uncaptured: %s", key.tokens, error)
+            return None
+        finally:
+            step.cache = None
+        driver.prefills.add_(1)
+        for layer in cache.layers:
+            layer.filled(inputs["input_ids"].shape[1])
+        return logits.view(store.batch, 1, -1)
+
+    def _key(self, cache: PagedCache, inputs: dict[str, Any]) -> tuple[ExtendKey, list[int]] | str:
+        """Return the graph of these prompts and where rows begin, or why they run as before."""
+        ids, positions = inputs.get("input_ids"), inputs.get("position_ids")
+        given = (name for name, value in inputs.items() if value is not None and value is not False)
+        other = [name for name in given if name not in KNOWN_INPUTS]
+        if other:
+            return f"the step takes {', '.join(sorted(other))}"
+        if ids is None or ids.dim() != 2 or positions is None or positions.shape[1:] != ids.shape[1:]:
+            return "no ids and positions of one number a token were given"
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(ids.device.type):
+            return "gradients or autocast are on"
+        batch, length = ids.shape
+        starts = starts_of(inputs.get("attention_mask"), batch, length)
+        if isinstance(starts, str):
+            return starts
+        store = cache.lease.bind(batch)
+        if length + SLACK > store.capacity:
+            return "the cache is too short"
+        key = self._bucket(store, len(cache.layers), starts, length)
+        return key if isinstance(key, str) else (key, starts)
+
+    def _bucket(self, store: Store, layers: int, starts: list[int], length: int) -> ExtendKey | str:
+        """Return the graph of prompts of which row b begins at ``starts[b]``, or why there is none."""
+        batch = store.batch
+        buckets = ExtendBuckets(self.tokens, (batch,))
+        bucket = buckets.bucket_of(batch * length - sum(starts), batch)
+        if isinstance(bucket, str):
+            return bucket
+        name = (batch, store.capacity, bucket.tokens, any(starts))
+        if name in self.broken:
+            return self.broken[name]
+        if name not in self._met or len(store.layers) < layers:
+            self._met.add(name)
+            return f"the first prompts of {bucket.tokens} tokens, batch {batch}, capacity {store.capacity}"
+        return ExtendKey(*store.key, bucket.tokens, any(starts))
+
+
+def starts_of(mask: torch.Tensor | None, batch: int, length: int) -> list[int] | str:
+    """Return where each row of prompts begins, or why that cannot be said; waits for the device."""
+    if mask is None:
+        return [0] * batch
+    if mask.dim() != 2 or mask.shape != (batch, length):
+        return "an attention mask that is not one number a token"
+    seen = mask != 0
+    first = length - seen.sum(-1)
+    left = (seen == (torch.arange(length, device=mask.device) >= first[:, None])).all()
+    found: list[int] = torch.cat((first, left[None].long())).tolist()
+    if not found.pop():
+        return "an attention mask with gaps, or padding on the right"
+    return "a row without tokens" if max(found) == length else found
+
+
+def step_of(store: Store, key: ExtendKey, device: torch.device, core: str) -> ExtendStep:
+    """Return the static tensors of a graph."""
+    name = key.tokens, key.padded
+    if name not in store.extends:
+        store.extends[name] = ExtendStep(key.batch, key.capacity, key.tokens, key.padded, device, core)
+    step: ExtendStep = store.extends[name]
+    return step
+
+
+def why_not(cache: Any, config: Any, kwargs: dict[str, Any]) -> str:
+    """Return why a prompt's call of ``_prefill`` runs as before, whatever its tokens are, or ""."""
+    if not isinstance(cache, PagedCache):
+        return "another cache"
+    if cache.unfit or not cache.capture:
+        return cache.unfit or "disable_compile=True"
+    if config.prefill_chunk_size is not None or kwargs.get("inputs_embeds") is not None or cache.get_seq_length():
+        return "prompts in chunks, or embedded ones"
+    return ""
