@@ -52,19 +52,14 @@ class Operator:
 
     def __call__(self, *arguments: Any) -> Any:
         """Call the function, or the operator where somebody looks on."""
-        if torch.compiler.is_dynamo_compiling() or not self._unobserved(arguments):
+        if torch.compiler.is_dynamo_compiling() or _local_keys().raw_repr() not in _QUIET or _function_modes():
             return self.overload(*arguments)
-        return self.function(*arguments)
-
-    def _unobserved(self, arguments: tuple[Any, ...]) -> bool:
-        if _local_keys().raw_repr() not in _QUIET or _function_modes():
-            return False
+        gradients = torch.is_grad_enabled()
         for i in self._tensors:
-            if type(arguments[i]) not in _PLAIN:
-                return False
-        return not torch.is_grad_enabled() or not any(
-            arguments[i] is not None and arguments[i].requires_grad for i in self._tensors
-        )
+            given = arguments[i]
+            if type(given) not in _PLAIN or (gradients and given is not None and given.requires_grad):
+                return self.overload(*arguments)
+        return self.function(*arguments)
 
 
 def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Operator]:

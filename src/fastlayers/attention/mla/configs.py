@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -67,6 +68,7 @@ MAX_SPLITS = 64
 REDUCE_BLOCK = 8
 
 
+@lru_cache(maxsize=4096)
 def decode_config(
     rows: int, dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int, direct: bool = False, causal: bool = False
 ) -> LaunchConfig:  # fmt: skip

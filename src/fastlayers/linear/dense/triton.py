@@ -8,6 +8,7 @@ that a program may hold as few as two output features and all multiprocessors re
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -88,6 +89,7 @@ def _linear_kernel(
     tl.store(target, cast(acc, y_ptr.dtype.element_ty), mask=inside)
 
 
+@lru_cache(maxsize=4096)
 def rule(rows: int, n: int, k: int, dtype: torch.dtype) -> dict[str, int]:
     """Return kernel parameters for ``[rows, k] · [n, k]ᵀ`` where no tuned table gives them.
 

@@ -60,8 +60,8 @@ class Plan:
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[int]) -> Plan:
-        """Return the plan of :meth:`numbers`."""
-        return cls.of(dict(zip(_NAMES, numbers, strict=True)))
+        """Return the plan of :meth:`numbers`; the same one for the same numbers."""
+        return _plan_of(tuple(numbers))
 
     @classmethod
     def of(cls, config: Mapping[str, int]) -> Plan:
@@ -73,6 +73,11 @@ class Plan:
 # What Plan.numbers() lists.
 _TILE = ("n", "k", "warps", "stages")
 _NAMES = ("m", "band", "splits", "splits1", *(f"{name}{number}" for number in (1, 2) for name in _TILE))
+
+
+@lru_cache(maxsize=4096)
+def _plan_of(numbers: tuple[int, ...]) -> Plan:
+    return Plan.of(dict(zip(_NAMES, numbers, strict=True)))
 
 
 @lru_cache(maxsize=4096)

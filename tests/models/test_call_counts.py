@@ -1,0 +1,129 @@
+"""How many functions one decoder layer calls in a step that is not captured: Python's and C's, as cProfile counts them.
+
+The host's time of such a step is these calls. On the Triton path the driver's launch is a stub that records, and
+nothing is computed.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import gc
+import pstats
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import fastlayers as fl
+from fastlayers.attention.meta import AttentionBatch, AttentionState
+from fastlayers.comm.layouts import Hidden
+from fastlayers.comm.padding import StepTokens
+from fastlayers.registry import LAYERS
+from fastlayers.runtime import launch
+from fastlayers.runtime.launch import Kernel
+from fastlayers_models.auto import AutoModel
+
+sys.path.insert(0, str(Path(__file__).parent))
+from family_tools import MOE, Variation, save_random
+from tiny_models import VARIATIONS as DEEPSEEK
+from tiny_models import hf_config
+
+GPT_OSS = dict(
+    vocab_size=163, hidden_size=64, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, num_local_experts=8, num_experts_per_tok=4, max_position_embeddings=256,
+    sliding_window=32, pad_token_id=2, eos_token_id=1,
+)  # fmt: skip
+SHARED = dict(MOE, shared_expert_intermediate_size=48)
+# What the layer took at commit 07d317b, before the path was shortened, measured by this file's program on a CPU.
+BEFORE = {
+    "qwen3_moe": 769, "qwen3": 663, "deepseek_v3": 858, "gpt_oss": 744, "llama": 625, "qwen2": 626, "qwen2_moe": 817,
+}  # fmt: skip
+# Dense, experts, and experts behind latent attention (five linears and two norms more).
+ON_TRITON = {"qwen3": 400, "llama": 400, "qwen2": 400, "qwen3_moe": 500, "gpt_oss": 500, "deepseek_v3": 600}
+
+
+def config_of(family: str) -> Any:
+    """Return a tiny Hugging Face configuration."""
+    if family == "deepseek_v3":
+        return hf_config(DEEPSEEK[0])
+    if family == "gpt_oss":
+        return transformers.GptOssConfig(**GPT_OSS)
+    names = {"qwen3_moe": ("Qwen3MoeConfig", dict(MOE, head_dim=16)), "qwen3": ("Qwen3Config", {"head_dim": 16})}
+    names |= {"llama": ("LlamaConfig", {}), "qwen2": ("Qwen2Config", {}), "qwen2_moe": ("Qwen2MoeConfig", SHARED)}
+    name, changes = names[family]
+    return Variation(family, name, changes=changes).hf_config()
+
+
+def calls_of_a_layer(model: Any) -> int:
+    """Return the calls of the second layer in a decode step of two requests, after steps that made what is kept."""
+    state = AttentionState(2, 16, 4, model.page_size, model.device)
+    caches = fl.kv_cache_spec(model, page_size=model.page_size, dtype=model.kv_dtype).allocate(4, model.device)
+    layer, cache = model.decoder.layers[1], caches[1]
+    x = torch.randn(2, model.config.hidden_size)
+    for length in range(3, 7):
+        meta = state.plan(AttentionBatch((1, 1), (length, length), [[1], [2]]))
+        layer.self_attn.check_step(meta, cache)
+        meta.vouch()  # as the model does, once a step
+        step, communicator = StepTokens.plan([2], extend=False), layer.communicator
+        # What the layer before hands on.
+        hidden = communicator.prepare_attn(Hidden.start(x), step).partial(x, "attn_tp")
+        hidden = communicator.prepare_mlp(hidden, step).partial(x, "tp")
+        hidden = communicator.postprocess(hidden, step)
+        profile = cProfile.Profile()
+        with torch.inference_mode():
+            profile.enable()
+            layer(hidden, meta, cache, step, None)
+            profile.disable()
+    return pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("family", BEFORE)
+def test_torch_path(family: str, tmp_path: Path) -> None:
+    model = AutoModel.from_pretrained(save_random(config_of(family), tmp_path), dtype=torch.float32)
+    limit = 450 if family == "qwen3_moe" else 0.55 * BEFORE[family]
+    assert calls_of_a_layer(model) <= limit
+
+
+class StubDriver:
+    """Counts launches and makes none."""
+
+    launches = 0
+
+    def device(self) -> int:
+        return 0
+
+    def stream(self, device: int) -> int:
+        return 0
+
+    def prepare(self, compiled: Any) -> Any:
+        def launched(*arguments: Any) -> None:
+            StubDriver.launches += 1
+
+        return launched
+
+
+class StubTriton:
+    """A first launch that does nothing."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *arguments, **constants: "compiled"
+
+
+@pytest.mark.parametrize("family", ON_TRITON)
+def test_triton_path(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without = ("embedding", "sampler", "mxfp8_quant", "bmm")
+    names = [name for name in LAYERS if name not in without]
+    monkeypatch.setenv("FASTLAYERS_BACKEND", ",".join(f"{name}=triton" for name in names))
+    model = AutoModel.from_pretrained(save_random(config_of(family), tmp_path), dtype=torch.bfloat16)
+    monkeypatch.setattr(launch, "driver", StubDriver())
+    for kernel in [each for each in gc.get_objects() if isinstance(each, Kernel)]:
+        monkeypatch.setattr(kernel, "jit", StubTriton())
+        monkeypatch.setattr(kernel, "prepared", True)
+        monkeypatch.setattr(kernel, "_known", {})
+    StubDriver.launches = 0
+    calls = calls_of_a_layer(model)
+    assert StubDriver.launches >= 5 * 3  # prepared ones, in the steps after the first
+    assert calls <= ON_TRITON[family]
