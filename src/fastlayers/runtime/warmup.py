@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -24,6 +25,7 @@ from fastlayers.layer import Layer
 from fastlayers.runtime import builds, compile_log, kernel_cache, precompile
 from fastlayers.runtime.compile_log import CompileWatch
 from fastlayers.tuning.probe import choices_of
+from fastlayers.tuning.probe_shapes import probe_shapes
 
 if TYPE_CHECKING:
     from fastlayers.device import Device
@@ -52,12 +54,15 @@ class WarmupReport:
         Layers inside the module that were not warmed up, and why: a warning named them.
     built : list[str]
         Backends of shapes that ``auto`` takes from now on, as the record names them.
+    probed : list[Path]
+        Tables that were made for shapes without one.
     """
 
     steps: list[tuple[str, float, int]] = field(default_factory=list)
     watch: CompileWatch = field(default_factory=CompileWatch)
     left_out: list[str] = field(default_factory=list)
     built: list[str] = field(default_factory=list)
+    probed: list[Path] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
@@ -78,6 +83,7 @@ def warmup(
     max_tokens: int | None = None,
     max_batch: int = MAX_BATCH,
     build: bool = True,
+    probe: bool = True,
     progress: bool = True,
 ) -> WarmupReport:
     """Run ``module`` on these token counts, so that everything they need is built and compiled.
@@ -99,6 +105,8 @@ def warmup(
         Also take, and build, the backends that ``auto`` leaves out because their modules are not built yet; their
         record stays with the caches. False: take what is built by now. Either way what was chosen automatically is
         chosen again, and captured steps are captured again where that is something else.
+    probe : bool
+        Time, once for this device and these versions, the backends of shapes on CUDA that have no tuned table.
     progress : bool
         Show a progress bar.
 
@@ -114,7 +122,7 @@ def warmup(
         No token counts, one that ``module`` cannot run, a model that is not patched, or a layer that does not say
         what it is called with.
     """
-    check_plain("warmup", "bool", progress=progress, build=build)
+    check_plain("warmup", "bool", progress=progress, build=build, probe=probe)
     check_positive("warmup", max_batch=max_batch, **({} if max_tokens is None else {"max_tokens": max_tokens}))
     every = isinstance(tokens, str) and tokens == "all"
     most = (max_tokens or _longest(module)) if every else 0
@@ -129,15 +137,26 @@ def warmup(
     for layer in layers:
         layer.choose_again(built_only=not build)
     try:
+        probed = _probe(module, layers, build) if probe else []
         report = _run(module, counts, left_out, (most, max_batch) if every else None, progress)
     except BaseException:
         for layer in layers:
             layer.choose_again()  # without what could not be built
         raise
+    report.probed = probed
     if build:
         report.built = builds.record(_automatic(layers), max(counts))
         builds.refresh()
     return report
+
+
+def _probe(module: Any, layers: Sequence[Layer], build: bool) -> list[Path]:
+    model = module if isinstance(module, nn.Module) else getattr(module, "model", None)
+    written = probe_shapes(model, build=build) if isinstance(model, nn.Module) else []
+    if written:
+        for layer in layers:
+            layer.choose_again(built_only=not build)
+    return written
 
 
 def _run(

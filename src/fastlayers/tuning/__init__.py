@@ -4,7 +4,7 @@ table.py        a table's file: where it is, what it holds, how it is checked
 ladder.py       which ladder serves a shape, its own or the nearest one's
 staleness.py    what a table's times depend on
 search.py       the tuner; samples.py its journal; sweep.py its operands; clock.py its clock
-probe.py        the short check of a table at warm-up
+probe.py        the short check of a table at warm-up; probe_shapes.py the tables of shapes that have none
 bench.py        timing a layer's backends side by side
 """
 
@@ -32,6 +32,7 @@ from fastlayers.tuning.table import (
     key_of,
     neighbours,
     path_of,
+    probed_dir,
     read,
     read_whole,
     shape_text,
@@ -42,6 +43,6 @@ from fastlayers.tuning.table import (
 __all__ = [
     "KEPT_WITHIN", "SCHEMA", "SHIPPED", "Found", "Tuned", "TunedTableError", "borrowed_loss", "borrowed_ratios",
     "changes", "directories", "distance", "find", "kernel_hash", "key_of", "ladder_for", "ladder_of", "lent_rungs",
-    "lookup", "metadata", "neighbours", "packages_of", "path_of", "read", "read_whole", "removable_packages",
-    "rung_at", "shape_text", "tables", "times_of", "version_of", "write",
+    "lookup", "metadata", "neighbours", "packages_of", "path_of", "probed_dir", "read", "read_whole",
+    "removable_packages", "rung_at", "shape_text", "tables", "times_of", "version_of", "write",
 ]  # fmt: skip

@@ -22,6 +22,8 @@ from fastlayers.tuning.table import (
     find,
     key_of,
     neighbours,
+    path_of,
+    probed_dir,
     read,
     read_whole,
     shape_text,
@@ -62,11 +64,12 @@ class Found:
     table: Mapping[str, Any]
     exact: bool
     changed: tuple[str, ...]
+    kind: str = ""
 
     @property
     def evidence(self) -> str:
         """What ``explain`` shows."""
-        text = f"{'tuned table' if self.exact else 'nearest tuned table'} {self.path.name}"
+        text = f"{self.kind or ('tuned table' if self.exact else 'nearest tuned table')} {self.path.name}"
         return f"{text}, made with other versions ({'; '.join(self.changed)})" if self.changed else text
 
 
@@ -185,12 +188,29 @@ def lookup(
     if key is None:
         return None
     own = find(layer, key, device)
+    if own is None and (found := _probed(layer, key, device, able)) is not None:
+        return found
     for path in ([own] if own is not None else []) + neighbours(layer, key, device):
         table = read(path, layer, device, known)
         used = {row["backend"] for row in ladder_of(table, able)[0]}
         if used:
             return Found(path, table, path == own, changes(table, [able[name] for name in sorted(used)]))
     return None
+
+
+def _probed(layer: str, key: str, device: Device, able: Mapping[str, Backend]) -> Found | None:
+    """Return a shape's table from a warm-up, unless something is other than it was then: it is probed again."""
+    path = path_of(probed_dir(), layer, key, device)
+    if not path.is_file():
+        return None
+    try:
+        table = read(path, layer, device)
+    except TunedTableError:
+        return None  # it is made anew
+    used = {row["backend"] for row in ladder_of(table, able)[0]}
+    if not used or changes(table, [able[name] for name in sorted(used)]):
+        return None
+    return Found(path, table, True, (), "probed at a warm-up:")
 
 
 # ---- the nearest shape's ladder ----

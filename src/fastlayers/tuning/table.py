@@ -36,6 +36,7 @@ from typing import Any
 from fastlayers import env
 from fastlayers.device import Device
 from fastlayers.errors import FastlayersError
+from fastlayers.runtime import kernel_cache
 
 SHIPPED = Path(__file__).parent.parent / "tuned"
 # What the shipped tables were made from, in the repository and not in the wheel: a file for each table.
@@ -65,6 +66,13 @@ def directories() -> list[Path]:
     """Return the directories with tables: the user's first, then the shipped one."""
     user = env.tuned_dir()
     return ([Path(user)] if user else []) + [SHIPPED]
+
+
+def probed_dir() -> Path:
+    """Return where a warm-up keeps the tables of shapes that nobody tuned: for these versions, beside the kernels."""
+    asked = env.cache_dir()
+    root = Path(asked).expanduser() if asked is not None else Path(os.path.expanduser("~")) / ".cache" / "fastlayers"
+    return root / kernel_cache.versions_key() / "probed"
 
 
 def find(layer: str, key: str, device: Device) -> Path | None:

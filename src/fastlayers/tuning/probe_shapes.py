@@ -1,0 +1,169 @@
+"""Shapes without a table: at warm-up the backends that can serve them are timed, so that nothing is guessed.
+
+Fewer points than a tuner's and no search: each backend's own rule, and what the nearest shape's ladder would run, at
+the token counts of a quick table and on both sides of that ladder's edges. The result is a table like any other, kept
+for this device and these versions, and serves until kernels or versions change or a tuned table comes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fastlayers import tuning
+from fastlayers.attention.contexts import CONTEXTS
+from fastlayers.registry import Backend, Choice
+from fastlayers.runtime import builds
+from fastlayers.tuning.probe import choices_of
+from fastlayers.tuning.rungs import Step, TuneError, alternatives, as_rows, best_times, choose_ladder
+from fastlayers.tuning.samples import Option, Sample
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fastlayers.tuning.search import Bench
+
+log = logging.getLogger(__name__)
+# Rounds of each point, and the seconds after which the rest keep the nearest shape's ladder.
+ROUNDS, SECONDS = 5, 60.0
+
+
+def shapes_without_a_table(model: nn.Module, everywhere: bool = False) -> Iterator[Choice]:
+    """Yield one choice for each shape on CUDA whose ladder is another shape's, or a rank; of decode each context."""
+    seen: set[tuple[str, str]] = set()
+    for module in model.modules():
+        for choice in choices_of(module):
+            if choice.requested != "auto" or not (everywhere or choice.device.type == "cuda"):
+                continue
+            for cfg in _contexts(choice.cfg, getattr(module, "rotary", None)):
+                key = tuning.key_of(cfg)
+                if key is None or (choice.layer, key) in seen:
+                    continue
+                seen.add((choice.layer, key))
+                able = {rung.backend.name: rung.backend for rung in choice.rungs}
+                found = tuning.lookup(choice.layer, cfg, choice.device, able)
+                if found is None or not found.exact:
+                    yield replace(choice, cfg=cfg)
+
+
+def _contexts(cfg: Any, rotary: Any) -> Iterable[Any]:
+    if getattr(cfg, "phase", "") != "decode" or not hasattr(cfg, "context"):
+        return (cfg,)
+    positions = getattr(rotary, "max_position", max(CONTEXTS))
+    return (replace(cfg, context=context) for context in CONTEXTS if context <= max(positions, CONTEXTS[0]))
+
+
+def probe_shapes(
+    model: nn.Module,
+    *,
+    build: bool = True,
+    bench: Callable[[Choice], Bench] | None = None,
+    said: Callable[[str], None] = lambda label: None,
+    now: Callable[[], float] = time.monotonic,
+) -> list[Path]:
+    """Time and write a table for each shape of ``model`` that has none; return the files.
+
+    Parameters
+    ----------
+    model : nn.Module
+    build : bool
+        Also time what has to be built first.
+    bench : callable, optional
+        Makes what times a choice's shape; for tests. With it, shapes on any device are probed.
+    said : callable
+        Told before each shape.
+    now : callable
+        Seconds; for tests.
+    """
+    written: list[Path] = []
+    begun = now()
+    for choice in list(shapes_without_a_table(model, everywhere=bench is not None)):
+        if now() - begun > SECONDS:
+            log.warning("not all shapes without a tuned table were probed (%.0f s)", SECONDS)
+            break
+        said(f"{choice.layer} {tuning.key_of(choice.cfg)}")
+        try:
+            path = probe_shape(bench(choice) if bench is not None else _bench(choice), choice, build)
+        except (torch.OutOfMemoryError, TuneError) as error:
+            first = (str(error).splitlines() or [""])[0]
+            log.warning("%s %s was not probed: %s", choice.layer, tuning.key_of(choice.cfg), first)
+            continue
+        written += [path] if path is not None else []
+    return written
+
+
+def _bench(choice: Choice) -> Bench:
+    from fastlayers.tuning.clock import CudaClock
+    from fastlayers.tuning.search import Bench
+
+    place = torch.device("cuda", torch.cuda.current_device())
+    return Bench(choice.layer, choice.cfg, place, CudaClock(place))
+
+
+def probe_shape(bench: Bench, choice: Choice, build: bool = True) -> Path | None:
+    """Time one shape and write its table; ``None`` where there is nothing to choose from.
+
+    Raises
+    ------
+    TuneError
+        No backend ran at every token count.
+    """
+    from fastlayers.tuning.sweep import case_at, tokens_of
+
+    # Weights stay as they are packed: only what shares the layout of what is chosen now.
+    layouts = {rung.backend.weight_layout for rung in choice.rungs}
+    able = [backend for backend in bench.able() if backend.weight_layout in layouts]
+    if not build:
+        able = [row for row in able if builds.unbuilt(bench.layer, row, bench.cfg, bench.device) is None]
+    key = str(tuning.key_of(bench.cfg))
+    names = {backend.name for backend in able}
+    lent = tuning.lent_rungs(bench.layer, key, bench.device, names)
+    options = dict.fromkeys([Option(backend.name) for backend in able] + [_option(row) for row in lent])
+    if len(options) < 2:
+        return None
+    edges = [row["max_tokens"] for row in lent if row["max_tokens"] is not None]
+    quick = tokens_of(bench.layer, bench.cfg, quick=True)
+    counts = sorted({*quick, *(n for edge in edges for n in (edge, edge + 1) if n <= quick[-1])})
+    samples: list[Sample] = []
+    for tokens in counts:
+        row = [_option(tuning.rung_at(lent, tokens))] if lent else []
+        here = [option for option in dict.fromkeys([*(Option(n) for n in names), *row]) if option not in bench.failed]
+        timed = bench.ready(case_at(bench.layer, bench.cfg, tokens), here)
+        times = bench.clock.measure({str(option): timed[option] for option in timed}, ROUNDS)
+        samples += [Sample(tokens, o, times[str(o)].us, times[str(o)].spread_us) for o in timed]
+    table = _table(bench, key, samples, able)
+    path = tuning.path_of(tuning.probed_dir(), bench.layer, key, bench.device)
+    try:
+        tuning.write(path, table)
+    except OSError as error:
+        log.warning("%s cannot be written, %s %s keeps its ladder: %s", path, bench.layer, key, error.strerror)
+        return None
+    return path
+
+
+def _option(row: Mapping[str, Any]) -> Option:
+    return Option(row["backend"], tuple(sorted(row.get("config", {}).items())))
+
+
+def _table(bench: Bench, key: str, samples: Sequence[Sample], able: Sequence[Backend]) -> dict[str, Any]:
+    layouts, rank = {row.name: row.weight_layout for row in able}, [row.name for row in able]
+
+    def choose(names: frozenset[str]) -> list[Step] | None:
+        try:
+            return choose_ladder([s for s in samples if s.option.backend in names], layouts, rank)
+        except TuneError:
+            return None
+
+    steps = choose_ladder(samples, layouts, rank)
+    others = alternatives(steps, {row.name: tuning.removable_packages(row) for row in able}, choose)
+    return {
+        "schema": tuning.SCHEMA, "layer": bench.layer, "device": bench.device.name, "key": key, "cfg": repr(bench.cfg),
+        "ladder": as_rows(steps), "alternatives": [as_rows(other) for other in others], **best_times(samples),
+        "metadata": tuning.metadata(bench.layer, able) | {"command": "fl.warmup"},
+    }  # fmt: skip

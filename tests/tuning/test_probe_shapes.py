@@ -1,0 +1,136 @@
+"""Shapes without a table are timed at a warm-up, once for a device and its versions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastlayers as fl
+from fastlayers import env, tuning
+from fastlayers.device import as_device
+from fastlayers.quant.fp8_linear.layer import FP8_LINEAR
+from fastlayers.quant.fp8_linear.torch import TorchFP8Linear
+from fastlayers.registry import Backend, Choice
+from fastlayers.tuning import ladder as ladder_module
+from fastlayers.tuning import probe_shapes as module
+from fastlayers.tuning.clock import Timing, take_turns
+from fastlayers.tuning.probe_shapes import probe_shapes, shapes_without_a_table
+from fastlayers.tuning.search import Bench
+
+
+class Steady(TorchFP8Linear):
+    """A backend that takes 10 µs whatever comes."""
+
+
+@dataclass
+class Known:
+    us: float
+
+    def run(self) -> float:
+        return self.us
+
+
+class KnownClock:
+    """torch takes a third of a microsecond a token."""
+
+    def prepare(self, call: Callable[[], object]) -> Known:
+        impl, inputs = call.args[0], call.args[1]  # type: ignore[attr-defined]
+        return Known(10.0 if isinstance(impl, Steady) else len(inputs["x"]) / 3)
+
+    def measure(self, calls: Mapping[str, Known], rounds: int, seconds: float = 0.0) -> dict[str, Timing]:
+        return take_turns(calls, rounds)
+
+
+def bench(choice: Choice) -> Bench:
+    return Bench(choice.layer, choice.cfg, torch.device("cpu"), KnownClock())  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(env.CACHE_DIR, str(tmp_path / "cache"))
+    monkeypatch.setattr(FP8_LINEAR, "ranked", [Backend("steady", Steady, auto_on=("cpu",)), *FP8_LINEAR.ranked])
+    return tmp_path / "cache"
+
+
+def test_a_shape_is_timed_once_and_auto_follows(cache: Path) -> None:
+    layer = fl.FP8BlockLinear(256, 128)
+    assert (layer.choice.name, layer.choice.evidence) == ("steady", "rank")
+    said: list[str] = []
+    (path,) = probe_shapes(layer, bench=bench, said=said.append)
+    assert cache in path.parents and said == [f"fp8_linear {layer.cfg.tuning_key()}"]
+    assert layer.choice.name == "steady" and layer.choose_again()
+    assert layer.choice.name == "torch:16|steady"
+    assert layer.choice.evidence == f"probed at a warm-up: {path.name}"
+    assert fl.FP8BlockLinear(256, 128).choice.name == "torch:16|steady"
+    assert probe_shapes(layer, bench=bench) == []
+    (found,) = fl.explain(layer)
+    assert "torch" in found.chosen and "probed" in found.evidence
+
+
+def test_what_changed_is_probed_again_and_a_tuned_table_comes_first(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path,) = probe_shapes(fl.FP8BlockLinear(256, 128), bench=bench)
+    whole = path.read_text()
+    path.write_text("{")
+    assert fl.FP8BlockLinear(256, 128).choice.evidence == "rank"
+    path.write_text(whole)
+    with monkeypatch.context() as context:
+        context.setattr(ladder_module, "changes", lambda *_: ("kernels of torch have changed",))
+        assert fl.FP8BlockLinear(256, 128).choice.evidence == "rank"
+        assert len(list(shapes_without_a_table(fl.FP8BlockLinear(256, 128), everywhere=True))) == 1
+    cfg, here = fl.FP8BlockLinear(256, 128).cfg, as_device("cpu")
+    monkeypatch.setenv(env.TUNED_DIR, str(tmp_path))
+    tuned = tuning.path_of(tmp_path, "fp8_linear", cfg.tuning_key(), here)
+    tuning.write(
+        tuned,
+        {"schema": 1, "layer": "fp8_linear", "device": "cpu", "ladder": [{"max_tokens": None, "backend": "torch"}]},
+    )
+    assert fl.FP8BlockLinear(256, 128).choice.evidence == f"tuned table {tuned.name}"
+    assert probe_shapes(fl.FP8BlockLinear(256, 128), bench=bench) == []
+
+
+def test_what_is_left_alone(cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    named, automatic = fl.FP8BlockLinear(256, 128, backend="torch"), fl.FP8BlockLinear(256, 128)
+    assert probe_shapes(named, bench=bench) == []
+    assert probe_shapes(automatic) == []  # as a warm-up calls it, on a CPU
+    report = fl.warmup(automatic, tokens=[2], progress=False)
+    report.watch.close()
+    assert report.probed == [] and not (cache / "probed").exists()
+    ticks = iter((0.0, module.SECONDS + 1))
+    assert probe_shapes(automatic, bench=bench, now=lambda: next(ticks)) == []
+    assert "not all shapes" in caplog.records[-1].message
+
+    def full(choice: Choice) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory\nmore")
+
+    assert probe_shapes(automatic, bench=full) == []
+    assert caplog.records[-1].message.endswith("was not probed: CUDA out of memory")
+    with monkeypatch.context() as context:
+        context.setattr(tuning, "write", fail)
+        assert probe_shapes(automatic, bench=bench) == []
+    assert "keeps its ladder: No space" in caplog.records[-1].message
+
+
+def fail(*_: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_only_what_shares_the_packed_layout_is_timed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Backend("other", Steady, auto_on=("cpu",), weight_layout="other")
+    monkeypatch.setattr(FP8_LINEAR, "ranked", [FP8_LINEAR.named("torch"), other])
+    layer = fl.FP8BlockLinear(256, 128)
+    assert layer.choice.name == "torch" and probe_shapes(layer, bench=bench) == []
+
+
+def test_decode_is_probed_in_each_context(cache: Path) -> None:
+    rotary = fl.RotaryEmbedding(16, max_position=20000)
+    layer = fl.Attention(64, 4, 2, 16, rotary=rotary, page_size=16)
+    found = list(shapes_without_a_table(layer, everywhere=True))
+    decode = [choice.cfg.context for choice in found if choice.layer == "gqa" and choice.cfg.phase == "decode"]
+    assert decode == [1024, 4096, 16384]
