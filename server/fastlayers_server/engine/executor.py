@@ -9,17 +9,20 @@ from typing import Any
 import torch
 
 import fastlayers as fl
-from fastlayers.attention.buckets import ExtendBuckets
+from fastlayers.attention.buckets import TOKENS, ExtendBuckets
 from fastlayers.attention.meta import AttentionState
 from fastlayers.runtime.graphs import CudaGraphs
 from fastlayers.sampler.layer import Sampler, SamplingParams
 from fastlayers_models.rows import Outbox, Pending, Row
-from fastlayers_models.step import NO_DRAW, StepKey
+from fastlayers_models.step import StepKey
 from fastlayers_server.engine.config import SchedulerConfig
 from fastlayers_server.engine.protocol import TokenLogprobs
 from fastlayers_server.engine.request import Chunk, Request, TickPlan, TickResult
 from fastlayers_server.engine.special import Special, SpecialDraws, Telling
-from fastlayers_server.engine.step import DRAWS, LOGITS, VERIFY, SlotStep, prompt_logprobs_wanted
+from fastlayers_server.engine.step import DECODES, GREEDY, LOGITS, VERIFY, SlotStep, prompt_logprobs_wanted
+
+# Requests of a captured extend. Few sizes: padding requests costs little, and each is a graph for every token count.
+REQUESTS = (1, 8, 32)
 
 
 class TorchStep:
@@ -101,6 +104,9 @@ class TorchExecutor:
         pages = -(-config.max_model_len // config.page_size)
         sampler = Sampler(model.config.vocab_size, device=device)
         tokens = max(config.max_batched_tokens, running)
+        if extend_buckets is None:
+            most = getattr(model, "captured_tokens", None) or TOKENS[-1]
+            extend_buckets = ExtendBuckets(tuple(size for size in TOKENS if size <= most), REQUESTS)
         shared = (graphs,) if graphs is not None else ()
 
         def step(most: int) -> SlotStep:
@@ -148,18 +154,17 @@ class TorchExecutor:
                 if place <= index < place + len(sampling)
             ]
             self._launch_chunks(plan, step, sampling, special)
-        if plan.rows:
-            special = [entry for entry in plan.special if entry[0] < place]
-            mode = LOGITS if special else _mode(plan.rows)
-            found = self.decoding.decode(plan.rows, plan.starts, mode)
-            if special:
-                step.held.append(("rows", found, plan.rows, special))
-            else:
-                step.rows = self._rows_out.send(found)
         if plan.verify:
             drawn, _ = self.extending.extend_chunks(plan.verify, VERIFY)
             total = sum(len(chunk.ids) for chunk in plan.verify)
             step.verified = self._verify_out.send(drawn[:total])
+        if plan.rows:  # last: held logits stay in the graph's own memory until the next one is replayed
+            special = [entry for entry in plan.special if entry[0] < place]
+            if special or not _greedy(plan.rows):
+                logits = self.decoding.decode(plan.rows, plan.starts, LOGITS)
+                step.held.append(("rows", logits, plan.rows, special))
+            else:
+                step.rows = self._rows_out.send(self.decoding.decode(plan.rows, plan.starts, GREEDY))
         if not plan.masked:
             self.draw_held(step, None)
         return step
@@ -178,9 +183,7 @@ class TorchExecutor:
         self.special.sweep()
 
     def _launch_chunks(self, plan: TickPlan, step: TorchStep, sampling: Sequence[Chunk], special: Special) -> None:
-        requests = [chunk.request for chunk in sampling]
-        mode = NO_DRAW if not sampling else LOGITS if special else _mode(requests)
-        found, hidden = self.extending.extend_chunks(plan.chunks, mode)
+        logits, hidden = self.extending.extend_chunks(plan.chunks, LOGITS)
         first = 0
         for chunk in plan.chunks:
             if hidden is not None and prompt_logprobs_wanted(chunk):
@@ -190,14 +193,10 @@ class TorchExecutor:
                 top = chunk.request.submit.prompt_logprobs
                 step.prompts.append((chunk, self.special.prompt_logprobs(self.model, hidden[first:], follow, top)))
             first += len(chunk.ids)
-        if not sampling:
-            return
-        kept = [index for index, chunk in enumerate(plan.chunks) if chunk.samples]
-        if special:
-            at = torch.tensor(kept, device=found.device)
-            step.held.append(("chunks", found.index_select(0, at), requests, special))
-        else:
-            step.chunks = self._chunks_out.send(found[: len(plan.chunks)], kept)
+        if sampling:
+            kept = [index for index, chunk in enumerate(plan.chunks) if chunk.samples]
+            logits = logits.index_select(0, torch.tensor(kept, device=logits.device))
+            step.held.append(("chunks", logits, [chunk.request for chunk in sampling], special))
 
     @torch.inference_mode()
     def draw_held(self, step: TorchStep, masks: Any) -> None:
@@ -205,7 +204,7 @@ class TorchExecutor:
         place = {"rows": 0, "chunks": len(step._plan.rows)}
         for kind, logits, requests, special in step.held:
             mask = None if masks is None else masks[place[kind] : place[kind] + len(requests)]
-            tokens = self.special.draw(logits, requests, special, mask)
+            tokens = self.special.draw(logits, requests, special, mask, GREEDY if _greedy(requests) else "filtered")
             telling = self.special.logprobs(logits, tokens, special)
             if telling is not None:
                 asked = [(place[kind] + i, r) for i, r, _ in special if r.submit.logprobs >= 0]
@@ -223,11 +222,10 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[StepKey], None] | None = None) -> None:
-        """Capture every bucket of decode and of extends, in every way of drawing; nothing is captured later."""
-        self.decoding.capture(modes=DRAWS, progress=progress)
+        """Capture every bucket of decode and of extends; nothing is captured later."""
+        self.decoding.capture(modes=DECODES, progress=progress)
         buckets = self.extending.extend_buckets
-        modes = ("greedy", "filtered", NO_DRAW)
-        keys = [StepKey("extend", t, r, m) for t in buckets.tokens for r in buckets.requests for m in modes]
+        keys = [StepKey("extend", t, r, LOGITS) for t in buckets.tokens for r in buckets.requests]
         self.extending.capture_extends(keys, progress)
 
     def explain(self) -> Any:
@@ -259,5 +257,5 @@ class TorchExecutor:
         return str(path)
 
 
-def _mode(requests: Sequence[Request]) -> str:
-    return "filtered" if any(r.submit.sampling.temperature > 0 for r in requests) else "greedy"
+def _greedy(requests: Sequence[Request]) -> bool:
+    return not any(r.submit.sampling.temperature > 0 for r in requests)

@@ -78,7 +78,9 @@ class SpecialDraws:
             for request in [request for request in kept if request.state == ENDED]:
                 del kept[request]
 
-    def draw(self, logits: torch.Tensor, requests: Sequence[Request], special: Special, mask: Any) -> torch.Tensor:
+    def draw(
+        self, logits: torch.Tensor, requests: Sequence[Request], special: Special, mask: Any, mode: str
+    ) -> torch.Tensor:
         """Return tokens ``[rows]`` and advance the rows; ``logits`` keep their values.
 
         Parameters
@@ -89,8 +91,10 @@ class SpecialDraws:
         special : sequence of (place, request, drawn)
         mask : Tensor int32 ``[rows, ceil(vocab / 32)]``, optional
             Which tokens a row may draw, one bit each.
+        mode : str
+            Of the sampler.
         """
-        x = logits.to(torch.float32, copy=True)
+        x = logits.to(torch.float32, copy=True) if special else logits
         for place, request, drawn in special:
             self._adjust(x[place], request, drawn)
         if mask is not None:
@@ -99,7 +103,7 @@ class SpecialDraws:
             apply_token_bitmask_inplace(x, mask.to(x.device, non_blocking=True))
         rows = torch.tensor([request.slot - 1 for request in requests], device=x.device)
         params = self.table.gather(rows)
-        tokens = self.sampler(x, params, "filtered")
+        tokens = self.sampler(x, params, mode)
         self.table.scatter(rows, params.offset, tokens)
         for place, request, drawn in special:
             if _penalised(request):

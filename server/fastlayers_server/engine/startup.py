@@ -18,6 +18,7 @@ from fastlayers_server.engine.executor import TorchExecutor
 from fastlayers_server.engine.protocol import EngineInfo, Sampling, Submit
 from fastlayers_server.engine.request import Chunk, Request
 from fastlayers_server.engine.scheduler import Scheduler
+from fastlayers_server.engine.step import GREEDY, LOGITS
 from fastlayers_server.variants import TINY, assets
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "e4m3": torch.float8_e4m3fn}
@@ -42,6 +43,8 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1) -> Parts:
     phase("warmup")
     limits = scheduler_config(config, model)
     begin = time.monotonic()
+    if model.device.type == "cuda":
+        fl.warmup(model, max_tokens=limits.max_model_len, max_batch=limits.max_running, progress=False)
     folder = Path(config.profile_folder) if config.profile_folder else None
     cuda = model.device.type == "cuda"
     executor = TorchExecutor(
@@ -49,7 +52,7 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1) -> Parts:
     )
     scheduler = Scheduler(limits)
     if cuda:
-        measure(executor, scheduler)  # once before the capture too: kernels are built and tuned outside of it
+        measure(executor, scheduler)  # before the capture too: what is not built yet is built outside of it
     seconds["warmup"] = time.monotonic() - begin
     phase("capture")
     begin = time.monotonic()
@@ -78,7 +81,7 @@ def model_folder(name: str) -> Path:
 def load_model(config: EngineConfig) -> Any:
     """Return the model on its device."""
     from fastlayers_models.auto import AutoModel
-    from fastlayers_models.checkpoint import Checkpoint
+    from fastlayers_server.known_models import config_of
     from fastlayers_server.random_models import random_model
 
     device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -87,13 +90,13 @@ def load_model(config: EngineConfig) -> Any:
     cache = None if config.kv_cache_dtype == "auto" else _DTYPES.get(config.kv_cache_dtype)
     if config.kv_cache_dtype != "auto" and cache is None:
         raise ArgumentError("engine", "kv_cache_dtype", repr(config.kv_cache_dtype), "auto, " + ", ".join(_DTYPES))
-    folder = model_folder(config.model)
     options: dict[str, Any] = {"page_size": config.page_size, "kv_dtype": cache}
     if config.load_format != "dummy":
-        return AutoModel.from_pretrained(folder, dtype=dtype, device=device, **options)
+        return AutoModel.from_pretrained(model_folder(config.model), dtype=dtype, device=device, **options)
     dtype = torch.bfloat16 if dtype == "auto" else dtype
     kept = config.layers or None
-    return random_model(Checkpoint(folder).config, device, dtype=dtype, layers=kept, seed=config.seed, **options)
+    known = str(model_folder("tiny")) if config.model == "tiny" else config.model
+    return random_model(config_of(known), device, dtype=dtype, layers=kept, seed=config.seed, **options)
 
 
 def scheduler_config(config: EngineConfig, model: Any) -> SchedulerConfig:
@@ -142,12 +145,12 @@ def measure(executor: TorchExecutor, scheduler: Scheduler) -> tuple[dict[int, fl
         count = -(-size // (config.max_model_len - 1))
         parts = [_nobodys(config, size // count) for _ in range(count)]
         chunks = [Chunk(request, 0, request.tokens, 1) for request in parts]
-        extends[size] = _seconds(lambda chunks=chunks: executor.extending.extend_chunks(chunks, "greedy"))  # type: ignore[misc]
+        extends[size] = _seconds(lambda chunks=chunks: executor.extending.extend_chunks(chunks, LOGITS))  # type: ignore[misc]
     sizes = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
     for size in sorted({min(size, config.max_running) for size in sizes}):
-        rows, starts = [_nobodys(config, 1)] * size, [config.max_model_len // 2] * size
+        rows, starts = [_nobodys(config, 1)] * size, [min(1024, config.max_model_len // 2)] * size
         rows[0].pages = [0] * -(-config.max_model_len // config.page_size)
-        decodes[size] = _seconds(lambda rows=rows, starts=starts: executor.decoding.decode(rows, starts, "greedy"))  # type: ignore[misc]
+        decodes[size] = _seconds(lambda rows=rows, starts=starts: executor.decoding.decode(rows, starts, GREEDY))  # type: ignore[misc]
     return extends, decodes
 
 

@@ -1,11 +1,11 @@
 """A model's steps by slot: what a captured step reads and writes are rows of tables that requests keep while they run.
 
     decode   slots ─► last token of each ─► model ─► logits ─► sampler ─► last token of each
-    extend   ids   ─► model ─► hidden row of each request's last token ─► logits ─► sampler ─► last token of each
+    extend   ids   ─► model ─► hidden row of each request's last token ─► logits
     verify   ids and drafts ─► model ─► logits of every token ─► sampler ─► as far as drafts are what was drawn
 
-``RowTable`` holds the rows; slot s is row s - 1, and the row behind the last one is nobody's. A step may also end at
-its logits, where a request needs more than temperature and filters. Logits that are not finite draw -1.
+``RowTable`` holds the rows; slot s is row s - 1, and the row behind the last one is nobody's. A decode step may end at
+its logits too, where a request wants something else than the likeliest token. Logits that are not finite draw -1.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from fastlayers.attention.buckets import ExtendBucket
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta
 from fastlayers.runtime.graphs import bucket_of
 from fastlayers_models.rows import IN_FLIGHT
-from fastlayers_models.step import NO_DRAW, ModelStep
+from fastlayers_models.step import ModelStep
 from fastlayers_server.engine.request import Chunk, Request
 
-LOGITS, VERIFY = "logits", "verify"
-# What is captured: a step is one of these; "filtered" serves every temperature and filter.
-DRAWS = ("greedy", "filtered", LOGITS)
+GREEDY, LOGITS, VERIFY = "greedy", "logits", "verify"
+# What is captured of decode; whoever does not take the likeliest token is drawn for behind the logits.
+DECODES = (GREEDY, LOGITS)
 
 
 def finite_or_minus_one(logits: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
@@ -93,13 +93,12 @@ class SlotStep(ModelStep):
         return found[:size]
 
     def extend_chunks(self, chunks: Sequence[Chunk], mode: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Launch pieces of prompts, or with mode "verify" drafts behind known tokens.
+        """Launch pieces of prompts (mode "logits"), or drafts behind known tokens ("verify").
 
         Returns
         -------
         Tensor
-            One a chunk (those that do not sample bring anything): tokens, or with mode "logits" their logits; with mode
-            "verify" the token drawn at each place.
+            One row a chunk: the logits of its last token; with mode "verify" the token drawn at each place.
         Tensor or None
             Hidden rows of all tokens, where the step was not captured.
         """
@@ -142,8 +141,13 @@ class SlotStep(ModelStep):
         rows = self._decode_in.device[1 : 1 + size]
         ids = self.table.tokens.index_select(0, rows)
         valid = self.count if meta.bucket is not None and size > 1 else None
-        hidden = self.model(ids, meta, self.caches, valid=valid)
-        return self._draw(self.model.compute_logits(hidden), rows, mode)
+        logits: torch.Tensor = self.model.compute_logits(self.model(ids, meta, self.caches, valid=valid))
+        if mode == LOGITS:
+            return logits
+        params = self.table.gather(rows)
+        drawn = self.sampler(logits, params, mode)
+        self.table.scatter(rows, params.offset, drawn)
+        return finite_or_minus_one(logits, drawn)
 
     def _run_extend(self, meta: AttentionMeta, mode: str) -> torch.Tensor:
         return self._finish(meta, self._forward(meta), mode)
@@ -157,18 +161,9 @@ class SlotStep(ModelStep):
     def _finish(self, meta: AttentionMeta, hidden: torch.Tensor, mode: str) -> torch.Tensor:
         if mode == VERIFY:
             return self._verify(hidden)
-        last, rows = self.inputs.last[: meta.num_requests], self.inputs.rows[: meta.num_requests]
-        if mode == NO_DRAW:
-            return last
-        return self._draw(self.model.compute_logits(hidden.index_select(0, last)), rows, mode)
-
-    def _draw(self, logits: torch.Tensor, rows: torch.Tensor, mode: str) -> torch.Tensor:
-        if mode == LOGITS:
-            return logits
-        params = self.table.gather(rows)
-        drawn = self.sampler(logits, params, mode)
-        self.table.scatter(rows, params.offset, drawn)
-        return finite_or_minus_one(logits, drawn)
+        last: torch.Tensor = hidden.index_select(0, self.inputs.last[: meta.num_requests])
+        logits: torch.Tensor = self.model.compute_logits(last)
+        return logits
 
     def _verify(self, hidden: torch.Tensor) -> torch.Tensor:
         """Draw at every place as if all drafts before it were right, and keep each row's draw behind its right ones.

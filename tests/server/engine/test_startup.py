@@ -1,0 +1,56 @@
+"""From a configuration to an engine's parts: what fits, what is refused, what is measured."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from fastlayers.errors import ArgumentError, FastlayersError
+from fastlayers_server.engine.budget import Budget
+from fastlayers_server.engine.config import EngineConfig
+from fastlayers_server.engine.startup import build
+
+SMALL = EngineConfig(device="cpu", max_model_len=256, max_running_requests=4, page_size=16)
+
+
+def test_parts_of_the_shipped_model() -> None:
+    phases: list[str] = []
+    parts = build(SMALL, phases.append, 3)
+    assert phases == ["weights", "warmup", "capture"]
+    info = parts.info
+    assert (info.epoch, info.vocab_size, info.max_model_len, info.eos_ids) == (3, 512, 256, (1,))
+    assert info.num_pages == 4 * 16 + 1 and info.page_size == 16 and not parts.overlap
+    assert set(info.startup_seconds) == set(phases)
+    assert json.loads(json.dumps(parts.executor.explain()))["graphs"] == []
+
+
+def test_a_random_model_of_known_shapes() -> None:
+    parts = build(msgspec.structs.replace(SMALL, load_format="dummy", layers=2, dtype="fp32"), lambda phase: None)
+    assert parts.info.model_type == "deepseek_v3"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"max_model_len": 5000}, r"max_model_len is 5000; accepted: 2 to 4096"),
+        ({"num_pages": 9}, r"max_model_len is 256, which needs .* GiB, 17 pages; accepted: what fits 9 pages"),
+        ({"kv_cache_dtype": "int3"}, r"kv_cache_dtype is 'int3'; accepted: auto, bf16"),
+    ],
+)
+def test_what_is_refused(change: dict[str, object], said: str) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        build(msgspec.structs.replace(SMALL, **change), lambda phase: None)
+    with pytest.raises(FastlayersError):
+        build(msgspec.structs.replace(SMALL, model="not/here"), lambda phase: None)
+
+
+def test_the_chunk_beside_decoding_rows() -> None:
+    budget = Budget(8192, 0.050)
+    assert budget.chunk(0) == budget.chunk(5) == 8192
+    budget.measured({64: 0.004, 512: 0.012, 2048: 0.030, 4096: 0.060}, {1: 0.003, 32: 0.015, 256: 0.030})
+    assert [budget.chunk(rows) for rows in (0, 1, 20, 100)] == [8192, 2048, 2048, 512]
+    # Where every chunk costs as much as the launches, the largest of the cheap ones.
+    budget.measured({64: 0.100, 512: 0.101, 2048: 0.110, 4096: 0.200}, {256: 0.030})
+    assert budget.chunk(3) == 2048
