@@ -86,17 +86,18 @@ class FastModule:
 
     def _fl_why_not(self, x: torch.Tensor) -> str:
         """Return why our code may not run, or "": set up, not training, nobody wants gradients, the guard holds."""
-        if PREFIX + "guard" not in self.__dict__:
+        guard: Guard | None = self.__dict__.get("_fl_guard")
+        if guard is None:
             return "not set up"
         if torch.compiler.is_exporting() if torch.compiler.is_compiling() else recorded():
             return RECORDED
         if self.training:  # type: ignore[attr-defined]
             return "training mode"
-        if wants_grad(self, x):
+        if torch.is_grad_enabled() and wants_grad(self, x):
             return "gradients are wanted"
-        if self._fl_guard.holds(self):
+        if guard.holds(self):
             return ""
-        return "something was replaced" if torch.compiler.is_compiling() else self._fl_guard.why(self)
+        return "something was replaced" if torch.compiler.is_compiling() else guard.why(self)
 
     def _fl_usable(self, x: torch.Tensor) -> bool:
         """Return whether our code may run; counts a fallback otherwise."""
@@ -130,8 +131,8 @@ class FastModule:
 
 
 def wants_grad(module: Any, x: torch.Tensor) -> bool:
-    """Return whether autograd would record this call."""
-    return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in module.parameters()))
+    """Return whether autograd would record this call, where gradients are on."""
+    return x.requires_grad or any(p.requires_grad for p in module.parameters())
 
 
 @contextmanager

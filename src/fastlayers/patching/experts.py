@@ -147,11 +147,13 @@ class FastExperts(FastModule):
     _fl_bypassed = {"act_fn": SILU}  # noqa: RUF012
     _fl_core: Ladder
     _fl_stock: dict[str, Any]
+    _fl_table: Any = ALL_EXPERTS_FUNCTIONS
+    _parameters: dict[str, Any]
     config: Any
 
     def _fl_choose(self) -> None:
         self._fl_core = choose(self, self._fl_backend)
-        table = _table(self)
+        table = self._fl_table
         names = [*_SAME, _named(self) or "eager"]
         self._fl_stock = {name: table[name] for name in names if name in table and not foreign(table[name])}
 
@@ -161,12 +163,14 @@ class FastExperts(FastModule):
     def _fl_why_not(self, x: torch.Tensor) -> str:
         if why := super()._fl_why_not(x):
             return why
-        module: Any = self
-        weight = module.down_proj
+        weight = self._parameters.get("down_proj")
+        if weight is None:
+            return "the weights were replaced"
         if x.dtype != weight.dtype and weight.element_size() > 1:
             return f"input of {x.dtype}, weights of {weight.dtype}"
-        name = _named(self)
-        if name is not None and name != "eager" and self._fl_stock.get(name, "") is not _table(self).get(name):
+        name, table = _named(self), self._fl_table
+        found = table._local_mapping.get(name) or table._global_mapping.get(name)
+        if name is not None and name != "eager" and self._fl_stock.get(name, "") is not found:
             return f"experts_implementation {name!r} is asked for"
         return ""
 
@@ -196,18 +200,21 @@ class FastFP8Experts(FastExperts):
     """FP8 blocks; transformers wraps this class's ``forward`` anew for each model that it loads."""
 
     _fl_rewrapped = ("forward",)
+    _fl_table = ALL_FP8_EXPERTS_FUNCTIONS
 
 
 class FastClampedExperts(FastExperts):
     """GPT-OSS's layout, transposed for backends that are kernels."""
 
     _fl_strides: dict[str, tuple[int, ...]]
+    _fl_views: bool
 
     def _fl_pack(self, aliases: bool = False) -> int:
         module: Any = self
         weights = {name: getattr(module, name) for name in ("gate_up_proj", "down_proj")}
         self._fl_strides = self.__dict__.get("_fl_strides", {})
-        if _reads_views(self._fl_core) or module.down_proj.device.type == "meta":
+        self._fl_views = _reads_views(self._fl_core)
+        if self._fl_views or module.down_proj.device.type == "meta":
             return 0
         if not aliases and any(is_aliased(weight) for weight in weights.values()):
             raise PatchError(
@@ -234,9 +241,8 @@ class FastClampedExperts(FastExperts):
     def _fl_why_not(self, x: torch.Tensor) -> str:
         if why := super()._fl_why_not(x):
             return why
-        weights: Any = self
-        views = _reads_views(self._fl_core)
-        if views or (weights.gate_up_proj.mT.is_contiguous() and weights.down_proj.mT.is_contiguous()):
+        weights = self._parameters
+        if self._fl_views or weights["gate_up_proj"].stride(1) == weights["down_proj"].stride(1) == 1:
             return ""
         return "weights in another order than the backend reads"
 

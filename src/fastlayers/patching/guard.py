@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from operator import is_
+from operator import getitem
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from torch.nn.modules import module as torch_module
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS: tuple[Any, ...] = tuple(getattr(torch_module, f"_global{name}") for name in _HOOKS)
-_CALL = (nn.Module, "__call__", nn.Module.__call__)
+_CALL = nn.Module.__call__
 Code = tuple[tuple[Any, str, Any], ...]
 
 
@@ -69,14 +69,15 @@ def untouched(part: Any) -> bool:
     return not (part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks)
 
 
+_dispatch_modes, _interpreter, _tracing = (
+    torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state,
+)  # fmt: skip
+
+
 def recorded() -> bool:
     """Return whether something records or transforms what runs: the original's code is what it should see."""
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
-        or forward_ad._current_level >= 0
-    )
+    transformed = _dispatch_modes() or _interpreter() is not None or _tracing() is not None
+    return bool(transformed) or forward_ad._current_level >= 0
 
 
 # The code of classes as transformers wrote it, kept when it is first seen: a later replacement differs from it.
@@ -119,23 +120,21 @@ class Guard:
             if type(part) not in children[name] or not untouched(part) or foreign(type(part).forward):
                 why = why or f"{name} is not a plain {children[name][0].__name__}"
         classes = dict.fromkeys(type(part) for part in parts.values())
-        self._code: Code = (_CALL, *code, *((cls, "forward", cls.forward) for cls in classes))
-        self._owners, self._names, self._values = zip(*self._code, strict=True)
+        self._code: Code = (*code, *((cls, "forward", cls.forward) for cls in classes))
         self._children = tuple((name, type(part)) for name, part in parts.items())
         self._parts, self._types = tuple(parts.values()), tuple(type(part) for part in parts.values())
-        watched: list[tuple[Any, str, Any]] = [(module._modules, name, part) for name, part in parts.items()]
-        watched += [(part.__dict__, "forward", None) for part in parts.values()]
-        self._watch(watched)
-        self._empty = (*_GLOBAL_HOOKS, *(part.__dict__[name] for part in parts.values() for name in _HOOKS))
+        self._own = tuple(part.__dict__ for part in parts.values())
+        self._empty = tuple(part.__dict__[name] for part in parts.values() for name in _HOOKS)
+        # Entries of namespaces that must stay; what a class inherits is looked up on it.
+        held: list[tuple[Any, ...]] = [
+            (vars(owner), name, value) for owner, name, value in self._code if name in vars(owner)
+        ]
+        held += [(module._modules, name, part) for name, part in parts.items()]
+        self._spaces, self._keys, self._values = ([entry[place] for entry in held] for place in range(3))
+        self._inherited = tuple(entry for entry in self._code if entry[1] not in vars(entry[0]))
         self._baked = tuple((name, getattr(module, name)) for name in baked if hasattr(module, name))
         self._methods = tuple(name for owner, name, _ in code if isinstance(owner, type) and name != "forward")
         self._why = why
-
-    def _watch(self, watched: list[tuple[Any, str, Any]]) -> None:
-        """Remember entries of dictionaries that must stay."""
-        self._dicts: tuple[Any, ...] = tuple(entry[0] for entry in watched)
-        self._keys: tuple[str, ...] = tuple(entry[1] for entry in watched)
-        self._found: tuple[Any, ...] = tuple(entry[2] for entry in watched)
 
     def holds(self, module: Any) -> bool:
         """Return whether everything is as it was."""
@@ -143,20 +142,34 @@ class Guard:
             return False
         if torch.compiler.is_compiling():
             return self._traced(module)
+        return not any(_GLOBAL_HOOKS) and nn.Module.__call__ is _CALL and self._same(module)
+
+    def _same(self, module: Any) -> bool:
+        """Return whether the module and its children are as they were; what is true of all modules is known."""
         for name, value in self._baked:
             if getattr(module, name) != value:
                 return False
         for name in self._methods:
             if name in module.__dict__:
                 return False
-        return (
-            not any(self._empty)
-            and all(map(is_, map(getattr, self._owners, self._names), self._values))
-            and all(map(is_, map(dict.get, self._dicts, self._keys), self._found))
-            and all(map(is_, map(type, self._parts), self._types))
-        )
+        for owner, name, value in self._inherited:
+            if getattr(owner, name) is not value:
+                return False
+        for own in self._own:
+            if "forward" in own:
+                return False
+        try:
+            return (
+                not any(self._empty)
+                and [*map(getitem, self._spaces, self._keys)] == self._values
+                and (*map(type, self._parts),) == self._types
+            )
+        except KeyError:  # deleted
+            return False
 
     def _traced(self, module: Any) -> bool:
+        if nn.Module.__call__ is not _CALL:
+            return False
         for owner, name, value in self._code:
             if getattr(owner, name) is not value:
                 return False
@@ -183,6 +196,8 @@ class Guard:
         for owner, name, value in self._code:
             if getattr(owner, name, None) is not value:
                 return f"{owner.__name__}.{name} was replaced"
+        if nn.Module.__call__ is not _CALL:
+            return "Module.__call__ was replaced"
         if any(_GLOBAL_HOOKS):
             return "hooks are registered on all modules"
         for name, cls in self._children:

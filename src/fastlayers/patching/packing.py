@@ -10,6 +10,7 @@ run while something compiles or exports, so that a program holds the parameters 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -90,16 +91,21 @@ class Packed(Guard):
         if linears[0].bias is not None:
             self.bias = _join([linear.bias for linear in linears])
         self.nbytes = sum(t.nbytes for t in (self.weight, self.bias) if t is not None)
-        watched = [(linear._parameters, key, p) for linear in linears for key, p in linear._parameters.items()]
-        self._watch([*zip(self._dicts, self._keys, self._found, strict=True), *watched])
-        self._held = tuple(p for _, _, p in watched if p is not None)
+        held = [
+            (linear._parameters, key, p) for linear in linears for key, p in linear._parameters.items() if p is not None
+        ]
+        self._tables, self._names, self._held = zip(*held, strict=True)
         self._addresses = [p.data_ptr() for p in self._held]
 
     def holds(self, module: Any) -> bool:
-        """Return whether the buffer is what the parameters hold; while something compiles, it is not used."""
+        """Return whether the buffer is what the parameters hold; while something compiles, it is not used.
+
+        Asked after the module's own guard, which knows what is true of all modules.
+        """
         if self.weight is None or torch.compiler.is_compiling():
             return False
-        return super().holds(module) and [*map(torch.Tensor.data_ptr, self._held)] == self._addresses
+        same = self._same(module) and all(map(is_, map(dict.get, self._tables, self._names), self._held))
+        return same and [*map(torch.Tensor.data_ptr, self._held)] == self._addresses
 
 
 class PackedModule(FastModule):
