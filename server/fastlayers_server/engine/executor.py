@@ -83,6 +83,8 @@ class TorchExecutor:
     graphs : CudaGraphs, optional
         See :class:`fastlayers_models.step.ModelStep`.
     extend_buckets : ExtendBuckets, optional
+    verify_tokens : int
+        Most tokens of a step that verifies drafts.
     profile_folder : Path, optional
         Where profiles are written; without it there are none.
     """
@@ -95,6 +97,7 @@ class TorchExecutor:
         cuda_graph: bool | str = "auto",
         graphs: CudaGraphs | None = None,
         extend_buckets: ExtendBuckets | None = None,
+        verify_tokens: int = 0,
         profile_folder: Path | None = None,
     ) -> None:
         self.model, self.config, self.profile_folder = model, config, profile_folder
@@ -103,7 +106,7 @@ class TorchExecutor:
         self.caches = spec.allocate(config.num_pages, device)
         pages = -(-config.max_model_len // config.page_size)
         sampler = Sampler(model.config.vocab_size, device=device)
-        tokens = max(config.max_batched_tokens, running)
+        tokens = max(config.max_batched_tokens, running, verify_tokens)
         if extend_buckets is None:
             most = getattr(model, "captured_tokens", None) or TOKENS[-1]
             extend_buckets = ExtendBuckets(tuple(size for size in TOKENS if size <= most), REQUESTS)
@@ -113,7 +116,7 @@ class TorchExecutor:
             state = AttentionState(running, most, pages, config.page_size, device)
             return SlotStep(
                 model, self.caches, state, sampler, config.num_pages, cuda_graph=cuda_graph,
-                graphs=shared[0] if shared else None, extend_buckets=extend_buckets,
+                graphs=shared[0] if shared else None, extend_buckets=extend_buckets, verify_tokens=verify_tokens,
             )  # fmt: skip
 
         self.decoding = step(running)
@@ -124,7 +127,7 @@ class TorchExecutor:
         self.special = SpecialDraws(sampler, self.decoding.table, config.max_model_len)
         # Two ticks are in flight at most, and each of these has room for four.
         self._rows_out, self._chunks_out = Outbox(running, device), Outbox(running, device)
-        self._verify_out = Outbox(min(tokens, 1024), device)
+        self.verify_tokens, self._verify_out = verify_tokens, Outbox(max(1, verify_tokens), device)
         self._profiler: Any = None
 
     @property
@@ -226,6 +229,8 @@ class TorchExecutor:
         self.decoding.capture(modes=DECODES, progress=progress)
         buckets = self.extending.extend_buckets
         keys = [StepKey("extend", t, r, LOGITS) for t in buckets.tokens for r in buckets.requests]
+        verified = [size for size in buckets.tokens if size < 2 * self.verify_tokens]
+        keys += [StepKey("extend", t, r, VERIFY) for t in verified for r in buckets.requests if t > r]
         self.extending.capture_extends(keys, progress)
 
     def explain(self) -> Any:

@@ -92,6 +92,9 @@ class Drafts(Protocol):
     def observe(self, plan: TickPlan, result: TickResult, seconds: float) -> None:
         """Learn from a tick."""
 
+    def explain(self) -> Any:
+        """Return what the choice of drafts rests on, as JSON values."""
+
 
 class Engine:
     """One engine: a scheduler, what computes for it, and its front.
@@ -258,6 +261,7 @@ class Engine:
             return self.stats(message.id)
         if what == "explain":
             value = {"ticks": list(self.scheduler.history), "executor": self.executor.explain()}
+            value["speculation"] = self.drafts.explain() if self.drafts is not None else None
         elif what == "flush_cache":
             value = {"pages": self.scheduler.flush()}
         elif what == "freeze_gc":

@@ -18,6 +18,7 @@ from fastlayers_server.engine.executor import TorchExecutor
 from fastlayers_server.engine.protocol import EngineInfo, Sampling, Submit
 from fastlayers_server.engine.request import Chunk, Request
 from fastlayers_server.engine.scheduler import Scheduler
+from fastlayers_server.engine.speculation import Speculation
 from fastlayers_server.engine.step import GREEDY, LOGITS
 from fastlayers_server.variants import TINY, assets
 
@@ -36,6 +37,7 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1) -> Parts:
     FastlayersError
         In a sentence: no such model, a value that is not accepted, a model or a context that does not fit.
     """
+    speculates = _speculates(config)
     seconds, begin = {}, time.monotonic()
     phase("weights")
     model = load_model(config)
@@ -48,8 +50,9 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1) -> Parts:
     folder = Path(config.profile_folder) if config.profile_folder else None
     cuda = model.device.type == "cuda"
     executor = TorchExecutor(
-        model, limits, cuda_graph=False if config.disable_cuda_graph else "auto", profile_folder=folder
-    )
+        model, limits, cuda_graph=False if config.disable_cuda_graph else "auto", profile_folder=folder,
+        verify_tokens=limits.max_running * (config.speculative_max_k + 1) if speculates else 0,
+    )  # fmt: skip
     scheduler = Scheduler(limits)
     if cuda:
         measure(executor, scheduler)  # before the capture too: what is not built yet is built outside of it
@@ -68,7 +71,18 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1) -> Parts:
         limits.max_running, limits.max_queued_requests, limits.max_logprobs, limits.features,
         str(getattr(model.config, "model_type", "")), str(model.device), seconds,
     )  # fmt: skip
-    return Parts(scheduler, executor, info, executor.overlaps and not config.disable_overlap_schedule)
+    drafts = Speculation(config.speculative_max_k, scheduler.metrics) if speculates else None
+    overlap = executor.overlaps and not config.disable_overlap_schedule
+    return Parts(scheduler, executor, info, overlap, drafts=drafts)
+
+
+def _speculates(config: EngineConfig) -> bool:
+    if config.speculative_algorithm not in ("none", "ngram"):
+        given = repr(config.speculative_algorithm)
+        raise ArgumentError("engine", "speculative_algorithm", given, "'none' or 'ngram' (prompt lookup)")
+    if not 1 <= config.speculative_max_k <= 8:
+        raise ArgumentError("engine", "speculative_max_k", config.speculative_max_k, "1 to 8")
+    return config.speculative_algorithm == "ngram"
 
 
 def model_folder(name: str) -> Path:

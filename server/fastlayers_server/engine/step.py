@@ -59,7 +59,7 @@ class Staging:
 class SlotStep(ModelStep):
     """Steps of requests by slot; one for decode and one for extends share a table and the graphs."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: Any, verify_tokens: int = 0, **options: Any) -> None:
         super().__init__(*args, **options)
         self.nobody = self.max_batch
         # How many rows are real, and the row of each.
@@ -67,7 +67,7 @@ class SlotStep(ModelStep):
         self._decode_in.send([0] + [self.nobody] * self.max_batch)
         self.count = self._decode_in.device[:1].view(torch.int32)[:1]
         # Of each token to verify: its row, its place in the row, where the row starts, the draft behind it.
-        self._verify_in = Staging(4 * min(self.state.max_tokens, 1024), self.model.device)
+        self._verify_in = Staging(4 * 2 * verify_tokens, self.model.device)  # a bucket may be twice the tokens
 
     def capture(self, *args: Any, **options: Any) -> None:
         """Capture decode, see :class:`ModelStep`; before anybody runs."""

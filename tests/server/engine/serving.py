@@ -73,6 +73,7 @@ class Bench:
 
     def __init__(
         self, model: Any, *, num_pages: int = 80, overlap: bool = False, captured: bool = False, drafts: Any = None,
+        verify_tokens: int = 0,
         grammars: Any = None, **limits: Any,
     ) -> None:  # fmt: skip
         options = dict(max_running=6, max_batched_tokens=48, max_extend_requests=4, prefix_cache=True) | limits
@@ -80,7 +81,9 @@ class Bench:
         self.config = SchedulerConfig(vocab, 256, num_pages, model.page_size, eos, **options)  # type: ignore[arg-type]
         graphs = CudaGraphs(runtime=EagerRuntime()) if captured else None
         buckets = ExtendBuckets((16, 32), (1, 4)) if captured else None
-        self.executor = TorchExecutor(model, self.config, graphs=graphs, extend_buckets=buckets)
+        self.executor = TorchExecutor(
+            model, self.config, graphs=graphs, extend_buckets=buckets, verify_tokens=verify_tokens
+        )
         if captured:
             self.executor.capture()
         self.scheduler = Scheduler(self.config)

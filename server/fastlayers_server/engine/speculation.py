@@ -1,0 +1,123 @@
+"""Speculation by prompt lookup, and how many tokens to draft: the request's own text is the draft model.
+
+    draft    the tokens that followed the last 2 to 4 tokens where they occurred before
+    verify   each draft is kept if it is what the request draws there by its own seed: the text is that without drafts
+    k        what makes Σ a^i (i = 0 … k) over the measured seconds of a tick largest; a: how often a draft is right
+
+k = 0 is among the candidates: then nothing is drafted and ticks overlap. Every :data:`PROBE`-th tick tries again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from fastlayers_server.engine.metrics import Metrics
+from fastlayers_server.engine.request import ENDED, Request, TickPlan, TickResult
+
+PROBE = 50
+LONGEST, KEPT = 4, 4  # tokens of a suffix that are compared; places of a pair of tokens that are remembered
+SMOOTH = 0.1
+
+
+class Lookup:
+    """Where each pair of tokens of one request occurred."""
+
+    def __init__(self) -> None:
+        self._places: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        self._done = 1
+
+    def draft(self, tokens: Sequence[int], count: int) -> Sequence[int]:
+        """Return what followed the longest suffix of ``tokens`` that occurred before, the latest of several."""
+        last = len(tokens) - 1
+        while self._done < last:  # the suffix itself is no earlier occurrence
+            places = self._places[tokens[self._done - 1], tokens[self._done]]
+            places.append(self._done)
+            del places[:-KEPT]
+            self._done += 1
+        if last < 1 or count < 1:
+            return ()
+        best, length = -1, 1
+        for place in reversed(self._places.get((tokens[last - 1], tokens[last]), ())):
+            same = 2
+            while same < LONGEST and place >= same and tokens[place - same] == tokens[last - same]:
+                same += 1
+            if same > length:
+                best, length = place, same
+        return tokens[best + 1 : best + 1 + count] if best >= 0 else ()
+
+
+class Speculation:
+    """Prompt lookup for every request, with as many drafts as pay.
+
+    Parameters
+    ----------
+    max_k : int
+        Drafts a request and tick at most.
+    metrics : Metrics
+    clock : callable
+    """
+
+    def __init__(self, max_k: int, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
+        self.max_k, self.metrics, self._clock = max_k, metrics, clock
+        self.k = 0
+        self.acceptance = 0.5
+        self._lookups: dict[Request, Lookup] = {}
+        self._seconds: dict[tuple[int, int], float] = {}  # (rows to the next power of two, k): of a tick
+        self._ticks, self._before = 0, (0, 0, 0.0)
+
+    def wanted(self, running: int) -> bool:
+        """Whether to draft in the next tick; settles :attr:`k`."""
+        self._ticks += 1
+        self.k = self._best(running)
+        if not self.k and self._ticks % PROBE == 0:
+            self.k = min(2, self.max_k)
+        return self.k > 0 and running > 0
+
+    def _best(self, running: int) -> int:
+        size = running.bit_length()
+        base = self._seconds.get((size, 0))
+        if base is None:
+            return 0
+        best, most = 0, 0.0
+        for k in range(self.max_k + 1):
+            # What was never measured is thought to cost what drafting nothing costs: so it is tried.
+            seconds = self._seconds.get((size, k), base)
+            gain = sum(self.acceptance**i for i in range(k + 1)) / seconds
+            if gain > most:
+                best, most = k, gain
+        return best
+
+    def draft(self, request: Request, limit: int) -> Sequence[int]:
+        """Return what may come next, see :class:`fastlayers_server.engine.loop.Drafts`."""
+        if len(self._lookups) > 1024:
+            self._lookups = {r: found for r, found in self._lookups.items() if r.state != ENDED}
+        return self._lookups.setdefault(request, Lookup()).draft(request.tokens, min(limit, self.k))
+
+    def observe(self, plan: TickPlan, result: TickResult, seconds: float) -> None:
+        """Learn how many drafts were right, and what the tick took."""
+        k = self.k if plan.verify else 0
+        right, wrong = 0, len(plan.rows) if k else 0  # a row without a draft gains nothing from the tick
+        for chunk, tokens in zip(plan.verify, result.tokens[len(result.tokens) - len(plan.verify) :], strict=True):
+            accepted = len(tokens) - 1
+            right += accepted
+            wrong += accepted < len(chunk.ids) - 1
+            self.metrics.add("spec_drafts_total")
+            self.metrics.add("spec_draft_tokens_total", "", len(chunk.ids) - 1)
+            for position in range(accepted):
+                self.metrics.add("spec_accepted_tokens_total", str(position + 1))
+        if right + wrong:
+            self.acceptance += SMOOTH * (right / (right + wrong) - self.acceptance)
+        # Ticks overlap: what one takes is the time between the ends of two alike, without prompts.
+        size, now = (len(plan.rows) + len(plan.verify)).bit_length(), self._clock()
+        before, self._before = self._before, (0 if plan.chunks else size, k, now)
+        if before[:2] == (size, k) and not plan.chunks:
+            taken = now - before[2]
+            known = self._seconds.get((size, k), taken)
+            self._seconds[size, k] = known + SMOOTH * (min(taken, 4 * known) - known)
+
+    def explain(self) -> dict[str, object]:
+        """Return what the choice of k rests on."""
+        table = {f"rows < {1 << size}, k {k}": round(1e3 * s, 3) for (size, k), s in sorted(self._seconds.items())}
+        return {"k": self.k, "acceptance": round(self.acceptance, 4), "tick_ms": table}

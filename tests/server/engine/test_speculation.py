@@ -1,0 +1,134 @@
+"""Drafts change nothing but the number of steps: the same tokens, greedy and drawn; k follows what pays."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastlayers.sampler.layer import SamplingParams
+from fastlayers_server.engine.metrics import Metrics
+from fastlayers_server.engine.protocol import Sampling
+from fastlayers_server.engine.request import Request, TickPlan, TickResult
+from fastlayers_server.engine.speculation import PROBE, Lookup, Speculation
+
+sys.path.insert(0, str(Path(__file__).parent))
+from serving import Bench, make_model, plain, prompts
+
+
+class Told:
+    """Drafts of a given text: the right tokens, or some of them wrong; as many as wanted, always."""
+
+    def __init__(self, texts: dict[tuple[int, ...], list[int]], k: int, wrong_every: int = 0) -> None:
+        self.texts, self.k, self.wrong_every = texts, k, wrong_every
+        self.steps = Counter[str]()
+
+    def wanted(self, running: int) -> bool:
+        return running > 0
+
+    def draft(self, request: Request, limit: int) -> list[int]:
+        done = len(request.tokens) - request.prompt_len
+        text = self.texts[tuple(request.tokens[: request.prompt_len])][done : done + min(self.k, limit)]
+        if self.wrong_every:
+            text = [(t + 1) % 90 if (done + i) % self.wrong_every == 0 else t for i, t in enumerate(text)]
+        return text
+
+    def observe(self, plan: TickPlan, result: TickResult, seconds: float) -> None:
+        self.steps["ticks"] += 1
+        self.steps["verified"] += len(plan.verify)
+
+    def explain(self) -> None:
+        """Nothing."""
+
+
+@pytest.fixture(scope="module", params=["deepseek", "qwen", "gpt_oss"])
+def model(request: pytest.FixtureRequest) -> Any:
+    return make_model(request.param)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("wrong_every", [0, 3, 1])
+def test_tokens_are_those_without_drafts(model: Any, captured: bool, wrong_every: int) -> None:
+    rows, new = prompts(5), 12
+    ways = [Sampling(0.9, 30, 0.95, seed=9 + i) if i % 2 else Sampling(0.0) for i in range(5)]
+    wanted = plain(model, rows, new, [SamplingParams(w.temperature, w.top_k, w.top_p, seed=w.seed) for w in ways])
+    drafts = Told({tuple(r): w for r, w in zip(rows, wanted, strict=True)}, 3, wrong_every)
+    bench = Bench(model, captured=captured, overlap=captured, drafts=drafts, verify_tokens=32)
+    assert bench.generate(rows, new, ways) == wanted
+    assert drafts.steps["verified"] > 0
+    plain_ticks = Bench(model)
+    plain_ticks.generate(rows, new, ways)
+    if not wrong_every:
+        assert bench.scheduler.ticks < 0.6 * plain_ticks.scheduler.ticks
+    if captured:
+        replays, _ = bench.executor.graph_counts()
+        assert any(count and "verify" in key for key, count in replays.items())
+    assert bench.scheduler.cache.private == bench.scheduler.cache.locked == 0
+
+
+def test_requests_with_wishes_are_not_drafted_for(model: Any) -> None:
+    rows = prompts(2)
+    wanted = plain(model, rows, 8)
+    drafts = Told({tuple(r): w for r, w in zip(rows, wanted, strict=True)}, 3)
+    bench = Bench(model, drafts=drafts, verify_tokens=32)
+    rid = bench.submit(rows[0], 8, logprobs=1)
+    other = bench.submit(rows[1], 8)
+    bench.run()
+    assert [bench.ids(rid), bench.ids(other)] == wanted
+    assert sum(len(output.logprobs) for output in bench.news if output.rid == rid) == 8
+
+
+def test_lookup_finds_what_followed_the_longest_suffix() -> None:
+    lookup = Lookup()
+    tokens = [1, 2, 3, 4, 9, 2, 3, 7, 8, 1, 2, 3]
+    assert list(lookup.draft(tokens, 3)) == [4, 9, 2]  # 1 2 3 rather than 2 3
+    assert list(lookup.draft([*tokens, 7], 2)) == [8, 1]
+    assert list(Lookup().draft([5], 3)) == [] and list(Lookup().draft([5, 6, 7], 3)) == []
+    assert list(Lookup().draft([5, 5, 5], 3)) == [5]
+
+
+def test_a_repetitive_prompt_takes_fewer_steps() -> None:
+    model = make_model("qwen")
+    row = prompts(1, 12, seed=2)[0][:4] * 1 + [8, 9, 10, 11] * 10
+    wanted = plain(model, [row], 60)
+    metrics = Metrics()
+    speculation = Speculation(4, metrics)
+    bench = Bench(model, drafts=speculation, verify_tokens=40)
+    assert bench.generate([row], 60) == wanted
+    if len(set(wanted[0][-20:])) <= 6:  # the model does repeat itself
+        assert bench.scheduler.ticks < 50
+    assert metrics.counters["spec_drafts_total"][""] > 0
+
+
+def tick(k: int, accepted: int, rows: int = 1) -> tuple[TickPlan, TickResult]:
+    plan = TickPlan(1)
+    if not k:
+        plan.rows = [None] * rows  # type: ignore[list-item]
+        return plan, TickResult([[5]] * rows)
+    from fastlayers_server.engine.request import Chunk
+
+    plan.verify = [Chunk(None, 0, [5] * (k + 1), k + 1)] * rows  # type: ignore[arg-type]
+    return plan, TickResult([[5] * (accepted + 1)] * rows)
+
+
+@pytest.mark.parametrize(("right", "cost", "drafts"), [(1.0, 1.1, True), (0.0, 1.1, False), (0.6, 3.0, False)])
+def test_k_is_what_pays(right: float, cost: float, drafts: bool) -> None:
+    now = [0.0]
+    speculation = Speculation(4, Metrics(), lambda: now[0])
+    random, used = torch.Generator().manual_seed(0), []
+    for _ in range(600):
+        k = speculation.k if speculation.wanted(1) else 0
+        used.append(k)
+        accepted = 0
+        while accepted < k and float(torch.rand((), generator=random)) < right:
+            accepted += 1
+        now[0] += 0.010 * (cost if k else 1.0)
+        speculation.observe(*tick(k, accepted), 0.0)
+    late = used[200:]
+    share = sum(k > 0 for k in late) / len(late)
+    assert share > 0.9 if drafts else share <= 1.5 / PROBE
+    assert not drafts or max(late) == 4
