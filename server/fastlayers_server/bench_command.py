@@ -119,7 +119,7 @@ def decode_calls(model: Any, batch: int, context: int) -> tuple[Callable[[], Any
 
 def decode_floor(module: Any, batch: int, context: int) -> float:
     """Return the microseconds below which a decode step of these modules cannot go: the sum of its layers' floors."""
-    from fastlayers.testing.spec import spec_of
+    from fastlayers.registry.spec import spec_of
     from fastlayers.tuning.probe import choices_of
     from fastlayers.tuning.sweep import case_at, peak_flops
 

@@ -146,8 +146,8 @@ def trials(device: str, only: Sequence[str] = ()) -> Iterator[Trial]:
     The first of the layer's cases that the backend accepts is taken: a small one if there is one.
     """
     registry = importlib.import_module("fastlayers.registry")
-    from fastlayers.testing.parity import check_parity
-    from fastlayers.testing.spec import spec_of
+    from fastlayers.registry.spec import spec_of
+    from fastlayers.tuning.parity import check_parity
 
     target = device_module.as_device(device)
     for layer in only or fastlayers.layers():

@@ -78,7 +78,7 @@ def backends(layer: str, device: Any = None, cfg: Any = None) -> Table:
 
 def _typical(layer: str) -> list[Any]:
     """Return the configurations of a layer's cases in each of their phases, those of real models first."""
-    from fastlayers.testing.spec import spec_of
+    from fastlayers.registry.spec import spec_of
 
     found: dict[Any, None] = {}
     phases = dict.fromkeys(phase for backend in registry(layer).ranked for phase in backend.phases)
@@ -167,7 +167,7 @@ def explain(target: Any) -> Explanations:
     A name is explained for torch's default device and the layer's first case.
     """
     if isinstance(target, str):
-        from fastlayers.testing.spec import spec_of
+        from fastlayers.registry.spec import spec_of
 
         choice = registry(target).choose(spec_of(target).cases[0].cfg)
         return Explanations((_explain(target, choice, 0, _lost(choice)),))

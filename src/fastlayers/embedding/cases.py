@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fastlayers.embedding.layer import EmbeddingConfig
-from fastlayers.testing.spec import EXACT, Bound, Case, Cost, LayerSpec
+from fastlayers.registry.spec import EXACT, Bound, Case, Cost, LayerSpec
 
 BF16 = torch.bfloat16
 

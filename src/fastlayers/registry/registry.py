@@ -37,7 +37,7 @@ class Registry:
         The name in :data:`LAYERS`.
     ranked : list of Backend
     cases : str
-        Module with ``SPEC``, a :class:`fastlayers.testing.spec.LayerSpec`; imported by tests, benchmarks,
+        Module with ``SPEC``, a :class:`fastlayers.registry.spec.LayerSpec`; imported by tests, benchmarks,
         the tuner, ``fl.backends`` and the warm-up, never to run the layer.
     """
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from fastlayers.registry.spec import Case, Cost, LayerSpec
 from fastlayers.rotary.layer import RotaryConfig
 from fastlayers.rotary.scaling import build_tables
-from fastlayers.testing.spec import Case, Cost, LayerSpec
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from fastlayers.registry.spec import Case, Cost, LayerSpec
 from fastlayers.sampler.layer import RowParams, SamplerConfig
-from fastlayers.testing.spec import Case, Cost, LayerSpec
 
 
 def _case(

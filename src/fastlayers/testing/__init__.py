@@ -1,1 +1,1 @@
-"""One parity function for every backend of every layer, in-tree or not."""
+"""What tests and plug-ins import: parity, capture and compile checks; nothing that the library runs by itself."""

@@ -49,7 +49,7 @@ class Report:
 
 
 def builds() -> Iterator[KernelBuild]:
-    """Yield every ``COMPILE`` entry of every ``triton.py`` in the library."""
+    """Yield every ``COMPILE`` entry of the library's modules whose names begin with ``triton``."""
     import fastlayers
 
     for found in pkgutil.walk_packages(fastlayers.__path__, "fastlayers."):

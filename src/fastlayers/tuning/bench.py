@@ -15,10 +15,10 @@ import fastlayers as fl
 from fastlayers.device import OPTIONAL_PACKAGES, as_device, package
 from fastlayers.errors import UnknownNameError
 from fastlayers.registry import registry
+from fastlayers.registry.spec import EXACT, Bound, Case
 from fastlayers.runtime import builds
-from fastlayers.testing.parity import compare
-from fastlayers.testing.spec import EXACT, Bound, Case
 from fastlayers.tuning.clock import Timed, measure_enough
+from fastlayers.tuning.parity import compare
 from fastlayers.tuning.provenance import provenance
 from fastlayers.tuning.samples import Option
 from fastlayers.tuning.search import Bench

@@ -120,7 +120,7 @@ def _suspects(model: nn.Module, everywhere: bool) -> Iterator[tuple[Choice, tuni
 def _probe(choice: Choice, found: tuning.Found, clock: Clock) -> Probe:
     import torch
 
-    from fastlayers.testing.spec import spec_of
+    from fastlayers.registry.spec import spec_of
     from fastlayers.tuning.sweep import case_at, inputs_of
 
     spec, first = spec_of(choice.layer), choice.rungs[0]

@@ -24,9 +24,9 @@ import torch
 from fastlayers import tuning
 from fastlayers.device import Device, as_device
 from fastlayers.registry import Backend, registry
-from fastlayers.testing.parity import check_parity
-from fastlayers.testing.spec import Case, spec_of
+from fastlayers.registry.spec import Case, spec_of
 from fastlayers.tuning.clock import SHORT_US, Clock, Timed, Timing, rounds_for
+from fastlayers.tuning.parity import check_parity
 from fastlayers.tuning.rungs import Step, TuneError, alternatives, as_rows, best_times, choose_ladder
 from fastlayers.tuning.samples import ALL, QUICK, Journal, Option, Sample, earlier
 from fastlayers.tuning.staleness import packages_of

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from fastlayers.device import Device
 from fastlayers.errors import ArgumentError
-from fastlayers.testing.spec import Case, spec_of
+from fastlayers.registry.spec import Case, spec_of
 
 # Token counts of a table: dense where backends cross, thin above.
 TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)

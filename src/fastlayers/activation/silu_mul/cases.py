@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fastlayers.activation.silu_mul.layer import SiluMulConfig
-from fastlayers.testing.spec import Case, Cost, LayerSpec
+from fastlayers.registry.spec import Case, Cost, LayerSpec
 
 
 def _case(name: str, tokens: int, size: int, dtype: torch.dtype, padding: int = 0, small: bool = True) -> Case:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fastlayers.activation.silu_mul_quant.layer import SiluMulQuantConfig
-from fastlayers.testing.spec import BOUNDS, Bound, Case, Cost, LayerSpec
+from fastlayers.registry.spec import BOUNDS, Bound, Case, Cost, LayerSpec
 
 BF16 = torch.bfloat16
 

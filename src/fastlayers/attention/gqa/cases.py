@@ -9,7 +9,7 @@ import torch
 
 from fastlayers.attention.gqa.core import GQAConfig, phase_of
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
-from fastlayers.testing.spec import Case, Cost, LayerSpec
+from fastlayers.registry.spec import Case, Cost, LayerSpec
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fastlayers.attention.kv_write.layer import KVWriteConfig
-from fastlayers.testing.spec import EXACT, Bound, Case, Cost, LayerSpec
+from fastlayers.registry.spec import EXACT, Bound, Case, Cost, LayerSpec
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 

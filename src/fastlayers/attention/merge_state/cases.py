@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fastlayers.attention.merge_state.layer import MergeStateConfig
-from fastlayers.testing.spec import Case, Cost, LayerSpec
+from fastlayers.registry.spec import Case, Cost, LayerSpec
 
 
 def _case(name: str, tokens: int, heads: int, head_dim: int, dtype: torch.dtype, small: bool = True) -> Case:

@@ -15,7 +15,7 @@ import torch
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
 from fastlayers.attention.mla.configs import NOMINAL_SM_COUNT, decode_config, num_splits, prefill_config
 from fastlayers.attention.mla.core import MLAConfig, Varlen
-from fastlayers.testing.spec import BOUNDS, Bound, Case, Cost, LayerSpec, Oracle
+from fastlayers.registry.spec import BOUNDS, Bound, Case, Cost, LayerSpec, Oracle
 
 _REAL, _TINY, _WIDE = (512, 64, 128, 128), (32, 16, 16, 16), (64, 16, 32, 16)
 _BF16, _FP16, _FP32, _E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn

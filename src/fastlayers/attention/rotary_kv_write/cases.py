@@ -8,7 +8,7 @@ import torch
 
 from fastlayers.attention.kv_write.cases import make_cache, make_loc
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWriteConfig
-from fastlayers.testing.spec import EXACT, Bound, Case, Cost, LayerSpec
+from fastlayers.registry.spec import EXACT, Bound, Case, Cost, LayerSpec
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 Config = RotaryKVWriteConfig

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fastlayers.moe.align.layer import MoEAlignConfig
-from fastlayers.testing.spec import Case, Cost, LayerSpec
+from fastlayers.registry.spec import Case, Cost, LayerSpec
 
 
 def _case(

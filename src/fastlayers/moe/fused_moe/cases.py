@@ -10,7 +10,7 @@ import torch
 
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
 from fastlayers.moe.fused_moe.weights import GROUP, WEIGHT_ONLY, MoEWeights
-from fastlayers.testing.spec import BOUNDS, Bound, Case, Cost, LayerSpec, Oracle
+from fastlayers.registry.spec import BOUNDS, Bound, Case, Cost, LayerSpec, Oracle
 
 _HERE = "fastlayers.moe.fused_moe"
 _ROUNDING = ("deep_gemm", "deep_gemm_masked", "sgl_kernel")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fastlayers.moe.router.layer import RouterConfig
-from fastlayers.testing.spec import Case, Cost, LayerSpec
+from fastlayers.registry.spec import Case, Cost, LayerSpec
 
 
 def _case(

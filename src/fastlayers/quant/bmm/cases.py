@@ -9,7 +9,7 @@ import torch
 from fastlayers.quant.bmm.layer import BmmConfig
 from fastlayers.quant.fp8_linear.blocks import quantize_block_weight
 from fastlayers.quant.fp8_scaled_linear.layer import quantize_scaled_weight
-from fastlayers.testing.spec import Case, Cost, LayerSpec
+from fastlayers.registry.spec import Case, Cost, LayerSpec
 
 FP16, FP32 = torch.float16, torch.float32
 

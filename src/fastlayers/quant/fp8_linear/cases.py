@@ -8,7 +8,7 @@ import torch
 
 from fastlayers.quant.fp8_linear.blocks import quantize_block_weight
 from fastlayers.quant.fp8_linear.layer import FP8LinearConfig
-from fastlayers.testing.spec import Case, Cost, LayerSpec
+from fastlayers.registry.spec import Case, Cost, LayerSpec
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

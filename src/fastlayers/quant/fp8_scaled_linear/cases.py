@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fastlayers.quant.fp8_scaled_linear.layer import FP8ScaledLinearConfig, quantize_scaled_weight
-from fastlayers.testing.spec import Case, Cost, LayerSpec
+from fastlayers.registry.spec import Case, Cost, LayerSpec
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 Config = FP8ScaledLinearConfig

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fastlayers.quant.group_quant.layer import GroupQuantConfig
-from fastlayers.testing.spec import EXACT, Bound, Case, Cost, LayerSpec
+from fastlayers.registry.spec import EXACT, Bound, Case, Cost, LayerSpec
 
 # One step at the largest e4m3 code is 32 of 448; it may happen to few values. A scale's unit is 2^-23.
 ONE_CODE, ONE_UNIT = Bound(5e-3, 0.072), Bound(2.4e-7, 2.4e-7)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fastlayers.quant.int8_linear.layer import Int8LinearConfig, quantize_channel_weight
-from fastlayers.testing.spec import Case, Cost, LayerSpec
+from fastlayers.registry.spec import Case, Cost, LayerSpec
 
 FP16, FP32 = torch.float16, torch.float32
 

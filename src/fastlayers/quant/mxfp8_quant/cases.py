@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fastlayers.quant.mxfp8_quant.layer import GROUP, MXFP8QuantConfig
-from fastlayers.testing.spec import EXACT, Bound, Case, Cost, LayerSpec
+from fastlayers.registry.spec import EXACT, Bound, Case, Cost, LayerSpec
 
 
 def _case(

@@ -1,0 +1,149 @@
+"""What a layer tells tests, benchmarks and the tuner about itself: cases, inputs, costs, bounds."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fastlayers.errors import UnknownNameError
+from fastlayers.registry import registry
+
+
+@dataclass(frozen=True)
+class Case:
+    """One named shape of a layer.
+
+    Parameters
+    ----------
+    name : str
+    cfg : object
+        The layer's frozen configuration, as given to its backends.
+    shape : mapping
+        Whatever ``make_inputs`` needs beyond the configuration (``num_tokens`` and the like).
+    small : bool
+        Cheap enough for Triton's interpreter; others run on a GPU only.
+    """
+
+    name: str
+    cfg: Any
+    shape: Mapping[str, Any] = field(default_factory=dict)
+    small: bool = True
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Cost of one call: operations, compulsory bytes (each input and output once), bytes of this dataflow."""
+
+    flops: float
+    min_bytes: float
+    dataflow_bytes: float
+
+    def floors(self, bandwidth: float, flops: float) -> tuple[float, float]:
+        """Return the two lower bounds in seconds: arithmetic, memory."""
+        return self.flops / flops, self.min_bytes / bandwidth
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Largest accepted error of one output against the fp32 reference.
+
+    ``rel_rms``: ‖out − ref‖ / ‖ref‖. ``row_max``: over rows (last dimension), max|out − ref| / max|ref|.
+    ``Bound(0, 0)`` asks for equality.
+    """
+
+    rel_rms: float
+    row_max: float
+
+
+EXACT = Bound(0.0, 0.0)
+# Bounds belong to the number format of the output.
+BOUNDS = {
+    torch.float32: Bound(1e-5, 1e-4),
+    torch.float16: Bound(1e-3, 5e-3),
+    torch.bfloat16: Bound(5e-3, 2e-2),
+}
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """What stands in for a layer's reference: ``"module:Class"``, and the bounds against it (as ``bounds`` below)."""
+
+    target: str
+    bounds: Callable[[Case], dict[str, Bound]]
+
+
+def _no_context(impl: Any, inputs: dict[str, Any]) -> Any:
+    return None
+
+
+def _no_oracle(backend: str) -> Oracle | None:
+    return None
+
+
+def _no_bounds(case: Case) -> dict[str, Bound]:
+    return {}
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What a layer's ``cases.py`` exports as ``SPEC``.
+
+    Parameters
+    ----------
+    cases : tuple[Case, ...]
+    make_inputs : callable
+        ``(case, device, seed) -> dict``; equal seeds give equal values, shapes never depend on the seed.
+    run : callable
+        ``(impl, inputs, context) -> dict[str, Tensor]``: only what a captured region may do. Outputs are
+        canonical (dequantised, sorted where order is free) and hold valid positions only.
+    cost : callable
+        ``(case) -> Cost``.
+    prepare : callable
+        ``(impl, inputs) -> context``: host work before the region (packing weights, planning metadata).
+    refresh : callable or None
+        ``(impl, inputs, context) -> None``: bring ``context`` up to date with new ``inputs`` in place, as between
+        replays of a captured graph. ``None``: the context does not depend on what a replay changes.
+    bounds : callable
+        ``(case) -> {output name: Bound}``; what it leaves out is judged by the output's dtype.
+    mutates : tuple[str, ...]
+        Inputs that a call writes.
+    oracle : callable
+        ``(backend name) -> Oracle or None``: another oracle than the layer's reference, for backends that round an
+        intermediate result where the layer's formula leaves the choice.
+    call : callable or None
+        ``run`` without what it does only so that outputs can be judged (dequantising, reading caches): what is timed.
+        ``None``: ``run``.
+    """
+
+    cases: tuple[Case, ...]
+    make_inputs: Callable[[Case, torch.device, int], dict[str, Any]]
+    run: Callable[[Any, dict[str, Any], Any], dict[str, torch.Tensor]]
+    cost: Callable[[Case], Cost]
+    prepare: Callable[[Any, dict[str, Any]], Any] = _no_context
+    refresh: Callable[[Any, dict[str, Any], Any], None] | None = None
+    bounds: Callable[[Case], dict[str, Bound]] = _no_bounds
+    mutates: tuple[str, ...] = ()
+    oracle: Callable[[str], Oracle | None] = _no_oracle
+    call: Callable[[Any, dict[str, Any], Any], Any] | None = None
+
+    @property
+    def timed(self) -> Callable[[Any, dict[str, Any], Any], Any]:
+        """What benchmarks, the tuner and the probe time."""
+        return self.call if self.call is not None else self.run
+
+    def case(self, name: str) -> Case:
+        """Return the case of this name."""
+        for case in self.cases:
+            if case.name == name:
+                return case
+        raise UnknownNameError(f"case {name!r} is unknown; known: {', '.join(c.name for c in self.cases)}")
+
+
+def spec_of(layer: str) -> LayerSpec:
+    """Return the :class:`LayerSpec` of a layer by name."""
+    found: LayerSpec = importlib.import_module(registry(layer).cases).SPEC
+    return found
