@@ -270,6 +270,10 @@ class Generator:
         seeds = [int(torch.randint(2**62, ())) if s.seed is None else s.seed for s in each]
         return [_Request(i, list(p), s, d) for i, (p, s, d) in enumerate(zip(prompts, each, seeds, strict=True))]
 
+    def report(self) -> list[str]:
+        """Return which steps were captured, what each graph cost, and why others ran uncaptured; for ``explain``."""
+        return self.step.report()
+
     @torch.inference_mode()
     def capture(
         self,

@@ -24,7 +24,8 @@ import torch
 from fastlayers.attention.buckets import ExtendBucket, ExtendBuckets
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
-from fastlayers.comm.parallel import AXES
+from fastlayers.comm.collectives import collectives
+from fastlayers.comm.parallel import AXES, SINGLE
 from fastlayers.errors import ArgumentError, CaptureError
 from fastlayers.runtime.gc_pause import gc_pause
 from fastlayers.runtime.graphs import CudaGraphs, bucket_of, decode_buckets
@@ -154,6 +155,7 @@ class ModelStep:
         self.count = torch.zeros(1, dtype=torch.int32, device=model.device)
         self._outbox = Outbox(self.max_batch, model.device)
         self.weights = WeightsWatch(model)
+        self._ranks = collectives(model.parallel.tp if hasattr(model, "parallel") else SINGLE)
         self._size, self._mode = 0, "greedy"
         self._bucket: int | None = None
         self.wanted: dict[StepKey, None] = {}
@@ -257,12 +259,16 @@ class ModelStep:
             return
         with gc_pause(graphs.freeze):
             self.capture_wanted()
+            failed: CaptureError | None = None
             try:
                 graphs.capture_all({key: self._captured(key.tokens, key.mode) for key in keys}, progress=progress)
             except CaptureError as error:
+                failed = error
+            failed = self._agreed(failed)
+            if failed is not None:
                 if self.strict or self.torch_compile is not None:
-                    raise
-                log.warning("decode runs without CUDA graphs: %s", error)
+                    raise failed
+                log.warning("decode runs without CUDA graphs: %s", failed)
                 self.graphs, self.buckets, self._bucket = None, (), None
                 self.extend_buckets = ExtendBuckets((), ())
         self.weights.mark()  # only now: the runs before a capture may pack
@@ -389,16 +395,30 @@ class ModelStep:
             # Nobody's tokens: they write page 0, and draw for nobody.
             meta = self.state.plan(AttentionBatch((), (), []), bucket=bucket)
             self.inputs.write([], (), bucket)
+            failed: CaptureError | None = None
             try:
                 graphs.capture(key, lambda meta=meta, mode=key.mode: self._run_extend(meta, mode))  # type: ignore[misc]
             except CaptureError as error:
-                if self.strict:
-                    raise
-                log.warning("extends of %d tokens run without CUDA graphs: %s", key.tokens, error)
-                self._broken[key] = str(error)
-            else:
+                failed = error
+            failed = self._agreed(failed)
+            if failed is None:
                 if progress is not None:
                     progress(key)
+                continue
+            graphs.drop(key)
+            if self.strict:
+                raise failed
+            log.warning("extends of %d tokens run without CUDA graphs: %s", key.tokens, failed)
+            self._broken[key] = str(failed)
+
+    def _agreed(self, failed: CaptureError | None) -> CaptureError | None:
+        """Return why a capture counts as failed: here, or on another rank, whose steps would not fit a replay's."""
+        if self._ranks.size == 1:
+            return failed
+        captured = torch.full((1,), int(failed is None), dtype=torch.int32, device=self.model.device)
+        if int(self._ranks.all_reduce_(captured)) < self._ranks.size and failed is None:
+            return CaptureError("another rank could not capture it")
+        return failed
 
     def _run_extend(self, meta: AttentionMeta, mode: str) -> torch.Tensor:
         """Return the tokens drawn, one a request; of requests that do not draw, anything."""

@@ -142,7 +142,15 @@ class Explanation:
 
 
 class Explanations(tuple[Explanation, ...]):
-    """Explanations that print one module a line, the losers below, and those only where they first occur."""
+    """Explanations that print one module a line, the losers below, and those only where they first occur.
+
+    Attributes
+    ----------
+    steps : tuple[str, ...]
+        What was captured, what each graph cost, and why steps ran uncaptured; printed last.
+    """
+
+    steps: tuple[str, ...] = ()
 
     def losers(self) -> list[list[str]]:
         """Return of each module what lost and why; ``["as for …"]`` where an earlier module of the layer says it."""
@@ -156,7 +164,8 @@ class Explanations(tuple[Explanation, ...]):
 
     def __str__(self) -> str:
         rows = zip(self, self.losers(), strict=True)
-        return "\n".join("\n".join([each.head, *(f"    not {line}" for line in lines)]) for each, lines in rows)
+        modules = ["\n".join([each.head, *(f"    not {line}" for line in lines)]) for each, lines in rows]
+        return "\n".join([*modules, *self.steps])
 
     __repr__ = __str__
 
@@ -164,7 +173,9 @@ class Explanations(tuple[Explanation, ...]):
 def explain(target: Any) -> Explanations:
     """Return what was chosen for a layer name, a layer, a model, or a patched Hugging Face model, and why.
 
-    A name is explained for torch's default device and the layer's first case.
+    A name is explained for torch's default device and the layer's first case. Of a generator of ``fastlayers_models``
+    its model is explained; of it, and of a model patched with ``cuda_graph=True``, also what its steps were: which
+    buckets were captured, at what cost, and why steps ran uncaptured.
     """
     if isinstance(target, str):
         from fastlayers.registry.spec import spec_of
@@ -173,8 +184,13 @@ def explain(target: Any) -> Explanations:
         return Explanations((_explain(target, choice, 0, _lost(choice)),))
     from torch import nn
 
+    steps: list[str] = []
+    if hasattr(target, "report") and not isinstance(target, nn.Module):
+        steps, target = target.report(), target.model
     if not isinstance(target, nn.Module):
         raise ArgumentError("explain", "target", repr(target), "a layer's name, a layer, or a model")
+    if (driver := target.__dict__.get("_fl_decode")) is not None:
+        steps += driver.report()
     found, lost = [], dict[Any, tuple[dict[str, str], dict[str, str]]]()
     for name, module in target.named_modules():
         own = sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
@@ -183,7 +199,9 @@ def explain(target: Any) -> Explanations:
             if same not in lost:
                 lost[same] = _lost(choice)
             found.append(_explain(name, choice, own, lost[same]))
-    return Explanations(found)
+    explained = Explanations(found)
+    explained.steps = tuple(steps)
+    return explained
 
 
 def _explain(name: str, choice: Choice, size: int, lost: tuple[dict[str, str], dict[str, str]]) -> Explanation:

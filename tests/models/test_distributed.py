@@ -13,6 +13,7 @@ import torch
 
 from fastlayers.comm.padding import StepTokens
 from fastlayers.errors import ArgumentError
+from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
 from fastlayers.testing.world import Rank, world
 from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.convert import convert_to_fp8_block
@@ -220,6 +221,39 @@ def test_generator_gives_the_same_tokens_on_every_rank(folders: dict[str, Path])
     rows = [row[: 41 + i] for i, row in enumerate(rows_of(model))]
     wanted = Generator(model).generate(rows, max_new_tokens=12, eos_ids=())
     assert world(2).run(generate, str(folders["v3"]), rows) == [wanted] * 2
+
+
+class FailsOn(EagerRuntime):
+    """Captures by calling; on one rank, what is of this kind cannot be captured."""
+
+    def __init__(self, broken: bool) -> None:
+        self.broken, self.captured = broken, 0
+
+    def capture(self, fn: Any) -> Any:
+        self.captured += 1
+        made = super().capture(fn)  # unlike a real capture it communicates, so every rank comes here
+        if self.broken and self.captured == 1:
+            raise RuntimeError("no memory on this rank")
+        return made
+
+
+def replay(rank: Rank, folder: str, rows: list[list[int]], failing: int) -> tuple[Any, ...]:
+    model = load(folder, parallel=rank.spec())
+    graphs = CudaGraphs(runtime=FailsOn(rank.rank == failing), freeze=False)
+    generator = Generator(model, max_batch=3, max_length=64, graphs=graphs)
+    found = [generator.generate(rows, max_new_tokens=5, eos_ids=()) for _ in range(2)]
+    kinds = sorted({key.kind for key in graphs.keys})  # type: ignore[attr-defined]
+    return found, kinds, sorted(generator.step.uncaptured.values()), graphs.replays
+
+
+def test_ranks_replay_and_agree_on_what_they_cannot(folders: dict[str, Path]) -> None:
+    model = load(folders["v3"])
+    rows = [row[: 11 + i] for i, row in enumerate(rows_of(model))][:3]
+    wanted = Generator(model, max_length=64).generate(rows, max_new_tokens=5, eos_ids=())
+    for failing, kinds, uncaptured in ((-1, ["decode", "extend"], [1]), (1, ["decode"], [1, 1])):
+        first, second = world(2).run(replay, str(folders["v3"]), rows, failing)
+        assert first[0] == second[0] == [wanted] * 2
+        assert first[1:] == second[1:] and first[1] == kinds and first[2] == uncaptured and first[3] > 4
 
 
 def route(rank: Rank, folder: str, group: tuple[int, ...]) -> list[tuple[int, int]]:

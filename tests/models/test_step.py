@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,14 +14,16 @@ import fastlayers as fl
 import fastlayers_models
 from fastlayers.attention.buckets import ExtendBuckets
 from fastlayers.attention.meta import AttentionBatch, AttentionState
+from fastlayers.comm.parallel import Axis, ParallelSpec
 from fastlayers.errors import ArgumentError, CaptureError
 from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
 from fastlayers.sampler.layer import Sampler, SamplingParams
 from fastlayers_models.deepseek import DeepseekForCausalLM
+from fastlayers_models.generate import Generator
 from fastlayers_models.gpt_oss import GptOssConfig, GptOssForCausalLM
 from fastlayers_models.qwen import QwenConfig, QwenForCausalLM
 from fastlayers_models.rows import IN_FLIGHT
-from fastlayers_models.step import ModelStep, Part, Row, StepKey
+from fastlayers_models.step import ModelStep, Part, Row, StepKey, _capturable
 
 TINY = Path(fastlayers_models.__file__).parent / "assets" / "tiny_deepseek_v3"
 COMMON = dict(
@@ -275,6 +278,39 @@ def test_tokens_that_were_not_read_in_time_are_an_error(model: Any) -> None:
     assert pending[1].tokens() == pending[-1].tokens() == pending[1].tokens()
     with pytest.raises(ArgumentError, match=r"Pending\.tokens: step is overwritten"):
         pending[0].tokens()
+
+
+def test_explain_says_what_was_captured_with_which_core_and_what_was_not() -> None:
+    generator = Generator(make("qwen3"), max_batch=2, max_length=64, graphs=CudaGraphs(runtime=EagerRuntime()))
+    for _ in range(2):
+        generator.generate([[1, 2, 3]], max_new_tokens=3, eos_ids=())
+    explained = fl.explain(generator)
+    assert {each.phase for each in explained if each.layer == "gqa"} >= {"decode", "extend", "extend, captured"}
+    captured = next(each for each in explained if each.phase == "extend, captured")
+    assert captured.chosen == "torch" and "captures no extend" in captured.refused["sdpa"]
+    lines = str(explained).splitlines()[-3:]
+    assert lines == list(explained.steps) and all("captured in" in line for line in lines[:2])
+    assert [line.split(",")[0] for line in lines[:2]] == ["extend of 16 tokens", "decode of 1 tokens"]
+    assert lines[2] == "1 extends uncaptured: the first step of 16 tokens and 1 requests"
+    assert fl.explain(generator.model).steps == ()
+
+
+@pytest.mark.parametrize(("backend", "wanted"), [("cpu:gloo,cuda:nccl", True), ("nccl", True), ("cpu:gloo", False)])
+def test_ranks_are_captured_by_themselves_where_they_talk_by_nccl(
+    backend: str, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Group(torch.distributed.ProcessGroup):
+        def __init__(self) -> None:
+            super().__init__(0, 2)
+
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: backend)
+    group = Group()
+    spec = ParallelSpec.grid(2, 0)
+    axes = {n: a if a.size == 1 else Axis(a.size, a.rank, a.ranks, group) for n, a in vars(spec).items()}
+    assert _capturable(SimpleNamespace(parallel=ParallelSpec(**axes))) is wanted
+    # Sizes without groups communicate by nothing; one process needs nothing.
+    assert not _capturable(SimpleNamespace(parallel=spec))
+    assert _capturable(SimpleNamespace(parallel=ParallelSpec())) and _capturable(SimpleNamespace())
 
 
 def test_latent_attention_ends_its_buckets_earlier() -> None:

@@ -187,6 +187,7 @@ def test_graphs_go_with_their_store_and_the_report_names_them() -> None:
     assert any(line.startswith("prefill of 32 tokens, batch 1, capacity 256: captured in") for line in lines)
     assert any(line.startswith("decode, batch 1, capacity 256: captured in") for line in lines)
     assert "1 prefills uncaptured: the first prompts of 32 tokens, batch 1, capacity 256" in lines
+    assert fl.explain(model).steps == tuple(lines)
     driver(model)._pool.clear()
     assert driver(model).ledger == []
     assert torch.equal(tokens(model, case), tokens(model, case)) and len(extends(model)) == 1
