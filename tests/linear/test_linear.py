@@ -150,3 +150,21 @@ def test_slot_refuses_another_shape_and_a_quantised_tensor() -> None:
 def test_named_backend_that_cannot_run_says_why() -> None:
     with pytest.raises(fl.FastlayersError, match="float64"):
         fl.Linear(8, 4, dtype=torch.float64, backend="triton")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("features", [1, 7, 33])
+def test_rows_apart_with_nan_between(features: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some CPUs' products read 16-bit numbers in pairs, so one behind the row; not every CPU shows it."""
+    wide = torch.full((9, features + 3), torch.nan, dtype=dtype)
+    wide[:, :features] = torch.randn(9, features)
+    x, layer = wide[:, :features], fl.Linear(features, 5, dtype=dtype)
+    layer.weight.normal_()
+    assert torch.equal(layer(x), layer(x.contiguous()))
+    product = fl.Bmm(1, features, 5, dtype=dtype)
+    assert torch.equal(product(x[None], layer.weight[None]), product(x[None].contiguous(), layer.weight[None]))
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, *rest: seen.append(x) or x)
+    monkeypatch.setattr(torch, "bmm", lambda x, weight: seen.append(x) or x)
+    layer(x), product(x[None], layer.weight[None])
+    assert len(seen) == 2 and all(each.is_contiguous() for each in seen)

@@ -140,3 +140,13 @@ def test_config_factory_and_compile() -> None:
     layer = fl.linear(16, 8, True, quant=fl.QuantSpec("int8"), dtype=torch.float32)
     assert isinstance(layer, Int8Linear)
     assert torch._dynamo.explain(layer)(torch.randn(4, 16)).graph_break_count == 0
+
+
+@pytest.mark.parametrize("in_features", [1, 2, 3])
+def test_few_features(in_features: int) -> None:
+    layer = fl.Int8Linear(in_features, 33, dtype=torch.float32)
+    layer.weight.copy_(torch.randint(-127, 128, (33, in_features)))
+    x = torch.full((5, in_features), 127.0)
+    for _ in range(3):  # memory of what ran before
+        torch.full((5, 33), 123456, dtype=torch.int32)
+        assert torch.equal(layer(x), layer.weight.float().sum(1).mul(127.0).expand(5, 33))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from fastlayers.linear.dense.torch import reads_beyond_rows
 from fastlayers.quant.bmm.layer import BLOCK_EPS, GROUP, BmmConfig
 from fastlayers.quant.fp8_linear.blocks import BLOCK, decode_blocks, decode_e4m3
 from fastlayers.quant.fp8_scaled_linear.torch import dynamic_scale, encode
@@ -16,7 +17,7 @@ class TorchBmm:
     """Any device, no synchronisation. A transposed or strided operand is what ``torch.bmm`` takes as it is."""
 
     def __init__(self, cfg: BmmConfig) -> None:
-        self.cfg = cfg
+        self.cfg, self.odd = cfg, reads_beyond_rows(cfg.in_features, cfg.dtype)
         self.quantize = TorchGroupQuant(GroupQuantConfig(GROUP, eps=BLOCK_EPS))
 
     def __call__(
@@ -24,6 +25,8 @@ class TorchBmm:
     ) -> torch.Tensor:
         """Return ``y`` ``[H, T, N]``: ``out``, or a new tensor."""
         if weight_scale is None:
+            if self.odd and not x.is_cuda:
+                x, weight = x.contiguous(), weight.contiguous()
             transposed = weight.transpose(1, 2)
             return torch.bmm(x, transposed) if out is None else torch.bmm(x, transposed, out=out)
         multiply = self.per_tensor if self.cfg.format == "fp8_tensor" else self.per_block

@@ -1,8 +1,8 @@
 """Int8Linear in native torch: exact integer products by ``torch._int_mm``, or by fp32 where that is exact.
 
 ``torch._int_mm`` on CUDA wants more than 16 rows and K, N multiples of 8: rows are padded, other sizes take
-the second way. On a CPU it takes all sizes, but old instruction sets may saturate inside: a probe with the
-largest values decides, once a process.
+the second way. On a CPU it leaves results of K = 1 unwritten, which takes the second way, too; and old instruction
+sets may saturate inside: a probe with the largest values decides, once a process.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class TorchInt8Linear:
 
     def __init__(self, cfg: Int8LinearConfig) -> None:
         self.cfg = cfg
-        self.cpu_int_mm = cpu_int_mm_is_exact()
+        self.cpu_int_mm = cfg.in_features > 1 and cpu_int_mm_is_exact()
         self.cuda_int_mm = cfg.in_features % 8 == 0 and cfg.out_features % 8 == 0
 
     def quantize(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
