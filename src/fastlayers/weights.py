@@ -18,6 +18,9 @@ from torch import nn
 
 from fastlayers.errors import CheckpointError
 
+# The first number that rounds to infinity in fp16.
+FP16_OVERFLOWS = 65520.0
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -49,8 +52,8 @@ class Slot:
         Raises
         ------
         CheckpointError
-            The shape or dtype does not fit; the tensor is named. e4m3 goes into e4m3 only: a quantised tensor is
-            never cast to a wider one without its scales.
+            The shape or dtype does not fit, or a finite value would become infinite in fp16; the tensor is named. e4m3
+            goes into e4m3 only: a quantised tensor is never cast to a wider one without its scales.
         """
         value = self.convert(part) if self.convert is not None else part
         if tuple(value.shape) != tuple(self.dest.shape):
@@ -58,6 +61,11 @@ class Slot:
         quantised = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
         if (value.dtype in quantised or self.dest.dtype in quantised) and value.dtype != self.dest.dtype:
             raise CheckpointError(f"{name}: dtype {value.dtype} in the checkpoint, {self.dest.dtype} in the model")
+        if self.dest.dtype == torch.float16 and value.dtype != torch.float16:
+            finite = value.abs().masked_fill(~value.isfinite(), 0)
+            largest = float(finite.max()) if value.numel() else 0.0
+            if largest >= FP16_OVERFLOWS:
+                raise CheckpointError(f"{name}: up to {largest:.6g} in the checkpoint, which float16 cannot hold")
         self.dest.copy_(value)
 
 

@@ -17,7 +17,7 @@ from fastlayers.attention.meta import AttentionBatch, AttentionState
 from fastlayers.comm.parallel import ParallelSpec
 from fastlayers.embedding.layer import VocabEmbedding
 from fastlayers.errors import ArgumentError, CheckpointError
-from fastlayers.weights import slots
+from fastlayers.weights import Slot, slots
 from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.config import DeepseekConfig
 from fastlayers_models.convert import convert_to_fp8_block
@@ -366,8 +366,10 @@ def test_debug_mode_finds_bad_ids_pages_and_slots(folder: Path, monkeypatch: pyt
     for page in (pages, -1):
         with pytest.raises(ArgumentError, match=rf"page_table\[0\].*pages in \[0, {pages}\)"):
             feeder.state.plan(AttentionBatch((4,), (0,), [[page]]), num_pages=pages)
-        with pytest.raises(ArgumentError, match=rf"MLAAttention: meta\.page_table .*accepted: .*{pages}"):
-            model(good, batch_of(model, page), feeder.caches)
+    with pytest.raises(ArgumentError, match=rf"MLAAttention: meta\.page_table .*accepted: .*{pages}"):
+        model(good, batch_of(model, pages), feeder.caches)
+    with pytest.raises(ArgumentError, match=r"AttentionState\.plan: page_table\[0\] is \[-1\]"):
+        batch_of(model, -1)
     assert all(int(cache.keys.count_nonzero()) == 0 for cache in feeder.caches)
     assert model(good, meta, feeder.caches).isfinite().all()
 
@@ -409,3 +411,13 @@ def test_nan_in_one_request_stays_there(folder: Path) -> None:
         ids = torch.cat(routed)
         assert len(routed) == 2 * len(steps) and int(ids.min()) >= 0 and int(ids.max()) < 8
         assert all(len(set(row)) == 4 for row in ids.tolist())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_weights_that_fp16_cannot_hold_are_named(dtype: torch.dtype) -> None:
+    slot = Slot(torch.zeros(3, dtype=torch.float16), (3,))
+    with pytest.raises(CheckpointError, match=r"w: up to 7\d+ in the checkpoint, which float16 cannot hold"):
+        slot.fill("w", torch.tensor([1.0, -70000.0, torch.inf], dtype=dtype))
+    assert not slot.dest.any()
+    slot.fill("w", torch.tensor([65280.0, -torch.inf, torch.nan], dtype=dtype))
+    assert slot.dest[1] == -torch.inf and slot.dest[2].isnan()

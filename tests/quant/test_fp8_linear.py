@@ -343,3 +343,10 @@ def test_a_few_tokens_take_one_kernel_that_quantises() -> None:
     assert "parts" in default_config(cfg, 8) and "parts" not in default_config(cfg, 4096)
     for other in (FP8LinearConfig(7168, 2112, dtype=torch.float32), FP8LinearConfig(96, 80, block_size=(32, 32))):
         assert "parts" not in default_config(other, 1)
+
+
+@pytest.mark.parametrize("format", ["none", "int8", "mxfp4", "fp8_tensor", "fp8_channel"])
+def test_powers_of_two_are_for_blocks(format: str) -> None:
+    """FusedMoE obeyed it with int8, Int8Linear did not."""
+    with pytest.raises(ArgumentError, match=f"QuantSpec: scale_fmt is 'ue8m0' with {format}; accepted: 'float'"):
+        fl.QuantSpec(format, scale_fmt="ue8m0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -205,3 +206,24 @@ def test_one_correction_is_enough_for_16_bit_inputs(bits: int, largest: float, s
             assert torch.equal(codes(_once_corrected(inside, scale, inverse)), expected)
             uncorrected += int((codes(inside * inverse) != expected).sum())
     assert uncorrected > 0  # without a correction some codes are wrong: the test can see it
+
+
+@pytest.mark.parametrize(
+    "field", [{"eps": None}, {"eps": "a"}, {"group": "a"}, {"dtype": "int8"}, {"scale_fmt": 3}, {"exact": 3}]
+)
+def test_fields_of_the_wrong_type_are_named(field: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match=f"GroupQuant: {next(iter(field))} is "):
+        GroupQuant(**field)
+
+
+def test_a_compiler_keeps_the_layout_of_scales() -> None:
+    layer, x = GroupQuant(16, scale_layout="col_tma4"), torch.randn(5, 32)
+    targets: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        targets.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    q, s = torch.compile(layer, backend=backend, fullgraph=True)(x)
+    assert s.stride() == (1, 8) and torch.equal(s, layer(x)[1]) and torch.equal(q.float(), layer(x)[0].float())
+    assert any("group_scales_laid_out" in target for target in targets)  # an operator: its strides are a promise

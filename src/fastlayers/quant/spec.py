@@ -29,7 +29,7 @@ class QuantSpec:
     block_size : tuple[int, int]
         Rows and columns of one scale block.
     scale_fmt : str
-        ``"float"`` or ``"ue8m0"`` (powers of two) for activation scales.
+        ``"float"``, or for ``fp8_block`` ``"ue8m0"`` (powers of two), of the activations' scales.
     skip : tuple[str, ...]
         Modules kept in the model's dtype: full names, or name suffixes, or ``re:`` patterns.
     activation_scale : str
@@ -50,6 +50,8 @@ class QuantSpec:
         check_choice("QuantSpec", "scale_fmt", self.scale_fmt, ("float", "ue8m0"))
         check_choice("QuantSpec", "activation_scale", self.activation_scale, ("token", "tensor", "static"))
         check_fields("QuantSpec", self)
+        if self.scale_fmt != "float" and self.format != "fp8_block":
+            raise ArgumentError("QuantSpec", "scale_fmt", f"{self.scale_fmt!r} with {self.format}", "'float'")
         # As tuples: a spec is hashable.
         object.__setattr__(self, "scale_names", tuple(self.scale_names))
         object.__setattr__(self, "block_size", check_pair("QuantSpec", "block_size", self.block_size))

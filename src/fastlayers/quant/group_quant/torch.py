@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import torch
 
-from fastlayers.quant.group_quant.layer import LARGEST, GroupQuantConfig, empty_scales
+from fastlayers.operators import operator
+from fastlayers.quant.group_quant.layer import LARGEST, SCALE_LAYOUTS, GroupQuantConfig, empty_scales
 
 
 def round_up_to_power_of_two(scale: torch.Tensor) -> torch.Tensor:
     """Return the smallest power of two that is not below a positive normal fp32 ``scale``, by its bits."""
     bits = scale.view(torch.int32)
     return ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+
+
+def _strided(scale: torch.Tensor, layout: int) -> torch.Tensor:
+    rows, groups = scale.shape
+    return empty_scales(scale, rows, groups, SCALE_LAYOUTS[layout])
+
+
+@operator("group_scales_laid_out(Tensor scale, int layout) -> Tensor", _strided)
+def _laid_out(scale: torch.Tensor, layout: int) -> torch.Tensor:
+    """Return ``scale`` in a layout of its own: an operator, since a compiler chooses the strides of its buffers."""
+    return _strided(scale, layout).copy_(scale)
 
 
 class TorchGroupQuant:
@@ -34,5 +46,5 @@ class TorchGroupQuant:
         codes = (ratio.round_() if self.cfg.dtype == torch.int8 else ratio).to(self.cfg.dtype)
         scale = scale.masked_fill(broken, torch.nan)
         if self.cfg.scale_layout != "row":
-            scale = empty_scales(x, rows, features // self.cfg.group, self.cfg.scale_layout).copy_(scale)
+            scale = _laid_out(scale, SCALE_LAYOUTS.index(self.cfg.scale_layout))
         return codes.view(rows, features), scale
