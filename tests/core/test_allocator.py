@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
+import fastlayers as fl
 from fastlayers.allocator import BumpAllocator
 from fastlayers.errors import AllocatorOverflowError, ArgumentError
 
@@ -95,3 +100,44 @@ def test_replays_start_at_zero() -> None:
     for _ in range(3):
         graph.replay()
     assert torch.equal(out.cpu(), torch.ones(300))
+
+
+def test_arguments_of_the_wrong_type_are_named() -> None:
+    allocator, pool = fl.BumpAllocator(64), fl.PagePool(4, 4)
+    wrong: list[tuple[Any, str]] = [
+        (lambda: allocator.alloc("x", 3), "BumpAllocator: shape is 3; accepted: a tuple of integers"),  # type: ignore[arg-type]
+        (lambda: allocator.alloc("x", (1.5,)), "BumpAllocator: shape is"),  # type: ignore[arg-type]
+        (lambda: allocator.alloc("x", "ab"), "BumpAllocator: shape is 'ab'"),  # type: ignore[arg-type]
+        (lambda: allocator.alloc("x", (2,), "float32"), "BumpAllocator: dtype is 'float32'"),  # type: ignore[arg-type]
+        (lambda: allocator.alloc([], (2,)), "BumpAllocator: name is"),  # type: ignore[arg-type]
+        (lambda: pool.extend([], 5.5, "x"), "PagePool.extend: length is 5.5; accepted: an integer, 0 or more"),  # type: ignore[arg-type]
+        (lambda: pool.extend([], float("nan"), "x"), "PagePool.extend: length is nan"),  # type: ignore[arg-type]
+        (lambda: pool.extend([], -1, "x"), "PagePool.extend: length is -1"),
+        (lambda: pool.extend((), 5, "x"), "PagePool.extend: pages is .*; accepted: a list"),  # type: ignore[arg-type]
+        (lambda: pool.release(None), "PagePool.release: pages is None"),  # type: ignore[arg-type]
+        (lambda: pool.release([[]]), "PagePool.release: pages is"),  # type: ignore[list-item]
+    ]
+    for call, words in wrong:
+        with pytest.raises(ArgumentError, match=words):
+            call()
+    assert allocator.used == 0 and pool.free_pages == 3
+    assert pool.extend([], np.int64(5), "x") == [1, 2] and allocator.alloc("x", torch.Size([np.int64(2)])).shape == (2,)  # type: ignore[arg-type]
+
+
+def test_sizes_may_be_numpys_integers() -> None:
+    n = np.int64
+    rotary = fl.RotaryEmbedding(16, max_position=64, interleaved_in=True)
+    layers: list[tuple[Any, tuple[int, ...]]] = [
+        (fl.Linear(n(128), n(8), dtype=torch.float32), (2, 8)),
+        (fl.FP8BlockLinear(n(128), n(8), dtype=torch.float32), (2, 8)),
+        (fl.Int8Linear(n(128), n(8), dtype=torch.float32), (2, 8)),
+        (fl.FP8ScaledLinear(n(128), n(8), dtype=torch.float32), (2, 8)),
+        (fl.LMHead(n(128), n(9), dtype=torch.float32), (2, 9)),
+    ]
+    for layer, shape in layers:
+        assert layer(torch.zeros(2, 128)).shape == shape
+        assert eval(repr(layer.cfg), vars(importlib.import_module(type(layer.cfg).__module__))) == layer.cfg
+    attention = fl.Attention(n(32), n(2), n(1), n(16), rotary=rotary, page_size=n(16))
+    sizes = {"kv_lora_rank": n(32), "qk_nope_head_dim": n(16), "qk_rope_head_dim": n(16), "v_head_dim": n(16)}
+    latent = fl.MLAAttention(n(32), n(2), q_lora_rank=None, rotary=rotary, page_size=n(16), **sizes)  # type: ignore[arg-type]
+    assert attention.o_proj.weight.shape == latent.o_proj.weight.shape == (32, 32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -362,3 +363,40 @@ def test_traceable() -> None:
         results.append((function(logits, rows), rows.offset))
     assert torch.equal(results[0][0], results[1][0])
     assert results[0][1].tolist() == results[1][1].tolist() == [1, 1]
+
+
+def test_logprobs_of_infinite_logits() -> None:
+    inf = float("inf")
+    x = torch.tensor([[0.0, inf, 1.0, inf], [inf, -inf, 0.0, torch.nan], [-inf] * 4])
+    found = Sampler(4).logprobs(x, torch.tensor([1, 2, 0]), top=2)
+    assert torch.allclose(found.chosen, torch.tensor([-0.6931472, -inf, -inf]))
+    assert torch.allclose(found.top[:2], torch.tensor([[-0.6931472, -0.6931472], [0.0, -inf]]))
+    assert found.top_ids[0].tolist() == [1, 3] and found.top_ids[1, 0] == 0
+
+
+def test_arguments_of_the_wrong_type_are_named() -> None:
+    sampler, state, x = Sampler(4), SamplingState(2), torch.zeros(2, 4)
+    ids, params = torch.zeros(2, dtype=torch.int64), SamplingParams()
+    wrong: list[tuple[Any, str]] = [
+        (lambda: sampler.logprobs(x, ids, 1.5), "Sampler: top is 1.5"),  # type: ignore[arg-type]
+        (lambda: sampler.logprobs(x, ids, None), "Sampler: top is None"),  # type: ignore[arg-type]
+        (lambda: sampler.logprobs(x, ids + 4), "Sampler: ids is 4 to 4; accepted: 0 to 3"),
+        (lambda: sampler.logprobs(x, ids - 1), "Sampler: ids is -1 to -1; accepted: 0 to 3"),
+        (lambda: sampler([0.0], state), "Sampler: logits is"),  # type: ignore[arg-type]
+        (lambda: sampler(x, None), "Sampler: state is None"),  # type: ignore[arg-type]
+        (lambda: state.set("a", params), "SamplingState: row is 'a'"),  # type: ignore[arg-type]
+        (lambda: state.set(0, None), "SamplingState.set: params is None"),  # type: ignore[arg-type]
+        (lambda: state.set(0, params, "a"), "SamplingState.set: offset is 'a'"),  # type: ignore[arg-type]
+        (lambda: state.mode("a"), "SamplingState: batch is 'a'"),  # type: ignore[arg-type]
+        (lambda: state.view(-1), "SamplingState: batch is -1"),
+        (
+            lambda: SamplingParams(top_k=2**40),
+            "SamplingParams: top_k is 1099511627776; accepted: a positive",
+        ),
+        (lambda: SamplingParams(temperature=1e300), "SamplingParams: temperature is 1e.300"),
+    ]
+    for call, words in wrong:
+        with pytest.raises(ArgumentError, match=words):
+            call()
+    state.set(0, SamplingParams(top_k=2**31 - 1, temperature=3e38))
+    assert sampler(x, state).shape == (2,)

@@ -43,6 +43,7 @@ from fastlayers.layer import Layer
 from fastlayers.registry import Backend, Registry, reference_backend, torch_backend, triton_backend
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+LARGEST_FP32 = torch.finfo(torch.float32).max
 # What the rows of a batch need at most; each contains the ones before it.
 MODES = ("greedy", "sampled", "filtered")
 # What a row's token may depend on: its own seed and offset, or the first row's and its place in the batch.
@@ -77,7 +78,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         check_fields("SamplingParams", self)
         wrong = {
-            "temperature": (self.temperature < 0.0, "0 (greedy) or a positive number"),
+            "temperature": (not 0.0 <= self.temperature <= LARGEST_FP32, "0 (greedy) or a positive number of fp32"),
             "top_k": (not -1 <= self.top_k < 2**31, "a positive 32-bit integer, or 0 or -1 for off"),
             "top_p": (not 0.0 < self.top_p <= 1.0, "more than 0 and up to 1"),
             "min_p": (not 0.0 <= self.min_p <= 1.0, "0 to 1"),
@@ -167,10 +168,12 @@ class SamplingState:
 
     def mode(self, batch: int) -> str:
         """Return the cheapest mode that serves the first ``batch`` rows; asks the host only."""
+        check_plain("SamplingState", "int >= 0", batch=batch)
         return max((params.mode for params in self.params[:batch]), key=MODES.index, default="greedy")
 
     def view(self, batch: int) -> RowParams:
         """Return views of the first ``batch`` rows."""
+        check_plain("SamplingState", "int >= 0", batch=batch)
         return RowParams(*(tensor[:batch] for tensor in self.rows))
 
 
@@ -317,15 +320,22 @@ class Sampler(Layer):
     def logprobs(self, logits: torch.Tensor, ids: torch.Tensor, top: int = 0) -> Logprobs:
         """Return fp32 log-probabilities of ``ids`` ``[B]`` and of the ``top`` likeliest tokens ``[B, top]``.
 
-        NaN logits count as -inf, as in :meth:`forward`; a row of -inf gives -inf. Most likely first.
+        NaN logits count as -inf, as in :meth:`forward`; a row of -inf gives -inf, and +inf shares the whole weight
+        among the tokens that have it. Most likely first. On a CPU, ids outside the vocabulary raise an error.
         """
         self._check_logits(logits)
         indices = (torch.int64,)
         check_tensor("Sampler", "ids", ids, shape=tuple(logits.shape[:1]), dtype=indices, device=logits.device)
-        if not 0 <= top <= self.cfg.vocab_size:
+        check_plain("Sampler", "int >= 0", top=top)
+        if ids.numel() and not ids.is_cuda and not 0 <= int(ids.min()) <= int(ids.max()) < self.cfg.vocab_size:
+            given = f"{int(ids.min())} to {int(ids.max())}"
+            raise ArgumentError("Sampler", "ids", given, f"0 to {self.cfg.vocab_size - 1}")
+        if top > self.cfg.vocab_size:
             raise ArgumentError("Sampler", "top", top, f"0 to vocab_size {self.cfg.vocab_size}")
         x = logits.float()
         x = x.masked_fill(x.isnan(), float("-inf"))
+        certain = x == float("inf")
+        x = torch.where(certain.any(-1, keepdim=True), torch.where(certain, 0.0, float("-inf")), x)
         logprobs = torch.log_softmax(x, -1)
         logprobs = logprobs.masked_fill(logprobs.isnan(), float("-inf"))
         best = logprobs.topk(top, -1)
