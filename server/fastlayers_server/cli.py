@@ -17,7 +17,7 @@ from rich.table import Table
 import fastlayers as fl
 from fastlayers.device import DESCRIBED
 from fastlayers.errors import ArgumentError, CheckpointError, FastlayersError
-from fastlayers_server import bench_command, tune_command, warmup_command
+from fastlayers_server import bench_command, serve_command, tune_command, warmup_command
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None)
 # What is piped is read by programs, or searched: it is not wrapped.
@@ -466,6 +466,7 @@ def cache_import(
 tune_command.register(app, out, err, _device, _dtype, _print_json)
 bench_command.register(app, out, err, _device, _dtype)
 warmup_command.register(app, out, _device, _dtype)
+serve_command.register(app)
 
 
 if __name__ == "__main__":

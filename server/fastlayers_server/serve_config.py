@@ -55,7 +55,6 @@ class ServeConfig:
     speculative_algorithm: str = flag("none", "draft tokens and verify them", choices=("none", "mtp", "eagle", "ngram"))
     speculative_max_k: int = flag(4, "drafts a step at most", "--speculative-num-steps")
     deterministic: bool = flag(False, "equal request and seed, equal bytes", "--enable-deterministic-inference")
-    grammar_timeout: float = flag(5.0, "seconds that compiling one grammar may take")
     reasoning_parser: str = flag("auto", "how reasoning is marked", choices=("auto", "deepseek_r1", "qwen3", "harmony", "none"))  # fmt: skip  # noqa: E501
     tool_call_parser: str = flag("auto", "how calls are marked", choices=("auto", "hermes", "deepseek_v3", "deepseek_v31", "harmony", "none"))  # fmt: skip  # noqa: E501
     reasoning_field: str = flag("both", "name of reasoning in answers", choices=("both", "reasoning_content", "reasoning", "none"))  # fmt: skip  # noqa: E501
@@ -82,6 +81,7 @@ class ServeConfig:
     log_prompts: bool = flag(False, "log what is asked and answered")
     gc_warning_threshold_secs: float = flag(0.0, "log collections that take longer; 0: none")
     no_freeze_gc: bool = flag(False, "let the collector walk what the start made")
+    profile_folder: str = flag("", "where /start_profile writes; empty: there are no profiles")
     in_process: bool = flag(False, "the engine on a thread of this process")
     seed: int = flag(-1, "of random weights (--load-format dummy); -1: random", "--random-seed")
 
@@ -185,7 +185,7 @@ def _check(config: ServeConfig) -> None:
         "max_running_requests": (1, 65536), "max_num_batched_tokens": (16, 2**20), "itl_target_ms": (1, 60_000),
         "max_partial_prefills": (1, 256), "max_queued_requests": (1, 2**20), "max_queued_tokens": (1, 2**40),
         "speculative_max_k": (1, 16), "max_n": (1, 64), "max_logprobs": (0, 20), "limit_concurrency": (1, 2**20),
-        "max_body_mb": (0.001, 1024), "grammar_timeout": (0.1, 600), "num_pages": (0, 2**31),
+        "max_body_mb": (0.001, 1024), "num_pages": (0, 2**31),
     }  # fmt: skip
     bounds |= {name: (0, 86_400) for name in NAMES if name.endswith(("_timeout", "_delay")) and name not in bounds}
     for name, (least, most) in bounds.items():

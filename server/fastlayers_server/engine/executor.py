@@ -237,6 +237,14 @@ class TorchExecutor:
         """Return what was captured and what ran uncaptured, in sentences."""
         return {"graphs": self.decoding.report(), "uncaptured": dict(self.extending.uncaptured)}
 
+    def backends(self) -> list[dict[str, Any]]:
+        """Return what was chosen for every layer of the model, on which evidence, and why not the others."""
+        found = fl.explain(self.model)
+        return [
+            {"module": row.module, "layer": row.place, "chosen": row.chosen, "evidence": row.evidence, "not": lost}
+            for row, lost in zip(found, found.losers(), strict=True)
+        ]
+
     def graph_counts(self) -> tuple[dict[str, float], dict[str, float]]:
         """Return the replays by graph, and the steps that ran without one by reason."""
         graphs = self.decoding.graphs

@@ -57,6 +57,9 @@ class Executor(Protocol):
     def explain(self) -> Any:
         """Return what runs here, as JSON values."""
 
+    def backends(self) -> list[dict[str, Any]]:
+        """Return the backend of every layer, and why not the others, as JSON values."""
+
     def profile(self, start: bool) -> str:
         """Start or stop a profile; returns where it is written, or raises ``RuntimeError``."""
 
@@ -259,7 +262,9 @@ class Engine:
         value: Any = None
         if what == "stats":
             return self.stats(message.id)
-        if what == "explain":
+        if what == "explain" and message.argument == "backends":
+            value = self.executor.backends()
+        elif what == "explain":
             value = {"ticks": list(self.scheduler.history), "executor": self.executor.explain()}
             value["speculation"] = self.drafts.explain() if self.drafts is not None else None
         elif what == "flush_cache":

@@ -193,6 +193,10 @@ class ScriptedExecutor:
         """Say that this is a script."""
         return {"executor": "scripted"}
 
+    def backends(self) -> list[dict[str, Any]]:
+        """There are no layers."""
+        return []
+
     def profile(self, start: bool) -> str:
         """There is nothing to profile."""
         raise RuntimeError("a scripted engine has no profile")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from fastlayers_server.front.errors import ApiError
 from fastlayers_server.front.generation import Front
 from fastlayers_server.front.rows import Job
 
+log = logging.getLogger("fastlayers.front")
 T = TypeVar("T")
 # So long a stream waits for its first news, so that what fails at once fails with its own status.
 FIRST_NEWS_SECONDS = 1.0
@@ -86,6 +88,9 @@ async def answer(
 
     def close() -> None:
         job.close()
+        if front.config.log_prompts:
+            texts = [front.tokens.decode(row.ids) for row in job.rows]
+            log.info("answered", extra={"facts": {"response": job.id, "answers": texts}})
         front.jobs.pop(job.key, None)
 
     if not stream:

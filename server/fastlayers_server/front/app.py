@@ -32,6 +32,7 @@ from fastlayers_server.front.metrics import Metrics
 from fastlayers_server.front.openapi import describe
 from fastlayers_server.front.parsers import formats_of
 from fastlayers_server.front.tokens import TokenText
+from fastlayers_server.front.trace import tracing
 
 log = logging.getLogger("fastlayers.front")
 
@@ -65,14 +66,13 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
 
 def make_front(
     config: FrontConfig,
-    engine: EngineClient,
+    engine: EngineClient | Link,
     tokens: TokenText,
     grammars: Compiler | None = None,
-    on_death: Callable[[str], None] = lambda reason: None,
 ) -> Front:
-    """Return what the handlers share."""
+    """Return what the handlers share; an engine that is started already comes as its link."""
     metrics = Metrics(config.name, config.metrics_compat, config.gc_warning)
-    link = Link(engine, watchdog=config.watchdog_timeout, on_death=on_death)
+    link = engine if isinstance(engine, Link) else Link(engine, config.watchdog_timeout)
     metrics.link = link
     formats = formats_of(tokens, config.reasoning_parser, config.tool_call_parser)
     facts = [metadata.version("fastlayers"), str(config.model_path), repr(sorted(config.server.items()))]
@@ -86,7 +86,7 @@ def make_app(front: Front, limit: int = 4096) -> ASGIApp:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         front.metrics.watch_gc()
-        front.link.start()
+        front.link.start(asyncio.get_running_loop())
         freezing = asyncio.ensure_future(_freeze(front)) if front.config.freeze_gc else None
         try:
             yield
@@ -114,7 +114,8 @@ def make_app(front: Front, limit: int = 4096) -> ASGIApp:
         app.router.add_route(path, _bound(handler, front), methods=list(methods))
     if front.config.enable_openapi:
         app.openapi = lambda: describe(app.title, app.version, ROUTES)
-    guarded: ASGIApp = Gate(app, front.config, front.metrics, limit)
+    span = tracing(front.config.otlp_endpoint) if front.config.otlp_endpoint else None
+    guarded: ASGIApp = Gate(app, front.config, front.metrics, limit, span)
     if front.config.cors_origins:
         guarded = CORSMiddleware(
             guarded, allow_origins=front.config.cors_origins, allow_methods=["GET", "POST"],

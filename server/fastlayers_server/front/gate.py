@@ -10,6 +10,7 @@ import math
 import secrets
 import time
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import pydantic_core
@@ -21,6 +22,7 @@ from fastlayers_server.front.config import FrontConfig
 from fastlayers_server.front.errors import ApiError, of_validation
 from fastlayers_server.front.metrics import Metrics
 from fastlayers_server.front.schemas import REFUSED
+from fastlayers_server.front.trace import Tracing
 
 access = logging.getLogger("fastlayers.access")
 
@@ -60,10 +62,15 @@ class Gate:
     metrics : Metrics
     limit : int
         Requests at once; more get 429.
+    span : callable, optional
+        Opens a request's span.
     """
 
-    def __init__(self, app: ASGIApp, config: FrontConfig, metrics: Metrics, limit: int = 4096) -> None:
+    def __init__(
+        self, app: ASGIApp, config: FrontConfig, metrics: Metrics, limit: int = 4096, span: Tracing | None = None
+    ) -> None:
         self.app, self.config, self.metrics, self.limit = app, config, metrics, limit
+        self._span = span
         self.active = 0
         self._keys, self._admin = digests(config.api_keys), digests(config.admin_keys)
 
@@ -78,6 +85,13 @@ class Gate:
         state = scope.setdefault("state", {})
         state["request_id"], state["key"] = secrets.token_hex(8), b""
         passage = _Passage(scope, receive, send, self.config)
+        with self._span(scope) if self._span is not None else nullcontext() as span:
+            await self._serve(scope, passage)
+            if span is not None:
+                span.set_attribute("http.response.status_code", passage.status or 499)
+
+    async def _serve(self, scope: Scope, passage: _Passage) -> None:
+        state = scope["state"]
         begin = time.monotonic()
         self.active += 1
         try:
@@ -89,7 +103,7 @@ class Gate:
         except ApiError as error:
             self.metrics.rejected(error.code)
             if not passage.status:
-                await error.response()(scope, receive, passage.send)
+                await error.response()(scope, passage.receive, passage.send)
         except TimeoutError:
             passage.outcome = "write_timeout"
         except Exception as error:

@@ -197,6 +197,9 @@ def launch(front: Front, body: Common, prompts: list[list[int]], wanted: Wanted,
             first = first or rid
             front.link.submit(request, row)
     front.jobs[job.key] = job
+    if front.config.log_prompts:
+        texts = [front.tokens.decode(prompt) for prompt in prompts]
+        log.info("asked", extra={"facts": {"response": job_id, "prompts": texts}})
     return job
 
 

@@ -44,39 +44,38 @@ class Link:
     Parameters
     ----------
     client : EngineClient
-    index : int
-        Of this front, in the high bits of every rid.
     watchdog : float
         Seconds after which a tick in progress counts as hung.
+
+    Attributes
+    ----------
     on_death : callable
         Told the reason when the engine is gone for good.
     """
 
-    def __init__(
-        self,
-        client: EngineClient,
-        index: int = 0,
-        watchdog: float = 30.0,
-        on_death: Callable[[str], None] = lambda reason: None,
-    ) -> None:
-        self.client, self.watchdog, self.on_death = client, watchdog, on_death
+    def __init__(self, client: EngineClient, watchdog: float = 30.0) -> None:
+        self.client, self.watchdog = client, watchdog
+        self.on_death: Callable[[str], None] = lambda reason: None
         self.info: EngineInfo | None = None
         self.stats: Stats | None = None
         # Said by /ready at once on a signal, and then acted on.
         self.leaving = self.draining = False
         self.death, self.was_ready = "", False
-        self._rids = itertools.count((index << 48) + 1)
+        self._rids = itertools.count(1)
         self._ids = itertools.count(1)
         self._rows: dict[int, Receiver] = {}
         self._answers: dict[int, asyncio.Future[Reply | Stats]] = {}
         self.grammar_keys: set[str] = set()
         self._beat: tuple[float, Beat] | None = None
         self._nonfinite: list[float] = []
+        self._begun, self._restarted = False, False
         self.started = asyncio.Event()
 
-    def start(self) -> None:
-        """Begin to start the engine; call it on the event loop."""
-        loop = asyncio.get_running_loop()
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin to start the engine, whose messages come to this loop, once it runs; a second call does nothing."""
+        if self._begun:
+            return
+        self._begun = True
 
         def deliver(message: FromEngine) -> None:
             if not loop.is_closed():
@@ -158,22 +157,19 @@ class Link:
             return "restarting"
         return "starting" if phase == "serving" else phase
 
-    _restarted = False
-
     def unhealthy(self) -> str:
         """Return why the server is not well, or ""."""
         if self.death:
             return f"the engine is gone: {self.death}"
         if self.phase not in ("serving", "draining"):
             return ""
-        if self._beat is None:
-            return ""
-        at, beat = self._beat
-        age = time.monotonic() - at
-        if age > BEAT_SECONDS:
-            return f"no sign of life from the engine for {age:.1f} s"
-        if beat.tick_age + age > self.watchdog and beat.tick_age > 0:
-            return f"the engine's tick runs for {beat.tick_age + age:.1f} s"
+        if self._beat is not None:
+            at, beat = self._beat
+            age = time.monotonic() - at
+            if age > BEAT_SECONDS:
+                return f"no sign of life from the engine for {age:.1f} s"
+            if beat.tick_age + age > self.watchdog and beat.tick_age > 0:
+                return f"the engine's tick runs for {beat.tick_age + age:.1f} s"
         recent = [t for t in self._nonfinite if time.monotonic() - t < 60]
         if len(recent) >= 3:
             return f"degraded: {len(recent)} requests within a minute ended with logits that are not finite"

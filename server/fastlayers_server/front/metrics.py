@@ -157,6 +157,8 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield every family, and the aliases."""
         for family in (*self._own.collect(), *self._engine()):
+            # When a series began is a second gauge for each, which nobody reads.
+            family.samples = [s for s in family.samples if not s.name.endswith("_created")]
             yield family
             own = family.name.removeprefix("fastlayers_")
             for theirs, prefix in zip(ALIASES.get(own, ("", "")), ("vllm", "sglang"), strict=True):
@@ -169,8 +171,6 @@ class Metrics(Collector):
         sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
         for sample in family.samples:
             suffix = sample.name.removeprefix(family.name)
-            if suffix == "_created":
-                continue
             labels = {"model_name": self._model} | ({"engine": "0"} if prefix == "vllm" else {})
             labels |= {"le": sample.labels["le"]} if "le" in sample.labels else {}
             labels |= {called: sample.labels[keep]} if keep else {}

@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from fastlayers_server.front.errors import ApiError
 
@@ -23,6 +26,8 @@ class TokenText:
     folder : Path
     chat_template : str, optional
         Instead of the folder's.
+    invent : bool
+        Where the folder has no tokenizer, and its weights are random anyway: each id is a word of its own.
 
     Raises
     ------
@@ -30,13 +35,19 @@ class TokenText:
         No fast tokenizer in the folder.
     """
 
-    def __init__(self, folder: Path, chat_template: str | None = None) -> None:
+    def __init__(self, folder: Path, chat_template: str | None = None, invent: bool = False) -> None:
         # Not at import: it takes seconds, and most of the front does without.
         from transformers import PreTrainedTokenizerFast
 
-        if not (folder / "tokenizer.json").is_file():
+        if (folder / "tokenizer.json").is_file():
+            self.hf = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        elif invent:
+            self.hf = PreTrainedTokenizerFast(
+                tokenizer_object=_numbers(int(_json(folder / "config.json")["vocab_size"]))
+            )
+            self.hf.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+        else:
             raise ValueError(f"{folder} holds no tokenizer.json; a server needs the model's fast tokenizer")
-        self.hf = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
         if chat_template is not None:
             self.hf.chat_template = chat_template
         self.fast = self.hf.backend_tokenizer
@@ -103,6 +114,12 @@ class TokenText:
 def _json(path: Path) -> dict[str, Any]:
     found = json.loads(path.read_text()) if path.is_file() else {}
     return found if isinstance(found, dict) else {}
+
+
+def _numbers(vocab_size: int) -> Tokenizer:
+    made = Tokenizer(WordLevel({f"t{i}": i for i in range(vocab_size)}, unk_token="t0"))
+    made.pre_tokenizer = WhitespaceSplit()
+    return made
 
 
 def _byte_table() -> dict[str, int]:

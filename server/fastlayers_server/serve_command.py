@@ -1,0 +1,188 @@
+"""``fastlayers serve``: from a command line to a running server."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+
+from fastlayers.errors import ArgumentError, CheckpointError
+from fastlayers_server.engine.protocol import EngineClient
+from fastlayers_server.front.config import FrontConfig
+from fastlayers_server.serve_config import ServeConfig, as_json, keys_of, parse
+
+log = logging.getLogger("fastlayers.serve")
+# Flags of which the engine does not do anything but their defaults.
+LACKING = ("deterministic", "speculative_algorithm", "speculative_max_k")
+
+
+def front_config(config: ServeConfig, folder: Path) -> FrontConfig:
+    """Return the front's part of the settings."""
+    template = None
+    if config.chat_template:
+        try:
+            template = Path(config.chat_template).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ArgumentError("serve", "--chat-template", f"{config.chat_template!r} ({error})", "a file") from error
+    return FrontConfig(
+        model_path=folder,
+        served_names=config.served_model_name or (folder.resolve().name,),
+        root=config.model,
+        api_keys=keys_of(config.api_key, "--api-key"),
+        admin_keys=keys_of(config.admin_api_key, "--admin-api-key"),
+        open_admin=config.open_admin,
+        metrics_public=config.metrics_public,
+        metrics_compat=config.metrics_compat,
+        enable_openapi=config.enable_openapi,
+        cors_origins=config.cors_origin,
+        max_n=config.max_n,
+        max_logprobs=config.max_logprobs,
+        enable_priority=config.enable_priority,
+        lenient_fields=config.lenient_fields,
+        chat_template=template,
+        generation_config=config.generation_config,
+        reasoning_parser=config.reasoning_parser,
+        tool_call_parser=config.tool_call_parser,
+        reasoning_field=config.reasoning_field,
+        max_body_bytes=int(config.max_body_mb * 2**20),
+        body_timeout=config.body_timeout,
+        write_timeout=config.write_timeout,
+        request_timeout=config.request_timeout,
+        watchdog_timeout=config.watchdog_timeout,
+        shutdown_timeout=config.shutdown_timeout,
+        drain_delay=config.drain_delay,
+        log_prompts=config.log_prompts,
+        # On a thread of this process the engine freezes for both.
+        freeze_gc=not config.no_freeze_gc and not config.in_process,
+        gc_warning=config.gc_warning_threshold_secs,
+        otlp_endpoint=config.otlp_endpoint,
+        server=config.shown(),
+    )
+
+
+def engine_of(config: ServeConfig, folder: Path) -> EngineClient:
+    """Return the client of the engine that will serve; nothing is started yet."""
+    from fastlayers_server.engine.config import EngineConfig
+    from fastlayers_server.engine.process import engine_client
+
+    for name in LACKING:
+        if getattr(config, name) != ServeConfig.__dataclass_fields__[name].default:
+            given = str(getattr(config, name))
+            raise ArgumentError("serve", "--" + name.replace("_", "-"), given, "nothing: this engine lacks it")
+    names = set(EngineConfig.__struct_fields__) & {field.name for field in dataclasses.fields(config)}
+    values = {name: getattr(config, name) for name in names} | {"model": str(folder), "seed": max(0, config.seed)}
+    settings = EngineConfig(**values)
+    return engine_client(settings, in_process=config.in_process)
+
+
+def run(config: ServeConfig) -> int:
+    """Serve until a signal or the engine's end, and return the exit code.
+
+    Raises
+    ------
+    FastlayersError
+        Nothing was started: the model has no folder or tokenizer, the address is taken.
+    """
+    from fastlayers_server.front import log as logs
+
+    begin = time.monotonic()
+    logs.configure(config.log_level)
+    with tempfile.TemporaryDirectory(prefix="fastlayers-model-") as scratch:
+        folder = model_folder(config, Path(scratch))
+        return _run(config, folder, begin)
+
+
+def model_folder(config: ServeConfig, scratch: Path) -> Path:
+    """Return the folder of the model; of random weights the configuration is enough, which we may know by name."""
+    from fastlayers_models.auto import find
+    from fastlayers_server.known_models import KNOWN
+    from fastlayers_server.variants import TINY, assets
+
+    if config.load_format == "dummy" and config.model in KNOWN:
+        folder = scratch / config.model.rpartition("/")[2]
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(dict(KNOWN[config.model])))
+        return folder
+    try:
+        return assets() / TINY if config.model in ("tiny", TINY) else find(config.model)
+    except CheckpointError as error:
+        raise CheckpointError(f"serve: {error}, or 'tiny', the one that ships") from error
+
+
+def _run(config: ServeConfig, folder: Path, begin: float) -> int:
+    import uvloop
+
+    from fastlayers_server.front.app import make_app, make_front
+    from fastlayers_server.front.link import Link
+    from fastlayers_server.front.server import Runner, bound
+    from fastlayers_server.front.tokens import TokenText
+
+    settings = front_config(config, folder)
+    try:
+        listening = bound(config.host, config.port)
+    except (OSError, OverflowError) as error:
+        given = f"{config.host}:{config.port} ({getattr(error, 'strerror', None) or error})"
+        raise ArgumentError("serve", "--host and --port", given, "an address of this machine that is free") from error
+    port = listening.getsockname()[1]
+    if config.host not in ("127.0.0.1", "::1", "localhost") and not settings.api_keys:
+        log.warning("anybody who reaches %s may use this server: there is no --api-key", config.host)
+    loop = uvloop.new_event_loop()
+    link = Link(engine_of(config, folder), config.watchdog_timeout)
+    # The engine's process starts while the tokenizer is read here.
+    link.start(loop)
+    try:
+        tokens = TokenText(folder, settings.chat_template, config.load_format == "dummy")
+    except ValueError as error:
+        listening.close()
+        link.client.shutdown()
+        raise CheckpointError(f"serve: {error}") from error
+    front = make_front(settings, link, tokens)
+    runner = Runner(make_app(front, config.limit_concurrency), front, config.header_timeout)
+    front.link.on_death = runner.engine_died
+
+    async def announce() -> None:
+        await front.link.started.wait()
+        if front.link.was_ready:
+            name, took = settings.name, time.monotonic() - begin
+            print(f"{name} is served at http://{config.host}:{port} (ready after {took:.1f} s)", file=sys.stderr)
+
+    async def serve() -> None:
+        telling = asyncio.ensure_future(announce())
+        try:
+            await runner.serve([listening])
+        finally:
+            telling.cancel()
+
+    with asyncio.Runner(loop_factory=lambda: loop) as running:
+        running.run(serve())
+    if front.link.death:
+        # What the engine says of a wrong value is a sentence already; the type's name in front of it helps nobody.
+        print(f"error: {front.link.death.partition(': ')[2] or front.link.death}", file=sys.stderr)
+    return runner.exit_code
+
+
+def serve(arguments: Sequence[str]) -> int:
+    """Run ``fastlayers serve`` with these arguments."""
+    config, show = parse(arguments)
+    if show:
+        print(as_json(config))
+        return 0
+    return run(config)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the command line; its flags are parsed from :class:`ServeConfig`."""
+    settings = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+    @app.command("serve", context_settings=settings, add_help_option=False)
+    def command(context: typer.Context) -> None:
+        """Serve a model over HTTP, with OpenAI's API; without a model: the tiny one that ships."""
+        raise typer.Exit(serve(context.args))

@@ -1,0 +1,281 @@
+"""What an operator asks: metrics, health, tokens, admin controls, traces."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from typing import Any
+
+import pytest
+from openai.types import Model
+from prometheus_client.parser import text_string_to_metric_families
+
+from fastlayers_server.engine.protocol import COUNTERS, HISTOGRAMS, Beat, Died, EngineInfo, Output, StepOut, Submit
+from fastlayers_server.engine.scripted import ScriptedEngine
+from fastlayers_server.front.gate import Gate
+from fastlayers_server.front.metrics import ALIASES
+
+from .harness import serving
+
+ASK = {"model": "tiny", "prompt": "ab", "max_tokens": 5, "ignore_eos": True}
+# What dashboards read: a name that is missing here has been renamed, which breaks them.
+NAMES = (
+    {f"fastlayers_{name.removesuffix('_total')}" for name in COUNTERS}
+    | {f"fastlayers_{name}" for name in HISTOGRAMS}
+    | {f"fastlayers_{name}" for name in (
+        "ttft_seconds", "itl_seconds", "tpot_seconds", "e2e_seconds", "grammar_compile_seconds", "gc_pause_seconds",
+        "prompt_length", "output_length", "aborts", "http_errors", "ignored_fields", "tool_parse_failures",
+        "front_tokens", "ready", "engine_info", "startup_seconds", "requests_running", "requests_waiting",
+        "waiting_tokens",
+        "pages", "kv_usage_ratio",
+    )}
+)  # fmt: skip
+
+
+def families(text: str) -> dict[str, Any]:
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def values(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    return {(s.name, tuple(sorted(s.labels.items()))): s.value for f in families(text).values() for s in f.samples}
+
+
+def test_metrics_are_prometheus_text_under_names_that_stay() -> None:
+    with serving() as server:
+        for _ in range(3):
+            assert server.post("/v1/completions", ASK).status_code == 200
+        server.post("/v1/completions", ASK | {"n": 99})
+        response = server.get("/metrics")
+    found = families(response.text)
+    assert set(found) == NAMES, set(found) ^ NAMES
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    told = values(response.text)
+    # The engine's ledger and the front's agree, to the token.
+    assert told["fastlayers_generation_tokens_total", ()] == told["fastlayers_front_tokens_total", ()] == 15
+    assert told["fastlayers_requests_total", (("finish", "length"),)] == 3
+    assert told["fastlayers_http_errors_total", (("code", "invalid_value"),)] == 1
+    assert told["fastlayers_ttft_seconds_count", ()] == 3 and told["fastlayers_itl_seconds_count", ()] == 12
+    assert told["fastlayers_output_length_sum", ()] == 15 and told["fastlayers_prompt_length_sum", ()] == 9
+    assert told["fastlayers_ready", ()] == 1
+
+
+def test_peers_names_stand_beside_ours() -> None:
+    with serving(metrics_compat="both") as server:
+        server.post("/v1/completions", ASK)
+        text = server.get("/metrics").text
+    told = values(text)
+    expected = {f"{p}:{t}" for pair in ALIASES.values() for t, p in zip(pair, ("vllm", "sglang"), strict=True) if t}
+    assert {name for name in families(text) if ":" in name} == expected
+    labels = (("engine", "0"), ("model_name", "tiny"))
+    assert told["vllm:generation_tokens_total", labels] == 5
+    assert told["vllm:request_success_total", (("engine", "0"), ("finished_reason", "length"), ("model_name", "tiny"))] == 1  # fmt: skip  # noqa: E501
+    assert told["sglang:num_running_reqs", (("model_name", "tiny"),)] == 0
+    assert told["vllm:time_to_first_token_seconds_bucket", (("engine", "0"), ("le", "+Inf"), ("model_name", "tiny"))] == 1  # fmt: skip  # noqa: E501
+
+
+def test_models_tokenize_detokenize_version() -> None:
+    with serving(served_names=("tiny", "org/other")) as server:
+        listed = server.get("/v1/models").json()
+        assert [Model.model_validate(m).id for m in listed["data"]] == ["tiny", "org/other"]
+        assert server.get("/v1/models/org/other").json()["max_model_len"] == 4096
+        found = server.post("/tokenize", {"model": "tiny", "prompt": "hi there"}).json()
+        assert found["count"] == len(found["tokens"]) > 1 and found["tokens"][0] == 0
+        bare = server.post("/tokenize", {"prompt": "hi there", "add_special_tokens": False, "return_token_strs": True})
+        assert bare.json()["tokens"] == found["tokens"][1:] and len(bare.json()["token_strs"]) == bare.json()["count"]
+        assert server.post("/detokenize", {"tokens": bare.json()["tokens"]}).json() == {"prompt": "hi there"}
+        chat = server.post("/tokenize", {"messages": [{"role": "user", "content": "hi"}]}).json()
+        assert (
+            server.post("/detokenize", {"tokens": chat["tokens"]}).json()["prompt"] == "<|bos|><|user|>hi<|assistant|>"
+        )
+        assert server.post("/tokenize", {"prompt": "a", "messages": []}).status_code == 400
+        assert server.post("/detokenize", {"tokens": [512]}).status_code == 400
+        assert server.get("/version").json()["version"]
+        assert server.get("/health_generate").json() == {"status": "ok"}
+
+
+def test_health_tells_a_hung_step_a_silent_engine_and_bad_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(watchdog_timeout=3.0) as server:
+        link = server.front.link
+
+        def reason() -> str:
+            response = server.get("/health")
+            assert (response.status_code == 503) == bool(response.json()["reason"])
+            return str(response.json()["reason"])
+
+        assert reason() == ""
+        link._beat = (time.monotonic(), Beat(1, "serving", 5, 4.0))
+        assert "tick runs for 4" in reason()
+        link._beat = (time.monotonic() - 6.0, Beat(1, "serving", 5, 0.0))
+        assert "no sign of life" in reason()
+        link._beat = None
+        for _ in range(3):
+            server.loop.call_soon_threadsafe(link._nonfinite.append, time.monotonic())
+        server.get("/ready")
+        assert "degraded: 3 requests" in reason()
+
+
+class Starting(ScriptedEngine):
+    """Is started, but not ready."""
+
+    def start(self, deliver: Any) -> None:
+        self._deliver_to = deliver
+        self._phase = "weights"
+
+    def shutdown(self, timeout: float = 0.0) -> None:
+        """Nothing runs."""
+
+
+def test_ready_tells_the_phase_and_requests_wait_outside() -> None:
+    engine = Starting()
+    with serving(engine=engine, wait=False) as server:
+        assert server.get("/ready").json() == {"phase": "weights"} and server.get("/ready").status_code == 503
+        assert server.get("/health").status_code == 200
+        refused = server.post("/v1/completions", ASK)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
+        assert refused.headers["retry-after"] and server.get("/v1/models").status_code == 200
+        info = EngineInfo(1, 512, 4096, (1,), 16, 9, 4, 8, 20, ())
+        engine._deliver_to(info)
+        assert server.get("/ready").json() == {"phase": "serving"}
+        engine._deliver_to(Died(1, "killed", True))
+        assert server.get("/ready").json() == {"phase": "restarting"}
+        refused = server.post("/v1/completions", ASK)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_restarting")
+        engine._deliver_to(info)
+        assert server.get("/ready").json() == {"phase": "serving"}
+        engine._deliver_to(Died(2, "killed again", False))
+        assert "killed again" in server.get("/health").json()["reason"]
+
+
+def test_a_dead_engine_ends_its_requests_and_its_controls() -> None:
+    engine = Starting()
+    engine.submit = lambda request: None  # type: ignore[method-assign]
+    engine.send = lambda message: None  # type: ignore[method-assign]
+    with serving(engine=engine, wait=False) as server:
+        engine._deliver_to(EngineInfo(1, 512, 4096, (1,), 16, 9, 4, 8, 20, ()))
+
+        async def both() -> list[Any]:
+            async with server.client() as client:
+                work = [client.post("/v1/completions", json=ASK), client.get("/explain")]
+                tasks = [asyncio.ensure_future(each) for each in work]
+                await asyncio.sleep(0.1)
+                engine._deliver_to(Died(1, "killed", True))
+                return await asyncio.gather(*tasks)
+
+        for response in server.do(both()):
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_restarting")
+        assert server.front.link.live == 0 and not server.front.jobs
+
+
+def test_an_engine_that_does_not_answer_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastlayers_server.front import ops
+
+    with serving() as server:
+        monkeypatch.setattr(server.front.link.client, "send", lambda message: None)
+        monkeypatch.setattr(ops.asked, "__defaults__", ("", 0.1))
+        response = server.get("/explain")
+        assert (response.status_code, response.json()["error"]["code"]) == (504, "engine_timeout")
+        begin = time.monotonic()
+        assert server.get("/metrics").status_code == 200 and time.monotonic() - begin < 3
+
+
+def test_admin_controls() -> None:
+    with serving(open_admin=True, tick_seconds=0.002) as server:
+        frozen = server.request("POST", "/freeze_gc").json()
+        assert frozen["front"]["after"]["frozen"] > 0 and frozen["engine"]["frozen"] > 0
+        gc.unfreeze()
+        server.post("/v1/completions", ASK | {"prompt": [5] * 64})
+        assert server.request("POST", "/flush_cache").json()["value"]["pages"] > 0
+        profile = server.request("POST", "/start_profile")
+        assert (profile.status_code, profile.json()["error"]["code"]) == (409, "refused_by_engine")
+
+        async def aborted() -> tuple[int, Any, Any]:
+            async with server.client() as client:
+                long = client.post("/v1/completions", json=ASK | {"max_tokens": 4000, "request_id": "mine"})
+                running = asyncio.ensure_future(long)
+                while not server.front.jobs:
+                    await asyncio.sleep(0.01)
+                wrong = await client.post("/abort", json={"ids": ["mine", "other"]})
+                done = await client.post("/abort", json={"ids": ["cmpl-mine"]})
+                return wrong.status_code, done.json(), await running
+
+        wrong, done, ended = server.do(aborted())
+        assert wrong == 404 and done == {"aborted": ["cmpl-mine"]} and ended.status_code == 503
+        assert server.request("POST", "/drain").status_code == 200
+        refused = server.post("/v1/completions", ASK)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        assert server.get("/ready").json() == {"phase": "draining"}
+        assert server.request("POST", "/resume").status_code == 200
+        assert server.post("/v1/completions", ASK).status_code == 200
+
+
+def test_one_request_whose_text_breaks_harms_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastlayers_server.front.tokens import Detokenizer
+
+    feed = Detokenizer.feed
+    broken: list[Any] = []
+
+    def fails(self: Detokenizer, token: int) -> str:
+        broken.append(self)
+        if self is broken[0]:
+            raise ZeroDivisionError("planted")
+        return feed(self, token)
+
+    monkeypatch.setattr(Detokenizer, "feed", fails)
+    with serving() as server:
+
+        async def three() -> list[int]:
+            async with server.client() as client:
+                work = [client.post("/v1/completions", json=ASK) for _ in range(3)]
+                return sorted(r.status_code for r in await asyncio.gather(*work))
+
+        assert server.do(three()) == [200, 200, 500]
+        assert server.front.link.live == 0
+
+
+def test_events_wait_for_whole_characters_and_carry_all_of_a_tick() -> None:
+    engine = Starting()
+    submitted: list[Submit] = []
+    engine.submit = submitted.append  # type: ignore[method-assign]
+    with serving(engine=engine, wait=False) as server:
+        engine._deliver_to(EngineInfo(1, 512, 4096, (1,), 16, 9, 4, 8, 20, ()))
+        ids = server.front.tokens.encode("🙂ab", False)
+
+        async def run() -> str:
+            async with server.client() as client:
+                task = asyncio.ensure_future(client.post("/v1/completions", json=ASK | {"stream": True}))
+                while not submitted:
+                    await asyncio.sleep(0.01)
+                for part, finish in ((ids[:2], ""), (ids[2:], ""), ((), "length")):
+                    engine._deliver_to(StepOut(1, (Output(submitted[0].rid, tuple(part), finish),)))
+                    await asyncio.sleep(0.05)
+                return (await task).text
+
+        text = server.do(run())
+    assert text.count("data: {") == 2 and '"text":"🙂ab"' in text
+
+
+def test_requests_are_traced_where_a_tracer_is() -> None:
+    sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="opentelemetry-sdk is not installed")
+    from opentelemetry import propagate
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+    from opentelemetry.trace import SpanKind
+
+    from fastlayers_server.front.trace import spans_of, tracing
+
+    exporter, provider = InMemorySpanExporter(), sdk.TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    with serving() as server:
+        span = spans_of(provider.get_tracer("t"), propagate.extract, SpanKind.SERVER)
+        server.app = Gate(server.app.app, server.front.config, server.front.metrics, span=span)
+        parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+        server.post("/v1/completions", ASK, traceparent=parent)
+    (found,) = exporter.get_finished_spans()
+    assert found.name == "POST /v1/completions" and found.attributes["http.response.status_code"] == 200
+    assert f"{found.context.trace_id:032x}" == "0af7651916cd43dd8448eb211c80319c"
+    try:
+        import opentelemetry.exporter.otlp.proto.http  # noqa: F401
+    except ImportError:
+        with pytest.raises(ValueError, match="--otlp-endpoint needs"):
+            tracing("http://127.0.0.1:9")

@@ -1,0 +1,210 @@
+"""``fastlayers serve``: what an operator types, sees, and gets as exit code."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from fastlayers.errors import ArgumentError, CheckpointError
+from fastlayers_server.serve_command import engine_of, front_config, model_folder, serve
+from fastlayers_server.serve_config import NEVER, ServeConfig, parse
+
+CODE = "from fastlayers_server.cli import main; main()"
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[tuple[str, subprocess.Popen[bytes], list[str]]]:
+    """Run the command, wait until it is ready; yield its URL, process and log."""
+    command = [sys.executable, "-c", CODE, "serve", "--port", "0", *arguments]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    lines: list[str] = []
+    try:
+        assert process.stderr is not None
+        url = ""
+        for line in process.stderr:
+            lines.append(line.decode())
+            if " is served at " in lines[-1]:
+                url = lines[-1].split(" is served at ")[1].split()[0]
+                break
+        assert url, "".join(lines)
+        import threading
+
+        threading.Thread(target=lambda: [lines.append(x.decode()) for x in process.stderr], daemon=True).start()  # type: ignore[union-attr]  # fmt: skip
+        yield url, process, lines
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def engine_of_process(process: subprocess.Popen[bytes]) -> int:
+    """The one child of the server: its engine."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    found = [int(c) for t in Path(f"/proc/{process.pid}/task").iterdir() for c in (t / "children").read_text().split()]
+    assert len(set(found)) == 1, (found, children)
+    return found[0]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds the engine's process through /proc")
+def test_the_tiny_model_is_served_survives_its_engine_and_drains() -> None:
+    with serving("--served-model-name", "tiny", "--shutdown-timeout", "20") as (url, process, lines):
+        ask = {"model": "tiny", "messages": [{"role": "user", "content": "What is 127 + 45?"}]}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=ask, timeout=30).json()
+        assert answer["choices"][0]["message"]["content"].strip() == "172"
+        chosen = httpx.get(f"{url}/backends").json()
+        assert {"mla[decode]", "fused_moe"} <= {row["layer"] for row in chosen} and all(row["chosen"] for row in chosen)
+        assert httpx.get(f"{url}/explain").json()["ticks"]
+        assert 'fastlayers_requests_total{finish="stop"} 1.0' in httpx.get(f"{url}/metrics").text
+        # Kill the engine in the middle of a stream.
+        first = engine_of_process(process)
+        endless = {"model": "tiny", "prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=endless, timeout=60) as response:
+            events = response.iter_lines()
+            assert next(events).startswith("data: {")
+            os.kill(first, signal.SIGKILL)
+            rest = [line for line in events if line]
+        assert rest[-1] == "data: [DONE]" and '"code":"engine_restarting"' in rest[-2]
+        phases = set()
+        end = time.monotonic() + 60
+        while (ready := httpx.get(f"{url}/ready")).status_code != 200 and time.monotonic() < end:
+            phases.add(ready.json()["phase"])
+            refused = httpx.post(f"{url}/v1/completions", json=endless | {"stream": False, "max_tokens": 1})
+            assert refused.status_code in (200, 503)
+            time.sleep(0.05)
+        assert ready.status_code == 200 and phases
+        assert engine_of_process(process) != first
+        assert httpx.post(f"{url}/v1/chat/completions", json=ask, timeout=30).json()["choices"][0]["message"] == answer["choices"][0]["message"]  # fmt: skip  # noqa: E501
+        # What runs is finished on SIGTERM.
+        with httpx.stream("POST", f"{url}/v1/completions", json=endless | {"max_tokens": 60}, timeout=60) as response:
+            events = response.iter_lines()
+            next(events)
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in events if line]
+        assert '"finish_reason":"length"' in rest[-2]
+        assert process.wait(30) == 0
+        assert any("draining" in line for line in lines)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", CODE, "serve", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_a_context_that_the_model_lacks_is_one_sentence_and_an_exit_code() -> None:
+    done = run("--port", "0", "--max-model-len", "5000", "--log-level", "error")
+    assert done.returncode == 1
+    sentence = done.stderr.strip().splitlines()[-1]
+    assert sentence.startswith("error: ") and "5000" in sentence and "4096" in sentence
+
+
+def test_what_cannot_start_starts_nothing(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        with pytest.raises(ArgumentError, match=f"127.0.0.1:{port}.*accepted: an address of this machine that is free"):
+            serve(["--port", port])
+    with pytest.raises(CheckpointError, match="or 'tiny', the one that ships"):
+        serve([str(tmp_path / "nothing")])
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}')
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"holds no tokenizer\.json"):
+        serve([str(tmp_path), "--port", "0", "--in-process"])
+    with pytest.raises(ArgumentError, match="--chat-template"):
+        serve(["--chat-template", str(tmp_path / "none.jinja"), "--port", "0"])
+    with pytest.raises(ArgumentError, match="this engine lacks it"):
+        serve(["--deterministic", "--port", "0"])
+    with pytest.raises(ArgumentError, match="--api-key"):
+        serve(["--api-key", f"@{tmp_path / 'none'}", "--port", "0"])
+
+
+def test_flags_of_peers_are_understood() -> None:
+    for given, name, value in (
+        (["--max-num-seqs", "7"], "max_running_requests", 7),
+        (["--block-size=16"], "page_size", 16),
+        (["--context-length", "99"], "max_model_len", 99),
+        (["--enforce-eager"], "disable_cuda_graph", True),
+        (["--disable-radix-cache"], "no_prefix_cache", True),
+        (["--no-async-scheduling"], "disable_overlap_schedule", True),
+        (["--scheduling-policy", "lpm"], "schedule_policy", "lpm"),
+        (["--mem-fraction-static", "0.8"], "gpu_memory_utilization", 0.84),
+        (["--model-path", "x"], "model", "x"),
+        (["x"], "model", "x"),
+        (["--served-model-name", "a,b", "--served-model-name", "c"], "served_model_name", ("a", "b", "c")),
+    ):
+        assert getattr(parse(given)[0], name) == value, given
+
+
+@pytest.mark.parametrize("name", sorted(NEVER))
+def test_flags_that_we_lack_say_why(name: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        parse([name, "2"])
+    assert NEVER[name] in str(caught.value) and name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--frobnicate"], "unrecognized arguments: --frobnicate"),
+        (["--port", "x"], "invalid int value"),
+        (["--port", "70000"], "0 to 65535"),
+        (["--load-format", "pt"], "invalid choice"),
+        (["a", "--model", "b"], "the same as MODEL"),
+        (["--cors-origin", "*"], "one by one"),
+        (["--max-mod", "3"], "unrecognized"),
+        (["--gpu-memory-utilization", "1.5"], "0.05 to 0.98"),
+    ],
+)
+def test_flags_that_are_wrong_are_refused(given: list[str], says: str) -> None:
+    with pytest.raises(ArgumentError, match="accepted") as caught:
+        parse(given)
+    assert says in str(caught.value)
+
+
+def test_a_file_of_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text("model: tiny\nmax-n: 3\napi_key: [sk-secret]\nitl_target_ms: 20\n")
+    assert serve(["--config", str(path), "--max-n", "4", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["max_n"], shown["itl_target_ms"], shown["api_key"]) == (4, 20.0, "***")
+    for text, says in (("nope: 1", "'nope'"), ("max_n: many", "a int"), ("- a", "no mapping"), ("{", "--config")):
+        path.write_text(text)
+        with pytest.raises(ArgumentError, match="accepted") as caught:
+            serve(["--config", str(path)])
+        assert says in str(caught.value)
+
+
+def test_every_flag_has_an_effect(tmp_path: Path) -> None:
+    """Each field is the front's, the engine's, or read by the command itself."""
+    from fastlayers_server.engine.config import EngineConfig
+
+    source = (Path(__file__).parents[2] / "server" / "fastlayers_server" / "serve_command.py").read_text()
+    for field in dataclasses.fields(ServeConfig):
+        used = f"config.{field.name}" in source or field.name in EngineConfig.__struct_fields__
+        assert used, f"{field.name}: nothing reads it"
+
+
+def test_random_weights_of_a_known_model_need_no_folder(tmp_path: Path) -> None:
+    config = ServeConfig(model="Qwen/Qwen3-8B", load_format="dummy", in_process=True)
+    folder = model_folder(config, tmp_path)
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3"
+    assert front_config(config, folder).name == "Qwen3-8B"
+    from fastlayers_server.front.tokens import TokenText
+
+    tokens = TokenText(folder, invent=True)
+    assert tokens.decode([5, 151_000]) == "t5 t151000" and tokens.encode("t7 t9") == [7, 9]
+    engine: Any = engine_of(config, folder)
+    assert engine.phase == "starting"
