@@ -35,6 +35,8 @@ from fastlayers.patching.packing import PackedModule
 from fastlayers.patching.paged import active_step
 
 Output = tuple[torch.Tensor, torch.Tensor | None]
+# Queries that a CPU takes at a time: each block multiplies only the keys that it may see.
+BLOCK = 256
 # Keyword arguments of the original's forward that change what is computed.
 _FOREIGN = ("cache", "position_bias")
 
@@ -99,6 +101,16 @@ def causal(queries: int, keys: int, device: torch.device) -> torch.Tensor:
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril()[None, None]
 
 
+def _seen_keys(mask: torch.Tensor) -> tuple[int, int]:
+    """Return the first and last + 1 of the keys that some query may see; all keys if a query sees nothing."""
+    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+    # A query that sees nothing weighs all keys alike under a mask that is added.
+    if not bool(seen.any(-1).all()):
+        return 0, mask.shape[-1]
+    columns = seen.flatten(0, 2).any(0).nonzero()
+    return int(columns[0]), int(columns[-1]) + 1
+
+
 def _plain(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float,
     sinks: torch.Tensor | None, softcap: float | None,
@@ -106,26 +118,36 @@ def _plain(
     batch, heads, queries, width = q.shape
     kv_heads, total = k.shape[1:3]
     step = max(1, MAX_SCORES // max(1, batch * heads * total))
+    on_host = q.device.type == "cpu" and not torch.compiler.is_compiling()
+    whole = mask is not None and mask.shape[-1] == total and queries > 1
+    in_blocks = on_host and mask is not None and whole and (mask.dtype == torch.bool or mask.is_floating_point())
+    if in_blocks:
+        step = min(step, BLOCK)
     if queries > step:
         pieces = []
         for first in range(0, queries, step):
             part = mask if mask is None or mask.shape[2] == 1 else mask[:, :, first : first + step]
-            pieces.append(_plain(q[:, :, first : first + step], k, v, part, scale, sinks, softcap))
+            start, end = _seen_keys(part) if in_blocks and part is not None else (0, total)
+            part = None if part is None else part[..., start:end]
+            rows, keys, values = q[:, :, first : first + step], k[:, :, start:end], v[:, :, start:end]
+            pieces.append(_plain(rows, keys, values, part, scale, sinks, softcap))
         return torch.cat(pieces, dim=1)
     rows = q.reshape(batch * kv_heads, -1, width)
     scores = product(rows, k.reshape(batch * kv_heads, total, width).transpose(1, 2))
-    scores = scores.view(batch, heads, queries, total) * scale
+    scores = scores.view(batch, heads, queries, total).mul_(scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     fully_masked = None
     if mask is not None and mask.dtype == torch.bool:
-        scores = scores.masked_fill(~mask, float("-inf"))
+        scores = scores.masked_fill_(~mask, float("-inf"))
         fully_masked = None if sinks is not None else ~mask.any(-1, keepdim=True)
     elif mask is not None:
         scores = scores + mask
     if sinks is not None:
-        column = sinks.float().view(1, heads, 1, 1).expand(batch, heads, queries, 1)
-        weights = torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
+        sink = sinks.float().view(1, heads, 1, 1)
+        most = torch.maximum(scores.amax(-1, keepdim=True), sink)
+        weights = (scores - most).exp_()
+        weights /= weights.sum(-1, keepdim=True) + (sink - most).exp()
     else:
         weights = scores.softmax(-1)
     # Rounded to the model's dtype, as eager attention does.

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import fastlayers as fl
+from fastlayers.patching import gqa
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from test_contracts import close
@@ -179,3 +180,31 @@ def test_a_hook_that_reads_attention_weights_gets_them(name: str) -> None:
     assert close(sums[1], sums[0])
     assert report.fallbacks()["model.layers.0.self_attn"] == 1
     assert "attention weights are asked for" in report.summary()
+
+
+@pytest.mark.parametrize("kind", ["bool", "float", "biased"])
+@pytest.mark.parametrize("sinks", [True, False])
+def test_blocks_of_queries_see_what_the_whole_mask_shows(
+    monkeypatch: pytest.MonkeyPatch, sinks: bool, kind: str
+) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 50, 8) for heads in (4, 2, 2))
+    seen = torch.ones(50, 50, dtype=torch.bool).tril().triu(-9).expand(2, 1, 50, 50).clone()
+    seen[1, :, :30, :4] = False
+    mask = seen
+    if kind != "bool":
+        mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+        mask = mask + torch.randn(50, 50) if kind == "biased" else mask
+    sink = torch.randn(4) if sinks else None
+    products: list[int] = []
+    right = gqa.product
+    monkeypatch.setattr(gqa, "product", lambda a, b: products.append(a.shape[1] * b.shape[2]) or right(a, b))
+    whole = gqa._plain(q, k, v, mask, 0.3, sink, None)
+    monkeypatch.setattr(gqa, "BLOCK", 7)
+    before = sum(products)
+    blocks = gqa._plain(q, k, v, mask, 0.3, sink, None)
+    assert blocks.shape == whole.shape and close(blocks, whole, 1e-6)
+    rows = seen.any(-1)[:, 0]
+    assert bool((~rows).any())
+    if kind == "float":
+        assert sum(products) - before < 0.8 * before, "keys that nobody sees are not multiplied"
