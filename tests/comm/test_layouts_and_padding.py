@@ -255,3 +255,14 @@ def test_the_hooks_trace_without_a_graph_break() -> None:
     x, residual = torch.randn(3, 4), torch.randn(3, 4)
     compiled = torch.compile(block, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, residual), block(x, residual), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("hook", ["prepare_attn", "prepare_mlp", "postprocess", "finish"])
+def test_a_bare_tensor_is_no_hidden(hook: str) -> None:
+    norm = fl.RMSNorm(4)
+    comm = LayerCommunicator(ParallelSpec(), input_layernorm=norm, post_attention_layernorm=norm)
+    words = (
+        rf"LayerCommunicator\.{hook}: hidden is float32\[2, 4\] on cpu; accepted: a Hidden, as Hidden\.start\(tensor\)"
+    )
+    with pytest.raises(ArgumentError, match=words):
+        getattr(comm, hook)(torch.zeros(2, 4), *((None,) if hook == "finish" else ()))

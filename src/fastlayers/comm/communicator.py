@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -98,6 +98,12 @@ class RankOps:
         if self.attn_tp.size == 1:
             return self.tp.reduce_scatter_variable(x, step.rows)
         return self.own_group(self.tp.all_reduce_(x), step)
+
+
+def _no_hidden(hook: str, given: object) -> NoReturn:
+    # Every tensor has a ``layout``, of another kind.
+    accepted = "a Hidden, as Hidden.start(tensor) makes for the first layer"
+    raise ArgumentError(f"LayerCommunicator.{hook}", "hidden", describe(given), accepted)
 
 
 def _norm(norm: Norm, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -265,7 +271,7 @@ class LayerCommunicator:
 
         With ``norm=None`` the sum of hidden state and residual is returned un-normalised.
         """
-        layout = hidden.layout
+        layout = hidden.layout if isinstance(hidden, Hidden) else _no_hidden("finish", hidden)
         pending_fits = layout.pending is None or not self.ops.many_groups
         if layout.place != "attn_full" or layout.residual != "attn_full" or not pending_fits:
             raise LayoutError(f"finish: {layout}; accepted: attn_full, residual attn_full, as of the last postprocess")
@@ -275,7 +281,7 @@ class LayerCommunicator:
         return x + hidden.residual if norm is None else _norm(norm, x, hidden.residual)[0]
 
     def _run(self, hook: str, hidden: Hidden, step: StepTokens | None) -> Hidden:
-        given = hidden.layout
+        given = hidden.layout if isinstance(hidden, Hidden) else _no_hidden(hook, hidden)
         transition, to = self._hooks.get((hook, given.place, given.pending, given.residual)) or self._find(hook, given)
         if not self.trusted and (step is not None or self.ops.many_groups):
             self._check_rows(hook, hidden, step)

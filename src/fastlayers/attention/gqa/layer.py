@@ -277,6 +277,8 @@ class Attention(Layer):
         ladder = self._ladder_for(meta)
         core = ladder.single or ladder.pick(meta.num_tokens)
         o, _ = core(q, cache.keys, cache.values, meta, sinks)
+        if o.dtype != q.dtype:  # the reference's is fp32
+            o = o.to(q.dtype)
         y: torch.Tensor = self.o_proj(o.flatten(1))
         return y
 

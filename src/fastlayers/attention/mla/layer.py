@@ -352,13 +352,15 @@ class MLAAttention(Layer):
         decode = self._latent_ladder(meta).pick(tokens).decode
         if torch.compiler.is_compiling():  # it traces no product that writes through a view
             q = torch.cat([torch.bmm(q_nope.transpose(0, 1), w_kc).transpose(0, 1), q_pe], -1)
-            o_latent, _ = decode(q, cache, meta)
+            o_latent = decode(q, cache, meta)[0].to(q.dtype)
             return torch.bmm(o_latent.transpose(0, 1), w_vc.transpose(1, 2)).transpose(0, 1)
         # Both products write through strided views: no staging copies of queries or outputs (item 10).
         q = torch.empty(tokens, self.num_heads, cfg.latent_width, dtype=q_nope.dtype, device=q_nope.device)
         torch.bmm(q_nope.transpose(0, 1), w_kc, out=q[..., : cfg.kv_lora_rank].transpose(0, 1))
         q[..., cfg.kv_lora_rank :] = q_pe
         o_latent, _ = decode(q, cache, meta)
+        if o_latent.dtype != q.dtype:  # the reference's is fp32
+            o_latent = o_latent.to(q.dtype)
         o = torch.empty(tokens, self.num_heads, cfg.v_head_dim, dtype=q.dtype, device=q.device)
         torch.bmm(o_latent.transpose(0, 1), w_vc.transpose(1, 2), out=o.transpose(0, 1))
         return o
@@ -402,4 +404,4 @@ class MLAAttention(Layer):
             o, lse = core.prefill(q, k, v, part.lens, need_lse=len(step.parts) > 1)
             merged, merged_lse = (o, lse) if merged is None else self.merge(merged, merged_lse, o, lse)
         assert merged is not None
-        return merged
+        return merged if merged.dtype == q.dtype else merged.to(q.dtype)
