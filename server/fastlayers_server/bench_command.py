@@ -128,8 +128,9 @@ def decode_floor(module: Any, batch: int, context: int) -> float:
         # An attention core has ladders for several contexts, and one of them runs.
         usual = {c.layer: c for c in reversed(list(choices_of(each))) if getattr(c.cfg, "phase", "") in ("", "decode")}
         for choice in usual.values():
-            if choice.layer in ("linear", "fp8_linear", "int8_linear", "fp8_scaled_linear", "fused_moe", "gqa", "mla"):
-                cost = spec_of(choice.layer).cost(case_at(choice.layer, choice.cfg, batch, context))
+            spec = spec_of(choice.layer)
+            if spec.heavy:
+                cost = spec.cost(case_at(choice.layer, choice.cfg, batch, context))
                 flops = peak_flops(choice.layer, choice.cfg, choice.device)
                 total += max(cost.floors(choice.device.bandwidth, flops))
     return total * 1e6
@@ -233,7 +234,9 @@ def register(app: typer.Typer, out: Console, err: Console, device_of: Any, dtype
         """Check and time every backend of a layer, interleaved in one process, with both floors."""
         if name not in LAYERS:
             raise ArgumentError("bench", "layer", repr(name), ", ".join(LAYERS))
-        if context and name not in ("mla", "gqa"):
+        from fastlayers.registry.spec import spec_of
+
+        if context and not hasattr(spec_of(name).cases[0].cfg, "phase"):
             raise ArgumentError("bench layer", "--context", context, f"attention (mla, gqa), not {name}")
         place = device_of(device)
         rows = layer_rows(name, shape, against or [], parse_tokens(tokens), context or None, place, rounds)

@@ -18,9 +18,6 @@ from fastlayers import env, tuning
 from fastlayers.errors import ArgumentError, FastlayersError
 from fastlayers.registry import LAYERS
 
-# What a model spends its time in comes first: an interrupted run has done the most useful part.
-_ORDER = ("fused_moe", "fp8_linear", "linear", "mla", "gqa", "int8_linear", "fp8_scaled_linear")
-
 
 @dataclass(frozen=True)
 class Job:
@@ -46,6 +43,7 @@ class Outcome:
 
 def jobs_of_models(models: Sequence[str], tp: int, ep: int, layers: Sequence[str], kv_dtype: Any = None) -> list[Job]:
     """Return the shapes of models on one rank of ``tp``; ``layers`` restricts them (empty: all that are tuned)."""
+    from fastlayers.registry.spec import spec_of
     from fastlayers_server.known_models import config_of, shapes_of
 
     found: dict[tuple[str, str], Job] = {}
@@ -54,8 +52,8 @@ def jobs_of_models(models: Sequence[str], tp: int, ep: int, layers: Sequence[str
             key = tuning.key_of(cfg)
             if key is not None and (not layers or shape.layer in layers):
                 found.setdefault((shape.layer, key), Job(shape.layer, cfg, key))
-    place = {layer: index for index, layer in enumerate(_ORDER)}
-    return sorted(found.values(), key=lambda job: place.get(job.layer, len(place)))
+    # What a model spends its time in comes first: an interrupted run has done the most useful part.
+    return sorted(found.values(), key=lambda job: spec_of(job.layer).heavy or len(LAYERS))
 
 
 def _contexts(cfg: Any) -> list[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fastlayers.embedding.layer import EmbeddingConfig
-from fastlayers.registry.spec import EXACT, Bound, Case, Cost, LayerSpec
+from fastlayers.registry.spec import EXACT, Bound, Case, Cost, LayerSpec, place_of
 
 BF16 = torch.bfloat16
 
@@ -76,4 +76,14 @@ def bounds(case: Case) -> dict[str, Bound]:
     return {"y": EXACT}
 
 
-SPEC = LayerSpec(CASES, make_inputs, run, cost, bounds=bounds)
+def examples(layer: Any, count: int) -> list[tuple[Any, ...]]:
+    """Return the layer's arguments for so many tokens."""
+    return [(torch.zeros(count, dtype=torch.int64, device=place_of(layer)),)]
+
+
+def at_tokens(shape: dict[str, Any], cfg: Any, tokens: int, context: int) -> dict[str, Any]:
+    """Return a case's shape with another number of tokens."""
+    return shape | {"tokens": (tokens,), "vocab": cfg.rows}
+
+
+SPEC = LayerSpec(CASES, make_inputs, run, cost, bounds=bounds, examples=examples, at_tokens=at_tokens)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fastlayers.errors import UnknownNameError
+from fastlayers.errors import ArgumentError, UnknownNameError
 from fastlayers.registry import registry
 
 
@@ -88,6 +88,33 @@ def _no_bounds(case: Case) -> dict[str, Bound]:
     return {}
 
 
+def zero_rows(layer: Any, count: int, width: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return ``[count, width]`` zeros where a layer is, of the dtype that it takes (``None``: as it says itself)."""
+    dtype = dtype or next((p.dtype for p in layer.parameters() if p.dtype.itemsize > 1), layer.fixed_dtype)
+    own = getattr(layer.cfg, "dtype", None)
+    dtype = dtype or (own if isinstance(own, torch.dtype) and own.itemsize > 1 else torch.bfloat16)
+    return torch.zeros(count, width, dtype=dtype, device=place_of(layer))
+
+
+def place_of(layer: Any) -> torch.device:
+    """Return the device of a layer's parameters, or the type of device that it was constructed for."""
+    found: torch.device = next((p.device for p in layer.parameters()), layer.device_type)
+    return found
+
+
+def with_tokens(shape: dict[str, Any], cfg: Any, tokens: int, context: int) -> dict[str, Any]:
+    """Return a case's shape with another number of tokens, its cache grown with them."""
+    if "num_tokens" not in shape:
+        raise ArgumentError("case_at", "layer", type(cfg).__name__, "a layer whose cases have num_tokens")
+    if isinstance(pages := shape.get("pages"), tuple):  # a cache: (pages, page size)
+        shape["pages"] = (max(pages[0], -(-tokens // pages[1]) + 2), pages[1])
+    return shape | {"num_tokens": tokens}
+
+
+def _by_format(cfg: Any) -> bool:
+    return getattr(cfg, "quant", "none") in ("fp8_block", "int8") or getattr(cfg, "format", "none") == "fp8"
+
+
 @dataclass(frozen=True)
 class LayerSpec:
     """What a layer's ``cases.py`` exports as ``SPEC``.
@@ -117,6 +144,17 @@ class LayerSpec:
     call : callable or None
         ``run`` without what it does only so that outputs can be judged (dequantising, reading caches): what is timed.
         ``None``: ``run``.
+    examples : callable or None
+        ``(layer, count) -> [arguments, ...]``: calls of the module that together need what ``count`` tokens need; for
+        warm-up. ``None``: the module's configuration does not say what it is called with; ``unknown`` says what lacks.
+    at_tokens : callable
+        ``(shape, cfg, tokens, context) -> shape``: a case's shape at another token count.
+    counts_requests : bool
+        Token counts are of requests: few are enough.
+    eight_bits : callable
+        ``(cfg) -> bool``: the products run on the 8-bit matrix unit.
+    heavy : int
+        Place among the layers that decide a step's time, 1 the first; 0: none of them.
     """
 
     cases: tuple[Case, ...]
@@ -129,6 +167,12 @@ class LayerSpec:
     mutates: tuple[str, ...] = ()
     oracle: Callable[[str], Oracle | None] = _no_oracle
     call: Callable[[Any, dict[str, Any], Any], Any] | None = None
+    examples: Callable[[Any, int], list[tuple[Any, ...]]] | None = None
+    unknown: str = "what it is called with"
+    at_tokens: Callable[[dict[str, Any], Any, int, int], dict[str, Any]] = with_tokens
+    counts_requests: bool = False
+    eight_bits: Callable[[Any], bool] = _by_format
+    heavy: int = 0
 
     @property
     def timed(self) -> Callable[[Any, dict[str, Any], Any], Any]:

@@ -22,6 +22,7 @@ from torch import nn
 
 from fastlayers.errors import ArgumentError, check_plain, check_positive
 from fastlayers.layer import Layer
+from fastlayers.registry.spec import spec_of
 from fastlayers.runtime import builds, compile_log, kernel_cache, precompile
 from fastlayers.runtime.compile_log import CompileWatch
 from fastlayers.tuning.probe import choices_of
@@ -320,9 +321,8 @@ def _generate(model: Any, ids: torch.Tensor) -> None:
 
 def _unknown(layer: Any) -> str | None:
     """Return what keeps us from calling ``layer`` by itself, or ``None``."""
-    if hasattr(layer, "example_inputs") or layer.choice.layer in EXAMPLES:
-        return None
-    return UNKNOWN.get(layer.choice.layer, "what it is called with")
+    spec = spec_of(layer.choice.layer)
+    return None if hasattr(layer, "example_inputs") or spec.examples is not None else spec.unknown
 
 
 def layer_calls(label: str, layer: Any, counts: Sequence[int]) -> Iterator[Call]:
@@ -331,7 +331,7 @@ def layer_calls(label: str, layer: Any, counts: Sequence[int]) -> Iterator[Call]
     Raises
     ------
     ArgumentError
-        It has no row in :data:`EXAMPLES` and no method ``example_inputs(num_tokens)``; or it cannot take a count.
+        Its ``SPEC`` has no ``examples`` and it has no method ``example_inputs(num_tokens)``; or it cannot take a count.
     """
     if unknown := _unknown(layer):
         given = f"{label} ({type(layer).__name__}), which does not know {unknown}"
@@ -343,101 +343,7 @@ def layer_calls(label: str, layer: Any, counts: Sequence[int]) -> Iterator[Call]
 
 
 def _examples(layer: Any, count: int) -> list[tuple[Any, ...]]:
-    own = getattr(layer, "example_inputs", None)
-    found: list[tuple[Any, ...]] = own(count) if own is not None else EXAMPLES[layer.choice.layer](layer, count)
+    """Return argument tuples of calls that together need what ``count`` tokens need: the layer's own, or its spec's."""
+    own, usual = getattr(layer, "example_inputs", None), spec_of(layer.choice.layer).examples
+    found: list[tuple[Any, ...]] = own(count) if own is not None else usual(layer, count) if usual is not None else []
     return found
-
-
-def _where(layer: Any) -> torch.device:
-    return next((p.device for p in layer.parameters()), layer.device_type)
-
-
-def _rows(layer: Any, count: int, width: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    dtype = dtype or next((p.dtype for p in layer.parameters() if p.dtype.itemsize > 1), layer.fixed_dtype)
-    own = getattr(layer.cfg, "dtype", None)
-    dtype = dtype or (own if isinstance(own, torch.dtype) and own.itemsize > 1 else torch.bfloat16)
-    return torch.zeros(count, width, dtype=dtype, device=_where(layer))
-
-
-def _linear(layer: Any, count: int) -> list[tuple[Any, ...]]:
-    return [(_rows(layer, count, layer.local_in, layer.cfg.dtype),)]
-
-
-def _norm(layer: Any, count: int) -> list[tuple[Any, ...]]:
-    x = _rows(layer, count, layer.cfg.hidden_size)
-    return [(x,), (x, x.clone())]
-
-
-def _embedding(layer: Any, count: int) -> list[tuple[Any, ...]]:
-    return [(torch.zeros(count, dtype=torch.int64, device=_where(layer)),)]
-
-
-def _router(layer: Any, count: int) -> list[tuple[Any, ...]]:
-    x = _rows(layer, count, layer.hidden_size, layer.weight.dtype)
-    return [(x,), (x, torch.ones(1, dtype=torch.int32, device=x.device))]
-
-
-def _experts(layer: Any, count: int) -> list[tuple[Any, ...]]:
-    """Tokens spread evenly over the experts, and all on the same: block sizes may depend on either."""
-    cfg, device = layer.cfg, _where(layer)
-    x = torch.zeros(count, cfg.hidden_size, dtype=layer.dtype, device=device)
-    weights = torch.full((count, cfg.top_k), 1.0 / cfg.top_k, device=device)
-    spread = torch.arange(count * cfg.top_k, device=device, dtype=torch.int32) % cfg.num_experts
-    same = torch.arange(cfg.top_k, device=device, dtype=torch.int32).expand(count, -1).contiguous()
-    return [(x, weights, spread.view(count, cfg.top_k)), (x, weights, same)]
-
-
-def _silu(layer: Any, count: int) -> list[tuple[Any, ...]]:
-    return [(_rows(layer, count, 2 * layer.cfg.size),)]
-
-
-def _bmm(layer: Any, count: int) -> list[tuple[Any, ...]]:
-    """Operands next to each other, and the views of MLA: tokens outside heads, a transposed weight."""
-    cfg, device = layer.cfg, _where(layer)
-    heads, rows, features = cfg.heads, cfg.out_features, cfg.in_features
-    x = torch.zeros(count, heads, features, dtype=cfg.dtype, device=device)
-    weight = torch.zeros(heads, rows, features, device=device).to(cfg.weight_dtype)
-    grid = {"none": None, "fp8_tensor": (heads,), "fp8_block": (heads, -(-rows // 128), -(-features // 128))}
-    shape = grid[cfg.format]
-    scale = None if shape is None else torch.ones(shape, device=device)
-    turned = weight.transpose(1, 2).contiguous().transpose(1, 2)
-    return [(x.transpose(0, 1).contiguous(), weight, scale), (x.transpose(0, 1), turned, scale)]
-
-
-def _sampler(layer: Any, count: int) -> list[tuple[Any, ...]]:
-    from fastlayers.sampler.layer import MODES, SamplingState
-
-    logits = _rows(layer, count, layer.cfg.vocab_size)
-    state = SamplingState(count, logits.device)
-    return [(logits, state.view(count), mode) for mode in MODES]
-
-
-def _attention(layer: Any, count: int) -> list[tuple[Any, ...]]:
-    """``count`` requests of one token, and one of ``count`` tokens."""
-    from fastlayers.attention.kv_cache.spec import kv_cache_spec
-    from fastlayers.attention.meta import AttentionBatch, AttentionState
-
-    positions = getattr(layer.rotary, "max_position", count)
-    if count > positions:
-        raise ArgumentError("warmup", "tokens", count, f"at most {positions} (max_position of the rotary embedding)")
-    size, device = layer.cfg.page_size, _where(layer)
-    pages = -(-count // size)
-    cache = kv_cache_spec(layer, page_size=size, dtype=layer.cfg.kv_dtype).allocate(pages + 1, device)[0]
-    x = torch.zeros(count, layer.hidden_size, dtype=layer.cfg.dtype, device=device)
-    decode = AttentionBatch((1,) * count, (0,) * count, [[0]] * count)
-    extend = AttentionBatch((count,), (0,), [list(range(1, pages + 1))])
-    return [(x, AttentionState(count, count, pages, size, device).plan(batch), cache) for batch in (decode, extend)]
-
-
-# By the layer's name in the registry: the argument tuples of calls that together need what ``count`` tokens need.
-EXAMPLES: dict[str, Callable[[Any, int], list[tuple[Any, ...]]]] = {
-    "linear": _linear, "fp8_linear": _linear, "int8_linear": _linear, "fp8_scaled_linear": _linear,
-    "rms_norm": _norm, "embedding": _embedding, "router": _router, "fused_moe": _experts, "silu_mul": _silu,
-    "silu_mul_quant": _silu, "sampler": _sampler, "bmm": _bmm, "gqa": _attention, "mla": _attention,
-}  # fmt: skip
-# What a layer is called with and its configuration does not say: kernels depend on it.
-UNKNOWN = {
-    "rotary": "the number of heads", "merge_state": "the number of heads", "group_quant": "the width of its input",
-    "mxfp8_quant": "the width of its input", "kv_write": "the cache", "mla_kv_write": "the cache",
-    "rotary_kv_write": "the cache",
-}  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fastlayers.registry.spec import Case, Cost, LayerSpec
+from fastlayers.registry.spec import Case, Cost, LayerSpec, zero_rows
 from fastlayers.sampler.layer import RowParams, SamplerConfig
 
 
@@ -107,4 +107,28 @@ def cost(case: Case) -> Cost:
     return Cost(30.0 * values * (passes > 1) + values, float(values * logits), float(values * logits * passes))
 
 
-SPEC = LayerSpec(CASES, make_inputs, run, cost, mutates=("offset",), call=call)
+def examples(layer: Any, count: int) -> list[tuple[Any, ...]]:
+    """Return the layer's arguments for so many requests, in each mode."""
+    from fastlayers.sampler.layer import MODES, SamplingState
+
+    logits = zero_rows(layer, count, layer.cfg.vocab_size)
+    state = SamplingState(count, logits.device)
+    return [(logits, state.view(count), mode) for mode in MODES]
+
+
+def at_tokens(shape: dict[str, Any], cfg: Any, tokens: int, context: int) -> dict[str, Any]:
+    """Return a case's shape with another number of requests."""
+    return shape | {"batch": tokens}
+
+
+SPEC = LayerSpec(
+    CASES,
+    make_inputs,
+    run,
+    cost,
+    mutates=("offset",),
+    call=call,
+    examples=examples,
+    at_tokens=at_tokens,
+    counts_requests=True,
+)

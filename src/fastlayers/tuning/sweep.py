@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass, replace
 from typing import Any
 
@@ -42,7 +42,6 @@ def case_at(layer: str, cfg: Any, tokens: int, context: int | None = None) -> Ca
     configuration's own, or ``CONTEXT``. In other phases: one prompt of ``tokens`` tokens without a prefix.
     """
     spec = spec_of(layer)
-    make = _SHAPES.get(layer, _with_tokens)
     usual = [case for case in spec.cases if not case.small] or list(spec.cases)
     same = [case for case in usual if case.cfg == cfg] or [case for case in spec.cases if case.cfg == cfg]
     base = (same or usual)[0]
@@ -51,44 +50,7 @@ def case_at(layer: str, cfg: Any, tokens: int, context: int | None = None) -> Ca
     if "dtype" in shape and isinstance(dtype, torch.dtype) and dtype.itemsize > 1:  # 8 bits: of codes, not of inputs
         shape["dtype"] = dtype
     cached = context if context is not None else getattr(cfg, "context", CONTEXT)
-    return Case(f"T={tokens}", cfg, make(shape, cfg, tokens, cached), small=False)
-
-
-def _with_tokens(shape: dict[str, Any], cfg: Any, tokens: int, context: int) -> dict[str, Any]:
-    if "num_tokens" not in shape:
-        raise ArgumentError("case_at", "layer", type(cfg).__name__, "a layer whose cases have num_tokens")
-    if isinstance(pages := shape.get("pages"), tuple):  # a cache: (pages, page size)
-        shape["pages"] = (max(pages[0], -(-tokens // pages[1]) + 2), pages[1])
-    return shape | {"num_tokens": tokens}
-
-
-def _gqa(shape: dict[str, Any], cfg: Any, tokens: int, context: int) -> dict[str, Any]:
-    decode = getattr(cfg, "phase", "") == "decode"
-    query, prefix = ((1,) * tokens, (context - 1,) * tokens) if decode else ((tokens,), (0,))
-    return shape | {"query_lens": query, "prefix_lens": prefix, "starts": ()}
-
-
-def _mla(shape: dict[str, Any], cfg: Any, tokens: int, context: int) -> dict[str, Any]:
-    if getattr(cfg, "phase", "") == "decode":
-        return {
-            "mode": "decode", "query_lens": (1,) * tokens, "seq_lens": (context,) * tokens, "starts": (0,) * tokens,
-            "bucket": None, "replanned": False,
-        }  # fmt: skip
-    lengths = (tokens,)
-    return {"mode": "prefill", "q_lens": lengths, "k_lens": lengths, "causal": True, "need_lse": False, "strided": True}
-
-
-def _sampler(shape: dict[str, Any], cfg: Any, tokens: int, context: int) -> dict[str, Any]:
-    return shape | {"batch": tokens}
-
-
-def _embedding(shape: dict[str, Any], cfg: Any, tokens: int, context: int) -> dict[str, Any]:
-    return shape | {"tokens": (tokens,), "vocab": cfg.rows}
-
-
-_SHAPES: Mapping[str, Callable[[dict[str, Any], Any, int, int], dict[str, Any]]] = {
-    "gqa": _gqa, "mla": _mla, "sampler": _sampler, "embedding": _embedding,
-}  # fmt: skip
+    return Case(f"T={tokens}", cfg, spec.at_tokens(shape, cfg, tokens, cached), small=False)
 
 
 class _NoHostGenerators(TorchFunctionMode):
@@ -129,7 +91,7 @@ def tokens_of(layer: str, cfg: Any, quick: bool = False) -> tuple[int, ...]:
     batches = QUICK_BATCHES if quick else BATCHES
     if getattr(cfg, "phase", "") == "decode":
         return tuple(batch for batch in batches if batch * getattr(cfg, "context", CONTEXT) <= MOST_CACHED)
-    return batches if layer == "sampler" else QUICK if quick else TOKENS
+    return batches if spec_of(layer).counts_requests else QUICK if quick else TOKENS
 
 
 # ---- configurations from the command line ----------------------------------------------------------------------
@@ -184,7 +146,5 @@ def _value(layer: str, piece: str, text: str, like: Any) -> Any:
 
 def peak_flops(layer: str, cfg: Any, device: Device) -> float:
     """Return the operations a second of the matrix unit that this layer's format runs on."""
-    eight_bits = layer in ("fp8_linear", "fp8_scaled_linear", "int8_linear") or (
-        getattr(cfg, "quant", "none") in ("fp8_block", "int8") or getattr(cfg, "format", "none") == "fp8"
-    )
+    eight_bits = spec_of(layer).eight_bits(cfg)
     return device.flops * (2 if eight_bits and (device.has_fp8_dot or device.type == "cpu") else 1)

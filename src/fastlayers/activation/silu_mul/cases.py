@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fastlayers.activation.silu_mul.layer import SiluMulConfig
-from fastlayers.registry.spec import Case, Cost, LayerSpec
+from fastlayers.registry.spec import Case, Cost, LayerSpec, zero_rows
 
 
 def _case(name: str, tokens: int, size: int, dtype: torch.dtype, padding: int = 0, small: bool = True) -> Case:
@@ -49,4 +49,9 @@ def cost(case: Case) -> Cost:
     return Cost(6.0 * elements, moved, moved)
 
 
-SPEC = LayerSpec(CASES, make_inputs, run, cost)
+def examples(layer: Any, count: int) -> list[tuple[Any, ...]]:
+    """Return the layer's arguments for so many tokens."""
+    return [(zero_rows(layer, count, 2 * layer.cfg.size),)]
+
+
+SPEC = LayerSpec(CASES, make_inputs, run, cost, examples=examples)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fastlayers.activation.silu_mul_quant.layer import SiluMulQuantConfig
-from fastlayers.registry.spec import BOUNDS, Bound, Case, Cost, LayerSpec
+from fastlayers.registry.spec import BOUNDS, Bound, Case, Cost, LayerSpec, zero_rows
 
 BF16 = torch.bfloat16
 
@@ -76,4 +76,9 @@ def bounds(case: Case) -> dict[str, Bound]:
     return {"y": Bound(1e-2, 0.08), "scale": BOUNDS[case.shape["dtype"]]}
 
 
-SPEC = LayerSpec(CASES, make_inputs, run, cost, bounds=bounds, call=call)
+def examples(layer: Any, count: int) -> list[tuple[Any, ...]]:
+    """Return the layer's arguments for so many tokens."""
+    return [(zero_rows(layer, count, 2 * layer.cfg.size),)]
+
+
+SPEC = LayerSpec(CASES, make_inputs, run, cost, bounds=bounds, call=call, examples=examples)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fastlayers.attention.examples import step_examples
 from fastlayers.attention.gqa.core import GQAConfig, phase_of
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
 from fastlayers.registry.spec import Case, Cost, LayerSpec
@@ -160,4 +161,11 @@ def cost(case: Case) -> Cost:
     return Cost(4.0 * pairs * cfg.num_heads * cfg.head_dim, moved, moved)
 
 
-SPEC = LayerSpec(CASES, make_inputs, run, cost, prepare, refresh)
+def at_tokens(shape: dict[str, Any], cfg: Any, tokens: int, context: int) -> dict[str, Any]:
+    """Return a case's shape: in decode so many requests with a context, else one prompt of so many tokens."""
+    decode = getattr(cfg, "phase", "") == "decode"
+    query, prefix = ((1,) * tokens, (context - 1,) * tokens) if decode else ((tokens,), (0,))
+    return shape | {"query_lens": query, "prefix_lens": prefix, "starts": ()}
+
+
+SPEC = LayerSpec(CASES, make_inputs, run, cost, prepare, refresh, examples=step_examples, at_tokens=at_tokens, heavy=5)

@@ -90,4 +90,6 @@ def bounds(case: Case) -> dict[str, Bound]:
     return {"k_cache": EXACT, "v_cache": EXACT}
 
 
-SPEC = LayerSpec(CASES, make_inputs, run, cost, bounds=bounds, mutates=("k_cache", "v_cache"), call=call)
+SPEC = LayerSpec(
+    CASES, make_inputs, run, cost, bounds=bounds, mutates=("k_cache", "v_cache"), call=call, unknown="the cache"
+)

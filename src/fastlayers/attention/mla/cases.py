@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fastlayers.attention.examples import step_examples
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
 from fastlayers.attention.mla.configs import NOMINAL_SM_COUNT, decode_config, num_splits, prefill_config
 from fastlayers.attention.mla.core import MLAConfig, Varlen
@@ -284,4 +285,27 @@ def oracle(backend: str) -> Oracle | None:
     return Oracle("fastlayers.attention.mla.reference:RoundedQueries", bounds) if backend == "flashmla" else None
 
 
-SPEC = LayerSpec(CASES, make_inputs, run, cost, prepare, refresh, bounds, oracle=oracle)
+def at_tokens(shape: dict[str, Any], cfg: Any, tokens: int, context: int) -> dict[str, Any]:
+    """Return a case's shape: in decode so many requests with a context, else one prompt of so many tokens."""
+    if getattr(cfg, "phase", "") == "decode":
+        return {
+            "mode": "decode", "query_lens": (1,) * tokens, "seq_lens": (context,) * tokens, "starts": (0,) * tokens,
+            "bucket": None, "replanned": False,
+        }  # fmt: skip
+    lengths = (tokens,)
+    return {"mode": "prefill", "q_lens": lengths, "k_lens": lengths, "causal": True, "need_lse": False, "strided": True}
+
+
+SPEC = LayerSpec(
+    CASES,
+    make_inputs,
+    run,
+    cost,
+    prepare,
+    refresh,
+    bounds,
+    oracle=oracle,
+    examples=step_examples,
+    at_tokens=at_tokens,
+    heavy=4,
+)

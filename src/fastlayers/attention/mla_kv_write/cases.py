@@ -75,4 +75,4 @@ def bounds(case: Case) -> dict[str, Bound]:
     return {"cache": EXACT}
 
 
-SPEC = LayerSpec(CASES, make_inputs, run, cost, bounds=bounds, mutates=("cache",), call=call)
+SPEC = LayerSpec(CASES, make_inputs, run, cost, bounds=bounds, mutates=("cache",), call=call, unknown="the cache")

@@ -118,4 +118,6 @@ def bounds(case: Case) -> dict[str, Bound]:
     return {"v": EXACT, **one_step}
 
 
-SPEC = LayerSpec(CASES, make_inputs, run, cost, bounds=bounds, mutates=("keys", "values"), call=call)
+SPEC = LayerSpec(
+    CASES, make_inputs, run, cost, bounds=bounds, mutates=("keys", "values"), call=call, unknown="the cache"
+)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fastlayers.linear.dense.layer import LinearConfig
-from fastlayers.registry.spec import Case, Cost, LayerSpec
+from fastlayers.registry.spec import Case, Cost, LayerSpec, zero_rows
 
 
 def _case(
@@ -68,4 +68,9 @@ def cost(case: Case) -> Cost:
     return Cost(2.0 * tokens * cfg.in_features * cfg.out_features, moved, moved)
 
 
-SPEC = LayerSpec(CASES, make_inputs, run, cost)
+def examples(layer: Any, count: int) -> list[tuple[Any, ...]]:
+    """Return the layer's arguments for so many tokens."""
+    return [(zero_rows(layer, count, layer.local_in, layer.cfg.dtype),)]
+
+
+SPEC = LayerSpec(CASES, make_inputs, run, cost, examples=examples, heavy=3)

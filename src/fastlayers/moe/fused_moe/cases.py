@@ -10,7 +10,7 @@ import torch
 
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
 from fastlayers.moe.fused_moe.weights import GROUP, WEIGHT_ONLY, MoEWeights
-from fastlayers.registry.spec import BOUNDS, Bound, Case, Cost, LayerSpec, Oracle
+from fastlayers.registry.spec import BOUNDS, Bound, Case, Cost, LayerSpec, Oracle, place_of
 
 _HERE = "fastlayers.moe.fused_moe"
 _ROUNDING = ("deep_gemm", "deep_gemm_masked", "sgl_kernel")
@@ -227,4 +227,16 @@ def refresh(impl: Any, inputs: dict[str, Any], context: Any) -> None:
             old.copy_(new)
 
 
-SPEC = LayerSpec(CASES, make_inputs, run, cost, prepare, refresh, bounds=bounds, oracle=oracle)
+def examples(layer: Any, count: int) -> list[tuple[Any, ...]]:
+    """Return the layer's arguments: tokens spread over the experts, and all on the same; block sizes depend on it."""
+    cfg, device = layer.cfg, place_of(layer)
+    x = torch.zeros(count, cfg.hidden_size, dtype=layer.dtype, device=device)
+    weights = torch.full((count, cfg.top_k), 1.0 / cfg.top_k, device=device)
+    spread = torch.arange(count * cfg.top_k, device=device, dtype=torch.int32) % cfg.num_experts
+    same = torch.arange(cfg.top_k, device=device, dtype=torch.int32).expand(count, -1).contiguous()
+    return [(x, weights, spread.view(count, cfg.top_k)), (x, weights, same)]
+
+
+SPEC = LayerSpec(
+    CASES, make_inputs, run, cost, prepare, refresh, bounds=bounds, oracle=oracle, examples=examples, heavy=1
+)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fastlayers.moe.router.layer import RouterConfig
-from fastlayers.registry.spec import Case, Cost, LayerSpec
+from fastlayers.registry.spec import Case, Cost, LayerSpec, zero_rows
 
 
 def _case(
@@ -116,4 +116,10 @@ def cost(case: Case) -> Cost:
     return Cost(float(tokens * cfg.num_experts * (4 + cfg.top_k)), moved, moved)
 
 
-SPEC = LayerSpec(CASES, make_inputs, run, cost)
+def examples(layer: Any, count: int) -> list[tuple[Any, ...]]:
+    """Return the layer's arguments for so many tokens: all valid, and a count on the device."""
+    x = zero_rows(layer, count, layer.hidden_size, layer.weight.dtype)
+    return [(x,), (x, torch.ones(1, dtype=torch.int32, device=x.device))]
+
+
+SPEC = LayerSpec(CASES, make_inputs, run, cost, examples=examples)

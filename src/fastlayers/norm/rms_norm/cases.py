@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fastlayers.norm.rms_norm.layer import RMSNormConfig
-from fastlayers.registry.spec import Case, Cost, LayerSpec
+from fastlayers.registry.spec import Case, Cost, LayerSpec, zero_rows
 
 
 def _case(
@@ -62,4 +62,10 @@ def cost(case: Case) -> Cost:
     return Cost(4.0 * elements, moved, moved)
 
 
-SPEC = LayerSpec(CASES, make_inputs, run, cost)
+def examples(layer: Any, count: int) -> list[tuple[Any, ...]]:
+    """Return the layer's arguments for so many tokens, with and without a residual."""
+    x = zero_rows(layer, count, layer.cfg.hidden_size)
+    return [(x,), (x, x.clone())]
+
+
+SPEC = LayerSpec(CASES, make_inputs, run, cost, examples=examples)

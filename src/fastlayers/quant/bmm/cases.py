@@ -9,7 +9,7 @@ import torch
 from fastlayers.quant.bmm.layer import BmmConfig
 from fastlayers.quant.fp8_linear.blocks import quantize_block_weight
 from fastlayers.quant.fp8_scaled_linear.layer import quantize_scaled_weight
-from fastlayers.registry.spec import Case, Cost, LayerSpec
+from fastlayers.registry.spec import Case, Cost, LayerSpec, place_of
 
 FP16, FP32 = torch.float16, torch.float32
 
@@ -89,4 +89,17 @@ def cost(case: Case) -> Cost:
     return Cost(2.0 * h * tokens * k * n, moved, moved + again)
 
 
-SPEC = LayerSpec(CASES, make_inputs, run, cost, mutates=("buffer",))
+def examples(layer: Any, count: int) -> list[tuple[Any, ...]]:
+    """Return operands next to each other, and the views of MLA: tokens outside heads, a transposed weight."""
+    cfg, device = layer.cfg, place_of(layer)
+    heads, rows, features = cfg.heads, cfg.out_features, cfg.in_features
+    x = torch.zeros(count, heads, features, dtype=cfg.dtype, device=device)
+    weight = torch.zeros(heads, rows, features, device=device).to(cfg.weight_dtype)
+    grid = {"none": None, "fp8_tensor": (heads,), "fp8_block": (heads, -(-rows // 128), -(-features // 128))}
+    shape = grid[cfg.format]
+    scale = None if shape is None else torch.ones(shape, device=device)
+    turned = weight.transpose(1, 2).contiguous().transpose(1, 2)
+    return [(x.transpose(0, 1).contiguous(), weight, scale), (x.transpose(0, 1), turned, scale)]
+
+
+SPEC = LayerSpec(CASES, make_inputs, run, cost, mutates=("buffer",), examples=examples)

@@ -8,7 +8,7 @@ import torch
 
 from fastlayers.quant.fp8_linear.blocks import quantize_block_weight
 from fastlayers.quant.fp8_linear.layer import FP8LinearConfig
-from fastlayers.registry.spec import Case, Cost, LayerSpec
+from fastlayers.registry.spec import Case, Cost, LayerSpec, zero_rows
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -77,4 +77,9 @@ def cost(case: Case) -> Cost:
     return Cost(2.0 * tokens * k * n, moved, moved + codes)
 
 
-SPEC = LayerSpec(CASES, make_inputs, run, cost)
+def examples(layer: Any, count: int) -> list[tuple[Any, ...]]:
+    """Return the layer's arguments for so many tokens."""
+    return [(zero_rows(layer, count, layer.local_in, layer.cfg.dtype),)]
+
+
+SPEC = LayerSpec(CASES, make_inputs, run, cost, examples=examples, eight_bits=lambda cfg: True, heavy=2)

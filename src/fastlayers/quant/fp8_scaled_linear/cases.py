@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fastlayers.quant.fp8_scaled_linear.layer import FP8ScaledLinearConfig, quantize_scaled_weight
-from fastlayers.registry.spec import Case, Cost, LayerSpec
+from fastlayers.registry.spec import Case, Cost, LayerSpec, zero_rows
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 Config = FP8ScaledLinearConfig
@@ -78,4 +78,9 @@ def cost(case: Case) -> Cost:
     return Cost(2.0 * tokens * k * n, moved, moved + 2 * tokens * (k + 4) + again)
 
 
-SPEC = LayerSpec(CASES, make_inputs, run, cost)
+def examples(layer: Any, count: int) -> list[tuple[Any, ...]]:
+    """Return the layer's arguments for so many tokens."""
+    return [(zero_rows(layer, count, layer.local_in, layer.cfg.dtype),)]
+
+
+SPEC = LayerSpec(CASES, make_inputs, run, cost, examples=examples, eight_bits=lambda cfg: True, heavy=7)

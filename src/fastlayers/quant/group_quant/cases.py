@@ -91,4 +91,4 @@ def cost(case: Case) -> Cost:
     return Cost(3.0 * elements, moved, moved)
 
 
-SPEC = LayerSpec(CASES, make_inputs, run, cost, bounds=bounds, call=call)
+SPEC = LayerSpec(CASES, make_inputs, run, cost, bounds=bounds, call=call, unknown="the width of its input")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fastlayers.quant.int8_linear.layer import Int8LinearConfig, quantize_channel_weight
-from fastlayers.registry.spec import Case, Cost, LayerSpec
+from fastlayers.registry.spec import Case, Cost, LayerSpec, zero_rows
 
 FP16, FP32 = torch.float16, torch.float32
 
@@ -65,4 +65,9 @@ def cost(case: Case) -> Cost:
     return Cost(2.0 * tokens * k * n, moved, moved + 2 * tokens * (k + 4))
 
 
-SPEC = LayerSpec(CASES, make_inputs, run, cost)
+def examples(layer: Any, count: int) -> list[tuple[Any, ...]]:
+    """Return the layer's arguments for so many tokens."""
+    return [(zero_rows(layer, count, layer.local_in, layer.cfg.dtype),)]
+
+
+SPEC = LayerSpec(CASES, make_inputs, run, cost, examples=examples, eight_bits=lambda cfg: True, heavy=6)

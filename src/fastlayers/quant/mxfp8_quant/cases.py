@@ -74,4 +74,4 @@ def cost(case: Case) -> Cost:
     return Cost(3.0 * tokens * features, moved, moved)
 
 
-SPEC = LayerSpec(CASES, make_inputs, run, cost, bounds=bounds)
+SPEC = LayerSpec(CASES, make_inputs, run, cost, bounds=bounds, unknown="the width of its input")

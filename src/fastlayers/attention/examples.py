@@ -1,0 +1,27 @@
+"""What an attention layer is called with to warm it up: both kinds of steps, for as many tokens as are asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fastlayers.errors import ArgumentError
+from fastlayers.registry.spec import place_of
+
+
+def step_examples(layer: Any, count: int) -> list[tuple[Any, ...]]:
+    """Return the layer's arguments for ``count`` requests of one token, and for one of ``count`` tokens."""
+    from fastlayers.attention.kv_cache.spec import kv_cache_spec
+    from fastlayers.attention.meta import AttentionBatch, AttentionState
+
+    positions = getattr(layer.rotary, "max_position", count)
+    if count > positions:
+        raise ArgumentError("warmup", "tokens", count, f"at most {positions} (max_position of the rotary embedding)")
+    size, device = layer.cfg.page_size, place_of(layer)
+    pages = -(-count // size)
+    cache = kv_cache_spec(layer, page_size=size, dtype=layer.cfg.kv_dtype).allocate(pages + 1, device)[0]
+    x = torch.zeros(count, layer.hidden_size, dtype=layer.cfg.dtype, device=device)
+    decode = AttentionBatch((1,) * count, (0,) * count, [[0]] * count)
+    extend = AttentionBatch((count,), (0,), [list(range(1, pages + 1))])
+    return [(x, AttentionState(count, count, pages, size, device).plan(batch), cache) for batch in (decode, extend)]
