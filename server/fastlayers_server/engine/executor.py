@@ -25,6 +25,20 @@ from fastlayers_server.engine.step import DECODES, GREEDY, LOGITS, VERIFY, SlotS
 REQUESTS = (1, 8, 32)
 
 
+class Held:
+    """Logits to draw from: whose, and where they stand among ``plan.sampled``.
+
+    Rows of the table are noted now: by the time of the draw a request may have ended, and given its slot back.
+    """
+
+    def __init__(
+        self, first: int, logits: torch.Tensor, requests: Sequence[Request], special: Special, of_chunks: bool
+    ) -> None:
+        self.first, self.logits, self.special, self.of_chunks = first, logits, special, of_chunks
+        self.rows = [request.slot - 1 for request in requests]
+        self.mode = GREEDY if _greedy(requests) else "filtered"
+
+
 class TorchStep:
     """A launched plan: tokens and log-probabilities on their way to the host."""
 
@@ -33,7 +47,7 @@ class TorchStep:
         self.rows: Pending | None = None
         self.chunks: Pending | None = None
         self.verified: Pending | None = None
-        self.held: list[tuple[str, torch.Tensor, Sequence[Request], Special]] = []  # logits to draw from
+        self.held: list[Held] = []
         self.telling: list[tuple[Telling, list[tuple[int, Request]]]] = []
         self.prompts: list[tuple[Chunk, list[Telling]]] = []
         self.told: torch.cuda.Event | None = None  # when log-probabilities have arrived
@@ -165,7 +179,7 @@ class TorchExecutor:
             special = [entry for entry in plan.special if entry[0] < place]
             if special or not _greedy(plan.rows):
                 logits = self.decoding.decode(plan.rows, plan.starts, LOGITS)
-                step.held.append(("rows", logits, plan.rows, special))
+                step.held.append(Held(0, logits, plan.rows, special, False))
             else:
                 step.rows = self._rows_out.send(self.decoding.decode(plan.rows, plan.starts, GREEDY))
         if not plan.masked:
@@ -199,23 +213,23 @@ class TorchExecutor:
         if sampling:
             kept = [index for index, chunk in enumerate(plan.chunks) if chunk.samples]
             logits = logits.index_select(0, torch.tensor(kept, device=logits.device))
-            step.held.append(("chunks", logits, [chunk.request for chunk in sampling], special))
+            requests = [chunk.request for chunk in sampling]
+            step.held.append(Held(len(plan.rows), logits, requests, special, True))
 
     @torch.inference_mode()
     def draw_held(self, step: TorchStep, masks: Any) -> None:
-        """Draw what was held back at its logits; ``masks``: rows of all that was held, in the order of the plan."""
-        place = {"rows": 0, "chunks": len(step._plan.rows)}
-        for kind, logits, requests, special in step.held:
-            mask = None if masks is None else masks[place[kind] : place[kind] + len(requests)]
-            tokens = self.special.draw(logits, requests, special, mask, GREEDY if _greedy(requests) else "filtered")
-            telling = self.special.logprobs(logits, tokens, special)
+        """Draw what was held back at its logits; ``masks``: one row for each of ``plan.sampled``."""
+        for held in step.held:
+            mask = None if masks is None else masks[held.first : held.first + len(held.rows)]
+            tokens = self.special.draw(held.logits, held.rows, held.special, mask, held.mode)
+            telling = self.special.logprobs(held.logits, tokens, held.special)
             if telling is not None:
-                asked = [(place[kind] + i, r) for i, r, _ in special if r.submit.logprobs >= 0]
+                asked = [(held.first + i, r) for i, r, _ in held.special if r.submit.logprobs >= 0]
                 step.telling.append((telling, asked))
-            if kind == "rows":
-                step.rows = self._rows_out.send(tokens)
-            else:
+            if held.of_chunks:
                 step.chunks = self._chunks_out.send(tokens)
+            else:
+                step.rows = self._rows_out.send(tokens)
         step.held.clear()
         if (step.telling or step.prompts) and self.model.device.type == "cuda":
             step.told = torch.cuda.Event()

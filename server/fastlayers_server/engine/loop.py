@@ -76,6 +76,9 @@ class Grammars(Protocol):
     def known(self, key: str) -> bool:
         """Whether a request may name it."""
 
+    def begin(self, request: Request) -> None:
+        """Prepare a request that names a grammar and was taken."""
+
     def masks(self, plan: TickPlan) -> Any:
         """Return which tokens each sampled request may draw."""
 
@@ -245,6 +248,9 @@ class Engine:
                 scheduler.outputs.append(Output(message.rid, (), "error", "invalid_grammar", told))
             else:
                 scheduler.submit(message, now)
+                taken = scheduler.live.get(message.rid)
+                if message.grammar and self.grammars is not None and taken is not None and taken.submit is message:
+                    self.grammars.begin(taken)
         elif isinstance(message, Abort):
             scheduler.abort(message.rids, now)
         elif isinstance(message, Finish):

@@ -78,16 +78,14 @@ class SpecialDraws:
             for request in [request for request in kept if request.state == ENDED]:
                 del kept[request]
 
-    def draw(
-        self, logits: torch.Tensor, requests: Sequence[Request], special: Special, mask: Any, mode: str
-    ) -> torch.Tensor:
+    def draw(self, logits: torch.Tensor, rows: Sequence[int], special: Special, mask: Any, mode: str) -> torch.Tensor:
         """Return tokens ``[rows]`` and advance the rows; ``logits`` keep their values.
 
         Parameters
         ----------
         logits : Tensor ``[rows, vocab]``
-        requests : sequence of Request
-            One a row.
+        rows : sequence of int
+            Of the table. They were noted at the launch: a request may have ended since, and given its slot back.
         special : sequence of (place, request, drawn)
         mask : Tensor int32 ``[rows, ceil(vocab / 32)]``, optional
             Which tokens a row may draw, one bit each.
@@ -96,25 +94,25 @@ class SpecialDraws:
         """
         x = logits.to(torch.float32, copy=True) if special else logits
         for place, request, drawn in special:
-            self._adjust(x[place], request, drawn)
+            self._adjust(x[place], request, rows[place], drawn)
         if mask is not None:
             from xgrammar import apply_token_bitmask_inplace
 
             apply_token_bitmask_inplace(x, mask.to(x.device, non_blocking=True))
-        rows = torch.tensor([request.slot - 1 for request in requests], device=x.device)
-        params = self.table.gather(rows)
+        at = torch.tensor(rows, device=x.device)
+        params = self.table.gather(at)
         tokens = self.sampler(x, params, mode)
-        self.table.scatter(rows, params.offset, tokens)
+        self.table.scatter(at, params.offset, tokens)
         for place, request, drawn in special:
             if _penalised(request):
-                self.history[request.slot - 1, request.prompt_len + drawn] = tokens[place]
+                self.history[rows[place], request.prompt_len + drawn] = tokens[place]
         return finite_or_minus_one(logits, tokens)
 
-    def _adjust(self, x: torch.Tensor, request: Request, drawn: int) -> None:
+    def _adjust(self, x: torch.Tensor, request: Request, row: int, drawn: int) -> None:
         """Change one row of logits in place."""
         s = request.submit.sampling
         if _penalised(request):
-            seen = self.history[request.slot - 1, : request.prompt_len + drawn].long()
+            seen = self.history[row, : request.prompt_len + drawn].long()
             said = seen[request.prompt_len :]
             values = x[seen]
             factor = torch.where(values > 0, 1.0 / s.repetition_penalty, s.repetition_penalty)

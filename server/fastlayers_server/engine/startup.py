@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 import fastlayers as fl
@@ -15,6 +16,7 @@ from fastlayers.errors import ArgumentError
 from fastlayers_server.engine.client import Parts
 from fastlayers_server.engine.config import EngineConfig, SchedulerConfig
 from fastlayers_server.engine.executor import TorchExecutor
+from fastlayers_server.engine.grammar import GrammarMasks, tokenizer_info
 from fastlayers_server.engine.protocol import EngineInfo, Sampling, Submit
 from fastlayers_server.engine.request import Chunk, Request
 from fastlayers_server.engine.scheduler import Scheduler
@@ -44,6 +46,9 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1) -> Parts:
     seconds["weights"] = time.monotonic() - begin
     phase("warmup")
     limits = scheduler_config(config, model)
+    grammars = _grammars(config, limits, model.device)
+    if grammars is not None:
+        limits = msgspec.structs.replace(limits, features=(*limits.features, "grammar"))
     begin = time.monotonic()
     if model.device.type == "cuda":
         fl.warmup(model, max_tokens=limits.max_model_len, max_batch=limits.max_running, progress=False)
@@ -73,7 +78,19 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1) -> Parts:
     )  # fmt: skip
     drafts = Speculation(config.speculative_max_k, scheduler.metrics) if speculates else None
     overlap = executor.overlaps and not config.disable_overlap_schedule
-    return Parts(scheduler, executor, info, overlap, drafts=drafts)
+    return Parts(scheduler, executor, info, overlap, grammars, drafts)
+
+
+def _grammars(config: EngineConfig, limits: SchedulerConfig, device: torch.device) -> GrammarMasks | None:
+    """Return what masks for grammars, if the model has a tokenizer."""
+    name = Path(config.model).expanduser()
+    if config.load_format == "dummy" and config.model != "tiny" and not (name / "tokenizer.json").is_file():
+        return None
+    folder = model_folder(config.model)
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    described = tokenizer_info(folder, limits.vocab_size, limits.eos_ids)
+    return GrammarMasks(described, limits.vocab_size, 2 * limits.max_running, pinned=device.type == "cuda")
 
 
 def _speculates(config: EngineConfig) -> bool:

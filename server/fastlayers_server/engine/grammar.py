@@ -1,0 +1,244 @@
+"""Structured output by xgrammar: compiled in a process that can be killed, matched and masked in the engine.
+
+front ── kind, source ─► worker ── serialised grammar ─► front ── Grammar ─► engine: one matcher a request
+
+sources ─► GrammarWorker (front)        GrammarMasks (engine): fill masks behind the tokens known, advance at commit
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import struct
+import sys
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fastlayers_server.engine.request import ENDED, Request, TickPlan
+
+KINDS = ("json_schema", "json_object", "regex", "ebnf", "structural_tag")
+START_SECONDS = 60.0  # for the worker to read the tokenizer
+WHITESPACE = 24  # characters between two tokens of JSON: enough to indent, and a model cannot lose itself in it
+SLOW_SECONDS, PATIENCE = 0.005, 3  # a row whose mask takes longer, so often, ends
+
+
+class Task(msgspec.Struct, array_like=True):
+    """What a worker is asked: a kind of :data:`KINDS`, and its source."""
+
+    kind: str
+    source: str
+
+
+class Found(msgspec.Struct, array_like=True):
+    """What a worker answers: a serialised grammar, or what is wrong with the source."""
+
+    serialized: str
+    wrong: str
+
+
+class GrammarWorker:
+    """Compiles grammars in a process of its own, one at a time, within limits; a front's, for asyncio.
+
+    Parameters
+    ----------
+    folder : Path
+        With the model's tokenizer.
+    vocab_size : int
+        Of the model, which may be larger than the tokenizer's.
+    end_ids : sequence of int
+        Tokens that may follow a finished grammar.
+    timeout : float
+        Seconds for one grammar; then the process is killed, and the next request starts another.
+    memory : int
+        Bytes that the process may take.
+    """
+
+    def __init__(
+        self, folder: Path, vocab_size: int, end_ids: Sequence[int], timeout: float = 5.0, memory: int = 4 << 30
+    ) -> None:
+        self._arguments = [str(folder), str(vocab_size), ",".join(map(str, end_ids)), str(memory)]
+        self.timeout = timeout
+        self._process: asyncio.subprocess.Process | None = None
+        self._turn = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Start the process, if it does not run, and wait until it takes sources."""
+        if self._process is not None and self._process.returncode is None:
+            return
+        pipe = asyncio.subprocess.PIPE
+        command = (sys.executable, "-m", "fastlayers_server.engine.grammar", *self._arguments)
+        self._process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=1 << 26)
+        await self._answer(START_SECONDS)
+
+    async def compile(self, kind: str, source: str) -> str:
+        """Return the serialised compiled grammar.
+
+        Raises
+        ------
+        ValueError
+            The source is no grammar, or the process ended over it; the message is for the client.
+        TimeoutError
+            Compiling took too long; the process was killed.
+        """
+        async with self._turn:
+            await self.start()
+            assert self._process is not None and self._process.stdin is not None
+            body = msgspec.msgpack.encode(Task(kind, source))
+            self._process.stdin.write(struct.pack("<I", len(body)) + body)
+            found = await self._answer(self.timeout)
+        if found.wrong:
+            raise ValueError(found.wrong)
+        return found.serialized
+
+    async def close(self) -> None:
+        """End the process."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+
+    async def _answer(self, seconds: float) -> Found:
+        assert self._process is not None and self._process.stdout is not None
+        try:
+            async with asyncio.timeout(seconds):
+                size = struct.unpack("<I", await self._process.stdout.readexactly(4))[0]
+                return msgspec.msgpack.decode(await self._process.stdout.readexactly(size), type=Found)
+        except asyncio.IncompleteReadError as error:
+            await self._process.wait()
+            raise ValueError("the grammar could not be compiled within the memory allowed") from error
+        except (TimeoutError, asyncio.CancelledError):
+            # Cancelled: the answer would be taken for that of the next source.
+            await self.close()
+            raise
+
+
+def tokenizer_info(folder: Path, vocab_size: int, end_ids: Sequence[int]) -> Any:
+    """Return xgrammar's description of a folder's tokenizer; both sides must have the same."""
+    from transformers import PreTrainedTokenizerFast
+    from xgrammar import TokenizerInfo
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    return TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=list(end_ids))
+
+
+def _compiled(compiler: Any, task: Task) -> str:
+    if task.kind == "json_schema":
+        found = compiler.compile_json_schema(task.source, max_whitespace_cnt=WHITESPACE)
+    elif task.kind == "json_object":
+        found = compiler.compile_builtin_json_grammar()
+    elif task.kind == "regex":
+        found = compiler.compile_regex(task.source)
+    elif task.kind == "ebnf":
+        found = compiler.compile_grammar(task.source)
+    elif task.kind == "structural_tag":
+        found = compiler.compile_structural_tag(task.source)
+    else:
+        raise ValueError(f"kind {task.kind!r} is not one of {', '.join(KINDS)}")
+    return str(found.serialize_json())
+
+
+def work(arguments: Sequence[str]) -> None:
+    """Answer sources from stdin on stdout until it is closed: the worker's process."""
+    from xgrammar import GrammarCompiler
+
+    folder, vocab_size, ends, memory = arguments
+    compiler = GrammarCompiler(
+        tokenizer_info(Path(folder), int(vocab_size), [int(i) for i in ends.split(",") if i]), cache_enabled=False
+    )
+    resource.setrlimit(resource.RLIMIT_DATA, (int(memory), int(memory)))
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+
+    def answer(found: Found) -> None:
+        body = msgspec.msgpack.encode(found)
+        sink.write(struct.pack("<I", len(body)) + body)
+        sink.flush()
+
+    answer(Found("", ""))
+    while header := source.read(4):
+        task = msgspec.msgpack.decode(source.read(struct.unpack("<I", header)[0]), type=Task)
+        try:
+            answer(Found(_compiled(compiler, task), ""))
+        except (RuntimeError, ValueError, TypeError) as error:
+            answer(Found("", str(error).strip().splitlines()[-1][:500] if str(error).strip() else type(error).__name__))
+
+
+class GrammarMasks:
+    """The engine's grammars, and a matcher for each request that has one.
+
+    Parameters
+    ----------
+    info
+        See :func:`tokenizer_info`.
+    vocab_size : int
+    max_rows : int
+        Rows of a tick that are drawn for.
+    pinned : bool
+        Masks travel to a GPU.
+    cache_bytes : int
+        Of compiled grammars; beyond it those used longest ago are forgotten.
+    """
+
+    def __init__(
+        self, info: Any, vocab_size: int, max_rows: int, pinned: bool = False, cache_bytes: int = 256 << 20
+    ) -> None:
+        import torch
+
+        self._info, self._cache_bytes = info, cache_bytes
+        self._grammars: OrderedDict[str, Any] = OrderedDict()
+        self._matchers: dict[Request, Any] = {}
+        self._slow: Counter[Request] = Counter()
+        self._masks = torch.full((max_rows, -(-vocab_size // 32)), -1, dtype=torch.int32, pin_memory=pinned)
+
+    def add(self, key: str, serialized: str) -> None:
+        """Keep a compiled grammar; one that cannot be read is not known, and its requests are told so."""
+        from xgrammar import CompiledGrammar
+
+        try:
+            self._grammars[key] = CompiledGrammar.deserialize_json(serialized, self._info)
+        except (RuntimeError, ValueError):
+            return
+        while len(self._grammars) > 1 and sum(g.memory_size_bytes for g in self._grammars.values()) > self._cache_bytes:
+            self._grammars.popitem(last=False)
+
+    def known(self, key: str) -> bool:
+        """Whether a request may name this grammar."""
+        if key in self._grammars:
+            self._grammars.move_to_end(key)
+        return key in self._grammars
+
+    def begin(self, request: Request) -> None:
+        """Make a request's matcher: its grammar may be forgotten while it waits."""
+        from xgrammar import GrammarMatcher
+
+        self._matchers = {r: matcher for r, matcher in self._matchers.items() if r.state != ENDED}
+        self._slow = Counter({r: count for r, count in self._slow.items() if r.state != ENDED})
+        self._matchers[request] = GrammarMatcher(self._grammars[request.submit.grammar])
+
+    def masks(self, plan: TickPlan) -> Any:
+        """Return which tokens each sampled request of a plan may draw, one bit each: int32 ``[rows, words]``."""
+        masks = self._masks[: len(plan.sampled)]
+        masks.fill_(-1)
+        for place, request, _ in plan.special:
+            if request.submit.grammar and request.state != ENDED:
+                begin = time.perf_counter()
+                self._matchers[request].fill_next_token_bitmask(masks, place)
+                self._slow[request] += time.perf_counter() - begin > SLOW_SECONDS
+        return masks
+
+    def accept(self, request: Request, tokens: Sequence[int]) -> str:
+        """Advance a request's matcher by tokens that it drew; returns what is wrong, or nothing."""
+        matcher = self._matchers[request]
+        for token in tokens:
+            if not matcher.accept_token(token):
+                return f"token {token} does not follow the grammar"
+        if self._slow[request] > PATIENCE:
+            return f"the grammar's masks take longer than {1e3 * SLOW_SECONDS:g} ms a token"
+        return ""
+
+
+if __name__ == "__main__":
+    work(sys.argv[1:])

@@ -1,0 +1,123 @@
+"""Structured output: compiled in a process that is killed when it takes too long, and tokens that follow."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastlayers_server.engine.grammar import GrammarMasks, GrammarWorker, tokenizer_info
+from fastlayers_server.engine.protocol import Grammar, Sampling
+
+sys.path.insert(0, str(Path(__file__).parent))
+from serving import TINY, Bench, make_model, plain, prompts
+
+SCHEMA = {
+    "type": "object", "required": ["name", "age"], "additionalProperties": False,
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+}  # fmt: skip
+SOURCES = {
+    "schema": ("json_schema", json.dumps(SCHEMA)),
+    "choice": ("regex", "(cat|dog) (sat|ran)"),
+    "ebnf": ("ebnf", 'root ::= "a" [bc]{2,3} "d"'),
+    "tag": ("structural_tag", json.dumps(
+        {"type": "structural_tag", "format": {"type": "sequence", "elements": [
+            {"type": "const_string", "value": "Name: "}, {"type": "regex", "pattern": "[a-z]{3}"}]}})),
+}  # fmt: skip
+BOMB = "(" * 60 + "a" + "{1,9})" * 60
+
+
+async def compiled() -> tuple[dict[str, str], dict[str, Any]]:
+    worker = GrammarWorker(TINY, 512, [1], timeout=20.0)
+    found = {name: await worker.compile(*source) for name, source in SOURCES.items()}
+    wrong: dict[str, Any] = {}
+    for name, source in {
+        "regex": ("regex", "(a"),
+        "schema": ("json_schema", '{"type": "nothing"}'),
+        "kind": ("x", ""),
+    }.items():
+        with pytest.raises(ValueError) as caught:
+            await worker.compile(*source)
+        wrong[name] = str(caught.value)
+    assert worker._process is not None
+    before = worker._process.pid
+    again = await worker.compile(*SOURCES["choice"])
+    assert again == found["choice"] and worker._process.pid == before
+    worker.timeout = 0.0001
+    with pytest.raises(TimeoutError):
+        await worker.compile("regex", BOMB)
+    with pytest.raises(ProcessLookupError):
+        os.kill(before, 0)
+    worker.timeout = 20.0
+    assert await worker.compile(*SOURCES["choice"]) == found["choice"]
+    await worker.close()
+    return found, wrong
+
+
+@pytest.fixture(scope="module")
+def grammars() -> tuple[dict[str, str], dict[str, Any]]:
+    return asyncio.run(compiled())
+
+
+def test_the_worker_compiles_refuses_and_is_killed(grammars: Any) -> None:
+    found, wrong = grammars
+    assert all(json.loads(serialized) for serialized in found.values())
+    assert all(wrong.values()) and "json_schema, json_object" in wrong["kind"]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return make_model("deepseek")
+
+
+def bench(model: Any, overlap: bool) -> Bench:
+    masks = GrammarMasks(tokenizer_info(TINY, 512, (1,)), 512, 32)
+    return Bench(model, overlap=overlap, captured=overlap, grammars=masks, features=("grammar", "logprobs"))
+
+
+def test_answers_follow_their_grammars_beside_free_text(model: Any, grammars: Any) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer, told = PreTrainedTokenizerFast.from_pretrained(TINY), []
+    rows = prompts(4)
+    for overlap in (False, True):
+        served = bench(model, overlap)
+        for name, serialized in grammars[0].items():
+            served.engine.post(Grammar(name, serialized))
+        rids = {
+            (name, seed): served.submit([5, 6, 7], 240, Sampling(1.0, seed=seed), grammar=name, ignore_eos=False)
+            for name in grammars[0]
+            for seed in (0, 1)
+        }
+        free = [served.submit(row, 10) for row in rows]
+        served.run()
+        assert [served.ids(rid) for rid in free] == plain(model, rows, 10)
+        texts = {key: tokenizer.decode(served.ids(rid), skip_special_tokens=True) for key, rid in rids.items()}
+        assert {served.last(rid).finish for rid in rids.values()} == {"stop"}, texts
+        for seed in (0, 1):
+            person = json.loads(texts["schema", seed])
+            assert set(person) == {"name", "age"} and 0 <= person["age"] <= 99
+            assert re.fullmatch("(cat|dog) (sat|ran)", texts["choice", seed])
+            assert re.fullmatch("a[bc]{2,3}d", texts["ebnf", seed])
+            assert re.fullmatch("Name: [a-z]{3}", texts["tag", seed])
+        told.append(texts)
+    assert told[0] == told[1]
+
+
+def test_what_is_wrong_ends_that_request_alone(model: Any, grammars: Any) -> None:
+    served = bench(model, True)
+    served.engine.post(Grammar("broken", "{}"))
+    served.engine.post(Grammar("choice", grammars[0]["choice"]))
+    unknown = served.submit([5], 4, grammar="broken", ignore_eos=False)
+    both = served.submit([5], 4, grammar="choice", ignore_eos=True)
+    good = served.submit([5], 30, grammar="choice", ignore_eos=False)
+    served.run()
+    assert [served.last(rid).code for rid in (unknown, both)] == ["invalid_grammar", "invalid_prompt"]
+    assert served.last(good).finish == "stop"
+    assert not served.engine.grammars.known("broken")  # type: ignore[union-attr]
