@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
 from transformers.modeling_layers import MtpModel
 
-from fastlayers_models import tasks
+from fastlayers_server import tasks
 
 STORY_SEED = 30_000
 

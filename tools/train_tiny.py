@@ -40,7 +40,7 @@ from tiny.text import (
 from tokenizers import Tokenizer
 from torch import nn
 
-from fastlayers_models import tasks
+from fastlayers_server import tasks
 
 FAMILIES: dict[str, type[Trainee]] = {
     "deepseek_v3": DeepseekV3Trainee,

@@ -16,8 +16,7 @@ import torch
 from fastlayers.errors import ArgumentError, CheckpointError, UnknownModelError, check_choice
 from fastlayers_models.blocks import CausalLM
 from fastlayers_models.check_quantization import check_quantization
-from fastlayers_models.checkpoint import Checkpoint
-from fastlayers_models.shard_writer import STATE
+from fastlayers_models.checkpoint import UNFINISHED, Checkpoint
 
 _DEEPSEEK = "fastlayers_models.deepseek:DeepseekForCausalLM"
 _QWEN = "fastlayers_models.qwen:QwenForCausalLM"
@@ -205,7 +204,7 @@ def _other_directory(folder: Path) -> str:
             base = None
         merge = f" of {base}" if base else ""
         return f"an adapter{merge} (adapter_config.json), which must be merged into its base model first"
-    if (folder / STATE).is_file():
+    if (folder / UNFINISHED).is_file():
         return "an unfinished conversion without config.json (the same `fastlayers convert` again takes it up)"
     if any(folder.glob("*.gguf")):
         return "a directory of GGUF files without config.json"

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from fastlayers.errors import ArgumentError, check_choice
 from fastlayers_models.checkpoint import Checkpoint, collapsed
 from fastlayers_models.convert import FORMATS, convert_checkpoint, dequantize_checkpoint
-from fastlayers_models.convert_readme import WHY
+from fastlayers_models.convert.readme import WHY
 
 DEQUANTISED = "bf16"
 # How many modules of a reason the text shows before it counts the rest.

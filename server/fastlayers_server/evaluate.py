@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 import fastlayers
 from fastlayers.errors import ArgumentError, CheckpointError, FastlayersError
-from fastlayers_models.tasks import Problem, held_out_problems, stories
+from fastlayers_server.tasks import Problem, held_out_problems, stories
 from fastlayers_server.variants import Runner, Variant
 
 BATCH = 50

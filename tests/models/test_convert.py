@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 from fastlayers.errors import ArgumentError, CheckpointError
 from fastlayers.quant import notice
 from fastlayers.quant.fp8_scaled_linear.layer import quantize_scaled_weight
-from fastlayers_models import AutoModel, tasks
+from fastlayers_models import AutoModel
+from fastlayers_models.checkpoint import UNFINISHED
 from fastlayers_models.convert import Conversion, convert_checkpoint, dequantize_checkpoint, quantisable
-from fastlayers_models.shard_writer import STATE
+from fastlayers_server import tasks
 from fastlayers_server.cli import app
 from fastlayers_server.evaluate import chat_ids
 from fastlayers_server.variants import FastlayersRunner, HuggingFaceRunner
@@ -265,7 +266,7 @@ def test_only_the_same_conversion_is_taken_up(tmp_path: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:-1] + b"\x01")
     with pytest.raises(ArgumentError, match="changed source"):
         convert_checkpoint(source, target, "int8")
-    (target / STATE).write_text("{")
+    (target / UNFINISHED).write_text("{")
     with pytest.raises(ArgumentError, match="damaged"):
         convert_checkpoint(source, target, "int8")
     with pytest.raises(ArgumentError, match="format is 'int4'"):

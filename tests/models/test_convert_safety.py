@@ -14,9 +14,9 @@ import torch
 
 from fastlayers.errors import ArgumentError, CheckpointError
 from fastlayers_models import AutoModel
-from fastlayers_models.checkpoint import Checkpoint, collapsed
+from fastlayers_models.checkpoint import UNFINISHED, Checkpoint, collapsed
 from fastlayers_models.convert import convert_checkpoint, dequantize_checkpoint
-from fastlayers_models.shard_writer import LOCK, STATE
+from fastlayers_models.convert.shard_writer import LOCK
 from fastlayers_server.variants import FastlayersRunner
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -34,7 +34,7 @@ def test_a_shard_of_the_right_size_with_other_bytes_is_made_again(tmp_path: Path
     first, second = sorted(target.glob("*.safetensors"))
     good = first.read_bytes()
     first.write_bytes(good[:-100] + bytes(byte ^ 1 for byte in good[-100:]))
-    state = json.loads((target / STATE).read_text())
+    state = json.loads((target / UNFINISHED).read_text())
     assert len(state["finished"][second.name]["sha256"]) == 64
     assert convert_checkpoint(source, target, "int8").resumed == 1
     assert first.read_bytes() == good
@@ -43,7 +43,7 @@ def test_a_shard_of_the_right_size_with_other_bytes_is_made_again(tmp_path: Path
 HOLD = """
 import sys
 from fastlayers_models.checkpoint import Checkpoint
-from fastlayers_models.shard_writer import ShardWriter
+from fastlayers_models.convert.shard_writer import ShardWriter
 with ShardWriter(Checkpoint(sys.argv[1]), sys.argv[2], "int8").held():
     print("held", flush=True)
     sys.stdin.read()

@@ -14,7 +14,7 @@ from fastlayers.attention.meta import AttentionBatch, AttentionState, whole_page
 from fastlayers_models.convert import convert_to_fp8_block
 from fastlayers_models.deepseek import DeepseekForCausalLM
 from fastlayers_models.generate import Generator
-from fastlayers_models.tasks import held_out_problems
+from fastlayers_server.tasks import held_out_problems
 
 pytestmark = pytest.mark.gpu
 TINY = Path(fastlayers_models.__file__).parent / "assets" / "tiny_deepseek_v3"

@@ -16,10 +16,10 @@ from fastlayers.errors import ArgumentError
 from fastlayers.linear.dense.layer import Linear
 from fastlayers.moe.fused_moe.layer import FusedMoE
 from fastlayers.quant.fp8_linear.layer import FP8BlockLinear
-from fastlayers_models import tasks
 from fastlayers_models.convert import KEPT, convert_to_fp8_block, dequantize_checkpoint, quantisable, ragged
 from fastlayers_models.deepseek import DeepseekForCausalLM
 from fastlayers_models.generate import Generator
+from fastlayers_server import tasks
 
 sys.path.insert(0, str(Path(__file__).parent))
 from checkpoint_tools import SHIPPED, Feeder, rewrite, tensors_of

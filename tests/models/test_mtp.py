@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from fastlayers.errors import ArgumentError, CheckpointError
-from fastlayers_models import tasks
 from fastlayers_models.deepseek import DeepseekForCausalLM
+from fastlayers_server import tasks
 
 sys.path.insert(0, str(Path(__file__).parent))
 from checkpoint_tools import SHIPPED, Feeder, per_row_error, rewrite, with_mtp

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fastlayers_models
-from fastlayers_models import tasks
+from fastlayers_server import tasks
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastlayers_models import tasks
+from fastlayers_server import tasks
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors")

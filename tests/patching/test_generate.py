@@ -146,7 +146,7 @@ def test_logits_of_every_step(models: Callable[[str], Any], name: str) -> None:
 def test_use_mtp_generates_the_same() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from fastlayers_models.tasks import iter_story_chats
+    from fastlayers_server.tasks import iter_story_chats
 
     model: Any = AutoModelForCausalLM.from_pretrained(SHIPPED, dtype=torch.float32).eval()
     model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{model.config.num_hidden_layers}\..*"]

@@ -14,7 +14,7 @@ import fastlayers as fl
 import fastlayers_models
 from fastlayers.patching import decode
 from fastlayers_models.convert import convert_to_fp8_block
-from fastlayers_models.tasks import held_out_problems, long_prompt
+from fastlayers_server.tasks import held_out_problems, long_prompt
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny import CONFIGS, GQA, build, prompt

@@ -15,7 +15,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 
-from fastlayers_models import tasks
+from fastlayers_server import tasks
 
 VOCABULARY, CONTEXT = 512, 4096
 BOS, EOS, PAD, USER, ASSISTANT = range(5)

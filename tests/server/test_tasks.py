@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from fastlayers_models import tasks
+from fastlayers_server import tasks
 
 
 def solve(problem: tasks.Problem) -> str:

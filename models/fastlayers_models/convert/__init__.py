@@ -36,8 +36,8 @@ from fastlayers.quant.mxfp4.codes import dequantize_mxfp4
 from fastlayers.quant.spec import QuantSpec
 from fastlayers_models.check_quantization import check_quantization
 from fastlayers_models.checkpoint import Checkpoint
-from fastlayers_models.convert_readme import dequantised_readme, quantised_readme
-from fastlayers_models.shard_writer import ShardWriter, Tensors
+from fastlayers_models.convert.readme import dequantised_readme, quantised_readme
+from fastlayers_models.convert.shard_writer import ShardWriter, Tensors
 
 BLOCK = 128
 FORMATS = ("fp8-block", "int8")

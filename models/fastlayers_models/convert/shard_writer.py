@@ -21,13 +21,12 @@ import torch
 from safetensors.torch import save_file
 
 from fastlayers.errors import ArgumentError
-from fastlayers_models.checkpoint import INDEX, SINGLE, Checkpoint
-from fastlayers_models.convert_readme import ORIGINAL, originals_readme
+from fastlayers_models.checkpoint import INDEX, SINGLE, UNFINISHED, Checkpoint
+from fastlayers_models.convert.readme import ORIGINAL, originals_readme
 
 Tensors = dict[str, torch.Tensor]
 # Returns what is written for one tensor of the source, and notes that are kept across interruptions.
 Handler = Callable[[str], tuple[Tensors, dict[str, str]]]
-STATE = "conversion_state.json"
 LOCK = "conversion.lock"
 PARTIAL = ".partial"
 # Weights in other formats are not copied: they would contradict the new ones.
@@ -106,14 +105,14 @@ class ShardWriter:
 
     def _noted(self) -> dict[str, Any]:
         """Return what an interrupted run says it has finished."""
-        state_file = self.target / STATE
+        state_file = self.target / UNFINISHED
         if state_file.is_file():
             try:
                 state = dict(json.loads(state_file.read_text()))
                 finished = dict(state["finished"])
             except (ValueError, KeyError, TypeError) as error:
                 raise ArgumentError(
-                    "convert", "target", f"{self.target}, whose {STATE} is damaged ({error})", _NEW
+                    "convert", "target", f"{self.target}, whose {UNFINISHED} is damaged ({error})", _NEW
                 ) from error
             for key, words in (("purpose", "to another format"), ("source", "of another or a changed source")):
                 if state.get(key) != self._identity[key]:
@@ -179,7 +178,7 @@ class ShardWriter:
             weights = file.suffix in _OTHER_WEIGHTS or file.name.endswith(
                 (".safetensors.index.json", ".bin.index.json")
             )
-            other = file.name in ("config.json", STATE, LOCK) or file.name.lower() == "readme.md"
+            other = file.name in ("config.json", UNFINISHED, LOCK) or file.name.lower() == "readme.md"
             if file.is_file() and not weights and not other:
                 shutil.copyfile(file, self.target / file.name)
         if described is not None:
@@ -190,10 +189,10 @@ class ShardWriter:
             index = {"metadata": {"total_size": self.bytes_after}, "weight_map": dict(sorted(weight_map.items()))}
             _write_atomically(self.target / INDEX, json.dumps(index, indent=2))
         _write_atomically(self.target / "config.json", json.dumps(config, indent=2) + "\n")
-        (self.target / STATE).unlink()
+        (self.target / UNFINISHED).unlink()
 
     def _save_state(self) -> None:
-        _write_atomically(self.target / STATE, json.dumps(self._identity | {"finished": self._finished}))
+        _write_atomically(self.target / UNFINISHED, json.dumps(self._identity | {"finished": self._finished}))
 
 
 _NEW = "a new or empty directory, or one that an interrupted run of the same conversion left"
