@@ -19,7 +19,7 @@ from fastlayers_server.engine.config import SchedulerConfig
 from fastlayers_server.engine.protocol import TokenLogprobs
 from fastlayers_server.engine.request import Chunk, Request, TickPlan, TickResult
 from fastlayers_server.engine.special import Special, SpecialDraws, Telling
-from fastlayers_server.engine.step import DECODES, GREEDY, LOGITS, VERIFY, SlotStep, prompt_logprobs_wanted
+from fastlayers_server.engine.step import DECODES, GREEDY, LOGITS, VERIFY, SlotStep, on_device, prompt_logprobs_wanted
 
 # Requests of a captured extend. Few sizes: padding requests costs little, and each is a graph for every token count.
 REQUESTS = (1, 8, 32)
@@ -137,7 +137,7 @@ class TorchExecutor:
         if self.decoding.graphs is not None:
             shared = (self.decoding.graphs,)
         self.extending = step(tokens)
-        self.extending.table = self.decoding.table
+        self.extending.table, self.extending.weights = self.decoding.table, self.decoding.weights
         self.special = SpecialDraws(sampler, self.decoding.table, config.max_model_len)
         # Two ticks are in flight at most, and each of these has room for four.
         self._rows_out, self._chunks_out = Outbox(running, device), Outbox(running, device)
@@ -155,7 +155,7 @@ class TorchExecutor:
     def launch(self, plan: TickPlan) -> TorchStep:
         """Begin a plan's work, see :class:`fastlayers_server.engine.loop.Executor`."""
         if plan.poisoned:
-            pages = torch.tensor(plan.poisoned, device=self.model.device)
+            pages = on_device(plan.poisoned, self.model.device)
             for cache in self.caches:
                 cache.keys.index_fill_(0, pages, 0)
                 if cache.values is not None:
@@ -212,7 +212,7 @@ class TorchExecutor:
             first += len(chunk.ids)
         if sampling:
             kept = [index for index, chunk in enumerate(plan.chunks) if chunk.samples]
-            logits = logits.index_select(0, torch.tensor(kept, device=logits.device))
+            logits = logits.index_select(0, on_device(kept, logits.device))
             requests = [chunk.request for chunk in sampling]
             step.held.append(Held(len(plan.rows), logits, requests, special, True))
 

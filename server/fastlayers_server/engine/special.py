@@ -17,7 +17,7 @@ from fastlayers.sampler.layer import Sampler
 from fastlayers_models.rows import RowTable
 from fastlayers_server.engine.protocol import TokenLogprobs
 from fastlayers_server.engine.request import ENDED, Request
-from fastlayers_server.engine.step import finite_or_minus_one
+from fastlayers_server.engine.step import finite_or_minus_one, on_device
 
 # (place among the rows, request, tokens drawn before)
 Special = Sequence[tuple[int, Request, int]]
@@ -63,14 +63,13 @@ class SpecialDraws:
         """Bring what a request's draws will need to the device."""
         s, device = request.submit.sampling, self.table.device
         if _penalised(request):
-            self.history[request.slot - 1, : len(request.tokens)] = torch.tensor(
-                request.tokens, dtype=torch.int32, device=device
-            )
+            known = on_device(request.tokens, device, torch.int32)
+            self.history[request.slot - 1, : len(request.tokens)] = known
         if s.logit_bias:
             ids, values = zip(*s.logit_bias, strict=True)
-            self._bias[request] = (torch.tensor(ids, device=device), torch.tensor(values, device=device))
+            self._bias[request] = (on_device(ids, device), on_device(values, device, torch.float32))
         if request.submit.min_new_tokens:
-            self._ends[request] = torch.tensor(sorted(request.ends), dtype=torch.int64, device=device)
+            self._ends[request] = on_device(sorted(request.ends), device)
 
     def sweep(self) -> None:
         """Let go of requests that ended."""
@@ -99,7 +98,7 @@ class SpecialDraws:
             from xgrammar import apply_token_bitmask_inplace
 
             apply_token_bitmask_inplace(x, mask.to(x.device, non_blocking=True))
-        at = torch.tensor(rows, device=x.device)
+        at = on_device(rows, x.device)
         params = self.table.gather(at)
         tokens = self.sampler(x, params, mode)
         self.table.scatter(at, params.offset, tokens)
@@ -130,7 +129,7 @@ class SpecialDraws:
         asked = [(place, request) for place, request, _ in special if request.submit.logprobs >= 0]
         if not asked:
             return None
-        places = torch.tensor([place for place, _ in asked], device=logits.device)
+        places = on_device([place for place, _ in asked], logits.device)
         top = max(request.submit.logprobs for _, request in asked)
         chosen = tokens.index_select(0, places).clamp(min=0)
         return Telling(*self.sampler.logprobs(logits.index_select(0, places), chosen, top))
@@ -139,7 +138,7 @@ class SpecialDraws:
         """Start telling the log-probability of each of ``ids``, which follow the tokens of ``hidden``'s rows."""
         found = []
         for first in range(0, len(ids), SLICE):
-            wanted = torch.tensor(ids[first : first + SLICE], device=hidden.device)
+            wanted = on_device(ids[first : first + SLICE], hidden.device)
             logits = model.compute_logits(hidden[first : first + wanted.shape[0]])
             found.append(Telling(*self.sampler.logprobs(logits, wanted, top)))
         return found

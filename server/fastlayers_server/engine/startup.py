@@ -182,6 +182,8 @@ def measure(executor: TorchExecutor, scheduler: Scheduler) -> tuple[dict[int, fl
         rows, starts = [_nobodys(config, 1)] * size, [min(1024, config.max_model_len // 2)] * size
         rows[0].pages = [0] * -(-config.max_model_len // config.page_size)
         decodes[size] = _seconds(lambda rows=rows, starts=starts: executor.decoding.decode(rows, starts, GREEDY))  # type: ignore[misc]
+    executor.extending.uncaptured.clear()
+    executor.decoding.uncaptured.clear()
     return extends, decodes
 
 

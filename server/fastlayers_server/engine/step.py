@@ -32,6 +32,12 @@ def finite_or_minus_one(logits: torch.Tensor, drawn: torch.Tensor) -> torch.Tens
     return torch.where(torch.isfinite(logits.amax(-1)), drawn, -1)
 
 
+def on_device(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """Return numbers as a tensor there; the host does not wait for what runs."""
+    pinned = device.type == "cuda"
+    return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)
+
+
 class Staging:
     """Integers for the device: a ring of pinned buffers, copied without waiting; sent again only if they changed."""
 
@@ -62,6 +68,8 @@ class SlotStep(ModelStep):
     def __init__(self, *args: Any, verify_tokens: int = 0, **options: Any) -> None:
         super().__init__(*args, **options)
         self.nobody = self.max_batch
+        # Of captured steps that end there: one buffer for all graphs, so that none keeps its own.
+        self._logits: torch.Tensor | None = None
         # How many rows are real, and the row of each.
         self._decode_in = Staging(1 + self.max_batch, self.model.device)
         self._decode_in.send([0] + [self.nobody] * self.max_batch)
@@ -143,7 +151,7 @@ class SlotStep(ModelStep):
         valid = self.count if meta.bucket is not None and size > 1 else None
         logits: torch.Tensor = self.model.compute_logits(self.model(ids, meta, self.caches, valid=valid))
         if mode == LOGITS:
-            return logits
+            return logits if meta.bucket is None else self._kept(logits)
         params = self.table.gather(rows)
         drawn = self.sampler(logits, params, mode)
         self.table.scatter(rows, params.offset, drawn)
@@ -163,7 +171,12 @@ class SlotStep(ModelStep):
             return self._verify(hidden)
         last: torch.Tensor = hidden.index_select(0, self.inputs.last[: meta.num_requests])
         logits: torch.Tensor = self.model.compute_logits(last)
-        return logits
+        return logits if meta.bucket is None else self._kept(logits)
+
+    def _kept(self, logits: torch.Tensor) -> torch.Tensor:
+        if self._logits is None:  # in the runs before the first capture
+            self._logits = torch.empty(self.max_batch, *logits.shape[1:], dtype=logits.dtype, device=logits.device)
+        return self._logits[: logits.shape[0]].copy_(logits)
 
     def _verify(self, hidden: torch.Tensor) -> torch.Tensor:
         """Draw at every place as if all drafts before it were right, and keep each row's draw behind its right ones.
