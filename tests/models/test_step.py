@@ -42,11 +42,11 @@ GREEDY = SamplingParams(temperature=0.0)
 DRAWN = SamplingParams(temperature=0.9, top_k=20, top_p=0.9)
 
 
-def make(family: str) -> Any:
+def make(family: str, device: str = "cpu") -> Any:
     if family == "deepseek":
-        return DeepseekForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+        return DeepseekForCausalLM.from_pretrained(TINY, dtype=torch.float32, device=device)
     cls, config, hf = FAMILIES[family]
-    model = cls(config.from_hf(hf), device="cpu", dtype=torch.float32, page_size=16)
+    model = cls(config.from_hf(hf), device=device, dtype=torch.float32, page_size=16)
     random = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=random) * 0.3)
@@ -72,7 +72,8 @@ class Requests:
             if cache.values is not None and cache.values.numel():
                 cache.values.fill_(float("nan"))
         state = AttentionState(rows, 256, self.pages_each, model.page_size, model.device)
-        self.graphs = CudaGraphs(runtime=EagerRuntime(), freeze=False) if captured else None
+        runtime = EagerRuntime() if model.device.type == "cpu" else None
+        self.graphs = CudaGraphs(runtime=runtime, freeze=False) if captured else None
         self.step = ModelStep(
             model, self.caches, state, Sampler(model.config.vocab_size, device=model.device), self.pages,
             cuda_graph="auto" if captured else False, graphs=self.graphs, **options,
@@ -122,6 +123,18 @@ def test_captured_mixtures_draw_the_tokens_of_uncaptured_ones(model: Any, params
     keys: Any = served.graphs.keys
     assert {key.kind for key in keys} == {"extend"} and served.graphs.replays == len(wanted)
     assert len({key.requests for key in keys}) > 1 and len({key.tokens for key in keys}) > 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", [*FAMILIES, "deepseek"])
+def test_gpu_captured_mixtures_draw_the_tokens_of_uncaptured_ones(family: str) -> None:
+    model = make(family, "cuda")
+    for params in ([GREEDY] * 5, [GREEDY, DRAWN, GREEDY, DRAWN, DRAWN]):
+        with torch.inference_mode():
+            wanted, _ = trace(model, False, params)
+            got, served = trace(model, True, params)
+        assert got == wanted and served.graphs is not None and served.graphs.replays == len(wanted)
+        assert sum(record.bytes for record in served.graphs.ledger) > 0
 
 
 def test_bucket_edges_and_chunks_that_draw_nothing(model: Any) -> None:

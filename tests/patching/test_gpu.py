@@ -180,3 +180,17 @@ def test_a_trained_model_answers_in_graphs() -> None:
     texts = tokenizer.batch_decode(answer(model, ids, mask, 16), skip_special_tokens=True)
     assert sum(text.strip() == p.answer for text, p in zip(texts, problems, strict=True)) >= 38
     assert report.hits()["cuda_graph"] > 3
+
+
+@pytest.mark.parametrize("name", [*GQA, "v2", "v3"])
+def test_prompts_are_replayed_with_stock_tokens(name: str) -> None:
+    model = build(name, torch.float32).to("cuda")
+    cases = [prompt(1, 40), prompt(3, 40, pads=(0, 6, 3)), prompt(1, 17, seed=2), prompt(2, 64, seed=3)]
+    inputs = [{key: value.cuda() for key, value in case.items()} for case in cases]
+    stock = [answer(model, case["input_ids"], case["attention_mask"], 8) for case in inputs]
+    fl.patch(model, cuda_graph=True)
+    for _ in range(3):
+        for case, wanted in zip(inputs, stock, strict=True):
+            assert torch.equal(answer(model, case["input_ids"], case["attention_mask"], 8), wanted)
+    driver = decode.driver_of(model)
+    assert driver is not None and int(driver.prefills) == 8, driver.report()
