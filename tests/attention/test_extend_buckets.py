@@ -24,13 +24,13 @@ MIXTURES = [
 
 
 def steps(
-    new: tuple[int, ...], cached: tuple[int, ...], bucket: ExtendBucket, starts: tuple[int, ...] = ()
+    new: tuple[int, ...], cached: tuple[int, ...], bucket: ExtendBucket, starts: tuple[int, ...] = (), pages: int = 4
 ) -> tuple[AttentionMeta, AttentionMeta]:
     """Return the step as it is, and padded; as a captured graph knows it, without a batch on the host."""
     table = whole_pages([a + b for a, b in zip(new, cached, strict=True)], PAGE)
     batch = AttentionBatch(new, cached, table, starts)
-    plain = AttentionState(4, 64, 4, PAGE).plan(batch)
-    state = AttentionState(4, 64, 4, PAGE)
+    plain = AttentionState(4, 64, pages, PAGE).plan(batch)
+    state = AttentionState(4, 64, pages, PAGE)
     captured = state.plan(AttentionBatch((), (), []), bucket=bucket)
     state.plan(batch, bucket=bucket)
     return plain, captured
@@ -53,7 +53,7 @@ def test_gqa(backend: str, extras: dict[str, Any], new: Any, cached: Any, bucket
 def check_gqa(cfg: GQAConfig, backend: str, metas: tuple[AttentionMeta, AttentionMeta]) -> None:
     plain, captured = metas
     random = torch.Generator().manual_seed(0)
-    caches = [torch.randn(18, PAGE, 2, 16, generator=random) for _ in range(2)]
+    caches = [torch.randn(40, PAGE, 2, 16, generator=random) for _ in range(2)]
     for cache in caches:
         cache[0] = torch.nan  # where padding is written
     q = torch.randn(captured.num_tokens, 4, 16, generator=random)
@@ -64,6 +64,17 @@ def check_gqa(cfg: GQAConfig, backend: str, metas: tuple[AttentionMeta, Attentio
     core = GQA.choose(captured_cfg, "cpu", backend).build().pick(1)
     got, _ = core(q, *caches, captured, sinks)
     assert got.shape == q.shape and close(got, wanted)
+
+
+@pytest.mark.parametrize("extras", [{}, dict(window=300, sinks=True)], ids=["plain", "sinks"])
+@pytest.mark.parametrize("bucket", [ExtendBucket(16, 1), ExtendBucket(16, 3)])
+def test_gqa_of_few_keys_where_the_bounds_allow_many(extras: dict[str, Any], bucket: ExtendBucket) -> None:
+    """Keys are split for the capacity: most splits are empty, and what they do not write is not read."""
+    cfg = GQAConfig(
+        4, 2, 16, 0.25, page_size=PAGE, dtype=torch.float32, kv_dtype=torch.float32, phase="extend", **extras
+    )
+    new, cached = ((5,), (310,)) if bucket.requests == 1 else ((4, 2), (520, 5))
+    check_gqa(cfg, "triton", steps(new, cached, bucket, pages=64))
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

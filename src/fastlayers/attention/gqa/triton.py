@@ -27,15 +27,16 @@ from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release
 # Two programs a multiprocessor of a large GPU; a constant, so that results do not depend on the GPU.
 TARGET_PROGRAMS = 264
 MIN_SPLIT, MAX_SPLITS = 256, 64
+LEAST_PART = tl.constexpr(MIN_SPLIT)
 
 
-@kernel
+@kernel(do_not_specialize=("requests",))
 def _gqa_kernel(
     q_ptr, k_ptr, v_ptr, sinks_ptr, o_ptr, lse_ptr, table_ptr, lens_ptr, starts_ptr, cu_ptr,
-    q_token, q_head, table_row, scale, softcap,
+    q_token, q_head, table_row, scale, softcap, requests,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # Long tiles (late rows see more keys) start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -44,6 +45,17 @@ def _gqa_kernel(
     GROUP: tl.constexpr = HEADS // KV_HEADS
     await_inputs(PDL)
     release_dependents(PDL)
+    if BLOCK_B > 0:
+        # The tiles of all requests lie one behind the other: of which request is this one, and which of its tiles?
+        each = tl.arange(0, BLOCK_B)
+        begin = tl.load(cu_ptr + each, mask=each < requests, other=0)
+        end = tl.load(cu_ptr + each + 1, mask=each < requests, other=0)
+        tiles = tl.cdiv((end - begin) * GROUP, BLOCK_M)
+        earlier = tl.cumsum(tiles, axis=0) <= tile
+        if tl.sum(tiles, axis=0) <= tile:
+            return
+        request = tl.sum(earlier.to(tl.int32), axis=0).to(tl.int64)
+        tile = tile - tl.sum(tl.where(earlier, tiles, 0), axis=0)
     first_token = tl.load(cu_ptr + request)
     queries = tl.load(cu_ptr + request + 1) - first_token
     if tile * BLOCK_M >= queries * GROUP:
@@ -70,6 +82,9 @@ def _gqa_kernel(
         all_from = tl.maximum(all_from, last_at - WINDOW + 1)
     low = low // BLOCK_N * BLOCK_N
     part = tl.cdiv(tl.cdiv(tl.maximum(last_at + 1 - low, 0), BLOCK_N), SPLITS) * BLOCK_N
+    if SPLITS > 1:
+        # Of few keys, which a bucket's bounds do not know of, the first splits take all: the others write no output.
+        part = tl.maximum(part, LEAST_PART)
     low = low + split * part
     high = tl.minimum(last_at + 1, low + part)
     # Keys that every row sees, in whole blocks: [whole, whole_end). They come first; then what is left and right.
@@ -100,6 +115,8 @@ def _gqa_kernel(
     # [T, Hq, SPLITS]: with one split this is the result itself.
     target = (token * HEADS + head) * SPLITS + split
     tl.store(lse_ptr + target, lse, mask=inside)
+    if SPLITS > 1:
+        inside = inside & some
     tl.store(
         o_ptr + target[:, None] * HEAD_DIM + column[None, :], cast(o, o_ptr.dtype.element_ty),
         mask=inside[:, None] & wide[None, :],
@@ -131,7 +148,8 @@ def _reduce_kernel(
     divisor = tl.where(some, total, 1.0)
     part = tl.load(
         part_ptr + (row * SPLITS + split[:, None]) * HEAD_DIM + column[None, :],
-        mask=(split < SPLITS)[:, None] & (column < HEAD_DIM)[None, :], other=0.0,
+        # A split that saw nothing wrote nothing.
+        mask=(part_lse > -float("inf"))[:, None] & (column < HEAD_DIM)[None, :], other=0.0,
     )  # fmt: skip
     o = tl.sum(part * weight[:, None], axis=0) / divisor
     tl.store(lse_ptr + row, tl.where(some, shift + tl.log(divisor), -float("inf")))
@@ -170,7 +188,7 @@ def _fake(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sinks: torch.Tensor | None,
     page_table: torch.Tensor, seq_lens: torch.Tensor, starts: torch.Tensor, cu_seqlens_q: torch.Tensor,
     page_size: int, max_query_len: int, max_seq_len: int, scale: float, window: int, softcap: float,
-    block_m: int, block_n: int, warps: int, stages: int,
+    packed: bool, block_m: int, block_n: int, warps: int, stages: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
@@ -178,34 +196,38 @@ def _fake(
 @operator(
     "gqa(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? sinks, Tensor page_table, Tensor seq_lens, "
     "Tensor starts, Tensor cu_seqlens_q, int page_size, int max_query_len, int max_seq_len, float scale, "
-    "int window, float softcap, int block_m, int block_n, int warps, int stages) -> (Tensor, Tensor)",
+    "int window, float softcap, bool packed, int block_m, int block_n, int warps, int stages) -> (Tensor, Tensor)",
     _fake,
 )
 def _gqa(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sinks: torch.Tensor | None,
     page_table: torch.Tensor, seq_lens: torch.Tensor, starts: torch.Tensor, cu_seqlens_q: torch.Tensor,
     page_size: int, max_query_len: int, max_seq_len: int, scale: float, window: int, softcap: float,
-    block_m: int, block_n: int, warps: int, stages: int,
+    packed: bool, block_m: int, block_n: int, warps: int, stages: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     (tokens, heads, head_dim), kv_heads, requests = q.shape, k_cache.shape[2], seq_lens.shape[0]
     o, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
     if not tokens or not requests:
         return o, lse
-    tiles = cdiv(max_query_len * (heads // kv_heads), block_m)
+    tiles, each = cdiv(max_query_len * (heads // kv_heads), block_m), requests
+    if packed:
+        # Each request but one may begin a tile that it does not fill.
+        tiles, each = cdiv(tokens * (heads // kv_heads), block_m) + requests - 1, 1
     keys = min(max_seq_len, window + max_query_len - 1) if window else max_seq_len
-    splits = _num_splits(tiles * kv_heads * requests, keys)
+    splits = _num_splits(tiles * kv_heads * each, keys)
     part, part_lse = o, lse
     if splits > 1:
         part = q.new_empty(tokens, heads, splits, head_dim, dtype=torch.float32)
         part_lse = q.new_empty(tokens, heads, splits, dtype=torch.float32)
     block_d, launch = max(16, next_power_of_2(head_dim)), dependent_launch(q)
     logits = q if sinks is None else sinks
-    _gqa_kernel[(tiles, kv_heads * splits, requests)](
+    _gqa_kernel[(tiles, kv_heads * splits, each)](
         q, k_cache, v_cache, logits, part, part_lse,
         page_table, seq_lens, starts, cu_seqlens_q, q.stride(0), q.stride(1), page_table.stride(0), scale, softcap,
-        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE=page_size, WINDOW=window,
+        requests, HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE=page_size, WINDOW=window,
         SOFTCAP=softcap > 0, SINKS=sinks is not None, SPLITS=splits,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, **launch, num_warps=warps, num_stages=stages,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_B=next_power_of_2(requests) if packed else 0,
+        **launch, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         _reduce_kernel[(tokens * heads,)](
@@ -292,7 +314,8 @@ class TritonGQA:
         result = _gqa(
             q, k_cache, v_cache, sinks, meta.page_table, meta.seq_lens, meta.starts, meta.cu_seqlens_q,
             meta.page_size, meta.max_query_len, meta.max_seq_len, cfg.softmax_scale, window, softcap,
-            *self._extend_numbers(meta.max_query_len),
+            # A bucket's tokens may all be one request's: tiles are dealt out by what is there.
+            meta.is_extend_bucket and meta.num_requests > 1, *self._extend_numbers(meta.max_query_len),
         )  # fmt: skip
         return result
 
@@ -300,6 +323,7 @@ class TritonGQA:
 def _build(
     name: str, heads: int, kv_heads: int, dim: int, max_query_len: int, splits: int = 1,
     dtype: str = "bf16", cache: str = "", window: int = 0, sinks: bool = False, softcap: bool = False, page: int = 64,
+    requests: int = 0,
 ) -> KernelBuild:  # fmt: skip
     cfg = GQAConfig(heads, kv_heads, dim, 1.0, dtype=torch.float32 if dtype == "fp32" else torch.bfloat16)
     tile = tile_config(max_query_len, cfg)
@@ -312,11 +336,13 @@ def _build(
             "o_ptr": "*fp32" if splits > 1 else f"*{dtype}", "lse_ptr": "*fp32",
             **dict.fromkeys(("table_ptr", "lens_ptr", "starts_ptr", "cu_ptr"), "*i32"),
             **dict.fromkeys(("q_token", "q_head", "table_row"), "i64"), "scale": "fp32", "softcap": "fp32",
+            "requests": "i32",
         },
         {
             "HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": dim, "PAGE": page, "WINDOW": window,
             "SOFTCAP": softcap, "SINKS": sinks, "SPLITS": splits, "PDL": True,
             "BLOCK_M": tile["BLOCK_M"], "BLOCK_N": tile["BLOCK_N"], "BLOCK_D": next_power_of_2(dim),
+            "BLOCK_B": requests,
         },
         num_warps=tile["num_warps"], num_stages=tile["num_stages"], aligned=("q_token", "q_head"),
     )  # fmt: skip
@@ -332,6 +358,8 @@ COMPILE = [
     _build("llama_fp32_prefill", 32, 8, 128, 2048, dtype="fp32"),
     _build("fp32_256", 16, 2, 256, 2048, dtype="fp32"),
     _build("page_16_prefill", 32, 8, 128, 2048, page=16),
+    _build("qwen3_8b_bucket", 32, 8, 128, 2048, requests=8),
+    _build("gpt_oss_bucket", 64, 8, 64, 512, 4, window=128, sinks=True, requests=4),
     KernelBuild(
         "gqa_reduce_128",
         _reduce_kernel,
