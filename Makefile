@@ -25,7 +25,7 @@ SETUP_INPUTS := pyproject.toml constraints.txt tools/setup_env.sh $(VENV)/.torch
 
 export CPU_TESTS WORKERS PYTHON TORCH
 
-.PHONY: help demo test test-compile test-matrix test-oldest lint format wheel clean FORCE
+.PHONY: help demo serve test test-browser test-compile test-matrix test-oldest lint format wheel clean FORCE
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -37,6 +37,12 @@ demo: $(VENV)/.stamp-run  ## set up, then run `fastlayers demo` (ARGS='...' is p
 
 test: $(VENV)/.stamp-dev  ## set up, then run the tests that need no GPU (TESTS=..., ARGS='...')
 	@$(TEST_ENV) TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "$(CPU_TESTS)" -n $(WORKERS) --dist loadfile $(TESTS) $(ARGS)
+
+serve: $(VENV)/.stamp-serve  ## set up, then serve the tiny model (ARGS='--port 8001' is passed on)
+	@$(BIN)/fastlayers serve $(ARGS)
+
+test-browser: $(VENV)/.stamp-dev  ## the page in a headless Chromium, where one is installed
+	@$(TEST_ENV) $(BIN)/python -m pytest -rs tests/server/front/test_page.py $(ARGS)
 
 test-compile: $(VENV)/.stamp-dev  ## compile every Triton kernel for sm_90, without a GPU
 	@TRITON_INTERPRET=0 $(TEST_ENV) $(BIN)/python -m pytest -m compile -n $(WORKERS) tests/compile $(ARGS)
@@ -68,9 +74,13 @@ $(VENV)/.stamp-run: $(SETUP_INPUTS)
 	@$(SETUP)
 	@touch $@
 
+$(VENV)/.stamp-serve: $(SETUP_INPUTS)
+	@$(SETUP) server
+	@touch $(VENV)/.stamp-run $@
+
 $(VENV)/.stamp-dev: $(SETUP_INPUTS)
 	@$(SETUP) dev,server
-	@touch $(VENV)/.stamp-run $@
+	@touch $(VENV)/.stamp-run $(VENV)/.stamp-serve $@
 
 # Rewritten only when TORCH changes, so that another value sets up again and the same one does not.
 $(VENV)/.torch: FORCE
