@@ -18,11 +18,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from fastlayers.errors import ArgumentError, CaptureError, NoBackendError
-from fastlayers.patching.classes import swap, unswap
+from fastlayers.patching.classes import FastModule, swap, unswap
 from fastlayers.patching.decoder import FastDecoderLayer, fusible
 from fastlayers.patching.gqa import FastGQA
 from fastlayers.patching.matching import foreign_hooks
@@ -80,6 +81,7 @@ class DecodeDriver:
         self._pool = Pool(MAX_CACHE_BYTES, self._dropped)
         self._weights: tuple[Any, ...] = ()
         self._said: set[str] = set()
+        self._handles = -1
         # Batches and capacities whose capture failed.
         self._broken: set[tuple[int, int]] = set()
         self.prefill = Prefills(any(isinstance(layer, FastMLA) for layer in _attention_layers(self.root)))
@@ -214,7 +216,9 @@ class DecodeDriver:
     def _fingerprint(self) -> tuple[Any, ...]:
         """Return what a graph holds addresses of, or what its launches were chosen by."""
         tensors = (*self.root.parameters(), *self.root.buffers())
-        return self.root.config._attn_implementation, self.root.dtype, *(t.data_ptr() for t in tensors)
+        # What a module's guard found is captured with it: the original's code, or ours.
+        guards = (module._fl_guard.why(module) for module in self.root.modules() if isinstance(module, FastModule))
+        return self.root.config._attn_implementation, self.root.dtype, *guards, *(t.data_ptr() for t in tensors)
 
     def own_valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
         """Return whether :meth:`own_get_compiled_call` gives the callable of decode steps."""
@@ -272,6 +276,10 @@ class DecodeDriver:
 
     def _why_not_step(self, cache: PagedCache, args: tuple[Any, ...], inputs: dict[str, Any]) -> str:
         """Return why this step runs as an ordinary call of the model, or ""."""
+        if RemovableHandle.next_id != self._handles:
+            # Somebody registered a hook, on whatever: which of them a replay would miss is worth a look.
+            self._handles = RemovableHandle.next_id
+            cache.unfit = cache.unfit or why_not_root(self.root)
         if cache.unfit:
             return cache.unfit
         ids, positions = inputs.get("input_ids"), inputs.get("position_ids")
@@ -410,6 +418,8 @@ def why_not_root(root: Any) -> str:
             return f"attention of layer {index} is not patched ({type(layer).__name__})"
         if layer.layer_idx != index:
             return f"attention of layer {index} has layer_idx {layer.layer_idx}"
+        if why := layer._fl_guard.why(layer):
+            return f"attention of layer {index}: {why}"
     if not layers:
         return f"{type(root).__name__} has no decoder layers"
     for name, module in root.named_modules():

@@ -207,14 +207,12 @@ class FastClampedExperts(FastExperts):
     """GPT-OSS's layout, transposed for backends that are kernels."""
 
     _fl_strides: dict[str, tuple[int, ...]]
-    _fl_views: bool
 
     def _fl_pack(self, aliases: bool = False) -> int:
         module: Any = self
         weights = {name: getattr(module, name) for name in ("gate_up_proj", "down_proj")}
         self._fl_strides = self.__dict__.get("_fl_strides", {})
-        self._fl_views = _reads_views(self._fl_core)
-        if self._fl_views or module.down_proj.device.type == "meta":
+        if _reads_views(self._fl_core) or module.down_proj.device.type == "meta":
             return 0
         if not aliases and any(is_aliased(weight) for weight in weights.values()):
             raise PatchError(
@@ -242,7 +240,8 @@ class FastClampedExperts(FastExperts):
         if why := super()._fl_why_not(x):
             return why
         weights = self._parameters
-        if self._fl_views or weights["gate_up_proj"].stride(1) == weights["down_proj"].stride(1) == 1:
+        laid_out = weights["gate_up_proj"].stride(1) == weights["down_proj"].stride(1) == 1
+        if laid_out or _reads_views(self._fl_core):
             return ""
         return "weights in another order than the backend reads"
 

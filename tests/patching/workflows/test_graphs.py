@@ -1,0 +1,101 @@
+"""Captured generation after, and while, somebody changes the model: a replay never runs what is not there any more."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from transformers import LogitsProcessor, LogitsProcessorList
+
+import fastlayers as fl
+from fastlayers.patching import decode
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tiny import build, eager_graphs, prompt
+
+
+@pytest.fixture
+def pair() -> tuple[Any, Any, Any]:
+    stock, fast = build("llama"), build("llama")
+    report = fl.patch(fast)
+    with ExitStack() as undo:
+        driver = decode.attach(fast, undo, make_graphs=eager_graphs, core="torch")
+        undo.pop_all()
+    return stock, fast, (driver, report)
+
+
+def tokens(model: Any, *processors: LogitsProcessor) -> list[int]:
+    out = model.generate(
+        **prompt(1, 10), max_new_tokens=16, do_sample=False, logits_processor=LogitsProcessorList(processors)
+    )
+    found: list[int] = out[0].tolist()
+    return found
+
+
+def _doubled(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return 2.0 * output
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "activation": lambda m: setattr(m.model.layers[0].mlp, "act_fn", nn.GELU()),
+    "epsilon": lambda m: [setattr(x, "variance_epsilon", 0.7) for x in m.modules() if hasattr(x, "variance_epsilon")],
+    "hook": lambda m: m.model.layers[0].mlp.up_proj.register_forward_hook(_doubled),
+    "weight": lambda m: setattr(m.lm_head, "weight", nn.Parameter(-m.lm_head.weight.detach())),
+    "linear": lambda m: setattr(m.model.layers[1].self_attn, "o_proj", nn.Sequential(m.model.layers[1].mlp.act_fn)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_between_calls(pair: tuple[Any, Any, Any], change: str) -> None:
+    stock, fast, (driver, _) = pair
+    before = tokens(fast)
+    assert before == tokens(stock) and int(driver.replays) > 0
+    for model in (stock, fast):
+        CHANGES[change](model)
+    assert tokens(fast) == tokens(stock) != before
+
+
+def test_hooks_on_all_modules_between_calls(pair: tuple[Any, Any, Any]) -> None:
+    stock, fast, (driver, _) = pair
+    before = tokens(fast)
+    replays = int(driver.replays)
+    names: list[str] = []
+    handle = torch_module.register_module_forward_hook(lambda module, args, output: names.append(type(module).__name__))
+    try:
+        assert tokens(fast) == before == tokens(stock)
+    finally:
+        handle.remove()
+    assert int(driver.replays) == replays and names.count("Linear") > 100
+
+
+class HookLate(LogitsProcessor):
+    """Registers a hook in the middle of a call of generate, as a controller of activations would."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.steps, self.calls = model, 0, 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        if self.steps == 8:
+            self.model.model.layers[1].register_forward_hook(self.hook)
+        return scores
+
+    def hook(self, module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return -output
+
+
+def test_a_hook_registered_while_tokens_are_generated(pair: tuple[Any, Any, Any]) -> None:
+    stock, fast, (driver, _) = pair
+    late = [HookLate(model) for model in (stock, fast)]
+    outs = [tokens(model, processor) for model, processor in zip((stock, fast), late, strict=True)]
+    assert outs[0] == outs[1] and outs[0] != tokens(build("llama"))
+    assert late[0].calls == late[1].calls > 0
+    assert 0 < int(driver.replays) < 15
