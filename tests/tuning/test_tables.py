@@ -58,7 +58,9 @@ def rows_of(layer: str, without: set[str]) -> dict[str, Backend]:
     return {row.name: row for row in rows if not without & set(tuning.packages_of(row)) and "cuda" in row.auto_on}
 
 
-@pytest.mark.parametrize("without", [{"deep_gemm"}, {"flashinfer"}, {"deep_gemm", "flashinfer"}], ids=str)
+@pytest.mark.parametrize(
+    "without", [{"deep_gemm"}, {"flashinfer"}, {"deep_gemm", "flashinfer"}], ids=lambda names: "+".join(sorted(names))
+)
 def test_without_packages_a_shape_takes_the_best_of_what_is_left(without: set[str]) -> None:
     """No point of the ladder is far from the best of the backends that are left, by the table's own times."""
     worst = []
