@@ -198,3 +198,33 @@ def test_fp8_decode_agrees_with_fp8_prefill() -> None:
     assert min(report.hits().values()) > 0
     other = copy.deepcopy(fp8)
     assert torch.equal(other(ids).logits.float(), whole)
+
+
+@pytest.mark.parametrize("how", ["weight", "weight_scale_inv", "replaced", "loaded"])
+@torch.no_grad()
+def test_the_dequantised_kv_b_proj_follows_its_weights(how: str) -> None:
+    fp8, _ = fp8_pair()
+    fl.patch(fp8, strict=True)
+    ids = prompt(2, 12)["input_ids"]
+
+    def decoded(model: Any) -> torch.Tensor:
+        out = model(ids[:, :11], use_cache=True)
+        last: torch.Tensor = model(ids[:, 11:], past_key_values=out.past_key_values, use_cache=True).logits.float()
+        return last
+
+    before = decoded(fp8)
+    for layer in fp8.model.layers:
+        projection = layer.self_attn.kv_b_proj
+        scale = projection.weight_scale_inv
+        if how == "weight":
+            projection.weight.copy_(-projection.weight.float())
+        elif how == "weight_scale_inv":
+            scale.mul_(-3.0)
+        elif how == "replaced":
+            projection.weight_scale_inv = nn.Parameter(-3.0 * scale)
+        else:
+            projection.load_state_dict(projection.state_dict() | {"weight_scale_inv": -3.0 * scale})
+    after, fresh = decoded(fp8), copy.deepcopy(fp8)
+    fl.unpatch(fresh)
+    fl.patch(fresh, strict=True)
+    assert torch.equal(after, decoded(fresh)) and not torch.equal(after, before)

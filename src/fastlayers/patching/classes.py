@@ -23,7 +23,7 @@ from fastlayers.patching.guard import Guard, code_of, known_code, recorded
 log = logging.getLogger(__name__)
 PREFIX = "_fl_"
 # What a copy makes anew from its own parameters.
-_DERIVED = ("_fl_dense", "_fl_packed", "_fl_guard")
+_DERIVED = ("_fl_dense", "_fl_dense_of", "_fl_packed", "_fl_guard")
 # Such calls are not counted: a counter would be recorded with them.
 RECORDED = "recorded or transformed"
 

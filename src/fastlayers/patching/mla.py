@@ -97,6 +97,7 @@ class FastMLA(PackedModule):
     _fl_core: Ladder | None
     _fl_adopt: bool
     _fl_dense: torch.Tensor | None
+    _fl_dense_of: tuple[Any, ...]
     config: Any
     layer_idx: int
     num_heads: int
@@ -125,13 +126,33 @@ class FastMLA(PackedModule):
         moved, weight = super()._fl_pack(aliases), getattr(self.kv_b_proj, "weight", None)
         self._fl_dense = None
         if type(weight) is nn.Parameter and weight.element_size() == 1 and weight.device.type != "meta":
-            with torch.no_grad(), torch.inference_mode(False):
-                self._fl_dense = dequantize_block_weight(
-                    weight.detach(), self.kv_b_proj.weight_scale_inv.detach(), tuple(self.kv_b_proj.block_size),
-                    self.kv_a_layernorm.weight.dtype,
-                )  # fmt: skip
+            self._fl_dense = self._fl_dequantised()
             moved += self._fl_dense.numel() * self._fl_dense.element_size()
         return moved
+
+    def _fl_dequantised(self) -> torch.Tensor:
+        self._fl_dense_of = self._fl_sources()
+        with torch.no_grad(), torch.inference_mode(False):
+            return dequantize_block_weight(
+                self.kv_b_proj.weight.detach(), self.kv_b_proj.weight_scale_inv.detach(),
+                tuple(self.kv_b_proj.block_size), self.kv_a_layernorm.weight.dtype,
+            )  # fmt: skip
+
+    def _fl_sources(self) -> tuple[Any, ...]:
+        """Return what a dequantised copy is of: the tensors, and their versions where they have some."""
+        weight, scale = self.kv_b_proj.weight, self.kv_b_proj.weight_scale_inv
+        return weight, scale, *(0 if each.is_inference() else each._version for each in (weight, scale))
+
+    def _fl_kv_b(self) -> torch.Tensor:
+        """Return the weight of ``kv_b_proj``, of a quantised one the copy: made again if its source has changed."""
+        if self._fl_dense is None:
+            weight: torch.Tensor = self.kv_b_proj.weight
+            return weight
+        if not torch.compiler.is_compiling():
+            now, then = self._fl_sources(), self._fl_dense_of
+            if now[2:] != then[2:] or now[0] is not then[0] or now[1] is not then[1]:
+                self._fl_dense = self._fl_dequantised()
+        return self._fl_dense
 
     def _fl_choose(self) -> None:
         device, dtype = self.kv_a_layernorm.weight.device, self.kv_a_layernorm.weight.dtype
@@ -228,7 +249,7 @@ class FastMLA(PackedModule):
         pages, heads = cache.layers[self.layer_idx].pages(step.spare), self.num_heads
         row = torch.cat((keys, values), dim=-1).view(step.rows, -1)
         pages.flatten(0, 1).index_copy_(0, step.meta.out_cache_loc, row)
-        weight = self._fl_dense if self._fl_dense is not None else self.kv_b_proj.weight
+        weight = self._fl_kv_b()
         dense = weight.view(heads, self.qk_nope_head_dim + self.v_head_dim, self.kv_lora_rank)
         by_head = q_nope.transpose(0, 1).reshape(heads, step.rows, -1)
         absorbed = torch.bmm(by_head, dense[:, : self.qk_nope_head_dim])
@@ -254,7 +275,7 @@ class FastMLA(PackedModule):
         )
         if not (fits and cheaper) or (self._fl_dense is None and not plain(self.kv_b_proj)):
             return None
-        weight = self._fl_dense if self._fl_dense is not None else self.kv_b_proj.weight
+        weight = self._fl_kv_b()
         if weight.dtype != keys.dtype:
             return None
         return weight.view(self.num_heads, self.qk_nope_head_dim + self.v_head_dim, self.kv_lora_rank)
