@@ -17,7 +17,6 @@ import argparse  # noqa: E402
 import gc  # noqa: E402
 import json  # noqa: E402
 import statistics  # noqa: E402
-import subprocess  # noqa: E402
 import sys  # noqa: E402
 from collections import defaultdict  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
@@ -32,6 +31,7 @@ from torch import nn  # noqa: E402
 import fastlayers as fl  # noqa: E402
 from fastlayers.attention.meta import AttentionBatch  # noqa: E402
 from fastlayers.device import as_device  # noqa: E402
+from fastlayers.tuning.provenance import provenance  # noqa: E402
 from fastlayers_models.auto import family_of  # noqa: E402
 from fastlayers_models.generate import Generator  # noqa: E402
 from fastlayers_models.step import StepKey  # noqa: E402
@@ -272,9 +272,8 @@ def main() -> None:
     parser.add_argument("--objects", type=int, default=0, help="Python objects alive during capture, besides torch's")
     parser.add_argument("--profile", action="store_true", help="print the kernels of one step")
     options = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     lines: list[dict[str, Any]] = [{
-        "command": "python " + " ".join(sys.argv), "commit": commit, "torch": torch.__version__,
+        "command": "python " + " ".join(sys.argv), **provenance(), "torch": torch.__version__,
         "fastlayers": fl.__version__, "device": str(as_device("cuda")),
     }]  # fmt: skip
     print(json.dumps(lines[0]))

@@ -13,7 +13,6 @@ import cProfile
 import json
 import pstats
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from patch_gpu import CONFIGS, build, step_ms
 import fastlayers as fl
 from fastlayers.attention.meta import AttentionBatch, AttentionState
 from fastlayers.device import as_device
+from fastlayers.tuning.provenance import provenance
 from fastlayers_models.auto import family_of
 
 ROUNDS = 20
@@ -128,9 +128,8 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out")
     asked = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     rows: list[dict[str, Any]] = [{
-        "command": "python " + " ".join(sys.argv), "commit": commit, "torch": torch.__version__,
+        "command": "python " + " ".join(sys.argv), **provenance(), "torch": torch.__version__,
         "fastlayers": fl.__version__, "device": str(as_device("cuda")),
     }]  # fmt: skip
     print(json.dumps(rows[0]), flush=True)

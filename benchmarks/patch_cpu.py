@@ -14,7 +14,6 @@ import json
 import platform
 import shlex
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ import transformers
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 import fastlayers as fl
+from fastlayers.tuning.provenance import provenance
 
 SIZES: dict[str, Any] = {
     "hidden_size": 2048, "intermediate_size": 2048, "num_hidden_layers": 2, "first_k_dense_replace": 2,
@@ -91,12 +91,6 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def commit() -> str:
-    """Return the commit of the working tree, or "unknown" outside of one."""
-    found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    return found.stdout.strip() or "unknown"
-
-
 def measure(prompt: int, steps: int, rounds: int) -> dict[str, Any]:
     """Run both sides ``rounds`` times, one after the other in turn, after one short run of each."""
     model = build()
@@ -142,7 +136,7 @@ def main() -> int:
     result = {
         "benchmark": "patch_cpu",
         "command": shlex.join(["python", *sys.argv]),
-        "commit": commit(),
+        **provenance(),
         "cpu": cpu_name(),
         "threads": torch.get_num_threads(),
         "versions": {

@@ -22,7 +22,6 @@ import json
 import platform
 import shlex
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -33,6 +32,7 @@ import transformers
 
 import fastlayers as fl
 from fastlayers.patching import decode
+from fastlayers.tuning.provenance import provenance
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_30b": ("Qwen3Moe", {
@@ -213,10 +213,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="append the lines to this file")
     args = parser.parse_args()
     rate = copy_rate()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
     about = {
         "command": shlex.join(["python", *sys.argv]), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-        "transformers": transformers.__version__, "python": platform.python_version(), "commit": commit.strip(),
+        "transformers": transformers.__version__, "python": platform.python_version(), **provenance(),
     }  # fmt: skip
     for name in args.model:
         ours = build(name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,11 +54,14 @@ def summary(terminalreporter: pytest.TerminalReporter) -> dict[str, object]:
     for report in terminalreporter.stats.get("skipped", []):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         skips[reason.removeprefix("Skipped: ")] += 1
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    from fastlayers.tuning.provenance import provenance
+
+    made = provenance()
     cuda = torch.cuda.is_available()
     return {
         "command": "pytest " + " ".join(map(str, terminalreporter.config.invocation_params.args)),
-        "commit": terminalreporter.config.getoption("--commit") or git,
+        "commit": terminalreporter.config.getoption("--commit") or made["commit"],
+        "sources": made["sources"],
         "device": torch.cuda.get_device_name() if cuda else "cpu",
         "versions": {
             "python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from torch.nn.functional import cross_entropy
 
 import fastlayers
 from fastlayers.errors import ArgumentError, CheckpointError, FastlayersError
+from fastlayers.tuning.provenance import provenance
 from fastlayers_server.tasks import Problem, held_out_problems, stories
 from fastlayers_server.variants import Runner, Variant
 
@@ -167,14 +167,9 @@ def run_facts(device: torch.device) -> dict[str, Any]:
     """Return what scores depend on: command, commit (where there is git), versions, device."""
     import transformers
 
-    try:
-        git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=10)
-        commit = git.stdout.strip()
-    except OSError:
-        commit = ""
     return {
         "command": "fastlayers " + " ".join(sys.argv[1:]),
-        "commit": commit,
+        **provenance(),
         "device": torch.cuda.get_device_name(device)
         if device.type == "cuda"
         else f"cpu, {torch.get_num_threads()} threads",
