@@ -291,6 +291,38 @@ class DeepseekForCausalLM(CausalLM):
         ArgumentError
             The model has no such layer.
         """
+        states = self.mtp_states(self.model.norm(hidden_states), next_ids, meta, cache, step, index=index)
+        return self.mtp_logits(states, index=index)
+
+    def mtp_logits(self, states: torch.Tensor, *, index: int = 0) -> torch.Tensor:
+        """Return logits ``[R, vocab]`` for rows of :meth:`mtp_states`."""
+        head = self.model.layers[self.config.num_hidden_layers + index].shared_head.head
+        return gather_logits(head(states), self.attention_group)[..., : self.config.vocab_size]
+
+    def mtp_states(
+        self,
+        normed_states: torch.Tensor,
+        next_ids: torch.Tensor,
+        meta: AttentionMeta,
+        cache: LayerCache,
+        step: StepTokens | None = None,
+        *,
+        index: int = 0,
+    ) -> torch.Tensor:
+        """Return the MTP layer's normalised states ``[T, D]``, from which :meth:`mtp_logits` predicts.
+
+        Parameters
+        ----------
+        normed_states : Tensor ``[T, D]``
+            Behind the final norm; or what this returned one position earlier, to draft several tokens.
+        next_ids, meta, cache, step, index
+            As for :meth:`mtp`.
+
+        Raises
+        ------
+        ArgumentError
+            The model has no such layer.
+        """
         count = self.config.num_nextn_predict_layers
         if not 0 <= index < count:
             raise ArgumentError("DeepseekForCausalLM.mtp", "index", index, f"0 <= index < {count} MTP layers")
@@ -298,9 +330,8 @@ class DeepseekForCausalLM(CausalLM):
         layer.self_attn.check_step(meta, cache)
         step = step if step is not None else self.single_step(meta)
         embedded = self.embed(layer.embed_tokens, next_ids, step)
-        previous = pad(hidden_states, (0, 0, 0, embedded.shape[0] - hidden_states.shape[0]))
-        both = torch.cat([layer.enorm(embedded), layer.hnorm(self.model.norm(previous))], -1)
+        previous = pad(normed_states, (0, 0, 0, embedded.shape[0] - normed_states.shape[0]))
+        both = torch.cat([layer.enorm(embedded), layer.hnorm(previous)], -1)
         hidden = layer(Hidden.start(layer.eh_proj(both)), meta, cache, step, self.valid_rows(step))
-        final = layer.communicator.finish(hidden, layer.shared_head.norm, step)[: meta.num_tokens]
-        logits: torch.Tensor = layer.shared_head.head(final)
-        return gather_logits(logits, self.attention_group)[..., : self.config.vocab_size]
+        final: torch.Tensor = layer.communicator.finish(hidden, layer.shared_head.norm, step)
+        return final[: meta.num_tokens]

@@ -16,6 +16,7 @@ from fastlayers.sampler.layer import Sampler, SamplingParams
 from fastlayers_models.rows import Outbox, Pending, Row
 from fastlayers_models.step import StepKey
 from fastlayers_server.engine.config import SchedulerConfig
+from fastlayers_server.engine.mtp import MTPDrafts
 from fastlayers_server.engine.protocol import TokenLogprobs
 from fastlayers_server.engine.request import Chunk, Request, TickPlan, TickResult
 from fastlayers_server.engine.special import Special, SpecialDraws, Telling
@@ -99,6 +100,8 @@ class TorchExecutor:
     extend_buckets : ExtendBuckets, optional
     verify_tokens : int
         Most tokens of a step that verifies drafts.
+    mtp : bool
+        Keep what the model's own draft layer needs.
     profile_folder : Path, optional
         Where profiles are written; without it there are none.
     """
@@ -112,6 +115,7 @@ class TorchExecutor:
         graphs: CudaGraphs | None = None,
         extend_buckets: ExtendBuckets | None = None,
         verify_tokens: int = 0,
+        mtp: bool = False,
         profile_folder: Path | None = None,
     ) -> None:
         self.model, self.config, self.profile_folder = model, config, profile_folder
@@ -131,6 +135,7 @@ class TorchExecutor:
             return SlotStep(
                 model, self.caches, state, sampler, config.num_pages, cuda_graph=cuda_graph,
                 graphs=shared[0] if shared else None, extend_buckets=extend_buckets, verify_tokens=verify_tokens,
+                keep_hidden=mtp,
             )  # fmt: skip
 
         self.decoding = step(running)
@@ -143,6 +148,7 @@ class TorchExecutor:
         self._rows_out, self._chunks_out = Outbox(running, device), Outbox(running, device)
         self.verify_tokens, self._verify_out = verify_tokens, Outbox(max(1, verify_tokens), device)
         self._profiler: Any = None
+        self.mtp = MTPDrafts(model, self.caches, config) if mtp else None
 
     @property
     def overlaps(self) -> bool:
@@ -160,7 +166,7 @@ class TorchExecutor:
                 cache.keys.index_fill_(0, pages, 0)
                 if cache.values is not None:
                     cache.values.index_fill_(0, pages, 0)
-        self._admit(plan.admitted)
+        self._admit(plan.admitted, plan.chunks)
         step = TorchStep(self, plan)
         place = len(plan.rows)
         sampling = [chunk for chunk in plan.chunks if chunk.samples]
@@ -171,10 +177,12 @@ class TorchExecutor:
                 if place <= index < place + len(sampling)
             ]
             self._launch_chunks(plan, step, sampling, special)
+            self._note(plan.chunks)
         if plan.verify:
             drawn, _ = self.extending.extend_chunks(plan.verify, VERIFY)
             total = sum(len(chunk.ids) for chunk in plan.verify)
             step.verified = self._verify_out.send(drawn[:total])
+            self._note(plan.verify)
         if plan.rows:  # last: held logits stay in the graph's own memory until the next one is replayed
             special = [entry for entry in plan.special if entry[0] < place]
             if special or not _greedy(plan.rows):
@@ -182,11 +190,23 @@ class TorchExecutor:
                 step.held.append(Held(0, logits, plan.rows, special, False))
             else:
                 step.rows = self._rows_out.send(self.decoding.decode(plan.rows, plan.starts, GREEDY))
+            if self.mtp is not None and self.mtp.active:
+                hidden = self.decoding.take_hidden(len(plan.rows))
+                for place, (request, start) in enumerate(zip(plan.rows, plan.starts, strict=True)):
+                    self.mtp.note(request, start, hidden[place : place + 1])
         if not plan.masked:
             self.draw_held(step, None)
         return step
 
-    def _admit(self, admitted: Sequence[Request]) -> None:
+    def _note(self, chunks: Sequence[Chunk]) -> None:
+        """Let the draft layer have the hidden rows of an extend."""
+        if self.mtp is not None and self.mtp.active:
+            lengths = [len(chunk.ids) for chunk in chunks]
+            hidden = self.extending.take_hidden(sum(lengths)).split(lengths)
+            for chunk, rows in zip(chunks, hidden, strict=True):
+                self.mtp.note(chunk.request, chunk.start, rows)
+
+    def _admit(self, admitted: Sequence[Request], chunks: Sequence[Chunk]) -> None:
         if not admitted:
             return
         rows = {}
@@ -198,6 +218,10 @@ class TorchExecutor:
                 self.special.admit(request)
         self.decoding.table.put(rows)
         self.special.sweep()
+        if self.mtp is not None and self.mtp.active:
+            for chunk in chunks:
+                if chunk.request in admitted:
+                    self.mtp.begin(chunk.request, chunk.start)
 
     def _launch_chunks(self, plan: TickPlan, step: TorchStep, sampling: Sequence[Chunk], special: Special) -> None:
         logits, hidden = self.extending.extend_chunks(plan.chunks, LOGITS)

@@ -92,6 +92,9 @@ class Drafts(Protocol):
     def wanted(self, running: int) -> bool:
         """Whether to draft in the next tick."""
 
+    def prepare(self) -> None:
+        """Make drafts for everybody, now that all tokens are known."""
+
     def draft(self, request: Request, limit: int) -> Sequence[int]:
         """Return tokens that may come next."""
 
@@ -183,6 +186,7 @@ class Engine:
         draft = None
         if self.drafts is not None and self.drafts.wanted(len(scheduler.running.requests)):
             self._settle()
+            self.drafts.prepare()
             draft = self.drafts.draft
         now = self.clock()
         plan = scheduler.plan(now, draft)

@@ -1,6 +1,6 @@
-"""Speculation by prompt lookup, and how many tokens to draft: the request's own text is the draft model.
+"""Speculation: prompt lookup, where the request's own text is the draft model, and how many tokens to draft.
 
-    draft    the tokens that followed the last 2 to 4 tokens where they occurred before
+    draft    by lookup: the tokens that followed the last 2 to 4 tokens where they occurred before
     verify   each draft is kept if it is what the request draws there by its own seed: the text is that without drafts
     k        what makes Σ a^i (i = 0 … k) over the measured seconds of a tick largest; a: how often a draft is right
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from fastlayers_server.engine.metrics import Metrics
 from fastlayers_server.engine.request import ENDED, Request, TickPlan, TickResult
@@ -48,38 +49,77 @@ class Lookup:
         return tokens[best + 1 : best + 1 + count] if best >= 0 else ()
 
 
+class Lookups:
+    """Prompt lookup for every request."""
+
+    def __init__(self) -> None:
+        self._lookups: dict[Request, Lookup] = {}
+
+    def rest(self) -> None:
+        """Nothing is kept up."""
+
+    def prepare(self, count: int) -> None:
+        """Nothing is made beforehand."""
+
+    def draft(self, request: Request, count: int) -> Sequence[int]:
+        """Return up to ``count`` tokens that may come next."""
+        if len(self._lookups) > 1024:
+            self._lookups = {r: found for r, found in self._lookups.items() if r.state != ENDED}
+        return self._lookups.setdefault(request, Lookup()).draft(request.tokens, count)
+
+
+class Source(Protocol):
+    """What drafts: :class:`Lookups`, or :class:`fastlayers_server.engine.mtp.MTPDrafts`."""
+
+    def rest(self) -> None:
+        """No drafts are wanted for now."""
+
+    def prepare(self, count: int) -> None:
+        """Make up to ``count`` drafts for everybody, now that all tokens are known."""
+
+    def draft(self, request: Request, count: int) -> Sequence[int]:
+        """Return up to ``count`` tokens that may come next."""
+
+
 class Speculation:
-    """Prompt lookup for every request, with as many drafts as pay.
+    """Drafts of a source, as many as pay.
 
     Parameters
     ----------
+    source : Source
     max_k : int
         Drafts a request and tick at most.
     metrics : Metrics
     clock : callable
     """
 
-    def __init__(self, max_k: int, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
-        self.max_k, self.metrics, self._clock = max_k, metrics, clock
+    def __init__(
+        self, source: Source, max_k: int, metrics: Metrics, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.source, self.max_k, self.metrics, self._clock = source, max_k, metrics, clock
         self.k = 0
         self.acceptance = 0.5
-        self._lookups: dict[Request, Lookup] = {}
         self._seconds: dict[tuple[int, int], float] = {}  # (rows to the next power of two, k): of a tick
         self._ticks, self._before = 0, (0, 0, 0.0)
 
     def wanted(self, running: int) -> bool:
         """Whether to draft in the next tick; settles :attr:`k`."""
         self._ticks += 1
-        self.k = self._best(running)
+        known = (running.bit_length(), 0) in self._seconds
+        self.k = self._best(running) if known else 0
         if not self.k and self._ticks % PROBE == 0:
             self.k = min(2, self.max_k)
+        if not self.k and known:
+            self.source.rest()
         return self.k > 0 and running > 0
+
+    def prepare(self) -> None:
+        """Make the drafts of the next tick."""
+        self.source.prepare(self.k)
 
     def _best(self, running: int) -> int:
         size = running.bit_length()
-        base = self._seconds.get((size, 0))
-        if base is None:
-            return 0
+        base = self._seconds[size, 0]
         best, most = 0, 0.0
         for k in range(self.max_k + 1):
             # What was never measured is thought to cost what drafting nothing costs: so it is tried.
@@ -91,9 +131,7 @@ class Speculation:
 
     def draft(self, request: Request, limit: int) -> Sequence[int]:
         """Return what may come next, see :class:`fastlayers_server.engine.loop.Drafts`."""
-        if len(self._lookups) > 1024:
-            self._lookups = {r: found for r, found in self._lookups.items() if r.state != ENDED}
-        return self._lookups.setdefault(request, Lookup()).draft(request.tokens, min(limit, self.k))
+        return self.source.draft(request, min(limit, self.k))
 
     def observe(self, plan: TickPlan, result: TickResult, seconds: float) -> None:
         """Learn how many drafts were right, and what the tick took."""

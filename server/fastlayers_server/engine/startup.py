@@ -20,7 +20,7 @@ from fastlayers_server.engine.grammar import GrammarMasks, tokenizer_info
 from fastlayers_server.engine.protocol import EngineInfo, Sampling, Submit
 from fastlayers_server.engine.request import Chunk, Request
 from fastlayers_server.engine.scheduler import Scheduler
-from fastlayers_server.engine.speculation import Speculation
+from fastlayers_server.engine.speculation import Lookups, Speculation
 from fastlayers_server.engine.step import GREEDY, LOGITS
 from fastlayers_server.variants import TINY, assets
 
@@ -44,6 +44,9 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1) -> Parts:
     phase("weights")
     model = load_model(config)
     seconds["weights"] = time.monotonic() - begin
+    if config.speculative_algorithm == "mtp" and not getattr(model.config, "num_nextn_predict_layers", 0):
+        accepted = "'none' or 'ngram': this model has no draft layer"
+        raise ArgumentError("engine", "speculative_algorithm", "'mtp'", accepted)
     phase("warmup")
     limits = scheduler_config(config, model)
     grammars = _grammars(config, limits, model.device)
@@ -57,6 +60,7 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1) -> Parts:
     executor = TorchExecutor(
         model, limits, cuda_graph=False if config.disable_cuda_graph else "auto", profile_folder=folder,
         verify_tokens=limits.max_running * (config.speculative_max_k + 1) if speculates else 0,
+        mtp=config.speculative_algorithm == "mtp",
     )  # fmt: skip
     scheduler = Scheduler(limits)
     if cuda:
@@ -76,7 +80,9 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1) -> Parts:
         limits.max_running, limits.max_queued_requests, limits.max_logprobs, limits.features,
         str(getattr(model.config, "model_type", "")), str(model.device), seconds,
     )  # fmt: skip
-    drafts = Speculation(config.speculative_max_k, scheduler.metrics) if speculates else None
+    drafts = None
+    if speculates:
+        drafts = Speculation(executor.mtp or Lookups(), config.speculative_max_k, scheduler.metrics)
     overlap = executor.overlaps and not config.disable_overlap_schedule
     return Parts(scheduler, executor, info, overlap, grammars, drafts)
 
@@ -94,12 +100,12 @@ def _grammars(config: EngineConfig, limits: SchedulerConfig, device: torch.devic
 
 
 def _speculates(config: EngineConfig) -> bool:
-    if config.speculative_algorithm not in ("none", "ngram"):
-        given = repr(config.speculative_algorithm)
-        raise ArgumentError("engine", "speculative_algorithm", given, "'none' or 'ngram' (prompt lookup)")
+    if config.speculative_algorithm not in ("none", "ngram", "mtp"):
+        accepted = "'none', 'ngram' (prompt lookup) or 'mtp' (the model's own draft layer)"
+        raise ArgumentError("engine", "speculative_algorithm", repr(config.speculative_algorithm), accepted)
     if not 1 <= config.speculative_max_k <= 8:
         raise ArgumentError("engine", "speculative_max_k", config.speculative_max_k, "1 to 8")
-    return config.speculative_algorithm == "ngram"
+    return config.speculative_algorithm != "none"
 
 
 def model_folder(name: str) -> Path:
@@ -153,7 +159,8 @@ def scheduler_config(config: EngineConfig, model: Any) -> SchedulerConfig:
         max_batched_tokens=config.max_num_batched_tokens, max_partial_prefills=config.max_partial_prefills,
         max_queued_requests=config.max_queued_requests, max_queued_tokens=config.max_queued_tokens,
         policy=config.schedule_policy, enable_priority=config.enable_priority,
-        prefix_cache=not config.no_prefix_cache, max_logprobs=config.max_logprobs,
+        prefix_cache=not config.no_prefix_cache, drop_last_block=config.speculative_algorithm == "mtp",
+        max_logprobs=config.max_logprobs,
         features=("penalties", "logit_bias", "logprobs", "prompt_logprobs"), itl_target=config.itl_target_ms / 1e3,
     )  # fmt: skip
 

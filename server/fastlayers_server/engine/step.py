@@ -65,8 +65,11 @@ class Staging:
 class SlotStep(ModelStep):
     """Steps of requests by slot; one for decode and one for extends share a table and the graphs."""
 
-    def __init__(self, *args: Any, verify_tokens: int = 0, **options: Any) -> None:
+    def __init__(self, *args: Any, verify_tokens: int = 0, keep_hidden: bool = False, **options: Any) -> None:
         super().__init__(*args, **options)
+        # Of the last step, where a draft layer reads them: hidden rows of all its tokens.
+        self.keep_hidden, self._hidden = keep_hidden, torch.empty(0)
+        self._eager_hidden: torch.Tensor | None = None
         self.nobody = self.max_batch
         # Of captured steps that end there: one buffer for all graphs, so that none keeps its own.
         self._logits: torch.Tensor | None = None
@@ -149,7 +152,8 @@ class SlotStep(ModelStep):
         rows = self._decode_in.device[1 : 1 + size]
         ids = self.table.tokens.index_select(0, rows)
         valid = self.count if meta.bucket is not None and size > 1 else None
-        logits: torch.Tensor = self.model.compute_logits(self.model(ids, meta, self.caches, valid=valid))
+        hidden = self._noted(meta, self.model(ids, meta, self.caches, valid=valid))
+        logits: torch.Tensor = self.model.compute_logits(hidden)
         if mode == LOGITS:
             return logits if meta.bucket is None else self._kept(logits)
         params = self.table.gather(rows)
@@ -163,8 +167,23 @@ class SlotStep(ModelStep):
     def _forward(self, meta: AttentionMeta) -> torch.Tensor:
         ids = self.inputs.ids(meta.num_tokens, self.table.tokens)
         valid = self.inputs.count if meta.bucket is not None else None
-        hidden: torch.Tensor = self.model(ids, meta, self.caches, valid=valid)
+        return self._noted(meta, self.model(ids, meta, self.caches, valid=valid))
+
+    def _noted(self, meta: AttentionMeta, hidden: torch.Tensor) -> torch.Tensor:
+        if not self.keep_hidden:
+            return hidden
+        if meta.bucket is None:
+            self._eager_hidden = hidden
+        else:
+            if self._hidden.shape[0] < self.state.max_tokens:  # in the runs before the first capture
+                self._hidden = hidden.new_empty(self.state.max_tokens, hidden.shape[1])
+            self._hidden[: hidden.shape[0]].copy_(hidden)
         return hidden
+
+    def take_hidden(self, tokens: int) -> torch.Tensor:
+        """Return a copy of the hidden rows of the last step's tokens."""
+        found, self._eager_hidden = self._eager_hidden, None
+        return self._hidden[:tokens].clone() if found is None else found
 
     def _finish(self, meta: AttentionMeta, hidden: torch.Tensor, mode: str) -> torch.Tensor:
         if mode == VERIFY:

@@ -73,7 +73,7 @@ class Bench:
 
     def __init__(
         self, model: Any, *, num_pages: int = 80, overlap: bool = False, captured: bool = False, drafts: Any = None,
-        verify_tokens: int = 0,
+        verify_tokens: int = 0, mtp: bool = False,
         grammars: Any = None, **limits: Any,
     ) -> None:  # fmt: skip
         options = dict(max_running=6, max_batched_tokens=48, max_extend_requests=4, prefix_cache=True) | limits
@@ -82,12 +82,14 @@ class Bench:
         graphs = CudaGraphs(runtime=EagerRuntime()) if captured else None
         buckets = ExtendBuckets((16, 32), (1, 4)) if captured else None
         self.executor = TorchExecutor(
-            model, self.config, graphs=graphs, extend_buckets=buckets, verify_tokens=verify_tokens
+            model, self.config, graphs=graphs, extend_buckets=buckets, verify_tokens=verify_tokens, mtp=mtp
         )
         if captured:
             self.executor.capture()
         self.scheduler = Scheduler(self.config)
         self.news: list[Output] = []
+        if callable(drafts):
+            drafts = drafts(self.executor, self.scheduler.metrics)
         self.engine = Engine(
             self.scheduler, self.executor, self._deliver, overlap=overlap, drafts=drafts, grammars=grammars
         )

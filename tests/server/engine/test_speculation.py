@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from fastlayers.sampler.layer import SamplingParams
+from fastlayers_server import tasks
 from fastlayers_server.engine.metrics import Metrics
 from fastlayers_server.engine.protocol import Sampling
 from fastlayers_server.engine.request import Request, TickPlan, TickResult
-from fastlayers_server.engine.speculation import PROBE, Lookup, Speculation
+from fastlayers_server.engine.speculation import PROBE, Lookup, Lookups, Speculation
 
 sys.path.insert(0, str(Path(__file__).parent))
-from serving import Bench, make_model, plain, prompts
+from serving import TINY, Bench, make_model, plain, prompts
 
 
 class Told:
@@ -29,6 +32,9 @@ class Told:
 
     def wanted(self, running: int) -> bool:
         return running > 0
+
+    def prepare(self) -> None:
+        """Nothing."""
 
     def draft(self, request: Request, limit: int) -> list[int]:
         done = len(request.tokens) - request.prompt_len
@@ -96,7 +102,7 @@ def test_a_repetitive_prompt_takes_fewer_steps() -> None:
     row = prompts(1, 12, seed=2)[0][:4] * 1 + [8, 9, 10, 11] * 10
     wanted = plain(model, [row], 60)
     metrics = Metrics()
-    speculation = Speculation(4, metrics)
+    speculation = Speculation(Lookups(), 4, metrics)
     bench = Bench(model, drafts=speculation, verify_tokens=40)
     assert bench.generate([row], 60) == wanted
     if len(set(wanted[0][-20:])) <= 6:  # the model does repeat itself
@@ -118,7 +124,7 @@ def tick(k: int, accepted: int, rows: int = 1) -> tuple[TickPlan, TickResult]:
 @pytest.mark.parametrize(("right", "cost", "drafts"), [(1.0, 1.1, True), (0.0, 1.1, False), (0.6, 3.0, False)])
 def test_k_is_what_pays(right: float, cost: float, drafts: bool) -> None:
     now = [0.0]
-    speculation = Speculation(4, Metrics(), lambda: now[0])
+    speculation = Speculation(Lookups(), 4, Metrics(), lambda: now[0])
     random, used = torch.Generator().manual_seed(0), []
     for _ in range(600):
         k = speculation.k if speculation.wanted(1) else 0
@@ -132,3 +138,62 @@ def test_k_is_what_pays(right: float, cost: float, drafts: bool) -> None:
     share = sum(k > 0 for k in late) / len(late)
     assert share > 0.9 if drafts else share <= 1.5 / PROBE
     assert not drafts or max(late) == 4
+
+
+class Always(Speculation):
+    """Drafts in every tick."""
+
+    def wanted(self, running: int) -> bool:
+        self.k = self.max_k
+        return running > 0
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("k", [1, 3])
+def test_the_models_own_draft_layer(captured: bool, k: int) -> None:
+    model, new = make_model("deepseek"), 30
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(TINY)
+    messages = [
+        [{"role": "user", "content": chat[0]}] for chat in islice(tasks.iter_story_chats("held_out", 30_000), 3)
+    ]
+    rows = [
+        tokenizer.apply_chat_template(m, add_generation_prompt=True, tokenize=True, return_dict=False)[:90]
+        for m in messages
+    ]
+    wanted = plain(model, rows, new)
+    bench = Bench(
+        model, captured=captured, overlap=captured, verify_tokens=32, mtp=True, drop_last_block=True,
+        drafts=lambda executor, metrics: Always(executor.mtp, k, metrics),
+    )  # fmt: skip
+    for turn in range(2):  # the second time, prompts are found in the cache
+        before = bench.scheduler.ticks
+        assert bench.generate(rows, new) == wanted
+        ticks = bench.scheduler.ticks - before
+        assert ticks * 1.6 <= new + 3, f"turn {turn}: {ticks} ticks"
+    counters = bench.scheduler.metrics.counters
+    share = counters["spec_accepted_tokens_total"]["1"] / counters["spec_drafts_total"][""]
+    assert share > 0.6
+    ways = [Sampling(0.8, 30, 0.95, seed=i) for i in range(3)]
+    plain_ways = [SamplingParams(0.8, 30, 0.95, seed=i) for i in range(3)]
+    assert bench.generate(rows, new, ways) == plain(model, rows, new, plain_ways)
+
+
+def test_a_draft_layer_that_rests_is_not_asked_for_those_who_ran() -> None:
+    model = make_model("deepseek")
+    rows = prompts(4)
+    wanted = plain(model, rows, 40)
+
+    class Sometimes(Always):
+        def wanted(self, running: int) -> bool:
+            self._ticks += 1
+            self.k = 2 if self._ticks % 12 < 8 else 0
+            if not self.k:
+                self.source.rest()
+            return self.k > 0
+
+    bench = Bench(
+        model, verify_tokens=32, mtp=True, drop_last_block=True, num_pages=30, max_running=3,
+        drafts=lambda executor, metrics: Sometimes(executor.mtp, 2, metrics),
+    )  # fmt: skip
+    assert bench.generate(rows, 40) == wanted
+    assert bench.scheduler.metrics.counters["spec_drafts_total"][""] > 0
