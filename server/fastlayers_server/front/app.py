@@ -31,6 +31,7 @@ from fastlayers_server.front.link import Link
 from fastlayers_server.front.metrics import Metrics
 from fastlayers_server.front.openapi import describe
 from fastlayers_server.front.parsers import formats_of
+from fastlayers_server.front.responses import responses
 from fastlayers_server.front.tokens import TokenText
 from fastlayers_server.front.trace import tracing
 
@@ -41,6 +42,7 @@ GET, POST, BOTH = ("GET",), ("POST",), ("GET", "POST")
 ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
     ("/v1/completions", POST, completions),
     ("/v1/chat/completions", POST, chat),
+    ("/v1/responses", POST, responses),
     ("/v1/models", GET, ops.models),
     ("/v1/models/{name:path}", GET, ops.model),
     ("/tokenize", POST, ops.tokenize),

@@ -8,11 +8,12 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from fastlayers_server.front import schemas
+from fastlayers_server.front import responses, schemas
 
 BODIES: dict[str, type[BaseModel]] = {
     "/v1/completions": schemas.CompletionRequest,
     "/v1/chat/completions": schemas.ChatRequest,
+    "/v1/responses": responses.ResponsesRequest,
     "/tokenize": schemas.TokenizeRequest,
     "/detokenize": schemas.DetokenizeRequest,
     "/abort": schemas.AbortRequest,

@@ -65,9 +65,9 @@ def wait_for(what: Any, seconds: float = 5.0) -> bool:
 @contextlib.contextmanager
 def on_the_wire(
     script: Any = None, engine: Any = None, tick_seconds: float = 0.002, header_timeout: float = 10.0,
-    grammars: Any = None, tokens: Any = None, limit: int = 4096, **config: Any,
+    grammars: Any = None, tokens: Any = None, limit: int = 4096, vocab_size: int = 512, **config: Any,
 ) -> Iterator[Wire]:  # fmt: skip
-    engine = engine or ScriptedEngine(script, tick_seconds=tick_seconds)
+    engine = engine or ScriptedEngine(script, tick_seconds=tick_seconds, vocab_size=vocab_size)
     settings = {"served_names": ("tiny",), "freeze_gc": False} | config
     front = make_front(FrontConfig(TINY, **settings), engine, tokens or tokens_of(), grammars)
     runner = OnThread(make_app(front, limit), front, header_timeout)

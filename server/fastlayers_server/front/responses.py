@@ -1,0 +1,307 @@
+"""``POST /v1/responses``, the part that keeps no state: each request brings its whole conversation."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import Field, ValidationError, model_validator
+from starlette.requests import Request
+from starlette.responses import Response
+
+from fastlayers_server.front import schemas
+from fastlayers_server.front.answers import KEEP_ALIVE, answer
+from fastlayers_server.front.chat import check_arguments, prompt_of, start
+from fastlayers_server.front.errors import ApiError, of_validation
+from fastlayers_server.front.gate import body_of
+from fastlayers_server.front.generation import Front
+from fastlayers_server.front.rows import Delta, Job
+from fastlayers_server.front.schemas import Model, refuse
+
+# What only a server that keeps responses, or tools of its own, could do.
+STATEFUL = {
+    "previous_response_id": "this server keeps no responses; send the conversation as input",
+    "conversation": "this server keeps no conversations; send it as input",
+    "background": "this server keeps no responses; stream instead",
+    "prompt": "this server keeps no prompts",
+    "include": "there is nothing to include",
+    "max_tool_calls": "the server calls no tools",
+    "context_management": "a prompt is never cut silently",
+    "top_logprobs": "/v1/chat/completions has them",
+}
+
+
+class Reasoning(Model):
+    """How hard the model thinks."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    summary: None = None
+
+
+class TextFormat(Model):
+    """What the answer's text must be; the schema is not nested here."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class TextOptions(Model):
+    """Options of the answer's text."""
+
+    format: TextFormat | None = None
+
+
+class FunctionTool(schemas.FunctionDef):
+    """A function, not nested here."""
+
+    type: Literal["function"]
+
+
+class NamedChoice(Model):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class ResponsesRequest(Model):
+    """``POST /v1/responses``."""
+
+    model: str
+    input: schemas.TextPart | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=4096)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    stream: bool | None = None
+    truncation: Literal["disabled"] | None = None
+    store: bool | None = None
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _stateless(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name, why in STATEFUL.items():
+            if data.get(name):
+                raise refuse(name, why)
+        for name, accepted in schemas.NEUTRAL.items():
+            if data.get(name) is not None and data[name] not in accepted:
+                raise refuse(name, f"given {data[name]!r}; accepted: {', '.join(map(repr, accepted))}")
+        tools = data.get("tools")
+        for tool in tools if isinstance(tools, list) else ():
+            if isinstance(tool, dict) and tool.get("type") != "function":
+                raise refuse("tools", f"a tool of type {tool.get('type')!r}; accepted: function")
+        return {k: v for k, v in data.items() if k not in STATEFUL}
+
+
+def as_chat(body: ResponsesRequest) -> schemas.ChatRequest:
+    """Return the conversation that a request describes, under the names of a chat."""
+    messages: list[dict[str, Any]] = []
+    if body.instructions:
+        messages.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        messages.append({"role": "user", "content": body.input})
+    else:
+        for item in body.input:
+            _add(messages, item)
+    fields: dict[str, Any] = {
+        "model": body.model, "messages": messages, "max_completion_tokens": body.max_output_tokens,
+        "temperature": body.temperature, "top_p": body.top_p, "parallel_tool_calls": body.parallel_tool_calls,
+        "reasoning_effort": body.reasoning.effort if body.reasoning else None, "stream": body.stream,
+    }  # fmt: skip
+    if body.tools:
+        named = [tool.model_dump(exclude_none=True, exclude={"type"}) for tool in body.tools]
+        fields["tools"] = [{"type": "function", "function": tool} for tool in named]
+    choice = body.tool_choice
+    fields["tool_choice"] = (
+        {"type": "function", "function": {"name": choice.name}} if isinstance(choice, NamedChoice) else choice
+    )
+    form = body.text.format if body.text else None
+    if form is not None and form.type != "text":
+        fields["response_format"] = {"type": form.type}
+        if form.type == "json_schema":
+            fields["response_format"]["json_schema"] = {"name": form.name or "", "schema": form.schema_ or {}}
+    try:
+        return schemas.ChatRequest.model_validate({k: v for k, v in fields.items() if v is not None})
+    except ValidationError as error:
+        raise of_validation(error) from error
+
+
+def _add(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
+    """Add an item of the input to the conversation; calls of one turn share a message."""
+    kind = item.get("type", "message")
+    if kind == "message":
+        messages.append({k: v for k, v in item.items() if k in ("role", "content")})
+    elif kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id", ""), "type": "function", "function": function}
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": None})
+        messages[-1].setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
+    elif kind == "reasoning":
+        thought = "".join(part.get("text", "") for part in item.get("content") or () if isinstance(part, dict))
+        messages.append({"role": "assistant", "content": "", "reasoning_content": thought})
+    else:
+        raise ApiError(400, f"input: an item of type {kind!r}; accepted: message, function_call, function_call_output, reasoning", "unsupported_content", "input")  # fmt: skip  # noqa: E501
+
+
+async def responses(request: Request, front: Front) -> Response:
+    """Serve the route."""
+    body = await body_of(request, ResponsesRequest, front.lenient)
+    arrival = time.monotonic()
+    front.check_model(body.model)
+    info = front.link.check_ready()
+    chat = as_chat(body)
+    prompt = await prompt_of(front, chat, info, chat.tool_choice != "none")
+    job = await start(front, chat, prompt, request.state.key, arrival)
+    writer = _Writer(front, body)
+    return await answer(request, front, job, bool(body.stream), writer.whole, writer.events)
+
+
+class _Writer:
+    """Makes items of deltas, and tells each step as an event."""
+
+    def __init__(self, front: Front, body: ResponsesRequest) -> None:
+        self._front, self._body = front, body
+        self._items: list[dict[str, Any]] = []
+        self._open: tuple[str, int] | None = None
+        self._number = -1
+        self._id = f"resp_{secrets.token_hex(16)}"
+
+    def _response(self, job: Job, status: str) -> dict[str, Any]:
+        body = self._body
+        row = job.rows[0]
+        usage = None
+        if row.done:
+            told = job.usage()
+            usage = {
+                "input_tokens": told["prompt_tokens"], "output_tokens": told["completion_tokens"],
+                "total_tokens": told["total_tokens"],
+                "input_tokens_details": told["prompt_tokens_details"] | {"cache_write_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": row.reasoning_tokens},
+            }  # fmt: skip
+        choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, NamedChoice) else body.tool_choice
+        return {
+            "id": self._id, "object": "response", "created_at": job.created, "status": status, "model": body.model,
+            "output": self._items, "error": None, "instructions": body.instructions, "metadata": body.metadata or {},
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "max_output_tokens": body.max_output_tokens, "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "temperature": body.temperature, "top_p": body.top_p, "tool_choice": choice or "auto",
+            "tools": [{"strict": None, "parameters": None} | t.model_dump() for t in body.tools or ()],
+            "text": (body.text or TextOptions(format=TextFormat())).model_dump(by_alias=True, exclude_none=True),
+            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+            "truncation": "disabled", "store": False, "background": False, "usage": usage,
+        }  # fmt: skip
+
+    def whole(self, job: Job) -> dict[str, Any]:
+        """Return the document of a job that has ended."""
+        deltas, _, _ = job.rows[0].take()
+        for _ in self._steps(deltas):
+            pass
+        for _ in self._close():
+            pass
+        return self._response(job, self._status(job))
+
+    def _status(self, job: Job) -> str:
+        return "incomplete" if job.rows[0].finish == "length" else "completed"
+
+    async def events(self, job: Job) -> AsyncIterator[bytes]:
+        """Yield the events of a job."""
+        for kind in ("response.created", "response.in_progress"):
+            yield self._event(kind, response=self._response(job, "in_progress"))
+        row = job.rows[0]
+        while not job.done or job.unread:
+            if not await job.news(self._front.config.keep_alive):
+                yield KEEP_ALIVE
+                continue
+            if row.error is not None:
+                yield self._event("error", code=row.error.code, message=row.error.message, param=row.error.param)
+                return
+            deltas, _, _ = row.take()
+            for step in self._steps(deltas):
+                yield step
+        for step in self._close():
+            yield step
+        status = self._status(job)
+        yield self._event(f"response.{status}", response=self._response(job, status))
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._number += 1
+        told = {"type": kind, "sequence_number": self._number, **fields}
+        return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(told) + b"\n\n"
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+
+    def _steps(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
+        for delta in deltas:
+            if self._open != (delta.kind, delta.index):
+                yield from self._close()
+                yield from self._begin(delta)
+            if not delta.text:
+                continue
+            item = self._items[-1]
+            if delta.kind == "tool":
+                item["arguments"] += delta.text
+                yield self._event("response.function_call_arguments.delta", **self._place(), delta=delta.text)
+                continue
+            item["content"][0]["text"] += delta.text
+            name = "output_text" if delta.kind == "content" else "reasoning_text"
+            extra: dict[str, Any] = {"logprobs": []} if delta.kind == "content" else {}
+            place = self._place() | {"content_index": 0}
+            yield self._event(f"response.{name}.delta", **place, delta=delta.text, **extra)
+
+    def _begin(self, delta: Delta) -> Iterator[bytes]:
+        self._open = (delta.kind, delta.index)
+        name = secrets.token_hex(12)
+        if delta.kind == "tool":
+            item: dict[str, Any] = {"id": f"fc_{name}", "type": "function_call", "call_id": f"call_{name}", "name": delta.name, "arguments": ""}  # fmt: skip  # noqa: E501
+        elif delta.kind == "reasoning":
+            item = {"id": f"rs_{name}", "type": "reasoning", "summary": [], "content": []}
+        else:
+            item = {"id": f"msg_{name}", "type": "message", "role": "assistant", "content": []}
+        self._items.append(item | {"status": "in_progress"})
+        yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=self._items[-1])
+        if delta.kind != "tool":
+            part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
+            if delta.kind == "content":
+                part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            self._items[-1]["content"].append(part)
+            yield self._event("response.content_part.added", **self._place(), content_index=0, part=part)
+
+    def _close(self) -> Iterator[bytes]:
+        if self._open is None:
+            return
+        (kind, _), self._open = self._open, None
+        item = self._items[-1]
+        item["status"] = "completed"
+        if kind == "tool":
+            check_arguments(item["arguments"], self._front)
+            told = {"name": item["name"], "arguments": item["arguments"]}
+            yield self._event("response.function_call_arguments.done", **self._place(), **told)
+        else:
+            part, place = item["content"][0], self._place() | {"content_index": 0}
+            name = "output_text" if kind == "content" else "reasoning_text"
+            extra: dict[str, Any] = {"logprobs": []} if kind == "content" else {}
+            yield self._event(f"response.{name}.done", **place, text=part["text"], **extra)
+            yield self._event("response.content_part.done", **place, part=part)
+        yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)

@@ -1,0 +1,114 @@
+"""/v1/responses: whole and streamed, as OpenAI's client reads it, and what it does not keep."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from .harness import Server, script_of, serving
+from .test_reasoning_and_tools import CALLS, WEATHER, qwen  # noqa: F401
+from .wire import on_the_wire
+
+TOOLS = [{"type": "function", **WEATHER["function"]}]  # type: ignore[dict-item]
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+
+
+@pytest.fixture(scope="module")
+def server(qwen: Any) -> Iterator[Server]:  # noqa: F811
+    with serving(script_of(qwen, "hm, so.</think>Yes. " + CALLS), tokens=qwen, vocab_size=520) as it:
+        yield it
+
+
+def post(server: Server, **fields: Any) -> Any:
+    return server.post("/v1/responses", {"model": "tiny", "input": "hi"} | fields)
+
+
+def test_a_whole_response(server: Server) -> None:
+    answer = Response.model_validate(post(server, tools=TOOLS).json())
+    assert [item.type for item in answer.output] == ["reasoning", "message", "function_call", "function_call"]
+    assert answer.output_text == "Yes. " and answer.status == "completed"
+    call: Any = answer.output[2]
+    assert (call.name, json.loads(call.arguments)) == ("weather", {"city": 'Bonn "}'})
+    assert answer.output[0].content[0].text == "hm, so."  # type: ignore[union-attr,index]
+    assert answer.usage is not None and answer.usage.output_tokens_details.reasoning_tokens > 0
+    assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
+    short = Response.model_validate(post(server, max_output_tokens=2).json())
+    assert short.status == "incomplete" and short.incomplete_details is not None
+    assert short.incomplete_details.reason == "max_output_tokens"
+
+
+def test_a_stream_tells_what_the_whole_response_says(server: Server) -> None:
+    text = post(server, tools=TOOLS, stream=True).text
+    blocks = [b.split("\n") for b in text.split("\n\n") if b.startswith("event: ")]
+    events = [EVENT.validate_json(data.removeprefix("data: ")) for _, data in blocks]
+    assert [e.type for e in events] == [name.removeprefix("event: ") for name, _ in blocks]
+    assert [e.sequence_number for e in events] == list(range(len(events)))
+    assert (events[0].type, events[1].type, events[-1].type) == ("response.created", "response.in_progress", "response.completed")  # fmt: skip  # noqa: E501
+    final = events[-1].response
+    said = {"response.output_text.delta": "", "response.reasoning_text.delta": "", "response.function_call_arguments.delta": ""}  # fmt: skip  # noqa: E501
+    for event in events:
+        if event.type in said:
+            said[event.type] += event.delta
+    assert list(said.values()) == [final.output_text, "hm, so.", '{"city": "Bonn \\"}"}{}']
+    done = [e.item for e in events if e.type == "response.output_item.done"]
+    assert [i.id for i in done] == [i.id for i in final.output]
+
+
+def test_conversations_come_as_items(server: Server) -> None:
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        {"type": "reasoning", "id": "rs", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]},
+        {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "rain"},
+        {"type": "message", "role": "user", "content": "b"},
+    ]
+    assert post(server, input=items, instructions="be kind", tools=TOOLS).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "unsupported_parameter", "previous_response_id"),
+        ({"store": True}, "unsupported_parameter", "store"),
+        ({"background": True}, "unsupported_parameter", "background"),
+        ({"tools": [{"type": "web_search"}]}, "unsupported_parameter", "tools"),
+        ({"truncation": "auto"}, "invalid_value", "truncation"),
+        ({"include": ["x"]}, "unsupported_parameter", "include"),
+        ({"input": []}, "invalid_value", "input"),
+        ({"input": [{"type": "image_generation_call"}]}, "unsupported_content", "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "unsupported_content", "content"),
+        ({"input": [{"role": "user"}]}, "invalid_value", "messages"),
+        ({"frequency_penalty": 1}, "unknown_parameter", "frequency_penalty"),
+        ({"model": "other"}, "model_not_found", "model"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(server: Server, fields: Any, code: str, param: str) -> None:
+    response = post(server, **fields)
+    error = response.json()["error"]
+    assert response.status_code in (400, 404) and (error["code"], error["param"]) == (code, param)
+
+
+def test_every_field_of_openai_has_a_verdict() -> None:
+    from openai.types.responses.response_create_params import ResponseCreateParamsBase as Theirs
+
+    from fastlayers_server.front.responses import STATEFUL, ResponsesRequest
+
+    lacking = set(Theirs.__annotations__) - set(ResponsesRequest.model_fields) - set(STATEFUL)
+    # Of these, OpenAI's names for what chats refuse too, an unknown_parameter says enough.
+    assert lacking <= {"prompt_cache_retention", "prompt_cache_options", "stream_options", "moderation"}, lacking
+
+
+def test_openais_client(qwen: Any) -> None:  # noqa: F811
+    with on_the_wire(script_of(qwen, "</think>fine"), tokens=qwen, vocab_size=520) as wire:
+        client = openai.OpenAI(base_url=f"{wire.url}/v1", api_key="x")
+        assert client.responses.create(model="tiny", input="hi").output_text == "fine"
+        with client.responses.stream(model="tiny", input="hi") as stream:
+            for _ in stream:
+                pass
+            assert stream.get_final_response().output_text == "fine"
