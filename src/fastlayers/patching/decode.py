@@ -218,11 +218,8 @@ class DecodeDriver:
         tensors = (*self.root.parameters(), *self.root.buffers())
         # What a module's guard found is captured with it: the original's code, or ours.
         guards = (module._fl_guard.why(module) for module in self.root.modules() if isinstance(module, FastModule))
-        # Of a quantised kv_b_proj it reads a copy, which an edit in place has made again.
-        copied = [m for m in self.attention_layers if isinstance(m, FastMLA) and m._fl_dense is not None]
-        edits = sum(sum(layer._fl_sources()[2:]) for layer in copied)
-        kinds = (self.root.config._attn_implementation, self.root.dtype, edits)
-        return *kinds, *guards, *(t.data_ptr() for t in tensors)
+        edits = (layer._fl_edits() for layer in self.attention_layers if isinstance(layer, FastMLA))
+        return self.root.config._attn_implementation, self.root.dtype, *guards, *edits, *(t.data_ptr() for t in tensors)
 
     def own_valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
         """Return whether :meth:`own_get_compiled_call` gives the callable of decode steps."""

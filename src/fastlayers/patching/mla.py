@@ -143,6 +143,10 @@ class FastMLA(PackedModule):
         weight, scale = self.kv_b_proj.weight, self.kv_b_proj.weight_scale_inv
         return weight, scale, *(0 if each.is_inference() else each._version for each in (weight, scale))
 
+    def _fl_edits(self) -> int:
+        """Return a number that grows when a copy is made again: a captured step reads the one it was captured with."""
+        return 0 if self._fl_dense is None else sum(self._fl_sources()[2:])
+
     def _fl_kv_b(self) -> torch.Tensor:
         """Return the weight of ``kv_b_proj``, of a quantised one the copy: made again if its source has changed."""
         if self._fl_dense is None:
