@@ -14,6 +14,8 @@ MODULES = {
     "fastlayers.fingerprint": "fastlayers.tuning.staleness",
     "fastlayers.graphs": "fastlayers.runtime.graphs",
     "fastlayers.kernel_cache": "fastlayers.runtime.kernel_cache",
+    "fastlayers.moe.fused_moe.configs": "fastlayers.moe.fused_moe.launch_config",
+    "fastlayers.moe.fused_moe.packed": "fastlayers.moe.fused_moe.gpt_oss_slots",
     "fastlayers.probing": "fastlayers.tuning.probe",
     "fastlayers.testing.bench": "fastlayers.tuning.bench",
     "fastlayers.testing.samples": "fastlayers.tuning.samples",

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from fastlayers import env
-from fastlayers.moe.fused_moe import triton_swizzled
+from fastlayers.moe.fused_moe.triton import mxfp4_hopper
 from fastlayers.testing.compile_check import KernelBuild, compiled_for
 
 pytestmark = [pytest.mark.compile, pytest.mark.skipif(env.triton_interpret(), reason="Triton interprets, not compiles")]
@@ -15,9 +15,9 @@ pytestmark = [pytest.mark.compile, pytest.mark.skipif(env.triton_interpret(), re
 
 def every_plan() -> list[KernelBuild]:
     """Return the kernels of all candidates."""
-    plans = [plan for tokens in (1, 4, 16, 64, 128) for plan in triton_swizzled.plans(tokens)]
-    cfg = triton_swizzled.GPT_OSS
-    builds = [build for plan in dict.fromkeys(plans) for build in triton_swizzled.builds_of("20b", cfg, plan)]
+    plans = [plan for tokens in (1, 4, 16, 64, 128) for plan in mxfp4_hopper.plans(tokens)]
+    cfg = mxfp4_hopper.GPT_OSS
+    builds = [build for plan in dict.fromkeys(plans) for build in mxfp4_hopper.builds_of("20b", cfg, plan)]
     return list({str((b.kernel.__name__, b.constexprs, b.num_warps)): b for b in builds}.values())
 
 

@@ -12,8 +12,8 @@ import fastlayers as fl
 from fastlayers.comm.parallel import Axis
 from fastlayers.errors import ArgumentError, CheckpointError
 from fastlayers.moe.fused_moe import weights as formats
+from fastlayers.moe.fused_moe.gpt_oss_slots import PackedExpertNames
 from fastlayers.moe.fused_moe.layer import ExpertNames, FusedMoEConfig
-from fastlayers.moe.fused_moe.packed import PackedExpertNames
 from fastlayers.moe.fused_moe.torch import TorchFusedMoE
 from fastlayers.quant.mxfp4.codes import dequantize_mxfp4, quantize_mxfp4
 from fastlayers.quant.spec import NONE, QuantSpec

@@ -122,7 +122,7 @@ def test_deep_gemm_simulated(case: str) -> None:
 
 @interpreted
 def test_deep_gemm_tile_is_tuned() -> None:
-    from fastlayers.moe.fused_moe.deep_gemm import DeepGemmFusedMoE
+    from fastlayers.moe.fused_moe.packages.deep_gemm import DeepGemmFusedMoE
 
     case, package = spec_of("fused_moe").case("fp8"), fakes.FakeDeepGemm()
     first, other = DeepGemmFusedMoE.candidates(case.cfg, 9), DeepGemmFusedMoE.candidates(case.cfg, 4096)
@@ -169,13 +169,13 @@ def test_triton_kernels_simulated() -> None:
 @interpreted
 @pytest.mark.parametrize(("tokens", "shared", "align"), [(1, 0, 1), (37, 2, 4), (700, 1, 64)])
 def test_rows_are_ordered_and_disjoint(tokens: int, shared: int, align: int) -> None:
-    from fastlayers.moe.fused_moe import triton_place
+    from fastlayers.moe.fused_moe.triton import permute
 
     torch.manual_seed(tokens)
     experts, top_k = 5, 3
     ids = torch.stack([torch.randperm(experts + 1)[:top_k] for _ in range(tokens)]).int()
     ids[ids == experts - 2] = -1
-    rows = triton_place.place(ids, experts, shared, align=align, tokens_of_rows=True, sizes=(256, 128))
+    rows = permute.place(ids, experts, shared, align=align, tokens_of_rows=True, sizes=(256, 128))
     valid = (ids >= 0) & (ids < experts)
     used = valid.any(-1, keepdim=True).expand(-1, shared)
     every = torch.cat([torch.where(valid, ids, -1), torch.where(used, torch.arange(shared) + experts, -1)], 1).flatten()
@@ -201,7 +201,7 @@ def test_swizzled_a_few_experts_at_a_time(experts: int) -> None:
         def swizzle_data(self, data: torch.Tensor) -> torch.Tensor:
             return (data + 1).mT.contiguous().mT
 
-    from fastlayers.moe.fused_moe.triton_kernels import _swizzle
+    from fastlayers.moe.fused_moe.packages.openai_triton_kernels import _swizzle
 
     data = torch.randint(0, 200, (experts, 6, 64), dtype=torch.uint8)
     out = _swizzle(data, Layout, mx_axis=1)

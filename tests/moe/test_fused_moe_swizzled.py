@@ -14,7 +14,7 @@ from fastlayers.moe.fused_moe import cases
 from fastlayers.moe.fused_moe.layer import FUSED_MOE, FusedMoEConfig
 from fastlayers.moe.fused_moe.reference import ReferenceFusedMoE
 from fastlayers.moe.fused_moe.swizzle import swizzle_codes, swizzle_scales
-from fastlayers.moe.fused_moe.triton_swizzled import Plan, TritonSwizzledFusedMoE
+from fastlayers.moe.fused_moe.triton.mxfp4_hopper import Plan, TritonSwizzledFusedMoE
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.testing.parity import check_parity, compare
 

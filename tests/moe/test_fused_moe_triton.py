@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from fastlayers.moe.fused_moe.cases import make_inputs, prepare, run
-from fastlayers.moe.fused_moe.configs import Plan, Tile, candidates, plan_for
+from fastlayers.moe.fused_moe.launch_config import Plan, Tile, candidates, plan_for
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
 from fastlayers.moe.fused_moe.reference import ReferenceFusedMoE
-from fastlayers.moe.fused_moe.triton import TritonFusedMoE
+from fastlayers.moe.fused_moe.triton.backend import TritonFusedMoE
 from fastlayers.testing.parity import compare, poisoned_memory
 from fastlayers.testing.spec import spec_of
 
@@ -59,7 +59,7 @@ def test_every_plan_gives_the_reference(case: str, plan: Plan, monkeypatch: pyte
     spec = spec_of("fused_moe")
     chosen = spec.case(case)
     # A table's plan is not taken for fp32 activations; here it is, so that rounding hides nothing.
-    monkeypatch.setattr("fastlayers.moe.fused_moe.triton.plan_for", lambda *_: plan)
+    monkeypatch.setattr("fastlayers.moe.fused_moe.triton.backend.plan_for", lambda *_: plan)
     inputs = make_inputs(chosen, torch.device("cpu"), 3)
     results = []
     for impl in (ReferenceFusedMoE(chosen.cfg), TritonFusedMoE(chosen.cfg, plan.config())):

@@ -49,11 +49,11 @@ class Report:
 
 
 def builds() -> Iterator[KernelBuild]:
-    """Yield every ``COMPILE`` entry of the library's modules whose names begin with ``triton``."""
+    """Yield every ``COMPILE`` entry of the library's modules whose names begin with ``triton``, or whose folder's."""
     import fastlayers
 
     for found in pkgutil.walk_packages(fastlayers.__path__, "fastlayers."):
-        if found.name.rsplit(".", 1)[-1].startswith("triton") and found.name != "fastlayers.triton_lang":
+        if ".triton" in found.name and found.name != "fastlayers.triton_lang":
             yield from getattr(importlib.import_module(found.name), "COMPILE", [])
 
 

@@ -39,8 +39,8 @@ from fastlayers.errors import (
     dtype_name,
 )
 from fastlayers.layer import Layer
-from fastlayers.moe.fused_moe.packages import PACKAGES, TRITON_KERNELS, TRITON_SWIZZLED
-from fastlayers.moe.fused_moe.packed import PackedExpertNames, part_of_groups, slots_of_packed
+from fastlayers.moe.fused_moe.backends import PACKAGES, TRITON_KERNELS, TRITON_SWIZZLED
+from fastlayers.moe.fused_moe.gpt_oss_slots import PackedExpertNames, part_of_groups, slots_of_packed
 from fastlayers.moe.fused_moe.weights import FORMATS, GROUP, MoEWeights
 from fastlayers.quant.mxfp4.codes import BYTES, groups_of
 from fastlayers.quant.mxfp4.codes import GROUP as MX_GROUP
@@ -125,7 +125,7 @@ FUSED_MOE = Registry(
     "fused_moe",
     [
         TRITON_KERNELS,
-        triton_backend(f"{_HERE}.triton:TritonFusedMoE", _needs_fp8_dot),
+        triton_backend(f"{_HERE}.triton.backend:TritonFusedMoE", _needs_fp8_dot),
         TRITON_SWIZZLED,
         *PACKAGES,
         torch_backend(f"{_HERE}.torch:TorchFusedMoE"),

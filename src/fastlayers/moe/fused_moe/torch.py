@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from fastlayers.moe.align.torch import align
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
-from fastlayers.moe.fused_moe.rounds import like_x
+from fastlayers.moe.fused_moe.token_chunks import like_x
 from fastlayers.moe.fused_moe.weights import MoEWeights, activate, dequantize, round_activations
 from fastlayers.operators import operator
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from fastlayers.moe.fused_moe import triton_rows as kernels
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
-from fastlayers.moe.fused_moe.rounds import like_x, rounds
-from fastlayers.moe.fused_moe.triton_place import place
+from fastlayers.moe.fused_moe.token_chunks import like_x, rounds
+from fastlayers.moe.fused_moe.triton import rows as kernels
+from fastlayers.moe.fused_moe.triton.permute import place
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.operators import operator
 

@@ -1,6 +1,6 @@
 """MXFP4 experts of few tokens in Triton, over weights in the order of the matrix units' operands.
 
-Four launches: tokens are ordered as :mod:`fastlayers.moe.fused_moe.triton_fragments` reads them, gate·up with the
+Four launches: tokens are ordered as :mod:`fastlayers.moe.fused_moe.triton.mxfp4_mma` reads them, gate·up with the
 activation, down with the routing weight, sum; and the alignment where there are more than a few tokens.
 """
 
@@ -16,12 +16,12 @@ import triton.language as tl
 from fastlayers.errors import ArgumentError
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.moe.align.triton import moe_align
-from fastlayers.moe.fused_moe.configs import MAX_TOKENS
-from fastlayers.moe.fused_moe.kernels import activation_of, block_is_empty, reduce_kernel
+from fastlayers.moe.fused_moe.launch_config import MAX_TOKENS
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
-from fastlayers.moe.fused_moe.rounds import like_x, rounds
 from fastlayers.moe.fused_moe.swizzle import SwizzledWeights, swizzle
-from fastlayers.moe.fused_moe.triton_fragments import MAX_SCALE, multiply
+from fastlayers.moe.fused_moe.token_chunks import like_x, rounds
+from fastlayers.moe.fused_moe.triton.grouped_gemm import activation_of, block_is_empty, reduce_kernel
+from fastlayers.moe.fused_moe.triton.mxfp4_mma import MAX_SCALE, multiply
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import kernel

@@ -6,8 +6,8 @@ them: no instruction is spent on a weight. The pair is one of eight columns on t
     product   out[pair, split] = x[row of pair] @ w[expert of pair]^T over a part of the columns     fp32
     activate  a[pair] = act(sum of the splits), quantised where the format says so
 
-and :func:`fastlayers.moe.fused_moe.kernels.reduce_kernel` adds a token's pairs in order. Without quantisation and
-without splits the first product applies the activation itself: gate and up rows of a tile lie in turns.
+and a sum adds a token's pairs in order. Without quantisation and without splits the first product applies the
+activation itself: gate and up rows of a tile lie in turns.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 
 from fastlayers.integers import cdiv, next_power_of_2
-from fastlayers.moe.fused_moe.configs import Plan, Tile
-from fastlayers.moe.fused_moe.kernels import activation_of
+from fastlayers.moe.fused_moe.launch_config import Plan, Tile
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
+from fastlayers.moe.fused_moe.triton.grouped_gemm import activation_of
 from fastlayers.moe.fused_moe.weights import EPS, FORMATS, GROUP, MoEWeights
 from fastlayers.quant.group_quant.triton import quantize_tile
 from fastlayers.runtime.launch import kernel

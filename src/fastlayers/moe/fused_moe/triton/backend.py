@@ -12,12 +12,13 @@ import torch
 
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.moe.align.triton import moe_align
-from fastlayers.moe.fused_moe import configs, kernels
-from fastlayers.moe.fused_moe.configs import MAX_TOKENS, Plan, plan_for
+from fastlayers.moe.fused_moe import launch_config
+from fastlayers.moe.fused_moe.launch_config import MAX_TOKENS, Plan, plan_for
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
-from fastlayers.moe.fused_moe.rounds import like_x
-from fastlayers.moe.fused_moe.triton_direct import direct_experts
-from fastlayers.moe.fused_moe.triton_mxfp4 import mxfp4_experts
+from fastlayers.moe.fused_moe.token_chunks import like_x
+from fastlayers.moe.fused_moe.triton import grouped_gemm
+from fastlayers.moe.fused_moe.triton.mxfp4_gemm import mxfp4_experts
+from fastlayers.moe.fused_moe.triton.pair_gemm import direct_experts
 from fastlayers.moe.fused_moe.weights import EPS, FORMATS, GROUP, MoEWeights
 from fastlayers.operators import operator
 from fastlayers.testing.compile_check import KernelBuild
@@ -35,7 +36,7 @@ def _extend(
         return weights.contiguous(), ids.contiguous()
     out_weights = torch.empty(tokens, top_k + shared, dtype=torch.float32, device=ids.device)
     out_ids = torch.empty(tokens, top_k + shared, dtype=torch.int32, device=ids.device)
-    kernels.append_shared_kernel[(cdiv(tokens, 32),)](
+    grouped_gemm.append_shared_kernel[(cdiv(tokens, 32),)](
         weights.contiguous(), ids.contiguous(), out_weights, out_ids, tokens, 1.0 / factor,
         EXPERTS=experts, TOP_K=top_k, SHARED=shared, BLOCK_T=32, BLOCK_K=next_power_of_2(top_k + shared),
         num_warps=1, **dependent_launch(weights),
@@ -54,7 +55,7 @@ def _quantize(
     q = torch.empty(rows, width, dtype=CODES[quant], device=x.device)
     s = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
     parts, warps = _parts(rows * groups, block)
-    kernels.quantize_rows_kernel[(cdiv(rows * groups, parts),)](
+    grouped_gemm.quantize_rows_kernel[(cdiv(rows * groups, parts),)](
         x, x if ids is None else ids, q, s, rows * groups, groups, x.stride(0), q.stride(0), width, experts, EPS,
         SKIP=ids is not None, MAX=448.0 if fp8 else 127.0, UE8M0=ue8m0, INT8=not fp8, PARTS=parts, BLOCK=block,
         num_warps=warps, **dependent_launch(x),
@@ -85,7 +86,7 @@ def _gate_up(
         # fp32 until it is quantised, so that the codes are those of the exact sums.
         out = torch.empty(pairs, inner, dtype=x.dtype if quant == "none" else torch.float32, device=x.device)
         out_scale = scale
-    kernels.gate_up_kernel[(blocks * cdiv(inner, tile.n),)](
+    grouped_gemm.gate_up_kernel[(blocks * cdiv(inner, tile.n),)](
         x, scale, packed.w13, scale if packed.w13_scale is None else packed.w13_scale,
         scale if packed.w13_bias is None else packed.w13_bias, out, out_scale, sorted_ids, expert_ids, total,
         pairs, blocks, hidden, inner, x.stride(0), out.stride(0), alpha, limit, EPS,
@@ -127,7 +128,7 @@ def _round(
     )  # fmt: skip
     partial = torch.empty(pairs, hidden, dtype=torch.float32, device=x.device)
     blocks = expert_ids.shape[0]
-    kernels.down_kernel[(blocks * cdiv(hidden, second.n),)](
+    grouped_gemm.down_kernel[(blocks * cdiv(hidden, second.n),)](
         inner_rows, inner_scale, packed.w2, weights if packed.w2_scale is None else packed.w2_scale,
         weights if packed.w2_bias is None else packed.w2_bias, weights, partial, sorted_ids, expert_ids, total,
         pairs, blocks, hidden, inner, inner_rows.stride(0),
@@ -144,7 +145,7 @@ def _reduce(
     """Write the sums of each token's pairs to ``y``."""
     (tokens, hidden), per_token = y.shape, ids.shape[1]
     block = min(256 if tokens <= 64 else 1024, next_power_of_2(hidden))
-    kernels.reduce_kernel[(tokens, cdiv(hidden, block))](
+    grouped_gemm.reduce_kernel[(tokens, cdiv(hidden, block))](
         partial, ids, y, hidden, experts, factor, PER_TOKEN=per_token, SPLITS=splits, BLOCK=block,
         num_warps=max(1, block // 256), **dependent_launch(y),
     )  # fmt: skip
@@ -198,7 +199,7 @@ class TritonFusedMoE:
     @staticmethod
     def candidates(cfg: FusedMoEConfig, num_tokens: int) -> list[dict[str, int]]:
         """Return the configurations to measure for ``num_tokens`` tokens, the rule's own first."""
-        return configs.candidates(cfg, num_tokens)
+        return launch_config.candidates(cfg, num_tokens)
 
     def pack(self, weights: MoEWeights) -> MoEWeights:
         """Return the weights as they are: the kernels read the parameters' layout."""
@@ -227,7 +228,7 @@ def _gate_up_build(name: str, cfg: FusedMoEConfig, tokens: int) -> KernelBuild:
     out = code if fused else "bf16" if cfg.quant == "none" else "fp32"
     return KernelBuild(
         f"moe_gate_up_{name}_{tokens}",
-        kernels.gate_up_kernel,
+        grouped_gemm.gate_up_kernel,
         {
             "x_ptr": f"*{code}", "xs_ptr": "*fp32", "w_ptr": f"*{code}", "ws_ptr": "*fp32", "bias_ptr": "*bf16",
             "out_ptr": f"*{out}", "out_scale_ptr": "*fp32", "sorted_ptr": "*i32", "expert_ptr": "*i32",
@@ -251,7 +252,7 @@ def _down_build(name: str, cfg: FusedMoEConfig, tokens: int) -> KernelBuild:
     code = {"none": "bf16", "fp8_block": "fp8e4nv", "int8": "i8"}[cfg.quant]
     return KernelBuild(
         f"moe_down_{name}_{tokens}",
-        kernels.down_kernel,
+        grouped_gemm.down_kernel,
         {
             "a_ptr": f"*{code}", "as_ptr": "*fp32", "w_ptr": f"*{code}", "ws_ptr": "*fp32", "bias_ptr": "*bf16",
             "weights_ptr": "*fp32", "out_ptr": "*fp32", "sorted_ptr": "*i32", "expert_ptr": "*i32",
@@ -282,7 +283,7 @@ COMPILE = [
 COMPILE += [
     KernelBuild(
         f"moe_quantize_{name}",
-        kernels.quantize_rows_kernel,
+        grouped_gemm.quantize_rows_kernel,
         {
             "x_ptr": f"*{dtype}", "ids_ptr": "*i32", "q_ptr": "*fp8e4nv" if block == GROUP else "*i8", "s_ptr": "*fp32",
             "count": "i32", "groups": "i32", "x_stride": "i32", "q_stride": "i32", "width": "i32",
@@ -303,7 +304,7 @@ COMPILE += [
 COMPILE.append(
     KernelBuild(
         "moe_reduce_9",
-        kernels.reduce_kernel,
+        grouped_gemm.reduce_kernel,
         {
             "partial_ptr": "*fp32",
             "ids_ptr": "*i32",
@@ -319,7 +320,7 @@ COMPILE.append(
 COMPILE.append(
     KernelBuild(
         "moe_append_shared",
-        kernels.append_shared_kernel,
+        grouped_gemm.append_shared_kernel,
         {
             "weights_ptr": "*fp32",
             "ids_ptr": "*i32",

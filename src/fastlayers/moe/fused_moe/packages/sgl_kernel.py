@@ -2,7 +2,7 @@
 
 The package sorts the experts into three classes by their rows, on the device, and launches a product for each: no
 row is padded, the grid knows no worst case. Inputs and scales are rows ordered by expert. What is placed where is our
-own :func:`~fastlayers.moe.fused_moe.triton_place.place`: the package's orders pairs by atomics.
+own :func:`~fastlayers.moe.fused_moe.triton.permute.place`: the package's orders pairs by atomics.
 
 The first product is rounded to bf16 before the activation, in fp32, quantises it.
 """
@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import torch
 
-from fastlayers.moe.fused_moe import triton_rows as kernels
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
-from fastlayers.moe.fused_moe.rounds import like_x, rounds
-from fastlayers.moe.fused_moe.triton_place import Rows, place
+from fastlayers.moe.fused_moe.token_chunks import like_x, rounds
+from fastlayers.moe.fused_moe.triton import rows as kernels
+from fastlayers.moe.fused_moe.triton.permute import Rows, place
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.operators import operator
 

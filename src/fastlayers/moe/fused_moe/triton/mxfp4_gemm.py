@@ -17,15 +17,15 @@ import triton.language as tl
 
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.moe.align.triton import moe_align
-from fastlayers.moe.fused_moe.configs import Plan, Tile, plan_for
-from fastlayers.moe.fused_moe.kernels import (
+from fastlayers.moe.fused_moe.launch_config import Plan, Tile, plan_for
+from fastlayers.moe.fused_moe.layer import FusedMoEConfig
+from fastlayers.moe.fused_moe.triton.grouped_gemm import (
     activation_of,
     block_is_empty,
     block_of_pairs,
     prefetch_rows,
     program_tile,
 )
-from fastlayers.moe.fused_moe.layer import FusedMoEConfig
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.quant.mxfp4.codes import GROUP
 from fastlayers.runtime.launch import kernel

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from fastlayers.moe.fused_moe import triton_rows as kernels
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
-from fastlayers.moe.fused_moe.rounds import like_x, rounds
 from fastlayers.moe.fused_moe.swizzle import EXPERTS_AT_ONCE, SwizzledWeights
-from fastlayers.moe.fused_moe.triton_place import place
+from fastlayers.moe.fused_moe.token_chunks import like_x, rounds
+from fastlayers.moe.fused_moe.triton import rows as kernels
+from fastlayers.moe.fused_moe.triton.permute import place
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.operators import operator
 

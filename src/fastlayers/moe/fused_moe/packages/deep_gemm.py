@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from fastlayers.moe.fused_moe import triton_rows as kernels
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
-from fastlayers.moe.fused_moe.rounds import like_x, rounds
-from fastlayers.moe.fused_moe.triton_place import Rows, place
+from fastlayers.moe.fused_moe.token_chunks import like_x, rounds
+from fastlayers.moe.fused_moe.triton import rows as kernels
+from fastlayers.moe.fused_moe.triton.permute import Rows, place
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.operators import operator
 

@@ -108,7 +108,7 @@ _TILES = (
 # Ahead of our own kernels for what it serves, MXFP4: 1.8 to 5.9 times as fast when it was measured.
 TRITON_KERNELS = Backend(
     "triton_kernels",
-    f"{_HERE}.triton_kernels:TritonKernelsFusedMoE",
+    f"{_HERE}.packages.openai_triton_kernels:TritonKernelsFusedMoE",
     (
         "triton_kernels.matmul_ogs:matmul_ogs",
         "triton_kernels.swiglu:swiglu_fn",
@@ -121,13 +121,13 @@ TRITON_KERNELS = Backend(
 )
 # Our own kernels over the same layout, for few tokens: a ladder takes both.
 TRITON_SWIZZLED = replace(
-    triton_backend(f"{_HERE}.triton_swizzled:TritonSwizzledFusedMoE", _triton_swizzled, "triton_kernels"),
+    triton_backend(f"{_HERE}.triton.mxfp4_hopper:TritonSwizzledFusedMoE", _triton_swizzled, "triton_kernels"),
     name="triton_swizzled",
 )
 PACKAGES = [
     Backend(
         "deep_gemm",
-        f"{_HERE}.deep_gemm:DeepGemmFusedMoE",
+        f"{_HERE}.packages.deep_gemm:DeepGemmFusedMoE",
         (
             "deep_gemm:m_grouped_fp8_gemm_nt_contiguous",
             "deep_gemm:m_grouped_bf16_gemm_nt_contiguous",
@@ -139,14 +139,14 @@ PACKAGES = [
     ),
     Backend(
         "sgl_kernel",
-        f"{_HERE}.sgl_kernel:SglKernelFusedMoE",
+        f"{_HERE}.packages.sgl_kernel:SglKernelFusedMoE",
         ("sgl_kernel", "torch.ops:sgl_kernel.es_fp8_blockwise_scaled_grouped_mm", *TRITON_NEEDS),
         _sgl_kernel,
         note=_ROUNDS,
     ),
     Backend(
         "deep_gemm_masked",
-        f"{_HERE}.deep_gemm:DeepGemmMaskedFusedMoE",
+        f"{_HERE}.packages.deep_gemm:DeepGemmMaskedFusedMoE",
         ("deep_gemm:fp8_m_grouped_gemm_nt_masked", *_TILES, *TRITON_NEEDS),
         _deep_gemm_masked,
         note=_ROUNDS,

@@ -4,7 +4,7 @@
     activate   a[row] = act(h[row, gate], h[row, up]), maybe quantised
     combine    y[t] = factor * sum over j of w[t,j] * (o[row_of[t,j]] + b2)     fp32, in the order of j
 
-:mod:`fastlayers.moe.fused_moe.triton_place` gives ``row_of``. Rows that no pair has are neither written nor read.
+:mod:`fastlayers.moe.fused_moe.triton.permute` gives ``row_of``. Rows that no pair has are neither written nor read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
-from fastlayers.moe.fused_moe.triton_place import Rows
+from fastlayers.moe.fused_moe.triton.permute import Rows
 from fastlayers.moe.fused_moe.weights import EPS, GROUP
 from fastlayers.quant.group_quant.triton import quantize_tile
 from fastlayers.runtime.launch import kernel

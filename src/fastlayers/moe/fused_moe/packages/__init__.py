@@ -1,0 +1,1 @@
+"""Grouped GEMMs of other packages, between our permutation, activation and sum."""
