@@ -24,6 +24,7 @@ MODULES = {
     "fastlayers.testing.tuner": "fastlayers.tuning.search",
     "fastlayers.warmup": "fastlayers.runtime.warmup",
     "fastlayers_models.contradictions": "fastlayers_models.check_quantization",
+    "fastlayers_models.decode": "fastlayers_models.step",
     "fastlayers_models.convert_readme": "fastlayers_models.convert.readme",
     "fastlayers_models.shard_writer": "fastlayers_models.convert.shard_writer",
     "fastlayers_models.tasks": "fastlayers_server.tasks",
