@@ -19,14 +19,16 @@ ours=$("$venv/bin/python" -c "$version")
 # Every python3 and python3.N on the path and where systems keep them, oldest first: version, then place.
 oldest=$(
     IFS=:
-    echo "$ours $venv"
-    for folder in $PATH /usr/local/bin /usr/bin; do
-        for python in "$folder"/python3 "$folder"/python3.[0-9] "$folder"/python3.[0-9][0-9]; do
-            [ -x "$python" ] || continue
-            found=$("$python" -c "$version" 2>/dev/null) || continue
-            [ -z "$found" ] || echo "$found $python"
+    {
+        echo "$ours $venv"
+        for folder in $PATH /usr/local/bin /usr/bin; do
+            for python in "$folder"/python3 "$folder"/python3.[0-9] "$folder"/python3.[0-9][0-9]; do
+                [ -x "$python" ] || continue
+                found=$("$python" -c "$version" 2>/dev/null) || continue
+                [ -z "$found" ] || echo "$found $python"
+            done
         done
-    done | sort -V | head -n 1
+    } | sort -V | head -n 1
 )
 if [ "${oldest%% *}" = "$ours" ]; then
     echo "test-oldest: skipped; no supported Python here is older than the environment's $ours"

@@ -290,12 +290,35 @@ def test_import_is_quick_and_loads_nothing_optional():
     assert seconds < IMPORT_BUDGET_S, f"import fastlayers takes {seconds:.3f} s beyond torch"
 
 
-def test_the_oldest_python_is_said_or_skipped_in_words(tmp_path: Path) -> None:
-    interpreter = tmp_path / "bin" / "python"
-    interpreter.parent.mkdir()
-    interpreter.write_text("#!/bin/sh\necho 3.11.0\n")  # none that is supported can be older
-    interpreter.chmod(0o755)
-    command = ["bash", str(REPO / "tools" / "test_oldest.sh"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout == "test-oldest: skipped; no supported Python here is older than the environment's 3.11.0\n"
+INTERPRETER = """#!/bin/sh
+case "$2" in
+    venv) mkdir -p "$5/bin" && cp "$0" "$5/bin/python" ;;
+    pytest) echo "$@" ;;
+    *sysconfig*) dirname "$0" ;;
+    *) echo {version} ;;
+esac
+"""
+
+
+def test_the_oldest_python_is_found_or_skipped_in_words(tmp_path: Path) -> None:
+    def made(name: str, version: str) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True)
+        path.write_text(INTERPRETER.replace("{version}", version))
+        path.chmod(0o755)
+        return path
+
+    def run(environment: str, path: Path) -> str:
+        command = ["bash", str(REPO / "tools" / "test_oldest.sh"), str(tmp_path / environment), "tests/some.py"]
+        variables = os.environ | {"PATH": f"{path.parent}:/usr/bin:/bin", "CPU_TESTS": "not gpu"}
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=variables)
+        return done.stdout
+
+    made("old/bin/python", "3.11.0"), made("new/bin/python", "3.11.99")  # none that is supported is older, or newer
+    found = made("path/python3", "3.11.0")
+    skipped = "test-oldest: skipped; no supported Python here is older than the environment's 3.11.0\n"
+    assert run("old", found) == skipped
+    ran = "-m pytest -p no:cacheprovider -m not gpu tests/some.py\n"
+    assert run("new", found) == f"test-oldest: Python 3.11.0 ({found}); the environment has 3.11.99\n" + ran
+    assert str(REPO / "src") in (tmp_path / "new-oldest" / "bin" / "shared.pth").read_text().splitlines()
     assert "make test-oldest" in (REPO / ".ci" / "run").read_text()
