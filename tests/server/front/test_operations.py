@@ -60,6 +60,17 @@ def test_metrics_are_prometheus_text_under_names_that_stay() -> None:
     assert told["fastlayers_ready", ()] == 1
 
 
+def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
+    import json
+    import re
+    from pathlib import Path
+
+    board = json.loads((Path(__file__).parents[3] / "docs" / "grafana.json").read_text())
+    asked = {t["expr"] for p in board["panels"] for t in p["targets"]}
+    names = {n for expr in asked for n in re.findall(r"fastlayers_\w+", expr)}
+    assert names and {re.sub("_(total|bucket|sum)$", "", n) for n in names} <= NAMES
+
+
 def test_peers_names_stand_beside_ours() -> None:
     with serving(metrics_compat="both") as server:
         server.post("/v1/completions", ASK)
