@@ -11,17 +11,19 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import typer
 
 from fastlayers.errors import ArgumentError, CheckpointError
 from fastlayers_server.engine.protocol import EngineClient
 from fastlayers_server.front.config import FrontConfig
+from fastlayers_server.front.link import Link
 from fastlayers_server.serve_config import ServeConfig, as_json, keys_of, parse
 
 log = logging.getLogger("fastlayers.serve")
 # Flags of which the engine does not do anything but their defaults.
-LACKING = ("deterministic", "speculative_algorithm", "speculative_max_k")
+LACKING = ("deterministic",)
 
 
 def front_config(config: ServeConfig, folder: Path) -> FrontConfig:
@@ -66,6 +68,28 @@ def front_config(config: ServeConfig, folder: Path) -> FrontConfig:
         otlp_endpoint=config.otlp_endpoint,
         server=config.shown(),
     )
+
+
+class Grammars:
+    """The grammar worker: started by the first request that needs it, when the engine has said what it must know."""
+
+    def __init__(self, link: Link, folder: Path, timeout: float) -> None:
+        self._link, self._folder, self._timeout = link, folder, timeout
+        self._worker: Any = None
+
+    async def compile(self, kind: str, source: str) -> str:
+        """Return a compiled grammar; see :class:`fastlayers_server.front.grammars.Compiler`."""
+        from fastlayers_server.engine.grammar import GrammarWorker
+
+        if self._worker is None:
+            info = self._link.check_ready()
+            self._worker = GrammarWorker(self._folder, info.vocab_size, info.eos_ids, self._timeout)
+        return str(await self._worker.compile(kind, source))
+
+    async def close(self) -> None:
+        """End the worker's process."""
+        if self._worker is not None:
+            await self._worker.close()
 
 
 def engine_of(config: ServeConfig, folder: Path) -> EngineClient:
@@ -121,7 +145,6 @@ def _run(config: ServeConfig, folder: Path, begin: float) -> int:
     import uvloop
 
     from fastlayers_server.front.app import make_app, make_front
-    from fastlayers_server.front.link import Link
     from fastlayers_server.front.server import Runner, bound
     from fastlayers_server.front.tokens import TokenText
 
@@ -144,7 +167,8 @@ def _run(config: ServeConfig, folder: Path, begin: float) -> int:
         listening.close()
         link.client.shutdown()
         raise CheckpointError(f"serve: {error}") from error
-    front = make_front(settings, link, tokens)
+    grammars = Grammars(link, folder, config.grammar_timeout)
+    front = make_front(settings, link, tokens, grammars)
     runner = Runner(make_app(front, config.limit_concurrency), front, config.header_timeout)
     front.link.on_death = runner.engine_died
 
@@ -160,6 +184,7 @@ def _run(config: ServeConfig, folder: Path, begin: float) -> int:
             await runner.serve([listening])
         finally:
             telling.cancel()
+            await grammars.close()
 
     with asyncio.Runner(loop_factory=lambda: loop) as running:
         running.run(serve())

@@ -52,9 +52,10 @@ class ServeConfig:
     no_prefix_cache: bool = flag(False, "prompts share nothing", "--no-enable-prefix-caching", "--disable-radix-cache")
     disable_overlap_schedule: bool = flag(False, "plan after commit, not beside it", "--no-async-scheduling")
     disable_cuda_graph: bool = flag(False, "run every step eager", "--enforce-eager", "--disable-decode-cuda-graph")
-    speculative_algorithm: str = flag("none", "draft tokens and verify them", choices=("none", "mtp", "eagle", "ngram"))
+    speculative_algorithm: str = flag("none", "draft tokens and verify them", choices=("none", "mtp", "ngram"))
     speculative_max_k: int = flag(4, "drafts a step at most", "--speculative-num-steps")
     deterministic: bool = flag(False, "equal request and seed, equal bytes", "--enable-deterministic-inference")
+    grammar_timeout: float = flag(5.0, "seconds that compiling one grammar may take")
     reasoning_parser: str = flag("auto", "how reasoning is marked", choices=("auto", "deepseek_r1", "qwen3", "harmony", "none"))  # fmt: skip  # noqa: E501
     tool_call_parser: str = flag("auto", "how calls are marked", choices=("auto", "hermes", "deepseek_v3", "deepseek_v31", "harmony", "none"))  # fmt: skip  # noqa: E501
     reasoning_field: str = flag("both", "name of reasoning in answers", choices=("both", "reasoning_content", "reasoning", "none"))  # fmt: skip  # noqa: E501
@@ -184,8 +185,8 @@ def _check(config: ServeConfig) -> None:
         "port": (0, 65535), "page_size": (1, 128), "max_model_len": (0, 2**31), "gpu_memory_utilization": (0.05, 0.98),
         "max_running_requests": (1, 65536), "max_num_batched_tokens": (16, 2**20), "itl_target_ms": (1, 60_000),
         "max_partial_prefills": (1, 256), "max_queued_requests": (1, 2**20), "max_queued_tokens": (1, 2**40),
-        "speculative_max_k": (1, 16), "max_n": (1, 64), "max_logprobs": (0, 20), "limit_concurrency": (1, 2**20),
-        "max_body_mb": (0.001, 1024), "num_pages": (0, 2**31),
+        "speculative_max_k": (1, 8), "max_n": (1, 64), "max_logprobs": (0, 20), "limit_concurrency": (1, 2**20),
+        "max_body_mb": (0.001, 1024), "grammar_timeout": (0.1, 600), "num_pages": (0, 2**31),
     }  # fmt: skip
     bounds |= {name: (0, 86_400) for name in NAMES if name.endswith(("_timeout", "_delay")) and name not in bounds}
     for name, (least, most) in bounds.items():

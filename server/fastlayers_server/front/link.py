@@ -200,6 +200,9 @@ class Link:
             return
         if output.finish:
             del self._rows[output.rid]
+            if output.code == "invalid_grammar":
+                # The engine forgot one: each is brought again when it is next asked for.
+                self.grammar_keys.clear()
             if output.code == "nonfinite_logits":
                 self._nonfinite = [*self._nonfinite[-8:], time.monotonic()]
         try:
