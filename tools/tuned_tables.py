@@ -33,7 +33,7 @@ from fastlayers.tuning.table import SHIPPED, read_whole, write
 ROOT = Path(__file__).parents[1]
 # Run by the old tree: its rows' targets, and their hashes as it computes them.
 ASK = """
-import json, sys
+import hashlib, json, sys
 from fastlayers.registry import registry
 try:
     from fastlayers.fingerprint import kernel_hash
@@ -41,7 +41,19 @@ except ImportError:
     from fastlayers.tuning.staleness import kernel_hash
 rows = {layer: {b.name: (b.target, kernel_hash(b.target)) for b in registry(layer).ranked if isinstance(b.target, str)}
         for layer in sys.argv[1:]}
-print(json.dumps(rows))
+try:
+    from fastlayers.testing.sweep import parse_shape
+except ImportError:
+    from fastlayers.tuning.sweep import parse_shape
+rules = {}
+for path, layer, cfg, names, counts in json.load(sys.stdin):
+    for name in names:
+        candidates = getattr(registry(layer).named(name).load(), "candidates", None)
+        if candidates is not None:
+            chosen = [candidates(parse_shape(layer, cfg), count)[:1] for count in counts]
+            digest = hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:12]
+            rules.setdefault(path, {})[name] = digest
+print(json.dumps([rows, rules]))
 """
 
 
@@ -69,7 +81,12 @@ def reader(src: Path) -> Any:
     return read
 
 
-def hashes_at(commit: str, tables: dict[Path, dict[str, Any]]) -> dict[Path, dict[str, str]]:
+def _relied_on(table: dict[str, Any]) -> list[str]:
+    rungs = [row for rows in (table["ladder"], *table["alternatives"]) for row in rows]
+    return sorted({row["backend"] for row in rungs if not row.get("config")})
+
+
+def hashes_at(commit: str, tables: dict[Path, dict[str, Any]]) -> dict[Path, dict[str, dict[str, str]]]:
     """Return the new hashes of tables that one commit made; raises if one was made from other sources."""
     layers = sorted({table["layer"] for table in tables.values()})
     with tempfile.TemporaryDirectory() as place:
@@ -77,11 +94,14 @@ def hashes_at(commit: str, tables: dict[Path, dict[str, Any]]) -> dict[Path, dic
         git("worktree", "add", "-q", "--detach", str(tree), commit)
         try:
             env = {"PYTHONPATH": str(tree / "src"), "PATH": "/usr/bin:/bin"}
-            asked = subprocess.run(
-                [sys.executable, "-c", ASK, *layers], env=env, check=True, capture_output=True, text=True, cwd=place
-            )
-            rows, sources = json.loads(asked.stdout), Sources(reader(tree / "src"))
-            found: dict[Path, dict[str, str]] = {}
+            told = json.dumps([
+                (str(path), table["layer"], table["cfg"], _relied_on(table), table["tokens"])
+                for path, table in tables.items()
+            ])  # fmt: skip
+            command = [sys.executable, "-c", ASK, *layers]
+            asked = subprocess.run(command, env=env, check=True, capture_output=True, text=True, cwd=place, input=told)
+            (rows, rules), sources = json.loads(asked.stdout), Sources(reader(tree / "src"))
+            found: dict[Path, dict[str, dict[str, str]]] = {}
             for path, table in tables.items():
                 then = table["metadata"]["kernels"]
                 made = table["metadata"].get("sources")
@@ -92,7 +112,8 @@ def hashes_at(commit: str, tables: dict[Path, dict[str, Any]]) -> dict[Path, dic
                     raise SystemExit(
                         f"{path}: the kernels of {', '.join(wrong)} at {commit} are not what it was made of"
                     )
-                found[path] = {name: sources.kernel_hash(rows[table["layer"]][name][0]) for name in then}
+                kernels = {name: sources.kernel_hash(rows[table["layer"]][name][0]) for name in then}
+                found[path] = {"kernels": kernels, "rules": rules.get(str(path), {})}
             return found
         finally:
             git("worktree", "remove", "--force", str(tree))
@@ -105,10 +126,10 @@ def stamp(check: bool) -> None:
         table = json.loads(path.read_text())
         made.setdefault(table["metadata"]["commit"], {})[path] = table
     for commit, tables in made.items():
-        for path, kernels in hashes_at(commit, tables).items():
+        for path, hashes in hashes_at(commit, tables).items():
             table = tables[path]
             if not check:
-                about = table["metadata"] | {"kernels": kernels, "sources": sources_of(commit)}
+                about = table["metadata"] | hashes | {"sources": sources_of(commit)}
                 write(path, table | {"metadata": about})
         print(f"{commit}: {len(tables)} tables")
 

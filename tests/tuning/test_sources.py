@@ -6,11 +6,15 @@ import ast
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import fastlayers as fl
+from fastlayers import tuning
+from fastlayers.device import DESCRIBED
 from fastlayers.registry import LAYERS, registry
+from fastlayers.tuning import staleness
 from fastlayers.tuning.provenance import combined, source_hash
 from fastlayers.tuning.sources import Definition, Sources, installed
 
@@ -73,25 +77,31 @@ def test_an_edit_of_any_kernel_changes_the_hash_wherever_it_stands(layer: str) -
         assert changed.kernel_hash(target) != plain, definition.key
 
 
-@pytest.mark.parametrize("layer", ["fused_moe", "gqa", "mla", "linear"])
-def test_an_edit_of_the_rules_changes_the_hash(layer: str) -> None:
-    """What ``candidates`` calls, in whichever file: its first candidate is the backend's own rule."""
-    target = registry(layer).named("triton").target
-    assert isinstance(target, str)
-    sources, (where, _, name) = installed(), target.partition(":")
-    root = sources._named(sources.module(where), name)  # type: ignore[arg-type]
-    ((module, rule),) = sources._rules(root)  # type: ignore[arg-type]
-    called = [sources._resolve(module, (use.id,)) for use in ast.walk(rule) if isinstance(use, ast.Name)]
-    called += [
-        sources._resolve(module, (use.value.id, use.attr))
-        for use in ast.walk(rule)
-        if isinstance(use, ast.Attribute) and isinstance(use.value, ast.Name)
-    ]
-    functions = [each for each in called if each is not None and isinstance(each.nodes[-1], ast.FunctionDef)]
-    assert functions
-    for each in functions:
-        changed = edited(each.module.name, each.nodes[-1], "edited = 1")
-        assert changed.kernel_hash(target) != sources.kernel_hash(target), each.key
+@pytest.mark.parametrize("layer", ["fused_moe", "mla", "linear", "fp8_linear"])
+def test_another_rule_makes_a_table_stale_and_another_way_to_write_it_does_not(
+    layer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = registry(layer).named("triton")
+    tables = [tuning.read(path, layer, DESCRIBED["H200"]) for path in tuning.tables(layer, DESCRIBED["H200"])]
+    table = next(table for table in tables if "triton" in table["metadata"]["rules"])
+    table = table | {"metadata": {"rules": table["metadata"]["rules"]}}
+    assert tuning.changes(table, [row]) == ()
+    own = row.load().candidates  # type: ignore[attr-defined]
+
+    def other(cfg: Any, tokens: int) -> list[dict[str, int]]:
+        first, *rest = own(cfg, tokens)
+        return [{name: 2 * value for name, value in first.items()}, *rest]
+
+    for rule, expected in (
+        (lambda cfg, tokens: list(own(cfg, tokens)), ()),
+        (other, ("the rule of triton has changed",)),
+    ):
+        staleness._rule_now.cache_clear()
+        monkeypatch.setattr(row.load(), "candidates", staticmethod(rule))
+        assert tuning.changes(table, [row]) == expected
+    staleness._rule_now.cache_clear()
+    broken = table | {"cfg": "NoSuchConfig(1)"}
+    assert tuning.changes(broken, [row]) == ("the rule of triton has changed",)
 
 
 def test_an_edit_on_the_host_changes_nothing() -> None:
@@ -142,17 +152,15 @@ def test_every_form_of_import_is_followed(form: str, inside: bool) -> None:
     assert hashed(kernels=kernels.replace("triton.jit", "kernel(do_not_specialize=('x',))")) != hashed()
 
 
-def test_a_base_class_gives_the_rules() -> None:
-    files = {
-        "fastlayers.x": "from fastlayers.y import Base\n\nclass Backend(Base):\n    pass\n",
-        "fastlayers.y": "WIDTH = 1\n\nclass Base:\n  @staticmethod\n  def candidates(c, n):\n    return [WIDTH]\n",
-    }
+def test_a_local_name_is_not_the_module_s() -> None:
+    text = "import triton\n\ndef place():\n  return 1\n\n@triton.jit\ndef kernel(x):\n  place = x * 2\n  return place\n"
 
-    def hashed(width: int) -> str:
-        known = files | {"fastlayers.y": files["fastlayers.y"].replace("WIDTH = 1", f"WIDTH = {width}")}
-        return Sources(lambda name: (known[name], False) if name in known else None).kernel_hash("fastlayers.x:Backend")
+    def hashed(source: str) -> str:
+        backend = source + "\nclass Backend:\n  def __call__(self):\n    kernel\n"
+        return Sources(lambda name: (backend, False)).kernel_hash("fastlayers.x:Backend")
 
-    assert hashed(1) != hashed(2) and hashed(1) == hashed(1)
+    assert hashed(text) == hashed(text.replace("return 1", "return 2"))
+    assert hashed(text) != hashed(text.replace("x * 2", "x * 3"))
 
 
 def test_the_hash_of_sources_is_what_git_lists(tmp_path: Path) -> None:

@@ -20,7 +20,15 @@ from fastlayers.tuning.ladder import (
     rung_at,
     times_of,
 )
-from fastlayers.tuning.staleness import changes, kernel_hash, metadata, packages_of, removable_packages, version_of
+from fastlayers.tuning.staleness import (
+    changes,
+    kernel_hash,
+    metadata,
+    packages_of,
+    removable_packages,
+    rules,
+    version_of,
+)
 from fastlayers.tuning.table import (
     KEPT_WITHIN,
     SCHEMA,
@@ -44,5 +52,5 @@ __all__ = [
     "KEPT_WITHIN", "SCHEMA", "SHIPPED", "Found", "Tuned", "TunedTableError", "borrowed_loss", "borrowed_ratios",
     "changes", "directories", "distance", "find", "kernel_hash", "key_of", "ladder_for", "ladder_of", "lent_rungs",
     "lookup", "metadata", "neighbours", "packages_of", "path_of", "probed_dir", "read", "read_whole",
-    "removable_packages", "rung_at", "shape_text", "tables", "times_of", "version_of", "write",
+    "removable_packages", "rules", "rung_at", "shape_text", "tables", "times_of", "version_of", "write",
 ]  # fmt: skip

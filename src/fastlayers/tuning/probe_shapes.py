@@ -162,8 +162,9 @@ def _table(bench: Bench, key: str, samples: Sequence[Sample], able: Sequence[Bac
 
     steps = choose_ladder(samples, layouts, rank)
     others = alternatives(steps, {row.name: tuning.removable_packages(row) for row in able}, choose)
-    return {
+    table = {
         "schema": tuning.SCHEMA, "layer": bench.layer, "device": bench.device.name, "key": key, "cfg": repr(bench.cfg),
         "ladder": as_rows(steps), "alternatives": [as_rows(other) for other in others], **best_times(samples),
-        "metadata": tuning.metadata(bench.layer, able) | {"command": "fl.warmup"},
     }  # fmt: skip
+    about = {"command": "fl.warmup", "rules": tuning.rules(table, bench.cfg, able)}
+    return table | {"metadata": tuning.metadata(bench.layer, able) | about}

@@ -297,6 +297,7 @@ def tune_shape(
     steps, errors = _checked_ladder(bench, samples, able)
     candidates = dict(before.candidates) | dict.fromkeys(journal.samples, bench.most_candidates)
     table = _table(bench, key, steps, samples, errors, able)
+    about |= {"rules": tuning.rules(table, bench.cfg, able)}
     table |= {
         "failed": dict(before.failed) | table["failed"], "candidates": {str(n): candidates[n] for n in sorted(found)},
         "metadata": about | {"command": command, "seconds": round(time.time() - started, 1)},

@@ -1,8 +1,9 @@
 """The code that a backend's times depend on, found by following names through every form of import.
 
-Of this library that is what runs on the device, jitted functions with all that they refer to, and what chooses their
-parameters, the backend's ``candidates`` with all that it refers to. What runs on the host in between may be rewritten
-without making a measured time untrue. Of other distributions' backends it is everything that the target reaches.
+Of this library that is what runs on the device: jitted functions with all that they refer to. What runs on the host
+between them may be rewritten without making a measured time untrue; of the rule that chooses a kernel's parameters its
+results count, see :mod:`fastlayers.tuning.staleness`. Of other distributions' backends it is everything that the target
+reaches.
 
 A definition is hashed as text without comments, docstrings and white space, each name of another definition replaced by
 that one's hash: moving and renaming change nothing, nor does the order of a jitted function's parameters. Text, not a
@@ -121,22 +122,29 @@ def _is_jitted(node: ast.AST) -> bool:
     return any(_path(d.func if isinstance(d, ast.Call) else d)[-1:] in [(j,) for j in JITTED] for d in decorators)
 
 
-def _uses(node: ast.AST, formatted: bool = True) -> Iterator[ast.Name | ast.Attribute]:
-    """Yield every name and dotted name in an expression or statement; annotations say nothing about what runs.
+def _uses(
+    node: ast.AST, formatted: bool = True, local: frozenset[str] = frozenset()
+) -> Iterator[ast.Name | ast.Attribute]:
+    """Yield every name and dotted name in an expression or statement that is not ``local`` to a function.
 
-    Where names in ``formatted`` strings are depends on Python's version.
+    Annotations say nothing about what runs; where names in ``formatted`` strings are depends on Python's version.
     """
     if isinstance(node, ast.JoinedStr) and not formatted:
         return
-    if isinstance(node, ast.Name | ast.Attribute) and _path(node):
-        yield node
+    if isinstance(node, ast.Name | ast.Attribute) and (path := _path(node)):
+        if path[0] not in local:
+            yield node
         return
+    if isinstance(node, ast.FunctionDef):
+        arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+        stored = (each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store))
+        local = local | {each.arg for each in arguments} | set(stored)
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns"):
             continue
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST):
-                yield from _uses(child, formatted)
+                yield from _uses(child, formatted, local)
 
 
 def _installed(name: str) -> tuple[str, bool] | None:
@@ -184,8 +192,6 @@ class Sources:
         self._digests = {}  # anew for each target: in a circle of definitions a hash depends on where it was entered
         roots = [found] if (found := self._named(module, name)) is not None else _all(module)
         parts = {self._digest(each) for each in self._counting(roots, own)}
-        for root in roots:
-            parts |= {self._digest_of(*rule) for rule in self._rules(root)}
         return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()[:12]
 
     def _counting(self, roots: list[Definition], own: str) -> Iterator[Definition]:
@@ -209,22 +215,6 @@ class Sources:
             found = {each.key: each for path in paths if (each := self._resolve(definition.module, path)) is not None}
             self._used[definition.key] = list(found.values())
         return self._used[definition.key]
-
-    def _rules(self, root: Definition, seen: frozenset[tuple[str, str]] = frozenset()) -> list[tuple[Module, ast.stmt]]:
-        """Return what ``candidates`` of a class is, its own or that of the first base that has one."""
-        classes = [node for node in root.nodes if isinstance(node, ast.ClassDef)]
-        for node in classes:
-            for each in node.body:
-                targets = each.targets if isinstance(each, ast.Assign) else []
-                names = [target.id for target in targets if isinstance(target, ast.Name)]
-                if getattr(each, "name", None) == "candidates" or "candidates" in names:
-                    return [(root.module, each)]
-        for node in classes:
-            for base in node.bases:
-                found = self._resolve(root.module, _path(base))
-                if found is not None and found.key not in seen and (rules := self._rules(found, seen | {root.key})):
-                    return rules
-        return []
 
     def _named(self, module: Module, name: str, seen: frozenset[tuple[str, str]] = frozenset()) -> Definition | None:
         """Return what a name of a module is bound to, through imports."""
@@ -268,10 +258,7 @@ class Sources:
             self._digests[definition.key] = hashlib.sha256("\n".join(pieces).encode()).hexdigest()[:16]
         return self._digests[definition.key]
 
-    def _digest_of(self, module: Module, node: ast.stmt) -> str:
-        return hashlib.sha256(self._text(module, node).encode()).hexdigest()[:16]
-
-    def _text(self, module: Module, node: ast.stmt | ast.expr) -> str:
+    def _text(self, module: Module, node: ast.stmt | ast.expr, local: frozenset[str] = frozenset()) -> str:
         """Return a statement's text as it is hashed."""
         if isinstance(node, ast.FunctionDef) and _is_jitted(node):
             return self._kernel_text(module, node)
@@ -283,7 +270,7 @@ class Sources:
         for each in ast.walk(node):
             if isinstance(each, ast.ClassDef | ast.FunctionDef) and ast.get_docstring(each) is not None:
                 cuts.append((_span(each.body[0]), b""))
-        for use in _uses(node, formatted=False):
+        for use in _uses(node, False, local):
             found = self._resolve(module, _path(use))
             if found is not None and found.nodes != (node,):
                 cuts.append((_span(use), self._digest(found).encode()))
@@ -301,11 +288,13 @@ class Sources:
         """Return a jitted function's text: options, parameters in any order, body; who launches it fixes the order."""
         options = [each.value for d in node.decorator_list for each in ast.walk(d) if isinstance(each, ast.Constant)]
         arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+        stored = (each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store))
+        local = frozenset({each.arg for each in arguments} | set(stored))
         parameters = [f"{a.arg}:{ast.unparse(a.annotation) if a.annotation else ''}" for a in arguments]
         values: list[ast.expr] = [*node.args.defaults, *filter(None, node.args.kw_defaults)]
         body = node.body[1:] if ast.get_docstring(node) is not None else node.body
         parts = [*sorted(map(str, options)), *sorted(parameters)]
-        texts = [self._text(module, value) for value in values] + [self._text(module, each) for each in body]
+        texts = [self._text(module, value) for value in values] + [self._text(module, each, local) for each in body]
         return "\n".join(parts + texts)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -45,6 +47,34 @@ def _hash(target: str) -> str:
     return installed().kernel_hash(target)
 
 
+def rule_hash(backend: Backend, cfg: Any, counts: Sequence[int]) -> str | None:
+    """Return a hash of the parameters that a backend's own rule gives its kernels; ``None`` if it has no such rule."""
+    candidates = getattr(backend.load(), "candidates", None)
+    if candidates is None:
+        return None
+    chosen = [candidates(cfg, count)[:1] for count in counts]
+    return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def rules(table: Mapping[str, Any], cfg: Any, backends: Sequence[Backend]) -> dict[str, str]:
+    """Return the hashes of the rules that a table's ladders rely on: those of rungs without a configuration."""
+    ladders = [table["ladder"], *table.get("alternatives", [])]
+    plain = {row["backend"] for rungs in ladders for row in rungs if not row.get("config")}
+    found = {b.name: rule_hash(b, cfg, table["tokens"]) for b in backends if b.name in plain}
+    return {name: each for name, each in found.items() if each is not None}
+
+
+@lru_cache
+def _rule_now(layer: str, name: str, cfg: str, counts: tuple[int, ...]) -> str | None:
+    from fastlayers.registry import registry
+    from fastlayers.tuning.sweep import parse_shape
+
+    try:
+        return rule_hash(registry(layer).named(name), parse_shape(layer, cfg), counts)
+    except Exception:  # a package that is gone, a configuration that is no more: not the rule that was
+        return None
+
+
 def metadata(layer: str, backends: Sequence[Backend]) -> dict[str, Any]:
     """Return what a table's figures depend on: packages, kernels, sources, date."""
     return {
@@ -65,4 +95,7 @@ def changes(table: Mapping[str, Any], backends: Sequence[Backend]) -> tuple[str,
                 found[f"{name} {then}, now {now or 'absent'}"] = None
         if backend.name in kernels and kernels[backend.name] != kernel_hash(backend.target):
             found[f"kernels of {backend.name} have changed"] = None
+        rule = about.get("rules", {}).get(backend.name)
+        if rule is not None and rule != _rule_now(table["layer"], backend.name, table["cfg"], tuple(table["tokens"])):
+            found[f"the rule of {backend.name} has changed"] = None
     return tuple(found)

@@ -188,9 +188,9 @@ def _problem(table: Mapping[str, Any], path: Path) -> str | None:
         for row in times
     ):  # fmt: skip
         return "measured token counts and times are not all positive numbers"
-    versions, kernels = about.get("versions", {}), about.get("kernels", {})
-    if not (all(isinstance(each, dict) for each in (versions, kernels, *said, *versions.values()))):
-        return "metadata.versions, metadata.kernels, candidates or failed are not mappings"
+    versions, kernels, rules = about.get("versions", {}), about.get("kernels", {}), about.get("rules", {})
+    if not (all(isinstance(each, dict) for each in (versions, kernels, rules, *said, *versions.values()))):
+        return "metadata.versions, metadata.kernels, metadata.rules, candidates or failed are not mappings"
     return None
 
 
