@@ -134,7 +134,8 @@ def test_gpu_captured_mixtures_draw_the_tokens_of_uncaptured_ones(family: str) -
             wanted, _ = trace(model, False, params)
             got, served = trace(model, True, params)
         assert got == wanted and served.graphs is not None and served.graphs.replays == len(wanted)
-        assert sum(record.bytes for record in served.graphs.ledger) > 0
+        # Bytes may be none: captures take what the pool has free.
+        assert all(record.capture_seconds > 0 and record.bytes >= 0 for record in served.graphs.ledger)
 
 
 def test_bucket_edges_and_chunks_that_draw_nothing(model: Any) -> None:

@@ -89,7 +89,8 @@ class FastModule:
         guard: Guard | None = self.__dict__.get("_fl_guard")
         if guard is None:
             return "not set up"
-        if torch.compiler.is_exporting() if torch.compiler.is_compiling() else recorded():
+        # The flag itself: torch 2.11's compiler takes is_exporting() for true wherever it traces.
+        if torch.compiler._is_exporting_flag if torch.compiler.is_compiling() else recorded():
             return RECORDED
         if self.training:  # type: ignore[attr-defined]
             return "training mode"
