@@ -14,6 +14,7 @@ TORCH ?= torch==2.13.0$(CPU_BUILD)
 WORKERS ?= 2
 TESTS ?= tests
 ARGS ?=
+SOURCE ?=
 
 BIN := $(VENV)/bin
 ROOTS := src/fastlayers models/fastlayers_models server/fastlayers_server
@@ -25,7 +26,7 @@ SETUP_INPUTS := pyproject.toml constraints.txt tools/setup_env.sh $(VENV)/.torch
 
 export CPU_TESTS WORKERS PYTHON TORCH
 
-.PHONY: help demo serve test test-browser test-compile test-matrix test-oldest lint format wheel clean FORCE
+.PHONY: help demo serve test test-browser test-compile test-matrix test-oldest test-transformers lint format wheel clean FORCE
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -49,6 +50,9 @@ test-compile: $(VENV)/.stamp-dev  ## compile every Triton kernel for sm_90, with
 
 test-matrix: $(VENV)/.stamp-dev  ## newest triton, oldest and newest transformers, stubbed kernel packages (COLUMNS='...')
 	@$(TEST_ENV) bash tools/test_matrix.sh $(VENV) "$(TESTS)" $(COLUMNS)
+
+test-transformers: $(VENV)/.stamp-dev  ## transformers' own tests on patched models (SOURCE=checkout of the installed tag)
+	@$(TEST_ENV) bash tools/test_transformers.sh $(VENV) "$(SOURCE)" $(ARGS)
 
 test-oldest: $(VENV)/.stamp-dev  ## tests that lean on the standard library, under the oldest Python here
 	@$(TEST_ENV) TRITON_INTERPRET=1 bash tools/test_oldest.sh $(VENV)

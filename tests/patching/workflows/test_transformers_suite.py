@@ -1,0 +1,57 @@
+"""``make test-transformers``: what it says where there is nothing to run, and its committed list."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+
+REPO = Path(__file__).parents[3]
+
+
+def run(tmp_path: Path, *source: str) -> subprocess.CompletedProcess[str]:
+    # An environment's folder is all that the script asks for.
+    environment = Path(sys.executable).parents[1]
+    command = ["bash", str(REPO / "tools" / "test_transformers.sh"), str(environment), *source]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def checkout(folder: Path, version: str) -> Path:
+    package = folder / "src" / "transformers"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(f'__version__ = "{version}"\n')
+    return folder
+
+
+def test_without_a_source_it_is_skipped_with_the_reason(tmp_path: Path) -> None:
+    done = run(tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith("skipped: no source of transformers; make test-transformers")
+
+
+def test_a_source_of_another_version_is_an_error(tmp_path: Path) -> None:
+    done = run(tmp_path, str(checkout(tmp_path / "old", "4.0.0")))
+    assert done.returncode == 2
+    assert f"SOURCE is transformers 4.0.0, installed is {transformers.__version__}" in done.stdout + done.stderr
+    assert run(tmp_path, str(tmp_path / "nowhere")).returncode == 2
+
+
+def test_the_archive_of_the_package_is_not_enough(tmp_path: Path) -> None:
+    done = run(tmp_path, str(checkout(tmp_path / "sdist", transformers.__version__)))
+    assert done.returncode == 0 and "has no tests/test_modeling_common.py" in done.stdout
+
+
+def test_each_line_of_the_list_has_a_reason(tmp_path: Path) -> None:
+    sys.path.insert(0, str(REPO / "tools"))
+    try:
+        import transformers_suite
+    finally:
+        sys.path.pop(0)
+    found = transformers_suite.read_skips(transformers_suite.SKIPS)
+    assert found and all(glob and len(reason) > 8 for glob, reason in found.items())
+    bad = tmp_path / "list.txt"
+    bad.write_text("*::test_without_a_reason\n")
+    with pytest.raises(SystemExit, match="not 'glob: reason'"):
+        transformers_suite.read_skips(bad)
