@@ -159,8 +159,10 @@ def _run(config: ServeConfig, folder: Path, begin: float) -> int:
         log.warning("anybody who reaches %s may use this server: there is no --api-key", config.host)
     loop = uvloop.new_event_loop()
     link = Link(engine_of(config, folder), config.watchdog_timeout)
-    # The engine's process starts while the tokenizer is read here.
-    link.start(loop)
+    if not config.in_process:
+        # The engine's process starts while the tokenizer is read here. A thread could not: transformers' imports are
+        # lazy, and of two threads that import at once one finds half of them.
+        link.start(loop)
     try:
         tokens = TokenText(folder, settings.chat_template, config.load_format == "dummy")
     except ValueError as error:

@@ -121,6 +121,17 @@ def test_the_tiny_model_is_served_survives_its_engine_and_drains() -> None:
         assert any("draining" in line for line in lines)
 
 
+def test_one_process_is_enough_where_asked_for() -> None:
+    with serving("--in-process", "--api-key", "sk-1", "--speculative-algorithm", "ngram") as (url, process, _):
+        ask = {"model": "tiny_deepseek_v3", "messages": [{"role": "user", "content": "What is 127 + 45?"}]}
+        assert httpx.post(f"{url}/v1/chat/completions", json=ask).status_code == 401
+        headers = {"authorization": "Bearer sk-1"}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=ask, headers=headers, timeout=60).json()
+        assert answer["choices"][0]["message"]["content"].strip() == "172"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+
+
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", CODE, "serve", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
