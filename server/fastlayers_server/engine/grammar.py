@@ -66,8 +66,8 @@ class GrammarWorker:
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
 
-    async def start(self) -> None:
-        """Start the process, if it does not run, and wait until it takes sources."""
+    async def _start(self) -> None:
+        """Start the process, if it does not run, and wait until it takes sources; within a turn."""
         if self._process is not None and self._process.returncode is None:
             return
         pipe = asyncio.subprocess.PIPE
@@ -86,7 +86,7 @@ class GrammarWorker:
             Compiling took too long; the process was killed.
         """
         async with self._turn:
-            await self.start()
+            await self._start()
             assert self._process is not None and self._process.stdin is not None
             body = msgspec.msgpack.encode(Task(kind, source))
             self._process.stdin.write(struct.pack("<I", len(body)) + body)

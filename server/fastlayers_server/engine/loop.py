@@ -10,6 +10,7 @@ forward pass needs no mask, so the tokens of the step before are taken while it 
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 import time
 from collections import deque
@@ -34,6 +35,7 @@ from fastlayers_server.engine.protocol import (
 from fastlayers_server.engine.request import ENDED, Request, TickPlan, TickResult
 from fastlayers_server.engine.scheduler import Scheduler
 
+log = logging.getLogger(__name__)
 STATS_SECONDS = 1.0
 NAP = 0.0005  # between ticks in which requests wait for others and nothing runs
 
@@ -251,10 +253,7 @@ class Engine:
                 told = f"grammar {message.grammar!r} did not arrive, or was forgotten"
                 scheduler.outputs.append(Output(message.rid, (), "error", "invalid_grammar", told))
             else:
-                scheduler.submit(message, now)
-                taken = scheduler.live.get(message.rid)
-                if message.grammar and self.grammars is not None and taken is not None and taken.submit is message:
-                    self.grammars.begin(taken)
+                self._submit(message, now)
         elif isinstance(message, Abort):
             scheduler.abort(message.rids, now)
         elif isinstance(message, Finish):
@@ -267,6 +266,22 @@ class Engine:
         else:
             self.deliver(self._control(message))
 
+    def _submit(self, message: Submit, now: float) -> None:
+        """Take a request; what goes wrong with it alone ends it alone."""
+        scheduler = self.scheduler
+        try:
+            scheduler.submit(message, now)
+            taken = scheduler.live.get(message.rid)
+            if message.grammar and self.grammars is not None and taken is not None and taken.submit is message:
+                self.grammars.begin(taken)
+        except Exception as error:
+            log.exception("request %d", message.rid)
+            said = f"{type(error).__name__} in the engine"
+            if message.rid in scheduler.live:
+                scheduler.fail(message.rid, "internal_error", said, now)
+            else:
+                scheduler.outputs.append(Output(message.rid, (), "error", "internal_error", said))
+
     def _control(self, message: Control) -> Stats | Reply:
         what, ok = message.what, True
         value: Any = None
@@ -278,7 +293,7 @@ class Engine:
             value = {"ticks": list(self.scheduler.history), "executor": self.executor.explain()}
             value["speculation"] = self.drafts.explain() if self.drafts is not None else None
         elif what == "flush_cache":
-            value = {"pages": self.scheduler.flush()}
+            value = {"pages": self.scheduler.cache.flush()}
         elif what == "freeze_gc":
             before = gc.get_count()
             gc.collect()

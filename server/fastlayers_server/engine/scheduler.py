@@ -388,12 +388,6 @@ class Scheduler:
         if request.first_at:
             self.metrics.observe("decode_seconds", now - first)
 
-    # --- the whole
-
-    def flush(self) -> int:
-        """Forget the prefix cache; returns the pages that became free."""
-        return self.cache.flush()
-
     def end_all(self, code: str, message: str, now: float) -> None:
         """End everything that lives with an error."""
         for request in list(self.live.values()):

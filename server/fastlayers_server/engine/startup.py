@@ -13,6 +13,7 @@ import torch
 
 import fastlayers as fl
 from fastlayers.errors import ArgumentError
+from fastlayers.registry import registry
 from fastlayers_server.engine.client import Parts
 from fastlayers_server.engine.config import EngineConfig, SchedulerConfig
 from fastlayers_server.engine.executor import TorchExecutor
@@ -47,6 +48,8 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1) -> Parts:
     if config.speculative_algorithm == "mtp" and not getattr(model.config, "num_nextn_predict_layers", 0):
         accepted = "'none' or 'ngram': this model has no draft layer"
         raise ArgumentError("engine", "speculative_algorithm", "'mtp'", accepted)
+    if config.deterministic:
+        refuse_variant(model)
     phase("warmup")
     limits = scheduler_config(config, model)
     grammars = _grammars(config, limits, model.device)
@@ -97,6 +100,17 @@ def _grammars(config: EngineConfig, limits: SchedulerConfig, device: torch.devic
         return None
     described = tokenizer_info(folder, limits.vocab_size, limits.eos_ids)
     return GrammarMasks(described, limits.vocab_size, 2 * limits.max_running, pinned=device.type == "cuda")
+
+
+def refuse_variant(model: Any) -> None:
+    """Raise :class:`ArgumentError` for the first backend that does not say that rows do not depend on the batch."""
+    for row in fl.explain(model):
+        name = row.chosen.split()[0]
+        backend = next((backend for backend in registry(row.layer).ranked if backend.name == name), None)
+        if not getattr(backend, "batch_invariant", False):
+            accepted = "False: that backend does not say that a row's result is the same in every batch"
+            given = f"True, with {row.layer}={name} in {row.module or 'the model'}"
+            raise ArgumentError("engine", "deterministic", given, accepted)
 
 
 def _speculates(config: EngineConfig) -> bool:

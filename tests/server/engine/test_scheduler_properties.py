@@ -111,7 +111,7 @@ class Serving(RuleBasedStateMachine):
 
     @rule()
     def flush(self) -> None:
-        self.world.scheduler.flush()
+        self.world.scheduler.cache.flush()
         self.world.check()
 
     @rule(seconds=st.sampled_from([0.1, 5.0]))
@@ -162,7 +162,7 @@ def season(seed: int, ticks: int, busy: bool) -> int:
                 world.scheduler.finish(rid, 0, world.now)
             world.collect()
         if r.random() < 0.003:
-            world.scheduler.flush()
+            world.scheduler.cache.flush()
         world.tick()
     world.run()
     world.check_idle()

@@ -36,6 +36,12 @@ def test_a_random_model_of_known_shapes() -> None:
     [
         ({"max_model_len": 5000}, r"max_model_len is 5000; accepted: 2 to 4096"),
         ({"num_pages": 9}, r"max_model_len is 256, which needs .* GiB, 17 pages; accepted: what fits 9 pages"),
+        (
+            {"deterministic": True},
+            r"deterministic is True, with \w+=\w+ in .*; accepted: False: that",
+        ),
+        ({"speculative_algorithm": "eagle"}, r"speculative_algorithm is 'eagle'; accepted: 'none', 'ngram'"),
+        ({"speculative_max_k": 0}, r"speculative_max_k is 0; accepted: 1 to 8"),
         ({"kv_cache_dtype": "int3"}, r"kv_cache_dtype is 'int3'; accepted: auto, bf16"),
     ],
 )

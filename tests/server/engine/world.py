@@ -240,7 +240,7 @@ class World:
         assert prompt.get("computed", 0) + prompt.get("cached", 0) == sum(r.high for r in self.requests.values()), "I15"
         stops = sum(t.finish == "stop" for t in self.told.values())
         assert counters["wasted_tokens_total"].get("overlap", 0) <= stops * max(1, self.delay) or self.draft, "I14"
-        scheduler.flush()
+        scheduler.cache.flush()
         assert cache.evictable == 0 and cache.free == cache.num_pages - 1
         assert not scheduler.running.requests and not scheduler.live and not list(scheduler.queue)
         slots = Scheduler(self.config).running
