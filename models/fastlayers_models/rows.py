@@ -7,6 +7,7 @@ Outbox         pinned buffers that tokens are copied to; Pending waits for one
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -183,14 +184,18 @@ class ExtendInputs:
         rows[:requests] = torch.tensor(
             [self._nobody if row is None else row for _, row in parts] + [self._nobody] * idle
         )
-        given: list[int] = []
-        origin = [0] * tokens
+        # Of 64-bit integers an array is made faster than a tensor, which looks at each of them twice.
+        given, origins = array("q"), []
         for ids, row in parts:
             if not ids:
-                origin[len(given)] = row or 0
-            given += ids or [-1]
-        ids_at[:width] = torch.tensor(given + [0] * (width - tokens))
-        source[:width] = torch.tensor(origin + [0] * (width - tokens))
+                origins.append((len(given), row or 0))
+            given.extend(ids or (-1,))
+        source[:width] = 0
+        for place, row in origins:
+            source[place] = row
+        ids_at[tokens:width] = 0
+        if tokens:
+            ids_at[:tokens] = torch.frombuffer(given, dtype=torch.int64)
         if self._copied is not None:
             self._device.copy_(self._host, non_blocking=True)
             self._copied.record()
