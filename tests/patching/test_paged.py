@@ -15,6 +15,7 @@ from transformers import DynamicCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from fastlayers.attention.gqa.core import GQAConfig
+from fastlayers.attention.gqa.triton_decode import NUMBERS, decode_config
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWriteConfig
 from fastlayers.errors import CaptureError
 from fastlayers.patching.cache import PAGE
@@ -211,19 +212,21 @@ def test_rotary_tables_are_made_once_a_step() -> None:
 
 
 def test_cores_are_shared_and_need_no_host_work() -> None:
-    cfg = GQAConfig(32, 4, 128, 0.1, phase="decode")
+    cfg = GQAConfig(32, 4, 128, 0.1, phase="decode", captured=True)
     step = DecodeStep(2, 256, torch.device("cpu"), "torch")
     assert step.pick(cfg) is step.pick(replace(cfg)) and step._rung(cfg).backend.name == "torch"
     # Under the interpreter Triton runs anywhere; its choice of programs is the same as on a GPU.
     rungs = {c: DecodeStep(16, c, torch.device("cpu"), "triton")._rung(cfg) for c in (256, 384)}
     assert all(rung.backend.name == "triton" for rung in rungs.values())
-    assert dict(rungs[256].config) == {"PROGRAMS": 64} and rungs[384].config == ()
+    numbers = {c: rungs[c].build(cfg)._decode_numbers(16, c) for c in rungs}
+    programs = {c: dict(zip(NUMBERS, found, strict=True))["PROGRAMS"] for c, found in numbers.items()}
+    assert programs[256] == 64 and programs[384] == decode_config(cfg, 16)["PROGRAMS"] != 64
     write = RotaryKVWriteConfig(32, 4, 128, 128, 128)
     assert DecodeStep(16, 256, torch.device("cpu"), "triton")._rung(write).config == ()
 
 
 def test_a_short_cache_gives_the_same_attention_by_one_program_a_row() -> None:
-    cfg = GQAConfig(4, 2, 16, 0.25, dtype=torch.float32, kv_dtype=torch.float32, phase="decode")
+    cfg = GQAConfig(4, 2, 16, 0.25, dtype=torch.float32, kv_dtype=torch.float32, phase="decode", captured=True)
     q = torch.randn(3, 4, 16, generator=torch.Generator().manual_seed(0))
     pages = torch.randn(2, 3 * 256 // PAGE, PAGE, 2, 16, generator=torch.Generator().manual_seed(1))
     found = []

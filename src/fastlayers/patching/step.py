@@ -33,8 +33,6 @@ from fastlayers.registry import Rung
 
 # Up to so many rows the matrix-vector kernel is taken where no table says otherwise.
 FEW_ROWS = 2
-# Capacity up to which a row's keys are read by one program.
-SHORT = 256
 _REGISTRIES: dict[type, Any] = {GQAConfig: GQA, MLAConfig: MLA, RotaryKVWriteConfig: ROTARY_KV_WRITE}
 
 
@@ -111,10 +109,6 @@ class PagedStep:
         """Return the backend that captured steps may take, with what a table found for it."""
         rungs = _REGISTRIES[type(cfg)].choose(cfg, self.device, self.core).rungs
         rung: Rung = next(r for r in rungs if r.max_tokens is None or self.rows <= r.max_tokens)
-        ours = isinstance(cfg, GQAConfig) and cfg.phase == "decode" and rung.backend.name == "triton"
-        if ours and self.capacity <= SHORT:
-            # So few keys are not worth splitting: one program a row and key head, nothing to add up.
-            rung = replace(rung, config=(("PROGRAMS", self.rows * cfg.num_kv_heads),))
         return rung
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -27,6 +27,8 @@ from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release
 # Two programs a multiprocessor of a large GPU; a constant, so that results do not depend on the GPU.
 TARGET_PROGRAMS = 264
 MIN_SPLIT, MAX_SPLITS = 256, 64
+# Capacity of a captured step up to which a row's keys are read by one program.
+SHORT = 256
 LEAST_PART = tl.constexpr(MIN_SPLIT)
 
 
@@ -248,16 +250,20 @@ class TritonGQA:
         self.cfg, self.config = cfg, dict(config or {})
         self._decodes = triton_decode.serves(cfg.group, cfg.dtype)
         # What was decided for batches and query lengths that came before.
-        self._for_requests: dict[int, tuple[int, ...]] = {}
+        self._for_requests: dict[tuple[int, bool], tuple[int, ...]] = {}
         self._for_queries: dict[int, tuple[int, ...]] = {}
 
-    def _decode_numbers(self, requests: int) -> tuple[int, ...]:
-        found = self._for_requests.get(requests)
+    def _decode_numbers(self, requests: int, max_seq_len: int) -> tuple[int, ...]:
+        short = self.cfg.captured and max_seq_len <= SHORT
+        found = self._for_requests.get((requests, short))
         if found is None:
             it = triton_decode.decode_config(self.cfg, requests)
-            if self.cfg.phase == "decode":
+            if short:
+                # So few keys are not worth splitting: one program a row and key head, nothing to add up.
+                it["PROGRAMS"] = requests * self.cfg.num_kv_heads
+            elif self.cfg.phase == "decode":
                 it |= self.config
-            found = self._for_requests[requests] = tuple(it[name] for name in triton_decode.NUMBERS)
+            found = self._for_requests[requests, short] = tuple(it[name] for name in triton_decode.NUMBERS)
         return found
 
     def _extend_numbers(self, max_query_len: int) -> tuple[int, ...]:
@@ -308,7 +314,8 @@ class TritonGQA:
             )
             result = triton_decode.gqa_decode(
                 q, k_cache, v_cache, sinks, meta.page_table, meta.seq_lens, meta.starts, counters.done, meta.page_size,
-                meta.max_seq_len, cfg.softmax_scale, window, softcap, *self._decode_numbers(q.shape[0]),
+                meta.max_seq_len, cfg.softmax_scale, window, softcap,
+                *self._decode_numbers(q.shape[0], meta.max_seq_len),
             )  # fmt: skip
             return result
         result = _gqa(
