@@ -14,9 +14,10 @@ from torch import nn
 
 import fastlayers as fl
 from fastlayers.attention.kv_cache.spec import LayerCache
-from fastlayers.errors import ArgumentError
+from fastlayers.errors import ArgumentError, CheckpointError
 from fastlayers.moe.fused_moe.layer import FusedMoE
 from fastlayers.quant.spec import QuantSpec
+from fastlayers.weights import slots
 from fastlayers.weights_epoch import WeightsWatch, epoch_of
 
 Change = Callable[[nn.Module, dict[str, torch.Tensor]], None]
@@ -135,6 +136,8 @@ def test_weights_in_a_layout_of_their_own_are_replaced_together() -> None:
     layer, values = swizzled(), values_like(swizzled(), 2)
     fl.finalize(layer)
     assert layer.w13.numel() == 0 and layer.packed.w13.numel() > 0
+    with pytest.raises(CheckpointError, match=r"FusedMoE: finalize\(\) packed its weights .* nothing to load into"):
+        list(slots(layer))
     codes = {name: values[name] for name in ("w13", "w2", "w13_scale", "w2_scale")}
     for name, value in list(codes.items())[:-1]:
         setattr(layer, name, nn.Parameter(value, requires_grad=False))

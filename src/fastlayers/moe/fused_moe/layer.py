@@ -29,6 +29,7 @@ from fastlayers.comm.parallel import SINGLE, Axis
 from fastlayers.device import Device
 from fastlayers.errors import (
     ArgumentError,
+    CheckpointError,
     check_choice,
     check_float,
     check_kind,
@@ -370,6 +371,11 @@ class FusedMoE(Layer):
 
         With interleaved rows: slices of the tensors that hold all experts, ``gate_up_proj_blocks``, ….
         """
+        if self.packed is not None and self.w13.numel() == 0:
+            raise CheckpointError(
+                f"{_NAME}: finalize() packed its weights in a layout of their own and left nothing to load into; load "
+                "before finalize(), or assign new parameters of the checkpoint's shapes"
+            )
         if isinstance(self.names, PackedExpertNames):
             yield from slots_of_packed(self, self.names)
             return
