@@ -85,6 +85,15 @@ def test_the_tiny_model_is_served_survives_its_engine_and_drains() -> None:
             f"{url}/v1/chat/completions", json=ask | {"response_format": shaped, "max_tokens": 200}, timeout=60
         )
         assert set(json.loads(said.json()["choices"][0]["message"]["content"])) == {"n"}
+        scored = {"model": "tiny", "prompt": "One two", "echo": True, "logprobs": 1, "max_tokens": 1}
+        choice = httpx.post(f"{url}/v1/completions", json=scored, timeout=60).json()["choices"][0]
+        told = choice["logprobs"]
+        assert told["tokens"][0] == "<|bos|>" and told["token_logprobs"][0] is None and told["text_offset"][1] == 0
+        places = zip(told["tokens"][1:], told["text_offset"][1:], strict=True)
+        assert all(choice["text"].startswith(token, at) for token, at in places) and choice["text"].startswith(
+            "One two"
+        )
+        assert all(p < 0 for p in told["token_logprobs"][1:])
         bad = httpx.post(f"{url}/v1/completions", json=forced | {"structured_outputs": {"regex": "("}}, timeout=60)
         assert (bad.status_code, bad.json()["error"]["code"]) == (400, "invalid_grammar")
         chosen = httpx.get(f"{url}/backends").json()
@@ -121,13 +130,27 @@ def test_the_tiny_model_is_served_survives_its_engine_and_drains() -> None:
         assert any("draining" in line for line in lines)
 
 
-def test_one_process_is_enough_where_asked_for() -> None:
-    with serving("--in-process", "--api-key", "sk-1", "--speculative-algorithm", "ngram") as (url, process, _):
+def test_one_process_is_enough_where_asked_for(tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    turns = "{% for m in messages %}<|user|>{{ m['content'] }}{% endfor %}"
+    template.write_text("<|bos|>" + turns + "{% if tools %}{{ '' }}{% endif %}<|assistant|>")
+    more = ("--tool-call-parser", "hermes", "--chat-template", str(template))
+    with serving("--in-process", "--api-key", "sk-1", "--speculative-algorithm", "ngram", *more) as (url, process, _):
         ask = {"model": "tiny_deepseek_v3", "messages": [{"role": "user", "content": "What is 127 + 45?"}]}
         assert httpx.post(f"{url}/v1/chat/completions", json=ask).status_code == 401
         headers = {"authorization": "Bearer sk-1"}
         answer = httpx.post(f"{url}/v1/chat/completions", json=ask, headers=headers, timeout=60).json()
         assert answer["choices"][0]["message"]["content"].strip() == "172"
+        cities = {"type": "object", "properties": {"city": {"enum": ["Bonn", "Rome"]}}, "required": ["city"]}
+        tool = {
+            "type": "function",
+            "function": {"name": "weather", "parameters": cities | {"additionalProperties": False}},
+        }
+        forced = ask | {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 400}
+        (choice,) = httpx.post(f"{url}/v1/chat/completions", json=forced, headers=headers, timeout=60).json()["choices"]
+        (call,) = choice["message"]["tool_calls"]
+        assert choice["finish_reason"] == "tool_calls" and call["function"]["name"] == "weather"
+        assert json.loads(call["function"]["arguments"])["city"] in ("Bonn", "Rome")
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
 

@@ -84,11 +84,11 @@ class _Writer:
         told: dict[str, Any] | None = None
         if self._body.logprobs is not None:
             told = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-            offset = self._offsets.get(row.index, 0)
+            offset, hides = self._offsets.get(row.index, 0), self._body.skip_special_tokens is not False
             if self._body.echo and first:
                 entries = [(prompt[0], None), *zip(prompt[1:], row.prompt_logprobs, strict=False)]
-                offset = _append(told, entries, self._tokens, offset)
-            self._offsets[row.index] = _append(told, logprobs, self._tokens, offset)
+                offset = _append(told, entries, self._tokens, offset, hides)
+            self._offsets[row.index] = _append(told, logprobs, self._tokens, offset, hides)
         choice = {
             "index": row.index, "text": echoed * bool(self._body.echo) + text, "logprobs": told,
             "finish_reason": row.finish or None,
@@ -110,12 +110,13 @@ def finite(logprob: float) -> float:
     return max(logprob, -9999.0)
 
 
-def _append(told: dict[str, Any], entries: Any, tokens: TokenText, offset: int) -> int:
+def _append(told: dict[str, Any], entries: Any, tokens: TokenText, offset: int, hides: bool) -> int:
     for token, entry in entries:
         text = spelled(tokens, token)
         told["tokens"].append(text)
         told["text_offset"].append(offset)
-        offset += len(text)
+        # A special token that the text leaves out takes no place in it.
+        offset += 0 if hides and token in tokens.special else len(text)
         if entry is None:
             told["token_logprobs"].append(None)
             told["top_logprobs"].append(None)

@@ -15,6 +15,8 @@ from fastlayers_server.front.parsers import STYLES, UNTHINK
 from fastlayers_server.front.schemas import ChatRequest, Common, NamedTool
 
 MAX_SOURCE, MAX_DEPTH, MAX_COUNT = 65_536, 32, 10_000
+# Characters between two tokens of JSON: enough to indent, and a model cannot lose itself in it.
+WHITESPACE = 24
 # Keywords of a schema that the grammar enforces, and those that only describe.
 ENFORCED = frozenset(
     ("type", "properties", "required", "additionalProperties", "items", "prefixItems", "minItems", "maxItems",
@@ -139,12 +141,16 @@ def _format(kind: str, source: str, param: str) -> dict[str, Any]:
     if kind == "structural_tag":
         return dict(json.loads(source)["format"])
     parts: dict[str, dict[str, Any]] = {
-        "json_object": {"type": "json_schema", "json_schema": {"type": "object"}},
-        "json_schema": {"type": "json_schema", "json_schema": json.loads(source) if kind == "json_schema" else None},
+        "json_object": _json_of({"type": "object"}),
+        "json_schema": _json_of(json.loads(source) if kind == "json_schema" else {}),
         "regex": {"type": "regex", "pattern": source},
         "ebnf": {"type": "grammar", "grammar": source},
     }
     return parts[kind]
+
+
+def _json_of(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": WHITESPACE}
 
 
 def _thinks(front: Front, prompt: Sequence[int]) -> bool:
@@ -172,8 +178,7 @@ def _tools(body: ChatRequest, front: Front, thinking: bool) -> str:
         schema = function.parameters or {"type": "object"}
         check_schema(schema, f"tools.{function.name}.parameters")
         begin = style.begins_with_name.replace("NAME", function.name)
-        content = {"type": "json_schema", "json_schema": schema}
-        tags.append({"type": "tag", "begin": begin, "content": content, "end": style.closes})
+        tags.append({"type": "tag", "begin": begin, "content": _json_of(schema), "end": style.closes})
     form = {
         "type": "triggered_tags", "triggers": [style.begin], "tags": tags,
         "at_least_one": choice not in (None, "auto"),
