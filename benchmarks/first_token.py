@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +22,7 @@ from generate import MODELS, prompts_of, randomize
 
 import fastlayers as fl
 from fastlayers.attention.buckets import ExtendBuckets
+from fastlayers.tuning.provenance import provenance
 from fastlayers_models.auto import family_of
 from fastlayers_models.generate import Generator
 
@@ -103,9 +104,9 @@ def main() -> None:
     parser.add_argument("--shapes", type=lambda text: tuple(map(int, text.split("x"))), nargs="*", default=SHAPES,
                         metavar="BATCHxTOKENS")  # fmt: skip
     options = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     lines: list[dict[str, Any]] = [
-        {"run": "first_token", "commit": commit, "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+        {"run": "first_token", "command": "python " + " ".join(sys.argv), **provenance(),
+         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
          "fastlayers": fl.__version__, "repeats": options.repeats}
     ]  # fmt: skip
     print(json.dumps(lines[0]), flush=True)

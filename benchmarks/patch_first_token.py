@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +30,7 @@ from patch_gpu import CONFIGS, build
 
 import fastlayers as fl
 from fastlayers.patching import decode
+from fastlayers.tuning.provenance import provenance
 
 SHAPES = ((1, 16), (1, 128), (1, 300), (1, 512), (1, 700), (1, 2048), (1, 8192), (4, 128))
 VARIANTS: dict[str, tuple[bool, dict[str, Any]]] = {
@@ -104,9 +105,9 @@ def main() -> None:
     parser.add_argument("--shapes", type=lambda text: tuple(map(int, text.split("x"))), nargs="*", default=SHAPES,
                         metavar="BATCHxTOKENS")  # fmt: skip
     options = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     lines: list[dict[str, Any]] = [
-        {"run": "patch_first_token", "commit": commit, "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+        {"run": "patch_first_token", "command": "python " + " ".join(sys.argv), **provenance(),
+         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
          "transformers": transformers.__version__, "repeats": options.repeats}
     ]  # fmt: skip
     print(json.dumps(lines[0]), flush=True)

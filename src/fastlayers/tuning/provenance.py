@@ -32,10 +32,17 @@ def _blob(content: bytes) -> str:
 
 
 def commit() -> str:
-    """Return the commit that is checked out, shortened; empty without git."""
-    asked = ["git", "-C", str(PACKAGE), "rev-parse", "--short", "HEAD"]
+    """Return the commit that is checked out, shortened; empty without git, or where files differ from it.
+
+    A copy of a tree may come with an older history: then the hash of the sources finds the commit
+    (``tools/result_commits.py``).
+    """
+    git = ["git", "-C", str(PACKAGE)]
     try:
-        return subprocess.run(asked, capture_output=True, text=True).stdout.strip()
+        changed = subprocess.run([*git, "status", "--porcelain", "."], capture_output=True, text=True)
+        if changed.returncode or changed.stdout.strip():
+            return ""
+        return subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     except OSError:
         return ""
 
