@@ -1,4 +1,4 @@
-"""The experts' backends by other packages: what each can run, and what it needs.
+"""The experts' backends: what each can run, and what it needs.
 
 Weight layouts: all but ``triton_kernels`` read the checkpoint's, and share a ladder with Triton.
 """
@@ -6,17 +6,22 @@ Weight layouts: all but ``triton_kernels`` read the checkpoint's, and share a la
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from fastlayers.device import Device
 from fastlayers.errors import dtype_name
+from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.weights import GROUP
-from fastlayers.registry import TRITON_NEEDS, Backend, blackwell_guard, triton_backend
-
-if TYPE_CHECKING:
-    from fastlayers.moe.fused_moe.layer import FusedMoEConfig
+from fastlayers.registry import (
+    TRITON_NEEDS,
+    Backend,
+    Registry,
+    blackwell_guard,
+    reference_backend,
+    torch_backend,
+    triton_backend,
+)
 
 
 def _name(cfg: FusedMoEConfig) -> str:
@@ -98,6 +103,12 @@ def _not_oai_mxfp4(cfg: FusedMoEConfig) -> str | None:
     return None
 
 
+def _needs_fp8_dot(cfg: FusedMoEConfig, device: Device) -> str | None:
+    if cfg.quant == "fp8_block" and device.type == "cuda" and not device.has_fp8_dot:
+        return f"e4m3 dots need sm_89 or newer, this is {device.sm}"
+    return None
+
+
 _HERE = "fastlayers.moe.fused_moe"
 # In other words: an inner value near the border of two codes may take the other one.
 _ROUNDS = "rounds the first product to bf16 before it is quantised"
@@ -160,3 +171,15 @@ PACKAGES = [
     # Item 33.
     blackwell_guard("trtllm_gen", ("flashinfer.fused_moe:trtllm_fp8_block_scale_moe",), _trtllm_refuses),
 ]
+FUSED_MOE = Registry(
+    "fused_moe",
+    [
+        TRITON_KERNELS,
+        triton_backend(f"{_HERE}.triton.backend:TritonFusedMoE", _needs_fp8_dot),
+        TRITON_SWIZZLED,
+        *PACKAGES,
+        torch_backend(f"{_HERE}.torch:TorchFusedMoE"),
+        reference_backend(f"{_HERE}.reference:ReferenceFusedMoE"),
+    ],
+    cases=f"{_HERE}.cases",
+)

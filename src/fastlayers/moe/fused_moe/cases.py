@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fastlayers.moe.fused_moe.layer import FusedMoEConfig
+from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.weights import GROUP, WEIGHT_ONLY, MoEWeights
 from fastlayers.registry.spec import BOUNDS, Bound, Case, Cost, LayerSpec, Oracle, place_of
 

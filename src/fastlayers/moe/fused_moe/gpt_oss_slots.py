@@ -15,15 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from fastlayers.comm.parallel import Axis
 from fastlayers.errors import ArgumentError
+from fastlayers.moe.fused_moe.config import FusedMoEConfig
+from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.quant.mxfp4.codes import BYTES, GROUP, groups_of
 from fastlayers.weights import Slot
-
-if TYPE_CHECKING:
-    from fastlayers.moe.fused_moe.layer import FusedMoE
 
 
 @dataclass(frozen=True)
@@ -52,16 +50,20 @@ def part_of_groups(axis: Axis, extent: int, layer: str) -> slice:
     return slice(start * GROUP, (start + each + (axis.rank < more)) * GROUP)
 
 
-def slots_of_packed(experts: FusedMoE, names: PackedExpertNames) -> Iterator[tuple[str, Slot]]:
-    """Yield the slots of one rank, one for each tensor and expert: no more than an expert is held while loading."""
-    cfg, full, count = experts.cfg, experts.intermediate_size, experts.num_experts
-    hidden, inner = cfg.hidden_size, experts.column_slice
+def slots_of_packed(
+    names: PackedExpertNames, cfg: FusedMoEConfig, experts: MoEWeights, whole: tuple[int, int], first: int, inner: slice
+) -> Iterator[tuple[str, Slot]]:
+    """Yield the slots of one rank, one for each tensor and expert: no more than an expert is held while loading.
+
+    ``whole``: experts and their features over all ranks; this one holds the experts from ``first`` on, features
+    ``inner``.
+    """
+    (count, full), hidden = whole, cfg.hidden_size
     rows, every = slice(2 * inner.start, 2 * inner.stop), slice(0, hidden)
-    first = experts.expert_slice.start
     for local in range(cfg.num_experts):
         one = slice(first + local, first + local + 1)
         here = slice(local, local + 1)
-        if cfg.quant == "mxfp4":
+        if experts.w13_scale is not None and experts.w2_scale is not None:  # MXFP4
             groups = slice(inner.start // GROUP, inner.stop // GROUP)
             wide, narrow = hidden // GROUP, full // GROUP
             yield (
@@ -78,6 +80,6 @@ def slots_of_packed(experts: FusedMoE, names: PackedExpertNames) -> Iterator[tup
             # Transposed views of the parameters: the copy turns them, and dtypes are checked as everywhere.
             yield names.gate_up, Slot(experts.w13[here].mT, (count, hidden, 2 * full), (one, every, rows))
             yield names.down, Slot(experts.w2[here].mT, (count, full, hidden), (one, inner))
-        if cfg.bias:
+        if experts.w13_bias is not None and experts.w2_bias is not None:
             yield f"{names.gate_up}_bias", Slot(experts.w13_bias[here], (count, 2 * full), (one, rows))
             yield f"{names.down}_bias", Slot(experts.w2_bias[here], (count, hidden), (one,))

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from fastlayers.moe.fused_moe.layer import FusedMoEConfig
+from fastlayers.moe.fused_moe.config import FusedMoEConfig
 
-# More tokens run in several rounds, so that the fp32 partial sums [T*k, D] stay below about 1 GiB.
+# More tokens run in several chunks, so that the fp32 partial sums [T*k, D] stay below about 1 GiB.
 MAX_TOKENS = 4096
 # Up to here each pair is computed by itself: experts that two tokens share are rare, and L2 holds them.
 MAX_PAIR_TOKENS = 4

@@ -13,12 +13,22 @@
 Sums are fp32 and in the order of j; one rounding at the end. scaling_factor is applied here exactly once, or is 1
 because the router applied it. Shared experts take part in the grouped GEMM with weight 1/scaling_factor, for
 tokens that have any valid pair. Formats of the weights: :mod:`fastlayers.moe.fused_moe.weights`.
+
+    route  →  permute  →  grouped GEMM 1  →  activation  →  grouped GEMM 2  →  combine
+
+    route                caller           fastlayers.moe.router
+    permute              pairs by expert  fastlayers.moe.align for our GEMMs, triton/permute.py for packages/
+    GEMM 1, activation   w13, then act    triton/*_gemm.py, in one kernel; packages/, then triton/activation.py
+    GEMM 2               w2               triton/*_gemm.py, packages/
+    combine              fixed order      triton/reduce.py
+
+Which backend runs: ``backends.py``; tiles of ours: ``launch_config.py``; ``triton/backend.py`` goes through the stages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,114 +36,28 @@ from torch import nn
 
 from fastlayers import env
 from fastlayers.comm.parallel import SINGLE, Axis
-from fastlayers.device import Device
 from fastlayers.errors import (
     ArgumentError,
     CheckpointError,
-    check_choice,
     check_float,
     check_kind,
     check_number,
     check_plain,
     check_positive,
     check_tensor,
-    dtype_name,
 )
 from fastlayers.layer import Layer
-from fastlayers.moe.fused_moe.backends import PACKAGES, TRITON_KERNELS, TRITON_SWIZZLED
+from fastlayers.moe.fused_moe.backends import FUSED_MOE
+from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.gpt_oss_slots import PackedExpertNames, part_of_groups, slots_of_packed
-from fastlayers.moe.fused_moe.weights import FORMATS, GROUP, MoEWeights
-from fastlayers.quant.mxfp4.codes import BYTES, groups_of
+from fastlayers.moe.fused_moe.weights import GROUP, MoEWeights
+from fastlayers.quant.mxfp4.codes import BYTES
 from fastlayers.quant.mxfp4.codes import GROUP as MX_GROUP
 from fastlayers.quant.spec import NONE, QuantSpec
-from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
 from fastlayers.weights import Slot
 from fastlayers.weights_epoch import Packed
 
-ACTIVATIONS = ("silu", "swiglu_oai")
 _NAME = "FusedMoE"
-
-
-@dataclass(frozen=True)
-class FusedMoEConfig:
-    """What a backend must know: sizes on this rank, formats, activation; see the file's head.
-
-    ``dtype`` is that of the activations, where it is known.
-    """
-
-    hidden_size: int
-    intermediate_size: int
-    num_experts: int
-    top_k: int
-    num_shared: int = 0
-    quant: str = "none"
-    scale_fmt: str = "float"
-    activation: str = "silu"
-    alpha: float = 1.702
-    limit: float = 7.0
-    bias: bool = False
-    scaling_factor: float = 1.0
-    interleaved: bool = False
-    dtype: torch.dtype | None = None
-
-    def __post_init__(self) -> None:
-        check_positive(
-            _NAME,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_experts=self.num_experts,
-            top_k=self.top_k,
-        )
-        check_choice(_NAME, "quant", self.quant, FORMATS)
-        check_choice(_NAME, "activation", self.activation, ACTIVATIONS)
-        if isinstance(self.num_shared, bool) or not isinstance(self.num_shared, int) or self.num_shared < 0:
-            raise ArgumentError(_NAME, "num_shared", repr(self.num_shared), "0 or more")
-        if self.scaling_factor == 0.0:
-            raise ArgumentError(_NAME, "scaling_factor", self.scaling_factor, "a factor other than 0")
-        if self.quant == "mxfp4":
-            groups_of(self.hidden_size, "hidden_size", _NAME)
-            groups_of(self.intermediate_size, "intermediate_size", _NAME)
-        if self.interleaved and self.quant not in ("none", "mxfp4"):
-            raise ArgumentError(_NAME, "interleaved", f"True with {self.quant}", "False: gate rows, then up rows")
-        if self.num_shared and (self.interleaved or self.quant == "mxfp4"):
-            raise ArgumentError(_NAME, "num_shared", f"{self.num_shared} with {self.quant}", "0, if not gate, then up")
-
-    @property
-    def all_experts(self) -> int:
-        """Routed and shared experts of this rank."""
-        return self.num_experts + self.num_shared
-
-    @property
-    def pairs_per_token(self) -> int:
-        """Experts a token takes, shared ones included."""
-        return self.top_k + self.num_shared
-
-    def tuning_key(self) -> str:
-        """Return the shape key of tuned tables."""
-        sizes = f"E={self.all_experts},k={self.pairs_per_token},D={self.hidden_size},I={self.intermediate_size}"
-        dtype = "" if self.dtype in (None, torch.bfloat16) else f",{dtype_name(self.dtype)}"
-        return f"{sizes},{self.quant},{self.activation}{dtype}"
-
-
-def _needs_fp8_dot(cfg: FusedMoEConfig, device: Device) -> str | None:
-    if cfg.quant == "fp8_block" and device.type == "cuda" and not device.has_fp8_dot:
-        return f"e4m3 dots need sm_89 or newer, this is {device.sm}"
-    return None
-
-
-_HERE = "fastlayers.moe.fused_moe"
-FUSED_MOE = Registry(
-    "fused_moe",
-    [
-        TRITON_KERNELS,
-        triton_backend(f"{_HERE}.triton.backend:TritonFusedMoE", _needs_fp8_dot),
-        TRITON_SWIZZLED,
-        *PACKAGES,
-        torch_backend(f"{_HERE}.torch:TorchFusedMoE"),
-        reference_backend(f"{_HERE}.reference:ReferenceFusedMoE"),
-    ],
-    cases=f"{_HERE}.cases",
-)
 
 
 @dataclass(frozen=True)
@@ -377,7 +301,9 @@ class FusedMoE(Layer):
                 "before finalize(), or assign new parameters of the checkpoint's shapes"
             )
         if isinstance(self.names, PackedExpertNames):
-            yield from slots_of_packed(self, self.names)
+            held = replace(self.weights(), w2_bias=self.w2_bias if self.cfg.bias else None)
+            whole = self.num_experts, self.intermediate_size
+            yield from slots_of_packed(self.names, self.cfg, held, whole, self.expert_slice.start, self.column_slice)
             return
         for local, expert in enumerate(range(self.expert_slice.start, self.expert_slice.stop)):
             gate, up, down = (self.names.expert.format(e=expert, part=part) for part in self.names.parts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fastlayers.moe.fused_moe.layer import FusedMoEConfig
+from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.weights import MoEWeights, dequantize, gate_and_up, round_activations
 
 

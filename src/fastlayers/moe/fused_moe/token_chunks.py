@@ -1,8 +1,6 @@
-"""What the experts' operators share: their result is like ``x``, and many tokens run in several rounds."""
+"""What the experts' operators share: their result is like ``x``, and many tokens run in several chunks."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import torch
 
@@ -12,18 +10,16 @@ def like_x(x: torch.Tensor, *rest: object) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
-def rounds(
+def token_chunks(
     x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, y: torch.Tensor, tokens: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yield the parts of each tensor that belong to at most ``tokens`` tokens, dense where a kernel expects that.
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Return the parts ``(x, topk_weights, topk_ids, y)`` of at most ``tokens`` tokens; none where there is no token.
 
-    Yields
-    ------
-    (x, topk_weights, topk_ids, y)
-        Of one round: rows of ``x`` may lie apart, the routing is contiguous.
+    Rows of ``x`` may lie apart, the routing is contiguous: kernels expect that.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
-    routing = topk_weights.contiguous(), topk_ids.contiguous()
-    for start in range(0, x.shape[0], tokens):
-        part = slice(start, start + tokens)
-        yield x[part], routing[0][part], routing[1][part], y[part]
+    weights, ids = topk_weights.contiguous(), topk_ids.contiguous()
+    if 0 < x.shape[0] <= tokens:
+        return [(x, weights, ids, y)]
+    parts = [slice(start, start + tokens) for start in range(0, x.shape[0], tokens)]
+    return [(x[part], weights[part], ids[part], y[part]) for part in parts]

@@ -13,14 +13,14 @@ import torch
 from torch.nn import functional as F
 
 from fastlayers.moe.align.torch import align
-from fastlayers.moe.fused_moe.layer import FusedMoEConfig
+from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.token_chunks import like_x
 from fastlayers.moe.fused_moe.weights import MoEWeights, activate, dequantize, round_activations
 from fastlayers.operators import operator
 
 # Gathered weights of one step of the blocked path: at most this many elements.
 GATHER_LIMIT = 1 << 26
-# Tokens of one round of grouped products: their rows are held several times.
+# Tokens of one chunk of grouped products: their rows are held several times.
 GROUPED_TOKENS = 1024
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from fastlayers.moe.fused_moe.layer import FusedMoEConfig
-from fastlayers.moe.fused_moe.token_chunks import like_x, rounds
-from fastlayers.moe.fused_moe.triton import rows as kernels
-from fastlayers.moe.fused_moe.triton.permute import place
+from fastlayers.moe.fused_moe.config import FusedMoEConfig
+from fastlayers.moe.fused_moe.token_chunks import like_x, token_chunks
+from fastlayers.moe.fused_moe.triton.activation import activate
+from fastlayers.moe.fused_moe.triton.permute import ROW_SCALES, place, scatter
+from fastlayers.moe.fused_moe.triton.reduce import combine
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.operators import operator
 
@@ -36,13 +37,13 @@ def _fused_moe(
         limit=limit, bias=w13_bias is not None, scaling_factor=factor, interleaved=interleaved,
     )  # fmt: skip
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    for some, weights, ids, out in rounds(x, topk_weights, topk_ids, y, MAX_TOKENS):
+    for chunk, weights, ids, out in token_chunks(x, topk_weights, topk_ids, y, MAX_TOKENS):
         rows = place(ids, cfg.num_experts, num_shared)
-        xs, _ = kernels.scatter(some, rows, "none", False, kernels.ROW_SCALES)
+        xs, _ = scatter(chunk, rows, "none", False, ROW_SCALES)
         h = F.grouped_mm(xs, w13.mT, offs=rows.groups[2])
-        a, _ = kernels.activate(h, ids, w13_bias, rows, cfg, kernels.ROW_SCALES)
+        a, _ = activate(h, ids, w13_bias, rows, cfg, ROW_SCALES)
         o = F.grouped_mm(a, w2.mT, offs=rows.groups[2])
-        kernels.combine(o, weights, ids, w2_bias, rows, num_shared, factor, out)
+        combine(o, weights, ids, w2_bias, rows, num_shared, factor, out)
     return y
 
 

@@ -17,14 +17,15 @@ from typing import Any
 
 import torch
 
-from fastlayers.moe.fused_moe.layer import FusedMoEConfig
-from fastlayers.moe.fused_moe.token_chunks import like_x, rounds
-from fastlayers.moe.fused_moe.triton import rows as kernels
-from fastlayers.moe.fused_moe.triton.permute import Rows, place
+from fastlayers.moe.fused_moe.config import FusedMoEConfig
+from fastlayers.moe.fused_moe.token_chunks import like_x, token_chunks
+from fastlayers.moe.fused_moe.triton.activation import activate
+from fastlayers.moe.fused_moe.triton.permute import COLUMN_SCALES, Rows, place, scatter
+from fastlayers.moe.fused_moe.triton.reduce import combine
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.operators import operator
 
-# Tokens of one round: contiguous buffers of DeepSeek-V3 stay below 2 GiB, masked ones below 4 GiB.
+# Tokens of one chunk: contiguous buffers of DeepSeek-V3 stay below 2 GiB, masked ones below 4 GiB.
 MAX_TOKENS, MAX_MASKED_TOKENS = 8192, 256
 ALIGNMENTS = (64, 128)
 
@@ -65,25 +66,25 @@ def _product(
     return d
 
 
-def _round(
+def _chunk(
     x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: MoEWeights, cfg: FusedMoEConfig,
     align: int, masked: bool, y: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Compute ``y`` of one round's tokens; ``align`` 0: by the expected rows of an expert."""
+    """Compute ``y`` of one chunk's tokens; ``align`` 0: by the expected rows of an expert."""
     tokens, experts = x.shape[0], cfg.all_experts
     average = -(-tokens * cfg.top_k // cfg.num_experts)
     align = align or ALIGNMENTS[average > ALIGNMENTS[0]]
     # A masked expert's rows end with a whole tile: nothing of the next expert is written.
     capacity = -(-tokens // align) * align if masked else None
     rows = place(ids, cfg.num_experts, cfg.num_shared, align=align, capacity=capacity)
-    ue8m0, layout = cfg.scale_fmt == "ue8m0", kernels.COLUMN_SCALES
-    xq, xs = kernels.scatter(x, rows, cfg.quant, ue8m0, layout)
+    ue8m0, layout = cfg.scale_fmt == "ue8m0", COLUMN_SCALES
+    xq, xs = scatter(x, rows, cfg.quant, ue8m0, layout)
     h = _product(xq, xs, packed.w13, packed.w13_scale, rows, align, average)
     del xq, xs
-    a, s = kernels.activate(h, ids, packed.w13_bias, rows, cfg, layout)
+    a, s = activate(h, ids, packed.w13_bias, rows, cfg, layout)
     del h
     o = _product(a, s, packed.w2, packed.w2_scale, rows, align, average)
-    kernels.combine(o, weights, ids, packed.w2_bias, rows, experts - cfg.num_experts, cfg.scaling_factor, y)
+    combine(o, weights, ids, packed.w2_bias, rows, experts - cfg.num_experts, cfg.scaling_factor, y)
 
 
 @operator(
@@ -105,8 +106,8 @@ def _fused_moe(
     )  # fmt: skip
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     most = MAX_MASKED_TOKENS if masked else MAX_TOKENS
-    for some, weights, ids, out in rounds(x, topk_weights, topk_ids, y, most):
-        _round(some, weights, ids, packed, cfg, align, masked, out)
+    for chunk, weights, ids, out in token_chunks(x, topk_weights, topk_ids, y, most):
+        _chunk(chunk, weights, ids, packed, cfg, align, masked, out)
     return y
 
 
@@ -147,6 +148,6 @@ class DeepGemmFusedMoE:
 
 
 class DeepGemmMaskedFusedMoE(DeepGemmFusedMoE):
-    """The masked layout; more than 256 tokens run in several rounds."""
+    """The masked layout; more than 256 tokens run in several chunks."""
 
     masked = True

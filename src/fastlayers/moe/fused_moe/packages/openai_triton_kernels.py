@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from fastlayers.moe.fused_moe.layer import FusedMoEConfig
+from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.swizzle import EXPERTS_AT_ONCE, SwizzledWeights
-from fastlayers.moe.fused_moe.token_chunks import like_x, rounds
-from fastlayers.moe.fused_moe.triton import rows as kernels
+from fastlayers.moe.fused_moe.token_chunks import like_x, token_chunks
 from fastlayers.moe.fused_moe.triton.permute import place
+from fastlayers.moe.fused_moe.triton.reduce import combine
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.operators import operator
 
@@ -93,17 +93,17 @@ def _fused_moe(
 
     hidden = x.shape[1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    for some, weights, ids, out in rounds(x, topk_weights, topk_ids, y, MAX_TOKENS):
+    for chunk, weights, ids, out in token_chunks(x, topk_weights, topk_ids, y, MAX_TOKENS):
         rows = place(ids, experts, 0, tokens_of_rows=True)
         counts = rows.groups[0]
         # One expert a row: what is gathered are token numbers already.
         routing = RoutingData(None, counts, experts, 1, make_ragged_tensor_metadata(counts, rows.total))
         gather = GatherIndx(rows.token_of, rows.row_of)
         a = _product(
-            some, w13, w13_scale, w13_bias, (experts, hidden, 2 * inner), routing, gather, (alpha, limit)
+            chunk, w13, w13_scale, w13_bias, (experts, hidden, 2 * inner), routing, gather, (alpha, limit)
         )  # fmt: skip
         o = _product(a, w2, w2_scale, w2_bias, (experts, inner, hidden), routing, None, None)
-        kernels.combine(o, weights, ids, None, rows, 0, factor, out)
+        combine(o, weights, ids, None, rows, 0, factor, out)
     return y
 
 

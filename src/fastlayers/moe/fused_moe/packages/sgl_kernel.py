@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import torch
 
-from fastlayers.moe.fused_moe.layer import FusedMoEConfig
-from fastlayers.moe.fused_moe.token_chunks import like_x, rounds
-from fastlayers.moe.fused_moe.triton import rows as kernels
-from fastlayers.moe.fused_moe.triton.permute import Rows, place
+from fastlayers.moe.fused_moe.config import FusedMoEConfig
+from fastlayers.moe.fused_moe.token_chunks import like_x, token_chunks
+from fastlayers.moe.fused_moe.triton.activation import activate
+from fastlayers.moe.fused_moe.triton.permute import ROW_SCALES, Rows, place, scatter
+from fastlayers.moe.fused_moe.triton.reduce import combine
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.operators import operator
 
@@ -54,15 +55,15 @@ def _fused_moe(
     )  # fmt: skip
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=x.device)
-    for some, weights, ids, out in rounds(x, topk_weights, topk_ids, y, MAX_TOKENS):
+    for chunk, weights, ids, out in token_chunks(x, topk_weights, topk_ids, y, MAX_TOKENS):
         rows = place(ids, cfg.num_experts, num_shared, sizes=(hidden, inner))
-        xq, xs = kernels.scatter(some, rows, cfg.quant, ue8m0, kernels.ROW_SCALES)
+        xq, xs = scatter(chunk, rows, cfg.quant, ue8m0, ROW_SCALES)
         h = _product(xq, xs, w13, w13_scale, rows, False, workspace)
         del xq, xs
-        a, s = kernels.activate(h, ids, None, rows, cfg, kernels.ROW_SCALES)
+        a, s = activate(h, ids, None, rows, cfg, ROW_SCALES)
         del h
         o = _product(a, s, w2, w2_scale, rows, True, workspace)
-        kernels.combine(o, weights, ids, None, rows, num_shared, factor, out)
+        combine(o, weights, ids, None, rows, num_shared, factor, out)
     return y
 
 

@@ -13,12 +13,13 @@ import torch
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.moe.align.triton import moe_align
 from fastlayers.moe.fused_moe import launch_config
+from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.launch_config import MAX_TOKENS, Plan, plan_for
-from fastlayers.moe.fused_moe.layer import FusedMoEConfig
-from fastlayers.moe.fused_moe.token_chunks import like_x
+from fastlayers.moe.fused_moe.token_chunks import like_x, token_chunks
 from fastlayers.moe.fused_moe.triton import grouped_gemm
 from fastlayers.moe.fused_moe.triton.mxfp4_gemm import mxfp4_experts
 from fastlayers.moe.fused_moe.triton.pair_gemm import direct_experts
+from fastlayers.moe.fused_moe.triton.reduce import reduce
 from fastlayers.moe.fused_moe.weights import EPS, FORMATS, GROUP, MoEWeights
 from fastlayers.operators import operator
 from fastlayers.testing.compile_check import KernelBuild
@@ -33,7 +34,7 @@ def _extend(
     """Return weights and ids with the shared experts appended."""
     tokens, top_k = ids.shape
     if shared == 0 or tokens == 0:
-        return weights.contiguous(), ids.contiguous()
+        return weights, ids
     out_weights = torch.empty(tokens, top_k + shared, dtype=torch.float32, device=ids.device)
     out_ids = torch.empty(tokens, top_k + shared, dtype=torch.int32, device=ids.device)
     grouped_gemm.append_shared_kernel[(cdiv(tokens, 32),)](
@@ -101,8 +102,8 @@ def _gate_up(
     return out, out_scale
 
 
-def _round(
-    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: MoEWeights, y: torch.Tensor, plan: Plan,
+def _chunk(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, y: torch.Tensor, plan: Plan, packed: MoEWeights,
     quant: str, ue8m0: bool, activation: str, alpha: float, limit: float, factor: float, interleaved: bool,
     num_routed: int,
 ) -> None:  # fmt: skip
@@ -111,7 +112,7 @@ def _round(
     if quant == "mxfp4":
         oai = activation == "swiglu_oai"
         partial = mxfp4_experts(x, weights, ids, packed, plan, oai, alpha, limit, interleaved)
-        _reduce(partial, ids, y, experts, factor, plan.splits)
+        reduce(partial, ids, y, experts, factor, plan.splits)
         return
     inner, pairs, second, wide = packed.w2.shape[2], ids.numel(), plan.second, x.dtype == torch.float32
     values, scale = (x, weights) if quant == "none" else _quantize(x, None, experts, quant, ue8m0)
@@ -136,19 +137,7 @@ def _round(
         EVEN_K=inner % second.k == 0, BLOCK_M=second.m, BLOCK_N=second.n, BLOCK_K=second.k, BAND=plan.band,
         num_warps=second.warps, num_stages=second.stages, **dependent_launch(x),
     )  # fmt: skip
-    _reduce(partial, ids, y, experts, factor)
-
-
-def _reduce(
-    partial: torch.Tensor, ids: torch.Tensor, y: torch.Tensor, experts: int, factor: float, splits: int = 1
-) -> None:
-    """Write the sums of each token's pairs to ``y``."""
-    (tokens, hidden), per_token = y.shape, ids.shape[1]
-    block = min(256 if tokens <= 64 else 1024, next_power_of_2(hidden))
-    grouped_gemm.reduce_kernel[(tokens, cdiv(hidden, block))](
-        partial, ids, y, hidden, experts, factor, PER_TOKEN=per_token, SPLITS=splits, BLOCK=block,
-        num_warps=max(1, block // 256), **dependent_launch(y),
-    )  # fmt: skip
+    reduce(partial, ids, y, experts, factor)
 
 
 @operator(
@@ -164,17 +153,12 @@ def _fused_moe(
     limit: float, factor: float, interleaved: bool, plan: list[int],
 ) -> torch.Tensor:  # fmt: skip
     packed = MoEWeights(w13, w2, w13_scale, w2_scale, w13_bias, w2_bias)
-    x = x if x.stride(-1) == 1 else x.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if x.shape[0] == 0:
-        return y
     how, num_routed = Plan.of_numbers(plan), w13.shape[0] - num_shared
     weights, ids = _extend(topk_weights, topk_ids, num_routed, 0 if how.by_pair else num_shared, factor)
-    for start in range(0, x.shape[0], MAX_TOKENS):
-        part = slice(start, start + MAX_TOKENS)
-        _round(
-            x[part], weights[part], ids[part], packed, y[part], how, quant, ue8m0, activation, alpha, limit, factor,
-            interleaved, num_routed,
+    for part in token_chunks(x, weights, ids, y, MAX_TOKENS):
+        _chunk(
+            *part, how, packed, quant, ue8m0, activation, alpha, limit, factor, interleaved, num_routed,
         )  # fmt: skip
     return y
 
@@ -301,22 +285,6 @@ COMPILE += [
     )
     for parts, warps in (_parts(count, block),)
 ]  # fmt: skip
-COMPILE.append(
-    KernelBuild(
-        "moe_reduce_9",
-        grouped_gemm.reduce_kernel,
-        {
-            "partial_ptr": "*fp32",
-            "ids_ptr": "*i32",
-            "y_ptr": "*bf16",
-            "D": "i32",
-            "num_experts": "i32",
-            "factor": "fp32",
-        },
-        {"PER_TOKEN": 9, "SPLITS": 1, "BLOCK": 1024, "PDL": True},
-        aligned=("D",),
-    )
-)
 COMPILE.append(
     KernelBuild(
         "moe_append_shared",

@@ -11,22 +11,12 @@ import triton
 import triton.language as tl
 
 from fastlayers.linear.triton_gemm import dot
+from fastlayers.moe.fused_moe.triton.activation import activation_of
 from fastlayers.quant.group_quant.triton import quantize_tile
 from fastlayers.runtime.launch import kernel
 from fastlayers.triton_lang import await_inputs, cast, release_dependents
 
 GROUP = tl.constexpr(128)
-
-
-@triton.jit
-def activation_of(gate, up, alpha, limit, OAI: tl.constexpr):
-    """Return ``silu(gate) * up``, or GPT-OSS's clamped variant."""
-    if OAI:
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
-        return gate * tl.sigmoid(gate * alpha) * up
-    else:
-        return gate * tl.sigmoid(gate) * up
 
 
 @triton.jit
@@ -277,26 +267,3 @@ def down_kernel(
     weight = tl.load(weights_ptr + row)
     out = out_ptr + row[:, None] * D + column[None, :]
     tl.store(out, acc * weight[:, None], mask=real[:, None] & (column < D)[None, :])
-
-
-@kernel
-def reduce_kernel(
-    partial_ptr, ids_ptr, y_ptr, D, num_experts, factor,
-    PER_TOKEN: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Add a token's valid pairs (each in SPLITS parts) in order, apply the factor once, round once."""
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < D
-    await_inputs(PDL)
-    release_dependents(PDL)
-    total = tl.zeros([BLOCK], tl.float32)
-    for j in tl.static_range(PER_TOKEN):
-        pair = token * PER_TOKEN + j
-        expert = tl.load(ids_ptr + pair)
-        # The rows of dropped pairs were never written.
-        valid = (expert >= 0) & (expert < num_experts)
-        for split in tl.static_range(SPLITS):
-            row = partial_ptr + (pair * SPLITS + split) * D
-            total += tl.load(row + column, mask=column < tl.where(valid, D, 0), other=0.0)
-    tl.store(y_ptr + token * D + column, cast(total * factor, y_ptr.dtype.element_ty), mask=inside)

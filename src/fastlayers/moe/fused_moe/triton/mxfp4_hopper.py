@@ -16,12 +16,14 @@ import triton.language as tl
 from fastlayers.errors import ArgumentError
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.moe.align.triton import moe_align
+from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.launch_config import MAX_TOKENS
-from fastlayers.moe.fused_moe.layer import FusedMoEConfig
 from fastlayers.moe.fused_moe.swizzle import SwizzledWeights, swizzle
-from fastlayers.moe.fused_moe.token_chunks import like_x, rounds
-from fastlayers.moe.fused_moe.triton.grouped_gemm import activation_of, block_is_empty, reduce_kernel
+from fastlayers.moe.fused_moe.token_chunks import like_x, token_chunks
+from fastlayers.moe.fused_moe.triton.activation import activation_of
+from fastlayers.moe.fused_moe.triton.grouped_gemm import block_is_empty
 from fastlayers.moe.fused_moe.triton.mxfp4_mma import MAX_SCALE, multiply
+from fastlayers.moe.fused_moe.triton.reduce import reduce
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import kernel
@@ -246,15 +248,6 @@ def _experts(
     return partial
 
 
-def _reduce(partial: torch.Tensor, ids: torch.Tensor, y: torch.Tensor, experts: int, factor: float) -> None:
-    (tokens, hidden), per_token = y.shape, ids.shape[1]
-    block = min(256 if tokens <= 64 else 1024, next_power_of_2(hidden))
-    reduce_kernel[(tokens, cdiv(hidden, block))](
-        partial, ids, y, hidden, experts, factor, PER_TOKEN=per_token, SPLITS=1, BLOCK=block,
-        num_warps=max(1, block // 256), **dependent_launch(y),
-    )  # fmt: skip
-
-
 @operator(
     "fused_moe_swizzled(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13, Tensor w2, Tensor w13_scale,"
     " Tensor w2_scale, Tensor? w13_bias, Tensor? w2_bias, int experts, int inner, float alpha, float limit,"
@@ -268,9 +261,9 @@ def _fused_moe(
 ) -> torch.Tensor:  # fmt: skip
     packed = SwizzledWeights(w13, w2, w13_scale, w2_scale, w13_bias, w2_bias)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    for some, weights, ids, out in rounds(x, topk_weights, topk_ids, y, MAX_TOKENS):
-        partial = _experts(some, weights, ids, packed, inner, experts, alpha, limit, Plan(*plan))
-        _reduce(partial, ids, out, experts, factor)
+    for chunk, weights, ids, out in token_chunks(x, topk_weights, topk_ids, y, MAX_TOKENS):
+        partial = _experts(chunk, weights, ids, packed, inner, experts, alpha, limit, Plan(*plan))
+        reduce(partial, ids, out, experts, factor)
     return y
 
 

@@ -19,9 +19,10 @@ import triton
 import triton.language as tl
 
 from fastlayers.integers import cdiv, next_power_of_2
+from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.launch_config import Plan, Tile
-from fastlayers.moe.fused_moe.layer import FusedMoEConfig
-from fastlayers.moe.fused_moe.triton.grouped_gemm import activation_of
+from fastlayers.moe.fused_moe.triton.activation import activation_of
+from fastlayers.moe.fused_moe.triton.reduce import pair_sum
 from fastlayers.moe.fused_moe.weights import EPS, FORMATS, GROUP, MoEWeights
 from fastlayers.quant.group_quant.triton import quantize_tile
 from fastlayers.runtime.launch import kernel
@@ -181,33 +182,6 @@ def pair_activate_kernel(
         tl.store(s_ptr + pair * tl.num_programs(0) + group + tl.arange(0, 1), scale)
 
 
-@kernel
-def pair_sum_kernel(
-    partial_ptr, ids_ptr, y_ptr, D, num_routed, factor,
-    TOP_K: tl.constexpr, SHARED: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """Add a token's valid pairs (each in SPLITS parts) in order, apply the factor once, round once."""
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    # The ids were there before the kernel in front began.
-    slot = tl.arange(0, SPAN)
-    ids = tl.load(ids_ptr + token * TOP_K + slot, mask=slot < TOP_K, other=-1)
-    valid = ((ids >= 0) & (ids < num_routed)).to(tl.int32)
-    any_valid = tl.max(valid, axis=0)
-    await_inputs(PDL)
-    release_dependents(PDL)
-    total = tl.zeros([BLOCK], tl.float32)
-    for j in tl.static_range(TOP_K + SHARED):
-        pair = token * (TOP_K + SHARED) + j
-        # The rows of dropped pairs were never written.
-        written = tl.sum(tl.where(slot == j, valid, 0), axis=0) if j < TOP_K else any_valid
-        end = tl.where(written != 0, D, 0)
-        for split in tl.static_range(SPLITS):
-            total += tl.load(partial_ptr + (pair * SPLITS + split) * D + column, mask=column < end, other=0.0)
-    tl.store(y_ptr + token * D + column, cast(total * factor, y_ptr.dtype.element_ty), mask=column < D)
-
-
 @dataclass(frozen=True)
 class _Route:
     """What every kernel knows of the pairs: a token's ``ids`` ``[T, k]``, then its shared experts."""
@@ -283,11 +257,7 @@ def direct_experts(
         a, a_scale, packed.w2, packed.w2_scale, packed.w2_bias, route, partial, plan.second, plan.splits,
         quant, wide, 1, alpha, limit, oai, False, factor,
     )  # fmt: skip
-    width = min(256, next_power_of_2(hidden))
-    pair_sum_kernel[(y.shape[0], cdiv(hidden, width))](
-        partial, ids, y, hidden, route.routed, factor, **constants, SPLITS=plan.splits, BLOCK=width,
-        num_warps=max(1, width // 128), **dependent_launch(x),
-    )  # fmt: skip
+    pair_sum(partial, ids, y, route.routed, factor, constants, plan.splits)
 
 
 def _builds(name: str, cfg: FusedMoEConfig, plan: Plan) -> list[KernelBuild]:
@@ -328,15 +298,7 @@ def _builds(name: str, cfg: FusedMoEConfig, plan: Plan) -> list[KernelBuild]:
         },
         max(1, min(8, block // 512)), aligned=("I",),
     )  # fmt: skip
-    total = KernelBuild(
-        f"moe_pair_sum_{name}", pair_sum_kernel,
-        {
-            "partial_ptr": "*fp32", "ids_ptr": "*i32", "y_ptr": "*bf16", "D": "i32", "num_routed": "i32",
-            "factor": "fp32",
-        },
-        {**pairs, "SPLITS": plan.splits, "BLOCK": 256, "PDL": True}, 2, aligned=("D",),
-    )  # fmt: skip
-    products = [total, product(0, plan.first, plan.splits1), product(1, plan.second, plan.splits)]
+    products = [product(0, plan.first, plan.splits1), product(1, plan.second, plan.splits)]
     return products if paired else [*products, activate]
 
 

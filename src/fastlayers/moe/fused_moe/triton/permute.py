@@ -1,10 +1,13 @@
-"""Places of (token, expert) pairs in the buffers of grouped GEMMs, in Triton.
+"""Tokens' rows in the order of experts, as grouped GEMMs of other packages take them, in Triton.
 
     T tokens, k experts each, S shared experts (numbers E..E+S-1, of every token that has a valid expert), n = k + S
     pair p = t*n + j;   row_of[p] is its row in the buffers that the GEMMs read and write, -1 for a dropped pair
+    place      row_of
+    scatter    xq[row_of[p]] = x[t], copied or quantised once a token and written for each of its pairs p
 
 Rows of an expert are neighbours, in the order of its pairs: nothing depends on timing, and nothing is atomic. First
-rows are multiples of ``align``, or (*masked*) ``capacity`` rows stand for each expert.
+rows are multiples of ``align``, or (*masked*) ``capacity`` rows stand for each expert. Rows that no pair has are
+neither written nor read. Our own GEMMs gather instead: :mod:`fastlayers.moe.align`.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ import triton.language as tl
 
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.moe.align.layer import num_blocks
+from fastlayers.moe.fused_moe.weights import EPS, GROUP
+from fastlayers.quant.group_quant.triton import quantize_tile
 from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild
 
@@ -314,6 +319,73 @@ def _place_chunks(
     place_chunk_kernel[(chunks,)](ids, counts, *outputs, tokens, hidden, inner, **static, TOKENS=step, num_warps=4)
 
 
+# How scales lie in memory: a row's are neighbours, or (column) a group's.
+ROW_SCALES, COLUMN_SCALES = 0, 1
+WIDTH = tl.constexpr(GROUP)
+
+
+@triton.jit
+def scale_offset(row, group, groups, stride, LAYOUT: tl.constexpr):
+    # 0: rows of scales; 1: columns of ``stride`` rows; 2: the same within each expert's ``stride`` rows
+    if LAYOUT == 0:
+        return row * groups + group
+    elif LAYOUT == 1:
+        return group * stride + row
+    else:
+        return (row // stride) * stride * groups + group * stride + row % stride
+
+
+@kernel
+def scatter_kernel(
+    x_ptr, row_ptr, q_ptr, s_ptr, x_stride, width, groups, s_stride, eps,
+    PAIRS: tl.constexpr, QUANT: tl.constexpr, UE8M0: tl.constexpr, LAYOUT: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Copy or quantise GROUPS groups of a token, and write them to the rows of all its pairs."""
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    column = group[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    inside = column < width
+    x = tl.load(x_ptr + token * x_stride + column, mask=inside, other=0.0)
+    if QUANT:
+        codes, scale = quantize_tile(x.to(tl.float32), eps, 448.0, UE8M0, False)
+    for j in tl.static_range(PAIRS):
+        row = tl.load(row_ptr + token * PAIRS + j).to(tl.int64)
+        if row >= 0:
+            if QUANT:
+                tl.store(q_ptr + row * width + column, codes, mask=inside)
+                tl.store(s_ptr + scale_offset(row, group, groups, s_stride, LAYOUT), scale, mask=group < groups)
+            else:
+                tl.store(q_ptr + row * width + column, x, mask=inside)
+
+
+def empty_scales(rows: Rows, groups: int, layout: int) -> tuple[torch.Tensor, int]:
+    """Return an empty buffer of scales and the stride between its groups."""
+    where = rows.groups.device
+    if layout == ROW_SCALES:
+        return torch.empty(rows.total, groups, dtype=torch.float32, device=where), groups
+    shape = (rows.groups.shape[1], groups, rows.capacity) if rows.masked else (groups, rows.capacity)
+    return torch.empty(shape, dtype=torch.float32, device=where).mT, rows.capacity
+
+
+def scatter(x: torch.Tensor, rows: Rows, quant: str, ue8m0: bool, layout: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the pairs' inputs ``[rows, D]`` and their scales (of no use if not quantised).
+
+    Scales are rows ``[rows, D/128]``, or columns: of the same shape with the rows' stride 1, masked
+    ``[E, capacity, D/128]``.
+    """
+    (tokens, width), fp8 = x.shape, quant == "fp8_block"
+    groups = cdiv(width, GROUP)
+    q = torch.empty(rows.total, width, dtype=torch.float8_e4m3fn if fp8 else x.dtype, device=x.device)
+    s, stride = empty_scales(rows, groups, layout) if fp8 else (q, 0)
+    each = min(8, next_power_of_2(groups))
+    scatter_kernel[(tokens, cdiv(groups, each))](
+        x, rows.row_of, q, s, x.stride(0), width, groups, stride, EPS,
+        PAIRS=rows.row_of.shape[0] // tokens, QUANT=fp8, UE8M0=ue8m0, LAYOUT=2 * layout if rows.masked else layout,
+        GROUPS=each, num_warps=max(1, each // 2),
+    )  # fmt: skip
+    return q, s
+
+
 _OUTPUTS = {
     "groups_ptr": "*i32", "row_ptr": "*i32", "token_ptr": "*i32", "sizes_ptr": "*i32", "strides_ptr": "*i64",
     "tokens": "i32", "hidden": "i32", "inner": "i32",
@@ -354,4 +426,19 @@ COMPILE = [
         {**_V3, "ALIGN": 64, "HAS_TOKENS": True, "HAS_SIZES": True, "TOKENS": CHUNK // 8},
         4,
     ),
-]
+    *(
+        KernelBuild(
+            f"moe_rows_scatter_{name}_{layout}",
+            scatter_kernel,
+            {
+                "x_ptr": "*bf16", "row_ptr": "*i32", "q_ptr": f"*{code}",
+                "s_ptr": "*fp32" if name == "fp8" else "*bf16", "x_stride": "i32", "width": "i32", "groups": "i32",
+                "s_stride": "i32", "eps": "fp32",
+            },
+            {"QUANT": name == "fp8", "UE8M0": False, "GROUPS": 8, "PAIRS": 8, "LAYOUT": layout},
+            4, aligned=("x_stride", "width"),
+        )
+        for name, code, layouts in (("fp8", "fp8e4nv", (0, 1, 2)), ("bf16", "bf16", (0,)))
+        for layout in layouts
+    ),
+]  # fmt: skip

@@ -1,0 +1,75 @@
+"""What the experts' backends must know, and by which shape key tuned tables find it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fastlayers.errors import ArgumentError, check_choice, check_positive, dtype_name
+from fastlayers.moe.fused_moe.weights import FORMATS
+from fastlayers.quant.mxfp4.codes import groups_of
+
+ACTIVATIONS = ("silu", "swiglu_oai")
+_NAME = "FusedMoE"
+
+
+@dataclass(frozen=True)
+class FusedMoEConfig:
+    """What a backend must know: sizes on this rank, formats, activation.
+
+    ``dtype`` is that of the activations, where it is known.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    top_k: int
+    num_shared: int = 0
+    quant: str = "none"
+    scale_fmt: str = "float"
+    activation: str = "silu"
+    alpha: float = 1.702
+    limit: float = 7.0
+    bias: bool = False
+    scaling_factor: float = 1.0
+    interleaved: bool = False
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        check_positive(
+            _NAME,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+        )
+        check_choice(_NAME, "quant", self.quant, FORMATS)
+        check_choice(_NAME, "activation", self.activation, ACTIVATIONS)
+        if isinstance(self.num_shared, bool) or not isinstance(self.num_shared, int) or self.num_shared < 0:
+            raise ArgumentError(_NAME, "num_shared", repr(self.num_shared), "0 or more")
+        if self.scaling_factor == 0.0:
+            raise ArgumentError(_NAME, "scaling_factor", self.scaling_factor, "a factor other than 0")
+        if self.quant == "mxfp4":
+            groups_of(self.hidden_size, "hidden_size", _NAME)
+            groups_of(self.intermediate_size, "intermediate_size", _NAME)
+        if self.interleaved and self.quant not in ("none", "mxfp4"):
+            raise ArgumentError(_NAME, "interleaved", f"True with {self.quant}", "False: gate rows, then up rows")
+        if self.num_shared and (self.interleaved or self.quant == "mxfp4"):
+            raise ArgumentError(_NAME, "num_shared", f"{self.num_shared} with {self.quant}", "0, if not gate, then up")
+
+    @property
+    def all_experts(self) -> int:
+        """Routed and shared experts of this rank."""
+        return self.num_experts + self.num_shared
+
+    @property
+    def pairs_per_token(self) -> int:
+        """Experts a token takes, shared ones included."""
+        return self.top_k + self.num_shared
+
+    def tuning_key(self) -> str:
+        """Return the shape key of tuned tables."""
+        sizes = f"E={self.all_experts},k={self.pairs_per_token},D={self.hidden_size},I={self.intermediate_size}"
+        dtype = "" if self.dtype in (None, torch.bfloat16) else f",{dtype_name(self.dtype)}"
+        return f"{sizes},{self.quant},{self.activation}{dtype}"
