@@ -17,7 +17,7 @@ from .wire import Wire, on_the_wire
 
 SECONDS = 30.0
 FUZZ = settings(
-    deadline=None, max_examples=25, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    deadline=None, max_examples=20, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )  # fmt: skip
 
 
@@ -85,7 +85,7 @@ def test_any_value_in_any_field(wire: Wire, route: str) -> None:
     good = 0
     with httpx.Client(base_url=wire.url, timeout=20) as client:
 
-        @settings(FUZZ, max_examples=150)
+        @settings(FUZZ, max_examples=80)
         @given(st.dictionaries(st.sampled_from(names), JSON, min_size=1, max_size=3))
         def one(fields: dict[str, object]) -> None:
             nonlocal good
