@@ -250,3 +250,8 @@ def repack(model: nn.Module) -> nn.Module:
         if isinstance(module, Layer):
             module.repack()
     return model
+
+
+def before_the_cache(attention: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters of an attention layer whose gradients would be cut off where keys and values are cached."""
+    return {name: p for name, p in attention.named_parameters() if not name.startswith("o_proj.")}

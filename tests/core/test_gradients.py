@@ -122,16 +122,20 @@ def experts(quant: str) -> Callable[[torch.Tensor], Any]:
     return lambda x: layer(x, torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.int32))
 
 
-def attention(x: torch.Tensor) -> Any:
+def attention(x: torch.Tensor, wanting: str = "") -> Any:
     layer = fl.Attention(128, 2, 1, 16, rotary=fl.RotaryEmbedding(16, max_position=64), page_size=16, dtype=F32)
+    if wanting:
+        layer.get_parameter(wanting).requires_grad_()
     return layer(x, meta(), LayerCache(torch.zeros(2, 16, 1, 16), torch.zeros(2, 16, 1, 16)))
 
 
-def latent_attention(x: torch.Tensor) -> Any:
+def latent_attention(x: torch.Tensor, wanting: str = "") -> Any:
     layer = fl.MLAAttention(
         128, 2, q_lora_rank=None, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16,
         rotary=fl.RotaryEmbedding(16, max_position=64, interleaved_in=True), page_size=16, dtype=F32,
     )  # fmt: skip
+    if wanting:
+        layer.get_parameter(wanting).requires_grad_()
     return layer(x, meta(), LayerCache(torch.zeros(2, 16, 48), None))
 
 
@@ -197,3 +201,13 @@ def test_caches_are_outside_autograd(backend: str) -> None:
     with pytest.raises(ArgumentError, match="RotaryKVWrite: k is a tensor that requires a gradient"):
         write(rows.detach(), rows, rows.detach(), *tables, cache, loc)
     assert not cache.keys.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("call", "which"),
+    [(attention, "qkv_proj.weight"), (latent_attention, "q_proj.weight"), (latent_attention, "kv_b_proj.weight")],
+)
+def test_attention_names_a_weight_before_the_cache_that_wants_a_gradient(call: Any, which: str) -> None:
+    with pytest.raises(ArgumentError, match=f"Attention: {which} is a tensor that requires a gradient"):
+        call(torch.randn(3, 128), which)
+    assert call(torch.randn(3, 128), "o_proj.weight").requires_grad  # behind the cache it is right

@@ -25,7 +25,7 @@ from fastlayers.attention.meta import AttentionMeta, check_pages, check_step
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWrite
 from fastlayers.comm.parallel import SINGLE, Axis, Shard
 from fastlayers.errors import ArgumentError, check_kind, check_number, check_plain, check_positive, check_tensor
-from fastlayers.layer import Layer, trust
+from fastlayers.layer import Layer, before_the_cache, trust
 from fastlayers.linear.base import LinearBase
 from fastlayers.linear.factory import linear
 from fastlayers.norm.rms_norm.layer import RMSNorm
@@ -270,7 +270,7 @@ class Attention(Layer):
         if not getattr(meta, "checked", False):
             self._check(hidden, meta, cache)
         if torch.is_grad_enabled():
-            self.refuse_grad(hidden=hidden)
+            self.refuse_grad(hidden=hidden, **before_the_cache(self))
         q, k, v = self.project(hidden)
         q = self.rotate_and_write(q, k, v, meta, cache)
         sinks = None if self.sinks is None else self.sinks.float()

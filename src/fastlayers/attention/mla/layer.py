@@ -31,7 +31,7 @@ from fastlayers.attention.mla.paths import PATHS, Expansion, MLAThresholds, sele
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWrite
 from fastlayers.comm.parallel import REPLICATED, SINGLE, Axis, Shard
 from fastlayers.errors import ArgumentError, check_kind, check_plain, check_positive, check_tensor
-from fastlayers.layer import Layer, trust
+from fastlayers.layer import Layer, before_the_cache, trust
 from fastlayers.linear.base import LinearBase
 from fastlayers.linear.factory import linear
 from fastlayers.norm.rms_norm.layer import RMSNorm
@@ -278,7 +278,7 @@ class MLAAttention(Layer):
         if not getattr(meta, "checked", False):
             self._check(hidden_states, meta, cache)
         if torch.is_grad_enabled():
-            self.refuse_grad(hidden_states=hidden_states, **dict(self.kv_b_proj.named_parameters(prefix="kv_b_proj")))
+            self.refuse_grad(hidden_states=hidden_states, **before_the_cache(self))
         q, latent, k_pe = self._project(hidden_states)
         nope = cfg.qk_nope_head_dim
         q_pe = self.rotary_kv_write(
