@@ -19,15 +19,15 @@ from fastlayers.attention.gqa.triton_decode import NUMBERS, decode_config
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWriteConfig
 from fastlayers.errors import CaptureError
 from fastlayers.patching.cache import PAGE
-from fastlayers.patching.paged import Lease, PagedCache, Pool, Store, active_step, capacity_bucket
+from fastlayers.patching.paged import CacheLease, CachePool, CacheStore, PagedCache, active_step, capacity_bucket
 from fastlayers.patching.step import DecodeStep
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny import build
 
 
-def paged(capacity: int = 256, layers: int = 2, latent: bool = False, pool: Pool | None = None) -> PagedCache:
-    return PagedCache(Lease(pool, capacity), [latent] * layers)
+def paged(capacity: int = 256, layers: int = 2, latent: bool = False, pool: CachePool | None = None) -> PagedCache:
+    return PagedCache(CacheLease(pool, capacity), [latent] * layers)
 
 
 def rows(tokens: int, batch: int = 3, heads: int = 2, width: int = 8, seed: int = 0) -> torch.Tensor:
@@ -131,7 +131,7 @@ def test_update_in_the_middle_of_a_step_is_an_error() -> None:
 
 def test_a_pool_lends_a_store_again_only_when_its_cache_is_gone() -> None:
     dropped: list[Any] = []
-    pool = Pool(1 << 30, dropped.append)
+    pool = CachePool(1 << 30, dropped.append)
     first = paged(pool=pool)
     fill(first)
     store = first.lease.store
@@ -151,9 +151,9 @@ def test_a_pool_lends_a_store_again_only_when_its_cache_is_gone() -> None:
 
 def test_a_pool_drops_what_was_used_longest_ago() -> None:
     dropped: list[Any] = []
-    one = Store(3, 256)
+    one = CacheStore(3, 256)
     one.layer(0, rows(0), rows(0), False)
-    pool = Pool(2 * one.nbytes + 10, dropped.append)
+    pool = CachePool(2 * one.nbytes + 10, dropped.append)
     keys = []
     for capacity in (256, 256, 384):
         cache = paged(capacity, layers=1, pool=pool)

@@ -15,7 +15,7 @@ import torch
 import fastlayers as fl
 from fastlayers.patching import decode
 from fastlayers.patching.experts import FastExperts
-from fastlayers.patching.paged import Store
+from fastlayers.patching.paged import CacheStore
 from fastlayers.patching.prefill import LATENT_TOKENS, ExtendKey, Prefills, starts_of
 from fastlayers.patching.step import ExtendStep
 from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
@@ -231,7 +231,7 @@ def test_where_rows_begin() -> None:
     assert starts_of(torch.tensor([[0, 0], [1, 1]]), 2, 2) == "a row without tokens"
     for wrong in ([[1, 0, 1, 1]], [[1, 1, 0, 0]]):
         assert starts_of(torch.tensor(wrong), 1, 4) == "an attention mask with gaps, or padding on the right"
-    assert Store(2, 256).extends == {}
+    assert CacheStore(2, 256).extends == {}
 
 
 def test_a_warm_up_captures_prompts() -> None:

@@ -28,7 +28,7 @@ from fastlayers.patching.decoder import FastDecoderLayer, fusible
 from fastlayers.patching.gqa import FastGQA
 from fastlayers.patching.matching import foreign_hooks
 from fastlayers.patching.mla import FastMLA
-from fastlayers.patching.paged import Lease, PagedCache, Pool, Store, capacity_bucket
+from fastlayers.patching.paged import CacheLease, CachePool, CacheStore, PagedCache, capacity_bucket
 from fastlayers.patching.prefill import KNOWN_INPUTS, SLACK, ExtendKey, Prefills, why_not
 from fastlayers.patching.report import PatchEntry
 from fastlayers.patching.step import DecodeStep, PagedStep
@@ -78,7 +78,7 @@ class DecodeDriver:
 
     def _reset(self) -> None:
         self._graphs: CudaGraphs | None = None
-        self._pool = Pool(MAX_CACHE_BYTES, self._dropped)
+        self._pool = CachePool(MAX_CACHE_BYTES, self._dropped)
         self._weights: tuple[Any, ...] = ()
         self._said: set[str] = set()
         self._handles = -1
@@ -113,7 +113,7 @@ class DecodeDriver:
             self._graphs = self._make_graphs(device)
         return self._graphs
 
-    def keep(self, store: Store, key: Any) -> None:
+    def keep(self, store: CacheStore, key: Any) -> None:
         """Count the bytes of a new graph to its store, and let the pool drop others for them."""
         store.graph_bytes += next(record.bytes for record in self.ledger if record.key == key)
         self._pool.shrink(store)
@@ -186,7 +186,7 @@ class DecodeDriver:
         if mask is not None:
             # What a generous limit allows is rarely used: the cache grows where it is.
             wanted = min(wanted, mask.shape[1] + FIRST_TOKENS)
-        lease = Lease(self._pool, capacity_bucket(wanted + SLACK))
+        lease = CacheLease(self._pool, capacity_bucket(wanted + SLACK))
         model_kwargs["past_key_values"] = PagedCache(lease, [isinstance(layer, FastMLA) for layer in layers])
         return None
 
@@ -303,7 +303,7 @@ class DecodeDriver:
             self._grow(cache, store)
         return cache.unfit
 
-    def _start(self, cache: PagedCache, store: Store, mask: torch.Tensor | None) -> str:
+    def _start(self, cache: PagedCache, store: CacheStore, mask: torch.Tensor | None) -> str:
         """Prepare the first step of a generation: where rows begin. Returns why there can be none, or ""."""
         if not cache.attached:
             return "the cache is not in pages any more"
@@ -324,7 +324,7 @@ class DecodeDriver:
         cache.started = True
         return ""
 
-    def _step_of(self, cache: PagedCache, store: Store) -> DecodeStep:
+    def _step_of(self, cache: PagedCache, store: CacheStore) -> DecodeStep:
         """Return the static tensors that go with a store; nothing on the device is counted yet."""
         if store.state is None:
             store.state = DecodeStep(store.batch, store.capacity, cache.layers[0].device, self.core)
@@ -337,7 +337,7 @@ class DecodeDriver:
         """Tell a step which norm reads what a decoder layer returns."""
         step.chain([m for m in self.root.get_decoder().layers if isinstance(m, FastDecoderLayer)])
 
-    def _grow(self, cache: PagedCache, store: Store) -> None:
+    def _grow(self, cache: PagedCache, store: CacheStore) -> None:
         """Move a full cache into the next larger store; its graph is captured at the next step."""
         cache.grow(capacity_bucket(store.capacity + 1))
         step = self._step_of(cache, cache.lease.bind(store.batch))
@@ -361,10 +361,10 @@ class DecodeDriver:
         cache.advance()
         return logits
 
-    def _captures(self, cache: PagedCache, store: Store) -> bool:
+    def _captures(self, cache: PagedCache, store: CacheStore) -> bool:
         return cache.capture and store.key[:2] not in self._broken
 
-    def _replay(self, store: Store, step: DecodeStep, length: int) -> torch.Tensor:
+    def _replay(self, store: CacheStore, step: DecodeStep, length: int) -> torch.Tensor:
         """Replay the step's graph, captured now if there is none."""
         graphs = self.graphs_on(step.device)
         if store.key not in graphs:

@@ -9,7 +9,7 @@ returns all of it. Decoding in a graph writes the pages itself and calls :meth:`
 rebinds keys or values (beams, batch selection, growth beyond the capacity) makes a layer an ordinary dynamic one.
 Copies and pickles are plain :class:`DynamicCache` objects.
 
-The buffers outlive the cache: a :class:`Pool` keeps them by batch and capacity, since captured graphs hold their
+The buffers outlive the cache: a :class:`CachePool` keeps them by batch and capacity, since captured graphs hold their
 addresses, and lends them to one living cache at a time.
 """
 
@@ -42,7 +42,7 @@ def capacity_bucket(tokens: int) -> int:
     return size
 
 
-class Store:
+class CacheStore:
     """The buffers of one batch size and capacity: rows of every layer, and what a decode step reads besides."""
 
     _serial = itertools.count()
@@ -93,21 +93,21 @@ class Store:
         return self.layers[index]
 
 
-class Lease:
+class CacheLease:
     """What ties a cache to its store; the pool watches it. A reference of its own, so that no cycle arises."""
 
-    def __init__(self, pool: Pool | None, capacity: int) -> None:
+    def __init__(self, pool: CachePool | None, capacity: int) -> None:
         self.pool, self.capacity = pool, capacity
-        self.store: Store | None = None
+        self.store: CacheStore | None = None
 
-    def bind(self, batch: int) -> Store:
+    def bind(self, batch: int) -> CacheStore:
         """Return the store, taken from the pool at first use, when the batch size is known."""
         if self.store is None:
-            self.store = Store(batch, self.capacity) if self.pool is None else self.pool.lend(self, batch)
+            self.store = CacheStore(batch, self.capacity) if self.pool is None else self.pool.lend(self, batch)
         return self.store
 
 
-class Pool:
+class CachePool:
     """Stores by batch and capacity; the least recently used ones go when their bytes exceed a limit.
 
     Parameters
@@ -120,9 +120,9 @@ class Pool:
 
     def __init__(self, max_bytes: int, dropped: Callable[[tuple[int, int, int]], object]) -> None:
         self.max_bytes, self._dropped = max_bytes, dropped
-        self._stores: OrderedDict[tuple[int, int], tuple[Store, weakref.ref[Lease]]] = OrderedDict()
+        self._stores: OrderedDict[tuple[int, int], tuple[CacheStore, weakref.ref[CacheLease]]] = OrderedDict()
 
-    def lend(self, lease: Lease, batch: int) -> Store:
+    def lend(self, lease: CacheLease, batch: int) -> CacheStore:
         """Return the store for this batch and the lease's capacity; a new one if another cache lives in it."""
         key = batch, lease.capacity
         store, holder = self._stores.pop(key, (None, None))
@@ -131,12 +131,12 @@ class Pool:
             self._dropped(store.key)
             store = None
         if store is None:
-            store = Store(*key)
+            store = CacheStore(*key)
         self._stores[key] = store, weakref.ref(lease)
         self.shrink(store)
         return store
 
-    def shrink(self, kept: Store) -> None:
+    def shrink(self, kept: CacheStore) -> None:
         """Drop the least recently used stores until the limit holds."""
         while len(self._stores) > 1 and sum(store.nbytes for store, _ in self._stores.values()) > self.max_bytes:
             key = next(k for k, (store, _) in self._stores.items() if store is not kept)
@@ -159,7 +159,7 @@ class Pool:
 class PagedLayer(DynamicLayer):
     """One layer of a :class:`PagedCache`."""
 
-    def __init__(self, lease: Lease, index: int, latent: bool) -> None:
+    def __init__(self, lease: CacheLease, index: int, latent: bool) -> None:
         # Before the base class sets keys and values to None.
         self._lease, self._index, self._latent = lease, index, latent
         self._length = 0
@@ -251,7 +251,7 @@ class PagedLayer(DynamicLayer):
         """Count one token that a graph wrote."""
         self._length += 1
 
-    def move(self, lease: Lease) -> None:
+    def move(self, lease: CacheLease) -> None:
         """Copy the rows into the pages of another store."""
         assert self._pages is not None
         keys, values = self.keys, self.values
@@ -330,7 +330,7 @@ class PagedCache(Cache):
 
     Parameters
     ----------
-    lease : Lease
+    lease : CacheLease
     latent : sequence of bool
         For each layer, whether it is MLA.
 
@@ -344,7 +344,7 @@ class PagedCache(Cache):
         Why no step may run on the pages; "" if they may.
     """
 
-    def __init__(self, lease: Lease, latent: Sequence[bool]) -> None:
+    def __init__(self, lease: CacheLease, latent: Sequence[bool]) -> None:
         super().__init__(layers=[PagedLayer(lease, index, kind) for index, kind in enumerate(latent)])
         self.lease = lease
         self.step: Any = None
@@ -367,7 +367,7 @@ class PagedCache(Cache):
 
     def grow(self, capacity: int) -> None:
         """Move all rows into a store of another capacity."""
-        old, self.lease = self.lease, Lease(self.lease.pool, capacity)
+        old, self.lease = self.lease, CacheLease(self.lease.pool, capacity)
         if old.store is not None:
             self.lease.bind(old.store.batch)
         for layer in self.layers:

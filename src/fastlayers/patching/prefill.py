@@ -16,7 +16,7 @@ import torch
 
 from fastlayers.attention.buckets import TOKENS, ExtendBuckets
 from fastlayers.errors import CaptureError
-from fastlayers.patching.paged import PagedCache, Store
+from fastlayers.patching.paged import CacheStore, PagedCache
 from fastlayers.patching.step import ExtendStep
 
 log = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class Prefills:
         key = self._bucket(store, len(cache.layers), starts, length)
         return key if isinstance(key, str) else (key, starts)
 
-    def _bucket(self, store: Store, layers: int, starts: list[int], length: int) -> ExtendKey | str:
+    def _bucket(self, store: CacheStore, layers: int, starts: list[int], length: int) -> ExtendKey | str:
         """Return the graph of prompts of which row b begins at ``starts[b]``, or why there is none."""
         batch = store.batch
         buckets = ExtendBuckets(self.tokens, (batch,))
@@ -162,7 +162,7 @@ def starts_of(mask: torch.Tensor | None, batch: int, length: int) -> list[int] |
     return "a row without tokens" if max(found) == length else found
 
 
-def step_of(store: Store, key: ExtendKey, device: torch.device, core: str) -> ExtendStep:
+def step_of(store: CacheStore, key: ExtendKey, device: torch.device, core: str) -> ExtendStep:
     """Return the static tensors of a graph."""
     name = key.tokens, key.padded
     if name not in store.extends:

@@ -82,7 +82,7 @@ class PagedStep:
         self.cache: Any = None
         self._cores: dict[Any, Any] = {}
         self._linears: dict[LinearConfig, Any] = {}
-        self._turn: tuple[Any, torch.Tensor, torch.Tensor] | None = None
+        self._rotation: tuple[Any, torch.Tensor, torch.Tensor] | None = None
         self._normed: tuple[torch.Tensor, torch.Tensor] | None = None
         self._next_norm: dict[int, nn.Module] = {}
 
@@ -93,11 +93,11 @@ class PagedStep:
 
     def begin(self) -> None:
         """Do what comes before the first layer, inside a graph."""
-        self._turn = self._normed = None
+        self._rotation = self._normed = None
 
     def end(self) -> None:
         """Drop what layers looked up: none of it outlives a step."""
-        self._turn = self._normed = None
+        self._rotation = self._normed = None
 
     def pick(self, cfg: Any) -> Any:
         """Return the core for ``cfg``, the same one for all layers that have it."""
@@ -133,10 +133,10 @@ class PagedStep:
     def tables(self, position: Any, half: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin fp32 ``[rows, half]``, a row a token, from Hugging Face's of half or more columns."""
         cos, sin = position
-        if self._turn is None or self._turn[0] is not cos:
+        if self._rotation is None or self._rotation[0] is not cos:
             narrow = (table.flatten(0, -2)[:, :half].float().expand(self.rows, -1).contiguous() for table in (cos, sin))
-            self._turn = cos, *narrow
-        return self._turn[1], self._turn[2]
+            self._rotation = cos, *narrow
+        return self._rotation[1], self._rotation[2]
 
     def chain(self, layers: list[Any]) -> None:
         """Remember which norm reads what a decoder layer returns."""
