@@ -105,8 +105,10 @@ def _path(name: str, option: str = "checkpoint") -> Path:
     from fastlayers_models.auto import find
     from fastlayers_server.variants import TINY, assets
 
+    if name in ("tiny", TINY):
+        return assets() / TINY
     try:
-        return assets() / TINY if name in ("tiny", TINY) else find(name)
+        return find(name)
     except CheckpointError as error:
         raise CheckpointError(f"{option}: {error}, or 'tiny', the one that ships") from error
 
@@ -315,12 +317,15 @@ def generate(
 ) -> None:
     """Answer one prompt with a model of fastlayers_models, streaming."""
     from fastlayers.sampler.layer import SamplingParams
-    from fastlayers_models.auto import AutoModel
+    from fastlayers_models.auto import AutoModel, family_of
+    from fastlayers_models.checkpoint import read_json
     from fastlayers_models.generate import Generator
     from fastlayers_server.evaluate import chat_ids, tokenizer_of
 
     _check_text("prompt", prompt)
     path, cache = _path(checkpoint, "--checkpoint"), _dtype(kv_dtype, "--kv-dtype") if kv_dtype else None
+    config = read_json(path / "config.json")
+    family_of(config, where=path).config_class.from_hf(config)  # before transformers reads it with the tokenizer
     tokenizer = tokenizer_of(path)
     model = AutoModel.from_pretrained(path, dtype=_dtype(dtype), device=_device(device), kv_dtype=cache)
     ids = chat_ids(tokenizer, prompt)

@@ -18,7 +18,7 @@ import fastlayers
 from fastlayers.errors import ArgumentError, CheckpointError, FastlayersError
 from fastlayers.tuning.provenance import provenance
 from fastlayers_server.tasks import Problem, held_out_problems, stories
-from fastlayers_server.variants import Runner, Variant
+from fastlayers_server.variants import Runner, Variant, reason_of
 
 BATCH = 50
 MAX_ANSWER = 24
@@ -111,12 +111,17 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vo
 
 
 def tokenizer_of(path: Path) -> Any:
-    """Return the checkpoint's tokenizer, or raise :class:`CheckpointError` where it has none."""
+    """Return the checkpoint's tokenizer, or raise :class:`CheckpointError` where it has none that can be read."""
     from transformers import AutoTokenizer
 
     if not any((path / name).is_file() for name in _TOKENIZERS):
         raise CheckpointError(f"{path}: no tokenizer.json; a checkpoint with its tokenizer's files is needed for text")
-    return AutoTokenizer.from_pretrained(path)
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # the tokenizers' own are no subclasses of anything else
+        raise CheckpointError(
+            f"{path}: transformers cannot read its tokenizer or config.json: {reason_of(error)}"
+        ) from error
 
 
 def chat_ids(tokenizer: Any, prompt: str) -> list[int]:

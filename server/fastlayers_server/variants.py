@@ -12,7 +12,7 @@ import torch
 
 import fastlayers as fl
 from fastlayers.attention.meta import AttentionBatch, AttentionState, whole_pages
-from fastlayers.errors import UnknownNameError
+from fastlayers.errors import CheckpointError, UnknownNameError
 from fastlayers.quant.spec import QuantSpec
 from fastlayers_models.auto import AutoModel
 from fastlayers_models.checkpoint import Checkpoint
@@ -29,14 +29,31 @@ def assets() -> Path:
     return Path(fastlayers_models.__file__).parent / "assets"
 
 
+def reason_of(error: Exception) -> str:
+    """Return what another library raised, as one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 def load_hugging_face(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """Load a checkpoint with stock transformers, without its progress bars and its note about MTP tensors."""
+    """Load a checkpoint with stock transformers, without its progress bars and its note about MTP tensors.
+
+    Raises
+    ------
+    CheckpointError
+        transformers cannot read it; whatever it raised is named.
+    """
     import transformers
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    except MemoryError:
+        raise
+    except Exception as error:  # its validation has exceptions of its own
+        raise CheckpointError(f"{path}: transformers cannot load it: {reason_of(error)}") from error
+    return model.to(device).eval()
 
 
 class Runner(Protocol):

@@ -16,7 +16,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from fastlayers.device import DESCRIBED
-from fastlayers.errors import ArgumentError, CheckpointError
+from fastlayers.errors import ArgumentError, CheckpointError, FastlayersError
 from fastlayers_server.cli import app, main
 from fastlayers_server.variants import TINY, VARIANTS, assets
 
@@ -271,6 +271,22 @@ def test_a_tokenizer_without_chat_template_is_named(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
     error = run("generate", "hi", "--checkpoint", str(tmp_path)).exception
     assert isinstance(error, CheckpointError) and "no chat_template.jinja" in str(error)
+
+
+@pytest.mark.parametrize("command", [("generate", "hi", "--checkpoint"), ("eval",), ("demo",), ("explain",)])
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
+def test_broken_files_of_a_checkpoint_are_named(file: str, command: tuple[str, ...], tmp_path: Path) -> None:
+    for each in (assets() / TINY).iterdir():
+        (tmp_path / each.name).write_bytes(each.read_bytes())
+    broken = json.loads((tmp_path / file).read_text()) | {"rms_norm_eps": "small", "model": 3}
+    (tmp_path / file).write_text(json.dumps(broken))
+    seen = run(*command, str(tmp_path))
+    if command[0] == "explain" and file == "tokenizer.json":
+        assert seen.exit_code == 0  # it reads no text
+        return
+    assert isinstance(seen.exception, FastlayersError), seen.exception
+    words = str(seen.exception)
+    assert "rms_norm_eps" in words if file == "config.json" else str(tmp_path) in words and "tokenizer" in words
 
 
 def test_convert_says_whom_a_checkpoint_is_for(tmp_path: Path) -> None:
