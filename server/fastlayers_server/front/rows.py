@@ -209,10 +209,13 @@ class Job:
 
     async def news(self, timeout: float | None = None) -> bool:
         """Wait until a choice has news, and return whether one has."""
-        try:
-            await asyncio.wait_for(self.event.wait(), timeout)
-        except TimeoutError:
-            return False
+        if not self.event.is_set():
+            try:
+                # wait_for would make a task each time, which is most of what a token costs here.
+                async with asyncio.timeout(timeout):
+                    await self.event.wait()
+            except TimeoutError:
+                return False
         self.event.clear()
         return True
 
