@@ -30,12 +30,17 @@ OURS = ("triton", "triton_swizzled")
 # The pipeline that target 2 names and that is no backend (benchmarks/peers.py).
 PEER = "sglang"
 DEVICE = "H200"
-# Milliseconds per output token of vLLM 0.22.1 on an H200, by model and batch.
-VLLM = {
-    ("qwen3_30b_a3b", 1): 4.28, ("qwen3_8b", 1): 5.16, ("gpt_oss_20b", 1): 2.98,
-    ("qwen3_30b_a3b", 32): 15.96, ("qwen3_8b", 32): 6.17, ("gpt_oss_20b", 32): 5.24,
-}  # fmt: skip
 Row = dict[str, Any]
+# What vLLM 0.22.1 took on an H200: the lines that benchmarks/peers/bench_vllm.py printed, by model and case.
+PEERS = {
+    (row["model"].replace("-", "_").removesuffix("_mxfp4"), row["case"]): row
+    for row in map(json.loads, (ROOT / "benchmarks/peers/vllm-0.22.1-h200.jsonl").read_text().splitlines())
+}
+# Milliseconds per output token, by model and batch.
+VLLM = {
+    (model, batch): round(PEERS[model, case]["tpot_ms"], 2)
+    for model in ("qwen3_30b_a3b", "qwen3_8b", "gpt_oss_20b") for case, batch in (("bs1", 1), ("c32", 32))
+}  # fmt: skip
 MISSING = "not measured yet"
 
 
@@ -234,6 +239,50 @@ def sources() -> list[str]:
     return list(lines)
 
 
+def lines_of(part: str) -> list[Row]:
+    """Return all rows of a part's file, ``[]`` if it was not measured."""
+    path = RESULTS / f"{part}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()] if path.is_file() else []
+
+
+def latencies() -> str:
+    """What a person waits for around the captured decode step: uncaptured steps, first tokens, patched first tokens."""
+    lines = ["| what | measured | of the device | target |", "|---|---|---|---|"]
+    limits = {"qwen3_8b": 9, "qwen3_30b_a3b": 14, "gpt_oss_20b": 8}
+    for row in lines_of("host_time"):
+        if "wall_ms" in row:
+            lines.append(
+                f"| {row['model']}, forward of 16 tokens, not captured | {row['wall_ms']} ms, "
+                f"{row['calls_in_a_layer']} calls a layer | {row['device_ms']} ms | {limits[row['model']]} ms |"
+            )
+        elif "stock_ms" in row:
+            lines.append(
+                f"| {row['model']}, patched without graphs, decode step | {row['patched_ms']} ms, "
+                f"{row['ratio']} × stock's {row['stock_ms']} | | 0.8 × |"
+            )
+    firsts = {"qwen3_8b": 7, "qwen3_30b_a3b": 10, "gpt_oss_20b": 7}
+    for row in lines_of("time_to_first_token"):
+        if "captured_ms" not in row:
+            continue
+        case = {(1, 128): "bs1", (32, 512): "c32"}.get((row["batch"], row["prompt"]))
+        peer = 1000 * PEERS[row["model"], case]["t_out1_best_s"] if case else None
+        wanted = f"{firsts[row['model']]} ms" if row["prompt"] == 128 else ""
+        beside = f" (vLLM {peer:.1f})" if peer is not None else ""
+        lines.append(
+            f"| {row['model']}, first token of {row['batch']} × {row['prompt']} | {row['captured_ms']:.1f} ms, not "
+            f"captured {row['uncaptured_ms']:.1f}{beside} | {row['captured_device_ms']:.1f} ms | {wanted} |"
+        )
+    for row in lines_of("patch_first_token"):
+        if "graph_ms" in row:
+            share = row["graph_ms"] / row["stock_ms"]
+            wanted = "0.5 ×" if row["prompt"] <= 512 and row["batch"] == 1 else "never slower"
+            lines.append(
+                f"| {row['model']}, patched `generate(max_new_tokens=1)`, {row['batch']} × {row['prompt']} | "
+                f"{row['graph_ms']:.1f} ms, {share:.2f} × stock's {row['stock_ms']:.1f} | | {wanted} |"
+            )
+    return "\n".join(lines) if len(lines) > 2 else MISSING
+
+
 def layer_table(part: str) -> str:
     """A line a point: tokens, auto's time and backend, the best peer, ratio, fractions of the floors."""
     found = points(read(part))
@@ -303,7 +352,7 @@ def nearest() -> str:
 
 
 LAYERS = ("fp8_linear", "fused_moe", "mla", "gqa", "small_ops")
-TABLES: dict[str, Callable[[], str]] = {"targets": targets, "nearest": nearest} | {
+TABLES: dict[str, Callable[[], str]] = {"targets": targets, "nearest": nearest, "latencies": latencies} | {
     part: (lambda part=part: layer_table(part))
     for part in LAYERS  # type: ignore[misc]
 }
