@@ -156,7 +156,7 @@ def swallows_everything(node: ast.AST) -> bool:
 
 def is_jitted(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     decorators = (d.func if isinstance(d, ast.Call) else d for d in node.decorator_list)
-    return any(dotted(d).split(".")[-1] == "jit" for d in decorators)
+    return any(dotted(d).split(".")[-1] in ("jit", "kernel") for d in decorators)
 
 
 def node_findings(root: str, name: str, node: ast.AST) -> Iterator[str]:

@@ -131,10 +131,8 @@ class Attention(Layer):
         self.kv_row = (self.num_kv_heads, head_dim)
         scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
         cache_dtype = dtype if kv_dtype is None else kv_dtype
-        cfg = GQAConfig(
-            self.num_heads, self.num_kv_heads, head_dim, scale, window, softcap, sinks, page_size,
-            dtype, cache_dtype, lse=False,
-        )  # fmt: skip
+        heads = self.num_heads, self.num_kv_heads, head_dim
+        cfg = GQAConfig(*heads, scale, window, softcap, sinks, page_size, dtype, cache_dtype, lse=False)
         self.choose_phases(GQA, cfg, device, backend)
         self._other_ladders: dict[tuple[str, int, str], Ladder] = {}
         self._debug = env.debug()
@@ -147,9 +145,7 @@ class Attention(Layer):
             self.write = KVWrite(self.num_kv_heads, head_dim, kv_dtype=cache_dtype, device=device)
         else:
             self.write = RotaryKVWrite(
-                self.num_heads,
-                self.num_kv_heads,
-                head_dim,
+                *heads,
                 rotary_dim=rotary.cfg.rotary_dim,
                 interleaved_in=rotary.cfg.interleaved_in,
                 interleaved_out=rotary.cfg.interleaved_out,
@@ -177,13 +173,13 @@ class Attention(Layer):
             for name, size, along in zip(_PARTS, sizes, (axis, kv_axis, kv_axis), strict=True):
                 setattr(self, name, project(name, hidden_size, size, qkv_bias, Shard("column", along)))
         self.o_proj = project("o_proj", num_heads * head_dim, hidden_size, o_bias, Shard("row", axis))
-        self.q_norm = RMSNorm(head_dim, qk_norm, device=device, dtype=dtype) if qk_norm is not None else None
-        self.k_norm = RMSNorm(head_dim, qk_norm, device=device, dtype=dtype) if qk_norm is not None else None
+        self.q_norm, self.k_norm = (
+            RMSNorm(head_dim, qk_norm, device=device, dtype=dtype) if qk_norm is not None else None for _ in "qk"
+        )
         # fp32 whatever the model's dtype: it enters the softmax, and costs a few bytes a head.
         logits = torch.zeros(self.num_heads, device=device, dtype=torch.float32)
         self.sinks = nn.Parameter(logits, requires_grad=False) if sinks else None
-        trust(self.write, *(module for name, module in self.named_children() if name.endswith("_proj")))
-        trust(self.q_norm, self.k_norm)
+        trust(*(module for name, module in self.named_children() if name != "rotary"))
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
         """Yield the checkpoint tensor ``sinks``, if there is one."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -158,9 +159,7 @@ class MLAAttention(Layer):
             spec = quant.for_module(f"{prefix}.{name}" if prefix else name)
             return linear(in_features, out, bias, quant=spec, shard=shard, names=names, device=device, dtype=dtype)
 
-        def norm(size: int) -> RMSNorm:
-            return RMSNorm(size, norm_eps, device=device, dtype=dtype)
-
+        norm = partial(RMSNorm, eps=norm_eps, device=device, dtype=dtype)
         column = Shard("column", axis) if axis.size > 1 else REPLICATED
         row = Shard("row", axis) if axis.size > 1 else REPLICATED
         latent, query = kv_lora_rank + qk_rope_head_dim, num_heads * self.head_dim
