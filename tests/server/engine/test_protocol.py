@@ -162,3 +162,47 @@ def test_a_ticks_python_at_256_rows() -> None:
         seconds.append(time.perf_counter() - begin)
     assert len(scheduler.running.requests) == 256
     assert statistics.median(seconds) < 3e-3
+
+
+def test_a_request_that_breaks_the_scheduler_ends_alone() -> None:
+    engine = ScriptedEngine()
+    front = Front(engine)
+    front.until(p.EngineInfo)
+    while engine._engine is None:
+        pass
+    submit = engine._engine.scheduler.submit
+
+    def breaks(request: p.Submit, now: float) -> None:
+        if request.rid == 2:
+            raise KeyError("a bug")
+        submit(request, now)
+
+    engine._engine.scheduler.submit = breaks  # type: ignore[method-assign]
+    for rid in (1, 2, 3):
+        engine.submit(p.Submit(rid, p.pack_ids([5]), max_new_tokens=3, ignore_eos=True))
+    found = front.outputs(1, 2, 3)
+    assert [found[rid][-1].finish for rid in (1, 2, 3)] == ["length", "error", "length"]
+    assert found[2][-1].code == "internal_error" and "KeyError" in found[2][-1].message
+    engine.shutdown()
+
+
+def test_an_engine_that_dies_in_this_process_tells_everybody_once() -> None:
+    engine = ScriptedEngine()
+    front = Front(engine)
+    front.until(p.EngineInfo)
+    while engine._engine is None:
+        pass
+
+    def fails(plan: Any) -> Any:
+        raise ZeroDivisionError("a bug in a step")
+
+    engine._engine.executor.launch = fails  # type: ignore[method-assign]
+    for rid in (1, 2):
+        engine.submit(p.Submit(rid, p.pack_ids([5]), max_new_tokens=3))
+    found = front.outputs(1, 2)
+    assert all(len(outs) == 1 and outs[0].code == "engine_restarting" for outs in found.values())
+    died = front.until(p.Died)
+    assert not died.restarting and died.reason == "ZeroDivisionError: a bug in a step" and engine.phase == "dead"
+    engine.submit(p.Submit(3, p.pack_ids([5]), max_new_tokens=3))
+    assert front.outputs(3)[3][-1].code == "engine_restarting"
+    engine.shutdown()
