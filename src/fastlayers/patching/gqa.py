@@ -36,7 +36,7 @@ from fastlayers.patching.paged import active_step
 
 Output = tuple[torch.Tensor, torch.Tensor | None]
 # Queries that a CPU takes at a time: each block multiplies only the keys that it may see.
-BLOCK = 256
+BLOCK = 64
 # Keyword arguments of the original's forward that change what is computed.
 _FOREIGN = ("cache", "position_bias")
 
