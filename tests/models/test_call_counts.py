@@ -7,7 +7,6 @@ nothing is computed.
 from __future__ import annotations
 
 import cProfile
-import gc
 import pstats
 import sys
 from pathlib import Path
@@ -119,7 +118,8 @@ def test_triton_path(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("FASTLAYERS_BACKEND", ",".join(f"{name}=triton" for name in names))
     model = AutoModel.from_pretrained(save_random(config_of(family), tmp_path), dtype=torch.bfloat16)
     monkeypatch.setattr(launch, "driver", StubDriver())
-    for kernel in [each for each in gc.get_objects() if isinstance(each, Kernel)]:
+    modules = [module for name, module in sorted(sys.modules.items()) if name.startswith("fastlayers.")]
+    for kernel in {id(each): each for m in modules for each in vars(m).values() if isinstance(each, Kernel)}.values():
         monkeypatch.setattr(kernel, "jit", StubTriton())
         monkeypatch.setattr(kernel, "prepared", True)
         monkeypatch.setattr(kernel, "_known", {})

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fastlayers.errors import ArgumentError, UnknownNameError
-from fastlayers.registry import registry
+from fastlayers.registry.registry import registry
 
 
 @dataclass(frozen=True)
