@@ -14,7 +14,7 @@ from fastlayers.moe.fused_moe import cases
 from fastlayers.moe.fused_moe.layer import FUSED_MOE, FusedMoEConfig
 from fastlayers.moe.fused_moe.reference import ReferenceFusedMoE
 from fastlayers.moe.fused_moe.swizzle import swizzle_codes, swizzle_scales
-from fastlayers.moe.fused_moe.triton.mxfp4_hopper import Plan, TritonSwizzledFusedMoE
+from fastlayers.moe.fused_moe.triton.mxfp4_hopper import HopperLaunchConfig, TritonSwizzledFusedMoE
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.testing.parity import check_parity, compare
 
@@ -69,16 +69,16 @@ def test_parity() -> None:
 
 
 PLANS = [
-    Plan(0, 1, 4, 4, 2, 2, 3, 0),
-    Plan(8, 2, 1, 3, 1, 8, 4, 0),
-    Plan(16, 4, 2, 4, 2, 4, 4, 1),
-    Plan(8, 1, 2, 3, 8, 1, 3, 1),
+    HopperLaunchConfig(0, 1, 4, 4, 2, 2, 3, 0),
+    HopperLaunchConfig(8, 2, 1, 3, 1, 8, 4, 0),
+    HopperLaunchConfig(16, 4, 2, 4, 2, 4, 4, 1),
+    HopperLaunchConfig(8, 1, 2, 3, 8, 1, 3, 1),
 ]
 
 
 @interpreted
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_every_plan_gives_the_same(plan: Plan) -> None:
+def test_every_plan_gives_the_same(plan: HopperLaunchConfig) -> None:
     # Up to 20 pairs an expert: several blocks; 96 columns end inside a step, 160 rows inside a tile.
     case = replace(cases.SPEC.case("mxfp4_bf16"), cfg=replace(OSS, hidden_size=96, intermediate_size=160))
     case = replace(case, shape={"num_tokens": 23, "dtype": torch.bfloat16, "load": "filtered"})

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastlayers.moe.fused_moe.cases import make_inputs, prepare, run
-from fastlayers.moe.fused_moe.launch_config import Plan, Tile, candidates, plan_for
+from fastlayers.moe.fused_moe.launch_config import LaunchConfig, Tile, candidates, plan_for
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
 from fastlayers.moe.fused_moe.reference import ReferenceFusedMoE
 from fastlayers.moe.fused_moe.triton.backend import TritonFusedMoE
@@ -18,13 +18,13 @@ SHAPES = {
     "deepseek_v3_tp8": FusedMoEConfig(7168, 256, 256, 8, num_shared=1, quant="fp8_block"),
     "gpt_oss": FusedMoEConfig(2880, 2880, 32, 4, quant="mxfp4", activation="swiglu_oai", bias=True, interleaved=True),
 }
-BLOCKS = Plan(Tile(16, 32, 32, 4, 2), Tile(16, 32, 32, 4, 2), band=1)
-WIDE_BLOCKS = Plan(Tile(16, 64, 128, 4, 2), Tile(16, 128, 128, 4, 2))
-FUSED_BLOCKS = Plan(Tile(16, 128, 128, 4, 2), Tile(16, 64, 128, 4, 2))
-DIRECT = Plan(Tile(1, 16, 64, 4, 2), Tile(1, 32, 64, 4, 2), splits=3)
-MATRIX = Plan(Tile(1, 64, 128, 4, 3), Tile(1, 32, 128, 2, 3), splits=2, splits1=3)
-PAIRED = Plan(Tile(1, 32, 64, 2, 3), Tile(1, 64, 32, 4, 3))
-ALIGNED = Plan(Tile(16, 32, 128, 4, 2), Tile(16, 64, 32, 4, 2), band=1, splits=2)
+BLOCKS = LaunchConfig(Tile(16, 32, 32, 4, 2), Tile(16, 32, 32, 4, 2), band=1)
+WIDE_BLOCKS = LaunchConfig(Tile(16, 64, 128, 4, 2), Tile(16, 128, 128, 4, 2))
+FUSED_BLOCKS = LaunchConfig(Tile(16, 128, 128, 4, 2), Tile(16, 64, 128, 4, 2))
+DIRECT = LaunchConfig(Tile(1, 16, 64, 4, 2), Tile(1, 32, 64, 4, 2), splits=3)
+MATRIX = LaunchConfig(Tile(1, 64, 128, 4, 3), Tile(1, 32, 128, 2, 3), splits=2, splits1=3)
+PAIRED = LaunchConfig(Tile(1, 32, 64, 2, 3), Tile(1, 64, 32, 4, 3))
+ALIGNED = LaunchConfig(Tile(16, 32, 128, 4, 2), Tile(16, 64, 32, 4, 2), band=1, splits=2)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ ALIGNED = Plan(Tile(16, 32, 128, 4, 2), Tile(16, 64, 32, 4, 2), band=1, splits=2
         ("mxfp4_halves_fp16", DIRECT),
     ],
 )
-def test_every_plan_gives_the_reference(case: str, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_plan_gives_the_reference(case: str, plan: LaunchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_of("fused_moe")
     chosen = spec.case(case)
     # A table's plan is not taken for fp32 activations; here it is, so that rounding hides nothing.
@@ -73,11 +73,11 @@ def test_every_plan_gives_the_reference(case: str, plan: Plan, monkeypatch: pyte
 def test_candidates_are_few_and_possible(shape: str, tokens: int) -> None:
     cfg = SHAPES[shape]
     found = candidates(cfg, tokens)
-    plans = [Plan.of(config) for config in found]
+    plans = [LaunchConfig.of(config) for config in found]
     assert 1 <= len(plans) <= 40 and len(set(plans)) == len(plans)
     assert plans[0] == plan_for(tokens, cfg, False)
     for plan in plans:
-        assert Plan.of_numbers(plan.numbers()) == plan
+        assert LaunchConfig.of_numbers(plan.numbers()) == plan
         if cfg.quant == "fp8_block":
             # One scale a step of K and a block of rows.
             assert (plan.first.k, plan.second.k) == (128, 128) and max(plan.first.n, plan.second.n) <= 128
@@ -86,13 +86,13 @@ def test_candidates_are_few_and_possible(shape: str, tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [16, 64, 256, 512, 1024, 4096])
 def test_candidates_of_16_bit_weights_fit_shared_memory(tokens: int) -> None:
     cfg = SHAPES["qwen3"]
-    plans = [Plan.of(config) for config in candidates(cfg, tokens)]
+    plans = [LaunchConfig.of(config) for config in candidates(cfg, tokens)]
     for plan in plans:
         for tile, rows in ((plan.first, 2 * plan.first.n), (plan.second, plan.second.n)):
             buffers = tile.stages - (tile.m < 64)
             assert plan.by_pair or 2 * tile.k * (tile.m + rows) * buffers <= 227 * 1024
     # Half empty blocks that read an expert's weights once, an expert after the other.
-    once = Plan(Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3), band=1)
+    once = LaunchConfig(Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3), band=1)
     assert (once in plans) == (tokens >= 256)
 
 

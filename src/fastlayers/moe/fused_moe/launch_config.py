@@ -13,7 +13,7 @@ MAX_TOKENS = 4096
 # Up to here each pair is computed by itself: experts that two tokens share are rare, and L2 holds them.
 MAX_PAIR_TOKENS = 4
 # Beyond, a table asks for too much: every pair reads its expert from L2.
-DIRECT_LIMIT, PAIR_LIMIT = 16, 64
+PAIR_LIMIT, MXFP4_PAIR_LIMIT = 16, 64
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchConfig:
     """Both GEMMs' tiles, and ``band``: how many blocks of pairs share the reading of weights.
 
     ``splits`` programs share the columns of an output of the second GEMM (MXFP4, and ``first.m`` 1), ``splits1`` of the
@@ -57,29 +57,29 @@ class Plan:
         return [a.m, self.band, self.splits, self.splits1, *tiles]
 
     @classmethod
-    def of_numbers(cls, numbers: Sequence[int]) -> Plan:
+    def of_numbers(cls, numbers: Sequence[int]) -> LaunchConfig:
         """Return the plan of :meth:`numbers`; the same one for the same numbers."""
         return _plan_of(tuple(numbers))
 
     @classmethod
-    def of(cls, config: Mapping[str, int]) -> Plan:
+    def of(cls, config: Mapping[str, int]) -> LaunchConfig:
         """Return the plan of a table's row."""
         tiles = [Tile(config["m"], *(config[f"{name}{i}"] for name in _TILE)) for i in (1, 2)]
         return cls(tiles[0], tiles[1], config["band"], config.get("splits", 1), config.get("splits1", 1))
 
 
-# What Plan.numbers() lists.
+# What LaunchConfig.numbers() lists.
 _TILE = ("n", "k", "warps", "stages")
 _NAMES = ("m", "band", "splits", "splits1", *(f"{name}{number}" for number in (1, 2) for name in _TILE))
 
 
 @lru_cache(maxsize=4096)
-def _plan_of(numbers: tuple[int, ...]) -> Plan:
-    return Plan.of(dict(zip(_NAMES, numbers, strict=True)))
+def _plan_of(numbers: tuple[int, ...]) -> LaunchConfig:
+    return LaunchConfig.of(dict(zip(_NAMES, numbers, strict=True)))
 
 
 @lru_cache(maxsize=4096)
-def plan_for(tokens: int, cfg: FusedMoEConfig, wide: bool) -> Plan:
+def plan_for(tokens: int, cfg: FusedMoEConfig, wide: bool) -> LaunchConfig:
     """Return how ``tokens`` tokens run without a table; ``wide``: fp32 activations, no matrix units.
 
     Depends on shapes only, so that a captured grid stays right.
@@ -89,45 +89,45 @@ def plan_for(tokens: int, cfg: FusedMoEConfig, wide: bool) -> Plan:
     if cfg.quant == "mxfp4":
         return _mxfp4_plan(pairs, few, cfg, wide)
     if few and not (wide and cfg.quant == "none"):
-        return _direct_plan(pairs, cfg)
+        return _pair_plan(pairs, cfg)
     average = -(-pairs // cfg.all_experts)
     if wide and cfg.quant == "none":
         m = 16 if average <= 16 else 32
-        return Plan(Tile(m, 32, 32, 4, 2), Tile(m, 64, 32, 4, 2))
+        return LaunchConfig(Tile(m, 32, 32, 4, 2), Tile(m, 64, 32, 4, 2))
     k = 64 if cfg.quant == "none" else 128
     if average <= 16:
         # Whole lines of 128 columns: with 64 the weights arrive at 0.87 of the speed.
-        return Plan(Tile(16, 128, 128, 4, 3), Tile(16, 128, 128, 4, 3), band=1)
+        return LaunchConfig(Tile(16, 128, 128, 4, 3), Tile(16, 128, 128, 4, 3), band=1)
     if average <= 64:
         m = 32 if average <= 32 else 64
-        return Plan(Tile(m, 64, k, 4, 4), Tile(m, 128, k, 4, 4))
+        return LaunchConfig(Tile(m, 64, k, 4, 4), Tile(m, 128, k, 4, 4))
     if cfg.quant == "none":
-        return Plan(Tile(128, 128, k, 8, 3), Tile(128, 128, k, 8, 4))
-    return Plan(Tile(64, 128, k, 8, 3), Tile(64, 128, k, 4, 4))
+        return LaunchConfig(Tile(128, 128, k, 8, 3), Tile(128, 128, k, 8, 4))
+    return LaunchConfig(Tile(64, 128, k, 8, 3), Tile(64, 128, k, 4, 4))
 
 
-def _direct_plan(pairs: int, cfg: FusedMoEConfig) -> Plan:
+def _pair_plan(pairs: int, cfg: FusedMoEConfig) -> LaunchConfig:
     """64 rows a program; if that makes few, the first product's columns in parts of at least 8 steps."""
     if cfg.quant == "none":
-        return Plan(Tile(1, 64, 64, 4, 6), Tile(1, 64, 64, 4, 6))
+        return LaunchConfig(Tile(1, 64, 64, 4, 6), Tile(1, 64, 64, 4, 6))
     programs, steps, splits = pairs * -(-2 * cfg.intermediate_size // 64), -(-cfg.hidden_size // 128), 1
     while programs < 512 and programs * splits < 1024 and 16 * splits <= steps:
         splits *= 2
     tile = Tile(1, 64, 128, 4, 6 if programs >= 1024 else 4)
-    return Plan(tile, tile, splits1=splits)
+    return LaunchConfig(tile, tile, splits1=splits)
 
 
-def _mxfp4_plan(pairs: int, few: bool, cfg: FusedMoEConfig, wide: bool) -> Plan:
+def _mxfp4_plan(pairs: int, few: bool, cfg: FusedMoEConfig, wide: bool) -> LaunchConfig:
     """``n`` is the GEMM's M here, the side that is decoded: 64 rows are the least that Hopper's matrix units take."""
     average = -(-pairs // cfg.all_experts)
     if wide:
         m = 1 if few else 16
-        return Plan(Tile(m, 16, 32, 4, 2), Tile(m, 64, 32, 4, 2))
+        return LaunchConfig(Tile(m, 16, 32, 4, 2), Tile(m, 64, 32, 4, 2))
     depth = _mxfp4_depth(cfg)
     m = 1 if few else 16 if average <= 16 else 32 if average <= 32 else 64 if average <= 64 else 128
     if m <= 32:
-        return Plan(Tile(m, 32, depth, 4, 3), Tile(m, 64, depth, 4, 3), splits=2 if few else 1)
-    return Plan(Tile(m, 64, min(depth, 128), 8, 3), Tile(m, 128, min(depth, 128), 8, 3))
+        return LaunchConfig(Tile(m, 32, depth, 4, 3), Tile(m, 64, depth, 4, 3), splits=2 if few else 1)
+    return LaunchConfig(Tile(m, 64, min(depth, 128), 8, 3), Tile(m, 128, min(depth, 128), 8, 3))
 
 
 def _mxfp4_depth(cfg: FusedMoEConfig) -> int:
@@ -146,16 +146,16 @@ def candidates(cfg: FusedMoEConfig, num_tokens: int) -> list[dict[str, int]]:
         plans += _mxfp4_plans(cfg, num_tokens, pairs)
     else:
         few = num_tokens <= MAX_PAIR_TOKENS
-        if num_tokens <= DIRECT_LIMIT:
-            plans += _direct_plans(cfg, pairs)[: None if few else 4 if num_tokens <= 8 else 2]
+        if num_tokens <= PAIR_LIMIT:
+            plans += _pair_plans(cfg, pairs)[: None if few else 4 if num_tokens <= 8 else 2]
         if not few or pairs > cfg.all_experts:
             plans += _block_plans(cfg, pairs)
     unique = list(dict.fromkeys(plans))
     return [plan.config() for plan in unique[:40]]
 
 
-def _direct_plans(cfg: FusedMoEConfig, pairs: int) -> list[Plan]:
-    base = _direct_plan(pairs, cfg)
+def _pair_plans(cfg: FusedMoEConfig, pairs: int) -> list[LaunchConfig]:
+    base = _pair_plan(pairs, cfg)
     shapes = [(64, 128, 4, 10 - base.first.stages), (128, 128, 8, 4), (64, 128, 2, 5), (32, 128, 2, 5)]
     if cfg.quant == "none":
         shapes = [(64, 128, 4, 4), (32, 128, 2, 5), (32, 64, 2, 8), (128, 64, 4, 4)]
@@ -180,10 +180,10 @@ _PLAIN = (
 )  # fmt: skip
 
 
-def _block_plans(cfg: FusedMoEConfig, pairs: int) -> list[Plan]:
+def _block_plans(cfg: FusedMoEConfig, pairs: int) -> list[LaunchConfig]:
     plain = cfg.quant == "none"
     heights = _heights(pairs / cfg.all_experts, plain)
-    plans = [Plan(Tile(m, *a), Tile(m, *b), band) for m, band, a, b in _PLAIN if plain and m in heights]
+    plans = [LaunchConfig(Tile(m, *a), Tile(m, *b), band) for m, band, a, b in _PLAIN if plain and m in heights]
     for m in heights:
         for k in (64, 128) if plain else (128,):
             if m == 16:
@@ -198,10 +198,10 @@ def _block_plans(cfg: FusedMoEConfig, pairs: int) -> list[Plan]:
                 most = 220_000 // (k * (m + 2 * n1) * (2 if plain else 1)) + (plain and m < 64)
                 stages = min(stages, most)
                 band = 1 if m <= 32 else 8
-                plans.append(Plan(Tile(m, n1, k, warps, stages), Tile(m, n2, k, warps, stages), band))
+                plans.append(LaunchConfig(Tile(m, n1, k, warps, stages), Tile(m, n2, k, warps, stages), band))
     if not plain and heights[0] == 16:
         firsts = [Tile(16, *shape) for shape in ((64, 128, 4, 5), (128, 128, 8, 3), (128, 128, 4, 4))]
-        plans += [Plan(tile, Tile(16, 128, 128, 4, 3), 1) for tile in firsts]
+        plans += [LaunchConfig(tile, Tile(16, 128, 128, 4, 3), 1) for tile in firsts]
     return plans
 
 
@@ -212,9 +212,9 @@ def _heights(average: float, plain: bool) -> list[int]:
     return [m for m in (16, 32, 64, 128) if m / 8 <= max(2.0, average) and (m >= 128 or average <= 6 * m)]
 
 
-def _mxfp4_plans(cfg: FusedMoEConfig, num_tokens: int, pairs: int) -> list[Plan]:
+def _mxfp4_plans(cfg: FusedMoEConfig, num_tokens: int, pairs: int) -> list[LaunchConfig]:
     heights, depth = _heights(pairs / cfg.all_experts, False), _mxfp4_depth(cfg)
-    if num_tokens <= PAIR_LIMIT:
+    if num_tokens <= MXFP4_PAIR_LIMIT:
         heights = [1, *heights]
     plans = []
     for m in heights:
@@ -226,5 +226,5 @@ def _mxfp4_plans(cfg: FusedMoEConfig, num_tokens: int, pairs: int) -> list[Plan]
         for n1, n2, k, warps, stages in shapes:
             k = min(k, depth)
             for splits in (1, 2, 3) if m <= 16 and n2 == 64 else (1,):
-                plans.append(Plan(Tile(m, n1, k, warps, stages), Tile(m, n2, k, warps, stages), splits=splits))
+                plans.append(LaunchConfig(Tile(m, n1, k, warps, stages), Tile(m, n2, k, warps, stages), splits=splits))
     return plans

@@ -14,11 +14,11 @@ from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.moe.align.triton import moe_align
 from fastlayers.moe.fused_moe import launch_config
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
-from fastlayers.moe.fused_moe.launch_config import MAX_TOKENS, Plan, plan_for
+from fastlayers.moe.fused_moe.launch_config import MAX_TOKENS, LaunchConfig, plan_for
 from fastlayers.moe.fused_moe.token_chunks import like_x, token_chunks
 from fastlayers.moe.fused_moe.triton import grouped_gemm
 from fastlayers.moe.fused_moe.triton.mxfp4_gemm import mxfp4_experts
-from fastlayers.moe.fused_moe.triton.pair_gemm import direct_experts
+from fastlayers.moe.fused_moe.triton.pair_gemm import pair_experts
 from fastlayers.moe.fused_moe.triton.reduce import reduce
 from fastlayers.moe.fused_moe.weights import EPS, FORMATS, GROUP, MoEWeights
 from fastlayers.operators import operator
@@ -73,7 +73,8 @@ def _parts(count: int, block: int) -> tuple[int, int]:
 
 def _gate_up(
     x: torch.Tensor, scale: torch.Tensor, packed: MoEWeights, ids: torch.Tensor, aligned: tuple[torch.Tensor, ...],
-    plan: Plan, quant: str, ue8m0: bool, activation: str, alpha: float, limit: float, wide: bool, interleaved: bool,
+    plan: LaunchConfig, quant: str, ue8m0: bool, activation: str, alpha: float, limit: float, wide: bool,
+    interleaved: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the inner rows of all pairs and their scales (a dummy if not quantised)."""
     sorted_ids, expert_ids, total = aligned
@@ -103,11 +104,11 @@ def _gate_up(
 
 
 def _chunk(
-    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, y: torch.Tensor, plan: Plan, packed: MoEWeights,
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, y: torch.Tensor, plan: LaunchConfig, packed: MoEWeights,
     quant: str, ue8m0: bool, activation: str, alpha: float, limit: float, factor: float, interleaved: bool,
     num_routed: int,
 ) -> None:  # fmt: skip
-    """Compute ``y`` for at most MAX_TOKENS tokens; ``ids`` include shared experts, unless the plan is direct."""
+    """Compute ``y`` for at most MAX_TOKENS tokens; ``ids`` include shared experts, unless each pair is by itself."""
     experts, hidden = packed.w2.shape[0], x.shape[1]
     if quant == "mxfp4":
         oai = activation == "swiglu_oai"
@@ -118,7 +119,7 @@ def _chunk(
     values, scale = (x, weights) if quant == "none" else _quantize(x, None, experts, quant, ue8m0)
     if plan.by_pair:
         oai, shared = activation == "swiglu_oai", experts - num_routed
-        direct_experts(
+        pair_experts(
             values, scale, weights, ids, packed, y, shared, plan, quant, ue8m0, oai, alpha, limit, factor, interleaved
         )
         return
@@ -154,7 +155,7 @@ def _fused_moe(
 ) -> torch.Tensor:  # fmt: skip
     packed = MoEWeights(w13, w2, w13_scale, w2_scale, w13_bias, w2_bias)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    how, num_routed = Plan.of_numbers(plan), w13.shape[0] - num_shared
+    how, num_routed = LaunchConfig.of_numbers(plan), w13.shape[0] - num_shared
     weights, ids = _extend(topk_weights, topk_ids, num_routed, 0 if how.by_pair else num_shared, factor)
     for part in token_chunks(x, weights, ids, y, MAX_TOKENS):
         _chunk(
@@ -174,7 +175,7 @@ class TritonFusedMoE:
     """
 
     def __init__(self, cfg: FusedMoEConfig, config: Mapping[str, int] | None = None) -> None:
-        self.cfg, self.plan = cfg, None if config is None else Plan.of(config)
+        self.cfg, self.plan = cfg, None if config is None else LaunchConfig.of(config)
         self.arguments = (
             cfg.num_shared, cfg.quant, cfg.scale_fmt == "ue8m0", cfg.activation, cfg.alpha, cfg.limit,
             cfg.scaling_factor, cfg.interleaved,

@@ -18,7 +18,7 @@ import triton.language as tl
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.moe.align.triton import moe_align
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
-from fastlayers.moe.fused_moe.launch_config import Plan, Tile, plan_for
+from fastlayers.moe.fused_moe.launch_config import LaunchConfig, Tile, plan_for
 from fastlayers.moe.fused_moe.triton.activation import activation_of
 from fastlayers.moe.fused_moe.triton.grouped_gemm import (
     block_is_empty,
@@ -246,7 +246,7 @@ def mxfp4_down_kernel(
 
 
 def mxfp4_experts(
-    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: MoEWeights, plan: Plan, oai: bool,
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: MoEWeights, plan: LaunchConfig, oai: bool,
     alpha: float, limit: float, interleaved: bool,
 ) -> torch.Tensor:  # fmt: skip
     """Return the weighted rows of all pairs, fp32 ``[T*k, splits, D]``; those of dropped pairs are not written."""

@@ -156,7 +156,7 @@ def order_kernel(x_ptr, out_ptr, x_stride, width, BLOCK: tl.constexpr, PDL: tl.c
 
 
 @dataclass(frozen=True)
-class Plan:
+class HopperLaunchConfig:
     """``tokens`` of a block: 8 or 16, 0: each pair by itself; then tiles of a program, its warps and stages, twice.
 
     ``l1``: tokens are read through L1 and not copied ahead with the weights.
@@ -180,11 +180,11 @@ class Plan:
         return asdict(self)
 
 
-def _alike(tokens: int, tiles: int, warps: int, stages: int, l1: int) -> Plan:
-    return Plan(tokens, tiles, warps, stages, tiles, warps, stages, l1)
+def _alike(tokens: int, tiles: int, warps: int, stages: int, l1: int) -> HopperLaunchConfig:
+    return HopperLaunchConfig(tokens, tiles, warps, stages, tiles, warps, stages, l1)
 
 
-def plan_for(tokens: int) -> Plan:
+def plan_for(tokens: int) -> HopperLaunchConfig:
     """Return how ``tokens`` tokens run without a table."""
     if tokens <= 2:
         return _alike(0, 1, 4, 4, 1)
@@ -201,7 +201,7 @@ _SHAPES = {
 }  # fmt: skip
 
 
-def plans(tokens: int) -> list[Plan]:
+def plans(tokens: int) -> list[HopperLaunchConfig]:
     """Return the rule's plan, both products alike, and mixtures of the best shapes: 10 to 24."""
     blocks = (
         [0] if tokens <= 2 else [0, 8] if tokens <= 4 else [8] if tokens <= 48 else [8, 16] if tokens <= 96 else [16]
@@ -211,13 +211,13 @@ def plans(tokens: int) -> list[Plan]:
         shapes = _SHAPES[block]
         found += [_alike(block, *shape) for shape in shapes]
         pairs = [(a, b) for a in shapes[:5] for b in shapes[:5] if a != b and a[3] == b[3]]
-        found += [Plan(block, *a[:3], *b[:3], a[3]) for a, b in pairs[:6]]
+        found += [HopperLaunchConfig(block, *a[:3], *b[:3], a[3]) for a, b in pairs[:6]]
     return list(dict.fromkeys(found))
 
 
 def _experts(
     x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: SwizzledWeights, inner: int, experts: int,
-    alpha: float, limit: float, plan: Plan,
+    alpha: float, limit: float, plan: HopperLaunchConfig,
 ) -> torch.Tensor:  # fmt: skip
     """Return the weighted rows of all pairs, fp32 ``[T*k, D]``; those of dropped pairs are not written."""
     hidden, pairs, direct = x.shape[1], ids.numel(), plan.tokens == 0
@@ -262,7 +262,7 @@ def _fused_moe(
     packed = SwizzledWeights(w13, w2, w13_scale, w2_scale, w13_bias, w2_bias)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     for chunk, weights, ids, out in token_chunks(x, topk_weights, topk_ids, y, MAX_TOKENS):
-        partial = _experts(chunk, weights, ids, packed, inner, experts, alpha, limit, Plan(*plan))
+        partial = _experts(chunk, weights, ids, packed, inner, experts, alpha, limit, HopperLaunchConfig(*plan))
         reduce(partial, ids, out, experts, factor)
     return y
 
@@ -278,7 +278,11 @@ class TritonSwizzledFusedMoE:
     """
 
     def __init__(self, cfg: FusedMoEConfig, config: Mapping[str, int] | None = None) -> None:
-        self.plan = None if config is None else Plan(*(config[field.name] for field in fields(Plan)))
+        self.plan = (
+            None
+            if config is None
+            else HopperLaunchConfig(*(config[field.name] for field in fields(HopperLaunchConfig)))
+        )
         self.arguments = cfg.num_experts, cfg.intermediate_size, cfg.alpha, cfg.limit, cfg.scaling_factor
 
     @staticmethod
@@ -312,7 +316,7 @@ class TritonSwizzledFusedMoE:
         return y
 
 
-def builds_of(name: str, cfg: FusedMoEConfig, plan: Plan) -> list[KernelBuild]:
+def builds_of(name: str, cfg: FusedMoEConfig, plan: HopperLaunchConfig) -> list[KernelBuild]:
     """Return both products' kernels of a plan as they are launched."""
     wide, direct = plan.tokens == 16, plan.tokens == 0
     types = {"x_ptr": "*i32", "a_ptr": "*i32", "w_ptr": "*i32", "ws_ptr": "*u8", "bias_ptr": "*fp32"}

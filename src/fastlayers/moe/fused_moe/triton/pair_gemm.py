@@ -20,7 +20,7 @@ import triton.language as tl
 
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
-from fastlayers.moe.fused_moe.launch_config import Plan, Tile
+from fastlayers.moe.fused_moe.launch_config import LaunchConfig, Tile
 from fastlayers.moe.fused_moe.triton.activation import activation_of
 from fastlayers.moe.fused_moe.triton.reduce import pair_sum
 from fastlayers.moe.fused_moe.weights import EPS, FORMATS, GROUP, MoEWeights
@@ -223,9 +223,9 @@ def _product(
     )  # fmt: skip
 
 
-def direct_experts(
+def pair_experts(
     x: torch.Tensor, scale: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: MoEWeights,
-    y: torch.Tensor, shared: int, plan: Plan, quant: str, ue8m0: bool, oai: bool, alpha: float, limit: float,
+    y: torch.Tensor, shared: int, plan: LaunchConfig, quant: str, ue8m0: bool, oai: bool, alpha: float, limit: float,
     factor: float, interleaved: bool,
 ) -> None:  # fmt: skip
     """Write ``y`` ``[T, D]``; ``ids`` and ``weights`` are the routed experts', the last ``shared`` of all follow.
@@ -260,7 +260,7 @@ def direct_experts(
     pair_sum(partial, ids, y, route.routed, factor, constants, plan.splits)
 
 
-def _builds(name: str, cfg: FusedMoEConfig, plan: Plan) -> list[KernelBuild]:
+def _builds(name: str, cfg: FusedMoEConfig, plan: LaunchConfig) -> list[KernelBuild]:
     code = {"none": "bf16", "fp8_block": "fp8e4nv", "int8": "i8"}[cfg.quant]
     quant, oai, paired = FORMATS.index(cfg.quant), cfg.activation != "silu", cfg.quant == "none" and plan.splits1 == 1
     columns = (cfg.hidden_size, cfg.intermediate_size)
@@ -304,9 +304,9 @@ def _builds(name: str, cfg: FusedMoEConfig, plan: Plan) -> list[KernelBuild]:
 
 _SQUARE = Tile(1, 64, 128, 4, 4)
 _SHAPES = {
-    "v3": (FusedMoEConfig(7168, 2048, 256, 8, quant="fp8_block"), Plan(_SQUARE, _SQUARE)),
-    "v3_tp8": (FusedMoEConfig(7168, 256, 256, 8, 1, "fp8_block"), Plan(_SQUARE, _SQUARE, splits1=4)),
-    "v3_tp8_int8": (FusedMoEConfig(7168, 256, 256, 8, 1, "int8"), Plan(_SQUARE, _SQUARE, splits1=4)),
-    "qwen3_30b": (FusedMoEConfig(2048, 768, 128, 8), Plan(_SQUARE, _SQUARE)),
+    "v3": (FusedMoEConfig(7168, 2048, 256, 8, quant="fp8_block"), LaunchConfig(_SQUARE, _SQUARE)),
+    "v3_tp8": (FusedMoEConfig(7168, 256, 256, 8, 1, "fp8_block"), LaunchConfig(_SQUARE, _SQUARE, splits1=4)),
+    "v3_tp8_int8": (FusedMoEConfig(7168, 256, 256, 8, 1, "int8"), LaunchConfig(_SQUARE, _SQUARE, splits1=4)),
+    "qwen3_30b": (FusedMoEConfig(2048, 768, 128, 8), LaunchConfig(_SQUARE, _SQUARE)),
 }
 COMPILE = [build for name, (cfg, plan) in _SHAPES.items() for build in _builds(name, cfg, plan)]
