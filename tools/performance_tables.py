@@ -56,7 +56,8 @@ def read(part: str) -> list[Row]:
     kept: dict[Any, Row] = {}
     device = ""
     for index, row in enumerate(rows):
-        device = row.get("run", row).get("device", device)
+        head = row.get("run", row)
+        device = head.get("device", device) if isinstance(head, dict) else device
         if device.split(" ")[0] != DEVICE:
             continue
         kept[(row["key"], row["backend"], json.dumps(row["config"])) if "key" in row else index] = row
@@ -231,7 +232,8 @@ def sources() -> list[str]:
     """Return a line for each command that made a result file: commit, versions."""
     lines: dict[str, None] = {}
     for path in sorted(RESULTS.glob("*.jsonl")):
-        rows = [row.get("run", row) for row in read(path.stem) if "run" in row or "command" in row]
+        heads = (run if isinstance(run := row.get("run"), dict) else row for row in lines_of(path.stem))
+        rows = [row for row in heads if "command" in row]
         own = [row for row in rows if not row["command"].startswith("performance.py")]
         for run in own or rows:
             device = run.get("device", run.get("gpu", "?"))
