@@ -13,7 +13,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,20 @@ def bench(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     yield {"model": name, "report": ways["captured"].step.report()}
 
 
+def record(head: dict[str, Any], models: Iterable[Iterable[dict[str, Any]]], out: Path | None) -> None:
+    """Print the rows of one model after the other behind a line that describes the run, and write them to ``out``."""
+    head |= {"command": "python " + " ".join(sys.argv), **provenance(), "gpu": torch.cuda.get_device_name()}
+    lines = [head | {"torch": torch.__version__}]
+    print(json.dumps(lines[0]), flush=True)
+    for rows in models:
+        for row in rows:
+            lines.append(row)
+            print(json.dumps(row), flush=True)
+        torch.cuda.empty_cache()
+    if out:
+        out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -104,19 +118,8 @@ def main() -> None:
     parser.add_argument("--shapes", type=lambda text: tuple(map(int, text.split("x"))), nargs="*", default=SHAPES,
                         metavar="BATCHxTOKENS")  # fmt: skip
     options = parser.parse_args()
-    lines: list[dict[str, Any]] = [
-        {"run": "first_token", "command": "python " + " ".join(sys.argv), **provenance(),
-         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-         "fastlayers": fl.__version__, "repeats": options.repeats}
-    ]  # fmt: skip
-    print(json.dumps(lines[0]), flush=True)
-    for name in options.models:
-        for row in bench(name, options):
-            lines.append(row)
-            print(json.dumps(row), flush=True)
-        torch.cuda.empty_cache()
-    if options.out:
-        options.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    head = {"run": "first_token", "fastlayers": fl.__version__, "repeats": options.repeats}
+    record(head, (bench(name, options) for name in options.models), options.out)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,7 @@ above 1 is left-padded: row b lacks b tokens. The last row of a model is what wa
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,11 +24,11 @@ from typing import Any
 
 import torch
 import transformers
+from first_token import record
 from patch_gpu import CONFIGS, build
 
 import fastlayers as fl
 from fastlayers.patching import decode
-from fastlayers.tuning.provenance import provenance
 
 SHAPES = ((1, 16), (1, 128), (1, 300), (1, 512), (1, 700), (1, 2048), (1, 8192), (4, 128))
 VARIANTS: dict[str, tuple[bool, dict[str, Any]]] = {
@@ -105,19 +103,8 @@ def main() -> None:
     parser.add_argument("--shapes", type=lambda text: tuple(map(int, text.split("x"))), nargs="*", default=SHAPES,
                         metavar="BATCHxTOKENS")  # fmt: skip
     options = parser.parse_args()
-    lines: list[dict[str, Any]] = [
-        {"run": "patch_first_token", "command": "python " + " ".join(sys.argv), **provenance(),
-         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-         "transformers": transformers.__version__, "repeats": options.repeats}
-    ]  # fmt: skip
-    print(json.dumps(lines[0]), flush=True)
-    for name in options.model:
-        for row in bench(name, options):
-            lines.append(row)
-            print(json.dumps(row), flush=True)
-        torch.cuda.empty_cache()
-    if options.out:
-        options.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    head = {"run": "patch_first_token", "transformers": transformers.__version__, "repeats": options.repeats}
+    record(head, (bench(name, options) for name in options.model), options.out)
 
 
 if __name__ == "__main__":

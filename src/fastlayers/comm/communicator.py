@@ -100,6 +100,11 @@ class RankOps:
         return self.own_group(self.tp.all_reduce_(x), step)
 
 
+def _only(norm: Norm) -> Transition:
+    """Return the transition of one rank by itself: the residual added and normed, nothing to reduce or gather."""
+    return lambda hidden, step: _norm(norm, hidden.tensor, hidden.residual)
+
+
 def _no_hidden(hook: str, given: object) -> NoReturn:
     # Every tensor has a ``layout``, of another kind.
     accepted = "a Hidden, as Hidden.start(tensor) makes for the first layer"
@@ -320,9 +325,6 @@ class LayerCommunicator:
         # Several groups never leave a sum over tp due: their rows differ.
         sums = (None, "attn_tp") if ops.many_groups else (None, "attn_tp", "tp")
 
-        def alone(hidden: Hidden, _: StepTokens | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-            return _norm(norm, hidden.tensor, hidden.residual)
-
         def whole(hidden: Hidden, _: StepTokens | None) -> tuple[torch.Tensor, torch.Tensor | None]:
             return _norm(norm, ops.reduce_(hidden.tensor, hidden.layout.pending), hidden.residual)
 
@@ -333,15 +335,14 @@ class LayerCommunicator:
         to = Layout("attn_full", None, "attn_full")
         for residual in (None, "attn_full"):
             for pending in sums:
-                self._add("prepare_attn", Layout("attn_full", pending, residual), to, alone if ops.alone else whole)
+                self._add(
+                    "prepare_attn", Layout("attn_full", pending, residual), to, _only(norm) if ops.alone else whole
+                )
         given = Layout("scattered", None, "scattered")
         self._add("prepare_attn", given, Layout("attn_full", None, "scattered"), scattered)
 
     def _add_prepare_mlp_full(self) -> None:
         ops, norm = self.ops, self.post_attention_layernorm
-
-        def alone(hidden: Hidden, _: StepTokens | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-            return _norm(norm, hidden.tensor, hidden.residual)
 
         def residual_of(hidden: Hidden) -> torch.Tensor:
             assert hidden.residual is not None
@@ -366,7 +367,7 @@ class LayerCommunicator:
             for pending in (None, "attn_tp"):
                 given = Layout("attn_full", pending, place)
                 if not ops.many_groups:
-                    self._add("prepare_mlp", given, to, alone if ops.alone else one_group)
+                    self._add("prepare_mlp", given, to, _only(norm) if ops.alone else one_group)
                 elif pending and ops.attn_tp.size > 1:
                     self._add("prepare_mlp", given, to, gather_first)
                 else:
