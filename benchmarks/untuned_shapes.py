@@ -25,8 +25,8 @@ from fastlayers import tuning
 from fastlayers.attention.gqa.core import GQAConfig
 from fastlayers.device import DESCRIBED, as_device
 from fastlayers.linear.dense.layer import LinearConfig
+from fastlayers.linear.fp8_block.layer import FP8LinearConfig
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
-from fastlayers.quant.fp8_linear.layer import FP8LinearConfig
 from fastlayers.registry import registry
 from fastlayers.tuning.bench import describe_run
 from fastlayers.tuning.clock import CudaClock

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 
 from fastlayers.errors import ArgumentError
-from fastlayers.quant.fp8_linear.blocks import grid_of
+from fastlayers.quant.block_quant import grid_of
 from fastlayers.quant.spec import QuantSpec
 from fastlayers_models.checkpoint import Checkpoint
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fastlayers.errors import CheckpointError
-from fastlayers.quant.notice import announce_slow_formats
+from fastlayers.quant.slow_formats import announce_slow_formats
 from fastlayers.weights import Slot, slots
 from fastlayers_models.check_quantization import check_quantization
 from fastlayers_models.checkpoint import NAMED, Checkpoint, collapsed

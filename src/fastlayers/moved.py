@@ -17,6 +17,11 @@ MODULES = {
     "fastlayers.moe.fused_moe.configs": "fastlayers.moe.fused_moe.launch_config",
     "fastlayers.moe.fused_moe.packed": "fastlayers.moe.fused_moe.gpt_oss_slots",
     "fastlayers.probing": "fastlayers.tuning.probe",
+    "fastlayers.quant.bmm": "fastlayers.linear.bmm",
+    "fastlayers.quant.fp8_linear": "fastlayers.linear.fp8_block",
+    "fastlayers.quant.fp8_scaled_linear": "fastlayers.linear.fp8_scaled",
+    "fastlayers.quant.int8_linear": "fastlayers.linear.int8",
+    "fastlayers.quant.notice": "fastlayers.quant.slow_formats",
     "fastlayers.testing.bench": "fastlayers.tuning.bench",
     "fastlayers.testing.samples": "fastlayers.tuning.samples",
     "fastlayers.testing.sweep": "fastlayers.tuning.sweep",
@@ -32,7 +37,10 @@ MODULES = {
 
 
 class OldModules:
-    """A finder, last in the line, that refuses the modules of :data:`MODULES` by telling their new names."""
+    """A finder, first in the line, that refuses the modules of :data:`MODULES` by telling their new names.
+
+    Last in the line it would not be asked for a folder in which an update left nothing but compiled files.
+    """
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
@@ -45,7 +53,7 @@ class OldModules:
 def install() -> None:
     """Put the finder into the interpreter's line, once."""
     if OldModules not in sys.meta_path:
-        sys.meta_path.append(OldModules)
+        sys.meta_path.insert(0, OldModules)
 
 
 def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:

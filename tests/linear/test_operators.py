@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from fastlayers.linear.dense.layer import Linear
-from fastlayers.quant.fp8_linear.layer import FP8BlockLinear
+from fastlayers.linear.fp8_block.layer import FP8BlockLinear
+from fastlayers.linear.int8.layer import Int8Linear
 from fastlayers.quant.group_quant.layer import GroupQuant
-from fastlayers.quant.int8_linear.layer import Int8Linear
 
 LAYERS: dict[str, Callable[[str], nn.Module]] = {
     "linear": lambda backend: Linear.from_linear(nn.Linear(64, 24), backend=backend),

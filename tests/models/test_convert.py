@@ -14,8 +14,8 @@ import torch
 from typer.testing import CliRunner
 
 from fastlayers.errors import ArgumentError, CheckpointError
-from fastlayers.quant import notice
-from fastlayers.quant.fp8_scaled_linear.layer import quantize_scaled_weight
+from fastlayers.linear.fp8_scaled.layer import quantize_scaled_weight
+from fastlayers.quant import slow_formats
 from fastlayers_models import AutoModel
 from fastlayers_models.checkpoint import UNFINISHED
 from fastlayers_models.convert import Conversion, convert_checkpoint, dequantize_checkpoint, quantisable
@@ -332,7 +332,7 @@ def test_peak_memory_is_about_one_shard(tmp_path: Path) -> None:
     code = (
         "import resource, sys, torch\n"
         "from fastlayers_models.convert import convert_checkpoint\n"
-        "from fastlayers.quant.int8_linear.layer import quantize_channel_weight\n"
+        "from fastlayers.linear.int8.layer import quantize_channel_weight\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
         "quantize_channel_weight(torch.zeros(1024, 2048)); before = peak()\n"
         "convert_checkpoint(sys.argv[1], sys.argv[2], 'int8'); print(peak() - before)\n"
@@ -441,8 +441,8 @@ def test_a_configuration_that_contradicts_its_tensors(converted: Converted, tmp_
 
 
 def test_a_slow_format_is_announced_once(converted: Converted, caplog: pytest.LogCaptureFixture) -> None:
-    notice.forget()
-    with caplog.at_level(logging.WARNING, logger="fastlayers.quant.notice"):
+    slow_formats.forget()
+    with caplog.at_level(logging.WARNING, logger="fastlayers.quant.slow_formats"):
         for _ in range(2):
             AutoModel.from_pretrained(converted.quantised("fp8-block"))
         AutoModel.from_pretrained(converted.quantised("int8"))
@@ -456,8 +456,11 @@ def test_a_slow_format_is_announced_once(converted: Converted, caplog: pytest.Lo
 def test_what_a_gpu_without_fp8_units_is_told(converted: Converted) -> None:
     from fastlayers.device import DESCRIBED
 
-    assert notice._cost(notice.E4M3, DESCRIBED["H200"]) is None and notice._cost(notice.E2M1, DESCRIBED["A100"]) is None
-    cost = notice._cost(notice.E4M3, DESCRIBED["A100"])
+    assert (
+        slow_formats._cost(slow_formats.E4M3, DESCRIBED["H200"]) is None
+        and slow_formats._cost(slow_formats.E2M1, DESCRIBED["A100"]) is None
+    )
+    cost = slow_formats._cost(slow_formats.E4M3, DESCRIBED["A100"])
     assert cost is not None
-    said = str(notice.Slow(notice.E4M3, str(DESCRIBED["A100"]), 7 * 10**9, 100, *cost))
+    said = str(slow_formats.Slow(slow_formats.E4M3, str(DESCRIBED["A100"]), 7 * 10**9, 100, *cost))
     assert "A100 (sm_80)" in said and "7 GB instead of 14 GB" in said and "not measured" in said

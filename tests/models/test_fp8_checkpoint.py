@@ -14,8 +14,8 @@ import torch
 
 from fastlayers.errors import ArgumentError
 from fastlayers.linear.dense.layer import Linear
+from fastlayers.linear.fp8_block.layer import FP8BlockLinear
 from fastlayers.moe.fused_moe.layer import FusedMoE
-from fastlayers.quant.fp8_linear.layer import FP8BlockLinear
 from fastlayers_models.convert import KEPT, convert_to_fp8_block, dequantize_checkpoint, quantisable, ragged
 from fastlayers_models.deepseek import DeepseekForCausalLM
 from fastlayers_models.generate import Generator

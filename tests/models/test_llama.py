@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fastlayers.errors import ArgumentError, CheckpointError, UnknownModelError
-from fastlayers.quant.fp8_linear.blocks import dequantize_block_weight
-from fastlayers.quant.fp8_linear.layer import FP8BlockLinear
+from fastlayers.linear.fp8_block.layer import FP8BlockLinear
+from fastlayers.quant.block_quant import dequantize_block_weight
 from fastlayers_models.convert import convert_to_fp8_block, dequantize_checkpoint
 from fastlayers_models.llama import LlamaConfig, LlamaForCausalLM
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fastlayers.quant.fp8_linear.blocks import decode_e4m3, scale_blocks_
+from fastlayers.quant.block_quant import decode_e4m3, scale_blocks_
 from fastlayers.quant.mxfp4.codes import dequantize_mxfp4
 
 

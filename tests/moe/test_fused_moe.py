@@ -9,11 +9,11 @@ from torch.nn import functional as F
 import fastlayers as fl
 from fastlayers.comm.parallel import Axis
 from fastlayers.errors import ArgumentError
+from fastlayers.linear.int8.layer import quantize_channel_weight
 from fastlayers.moe.fused_moe.cases import make_inputs, prepare
 from fastlayers.moe.fused_moe.layer import FUSED_MOE, FusedMoEConfig, why_not_fuse_shared
 from fastlayers.moe.fused_moe.torch import append_shared
-from fastlayers.quant.fp8_linear.blocks import dequantize_block_weight, quantize_block_weight
-from fastlayers.quant.int8_linear.layer import quantize_channel_weight
+from fastlayers.quant.block_quant import dequantize_block_weight, quantize_block_weight
 from fastlayers.quant.spec import QuantSpec
 from fastlayers.testing.parity import compare
 from fastlayers.testing.spec import Case, spec_of

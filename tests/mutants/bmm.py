@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fastlayers.quant.bmm.torch import TorchBmm
+from fastlayers.linear.bmm.torch import TorchBmm
 from fastlayers.registry import Backend
 
 Optional = torch.Tensor | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fastlayers.quant.fp8_linear.torch import TorchFP8Linear
+from fastlayers.linear.fp8_block.torch import TorchFP8Linear
 from fastlayers.registry import Backend
 
 Bias = torch.Tensor | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fastlayers.quant.fp8_scaled_linear.torch import TorchFP8ScaledLinear
+from fastlayers.linear.fp8_scaled.torch import TorchFP8ScaledLinear
 from fastlayers.registry import Backend
 
 Optional = torch.Tensor | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fastlayers.quant.int8_linear.torch import TorchInt8Linear
+from fastlayers.linear.int8.torch import TorchInt8Linear
 from fastlayers.registry import Backend
 
 Bias = torch.Tensor | None

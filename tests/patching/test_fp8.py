@@ -19,7 +19,7 @@ from transformers.utils.quantization_config import FineGrainedFP8Config
 import fastlayers as fl
 from fastlayers.errors import CheckpointError
 from fastlayers.patching import loading
-from fastlayers.quant.fp8_linear.blocks import dequantize_block_weight, quantize_block_weight
+from fastlayers.quant.block_quant import dequantize_block_weight, quantize_block_weight
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_contracts import logits, snapshot

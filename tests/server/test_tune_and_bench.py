@@ -43,7 +43,7 @@ def qwen(tmp_path: Path) -> str:
 @pytest.fixture
 def two_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let fp8_linear have something to choose on a CPU."""
-    from fastlayers.quant.fp8_linear.layer import FP8_LINEAR
+    from fastlayers.linear.fp8_block.layer import FP8_LINEAR
 
     twin = replace(FP8_LINEAR.named("torch"), name="twin")
     monkeypatch.setattr(FP8_LINEAR, "ranked", [*FP8_LINEAR.ranked, twin])
@@ -139,8 +139,8 @@ def test_what_has_one_backend_is_not_tuned_and_time_has_an_end(tmp_path: Path) -
 
 
 def test_what_failed_is_said_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastlayers.quant.fp8_linear.layer import FP8_LINEAR
-    from fastlayers.quant.fp8_linear.torch import TorchFP8Linear
+    from fastlayers.linear.fp8_block.layer import FP8_LINEAR
+    from fastlayers.linear.fp8_block.torch import TorchFP8Linear
 
     class Broken(TorchFP8Linear):
         def __init__(self, cfg: Any, config: Any = None) -> None:

@@ -13,8 +13,8 @@ import torch
 import fastlayers as fl
 from fastlayers import env, tuning
 from fastlayers.device import as_device
-from fastlayers.quant.fp8_linear.layer import FP8_LINEAR
-from fastlayers.quant.fp8_linear.torch import TorchFP8Linear
+from fastlayers.linear.fp8_block.layer import FP8_LINEAR
+from fastlayers.linear.fp8_block.torch import TorchFP8Linear
 from fastlayers.registry import Backend, Choice
 from fastlayers.tuning import ladder as ladder_module
 from fastlayers.tuning import probe_shapes as module

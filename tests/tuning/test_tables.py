@@ -79,7 +79,7 @@ def test_without_packages_a_shape_takes_the_best_of_what_is_left(without: set[st
 
 
 def test_the_evidence_tells_what_the_alternative_is_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastlayers.quant.fp8_linear.layer import FP8_LINEAR, FP8LinearConfig
+    from fastlayers.linear.fp8_block.layer import FP8_LINEAR, FP8LinearConfig
 
     cfg: Any = FP8LinearConfig(4096, 2048)
     tuned = tuning.ladder_for("fp8_linear", cfg, H200, rows_of("fp8_linear", {"deep_gemm"}))

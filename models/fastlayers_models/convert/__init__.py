@@ -30,8 +30,8 @@ from typing import Any
 import torch
 
 from fastlayers.errors import ArgumentError, CheckpointError, check_choice
-from fastlayers.quant.fp8_linear.blocks import dequantize_block_weight, quantize_block_weight
-from fastlayers.quant.int8_linear.layer import quantize_channel_weight
+from fastlayers.linear.int8.layer import quantize_channel_weight
+from fastlayers.quant.block_quant import dequantize_block_weight, quantize_block_weight
 from fastlayers.quant.mxfp4.codes import dequantize_mxfp4
 from fastlayers.quant.spec import QuantSpec
 from fastlayers_models.check_quantization import check_quantization

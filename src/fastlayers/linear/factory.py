@@ -70,14 +70,14 @@ def linear(
             backend=backend,
         )
     if quant.format == "fp8_block":
-        from fastlayers.quant.fp8_linear.layer import FP8BlockLinear
+        from fastlayers.linear.fp8_block.layer import FP8BlockLinear
 
         return FP8BlockLinear(
             in_features, out_features, bias, block_size=quant.block_size, scale_fmt=quant.scale_fmt,
             shard=shard, names=names, device=device, dtype=dtype, backend=backend,
         )  # fmt: skip
     if quant.format == "int8":
-        from fastlayers.quant.int8_linear.layer import Int8Linear
+        from fastlayers.linear.int8.layer import Int8Linear
 
         return Int8Linear(
             in_features,
@@ -90,7 +90,7 @@ def linear(
             backend=backend,
         )
     if quant.format in ("fp8_tensor", "fp8_channel"):
-        from fastlayers.quant.fp8_scaled_linear.layer import FP8ScaledLinear
+        from fastlayers.linear.fp8_scaled.layer import FP8ScaledLinear
 
         return FP8ScaledLinear(
             in_features, out_features, bias, weight_scale=quant.format.removeprefix("fp8_"),

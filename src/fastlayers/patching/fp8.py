@@ -8,9 +8,9 @@ import torch
 
 from fastlayers.device import as_device
 from fastlayers.errors import FastlayersError
+from fastlayers.linear.fp8_block.layer import FP8_LINEAR, FP8LinearConfig
 from fastlayers.patching.classes import FastModule, count
-from fastlayers.quant.fp8_linear.blocks import grid_of
-from fastlayers.quant.fp8_linear.layer import FP8_LINEAR, FP8LinearConfig
+from fastlayers.quant.block_quant import grid_of
 from fastlayers.registry import Ladder
 
 

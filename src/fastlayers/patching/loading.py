@@ -19,7 +19,7 @@ from fastlayers.errors import CheckpointError
 from fastlayers.patching.apply import check_options
 from fastlayers.patching.apply import patch as apply_patch
 from fastlayers.patching.report import PatchReport
-from fastlayers.quant.fp8_linear.blocks import E4M3, dequantize_block_weight
+from fastlayers.quant.block_quant import E4M3, dequantize_block_weight
 
 _SCALES = ("_scale_inv", "_scale")
 _HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")

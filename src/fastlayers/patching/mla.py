@@ -31,7 +31,7 @@ from fastlayers.patching.classes import count
 from fastlayers.patching.gqa import weights_asked
 from fastlayers.patching.packing import PackedModule, plain
 from fastlayers.patching.paged import active_step
-from fastlayers.quant.fp8_linear.blocks import dequantize_block_weight
+from fastlayers.quant.block_quant import dequantize_block_weight
 from fastlayers.registry import Ladder
 
 # Keyword arguments of the original's forward that change what is computed.

@@ -35,10 +35,10 @@ from fastlayers.errors import ArgumentError, check_kind, check_plain, check_posi
 from fastlayers.layer import Layer, before_the_cache, trust
 from fastlayers.linear.base import LinearBase
 from fastlayers.linear.factory import linear
+from fastlayers.linear.fp8_block.layer import FP8BlockLinear
+from fastlayers.linear.fp8_scaled.layer import FP8ScaledLinear
 from fastlayers.norm.rms_norm.layer import RMSNorm
-from fastlayers.quant.fp8_linear.blocks import dequantize_block_weight
-from fastlayers.quant.fp8_linear.layer import FP8BlockLinear
-from fastlayers.quant.fp8_scaled_linear.layer import FP8ScaledLinear
+from fastlayers.quant.block_quant import dequantize_block_weight
 from fastlayers.quant.spec import NONE, QuantSpec
 from fastlayers.registry import Ladder
 from fastlayers.rotary.layer import RotaryEmbedding, check_rotary

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from fastlayers.quant.fp8_linear.blocks import decode_e4m3, scale_blocks_
+from fastlayers.quant.block_quant import decode_e4m3, scale_blocks_
 from fastlayers.quant.group_quant.torch import round_up_to_power_of_two
 from fastlayers.quant.mxfp4.codes import dequantize_mxfp4
 

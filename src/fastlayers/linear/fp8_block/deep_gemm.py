@@ -1,0 +1,35 @@
+"""FP8BlockLinear on DeepGEMM's ``fp8_gemm_nt``: e4m3 wgmma, promoted to fp32 with the scales per block of K.
+
+It compiles a kernel the first time it meets a tile configuration (a few seconds); those depend on N, K and, in
+steps, on the number of tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fastlayers.linear.fp8_block.package_gemm import PackageGemm
+from fastlayers.operators import operator
+
+
+def _fake(q: torch.Tensor, s: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return q.new_empty((q.shape[0], weight.shape[0]), dtype=torch.bfloat16)
+
+
+@operator("fp8_linear_deep_gemm(Tensor q, Tensor s, Tensor weight, Tensor scale) -> Tensor", _fake)
+def _gemm(q: torch.Tensor, s: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    from deep_gemm import fp8_gemm_nt
+
+    y = q.new_empty((q.shape[0], weight.shape[0]), dtype=torch.bfloat16)
+    if q.shape[0]:
+        fp8_gemm_nt((q, s), (weight, scale), y)
+    return y
+
+
+class DeepGemmFP8Linear(PackageGemm):
+    """Scales of x go in with tokens next to each other and rows rounded up to 4: what its TMA loads."""
+
+    def gemm(self, q: torch.Tensor, s: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Return ``y`` ``[M, N]``."""
+        y: torch.Tensor = _gemm(q, s, weight, scale)
+        return y

@@ -1,0 +1,292 @@
+"""Linear layer with e4m3 weights, one scale per 128×128 block, and activations quantised on the fly.
+
+    K = in_features, N = out_features (on this rank); B = block_size, kb = k // B[1], nb = n // B[0]
+    qx[..., K], sx[..., kb]  = e4m3 of x, one scale per token and B[1] features       (see quant/group_quant)
+    a[..., N, kb]            = Σ over the block's k of qx[..., k] · weight[n, k]      (fp32)
+    y[..., N]                = round( Σ over kb of a · sx[..., kb] · weight_scale_inv[nb, kb] ) + bias[N]
+
+The sum over K is promoted to fp32, with its scales, once per block: Hopper's e4m3 unit keeps about 14 bits.
+y is rounded once to ``dtype``; the bias is added to the rounded sum, as Hugging Face and SGLang do.
+Checkpoint layout, the only stored copy: weight e4m3 [N, K], weight_scale_inv fp32 [ceil(N/B0), ceil(K/B1)].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fastlayers.comm.parallel import REPLICATED, Shard
+from fastlayers.device import Device
+from fastlayers.errors import ArgumentError, check_choice, check_pair, check_positive
+from fastlayers.linear.base import LinearBase, frozen
+from fastlayers.quant.block_quant import BLOCK, E4M3, check_scale_grid, grid_of, quantize_block_weight
+from fastlayers.quant.group_quant.layer import GROUPS, SCALE_FMTS
+from fastlayers.registry import (
+    TRITON_NEEDS,
+    Backend,
+    Registry,
+    blackwell_guard,
+    reference_backend,
+    torch_backend,
+    triton_backend,
+)
+from fastlayers.weights import Slot
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class FP8LinearConfig:
+    """What a backend must know: sizes on this rank, ``dtype`` of x, y and bias, blocks, activation scales."""
+
+    in_features: int
+    out_features: int
+    bias: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    block_size: tuple[int, int] = BLOCK
+    scale_fmt: str = "float"
+
+    def __post_init__(self) -> None:
+        check_positive("FP8BlockLinear", in_features=self.in_features, out_features=self.out_features)
+        check_choice("FP8BlockLinear", "dtype", self.dtype, DTYPES)
+        check_choice("FP8BlockLinear", "scale_fmt", self.scale_fmt, SCALE_FMTS)
+        rows, columns = self.block_size
+        if rows < 1 or columns not in GROUPS:
+            raise ArgumentError(
+                "FP8BlockLinear", "block_size", self.block_size, f"(rows >= 1, columns one of {GROUPS})"
+            )
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Shape of ``weight_scale_inv``."""
+        return grid_of(self.out_features, self.in_features, self.block_size)
+
+    @property
+    def padded_in(self) -> int:
+        """``in_features`` rounded up to whole blocks; activations are padded with zeros up to here."""
+        return self.grid[1] * self.block_size[1]
+
+    def tuning_key(self) -> str:
+        """Return the shape key of tuned tables."""
+        return f"N={self.out_features},K={self.in_features},block={self.block_size[0]}x{self.block_size[1]}"
+
+
+def _triton_refuse(cfg: FP8LinearConfig, device: Device) -> str | None:
+    if (why := device.refuses_e4m3("e4m3 products")) is not None:
+        return why
+    if cfg.block_size[1] < 32:
+        return f"block_size {cfg.block_size}: an e4m3 dot needs blocks of at least 32 columns"
+    return None
+
+
+def _package_gemm_refuse(cfg: FP8LinearConfig, device: Device, rows: int) -> str | None:
+    """Return why the packages' sm_90 GEMMs cannot run it; ``rows``: what out_features must be a multiple of."""
+    if device.capability is None or device.capability[0] != 9:
+        return f"needs sm_90, this is {device.sm}"
+    if cfg.dtype != torch.bfloat16:
+        return f"dtype {cfg.dtype}: it writes bfloat16 only"
+    if cfg.block_size != BLOCK:
+        return f"block_size {cfg.block_size} is not {BLOCK}"
+    for name, size, multiple in (("in_features", cfg.in_features, 128), ("out_features", cfg.out_features, rows)):
+        if size % multiple:
+            return f"{name} {size} is not a multiple of {multiple}"
+    return None
+
+
+def _refuse_64(cfg: FP8LinearConfig, device: Device) -> str | None:
+    return _package_gemm_refuse(cfg, device, 64)
+
+
+def _refuse_16(cfg: FP8LinearConfig, device: Device) -> str | None:
+    return _package_gemm_refuse(cfg, device, 16)
+
+
+def _trtllm_refuses(cfg: FP8LinearConfig) -> str | None:
+    if cfg.in_features < 256:
+        return f"in_features {cfg.in_features} is less than 256"
+    return None if cfg.dtype == torch.bfloat16 else f"dtype {cfg.dtype} is not bfloat16"
+
+
+_HERE = "fastlayers.linear.fp8_block"
+FP8_LINEAR = Registry(
+    "fp8_linear",
+    [
+        Backend(
+            "deep_gemm", f"{_HERE}.deep_gemm:DeepGemmFP8Linear", (*TRITON_NEEDS, "deep_gemm:fp8_gemm_nt"), _refuse_64
+        ),
+        Backend(
+            "flashinfer",
+            f"{_HERE}.flashinfer:FlashInferFP8Linear",
+            (*TRITON_NEEDS, "flashinfer.gemm.gemm_base:get_fp8_blockscale_gemm_runner_sm90"),
+            _refuse_64,
+        ),
+        Backend(
+            "cublas",
+            f"{_HERE}.cublas:CublasFP8Linear",
+            (*TRITON_NEEDS, "torch.nn.functional:scaled_mm", "torch.nn.functional:ScalingType.BlockWise128x128"),
+            _refuse_16,
+        ),
+        triton_backend(f"{_HERE}.triton:TritonFP8Linear", _triton_refuse),
+        # Item 43.
+        blackwell_guard("trtllm", ("flashinfer.gemm:gemm_fp8_nt_blockscaled",), _trtllm_refuses),
+        torch_backend(f"{_HERE}.torch:TorchFP8Linear"),
+        reference_backend(f"{_HERE}.reference:ReferenceFP8Linear"),
+    ],
+    cases=f"{_HERE}.cases",
+)
+
+
+class FP8BlockLinear(LinearBase):
+    """Linear with e4m3 weights (one scale per block) and activations quantised 1×128 on the fly.
+
+    Parameters
+    ----------
+    in_features : int
+    out_features : int or sequence of int
+        Several sizes fuse that many checkpoint tensors; every part but the last is whole blocks of rows.
+    bias : bool
+    block_size : tuple[int, int]
+        The checkpoint's ``weight_block_size``; the columns are also the group of the activations.
+    scale_fmt : str
+        ``"float"`` or ``"ue8m0"`` (powers of two), of the activations' scales.
+    shard : Shard
+        A split must fall on block borders.
+    names : sequence of str, optional
+        Checkpoint names of the parts, relative to this module.
+    device
+        Of the parameters.
+    dtype : torch.dtype
+        Of inputs, outputs and bias: bf16, fp16 or fp32.
+    backend : str
+        ``"auto"``, a name, or a ladder.
+
+    Notes
+    -----
+    Parameters: ``weight`` e4m3 ``[local_out, local_in]`` (zeros until loaded), ``weight_scale_inv`` fp32
+    (ones until loaded), ``bias``. Source: DeepSeek-V3 technical report, section 3.3. Capture-safe; allocates
+    its output. For inference only: it raises where an input or a parameter requires a gradient.
+
+    Examples
+    --------
+    >>> import torch, fastlayers as fl
+    >>> dense = fl.Linear(256, 576, dtype=torch.bfloat16)
+    >>> _ = dense.weight.copy_(torch.linspace(-1, 1, 576 * 256).view(576, 256))
+    >>> layer = fl.FP8BlockLinear.from_linear(dense)
+    >>> layer.weight.dtype, tuple(layer.weight_scale_inv.shape)
+    (torch.float8_e4m3fn, (5, 2))
+    >>> x = torch.randn(3, 256, dtype=torch.bfloat16)
+    >>> bool((layer(x) - dense(x)).norm() < 0.05 * dense(x).norm())
+    True
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | Sequence[int],
+        bias: bool = False,
+        *,
+        block_size: tuple[int, int] = BLOCK,
+        scale_fmt: str = "float",
+        shard: Shard = REPLICATED,
+        names: Sequence[str] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(in_features, out_features, shard, names)
+        block_size = check_pair(self.kind, "block_size", block_size)
+        cfg = FP8LinearConfig(self.local_in, self.local_out, bias, dtype, block_size, scale_fmt)
+        self._check_blocks(block_size)
+        self.choose(FP8_LINEAR, cfg, device, backend)
+        self.make_parameters(bias, device, dtype, E4M3)
+        self.weight_scale_inv = frozen(torch.ones(cfg.grid, device=device, dtype=torch.float32))
+
+    def operands(self) -> tuple[torch.Tensor | None, ...]:
+        """Return the weight and its scales."""
+        return self.weight, self.weight_scale_inv
+
+    def _check_blocks(self, block_size: tuple[int, int]) -> None:
+        rows, columns = block_size
+        split = self.shard.axis.size > 1
+        for index, size in enumerate(self.part_sizes):
+            ragged_allowed = index == len(self.part_sizes) - 1 and not (split and self.shard.kind == "column")
+            if size % rows and not ragged_allowed:
+                why = "on each rank" if split and self.shard.kind == "column" else "for every part but the last"
+                raise ArgumentError(
+                    self.kind, f"out_features[{index}]", size, f"a multiple of the block's {rows} rows {why}"
+                )
+        if split and self.shard.kind == "row" and self.local_in % columns:
+            raise ArgumentError(
+                self.kind, "in_features", f"{self.in_features}, {self.local_in} on each rank",
+                f"a multiple of the block's {columns} columns on each rank",
+            )  # fmt: skip
+
+    def scale_slots(self, index: int, full: int, read: slice, local: slice) -> Iterator[tuple[str, Slot]]:
+        """Yield ``weight_scale_inv``, one number a block."""
+        rows, columns = self.cfg.block_size
+        blocks = _blocks(read, rows), _blocks(self.row_slice, columns)
+        grid = grid_of(full, self.in_features, self.cfg.block_size)
+        yield "weight_scale_inv", Slot(self.weight_scale_inv[_blocks(local, rows)], grid, blocks)
+
+    @classmethod
+    def from_linear(
+        cls,
+        source: nn.Linear,
+        *,
+        block_size: tuple[int, int] = BLOCK,
+        scale_fmt: str = "float",
+        backend: str = "auto",
+    ) -> FP8BlockLinear:
+        """Return a layer with the weight of an ``nn.Linear`` or :class:`Linear`, quantised by blocks.
+
+        ``scale_fmt`` holds for weights and activations. ``source`` stays as it is and gives the dtype.
+        """
+        block_size = check_pair(cls.__name__, "block_size", block_size)
+        weight, scale = quantize_block_weight(source.weight.detach(), block_size, scale_fmt)
+        return cls.from_checkpoint(
+            weight, scale, source.bias, block_size=block_size, scale_fmt=scale_fmt, dtype=source.weight.dtype,
+            backend=backend,
+        )  # fmt: skip
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        weight: torch.Tensor,
+        weight_scale_inv: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        block_size: tuple[int, int] = BLOCK,
+        scale_fmt: str = "float",
+        dtype: torch.dtype = torch.bfloat16,
+        backend: str = "auto",
+    ) -> FP8BlockLinear:
+        """Return a layer over a checkpoint's tensors, shared where dtype and layout agree.
+
+        Parameters
+        ----------
+        weight : Tensor e4m3 ``[N, K]``
+        weight_scale_inv : Tensor ``[ceil(N / rows), ceil(K / columns)]``
+        bias : Tensor ``[N]``, optional
+
+        Raises
+        ------
+        ArgumentError
+            Another dtype, or a scale grid of another size.
+        """
+        n, k = cls.check_stored(weight, bias, E4M3)
+        block_size = check_pair(cls.__name__, "block_size", block_size)
+        check_scale_grid(cls.__name__, "weight_scale_inv", weight_scale_inv, weight, block_size)
+        made = cls(
+            k, n, bias is not None, block_size=block_size, scale_fmt=scale_fmt, device="meta", dtype=dtype,
+            backend="reference",
+        )  # fmt: skip
+        made.take(FP8_LINEAR, backend, weight, bias)
+        made.weight_scale_inv = frozen(weight_scale_inv.to(weight.device, torch.float32).contiguous())
+        return made
+
+
+def _blocks(span: slice, block: int) -> slice:
+    return slice(span.start // block, -(-span.stop // block))

@@ -1,0 +1,260 @@
+"""FP8BlockLinear in Triton: e4m3 matrix units, promoted to fp32 with the scales after every block of K.
+
+fp32 layers multiply in bf16 instead (e4m3 fits exactly): the e4m3 unit keeps about 14 bits inside a block,
+enough for bf16 and fp16 outputs, not for fp32 ones. A few tokens have a kernel of their own (triton_skinny_gemm.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import triton.language as tl
+from torch.nn import functional as F
+
+from fastlayers.integers import cdiv, next_power_of_2
+from fastlayers.linear.fp8_block.layer import FP8LinearConfig
+from fastlayers.linear.fp8_block.triton_skinny_gemm import fp8_block_skinny_gemm
+from fastlayers.linear.triton_gemm import MAX_SPLITS, TARGET_PROGRAMS, Tile, add_splits_kernel, tile_origin
+from fastlayers.operators import operator
+from fastlayers.quant.group_quant.layer import GroupQuantConfig
+from fastlayers.quant.group_quant.triton import TritonGroupQuant
+from fastlayers.runtime.launch import kernel
+from fastlayers.testing.compile_check import KernelBuild
+from fastlayers.triton_lang import cast, dot
+
+
+# Nothing that depends on the number of tokens is specialised on: no compilation after the warm-up.
+@kernel(do_not_specialize=("M", "s_stride_row", "s_stride_group"))
+def _fp8_gemm_kernel(
+    q_ptr, s_ptr, weight_ptr, scale_ptr, bias_ptr, y_ptr, M, N, K,
+    q_stride, s_stride_row, s_stride_group, weight_stride, scale_stride,
+    HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    row0, column0 = tile_origin(M, N, BLOCK_M, BLOCK_N)
+    row, column, depth = row0 + tl.arange(0, BLOCK_M), column0 + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    # Rows and columns beyond the edge read a valid one again; their results are never stored.
+    safe_row, safe_column = (row % M).to(tl.int64), (column % N).to(tl.int64)
+    q_rows = q_ptr + safe_row[:, None] * q_stride
+    weight_rows = weight_ptr + safe_column[None, :] * weight_stride
+    s_rows = s_ptr + safe_row * s_stride_row
+    # A tile that lies in one block of rows needs one weight scale, otherwise one per column.
+    ONE_SCALE: tl.constexpr = BLOCK_ROWS % BLOCK_N == 0
+    if ONE_SCALE:
+        scale_rows = scale_ptr + (column0 // BLOCK_ROWS).to(tl.int64) * scale_stride
+    else:
+        scale_rows = scale_ptr + (safe_column // BLOCK_ROWS) * scale_stride
+    split = tl.program_id(1)
+    blocks = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLITS)
+    first = split * blocks
+    last = tl.minimum(first + blocks, tl.cdiv(K, BLOCK_K))
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    # With the number of stages on the loop itself the scales are fetched ahead too, not only what is multiplied:
+    # waiting for them at the end of each block took half of the kernel's time.
+    for block in tl.range(first, last, num_stages=STAGES):
+        k = block * BLOCK_K + depth
+        # The activations are padded to whole blocks with codes 0, the weight is not.
+        q = tl.load(q_rows + k[None, :])
+        if EVEN_K:
+            weight = tl.load(weight_rows + k[:, None])
+        else:
+            weight = tl.load(weight_rows + k[:, None], mask=k[:, None] < K, other=0.0)
+        s = tl.load(s_rows + block * s_stride_group)
+        scale = tl.load(scale_rows + block)
+        if WIDE:
+            q, weight = q.to(tl.bfloat16), weight.to(tl.bfloat16)
+        inside_block = dot(q, weight, tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+        if ONE_SCALE:
+            acc += inside_block * (s * scale)[:, None]
+        else:
+            acc += inside_block * (s[:, None] * scale[None, :])
+    out_dtype = y_ptr.dtype.element_ty
+    y = cast(acc, out_dtype)
+    if SPLITS == 1 and HAS_BIAS:
+        bias = tl.load(bias_ptr + column, mask=column < N, other=0.0).to(tl.float32)
+        y = cast(y.to(tl.float32) + bias[None, :], out_dtype)
+    target = y_ptr + (split.to(tl.int64) * M + row.to(tl.int64))[:, None] * N + column[None, :]
+    tl.store(target, y, mask=(row[:, None] < M) & (column[None, :] < N))
+
+
+def _fake(
+    q: torch.Tensor, s: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None,
+    block_rows: int, block_columns: int, dtype: torch.dtype, tile: list[int],
+) -> torch.Tensor:  # fmt: skip
+    return q.new_empty((q.shape[0], weight.shape[0]), dtype=dtype)
+
+
+@operator(
+    "fp8_block_gemm(Tensor q, Tensor s, Tensor weight, Tensor scale, Tensor? bias, int block_rows, "
+    "int block_columns, ScalarType dtype, int[] tile) -> Tensor",
+    _fake,
+)
+def fp8_block_gemm(
+    q: torch.Tensor, s: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None,
+    block_rows: int, block_columns: int, dtype: torch.dtype, tile: list[int],
+) -> torch.Tensor:  # fmt: skip
+    """Return ``y`` ``[M, N]`` for codes ``q`` ``[M, K padded to whole blocks]`` and their scales ``s``.
+
+    ``tile`` is the fields of a :class:`Tile`.
+    """
+    m, (n, k) = q.shape[0], weight.shape
+    y = torch.empty((m, n), dtype=dtype, device=q.device)
+    if m == 0:
+        return y
+    cut = Tile(*tile)
+    target = y if cut.splits == 1 else torch.empty((cut.splits, m, n), dtype=torch.float32, device=q.device)
+    _fp8_gemm_kernel[cut.grid(m, n)](
+        q, s, weight, scale, y if bias is None else bias, target, m, n, k,
+        q.stride(0), s.stride(0), s.stride(1), weight.stride(0), scale.stride(0),
+        HAS_BIAS=bias is not None, SPLITS=cut.splits, EVEN_K=k % block_columns == 0,
+        WIDE=dtype == torch.float32, BLOCK_ROWS=block_rows,
+        BLOCK_M=cut.m, BLOCK_N=cut.n, BLOCK_K=block_columns, STAGES=cut.stages,
+        num_warps=cut.warps, num_stages=cut.stages,
+    )  # fmt: skip
+    if cut.splits > 1:
+        add_splits_kernel[(m, cdiv(n, 1024))](
+            target, y if bias is None else bias, y, m, n,
+            SPLITS=cut.splits, HAS_BIAS=bias is not None, ROUND_BEFORE_BIAS=True, BLOCK=1024,
+        )  # fmt: skip
+    return y
+
+
+def _splits(programs: int, blocks: int) -> int:
+    """Return how many programs share the K of a tile: each keeps 12 blocks, or adding up costs more than it saves."""
+    splits, limit = 1, min(MAX_SPLITS, blocks // 12)
+    while splits * 2 <= limit and programs * splits * 2 <= TARGET_PROGRAMS:
+        splits *= 2
+    return splits
+
+
+def tile_config(m: int, n: int, warps: int, stages: int, splits: int) -> dict[str, int]:
+    """Return the parameters of the tiled kernel."""
+    return {"m": m, "n": n, "warps": warps, "stages": stages, "splits": splits}
+
+
+def skinny_config(m: int, n: int, parts: int, warps: int, stages: int, *, fused: bool) -> dict[str, int]:
+    """Return the parameters of the kernel for a few tokens."""
+    return {"m": m, "n": n, "parts": parts, "warps": warps, "stages": stages, "fused": int(fused)}
+
+
+def default_config(cfg: FP8LinearConfig, tokens: int) -> dict[str, int]:
+    """Return kernel parameters by rule, where no table was measured: see benchmarks/notes/fp8_linear.md."""
+    n, blocks = cfg.out_features, cfg.grid[1]
+    short, few = blocks <= 16, tokens <= 2
+    # More than two tokens share the reading of a wide tile of a weight that is short in K.
+    if _fits_skinny(cfg) and (few or (tokens <= 8 and (n <= 8192 or not short)) or (tokens <= 16 and blocks > 64)):
+        m = next_power_of_2(max(1, tokens))
+        if cdiv(n, 16) <= TARGET_PROGRAMS:
+            return skinny_config(m, 16, 8, 8, 4, fused=few)
+        return skinny_config(m, 32, 4, 4, 3 if short else 4, fused=few or (short and tokens <= 4))
+    if tokens <= 16:
+        m, width, warps, stages = 16, 64, 4, 5
+    elif tokens <= 64:
+        m, width, warps, stages = (64, 32, 4, 5) if n <= 8192 and blocks <= 64 else (64, 64, 4, 4)
+    elif cfg.dtype == torch.float32 or (blocks > 64 and tokens > 512):
+        m, width, warps, stages = 128, 128, 8, 4
+    elif cdiv(tokens, 64) * cdiv(n, 128) <= TARGET_PROGRAMS:
+        m, width, warps, stages = 64, 64, 4, 4
+    else:
+        m, width, warps, stages = 64, 128, 4, 4
+    programs = cdiv(tokens, m) * cdiv(n, width)
+    return tile_config(m, width, warps, stages, _splits(programs, blocks))
+
+
+def _fits_skinny(cfg: FP8LinearConfig) -> bool:
+    return cfg.dtype != torch.float32 and cfg.block_size[1] == 128 and cfg.block_size[0] % 32 == 0
+
+
+class TritonFP8Linear:
+    """One kernel for one or two tokens; else quantise and multiply, and where K is split, add the parts."""
+
+    def __init__(self, cfg: FP8LinearConfig, config: Mapping[str, int] | None = None) -> None:
+        self.cfg = cfg
+        self.config = dict(config) if config else None
+        # Scales with tokens next to each other: a tile reads one column of them per block of K.
+        quantization = GroupQuantConfig(cfg.block_size[1], scale_fmt=cfg.scale_fmt, scale_layout="col")
+        self.quantize = TritonGroupQuant(quantization)
+
+    @staticmethod
+    def candidates(cfg: FP8LinearConfig, num_tokens: int) -> list[dict[str, int]]:
+        """Return kernel parameters worth timing for this many tokens, the rule's own first."""
+        found = [default_config(cfg, num_tokens)]
+        blocks = cfg.grid[1]
+        if num_tokens <= 16 and _fits_skinny(cfg):
+            m = next_power_of_2(max(1, num_tokens))
+            for shape in ((16, 8, 8, 4), (16, 4, 4, 4), (16, 4, 4, 6), (32, 4, 4, 4), (32, 4, 4, 3)):
+                found += [skinny_config(m, *shape, fused=fused) for fused in (True, False) if m <= 4 or not fused]
+        if num_tokens <= 16:
+            shapes = [(16, 64, 4, 5), (16, 128, 4, 4), (16, 32, 4, 6)]
+        elif num_tokens <= 64:
+            shapes = [(32, 64, 4, 5)] if num_tokens <= 32 else []
+            shapes += [(64, 32, 4, 5), (64, 64, 4, 4), (64, 128, 4, 4), (64, 128, 4, 3)]
+        else:
+            shapes = [(64, 64, 4, 4), (64, 128, 4, 4), (64, 128, 4, 3), (128, 64, 4, 3), (128, 64, 8, 4)]
+            shapes += [(128, 128, 8, 4), (128, 128, 8, 3)]
+        for m, n, warps, stages in shapes:
+            programs = cdiv(num_tokens, m) * cdiv(cfg.out_features, n)
+            most = min(MAX_SPLITS, blocks // 4, TARGET_PROGRAMS // programs)
+            found += [
+                tile_config(m, n, warps, stages, splits) for splits in (1, 2, 4, 8, 16) if splits == 1 or splits <= most
+            ]
+        unique = {tuple(sorted(each.items())): each for each in reversed(found)}
+        return list(reversed(unique.values()))
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, weight_scale_inv: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return ``y`` ``[..., N]``, a new contiguous tensor of ``x``'s dtype."""
+        cfg, rows = self.cfg, x.reshape(-1, self.cfg.in_features)
+        c = self.config or default_config(cfg, rows.shape[0])
+        operands: tuple[torch.Tensor, torch.Tensor | None] = (rows, None)
+        if not c.get("fused"):
+            if cfg.padded_in != cfg.in_features:
+                rows = F.pad(rows, (0, cfg.padded_in - cfg.in_features))
+            operands = self.quantize(rows)
+        y: torch.Tensor
+        if "parts" in c:
+            tile = [c["m"], c["n"], c["parts"], c["warps"], c["stages"]]
+            y = fp8_block_skinny_gemm(
+                *operands, weight, weight_scale_inv, bias, cfg.block_size[0], cfg.scale_fmt == "ue8m0", cfg.dtype, tile
+            )
+        else:
+            tile = [c["m"], c["n"], c["warps"], c["stages"], c["splits"]]
+            y = fp8_block_gemm(*operands, weight, weight_scale_inv, bias, *cfg.block_size, cfg.dtype, tile)
+        return y.view(*x.shape[:-1], cfg.out_features)
+
+
+def _build(m: int, n: int, k: int, dtype: str = "bf16") -> KernelBuild:
+    cfg = FP8LinearConfig(k, n, dtype=torch.float32 if dtype == "fp32" else torch.bfloat16)
+    found = default_config(cfg, m)
+    tile = Tile(found["m"], found["n"], found["warps"], found["stages"], found["splits"])
+    return KernelBuild(
+        f"fp8_gemm_{m}x{n}x{k}_{dtype}",
+        _fp8_gemm_kernel,
+        {
+            "q_ptr": "*fp8e4nv", "s_ptr": "*fp32", "weight_ptr": "*fp8e4nv", "scale_ptr": "*fp32",
+            "bias_ptr": f"*{dtype}", "y_ptr": f"*{dtype}" if tile.splits == 1 else "*fp32",
+            "M": "i32", "N": "i32", "K": "i32",
+            "q_stride": "i32", "s_stride_row": "i32", "s_stride_group": "i32",
+            "weight_stride": "i32", "scale_stride": "i32",
+        },
+        {
+            "HAS_BIAS": False, "SPLITS": tile.splits, "EVEN_K": k % 128 == 0, "WIDE": dtype == "fp32",
+            "BLOCK_ROWS": 128, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": 128, "STAGES": tile.stages,
+        },
+        tile.warps, tile.stages, ("N", "K", "q_stride", "weight_stride"),
+    )  # fmt: skip
+
+
+COMPILE = [
+    _build(16, 2112, 7168),
+    _build(16, 24576, 1536),
+    _build(32, 7168, 16384),
+    _build(64, 36864, 7168),
+    _build(128, 4096, 4096),
+    _build(4096, 7168, 18432),
+    _build(4096, 2112, 7168, "fp32"),
+    _build(16, 576, 7168, "fp32"),
+]

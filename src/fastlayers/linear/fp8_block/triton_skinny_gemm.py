@@ -1,0 +1,138 @@
+"""FP8BlockLinear in Triton for a few tokens: one kernel streams the weight, and may quantise x on the way.
+
+    PARTS = blocks of K at a time;  acc[part, n, m] += (weight[n, k of part] · x[m, k of part]) · scales
+
+Few tokens leave a matrix product that is a walk through the weight. A program owns 16 or 32 rows of it and the
+whole K; its warps take one block of K each (the batch dimension of one product) and are added at the end, in a
+fixed order. So K is split inside a program: no partial sums in memory, no second kernel. With one or two tokens
+quantising x again in every program costs less than a kernel of its own; ``FUSED`` does that.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+
+from fastlayers.integers import cdiv
+from fastlayers.operators import operator
+from fastlayers.quant.group_quant.triton import quantize_tile
+from fastlayers.runtime.launch import kernel
+from fastlayers.testing.compile_check import KernelBuild
+from fastlayers.triton_lang import cast, dot
+
+GROUP = 128
+EPS = 1e-10
+
+
+# Nothing that depends on the number of tokens is specialised on: no compilation after the warm-up.
+@kernel(do_not_specialize=("M", "s_stride_row", "s_stride_group"))
+def _skinny_kernel(
+    x_ptr, s_ptr, weight_ptr, scale_ptr, bias_ptr, y_ptr, M, N, K,
+    x_stride, s_stride_row, s_stride_group, weight_stride, scale_stride, eps,
+    FUSED: tl.constexpr, UE8M0: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    GROUP: tl.constexpr = 128
+    column0 = tl.program_id(0) * BLOCK_N
+    row, column = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M), column0 + tl.arange(0, BLOCK_N)
+    part, depth = tl.arange(0, PARTS), tl.arange(0, GROUP)
+    # Columns beyond the edge read a valid one again; their results are never stored.
+    weight_rows = weight_ptr + ((column % N).to(tl.int64) * weight_stride)[None, :, None]
+    weight_rows += part[:, None, None] * GROUP + depth[None, None, :]
+    x_rows = x_ptr + (row.to(tl.int64) * x_stride)[None, None, :] + part[:, None, None] * GROUP + depth[None, :, None]
+    s_rows = s_ptr + (row.to(tl.int64) * s_stride_row)[None, :] + part[:, None] * s_stride_group
+    scale_row = scale_ptr + (column0 // BLOCK_ROWS).to(tl.int64) * scale_stride + part
+    blocks = tl.cdiv(K, GROUP)
+    acc = tl.zeros([PARTS, BLOCK_N, BLOCK_M], tl.float32)
+    for first in tl.range(0, blocks, PARTS, num_stages=STAGES):
+        here = first + part < blocks
+        k_here = here[:, None, None]
+        if not EVEN_K:
+            k_here = ((first + part)[:, None, None] * GROUP + depth[None, :, None]) < K
+        x = tl.load(x_rows + first * GROUP, mask=k_here & (row < M)[None, None, :], other=0.0)
+        if not EVEN_K:
+            k_here = ((first + part)[:, None, None] * GROUP + depth[None, None, :]) < K
+        weight = tl.load(weight_rows + first * GROUP, mask=k_here, other=0.0)
+        scale = tl.load(scale_row + first, mask=here, other=0.0)[:, None]
+        if FUSED:
+            tokens = tl.permute(x.to(tl.float32), (0, 2, 1)).reshape(PARTS * BLOCK_M, GROUP)
+            codes, s = quantize_tile(tokens, eps, 448.0, UE8M0, False)
+            x = tl.permute(codes.reshape(PARTS, BLOCK_M, GROUP), (0, 2, 1))
+            s = s.reshape(PARTS, BLOCK_M)
+        else:
+            s = tl.load(s_rows + first * s_stride_group, mask=here[:, None] & (row < M)[None, :], other=0.0)
+        acc += dot(weight, x) * (s * scale)[:, None, :]
+    out_dtype = y_ptr.dtype.element_ty
+    y = cast(tl.sum(acc, axis=0), out_dtype)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + column, mask=column < N, other=0.0).to(tl.float32)
+        y = cast(y.to(tl.float32) + bias[:, None], out_dtype)
+    inside = (row < M)[None, :] & (column < N)[:, None]
+    tl.store(y_ptr + row.to(tl.int64)[None, :] * N + column[:, None], y, mask=inside)
+
+
+def _fake(
+    x: torch.Tensor, s: torch.Tensor | None, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None,
+    block_rows: int, ue8m0: bool, dtype: torch.dtype, tile: list[int],
+) -> torch.Tensor:  # fmt: skip
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
+
+
+@operator(
+    "fp8_block_skinny_gemm(Tensor x, Tensor? s, Tensor weight, Tensor scale, Tensor? bias, int block_rows, bool ue8m0, "
+    "ScalarType dtype, int[] tile) -> Tensor",
+    _fake,
+)
+def fp8_block_skinny_gemm(
+    x: torch.Tensor, s: torch.Tensor | None, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None,
+    block_rows: int, ue8m0: bool, dtype: torch.dtype, tile: list[int],
+) -> torch.Tensor:  # fmt: skip
+    """Return ``y`` ``[M, N]`` for codes ``x`` and their scales ``s``, or, without ``s``, for ``x`` as it is.
+
+    ``tile`` is (tokens, rows of the weight, blocks of K, warps, stages) of a program; ``block_rows`` is a
+    multiple of its second.
+    """
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    (m, _), (n, k) = x.shape, weight.shape
+    y = torch.empty((m, n), dtype=dtype, device=x.device)
+    if m == 0:
+        return y
+    block_m, block_n, parts, warps, stages = tile
+    s_strides = (0, 0) if s is None else s.stride()
+    _skinny_kernel[(cdiv(n, block_n), cdiv(m, block_m))](
+        x, scale if s is None else s, weight, scale, y if bias is None else bias, y, m, n, k,
+        x.stride(0), *s_strides, weight.stride(0), scale.stride(0), EPS,
+        FUSED=s is None, UE8M0=ue8m0, HAS_BIAS=bias is not None, EVEN_K=k % GROUP == 0,
+        BLOCK_ROWS=block_rows, BLOCK_M=block_m, BLOCK_N=block_n, PARTS=parts, STAGES=stages,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return y
+
+
+def _build(n: int, k: int, fused: bool, tile: tuple[int, int, int, int, int]) -> KernelBuild:
+    block_m, block_n, parts, warps, stages = tile
+    return KernelBuild(
+        f"fp8_skinny_{n}x{k}_{'x'.join(map(str, tile))}_{'fused' if fused else 'codes'}",
+        _skinny_kernel,
+        {
+            "x_ptr": "*bf16" if fused else "*fp8e4nv", "s_ptr": "*fp32", "weight_ptr": "*fp8e4nv",
+            "scale_ptr": "*fp32", "bias_ptr": "*bf16", "y_ptr": "*bf16", "M": "i32", "N": "i32", "K": "i32",
+            "x_stride": "i32", "s_stride_row": "i32", "s_stride_group": "i32", "weight_stride": "i32",
+            "scale_stride": "i32", "eps": "fp32",
+        },
+        {
+            "FUSED": fused, "UE8M0": False, "HAS_BIAS": False, "EVEN_K": k % GROUP == 0, "BLOCK_ROWS": 128,
+            "BLOCK_M": block_m, "BLOCK_N": block_n, "PARTS": parts, "STAGES": stages,
+        },
+        warps, stages, ("N", "K", "x_stride", "weight_stride"),
+    )  # fmt: skip
+
+
+COMPILE = [
+    _build(2112, 7168, True, (1, 16, 8, 8, 4)),
+    _build(36864, 7168, True, (2, 32, 4, 4, 4)),
+    _build(2112, 7168, False, (8, 16, 8, 8, 4)),
+    _build(7168, 16384, False, (16, 32, 4, 4, 4)),
+]

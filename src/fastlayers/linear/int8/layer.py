@@ -1,0 +1,183 @@
+"""Linear layer with int8 weights and activations (W8A8), symmetric.
+
+    K = in_features, N = out_features (on this rank)
+    sx[...]     = max(1e-10, max over K of |x[..., K]|) / 127        one scale per token, fp32
+    qx[..., K]  = round(x / sx)                                      int8, to nearest even
+    a[..., N]   = Σ over K of qx[..., k] · weight[n, k]              int32, exact
+    y[..., N]   = round( a · sx · weight_scale[n] + bias[n] )        fp32, rounded once to dtype
+
+A token with NaN or infinity gets scale NaN and codes 0, so its whole row of y is NaN.
+Stored: weight int8 [N, K], weight_scale fp32 [N] (one per output channel), bias [N] in dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fastlayers.comm.parallel import REPLICATED, Shard
+from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor, describe
+from fastlayers.linear.base import LinearBase, frozen
+from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
+from fastlayers.weights import Slot
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LARGEST = 127.0
+EPS = 1e-10
+# The int32 sum cannot overflow below this many products of 127 · 127 (128 · 127 for weights with -128).
+MAX_IN_FEATURES = (2**31 - 1) // (128 * 127)
+
+
+@dataclass(frozen=True)
+class Int8LinearConfig:
+    """What a backend must know: sizes on this rank, and ``dtype`` of x, y and bias."""
+
+    in_features: int
+    out_features: int
+    bias: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        check_positive("Int8Linear", in_features=self.in_features, out_features=self.out_features)
+        check_choice("Int8Linear", "dtype", self.dtype, DTYPES)
+        if self.in_features > MAX_IN_FEATURES:
+            raise ArgumentError(
+                "Int8Linear",
+                "in_features",
+                self.in_features,
+                f"at most {MAX_IN_FEATURES}: sums must fit int32",
+            )
+
+    def tuning_key(self) -> str:
+        """Return the shape key of tuned tables."""
+        return f"N={self.out_features},K={self.in_features}"
+
+
+_HERE = "fastlayers.linear.int8"
+INT8_LINEAR = Registry(
+    "int8_linear",
+    [
+        triton_backend(f"{_HERE}.triton:TritonInt8Linear"),
+        torch_backend(f"{_HERE}.torch:TorchInt8Linear"),
+        reference_backend(f"{_HERE}.reference:ReferenceInt8Linear"),
+    ],
+    cases=f"{_HERE}.cases",
+)
+
+
+def quantize_channel_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise a weight ``[N, K]`` to int8 with one scale per output channel.
+
+    Returns
+    -------
+    (Tensor, Tensor)
+        int8 ``[N, K]`` within ±127, and fp32 scales ``[N]`` (absmax / 127; 1 for an all-zero channel).
+    """
+    if weight.dim() != 2 or not weight.is_floating_point():
+        raise ArgumentError("quantize_channel_weight", "weight", describe(weight), "a floating tensor [N, K]")
+    wide = weight.float()
+    absmax = wide.abs().amax(-1)
+    scale = (absmax.clamp_min(1e-30) / absmax.new_full((), LARGEST)).masked_fill(absmax == 0, 1.0)
+    codes = (wide / scale[:, None]).round_().clamp_(-LARGEST, LARGEST).to(torch.int8)
+    return codes, scale
+
+
+class Int8Linear(LinearBase):
+    """Linear with int8 weights (a scale per output channel) and activations quantised per token.
+
+    Parameters
+    ----------
+    in_features : int
+    out_features : int or sequence of int
+        Several sizes fuse that many checkpoint tensors.
+    bias : bool
+    shard : Shard
+        A row shard quantises each rank's part of a token with its own scale.
+    names : sequence of str, optional
+        Checkpoint names of the parts, relative to this module.
+    device
+        Of the parameters.
+    dtype : torch.dtype
+        Of inputs, outputs and bias: bf16, fp16 or fp32.
+    backend : str
+        ``"auto"``, a name, or a ladder.
+
+    Notes
+    -----
+    Parameters: ``weight`` int8 ``[local_out, local_in]`` (zeros until loaded), ``weight_scale`` fp32
+    ``[local_out]`` (ones until loaded), ``bias``. Source: Dettmers et al. 2022 (vector-wise quantisation).
+    Capture-safe; allocates its output.
+    For inference only: it raises where an input or a parameter requires a gradient.
+
+    Examples
+    --------
+    >>> import torch, fastlayers as fl
+    >>> dense = fl.Linear(64, 32, bias=True)
+    >>> _ = dense.weight.copy_(torch.randn(32, 64))
+    >>> layer, x = fl.Int8Linear.from_linear(dense), torch.randn(3, 64)
+    >>> layer.weight.dtype, bool((layer(x) - dense(x)).norm() < 0.02 * dense(x).norm())
+    (torch.int8, True)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | Sequence[int],
+        bias: bool = False,
+        *,
+        shard: Shard = REPLICATED,
+        names: Sequence[str] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(in_features, out_features, shard, names)
+        self.choose(INT8_LINEAR, Int8LinearConfig(self.local_in, self.local_out, bias, dtype), device, backend)
+        self.make_parameters(bias, device, dtype, torch.int8)
+        self.weight_scale = frozen(torch.ones(self.local_out, device=device, dtype=torch.float32))
+
+    def operands(self) -> tuple[torch.Tensor | None, ...]:
+        """Return the weight and its scales."""
+        return self.weight, self.weight_scale
+
+    def scale_slots(self, index: int, full: int, read: slice, local: slice) -> Iterator[tuple[str, Slot]]:
+        """Yield ``weight_scale`` ``[N]``."""
+        yield "weight_scale", Slot(self.weight_scale[local], (full,), (read,))
+
+    @classmethod
+    def from_linear(cls, source: nn.Linear, *, backend: str = "auto") -> Int8Linear:
+        """Return a layer with the weight of an ``nn.Linear`` or :class:`Linear`, quantised by channels."""
+        weight, scale = quantize_channel_weight(source.weight.detach())
+        return cls.from_checkpoint(weight, scale, source.bias, dtype=source.weight.dtype, backend=backend)
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        backend: str = "auto",
+    ) -> Int8Linear:
+        """Return a layer over int8 ``weight`` ``[N, K]`` and ``weight_scale`` ``[N]`` or ``[N, 1]``.
+
+        Tensors are shared where dtype and layout agree.
+
+        Raises
+        ------
+        ArgumentError
+            Another dtype or shape.
+        """
+        n, k = cls.check_stored(weight, bias, torch.int8)
+        if weight_scale.dim() == 2:
+            check_tensor(cls.__name__, "weight_scale", weight_scale, shape=(n, 1))
+        else:
+            check_tensor(cls.__name__, "weight_scale", weight_scale, shape=(n,))
+        made = cls(k, n, bias is not None, device="meta", dtype=dtype, backend="reference")
+        made.take(INT8_LINEAR, backend, weight, bias)
+        made.weight_scale = frozen(weight_scale.reshape(n).to(weight.device, torch.float32).contiguous())
+        return made

@@ -1,0 +1,92 @@
+"""Int8Linear in Triton: one kernel quantises the rows, the next multiplies int8 and scales int32 sums."""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+
+from fastlayers.integers import next_power_of_2
+from fastlayers.linear.int8.layer import EPS, LARGEST, Int8LinearConfig
+from fastlayers.linear.triton_scaled_gemm import scaled_gemm
+from fastlayers.operators import operator
+from fastlayers.quant.group_quant.triton import round_to_int8, scale_of
+from fastlayers.runtime.launch import kernel
+from fastlayers.testing.compile_check import KernelBuild
+
+
+@kernel
+def _token_quant_kernel(
+    x_ptr, q_ptr, s_ptr, K, x_stride, eps, MAX: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    x_row, q_row = x_ptr + row * x_stride, q_ptr + row * K
+    largest = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, K, BLOCK):
+        size = tl.abs(tl.load(x_row + start + column, mask=start + column < K, other=0.0).to(tl.float32))
+        # NaN counts as infinity; a maximum may drop it.
+        largest = tl.maximum(largest, tl.where(size < float("inf"), size, float("inf")))
+    absmax = tl.max(largest, axis=0)
+    finite = absmax < float("inf")
+    scale = scale_of(tl.where(finite, tl.maximum(absmax, eps), 1.0), MAX, False)
+    # The second reading of the row comes from the cache.
+    for start in range(0, K, BLOCK):
+        x = tl.load(x_row + start + column, mask=start + column < K, other=0.0).to(tl.float32)
+        ratio = tl.minimum(tl.maximum(tl.div_rn(x, scale), -MAX), MAX)
+        tl.store(q_row + start + column, round_to_int8(tl.where(finite, ratio, 0.0)), mask=start + column < K)
+    tl.store(s_ptr + row, tl.where(finite, scale, float("nan")))
+
+
+def _row_block(k: int) -> int:
+    return min(4096, next_power_of_2(k))
+
+
+def _quant_fake(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape, dtype=torch.int8), x.new_empty((x.shape[0],), dtype=torch.float32)
+
+
+@operator("token_quant_int8(Tensor x, float eps) -> (Tensor, Tensor)", _quant_fake)
+def token_quant_int8(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return int8 codes ``[T, K]`` and fp32 scales ``[T]`` for ``x`` ``[T, K]``, rows of any stride."""
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    rows, k = x.shape
+    q = torch.empty((rows, k), dtype=torch.int8, device=x.device)
+    s = torch.empty((rows,), dtype=torch.float32, device=x.device)
+    if rows:
+        _token_quant_kernel[(rows,)](
+            x, q, s, k, x.stride(0), eps, MAX=LARGEST, BLOCK=_row_block(k), num_warps=8
+        )  # fmt: skip
+    return q, s
+
+
+class TritonInt8Linear:
+    """Two kernels; with few rows K is split, and a third adds the int32 parts."""
+
+    def __init__(self, cfg: Int8LinearConfig) -> None:
+        self.cfg = cfg
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return ``y`` ``[..., N]``, a new contiguous tensor of ``x``'s dtype."""
+        q, s = token_quant_int8(x.reshape(-1, x.shape[-1]), EPS)
+        y: torch.Tensor = scaled_gemm(q, s, weight, weight_scale, bias, x.dtype)
+        return y.view(*x.shape[:-1], weight.shape[0])
+
+
+COMPILE = [
+    *(
+        KernelBuild(
+            f"token_quant_int8_{k}",
+            _token_quant_kernel,
+            {
+                "x_ptr": "*bf16", "q_ptr": "*i8", "s_ptr": "*fp32",
+                "K": "i32", "x_stride": "i32", "eps": "fp32",
+            },
+            {"MAX": LARGEST, "BLOCK": _row_block(k)},
+            num_warps=8,
+            aligned=("K", "x_stride"),
+        )
+        for k in (4096, 7168, 18432, 36864)
+    ),
+]  # fmt: skip
