@@ -32,6 +32,7 @@ from fastlayers.errors import ArgumentError, check_tensor
 from fastlayers.layer import check_move, finalize, trust
 from fastlayers.linear.factory import linear
 from fastlayers.rotary.layer import RotaryEmbedding
+from fastlayers.weights_epoch import WeightsEpoch, epoch_of
 from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.loading import check_config, load_weights
 
@@ -279,6 +280,8 @@ class CausalLM(nn.Module):
         for layer in self.decoder.layers:
             layer.communicator.trusted = not self._debug
         self._checked: tuple[weakref.ref[LayerCache], weakref.ref[Any]] | None = None
+        # Weights whose gradients end at a cache, listed when the epoch had this value.
+        self._before_caches: tuple[WeightsEpoch, int, list[tuple[Any, torch.Tensor]]] | None = None
 
     @property
     def decoder(self) -> Any:
@@ -383,6 +386,8 @@ class CausalLM(nn.Module):
         known = self._checked
         if self._debug:  # every layer looks at every step
             return
+        if torch.is_grad_enabled():
+            self._refuse_grad()
         if known is not None and known[0]() is caches[0] and known[1]() is meta.plans:
             return meta.vouch()
         for _, layer, cache in zip(range(self.config.num_hidden_layers), self.decoder.layers, caches, strict=False):
@@ -390,8 +395,22 @@ class CausalLM(nn.Module):
         self._checked = weakref.ref(caches[0]), weakref.ref(meta.plans)
         meta.vouch()
 
+    def _refuse_grad(self) -> None:
+        """Raise as an attention layer does that is called by itself, if a weight before its cache wants a gradient."""
+        held = self._before_caches
+        if held is None or held[0].value != held[1]:
+            epoch, layers = (
+                epoch_of(self),
+                [each.self_attn for each in self.decoder.layers[: self.config.num_hidden_layers]],
+            )
+            weights = [(each, weight) for each in layers for weight in each.before_the_cache().values()]
+            held = self._before_caches = epoch, epoch.value, weights
+        for attention, weight in held[2]:
+            if weight.requires_grad:
+                attention.refuse_grad(**attention.before_the_cache())
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_checked": None}
+        return {**self.__dict__, "_checked": None, "_before_caches": None}
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return logits ``[R, vocab]`` for rows of :meth:`forward`'s result."""

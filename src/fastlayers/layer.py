@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -16,11 +16,9 @@ from fastlayers.registry import Choice, Ladder, Registry
 from fastlayers.registry import registry as registry_named
 from fastlayers.weights_epoch import WatchedModule, epoch_of
 
-# Phases of an attention core; the order in which a layer holds their ladders.
-PHASES = ("decode", "extend")
 
-
-def _check_asked(layer: nn.Module, cfg: Any, device: torch.device | str | None) -> None:
+def check_asked(layer: nn.Module, cfg: Any, device: torch.device | str | None) -> None:
+    """Raise :class:`ArgumentError` unless a layer can be made with this configuration, on a device of this machine."""
     check_fields(type(layer).__name__, cfg)
     if isinstance(device, str) and device != "cpu" and device in DESCRIBED:
         accepted = "a device of this machine; described devices are for fl.backends"
@@ -37,9 +35,6 @@ class Layer(WatchedModule):
 
     choice: Choice
     ladder: Ladder
-    # Of attention cores only: the phase in which each request brings one token.
-    decode_choice: Choice
-    decode_ladder: Ladder
     # Whether inputs come from a caller that vouches for them, see trust().
     trusted = False
     # Parameters that stay as they are when the module is cast to another dtype.
@@ -47,21 +42,23 @@ class Layer(WatchedModule):
 
     def choose(self, registry: Registry, cfg: Any, device: torch.device | str | None, backend: str) -> None:
         """Choose and build the backend for ``cfg`` on ``device`` (``None``: torch's default device)."""
-        _check_asked(self, cfg, device)
+        check_asked(self, cfg, device)
         self.cfg = cfg
-        self.choice = registry.choose(cfg, device, backend)
-        self.ladder = self.choice.build()
+        self.use([registry.choose(cfg, device, backend).build()])
 
-    def choose_phases(self, registry: Registry, cfg: Any, device: torch.device | str | None, backend: str) -> None:
-        """Choose and build an attention core's backends, one ladder for decode and one for everything else.
+    @property
+    def choices(self) -> list[Choice]:
+        """What was chosen: one choice, or of an attention layer one for each usual phase."""
+        return [self.choice]
 
-        ``choice`` and ``ladder`` are those of the phase ``"extend"``, ``decode_choice`` and ``decode_ladder`` those
-        of steps in which each request brings one token.
-        """
-        _check_asked(self, cfg, device)
-        self.cfg = cfg
-        self.decode_choice, self.choice = registry.choose_phases(cfg, PHASES, device, backend)
-        self.decode_ladder, self.ladder = self.decode_choice.build(), self.choice.build()
+    def choices_for(self, cfg: Any, device: Any, requested: str, built_only: bool = True) -> list[Choice]:
+        """Choose for another configuration or device, as the constructor did."""
+        return [registry_named(self.choice.layer).choose(cfg, device, requested, built_only=built_only)]
+
+    def use(self, ladders: Sequence[Ladder]) -> None:
+        """Compute with these ladders from now on, in the order of :attr:`choices`."""
+        self.ladder = ladders[-1]
+        self.choice = self.ladder.choice
 
     def choose_again(self, built_only: bool = True) -> bool:
         """Choose once more what was chosen automatically, and return whether that is something else now.
@@ -70,24 +67,13 @@ class Layer(WatchedModule):
         """
         if not hasattr(self, "choice") or self.choice.requested != "auto":
             return False
-        table, where = registry_named(self.choice.layer), self.choice.device
-        if hasattr(self, "decode_choice"):
-            chosen = table.choose_phases(self.cfg, PHASES, where, built_only=built_only)
-            before = [self.decode_choice, self.choice]
-        else:
-            chosen, before = [table.choose(self.cfg, where, built_only=built_only)], [self.choice]
+        before, chosen = self.choices, self.choices_for(self.cfg, self.choice.device, "auto", built_only)
         layouts = {rung.backend.weight_layout for choice in before for rung in choice.rungs}
         if [each.rungs for each in chosen] == [each.rungs for each in before]:
             return False
         if {rung.backend.weight_layout for choice in chosen for rung in choice.rungs} != layouts:
             return False
-        ladders = [choice.build() for choice in chosen]
-        self.choice, self.ladder = chosen[-1], ladders[-1]
-        if hasattr(self, "decode_choice"):
-            self.decode_choice, self.decode_ladder = chosen[0], ladders[0]
-        for held in vars(self).values():
-            if isinstance(held, dict) and any(isinstance(each, Ladder) for each in held.values()):
-                held.clear()  # ladders of other phases and contexts are built when their next step comes
+        self.use([choice.build() for choice in chosen])
         for epoch in self._epochs:
             epoch.value += 1
         return True
@@ -124,8 +110,7 @@ class Layer(WatchedModule):
         """Return the configuration and the chosen backend."""
         if not hasattr(self, "choice"):
             return ""
-        decode = f", decode={self.decode_choice.name}" if hasattr(self, "decode_choice") else ""
-        return f"{self.cfg}, backend={self.choice.name}{decode}"
+        return f"{self.cfg}, backend={self.choice.name}"
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Move or cast as ``nn.Module`` does (``.to()``, ``.cuda()``, ``.half()``, ``.to_empty()``).
@@ -164,10 +149,7 @@ class Layer(WatchedModule):
         where = self.choice.device.type if probe.device.type == "meta" else probe.device
         if torch.device(where).type == self.choice.device.type and cfg is self.cfg:
             return cfg, []
-        table, requested = registry_named(self.choice.layer), self.choice.requested
-        if hasattr(self, "decode_choice"):
-            return cfg, list(table.choose_phases(cfg, PHASES, where, requested))
-        return cfg, [table.choose(cfg, where, requested)]
+        return cfg, self.choices_for(cfg, where, self.choice.requested)
 
     def _move(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool) -> None:
         if recurse:
@@ -176,7 +158,7 @@ class Layer(WatchedModule):
             super()._apply(fn, recurse)
             return
         own, (cfg, chosen) = self.fixed_dtype, self._choices_after(fn)
-        moved = [(choice, choice.build()) for choice in chosen]
+        moved = [choice.build() for choice in chosen]
         kept = {id(p) for n, p in self.named_parameters(recurse=False) if own is not None or n in self.kept_in_fp32}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -186,9 +168,7 @@ class Layer(WatchedModule):
         super()._apply(keep, recurse)
         if moved:
             self.cfg = cfg
-            self.choice, self.ladder = moved[-1]
-            if len(moved) > 1:
-                self.decode_choice, self.decode_ladder = moved[0]
+            self.use(moved)
 
 
 def trust(*modules: nn.Module | None) -> None:
@@ -250,8 +230,3 @@ def repack(model: nn.Module) -> nn.Module:
         if isinstance(module, Layer):
             module.repack()
     return model
-
-
-def before_the_cache(attention: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters of an attention layer whose gradients would be cut off where keys and values are cached."""
-    return {name: p for name, p in attention.named_parameters() if not name.startswith("o_proj.")}

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import fastlayers as fl
+from fastlayers.attention.core import PHASES
 from fastlayers.attention.gqa.core import GQA, GQAConfig
 from fastlayers.attention.gqa.torch import TorchGQA
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
 from fastlayers.errors import ArgumentError, NoBackendError
-from fastlayers.layer import PHASES
 from fastlayers.registry import Backend, Rung
 from fastlayers.tuning import ladder
 
@@ -120,8 +120,8 @@ def test_contexts_with_one_choice_share_what_is_built() -> None:
     rotary = fl.RotaryEmbedding(8, max_position=64)
     layer = fl.Attention(32, 4, 2, 8, rotary=rotary, page_size=16, dtype=torch.float32)
     meta = AttentionState(1, 8, 2, 16).plan(AttentionBatch((1,), (5,), [[1]]))
-    assert layer.cfg.context == 4096 and layer.cfg.context_at(meta.max_seq_len) == 1024
-    assert layer._ladder_for(meta) is layer.decode_ladder
+    assert layer.cfg.context == 4096 and meta.context == 1024
+    assert layer.core(meta, 1) is layer.decode_ladder.single and layer._ladders["decode", 1024] is layer.decode_ladder
 
 
 @dataclass

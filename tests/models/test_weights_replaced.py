@@ -16,6 +16,7 @@ import fastlayers as fl
 import fastlayers_models
 from fastlayers.attention.buckets import ExtendBuckets
 from fastlayers.attention.mla.layer import MLAAttention
+from fastlayers.errors import ArgumentError
 from fastlayers.layer import Layer
 from fastlayers.moe.fused_moe.layer import FusedMoE
 from fastlayers.quant.spec import QuantSpec
@@ -165,3 +166,33 @@ def test_a_capture_that_fails_the_second_time_leaves_the_rows(caplog: pytest.Log
         found += [token.id for token in stream]
     wanted = Generator(load(False), max_length=64, cuda_graph=False).generate([[5, 9, 2]], max_new_tokens=8, eos_ids=())
     assert found == wanted[0] and "decode runs without CUDA graphs" in caplog.text
+
+
+def test_a_step_is_refused_as_soon_as_a_weight_before_a_cache_wants_a_gradient() -> None:
+    model = load(False)
+    cache = fl.kv_cache_spec(model, page_size=model.page_size, dtype=model.kv_dtype).allocate(3)
+    state, ids = fl.AttentionState(1, 8, 2, model.page_size), torch.tensor([1, 2, 3])
+
+    def step(length: int) -> Any:
+        return model(ids, state.plan(fl.AttentionBatch((3,), (length,), [[1]])), cache)
+
+    words = "MLAAttention: kv_a_layernorm.weight is a tensor that requires a gradient"
+    with torch.enable_grad():
+        step(0)
+        attention = model.decoder.layers[1].self_attn
+        attention.kv_a_layernorm.weight.requires_grad_()
+        with pytest.raises(ArgumentError, match=words):
+            step(3)
+        with torch.no_grad():
+            step(3)
+        weight = attention.kv_a_layernorm.weight.detach()
+        attention.kv_a_layernorm.weight = nn.Parameter(weight.clone(), requires_grad=False)
+        step(6)
+        attention.kv_a_layernorm.weight = nn.Parameter(weight.clone())
+        with pytest.raises(ArgumentError, match=words):
+            step(9)
+        attention.kv_a_layernorm.weight.requires_grad_(False)
+        # What lies before a later layer's cache, but not in its attention.
+        model.decoder.layers[0].self_attn.o_proj.weight.requires_grad_()
+        with pytest.raises(ArgumentError, match="MLAAttention: hidden_states is a tensor that requires a gradient"):
+            step(12)

@@ -213,7 +213,7 @@ def test_explain_names_choice_evidence_and_bytes() -> None:
 def test_explain_says_which_phase_a_choice_serves() -> None:
     rotary = fl.RotaryEmbedding(8, max_position=64)
     layer = fl.Attention(32, 4, 2, 8, rotary=rotary, page_size=16, dtype=torch.float32)
-    layer._other_ladders["padded", 0, "cpu"] = GQA.choose_phases(layer.cfg, ("padded",), "cpu", "auto")[0].build()
+    layer._ladders["padded", 0] = GQA.choose_phases(layer.cfg, ("padded",), "cpu", "auto")[0].build()
     found = fl.explain(layer)
     own = [row for row in found if row.layer == "gqa"]
     assert {row.phase for row in own} == {"decode", "extend", "padded"}

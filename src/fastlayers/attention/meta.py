@@ -55,6 +55,8 @@ class AttentionBatch:
         Whether every request brings exactly one token.
     is_padded : bool
         Whether some request begins with tokens that do not count.
+    phase : str
+        ``"padded"``, else ``"decode"`` or ``"extend"``.
     """
 
     query_lens: tuple[int, ...]
@@ -63,6 +65,7 @@ class AttentionBatch:
     starts: tuple[int, ...] = ()
     is_decode: bool = field(init=False, repr=False, compare=False)
     is_padded: bool = field(init=False, repr=False, compare=False)
+    phase: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         try:
@@ -88,6 +91,8 @@ class AttentionBatch:
         # Asked by every layer of a step.
         object.__setattr__(self, "is_decode", all(q == 1 for q in self.query_lens))
         object.__setattr__(self, "is_padded", any(self.starts))
+        phase = "padded" if self.is_padded else "decode" if self.is_decode else "extend"
+        object.__setattr__(self, "phase", phase)
 
     @property
     def seq_lens(self) -> tuple[int, ...]:
@@ -184,6 +189,8 @@ class AttentionMeta:
         The class of ``max_seq_len``, see :mod:`fastlayers.attention.contexts`.
     is_extend_bucket : bool
         Whether this is a captured step of several tokens a request: the batch on the host says nothing of it.
+    phase : str
+        ``"captured"`` for such a step, else the batch's: see :mod:`fastlayers.attention.core`.
     checked : bool
         Whether a model has checked the step, see :meth:`vouch`: then its attention layers do not.
     """
@@ -207,11 +214,14 @@ class AttentionMeta:
     is_decode: bool = field(init=False, repr=False, compare=False)
     context: int = field(init=False, repr=False, compare=False)
     is_extend_bucket: bool = field(init=False, repr=False, compare=False)
+    phase: str = field(init=False, repr=False, compare=False)
     checked: bool = field(init=False, repr=False, compare=False, default=False)
 
     def __post_init__(self) -> None:
         one_each = self.max_query_len == 1 and self.positions.shape[0] == self.seq_lens.shape[0]
-        object.__setattr__(self, "is_extend_bucket", isinstance(self.bucket, ExtendBucket))
+        captured = isinstance(self.bucket, ExtendBucket)
+        object.__setattr__(self, "is_extend_bucket", captured)
+        object.__setattr__(self, "phase", "captured" if captured else self.batch.phase)
         object.__setattr__(self, "is_decode", one_each)
         object.__setattr__(self, "context", context_of(self.max_seq_len))
 

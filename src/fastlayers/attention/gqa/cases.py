@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fastlayers.attention.examples import step_examples
-from fastlayers.attention.gqa.core import GQAConfig, phase_of
+from fastlayers.attention.gqa.core import GQAConfig
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
 from fastlayers.registry.spec import Case, Cost, LayerSpec
 
@@ -25,7 +25,7 @@ def _case(
     small: bool = True,
 ) -> Case:
     shape = {"query_lens": query_lens, "prefix_lens": prefix_lens, "starts": starts, "bucket": bucket}
-    phase = phase_of(AttentionBatch(query_lens, prefix_lens, ((),) * len(query_lens), starts))
+    phase = AttentionBatch(query_lens, prefix_lens, ((),) * len(query_lens), starts).phase
     return Case(name, replace(cfg, phase=phase), shape, small)
 
 

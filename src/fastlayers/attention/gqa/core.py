@@ -29,7 +29,7 @@ import torch
 from fastlayers.attention.contexts import context_of
 from fastlayers.attention.kv_cache.spec import DTYPES as CACHE_DTYPES
 from fastlayers.attention.kv_write.layer import needs_e4m3
-from fastlayers.attention.meta import AttentionBatch, AttentionMeta
+from fastlayers.attention.meta import AttentionMeta
 from fastlayers.device import Device
 from fastlayers.errors import ArgumentError, check_choice, check_positive
 from fastlayers.registry import Backend, Registry, reference_backend, torch_backend, triton_backend
@@ -106,17 +106,6 @@ class GQAConfig:
         heads = f"H={self.num_heads},Hkv={self.num_kv_heads},D={self.head_dim},page={self.page_size}"
         context = [f"ctx={self.context}"] * (self.phase == "decode")
         return ",".join([heads, *extras, *["sinks"] * self.sinks, dtypes, self.phase or "all", *context])
-
-    def context_at(self, max_seq_len: int) -> int:
-        """Return the ``context`` for steps whose longest request may have this many tokens."""
-        return context_of(max_seq_len if self.window is None else min(max_seq_len, self.window))
-
-
-def phase_of(batch: AttentionBatch) -> str:
-    """Return which phase a step is; host data only."""
-    if batch.is_padded:
-        return "padded"
-    return "decode" if batch.is_decode else "extend"
 
 
 def check_no_padding(backend: str, meta: AttentionMeta) -> None:

@@ -10,32 +10,27 @@ y[T, E]        = o_proj(o)                        a partial sum where heads are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
-from fastlayers import env
-from fastlayers.attention.contexts import CONTEXTS, context_of
-from fastlayers.attention.gqa.core import GQA, NAME, GQAConfig, phase_of
+from fastlayers.attention.core import AttentionCore, Projections
+from fastlayers.attention.gqa.core import GQA, NAME, GQAConfig
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.kv_write.layer import KVWrite
-from fastlayers.attention.meta import AttentionMeta, check_pages, check_step
+from fastlayers.attention.meta import AttentionMeta
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWrite
 from fastlayers.comm.parallel import SINGLE, Axis, Shard
-from fastlayers.errors import ArgumentError, check_kind, check_number, check_plain, check_positive, check_tensor
-from fastlayers.layer import Layer, before_the_cache, trust
-from fastlayers.linear.base import LinearBase
-from fastlayers.linear.factory import linear
+from fastlayers.errors import ArgumentError, check_kind, check_number, check_plain, check_positive
+from fastlayers.layer import trust
 from fastlayers.norm.rms_norm.layer import RMSNorm
 from fastlayers.quant.spec import NONE, QuantSpec
-from fastlayers.registry import Ladder
 from fastlayers.rotary.layer import RotaryEmbedding, check_rotary
 from fastlayers.weights import Slot
 
 
-class Attention(Layer):
+class Attention(AttentionCore):
     """Attention with grouped queries over a paged cache.
 
     Parameters
@@ -90,6 +85,9 @@ class Attention(Layer):
     torch.Size([8, 32])
     """
 
+    name = NAME
+    shares_contexts = True
+
     def __init__(
         self,
         hidden_size: int,
@@ -133,11 +131,7 @@ class Attention(Layer):
         cache_dtype = dtype if kv_dtype is None else kv_dtype
         heads = self.num_heads, self.num_kv_heads, head_dim
         cfg = GQAConfig(*heads, scale, window, softcap, sinks, page_size, dtype, cache_dtype, lse=False)
-        self.choose_phases(GQA, cfg, device, backend)
-        self._other_ladders: dict[tuple[str, int, str], Ladder] = {}
-        self._debug = env.debug()
-        # The last class of contexts that decode tells apart: what lies before a window is not read.
-        self._last_context = CONTEXTS[-1] if window is None else context_of(window)
+        self.choose_core(GQA, cfg, device, backend, window)
         # The fused write turns every frequency by one position; MRoPE's three axes need the rotation by itself.
         self.mrope = bool(rotary.cfg.mrope_section)
         self.write: RotaryKVWrite | KVWrite
@@ -154,25 +148,20 @@ class Attention(Layer):
                 device=device,
             )
 
-        def project(
-            name: str, into: int, out: int | Sequence[int], bias: bool, shard: Shard, fused: bool = False
-        ) -> LinearBase:
-            spec = quant.for_module(f"{prefix}.{name}" if prefix else name)
-            names = tuple(f"../{part}" for part in _PARTS) if fused else None
-            return linear(into, out, bias, quant=spec, shard=shard, names=names, device=device, dtype=dtype)
-
+        projections = Projections(quant, prefix, device, dtype)
         sizes = (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim)
-        specs = {quant.for_module(f"{prefix}.{part}" if prefix else part) for part in _PARTS}
+        specs = {projections.spec(part) for part in _PARTS}
         rows = max(spec.block_size[0] if spec.format == "fp8_block" else 1 for spec in specs)
         # One fused linear needs one split for all parts, one number format, and no scale block across a seam.
         whole = all(size // axis.size % rows == 0 for size in sizes[:2])
         self.fused = kv_axis.size == axis.size and len(specs) == 1 and whole
         if self.fused:
-            self.qkv_proj = project("q_proj", hidden_size, sizes, qkv_bias, Shard("column", axis), fused=True)
+            names = tuple(f"../{part}" for part in _PARTS)
+            self.qkv_proj = projections.linear("q_proj", hidden_size, sizes, qkv_bias, Shard("column", axis), names)
         else:
             for name, size, along in zip(_PARTS, sizes, (axis, kv_axis, kv_axis), strict=True):
-                setattr(self, name, project(name, hidden_size, size, qkv_bias, Shard("column", along)))
-        self.o_proj = project("o_proj", num_heads * head_dim, hidden_size, o_bias, Shard("row", axis))
+                setattr(self, name, projections.linear(name, hidden_size, size, qkv_bias, Shard("column", along)))
+        self.o_proj = projections.linear("o_proj", num_heads * head_dim, hidden_size, o_bias, Shard("row", axis))
         self.q_norm, self.k_norm = (
             RMSNorm(head_dim, qk_norm, device=device, dtype=dtype) if qk_norm is not None else None for _ in "qk"
         )
@@ -213,39 +202,6 @@ class Attention(Layer):
         self.write(k, v, cache.keys, cache.values, meta.out_cache_loc)
         return q
 
-    def _ladder_for(self, meta: AttentionMeta) -> Ladder:
-        """Return the ladder for this step's phase and, in decode, its context.
-
-        The context is that of the longest request, for a captured bucket its capacity: known on the host, and the same
-        at every replay. All but the usual ladders are built when the first such step comes.
-        """
-        if meta.is_extend_bucket:
-            return self._captured_ladder()
-        batch = meta.batch
-        if not (batch.is_padded or batch.is_decode):
-            return self.ladder
-        context = 0 if batch.is_padded else min(meta.context, self._last_context)
-        if context == self.cfg.context:
-            return self.decode_ladder
-        phase = phase_of(batch)
-        key = (phase, context, self.choice.device.type)
-        if key not in self._other_ladders:
-            cfg = replace(self.cfg, context=context or self.cfg.context)
-            choice = GQA.choose_phases(cfg, (phase,), self.choice.device, self.decode_choice.requested)[0]
-            # Nothing of what is built depends on the context but the choice.
-            same = phase == "decode" and choice.rungs == self.decode_choice.rungs
-            self._other_ladders[key] = self.decode_ladder if same else choice.build()
-        return self._other_ladders[key]
-
-    def _captured_ladder(self) -> Ladder:
-        """Return the ladder of captured extends, of backends that read lengths on the device."""
-        key = ("captured", 0, self.choice.device.type)
-        if key not in self._other_ladders:
-            cfg = replace(self.cfg, captured=True)
-            choice = GQA.choose_phases(cfg, ("extend",), self.choice.device, self.choice.requested)[0]
-            self._other_ladders[key] = choice.build()
-        return self._other_ladders[key]
-
     def forward(self, hidden: torch.Tensor, meta: AttentionMeta, cache: LayerCache) -> torch.Tensor:
         """Attend; the new tokens' keys and values are written into the cache first.
 
@@ -264,41 +220,17 @@ class Attention(Layer):
             A new tensor; a partial sum under sharding.
         """
         if not getattr(meta, "checked", False):
-            self._check(hidden, meta, cache)
-        if torch.is_grad_enabled():
-            self.refuse_grad(hidden=hidden, **before_the_cache(self))
+            self.check("hidden", hidden, meta, cache)
+        elif hidden.requires_grad and torch.is_grad_enabled():
+            self.refuse_grad(hidden=hidden)
         q, k, v = self.project(hidden)
         q = self.rotate_and_write(q, k, v, meta, cache)
         sinks = None if self.sinks is None else self.sinks.float()
-        ladder = self._ladder_for(meta)
-        core = ladder.single or ladder.pick(meta.num_tokens)
-        o, _ = core(q, cache.keys, cache.values, meta, sinks)
+        o, _ = self.core(meta, q.shape[0])(q, cache.keys, cache.values, meta, sinks)
         if o.dtype != q.dtype:  # the reference's is fp32
             o = o.to(q.dtype)
         y: torch.Tensor = self.o_proj(o.flatten(1))
         return y
-
-    def _check(self, hidden: torch.Tensor, meta: AttentionMeta, cache: LayerCache) -> None:
-        check_step(NAME, meta, cache)
-        shape = (meta.num_tokens, self.hidden_size)
-        check_tensor(NAME, "hidden", hidden, shape=shape, dtype=self.dtype, device=self.o_proj.weight.device)
-        self.check_step(meta, cache)
-
-    def check_step(self, meta: AttentionMeta, cache: LayerCache) -> None:
-        """Raise :class:`ArgumentError` unless a step's metadata and a cache are as this layer needs them.
-
-        ``forward`` does so by itself, unless a model that holds the layer did.
-        """
-        check_step(NAME, meta, cache)
-        size, where = self.cfg.page_size, self.o_proj.weight.device
-        if meta.page_size != size:
-            raise ArgumentError(NAME, "meta.page_size", meta.page_size, f"{size}, as constructed")
-        check_tensor(NAME, "meta.positions", meta.positions, device=where)
-        wanted, dtype = (None, size, *self.kv_row), self.cfg.kv_dtype
-        check_tensor(NAME, "cache.keys", cache.keys, shape=wanted, dtype=dtype, device=where, contiguous=True)
-        both = tuple(cache.keys.shape)
-        check_tensor(NAME, "cache.values", cache.values, shape=both, dtype=dtype, device=where, contiguous=True)
-        check_pages(NAME, meta, cache.num_pages, self._debug)
 
 
 _PARTS = ("q_proj", "k_proj", "v_proj")

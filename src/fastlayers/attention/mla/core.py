@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from fastlayers.attention.meta import AttentionBatch, AttentionMeta
+from fastlayers.attention.meta import AttentionMeta
 from fastlayers.device import Device
 from fastlayers.errors import ArgumentError, check_choice, check_fields, check_positive
 from fastlayers.registry import Backend, Registry, blackwell_guard, reference_backend, torch_backend, triton_backend
@@ -91,13 +91,6 @@ class MLAConfig:
         dtypes += "_math" if self.fp8_math else ""
         context = f",ctx={self.context}" if self.phase == "decode" else ""
         return f"H={self.num_heads},{dims},page={self.page_size},{dtypes},{self.phase or 'all'}{context}"
-
-
-def phase_of(batch: AttentionBatch) -> str:
-    """Return which phase of ``decode`` a step is; host data only."""
-    if any(batch.starts):
-        return "padded"
-    return "decode" if batch.is_decode else "ragged"
 
 
 def check_no_padding(backend: str, meta: AttentionMeta) -> None:
@@ -219,7 +212,6 @@ MLA = Registry(
     "mla",
     [
         # Rows for hardware that was not at hand: guards and reasons only, never chosen elsewhere.
-        # Items 4 and 5; item 6 (page 128, heads padded to 128).
         blackwell_guard("trtllm_gen", ("flashinfer:mla",)),
         blackwell_guard("cutlass", ("sgl_kernel:cutlass_mla_decode",)),
         Backend(

@@ -1,4 +1,4 @@
-"""MLA by FlashInfer's kernels: paged decode over latents, ragged prefill with heads of 192 and 128 (item 8).
+"""MLA by FlashInfer's kernels: paged decode over latents, ragged prefill with heads of 192 and 128.
 
 Both follow schedules that the package computes on the host from host lengths. For decode they are made once a step
 (:meth:`AttentionMeta.plan_of`), for prefill once for each :class:`Varlen`; a captured graph finds them in static

@@ -1,4 +1,4 @@
-"""MLA decode by FlashMLA, as ``sgl_kernel`` ships it (item 7): pages of 64, one new token a request.
+"""MLA decode by FlashMLA, as ``sgl_kernel`` ships it: pages of 64, one new token a request.
 
 The kernel walks a schedule that depends on the lengths. It is made on the device from ``meta.seq_lens``, once a step
 for all layers; a captured graph reads it from static buffers. With an e4m3 cache the products are e4m3, too: queries

@@ -11,43 +11,38 @@
     y = o · W_oᵀ                                                a partial sum when heads are split over ranks
 
 ``kv_b_proj.weight`` viewed ``[H, N+V, L]`` holds W_kc (first N rows of a head) and W_vc (last V rows).
-Source: DeepSeek-V2 (2024), section 2.1; absorption and paths: items 10-14 and 20.
+Source: DeepSeek-V2 (2024), section 2.1; paths: fastlayers.attention.mla.paths.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from fastlayers import env
+from fastlayers.attention.core import AttentionCore, Projections
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.merge_state.layer import MergeState
-from fastlayers.attention.meta import AttentionMeta, check_loc, check_pages, check_step
-from fastlayers.attention.mla.core import MLA, MLAConfig, phase_of
+from fastlayers.attention.meta import AttentionMeta, check_loc
+from fastlayers.attention.mla.core import MLA, NAME, MLAConfig
 from fastlayers.attention.mla.paths import PATHS, Expansion, MLAThresholds, select_path
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWrite
 from fastlayers.comm.parallel import REPLICATED, SINGLE, Axis, Shard
-from fastlayers.errors import ArgumentError, check_kind, check_plain, check_positive, check_tensor
-from fastlayers.layer import Layer, before_the_cache, trust
-from fastlayers.linear.base import LinearBase
-from fastlayers.linear.factory import linear
+from fastlayers.errors import ArgumentError, check_kind, check_plain, check_positive
+from fastlayers.layer import trust
 from fastlayers.linear.fp8_block.layer import FP8BlockLinear
 from fastlayers.linear.fp8_scaled.layer import FP8ScaledLinear
 from fastlayers.norm.rms_norm.layer import RMSNorm
 from fastlayers.quant.block_quant import dequantize_block_weight
 from fastlayers.quant.spec import NONE, QuantSpec
-from fastlayers.registry import Ladder
 from fastlayers.rotary.layer import RotaryEmbedding, check_rotary
 from fastlayers.weights_epoch import Packed
 
 _FUSED = ("../q_a_proj", "../kv_a_proj_with_mqa")
 
 
-class MLAAttention(Layer):
+class MLAAttention(AttentionCore):
     """Multi-head latent attention over a paged latent cache.
 
     Parameters
@@ -99,6 +94,9 @@ class MLAAttention(Layer):
     (torch.Size([8, 32]), 'mha')
     """
 
+    name = NAME
+    several_tokens = "ragged"
+
     def __init__(
         self,
         hidden_size: int,
@@ -126,17 +124,17 @@ class MLAAttention(Layer):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        check_positive("MLAAttention", hidden_size=hidden_size, num_heads=num_heads, page_size=page_size)
-        check_positive("MLAAttention", qk_nope_head_dim=qk_nope_head_dim, qk_rope_head_dim=qk_rope_head_dim)
-        check_plain("MLAAttention", "int > 0 | None", q_lora_rank=q_lora_rank)
-        check_plain("MLAAttention", "bool", bias=bias)
-        check_plain("MLAAttention", "str", prefix=prefix)
-        check_plain("MLAAttention", "float >= 0", norm_eps=norm_eps)
-        check_kind("MLAAttention", QuantSpec, quant=quant)
-        check_kind("MLAAttention", Axis, axis=axis)
-        check_kind("MLAAttention", MLAThresholds | None, thresholds=thresholds)
-        check_kind("MLAAttention", torch.cuda.Stream | None, alt_stream=alt_stream)
-        check_rotary("MLAAttention", rotary, "qk_rope_head_dim", qk_rope_head_dim, whole=True)
+        check_positive(NAME, hidden_size=hidden_size, num_heads=num_heads, page_size=page_size)
+        check_positive(NAME, qk_nope_head_dim=qk_nope_head_dim, qk_rope_head_dim=qk_rope_head_dim)
+        check_plain(NAME, "int > 0 | None", q_lora_rank=q_lora_rank)
+        check_plain(NAME, "bool", bias=bias)
+        check_plain(NAME, "str", prefix=prefix)
+        check_plain(NAME, "float >= 0", norm_eps=norm_eps)
+        check_kind(NAME, QuantSpec, quant=quant)
+        check_kind(NAME, Axis, axis=axis)
+        check_kind(NAME, MLAThresholds | None, thresholds=thresholds)
+        check_kind(NAME, torch.cuda.Stream | None, alt_stream=alt_stream)
+        check_rotary(NAME, rotary, "qk_rope_head_dim", qk_rope_head_dim, whole=True)
         dtype = dtype if dtype is not None else torch.get_default_dtype()
         heads = axis.part(num_heads, "MLAAttention num_heads")
         self.num_heads, self.head_dim = heads.stop - heads.start, qk_nope_head_dim + qk_rope_head_dim
@@ -146,47 +144,40 @@ class MLAAttention(Layer):
             kv_dtype if kv_dtype is not None else dtype,
             fp8_math=fp8_math, lse=False,
         )  # fmt: skip
-        self.choose_phases(MLA, cfg, device, backend)
+        self.choose_core(MLA, cfg, device, backend)
         self.hidden_size, self.q_lora_rank, self.rotary, self.alt_stream = hidden_size, q_lora_rank, rotary, alt_stream
         self.thresholds = thresholds if thresholds is not None else MLAThresholds()
         self.kv_row = (cfg.latent_width,)
-        self._debug = env.debug()
 
-        def project(
-            name: str, in_features: int, out: int | Sequence[int], *, bias: bool = False, shard: Shard = REPLICATED,
-            names: Sequence[str] | None = None,
-        ) -> LinearBase:  # fmt: skip
-            spec = quant.for_module(f"{prefix}.{name}" if prefix else name)
-            return linear(in_features, out, bias, quant=spec, shard=shard, names=names, device=device, dtype=dtype)
-
+        projections = Projections(quant, prefix, device, dtype)
+        project = projections.linear
         norm = partial(RMSNorm, eps=norm_eps, device=device, dtype=dtype)
         column = Shard("column", axis) if axis.size > 1 else REPLICATED
         row = Shard("row", axis) if axis.size > 1 else REPLICATED
         latent, query = kv_lora_rank + qk_rope_head_dim, num_heads * self.head_dim
-        self.fused_a = q_lora_rank is not None and self._fusable(quant, prefix, q_lora_rank)
+        self.fused_a = q_lora_rank is not None and self._fusable(projections, q_lora_rank)
         if q_lora_rank is None:
-            self.q_proj = project("q_proj", hidden_size, query, shard=column)
+            self.q_proj = project("q_proj", hidden_size, query, False, column)
         else:
             self.q_a_layernorm = norm(q_lora_rank)
-            self.q_b_proj = project("q_b_proj", q_lora_rank, query, shard=column)
+            self.q_b_proj = project("q_b_proj", q_lora_rank, query, False, column)
         if self.fused_a:
             assert q_lora_rank is not None
-            self.qkv_a_proj = project("q_a_proj", hidden_size, (q_lora_rank, latent), bias=bias, names=_FUSED)
+            self.qkv_a_proj = project("q_a_proj", hidden_size, (q_lora_rank, latent), bias, REPLICATED, _FUSED)
         else:
             if q_lora_rank is not None:
-                self.q_a_proj = project("q_a_proj", hidden_size, q_lora_rank, bias=bias)
-            self.kv_a_proj_with_mqa = project("kv_a_proj_with_mqa", hidden_size, latent, bias=bias)
+                self.q_a_proj = project("q_a_proj", hidden_size, q_lora_rank, bias, REPLICATED)
+            self.kv_a_proj_with_mqa = project("kv_a_proj_with_mqa", hidden_size, latent, bias, REPLICATED)
         self.kv_a_layernorm = norm(kv_lora_rank)
         expanded = num_heads * (qk_nope_head_dim + v_head_dim)
-        self.kv_b_proj = project("kv_b_proj", kv_lora_rank, expanded, shard=column)
-        self.o_proj = project("o_proj", num_heads * v_head_dim, hidden_size, bias=bias, shard=row)
+        self.kv_b_proj = project("kv_b_proj", kv_lora_rank, expanded, False, column)
+        self.o_proj = project("o_proj", num_heads * v_head_dim, hidden_size, bias, row)
         self.rotary_kv_write = RotaryKVWrite(
             self.num_heads, 1, qk_rope_head_dim, kv_lora_rank, interleaved_in=rotary.cfg.interleaved_in,
             interleaved_out=rotary.cfg.interleaved_out, latent=True, kv_dtype=cfg.kv_dtype, device=device,
         )  # fmt: skip
         self.merge = MergeState(v_head_dim, device=device)
         self._absorbed: Packed | None = None
-        self._other_ladders: dict[tuple[str, int, str], Ladder] = {}
         trust(*(module for name, module in self.named_children() if name != "rotary"))
 
     @property
@@ -196,9 +187,9 @@ class MLAAttention(Layer):
         return dtype
 
     @staticmethod
-    def _fusable(quant: QuantSpec, prefix: str, q_lora_rank: int) -> bool:
+    def _fusable(projections: Projections, q_lora_rank: int) -> bool:
         """Whether q_a and kv_a can be one weight: the same format, and whole scale blocks up to the seam."""
-        first, second = (quant.for_module(f"{prefix}.{name}") for name in ("q_a_proj", "kv_a_proj_with_mqa"))
+        first, second = (projections.spec(name) for name in ("q_a_proj", "kv_a_proj_with_mqa"))
         return first == second and (first.format != "fp8_block" or q_lora_rank % first.block_size[0] == 0)
 
     def finalize(self) -> None:
@@ -228,7 +219,7 @@ class MLAAttention(Layer):
         elif isinstance(projection, FP8ScaledLinear):
             weight = projection.dequantized(cfg.dtype)
         elif not weight.dtype.is_floating_point:
-            raise ArgumentError("MLAAttention", "kv_b_proj", weight.dtype, "a floating-point or FP8-block weight")
+            raise ArgumentError(NAME, "kv_b_proj", weight.dtype, "a floating-point or FP8-block weight")
         per_head = weight.view(self.num_heads, cfg.qk_nope_head_dim + cfg.v_head_dim, cfg.kv_lora_rank)
         return per_head[:, : cfg.qk_nope_head_dim], per_head[:, cfg.qk_nope_head_dim :]
 
@@ -253,7 +244,7 @@ class MLAAttention(Layer):
     def path(self, meta: AttentionMeta) -> str:
         """Return the path this layer takes for ``meta``: ``meta.path`` if set, else chosen by the thresholds."""
         if meta.path and meta.path not in PATHS:
-            raise ArgumentError("MLAAttention", "meta.path", repr(meta.path), "one of " + ", ".join(PATHS))
+            raise ArgumentError(NAME, "meta.path", repr(meta.path), "one of " + ", ".join(PATHS))
         if meta.path or meta.batch.is_decode:
             return meta.path or "mqa"
         return select_path(meta.batch, self.thresholds)
@@ -275,9 +266,9 @@ class MLAAttention(Layer):
         """
         cfg = self.cfg
         if not getattr(meta, "checked", False):
-            self._check(hidden_states, meta, cache)
-        if torch.is_grad_enabled():
-            self.refuse_grad(hidden_states=hidden_states, **before_the_cache(self))
+            self.check("hidden_states", hidden_states, meta, cache)
+        elif hidden_states.requires_grad and torch.is_grad_enabled():
+            self.refuse_grad(hidden_states=hidden_states)
         q, latent, k_pe = self._project(hidden_states)
         nope = cfg.qk_nope_head_dim
         q_pe = self.rotary_kv_write(
@@ -293,28 +284,13 @@ class MLAAttention(Layer):
         projected: torch.Tensor = self.o_proj(o.flatten(1))
         return projected
 
-    def _check(self, hidden_states: torch.Tensor, meta: AttentionMeta, cache: LayerCache) -> None:
-        check_step("MLAAttention", meta, cache)
-        shape, where = (meta.num_tokens, self.hidden_size), self.kv_b_proj.weight.device
-        check_tensor("MLAAttention", "hidden_states", hidden_states, shape=shape, dtype=self.cfg.dtype, device=where)
-        self.check_step(meta, cache)
-
     def check_step(self, meta: AttentionMeta, cache: LayerCache) -> None:
         """Raise :class:`ArgumentError` unless a step's metadata and a cache are as this layer needs them.
 
         ``forward`` does so by itself, unless a model that holds the layer did.
         """
-        check_step("MLAAttention", meta, cache)
-        cfg, where = self.cfg, self.kv_b_proj.weight.device
-        if meta.page_size != cfg.page_size:
-            raise ArgumentError("MLAAttention", "meta.page_size", meta.page_size, f"{cfg.page_size}, as constructed")
-        check_tensor("MLAAttention", "meta.positions", meta.positions, device=where)
-        wanted = (None, meta.page_size, cfg.latent_width)
-        check_tensor(
-            "MLAAttention", "cache.keys", cache.keys, shape=wanted, dtype=cfg.kv_dtype, device=where, contiguous=True
-        )
-        check_pages("MLAAttention", meta, cache.num_pages, self._debug)
-        check_loc("MLAAttention", meta.out_cache_loc, cache.num_pages * meta.page_size, self._debug)
+        super().check_step(meta, cache)
+        check_loc(NAME, meta.out_cache_loc, cache.num_pages * meta.page_size, self._debug)
 
     def _project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         cfg = self.cfg
@@ -332,7 +308,7 @@ class MLAAttention(Layer):
         return q.view(-1, self.num_heads, self.head_dim), latent, k_pe
 
     def _both_norms(self, q_a: torch.Tensor, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Norm both latents, side by side on two streams while a graph is captured (item 20)."""
+        """Norm both latents, side by side on two streams while a graph is captured."""
         traced = torch.compiler.is_compiling()
         if self.alt_stream is None or traced or not q_a.is_cuda or not torch.cuda.is_current_stream_capturing():
             return self.q_a_layernorm(q_a), self.kv_a_layernorm(latent)
@@ -348,12 +324,12 @@ class MLAAttention(Layer):
         cfg = self.cfg
         w_kc, w_vc = self.absorbed_weights()
         tokens = q_nope.shape[0]
-        decode = self._latent_ladder(meta).pick(tokens).decode
+        decode = self.core(meta, tokens).decode
         if torch.compiler.is_compiling():  # it traces no product that writes through a view
             q = torch.cat([torch.bmm(q_nope.transpose(0, 1), w_kc).transpose(0, 1), q_pe], -1)
             o_latent = decode(q, cache, meta)[0].to(q.dtype)
             return torch.bmm(o_latent.transpose(0, 1), w_vc.transpose(1, 2)).transpose(0, 1)
-        # Both products write through strided views: no staging copies of queries or outputs (item 10).
+        # Both products write through strided views; of the queries only their small rotated part is copied.
         q = torch.empty(tokens, self.num_heads, cfg.latent_width, dtype=q_nope.dtype, device=q_nope.device)
         torch.bmm(q_nope.transpose(0, 1), w_kc, out=q[..., : cfg.kv_lora_rank].transpose(0, 1))
         q[..., cfg.kv_lora_rank :] = q_pe
@@ -363,24 +339,6 @@ class MLAAttention(Layer):
         o = torch.empty(tokens, self.num_heads, cfg.v_head_dim, dtype=q.dtype, device=q.device)
         torch.bmm(o_latent.transpose(0, 1), w_vc.transpose(1, 2), out=o.transpose(0, 1))
         return o
-
-    def _latent_ladder(self, meta: AttentionMeta) -> Ladder:
-        """Return the ladder for this step's phase and context.
-
-        Few backends take several new tokens a request or left padding, and which is fastest depends on the context
-        (for a captured bucket: its capacity). All but the usual ladder are built when the first such step comes.
-        """
-        captured, context, device = meta.is_extend_bucket, meta.context, self.decode_choice.device
-        if meta.batch.is_decode and context == self.cfg.context and not (captured or meta.batch.is_padded):
-            return self.decode_ladder
-        phase = "ragged" if captured else phase_of(meta.batch)
-        key = ("captured" if captured else phase, context if phase == "decode" else 0, device.type)
-        found = self._other_ladders.get(key)
-        if found is None:
-            cfg = replace(self.cfg, context=context, captured=captured)
-            choice = MLA.choose_phases(cfg, (phase,), device, self.decode_choice.requested)[0]
-            found = self._other_ladders[key] = choice.build()
-        return found
 
     def _expand(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys ``[S,H,N+R]`` and values ``[S,H,V]`` of cached rows ``[S, L+R]`` (in the model's dtype)."""
@@ -393,7 +351,7 @@ class MLAAttention(Layer):
     def _mha(self, q: torch.Tensor, cache: torch.Tensor, meta: AttentionMeta, path: str) -> torch.Tensor:
         core = self.ladder.pick(q.shape[0])
         if path == "mha" and any(meta.batch.prefix_lens):
-            raise ArgumentError("MLAAttention", "meta.path", "'mha' with a cached prefix", "a batch without prefixes")
+            raise ArgumentError(NAME, "meta.path", "'mha' with a cached prefix", "a batch without prefixes")
         chunk = self.thresholds.chunk
         step: Expansion = meta.plan_of(("mla", path, chunk), lambda _: Expansion(path, chunk))
         rows, merged, merged_lse = cache.view(-1, cache.shape[-1]), None, None

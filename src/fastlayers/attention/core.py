@@ -1,0 +1,169 @@
+"""What attention layers over a paged cache share: which core a step takes, projections, and the checks of a step.
+
+    meta.phase     a step of                                              ladder
+    "decode"       one token a request                                    by the class of its longest context
+    "extend"       any numbers of tokens                                  of ``several_tokens``, the core's own phase
+    "padded"       either, with requests that begin with padding          of "padded"
+    "captured"     tokens padded to a bucket, with lengths on the device  of ``several_tokens``, of what can be captured
+
+The usual ladders are built with the layer, all others when the first such step comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from fastlayers import env
+from fastlayers.attention.contexts import CONTEXTS, context_of
+from fastlayers.attention.kv_cache.spec import LayerCache
+from fastlayers.attention.meta import AttentionMeta, check_pages, check_step
+from fastlayers.comm.parallel import Shard
+from fastlayers.errors import ArgumentError, check_tensor
+from fastlayers.layer import Layer, check_asked
+from fastlayers.linear.base import LinearBase
+from fastlayers.linear.factory import linear
+from fastlayers.quant.spec import QuantSpec
+from fastlayers.registry import Choice, Ladder, Registry
+from fastlayers.registry import registry as registry_named
+
+# Phases whose ladders are built with the layer, in the order in which it holds them.
+PHASES = ("decode", "extend")
+
+
+@dataclass(frozen=True)
+class Projections:
+    """Makes the linears of one attention layer: number format by checkpoint name, one device and dtype."""
+
+    quant: QuantSpec
+    prefix: str
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+    def spec(self, name: str) -> QuantSpec:
+        """Return the number format of checkpoint module ``name``."""
+        return self.quant.for_module(f"{self.prefix}.{name}" if self.prefix else name)
+
+    def linear(
+        self, name: str, in_features: int, out: int | Sequence[int], bias: bool, shard: Shard,
+        names: Sequence[str] | None = None,
+    ) -> LinearBase:  # fmt: skip
+        """Return the linear of checkpoint module ``name``; ``names``: of the parts of a fused one."""
+        return linear(
+            in_features, out, bias, quant=self.spec(name), shard=shard, names=names, device=self.device,
+            dtype=self.dtype,
+        )  # fmt: skip
+
+
+class AttentionCore(Layer):
+    """Base of the attention layers; a subclass projects, writes the cache and calls the core that :meth:`core` picks.
+
+    Attributes
+    ----------
+    choice, ladder
+        Of the phase ``"extend"``.
+    decode_choice, decode_ladder
+        Of steps in which each request brings one token, at the usual context.
+    kv_row : tuple[int, ...]
+        What the cache holds of a token, for :func:`fastlayers.kv_cache_spec`.
+    """
+
+    # As errors name it, and the core's phase for several new tokens a request over cached rows.
+    name: ClassVar[str]
+    several_tokens: ClassVar[str] = "extend"
+    # Whether contexts with one choice share what is built: no backend reads ``cfg.context``.
+    shares_contexts: ClassVar[bool] = False
+    decode_choice: Choice
+    decode_ladder: Ladder
+    hidden_size: int
+    kv_row: tuple[int, ...]
+    o_proj: LinearBase
+
+    def choose_core(
+        self, registry: Registry, cfg: Any, device: torch.device | str | None, backend: str, window: int | None = None
+    ) -> None:
+        """Choose and build the core's backends, one ladder for decode and one for everything else."""
+        check_asked(self, cfg, device)
+        self.cfg, self._debug = cfg, env.debug()
+        # The last class of contexts that decode tells apart: what lies before a window is not read.
+        self._last_context = CONTEXTS[-1] if window is None else context_of(window)
+        self.use([choice.build() for choice in registry.choose_phases(cfg, PHASES, device, backend)])
+
+    @property
+    def choices(self) -> list[Choice]:
+        """What was chosen, decode first."""
+        return [self.decode_choice, self.choice]
+
+    def choices_for(self, cfg: Any, device: Any, requested: str, built_only: bool = True) -> list[Choice]:
+        """Choose for another configuration or device, as the constructor did."""
+        return registry_named(self.choice.layer).choose_phases(cfg, PHASES, device, requested, built_only=built_only)
+
+    def use(self, ladders: Sequence[Ladder]) -> None:
+        """Compute with these from now on; ladders of other phases and contexts are built when their next step comes."""
+        super().use(ladders)
+        self.decode_ladder = ladders[0]
+        self.decode_choice = self.decode_ladder.choice
+        self._ladders = {("decode", self.cfg.context): self.decode_ladder}
+        if self.several_tokens == PHASES[1]:
+            self._ladders["extend", 0] = self.ladder
+
+    def extra_repr(self) -> str:
+        """Return the configuration and the chosen backends."""
+        chosen = super().extra_repr()
+        return f"{chosen}, decode={self.decode_choice.name}" if chosen else ""
+
+    def core(self, meta: AttentionMeta, tokens: int) -> Any:
+        """Return the core for a step: by its phase, in decode by its context, and by its tokens.
+
+        The context is that of the longest request, for a captured bucket its capacity: known on the host, and the same
+        at every replay.
+        """
+        phase = meta.phase
+        key = phase, min(meta.context, self._last_context) if phase == "decode" else 0
+        ladder = self._ladders.get(key)
+        if ladder is None:
+            ladder = self._ladders[key] = self._built(meta)
+        return ladder.single or ladder.pick(tokens)
+
+    def _built(self, meta: AttentionMeta) -> Ladder:
+        phase = meta.phase if meta.phase in ("decode", "padded") else self.several_tokens
+        cfg = replace(self.cfg, context=min(meta.context, self._last_context), captured=meta.is_extend_bucket)
+        usual = self.decode_choice
+        choice = registry_named(usual.layer).choose_phases(cfg, (phase,), usual.device, usual.requested)[0]
+        same = self.shares_contexts and phase == "decode" and choice.rungs == usual.rungs
+        return self.decode_ladder if same else choice.build()
+
+    def check(self, argument: str, hidden: torch.Tensor, meta: AttentionMeta, cache: LayerCache) -> None:
+        """Raise :class:`ArgumentError` unless the inputs of ``forward`` fit; ``argument`` is the name of the first."""
+        check_step(self.name, meta, cache)
+        shape, where = (meta.num_tokens, self.hidden_size), self.o_proj.weight.device
+        check_tensor(self.name, argument, hidden, shape=shape, dtype=self.cfg.dtype, device=where)
+        self.check_step(meta, cache)
+        if torch.is_grad_enabled():
+            self.refuse_grad(**{argument: hidden}, **self.before_the_cache())
+
+    def check_step(self, meta: AttentionMeta, cache: LayerCache) -> None:
+        """Raise :class:`ArgumentError` unless a step's metadata and a cache are as this layer needs them.
+
+        ``forward`` does so by itself, unless a model that holds the layer did.
+        """
+        check_step(self.name, meta, cache)
+        size, where = self.cfg.page_size, self.o_proj.weight.device
+        if meta.page_size != size:
+            raise ArgumentError(self.name, "meta.page_size", meta.page_size, f"{size}, as constructed")
+        check_tensor(self.name, "meta.positions", meta.positions, device=where)
+        wanted, dtype = (None, size, *self.kv_row), self.cfg.kv_dtype
+        check_tensor(self.name, "cache.keys", cache.keys, shape=wanted, dtype=dtype, device=where, contiguous=True)
+        if len(self.kv_row) == 2:
+            both = tuple(cache.keys.shape)
+            check_tensor(
+                self.name, "cache.values", cache.values, shape=both, dtype=dtype, device=where, contiguous=True
+            )
+        check_pages(self.name, meta, cache.num_pages, self._debug)
+
+    def before_the_cache(self) -> dict[str, torch.Tensor]:
+        """Return the parameters whose gradients would be cut off where keys and values are cached."""
+        return {name: weight for name, weight in self.named_parameters() if not name.startswith("o_proj.")}
