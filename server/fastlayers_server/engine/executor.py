@@ -20,7 +20,16 @@ from fastlayers_server.engine.mtp import MTPDrafts
 from fastlayers_server.engine.protocol import TokenLogprobs
 from fastlayers_server.engine.request import Chunk, Request, TickPlan, TickResult
 from fastlayers_server.engine.special import Special, SpecialDraws, Telling
-from fastlayers_server.engine.step import DECODES, GREEDY, LOGITS, VERIFY, SlotStep, on_device, prompt_logprobs_wanted
+from fastlayers_server.engine.step import (
+    DECODES,
+    GREEDY,
+    LOGITS,
+    PASSED,
+    VERIFY,
+    SlotStep,
+    on_device,
+    prompt_logprobs_wanted,
+)
 
 # Requests of a captured extend. Few sizes: padding requests costs little, and each is a graph for every token count.
 REQUESTS = (1, 8, 32)
@@ -67,10 +76,7 @@ class TorchStep:
             drawn = self.verified.tokens()
             for chunk in plan.verify:
                 mine, drawn = drawn[: len(chunk.ids)], drawn[len(chunk.ids) :]
-                right = 0
-                while right < len(mine) - 1 and mine[right] == chunk.ids[right + 1]:
-                    right += 1
-                tokens.append(mine[: right + 1])
+                tokens.append([token for token in mine if token != PASSED])
         if self.told is not None:
             self.told.synchronize()
         logprobs: dict[int, TokenLogprobs] = {}

@@ -10,7 +10,7 @@ its logits too, where a request wants something else than the likeliest token. L
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from fastlayers_models.step import ModelStep
 from fastlayers_server.engine.request import Chunk, Request
 
 GREEDY, LOGITS, VERIFY = "greedy", "logits", "verify"
+RIGHT, PASSED = -2, -2  # a draft that is right whatever is drawn there; what is told of draws that do not count
 # What is captured of decode; whoever does not take the likeliest token is drawn for behind the logits.
 DECODES = (GREEDY, LOGITS)
 
@@ -79,6 +80,8 @@ class SlotStep(ModelStep):
         self.count = self._decode_in.device[:1].view(torch.int32)[:1]
         # Of each token to verify: its row, its place in the row, where the row starts, the draft behind it.
         self._verify_in = Staging(4 * 2 * verify_tokens, self.model.device)  # a bucket may be twice the tokens
+        # For benchmarks: which drafts count as right (RIGHT) or wrong (-1), whatever is drawn.
+        self.scripted: Callable[[Chunk], list[int]] | None = None
 
     def capture(self, *args: Any, **options: Any) -> None:
         """Capture decode, see :class:`ModelStep`; before anybody runs."""
@@ -109,7 +112,8 @@ class SlotStep(ModelStep):
         Returns
         -------
         Tensor
-            One row a chunk: the logits of its last token; with mode "verify" the token drawn at each place.
+            One row a chunk: the logits of its last token; with mode "verify" the token drawn at each place, and
+            :data:`PASSED` behind a draft that is wrong.
         Tensor or None
             Hidden rows of all tokens, where the step was not captured.
         """
@@ -140,7 +144,7 @@ class SlotStep(ModelStep):
             rows += [chunk.request.slot - 1] * count
             places += range(count)
             starts += [first] * count
-            drafts += [*chunk.ids[1:], -1]
+            drafts += [*(chunk.ids[1:] if self.scripted is None else self.scripted(chunk)), -1]
         idle = width - len(rows)
         columns = (rows + [self.nobody] * idle, places + [0] * idle, starts + [0] * idle, drafts + [-1] * idle)
         step = self._verify_in.device.shape[0] // 4
@@ -208,11 +212,11 @@ class SlotStep(ModelStep):
         params = self.table.gather(rows)
         params.offset.add_(places)
         drawn = self.sampler(logits, params, "filtered")
-        wrong = (drawn != drafts).long()
+        wrong = ((drawn != drafts) & (drafts != RIGHT)).long()
         before = wrong.cumsum(0) - wrong
-        is_last = (before == before.index_select(0, starts)) & (wrong > 0)
-        self.table.scatter(torch.where(is_last, rows, self.nobody), params.offset, drawn)
-        return finite_or_minus_one(logits, drawn)
+        counts = before == before.index_select(0, starts)
+        self.table.scatter(torch.where(counts & (wrong > 0), rows, self.nobody), params.offset, drawn)
+        return torch.where(counts, finite_or_minus_one(logits, drawn), PASSED)
 
 
 def prompt_logprobs_wanted(chunk: Chunk) -> bool:

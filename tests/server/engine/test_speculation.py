@@ -16,8 +16,9 @@ from fastlayers.sampler.layer import SamplingParams
 from fastlayers_server import tasks
 from fastlayers_server.engine.metrics import Metrics
 from fastlayers_server.engine.protocol import Sampling
-from fastlayers_server.engine.request import Request, TickPlan, TickResult
+from fastlayers_server.engine.request import Chunk, Request, TickPlan, TickResult
 from fastlayers_server.engine.speculation import PROBE, Lookup, Lookups, Speculation
+from fastlayers_server.engine.step import RIGHT
 
 sys.path.insert(0, str(Path(__file__).parent))
 from serving import TINY, Bench, make_model, plain, prompts
@@ -76,6 +77,31 @@ def test_tokens_are_those_without_drafts(model: Any, captured: bool, wrong_every
     assert bench.scheduler.cache.private == bench.scheduler.cache.locked == 0
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_acceptance_can_be_scripted_for_benchmarks(model: Any, captured: bool) -> None:
+    """Position i of a tick's drafts is right with a given probability, whatever the model draws there."""
+    random, rate, k, new = torch.Generator().manual_seed(5), 0.7, 3, 120
+
+    def scripted(chunk: Chunk) -> list[int]:
+        return [RIGHT if float(torch.rand((), generator=random)) < rate else -1 for _ in chunk.ids[1:]]
+
+    class Anything(Told):
+        def draft(self, request: Request, limit: int) -> list[int]:
+            return [7] * min(self.k, limit)
+
+    bench = Bench(model, captured=captured, drafts=Anything({}, k), verify_tokens=32)
+    bench.executor.extending.scripted = scripted
+    told = bench.generate(prompts(3, 30), new)
+    assert [len(ids) for ids in told] == [new] * 3
+    spent = sum(bench.scheduler.metrics.counters["wasted_tokens_total"].values())
+    steps = bench.engine.drafts.steps["verified"]  # type: ignore[union-attr]
+    assert steps > 80 and spent > 0
+    expected = sum(rate**i for i in range(k + 1))
+    assert 3 * (new - 1) / steps == pytest.approx(expected, rel=0.12)
+    bench.executor.extending.scripted = None
+    assert bench.generate(prompts(2), 8) == plain(model, prompts(2), 8)
+
+
 def test_requests_with_wishes_are_not_drafted_for(model: Any) -> None:
     rows = prompts(2)
     wanted = plain(model, rows, 8)
@@ -115,8 +141,6 @@ def tick(k: int, accepted: int, rows: int = 1) -> tuple[TickPlan, TickResult]:
     if not k:
         plan.rows = [None] * rows  # type: ignore[list-item]
         return plan, TickResult([[5]] * rows)
-    from fastlayers_server.engine.request import Chunk
-
     plan.verify = [Chunk(None, 0, [5] * (k + 1), k + 1)] * rows  # type: ignore[arg-type]
     return plan, TickResult([[5] * (accepted + 1)] * rows)
 
