@@ -75,7 +75,7 @@ class Layer(WatchedModule):
             return False
         self.use([choice.build() for choice in chosen])
         for epoch in self._epochs:
-            epoch.value += 1
+            epoch.changed()
         return True
 
     @property
@@ -225,7 +225,7 @@ def repack(model: nn.Module) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError("repack", "model", repr(model), "an nn.Module")
-    epoch_of(model).value += 1
+    epoch_of(model).changed()
     for module in model.modules():
         if isinstance(module, Layer):
             module.repack()

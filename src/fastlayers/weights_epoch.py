@@ -2,12 +2,13 @@
 
     what happens to a weight                       who sees it
     replaced, loaded with assign=True, moved       the layer that holds it: the epochs it is told of go up by one
-    edited in place, loaded, filled by a loader    ``tensor._version`` of the few weights that something was copied from
+    edited in place, loaded, filled by a loader    the version counter of the few weights that something was copied from
     ``.data =``, raw pointers, functional_call     nobody: :func:`fastlayers.repack`
 
 A layer that packed its weights holds the result as :class:`Packed`, which knows of which weights it is, and packs again
-before it computes with a stale one. A captured step holds addresses; :class:`WeightsWatch` tells it by one integer, and
-the sum of those few versions, that it must be captured again.
+before it computes with a stale one. A captured step holds addresses; :class:`WeightsWatch` tells it that it must be
+captured again. The weights of a model that were copied share one version counter, the epoch's: however many they are,
+each of both reads one.
 """
 
 from __future__ import annotations
@@ -21,15 +22,79 @@ import torch
 from torch import nn
 
 _version = attrgetter("_version")
+with torch.inference_mode(False):  # wherever this is imported: it has a version
+    _EMPTY = torch.empty(0, device="cpu")
 
 
 class WeightsEpoch:
-    """How often weights of a module, or of what is in it, were replaced, moved or packed anew."""
+    """How often weights of a module, or of what is in it, were replaced, moved or packed anew.
 
-    __slots__ = ("value",)
+    Attributes
+    ----------
+    value : int
+    edits : Tensor
+        Empty; its version counts edits in place of the weights that :func:`count_in` was called with.
+    packed : Packed or None
+        What the module itself holds a copy as.
+    """
+
+    __slots__ = ("edits", "packed", "value")
 
     def __init__(self) -> None:
         self.value = 0
+        self.packed: Packed | None = None
+        self.edits = _EMPTY.data  # has a version counter of its own
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WeightsEpoch, ()  # copied weights are not counted here, and nothing was packed of them
+
+    def changed(self) -> None:
+        """Tell that weights were replaced, moved or packed anew; a copy that was made of them is stale."""
+        self.value += 1
+        if self.packed is not None:
+            self.packed.at, self.packed = -1, None
+
+
+def is_aliased(weight: torch.Tensor) -> bool:
+    """Return whether another tensor has the storage of ``weight``: a view, or what was detached."""
+    storage = weight.untyped_storage()
+    # The weight, and the storage object of this line.
+    return int(torch._C._storage_Use_Count(storage._cdata)) > 2
+
+
+def count_in(edits: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Let edits in place of ``weight`` raise the version of ``edits``, too; return whether that could be done.
+
+    What is detached shares its source's version counter and keeps it when ``.data`` is assigned (torch's note "Version
+    Counter Sharing"). So the parameter's tensor is exchanged for such a one over the same storage; it stays the same
+    object of Python. Not where another tensor looks at the storage: what is written there counts in the old counter.
+    """
+    alike = type(weight) is nn.Parameter and torch._has_compatible_shallow_copy_type(edits, weight)
+    if not alike or weight.requires_grad or is_aliased(weight) or torch._C._len_torch_dispatch_stack():
+        return False
+    with torch.inference_mode(False):
+        twin = edits.detach()
+        twin.data = weight.data
+        twin = nn.Parameter(twin, requires_grad=False)
+    vars(twin).update(vars(weight))
+    try:
+        torch.utils.swap_tensors(weight, twin)
+    except RuntimeError:  # somebody outside of Python holds it, or a weak reference
+        return False
+    return True
+
+
+class Versions:
+    """The versions of several tensors as one: in the place of a tensor that has only one."""
+
+    __slots__ = ("_tensors",)
+
+    def __init__(self, tensors: tuple[torch.Tensor | Versions, ...]) -> None:
+        self._tensors = tensors
+
+    @property
+    def _version(self) -> int:
+        return sum(map(_version, self._tensors))
 
 
 class WatchedModule(nn.Module):
@@ -44,7 +109,7 @@ class WatchedModule(nn.Module):
     def weights_changed(self) -> None:
         """Tell that the weights are other tensors now, or lie elsewhere; a layer that packs forgets what it packed."""
         for epoch in self._epochs:
-            epoch.value += 1
+            epoch.changed()
 
     def packed_sources(self) -> tuple[torch.Tensor, ...]:
         """Return the weights that a copy in use was made of: editing them in place makes it stale."""
@@ -111,22 +176,33 @@ class Packed:
     ----------
     value
         What was made.
-    module : nn.Module
+    module : WatchedModule
         Replaced or moved weights in it make ``value`` stale.
     sources : tuple of Tensor
         So do edits in place of these: those that ``value`` is a copy of.
+
+    Attributes
+    ----------
+    counter, at
+        ``value`` is fresh while ``counter._version == at``; forwards compare it themselves, without a call. Weights of
+        the same model may share a counter: what is stale is the truth or, after an edit of another layer, caution.
     """
 
-    __slots__ = ("_at", "_epoch", "_sources", "_versions", "value")
+    __slots__ = ("at", "counter", "value")
 
-    def __init__(self, value: Any, module: nn.Module, sources: tuple[torch.Tensor, ...]) -> None:
-        self.value, self._epoch, self._sources = value, epoch_of(module), sources
-        self._at, self._versions = self._epoch.value, sum(map(_version, sources))
+    def __init__(self, value: Any, module: WatchedModule, sources: tuple[torch.Tensor, ...]) -> None:
+        epoch = epoch_of(module)
+        shared = module._epochs[0].edits  # the model's, where it was asked for before its layers pack
+        apart = tuple(source for source in sources if not count_in(shared, source))
+        self.value = value
+        self.counter: torch.Tensor | Versions = Versions((shared, *apart)) if apart else shared
+        self.at = self.counter._version
+        epoch.packed = self
 
     @property
     def fresh(self) -> bool:
         """Whether it is still of the weights as they are."""
-        return self._epoch.value == self._at and sum(map(_version, self._sources)) == self._versions
+        return self.counter._version == self.at
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Versions of copied tensors start anew: a copied or restored layer packs for itself.
@@ -136,8 +212,8 @@ class Packed:
 class WeightsWatch:
     """Tells a captured step of ``model`` whether it reads weights that are gone.
 
-    :meth:`mark` is called after a capture, :attr:`stale` before each replay: one comparison of integers, and one read
-    for each weight that a layer holds a copy of (two a layer for MLA with a quantised ``kv_b_proj``; otherwise none).
+    :meth:`mark` is called after a capture, :attr:`stale` before each replay: two comparisons of integers, however many
+    layers hold copies; more only where copies are of weights that another tensor looks at, one read for each of these.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -147,10 +223,13 @@ class WeightsWatch:
     def mark(self) -> None:
         """Take the weights as they are now for known."""
         self._epoch = epoch_of(self._model)
-        self._sources = tuple(chain.from_iterable(each.packed_sources() for each in _watched(self._model)))
-        self._at, self._versions = self._epoch.value, sum(map(_version, self._sources))
+        epochs = (each.__dict__.get("_weights_epoch") for each in _watched(self._model))
+        held = (epoch.packed for epoch in epochs if epoch is not None and epoch.packed is not None)
+        counters = {id(counter): counter for counter in (self._epoch.edits, *(packed.counter for packed in held))}
+        self._counter = Versions((*counters.values(),)) if len(counters) > 1 else self._epoch.edits
+        self._at, self._versions = self._epoch.value, self._counter._version
 
     @property
     def stale(self) -> bool:
         """Whether weights were replaced, moved, packed anew, or edited under a copy, since :meth:`mark`."""
-        return self._epoch.value != self._at or sum(map(_version, self._sources)) != self._versions
+        return self._epoch.value != self._at or self._counter._version != self._versions

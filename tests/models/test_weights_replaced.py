@@ -62,10 +62,9 @@ class Addresses(EagerRuntime):
             then: dict[str, Any] = {"_parameters": dict(layer._parameters)}
             if isinstance(layer, MLAAttention) and layer.packed_sources():
                 absorbed = layer.absorbed_weights()
-                then["absorbed_weights"] = lambda absorbed=absorbed: absorbed
+                then["_absorbed_weights"] = lambda compiling, absorbed=absorbed: absorbed
             if isinstance(layer, FusedMoE):
-                packed = layer._packed()
-                then["_packed"] = lambda packed=packed: packed
+                then.update(packed=layer._packed(), _biases=None)
             held.append(then)
         return made
 

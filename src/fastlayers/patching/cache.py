@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from fastlayers.patching.packing import is_aliased
+from fastlayers.weights_epoch import is_aliased
 
 # Capacities are whole pages of this many rows: attention kernels read the buffer as pages.
 PAGE = 64

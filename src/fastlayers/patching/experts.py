@@ -26,8 +26,8 @@ from fastlayers.moe.fused_moe.weights import GROUP, MoEWeights, activate
 from fastlayers.patching.classes import FastModule, count, storage_mode
 from fastlayers.patching.guard import foreign
 from fastlayers.patching.matching import SILU, silu
-from fastlayers.patching.packing import is_aliased
 from fastlayers.registry import Ladder
+from fastlayers.weights_epoch import is_aliased
 
 # Implementations of transformers that compute the same.
 _SAME = ("grouped_mm", "batched_mm")

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from fastlayers.patching.classes import FastModule, storage_mode
 from fastlayers.patching.guard import Guard, untouched
+from fastlayers.weights_epoch import is_aliased
 
 
 def plain(linear: Any) -> bool:
@@ -53,13 +54,6 @@ def why_apart(linears: Sequence[Any], aliases: bool = False) -> str:
     if not aliases and any(is_aliased(p) for p in tensors):
         return "aliased: another tensor looks at the weights"
     return ""
-
-
-def is_aliased(parameter: torch.Tensor) -> bool:
-    """Return whether another tensor has the storage of ``parameter``: it would not see later changes."""
-    storage = parameter.untyped_storage()
-    # The parameter, and the storage object of this line.
-    return int(torch._C._storage_Use_Count(storage._cdata)) > 2
 
 
 def _join(parameters: list[nn.Parameter]) -> torch.Tensor:

@@ -228,8 +228,11 @@ class MLAAttention(AttentionCore):
 
         The copy is made again where the weights it is of were replaced, loaded, moved or edited.
         """
+        return self._absorbed_weights(torch.compiler.is_compiling())
+
+    def _absorbed_weights(self, compiling: bool) -> tuple[torch.Tensor, torch.Tensor]:
         held = self._absorbed
-        if held is not None and (torch.compiler.is_compiling() or held.fresh):
+        if held is not None and (compiling or held.counter._version == held.at):
             absorbed: tuple[torch.Tensor, torch.Tensor] = held.value
             return absorbed
         sources = self.packed_sources()
@@ -322,10 +325,11 @@ class MLAAttention(AttentionCore):
 
     def _mqa(self, q_nope: torch.Tensor, q_pe: torch.Tensor, cache: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
         cfg = self.cfg
-        w_kc, w_vc = self.absorbed_weights()
+        compiling = torch.compiler.is_compiling()
+        w_kc, w_vc = self._absorbed_weights(compiling)
         tokens = q_nope.shape[0]
         decode = self.core(meta, tokens).decode
-        if torch.compiler.is_compiling():  # it traces no product that writes through a view
+        if compiling:  # it traces no product that writes through a view
             q = torch.cat([torch.bmm(q_nope.transpose(0, 1), w_kc).transpose(0, 1), q_pe], -1)
             o_latent = decode(q, cache, meta)[0].to(q.dtype)
             return torch.bmm(o_latent.transpose(0, 1), w_vc.transpose(1, 2)).transpose(0, 1)

@@ -390,7 +390,9 @@ class FusedMoE(Layer):
         # Ids of other ranks land outside [0, E) and are dropped by the backend, which never indexes with them.
         local = topk_ids if self.expert_slice.start == 0 else self._local_ids(topk_ids)
         core = self.ladder.single or self.ladder.pick(hidden_states.shape[0])
-        packed = self.packed if self.packed is not None and self._biases is None else self._packed()
+        packed, held = self.packed, self._biases
+        if packed is None or not (held is None or torch.compiler.is_compiling() or held.counter._version == held.at):
+            packed = self._packed()
         y: torch.Tensor = core(hidden_states, topk_weights, local, packed)
         return y
 
