@@ -22,6 +22,9 @@ from fastlayers.testing.parity import check_parity
 from fastlayers.tuning.sources import Sources
 from fastlayers.tuning.sweep import case_at
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "compile"))
+from recorded import record, recording
+
 GUIDE = Path(fl.__file__).parents[2] / "CONTRIBUTING.md"
 FILES = ("layer.py", "reference.py", "torch.py", "triton.py", "cases.py")
 
@@ -81,8 +84,12 @@ def test_its_example_runs_and_everything_else_knows_it() -> None:
     assert case_at("softcap", layer.cfg, 17).shape["num_tokens"] == 17
     names = [name for name, _ in fl._PUBLIC.items()]  # type: ignore[attr-defined]
     assert "Softcap" in names and "softcap" in fl.layers()
-    build = importlib.import_module("fastlayers.softcap.triton").COMPILE[0]
-    assert build.name == "softcap_bf16"
+    with recording() as recorder:
+        record(recorder, "softcap")
+    builds = list(recorder.builds.values())
+    assert builds[0].name == "_softcap_kernel-softcap-odd" and len(builds) == 3
+    assert builds[-1].signature == {"x_ptr": "*bf16", "y_ptr": "*bf16", "size": "i32", "cap": "fp32"}
+    assert builds[-1].constexprs == {"BLOCK": 1024} and builds[-1].aligned == ("size",)
 
 
 def test_its_kernel_is_what_its_tables_depend_on(softcap: Path) -> None:

@@ -9,7 +9,6 @@ from fastlayers.embedding.layer import EmbeddingConfig
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import kernel
-from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, dependent_launch, release_dependents
 
 BLOCK = 2048
@@ -57,18 +56,3 @@ class TritonEmbedding:
         """Return ``y``, a new tensor of the weight's dtype."""
         y: torch.Tensor = _embedding(ids, weight, self.start)
         return y
-
-
-COMPILE = [
-    KernelBuild(
-        f"embedding_{dtype}",
-        _embedding_kernel,
-        {
-            "ids_ptr": "*i64", "weight_ptr": f"*{dtype}", "y_ptr": f"*{dtype}", "start": "i32", "rows": "i32",
-            "hidden_size": "i32", "weight_stride": "i64",
-        },
-        {"BLOCK": BLOCK, "PDL": True},
-        num_warps=BLOCK // 512,
-    )
-    for dtype in ("bf16", "fp32")
-]  # fmt: skip

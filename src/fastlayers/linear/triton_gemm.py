@@ -16,7 +16,6 @@ import triton.language as tl
 
 from fastlayers.integers import cdiv
 from fastlayers.runtime.launch import kernel
-from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, cast, dot, release_dependents
 
 # Two programs for each multiprocessor of an H100 or H200. A constant, so that bits do not depend on the GPU.
@@ -24,7 +23,7 @@ TARGET_PROGRAMS = 264
 MAX_SPLITS = 16
 
 
-__all__ = ["COMPILE", "MAX_SPLITS", "TARGET_PROGRAMS", "Tile", "add_splits_kernel", "dot", "tile_for", "tile_origin"]
+__all__ = ["MAX_SPLITS", "TARGET_PROGRAMS", "Tile", "add_splits_kernel", "dot", "tile_for", "tile_origin"]
 
 
 @dataclass(frozen=True)
@@ -92,14 +91,3 @@ def add_splits_kernel(
             total = cast(total, y_ptr.dtype.element_ty).to(tl.float32)
         total += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(y_ptr + row * N + column, cast(total, y_ptr.dtype.element_ty), mask=inside)
-
-
-COMPILE = [
-    KernelBuild(
-        f"add_splits_{splits}_bf16",
-        add_splits_kernel,
-        {"partial_ptr": "*fp32", "bias_ptr": "*bf16", "y_ptr": "*bf16", "M": "i32", "N": "i32"},
-        {"SPLITS": splits, "HAS_BIAS": True, "ROUND_BEFORE_BIAS": True, "BLOCK": 1024},
-    )
-    for splits in (2, 16)
-]

@@ -16,7 +16,6 @@ from fastlayers.integers import cdiv
 from fastlayers.linear.triton_gemm import tile_for, tile_origin
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import kernel
-from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import cast, dot
 
 BLOCK_K = 128
@@ -121,43 +120,3 @@ def scaled_gemm(
             SPLITS=tile.splits, HAS_BIAS=bias is not None, BLOCK=1024,
         )  # fmt: skip
     return y
-
-
-def _build(codes: str, m: int, n: int, k: int, dtype: str = "bf16") -> KernelBuild:
-    tile, partial = tile_for(m, n, cdiv(k, BLOCK_K)), "i32" if codes == "i8" else "fp32"
-    return KernelBuild(
-        f"scaled_gemm_{codes}_{m}x{n}x{k}_{dtype}",
-        _scaled_gemm_kernel,
-        {
-            "q_ptr": f"*{codes}", "s_ptr": "*fp32", "weight_ptr": f"*{codes}", "scale_ptr": "*fp32",
-            "bias_ptr": f"*{dtype}", "y_ptr": f"*{dtype}" if tile.splits == 1 else f"*{partial}",
-            "M": "i32", "N": "i32", "K": "i32", "q_stride": "i32", "weight_stride": "i32",
-        },
-        {
-            "HAS_BIAS": True, "SPLITS": tile.splits, "EVEN_K": k % BLOCK_K == 0,
-            "WIDE": dtype == "fp32" and codes != "i8", "SUM": tl.int32 if codes == "i8" else tl.float32,
-            "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": BLOCK_K,
-        },
-        tile.warps, tile.stages, ("N", "K", "q_stride", "weight_stride"),
-    )  # fmt: skip
-
-
-COMPILE = [
-    *(_build("i8", *shape) for shape in ((1, 6144, 4096), (32, 24576, 4096), (64, 36864, 7168), (4096, 4096, 12288))),
-    *(_build("fp8e4nv", *shape) for shape in ((1, 6144, 4096), (32, 24576, 4096), (128, 4096, 12288))),
-    _build("fp8e4nv", 4096, 4096, 12288),
-    _build("fp8e4nv", 4096, 6144, 4096, "fp32"),
-    *(
-        KernelBuild(
-            f"add_scaled_splits_16_{partial}",
-            _add_scaled_splits_kernel,
-            {
-                "partial_ptr": f"*{partial}", "s_ptr": "*fp32", "scale_ptr": "*fp32", "bias_ptr": "*bf16",
-                "y_ptr": "*bf16", "M": "i32", "N": "i32",
-            },
-            {"SPLITS": 16, "HAS_BIAS": True, "BLOCK": 1024},
-            aligned=("N",),
-        )
-        for partial in ("i32", "fp32")
-    ),
-]  # fmt: skip

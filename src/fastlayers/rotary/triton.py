@@ -10,7 +10,6 @@ from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.operators import operator
 from fastlayers.rotary.layer import RotaryConfig
 from fastlayers.runtime.launch import kernel
-from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
 # Heads a program, of few tokens and of more.
@@ -164,42 +163,3 @@ class TritonRotary:
         """Return ``(q, k)`` rotated, new contiguous tensors of the inputs' dtype."""
         outputs = _rotary(q, k, cos, sin, positions, *self.static)
         return outputs[0], None if k is None else outputs[1]
-
-
-def _build(
-    name: str,
-    dim: int,
-    half: int,
-    interleaved: tuple[bool, bool],
-    section: tuple[int, int, int],
-    heads: int = MOST_HEADS,
-) -> KernelBuild:
-    dtypes = {n: "*bf16" for n in ("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr")}
-    strides = {n: "i64" for n in ("q_token_stride", "q_head_stride", "k_token_stride", "k_head_stride", "axis_stride")}
-    return KernelBuild(
-        f"rotary_{name}",
-        _rotary_kernel,
-        {
-            **dtypes, **strides, "cos_ptr": "*fp32", "sin_ptr": "*fp32", "positions_ptr": "*i64",
-            "max_position": "i32", "q_heads": "i32", "k_heads": "i32",
-        },
-        {
-            "HALF": half, "DIM": dim, "IN": interleaved[0], "OUT": interleaved[1],
-            "SECTION_T": section[0], "SECTION_H": section[1], "SECTION_W": section[2], "ALTERNATE": False,
-            "HEADS": heads, "BLOCKS": 128 // heads + 1, "BLOCK": next_power_of_2(half),
-            "REST": next_power_of_2(dim - 2 * half) if dim > 2 * half else 0, "PDL": True,
-        },
-        num_warps=2, aligned=tuple(strides),
-    )  # fmt: skip
-
-
-COMPILE = [
-    _build("deepseek_v3", 64, 32, (True, False), (0, 0, 0)),
-    _build("deepseek_v2", 64, 32, (True, True), (0, 0, 0)),
-    _build("llama", 128, 64, (False, False), (0, 0, 0)),
-    _build("partial", 128, 32, (False, False), (0, 0, 0)),
-    _build("qwen_vl", 128, 64, (False, False), (16, 24, 24)),
-    _build("deepseek_v3_few", 64, 32, (True, False), (0, 0, 0), HEADS_OF_FEW),
-    _build("deepseek_v2_few", 64, 32, (True, True), (0, 0, 0), HEADS_OF_FEW),
-    _build("llama_few", 128, 64, (False, False), (0, 0, 0), HEADS_OF_FEW),
-]

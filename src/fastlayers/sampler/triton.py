@@ -29,7 +29,7 @@ from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import kernel
 from fastlayers.sampler.layer import MODES, SCHEMA, RowParams, SamplerConfig, fake_ids
-from fastlayers.sampler.triton_common import BLOCK, NO_ID, build, load_logits, of_blocks, weight_of
+from fastlayers.sampler.triton_common import BLOCK, NO_ID, load_logits, of_blocks, weight_of
 from fastlayers.sampler.triton_filters import find_limits
 from fastlayers.triton_lang import await_inputs, dependent_launch, release_dependents
 
@@ -185,10 +185,3 @@ class TritonSampler:
         """Return ids ``[B]`` and advance the offsets in place."""
         ids: torch.Tensor = _sampler(logits, *rows, MODES.index(mode))
         return ids
-
-
-COMPILE = [
-    build("best", _best_kernel, 4),
-    *(build(f"weigh_{mode}", _weigh_kernel, 4, {"FILTERED": mode == "filtered"}) for mode in MODES[1:]),
-    *(build(f"draw_{mode}", _draw_kernel, 8, {"MODE": MODES.index(mode)}) for mode in MODES),
-]

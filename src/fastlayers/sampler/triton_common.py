@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import triton
 import triton.language as tl
-
-from fastlayers.testing.compile_check import KernelBuild
 
 BLOCK = 2048
 BINS = 256
@@ -42,21 +37,3 @@ def of_blocks(pointer, row, vocab_size, other, BLOCKS: tl.constexpr, BLOCK: tl.c
     """Return what a row's blocks left, padded with ``other``."""
     block = tl.arange(0, BLOCKS)
     return tl.load(pointer + row * BLOCKS + block, mask=block * BLOCK < vocab_size, other=other)
-
-
-ARGUMENTS = {
-    "x_ptr": "*bf16", "temperature_ptr": "*fp32", "top_k_ptr": "*i32", "top_p_ptr": "*fp32", "min_p_ptr": "*fp32",
-    "seed_ptr": "*i64", "offset_ptr": "*i64", "best_ptr": "*fp32", "best_id_ptr": "*i32", "lowest_ptr": "*fp32",
-    "histogram_ptr": "*i16", "plan_ptr": "*i32", "start_ptr": "*i32", "list_ptr": "*fp32", "above_ptr": "*fp64",
-    "whole_ptr": "*fp64", "limit_ptr": "*fp32", "kept_ptr": "*fp64", "id_ptr": "*i64", "x_stride": "i64",
-    "vocab_size": "i32",
-}  # fmt: skip
-SIZES = {"BLOCKS": 128, "BLOCK": BLOCK, "BINS": BINS, "CANDIDATES": CANDIDATES, "PLAN": PLAN, "CHUNK": 64, "PDL": True}
-
-
-def build(name: str, kernel: Any, num_warps: int, constants: Mapping[str, Any] | None = None) -> KernelBuild:
-    """Return the build of one of the sampler's kernels at a real vocabulary's sizes."""
-    known = SIZES | dict(constants or {})
-    arguments = {argument: kind for argument, kind in ARGUMENTS.items() if argument in kernel.arg_names}
-    constexprs = {constant: known[constant] for constant in kernel.arg_names if constant in known}
-    return KernelBuild(f"sampler_{name}", kernel, arguments, constexprs, num_warps)

@@ -17,7 +17,6 @@ from fastlayers.sampler.triton_common import (
     CANDIDATES,
     NO_ID,
     PLAN,
-    build,
     load_logits,
     of_blocks,
     weight_of,
@@ -332,11 +331,3 @@ def find_limits(
         x, *filters, best, plan, packed, above, whole, limit, *strides, CANDIDATES=CANDIDATES, PLAN=PLAN, num_warps=16,
         **sizes,
     )  # fmt: skip
-
-
-COMPILE = [
-    build("histogram", _histogram_kernel, 4),
-    build("plan", _plan_kernel, 16),
-    build("gather", _gather_kernel, 4),
-    build("refine", _refine_kernel, 16),
-]

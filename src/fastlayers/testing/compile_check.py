@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,15 +44,6 @@ class Report:
     shared: int
     registers: int
     spills: int
-
-
-def builds() -> Iterator[KernelBuild]:
-    """Yield every ``COMPILE`` entry of the library's modules whose names begin with ``triton``, or whose folder's."""
-    import fastlayers
-
-    for found in pkgutil.walk_packages(fastlayers.__path__, "fastlayers."):
-        if ".triton" in found.name and found.name != "fastlayers.triton_lang":
-            yield from getattr(importlib.import_module(found.name), "COMPILE", [])
 
 
 def compiled_for(build: KernelBuild, capability: int = 90) -> Any:

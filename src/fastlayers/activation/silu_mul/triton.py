@@ -10,7 +10,6 @@ from fastlayers.activation.silu_mul.layer import SiluMulConfig
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import kernel
-from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import INTERPRET, await_inputs, cast, dependent_launch, release_dependents
 
 BLOCK = 1024
@@ -79,16 +78,3 @@ class TritonSiluMul:
         """Return ``y``, a new contiguous tensor of ``x``'s dtype."""
         y: torch.Tensor = _silu_mul(x)
         return y
-
-
-COMPILE = [
-    KernelBuild(
-        f"silu_mul_{dtype}",
-        _silu_mul_kernel,
-        {"x_ptr": f"*{dtype}", "y_ptr": f"*{dtype}", "x_stride": "i64", "size": "i32"},
-        {"BLOCK": BLOCK, "PDL": True},
-        num_warps=BLOCK // 256,
-        aligned=("x_stride", "size"),
-    )
-    for dtype in ("bf16", "fp32")
-]

@@ -11,7 +11,6 @@ from fastlayers.operators import operator
 from fastlayers.quant.group_quant.layer import SCALE_LAYOUTS, empty_scales
 from fastlayers.quant.group_quant.triton import QuantTile, quant_tile, quantize_tile, tile_row
 from fastlayers.runtime.launch import kernel
-from fastlayers.testing.compile_check import KernelBuild
 
 
 @kernel(do_not_specialize=("tokens", "num_groups", "s_token_stride", "s_group_stride"))
@@ -77,19 +76,3 @@ class TritonSiluMulQuant:
         """Return ``(q, s)``, new tensors."""
         q, s = _silu_mul_quant(x, *self.static)
         return q, s
-
-
-COMPILE = [
-    KernelBuild(
-        f"silu_mul_quant_{'ue8m0' if ue8m0 else 'float'}_{rows}",
-        _silu_mul_quant_kernel,
-        {
-            "x_ptr": "*bf16", "q_ptr": "*fp8e4nv", "s_ptr": "*fp32", "tokens": "i32", "num_groups": "i32",
-            "x_stride": "i64", "s_token_stride": "i64", "s_group_stride": "i64", "size": "i32", "eps": "fp32",
-        },
-        {"UE8M0": ue8m0, "EVEN": True, "GROUP_SIZE": 128, "ROWS": tile.rows, "GROUPS": tile.groups},
-        num_warps=tile.warps, num_stages=3, aligned=("x_stride", "size"),
-    )
-    for ue8m0, rows in ((False, 4), (False, 4096), (True, 4096))
-    for tile in (_tile(rows, 16, 128),)
-]  # fmt: skip

@@ -21,7 +21,6 @@ from fastlayers.attention.meta import AttentionMeta
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import kernel
-from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
 # Two programs a multiprocessor of a large GPU; a constant, so that results do not depend on the GPU.
@@ -325,55 +324,3 @@ class TritonGQA:
             meta.is_extend_bucket and meta.num_requests > 1, *self._extend_numbers(meta.max_query_len),
         )  # fmt: skip
         return result
-
-
-def _build(
-    name: str, heads: int, kv_heads: int, dim: int, max_query_len: int, splits: int = 1,
-    dtype: str = "bf16", cache: str = "", window: int = 0, sinks: bool = False, softcap: bool = False, page: int = 64,
-    requests: int = 0,
-) -> KernelBuild:  # fmt: skip
-    cfg = GQAConfig(heads, kv_heads, dim, 1.0, dtype=torch.float32 if dtype == "fp32" else torch.bfloat16)
-    tile = tile_config(max_query_len, cfg)
-    return KernelBuild(
-        f"gqa_{name}",
-        _gqa_kernel,
-        {
-            "q_ptr": f"*{dtype}", **dict.fromkeys(("k_ptr", "v_ptr"), f"*{cache or dtype}"),
-            "sinks_ptr": "*fp32",
-            "o_ptr": "*fp32" if splits > 1 else f"*{dtype}", "lse_ptr": "*fp32",
-            **dict.fromkeys(("table_ptr", "lens_ptr", "starts_ptr", "cu_ptr"), "*i32"),
-            **dict.fromkeys(("q_token", "q_head", "table_row"), "i64"), "scale": "fp32", "softcap": "fp32",
-            "requests": "i32",
-        },
-        {
-            "HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": dim, "PAGE": page, "WINDOW": window,
-            "SOFTCAP": softcap, "SINKS": sinks, "SPLITS": splits, "PDL": True,
-            "BLOCK_M": tile["BLOCK_M"], "BLOCK_N": tile["BLOCK_N"], "BLOCK_D": next_power_of_2(dim),
-            "BLOCK_B": requests,
-        },
-        num_warps=tile["num_warps"], num_stages=tile["num_stages"], aligned=("q_token", "q_head"),
-    )  # fmt: skip
-
-
-COMPILE = [
-    _build("qwen3_8b_prefill", 32, 8, 128, 2048),
-    _build("qwen3_8b_prefill_fp8", 32, 8, 128, 2048, cache="fp8e4nv"),
-    _build("qwen3_30b_few_tokens", 32, 4, 128, 4, 8),
-    _build("gpt_oss_prefill", 64, 8, 64, 2048, window=128, sinks=True),
-    _build("qwen3_next_prefill", 16, 2, 256, 2048),
-    _build("gemma2_prefill", 16, 8, 256, 2048, window=4096, softcap=True),
-    _build("llama_fp32_prefill", 32, 8, 128, 2048, dtype="fp32"),
-    _build("fp32_256", 16, 2, 256, 2048, dtype="fp32"),
-    _build("page_16_prefill", 32, 8, 128, 2048, page=16),
-    _build("qwen3_8b_bucket", 32, 8, 128, 2048, requests=8),
-    _build("gpt_oss_bucket", 64, 8, 64, 512, 4, window=128, sinks=True, requests=4),
-    KernelBuild(
-        "gqa_reduce_128",
-        _reduce_kernel,
-        {
-            **dict.fromkeys(("part_ptr", "part_lse_ptr", "sinks_ptr", "lse_ptr"), "*fp32"), "o_ptr": "*bf16",
-        },
-        {"HEADS": 32, "HEAD_DIM": 128, "SINKS": True, "SPLITS": 64, "BLOCK_S": 64, "BLOCK_D": 128, "PDL": True},
-        num_warps=4,
-    ),
-]  # fmt: skip

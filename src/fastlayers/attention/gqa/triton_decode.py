@@ -24,7 +24,6 @@ from fastlayers.attention.meta import AttentionMeta
 from fastlayers.integers import next_power_of_2
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import kernel
-from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, dot, release_dependents
 
 # Programs that a small batch is cut into: one a multiprocessor of an H200; of narrow heads, which bring half the bytes
@@ -400,68 +399,3 @@ def gqa_decode(
             **shared, BLOCK_D=blocks["BLOCK_D"], BLOCK_S=at_once, num_warps=4,
         )  # fmt: skip
     return o, lse
-
-
-def _build(
-    name: str, heads: int, kv_heads: int, dim: int, requests: int, dtype: str = "bf16", cache: str = "",
-    window: int = 0, sinks: bool = False, softcap: bool = False, page: int = 64, keys: int = 1024,
-) -> KernelBuild:  # fmt: skip
-    cfg = GQAConfig(
-        heads, kv_heads, dim, 1.0, window or None, dtype=torch.float32 if dtype == "fp32" else torch.bfloat16
-    )
-    config, tiles = decode_config(cfg, requests), requests * kv_heads
-    splits, _ = num_splits(tiles, min(keys, window or keys), config)
-    return KernelBuild(
-        f"gqa_decode_{name}",
-        _decode_kernel,
-        {
-            "q_ptr": f"*{dtype}", **dict.fromkeys(("k_ptr", "v_ptr"), f"*{cache or dtype}"), "o_ptr": f"*{dtype}",
-            **dict.fromkeys(("sinks_ptr", "lse_ptr", "part_ptr", "part_lse_ptr"), "*fp32"),
-            **dict.fromkeys(("counters_ptr", "table_ptr", "lens_ptr", "starts_ptr"), "*i32"),
-            **dict.fromkeys(("q_token", "q_head", "table_row"), "i64"), "splits": "i32", "wanted": "i32",
-            "scale": "fp32", "softcap": "fp32",
-        },
-        {
-            "HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": dim, "PAGE": page, "WINDOW": window, "SOFTCAP": softcap,
-            "SINKS": sinks, "ONE_PAGE": one_page(page, config["BLOCK_N"], window), "BLOCK_N": config["BLOCK_N"],
-            "MIN_BLOCKS": config["MIN_KEYS"] // config["BLOCK_N"],
-            "MAX_BLOCKS": config["MAX_KEYS"] // config["BLOCK_N"], "SPLIT": splits > 1,
-            "FUSED": splits <= FUSED_SPLITS, "PDL": True, **_blocks(heads // kv_heads, dim, splits),
-        },
-        num_warps=config["num_warps"], num_stages=config["num_stages"], aligned=("q_token", "q_head"),
-    )  # fmt: skip
-
-
-COMPILE = [
-    _build("qwen3_8b", 32, 8, 128, 1),
-    _build("qwen3_8b_16_long", 32, 8, 128, 16, keys=8192),
-    _build("qwen3_8b_128", 32, 8, 128, 128),
-    _build("qwen3_30b_32", 32, 4, 128, 32),
-    _build("qwen3_30b_16", 32, 4, 128, 16),
-    _build("qwen3_8b_fp8", 32, 8, 128, 16, cache="fp8e4nv"),
-    _build("qwen3_8b_fp32", 32, 8, 128, 16, dtype="fp32"),
-    _build("gpt_oss_window", 64, 8, 64, 32, window=128, sinks=True),
-    _build("gpt_oss", 64, 8, 64, 1, sinks=True),
-    _build("gpt_oss_16", 64, 8, 64, 16, sinks=True, keys=8192),
-    _build("gemma2", 16, 8, 256, 16, window=4096, softcap=True),
-    _build("qwen3_next_fp32", 16, 2, 256, 16, dtype="fp32"),
-    _build("wide_group", 64, 1, 128, 1),
-    _build("page_16", 32, 8, 128, 16, page=16),
-    _build("page_1", 32, 8, 128, 1, page=1),
-    *(
-        KernelBuild(
-            f"gqa_combine_{dim}",
-            _combine_kernel,
-            {
-                **dict.fromkeys(("part_ptr", "part_lse_ptr", "sinks_ptr", "lse_ptr"), "*fp32"), "o_ptr": "*bf16",
-                **dict.fromkeys(("lens_ptr", "starts_ptr"), "*i32"), "splits": "i32", "wanted": "i32",
-            },
-            {
-                "HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": dim, "WINDOW": 0, "SINKS": True, "ONE_PAGE": True,
-                "MIN_BLOCKS": 1, "MAX_BLOCKS": 16, "BLOCK_N": 64, "BLOCK_D": dim, "BLOCK_S": 4096 // dim, "PDL": True,
-            },
-            num_warps=4,
-        )
-        for dim in (64, 128, 256)
-    ),
-]  # fmt: skip

@@ -10,7 +10,6 @@ from fastlayers.attention.kv_write.layer import KVWriteConfig
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.operators import nothing, operator
 from fastlayers.runtime.launch import kernel
-from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents, to_e4m3
 
 
@@ -101,23 +100,3 @@ class TritonKVWrite:
     ) -> None:
         """Write both, in place."""
         _kv_write(k, v, k_cache, v_cache, loc)
-
-
-COMPILE = [
-    KernelBuild(
-        f"kv_write_{heads}x{head_dim}_{dtype}_to_{cache}_{each}",
-        _kv_write_kernel,
-        {
-            "k_ptr": f"*{dtype}", "v_ptr": f"*{dtype}", "k_cache_ptr": f"*{cache}",
-            "v_cache_ptr": f"*{cache}", "loc_ptr": "*i64", "tokens": "i32", "heads": "i32",
-            **dict.fromkeys(("k_token", "k_head", "v_token", "v_head"), "i64"),
-        },
-        {**_blocks(heads, head_dim, head_dim), "TOKENS": each, "PDL": True},
-        num_warps=4, aligned=("k_token", "k_head", "v_token", "v_head"),
-    )
-    for each in (1, 2)
-    for heads, head_dim, dtype, cache in (
-        (8, 128, "bf16", "bf16"), (8, 128, "bf16", "fp8e4nv"), (8, 64, "bf16", "bf16"),
-        (8, 128, "fp32", "fp32"),
-    )
-]  # fmt: skip

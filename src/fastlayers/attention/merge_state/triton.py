@@ -10,7 +10,6 @@ from fastlayers.attention.merge_state.layer import MergeStateConfig
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import kernel
-from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import cast
 
 # Rows a program; up to FEW rows fewer, and both sides are read at once instead of after their LSEs.
@@ -102,35 +101,3 @@ class TritonMergeState:
         """Return ``(o, lse)``, both new contiguous tensors."""
         merged: tuple[torch.Tensor, torch.Tensor] = _merge_state(o_a, lse_a, o_b, lse_b)
         return merged
-
-
-_STRIDES = (
-    "o_a_token",
-    "o_a_head",
-    "lse_a_token",
-    "lse_a_head",
-    "o_b_token",
-    "o_b_head",
-    "lse_b_token",
-    "lse_b_head",
-)
-COMPILE = [
-    KernelBuild(
-        f"merge_state_{head_dim}_{dtype}" + ("" if dense else "_strided") + ("_few" if few else ""),
-        _merge_state_kernel,
-        {
-            "o_a_ptr": f"*{dtype}", "lse_a_ptr": "*fp32", "o_b_ptr": f"*{dtype}", "lse_b_ptr": "*fp32",
-            "o_ptr": f"*{dtype}", "lse_ptr": "*fp32", "rows": "i32", "num_heads": "i32",
-            **dict.fromkeys(_STRIDES, "i64"),
-        },
-        {
-            "HEAD_DIM": head_dim, "DENSE": dense, "EAGER": few, "ROWS": ROWS_OF_FEW if few else ROWS,
-            "BLOCK": next_power_of_2(head_dim),
-        },
-        num_warps=2, aligned=("num_heads", *_STRIDES),
-    )
-    for few in (False, True)
-    for head_dim, dtype, dense in (
-        (64, "bf16", True), (128, "bf16", True), (128, "bf16", False), (512, "bf16", True), (512, "fp32", True),
-    )
-]  # fmt: skip

@@ -35,7 +35,6 @@ from fastlayers.device import as_device
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import kernel
-from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, dot, release_dependents, to_e4m3
 
 LOG2_E = 1.4426950408889634
@@ -371,83 +370,3 @@ class TritonMLA:
             q, k, v, lens.cu_q, lens.cu_k, self.nope, self.scale, longest, lens.causal, need_lse, self.knobs
         )
         return o, lse if need_lse else None
-
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8e4nv": torch.float8_e4m3fn}
-
-
-def _decode_build(heads: int, dtype: str, kv_dtype: str, queries: int, direct: bool, page: int = 64) -> KernelBuild:
-    """Describe one decode launch of a DeepSeek model: rank 512, rope 64."""
-    config = decode_config(heads * queries, _DTYPES[dtype], _DTYPES[kv_dtype], page, direct, queries > 1)
-    strides = dict.fromkeys(("q_stride_t", "q_stride_h", "page_stride", "row_stride", "table_stride"), "i32")
-    pointers = {
-        "table_ptr": "*i32",
-        "starts_ptr": "*i32",
-        "cu_ptr": "*i32",
-        "positions_ptr": "*i64",
-        "lse_ptr": "*fp32",
-    }
-    return KernelBuild(
-        f"mla_decode_{heads}h_{queries}q_{dtype}_kv_{kv_dtype}_page{page}{'_direct' if direct else ''}",
-        _decode_kernel,
-        {
-            "q_ptr": f"*{dtype}", "cache_ptr": f"*{kv_dtype}", "o_ptr": f"*{dtype}" if direct else "*fp32",
-            **pointers, "positions_ptr": "*i64", "lse_ptr": "*fp32", **strides, "scale": "fp32", "splits": "i32",
-            "num_rows": "i32",
-        },
-        {
-            "HEADS": heads, "RANK": 512, "ROPE": 64, "PAGE": page,
-            "ROW_BLOCKS": cdiv(heads * queries, config.block_m), "CAUSAL": queries > 1, "DIRECT": direct,
-            "AHEAD": config.ahead, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
-            "PDL": True,
-        },
-        config.num_warps, config.num_stages, tuple(strides)[:-1],
-    )  # fmt: skip
-
-
-def _prefill_build(heads: int, dtype: str, causal: bool) -> KernelBuild:
-    """Describe one prefill launch of a DeepSeek model: 128 + 64 wide queries and keys, 128 wide values."""
-    config = prefill_config(_DTYPES[dtype])
-    tensors = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "o_ptr"), f"*{dtype}")
-    strides = dict.fromkeys(("q_stride_t", "q_stride_h", "k_stride_t", "k_stride_h", "v_stride_t", "v_stride_h"), "i32")
-    return KernelBuild(
-        f"mla_prefill_{heads}h_{dtype}_{'causal' if causal else 'full'}",
-        _prefill_kernel,
-        {**tensors, "lse_ptr": "*fp32", "cu_q_ptr": "*i32", "cu_k_ptr": "*i32", **strides, "scale": "fp32"},
-        {
-            "HEADS": heads, "NOPE": 128, "ROPE": 64, "VALUE": 128, "CAUSAL": causal, "NEED_LSE": True,
-            "BLOCK_NOPE": 128, "BLOCK_ROPE": 64, "BLOCK_VALUE": 128, "BLOCK_M": config.block_m,
-            "BLOCK_N": config.block_n,
-        },
-        config.num_warps, config.num_stages, tuple(strides),
-    )  # fmt: skip
-
-
-COMPILE = [
-    *(
-        _decode_build(heads, dtype, dtype, queries, direct)
-        for dtype in ("bf16", "fp16", "fp32")
-        for heads, queries in ((16, 1), (32, 1), (128, 1), (16, 4))
-        for direct in (False, True)
-    ),
-    *(_decode_build(heads, "bf16", "bf16", 1, direct, page=1) for heads in (16, 128) for direct in (False, True)),
-    *(_decode_build(heads, dtype, "fp8e4nv", 1, False) for dtype in ("bf16", "fp16") for heads in (16, 128)),
-    *(_prefill_build(16, dtype, causal) for dtype in ("bf16", "fp16", "fp32") for causal in (True, False)),
-    KernelBuild(
-        "mla_queries_to_e4m3",
-        _to_e4m3_kernel,
-        {"x_ptr": "*bf16", "y_ptr": "*fp8e4nv", "size": "i32"},
-        {"BLOCK": E4M3_BLOCK, "PDL": True},
-        num_warps=4,
-    ),
-    KernelBuild(
-        "mla_reduce_bf16",
-        _reduce_kernel,
-        {
-            "partial_ptr": "*fp32", "partial_lse_ptr": "*fp32", "o_ptr": "*bf16", "lse_ptr": "*fp32", "splits": "i32",
-            "num_rows": "i32",
-        },
-        {"RANK": 512, "MAX_SPLITS": MAX_SPLITS, "BLOCK": REDUCE_BLOCK, "PDL": True},
-        num_warps=4,
-    ),
-]  # fmt: skip

@@ -10,7 +10,6 @@ from fastlayers.attention.mla_kv_write.layer import MLAKVWriteConfig
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.operators import nothing, operator
 from fastlayers.runtime.launch import kernel
-from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, dependent_launch, release_dependents
 
 
@@ -60,19 +59,3 @@ class TritonMLAKVWrite:
     def __call__(self, latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor, loc: torch.Tensor) -> None:
         """Write, in place."""
         _mla_kv_write(latent, rope, cache, loc)
-
-
-COMPILE = [
-    KernelBuild(
-        f"mla_kv_write_{dtype}_to_{cache}_{each}",
-        _mla_kv_write_kernel,
-        {
-            "latent_ptr": f"*{dtype}", "rope_ptr": f"*{dtype}", "cache_ptr": f"*{cache}", "loc_ptr": "*i64",
-            "tokens": "i32", "latent_stride": "i64", "rope_stride": "i64",
-        },
-        {**_blocks(512, 64), "TOKENS": each, "PDL": True},
-        num_warps=2 if each == 1 else 4, aligned=("latent_stride", "rope_stride"),
-    )
-    for each in (1, 4)
-    for dtype, cache in (("bf16", "bf16"), ("bf16", "fp8e4nv"), ("fp32", "fp32"), ("fp32", "fp8e4nv"))
-]  # fmt: skip

@@ -13,7 +13,6 @@ from fastlayers.attention.rotary_kv_write.layer import RotaryKVWriteConfig, cach
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import kernel
-from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
 # Of one program: enough to share the load of cos and sin, few enough to fill a GPU at decode.
@@ -210,46 +209,3 @@ class TritonRotaryKVWrite:
             cfg.rotary_dim, cfg.interleaved_in, cfg.interleaved_out,
         )  # fmt: skip
         return turned
-
-
-_STRIDES = ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "k_slot", "v_slot")
-_REAL = {
-    "qwen3_8b": (RotaryKVWriteConfig(32, 8, 128, 128, 128), "bf16", "bf16"),
-    "qwen3_8b_norms": (RotaryKVWriteConfig(32, 8, 128, 128, 128, qk_norm=1e-6), "bf16", "bf16"),
-    "qwen3_8b_fp8": (RotaryKVWriteConfig(32, 8, 128, 128, 128), "bf16", "fp8e4nv"),
-    "gpt_oss": (RotaryKVWriteConfig(64, 8, 64, 64, 64), "bf16", "bf16"),
-    "glm4_moe": (RotaryKVWriteConfig(96, 8, 128, 128, 64), "bf16", "bf16"),
-    "deepseek_v3": (RotaryKVWriteConfig(128, 1, 64, 512, 64, True, False, True), "bf16", "bf16"),
-    "deepseek_v3_fp32": (RotaryKVWriteConfig(128, 1, 64, 512, 64, True, False, True), "fp32", "fp32"),
-}
-COMPILE = [
-    KernelBuild(
-        f"rotary_kv_write_{name}",
-        _rotary_kv_write_kernel,
-        {
-            **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "q_out_ptr", "q_weight_ptr", "k_weight_ptr"), f"*{dtype}"),
-            **dict.fromkeys(("cos_ptr", "sin_ptr"), "*fp32"),
-            **dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), f"*{cache}"),
-            **dict.fromkeys(("positions_ptr", "loc_ptr"), "*i64"),
-            **dict.fromkeys(_STRIDES, "i64"),
-            **dict.fromkeys(("max_position", "heads", "kv_heads"), "i32"),
-            "eps": "fp32",
-        },
-        {
-            **_blocks(
-                cfg.num_heads,
-                cfg.num_kv_heads,
-                cfg.head_dim,
-                cfg.v_head_dim,
-                cfg.rotary_dim,
-                cfg.interleaved_in,
-                cfg.interleaved_out,
-                cfg.qk_norm is not None,
-            ),
-            "PDL": True,
-        },
-        num_warps=4,
-        aligned=_STRIDES,
-    )
-    for name, (cfg, dtype, cache) in _REAL.items()
-]

@@ -21,7 +21,6 @@ from fastlayers.operators import nothing, operator
 from fastlayers.quant.block_quant import E4M3_MAX
 from fastlayers.quant.group_quant.triton import scale_of
 from fastlayers.runtime.launch import kernel
-from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import cast, to_e4m3
 
 
@@ -152,48 +151,3 @@ class TritonBmm:
         y = x.new_empty((x.shape[0], x.shape[1], weight.shape[1])) if out is None else out
         _bmm(x, weight, weight_scale, self.format, y)
         return y
-
-
-def _build(tokens: int, n: int, k: int, format: str, dtype: str = "bf16", transposed: bool = False) -> KernelBuild:
-    index = FORMATS.index(format)
-    depth = _depth(index, torch.float32 if dtype == "fp32" else torch.bfloat16)
-    tile = _tile(tokens, n, k, index, torch.float32 if dtype == "fp32" else torch.bfloat16)
-    integers = (
-        "T", "N", "K", "x_stride_h", "x_stride_t", "w_stride_h", "w_stride_n", "w_stride_k",
-        "s_stride_h", "s_stride_n", "s_stride_k", "y_stride_h", "y_stride_t",
-    )  # fmt: skip
-    unit = "w_stride_n" if transposed else "w_stride_k"
-    return KernelBuild(
-        f"bmm_{tokens}x{n}x{k}_{format}_{dtype}{'_transposed' if transposed else ''}",
-        _bmm_kernel,
-        {
-            "x_ptr": f"*{dtype}", "sx_ptr": "*fp32", "weight_ptr": f"*{dtype}" if format == "none" else "*fp8e4nv",
-            "scale_ptr": "*fp32", "y_ptr": f"*{dtype}", "eps": "fp32", **{i: "i32" for i in integers if i != unit},
-        },
-        {
-            "PER_TENSOR": format == "fp8_tensor", "PER_BLOCK": format == "fp8_block",
-            "WIDE": format != "none" and dtype == "fp32", "EVEN_K": k % depth == 0, "MAX": E4M3_MAX,
-            "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": depth, unit: 1,
-        },
-        tile.warps, tile.stages,
-        tuple(i for i in integers if i not in ("T", unit) and not i.startswith("s_")),
-    )  # fmt: skip
-
-
-COMPILE = [
-    *(
-        _build(tokens, n, k, format, transposed=transposed)
-        for format in FORMATS
-        for tokens in (1, 32, 64, 128, 4096)
-        for n, k, transposed in ((512, 128, True), (128, 512, False))
-    ),
-    _build(4096, 512, 128, "none", "fp32"),
-    _build(4096, 128, 512, "fp8_block", "fp32"),
-    KernelBuild(
-        "bmm_absmax_512",
-        _absmax_kernel,
-        {"x_ptr": "*bf16", "absmax_ptr": "*fp32", "T": "i32", "K": "i32", "x_stride_h": "i32", "x_stride_t": "i32"},
-        {"BLOCK": 512},
-        aligned=("K", "x_stride_h", "x_stride_t"),
-    ),
-]

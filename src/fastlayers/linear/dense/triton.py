@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton.language as tl
@@ -19,7 +18,6 @@ from fastlayers.linear.dense.layer import LinearConfig
 from fastlayers.linear.triton_gemm import TARGET_PROGRAMS, Tile, add_splits_kernel, tile_for, tile_origin
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import kernel
-from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, dot, release_dependents
 
 MAX_VECTOR_ROWS = 4
@@ -198,39 +196,3 @@ class TritonLinear:
         """Return ``y`` ``[..., N]``, a new contiguous tensor."""
         y: torch.Tensor = _linear(x.reshape(-1, x.shape[-1]), weight, bias, self.out_dtype, self.config)
         return y.view(*x.shape[:-1], weight.shape[0])
-
-
-def _build(m: int, n: int, k: int, dtype: str, config: dict[str, int]) -> KernelBuild:
-    vector, splits = config["VECTOR"], config.get("SPLITS", 1)
-    constexprs: dict[str, Any] = {"HAS_BIAS": True, "EVEN_K": k % config["BLOCK_K"] == 0, "PDL": True}
-    if vector:
-        constexprs |= {"ROWS": next_power_of_2(m)}
-    else:
-        constexprs |= {"SPLITS": splits, "BLOCK_M": config["BLOCK_M"]}
-    constexprs |= {name: config[name] for name in ("BLOCK_N", "BLOCK_K")}
-    return KernelBuild(
-        f"linear_{m}x{n}x{k}_{dtype}_" + "_".join(str(config.get(name, 0)) for name in PARAMETERS),
-        _vector_kernel if vector else _linear_kernel,
-        {
-            "x_ptr": f"*{dtype}", "weight_ptr": f"*{dtype}", "bias_ptr": f"*{dtype}",
-            "y_ptr": f"*{dtype}" if splits == 1 else "*fp32",
-            "M": "i32", "N": "i32", "K": "i32", "x_stride": "i64", "weight_stride": "i64",
-        },
-        constexprs, config["num_warps"], config.get("num_stages", 2), ("N", "K", "x_stride", "weight_stride"),
-    )  # fmt: skip
-
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-COMPILE = [
-    _build(m, n, k, dtype, rule(m, n, k, _DTYPES[dtype]))
-    for m, n, k, dtype in (
-        (1, 2112, 7168, "bf16"), (32, 6144, 4096, "bf16"), (64, 5120, 2880, "bf16"),
-        (128, 24576, 1536, "fp16"), (2, 24576, 4096, "bf16"), (4, 128, 2048, "fp32"),
-        (4096, 24576, 1536, "bf16"), (4096, 2112, 7168, "fp32"), (1, 256, 7168, "fp32"),
-    )
-]  # fmt: skip
-COMPILE += [
-    _build(rows, 5120, 2880, "bf16", config)
-    for rows in (1, 4, 32, 256)
-    for config in candidates(LinearConfig(2880, 5120), rows)[1:]
-]

@@ -20,7 +20,6 @@ from fastlayers.operators import operator
 from fastlayers.quant.group_quant.layer import GroupQuantConfig
 from fastlayers.quant.group_quant.triton import TritonGroupQuant
 from fastlayers.runtime.launch import kernel
-from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import cast, dot
 
 
@@ -224,37 +223,3 @@ class TritonFP8Linear:
             tile = [c["m"], c["n"], c["warps"], c["stages"], c["splits"]]
             y = fp8_block_gemm(*operands, weight, weight_scale_inv, bias, *cfg.block_size, cfg.dtype, tile)
         return y.view(*x.shape[:-1], cfg.out_features)
-
-
-def _build(m: int, n: int, k: int, dtype: str = "bf16") -> KernelBuild:
-    cfg = FP8LinearConfig(k, n, dtype=torch.float32 if dtype == "fp32" else torch.bfloat16)
-    found = default_config(cfg, m)
-    tile = Tile(found["m"], found["n"], found["warps"], found["stages"], found["splits"])
-    return KernelBuild(
-        f"fp8_gemm_{m}x{n}x{k}_{dtype}",
-        _fp8_gemm_kernel,
-        {
-            "q_ptr": "*fp8e4nv", "s_ptr": "*fp32", "weight_ptr": "*fp8e4nv", "scale_ptr": "*fp32",
-            "bias_ptr": f"*{dtype}", "y_ptr": f"*{dtype}" if tile.splits == 1 else "*fp32",
-            "M": "i32", "N": "i32", "K": "i32",
-            "q_stride": "i32", "s_stride_row": "i32", "s_stride_group": "i32",
-            "weight_stride": "i32", "scale_stride": "i32",
-        },
-        {
-            "HAS_BIAS": False, "SPLITS": tile.splits, "EVEN_K": k % 128 == 0, "WIDE": dtype == "fp32",
-            "BLOCK_ROWS": 128, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": 128, "STAGES": tile.stages,
-        },
-        tile.warps, tile.stages, ("N", "K", "q_stride", "weight_stride"),
-    )  # fmt: skip
-
-
-COMPILE = [
-    _build(16, 2112, 7168),
-    _build(16, 24576, 1536),
-    _build(32, 7168, 16384),
-    _build(64, 36864, 7168),
-    _build(128, 4096, 4096),
-    _build(4096, 7168, 18432),
-    _build(4096, 2112, 7168, "fp32"),
-    _build(16, 576, 7168, "fp32"),
-]

@@ -17,7 +17,6 @@ from fastlayers.integers import cdiv
 from fastlayers.operators import operator
 from fastlayers.quant.group_quant.triton import quantize_tile
 from fastlayers.runtime.launch import kernel
-from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import cast, dot
 
 GROUP = 128
@@ -109,30 +108,3 @@ def fp8_block_skinny_gemm(
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return y
-
-
-def _build(n: int, k: int, fused: bool, tile: tuple[int, int, int, int, int]) -> KernelBuild:
-    block_m, block_n, parts, warps, stages = tile
-    return KernelBuild(
-        f"fp8_skinny_{n}x{k}_{'x'.join(map(str, tile))}_{'fused' if fused else 'codes'}",
-        _skinny_kernel,
-        {
-            "x_ptr": "*bf16" if fused else "*fp8e4nv", "s_ptr": "*fp32", "weight_ptr": "*fp8e4nv",
-            "scale_ptr": "*fp32", "bias_ptr": "*bf16", "y_ptr": "*bf16", "M": "i32", "N": "i32", "K": "i32",
-            "x_stride": "i32", "s_stride_row": "i32", "s_stride_group": "i32", "weight_stride": "i32",
-            "scale_stride": "i32", "eps": "fp32",
-        },
-        {
-            "FUSED": fused, "UE8M0": False, "HAS_BIAS": False, "EVEN_K": k % GROUP == 0, "BLOCK_ROWS": 128,
-            "BLOCK_M": block_m, "BLOCK_N": block_n, "PARTS": parts, "STAGES": stages,
-        },
-        warps, stages, ("N", "K", "x_stride", "weight_stride"),
-    )  # fmt: skip
-
-
-COMPILE = [
-    _build(2112, 7168, True, (1, 16, 8, 8, 4)),
-    _build(36864, 7168, True, (2, 32, 4, 4, 4)),
-    _build(2112, 7168, False, (8, 16, 8, 8, 4)),
-    _build(7168, 16384, False, (16, 32, 4, 4, 4)),
-]

@@ -13,7 +13,6 @@ from fastlayers.operators import operator
 from fastlayers.quant.block_quant import E4M3, E4M3_MAX
 from fastlayers.quant.group_quant.triton import scale_of
 from fastlayers.runtime.launch import kernel
-from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import to_e4m3
 
 
@@ -101,29 +100,3 @@ class TritonFP8ScaledLinear:
         q, s = quant_e4m3(x.reshape(-1, self.cfg.in_features), self.cfg.activation_scale, input_scale)
         y: torch.Tensor = scaled_gemm(q, s, weight, weight_scale, bias, x.dtype)
         return y.view(*x.shape[:-1], weight.shape[0])
-
-
-COMPILE = [
-    KernelBuild(
-        "row_absmax_12288",
-        _row_absmax_kernel,
-        {"x_ptr": "*bf16", "absmax_ptr": "*fp32", "K": "i32", "x_stride": "i32"},
-        {"BLOCK": _row_block(12288)},
-        num_warps=8,
-        aligned=("K", "x_stride"),
-    ),
-    *(
-        KernelBuild(
-            f"encode_e4m3_{k}_{'dynamic' if dynamic else 'static'}",
-            _encode_kernel,
-            {
-                "x_ptr": "*bf16", "scale_ptr": "*fp32", "q_ptr": "*fp8e4nv", "s_ptr": "*fp32",
-                "K": "i32", "x_stride": "i32", "eps": "fp32",
-            },
-            {"MAX": E4M3_MAX, "DYNAMIC": dynamic, "BLOCK": _row_block(k)},
-            num_warps=8,
-            aligned=("K", "x_stride"),
-        )
-        for k, dynamic in ((4096, True), (12288, True), (12288, False))
-    ),
-]  # fmt: skip

@@ -11,7 +11,6 @@ from fastlayers.linear.triton_scaled_gemm import scaled_gemm
 from fastlayers.operators import operator
 from fastlayers.quant.group_quant.triton import round_to_int8, scale_of
 from fastlayers.runtime.launch import kernel
-from fastlayers.testing.compile_check import KernelBuild
 
 
 @kernel
@@ -72,21 +71,3 @@ class TritonInt8Linear:
         q, s = token_quant_int8(x.reshape(-1, x.shape[-1]), EPS)
         y: torch.Tensor = scaled_gemm(q, s, weight, weight_scale, bias, x.dtype)
         return y.view(*x.shape[:-1], weight.shape[0])
-
-
-COMPILE = [
-    *(
-        KernelBuild(
-            f"token_quant_int8_{k}",
-            _token_quant_kernel,
-            {
-                "x_ptr": "*bf16", "q_ptr": "*i8", "s_ptr": "*fp32",
-                "K": "i32", "x_stride": "i32", "eps": "fp32",
-            },
-            {"MAX": LARGEST, "BLOCK": _row_block(k)},
-            num_warps=8,
-            aligned=("K", "x_stride"),
-        )
-        for k in (4096, 7168, 18432, 36864)
-    ),
-]  # fmt: skip

@@ -15,7 +15,6 @@ from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.moe.align.layer import MoEAlignConfig, num_blocks
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import kernel
-from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, dependent_launch, release_dependents
 
 # Up to this many pairs every program counts for itself.
@@ -181,40 +180,3 @@ class TritonMoEAlign:
         """Return ``(sorted_ids, expert_ids, num_post_pad)``; nothing is written from num_post_pad on."""
         sorted_ids, expert_ids, total = moe_align(topk_ids, self.cfg.num_experts, self.cfg.block)
         return sorted_ids, expert_ids, total
-
-
-_POINTERS = dict.fromkeys(("ids_ptr", "counts_ptr", "sorted_ptr", "experts_ptr", "total_ptr"), "*i32")
-COMPILE = [
-    KernelBuild(
-        f"moe_align_few_{experts}_{block}_{chunk}",
-        _few_kernel,
-        {**_POINTERS, "num_pairs": "i32", "num_experts": "i32"},
-        {"BLOCK": block, "CHUNK": chunk, "BLOCK_E": next_power_of_2(experts + 1), "PDL": True},
-        num_warps=max(1, chunk // 256),
-    )
-    for experts, block, chunk in ((257, 16, 32), (257, 16, 1024), (128, 16, 512))
-]
-_MANY = {**_POINTERS, "num_pairs": "i32", "span": "i32", "num_experts": "i32"}
-COMPILE += [
-    KernelBuild(
-        f"moe_align_count_{chunk}",
-        _count_kernel,
-        _MANY,
-        {"EXPERTS": EXPERTS, "CHUNK": chunk, "PDL": True},
-        num_warps=min(8, chunk // 256),
-    )
-    for chunk in (512, 4096)
-]
-COMPILE += [
-    KernelBuild(
-        f"moe_align_place_{experts}_{block}_{chunk}",
-        _place_kernel,
-        _MANY,
-        {
-            "EXPERTS": EXPERTS, "SPLITS": SPLITS, "BLOCK": block, "CHUNK": chunk,
-            "BLOCK_E": next_power_of_2(experts + 1), "PDL": True,
-        },
-        num_warps=min(8, chunk // 256),
-    )
-    for experts, block, chunk in ((257, 128, 4096), (128, 128, 4096), (128, 16, 512))
-]  # fmt: skip

@@ -14,7 +14,6 @@ from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.moe.router.layer import GROUP_SCORES, MASKED_SCORES, SCORINGS, WEIGHTS_DTYPES, RouterConfig
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import kernel
-from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
 # More tokens are a matrix product.
@@ -241,48 +240,3 @@ class TritonRouter:
         """Return ``(topk_weights fp32 [T,k], topk_ids int32 [T,k])``."""
         weights, ids = _router(logits, bias, num_valid, *self.arguments)
         return weights, ids
-
-
-def _build(
-    name: str, dtype: str, scoring: int, groups: int, size: int, topk_groups: int, top_k: int, has_bias: bool
-) -> KernelBuild:
-    return KernelBuild(
-        name,
-        _router_kernel,
-        {
-            "logits_ptr": f"*{dtype}", "bias_ptr": "*fp32", "num_valid_ptr": "*i32", "weights_ptr": "*fp32",
-            "ids_ptr": "*i32", "logits_stride": "i64", "renorm_eps": "fp32", "factor": "fp32",
-        },
-        {
-            "GROUPS": groups, "GROUP_SIZE": size, "TOPK_GROUPS": topk_groups, "TOP_K": top_k,
-            "SCORING": scoring, "TOP2": True, "MASK_ZERO": False, "HAS_BIAS": has_bias, "HAS_VALID": True,
-            "RENORMALIZE": True, "ROUND": 0 if dtype == "fp32" else 1,
-            "BLOCK_G": next_power_of_2(groups), "BLOCK_S": next_power_of_2(size),
-            "BLOCK_K": next_power_of_2(top_k), "PDL": True,
-        },
-        num_warps=1 if next_power_of_2(groups) * next_power_of_2(size) <= 512 else 4,
-    )  # fmt: skip
-
-
-COMPILE = [
-    _build("router_deepseek_v3", "fp32", 1, 8, 32, 4, 8, True),
-    _build("router_deepseek_v2", "fp32", 0, 8, 20, 3, 6, False),
-    _build("router_qwen3_moe", "bf16", 0, 1, 128, 1, 8, False),
-    _build("router_gpt_oss", "bf16", 2, 1, 128, 1, 4, False),
-]
-COMPILE += [
-    KernelBuild(
-        f"router_logits_{experts}_{hidden}_{each}",
-        _logits_kernel,
-        {
-            "x_ptr": "*bf16", "weight_ptr": "*bf16", "bias_ptr": "*bf16", "out_ptr": "*bf16", "tokens": "i32",
-            "D": "i32", "E": "i32", "x_stride": "i32",
-        },
-        {
-            "HAS_BIAS": True, "TOKENS": each, "BLOCK_E": 1 if hidden >= 4096 else 2,
-            "BLOCK_D": next_power_of_2(hidden), "PDL": True,
-        },
-        aligned=("D", "E", "x_stride"),
-    )
-    for experts, hidden, each in ((128, 2048, 1), (32, 2880, 4), (256, 7168, 1), (256, 7168, 4))
-]  # fmt: skip

@@ -11,7 +11,6 @@ from fastlayers.integers import next_power_of_2
 from fastlayers.norm.rms_norm.layer import ROUNDINGS, RMSNormConfig
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import kernel
-from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
 
@@ -88,18 +87,3 @@ class TritonRMSNorm:
         """Return ``(y, new_residual)``, both new contiguous tensors of ``x``'s dtype."""
         found = _rms_norm(x, weight, residual, self.eps, self.rounding)
         return found[0], None if residual is None else found[1]
-
-
-COMPILE = [
-    KernelBuild(
-        f"rms_norm_{hidden}_{dtype}",
-        _rms_norm_kernel,
-        {
-            "x_ptr": f"*{dtype}", "residual_ptr": f"*{dtype}", "weight_ptr": f"*{dtype}", "y_ptr": f"*{dtype}",
-            "summed_ptr": f"*{dtype}", "x_stride": "i64", "residual_stride": "i64", "hidden_size": "i32", "eps": "fp32",
-        },
-        {"ROUNDING": 0, "HAS_RESIDUAL": True, "BLOCK": next_power_of_2(hidden), "PDL": True},
-        num_warps=_launch_of(hidden)[1],
-    )
-    for hidden, dtype in ((512, "bf16"), (2880, "bf16"), (7168, "bf16"), (7168, "fp32"))
-]  # fmt: skip

@@ -12,7 +12,6 @@ from fastlayers.integers import cdiv
 from fastlayers.operators import operator
 from fastlayers.quant.group_quant.layer import LARGEST, SCALE_LAYOUTS, GroupQuantConfig, empty_scales
 from fastlayers.runtime.launch import kernel
-from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import INTERPRET, to_e4m3
 
 
@@ -181,25 +180,3 @@ class TritonGroupQuant:
         """Return ``(q, s)`` with T rounded up to a multiple; the rows beyond T are not initialised."""
         q, s = _group_quant(x, self.group, self.dtype, self.ue8m0, self.layout, self.eps, row_multiple)
         return q, s
-
-
-COMPILE = [
-    KernelBuild(
-        f"group_quant_{group}_{dtype}_{out}_{rows}_{ue8m0}",
-        _group_quant_kernel,
-        {
-            "x_ptr": f"*{dtype}", "q_ptr": f"*{out}", "s_ptr": "*fp32", "rows": "i32", "groups": "i32",
-            "x_stride": "i64", "q_stride": "i32", "s_stride_row": "i64", "s_stride_group": "i64", "eps": "fp32",
-        },
-        {
-            "MAX": 127.0 if out == "i8" else 448.0, "UE8M0": ue8m0, "INT8": out == "i8",
-            "GROUP": group, "ROWS": tile.rows, "GROUPS": tile.groups,
-        },
-        num_warps=tile.warps, num_stages=3, aligned=("x_stride", "q_stride"),
-    )
-    for group, dtype, out, ue8m0, rows in (
-        (128, "bf16", "fp8e4nv", False, 4), (128, "bf16", "fp8e4nv", True, 4096),
-        (128, "fp32", "fp8e4nv", False, 4096), (64, "bf16", "i8", False, 4096),
-    )
-    for tile in (quant_tile(rows, 7168 // group, group),)
-]  # fmt: skip

@@ -9,7 +9,6 @@ from fastlayers.integers import cdiv
 from fastlayers.operators import operator
 from fastlayers.quant.mxfp8_quant.layer import GROUP, LARGEST, MXFP8QuantConfig
 from fastlayers.runtime.launch import kernel
-from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import to_e4m3
 
 _GROUP, _LARGEST = tl.constexpr(GROUP), tl.constexpr(LARGEST)
@@ -68,18 +67,3 @@ class TritonMXFP8Quant:
         """Return ``(q, bytes)`` for ``x`` ``[T, K]``, rows of any stride."""
         q, scales = _mxfp8_quant(x, self.cfg.padded(x.shape[1]))
         return q, scales
-
-
-COMPILE = [
-    KernelBuild(
-        f"mxfp8_quant_{dtype}_{block}",
-        _mxfp8_quant_kernel,
-        {
-            "x_ptr": f"*{dtype}", "q_ptr": "*fp8e4nv", "s_ptr": "*u8", "pairs": "i32", "groups": "i32",
-            "features": "i32", "x_stride": "i64",
-        },
-        {"BLOCK": block},
-        num_warps=warps, num_stages=3, aligned=("features", "x_stride"),
-    )
-    for dtype, block, warps in (("bf16", 16, 1), ("bf16", 128, 4), ("fp32", 128, 4))
-]  # fmt: skip

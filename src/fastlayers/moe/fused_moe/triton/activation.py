@@ -15,7 +15,6 @@ from fastlayers.moe.fused_moe.triton.permute import WIDTH, Rows, empty_scales, s
 from fastlayers.moe.fused_moe.weights import EPS, GROUP
 from fastlayers.quant.group_quant.triton import quantize_tile
 from fastlayers.runtime.launch import kernel
-from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import cast
 
 
@@ -83,22 +82,3 @@ def activate(
         INTERLEAVED=cfg.interleaved, GROUPS=each, num_warps=max(1, each // 2),
     )  # fmt: skip
     return a, s
-
-
-COMPILE = [
-    KernelBuild(
-        f"moe_rows_activate_{'fp8' if fp8 else 'bf16'}",
-        activate_kernel,
-        {
-            "h_ptr": "*bf16", "row_ptr": "*i32", "ids_ptr": "*i32", "bias_ptr": "*bf16",
-            "a_ptr": "*fp8e4nv" if fp8 else "*bf16", "s_ptr": "*fp32" if fp8 else "*bf16", "inner": "i32",
-            "groups": "i32", "s_stride": "i32", "alpha": "fp32", "limit": "fp32", "eps": "fp32",
-        },
-        {
-            "QUANT": fp8, "UE8M0": False, "GROUPS": 8, "PAIRS": 8, "LAYOUT": 1 if fp8 else 0, "OAI": not fp8,
-            "HAS_BIAS": not fp8, "INTERLEAVED": not fp8,
-        },
-        4, aligned=("inner",),
-    )
-    for fp8 in (True, False)
-]  # fmt: skip

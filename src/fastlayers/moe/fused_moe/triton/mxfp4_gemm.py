@@ -9,16 +9,13 @@ Weights are the left operand (rows of an expert are the GEMM's M, pairs its N), 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.moe.align.triton import moe_align
-from fastlayers.moe.fused_moe.config import FusedMoEConfig
-from fastlayers.moe.fused_moe.launch_config import LaunchConfig, Tile, plan_for
+from fastlayers.moe.fused_moe.launch_config import LaunchConfig
 from fastlayers.moe.fused_moe.triton.activation import activation_of
 from fastlayers.moe.fused_moe.triton.grouped_gemm import (
     block_is_empty,
@@ -29,7 +26,6 @@ from fastlayers.moe.fused_moe.triton.grouped_gemm import (
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.quant.mxfp4.codes import GROUP
 from fastlayers.runtime.launch import kernel
-from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import INTERPRET, await_inputs, cast, dependent_launch, dot, release_dependents
 
 _GROUP = tl.constexpr(GROUP)
@@ -291,47 +287,3 @@ def _even(columns: int, step: int, splits: int) -> bool:
 def _lines(columns: int) -> int:
     """Return how many lines of 128 bytes hold a row of codes: a power of two."""
     return next_power_of_2(cdiv(columns, 256))
-
-
-def _builds(name: str, cfg: FusedMoEConfig, tokens: int, code: str) -> list[KernelBuild]:
-    plan = plan_for(tokens, cfg, code == "fp32")
-    blocks = {"sorted_ptr": "*i32", "expert_ptr": "*i32", "total_ptr": "*i32"}
-    blocks |= {"num_pairs": "i32", "tiles_m": "i32", "num_experts": "i32", "D": "i32", "I": "i32", "groups": "i32"}
-    codes = {"w_ptr": "*u8", "ws_ptr": "*u8", "bias_ptr": f"*{code}"}
-    more = {"PER_TOKEN": cfg.top_k, "OAI": True, "INTERLEAVED": True, "LINES": _lines(cfg.hidden_size)}
-    more["EVEN_K"] = cfg.hidden_size % plan.first.k == 0
-    less = {"LINES": _lines(cfg.intermediate_size), "SPLITS": plan.splits}
-    less["EVEN_K"] = _even(cfg.intermediate_size, plan.second.k, plan.splits)
-
-    def build(which: str, kernel: Any, signature: dict[str, str], tile: Tile, own: dict[str, int]) -> KernelBuild:
-        sizes = {"BLOCK_M": max(16, tile.m), "BLOCK_N": tile.n, "BLOCK_K": tile.k, "HAS_BIAS": cfg.bias}
-        sizes |= {"DIRECT": plan.by_pair, "BAND": plan.band, "PDL": True}
-        names = set(kernel.arg_names)
-        types = {n: t for n, t in (signature | codes | blocks).items() if n in names}
-        return KernelBuild(
-            f"moe_mxfp4_{which}_{name}_{code}_{tokens}", kernel, types, sizes | own,
-            tile.warps, tile.stages, tuple(n for n in ("D", "I") if n in names),
-        )  # fmt: skip
-
-    first = {"x_ptr": f"*{code}", "out_ptr": f"*{code}", "alpha": "fp32", "limit": "fp32"}
-    second = {"a_ptr": f"*{code}", "weights_ptr": "*fp32", "out_ptr": "*fp32"}
-    return [
-        build("gate_up", mxfp4_gate_up_kernel, first, plan.first, more),
-        build("down", mxfp4_down_kernel, second, plan.second, less),
-    ]
-
-
-_GPT_OSS = FusedMoEConfig(2880, 2880, 32, 4, quant="mxfp4", activation="swiglu_oai", bias=True, interleaved=True)
-_TP2 = FusedMoEConfig(2880, 1440, 128, 4, quant="mxfp4", activation="swiglu_oai", bias=True, interleaved=True)
-COMPILE = [
-    build
-    for name, cfg, tokens, code in (
-        *(("20b", _GPT_OSS, tokens, "bf16") for tokens in (1, 64, 256, 1024, 4096)),
-        ("120b_tp2", _TP2, 64, "bf16"),
-        ("120b_tp2", _TP2, 4096, "bf16"),
-        ("20b", _GPT_OSS, 64, "fp16"),
-        ("20b", _GPT_OSS, 64, "fp32"),
-        ("20b", _GPT_OSS, 1024, "fp32"),
-    )
-    for build in _builds(name, cfg, tokens, code)
-]

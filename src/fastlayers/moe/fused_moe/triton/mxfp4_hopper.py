@@ -27,7 +27,6 @@ from fastlayers.moe.fused_moe.triton.reduce import reduce
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import kernel
-from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
 
@@ -314,38 +313,3 @@ class TritonSwizzledFusedMoE:
             packed.w2_bias, *self.arguments, plan.numbers(),
         )  # fmt: skip
         return y
-
-
-def builds_of(name: str, cfg: FusedMoEConfig, plan: HopperLaunchConfig) -> list[KernelBuild]:
-    """Return both products' kernels of a plan as they are launched."""
-    wide, direct = plan.tokens == 16, plan.tokens == 0
-    types = {"x_ptr": "*i32", "a_ptr": "*i32", "w_ptr": "*i32", "ws_ptr": "*u8", "bias_ptr": "*fp32"}
-    types |= {"weights_ptr": "*fp32", "sorted_ptr": "*i32", "expert_ptr": "*i32", "total_ptr": "*i32"}
-    types |= {"num_pairs": "i32", "num_experts": "i32", "alpha": "fp32", "limit": "fp32"}
-    shared = {"HIDDEN": cfg.hidden_size, "INNER": cfg.intermediate_size, "HAS_BIAS": cfg.bias, "DIRECT": direct}
-    shared |= {"WIDE": wide, "ASYNC": not plan.l1, "PDL": True}
-    found = []
-    for product, out, r, w, s in (
-        (swizzled_gate_up_kernel, "*bf16", plan.r1, plan.w1, plan.s1),
-        (swizzled_down_kernel, "*fp32", plan.r2, plan.w2, plan.s2),
-    ):
-        sizes = shared | {"R": r, "W": w, "STAGES": s, "PER_TOKEN": cfg.top_k}
-        names = set(product.arg_names)
-        found.append(
-            KernelBuild(
-                f"moe_{product.__name__}_{name}_" + "_".join(map(str, plan.numbers())), product,
-                {n: t for n, t in (types | {"out_ptr": out}).items() if n in names},
-                {n: value for n, value in sizes.items() if n in names}, w, 3,
-            )
-        )  # fmt: skip
-    return found
-
-
-GPT_OSS = FusedMoEConfig(2880, 2880, 32, 4, quant="mxfp4", activation="swiglu_oai", bias=True, interleaved=True)
-_TP2 = FusedMoEConfig(2880, 1440, 128, 4, quant="mxfp4", activation="swiglu_oai", bias=True, interleaved=True)
-COMPILE = [
-    build
-    for name, cfg in (("20b", GPT_OSS), ("120b_tp2", _TP2))
-    for plan in dict.fromkeys(plan_for(tokens) for tokens in (1, 16, 64))
-    for build in builds_of(name, cfg, plan)
-]

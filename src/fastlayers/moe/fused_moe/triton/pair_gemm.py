@@ -19,14 +19,12 @@ import triton
 import triton.language as tl
 
 from fastlayers.integers import cdiv, next_power_of_2
-from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.launch_config import LaunchConfig, Tile
 from fastlayers.moe.fused_moe.triton.activation import activation_of
 from fastlayers.moe.fused_moe.triton.reduce import pair_sum
 from fastlayers.moe.fused_moe.weights import EPS, FORMATS, GROUP, MoEWeights
 from fastlayers.quant.group_quant.triton import quantize_tile
 from fastlayers.runtime.launch import kernel
-from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, dot, release_dependents
 
 _GROUP = tl.constexpr(GROUP)
@@ -258,55 +256,3 @@ def pair_experts(
         quant, wide, 1, alpha, limit, oai, False, factor,
     )  # fmt: skip
     pair_sum(partial, ids, y, route.routed, factor, constants, plan.splits)
-
-
-def _builds(name: str, cfg: FusedMoEConfig, plan: LaunchConfig) -> list[KernelBuild]:
-    code = {"none": "bf16", "fp8_block": "fp8e4nv", "int8": "i8"}[cfg.quant]
-    quant, oai, paired = FORMATS.index(cfg.quant), cfg.activation != "silu", cfg.quant == "none" and plan.splits1 == 1
-    columns = (cfg.hidden_size, cfg.intermediate_size)
-    pointers = {"x_ptr": f"*{code}", "xs_ptr": "*fp32", "w_ptr": f"*{code}", "ws_ptr": "*fp32", "bias_ptr": "*bf16"}
-    pointers |= {"weights_ptr": "*fp32", "ids_ptr": "*i32"}
-    numbers = {"num_routed": "i32", "N": "i32", "K": "i32", "x_stride": "i32"}
-    numbers |= {"alpha": "fp32", "limit": "fp32", "shared_weight": "fp32"}
-    pairs = {"TOP_K": cfg.top_k, "SHARED": cfg.num_shared, "SPAN": next_power_of_2(cfg.top_k)}
-    block = next_power_of_2(cfg.intermediate_size) if cfg.quant == "int8" else GROUP
-
-    def product(which: int, tile: Tile, splits: int) -> KernelBuild:
-        fused = paired and which == 0
-        sizes = {
-            **pairs, "QUANT": quant, "WIDE": False,
-            "HALVES": 2 - which, "PAIRED": fused, "INTERLEAVED": cfg.interleaved, "OAI": oai, "WEIGH": which == 1,
-            "HAS_BIAS": cfg.bias, "IDS_READY": which == 1 or cfg.quant != "none",
-            "EVEN_K": columns[which] % tile.k == 0, "SPLITS": splits, "BLOCK_N": tile.n,
-            "BLOCK_K": tile.k, "PDL": True,
-        }  # fmt: skip
-        types = pointers | {"out_ptr": f"*{code}" if fused else "*fp32"} | numbers
-        return KernelBuild(
-            f"moe_pair_product_{name}_{which}", pair_product_kernel, types, sizes, tile.warps, tile.stages,
-            ("N", "K", "x_stride"),
-        )  # fmt: skip
-
-    activate = KernelBuild(
-        f"moe_pair_activate_{name}", pair_activate_kernel,
-        {
-            "h_ptr": "*fp32", "ids_ptr": "*i32", "a_ptr": f"*{code}", "s_ptr": "*fp32", "num_routed": "i32",
-            "I": "i32", "alpha": "fp32", "limit": "fp32", "eps": "fp32",
-        },
-        {
-            **pairs, "QUANT": quant, "MAX": 448.0 if quant == 1 else 127.0, "UE8M0": False, "OAI": oai,
-            "INTERLEAVED": cfg.interleaved, "SPLITS": plan.splits1, "BLOCK": block, "PDL": True,
-        },
-        max(1, min(8, block // 512)), aligned=("I",),
-    )  # fmt: skip
-    products = [product(0, plan.first, plan.splits1), product(1, plan.second, plan.splits)]
-    return products if paired else [*products, activate]
-
-
-_SQUARE = Tile(1, 64, 128, 4, 4)
-_SHAPES = {
-    "v3": (FusedMoEConfig(7168, 2048, 256, 8, quant="fp8_block"), LaunchConfig(_SQUARE, _SQUARE)),
-    "v3_tp8": (FusedMoEConfig(7168, 256, 256, 8, 1, "fp8_block"), LaunchConfig(_SQUARE, _SQUARE, splits1=4)),
-    "v3_tp8_int8": (FusedMoEConfig(7168, 256, 256, 8, 1, "int8"), LaunchConfig(_SQUARE, _SQUARE, splits1=4)),
-    "qwen3_30b": (FusedMoEConfig(2048, 768, 128, 8), LaunchConfig(_SQUARE, _SQUARE)),
-}
-COMPILE = [build for name, (cfg, plan) in _SHAPES.items() for build in _builds(name, cfg, plan)]

@@ -23,7 +23,6 @@ from fastlayers.moe.align.layer import num_blocks
 from fastlayers.moe.fused_moe.weights import EPS, GROUP
 from fastlayers.quant.group_quant.triton import quantize_tile
 from fastlayers.runtime.launch import kernel
-from fastlayers.testing.compile_check import KernelBuild
 
 # Up to this many pairs one program an expert looks at all of them: one launch. With more, chunks of this size.
 COUNT_ALONE, CHUNK = 2048, 128
@@ -384,61 +383,3 @@ def scatter(x: torch.Tensor, rows: Rows, quant: str, ue8m0: bool, layout: int) -
         GROUPS=each, num_warps=max(1, each // 2),
     )  # fmt: skip
     return q, s
-
-
-_OUTPUTS = {
-    "groups_ptr": "*i32", "row_ptr": "*i32", "token_ptr": "*i32", "sizes_ptr": "*i32", "strides_ptr": "*i64",
-    "tokens": "i32", "hidden": "i32", "inner": "i32",
-}  # fmt: skip
-_V3 = {"EXPERTS": 256, "TOP_K": 8, "SHARED": 1, "BLOCK_K": 8, "BLOCK_E": 512}
-
-
-def _place_build(step: int, masked: bool) -> KernelBuild:
-    return KernelBuild(
-        f"moe_rows_place_{step}{'_masked' * masked}",
-        place_kernel,
-        {"ids_ptr": "*i32", "capacity": "i32", **_OUTPUTS},
-        {**_V3, "ALIGN": 64, "MASKED": masked, "HAS_TOKENS": True, "HAS_SIZES": True, "TOKENS": step // 8},
-        _warps(step),
-    )
-
-
-COMPILE = [
-    _place_build(32, True),
-    _place_build(1024, False),
-    KernelBuild(
-        "moe_rows_chunk",
-        chunk_kernel,
-        {"ids_ptr": "*i32", "chunks_ptr": "*i32", "tokens": "i32"},
-        {**_V3, "TOKENS": CHUNK // 8},
-        2,
-    ),
-    KernelBuild(
-        "moe_rows_prefix",
-        prefix_kernel,
-        {"chunks_ptr": "*i32", "groups_ptr": "*i32", "chunks": "i32"},
-        {"ALL": 257, "BLOCK_E": 512, "STEP": PREFIX_STEP, "WIDE": PREFIX_EXPERTS},
-    ),
-    KernelBuild(
-        "moe_rows_place_chunk",
-        place_chunk_kernel,
-        {"ids_ptr": "*i32", "chunks_ptr": "*i32", **_OUTPUTS},
-        {**_V3, "ALIGN": 64, "HAS_TOKENS": True, "HAS_SIZES": True, "TOKENS": CHUNK // 8},
-        4,
-    ),
-    *(
-        KernelBuild(
-            f"moe_rows_scatter_{name}_{layout}",
-            scatter_kernel,
-            {
-                "x_ptr": "*bf16", "row_ptr": "*i32", "q_ptr": f"*{code}",
-                "s_ptr": "*fp32" if name == "fp8" else "*bf16", "x_stride": "i32", "width": "i32", "groups": "i32",
-                "s_stride": "i32", "eps": "fp32",
-            },
-            {"QUANT": name == "fp8", "UE8M0": False, "GROUPS": 8, "PAIRS": 8, "LAYOUT": layout},
-            4, aligned=("x_stride", "width"),
-        )
-        for name, code, layouts in (("fp8", "fp8e4nv", (0, 1, 2)), ("bf16", "bf16", (0,)))
-        for layout in layouts
-    ),
-]  # fmt: skip

@@ -13,7 +13,6 @@ import triton.language as tl
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.moe.fused_moe.triton.permute import Rows
 from fastlayers.runtime.launch import kernel
-from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
 
@@ -129,36 +128,3 @@ def combine(
         o, rows.row_of, weights, ids, o if bias is None else bias, y, hidden, factor,
         TOP_K=ids.shape[1], SHARED=shared, HAS_BIAS=bias is not None, BLOCK=block, num_warps=max(1, block // 256),
     )  # fmt: skip
-
-
-COMPILE = [
-    KernelBuild(
-        "moe_reduce_9",
-        reduce_kernel,
-        {
-            "partial_ptr": "*fp32", "ids_ptr": "*i32", "y_ptr": "*bf16", "D": "i32", "num_experts": "i32",
-            "factor": "fp32",
-        },
-        {"PER_TOKEN": 9, "SPLITS": 1, "BLOCK": 1024, "PDL": True}, aligned=("D",),
-    ),
-    *(
-        KernelBuild(
-            f"moe_pair_sum_{name}", pair_sum_kernel,
-            {
-                "partial_ptr": "*fp32", "ids_ptr": "*i32", "y_ptr": "*bf16", "D": "i32", "num_routed": "i32",
-                "factor": "fp32",
-            },
-            {"TOP_K": 8, "SHARED": shared, "SPAN": 8, "SPLITS": 1, "BLOCK": 256, "PDL": True}, 2, aligned=("D",),
-        )
-        for name, shared in (("v3", 0), ("v3_tp8", 1), ("v3_tp8_int8", 1), ("qwen3_30b", 0))
-    ),
-    KernelBuild(
-        "moe_rows_combine",
-        combine_kernel,
-        {
-            "o_ptr": "*bf16", "row_ptr": "*i32", "weights_ptr": "*fp32", "ids_ptr": "*i32", "bias_ptr": "*bf16",
-            "y_ptr": "*bf16", "hidden": "i32", "factor": "fp32",
-        },
-        {"TOP_K": 8, "SHARED": 1, "HAS_BIAS": True, "BLOCK": 1024}, 4, aligned=("hidden",),
-    ),
-]  # fmt: skip

@@ -1,0 +1,327 @@
+"""The launches of real shapes, recorded: backends run on tensors without memory, with a stub in place of each launch.
+
+What Triton would specialise on (dtypes, constants, sizes that are 1 or divide by 16) is taken from the very call, so
+that what compiles here is what runs there. Shapes are those of the layers' own cases that come from real models, and of
+:data:`MORE`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import torch
+
+import fastlayers as fl
+from fastlayers.attention.buckets import ExtendBucket
+from fastlayers.attention.gqa import cases as gqa_cases
+from fastlayers.attention.meta import AttentionBatch, AttentionState
+from fastlayers.attention.mla import cases as mla_cases
+from fastlayers.attention.mla.triton import rounded_to_e4m3
+from fastlayers.linear.bmm.layer import BmmConfig
+from fastlayers.linear.dense.layer import LinearConfig
+from fastlayers.linear.fp8_block.layer import FP8LinearConfig
+from fastlayers.linear.fp8_scaled.layer import FP8ScaledLinearConfig
+from fastlayers.linear.int8.layer import Int8LinearConfig
+from fastlayers.moe.fused_moe.config import FusedMoEConfig
+from fastlayers.moe.fused_moe.packages import deep_gemm
+from fastlayers.moe.fused_moe.swizzle import swizzle
+from fastlayers.moe.fused_moe.triton import mxfp4_hopper, permute
+from fastlayers.moe.fused_moe.weights import MoEWeights
+from fastlayers.moe.router.triton import router_logits
+from fastlayers.registry import LAYERS, registry
+from fastlayers.registry.spec import Case, spec_of
+from fastlayers.runtime.launch import Kernel
+from fastlayers.testing.compile_check import KernelBuild
+from fastlayers.tuning.sweep import case_at, inputs_of
+
+BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+TYPES = {
+    BF16: "bf16", FP16: "fp16", FP32: "fp32", torch.float64: "fp64", E4M3: "fp8e4nv", torch.uint8: "u8",
+    torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.bool: "i1",
+}  # fmt: skip
+
+
+@dataclass
+class Recorder:
+    """Takes the place of :meth:`Kernel._launch` and keeps each launch once, under the first call that made it."""
+
+    label: str = ""
+    builds: dict[Any, KernelBuild] = field(default_factory=dict)
+
+    def add(self, kernel: Kernel, grid: Any, *arguments: Any, **given: Any) -> None:
+        constants = {name: value for name, value in given.items() if name in kernel.arg_names}
+        if "PDL" in constants:
+            constants["PDL"] = True  # as on sm_90, which is compiled for
+        signature, aligned = {}, []
+        fixed = set(getattr(kernel.jit, "do_not_specialize", ()) or ())
+        for name, value in zip(kernel.arg_names, arguments, strict=False):
+            if isinstance(value, torch.Tensor):
+                signature[name] = f"*{TYPES[value.dtype]}"
+            elif isinstance(value, float):
+                signature[name] = "fp32"
+            elif value == 1 and name not in fixed:
+                constants[name] = 1
+            else:
+                signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+                if value % 16 == 0 and name not in fixed:
+                    aligned.append(name)
+        options = given.get("num_warps", 4), given.get("num_stages", 3)
+        key = (kernel.__module__, kernel.__name__, *map(str, (signature, constants, aligned, options)))
+        self.builds.setdefault(
+            key, KernelBuild(f"{kernel.__name__}-{self.label}", kernel, signature, constants, *options, tuple(aligned))
+        )
+
+
+class HostGenerator:
+    """Makes generators of the host for any device: there are none of "meta", and nothing is drawn there."""
+
+    def __new__(cls, device: object = "cpu", make: Any = torch.Generator) -> Any:
+        return make()
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Recorder]:
+    """Record every launch within; kernels are not run, nor is anything else that would read data."""
+    recorder = Recorder()
+
+    def launch(self: Kernel, grid: Any, *arguments: Any, **constants: Any) -> None:
+        recorder.add(self, grid, *arguments, **constants)
+
+    with mock.patch.object(Kernel, "_launch", launch), mock.patch.object(torch, "Generator", HostGenerator):
+        yield recorder
+
+
+def _at(layer: str, tokens: tuple[int, ...], *cfgs: Any) -> Iterator[Case]:
+    for cfg in cfgs:
+        for count in tokens:
+            yield replace(case_at(layer, cfg, count), name=f"{cfg.tuning_key()},T={count}")
+
+
+# Shapes of real models at token counts and in dtypes that the layers' cases lack.
+GPT_OSS = FusedMoEConfig(2880, 2880, 32, 4, quant="mxfp4", activation="swiglu_oai", bias=True, interleaved=True)
+GPT_OSS_TP2 = replace(GPT_OSS, intermediate_size=1440, num_experts=128)
+V3_EXPERTS = FusedMoEConfig(7168, 256, 256, 8, num_shared=1, quant="fp8_block")
+QWEN3_EXPERTS = FusedMoEConfig(2048, 768, 128, 8)
+
+
+def _more(layer: str) -> Iterator[Case]:
+    """Yield further cases of a layer."""
+    if layer == "linear":
+        for dtype in (BF16, FP16, FP32):
+            yield from _at(layer, (1, 64), LinearConfig(7168, 2112, True, dtype))
+        yield from _at(layer, (32, 4096), LinearConfig(4096, 6144), LinearConfig(7168, 2112, dtype=FP32))
+        yield from _at(layer, (2, 4096), LinearConfig(4096, 24576), LinearConfig(1536, 24576, dtype=FP16))
+    elif layer == "fp8_linear":
+        sizes = ((7168, 2112), (1536, 24576), (16384, 7168), (7168, 36864))
+        yield from _at(layer, (1, 2, 8, 64, 4096), *(FP8LinearConfig(k, n) for k, n in sizes))
+        yield from _at(
+            layer, (16, 4096), FP8LinearConfig(7168, 2112, dtype=FP32), FP8LinearConfig(7168, 576, dtype=FP32)
+        )
+    elif layer == "int8_linear":
+        yield from _at(layer, (1, 32, 64, 4096), Int8LinearConfig(4096, 6144, True), Int8LinearConfig(7168, 36864))
+    elif layer == "fp8_scaled_linear":
+        yield from _at(layer, (1, 32, 128, 4096), FP8ScaledLinearConfig(4096, 6144, True))
+        yield from _at(layer, (4096,), FP8ScaledLinearConfig(4096, 6144, dtype=FP32))
+    elif layer == "bmm":
+        for format in ("none", "fp8_tensor", "fp8_block"):
+            for k, n in ((128, 512), (512, 128)):
+                yield from _at(layer, (32, 64, 4096), BmmConfig(128, k, n, format))
+        yield from _at(
+            layer, (4096,), BmmConfig(128, 128, 512, dtype=FP32), BmmConfig(128, 512, 128, "fp8_block", FP32)
+        )
+    elif layer == "mla":
+        usual = spec_of(layer).case("deepseek_tp8_decode")
+        many, prefill = spec_of(layer).case("deepseek_many"), spec_of(layer).case("deepseek_prefill")
+        yield Case("fp16_e4m3", replace(usual.cfg, dtype=FP16, kv_dtype=E4M3), usual.shape)
+        yield Case("fp16_many", replace(usual.cfg, dtype=FP16, kv_dtype=FP16), many.shape)
+        yield Case("fp16_prefill", replace(prefill.cfg, dtype=FP16, kv_dtype=FP16), prefill.shape)
+    elif layer == "gqa":
+        usual, few = spec_of(layer).case("qwen3_8b_decode"), spec_of(layer).case("qwen3_30b_prefill")
+        for more in ({"kv_dtype": E4M3}, {"dtype": FP32, "kv_dtype": FP32}, {"page_size": 16}, {"page_size": 1}):
+            yield Case(str(more), replace(usual.cfg, **more), usual.shape)
+        wide = replace(usual.cfg, num_heads=16, num_kv_heads=2, head_dim=256)
+        yield Case("qwen3_next", wide, usual.shape)
+        yield Case("qwen3_next_fp32", replace(wide, dtype=FP32, kv_dtype=FP32), usual.shape)
+        for more in ({}, {"dtype": FP32, "kv_dtype": FP32}):
+            prefill = replace(wide, phase=few.cfg.phase, **more)
+            yield Case(
+                f"qwen3_next_prefill{more}", prefill, {**usual.shape, "query_lens": (2048,), "prefix_lens": (0,)}
+            )
+        yield Case("few_tokens", few.cfg, {**few.shape, "query_lens": (4,), "prefix_lens": (4000,)})
+    elif layer == "fused_moe":
+        experts = (V3_EXPERTS, replace(V3_EXPERTS, quant="int8"), QWEN3_EXPERTS)
+        oai = replace(GPT_OSS, quant="none")
+        yield from _at(layer, (1, 16, 64, 512, 1024, 4096), *experts, oai, GPT_OSS)
+        yield from _at(layer, (1,), replace(V3_EXPERTS, intermediate_size=2048, num_shared=0))
+        yield from _at(layer, (64, 4096), GPT_OSS_TP2)
+        yield from _at(layer, (64,), replace(GPT_OSS, dtype=FP16), replace(GPT_OSS, dtype=FP32))
+        yield from _at(layer, (1024,), replace(GPT_OSS, dtype=FP32))
+
+
+# Layers whose kernels compile in no time are recorded at every case; these at those of real sizes.
+LARGE = ("linear", "fp8_linear", "int8_linear", "fp8_scaled_linear", "bmm", "fused_moe", "gqa", "mla", "sampler")
+
+
+def _cases(layer: str) -> Iterator[Case]:
+    yield from (case for case in spec_of(layer).cases if not (case.small and layer in LARGE))
+    yield from _more(layer)
+
+
+def _empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _gqa_inputs(case: Case) -> dict[str, Any]:
+    """Return a step whose lengths are numbers, and whose queries and cache have no memory."""
+    cfg, shape = case.cfg, case.shape
+    count, rows = len(shape["query_lens"]), shape["bucket"] or sum(shape["query_lens"])
+    width = -(-max(map(sum, zip(shape["prefix_lens"], shape["query_lens"], strict=True))) // cfg.page_size)
+    cache = _empty(count * width + 1, cfg.page_size, cfg.num_kv_heads, cfg.head_dim, dtype=cfg.kv_dtype)
+    return {
+        "q": _empty(rows, cfg.num_heads, cfg.head_dim, dtype=cfg.dtype), "k_cache": cache, "v_cache": cache,
+        "sinks": _empty(cfg.num_heads, dtype=FP32) if cfg.sinks else None,
+        "query_lens": torch.tensor(shape["query_lens"]), "prefix_lens": torch.tensor(shape["prefix_lens"]),
+        "starts": torch.tensor(shape["starts"] or (0,) * count),
+        "page_table": torch.arange(1, count * width + 1).view(count, width), "bucket": shape["bucket"], "lse": cfg.lse,
+    }  # fmt: skip
+
+
+def _mla_inputs(case: Case) -> dict[str, Any]:
+    """Return a step of decode, as :func:`_gqa_inputs`; of prefill, the cases' own."""
+    cfg, shape = case.cfg, case.shape
+    if shape["mode"] == "prefill":
+        return inputs_of("mla", case, "meta")
+    count, width = len(shape["query_lens"]), -(-max(shape["seq_lens"]) // cfg.page_size)
+    lengths = zip(shape["query_lens"], shape["seq_lens"], shape["starts"], strict=True)
+    rows = shape["bucket"] or sum(shape["query_lens"])
+    return {
+        "case": case, "q": _empty(rows, cfg.num_heads, cfg.latent_width, dtype=cfg.dtype),
+        "cache": _empty(count * width + 3, cfg.page_size, cfg.latent_width, dtype=cfg.kv_dtype),
+        "lengths": torch.tensor([(query, total - query, start) for query, total, start in lengths]),
+        "pages": torch.arange(1, count * width + 1).view(count, width),
+    }  # fmt: skip
+
+
+def _router_inputs(case: Case) -> dict[str, Any]:
+    return inputs_of("router", case, "cpu")  # it looks at its numbers, which are few
+
+
+INPUTS: dict[str, Callable[[Case], dict[str, Any]]] = {
+    "gqa": _gqa_inputs, "mla": _mla_inputs, "router": _router_inputs
+}  # fmt: skip
+
+
+def _host_state(batch: int, tokens: int, pages: int, page_size: int, device: object = None) -> AttentionState:
+    """Plan steps on the host, wherever their queries are."""
+    return AttentionState(batch, tokens, pages, page_size, torch.device("cpu"))
+
+
+def _run(layer: str, impl: Any, case: Case) -> None:
+    """Call a backend with a case, on tensors without memory."""
+    spec, make = spec_of(layer), INPUTS.get(layer, lambda case: inputs_of(layer, case, "meta"))
+    inputs = make(case)
+    with (
+        mock.patch.multiple(gqa_cases, AttentionState=_host_state),
+        mock.patch.object(mla_cases, "AttentionState", _host_state),
+    ):
+        spec.timed(impl, inputs, spec.prepare(impl, inputs))
+
+
+class Swizzled(mxfp4_hopper.TritonSwizzledFusedMoE):
+    """The experts of a Hopper GPU; their scales are not looked at."""
+
+    def pack(self, weights: MoEWeights) -> Any:
+        return swizzle(weights)
+
+
+def hopper_builds(plans: Iterable[mxfp4_hopper.HopperLaunchConfig], *cfgs: FusedMoEConfig) -> list[KernelBuild]:
+    """Return the kernels of MXFP4 experts on a Hopper GPU as these plans launch them, both products and more."""
+    with recording() as recorder:
+        for cfg in cfgs:
+            for plan in plans:
+                recorder.label = f"{cfg.intermediate_size}-{'_'.join(map(str, plan.numbers()))}"
+                (case,) = _at("fused_moe", (4,), cfg)
+                _run("fused_moe", Swizzled(cfg, plan.config()), case)
+    return list(recorder.builds.values())
+
+
+def _product(a: torch.Tensor, scale: Any, weight: torch.Tensor, more: Any, rows: Any, *numbers: int) -> torch.Tensor:
+    return _empty(rows.total, weight.shape[1], dtype=BF16)
+
+
+def _rows(recorder: Recorder) -> None:
+    """Record what stands around another package's grouped GEMMs: permute, activate, combine."""
+    with mock.patch.object(deep_gemm, "_product", _product):
+        for masked, backend in enumerate((deep_gemm.DeepGemmFusedMoE, deep_gemm.DeepGemmMaskedFusedMoE)):
+            for cfg in (V3_EXPERTS, replace(GPT_OSS, quant="none"))[: 2 - masked]:
+                for case in _at("fused_moe", (4, 128, 4096), cfg):
+                    recorder.label = f"fused_moe-{backend.__name__}-{case.name}"
+                    _run("fused_moe", backend(cfg), case)
+    ids, rows = _empty(128, 8, dtype=torch.int32), _empty(128, 7168, dtype=BF16)
+    recorder.label = "fused_moe-rows"
+    for layout in (permute.ROW_SCALES, permute.COLUMN_SCALES):
+        permute.scatter(
+            rows, permute.place(ids, 256, 1, tokens_of_rows=True, sizes=(7168, 256)), "fp8_block", False, layout
+        )
+
+
+def _attention(recorder: Recorder) -> None:
+    """Record captured extends, and queries that a package takes in e4m3."""
+    for name, bucket in (("qwen3_8b_prefill", ExtendBucket(2048, 8)), ("gpt_oss_prefill", ExtendBucket(512, 4))):
+        cfg = replace(spec_of("gqa").case(name).cfg, captured=True)
+        state = _host_state(8, 2048, 64, cfg.page_size)
+        meta = state.plan(AttentionBatch((7, 9), (0, 3), [[1], [2]]), bucket=bucket)
+        cache = _empty(64, cfg.page_size, cfg.num_kv_heads, cfg.head_dim, dtype=cfg.kv_dtype)
+        sinks = _empty(cfg.num_heads, dtype=FP32) if cfg.sinks else None
+        recorder.label = f"gqa-{name}-{bucket.tokens}x{bucket.requests}"
+        registry("gqa").named("triton").load()(cfg)(
+            _empty(bucket.tokens, cfg.num_heads, cfg.head_dim, dtype=cfg.dtype), cache, cache, meta, sinks
+        )
+    recorder.label = "mla-queries"
+    rounded_to_e4m3(_empty(64, 128, 576, dtype=BF16))
+
+
+def record(recorder: Recorder, layer: str) -> None:
+    """Record what a layer's Triton backend launches."""
+    backend: Any = registry(layer).named("triton").load()
+    for case in _cases(layer):
+        recorder.label = f"{layer}-{case.name}"
+        _run(layer, backend(case.cfg), case)
+
+
+def builds() -> list[KernelBuild]:
+    """Return each launch that a layer's Triton backend makes at real shapes, once."""
+    with recording() as recorder:
+        for layer in LAYERS:
+            record(recorder, layer)
+        # What the tuner may choose, of the kernels with the most freedom.
+        linear: Any = registry("linear").named("triton").load()
+        for case in _at("linear", (1, 4, 32, 256), LinearConfig(2880, 5120)):
+            for number, config in enumerate(linear.candidates(case.cfg, case.shape["num_tokens"])):
+                recorder.label = f"linear-{case.name}-{number}"
+                _run("linear", linear(case.cfg, config), case)
+        for experts, hidden, tokens in ((128, 2048, 1), (32, 2880, 4), (256, 7168, 1), (256, 7168, 4)):
+            recorder.label = f"router-{experts}x{hidden}-{tokens}"
+            x, weight = (_empty(count, hidden, dtype=BF16) for count in (tokens, experts))
+            router_logits(x, weight, _empty(experts, dtype=BF16), False)
+        _rows(recorder)
+        _attention(recorder)
+    hopper = hopper_builds([mxfp4_hopper.plan_for(tokens) for tokens in (1, 16, 64, 128)], GPT_OSS, GPT_OSS_TP2)
+    return [*recorder.builds.values(), *hopper]
+
+
+def kernels() -> set[tuple[str, str]]:
+    """Return every kernel that the library launches, as module and name."""
+    found = set()
+    for module in pkgutil.walk_packages(fl.__path__, "fastlayers."):
+        if ".triton" in module.name:
+            for each in vars(importlib.import_module(module.name)).values():
+                if isinstance(each, Kernel):
+                    found.add((each.__module__, each.__name__))
+    return found
