@@ -14,9 +14,9 @@ so the host may launch a step before it has seen the tokens of the one before; i
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionSt
 from fastlayers.comm.collectives import collectives
 from fastlayers.comm.parallel import AXES, SINGLE
 from fastlayers.errors import ArgumentError, CaptureError
+from fastlayers.runtime.captured_steps import CapturedSteps
 from fastlayers.runtime.gc_pause import gc_pause
 from fastlayers.runtime.graphs import CudaGraphs, bucket_of, decode_buckets
 from fastlayers.sampler.layer import MODES, Sampler
@@ -75,7 +76,7 @@ class Part:
     mode: str = "greedy"
 
 
-class ModelStep:
+class ModelStep(CapturedSteps):
     """The steps of a model over one cache.
 
     Parameters
@@ -106,9 +107,11 @@ class ModelStep:
         Those of extends that this state holds.
     wanted : dict[StepKey, None]
         Buckets of extends that ran uncaptured because they were new: see :meth:`capture_wanted`.
-    uncaptured : Counter[str]
-        Steps that ran uncaptured, by the reason in words.
+    broken, uncaptured
+        See :class:`fastlayers.runtime.captured_steps.CapturedSteps`.
     """
+
+    counted = "extends"
 
     def __init__(
         self,
@@ -135,10 +138,11 @@ class ModelStep:
         if cuda_graph is True and not cuda and graphs is None:
             raise ArgumentError("Generator", "cuda_graph", True, f"False or 'auto': the model is on {model.device}")
         self.model, self.caches, self.state, self.sampler, self.num_pages = model, caches, state, sampler, num_pages
-        self.strict, self.max_batch = cuda_graph is True, state.max_batch
+        self.max_batch = state.max_batch
         ranks = model.parallel.attn_tp.size if hasattr(model, "parallel") else 1
         wanted = graphs is not None or cuda_graph is True or (cuda_graph == "auto" and cuda and _capturable(model))
-        self.graphs = (graphs if graphs is not None else CudaGraphs(model.device)) if wanted and cuda_graph else None
+        own = (graphs if graphs is not None else CudaGraphs(model.device)) if wanted and cuda_graph else None
+        super().__init__(own, cuda_graph is True)
         if torch_compile is not None and self.graphs is None:
             accepted = "None where decode is not captured: it is for captured steps only"
             raise ArgumentError("Generator", "torch_compile", torch_compile, accepted)
@@ -158,9 +162,6 @@ class ModelStep:
         self._ranks = collectives(model.parallel.tp if hasattr(model, "parallel") else SINGLE)
         self._size, self._mode = 0, "greedy"
         self._bucket: int | None = None
-        self.wanted: dict[StepKey, None] = {}
-        self.uncaptured: Counter[str] = Counter()
-        self._broken: dict[StepKey, str] = {}
 
     # ---- decode -------------------------------------------------------------------------------------------------
 
@@ -264,7 +265,7 @@ class ModelStep:
                 graphs.capture_all({key: self._captured(key.tokens, key.mode) for key in keys}, progress=progress)
             except CaptureError as error:
                 failed = error
-            failed = self._agreed(failed)
+            failed = self.agreed(failed)
             if failed is not None:
                 if self.strict or self.torch_compile is not None:
                     raise failed
@@ -345,18 +346,14 @@ class ModelStep:
 
     def _extend_key(self, tokens: int, requests: int, mode: str, capture: bool) -> StepKey | None:
         """Return the graph to replay; ``None`` after counting why there is none."""
-        graphs = self.graphs
-        found = "CUDA graphs are off" if graphs is None else self.extend_buckets.bucket_of(tokens, requests)
+        found = "CUDA graphs are off" if self.graphs is None else self.extend_buckets.bucket_of(tokens, requests)
         if isinstance(found, ExtendBucket):
-            assert graphs is not None
             key = StepKey("extend", found.tokens, found.requests, mode)
             if capture:
                 self.capture_extends([key])
             if self._is_captured(key):
                 return key
-            if key not in self._broken:
-                self.wanted[key] = None
-            found = self._broken.get(key, f"the first step of {found.tokens} tokens and {found.requests} requests")
+            found = self.missing(key, f"the first step of {found.tokens} tokens and {found.requests} requests")
         self.uncaptured[found] += 1
         return None
 
@@ -381,37 +378,23 @@ class ModelStep:
         if keys is None:
             keys = [StepKey("extend", t, r, "greedy") for t in buckets.tokens for r in buckets.requests]
         self._drop_stale(graphs)
-        fresh = [key for key in dict.fromkeys(keys) if key not in graphs and key not in self._broken]
+        fresh = [key for key in dict.fromkeys(keys) if key not in graphs and key not in self.broken]
         if fresh:
             with gc_pause(graphs.freeze):
-                self._capture_extends(graphs, sorted(fresh, reverse=True), progress)
+                self._capture_extends(sorted(fresh, reverse=True), progress)
             self.weights.mark()
 
-    def _capture_extends(
-        self, graphs: CudaGraphs, keys: list[StepKey], progress: Callable[[StepKey], None] | None
-    ) -> None:
+    def _capture_extends(self, keys: list[StepKey], progress: Callable[[StepKey], None] | None) -> None:
         for key in keys:
             bucket = ExtendBucket(key.tokens, key.requests)
             # Nobody's tokens: they write page 0, and draw for nobody.
             meta = self.state.plan(AttentionBatch((), (), []), bucket=bucket)
             self.inputs.write([], (), bucket)
-            failed: CaptureError | None = None
-            try:
-                graphs.capture(key, lambda meta=meta, mode=key.mode: self._run_extend(meta, mode))  # type: ignore[misc]
-            except CaptureError as error:
-                failed = error
-            failed = self._agreed(failed)
-            if failed is None:
-                if progress is not None:
-                    progress(key)
-                continue
-            graphs.drop(key)
-            if self.strict:
-                raise failed
-            log.warning("extends of %d tokens run without CUDA graphs: %s", key.tokens, failed)
-            self._broken[key] = str(failed)
+            words = f"extends of {key.tokens} tokens run without CUDA graphs"
+            if self.capture_step(key, partial(self._run_extend, meta, key.mode), words) and progress is not None:
+                progress(key)
 
-    def _agreed(self, failed: CaptureError | None) -> CaptureError | None:
+    def agreed(self, failed: CaptureError | None) -> CaptureError | None:
         """Return why a capture counts as failed: here, or on another rank, whose steps would not fit a replay's."""
         if self._ranks.size == 1:
             return failed
@@ -433,19 +416,9 @@ class ModelStep:
         table.scatter(rows, params.offset, drawn)
         return drawn
 
-    # ---- what ran -----------------------------------------------------------------------------------------------
-
-    def report(self) -> list[str]:
-        """Return what was captured, what each graph cost and how often it ran, and why steps ran uncaptured."""
-        lines = []
-        for record in self.graphs.ledger if self.graphs is not None else ():
-            key: Any = record.key
-            seconds = record.warm_up_seconds + record.capture_seconds
-            lines.append(
-                f"{key.kind} of {key.tokens} tokens, {key.requests} requests, {key.mode}: captured in {seconds:.2f} s, "
-                f"{record.bytes:,} bytes, {record.replays} replays"
-            )
-        return lines + [f"{count} extends uncaptured: {reason}" for reason, count in self.uncaptured.most_common()]
+    def describe(self, key: StepKey) -> str:
+        """Return a graph's key in words."""
+        return f"{key.kind} of {key.tokens} tokens, {key.requests} requests, {key.mode}"
 
 
 def _default_buckets(model: Any) -> ExtendBuckets:

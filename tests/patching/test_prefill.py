@@ -56,7 +56,7 @@ def test_replayed_prompts_give_stock_tokens(name: str) -> None:
     for _ in range(2):
         for case, wanted in zip(cases, stock, strict=True):
             assert torch.equal(tokens(model, case), wanted)
-    assert int(driver(model).prefills) == 4 and sum(driver(model).prefill.uncaptured.values()) == 4
+    assert int(driver(model).prefills) == 4 and sum(driver(model).uncaptured.values()) == 4
     found = {(record.key.batch, record.key.tokens, record.key.padded) for record in extends(model)}
     assert found == {(1, 64, False), (3, 128, True), (1, 32, False), (2, 128, False)}
 
@@ -85,7 +85,7 @@ def test_one_new_token_and_a_prompt_longer_than_the_largest_bucket() -> None:
         assert torch.equal(tokens(model, cases[0], new=1), stock[0])
         assert torch.equal(tokens(model, cases[1], new=1), stock[1])
     assert int(driver(model).prefills) == 2 and report.hits()["cuda_graph"] == 0
-    assert driver(model).prefill.uncaptured["more than 32 tokens, the largest bucket"] == 3
+    assert driver(model).uncaptured["more than 32 tokens, the largest bucket"] == 3
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "v3", "v2", "qwen2_moe"])
@@ -138,7 +138,7 @@ def test_sampling_and_scores() -> None:
     for sequences, scores in drawn[1:]:
         assert torch.equal(sequences, drawn[0][0])
         assert all(torch.allclose(a, b, atol=1e-3) for a, b in zip(scores, drawn[0][1], strict=True))
-    assert driver(model).prefill.uncaptured["disable_compile=True"] == 1
+    assert driver(model).uncaptured["disable_compile=True"] == 1
 
 
 class Breaks(EagerRuntime):
@@ -156,9 +156,9 @@ def test_a_capture_that_fails_costs_speed_only(caplog: pytest.LogCaptureFixture)
             assert torch.equal(tokens(model, case), stock)
     assert caplog.text.count("prompts of 32 tokens run uncaptured") == 1
     assert int(driver(model).prefills) == 0
-    (failed,) = (why for why in driver(model).prefill.uncaptured if "not permitted" in why)
-    assert 1 <= driver(model).prefill.uncaptured[failed] <= 3
-    assert sum(driver(model).prefill.uncaptured.values()) == 4
+    (failed,) = (why for why in driver(model).uncaptured if "not permitted" in why)
+    assert 1 <= driver(model).uncaptured[failed] <= 3
+    assert sum(driver(model).uncaptured.values()) == 4
 
 
 def test_what_runs_as_before_and_why() -> None:
@@ -173,7 +173,7 @@ def test_what_runs_as_before_and_why() -> None:
         for (given, options), wanted in zip(runs, stock, strict=True):
             assert torch.equal(tokens(model, given, **copy.deepcopy(options)), wanted)
     assert int(driver(model).prefills) == 0
-    assert driver(model).prefill.uncaptured == {
+    assert driver(model).uncaptured == {
         "an attention mask with gaps, or padding on the right": 2, "prompts in chunks, or embedded ones": 4
     }  # fmt: skip
 

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from fastlayers.errors import ArgumentError, CaptureError, NoBackendError
+from fastlayers.errors import ArgumentError, NoBackendError
 from fastlayers.patching.classes import FastModule, swap, unswap
 from fastlayers.patching.decoder import FastDecoderLayer, fusible
 from fastlayers.patching.gqa import FastGQA
@@ -32,7 +32,8 @@ from fastlayers.patching.paged import CacheLease, CachePool, CacheStore, PagedCa
 from fastlayers.patching.prefill import KNOWN_INPUTS, SLACK, ExtendKey, Prefills, why_not
 from fastlayers.patching.report import PatchEntry
 from fastlayers.patching.step import DecodeStep, PagedStep
-from fastlayers.runtime.graphs import CudaGraphs, GraphRecord
+from fastlayers.runtime.captured_steps import CapturedSteps
+from fastlayers.runtime.graphs import CudaGraphs
 
 log = logging.getLogger(__name__)
 
@@ -40,13 +41,14 @@ ATTRIBUTE = "_fl_decode"
 METHODS = ("_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get_compiled_call", "_prefill")
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 _RECORDED = ("output_attentions", "output_hidden_states", "output_router_logits")
+_WORDS = "cuda_graph: decoding runs uncaptured"
 # New tokens for which a cache has room at first.
 FIRST_TOKENS = 2048
 # Bytes of rows and graphs that are kept between calls of generate, besides those in use.
 MAX_CACHE_BYTES = 16 << 30
 
 
-class DecodeDriver:
+class DecodeDriver(CapturedSteps):
     """Drives the steps of one patched model.
 
     Parameters
@@ -65,8 +67,12 @@ class DecodeDriver:
     falls : Tensor int64 ``[1]``
         Decode steps that ran uncaptured.
     prefill : Prefills
-        Which prompts are replayed, and why others were not.
+        Which prompts are replayed.
+    uncaptured : Counter[str]
+        Prompts that ran uncaptured, by the reason in words.
     """
+
+    counted = "prefills"
 
     def __init__(self, root: Any, make_graphs: Callable[[torch.device], CudaGraphs], core: str) -> None:
         self.root, self._make_graphs, self.core = root, make_graphs, core
@@ -77,13 +83,11 @@ class DecodeDriver:
         self._reset()
 
     def _reset(self) -> None:
-        self._graphs: CudaGraphs | None = None
+        super().__init__()
         self._pool = CachePool(MAX_CACHE_BYTES, self._dropped)
         self._weights: tuple[Any, ...] = ()
         self._said: set[str] = set()
         self._handles = -1
-        # Batches and capacities whose capture failed.
-        self._broken: set[tuple[int, int]] = set()
         self.prefill = Prefills(any(isinstance(layer, FastMLA) for layer in _attention_layers(self.root)))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -94,24 +98,24 @@ class DecodeDriver:
         self.__init__(state["root"], state["_make_graphs"], state["core"])  # type: ignore[misc]
 
     def _dropped(self, key: tuple[int, int, int]) -> None:
-        if self._graphs is not None:
-            for name in self._graphs.keys:
+        if self.graphs is not None:
+            for name in self.graphs.keys:
                 if name[:3] == key:  # type: ignore[index]
-                    self._graphs.drop(name)
+                    self.graphs.drop(name)
 
     def clear(self) -> None:
         """Drop all graphs and buffers."""
-        self._broken.clear()
-        self.prefill.clear()
+        self.broken.clear()
+        self.wanted.clear()
         self._pool.clear()
-        if self._graphs is not None:
-            self._graphs.clear()
+        if self.graphs is not None:
+            self.graphs.clear()
 
     def graphs_on(self, device: torch.device) -> CudaGraphs:
         """Return where graphs are kept, made at the first call."""
-        if self._graphs is None:
-            self._graphs = self._make_graphs(device)
-        return self._graphs
+        if self.graphs is None:
+            self.graphs = self._make_graphs(device)
+        return self.graphs
 
     def keep(self, store: CacheStore, key: Any) -> None:
         """Count the bytes of a new graph to its store, and let the pool drop others for them."""
@@ -119,33 +123,18 @@ class DecodeDriver:
         self._pool.shrink(store)
 
     @property
-    def graphs(self) -> CudaGraphs | None:
-        """What was captured; ``None`` before the first step."""
-        return self._graphs
-
-    @property
-    def ledger(self) -> list[GraphRecord]:
-        """What every graph cost and how often it ran."""
-        return [] if self._graphs is None else self._graphs.ledger
-
-    @property
     def attention_layers(self) -> list[Any]:
         """The attention layers of the decoder, by index."""
         return [layer.self_attn for layer in self.root.get_decoder().layers]
 
-    def report(self) -> list[str]:
-        """Return what was captured, what each graph cost and how often it ran, and why prompts ran uncaptured."""
-        lines = []
-        for record in self.ledger:
-            key: Any = record.key
-            what = f"prefill of {key.tokens} tokens" if isinstance(key, ExtendKey) else "decode"
-            seconds = record.warm_up_seconds + record.capture_seconds
-            lines.append(
-                f"{what}, batch {key[0]}, capacity {key[1]}: captured in {seconds:.2f} s, {record.bytes:,} bytes, "
-                f"{record.replays} replays"
-            )
-        reasons = self.prefill.uncaptured.most_common()
-        return lines + [f"{count} prefills uncaptured: {reason}" for reason, count in reasons]
+    def kind_of(self, key: Any) -> Any:
+        """Return the batch, the capacity, and what else the key of a prompt has: not whose buffers they are."""
+        return key[:2] + key[3:]
+
+    def describe(self, key: Any) -> str:
+        """Return a graph's key in words."""
+        what = f"prefill of {key.tokens} tokens" if isinstance(key, ExtendKey) else "decode"
+        return f"{what}, batch {key[0]}, capacity {key[1]}"
 
     def attach(self) -> None:
         """Override the methods on the instance."""
@@ -180,7 +169,7 @@ class DecodeDriver:
         if weights != self._weights:
             self.clear()
             # The next ones may be on another device.
-            self._weights, self._graphs = weights, None
+            self._weights, self.graphs = weights, None
         wanted = max(max_cache_length + 1, getattr(generation_config, "max_cache_len", None) or 0)
         mask = model_kwargs.get("attention_mask")
         if mask is not None:
@@ -272,7 +261,7 @@ class DecodeDriver:
             if logits is not None:
                 return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
             return self.root(**inputs, return_dict=True)
-        self.prefill.uncaptured[reason] += isinstance(cache, PagedCache)
+        self.uncaptured[reason] += isinstance(cache, PagedCache)
         return self._stock("_prefill")(input_ids, generation_config, model_kwargs, *args, **options)
 
     def _why_not_step(self, cache: PagedCache, args: tuple[Any, ...], inputs: dict[str, Any]) -> str:
@@ -354,27 +343,21 @@ class DecodeDriver:
             step.set_length(length)
         step.cache = cache
         try:
-            logits = self._replay(store, step, length) if self._captures(cache, store) else self.forward(step)
+            logits = self._replay(store, step, length) if cache.capture else self.forward(step)
         finally:
             step.cache = None
         step.length = length + 1
         cache.advance()
         return logits
 
-    def _captures(self, cache: PagedCache, store: CacheStore) -> bool:
-        return cache.capture and store.key[:2] not in self._broken
-
     def _replay(self, store: CacheStore, step: DecodeStep, length: int) -> torch.Tensor:
-        """Replay the step's graph, captured now if there is none."""
+        """Replay the step's graph, captured now if there is none; without one where that failed."""
         graphs = self.graphs_on(step.device)
         if store.key not in graphs:
             restore = partial(step.set_length, length)
-            try:
-                graphs.capture(store.key, partial(self.forward, step), restore=restore)
-            except CaptureError as error:
-                # The same step without a graph gives the same tokens.
-                self._broken.add(store.key[:2])
-                self._say(str(error))
+            broken = self.kind_of(store.key) in self.broken
+            # The same step without a graph gives the same tokens.
+            if broken or not self.capture_step(store.key, partial(self.forward, step), _WORDS, restore):
                 return self.forward(step)
             self.keep(store, store.key)
         logits: torch.Tensor = graphs.replay(store.key)
@@ -400,7 +383,7 @@ class DecodeDriver:
     def _say(self, reason: str) -> None:
         if reason not in self._said:
             self._said.add(reason)
-            log.warning("cuda_graph: decoding runs uncaptured: %s", reason)
+            log.warning("%s: %s", _WORDS, reason)
 
 
 def _attention_layers(root: Any) -> list[Any]:

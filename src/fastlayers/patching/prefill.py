@@ -2,24 +2,19 @@
 
 Rows lie one behind the other without their padding, and are padded together to a bucket of tokens. A bucket is captured
 when its second prompt comes: whoever generates once does not wait for a capture. Prompts that are not replayed run as
-before; :attr:`Prefills.uncaptured` counts why.
+before; the driver counts why.
 """
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from fastlayers.attention.buckets import TOKENS, ExtendBuckets
-from fastlayers.errors import CaptureError
 from fastlayers.patching.paged import CacheStore, PagedCache
 from fastlayers.patching.step import ExtendStep
-
-log = logging.getLogger(__name__)
 
 # What a step takes besides ids, positions and the cache; anything else that is set runs uncaptured.
 KNOWN_INPUTS = {
@@ -48,24 +43,11 @@ class Prefills:
     ----------
     latent : bool
         Whether a layer attends to latents.
-
-    Attributes
-    ----------
-    uncaptured : Counter[str]
-        Prompts that ran uncaptured, by the reason in words.
     """
 
     def __init__(self, latent: bool) -> None:
         most = LATENT_TOKENS if latent else TOKENS[-1]
         self.tokens = tuple(size for size in TOKENS if size <= most)
-        self.uncaptured: Counter[str] = Counter()
-        self.broken: dict[tuple[int, int, int, bool], str] = {}
-        self._met: set[tuple[int, int, int, bool]] = set()
-
-    def clear(self) -> None:
-        """Forget which buckets were met, and which cannot be captured."""
-        self.broken.clear()
-        self._met.clear()
 
     def replay(self, driver: Any, cache: PagedCache, inputs: dict[str, Any]) -> torch.Tensor | None:
         """Return logits ``[B, 1, V]`` of replayed prompts, whose rows are cached then; ``None``: nothing was done.
@@ -73,15 +55,15 @@ class Prefills:
         Parameters
         ----------
         driver : DecodeDriver
-            Keeps the graphs, and runs the model on a step's static tensors.
+            Captures, counts why not, and runs the model on a step's static tensors.
         cache : PagedCache
             Empty.
         inputs : dict
             What the model is called with otherwise.
         """
-        found = self._key(cache, inputs)
+        found = self._key(driver, cache, inputs)
         if isinstance(found, str):
-            self.uncaptured[found] += 1
+            driver.uncaptured[found] += 1
             return None
         key, starts = found
         store = cache.lease.store
@@ -94,15 +76,13 @@ class Prefills:
         try:
             if key not in graphs:
                 driver.chain(step)
-                graphs.capture(key, partial(driver.forward, step))
+                words = f"cuda_graph: prompts of {key.tokens} tokens run uncaptured"
+                if not driver.capture_step(key, partial(driver.forward, step), words):
+                    driver.uncaptured[driver.broken[driver.kind_of(key)]] += 1
+                    return None
                 driver.keep(store, key)
             step.plan(inputs["input_ids"], inputs["position_ids"], starts)
             logits: torch.Tensor = graphs.replay(key)
-        except CaptureError as error:
-            self.broken[key.batch, key.capacity, key.tokens, key.padded] = str(error)
-            self.uncaptured[str(error)] += 1
-            log.warning("cuda_graph: prompts of %d tokens run uncaptured: %s", key.tokens, error)
-            return None
         finally:
             step.cache = None
         driver.prefills.add_(1)
@@ -110,7 +90,7 @@ class Prefills:
             layer.filled(inputs["input_ids"].shape[1])
         return logits.view(store.batch, 1, -1)
 
-    def _key(self, cache: PagedCache, inputs: dict[str, Any]) -> tuple[ExtendKey, list[int]] | str:
+    def _key(self, driver: Any, cache: PagedCache, inputs: dict[str, Any]) -> tuple[ExtendKey, list[int]] | str:
         """Return the graph of these prompts and where rows begin, or why they run as before."""
         ids, positions = inputs.get("input_ids"), inputs.get("position_ids")
         given = (name for name, value in inputs.items() if value is not None and value is not False)
@@ -128,23 +108,22 @@ class Prefills:
         store = cache.lease.bind(batch)
         if length + SLACK > store.capacity:
             return "the cache is too short"
-        key = self._bucket(store, len(cache.layers), starts, length)
+        key = self._bucket(driver, store, len(cache.layers), starts, length)
         return key if isinstance(key, str) else (key, starts)
 
-    def _bucket(self, store: CacheStore, layers: int, starts: list[int], length: int) -> ExtendKey | str:
+    def _bucket(self, driver: Any, store: CacheStore, layers: int, starts: list[int], length: int) -> ExtendKey | str:
         """Return the graph of prompts of which row b begins at ``starts[b]``, or why there is none."""
         batch = store.batch
         buckets = ExtendBuckets(self.tokens, (batch,))
         bucket = buckets.bucket_of(batch * length - sum(starts), batch)
         if isinstance(bucket, str):
             return bucket
-        name = (batch, store.capacity, bucket.tokens, any(starts))
-        if name in self.broken:
-            return self.broken[name]
-        if name not in self._met or len(store.layers) < layers:
-            self._met.add(name)
-            return f"the first prompts of {bucket.tokens} tokens, batch {batch}, capacity {store.capacity}"
-        return ExtendKey(*store.key, bucket.tokens, any(starts))
+        key = ExtendKey(*store.key, bucket.tokens, any(starts))
+        kind = driver.kind_of(key)
+        if kind in driver.broken or kind not in driver.wanted or len(store.layers) < layers:
+            first = f"the first prompts of {bucket.tokens} tokens, batch {batch}, capacity {store.capacity}"
+            return str(driver.missing(kind, first))
+        return key
 
 
 def starts_of(mask: torch.Tensor | None, batch: int, length: int) -> list[int] | str:

@@ -31,8 +31,6 @@ from fastlayers.patching.cache import PAGE
 from fastlayers.patching.packing import plain
 from fastlayers.registry import Rung
 
-# Up to so many rows the matrix-vector kernel is taken where no table says otherwise.
-FEW_ROWS = 2
 _REGISTRIES: dict[type, Any] = {GQAConfig: GQA, MLAConfig: MLA, RotaryKVWriteConfig: ROTARY_KV_WRITE}
 
 
@@ -115,11 +113,7 @@ class PagedStep:
         """Return ``x · weightᵀ + bias`` by the backend that is best for so many rows."""
         cfg = LinearConfig(weight.shape[1], weight.shape[0], bias is not None, weight.dtype)
         if cfg not in self._linears:
-            choice = LINEAR.choose(cfg, self.device)
-            if choice.evidence == "rank" and self.rows <= FEW_ROWS and self.device.type == "cuda":
-                # No table for this shape: at so few rows the matrix-vector kernel is ahead, or level (see notes).
-                choice = LINEAR.choose(cfg, self.device, "triton")
-            self._linears[cfg] = choice.build().pick(self.rows)
+            self._linears[cfg] = LINEAR.choose(cfg, self.device).build().pick(self.rows)
         y: torch.Tensor = self._linears[cfg](x, weight, bias)
         return y
 
