@@ -22,8 +22,6 @@ from fastlayers_server.front.link import Link
 from fastlayers_server.serve_config import ServeConfig, as_json, keys_of, parse
 
 log = logging.getLogger("fastlayers.serve")
-# Flags of which the engine does not do anything but their defaults.
-LACKING = ("deterministic",)
 
 
 def front_config(config: ServeConfig, folder: Path) -> FrontConfig:
@@ -97,10 +95,6 @@ def engine_of(config: ServeConfig, folder: Path) -> EngineClient:
     from fastlayers_server.engine.config import EngineConfig
     from fastlayers_server.engine.process import engine_client
 
-    for name in LACKING:
-        if getattr(config, name) != ServeConfig.__dataclass_fields__[name].default:
-            given = str(getattr(config, name))
-            raise ArgumentError("serve", "--" + name.replace("_", "-"), given, "nothing: this engine lacks it")
     names = set(EngineConfig.__struct_fields__) & {field.name for field in dataclasses.fields(config)}
     values = {name: getattr(config, name) for name in names} | {"model": str(folder), "seed": max(0, config.seed)}
     settings = EngineConfig(**values)

@@ -182,8 +182,6 @@ def test_what_cannot_start_starts_nothing(tmp_path: Path) -> None:
         serve([str(tmp_path), "--port", "0", "--in-process"])
     with pytest.raises(ArgumentError, match="--chat-template"):
         serve(["--chat-template", str(tmp_path / "none.jinja"), "--port", "0"])
-    with pytest.raises(ArgumentError, match="this engine lacks it"):
-        serve(["--deterministic", "--port", "0"])
     with pytest.raises(ArgumentError, match="--api-key"):
         serve(["--api-key", f"@{tmp_path / 'none'}", "--port", "0"])
 

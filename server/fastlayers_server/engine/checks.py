@@ -2,8 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from fastlayers_server.engine.config import SchedulerConfig
 from fastlayers_server.engine.protocol import Sampling, Submit, unpack_ids
+from fastlayers_server.engine.queue import WaitingQueue
+
+
+def refusal(
+    submit: Submit, config: SchedulerConfig, live: Container[int], draining: bool, queue: WaitingQueue
+) -> tuple[str, str] | None:
+    """Return (code, sentence) for a request that must not enter; the front checks the same before."""
+    if submit.rid in live:
+        return "duplicate_request_id", f"request {submit.rid} is still running"
+    if draining:
+        return "draining", "the server is shutting down"
+    wrong = check_submit(submit, config)
+    if wrong:
+        return "invalid_prompt", wrong
+    prompt = len(submit.prompt) // 4
+    if prompt + submit.max_new_tokens > config.max_model_len:
+        given = f"{prompt} prompt tokens and {submit.max_new_tokens} new ones"
+        return "context_length_exceeded", f"{given} do not fit the context of {config.max_model_len} tokens"
+    if queue.count >= config.max_queued_requests or queue.tokens + prompt > config.max_queued_tokens:
+        return "queue_full", f"{queue.count} requests of {queue.tokens} tokens wait already"
+    return None
 
 
 def check_submit(submit: Submit, config: SchedulerConfig) -> str:

@@ -29,8 +29,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     enable_priority, prefix_cache : bool
     drop_last_block : bool
         A hit leaves its last block out: a draft layer needs the embedding of the token behind it.
-    extend_only : bool
-        Deterministic mode: only blocks that extends wrote are published.
+    piece : int
+        Deterministic mode, else 0: every step is one request's, prompts are computed in pieces of so many tokens from
+        0 on, and only whole pieces are published and found. A whole number of blocks.
     max_logprobs : int
     features : sequence of str
         Of "penalties", "logit_bias", "logprobs", "prompt_logprobs", "grammar"; what is absent is refused.
@@ -53,7 +54,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     enable_priority: bool = False
     prefix_cache: bool = True
     drop_last_block: bool = False
-    extend_only: bool = False
+    piece: int = 0
     max_logprobs: int = 20
     features: tuple[str, ...] = ("penalties", "logit_bias", "logprobs", "prompt_logprobs", "grammar")
     itl_target: float = 0.05

@@ -174,24 +174,23 @@ class TorchExecutor:
                     cache.values.index_fill_(0, pages, 0)
         self._admit(plan.admitted, plan.chunks)
         step = TorchStep(self, plan)
+        alone = self.config.piece > 0
         place = len(plan.rows)
-        sampling = [chunk for chunk in plan.chunks if chunk.samples]
-        if plan.chunks:
-            special = [
-                (index - place, request, drawn)
-                for index, request, drawn in plan.special
-                if place <= index < place + len(sampling)
-            ]
-            self._launch_chunks(plan, step, sampling, special)
-            self._note(plan.chunks)
+        for chunks in [[chunk] for chunk in plan.chunks] if alone else [plan.chunks] * bool(plan.chunks):
+            place = self._launch_chunks(plan, step, chunks, place)
+            self._note(chunks)
         if plan.verify:
             drawn, _ = self.extending.extend_chunks(plan.verify, VERIFY)
             total = sum(len(chunk.ids) for chunk in plan.verify)
             step.verified = self._verify_out.send(drawn[:total])
             self._note(plan.verify)
         if plan.rows:  # last: held logits stay in the graph's own memory until the next one is replayed
-            special = [entry for entry in plan.special if entry[0] < place]
-            if special or not _greedy(plan.rows):
+            special = _within(plan, 0, len(plan.rows))
+            if alone:
+                for place, request in enumerate(plan.rows):
+                    logits = self.decoding.decode([request], plan.starts[place : place + 1], LOGITS).clone()
+                    step.held.append(Held(place, logits, [request], _within(plan, place, 1), False))
+            elif special or not _greedy(plan.rows):
                 logits = self.decoding.decode(plan.rows, plan.starts, LOGITS)
                 step.held.append(Held(0, logits, plan.rows, special, False))
             else:
@@ -229,10 +228,11 @@ class TorchExecutor:
                 if chunk.request in admitted:
                     self.mtp.begin(chunk.request, chunk.start)
 
-    def _launch_chunks(self, plan: TickPlan, step: TorchStep, sampling: Sequence[Chunk], special: Special) -> None:
-        logits, hidden = self.extending.extend_chunks(plan.chunks, LOGITS)
+    def _launch_chunks(self, plan: TickPlan, step: TorchStep, chunks: Sequence[Chunk], place: int) -> int:
+        """Launch an extend whose draws are from ``place`` on among the sampled ones; returns the place behind."""
+        logits, hidden = self.extending.extend_chunks(chunks, LOGITS)
         first = 0
-        for chunk in plan.chunks:
+        for chunk in chunks:
             if hidden is not None and prompt_logprobs_wanted(chunk):
                 follow = chunk.request.tokens[
                     chunk.start + 1 : min(chunk.start + len(chunk.ids), chunk.request.prompt_len - 1) + 1
@@ -240,15 +240,17 @@ class TorchExecutor:
                 top = chunk.request.submit.prompt_logprobs
                 step.prompts.append((chunk, self.special.prompt_logprobs(self.model, hidden[first:], follow, top)))
             first += len(chunk.ids)
-        if sampling:
-            kept = [index for index, chunk in enumerate(plan.chunks) if chunk.samples]
+        kept = [index for index, chunk in enumerate(chunks) if chunk.samples]
+        if kept:
             logits = logits.index_select(0, on_device(kept, logits.device))
-            requests = [chunk.request for chunk in sampling]
-            step.held.append(Held(len(plan.rows), logits, requests, special, True))
+            requests = [chunks[index].request for index in kept]
+            step.held.append(Held(place, logits, requests, _within(plan, place, len(kept)), True))
+        return place + len(kept)
 
     @torch.inference_mode()
     def draw_held(self, step: TorchStep, masks: Any) -> None:
         """Draw what was held back at its logits; ``masks``: one row for each of ``plan.sampled``."""
+        drawn: dict[bool, list[torch.Tensor]] = {True: [], False: []}
         for held in step.held:
             mask = None if masks is None else masks[held.first : held.first + len(held.rows)]
             tokens = self.special.draw(held.logits, held.rows, held.special, mask, held.mode)
@@ -256,11 +258,12 @@ class TorchExecutor:
             if telling is not None:
                 asked = [(held.first + i, r) for i, r, _ in held.special if r.submit.logprobs >= 0]
                 step.telling.append((telling, asked))
-            if held.of_chunks:
-                step.chunks = self._chunks_out.send(tokens)
-            else:
-                step.rows = self._rows_out.send(tokens)
+            drawn[held.of_chunks].append(tokens)
         step.held.clear()
+        if drawn[True]:
+            step.chunks = self._chunks_out.send(torch.cat(drawn[True]))
+        if drawn[False]:
+            step.rows = self._rows_out.send(torch.cat(drawn[False]))
         if (step.telling or step.prompts) and self.model.device.type == "cuda":
             step.told = torch.cuda.Event()
             step.told.record()
@@ -312,6 +315,11 @@ class TorchExecutor:
         path = self.profile_folder / f"engine-{profiler.step_num}.json"
         profiler.export_chrome_trace(str(path))
         return str(path)
+
+
+def _within(plan: TickPlan, first: int, count: int) -> Special:
+    """Return the special ones among so many sampled requests from ``first`` on, by their place in them."""
+    return [(i - first, request, drawn) for i, request, drawn in plan.special if first <= i < first + count]
 
 
 def _greedy(requests: Sequence[Request]) -> bool:

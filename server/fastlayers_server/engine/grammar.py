@@ -222,9 +222,11 @@ class GrammarMasks:
         """Return which tokens each sampled request of a plan may draw, one bit each: int32 ``[rows, words]``."""
         masks = self._masks[: len(plan.sampled)]
         masks.fill_(-1)
-        for place, request, _ in plan.special:
+        for place, request, drawn in plan.special:
             if request.submit.grammar and request.state != ENDED:
                 begin = time.perf_counter()
+                if not drawn:  # perhaps once more, in deterministic mode
+                    self._matchers[request].reset()
                 self._matchers[request].fill_next_token_bitmask(masks, place)
                 self._slow[request] += time.perf_counter() - begin > SLOW_SECONDS
         return masks

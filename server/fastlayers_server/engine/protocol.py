@@ -43,7 +43,7 @@ COUNTERS: Mapping[str, str] = MappingProxyType(
         "rejections_total": "code",
         "prompt_tokens_total": "source",  # computed, cached, recomputed
         "generation_tokens_total": "",
-        "wasted_tokens_total": "reason",  # overlap, abort, stop_string, speculation, error
+        "wasted_tokens_total": "reason",  # overlap, abort, stop_string, speculation, error, replay
         "prefix_queries_total": "",  # tokens looked up
         "prefix_hits_total": "",  # tokens found
         "evicted_pages_total": "",

@@ -27,14 +27,16 @@ class Request:
         Its page table; the nodes of the trie that its tokens begin with, of which it is a user.
     high : int
         Prompt positions that were computed, or found in the cache, once; what is computed again is accounted as such.
+    replay : list of int
+        Tokens that were told, and are computed once more.
     general : bool
         Its tokens need more than temperature and filters: penalties, bias, log-probabilities, a grammar.
     """
 
     __slots__ = (
         "admitted_at", "cached", "ended_reason", "ends", "first_at", "general", "goal", "held_since", "high",
-        "inflight", "kv", "pages", "passed", "path", "priority", "prompt_len", "prompt_logprobs", "seq", "slot",
-        "state", "submit", "tokens", "told",
+        "inflight", "kv", "pages", "passed", "path", "priority", "prompt_len", "prompt_logprobs", "replay", "seq",
+        "slot", "state", "submit", "tokens", "told",
     )  # fmt: skip
 
     def __init__(self, submit: Submit, seq: int, prompt: list[int], ends: frozenset[int], priority: int) -> None:
@@ -43,6 +45,7 @@ class Request:
         self.state, self.slot, self.kv, self.goal, self.inflight = WAITING, 0, 0, 0, 0
         self.pages: list[int] = []
         self.path: list[Node] = []
+        self.replay: list[int] = []
         self.cached, self.high, self.passed, self.told = -1, 0, 0, False
         self.held_since = self.admitted_at = self.first_at = 0.0
         self.ended_reason = "overlap"
@@ -50,6 +53,11 @@ class Request:
         s = submit.sampling
         penalties = s.frequency_penalty or s.presence_penalty or s.repetition_penalty != 1.0
         self.general = bool(penalties or s.logit_bias or submit.logprobs >= 0 or submit.grammar)
+
+    def rewind(self) -> None:
+        """Begin again behind the prompt: the same steps give the same tokens, and the same bits in the cache."""
+        self.replay = self.tokens[self.prompt_len :] + self.replay
+        del self.tokens[self.prompt_len :]
 
     @property
     def rid(self) -> int:
@@ -112,6 +120,14 @@ class TickPlan:
     sampled: list[Request] = field(default_factory=list)
     special: list[tuple[int, Request, int]] = field(default_factory=list)
     masked: bool = False
+
+    def complete(self) -> None:
+        """List who is drawn for, and who of them needs more than temperature and filters."""
+        self.sampled = [*self.rows, *(c.request for c in self.chunks if c.samples), *(c.request for c in self.verify)]
+        for index, request in enumerate(self.sampled):
+            if request.general or request.drawn < request.submit.min_new_tokens:
+                self.special.append((index, request, request.drawn - 1))
+                self.masked |= bool(request.submit.grammar)
 
     @property
     def empty(self) -> bool:

@@ -58,8 +58,9 @@ class Running:
     def publish(self, request: Request, plan: TickPlan | None = None) -> None:
         """Remember the blocks whose tokens are known and whose rows are launched, if there are new ones."""
         known = min(request.kv, len(request.tokens))
-        if self.config.extend_only:
-            known = min(known, request.prompt_len)
+        if piece := self.config.piece:
+            # A request that asks for its prompt's log-probabilities computes it by another step, uncaptured.
+            known = min(known, request.prompt_len) // piece * piece * (request.submit.prompt_logprobs < 0)
         blocks = known // self.cache.block
         if blocks > len(request.path):
             namespace = request.submit.namespace

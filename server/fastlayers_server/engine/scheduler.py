@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from fastlayers_server.engine.budget import Budget
 from fastlayers_server.engine.cache import Node, PrefixCache
-from fastlayers_server.engine.checks import check_submit
+from fastlayers_server.engine.checks import refusal
 from fastlayers_server.engine.config import SchedulerConfig
 from fastlayers_server.engine.metrics import Metrics
 from fastlayers_server.engine.protocol import Output, Submit, TokenLogprobs, unpack_ids
@@ -51,6 +51,9 @@ class Scheduler:
                 f"the cache of {config.num_pages - 1} pages of {config.page_size} tokens does not hold one request of "
                 f"max_model_len {config.max_model_len}"
             )
+        if config.piece % self.cache.block or config.piece > config.max_batched_tokens:
+            accepted = f"a multiple of {self.cache.block}, at most max_batched_tokens {config.max_batched_tokens}"
+            raise ValueError(f"piece is {config.piece}; accepted: 0, or {accepted}")
         self.budget = budget or Budget(config.max_batched_tokens, config.itl_target)
         self.queue = WaitingQueue(self._cached_tokens if config.policy == "lpm" else None)
         self.live: dict[int, Request] = {}
@@ -68,7 +71,7 @@ class Scheduler:
 
     def submit(self, submit: Submit, now: float) -> None:
         """Queue a request, or refuse it."""
-        refused = self._refusal(submit)
+        refused = refusal(submit, self.config, self.live, self.draining, self.queue)
         if refused:
             self.metrics.add("rejections_total", refused[0])
             wait = self._retry_after(now) if refused[0] == "queue_full" else 0.0
@@ -80,24 +83,6 @@ class Scheduler:
         request = Request(submit, self._seq, unpack_ids(submit.prompt), ends, priority)
         self.live[submit.rid] = request
         self.queue.push(request)
-
-    def _refusal(self, submit: Submit) -> tuple[str, str] | None:
-        """Return (code, sentence) for a request that must not enter; the front checks the same before."""
-        config = self.config
-        if submit.rid in self.live:
-            return "duplicate_request_id", f"request {submit.rid} is still running"
-        if self.draining:
-            return "draining", "the server is shutting down"
-        wrong = check_submit(submit, config)
-        if wrong:
-            return "invalid_prompt", wrong
-        prompt = len(submit.prompt) // 4
-        if prompt + submit.max_new_tokens > config.max_model_len:
-            given = f"{prompt} prompt tokens and {submit.max_new_tokens} new ones"
-            return "context_length_exceeded", f"{given} do not fit the context of {config.max_model_len} tokens"
-        if self.queue.count >= config.max_queued_requests or self.queue.tokens + prompt > config.max_queued_tokens:
-            return "queue_full", f"{self.queue.count} requests of {self.queue.tokens} tokens wait already"
-        return None
 
     def _retry_after(self, now: float) -> float:
         ends = self._ends
@@ -149,10 +134,10 @@ class Scheduler:
             elif request.left > 0:
                 rows.append(request)
         drafts = {r: list(draft(r, r.left - 1)) for r in rows if self._may_draft(r)} if draft is not None else {}
-        budget = limit = self.budget.chunk(len(rows))
+        budget = limit = max(self.config.piece, self.budget.chunk(len(rows)))
         lengths = {r: r.kv + 1 + len(drafts.get(r, ())) for r in rows}
         for request in partial[: self.config.max_extend_requests]:
-            count = min(request.goal - request.kv, budget)
+            count = self._chunk(request.kv, request.goal, budget)
             if count > 0:
                 lengths[request] = request.kv + count
                 budget -= count
@@ -172,7 +157,7 @@ class Scheduler:
                 self._plan_row(plan, request, drafts.get(request))
             if request.kv >= (len(request.path) + 1) * block:
                 self.running.publish(request, plan)
-        self._complete(plan)
+        plan.complete()
         if not plan.empty:
             self.history.append(
                 {
@@ -182,6 +167,12 @@ class Scheduler:
                 }
             )  # fmt: skip
         return plan
+
+    def _chunk(self, start: int, goal: int, budget: int) -> int:
+        """Return how many prompt tokens may be computed now: what is left of the budget, or just one whole piece."""
+        piece = self.config.piece
+        count = min(goal - start, budget, piece or budget)
+        return 0 if piece and count < min(goal - start, piece) else count
 
     @staticmethod
     def _may_draft(request: Request) -> bool:
@@ -212,15 +203,6 @@ class Scheduler:
         self.metrics.add("prompt_tokens_total", "recomputed", end - start - fresh)
         request.high = max(request.high, prompt_end)
 
-    @staticmethod
-    def _complete(plan: TickPlan) -> None:
-        """List who is drawn for, and who of them needs more than temperature and filters."""
-        plan.sampled = [*plan.rows, *(c.request for c in plan.chunks if c.samples), *(c.request for c in plan.verify)]
-        for index, request in enumerate(plan.sampled):
-            if request.general or request.drawn < request.submit.min_new_tokens:
-                plan.special.append((index, request, request.drawn - 1))
-                plan.masked |= bool(request.submit.grammar)
-
     # --- admission
 
     def _admit(
@@ -235,9 +217,12 @@ class Scheduler:
             request = self.queue.head()
             if request is None or request.inflight or self._held(request, now):
                 return
+            if config.piece:
+                request.rewind()
             path = self._hit(request)
             hit, length = len(path) * self.cache.block, len(request.tokens)
-            if length - hit > budget and unfinished >= config.max_partial_prefills:
+            count = self._chunk(hit, length, budget)
+            if not count or (count < length - hit and unfinished >= config.max_partial_prefills):
                 return
             if promised < 0:
                 promised = sum(map(running.promised, running.requests))
@@ -246,9 +231,9 @@ class Scheduler:
             self.queue.take(request)
             running.enter(plan, request, path)
             self._account(request, now)
-            lengths[request] = min(length, hit + budget)
+            lengths[request] = hit + count
             running.grow(request, lengths[request], plan)
-            budget -= lengths[request] - hit
+            budget -= count
             extends += 1
             unfinished += lengths[request] < length
             promised += running.promised(request)
@@ -265,9 +250,11 @@ class Scheduler:
             self.metrics.observe("queue_seconds", now - request.submit.arrival)
 
     def _hit(self, request: Request) -> list[Node]:
-        if request.submit.prompt_logprobs >= 0 and not request.told:
+        if request.submit.prompt_logprobs >= 0 and (self.config.piece or not request.told):
             return []
         path = self.cache.match(request.submit.namespace, request.tokens, len(request.tokens) - 1)
+        if piece := self.config.piece:
+            del path[len(path) * self.cache.block // piece * piece // self.cache.block :]
         return path[:-1] if self.config.drop_last_block else path
 
     def _cached_tokens(self, request: Request) -> int:
@@ -317,6 +304,9 @@ class Scheduler:
 
     def _take_tokens(self, request: Request, tokens: list[int], logprobs: TokenLogprobs | None, now: float) -> None:
         finish, taken = "", 0
+        if request.replay and min(tokens) >= 0:
+            self._replayed(request, tokens, now)
+            return
         for token in tokens:
             if token < 0:  # the logits were not finite
                 self.metrics.add("nonfinite_rows_total")
@@ -343,6 +333,16 @@ class Scheduler:
             self._end(request, finish, now, tuple(tokens[:taken]), logprobs=told)
             return
         self.outputs.append(self._news(request, tuple(tokens), told))
+
+    def _replayed(self, request: Request, tokens: list[int], now: float) -> None:
+        """Take tokens that were told before; that they are the same is what deterministic mode promises."""
+        told = request.replay[: len(tokens)]
+        del request.replay[: len(tokens)]
+        self.metrics.add("wasted_tokens_total", "replay", len(tokens))
+        request.tokens += tokens
+        if tokens != told:
+            message = f"request {request.rid}: computed again, it says other tokens"
+            self._end(request, "error", now, code="internal_error", message=message)
 
     def _news(
         self, request: Request, ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...] = (), finish: str = ""

@@ -54,6 +54,10 @@ class _Truth:
         self.tokens += tokens
         self.hashes += chain(self.before(len(self.hashes)), tokens)
 
+    def rewind(self, length: int) -> None:
+        """Forget what is behind."""
+        del self.tokens[length:], self.hashes[length:]
+
     def before(self, position: int) -> int:
         """Return the hash of everything before a position, the namespace included."""
         return self.hashes[position - 1] if position else self.root
@@ -123,6 +127,8 @@ class ScriptedExecutor:
             self.truths = {request: truth for request, truth in self.truths.items() if request.state != ENDED}
         for request in plan.admitted:
             truth = self.truths.setdefault(request, _Truth(request))
+            if request.replay:
+                truth.rewind(request.prompt_len)
             self._demand(truth.tokens == request.tokens, request, "resumes with tokens that were not drawn")
             self.tables[request.slot] = []
         for slot, column, page in plan.pages:

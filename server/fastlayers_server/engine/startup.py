@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,9 @@ import torch
 
 import fastlayers as fl
 from fastlayers.errors import ArgumentError
+from fastlayers.layer import Layer
 from fastlayers.registry import registry
+from fastlayers.sampler.layer import Sampler
 from fastlayers_server.engine.client import Parts
 from fastlayers_server.engine.config import EngineConfig, SchedulerConfig
 from fastlayers_server.engine.executor import TorchExecutor
@@ -29,6 +32,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
 # Beside weights and cache: graphs, workspaces, activations and logits of the largest steps.
 GPU_RESERVE = 6 << 30
 CPU_CACHE_BYTES = 512 << 20
+PIECE = 64  # prompt tokens of a step in deterministic mode
 Phase = Callable[[str], None]
 
 
@@ -49,7 +53,8 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1) -> Parts:
         accepted = "'none' or 'ngram': this model has no draft layer"
         raise ArgumentError("engine", "speculative_algorithm", "'mtp'", accepted)
     if config.deterministic:
-        refuse_variant(model)
+        for part in (model, Sampler(model.config.vocab_size, device=model.device)):
+            refuse_variant(part)
     phase("warmup")
     limits = scheduler_config(config, model)
     grammars = _grammars(config, limits, model.device)
@@ -102,15 +107,16 @@ def _grammars(config: EngineConfig, limits: SchedulerConfig, device: torch.devic
     return GrammarMasks(described, limits.vocab_size, 2 * limits.max_running, pinned=device.type == "cuda")
 
 
-def refuse_variant(model: Any) -> None:
-    """Raise :class:`ArgumentError` for the first backend that does not say that rows do not depend on the batch."""
-    for row in fl.explain(model):
-        name = row.chosen.split()[0]
-        backend = next((backend for backend in registry(row.layer).ranked if backend.name == name), None)
-        if not getattr(backend, "batch_invariant", False):
-            accepted = "False: that backend does not say that a row's result is the same in every batch"
-            given = f"True, with {row.layer}={name} in {row.module or 'the model'}"
-            raise ArgumentError("engine", "deterministic", given, accepted)
+def refuse_variant(layers: Any) -> None:
+    """Raise :class:`ArgumentError` for the first backend that does not promise equal bits for equal calls here."""
+    chosen = [c for m in layers.modules() if isinstance(m, Layer) and hasattr(m, "choice") for c in m.choices]
+    for choice, rung in ((c, rung) for c in chosen for rung in c.rungs):
+        kind = choice.device.type
+        if kind not in rung.backend.repeats_on:
+            able = [backend.name for backend in registry(choice.layer).ranked if kind in backend.repeats_on]
+            given = f"True, with {choice.layer}={rung.backend.name}, of which nobody has shown that it repeats its bits"
+            accepted = f"False, or by FASTLAYERS_BACKEND={choice.layer}=… one of: {', '.join(able) or 'none'}"
+            raise ArgumentError("engine", "deterministic", f"{given} on {kind}", accepted)
 
 
 def _speculates(config: EngineConfig) -> bool:
@@ -119,6 +125,9 @@ def _speculates(config: EngineConfig) -> bool:
         raise ArgumentError("engine", "speculative_algorithm", repr(config.speculative_algorithm), accepted)
     if not 1 <= config.speculative_max_k <= 8:
         raise ArgumentError("engine", "speculative_max_k", config.speculative_max_k, "1 to 8")
+    if config.deterministic and config.speculative_algorithm != "none":
+        accepted = "'none' with deterministic: a step that verifies has other shapes than one that decodes"
+        raise ArgumentError("engine", "speculative_algorithm", repr(config.speculative_algorithm), accepted)
     return config.speculative_algorithm != "none"
 
 
@@ -167,6 +176,11 @@ def scheduler_config(config: EngineConfig, model: Any) -> SchedulerConfig:
     if pages - 1 < one:
         needs = f"{(one + 1) * page_bytes / 2**30:.2f} GiB, {one + 1} pages"
         raise ArgumentError("engine", "max_model_len", f"{length}, which needs {needs}", f"what fits {room}")
+    block = math.lcm(config.page_size, 16)
+    piece = -(-PIECE // block) * block if config.deterministic else 0
+    if piece > config.max_num_batched_tokens:
+        accepted = f"{piece} or more: deterministic mode computes prompts in pieces of so many tokens"
+        raise ArgumentError("engine", "max_num_batched_tokens", config.max_num_batched_tokens, accepted)
     return SchedulerConfig(
         vocab_size=model.config.vocab_size, max_model_len=length, num_pages=pages, page_size=config.page_size,
         eos_ids=tuple(sorted(model.config.eos_token_ids)), max_running=config.max_running_requests,
@@ -174,7 +188,7 @@ def scheduler_config(config: EngineConfig, model: Any) -> SchedulerConfig:
         max_queued_requests=config.max_queued_requests, max_queued_tokens=config.max_queued_tokens,
         policy=config.schedule_policy, enable_priority=config.enable_priority,
         prefix_cache=not config.no_prefix_cache, drop_last_block=config.speculative_algorithm == "mtp",
-        max_logprobs=config.max_logprobs,
+        piece=piece, max_logprobs=config.max_logprobs,
         features=("penalties", "logit_bias", "logprobs", "prompt_logprobs"), itl_target=config.itl_target_ms / 1e3,
     )  # fmt: skip
 

@@ -120,7 +120,8 @@ class SlotStep(ModelStep):
         lengths = tuple(len(chunk.ids) for chunk in chunks)
         table = [chunk.request.pages for chunk in chunks]
         batch = AttentionBatch(lengths, tuple(chunk.start for chunk in chunks), table)
-        wants_all = any(prompt_logprobs_wanted(chunk) for chunk in chunks)
+        # Also when they are told already: a prompt that is computed again is computed alike.
+        wants_all = any(chunk.request.submit.prompt_logprobs >= 0 for chunk in chunks)
         key = None if wants_all else self._extend_key(batch.num_tokens, len(chunks), mode, False)
         bucket = None if key is None else ExtendBucket(key.tokens, key.requests)
         meta = self.state.plan(batch, bucket=bucket, num_pages=self.num_pages)

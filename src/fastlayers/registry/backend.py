@@ -44,6 +44,9 @@ class Backend:
         Shown by ``explain`` and ``backends``, for example "not run on this hardware".
     phases : tuple[str, ...]
         For attention: the phases (``cfg.phase``) that it serves; empty: all.
+    repeats_on : tuple[str, ...]
+        Device types on which equal calls give equal bits, whatever ran before and wherever tensors lie: no sum in the
+        order of arrival, no schedule by time. A server that promises equal bytes takes no other.
     captures_extend : bool
         For attention: whether an extend can be captured with it (``cfg.captured``): several new tokens a request,
         whose lengths, starts and pages it reads on the device, with grids that follow from the bucket alone.
@@ -59,6 +62,7 @@ class Backend:
     note: str = ""
     phases: tuple[str, ...] = ()
     captures_extend: bool = False
+    repeats_on: tuple[str, ...] = ()
 
     def serves(self, phase: str) -> bool:
         """Return whether it serves this phase of attention (``""``: a layer without phases, or all of them)."""
@@ -95,12 +99,12 @@ class Backend:
 # The two rows that every layer has.
 def reference_backend(target: str) -> Backend:
     """Return the row of a layer's oracle: fp32, plain torch, taken only by name."""
-    return Backend("reference", target, auto_on=(), note="fp32 oracle, for tests")
+    return Backend("reference", target, auto_on=(), note="fp32 oracle, for tests", repeats_on=("cpu",))
 
 
 def torch_backend(target: str, refuse: Callable[[Any, Device], str | None] = supports_all) -> Backend:
     """Return the row of a layer's native torch path: what "auto" takes on a CPU, the last resort on CUDA."""
-    return Backend("torch", target, refuse=refuse, auto_on=("cpu",), last_resort_on=("cuda",))
+    return Backend("torch", target, refuse=refuse, auto_on=("cpu",), last_resort_on=("cuda",), repeats_on=("cpu",))
 
 
 # What every kernel of ours uses of Triton.
@@ -119,7 +123,8 @@ def triton_backend(
             return f"needs sm_80 or newer, this is {device.sm}"
         return refuse(cfg, device)
 
-    return Backend("triton", target, TRITON_NEEDS, needs_cuda, weight_layout=weight_layout)
+    # On a CPU programs run one after the other; on CUDA nobody has shown it yet.
+    return Backend("triton", target, TRITON_NEEDS, needs_cuda, weight_layout=weight_layout, repeats_on=("cpu",))
 
 
 class UnverifiedBackend:

@@ -63,7 +63,7 @@ class Registry:
         if not isinstance(new.name, str) or new.name == "auto" or not re.fullmatch(r"[\w.+-]+", new.name):
             accepted = "letters, digits, '_', '.', '+', '-'; not 'auto'"
             raise ArgumentError(self.layer, "backend", repr(new.name), accepted)
-        kinds = dict.fromkeys(("needs", "auto_on", "last_resort_on", "phases"), "tuple[str, ...]")
+        kinds = dict.fromkeys(("needs", "auto_on", "last_resort_on", "phases", "repeats_on"), "tuple[str, ...]")
         kinds |= {"weight_layout": "str", "note": "str", "refuse": "Callable", "captures_extend": "bool"}
         kinds |= {} if isinstance(new.target, str) else {"target": "Callable"}
         for name, kind in kinds.items():

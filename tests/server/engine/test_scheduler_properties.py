@@ -5,11 +5,13 @@ The invariants' numbers are those of the server's contract. A step is one row or
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -53,12 +55,13 @@ class Serving(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "lpm"]),
         priority=st.booleans(),
         drop=st.booleans(),
+        pieces=st.integers(0, 2),
         delay=st.integers(0, 2),
         draft=st.one_of(st.none(), st.tuples(st.integers(1, 5), st.integers(0, 5))),
     )
     def begin(
         self, page_size: int, room: float, running: int, chunk: int, extends: int, partials: int, cache: bool,
-        policy: str, priority: bool, drop: bool, delay: int, draft: tuple[int, int] | None,
+        policy: str, priority: bool, drop: bool, pieces: int, delay: int, draft: tuple[int, int] | None,
     ) -> None:  # fmt: skip
         self.longest = 160 if page_size < 64 else 320
         limits = config(
@@ -66,6 +69,9 @@ class Serving(RuleBasedStateMachine):
             max_partial_prefills=partials, prefix_cache=cache, policy=policy, enable_priority=priority,
             drop_last_block=drop, max_queued_requests=24, max_queued_tokens=4000,
         )  # fmt: skip
+        if pieces:  # deterministic mode, which drafts nothing
+            piece, draft = pieces * math.lcm(page_size, 16), None
+            limits = msgspec.structs.replace(limits, piece=piece, max_batched_tokens=max(piece, chunk))
         self.world = World(limits, delay=delay, draft=draft)
 
     @rule(
@@ -139,9 +145,12 @@ def season(seed: int, ticks: int, busy: bool) -> int:
         max_running=64 if busy else r.choice([1, 4, 16]), max_batched_tokens=r.choice([64, 200, 1000, 3][: 4 - busy]),
         max_extend_requests=r.randint(1, 6), max_partial_prefills=r.randint(1, 3), prefix_cache=r.random() < 0.8,
         policy=r.choice(["fcfs", "lpm"]), enable_priority=r.random() < 0.4, drop_last_block=r.random() < 0.3,
-        extend_only=r.random() < 0.2, max_queued_requests=40,
+        max_queued_requests=40,
     )  # fmt: skip
     draft = (r.randint(1, 5), r.randint(0, 5)) if r.random() < 0.3 else None
+    block = math.lcm(limits.page_size, 16)
+    if draft is None and limits.max_batched_tokens >= 2 * block and r.random() < 0.4:
+        limits = msgspec.structs.replace(limits, piece=block * r.choice([1, 2]))
     bad = (lambda rid, position: rid % 29 == 0 and position == 2) if r.random() < 0.3 else None
     world = World(limits, delay=r.randint(0, 2), draft=draft, nonfinite=bad)
     load, world.check_every = 1.0 if busy else r.uniform(0.05, 0.8), 16

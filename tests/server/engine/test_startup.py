@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import msgspec
 import pytest
 
 from fastlayers.errors import ArgumentError, FastlayersError
+from fastlayers.registry import registry
 from fastlayers_server.engine.budget import Budget
 from fastlayers_server.engine.config import EngineConfig
 from fastlayers_server.engine.startup import build
@@ -36,10 +38,8 @@ def test_a_random_model_of_known_shapes() -> None:
     [
         ({"max_model_len": 5000}, r"max_model_len is 5000; accepted: 2 to 4096"),
         ({"num_pages": 9}, r"max_model_len is 256, which needs .* GiB, 17 pages; accepted: what fits 9 pages"),
-        (
-            {"deterministic": True},
-            r"deterministic is True, with \w+=\w+ in .*; accepted: False: that",
-        ),
+        ({"deterministic": True, "speculative_algorithm": "ngram"}, "accepted: 'none' with deterministic"),
+        ({"deterministic": True, "max_num_batched_tokens": 32}, "max_num_batched_tokens is 32; accepted: 64 or more"),
         ({"speculative_algorithm": "eagle"}, r"speculative_algorithm is 'eagle'; accepted: 'none', 'ngram'"),
         ({"speculative_max_k": 0}, r"speculative_max_k is 0; accepted: 1 to 8"),
         ({"kv_cache_dtype": "int3"}, r"kv_cache_dtype is 'int3'; accepted: auto, bf16"),
@@ -50,6 +50,17 @@ def test_what_is_refused(change: dict[str, object], said: str) -> None:
         build(msgspec.structs.replace(SMALL, **change), lambda phase: None)
     with pytest.raises(FastlayersError):
         build(msgspec.structs.replace(SMALL, model="not/here"), lambda phase: None)
+
+
+def test_deterministic_mode_takes_only_backends_that_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = msgspec.structs.replace(SMALL, deterministic=True)
+    assert build(config, lambda phase: None).scheduler.config.piece == 64
+    table = registry("rms_norm")
+    silent = [replace(b, repeats_on=()) if b.name == "torch" else b for b in table.ranked]
+    monkeypatch.setattr(table, "ranked", silent)
+    said = r"deterministic is True, with rms_norm=torch, .* on cpu; accepted: False, or .*rms_norm=… one of: \w+"
+    with pytest.raises(ArgumentError, match=said):
+        build(config, lambda phase: None)
 
 
 def test_the_chunk_beside_decoding_rows() -> None:

@@ -66,7 +66,7 @@ LINEAR = Registry(
     "linear",
     [
         # On CUDA, torch means cuBLAS, which is the right choice for a plain GEMM.
-        Backend("torch", f"{_HERE}.torch:TorchLinear", auto_on=("cpu", "cuda")),
+        Backend("torch", f"{_HERE}.torch:TorchLinear", auto_on=("cpu", "cuda"), repeats_on=("cpu",)),
         triton_backend(f"{_HERE}.triton:TritonLinear", _triton_refuse),
         Backend("sgl_kernel", f"{_HERE}.sgl_kernel:SglKernelLinear", _SGL_KERNEL_NEEDS, _sgl_kernel_refuse),
         reference_backend(f"{_HERE}.reference:ReferenceLinear"),
