@@ -140,6 +140,47 @@ def test_pages_are_checked_before_anything_is_written(
     assert all(torch.equal(kept[name], tensor) for name, tensor in as_tensors(before).items())
 
 
+NO_STEPS = [
+    (dict(page_table=[1]), {}, r"plan: page_table\[0\] is 1; accepted: a sequence of page numbers"),
+    (dict(page_table=[torch.tensor(1)]), {}, r"page_table\[0\] is .*; accepted: a sequence of page numbers"),
+    (dict(page_table=[[torch.zeros(2), 2]]), {}, r"page_table\[0\] is .*; accepted: page numbers"),
+    (dict(page_table=[[np.zeros(2), 2]]), {}, r"page_table\[0\] is .*; accepted: page numbers"),
+    (dict(page_table=[torch.ones(2, device="meta")]), {}, r"page_table\[0\] is .*; accepted: page numbers"),
+    (dict(query_lens=(np.arange(2),)), {}, "AttentionBatch: query_lens is .* accepted: a tuple of integers"),
+    (dict(prefix_lens=torch.ones(1, device="meta")), {}, "AttentionBatch: prefix_lens is .* a tuple of integers"),
+    (dict(starts=(-1,)), {}, r"AttentionBatch: starts is \(-1,\); accepted: 0 to each request's length \(4,\)"),
+    (dict(starts=(5,)), {}, r"AttentionBatch: starts is \(5,\); accepted: 0 to each request's length \(4,\)"),
+    ({}, dict(bucket=np.int64(9)), "plan: bucket is 9; accepted: for decode only, 1 <= bucket <= 2"),
+    ({}, dict(bucket=np.int64(0)), "plan: bucket is 0; accepted: for decode only, 1 <= bucket <= 2"),
+    ({}, dict(num_pages="3"), "plan: num_pages is '3'; accepted: an integer or None"),
+    ({}, dict(num_pages=np.arange(2)), r"plan: num_pages is .*; accepted: an integer or None"),
+]
+
+
+@pytest.mark.parametrize(("batch", "options", "words"), NO_STEPS, ids=str)
+def test_what_is_no_step_is_refused_before_anything_is_written(
+    batch: dict[str, Any], options: dict[str, Any], words: str
+) -> None:
+    state = fl.AttentionState(2, 2, 2, 4)
+    before = state.plan(fl.AttentionBatch((1,), (3,), [[2, 3]]))
+    kept = {name: tensor.clone() for name, tensor in as_tensors(before).items()}
+    with pytest.raises(ArgumentError, match=words):
+        state.plan(
+            fl.AttentionBatch(**{"query_lens": (1,), "prefix_lens": (3,), "page_table": [[1, 2]]} | batch), **options
+        )
+    assert all(torch.equal(kept[name], tensor) for name, tensor in as_tensors(before).items())
+    with pytest.raises(ArgumentError, match="plan: batch is 3; accepted: an AttentionBatch"):
+        state.plan(3)  # type: ignore[arg-type]
+
+
+def test_numpys_numbers_in_a_step_become_pythons() -> None:
+    lens, state = np.array([1, 1]), fl.AttentionState(2, 2, 2, 4)
+    batch = fl.AttentionBatch(lens, np.array([3, 0]), np.array([[2, 3], [1, 0]]), (np.int64(1), 0))  # type: ignore[arg-type]
+    assert batch == fl.AttentionBatch((1, 1), (3, 0), batch.page_table, (1, 0)) and type(batch.query_lens[0]) is int
+    meta = state.plan(batch, bucket=np.int64(2), num_pages=np.int64(4))  # type: ignore[arg-type]
+    assert meta.bucket == 2 and type(meta.bucket) is int and meta.out_cache_loc.tolist() == [11, 4]
+
+
 def test_a_row_that_did_not_change_is_checked_against_another_cache() -> None:
     state, batch = fl.AttentionState(1, 1, 1, 4), fl.AttentionBatch((1,), (0,), [[7]])
     assert state.plan(batch, num_pages=8).out_cache_loc.item() == 28

@@ -19,91 +19,13 @@ from typing import Any, Protocol
 
 import torch
 
+from fastlayers.attention.batch import AttentionBatch
 from fastlayers.attention.buckets import ExtendBucket
 from fastlayers.attention.contexts import context_of
+from fastlayers.attention.kv_cache.pool import MAX_PAGES
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.step_buffers import Mirrored, StepBuffers
 from fastlayers.errors import ArgumentError, CaptureError, check_device, check_plain, check_positive, describe
-
-# The page table is int32.
-MAX_PAGES = 2**31
-
-
-def _as_tuple(lengths: Any) -> object:
-    # An array is no Sequence, but has dimensions.
-    return tuple(lengths) if isinstance(lengths, Sequence) or getattr(lengths, "ndim", False) else lengths
-
-
-@dataclass(frozen=True)
-class AttentionBatch:
-    """One step's requests, on the host.
-
-    Parameters
-    ----------
-    query_lens : tuple[int, ...]
-        New tokens of each request; 0 is allowed.
-    prefix_lens : tuple[int, ...]
-        Tokens of each request that are cached already.
-    page_table : Sequence[Sequence[int]]
-        Pages of each request, at least enough for prefix + new tokens.
-    starts : tuple[int, ...]
-        First position of each request that counts (left padding); default 0.
-
-    Attributes
-    ----------
-    is_decode : bool
-        Whether every request brings exactly one token.
-    is_padded : bool
-        Whether some request begins with tokens that do not count.
-    phase : str
-        ``"padded"``, else ``"decode"`` or ``"extend"``.
-    """
-
-    query_lens: tuple[int, ...]
-    prefix_lens: tuple[int, ...]
-    page_table: Sequence[Sequence[int]]
-    starts: tuple[int, ...] = ()
-    is_decode: bool = field(init=False, repr=False, compare=False)
-    is_padded: bool = field(init=False, repr=False, compare=False)
-    phase: str = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        try:
-            self._check()
-        except TypeError as error:  # looked into only now: a batch is made in every step
-            lengths = {"query_lens": self.query_lens, "prefix_lens": self.prefix_lens, "starts": self.starts}
-            check_plain("AttentionBatch", "tuple[int, ...]", **{n: _as_tuple(v) for n, v in lengths.items()})
-            raise ArgumentError(
-                "AttentionBatch", "page_table", describe(self.page_table), "pages by request"
-            ) from error
-
-    def _check(self) -> None:
-        count = len(self.query_lens)
-        if len(self.prefix_lens) != count or len(self.page_table) != count or len(self.starts) not in (0, count):
-            lengths = (count, len(self.prefix_lens), len(self.page_table), len(self.starts))
-            raise ArgumentError("AttentionBatch", "lengths", lengths, "one query, prefix, page row (and start) each")
-        if count and (min(self.query_lens) < 0 or min(self.prefix_lens) < 0):
-            raise ArgumentError(
-                "AttentionBatch", "query_lens, prefix_lens", (self.query_lens, self.prefix_lens), ">= 0"
-            )
-        # One fraction among them makes the sum one, and a TypeError.
-        index(sum(self.query_lens, sum(self.prefix_lens, sum(self.starts))))
-        # Asked by every layer of a step.
-        object.__setattr__(self, "is_decode", all(q == 1 for q in self.query_lens))
-        object.__setattr__(self, "is_padded", any(self.starts))
-        phase = "padded" if self.is_padded else "decode" if self.is_decode else "extend"
-        object.__setattr__(self, "phase", phase)
-
-    @property
-    def seq_lens(self) -> tuple[int, ...]:
-        """Length of each request including the new tokens."""
-        return tuple(p + q for p, q in zip(self.prefix_lens, self.query_lens, strict=True))
-
-    @property
-    def num_tokens(self) -> int:
-        """New tokens of the whole step."""
-        return sum(self.query_lens)
-
 
 # What a step is padded to under capture: so many requests of one token, a bucket of extends, or nothing.
 Bucket = int | ExtendBucket | None
@@ -316,6 +238,10 @@ class AttentionState:
             The batch does not fit the state, a page row is too short for its request, or a page is no page of the
             cache. Nothing was written.
         """
+        if not isinstance(batch, AttentionBatch):
+            raise ArgumentError("AttentionState.plan", "batch", describe(batch), "an AttentionBatch")
+        check_plain("AttentionState.plan", "int | None", num_pages=num_pages)
+        bucket = bucket if bucket is None or isinstance(bucket, int | ExtendBucket) else _bucket(bucket)
         lengths = batch.seq_lens
         extend = bucket if isinstance(bucket, ExtendBucket) else None
         decode = extend is None and batch.is_decode and (bucket is not None or len(lengths) > 0)
@@ -346,7 +272,7 @@ class AttentionState:
         for row in range(rows):
             pages: Sequence[int] = table[row] if row < len(table) else ()
             before = self._pages[row]
-            if len(before) != len(pages) or before != list(pages):
+            if len(before) != len(pages) or not _alike(before, pages):
                 changed[row] = _checked_pages(row, pages, num_pages)
             elif num_pages is not None and self._highest[row] >= num_pages:
                 _checked_pages(row, pages, num_pages)
@@ -437,8 +363,6 @@ class AttentionState:
                 most = f"ExtendBucket(tokens={self.max_tokens}, requests={self.max_batch})"
                 accepted = f"at least {batch.num_tokens} tokens and {count} requests, at most {most}"
                 raise ArgumentError(name, "bucket", bucket, accepted)
-        else:
-            check_plain(name, "int | None", bucket=bucket)
         if isinstance(bucket, int) and not (decode and count <= bucket <= min(self.max_batch, self.max_tokens)):
             limit = min(self.max_batch, self.max_tokens)
             raise ArgumentError(name, "bucket", bucket, f"for decode only, {count} <= bucket <= {limit}")
@@ -446,16 +370,30 @@ class AttentionState:
             given = f"{count} requests, {batch.num_tokens} tokens"
             raise ArgumentError(name, "batch", given, f"at most {self.max_batch} requests, {self.max_tokens} tokens")
         for row, (length, pages) in enumerate(zip(lengths, batch.page_table, strict=True)):
+            if not hasattr(pages, "__len__") or getattr(pages, "ndim", 1) != 1:
+                raise ArgumentError(name, f"page_table[{row}]", describe(pages), "a sequence of page numbers")
             if len(pages) > self.max_pages or len(pages) * self.page_size < length:
                 wanted = f"{-(-length // self.page_size)} to {self.max_pages} pages of {self.page_size} tokens"
                 raise ArgumentError(name, f"page_table[{row}]", f"{len(pages)} pages for {length} tokens", wanted)
+
+
+def _bucket(given: Any) -> int:
+    check_plain("AttentionState.plan", "int | None", bucket=given)
+    return index(given)
+
+
+def _alike(before: list[int], pages: Sequence[int]) -> bool:
+    try:
+        return before == list(pages)
+    except (ValueError, RuntimeError):  # of arrays
+        return False
 
 
 def _checked_pages(row: int, pages: Sequence[int], num_pages: int | None) -> list[int]:
     """Return one request's pages as plain integers, or raise :class:`ArgumentError`."""
     try:
         found = [index(page) for page in pages]
-    except TypeError:  # a fraction would be cut off, and another request's page written
+    except (TypeError, RuntimeError):  # a fraction would be cut off, and another request's page written
         found = [-1]
     if found and (min(found) < 0 or max(found) >= (MAX_PAGES if num_pages is None else num_pages)):
         accepted = "page numbers: integers, 0 or more" if num_pages is None else f"pages in [0, {num_pages})"

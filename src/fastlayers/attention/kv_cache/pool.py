@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from fastlayers.errors import AllocatorOverflowError, ArgumentError, check_kind, check_plain, check_positive
 
+# The page table is int32.
+MAX_PAGES = 2**31
+
 
 class PagePool:
     """Hands out pages ``1 … num_pages - 1``; page 0 is the dump for padded rows and belongs to nobody.
@@ -19,6 +22,8 @@ class PagePool:
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         check_positive("PagePool", num_pages=num_pages, page_size=page_size)
+        if num_pages > MAX_PAGES:
+            raise ArgumentError("PagePool", "num_pages", num_pages, f"at most {MAX_PAGES}: page tables are int32")
         self.num_pages, self.page_size = num_pages, page_size
         self._free = list(range(num_pages - 1, 0, -1))
         self._used: set[int] = set()
