@@ -129,7 +129,7 @@ def as_device(device: Device | torch.device | str | int | None = None) -> Device
         device = torch.get_default_device()
     try:
         torch_device = torch.device(device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         known = ", ".join(DESCRIBED)
         raise UnknownNameError(
             f"device {device!r} is unknown; described devices: {known}; or a torch device"

@@ -158,9 +158,14 @@ def _same_device(given: torch.device, wanted: torch.device) -> bool:
     return given.type == wanted.type and (wanted.index is None or given.index == wanted.index)
 
 
+# One more than any tensor can have of anything.
+MOST = 2**63
+
+
 def _is_integer(value: Any) -> bool:
     # An int first: asking an abstract class takes longer. NumPy's integers are Integral, too.
-    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+    whole = type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+    return whole and -MOST <= value < MOST
 
 
 def _is_positive(value: Any) -> bool:
@@ -213,6 +218,8 @@ def check_plain(layer: str, kind: str, /, **values: object) -> None:
     good, accepted = _PLAIN[name]
     for argument, value in values.items():
         if not (good(value) or (value is None and name != kind)):
+            if isinstance(value, Integral) and int(value) >= MOST:
+                accepted = f"{accepted} below 2^63"
             raise ArgumentError(layer, argument, describe(value), accepted + " or None" * (name != kind))
 
 
@@ -246,7 +253,7 @@ def check_device(layer: str, device: torch.device | str | int | None) -> torch.d
 
     try:
         return torch.get_default_device() if device is None else torch.device(device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise ArgumentError(layer, "device", describe(device), "a torch device, its name, or None") from error
 
 
@@ -301,5 +308,9 @@ def check_number(layer: str, /, **values: object) -> None:
 
 def check_choice(layer: str, argument: str, given: object, accepted: tuple[object, ...]) -> None:
     """Raise :class:`ArgumentError` unless ``given`` is one of ``accepted``."""
-    if given not in accepted:
+    try:
+        known = given in accepted
+    except (ValueError, RuntimeError):  # arrays and tensors compare by element
+        known = False
+    if not known:
         raise ArgumentError(layer, argument, describe(given), "one of " + ", ".join(map(repr, accepted)))

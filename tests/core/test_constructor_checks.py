@@ -14,7 +14,7 @@ import torch
 import fastlayers as fl
 from fastlayers.attention.kv_cache.spec import KVCacheSpec
 from fastlayers.attention.mla.paths import MLAThresholds
-from fastlayers.errors import ArgumentError, check_kind, check_plain
+from fastlayers.errors import ArgumentError, FastlayersError, check_kind, check_plain
 from fastlayers.quant.group_quant.layer import GroupQuant
 from fastlayers.rotary.scaling import RopeScaling
 from fastlayers.sampler.layer import SamplingState
@@ -221,6 +221,38 @@ def test_a_cast_that_is_refused_changes_nothing() -> None:
     with pytest.raises(ArgumentError, match=r"dtype is torch\.float16; accepted: torch\.bfloat16, as constructed"):
         layer.half()
     assert {name: (value.dtype, value.data_ptr()) for name, value in layer.state_dict().items()} == before
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda: fl.AttentionState(2**70, 1, 1, 1),
+            "max_batch is 1180591620717411303424; accepted: a positive integer below",
+        ),
+        (lambda: fl.Linear(2**63, 1), r"in_features is 9223372036854775808; accepted: a positive integer below 2\^63"),
+        (
+            lambda: fl.PagePool(2**40, 4),
+            "num_pages is 1099511627776; accepted: at most 2147483648: page tables are int32",
+        ),
+        (
+            lambda: fl.AttentionState(1, 1, 1, 1, device=2**70),
+            "device is 1180591620717411303424; accepted: a torch device",
+        ),
+        (lambda: fl.CudaGraphs(2**70), "CudaGraphs: device is 1180591620717411303424"),
+        (lambda: fl.Linear(1, 1, device=2**70), "device 1180591620717411303424 is unknown"),
+        (lambda: fl.registry([1]), r"layer \[1\] is unknown"),
+        (lambda: fl.backends({}), r"layer \{\} is unknown"),
+        (lambda: fl.QuantSpec(np.arange(2)), r"QuantSpec: .* is array\(\[0, 1\]\); accepted: one of"),
+        (lambda: fl.QuantSpec.from_config(torch.zeros(2)), "quantization_config is float32.*; accepted: a Mapping"),
+        (lambda: fl.Sampler(4)(torch.zeros(1, 4), SamplingState(1), torch.zeros(2)), "mode is .*; accepted: one of"),
+        (lambda: fl.Sampler(4)(torch.zeros(1, 4), SamplingState(1), ""), "mode is ''; accepted: one of"),
+    ],
+)
+def test_what_compares_or_counts_like_nothing_else_is_named(call: Any, words: str) -> None:
+    """Integers that overflow torch's, and arrays, whose comparison has no truth value."""
+    with pytest.raises(FastlayersError, match=words):
+        call()
 
 
 def test_a_pair_is_two_integers_and_hashable() -> None:

@@ -79,9 +79,9 @@ class QuantSpec:
         ArgumentError
             A ``quant_method`` that no format of ours covers.
         """
+        check_kind("QuantSpec", Mapping | None, quantization_config=config)
         if not config:
             return NONE
-        check_kind("QuantSpec", Mapping, quantization_config=config)
         method = config.get("quant_method")
         if method == "fp8" and "weight_block_size" in config and config["weight_block_size"] is None:
             return _hugging_face_per_tensor(config)

@@ -233,7 +233,7 @@ def environment_wishes() -> dict[str, str]:
 
 def registry(layer: str) -> Registry:
     """Return the registry of a layer by its name in :data:`LAYERS`, plug-ins included."""
-    if layer not in LAYERS:
+    if not isinstance(layer, str) or layer not in LAYERS:
         raise UnknownNameError(f"layer {layer!r} is unknown; known: {', '.join(LAYERS)}")
     load_plugins()
     return builtin_registry(layer)

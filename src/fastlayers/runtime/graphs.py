@@ -73,7 +73,7 @@ def _cuda_device(device: torch.device | str | int | None) -> torch.device:
     accepted = "a CUDA device; without one CudaGraphs(runtime=EagerRuntime()), which is for tests"
     try:
         found = torch.device("cuda" if device is None else device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise ArgumentError("CudaGraphs", "device", repr(device), accepted) from error
     if found.type != "cuda":
         raise ArgumentError("CudaGraphs", "device", repr(device), accepted)

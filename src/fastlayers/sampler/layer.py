@@ -305,7 +305,8 @@ class Sampler(Layer):
         """
         self._check_logits(logits)
         batch = logits.shape[0]
-        mode = mode or (state.mode(batch) if isinstance(state, SamplingState) else "filtered")
+        if mode is None:
+            mode = state.mode(batch) if isinstance(state, SamplingState) else "filtered"
         check_choice("Sampler", "mode", mode, MODES)
         rows = _first_rows(state, batch, logits.device)
         ids: torch.Tensor = self.ladder.pick(batch)(logits, rows, mode)
