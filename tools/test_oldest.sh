@@ -11,7 +11,8 @@ cd "$(dirname "$0")/.."
 venv=$1
 shift
 [ $# -gt 0 ] || set -- tests/runtime/test_kernel_cache.py tests/registry/test_plugins.py \
-    tests/server/test_cache_command.py tests/models/test_loader.py tests/models/test_convert_safety.py
+    tests/server/test_cache_command.py tests/models/test_loader.py tests/models/test_convert_safety.py \
+    tests/models/test_config.py tests/models/test_checkpoint_files.py
 
 version='import sys; print("%d.%d.%d" % sys.version_info[:3] if sys.version_info >= (3, 11) else "")'
 ours=$("$venv/bin/python" -c "$version")
