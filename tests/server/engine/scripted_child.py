@@ -6,10 +6,11 @@ import sys
 import time
 from collections.abc import Callable
 
+from scripted import ScriptedEngine
+
 from fastlayers_server.engine.child import main
 from fastlayers_server.engine.client import Parts
 from fastlayers_server.engine.config import EngineConfig
-from fastlayers_server.engine.scripted import ScriptedEngine
 
 
 def make(config: EngineConfig, phase: Callable[[str], None], epoch: int) -> Parts:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import queue
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
 from fastlayers_server.engine import protocol as p
-from fastlayers_server.engine.scripted import ScriptedEngine, hashed, saying
+
+sys.path.insert(0, str(Path(__file__).parent))
+from scripted import ScriptedEngine, hashed, saying
 
 SAMPLING = p.Sampling(0.7, 5, 0.9, 0.1, -3, 0.5, -0.5, 1.1, ((4, -2.0), (7, 100.0)))
 TO = [

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from fastlayers_server.engine.config import SchedulerConfig
 from fastlayers_server.engine.protocol import Output, Sampling, Submit, pack_ids, unpack_ids
 from fastlayers_server.engine.request import ENDED, RUNNING, Request, TickPlan
 from fastlayers_server.engine.scheduler import Scheduler
-from fastlayers_server.engine.scripted import ScriptedExecutor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from scripted import ScriptedExecutor
 
 EOS = 1
 VOCAB = 23

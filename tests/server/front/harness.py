@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,11 +14,13 @@ import httpx
 import msgspec
 
 from fastlayers_server.engine.protocol import EngineInfo
-from fastlayers_server.engine.scripted import ScriptedEngine, saying
 from fastlayers_server.front.app import make_app, make_front
 from fastlayers_server.front.config import FrontConfig
 from fastlayers_server.front.generation import Front
 from fastlayers_server.front.tokens import TokenText
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+from scripted import ScriptedEngine, saying
 
 TINY = Path(__file__).parents[3] / "models" / "fastlayers_models" / "assets" / "tiny_deepseek_v3"
 EOS = 1

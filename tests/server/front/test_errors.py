@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from fastlayers_server.engine.protocol import Output, Submit
-from fastlayers_server.engine.scripted import ScriptedEngine
 from fastlayers_server.front.schemas import NEUTRAL, REFUSED, WITHOUT_EFFECT, ChatRequest, CompletionRequest
 
-from .harness import Server, serving
+from .harness import ScriptedEngine, Server, serving
 
 USER = [{"role": "user", "content": "hi"}]
 

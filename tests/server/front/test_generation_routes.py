@@ -10,10 +10,9 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from fastlayers_server.engine.scripted import ScriptedEngine
 from fastlayers_server.front.generation import sibling_seed
 
-from .harness import Server, script_of, serving, tokens_of
+from .harness import ScriptedEngine, Server, script_of, serving, tokens_of
 
 TEXT = "Hello world, ünïcode 🙂."
 USER = [{"role": "user", "content": "hi"}]

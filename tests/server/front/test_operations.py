@@ -12,11 +12,10 @@ from openai.types import Model
 from prometheus_client.parser import text_string_to_metric_families
 
 from fastlayers_server.engine.protocol import COUNTERS, HISTOGRAMS, Beat, Died, EngineInfo, Output, StepOut, Submit
-from fastlayers_server.engine.scripted import ScriptedEngine
 from fastlayers_server.front.gate import Gate
 from fastlayers_server.front.metrics import ALIASES
 
-from .harness import serving
+from .harness import ScriptedEngine, serving
 
 ASK = {"model": "tiny", "prompt": "ab", "max_tokens": 5, "ignore_eos": True}
 # What dashboards read: a name that is missing here has been renamed, which breaks them.

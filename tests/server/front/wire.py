@@ -10,12 +10,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from fastlayers_server.engine.scripted import ScriptedEngine
 from fastlayers_server.front.app import make_app, make_front
 from fastlayers_server.front.config import FrontConfig
 from fastlayers_server.front.server import Runner, bound
 
-from .harness import TINY, tokens_of
+from .harness import TINY, ScriptedEngine, tokens_of
 
 
 class OnThread(Runner):
