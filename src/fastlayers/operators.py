@@ -6,7 +6,7 @@ nobody looks on, the function itself is called: a call of ``torch.library`` cost
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -62,17 +62,20 @@ class Operator:
         return self.function(*arguments)
 
 
-def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Operator]:
+def operator(
+    name: str, fake: Callable[..., Any], writes: Sequence[str] = ()
+) -> Callable[[Callable[..., Any]], Operator]:
     """Register the decorated function as ``torch.ops.fastlayers.<name>`` and return its :class:`Operator`.
 
     Parameters
     ----------
-    schema : str
-        ``"name(Tensor x, float eps) -> Tensor"``; mark what is written with ``Tensor(a!)``. All arguments are given by
-        position.
+    name : str
+        The operator's schema follows from the function's annotations; all arguments are given by position.
     fake : callable
         Same signature; returns empty tensors of the right shape, dtype and stride. For operators that return
         nothing: a function that does nothing.
+    writes : sequence of str
+        The arguments that the function writes into.
 
     Notes
     -----
@@ -81,8 +84,7 @@ def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
     """
 
     def register(function: Callable[..., Any]) -> Operator:
-        name = schema.split("(", 1)[0]
-        _library.define(schema)
+        _library.define(name + torch.library.infer_schema(function, mutates_args=writes))
         _library.impl(name, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"fastlayers::{name}", fake, lib=_library)
 
@@ -102,7 +104,12 @@ def nothing(*args: Any) -> None:
     """The fake of an operator that only writes into its arguments."""
 
 
-@operator("count(Tensor(a!) counter) -> ()", nothing)
+def like_x(x: torch.Tensor, *rest: object) -> torch.Tensor:
+    """The fake of an operator whose result is a contiguous tensor of its first argument's shape and dtype."""
+    return x.new_empty(x.shape)
+
+
+@operator("count", nothing, writes=("counter",))
 def count(counter: torch.Tensor) -> None:
     """Add one to ``counter`` (int64 ``[1]`` on the host) each time the surrounding code really runs.
 

@@ -21,7 +21,7 @@ def _fake(x: torch.Tensor, weight: torch.Tensor | None, factor: float) -> torch.
     return torch.empty_like(x)
 
 
-@operator("test_scaled(Tensor x, Tensor? weight, float factor) -> Tensor", _fake)
+@operator("test_scaled", _fake)
 def _scaled(x: torch.Tensor, weight: torch.Tensor | None, factor: float) -> torch.Tensor:
     return x * factor if weight is None else x * weight * factor
 

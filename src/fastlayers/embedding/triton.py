@@ -33,7 +33,7 @@ def _fake(ids: torch.Tensor, weight: torch.Tensor, start: int) -> torch.Tensor:
     return weight.new_empty((*ids.shape, weight.shape[1]))
 
 
-@operator("embedding(Tensor ids, Tensor weight, int start) -> Tensor", _fake)
+@operator("embedding", _fake)
 def _embedding(ids: torch.Tensor, weight: torch.Tensor, start: int) -> torch.Tensor:
     rows, hidden_size = weight.shape
     y = weight.new_empty((*ids.shape, hidden_size))

@@ -89,9 +89,7 @@ def _fake(
     return q.new_empty((q.shape[0], weight.shape[0]), dtype=dtype)
 
 
-@operator(
-    "scaled_gemm(Tensor q, Tensor s, Tensor weight, Tensor scale, Tensor? bias, ScalarType dtype) -> Tensor", _fake
-)
+@operator("scaled_gemm", _fake)
 def scaled_gemm(
     q: torch.Tensor, s: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None,
     dtype: torch.dtype,

@@ -101,18 +101,11 @@ def _rotary_kernel(
         tl.store(out + column[None, :], rest, mask=kept)
 
 
-def _fake(
-    q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor,
-    interleaved_in: bool, interleaved_out: bool, section: list[int], alternate: bool,
-) -> list[torch.Tensor]:  # fmt: skip
+def _fake(q: torch.Tensor, k: torch.Tensor | None, *rest: object) -> list[torch.Tensor]:
     return [x.new_empty(x.shape) for x in (q, k) if x is not None]
 
 
-@operator(
-    "rotary(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor positions, bool interleaved_in, "
-    "bool interleaved_out, int[] section, bool alternate) -> Tensor[]",
-    _fake,
-)
+@operator("rotary", _fake)
 def _rotary(
     q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor,
     interleaved_in: bool, interleaved_out: bool, section: list[int], alternate: bool,

@@ -13,13 +13,13 @@ import importlib
 import torch
 
 from fastlayers.operators import operator
-from fastlayers.sampler.layer import MODES, SCHEMA, RowParams, SamplerConfig, fake_ids
+from fastlayers.sampler.layer import MODES, RowParams, SamplerConfig, fake_ids
 
 # A draw takes one number of 32 bits a row; the generator makes four at a time.
 NUMBERS_A_CALL = 4
 
 
-@operator(f"sampler_flashinfer{SCHEMA}", fake_ids)
+@operator("sampler_flashinfer", fake_ids, writes=("offset",))
 def _sampler(
     logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p:
     torch.Tensor, seed: torch.Tensor, offset: torch.Tensor, mode: int,

@@ -112,17 +112,11 @@ class RowParams(NamedTuple):
 
 
 # What the backends' operators take and return.
-SCHEMA = (
-    "(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, "
-    "Tensor(a!) offset, int mode) -> Tensor"
-)
-
-
 def fake_ids(
     logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p:
     torch.Tensor, seed: torch.Tensor, offset: torch.Tensor, mode: int,
 ) -> torch.Tensor:  # fmt: skip
-    """Return ids ``[B]`` without values: what an operator of :data:`SCHEMA` gives while it is traced."""
+    """Return ids ``[B]`` without values: what an operator of a sampler gives while it is traced."""
     return logits.new_empty(logits.shape[0], dtype=torch.int64)
 
 

@@ -28,7 +28,7 @@ import triton.language as tl
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import kernel
-from fastlayers.sampler.layer import MODES, SCHEMA, RowParams, SamplerConfig, fake_ids
+from fastlayers.sampler.layer import MODES, RowParams, SamplerConfig, fake_ids
 from fastlayers.sampler.triton_common import BLOCK, NO_ID, load_logits, of_blocks, weight_of
 from fastlayers.sampler.triton_filters import find_limits
 from fastlayers.triton_lang import await_inputs, dependent_launch, release_dependents
@@ -143,7 +143,7 @@ def _draw_kernel(
     tl.store(offset_ptr + row, offset + 1)
 
 
-@operator(f"sampler{SCHEMA}", fake_ids)
+@operator("sampler", fake_ids, writes=("offset",))
 def _sampler(
     logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p:
     torch.Tensor, seed: torch.Tensor, offset: torch.Tensor, mode: int,

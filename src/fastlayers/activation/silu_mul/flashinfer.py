@@ -6,17 +6,13 @@ import importlib
 
 import torch
 
-from fastlayers.activation.silu_mul.layer import SiluMulConfig
+from fastlayers.activation.silu_mul.layer import SiluMulConfig, empty_output
 from fastlayers.operators import operator
 
 
-def _fake(x: torch.Tensor) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
-
-
-@operator("silu_mul_flashinfer(Tensor x) -> Tensor", _fake)
+@operator("silu_mul_flashinfer", empty_output)
 def _silu_mul(x: torch.Tensor) -> torch.Tensor:
-    y = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+    y = empty_output(x)
     if y.numel():
         importlib.import_module("flashinfer").silu_and_mul(x.contiguous(), out=y, enable_pdl=False)
     return y

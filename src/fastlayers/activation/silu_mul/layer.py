@@ -37,6 +37,11 @@ class SiluMulConfig:
         return f"I={self.size},{dtype_name(self.dtype)}" if self.dtype is not None else None
 
 
+def empty_output(x: torch.Tensor) -> torch.Tensor:
+    """Return ``y`` ``[..., size]`` without values: what kernels write into, and the fake of their operators."""
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
 def _package_refuses(cfg: SiluMulConfig, device: Device) -> str | None:
     return device.refuses_16_bit_vectors(cfg.dtype, cfg.size)
 

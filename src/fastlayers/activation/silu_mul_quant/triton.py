@@ -51,7 +51,7 @@ def _fake(x: torch.Tensor, group_size: int, layout: int, ue8m0: bool) -> tuple[t
     return _outputs(x, group_size, layout)
 
 
-@operator("silu_mul_quant(Tensor x, int group_size, int layout, bool ue8m0) -> (Tensor, Tensor)", _fake)
+@operator("silu_mul_quant", _fake)
 def _silu_mul_quant(x: torch.Tensor, group_size: int, layout: int, ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
     q, s = _outputs(x, group_size, layout)
     tokens, groups = s.shape

@@ -29,11 +29,7 @@ def _fake(
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-@operator(
-    "gqa_fa3(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? sinks, Tensor page_table, Tensor seq_lens, "
-    "Tensor cu_seqlens_q, int max_query_len, float scale, int window, float softcap) -> (Tensor, Tensor)",
-    _fake,
-)
+@operator("gqa_fa3", _fake)
 def _attend(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sinks: torch.Tensor | None,
     page_table: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, max_query_len: int,

@@ -185,12 +185,7 @@ def _fake(
     return q.new_empty(q.shape), q.new_empty(rows, q.shape[1], dtype=torch.float32)
 
 
-@operator(
-    "gqa_flashinfer(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? sinks, Tensor(a!) workspace, Tensor entries, "
-    "Tensor index, Tensor pages, int[] numbers, str variant, float scale, int window, float softcap, bool need_lse) "
-    "-> (Tensor, Tensor)",
-    _fake,
-)
+@operator("gqa_flashinfer", _fake, writes=("workspace",))
 def _attend(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sinks: torch.Tensor | None,
     workspace: torch.Tensor, entries: torch.Tensor, index: torch.Tensor, pages: torch.Tensor, numbers: list[int],

@@ -194,12 +194,7 @@ def _fake(
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-@operator(
-    "gqa(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? sinks, Tensor page_table, Tensor seq_lens, "
-    "Tensor starts, Tensor cu_seqlens_q, int page_size, int max_query_len, int max_seq_len, float scale, "
-    "int window, float softcap, bool packed, int block_m, int block_n, int warps, int stages) -> (Tensor, Tensor)",
-    _fake,
-)
+@operator("gqa", _fake)
 def _gqa(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sinks: torch.Tensor | None,
     page_table: torch.Tensor, seq_lens: torch.Tensor, starts: torch.Tensor, cu_seqlens_q: torch.Tensor,

@@ -355,12 +355,7 @@ def _fake(
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-@operator(
-    "gqa_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? sinks, Tensor page_table, Tensor seq_lens, "
-    "Tensor starts, Tensor(a!) counters, int page_size, int max_seq_len, float scale, int window, float softcap, "
-    "int block_n, int programs, int min_keys, int max_keys, int warps, int stages) -> (Tensor, Tensor)",
-    _fake,
-)
+@operator("gqa_decode", _fake, writes=("counters",))
 def gqa_decode(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sinks: torch.Tensor | None,
     page_table: torch.Tensor, seq_lens: torch.Tensor, starts: torch.Tensor, counters: torch.Tensor, page_size: int,

@@ -42,11 +42,7 @@ def _fake(
     return q.new_empty(q.shape)
 
 
-@operator(
-    "gqa_xqa(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? sinks, Tensor page_table, Tensor seq_lens, "
-    "Tensor(a!) parts, Tensor(b!) counters, float scale, int window) -> Tensor",
-    _fake,
-)
+@operator("gqa_xqa", _fake, writes=("parts", "counters"))
 def _attend(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sinks: torch.Tensor | None,
     page_table: torch.Tensor, seq_lens: torch.Tensor, parts: torch.Tensor, counters: torch.Tensor,

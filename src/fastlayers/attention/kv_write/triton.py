@@ -56,7 +56,7 @@ def _kv_write_kernel(
     _store_heads(v_cache_ptr, slot, head, inside, heads, v, V_HEAD_DIM, BLOCK_V_DIM)
 
 
-@operator("kv_write(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor loc) -> ()", nothing)
+@operator("kv_write", nothing, writes=("k_cache", "v_cache"))
 def _kv_write(
     k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, loc: torch.Tensor
 ) -> None:

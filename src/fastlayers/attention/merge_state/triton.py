@@ -70,7 +70,7 @@ def _fake(
     return o_a.new_empty(o_a.shape), lse_a.new_empty(lse_a.shape)
 
 
-@operator("merge_state(Tensor o_a, Tensor lse_a, Tensor o_b, Tensor lse_b) -> (Tensor, Tensor)", _fake)
+@operator("merge_state", _fake)
 def _merge_state(
     o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -161,11 +161,7 @@ def _decode_fake(
     return q.new_empty(*q.shape[:2], rank), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-@operator(
-    "mla_flashinfer_decode(Tensor q, Tensor cache, Tensor page_table, Tensor(a!) workspace, Tensor entries, "
-    "int[] numbers, str variant, int rank, float scale, bool causal) -> (Tensor, Tensor)",
-    _decode_fake,
-)
+@operator("mla_flashinfer_decode", _decode_fake, writes=("workspace",))
 def _decode(
     q: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, workspace: torch.Tensor, entries: torch.Tensor,
     numbers: list[int], variant: str, rank: int, scale: float, causal: bool,
@@ -223,11 +219,7 @@ def _prefill_fake(
     return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(lse_rows, q.shape[1], dtype=torch.float32)
 
 
-@operator(
-    "mla_flashinfer_prefill(Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k, Tensor entries, Tensor? blind, "
-    "int[] numbers, float scale, bool causal, bool need_lse) -> (Tensor, Tensor)",
-    _prefill_fake,
-)
+@operator("mla_flashinfer_prefill", _prefill_fake)
 def _prefill(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, entries: torch.Tensor,
     blind: torch.Tensor | None, numbers: list[int], scale: float, causal: bool, need_lse: bool,

@@ -22,11 +22,7 @@ def _fake(
     return q.new_empty(*q.shape[:2], rank), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-@operator(
-    "mla_flashmla(Tensor q, Tensor cache, Tensor page_table, Tensor seq_lens, Tensor schedule, Tensor splits, "
-    "Tensor one, int rank, float scale) -> (Tensor, Tensor)",
-    _fake,
-)
+@operator("mla_flashmla", _fake)
 def _decode(
     q: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, seq_lens: torch.Tensor, schedule: torch.Tensor,
     splits: torch.Tensor, one: torch.Tensor, rank: int, scale: float,

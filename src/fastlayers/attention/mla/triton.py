@@ -255,11 +255,7 @@ def _decode_fake(
     return q.new_empty(*q.shape[:2], rank), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-@operator(
-    "mla_decode(Tensor q, Tensor cache, Tensor page_table, Tensor starts, Tensor cu_seqlens_q, Tensor positions, "
-    "int rank, float scale, int max_query_len, int max_seq_len, int[] knobs) -> (Tensor, Tensor)",
-    _decode_fake,
-)
+@operator("mla_decode", _decode_fake)
 def _decode(
     q: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, starts: torch.Tensor, cu_seqlens_q: torch.Tensor,
     positions: torch.Tensor, rank: int, scale: float, max_query_len: int, max_seq_len: int, knobs: list[int],
@@ -307,11 +303,7 @@ def _prefill_fake(
     return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(lse_rows, q.shape[1], dtype=torch.float32)
 
 
-@operator(
-    "mla_prefill(Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k, int nope, float scale, int max_query_len, "
-    "bool causal, bool need_lse, int[] knobs) -> (Tensor, Tensor)",
-    _prefill_fake,
-)
+@operator("mla_prefill", _prefill_fake)
 def _prefill(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, nope: int,
     scale: float, max_query_len: int, causal: bool, need_lse: bool, knobs: list[int],

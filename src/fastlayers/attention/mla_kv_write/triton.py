@@ -34,7 +34,7 @@ def _mla_kv_write_kernel(
     tl.store(row + RANK + turned[None, :], to_cache(rope, cache_ptr.dtype.element_ty), mask=narrow)
 
 
-@operator("mla_kv_write(Tensor latent, Tensor rope, Tensor(a!) cache, Tensor loc) -> ()", nothing)
+@operator("mla_kv_write", nothing, writes=("cache",))
 def _mla_kv_write(latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor, loc: torch.Tensor) -> None:
     tokens = latent.shape[0]
     if tokens:

@@ -11,7 +11,7 @@ import triton.language as tl
 from fastlayers.attention.kv_write.triton import to_cache
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWriteConfig, cache_rows
 from fastlayers.integers import cdiv, next_power_of_2
-from fastlayers.operators import operator
+from fastlayers.operators import like_x, operator
 from fastlayers.runtime.launch import kernel
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
@@ -153,21 +153,7 @@ def _blocks(
     }
 
 
-def _fake(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-    positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None, loc: torch.Tensor,
-    q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float | None,
-    rotary_dim: int, interleaved_in: bool, interleaved_out: bool,
-) -> torch.Tensor:  # fmt: skip
-    return q.new_empty(q.shape)
-
-
-@operator(
-    "rotary_kv_write(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor positions, "
-    "Tensor(a!) keys, Tensor(b!)? values, Tensor loc, Tensor? q_weight, Tensor? k_weight, "
-    "float? eps, int rotary_dim, bool interleaved_in, bool interleaved_out) -> Tensor",
-    _fake,
-)
+@operator("rotary_kv_write", like_x, writes=("keys", "values"))
 def _rotary_kv_write(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None, loc: torch.Tensor,

@@ -116,7 +116,7 @@ def _scale_of_call(x: torch.Tensor) -> torch.Tensor:
     return scale.masked_fill(~largest.isfinite(), torch.nan)
 
 
-@operator("bmm(Tensor x, Tensor weight, Tensor? weight_scale, int format, Tensor(a!) out) -> ()", nothing)
+@operator("bmm", nothing, writes=("out",))
 def _bmm(
     x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor | None, format: int, out: torch.Tensor
 ) -> None:

@@ -19,7 +19,7 @@ def _fake(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]))
 
 
-@operator("linear_dsv3_fused_a(Tensor x, Tensor weight) -> Tensor", _fake)
+@operator("linear_dsv3_fused_a", _fake)
 def _fused_a(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     x, y = x.contiguous(), _fake(x, weight)
     for start in range(0, x.shape[0], MAX_ROWS):

@@ -148,7 +148,7 @@ def _fake(
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
 
 
-@operator("linear(Tensor x, Tensor weight, Tensor? bias, ScalarType out_dtype, int[] config) -> Tensor", _fake)
+@operator("linear", _fake)
 def _linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype, config: list[int]
 ) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from fastlayers.linear.fp8_block.package_gemm import PackageGemm
+from fastlayers.linear.fp8_block.package_gemm import PackageGemm, empty_product
 
 # cuBLASLt reads whole groups of four scales along K.
 SCALE_COLUMNS = 4
@@ -23,7 +23,7 @@ class CublasFP8Linear(PackageGemm):
     def gemm(self, q: torch.Tensor, s: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """Return ``y`` ``[rows of q, N]``."""
         if q.shape[0] == 0:
-            return q.new_empty((0, weight.shape[0]), dtype=torch.bfloat16)
+            return empty_product(q, s, weight, scale)
         if missing := -scale.shape[1] % SCALE_COLUMNS:
             scale = F.pad(scale, (0, missing))
         return F.scaled_mm(

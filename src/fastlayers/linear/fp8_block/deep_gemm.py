@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import torch
 
-from fastlayers.linear.fp8_block.package_gemm import PackageGemm
+from fastlayers.linear.fp8_block.package_gemm import PackageGemm, empty_product
 from fastlayers.operators import operator
 
 
-def _fake(q: torch.Tensor, s: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return q.new_empty((q.shape[0], weight.shape[0]), dtype=torch.bfloat16)
-
-
-@operator("fp8_linear_deep_gemm(Tensor q, Tensor s, Tensor weight, Tensor scale) -> Tensor", _fake)
+@operator("fp8_linear_deep_gemm", empty_product)
 def _gemm(q: torch.Tensor, s: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     from deep_gemm import fp8_gemm_nt
 
-    y = q.new_empty((q.shape[0], weight.shape[0]), dtype=torch.bfloat16)
+    y = empty_product(q, s, weight, scale)
     if q.shape[0]:
         fp8_gemm_nt((q, s), (weight, scale), y)
     return y

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fastlayers.linear.fp8_block.layer import FP8LinearConfig
-from fastlayers.linear.fp8_block.package_gemm import PackageGemm
+from fastlayers.linear.fp8_block.package_gemm import PackageGemm, empty_product
 from fastlayers.operators import operator
 
 
@@ -23,13 +23,9 @@ def _runner() -> Any:
     return get_fp8_blockscale_gemm_runner_sm90()
 
 
-def _fake(q: torch.Tensor, s: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return q.new_empty((q.shape[0], weight.shape[0]), dtype=torch.bfloat16)
-
-
-@operator("fp8_linear_flashinfer(Tensor q, Tensor s, Tensor weight, Tensor scale) -> Tensor", _fake)
+@operator("fp8_linear_flashinfer", empty_product)
 def _gemm(q: torch.Tensor, s: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    y = q.new_empty((q.shape[0], weight.shape[0]), dtype=torch.bfloat16)
+    y = empty_product(q, s, weight, scale)
     if q.shape[0]:
         runner = _runner()
         # It wants to be told of a workspace, which this path (both operands quantised) never touches.

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.linear.fp8_block.layer import FP8LinearConfig
-from fastlayers.linear.fp8_block.triton_skinny_gemm import fp8_block_skinny_gemm
+from fastlayers.linear.fp8_block.triton_skinny_gemm import empty_output, fp8_block_skinny_gemm
 from fastlayers.linear.triton_gemm import MAX_SPLITS, TARGET_PROGRAMS, Tile, add_splits_kernel, tile_origin
 from fastlayers.operators import operator
 from fastlayers.quant.group_quant.layer import GroupQuantConfig
@@ -78,18 +78,7 @@ def _fp8_gemm_kernel(
     tl.store(target, y, mask=(row[:, None] < M) & (column[None, :] < N))
 
 
-def _fake(
-    q: torch.Tensor, s: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None,
-    block_rows: int, block_columns: int, dtype: torch.dtype, tile: list[int],
-) -> torch.Tensor:  # fmt: skip
-    return q.new_empty((q.shape[0], weight.shape[0]), dtype=dtype)
-
-
-@operator(
-    "fp8_block_gemm(Tensor q, Tensor s, Tensor weight, Tensor scale, Tensor? bias, int block_rows, "
-    "int block_columns, ScalarType dtype, int[] tile) -> Tensor",
-    _fake,
-)
+@operator("fp8_block_gemm", empty_output)
 def fp8_block_gemm(
     q: torch.Tensor, s: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None,
     block_rows: int, block_columns: int, dtype: torch.dtype, tile: list[int],

@@ -71,18 +71,15 @@ def _skinny_kernel(
     tl.store(y_ptr + row.to(tl.int64)[None, :] * N + column[:, None], y, mask=inside)
 
 
-def _fake(
+def empty_output(
     x: torch.Tensor, s: torch.Tensor | None, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None,
-    block_rows: int, ue8m0: bool, dtype: torch.dtype, tile: list[int],
+    block_rows: int, more: object, dtype: torch.dtype, tile: list[int],
 ) -> torch.Tensor:  # fmt: skip
+    """The fake of both kernels' operators."""
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
 
 
-@operator(
-    "fp8_block_skinny_gemm(Tensor x, Tensor? s, Tensor weight, Tensor scale, Tensor? bias, int block_rows, bool ue8m0, "
-    "ScalarType dtype, int[] tile) -> Tensor",
-    _fake,
-)
+@operator("fp8_block_skinny_gemm", empty_output)
 def fp8_block_skinny_gemm(
     x: torch.Tensor, s: torch.Tensor | None, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None,
     block_rows: int, ue8m0: bool, dtype: torch.dtype, tile: list[int],

@@ -62,7 +62,7 @@ def _quant_fake(x: torch.Tensor, kind: str, input_scale: torch.Tensor | None) ->
     return x.new_empty(x.shape, dtype=E4M3), x.new_empty((x.shape[0],), dtype=torch.float32)
 
 
-@operator("quant_e4m3(Tensor x, str kind, Tensor? input_scale) -> (Tensor, Tensor)", _quant_fake)
+@operator("quant_e4m3", _quant_fake)
 def quant_e4m3(x: torch.Tensor, kind: str, input_scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return e4m3 codes ``[T, K]`` and fp32 scales ``[T]`` for ``x`` ``[T, K]``, rows of any stride."""
     if x.stride(-1) != 1:

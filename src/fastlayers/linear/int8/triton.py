@@ -43,7 +43,7 @@ def _quant_fake(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor
     return x.new_empty(x.shape, dtype=torch.int8), x.new_empty((x.shape[0],), dtype=torch.float32)
 
 
-@operator("token_quant_int8(Tensor x, float eps) -> (Tensor, Tensor)", _quant_fake)
+@operator("token_quant_int8", _quant_fake)
 def token_quant_int8(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return int8 codes ``[T, K]`` and fp32 scales ``[T]`` for ``x`` ``[T, K]``, rows of any stride."""
     if x.stride(-1) != 1:

@@ -136,7 +136,7 @@ def _fake(topk_ids: torch.Tensor, experts: int, block: int) -> tuple[torch.Tenso
     return topk_ids.new_empty(blocks * block), topk_ids.new_empty(blocks), topk_ids.new_empty(1)
 
 
-@operator("moe_align(Tensor topk_ids, int num_experts, int block) -> (Tensor, Tensor, Tensor)", _fake)
+@operator("moe_align", _fake)
 def moe_align(topk_ids: torch.Tensor, experts: int, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Group pairs by expert; ``block`` is a power of two. See :mod:`fastlayers.moe.align.layer`."""
     ids, pairs, device = topk_ids.contiguous(), topk_ids.numel(), topk_ids.device

@@ -1,13 +1,8 @@
-"""What the experts' operators share: their result is like ``x``, and many tokens run in several chunks."""
+"""What the experts' operators share: many tokens run in several chunks."""
 
 from __future__ import annotations
 
 import torch
-
-
-def like_x(x: torch.Tensor, *rest: object) -> torch.Tensor:
-    """The fake of an operator whose result has the shape and dtype of ``x``."""
-    return x.new_empty(x.shape)
 
 
 def token_chunks(

@@ -14,9 +14,8 @@ from torch.nn import functional as F
 
 from fastlayers.moe.align.torch import align
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
-from fastlayers.moe.fused_moe.token_chunks import like_x
 from fastlayers.moe.fused_moe.weights import MoEWeights, activate, dequantize, round_activations
-from fastlayers.operators import operator
+from fastlayers.operators import like_x, operator
 
 # Gathered weights of one step of the blocked path: at most this many elements.
 GATHER_LIMIT = 1 << 26
@@ -94,12 +93,7 @@ def _grouped(
     return pairs.view(tokens, per_token, -1).sum(1)
 
 
-@operator(
-    "moe_experts_loop(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13, Tensor w2, Tensor? w13_scale,"
-    " Tensor? w2_scale, Tensor? w13_bias, Tensor? w2_bias, str quant, str scale_fmt, str activation, float alpha,"
-    " float limit, float factor, bool interleaved) -> Tensor",
-    like_x,
-)
+@operator("moe_experts_loop", like_x)
 def _loop(
     x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor,
     w13_scale: torch.Tensor | None, w2_scale: torch.Tensor | None, w13_bias: torch.Tensor | None,

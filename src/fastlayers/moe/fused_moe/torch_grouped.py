@@ -10,22 +10,17 @@ import torch
 from torch.nn import functional as F
 
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
-from fastlayers.moe.fused_moe.token_chunks import like_x, token_chunks
+from fastlayers.moe.fused_moe.token_chunks import token_chunks
 from fastlayers.moe.fused_moe.triton.activation import activate
 from fastlayers.moe.fused_moe.triton.permute import ROW_SCALES, place, scatter
 from fastlayers.moe.fused_moe.triton.reduce import combine
 from fastlayers.moe.fused_moe.weights import MoEWeights
-from fastlayers.operators import operator
+from fastlayers.operators import like_x, operator
 
 MAX_TOKENS = 8192
 
 
-@operator(
-    "fused_moe_torch_grouped(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13, Tensor w2,"
-    " Tensor? w13_bias, Tensor? w2_bias, int num_shared, str activation, float alpha, float limit, float factor,"
-    " bool interleaved) -> Tensor",
-    like_x,
-)
+@operator("fused_moe_torch_grouped", like_x)
 def _fused_moe(
     x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor,
     w13_bias: torch.Tensor | None, w2_bias: torch.Tensor | None, num_shared: int, activation: str, alpha: float,

@@ -60,7 +60,7 @@ def _fake_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32 if wide else x.dtype)
 
 
-@operator("router_logits(Tensor x, Tensor weight, Tensor? bias, bool wide) -> Tensor", _fake_logits)
+@operator("router_logits", _fake_logits)
 def router_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: bool) -> torch.Tensor:
     """Return ``x @ weight^T + bias`` of a few tokens, fp32 (``wide``) or in the dtype of ``x``."""
     (tokens, hidden), experts = x.shape, weight.shape[0]
@@ -174,20 +174,13 @@ def _router_kernel(
 
 
 def _fake(
-    logits: torch.Tensor, bias: torch.Tensor | None, num_valid: torch.Tensor | None, top_k: int, scoring: int,
-    groups: int, topk_groups: int, top2: bool, mask_zero: bool, renormalize: bool, eps: float, factor: float,
-    rounded: int,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    logits: torch.Tensor, bias: torch.Tensor | None, num_valid: torch.Tensor | None, top_k: int, *rest: object
+) -> tuple[torch.Tensor, torch.Tensor]:
     shape = (logits.shape[0], top_k)
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
 
 
-@operator(
-    "router(Tensor logits, Tensor? bias, Tensor? num_valid, int top_k, int scoring, int groups,"
-    " int topk_groups, bool top2, bool mask_zero, bool renormalize, float eps, float factor, int rounded)"
-    " -> (Tensor, Tensor)",
-    _fake,
-)
+@operator("router", _fake)
 def _router(
     logits: torch.Tensor, bias: torch.Tensor | None, num_valid: torch.Tensor | None, top_k: int, scoring: int,
     groups: int, topk_groups: int, top2: bool, mask_zero: bool, renormalize: bool, eps: float, factor: float,

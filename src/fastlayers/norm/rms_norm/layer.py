@@ -51,6 +51,13 @@ class RMSNormConfig:
         return f"D={self.hidden_size},{self.rounding},{dtype_name(self.dtype)}" if self.dtype is not None else None
 
 
+def empty_outputs(
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, *rest: object
+) -> list[torch.Tensor]:
+    """Return ``[y]``, or ``[y, new_residual]``, without values: the fake of the backends' operators."""
+    return [x.new_empty(x.shape) for _ in range(1 if residual is None else 2)]
+
+
 def _package_refuses(cfg: RMSNormConfig, device: Device) -> str | None:
     if cfg.rounding == "cast_then_scale":
         return "rounds once, after the weight; this model rounds before it"

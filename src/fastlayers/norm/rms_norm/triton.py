@@ -8,7 +8,7 @@ import torch
 import triton.language as tl
 
 from fastlayers.integers import next_power_of_2
-from fastlayers.norm.rms_norm.layer import ROUNDINGS, RMSNormConfig
+from fastlayers.norm.rms_norm.layer import ROUNDINGS, RMSNormConfig, empty_outputs
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import kernel
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
@@ -49,13 +49,7 @@ def _launch_of(hidden_size: int) -> tuple[int, int]:
     return block, min(16, max(1, block // 512))
 
 
-def _fake(
-    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float, rounding: int
-) -> list[torch.Tensor]:
-    return [x.new_empty(x.shape) for _ in range(1 if residual is None else 2)]
-
-
-@operator("rms_norm(Tensor x, Tensor weight, Tensor? residual, float eps, int rounding) -> Tensor[]", _fake)
+@operator("rms_norm", empty_outputs)
 def _rms_norm(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float, rounding: int
 ) -> list[torch.Tensor]:

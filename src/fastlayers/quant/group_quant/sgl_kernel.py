@@ -21,7 +21,7 @@ def _fake(x: torch.Tensor, group: int, layout: int, eps: float) -> tuple[torch.T
     return x.new_empty(x.shape, dtype=E4M3), empty_scales(x, rows, features // group, SCALE_LAYOUTS[layout])
 
 
-@operator("group_quant_sgl_kernel(Tensor x, int group, int layout, float eps) -> (Tensor, Tensor)", _fake)
+@operator("group_quant_sgl_kernel", _fake)
 def _group_quant(x: torch.Tensor, group: int, layout: int, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     x = x.contiguous()
     q, s = _fake(x, group, layout, eps)

@@ -19,7 +19,7 @@ def _strided(scale: torch.Tensor, layout: int) -> torch.Tensor:
     return empty_scales(scale, rows, groups, SCALE_LAYOUTS[layout])
 
 
-@operator("group_scales_laid_out(Tensor scale, int layout) -> Tensor", _strided)
+@operator("group_scales_laid_out", _strided)
 def _laid_out(scale: torch.Tensor, layout: int) -> torch.Tensor:
     """Return ``scale`` in a layout of its own: an operator, since a compiler chooses the strides of its buffers."""
     return _strided(scale, layout).copy_(scale)

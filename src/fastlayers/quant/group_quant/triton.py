@@ -142,10 +142,7 @@ def _fake(
     return x.new_empty((rows, features), dtype=dtype), empty_scales(x, rows, features // group, SCALE_LAYOUTS[layout])
 
 
-_ARGUMENTS = "Tensor x, int group, ScalarType dtype, bool ue8m0, int layout, float eps, int row_multiple"
-
-
-@operator(f"group_quant({_ARGUMENTS}) -> (Tensor, Tensor)", _fake)
+@operator("group_quant", _fake)
 def _group_quant(
     x: torch.Tensor, group: int, dtype: torch.dtype, ue8m0: bool, layout: int, eps: float, row_multiple: int
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -43,7 +43,7 @@ def _fake(x: torch.Tensor, padded: int) -> tuple[torch.Tensor, torch.Tensor]:
     return q, x.new_empty((rows, padded // GROUP), dtype=torch.uint8)
 
 
-@operator("mxfp8_quant(Tensor x, int padded) -> (Tensor, Tensor)", _fake)
+@operator("mxfp8_quant", _fake)
 def _mxfp8_quant(x: torch.Tensor, padded: int) -> tuple[torch.Tensor, torch.Tensor]:
     if x.stride(-1) != 1:
         x = x.contiguous()

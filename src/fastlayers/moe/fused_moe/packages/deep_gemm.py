@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
-from fastlayers.moe.fused_moe.token_chunks import like_x, token_chunks
+from fastlayers.moe.fused_moe.token_chunks import token_chunks
 from fastlayers.moe.fused_moe.triton.activation import activate
 from fastlayers.moe.fused_moe.triton.permute import COLUMN_SCALES, Rows, place, scatter
 from fastlayers.moe.fused_moe.triton.reduce import combine
 from fastlayers.moe.fused_moe.weights import MoEWeights
-from fastlayers.operators import operator
+from fastlayers.operators import like_x, operator
 
 # Tokens of one chunk: contiguous buffers of DeepSeek-V3 stay below 2 GiB, masked ones below 4 GiB.
 MAX_TOKENS, MAX_MASKED_TOKENS = 8192, 256
@@ -87,12 +87,7 @@ def _chunk(
     combine(o, weights, ids, packed.w2_bias, rows, experts - cfg.num_experts, cfg.scaling_factor, y)
 
 
-@operator(
-    "fused_moe_deep_gemm(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13, Tensor w2, Tensor? w13_scale,"
-    " Tensor? w2_scale, Tensor? w13_bias, Tensor? w2_bias, int num_shared, str quant, bool ue8m0, str activation,"
-    " float alpha, float limit, float factor, bool interleaved, int align, bool masked) -> Tensor",
-    like_x,
-)
+@operator("fused_moe_deep_gemm", like_x)
 def _fused_moe(
     x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor,
     w13_scale: torch.Tensor | None, w2_scale: torch.Tensor | None, w13_bias: torch.Tensor | None,

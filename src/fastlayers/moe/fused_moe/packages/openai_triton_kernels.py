@@ -14,11 +14,11 @@ import torch
 
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.swizzle import EXPERTS_AT_ONCE, SwizzledWeights
-from fastlayers.moe.fused_moe.token_chunks import like_x, token_chunks
+from fastlayers.moe.fused_moe.token_chunks import token_chunks
 from fastlayers.moe.fused_moe.triton.permute import place
 from fastlayers.moe.fused_moe.triton.reduce import combine
 from fastlayers.moe.fused_moe.weights import MoEWeights
-from fastlayers.operators import operator
+from fastlayers.operators import like_x, operator
 
 MAX_TOKENS = 8192
 # The layout of scales belongs to this number of warps.
@@ -77,12 +77,7 @@ def _product(
     return result
 
 
-@operator(
-    "fused_moe_triton_kernels(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13, Tensor w2, Tensor w13_scale,"
-    " Tensor w2_scale, Tensor? w13_bias, Tensor? w2_bias, int experts, int inner, float alpha, float limit,"
-    " float factor) -> Tensor",
-    like_x,
-)
+@operator("fused_moe_triton_kernels", like_x)
 def _fused_moe(
     x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor,
     w13_scale: torch.Tensor, w2_scale: torch.Tensor, w13_bias: torch.Tensor | None, w2_bias: torch.Tensor | None,

@@ -12,12 +12,12 @@ from __future__ import annotations
 import torch
 
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
-from fastlayers.moe.fused_moe.token_chunks import like_x, token_chunks
+from fastlayers.moe.fused_moe.token_chunks import token_chunks
 from fastlayers.moe.fused_moe.triton.activation import activate
 from fastlayers.moe.fused_moe.triton.permute import ROW_SCALES, Rows, place, scatter
 from fastlayers.moe.fused_moe.triton.reduce import combine
 from fastlayers.moe.fused_moe.weights import MoEWeights
-from fastlayers.operators import operator
+from fastlayers.operators import like_x, operator
 
 MAX_TOKENS = 8192
 # What the package asks for, in bytes.
@@ -38,11 +38,7 @@ def _product(
     return d
 
 
-@operator(
-    "fused_moe_sgl_kernel(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13, Tensor w2, Tensor w13_scale,"
-    " Tensor w2_scale, int num_shared, bool ue8m0, float factor) -> Tensor",
-    like_x,
-)
+@operator("fused_moe_sgl_kernel", like_x)
 def _fused_moe(
     x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor,
     w13_scale: torch.Tensor, w2_scale: torch.Tensor, num_shared: int, ue8m0: bool, factor: float,

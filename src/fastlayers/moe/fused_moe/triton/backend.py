@@ -15,13 +15,13 @@ from fastlayers.moe.align.triton import moe_align
 from fastlayers.moe.fused_moe import launch_config
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.launch_config import MAX_TOKENS, LaunchConfig, plan_for
-from fastlayers.moe.fused_moe.token_chunks import like_x, token_chunks
+from fastlayers.moe.fused_moe.token_chunks import token_chunks
 from fastlayers.moe.fused_moe.triton import grouped_gemm
 from fastlayers.moe.fused_moe.triton.mxfp4_gemm import mxfp4_experts
 from fastlayers.moe.fused_moe.triton.pair_gemm import pair_experts
 from fastlayers.moe.fused_moe.triton.reduce import reduce
 from fastlayers.moe.fused_moe.weights import EPS, FORMATS, GROUP, MoEWeights
-from fastlayers.operators import operator
+from fastlayers.operators import like_x, operator
 from fastlayers.triton_lang import dependent_launch
 
 CODES = {"fp8_block": torch.float8_e4m3fn, "int8": torch.int8}
@@ -140,12 +140,7 @@ def _chunk(
     reduce(partial, ids, y, experts, factor)
 
 
-@operator(
-    "fused_moe(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13, Tensor w2, Tensor? w13_scale,"
-    " Tensor? w2_scale, Tensor? w13_bias, Tensor? w2_bias, int num_shared, str quant, bool ue8m0, str activation,"
-    " float alpha, float limit, float factor, bool interleaved, int[] plan) -> Tensor",
-    like_x,
-)
+@operator("fused_moe", like_x)
 def _fused_moe(
     x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor,
     w13_scale: torch.Tensor | None, w2_scale: torch.Tensor | None, w13_bias: torch.Tensor | None,
