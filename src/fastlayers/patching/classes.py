@@ -28,16 +28,36 @@ _DERIVED = ("_fl_dense", "_fl_dense_of", "_fl_packed", "_fl_guard")
 RECORDED = "recorded or transformed"
 
 
-def count(counter: torch.Tensor) -> None:
-    """Add one to ``counter``: the compiler sees the operator, eager code adds without its overhead."""
-    if torch.compiler.is_compiling():
-        count_operator(counter)
-    elif counter.is_inference():
-        # A copy that was made in inference mode; its counters may not be written outside that mode.
-        with torch.inference_mode():
-            counter.add_(1)
+class Tally:
+    """How often something ran: eager code counts in Python, programs of torch.compile by an operator.
+
+    Attributes
+    ----------
+    eager : int
+    traced : Tensor int64 ``[1]``
+        On the host. The compiler looks at no Python integer, which it would compile for again and again.
+    """
+
+    __slots__ = ("eager", "traced")
+
+    def __init__(self, eager: int = 0) -> None:
+        self.eager = eager
+        with torch.inference_mode(False):
+            self.traced = torch.zeros(1, dtype=torch.int64, device="cpu")
+
+    def __int__(self) -> int:
+        return self.eager + int(self.traced)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Tally, (int(self),)
+
+
+def count(tally: Tally) -> None:
+    """Add one: the compiler sees the operator, eager code adds without its overhead."""
+    if torch.compiler.is_dynamo_compiling():
+        count_operator(tally.traced)
     else:
-        counter.add_(1)
+        tally.eager += 1
 
 
 class FastModule:
@@ -49,8 +69,8 @@ class FastModule:
     _fl_bypassed: Mapping[str, tuple[type, ...]] = {}
     _fl_baked: tuple[str, ...] = ()
     # What is set on each patched instance.
-    _fl_hits: torch.Tensor
-    _fl_falls: torch.Tensor
+    _fl_hits: Tally
+    _fl_falls: Tally
     _fl_reasons: Counter[str]
     _fl_backend: str
     _fl_fuse: bool
@@ -84,8 +104,16 @@ class FastModule:
             # Whoever replaced the parameters holds them at this moment.
             self._fl_pack(aliases=True)
 
+    def _fl_other(self, x: torch.Tensor) -> str:
+        """Return why our code may not run on ``x``, besides what is so for every module, or ""."""
+        return ""
+
     def _fl_why_not(self, x: torch.Tensor) -> str:
-        """Return why our code may not run, or "": set up, not training, nobody wants gradients, the guard holds."""
+        """Return why our code may not run, or ""."""
+        return self._fl_aside(x) or self._fl_other(x)
+
+    def _fl_aside(self, x: torch.Tensor) -> str:
+        """Return a reason unless: set up, not training, nobody wants gradients, the guard holds."""
         guard: Guard | None = self.__dict__.get("_fl_guard")
         if guard is None:
             return "not set up"
@@ -102,7 +130,10 @@ class FastModule:
 
     def _fl_usable(self, x: torch.Tensor) -> bool:
         """Return whether our code may run; counts a fallback otherwise."""
-        why = self._fl_why_not(x)
+        guard: Guard | None = self.__dict__.get("_fl_guard")
+        # What eager inference asks, in few calls; the long way finds and names everything else.
+        slow = torch.compiler.is_dynamo_compiling() or guard is None or self.training or torch.is_grad_enabled()  # type: ignore[attr-defined]
+        why = self._fl_why_not(x) if slow or not guard.stands(self) else self._fl_other(x)  # type: ignore[union-attr]
         if why:
             self._fl_fell(why)
         return not why
@@ -164,11 +195,9 @@ def original_class(module: nn.Module) -> type:
 
 
 def new_counters(module: nn.Module) -> None:
-    """Give a module its counters: int64 ``[1]`` on the host, never Python integers, and the reasons of fallbacks."""
-    with torch.inference_mode(False):
-        for name in ("hits", "falls"):
-            setattr(module, PREFIX + name, torch.zeros(1, dtype=torch.int64, device="cpu"))
-    module._fl_reasons = Counter()  # type: ignore[assignment]
+    """Give a module its counters, and the reasons of fallbacks."""
+    fast: Any = module
+    fast._fl_hits, fast._fl_falls, fast._fl_reasons = Tally(), Tally(), Counter()
 
 
 def _rebind_hooked(module: nn.Module, cls: type) -> None:

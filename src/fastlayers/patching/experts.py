@@ -25,7 +25,7 @@ from fastlayers.moe.fused_moe.layer import FUSED_MOE, FusedMoEConfig
 from fastlayers.moe.fused_moe.weights import GROUP, MoEWeights, activate
 from fastlayers.patching.classes import FastModule, count, storage_mode
 from fastlayers.patching.guard import foreign
-from fastlayers.patching.matching import SILU, silu
+from fastlayers.patching.matching import SILU, setting, silu
 from fastlayers.registry import Ladder
 from fastlayers.weights_epoch import is_aliased
 
@@ -127,7 +127,7 @@ def _why_not_alike(module: Any) -> str | None:
 
 
 def _named(module: Any) -> str | None:
-    name: str | None = module.config._experts_implementation
+    name: str | None = setting(module.config, "_experts_implementation_internal", "_experts_implementation")
     return name
 
 
@@ -146,6 +146,7 @@ class FastExperts(FastModule):
     _fl_relies: tuple[str, ...] = ("forward", "_apply_gate")
     _fl_bypassed = {"act_fn": SILU}  # noqa: RUF012
     _fl_core: Ladder
+    _fl_auto: bool
     _fl_stock: dict[str, Any]
     _fl_table: Any = ALL_EXPERTS_FUNCTIONS
     _parameters: dict[str, Any]
@@ -153,6 +154,7 @@ class FastExperts(FastModule):
 
     def _fl_choose(self) -> None:
         self._fl_core = choose(self, self._fl_backend)
+        self._fl_auto = self._fl_backend == "auto" and "fused_moe" not in env.backend_overrides()
         table = self._fl_table
         names = [*_SAME, _named(self) or "eager"]
         self._fl_stock = {name: table[name] for name in names if name in table and not foreign(table[name])}
@@ -160,9 +162,7 @@ class FastExperts(FastModule):
     def _fl_implementation(self) -> str:
         return f"fused_moe={self._fl_core.choice.name}"
 
-    def _fl_why_not(self, x: torch.Tensor) -> str:
-        if why := super()._fl_why_not(x):
-            return why
+    def _fl_other(self, x: torch.Tensor) -> str:
         weight = self._parameters.get("down_proj")
         if weight is None:
             return "the weights were replaced"
@@ -236,8 +236,8 @@ class FastClampedExperts(FastExperts):
                     weight.shape, strides, dtype=weight.dtype, device=weight.device
                 ).copy_(weight.data)
 
-    def _fl_why_not(self, x: torch.Tensor) -> str:
-        if why := super()._fl_why_not(x):
+    def _fl_other(self, x: torch.Tensor) -> str:
+        if why := super()._fl_other(x):
             return why
         weights = self._parameters
         laid_out = weights["gate_up_proj"].stride(1) == weights["down_proj"].stride(1) == 1
@@ -248,17 +248,16 @@ class FastClampedExperts(FastExperts):
 
 def _runs_grouped(module: Any, x: torch.Tensor) -> bool:
     """Return whether torch's grouped product runs: "auto" on a CPU, which spares a step per expert."""
-    auto = module._fl_backend == "auto" and "fused_moe" not in env.backend_overrides()
-    if torch.compiler.is_compiling() or not auto or x.is_cuda or not hasattr(F, "grouped_mm"):
+    if x.is_cuda or not module._fl_auto or torch.compiler.is_compiling() or not hasattr(F, "grouped_mm"):
         return False
-    weights = module.gate_up_proj, module.down_proj
+    weights = module._parameters["gate_up_proj"], module._parameters["down_proj"]
     return x.shape[0] > 0 and all(w.element_size() > 1 and w.data_ptr() % 16 == 0 for w in weights)
 
 
 def grouped(module: Any, x: torch.Tensor, ids: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
     """Return the weighted sum of each token's experts ``[T, D]`` by two grouped products over sorted pairs."""
     (tokens, top_k), clamped = ids.shape, _clamped(module)
-    w13, w2 = module.gate_up_proj, module.down_proj
+    w13, w2 = module._parameters["gate_up_proj"], module._parameters["down_proj"]
     experts = w13.shape[0]
     owner, order = ids.flatten().sort()
     offsets = torch.bincount(owner, minlength=experts)[:experts].cumsum(0, dtype=torch.int32)

@@ -30,7 +30,7 @@ from fastlayers.attention.rotary_kv_write.layer import RotaryKVWriteConfig
 from fastlayers.errors import NoBackendError
 from fastlayers.patching.cache import PAGE
 from fastlayers.patching.classes import count
-from fastlayers.patching.matching import foreign_hooks
+from fastlayers.patching.matching import foreign_hooks, setting
 from fastlayers.patching.packing import PackedModule
 from fastlayers.patching.paged import active_step
 
@@ -160,10 +160,19 @@ def _plain(
 
 def weights_asked(module: Any, extra: dict[str, Any]) -> bool:
     """Return whether somebody may read attention weights, which only eager attention has."""
-    if module.config._attn_implementation != "eager":
+    if setting(module.config, "_attn_implementation_internal", "_attn_implementation") != "eager":
         return False
-    asked = extra.get("output_attentions") or getattr(module.config, "output_attentions", False)
+    asked = extra.get("output_attentions") or setting(module.config, "_output_attentions", "output_attentions")
     return bool(asked) or foreign_hooks(module)
+
+
+def attention_function(config: Any, eager: Any) -> Any:
+    """Return what Hugging Face's registry gives for a configuration, as the original asks for it at each call."""
+    name = setting(config, "_attn_implementation_internal", "_attn_implementation")
+    table = ALL_ATTENTION_FUNCTIONS
+    found = table._local_mapping.get(name) or table._global_mapping.get(name)
+    # Eager attention and unknown names.
+    return table.get_interface(name, eager) if found is None else found
 
 
 class FastGQA(PackedModule):
@@ -172,7 +181,10 @@ class FastGQA(PackedModule):
     _fl_relies = (
         "forward", "apply_rotary_pos_emb", "_apply_rotary_emb", "rotate_half", "eager_attention_forward", "repeat_kv",
     )  # fmt: skip
+    # Arguments that change what is computed, or that the family's forward passes itself.
+    _fl_foreign = frozenset((*_FOREIGN, "sliding_window", "s_aux"))
     _fl_origin: tuple[type, type]
+    _modules: dict[str, Any]
     training: bool
     config: Any
     layer_idx: int
@@ -210,7 +222,9 @@ class FastGQA(PackedModule):
             why = "a mask that is not a tensor of four dimensions"
         elif position is None or position[0].shape[-1] not in (self.head_dim, self.head_dim // 2):
             why = "rotary tables of another width"
-        elif any(extra.get(n) is not None for n in _FOREIGN) or any(n in extra for n in self._fl_extra()):
+        elif not self._fl_foreign.isdisjoint(extra) and (
+            any(extra.get(n) is not None for n in _FOREIGN) or any(n in extra for n in self._fl_extra())
+        ):
             why = "arguments for another attention"
         elif weights_asked(self, extra):
             why = "attention weights are asked for"
@@ -224,7 +238,7 @@ class FastGQA(PackedModule):
         """Return what the original's attention function would, ``[B, Q, H, D]``, and its weights."""
         own, origin = self._fl_extra(), self._fl_origin[0]
         eager = sys.modules[origin.__module__].eager_attention_forward
-        function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+        function = attention_function(self.config, eager)
         sinks = own.get("s_aux")
         if function is eager:
             # It adds any mask to the scores, a bool one as 0 and 1.
@@ -249,7 +263,8 @@ class FastGQA(PackedModule):
             q, k, v = (linear(x).unflatten(-1, (-1, width)) for linear in self._fl_linears())
             q, k = self._fl_norm(q, k)
             return rotate(q, position).transpose(1, 2), rotate(k, position).transpose(1, 2), v.transpose(1, 2)
-        heads, keys = both.unflatten(-1, (-1, width)), self.k_proj.out_features // width
+        keys = self._modules["k_proj"].out_features // width
+        heads = both.view(*both.shape[:-1], -1, width)
         v = heads[:, :, -keys:]
         q, k = self._fl_rotated(heads[:, :, :-keys], keys, position)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -312,7 +327,7 @@ class FastGQA(PackedModule):
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
         o, weights = self._fl_attend(q, k, v, attention_mask, kwargs)
-        return self.o_proj(o.reshape(*hidden_states.shape[:-1], -1)), weights
+        return self._modules["o_proj"](o.reshape(*hidden_states.shape[:-1], -1)), weights
 
 
 class FastNormedGQA(FastGQA):
@@ -322,7 +337,7 @@ class FastNormedGQA(FastGQA):
     k_norm: Any
 
     def _fl_norm(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.q_norm(q), self.k_norm(k)
+        return self._modules["q_norm"](q), self._modules["k_norm"](k)
 
     def _fl_norm_weights(self, dtype: torch.dtype) -> tuple[Any, ...]:
         norms = self.q_norm, self.k_norm

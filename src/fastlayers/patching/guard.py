@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from operator import getitem
+from operator import attrgetter, contains, getitem
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS: tuple[Any, ...] = tuple(getattr(torch_module, f"_global{name}") for name in _HOOKS)
@@ -122,49 +123,67 @@ class Guard:
         classes = dict.fromkeys(type(part) for part in parts.values())
         self._code: Code = (*code, *((cls, "forward", cls.forward) for cls in classes))
         self._children = tuple((name, type(part)) for name, part in parts.items())
-        self._parts, self._types = tuple(parts.values()), tuple(type(part) for part in parts.values())
-        self._own = tuple(part.__dict__ for part in parts.values())
+        self._parts, self._types = [*parts.values()], [type(part) for part in parts.values()]
         self._empty = tuple(part.__dict__[name] for part in parts.values() for name in _HOOKS)
-        # Entries of namespaces that must stay; what a class inherits is looked up on it.
-        held: list[tuple[Any, ...]] = [
-            (vars(owner), name, value) for owner, name, value in self._code if name in vars(owner)
-        ]
-        held += [(module._modules, name, part) for name, part in parts.items()]
-        self._spaces, self._keys, self._values = ([entry[place] for entry in held] for place in range(3))
-        self._inherited = tuple(entry for entry in self._code if entry[1] not in vars(entry[0]))
         self._baked = tuple((name, getattr(module, name)) for name in baked if hasattr(module, name))
         self._methods = tuple(name for owner, name, _ in code if isinstance(owner, type) and name != "forward")
         self._why = why
+        # Entries of namespaces that must stay, and names that must not come to stand before them. Nothing of these
+        # leads back to the module: whoever lets go of it is rid of it.
+        held: list[tuple[Any, ...]] = [(module._modules, name, part) for name, part in parts.items()]
+        free: list[tuple[Any, str]] = [(part.__dict__, "forward") for part in parts.values()]
+        for owner, name, value in self._code:
+            line = owner.__mro__ if isinstance(owner, type) else (owner,)
+            place = next((i for i, each in enumerate(line) if name in vars(each)), 0)
+            held.append((vars(line[place]), name, value))
+            free += [(vars(each), name) for each in line[:place]]
+        self._spaces, self._keys, self._values = ([entry[place] for entry in held] for place in range(3))
+        self._free_spaces, self._free_names = ([entry[place] for entry in free] for place in range(2))
+        self._id = id(module)
+        # What an attrgetter gives: of one name the value, of several a tuple.
+        self._read = attrgetter(*(name for name, _ in self._baked)) if self._baked else type
+        self._numbers: Any = self._read(module)
+        # How many hooks had been registered in this process, on whatever, when there was none that counts here.
+        self._handles = -1
 
     def holds(self, module: Any) -> bool:
         """Return whether everything is as it was."""
-        if self._why:
-            return False
         if torch.compiler.is_compiling():
-            return self._traced(module)
-        return not any(_GLOBAL_HOOKS) and nn.Module.__call__ is _CALL and self._same(module)
+            return not self._why and self._traced(module)
+        return not self._why and self._unhooked() and self._same(module)
+
+    def stands(self, module: Any) -> bool:
+        """Return in eager code whether :meth:`holds` is true and nothing is :func:`recorded`."""
+        if _dispatch_modes() or _interpreter() is not None or _tracing() is not None or forward_ad._current_level >= 0:
+            return False
+        quiet = self._handles == RemovableHandle.next_id and nn.Module.__call__ is _CALL
+        return not self._why and (quiet or self._unhooked()) and self._same(module)
+
+    def _unhooked(self) -> bool:
+        """Return whether there are no hooks on all modules or on these children, and modules are called as ever."""
+        if nn.Module.__call__ is not _CALL:
+            return False
+        now = RemovableHandle.next_id
+        if self._handles != now:
+            if any(_GLOBAL_HOOKS) or any(self._empty):
+                return False
+            self._handles = now
+        return True
 
     def _same(self, module: Any) -> bool:
-        """Return whether the module and its children are as they were; what is true of all modules is known."""
-        for name, value in self._baked:
-            if getattr(module, name) != value:
-                return False
+        """Return whether the module (no replica of it) and its children are as they were, but for hooks."""
         for name in self._methods:
             if name in module.__dict__:
                 return False
-        for owner, name, value in self._inherited:
-            if getattr(owner, name) is not value:
-                return False
-        for own in self._own:
-            if "forward" in own:
-                return False
         try:
             return (
-                not any(self._empty)
+                id(module) == self._id
+                and self._read(module) == self._numbers
+                and True not in map(contains, self._free_spaces, self._free_names)
                 and [*map(getitem, self._spaces, self._keys)] == self._values
-                and (*map(type, self._parts),) == self._types
+                and [*map(type, self._parts)] == self._types
             )
-        except KeyError:  # deleted
+        except (KeyError, AttributeError):  # deleted
             return False
 
     def _traced(self, module: Any) -> bool:

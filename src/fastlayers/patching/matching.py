@@ -74,8 +74,16 @@ def qualified(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
+def setting(config: Any, stored: str, name: str) -> Any:
+    """Return ``config.name``, from where transformers stores it: its configurations' attributes take microseconds."""
+    values = {} if torch.compiler.is_dynamo_compiling() else object.__getattribute__(config, "__dict__")
+    return values[stored] if stored in values else getattr(config, name, None)
+
+
 def foreign_hooks(module: nn.Module) -> bool:
     """Return whether somebody hooked ``module``; Hugging Face's recorders of outputs do not count."""
+    if not (module._forward_pre_hooks or module._forward_hooks or module._backward_hooks):
+        return False
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values(), *module._backward_hooks.values()]
     return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks)
 

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastlayers import env
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta
@@ -28,14 +27,14 @@ from fastlayers.attention.mla.torch import MAX_SCORES, product
 from fastlayers.errors import NoBackendError
 from fastlayers.patching.cache import PAGE, LatentLayer, adopt, latent_rows
 from fastlayers.patching.classes import count
-from fastlayers.patching.gqa import weights_asked
+from fastlayers.patching.gqa import attention_function, weights_asked
 from fastlayers.patching.packing import PackedModule, plain
 from fastlayers.patching.paged import active_step
 from fastlayers.quant.block_quant import dequantize_block_weight
 from fastlayers.registry import Ladder
 
 # Keyword arguments of the original's forward that change what is computed.
-_FOREIGN = ("cache", "is_causal", "position_bias", "sliding_window", "softcap", "s_aux")
+_FOREIGN = frozenset(("cache", "is_causal", "position_bias", "sliding_window", "softcap", "s_aux"))
 
 
 def attend_latent(
@@ -188,7 +187,7 @@ class FastMLA(PackedModule):
         why = ""
         if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 4):
             why = "a mask that is not a tensor of four dimensions"
-        elif any(extra.get(name) is not None for name in _FOREIGN):
+        elif not _FOREIGN.isdisjoint(extra) and any(extra.get(name) is not None for name in _FOREIGN):
             why = "arguments for another attention"
         elif weights_asked(self, extra):
             why = "attention weights are asked for"
@@ -203,7 +202,7 @@ class FastMLA(PackedModule):
 
     def _fl_function(self) -> Any:
         """Return the attention function that the original would call."""
-        return ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, self._fl_eager())
+        return attention_function(self.config, self._fl_eager())
 
     def _fl_project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries ``[B,Q,H,N+R]``, normalised latents ``[B,Q,L]`` and unrotated rope keys ``[B,Q,R]``."""

@@ -18,6 +18,7 @@ class FastMLP(PackedModule):
 
     _fl_bypassed = {"act_fn": SILU}  # noqa: RUF012
     _fl_core: Ladder
+    _modules: dict[str, Any]
     gate_proj: Any
     up_proj: Any
     down_proj: Any
@@ -48,8 +49,8 @@ class FastMLP(PackedModule):
         if gate_up is None:
             gate_up = torch.cat((self.gate_proj(x), self.up_proj(x)), dim=-1)
         rows = gate_up.reshape(-1, gate_up.shape[-1])
-        y = self._fl_core.pick(rows.shape[0])(rows)
-        down: torch.Tensor = self.down_proj(y.view(*x.shape[:-1], -1))
+        y = (self._fl_core.single or self._fl_core.pick(rows.shape[0]))(rows)
+        down: torch.Tensor = self._modules["down_proj"](y.view(*x.shape[:-1], -1))
         return down
 
     def _fl_step(self, x: torch.Tensor, step: Any) -> torch.Tensor:

@@ -19,6 +19,7 @@ class FastRMSNorm(FastModule):
 
     _fl_core: Ladder
     weight: torch.Tensor
+    _parameters: dict[str, Any]
     variance_epsilon: float
 
     def _fl_choose(self) -> None:
@@ -33,19 +34,20 @@ class FastRMSNorm(FastModule):
         if not self._fl_usable(hidden_states):
             original: torch.Tensor = super().forward(hidden_states)  # type: ignore[misc]
             return original
-        if hidden_states.dtype != self.weight.dtype or hidden_states.stride(-1) != 1:
-            self._fl_fell(f"input of {hidden_states.dtype}, or strided")
-            mixed: torch.Tensor = super().forward(hidden_states)  # type: ignore[misc]
-            return mixed
         count(self._fl_hits)
-        core: Any = self._fl_core.pick(hidden_states.numel() // hidden_states.shape[-1])
-        y: torch.Tensor = core(hidden_states, self.weight, None)[0]
+        core: Any = self._fl_core.single or self._fl_core.pick(hidden_states.numel() // hidden_states.shape[-1])
+        y: torch.Tensor = core(hidden_states, self._parameters["weight"], None)[0]
         return y
+
+    def _fl_other(self, x: torch.Tensor) -> str:
+        weight = self._parameters.get("weight")
+        if weight is None:
+            return "the weight was replaced"
+        return "" if x.dtype == weight.dtype and x.stride(-1) == 1 else f"input of {x.dtype}, or strided"
 
     def _fl_add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the norm of ``x + residual`` and the sum, or ``None`` where this is not one operation."""
-        fits = x.dtype == residual.dtype == self.weight.dtype and x.stride(-1) == residual.stride(-1) == 1
-        if not fits or not self._fl_usable(x):
+        if x.dtype != residual.dtype or residual.stride(-1) != 1 or not self._fl_usable(x):
             return None
         count(self._fl_hits)
         core: Any = self._fl_core.pick(x.numel() // x.shape[-1])

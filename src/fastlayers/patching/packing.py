@@ -96,9 +96,11 @@ class Packed(Guard):
 
         Asked after the module's own guard, which knows what is true of all modules.
         """
-        if self.weight is None or torch.compiler.is_compiling():
+        if self.weight is None or torch.compiler.is_dynamo_compiling():
             return False
-        same = self._same(module) and all(map(is_, map(dict.get, self._tables, self._names), self._held))
+        if not (self._unhooked() and self._same(module)):
+            return False
+        same = all(map(is_, map(dict.get, self._tables, self._names), self._held))
         return same and [*map(torch.Tensor.data_ptr, self._held)] == self._addresses
 
 
