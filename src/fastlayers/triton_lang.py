@@ -64,17 +64,17 @@ def to_e4m3(x):
 _DEPENDENT: dict[torch.device, dict[str, bool]] = {}
 
 
-def dependent_launch(x: torch.Tensor) -> dict[str, bool]:
-    """Return launch arguments with which a kernel may start before the kernels in front of it have ended.
+def dependent_launch(device: torch.device) -> dict[str, bool]:
+    """Return launch arguments with which a kernel on ``device`` may start before the kernels in front have ended.
 
     The kernel has a constexpr ``PDL`` and calls :func:`await_inputs`; without programmatic dependent launch (older
     GPUs, the interpreter) ``PDL`` is false and nothing changes.
     """
     try:
-        return _DEPENDENT[x.device]
+        return _DEPENDENT[device]
     except KeyError:
-        early = x.is_cuda and not INTERPRET.value and (as_device(x.device).capability or (0, 0)) >= (9, 0)
-        return _DEPENDENT.setdefault(x.device, {"PDL": True, "launch_pdl": True} if early else {"PDL": False})
+        early = device.type == "cuda" and not INTERPRET.value and (as_device(device).capability or (0, 0)) >= (9, 0)
+        return _DEPENDENT.setdefault(device, {"PDL": True, "launch_pdl": True} if early else {"PDL": False})
 
 
 @triton.jit

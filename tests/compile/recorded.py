@@ -36,6 +36,7 @@ from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.moe.router.triton import router_logits
 from fastlayers.registry import LAYERS, registry
 from fastlayers.registry.spec import Case, spec_of
+from fastlayers.runtime import launch
 from fastlayers.runtime.launch import Kernel
 from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.tuning.sweep import case_at, inputs_of
@@ -90,10 +91,13 @@ def recording() -> Iterator[Recorder]:
     """Record every launch within; kernels are not run, nor is anything else that would read data."""
     recorder = Recorder()
 
-    def launch(self: Kernel, grid: Any, *arguments: Any, **constants: Any) -> None:
+    def through_triton(self: Kernel, grid: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
         recorder.add(self, grid, *arguments, **constants)
 
-    with mock.patch.object(Kernel, "_launch", launch), mock.patch.object(torch, "Generator", HostGenerator):
+    # With a listener nothing is launched but through Triton.
+    listening = mock.patch.object(launch, "_LISTENERS", ([recorder], []))
+    stub = mock.patch.object(Kernel, "_through_triton", through_triton)
+    with listening, stub, mock.patch.object(torch, "Generator", HostGenerator):
         yield recorder
 
 

@@ -56,7 +56,7 @@ class Triton:
 def stubbed(monkeypatch: pytest.MonkeyPatch) -> tuple[Kernel, Triton, Driver]:
     made, driver, own = Kernel.__new__(Kernel), Driver(), Triton()
     made.__dict__.update(_copy_kernel.__dict__)
-    made.jit, made.prepared, made._known, made._constants = own, True, {}, (None, None)
+    made.jit, made.prepared, made._known, made._bound, made._constants = own, True, {}, {}, (None, None)
     monkeypatch.setattr(launch, "driver", driver)
     return made, own, driver
 
@@ -130,6 +130,17 @@ def test_a_profiler_sees_every_launch(stubbed: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(launch, "_LISTENERS", ([print], []))
     made[(1,)](x, x, 5, 32, 1e-6, BLOCK=16, FLAG=True)
     assert (len(own.calls), driver.launched) == (2, [])
+
+
+def test_sizes_without_end_are_not_remembered(stubbed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, own, driver = stubbed
+    monkeypatch.setattr(launch, "MOST_KNOWN", 8)
+    x, bound = torch.zeros(64), made.bind(BLOCK=16, FLAG=True)
+    assert bound is made.bind(BLOCK=16, FLAG=True) is not made.bind(BLOCK=16, FLAG=False)
+    for rows in range(2, 200):
+        bound((1,), x, x, rows, 32, 1e-6)
+        assert len(made._known) <= 10
+    assert len(own.calls) + len(driver.launched) == 198
 
 
 def test_arguments_in_another_order_are_refused() -> None:

@@ -41,7 +41,7 @@ def _embedding(ids: torch.Tensor, weight: torch.Tensor, start: int) -> torch.Ten
         block = min(BLOCK, next_power_of_2(hidden_size))
         _embedding_kernel[(ids.numel(), cdiv(hidden_size, block))](
             ids.contiguous(), weight, y, start, rows, hidden_size, weight.stride(0),
-            BLOCK=block, num_warps=max(1, block // 512), **dependent_launch(weight),
+            BLOCK=block, num_warps=max(1, block // 512), **dependent_launch(weight.device),
         )  # fmt: skip
     return y
 

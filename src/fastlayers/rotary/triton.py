@@ -129,7 +129,7 @@ def _rotary(
             SECTION_T=parts[0], SECTION_H=parts[1], SECTION_W=parts[2], ALTERNATE=alternate,
             HEADS=heads, BLOCKS=blocks, BLOCK=next_power_of_2(half),
             REST=next_power_of_2(dim - 2 * half) if dim > 2 * half else 0,
-            **dependent_launch(q), num_warps=2,
+            **dependent_launch(q.device), num_warps=2,
         )  # fmt: skip
     return outputs
 

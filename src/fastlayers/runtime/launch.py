@@ -1,9 +1,11 @@
 """Prepared launches: a Triton kernel that was launched once is launched again without Triton's binder.
 
-    kernel[grid](*arguments, **constants)
-        │  key: constants, dtypes and alignment of tensors, classes of numbers   (what Triton specialises on)
-        ├─ known: the driver's launch, with addresses instead of tensors
-        └─ new:   Triton binds, compiles and launches; what it compiled is kept under the key
+    bound = kernel.bind(**constants)        once for each configuration; kernel[grid](*a, **constants) does both
+    bound(grid, *arguments)
+        │  key: dtypes of tensors, whether all are aligned, the numbers
+        ├─ seen:  the driver's launch, with addresses instead of tensors
+        ├─ alike: the same alignment of each and classes of numbers   (what Triton specialises on)
+        └─ new:   Triton binds, compiles and launches; what it compiled is kept under both keys
 
 Triton's own way to a launch binds arguments by name, compares a printed specialisation and looks at every global: on
 the host of an H200 some 50 µs, most of the time of a step that is not captured.
@@ -12,8 +14,8 @@ the host of an H200 some 50 µs, most of the time of a step that is not captured
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from operator import attrgetter
+from functools import partial, reduce
+from operator import attrgetter, or_
 from typing import Any
 
 import torch
@@ -29,6 +31,8 @@ _LISTENERS: tuple[list[Any], ...] = (
     else ([], [])
 )
 _ONES: tuple[tuple[int, ...], ...] = ((), (1, 1), (1,), ())
+# Kinds and sizes of launches that a kernel remembers; sizes of prompts come without end.
+MOST_KNOWN = 4096
 _address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 _dtype = attrgetter("dtype")
 
@@ -78,6 +82,7 @@ class Kernel:
         self.jit: Any = triton.jit(do_not_specialize=list(do_not_specialize))(function)
         self.__name__, self.__doc__, self.__module__ = function.__name__, function.__doc__, function.__module__
         self._known: dict[tuple[Any, ...], Callable[..., None] | None] = {}
+        self._bound: dict[tuple[Any, ...], Callable[..., None]] = {}
         self.prepared = isinstance(self.jit, JITFunction) and PREPARED
         names = self.arg_names
         self._tensors = sum(name.endswith("_ptr") for name in names)
@@ -95,22 +100,59 @@ class Kernel:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        if not self.prepared or _LISTENERS[0] or _LISTENERS[1]:
-            self.jit[grid](*arguments, **constants)
-            return
-        tensors, numbers = arguments[: self._tensors], arguments[self._tensors :]
-        addresses, device = [*map(_address, tensors)], driver.device()
-        key = (
-            device, *constants, *constants.values(), *map(_dtype, tensors), *[a % 16 == 0 for a in addresses],
-            *map(type, numbers), *[(n == 1) + 2 * (n % 16 == 0) + 4 * (n > 0x7FFFFFFF) for n in numbers],
-        )  # fmt: skip
-        launch = self._known.get(key)
-        if launch is None:
-            # Through Triton; what it compiled serves the next launch of this kind. None: a hook forbade the compile.
-            compiled = self.jit[grid](*arguments, **constants)
-            self._known[key] = driver.prepare(compiled) if compiled is not None else None
-        else:
+        bound = self._bound.get((*constants, *constants.values()))
+        (bound or self.bind(**constants))(grid, *arguments)
+
+    def bind(self, **constants: Any) -> Callable[..., None]:
+        """Return the kernel with its constants and launch options, called as ``bound(grid, *arguments)``.
+
+        The same function for the same constants; what launches a configuration often keeps it.
+        """
+        name = (*constants, *constants.values())
+        if name in self._bound:
+            return self._bound[name]
+        tensors = self._tensors
+
+        def bound(grid: tuple[int, ...], *arguments: Any) -> None:
+            if not self.prepared or _LISTENERS[0] or _LISTENERS[1]:
+                self._through_triton(grid, arguments, constants)
+                return
+            given, numbers, device = arguments[:tensors], arguments[tensors:], driver.device()
+            addresses = [*map(_address, given)]
+            # Equal numbers are of one class whatever their type, so they may stand for themselves.
+            key = (bound, device, reduce(or_, addresses, 0) & 15, numbers, *map(_dtype, given))
+            launch = self._known.get(key)
+            if launch is None or key[2]:
+                launch = self._alike(key, addresses)
+                if launch is None:
+                    # Through Triton; what it compiled serves the next launch of this kind.
+                    compiled = self._through_triton(grid, arguments, constants)
+                    # None: a hook forbade the compile.
+                    self._known[self._kind(key, addresses)] = driver.prepare(compiled) if compiled is not None else None
+                    return
             launch(*grid, *_ONES[len(grid)], driver.stream(device), *addresses, *numbers, *self._constants)
+
+        self._bound[name] = bound
+        return bound
+
+    def _through_triton(self, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
+        return self.jit[grid](*arguments, **constants)
+
+    def _alike(self, key: tuple[Any, ...], addresses: list[int]) -> Callable[..., None] | None:
+        """Return what launches arguments of this kind, and remember it for these sizes."""
+        launch = self._known.get(self._kind(key, addresses))
+        if launch is not None and not key[2]:
+            if len(self._known) > MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = launch
+        return launch
+
+    @staticmethod
+    def _kind(key: tuple[Any, ...], addresses: list[int]) -> tuple[Any, ...]:
+        """Return what Triton specialises on."""
+        bound, device, _, numbers, *dtypes = key
+        classes = [(n == 1) + 2 * (n % 16 == 0) + 4 * (n > 0x7FFFFFFF) for n in numbers]
+        return bound, device, *dtypes, *[a % 16 == 0 for a in addresses], *map(type, numbers), *classes
 
 
 def kernel(function: Callable[..., None] | None = None, *, do_not_specialize: tuple[str, ...] = ()) -> Any:

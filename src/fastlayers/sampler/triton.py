@@ -154,7 +154,7 @@ def _sampler(
     if not batch:
         return ids
     blocks = cdiv(vocab_size, BLOCK)
-    sizes = {"BLOCKS": next_power_of_2(blocks), "BLOCK": BLOCK} | dependent_launch(logits)
+    sizes = {"BLOCKS": next_power_of_2(blocks), "BLOCK": BLOCK} | dependent_launch(logits.device)
     shape, grid = (batch, sizes["BLOCKS"]), (batch, blocks)
     x, strides = logits, (logits.stride(0), vocab_size)
     best = torch.empty(shape, dtype=torch.float32, device=device)

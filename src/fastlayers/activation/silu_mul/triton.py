@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -50,17 +53,22 @@ def _silu_mul_kernel(x_ptr, y_ptr, x_stride, size, BLOCK: tl.constexpr, PDL: tl.
     tl.store(y_ptr + row * size + column, silu_mul_rounded(gate, up), mask=inside)
 
 
+@lru_cache
+def _bound(size: int, device: torch.device) -> tuple[int, Callable[..., None]]:
+    """Return the programs of a row, and what launches them."""
+    block = min(BLOCK, next_power_of_2(size))
+    launch = _silu_mul_kernel.bind(BLOCK=block, num_warps=max(1, block // 256), **dependent_launch(device))
+    return cdiv(size, block), launch
+
+
 @operator("silu_mul", empty_output)
 def _silu_mul(x: torch.Tensor) -> torch.Tensor:
     size = x.shape[-1] // 2
     y = x.new_empty((*x.shape[:-1], size))
     if y.numel():
         rows = x if x.dim() == 2 else x.reshape(-1, 2 * size)
-        block = min(BLOCK, next_power_of_2(size))
-        grid = (rows.shape[0], cdiv(size, block))
-        _silu_mul_kernel[grid](
-            rows, y, rows.stride(0), size, BLOCK=block, num_warps=max(1, block // 256), **dependent_launch(x)
-        )
+        blocks, bound = _bound(size, x.device)
+        bound((rows.shape[0], blocks), rows, y, rows.stride(0), size)
     return y
 
 

@@ -88,7 +88,7 @@ def finish(o: torch.Tensor, binary: torch.Tensor, sinks: torch.Tensor | None) ->
     _finish_kernel[(cdiv(rows, block),)](
         o, binary, lse, binary if sinks is None else sinks, rows,
         HEADS=o.shape[1], HEAD_DIM=width, SINKS=sinks is not None,
-        BLOCK_R=block, BLOCK_D=next_power_of_2(width), **dependent_launch(o), num_warps=4,
+        BLOCK_R=block, BLOCK_D=next_power_of_2(width), **dependent_launch(o.device), num_warps=4,
     )  # fmt: skip
     return lse
 

@@ -8,7 +8,7 @@ results a second kernel adds up in fixed order. Grids and splits depend on the h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 
 import torch
@@ -194,6 +194,22 @@ def _fake(
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
+@lru_cache(maxsize=1024)
+def _bound(
+    heads: int, kv_heads: int, head_dim: int, page: int, window: int, softcap: bool, sinks: bool, splits: int,
+    block_m: int, block_n: int, block_b: int, warps: int, stages: int, device: torch.device,
+) -> tuple[Callable[..., None], Callable[..., None]]:  # fmt: skip
+    """Return what launches the attention of one configuration, and what adds its splits."""
+    launch = dependent_launch(device)
+    shared = {"HEADS": heads, "HEAD_DIM": head_dim, "SINKS": sinks, "SPLITS": splits} | launch
+    shared["BLOCK_D"] = max(16, next_power_of_2(head_dim))
+    attend = _gqa_kernel.bind(
+        **shared, KV_HEADS=kv_heads, PAGE=page, WINDOW=window, SOFTCAP=softcap, BLOCK_M=block_m, BLOCK_N=block_n,
+        BLOCK_B=block_b, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return attend, _reduce_kernel.bind(**shared, BLOCK_S=next_power_of_2(splits), num_warps=4)
+
+
 @operator("gqa", _fake)
 def _gqa(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sinks: torch.Tensor | None,
@@ -215,22 +231,17 @@ def _gqa(
     if splits > 1:
         part = q.new_empty(tokens, heads, splits, head_dim, dtype=torch.float32)
         part_lse = q.new_empty(tokens, heads, splits, dtype=torch.float32)
-    block_d, launch = max(16, next_power_of_2(head_dim)), dependent_launch(q)
     logits = q if sinks is None else sinks
-    _gqa_kernel[(tiles, kv_heads * splits, each)](
-        q, k_cache, v_cache, logits, part, part_lse,
-        page_table, seq_lens, starts, cu_seqlens_q, q.stride(0), q.stride(1), page_table.stride(0), scale, softcap,
-        requests, HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE=page_size, WINDOW=window,
-        SOFTCAP=softcap > 0, SINKS=sinks is not None, SPLITS=splits,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_B=next_power_of_2(requests) if packed else 0,
-        **launch, num_warps=warps, num_stages=stages,
+    attend, reduce = _bound(
+        heads, kv_heads, head_dim, page_size, window, softcap > 0, sinks is not None, splits, block_m, block_n,
+        next_power_of_2(requests) if packed else 0, warps, stages, q.device,
+    )  # fmt: skip
+    attend(
+        (tiles, kv_heads * splits, each), q, k_cache, v_cache, logits, part, part_lse, page_table, seq_lens, starts,
+        cu_seqlens_q, q.stride(0), q.stride(1), page_table.stride(0), scale, softcap, requests,
     )  # fmt: skip
     if splits > 1:
-        _reduce_kernel[(tokens * heads,)](
-            part, part_lse, logits, o, lse,
-            HEADS=heads, HEAD_DIM=head_dim, SINKS=sinks is not None, SPLITS=splits,
-            BLOCK_S=next_power_of_2(splits), BLOCK_D=block_d, **launch, num_warps=4,
-        )  # fmt: skip
+        reduce((tokens * heads,), part, part_lse, logits, o, lse)
     return o, lse
 
 

@@ -11,7 +11,7 @@ every stage of the pipeline holds keys and values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 
 import torch
@@ -346,6 +346,27 @@ class Counters:
             self.done = self.done.new_zeros(needed)
 
 
+@lru_cache(maxsize=1024)
+def _bound(
+    heads: int, kv_heads: int, head_dim: int, page: int, window: int, softcap: bool, sinks: bool, splits: int,
+    block_n: int, min_keys: int, max_keys: int, warps: int, stages: int, device: torch.device,
+) -> tuple[Callable[..., None], Callable[..., None]]:  # fmt: skip
+    """Return what launches the attention of one configuration, and what combines its splits."""
+    blocks = _blocks(heads // kv_heads, head_dim, splits)
+    shared = {
+        "HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "WINDOW": window, "SINKS": sinks,
+        "ONE_PAGE": one_page(page, block_n, window),
+        "MIN_BLOCKS": max(1, min_keys // block_n), "MAX_BLOCKS": max(1, max_keys // block_n),
+        "BLOCK_N": block_n, **dependent_launch(device),
+    }  # fmt: skip
+    attend = _decode_kernel.bind(
+        PAGE=page, SOFTCAP=softcap, SPLIT=splits > 1, FUSED=splits <= FUSED_SPLITS, **shared, **blocks,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    at_once = min(next_power_of_2(splits), 4096 // blocks["BLOCK_D"])
+    return attend, _combine_kernel.bind(**shared, BLOCK_D=blocks["BLOCK_D"], BLOCK_S=at_once, num_warps=4)
+
+
 def _fake(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sinks: torch.Tensor | None,
     page_table: torch.Tensor, seq_lens: torch.Tensor, starts: torch.Tensor, counters: torch.Tensor, page_size: int,
@@ -369,28 +390,19 @@ def gqa_decode(
         return o, lse
     keys = min(max_seq_len, window) if window else max_seq_len
     splits, wanted = _splits(requests * kv_heads, keys, programs, min_keys, max_keys)
-    group, launch, logits = heads // kv_heads, dependent_launch(q), q if sinks is None else sinks
+    logits = q if sinks is None else sinks
     part, part_lse = o, lse
     if splits > 1:
         part = q.new_empty(requests * heads * splits, head_dim, dtype=torch.float32)
         part_lse = q.new_empty(requests * heads * splits, dtype=torch.float32)
-    blocks, whole = _blocks(group, head_dim, splits), one_page(page_size, block_n, window)
-    shared = {
-        "HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "WINDOW": window, "SINKS": sinks is not None,
-        "ONE_PAGE": whole,
-        "MIN_BLOCKS": max(1, min_keys // block_n), "MAX_BLOCKS": max(1, max_keys // block_n),
-        "BLOCK_N": block_n, **launch,
-    }  # fmt: skip
-    _decode_kernel[(kv_heads, requests, splits)](
-        q, k_cache, v_cache, logits, o, lse, part, part_lse, counters, page_table, seq_lens, starts,
-        q.stride(0), q.stride(1), page_table.stride(0), splits, wanted, scale, softcap,
-        PAGE=page_size, SOFTCAP=softcap > 0, SPLIT=splits > 1, FUSED=splits <= FUSED_SPLITS,
-        **shared, **blocks, num_warps=warps, num_stages=stages,
+    attend, combine = _bound(
+        heads, kv_heads, head_dim, page_size, window, softcap > 0, sinks is not None, splits, block_n, min_keys,
+        max_keys, warps, stages, q.device,
+    )  # fmt: skip
+    attend(
+        (kv_heads, requests, splits), q, k_cache, v_cache, logits, o, lse, part, part_lse, counters, page_table,
+        seq_lens, starts, q.stride(0), q.stride(1), page_table.stride(0), splits, wanted, scale, softcap,
     )  # fmt: skip
     if splits > FUSED_SPLITS:
-        at_once = min(next_power_of_2(splits), 4096 // blocks["BLOCK_D"])
-        _combine_kernel[(requests, heads)](
-            part, part_lse, logits, o, lse, seq_lens, starts, splits, wanted,
-            **shared, BLOCK_D=blocks["BLOCK_D"], BLOCK_S=at_once, num_warps=4,
-        )  # fmt: skip
+        combine((requests, heads), part, part_lse, logits, o, lse, seq_lens, starts, splits, wanted)
     return o, lse

@@ -65,7 +65,7 @@ def _kv_write(
         each = tokens_of_program(tokens)
         _kv_write_kernel[(cdiv(tokens, each),)](
             k, v, k_cache, v_cache, loc, tokens, k.stride(0), k.stride(1), v.stride(0), v.stride(1), heads,
-            TOKENS=each, **_blocks(heads, head_dim, v.shape[-1]), **dependent_launch(k), num_warps=4,
+            TOKENS=each, **_blocks(heads, head_dim, v.shape[-1]), **dependent_launch(k.device), num_warps=4,
         )  # fmt: skip
 
 

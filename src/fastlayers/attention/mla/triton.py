@@ -243,7 +243,7 @@ def _to_e4m3_kernel(x_ptr, y_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
 def rounded_to_e4m3(x: torch.Tensor) -> torch.Tensor:
     """Return a contiguous ``x`` in e4m3, clamped to ±448 (scale 1); for other backends' operators."""
     y = torch.empty_like(x, dtype=torch.float8_e4m3fn)
-    launch = dependent_launch(x)
+    launch = dependent_launch(x.device)
     _to_e4m3_kernel[(cdiv(x.numel(), E4M3_BLOCK),)](x, y, x.numel(), BLOCK=E4M3_BLOCK, num_warps=4, **launch)
     return y
 
@@ -274,7 +274,7 @@ def _decode(
         config = tuned(
             decode_config(rows_each, q.dtype, cache.dtype, page_size, True, max_query_len > 1), knobs, page_size
         )
-    launch = dependent_launch(q)
+    launch = dependent_launch(q.device)
     rows = tokens * heads
     partial, partial_lse = o, lse
     if splits > 1:

@@ -41,7 +41,8 @@ def _mla_kv_write(latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor,
         each = 1 if tokens <= 1024 else 4
         _mla_kv_write_kernel[(cdiv(tokens, each),)](
             latent, rope, cache, loc, tokens, latent.stride(0), rope.stride(0), TOKENS=each,
-            **_blocks(latent.shape[1], rope.shape[1]), **dependent_launch(latent), num_warps=2 if each == 1 else 4,
+            **_blocks(latent.shape[1], rope.shape[1]), **dependent_launch(latent.device),
+            num_warps=2 if each == 1 else 4,
         )  # fmt: skip
 
 

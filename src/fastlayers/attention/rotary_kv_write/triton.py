@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -153,6 +154,26 @@ def _blocks(
     }
 
 
+@lru_cache
+def _bound(
+    heads: int, kv_heads: int, head_dim: int, v_head_dim: int, rotary_dim: int, interleaved_in: bool,
+    interleaved_out: bool, norm: bool, device: torch.device,
+) -> tuple[int, Callable[..., None]]:  # fmt: skip
+    """Return the programs of a token, and what launches them."""
+    blocks = _blocks(heads, kv_heads, head_dim, v_head_dim, rotary_dim, interleaved_in, interleaved_out, norm)
+    launch = _rotary_kv_write_kernel.bind(**blocks, **dependent_launch(device), num_warps=4)
+    return blocks["Q_BLOCKS"] + blocks["KV_BLOCKS"], launch
+
+
+def _fake(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None, loc: torch.Tensor,
+    q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float | None,
+    rotary_dim: int, interleaved_in: bool, interleaved_out: bool,
+) -> torch.Tensor:  # fmt: skip
+    return q.new_empty(q.shape)
+
+
 @operator("rotary_kv_write", like_x, writes=("keys", "values"))
 def _rotary_kv_write(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
@@ -163,16 +184,17 @@ def _rotary_kv_write(
     (tokens, heads, head_dim), (kv_heads, v_head_dim) = q.shape, v.shape[1:]
     q_out = q.new_empty(q.shape)
     if tokens:
-        blocks = _blocks(
-            heads, kv_heads, head_dim, v_head_dim, rotary_dim, interleaved_in, interleaved_out, eps is not None
-        )
+        blocks, bound = _bound(
+            heads, kv_heads, head_dim, v_head_dim, rotary_dim, interleaved_in, interleaved_out, eps is not None,
+            q.device,
+        )  # fmt: skip
         k_slots, v_slots = cache_rows(keys, values, v_head_dim)
-        _rotary_kv_write_kernel[(tokens * (blocks["Q_BLOCKS"] + blocks["KV_BLOCKS"]),)](
-            q, k, v, cos, sin, positions, q_out, k_slots, v_slots, loc,
+        bound(
+            (tokens * blocks,), q, k, v, cos, sin, positions, q_out, k_slots, v_slots, loc,
             cos if q_weight is None else q_weight, cos if k_weight is None else k_weight,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             k_slots.stride(0), v_slots.stride(0), cos.shape[0], heads, kv_heads,
-            eps or 0.0, **blocks, **dependent_launch(q), num_warps=4,
+            eps or 0.0,
         )  # fmt: skip
     return q_out
 

@@ -7,8 +7,9 @@ that a program may hold as few as two output features and all multiprocessors re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
@@ -142,6 +143,34 @@ def _matrix_candidates(cfg: LinearConfig, rows: int) -> list[dict[str, int]]:
 PARAMETERS = ("VECTOR", "BLOCK_M", "BLOCK_N", "BLOCK_K", "SPLITS", "num_warps", "num_stages")
 
 
+class _Launches(NamedTuple):
+    """The product of one shape, and what adds its splits."""
+
+    grid: tuple[int, ...]
+    splits: int
+    product: Callable[..., None]
+    add_splits: Callable[..., None]
+
+
+@lru_cache(maxsize=4096)
+def _launches(
+    m: int, n: int, k: int, dtype: torch.dtype, bias: bool, config: tuple[int, ...], device: torch.device
+) -> _Launches:
+    c, launch = dict(zip(PARAMETERS, config, strict=True)) if config else rule(m, n, k, dtype), dependent_launch(device)
+    sizes = {"HAS_BIAS": bias, "EVEN_K": k % c["BLOCK_K"] == 0, "BLOCK_N": c["BLOCK_N"], "BLOCK_K": c["BLOCK_K"]}
+    if c["VECTOR"]:
+        product = _vector_kernel.bind(**sizes, ROWS=next_power_of_2(m), num_warps=c["num_warps"], **launch)
+        return _Launches((cdiv(n, c["BLOCK_N"]),), 1, product, product)
+    tile = Tile(c["BLOCK_M"], c["BLOCK_N"], c["num_warps"], c["num_stages"], c["SPLITS"])
+    product = _linear_kernel.bind(
+        **sizes, SPLITS=tile.splits, BLOCK_M=tile.m, num_warps=tile.warps, num_stages=tile.stages, **launch
+    )
+    add_splits = add_splits_kernel.bind(
+        SPLITS=tile.splits, HAS_BIAS=bias, ROUND_BEFORE_BIAS=False, BLOCK=1024, **launch
+    )
+    return _Launches(tile.grid(m, n), tile.splits, product, add_splits)
+
+
 def _fake(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype, config: list[int]
 ) -> torch.Tensor:
@@ -158,28 +187,12 @@ def _linear(
     y = x.new_empty((m, n), dtype=out_dtype)
     if m == 0:
         return y
-    c = dict(zip(PARAMETERS, config, strict=True)) if config else rule(m, n, k, x.dtype)
-    launch = dependent_launch(x)
-    arguments = (m, n, k, x.stride(0), weight.stride(0))
-    if c["VECTOR"]:
-        _vector_kernel[(cdiv(n, c["BLOCK_N"]),)](
-            x, weight, y if bias is None else bias, y, *arguments,
-            HAS_BIAS=bias is not None, EVEN_K=k % c["BLOCK_K"] == 0, ROWS=next_power_of_2(m),
-            BLOCK_N=c["BLOCK_N"], BLOCK_K=c["BLOCK_K"], num_warps=c["num_warps"], **launch,
-        )  # fmt: skip
-        return y
-    tile = Tile(c["BLOCK_M"], c["BLOCK_N"], c["num_warps"], c["num_stages"], c["SPLITS"])
-    target = y if tile.splits == 1 else x.new_empty((tile.splits, m, n), dtype=torch.float32)
-    _linear_kernel[tile.grid(m, n)](
-        x, weight, y if bias is None else bias, target, *arguments,
-        HAS_BIAS=bias is not None, SPLITS=tile.splits, EVEN_K=k % c["BLOCK_K"] == 0,
-        BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=c["BLOCK_K"], num_warps=tile.warps, num_stages=tile.stages, **launch,
-    )  # fmt: skip
-    if tile.splits > 1:
-        add_splits_kernel[(m, cdiv(n, 1024))](
-            target, y if bias is None else bias, y, m, n,
-            SPLITS=tile.splits, HAS_BIAS=bias is not None, ROUND_BEFORE_BIAS=False, BLOCK=1024, **launch,
-        )  # fmt: skip
+    how = _launches(m, n, k, x.dtype, bias is not None, tuple(config), x.device)
+    addend = y if bias is None else bias
+    target = y if how.splits == 1 else x.new_empty((how.splits, m, n), dtype=torch.float32)
+    how.product(how.grid, x, weight, addend, target, m, n, k, x.stride(0), weight.stride(0))
+    if how.splits > 1:
+        how.add_splits((m, cdiv(n, 1024)), target, addend, y, m, n)
     return y
 
 

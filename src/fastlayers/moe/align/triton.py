@@ -7,6 +7,9 @@ a launch of its own counts every expert's pairs. Entries from num_post_pad on st
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -131,6 +134,13 @@ def _place_kernel(
             tl.store(experts_ptr + before[:, None] + start + block, owner, mask=start + block < mine[:, None])
 
 
+@lru_cache
+def _bound_few(block: int, chunk: int, block_e: int, device: torch.device) -> Callable[..., None]:
+    return _few_kernel.bind(  # type: ignore[no-any-return]
+        BLOCK=block, CHUNK=chunk, BLOCK_E=block_e, num_warps=max(1, chunk // 256), **dependent_launch(device)
+    )
+
+
 def _fake(topk_ids: torch.Tensor, experts: int, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     blocks = num_blocks(topk_ids.numel(), experts, block)
     return topk_ids.new_empty(blocks * block), topk_ids.new_empty(blocks), topk_ids.new_empty(1)
@@ -146,13 +156,10 @@ def moe_align(topk_ids: torch.Tensor, experts: int, block: int) -> tuple[torch.T
     if pairs == 0:
         return sorted_ids, expert_ids, torch.zeros(1, dtype=torch.int32, device=device)
     total = torch.empty(1, dtype=torch.int32, device=device)
-    launch, block_e = dependent_launch(ids), next_power_of_2(experts + 1)
+    launch, block_e = dependent_launch(ids.device), next_power_of_2(experts + 1)
     if pairs <= FEW:
-        chunk = max(32, next_power_of_2(pairs))
-        _few_kernel[(experts,)](
-            ids, sorted_ids, expert_ids, total, pairs, experts,
-            BLOCK=block, CHUNK=chunk, BLOCK_E=block_e, num_warps=max(1, chunk // 256), **launch,
-        )  # fmt: skip
+        bound = _bound_few(block, max(32, next_power_of_2(pairs)), block_e, device)
+        bound((experts,), ids, sorted_ids, expert_ids, total, pairs, experts)
         return sorted_ids, expert_ids, total
     chunk = max(MIN_CHUNK, min(MAX_CHUNK, next_power_of_2(cdiv(pairs, SPLITS))))
     span, warps = cdiv(cdiv(pairs, SPLITS), chunk) * chunk, min(8, chunk // 256)

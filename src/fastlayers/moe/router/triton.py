@@ -6,6 +6,9 @@ before it waits for the tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -60,6 +63,15 @@ def _fake_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32 if wide else x.dtype)
 
 
+@lru_cache
+def _bound_logits(hidden: int, each: int, bias: bool, device: torch.device) -> tuple[int, Callable[..., None]]:
+    """Return the experts of a program, and what launches it."""
+    block_d = next_power_of_2(hidden)
+    block_e = 1 if block_d >= 4096 else 2
+    sizes = {"HAS_BIAS": bias, "TOKENS": each, "BLOCK_E": block_e, "BLOCK_D": block_d}
+    return block_e, _logits_kernel.bind(**sizes, num_warps=4, **dependent_launch(device))
+
+
 @operator("router_logits", _fake_logits)
 def router_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: bool) -> torch.Tensor:
     """Return ``x @ weight^T + bias`` of a few tokens, fp32 (``wide``) or in the dtype of ``x``."""
@@ -67,12 +79,11 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     x = x if x.stride(-1) == 1 else x.contiguous()
     z = _fake_logits(x, weight, bias, wide)
     if tokens:
-        block_d, each = next_power_of_2(hidden), 1 if tokens <= 4 else 4
-        block_e = 1 if block_d >= 4096 else 2
-        _logits_kernel[(cdiv(experts, block_e), cdiv(tokens, each))](
+        each = 1 if tokens <= 4 else 4
+        block_e, bound = _bound_logits(hidden, each, bias is not None, x.device)
+        bound(
+            (cdiv(experts, block_e), cdiv(tokens, each)),
             x, weight, x if bias is None else bias, z, tokens, hidden, experts, x.stride(0),
-            HAS_BIAS=bias is not None, TOKENS=each, BLOCK_E=block_e, BLOCK_D=block_d, num_warps=4,
-            **dependent_launch(x),
         )  # fmt: skip
     return z
 
@@ -180,6 +191,22 @@ def _fake(
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
 
 
+@lru_cache
+def _bound(
+    experts: int, top_k: int, scoring: int, groups: int, topk_groups: int, top2: bool, mask_zero: bool,
+    renormalize: bool, rounded: int, bias: bool, valid: bool, device: torch.device,
+) -> Callable[..., None]:  # fmt: skip
+    """Return what launches the router of one configuration."""
+    size = experts // groups
+    block_g, block_s = next_power_of_2(groups), next_power_of_2(size)
+    return _router_kernel.bind(  # type: ignore[no-any-return]
+        GROUPS=groups, GROUP_SIZE=size, TOPK_GROUPS=topk_groups, TOP_K=top_k, SCORING=scoring, TOP2=top2,
+        MASK_ZERO=mask_zero, HAS_BIAS=bias, HAS_VALID=valid, RENORMALIZE=renormalize, ROUND=rounded,
+        BLOCK_G=block_g, BLOCK_S=block_s, BLOCK_K=next_power_of_2(top_k),
+        num_warps=1 if block_g * block_s <= 512 else 4, **dependent_launch(device),
+    )  # fmt: skip
+
+
 @operator("router", _fake)
 def _router(
     logits: torch.Tensor, bias: torch.Tensor | None, num_valid: torch.Tensor | None, top_k: int, scoring: int,
@@ -190,17 +217,14 @@ def _router(
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
     ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
-    size = experts // groups
-    block_g, block_s = next_power_of_2(groups), next_power_of_2(size)
     if tokens:
-        _router_kernel[(tokens,)](
-            logits, logits if bias is None else bias, ids if num_valid is None else num_valid, weights, ids,
+        bound = _bound(
+            experts, top_k, scoring, groups, topk_groups, top2, mask_zero, renormalize, rounded, bias is not None,
+            num_valid is not None, logits.device,
+        )  # fmt: skip
+        bound(
+            (tokens,), logits, logits if bias is None else bias, ids if num_valid is None else num_valid, weights, ids,
             logits.stride(0), eps, factor,
-            GROUPS=groups, GROUP_SIZE=size, TOPK_GROUPS=topk_groups, TOP_K=top_k, SCORING=scoring, TOP2=top2,
-            MASK_ZERO=mask_zero, HAS_BIAS=bias is not None, HAS_VALID=num_valid is not None,
-            RENORMALIZE=renormalize, ROUND=rounded,
-            BLOCK_G=block_g, BLOCK_S=block_s, BLOCK_K=next_power_of_2(top_k),
-            num_warps=1 if block_g * block_s <= 512 else 4, **dependent_launch(logits),
         )  # fmt: skip
     return weights, ids
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -49,6 +50,14 @@ def _launch_of(hidden_size: int) -> tuple[int, int]:
     return block, min(16, max(1, block // 512))
 
 
+@lru_cache
+def _bound(hidden_size: int, rounding: int, residual: bool, device: torch.device) -> Callable[..., None]:
+    block, warps = _launch_of(hidden_size)
+    return _rms_norm_kernel.bind(
+        ROUNDING=rounding, HAS_RESIDUAL=residual, BLOCK=block, num_warps=warps, **dependent_launch(device)
+    )  # type: ignore[no-any-return]
+
+
 @operator("rms_norm", empty_outputs)
 def _rms_norm(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float, rounding: int
@@ -59,11 +68,9 @@ def _rms_norm(
     residual_rows = rows if residual is None else residual if residual.dim() == 2 else residual.reshape(-1, hidden_size)
     summed = y if residual is None else torch.empty_like(y)
     if rows.shape[0]:
-        block, warps = _launch_of(hidden_size)
-        _rms_norm_kernel[(rows.shape[0],)](
+        _bound(hidden_size, rounding, residual is not None, x.device)(
+            (rows.shape[0],),
             rows, residual_rows, weight, y, summed, rows.stride(0), residual_rows.stride(0), hidden_size, eps,
-            ROUNDING=rounding, HAS_RESIDUAL=residual is not None, BLOCK=block,
-            num_warps=warps, **dependent_launch(x),
         )  # fmt: skip
     found = [y] if residual is None else [y, summed]
     return found if rows is x else [each.view(x.shape) for each in found]

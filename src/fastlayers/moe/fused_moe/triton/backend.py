@@ -6,7 +6,8 @@ pairs, added per token in a fixed order: one rounding, no atomics.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 
 import torch
 
@@ -14,7 +15,7 @@ from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.moe.align.triton import moe_align
 from fastlayers.moe.fused_moe import launch_config
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
-from fastlayers.moe.fused_moe.launch_config import MAX_TOKENS, LaunchConfig, plan_for
+from fastlayers.moe.fused_moe.launch_config import MAX_TOKENS, LaunchConfig, Tile, plan_for
 from fastlayers.moe.fused_moe.token_chunks import token_chunks
 from fastlayers.moe.fused_moe.triton import grouped_gemm
 from fastlayers.moe.fused_moe.triton.mxfp4_gemm import mxfp4_experts
@@ -39,7 +40,7 @@ def _extend(
     grouped_gemm.append_shared_kernel[(cdiv(tokens, 32),)](
         weights.contiguous(), ids.contiguous(), out_weights, out_ids, tokens, 1.0 / factor,
         EXPERTS=experts, TOP_K=top_k, SHARED=shared, BLOCK_T=32, BLOCK_K=next_power_of_2(top_k + shared),
-        num_warps=1, **dependent_launch(weights),
+        num_warps=1, **dependent_launch(weights.device),
     )  # fmt: skip
     return out_weights, out_ids
 
@@ -58,7 +59,7 @@ def _quantize(
     grouped_gemm.quantize_rows_kernel[(cdiv(rows * groups, parts),)](
         x, x if ids is None else ids, q, s, rows * groups, groups, x.stride(0), q.stride(0), width, experts, EPS,
         SKIP=ids is not None, MAX=448.0 if fp8 else 127.0, UE8M0=ue8m0, INT8=not fp8, PARTS=parts, BLOCK=block,
-        num_warps=warps, **dependent_launch(x),
+        num_warps=warps, **dependent_launch(x.device),
     )  # fmt: skip
     return q, s
 
@@ -68,6 +69,28 @@ def _parts(count: int, block: int) -> tuple[int, int]:
     if block > GROUP:
         return 1, max(1, min(8, block // 512))
     return (1, 1) if count <= 512 else (4, 1) if count <= 8192 else (16, 4)
+
+
+@lru_cache(maxsize=1024)
+def _bound_gate_up(
+    per_token: int, quant: str, fused: bool, ue8m0: bool, wide: bool, oai: bool, bias: bool, interleaved: bool,
+    even_k: bool, tile: Tile, band: int, device: torch.device,
+) -> Callable[..., None]:  # fmt: skip
+    return grouped_gemm.gate_up_kernel.bind(
+        PER_TOKEN=per_token, QUANT=FORMATS.index(quant), QUANT_OUT=fused, UE8M0=ue8m0, WIDE=wide, OAI=oai,
+        HAS_BIAS=bias, INTERLEAVED=interleaved, EVEN_K=even_k, BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k,
+        BAND=band, num_warps=tile.warps, num_stages=tile.stages, **dependent_launch(device),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _bound_down(
+    quant: str, wide: bool, bias: bool, even_k: bool, tile: Tile, band: int, device: torch.device
+) -> Callable[..., None]:
+    return grouped_gemm.down_kernel.bind(
+        QUANT=FORMATS.index(quant), WIDE=wide, HAS_BIAS=bias, EVEN_K=even_k, BLOCK_M=tile.m, BLOCK_N=tile.n,
+        BLOCK_K=tile.k, BAND=band, num_warps=tile.warps, num_stages=tile.stages, **dependent_launch(device),
+    )  # fmt: skip
 
 
 def _gate_up(
@@ -87,15 +110,15 @@ def _gate_up(
         # fp32 until it is quantised, so that the codes are those of the exact sums.
         out = torch.empty(pairs, inner, dtype=x.dtype if quant == "none" else torch.float32, device=x.device)
         out_scale = scale
-    grouped_gemm.gate_up_kernel[(blocks * cdiv(inner, tile.n),)](
+    bound = _bound_gate_up(
+        ids.shape[1], quant, fused, ue8m0, wide, activation == "swiglu_oai", packed.w13_bias is not None, interleaved,
+        hidden % tile.k == 0, tile, plan.band, x.device,
+    )  # fmt: skip
+    bound(
+        (blocks * cdiv(inner, tile.n),),
         x, scale, packed.w13, scale if packed.w13_scale is None else packed.w13_scale,
         scale if packed.w13_bias is None else packed.w13_bias, out, out_scale, sorted_ids, expert_ids, total,
         pairs, blocks, hidden, inner, x.stride(0), out.stride(0), alpha, limit, EPS,
-        PER_TOKEN=ids.shape[1], QUANT=FORMATS.index(quant), QUANT_OUT=fused, UE8M0=ue8m0,
-        WIDE=wide, OAI=activation == "swiglu_oai", HAS_BIAS=packed.w13_bias is not None,
-        INTERLEAVED=interleaved, EVEN_K=hidden % tile.k == 0,
-        BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, BAND=plan.band, num_warps=tile.warps,
-        num_stages=tile.stages, **dependent_launch(x),
     )  # fmt: skip
     if quant != "none" and not fused:
         return _quantize(out, ids, experts, quant, ue8m0)
@@ -129,13 +152,12 @@ def _chunk(
     )  # fmt: skip
     partial = torch.empty(pairs, hidden, dtype=torch.float32, device=x.device)
     blocks = expert_ids.shape[0]
-    grouped_gemm.down_kernel[(blocks * cdiv(hidden, second.n),)](
+    bound = _bound_down(quant, wide, packed.w2_bias is not None, inner % second.k == 0, second, plan.band, x.device)
+    bound(
+        (blocks * cdiv(hidden, second.n),),
         inner_rows, inner_scale, packed.w2, weights if packed.w2_scale is None else packed.w2_scale,
         weights if packed.w2_bias is None else packed.w2_bias, weights, partial, sorted_ids, expert_ids, total,
         pairs, blocks, hidden, inner, inner_rows.stride(0),
-        QUANT=FORMATS.index(quant), WIDE=wide, HAS_BIAS=packed.w2_bias is not None,
-        EVEN_K=inner % second.k == 0, BLOCK_M=second.m, BLOCK_N=second.n, BLOCK_K=second.k, BAND=plan.band,
-        num_warps=second.warps, num_stages=second.stages, **dependent_launch(x),
     )  # fmt: skip
     reduce(partial, ids, y, experts, factor)
 

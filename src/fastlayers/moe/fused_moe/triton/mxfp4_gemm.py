@@ -257,7 +257,7 @@ def mxfp4_experts(
     split = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     width = min(1024, next_power_of_2(hidden // 2))
     split_kernel[(x.shape[0], cdiv(hidden // 2, width))](
-        x, split, x.stride(0), hidden // 2, BLOCK=width, **dependent_launch(x)
+        x, split, x.stride(0), hidden // 2, BLOCK=width, **dependent_launch(x.device)
     )  # fmt: skip
     inner_rows = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
     mxfp4_gate_up_kernel[(blocks * cdiv(inner, first.n),)](
@@ -265,7 +265,7 @@ def mxfp4_experts(
         sorted_ids, expert_ids, total, pairs, blocks, experts, hidden // GROUP, inner, alpha, limit,
         PER_TOKEN=ids.shape[1], OAI=oai, HAS_BIAS=packed.w13_bias is not None, INTERLEAVED=interleaved,
         DIRECT=direct, LINES=_lines(hidden), BAND=plan.band, EVEN_K=hidden % first.k == 0, BLOCK_M=height,
-        BLOCK_N=first.n, BLOCK_K=first.k, num_warps=first.warps, num_stages=first.stages, **dependent_launch(x),
+        BLOCK_N=first.n, BLOCK_K=first.k, num_warps=first.warps, num_stages=first.stages, **dependent_launch(x.device),
     )  # fmt: skip
     splits = plan.splits
     partial = torch.empty(pairs, splits, hidden, dtype=torch.float32, device=x.device)
@@ -274,7 +274,7 @@ def mxfp4_experts(
         partial, sorted_ids, expert_ids, total, pairs, blocks, experts, hidden, inner // GROUP,
         HAS_BIAS=packed.w2_bias is not None, DIRECT=direct, LINES=_lines(inner), BAND=plan.band,
         EVEN_K=_even(inner, second.k, splits), SPLITS=splits, BLOCK_M=height, BLOCK_N=second.n, BLOCK_K=second.k,
-        num_warps=second.warps, num_stages=second.stages, **dependent_launch(x),
+        num_warps=second.warps, num_stages=second.stages, **dependent_launch(x.device),
     )  # fmt: skip
     return partial
 

@@ -6,8 +6,9 @@ activation, down with the routing weight, sum; and the alignment where there are
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 
 import torch
 import triton
@@ -214,6 +215,24 @@ def plans(tokens: int) -> list[HopperLaunchConfig]:
     return list(dict.fromkeys(found))
 
 
+@lru_cache(maxsize=1024)
+def _bound(
+    per_token: int, hidden: int, inner: int, bias13: bool, bias2: bool, width: int, plan: HopperLaunchConfig,
+    device: torch.device,
+) -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]]:  # fmt: skip
+    """Return what launches the order of the rows, the first product and the second."""
+    launch = dependent_launch(device)
+    shared = {"HIDDEN": hidden, "INNER": inner, "DIRECT": plan.tokens == 0, "WIDE": plan.tokens == 16} | launch
+    shared["ASYNC"] = not plan.l1
+    return (
+        order_kernel.bind(BLOCK=width, **launch),
+        swizzled_gate_up_kernel.bind(
+            **shared, PER_TOKEN=per_token, HAS_BIAS=bias13, R=plan.r1, W=plan.w1, STAGES=plan.s1, num_warps=plan.w1
+        ),
+        swizzled_down_kernel.bind(**shared, HAS_BIAS=bias2, R=plan.r2, W=plan.w2, STAGES=plan.s2, num_warps=plan.w2),
+    )
+
+
 def _experts(
     x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: SwizzledWeights, inner: int, experts: int,
     alpha: float, limit: float, plan: HopperLaunchConfig,
@@ -222,27 +241,27 @@ def _experts(
     hidden, pairs, direct = x.shape[1], ids.numel(), plan.tokens == 0
     ordered = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     width = min(1024, next_power_of_2(hidden))
-    order_kernel[(x.shape[0], cdiv(hidden, width))](x, ordered, x.stride(0), hidden, BLOCK=width, **dependent_launch(x))
+    order, gate_up, down = _bound(
+        ids.shape[1], hidden, inner, packed.w13_bias is not None, packed.w2_bias is not None, width, plan, x.device
+    )
+    order((x.shape[0], cdiv(hidden, width)), x, ordered, x.stride(0), hidden)
     sorted_ids, expert_ids, total, blocks = ids, ids, ids, pairs
     if not direct:
         sorted_ids, expert_ids, total = moe_align(ids, experts, plan.tokens)
         blocks = expert_ids.shape[0]
     inner_rows = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
-    wide = plan.tokens == 16
-    swizzled_gate_up_kernel[(blocks * cdiv(2 * inner, 16 * plan.r1),)](
+    gate_up(
+        (blocks * cdiv(2 * inner, 16 * plan.r1),),
         ordered.view(torch.int32), packed.w13.mT.view(torch.int32), packed.w13_scale.mT,
         weights if packed.w13_bias is None else packed.w13_bias, inner_rows, sorted_ids, expert_ids, total, pairs,
-        experts, alpha, limit, PER_TOKEN=ids.shape[1], HIDDEN=hidden, INNER=inner,
-        HAS_BIAS=packed.w13_bias is not None, DIRECT=direct, R=plan.r1, W=plan.w1, WIDE=wide, STAGES=plan.s1,
-        ASYNC=not plan.l1, num_warps=plan.w1, **dependent_launch(x),
+        experts, alpha, limit,
     )  # fmt: skip
     partial = torch.empty(pairs, hidden, dtype=torch.float32, device=x.device)
-    swizzled_down_kernel[(blocks * cdiv(hidden, 16 * plan.r2),)](
+    down(
+        (blocks * cdiv(hidden, 16 * plan.r2),),
         inner_rows.view(torch.int32), packed.w2.mT.view(torch.int32), packed.w2_scale.mT,
         weights if packed.w2_bias is None else packed.w2_bias, weights, partial, sorted_ids, expert_ids, total,
-        pairs, experts, HIDDEN=hidden, INNER=inner, HAS_BIAS=packed.w2_bias is not None, DIRECT=direct,
-        R=plan.r2, W=plan.w2, WIDE=wide, STAGES=plan.s2, ASYNC=not plan.l1,
-        num_warps=plan.w2, **dependent_launch(x),
+        pairs, experts,
     )  # fmt: skip
     return partial
 

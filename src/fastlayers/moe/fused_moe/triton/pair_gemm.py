@@ -12,7 +12,9 @@ activation itself: gate and up rows of a tile lie in turns.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -193,9 +195,22 @@ class _Route:
     def pairs(self) -> int:
         return self.ids.shape[0] * (self.ids.shape[1] + self.shared)
 
-    def constants(self) -> dict[str, int]:
-        top_k = self.ids.shape[1]
-        return {"TOP_K": top_k, "SHARED": self.shared, "SPAN": next_power_of_2(top_k)}
+    @property
+    def top_k(self) -> int:
+        return self.ids.shape[1]
+
+
+@lru_cache(maxsize=1024)
+def _bound_product(
+    top_k: int, shared: int, quant: str, wide: bool, halves: int, paired: bool, interleaved: bool, oai: bool,
+    weigh: bool, bias: bool, ids_ready: bool, even_k: bool, splits: int, tile: Tile, device: torch.device,
+) -> Callable[..., None]:  # fmt: skip
+    return pair_product_kernel.bind(
+        TOP_K=top_k, SHARED=shared, SPAN=next_power_of_2(top_k), QUANT=FORMATS.index(quant), WIDE=wide, HALVES=halves,
+        PAIRED=paired, INTERLEAVED=interleaved, OAI=oai, WEIGH=weigh, HAS_BIAS=bias, IDS_READY=ids_ready,
+        EVEN_K=even_k, SPLITS=splits, BLOCK_N=tile.n, BLOCK_K=tile.k, num_warps=tile.warps, num_stages=tile.stages,
+        **dependent_launch(device),
+    )  # fmt: skip
 
 
 def _product(
@@ -209,15 +224,16 @@ def _product(
     parts = 1 if interleaved and not paired else halves
     span = tile.n // 2 if paired else tile.n
     tiles = cdiv(rows // parts, span) * (1 if paired else parts)
-    pair_product_kernel[(tiles, route.pairs, splits)](
+    # What is in front of an unquantised first product may be what writes the ids.
+    ready = not (first and quant == "none")
+    bound = _bound_product(
+        route.top_k, route.shared, quant, wide, parts, paired, interleaved, oai, not first, bias is not None, ready,
+        columns % tile.k == 0, splits, tile, x.device,
+    )  # fmt: skip
+    bound(
+        (tiles, route.pairs, splits),
         x, scale, w, scale if w_scale is None else w_scale, scale if bias is None else bias, route.weights, route.ids,
         out, route.routed, rows // parts, columns, x.stride(0), alpha, limit, 1.0 / factor,
-        **route.constants(), QUANT=FORMATS.index(quant), WIDE=wide, HALVES=parts,
-        PAIRED=paired, INTERLEAVED=interleaved, OAI=oai, WEIGH=not first, HAS_BIAS=bias is not None,
-        # What is in front of an unquantised first product may be what writes the ids.
-        IDS_READY=not (first and quant == "none"), EVEN_K=columns % tile.k == 0,
-        SPLITS=splits, BLOCK_N=tile.n, BLOCK_K=tile.k, num_warps=tile.warps, num_stages=tile.stages,
-        **dependent_launch(x),
     )  # fmt: skip
 
 
@@ -232,7 +248,7 @@ def pair_experts(
     """
     (experts, hidden, inner), wide = packed.w2.shape, y.dtype == torch.float32
     route = _Route(ids, weights, experts - shared, shared)
-    pairs, constants = route.pairs, route.constants()
+    pairs = route.pairs
     a, a_scale = torch.empty(pairs, inner, dtype=x.dtype, device=x.device), scale
     paired = quant == "none" and plan.splits1 == 1
     h = a if paired else torch.empty(pairs, plan.splits1, 2 * inner, dtype=torch.float32, device=x.device)
@@ -246,13 +262,14 @@ def pair_experts(
         if quant != "none":
             a_scale = torch.empty(pairs, groups, dtype=torch.float32, device=x.device)
         pair_activate_kernel[(groups, pairs)](
-            h, ids, a, a_scale, route.routed, inner, alpha, limit, EPS, **constants, QUANT=FORMATS.index(quant),
+            h, ids, a, a_scale, route.routed, inner, alpha, limit, EPS, TOP_K=route.top_k, SHARED=shared,
+            SPAN=next_power_of_2(route.top_k), QUANT=FORMATS.index(quant),
             MAX=448.0 if quant == "fp8_block" else 127.0, UE8M0=ue8m0, OAI=oai, INTERLEAVED=interleaved,
-            SPLITS=plan.splits1, BLOCK=block, num_warps=max(1, min(8, block // 512)), **dependent_launch(x),
+            SPLITS=plan.splits1, BLOCK=block, num_warps=max(1, min(8, block // 512)), **dependent_launch(x.device),
         )  # fmt: skip
     partial = torch.empty(pairs, plan.splits, hidden, dtype=torch.float32, device=x.device)
     _product(
         a, a_scale, packed.w2, packed.w2_scale, packed.w2_bias, route, partial, plan.second, plan.splits,
         quant, wide, 1, alpha, limit, oai, False, factor,
     )  # fmt: skip
-    pair_sum(partial, ids, y, route.routed, factor, constants, plan.splits)
+    pair_sum(partial, ids, y, route.routed, factor, route.top_k, shared, plan.splits)

@@ -7,6 +7,9 @@ combine    rows of another package's GEMM, which have neither weight nor bias
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+
 import torch
 import triton.language as tl
 
@@ -92,29 +95,40 @@ def combine_kernel(
     tl.store(y_ptr + token * hidden + column, cast(total, y_ptr.dtype.element_ty), mask=inside)
 
 
+@lru_cache
+def _bound(per_token: int, splits: int, block: int, device: torch.device) -> Callable[..., None]:
+    return reduce_kernel.bind(
+        PER_TOKEN=per_token, SPLITS=splits, BLOCK=block, num_warps=max(1, block // 256), **dependent_launch(device)
+    )
+
+
+@lru_cache
+def _bound_pairs(top_k: int, shared: int, splits: int, width: int, device: torch.device) -> Callable[..., None]:
+    return pair_sum_kernel.bind(
+        TOP_K=top_k, SHARED=shared, SPAN=next_power_of_2(top_k), SPLITS=splits, BLOCK=width,
+        num_warps=max(1, width // 128), **dependent_launch(device),
+    )  # fmt: skip
+
+
 def reduce(
     partial: torch.Tensor, ids: torch.Tensor, y: torch.Tensor, experts: int, factor: float, splits: int = 1
 ) -> None:
     """Write the sums of each token's pairs to ``y``."""
     (tokens, hidden), per_token = y.shape, ids.shape[1]
     block = min(256 if tokens <= 64 else 1024, next_power_of_2(hidden))
-    reduce_kernel[(tokens, cdiv(hidden, block))](
-        partial, ids, y, hidden, experts, factor, PER_TOKEN=per_token, SPLITS=splits, BLOCK=block,
-        num_warps=max(1, block // 256), **dependent_launch(y),
-    )  # fmt: skip
+    bound = _bound(per_token, splits, block, y.device)
+    bound((tokens, cdiv(hidden, block)), partial, ids, y, hidden, experts, factor)
 
 
 def pair_sum(
-    partial: torch.Tensor, ids: torch.Tensor, y: torch.Tensor, routed: int, factor: float, constants: dict[str, int],
+    partial: torch.Tensor, ids: torch.Tensor, y: torch.Tensor, routed: int, factor: float, top_k: int, shared: int,
     splits: int,
 ) -> None:  # fmt: skip
     """Write the sums of each token's pairs to ``y``, where no alignment has marked the dropped ones."""
     hidden = y.shape[1]
     width = min(256, next_power_of_2(hidden))
-    pair_sum_kernel[(y.shape[0], cdiv(hidden, width))](
-        partial, ids, y, hidden, routed, factor, **constants, SPLITS=splits, BLOCK=width,
-        num_warps=max(1, width // 128), **dependent_launch(y),
-    )  # fmt: skip
+    bound = _bound_pairs(top_k, shared, splits, width, y.device)
+    bound((y.shape[0], cdiv(hidden, width)), partial, ids, y, hidden, routed, factor)
 
 
 def combine(
