@@ -95,6 +95,14 @@ def set_kernel_directories(directories: Mapping[str, str]) -> None:
     os.environ.update(directories)
 
 
+def disable_multicast() -> None:
+    """Keep torch, NCCL and NVSHMEM from NVLink multicast, unless told otherwise: before the first of their groups."""
+    for name, value in (
+        ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"), ("NCCL_NVLS_ENABLE", "0"), ("NVSHMEM_DISABLE_NVLS", "1")
+    ):  # fmt: skip
+        os.environ.setdefault(name, value)
+
+
 def triton_interpret(environ: Mapping[str, str] | None = None) -> bool:
     """Return whether Triton runs its kernels in its interpreter (Triton's own ``TRITON_INTERPRET``)."""
     return (os.environ if environ is None else environ).get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")

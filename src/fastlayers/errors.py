@@ -86,6 +86,14 @@ class LayoutError(FastlayersError, ValueError):
     """Two layouts between which the communicator knows no transition."""
 
 
+class CollectiveMismatch(FastlayersError, RuntimeError):
+    """Ranks that must agree do not: the message names the ranks and what each has. Nothing was launched."""
+
+
+class RankLostError(FastlayersError, RuntimeError):
+    """Another rank did not answer within the deadline; the message names it where it is known."""
+
+
 class CaptureError(FastlayersError, RuntimeError):
     """Something that must not happen inside a CUDA graph capture was asked for there."""
 

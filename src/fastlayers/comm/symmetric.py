@@ -1,0 +1,153 @@
+"""Symmetric memory: one allocation that every rank of an axis can address, carved into inboxes, flags and counters.
+
+    arena of rank r:   [ inbox | outbox | flags | … ]        carved in the same order, at the same offsets, on all ranks
+    Shared.peers       address of one part on rank 0, 1, …   what kernels store to
+
+:class:`SymmArena` is torch's symmetric memory over NVLink; :func:`local_arenas` are the arenas of several ranks in one
+process, for tests: all ranks push, then all ranks read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from fastlayers import env
+from fastlayers.comm.parallel import Axis
+from fastlayers.errors import ArgumentError, CollectiveMismatch
+
+# Kernels store 16 bytes at a time, and peers' programs poll lines of their own.
+ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class Shared:
+    """One part of an arena: the own copy, and its addresses on all ranks (int64 ``[ranks]``, on the device)."""
+
+    tensor: torch.Tensor
+    peers: torch.Tensor
+
+
+class Arena:
+    """What kernels that address other ranks are given; the base of both kinds.
+
+    Parameters
+    ----------
+    size, rank : int
+        Of the axis.
+    buffer : uint8 Tensor
+        The own part of the allocation.
+    bases : sequence of int
+        Address of the allocation on every rank.
+    deadline_s : float
+        How long a kernel waits for another rank. Then it sets ``status`` and no kernel of this arena waits any more;
+        what it returns is NaN.
+
+    Attributes
+    ----------
+    status : int32 Tensor ``[1]``
+        0, or 1 + the rank that was waited for in vain.
+    """
+
+    def __init__(
+        self, size: int, rank: int, buffer: torch.Tensor, bases: Sequence[int], deadline_s: float = 30.0
+    ) -> None:
+        self.size, self.rank, self.buffer, self.bases = size, rank, buffer, tuple(bases)
+        self.deadline_ns = int(deadline_s * 1e9)
+        self.used = 0
+        self.status = torch.zeros(1, dtype=torch.int32, device=buffer.device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.buffer.device
+
+    def carve(self, shape: Sequence[int], dtype: torch.dtype, fill: float = 0) -> Shared:
+        """Return the next part, filled; the same calls on all ranks, in the same order, then :meth:`ready`.
+
+        Raises
+        ------
+        ArgumentError
+            The arena is used up; it never grows.
+        """
+        wanted = prod(shape) * dtype.itemsize
+        if self.used + wanted > self.buffer.numel():
+            accepted = f"at most {self.buffer.numel() - self.used:,} of {self.buffer.numel():,} bytes, which are left"
+            raise ArgumentError("SymmArena", "carve", f"{wanted:,} bytes", accepted)
+        start, self.used = self.used, self.used + -(-wanted // ALIGNMENT) * ALIGNMENT
+        tensor = self.buffer[start : start + wanted].view(dtype).view(*shape)
+        tensor.fill_(fill)
+        peers = torch.tensor([base + start for base in self.bases], dtype=torch.int64, device=self.device)
+        return Shared(tensor, peers)
+
+    def ready(self) -> None:
+        """Wait until every rank has filled what it carved; before anyone's first push."""
+
+    def failed(self) -> int | None:
+        """Return the rank that was waited for in vain, or ``None``; waits for the device."""
+        code = int(self.status.item())
+        return code - 1 if code else None
+
+
+class SymmArena(Arena):
+    """An arena over torch's symmetric memory: collective over ``axis.group``, before any capture.
+
+    Parameters
+    ----------
+    axis : Axis
+        With a process group, whose ranks are on GPUs of one host.
+    nbytes : int
+        Equal on all ranks.
+    device : torch device
+    deadline_s : float
+
+    Raises
+    ------
+    CollectiveMismatch
+        The ranks ask for different sizes.
+
+    Notes
+    -----
+    NVLink multicast stays off: nothing here uses it, and on some fabrics asking for it fails.
+    """
+
+    def __init__(self, axis: Axis, nbytes: int, device: torch.device, deadline_s: float = 30.0) -> None:
+        import torch.distributed as dist
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        env.disable_multicast()
+        asked: list[Any] = [None] * axis.size
+        dist.all_gather_object(asked, nbytes, group=axis.group)
+        if len(set(asked)) != 1:
+            raise CollectiveMismatch(f"SymmArena: the ranks ask for {asked} bytes; accepted: one size on all ranks")
+        buffer = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+        self.handle: Any = symmetric_memory.rendezvous(buffer, axis.group)
+        bases = [
+            self.handle.get_buffer(peer, (nbytes,), torch.uint8, 0).data_ptr() if peer != axis.rank else 0
+            for peer in range(axis.size)
+        ]
+        own = self.handle.get_buffer(axis.rank, (nbytes,), torch.uint8, 0).data_ptr()
+        if own != buffer.data_ptr():  # torch may place a tensor at an offset of its block
+            shift = buffer.data_ptr() - own
+            bases = [base + shift for base in bases]
+        bases[axis.rank] = buffer.data_ptr()
+        super().__init__(axis.size, axis.rank, buffer, bases, deadline_s)
+        self.group = axis.group
+
+    def ready(self) -> None:
+        import torch.distributed as dist
+
+        torch.cuda.synchronize(self.device)
+        dist.barrier(group=self.group)
+        torch.cuda.synchronize(self.device)
+
+
+def local_arenas(size: int, nbytes: int, device: torch.device | str = "cpu", deadline_s: float = 2.0) -> list[Arena]:
+    """Return the arenas of ``size`` ranks that are all in this process, each with memory of its own."""
+    buffers = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(size)]
+    bases = [buffer.data_ptr() for buffer in buffers]
+    return [Arena(size, rank, buffers[rank], bases, deadline_s) for rank in range(size)]

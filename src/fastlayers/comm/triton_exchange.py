@@ -1,0 +1,281 @@
+"""Exchange of many rows between ranks in one launch: reduce-scatter, all-gather, and both around residual and norm.
+
+    scatter   x[n·p, H] partial ─► inbox of each row's owner ─► Σ in rank order (own p rows) [+ residual [, norm]]
+    gather    own p rows ─► outbox of every rank, [n·p, H]
+
+Programs of equal number on all ranks exchange with each other: a program stores its rows and raises its flag on the
+peer, in chunks, so that one chunk is on its way while the one before is added up. Flags only grow and are compared by
+difference, so nothing is reset. Inboxes have two phases by a counter per program, on the device. The outbox has one,
+so that what is gathered lies at one address in every replay: a rank stores there only after a flag has told it that
+its reader has come as far as this call.
+
+All ranks make the same calls with the same number of rows, zero included, each on one stream. ``PROGRAMS`` are resident
+together on every GPU that this is meant for.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fastlayers.comm.symmetric import Arena
+from fastlayers.comm.triton_push import normalised, warps_of
+from fastlayers.comm.triton_signals import address, await_signal, signal
+from fastlayers.errors import ArgumentError
+from fastlayers.integers import next_power_of_2
+from fastlayers.norm.rms_norm.layer import ROUNDINGS
+from fastlayers.operators import nothing, operator
+from fastlayers.runtime.launch import kernel
+from fastlayers.testing.compile_check import KernelBuild
+from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
+
+NO_NORM = -1
+PROGRAMS = 128
+# Rows of a program between two flags.
+CHUNK = 8
+
+
+@triton.jit
+def _send(x_ptr, x_stride, inboxes_ptr, flags_ptr, first, last, turn, slots, share, hidden, rank, epoch, column, inside,
+          N: tl.constexpr):  # fmt: skip
+    """Store the rows ``first … last`` of every other rank's share in its inbox, then raise its flag."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    for hop in tl.static_range(1, N):
+        owner = (rank + hop) % N
+        box = address(inboxes_ptr, owner, x_ptr.dtype.element_ty) + (turn * N + rank).to(tl.int64) * slots * hidden
+        for row in range(first, last, programs):
+            value = tl.load(x_ptr + (owner * share + row).to(tl.int64) * x_stride + column, mask=inside, other=0.0)
+            tl.store(box + tl.cast(row, tl.int64) * hidden + column, value, mask=inside)
+    for hop in tl.static_range(1, N):
+        flag = address(flags_ptr, (rank + hop) % N, tl.int32)
+        signal(flag + rank * programs + program, epoch)
+
+
+@triton.jit
+def _total(x_ptr, x_stride, inbox_ptr, row, turn, slots, share, hidden, rank, column, inside, N: tl.constexpr):
+    """Return the sum over ranks of one own row, in rank order."""
+    total = tl.zeros(column.shape, tl.float32)
+    for source in tl.static_range(N):
+        mine = source == rank
+        slot = inbox_ptr + ((turn * N + source).to(tl.int64) * slots + row) * hidden + column
+        theirs = tl.load(slot, mask=inside & (source != rank), other=0.0, volatile=True)
+        own = tl.load(x_ptr + (rank * share + row).to(tl.int64) * x_stride + column, mask=inside & mine, other=0.0)
+        total += theirs.to(tl.float32) + own.to(tl.float32)
+    return total
+
+
+@kernel(do_not_specialize=("share", "slots", "rank", "deadline_ns"))
+def _exchange_kernel(
+    x_ptr, residual_ptr, weight_ptr, y_ptr, summed_ptr, inboxes_ptr, inbox_ptr, outboxes_ptr, flags_ptr, flag_ptr,
+    state_ptr, status_ptr, x_stride, residual_stride, hidden, eps, share, slots, rank, deadline_ns,
+    N: tl.constexpr, SCATTER: tl.constexpr, GATHER: tl.constexpr, ROUNDING: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < hidden
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    weight = 0.0
+    if ROUNDING >= 0:
+        weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    await_inputs(PDL)
+    release_dependents(PDL)
+    late = tl.load(status_ptr)
+    base = tl.load(state_ptr + 2 * program)
+    turn = tl.load(state_ptr + 2 * program + 1) & 1
+    step = CHUNK * programs
+    # Equal on all ranks, and never zero: every rank waits for every other in every call.
+    chunks = tl.maximum(tl.cdiv(share, step), 1)
+    last = base + chunks
+    for chunk in range(0, chunks + 1):
+        if PART <= 1:
+            if SCATTER:
+                if chunk < chunks:
+                    first = chunk * step + program
+                    _send(x_ptr, x_stride, inboxes_ptr, flags_ptr, first, tl.minimum((chunk + 1) * step, share), turn,
+                          slots, share, hidden, rank, base + chunk + 1, column, inside, N)  # fmt: skip
+            else:
+                if chunk == 0:  # nothing to add up: only that this rank's outbox may be written
+                    _send(x_ptr, x_stride, inboxes_ptr, flags_ptr, 0, 0, turn, slots, share, hidden, rank, last, column,
+                          inside, N)  # fmt: skip
+        if PART == 0 or PART == 2:
+            if chunk > 0:
+                due = base + chunk if SCATTER else last
+                for hop in tl.static_range(1, N):
+                    giver = (rank + hop) % N
+                    late = await_signal(flag_ptr + giver * programs + program, due, late, deadline_ns, status_ptr,
+                                        1 + giver)  # fmt: skip
+                first = (chunk - 1) * step + program
+                for row in range(first, tl.minimum(chunk * step, share), programs):
+                    at = tl.cast(row, tl.int64)
+                    if SCATTER:
+                        total = _total(x_ptr, x_stride, inbox_ptr, row, turn, slots, share, hidden, rank, column,
+                                       inside, N)  # fmt: skip
+                        h = cast(tl.where(late != 0, float("nan"), total), dtype)
+                    else:
+                        h = tl.load(x_ptr + at * x_stride + column, mask=inside, other=0.0)
+                    if HAS_RESIDUAL:
+                        old = tl.load(residual_ptr + at * residual_stride + column, mask=inside, other=0.0)
+                        h = cast(h.to(tl.float32) + old.to(tl.float32), dtype)
+                    if SCATTER or HAS_RESIDUAL:
+                        tl.store(summed_ptr + at * hidden + column, h, mask=inside)
+                    y = h
+                    if ROUNDING >= 0:
+                        y = cast(normalised(h, weight, hidden, eps, ROUNDING), dtype)
+                        if not GATHER:
+                            tl.store(y_ptr + at * hidden + column, y, mask=inside)
+                    if GATHER:
+                        for hop in tl.static_range(N):
+                            box = address(outboxes_ptr, (rank + hop) % N, dtype)
+                            tl.store(box + (rank * share + row).to(tl.int64) * hidden + column, y, mask=inside)
+    if GATHER and (PART == 0 or PART == 2):
+        for hop in tl.static_range(1, N):
+            flag = address(flags_ptr, (rank + hop) % N, tl.int32)
+            signal(flag + (N + rank) * programs + program, last)
+    if GATHER and (PART == 0 or PART == 3):
+        for hop in tl.static_range(1, N):
+            giver = (rank + hop) % N
+            late = await_signal(flag_ptr + (N + giver) * programs + program, last, late, deadline_ns, status_ptr,
+                                1 + giver)  # fmt: skip
+    if PART == 0 or PART == 3:
+        tl.store(state_ptr + 2 * program, last)
+        tl.store(state_ptr + 2 * program + 1, turn + 1)
+
+
+@operator(
+    "exchange_rows(Tensor x, Tensor? residual, Tensor? weight, Tensor(a!) y, Tensor(b!) summed, Tensor inboxes, "
+    "Tensor(c!) inbox, Tensor outboxes, Tensor flags, Tensor(d!) flag, Tensor(e!) state, Tensor(f!) status, float eps, "
+    "int share, int slots, int rank, int size, int deadline_ns, bool scatter, bool gather, int rounding, int part) "
+    "-> ()",
+    nothing,
+)
+def _exchange_rows(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, y: torch.Tensor, summed: torch.Tensor,
+    inboxes: torch.Tensor, inbox: torch.Tensor, outboxes: torch.Tensor, flags: torch.Tensor, flag: torch.Tensor,
+    state: torch.Tensor, status: torch.Tensor, eps: float, share: int, slots: int, rank: int, size: int,
+    deadline_ns: int, scatter: bool, gather: bool, rounding: int, part: int,
+) -> None:  # fmt: skip
+    hidden = x.shape[-1]
+    others = x if residual is None else residual
+    _exchange_kernel[(state.shape[0],)](
+        x, others, x if weight is None else weight, y, summed, inboxes, inbox, outboxes, flags, flag, state, status,
+        x.stride(0), others.stride(0), hidden, eps, share, slots, rank, deadline_ns,
+        N=size, SCATTER=scatter, GATHER=gather, ROUNDING=rounding, HAS_RESIDUAL=residual is not None, CHUNK=CHUNK,
+        BLOCK=next_power_of_2(hidden), PART=part, num_warps=warps_of(hidden), **dependent_launch(x),
+    )  # fmt: skip
+
+
+class Exchange:
+    """Reduce-scatter and all-gather of rows over an arena; capture-safe.
+
+    What is gathered is a view of the outbox: it holds until the next call of this object.
+
+    Parameters
+    ----------
+    arena : Arena
+    hidden_size : int
+    dtype : torch.dtype
+    slots : int
+        Most rows of one rank a call.
+    programs : int
+        Equal in all calls and on all ranks.
+    """
+
+    def __init__(
+        self, arena: Arena, hidden_size: int, dtype: torch.dtype, slots: int, programs: int = PROGRAMS
+    ) -> None:
+        self.arena, self.hidden_size, self.dtype, self.slots = arena, hidden_size, dtype, slots
+        size = arena.size
+        self.inbox = arena.carve((2, size, slots, hidden_size), dtype)
+        self.outbox = arena.carve((size * slots, hidden_size), dtype)
+        self.flags = arena.carve((2 * size, programs), torch.int32)
+        # Flags seen and calls made, of each program.
+        self.state = torch.zeros(programs, 2, dtype=torch.int32, device=arena.device)
+
+    @staticmethod
+    def nbytes_for(size: int, hidden_size: int, dtype: torch.dtype, slots: int, programs: int = PROGRAMS) -> int:
+        """Return the bytes that it carves."""
+        return 3 * size * slots * hidden_size * dtype.itemsize + 8 * size * programs + 3 * 256
+
+    def _run(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, y: torch.Tensor,
+        summed: torch.Tensor, share: int, eps: float, rounding: str, scatter: bool, gather: bool, part: int,
+    ) -> None:  # fmt: skip
+        arena = self.arena
+        if share > self.slots or x.dtype != self.dtype or x.shape[-1] != self.hidden_size:
+            accepted = f"at most {self.slots} rows of each rank, of {self.hidden_size} values of {self.dtype}"
+            raise ArgumentError("Exchange", "x", f"{share} rows of each rank of {tuple(x.shape)} {x.dtype}", accepted)
+        how = NO_NORM if weight is None else ROUNDINGS.index(rounding)
+        _exchange_rows(
+            x, residual, weight, y, summed, self.inbox.peers, self.inbox.tensor, self.outbox.peers, self.flags.peers,
+            self.flags.tensor, self.state, arena.status, eps, share, self.slots, arena.rank, arena.size,
+            arena.deadline_ns, scatter, gather, how, part,
+        )  # fmt: skip
+
+    def scatter(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, weight: torch.Tensor | None = None,
+        eps: float = 0.0, rounding: str = ROUNDINGS[0], *, part: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Return ``(norm(h), h)`` of the own rows ``[T / n, H]``: ``h`` = Σ of ``x [T, H]``, plus ``residual``.
+
+        Without ``weight``: ``(h, h)``. ``part``: 0; for ranks in one process 1, 2 and 3, each on all of them.
+        """
+        share = self._share(x)
+        summed = x.new_empty(share, x.shape[1])
+        y = summed if weight is None else torch.empty_like(summed)
+        self._run(x, residual, weight, y, summed, share, eps, rounding, True, False, part)
+        return y, summed
+
+    def gather(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, weight: torch.Tensor | None = None,
+        eps: float = 0.0, rounding: str = ROUNDINGS[0], *, part: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Return ``(norm(h) of all ranks [n * p, H], own h [p, H])`` with ``h`` = ``x [p, H]``, plus ``residual``."""
+        share = x.shape[0]
+        summed = x if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+        whole = self.outbox.tensor[: share * self.arena.size]
+        self._run(x, residual, weight, whole, summed, share, eps, rounding, False, True, part)
+        return whole, summed
+
+    def scatter_gather(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, weight: torch.Tensor | None = None,
+        eps: float = 0.0, rounding: str = ROUNDINGS[0], *, part: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Return ``(norm(h) of all rows [T, H], own h [T / n, H])``: :meth:`scatter`, then its rows from all ranks."""
+        share = self._share(x)
+        summed = x.new_empty(share, x.shape[1])
+        whole = self.outbox.tensor[: x.shape[0]]
+        self._run(x, residual, weight, whole, summed, share, eps, rounding, True, True, part)
+        return whole, summed
+
+    def _share(self, x: torch.Tensor) -> int:
+        if x.shape[0] % self.arena.size:
+            raise ArgumentError("Exchange", "rows", x.shape[0], f"a multiple of {self.arena.size} ranks")
+        return x.shape[0] // self.arena.size
+
+
+def _build(hidden: int, ranks: int, scatter: bool, gather: bool, rounding: int) -> KernelBuild:
+    what = "_".join(name for name, on in (("scatter", scatter), ("gather", gather), ("norm", rounding >= 0)) if on)
+    pointers = {f"{name}_ptr": "*bf16" for name in ("x", "residual", "weight", "y", "summed", "inbox")}
+    numbers = {n: "i32" for n in ("x_stride", "residual_stride", "hidden", "share", "slots", "rank")}
+    return KernelBuild(
+        f"exchange_{hidden}_n{ranks}_{what}",
+        _exchange_kernel,
+        {
+            **pointers, **numbers, "inboxes_ptr": "*i64", "outboxes_ptr": "*i64", "flags_ptr": "*i64",
+            "flag_ptr": "*i32", "state_ptr": "*i32", "status_ptr": "*i32", "eps": "fp32", "deadline_ns": "i64",
+        },
+        {
+            "N": ranks, "SCATTER": scatter, "GATHER": gather, "ROUNDING": rounding, "HAS_RESIDUAL": rounding >= 0,
+            "CHUNK": CHUNK, "BLOCK": next_power_of_2(hidden), "PART": 0, "PDL": True,
+        },
+        num_warps=warps_of(hidden),
+        aligned=("x_stride", "residual_stride", "hidden"),
+    )  # fmt: skip
+
+
+COMPILE = [
+    _build(7168, 2, True, False, NO_NORM), _build(7168, 2, False, True, NO_NORM), _build(7168, 2, True, True, 0),
+    _build(7168, 8, True, True, 0),
+]  # fmt: skip

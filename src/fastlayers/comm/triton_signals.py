@@ -1,0 +1,45 @@
+"""How kernels of several GPUs wait for each other: flags with release and acquire, and a deadline in every wait."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import globaltimer
+
+from fastlayers.triton_lang import INTERPRET
+
+
+@triton.jit
+def now():
+    """Return nanoseconds; in the interpreter nothing is waited for, and this is 0."""
+    if INTERPRET:
+        return tl.full([], 0, tl.int64)
+    else:
+        return globaltimer()
+
+
+@triton.jit
+def address(table_ptr, index, dtype: tl.constexpr):
+    """Return the part of rank ``index`` as a pointer; parts are aligned to 256 bytes."""
+    return tl.multiple_of(tl.load(table_ptr + index).to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def signal(flag_ptr, value):
+    """Set a flag after everything that this program has stored."""
+    # An atomic whose result is unused waits for no other warp: all warps' stores first.
+    tl.debug_barrier()
+    tl.atomic_xchg(flag_ptr, value, sem="release", scope="sys")
+
+
+@triton.jit
+def await_signal(flag_ptr, value, late, deadline_ns, status_ptr, code):
+    """Wait until a flag has reached ``value`` (counters may wrap); return 1 if ``late`` or after the deadline."""
+    limit = now() + deadline_ns
+    # The result of the atomic is used: Triton drops an unused one.
+    while (tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") - value < 0) & (late == 0):
+        if now() >= limit:
+            late = 1
+            tl.store(status_ptr, code)
+    tl.debug_barrier()
+    return late

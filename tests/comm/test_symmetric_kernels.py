@@ -1,0 +1,161 @@
+"""The kernels that address other ranks, in Triton's interpreter: n ranks in one process, all push, then all read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastlayers.comm.symmetric import Arena, local_arenas
+from fastlayers.comm.triton_exchange import Exchange
+from fastlayers.comm.triton_push import PushSum
+from fastlayers.errors import ArgumentError
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def summed(parts: list[torch.Tensor], residual: torch.Tensor | None = None) -> torch.Tensor:
+    """Return fp32 sums in rank order, rounded once, then the residual added and rounded."""
+    total = torch.zeros_like(parts[0], dtype=torch.float32)
+    for part in parts:
+        total += part.float()
+    h = total.to(parts[0].dtype)
+    return h if residual is None else (h.float() + residual.float()).to(h.dtype)
+
+
+def normed(h: torch.Tensor, weight: torch.Tensor, eps: float, rounding: str) -> torch.Tensor:
+    unit = h.float() * torch.rsqrt(h.float().pow(2).mean(-1, keepdim=True) + eps)
+    if rounding == "cast_then_scale":
+        return (weight.float() * unit.to(h.dtype).float()).to(h.dtype)
+    return ((weight.float() + (rounding == "one_plus")) * unit).to(h.dtype)
+
+
+def push_operators(n: int, hidden: int, dtype: torch.dtype, slots: int) -> list[PushSum]:
+    arenas = local_arenas(n, PushSum.nbytes_for(n, hidden, dtype, slots))
+    return [PushSum(arena, hidden, dtype, slots) for arena in arenas]
+
+
+def on_all(operators: list[PushSum], xs: list[torch.Tensor], *args: object) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    for op, x in zip(operators, xs, strict=True):
+        op(x, *args, part=1)  # type: ignore[arg-type]
+    return [op(x, *args, part=2) for op, x in zip(operators, xs, strict=True)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_push_sum_over_changing_counts(n: int, dtype: torch.dtype) -> None:
+    hidden, slots = 24, 8
+    operators = push_operators(n, hidden, dtype, slots)
+    weight, eps = (1 + 0.3 * torch.randn(hidden)).to(dtype), 1e-6
+    for rounding in ("cast_then_scale", "scale_then_cast", "one_plus"):
+        for rows in (1, 5, 3, 0, 5) if n < 8 else (1, 3, 2):
+            xs = [torch.randn(rows, hidden).to(dtype) for _ in range(n)]
+            residual = torch.randn(rows, hidden).to(dtype)
+            wanted = summed(xs, residual)
+            found = on_all(operators, xs, residual, weight, eps, rounding)
+            for y, h in found:
+                assert torch.equal(h, wanted)
+                torch.testing.assert_close(
+                    y.float(), normed(wanted, weight, eps, rounding).float(), rtol=1e-2, atol=1e-5
+                )
+                assert torch.equal(y, found[0][0])
+    empty = torch.tensor(-0.0, dtype=dtype).view(torch.int32 if dtype == torch.float32 else torch.int16)
+    for op in operators:  # every slot is ready for its next word
+        assert bool((op.inbox.tensor.view(empty.dtype) == empty).all())
+        assert op.arena.failed() is None
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_push_sum_without_norm_or_residual_of_special_values(n: int) -> None:
+    hidden = 16
+    operators = push_operators(n, hidden, torch.bfloat16, 4)
+    values = torch.tensor(
+        [0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-40, -1e-40, 3e38], dtype=torch.bfloat16
+    )
+    xs = [values.repeat(2).roll(i)[None].expand(2, hidden).contiguous() for i in range(n)]
+    wanted = summed(xs)
+    for _ in range(3):
+        for y, h in on_all(operators, xs):
+            assert torch.equal(h.isnan(), wanted.isnan())
+            assert torch.equal(h.nan_to_num(), wanted.nan_to_num()) and y is h
+
+
+def test_push_sum_counters_wrap() -> None:
+    operators = push_operators(2, 8, torch.bfloat16, 2)
+    for op in operators:
+        op.epoch.fill_(2**31 - 2)
+    for _ in range(5):
+        xs = [torch.randn(2, 8).bfloat16() for _ in range(2)]
+        assert all(torch.equal(h, summed(xs)) for _, h in on_all(operators, xs))
+
+
+def test_strided_rows_and_more_rows_than_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastlayers.comm.triton_push.PROGRAMS", 3)
+    operators = push_operators(2, 24, torch.bfloat16, 8)
+    for rows in (8, 2, 7):
+        xs = [torch.randn(rows, 40).bfloat16()[:, :24] for _ in range(2)]
+        residual = torch.randn(rows, 32).bfloat16()[:, :24]
+        assert all(torch.equal(h, summed(xs, residual)) for _, h in on_all(operators, xs, residual))
+
+
+def exchanges(n: int, hidden: int, dtype: torch.dtype, slots: int, programs: int = 3) -> list[Exchange]:
+    nbytes = Exchange.nbytes_for(n, hidden, dtype, slots, programs)
+    return [Exchange(arena, hidden, dtype, slots, programs) for arena in local_arenas(n, nbytes)]
+
+
+def in_parts(method: str, operators: list[Exchange], xs: list[torch.Tensor], residuals: list[torch.Tensor] | None,
+             *args: object) -> list[tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
+    each = residuals or [None] * len(xs)  # type: ignore[list-item]
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    kept: list[torch.Tensor] = []
+    for part in (1, 2, 3):
+        found = [getattr(op, method)(x, r, *args, part=part) for op, x, r in zip(operators, xs, each, strict=True)]
+        if part == 2:  # own rows are written here; part 3 only waits, with new tensors
+            kept = [h for _, h in found]
+            ys = [y for y, _ in found]
+    return list(zip(ys, kept, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("n", "dtype"), [(2, torch.bfloat16), (2, torch.float32), (4, torch.bfloat16), (8, torch.float16)]
+)
+def test_exchange(n: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastlayers.comm.triton_exchange.CHUNK", 2)
+    hidden, slots = 24, 9
+    operators = exchanges(n, hidden, dtype, slots, 2)
+    weight, eps = (1 + 0.3 * torch.randn(hidden)).to(dtype), 1e-6
+    for share in (1, 9, 0, 5, 9) if n < 8 else (1, 0, 5):
+        xs = [torch.randn(n * share, hidden).to(dtype) for _ in range(n)]
+        residual = torch.randn(n * share, hidden).to(dtype)
+        own = list(residual.split(share)) if share else [residual] * n
+        wanted = summed(xs)
+        for rank, (_, h) in enumerate(in_parts("scatter", operators, xs, None)):
+            assert torch.equal(h, wanted[rank * share : (rank + 1) * share])
+        h_all = summed(xs, residual)
+        y_all = normed(h_all, weight, eps, "cast_then_scale")
+        whole = in_parts("scatter_gather", operators, xs, own, weight, eps)
+        for rank, (y, h) in enumerate(whole):
+            assert torch.equal(h, h_all[rank * share : (rank + 1) * share])
+            torch.testing.assert_close(y.float(), y_all.float(), rtol=1e-2, atol=1e-5)
+            assert torch.equal(y, whole[0][0])
+        pieces = [torch.randn(share, hidden).to(dtype) for _ in range(n)]
+        for y, _ in in_parts("gather", operators, pieces, None):
+            assert torch.equal(y, torch.cat(pieces))
+    assert all(op.arena.failed() is None for op in operators)
+
+
+def test_late_ranks_are_named_and_nothing_hangs() -> None:
+    # In the interpreter the clock stands still, so the deadline is reached at once: rank 1 never pushes.
+    arenas = local_arenas(2, PushSum.nbytes_for(2, 8, torch.bfloat16, 2), deadline_s=0.0)
+    operators = [PushSum(arena, 8, torch.bfloat16, 2) for arena in arenas]
+    _, h = operators[0](torch.ones(2, 8, dtype=torch.bfloat16))
+    assert arenas[0].failed() == 1 and bool(h.isnan().all())
+    _, again = operators[0](torch.ones(2, 8, dtype=torch.bfloat16))
+    assert bool(again.isnan().all())
+
+
+def test_arena_never_grows() -> None:
+    arena = local_arenas(2, 1024)[0]
+    assert isinstance(arena, Arena)
+    arena.carve((100,), torch.bfloat16)
+    with pytest.raises(ArgumentError, match="at most 768 of 1,024 bytes"):
+        arena.carve((512,), torch.bfloat16)
