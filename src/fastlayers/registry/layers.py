@@ -33,9 +33,14 @@ LAYERS: dict[str, str] = {
     "fused_moe": "fastlayers.moe.fused_moe.layer:FUSED_MOE",
     "sampler": "fastlayers.sampler.layer:SAMPLER",
 }
+# Layers over several ranks: their backends move rows, none of them is torch's or Triton's alone.
+COLLECTIVES: dict[str, str] = {
+    "all_reduce": "fastlayers.comm.all_reduce.layer:ALL_REDUCE",
+    "sum_norm": "fastlayers.comm.sum_norm.layer:SUM_NORM",
+}
 
 
 def builtin_registry(layer: str) -> Registry:
-    module, _, attribute = LAYERS[layer].partition(":")
+    module, _, attribute = (LAYERS.get(layer) or COLLECTIVES[layer]).partition(":")
     found: Registry = getattr(importlib.import_module(module), attribute)
     return found

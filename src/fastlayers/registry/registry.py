@@ -19,7 +19,7 @@ from fastlayers.device import Device
 from fastlayers.errors import ArgumentError, EnvironmentVariableError, NoBackendError, UnknownNameError, check_plain
 from fastlayers.registry.backend import Backend
 from fastlayers.registry.choice import Choice, Rung
-from fastlayers.registry.layers import LAYERS, builtin_registry
+from fastlayers.registry.layers import COLLECTIVES, LAYERS, builtin_registry
 from fastlayers.registry.plugins import load_plugins
 from fastlayers.runtime import builds
 from fastlayers.tuning import ladder as tuned_ladders
@@ -224,8 +224,9 @@ def environment_wishes() -> dict[str, str]:
     load_plugins()
     overrides = env.backend_overrides()
     for layer, named in overrides.items():
-        if layer not in LAYERS:
-            raise EnvironmentVariableError(f"{env.BACKEND}: layer {layer!r} is unknown; known: {', '.join(LAYERS)}")
+        if layer not in LAYERS and layer not in COLLECTIVES:
+            known = ", ".join((*LAYERS, *COLLECTIVES))
+            raise EnvironmentVariableError(f"{env.BACKEND}: layer {layer!r} is unknown; known: {known}")
         if named != "auto":
             builtin_registry(layer)._parse(named)
     return overrides
@@ -233,7 +234,7 @@ def environment_wishes() -> dict[str, str]:
 
 def registry(layer: str) -> Registry:
     """Return the registry of a layer by its name in :data:`LAYERS`, plug-ins included."""
-    if not isinstance(layer, str) or layer not in LAYERS:
-        raise UnknownNameError(f"layer {layer!r} is unknown; known: {', '.join(LAYERS)}")
+    if not isinstance(layer, str) or (layer not in LAYERS and layer not in COLLECTIVES):
+        raise UnknownNameError(f"layer {layer!r} is unknown; known: {', '.join((*LAYERS, *COLLECTIVES))}")
     load_plugins()
     return builtin_registry(layer)

@@ -1,0 +1,1 @@
+"""Sum over ranks."""

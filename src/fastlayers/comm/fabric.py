@@ -1,0 +1,157 @@
+"""What connects the ranks of an axis, asked once, together: whether kernels may store to each other's memory.
+
+A :class:`Workspace` is made collectively before anything is captured: the facts, and where they allow it an arena with
+the operators that live in it. Every rank gets the same answer, so no rank falls back alone.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fastlayers.comm.parallel import Axis
+from fastlayers.device import as_device, missing
+from fastlayers.errors import CollectiveMismatch
+
+if TYPE_CHECKING:
+    from fastlayers.comm.symmetric import Arena
+    from fastlayers.comm.triton_exchange import Exchange
+    from fastlayers.comm.triton_push import PushSum
+
+NEEDS = ("torch.distributed._symmetric_memory:rendezvous", "triton:jit")
+# Rows of one launch by number of ranks: beyond, the bytes that each rank sends to all others cost more than a second
+# exchange would. Two ranks send the same either way.
+PUSH_ROWS = {2: 1024, 3: 128, 4: 64}
+FEWEST_PUSH_ROWS = 16
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """What holds on all ranks of an axis; ``refusal``: why kernels cannot address other ranks, or ``None``."""
+
+    size: int
+    refusal: str | None = None
+
+
+def survey(axis: Axis, device: torch.device) -> Fabric:
+    """Return what holds on all ranks of the axis; collective.
+
+    Raises
+    ------
+    CollectiveMismatch
+        Ranks have different versions of torch, Triton or fastlayers.
+    """
+    import torch.distributed as dist
+
+    import fastlayers
+
+    if axis.size == 1:
+        return Fabric(1, "one rank has nobody to exchange with")
+    own = as_device(device)
+    place = torch.cuda.get_device_properties(device).uuid if device.type == "cuda" else None
+    mine: dict[str, Any] = {
+        "host": socket.gethostname(), "device": str(place), "type": device.type, "capability": own.capability,
+        "lacks": missing(NEEDS, load=device.type == "cuda"),
+        "versions": (torch.__version__, torch.version.cuda, fastlayers.__version__),
+    }  # fmt: skip
+    facts: list[Any] = [None] * axis.size
+    dist.all_gather_object(facts, mine, group=axis.group)
+    versions = [each["versions"] for each in facts]
+    if len(set(versions)) != 1:
+        raise CollectiveMismatch(f"ranks run different versions: {dict(enumerate(versions))}; accepted: one everywhere")
+    return Fabric(axis.size, _refusal(facts))
+
+
+def _refusal(facts: list[dict[str, Any]]) -> str | None:
+    """Return why the ranks that gave these facts cannot address each other's memory."""
+    if any(each["type"] != "cuda" for each in facts):
+        return "gloo carries CPU tensors; symmetric memory is for CUDA"
+    if len({each["host"] for each in facts}) > 1:
+        return "ranks are on several hosts"
+    if len({each["device"] for each in facts}) < len(facts):
+        return "several ranks share a device"
+    old = next((each["capability"] for each in facts if each["capability"] < (9, 0)), None)
+    if old is not None:
+        return f"needs sm_90 or newer, a rank has sm_{old[0]}{old[1]}"
+    return next((each["lacks"] for each in facts if each["lacks"]), None)
+
+
+def push_rows(size: int) -> int:
+    """Return the most rows for which every rank sends its rows to all others."""
+    return PUSH_ROWS.get(size, FEWEST_PUSH_ROWS)
+
+
+@dataclass
+class Workspace:
+    """The arena of an axis and the operators in it; one stream at a time uses it.
+
+    Attributes
+    ----------
+    fabric : Fabric
+    arena : Arena or None
+        ``None`` where ``fabric.refusal`` says why.
+    push : PushSum or None
+        For few rows.
+    exchange : Exchange or None
+        For many rows, where it was asked for.
+    seconds : float
+        What making it took.
+    """
+
+    fabric: Fabric
+    arena: Arena | None = None
+    push: PushSum | None = None
+    exchange: Exchange | None = None
+    seconds: float = 0.0
+
+    @property
+    def slots(self) -> int:
+        """Most rows that one push takes."""
+        return self.push.slots if self.push is not None else 0
+
+    @staticmethod
+    def make(
+        axis: Axis,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        rows: int | None = None,
+        share: int = 0,
+        deadline_s: float = 30.0,
+    ) -> Workspace:
+        """Return the workspace of an axis; collective, equal arguments on all ranks.
+
+        Parameters
+        ----------
+        axis : Axis
+        hidden_size : int
+        dtype : torch.dtype
+        device : torch.device
+        rows : int, optional
+            Most rows of a push; default: :func:`push_rows`.
+        share : int
+            Most rows of one rank in a reduce-scatter or all-gather; 0: none are made.
+        deadline_s : float
+        """
+        begin = time.perf_counter()
+        fabric = survey(axis, device)
+        refusal = fabric.refusal or (None if hidden_size % 8 == 0 else f"rows of {hidden_size} values; a multiple of 8")
+        if refusal is not None:
+            return Workspace(Fabric(axis.size, refusal), seconds=time.perf_counter() - begin)
+        from fastlayers.comm.symmetric import SymmArena
+        from fastlayers.comm.triton_exchange import Exchange
+        from fastlayers.comm.triton_push import PushSum
+
+        slots = push_rows(axis.size) if rows is None else rows
+        wanted = PushSum.nbytes_for(axis.size, hidden_size, dtype, slots)
+        wanted += Exchange.nbytes_for(axis.size, hidden_size, dtype, share) if share else 0
+        arena = SymmArena(axis, wanted, device, deadline_s)
+        push = PushSum(arena, hidden_size, dtype, slots)
+        exchange = Exchange(arena, hidden_size, dtype, share) if share else None
+        arena.ready()
+        return Workspace(fabric, arena, push, exchange, time.perf_counter() - begin)

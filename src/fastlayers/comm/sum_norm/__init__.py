@@ -1,0 +1,1 @@
+"""The seam between two blocks: sum over ranks, residual, norm."""

@@ -1,0 +1,31 @@
+"""SumNorm as two steps: the group's all-reduce (NCCL or Gloo), then the norm that the norm's registry chooses."""
+
+from __future__ import annotations
+
+import torch
+
+from fastlayers.comm.collectives import collectives
+from fastlayers.comm.sum_norm.layer import SumNormConfig
+from fastlayers.norm.rms_norm.layer import RMS_NORM, RMSNormConfig
+
+
+class CollectiveSumNorm:
+    """Sums in the order and dtype of the group's backend; overwrites its input."""
+
+    def __init__(self, cfg: SumNormConfig) -> None:
+        self.over = collectives(cfg.axis)
+        self._config = RMSNormConfig(cfg.hidden_size, cfg.eps, cfg.rounding, cfg.dtype)
+        self._norms: dict[str, object] = {}
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``(y, h)``."""
+        total = self.over.all_reduce_(x)
+        if not total.shape[0]:
+            return total, total if residual is None else residual
+        norm = self._norms.get(x.device.type)
+        if norm is None:
+            norm = self._norms[x.device.type] = RMS_NORM.choose(self._config, x.device).build()
+        y, h = norm.pick(x.shape[0])(total, weight, residual)  # type: ignore[attr-defined]
+        return y, total if h is None else h

@@ -1,0 +1,147 @@
+"""The layers over several ranks: every row against the reference, planted bugs, refusals, and choice by rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import fastlayers as fl
+from fastlayers.comm.all_reduce.layer import AllReduce
+from fastlayers.comm.fabric import Fabric, Workspace, _refusal
+from fastlayers.comm.parallel import Axis
+from fastlayers.comm.sum_norm.layer import SUM_NORM, SumNorm, SumNormConfig, with_limit
+from fastlayers.comm.sum_norm.triton_symm_mem import TritonSumNorm
+from fastlayers.device import DESCRIBED
+from fastlayers.errors import ArgumentError, NoBackendError
+from fastlayers.registry import COLLECTIVES, Backend, registry
+from fastlayers.registry.choice import Choice, Rung
+from fastlayers.testing.parity import ParityError, check_parity
+from fastlayers.testing.spec import spec_of
+from fastlayers.testing.world import Rank, world
+
+
+def simulated() -> Iterator[tuple[str, str]]:
+    for layer in COLLECTIVES:
+        for case in spec_of(layer).cases:
+            if case.small:
+                yield layer, case.name
+
+
+@pytest.mark.parametrize(("layer", "case"), list(simulated()))
+def test_parity(layer: str, case: str) -> None:
+    assert check_parity(layer, "triton_symm_mem", case, "cpu")
+
+
+class _Broken(TritonSumNorm):
+    """A base of planted bugs: what the ranks push is changed before, what they read after."""
+
+    def __call__(self, x: Any, residual: Any, weight: Any, part: int = 0) -> Any:
+        return super().__call__(*self.given(x, residual, weight), part=part)
+
+    def given(self, x: Any, residual: Any, weight: Any) -> tuple[Any, Any, Any]:
+        return x, residual, weight
+
+
+class SkipsTheOthers(_Broken):
+    def given(self, x: Any, residual: Any, weight: Any) -> tuple[Any, Any, Any]:
+        return (x if self.cfg.axis.rank == 0 else torch.zeros_like(x)), residual, weight
+
+
+class NoResidual(_Broken):
+    def given(self, x: Any, residual: Any, weight: Any) -> tuple[Any, Any, Any]:
+        return x, None if residual is None else torch.zeros_like(residual), weight
+
+
+class ResidualOfEachRank(_Broken):
+    def given(self, x: Any, residual: Any, weight: Any) -> tuple[Any, Any, Any]:
+        return (x if residual is None else x + residual), residual, weight
+
+
+class NormBeforeSum(_Broken):
+    def given(self, x: Any, residual: Any, weight: Any) -> tuple[Any, Any, Any]:
+        unit = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
+        return unit.to(x.dtype), residual, weight
+
+
+@pytest.mark.parametrize("bug", [SkipsTheOthers, NoResidual, ResidualOfEachRank, NormBeforeSum])
+def test_planted_bugs_are_caught(bug: type) -> None:
+    with pytest.raises(ParityError):
+        for case in spec_of("sum_norm").cases:
+            if case.small:
+                check_parity("sum_norm", Backend("bug", bug), case, "cpu")
+
+
+def test_refusals_name_the_reason() -> None:
+    cfg = SumNormConfig(Axis(2), 128)
+    rows = {backend.name: backend for backend in SUM_NORM.ranked}
+    h200, cpu, a100 = DESCRIBED["H200"], DESCRIBED["cpu"], DESCRIBED["A100"]
+    assert rows["nccl"].refuse(cfg, h200) == "axis.group has no NCCL"
+    assert rows["gloo"].refuse(cfg, h200) == "gloo carries CPU tensors" and rows["gloo"].refuse(cfg, cpu) is None
+    symmetric = rows["triton_symm_mem"].refuse
+    assert symmetric(cfg, h200) == "no symmetric workspace was made for this axis"
+    assert symmetric(replace(cfg, refusal="ranks are on several hosts"), h200) == "ranks are on several hosts"
+    assert "multiple of 8" in str(symmetric(replace(cfg, hidden_size=100), h200))
+    assert symmetric(cfg, a100) == "needs sm_90 or newer, this is sm_80"
+    assert symmetric(replace(cfg, slots=8), h200) is None
+    assert rows["multimem"].refuse(cfg, h200) == "multicast is off on this fabric"
+    with pytest.raises(NoBackendError, match=r"axis\.group has no NCCL"):
+        SUM_NORM.choose(cfg, "H200")
+
+
+def test_facts_of_all_ranks_decide() -> None:
+    fact = {"host": "a", "device": "0", "type": "cuda", "capability": (9, 0), "lacks": None}
+    other = fact | {"device": "1"}
+    assert _refusal([fact, other]) is None
+    assert _refusal([fact, fact]) == "several ranks share a device"
+    assert _refusal([fact, other | {"host": "b"}]) == "ranks are on several hosts"
+    assert _refusal([fact, other | {"capability": (8, 0)}]) == "needs sm_90 or newer, a rank has sm_80"
+    assert _refusal([fact, other | {"lacks": "triton is missing"}]) == "triton is missing"
+    assert "gloo carries" in str(_refusal([fact | {"type": "cpu"}, other]))
+
+
+def test_rows_beyond_the_workspace_go_to_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = SumNormConfig(Axis(2), 128, slots=64)
+    chosen = Choice("sum_norm", cfg, DESCRIBED["H200"], "auto", (Rung(None, SUM_NORM.named("triton_symm_mem")),))
+    assert with_limit(chosen, SUM_NORM) is chosen  # no NCCL to give them to
+    monkeypatch.setattr("fastlayers.comm.sum_norm.layer._backend_of", lambda axis: "nccl")
+    assert with_limit(chosen, SUM_NORM).name == "triton_symm_mem:64|nccl"
+    assert with_limit(replace(chosen, requested="triton_symm_mem"), SUM_NORM).name == "triton_symm_mem"
+
+
+def over_gloo(rank: Rank) -> None:
+    axis = rank.spec().tp
+    workspace = Workspace.make(axis, 64, torch.float32, torch.device("cpu"))
+    assert workspace.fabric == Fabric(2, "gloo carries CPU tensors; symmetric memory is for CUDA")
+    torch.manual_seed(5)
+    parts, residual, weight = torch.randn(2, 3, 64), torch.randn(3, 64), 1 + 0.1 * torch.randn(64)
+    layers = [
+        SumNorm(axis, 64, workspace=workspace, dtype=torch.float32, backend=name) for name in ("auto", "reference")
+    ]
+    assert [layer.choice.name for layer in layers] == ["gloo", "reference"]
+    (y, h), (wanted_y, wanted_h) = [layer(parts[rank.rank].clone(), residual, weight) for layer in layers]
+    torch.testing.assert_close(h, parts.sum(0) + residual)
+    assert torch.equal(h, wanted_h)  # two terms have one order
+    torch.testing.assert_close(y, wanted_y)
+    total = AllReduce(axis, 64, workspace=workspace, dtype=torch.float32)
+    assert total.choice.name == "gloo" and torch.equal(total(parts[rank.rank].clone()), parts.sum(0))
+    empty = layers[0](parts[0, :0], residual[:0], weight)
+    assert all(each.shape == (0, 64) for each in empty)
+    with pytest.raises(ArgumentError, match="SumNorm: weight"):
+        layers[0](parts[0], residual, weight[:8])
+
+
+def test_over_gloo() -> None:
+    world(2).run(over_gloo)
+
+
+def test_backends_are_listed_and_environment_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for layer in COLLECTIVES:
+        names = [backend.name for backend in registry(layer).ranked]
+        assert names[:3] == ["triton_symm_mem", "nccl", "gloo"] and names[-1] == "reference"
+        assert {row.name for row in fl.backends(layer, device="H200")} == set(names)
+    monkeypatch.setenv("FASTLAYERS_BACKEND", "sum_norm=reference")
+    assert SumNorm(Axis(), 8).choice.name == "reference"
