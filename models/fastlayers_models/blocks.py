@@ -26,6 +26,7 @@ from fastlayers.comm.communicator import LayerCommunicator
 from fastlayers.comm.layouts import Hidden
 from fastlayers.comm.padding import StepTokens
 from fastlayers.comm.parallel import ParallelSpec, Shard
+from fastlayers.comm.seam import Seam
 from fastlayers.embedding.layer import VocabEmbedding
 from fastlayers.embedding.lm_head import LMHead
 from fastlayers.errors import ArgumentError, check_tensor
@@ -68,6 +69,7 @@ class Build:
         self.parallel = parallel if parallel is not None else ParallelSpec()
         self.device = torch.device(device) if device is not None else torch.get_default_device()
         self.kv_dtype = kv_dtype if kv_dtype is not None else dtype
+        self.seam = Seam.make(self.parallel, config.hidden_size, dtype, self.device)
         self.rotary = self.make_rotary()
 
     def make_rotary(self) -> RotaryEmbedding:
@@ -207,6 +209,7 @@ class DecoderLayer(nn.Module):
             post_attention_layernorm=self.post_attention_layernorm,
             mlp_kind=mlp_kind,
             is_last=is_last,
+            seam=build.seam,
         )
 
     def forward(
@@ -271,12 +274,15 @@ class CausalLM(nn.Module):
         super().__init__()
         self.config, self.parallel, self.device = build.config, build.parallel, build.device
         self.page_size, self.kv_dtype = build.page_size, build.kv_dtype
-        self.attention_group = collectives(build.parallel.attn_tp)
+        self.attention_group, self.seam = collectives(build.parallel.attn_tp), build.seam
         self.model: Any = model
         self.lm_head = build.lm_head(self.decoder.embed_tokens if build.config.tie_word_embeddings else None)
         # What comes in is checked here, once a step.
         self._debug = env.debug()
         trust(self.decoder.layers)
+        # Only rows that are scattered over a group's ranks must be a number that they divide.
+        scattered = any(layer.communicator.place == "scattered" for layer in self.decoder.layers)
+        self.row_multiple = build.parallel.attn_tp.size if scattered else 1
         for layer in self.decoder.layers:
             layer.communicator.trusted = not self._debug
         self._checked: tuple[weakref.ref[LayerCache], weakref.ref[Any]] | None = None
@@ -433,7 +439,7 @@ class CausalLM(nn.Module):
         """Return the token counts of a step of one attention group."""
         if self.parallel.attn_dp.size > 1:
             raise ArgumentError(type(self).__name__, "step", None, "token counts of all attention groups (attn_dp > 1)")
-        return StepTokens.plan([meta.num_tokens], attn_tp=self.parallel.attn_tp.size, extend=not meta.batch.is_decode)
+        return StepTokens.plan([meta.num_tokens], attn_tp=self.row_multiple, extend=not meta.batch.is_decode)
 
     def valid_rows(self, step: StepTokens) -> torch.Tensor | None:
         """Return which rows of the step are real, on the model's device; ``None`` if all are."""
@@ -443,4 +449,9 @@ class CausalLM(nn.Module):
         """Return the embedded tokens, padded to this group's rows of the step."""
         missing = step.rows[self.parallel.attn_dp.rank] - input_ids.shape[0]
         ids = pad(input_ids, (0, missing)) if missing else input_ids
-        return reduce_embedding(embedding(ids), self.attention_group)
+        embedded: torch.Tensor = embedding(ids)
+        return (
+            self.seam.all_reduce(embedded)
+            if self.seam is not None
+            else reduce_embedding(embedded, self.attention_group)
+        )

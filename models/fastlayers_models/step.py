@@ -140,6 +140,7 @@ class ModelStep(CapturedSteps):
         self.model, self.caches, self.state, self.sampler, self.num_pages = model, caches, state, sampler, num_pages
         self.max_batch = state.max_batch
         ranks = model.parallel.attn_tp.size if hasattr(model, "parallel") else 1
+        ranks = getattr(model, "row_multiple", ranks)
         wanted = graphs is not None or cuda_graph is True or (cuda_graph == "auto" and cuda and _capturable(model))
         own = (graphs if graphs is not None else CudaGraphs(model.device)) if wanted and cuda_graph else None
         super().__init__(own, cuda_graph is True)
@@ -148,7 +149,7 @@ class ModelStep(CapturedSteps):
             raise ArgumentError("Generator", "torch_compile", torch_compile, accepted)
         self.torch_compile = torch_compile
         self._compiled: CompiledBlocks | None = None
-        # A group's rows are cut into equal parts for its ranks.
+        # Where a group's rows are scattered, they are cut into equal parts for its ranks.
         self.buckets = decode_buckets(self.max_batch, ranks) if self.graphs is not None else ()
         given = extend_buckets if extend_buckets is not None else _default_buckets(model)
         self.extend_buckets = given.within(state.max_tokens, self.max_batch, ranks)

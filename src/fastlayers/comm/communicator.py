@@ -38,6 +38,7 @@ from fastlayers.comm.collectives import collectives
 from fastlayers.comm.layouts import Hidden, Layout
 from fastlayers.comm.padding import StepTokens
 from fastlayers.comm.parallel import ParallelSpec
+from fastlayers.comm.seam import Seam
 from fastlayers.errors import ArgumentError, LayoutError, check_choice, check_kind, check_plain, describe
 
 Norm = Callable[..., Any]
@@ -59,6 +60,9 @@ def mlp_place(mlp_kind: str, *, all_to_all: bool = False, dense_tp: int | None =
 class RankOps:
     """The collectives of one rank along the axes the communicator uses, and the moves built from them."""
 
+    # What sums over ranks in fewer launches, where there is one.
+    seam: Seam | None = None
+
     def __init__(self, parallel: ParallelSpec) -> None:
         self.attn_tp, self.attn_dp, self.tp = map(collectives, (parallel.attn_tp, parallel.attn_dp, parallel.tp))
         self.many_groups = self.attn_dp.size > 1
@@ -68,6 +72,8 @@ class RankOps:
         """Return ``x`` with the sum due over ``axis`` (``None``: none) done; may overwrite ``x``."""
         if axis is None:
             return x
+        if self.seam is not None:
+            return self.seam.all_reduce(x)
         return (self.tp if axis == "tp" else self.attn_tp).all_reduce_(x)
 
     def gather_replicate(self, x: torch.Tensor, step: StepTokens) -> torch.Tensor:
@@ -98,6 +104,20 @@ class RankOps:
         if self.attn_tp.size == 1:
             return self.tp.reduce_scatter_variable(x, step.rows)
         return self.own_group(self.tp.all_reduce_(x), step)
+
+
+def _fused(seam: Seam | None, norm: Norm) -> Transition | None:
+    """Return the transition that sums over ranks, adds the residual and norms in one operator, if there is one."""
+    made = seam.sum_norm(norm) if seam is not None else None
+    if made is None:
+        return None
+    layer, module = made, norm
+
+    def summed(hidden: Hidden, _: StepTokens | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        found: tuple[torch.Tensor, torch.Tensor] = layer(hidden.tensor, hidden.residual, module.weight)  # type: ignore[attr-defined]
+        return found
+
+    return summed
 
 
 def _only(norm: Norm) -> Transition:
@@ -150,6 +170,8 @@ class LayerCommunicator:
         The last layer's output is in place ``attn_full``; hand it to :meth:`finish`.
     previous : LayerCommunicator, optional
         The communicator of the layer before: checks at construction that its outputs are accepted here.
+    seam : Seam, optional
+        Of the same spec: sums over ranks and the norms behind them become one operator.
 
     Attributes
     ----------
@@ -213,8 +235,10 @@ class LayerCommunicator:
         dense_tp: int | None = None,
         is_last: bool = False,
         previous: LayerCommunicator | None = None,
+        seam: Seam | None = None,
     ) -> None:
         check_kind("LayerCommunicator", ParallelSpec, parallel=parallel)
+        check_kind("LayerCommunicator", Seam | None, seam=seam)
         _check_norm("input_layernorm", input_layernorm)
         _check_norm("post_attention_layernorm", post_attention_layernorm)
         check_plain("LayerCommunicator", "bool", is_last=is_last)
@@ -223,6 +247,8 @@ class LayerCommunicator:
         self.input_layernorm, self.post_attention_layernorm = input_layernorm, post_attention_layernorm
         self.is_last = is_last
         self.ops = self.rank_ops(parallel)
+        if seam is not None:
+            self.ops.seam = seam
         # Whether the rows of each step are the caller's business, who vouches for them (a model of whole layers).
         self.trusted = False
         self._fill()
@@ -281,8 +307,11 @@ class LayerCommunicator:
         if layout.place != "attn_full" or layout.residual != "attn_full" or not pending_fits:
             raise LayoutError(f"finish: {layout}; accepted: attn_full, residual attn_full, as of the last postprocess")
         self._check_rows("finish", hidden, step)
-        x = self.ops.reduce_(hidden.tensor, layout.pending)
         assert hidden.residual is not None
+        fused = _fused(self.ops.seam, norm) if norm is not None and layout.pending is not None else None
+        if fused is not None:
+            return fused(hidden, step)[0]
+        x = self.ops.reduce_(hidden.tensor, layout.pending)
         return x + hidden.residual if norm is None else _norm(norm, x, hidden.residual)[0]
 
     def _run(self, hook: str, hidden: Hidden, step: StepTokens | None) -> Hidden:
@@ -306,7 +335,9 @@ class LayerCommunicator:
             if ops.many_groups:
                 raise ArgumentError(hook, "step", None, f"StepTokens of {ops.attn_dp.size} attention groups")
             return
-        if len(step.rows) != ops.attn_dp.size or step.attn_tp != ops.attn_tp.size:
+        # One group whose rows are never scattered needs no count that its ranks divide.
+        even = step.attn_tp == ops.attn_tp.size or (step.attn_tp == 1 and not ops.many_groups and self.place == "full")
+        if len(step.rows) != ops.attn_dp.size or not even:
             accepted = f"StepTokens of {ops.attn_dp.size} groups of {ops.attn_tp.size} ranks"
             raise ArgumentError(hook, "step", step, accepted)
         mine = step.rows[ops.attn_dp.rank]
@@ -332,12 +363,11 @@ class LayerCommunicator:
             y, residual = _norm(norm, hidden.tensor, hidden.residual)
             return ops.attn_tp.all_gather(y), residual
 
-        to = Layout("attn_full", None, "attn_full")
+        to, fused = Layout("attn_full", None, "attn_full"), _fused(ops.seam, norm)
         for residual in (None, "attn_full"):
             for pending in sums:
-                self._add(
-                    "prepare_attn", Layout("attn_full", pending, residual), to, _only(norm) if ops.alone else whole
-                )
+                how = _only(norm) if ops.alone else fused if fused is not None and pending is not None else whole
+                self._add("prepare_attn", Layout("attn_full", pending, residual), to, how)
         given = Layout("scattered", None, "scattered")
         self._add("prepare_attn", given, Layout("attn_full", None, "scattered"), scattered)
 
@@ -362,11 +392,13 @@ class LayerCommunicator:
             full = ops.gather_partial(ops.add_residual_once(hidden.tensor, residual_of(hidden)), step)
             return _norm(norm, full, None)[0], ops.own_group(full, step)
 
-        to = Layout("full", None, "attn_full")
+        to, fused = Layout("full", None, "attn_full"), _fused(ops.seam, norm)
         for place in ("attn_full", "scattered"):
             for pending in (None, "attn_tp"):
                 given = Layout("attn_full", pending, place)
-                if not ops.many_groups:
+                if fused is not None and pending is not None and place == "attn_full":
+                    self._add("prepare_mlp", given, to, fused)
+                elif not ops.many_groups:
                     self._add("prepare_mlp", given, to, _only(norm) if ops.alone else one_group)
                 elif pending and ops.attn_tp.size > 1:
                     self._add("prepare_mlp", given, to, gather_first)
