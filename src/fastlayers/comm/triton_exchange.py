@@ -143,13 +143,7 @@ def _exchange_kernel(
         tl.store(state_ptr + 2 * program + 1, turn + 1)
 
 
-@operator(
-    "exchange_rows(Tensor x, Tensor? residual, Tensor? weight, Tensor(a!) y, Tensor(b!) summed, Tensor inboxes, "
-    "Tensor(c!) inbox, Tensor outboxes, Tensor flags, Tensor(d!) flag, Tensor(e!) state, Tensor(f!) status, float eps, "
-    "int share, int slots, int rank, int size, int deadline_ns, bool scatter, bool gather, int rounding, int part) "
-    "-> ()",
-    nothing,
-)
+@operator("exchange_rows", nothing, writes=("y", "summed", "inbox", "flag", "state", "status"))
 def _exchange_rows(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, y: torch.Tensor, summed: torch.Tensor,
     inboxes: torch.Tensor, inbox: torch.Tensor, outboxes: torch.Tensor, flags: torch.Tensor, flag: torch.Tensor,

@@ -158,11 +158,7 @@ def _fake(
     return [x.new_empty(x.shape) for _ in range(1 if rounding == NO_NORM else 2)]
 
 
-@operator(
-    "push_sum(Tensor x, Tensor? residual, Tensor? weight, Tensor peers, Tensor(a!) inbox, Tensor(b!) epoch, "
-    "Tensor(c!) status, float eps, int rounding, int rank, int size, int deadline_ns, int part, int warps) -> Tensor[]",
-    _fake,
-)
+@operator("push_sum", _fake, writes=("inbox", "epoch", "status"))
 def _push_sum(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, peers: torch.Tensor,
     inbox: torch.Tensor, epoch: torch.Tensor, status: torch.Tensor, eps: float, rounding: int, rank: int, size: int,
