@@ -3,7 +3,8 @@
     what happens to a weight                       who sees it
     replaced, loaded with assign=True, moved       the layer that holds it: the epochs it is told of go up by one
     edited in place, loaded, filled by a loader    the version counter of the few weights that something was copied from
-    ``.data =``, raw pointers, functional_call     nobody: :func:`fastlayers.repack`
+    ``.data =``, raw pointers, functional_call,
+    ``swap_tensors`` of a user's own               nobody: :func:`fastlayers.repack`
 
 A layer that packed its weights holds the result as :class:`Packed`, which knows of which weights it is, and packs again
 before it computes with a stale one. A captured step holds addresses; :class:`WeightsWatch` tells it that it must be
@@ -123,12 +124,26 @@ class WatchedModule(nn.Module):
         super().register_parameter(name, param)
         self.weights_changed()
 
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Hold a module that is not assigned but registered."""
+        super().add_module(name, module)
+        self._holds(module)
+
+    def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+        """Hold a buffer that is not assigned but registered."""
+        super().register_buffer(name, tensor, persistent)
+        self.weights_changed()
+
+    def _holds(self, module: nn.Module | None) -> None:
+        if module is not None:
+            for epoch in self._epochs:
+                _tell(module, epoch)
+        self.weights_changed()
+
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if isinstance(value, nn.Module):
-            for epoch in self._epochs:
-                _tell(value, epoch)
-            self.weights_changed()
+            self._holds(value)
         elif name in self.__dict__.get("_buffers", ()):
             self.weights_changed()
 

@@ -262,6 +262,29 @@ def test_parameters_are_never_inference_tensors() -> None:
     assert source.weight.is_inference() and torch.equal(layers[2].weight, torch.ones(128, 128))
 
 
+@pytest.mark.parametrize("how", ["assigned", "added", "registered", "set_submodule"])
+def test_a_child_or_buffer_that_comes_in_another_way_counts(how: str) -> None:
+    layer, other = mla("fp8_block"), mla("fp8_block")
+    other.load_state_dict(values_like(other, 2))
+    fl.finalize(layer)
+    watch = WeightsWatch(layer)
+    if how == "assigned":
+        layer.kv_b_proj = other.kv_b_proj
+    elif how == "added":
+        layer.add_module("kv_b_proj", other.kv_b_proj)
+    elif how == "registered":
+        layer.register_module("kv_b_proj", other.kv_b_proj)
+    else:
+        layer.set_submodule("kv_b_proj", other.kv_b_proj)
+    assert watch.stale and torch.equal(layer.absorbed_weights()[0], other.absorbed_weights()[0])
+    watch.mark()
+    layer.kv_b_proj.weight = nn.Parameter(torch.zeros_like(other.kv_b_proj.weight), requires_grad=False)
+    assert watch.stale and not layer.absorbed_weights()[0].any()
+    watch.mark()
+    layer.rotary.register_buffer("cos", layer.rotary.cos.clone(), persistent=False)
+    assert watch.stale
+
+
 def test_a_watch_tells_what_a_captured_step_must_know() -> None:
     model = nn.Sequential(fl.Linear(128, 128), mla("fp8_block"), moe())
     fl.finalize(model)
