@@ -216,7 +216,8 @@ def repack(model: nn.Module) -> nn.Module:
 
     Needed only after changes that nobody sees: ``parameter.data = …`` and writes through ``.data``, through raw
     pointers or into ``module._parameters`` (``torch.func.functional_call``), ``torch.utils.swap_tensors``, and a whole
-    submodule put into a module that is no :class:`Layer`. What is assigned, loaded, moved or edited in place is seen without it.
+    submodule put into a module that is no :class:`Layer`. What is assigned, loaded, moved or edited in place is seen
+    without it.
 
     Raises
     ------

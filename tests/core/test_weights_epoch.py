@@ -219,6 +219,26 @@ def test_each_of_the_absorbed_weights_sources_counts(which: str) -> None:
     assert torch.equal(decode(layer), decode(again))
 
 
+def test_a_childs_own_loading_counts() -> None:
+    """Without a word to the layer that holds the child: by its state, by its slots, with assign=True."""
+    layer, other = mla("fp8_block"), mla("fp8_block")
+    layer.load_state_dict(values_like(layer, 1))
+    fl.finalize(layer)
+    watch = WeightsWatch(layer)
+    for seed, assign in ((2, False), (3, True), (4, False)):
+        decode(layer)
+        watch.mark()
+        other.load_state_dict(values_like(other, seed))
+        layer.kv_b_proj.load_state_dict(other.kv_b_proj.state_dict(), assign=assign)
+        assert watch.stale and torch.equal(layer.absorbed_weights()[0], other.absorbed_weights()[0])
+    watch.mark()
+    other.load_state_dict(values_like(other, 5))
+    with torch.inference_mode():
+        for (_, slot), (_, source) in zip(slots(layer.kv_b_proj), slots(other.kv_b_proj), strict=True):
+            slot.dest.copy_(source.dest)
+    assert watch.stale and torch.equal(layer.absorbed_weights()[0], other.absorbed_weights()[0])
+
+
 def test_another_kv_b_proj_counts() -> None:
     layer, other = mla("fp8_block"), mla("fp8_block")
     for each, seed in ((layer, 1), (other, 2)):
