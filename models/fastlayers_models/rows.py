@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fastlayers.attention.buckets import ExtendBucket
+from fastlayers.attention.step_buffers import Mirrored
 from fastlayers.errors import ArgumentError
 from fastlayers.sampler.layer import RowParams, SamplingParams
 
@@ -136,14 +137,10 @@ class ExtendInputs:
 
     def __init__(self, max_tokens: int, max_batch: int, device: torch.device) -> None:
         sizes = [1, max_batch, max_batch, max_tokens, max_tokens]
-        self._device = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
-        self._host, self._copied, self._nobody = self._device, None, max_batch
-        if device.type == "cuda":
-            self._host = torch.zeros(sum(sizes), dtype=torch.int64, device="cpu", pin_memory=True)
-            self._copied = torch.cuda.Event()
-        count, self.last, self.rows, self._ids, self._source = self._device.split(sizes)
+        self._mirrored, self._nobody = Mirrored(8 * sum(sizes), device), max_batch
+        fields = self._mirrored.fields([(size, torch.int64) for size in sizes])
+        (count, self.last, self.rows, self._ids, self._source), self._host = zip(*fields, strict=True)
         self.count = count.view(torch.int32)[:1]
-        self._parts = self._host.split(sizes)
 
     def ids(self, tokens: int, last_tokens: torch.Tensor) -> torch.Tensor:
         """Return the step's ids ``[tokens]``: given ones, or (where -1 is given) the last token of a row."""
@@ -173,18 +170,13 @@ class ExtendInputs:
             if (row is None and not ids) or (row is not None and not 0 <= row < self._nobody):
                 accepted = f"0 to {self._nobody - 1}, or None for a part with ids that draws nothing"
                 raise ArgumentError("ModelStep.extend", "row", row, accepted)
-        if self._copied is not None:
-            self._copied.synchronize()
-        count, last, rows, ids_at, source = self._parts
+        count, last, rows, ids_at, source = self._host
         tokens = sum(lengths)
         requests, width = (bucket.requests, bucket.tokens) if bucket is not None else (len(parts), tokens)
         idle = requests - len(parts)
         count[0] = tokens
-        last[:requests] = torch.tensor([end - 1 for end in accumulate(lengths)] + [0] * idle)
-        rows[:requests] = torch.tensor(
-            [self._nobody if row is None else row for _, row in parts] + [self._nobody] * idle
-        )
-        # Of 64-bit integers an array is made faster than a tensor, which looks at each of them twice.
+        last[:requests] = [end - 1 for end in accumulate(lengths)] + [0] * idle
+        rows[:requests] = [self._nobody if row is None else row for _, row in parts] + [self._nobody] * idle
         given, origins = array("q"), []
         for ids, row in parts:
             if not ids:
@@ -194,11 +186,8 @@ class ExtendInputs:
         for place, row in origins:
             source[place] = row
         ids_at[tokens:width] = 0
-        if tokens:
-            ids_at[:tokens] = torch.frombuffer(given, dtype=torch.int64)
-        if self._copied is not None:
-            self._device.copy_(self._host, non_blocking=True)
-            self._copied.record()
+        ids_at[:tokens] = given
+        self._mirrored.send()
 
 
 class Pending:

@@ -76,11 +76,19 @@ def plain(batch: fl.AttentionBatch, rows: int, pages: int, size: int) -> dict[st
     }
 
 
+def as_array(batch: fl.AttentionBatch) -> fl.AttentionBatch:
+    """The same batch with its pages as an array, which is no wider than it must be."""
+    table = np.zeros((len(batch.page_table), max(map(len, batch.page_table), default=0)), np.int32)
+    for row, pages in enumerate(batch.page_table):
+        table[row, : len(pages)] = pages
+    return fl.AttentionBatch(batch.query_lens, batch.prefix_lens, table, batch.starts)
+
+
 def check_steps(device: str) -> None:
     state = fl.AttentionState(4, 8, 3, 4, device)
-    for _ in range(2):
-        for batch, bucket in STEPS:
-            meta = state.plan(batch, bucket=bucket)
+    for arrays in ((), (0,), (0, 1), (1, 0), range(7)):  # which of the steps bring one, so that each follows each
+        for number, (batch, bucket) in enumerate(STEPS):
+            meta = state.plan(as_array(batch) if number % 7 in arrays else batch, bucket=bucket)
             wanted = plain(batch, bucket if bucket is not None else len(batch.query_lens), 3, 4)
             assert {name: tensor.tolist() for name, tensor in as_tensors(meta).items()} == wanted
 
@@ -92,6 +100,34 @@ def test_steps_of_all_kinds_in_turn() -> None:
 @pytest.mark.gpu
 def test_steps_of_all_kinds_in_turn_gpu() -> None:
     check_steps("cuda")
+
+
+@pytest.mark.gpu
+def test_a_step_may_be_planned_before_the_one_before_has_run_gpu() -> None:
+    """What the host writes next does not reach copies that are still waiting behind a long kernel."""
+    state, found = fl.AttentionState(2, 4, 2, 4, "cuda"), []
+    for step in range(12):
+        torch.cuda._sleep(20_000_000)
+        meta = state.plan(fl.AttentionBatch((1, 1), (step % 4, 1), [[step + 1], [99 - step]]), bucket=2)
+        found.append({name: tensor.clone() for name, tensor in as_tensors(meta).items()})
+    for step, tensors in enumerate(found):
+        batch = fl.AttentionBatch((1, 1), (step % 4, 1), [[step + 1], [99 - step]])
+        assert {name: tensor.tolist() for name, tensor in tensors.items()} == plain(batch, 2, 2, 4)
+
+
+def test_rows_that_move_are_few_operations_on_the_host() -> None:
+    """A request in front that ends moves all rows behind it: no work of Torch's by row."""
+    rows = 256
+    state = fl.AttentionState(rows, rows, 64, 16)
+    pages = [list(range(1 + row, 40 + row)) for row in range(rows + 1)]
+    calls = []
+    for first in (0, 1):
+        lengths = tuple(37 * 16 + row % 16 for row in range(rows))
+        batch = fl.AttentionBatch((1,) * rows, lengths, pages[first : first + rows])
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+            meta = state.plan(batch, bucket=rows)
+        calls.append(sum(event.count for event in seen.key_averages()))
+    assert meta.page_table[:, 0].tolist() == list(range(2, rows + 2)) and max(calls) < 32, calls
 
 
 def test_empty_batch() -> None:
@@ -129,9 +165,11 @@ NOT_PAGES = [
 
 @pytest.mark.parametrize(("table", "num_pages", "words"), NOT_PAGES)
 @pytest.mark.parametrize("bucket", [None, 2])
+@pytest.mark.parametrize("kind", [list, np.array])
 def test_pages_are_checked_before_anything_is_written(
-    table: list[list[int]], num_pages: int | None, words: str, bucket: int | None
+    table: Any, num_pages: int | None, words: str, bucket: int | None, kind: Any
 ) -> None:
+    table = kind(table)
     state = fl.AttentionState(2, 2, 2, 4)
     before = state.plan(fl.AttentionBatch((1,), (3,), [[2]]), bucket=bucket, num_pages=3)
     kept = {name: tensor.clone() for name, tensor in as_tensors(before).items()}

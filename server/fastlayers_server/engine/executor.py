@@ -149,6 +149,7 @@ class TorchExecutor:
             shared = (self.decoding.graphs,)
         self.extending = step(tokens)
         self.extending.table, self.extending.weights = self.decoding.table, self.decoding.weights
+        self.extending.pages = self.decoding.pages
         self.special = SpecialDraws(sampler, self.decoding.table, config.max_model_len)
         # Two ticks are in flight at most, and each of these has room for four.
         self._rows_out, self._chunks_out = Outbox(running, device), Outbox(running, device)
@@ -172,6 +173,7 @@ class TorchExecutor:
                 cache.keys.index_fill_(0, pages, 0)
                 if cache.values is not None:
                     cache.values.index_fill_(0, pages, 0)
+        self.decoding.turn_pages(plan)
         self._admit(plan.admitted, plan.chunks)
         step = TorchStep(self, plan)
         alone = self.config.piece > 0

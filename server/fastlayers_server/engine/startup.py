@@ -209,23 +209,22 @@ def measure(executor: TorchExecutor, scheduler: Scheduler) -> tuple[dict[int, fl
     sizes = [16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]
     for size in [size for size in sizes if size <= config.max_batched_tokens]:
         count = -(-size // (config.max_model_len - 1))
-        parts = [_nobodys(config, size // count) for _ in range(count)]
+        parts = [_nobodys(size // count) for _ in range(count)]
         chunks = [Chunk(request, 0, request.tokens, 1) for request in parts]
         extends[size] = _seconds(lambda chunks=chunks: executor.extending.extend_chunks(chunks, LOGITS))  # type: ignore[misc]
     sizes = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
     for size in sorted({min(size, config.max_running) for size in sizes}):
-        rows, starts = [_nobodys(config, 1)] * size, [min(1024, config.max_model_len // 2)] * size
-        rows[0].pages = [0] * -(-config.max_model_len // config.page_size)
+        rows, starts = [_nobodys(1)] * size, [min(1024, config.max_model_len // 2)] * size
         decodes[size] = _seconds(lambda rows=rows, starts=starts: executor.decoding.decode(rows, starts, GREEDY))  # type: ignore[misc]
     executor.extending.uncaptured.clear()
     executor.decoding.uncaptured.clear()
     return extends, decodes
 
 
-def _nobodys(config: SchedulerConfig, length: int) -> Request:
+def _nobodys(length: int) -> Request:
     """Return a request that nobody made: it reads and writes page 0, and a slot that is given anew before it counts."""
     request = Request(Submit(0, b"", Sampling(temperature=0.0)), 0, [0] * length, frozenset(), 0)
-    request.pages, request.slot = [0] * -(-length // config.page_size), 1
+    request.slot = 1
     return request
 
 

@@ -13,14 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from fastlayers.attention.buckets import ExtendBucket
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta
+from fastlayers.attention.step_buffers import Mirrored
 from fastlayers.runtime.graphs import bucket_of
-from fastlayers_models.rows import IN_FLIGHT
 from fastlayers_models.step import ModelStep
-from fastlayers_server.engine.request import Chunk, Request
+from fastlayers_server.engine.request import Chunk, Request, TickPlan
 
 GREEDY, LOGITS, VERIFY = "greedy", "logits", "verify"
 RIGHT, PASSED = -2, -2  # a draft that is right whatever is drawn there; what is told of draws that do not count
@@ -40,27 +41,24 @@ def on_device(values: Any, device: torch.device, dtype: torch.dtype = torch.int6
 
 
 class Staging:
-    """Integers for the device: a ring of pinned buffers, copied without waiting; sent again only if they changed."""
+    """Integers for the device, copied without waiting; sent again only if they changed."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self.device = torch.zeros(size, dtype=torch.int64, device=device)
-        pinned = device.type == "cuda"
-        self._ring = [torch.zeros(size, dtype=torch.int64, device="cpu", pin_memory=pinned) for _ in range(IN_FLIGHT)]
-        self._turn, self._sent = 0, [0] * size
+        self._mirrored, self._known = Mirrored(8 * size, device), False
+        self.device, self._host = self._mirrored.fields([(size, torch.int64)])[0]
 
     def forget(self) -> None:
         """Somebody else wrote to the device's buffer."""
-        self._sent = [-1] * len(self._sent)
+        self._known = False
 
-    def send(self, values: list[int]) -> None:
+    def send(self, values: Sequence[int] | np.ndarray[Any, Any]) -> None:
         """Copy values to the front of the device's buffer, in stream order."""
-        if values == self._sent[: len(values)]:
+        new, count = np.asarray(values, np.int64), len(values)
+        if self._known and np.array_equal(new, self._host[:count]):
             return
-        self._sent[: len(values)] = values
-        self._turn = (self._turn + 1) % IN_FLIGHT
-        host = self._ring[self._turn][: len(values)]
-        host.copy_(torch.tensor(values, dtype=torch.int64))
-        self.device[: len(values)].copy_(host, non_blocking=True)
+        self._host[:count] = new
+        self._mirrored.send(0, 8 * count if self._known else None)
+        self._known = True
 
 
 class SlotStep(ModelStep):
@@ -72,6 +70,8 @@ class SlotStep(ModelStep):
         self.keep_hidden, self._hidden = keep_hidden, torch.empty(0)
         self._eager_hidden: torch.Tensor | None = None
         self.nobody = self.max_batch
+        # Pages by slot; 0 is nobody's.
+        self.pages = np.zeros((self.max_batch + 1, self.state.max_pages), np.int32)
         # Of captured steps that end there: one buffer for all graphs, so that none keeps its own.
         self._logits: torch.Tensor | None = None
         # How many rows are real, and the row of each.
@@ -88,20 +88,32 @@ class SlotStep(ModelStep):
         super().capture(*args, **options)
         self._decode_in.forget()
 
+    def turn_pages(self, plan: TickPlan) -> None:
+        """Take what a plan changes in the page tables."""
+        self.pages[[request.slot for request in plan.admitted]] = 0
+        if plan.pages:
+            slots, columns, pages = np.array(plan.pages).T
+            self.pages[slots, columns] = pages
+
+    def _pages_of(self, slots: Sequence[int] | np.ndarray[Any, Any], longest: int) -> np.ndarray[Any, Any]:
+        return self.pages[slots, : -(-longest // self.state.page_size)]
+
     def decode(self, requests: Sequence[Request], starts: Sequence[int], mode: str) -> torch.Tensor:
         """Launch one token for each request; returns tokens, or with mode "logits" the logits ``[rows, vocab]``."""
         size = len(requests)
-        batch = AttentionBatch((1,) * size, tuple(starts), [request.pages for request in requests])
+        slots = np.fromiter((request.slot for request in requests), np.int64, size)
+        batch = AttentionBatch((1,) * size, tuple(starts), self._pages_of(slots, max(starts) + 1))
         bucket = bucket_of(self.buckets, size)
         key = None if bucket is None else self._key(bucket, mode)
-        rows = [request.slot - 1 for request in requests]
+        rows = np.full(1 + (bucket or size), self.nobody)
+        rows[0], rows[1 : 1 + size] = size, slots - 1
         if key is None or bucket is None or not self._is_captured(key):
             meta = self.state.plan(batch, num_pages=self.num_pages)
-            self._decode_in.send([size, *rows])
+            self._decode_in.send(rows[: 1 + size])
             self.uncaptured["CUDA graphs are off" if self.graphs is None else f"no graph for {mode}"] += 1
             return self._run(meta, mode)
         self.state.plan(batch, bucket=bucket, num_pages=self.num_pages)
-        self._decode_in.send([size, *rows, *[self.nobody] * (bucket - size)])
+        self._decode_in.send(rows)
         assert self.graphs is not None
         found: torch.Tensor = self.graphs.replay(key)
         return found[:size]
@@ -118,7 +130,8 @@ class SlotStep(ModelStep):
             Hidden rows of all tokens, where the step was not captured.
         """
         lengths = tuple(len(chunk.ids) for chunk in chunks)
-        table = [chunk.request.pages for chunk in chunks]
+        longest = max(chunk.start + len(chunk.ids) for chunk in chunks)
+        table = self._pages_of([chunk.request.slot for chunk in chunks], longest)
         batch = AttentionBatch(lengths, tuple(chunk.start for chunk in chunks), table)
         # Also when they are told already: a prompt that is computed again is computed alike.
         wants_all = any(chunk.request.submit.prompt_logprobs >= 0 for chunk in chunks)

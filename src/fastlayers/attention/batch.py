@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from operator import index
 from typing import Any
 
+import numpy as np
+
 from fastlayers.errors import ArgumentError, check_plain, describe
 
 
@@ -25,8 +27,9 @@ class AttentionBatch:
         New tokens of each request; 0 is allowed.
     prefix_lens : tuple[int, ...]
         Tokens of each request that are cached already.
-    page_table : Sequence[Sequence[int]]
-        Pages of each request, at least enough for prefix + new tokens.
+    page_table : Sequence[Sequence[int]] or ndarray
+        Pages of each request, at least enough for prefix + new tokens. As an array of integers ``[B, P]``, with 0
+        behind each request's pages, many requests cost the host least.
     starts : tuple[int, ...]
         First position of each request that counts (left padding); default 0.
 
@@ -42,7 +45,7 @@ class AttentionBatch:
 
     query_lens: tuple[int, ...]
     prefix_lens: tuple[int, ...]
-    page_table: Sequence[Sequence[int]]
+    page_table: Sequence[Sequence[int]] | np.ndarray[Any, Any]
     starts: tuple[int, ...] = ()
     is_decode: bool = field(init=False, repr=False, compare=False)
     is_padded: bool = field(init=False, repr=False, compare=False)

@@ -12,19 +12,19 @@ also slot 0) is nobody's: padded rows write there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from operator import index
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from fastlayers.attention.batch import AttentionBatch
 from fastlayers.attention.buckets import ExtendBucket
 from fastlayers.attention.contexts import context_of
-from fastlayers.attention.kv_cache.pool import MAX_PAGES
 from fastlayers.attention.kv_cache.spec import LayerCache
-from fastlayers.attention.step_buffers import Mirrored, StepBuffers
+from fastlayers.attention.step_buffers import PageTable, StepBuffers, is_array
 from fastlayers.errors import ArgumentError, CaptureError, check_device, check_plain, check_positive, describe
 
 # What a step is padded to under capture: so many requests of one token, a bucket of extends, or nothing.
@@ -198,24 +198,19 @@ class AttentionState:
             "AttentionState", max_batch=max_batch, max_tokens=max_tokens, max_pages=max_pages, page_size=page_size
         )
         self.max_batch, self.max_tokens, self.max_pages, self.page_size = max_batch, max_tokens, max_pages, page_size
+        self.capacity = max_pages * page_size  # tokens of one request
         where = check_device("AttentionState", device)
         # Steps of one token a request have buffers of their own: small, and half of them never change.
         self._decode = StepBuffers(max_batch, min(max_batch, max_tokens), where)
         self._extend = StepBuffers(max_batch, max_tokens, where)
-        self._table = Mirrored(max_batch * max_pages * 4, where)
-        self._page_table, self._host_table = self._table.fields([(max_batch * max_pages, torch.int32)])[0]
-        self._page_table = self._page_table.view(max_batch, max_pages)
-        self._host_table = self._host_table.view(max_batch, max_pages)
-        self._pages: list[list[int]] = [[] for _ in range(max_batch)]
-        self._highest = [0] * max_batch  # page of each row, so that rows that did not change need no look
+        self._table = PageTable(max_batch, max_pages, where)
+        self._rows = np.arange(max_batch)
         self._views_of: dict[int | ExtendBucket, dict[str, Any]] = {}
-        # Nothing on the host is overwritten before the device has read it.
-        self._copied = torch.cuda.Event() if where.type == "cuda" else None
         self.plans, self._step = StepPlans(), 0
 
     def __getstate__(self) -> tuple[Any, ...]:
         # Host and device views share storage, which copies of them would not: a copy has planned nothing yet.
-        return self.max_batch, self.max_tokens, self.max_pages, self.page_size, self._page_table.device
+        return self.max_batch, self.max_tokens, self.max_pages, self.page_size, self._table.device.device
 
     def __setstate__(self, made_of: tuple[Any, ...]) -> None:
         AttentionState.__init__(self, *made_of)
@@ -248,76 +243,49 @@ class AttentionState:
         self._check(batch, lengths, decode, bucket)
         rows = bucket.requests if isinstance(bucket, ExtendBucket) else len(lengths) if bucket is None else bucket
         width = rows if decode else batch.num_tokens if extend is None else extend.tokens
-        changed = self._changed_pages(batch.page_table, rows, num_pages)
-        if self._copied is not None:
-            self._copied.synchronize()
-        self._write_pages(changed)
+        self._table.write(self._table.changes(batch.page_table, rows, num_pages))
         buffers = self._decode if decode else self._extend
         if decode:
             self._write_decode(batch, lengths, rows)
         else:
             self._write_extend(batch, lengths, rows, width)
-        buffers.mirrored.copy()
+        buffers.mirrored.send()
         self._step += 1
         meta = self._meta(batch, decode, rows, width, bucket, max(lengths, default=0))
         if bucket is not None:
             self.plans.refresh(meta)
-        if self._copied is not None:
-            self._copied.record()
         return meta
 
-    def _changed_pages(self, table: Sequence[Sequence[int]], rows: int, num_pages: int | None) -> dict[int, list[int]]:
-        """Return what is new in the first ``rows`` rows of the page table, checked; most steps change none."""
-        changed: dict[int, list[int]] = {}
-        for row in range(rows):
-            pages: Sequence[int] = table[row] if row < len(table) else ()
-            before = self._pages[row]
-            if len(before) != len(pages) or not _alike(before, pages):
-                changed[row] = _checked_pages(row, pages, num_pages)
-            elif num_pages is not None and self._highest[row] >= num_pages:
-                _checked_pages(row, pages, num_pages)
-        return changed
-
-    def _write_pages(self, changed: Mapping[int, list[int]]) -> None:
-        """Bring these rows of the page table up to date."""
-        for row, pages in changed.items():
-            self._host_table[row, len(pages) : len(self._pages[row])] = 0
-            if pages:
-                self._host_table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
-            self._pages[row], self._highest[row] = pages, max(pages, default=0)
-        if changed and self._page_table is not self._host_table:
-            part = slice(min(changed), max(changed) + 1)
-            self._page_table[part].copy_(self._host_table[part], non_blocking=True)
-
     def _write_decode(self, batch: AttentionBatch, lengths: tuple[int, ...], rows: int) -> None:
-        size, count, host = self.page_size, len(lengths), self._decode
-        padding = [0] * (rows - count)
-        at = [*batch.prefix_lens, *padding]
-        slots = [
-            pages[place // size] * size + place % size
-            for pages, place in zip(self._pages, batch.prefix_lens, strict=False)
-        ]
-        host.seq_lens[1][:rows] = torch.tensor([*lengths, *[1] * len(padding)], dtype=torch.int32)
-        host.positions[1][:rows] = torch.tensor(at, dtype=torch.int64)
-        host.loc[1][:rows] = torch.tensor([*slots, *padding], dtype=torch.int64)
+        count, host = len(lengths), self._decode
+        at = np.array(batch.prefix_lens, np.int64)
+        host.seq_lens[1][:count] = lengths
+        host.seq_lens[1][count:rows] = 1
+        host.positions[1][:count] = at
+        host.loc[1][:count] = self._slots(self._rows[:count], at)
+        host.positions[1][count:rows] = host.loc[1][count:rows] = 0
         if batch.starts or host.has_starts:
             host.starts[1][:] = 0
-            host.starts[1][:count] = torch.tensor(batch.starts or [0] * count, dtype=torch.int32)
+            host.starts[1][:count] = batch.starts or 0
             host.has_starts = bool(batch.starts)
 
+    def _slots(self, requests: Any, positions: Any) -> Any:
+        pages = self._table.host[requests, positions // self.page_size].astype(np.int64)
+        return pages * self.page_size + positions % self.page_size
+
     def _write_extend(self, batch: AttentionBatch, lengths: tuple[int, ...], rows: int, width: int) -> None:
-        size, count, tokens, host = self.page_size, len(lengths), batch.num_tokens, self._extend
-        query_lens = torch.tensor(batch.query_lens, dtype=torch.int64)
-        ends = query_lens.cumsum(0)
-        request = torch.repeat_interleave(torch.arange(count), query_lens)
-        first = torch.tensor(batch.prefix_lens, dtype=torch.int64) - (ends - query_lens)
-        positions = torch.arange(tokens) + first[request]
-        host.seq_lens[1][:count] = torch.tensor(lengths, dtype=torch.int32)
-        host.starts[1][:count] = torch.tensor(batch.starts or [0] * count, dtype=torch.int32)
+        count, tokens, host = len(lengths), batch.num_tokens, self._extend
+        query_lens = np.array(batch.query_lens, np.int64)
+        ends = query_lens.cumsum()
+        request = np.repeat(self._rows[:count], query_lens)
+        first = np.array(batch.prefix_lens, np.int64) - (ends - query_lens)
+        positions = np.arange(tokens) + first[request]
+        host.seq_lens[1][:count] = lengths
+        host.starts[1][:count] = batch.starts or 0
         host.cu[1][1 : count + 1] = ends
         host.request[1][:tokens] = request
         host.positions[1][:tokens] = positions
-        host.loc[1][:tokens] = self._host_table[request, positions // size].long() * size + positions % size
+        host.loc[1][:tokens] = self._slots(request, positions)
         # Of a bucket: requests without tokens, and tokens that are nobody's.
         host.seq_lens[1][count:rows] = 1
         host.starts[1][count:rows] = 0
@@ -332,7 +300,7 @@ class AttentionState:
         key = rows if decode else bucket
         views = self._views_of.get(key) if key is not None else None
         if views is None:
-            views = {"page_table": self._page_table[:rows], **buffers.views(rows, width)}
+            views = {"page_table": self._table.device[:rows], **buffers.views(rows, width)}
             if key is not None:  # as many as batch sizes and buckets; other extends have too many widths to keep
                 self._views_of[key] = views
         extend = isinstance(bucket, ExtendBucket)
@@ -340,7 +308,7 @@ class AttentionState:
             **views,
             page_size=self.page_size,
             max_query_len=1 if decode else width if extend else max(batch.query_lens, default=0),
-            max_seq_len=self.max_pages * self.page_size if bucket is not None else longest,
+            max_seq_len=self.capacity if bucket is not None else longest,
             batch=batch,
             # Latents are attended to as they are: to expand a prefix takes its length on the host.
             path="mqa" if extend else "",
@@ -369,7 +337,10 @@ class AttentionState:
         if count > self.max_batch or batch.num_tokens > self.max_tokens:
             given = f"{count} requests, {batch.num_tokens} tokens"
             raise ArgumentError(name, "batch", given, f"at most {self.max_batch} requests, {self.max_tokens} tokens")
-        for row, (length, pages) in enumerate(zip(lengths, batch.page_table, strict=True)):
+        table: Any = batch.page_table
+        if is_array(table) and max(lengths, default=0) <= table.shape[1] * self.page_size <= self.capacity:
+            return
+        for row, (length, pages) in enumerate(zip(lengths, table, strict=True)):
             if not hasattr(pages, "__len__") or getattr(pages, "ndim", 1) != 1:
                 raise ArgumentError(name, f"page_table[{row}]", describe(pages), "a sequence of page numbers")
             if len(pages) > self.max_pages or len(pages) * self.page_size < length:
@@ -380,25 +351,6 @@ class AttentionState:
 def _bucket(given: Any) -> int:
     check_plain("AttentionState.plan", "int | None", bucket=given)
     return index(given)
-
-
-def _alike(before: list[int], pages: Sequence[int]) -> bool:
-    try:
-        return before == list(pages)
-    except (ValueError, RuntimeError):  # of arrays
-        return False
-
-
-def _checked_pages(row: int, pages: Sequence[int], num_pages: int | None) -> list[int]:
-    """Return one request's pages as plain integers, or raise :class:`ArgumentError`."""
-    try:
-        found = [index(page) for page in pages]
-    except (TypeError, RuntimeError):  # a fraction would be cut off, and another request's page written
-        found = [-1]
-    if found and (min(found) < 0 or max(found) >= (MAX_PAGES if num_pages is None else num_pages)):
-        accepted = "page numbers: integers, 0 or more" if num_pages is None else f"pages in [0, {num_pages})"
-        raise ArgumentError("AttentionState.plan", f"page_table[{row}]", list(pages), accepted)
-    return found
 
 
 def whole_pages(lengths: Sequence[int], page_size: int, first_page: int = 1) -> list[list[int]]:

@@ -128,45 +128,6 @@ def test_the_default_script_is_a_pure_function() -> None:
     assert script([1, 2], 3, 0) != script([2, 1], 3, 0) or script([1, 2], 3, 1) != script([2, 1], 3, 1)
 
 
-def test_a_ticks_python_at_256_rows() -> None:
-    """Plan, commit and the message take at most three times a millisecond, on a machine that others use too."""
-    import statistics
-    import time
-
-    from fastlayers_server.engine.config import SchedulerConfig
-    from fastlayers_server.engine.loop import Engine
-    from fastlayers_server.engine.request import TickPlan, TickResult
-    from fastlayers_server.engine.scheduler import Scheduler
-
-    class Nothing:
-        """Answers every plan with the same token."""
-
-        def launch(self, plan: TickPlan) -> Any:
-            self.rows = len(plan.sampled)
-            return self
-
-        def result(self) -> TickResult:
-            return TickResult([[7]] * self.rows)
-
-        def graph_counts(self) -> tuple[dict[str, float], dict[str, float]]:
-            return {}, {}
-
-    scheduler = Scheduler(SchedulerConfig(512, 4096, 256 * 64 + 1, 64, (1,), max_extend_requests=64))
-    executor: Any = Nothing()
-    engine = Engine(scheduler, executor, p.encode, overlap=False)  # type: ignore[arg-type]
-    for rid in range(1, 257):
-        engine.post(p.Submit(rid, p.pack_ids([5] * (300 + rid)), p.Sampling(0.0), 1000, ignore_eos=True))
-    while len(scheduler.running.requests) < 256:
-        engine.tick()
-    seconds = []
-    for _ in range(100):
-        begin = time.perf_counter()
-        engine.tick()
-        seconds.append(time.perf_counter() - begin)
-    assert len(scheduler.running.requests) == 256
-    assert statistics.median(seconds) < 3e-3
-
-
 def test_a_request_that_breaks_the_scheduler_ends_alone() -> None:
     engine = ScriptedEngine()
     front = Front(engine)
