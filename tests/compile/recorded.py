@@ -34,6 +34,7 @@ from fastlayers.moe.fused_moe.swizzle import swizzle
 from fastlayers.moe.fused_moe.triton import mxfp4_hopper, permute
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.moe.router.triton import router_logits
+from fastlayers.patching.triton_turn import TritonTurn
 from fastlayers.registry import LAYERS, registry
 from fastlayers.registry.spec import Case, spec_of
 from fastlayers.runtime import launch
@@ -291,6 +292,20 @@ def _attention(recorder: Recorder) -> None:
     rounded_to_e4m3(_empty(64, 128, 576, dtype=BF16))
 
 
+def _patched(recorder: Recorder) -> None:
+    """Record the norms and the rotation of patched attention: Qwen3, Llama, GPT-OSS (tables of half the width)."""
+    for name, dtype, (heads, keys, dim, table), norm in (
+        ("qwen3_8b", BF16, (32, 8, 128, 128), True), ("llama", FP16, (32, 8, 128, 128), False),
+        ("qwen3_fp32", FP32, (16, 8, 128, 128), True), ("gpt_oss", BF16, (64, 8, 64, 32), False),
+    ):  # fmt: skip
+        for tokens in (1, 64):
+            recorder.label = f"patched-{name},T={tokens}"
+            position = _empty(1, tokens, table, dtype=dtype), _empty(1, tokens, table, dtype=dtype)
+            norms = (_empty(dim, dtype=dtype), _empty(dim, dtype=dtype)) if norm else ()
+            x = _empty(tokens, (heads + 2 * keys) * dim, dtype=dtype)
+            TritonTurn()(x, position, norms, (heads, keys), dim, 1e-6)
+
+
 def record(recorder: Recorder, layer: str) -> None:
     """Record what a layer's Triton backend launches."""
     backend: Any = registry(layer).named("triton").load()
@@ -316,6 +331,7 @@ def builds() -> list[KernelBuild]:
             router_logits(x, weight, _empty(experts, dtype=BF16), False)
         _rows(recorder)
         _attention(recorder)
+        _patched(recorder)
     hopper = hopper_builds([mxfp4_hopper.plan_for(tokens) for tokens in (1, 16, 64, 128)], GPT_OSS, GPT_OSS_TP2)
     return [*recorder.builds.values(), *hopper]
 

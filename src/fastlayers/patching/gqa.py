@@ -30,9 +30,11 @@ from fastlayers.attention.rotary_kv_write.layer import RotaryKVWriteConfig
 from fastlayers.errors import NoBackendError
 from fastlayers.patching.cache import PAGE
 from fastlayers.patching.classes import count
+from fastlayers.patching.guard import untouched
 from fastlayers.patching.matching import foreign_hooks, setting
 from fastlayers.patching.packing import PackedModule
 from fastlayers.patching.paged import active_step
+from fastlayers.rotary.layer import ROTARY, RotaryConfig
 
 Output = tuple[torch.Tensor, torch.Tensor | None]
 # Queries that a CPU takes at a time: each block multiplies only the keys that it may see.
@@ -184,6 +186,8 @@ class FastGQA(PackedModule):
     # Arguments that change what is computed, or that the family's forward passes itself.
     _fl_foreign = frozenset((*_FOREIGN, "sliding_window", "s_aux"))
     _fl_origin: tuple[type, type]
+    # Norms and rotation of packed q and k in one launch, where there is a kernel for it.
+    _fl_turn: Any
     _modules: dict[str, Any]
     training: bool
     config: Any
@@ -205,9 +209,18 @@ class FastGQA(PackedModule):
             GQA.named(wanted)
             why = "Hugging Face's caches are not pages; only torch attends over them"
             raise NoBackendError("gqa", type(self).__name__, self.q_proj.weight.device, wanted, {wanted: why})
+        self._fl_turn = None
+        weight = getattr(self.q_proj, "weight", None)
+        if isinstance(weight, torch.Tensor) and weight.device.type != "meta" and self.head_dim % 2 == 0:
+            rotary = ROTARY.choose(RotaryConfig(self.head_dim, self.head_dim), weight.device)
+            if rotary.name == "triton":
+                from fastlayers.patching.triton_turn import TritonTurn
+
+                self._fl_turn = TritonTurn()
 
     def _fl_implementation(self) -> str:
-        return ", ".join(filter(None, ("gqa=torch", self._fl_together())))
+        turn = "" if self._fl_turn is None else "rotary=triton"
+        return ", ".join(filter(None, ("gqa=torch", turn, self._fl_together())))
 
     def _fl_extra(self) -> dict[str, Any]:
         """Return what this family's forward passes to the attention function besides the common arguments."""
@@ -266,8 +279,30 @@ class FastGQA(PackedModule):
         keys = self._modules["k_proj"].out_features // width
         heads = both.view(*both.shape[:-1], -1, width)
         v = heads[:, :, -keys:]
-        q, k = self._fl_rotated(heads[:, :, :-keys], keys, position)
+        turned = self._fl_turned(both, keys, position)
+        q, k = self._fl_rotated(heads[:, :, :-keys], keys, position) if turned is None else turned
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def _fl_turned(self, both: torch.Tensor, keys: int, position: Any) -> tuple[torch.Tensor, ...] | None:
+        """Return what :meth:`_fl_rotated` does of a packed product, by one launch; ``None``: not of these tensors."""
+        if self._fl_turn is None or torch.compiler.is_dynamo_compiling():
+            return None
+        (cos, sin), (batch, queries, _) = position, both.shape
+        if cos.shape != sin.shape or cos.shape[:-1] not in ((batch, queries), (1, queries)):
+            return None
+        if not cos.dtype == sin.dtype == both.dtype or not (cos.is_contiguous() and sin.is_contiguous()):
+            return None
+        norms = self._fl_turn_norms(both.dtype)
+        if norms is None:
+            return None
+        heads = keys * self.num_key_value_groups
+        rows = both.view(batch * queries, -1)
+        turned: torch.Tensor = self._fl_turn(rows, position, norms[0], (heads, keys), self.head_dim, norms[1])
+        return turned.view(batch, queries, -1, self.head_dim).split((heads, keys), dim=2)
+
+    def _fl_turn_norms(self, dtype: torch.dtype) -> tuple[tuple[torch.Tensor, ...], float] | None:
+        """Return weights and epsilon of norms before the rotation, or ``None``: they have to be called."""
+        return (), 0.0
 
     def _fl_norm(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Normalise the heads of q and k, where the family does."""
@@ -349,6 +384,20 @@ class FastNormedGQA(FastGQA):
         for norm in norms:
             count(norm._fl_hits)
         return float(self.q_norm.variance_epsilon), self.q_norm.weight, self.k_norm.weight
+
+    def _fl_turn_norms(self, dtype: torch.dtype) -> tuple[tuple[torch.Tensor, ...], float] | None:
+        norms: list[Any] = [self._modules["q_norm"], self._modules["k_norm"]]
+        for norm in norms:
+            if getattr(norm, "_fl_rounding", "") != "cast_then_scale" or not untouched(norm) or norm.training:
+                return None
+            weight = norm._parameters.get("weight")
+            if weight is None or weight.dtype != dtype or not norm._fl_guard.stands(norm):
+                return None
+        if norms[0].variance_epsilon != norms[1].variance_epsilon:
+            return None
+        for norm in norms:
+            count(norm._fl_hits)
+        return tuple(norm._parameters["weight"] for norm in norms), float(norms[0].variance_epsilon)
 
     def _fl_rotated(self, both: torch.Tensor, keys: int, position: Any) -> tuple[torch.Tensor, torch.Tensor]:
         q, k = self._fl_norm(both[:, :, :-keys], both[:, :, -keys:])
