@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from fastlayers.comm.parallel import ParallelSpec
+from fastlayers.comm.ranks import Ranks
 from fastlayers.errors import ArgumentError, CheckpointError, UnknownModelError, check_choice
 from fastlayers_models.blocks import CausalLM
 from fastlayers_models.check_quantization import check_quantization
@@ -60,6 +62,7 @@ class AutoModel:
         dtype: torch.dtype | str = torch.bfloat16,
         device: torch.device | str | None = None,
         families: Mapping[str, str] = FAMILIES,
+        parallel: ParallelSpec | Ranks | None = None,
         **options: Any,
     ) -> Any:
         """Build the model of a checkpoint and load its weights.
@@ -76,8 +79,11 @@ class AutoModel:
             Default: torch's.
         families : mapping
             ``model_type`` to ``"module:class"``; ``FAMILIES | {...}`` adds one.
+        parallel : Ranks or ParallelSpec, optional
+            How the model is split. ``Ranks(tp=2)`` meets the other processes (all of them must call this), started by
+            ``torchrun --nproc-per-node 2``; each reads only its part of the weights.
         **options
-            As for the family's constructor: ``parallel``, ``page_size``, ``kv_dtype``, ``backend`` and its own.
+            As for the family's constructor: ``page_size``, ``kv_dtype``, ``backend`` and its own.
 
         Returns
         -------
@@ -100,6 +106,10 @@ class AutoModel:
         family = family_of(checkpoint.config, families, folder)
         _check_options(family, options)
         place, number = _device(device), _dtype(dtype, checkpoint.config)
+        if isinstance(parallel, Ranks):
+            parallel, place = parallel.join(place)
+        if parallel is not None:
+            options["parallel"] = parallel
         try:
             return family.from_pretrained(folder, dtype=number, device=place, **options)
         except ArgumentError as error:

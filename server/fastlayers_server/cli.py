@@ -15,9 +15,11 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRe
 from rich.table import Table
 
 import fastlayers as fl
+from fastlayers.comm.ranks import Ranks
 from fastlayers.device import DESCRIBED
 from fastlayers.errors import ArgumentError, CheckpointError, FastlayersError
 from fastlayers_server import bench_command, serve_command, tune_command, warmup_command
+from fastlayers_server.ranks import started_elsewhere
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None)
 # What is piped is read by programs, or searched: it is not wrapped.
@@ -313,6 +315,9 @@ def generate(
     dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32")] = "bf16",
     kv_dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32, e4m3; default: dtype")] = "",
     device: DeviceOption = "",
+    tp: Annotated[int, typer.Option(min=1, help="Ranks that split each attention layer.")] = 1,
+    dp: Annotated[int, typer.Option(min=1, help="Attention groups; the MLPs are split over tp × dp ranks.")] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="Groups over which whole experts are dealt out.")] = 1,
     as_json: Json = False,
 ) -> None:
     """Answer one prompt with a model of fastlayers_models, streaming."""
@@ -323,11 +328,15 @@ def generate(
     from fastlayers_server.evaluate import chat_ids, tokenizer_of
 
     _check_text("prompt", prompt)
+    ranks = Ranks(tp, dp, ep)
+    if started_elsewhere(ranks):
+        return
     path, cache = _path(checkpoint, "--checkpoint"), _dtype(kv_dtype, "--kv-dtype") if kv_dtype else None
     config = read_json(path / "config.json")
     family_of(config, where=path).config_class.from_hf(config)  # before transformers reads it with the tokenizer
     tokenizer = tokenizer_of(path)
-    model = AutoModel.from_pretrained(path, dtype=_dtype(dtype), device=_device(device), kv_dtype=cache)
+    model = AutoModel.from_pretrained(path, dtype=_dtype(dtype), device=_device(device), kv_dtype=cache, parallel=ranks)
+    first = model.parallel.tp.rank == 0  # the other ranks compute, and say nothing
     ids = chat_ids(tokenizer, prompt)
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     generator = Generator(
@@ -339,9 +348,11 @@ def generate(
         tokens.append(token.id)
         reason = token.finished
         text = tokenizer.decode(tokens, skip_special_tokens=True)
-        if not as_json and not text.endswith("\ufffd"):
+        if first and not as_json and not text.endswith("\ufffd"):
             print(text[len(shown) :], end="", flush=True)
             shown = text
+    if not first:
+        return
     if as_json:
         text = tokenizer.decode(tokens, skip_special_tokens=True)
         _print_json({"text": text, "tokens": tokens, "prompt_tokens": len(ids), "finished": reason})

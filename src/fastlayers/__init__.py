@@ -40,6 +40,7 @@ _PUBLIC = {
     "PagePool": "fastlayers.attention.kv_cache.pool",
     "ParallelSpec": "fastlayers.comm.parallel",
     "QuantSpec": "fastlayers.quant.spec",
+    "Ranks": "fastlayers.comm.ranks",
     "RMSNorm": "fastlayers.norm.rms_norm.layer",
     "RotaryEmbedding": "fastlayers.rotary.layer",
     "Sampler": "fastlayers.sampler.layer",

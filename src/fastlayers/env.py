@@ -103,6 +103,27 @@ def disable_multicast() -> None:
         os.environ.setdefault(name, value)
 
 
+def torchrun_rank(environ: Mapping[str, str] | None = None) -> tuple[int, int, int] | None:
+    """Return ``(rank, processes, rank on this host)`` as torchrun gives them, or ``None``.
+
+    Raises
+    ------
+    EnvironmentVariableError
+        One of the three is no number, or only some are set.
+    """
+    given = os.environ if environ is None else environ
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    found = [given.get(name) for name in names]
+    if found[0] is None or found[1] is None:
+        return None
+    try:
+        rank, world, local = (int(str(value)) for value in found)
+    except ValueError as error:
+        text = ", ".join(f"{name}={value}" for name, value in zip(names, found, strict=True))
+        raise EnvironmentVariableError(f"{text}: torchrun sets all three to numbers") from error
+    return rank, world, local
+
+
 def triton_interpret(environ: Mapping[str, str] | None = None) -> bool:
     """Return whether Triton runs its kernels in its interpreter (Triton's own ``TRITON_INTERPRET``)."""
     return (os.environ if environ is None else environ).get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")

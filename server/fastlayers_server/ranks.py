@@ -1,0 +1,28 @@
+"""Commands over several processes: the one that a person starts starts the others by torchrun, and waits for them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from fastlayers import env
+from fastlayers.comm.ranks import Ranks
+
+
+def started_elsewhere(ranks: Ranks) -> bool:
+    """Run this command again in as many processes as ``ranks`` asks for, and return whether that was done.
+
+    ``False`` in a process of torchrun's, and where one process is enough: the caller does the work itself.
+
+    Raises
+    ------
+    SystemExit
+        The processes failed; they have said why.
+    """
+    if ranks.processes == 1 or env.torchrun_rank() is not None:
+        return False
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks.processes)]
+    command = [sys.executable, *launcher, "-m", "fastlayers_server.cli", *sys.argv[1:]]
+    if code := subprocess.run(command, check=False).returncode:
+        raise SystemExit(code)
+    return True

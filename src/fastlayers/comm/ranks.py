@@ -1,0 +1,102 @@
+"""How a model is split over processes, in one line: :class:`Ranks`.
+
+    processes = tp × dp        tp ranks share each attention layer; dp groups of them hold requests of their own
+    ep                         groups that split the experts (whole experts); the ranks of one group split each expert
+
+Started by ``torchrun --nproc-per-node N``, which tells every process its rank; one process needs nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+
+from fastlayers import env
+from fastlayers.comm.parallel import ParallelSpec
+from fastlayers.errors import ArgumentError, check_positive
+
+# A rank that is gone is noticed after so long at the latest.
+TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Sizes of the rank grid.
+
+    Parameters
+    ----------
+    tp : int
+        Ranks that split each attention layer (and together with all others the MLPs).
+    dp : int
+        Attention groups, each with requests and a cache of its own.
+    ep : int
+        Groups over which whole experts are dealt out; a divisor of ``tp * dp``.
+
+    Examples
+    --------
+    >>> from fastlayers.comm.ranks import Ranks
+    >>> Ranks(tp=2, dp=2, ep=4).processes
+    4
+    >>> Ranks().join("cpu")[0].world_size
+    1
+    """
+
+    tp: int = 1
+    dp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        check_positive("Ranks", tp=self.tp, dp=self.dp, ep=self.ep)
+        if self.processes % self.ep:
+            raise ArgumentError("Ranks", "ep", self.ep, f"a divisor of tp * dp = {self.processes}")
+
+    @property
+    def processes(self) -> int:
+        """How many there must be."""
+        return self.tp * self.dp
+
+    def join(self, device: torch.device | str | None = None) -> tuple[ParallelSpec, torch.device]:
+        """Meet the other processes, and return this one's spec and device.
+
+        A collective call: every process makes it, with equal sizes. Where torch.distributed was initialised already
+        (by the caller, for its own purposes), that group is used.
+
+        Parameters
+        ----------
+        device : torch device, optional
+            ``"cuda"`` is this process's own GPU. Default: that, or the CPU where there is none.
+
+        Raises
+        ------
+        ArgumentError
+            Not started with as many processes, or fewer GPUs than processes here.
+        """
+        import torch.distributed as dist
+
+        started = env.torchrun_rank()
+        place = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        if dist.is_initialized():
+            rank, world, local = dist.get_rank(), dist.get_world_size(), started[2] if started else dist.get_rank()
+        else:
+            rank, world, local = started or (0, 1, 0)
+        if world != self.processes:
+            accepted = f"{self.processes}: torchrun --nproc-per-node {self.processes} …"
+            raise ArgumentError("Ranks", "processes", world, accepted)
+        if world == 1:
+            return ParallelSpec(), place
+        if place.type == "cuda":
+            if local >= torch.cuda.device_count():
+                given = f"{torch.cuda.device_count()} GPUs on this host"
+                raise ArgumentError("Ranks", "device", given, f"one for each process, of which this is number {local}")
+            place = torch.device("cuda", local)
+            torch.cuda.set_device(place)
+        if not dist.is_initialized():
+            env.disable_multicast()
+            if place.type == "cuda":
+                dist.init_process_group("nccl", device_id=place, timeout=TIMEOUT)
+            else:
+                dist.init_process_group("gloo", timeout=TIMEOUT)
+        mesh = dist.device_mesh.init_device_mesh(place.type, (world,))
+        return ParallelSpec.from_mesh(mesh, attn_dp=self.dp, ep=self.ep), place

@@ -1,0 +1,62 @@
+"""How processes meet: Ranks under torchrun, what is refused, and the command line over two processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import fastlayers as fl
+from fastlayers import env
+from fastlayers.comm.parallel import ParallelSpec
+from fastlayers.comm.ranks import Ranks
+from fastlayers.errors import ArgumentError, EnvironmentVariableError
+from fastlayers.testing.world import Rank, world
+
+
+def test_sizes_are_checked_before_anybody_meets() -> None:
+    assert fl.Ranks is Ranks and Ranks(tp=2, dp=3).processes == 6
+    with pytest.raises(ArgumentError, match=r"Ranks: ep is 3; accepted: a divisor of tp \* dp = 4"):
+        Ranks(tp=2, dp=2, ep=3)
+    with pytest.raises(ArgumentError, match="Ranks: tp"):
+        Ranks(tp=0)
+
+
+def test_one_process_needs_nothing() -> None:
+    spec, device = Ranks().join("cpu")
+    assert spec == ParallelSpec() and device.type == "cpu"
+    with pytest.raises(ArgumentError, match="processes is 1; accepted: 2: torchrun --nproc-per-node 2"):
+        Ranks(tp=2).join("cpu")
+
+
+def test_what_torchrun_sets() -> None:
+    assert env.torchrun_rank({}) is None
+    assert env.torchrun_rank({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}) == (3, 4, 1)
+    with pytest.raises(EnvironmentVariableError, match="LOCAL_RANK=None"):
+        env.torchrun_rank({"RANK": "3", "WORLD_SIZE": "4"})
+
+
+def join(rank: Rank) -> tuple[tuple[int, ...], ...]:
+    spec, device = Ranks(dp=2, ep=2).join("cpu")
+    assert device.type == "cpu"
+    with pytest.raises(ArgumentError, match="processes is 2; accepted: 4"):
+        Ranks(tp=2, dp=2).join("cpu")
+    return tuple((axis.size, axis.rank) for axis in (spec.tp, spec.attn_tp, spec.attn_dp, spec.ep, spec.moe_tp))
+
+
+def test_processes_that_have_met_already() -> None:
+    one, two = world(2).run(join)
+    assert one == ((2, 0), (1, 0), (2, 0), (2, 0), (1, 0))
+    assert two == ((2, 1), (1, 0), (2, 1), (2, 1), (1, 0))
+
+
+@pytest.mark.parametrize("split", [["--tp", "2"]], ids=" ".join)
+def test_command_line_over_two_processes(split: list[str]) -> None:
+    command = [sys.executable, "-m", "fastlayers_server.cli", "generate", "What is 127 + 45?", "--dtype", "fp32"]
+    found = subprocess.run(
+        [*command, "--device", "cpu", "--json", *split], capture_output=True, text=True, timeout=120, check=True
+    )
+    answer = json.loads(found.stdout)  # one process speaks
+    assert answer["text"].strip() == "172" and answer["finished"] == "stop"
