@@ -21,6 +21,7 @@ from fastlayers_server.engine.protocol import TokenLogprobs
 from fastlayers_server.engine.request import Chunk, Request, TickPlan, TickResult
 from fastlayers_server.engine.special import Special, SpecialDraws, Telling
 from fastlayers_server.engine.step import (
+    ALL,
     DECODES,
     GREEDY,
     LOGITS,
@@ -108,6 +109,8 @@ class TorchExecutor:
         Most tokens of a step that verifies drafts.
     mtp : bool
         Keep what the model's own draft layer needs.
+    rejection : bool
+        Draw its drafts, and verify them by rejection.
     profile_folder : Path, optional
         Where profiles are written; without it there are none.
     """
@@ -122,6 +125,7 @@ class TorchExecutor:
         extend_buckets: ExtendBuckets | None = None,
         verify_tokens: int = 0,
         mtp: bool = False,
+        rejection: bool = False,
         profile_folder: Path | None = None,
     ) -> None:
         self.model, self.config, self.profile_folder = model, config, profile_folder
@@ -155,7 +159,9 @@ class TorchExecutor:
         self._rows_out, self._chunks_out = Outbox(running, device), Outbox(running, device)
         self.verify_tokens, self._verify_out = verify_tokens, Outbox(max(1, verify_tokens), device)
         self._profiler: Any = None
-        self.mtp = MTPDrafts(model, self.caches, config) if mtp else None
+        self.rule = ALL if rejection else VERIFY
+        draws = (sampler, self.decoding.table) if rejection else None
+        self.mtp = MTPDrafts(model, self.caches, config, draws) if mtp else None
 
     @property
     def overlaps(self) -> bool:
@@ -182,8 +188,10 @@ class TorchExecutor:
             place = self._launch_chunks(plan, step, chunks, place)
             self._note(chunks)
         if plan.verify:
-            drawn, _ = self.extending.extend_chunks(plan.verify, VERIFY)
             total = sum(len(chunk.ids) for chunk in plan.verify)
+            drawn, _ = self.extending.extend_chunks(plan.verify, self.rule)
+            if self.rule == ALL and self.mtp is not None:
+                drawn = self.extending.reject(drawn[:total], self.mtp.proposed(plan.verify))
             step.verified = self._verify_out.send(drawn[:total])
             self._note(plan.verify)
         if plan.rows:  # last: held logits stay in the graph's own memory until the next one is replayed
@@ -279,7 +287,7 @@ class TorchExecutor:
         buckets = self.extending.extend_buckets
         keys = [StepKey("extend", t, r, LOGITS) for t in buckets.tokens for r in buckets.requests]
         verified = [size for size in buckets.tokens if size < 2 * self.verify_tokens]
-        keys += [StepKey("extend", t, r, VERIFY) for t in verified for r in buckets.requests if t > r]
+        keys += [StepKey("extend", t, r, self.rule) for t in verified for r in buckets.requests if t > r]
         self.extending.capture_extends(keys, progress)
 
     def explain(self) -> Any:

@@ -16,9 +16,12 @@ import torch
 
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.meta import AttentionBatch, AttentionState
+from fastlayers.sampler.layer import Sampler
+from fastlayers.sampler.torch import probabilities
+from fastlayers_models.rows import RowTable
 from fastlayers_server.engine.config import SchedulerConfig
-from fastlayers_server.engine.request import RUNNING, Request
-from fastlayers_server.engine.step import on_device
+from fastlayers_server.engine.request import RUNNING, Chunk, Request
+from fastlayers_server.engine.step import DRAFTS, on_device
 
 
 class MTPDrafts:
@@ -30,6 +33,8 @@ class MTPDrafts:
     caches : sequence of LayerCache
         Of all layers, the draft layer's behind the decoder's.
     config : SchedulerConfig
+    draws : (Sampler, RowTable), optional
+        Draft as requests draw, instead of the likeliest tokens: for verification by rejection.
 
     Attributes
     ----------
@@ -37,8 +42,14 @@ class MTPDrafts:
         Whether hidden rows are noted. A request that ran while they were not is not drafted for any more.
     """
 
-    def __init__(self, model: Any, caches: Sequence[LayerCache], config: SchedulerConfig) -> None:
-        self.model, self.active = model, True
+    def __init__(
+        self,
+        model: Any,
+        caches: Sequence[LayerCache],
+        config: SchedulerConfig,
+        draws: tuple[Sampler, RowTable] | None = None,
+    ) -> None:
+        self.model, self.active, self._draws = model, True, draws
         self._cache, self._size = caches[model.config.num_hidden_layers], config.page_size
         self._tokens = config.max_batched_tokens + 16 * config.max_running
         pages = -(-config.max_model_len // config.page_size)
@@ -47,6 +58,7 @@ class MTPDrafts:
         self._news: dict[Request, list[torch.Tensor]] = {}  # hidden rows of the positions behind
         self._noted: dict[Request, int] = {}
         self._drafts: dict[Request, list[int]] = {}
+        self._proposed: dict[Request, list[torch.Tensor]] = {}  # of what each of them was drawn
 
     def begin(self, request: Request, start: int) -> None:
         """Take a request whose rows before ``start`` came with the prefix cache."""
@@ -62,7 +74,7 @@ class MTPDrafts:
     def rest(self) -> None:
         """Note nothing from now on, until :meth:`prepare`."""
         self.active = False
-        for kept in (self._covered, self._noted, self._news, self._drafts):
+        for kept in (self._covered, self._noted, self._news, self._drafts, self._proposed):
             kept.clear()
 
     def draft(self, request: Request, count: int) -> Sequence[int]:
@@ -72,7 +84,7 @@ class MTPDrafts:
     @torch.inference_mode()
     def prepare(self, count: int) -> None:
         """Compute the rows of everything that is known now, and draft up to ``count`` tokens for each who decodes."""
-        self.active, self._drafts = True, {}
+        self.active, self._drafts, self._proposed = True, {}, {}
         work: list[tuple[Request, int, torch.Tensor]] = []
         room = self._tokens
         for request in list(self._covered):
@@ -102,7 +114,7 @@ class MTPDrafts:
     def _chain(self, requests: list[Request], states: torch.Tensor, count: int) -> None:
         """Draft one token after the other, as far as each request has pages."""
         for depth in range(count):
-            ids = self.model.mtp_logits(states).argmax(-1).tolist()
+            ids = self._chosen(requests, self.model.mtp_logits(states), depth)
             for request, token in zip(requests, ids, strict=True):
                 self._drafts.setdefault(request, []).append(token)
             if depth + 1 == count:
@@ -115,6 +127,22 @@ class MTPDrafts:
             requests = [requests[i] for i in kept]
             starts, pages = [places[i] for i in kept], [request.pages for request in requests]
             states = self._run(states, [ids[i] for i in kept], [1] * len(kept), starts, pages)
+
+    def _chosen(self, requests: list[Request], logits: torch.Tensor, depth: int) -> list[int]:
+        """Return each request's next draft: the likeliest token, or one drawn in a stream of its own."""
+        if self._draws is None:
+            return logits.argmax(-1).tolist()
+        sampler, table = self._draws
+        params = table.gather(on_device([request.slot - 1 for request in requests], logits.device))
+        params = params._replace(seed=params.seed ^ DRAFTS, offset=params.offset + depth)
+        for request, proposed in zip(requests, probabilities(logits, params), strict=True):
+            self._proposed.setdefault(request, []).append(proposed)
+        return sampler(logits, params, "filtered").tolist()
+
+    def proposed(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """Return the distribution of the draft behind each place, 0 where there is none."""
+        none = torch.zeros_like(next(iter(self._proposed.values()))[0])
+        return torch.stack([q for c in chunks for q in [*self._proposed[c.request][: len(c.ids) - 1], none]])
 
     def _run(
         self, states: torch.Tensor, follow: list[int], lengths: list[int], starts: list[int], pages: list[list[int]]

@@ -68,7 +68,7 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1) -> Parts:
     executor = TorchExecutor(
         model, limits, cuda_graph=False if config.disable_cuda_graph else "auto", profile_folder=folder,
         verify_tokens=limits.max_running * (config.speculative_max_k + 1) if speculates else 0,
-        mtp=config.speculative_algorithm == "mtp",
+        mtp=config.speculative_algorithm == "mtp", rejection=config.speculative_verify == "rejection",
     )  # fmt: skip
     scheduler = Scheduler(limits)
     if cuda:
@@ -125,6 +125,12 @@ def _speculates(config: EngineConfig) -> bool:
         raise ArgumentError("engine", "speculative_algorithm", repr(config.speculative_algorithm), accepted)
     if not 1 <= config.speculative_max_k <= 8:
         raise ArgumentError("engine", "speculative_max_k", config.speculative_max_k, "1 to 8")
+    if config.speculative_verify != "match" and (config.speculative_verify, config.speculative_algorithm) != (
+        "rejection",
+        "mtp",
+    ):
+        accepted = "'match', or 'rejection' where 'mtp' drafts: those of 'ngram' are not drawn"
+        raise ArgumentError("engine", "speculative_verify", repr(config.speculative_verify), accepted)
     if config.deterministic and config.speculative_algorithm != "none":
         accepted = "'none' with deterministic: a step that verifies has other shapes than one that decodes"
         raise ArgumentError("engine", "speculative_algorithm", repr(config.speculative_algorithm), accepted)

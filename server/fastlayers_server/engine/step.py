@@ -20,10 +20,16 @@ from fastlayers.attention.buckets import ExtendBucket
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta
 from fastlayers.attention.step_buffers import Mirrored
 from fastlayers.runtime.graphs import bucket_of
+from fastlayers.sampler.layer import RowParams
+from fastlayers.sampler.philox import uniform
+from fastlayers.sampler.torch import probabilities
 from fastlayers_models.step import ModelStep
 from fastlayers_server.engine.request import Chunk, Request, TickPlan
 
-GREEDY, LOGITS, VERIFY = "greedy", "logits", "verify"
+GREEDY, LOGITS, VERIFY, ALL = "greedy", "logits", "verify", "all logits"
+COINS = 0x5EED  # what tells the generator's streams apart: of draws, of coins, of drafts
+DRAFTS = 0xD7AF
+DOUBLINGS = 3  # 2^3 drafts in a row at most
 RIGHT, PASSED = -2, -2  # a draft that is right whatever is drawn there; what is told of draws that do not count
 # What is captured of decode; whoever does not take the likeliest token is drawn for behind the logits.
 DECODES = (GREEDY, LOGITS)
@@ -78,7 +84,8 @@ class SlotStep(ModelStep):
         self._decode_in = Staging(1 + self.max_batch, self.model.device)
         self._decode_in.send([0] + [self.nobody] * self.max_batch)
         self.count = self._decode_in.device[:1].view(torch.int32)[:1]
-        # Of each token to verify: its row, its place in the row, where the row starts, the draft behind it.
+        # Of each token to verify: its row, how many drafts lead to it, the token before it (its own place, of a known
+        # token), its id as a draft.
         self._verify_in = Staging(4 * 2 * verify_tokens, self.model.device)  # a bucket may be twice the tokens
         # For benchmarks: which drafts count as right (RIGHT) or wrong (-1), whatever is drawn.
         self.scripted: Callable[[Chunk], list[int]] | None = None
@@ -140,7 +147,7 @@ class SlotStep(ModelStep):
         meta = self.state.plan(batch, bucket=bucket, num_pages=self.num_pages)
         rows = [chunk.request.slot - 1 if chunk.samples else None for chunk in chunks]
         self.inputs.write([(chunk.ids, row) for chunk, row in zip(chunks, rows, strict=True)], lengths, bucket)
-        if mode == VERIFY:
+        if mode in (VERIFY, ALL):
             self._send_drafts(chunks, batch.num_tokens if bucket is None else bucket.tokens)
         if key is not None:
             assert self.graphs is not None
@@ -150,17 +157,17 @@ class SlotStep(ModelStep):
 
     def _send_drafts(self, chunks: Sequence[Chunk], width: int) -> None:
         rows: list[int] = []
-        places: list[int] = []
-        starts: list[int] = []
+        depths: list[int] = []
+        parents: list[int] = []
         drafts: list[int] = []
         for chunk in chunks:
             count, first = len(chunk.ids), len(rows)
             rows += [chunk.request.slot - 1] * count
-            places += range(count)
-            starts += [first] * count
-            drafts += [*(chunk.ids[1:] if self.scripted is None else self.scripted(chunk)), -1]
+            depths += range(count)
+            parents += [first, *range(first, first + count - 1)]
+            drafts += [RIGHT, *(chunk.ids[1:] if self.scripted is None else self.scripted(chunk))]
         idle = width - len(rows)
-        columns = (rows + [self.nobody] * idle, places + [0] * idle, starts + [0] * idle, drafts + [-1] * idle)
+        columns = (rows + [self.nobody] * idle, depths + [0] * idle, parents + [0] * idle, drafts + [-1] * idle)
         step = self._verify_in.device.shape[0] // 4
         flat = [value for column in columns for value in [*column, *[0] * (step - width)]]
         self._verify_in.send(flat)
@@ -206,6 +213,9 @@ class SlotStep(ModelStep):
     def _finish(self, meta: AttentionMeta, hidden: torch.Tensor, mode: str) -> torch.Tensor:
         if mode == VERIFY:
             return self._verify(hidden)
+        if mode == ALL:
+            every: torch.Tensor = self.model.compute_logits(hidden)
+            return every
         last: torch.Tensor = hidden.index_select(0, self.inputs.last[: meta.num_requests])
         logits: torch.Tensor = self.model.compute_logits(last)
         return logits if meta.bucket is None else self._kept(logits)
@@ -216,21 +226,60 @@ class SlotStep(ModelStep):
         return self._logits[: logits.shape[0]].copy_(logits)
 
     def _verify(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Draw at every place as if all drafts before it were right, and keep each row's draw behind its right ones.
+        """Draw at every place as if all drafts before it were right; one is if it is what was drawn before it.
 
-        A draft is right if it is what the request's own seed and offset draw: so the text is the same as without.
+        Draws are by the request's own seed and offset: so the text is the same as without drafts.
         """
-        tokens = hidden.shape[0]
-        rows, places, starts, drafts = (column[:tokens] for column in self._verify_in.device.view(4, -1))
+        rows, depths, parents, drafts = self._verified(hidden.shape[0])
         logits = self.model.compute_logits(hidden)
         params = self.table.gather(rows)
-        params.offset.add_(places)
+        params.offset.add_(depths)
         drawn = self.sampler(logits, params, "filtered")
-        wrong = ((drawn != drafts) & (drafts != RIGHT)).long()
-        before = wrong.cumsum(0) - wrong
-        counts = before == before.index_select(0, starts)
-        self.table.scatter(torch.where(counts & (wrong > 0), rows, self.nobody), params.offset, drawn)
-        return torch.where(counts, finite_or_minus_one(logits, drawn), PASSED)
+        right = (drawn.index_select(0, parents) == drafts) | (drafts == RIGHT)
+        return self._settle(finite_or_minus_one(logits, drawn), right, params.offset)
+
+    def _verified(self, tokens: int) -> list[torch.Tensor]:
+        return [column[:tokens] for column in self._verify_in.device.view(4, -1)]
+
+    def _settle(self, drawn: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Return the draws behind drafts that are right as all before them are; each row keeps its last one."""
+        rows, depths, before, _ = self._verified(drawn.shape[0])
+        parents = before
+        for _ in range(DOUBLINGS):
+            right, before = right & right.index_select(0, before), before.index_select(0, before)
+        onward = torch.zeros_like(rows).index_add_(0, parents, (right & (depths > 0)).long())
+        last = right & (onward == 0)
+        self.table.scatter(torch.where(last, rows, self.nobody), offsets, drawn)
+        return torch.where(right, drawn, PASSED)
+
+    def reject(self, logits: torch.Tensor, proposed: torch.Tensor) -> torch.Tensor:
+        """Verify chains of drafts that were drawn: the other rule, under which more of them are right.
+
+        A draft d of distribution q is right with probability min(1, p(d) / q(d)); behind the first wrong one the token
+        is drawn of max(0, p - q). So tokens are distributed as p, but the text depends on what was drafted.
+
+        Parameters
+        ----------
+        logits : Tensor ``[T, V]``
+            Of every place, see mode "all logits".
+        proposed : Tensor fp64 ``[T, V]``
+            The distribution of the draft behind each place; 0 where there is none.
+        """
+        rows, depths, parents, drafts = self._verified(logits.shape[0])
+        params = self.table.gather(rows)
+        params.offset.add_(depths)
+        p = probabilities(logits, params)
+        coins = uniform(params.seed ^ COINS, params.offset).index_select(0, parents)
+        ids = drafts.clamp(min=0)
+        right = (drafts == RIGHT) | (coins * proposed[parents, ids] < p[parents, ids])
+        plain = RowParams(
+            torch.ones_like(params.temperature), torch.zeros_like(params.top_k), torch.ones_like(params.top_p),
+            torch.zeros_like(params.min_p), params.seed, params.offset,
+        )  # fmt: skip
+        drawn = finite_or_minus_one(logits, self.sampler((p - proposed).relu().log().float(), plain, "sampled"))
+        accepted = right & (depths > 0)
+        drawn = drawn.index_copy(0, parents[accepted], drafts[accepted])
+        return self._settle(drawn, right, params.offset)
 
 
 def prompt_logprobs_wanted(chunk: Chunk) -> bool:

@@ -22,6 +22,19 @@ class TorchSampler:
         if mode == "greedy":
             rows.offset.add_(1)
             return greedy
+        kept, is_greedy = self.kept(x, greedy, rows, mode)
+        running = kept.cumsum(-1)
+        target = uniform(rows.seed, rows.offset).unsqueeze(-1) * running[:, -1:]
+        # Where rounding leaves no running sum above the target: the last token that adds to it.
+        last = torch.searchsorted(running, running[:, -1:].contiguous())
+        drawn = torch.minimum(torch.searchsorted(running, target, right=True), last).squeeze(-1)
+        rows.offset.add_(1)
+        return torch.where(is_greedy, greedy, drawn)
+
+    def kept(
+        self, x: torch.Tensor, greedy: torch.Tensor, rows: RowParams, mode: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weight of each token that the filters keep, and which rows take ``greedy`` instead."""
         largest = x.gather(-1, greedy.unsqueeze(-1))
         is_greedy = (rows.temperature <= 0) | (largest.squeeze(-1) == float("-inf"))
         temperature = rows.temperature.double().masked_fill(is_greedy, 1.0).unsqueeze(-1)
@@ -29,13 +42,7 @@ class TorchSampler:
         keep = weight >= rows.min_p.double().unsqueeze(-1)
         if mode == "filtered":
             keep &= x >= self._threshold(x, largest, temperature, rows)
-        running = weight.masked_fill(~keep, 0.0).cumsum(-1)
-        target = uniform(rows.seed, rows.offset).unsqueeze(-1) * running[:, -1:]
-        # Where rounding leaves no running sum above the target: the last token that adds to it.
-        last = torch.searchsorted(running, running[:, -1:].contiguous())
-        drawn = torch.minimum(torch.searchsorted(running, target, right=True), last).squeeze(-1)
-        rows.offset.add_(1)
-        return torch.where(is_greedy, greedy, drawn)
+        return weight.masked_fill(~keep, 0.0), is_greedy
 
     @staticmethod
     def _weight(x: torch.Tensor, largest: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
@@ -54,3 +61,13 @@ class TorchSampler:
         # A token stays if the weight before it is less than p of the whole; the first one always does.
         stays = (running[:, :-1] < p * running[:, -1:]).sum(-1, keepdim=True)
         return torch.where(p < 1, torch.maximum(smallest, ranked.gather(-1, stays)), smallest)
+
+
+def probabilities(logits: torch.Tensor, rows: RowParams) -> torch.Tensor:
+    """Return the distribution ``[B, V]`` in fp64 of which mode "filtered" draws; a greedy row has one token."""
+    x = logits.float()
+    x = x.masked_fill(x.isnan(), float("-inf"))
+    greedy = x.argmax(-1)
+    kept, is_greedy = TorchSampler(SamplerConfig(x.shape[-1])).kept(x, greedy, rows, "filtered")
+    one = torch.zeros_like(kept).scatter_(-1, greedy.unsqueeze(-1), 1.0)
+    return torch.where(is_greedy.unsqueeze(-1), one, kept / kept.sum(-1, keepdim=True))

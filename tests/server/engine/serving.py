@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerFast
 
 import fastlayers_models
 from fastlayers.attention.buckets import ExtendBuckets
@@ -16,6 +18,7 @@ from fastlayers_models.auto import AutoModel
 from fastlayers_models.generate import Generator
 from fastlayers_models.gpt_oss import GptOssConfig, GptOssForCausalLM
 from fastlayers_models.qwen import QwenConfig, QwenForCausalLM
+from fastlayers_server import tasks
 from fastlayers_server.engine.config import SchedulerConfig
 from fastlayers_server.engine.executor import TorchExecutor
 from fastlayers_server.engine.loop import Engine
@@ -59,6 +62,15 @@ def prompts(count: int, longest: int = 70, seed: int = 11, vocab: int = 94) -> l
     return [*[head + row if i % 3 == 0 else row for i, row in enumerate(rows)][:-1], [5]]
 
 
+def chats(count: int) -> list[list[int]]:
+    """Return prompts that the shipped model was trained to answer."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(TINY)
+    said = islice(tasks.iter_story_chats("held_out", 30_000), count)
+    messages = [[{"role": "user", "content": chat[0]}] for chat in said]
+    options: dict[str, Any] = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+    return [tokenizer.apply_chat_template(message, **options)[:90] for message in messages]
+
+
 def plain(model: Any, rows: Sequence[Sequence[int]], new: int, params: Any = None) -> list[list[int]]:
     """Return what the library's plain loop says, request by request."""
     generator = Generator(model, max_batch=1, max_length=256, cuda_graph=False)
@@ -73,7 +85,7 @@ class Bench:
 
     def __init__(
         self, model: Any, *, num_pages: int = 80, overlap: bool = False, captured: bool = False, drafts: Any = None,
-        verify_tokens: int = 0, mtp: bool = False,
+        verify_tokens: int = 0, mtp: bool = False, rejection: bool = False,
         grammars: Any = None, **limits: Any,
     ) -> None:  # fmt: skip
         options = dict(max_running=6, max_batched_tokens=48, max_extend_requests=4, prefix_cache=True) | limits
@@ -82,7 +94,13 @@ class Bench:
         graphs = CudaGraphs(runtime=EagerRuntime()) if captured else None
         buckets = ExtendBuckets((16, 32), (1, 4)) if captured else None
         self.executor = TorchExecutor(
-            model, self.config, graphs=graphs, extend_buckets=buckets, verify_tokens=verify_tokens, mtp=mtp
+            model,
+            self.config,
+            graphs=graphs,
+            extend_buckets=buckets,
+            verify_tokens=verify_tokens,
+            mtp=mtp,
+            rejection=rejection,
         )
         if captured:
             self.executor.capture()

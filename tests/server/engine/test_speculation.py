@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
 
 from fastlayers.sampler.layer import SamplingParams
-from fastlayers_server import tasks
 from fastlayers_server.engine.metrics import Metrics
 from fastlayers_server.engine.protocol import Sampling
 from fastlayers_server.engine.request import Chunk, Request, TickPlan, TickResult
@@ -21,7 +18,7 @@ from fastlayers_server.engine.speculation import PROBE, Lookup, Lookups, Specula
 from fastlayers_server.engine.step import RIGHT
 
 sys.path.insert(0, str(Path(__file__).parent))
-from serving import TINY, Bench, make_model, plain, prompts
+from serving import Bench, chats, make_model, plain, prompts
 
 
 class Told:
@@ -176,14 +173,7 @@ class Always(Speculation):
 @pytest.mark.parametrize("k", [1, 3])
 def test_the_models_own_draft_layer(captured: bool, k: int) -> None:
     model, new = make_model("deepseek"), 30
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(TINY)
-    messages = [
-        [{"role": "user", "content": chat[0]}] for chat in islice(tasks.iter_story_chats("held_out", 30_000), 3)
-    ]
-    rows = [
-        tokenizer.apply_chat_template(m, add_generation_prompt=True, tokenize=True, return_dict=False)[:90]
-        for m in messages
-    ]
+    rows = chats(3)
     wanted = plain(model, rows, new)
     bench = Bench(
         model, captured=captured, overlap=captured, verify_tokens=32, mtp=True, drop_last_block=True,

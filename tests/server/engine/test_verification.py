@@ -1,0 +1,166 @@
+"""Rules of verification: whatever is drafted, tokens are distributed as the model's own."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fastlayers.sampler.layer import RowParams, Sampler, SamplingParams
+from fastlayers.sampler.torch import probabilities
+from fastlayers_models.rows import Row, RowTable
+from fastlayers_server.engine.protocol import Sampling
+from fastlayers_server.engine.speculation import Speculation
+from fastlayers_server.engine.step import DRAFTS, PASSED, RIGHT, SlotStep
+
+sys.path.insert(0, str(Path(__file__).parent))
+from serving import Bench, chats, make_model
+
+VOCAB, K, ROUNDS, ROWS = 7, 3, 40, 500
+
+
+class Every(Speculation):
+    """Drafts in every tick."""
+
+    def wanted(self, running: int) -> bool:
+        self.k = self.max_k
+        return running > 0
+
+
+def chi_square(counts: torch.Tensor, p: torch.Tensor) -> float:
+    """Return how many standard deviations the statistic lies above its mean."""
+    kept = p > 0
+    assert counts[~kept].sum() == 0, "a token that the filters forbid"
+    expected, free = p[kept] * counts.sum(), int(kept.sum()) - 1
+    statistic = float(((counts[kept] - expected) ** 2 / expected).sum())
+    return (statistic - free) / (2 * free) ** 0.5
+
+
+def verifier(rows: int) -> Any:
+    """Return a step with a table and a sampler, and logits instead of a model."""
+    step = SlotStep.__new__(SlotStep)
+    step.table, step.nobody = RowTable(rows, torch.device("cpu")), rows
+    step.sampler = Sampler(VOCAB)
+    step.model = SimpleNamespace(compute_logits=lambda hidden: hidden)
+    step._verify_in = SimpleNamespace(device=torch.zeros(4 * (K + 1) * rows, dtype=torch.int64))
+    return step
+
+
+@pytest.mark.parametrize("rule", ["match", "rejection"])
+@pytest.mark.parametrize("way", [SamplingParams(1.0), SamplingParams(0.7, 4, 0.9), SamplingParams(1.4, 0, 1.0, 0.2)])
+def test_tokens_are_distributed_as_the_targets(rule: str, way: SamplingParams) -> None:
+    """The first token, the second behind it, and so on: each of the target's distribution behind those before it."""
+    generator = torch.Generator().manual_seed(3)
+    # What comes next depends on the last token, of the target and (otherwise) of what drafts.
+    target, drafter = (2 * torch.randn(VOCAB, VOCAB, generator=generator) for _ in range(2))
+    drafter = (target + drafter) / 2
+    step, seen, accepted = verifier(ROWS), torch.zeros(K + 1, VOCAB, VOCAB), 0
+    starts = torch.arange(ROWS) * (K + 1)
+    for turn in range(ROUNDS):
+        table = {row: Row(0, way, turn * ROWS + row, 10 * turn) for row in range(ROWS)}
+        step.table.put(table)
+        rows = torch.arange(ROWS)
+        last, ids, proposed = torch.full((ROWS,), 2), [torch.full((ROWS,), RIGHT)], []
+        contexts = [last]
+        for depth in range(K):
+            params = step.table.gather(rows)
+            params = params._replace(seed=params.seed ^ DRAFTS, offset=params.offset + depth)
+            logits = drafter[last]
+            proposed.append(probabilities(logits, params))
+            last = step.sampler(logits, params, "filtered") if rule == "rejection" else logits.argmax(-1)
+            ids.append(last)
+            contexts.append(last)
+        chain = torch.arange(K + 1)
+        parents = starts[:, None] + (chain - 1).clamp(min=0)
+        columns = (rows[:, None].expand(-1, K + 1), chain.expand(ROWS, -1), parents, torch.stack(ids, 1))
+        step._verify_in.device.copy_(torch.stack([c.reshape(-1) for c in columns]).flatten())
+        logits = target[torch.stack(contexts, 1).flatten()]
+        if rule == "match":
+            told = step._verify(logits)
+        else:
+            q = torch.stack([*proposed, torch.zeros_like(proposed[0])], 1).flatten(0, 1)
+            told = step.reject(logits, q)
+        told = told.view(ROWS, K + 1)
+        counts = (told != PASSED).sum(1)
+        accepted += int(counts.sum()) - ROWS
+        before = torch.full((ROWS,), 2)
+        for place in range(K + 1):
+            there = counts > place
+            assert torch.equal(told[:, place] == PASSED, ~there)
+            seen[place].index_put_((before[there], told[there, place]), torch.ones(int(there.sum())), accumulate=True)
+            before = torch.where(there, told[:, place], before)
+        # The table holds each row's last token, and how many it drew.
+        assert torch.equal(step.table.tokens[:ROWS], told.gather(1, counts[:, None] - 1).squeeze(1))
+        assert torch.equal(step.table.gather(rows).offset, 10 * turn + counts)
+    p = probabilities(target, RowParams(*(t[:1].expand(VOCAB).clone() for t in step.table.params(1))))
+    assert accepted > 0.3 * ROUNDS * ROWS
+    for place, context in itertools.product(range(K + 1), range(VOCAB)):
+        if seen[place, context].sum() > 400:
+            assert chi_square(seen[place, context], p[context]) < 5.5, f"token {place} behind {context}"
+
+
+def test_rejection_keeps_more_drafts_and_one_point_as_many() -> None:
+    """The share that counts is Σ min(p, q); of what was not drawn (q = 1) it is p, as where tokens must match."""
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(2, VOCAB, generator=generator)
+    step = verifier(4000)
+    step.table.put({row: Row(0, SamplingParams(1.0), row, 0) for row in range(4000)})
+    rows = torch.arange(4000)
+    params = step.table.gather(rows)
+    params = params._replace(seed=params.seed ^ DRAFTS)
+    everywhere = logits[1].expand(4000, -1)
+    p, q = logits[0].double().softmax(-1), logits[1].double().softmax(-1)
+    drawn = step.sampler(everywhere, params, "sampled")
+    for drafts, proposed, expected in (
+        (drawn, q.expand(4000, -1), float(torch.minimum(p, q).sum())),
+        (torch.full_like(drawn, 3), torch.eye(VOCAB, dtype=torch.float64)[3].expand(4000, -1), float(p[3])),
+    ):
+        step.table.put({row: Row(0, SamplingParams(1.0), row, 0) for row in range(4000)})
+        starts = 2 * rows
+        columns = [
+            rows.repeat_interleave(2), torch.tensor([0, 1]).repeat(4000), starts.repeat_interleave(2),
+            torch.stack((torch.full_like(drafts, RIGHT), drafts), 1).flatten(),
+        ]  # fmt: skip
+        step._verify_in.device = torch.cat(columns)
+        told = step.reject(
+            logits[0].expand(8000, -1), torch.stack((proposed, torch.zeros_like(proposed)), 1).flatten(0, 1)
+        )
+        share = float((told.view(-1, 2)[:, 1] != PASSED).double().mean())
+        assert share == pytest.approx(expected, abs=0.03)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_the_draft_layers_tokens_by_rejection(captured: bool) -> None:
+    """On the trained model: the first tokens of many seeds are distributed as without drafts; greedy ones are equal."""
+    model = make_model("deepseek")
+    row, seeds, new, batch = chats(1)[0], 500, 3, 40
+    both = []
+    for drafts in (False, True):
+        bench = Bench(
+            model, captured=captured, max_running=batch, num_pages=700, drop_last_block=True,
+            verify_tokens=160 * drafts, mtp=drafts, rejection=drafts,
+            drafts=(lambda executor, metrics: Every(executor.mtp, 2, metrics)) if drafts else None,
+        )  # fmt: skip
+        told = bench.generate(
+            [row] * seeds, new, [Sampling(0.9, 6, seed=seed + 10**6 * drafts) for seed in range(seeds)]
+        )
+        both.append(told)
+        if drafts:
+            counters = bench.scheduler.metrics.counters
+            assert counters["spec_accepted_tokens_total"]["1"] > 0.2 * counters["spec_drafts_total"][""]
+        greedy = bench.generate([row], 12)
+        both.append(greedy)
+    assert both[1] == both[3]
+    for place in range(new):
+        texts = [[tuple(ids[: place + 1]) for ids in told] for told in (both[0], both[2])]
+        keys = sorted(set(texts[0]) | set(texts[1]))
+        a, b = (torch.tensor([float(text.count(key)) for key in keys]) for text in texts)
+        common = (a + b) >= 10
+        statistic = float(((a - b) ** 2 / (a + b))[common].sum())  # two samples of one size
+        free = max(1, int(common.sum()) - 1)
+        assert (statistic - free) / (2 * free) ** 0.5 < 4.5, f"token {place}"
