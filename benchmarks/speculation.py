@@ -92,7 +92,9 @@ def steps_ms(parts: Parts, k: int, context: int) -> dict[str, float]:
     """Return milliseconds of a step of k + 1 tokens to verify and of one that decodes one token."""
     executor: Any = parts.executor
     request = Request(Submit(0, b"", Sampling(temperature=0.0)), 0, [5] * context, frozenset(), 0)
-    request.pages, request.slot = list(range(1, 2 + (context + k + 1) // executor.config.page_size)), 1
+    pages = (context + k) // executor.config.page_size + 1
+    request.slot = 1
+    executor.decoding.pages[1, :pages] = range(1, pages + 1)
     chunk = Chunk(request, context, [5] * (k + 1), k + 1)
 
     def timed(call: Callable[[], Any], rounds: int = 40) -> tuple[float, float]:
