@@ -225,7 +225,7 @@ class DecoderLayer(nn.Module):
         ``valid``: which of the step's rows are real, see :meth:`CausalLM.valid_rows`; ``None``: all.
         """
         hidden = self.communicator.prepare_attn(hidden, step)
-        x, rows, tokens = hidden.tensor, hidden.tensor.shape[0], meta.num_tokens
+        x, rows, tokens = hidden.tensor, hidden.tensor.shape[0], meta.positions.shape[0]
         if rows == tokens:
             attended = self.self_attn(x, meta, cache)
         else:  # rows that only make this group's count a round number take no part in attention

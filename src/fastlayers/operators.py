@@ -54,10 +54,9 @@ class Operator:
         """Call the function, or the operator where somebody looks on."""
         if torch.compiler.is_dynamo_compiling() or _local_keys().raw_repr() not in _QUIET or _function_modes():
             return self.overload(*arguments)
-        gradients = torch.is_grad_enabled()
         for i in self._tensors:
             given = arguments[i]
-            if type(given) not in _PLAIN or (gradients and given is not None and given.requires_grad):
+            if type(given) not in _PLAIN or (given is not None and given.requires_grad and torch.is_grad_enabled()):
                 return self.overload(*arguments)
         return self.function(*arguments)
 

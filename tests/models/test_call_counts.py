@@ -40,8 +40,8 @@ SHARED = dict(MOE, shared_expert_intermediate_size=48)
 BEFORE = {
     "qwen3_moe": 769, "qwen3": 663, "deepseek_v3": 858, "gpt_oss": 744, "llama": 625, "qwen2": 626, "qwen2_moe": 817,
 }  # fmt: skip
-# Dense, experts, and experts behind latent attention (five linears and two norms more).
-ON_TRITON = {"qwen3": 400, "llama": 400, "qwen2": 400, "qwen3_moe": 500, "gpt_oss": 500, "deepseek_v3": 600}
+# Dense, and experts; latent attention has five linears and two norms more, and keeps within the same.
+ON_TRITON = {"qwen3": 400, "llama": 400, "qwen2": 400, "qwen3_moe": 500, "gpt_oss": 500, "deepseek_v3": 500}
 
 
 def config_of(family: str) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -195,3 +197,28 @@ def test_a_step_is_refused_as_soon_as_a_weight_before_a_cache_wants_a_gradient()
         model.decoder.layers[0].self_attn.o_proj.weight.requires_grad_()
         with pytest.raises(ArgumentError, match="MLAAttention: hidden_states is a tensor that requires a gradient"):
             step(12)
+
+
+def test_absorbed_views_follow_their_weight_and_are_not_copied() -> None:
+    model = load(False)
+    attention = model.decoder.layers[0].self_attn
+    with torch.inference_mode():
+        first = attention.absorbed_weights()
+        assert attention.absorbed_weights()[0] is first[0]
+    weight = attention.kv_b_proj.weight
+    for change in (
+        lambda: weight.data.mul_(2.0),
+        lambda: setattr(weight, "data", weight.data.clone().mul_(3.0)),
+        lambda: setattr(attention.kv_b_proj, "weight", nn.Parameter(weight.detach() * 5.0, requires_grad=False)),
+        lambda: attention.load_state_dict({n: t * 7.0 for n, t in attention.state_dict().items()}, assign=True),
+    ):
+        change()
+        now = attention.kv_b_proj.weight
+        heads = now.view(attention.num_heads, -1, now.shape[1])
+        assert torch.equal(torch.cat(attention.absorbed_weights(), 1), heads)
+    twin = copy.deepcopy(attention)
+    assert (
+        twin._views is None
+        and len(pickle.dumps(twin))
+        < 1.2 * sum(t.numel() * t.element_size() for t in (*twin.parameters(), *twin.buffers())) + 100_000
+    )

@@ -193,8 +193,8 @@ class Attention(AttentionCore):
             if meta.rope_positions is not None:
                 raise ArgumentError(NAME, "meta.rope_positions", "set", "None: this rotary has no mrope_section")
             weights = () if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight)
-            tables = self.rotary.cos, self.rotary.sin
-            return self.write(q, k, v, *tables, meta.positions, cache, meta.out_cache_loc, *weights)
+            rotary = self.rotary
+            return self.write(q, k, v, rotary.cos, rotary.sin, meta.positions, cache, meta.out_cache_loc, *weights)
         if q_norm is not None and k_norm is not None:
             q, k = q_norm(q), k_norm(k)
         positions = meta.positions if meta.rope_positions is None else meta.rope_positions
@@ -219,7 +219,7 @@ class Attention(AttentionCore):
         Tensor ``[T, E]``
             A new tensor; a partial sum under sharding.
         """
-        if not getattr(meta, "checked", False):
+        if type(meta) is not AttentionMeta or not meta.checked:
             self.check("hidden", hidden, meta, cache)
         elif hidden.requires_grad and torch.is_grad_enabled():
             self.refuse_grad(hidden=hidden)

@@ -13,6 +13,7 @@ from functools import lru_cache
 import torch
 
 from fastlayers.errors import ArgumentError
+from fastlayers.integers import cdiv
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class LaunchConfig:
     @property
     def split_rows(self) -> int:
         """Fewest cached rows worth a split: with many query rows its partial results cost more than it saves."""
-        return 64 if self.block_m <= 16 else 128
+        return SPLIT_ROWS if self.block_m <= 16 else 2 * SPLIT_ROWS
 
 
 # Smallest first; the last one also serves more rows. A tile inside one page needs one entry of the page table and
@@ -64,6 +65,8 @@ _PREFILL_FP32 = LaunchConfig(32, 16, 8, 1)
 NOMINAL_SM_COUNT = 132
 # Most splits of a request; the partial results go through memory.
 MAX_SPLITS = 64
+# Fewest cached rows worth a split, and what more are multiples of.
+SPLIT_ROWS = 64
 # Splits that the reduction loads at once.
 REDUCE_BLOCK = 8
 
@@ -135,6 +138,23 @@ def tuned(chosen: LaunchConfig, knobs: Sequence[int], page_size: int) -> LaunchC
         return chosen
     block_m, block_n, num_warps, num_stages, per_sm = knobs
     return LaunchConfig(block_m, block_n, num_warps, num_stages, chosen.ahead or page_size % block_n == 0, per_sm)
+
+
+@lru_cache(maxsize=4096)
+def decode_launch(
+    rows: int, requests: int, max_query_len: int, max_seq_len: int, dtype: torch.dtype, kv_dtype: torch.dtype,
+    page_size: int, knobs: tuple[int, ...], sm_count: int,
+) -> tuple[LaunchConfig, int, int]:  # fmt: skip
+    """Return a decode launch's configuration, its blocks of rows a request, and its splits; see :func:`num_splits`.
+
+    ``rows``: query rows of a request, heads × the most new tokens.
+    """
+    config = tuned(decode_config(rows, dtype, kv_dtype, page_size), knobs, page_size)
+    row_blocks = cdiv(rows, config.block_m)
+    splits = num_splits(requests * row_blocks, max_seq_len, config, sm_count)
+    if splits == 1:
+        config = tuned(decode_config(rows, dtype, kv_dtype, page_size, True, max_query_len > 1), knobs, page_size)
+    return config, row_blocks, splits
 
 
 def decode_candidates(rows: int, dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int) -> list[dict[str, int]]:

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from fastlayers.attention.core import AttentionCore, Projections
 from fastlayers.attention.kv_cache.spec import LayerCache
@@ -40,6 +41,19 @@ from fastlayers.rotary.layer import RotaryEmbedding, check_rotary
 from fastlayers.weights_epoch import Packed
 
 _FUSED = ("../q_a_proj", "../kv_a_proj_with_mqa")
+
+
+class _Views:
+    """Absorbed weights that are views of one weight: good for as long as that is the weight and lies where it did."""
+
+    __slots__ = ("address", "value", "weight")
+
+    def __init__(self, weight: nn.Parameter, value: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self.weight, self.address, self.value = weight, weight.data_ptr(), value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copied or restored layer looks at its own weight.
+        return type(None), ()
 
 
 class MLAAttention(AttentionCore):
@@ -178,6 +192,7 @@ class MLAAttention(AttentionCore):
         )  # fmt: skip
         self.merge = MergeState(v_head_dim, device=device)
         self._absorbed: Packed | None = None
+        self._views: _Views | None = None
         trust(*(module for name, module in self.named_children() if name != "rotary"))
 
     @property
@@ -198,7 +213,7 @@ class MLAAttention(AttentionCore):
 
     def weights_changed(self) -> None:
         """Tell, and forget the absorbed weights."""
-        self._absorbed = None
+        self._absorbed = self._views = None
         super().weights_changed()
 
     def packed_sources(self) -> tuple[torch.Tensor, ...]:
@@ -235,9 +250,18 @@ class MLAAttention(AttentionCore):
         if held is not None and (compiling or held.counter._version == held.at):
             absorbed: tuple[torch.Tensor, torch.Tensor] = held.value
             return absorbed
+        views = self._views
+        if views is not None and not compiling:
+            weight = self.kv_b_proj.weight
+            if weight is views.weight and weight.data_ptr() == views.address:
+                return views.value
         sources = self.packed_sources()
-        if not sources:  # views are taken anew, so that moving or reloading the weight cannot leave them stale
-            return self._absorb()
+        if not sources:
+            absorbed = self._absorb()
+            weight = self.kv_b_proj.weight
+            if not compiling and type(weight) is nn.Parameter and absorbed[0]._base is weight:
+                self._views = _Views(weight, absorbed)
+            return absorbed
         with torch.inference_mode(False), torch.no_grad():
             absorbed = self._absorb()
         self.weights_changed()  # a captured step holds the address of the copy that is replaced
@@ -268,17 +292,18 @@ class MLAAttention(AttentionCore):
             A partial sum if heads are split over ranks.
         """
         cfg = self.cfg
-        if not getattr(meta, "checked", False):
+        if type(meta) is not AttentionMeta or not meta.checked:
             self.check("hidden_states", hidden_states, meta, cache)
         elif hidden_states.requires_grad and torch.is_grad_enabled():
             self.refuse_grad(hidden_states=hidden_states)
         q, latent, k_pe = self._project(hidden_states)
         nope = cfg.qk_nope_head_dim
+        rotary = self.rotary
         q_pe = self.rotary_kv_write(
-            q[..., nope:], k_pe.unsqueeze(1), latent.unsqueeze(1), self.rotary.cos, self.rotary.sin, meta.positions,
-            cache, meta.out_cache_loc,
+            q[..., nope:], k_pe.unsqueeze(1), latent.unsqueeze(1), rotary.cos, rotary.sin, meta.positions, cache,
+            meta.out_cache_loc,
         )  # fmt: skip
-        path = self.path(meta)
+        path = "mqa" if meta.phase == "decode" and not meta.path else self.path(meta)
         if path == "mqa":
             o = self._mqa(q[..., :nope], q_pe, cache.keys, meta)
         else:
@@ -312,8 +337,8 @@ class MLAAttention(AttentionCore):
 
     def _both_norms(self, q_a: torch.Tensor, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Norm both latents, side by side on two streams while a graph is captured."""
-        traced = torch.compiler.is_compiling()
-        if self.alt_stream is None or traced or not q_a.is_cuda or not torch.cuda.is_current_stream_capturing():
+        aside = self.alt_stream is not None and q_a.is_cuda and not torch.compiler.is_compiling()
+        if not aside or not torch.cuda.is_current_stream_capturing():
             return self.q_a_layernorm(q_a), self.kv_a_layernorm(latent)
         main = torch.cuda.current_stream()
         self.alt_stream.wait_stream(main)
@@ -334,13 +359,14 @@ class MLAAttention(AttentionCore):
             o_latent = decode(q, cache, meta)[0].to(q.dtype)
             return torch.bmm(o_latent.transpose(0, 1), w_vc.transpose(1, 2)).transpose(0, 1)
         # Both products write through strided views; of the queries only their small rotated part is copied.
-        q = torch.empty(tokens, self.num_heads, cfg.latent_width, dtype=q_nope.dtype, device=q_nope.device)
-        torch.bmm(q_nope.transpose(0, 1), w_kc, out=q[..., : cfg.kv_lora_rank].transpose(0, 1))
-        q[..., cfg.kv_lora_rank :] = q_pe
+        rank = cfg.kv_lora_rank
+        q = q_pe.new_empty(tokens, self.num_heads, rank + cfg.qk_rope_head_dim)
+        torch.bmm(q_nope.transpose(0, 1), w_kc, out=q[..., :rank].transpose(0, 1))
+        q[..., rank:] = q_pe
         o_latent, _ = decode(q, cache, meta)
         if o_latent.dtype != q.dtype:  # the reference's is fp32
             o_latent = o_latent.to(q.dtype)
-        o = torch.empty(tokens, self.num_heads, cfg.v_head_dim, dtype=q.dtype, device=q.device)
+        o = q.new_empty(tokens, self.num_heads, cfg.v_head_dim)
         torch.bmm(o_latent.transpose(0, 1), w_vc.transpose(1, 2), out=o.transpose(0, 1))
         return o
 

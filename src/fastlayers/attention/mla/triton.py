@@ -22,10 +22,10 @@ from fastlayers.attention.mla.configs import (
     MAX_SPLITS,
     NOMINAL_SM_COUNT,
     REDUCE_BLOCK,
+    SPLIT_ROWS,
     decode_candidates,
-    decode_config,
+    decode_launch,
     knobs,
-    num_splits,
     prefill_candidates,
     prefill_config,
     tuned,
@@ -266,14 +266,12 @@ def _decode(
     if tokens == 0:
         return o, lse
     rows_each, page_size = heads * max_query_len, cache.shape[1]
-    config = tuned(decode_config(rows_each, q.dtype, cache.dtype, page_size), knobs, page_size)
-    row_blocks = cdiv(rows_each, config.block_m)
     sm_count = as_device(q.device).sm_count if q.is_cuda else NOMINAL_SM_COUNT
-    splits = num_splits(requests * row_blocks, max_seq_len, config, sm_count)
-    if splits == 1:
-        config = tuned(
-            decode_config(rows_each, q.dtype, cache.dtype, page_size, True, max_query_len > 1), knobs, page_size
-        )
+    config, row_blocks, splits = decode_launch(
+        # No split ends within so many rows, so that the longest request may be rounded down.
+        rows_each, requests, max_query_len, max_seq_len - max_seq_len % SPLIT_ROWS, q.dtype, cache.dtype, page_size,
+        tuple(knobs), sm_count,
+    )  # fmt: skip
     launch = dependent_launch(q.device)
     rows = tokens * heads
     partial, partial_lse = o, lse
@@ -282,7 +280,7 @@ def _decode(
         partial_lse = q.new_empty(splits, tokens, heads, dtype=torch.float32)
     _decode_kernel[(requests * row_blocks, splits)](
         q, cache, page_table, starts, cu_seqlens_q, positions, partial, partial_lse,
-        q.stride(0), q.stride(1), cache.stride(0), cache.stride(1), page_table.stride(0), scale * LOG2_E, splits, rows,
+        *q.stride()[:2], *cache.stride()[:2], page_table.stride(0), scale * LOG2_E, splits, rows,
         HEADS=heads, RANK=rank, ROPE=width - rank, PAGE=cache.shape[1], ROW_BLOCKS=row_blocks,
         CAUSAL=max_query_len > 1, DIRECT=splits == 1, AHEAD=config.ahead, BLOCK_M=config.block_m,
         BLOCK_N=config.block_n, num_warps=config.num_warps, num_stages=config.num_stages, **launch,

@@ -192,9 +192,8 @@ def _rotary_kv_write(
         bound(
             (tokens * blocks,), q, k, v, cos, sin, positions, q_out, k_slots, v_slots, loc,
             cos if q_weight is None else q_weight, cos if k_weight is None else k_weight,
-            q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            k_slots.stride(0), v_slots.stride(0), cos.shape[0], heads, kv_heads,
-            eps or 0.0,
+            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], k_slots.stride(0), v_slots.stride(0),
+            cos.shape[0], heads, kv_heads, eps or 0.0,
         )  # fmt: skip
     return q_out
 
