@@ -12,6 +12,7 @@ same step without a graph.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -28,7 +29,7 @@ from fastlayers.patching.decoder import FastDecoderLayer, fusible
 from fastlayers.patching.gqa import FastGQA
 from fastlayers.patching.matching import foreign_hooks
 from fastlayers.patching.mla import FastMLA
-from fastlayers.patching.paged import CacheLease, CachePool, CacheStore, PagedCache, capacity_bucket
+from fastlayers.patching.paged import CacheLease, CachePool, CacheStore, PagedCache, capacity_bucket, weak_method
 from fastlayers.patching.prefill import KNOWN_INPUTS, SLACK, ExtendKey, Prefills, why_not
 from fastlayers.patching.report import PatchEntry
 from fastlayers.patching.step import DecodeStep, PagedStep
@@ -75,7 +76,8 @@ class DecodeDriver(CapturedSteps):
     counted = "prefills"
 
     def __init__(self, root: Any, make_graphs: Callable[[torch.device], CudaGraphs], core: str) -> None:
-        self.root, self._make_graphs, self.core = root, make_graphs, core
+        # Weakly, as all else that leads back: the model holds its driver, and is freed when its user lets go of it.
+        self._root, self._make_graphs, self.core = weakref.ref(root), make_graphs, core
         with torch.inference_mode(False):
             self.replays, self.falls, self.prefills = (
                 torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(3)
@@ -84,7 +86,7 @@ class DecodeDriver(CapturedSteps):
 
     def _reset(self) -> None:
         super().__init__()
-        self._pool = CachePool(MAX_CACHE_BYTES, self._dropped)
+        self._pool = CachePool(MAX_CACHE_BYTES, weak_method(self._dropped))
         self._weights: tuple[Any, ...] = ()
         self._said: set[str] = set()
         self._handles = -1
@@ -96,6 +98,11 @@ class DecodeDriver(CapturedSteps):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["root"], state["_make_graphs"], state["core"])  # type: ignore[misc]
+
+    @property
+    def root(self) -> Any:
+        """The model that is driven."""
+        return self._root()
 
     def _dropped(self, key: tuple[int, int, int]) -> None:
         if self.graphs is not None:
@@ -357,12 +364,16 @@ class DecodeDriver(CapturedSteps):
             restore = partial(step.set_length, length)
             broken = self.kind_of(store.key) in self.broken
             # The same step without a graph gives the same tokens.
-            if broken or not self.capture_step(store.key, partial(self.forward, step), _WORDS, restore):
+            if broken or not self.capture_step(store.key, self.run(step), _WORDS, restore):
                 return self.forward(step)
             self.keep(store, store.key)
         logits: torch.Tensor = graphs.replay(store.key)
         self.replays.add_(1)
         return logits
+
+    def run(self, step: PagedStep) -> Callable[[], torch.Tensor]:
+        """Return what captures :meth:`forward`."""
+        return partial(weak_method(self.forward), step)
 
     def forward(self, step: PagedStep) -> torch.Tensor:
         """Run the model on the static tensors; what is captured. Nothing of it refers to the cache afterwards."""

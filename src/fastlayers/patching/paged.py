@@ -32,6 +32,17 @@ from fastlayers.patching.cache import PAGE, stock_layer
 MIN_CAPACITY = 256
 
 
+def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a bound method and does not keep its object alive."""
+    held = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        found = held()
+        return None if found is None else found(*args)
+
+    return call
+
+
 def capacity_bucket(tokens: int) -> int:
     """Return the capacity for ``tokens`` cached tokens: 256, 384, 512, 768, 1024, …"""
     size = MIN_CAPACITY

@@ -7,7 +7,6 @@ before; the driver counts why.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -77,7 +76,7 @@ class Prefills:
             if key not in graphs:
                 driver.chain(step)
                 words = f"cuda_graph: prompts of {key.tokens} tokens run uncaptured"
-                if not driver.capture_step(key, partial(driver.forward, step), words):
+                if not driver.capture_step(key, driver.run(step), words):
                     driver.uncaptured[driver.broken[driver.kind_of(key)]] += 1
                     return None
                 driver.keep(store, key)

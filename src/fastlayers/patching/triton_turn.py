@@ -93,7 +93,7 @@ def turn(
         blocks, constants = _launch_of(heads, dim, cos.shape[-1], q_weight is not None)
         _turn_kernel[(tokens * blocks,)](
             x, cos, sin, x if q_weight is None else q_weight, x if k_weight is None else k_weight, y,
-            x.stride(0), cos.numel() // cos.shape[-1], q_heads, heads, eps, **constants, **dependent_launch(x),
+            x.stride(0), cos.numel() // cos.shape[-1], q_heads, heads, eps, **constants, **dependent_launch(x.device),
             num_warps=4,
         )  # fmt: skip
     return y

@@ -7,7 +7,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,12 @@ from torch.nn.utils import parametrize
 
 import fastlayers as fl
 from fastlayers.errors import PatchError
+from fastlayers.patching import decode
 from fastlayers.patching.classes import PREFIX, FastModule
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from test_contracts import close, logits, snapshot
-from tiny import build, prompt
+from tiny import build, eager_graphs, prompt
 
 NAMES = ["v3", "qwen3_moe", "gpt_oss", "llama"]
 
@@ -135,6 +136,24 @@ def test_a_patched_model_is_freed_when_it_is_dropped(name: str) -> None:
     finally:
         gc.enable()
     assert report.hits()
+
+
+@pytest.mark.parametrize("name", [*NAMES, "v2"])
+def test_a_model_with_captured_steps_is_freed_when_it_is_dropped(name: str) -> None:
+    model = build(name)
+    fl.patch(model)
+    driver = decode.attach(model, ExitStack(), eager_graphs, "torch")
+    for _ in range(3):
+        model.generate(**prompt(1, 20), max_new_tokens=4, do_sample=False)
+    assert int(driver.replays) > 0 and int(driver.prefills) > 0
+    parts = [weakref.ref(each) for each in (model, model.model.norm, driver, driver.graphs)]
+    gc.collect()
+    gc.disable()
+    try:
+        del model, driver
+        assert [part() for part in parts] == [None] * 4
+    finally:
+        gc.enable()
 
 
 def test_copies_of_what_refuses_continuous_batching_refuse_for_themselves() -> None:
