@@ -11,6 +11,8 @@ import numpy as np
 
 from fastlayers.errors import ArgumentError, check_plain, describe
 
+MAX_TREE = 62  # new tokens of a request in a tree: bits of a positive int64
+
 
 def _as_tuple(lengths: Any) -> object:
     # An array is no Sequence, but has dimensions.
@@ -32,6 +34,10 @@ class AttentionBatch:
         behind each request's pages, many requests cost the host least.
     starts : tuple[int, ...]
         First position of each request that counts (left padding); default 0.
+    parents : tuple[tuple[int, ...], ...]
+        Of each request's new tokens, the one before it among them, or -1: the prefix. A tree, of at most
+        :data:`MAX_TREE` tokens a request, each behind its parent; positions count from the prefix on along each path,
+        rows of the cache stand in the order of the tokens. Default: each token follows the one before it.
 
     Attributes
     ----------
@@ -40,13 +46,14 @@ class AttentionBatch:
     is_padded : bool
         Whether some request begins with tokens that do not count.
     phase : str
-        ``"padded"``, else ``"decode"`` or ``"extend"``.
+        ``"padded"`` or ``"tree"``, else ``"decode"`` or ``"extend"``.
     """
 
     query_lens: tuple[int, ...]
     prefix_lens: tuple[int, ...]
     page_table: Sequence[Sequence[int]] | np.ndarray[Any, Any]
     starts: tuple[int, ...] = ()
+    parents: tuple[tuple[int, ...], ...] = ()
     is_decode: bool = field(init=False, repr=False, compare=False)
     is_padded: bool = field(init=False, repr=False, compare=False)
     phase: str = field(init=False, repr=False, compare=False)
@@ -78,11 +85,31 @@ class AttentionBatch:
                 object.__setattr__(self, name, tuple(map(index, getattr(self, name))))
         if self.starts and not all(0 <= s <= n for s, n in zip(self.starts, self.seq_lens, strict=True)):
             raise ArgumentError("AttentionBatch", "starts", self.starts, f"0 to each request's length {self.seq_lens}")
+        if self.parents:
+            self._check_tree()
         # Asked by every layer of a step.
-        object.__setattr__(self, "is_decode", all(q == 1 for q in self.query_lens))
+        object.__setattr__(self, "is_decode", not self.parents and all(q == 1 for q in self.query_lens))
         object.__setattr__(self, "is_padded", any(self.starts))
-        phase = "padded" if self.is_padded else "decode" if self.is_decode else "extend"
+        phase = "tree" if self.parents else "padded" if self.is_padded else "decode" if self.is_decode else "extend"
         object.__setattr__(self, "phase", phase)
+
+    def _check_tree(self) -> None:
+        sizes = tuple(map(len, self.parents))
+        grows = all(-1 <= parent < place for tree in self.parents for place, parent in enumerate(tree))
+        if sizes != self.query_lens or max(sizes) > MAX_TREE or not grows or any(self.starts):
+            accepted = f"for each new token one before it, or -1; at most {MAX_TREE} a request, without starts"
+            raise ArgumentError("AttentionBatch", "parents", self.parents, accepted)
+
+    def tree(self) -> tuple[list[int], list[int]]:
+        """Return of each new token how many are before it on its path, and the set of them and itself, in bits."""
+        depths: list[int] = []
+        seen: list[int] = []
+        for tree in self.parents:
+            first = len(depths)
+            for place, parent in enumerate(tree):
+                depths.append(0 if parent < 0 else depths[first + parent] + 1)
+                seen.append(1 << place | (0 if parent < 0 else seen[first + parent]))
+        return depths, seen
 
     @property
     def seq_lens(self) -> tuple[int, ...]:

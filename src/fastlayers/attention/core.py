@@ -4,6 +4,7 @@
     "decode"       one token a request                                    by the class of its longest context
     "extend"       any numbers of tokens                                  of ``several_tokens``, the core's own phase
     "padded"       either, with requests that begin with padding          of "padded"
+    "tree"         tokens that each follow another of them               of ``several_tokens``, the torch path's
     "captured"     tokens padded to a bucket, with lengths on the device  of ``several_tokens``, of what can be captured
 
 The usual ladders are built with the layer, all others when the first such step comes.
@@ -130,6 +131,9 @@ class AttentionCore(Layer):
 
     def _built(self, meta: AttentionMeta) -> Ladder:
         phase = meta.phase if meta.phase in ("decode", "padded") else self.several_tokens
+        if meta.phase == "tree":  # no kernel takes a mask
+            usual = self.choice
+            return registry_named(usual.layer).choose(replace(self.cfg, phase=phase), usual.device, "torch").build()
         cfg = replace(self.cfg, context=min(meta.context, self._last_context), captured=meta.is_extend_bucket)
         usual = self.decode_choice
         choice = registry_named(usual.layer).choose_phases(cfg, (phase,), usual.device, usual.requested)[0]

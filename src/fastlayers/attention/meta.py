@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from fastlayers.attention.batch import AttentionBatch
+from fastlayers.attention.batch import MAX_TREE, AttentionBatch
 from fastlayers.attention.buckets import ExtendBucket
 from fastlayers.attention.contexts import context_of
 from fastlayers.attention.kv_cache.spec import LayerCache
@@ -105,6 +105,8 @@ class AttentionMeta:
     rope_positions : Tensor int64 ``[3, T]``, optional
         Time, height and width of each new token, for MRoPE; masks and slots still follow ``positions``. Not planned
         here: ``dataclasses.replace(meta, rope_positions=...)``, under capture always with the same tensor.
+    tree : Tensor int64 ``[T]``, optional
+        Which new tokens of its request each new token sees, one bit each; see :func:`seen_in_tree`.
     is_decode : bool
         Whether each request brings one token (host data that a bucket fixes).
     context : int
@@ -130,6 +132,7 @@ class AttentionMeta:
     batch: AttentionBatch
     path: str = ""
     rope_positions: torch.Tensor | None = None
+    tree: torch.Tensor | None = None
     bucket: Bucket = None
     step: int = 0
     plans: StepPlans = field(default_factory=StepPlans, repr=False, compare=False)
@@ -286,6 +289,8 @@ class AttentionState:
         host.request[1][:tokens] = request
         host.positions[1][:tokens] = positions
         host.loc[1][:tokens] = self._slots(request, positions)
+        if batch.parents:
+            host.positions[1][:tokens] = np.array(batch.prefix_lens, np.int64)[request] + batch.tree()[0]
         # Of a bucket: requests without tokens, and tokens that are nobody's.
         host.seq_lens[1][count:rows] = 1
         host.starts[1][count:rows] = 0
@@ -311,7 +316,8 @@ class AttentionState:
             max_seq_len=self.capacity if bucket is not None else longest,
             batch=batch,
             # Latents are attended to as they are: to expand a prefix takes its length on the host.
-            path="mqa" if extend else "",
+            path="mqa" if extend or batch.parents else "",
+            tree=torch.tensor(batch.tree()[1]).to(self._table.device.device) if batch.parents else None,
             bucket=bucket,
             step=self._step,
             plans=self.plans,
@@ -331,6 +337,8 @@ class AttentionState:
                 most = f"ExtendBucket(tokens={self.max_tokens}, requests={self.max_batch})"
                 accepted = f"at least {batch.num_tokens} tokens and {count} requests, at most {most}"
                 raise ArgumentError(name, "bucket", bucket, accepted)
+        if bucket is not None and batch.parents:
+            raise ArgumentError(name, "bucket", bucket, "None for a tree: its mask is made anew in each step")
         if isinstance(bucket, int) and not (decode and count <= bucket <= min(self.max_batch, self.max_tokens)):
             limit = min(self.max_batch, self.max_tokens)
             raise ArgumentError(name, "bucket", bucket, f"for decode only, {count} <= bucket <= {limit}")
@@ -351,6 +359,15 @@ class AttentionState:
 def _bucket(given: Any) -> int:
     check_plain("AttentionState.plan", "int | None", bucket=given)
     return index(given)
+
+
+def seen_in_tree(tree: torch.Tensor, keys: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    """Return which of the rows ``keys [B, S]`` of its request each new token of ``tree [B, Q]`` sees: ``[B, Q, S]``.
+
+    It sees all rows before ``first [B]``, and of the new tokens' those on its path.
+    """
+    new = (keys - first[:, None])[:, None]
+    return (new < 0) | ((tree[..., None] >> new.clamp(0, MAX_TREE) & 1) > 0)
 
 
 def whole_pages(lengths: Sequence[int], page_size: int, first_page: int = 1) -> list[list[int]]:

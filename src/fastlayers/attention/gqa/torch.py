@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from fastlayers.attention.gqa.core import GQAConfig
-from fastlayers.attention.meta import AttentionMeta
+from fastlayers.attention.meta import AttentionMeta, seen_in_tree
 
 # fp32 scores that may exist at a time: 8 MiB in a CPU's cache; on a GPU 256 MiB, or launches take all the time.
 MAX_SCORES, MAX_SCORES_CUDA = 2 * 2**20, 64 * 2**20
@@ -59,8 +59,9 @@ class TorchGQA:
         for b, (count, length) in enumerate(zip(meta.batch.query_lens, meta.batch.seq_lens, strict=True)):
             if count:
                 tokens = slice(first, first + count)
-                positions = meta.positions[None, tokens]
-                parts.append(self._attend(q[None, tokens], caches, meta, slice(b, b + 1), positions, sinks, length))
+                positions, tree = meta.positions[None, tokens], None if meta.tree is None else meta.tree[None, tokens]
+                one = slice(b, b + 1)
+                parts.append(self._attend(q[None, tokens], caches, meta, one, positions, sinks, length, tree))
                 first += count
         return torch.cat([o[0] for o, _ in parts]), torch.cat([lse[0] for _, lse in parts])
 
@@ -74,7 +75,8 @@ class TorchGQA:
         offset = torch.arange(meta.max_query_len, device=q.device)
         row = (meta.cu_seqlens_q[:-1, None] + offset).clamp_max(q.shape[0] - 1).long()
         everyone = slice(0, meta.num_requests)
-        o, lse = self._attend(q[row], caches, meta, everyone, meta.positions[row], sinks, meta.max_seq_len)
+        tree = None if meta.tree is None else meta.tree[row]
+        o, lse = self._attend(q[row], caches, meta, everyone, meta.positions[row], sinks, meta.max_seq_len, tree)
         request = meta.request_of_token.long()
         place = torch.arange(q.shape[0], device=q.device) - meta.cu_seqlens_q[request]
         return o[request, place], lse[request, place]
@@ -88,6 +90,7 @@ class TorchGQA:
         positions: torch.Tensor,
         sinks: torch.Tensor | None,
         max_seq_len: int,
+        tree: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend ``q [B, Q, Hq, D]`` at ``positions [B, Q]`` to at most ``max_seq_len`` keys each."""
         cfg, (batch, queries) = self.cfg, q.shape[:2]
@@ -108,6 +111,9 @@ class TorchGQA:
             reach = place.shape[1] - max(0, queries - (i + step)) if batch == 1 else place.shape[1]
             keys = place[:, None, :reach]
             seen = (keys <= at) & (keys >= start[..., None])
+            if tree is not None:
+                first = (meta.seq_lens - meta.cu_seqlens_q.diff())[requests]
+                seen = seen_in_tree(tree[:, i : i + step], keys[:, 0], first)
             if cfg.window is not None:
                 seen &= at - keys < cfg.window
             done.append(self._softmax(block, k[:, :, :reach], v[:, :, :reach], seen[:, None, None], sink))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
-from fastlayers.attention.meta import AttentionMeta
+from fastlayers.attention.meta import AttentionMeta, seen_in_tree
 from fastlayers.attention.mla.core import MLAConfig, Varlen
 
 # Largest score tensor held at once; longer queries go in pieces.
@@ -53,7 +53,13 @@ def attend(
 
 
 def absorbed_attention(
-    q: torch.Tensor, rows: torch.Tensor, lower: torch.Tensor, upper: torch.Tensor, scale: float, rank: int
+    q: torch.Tensor,
+    rows: torch.Tensor,
+    lower: torch.Tensor,
+    upper: torch.Tensor,
+    scale: float,
+    rank: int,
+    tree: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Absorbed MLA over latent rows held densely.
 
@@ -69,6 +75,8 @@ def absorbed_attention(
     scale : float
     rank : int
         L: the leading part of a row that is also its value.
+    tree : (Tensor ``[B, Q]``, Tensor ``[B]``), optional
+        See :func:`fastlayers.attention.meta.seen_in_tree`: instead of the bounds.
 
     Returns
     -------
@@ -82,6 +90,8 @@ def absorbed_attention(
         part = q[:, first : first + step]
         count = part.shape[1]
         seen = (index >= lower[:, None, None]) & (index <= upper[:, first : first + step, None])
+        if tree is not None:
+            seen = seen_in_tree(tree[0][:, first : first + step], index[None], tree[1])
         seen = seen[:, :, None, :].expand(batch, count, heads, -1).reshape(batch, count * heads, -1)
         o, lse = attend(part.reshape(batch, count * heads, width), rows, rows[..., :rank], seen, scale)
         outputs.append(o.view(batch, count, heads, rank))
@@ -213,7 +223,7 @@ class TorchMLA:
         """Return ``(o [T,H,L] of q's dtype, lse [T,H] fp32)``."""
         # The batch of a captured bucket says nothing about its requests.
         told = len(meta.batch.query_lens) == meta.num_requests
-        if told and q.device.type == "cpu" and not torch.compiler.is_compiling():
+        if told and meta.tree is None and q.device.type == "cpu" and not torch.compiler.is_compiling():
             return self.decode_host(q, cache, meta)
         return self.decode_batched(q, cache, meta)
 
@@ -255,7 +265,12 @@ class TorchMLA:
         padded[request, column] = q
         upper = torch.full(padded.shape[:2], -1, dtype=torch.int64, device=q.device)
         upper[request, column] = meta.positions
-        o, lse = absorbed_attention(padded, rows, meta.starts, upper, self.scale, self.rank)
+        tree = None
+        if meta.tree is not None:
+            masks = torch.zeros_like(upper)
+            masks[request, column] = meta.tree
+            tree = masks, meta.seq_lens - meta.cu_seqlens_q.diff()
+        o, lse = absorbed_attention(padded, rows, meta.starts, upper, self.scale, self.rank, tree)
         return o[request, column], lse[request, column]
 
     def prefill(
