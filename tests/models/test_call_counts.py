@@ -1,7 +1,7 @@
 """How many functions one decoder layer calls in a step that is not captured: Python's and C's, as cProfile counts them.
 
 The host's time of such a step is these calls. On the Triton path the driver's launch is a stub that records, and
-nothing is computed.
+nothing is computed. There the frames are counted, too, that a reader meets from ``DecoderLayer.forward`` to a launch.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import cProfile
 import pstats
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 import transformers
 
 import fastlayers as fl
+import fastlayers_models
 from fastlayers.attention.meta import AttentionBatch, AttentionState
 from fastlayers.comm.layouts import Hidden
 from fastlayers.comm.padding import StepTokens
@@ -36,6 +39,8 @@ GPT_OSS = dict(
     sliding_window=32, pad_token_id=2, eos_token_id=1,
 )  # fmt: skip
 SHARED = dict(MOE, shared_expert_intermediate_size=48)
+OURS = tuple(str(Path(package.__file__ or "").parent) for package in (fl, fastlayers_models))
+LAUNCH = next(each for each in Kernel.bind.__code__.co_consts if getattr(each, "co_name", "") == "bound")
 # What the layer took at commit 07d317b, before the path was shortened, measured by this file's program on a CPU.
 BEFORE = {
     "qwen3_moe": 769, "qwen3": 663, "deepseek_v3": 858, "gpt_oss": 744, "llama": 625, "qwen2": 626, "qwen2_moe": 817,
@@ -56,8 +61,55 @@ def config_of(family: str) -> Any:
     return Variation(family, name, changes=changes).hf_config()
 
 
+@contextmanager
+def nothing_counted() -> Iterator[None]:
+    yield
+
+
 def calls_of_a_layer(model: Any) -> int:
     """Return the calls of the second layer in a decode step of two requests, after steps that made what is kept."""
+    profile = cProfile.Profile()
+
+    @contextmanager
+    def counted() -> Iterator[None]:
+        profile.enable()
+        yield
+        profile.disable()
+
+    steps_of_a_layer(model, counted)
+    return pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
+
+
+class Frames:
+    """Functions of ours that run within, and those that lie above each other at the deepest launch."""
+
+    def __init__(self) -> None:
+        self.functions: set[tuple[str, str]] = set()
+        self.deepest: list[str] = []
+        self._stack: list[str] = []
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        sys.setprofile(self._notice)
+        yield
+        sys.setprofile(None)
+
+    def _notice(self, frame: Any, event: str, given: Any) -> None:
+        code = frame.f_code
+        if not code.co_filename.startswith(OURS):
+            return
+        # A comprehension is a frame of this Python only, and part of the function that it stands in.
+        if event == "call" and not code.co_name.startswith("<"):
+            self.functions.add((code.co_filename, code.co_qualname))
+            self._stack.append(code.co_qualname)
+            if code is LAUNCH:
+                self.deepest = max(self.deepest, self._stack[:], key=len)
+        elif event == "return" and not code.co_name.startswith("<"):
+            self._stack.pop()
+
+
+def steps_of_a_layer(model: Any, counted: Callable[[], Any]) -> None:
+    """Run steps of the second layer; the last one ``with counted()``."""
     state = AttentionState(2, 16, 4, model.page_size, model.device)
     caches = fl.kv_cache_spec(model, page_size=model.page_size, dtype=model.kv_dtype).allocate(4, model.device)
     layer, cache = model.decoder.layers[1], caches[1]
@@ -71,12 +123,8 @@ def calls_of_a_layer(model: Any) -> int:
         hidden = communicator.prepare_attn(Hidden.start(x), step).partial(x, "attn_tp")
         hidden = communicator.prepare_mlp(hidden, step).partial(x, "tp")
         hidden = communicator.postprocess(hidden, step)
-        profile = cProfile.Profile()
-        with torch.inference_mode():
-            profile.enable()
+        with torch.inference_mode(), counted() if length == 6 else nothing_counted():
             layer(hidden, meta, cache, step, None)
-            profile.disable()
-    return pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("family", BEFORE)
@@ -111,12 +159,12 @@ class StubTriton:
         return lambda *arguments, **constants: "compiled"
 
 
-@pytest.mark.parametrize("family", ON_TRITON)
-def test_triton_path(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def on_triton(family: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a model all of whose layers launch kernels of ours, by a driver that counts."""
     without = ("embedding", "sampler", "mxfp8_quant", "bmm")
     names = [name for name in LAYERS if name not in without]
     monkeypatch.setenv("FASTLAYERS_BACKEND", ",".join(f"{name}=triton" for name in names))
-    model = AutoModel.from_pretrained(save_random(config_of(family), tmp_path), dtype=torch.bfloat16)
+    model = AutoModel.from_pretrained(save_random(config_of(family), folder), dtype=torch.bfloat16)
     monkeypatch.setattr(launch, "driver", StubDriver())
     modules = [module for name, module in sorted(sys.modules.items()) if name.startswith("fastlayers.")]
     for kernel in {id(each): each for m in modules for each in vars(m).values() if isinstance(each, Kernel)}.values():
@@ -124,6 +172,23 @@ def test_triton_path(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(kernel, "prepared", True)
         monkeypatch.setattr(kernel, "_known", {})
     StubDriver.launches = 0
-    calls = calls_of_a_layer(model)
+    return model
+
+
+@pytest.mark.parametrize("family", ON_TRITON)
+def test_triton_path(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = calls_of_a_layer(on_triton(family, tmp_path, monkeypatch))
     assert StubDriver.launches >= 5 * 3  # prepared ones, in the steps after the first
     assert calls <= ON_TRITON[family]
+
+
+@pytest.mark.parametrize(("family", "functions", "files"), [("qwen3_moe", 58, 27), ("deepseek_v3", 60, 28)])
+def test_frames_from_a_decoder_layer_to_its_launches(
+    family: str, functions: int, files: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frames = Frames()
+    steps_of_a_layer(on_triton(family, tmp_path, monkeypatch), frames.counted)
+    assert frames.deepest[0] == "DecoderLayer.forward"
+    assert len(frames.deepest) <= 18, frames.deepest
+    assert len(frames.functions) <= functions, sorted(frames.functions)
+    assert len({file for file, _ in frames.functions}) <= files

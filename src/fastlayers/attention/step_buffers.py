@@ -20,7 +20,13 @@ from fastlayers.attention.kv_cache.pool import MAX_PAGES
 from fastlayers.errors import ArgumentError
 
 RING = 4  # copies that may be under way
+ALIGNMENT = 16  # bytes, of which Triton's kernels are compiled to know
 _NUMPY = {torch.int32: np.int32, torch.int64: np.int64}
+
+
+def _aligned(size: int) -> int:
+    """Return the bytes of a field with what is left free behind it: kernels are launched fastest with aligned ones."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 class Mirrored:
@@ -49,7 +55,7 @@ class Mirrored:
         for count, dtype in wanted:
             part = slice(offset, offset + count * dtype.itemsize)
             found.append((self.device_bytes[part].view(dtype), self.host_bytes[part].view(_NUMPY[dtype])))
-            offset = part.stop
+            offset += _aligned(count * dtype.itemsize)
         return found
 
     def send(self, first: int = 0, last: int | None = None) -> None:
@@ -70,7 +76,7 @@ class StepBuffers:
     def __init__(self, requests: int, tokens: int, device: torch.device) -> None:
         sizes = [(tokens, torch.int64), (tokens, torch.int64)]
         sizes += [(count, torch.int32) for count in (requests, requests, requests + 1, tokens)]
-        self.mirrored = Mirrored(sum(count * dtype.itemsize for count, dtype in sizes), device)
+        self.mirrored = Mirrored(sum(_aligned(count * dtype.itemsize) for count, dtype in sizes), device)
         self.positions, self.loc, self.seq_lens, self.starts, self.cu, self.request = self.mirrored.fields(sizes)
         # What a step of one token a request has, and keeps.
         self.cu[1][:] = np.arange(requests + 1)
