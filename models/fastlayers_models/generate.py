@@ -10,12 +10,12 @@ token went out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import index as as_index
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -23,13 +23,14 @@ import fastlayers as fl
 from fastlayers.attention.buckets import ExtendBucket, ExtendBuckets
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
-from fastlayers.errors import ArgumentError, check_positive, describe
+from fastlayers.errors import ArgumentError, check_kind, check_plain, check_positive, describe
 from fastlayers.runtime.graphs import CudaGraphs, bucket_of
 from fastlayers.sampler.layer import Sampler, SamplingParams
 from fastlayers.torch_compile import TorchCompile
 from fastlayers_models.step import ModelStep, Part, Pending, Row, StepKey
 
 
+@runtime_checkable
 class CausalLM(Protocol):
     """What a generator needs of a model."""
 
@@ -75,12 +76,16 @@ class _Request:
 
 def _stop_ids(eos_ids: Any) -> set[int]:
     """Return the ids that end a request, or raise :class:`ArgumentError`."""
-    ids = eos_ids.tolist() if hasattr(eos_ids, "tolist") else eos_ids
     try:
-        return {as_index(each) for each in ids}
-    except TypeError as error:
+        ids = eos_ids.tolist() if hasattr(eos_ids, "tolist") else eos_ids
+        return {as_index(each) for each in (None if isinstance(ids, str | bytes | Mapping) else ids)}  # type: ignore[union-attr]
+    except (TypeError, RuntimeError) as error:  # also of tensors without data
         accepted = "a sequence of token ids, () for none, or None for the configuration's"
         raise ArgumentError("Generator", "eos_ids", describe(eos_ids), accepted) from error
+
+
+def _listed(values: Any) -> Any:
+    return values.tolist() if isinstance(values, torch.Tensor) and not values.is_meta else values
 
 
 class Generator:
@@ -122,7 +127,9 @@ class Generator:
         torch_compile: TorchCompile | None = None,
         extend_buckets: ExtendBuckets | None = None,
     ) -> None:
+        check_kind("Generator", CausalLM, model=model)
         check_positive("Generator", max_batch=max_batch, prefill_tokens=prefill_tokens)
+        check_plain("Generator", "int | None", max_length=max_length)
         self._made_of = {
             "model": model, "max_batch": max_batch, "max_length": max_length, "num_pages": num_pages,
             "prefill_tokens": prefill_tokens, "cuda_graph": cuda_graph, "graphs": graphs,
@@ -239,22 +246,26 @@ class Generator:
     @staticmethod
     def _prompts(prompts: Any) -> list[Sequence[int]]:
         """Return the prompts as rows of token ids, or raise :class:`ArgumentError`; a tensor may stand for either."""
-        rows = prompts.tolist() if isinstance(prompts, torch.Tensor) else prompts
+        rows = _listed(prompts)
         accepted = "a sequence of prompts, each a sequence of token ids, as in [[1, 2, 3]]"
-        if not isinstance(rows, Sequence) or isinstance(rows, str):
+        if not isinstance(rows, Sequence) or isinstance(rows, str | bytes):
             raise ArgumentError("Generator", "prompts", repr(rows)[:80], accepted)
-        each = [row.tolist() if isinstance(row, torch.Tensor) else row for row in rows]
+        each = [_listed(row) for row in rows]
         for index, row in enumerate(each):
-            if not isinstance(row, Sequence) or isinstance(row, str):
+            if not isinstance(row, Sequence) or isinstance(row, str | bytes):
                 raise ArgumentError("Generator", f"prompts[{index}]", repr(row)[:80], accepted)
         return each
 
     def _requests(self, prompts: Sequence[Sequence[int]], params: Any, max_new_tokens: int) -> list[_Request]:
         check_positive("Generator", max_new_tokens=max_new_tokens)
         vocab = self.model.config.vocab_size
-        each = (
-            list(params) if isinstance(params, Sequence) else [params or SamplingParams(temperature=0.0)] * len(prompts)
-        )
+        greedy = SamplingParams(temperature=0.0)
+        several = isinstance(params, Sequence) and not isinstance(params, str | bytes)
+        each = list(params) if several else [greedy if params is None else params] * len(prompts)
+        for place, one in enumerate(each):
+            if not isinstance(one, SamplingParams):
+                name = f"params[{place}]" if several else "params"
+                raise ArgumentError("Generator", name, describe(one), "SamplingParams, one or one per prompt, or None")
         if len(each) != len(prompts):
             raise ArgumentError(
                 "Generator", "params", f"{len(each)} entries", f"one, or one per prompt ({len(prompts)})"

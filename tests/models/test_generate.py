@@ -362,7 +362,40 @@ def test_threads_take_turns_or_are_refused(model: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("wrong", [5, "</s>", [1.5], [None]])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"params": 0}, "params is 0; accepted: SamplingParams, one or one per prompt, or None"),
+        ({"params": {}}, r"params is \{\}; accepted: SamplingParams"),
+        ({"params": [SamplingParams(), None]}, r"params\[1\] is None; accepted: SamplingParams"),
+        ({"params": torch.zeros(2)}, "params is float32.*; accepted: SamplingParams"),
+        ({"prompts": torch.zeros(1, 2, device="meta")}, "prompts is .*; accepted: a sequence of prompts"),
+        ({"prompts": [torch.zeros(2, device="meta")]}, r"prompts\[0\] is .*; accepted: a sequence of prompts"),
+        ({"prompts": [b"ab"]}, r"prompts\[0\] is b'ab'; accepted: a sequence of prompts"),
+    ],
+)
+def test_what_a_generator_cannot_read_is_named(model: Any, options: dict[str, Any], words: str) -> None:
+    made = Generator(model, max_length=32, cuda_graph=False)
+    with pytest.raises(ArgumentError, match=f"Generator: {words}"):
+        made.generate(**{"prompts": [[1], [2]], "max_new_tokens": 2} | options)
+    assert len(made.generate([[1], [2]], max_new_tokens=2, eos_ids=())) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"model": torch.nn.Linear(1, 1)}, "model is .*; accepted: a CausalLM of fastlayers_models"),
+        ({"max_length": "3"}, "max_length is '3'; accepted: an integer or None"),
+        ({"max_length": True}, "max_length is True; accepted: an integer or None"),
+        ({"max_length": torch.zeros(2)}, "max_length is float32.*; accepted: an integer or None"),
+    ],
+)
+def test_what_no_generator_can_be_made_of_is_named(model: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ArgumentError, match=f"Generator: {words}"):
+        Generator(**{"model": model} | options)
+
+
+@pytest.mark.parametrize("wrong", [5, "</s>", b"x", {1: 2}, [1.5], [None], torch.zeros(2, device="meta")], ids=str)
 def test_stop_ids_are_integers(model: Any, wrong: Any) -> None:
     made = Generator(model, max_length=32, cuda_graph=False)
     with pytest.raises(ArgumentError, match=r"Generator: eos_ids is .*; accepted: a sequence of token ids"):
