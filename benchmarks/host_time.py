@@ -3,7 +3,8 @@
 A forward of 16 tokens (one prompt) of models of real dimensions with random weights: milliseconds on the clock, of the
 device (sum of its kernels), kernels, and Python's calls in one decoder layer as cProfile counts them. With ``--patch``,
 the same models of Hugging Face: a decode step of ``generate`` at batch 1, stock and with ``fl.patch(model)`` without
-graphs, by turns in one process. One JSON line a row; the first describes the run.
+graphs, by turns in one process, and the memory that either takes at most. One JSON line a row; the first describes the
+run.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from fastlayers.tuning.provenance import provenance
 from fastlayers_models.auto import family_of
 
 ROUNDS = 20
+PATCHED = [name for name in CONFIGS if name != "tiny"]
 
 
 def milliseconds(call: Callable[[], Any], rounds: int = ROUNDS) -> float:
@@ -111,13 +113,25 @@ def measure_patch(name: str) -> dict[str, Any]:
     stock, patched = [], []
     step_ms(model, ids, {})
     for _ in range(3):
-        stock.append(step_ms(model, ids, {}))
-        fl.patch(model)
+        stock.append(step_and_peak(model, ids))
+        report = fl.patch(model)
         step_ms(model, ids, {})
-        patched.append(step_ms(model, ids, {}))
+        patched.append(step_and_peak(model, ids))
+        if any(report.fallbacks().values()):
+            raise SystemExit(f"{name}: {report.summary()}")
         fl.unpatch(model)
-    a, b = statistics.median(stock), statistics.median(patched)
-    return {"model": name, "stock_ms": round(a, 2), "patched_ms": round(b, 2), "ratio": round(b / a, 3)}
+    (a, before), (b, after) = (map(statistics.median, zip(*runs, strict=True)) for runs in (stock, patched))
+    return {
+        "model": name, "stock_ms": round(a, 2), "patched_ms": round(b, 2), "ratio": round(b / a, 3),
+        "stock_gib": round(before / 2**30, 2), "memory_ratio": round(after / before, 4),
+    }  # fmt: skip
+
+
+def step_and_peak(model: Any, ids: torch.Tensor) -> tuple[float, int]:
+    """Return milliseconds of a decode step, and the most bytes that were allocated meanwhile."""
+    torch.cuda.reset_peak_memory_stats()
+    took = step_ms(model, ids, {})
+    return took, torch.cuda.max_memory_allocated()
 
 
 def main() -> None:
@@ -133,7 +147,7 @@ def main() -> None:
         "fastlayers": fl.__version__, "device": str(as_device("cuda")),
     }]  # fmt: skip
     print(json.dumps(rows[0]), flush=True)
-    for name in asked.models or (["qwen3_8b", "qwen3_30b"] if asked.patch else list(MODELS)):
+    for name in asked.models or (PATCHED if asked.patch else list(MODELS)):
         rows.append(measure_patch(name) if asked.patch else measure_model(name, asked.profile))
         print(json.dumps(rows[-1]), flush=True)
         torch.cuda.empty_cache()

@@ -46,6 +46,19 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     }),
+    "gpt_oss_20b": ("GptOss", {
+        "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32,
+        "num_experts_per_tok": 4, "sliding_window": 128, "max_position_embeddings": 131072,
+    }),
+    # Twelve layers with an eighth of the experts: what fits beside a copy of itself, with the host's work of the whole.
+    "deepseek_v3_slice": ("DeepseekV3", {
+        "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+        "num_hidden_layers": 12, "first_k_dense_replace": 1, "num_attention_heads": 128, "num_key_value_heads": 128,
+        "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+        "n_routed_experts": 32, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
+        "norm_topk_prob": True, "routed_scaling_factor": 2.5, "max_position_embeddings": 4096,
+    }),
     "tiny": ("Qwen3Moe", {
         "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128,
         "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
@@ -53,6 +66,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     }),
 }  # fmt: skip
 PROMPT, SHORT, LONG = 128, 8, 40
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 VARIANTS: dict[str, dict[str, Any]] = {
     "stock": {}, "stock_best": {"cache_implementation": "static"}, "patched": {"disable_compile": True}, "graph": {},
 }  # fmt: skip
@@ -124,7 +138,7 @@ def copy_rate() -> float:
 def active_experts(model: Any, ids: torch.Tensor, options: dict[str, Any]) -> float:
     """Return the mean number of experts per layer that a step's tokens choose, uncaptured; 0 without experts."""
     counts: list[int] = []
-    gates = [m for name, m in model.named_modules() if name.endswith(".mlp.gate")]
+    gates = [m for name, m in model.named_modules() if name.endswith((".mlp.gate", ".mlp.router"))]
 
     def note(module: Any, inputs: Any, output: Any) -> None:
         if output[2].shape[0] == ids.shape[0]:
@@ -142,12 +156,15 @@ def active_experts(model: Any, ids: torch.Tensor, options: dict[str, Any]) -> fl
 def floor_ms(model: Any, batch: int, active: float, rate: float) -> float:
     """Return milliseconds that reading one step's weights and rows takes."""
     config, total = model.config, 0
+    experts = next((n for name in EXPERTS if (n := getattr(config, name, None))), 1)
     for name, weight in model.named_parameters():
         size = weight.numel() * weight.element_size()
         if ".experts." in name:
-            size = int(size * active / config.num_experts)
+            size = int(size * active / experts)
         total += batch * config.hidden_size * 2 if "embed_tokens" in name else size
-    rows = batch * (PROMPT + LONG) * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    latent = getattr(config, "kv_lora_rank", None)
+    row = latent + config.qk_rope_head_dim if latent else 2 * config.num_key_value_heads * config.head_dim
+    rows = batch * (PROMPT + LONG) * config.num_hidden_layers * row * 2
     return (total + rows) / rate * 1e3
 
 
