@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import fastlayers as fl
+from fastlayers.patching import mla
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny import build, prompt
@@ -111,3 +112,16 @@ def test_a_replica_runs_its_own_children() -> None:
     with torch.no_grad():
         wanted = replica.down_proj(nn.functional.silu(replica.gate_proj(x)) * replica.up_proj(x))
         assert torch.allclose(replica(x), wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_a_step_over_latent_pages_is_described_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("v3")
+    stock = model.generate(**prompt(2, 20), max_new_tokens=6, do_sample=False)
+    fl.patch(model, attention="torch")
+    made: list[Any] = []
+    right = mla.dense_meta
+    monkeypatch.setattr(mla, "dense_meta", lambda *shape: (made.append(shape), right(*shape))[1])
+    found = model.generate(**prompt(2, 20), max_new_tokens=6, do_sample=False, return_dict_in_generate=True)
+    assert torch.equal(found.sequences, stock)
+    assert len(made) == len(set(made)) == 5  # a step each, after the prompt
+    assert copy.deepcopy(found.past_key_values).layers[0].described is None

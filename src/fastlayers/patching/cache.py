@@ -52,6 +52,8 @@ class LatentLayer(DynamicLayer):
         self._length = self._mark = self._rank = 0
         # Keys and values while there is no buffer.
         self._apart: list[Any] = [None, None]
+        # The shape of a decode step over pages, and its metadata: the same for all layers of a cache.
+        self.described: tuple[Any, Any] | None = None
 
     @property
     def linked(self) -> bool:
@@ -171,14 +173,14 @@ class LatentLayer(DynamicLayer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LatentLayer:
         other = memo[id(self)] = type(self).__new__(type(self))
-        other.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        other.__dict__.update(copy.deepcopy(self.__dict__ | {"described": None}, memo))
         return other
 
     def __reduce__(self) -> tuple[Any, ...]:
         return stock_layer({"keys": self.keys, "values": self.values, **self.__dict__})
 
 
-_OWN = ("buffer", "_length", "_mark", "_rank", "_apart")
+_OWN = ("buffer", "_length", "_mark", "_rank", "_apart", "described")
 
 
 def stock_layer(state: dict[str, Any]) -> tuple[Any, ...]:

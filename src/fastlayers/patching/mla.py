@@ -311,7 +311,12 @@ class FastMLA(PackedModule):
             return None
         batch, length = q.shape[0], rows.shape[1]
         core = self._fl_core.pick(batch)
-        o, _ = core.decode(q[:, :, 0], pages, dense_meta(batch, length, pages.shape[0] // batch, q.device))
+        # The first layer of a step describes it for all.
+        holder: Any = cache.layers[0] if isinstance(cache.layers[0], LatentLayer) else layer
+        shape = batch, length, pages.shape[0] // batch, q.device
+        if holder.described is None or holder.described[0] != shape:
+            holder.described = shape, dense_meta(*shape)
+        o, _ = core.decode(q[:, :, 0], pages, holder.described[1])
         return o.unsqueeze(2)
 
     def _fl_expanded(
