@@ -16,12 +16,14 @@ here=$(sed -n 's/^__version__ = "\(.*\)"/\1/p' "$source/src/transformers/__init_
 for file in tests/test_modeling_common.py tests/generation/test_utils.py; do
     [ -f "$source/$file" ] || skip "$source has no $file: a checkout of the tag v$version is needed, not the archive of the package"
 done
-"$python" -c 'import parameterized' 2>/dev/null || skip "the package parameterized is not installed"
+for package in parameterized datasets; do
+    "$python" -c "import $package" 2>/dev/null || skip "the package $package is not installed, which transformers' tests import"
+done
 
 files=()
 for family in llama qwen2 qwen2_moe qwen3 qwen3_moe deepseek_v2 deepseek_v3 gpt_oss; do
     files+=("tests/models/$family/test_modeling_$family.py")
 done
 cd "$source"
-export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONPATH="$root/src:$root/tools"
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONPATH="$root/src:$root/tools${PYTHONPATH:+:$PYTHONPATH}"
 exec "$python" -m pytest -p transformers_suite -q -p no:cacheprovider "${files[@]}" "${@:3}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,20 @@ def test_a_source_of_another_version_is_an_error(tmp_path: Path) -> None:
 def test_the_archive_of_the_package_is_not_enough(tmp_path: Path) -> None:
     done = run(tmp_path, str(checkout(tmp_path / "sdist", transformers.__version__)))
     assert done.returncode == 0 and "has no tests/test_modeling_common.py" in done.stdout
+
+
+def test_packages_that_its_tests_import_are_asked_for(tmp_path: Path) -> None:
+    source = checkout(tmp_path / "tag", transformers.__version__)
+    for file in ("tests/test_modeling_common.py", "tests/generation/test_utils.py"):
+        (source / file).parent.mkdir(parents=True, exist_ok=True)
+        (source / file).touch()
+    # Python finds this folder first, and in it a package that cannot be imported.
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "datasets.py").write_text("raise ImportError('not here')\n")
+    command = ["bash", str(REPO / "tools" / "test_transformers.sh"), str(Path(sys.executable).parents[1]), str(source)]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "broken")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0 and "skipped: the package datasets is not installed" in done.stdout
 
 
 def test_each_line_of_the_list_has_a_reason(tmp_path: Path) -> None:
