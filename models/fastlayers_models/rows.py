@@ -137,9 +137,8 @@ class ExtendInputs:
 
     def __init__(self, max_tokens: int, max_batch: int, device: torch.device) -> None:
         sizes = [1, max_batch, max_batch, max_tokens, max_tokens]
-        self._mirrored, self._nobody = Mirrored(8 * sum(sizes), device), max_batch
-        fields = self._mirrored.fields([(size, torch.int64) for size in sizes])
-        (count, self.last, self.rows, self._ids, self._source), self._host = zip(*fields, strict=True)
+        self._mirrored, self._nobody = Mirrored([(size, torch.int64) for size in sizes], device), max_batch
+        (count, self.last, self.rows, self._ids, self._source), self._host = zip(*self._mirrored.fields, strict=True)
         self.count = count.view(torch.int32)[:1]
 
     def ids(self, tokens: int, last_tokens: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 
 import fastlayers as fl
 from fastlayers.attention.meta import as_tensors, check_loc, whole_pages
+from fastlayers.attention.step_buffers import Mirrored
 from fastlayers.errors import ArgumentError
 
 
@@ -260,3 +261,14 @@ def test_check_loc_reads_only_in_debug_mode() -> None:
 
 def test_whole_pages() -> None:
     assert whole_pages([5, 0, 4], 4) == [[1, 2], [], [3]]
+
+
+@pytest.mark.parametrize("counts", [(1, 3, 5, 2), (0, 7), (4,)])
+def test_fields_of_a_step_are_whole_and_aligned(counts: tuple[int, ...]) -> None:
+    wanted = [(count, torch.int32 if count % 2 else torch.int64) for count in counts]
+    mirrored = Mirrored(wanted, torch.device("cpu"))
+    for number, ((count, dtype), (there, here)) in enumerate(zip(wanted, mirrored.fields, strict=True)):
+        assert (there.shape, there.dtype) == ((count,), dtype) and there.storage_offset() * dtype.itemsize % 16 == 0
+        here[:] = number
+    mirrored.send()
+    assert [there.tolist() for there, _ in mirrored.fields] == [[n] * count for n, count in enumerate(counts)]

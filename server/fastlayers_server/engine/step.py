@@ -50,8 +50,8 @@ class Staging:
     """Integers for the device, copied without waiting; sent again only if they changed."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self._mirrored, self._known = Mirrored(8 * size, device), False
-        self.device, self._host = self._mirrored.fields([(size, torch.int64)])[0]
+        self._mirrored, self._known = Mirrored([(size, torch.int64)], device), False
+        self.device, self._host = self._mirrored.fields[0]
 
     def forget(self) -> None:
         """Somebody else wrote to the device's buffer."""

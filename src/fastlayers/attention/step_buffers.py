@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from operator import index
 from typing import Any
 
@@ -24,39 +24,41 @@ ALIGNMENT = 16  # bytes, of which Triton's kernels are compiled to know
 _NUMPY = {torch.int32: np.int32, torch.int64: np.int64}
 
 
-def _aligned(size: int) -> int:
-    """Return the bytes of a field with what is left free behind it: kernels are launched fastest with aligned ones."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
 class Mirrored:
     """Bytes on the device and on the host; on a CPU both are the same.
 
+    Parameters
+    ----------
+    wanted : sequence of (int, torch.dtype)
+        Elements and dtype of each field.
+    device : torch.device
+
     Attributes
     ----------
+    fields : list of (Tensor, ndarray)
+        Of each field the view on the device and the one here.
     host_bytes : ndarray
         May be written again as soon as :meth:`send` returns: the device reads a pinned copy.
     """
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.device_bytes = torch.zeros(size, dtype=torch.uint8, device=device)
+    def __init__(self, wanted: Sequence[tuple[int, torch.dtype]], device: torch.device) -> None:
+        sizes = [count * dtype.itemsize for count, dtype in wanted]
+        # Each field begins where kernels like it to.
+        starts = [0, *accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
+        total = starts[-1]
+        self.device_bytes = torch.zeros(total, dtype=torch.uint8, device=device)
         self._ring: list[tuple[torch.Tensor, torch.cuda.Event]] = []
         self._turn = 0
         if device.type == "cuda":
-            self.host_bytes = np.zeros(size, np.uint8)
-            blocks = torch.zeros(RING, size, dtype=torch.uint8, device="cpu", pin_memory=True)
+            self.host_bytes = np.zeros(total, np.uint8)
+            blocks = torch.zeros(RING, total, dtype=torch.uint8, device="cpu", pin_memory=True)
             self._ring = [(block, torch.cuda.Event()) for block in blocks]
         else:
             self.host_bytes = self.device_bytes.numpy()
-
-    def fields(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[tuple[torch.Tensor, Any]]:
-        """Return (device view, host array) of one field after the other, given as (elements, dtype)."""
-        found, offset = [], 0
-        for count, dtype in wanted:
-            part = slice(offset, offset + count * dtype.itemsize)
-            found.append((self.device_bytes[part].view(dtype), self.host_bytes[part].view(_NUMPY[dtype])))
-            offset += _aligned(count * dtype.itemsize)
-        return found
+        self.fields: list[tuple[torch.Tensor, Any]] = []
+        for first, size, (_, dtype) in zip(starts, sizes, wanted, strict=False):
+            part = slice(first, first + size)
+            self.fields.append((self.device_bytes[part].view(dtype), self.host_bytes[part].view(_NUMPY[dtype])))
 
     def send(self, first: int = 0, last: int | None = None) -> None:
         """Copy the bytes from ``first`` to ``last`` to the device, in stream order and without waiting for it."""
@@ -76,8 +78,8 @@ class StepBuffers:
     def __init__(self, requests: int, tokens: int, device: torch.device) -> None:
         sizes = [(tokens, torch.int64), (tokens, torch.int64)]
         sizes += [(count, torch.int32) for count in (requests, requests, requests + 1, tokens)]
-        self.mirrored = Mirrored(sum(_aligned(count * dtype.itemsize) for count, dtype in sizes), device)
-        self.positions, self.loc, self.seq_lens, self.starts, self.cu, self.request = self.mirrored.fields(sizes)
+        self.mirrored = Mirrored(sizes, device)
+        self.positions, self.loc, self.seq_lens, self.starts, self.cu, self.request = self.mirrored.fields
         # What a step of one token a request has, and keeps.
         self.cu[1][:] = np.arange(requests + 1)
         self.request[1][:] = np.arange(tokens)
@@ -110,8 +112,8 @@ class PageTable:
     """
 
     def __init__(self, max_batch: int, max_pages: int, device: torch.device) -> None:
-        self._mirrored = Mirrored(max_batch * max_pages * 4, device)
-        flat, host = self._mirrored.fields([(max_batch * max_pages, torch.int32)])[0]
+        self._mirrored = Mirrored([(max_batch * max_pages, torch.int32)], device)
+        flat, host = self._mirrored.fields[0]
         self.device, self.host = flat.view(max_batch, max_pages), host.reshape(max_batch, max_pages)
         self._pages: list[list[int] | None] = [[] for _ in range(max_batch)]  # None: came with an array
         self._highest = [0] * max_batch  # page of each row, so that rows that did not change need no look

@@ -26,6 +26,7 @@ from fastlayers.attention.gqa.core import GQA, GQAConfig
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
 from fastlayers.attention.mla.core import MLA, MLAConfig
 from fastlayers.attention.rotary_kv_write.layer import ROTARY_KV_WRITE, RotaryKVWriteConfig
+from fastlayers.attention.step_buffers import Mirrored
 from fastlayers.linear.dense.layer import LINEAR, LinearConfig
 from fastlayers.patching.cache import PAGE
 from fastlayers.patching.packing import plain
@@ -222,8 +223,8 @@ class ExtendStep(PagedStep):
         with torch.inference_mode(False):
             self._state = AttentionState(batch, tokens, pages, PAGE, device)
             self.ids, self.positions = (torch.zeros(1, tokens, dtype=torch.int64, device=device) for _ in range(2))
-            self.kept = torch.zeros(batch, dtype=torch.int64, device=device)
-            self.count = torch.zeros(1, dtype=torch.int32, device=device)
+            self._last = Mirrored([(batch, torch.int64), (1, torch.int32)], device)
+            (self.kept, self.count), self._host = zip(*self._last.fields, strict=True)
             self.mask = torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=device)
         # Nobody's tokens, for the runs before a capture.
         self.meta = self._state.plan(AttentionBatch((), (), []), bucket=self._bucket)
@@ -240,6 +241,6 @@ class ExtendStep(PagedStep):
                 real = [row * length + place for row, start in enumerate(starts) for place in range(start, length)]
                 flat = flat.index_select(0, torch.tensor(real).to(flat.device))
             target[0, :total].copy_(flat)
-        assert self.count is not None
-        self.count.fill_(total)
-        self.kept.copy_(torch.tensor([end - 1 for end in accumulate(counts)]))
+        kept, count = self._host
+        kept[:], count[0] = [end - 1 for end in accumulate(counts)], total
+        self._last.send()
