@@ -321,7 +321,7 @@ def builds() -> list[KernelBuild]:
             record(recorder, layer)
         # What the tuner may choose, of the kernels with the most freedom.
         linear: Any = registry("linear").named("triton").load()
-        for case in _at("linear", (1, 4, 32, 256), LinearConfig(2880, 5120)):
+        for case in _at("linear", (1, 4, 32, 256), LinearConfig(2880, 5120, True)):
             for number, config in enumerate(linear.candidates(case.cfg, case.shape["num_tokens"])):
                 recorder.label = f"linear-{case.name}-{number}"
                 _run("linear", linear(case.cfg, config), case)
