@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from fastlayers.moe.align.torch import align
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
+from fastlayers.moe.fused_moe.experts_operator import ExpertsBackend, experts_operator
 from fastlayers.moe.fused_moe.weights import MoEWeights, activate, dequantize, round_activations
-from fastlayers.operators import like_x, operator
 
 # Gathered weights of one step of the blocked path: at most this many elements.
 GATHER_LIMIT = 1 << 26
@@ -40,24 +40,15 @@ def append_shared(
     return torch.cat([topk_weights, weight], -1), torch.cat([ids, extra], -1)
 
 
-def _expert(
-    x: torch.Tensor,
-    packed: MoEWeights,
-    expert: int,
-    quant: str,
-    scale_fmt: str,
-    activation: str,
-    alpha: float,
-    limit: float,
-    interleaved: bool,
-) -> torch.Tensor:
+def _expert(x: torch.Tensor, packed: MoEWeights, expert: int, cfg: FusedMoEConfig) -> torch.Tensor:
     s13 = None if packed.w13_scale is None else packed.w13_scale[expert]
     s2 = None if packed.w2_scale is None else packed.w2_scale[expert]
     b13 = None if packed.w13_bias is None else packed.w13_bias[expert].to(x.dtype)
     b2 = None if packed.w2_bias is None else packed.w2_bias[expert].to(x.dtype)
-    gate_up = F.linear(x, dequantize(packed.w13[expert], s13, quant, 2, x.dtype), b13)
-    inner = round_activations(activate(gate_up, activation, alpha, limit, interleaved), quant, scale_fmt)
-    return F.linear(inner, dequantize(packed.w2[expert], s2, quant, 1, x.dtype), b2)
+    gate_up = F.linear(x, dequantize(packed.w13[expert], s13, cfg.quant, 2, x.dtype), b13)
+    inner = activate(gate_up, cfg.activation, cfg.alpha, cfg.limit, cfg.interleaved)
+    inner = round_activations(inner, cfg.quant, cfg.scale_fmt)
+    return F.linear(inner, dequantize(packed.w2[expert], s2, cfg.quant, 1, x.dtype), b2)
 
 
 def _groups(x: torch.Tensor, packed: MoEWeights) -> bool:
@@ -71,9 +62,8 @@ def _groups(x: torch.Tensor, packed: MoEWeights) -> bool:
 
 
 def _grouped(
-    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: MoEWeights, activation: str, alpha: float,
-    limit: float, interleaved: bool,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: MoEWeights, cfg: FusedMoEConfig
+) -> torch.Tensor:
     """Return the fp32 sums of weighted pairs ``[T,D]`` by two grouped products; dropped pairs have id -1."""
     (tokens, per_token), experts = ids.shape, packed.w13.shape[0]
     # Dropped pairs come first, and are cut off.
@@ -85,7 +75,8 @@ def _grouped(
     h = F.grouped_mm(x[order // per_token], packed.w13.mT, offs=offsets)
     if packed.w13_bias is not None:
         h = h + packed.w13_bias[owner].to(h.dtype)
-    out = F.grouped_mm(activate(h, activation, alpha, limit, interleaved), packed.w2.mT, offs=offsets).float()
+    inner = activate(h, cfg.activation, cfg.alpha, cfg.limit, cfg.interleaved)
+    out = F.grouped_mm(inner, packed.w2.mT, offs=offsets).float()
     if packed.w2_bias is not None:
         out = out + packed.w2_bias[owner]
     pairs = out.new_zeros(tokens * per_token, out.shape[1])
@@ -93,29 +84,26 @@ def _grouped(
     return pairs.view(tokens, per_token, -1).sum(1)
 
 
-@operator("moe_experts_loop", like_x)
+@experts_operator("moe_experts_loop")
 def _loop(
-    x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor,
-    w13_scale: torch.Tensor | None, w2_scale: torch.Tensor | None, w13_bias: torch.Tensor | None,
-    w2_bias: torch.Tensor | None, quant: str, scale_fmt: str, activation: str, alpha: float, limit: float,
-    factor: float, interleaved: bool,
+    x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: MoEWeights, cfg: FusedMoEConfig,
+    numbers: list[int],
 ) -> torch.Tensor:  # fmt: skip
-    packed = MoEWeights(w13, w2, w13_scale, w2_scale, w13_bias, w2_bias)
     if x.shape[0] and _groups(x, packed):
         sums = [
-            _grouped(rows, shares, ids, packed, activation, alpha, limit, interleaved)
+            _grouped(rows, shares, ids, packed, cfg)
             for rows, shares, ids in zip(
                 x.split(GROUPED_TOKENS),
-                (topk_weights * factor).split(GROUPED_TOKENS),
+                (topk_weights * cfg.scaling_factor).split(GROUPED_TOKENS),
                 topk_ids.split(GROUPED_TOKENS),
                 strict=True,
             )
         ]
         return torch.cat(sums).to(x.dtype)
-    values = round_activations(x, quant, scale_fmt)
+    values = round_activations(x, cfg.quant, cfg.scale_fmt)
     per_token = topk_ids.shape[1]
     owner, order = topk_ids.flatten().sort(stable=True)
-    token, weight = order // per_token, (topk_weights.flatten()[order] * factor).unsqueeze(-1)
+    token, weight = order // per_token, (topk_weights.flatten()[order] * cfg.scaling_factor).unsqueeze(-1)
     present, counts = owner.unique_consecutive(return_counts=True)
     y = torch.zeros(x.shape, dtype=torch.float32)
     start = 0
@@ -124,21 +112,16 @@ def _loop(
         start += count
         if expert >= 0:
             rows = values[token[run]]
-            out = _expert(rows, packed, expert, quant, scale_fmt, activation, alpha, limit, interleaved)
+            out = _expert(rows, packed, expert, cfg)
             # A token occurs once per expert, and experts come in order: the sum has a fixed order.
             y.index_add_(0, token[run], out.float() * weight[run])
     return y.to(x.dtype)
 
 
-class TorchFusedMoE:
+class TorchFusedMoE(ExpertsBackend):
     """CPU: only experts that occur are touched. CUDA: static shapes, no host sync."""
 
-    def __init__(self, cfg: FusedMoEConfig) -> None:
-        self.cfg = cfg
-
-    def pack(self, weights: MoEWeights) -> MoEWeights:
-        """Return the weights as they are."""
-        return weights
+    experts = _loop
 
     def __call__(
         self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: MoEWeights
@@ -148,12 +131,7 @@ class TorchFusedMoE:
         topk_weights, topk_ids = append_shared(topk_weights, topk_ids, cfg)
         if x.is_cuda:
             return self.blocked(x, topk_weights, topk_ids, packed)
-        y: torch.Tensor = _loop(
-            x, topk_weights, topk_ids, packed.w13, packed.w2, packed.w13_scale, packed.w2_scale, packed.w13_bias,
-            packed.w2_bias, cfg.quant, cfg.scale_fmt, cfg.activation, cfg.alpha, cfg.limit, cfg.scaling_factor,
-            cfg.interleaved,
-        )  # fmt: skip
-        return y
+        return self.compute(x, topk_weights, topk_ids, packed, [])
 
     def blocked(
         self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: MoEWeights

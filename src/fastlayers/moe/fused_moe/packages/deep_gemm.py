@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
+from fastlayers.moe.fused_moe.experts_operator import ExpertsBackend, experts_operator
 from fastlayers.moe.fused_moe.token_chunks import token_chunks
 from fastlayers.moe.fused_moe.triton.activation import activate
 from fastlayers.moe.fused_moe.triton.permute import COLUMN_SCALES, Rows, place, scatter
 from fastlayers.moe.fused_moe.triton.reduce import combine
 from fastlayers.moe.fused_moe.weights import MoEWeights
-from fastlayers.operators import like_x, operator
 
 # Tokens of one chunk: contiguous buffers of DeepSeek-V3 stay below 2 GiB, masked ones below 4 GiB.
 MAX_TOKENS, MAX_MASKED_TOKENS = 8192, 256
@@ -87,38 +87,31 @@ def _chunk(
     combine(o, weights, ids, packed.w2_bias, rows, experts - cfg.num_experts, cfg.scaling_factor, y)
 
 
-@operator("fused_moe_deep_gemm", like_x)
+@experts_operator("fused_moe_deep_gemm")
 def _fused_moe(
-    x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor,
-    w13_scale: torch.Tensor | None, w2_scale: torch.Tensor | None, w13_bias: torch.Tensor | None,
-    w2_bias: torch.Tensor | None, num_shared: int, quant: str, ue8m0: bool, activation: str, alpha: float,
-    limit: float, factor: float, interleaved: bool, align: int, masked: bool,
+    x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: MoEWeights, cfg: FusedMoEConfig,
+    numbers: list[int],
 ) -> torch.Tensor:  # fmt: skip
-    packed = MoEWeights(w13, w2, w13_scale, w2_scale, w13_bias, w2_bias)
-    cfg = FusedMoEConfig(
-        w2.shape[1], w2.shape[2], w2.shape[0] - num_shared, topk_ids.shape[1], num_shared, quant,
-        "ue8m0" if ue8m0 else "float", activation, alpha, limit, w13_bias is not None, factor, interleaved,
-    )  # fmt: skip
+    align, masked = numbers
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     most = MAX_MASKED_TOKENS if masked else MAX_TOKENS
     for chunk, weights, ids, out in token_chunks(x, topk_weights, topk_ids, y, most):
-        _chunk(chunk, weights, ids, packed, cfg, align, masked, out)
+        _chunk(chunk, weights, ids, packed, cfg, align, bool(masked), out)
     return y
 
 
-class DeepGemmFusedMoE:
+class DeepGemmFusedMoE(ExpertsBackend):
     """Six launches, seven for many tokens; one operator. The JIT compiles for each shape and class of M.
 
     Tuned: ``align``, the rows of a tile (64 or 128).
     """
 
+    experts = _fused_moe
     masked = False
 
     def __init__(self, cfg: FusedMoEConfig, config: Mapping[str, int] | None = None) -> None:
-        self.arguments = (
-            cfg.num_shared, cfg.quant, cfg.scale_fmt == "ue8m0", cfg.activation, cfg.alpha, cfg.limit,
-            cfg.scaling_factor, cfg.interleaved, (config or {}).get("align", 0), self.masked,
-        )  # fmt: skip
+        super().__init__(cfg)
+        self.numbers = [(config or {}).get("align", 0), int(self.masked)]
 
     @staticmethod
     def candidates(cfg: FusedMoEConfig, num_tokens: int) -> list[dict[str, int]]:
@@ -126,20 +119,6 @@ class DeepGemmFusedMoE:
         average = -(-num_tokens * cfg.top_k // cfg.num_experts)
         first = average > ALIGNMENTS[0]
         return [{"align": ALIGNMENTS[first]}, {"align": ALIGNMENTS[not first]}]
-
-    def pack(self, weights: MoEWeights) -> MoEWeights:
-        """Return the weights as they are: the products read the parameters' layout."""
-        return weights
-
-    def __call__(
-        self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: MoEWeights
-    ) -> torch.Tensor:
-        """Return ``y`` ``[T,D]`` in the dtype of ``x``, a new tensor."""
-        y: torch.Tensor = _fused_moe(
-            x, topk_weights, topk_ids, packed.w13, packed.w2, packed.w13_scale, packed.w2_scale, packed.w13_bias,
-            packed.w2_bias, *self.arguments,
-        )  # fmt: skip
-        return y
 
 
 class DeepGemmMaskedFusedMoE(DeepGemmFusedMoE):

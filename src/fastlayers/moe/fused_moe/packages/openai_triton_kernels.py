@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
+from fastlayers.moe.fused_moe.experts_operator import ExpertsBackend, experts_operator
 from fastlayers.moe.fused_moe.swizzle import EXPERTS_AT_ONCE, SwizzledWeights
 from fastlayers.moe.fused_moe.token_chunks import token_chunks
 from fastlayers.moe.fused_moe.triton.permute import place
 from fastlayers.moe.fused_moe.triton.reduce import combine
 from fastlayers.moe.fused_moe.weights import MoEWeights
-from fastlayers.operators import like_x, operator
 
 MAX_TOKENS = 8192
 # The layout of scales belongs to this number of warps.
@@ -77,15 +77,15 @@ def _product(
     return result
 
 
-@operator("fused_moe_triton_kernels", like_x)
+@experts_operator("fused_moe_triton_kernels", SwizzledWeights)
 def _fused_moe(
-    x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor,
-    w13_scale: torch.Tensor, w2_scale: torch.Tensor, w13_bias: torch.Tensor | None, w2_bias: torch.Tensor | None,
-    experts: int, inner: int, alpha: float, limit: float, factor: float,
+    x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: SwizzledWeights, cfg: FusedMoEConfig,
+    numbers: list[int],
 ) -> torch.Tensor:  # fmt: skip
     from triton_kernels.matmul_ogs import GatherIndx, RoutingData
     from triton_kernels.tensor import make_ragged_tensor_metadata
 
+    experts, inner = cfg.num_experts, cfg.intermediate_size
     hidden = x.shape[1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     for chunk, weights, ids, out in token_chunks(x, topk_weights, topk_ids, y, MAX_TOKENS):
@@ -95,29 +95,19 @@ def _fused_moe(
         routing = RoutingData(None, counts, experts, 1, make_ragged_tensor_metadata(counts, rows.total))
         gather = GatherIndx(rows.token_of, rows.row_of)
         a = _product(
-            chunk, w13, w13_scale, w13_bias, (experts, hidden, 2 * inner), routing, gather, (alpha, limit)
+            chunk, packed.w13, packed.w13_scale, packed.w13_bias, (experts, hidden, 2 * inner), routing, gather,
+            (cfg.alpha, cfg.limit),
         )  # fmt: skip
-        o = _product(a, w2, w2_scale, w2_bias, (experts, inner, hidden), routing, None, None)
-        combine(o, weights, ids, None, rows, 0, factor, out)
+        o = _product(a, packed.w2, packed.w2_scale, packed.w2_bias, (experts, inner, hidden), routing, None, None)
+        combine(o, weights, ids, None, rows, 0, cfg.scaling_factor, out)
     return y
 
 
-class TritonKernelsFusedMoE:
+class TritonKernelsFusedMoE(ExpertsBackend):
     """Two launches of ours and five of the package (one more for many tokens), one operator."""
 
-    def __init__(self, cfg: FusedMoEConfig) -> None:
-        self.arguments = cfg.num_experts, cfg.intermediate_size, cfg.alpha, cfg.limit, cfg.scaling_factor
+    experts = _fused_moe
 
     def pack(self, weights: MoEWeights) -> SwizzledWeights:
         """Return the weights in the package's layout; the given ones are of no further use to it."""
         return swizzle(weights)
-
-    def __call__(
-        self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: SwizzledWeights
-    ) -> torch.Tensor:
-        """Return ``y`` ``[T,D]`` in bf16, a new tensor."""
-        y: torch.Tensor = _fused_moe(
-            x, topk_weights, topk_ids, packed.w13, packed.w2, packed.w13_scale, packed.w2_scale, packed.w13_bias,
-            packed.w2_bias, *self.arguments,
-        )  # fmt: skip
-        return y

@@ -12,12 +12,12 @@ from __future__ import annotations
 import torch
 
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
+from fastlayers.moe.fused_moe.experts_operator import ExpertsBackend, experts_operator
 from fastlayers.moe.fused_moe.token_chunks import token_chunks
 from fastlayers.moe.fused_moe.triton.activation import activate
 from fastlayers.moe.fused_moe.triton.permute import ROW_SCALES, Rows, place, scatter
 from fastlayers.moe.fused_moe.triton.reduce import combine
 from fastlayers.moe.fused_moe.weights import MoEWeights
-from fastlayers.operators import like_x, operator
 
 MAX_TOKENS = 8192
 # What the package asks for, in bytes.
@@ -38,46 +38,28 @@ def _product(
     return d
 
 
-@operator("fused_moe_sgl_kernel", like_x)
+@experts_operator("fused_moe_sgl_kernel")
 def _fused_moe(
-    x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor,
-    w13_scale: torch.Tensor, w2_scale: torch.Tensor, num_shared: int, ue8m0: bool, factor: float,
+    x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: MoEWeights, cfg: FusedMoEConfig,
+    numbers: list[int],
 ) -> torch.Tensor:  # fmt: skip
-    experts, hidden, inner = w2.shape
-    scale_fmt = "ue8m0" if ue8m0 else "float"
-    cfg = FusedMoEConfig(
-        hidden, inner, experts - num_shared, topk_ids.shape[1], num_shared, "fp8_block", scale_fmt,
-        scaling_factor=factor,
-    )  # fmt: skip
+    _, hidden, inner = packed.w2.shape
+    assert packed.w13_scale is not None and packed.w2_scale is not None
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=x.device)
     for chunk, weights, ids, out in token_chunks(x, topk_weights, topk_ids, y, MAX_TOKENS):
-        rows = place(ids, cfg.num_experts, num_shared, sizes=(hidden, inner))
-        xq, xs = scatter(chunk, rows, cfg.quant, ue8m0, ROW_SCALES)
-        h = _product(xq, xs, w13, w13_scale, rows, False, workspace)
+        rows = place(ids, cfg.num_experts, cfg.num_shared, sizes=(hidden, inner))
+        xq, xs = scatter(chunk, rows, cfg.quant, cfg.scale_fmt == "ue8m0", ROW_SCALES)
+        h = _product(xq, xs, packed.w13, packed.w13_scale, rows, False, workspace)
         del xq, xs
         a, s = activate(h, ids, None, rows, cfg, ROW_SCALES)
         del h
-        o = _product(a, s, w2, w2_scale, rows, True, workspace)
-        combine(o, weights, ids, None, rows, num_shared, factor, out)
+        o = _product(a, s, packed.w2, packed.w2_scale, rows, True, workspace)
+        combine(o, weights, ids, None, rows, cfg.num_shared, cfg.scaling_factor, out)
     return y
 
 
-class SglKernelFusedMoE:
+class SglKernelFusedMoE(ExpertsBackend):
     """Four launches of ours and eight of the package (one more for many tokens), one operator."""
 
-    def __init__(self, cfg: FusedMoEConfig) -> None:
-        self.arguments = cfg.num_shared, cfg.scale_fmt == "ue8m0", cfg.scaling_factor
-
-    def pack(self, weights: MoEWeights) -> MoEWeights:
-        """Return the weights as they are: the products read the parameters' layout."""
-        return weights
-
-    def __call__(
-        self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: MoEWeights
-    ) -> torch.Tensor:
-        """Return ``y`` ``[T,D]`` in the dtype of ``x``, a new tensor."""
-        y: torch.Tensor = _fused_moe(
-            x, topk_weights, topk_ids, packed.w13, packed.w2, packed.w13_scale, packed.w2_scale, *self.arguments,
-        )  # fmt: skip
-        return y
+    experts = _fused_moe

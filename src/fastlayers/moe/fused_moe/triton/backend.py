@@ -15,6 +15,7 @@ from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.moe.align.triton import moe_align
 from fastlayers.moe.fused_moe import launch_config
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
+from fastlayers.moe.fused_moe.experts_operator import ExpertsBackend, experts_operator
 from fastlayers.moe.fused_moe.launch_config import MAX_TOKENS, LaunchConfig, Tile, plan_for
 from fastlayers.moe.fused_moe.token_chunks import token_chunks
 from fastlayers.moe.fused_moe.triton import grouped_gemm
@@ -22,7 +23,6 @@ from fastlayers.moe.fused_moe.triton.mxfp4_gemm import mxfp4_experts
 from fastlayers.moe.fused_moe.triton.pair_gemm import pair_experts
 from fastlayers.moe.fused_moe.triton.reduce import reduce
 from fastlayers.moe.fused_moe.weights import EPS, FORMATS, GROUP, MoEWeights
-from fastlayers.operators import like_x, operator
 from fastlayers.triton_lang import dependent_launch
 
 CODES = {"fp8_block": torch.float8_e4m3fn, "int8": torch.int8}
@@ -95,13 +95,12 @@ def _bound_down(
 
 def _gate_up(
     x: torch.Tensor, scale: torch.Tensor, packed: MoEWeights, ids: torch.Tensor, aligned: tuple[torch.Tensor, ...],
-    plan: LaunchConfig, quant: str, ue8m0: bool, activation: str, alpha: float, limit: float, wide: bool,
-    interleaved: bool,
+    plan: LaunchConfig, cfg: FusedMoEConfig, wide: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the inner rows of all pairs and their scales (a dummy if not quantised)."""
     sorted_ids, expert_ids, total = aligned
     (experts, rows, hidden), pairs, tile = packed.w13.shape, ids.numel(), plan.first
-    inner, blocks = rows // 2, expert_ids.shape[0]
+    inner, blocks, quant, ue8m0 = rows // 2, expert_ids.shape[0], cfg.quant, cfg.scale_fmt == "ue8m0"
     fused = quant == "fp8_block" and tile.n == GROUP
     if fused:
         out = torch.empty(pairs, inner, dtype=CODES[quant], device=x.device)
@@ -111,14 +110,14 @@ def _gate_up(
         out = torch.empty(pairs, inner, dtype=x.dtype if quant == "none" else torch.float32, device=x.device)
         out_scale = scale
     bound = _bound_gate_up(
-        ids.shape[1], quant, fused, ue8m0, wide, activation == "swiglu_oai", packed.w13_bias is not None, interleaved,
-        hidden % tile.k == 0, tile, plan.band, x.device,
+        ids.shape[1], quant, fused, ue8m0, wide, cfg.activation == "swiglu_oai", packed.w13_bias is not None,
+        cfg.interleaved, hidden % tile.k == 0, tile, plan.band, x.device,
     )  # fmt: skip
     bound(
         (blocks * cdiv(inner, tile.n),),
         x, scale, packed.w13, scale if packed.w13_scale is None else packed.w13_scale,
         scale if packed.w13_bias is None else packed.w13_bias, out, out_scale, sorted_ids, expert_ids, total,
-        pairs, blocks, hidden, inner, x.stride(0), out.stride(0), alpha, limit, EPS,
+        pairs, blocks, hidden, inner, x.stride(0), out.stride(0), cfg.alpha, cfg.limit, EPS,
     )  # fmt: skip
     if quant != "none" and not fused:
         return _quantize(out, ids, experts, quant, ue8m0)
@@ -127,29 +126,25 @@ def _gate_up(
 
 def _chunk(
     x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, y: torch.Tensor, plan: LaunchConfig, packed: MoEWeights,
-    quant: str, ue8m0: bool, activation: str, alpha: float, limit: float, factor: float, interleaved: bool,
-    num_routed: int,
+    cfg: FusedMoEConfig,
 ) -> None:  # fmt: skip
     """Compute ``y`` for at most MAX_TOKENS tokens; ``ids`` include shared experts, unless each pair is by itself."""
-    experts, hidden = packed.w2.shape[0], x.shape[1]
+    experts, hidden, quant = packed.w2.shape[0], x.shape[1], cfg.quant
+    oai, factor, ue8m0 = cfg.activation == "swiglu_oai", cfg.scaling_factor, cfg.scale_fmt == "ue8m0"
     if quant == "mxfp4":
-        oai = activation == "swiglu_oai"
-        partial = mxfp4_experts(x, weights, ids, packed, plan, oai, alpha, limit, interleaved)
+        partial = mxfp4_experts(x, weights, ids, packed, plan, oai, cfg.alpha, cfg.limit, cfg.interleaved)
         reduce(partial, ids, y, experts, factor, plan.splits)
         return
     inner, pairs, second, wide = packed.w2.shape[2], ids.numel(), plan.second, x.dtype == torch.float32
     values, scale = (x, weights) if quant == "none" else _quantize(x, None, experts, quant, ue8m0)
     if plan.by_pair:
-        oai, shared = activation == "swiglu_oai", experts - num_routed
         pair_experts(
-            values, scale, weights, ids, packed, y, shared, plan, quant, ue8m0, oai, alpha, limit, factor, interleaved
-        )
+            values, scale, weights, ids, packed, y, cfg.num_shared, plan, quant, ue8m0, oai, cfg.alpha, cfg.limit,
+            factor, cfg.interleaved,
+        )  # fmt: skip
         return
     sorted_ids, expert_ids, total = moe_align(ids, experts, plan.first.m)
-    inner_rows, inner_scale = _gate_up(
-        values, scale, packed, ids, (sorted_ids, expert_ids, total), plan, quant, ue8m0, activation, alpha, limit,
-        wide, interleaved,
-    )  # fmt: skip
+    inner_rows, inner_scale = _gate_up(values, scale, packed, ids, (sorted_ids, expert_ids, total), plan, cfg, wide)
     partial = torch.empty(pairs, hidden, dtype=torch.float32, device=x.device)
     blocks = expert_ids.shape[0]
     bound = _bound_down(quant, wide, packed.w2_bias is not None, inner % second.k == 0, second, plan.band, x.device)
@@ -162,25 +157,21 @@ def _chunk(
     reduce(partial, ids, y, experts, factor)
 
 
-@operator("fused_moe", like_x)
+@experts_operator("fused_moe")
 def _fused_moe(
-    x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor,
-    w13_scale: torch.Tensor | None, w2_scale: torch.Tensor | None, w13_bias: torch.Tensor | None,
-    w2_bias: torch.Tensor | None, num_shared: int, quant: str, ue8m0: bool, activation: str, alpha: float,
-    limit: float, factor: float, interleaved: bool, plan: list[int],
+    x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: MoEWeights, cfg: FusedMoEConfig,
+    numbers: list[int],
 ) -> torch.Tensor:  # fmt: skip
-    packed = MoEWeights(w13, w2, w13_scale, w2_scale, w13_bias, w2_bias)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    how, num_routed = LaunchConfig.of_numbers(plan), w13.shape[0] - num_shared
-    weights, ids = _extend(topk_weights, topk_ids, num_routed, 0 if how.by_pair else num_shared, factor)
+    how = LaunchConfig.of_numbers(numbers)
+    shared = 0 if how.by_pair else cfg.num_shared
+    weights, ids = _extend(topk_weights, topk_ids, cfg.num_experts, shared, cfg.scaling_factor)
     for part in token_chunks(x, weights, ids, y, MAX_TOKENS):
-        _chunk(
-            *part, how, packed, quant, ue8m0, activation, alpha, limit, factor, interleaved, num_routed,
-        )  # fmt: skip
+        _chunk(*part, how, packed, cfg)
     return y
 
 
-class TritonFusedMoE:
+class TritonFusedMoE(ExpertsBackend):
     """One operator of 3 to 5 launches for few tokens, of 4 to 7 for more.
 
     Parameters
@@ -190,21 +181,16 @@ class TritonFusedMoE:
         What :meth:`candidates` gives; without it tiles depend on the number of tokens by a rule.
     """
 
+    experts = _fused_moe
+
     def __init__(self, cfg: FusedMoEConfig, config: Mapping[str, int] | None = None) -> None:
-        self.cfg, self.plan = cfg, None if config is None else LaunchConfig.of(config)
-        self.arguments = (
-            cfg.num_shared, cfg.quant, cfg.scale_fmt == "ue8m0", cfg.activation, cfg.alpha, cfg.limit,
-            cfg.scaling_factor, cfg.interleaved,
-        )  # fmt: skip
+        super().__init__(cfg)
+        self.plan = None if config is None else LaunchConfig.of(config)
 
     @staticmethod
     def candidates(cfg: FusedMoEConfig, num_tokens: int) -> list[dict[str, int]]:
         """Return the configurations to measure for ``num_tokens`` tokens, the rule's own first."""
         return launch_config.candidates(cfg, num_tokens)
-
-    def pack(self, weights: MoEWeights) -> MoEWeights:
-        """Return the weights as they are: the kernels read the parameters' layout."""
-        return weights
 
     def __call__(
         self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: MoEWeights
@@ -214,8 +200,4 @@ class TritonFusedMoE:
         plan = self.plan
         if plan is None or (wide and self.cfg.quant in ("none", "mxfp4")):
             plan = plan_for(x.shape[0], self.cfg, wide)
-        y: torch.Tensor = _fused_moe(
-            x, topk_weights, topk_ids, packed.w13, packed.w2, packed.w13_scale, packed.w2_scale, packed.w13_bias,
-            packed.w2_bias, *self.arguments, plan.numbers(),
-        )  # fmt: skip
-        return y
+        return self.compute(x, topk_weights, topk_ids, packed, plan.numbers())

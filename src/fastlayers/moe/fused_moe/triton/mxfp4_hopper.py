@@ -18,6 +18,7 @@ from fastlayers.errors import ArgumentError
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.moe.align.triton import moe_align
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
+from fastlayers.moe.fused_moe.experts_operator import ExpertsBackend, experts_operator
 from fastlayers.moe.fused_moe.launch_config import MAX_TOKENS
 from fastlayers.moe.fused_moe.swizzle import SwizzledWeights, swizzle
 from fastlayers.moe.fused_moe.token_chunks import token_chunks
@@ -26,7 +27,6 @@ from fastlayers.moe.fused_moe.triton.grouped_gemm import block_is_empty
 from fastlayers.moe.fused_moe.triton.mxfp4_mma import MAX_SCALE, multiply
 from fastlayers.moe.fused_moe.triton.reduce import reduce
 from fastlayers.moe.fused_moe.weights import MoEWeights
-from fastlayers.operators import like_x, operator
 from fastlayers.runtime.launch import kernel
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
@@ -266,21 +266,20 @@ def _experts(
     return partial
 
 
-@operator("fused_moe_swizzled", like_x)
+@experts_operator("fused_moe_swizzled", SwizzledWeights)
 def _fused_moe(
-    x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor,
-    w13_scale: torch.Tensor, w2_scale: torch.Tensor, w13_bias: torch.Tensor | None, w2_bias: torch.Tensor | None,
-    experts: int, inner: int, alpha: float, limit: float, factor: float, plan: list[int],
+    x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: SwizzledWeights, cfg: FusedMoEConfig,
+    numbers: list[int],
 ) -> torch.Tensor:  # fmt: skip
-    packed = SwizzledWeights(w13, w2, w13_scale, w2_scale, w13_bias, w2_bias)
+    plan, experts = HopperLaunchConfig(*numbers), cfg.num_experts
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     for chunk, weights, ids, out in token_chunks(x, topk_weights, topk_ids, y, MAX_TOKENS):
-        partial = _experts(chunk, weights, ids, packed, inner, experts, alpha, limit, HopperLaunchConfig(*plan))
-        reduce(partial, ids, out, experts, factor)
+        partial = _experts(chunk, weights, ids, packed, cfg.intermediate_size, experts, cfg.alpha, cfg.limit, plan)
+        reduce(partial, ids, out, experts, cfg.scaling_factor)
     return y
 
 
-class TritonSwizzledFusedMoE:
+class TritonSwizzledFusedMoE(ExpertsBackend):
     """Four launches, five with alignment; one operator.
 
     Parameters
@@ -290,13 +289,15 @@ class TritonSwizzledFusedMoE:
         What :meth:`candidates` gives; without it the plan depends on the number of tokens by a rule.
     """
 
+    experts = _fused_moe
+
     def __init__(self, cfg: FusedMoEConfig, config: Mapping[str, int] | None = None) -> None:
+        super().__init__(cfg)
         self.plan = (
             None
             if config is None
             else HopperLaunchConfig(*(config[field.name] for field in fields(HopperLaunchConfig)))
         )
-        self.arguments = cfg.num_experts, cfg.intermediate_size, cfg.alpha, cfg.limit, cfg.scaling_factor
 
     @staticmethod
     def candidates(cfg: FusedMoEConfig, num_tokens: int) -> list[dict[str, int]]:
@@ -322,8 +323,4 @@ class TritonSwizzledFusedMoE:
     ) -> torch.Tensor:
         """Return ``y`` ``[T,D]`` in bf16, a new tensor."""
         plan = plan_for(x.shape[0]) if self.plan is None else self.plan
-        y: torch.Tensor = _fused_moe(
-            x, topk_weights, topk_ids, packed.w13, packed.w2, packed.w13_scale, packed.w2_scale, packed.w13_bias,
-            packed.w2_bias, *self.arguments, plan.numbers(),
-        )  # fmt: skip
-        return y
+        return self.compute(x, topk_weights, topk_ids, packed, plan.numbers())

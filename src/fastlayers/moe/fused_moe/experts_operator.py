@@ -1,0 +1,86 @@
+"""The experts as one operator, whatever computes them: weights one by one, the configuration as its ``repr``.
+
+backend(x, topk_weights, topk_ids, packed)  →  operator(…, w13, w2, scales, biases, "FusedMoEConfig(…)", numbers)
+                                            →  function(x, topk_weights, topk_ids, packed, cfg, numbers)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from fastlayers.moe.fused_moe.config import FusedMoEConfig
+from fastlayers.moe.fused_moe.weights import MoEWeights
+from fastlayers.operators import Operator, like_x, operator
+
+
+@lru_cache(maxsize=256)
+def _config_of(text: str) -> FusedMoEConfig:
+    """Return the configuration that ``text`` is the ``repr`` of."""
+    cfg: FusedMoEConfig = eval(text, {"FusedMoEConfig": FusedMoEConfig, "torch": torch})
+    return cfg
+
+
+def experts_operator(name: str, kind: Callable[..., Any] = MoEWeights) -> Callable[[Callable[..., Any]], Operator]:
+    """Make an operator of ``function(x, topk_weights, topk_ids, packed, cfg, numbers) -> y``.
+
+    Parameters
+    ----------
+    name : str
+    kind : class
+        Of ``packed``; made of six tensors, the last four of which may be ``None``.
+    """
+
+    def register(function: Callable[..., Any]) -> Operator:
+        def experts(
+            x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor,
+            w13_scale: torch.Tensor | None, w2_scale: torch.Tensor | None, w13_bias: torch.Tensor | None,
+            w2_bias: torch.Tensor | None, cfg: str, numbers: list[int],
+        ) -> torch.Tensor:  # fmt: skip
+            packed = kind(w13, w2, w13_scale, w2_scale, w13_bias, w2_bias)
+            y: torch.Tensor = function(x, topk_weights, topk_ids, packed, _config_of(cfg), numbers)
+            return y
+
+        return operator(name, like_x)(experts)
+
+    return register
+
+
+class ExpertsBackend:
+    """A backend whose work is one operator of :func:`experts_operator`.
+
+    Attributes
+    ----------
+    experts : Operator
+    numbers : list[int]
+        What the operator's function is given besides the configuration; none unless a backend says so.
+    """
+
+    experts: Operator
+
+    def __init__(self, cfg: FusedMoEConfig) -> None:
+        self.cfg, self.text = cfg, repr(cfg)
+        self.numbers: list[int] = []
+
+    def pack(self, weights: MoEWeights) -> Any:
+        """Return the weights as they are: the kernels read the parameters' layout."""
+        return weights
+
+    def compute(
+        self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: Any, numbers: list[int]
+    ) -> torch.Tensor:
+        """Call the operator."""
+        y: torch.Tensor = self.experts(
+            x, topk_weights, topk_ids, packed.w13, packed.w2, packed.w13_scale, packed.w2_scale, packed.w13_bias,
+            packed.w2_bias, self.text, numbers,
+        )  # fmt: skip
+        return y
+
+    def __call__(
+        self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: Any
+    ) -> torch.Tensor:
+        """Return ``y`` ``[T,D]`` in the dtype of ``x``, a new tensor."""
+        return self.compute(x, topk_weights, topk_ids, packed, self.numbers)
