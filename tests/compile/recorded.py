@@ -23,6 +23,7 @@ from fastlayers.attention.gqa import cases as gqa_cases
 from fastlayers.attention.meta import AttentionBatch, AttentionState
 from fastlayers.attention.mla import cases as mla_cases
 from fastlayers.attention.mla.triton import rounded_to_e4m3
+from fastlayers.comm import triton_exchange, triton_push
 from fastlayers.linear.bmm.layer import BmmConfig
 from fastlayers.linear.dense.layer import LinearConfig
 from fastlayers.linear.fp8_block.layer import FP8LinearConfig
@@ -45,7 +46,7 @@ from fastlayers.tuning.sweep import case_at, inputs_of
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 TYPES = {
     BF16: "bf16", FP16: "fp16", FP32: "fp32", torch.float64: "fp64", E4M3: "fp8e4nv", torch.uint8: "u8",
-    torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.bool: "i1",
+    torch.int8: "i8", torch.uint16: "u16", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.bool: "i1",
 }  # fmt: skip
 
 
@@ -306,6 +307,31 @@ def _patched(recorder: Recorder) -> None:
             TritonTurn()(x, position, norms, (heads, keys), dim, 1e-6)
 
 
+def _ranks(recorder: Recorder) -> None:
+    """Record the kernels between ranks: sums, and exchanges of rows, with and without the norm behind them."""
+    table, words = _empty(8, dtype=torch.int64), _empty(64, dtype=torch.int32)
+    for hidden, ranks, rows, plain in (
+        (7168, 2, 1, False), (7168, 2, 1024, False), (4096, 2, 1, False), (2048, 2, 1, False), (7168, 4, 1, False),
+        (7168, 8, 1, False), (7168, 2, 1, True),
+    ):  # fmt: skip
+        recorder.label = f"push_sum-{hidden}x{ranks}-{rows}{'-plain' * plain}"
+        x, rest = _empty(rows, hidden, dtype=BF16), _empty(hidden, dtype=BF16)
+        inbox = _empty(2 * ranks * 1024 * hidden, dtype=torch.uint16)
+        norm = (None, None) if plain else (x, rest)
+        triton_push._push_sum.function(
+            x, *norm, table, inbox, words, words, 1e-6, triton_push.NO_NORM if plain else 0, 3, ranks, 2**33, 0,
+            triton_push.warps_of(hidden),
+        )  # fmt: skip
+    for ranks, scatter, gather in ((2, True, False), (2, False, True), (2, True, True), (8, True, True)):
+        both = scatter and gather
+        recorder.label = f"exchange-{ranks}-{'scatter' * scatter}{'gather' * gather}"
+        x, weight = _empty(64, 7168, dtype=BF16), _empty(7168, dtype=BF16)
+        triton_exchange._exchange_rows.function(
+            x, x if both else None, weight if both else None, x, x, table, x, table, table, words, words, words, 1e-6,
+            30, 1023, 3, ranks, 2**33, scatter, gather, 0 if both else triton_push.NO_NORM, 0,
+        )  # fmt: skip
+
+
 def record(recorder: Recorder, layer: str) -> None:
     """Record what a layer's Triton backend launches."""
     backend: Any = registry(layer).named("triton").load()
@@ -331,6 +357,7 @@ def builds() -> list[KernelBuild]:
             router_logits(x, weight, _empty(experts, dtype=BF16), False)
         _rows(recorder)
         _attention(recorder)
+        _ranks(recorder)
         _patched(recorder)
     hopper = hopper_builds([mxfp4_hopper.plan_for(tokens) for tokens in (1, 16, 64, 128)], GPT_OSS, GPT_OSS_TP2)
     return [*recorder.builds.values(), *hopper]

@@ -15,8 +15,9 @@ from recorded import builds, kernels
 
 pytestmark = [pytest.mark.compile, pytest.mark.skipif(env.triton_interpret(), reason="Triton interprets, not compiles")]
 BUILDS = [] if env.triton_interpret() else builds()
-# Bytes a thread that ptxas spills although registers are left.
+# Bytes a thread that ptxas spills although registers are left, or (exchange) with the 128 that 16 warps leave.
 KNOWN_SPILLS = {
+    "_exchange_kernel-exchange-8-scattergather": 20,
     "_linear_kernel-linear-N=24576,K=4096,bfloat16_bfloat16,T=2": 8,
     "_linear_kernel-linear-N=24576,K=1536,float16_float16,T=2": 8,
     "_vector_kernel-linear-N=5120,K=2880,bfloat16_bfloat16,T=1-1": 8,

@@ -27,7 +27,6 @@ from fastlayers.integers import next_power_of_2
 from fastlayers.norm.rms_norm.layer import ROUNDINGS
 from fastlayers.operators import nothing, operator
 from fastlayers.runtime.launch import kernel
-from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
 NO_NORM = -1
@@ -156,7 +155,7 @@ def _exchange_rows(
         x, others, x if weight is None else weight, y, summed, inboxes, inbox, outboxes, flags, flag, state, status,
         x.stride(0), others.stride(0), hidden, eps, share, slots, rank, deadline_ns,
         N=size, SCATTER=scatter, GATHER=gather, ROUNDING=rounding, HAS_RESIDUAL=residual is not None, CHUNK=CHUNK,
-        BLOCK=next_power_of_2(hidden), PART=part, num_warps=warps_of(hidden), **dependent_launch(x),
+        BLOCK=next_power_of_2(hidden), PART=part, num_warps=warps_of(hidden), **dependent_launch(x.device),
     )  # fmt: skip
 
 
@@ -247,29 +246,3 @@ class Exchange:
         if x.shape[0] % self.arena.size:
             raise ArgumentError("Exchange", "rows", x.shape[0], f"a multiple of {self.arena.size} ranks")
         return x.shape[0] // self.arena.size
-
-
-def _build(hidden: int, ranks: int, scatter: bool, gather: bool, rounding: int) -> KernelBuild:
-    what = "_".join(name for name, on in (("scatter", scatter), ("gather", gather), ("norm", rounding >= 0)) if on)
-    pointers = {f"{name}_ptr": "*bf16" for name in ("x", "residual", "weight", "y", "summed", "inbox")}
-    numbers = {n: "i32" for n in ("x_stride", "residual_stride", "hidden", "share", "slots", "rank")}
-    return KernelBuild(
-        f"exchange_{hidden}_n{ranks}_{what}",
-        _exchange_kernel,
-        {
-            **pointers, **numbers, "inboxes_ptr": "*i64", "outboxes_ptr": "*i64", "flags_ptr": "*i64",
-            "flag_ptr": "*i32", "state_ptr": "*i32", "status_ptr": "*i32", "eps": "fp32", "deadline_ns": "i64",
-        },
-        {
-            "N": ranks, "SCATTER": scatter, "GATHER": gather, "ROUNDING": rounding, "HAS_RESIDUAL": rounding >= 0,
-            "CHUNK": CHUNK, "BLOCK": next_power_of_2(hidden), "PART": 0, "PDL": True,
-        },
-        num_warps=warps_of(hidden),
-        aligned=("x_stride", "residual_stride", "hidden"),
-    )  # fmt: skip
-
-
-COMPILE = [
-    _build(7168, 2, True, False, NO_NORM), _build(7168, 2, False, True, NO_NORM), _build(7168, 2, True, True, 0),
-    _build(7168, 8, True, True, 0),
-]  # fmt: skip

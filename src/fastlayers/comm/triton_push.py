@@ -23,7 +23,6 @@ from fastlayers.integers import next_power_of_2
 from fastlayers.norm.rms_norm.layer import ROUNDINGS
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import kernel
-from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
 NO_NORM = -1
@@ -175,7 +174,7 @@ def _push_sum(
             x.stride(0), others.stride(0), hidden, eps, rows, epoch.shape[0], rank, deadline_ns,
             WORD=tl.uint32 if x.dtype.itemsize == 4 else tl.uint16, EMPTY=EMPTY[x.dtype], N=size, ROUNDING=rounding,
             HAS_RESIDUAL=residual is not None, SINGLE=rows == grid, BLOCK=next_power_of_2(hidden), PART=part,
-            num_warps=warps, **dependent_launch(x),
+            num_warps=warps, **dependent_launch(x.device),
         )  # fmt: skip
     return [summed] if rounding == NO_NORM else [y, summed]
 
@@ -230,28 +229,3 @@ class PushSum:
             arena.size, arena.deadline_ns, part, self.warps,
         )  # fmt: skip
         return found[0], found[-1]
-
-
-def _build(hidden: int, ranks: int, single: bool, residual: bool = True, rounding: int = 0) -> KernelBuild:
-    return KernelBuild(
-        f"push_sum_{hidden}_n{ranks}_{'single' if single else 'rows'}{'' if residual else '_plain'}",
-        _push_sum_kernel,
-        {
-            **{name: "*bf16" for name in ("x_ptr", "residual_ptr", "weight_ptr", "y_ptr", "summed_ptr")},
-            "inboxes_ptr": "*i64", "inbox_ptr": "*u16", "epoch_ptr": "*i32", "status_ptr": "*i32", "x_stride": "i32",
-            "residual_stride": "i32", "hidden": "i32", "eps": "fp32", "rows": "i32", "slots": "i32", "rank": "i32",
-            "deadline_ns": "i64",
-        },
-        {
-            "WORD": tl.uint16, "EMPTY": 0x8000, "N": ranks, "ROUNDING": rounding, "HAS_RESIDUAL": residual,
-            "SINGLE": single, "BLOCK": next_power_of_2(hidden), "PART": 0, "PDL": True,
-        },
-        num_warps=warps_of(hidden),
-        aligned=("x_stride", "residual_stride", "hidden"),
-    )  # fmt: skip
-
-
-COMPILE = [
-    _build(7168, 2, True), _build(7168, 2, False), _build(4096, 2, True), _build(2048, 2, True), _build(7168, 4, True),
-    _build(7168, 8, True), _build(7168, 2, True, False, NO_NORM),
-]  # fmt: skip
