@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fastlayers.errors import ArgumentError, CaptureError, check_positive
 from fastlayers.runtime import compile_log
 from fastlayers.runtime.gc_pause import gc_pause
+from fastlayers.runtime.streams import side_lock, side_stream
 
 log = logging.getLogger(__name__)
 # Captures of one graph: processes that share a cache of kernels disturb each other.
@@ -111,12 +112,12 @@ class CudaRuntime:
 
     def __init__(self, device: torch.device | str | int | None = None, pool: Any = None) -> None:
         self.device = _cuda_device(device)
-        self.stream = torch.cuda.Stream(self.device)
+        self.stream = side_stream(self.device)
         self._given = self._pool = pool
 
     def warm_up(self, fn: Callable[[], Any], times: int) -> None:
         """Call ``fn`` so often on the side stream, and wait for it."""
-        with torch.cuda.device(self.device):
+        with side_lock, torch.cuda.device(self.device):
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
                 for _ in range(times):
@@ -127,7 +128,7 @@ class CudaRuntime:
     def capture(self, fn: Callable[[], Any]) -> tuple[Any, Any]:
         """Return ``(graph, what fn returned)``."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self.device):
+        with side_lock, torch.cuda.device(self.device):
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
             before = torch.cuda.current_stream()

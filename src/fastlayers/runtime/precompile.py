@@ -20,6 +20,7 @@ from fastlayers.attention.contexts import CONTEXTS
 from fastlayers.layer import Layer
 from fastlayers.registry import Choice
 from fastlayers.runtime import builds
+from fastlayers.runtime.streams import side_stream
 from fastlayers.tuning.probe import choices_of
 
 TILE = 64
@@ -132,7 +133,7 @@ def run(jobs: Sequence[Job], advance: Callable[[str], None], *, threads: int = T
         try:
             with torch.inference_mode():
                 if torch.cuda.is_available():
-                    with torch.cuda.stream(torch.cuda.Stream()):
+                    with torch.cuda.stream(side_stream()):
                         job.call()
                 else:
                     job.call()

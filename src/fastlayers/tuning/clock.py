@@ -17,6 +17,8 @@ from typing import Protocol
 
 import torch
 
+from fastlayers.runtime.streams import side_lock, side_stream
+
 Call = Callable[[], object]
 FLUSH_BYTES = 160 << 20
 # Runs of a call, least and most: one of a few microseconds varies by a tenth, so that telling 2 % apart needs many.
@@ -170,7 +172,7 @@ class CudaClock:
     def __init__(self, device: torch.device | str = "cuda", cold: bool = True) -> None:
         self.device, self.cold = torch.device(device), cold
         self.pool = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream(self.device)
+        self.stream = side_stream(self.device)
         self._buffer = torch.ones(4096, FLUSH_BYTES // 4 // 4096, device=self.device) if cold else None
         self._target = torch.empty(4096, device=self.device)
         self._flushes: dict[int, _CudaTimed] = {}
@@ -212,7 +214,7 @@ class CudaClock:
         self._flush()
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+        with side_lock, torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
             for _ in range(calls):
                 self._flush()
                 if call is not None:

@@ -17,6 +17,7 @@ from fastlayers.device import as_device
 from fastlayers.errors import FastlayersError
 from fastlayers.registry import Backend, Registry, reference_backend, registry
 from fastlayers.registry.spec import BOUNDS, EXACT, Bound, Case, LayerSpec, spec_of
+from fastlayers.runtime.streams import side_stream
 
 
 class ParityError(FastlayersError, AssertionError):
@@ -122,14 +123,14 @@ def check_capture(layer: str, backend: str | Backend, case: str | Case, seed: in
         impl = row.load()(case.cfg)
         context = spec.prepare(impl, static)
         warm_up = _clone({name: static[name] for name in spec.mutates})
-        stream = torch.cuda.Stream()
+        stream = side_stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
                 spec.run(impl, static, context)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=stream):
             outputs = spec.run(impl, static, context)
         del warm_up
         _copy_into(static, fresh)

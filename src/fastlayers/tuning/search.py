@@ -25,6 +25,7 @@ from fastlayers import tuning
 from fastlayers.device import Device, as_device
 from fastlayers.registry import Backend, registry
 from fastlayers.registry.spec import Case, spec_of
+from fastlayers.runtime.streams import side_stream
 from fastlayers.tuning.clock import SHORT_US, Clock, Timed, Timing, rounds_for
 from fastlayers.tuning.parity import check_parity
 from fastlayers.tuning.rungs import Step, TuneError, alternatives, as_rows, best_times, choose_ladder
@@ -161,7 +162,7 @@ class Bench:
         """
 
         def first(option: Option, call: Callable[[], Any]) -> None:
-            with self.noting(option), torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream(self.place)):
+            with self.noting(option), torch.inference_mode(), torch.cuda.stream(side_stream(self.place)):
                 call()
 
         if self.place.type != "cuda":

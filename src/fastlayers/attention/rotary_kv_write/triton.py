@@ -165,15 +165,6 @@ def _bound(
     return blocks["Q_BLOCKS"] + blocks["KV_BLOCKS"], launch
 
 
-def _fake(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-    positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None, loc: torch.Tensor,
-    q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float | None,
-    rotary_dim: int, interleaved_in: bool, interleaved_out: bool,
-) -> torch.Tensor:  # fmt: skip
-    return q.new_empty(q.shape)
-
-
 @operator("rotary_kv_write", like_x, writes=("keys", "values"))
 def _rotary_kv_write(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
