@@ -54,6 +54,7 @@ class ServeConfig:
     disable_cuda_graph: bool = flag(False, "run every step eager", "--enforce-eager", "--disable-decode-cuda-graph")
     speculative_algorithm: str = flag("none", "draft tokens and verify them", choices=("none", "mtp", "ngram"))
     speculative_max_k: int = flag(4, "drafts a step at most", "--speculative-num-steps")
+    speculative_topk: int = flag(1, "mtp's drafts of each depth; more than 1 make a tree, which runs uncaptured", "--speculative-eagle-topk")  # fmt: skip  # noqa: E501
     speculative_verify: str = flag("match", "rejection: draw mtp's drafts; a seed's text then depends on them", choices=("match", "rejection"))  # fmt: skip  # noqa: E501
     deterministic: bool = flag(False, "equal request and seed, equal bytes", "--enable-deterministic-inference")
     grammar_timeout: float = flag(5.0, "seconds that compiling one grammar may take")

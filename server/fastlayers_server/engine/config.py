@@ -77,6 +77,8 @@ class EngineConfig(msgspec.Struct, frozen=True):
         Share of the device's memory for everything in this process.
     speculative_algorithm : str
         "none", "ngram" (prompt lookup) or "mtp" (the model's own draft layer).
+    speculative_topk : int
+        Of "mtp": drafts of each depth; more than one make a tree.
     speculative_verify : str
         "match": a draft is right if it is what the request draws; "rejection": drafts of "mtp" are drawn, and more of
         them are right, but a seed's text depends on them.
@@ -108,6 +110,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     disable_cuda_graph: bool = False
     speculative_algorithm: str = "none"
     speculative_max_k: int = 4
+    speculative_topk: int = 1
     speculative_verify: str = "match"
     deterministic: bool = False
     max_logprobs: int = 20

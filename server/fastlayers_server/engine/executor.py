@@ -107,8 +107,8 @@ class TorchExecutor:
     extend_buckets : ExtendBuckets, optional
     verify_tokens : int
         Most tokens of a step that verifies drafts.
-    mtp : bool
-        Keep what the model's own draft layer needs.
+    mtp : int
+        Keep what the model's own draft layer needs; drafts of each depth, 0: it does not draft.
     rejection : bool
         Draw its drafts, and verify them by rejection.
     profile_folder : Path, optional
@@ -124,7 +124,7 @@ class TorchExecutor:
         graphs: CudaGraphs | None = None,
         extend_buckets: ExtendBuckets | None = None,
         verify_tokens: int = 0,
-        mtp: bool = False,
+        mtp: int = 0,
         rejection: bool = False,
         profile_folder: Path | None = None,
     ) -> None:
@@ -145,7 +145,7 @@ class TorchExecutor:
             return SlotStep(
                 model, self.caches, state, sampler, config.num_pages, cuda_graph=cuda_graph,
                 graphs=shared[0] if shared else None, extend_buckets=extend_buckets, verify_tokens=verify_tokens,
-                keep_hidden=mtp,
+                keep_hidden=mtp > 0,
             )  # fmt: skip
 
         self.decoding = step(running)
@@ -161,7 +161,7 @@ class TorchExecutor:
         self._profiler: Any = None
         self.rule = ALL if rejection else VERIFY
         draws = (sampler, self.decoding.table) if rejection else None
-        self.mtp = MTPDrafts(model, self.caches, config, draws) if mtp else None
+        self.mtp = MTPDrafts(model, self.caches, config, draws, mtp) if mtp else None
 
     @property
     def overlaps(self) -> bool:

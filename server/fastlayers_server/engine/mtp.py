@@ -1,4 +1,4 @@
-"""Drafts of a model's own NextN layer: a chain of its likeliest tokens, behind hidden rows of the model itself.
+"""Drafts of a model's own NextN layer: a chain or a tree of its likeliest tokens, behind hidden rows of the model.
 
     row i of the layer = (hidden state of token i, token i + 1), and predicts token i + 2
 
@@ -20,8 +20,60 @@ from fastlayers.sampler.layer import Sampler
 from fastlayers.sampler.torch import probabilities
 from fastlayers_models.rows import RowTable
 from fastlayers_server.engine.config import SchedulerConfig
-from fastlayers_server.engine.request import RUNNING, Chunk, Request
+from fastlayers_server.engine.request import RUNNING, Chunk, Request, Tree
 from fastlayers_server.engine.step import DRAFTS, on_device
+
+
+class Growing:
+    """One request's drafts while they grow.
+
+    Attributes
+    ----------
+    ids, parents, scores : list
+        Of each draft: token, place of the draft before it (-1: none), log-probability of the path.
+    front : list of int
+        The drafts that grow; -1: what is known.
+    states : Tensor ``[front, D]``
+    spine, inputs : list
+        All that grew or grow, and the state that each follows.
+    """
+
+    def __init__(self, request: Request, states: torch.Tensor) -> None:
+        self.request, self.states, self.front = request, states, [-1]
+        self.ids: list[int] = []
+        self.parents: list[int] = []
+        self.scores: list[float] = []
+        self.spine: list[int] = []
+        self.inputs: list[torch.Tensor] = []
+
+    @property
+    def rows_end(self) -> int:
+        """Rows of the layer's cache that the request then has."""
+        return len(self.request.tokens) - 1 + len(self.spine)
+
+    def add(self, scores: list[list[float]], ids: list[list[int]], keep: int) -> None:
+        """Add drafts behind each of the front, of which the best are the next one."""
+        first = len(self.ids)
+        for node, more, tokens in zip(self.front, scores, ids, strict=True):
+            self.ids += tokens
+            self.parents += [node] * len(tokens)
+            self.scores += [score + (self.scores[node] if node >= 0 else 0.0) for score in more]
+        front = sorted(sorted(range(first, len(self.ids)), key=lambda node: -self.scores[node])[:keep])
+        self.inputs += [self.states[self.front.index(self.parents[node])] for node in front]
+        self.spine += front
+        self.front = front
+
+    def before(self) -> tuple[int, ...]:
+        """Return the place in the spine of the draft before each of it."""
+        at = {node: place for place, node in enumerate(self.spine)}
+        return tuple(at.get(self.parents[node], -1) for node in self.spine)
+
+    def best(self, count: int) -> Tree:
+        """Return the likeliest drafts; none is likelier than the one before it."""
+        kept = sorted(sorted(range(len(self.ids)), key=lambda node: -self.scores[node])[:count])
+        at = {node: place for place, node in enumerate(kept)}
+        parents = [at.get(self.parents[node], -1) for node in kept]
+        return Tree([self.ids[node] for node in kept], parents)
 
 
 class MTPDrafts:
@@ -35,6 +87,9 @@ class MTPDrafts:
     config : SchedulerConfig
     draws : (Sampler, RowTable), optional
         Draft as requests draw, instead of the likeliest tokens: for verification by rejection.
+    topk : int
+        More than 1: a tree, grown as EAGLE-2 does: in each depth the likeliest ``topk`` paths grow by ``topk`` tokens
+        each, and of all tokens ``topk`` times the depth are kept, those of the likeliest paths.
 
     Attributes
     ----------
@@ -48,16 +103,17 @@ class MTPDrafts:
         caches: Sequence[LayerCache],
         config: SchedulerConfig,
         draws: tuple[Sampler, RowTable] | None = None,
+        topk: int = 1,
     ) -> None:
-        self.model, self.active, self._draws = model, True, draws
+        self.model, self.active, self._draws, self.topk = model, True, draws, topk
         self._cache, self._size = caches[model.config.num_hidden_layers], config.page_size
-        self._tokens = config.max_batched_tokens + 16 * config.max_running
+        self._tokens = config.max_batched_tokens + 8 * topk * config.max_running
         pages = -(-config.max_model_len // config.page_size)
         self._state = AttentionState(config.max_running, self._tokens, pages, config.page_size, model.device)
         self._covered: dict[Request, int] = {}  # positions whose rows of this layer are there
         self._news: dict[Request, list[torch.Tensor]] = {}  # hidden rows of the positions behind
         self._noted: dict[Request, int] = {}
-        self._drafts: dict[Request, list[int]] = {}
+        self._drafts: dict[Request, Growing] = {}
         self._proposed: dict[Request, list[torch.Tensor]] = {}  # of what each of them was drawn
 
     def begin(self, request: Request, start: int) -> None:
@@ -78,8 +134,11 @@ class MTPDrafts:
             kept.clear()
 
     def draft(self, request: Request, count: int) -> Sequence[int]:
-        """Return up to ``count`` tokens that may come next."""
-        return self._drafts.get(request, [])[:count]
+        """Return up to ``count`` tokens that may come next, of a tree the likeliest."""
+        found = self._drafts.get(request)
+        if found is None:
+            return []
+        return found.best(count) if self.topk > 1 else found.ids[:count]
 
     @torch.inference_mode()
     def prepare(self, count: int) -> None:
@@ -109,35 +168,49 @@ class MTPDrafts:
         last = [i for i, (request, _, _) in enumerate(work) if self._covered[request] == len(request.tokens) - 1]
         if last:
             states = states.index_select(0, on_device([ends[i] - 1 for i in last], states.device))
-            self._chain([work[i][0] for i in last], states, count)
+            self._grow([Growing(work[i][0], row[None]) for i, row in zip(last, states, strict=True)], count)
 
-    def _chain(self, requests: list[Request], states: torch.Tensor, count: int) -> None:
-        """Draft one token after the other, as far as each request has pages."""
+    def _grow(self, growing: list[Growing], count: int) -> None:
+        """Draft one depth after the other, as far as each request has pages."""
         for depth in range(count):
-            ids = self._chosen(requests, self.model.mtp_logits(states), depth)
-            for request, token in zip(requests, ids, strict=True):
-                self._drafts.setdefault(request, []).append(token)
-            if depth + 1 == count:
+            requests = [g.request for g in growing for _ in g.front]
+            states = torch.cat([g.states for g in growing])
+            scores, ids = self._chosen(requests, self.model.mtp_logits(states), depth)
+            place = 0
+            for g in growing:
+                part = slice(place, place + len(g.front))
+                g.add(scores[part], ids[part], self.topk)
+                self._drafts[g.request] = g
+                place = part.stop
+            growing = [g for g in growing if g.rows_end <= len(g.request.pages) * self._size]
+            if depth + 1 == count or not growing:
                 return
-            places = [len(request.tokens) - 1 + depth for request in requests]
-            kept = [i for i, r in enumerate(requests) if places[i] < len(r.pages) * self._size]
-            if not kept:
-                return
-            states = states.index_select(0, on_device(kept, states.device))
-            requests = [requests[i] for i in kept]
-            starts, pages = [places[i] for i in kept], [request.pages for request in requests]
-            states = self._run(states, [ids[i] for i in kept], [1] * len(kept), starts, pages)
+            # Of a chain only the last row is new; a tree's are computed again, so that one mask tells who sees whom.
+            parts = [slice(len(g.spine) - 1 if self.topk == 1 else 0, len(g.spine)) for g in growing]
+            lengths = [part.stop - part.start for part in parts]
+            starts = [len(g.request.tokens) - 1 + part.start for g, part in zip(growing, parts, strict=True)]
+            found = self._run(
+                torch.stack([row for g, part in zip(growing, parts, strict=True) for row in g.inputs[part]]),
+                [g.ids[node] for g, part in zip(growing, parts, strict=True) for node in g.spine[part]],
+                lengths, starts, [g.request.pages for g in growing],
+                tuple(g.before() for g in growing) if self.topk > 1 else (),
+            )  # fmt: skip
+            for g, rows in zip(growing, found.split(lengths), strict=True):
+                g.states = rows[len(rows) - len(g.front) :]
 
-    def _chosen(self, requests: list[Request], logits: torch.Tensor, depth: int) -> list[int]:
-        """Return each request's next draft: the likeliest token, or one drawn in a stream of its own."""
+    def _chosen(
+        self, requests: list[Request], logits: torch.Tensor, depth: int
+    ) -> tuple[list[list[float]], list[list[int]]]:
+        """Return the drafts behind each state and their log-probabilities: the likeliest, or one that is drawn."""
         if self._draws is None:
-            return logits.argmax(-1).tolist()
+            found = logits.float().log_softmax(-1).topk(self.topk)
+            return found.values.tolist(), found.indices.tolist()
         sampler, table = self._draws
         params = table.gather(on_device([request.slot - 1 for request in requests], logits.device))
         params = params._replace(seed=params.seed ^ DRAFTS, offset=params.offset + depth)
         for request, proposed in zip(requests, probabilities(logits, params), strict=True):
             self._proposed.setdefault(request, []).append(proposed)
-        return sampler(logits, params, "filtered").tolist()
+        return [[0.0]] * len(requests), sampler(logits, params, "filtered")[:, None].tolist()
 
     def proposed(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Return the distribution of the draft behind each place, 0 where there is none."""
@@ -145,8 +218,9 @@ class MTPDrafts:
         return torch.stack([q for c in chunks for q in [*self._proposed[c.request][: len(c.ids) - 1], none]])
 
     def _run(
-        self, states: torch.Tensor, follow: list[int], lengths: list[int], starts: list[int], pages: list[list[int]]
-    ) -> torch.Tensor:
-        meta = self._state.plan(AttentionBatch(tuple(lengths), tuple(starts), pages))
+        self, states: torch.Tensor, follow: list[int], lengths: list[int], starts: list[int], pages: list[list[int]],
+        parents: tuple[tuple[int, ...], ...] = (),
+    ) -> torch.Tensor:  # fmt: skip
+        meta = self._state.plan(AttentionBatch(tuple(lengths), tuple(starts), pages, (), parents))
         found: torch.Tensor = self.model.mtp_states(states, on_device(follow, states.device), meta, self._cache)
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from fastlayers_server.engine.cache import Node
@@ -75,18 +76,36 @@ class Request:
         return self.submit.max_new_tokens - self.drawn
 
 
+class Tree(list[int]):
+    """Drafts, and of each the place of the one before: -1 is the known token."""
+
+    def __init__(self, ids: Iterable[int], parents: Iterable[int]) -> None:
+        super().__init__(ids)
+        self.parents = list(parents)
+
+
 @dataclass(slots=True)
 class Chunk:
     """A piece of a request that an extend computes.
 
     ``ids`` stand at positions ``start`` and on. The last ``samples`` of them are drawn from: 0 in the middle of a
-    prompt, 1 at its end, 1 + drafts where ``ids`` are a known token and drafts for the ones behind it.
+    prompt, 1 at its end, 1 + drafts where ``ids`` are a known token and drafts for the ones behind it. ``parents``:
+    where drafts are a tree, the place in ``ids`` of the token before each, -1 for the known one.
     """
 
     request: Request
     start: int
     ids: list[int]
     samples: int
+    parents: Sequence[int] = ()
+
+    @property
+    def depths(self) -> list[int]:
+        """How many drafts lead to each of ``ids``, itself included."""
+        found = list(range(0 if self.parents else len(self.ids)))
+        for parent in self.parents:
+            found.append(0 if parent < 0 else found[parent] + 1)
+        return found
 
 
 @dataclass(slots=True)

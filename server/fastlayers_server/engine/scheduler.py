@@ -20,7 +20,7 @@ from fastlayers_server.engine.config import SchedulerConfig
 from fastlayers_server.engine.metrics import Metrics
 from fastlayers_server.engine.protocol import Output, Submit, TokenLogprobs, unpack_ids
 from fastlayers_server.engine.queue import WaitingQueue
-from fastlayers_server.engine.request import ENDED, RUNNING, WAITING, Chunk, Request, TickPlan, TickResult
+from fastlayers_server.engine.request import ENDED, RUNNING, WAITING, Chunk, Request, TickPlan, TickResult, Tree
 from fastlayers_server.engine.running import Running
 
 HOLD_SECONDS = 1.0  # how long a request waits for one with the same beginning
@@ -133,7 +133,7 @@ class Scheduler:
                 partial.append(request)
             elif request.left > 0:
                 rows.append(request)
-        drafts = {r: list(draft(r, r.left - 1)) for r in rows if self._may_draft(r)} if draft is not None else {}
+        drafts = {r: draft(r, r.left - 1) for r in rows if self._may_draft(r)} if draft is not None else {}
         budget = limit = max(self.config.piece, self.budget.chunk(len(rows)))
         lengths = {r: r.kv + 1 + len(drafts.get(r, ())) for r in rows}
         for request in partial[: self.config.max_extend_requests]:
@@ -179,12 +179,13 @@ class Scheduler:
         enough = request.drawn >= request.submit.min_new_tokens
         return request.left > 1 and not request.inflight and not request.general and enough
 
-    def _plan_row(self, plan: TickPlan, request: Request, draft: list[int] | None) -> None:
+    def _plan_row(self, plan: TickPlan, request: Request, draft: Sequence[int] | None) -> None:
         start = request.kv
         request.inflight += 1
         if draft:
             ids = [request.tokens[-1], *draft]
-            plan.verify.append(Chunk(request, start, ids, len(ids)))
+            parents = [-1, *(parent + 1 for parent in draft.parents)] if isinstance(draft, Tree) else ()
+            plan.verify.append(Chunk(request, start, ids, len(ids), parents))
             request.kv = start + len(ids)  # settled at commit, when it is known how many of the drafts count
         else:
             plan.rows.append(request)

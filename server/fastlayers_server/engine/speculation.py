@@ -52,6 +52,8 @@ class Lookup:
 class Lookups:
     """Prompt lookup for every request."""
 
+    topk = 1
+
     def __init__(self) -> None:
         self._lookups: dict[Request, Lookup] = {}
 
@@ -69,13 +71,18 @@ class Lookups:
 
 
 class Source(Protocol):
-    """What drafts: :class:`Lookups`, or :class:`fastlayers_server.engine.mtp.MTPDrafts`."""
+    """What drafts: :class:`Lookups`, or :class:`fastlayers_server.engine.mtp.MTPDrafts`.
+
+    ``topk``: where drafts are a tree, tokens of each depth on average; 1: a chain.
+    """
+
+    topk: int
 
     def rest(self) -> None:
         """No drafts are wanted for now."""
 
     def prepare(self, count: int) -> None:
-        """Make up to ``count`` drafts for everybody, now that all tokens are known."""
+        """Draft up to ``count`` tokens ahead for everybody, now that all tokens are known."""
 
     def draft(self, request: Request, count: int) -> Sequence[int]:
         """Return up to ``count`` tokens that may come next."""
@@ -131,7 +138,7 @@ class Speculation:
 
     def draft(self, request: Request, limit: int) -> Sequence[int]:
         """Return what may come next, see :class:`fastlayers_server.engine.loop.Drafts`."""
-        return self.source.draft(request, min(limit, self.k))
+        return self.source.draft(request, min(limit, self.k * self.source.topk))
 
     def observe(self, plan: TickPlan, result: TickResult, seconds: float) -> None:
         """Learn how many drafts were right, and what the tick took."""
@@ -140,7 +147,7 @@ class Speculation:
         for chunk, tokens in zip(plan.verify, result.tokens[len(result.tokens) - len(plan.verify) :], strict=True):
             accepted = len(tokens) - 1
             right += accepted
-            wrong += accepted < len(chunk.ids) - 1
+            wrong += accepted < max(chunk.depths)
             self.metrics.add("spec_drafts_total")
             self.metrics.add("spec_draft_tokens_total", "", len(chunk.ids) - 1)
             for position in range(accepted):

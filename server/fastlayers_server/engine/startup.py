@@ -67,8 +67,9 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1) -> Parts:
     cuda = model.device.type == "cuda"
     executor = TorchExecutor(
         model, limits, cuda_graph=False if config.disable_cuda_graph else "auto", profile_folder=folder,
-        verify_tokens=limits.max_running * (config.speculative_max_k + 1) if speculates else 0,
-        mtp=config.speculative_algorithm == "mtp", rejection=config.speculative_verify == "rejection",
+        verify_tokens=limits.max_running * (config.speculative_max_k * config.speculative_topk + 1) * speculates,
+        mtp=config.speculative_topk * (config.speculative_algorithm == "mtp"),
+        rejection=config.speculative_verify == "rejection",
     )  # fmt: skip
     scheduler = Scheduler(limits)
     if cuda:
@@ -120,21 +121,23 @@ def refuse_variant(layers: Any) -> None:
 
 
 def _speculates(config: EngineConfig) -> bool:
-    if config.speculative_algorithm not in ("none", "ngram", "mtp"):
-        accepted = "'none', 'ngram' (prompt lookup) or 'mtp' (the model's own draft layer)"
-        raise ArgumentError("engine", "speculative_algorithm", repr(config.speculative_algorithm), accepted)
-    if not 1 <= config.speculative_max_k <= 8:
-        raise ArgumentError("engine", "speculative_max_k", config.speculative_max_k, "1 to 8")
-    if config.speculative_verify != "match" and (config.speculative_verify, config.speculative_algorithm) != (
-        "rejection",
-        "mtp",
-    ):
-        accepted = "'match', or 'rejection' where 'mtp' drafts: those of 'ngram' are not drawn"
-        raise ArgumentError("engine", "speculative_verify", repr(config.speculative_verify), accepted)
-    if config.deterministic and config.speculative_algorithm != "none":
-        accepted = "'none' with deterministic: a step that verifies has other shapes than one that decodes"
-        raise ArgumentError("engine", "speculative_algorithm", repr(config.speculative_algorithm), accepted)
-    return config.speculative_algorithm != "none"
+    how, rule, topk = config.speculative_algorithm, config.speculative_verify, config.speculative_topk
+    mtp = how == "mtp"
+    for name, good, accepted in (
+        ("algorithm", how in ("none", "ngram", "mtp"),
+         "'none', 'ngram' (prompt lookup) or 'mtp' (the model's own draft layer)"),
+        ("algorithm", how == "none" or not config.deterministic,
+         "'none' with deterministic: a step that verifies has other shapes than one that decodes"),
+        ("max_k", 1 <= config.speculative_max_k <= 8, "1 to 8"),
+        ("verify", rule == "match" or (rule == "rejection" and mtp),
+         "'match', or 'rejection' where 'mtp' drafts: those of 'ngram' are not drawn"),
+        ("topk", topk == 1 or (2 <= topk <= 4 and mtp and rule == "match"),
+         "1, or 2 to 4 where 'mtp' drafts and 'match' verifies"),
+    ):  # fmt: skip
+        if not good:
+            given = getattr(config, f"speculative_{name}")
+            raise ArgumentError("engine", f"speculative_{name}", repr(given), accepted)
+    return how != "none"
 
 
 def model_folder(name: str) -> Path:

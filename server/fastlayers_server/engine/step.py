@@ -139,10 +139,12 @@ class SlotStep(ModelStep):
         lengths = tuple(len(chunk.ids) for chunk in chunks)
         longest = max(chunk.start + len(chunk.ids) for chunk in chunks)
         table = self._pages_of([chunk.request.slot for chunk in chunks], longest)
-        batch = AttentionBatch(lengths, tuple(chunk.start for chunk in chunks), table)
+        tree = any(chunk.parents for chunk in chunks)
+        parents = tuple(tuple(c.parents or range(-1, len(c.ids) - 1)) for c in chunks) if tree else ()
+        batch = AttentionBatch(lengths, tuple(chunk.start for chunk in chunks), table, (), parents)
         # Also when they are told already: a prompt that is computed again is computed alike.
         wants_all = any(chunk.request.submit.prompt_logprobs >= 0 for chunk in chunks)
-        key = None if wants_all else self._extend_key(batch.num_tokens, len(chunks), mode, False)
+        key = None if wants_all or tree else self._extend_key(batch.num_tokens, len(chunks), mode, False)
         bucket = None if key is None else ExtendBucket(key.tokens, key.requests)
         meta = self.state.plan(batch, bucket=bucket, num_pages=self.num_pages)
         rows = [chunk.request.slot - 1 if chunk.samples else None for chunk in chunks]
@@ -153,7 +155,10 @@ class SlotStep(ModelStep):
             assert self.graphs is not None
             return self.graphs.replay(key), None
         hidden = self._forward(meta)
-        return self._finish(meta, hidden, mode), hidden
+        found = self._finish(meta, hidden, mode)
+        if tree:
+            self._compact(found, meta.out_cache_loc)
+        return found, hidden
 
     def _send_drafts(self, chunks: Sequence[Chunk], width: int) -> None:
         rows: list[int] = []
@@ -163,8 +168,8 @@ class SlotStep(ModelStep):
         for chunk in chunks:
             count, first = len(chunk.ids), len(rows)
             rows += [chunk.request.slot - 1] * count
-            depths += range(count)
-            parents += [first, *range(first, first + count - 1)]
+            depths += chunk.depths
+            parents += [first + max(parent, 0) for parent in chunk.parents or range(-1, count - 1)]
             drafts += [RIGHT, *(chunk.ids[1:] if self.scripted is None else self.scripted(chunk))]
         idle = width - len(rows)
         columns = (rows + [self.nobody] * idle, depths + [0] * idle, parents + [0] * idle, drafts + [-1] * idle)
@@ -251,6 +256,23 @@ class SlotStep(ModelStep):
         last = right & (onward == 0)
         self.table.scatter(torch.where(last, rows, self.nobody), offsets, drawn)
         return torch.where(right, drawn, PASSED)
+
+    def _compact(self, told: torch.Tensor, slots: torch.Tensor) -> None:
+        """Move what drafts of a tree that count left in the cache behind their known token, in order."""
+        _, depths, first, _ = self._verified(told.shape[0])
+        for _ in range(DOUBLINGS):
+            first = first.index_select(0, first)
+        count = told.shape[0]
+        places = torch.arange(count + 1, device=told.device)
+        order = places.scatter(0, torch.where(told != PASSED, first + depths, count), places[:-1])[:-1]
+        origins = slots.index_select(0, order)
+        for cache in self.caches:
+            for part in (cache.keys, cache.values):
+                if part is not None:  # torch gathers no e4m3
+                    rows = (part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part).flatten(0, 1)
+                    rows.index_copy_(0, slots, rows.index_select(0, origins))
+        if self._eager_hidden is not None:
+            self._eager_hidden = self._eager_hidden.index_select(0, order)
 
     def reject(self, logits: torch.Tensor, proposed: torch.Tensor) -> torch.Tensor:
         """Verify chains of drafts that were drawn: the other rule, under which more of them are right.

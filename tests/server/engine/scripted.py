@@ -170,9 +170,13 @@ class ScriptedExecutor:
         for page in table[: -(-start // size)]:
             found += cells[page]
         self._demand(found[:start] == truth.hashes[:start], request, f"reads a prefix that is not its own, at {start}")
-        for offset, value in enumerate(chain(truth.before(start), ids)):
+        self._write(request, start, chain(truth.before(start), ids))
+
+    def _write(self, request: Request, start: int, values: Sequence[int]) -> None:
+        table, size = self.tables[request.slot], self.page_size
+        for offset, value in enumerate(values):
             column, place = divmod(start + offset, size)
-            cells.setdefault(table[column], [0] * size)[place] = value
+            self.cells.setdefault(table[column], [0] * size)[place] = value
 
     def _draw(self, request: Request) -> list[int]:
         truth, submit = self.truths[request], request.submit
@@ -188,11 +192,13 @@ class ScriptedExecutor:
         truth = self.truths[chunk.request]
         self._demand(chunk.ids[0] == truth.tokens[-1], chunk.request, "verifies behind a token that is not its last")
         self._run(chunk.request, chunk.start, chunk.ids)
-        drawn: list[int] = []
-        for draft in [*chunk.ids[1:], None]:
+        before, end = chunk.parents or range(-1, len(chunk.ids) - 1), len(truth.tokens)
+        drawn, path = self._draw(chunk.request), [0]
+        while right := [i for i, p in enumerate(before) if p == path[-1] and chunk.ids[i] == drawn[-1]]:
+            path += right
             drawn += self._draw(chunk.request)
-            if draft != drawn[-1]:
-                break
+        if chunk.parents:  # the rows of the path are moved together
+            self._write(chunk.request, chunk.start, truth.hashes[chunk.start : end + len(path) - 1])
         return drawn
 
     def explain(self) -> Any:

@@ -58,10 +58,12 @@ class Serving(RuleBasedStateMachine):
         pieces=st.integers(0, 2),
         delay=st.integers(0, 2),
         draft=st.one_of(st.none(), st.tuples(st.integers(1, 5), st.integers(0, 5))),
+        tree=st.booleans(),
     )
     def begin(
         self, page_size: int, room: float, running: int, chunk: int, extends: int, partials: int, cache: bool,
         policy: str, priority: bool, drop: bool, pieces: int, delay: int, draft: tuple[int, int] | None,
+        tree: bool,
     ) -> None:  # fmt: skip
         self.longest = 160 if page_size < 64 else 320
         limits = config(
@@ -72,7 +74,7 @@ class Serving(RuleBasedStateMachine):
         if pieces:  # deterministic mode, which drafts nothing
             piece, draft = pieces * math.lcm(page_size, 16), None
             limits = msgspec.structs.replace(limits, piece=piece, max_batched_tokens=max(piece, chunk))
-        self.world = World(limits, delay=delay, draft=draft)
+        self.world = World(limits, delay=delay, draft=draft, tree=tree)
 
     @rule(
         kind=st.integers(0, 3),
@@ -152,7 +154,7 @@ def season(seed: int, ticks: int, busy: bool) -> int:
     if draft is None and limits.max_batched_tokens >= 2 * block and r.random() < 0.4:
         limits = msgspec.structs.replace(limits, piece=block * r.choice([1, 2]))
     bad = (lambda rid, position: rid % 29 == 0 and position == 2) if r.random() < 0.3 else None
-    world = World(limits, delay=r.randint(0, 2), draft=draft, nonfinite=bad)
+    world = World(limits, delay=r.randint(0, 2), draft=draft, tree=r.random() < 0.5, nonfinite=bad)
     load, world.check_every = 1.0 if busy else r.uniform(0.05, 0.8), 16
     for _ in range(ticks):
         if r.random() < load and world.scheduler.queue.count < 20:

@@ -12,8 +12,9 @@ import torch
 
 from fastlayers.sampler.layer import SamplingParams
 from fastlayers_server.engine.metrics import Metrics
-from fastlayers_server.engine.protocol import Sampling
-from fastlayers_server.engine.request import Chunk, Request, TickPlan, TickResult
+from fastlayers_server.engine.mtp import Growing
+from fastlayers_server.engine.protocol import Sampling, Submit
+from fastlayers_server.engine.request import Chunk, Request, TickPlan, TickResult, Tree
 from fastlayers_server.engine.speculation import PROBE, Lookup, Lookups, Speculation
 from fastlayers_server.engine.step import RIGHT
 
@@ -71,6 +72,34 @@ def test_tokens_are_those_without_drafts(model: Any, captured: bool, wrong_every
     if captured:
         replays, _ = bench.executor.graph_counts()
         assert any(count and "verify" in key for key, count in replays.items())
+    assert bench.scheduler.cache.private == bench.scheduler.cache.locked == 0
+
+
+class Trees(Told):
+    """The right tokens among wrong ones: each depth has two that are wrong, and paths behind those."""
+
+    def draft(self, request: Request, limit: int) -> list[int]:
+        right, tree, last, wrong = super().draft(request, limit), Tree([], []), -1, -1
+        for token in right:
+            tree += [(token + 7) % 90, token, (token + 9) % 90]
+            tree.parents += [last, last, wrong]
+            last, wrong = len(tree) - 2, len(tree) - 3
+        return Tree(tree[:limit], tree.parents[:limit])
+
+
+@pytest.mark.parametrize("wrong_every", [0, 2])
+@pytest.mark.parametrize(("name", "page_size"), [("deepseek", 16), ("qwen", 1), ("gpt_oss", 16)])
+def test_a_tree_gives_the_same_tokens(name: str, page_size: int, wrong_every: int) -> None:
+    model, rows, new = make_model(name, page_size), prompts(4), 16
+    ways = [Sampling(0.9, 30, 0.95, seed=9 + i) if i % 2 else Sampling(0.0) for i in range(4)]
+    wanted = plain(model, rows, new, [SamplingParams(w.temperature, w.top_k, w.top_p, seed=w.seed) for w in ways])
+    drafts = Trees({tuple(r): w for r, w in zip(rows, wanted, strict=True)}, 3, wrong_every)
+    bench = Bench(model, drafts=drafts, verify_tokens=64, num_pages=80 * 16 // page_size)
+    for _ in range(2):  # the second time, what was moved together may be found in the cache
+        assert bench.generate(rows, new, ways) == wanted
+    counters = bench.scheduler.metrics.counters
+    assert drafts.steps["verified"] < (0.45 if not wrong_every else 0.9) * 2 * len(rows) * new
+    assert counters["wasted_tokens_total"]["speculation"] > drafts.steps["verified"]
     assert bench.scheduler.cache.private == bench.scheduler.cache.locked == 0
 
 
@@ -176,7 +205,7 @@ def test_the_models_own_draft_layer(captured: bool, k: int) -> None:
     rows = chats(3)
     wanted = plain(model, rows, new)
     bench = Bench(
-        model, captured=captured, overlap=captured, verify_tokens=32, mtp=True, drop_last_block=True,
+        model, captured=captured, overlap=captured, verify_tokens=32, mtp=1, drop_last_block=True,
         drafts=lambda executor, metrics: Always(executor.mtp, k, metrics),
     )  # fmt: skip
     for turn in range(2):  # the second time, prompts are found in the cache
@@ -190,6 +219,39 @@ def test_the_models_own_draft_layer(captured: bool, k: int) -> None:
     ways = [Sampling(0.8, 30, 0.95, seed=i) for i in range(3)]
     plain_ways = [SamplingParams(0.8, 30, 0.95, seed=i) for i in range(3)]
     assert bench.generate(rows, new, ways) == plain(model, rows, new, plain_ways)
+
+
+def test_a_tree_of_the_draft_layer_takes_fewer_steps_than_a_chain() -> None:
+    # Drafts end where a request's pages do, and those of a tree sooner.
+    model, rows, new, k = make_model("deepseek", 64), chats(3), 60, 3
+    ways = [Sampling(1.1, seed=i) for i in range(3)]
+    wanted = plain(model, rows, new, [SamplingParams(1.1, seed=i) for i in range(3)])
+    steps = {}
+    for topk in (1, 3):
+        bench = Bench(
+            model, verify_tokens=40, mtp=topk, drop_last_block=True, prefix_cache=False,
+            drafts=lambda executor, metrics: Always(executor.mtp, k, metrics),
+        )  # fmt: skip
+        assert bench.generate(rows, new, ways) == wanted
+        assert bench.generate(rows, new) == plain(model, rows, new)
+        steps[topk] = bench.scheduler.metrics.counters["spec_drafts_total"][""]
+    assert steps[3] < steps[1]
+
+
+def test_drafts_grow_from_the_likeliest_paths() -> None:
+    """Against all paths of a depth, by hand: the best four of the two that grow."""
+    grow = Growing(Request(Submit(1, b"\0" * 8), 1, [1, 2], frozenset(), 0), torch.zeros(1, 4))
+    grow.add([[-0.1, -2.0]], [[10, 11]], 2)
+    assert (grow.front, grow.spine, grow.before()) == ([0, 1], [0, 1], (-1, -1))
+    grow.states = torch.zeros(2, 4)
+    grow.add([[-0.5, -0.7], [-0.1, -3.0]], [[20, 21], [22, 23]], 2)
+    assert (grow.ids, grow.parents) == ([10, 11, 20, 21, 22, 23], [-1, -1, 0, 0, 1, 1])
+    assert grow.front == [2, 3] and grow.before() == (-1, -1, 0, 0)
+    best = grow.best(4)
+    assert (list(best), best.parents) == ([10, 11, 20, 21], [-1, -1, 0, 0])
+    # A child is never kept without its parent, whatever ties there are.
+    grow.scores = [-1.0] * 6
+    assert all(parent < place for place, parent in enumerate(grow.best(3).parents))
 
 
 def test_a_draft_layer_that_rests_is_not_asked_for_those_who_ran() -> None:
@@ -206,7 +268,7 @@ def test_a_draft_layer_that_rests_is_not_asked_for_those_who_ran() -> None:
             return self.k > 0
 
     bench = Bench(
-        model, verify_tokens=32, mtp=True, drop_last_block=True, num_pages=30, max_running=3,
+        model, verify_tokens=32, mtp=1, drop_last_block=True, num_pages=30, max_running=3,
         drafts=lambda executor, metrics: Sometimes(executor.mtp, 2, metrics),
     )  # fmt: skip
     assert bench.generate(rows, 40) == wanted

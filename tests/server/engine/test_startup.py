@@ -42,6 +42,10 @@ def test_a_random_model_of_known_shapes() -> None:
         ({"deterministic": True, "max_num_batched_tokens": 32}, "max_num_batched_tokens is 32; accepted: 64 or more"),
         ({"speculative_algorithm": "eagle"}, r"speculative_algorithm is 'eagle'; accepted: 'none', 'ngram'"),
         ({"speculative_algorithm": "ngram", "speculative_verify": "rejection"}, "'rejection' where 'mtp' drafts"),
+        (
+            {"speculative_algorithm": "ngram", "speculative_topk": 2},
+            "topk is 2; accepted: 1, or 2 to 4 where",
+        ),
         ({"speculative_max_k": 0}, r"speculative_max_k is 0; accepted: 1 to 8"),
         ({"kv_cache_dtype": "int3"}, r"kv_cache_dtype is 'int3'; accepted: auto, bf16"),
     ],

@@ -143,7 +143,7 @@ def test_the_draft_layers_tokens_by_rejection(captured: bool) -> None:
     for drafts in (False, True):
         bench = Bench(
             model, captured=captured, max_running=batch, num_pages=700, drop_last_block=True,
-            verify_tokens=160 * drafts, mtp=drafts, rejection=drafts,
+            verify_tokens=160 * drafts, mtp=int(drafts), rejection=drafts,
             drafts=(lambda executor, metrics: Every(executor.mtp, 2, metrics)) if drafts else None,
         )  # fmt: skip
         told = bench.generate(

@@ -11,7 +11,7 @@ from typing import Any
 
 from fastlayers_server.engine.config import SchedulerConfig
 from fastlayers_server.engine.protocol import Output, Sampling, Submit, pack_ids, unpack_ids
-from fastlayers_server.engine.request import ENDED, RUNNING, Request, TickPlan
+from fastlayers_server.engine.request import ENDED, RUNNING, Request, TickPlan, Tree
 from fastlayers_server.engine.scheduler import Scheduler
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -55,14 +55,15 @@ class Told:
 class World:
     """Drives plans, launches and commits; results come ``delay`` ticks late.
 
-    ``draft``: (how many tokens are drafted, how many of them are right), or None.
+    ``draft``: (how many tokens ahead are drafted, how many of them are right), or None; ``tree``: among wrong ones.
     """
 
     def __init__(
-        self, config: SchedulerConfig, *, delay: int = 0, draft: tuple[int, int] | None = None, nonfinite: Any = None
-    ) -> None:
+        self, config: SchedulerConfig, *, delay: int = 0, draft: tuple[int, int] | None = None, tree: bool = False,
+        nonfinite: Any = None,
+    ) -> None:  # fmt: skip
         self.scheduler = Scheduler(config)
-        self.config, self.delay, self.draft = config, delay, draft
+        self.config, self.delay, self.draft, self.tree = config, delay, draft, tree
         self.executor = ScriptedExecutor(script, config.page_size, nonfinite=nonfinite)
         self.pending: deque[tuple[TickPlan, Any]] = deque()
         self.told: dict[int, Told] = {}
@@ -167,7 +168,15 @@ class World:
         count, right = self.draft
         prompt, seed, drawn = request.tokens[: request.prompt_len], request.submit.sampling.seed, request.drawn
         ids = [script(prompt, seed, drawn + i) for i in range(min(count, limit))]
-        return [token if i < right else (token + 1) % VOCAB for i, token in enumerate(ids)]
+        if not self.tree:
+            return [token if i < right else (token + 1) % VOCAB for i, token in enumerate(ids)]
+        # Behind each right token two wrong ones and (as far as wanted) the next right one, in the middle.
+        tree, last = Tree([], []), -1
+        for i, token in enumerate(ids):
+            tree += [(token + 1) % VOCAB, token if i < right else (token + 3) % VOCAB, (token + 2) % VOCAB]
+            tree.parents += [last] * 3
+            last = len(tree) - 2
+        return Tree(tree[:limit], tree.parents[:limit])
 
     def _commit(self) -> None:
         plan, step = self.pending.popleft()
