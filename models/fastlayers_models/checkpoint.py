@@ -20,8 +20,6 @@ from fastlayers.moved import renamed
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# A conversion keeps this file until it is done.
-UNFINISHED = "conversion_state.json"
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 # How a sharded checkpoint names its files.
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")

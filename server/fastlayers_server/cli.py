@@ -104,8 +104,7 @@ def _dtype(name: str, option: str = "--dtype") -> Any:
 
 def _path(name: str, option: str = "checkpoint") -> Path:
     """Return the directory of a checkpoint: the one that ships, a local one, or one from the hub."""
-    from fastlayers_models.auto import find
-    from fastlayers_server.variants import TINY, assets
+    from fastlayers_models.find import TINY, assets, find
 
     if name in ("tiny", TINY):
         return assets() / TINY

@@ -6,13 +6,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from fastlayers.comm.parallel import ParallelSpec
 from fastlayers.errors import UnknownModelError
-from fastlayers.tuning.probe import choices_of
+
+if TYPE_CHECKING:
+    import torch
 
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
 
@@ -137,13 +136,15 @@ def shapes_of(
     tp: int = 1,
     *,
     ep: int = 1,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | None = None,
     kv_dtype: torch.dtype | None = None,
 ) -> list[LayerShape]:
     """Return the layer configurations that a model constructs on one rank of ``tp``, the most frequent first.
 
-    The model is constructed on the meta device: what it would run is asked of itself.
+    The model is constructed on the meta device: what it would run is asked of itself. ``dtype``: default bf16.
     """
+    from fastlayers.tuning.probe import choices_of
+
     model = meta_model(config, tp, ep=ep, dtype=dtype, kv_dtype=kv_dtype)
     found: dict[tuple[str, Any], int] = {}
     for module in model.modules():
@@ -158,12 +159,21 @@ def meta_model(
     tp: int = 1,
     *,
     ep: int = 1,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | None = None,
     kv_dtype: torch.dtype | None = None,
 ) -> Any:
-    """Return the model of a ``config.json`` on the meta device, as rank 0 of ``tp`` ranks constructs it."""
+    """Return the model of a ``config.json`` on the meta device, as rank 0 of ``tp`` ranks constructs it in bf16."""
+    import torch
+
+    from fastlayers.comm.parallel import ParallelSpec
     from fastlayers_models.auto import family_of
 
     family: Any = family_of(config)
-    parallel = ParallelSpec.grid(tp, 0, ep=ep)
-    return family(family.config_class.from_hf(config), parallel=parallel, device="meta", dtype=dtype, kv_dtype=kv_dtype)
+    parallel, dtype = ParallelSpec.grid(tp, 0, ep=ep), dtype or torch.bfloat16
+    return family(
+        family.config_class.from_hf(config),
+        parallel=parallel,
+        device="meta",
+        dtype=dtype or torch.bfloat16,
+        kv_dtype=kv_dtype,
+    )

@@ -11,21 +11,25 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from fastlayers.errors import ArgumentError, CheckpointError
-from fastlayers_server.engine.protocol import EngineClient
-from fastlayers_server.front.config import FrontConfig
-from fastlayers_server.front.link import Link
 from fastlayers_server.serve_config import ServeConfig, as_json, keys_of, parse
+
+if TYPE_CHECKING:
+    from fastlayers_server.engine.protocol import EngineClient
+    from fastlayers_server.front.config import FrontConfig
+    from fastlayers_server.front.link import Link
 
 log = logging.getLogger("fastlayers.serve")
 
 
 def front_config(config: ServeConfig, folder: Path) -> FrontConfig:
     """Return the front's part of the settings."""
+    from fastlayers_server.front.config import FrontConfig
+
     template = None
     if config.chat_template:
         try:
@@ -120,15 +124,16 @@ def run(config: ServeConfig) -> int:
 
 def model_folder(config: ServeConfig, scratch: Path) -> Path:
     """Return the folder of the model; of random weights the configuration is enough, which we may know by name."""
-    from fastlayers_models.auto import find
-    from fastlayers_server.known_models import KNOWN
-    from fastlayers_server.variants import TINY, assets
+    from fastlayers_models.find import TINY, assets, find
 
-    if config.load_format == "dummy" and config.model in KNOWN:
-        folder = scratch / config.model.rpartition("/")[2]
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(dict(KNOWN[config.model])))
-        return folder
+    if config.load_format == "dummy":
+        from fastlayers_server.known_models import KNOWN
+
+        if config.model in KNOWN:
+            folder = scratch / config.model.rpartition("/")[2]
+            folder.mkdir()
+            (folder / "config.json").write_text(json.dumps(dict(KNOWN[config.model])))
+            return folder
     try:
         return assets() / TINY if config.model in ("tiny", TINY) else find(config.model)
     except CheckpointError as error:
@@ -138,9 +143,8 @@ def model_folder(config: ServeConfig, scratch: Path) -> Path:
 def _run(config: ServeConfig, folder: Path, begin: float) -> int:
     import uvloop
 
-    from fastlayers_server.front.app import make_app, make_front
-    from fastlayers_server.front.server import Runner, bound
-    from fastlayers_server.front.tokens import TokenText
+    from fastlayers_server.front.link import Link
+    from fastlayers_server.front.sockets import bound
 
     settings = front_config(config, folder)
     try:
@@ -154,9 +158,13 @@ def _run(config: ServeConfig, folder: Path, begin: float) -> int:
     loop = uvloop.new_event_loop()
     link = Link(engine_of(config, folder), config.watchdog_timeout)
     if not config.in_process:
-        # The engine's process starts while the tokenizer is read here. A thread could not: transformers' imports are
-        # lazy, and of two threads that import at once one finds half of them.
+        # The engine's process starts while this one imports, and reads the tokenizer. A thread could not: transformers'
+        # imports are lazy, and of two threads that import at once one finds half of them.
         link.start(loop)
+    from fastlayers_server.front.app import make_app, make_front
+    from fastlayers_server.front.server import Runner
+    from fastlayers_server.front.tokens import TokenText
+
     try:
         tokens = TokenText(folder, settings.chat_template, config.load_format == "dummy")
     except ValueError as error:
@@ -169,6 +177,7 @@ def _run(config: ServeConfig, folder: Path, begin: float) -> int:
     front.link.on_death = runner.engine_died
 
     async def announce() -> None:
+        await runner.listening.wait()  # the engine may be ready first
         await front.link.started.wait()
         if front.link.was_ready:
             name, took = settings.name, time.monotonic() - begin

@@ -19,15 +19,6 @@ from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.convert import convert_to_fp8_block, dequantize_checkpoint
 from fastlayers_models.generate import Generator
 
-TINY = "tiny_deepseek_v3"
-
-
-def assets() -> Path:
-    """Return the folder with the checkpoints that ship with the project."""
-    import fastlayers_models
-
-    return Path(fastlayers_models.__file__).parent / "assets"
-
 
 def reason_of(error: Exception) -> str:
     """Return what another library raised, as one line."""

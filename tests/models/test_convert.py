@@ -17,8 +17,8 @@ from fastlayers.errors import ArgumentError, CheckpointError
 from fastlayers.linear.fp8_scaled.layer import quantize_scaled_weight
 from fastlayers.quant import slow_formats
 from fastlayers_models import AutoModel
-from fastlayers_models.checkpoint import UNFINISHED
 from fastlayers_models.convert import Conversion, convert_checkpoint, dequantize_checkpoint, quantisable
+from fastlayers_models.find import UNFINISHED
 from fastlayers_server import tasks
 from fastlayers_server.cli import app
 from fastlayers_server.evaluate import chat_ids

@@ -17,8 +17,9 @@ from typer.testing import CliRunner
 
 from fastlayers.device import DESCRIBED
 from fastlayers.errors import ArgumentError, CheckpointError, FastlayersError
+from fastlayers_models.find import TINY, assets
 from fastlayers_server.cli import app, main
-from fastlayers_server.variants import TINY, VARIANTS, assets
+from fastlayers_server.variants import VARIANTS
 
 GPT_OSS = str(Path(__file__).parents[2] / "checkpoints" / "tiny_gpt_oss")
 ROOTS = [str(Path(__file__).parents[2] / root) for root in ("src", "models", "server")]

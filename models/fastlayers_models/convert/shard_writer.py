@@ -21,8 +21,9 @@ import torch
 from safetensors.torch import save_file
 
 from fastlayers.errors import ArgumentError
-from fastlayers_models.checkpoint import INDEX, SINGLE, UNFINISHED, Checkpoint
+from fastlayers_models.checkpoint import INDEX, SINGLE, Checkpoint
 from fastlayers_models.convert.readme import ORIGINAL, originals_readme
+from fastlayers_models.find import UNFINISHED
 
 Tensors = dict[str, torch.Tensor]
 # Returns what is written for one tensor of the source, and notes that are kept across interruptions.

@@ -1,4 +1,4 @@
-"""``fastlayers bench serve | startup | latency | throughput``."""
+"""``fastlayers bench serve | startup | latency | throughput``; what they need is imported when one runs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from typing import Any
 import typer
 
 from fastlayers.errors import ArgumentError
-from fastlayers_server.bench import serve, startup
-from fastlayers_server.bench.report import text
 from fastlayers_server.flags import given_values, parser_of, typed
 
 # Flags of vLLM's benchmarks that we lack, and why.
@@ -53,6 +51,9 @@ def _run(name: str, work: Any) -> dict[str, Any]:
 
 def bench_serve(arguments: Sequence[str]) -> int:
     """Load a server and print what vLLM's benchmark prints; the exit code is 1 if a request failed."""
+    from fastlayers_server.bench import serve
+    from fastlayers_server.bench.report import text
+
     config, as_json = _config(serve.BenchConfig, "serve", arguments, {})
     found = _run("serve", serve.measured(config))
     ours = found["fastlayers"]
@@ -80,6 +81,8 @@ def bench_serve(arguments: Sequence[str]) -> int:
 
 def bench_startup(arguments: Sequence[str]) -> int:
     """Start a server several times and print when it listened, was ready, and gave its first token."""
+    from fastlayers_server.bench import startup
+
     config, as_json = _config(startup.StartupConfig, "startup", arguments, {})
     found = _run("startup", startup.measured(config))
     if as_json:
@@ -93,9 +96,11 @@ def bench_startup(arguments: Sequence[str]) -> int:
 def bench_latency(arguments: Sequence[str]) -> int:
     """Send one batch of requests at once, several times, and print how long a batch takes."""
     defaults = {"num_prompts": 8, "random_input_len": 32, "random_output_len": 128, "num_runs": 10, "ignore_eos": True}
-    config, as_json = _config(serve.BenchConfig, "latency", arguments, defaults)
     import numpy as np
 
+    from fastlayers_server.bench import serve
+
+    config, as_json = _config(serve.BenchConfig, "latency", arguments, defaults)
     times: list[float] = []
 
     async def work() -> dict[str, Any]:
@@ -121,6 +126,8 @@ def bench_latency(arguments: Sequence[str]) -> int:
 
 def bench_throughput(arguments: Sequence[str]) -> int:
     """Send all requests at once and print requests and tokens a second."""
+    from fastlayers_server.bench import serve
+
     config, as_json = _config(serve.BenchConfig, "throughput", arguments, {"ignore_eos": True})
     found = _run("throughput", serve.measured(config))
     short = {

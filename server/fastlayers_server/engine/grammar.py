@@ -11,6 +11,7 @@ import asyncio
 import resource
 import struct
 import sys
+import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -172,7 +173,8 @@ class GrammarMasks:
     Parameters
     ----------
     info
-        See :func:`tokenizer_info`.
+        See :func:`tokenizer_info`; or a function that returns it, called once, by :meth:`read` or when the first
+        grammar comes.
     vocab_size : int
     max_rows : int
         Rows of a tick that are drawn for.
@@ -187,18 +189,26 @@ class GrammarMasks:
     ) -> None:
         import torch
 
-        self._info, self._cache_bytes = info, cache_bytes
+        self._info, self._cache_bytes, self._reading = info, cache_bytes, threading.Lock()
         self._grammars: OrderedDict[str, Any] = OrderedDict()
         self._matchers: dict[Request, Any] = {}
         self._slow: Counter[Request] = Counter()
         self._masks = torch.full((max_rows, -(-vocab_size // 32)), -1, dtype=torch.int32, pin_memory=pinned)
 
+    def read(self) -> Any:
+        """Return the description of the tokenizer; from any thread."""
+        with self._reading:
+            if callable(self._info):
+                self._info = self._info()
+            return self._info
+
     def add(self, key: str, serialized: str) -> None:
         """Keep a compiled grammar; one that cannot be read is not known, and its requests are told so."""
+        info = self.read()
         from xgrammar import CompiledGrammar
 
         try:
-            self._grammars[key] = CompiledGrammar.deserialize_json(serialized, self._info)
+            self._grammars[key] = CompiledGrammar.deserialize_json(serialized, info)
         except (RuntimeError, ValueError):
             return
         while len(self._grammars) > 1 and sum(g.memory_size_bytes for g in self._grammars.values()) > self._cache_bytes:

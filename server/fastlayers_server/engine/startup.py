@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from fastlayers.errors import ArgumentError
 from fastlayers.layer import Layer
 from fastlayers.registry import registry
 from fastlayers.sampler.layer import Sampler
+from fastlayers_models.find import TINY, assets, find
 from fastlayers_server.engine.client import Parts
 from fastlayers_server.engine.config import EngineConfig, SchedulerConfig
 from fastlayers_server.engine.executor import TorchExecutor
@@ -26,7 +28,6 @@ from fastlayers_server.engine.request import Chunk, Request
 from fastlayers_server.engine.scheduler import Scheduler
 from fastlayers_server.engine.speculation import Lookups, Speculation
 from fastlayers_server.engine.step import GREEDY, LOGITS
-from fastlayers_server.variants import TINY, assets
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "e4m3": torch.float8_e4m3fn}
 # Beside weights and cache: graphs, workspaces, activations and logits of the largest steps.
@@ -61,10 +62,12 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1) -> Parts:
     if grammars is not None:
         limits = msgspec.structs.replace(limits, features=(*limits.features, "grammar"))
     begin = time.monotonic()
-    if model.device.type == "cuda":
+    cuda = model.device.type == "cuda"
+    if cuda and grammars is not None:
+        grammars.read()
+    if cuda:
         fl.warmup(model, max_tokens=limits.max_model_len, max_batch=limits.max_running, progress=False)
     folder = Path(config.profile_folder) if config.profile_folder else None
-    cuda = model.device.type == "cuda"
     executor = TorchExecutor(
         model, limits, cuda_graph=False if config.disable_cuda_graph else "auto", profile_folder=folder,
         verify_tokens=limits.max_running * (config.speculative_max_k * config.speculative_topk + 1) * speculates,
@@ -93,6 +96,9 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1) -> Parts:
     if speculates:
         drafts = Speculation(executor.mtp or Lookups(), config.speculative_max_k, scheduler.metrics)
     overlap = executor.overlaps and not config.disable_overlap_schedule
+    if not cuda and grammars is not None:
+        # It takes a second, and nothing else of a start without a GPU does.
+        threading.Thread(target=grammars.read, name="engine-grammar", daemon=True).start()
     return Parts(scheduler, executor, info, overlap, grammars, drafts)
 
 
@@ -104,7 +110,10 @@ def _grammars(config: EngineConfig, limits: SchedulerConfig, device: torch.devic
     folder = model_folder(config.model)
     if not (folder / "tokenizer.json").is_file():
         return None
-    described = tokenizer_info(folder, limits.vocab_size, limits.eos_ids)
+
+    def described() -> Any:
+        return tokenizer_info(folder, limits.vocab_size, limits.eos_ids)
+
     return GrammarMasks(described, limits.vocab_size, 2 * limits.max_running, pinned=device.type == "cuda")
 
 
@@ -141,9 +150,7 @@ def _speculates(config: EngineConfig) -> bool:
 
 
 def model_folder(name: str) -> Path:
-    """Return the folder of a model, see :func:`fastlayers_models.auto.find`; "tiny" is the one that ships."""
-    from fastlayers_models.auto import find
-
+    """Return the folder of a model, see :func:`fastlayers_models.find.find`; "tiny" is the one that ships."""
     return assets() / TINY if name in ("tiny", TINY) else find(name)
 
 

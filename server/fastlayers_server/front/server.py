@@ -58,19 +58,6 @@ def protocol_with(header_timeout: float) -> type[HttpToolsProtocol]:
     return Protocol
 
 
-def bound(host: str, port: int) -> socket.socket:
-    """Return a listening socket; raises ``OSError`` if the address is taken or is none of ours."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    made = socket.socket(family)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        made.bind((host, port))
-    except OSError:
-        made.close()
-        raise
-    return made
-
-
 class Runner(uvicorn.Server):
     """One server and its front.
 
@@ -90,7 +77,13 @@ class Runner(uvicorn.Server):
         )  # fmt: skip
         self.front = front
         self.exit_code = 0
+        self.listening = asyncio.Event()
         self._draining: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        await super().startup(sockets)
+        self.listening.set()
 
     def engine_died(self, reason: str) -> None:
         """End the process: the engine does not come back."""

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-
-import torch
+from typing import TYPE_CHECKING
 
 from fastlayers import env
 from fastlayers.comm.parallel import ParallelSpec
 from fastlayers.errors import ArgumentError, check_positive
+
+if TYPE_CHECKING:
+    import torch
 
 # A rank that is gone is noticed after so long at the latest.
 TIMEOUT = timedelta(minutes=10)
@@ -73,6 +75,7 @@ class Ranks:
         ArgumentError
             Not started with as many processes, or fewer GPUs than processes here.
         """
+        import torch
         import torch.distributed as dist
 
         started = env.torchrun_rank()

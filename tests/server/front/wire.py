@@ -12,7 +12,8 @@ from typing import Any
 
 from fastlayers_server.front.app import make_app, make_front
 from fastlayers_server.front.config import FrontConfig
-from fastlayers_server.front.server import Runner, bound
+from fastlayers_server.front.server import Runner
+from fastlayers_server.front.sockets import bound
 
 from .harness import TINY, ScriptedEngine, tokens_of
 

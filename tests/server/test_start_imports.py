@@ -1,0 +1,82 @@
+"""What a start does not import before it is ready: each of these costs a large part of a second."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOTS = [str(Path(__file__).parents[2] / root) for root in ("src", "models", "server")]
+BEGIN = f"import sys; sys.path[:0] = {ROOTS!r}\n"
+# Until the engine's process is started: with that done early, both processes import at the same time.
+BEFORE_THE_ENGINE = """
+import asyncio
+from pathlib import Path
+from fastlayers_server import cli, serve_command
+from fastlayers_server.engine import process
+
+class Started(Exception):
+    pass
+
+def start(self, deliver):
+    raise Started
+
+process.EngineProcess.start = start
+try:
+    serve_command.serve(["--port", "0", *{flags}])
+except Started:
+    pass
+"""
+FRONT = """
+from fastlayers_server.front.app import make_app, make_front
+from fastlayers_server.front.server import Runner
+from fastlayers_server.engine.process import engine_client
+"""
+ENGINE = """
+from fastlayers_server.engine import child, startup
+"""
+BUILT = """
+import threading
+from fastlayers_server.engine.config import EngineConfig
+from fastlayers_server.engine.grammar import GrammarMasks
+from fastlayers_server.engine.startup import build
+GrammarMasks.read = lambda self: None  # on a thread of its own, when the engine is ready
+parts = build(EngineConfig(model="tiny", max_model_len=256), lambda phase: None)
+assert "grammar" in parts.info.features
+"""
+HEAVY = ("torch", "transformers", "xgrammar", "triton", "sympy", "aiohttp", "opentelemetry.sdk", "litellm", "openai")
+
+
+def loaded(code: str) -> set[str]:
+    """Return the modules of a fresh process that ran this."""
+    done = subprocess.run(
+        [sys.executable, "-c", BEGIN + code + "\nprint('\\n'.join(sys.modules))"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize("flags", [[], ["Qwen/Qwen3-8B", "--load-format", "dummy"]])
+def test_before_the_engines_process_is_started(flags: list[str]) -> None:
+    found = loaded(BEFORE_THE_ENGINE.replace("{flags}", repr(flags)))
+    assert "fastlayers_server.engine.process" in found
+    assert not found & {*HEAVY, "fastapi", "uvicorn", "tokenizers"}
+
+
+def test_the_front_without_its_tokenizer() -> None:
+    found = loaded(FRONT)
+    assert "fastapi" in found and not found & {*HEAVY}
+
+
+def test_the_engine() -> None:
+    found = loaded(ENGINE)
+    assert "torch" in found
+    assert not found & {"transformers", "xgrammar", "triton", "sympy", "torch._dynamo", "torch._inductor", "fastapi"}
+
+
+def test_an_engine_that_is_built_on_a_cpu() -> None:
+    found = loaded(BUILT)
+    assert not found & {"transformers", "xgrammar", "torch._dynamo", "torch._inductor", "sympy", "fastapi"}
