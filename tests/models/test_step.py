@@ -22,7 +22,7 @@ from fastlayers_models.deepseek import DeepseekForCausalLM
 from fastlayers_models.generate import Generator
 from fastlayers_models.gpt_oss import GptOssConfig, GptOssForCausalLM
 from fastlayers_models.qwen import QwenConfig, QwenForCausalLM
-from fastlayers_models.rows import IN_FLIGHT
+from fastlayers_models.rows import IN_FLIGHT, ExtendInputs
 from fastlayers_models.step import ModelStep, Part, Row, StepKey, _capturable
 
 TINY = Path(fastlayers_models.__file__).parent / "assets" / "tiny_deepseek_v3"
@@ -359,3 +359,12 @@ def test_arguments() -> None:
         Requests(make("qwen3"), True, extend_buckets=(16,))
     assert ExtendBuckets().within(600, 3) == ExtendBuckets((16, 32, 64, 128, 256, 512), (1, 2, 3))
     assert ExtendBuckets((16, 24, 64), (1, 8)).within(64, 20, 16) == ExtendBuckets((16, 64), (1, 8))
+
+
+@pytest.mark.parametrize("size", [1, 5, 6, 16])
+def test_inputs_of_an_extend_have_room_for_all_whatever_their_size(size: int) -> None:
+    inputs = ExtendInputs(size, size, torch.device("cpu"))
+    inputs.write([([7] * size, size - 1)], [size], None)
+    assert inputs.ids(size, torch.zeros(size + 1, dtype=torch.int64)).tolist() == [7] * size
+    assert inputs.count.item() == size and inputs.rows.shape == inputs.last.shape == (size,)
+    assert inputs.rows[0].item() == size - 1
