@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fastlayers.attention.contexts import context_of
+from fastlayers.attention.context_buckets import context_of
 from fastlayers.device import DESCRIBED
 from fastlayers.registry import registry
 from fastlayers.testing.spec import spec_of

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from fastlayers import tuning
-from fastlayers.attention.gqa.core import GQAConfig
+from fastlayers.attention.gqa.config import GQAConfig
 from fastlayers.device import DESCRIBED, as_device
 from fastlayers.linear.dense.layer import LinearConfig
 from fastlayers.linear.fp8_block.layer import FP8LinearConfig

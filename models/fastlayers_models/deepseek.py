@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 import fastlayers as fl
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.meta import AttentionMeta
-from fastlayers.attention.mla.paths import MLAThresholds
+from fastlayers.attention.mla.prefix_chunks import MLAThresholds
 from fastlayers.comm.collectives import gather_logits
 from fastlayers.comm.layouts import Hidden
 from fastlayers.comm.padding import StepTokens

@@ -58,7 +58,7 @@ def jobs_of_models(models: Sequence[str], tp: int, ep: int, layers: Sequence[str
 
 def _contexts(cfg: Any) -> list[Any]:
     """Return a configuration for every context that attention's decode distinguishes; others as they are."""
-    from fastlayers.attention.contexts import CONTEXTS
+    from fastlayers.attention.context_buckets import CONTEXTS
 
     if getattr(cfg, "phase", "") != "decode":
         return [cfg]

@@ -9,6 +9,12 @@ from typing import Any
 
 # old module -> new module
 MODULES = {
+    "fastlayers.attention.contexts": "fastlayers.attention.context_buckets",
+    "fastlayers.attention.gqa.core": "fastlayers.attention.gqa.config",
+    "fastlayers.attention.mla.configs": "fastlayers.attention.mla.launch_config",
+    "fastlayers.attention.mla.core": "fastlayers.attention.mla.config",
+    "fastlayers.attention.mla.paths": "fastlayers.attention.mla.prefix_chunks",
+    "fastlayers.attention.staging": "fastlayers.attention.pinned_copy",
     "fastlayers.collector": "fastlayers.runtime.gc_pause",
     "fastlayers.compiles": "fastlayers.runtime.compile_log",
     "fastlayers.fingerprint": "fastlayers.tuning.staleness",

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from fastlayers.attention.buckets import ExtendBucket
-from fastlayers.attention.gqa.core import GQA, GQAConfig
+from fastlayers.attention.gqa.config import GQA, GQAConfig
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState, whole_pages
-from fastlayers.attention.mla.core import MLA, MLAConfig
+from fastlayers.attention.mla.config import MLA, MLAConfig
 from fastlayers.errors import ArgumentError
 
 PAGE = 16

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import fastlayers as fl
 from fastlayers.attention.gqa.cases import SPEC
-from fastlayers.attention.gqa.core import GQAConfig
+from fastlayers.attention.gqa.config import GQAConfig
 from fastlayers.attention.gqa.layer import Attention, key_axis
 from fastlayers.attention.gqa.reference import ReferenceGQA
 from fastlayers.attention.gqa.torch import TorchGQA

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import fastlayers as fl
-from fastlayers.attention.contexts import CONTEXTS
+from fastlayers.attention.context_buckets import CONTEXTS
 from fastlayers.attention.gqa import flashinfer
 from fastlayers.attention.gqa.cases import SPEC
-from fastlayers.attention.gqa.core import GQA, GQAConfig, split_bytes
+from fastlayers.attention.gqa.config import GQA, GQAConfig, split_bytes
 from fastlayers.attention.gqa.layer import Attention
 from fastlayers.attention.meta import AttentionBatch, AttentionState
 from fastlayers.device import DESCRIBED

@@ -16,13 +16,13 @@ import torch
 
 import fastlayers as fl
 import fastlayers.attention.mla.flashinfer as mla_flashinfer
-import fastlayers.attention.mla.paths as mla_paths
-from fastlayers.attention.contexts import CONTEXTS, context_of
+import fastlayers.attention.mla.prefix_chunks as mla_paths
+from fastlayers.attention.context_buckets import CONTEXTS, context_of
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
-from fastlayers.attention.mla.configs import KNOBS, decode_config
-from fastlayers.attention.mla.core import MLA, MLAConfig, Varlen
+from fastlayers.attention.mla.config import MLA, MLAConfig, RaggedLengths
 from fastlayers.attention.mla.flashinfer import FlashInferFA3, pieces, seeing
 from fastlayers.attention.mla.flashmla import FlashMLA
+from fastlayers.attention.mla.launch_config import KNOBS, decode_config
 from fastlayers.attention.mla.torch import TorchMLA
 from fastlayers.attention.mla.triton import TritonMLA
 from fastlayers.device import as_device
@@ -213,7 +213,7 @@ def test_flashinfer_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
         cu_q, cu_k, o, lse, mask, *_, scale, _, _, _ = rest
         assert numbers == [7]
         core, bounds = TorchMLA(replace(TINY, softmax_scale=scale)), (cu_q.diff().tolist(), cu_k.diff().tolist())
-        lens = Varlen.of(tuple(bounds[0]), tuple(bounds[1]), bool(mask), q.device)
+        lens = RaggedLengths.of(tuple(bounds[0]), tuple(bounds[1]), bool(mask), q.device)
         result, natural = core.prefill(q, k, v, lens)
         o.copy_(result.masked_fill((natural == float("-inf")).unsqueeze(-1), 3.0))
         natural = natural.masked_fill(natural == float("-inf"), 5.0)
@@ -224,7 +224,7 @@ def test_flashinfer_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mla_flashinfer, "_prefill_module", lambda *args: module)
     core, plain = FlashInferFA3(TINY), TorchMLA(TINY)
     q, k, v = torch.randn(8, 3, 40), torch.randn(15, 3, 40), torch.randn(15, 3, 20)
-    lens = Varlen.of((6, 2), (6, 9), True, q.device)
+    lens = RaggedLengths.of((6, 2), (6, 9), True, q.device)
     for need_lse in (True, False):
         o, lse = core.prefill(q, k, v, lens, need_lse)
         expected, expected_lse = plain.prefill(q, k, v, lens, need_lse)
@@ -234,11 +234,11 @@ def test_flashinfer_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.testing.assert_close(lse, expected_lse)
     FlashInferFA3(TINY).prefill(q, k, v, lens)
     assert planned == [([0, 6, 8], [6, 9])], "one plan for all calls with the same lengths"
-    blind = Varlen.of((6, 2), (4, 11), True, q.device)
+    blind = RaggedLengths.of((6, 2), (4, 11), True, q.device)
     for ours, theirs in zip(core.prefill(q, k, v, blind), plain.prefill(q, k, v, blind), strict=True):
         torch.testing.assert_close(ours, theirs)
     assert planned.pop() == ([0, 2, 6, 8], [0, 4, 11])
-    o, lse = core.prefill(q, k[:0], v[:0], Varlen.of((6, 2), (0, 0), False, q.device))
+    o, lse = core.prefill(q, k[:0], v[:0], RaggedLengths.of((6, 2), (0, 0), False, q.device))
     assert (o == 0).all() and (lse == float("-inf")).all() and len(planned) == 1
 
 
@@ -331,13 +331,13 @@ def test_a_layer_takes_the_core_of_the_step(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_prefill_lengths_are_made_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[int, ...]] = []
-    of = Varlen.of
+    of = RaggedLengths.of
 
-    def counted(q_lens: tuple[int, ...], k_lens: tuple[int, ...], causal: bool, device: torch.device) -> Varlen:
+    def counted(q_lens: tuple[int, ...], k_lens: tuple[int, ...], causal: bool, device: torch.device) -> RaggedLengths:
         made.append(k_lens)
         return of(q_lens, k_lens, causal, device)
 
-    monkeypatch.setattr(mla_paths.Varlen, "of", counted)
+    monkeypatch.setattr(mla_paths.RaggedLengths, "of", counted)
     thresholds = mla_paths.MLAThresholds(prefix=4, one_shot=5, chunk=16)
     first, second = attention(thresholds=thresholds), attention(thresholds=thresholds)
     caches = [fl.kv_cache_spec(layer, page_size=16).allocate(num_pages=6)[0] for layer in (first, second)]
@@ -384,6 +384,6 @@ def test_tuned_kernels_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tokens_that_see_nothing_are_set_apart(
     q_lens: tuple[int, ...], k_lens: tuple[int, ...], causal: bool, expected: tuple[list[int], ...]
 ) -> None:
-    cut = seeing(Varlen.of(q_lens, k_lens, causal, torch.device("cpu")))
+    cut = seeing(RaggedLengths.of(q_lens, k_lens, causal, torch.device("cpu")))
     assert cut == expected
     assert sum(cut[0]) == sum(q_lens) and sum(cut[1]) == sum(k_lens)

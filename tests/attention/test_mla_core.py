@@ -8,8 +8,8 @@ import torch
 import fastlayers.attention.mla.torch as mla_torch
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
 from fastlayers.attention.mla.cases import CASES, SPEC
-from fastlayers.attention.mla.configs import MAX_SPLITS, LaunchConfig, decode_config, num_splits
-from fastlayers.attention.mla.core import MLA, MLAConfig, Varlen
+from fastlayers.attention.mla.config import MLA, MLAConfig, RaggedLengths
+from fastlayers.attention.mla.launch_config import MAX_SPLITS, LaunchConfig, decode_config, num_splits
 from fastlayers.attention.mla.torch import TorchMLA, request_rows
 from fastlayers.device import as_device
 from fastlayers.errors import ArgumentError, NoBackendError
@@ -47,7 +47,7 @@ def test_absorbed_equals_expanded(backend: str) -> None:
     latent, rope = stacked[:, :32], stacked[:, 32:]
     k = torch.cat([torch.einsum("sl,hnl->shn", latent, w_k), rope[:, None].expand(-1, 3, -1)], -1)
     v = torch.einsum("sl,hvl->shv", latent, w_v)
-    o, lse = core.prefill(q, k, v, Varlen.of(q_lens, k_lens, True, CPU))
+    o, lse = core.prefill(q, k, v, RaggedLengths.of(q_lens, k_lens, True, CPU))
     absorbed = torch.cat([torch.einsum("thn,hnl->thl", q[..., :24], w_k), q[..., 24:]], -1)
     prefix = tuple(k - n for n, k in zip(q_lens, k_lens, strict=True))
     o_latent, lse_latent = core.decode(absorbed, paged(rows, table), plan(AttentionBatch(q_lens, prefix, table)))
@@ -82,10 +82,10 @@ def test_left_padded_extend_equals_dense_attention(backend: str) -> None:
 def test_lse_merges_chunks_to_the_whole(backend: str) -> None:
     core = build(backend)
     q, k, v = torch.randn(4, 3, 40), torch.randn(37, 3, 40), torch.randn(37, 3, 20)
-    whole, whole_lse = core.prefill(q, k, v, Varlen.of((4,), (37,), False, CPU))
+    whole, whole_lse = core.prefill(q, k, v, RaggedLengths.of((4,), (37,), False, CPU))
     parts = []
     for part in (slice(0, 30), slice(30, 37)):
-        lens = Varlen.of((4,), (part.stop - part.start,), False, CPU)
+        lens = RaggedLengths.of((4,), (part.stop - part.start,), False, CPU)
         parts.append(core.prefill(q, k[part].contiguous(), v[part].contiguous(), lens))
     lse = torch.logaddexp(parts[0][1], parts[1][1])
     merged = sum(o * (s - lse).exp().unsqueeze(-1) for o, s in parts)
@@ -95,7 +95,7 @@ def test_lse_merges_chunks_to_the_whole(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_without_lse_the_output_is_the_same(backend: str) -> None:
-    core, lens = build(backend), Varlen.of((6, 2), (6, 9), True, CPU)
+    core, lens = build(backend), RaggedLengths.of((6, 2), (6, 9), True, CPU)
     q, k, v = torch.randn(8, 3, 40), torch.randn(15, 3, 40), torch.randn(15, 3, 20)
     (o, lse), (plain, nothing) = core.prefill(q, k, v, lens), core.prefill(q, k, v, lens, need_lse=False)
     assert nothing is None and lse.shape == (8, 3)
@@ -106,7 +106,7 @@ def test_without_lse_the_output_is_the_same(backend: str) -> None:
 def test_rows_that_see_nothing(backend: str) -> None:
     core = build(backend)
     o, lse = core.prefill(
-        torch.randn(5, 3, 40), torch.randn(2, 3, 40), torch.randn(2, 3, 20), Varlen.of((5,), (2,), True, CPU)
+        torch.randn(5, 3, 40), torch.randn(2, 3, 40), torch.randn(2, 3, 20), RaggedLengths.of((5,), (2,), True, CPU)
     )
     assert (o[:3] == 0).all() and (lse[:3] == float("-inf")).all()
     assert lse[3:].isfinite().all() and (o[3:] != 0).any()
@@ -177,7 +177,7 @@ def test_operators_have_shapes_without_data() -> None:
     )  # fmt: skip
     checks = ("test_schema", "test_faketensor")
     decode = torch.library.opcheck(torch.ops.fastlayers.mla_decode.default, args, test_utils=checks)
-    lens = Varlen.of((3,), (5,), True, CPU)
+    lens = RaggedLengths.of((3,), (5,), True, CPU)
     args = (
         torch.randn(3, 3, 40), torch.randn(5, 3, 40), torch.randn(5, 3, 20), lens.cu_q, lens.cu_k, 24, 0.3, 3,
         True, False, [],

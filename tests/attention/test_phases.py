@@ -12,7 +12,7 @@ import torch
 
 import fastlayers as fl
 from fastlayers.attention.core import PHASES
-from fastlayers.attention.gqa.core import GQA, GQAConfig
+from fastlayers.attention.gqa.config import GQA, GQAConfig
 from fastlayers.attention.gqa.torch import TorchGQA
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
 from fastlayers.errors import ArgumentError, NoBackendError

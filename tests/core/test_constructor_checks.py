@@ -13,7 +13,7 @@ import torch
 
 import fastlayers as fl
 from fastlayers.attention.kv_cache.spec import KVCacheSpec
-from fastlayers.attention.mla.paths import MLAThresholds
+from fastlayers.attention.mla.prefix_chunks import MLAThresholds
 from fastlayers.errors import ArgumentError, FastlayersError, check_kind, check_plain
 from fastlayers.quant.group_quant.layer import GroupQuant
 from fastlayers.rotary.scaling import RopeScaling

@@ -425,6 +425,6 @@ def test_pages_outside_the_cache_are_named_in_debug_mode(name: str, monkeypatch:
 
 
 def deepseek_core() -> object:
-    from fastlayers.attention.mla.core import MLAConfig
+    from fastlayers.attention.mla.config import MLAConfig
 
     return MLAConfig(16, 512, 64, 128, 128, 0.1)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import fastlayers as fl
 from fastlayers.attention.meta import AttentionBatch, AttentionState, whole_pages
-from fastlayers.attention.mla.paths import MLAThresholds
+from fastlayers.attention.mla.prefix_chunks import MLAThresholds
 from fastlayers.errors import AllocatorOverflowError, ArgumentError, CheckpointError, UnknownModelError
 from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.deepseek import DeepseekForCausalLM

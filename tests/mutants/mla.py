@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fastlayers.attention.meta import AttentionMeta
-from fastlayers.attention.mla.core import MLAConfig, Varlen
+from fastlayers.attention.mla.config import MLAConfig, RaggedLengths
 from fastlayers.attention.mla.torch import TorchMLA
 from fastlayers.registry import Backend
 
@@ -62,21 +62,25 @@ class NoCausalMask(_FromTensors):
     def spoil(self, cache: torch.Tensor, meta: AttentionMeta) -> AttentionMeta:
         return replace(meta, positions=(meta.seq_lens.long() - 1)[meta.request_of_token.long()])
 
-    def prefill(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: Varlen, need_lse: bool = True) -> Any:
+    def prefill(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: RaggedLengths, need_lse: bool = True
+    ) -> Any:
         return super().prefill(q, k, v, replace(lens, causal=False), need_lse)
 
 
 class TopLeftCausal(TorchMLA):
     """Aligns the causal mask of a prefill with the first key instead of the last."""
 
-    def prefill(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: Varlen, need_lse: bool = True) -> Any:
+    def prefill(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: RaggedLengths, need_lse: bool = True
+    ) -> Any:
         if not lens.causal or lens.q_lens == lens.k_lens:
             return super().prefill(q, k, v, lens, need_lse)
         outputs, sums, q_start, k_start = [], [], 0, 0
         for q_len, k_len in zip(lens.q_lens, lens.k_lens, strict=True):
             for i in range(q_len):
                 seen, row = slice(k_start, k_start + min(i + 1, k_len)), slice(q_start + i, q_start + i + 1)
-                one = Varlen.of((1,), (min(i + 1, k_len),), False, q.device)
+                one = RaggedLengths.of((1,), (min(i + 1, k_len),), False, q.device)
                 o, lse = super().prefill(q[row], k[seen], v[seen], one)
                 outputs.append(o)
                 sums.append(lse)
@@ -91,7 +95,9 @@ class SwappedHeads(TorchMLA):
         o, lse = super().decode(q, cache, meta)
         return o.roll(1, 1), lse
 
-    def prefill(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: Varlen, need_lse: bool = True) -> Any:
+    def prefill(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: RaggedLengths, need_lse: bool = True
+    ) -> Any:
         o, lse = super().prefill(q, k, v, lens, need_lse)
         return o.roll(1, 1), lse
 

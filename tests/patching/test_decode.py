@@ -17,7 +17,7 @@ from torch import nn
 from transformers import DynamicCache
 
 import fastlayers as fl
-from fastlayers.attention.gqa.core import GQAConfig
+from fastlayers.attention.gqa.config import GQAConfig
 from fastlayers.errors import ArgumentError, NoBackendError
 from fastlayers.moe.fused_moe.layer import FUSED_MOE
 from fastlayers.patching import block, decode, prefill

@@ -13,7 +13,7 @@ import torch
 
 import fastlayers as fl
 from fastlayers import env
-from fastlayers.attention.gqa.core import GQA
+from fastlayers.attention.gqa.config import GQA
 from fastlayers.device import DESCRIBED, Device, as_device
 from fastlayers.errors import ArgumentError, EnvironmentVariableError, NoBackendError, UnknownNameError
 from fastlayers.norm.rms_norm.layer import RMS_NORM, RMSNormConfig

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 
 from fastlayers import env
-from fastlayers.attention.contexts import CONTEXTS, context_of
+from fastlayers.attention.context_buckets import CONTEXTS, context_of
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.meta import AttentionMeta, check_pages, check_step
 from fastlayers.comm.parallel import Shard

@@ -22,30 +22,33 @@ import torch
 
 from fastlayers.attention.batch import MAX_TREE, AttentionBatch
 from fastlayers.attention.buckets import ExtendBucket
-from fastlayers.attention.contexts import context_of
+from fastlayers.attention.context_buckets import context_of
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.step_buffers import PageTable, StepBuffers, is_array
 from fastlayers.errors import ArgumentError, CaptureError, check_device, check_plain, check_positive, describe
+from fastlayers.moved import renamed
 
 # What a step is padded to under capture: so many requests of one token, a bucket of extends, or nothing.
 Bucket = int | ExtendBucket | None
 
 
-class StepPlan(Protocol):
+class BackendScratch(Protocol):
     """Host work and static buffers of one backend (a split schedule, say) for steps of one kind."""
 
     def plan(self, meta: AttentionMeta) -> None:
         """Bring the buffers up to date for ``meta``; never called inside a capture."""
 
 
-class StepPlans:
+class StepScratch:
     """The plans of an :class:`AttentionState`, by backend and bucket."""
 
     def __init__(self) -> None:
-        self._plans: dict[tuple[Hashable, Bucket], StepPlan] = {}
+        self._plans: dict[tuple[Hashable, Bucket], BackendScratch] = {}
         self._planned: dict[tuple[Hashable, Bucket], int] = {}
 
-    def get(self, key: Hashable, meta: AttentionMeta, make: Callable[[AttentionMeta], StepPlan]) -> StepPlan:
+    def get(
+        self, key: Hashable, meta: AttentionMeta, make: Callable[[AttentionMeta], BackendScratch]
+    ) -> BackendScratch:
         """Return the plan for ``key``, made and planned if this step has not done so yet."""
         own = (key, meta.bucket)
         # A bucket's plans are made anew before its steps; a compiler would take this step's number for a constant.
@@ -94,13 +97,14 @@ class AttentionMeta:
     batch : AttentionBatch
         The step as planned (host data; not read under capture).
     path : str
-        Which way an MLA layer takes for this batch, see :mod:`fastlayers.attention.mla.paths`; "" before it is set.
+        Which way an MLA layer takes for this batch, see :mod:`fastlayers.attention.mla.prefix_chunks`; "" before it is
+        set.
     bucket : int or ExtendBucket, optional
         What a captured step is padded to: requests of a decode step, or tokens and requests of an extend; ``None``
         outside capture.
     step : int
         Number of the step, by which plans know whether they are up to date.
-    plans : StepPlans
+    plans : StepScratch
         What backends planned for steps of this state, see :meth:`plan_of`.
     rope_positions : Tensor int64 ``[3, T]``, optional
         Time, height and width of each new token, for MRoPE; masks and slots still follow ``positions``. Not planned
@@ -110,7 +114,7 @@ class AttentionMeta:
     is_decode : bool
         Whether each request brings one token (host data that a bucket fixes).
     context : int
-        The class of ``max_seq_len``, see :mod:`fastlayers.attention.contexts`.
+        The class of ``max_seq_len``, see :mod:`fastlayers.attention.context_buckets`.
     is_extend_bucket : bool
         Whether this is a captured step of several tokens a request: the batch on the host says nothing of it.
     phase : str
@@ -135,7 +139,7 @@ class AttentionMeta:
     tree: torch.Tensor | None = None
     bucket: Bucket = None
     step: int = 0
-    plans: StepPlans = field(default_factory=StepPlans, repr=False, compare=False)
+    plans: StepScratch = field(default_factory=StepScratch, repr=False, compare=False)
     is_decode: bool = field(init=False, repr=False, compare=False)
     context: int = field(init=False, repr=False, compare=False)
     is_extend_bucket: bool = field(init=False, repr=False, compare=False)
@@ -154,7 +158,7 @@ class AttentionMeta:
         """Say that this step was checked against the model's inputs and caches."""
         object.__setattr__(self, "checked", True)
 
-    def plan_of(self, key: Hashable, make: Callable[[AttentionMeta], StepPlan]) -> Any:
+    def plan_of(self, key: Hashable, make: Callable[[AttentionMeta], BackendScratch]) -> Any:
         """Return the plan of a backend for this step; ``key`` is shared by all layers of an attention group.
 
         Made by ``make(self)`` at first use and kept by the state, so that a captured graph finds its buffers; planned
@@ -209,7 +213,7 @@ class AttentionState:
         self._table = PageTable(max_batch, max_pages, where)
         self._rows = np.arange(max_batch)
         self._views_of: dict[int | ExtendBucket, dict[str, Any]] = {}
-        self.plans, self._step = StepPlans(), 0
+        self.plans, self._step = StepScratch(), 0
 
     def __getstate__(self) -> tuple[Any, ...]:
         # Host and device views share storage, which copies of them would not: a copy has planned nothing yet.
@@ -407,3 +411,6 @@ def check_pages(layer: str, meta: AttentionMeta, num_pages: int, debug: bool) ->
 def as_tensors(meta: AttentionMeta) -> dict[str, Any]:
     """Return the tensors of ``meta`` by name (tests and debugging)."""
     return {name: value for name, value in vars(meta).items() if isinstance(value, torch.Tensor)}
+
+
+__getattr__ = renamed(__name__, {"StepPlan": "BackendScratch", "StepPlans": "StepScratch"})

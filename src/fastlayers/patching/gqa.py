@@ -24,7 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastlayers import env
-from fastlayers.attention.gqa.core import GQA, GQAConfig
+from fastlayers.attention.gqa.config import GQA, GQAConfig
 from fastlayers.attention.mla.torch import MAX_SCORES, product
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWriteConfig
 from fastlayers.errors import NoBackendError

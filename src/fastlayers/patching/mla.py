@@ -22,7 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fastlayers import env
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta
-from fastlayers.attention.mla.core import MLA, MLAConfig
+from fastlayers.attention.mla.config import MLA, MLAConfig
 from fastlayers.attention.mla.torch import MAX_SCORES, product
 from fastlayers.errors import NoBackendError
 from fastlayers.patching.cache import PAGE, LatentLayer, adopt, latent_rows

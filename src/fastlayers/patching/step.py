@@ -21,10 +21,10 @@ import torch
 from torch import nn
 
 from fastlayers.attention.buckets import ExtendBucket
-from fastlayers.attention.contexts import context_of
-from fastlayers.attention.gqa.core import GQA, GQAConfig
+from fastlayers.attention.context_buckets import context_of
+from fastlayers.attention.gqa.config import GQA, GQAConfig
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
-from fastlayers.attention.mla.core import MLA, MLAConfig
+from fastlayers.attention.mla.config import MLA, MLAConfig
 from fastlayers.attention.rotary_kv_write.layer import ROTARY_KV_WRITE, RotaryKVWriteConfig
 from fastlayers.attention.step_buffers import Mirrored
 from fastlayers.linear.dense.layer import LINEAR, LinearConfig
@@ -60,7 +60,7 @@ class PagedStep:
     spare : bool
         Whether pages are numbered with the spare one in front, which nobody's tokens are written to.
     phase : str
-        Of grouped-query attention, see :mod:`fastlayers.attention.gqa.core`.
+        Of grouped-query attention, see :mod:`fastlayers.attention.gqa.config`.
     meta : AttentionMeta
     """
 

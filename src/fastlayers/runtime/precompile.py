@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastlayers.attention.contexts import CONTEXTS
+from fastlayers.attention.context_buckets import CONTEXTS
 from fastlayers.layer import Layer
 from fastlayers.registry import Choice
 from fastlayers.runtime import builds

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastlayers import tuning
-from fastlayers.attention.contexts import CONTEXTS
+from fastlayers.attention.context_buckets import CONTEXTS
 from fastlayers.registry import Backend, Choice
 from fastlayers.runtime import builds
 from fastlayers.tuning.probe import choices_of

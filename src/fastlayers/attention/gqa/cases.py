@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fastlayers.attention.examples import step_examples
-from fastlayers.attention.gqa.core import GQAConfig
+from fastlayers.attention.gqa.config import GQAConfig
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
 from fastlayers.registry.spec import Case, Cost, LayerSpec
 

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from fastlayers.attention.gqa.core import GQAConfig, check_no_padding, split_bytes
+from fastlayers.attention.gqa.config import GQAConfig, check_no_padding, split_bytes
 from fastlayers.attention.gqa.triton_softmax import LN2
 from fastlayers.attention.meta import AttentionMeta
-from fastlayers.attention.staging import Staging
+from fastlayers.attention.pinned_copy import Staging
 from fastlayers.device import as_device
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.operators import operator

@@ -4,7 +4,7 @@ T = tokens, E = hidden_size, Hq = num_heads, Hkv = num_kv_heads, D = head_dim
 q, k, v        = qkv_proj(hidden[T, E])           one fused linear, split into heads
 q, k           = q_norm(q), k_norm(k)             with qk_norm: RMSNorm over D
 q, cache       = rotary(q), write(rotary(k), v)   one launch with the norms; four with MRoPE
-o[T, Hq, D]    = core(q, cache)                   see fastlayers.attention.gqa.core
+o[T, Hq, D]    = core(q, cache)                   see fastlayers.attention.gqa.config
 y[T, E]        = o_proj(o)                        a partial sum where heads are sharded
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fastlayers.attention.core import AttentionCore, Projections
-from fastlayers.attention.gqa.core import GQA, NAME, GQAConfig
+from fastlayers.attention.gqa.config import GQA, NAME, GQAConfig
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.kv_write.layer import KVWrite
 from fastlayers.attention.meta import AttentionMeta

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from fastlayers.attention.gqa.core import GQAConfig
+from fastlayers.attention.gqa.config import GQAConfig
 from fastlayers.attention.meta import AttentionMeta
 
 
 class ReferenceGQA:
-    """See :mod:`fastlayers.attention.gqa.core` for the formula. Returns fp32; reads metadata on the host."""
+    """See :mod:`fastlayers.attention.gqa.config` for the formula. Returns fp32; reads metadata on the host."""
 
     def __init__(self, cfg: GQAConfig) -> None:
         self.cfg = cfg

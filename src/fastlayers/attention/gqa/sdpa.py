@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from fastlayers.attention.gqa.core import GQAConfig, check_no_padding
+from fastlayers.attention.gqa.config import GQAConfig, check_no_padding
 from fastlayers.attention.meta import AttentionMeta
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from fastlayers.attention.gqa.core import GQAConfig
+from fastlayers.attention.gqa.config import GQAConfig
 from fastlayers.attention.meta import AttentionMeta, seen_in_tree
 
 # fp32 scores that may exist at a time: 8 MiB in a CPU's cache; on a GPU 256 MiB, or launches take all the time.

@@ -15,7 +15,7 @@ import torch
 import triton.language as tl
 
 from fastlayers.attention.gqa import triton_decode
-from fastlayers.attention.gqa.core import GQAConfig
+from fastlayers.attention.gqa.config import GQAConfig
 from fastlayers.attention.gqa.triton_softmax import LN2, LOG2E, add_sink, attend
 from fastlayers.attention.meta import AttentionMeta
 from fastlayers.integers import cdiv, next_power_of_2

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fastlayers.attention.gqa.core import GQAConfig
+from fastlayers.attention.gqa.config import GQAConfig
 from fastlayers.attention.gqa.triton_softmax import LN2, LOG2E, add_sink
 from fastlayers.attention.meta import AttentionMeta
 from fastlayers.integers import next_power_of_2

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from fastlayers.attention.gqa.core import GQAConfig, check_no_padding
+from fastlayers.attention.gqa.config import GQAConfig, check_no_padding
 from fastlayers.attention.meta import AttentionMeta
 from fastlayers.device import as_device
 from fastlayers.operators import operator

@@ -14,8 +14,8 @@ import torch
 
 from fastlayers.attention.examples import step_examples
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
-from fastlayers.attention.mla.configs import NOMINAL_SM_COUNT, decode_config, num_splits, prefill_config
-from fastlayers.attention.mla.core import MLAConfig, Varlen
+from fastlayers.attention.mla.config import MLAConfig, RaggedLengths
+from fastlayers.attention.mla.launch_config import NOMINAL_SM_COUNT, decode_config, num_splits, prefill_config
 from fastlayers.registry.spec import BOUNDS, Bound, Case, Cost, LayerSpec, Oracle
 
 _REAL, _TINY, _WIDE = (512, 64, 128, 128), (32, 16, 16, 16), (64, 16, 32, 16)
@@ -128,7 +128,7 @@ class Step:
 
     state: AttentionState | None = None
     meta: AttentionMeta | None = None
-    lens: Varlen | None = None
+    lens: RaggedLengths | None = None
 
 
 def _pages(case: Case) -> tuple[int, int]:
@@ -210,7 +210,7 @@ def prepare(impl: Any, inputs: dict[str, Any]) -> Step:
     case: Case = inputs["case"]
     shape, device = case.shape, inputs["q"].device
     if shape["mode"] == "prefill":
-        return Step(lens=Varlen.of(shape["q_lens"], shape["k_lens"], shape["causal"], device))
+        return Step(lens=RaggedLengths.of(shape["q_lens"], shape["k_lens"], shape["causal"], device))
     lengths, pages = inputs["lengths"], inputs["pages"]
     requests, tokens = max(1, len(lengths), shape["bucket"] or 0), max(1, inputs["q"].shape[0])
     state = AttentionState(requests, tokens, _pages(case)[0], case.cfg.page_size, device)

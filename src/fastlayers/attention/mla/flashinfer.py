@@ -1,7 +1,7 @@
 """MLA by FlashInfer's kernels: paged decode over latents, ragged prefill with heads of 192 and 128.
 
 Both follow schedules that the package computes on the host from host lengths. For decode they are made once a step
-(:meth:`AttentionMeta.plan_of`), for prefill once for each :class:`Varlen`; a captured graph finds them in static
+(:meth:`AttentionMeta.plan_of`), for prefill once for each :class:`RaggedLengths`; a captured graph finds them in static
 buffers. The package's kernels are called directly, not through its wrapper classes, so that buffers are as small as
 they can be and a launch sequence is an operator on tensors.
 
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from fastlayers.attention.meta import AttentionMeta
-from fastlayers.attention.mla.core import MLAConfig, Varlen, check_no_padding
-from fastlayers.attention.staging import Staging
+from fastlayers.attention.mla.config import MLAConfig, RaggedLengths, check_no_padding
+from fastlayers.attention.pinned_copy import Staging
 from fastlayers.device import as_device
 from fastlayers.operators import operator
 
@@ -178,14 +178,14 @@ def _decode(
 
 @dataclass
 class PrefillPlan:
-    """The schedule for one :class:`Varlen`, and its tokens that see no key."""
+    """The schedule for one :class:`RaggedLengths`, and its tokens that see no key."""
 
     entries: torch.Tensor
     numbers: list[int]
     blind: torch.Tensor | None
 
 
-def seeing(lens: Varlen) -> tuple[list[int], list[int], list[int]]:
+def seeing(lens: RaggedLengths) -> tuple[list[int], list[int], list[int]]:
     """Cut requests so that every token either sees keys or belongs to a request without any.
 
     The kernel's results for tokens that see nothing are undefined.
@@ -281,7 +281,7 @@ class FlashInferFA3(FlashInferMLA):
     name, variant = "flashinfer_fa3", "fa3"
 
     def prefill(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: Varlen, need_lse: bool = True
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: RaggedLengths, need_lse: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return ``(o [T,H,V] of q's dtype, lse [T,H] fp32 or None)``."""
         if k.shape[0] == 0 or q.shape[0] == 0:
@@ -295,7 +295,7 @@ class FlashInferFA3(FlashInferMLA):
         return o, lse if need_lse else None
 
     @torch.inference_mode()
-    def _plan_prefill(self, lens: Varlen, device: torch.device) -> PrefillPlan:
+    def _plan_prefill(self, lens: RaggedLengths, device: torch.device) -> PrefillPlan:
         cfg = self.cfg
         width, tokens = cfg.qk_nope_head_dim + cfg.qk_rope_head_dim, sum(lens.q_lens)
         q_lens, k_lens, blind = seeing(lens)

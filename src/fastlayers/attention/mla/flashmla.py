@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from fastlayers.attention.meta import AttentionMeta
-from fastlayers.attention.mla.core import MLAConfig, check_no_padding
+from fastlayers.attention.mla.config import MLAConfig, check_no_padding
 from fastlayers.attention.mla.triton import rounded_to_e4m3
 from fastlayers.operators import operator
 

@@ -11,7 +11,7 @@
     y = o · W_oᵀ                                                a partial sum when heads are split over ranks
 
 ``kv_b_proj.weight`` viewed ``[H, N+V, L]`` holds W_kc (first N rows of a head) and W_vc (last V rows).
-Source: DeepSeek-V2 (2024), section 2.1; paths: fastlayers.attention.mla.paths.
+Source: DeepSeek-V2 (2024), section 2.1; paths: fastlayers.attention.mla.prefix_chunks.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from fastlayers.attention.core import AttentionCore, Projections
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.merge_state.layer import MergeState
 from fastlayers.attention.meta import AttentionMeta, check_loc
-from fastlayers.attention.mla.core import MLA, NAME, MLAConfig
-from fastlayers.attention.mla.paths import PATHS, Expansion, MLAThresholds, select_path
+from fastlayers.attention.mla.config import MLA, NAME, MLAConfig
+from fastlayers.attention.mla.prefix_chunks import PATHS, Expansion, MLAThresholds, select_path
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWrite
 from fastlayers.comm.parallel import REPLICATED, SINGLE, Axis, Shard
 from fastlayers.errors import ArgumentError, check_kind, check_plain, check_positive

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from fastlayers.attention.meta import AttentionMeta
-from fastlayers.attention.mla.core import MLAConfig, Varlen
+from fastlayers.attention.mla.config import MLAConfig, RaggedLengths
 
 
 class ReferenceMLA:
-    """See :mod:`fastlayers.attention.mla.core`. Reads lengths on the host; not for use under capture."""
+    """See :mod:`fastlayers.attention.mla.config`. Reads lengths on the host; not for use under capture."""
 
     def __init__(self, cfg: MLAConfig) -> None:
         self.cfg = cfg
@@ -33,7 +33,7 @@ class ReferenceMLA:
         return o, lse
 
     def prefill(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: Varlen, need_lse: bool = True
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: RaggedLengths, need_lse: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return ``(o [T,H,V], lse [T,H] or None)`` in fp32."""
         o = torch.zeros(*q.shape[:2], v.shape[-1], device=q.device)

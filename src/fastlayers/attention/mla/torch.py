@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from fastlayers.attention.meta import AttentionMeta, seen_in_tree
-from fastlayers.attention.mla.core import MLAConfig, Varlen
+from fastlayers.attention.mla.config import MLAConfig, RaggedLengths
 
 # Largest score tensor held at once; longer queries go in pieces.
 MAX_SCORES = 1 << 26
@@ -274,7 +274,7 @@ class TorchMLA:
         return o[request, column], lse[request, column]
 
     def prefill(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: Varlen, need_lse: bool = True
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: RaggedLengths, need_lse: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return ``(o [T,H,V] of q's dtype, lse [T,H] fp32 or None)``."""
         one = fused_prefill if q.device.type == "cpu" else prefill_pieces

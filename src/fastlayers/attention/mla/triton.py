@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 
 from fastlayers.attention.meta import AttentionMeta
-from fastlayers.attention.mla.configs import (
+from fastlayers.attention.mla.config import MLAConfig, RaggedLengths
+from fastlayers.attention.mla.launch_config import (
     MAX_SPLITS,
     NOMINAL_SM_COUNT,
     REDUCE_BLOCK,
@@ -30,7 +31,6 @@ from fastlayers.attention.mla.configs import (
     prefill_config,
     tuned,
 )
-from fastlayers.attention.mla.core import MLAConfig, Varlen
 from fastlayers.device import as_device
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.operators import operator
@@ -352,7 +352,7 @@ class TritonMLA:
         return o, lse
 
     def prefill(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: Varlen, need_lse: bool = True
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: RaggedLengths, need_lse: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return ``(o [T,H,V] of q's dtype, lse [T,H] fp32 or None)``."""
         longest = max(lens.q_lens, default=0)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta
-from fastlayers.attention.mla.core import Varlen
+from fastlayers.attention.mla.config import RaggedLengths
 from fastlayers.errors import check_positive
 
 PATHS = ("mqa", "mha", "mha_one_shot", "mha_chunked")
@@ -89,7 +89,7 @@ class Part:
     """
 
     slots: torch.Tensor
-    lens: Varlen
+    lens: RaggedLengths
 
 
 class Expansion:
@@ -104,12 +104,12 @@ class Expansion:
         batch, device = meta.batch, meta.page_table.device
         new, none = batch.query_lens, (0,) * len(batch.query_lens)
         if self.path == "mha_one_shot":
-            lens = Varlen.of(new, batch.seq_lens, True, device)
+            lens = RaggedLengths.of(new, batch.seq_lens, True, device)
             self.parts = (Part(token_slots(meta, none, batch.seq_lens), lens),)
             return
-        parts = [Part(meta.out_cache_loc, Varlen.of(new, new, True, device))]
+        parts = [Part(meta.out_cache_loc, RaggedLengths.of(new, new, True, device))]
         for starts, lengths in prefix_chunks(batch.prefix_lens, self.chunk) if self.path == "mha_chunked" else ():
-            parts.append(Part(token_slots(meta, starts, lengths), Varlen.of(new, lengths, False, device)))
+            parts.append(Part(token_slots(meta, starts, lengths), RaggedLengths.of(new, lengths, False, device)))
         self.parts = tuple(parts)
 
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fastlayers.attention.contexts import context_of
+from fastlayers.attention.context_buckets import context_of
 from fastlayers.attention.kv_cache.spec import DTYPES as CACHE_DTYPES
 from fastlayers.attention.kv_write.layer import needs_e4m3
 from fastlayers.attention.meta import AttentionMeta

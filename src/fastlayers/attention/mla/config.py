@@ -104,7 +104,7 @@ def check_no_padding(backend: str, meta: AttentionMeta) -> None:
 
 
 @dataclass(frozen=True)
-class Varlen:
+class RaggedLengths:
     """Ragged lengths of a prefill: tensors for kernels, tuples for the host.
 
     ``cu_q``, ``cu_k``: int32 ``[B + 1]`` on the device. With ``causal``, query i of a request with q new and k
@@ -119,14 +119,14 @@ class Varlen:
     causal: bool
     plans: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
-    def plan_of(self, key: Hashable, make: Callable[[Varlen], Any]) -> Any:
+    def plan_of(self, key: Hashable, make: Callable[[RaggedLengths], Any]) -> Any:
         """Return ``make(self)``, computed once for each key."""
         if key not in self.plans:
             self.plans[key] = make(self)
         return self.plans[key]
 
     @staticmethod
-    def of(q_lens: tuple[int, ...], k_lens: tuple[int, ...], causal: bool, device: torch.device) -> Varlen:
+    def of(q_lens: tuple[int, ...], k_lens: tuple[int, ...], causal: bool, device: torch.device) -> RaggedLengths:
         """Build from host lengths; copies two short tensors to the device."""
 
         def cumulative(lengths: tuple[int, ...]) -> torch.Tensor:
@@ -134,7 +134,7 @@ class Varlen:
             host[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
             return host.to(device, non_blocking=True)
 
-        return Varlen(cumulative(q_lens), cumulative(k_lens), q_lens, k_lens, causal)
+        return RaggedLengths(cumulative(q_lens), cumulative(k_lens), q_lens, k_lens, causal)
 
 
 _HALF = (torch.float16, torch.bfloat16)
