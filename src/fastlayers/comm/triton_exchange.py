@@ -9,8 +9,7 @@ difference, so nothing is reset. Inboxes have two phases by a counter per progra
 so that what is gathered lies at one address in every replay: a rank stores there only after a flag has told it that
 its reader has come as far as this call.
 
-All ranks make the same calls with the same number of rows, zero included, each on one stream. ``PROGRAMS`` are resident
-together on every GPU that this is meant for.
+All ranks make the same calls with the same number of rows, zero included, each on one stream.
 """
 
 from __future__ import annotations
@@ -147,14 +146,14 @@ def _exchange_rows(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, y: torch.Tensor, summed: torch.Tensor,
     inboxes: torch.Tensor, inbox: torch.Tensor, outboxes: torch.Tensor, flags: torch.Tensor, flag: torch.Tensor,
     state: torch.Tensor, status: torch.Tensor, eps: float, share: int, slots: int, rank: int, size: int,
-    deadline_ns: int, scatter: bool, gather: bool, rounding: int, part: int,
+    deadline_ns: int, scatter: bool, gather: bool, rounding: int, part: int, chunk: int,
 ) -> None:  # fmt: skip
     hidden = x.shape[-1]
     others = x if residual is None else residual
     _exchange_kernel[(state.shape[0],)](
         x, others, x if weight is None else weight, y, summed, inboxes, inbox, outboxes, flags, flag, state, status,
         x.stride(0), others.stride(0), hidden, eps, share, slots, rank, deadline_ns,
-        N=size, SCATTER=scatter, GATHER=gather, ROUNDING=rounding, HAS_RESIDUAL=residual is not None, CHUNK=CHUNK,
+        N=size, SCATTER=scatter, GATHER=gather, ROUNDING=rounding, HAS_RESIDUAL=residual is not None, CHUNK=chunk,
         BLOCK=next_power_of_2(hidden), PART=part, num_warps=warps_of(hidden), **dependent_launch(x.device),
     )  # fmt: skip
 
@@ -180,6 +179,7 @@ class Exchange:
     ) -> None:
         self.arena, self.hidden_size, self.dtype, self.slots = arena, hidden_size, dtype, slots
         size = arena.size
+        self.chunk = CHUNK
         self.inbox = arena.carve((2, size, slots, hidden_size), dtype)
         self.outbox = arena.carve((size * slots, hidden_size), dtype)
         self.flags = arena.carve((2 * size, programs), torch.int32)
@@ -203,7 +203,7 @@ class Exchange:
         _exchange_rows(
             x, residual, weight, y, summed, self.inbox.peers, self.inbox.tensor, self.outbox.peers, self.flags.peers,
             self.flags.tensor, self.state, arena.status, eps, share, self.slots, arena.rank, arena.size,
-            arena.deadline_ns, scatter, gather, how, part,
+            arena.deadline_ns, scatter, gather, how, part, self.chunk,
         )  # fmt: skip
 
     def scatter(

@@ -6,7 +6,9 @@ A word that has arrived differs from −0, which is never sent: data are their o
 second round trip. The reader puts −0 back. Two phases by a counter per row, which lives on the device: nothing of a
 launch changes between replays, and any number of rows may follow any other.
 
-All ranks of the axis make the same calls with the same number of rows, each on one stream. Sums are fp32 in rank order,
+All ranks of the axis make the same calls with the same number of rows, each on one stream. A program waits only for
+programs of its own number, and pushes each row before it waits for that row: it does not matter how many programs of a
+launch are resident together. Sums are fp32 in rank order,
 rounded once; all ranks get the same bits.
 """
 
@@ -30,6 +32,8 @@ NO_NORM = -1
 EMPTY = {torch.bfloat16: 0x8000, torch.float16: 0x8000, torch.float32: 0x80000000}
 # Rows in flight: more programs than a GPU holds at once would only queue.
 PROGRAMS = 132
+# Rows that a program pushes before it waits for its first: the link is busy while what has arrived is added up.
+AHEAD = 2
 
 
 @triton.jit
@@ -112,7 +116,7 @@ def _push_sum_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, summed_ptr, inboxes_ptr, inbox_ptr, epoch_ptr, status_ptr,
     x_stride, residual_stride, hidden, eps, rows, slots, rank, deadline_ns,
     WORD: tl.constexpr, EMPTY: tl.constexpr, N: tl.constexpr, ROUNDING: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    SINGLE: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
+    SINGLE: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0)
     column = tl.arange(0, BLOCK)
@@ -132,12 +136,22 @@ def _push_sum_kernel(
                     residual_stride, hidden, eps, slots, rank, deadline_ns, column, inside, WORD, EMPTY, N, ROUNDING,
                     HAS_RESIDUAL)  # fmt: skip
     else:
-        if PART != 2:  # all rows before any wait
-            for row in range(first, rows, tl.num_programs(0)):
+        step = tl.num_programs(0)
+        if PART == 1:
+            for row in range(first, rows, step):
+                x = tl.load(x_ptr + tl.cast(row, tl.int64) * x_stride + column, mask=inside, other=0.0)
+                _push(x, row, inboxes_ptr, epoch_ptr, slots, hidden, rank, column, inside, WORD, EMPTY, N)
+        if PART == 0:  # so many rows are on their way before the first wait
+            for row in range(first, tl.minimum(rows, first + AHEAD * step), step):
                 x = tl.load(x_ptr + tl.cast(row, tl.int64) * x_stride + column, mask=inside, other=0.0)
                 _push(x, row, inboxes_ptr, epoch_ptr, slots, hidden, rank, column, inside, WORD, EMPTY, N)
         if PART != 1:
-            for row in range(first, rows, tl.num_programs(0)):
+            for row in range(first, rows, step):
+                if PART == 0:
+                    ahead = row + AHEAD * step
+                    if ahead < rows:
+                        x = tl.load(x_ptr + tl.cast(ahead, tl.int64) * x_stride + column, mask=inside, other=0.0)
+                        _push(x, ahead, inboxes_ptr, epoch_ptr, slots, hidden, rank, column, inside, WORD, EMPTY, N)
                 x = tl.load(x_ptr + tl.cast(row, tl.int64) * x_stride + column, mask=inside, other=0.0)
                 late = _finish(x, row, late, residual_ptr, weight, y_ptr, summed_ptr, inbox_ptr, epoch_ptr, status_ptr,
                                residual_stride, hidden, eps, slots, rank, deadline_ns, column, inside, WORD, EMPTY, N,
@@ -152,7 +166,7 @@ def warps_of(hidden_size: int) -> int:
 def _fake(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, peers: torch.Tensor,
     inbox: torch.Tensor, epoch: torch.Tensor, status: torch.Tensor, eps: float, rounding: int, rank: int, size: int,
-    deadline_ns: int, part: int, warps: int,
+    deadline_ns: int, part: int, warps: int, programs: int, ahead: int,
 ) -> list[torch.Tensor]:  # fmt: skip
     return [x.new_empty(x.shape) for _ in range(1 if rounding == NO_NORM else 2)]
 
@@ -161,20 +175,20 @@ def _fake(
 def _push_sum(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, peers: torch.Tensor,
     inbox: torch.Tensor, epoch: torch.Tensor, status: torch.Tensor, eps: float, rounding: int, rank: int, size: int,
-    deadline_ns: int, part: int, warps: int,
+    deadline_ns: int, part: int, warps: int, programs: int, ahead: int,
 ) -> list[torch.Tensor]:  # fmt: skip
     rows, hidden = x.shape
     summed = torch.empty_like(x, memory_format=torch.contiguous_format)
     y = summed if rounding == NO_NORM else torch.empty_like(summed)
     if rows:
-        grid = min(rows, PROGRAMS)
+        grid = min(rows, programs)
         others = x if residual is None else residual
         _push_sum_kernel[(grid,)](
             x, others, x if weight is None else weight, y, summed, peers, inbox, epoch, status,
             x.stride(0), others.stride(0), hidden, eps, rows, epoch.shape[0], rank, deadline_ns,
             WORD=tl.uint32 if x.dtype.itemsize == 4 else tl.uint16, EMPTY=EMPTY[x.dtype], N=size, ROUNDING=rounding,
-            HAS_RESIDUAL=residual is not None, SINGLE=rows == grid, BLOCK=next_power_of_2(hidden), PART=part,
-            num_warps=warps, **dependent_launch(x.device),
+            HAS_RESIDUAL=residual is not None, SINGLE=rows == grid, AHEAD=ahead, BLOCK=next_power_of_2(hidden),
+            PART=part, num_warps=warps, **dependent_launch(x.device),
         )  # fmt: skip
     return [summed] if rounding == NO_NORM else [y, summed]
 
@@ -197,7 +211,7 @@ class PushSum:
         if dtype not in EMPTY:
             raise ArgumentError("PushSum", "dtype", dtype, ", ".join(map(str, EMPTY)))
         self.arena, self.hidden_size, self.dtype, self.slots = arena, hidden_size, dtype, slots
-        self.warps = warps_of(hidden_size)
+        self.warps, self.programs, self.ahead = warps_of(hidden_size), PROGRAMS, AHEAD
         self.inbox = arena.carve((2, arena.size, slots, hidden_size), dtype, -0.0)
         self._words = self.inbox.tensor.view(torch.uint32 if dtype.itemsize == 4 else torch.uint16)
         # Counted by the own kernels only.
@@ -226,6 +240,6 @@ class PushSum:
         how = NO_NORM if weight is None else ROUNDINGS.index(rounding)
         found = _push_sum(
             x, residual, weight, self.inbox.peers, self._words, self.epoch, arena.status, eps, how, arena.rank,
-            arena.size, arena.deadline_ns, part, self.warps,
+            arena.size, arena.deadline_ns, part, self.warps, self.programs, self.ahead,
         )  # fmt: skip
         return found[0], found[-1]
