@@ -280,9 +280,9 @@ class CausalLM(nn.Module):
         # What comes in is checked here, once a step.
         self._debug = env.debug()
         trust(self.decoder.layers)
-        # Only rows that are scattered over a group's ranks must be a number that they divide.
+        # Only rows that are scattered over ranks must be a number that they divide.
         scattered = any(layer.communicator.place == "scattered" for layer in self.decoder.layers)
-        self.row_multiple = build.parallel.attn_tp.size if scattered else 1
+        self.row_multiple = build.parallel.attn_tp.size if scattered or build.parallel.attn_dp.size > 1 else 1
         for layer in self.decoder.layers:
             layer.communicator.trusted = not self._debug
         self._checked: tuple[weakref.ref[LayerCache], weakref.ref[Any]] | None = None

@@ -23,10 +23,12 @@ import fastlayers as fl
 from fastlayers.attention.buckets import ExtendBucket, ExtendBuckets
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
+from fastlayers.comm.parallel import SINGLE
 from fastlayers.errors import ArgumentError, check_kind, check_plain, check_positive, describe
 from fastlayers.runtime.graphs import CudaGraphs, bucket_of
-from fastlayers.sampler.layer import Sampler, SamplingParams
+from fastlayers.sampler.layer import MODES, Sampler, SamplingParams
 from fastlayers.torch_compile import TorchCompile
+from fastlayers_models.groups import EXTEND, IDLE, GroupStep, Intent
 from fastlayers_models.step import ModelStep, Part, Pending, Row, StepKey
 
 
@@ -148,7 +150,9 @@ class Generator:
         tokens = max(prefill_tokens, max_batch)
         self.state = AttentionState(max_batch, tokens, pages, model.page_size, model.device)
         sampler = Sampler(model.config.vocab_size, device=model.device)
-        self.step = ModelStep(
+        parallel = getattr(model, "parallel", None)
+        self.groups = parallel.attn_dp if parallel is not None else SINGLE
+        self.step = (ModelStep if self.groups.size == 1 else GroupStep)(
             model,
             self.caches,
             self.state,
@@ -201,7 +205,7 @@ class Generator:
         outputs: list[list[int]] = [[] for _ in rows]
         for token in self.stream(rows, params, max_new_tokens=max_new_tokens, eos_ids=eos_ids):
             outputs[token.request].append(token.id)
-        return outputs
+        return self.step.of_all_groups(outputs) if isinstance(self.step, GroupStep) else outputs
 
     def stream(
         self,
@@ -212,6 +216,9 @@ class Generator:
         eos_ids: Sequence[int] | None = None,
     ) -> Iterator[Token]:
         """Yield tokens as they are made.
+
+        With several attention groups every rank calls this with the same prompts and yields the tokens of its own
+        group's: of ``prompts[group :: groups]``. All make the same steps until the last group has ended.
 
         Parameters
         ----------
@@ -232,10 +239,13 @@ class Generator:
             The cache is too small for a single request.
         """
         requests = self._requests(self._prompts(prompts), params, max_new_tokens)
+        requests = requests[self.groups.rank :: self.groups.size]
         stop = _stop_ids(self.model.config.eos_token_ids if eos_ids is None else eos_ids)
         waiting = list(reversed(requests))
         with self._alone("stream"):
             try:
+                if self.groups.size > 1:
+                    yield from self._run_groups(waiting, max_new_tokens, stop)
                 while waiting:
                     group = [waiting.pop() for _ in range(min(self.max_batch, len(waiting)))]
                     yield from self._run(group, max_new_tokens, stop)
@@ -280,6 +290,11 @@ class Generator:
                 raise ArgumentError("Generator", f"prompts[{index}]", given, f"at most max_length {self.max_length}")
         seeds = [int(torch.randint(2**62, ())) if s.seed is None else s.seed for s in each]
         return [_Request(i, list(p), s, d) for i, (p, s, d) in enumerate(zip(prompts, each, seeds, strict=True))]
+
+    def close(self) -> None:
+        """Give back what was captured; of a split model before its process group is ended."""
+        if self.step.graphs is not None:
+            self.step.graphs.clear()
 
     def report(self) -> list[str]:
         """Return which steps were captured, what each graph cost, and why others ran uncaptured; for ``explain``."""
@@ -368,17 +383,7 @@ class Generator:
 
     def _prefill(self, group: list[_Request]) -> None:
         """Cache the prompts chunk by chunk; each request's first token is drawn into its row, in the group's order."""
-        while any(request.cached < len(request.prompt) for request in group):
-            parts, budget = [], self.prefill_tokens
-            for row, request in enumerate(group):
-                done = min(len(request.prompt), request.cached + budget)
-                if done > request.cached:
-                    self.pool.extend(request.pages, done, f"request {request.index}")
-                    draws = row if done == len(request.prompt) else None
-                    ids = request.prompt[request.cached : done]
-                    parts.append(Part(ids, request.cached, request.pages, draws, request.params.mode))
-                    budget -= len(ids)
-                    request.cached = done
+        while parts := self._chunks(group)[0]:
             self.step.extend(parts)
 
     def _launch(self, active: list[_Request]) -> tuple[Pending, list[_Request]]:
@@ -425,3 +430,78 @@ class Generator:
                     ready = self.step.load([request.row for request in active])
                 following = self._launch(active)
             pending, rows = following
+
+    # ---- several attention groups -------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _run_groups(self, waiting: list[_Request], max_new_tokens: int, stop: set[int]) -> Iterator[Token]:
+        """Run this group's requests, in step with the other groups; a stream that is closed early goes on idle."""
+        active: list[_Request] = []
+        try:
+            while True:
+                if not active and waiting:
+                    active = [waiting.pop() for _ in range(min(self.max_batch, len(waiting)))]
+                    self.step.load([request.row for request in active], capture=False)
+                stepped = self._step_together(active)
+                if stepped is None:
+                    return
+                for request, token in stepped:
+                    request.output.append(token)
+                    ended = "stop" if token in stop else "length" if len(request.output) == max_new_tokens else None
+                    yield Token(request.index, token, ended)
+                    if ended:
+                        request.done = True
+                        self.pool.release(request.pages)
+                prompts_cached = all(request.cached >= len(request.prompt) for request in active)
+                if prompts_cached and any(request.done for request in active):
+                    active = [request for request in active if not request.done]
+                    if active:
+                        self.step.load([request.row for request in active], capture=False)
+        except GeneratorExit:
+            waiting.clear()
+            while self._step_together([]) is not None:
+                pass
+            raise
+
+    def _step_together(self, active: list[_Request]) -> list[tuple[_Request, int]] | None:
+        """Make one step with the other groups; return whose tokens were drawn, or ``None``: all groups have ended."""
+        step = self.step
+        assert isinstance(step, GroupStep)
+        mode = max((MODES.index(request.params.mode) for request in active), default=0)
+        parts, drawing = self._chunks(active)
+        if parts:
+            intent = Intent(EXTEND, sum(len(part.ids) for part in parts), mode)
+        else:
+            intent = Intent(int(bool(active)), len(active), mode)
+        intents = step.exchange(intent)
+        kind = max(each.kind for each in intents)
+        if kind == IDLE:
+            return None
+        if not parts:
+            drawing = list(active)
+            for request in active:
+                self.pool.extend(request.pages, request.cached + 1, f"request {request.index}")
+            parts = [
+                Part((), request.cached, request.pages, row, request.params.mode) for row, request in enumerate(active)
+            ]
+            for request in active:
+                request.cached += 1
+        if kind == EXTEND:
+            return list(zip(drawing, step.extend_together(parts, intents).tokens(), strict=True))
+        batch = AttentionBatch((1,) * len(parts), tuple(part.prefix for part in parts), [part.pages for part in parts])
+        return list(zip(drawing, step.decode_together(batch, intents).tokens(), strict=True))
+
+    def _chunks(self, active: list[_Request]) -> tuple[list[Part], list[_Request]]:
+        """Return the next chunks of prompts, none where all are cached, and whose first token they draw."""
+        parts, drawing, budget = [], [], self.prefill_tokens
+        for row, request in enumerate(active):
+            done = min(len(request.prompt), request.cached + budget)
+            if done > request.cached:
+                self.pool.extend(request.pages, done, f"request {request.index}")
+                last = done == len(request.prompt)
+                ids = request.prompt[request.cached : done]
+                parts.append(Part(ids, request.cached, request.pages, row if last else None, request.params.mode))
+                drawing += [request] * last
+                budget -= len(ids)
+                request.cached = done
+        return parts, drawing

@@ -350,6 +350,9 @@ def generate(
         if first and not as_json and not text.endswith("\ufffd"):
             print(text[len(shown) :], end="", flush=True)
             shown = text
+    if ranks.processes > 1:
+        generator.close()
+        ranks.leave()
     if not first:
         return
     if as_json:

@@ -103,3 +103,11 @@ class Ranks:
                 dist.init_process_group("gloo", timeout=TIMEOUT)
         mesh = dist.device_mesh.init_device_mesh(place.type, (world,))
         return ParallelSpec.from_mesh(mesh, attn_dp=self.dp, ep=self.ep), place
+
+    @staticmethod
+    def leave() -> None:
+        """End the process group, if there is one; after ``Generator.close``: NCCL waits for graphs that use it."""
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()

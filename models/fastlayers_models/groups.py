@@ -1,0 +1,135 @@
+"""Steps of several attention groups at once: each has requests and a cache of its own, the MLPs see all rows.
+
+    rank of group g:  what it would do next ─► exchange ─► one step of all groups, of a kind that all agree on
+
+    some group extends     all do, uncaptured: decoding groups bring one token a request, idle ones none
+    all decode or idle     the bucket that holds the largest group, captured where there are graphs; rows that pad a
+                           group are skipped by the experts
+    all idle               the end
+
+Every rank makes the same steps until the last group has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fastlayers.attention.buckets import ExtendBuckets
+from fastlayers.attention.meta import AttentionBatch, AttentionMeta
+from fastlayers.comm.collectives import collectives
+from fastlayers.comm.padding import StepTokens
+from fastlayers.errors import ArgumentError
+from fastlayers.runtime.graphs import bucket_of
+from fastlayers.sampler.layer import MODES
+from fastlayers_models.rows import Pending
+from fastlayers_models.step import NO_DRAW, ModelStep, Part
+
+IDLE, DECODE, EXTEND = 0, 1, 2
+
+
+class Intent(NamedTuple):
+    """What a group would do next: its kind, its new tokens, and how it samples (an index of ``MODES``)."""
+
+    kind: int = IDLE
+    tokens: int = 0
+    mode: int = 0
+
+
+class GroupStep(ModelStep):
+    """The steps of one attention group, which all other groups make, too; parameters as of :class:`ModelStep`."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        parallel = self.model.parallel
+        self._groups, self._attn_tp = collectives(parallel.attn_dp), parallel.attn_tp.size
+        self.extend_buckets = ExtendBuckets((), ())
+        self._tokens: StepTokens | None = None
+        self._masks: dict[int, torch.Tensor] = {}
+
+    def exchange(self, intent: Intent) -> list[Intent]:
+        """Return what all groups would do, in order of their ranks; waits for them."""
+        mine = torch.tensor([intent], dtype=torch.int64, device=self.model.device)
+        return [Intent(*each) for each in self._groups.all_gather(mine).tolist()]
+
+    def of_all_groups(self, outputs: list[list[int]]) -> list[list[int]]:
+        """Return the outputs of all groups' requests: request ``i`` is group ``i % groups``'s."""
+        import torch.distributed as dist
+
+        found: list[Any] = [None] * self._groups.size
+        dist.all_gather_object(found, outputs, group=self.model.parallel.attn_dp.group)
+        return [found[index % self._groups.size][index] for index in range(len(outputs))]
+
+    def decode_together(self, batch: AttentionBatch, intents: Sequence[Intent]) -> Pending:
+        """Run one decode step of the loaded rows; ``batch`` is of this group, and empty where it is idle."""
+        counts = [each.tokens for each in intents]
+        mode = MODES[max(each.mode for each in intents)]
+        bucket = bucket_of(self.buckets, max(counts))
+        if bucket is not None and not self._is_captured(self._key(bucket, mode)):
+            self._keep_rows_and_capture(bucket, mode)
+            bucket = bucket_of(self.buckets, max(counts))  # none, if it could not be captured
+        self._size, self._mode, self._bucket = batch.num_tokens, mode, bucket
+        if bucket is None:
+            self._tokens = StepTokens.plan(counts, attn_tp=self._attn_tp, extend=False)
+            self._run(self.state.plan(batch, num_pages=self.num_pages), mode)
+        else:
+            assert self.graphs is not None
+            step = self._bucket_tokens(counts, bucket)
+            step.valid_rows(self._masks[bucket])
+            self.state.plan(batch, bucket=bucket, num_pages=self.num_pages)
+            self.graphs.replay(self._key(bucket, mode))
+        return self.collect()
+
+    def extend_together(self, parts: Sequence[Part], intents: Sequence[Intent]) -> Pending:
+        """Run one step in which some group extends; ``parts`` are this group's, none where it is idle."""
+        counts = [each.tokens for each in intents]
+        self._tokens = StepTokens.plan(counts, attn_tp=self._attn_tp, extend=True)
+        return super().extend(parts)
+
+    def extend(self, parts: Sequence[Part], capture: bool = False) -> Pending:
+        """Refuse: a group cannot make a step by itself."""
+        raise ArgumentError("GroupStep", "extend", "called", "extend_together, in every group")
+
+    def launch(self, batch: AttentionBatch) -> Pending:
+        """Refuse: a group cannot make a step by itself."""
+        raise ArgumentError("GroupStep", "launch", "called", "decode_together, in every group")
+
+    def _bucket_tokens(self, counts: Sequence[int], bucket: int) -> StepTokens:
+        rows = -(-bucket // self._attn_tp) * self._attn_tp
+        step = StepTokens.plan(counts, attn_tp=self._attn_tp, extend=False, graph=True, bucket=rows)
+        if bucket not in self._masks:
+            self._masks[bucket] = step.valid_rows().to(self.model.device)
+        return step
+
+    def _keep_rows_and_capture(self, bucket: int, mode: str) -> None:
+        rows = (*self.table.tensors, self.count)
+        kept = [tensor.clone() for tensor in rows]
+        self.capture([bucket], [mode])
+        for tensor, values in zip(rows, kept, strict=True):
+            tensor.copy_(values)
+
+    def _run(self, meta: AttentionMeta, mode: str) -> torch.Tensor:
+        bucket = meta.bucket
+        if bucket is not None:
+            assert isinstance(bucket, int)
+            step = self._bucket_tokens([0] * self._groups.size, bucket)
+            hidden = self.model(self.table.tokens[:bucket], meta, self.caches, step, self._masks[bucket])
+        else:
+            hidden = self.model(self.table.tokens[: meta.num_tokens], meta, self.caches, self._tokens)
+        ids = self.table.tokens[: meta.num_tokens]
+        if meta.num_tokens:  # all ranks of a group have the same rows
+            ids.copy_(self.sampler(self.model.compute_logits(hidden), self.table.params(meta.num_tokens), mode))
+        return ids
+
+    def _run_extend(self, meta: AttentionMeta, mode: str) -> torch.Tensor:
+        inputs, table = self.inputs, self.table
+        hidden = self.model(inputs.ids(meta.num_tokens, table.tokens), meta, self.caches, self._tokens)
+        last, rows = inputs.last[: meta.num_requests], inputs.rows[: meta.num_requests]
+        if mode == NO_DRAW:
+            return last
+        params = table.gather(rows)
+        drawn = self.sampler(self.model.compute_logits(hidden.index_select(0, last)), params, mode)
+        table.scatter(rows, params.offset, drawn)
+        return drawn

@@ -1,0 +1,142 @@
+"""Generation with several attention groups over Gloo gives the tokens of one process, idle groups included."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from fastlayers.errors import ArgumentError
+from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
+from fastlayers.sampler.layer import SamplingParams
+from fastlayers.testing.world import Rank, world
+from fastlayers_models.auto import AutoModel
+from fastlayers_models.generate import Generator
+
+sys.path.insert(0, str(Path(__file__).parent))
+from family_tools import MOE, Variation, save_random
+from tiny_models import VARIATIONS as DEEPSEEK
+from tiny_models import hf_config
+
+GPT_OSS = dict(
+    vocab_size=163, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, num_local_experts=8, num_experts_per_tok=4, max_position_embeddings=256,
+    sliding_window=32, pad_token_id=2, eos_token_id=1, initializer_range=0.2,
+)  # fmt: skip
+FAMILIES = ("deepseek_v3", "qwen3_moe", "gpt_oss", "qwen3")
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12, 13], [14, 15, 16, 17, 18], [3], [20, 21, 22, 23]]
+NEW = 8
+
+
+def config_of(family: str) -> Any:
+    if family == "deepseek_v3":
+        return hf_config(DEEPSEEK[0])
+    if family == "gpt_oss":
+        return transformers.GptOssConfig(**GPT_OSS)
+    names = {"qwen3_moe": ("Qwen3MoeConfig", dict(MOE, head_dim=16)), "qwen3": ("Qwen3Config", {"head_dim": 16})}
+    name, changes = names[family]
+    return Variation(family, name, changes=changes).hf_config()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: save_random(config_of(name), tmp_path_factory.mktemp(name)) for name in FAMILIES}
+
+
+def load(folder: Any, **options: Any) -> Any:
+    return AutoModel.from_pretrained(folder, dtype=torch.float32, page_size=16, **options)
+
+
+def generator_of(model: Any, graphs: bool) -> Generator:
+    kept = CudaGraphs(runtime=EagerRuntime(), freeze=False) if graphs else None
+    return Generator(model, max_batch=2, max_length=64, prefill_tokens=6, graphs=kept)
+
+
+def generate(rank: Rank, folder: str, ep: int, graphs: bool, prompts: list[list[int]]) -> tuple[Any, ...]:
+    generator = generator_of(load(folder, parallel=rank.spec(attn_dp=2, ep=ep)), graphs)
+    found = generator.generate(prompts, max_new_tokens=NEW, eos_ids=())
+    return found, generator.pool.free_pages, generator.step.graphs.replays if graphs else 0  # type: ignore[union-attr]
+
+
+@pytest.fixture(scope="module")
+def wanted(folders: dict[str, Path]) -> dict[str, list[list[int]]]:
+    return {
+        name: generator_of(load(folder), False).generate(PROMPTS, max_new_tokens=NEW, eos_ids=())
+        for name, folder in folders.items()
+    }
+
+
+@pytest.mark.parametrize(("family", "ep", "graphs"), [
+    ("deepseek_v3", 1, False), ("deepseek_v3", 2, True), ("qwen3_moe", 2, True), ("gpt_oss", 2, False),
+    ("qwen3", 1, True),
+])  # fmt: skip
+def test_two_groups(folders: dict[str, Path], wanted: Any, family: str, ep: int, graphs: bool) -> None:
+    # Five prompts on two groups of two rows: one group has a second round, the other one request less.
+    for prompts in (PROMPTS, PROMPTS[:1]):  # then the second group is idle from first to last
+        first, second = world(2).run(generate, str(folders[family]), ep, graphs, prompts)
+        assert first[0] == second[0] == wanted[family][: len(prompts)]
+        assert first[1] == second[1] and first[2] == second[2]
+        assert (first[2] > 0) == graphs
+
+
+def both(rank: Rank, folder: str, prompts: list[list[int]]) -> list[list[int]]:
+    return generator_of(load(folder, parallel=rank.spec(attn_dp=2)), True).generate(
+        prompts, max_new_tokens=NEW, eos_ids=()
+    )
+
+
+def test_two_groups_of_two_ranks(folders: dict[str, Path], wanted: Any) -> None:
+    assert world(4).run(both, str(folders["deepseek_v3"]), PROMPTS) == [wanted["deepseek_v3"]] * 4
+
+
+def close_early(rank: Rank, folder: str) -> tuple[list[int], list[list[int]]]:
+    generator = generator_of(load(folder, parallel=rank.spec(attn_dp=2)), False)
+    stream = generator.stream(PROMPTS[:2], max_new_tokens=NEW, eos_ids=())
+    seen = []
+    for token in stream:
+        assert token.request == rank.rank
+        seen.append(token.id)
+        if rank.rank == 0 and len(seen) == 2:
+            stream.close()  # type: ignore[attr-defined]
+            break
+    again = generator.generate(PROMPTS[:2], max_new_tokens=3, eos_ids=())
+    return seen, again
+
+
+def test_a_closed_stream_leaves_the_other_group_running(folders: dict[str, Path], wanted: Any) -> None:
+    expected = wanted["qwen3"]
+    (first, again), (second, also) = world(2).run(close_early, str(folders["qwen3"]))
+    assert first == expected[0][:2] and second == expected[1]
+    assert again == also == [row[:3] for row in expected[:2]]
+
+
+def sample(rank: Rank, folder: str, params: list[SamplingParams]) -> list[list[int]]:
+    generator = generator_of(load(folder, parallel=rank.spec(attn_dp=2)), True)
+    return generator.generate(PROMPTS[:2], params, max_new_tokens=NEW, eos_ids=())
+
+
+def test_groups_that_sample_differently(folders: dict[str, Path]) -> None:
+    params = [SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, top_k=5, seed=3)]
+    one = generator_of(load(folders["qwen3"]), False).generate(PROMPTS[:2], params, max_new_tokens=NEW, eos_ids=())
+    assert world(2).run(sample, str(folders["qwen3"]), params) == [one, one]
+
+
+def alone(rank: Rank, folder: str) -> Iterator[str] | list[str]:
+    generator = generator_of(load(folder, parallel=rank.spec(attn_dp=2)), False)
+    found = []
+    for call in (lambda: generator.step.extend([]), lambda: generator.step.launch(None)):  # type: ignore[arg-type]
+        try:
+            call()
+        except ArgumentError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_group_makes_no_step_by_itself(folders: dict[str, Path]) -> None:
+    for messages in world(2).run(alone, str(folders["qwen3"])):
+        assert len(messages) == 2 and all("in every group" in message for message in messages)
