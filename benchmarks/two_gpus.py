@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import gc
 import json
 import os
 import random
@@ -29,8 +30,10 @@ import torch.distributed as dist
 import fastlayers as fl
 from fastlayers import env
 from fastlayers.comm.collectives import collectives
-from fastlayers.comm.fabric import Workspace
+from fastlayers.comm.fabric import Workspace, survey
 from fastlayers.comm.parallel import ParallelSpec
+from fastlayers.comm.symmetric import SymmArena
+from fastlayers.comm.triton_exchange import Exchange
 from fastlayers.tuning.provenance import provenance
 
 HIDDEN = 7168
@@ -50,7 +53,7 @@ class Run:
             env.disable_multicast()
             dist.init_process_group("nccl", device_id=self.device)
             mesh = dist.device_mesh.init_device_mesh("cuda", (self.size,))
-            self.parallel = ParallelSpec.from_mesh(mesh)
+            self.parallel = ParallelSpec.from_mesh(mesh, attn_dp=options.dp, ep=options.ep)
 
     def say(self, **row: Any) -> None:
         """Print one row."""
@@ -125,21 +128,32 @@ def microseconds(run: Run, function: Callable[[], Any], calls: int, repeats: int
 class Rows:
     """The parts about rows."""
 
-    def __init__(self, run: Run) -> None:
-        self.run, self.axis, self.device = run, run.parallel.tp, run.device
+    def __init__(self, run: Run, hidden: int = HIDDEN) -> None:
+        self.run, self.axis, self.device, self.hidden = run, run.parallel.tp, run.device, hidden
         self.over = collectives(self.axis)
-        self.norm = fl.RMSNorm(HIDDEN, device=self.device, dtype=torch.bfloat16)
-        self.norm.weight.copy_(1 + 0.1 * torch.randn(HIDDEN, device=self.device))
+        self.norm = fl.RMSNorm(hidden, device=self.device, dtype=torch.bfloat16)
+        torch.manual_seed(0)
+        self.norm.weight.copy_(1 + 0.1 * torch.randn(hidden, device=self.device))
         self.workspace: Any = None
 
     def start(self) -> None:
         """Make the workspace: for pushes alone, then with inboxes of 16,384 rows."""
+        begin = time.perf_counter()
+        import fastlayers.comm.symmetric
+        import fastlayers.comm.triton_exchange  # noqa: F401
+
+        imported = time.perf_counter() - begin
+        begin = time.perf_counter()
+        survey(self.axis, self.device)
+        self.run.say(
+            what="before", import_seconds=round(imported, 3), survey_seconds=round(time.perf_counter() - begin, 3)
+        )
         for share in (0, 8192):
             torch.cuda.synchronize()
             dist.barrier()
             begin = time.perf_counter()
             made = Workspace.make(
-                self.axis, HIDDEN, torch.bfloat16, self.device, rows=1024, share=share, deadline_s=10.0
+                self.axis, self.hidden, torch.bfloat16, self.device, rows=1024, share=share, deadline_s=10.0
             )
             torch.cuda.synchronize()
             took = time.perf_counter() - begin
@@ -158,7 +172,7 @@ class Rows:
     def draw(self, rows: int, seed: int, own: bool = True) -> torch.Tensor:
         """Return rows that differ from rank to rank (``own``), or equal ones."""
         torch.manual_seed(1000 * seed + (self.axis.rank + 1 if own else 0))
-        return torch.randn(rows, HIDDEN, device=self.device).to(torch.bfloat16)
+        return torch.randn(rows, self.hidden, device=self.device).to(torch.bfloat16)
 
     def ours(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         found: tuple[torch.Tensor, torch.Tensor] = self.workspace.push(x, residual, self.norm.weight, 1e-6)
@@ -243,11 +257,19 @@ class Rows:
         """Time sum_norm and all_reduce against NCCL."""
         for rows in (1, 16, 64, 256, 1024):
             found = {f"{name}_us": self.time_sums(name, rows) for name in ("nccl_norm", "norm", "nccl_sum", "sum")}
-            for warps in (4, 8, 16, 32):
-                self.workspace.push.warps = warps
-                found[f"sum_norm_us_{warps}_warps"] = self.time_sums("sum_norm", rows)
-            self.workspace.push.warps = 16
-            self.run.say(what="sum_norm_time", rows=rows, hidden=HIDDEN, **found, late=self.workspace.arena.failed())
+            push = self.workspace.push
+            kept = push.warps, push.programs, push.ahead
+            found["sum_norm_us"] = self.time_sums("sum_norm", rows)
+            ways = [(w, *kept[1:]) for w in (kept[0] // 2, 2 * kept[0])]
+            if rows > 132:
+                ways = [(kept[0], programs, ahead) for programs in (132, 264) for ahead in (1, 2, 4, 8)]
+            for way in ways if self.run.options.ways else ():
+                push.warps, push.programs, push.ahead = way
+                found["sum_norm_us_{}_warps_{}_programs_{}_ahead".format(*way)] = self.time_sums("sum_norm", rows)
+            push.warps, push.programs, push.ahead = kept
+            self.run.say(
+                what="sum_norm_time", rows=rows, hidden=self.hidden, **found, late=self.workspace.arena.failed()
+            )
 
     def time_sums(self, name: str, rows: int) -> float:
         """Return microseconds of one call in a chain whose calls depend on each other."""
@@ -278,11 +300,23 @@ class Rows:
     def timed_exchange(self) -> None:
         """Time reduce-scatter and all-gather of many rows, and the seam by them."""
         for rows in (256, 1024, 2048, 16384):
-            self.run.say(what="exchange_time", rows=rows, hidden=HIDDEN, **self.time_exchange(rows))
+            found = self.time_exchange(self.workspace.exchange, rows)
+            self.run.say(what="exchange_time", rows=rows, hidden=self.hidden, **found)
+        if not self.run.options.ways:
+            return
+        for programs in (64, 128, 264):
+            nbytes = Exchange.nbytes_for(self.axis.size, self.hidden, torch.bfloat16, 8192, programs)
+            arena = SymmArena(self.axis, nbytes, self.device, 10.0)
+            move = Exchange(arena, self.hidden, torch.bfloat16, 8192, programs)
+            arena.ready()
+            for chunk in (2, 4, 8, 16):
+                move.chunk = chunk
+                found = self.time_exchange(move, 16384, False)
+                self.run.say(what="exchange_way", programs=programs, chunk=chunk, rows=16384, **found)
 
-    def time_exchange(self, rows: int) -> dict[str, Any]:
+    def time_exchange(self, move: Any, rows: int, theirs: bool = True) -> dict[str, Any]:
         """Return microseconds of each way to exchange so many rows."""
-        move, calls = self.workspace.exchange, 4
+        calls = 4
         x, own = self.draw(rows, 1), self.draw(rows // self.axis.size, 2)
         residual = self.draw(rows // self.axis.size, 4)
         ways: dict[str, Callable[[], Any]] = {
@@ -294,8 +328,26 @@ class Rows:
         }
         found: dict[str, Any] = {}
         for name, way in ways.items():
-            found[name] = microseconds(self.run, partial(several, way, calls), calls, 7)
-        return found | {"late": self.workspace.arena.failed()}
+            if theirs or not name.startswith("nccl"):
+                found[name] = microseconds(self.run, partial(several, way, calls), calls, 7)
+        return found | {"late": move.arena.failed()}
+
+    def lost(self) -> None:
+        """Let one rank stay away: the other ends after the deadline, names it, and then waits no more."""
+        made = Workspace.make(self.axis, self.hidden, torch.bfloat16, self.device, rows=8, deadline_s=0.5)
+        assert made.push is not None and made.arena is not None
+        seconds = []
+        if self.axis.rank == 0:
+            for _ in range(2):
+                begin = time.perf_counter()
+                y, h = made.push(self.draw(4, 1), None, self.norm.weight, 1e-6)
+                torch.cuda.synchronize()
+                seconds.append(round(time.perf_counter() - begin, 4))
+            self.run.say(
+                what="lost_rank", seconds=seconds, named=made.arena.failed(),
+                poisoned=bool(y.isnan().all()) and bool(h.isnan().all()),
+            )  # fmt: skip
+        dist.barrier()
 
 
 def several(way: Callable[[], Any], calls: int) -> list[Any]:
@@ -309,9 +361,14 @@ def rows(run: Run) -> None:
     run.part("workspace", parts.start, 30)
     run.part("correct", parts.correct, 25)
     run.part("sum_norm_time", parts.timed, 30)
-    run.part("replays", parts.replayed, 20)
+    run.part("replays", parts.replayed, 20 + run.options.replays / 2000)
     run.part("exchanged", parts.exchanged, 20)
     run.part("exchange_time", parts.timed_exchange, 25)
+    run.part("lost_rank", parts.lost, 15)
+    for hidden in (4096, 2048):
+        smaller = Rows(run, hidden)
+        run.part(f"workspace {hidden}", smaller.start, 20)
+        run.part(f"sum_norm_time {hidden}", smaller.timed, 20)
 
 
 @torch.inference_mode()
@@ -337,6 +394,8 @@ def decode(run: Run, name: str, backend: str, wanted: dict[int, Any]) -> None:
     weights = Weights.of(model)
     torch.manual_seed(0)  # what all ranks hold is equal
     randomize(model)
+    if run.options.dp > 1:
+        return time_groups(run, name, model)
     generator = Generator(model, max_batch=64, max_length=256, extend_buckets=ExtendBuckets((), ()), cuda_graph=True)
     generator.capture([n for n in generator.step.buckets if n in (1, 2, 64)])
     torch.cuda.synchronize()
@@ -357,6 +416,36 @@ def decode(run: Run, name: str, backend: str, wanted: dict[int, Any]) -> None:
             workspace_s=round(seam.workspace.seconds, 3) if seam is not None and seam.workspace else None,
             late=seam.workspace.arena.failed() if seam is not None and seam.workspace.arena is not None else None,
         )  # fmt: skip
+    generator.close()
+
+
+def time_groups(run: Run, name: str, model: Any) -> None:
+    """Time generation of 64 requests a group, all groups together."""
+    from generate import prompts_of
+
+    from fastlayers_models.generate import Generator
+
+    generator = Generator(model, max_batch=64, max_length=256, cuda_graph=True)
+    spec = fl.kv_cache_spec(model, page_size=model.page_size, dtype=model.kv_dtype)
+    for requests in (run.options.dp, 64 * run.options.dp):
+        prompts = prompts_of(requests, 64, model.config.vocab_size)
+        generator.generate(prompts, max_new_tokens=4, eos_ids=())
+        times = []
+        for new in (8, 56):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            tokens = generator.generate(prompts, max_new_tokens=new, eos_ids=())
+            times.append(time.perf_counter() - begin)
+        everywhere: list[Any] = [None] * run.size
+        dist.all_gather_object(everywhere, tokens)
+        tpot = run.slower((times[1] - times[0]) / 48 * 1e3)
+        run.say(
+            what="decode_groups", model=name, ranks=run.size, dp=run.options.dp, ep=run.options.ep, requests=requests,
+            tpot_ms=round(tpot, 3), tokens_per_s=round(requests / tpot * 1e3, 1),
+            cache_bytes_of_a_token=spec.bytes_per_token, same_tokens_on_all_ranks=everywhere == [tokens] * run.size,
+            replays=generator.step.graphs.replays if generator.step.graphs is not None else 0,
+        )  # fmt: skip
+    generator.close()
 
 
 def main() -> None:
@@ -365,6 +454,9 @@ def main() -> None:
     parser.add_argument("parts", choices=("rows", "models"))
     parser.add_argument("--models", nargs="*", default=["qwen3_8b", "qwen3_30b_a3b"])
     parser.add_argument("--replays", type=int, default=2000)
+    parser.add_argument("--ways", action="store_true", help="also time other launch configurations")
+    parser.add_argument("--dp", type=int, default=1, help="attention groups")
+    parser.add_argument("--ep", type=int, default=1, help="groups that split the experts")
     parser.add_argument("--layers", type=int, help="fewer decoder layers, to try things out")
     parser.add_argument("--seconds", type=float, default=60.0, help="most for one model and backend")
     parser.add_argument("--out", type=Path)
@@ -380,13 +472,16 @@ def main() -> None:
     else:
         for name in options.models:
             wanted: dict[int, Any] = {}
-            for backend in ("nccl", "") if run.size > 1 else ("",):
+            for backend in ("nccl", "") if run.size > 1 and options.dp == 1 else ("",):
                 run.part(f"{name} {backend}", partial(decode, run, name, backend, wanted), options.seconds)
                 torch.cuda.empty_cache()
     if options.out and run.rank == 0:
         options.out.write_text("".join(json.dumps(line) + "\n" for line in run.lines))
+    gc.collect()
     if run.size > 1:
+        faulthandler.dump_traceback_later(15, exit=True)
         dist.destroy_process_group()
+        faulthandler.cancel_dump_traceback_later()
 
 
 if __name__ == "__main__":
