@@ -10,10 +10,8 @@ token went out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from operator import index as as_index
 from threading import Lock
 from typing import Any, Protocol, runtime_checkable
 
@@ -29,7 +27,8 @@ from fastlayers.runtime.graphs import CudaGraphs, bucket_of
 from fastlayers.sampler.layer import MODES, Sampler, SamplingParams
 from fastlayers.torch_compile import TorchCompile
 from fastlayers_models.groups import EXTEND, IDLE, GroupStep, Intent
-from fastlayers_models.step import ModelStep, Part, Pending, Row, StepKey
+from fastlayers_models.requests import Request, Token, stop_ids
+from fastlayers_models.step import ModelStep, Part, Pending, StepKey
 
 
 @runtime_checkable
@@ -48,42 +47,6 @@ class CausalLM(Protocol):
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return logits ``[R, vocab]``."""
-
-
-@dataclass(frozen=True)
-class Token:
-    """One generated token: which prompt it continues, its id, and why the request ended (or ``None``)."""
-
-    request: int
-    id: int
-    finished: str | None = None
-
-
-@dataclass
-class _Request:
-    index: int
-    prompt: list[int]
-    params: SamplingParams
-    seed: int
-    pages: list[int] = field(default_factory=list)
-    cached: int = 0
-    output: list[int] = field(default_factory=list)
-    done: bool = False
-
-    @property
-    def row(self) -> Row:
-        """As a step sees it: a request's tokens depend on its own draws, not on who else is in the batch."""
-        return Row(self.output[-1] if self.output else 0, self.params, self.seed, len(self.output))
-
-
-def _stop_ids(eos_ids: Any) -> set[int]:
-    """Return the ids that end a request, or raise :class:`ArgumentError`."""
-    try:
-        ids = eos_ids.tolist() if hasattr(eos_ids, "tolist") else eos_ids
-        return {as_index(each) for each in (None if isinstance(ids, str | bytes | Mapping) else ids)}  # type: ignore[union-attr]
-    except (TypeError, RuntimeError) as error:  # also of tensors without data
-        accepted = "a sequence of token ids, () for none, or None for the configuration's"
-        raise ArgumentError("Generator", "eos_ids", describe(eos_ids), accepted) from error
 
 
 def _listed(values: Any) -> Any:
@@ -240,7 +203,7 @@ class Generator:
         """
         requests = self._requests(self._prompts(prompts), params, max_new_tokens)
         requests = requests[self.groups.rank :: self.groups.size]
-        stop = _stop_ids(self.model.config.eos_token_ids if eos_ids is None else eos_ids)
+        stop = stop_ids(self.model.config.eos_token_ids if eos_ids is None else eos_ids)
         waiting = list(reversed(requests))
         with self._alone("stream"):
             try:
@@ -266,7 +229,7 @@ class Generator:
                 raise ArgumentError("Generator", f"prompts[{index}]", repr(row)[:80], accepted)
         return each
 
-    def _requests(self, prompts: Sequence[Sequence[int]], params: Any, max_new_tokens: int) -> list[_Request]:
+    def _requests(self, prompts: Sequence[Sequence[int]], params: Any, max_new_tokens: int) -> list[Request]:
         check_positive("Generator", max_new_tokens=max_new_tokens)
         vocab = self.model.config.vocab_size
         greedy = SamplingParams(temperature=0.0)
@@ -289,7 +252,7 @@ class Generator:
                 given = f"{len(prompt)} tokens and {max_new_tokens} new ones"
                 raise ArgumentError("Generator", f"prompts[{index}]", given, f"at most max_length {self.max_length}")
         seeds = [int(torch.randint(2**62, ())) if s.seed is None else s.seed for s in each]
-        return [_Request(i, list(p), s, d) for i, (p, s, d) in enumerate(zip(prompts, each, seeds, strict=True))]
+        return [Request(i, list(p), s, d) for i, (p, s, d) in enumerate(zip(prompts, each, seeds, strict=True))]
 
     def close(self) -> None:
         """Give back what was captured; of a split model before its process group is ended."""
@@ -381,12 +344,12 @@ class Generator:
                 with self._alone("warm_up_calls"):
                     self.step.capture_extends(keys)
 
-    def _prefill(self, group: list[_Request]) -> None:
+    def _prefill(self, group: list[Request]) -> None:
         """Cache the prompts chunk by chunk; each request's first token is drawn into its row, in the group's order."""
         while parts := self._chunks(group)[0]:
             self.step.extend(parts)
 
-    def _launch(self, active: list[_Request]) -> tuple[Pending, list[_Request]]:
+    def _launch(self, active: list[Request]) -> tuple[Pending, list[Request]]:
         for request in active:
             self.pool.extend(request.pages, request.cached + 1, f"request {request.index}")
         ones, lengths = (1,) * len(active), tuple(request.cached for request in active)
@@ -395,13 +358,13 @@ class Generator:
             request.cached += 1
         return self.step.launch(batch), active
 
-    def _room(self, active: list[_Request]) -> bool:
+    def _room(self, active: list[Request]) -> bool:
         """Whether the pages for one more step of all requests are free."""
         size = self.pool.page_size
         return sum(request.cached >= len(request.pages) * size for request in active) <= self.pool.free_pages
 
     @torch.inference_mode()
-    def _run(self, group: list[_Request], max_new_tokens: int, stop: set[int]) -> Iterator[Token]:
+    def _run(self, group: list[Request], max_new_tokens: int, stop: set[int]) -> Iterator[Token]:
         active = group
         # A new bucket is captured after the first token went out.
         ready = self.step.load([request.row for request in active], capture=False)
@@ -434,9 +397,9 @@ class Generator:
     # ---- several attention groups -------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def _run_groups(self, waiting: list[_Request], max_new_tokens: int, stop: set[int]) -> Iterator[Token]:
+    def _run_groups(self, waiting: list[Request], max_new_tokens: int, stop: set[int]) -> Iterator[Token]:
         """Run this group's requests, in step with the other groups; a stream that is closed early goes on idle."""
-        active: list[_Request] = []
+        active: list[Request] = []
         try:
             while True:
                 if not active and waiting:
@@ -463,7 +426,7 @@ class Generator:
                 pass
             raise
 
-    def _step_together(self, active: list[_Request]) -> list[tuple[_Request, int]] | None:
+    def _step_together(self, active: list[Request]) -> list[tuple[Request, int]] | None:
         """Make one step with the other groups; return whose tokens were drawn, or ``None``: all groups have ended."""
         step = self.step
         assert isinstance(step, GroupStep)
@@ -491,7 +454,7 @@ class Generator:
         batch = AttentionBatch((1,) * len(parts), tuple(part.prefix for part in parts), [part.pages for part in parts])
         return list(zip(drawing, step.decode_together(batch, intents).tokens(), strict=True))
 
-    def _chunks(self, active: list[_Request]) -> tuple[list[Part], list[_Request]]:
+    def _chunks(self, active: list[Request]) -> tuple[list[Part], list[Request]]:
         """Return the next chunks of prompts, none where all are cached, and whose first token they draw."""
         parts, drawing, budget = [], [], self.prefill_tokens
         for row, request in enumerate(active):

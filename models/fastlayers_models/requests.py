@@ -1,0 +1,50 @@
+"""What a generator keeps of each prompt, and what it yields: :class:`Request`, :class:`Token`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from operator import index as as_index
+from typing import Any
+
+from fastlayers.errors import ArgumentError, describe
+from fastlayers.sampler.layer import SamplingParams
+from fastlayers_models.rows import Row
+
+
+@dataclass(frozen=True)
+class Token:
+    """One generated token: which prompt it continues, its id, and why the request ended (or ``None``)."""
+
+    request: int
+    id: int
+    finished: str | None = None
+
+
+@dataclass
+class Request:
+    """One prompt on its way: what is cached of it, and what was generated."""
+
+    index: int
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    pages: list[int] = field(default_factory=list)
+    cached: int = 0
+    output: list[int] = field(default_factory=list)
+    done: bool = False
+
+    @property
+    def row(self) -> Row:
+        """As a step sees it: a request's tokens depend on its own draws, not on who else is in the batch."""
+        return Row(self.output[-1] if self.output else 0, self.params, self.seed, len(self.output))
+
+
+def stop_ids(eos_ids: Any) -> set[int]:
+    """Return the ids that end a request, or raise :class:`ArgumentError`."""
+    try:
+        ids = eos_ids.tolist() if hasattr(eos_ids, "tolist") else eos_ids
+        return {as_index(each) for each in (None if isinstance(ids, str | bytes | Mapping) else ids)}  # type: ignore[union-attr]
+    except (TypeError, RuntimeError) as error:  # also of tensors without data
+        accepted = "a sequence of token ids, () for none, or None for the configuration's"
+        raise ArgumentError("Generator", "eos_ids", describe(eos_ids), accepted) from error
