@@ -255,14 +255,15 @@ class Rows:
 
     def timed(self) -> None:
         """Time sum_norm and all_reduce against NCCL."""
-        for rows in (1, 16, 64, 256, 1024):
+        full = self.hidden == HIDDEN
+        for rows in (1, 16, 64, 256, 1024) if full else (1, 64):
             found = {f"{name}_us": self.time_sums(name, rows) for name in ("nccl_norm", "norm", "nccl_sum", "sum")}
             push = self.workspace.push
             kept = push.warps, push.programs, push.ahead
             found["sum_norm_us"] = self.time_sums("sum_norm", rows)
             ways = [(w, *kept[1:]) for w in (kept[0] // 2, 2 * kept[0])]
             if rows > 132:
-                ways = [(kept[0], programs, ahead) for programs in (132, 264) for ahead in (1, 2, 4, 8)]
+                ways = [(kept[0], programs, ahead) for programs in (132, 264) for ahead in (1, 2, 8)]
             for way in ways if self.run.options.ways else ():
                 push.warps, push.programs, push.ahead = way
                 found["sum_norm_us_{}_warps_{}_programs_{}_ahead".format(*way)] = self.time_sums("sum_norm", rows)
@@ -304,12 +305,12 @@ class Rows:
             self.run.say(what="exchange_time", rows=rows, hidden=self.hidden, **found)
         if not self.run.options.ways:
             return
-        for programs in (64, 128, 264):
+        for programs in (128, 264):
             nbytes = Exchange.nbytes_for(self.axis.size, self.hidden, torch.bfloat16, 8192, programs)
             arena = SymmArena(self.axis, nbytes, self.device, 10.0)
             move = Exchange(arena, self.hidden, torch.bfloat16, 8192, programs)
             arena.ready()
-            for chunk in (2, 4, 8, 16):
+            for chunk in (4, 8, 16):
                 move.chunk = chunk
                 found = self.time_exchange(move, 16384, False)
                 self.run.say(what="exchange_way", programs=programs, chunk=chunk, rows=16384, **found)
@@ -396,12 +397,15 @@ def decode(run: Run, name: str, backend: str, wanted: dict[int, Any]) -> None:
     randomize(model)
     if run.options.dp > 1:
         return time_groups(run, name, model)
-    generator = Generator(model, max_batch=64, max_length=256, extend_buckets=ExtendBuckets((), ()), cuda_graph=True)
-    generator.capture([n for n in generator.step.buckets if n in (1, 2, 64)])
+    batches = run.options.batches
+    generator = Generator(
+        model, max_batch=max(batches), max_length=256, extend_buckets=ExtendBuckets((), ()), cuda_graph=True
+    )
+    generator.capture([n for n in generator.step.buckets if n in batches])
     torch.cuda.synchronize()
     built = time.perf_counter() - begin
     seam = model.seam
-    for batch in (1, 64):
+    for batch in run.options.batches:
         row = time_decode(generator, weights, batch, 64, 48, 2)
         tokens = generator.generate(prompts_of(batch, 64, model.config.vocab_size), max_new_tokens=16, eos_ids=())
         everywhere = [tokens] * run.size
@@ -455,6 +459,8 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=["qwen3_8b", "qwen3_30b_a3b"])
     parser.add_argument("--replays", type=int, default=2000)
     parser.add_argument("--ways", action="store_true", help="also time other launch configurations")
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 64])
+    parser.add_argument("--seams", nargs="*", default=["nccl", ""], help="backends to compare; '': what is chosen")
     parser.add_argument("--dp", type=int, default=1, help="attention groups")
     parser.add_argument("--ep", type=int, default=1, help="groups that split the experts")
     parser.add_argument("--layers", type=int, help="fewer decoder layers, to try things out")
@@ -462,8 +468,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     run = Run(options)
+    given = sys.argv[: sys.argv.index("--out")] if "--out" in sys.argv else sys.argv
     run.say(
-        command=" ".join(sys.argv), **provenance(), torch=torch.__version__, nccl=str(torch.cuda.nccl.version()),
+        command=" ".join(given), **provenance(), torch=torch.__version__, nccl=str(torch.cuda.nccl.version()),
         ranks=run.size, device=torch.cuda.get_device_name(run.device),
     )  # fmt: skip
     if options.parts == "rows":
@@ -472,7 +479,7 @@ def main() -> None:
     else:
         for name in options.models:
             wanted: dict[int, Any] = {}
-            for backend in ("nccl", "") if run.size > 1 and options.dp == 1 else ("",):
+            for backend in options.seams if run.size > 1 and options.dp == 1 else ("",):
                 run.part(f"{name} {backend}", partial(decode, run, name, backend, wanted), options.seconds)
                 torch.cuda.empty_cache()
     if options.out and run.rank == 0:
