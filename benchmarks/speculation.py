@@ -23,16 +23,19 @@ from fastlayers.tuning.provenance import provenance
 from fastlayers_server.engine.client import Parts
 from fastlayers_server.engine.config import EngineConfig
 from fastlayers_server.engine.loop import Engine
+from fastlayers_server.engine.metrics import Metrics
 from fastlayers_server.engine.protocol import FromEngine, Sampling, StepOut, Submit, pack_ids
 from fastlayers_server.engine.request import Chunk, Request, TickPlan, TickResult
+from fastlayers_server.engine.speculation import Lookups, Speculation
 from fastlayers_server.engine.startup import build
 from fastlayers_server.engine.step import GREEDY, RIGHT, VERIFY
 
 
-class Scripted:
+class Scripted(Speculation):
     """Drafts of any token, right by the dice: the engine's drafts and the verifier's script in one."""
 
     def __init__(self, k: int, rate: float) -> None:
+        super().__init__(Lookups(), k, Metrics())
         self.k, self.rate, self.random = k, rate, torch.Generator().manual_seed(0)
         self.steps = self.tokens = 0
 
@@ -55,9 +58,6 @@ class Scripted:
         """Count steps that verify, and what they gave."""
         self.steps += len(plan.verify)
         self.tokens += sum(map(len, result.tokens[len(result.tokens) - len(plan.verify) :])) if plan.verify else 0
-
-    def explain(self) -> None:
-        """Nothing."""
 
 
 def ms_per_token(parts: Parts, drafts: Scripted | None, batch: int, prompt: int, new: int) -> float:

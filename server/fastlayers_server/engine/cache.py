@@ -185,11 +185,6 @@ class PrefixCache:
             if node.parent is not None:
                 yield node
 
-    @property
-    def free_list(self) -> list[int]:
-        """A copy of the free list (tests)."""
-        return list(self._free)
-
     def _keys(self, tokens: Sequence[int], first: int, last: int) -> Iterator[bytes]:
         size = self.block
         for index in range(first, last):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 from fastlayers_server.engine.config import SchedulerConfig
-from fastlayers_server.engine.protocol import Sampling, Submit, unpack_ids
+from fastlayers_server.engine.protocol import Submit, unpack_ids
 from fastlayers_server.engine.queue import WaitingQueue
 
 
@@ -35,7 +35,8 @@ def check_submit(submit: Submit, config: SchedulerConfig) -> str:
         return "the prompt is empty, or not a whole number of ids"
     ids = unpack_ids(submit.prompt)
     vocab = config.vocab_size
-    for name, given in (("prompt", ids), ("stop_ids", submit.stop_ids), ("logit_bias", _bias_ids(submit.sampling))):
+    biased = [token for token, _ in submit.sampling.logit_bias]
+    for name, given in (("prompt", ids), ("stop_ids", submit.stop_ids), ("logit_bias", biased)):
         if given and not (min(given) >= 0 and max(given) < vocab):
             wrong = min(given) if min(given) < 0 else max(given)
             return f"{name}: token id {wrong} is not in [0, {vocab})"
@@ -66,7 +67,3 @@ def check_submit(submit: Submit, config: SchedulerConfig) -> str:
          "not together with ignore_eos or min_new_tokens"),
     )  # fmt: skip
     return next((f"{name} is {given}; accepted: {accepted}" for bad, name, given, accepted in checks if bad), "")
-
-
-def _bias_ids(sampling: Sampling) -> list[int]:
-    return [token for token, _ in sampling.logit_bias]

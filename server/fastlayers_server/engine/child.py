@@ -20,10 +20,10 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from fastlayers_server.engine.client import BEAT_SECONDS, Parts
+from fastlayers_server.engine.client import BEAT_SECONDS, Parts, beat
 from fastlayers_server.engine.config import EngineConfig
 from fastlayers_server.engine.loop import Engine
-from fastlayers_server.engine.protocol import Beat, Died, FromEngine, encode, to_engine
+from fastlayers_server.engine.protocol import Died, FromEngine, encode, to_engine
 
 log = logging.getLogger(__name__)
 REFUSED = 3
@@ -70,10 +70,7 @@ class Child:
             log.exception("the engine does not start")
             self.deliver(Died(self.epoch, f"{type(error).__name__}: {error}", restarting=False))
             return REFUSED
-        self.engine = Engine(
-            parts.scheduler, parts.executor, self.deliver, overlap=parts.overlap, grammars=parts.grammars,
-            drafts=parts.drafts, epoch=self.epoch,
-        )  # fmt: skip
+        self.engine = parts.engine(self.deliver, self.epoch)
         self.deliver(parts.info)
         self.phase = "serving"
         try:
@@ -104,12 +101,7 @@ class Child:
             now = time.monotonic()
             if now >= beat_at and self.phase != "dead":
                 beat_at = now + BEAT_SECONDS
-                engine = self.engine
-                started = engine.tick_started if engine is not None else 0.0
-                ticks = engine.scheduler.ticks if engine is not None else 0
-                draining = self.phase == "serving" and engine is not None and engine.scheduler.draining
-                phase = "draining" if draining else self.phase
-                self.deliver(Beat(self.epoch, phase, ticks, now - started if started else 0.0))
+                self.deliver(beat(self.engine, self.epoch, self.phase))
 
 
 def main(make: Make) -> int:

@@ -14,9 +14,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
+from fastlayers_server.engine.grammar import GrammarMasks
 from fastlayers_server.engine.protocol import (
     CONTROLS,
     Abort,
@@ -32,8 +33,9 @@ from fastlayers_server.engine.protocol import (
     Submit,
     ToEngine,
 )
-from fastlayers_server.engine.request import ENDED, Request, TickPlan, TickResult
+from fastlayers_server.engine.request import ENDED, TickPlan, TickResult
 from fastlayers_server.engine.scheduler import Scheduler
+from fastlayers_server.engine.speculation import Speculation
 
 log = logging.getLogger(__name__)
 STATS_SECONDS = 1.0
@@ -69,44 +71,6 @@ class Executor(Protocol):
         """Return the replays by graph, and the steps that ran without one by reason."""
 
 
-class Grammars(Protocol):
-    """The engine's side of structured output."""
-
-    def add(self, key: str, serialized: str) -> None:
-        """Keep a compiled grammar."""
-
-    def known(self, key: str) -> bool:
-        """Whether a request may name it."""
-
-    def begin(self, request: Request) -> None:
-        """Prepare a request that names a grammar and was taken."""
-
-    def masks(self, plan: TickPlan) -> Any:
-        """Return which tokens each sampled request may draw."""
-
-    def accept(self, request: Request, tokens: Sequence[int]) -> str:
-        """Advance a request's matcher; returns what is wrong, or nothing."""
-
-
-class Drafts(Protocol):
-    """Speculation: whether this tick verifies drafts, and which."""
-
-    def wanted(self, running: int) -> bool:
-        """Whether to draft in the next tick."""
-
-    def prepare(self) -> None:
-        """Make drafts for everybody, now that all tokens are known."""
-
-    def draft(self, request: Request, limit: int) -> Sequence[int]:
-        """Return tokens that may come next."""
-
-    def observe(self, plan: TickPlan, result: TickResult, seconds: float) -> None:
-        """Learn from a tick."""
-
-    def explain(self) -> Any:
-        """Return what the choice of drafts rests on, as JSON values."""
-
-
 class Engine:
     """One engine: a scheduler, what computes for it, and its front.
 
@@ -117,8 +81,8 @@ class Engine:
     deliver : callable
         Takes what the front is told; called on the thread of :meth:`run`.
     overlap : bool
-    grammars : Grammars, optional
-    drafts : Drafts, optional
+    grammars : GrammarMasks, optional
+    drafts : Speculation, optional
     epoch : int
     clock : callable
 
@@ -135,8 +99,8 @@ class Engine:
         deliver: Callable[[FromEngine], None],
         *,
         overlap: bool = True,
-        grammars: Grammars | None = None,
-        drafts: Drafts | None = None,
+        grammars: GrammarMasks | None = None,
+        drafts: Speculation | None = None,
         epoch: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -17,17 +17,15 @@ import msgspec
 import zmq
 
 from fastlayers_server.engine.child import REFUSED
-from fastlayers_server.engine.client import InProcessEngine, Ledger, Parts
+from fastlayers_server.engine.client import ClientBase, InProcessEngine, Parts
 from fastlayers_server.engine.config import EngineConfig
 from fastlayers_server.engine.protocol import (
-    Abort,
     Beat,
     Died,
     EngineClient,
     EngineInfo,
     FromEngine,
     Shutdown,
-    Submit,
     ToEngine,
     encode,
     from_engine,
@@ -51,7 +49,7 @@ def engine_client(config: EngineConfig, *, in_process: bool = False) -> EngineCl
     return InProcessEngine(make)
 
 
-class EngineProcess:
+class EngineProcess(ClientBase):
     """An :class:`~fastlayers_server.engine.protocol.EngineClient` whose engine is another process.
 
     Parameters
@@ -62,22 +60,18 @@ class EngineProcess:
     """
 
     def __init__(self, config: EngineConfig, command: Sequence[str] | None = None) -> None:
+        super().__init__()
         self.config, self.phase, self.epoch = config, "starting", 0
         self._command = list(command or (sys.executable, "-m", "fastlayers_server.engine.child"))
-        self._ledger = Ledger()
         self._context = zmq.Context()
-        self._lock = threading.Lock()  # the socket to the engine, and what is put aside for it
         self._out: zmq.Socket[bytes] | None = None
-        self._early: list[ToEngine] = []
         self._child: subprocess.Popen[bytes] | None = None
-        self._reason = ""
         self._stop_by: float | None = None
         self._thread: threading.Thread | None = None
 
     def start(self, deliver: Callable[[FromEngine], None]) -> None:
         """Begin to start, see :class:`EngineClient`."""
         self._deliver_to = deliver
-        self._delivering = threading.Lock()
         self._folder = tempfile.mkdtemp(prefix="fastlayers-")  # mode 0700
         self._thread = threading.Thread(target=self._supervise, name="engine-supervisor", daemon=True)
         self._thread.start()
@@ -87,24 +81,10 @@ class EngineProcess:
         """Of the engine's process, or 0."""
         return self._child.pid if self._child is not None else 0
 
-    def submit(self, request: Submit) -> None:
-        """Hand over a request."""
-        self._ledger.submitted(request.rid)
-        self.send(request)
-        if self.phase == "dead":
-            self._tell_orphans()
-
-    def abort(self, rids: Sequence[int]) -> None:
-        """End requests."""
-        self.send(Abort(tuple(rids)))
-
-    def send(self, message: ToEngine) -> None:
-        """Hand over any message."""
-        with self._lock:
-            if self._out is None:
-                self._early.append(message)
-            else:
-                self._send(message)
+    def _pass(self, message: ToEngine) -> bool:
+        if self._out is not None:
+            self._send(message)
+        return self._out is not None
 
     def _send(self, message: ToEngine) -> None:
         assert self._out is not None
@@ -121,16 +101,6 @@ class EngineProcess:
             self.send(Shutdown(timeout))
         if self._thread is not None:
             self._thread.join()
-
-    def _deliver(self, message: FromEngine) -> None:
-        with self._delivering:
-            self._ledger.delivered(message)
-            self._deliver_to(message)
-
-    def _tell_orphans(self) -> None:
-        orphans = self._ledger.orphans(self.epoch, self._reason)
-        if orphans is not None:
-            self._deliver(orphans)
 
     def _supervise(self) -> None:
         deaths: deque[float] = deque(maxlen=RESTARTS + 1)

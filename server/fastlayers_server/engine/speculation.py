@@ -137,7 +137,7 @@ class Speculation:
         return best
 
     def draft(self, request: Request, limit: int) -> Sequence[int]:
-        """Return what may come next, see :class:`fastlayers_server.engine.loop.Drafts`."""
+        """Return up to so many tokens that may come next; one more at least may be launched."""
         return self.source.draft(request, min(limit, self.k * self.source.topk))
 
     def observe(self, plan: TickPlan, result: TickResult, seconds: float) -> None:

@@ -190,7 +190,7 @@ class World:
     def check(self) -> None:
         """I1, I2, I6: every page is in one state, and counts are what the live requests say."""
         scheduler, cache = self.scheduler, self.scheduler.cache
-        free = cache.free_list
+        free = list(cache._free)
         owners: dict[int, str] = {}
         users: dict[Any, int] = {}
         for page in free:
