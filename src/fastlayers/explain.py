@@ -157,9 +157,9 @@ class Explanations(tuple[Explanation, ...]):
         first: dict[tuple[str, ...], str] = {}
         lines = []
         for each in self:
-            own = each.losers
-            earlier = first.setdefault((each.place, *own), each.module)
-            lines.append(own if earlier == each.module or len(own) < 2 else [f"as for {earlier or each.layer}"])
+            losers = each.losers
+            earlier = first.setdefault((each.place, *losers), each.module)
+            lines.append(losers if earlier == each.module or len(losers) < 2 else [f"as for {earlier or each.layer}"])
         return lines
 
     def __str__(self) -> str:
@@ -193,12 +193,12 @@ def explain(target: Any) -> Explanations:
         steps += driver.report()
     found, lost = [], dict[Any, tuple[dict[str, str], dict[str, str]]]()
     for name, module in target.named_modules():
-        own = sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
+        num_bytes = sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
         for choice in choices_of(module):
             same = (choice.layer, choice.cfg, choice.device, choice.requested, choice.evidence, choice.name)
             if same not in lost:
                 lost[same] = _lost(choice)
-            found.append(_explain(name, choice, own, lost[same]))
+            found.append(_explain(name, choice, num_bytes, lost[same]))
     explained = Explanations(found)
     explained.steps = tuple(steps)
     return explained
@@ -242,17 +242,17 @@ def _gain(backend: Backend, choice: Choice) -> str:
     ratios = []
     counts, times = tuning.times_of(found.table)
     for index, count in enumerate(counts):
-        own = times.get(backend.name, [None] * len(counts))[index]
+        time = times.get(backend.name, [None] * len(counts))[index]
         theirs = [us for name in used if name in times and (us := times[name][index]) is not None]
-        if own is not None and theirs:
-            ratios.append((min(theirs) / min(own, *theirs), count))
+        if time is not None and theirs:
+            ratios.append((min(theirs) / min(time, *theirs), count))
     if not ratios:
         return "no table tells what that would gain"
-    most, count = max(ratios)
-    if most < 1.005:
+    gain, count = max(ratios)
+    if gain < 1.005:
         return "by the tuned table that would gain nothing"
     usual = statistics.median(ratio for ratio, _ in ratios)
-    return f"by the tuned table that would gain up to {most:.2f} ×, at {count} tokens; {usual:.2f} × as a rule"
+    return f"by the tuned table that would gain up to {gain:.2f} ×, at {count} tokens; {usual:.2f} × as a rule"
 
 
 def _slower_because(backend: Backend, choice: Choice) -> str:
@@ -272,10 +272,10 @@ def _slower_because(backend: Backend, choice: Choice) -> str:
     ratios = []
     counts, times = tuning.times_of(found.table)
     for index, count in enumerate(counts):
-        own = times.get(backend.name, [None] * len(counts))[index]
+        time = times.get(backend.name, [None] * len(counts))[index]
         theirs = [us for name in used if name in times and (us := times[name][index]) is not None]
-        if own is not None and theirs:
-            ratios.append((own / min(theirs), count))
+        if time is not None and theirs:
+            ratios.append((time / min(theirs), count))
     if not ratios:
         return "not measured in the tuned table"
     ratio, count = min(ratios)

@@ -137,14 +137,14 @@ class Layer(WatchedModule):
 
         Raises what :meth:`_apply` does, and changes nothing.
         """
-        own = self.fixed_dtype
-        here = next((p.device for p in self.parameters()), self.device_type)
+        fixed = self.fixed_dtype
+        device = next((p.device for p in self.parameters()), self.device_type)
         known = getattr(self.cfg, "dtype", None)
         if not isinstance(known, torch.dtype) or known.itemsize == 1:
             known = None  # a name, or the dtype of the codes that a quantiser writes: a cast is not about them
-        probe = fn(torch.empty(0, dtype=known if own is None else own, device=here))
-        if own is not None and probe.dtype != own:
-            raise ArgumentError(type(self).__name__, "dtype", probe.dtype, f"{own}, as constructed")
+        probe = fn(torch.empty(0, dtype=known if fixed is None else fixed, device=device))
+        if fixed is not None and probe.dtype != fixed:
+            raise ArgumentError(type(self).__name__, "dtype", probe.dtype, f"{fixed}, as constructed")
         cfg = self.cfg if known in (None, probe.dtype) else replace(self.cfg, dtype=probe.dtype)
         where = self.choice.device.type if probe.device.type == "meta" else probe.device
         if torch.device(where).type == self.choice.device.type and cfg is self.cfg:
@@ -157,9 +157,9 @@ class Layer(WatchedModule):
         if not hasattr(self, "choice"):
             super()._apply(fn, recurse)
             return
-        own, (cfg, chosen) = self.fixed_dtype, self._choices_after(fn)
+        fixed, (cfg, chosen) = self.fixed_dtype, self._choices_after(fn)
         moved = [choice.build() for choice in chosen]
-        kept = {id(p) for n, p in self.named_parameters(recurse=False) if own is not None or n in self.kept_in_fp32}
+        kept = {id(p) for n, p in self.named_parameters(recurse=False) if fixed is not None or n in self.kept_in_fp32}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             result = fn(tensor)

@@ -117,10 +117,10 @@ class CompiledBlocks:
                     block.forward = forward
                 yield
             finally:
-                for block, own in forwards:
-                    if own is None:
+                for block, replaced in forwards:
+                    if replaced is None:
                         vars(block).pop("forward", None)
                     else:
-                        block.forward = own
+                        block.forward = replaced
                 for layer, ladder in before:
                     layer.ladder = ladder

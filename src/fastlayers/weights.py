@@ -74,9 +74,9 @@ def slots(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Slot]]:
 
     A module that has ``slots()`` speaks for its own parameters; children are always walked as well.
     """
-    own = getattr(module, "slots", None)
-    if own is not None:
-        for name, slot in own():
+    listed = getattr(module, "slots", None)
+    if listed is not None:
+        for name, slot in listed():
             yield _join(prefix, name), slot
     for child_name, child in module.named_children():
         yield from slots(child, f"{prefix}.{child_name}" if prefix else child_name)

@@ -80,14 +80,14 @@ class LMHead(Linear):
             device, dtype = tied_to.weight.device, tied_to.weight.dtype
         padded = rows * (1 if shard.kind == "replicated" else shard.axis.size)
         # A tied head must not allocate a second weight of this size, not even for a moment.
-        own = "meta" if tied_to is not None else device
+        table_device = "meta" if tied_to is not None else device
         asked = "torch" if tied_to is not None else backend
         super().__init__(
             hidden_size,
             padded,
             bias,
             shard=shard,
-            device=own,
+            device=table_device,
             dtype=dtype,
             backend=asked,
             out_dtype=out_dtype,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -10,6 +12,29 @@ from fastlayers.comm.parallel import REPLICATED, Shard
 from fastlayers.errors import ArgumentError, check_kind
 from fastlayers.linear.base import LinearBase
 from fastlayers.quant.spec import NONE, QuantSpec
+
+
+def _none(quant: QuantSpec) -> dict[str, Any]:
+    return {}
+
+
+def _block(quant: QuantSpec) -> dict[str, Any]:
+    return {"block_size": quant.block_size, "scale_fmt": quant.scale_fmt}
+
+
+def _scaled(quant: QuantSpec) -> dict[str, Any]:
+    scale = quant.format.removeprefix("fp8_")
+    return {"weight_scale": scale, "activation_scale": quant.activation_scale, "scale_names": quant.scale_names}
+
+
+# Format -> its class, imported when it is made, and what that takes of a QuantSpec.
+MADE_OF: dict[str, tuple[str, Callable[[QuantSpec], dict[str, Any]]]] = {
+    "none": ("fastlayers.linear.dense.layer:Linear", _none),
+    "fp8_block": ("fastlayers.linear.fp8_block.layer:FP8BlockLinear", _block),
+    "int8": ("fastlayers.linear.int8.layer:Int8Linear", _none),
+    "fp8_tensor": ("fastlayers.linear.fp8_scaled.layer:FP8ScaledLinear", _scaled),
+    "fp8_channel": ("fastlayers.linear.fp8_scaled.layer:FP8ScaledLinear", _scaled),
+}
 
 
 def linear(
@@ -55,47 +80,13 @@ def linear(
     'FP8BlockLinear'
     """
     check_kind("linear", QuantSpec, quant=quant)
-    dtype = dtype or torch.get_default_dtype()
-    if quant.format == "none":
-        from fastlayers.linear.dense.layer import Linear
-
-        return Linear(
-            in_features,
-            out_features,
-            bias,
-            shard=shard,
-            names=names,
-            device=device,
-            dtype=dtype,
-            backend=backend,
-        )
-    if quant.format == "fp8_block":
-        from fastlayers.linear.fp8_block.layer import FP8BlockLinear
-
-        return FP8BlockLinear(
-            in_features, out_features, bias, block_size=quant.block_size, scale_fmt=quant.scale_fmt,
-            shard=shard, names=names, device=device, dtype=dtype, backend=backend,
-        )  # fmt: skip
-    if quant.format == "int8":
-        from fastlayers.linear.int8.layer import Int8Linear
-
-        return Int8Linear(
-            in_features,
-            out_features,
-            bias,
-            shard=shard,
-            names=names,
-            device=device,
-            dtype=dtype,
-            backend=backend,
-        )
-    if quant.format in ("fp8_tensor", "fp8_channel"):
-        from fastlayers.linear.fp8_scaled.layer import FP8ScaledLinear
-
-        return FP8ScaledLinear(
-            in_features, out_features, bias, weight_scale=quant.format.removeprefix("fp8_"),
-            activation_scale=quant.activation_scale, scale_names=quant.scale_names,
-            shard=shard, names=names, device=device, dtype=dtype, backend=backend,
-        )  # fmt: skip
-    known = "'none', 'fp8_block', 'int8', 'fp8_tensor' or 'fp8_channel'"
-    raise ArgumentError("linear", "quant.format", repr(quant.format), known)
+    if quant.format not in MADE_OF:
+        known = "'none', 'fp8_block', 'int8', 'fp8_tensor' or 'fp8_channel'"
+        raise ArgumentError("linear", "quant.format", repr(quant.format), known)
+    target, options = MADE_OF[quant.format]
+    module, _, name = target.partition(":")
+    layer: LinearBase = getattr(importlib.import_module(module), name)(
+        in_features, out_features, bias, shard=shard, names=names, device=device,
+        dtype=dtype or torch.get_default_dtype(), backend=backend, **options(quant),
+    )  # fmt: skip
+    return layer

@@ -2,7 +2,7 @@
 
     M = rows of x, N = output features, K = input features;  y[M,N] = x[M,K] · weight[N,K]ᵀ
 
-With few rows there are fewer output tiles than multiprocessors. Then ``splits`` programs share K: each
+With few rows there are fewer output tiles than SMs. Then ``splits`` programs share K: each
 writes its fp32 partial tile, and a second kernel adds them in a fixed order: no atomics, the same bits each
 run. Tile sizes and splits depend on shapes only, so a captured grid stays right.
 """
@@ -18,7 +18,7 @@ from fastlayers.integers import cdiv
 from fastlayers.runtime.launch import kernel
 from fastlayers.triton_lang import await_inputs, cast, dot, release_dependents
 
-# Two programs for each multiprocessor of an H100 or H200. A constant, so that bits do not depend on the GPU.
+# Two programs for each SM of an H100 or H200. A constant, so that bits do not depend on the GPU.
 TARGET_PROGRAMS = 264
 MAX_SPLITS = 16
 

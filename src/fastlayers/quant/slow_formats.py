@@ -78,10 +78,10 @@ def forget() -> None:
 
 def _codes(module: Layer) -> tuple[str, int] | None:
     """Return the format of a layer's own weights and their bytes, or ``None`` for formats that run at speed."""
-    own = [p for p in module.parameters(recurse=False) if p.dim() > 1]
+    weights = [p for p in module.parameters(recurse=False) if p.dim() > 1]
     if getattr(module.cfg, "quant", None) == "mxfp4":
-        return E2M1, sum(p.numel() for p in own if p.dtype == torch.uint8)
-    size = sum(p.numel() for p in own if p.dtype == torch.float8_e4m3fn)
+        return E2M1, sum(p.numel() for p in weights if p.dtype == torch.uint8)
+    size = sum(p.numel() for p in weights if p.dtype == torch.float8_e4m3fn)
     return (E4M3, size) if size else None
 
 

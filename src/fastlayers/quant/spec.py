@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from fastlayers.errors import ArgumentError, check_choice, check_fields, check_kind, check_pair, check_plain
@@ -65,10 +65,6 @@ class QuantSpec:
     def for_module(self, name: str) -> QuantSpec:
         """Return the spec of one module by its full checkpoint name: itself, or unquantised if skipped."""
         return NONE if self.format != "none" and any(_matches(rule, name) for rule in self.skip) else self
-
-    def with_skip(self, *rules: str) -> QuantSpec:
-        """Return this spec with further modules kept unquantised."""
-        return replace(self, skip=self.skip + rules)
 
     @staticmethod
     def from_config(config: Mapping[str, Any] | None) -> QuantSpec:

@@ -91,8 +91,8 @@ def _no_bounds(case: Case) -> dict[str, Bound]:
 def zero_rows(layer: Any, count: int, width: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return ``[count, width]`` zeros where a layer is, of the dtype that it takes (``None``: as it says itself)."""
     dtype = dtype or next((p.dtype for p in layer.parameters() if p.dtype.itemsize > 1), layer.fixed_dtype)
-    own = getattr(layer.cfg, "dtype", None)
-    dtype = dtype or (own if isinstance(own, torch.dtype) and own.itemsize > 1 else torch.bfloat16)
+    configured = getattr(layer.cfg, "dtype", None)
+    dtype = dtype or (configured if isinstance(configured, torch.dtype) and configured.itemsize > 1 else torch.bfloat16)
     return torch.zeros(count, width, dtype=dtype, device=place_of(layer))
 
 
@@ -152,7 +152,7 @@ class LayerSpec:
     counts_requests : bool
         Token counts are of requests: few are enough.
     eight_bits : callable
-        ``(cfg) -> bool``: the products run on the 8-bit matrix unit.
+        ``(cfg) -> bool``: the products run on tensor cores of 8 bits.
     heavy : int
         Place among the layers that decide a step's time, 1 the first; 0: none of them.
     """

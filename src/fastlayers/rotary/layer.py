@@ -64,7 +64,7 @@ class RotaryConfig:
             )
 
     def axes(self) -> list[int]:
-        """Return for each frequency the axis (0 time, 1 height, 2 width) whose position it turns with."""
+        """Return for each frequency the axis (0 time, 1 height, 2 width) whose position it rotates with."""
         half, section = self.rotary_dim // 2, self.mrope_section
         if not section:
             return [0] * half
@@ -101,7 +101,7 @@ class RotaryEmbedding(Layer):
     interleaved_in, interleaved_out : bool
         Pairing of the dimensions, see the file's head.
     rotary_dim : int, optional
-        How many leading dimensions turn (default: all).
+        How many leading dimensions rotate (default: all).
     device
         Of the tables.
     backend : str
@@ -263,7 +263,7 @@ class RotaryEmbedding(Layer):
 
 
 def check_rotary(layer: str, rotary: RotaryEmbedding, argument: str, head_dim: int, *, whole: bool = False) -> None:
-    """Raise :class:`ArgumentError` unless ``rotary`` turns heads of ``head_dim``, ``whole``: all of each head."""
+    """Raise :class:`ArgumentError` unless ``rotary`` rotates heads of ``head_dim``, ``whole``: all of each head."""
     check_kind(layer, RotaryEmbedding, rotary=rotary)
     for name, size in (("head_dim", rotary.cfg.head_dim), ("rotary_dim", rotary.cfg.rotary_dim)):
         if size != head_dim and (whole or name == "head_dim"):

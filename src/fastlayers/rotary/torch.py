@@ -48,14 +48,14 @@ class TorchRotary:
         return [(axes[a], a, b) for a, b in pairwise(edges)]
 
     def _rotate(self, x: torch.Tensor, c: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-        turning = x[..., : self.dim].float()
+        rotating = x[..., : self.dim].float()
         if self.interleaved_in:
-            a, b = turning[..., 0::2], turning[..., 1::2]
+            a, b = rotating[..., 0::2], rotating[..., 1::2]
         else:
-            a, b = turning.chunk(2, -1)
+            a, b = rotating.chunk(2, -1)
         first, second = a * c - b * s, b * c + a * s
         if self.interleaved_out:
-            turned = torch.stack((first, second), -1).flatten(-2).to(x.dtype)
+            rotated = torch.stack((first, second), -1).flatten(-2).to(x.dtype)
         else:
-            turned = torch.cat((first, second), -1).to(x.dtype)
-        return turned if self.dim == x.shape[-1] else torch.cat((turned, x[..., self.dim :]), -1)
+            rotated = torch.cat((first, second), -1).to(x.dtype)
+        return rotated if self.dim == x.shape[-1] else torch.cat((rotated, x[..., self.dim :]), -1)

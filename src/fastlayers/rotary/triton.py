@@ -117,8 +117,8 @@ def _rotary(
     if tokens and q_heads + k_heads:
         half = cos.shape[1]
         # A few tokens are spread over more programs.
-        most = MOST_HEADS if tokens > FEW_TOKENS else HEADS_OF_FEW
-        heads = min(most, next_power_of_2(max(q_heads, k_heads)))
+        max_heads = MOST_HEADS if tokens > FEW_TOKENS else HEADS_OF_FEW
+        heads = min(max_heads, next_power_of_2(max(q_heads, k_heads)))
         parts = section if positions.dim() == 2 else [0, 0, 0]
         positions = positions.contiguous()
         blocks = cdiv(q_heads, heads) + cdiv(k_heads, heads)

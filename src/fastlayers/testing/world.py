@@ -163,8 +163,8 @@ def simulate(size: int, function: Callable[..., Any], *args: Any, timeout: float
         errors = [(rank, error) for rank, f in enumerate(futures) if (error := f.exception()) is not None]
     if errors:
         # A broken barrier is an echo of another rank's error.
-        own = [e for e in errors if not isinstance(e[1], threading.BrokenBarrierError)] or errors
-        rank, error = own[0]
+        causes = [e for e in errors if not isinstance(e[1], threading.BrokenBarrierError)] or errors
+        rank, error = causes[0]
         raise WorldError(f"rank {rank} of {size}: {type(error).__name__}: {error}") from error
     return [f.result() for f in futures]
 

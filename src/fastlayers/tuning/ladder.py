@@ -148,10 +148,10 @@ def times_of(table: Mapping[str, Any]) -> tuple[list[int], dict[str, list[float 
         return table["tokens"], table["times"]
     best: dict[str, dict[int, float]] = {}
     for row in table.get("measured", []):
-        own = best.setdefault(row["backend"], {})
-        own[row["tokens"]] = min(row["us"], own.get(row["tokens"], math.inf))
-    counts = sorted({count for own in best.values() for count in own})
-    return counts, {name: [own.get(count) for count in counts] for name, own in best.items()}
+        times = best.setdefault(row["backend"], {})
+        times[row["tokens"]] = min(row["us"], times.get(row["tokens"], math.inf))
+    counts = sorted({count for times in best.values() for count in times})
+    return counts, {name: [times.get(count) for count in counts] for name, times in best.items()}
 
 
 def _time_of(table: Mapping[str, Any], row: Mapping[str, Any]) -> float | None:
@@ -187,14 +187,14 @@ def lookup(
     key = key_of(cfg)
     if key is None:
         return None
-    own = find(layer, key, device)
-    if own is None and (found := _probed(layer, key, device, able)) is not None:
+    own_path = find(layer, key, device)
+    if own_path is None and (found := _probed(layer, key, device, able)) is not None:
         return found
-    for path in ([own] if own is not None else []) + neighbours(layer, key, device):
+    for path in ([own_path] if own_path is not None else []) + neighbours(layer, key, device):
         table = read(path, layer, device, known)
         used = {row["backend"] for row in ladder_of(table, able)[0]}
         if used:
-            return Found(path, table, path == own, changes(table, [able[name] for name in sorted(used)]))
+            return Found(path, table, path == own_path, changes(table, [able[name] for name in sorted(used)]))
     return None
 
 
@@ -257,8 +257,8 @@ def borrowed_ratios(
     for key, path in tables_by_key(layer, device):
         rungs = lent_rungs(layer, key, device, able)
         table = read_whole(path, layer, device) if whole else read(path, layer, device)
-        own = [row for row in table.get("measured", []) if able is None or row["backend"] in able]
-        if rungs and (ratios := _ratios(own, rungs)):
+        measured = [row for row in table.get("measured", []) if able is None or row["backend"] in able]
+        if rungs and (ratios := _ratios(measured, rungs)):
             found[key] = ratios
     return found
 
@@ -277,18 +277,18 @@ def rung_at(rungs: Sequence[Mapping[str, Any]], tokens: int) -> Mapping[str, Any
     return next((row for row in rungs if row["max_tokens"] is None or tokens <= row["max_tokens"]), rungs[-1])
 
 
-def _ratios(own: Sequence[Mapping[str, Any]], rungs: Sequence[Mapping[str, Any]]) -> list[float]:
+def _ratios(measured: Sequence[Mapping[str, Any]], rungs: Sequence[Mapping[str, Any]]) -> list[float]:
     times: dict[int, dict[tuple[str, str], float]] = {}
-    for row in own:
+    for row in measured:
         option = (row["backend"], json.dumps(row.get("config", {}), sort_keys=True))
         times.setdefault(row["tokens"], {})[option] = row["us"]
     ratios = []
-    for tokens, here in times.items():
+    for tokens, candidates in times.items():
         rung = rung_at(rungs, tokens)
         configured = (rung["backend"], json.dumps(rung.get("config", {}), sort_keys=True))
-        plain, best = here.get((rung["backend"], "{}")), min(here.values())
-        if configured in here:
-            ratios.append(here[configured] / best)
+        plain, best = candidates.get((rung["backend"], "{}")), min(candidates.values())
+        if configured in candidates:
+            ratios.append(candidates[configured] / best)
         elif plain is not None:
             ratios.append(max(KEPT_WITHIN, plain / best))
     return ratios

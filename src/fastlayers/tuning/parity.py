@@ -192,11 +192,11 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _compare_all(
-    where: str, own: dict[str, Bound], actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+    where: str, bounds: dict[str, Bound], actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 ) -> dict[str, float]:
     if actual.keys() != expected.keys():
         raise ParityError(f"{where}: outputs {sorted(actual)} instead of {sorted(expected)}")
-    return {name: compare(f"{where}: {name}", actual[name], expected[name], own.get(name)) for name in expected}
+    return {name: compare(f"{where}: {name}", actual[name], expected[name], bounds.get(name)) for name in expected}
 
 
 def compare(where: str, actual: torch.Tensor, expected: torch.Tensor, bound: Bound | None = None) -> float:

@@ -133,8 +133,9 @@ def probe_shape(bench: Bench, choice: Choice, build: bool = True) -> Path | None
     samples: list[Sample] = []
     for tokens in counts:
         row = [_option(tuning.rung_at(lent, tokens))] if lent else []
-        here = [option for option in dict.fromkeys([*(Option(n) for n in names), *row]) if option not in bench.failed]
-        timed = bench.ready(case_at(bench.layer, bench.cfg, tokens), here)
+        wanted = [*(Option(name) for name in names), *row]
+        working = [option for option in dict.fromkeys(wanted) if option not in bench.failed]
+        timed = bench.ready(case_at(bench.layer, bench.cfg, tokens), working)
         times = bench.clock.measure({str(option): timed[option] for option in timed}, ROUNDS)
         samples += [Sample(tokens, o, times[str(o)].us, times[str(o)].spread_us) for o in timed]
     table = _table(bench, key, samples, able)

@@ -44,10 +44,10 @@ def choose_ladder(samples: Iterable[Sample], layouts: Mapping[str, str], rank: S
     best: tuple[float, list[Step]] | None = None
     counts = sorted({s.tokens for s in found})
     for layout in dict.fromkeys(layouts[name] for name in rank if name in layouts):
-        own = [s for s in found if layouts.get(s.option.backend) == layout]
-        if {s.tokens for s in own} != set(counts):
+        of_layout = [s for s in found if layouts.get(s.option.backend) == layout]
+        if {s.tokens for s in of_layout} != set(counts):
             continue
-        steps, times = _cover(own, counts, rank)
+        steps, times = _cover(of_layout, counts, rank)
         mean = sum(map(math.log, times)) / len(times)
         if best is None or mean < best[0] - 1e-9:
             best = (mean, steps)
@@ -57,9 +57,9 @@ def choose_ladder(samples: Iterable[Sample], layouts: Mapping[str, str], rank: S
 
 
 def _cover(samples: list[Sample], counts: list[int], rank: Sequence[str]) -> tuple[list[Step], list[float]]:
-    at = {count: {s.option: s for s in samples if s.tokens == count} for count in counts}
+    by_count = {count: {s.option: s for s in samples if s.tokens == count} for count in counts}
     good: dict[int, set[Option]] = {}
-    for count, row in at.items():
+    for count, row in by_count.items():
         top = min(row.values(), key=lambda s: s.us)
         limit = top.us * (1 + max(NOISE, min(MOST_SPREAD, top.spread_us / top.us)))
         good[count] = {option for option, s in row.items() if s.us <= limit}
@@ -76,14 +76,14 @@ def _cover(samples: list[Sample], counts: list[int], rank: Sequence[str]) -> tup
 
         def key(option: Option, reach: dict[Option, int] = reach, start: int = position) -> tuple[Any, ...]:
             span = counts[start : reach[option]]
-            whole = sum(math.log(at[c][option].us) for c in span)
+            whole = sum(math.log(by_count[c][option].us) for c in span)
             return -reach[option], bool(option.config), rank.index(option.backend), whole
 
         chosen = min(reach, key=key)
         end = reach[chosen]
-        times += [at[c][chosen].us for c in counts[position:end]]
+        times += [by_count[c][chosen].us for c in counts[position:end]]
         last = None if end == len(counts) else counts[end - 1]
-        steps.append(Step(last, chosen, at[counts[end - 1]][chosen].us))
+        steps.append(Step(last, chosen, by_count[counts[end - 1]][chosen].us))
         position = end
     return steps, times
 
@@ -101,10 +101,10 @@ def best_times(samples: Iterable[Sample]) -> dict[str, Any]:
     """Return the token counts and each backend's best time at each of them (``None``: none), as a table holds them."""
     best: dict[str, dict[int, float]] = {}
     for sample in samples:
-        own = best.setdefault(sample.option.backend, {})
-        own[sample.tokens] = min(sample.us, own.get(sample.tokens, math.inf))
-    counts = sorted({count for own in best.values() for count in own})
-    times = {name: [round(own[count], 2) if count in own else None for count in counts] for name, own in best.items()}
+        row = best.setdefault(sample.option.backend, {})
+        row[sample.tokens] = min(sample.us, row.get(sample.tokens, math.inf))
+    counts = sorted({count for row in best.values() for count in row})
+    times = {name: [round(row[count], 2) if count in row else None for count in counts] for name, row in best.items()}
     return {"tokens": counts, "times": times}
 
 

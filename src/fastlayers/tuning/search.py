@@ -139,10 +139,10 @@ class Bench:
             with self.noting(option):
                 impl = self.row(option).load()(self.cfg)
                 # Packed weights are one for all of a backend's configurations, as in a ladder; plans are not.
-                own = option.backend if hasattr(impl, "pack") else option
-                if own not in packed:
-                    packed[own] = self.spec.prepare(impl, inputs)
-                calls[option] = partial(self.spec.timed, impl, inputs, packed[own])
+                layout = option.backend if hasattr(impl, "pack") else option
+                if layout not in packed:
+                    packed[layout] = self.spec.prepare(impl, inputs)
+                calls[option] = partial(self.spec.timed, impl, inputs, packed[layout])
         self._compile(calls)
         timed: dict[Option, Timed] = {}
         for option, call in calls.items():
@@ -349,11 +349,11 @@ def _table(
     chosen = {step.option for step in steps}
     shown: list[Sample] = []
     for count in sorted({s.tokens for s in samples}):
-        here = [s for s in samples if s.tokens == count]
-        best = {s.option.backend: s for s in sorted(here, key=lambda s: -s.us)}
-        limit = tuning.KEPT_WITHIN * min(s.us for s in here)
+        timed = [s for s in samples if s.tokens == count]
+        best = {s.option.backend: s for s in sorted(timed, key=lambda s: -s.us)}
+        limit = tuning.KEPT_WITHIN * min(s.us for s in timed)
         shown += [
-            s for s in here
+            s for s in timed
             if s.us <= limit or s.option in chosen or not s.option.config or best[s.option.backend] is s
         ]  # fmt: skip
 

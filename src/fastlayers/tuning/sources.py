@@ -188,13 +188,13 @@ class Sources:
         module = self.module(where, where)
         if module is None:
             return hashlib.sha256().hexdigest()[:12]
-        own = where.partition(".")[0]
+        distribution = where.partition(".")[0]
         self._digests = {}  # anew for each target: in a circle of definitions a hash depends on where it was entered
         roots = [found] if (found := self._named(module, name)) is not None else _all(module)
-        parts = {self._digest(each) for each in self._counting(roots, own)}
+        parts = {self._digest(each) for each in self._counting(roots, distribution)}
         return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()[:12]
 
-    def _counting(self, roots: list[Definition], own: str) -> Iterator[Definition]:
+    def _counting(self, roots: list[Definition], distribution: str) -> Iterator[Definition]:
         """Yield what is hashed of what ``roots`` reach."""
         seen: set[tuple[str, str]] = set()
         waiting = list(roots)
@@ -203,8 +203,8 @@ class Sources:
             if each.key in seen:
                 continue
             seen.add(each.key)
-            here = each.module.name.partition(".")[0]
-            if each.jitted or (own != LIBRARY and here == own):
+            root = each.module.name.partition(".")[0]
+            if each.jitted or (distribution != LIBRARY and root == distribution):
                 yield each
             waiting += self._used_by(each)
 
@@ -299,8 +299,8 @@ class Sources:
 
 
 def _span(node: ast.AST) -> Span:
-    at = node.lineno, node.col_offset, node.end_lineno, node.end_col_offset  # type: ignore[attr-defined]
-    return at
+    span = node.lineno, node.col_offset, node.end_lineno, node.end_col_offset  # type: ignore[attr-defined]
+    return span
 
 
 def _all(module: Module) -> list[Definition]:

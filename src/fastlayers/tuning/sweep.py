@@ -145,6 +145,6 @@ def _value(layer: str, piece: str, text: str, like: Any) -> Any:
 
 
 def peak_flops(layer: str, cfg: Any, device: Device) -> float:
-    """Return the operations a second of the matrix unit that this layer's format runs on."""
+    """Return the operations a second of the tensor cores that this layer's format runs on."""
     eight_bits = spec_of(layer).eight_bits(cfg)
     return device.flops * (2 if eight_bits and (device.has_fp8_dot or device.type == "cpu") else 1)

@@ -1,8 +1,8 @@
 """Linear in Triton: a tiled GEMM split over K when there are few rows, and a matrix-vector kernel for 1 to 4 rows.
 
 With few rows the time is that of reading the weights. The vector kernel asks for its first weights before the
-kernels in front of it have ended, keeps the next block in flight while it multiplies, and needs no matrix units, so
-that a program may hold as few as two output features and all multiprocessors read at once.
+kernels in front of it have ended, keeps the next block in flight while it multiplies, and needs no tensor cores, so
+that a program may hold as few as two output features and all SMs read at once.
 """
 
 from __future__ import annotations
@@ -93,11 +93,11 @@ def rule(rows: int, n: int, k: int, dtype: torch.dtype) -> dict[str, int]:
     """Return kernel parameters for ``[rows, k] · [n, k]ᵀ`` where no tuned table gives them.
 
     Measured on an H200, see ``benchmarks/notes/linear.md``: one row, or few outputs, take the vector kernel; a very
-    large weight keeps the multiprocessors busy with matrix tiles either way.
+    large weight keeps the SMs busy with matrix tiles either way.
     """
-    few = n <= 1024 and rows <= MAX_VECTOR_ROWS
-    if few or (rows == 1 and n * k < 1 << 27) or (dtype == torch.float32 and rows <= MAX_VECTOR_ROWS):
-        outputs, depth = (2, 2048) if few and rows == 1 else (2, 1024) if rows > 1 else (4, 1024 if k < 4096 else 512)
+    small = n <= 1024 and rows <= MAX_VECTOR_ROWS
+    if small or (rows == 1 and n * k < 1 << 27) or (dtype == torch.float32 and rows <= MAX_VECTOR_ROWS):
+        outputs, depth = (2, 2048) if small and rows == 1 else (2, 1024) if rows > 1 else (4, 1024 if k < 4096 else 512)
         return {"VECTOR": 1, "BLOCK_N": outputs, "BLOCK_K": min(depth, next_power_of_2(k)), "num_warps": 4}
     depth, stages = (32, 0) if dtype == torch.float32 else (128, 4) if rows <= 32 else (64, 0)
     tile = tile_for(rows, n, cdiv(k, depth))

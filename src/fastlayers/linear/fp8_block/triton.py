@@ -1,4 +1,4 @@
-"""FP8BlockLinear in Triton: e4m3 matrix units, promoted to fp32 with the scales after every block of K.
+"""FP8BlockLinear in Triton: e4m3 tensor cores, promoted to fp32 with the scales after every block of K.
 
 fp32 layers multiply in bf16 instead (e4m3 fits exactly): the e4m3 unit keeps about 14 bits inside a block,
 enough for bf16 and fp16 outputs, not for fp32 ones. A few tokens have a kernel of their own (triton_skinny_gemm.py).
@@ -130,13 +130,14 @@ def skinny_config(m: int, n: int, parts: int, warps: int, stages: int, *, fused:
 def default_config(cfg: FP8LinearConfig, tokens: int) -> dict[str, int]:
     """Return kernel parameters by rule, where no table was measured: see benchmarks/notes/fp8_linear.md."""
     n, blocks = cfg.out_features, cfg.grid[1]
-    short, few = blocks <= 16, tokens <= 2
+    short, small_batch = blocks <= 16, tokens <= 2
     # More than two tokens share the reading of a wide tile of a weight that is short in K.
-    if _fits_skinny(cfg) and (few or (tokens <= 8 and (n <= 8192 or not short)) or (tokens <= 16 and blocks > 64)):
+    up_to_8, up_to_16 = tokens <= 8 and (n <= 8192 or not short), tokens <= 16 and blocks > 64
+    if _fits_skinny(cfg) and (small_batch or up_to_8 or up_to_16):
         m = next_power_of_2(max(1, tokens))
         if cdiv(n, 16) <= TARGET_PROGRAMS:
-            return skinny_config(m, 16, 8, 8, 4, fused=few)
-        return skinny_config(m, 32, 4, 4, 3 if short else 4, fused=few or (short and tokens <= 4))
+            return skinny_config(m, 16, 8, 8, 4, fused=small_batch)
+        return skinny_config(m, 32, 4, 4, 3 if short else 4, fused=small_batch or (short and tokens <= 4))
     if tokens <= 16:
         m, width, warps, stages = 16, 64, 4, 5
     elif tokens <= 64:
@@ -184,9 +185,11 @@ class TritonFP8Linear:
             shapes += [(128, 128, 8, 4), (128, 128, 8, 3)]
         for m, n, warps, stages in shapes:
             programs = cdiv(num_tokens, m) * cdiv(cfg.out_features, n)
-            most = min(MAX_SPLITS, blocks // 4, TARGET_PROGRAMS // programs)
+            max_splits = min(MAX_SPLITS, blocks // 4, TARGET_PROGRAMS // programs)
             found += [
-                tile_config(m, n, warps, stages, splits) for splits in (1, 2, 4, 8, 16) if splits == 1 or splits <= most
+                tile_config(m, n, warps, stages, splits)
+                for splits in (1, 2, 4, 8, 16)
+                if splits == 1 or splits <= max_splits
             ]
         unique = {tuple(sorted(each.items())): each for each in reversed(found)}
         return list(reversed(unique.values()))

@@ -58,7 +58,7 @@ class FP8ScaledLinearConfig:
 
 
 def needs_fp8_dot(cfg: object, device: Device) -> str | None:
-    """Refuse CUDA devices whose matrix units do not multiply e4m3."""
+    """Refuse CUDA devices whose tensor cores do not multiply e4m3."""
     if device.type == "cuda" and not device.has_fp8_dot:
         return f"e4m3 matrix units need sm_89 or newer, this is {device.sm}"
     return None

@@ -195,7 +195,7 @@ def bounds(case: Case) -> dict[str, Bound]:
     """Widen the worst row of fp8 experts: they round an intermediate that backends sum in other orders.
 
     Values at the border of two codes then take the other one. Noise of 3e-6 on that intermediate alone moves the
-    reference's worst row by 1e-2 (2,048 tokens, 7,168 features), and the matrix units' 14-bit sums are a coarser
+    reference's worst row by 1e-2 (2,048 tokens, 7,168 features), and the tensor cores' 14-bit sums are a coarser
     noise; 0.024 was seen. The relative RMS stays that of the output's dtype.
     """
     if case.cfg.quant != "fp8_block":
@@ -206,7 +206,7 @@ def bounds(case: Case) -> dict[str, Bound]:
 def bounds_of_rounding(case: Case) -> dict[str, Bound]:
     """Return the bounds of backends whose first product is bf16 before it is quantised, against the same oracle.
 
-    The matrix units' 14-bit sums are a noise of 3e-4 on that product. Where it moves the largest value of a group
+    The tensor cores' 14-bit sums are a noise of 3e-4 on that product. Where it moves the largest value of a group
     over a border of bf16, the group's scale changes by 0.4% and all its codes are drawn anew: 1.3e-2 of the row. Over
     many rows that is 5.4e-3 (seen in three packages alike); of a few rows it may be most.
     """

@@ -62,24 +62,24 @@ def slots_of_packed(
     rows, every = slice(2 * inner.start, 2 * inner.stop), slice(0, hidden)
     for local in range(cfg.num_experts):
         one = slice(first + local, first + local + 1)
-        here = slice(local, local + 1)
+        expert = slice(local, local + 1)
         if experts.w13_scale is not None and experts.w2_scale is not None:  # MXFP4
             groups = slice(inner.start // GROUP, inner.stop // GROUP)
             wide, narrow = hidden // GROUP, full // GROUP
             yield (
                 f"{names.gate_up}_blocks",
-                Slot(experts.w13[here], (count, 2 * full, wide, BYTES), (one, rows)),
+                Slot(experts.w13[expert], (count, 2 * full, wide, BYTES), (one, rows)),
             )
-            yield f"{names.gate_up}_scales", Slot(experts.w13_scale[here], (count, 2 * full, wide), (one, rows))
+            yield f"{names.gate_up}_scales", Slot(experts.w13_scale[expert], (count, 2 * full, wide), (one, rows))
             yield (
                 f"{names.down}_blocks",
-                Slot(experts.w2[here], (count, hidden, narrow, BYTES), (one, every, groups)),
+                Slot(experts.w2[expert], (count, hidden, narrow, BYTES), (one, every, groups)),
             )
-            yield f"{names.down}_scales", Slot(experts.w2_scale[here], (count, hidden, narrow), (one, every, groups))
+            yield f"{names.down}_scales", Slot(experts.w2_scale[expert], (count, hidden, narrow), (one, every, groups))
         else:
             # Transposed views of the parameters: the copy turns them, and dtypes are checked as everywhere.
-            yield names.gate_up, Slot(experts.w13[here].mT, (count, hidden, 2 * full), (one, every, rows))
-            yield names.down, Slot(experts.w2[here].mT, (count, full, hidden), (one, inner))
+            yield names.gate_up, Slot(experts.w13[expert].mT, (count, hidden, 2 * full), (one, every, rows))
+            yield names.down, Slot(experts.w2[expert].mT, (count, full, hidden), (one, inner))
         if experts.w13_bias is not None and experts.w2_bias is not None:
-            yield f"{names.gate_up}_bias", Slot(experts.w13_bias[here], (count, 2 * full), (one, rows))
-            yield f"{names.down}_bias", Slot(experts.w2_bias[here], (count, hidden), (one,))
+            yield f"{names.gate_up}_bias", Slot(experts.w13_bias[expert], (count, 2 * full), (one, rows))
+            yield f"{names.down}_bias", Slot(experts.w2_bias[expert], (count, hidden), (one,))

@@ -80,15 +80,15 @@ def _plan_of(numbers: tuple[int, ...]) -> LaunchConfig:
 
 @lru_cache(maxsize=4096)
 def plan_for(tokens: int, cfg: FusedMoEConfig, wide: bool) -> LaunchConfig:
-    """Return how ``tokens`` tokens run without a table; ``wide``: fp32 activations, no matrix units.
+    """Return how ``tokens`` tokens run without a table; ``wide``: fp32 activations, no tensor cores.
 
     Depends on shapes only, so that a captured grid stays right.
     """
-    few = tokens <= MAX_PAIR_TOKENS
+    small_batch = tokens <= MAX_PAIR_TOKENS
     pairs = min(tokens, MAX_TOKENS) * cfg.pairs_per_token
     if cfg.quant == "mxfp4":
-        return _mxfp4_plan(pairs, few, cfg, wide)
-    if few and not (wide and cfg.quant == "none"):
+        return _mxfp4_plan(pairs, small_batch, cfg, wide)
+    if small_batch and not (wide and cfg.quant == "none"):
         return _pair_plan(pairs, cfg)
     average = -(-pairs // cfg.all_experts)
     if wide and cfg.quant == "none":
@@ -117,16 +117,16 @@ def _pair_plan(pairs: int, cfg: FusedMoEConfig) -> LaunchConfig:
     return LaunchConfig(tile, tile, splits1=splits)
 
 
-def _mxfp4_plan(pairs: int, few: bool, cfg: FusedMoEConfig, wide: bool) -> LaunchConfig:
-    """``n`` is the GEMM's M here, the side that is decoded: 64 rows are the least that Hopper's matrix units take."""
+def _mxfp4_plan(pairs: int, small_batch: bool, cfg: FusedMoEConfig, wide: bool) -> LaunchConfig:
+    """``n`` is the GEMM's M here, the side that is decoded: 64 rows are the least that Hopper's tensor cores take."""
     average = -(-pairs // cfg.all_experts)
     if wide:
-        m = 1 if few else 16
+        m = 1 if small_batch else 16
         return LaunchConfig(Tile(m, 16, 32, 4, 2), Tile(m, 64, 32, 4, 2))
     depth = _mxfp4_depth(cfg)
-    m = 1 if few else 16 if average <= 16 else 32 if average <= 32 else 64 if average <= 64 else 128
+    m = 1 if small_batch else 16 if average <= 16 else 32 if average <= 32 else 64 if average <= 64 else 128
     if m <= 32:
-        return LaunchConfig(Tile(m, 32, depth, 4, 3), Tile(m, 64, depth, 4, 3), splits=2 if few else 1)
+        return LaunchConfig(Tile(m, 32, depth, 4, 3), Tile(m, 64, depth, 4, 3), splits=2 if small_batch else 1)
     return LaunchConfig(Tile(m, 64, min(depth, 128), 8, 3), Tile(m, 128, min(depth, 128), 8, 3))
 
 
@@ -145,10 +145,10 @@ def candidates(cfg: FusedMoEConfig, num_tokens: int) -> list[dict[str, int]]:
     if cfg.quant == "mxfp4":
         plans += _mxfp4_plans(cfg, num_tokens, pairs)
     else:
-        few = num_tokens <= MAX_PAIR_TOKENS
+        small_batch = num_tokens <= MAX_PAIR_TOKENS
         if num_tokens <= PAIR_LIMIT:
-            plans += _pair_plans(cfg, pairs)[: None if few else 4 if num_tokens <= 8 else 2]
-        if not few or pairs > cfg.all_experts:
+            plans += _pair_plans(cfg, pairs)[: None if small_batch else 4 if num_tokens <= 8 else 2]
+        if not small_batch or pairs > cfg.all_experts:
             plans += _block_plans(cfg, pairs)
     unique = list(dict.fromkeys(plans))
     return [plan.config() for plan in unique[:40]]
@@ -195,8 +195,8 @@ def _block_plans(cfg: FusedMoEConfig, pairs: int) -> list[LaunchConfig]:
             for n1, n2, warps, stages in shapes:
                 n2 = min(n2, 128) if cfg.quant == "fp8_block" else n2
                 # Products of fewer than 64 rows of 16 bits are not asynchronous: one buffer less than stages.
-                most = 220_000 // (k * (m + 2 * n1) * (2 if plain else 1)) + (plain and m < 64)
-                stages = min(stages, most)
+                max_stages = 220_000 // (k * (m + 2 * n1) * (2 if plain else 1)) + (plain and m < 64)
+                stages = min(stages, max_stages)
                 band = 1 if m <= 32 else 8
                 plans.append(LaunchConfig(Tile(m, n1, k, warps, stages), Tile(m, n2, k, warps, stages), band))
     if not plain and heights[0] == 16:

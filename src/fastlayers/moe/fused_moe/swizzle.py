@@ -1,4 +1,4 @@
-"""MXFP4 weights in the order in which Hopper's matrix units want them: the layout of the triton_kernels package.
+"""MXFP4 weights in the order in which Hopper's tensor cores want them: the layout of the triton_kernels package.
 
     N = rows, K = columns of an expert; a tile is 16 rows, a step 64 columns
     row of a tile       8·b + 2·f + o      b = 0, 1;  f = 0 … 3;  o = 0, 1

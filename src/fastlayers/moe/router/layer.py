@@ -255,8 +255,11 @@ class TopKRouter(Layer):
             self._check(hidden_states, num_valid)
         core = self.ladder.single or self.ladder.pick(hidden_states.shape[0])
         # A backend may have a kernel for the logits of a few tokens.
-        own = core.logits(hidden_states, self.weight, self.bias, self.logits_dtype) if hasattr(core, "logits") else None
-        logits = self.logits(hidden_states) if own is None else own
+        logits = None
+        if hasattr(core, "logits"):
+            logits = core.logits(hidden_states, self.weight, self.bias, self.logits_dtype)
+        if logits is None:
+            logits = self.logits(hidden_states)
         topk_weights, topk_ids = core(logits, self.e_score_correction_bias, num_valid)
         return topk_weights, topk_ids
 

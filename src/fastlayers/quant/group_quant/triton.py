@@ -119,8 +119,8 @@ class QuantTile:
 
     def grid(self, rows: int, groups: int) -> tuple[int, int, int]:
         """Return the grid: tiles along the groups, tiles along the rows, and how often the latter exceed a grid."""
-        down, most = cdiv(rows, self.rows), 65535
-        return cdiv(groups, self.groups), min(down, most), cdiv(down, most)
+        down, max_programs = cdiv(rows, self.rows), 65535
+        return cdiv(groups, self.groups), min(down, max_programs), cdiv(down, max_programs)
 
 
 def quant_tile(rows: int, groups: int, group: int) -> QuantTile:

@@ -49,7 +49,7 @@ def _mxfp8_quant(x: torch.Tensor, padded: int) -> tuple[torch.Tensor, torch.Tens
         x = x.contiguous()
     q, scales = _fake(x, padded)
     if pairs := scales.numel():
-        # Few pairs: small programs, so that a decode step spreads over the multiprocessors.
+        # Few pairs: small programs, so that a decode step spreads over the SMs.
         block, warps = (16, 1) if pairs <= 8192 else (128, 4)
         _mxfp8_quant_kernel[(cdiv(pairs, block),)](
             x, q, scales, pairs, scales.shape[1], x.shape[1], x.stride(0), BLOCK=block, num_warps=warps

@@ -94,8 +94,8 @@ def _fused_moe(
 ) -> torch.Tensor:  # fmt: skip
     align, masked = numbers
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    most = MAX_MASKED_TOKENS if masked else MAX_TOKENS
-    for chunk, weights, ids, out in token_chunks(x, topk_weights, topk_ids, y, most):
+    max_tokens = MAX_MASKED_TOKENS if masked else MAX_TOKENS
+    for chunk, weights, ids, out in token_chunks(x, topk_weights, topk_ids, y, max_tokens):
         _chunk(chunk, weights, ids, packed, cfg, align, bool(masked), out)
     return y
 

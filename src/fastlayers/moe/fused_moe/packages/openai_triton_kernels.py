@@ -35,8 +35,8 @@ def _swizzle(data: torch.Tensor, layout: Any, **options: int) -> torch.Tensor:
     """Return ``data`` ``[E, N, K']`` of bytes in a layout of the package; a few experts at a time."""
     packed: torch.Tensor | None = None
     for start in range(0, data.shape[0], EXPERTS_AT_ONCE):
-        some = data[start : start + EXPERTS_AT_ONCE].mT
-        swizzled = layout(some.shape, **options).swizzle_data(some).mT
+        chunk = data[start : start + EXPERTS_AT_ONCE].mT
+        swizzled = layout(chunk.shape, **options).swizzle_data(chunk).mT
         if packed is None:
             packed = swizzled.new_empty(data.shape[0], *swizzled.shape[1:])
         packed[start : start + EXPERTS_AT_ONCE] = swizzled

@@ -1,4 +1,4 @@
-"""MXFP4 experts of few tokens in Triton, over weights in the order of the matrix units' operands.
+"""MXFP4 experts of few tokens in Triton, over weights in the order of the tensor cores' operands.
 
 Four launches: tokens are ordered as :mod:`fastlayers.moe.fused_moe.triton.mxfp4_mma` reads them, gate·up with the
 activation, down with the routing weight, sum; and the alignment where there are more than a few tokens.

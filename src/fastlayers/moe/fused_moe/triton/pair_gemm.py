@@ -1,6 +1,6 @@
-"""The experts of a few tokens on the matrix units: every (token, expert) pair a block of its own, no alignment.
+"""The experts of a few tokens on the tensor cores: every (token, expert) pair a block of its own, no alignment.
 
-Weight rows are the left operand, which Hopper's matrix units read from shared memory where asynchronous copies put
+Weight rows are the left operand, which Hopper's tensor cores read from shared memory where asynchronous copies put
 them: no instruction is spent on a weight. The pair is one of eight columns on the right. Both products are one kernel:
 
     product   out[pair, split] = x[row of pair] @ w[expert of pair]^T over a part of the columns     fp32
@@ -30,7 +30,7 @@ from fastlayers.runtime.launch import kernel
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, dot, release_dependents
 
 _GROUP = tl.constexpr(GROUP)
-# Columns of the right operand: the fewest that the matrix units take. All hold the pair.
+# Columns of the right operand: the fewest that the tensor cores take. All hold the pair.
 _COLUMNS = tl.constexpr(8)
 
 
