@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import fastlayers as fl
 from fastlayers.attention.buckets import TOKENS, ExtendBuckets
 from fastlayers.attention.meta import AttentionState
+from fastlayers.runtime.compile_log import CompileWatch
 from fastlayers.runtime.graphs import CudaGraphs
 from fastlayers.sampler.layer import Sampler, SamplingParams
 from fastlayers_models.rows import Outbox, Pending, Row
@@ -159,6 +161,7 @@ class TorchExecutor:
         self._rows_out, self._chunks_out = Outbox(running, device), Outbox(running, device)
         self.verify_tokens, self._verify_out = verify_tokens, Outbox(max(1, verify_tokens), device)
         self._profiler: Any = None
+        self.watch: CompileWatch | None = None
         self.rule = ALL if rejection else VERIFY
         draws = (sampler, self.decoding.table) if rejection else None
         self.mtp = MTPDrafts(model, self.caches, config, draws, mtp) if mtp else None
@@ -292,7 +295,10 @@ class TorchExecutor:
 
     def explain(self) -> Any:
         """Return what was captured and what ran uncaptured, in sentences."""
-        return {"graphs": self.decoding.report(), "uncaptured": dict(self.extending.uncaptured)}
+        compiled = [] if self.watch is None else self.watch.check()  # of packages too, whose caches lie in folders
+        return {
+            "graphs": self.decoding.report(), "uncaptured": dict(self.extending.uncaptured), "compiled": list(compiled)
+        }  # fmt: skip
 
     def backends(self) -> list[dict[str, Any]]:
         """Return what was chosen for every layer of the model, on which evidence, and why not the others."""
@@ -309,6 +315,10 @@ class TorchExecutor:
         replays = {f"{r.key.kind} {r.key.tokens}x{r.key.requests} {r.key.mode}": float(r.replays) for r in ledger}
         eager = self.decoding.uncaptured + self.extending.uncaptured
         return replays, {why: float(count) for why, count in eager.items()}
+
+    def compiles(self) -> dict[str, float]:
+        """Return how often each kernel was compiled since :attr:`watch` looks on."""
+        return {} if self.watch is None else {name: float(n) for name, n in Counter(self.watch.compiled).items()}
 
     def profile(self, start: bool) -> str:
         """Start or stop torch's profiler."""

@@ -70,6 +70,9 @@ class Executor(Protocol):
     def graph_counts(self) -> tuple[dict[str, float], dict[str, float]]:
         """Return the replays by graph, and the steps that ran without one by reason."""
 
+    def compiles(self) -> dict[str, float]:
+        """Return how often each kernel was compiled since the executor was ready."""
+
 
 class Engine:
     """One engine: a scheduler, what computes for it, and its front.
@@ -280,6 +283,7 @@ class Engine:
         counters = {name: dict(found) for name, found in scheduler.metrics.counters.items()}
         counters["evicted_pages_total"] = {"": cache.evicted_pages}
         counters["graph_replays_total"], counters["eager_steps_total"] = self.executor.graph_counts()
+        counters["jit_compiles_total"] = self.executor.compiles()
         pages = {
             "free": cache.free, "private": cache.private, "locked": cache.locked, "evictable": cache.evictable
         }  # fmt: skip

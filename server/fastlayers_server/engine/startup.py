@@ -17,6 +17,7 @@ import fastlayers as fl
 from fastlayers.errors import ArgumentError
 from fastlayers.layer import Layer
 from fastlayers.registry import registry
+from fastlayers.runtime.compile_log import CompileWatch, stop_watching
 from fastlayers.sampler.layer import Sampler
 from fastlayers_models.find import TINY, assets, find
 from fastlayers_server.engine.client import Parts
@@ -76,7 +77,9 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1) -> Parts:
     )  # fmt: skip
     scheduler = Scheduler(limits)
     if cuda:
+        stop_watching()  # what the engine's own steps need besides is meant to be compiled
         measure(executor, scheduler)  # before the capture too: what is not built yet is built outside of it
+        behind_prefixes(executor, limits)
     seconds["warmup"] = time.monotonic() - begin
     phase("capture")
     begin = time.monotonic()
@@ -84,6 +87,7 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1) -> Parts:
     if cuda:
         scheduler.budget.measured(*measure(executor, scheduler))
     seconds["capture"] = time.monotonic() - begin
+    executor.watch = CompileWatch()
     if not config.no_freeze_gc:
         gc.collect()
         gc.freeze()
@@ -235,6 +239,28 @@ def measure(executor: TorchExecutor, scheduler: Scheduler) -> tuple[dict[int, fl
     executor.extending.uncaptured.clear()
     executor.decoding.uncaptured.clear()
     return extends, decodes
+
+
+def tails(config: SchedulerConfig) -> list[tuple[int, int]]:
+    """Return (new tokens, length) of extends which together need the kernels of every short one behind a prefix.
+
+    How many programs share a row's keys follows from both, and each such number is a kernel of its own.
+    """
+    lengths = [
+        512 << power for power in range(config.max_model_len.bit_length()) if 512 << power < config.max_model_len
+    ]
+    counts = [count for count in (2, 4, 8, 16, 32, 64) if count <= config.max_batched_tokens]
+    return [(count, length) for length in (*lengths, config.max_model_len) for count in counts if count < length]
+
+
+@torch.inference_mode()
+def behind_prefixes(executor: TorchExecutor, config: SchedulerConfig) -> None:
+    """Run the :func:`tails` uncaptured, as the last chunk of a prompt whose tokens' probabilities are told runs."""
+    for count, length in tails(config):
+        request = _nobodys(length)
+        executor.extending.extend_chunks([Chunk(request, length - count, request.tokens[-count:], 1)], LOGITS)
+    executor.extending.uncaptured.clear()
+    executor.extending.wanted.clear()
 
 
 def _nobodys(length: int) -> Request:

@@ -213,6 +213,10 @@ class ScriptedExecutor:
         """There is nothing to profile."""
         raise RuntimeError("a scripted engine has no profile")
 
+    def compiles(self) -> dict[str, float]:
+        """Nothing is compiled."""
+        return {}
+
     def graph_counts(self) -> tuple[dict[str, float], dict[str, float]]:
         """There are no graphs."""
         return {}, {}

@@ -7,12 +7,17 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+import torch
 
+from fastlayers.attention.gqa.config import GQAConfig
+from fastlayers.attention.gqa.triton import _num_splits, tile_config
 from fastlayers.errors import ArgumentError, FastlayersError
+from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.registry import registry
 from fastlayers_server.engine.budget import Budget
-from fastlayers_server.engine.config import EngineConfig
-from fastlayers_server.engine.startup import build
+from fastlayers_server.engine.config import EngineConfig, SchedulerConfig
+from fastlayers_server.engine.loop import Engine
+from fastlayers_server.engine.startup import behind_prefixes, build, tails
 
 SMALL = EngineConfig(device="cpu", max_model_len=256, max_running_requests=4, page_size=16)
 
@@ -76,3 +81,33 @@ def test_the_chunk_beside_decoding_rows() -> None:
     # Where every chunk costs as much as the launches, the largest of the cheap ones.
     budget.measured({64: 0.100, 512: 0.101, 2048: 0.110, 4096: 0.200}, {256: 0.030})
     assert budget.chunk(3) == 2048
+
+
+def test_what_is_compiled_after_the_start_is_counted() -> None:
+    parts = build(EngineConfig(model="tiny", max_model_len=256), lambda phase: None)
+    engine = Engine(parts.scheduler, parts.executor, lambda message: None)
+    assert engine.stats().counters["jit_compiles_total"] == {}
+    parts.executor.watch.compiled += ["a", "b", "a"]  # type: ignore[attr-defined]
+    assert engine.stats().counters["jit_compiles_total"] == {"a": 2.0, "b": 1.0}
+    assert parts.executor.explain()["compiled"] == ["a", "b", "a"]
+    behind_prefixes(parts.executor, parts.scheduler.config)  # type: ignore[arg-type]  # as before a capture
+    assert parts.executor.graph_counts() == ({}, {})  # and nobody counts it
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (32, 4, 128), (64, 8, 64)])
+@pytest.mark.parametrize("window", [None, 128])
+def test_tails_need_every_kernel_of_short_extends(heads: int, kv_heads: int, head_dim: int, window: int | None) -> None:
+    """Of Qwen3-8B, Qwen3-30B-A3B and GPT-OSS-20B: tiles and splits as the Triton backend takes them."""
+    cfg = GQAConfig(heads, kv_heads, head_dim, dtype=torch.bfloat16, softmax_scale=1.0, window=window)
+
+    def kernel(count: int, length: int) -> tuple[int, ...]:
+        tile = tile_config(next_power_of_2(count), cfg)
+        tiles = cdiv(count * heads // kv_heads, tile["BLOCK_M"])
+        keys = min(length, window + count - 1) if window else length
+        return (*tile.values(), _num_splits(tiles * kv_heads, keys))
+
+    for most in (1000, 4096, 40960):
+        limits = SchedulerConfig(1000, most, 4096, 64, ())
+        met = {kernel(*each) for each in tails(limits)}
+        wanted = {kernel(count, length) for count in range(2, 65) for length in range(513, most + 1, 255)}
+        assert wanted <= met, wanted - met

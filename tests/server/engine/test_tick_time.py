@@ -46,6 +46,9 @@ class Nothing:
     def result(self) -> TickResult:
         return TickResult([[7]] * self.rows)
 
+    def compiles(self) -> dict[str, float]:
+        return {}
+
     def graph_counts(self) -> tuple[dict[str, float], dict[str, float]]:
         return {}, {}
 
@@ -65,6 +68,9 @@ class Timed:
         step = self._executor.launch(plan)
         self.seconds.append(time.thread_time() - begin)
         return step
+
+    def compiles(self) -> dict[str, float]:
+        return {}
 
     def graph_counts(self) -> tuple[dict[str, float], dict[str, float]]:
         return {}, {}
