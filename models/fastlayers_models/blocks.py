@@ -23,6 +23,7 @@ from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.meta import AttentionMeta
 from fastlayers.comm.collectives import collectives, gather_logits, reduce_embedding
 from fastlayers.comm.communicator import LayerCommunicator
+from fastlayers.comm.fabric import agree
 from fastlayers.comm.layouts import Hidden
 from fastlayers.comm.padding import StepTokens
 from fastlayers.comm.parallel import ParallelSpec, Shard
@@ -285,9 +286,18 @@ class CausalLM(nn.Module):
         self.row_multiple = build.parallel.attn_tp.size if scattered or build.parallel.attn_dp.size > 1 else 1
         for layer in self.decoder.layers:
             layer.communicator.trusted = not self._debug
+        agree(build.parallel.tp, self._facts(build))
         self._checked: tuple[weakref.ref[LayerCache], weakref.ref[Any]] | None = None
         # Weights whose gradients end at a cache, listed when the epoch had this value.
         self._before_caches: tuple[WeightsEpoch, int, list[tuple[Any, torch.Tensor]]] | None = None
+
+    def _facts(self, build: Build) -> dict[str, Any]:
+        """Return what must be equal on all ranks: their steps are made of the same collectives only then."""
+        facts: dict[str, Any] = {"fastlayers": fl.__version__, "torch": torch.__version__, "model": type(self).__name__}
+        facts |= {"dtype": build.dtype, "kv_dtype": build.kv_dtype, "page_size": build.page_size}
+        config = {f"config.{name}": value for name, value in vars(self.config).items() if name != "quant"}
+        seam = build.seam.chosen if build.seam is not None else {}
+        return facts | config | {f"backend of {name}": value for name, value in seam.items()}
 
     @property
     def decoder(self) -> Any:

@@ -17,7 +17,7 @@ import torch
 
 from fastlayers.attention.buckets import ExtendBucket
 from fastlayers.attention.step_buffers import Mirrored
-from fastlayers.errors import ArgumentError
+from fastlayers.errors import ArgumentError, RankLostError
 from fastlayers.sampler.layer import RowParams, SamplingParams
 
 # Steps whose tokens may be on their way at a time.
@@ -203,6 +203,8 @@ class Pending:
         ------
         ArgumentError
             More than :data:`IN_FLIGHT` steps were launched since, and the tokens were not read.
+        RankLostError
+            Another rank was waited for in vain.
         """
         if self._found is None:
             if self._slot.owner is not self:
@@ -210,23 +212,33 @@ class Pending:
                 raise ArgumentError("Pending.tokens", "step", "overwritten", accepted)
             if self._slot.arrived is not None:
                 self._slot.arrived.synchronize()
+            if self._slot.status is not None and (code := int(self._slot.status)):
+                lost = f"rank {code - 1} did not answer within the deadline of a sum over ranks"
+                raise RankLostError(
+                    f"Pending.tokens: {lost}; nothing of this step is right: make the model again, on all"
+                )
             all_tokens: list[int] = self._slot.buffer[: self._size].tolist()
             self._found = all_tokens if self._kept is None else [all_tokens[index] for index in self._kept]
         return self._found
 
 
 class _Slot:
-    def __init__(self, size: int, cuda: bool) -> None:
+    def __init__(self, size: int, cuda: bool, watched: bool) -> None:
+        self.status = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=cuda) if watched else None
         self.buffer = torch.zeros(size, dtype=torch.int64, device="cpu", pin_memory=cuda)
         self.arrived: Any = torch.cuda.Event() if cuda else None
         self.owner: Pending | None = None
 
 
 class Outbox:
-    """Pinned buffers, used in turn."""
+    """Pinned buffers, used in turn.
 
-    def __init__(self, max_batch: int, device: torch.device) -> None:
-        self._slots = [_Slot(max_batch, device.type == "cuda") for _ in range(IN_FLIGHT)]
+    ``status``: of the arena that the step's sums over ranks use (int32 ``[1]``); it travels with the tokens.
+    """
+
+    def __init__(self, max_batch: int, device: torch.device, status: torch.Tensor | None = None) -> None:
+        self._status = status
+        self._slots = [_Slot(max_batch, device.type == "cuda", status is not None) for _ in range(IN_FLIGHT)]
         self._next = 0
 
     def send(self, tokens: torch.Tensor, kept: Sequence[int] | None = None) -> Pending:
@@ -236,6 +248,8 @@ class Outbox:
         size = tokens.shape[0]
         slot.owner = pending = Pending(slot, size, kept)
         slot.buffer[:size].copy_(tokens, non_blocking=True)
+        if slot.status is not None:
+            slot.status.copy_(self._status, non_blocking=True)
         if slot.arrived is not None:
             slot.arrived.record()
         return pending

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +79,29 @@ def _refusal(facts: list[dict[str, Any]]) -> str | None:
     if old is not None:
         return f"needs sm_90 or newer, a rank has sm_{old[0]}{old[1]}"
     return next((each["lacks"] for each in facts if each["lacks"]), None)
+
+
+def agree(axis: Axis, facts: Mapping[str, Any]) -> None:
+    """Raise unless these facts are equal on all ranks of the axis; collective, before anything is launched.
+
+    Where ``axis.group`` is no process group (sizes only, or threads of a test) nothing is compared.
+
+    Raises
+    ------
+    CollectiveMismatch
+        On every rank alike: the first fact that differs, and what each rank has.
+    """
+    import torch.distributed as dist
+
+    if axis.size == 1 or not isinstance(axis.group, dist.ProcessGroup):
+        return
+    found: list[Any] = [None] * axis.size
+    dist.all_gather_object(found, {name: str(value) for name, value in facts.items()}, group=axis.group)
+    for name in dict.fromkeys(name for each in found for name in each):
+        values = [each.get(name, "nothing") for each in found]
+        if len(set(values)) > 1:
+            shown = "; ".join(f"rank {rank} has {value}" for rank, value in enumerate(values))
+            raise CollectiveMismatch(f"ranks differ in {name}: {shown}; accepted: the same on all ranks")
 
 
 def push_rows(size: int) -> int:

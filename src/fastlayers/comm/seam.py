@@ -40,6 +40,18 @@ class Seam:
         trust(self.all_reduce)
         self._norms: dict[RMSNormConfig, SumNorm] = {}
 
+    @property
+    def status(self) -> torch.Tensor | None:
+        """What a kernel sets that has waited for a rank in vain, see :class:`Arena`; ``None`` without an arena."""
+        arena = self.workspace.arena if self.workspace is not None else None
+        return arena.status if arena is not None else None
+
+    @property
+    def chosen(self) -> dict[str, str]:
+        """What was chosen for each operator."""
+        found = {"all_reduce": self.all_reduce.choice.name}
+        return found | {f"sum_norm {norm.eps} {norm.rounding}": made.choice.name for norm, made in self._norms.items()}
+
     @staticmethod
     def make(
         parallel: ParallelSpec, hidden_size: int, dtype: torch.dtype, device: torch.device, rows: int | None = None
