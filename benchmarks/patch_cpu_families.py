@@ -1,8 +1,9 @@
 """Prefill and decode of every family on a CPU, stock and patched in turns, in one process.
 
-Small random models (hidden 512, two layers) in bf16 and fp32, on one thread. A round prefills a prompt and then decodes
-tokens one by one with the cache of that prefill. What counts is the processor's time, which other programs on the
-machine disturb least; ratios are medians over rounds of stock's time divided by the patched model's of the same round.
+Small random models (hidden 512, two layers) in bf16 and fp32, on one thread. A round prefills a prompt with both models
+and then decodes tokens with both caches, one token of either in turn, who comes first changing each time. What counts
+is the processor's time, which other programs on the machine disturb least; ratios are medians over pairs of
+neighbouring calls, stock's time divided by the patched model's.
 
     python benchmarks/patch_cpu_families.py --json benchmarks/results/patch_cpu_families.json
 """
@@ -55,14 +56,18 @@ def build(family: str, dtype: torch.dtype) -> Any:
 
 
 @torch.inference_mode()
-def round_of(model: Any, ids: torch.Tensor, steps: int) -> tuple[float, float]:
-    """Return seconds of a prefill, and of a decoded token after it."""
-    start = time.process_time()
-    out = model(ids, use_cache=True, logits_to_keep=1)
-    middle = time.process_time()
-    for step in range(steps):
-        out = model(ids[:, step : step + 1], past_key_values=out.past_key_values, use_cache=True)
-    return middle - start, (time.process_time() - middle) / steps
+def round_of(models: tuple[Any, Any], ids: torch.Tensor, steps: int, turn: int) -> list[list[float]]:
+    """Return seconds of a prefill and of each token after it, for both models; ``turn``: who is first, 0 or 1."""
+    took: list[list[float]] = [[], []]
+    caches = [None, None]
+    for step in range(steps + 1):
+        for place in ((step + turn) % 2, (step + turn + 1) % 2):
+            rows = ids[:, step - 1 : step] if step else ids
+            start = time.process_time()
+            out = models[place](rows, past_key_values=caches[place], use_cache=True, logits_to_keep=1)
+            took[place].append(time.process_time() - start)
+            caches[place] = out.past_key_values
+    return took
 
 
 def measure(family: str, dtype: torch.dtype, prompt: int, steps: int, rounds: int) -> dict[str, Any]:
@@ -71,19 +76,20 @@ def measure(family: str, dtype: torch.dtype, prompt: int, steps: int, rounds: in
     fast = copy.deepcopy(stock)
     report = fl.patch(fast, strict=True)
     ids = torch.randint(0, COMMON["vocab_size"], (1, prompt), generator=torch.Generator().manual_seed(1))
-    for model in (stock, fast):
-        round_of(model, ids[:, :64], 2)
-    times = [(round_of(stock, ids, steps), round_of(fast, ids, steps)) for _ in range(rounds)]
+    round_of((stock, fast), ids[:, :64], 2, 0)
+    times = [round_of((stock, fast), ids, steps, turn) for turn in range(rounds)]
     if any(report.fallbacks().values()):
         raise SystemExit(f"{family}: {report.summary()}")
     row: dict[str, Any] = {"family": family, "dtype": str(dtype).removeprefix("torch."), "prompt": prompt}
-    for place, phase in enumerate(("prefill", "decode")):
-        ratios = sorted(a[place] / b[place] for a, b in times)
+    for phase, where in (("prefill", slice(1)), ("decode", slice(1, None))):
+        theirs, ours = ([second for took in times for second in took[place][where]] for place in (0, 1))
+        ratios = sorted(a / b for a, b in zip(theirs, ours, strict=True))
+        quarters = [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]]
         row |= {
-            f"{phase}_stock_ms": round(1e3 * statistics.median(a[place] for a, _ in times), 2),
-            f"{phase}_patched_ms": round(1e3 * statistics.median(b[place] for _, b in times), 2),
+            f"{phase}_stock_ms": round(1e3 * statistics.median(theirs), 2),
+            f"{phase}_patched_ms": round(1e3 * statistics.median(ours), 2),
             f"{phase}_ratio": round(statistics.median(ratios), 3),
-            f"{phase}_ratios": [round(ratio, 3) for ratio in ratios],
+            f"{phase}_quartiles": [round(ratio, 3) for ratio in quarters],
         }
     return row
 
@@ -103,7 +109,7 @@ def main() -> None:
         for dtype in (torch.bfloat16, torch.float32):
             for prompt in args.prompts:
                 rows.append(measure(family, dtype, prompt, args.steps, args.rounds))
-                print({key: value for key, value in rows[-1].items() if not key.endswith("ratios")}, flush=True)
+                print({key: value for key, value in rows[-1].items() if not key.endswith("quartiles")}, flush=True)
     if args.json:
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
         head = {

@@ -9,6 +9,7 @@ import copy
 import cProfile
 import pstats
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -125,3 +126,29 @@ def test_a_step_over_latent_pages_is_described_once_for_all_layers(monkeypatch: 
     assert torch.equal(found.sequences, stock)
     assert len(made) == len(set(made)) == 5  # a step each, after the prompt
     assert copy.deepcopy(found.past_key_values).layers[0].described is None
+
+
+# Operations that move no data.
+VIEWS = (
+    "view", "reshape", "slice", "narrow", "split", "unflatten", "transpose", "expand", "t", "to", "as_strided",
+    "unsqueeze", "chunk", "alias", "_unsafe_view", "_reshape_alias", "select", "resolve_conj", "unbind", "numpy_T",
+)  # fmt: skip
+
+
+def operations(model: Any, inputs: dict[str, torch.Tensor]) -> Counter[str]:
+    """Return how often a forward on a CPU runs each of torch's operations that touch data."""
+    with torch.inference_mode():
+        model(**inputs)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+            model(**inputs)
+    names = (event.name.removeprefix("aten::") for event in seen.events() if event.name.startswith("aten::"))
+    return Counter(name for name in names if name not in VIEWS)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_long_prompt_on_a_cpu_runs_stocks_operations(name: str) -> None:
+    model, inputs = build(name), prompt(1, 120)
+    stock = operations(model, inputs)
+    fl.patch(model)
+    assert operations(model, inputs) == stock
+    assert stock["linear"] > 10 and stock["mul"] > 10

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from fastlayers.activation.silu_mul.layer import SILU_MUL, SiluMulConfig
+from fastlayers.activation.silu_mul.torch import TorchSiluMul
 from fastlayers.patching.classes import count
 from fastlayers.patching.matching import SILU, foreign_hooks
 from fastlayers.patching.packing import PackedModule
@@ -47,7 +49,11 @@ class FastMLP(PackedModule):
         count(self._fl_hits)
         gate_up = self._fl_fused(x)
         if gate_up is None:
-            gate_up = torch.cat((self.gate_proj(x), self.up_proj(x)), dim=-1)
+            gate, up = self.gate_proj(x), self.up_proj(x)
+            if isinstance(self._fl_core.single, TorchSiluMul):
+                apart: torch.Tensor = self._modules["down_proj"](F.silu(gate) * up)
+                return apart
+            gate_up = torch.cat((gate, up), dim=-1)
         rows = gate_up.reshape(-1, gate_up.shape[-1])
         y = (self._fl_core.single or self._fl_core.pick(rows.shape[0]))(rows)
         down: torch.Tensor = self._modules["down_proj"](y.view(*x.shape[:-1], -1))

@@ -21,6 +21,9 @@ from fastlayers.patching.classes import FastModule, storage_mode
 from fastlayers.patching.guard import Guard, untouched
 from fastlayers.weights_epoch import is_aliased
 
+# More rows than these a CPU multiplies as fast one linear after the other, and outputs side by side cost copies.
+MOST_ROWS_ON_HOST = 64
+
 
 def plain(linear: Any) -> bool:
     """Return whether ``linear`` is exactly an ``nn.Linear`` that nobody hooked or wrapped, with a plain weight."""
@@ -130,8 +133,13 @@ class PackedModule(FastModule):
         return "" if self._fl_packed.weight is None else "+".join(self._fl_parts())
 
     def _fl_fused(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Return all outputs side by side, or ``None`` if the buffer is not what the parameters hold."""
+        """Return all outputs side by side, or ``None``: the linears are to run one by one.
+
+        Because the buffer is not what the parameters hold, or because nothing would be gained.
+        """
         packed = self._fl_packed
+        if not x.is_cuda and x.numel() > MOST_ROWS_ON_HOST * x.shape[-1]:
+            return None
         if not packed.holds(self) or packed.weight is None:
             return None
         return F.linear(x, packed.weight, packed.bias)
