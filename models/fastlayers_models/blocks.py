@@ -39,7 +39,7 @@ from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.loading import check_config, load_weights
 
 
-class Build:
+class ModelContext:
     """What every part of the model is built with: configuration, topology, placement.
 
     Parameters
@@ -99,7 +99,7 @@ class Build:
         if all(spec == specs[0] for spec in specs) and size // shard.axis.size % rows == 0:
             names = [f"../{part}" for part in parts]
             return self.linear(f"{prefix}.{parts[0]}", hidden, [size] * len(parts), bias, names=names, shard=shard)
-        return SideBySide(
+        return ConcatLinears(
             self.linear(f"{prefix}.{part}", hidden, size, bias, names=[f"../../{part}"], shard=shard) for part in parts
         )
 
@@ -149,7 +149,7 @@ class Build:
         )
 
 
-class SideBySide(nn.ModuleList):
+class ConcatLinears(nn.ModuleList):
     """Linears of one input; their outputs side by side."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -160,12 +160,12 @@ class SideBySide(nn.ModuleList):
 class SwiGLU(nn.Module):
     """``down(silu(gate(x)) * up(x))``; partial sums over ``tp``."""
 
-    def __init__(self, build: Build, name: str, intermediate_size: int, *, bias: bool = False) -> None:
+    def __init__(self, context: ModelContext, name: str, intermediate_size: int, *, bias: bool = False) -> None:
         super().__init__()
-        hidden, parallel = build.config.hidden_size, build.parallel
-        self.gate_up_proj = build.fused(name, ("gate_proj", "up_proj"), intermediate_size, bias, parallel.column())
-        self.act_fn = fl.SiluAndMul(intermediate_size // parallel.tp.size, device=build.device, dtype=build.dtype)
-        self.down_proj = build.linear(f"{name}.down_proj", intermediate_size, hidden, bias, shard=parallel.row())
+        hidden, parallel = context.config.hidden_size, context.parallel
+        self.gate_up_proj = context.fused(name, ("gate_proj", "up_proj"), intermediate_size, bias, parallel.column())
+        self.act_fn = fl.SiluAndMul(intermediate_size // parallel.tp.size, device=context.device, dtype=context.dtype)
+        self.down_proj = context.linear(f"{name}.down_proj", intermediate_size, hidden, bias, shard=parallel.row())
 
     def forward(self, x: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
         """Return ``[T, D]``; ``valid`` is not needed here."""
@@ -186,7 +186,7 @@ class DecoderLayer(nn.Module):
 
     Parameters
     ----------
-    build : Build
+    context : ModelContext
     self_attn : nn.Module
         Called as ``self_attn(hidden, meta, cache)``; returns a partial sum over ``attn_tp``.
     mlp : nn.Module
@@ -198,19 +198,25 @@ class DecoderLayer(nn.Module):
     """
 
     def __init__(
-        self, build: Build, self_attn: nn.Module, mlp: nn.Module, *, mlp_kind: str = "dense", is_last: bool = False
+        self,
+        context: ModelContext,
+        self_attn: nn.Module,
+        mlp: nn.Module,
+        *,
+        mlp_kind: str = "dense",
+        is_last: bool = False,
     ) -> None:
         super().__init__()
         self.self_attn, self.mlp = self_attn, mlp
-        self.input_layernorm = build.norm()
-        self.post_attention_layernorm = build.norm()
+        self.input_layernorm = context.norm()
+        self.post_attention_layernorm = context.norm()
         self.communicator = LayerCommunicator(
-            build.parallel,
+            context.parallel,
             input_layernorm=self.input_layernorm,
             post_attention_layernorm=self.post_attention_layernorm,
             mlp_kind=mlp_kind,
             is_last=is_last,
-            seam=build.seam,
+            seam=context.seam,
         )
 
     def forward(
@@ -241,17 +247,17 @@ class Decoder(nn.Module):
 
     Parameters
     ----------
-    build : Build
+    context : ModelContext
     make_layer : callable
-        ``make_layer(build, index, is_last=...)`` returns a :class:`DecoderLayer`.
+        ``make_layer(context, index, is_last=...)`` returns a :class:`DecoderLayer`.
     """
 
-    def __init__(self, build: Build, make_layer: Callable[..., nn.Module]) -> None:
+    def __init__(self, context: ModelContext, make_layer: Callable[..., nn.Module]) -> None:
         super().__init__()
-        count = build.config.num_hidden_layers
-        self.embed_tokens = build.embedding()
-        self.layers: Any = nn.ModuleList(make_layer(build, i, is_last=i == count - 1) for i in range(count))
-        self.norm = build.norm()
+        count = context.config.num_hidden_layers
+        self.embed_tokens = context.embedding()
+        self.layers: Any = nn.ModuleList(make_layer(context, i, is_last=i == count - 1) for i in range(count))
+        self.norm = context.norm()
 
 
 class CausalLM(nn.Module):
@@ -259,44 +265,74 @@ class CausalLM(nn.Module):
 
     Parameters
     ----------
-    build : Build
-    model : nn.Module
-        The decoder, or a module that holds it (see :attr:`decoder`).
+    config
+        Of :attr:`config_class`.
+    parallel : ParallelSpec, optional
+        Default: one process.
+    device, dtype
+        ``dtype`` of activations and of weights that are not quantised.
+    page_size, kv_dtype
+        Of the cache.
+    backend : str
+        Of the attention core.
 
     Attributes
     ----------
     config_class : type
         Of every family: its configuration, with ``from_hf(parsed config.json)``.
+    layer_class : type
+        Of every family: its :class:`DecoderLayer`, called as ``layer_class(context, index, is_last=...)``.
+    context_class : type
+        What the parts are built with: :class:`ModelContext`, where a family has no other norm or rotation.
     """
 
     config_class: Any
+    layer_class: Any
+    context_class: type[ModelContext] = ModelContext
 
-    def __init__(self, build: Build, model: nn.Module) -> None:
+    def __init__(
+        self,
+        config: Any,
+        *,
+        parallel: ParallelSpec | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        page_size: int = 64,
+        kv_dtype: torch.dtype | None = None,
+        backend: str = "auto",
+    ) -> None:
+        self._assemble(self.context_class(config, parallel, device, dtype, page_size, kv_dtype, backend))
+
+    def make_model(self, context: ModelContext) -> nn.Module:
+        """Return the decoder, or a module that holds it (see :attr:`decoder`)."""
+        return Decoder(context, self.layer_class)
+
+    def _assemble(self, context: ModelContext) -> None:
         super().__init__()
-        self.config, self.parallel, self.device = build.config, build.parallel, build.device
-        self.page_size, self.kv_dtype = build.page_size, build.kv_dtype
-        self.attention_group, self.seam = collectives(build.parallel.attn_tp), build.seam
-        self.model: Any = model
-        self.lm_head = build.lm_head(self.decoder.embed_tokens if build.config.tie_word_embeddings else None)
+        self.config, self.parallel, self.device = context.config, context.parallel, context.device
+        self.page_size, self.kv_dtype = context.page_size, context.kv_dtype
+        self.attention_group, self.seam = collectives(context.parallel.attn_tp), context.seam
+        self.model: Any = self.make_model(context)
+        self.lm_head = context.lm_head(self.decoder.embed_tokens if context.config.tie_word_embeddings else None)
         # What comes in is checked here, once a step.
         self._debug = env.debug()
         trust(self.decoder.layers)
         # Only rows that are scattered over ranks must be a number that they divide.
         scattered = any(layer.communicator.place == "scattered" for layer in self.decoder.layers)
-        self.row_multiple = build.parallel.attn_tp.size if scattered or build.parallel.attn_dp.size > 1 else 1
+        self.row_multiple = context.parallel.attn_tp.size if scattered or context.parallel.attn_dp.size > 1 else 1
         for layer in self.decoder.layers:
             layer.communicator.trusted = not self._debug
-        agree(build.parallel.tp, self._facts(build))
+        agree(context.parallel.tp, self._facts(context))
         self._checked: tuple[weakref.ref[LayerCache], weakref.ref[Any]] | None = None
         # Weights whose gradients end at a cache, listed when the epoch had this value.
         self._before_caches: tuple[WeightsEpoch, int, list[tuple[Any, torch.Tensor]]] | None = None
 
-    def _facts(self, build: Build) -> dict[str, Any]:
+    def _facts(self, context: ModelContext) -> dict[str, Any]:
         """Return what must be equal on all ranks: their steps are made of the same collectives only then."""
         facts: dict[str, Any] = {"fastlayers": fl.__version__, "torch": torch.__version__, "model": type(self).__name__}
-        facts |= {"dtype": build.dtype, "kv_dtype": build.kv_dtype, "page_size": build.page_size}
+        facts |= {"dtype": context.dtype, "kv_dtype": context.kv_dtype, "page_size": context.page_size}
         config = {f"config.{name}": value for name, value in vars(self.config).items() if name != "quant"}
-        seam = build.seam.chosen if build.seam is not None else {}
+        seam = context.seam.chosen if context.seam is not None else {}
         return facts | config | {f"backend of {name}": value for name, value in seam.items()}
 
     @property
@@ -417,7 +453,7 @@ class CausalLM(nn.Module):
         if held is None or held[0].value != held[1]:
             epoch, layers = (
                 epoch_of(self),
-                [each.self_attn for each in self.decoder.layers[: self.config.num_hidden_layers]],
+                [each.self_attn for each in self.decoder.layers],
             )
             weights = [(each, weight) for each in layers for weight in each.before_the_cache().values()]
             held = self._before_caches = epoch, epoch.value, weights

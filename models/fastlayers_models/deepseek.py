@@ -31,16 +31,16 @@ from fastlayers.linear.factory import linear
 from fastlayers.quant.spec import NONE
 from fastlayers.rotary.layer import RotaryEmbedding
 from fastlayers.rotary.scaling import RopeScaling, attention_scale
-from fastlayers_models.blocks import Build, CausalLM, Decoder, DecoderLayer, SwiGLU, route
+from fastlayers_models.blocks import CausalLM, Decoder, DecoderLayer, ModelContext, SwiGLU, route
 from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.config import DeepseekConfig
 from fastlayers_models.loading import check_config, load_weights
 
 
-class DeepseekBuild(Build):
+class DeepseekContext(ModelContext):
     """What every part of the model is built with, MLA's options included."""
 
-    def __init__(self, *options: Any, thresholds: MLAThresholds | None) -> None:
+    def __init__(self, *options: Any, thresholds: MLAThresholds | None = None) -> None:
         super().__init__(*options)
         self.thresholds = thresholds
         self.alt_stream = torch.cuda.Stream() if self.device.type == "cuda" else None
@@ -61,9 +61,9 @@ class DeepseekBuild(Build):
 class DeepseekMoE(nn.Module):
     """Router, routed experts and shared experts; partial sums over ``tp``."""
 
-    def __init__(self, build: DeepseekBuild, name: str) -> None:
+    def __init__(self, context: DeepseekContext, name: str) -> None:
         super().__init__()
-        config, parallel = build.config, build.parallel
+        config, parallel = context.config, context.parallel
         v3 = config.topk_method == "noaux_tc"
         grouped = config.topk_method != "greedy"
         self.gate = fl.TopKRouter(
@@ -79,8 +79,8 @@ class DeepseekMoE(nn.Module):
             renormalize=config.norm_topk_prob,
             scaling_factor=config.routed_scaling_factor,
             apply_scaling=False,
-            device=build.device,
-            dtype=build.dtype,
+            device=context.device,
+            dtype=context.dtype,
         )
         self.experts = fl.FusedMoE(
             config.hidden_size,
@@ -91,12 +91,13 @@ class DeepseekMoE(nn.Module):
             quant=config.quant.for_module(f"{name}.experts.0.gate_proj"),
             ep=parallel.ep,
             tp=parallel.moe_tp,
-            device=build.device,
-            dtype=build.dtype,
-            backend=build.backend if build.backend == "auto" else "auto",
+            device=context.device,
+            dtype=context.dtype,
         )
         shared = config.n_shared_experts * config.moe_intermediate_size
-        self.shared_experts = SwiGLU(build, f"{name}.shared_experts", shared, bias=config.mlp_bias) if shared else None
+        self.shared_experts = (
+            SwiGLU(context, f"{name}.shared_experts", shared, bias=config.mlp_bias) if shared else None
+        )
 
     def forward(self, x: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
         """Return ``[T, D]``; rows that ``valid`` excludes cost no expert work."""
@@ -108,8 +109,8 @@ class DeepseekMoE(nn.Module):
 class DeepseekLayer(DecoderLayer):
     """One decoder layer: MLA, then an MLP or experts."""
 
-    def __init__(self, build: DeepseekBuild, index: int, *, is_last: bool = False) -> None:
-        config, name = build.config, f"model.layers.{index}"
+    def __init__(self, context: DeepseekContext, index: int, *, is_last: bool = False) -> None:
+        config, name = context.config, f"model.layers.{index}"
         self_attn = fl.MLAAttention(
             config.hidden_size,
             config.num_attention_heads,
@@ -118,35 +119,35 @@ class DeepseekLayer(DecoderLayer):
             qk_nope_head_dim=config.qk_nope_head_dim,
             qk_rope_head_dim=config.qk_rope_head_dim,
             v_head_dim=config.v_head_dim,
-            rotary=build.rotary,
+            rotary=context.rotary,
             softmax_scale=attention_scale(
                 config.qk_nope_head_dim + config.qk_rope_head_dim, RopeScaling.from_config(config.rope)
             ),
             bias=config.attention_bias,
             quant=config.quant,
             prefix=f"{name}.self_attn",
-            axis=build.parallel.attn_tp,
-            page_size=build.page_size,
-            kv_dtype=build.kv_dtype,
-            thresholds=build.thresholds,
-            alt_stream=build.alt_stream,
-            device=build.device,
-            dtype=build.dtype,
-            backend=build.backend,
+            axis=context.parallel.attn_tp,
+            page_size=context.page_size,
+            kv_dtype=context.kv_dtype,
+            thresholds=context.thresholds,
+            alt_stream=context.alt_stream,
+            device=context.device,
+            dtype=context.dtype,
+            backend=context.backend,
         )
         if config.is_moe(index):
-            super().__init__(build, self_attn, DeepseekMoE(build, f"{name}.mlp"), mlp_kind="moe", is_last=is_last)
+            super().__init__(context, self_attn, DeepseekMoE(context, f"{name}.mlp"), mlp_kind="moe", is_last=is_last)
         else:
-            mlp = SwiGLU(build, f"{name}.mlp", config.intermediate_size, bias=config.mlp_bias)
-            super().__init__(build, self_attn, mlp, is_last=is_last)
+            mlp = SwiGLU(context, f"{name}.mlp", config.intermediate_size, bias=config.mlp_bias)
+            super().__init__(context, self_attn, mlp, is_last=is_last)
 
 
 class SharedHead(nn.Module):
     """The MTP layer's norm and vocabulary head."""
 
-    def __init__(self, build: DeepseekBuild, name: str) -> None:
+    def __init__(self, context: DeepseekContext, name: str) -> None:
         super().__init__()
-        self.norm, self.head = build.norm(), build.lm_head()
+        self.norm, self.head = context.norm(), context.lm_head()
 
 
 class DeepseekMTPLayer(DeepseekLayer):
@@ -155,25 +156,25 @@ class DeepseekMTPLayer(DeepseekLayer):
     ``x = eh_proj([enorm(embed(next token)) ; hnorm(hidden)])``, one decoder layer, ``shared_head``.
     """
 
-    def __init__(self, build: DeepseekBuild, index: int) -> None:
-        super().__init__(build, index, is_last=True)
-        config = build.config
-        self.embed_tokens = build.embedding()
-        self.enorm, self.hnorm = build.norm(), build.norm()
+    def __init__(self, context: DeepseekContext, index: int) -> None:
+        super().__init__(context, index, is_last=True)
+        config = context.config
+        self.embed_tokens = context.embedding()
+        self.enorm, self.hnorm = context.norm(), context.norm()
         # Kept in the model's dtype by every checkpoint, quantised or not.
         self.eh_proj = linear(
-            2 * config.hidden_size, config.hidden_size, quant=NONE, device=build.device, dtype=build.dtype
+            2 * config.hidden_size, config.hidden_size, quant=NONE, device=context.device, dtype=context.dtype
         )
-        self.shared_head = SharedHead(build, f"model.layers.{index}.shared_head")
+        self.shared_head = SharedHead(context, f"model.layers.{index}.shared_head")
 
 
 class DeepseekModel(Decoder):
     """Embedding, decoder layers (MTP layers behind them, as checkpoints number them), final norm."""
 
-    def __init__(self, build: DeepseekBuild) -> None:
-        super().__init__(build, DeepseekLayer)
-        count = build.config.num_hidden_layers
-        self.layers.extend(DeepseekMTPLayer(build, count + i) for i in range(build.config.num_nextn_predict_layers))
+    def __init__(self, context: DeepseekContext) -> None:
+        super().__init__(context, DeepseekLayer)
+        count = context.config.num_hidden_layers
+        self.layers.extend(DeepseekMTPLayer(context, count + i) for i in range(context.config.num_nextn_predict_layers))
 
 
 class DeepseekForCausalLM(CausalLM):
@@ -201,7 +202,7 @@ class DeepseekForCausalLM(CausalLM):
         keys: beyond it that is more than the launches which a capture saves (benchmarks/first_token.py).
     """
 
-    config_class = DeepseekConfig
+    config_class, layer_class, context_class = DeepseekConfig, DeepseekLayer, DeepseekContext
     captured_tokens = 512
 
     def __init__(
@@ -217,8 +218,11 @@ class DeepseekForCausalLM(CausalLM):
         backend: str = "auto",
     ) -> None:
         options = (config, parallel, device, dtype, page_size, kv_dtype, backend)
-        build = DeepseekBuild(*options, thresholds=thresholds)
-        super().__init__(build, DeepseekModel(build))
+        self._assemble(DeepseekContext(*options, thresholds=thresholds))
+
+    def make_model(self, context: Any) -> nn.Module:
+        """Return the decoder, MTP layers included."""
+        return DeepseekModel(context)
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, load_mtp: bool = True, **options: Any) -> DeepseekForCausalLM:

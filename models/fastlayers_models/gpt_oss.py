@@ -17,10 +17,9 @@ import torch
 from torch import nn
 
 import fastlayers as fl
-from fastlayers.comm.parallel import ParallelSpec
 from fastlayers.errors import ArgumentError, UnknownModelError, check_positive
 from fastlayers.quant.mxfp4.codes import groups_of
-from fastlayers_models.blocks import Build, CausalLM, Decoder, DecoderLayer, route
+from fastlayers_models.blocks import CausalLM, DecoderLayer, ModelContext, route
 from fastlayers_models.config import GQA_DECODER, GQADecoderConfig, Size, gqa_decoder_values, layer_windows
 from fastlayers_models.settings import MOST_POSITIONS, Setting
 
@@ -104,7 +103,7 @@ class GptOssConfig(GQADecoderConfig):
         yield Size(f"{mlp}.experts.gate_up_proj_bias", (count, 2 * self.intermediate_size), "intermediate_size")
 
 
-class GptOssBuild(Build):
+class GptOssContext(ModelContext):
     """As for all families, but norms scale in fp32 and round once."""
 
     def norm(self) -> fl.RMSNorm:
@@ -118,9 +117,9 @@ class GptOssBuild(Build):
 class GptOssMoE(nn.Module):
     """Router and experts; partial sums over ``tp``."""
 
-    def __init__(self, build: Build, name: str) -> None:
+    def __init__(self, context: ModelContext, name: str) -> None:
         super().__init__()
-        config, parallel = build.config, build.parallel
+        config, parallel = context.config, context.parallel
         self.router = fl.TopKRouter(
             config.hidden_size,
             config.num_local_experts,
@@ -129,8 +128,8 @@ class GptOssMoE(nn.Module):
             renormalize=False,
             logits_dtype=None,
             bias=True,
-            device=build.device,
-            dtype=build.dtype,
+            device=context.device,
+            dtype=context.dtype,
         )
         self.experts = fl.FusedMoE(
             config.hidden_size,
@@ -145,8 +144,8 @@ class GptOssMoE(nn.Module):
             interleaved=True,
             ep=parallel.ep,
             tp=parallel.moe_tp,
-            device=build.device,
-            dtype=build.dtype,
+            device=context.device,
+            dtype=context.dtype,
         )
 
     def forward(self, x: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
@@ -159,11 +158,11 @@ class GptOssMoE(nn.Module):
 class GptOssLayer(DecoderLayer):
     """One decoder layer: attention with sinks, then experts."""
 
-    def __init__(self, build: Build, index: int, *, is_last: bool = False) -> None:
-        config, name = build.config, f"model.layers.{index}"
+    def __init__(self, context: ModelContext, index: int, *, is_last: bool = False) -> None:
+        config, name = context.config, f"model.layers.{index}"
         bias, window = config.attention_bias, config.windows[index]
-        attention = build.attention(f"{name}.self_attn", qkv_bias=bias, o_bias=bias, window=window, sinks=True)
-        super().__init__(build, attention, GptOssMoE(build, f"{name}.mlp"), mlp_kind="moe", is_last=is_last)
+        attention = context.attention(f"{name}.self_attn", qkv_bias=bias, o_bias=bias, window=window, sinks=True)
+        super().__init__(context, attention, GptOssMoE(context, f"{name}.mlp"), mlp_kind="moe", is_last=is_last)
 
 
 class GptOssForCausalLM(CausalLM):
@@ -182,18 +181,4 @@ class GptOssForCausalLM(CausalLM):
         Of the attention core.
     """
 
-    config_class = GptOssConfig
-
-    def __init__(
-        self,
-        config: GptOssConfig,
-        *,
-        parallel: ParallelSpec | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.bfloat16,
-        page_size: int = 64,
-        kv_dtype: torch.dtype | None = None,
-        backend: str = "auto",
-    ) -> None:
-        build = GptOssBuild(config, parallel, device, dtype, page_size, kv_dtype, backend)
-        super().__init__(build, Decoder(build, GptOssLayer))
+    config_class, layer_class, context_class = GptOssConfig, GptOssLayer, GptOssContext

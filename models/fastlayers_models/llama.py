@@ -11,11 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from fastlayers.comm.parallel import ParallelSpec
 from fastlayers.errors import UnknownModelError
-from fastlayers_models.blocks import Build, CausalLM, Decoder, DecoderLayer, SwiGLU
+from fastlayers_models.blocks import CausalLM, DecoderLayer, ModelContext, SwiGLU
 from fastlayers_models.config import GQA_DECODER, GQADecoderConfig, Size, gqa_decoder_values
 from fastlayers_models.settings import FLAG, Setting
 
@@ -61,12 +58,12 @@ class LlamaConfig(GQADecoderConfig):
 class LlamaLayer(DecoderLayer):
     """One decoder layer: grouped-query attention, then a dense MLP."""
 
-    def __init__(self, build: Build, index: int, *, is_last: bool = False) -> None:
-        config, name = build.config, f"model.layers.{index}"
+    def __init__(self, context: ModelContext, index: int, *, is_last: bool = False) -> None:
+        config, name = context.config, f"model.layers.{index}"
         bias = config.attention_bias
-        attention = build.attention(f"{name}.self_attn", qkv_bias=bias, o_bias=bias, window=config.windows[index])
-        mlp = SwiGLU(build, f"{name}.mlp", config.intermediate_size, bias=config.mlp_bias)
-        super().__init__(build, attention, mlp, is_last=is_last)
+        attention = context.attention(f"{name}.self_attn", qkv_bias=bias, o_bias=bias, window=config.windows[index])
+        mlp = SwiGLU(context, f"{name}.mlp", config.intermediate_size, bias=config.mlp_bias)
+        super().__init__(context, attention, mlp, is_last=is_last)
 
 
 class LlamaForCausalLM(CausalLM):
@@ -84,18 +81,4 @@ class LlamaForCausalLM(CausalLM):
         Of the attention core.
     """
 
-    config_class = LlamaConfig
-
-    def __init__(
-        self,
-        config: LlamaConfig,
-        *,
-        parallel: ParallelSpec | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.bfloat16,
-        page_size: int = 64,
-        kv_dtype: torch.dtype | None = None,
-        backend: str = "auto",
-    ) -> None:
-        build = Build(config, parallel, device, dtype, page_size, kv_dtype, backend)
-        super().__init__(build, Decoder(build, LlamaLayer))
+    config_class, layer_class = LlamaConfig, LlamaLayer

@@ -23,9 +23,8 @@ import torch
 from torch import nn
 
 import fastlayers as fl
-from fastlayers.comm.parallel import ParallelSpec
 from fastlayers.errors import ArgumentError, UnknownModelError, check_positive
-from fastlayers_models.blocks import Build, CausalLM, Decoder, DecoderLayer, SwiGLU, route
+from fastlayers_models.blocks import CausalLM, Decoder, DecoderLayer, ModelContext, SwiGLU, route
 from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.config import GQA_DECODER, GQADecoderConfig, Size, gqa_decoder_values, layer_windows
 from fastlayers_models.settings import COUNT, FLAG, MOST_POSITIONS, SIZE, Setting, read_settings, shown
@@ -218,9 +217,9 @@ def _windows(kind: str, values: Mapping[str, Any]) -> tuple[int | None, ...]:
 class QwenMoE(nn.Module):
     """Router, routed experts and, with Qwen2-MoE, a shared expert behind a sigmoid gate; partial sums over ``tp``."""
 
-    def __init__(self, build: Build, name: str) -> None:
+    def __init__(self, context: ModelContext, name: str) -> None:
         super().__init__()
-        config, parallel = build.config, build.parallel
+        config, parallel = context.config, context.parallel
         self.gate = fl.TopKRouter(
             config.hidden_size,
             config.num_experts,
@@ -228,8 +227,8 @@ class QwenMoE(nn.Module):
             scoring="softmax",
             renormalize=config.norm_topk_prob,
             logits_dtype=None,
-            device=build.device,
-            dtype=build.dtype,
+            device=context.device,
+            dtype=context.dtype,
         )
         self.experts = fl.FusedMoE(
             config.hidden_size,
@@ -239,12 +238,14 @@ class QwenMoE(nn.Module):
             quant=config.quant.for_module(f"{name}.experts.0.gate_proj"),
             ep=parallel.ep,
             tp=parallel.moe_tp,
-            device=build.device,
-            dtype=build.dtype,
+            device=context.device,
+            dtype=context.dtype,
         )
         shared = config.shared_expert_intermediate_size
-        self.shared_expert = SwiGLU(build, f"{name}.shared_expert", shared) if shared else None
-        self.shared_expert_gate = build.linear(f"{name}.shared_expert_gate", config.hidden_size, 1) if shared else None
+        self.shared_expert = SwiGLU(context, f"{name}.shared_expert", shared) if shared else None
+        self.shared_expert_gate = (
+            context.linear(f"{name}.shared_expert_gate", config.hidden_size, 1) if shared else None
+        )
 
     def forward(self, x: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
         """Return ``[T, D]``; rows that ``valid`` excludes cost no expert work."""
@@ -258,10 +259,10 @@ class QwenMoE(nn.Module):
 class QwenLayer(DecoderLayer):
     """One decoder layer: grouped-query attention, then an MLP or experts."""
 
-    def __init__(self, build: Build, index: int, *, is_last: bool = False) -> None:
-        config = build.config
+    def __init__(self, context: ModelContext, index: int, *, is_last: bool = False) -> None:
+        config = context.config
         name = f"{config.prefix}.layers.{index}"
-        attention = build.attention(
+        attention = context.attention(
             f"{name}.self_attn",
             qkv_bias=config.qkv_bias,
             o_bias=config.o_bias,
@@ -269,10 +270,10 @@ class QwenLayer(DecoderLayer):
             window=config.windows[index],
         )
         if config.is_moe(index):
-            super().__init__(build, attention, QwenMoE(build, f"{name}.mlp"), mlp_kind="moe", is_last=is_last)
+            super().__init__(context, attention, QwenMoE(context, f"{name}.mlp"), mlp_kind="moe", is_last=is_last)
         else:
-            mlp = SwiGLU(build, f"{name}.mlp", config.intermediate_size)
-            super().__init__(build, attention, mlp, is_last=is_last)
+            mlp = SwiGLU(context, f"{name}.mlp", config.intermediate_size)
+            super().__init__(context, attention, mlp, is_last=is_last)
 
 
 class LanguageModel(nn.Module):
@@ -303,22 +304,12 @@ class QwenForCausalLM(CausalLM):
     ``positions`` int64 ``[3, T]`` (time, height, width). The vision tower is not part of this model.
     """
 
-    config_class = QwenConfig
+    config_class, layer_class = QwenConfig, QwenLayer
 
-    def __init__(
-        self,
-        config: QwenConfig,
-        *,
-        parallel: ParallelSpec | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.bfloat16,
-        page_size: int = 64,
-        kv_dtype: torch.dtype | None = None,
-        backend: str = "auto",
-    ) -> None:
-        build = Build(config, parallel, device, dtype, page_size, kv_dtype, backend)
-        decoder = Decoder(build, QwenLayer)
-        super().__init__(build, LanguageModel(decoder) if config.prefix == NESTED else decoder)
+    def make_model(self, context: ModelContext) -> nn.Module:
+        """Return the decoder, or what holds it in checkpoints with a vision tower."""
+        decoder = Decoder(context, QwenLayer)
+        return LanguageModel(decoder) if context.config.prefix == NESTED else decoder
 
     @property
     def decoder(self) -> Any:
