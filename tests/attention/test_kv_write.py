@@ -81,6 +81,20 @@ def test_errors_name_the_argument_and_change_nothing() -> None:
         MLAKVWrite(4, 2, kv_dtype=torch.float32)(torch.ones(1, 4), torch.ones(1, 3), torch.zeros(1, 1, 6), loc[:1])
 
 
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("bad", [-1, 8])
+def test_slots_outside_the_cache_are_named_on_a_cpu_and_nothing_is_written(bad: int, backend: str) -> None:
+    """An index below zero is torch's for the end of a tensor: another request's page."""
+    keys, values, latents, loc = torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 12), [1, bad]
+    rows, at = torch.ones(2, 1, 8), torch.tensor(loc)
+    words = rf"loc is slots from {min(loc)} to {max(loc)}; accepted: slots in \[0, 8\)"
+    with pytest.raises(ArgumentError, match=f"KVWrite: {words}"):
+        KVWrite(1, 8, kv_dtype=torch.float32, backend=backend)(rows, rows, keys, values, at)
+    with pytest.raises(ArgumentError, match=f"MLAKVWrite: {words}"):
+        MLAKVWrite(8, 4, kv_dtype=torch.float32, backend=backend)(torch.ones(2, 8), torch.ones(2, 4), latents, at)
+    assert not keys.any() and not values.any() and not latents.any()
+
+
 def test_slots_are_checked_in_debug_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTLAYERS_DEBUG", "1")
     cache = torch.zeros(2, 4, 3)

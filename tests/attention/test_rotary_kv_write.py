@@ -145,3 +145,14 @@ def test_positions_outside_the_table_are_named_on_a_cpu_and_nothing_is_written(b
     with pytest.raises(ArgumentError, match=r"RotaryKVWrite: positions is from .*; accepted: positions in \[0, 4\)"):
         write(x, x, x, cos, cos, torch.tensor([1, bad]), cache, loc)
     assert not cache.keys.any() and not cache.values.any()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+@pytest.mark.parametrize("bad", [2, -1])
+def test_slots_outside_the_cache_are_named_on_a_cpu(bad: int, trusted: bool) -> None:
+    x, cos, loc = torch.randn(2, 1, 8), torch.ones(4, 4), torch.tensor([0, bad])
+    cache = LayerCache(*torch.zeros(2, 1, 2, 1, 8))
+    write = RotaryKVWrite(1, 1, 8, kv_dtype=torch.float32)
+    write.trusted = trusted and bad > 0  # a slot below zero is never planned
+    with pytest.raises(ArgumentError, match=r"RotaryKVWrite: loc is slots from .*; accepted: slots in \[0, 2\)"):
+        write(x, x, x, cos, cos, torch.tensor([1, 0]), cache, loc)

@@ -21,7 +21,7 @@ import torch
 from fastlayers import env
 from fastlayers.attention.context_buckets import CONTEXTS, context_of
 from fastlayers.attention.kv_cache.spec import LayerCache
-from fastlayers.attention.meta import AttentionMeta, check_pages, check_step
+from fastlayers.attention.meta import AttentionMeta, check_pages, check_step, free_to_look
 from fastlayers.comm.parallel import Shard
 from fastlayers.errors import ArgumentError, check_tensor
 from fastlayers.layer import Layer, check_asked
@@ -166,7 +166,7 @@ class AttentionCore(Layer):
             check_tensor(
                 self.name, "cache.values", cache.values, shape=both, dtype=dtype, device=where, contiguous=True
             )
-        check_pages(self.name, meta, cache.num_pages, self._debug)
+        check_pages(self.name, meta, cache.num_pages, self._debug or free_to_look(meta.page_table))
 
     def before_the_cache(self) -> dict[str, torch.Tensor]:
         """Return the parameters whose gradients would be cut off where keys and values are cached."""

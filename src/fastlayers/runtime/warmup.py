@@ -225,7 +225,7 @@ def _side_by_side(module: Any, max_tokens: int, max_batch: int) -> list[precompi
 
 def _checked(tokens: Any) -> list[int]:
     """Return the distinct counts, largest first."""
-    if isinstance(tokens, (str, bytes)) or not isinstance(tokens, Iterable):
+    if isinstance(tokens, (str, bytes)) or not isinstance(tokens, Iterable) or getattr(tokens, "ndim", 1) != 1:
         raise ArgumentError("warmup", "tokens", repr(tokens), "a sequence of token counts, such as [1, 512], or 'all'")
     counts = list(tokens)
     if not counts:

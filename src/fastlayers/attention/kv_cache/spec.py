@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fastlayers.errors import ArgumentError, check_choice, check_plain, check_positive
+from fastlayers.errors import ArgumentError, check_choice, check_device, check_plain, check_positive
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 
@@ -50,6 +50,7 @@ class KVCacheSpec:
     def allocate(self, num_pages: int, device: torch.device | str | None = None) -> list[LayerCache]:
         """Return one zeroed :class:`LayerCache` per layer, each of ``num_pages`` pages (page 0 included)."""
         check_positive("KVCacheSpec.allocate", num_pages=num_pages)
+        device = check_device("KVCacheSpec.allocate", device)
 
         def zeros(*size: int) -> torch.Tensor:
             return torch.zeros(num_pages, self.page_size, *size, dtype=self.dtype, device=device)

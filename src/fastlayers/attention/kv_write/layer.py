@@ -17,7 +17,7 @@ import torch
 
 from fastlayers import env
 from fastlayers.attention.kv_cache.spec import DTYPES as CACHE_DTYPES
-from fastlayers.attention.meta import check_loc
+from fastlayers.attention.meta import check_loc, free_to_look
 from fastlayers.device import Device
 from fastlayers.errors import check_choice, check_positive, check_tensor
 from fastlayers.layer import Layer
@@ -74,7 +74,8 @@ class KVWrite(Layer):
 
     Notes
     -----
-    Capture-safe; allocates nothing on CUDA. With ``FASTLAYERS_DEBUG`` slots are checked, which synchronises.
+    Capture-safe; allocates nothing on CUDA. Slots are checked on a CPU, and with
+    ``FASTLAYERS_DEBUG`` anywhere, which synchronises.
     What is written is outside autograd.
 
     Examples
@@ -133,7 +134,7 @@ class KVWrite(Layer):
         pages = tuple(k_cache.shape[:2])
         check_cache(name, "v_cache", v_cache, (heads, cfg.v_head_dim), cfg.kv_dtype, where, pages)
         check_tensor(name, "loc", loc, shape=(tokens,), dtype=INDICES, device=where, contiguous=True)
-        check_loc("KVWrite", loc, k_cache.shape[0] * k_cache.shape[1], self.debug)
+        check_loc("KVWrite", loc, k_cache.shape[0] * k_cache.shape[1], self.debug or free_to_look(loc))
         self.ladder.pick(tokens)(k, v, k_cache, v_cache, loc)
 
 

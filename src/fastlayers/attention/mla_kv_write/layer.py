@@ -17,7 +17,7 @@ import torch
 from fastlayers import env
 from fastlayers.attention.kv_cache.spec import DTYPES as CACHE_DTYPES
 from fastlayers.attention.kv_write.layer import FLOATS, INDICES, check_cache, needs_e4m3
-from fastlayers.attention.meta import check_loc
+from fastlayers.attention.meta import check_loc, free_to_look
 from fastlayers.errors import check_choice, check_positive, check_tensor
 from fastlayers.layer import Layer
 from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
@@ -62,7 +62,8 @@ class MLAKVWrite(Layer):
 
     Notes
     -----
-    Capture-safe; allocates nothing on CUDA. With ``FASTLAYERS_DEBUG`` slots are checked, which synchronises.
+    Capture-safe; allocates nothing on CUDA. Slots are checked on a CPU, and with
+    ``FASTLAYERS_DEBUG`` anywhere, which synchronises.
     What is written is outside autograd.
 
     Examples
@@ -108,5 +109,5 @@ class MLAKVWrite(Layer):
         check_tensor(name, "rope", rope, shape=shape, dtype=latent.dtype, device=where, last_dim_contiguous=True)
         check_cache(name, "cache", cache, (cfg.kv_lora_rank + cfg.rope_dim,), cfg.kv_dtype, where)
         check_tensor(name, "loc", loc, shape=shape[:1], dtype=INDICES, device=where, contiguous=True)
-        check_loc(name, loc, cache.shape[0] * cache.shape[1], self.debug)
+        check_loc(name, loc, cache.shape[0] * cache.shape[1], self.debug or free_to_look(loc))
         self.ladder.pick(latent.shape[0])(latent, rope, cache, loc)

@@ -31,7 +31,7 @@ from fastlayers import env
 from fastlayers.attention.kv_cache.spec import DTYPES as CACHE_DTYPES
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.kv_write.layer import FLOATS, INDICES, check_cache, needs_e4m3
-from fastlayers.attention.meta import check_loc
+from fastlayers.attention.meta import check_loc, free_to_look
 from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor, describe
 from fastlayers.layer import Layer
 from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
@@ -119,7 +119,8 @@ class RotaryKVWrite(Layer):
     Attention must read the cache afterwards and not write it again. Capture-safe; allocates its output. With
     ``FASTLAYERS_DEBUG`` slots and positions are checked, which synchronises; without it the Triton backend
     clamps positions into the table. Source: Su et al. 2021 for the rotation. For inference
-    only: it raises where an input requires a gradient. On a CPU it raises for positions outside the tables.
+    only: it raises where an input requires a gradient. On a CPU it raises for positions outside the tables and for
+    slots outside the cache.
 
     Examples
     --------
@@ -209,6 +210,7 @@ class RotaryKVWrite(Layer):
             turned: torch.Tensor = core(q, k, v, cos, sin, positions, cache.keys, cache.values, loc, q_weight, k_weight)
         except IndexError:  # on a CPU, where looking is free; before anything was written
             _check_range(positions, cos.shape[0])
+            check_loc(NAME, loc, cache.keys.shape[0] * cache.keys.shape[1], True)
             raise
         return turned
 
@@ -237,7 +239,7 @@ class RotaryKVWrite(Layer):
         check_tensor(NAME, "positions", positions, shape=(tokens,), dtype=torch.int64, device=where, contiguous=True)
         check_tensor(NAME, "loc", loc, shape=(tokens,), dtype=INDICES, device=where, contiguous=True)
         self._check_cache(cache, where)
-        check_loc(NAME, loc, cache.keys.shape[0] * cache.keys.shape[1], self.debug)
+        check_loc(NAME, loc, cache.keys.shape[0] * cache.keys.shape[1], self.debug or free_to_look(loc))
         if torch.is_grad_enabled():  # through the cache there is none
             self.refuse_grad(q=q, k=k, v=v, q_weight=q_weight, k_weight=k_weight)
         if self.debug and tokens:
