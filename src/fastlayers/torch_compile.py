@@ -4,7 +4,7 @@
 
 Off unless asked for: our small operators are fused already, and start before their predecessor has ended, which
 inductor's kernels do not. What it gains or costs is measured in ``benchmarks/notes/torch_compile.md``.
-Source: item 55 of the design's contracts.
+Source: SGLang's ``torch_compile_decoration``.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def test_outliers_cost_less_with_blocks_than_with_one_scale() -> None:
 
 
 def test_sum_is_not_rounded_between_blocks() -> None:
-    """Item 38: partial sums stay in fp32; bf16 ones would lose the small block."""
+    """Partial sums stay in fp32; bf16 ones would lose the small block."""
     weight = torch.zeros(1, 256)
     weight[0, 0], weight[0, 128], weight[0, 129] = 448.0, 1.0, -1.0
     layer = FP8BlockLinear.from_linear(_dense(weight))

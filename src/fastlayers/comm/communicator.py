@@ -22,7 +22,7 @@
 The MLP never reduces on its own: it says ``hidden.partial(out, "tp")``, and exactly one of the rows above is taken.
 An MLP whose output is whole already says ``hidden.complete(out)``, and then nothing is summed.
 
-Sources: items 48, 51, 52 of the systems this follows (SGLang's layer communicator and DP attention).
+Source: SGLang's layer communicator and DP attention.
 """
 
 from __future__ import annotations

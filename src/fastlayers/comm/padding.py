@@ -9,7 +9,7 @@
     "max_len"   max(lengths)   all_gather (equal sizes)                 graphs; 2 * sum >= max * d
     "sum_len"   lengths[i]     zero-filled buffer, summed over ranks    prefill with d > 1; skewed decode
 
-Sources: items 36 and 51 of the systems this follows (SGLang's DP attention).
+Source: SGLang's DP attention.
 """
 
 from __future__ import annotations

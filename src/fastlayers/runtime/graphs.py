@@ -6,7 +6,7 @@
     ledger                       seconds, bytes and replays of every graph
 
 What ``fn`` reads and writes must keep its address: static inputs are refreshed in place before a replay.
-Source: item 54 (buckets, order, pool) and 56 (collector) of the design's contracts.
+Source: SGLang's graph runners (buckets, largest first, one pool, the collector frozen meanwhile).
 """
 
 from __future__ import annotations

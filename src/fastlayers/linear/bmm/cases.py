@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fastlayers.linear.bmm.layer import BmmConfig
+from fastlayers.linear.case_inputs import normal
 from fastlayers.linear.fp8_scaled.layer import quantize_scaled_weight
 from fastlayers.quant.block_quant import quantize_block_weight
 from fastlayers.registry.spec import Case, Cost, LayerSpec, place_of
@@ -41,13 +42,9 @@ CASES = (
 
 def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
     """Heads, tokens and rows of different size. With views: [T, H, …] storage, transposed weights, ``out`` inside."""
-    generator = torch.Generator().manual_seed(seed)
+    random = normal(device, seed)
     cfg, tokens, views = case.cfg, case.shape["num_tokens"], case.shape["views"]
     h, n, k = cfg.heads, cfg.out_features, cfg.in_features
-
-    def random(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=generator).to(device)
-
     x = random(tokens, h, k + 16) * torch.exp(0.7 * random(tokens, h, 1)) * torch.exp(0.7 * random(1, 1, k + 16))
     x = x.to(cfg.dtype)[..., :k].transpose(0, 1)
     dense = random(h, n, k) * torch.exp(random(h, n, 1)) / k**0.5

@@ -87,8 +87,8 @@ class Bmm(Layer):
 
     Notes
     -----
-    Source: items 44 to 46 of the design notes, without their padding of T and transposed scales, which belong to one
-    kernel. Capture-safe; allocates its output unless ``out`` is given.
+    Source: the FP8 products of SGLang's absorbed MLA, without their padding of T and transposed scales, which belong to
+    one kernel. Capture-safe; allocates its output unless ``out`` is given.
     Gradients are right without FP8 and ``out``, with the backends ``torch`` and ``reference``; elsewhere it raises.
 
     Examples

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from fastlayers.linear.case_inputs import calling, normal, token_rows
 from fastlayers.linear.dense.layer import LinearConfig
-from fastlayers.registry.spec import Case, Cost, LayerSpec, zero_rows
+from fastlayers.registry.spec import Case, Cost, LayerSpec
 
 
 def _case(
@@ -38,26 +39,17 @@ CASES = (
 
 def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
     """Tokens, input and output features of different size, so that a swapped or dropped one shows."""
-    generator = torch.Generator().manual_seed(seed)
+    random = normal(device, seed)
     tokens, k, n, dtype = (
         case.shape["num_tokens"],
         case.cfg.in_features,
         case.cfg.out_features,
         case.cfg.dtype,
     )
-
-    def random(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=generator).to(device)
-
     width = k + 24 if case.shape["strided"] else k
     x = (random(tokens, width) * torch.exp(random(tokens, 1))).to(dtype)[:, :k]
     weight = (random(n, k) * torch.exp(0.5 * random(n, 1)) * torch.exp(0.5 * random(1, k)) / k**0.5).to(dtype)
     return {"x": x, "weight": weight, "bias": random(n).to(dtype) if case.cfg.bias else None}
-
-
-def run(impl: Any, inputs: dict[str, Any], context: Any) -> dict[str, torch.Tensor]:
-    """Call the backend."""
-    return {"y": impl(inputs["x"], inputs["weight"], inputs["bias"])}
 
 
 def cost(case: Case) -> Cost:
@@ -68,9 +60,5 @@ def cost(case: Case) -> Cost:
     return Cost(2.0 * tokens * cfg.in_features * cfg.out_features, moved, moved)
 
 
-def examples(layer: Any, count: int) -> list[tuple[Any, ...]]:
-    """Return the layer's arguments for so many tokens."""
-    return [(zero_rows(layer, count, layer.local_in, layer.cfg.dtype),)]
-
-
-SPEC = LayerSpec(CASES, make_inputs, run, cost, examples=examples, heavy=3)
+run = calling("x", "weight", "bias")
+SPEC = LayerSpec(CASES, make_inputs, run, cost, examples=token_rows, heavy=3)

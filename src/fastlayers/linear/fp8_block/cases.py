@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from fastlayers.linear.case_inputs import calling, normal, token_rows
 from fastlayers.linear.fp8_block.layer import FP8LinearConfig
 from fastlayers.quant.block_quant import quantize_block_weight
-from fastlayers.registry.spec import Case, Cost, LayerSpec, zero_rows
+from fastlayers.registry.spec import Case, Cost, LayerSpec
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -47,13 +48,9 @@ CASES = (
 
 def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
     """Tokens with outliers, and weight blocks of different size, so that a scale taken next door shows."""
-    generator = torch.Generator().manual_seed(seed)
+    random = normal(device, seed)
     cfg, tokens = case.cfg, case.shape["num_tokens"]
     k, n = cfg.in_features, cfg.out_features
-
-    def random(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=generator).to(device)
-
     width = k + 40 if case.shape["strided"] else k
     x = random(tokens, width) * torch.exp(random(tokens, 1)) * torch.exp(random(1, width))
     blocks = torch.exp(random(*cfg.grid)).repeat_interleave(cfg.block_size[0], 0)[:n]
@@ -61,11 +58,6 @@ def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
     weight, scale = quantize_block_weight(random(n, k) * blocks / k**0.5, cfg.block_size)
     bias = random(n).to(cfg.dtype) if cfg.bias else None
     return {"x": x.to(cfg.dtype)[:, :k], "weight": weight, "weight_scale_inv": scale, "bias": bias}
-
-
-def run(impl: Any, inputs: dict[str, Any], context: Any) -> dict[str, torch.Tensor]:
-    """Call the backend."""
-    return {"y": impl(inputs["x"], inputs["weight"], inputs["weight_scale_inv"], inputs["bias"])}
 
 
 def cost(case: Case) -> Cost:
@@ -77,9 +69,5 @@ def cost(case: Case) -> Cost:
     return Cost(2.0 * tokens * k * n, moved, moved + codes)
 
 
-def examples(layer: Any, count: int) -> list[tuple[Any, ...]]:
-    """Return the layer's arguments for so many tokens."""
-    return [(zero_rows(layer, count, layer.local_in, layer.cfg.dtype),)]
-
-
-SPEC = LayerSpec(CASES, make_inputs, run, cost, examples=examples, eight_bits=lambda cfg: True, heavy=2)
+run = calling("x", "weight", "weight_scale_inv", "bias")
+SPEC = LayerSpec(CASES, make_inputs, run, cost, examples=token_rows, eight_bits=lambda cfg: True, heavy=2)

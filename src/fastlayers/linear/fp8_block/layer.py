@@ -130,7 +130,7 @@ FP8_LINEAR = Registry(
             _refuse_16,
         ),
         triton_backend(f"{_HERE}.triton:TritonFP8Linear", _triton_refuse),
-        # Item 43.
+        # TensorRT-LLM's product, as FlashInfer has it.
         blackwell_guard("trtllm", ("flashinfer.gemm:gemm_fp8_nt_blockscaled",), _trtllm_refuses),
         torch_backend(f"{_HERE}.torch:TorchFP8Linear"),
         reference_backend(f"{_HERE}.reference:ReferenceFP8Linear"),

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from fastlayers.linear.case_inputs import calling, normal, token_rows
 from fastlayers.linear.fp8_scaled.layer import FP8ScaledLinearConfig, quantize_scaled_weight
-from fastlayers.registry.spec import Case, Cost, LayerSpec, zero_rows
+from fastlayers.registry.spec import Case, Cost, LayerSpec
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 Config = FP8ScaledLinearConfig
@@ -43,13 +44,9 @@ CASES = (
 
 def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
     """Tokens and output channels of different size, and a token of zeros; a static scale that some values exceed."""
-    generator = torch.Generator().manual_seed(seed)
+    random = normal(device, seed)
     cfg, tokens = case.cfg, case.shape["num_tokens"]
     k, n = cfg.in_features, cfg.out_features
-
-    def random(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=generator).to(device)
-
     spread = 0.5 if cfg.activation_scale != "token" else 2.0
     x = random(tokens, k + 40 if case.shape["strided"] else k) * torch.exp(spread * random(tokens, 1))
     if tokens > 1:
@@ -63,12 +60,6 @@ def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def run(impl: Any, inputs: dict[str, Any], context: Any) -> dict[str, torch.Tensor]:
-    """Call the backend."""
-    names = ("x", "weight", "weight_scale", "input_scale", "bias")
-    return {"y": impl(*(inputs[name] for name in names))}
-
-
 def cost(case: Case) -> Cost:
     """e4m3 weights and x once in, y once out; this dataflow writes and reads x's codes and scales as well."""
     cfg, tokens = case.cfg, case.shape["num_tokens"]
@@ -78,9 +69,5 @@ def cost(case: Case) -> Cost:
     return Cost(2.0 * tokens * k * n, moved, moved + 2 * tokens * (k + 4) + again)
 
 
-def examples(layer: Any, count: int) -> list[tuple[Any, ...]]:
-    """Return the layer's arguments for so many tokens."""
-    return [(zero_rows(layer, count, layer.local_in, layer.cfg.dtype),)]
-
-
-SPEC = LayerSpec(CASES, make_inputs, run, cost, examples=examples, eight_bits=lambda cfg: True, heavy=7)
+run = calling("x", "weight", "weight_scale", "input_scale", "bias")
+SPEC = LayerSpec(CASES, make_inputs, run, cost, examples=token_rows, eight_bits=lambda cfg: True, heavy=7)

@@ -126,8 +126,8 @@ class FP8ScaledLinear(LinearBase):
     Notes
     -----
     Parameters: ``weight`` e4m3 ``[local_out, local_in]`` (zeros until loaded), ``weight_scale`` fp32 ``[local_out]``
-    and ``input_scale`` fp32 ``[parts]`` (ones until loaded), ``bias``. Source: item 46 of the design notes;
-    Micikevicius et al. 2022 (FP8 formats). Capture-safe; allocates its output.
+    and ``input_scale`` fp32 ``[parts]`` (ones until loaded), ``bias``. Source: Micikevicius et al. 2022
+    (FP8 formats). Capture-safe; allocates its output.
     For inference only: it raises where an input or a parameter requires a gradient.
 
     Examples

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from fastlayers.linear.case_inputs import calling, normal, token_rows
 from fastlayers.linear.int8.layer import Int8LinearConfig, quantize_channel_weight
-from fastlayers.registry.spec import Case, Cost, LayerSpec, zero_rows
+from fastlayers.registry.spec import Case, Cost, LayerSpec
 
 FP16, FP32 = torch.float16, torch.float32
 
@@ -35,13 +36,9 @@ CASES = (
 
 def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
     """Tokens and output channels of different size; a token of zeros and one of the largest codes."""
-    generator = torch.Generator().manual_seed(seed)
+    random = normal(device, seed)
     cfg, tokens = case.cfg, case.shape["num_tokens"]
     k, n = cfg.in_features, cfg.out_features
-
-    def random(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=generator).to(device)
-
     x = random(tokens, k + 40 if case.shape["strided"] else k) * torch.exp(2 * random(tokens, 1))
     if tokens > 1:
         x[0] = 0.0
@@ -52,11 +49,6 @@ def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
     return {"x": x.to(cfg.dtype)[:, :k], "weight": weight, "weight_scale": scale, "bias": bias}
 
 
-def run(impl: Any, inputs: dict[str, Any], context: Any) -> dict[str, torch.Tensor]:
-    """Call the backend."""
-    return {"y": impl(inputs["x"], inputs["weight"], inputs["weight_scale"], inputs["bias"])}
-
-
 def cost(case: Case) -> Cost:
     """int8 weights and x once in, y once out; this dataflow writes and reads x's codes and scales as well."""
     cfg, tokens = case.cfg, case.shape["num_tokens"]
@@ -65,9 +57,5 @@ def cost(case: Case) -> Cost:
     return Cost(2.0 * tokens * k * n, moved, moved + 2 * tokens * (k + 4))
 
 
-def examples(layer: Any, count: int) -> list[tuple[Any, ...]]:
-    """Return the layer's arguments for so many tokens."""
-    return [(zero_rows(layer, count, layer.local_in, layer.cfg.dtype),)]
-
-
-SPEC = LayerSpec(CASES, make_inputs, run, cost, examples=examples, eight_bits=lambda cfg: True, heavy=6)
+run = calling("x", "weight", "weight_scale", "bias")
+SPEC = LayerSpec(CASES, make_inputs, run, cost, examples=token_rows, eight_bits=lambda cfg: True, heavy=6)

@@ -168,7 +168,7 @@ PACKAGES = [
         ("torch.nn.functional:grouped_mm", *TRITON_NEEDS),
         _torch_grouped,
     ),
-    # Item 33.
+    # TensorRT-LLM's experts, as FlashInfer has them.
     blackwell_guard("trtllm_gen", ("flashinfer.fused_moe:trtllm_fp8_block_scale_moe",), _trtllm_refuses),
 ]
 FUSED_MOE = Registry(

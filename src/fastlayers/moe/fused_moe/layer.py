@@ -120,7 +120,8 @@ class FusedMoE(Layer):
     A backend with a weight layout of its own (``triton_kernels``) takes the weights' place in ``finalize``: the
     parameters are empty afterwards, and the layer stays on its device.
     For inference only: quantised experts raise where something requires a gradient, others in the backward pass.
-    Source: items 23 and 25 to 28 of the design notes; Fedus et al. 2021, DeepSeek-V3 technical report.
+    Source: SGLang's fused experts (alignment, shared experts among them); Fedus et al. 2021; DeepSeek-V3 technical
+    report.
 
     Examples
     --------

@@ -13,7 +13,7 @@
     w        = w * scaling_factor                    if apply_scaling; else the experts apply it (once)
     w        = w.to(weights_dtype).float()           if weights_dtype: as routers round that give the model's dtype
 
-Rows >= num_valid get id -1 and weight 0 (item 36). A masked expert that is chosen all the same (masked_score
+Rows >= num_valid get id -1 and weight 0. A masked expert that is chosen all the same (masked_score
 "zero", everything else exactly 0) weighs 0.
 """
 

@@ -79,7 +79,7 @@ class MXFP8Quant(Layer):
 
     Notes
     -----
-    Source: item 34 of the design notes; OCP Microscaling Formats v1.0. No parameters. One launch: neither a padded
+    Source: OCP Microscaling Formats v1.0. No parameters. One launch: neither a padded
     copy of the input nor one of the output is made. Capture-safe; allocates its outputs.
     For inference only: it raises where an input or a parameter requires a gradient.
 

@@ -1,0 +1,36 @@
+"""What the cases of all linears share: how inputs are drawn, how a backend is called, what a module is called with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from fastlayers.registry.spec import zero_rows
+
+
+def normal(device: torch.device, seed: int) -> Callable[..., torch.Tensor]:
+    """Return ``random(*size)``, which draws normal values on the host, equal ones for equal seeds."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator).to(device)
+
+    return random
+
+
+def calling(*names: str) -> Callable[[Any, dict[str, Any], Any], dict[str, torch.Tensor]]:
+    """Return a ``run`` that calls the backend with these inputs, in this order."""
+    operands = itemgetter(*names)
+
+    def run(impl: Any, inputs: dict[str, Any], context: Any) -> dict[str, torch.Tensor]:
+        return {"y": impl(*operands(inputs))}
+
+    return run
+
+
+def token_rows(layer: Any, count: int) -> list[tuple[Any, ...]]:
+    """Return the layer's arguments for so many tokens."""
+    return [(zero_rows(layer, count, layer.local_in, layer.cfg.dtype),)]
