@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 NEARLY = 1.25  # a larger chunk that costs so much more at most is worth it where no chunk meets the target
+# A queue is a backlog from so many requests on, and so many for each row: then those who wait matter more.
+BACKLOG, BACKLOG_SHARE = 8, 0.25
 
 
 class Budget:
@@ -32,9 +34,12 @@ class Budget:
         self.extend, self.decode = dict(sorted(extend.items())), dict(sorted(decode.items()))
         self._chunks.clear()
 
-    def chunk(self, rows: int) -> int:
-        """Return the largest chunk beside so many decoding rows."""
-        if not rows or not self.extend:
+    def chunk(self, rows: int, waiting: int = 0) -> int:
+        """Return the largest chunk beside so many decoding rows.
+
+        With a backlog it is ``max_tokens``: every decode step beside a small chunk is one that fewer rows share.
+        """
+        if not rows or not self.extend or waiting >= max(BACKLOG, BACKLOG_SHARE * rows):
             return self.max_tokens
         if rows not in self._chunks:
             self._chunks[rows] = self._fitting(rows)

@@ -134,7 +134,7 @@ class Scheduler:
             elif request.left > 0:
                 rows.append(request)
         drafts = {r: draft(r, r.left - 1) for r in rows if self._may_draft(r)} if draft is not None else {}
-        budget = limit = max(self.config.piece, self.budget.chunk(len(rows)))
+        budget = limit = max(self.config.piece, self.budget.chunk(len(rows), self.queue.count))
         lengths = {r: r.kv + 1 + len(drafts.get(r, ())) for r in rows}
         for request in partial[: self.config.max_extend_requests]:
             count = self._chunk(request.kv, request.goal, budget)

@@ -78,6 +78,10 @@ def test_the_chunk_beside_decoding_rows() -> None:
     assert budget.chunk(0) == budget.chunk(5) == 8192
     budget.measured({64: 0.004, 512: 0.012, 2048: 0.030, 4096: 0.060}, {1: 0.003, 32: 0.015, 256: 0.030})
     assert [budget.chunk(rows) for rows in (0, 1, 20, 100)] == [8192, 2048, 2048, 512]
+    # With a backlog the whole step: eight requests, and a quarter of the rows.
+    assert [budget.chunk(rows, waiting) for rows, waiting in ((20, 7), (20, 8), (100, 24), (100, 25))] == [
+        2048, 8192, 512, 8192,
+    ]  # fmt: skip
     # Where every chunk costs as much as the launches, the largest of the cheap ones.
     budget.measured({64: 0.100, 512: 0.101, 2048: 0.110, 4096: 0.200}, {256: 0.030})
     assert budget.chunk(3) == 2048
