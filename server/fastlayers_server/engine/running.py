@@ -127,5 +127,6 @@ class Running:
         held = len(path) * cache.pages_per_block
         if not self.requests:  # alone, it fits: the cache holds one request of any length
             return cache.pages_for(length + 1) - held <= available
-        watermark = max(self.config.num_pages // 100, len(self.requests))
+        # Until the tick is planned each of them, the new one too, may come to expect a page more.
+        watermark = max(self.config.num_pages // 100, len(self.requests) + 1)
         return self.expected(request, length) - held + promised + watermark <= available
