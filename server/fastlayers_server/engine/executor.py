@@ -289,7 +289,8 @@ class TorchExecutor:
         self.decoding.capture(modes=DECODES, progress=progress)
         buckets = self.extending.extend_buckets
         keys = [StepKey("extend", t, r, LOGITS) for t in buckets.tokens for r in buckets.requests]
-        verified = [size for size in buckets.tokens if size < 2 * self.verify_tokens]
+        chains = self.mtp is None or self.mtp.topk == 1
+        verified = [size for size in buckets.tokens if chains and size < 2 * self.verify_tokens]
         keys += [StepKey("extend", t, r, self.rule) for t in verified for r in buckets.requests if t > r]
         self.extending.capture_extends(keys, progress)
 

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fastlayers.sampler.layer import RowParams, Sampler, SamplingParams
 from fastlayers.sampler.torch import probabilities
 from fastlayers_models.rows import Row, RowTable
 from fastlayers_server.engine.protocol import Sampling
+from fastlayers_server.engine.request import Chunk
 from fastlayers_server.engine.speculation import Speculation
 from fastlayers_server.engine.step import DRAFTS, PASSED, RIGHT, SlotStep
 
@@ -102,6 +105,71 @@ def test_tokens_are_distributed_as_the_targets(rule: str, way: SamplingParams) -
     for place, context in itertools.product(range(K + 1), range(VOCAB)):
         if seen[place, context].sum() > 400:
             assert chi_square(seen[place, context], p[context]) < 5.5, f"token {place} behind {context}"
+
+
+@st.composite
+def forests(draw: st.DrawFn) -> list[tuple[list[int], list[int]]]:
+    """Return (parents, ids) of some requests' known token and drafts; siblings differ."""
+    found = []
+    for _ in range(draw(st.integers(1, 4))):
+        parents, ids, depths = [-1], [0], [0]
+        for _ in range(draw(st.integers(0, 14))):
+            last = len(parents) - 1
+            parent = draw(st.one_of(st.just(last), st.integers(0, last)))
+            free = [t for t in range(VOCAB) if (parent, t) not in zip(parents, ids, strict=True)]
+            if depths[parent] < 8 and free:
+                ids.append(draw(st.sampled_from(free)))
+                parents.append(parent)
+                depths.append(depths[parent] + 1)
+        found.append((parents, ids))
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(forests(), st.data())
+def test_a_tree_is_walked_and_its_path_moved_together(forest: list[tuple[list[int], list[int]]], data: Any) -> None:
+    """Against a walk by hand from each known token: what is told, what the table keeps, where rows of the cache are."""
+    total = sum(len(parents) for parents, _ in forest)
+    # Mostly what some draft behind the place says, so that long paths are right, or right but for one place.
+    drawn = []
+    for parents, ids in forest:
+        for place in range(len(ids)):
+            behind = [ids[i] for i, parent in enumerate(parents) if parent == place]
+            wrong = data.draw(st.integers(0, 5)) == 0 or not behind
+            drawn.append(data.draw(st.integers(0, VOCAB - 1) if wrong else st.sampled_from(behind)))
+    rows = len(forest)
+    step = verifier(rows)
+    chunks, slots = [], []
+    for row, (parents, ids) in enumerate(forest):
+        request = SimpleNamespace(slot=row + 1)
+        chunks.append(Chunk(request, 3, ids, len(ids), parents if len(ids) > 1 else ()))  # type: ignore[arg-type]
+        slots += [100 * (row + 1) + place for place in range(len(ids))]
+    sent: list[int] = []
+    step.scripted, step._verify_in = None, SimpleNamespace(device=torch.zeros(4 * total), send=sent.extend)
+    step._send_drafts(chunks, total)
+    step._verify_in.device = torch.tensor(sent)
+    cells = torch.arange(100.0 * (rows + 1))[:, None, None]
+    step.caches, step._eager_hidden = [SimpleNamespace(keys=cells.clone(), values=None)], torch.arange(float(total))
+    params = step.table.gather(torch.arange(rows).repeat_interleave(torch.tensor([len(c.ids) for c in chunks])))
+    _, depths, before, ids_at = step._verified(total)
+    at = torch.tensor(drawn)
+    right = (at.index_select(0, before) == ids_at) | (ids_at == RIGHT)
+    told = step._settle(at, right, params.offset + depths + 1)
+    step._compact(told, torch.tensor(slots))
+    first = 0
+    for row, (parents, ids) in enumerate(forest):
+        path = [0]
+        while more := [i for i, p in enumerate(parents) if p == path[-1] and ids[i] == drawn[first + path[-1]]]:
+            path += more
+        mine = told[first : first + len(ids)].tolist()
+        assert mine == [drawn[first + i] if i in path else PASSED for i in range(len(ids))]
+        assert int(step.table.tokens[row]) == drawn[first + path[-1]]
+        assert int(step.table.gather(torch.tensor([row])).offset) == len(path)
+        base = 100 * (row + 1)
+        assert step.caches[0].keys[base : base + len(path), 0, 0].tolist() == [base + i for i in path]
+        assert step._eager_hidden[first : first + len(path)].tolist() == [first + i for i in path]
+        first += len(ids)
+    assert torch.equal(step.caches[0].keys[:100], cells[:100])  # nobody else's
 
 
 def test_rejection_keeps_more_drafts_and_one_point_as_many() -> None:
