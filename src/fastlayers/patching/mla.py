@@ -24,6 +24,7 @@ from fastlayers import env
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta
 from fastlayers.attention.mla.config import MLA, MLAConfig
 from fastlayers.attention.mla.torch import MAX_SCORES, product
+from fastlayers.attention.mla_kv_write.layer import MLAKVWriteConfig
 from fastlayers.errors import NoBackendError
 from fastlayers.patching.cache import PAGE, LatentLayer, adopt, latent_rows
 from fastlayers.patching.classes import count
@@ -250,8 +251,8 @@ class FastMLA(PackedModule):
     ) -> torch.Tensor:  # fmt: skip
         """Return ``[B, Q, H * V]`` of a step's tokens: written into the pages and attended there, absorbed."""
         pages, heads = cache.layers[self.layer_idx].pages(step.spare), self.num_heads
-        row = torch.cat((keys, values), dim=-1).view(step.rows, -1)
-        pages.flatten(0, 1).index_copy_(0, step.meta.out_cache_loc, row)
+        write = MLAKVWriteConfig(self.kv_lora_rank, self.qk_rope_head_dim, pages.dtype)
+        step.pick(write)(keys.reshape(step.rows, -1), values.reshape(step.rows, -1), pages, step.meta.out_cache_loc)
         weight = self._fl_kv_b()
         dense = weight.view(heads, self.qk_nope_head_dim + self.v_head_dim, self.kv_lora_rank)
         by_head = q_nope.transpose(0, 1).reshape(heads, step.rows, -1)

@@ -25,6 +25,7 @@ from fastlayers.attention.context_buckets import context_of
 from fastlayers.attention.gqa.config import GQA, GQAConfig
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
 from fastlayers.attention.mla.config import MLA, MLAConfig
+from fastlayers.attention.mla_kv_write.layer import MLA_KV_WRITE, MLAKVWriteConfig
 from fastlayers.attention.rotary_kv_write.layer import ROTARY_KV_WRITE, RotaryKVWriteConfig
 from fastlayers.attention.step_buffers import Mirrored
 from fastlayers.linear.dense.layer import LINEAR, LinearConfig
@@ -32,7 +33,9 @@ from fastlayers.patching.cache import PAGE
 from fastlayers.patching.packing import plain
 from fastlayers.registry import Rung
 
-_REGISTRIES: dict[type, Any] = {GQAConfig: GQA, MLAConfig: MLA, RotaryKVWriteConfig: ROTARY_KV_WRITE}
+_REGISTRIES: dict[type, Any] = {
+    GQAConfig: GQA, MLAConfig: MLA, RotaryKVWriteConfig: ROTARY_KV_WRITE, MLAKVWriteConfig: MLA_KV_WRITE,
+}  # fmt: skip
 
 
 class PagedStep:
