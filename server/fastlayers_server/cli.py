@@ -323,8 +323,8 @@ def generate(
     from fastlayers.sampler.layer import SamplingParams
     from fastlayers_models.auto import AutoModel, family_of
     from fastlayers_models.checkpoint import read_json
-    from fastlayers_models.generate import Generator
     from fastlayers_server.evaluate import chat_ids, tokenizer_of
+    from fastlayers_server.generate_command import on_engine, on_ranks
 
     _check_text("prompt", prompt)
     ranks = Ranks(tp, dp, ep)
@@ -334,30 +334,26 @@ def generate(
     config = read_json(path / "config.json")
     family_of(config, where=path).config_class.from_hf(config)  # before transformers reads it with the tokenizer
     tokenizer = tokenizer_of(path)
-    model = AutoModel.from_pretrained(path, dtype=_dtype(dtype), device=_device(device), kv_dtype=cache, parallel=ranks)
-    first = model.parallel.tp.rank == 0  # the other ranks compute, and say nothing
     ids = chat_ids(tokenizer, prompt)
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    generator = Generator(
-        model, max_batch=1, max_length=min(len(ids) + max_new_tokens, model.config.max_position_embeddings)
-    )
+    model = AutoModel.from_pretrained(path, dtype=_dtype(dtype), device=_device(device), kv_dtype=cache, parallel=ranks)
+    stream = on_ranks if ranks.processes > 1 else on_engine
     tokens: list[int] = []
-    shown, reason = "", None
-    for token in generator.stream([ids], params, max_new_tokens=max_new_tokens):
-        tokens.append(token.id)
-        reason = token.finished
+    shown, finished, first = "", None, model.parallel.tp.rank == 0  # the other ranks compute, and say nothing
+    for token, reason in stream(model, path, ids, params, max_new_tokens):
+        tokens.append(token)
+        finished = reason
         text = tokenizer.decode(tokens, skip_special_tokens=True)
         if first and not as_json and not text.endswith("\ufffd"):
             print(text[len(shown) :], end="", flush=True)
             shown = text
     if ranks.processes > 1:
-        generator.close()
         ranks.leave()
     if not first:
         return
     if as_json:
         text = tokenizer.decode(tokens, skip_special_tokens=True)
-        _print_json({"text": text, "tokens": tokens, "prompt_tokens": len(ids), "finished": reason})
+        _print_json({"text": text, "tokens": tokens, "prompt_tokens": len(ids), "finished": finished})
     else:
         print()
 

@@ -7,17 +7,17 @@
 
 from __future__ import annotations
 
-import queue
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fastlayers_server.engine.client import InProcessEngine
 from fastlayers_server.engine.config import EngineConfig
+from fastlayers_server.engine.loop import NAP, Engine
 from fastlayers_server.engine.protocol import (
-    Died,
-    EngineInfo,
+    Abort,
     Finish,
     FromEngine,
     Output,
@@ -90,7 +90,7 @@ class Completion:
 
 
 class LLM:
-    """A model with its engine.
+    """A model with its engine, which ticks on the caller's thread: nothing competes with it for the interpreter.
 
     Parameters
     ----------
@@ -98,6 +98,10 @@ class LLM:
         Checkpoint directory, hub name, or "tiny".
     config : EngineConfig, optional
         Everything else; its own ``model`` is not used.
+    loaded : CausalLM, optional
+        The model itself, loaded with the page size of ``config``.
+    tokens : TokenText, optional
+        Default: of the model's folder.
 
     Raises
     ------
@@ -105,24 +109,28 @@ class LLM:
         The engine did not start; why is said.
     """
 
-    def __init__(self, model: str = "tiny", config: EngineConfig | None = None) -> None:
+    def __init__(
+        self, model: str = "tiny", config: EngineConfig | None = None, *, loaded: Any = None,
+        tokens: TokenText | None = None,
+    ) -> None:  # fmt: skip
         import msgspec
 
         from fastlayers_server.engine.startup import build, model_folder
 
         settings = msgspec.structs.replace(config or EngineConfig(), model=model)
-        self._inbox: queue.Queue[FromEngine] = queue.Queue()
-        self.tokens = TokenText(model_folder(model))
-        self.engine = InProcessEngine(lambda phase, epoch: build(settings, phase, epoch))
-        self.engine.start(self._inbox.put)
+        self.tokens = tokens or TokenText(model_folder(model))
+        try:
+            parts = build(settings, lambda phase: None, model=loaded)
+        except (ValueError, LookupError, RuntimeError, OSError) as error:
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        self.info = parts.info
+        self._news: deque[FromEngine] = deque()
+        self._turn = threading.Lock()
         self._rid = 0
-        while True:
-            message = self._inbox.get()
-            if isinstance(message, EngineInfo):
-                self.info = message
-                return
-            if isinstance(message, Died):
-                raise RuntimeError(message.reason)
+        self.engine = Engine(
+            parts.scheduler, parts.executor, self._news.append, overlap=parts.overlap, grammars=parts.grammars,
+            drafts=parts.drafts,
+        )  # fmt: skip
 
     def generate(
         self, prompts: str | Sequence[str] | Sequence[Sequence[int]], params: Params | Sequence[Params] | None = None
@@ -135,31 +143,68 @@ class LLM:
             The engine refused a request; the others have ended too.
         """
         given: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
-        ids: list[list[int]] = [
-            self.tokens.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in given
-        ]
+        ids = [self._ids(prompt) for prompt in given]
         ways = list(params) if isinstance(params, Sequence) else [params or Params()] * len(ids)
         if len(ways) != len(ids):
             raise ValueError(f"params: {len(ways)} entries for {len(ids)} prompts; accepted: one, or one a prompt")
+        completions = [Completion(prompt, [Answer() for _ in range(w.n)]) for prompt, w in zip(ids, ways, strict=True)]
+        for _ in self._run(completions, ways):
+            pass
+        return completions
+
+    def stream(self, prompt: str | Sequence[int], params: Params | None = None) -> Iterator[Answer]:
+        """Yield the answer to one prompt again and again, as it grows; meanwhile nobody else is served.
+
+        Raises
+        ------
+        ValueError
+            The engine refused the request.
+        """
+        way = replace(params or Params(), n=1)
+        completion = Completion(self._ids(prompt), [Answer()])
+        for _ in self._run([completion], [way]):
+            yield completion.outputs[0]
+
+    def _ids(self, prompt: str | Sequence[int]) -> list[int]:
+        return self.tokens.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _run(self, completions: Sequence[Completion], ways: Sequence[Params]) -> Iterator[None]:
+        """Fill in the answers; yields after every tick that told something."""
         jobs: dict[int, _Job] = {}
-        completions = []
-        for prompt, way in zip(ids, ways, strict=True):
-            completions.append(Completion(prompt, [Answer() for _ in range(way.n)]))
-            first = 0
-            for index, answer in enumerate(completions[-1].outputs):
-                self._rid += 1
-                jobs[self._rid] = _Job(self, completions[-1], answer, way)
-                self.engine.submit(_submit(self._rid, prompt, way, index, first))
-                first = first or self._rid
-        errors = []
-        for output in self._outputs(jobs):
-            job = jobs[output.rid]
-            job.take(output)
-            if output.finish == "error":
-                errors.append(f"{output.code}: {output.message}")
+        with self._turn:
+            for completion, way in zip(completions, ways, strict=True):
+                first = 0
+                for index, answer in enumerate(completion.outputs):
+                    self._rid += 1
+                    jobs[self._rid] = _Job(self, completion, answer, way)
+                    self.engine.post(_submit(self._rid, completion.prompt_token_ids, way, index, first))
+                    first = first or self._rid
+            left, errors = set(jobs), []
+            try:
+                while left:
+                    if not self.engine.tick() and not self._news:
+                        time.sleep(NAP)
+                    told = [o for m in self._taken() if isinstance(m, StepOut) for o in m.outputs if o.rid in left]
+                    for output in told:
+                        jobs[output.rid].take(output)
+                        if output.finish:
+                            left.discard(output.rid)
+                        if output.finish == "error":
+                            errors.append(f"{output.code}: {output.message}")
+                    if told:
+                        yield
+            finally:
+                if left:  # whoever asked wants no more
+                    self.engine.post(Abort(tuple(left)))
+                    self.engine.tick()
+                    self._taken()
         if errors:
             raise ValueError(errors[0])
-        return completions
+
+    def _taken(self) -> list[FromEngine]:
+        found = list(self._news)
+        self._news.clear()
+        return found
 
     def chat(self, messages: Sequence[Mapping[str, Any]], params: Params | None = None) -> Completion:
         """Return the answer to a conversation, by the model's own template."""
@@ -167,19 +212,8 @@ class LLM:
         return self.generate([self.tokens.encode(prompt, False)], params)[0]
 
     def close(self) -> None:
-        """End the engine."""
-        self.engine.shutdown()
-
-    def _outputs(self, jobs: Mapping[int, _Job]) -> Iterator[Output]:
-        left = set(jobs)
-        while left:
-            message = self._inbox.get()
-            if isinstance(message, StepOut):
-                for output in message.outputs:
-                    if output.rid in jobs:
-                        yield output
-                        if output.finish:
-                            left.discard(output.rid)
+        """End the engine; what runs ends with an error."""
+        self.engine.close()
 
 
 class _Job:
@@ -207,7 +241,7 @@ class _Job:
             text, self._stopped = self._stops.feed("" if last else self._detokenizer.feed(token))
             answer.text += text
             if self._stopped and not output.finish:
-                self._llm.engine.send(Finish(output.rid, len(answer.token_ids)))
+                self._llm.engine.post(Finish(output.rid, len(answer.token_ids)))
         if output.finish:
             answer.finish_reason = "stop" if self._stopped else output.finish
             if not self._stopped:

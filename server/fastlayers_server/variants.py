@@ -17,7 +17,9 @@ from fastlayers.quant.spec import QuantSpec
 from fastlayers_models.auto import AutoModel
 from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.convert import convert_to_fp8_block, dequantize_checkpoint
-from fastlayers_models.generate import Generator
+from fastlayers_server.engine.config import EngineConfig
+from fastlayers_server.front.tokens import TokenText
+from fastlayers_server.llm import LLM, Params
 
 
 def reason_of(error: Exception) -> str:
@@ -93,13 +95,29 @@ class FastlayersRunner:
         self, path: Path, dtype: torch.dtype, device: torch.device, *, kv_dtype: torch.dtype | None = None
     ) -> None:
         self.model = AutoModel.from_pretrained(path, dtype=dtype, device=device, kv_dtype=kv_dtype)
-        self._generators: dict[tuple[int, int], Generator] = {}
+        self._path = path
+        self._engine: LLM | None = None
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
         """See :class:`Runner`."""
-        length = max(map(len, prompts)) + max_new_tokens
-        generator = Generator(self.model, max_batch=len(prompts), max_length=length)
-        return generator.generate(prompts, max_new_tokens=max_new_tokens)
+        llm = self._llm(len(prompts), max(map(len, prompts)) + max_new_tokens)
+        found = llm.generate(prompts, Params(temperature=0.0, max_tokens=max_new_tokens))
+        return [completion.outputs[0].token_ids for completion in found]
+
+    def _llm(self, batch: int, length: int) -> LLM:
+        """Return the engine, made anew for more or longer prompts than before."""
+        held = self._engine
+        if held is None or held.info.max_model_len < length or held.info.max_running < batch:
+            self._engine = held = None  # its cache goes before the next one's is made
+            page = self.model.page_size
+            longest = min(-(-length // 256) * 256, self.model.config.max_position_embeddings)
+            config = EngineConfig(
+                max_model_len=longest, max_running_requests=batch, num_pages=batch * -(-longest // page) + 1,
+                page_size=page, no_prefix_cache=True, no_freeze_gc=True,
+            )  # fmt: skip
+            tokens = TokenText(self._path, invent=True)
+            self._engine = held = LLM(str(self._path), config, loaded=self.model, tokens=tokens)
+        return held
 
     @torch.inference_mode()
     def logits(self, ids: Sequence[int]) -> torch.Tensor:

@@ -132,6 +132,9 @@ class Engine:
 
     def run(self) -> None:
         """Tick until :meth:`stop`; what is left then ends with "engine_restarting"."""
+        if self.grammars is not None:
+            # Without a GPU it takes a second, and nothing else of a start does.
+            threading.Thread(target=self.grammars.read, name="engine-grammar", daemon=True).start()
         while True:
             if self._stop_at is not None:
                 self.scheduler.draining = True
@@ -143,6 +146,10 @@ class Engine:
             launched = self.tick()
             if not launched and not self.scheduler.idle:
                 self._arrived.wait(NAP)
+        self.close()
+
+    def close(self) -> None:
+        """End what runs and waits, with "engine_restarting"; for whoever ticks by hand."""
         self._settle()
         self._receive_all()
         self.scheduler.end_all("engine_restarting", "the engine stops", self.clock())

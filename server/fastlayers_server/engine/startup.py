@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -38,8 +37,10 @@ PIECE = 64  # prompt tokens of a step in deterministic mode
 Phase = Callable[[str], None]
 
 
-def build(config: EngineConfig, phase: Phase, epoch: int = 1) -> Parts:
+def build(config: EngineConfig, phase: Phase, epoch: int = 1, model: Any = None) -> Parts:
     """Load the model, reserve all memory, capture every step, and return what an engine is made of.
+
+    ``model``: one that is loaded already, with the page size of the configuration.
 
     Raises
     ------
@@ -49,7 +50,7 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1) -> Parts:
     speculates = _speculates(config)
     seconds, begin = {}, time.monotonic()
     phase("weights")
-    model = load_model(config)
+    model = load_model(config) if model is None else model
     seconds["weights"] = time.monotonic() - begin
     if config.speculative_algorithm == "mtp" and not getattr(model.config, "num_nextn_predict_layers", 0):
         accepted = "'none' or 'ngram': this model has no draft layer"
@@ -100,9 +101,6 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1) -> Parts:
     if speculates:
         drafts = Speculation(executor.mtp or Lookups(), config.speculative_max_k, scheduler.metrics)
     overlap = executor.overlaps and not config.disable_overlap_schedule
-    if not cuda and grammars is not None:
-        # It takes a second, and nothing else of a start without a GPU does.
-        threading.Thread(target=grammars.read, name="engine-grammar", daemon=True).start()
     return Parts(scheduler, executor, info, overlap, grammars, drafts)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,3 +71,28 @@ def test_what_is_wrong_is_said(llm: LLM) -> None:
         LLM("no/such/folder/at/all")
     with pytest.raises(RuntimeError, match="max_model_len is 4096, which needs"):
         LLM("tiny", EngineConfig(device="cpu", num_pages=3))
+
+
+def test_a_stream_grows_and_may_be_left(llm: LLM) -> None:
+    way = Params(temperature=0.0, max_tokens=20, ignore_eos=True)
+    whole = llm.generate(PROMPTS[0], way)[0].outputs[0]
+    seen = [(len(answer.token_ids), answer.text) for answer in llm.stream(PROMPTS[0], way)]
+    assert [count for count, _ in seen] == list(range(1, 21)) and seen[-1][1] == whole.text
+    assert all(whole.text.startswith(text) for _, text in seen)
+    for answer in llm.stream(PROMPTS[0], replace(way, max_tokens=400)):
+        if len(answer.token_ids) == 3:
+            break
+    cache = llm.engine.scheduler.cache
+    again = llm.generate(PROMPTS, way)  # what was left behind runs no more, and disturbs nobody
+    assert again[0].outputs[0].token_ids == whole.token_ids and llm.engine.scheduler.idle
+    assert cache.private == cache.locked == 0
+
+
+def test_a_model_that_is_loaded_already(llm: LLM) -> None:
+    model = AutoModel.from_pretrained(TINY, dtype=torch.float32, device="cpu", page_size=16)
+    config = EngineConfig(max_running_requests=2, max_model_len=256, page_size=16, no_freeze_gc=True)
+    mine = LLM("tiny", config, loaded=model)
+    way = Params(temperature=0.0, max_tokens=6)
+    found, wanted = mine.generate(PROMPTS, way), llm.generate(PROMPTS, way)
+    assert [c.outputs[0].text for c in found] == [c.outputs[0].text for c in wanted]
+    assert mine.engine.executor.model is model  # type: ignore[attr-defined]
