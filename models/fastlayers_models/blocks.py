@@ -27,7 +27,7 @@ from fastlayers.comm.fabric import agree
 from fastlayers.comm.layouts import Hidden
 from fastlayers.comm.padding import StepTokens
 from fastlayers.comm.parallel import ParallelSpec, Shard
-from fastlayers.comm.seam import Seam
+from fastlayers.comm.seam import Moves, Seam
 from fastlayers.embedding.layer import VocabEmbedding
 from fastlayers.embedding.lm_head import LMHead
 from fastlayers.errors import ArgumentError, check_tensor
@@ -71,6 +71,7 @@ class ModelContext:
         self.device = torch.device(device) if device is not None else torch.get_default_device()
         self.kv_dtype = kv_dtype if kv_dtype is not None else dtype
         self.seam = Seam.make(self.parallel, config.hidden_size, dtype, self.device)
+        self.moves = Moves.make(self.parallel, config.hidden_size, dtype, self.device)
         self.rotary = self.make_rotary()
 
     def make_rotary(self) -> RotaryEmbedding:
@@ -217,6 +218,7 @@ class DecoderLayer(nn.Module):
             mlp_kind=mlp_kind,
             is_last=is_last,
             seam=context.seam,
+            moves=context.moves,
         )
 
     def forward(
@@ -312,6 +314,7 @@ class CausalLM(nn.Module):
         self.config, self.parallel, self.device = context.config, context.parallel, context.device
         self.page_size, self.kv_dtype = context.page_size, context.kv_dtype
         self.attention_group, self.seam = collectives(context.parallel.attn_tp), context.seam
+        self.moves = context.moves
         self.model: Any = self.make_model(context)
         self.lm_head = context.lm_head(self.decoder.embed_tokens if context.config.tie_word_embeddings else None)
         # What comes in is checked here, once a step.
@@ -332,8 +335,9 @@ class CausalLM(nn.Module):
         facts: dict[str, Any] = {"fastlayers": fl.__version__, "torch": torch.__version__, "model": type(self).__name__}
         facts |= {"dtype": context.dtype, "kv_dtype": context.kv_dtype, "page_size": context.page_size}
         config = {f"config.{name}": value for name, value in vars(self.config).items() if name != "quant"}
-        seam = context.seam.chosen if context.seam is not None else {}
-        return facts | config | {f"backend of {name}": value for name, value in seam.items()}
+        across = context.seam or context.moves
+        chosen = across.chosen if across is not None else {}
+        return facts | config | {f"backend of {name}": value for name, value in chosen.items()}
 
     @property
     def decoder(self) -> Any:

@@ -248,7 +248,7 @@ class Outbox:
         size = tokens.shape[0]
         slot.owner = pending = Pending(slot, size, kept)
         slot.buffer[:size].copy_(tokens, non_blocking=True)
-        if slot.status is not None:
+        if slot.status is not None and self._status is not None:
             slot.status.copy_(self._status, non_blocking=True)
         if slot.arrived is not None:
             slot.arrived.record()

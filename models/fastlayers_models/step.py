@@ -158,8 +158,8 @@ class ModelStep(CapturedSteps):
         self.table = RowTable(self.max_batch, model.device)
         self.inputs = ExtendInputs(state.max_tokens, self.max_batch, model.device)
         self.count = torch.zeros(1, dtype=torch.int32, device=model.device)
-        seam = getattr(model, "seam", None)
-        self._outbox = Outbox(self.max_batch, model.device, seam.status if seam is not None else None)
+        across = getattr(model, "seam", None) or getattr(model, "moves", None)
+        self._outbox = Outbox(self.max_batch, model.device, across.status if across is not None else None)
         self.weights = WeightsWatch(model)
         self._ranks = collectives(model.parallel.tp if hasattr(model, "parallel") else SINGLE)
         self._size, self._mode = 0, "greedy"

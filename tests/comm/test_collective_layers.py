@@ -12,7 +12,9 @@ import torch
 import fastlayers as fl
 from fastlayers.comm.all_reduce.layer import AllReduce
 from fastlayers.comm.fabric import Fabric, Workspace, _refusal
+from fastlayers.comm.gather_rows.layer import GatherRows
 from fastlayers.comm.parallel import Axis
+from fastlayers.comm.scatter_rows.layer import ScatterRows
 from fastlayers.comm.sum_norm.layer import SUM_NORM, SumNorm, SumNormConfig, with_limit
 from fastlayers.comm.sum_norm.triton_symm_mem import TritonSumNorm
 from fastlayers.device import DESCRIBED
@@ -136,6 +138,29 @@ def over_gloo(rank: Rank) -> None:
 
 def test_over_gloo() -> None:
     world(2).run(over_gloo)
+
+
+def rows_over_gloo(rank: Rank) -> None:
+    axis = rank.spec().tp
+    torch.manual_seed(6)
+    parts, whole = torch.randn(2, 3, 16), torch.randn(2, 6, 16)
+    for backend in ("auto", "reference"):
+        gather = GatherRows(axis, 16, dtype=torch.float32, backend=backend)
+        scatter = ScatterRows(axis, 16, dtype=torch.float32, backend=backend)
+        assert gather.choice.name == scatter.choice.name == ("gloo" if backend == "auto" else backend)
+        assert torch.equal(gather(parts[rank.rank]), parts.flatten(0, 1))
+        assert torch.equal(scatter(whole[rank.rank].clone()), whole.sum(0)[3 * rank.rank : 3 * rank.rank + 3])
+        sizes = (3, 1)
+        ragged = gather(parts[rank.rank][: sizes[rank.rank]], sizes)
+        assert torch.equal(ragged, torch.cat([parts[0], parts[1][:1]]))
+        own = scatter(whole[rank.rank][:4].clone(), sizes)
+        assert torch.equal(own, whole[:, :4].sum(0).split(sizes)[rank.rank])
+    with pytest.raises(ArgumentError, match="GatherRows: x"):
+        gather(parts[0].half())
+
+
+def test_rows_over_gloo() -> None:
+    world(2).run(rows_over_gloo)
 
 
 def test_backends_are_listed_and_environment_names_them(monkeypatch: pytest.MonkeyPatch) -> None:

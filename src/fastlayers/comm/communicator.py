@@ -38,7 +38,7 @@ from fastlayers.comm.collectives import collectives
 from fastlayers.comm.layouts import Hidden, Layout
 from fastlayers.comm.padding import StepTokens
 from fastlayers.comm.parallel import ParallelSpec
-from fastlayers.comm.seam import Seam
+from fastlayers.comm.seam import Moves, Seam
 from fastlayers.errors import ArgumentError, LayoutError, check_choice, check_kind, check_plain, describe
 
 Norm = Callable[..., Any]
@@ -62,6 +62,8 @@ class RankOps:
 
     # What sums over ranks in fewer launches, where there is one.
     seam: Seam | None = None
+    # What gathers and scatters rows between groups of one rank each, where there is something quicker.
+    moves: Moves | None = None
 
     def __init__(self, parallel: ParallelSpec) -> None:
         self.attn_tp, self.attn_dp, self.tp = map(collectives, (parallel.attn_tp, parallel.attn_dp, parallel.tp))
@@ -79,7 +81,7 @@ class RankOps:
     def gather_replicate(self, x: torch.Tensor, step: StepTokens) -> torch.Tensor:
         """``attn_full`` → ``full``, values whole on each rank of a group."""
         if step.mode == "max_len":
-            return self.attn_dp.all_gather(x)
+            return self.attn_dp.all_gather(x) if self.moves is None else self.moves.gather(x)
         mine = x if self.attn_tp.rank == 0 else None
         return self.tp.gather_by_sum(mine, x, step.full_rows, step.offsets[self.attn_dp.rank])
 
@@ -100,6 +102,8 @@ class RankOps:
     def postprocess_sum(self, x: torch.Tensor, step: StepTokens) -> torch.Tensor:
         """``full`` with a sum over tp due → ``attn_full``: each rank gets its slice of the sum, summed once."""
         if step.mode == "max_len":
+            if self.moves is not None:
+                return self.moves.scatter(x)
             return self.attn_tp.all_gather(self.tp.reduce_scatter(x))
         if self.attn_tp.size == 1:
             return self.tp.reduce_scatter_variable(x, step.rows)
@@ -172,6 +176,8 @@ class LayerCommunicator:
         The communicator of the layer before: checks at construction that its outputs are accepted here.
     seam : Seam, optional
         Of the same spec: sums over ranks and the norms behind them become one operator.
+    moves : Moves, optional
+        Of the same spec: gathers and scatters of equal numbers of rows between groups of one rank.
 
     Attributes
     ----------
@@ -236,9 +242,11 @@ class LayerCommunicator:
         is_last: bool = False,
         previous: LayerCommunicator | None = None,
         seam: Seam | None = None,
+        moves: Moves | None = None,
     ) -> None:
         check_kind("LayerCommunicator", ParallelSpec, parallel=parallel)
         check_kind("LayerCommunicator", Seam | None, seam=seam)
+        check_kind("LayerCommunicator", Moves | None, moves=moves)
         _check_norm("input_layernorm", input_layernorm)
         _check_norm("post_attention_layernorm", post_attention_layernorm)
         check_plain("LayerCommunicator", "bool", is_last=is_last)
@@ -249,6 +257,8 @@ class LayerCommunicator:
         self.ops = self.rank_ops(parallel)
         if seam is not None:
             self.ops.seam = seam
+        if moves is not None:
+            self.ops.moves = moves
         # Whether the rows of each step are the caller's business, who vouches for them (a model of whole layers).
         self.trusted = False
         self._fill()

@@ -12,10 +12,57 @@ import torch
 
 from fastlayers.comm.all_reduce.layer import AllReduce
 from fastlayers.comm.fabric import Workspace
+from fastlayers.comm.gather_rows.layer import GatherRows
 from fastlayers.comm.parallel import ParallelSpec
+from fastlayers.comm.scatter_rows.layer import ScatterRows
 from fastlayers.comm.sum_norm.layer import SumNorm
 from fastlayers.layer import trust
 from fastlayers.norm.rms_norm.layer import RMSNorm, RMSNormConfig
+
+# Most rows of one rank that go through other ranks' memory; beyond, NCCL moves them.
+SHARE = 512
+
+
+def _connected(parallel: ParallelSpec, device: torch.device) -> bool:
+    """Return whether rows cross ranks in kernels at all: over Gloo they are called one by one in any case."""
+    import torch.distributed as dist
+
+    return parallel.tp.size > 1 and device.type == "cuda" and isinstance(parallel.tp.group, dist.ProcessGroup)
+
+
+def _status(workspace: Workspace | None) -> torch.Tensor | None:
+    return workspace.arena.status if workspace is not None and workspace.arena is not None else None
+
+
+class Moves:
+    """Gather and scatter of rows between attention groups of one rank each; parameters as of :class:`Seam`."""
+
+    def __init__(
+        self, parallel: ParallelSpec, workspace: Workspace | None, hidden_size: int, dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self.workspace = workspace
+        self.gather = GatherRows(parallel.tp, hidden_size, workspace=workspace, device=device, dtype=dtype)
+        self.scatter = ScatterRows(parallel.tp, hidden_size, workspace=workspace, device=device, dtype=dtype)
+        trust(self.gather, self.scatter)
+
+    @staticmethod
+    def make(parallel: ParallelSpec, hidden_size: int, dtype: torch.dtype, device: torch.device) -> Moves | None:
+        """Return the moves of a model, or ``None`` where its rows take other ways; collective where it is not."""
+        if parallel.attn_dp.size == 1 or parallel.attn_tp.size > 1 or not _connected(parallel, device):
+            return None
+        workspace = Workspace.make(parallel.tp, hidden_size, dtype, device, rows=1, share=SHARE)
+        return Moves(parallel, workspace, hidden_size, dtype, device)
+
+    @property
+    def status(self) -> torch.Tensor | None:
+        """As of :class:`Seam`."""
+        return _status(self.workspace)
+
+    @property
+    def chosen(self) -> dict[str, str]:
+        """As of :class:`Seam`."""
+        return {"gather_rows": self.gather.choice.name, "scatter_rows": self.scatter.choice.name}
 
 
 class Seam:
@@ -43,8 +90,7 @@ class Seam:
     @property
     def status(self) -> torch.Tensor | None:
         """What a kernel sets that has waited for a rank in vain, see :class:`Arena`; ``None`` without an arena."""
-        arena = self.workspace.arena if self.workspace is not None else None
-        return arena.status if arena is not None else None
+        return _status(self.workspace)
 
     @property
     def chosen(self) -> dict[str, str]:
@@ -60,14 +106,9 @@ class Seam:
 
         Collective where it is not ``None``. ``rows``: as for :meth:`Workspace.make`.
         """
-        import torch.distributed as dist
-
-        tp = parallel.tp
-        if tp.size == 1 or parallel.attn_dp.size > 1 or not isinstance(tp.group, dist.ProcessGroup):
+        if parallel.attn_dp.size > 1 or not _connected(parallel, device):
             return None
-        if device.type != "cuda":
-            return None  # over Gloo the sum and the norm are two calls in any case
-        workspace = Workspace.make(tp, hidden_size, dtype, device, rows=rows)
+        workspace = Workspace.make(parallel.tp, hidden_size, dtype, device, rows=rows)
         return Seam(parallel, workspace, hidden_size, dtype, device)
 
     def sum_norm(self, norm: Any) -> SumNorm | None:

@@ -37,6 +37,8 @@ LAYERS: dict[str, str] = {
 COLLECTIVES: dict[str, str] = {
     "all_reduce": "fastlayers.comm.all_reduce.layer:ALL_REDUCE",
     "sum_norm": "fastlayers.comm.sum_norm.layer:SUM_NORM",
+    "gather_rows": "fastlayers.comm.gather_rows.layer:GATHER_ROWS",
+    "scatter_rows": "fastlayers.comm.scatter_rows.layer:SCATTER_ROWS",
 }
 
 

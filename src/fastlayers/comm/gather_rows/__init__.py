@@ -1,0 +1,1 @@
+"""Rows of all ranks, on every rank."""

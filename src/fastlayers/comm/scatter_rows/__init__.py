@@ -1,0 +1,1 @@
+"""Sum over ranks, of which each rank gets its own rows."""
