@@ -40,39 +40,26 @@ class BackendScratch(Protocol):
 
 
 class StepScratch:
-    """The plans of an :class:`AttentionState`, by backend and bucket."""
+    """What backends planned for the steps of an :class:`AttentionState`, by backend and bucket.
+
+    Attributes
+    ----------
+    made : dict
+        Backend's key and bucket to its scratch.
+    planned : dict
+        The same to the number of the step that it is planned for.
+    """
 
     def __init__(self) -> None:
-        self._plans: dict[tuple[Hashable, Bucket], BackendScratch] = {}
-        self._planned: dict[tuple[Hashable, Bucket], int] = {}
-
-    def get(
-        self, key: Hashable, meta: AttentionMeta, make: Callable[[AttentionMeta], BackendScratch]
-    ) -> BackendScratch:
-        """Return the plan for ``key``, made and planned if this step has not done so yet."""
-        own = (key, meta.bucket)
-        # A bucket's plans are made anew before its steps; a compiler would take this step's number for a constant.
-        if meta.bucket is not None and torch.compiler.is_compiling() and own in self._plans:
-            return self._plans[own]
-        if self._planned.get(own) == meta.step:
-            return self._plans[own]
-        found = self._plans.get(own)
-        if meta.positions.is_cuda and torch.cuda.is_current_stream_capturing():
-            if found is None:
-                raise CaptureError(f"attention: {key} has no plan yet; run the step once before it is captured")
-            return found
-        if found is None:
-            found = make(meta)
-        found.plan(meta)
-        self._plans[own], self._planned[own] = found, meta.step
-        return found
+        self.made: dict[tuple[Hashable, Bucket], BackendScratch] = {}
+        self.planned: dict[tuple[Hashable, Bucket], int] = {}
 
     def refresh(self, meta: AttentionMeta) -> None:
         """Plan everything that was used with this bucket before."""
-        for own, plan in self._plans.items():
+        for own, plan in self.made.items():
             if own[1] == meta.bucket:
                 plan.plan(meta)
-                self._planned[own] = meta.step
+                self.planned[own] = meta.step
 
 
 @dataclass(frozen=True)
@@ -169,7 +156,22 @@ class AttentionMeta:
         CaptureError
             It does not exist yet and a capture is under way: run the step once before capturing it.
         """
-        return self.plans.get(key, self, make)
+        own, made, planned = (key, self.bucket), self.plans.made, self.plans.planned
+        found = made.get(own)
+        # A bucket's plans are made anew before its steps; a compiler would take this step's number for a constant.
+        if found is not None and self.bucket is not None and torch.compiler.is_compiling():
+            return found
+        if found is not None and planned.get(own) == self.step:
+            return found
+        if self.positions.is_cuda and torch.cuda.is_current_stream_capturing():
+            if found is None:
+                raise CaptureError(f"attention: {key} has no plan yet; run the step once before it is captured")
+            return found
+        if found is None:
+            found = make(self)
+        found.plan(self)
+        made[own], planned[own] = found, self.step
+        return found
 
     @property
     def num_tokens(self) -> int:

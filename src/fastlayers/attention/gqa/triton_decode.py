@@ -342,7 +342,7 @@ class Counters:
 
     def plan(self, meta: AttentionMeta) -> None:
         """Nothing depends on lengths; more requests than ever before need more counters."""
-        if self.done.numel() < (needed := meta.num_requests * self.kv_heads):
+        if self.done.numel() < (needed := meta.seq_lens.shape[0] * self.kv_heads):
             self.done = self.done.new_zeros(needed)
 
 
