@@ -35,6 +35,7 @@ from fastlayers.layer import check_move, finalize, trust
 from fastlayers.linear.factory import linear
 from fastlayers.rotary.layer import RotaryEmbedding
 from fastlayers.weights_epoch import WeightsEpoch, epoch_of
+from fastlayers_models.agreement import facts_of
 from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.loading import check_config, load_weights
 
@@ -325,19 +326,10 @@ class CausalLM(nn.Module):
         self.row_multiple = context.parallel.attn_tp.size if scattered or context.parallel.attn_dp.size > 1 else 1
         for layer in self.decoder.layers:
             layer.communicator.trusted = not self._debug
-        agree(context.parallel.tp, self._facts(context))
+        agree(context.parallel.tp, facts_of(type(self).__name__, context))
         self._checked: tuple[weakref.ref[LayerCache], weakref.ref[Any]] | None = None
         # Weights whose gradients end at a cache, listed when the epoch had this value.
         self._before_caches: tuple[WeightsEpoch, int, list[tuple[Any, torch.Tensor]]] | None = None
-
-    def _facts(self, context: ModelContext) -> dict[str, Any]:
-        """Return what must be equal on all ranks: their steps are made of the same collectives only then."""
-        facts: dict[str, Any] = {"fastlayers": fl.__version__, "torch": torch.__version__, "model": type(self).__name__}
-        facts |= {"dtype": context.dtype, "kv_dtype": context.kv_dtype, "page_size": context.page_size}
-        config = {f"config.{name}": value for name, value in vars(self.config).items() if name != "quant"}
-        across = context.seam or context.moves
-        chosen = across.chosen if across is not None else {}
-        return facts | config | {f"backend of {name}": value for name, value in chosen.items()}
 
     @property
     def decoder(self) -> Any:
@@ -500,8 +492,6 @@ class CausalLM(nn.Module):
         missing = step.rows[self.parallel.attn_dp.rank] - input_ids.shape[0]
         ids = pad(input_ids, (0, missing)) if missing else input_ids
         embedded: torch.Tensor = embedding(ids)
-        return (
-            self.seam.all_reduce(embedded)
-            if self.seam is not None
-            else reduce_embedding(embedded, self.attention_group)
-        )
+        if self.seam is not None:
+            return self.seam.all_reduce(embedded)
+        return reduce_embedding(embedded, self.attention_group)
