@@ -137,8 +137,10 @@ def _device(given: torch.device | str | None) -> torch.device | None:
         return None
     try:
         device = torch.device(given)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise ArgumentError("AutoModel", "device", repr(given), "a torch device, as in 'cpu' or 'cuda:0'") from error
+    if device.type == "cpu" and device.index:  # torch takes it, and no tensor is ever there
+        raise ArgumentError("AutoModel", "device", repr(str(device)), "'cpu', which has no number")
     if device.type == "meta":
         raise ArgumentError("AutoModel", "device", repr(str(device)), "a device with memory, as weights are loaded")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

@@ -83,7 +83,7 @@ def _device(name: str) -> Any:
         device = torch.device(name)
     except RuntimeError as error:
         raise ArgumentError("fastlayers", "--device", repr(name), "cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
         raise ArgumentError("fastlayers", "--device", repr(name), "cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ArgumentError("fastlayers", "--device", repr(name), "cpu (this machine has no usable NVIDIA GPU)")
@@ -122,9 +122,17 @@ def _check_text(option: str, text: str) -> None:
         raise ArgumentError("fastlayers", option, ascii(text), "text in UTF-8") from error
 
 
+def _expanded(argument: str, name: str) -> Path:
+    """Return a path in which ``~`` is somebody's home, as for what is read."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        raise ArgumentError("fastlayers", argument, f"{name!r}: {error}", "a path") from error
+
+
 def _check_output(option: str, name: str) -> Path:
     """Return where a result goes, or raise :class:`ArgumentError`, before the work that it costs."""
-    path = Path(name)
+    path = _expanded(option, name)
     try:
         with tempfile.TemporaryFile(dir=path.parent):
             pass
@@ -196,14 +204,14 @@ def doctor(
 
 @app.command()
 def backends(
-    layer: Annotated[str, typer.Argument(help="A layer's name; without it: all layers.")] = "",
+    layer: Annotated[str | None, typer.Argument(help="A layer's name; without it: all layers.")] = None,
     device: Annotated[
         str, typer.Option(help=f"A described device ({', '.join(DESCRIBED)}) or one of this machine.")
     ] = "cpu",
     as_json: Json = False,
 ) -> None:
     """List the backends of a layer on a device: would the hardware do, is the package here, refused because."""
-    rows = [row for name in ([layer] if layer else fl.layers()) for row in fl.backends(name, device=device)]
+    rows = [row for name in (fl.layers() if layer is None else [layer]) for row in fl.backends(name, device=device)]
     if as_json:
         _print_json([vars(row) for row in rows])
         return
@@ -368,8 +376,8 @@ def evaluate(
     num_stories: Annotated[int, typer.Option("--stories", min=1, help="Stories for the perplexity.")] = 100,
     device: DeviceOption = "",
     result: Annotated[
-        str, typer.Option("--out", help="Also write the scores and what they depend on to this file.")
-    ] = "",
+        str | None, typer.Option("--out", help="Also write the scores and what they depend on to this file.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Exact-match accuracy on held-out problems and perplexity on held-out text, for several ways to run it."""
@@ -379,7 +387,11 @@ def evaluate(
     from fastlayers_server.variants import VARIANTS, named_variants
 
     chosen = named_variants(list(VARIANTS) if variants == "all" else [v.strip() for v in variants.split(",")])
-    path, place, written_to = _path(checkpoint), _device(device), _check_output("--out", result) if result else None
+    path, place, written_to = (
+        _path(checkpoint),
+        _device(device),
+        None if result is None else _check_output("--out", result),
+    )
     lacking = {v.name: why for v in chosen if (why := v.why_not(path)) is not None}
     if lacking and variants != "all":
         name, why = next(iter(lacking.items()))
@@ -438,7 +450,7 @@ def convert(
     """
     from fastlayers_server.convert_command import run_convert, summary
 
-    done = run_convert(_path(source, "source"), Path(target), format, ragged, err)
+    done = run_convert(_path(source, "source"), _expanded("target", target), format, ragged, err)
     if as_json:
         _print_json(done)
     else:

@@ -135,6 +135,8 @@ def test_a_bad_option_is_named(llama: Path) -> None:
         ({"device": "meta"}, r"device is 'meta'; accepted: a device with memory"),
         ({"device": "banana"}, r"device is 'banana'; accepted: a torch device"),
         ({"device": "cuda:99"}, r"device is 'cuda:99'; accepted: 'cpu', or one of \d+ CUDA devices here"),
+        ({"device": "cpu:7"}, r"device is 'cpu:7'; accepted: 'cpu', which has no number"),
+        ({"device": 2**70}, r"device is 1180591620717411303424; accepted: a torch device"),
         (
             {"banana": 1},
             r"LlamaForCausalLM\.from_pretrained: option is 'banana'; accepted: one of 'backend'.*'page_size'",
