@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastlayers_server.engine.config import EngineConfig
-from fastlayers_server.engine.loop import NAP, Engine
+from fastlayers_server.engine.loop import NAP
 from fastlayers_server.engine.protocol import (
     Abort,
     Finish,
@@ -127,10 +127,7 @@ class LLM:
         self._news: deque[FromEngine] = deque()
         self._turn = threading.Lock()
         self._rid = 0
-        self.engine = Engine(
-            parts.scheduler, parts.executor, self._news.append, overlap=parts.overlap, grammars=parts.grammars,
-            drafts=parts.drafts,
-        )  # fmt: skip
+        self.engine = parts.engine(self._news.append, 1)
 
     def generate(
         self, prompts: str | Sequence[str] | Sequence[Sequence[int]], params: Params | Sequence[Params] | None = None

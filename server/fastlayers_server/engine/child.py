@@ -20,7 +20,7 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from fastlayers_server.engine.client import BEAT_SECONDS, Parts, beat
+from fastlayers_server.engine.client import BEAT_SECONDS, Parts, beat, unforeseen
 from fastlayers_server.engine.config import EngineConfig
 from fastlayers_server.engine.loop import Engine
 from fastlayers_server.engine.protocol import Died, FromEngine, encode, to_engine
@@ -66,8 +66,8 @@ class Child:
         try:
             parts = make(config, tell, self.epoch)
         except (ValueError, LookupError, RuntimeError, OSError) as error:
-            # Of ours: one sentence. Either way the next start would end alike.
-            log.exception("the engine does not start")
+            # Either way the next start would end alike.
+            log.error("the engine does not start: %s", error, exc_info=unforeseen(error))
             self.deliver(Died(self.epoch, f"{type(error).__name__}: {error}", restarting=False))
             return REFUSED
         self.engine = parts.engine(self.deliver, self.epoch)

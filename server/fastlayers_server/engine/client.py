@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from fastlayers.errors import FastlayersError
 from fastlayers_server.engine.grammar import GrammarMasks
 from fastlayers_server.engine.loop import Engine, Executor
 from fastlayers_server.engine.protocol import (
@@ -45,6 +46,11 @@ class Parts:
             self.scheduler, self.executor, deliver, overlap=self.overlap, grammars=self.grammars, drafts=self.drafts,
             epoch=epoch,
         )  # fmt: skip
+
+
+def unforeseen(error: Exception) -> bool:
+    """Return whether a traceback helps: our own errors are sentences for whoever started the engine."""
+    return not isinstance(error, FastlayersError)
 
 
 def beat(engine: Engine | None, epoch: int, phase: str) -> Beat:
@@ -170,7 +176,7 @@ class InProcessEngine(ClientBase):
             self._phase = "serving"
             engine.run()
         except Exception as error:
-            log.exception("the engine died")
+            log.error("the engine died: %s", error, exc_info=unforeseen(error))
             reason = f"{type(error).__name__}: {error}"
         self._reason, self._phase = reason, "dead"
         self._gone.set()

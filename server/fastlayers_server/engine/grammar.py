@@ -25,7 +25,8 @@ from fastlayers_server.engine.request import ENDED, Request, TickPlan
 KINDS = ("json_schema", "json_object", "regex", "ebnf", "structural_tag")
 START_SECONDS = 60.0  # for the worker to read the tokenizer
 WHITESPACE = 24  # characters between two tokens of JSON: enough to indent, and a model cannot lose itself in it
-SLOW_SECONDS, PATIENCE = 0.005, 3  # a row whose mask takes longer, so often, ends
+# A row whose mask takes longer, so often, ends. Of this thread's processor time: a busy machine is nobody's grammar.
+SLOW_SECONDS, PATIENCE = 0.005, 3
 
 
 class Task(msgspec.Struct, array_like=True):
@@ -234,11 +235,11 @@ class GrammarMasks:
         masks.fill_(-1)
         for place, request, drawn in plan.special:
             if request.submit.grammar and request.state != ENDED:
-                begin = time.perf_counter()
+                begin = time.thread_time()
                 if not drawn:  # perhaps once more, in deterministic mode
                     self._matchers[request].reset()
                 self._matchers[request].fill_next_token_bitmask(masks, place)
-                self._slow[request] += time.perf_counter() - begin > SLOW_SECONDS
+                self._slow[request] += time.thread_time() - begin > SLOW_SECONDS
         return masks
 
     def accept(self, request: Request, tokens: Sequence[int]) -> str:

@@ -121,3 +121,33 @@ def test_what_is_wrong_ends_that_request_alone(model: Any, grammars: Any) -> Non
     assert [served.last(rid).code for rid in (unknown, both)] == ["invalid_grammar", "invalid_prompt"]
     assert served.last(good).finish == "stop"
     assert not served.engine.grammars.known("broken")  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("burns", [False, True])
+def test_a_grammar_that_needs_too_much_of_the_processor_ends(
+    model: Any, grammars: Any, burns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it waits for the processor, which others use too, does not count."""
+    import time
+
+    import xgrammar
+
+    fill = xgrammar.GrammarMatcher.fill_next_token_bitmask
+
+    def slow(self: Any, *arguments: Any) -> Any:
+        end = time.thread_time() + 0.006
+        while burns and time.thread_time() < end:
+            pass
+        time.sleep(0.0 if burns else 0.006)
+        return fill(self, *arguments)
+
+    monkeypatch.setattr(xgrammar.GrammarMatcher, "fill_next_token_bitmask", slow)
+    served = bench(model, True)
+    served.engine.post(Grammar("schema", grammars[0]["schema"]))
+    rid, free = served.submit([5], 200, grammar="schema", ignore_eos=False), served.submit([5], 10)
+    served.run()
+    assert served.last(free).finish == "length"
+    if burns:
+        assert served.last(rid).code == "internal_error" and "longer than 5 ms" in served.last(rid).message
+    else:
+        assert served.last(rid).finish == "stop"
