@@ -52,7 +52,8 @@ class ServeConfig:
     no_prefix_cache: bool = flag(False, "prompts share nothing", "--no-enable-prefix-caching", "--disable-radix-cache")
     disable_overlap_schedule: bool = flag(False, "plan after commit, not beside it", "--no-async-scheduling")
     disable_cuda_graph: bool = flag(False, "run every step eager", "--enforce-eager", "--disable-decode-cuda-graph")
-    speculative_algorithm: str = flag("none", "draft tokens and verify them", choices=("none", "mtp", "ngram"))
+    speculative_algorithm: str = flag("none", "draft tokens and verify them", choices=("none", "mtp", "ngram", "draft"))
+    speculative_draft_model: str = flag("", "for draft: a directory or name of a smaller model with the same vocabulary", "--speculative-draft-model-path")  # fmt: skip  # noqa: E501
     speculative_max_k: int = flag(4, "drafts a step at most", "--speculative-num-steps")
     speculative_topk: int = flag(1, "mtp's drafts of each depth; more than 1 make a tree, which runs uncaptured", "--speculative-eagle-topk")  # fmt: skip  # noqa: E501
     speculative_verify: str = flag("match", "rejection: draw mtp's drafts; a seed's text then depends on them", choices=("match", "rejection"))  # fmt: skip  # noqa: E501

@@ -76,12 +76,14 @@ class EngineConfig(msgspec.Struct, frozen=True):
     gpu_memory_utilization : float
         Share of the device's memory for everything in this process.
     speculative_algorithm : str
-        "none", "ngram" (prompt lookup) or "mtp" (the model's own draft layer).
+        "none", "ngram" (prompt lookup), "mtp" (the model's own draft layer) or "draft" (another model).
+    speculative_draft_model : str
+        For "draft": like ``model``, with the same vocabulary.
     speculative_topk : int
-        Of "mtp": drafts of each depth; more than one make a tree.
+        Of "mtp" and "draft": drafts of each depth; more than one make a tree.
     speculative_verify : str
-        "match": a draft is right if it is what the request draws; "rejection": drafts of "mtp" are drawn, and more of
-        them are right, but a seed's text depends on them.
+        "match": a draft is right if it is what the request draws; "rejection": drafts of "mtp" and "draft" are drawn,
+        and more of them are right, but a seed's text depends on them.
     profile_folder : str
         Where profiles are written; "": there are none.
     layers : int
@@ -109,6 +111,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     disable_overlap_schedule: bool = False
     disable_cuda_graph: bool = False
     speculative_algorithm: str = "none"
+    speculative_draft_model: str = ""
     speculative_max_k: int = 4
     speculative_topk: int = 1
     speculative_verify: str = "match"

@@ -18,7 +18,7 @@ from fastlayers.sampler.layer import Sampler, SamplingParams
 from fastlayers_models.rows import Outbox, Pending, Row
 from fastlayers_models.step import StepKey
 from fastlayers_server.engine.config import SchedulerConfig
-from fastlayers_server.engine.mtp import MTPDrafts
+from fastlayers_server.engine.mtp import ModelDrafts, MTPDrafts
 from fastlayers_server.engine.protocol import TokenLogprobs
 from fastlayers_server.engine.request import Chunk, Request, TickPlan, TickResult
 from fastlayers_server.engine.special import Special, SpecialDraws, Telling
@@ -110,7 +110,8 @@ class TorchExecutor:
     verify_tokens : int
         Most tokens of a step that verifies drafts.
     mtp : int
-        Keep what the model's own draft layer needs; drafts of each depth, 0: it does not draft.
+        The model's own layer, or another model, drafts so many tokens of each depth; 0: neither does.
+    draft_model : CausalLM, optional
     rejection : bool
         Draw its drafts, and verify them by rejection.
     profile_folder : Path, optional
@@ -127,6 +128,7 @@ class TorchExecutor:
         extend_buckets: ExtendBuckets | None = None,
         verify_tokens: int = 0,
         mtp: int = 0,
+        draft_model: Any = None,
         rejection: bool = False,
         profile_folder: Path | None = None,
     ) -> None:
@@ -147,7 +149,7 @@ class TorchExecutor:
             return SlotStep(
                 model, self.caches, state, sampler, config.num_pages, cuda_graph=cuda_graph,
                 graphs=shared[0] if shared else None, extend_buckets=extend_buckets, verify_tokens=verify_tokens,
-                keep_hidden=mtp > 0,
+                keep_hidden=mtp > 0 and draft_model is None,
             )  # fmt: skip
 
         self.decoding = step(running)
@@ -164,7 +166,12 @@ class TorchExecutor:
         self.watch: CompileWatch | None = None
         self.rule = ALL if rejection else VERIFY
         draws = (sampler, self.decoding.table) if rejection else None
-        self.mtp = MTPDrafts(model, self.caches, config, draws, mtp) if mtp else None
+        self.mtp: MTPDrafts | None = None
+        if mtp and draft_model is None:
+            self.mtp = MTPDrafts(model, self.caches[model.config.num_hidden_layers], config, draws, mtp)
+        elif mtp:
+            spec = fl.kv_cache_spec(draft_model, page_size=config.page_size, dtype=draft_model.kv_dtype)
+            self.mtp = ModelDrafts(draft_model, spec.allocate(config.num_pages, device), config, draws, mtp)
 
     @property
     def overlaps(self) -> bool:
@@ -208,7 +215,7 @@ class TorchExecutor:
                 step.held.append(Held(0, logits, plan.rows, special, False))
             else:
                 step.rows = self._rows_out.send(self.decoding.decode(plan.rows, plan.starts, GREEDY))
-            if self.mtp is not None and self.mtp.active:
+            if self.mtp is not None and self.mtp.active and self.decoding.keep_hidden:
                 hidden = self.decoding.take_hidden(len(plan.rows))
                 for place, (request, start) in enumerate(zip(plan.rows, plan.starts, strict=True)):
                     self.mtp.note(request, start, hidden[place : place + 1])
@@ -218,7 +225,7 @@ class TorchExecutor:
 
     def _note(self, chunks: Sequence[Chunk]) -> None:
         """Let the draft layer have the hidden rows of an extend."""
-        if self.mtp is not None and self.mtp.active:
+        if self.mtp is not None and self.mtp.active and self.decoding.keep_hidden:
             lengths = [len(chunk.ids) for chunk in chunks]
             hidden = self.extending.take_hidden(sum(lengths)).split(lengths)
             for chunk, rows in zip(chunks, hidden, strict=True):

@@ -1,4 +1,4 @@
-"""Drafts of a model's own NextN layer: a chain or a tree of its likeliest tokens, behind hidden rows of the model.
+"""Drafts of a model's own NextN layer, behind hidden rows of the model, or of another model: chains and trees.
 
     row i of the layer = (hidden state of token i, token i + 1), and predicts token i + 2
 
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.meta import AttentionBatch, AttentionState
 from fastlayers.sampler.layer import Sampler
 from fastlayers.sampler.torch import probabilities
@@ -34,12 +33,14 @@ class Growing:
     front : list of int
         The drafts that grow; -1: what is known.
     states : Tensor ``[front, D]``
+    rows : int
+        Of known tokens in the drafter's cache.
     spine, inputs : list
         All that grew or grow, and the state that each follows.
     """
 
-    def __init__(self, request: Request, states: torch.Tensor) -> None:
-        self.request, self.states, self.front = request, states, [-1]
+    def __init__(self, request: Request, states: torch.Tensor, rows: int) -> None:
+        self.request, self.states, self.rows, self.front = request, states, rows, [-1]
         self.ids: list[int] = []
         self.parents: list[int] = []
         self.scores: list[float] = []
@@ -49,7 +50,7 @@ class Growing:
     @property
     def rows_end(self) -> int:
         """Rows of the layer's cache that the request then has."""
-        return len(self.request.tokens) - 1 + len(self.spine)
+        return self.rows + len(self.spine)
 
     def add(self, scores: list[list[float]], ids: list[list[int]], keep: int) -> None:
         """Add drafts behind each of the front, of which the best are the next one."""
@@ -82,8 +83,8 @@ class MTPDrafts:
     Parameters
     ----------
     model : DeepseekForCausalLM
-    caches : sequence of LayerCache
-        Of all layers, the draft layer's behind the decoder's.
+    cache : LayerCache
+        The draft layer's.
     config : SchedulerConfig
     draws : (Sampler, RowTable), optional
         Draft as requests draw, instead of the likeliest tokens: for verification by rejection.
@@ -100,13 +101,13 @@ class MTPDrafts:
     def __init__(
         self,
         model: Any,
-        caches: Sequence[LayerCache],
+        cache: Any,
         config: SchedulerConfig,
         draws: tuple[Sampler, RowTable] | None = None,
         topk: int = 1,
     ) -> None:
         self.model, self.active, self._draws, self.topk = model, True, draws, topk
-        self._cache, self._size = caches[model.config.num_hidden_layers], config.page_size
+        self._cache, self._size = cache, config.page_size
         self._tokens = config.max_batched_tokens + 8 * topk * config.max_running
         pages = -(-config.max_model_len // config.page_size)
         self._state = AttentionState(config.max_running, self._tokens, pages, config.page_size, model.device)
@@ -144,7 +145,29 @@ class MTPDrafts:
     def prepare(self, count: int) -> None:
         """Compute the rows of everything that is known now, and draft up to ``count`` tokens for each who decodes."""
         self.active, self._drafts, self._proposed = True, {}, {}
-        work: list[tuple[Request, int, torch.Tensor]] = []
+        work = self._work()
+        if not work:
+            return
+        lengths = [len(follow) for _, _, follow, _ in work]
+        states = self._run(
+            torch.cat([rows for *_, rows in work]), [token for _, _, follow, _ in work for token in follow], lengths,
+            [start for _, start, _, _ in work], [request.pages for request, *_ in work],
+        )  # fmt: skip
+        ends = list(accumulate(lengths))
+        last = [i for i, (request, *_) in enumerate(work) if self._covered[request] == self._rows(request)]
+        if last:
+            states = states.index_select(0, on_device([ends[i] - 1 for i in last], states.device))
+            grown = [(work[i][0], row[None]) for i, row in zip(last, states, strict=True)]
+            self._grow([Growing(request, row, self._rows(request)) for request, row in grown], count)
+
+    @staticmethod
+    def _rows(request: Request) -> int:
+        """Return how many rows of this layer follow from the tokens that are known."""
+        return len(request.tokens) - 1
+
+    def _work(self) -> list[tuple[Request, int, list[int], torch.Tensor]]:
+        """Return whose rows are missing, from which position on: the token behind each, and the state before it."""
+        work = []
         room = self._tokens
         for request in list(self._covered):
             start, rows = self._covered[request], self._news[request]
@@ -153,29 +176,19 @@ class MTPDrafts:
                 for kept in (self._covered, self._noted, self._news):
                     del kept[request]
             elif found is not None and found.shape[0]:
-                work.append((request, start, found))
+                follow = request.tokens[start + 1 : start + 1 + found.shape[0]]
+                work.append((request, start, follow, self.model.model.norm(found)))
                 room -= found.shape[0]
                 self._news[request] = []
                 self._covered[request] = self._noted[request] = start + found.shape[0]
-        if not work:
-            return
-        lengths = [rows.shape[0] for _, _, rows in work]
-        follow = [t for r, start, rows in work for t in r.tokens[start + 1 : start + 1 + rows.shape[0]]]
-        states = self.model.model.norm(torch.cat([rows for _, _, rows in work]))
-        pages = [request.pages for request, _, _ in work]
-        states = self._run(states, follow, lengths, [start for _, start, _ in work], pages)
-        ends = list(accumulate(lengths))
-        last = [i for i, (request, _, _) in enumerate(work) if self._covered[request] == len(request.tokens) - 1]
-        if last:
-            states = states.index_select(0, on_device([ends[i] - 1 for i in last], states.device))
-            self._grow([Growing(work[i][0], row[None]) for i, row in zip(last, states, strict=True)], count)
+        return work
 
     def _grow(self, growing: list[Growing], count: int) -> None:
         """Draft one depth after the other, as far as each request has pages."""
         for depth in range(count):
             requests = [g.request for g in growing for _ in g.front]
             states = torch.cat([g.states for g in growing])
-            scores, ids = self._chosen(requests, self.model.mtp_logits(states), depth)
+            scores, ids = self._chosen(requests, self._logits(states), depth)
             place = 0
             for g in growing:
                 part = slice(place, place + len(g.front))
@@ -188,7 +201,7 @@ class MTPDrafts:
             # Of a chain only the last row is new; a tree's are computed again, so that one mask tells who sees whom.
             parts = [slice(len(g.spine) - 1 if self.topk == 1 else 0, len(g.spine)) for g in growing]
             lengths = [part.stop - part.start for part in parts]
-            starts = [len(g.request.tokens) - 1 + part.start for g, part in zip(growing, parts, strict=True)]
+            starts = [g.rows + part.start for g, part in zip(growing, parts, strict=True)]
             found = self._run(
                 torch.stack([row for g, part in zip(growing, parts, strict=True) for row in g.inputs[part]]),
                 [g.ids[node] for g, part in zip(growing, parts, strict=True) for node in g.spine[part]],
@@ -217,10 +230,51 @@ class MTPDrafts:
         none = torch.zeros_like(next(iter(self._proposed.values()))[0])
         return torch.stack([q for c in chunks for q in [*self._proposed[c.request][: len(c.ids) - 1], none]])
 
+    def _logits(self, states: torch.Tensor) -> Any:
+        return self.model.mtp_logits(states)
+
     def _run(
         self, states: torch.Tensor, follow: list[int], lengths: list[int], starts: list[int], pages: list[list[int]],
         parents: tuple[tuple[int, ...], ...] = (),
     ) -> torch.Tensor:  # fmt: skip
         meta = self._state.plan(AttentionBatch(tuple(lengths), tuple(starts), pages, (), parents))
         found: torch.Tensor = self.model.mtp_states(states, on_device(follow, states.device), meta, self._cache)
+        return found
+
+
+class ModelDrafts(MTPDrafts):
+    """Another, smaller model, over a cache of its own on the requests' pages.
+
+    Whose rows it lacks, because a block was cached while it rested, is drafted for worse, not otherwise.
+    """
+
+    def begin(self, request: Request, start: int) -> None:
+        """Take a request whose rows before ``start`` came with the prefix cache."""
+        self._covered[request] = start
+
+    @staticmethod
+    def _rows(request: Request) -> int:
+        return len(request.tokens)
+
+    def _work(self) -> list[tuple[Request, int, list[int], torch.Tensor]]:
+        work, room = [], self._tokens
+        for request, start in list(self._covered.items()):
+            follow = request.tokens[start : start + room]
+            if request.state != RUNNING:
+                del self._covered[request]
+            elif request.kv >= request.goal and follow and len(request.tokens) <= len(request.pages) * self._size:
+                work.append((request, start, follow, torch.empty(0)))
+                room -= len(follow)
+                self._covered[request] = start + len(follow)
+        return work
+
+    def _logits(self, states: torch.Tensor) -> Any:
+        return self.model.compute_logits(states)
+
+    def _run(
+        self, states: torch.Tensor, follow: list[int], lengths: list[int], starts: list[int], pages: list[list[int]],
+        parents: tuple[tuple[int, ...], ...] = (),
+    ) -> torch.Tensor:  # fmt: skip
+        meta = self._state.plan(AttentionBatch(tuple(lengths), tuple(starts), pages, (), parents))
+        found: torch.Tensor = self.model(on_device(follow, self.model.device), meta, self._cache)
         return found

@@ -58,8 +58,14 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1, model: Any = None)
     if config.deterministic:
         for part in (model, Sampler(model.config.vocab_size, device=model.device)):
             refuse_variant(part)
+    drafter = None
+    if config.speculative_algorithm == "draft":
+        drafter = load_model(msgspec.structs.replace(config, model=config.speculative_draft_model))
+        if drafter.config.vocab_size != model.config.vocab_size:
+            given = f"one with a vocabulary of {drafter.config.vocab_size}"
+            raise ArgumentError("engine", "speculative_draft_model", given, f"one of {model.config.vocab_size}")
     phase("warmup")
-    limits = scheduler_config(config, model)
+    limits = scheduler_config(config, model, drafter)
     grammars = _grammars(config, limits, model.device)
     if grammars is not None:
         limits = msgspec.structs.replace(limits, features=(*limits.features, "grammar"))
@@ -73,7 +79,7 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1, model: Any = None)
     executor = TorchExecutor(
         model, limits, cuda_graph=False if config.disable_cuda_graph else "auto", profile_folder=folder,
         verify_tokens=limits.max_running * (config.speculative_max_k * config.speculative_topk + 1) * speculates,
-        mtp=config.speculative_topk * (config.speculative_algorithm == "mtp"),
+        mtp=config.speculative_topk * (config.speculative_algorithm in ("mtp", "draft")), draft_model=drafter,
         rejection=config.speculative_verify == "rejection",
     )  # fmt: skip
     scheduler = Scheduler(limits)
@@ -133,17 +139,18 @@ def refuse_variant(layers: Any) -> None:
 
 def _speculates(config: EngineConfig) -> bool:
     how, rule, topk = config.speculative_algorithm, config.speculative_verify, config.speculative_topk
-    mtp = how == "mtp"
+    drafts = how in ("mtp", "draft")
     for name, good, accepted in (
-        ("algorithm", how in ("none", "ngram", "mtp"),
-         "'none', 'ngram' (prompt lookup) or 'mtp' (the model's own draft layer)"),
+        ("algorithm", drafts or how in ("none", "ngram"),
+         "'none', 'ngram' (prompt lookup), 'mtp' (the model's own draft layer) or 'draft' (another model)"),
+        ("draft_model", bool(config.speculative_draft_model) == (how == "draft"), "a model for 'draft', else nothing"),
         ("algorithm", how == "none" or not config.deterministic,
          "'none' with deterministic: a step that verifies has other shapes than one that decodes"),
         ("max_k", 1 <= config.speculative_max_k <= 8, "1 to 8"),
-        ("verify", rule == "match" or (rule == "rejection" and mtp),
-         "'match', or 'rejection' where 'mtp' drafts: those of 'ngram' are not drawn"),
-        ("topk", topk == 1 or (2 <= topk <= 4 and mtp and rule == "match"),
-         "1, or 2 to 4 where 'mtp' drafts and 'match' verifies"),
+        ("verify", rule == "match" or (rule == "rejection" and drafts),
+         "'match', or 'rejection' where 'mtp' or 'draft' drafts: those of 'ngram' are not drawn"),
+        ("topk", topk == 1 or (2 <= topk <= 4 and drafts and rule == "match"),
+         "1, or 2 to 4 where 'mtp' or 'draft' drafts and 'match' verifies"),
     ):  # fmt: skip
         if not good:
             given = getattr(config, f"speculative_{name}")
@@ -177,14 +184,17 @@ def load_model(config: EngineConfig) -> Any:
     return random_model(config_of(known), device, dtype=dtype, layers=kept, seed=config.seed, **options)
 
 
-def scheduler_config(config: EngineConfig, model: Any) -> SchedulerConfig:
+def scheduler_config(config: EngineConfig, model: Any, drafter: Any = None) -> SchedulerConfig:
     """Return the scheduler's limits for a model that is on its device already."""
     longest = model.config.max_position_embeddings
     length = config.max_model_len or longest
     if not 1 < length <= longest:
         raise ArgumentError("engine", "max_model_len", length, f"2 to {longest} (max_position_embeddings)")
     spec = fl.kv_cache_spec(model, page_size=config.page_size, dtype=model.kv_dtype)
-    page_bytes, one = spec.bytes_per_token * config.page_size, -(-length // config.page_size)
+    token_bytes = spec.bytes_per_token
+    if drafter is not None:
+        token_bytes += fl.kv_cache_spec(drafter, page_size=config.page_size, dtype=drafter.kv_dtype).bytes_per_token
+    page_bytes, one = token_bytes * config.page_size, -(-length // config.page_size)
     most = config.max_running_requests * one + 1
     if config.num_pages:
         pages, room = config.num_pages, f"{config.num_pages} pages"

@@ -85,7 +85,7 @@ class Bench:
 
     def __init__(
         self, model: Any, *, num_pages: int = 80, overlap: bool = False, captured: bool = False, drafts: Any = None,
-        verify_tokens: int = 0, mtp: int = 0, rejection: bool = False,
+        verify_tokens: int = 0, mtp: int = 0, rejection: bool = False, draft_model: Any = None,
         grammars: Any = None, **limits: Any,
     ) -> None:  # fmt: skip
         options = dict(max_running=6, max_batched_tokens=48, max_extend_requests=4, prefix_cache=True) | limits
@@ -101,6 +101,7 @@ class Bench:
             verify_tokens=verify_tokens,
             mtp=mtp,
             rejection=rejection,
+            draft_model=draft_model,
         )
         if captured:
             self.executor.capture()

@@ -238,9 +238,36 @@ def test_a_tree_of_the_draft_layer_takes_fewer_steps_than_a_chain() -> None:
     assert steps[3] < steps[1]
 
 
+@pytest.mark.parametrize("topk", [1, 2])
+@pytest.mark.parametrize("same", [True, False])
+def test_another_model_drafts(topk: int, same: bool) -> None:
+    """A model that drafts for itself is always right; one that was made of other dice hardly ever. Tokens are equal."""
+    model, rows, new, k = make_model("qwen", 64), prompts(4), 40, 3
+    drafter = make_model("qwen", 64)
+    if not same:
+        for parameter in drafter.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(7)) * 0.3)
+        for module in drafter.modules():
+            if hasattr(module, "finalize"):
+                module.finalize()
+    bench = Bench(
+        model, verify_tokens=64, mtp=topk, draft_model=drafter, num_pages=24, max_running=3,
+        drafts=lambda executor, metrics: Always(executor.mtp, k, metrics),
+    )  # fmt: skip
+    for _ in range(2):  # the second time, prompts are found in the cache
+        assert bench.generate(rows, new) == plain(model, rows, new)
+    counters = bench.scheduler.metrics.counters
+    share = counters["spec_accepted_tokens_total"].get("1", 0) / counters["spec_drafts_total"][""]
+    assert share > 0.98 if same else share < 0.5
+    ways = [Sampling(0.8, 30, 0.95, seed=seed) for seed in range(4)]
+    params = [SamplingParams(0.8, 30, 0.95, seed=seed) for seed in range(4)]
+    assert bench.generate(rows, new, ways) == plain(model, rows, new, params)
+    assert bench.scheduler.cache.private == bench.scheduler.cache.locked == 0
+
+
 def test_drafts_grow_from_the_likeliest_paths() -> None:
     """Against all paths of a depth, by hand: the best four of the two that grow."""
-    grow = Growing(Request(Submit(1, b"\0" * 8), 1, [1, 2], frozenset(), 0), torch.zeros(1, 4))
+    grow = Growing(Request(Submit(1, b"\0" * 8), 1, [1, 2], frozenset(), 0), torch.zeros(1, 4), 1)
     grow.add([[-0.1, -2.0]], [[10, 11]], 2)
     assert (grow.front, grow.spine, grow.before()) == ([0, 1], [0, 1], (-1, -1))
     grow.states = torch.zeros(2, 4)

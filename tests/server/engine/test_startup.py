@@ -17,6 +17,7 @@ from fastlayers.registry import registry
 from fastlayers_server.engine.budget import Budget
 from fastlayers_server.engine.config import EngineConfig, SchedulerConfig
 from fastlayers_server.engine.loop import Engine
+from fastlayers_server.engine.mtp import ModelDrafts
 from fastlayers_server.engine.startup import behind_prefixes, build, tails
 
 SMALL = EngineConfig(device="cpu", max_model_len=256, max_running_requests=4, page_size=16)
@@ -46,11 +47,15 @@ def test_a_random_model_of_known_shapes() -> None:
         ({"deterministic": True, "speculative_algorithm": "ngram"}, "accepted: 'none' with deterministic"),
         ({"deterministic": True, "max_num_batched_tokens": 32}, "max_num_batched_tokens is 32; accepted: 64 or more"),
         ({"speculative_algorithm": "eagle"}, r"speculative_algorithm is 'eagle'; accepted: 'none', 'ngram'"),
-        ({"speculative_algorithm": "ngram", "speculative_verify": "rejection"}, "'rejection' where 'mtp' drafts"),
+        (
+            {"speculative_algorithm": "ngram", "speculative_verify": "rejection"},
+            "'rejection' where 'mtp' or 'draft' drafts",
+        ),
         (
             {"speculative_algorithm": "ngram", "speculative_topk": 2},
             "topk is 2; accepted: 1, or 2 to 4 where",
         ),
+        ({"speculative_algorithm": "draft"}, "speculative_draft_model is ''; accepted: a model for 'draft'"),
         ({"speculative_max_k": 0}, r"speculative_max_k is 0; accepted: 1 to 8"),
         ({"kv_cache_dtype": "int3"}, r"kv_cache_dtype is 'int3'; accepted: auto, bf16"),
     ],
@@ -71,6 +76,17 @@ def test_deterministic_mode_takes_only_backends_that_repeat(monkeypatch: pytest.
     said = r"deterministic is True, with rms_norm=torch, .* on cpu; accepted: False, or .*rms_norm=… one of: \w+"
     with pytest.raises(ArgumentError, match=said):
         build(config, lambda phase: None)
+
+
+def test_another_model_drafts() -> None:
+    config = msgspec.structs.replace(SMALL, speculative_algorithm="draft", speculative_draft_model="tiny")
+    parts = build(config, lambda phase: None)
+    assert parts.drafts is not None and isinstance(parts.drafts.source, ModelDrafts)
+    # Both caches share the memory for pages.
+    room = msgspec.structs.replace(config, max_running_requests=4096, max_model_len=4096)
+    alone = msgspec.structs.replace(room, speculative_algorithm="none", speculative_draft_model="")
+    pages = [build(one, lambda phase: None).info.num_pages for one in (room, alone)]
+    assert pages[0] == pytest.approx(pages[1] / 2, rel=0.2)
 
 
 def test_the_chunk_beside_decoding_rows() -> None:
