@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.functional import pad
 
 import fastlayers as fl
+from fastlayers.attention.buckets import LATENT_TOKENS
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.meta import AttentionMeta
 from fastlayers.attention.mla.prefix_chunks import MLAThresholds
@@ -198,12 +199,11 @@ class DeepseekForCausalLM(CausalLM):
     Attributes
     ----------
     captured_tokens : int
-        Largest bucket of captured extends by default. Those attend to latents, 3.4 times the multiply-adds of expanded
-        keys: beyond it that is more than the launches which a capture saves (benchmarks/first_token.py).
+        Largest bucket of captured extends by default: those attend to latents.
     """
 
     config_class, layer_class, context_class = DeepseekConfig, DeepseekLayer, DeepseekContext
-    captured_tokens = 512
+    captured_tokens = LATENT_TOKENS
 
     def __init__(
         self,

@@ -15,6 +15,9 @@ from fastlayers.errors import ArgumentError, check_plain, check_positive
 
 TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 REQUESTS = (1, 2, 4, 8)
+# Largest bucket of captured extends that attend to latents: 3.4 times the multiply-adds of expanded keys, which beyond
+# it is more than the launches that a capture saves (benchmarks/first_token.py).
+LATENT_TOKENS = 512
 
 
 @dataclass(frozen=True)

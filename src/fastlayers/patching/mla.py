@@ -21,7 +21,6 @@ from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fastlayers import env
-from fastlayers.attention.meta import AttentionBatch, AttentionMeta
 from fastlayers.attention.mla.config import MLA, MLAConfig
 from fastlayers.attention.mla.torch import MAX_SCORES, product
 from fastlayers.attention.mla_kv_write.layer import MLAKVWriteConfig
@@ -31,6 +30,7 @@ from fastlayers.patching.classes import count
 from fastlayers.patching.gqa import attention_function, weights_asked
 from fastlayers.patching.packing import PackedModule, plain
 from fastlayers.patching.paged import active_step
+from fastlayers.patching.step import dense_meta
 from fastlayers.quant.block_quant import dequantize_block_weight
 from fastlayers.registry import Ladder
 
@@ -329,23 +329,3 @@ class FastMLA(PackedModule):
         k, v = self.expand_kv(keys, values)
         o: torch.Tensor = self._fl_function()(self, query, k, v, mask, dropout=0.0, scaling=self.scaling, **extra)[0]
         return o
-
-
-def dense_meta(batch: int, length: int, pages_each: int, device: torch.device) -> AttentionMeta:
-    """Describe a decode step over a dense buffer ``[batch, pages_each * PAGE, …]`` to a paged core; no host sync."""
-    numbers = torch.arange(batch * pages_each, dtype=torch.int32, device=device).view(batch, pages_each)
-    request = torch.arange(batch + 1, dtype=torch.int32, device=device)
-    described = tuple(range(b * pages_each, (b + 1) * pages_each) for b in range(batch))
-    return AttentionMeta(
-        page_table=numbers,
-        seq_lens=torch.full((batch,), length, dtype=torch.int32, device=device),
-        starts=torch.zeros(batch, dtype=torch.int32, device=device),
-        cu_seqlens_q=request,
-        request_of_token=request[:batch],
-        positions=torch.full((batch,), length - 1, dtype=torch.int64, device=device),
-        out_cache_loc=torch.zeros(batch, dtype=torch.int64, device=device),
-        page_size=PAGE,
-        max_query_len=1,
-        max_seq_len=length,
-        batch=AttentionBatch((1,) * batch, (length - 1,) * batch, described),
-    )

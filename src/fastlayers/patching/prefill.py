@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastlayers.attention.buckets import TOKENS, ExtendBuckets
+from fastlayers.attention.buckets import LATENT_TOKENS, TOKENS, ExtendBuckets
 from fastlayers.patching.paged import CacheStore, PagedCache
 from fastlayers.patching.step import ExtendStep
 
@@ -21,8 +21,6 @@ KNOWN_INPUTS = {
 }  # fmt: skip
 # Rows that the runs before a capture of decode write beyond the step's own.
 SLACK = 8
-# Largest bucket where latents are attended to: as in the models' own (see benchmarks/first_token.py).
-LATENT_TOKENS = 512
 
 
 class ExtendKey(NamedTuple):

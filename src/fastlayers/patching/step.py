@@ -38,6 +38,26 @@ _REGISTRIES: dict[type, Any] = {
 }  # fmt: skip
 
 
+def dense_meta(batch: int, length: int, pages_each: int, device: torch.device) -> AttentionMeta:
+    """Describe a decode step over a dense buffer ``[batch, pages_each * PAGE, …]`` to a paged core; no host sync."""
+    numbers = torch.arange(batch * pages_each, dtype=torch.int32, device=device).view(batch, pages_each)
+    request = torch.arange(batch + 1, dtype=torch.int32, device=device)
+    described = tuple(range(b * pages_each, (b + 1) * pages_each) for b in range(batch))
+    return AttentionMeta(
+        page_table=numbers,
+        seq_lens=torch.full((batch,), length, dtype=torch.int32, device=device),
+        starts=torch.zeros(batch, dtype=torch.int32, device=device),
+        cu_seqlens_q=request,
+        request_of_token=request[:batch],
+        positions=torch.full((batch,), length - 1, dtype=torch.int64, device=device),
+        out_cache_loc=torch.zeros(batch, dtype=torch.int64, device=device),
+        page_size=PAGE,
+        max_query_len=1,
+        max_seq_len=length,
+        batch=AttentionBatch((1,) * batch, (length - 1,) * batch, described),
+    )
+
+
 class PagedStep:
     """What layers look up in a step, and the cores that those of one configuration share.
 
@@ -167,26 +187,18 @@ class DecodeStep(PagedStep):
         with torch.inference_mode(False):
             self.ids = torch.zeros(batch, 1, dtype=torch.int64, device=device)
             self.positions = torch.zeros(batch, 1, dtype=torch.int64, device=device)
-            starts = torch.zeros(batch, dtype=torch.int32, device=device)
-            self._lens = torch.zeros(batch, dtype=torch.int32, device=device)
             # Slot inside the row, slot in the cache.
             self._slots = torch.zeros(2, batch, dtype=torch.int64, device=device)
             self._first = torch.arange(batch, dtype=torch.int64, device=device) * capacity
-            numbers = torch.arange(batch * pages, dtype=torch.int32, device=device).view(batch, pages)
-            cu = torch.arange(batch + 1, dtype=torch.int32, device=device)
-        self.mask = starts.view(batch, 1, 1, 1)
-        described = tuple(range(b * pages, (b + 1) * pages) for b in range(batch))
-        self.meta = AttentionMeta(
-            page_table=numbers, seq_lens=self._lens, starts=starts, cu_seqlens_q=cu, request_of_token=cu[:batch],
-            positions=self._slots[0], out_cache_loc=self._slots[1], page_size=PAGE, max_query_len=1,
-            max_seq_len=capacity, batch=AttentionBatch((1,) * batch, (capacity - 1,) * batch, described), bucket=batch,
-        )  # fmt: skip
+            dense = dense_meta(batch, capacity, pages, device)
+        self.meta = replace(dense, positions=self._slots[0], out_cache_loc=self._slots[1], bucket=batch)
+        self.mask = self.meta.starts.view(batch, 1, 1, 1)
         # Tokens in the cache as the device counts them; host data.
         self.length = -1
 
     def set_length(self, length: int) -> None:
         """Write the number of cached tokens to the device."""
-        self._lens.fill_(length)
+        self.meta.seq_lens.fill_(length)
         self._slots[0].fill_(length - 1)
         torch.add(self._first, length - 1, out=self._slots[1])
         self.length = length
@@ -194,11 +206,11 @@ class DecodeStep(PagedStep):
     def begin(self) -> None:
         """Count the new token; the first launches of a step."""
         super().begin()
-        self._lens.add_(1)
+        self.meta.seq_lens.add_(1)
         self._slots.add_(1)
         if self.device.type == "cpu":
             # Where nothing is captured, cores may read lengths on the host.
-            lengths, starts = tuple(int(n) - 1 for n in self._lens), tuple(int(n) for n in self.meta.starts)
+            lengths, starts = tuple(int(n) - 1 for n in self.meta.seq_lens), tuple(int(n) for n in self.meta.starts)
             batch = AttentionBatch((1,) * self.batch, lengths, self.meta.batch.page_table, starts)
             self.meta = replace(self.meta, batch=batch)
 
