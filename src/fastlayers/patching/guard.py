@@ -25,7 +25,6 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
-from torch.utils.hooks import RemovableHandle
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS: tuple[Any, ...] = tuple(getattr(torch_module, f"_global{name}") for name in _HOOKS)
@@ -124,7 +123,8 @@ class Guard:
         self._code: Code = (*code, *((cls, "forward", cls.forward) for cls in classes))
         self._children = tuple((name, type(part)) for name, part in parts.items())
         self._parts, self._types = [*parts.values()], [type(part) for part in parts.values()]
-        self._empty = tuple(part.__dict__[name] for part in parts.values() for name in _HOOKS)
+        # Hooks on all modules, and on these children.
+        self._empty = (*_GLOBAL_HOOKS, *(part.__dict__[name] for part in parts.values() for name in _HOOKS))
         self._baked = tuple((name, getattr(module, name)) for name in baked if hasattr(module, name))
         self._methods = tuple(name for owner, name, _ in code if isinstance(owner, type) and name != "forward")
         self._why = why
@@ -143,8 +143,6 @@ class Guard:
         # What an attrgetter gives: of one name the value, of several a tuple.
         self._read = attrgetter(*(name for name, _ in self._baked)) if self._baked else type
         self._numbers: Any = self._read(module)
-        # How many hooks had been registered in this process, on whatever, when there was none that counts here.
-        self._handles = -1
 
     def holds(self, module: Any) -> bool:
         """Return whether everything is as it was."""
@@ -156,19 +154,12 @@ class Guard:
         """Return in eager code whether :meth:`holds` is true and nothing is :func:`recorded`."""
         if _dispatch_modes() or _interpreter() is not None or _tracing() is not None or forward_ad._current_level >= 0:
             return False
-        quiet = self._handles == RemovableHandle.next_id and nn.Module.__call__ is _CALL
-        return not self._why and (quiet or self._unhooked()) and self._same(module)
+        quiet = nn.Module.__call__ is _CALL and not any(self._empty)
+        return quiet and not self._why and self._same(module)
 
     def _unhooked(self) -> bool:
         """Return whether there are no hooks on all modules or on these children, and modules are called as ever."""
-        if nn.Module.__call__ is not _CALL:
-            return False
-        now = RemovableHandle.next_id
-        if self._handles != now:
-            if any(_GLOBAL_HOOKS) or any(self._empty):
-                return False
-            self._handles = now
-        return True
+        return nn.Module.__call__ is _CALL and not any(self._empty)
 
     def _same(self, module: Any) -> bool:
         """Return whether the module (no replica of it) and its children are as they were, but for hooks."""

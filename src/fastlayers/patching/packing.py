@@ -101,7 +101,7 @@ class Packed(Guard):
         """
         if self.weight is None or torch.compiler.is_dynamo_compiling():
             return False
-        if not (self._unhooked() and self._same(module)):
+        if any(self._empty) or not self._same(module):
             return False
         same = all(map(is_, map(dict.get, self._tables, self._names), self._held))
         return same and [*map(torch.Tensor.data_ptr, self._held)] == self._addresses

@@ -238,6 +238,19 @@ def test_hooks_on_all_modules_see_every_call(name: str) -> None:
     assert close(logits(model), wanted)
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_hooks_written_into_the_tables_of_modules_run(name: str) -> None:
+    model, twin = build(name), build(name)
+    fl.patch(model)
+    plain = logits(model)
+    for m in (model, twin):
+        attention = m.model.layers[1].self_attn
+        linear = next(child for child in attention.children() if type(child) is nn.Linear)
+        linear._forward_hooks[-1] = lambda module, args, output: output + 0.5 * output.flip(-1)
+    wanted = logits(twin)
+    assert close(logits(model), wanted) and not close(wanted, plain, 1e-3)
+
+
 # --- code that was replaced
 
 
