@@ -105,6 +105,30 @@ def test_a_product_of_batches_has_a_right_gradient() -> None:
         product(x, weight.detach(), out=torch.empty(2, 3, 5))
 
 
+@pytest.mark.parametrize("which", ["x", "weight"])
+@pytest.mark.parametrize("backend", [pytest.param("triton", marks=interpreted)])
+def test_a_product_that_is_written_in_place_refuses_gradients(backend: str, which: str) -> None:
+    given = {"x": torch.randn(2, 3, 4), "weight": torch.randn(2, 5, 4)}
+    given[which].requires_grad_()
+    product = fl.Bmm(2, 4, 5, dtype=F32, backend=backend)
+    with pytest.raises(
+        ArgumentError, match=f"Bmm: {which} is a tensor that requires a gradient; accepted: tensors that"
+    ):
+        product(**given)
+    with torch.no_grad():
+        assert product(**given).shape == (2, 3, 5)
+
+
+@pytest.mark.parametrize("which", ["hidden_states", "weight"])
+def test_the_routers_reference_refuses_gradients(which: str) -> None:
+    layer, x = fl.TopKRouter(8, 4, 2, dtype=F32, backend="reference"), torch.randn(3, 8)
+    (x if which == "hidden_states" else layer.weight).requires_grad_()
+    with pytest.raises(ArgumentError, match="TopKRouter: logits is a tensor that requires a gradient; accepted: "):
+        layer(x)
+    with torch.no_grad():
+        assert layer(x)[0].shape == (3, 2)
+
+
 @interpreted
 @pytest.mark.parametrize("name", RIGHT)
 def test_kernels_have_none_and_say_so(name: str) -> None:

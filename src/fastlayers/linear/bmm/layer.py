@@ -157,9 +157,10 @@ class Bmm(Layer):
         if out is not None:
             wanted = (cfg.heads, x.shape[1], cfg.out_features)
             check_tensor("Bmm", "out", out, shape=wanted, dtype=cfg.dtype, device=x.device, last_dim_contiguous=True)
-        if torch.is_grad_enabled() and (cfg.format != "none" or out is not None):
+        core = self.ladder.pick(x.shape[1])
+        if torch.is_grad_enabled() and (cfg.format != "none" or out is not None or getattr(core, "writes", False)):
             self.refuse_grad(x=x, weight=weight, weight_scale=scale, out=out)
-        y: torch.Tensor = self.ladder.pick(x.shape[1])(x, weight, scale, out)
+        y: torch.Tensor = core(x, weight, scale, out)
         return y
 
     def _scale(self, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor | None:

@@ -139,7 +139,12 @@ def _bmm(
 
 
 class TritonBmm:
-    """Heads are the second dimension of the grid; K is at most a few hundred, so it is not split."""
+    """Heads are the second dimension of the grid; K is at most a few hundred, so it is not split.
+
+    Its operator ``writes`` into its result, so that autograd sees nothing of it: the layer refuses gradients.
+    """
+
+    writes = True
 
     def __init__(self, cfg: BmmConfig) -> None:
         self.format = FORMATS.index(cfg.format)
