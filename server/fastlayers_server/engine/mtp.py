@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fastlayers.attention.meta import AttentionBatch, AttentionState
+from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
 from fastlayers.sampler.layer import Sampler
 from fastlayers.sampler.torch import probabilities
 from fastlayers_models.rows import RowTable
@@ -238,8 +238,11 @@ class MTPDrafts:
         parents: tuple[tuple[int, ...], ...] = (),
     ) -> torch.Tensor:  # fmt: skip
         meta = self._state.plan(AttentionBatch(tuple(lengths), tuple(starts), pages, (), parents))
-        found: torch.Tensor = self.model.mtp_states(states, on_device(follow, states.device), meta, self._cache)
+        found: torch.Tensor = self._states(states, on_device(follow, self.model.device), meta)
         return found
+
+    def _states(self, states: torch.Tensor, ids: torch.Tensor, meta: AttentionMeta) -> Any:
+        return self.model.mtp_states(states, ids, meta, self._cache)
 
 
 class ModelDrafts(MTPDrafts):
@@ -271,10 +274,5 @@ class ModelDrafts(MTPDrafts):
     def _logits(self, states: torch.Tensor) -> Any:
         return self.model.compute_logits(states)
 
-    def _run(
-        self, states: torch.Tensor, follow: list[int], lengths: list[int], starts: list[int], pages: list[list[int]],
-        parents: tuple[tuple[int, ...], ...] = (),
-    ) -> torch.Tensor:  # fmt: skip
-        meta = self._state.plan(AttentionBatch(tuple(lengths), tuple(starts), pages, (), parents))
-        found: torch.Tensor = self.model(on_device(follow, self.model.device), meta, self._cache)
-        return found
+    def _states(self, states: torch.Tensor, ids: torch.Tensor, meta: AttentionMeta) -> Any:
+        return self.model(ids, meta, self._cache)

@@ -12,10 +12,13 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from fastlayers_server.engine.metrics import Metrics
 from fastlayers_server.engine.request import ENDED, Request, TickPlan, TickResult
+
+if TYPE_CHECKING:
+    from fastlayers_server.engine.mtp import MTPDrafts
 
 PROBE = 50
 LONGEST, KEPT = 4, 4  # tokens of a suffix that are compared; places of a pair of tokens that are remembered
@@ -50,7 +53,7 @@ class Lookup:
 
 
 class Lookups:
-    """Prompt lookup for every request."""
+    """Prompt lookup for every request; ``topk``: drafts of each depth."""
 
     topk = 1
 
@@ -70,30 +73,12 @@ class Lookups:
         return self._lookups.setdefault(request, Lookup()).draft(request.tokens, count)
 
 
-class Source(Protocol):
-    """What drafts: :class:`Lookups`, or :class:`fastlayers_server.engine.mtp.MTPDrafts`.
-
-    ``topk``: where drafts are a tree, tokens of each depth on average; 1: a chain.
-    """
-
-    topk: int
-
-    def rest(self) -> None:
-        """No drafts are wanted for now."""
-
-    def prepare(self, count: int) -> None:
-        """Draft up to ``count`` tokens ahead for everybody, now that all tokens are known."""
-
-    def draft(self, request: Request, count: int) -> Sequence[int]:
-        """Return up to ``count`` tokens that may come next."""
-
-
 class Speculation:
     """Drafts of a source, as many as pay.
 
     Parameters
     ----------
-    source : Source
+    source : Lookups or MTPDrafts
     max_k : int
         Drafts a request and tick at most.
     metrics : Metrics
@@ -101,7 +86,7 @@ class Speculation:
     """
 
     def __init__(
-        self, source: Source, max_k: int, metrics: Metrics, clock: Callable[[], float] = time.monotonic
+        self, source: Lookups | MTPDrafts, max_k: int, metrics: Metrics, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.source, self.max_k, self.metrics, self._clock = source, max_k, metrics, clock
         self.k = 0
