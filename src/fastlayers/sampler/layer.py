@@ -112,10 +112,7 @@ class RowParams(NamedTuple):
 
 
 # What the backends' operators take and return.
-def fake_ids(
-    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p:
-    torch.Tensor, seed: torch.Tensor, offset: torch.Tensor, mode: int,
-) -> torch.Tensor:  # fmt: skip
+def fake_ids(logits: torch.Tensor, *rest: object) -> torch.Tensor:
     """Return ids ``[B]`` without values: what an operator of a sampler gives while it is traced."""
     return logits.new_empty(logits.shape[0], dtype=torch.int64)
 

@@ -6,6 +6,9 @@ from collections.abc import Callable
 
 import torch
 
+from fastlayers.norm.rms_norm.layer import RMSNormConfig
+from fastlayers.operators import Operator
+
 # Writes into its first argument: (y, rows) for the norm alone, (y, summed) for the pair, which overwrites both.
 Kernel = Callable[[torch.Tensor, torch.Tensor], object]
 
@@ -23,3 +26,19 @@ def normalise(x: torch.Tensor, residual: torch.Tensor | None, plain: Kernel, fus
     if rows.shape[0]:
         fused(y, summed)
     return [y.view(x.shape), summed.view(x.shape)]
+
+
+class InPlaceRMSNorm:
+    """A package's backend; ``rms_norm``: its operator."""
+
+    rms_norm: Operator
+
+    def __init__(self, cfg: RMSNormConfig) -> None:
+        self.eps, self.one_plus = cfg.eps, cfg.rounding == "one_plus"
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return ``(y, new_residual)``, both new contiguous tensors of ``x``'s dtype."""
+        y, *summed = self.rms_norm(x, weight, residual, self.eps, self.one_plus)
+        return y, summed[0] if summed else None

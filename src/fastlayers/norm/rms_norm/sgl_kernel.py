@@ -9,7 +9,7 @@ import importlib
 
 import torch
 
-from fastlayers.norm.rms_norm.in_place import normalise
+from fastlayers.norm.rms_norm.in_place import InPlaceRMSNorm, normalise
 from fastlayers.norm.rms_norm.layer import RMSNormConfig, empty_outputs
 from fastlayers.operators import operator
 
@@ -28,16 +28,11 @@ def _rms_norm(
     )  # fmt: skip
 
 
-class SglKernelRMSNorm:
+class SglKernelRMSNorm(InPlaceRMSNorm):
     """One launch without a residual; with one, two copies before it."""
+
+    rms_norm = _rms_norm
 
     def __init__(self, cfg: RMSNormConfig) -> None:
         importlib.import_module("sgl_kernel")  # registers torch.ops.sgl_kernel
-        self.eps, self.one_plus = cfg.eps, cfg.rounding == "one_plus"
-
-    def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return ``(y, new_residual)``, both new contiguous tensors of ``x``'s dtype."""
-        y, *summed = _rms_norm(x, weight, residual, self.eps, self.one_plus)
-        return y, summed[0] if summed else None
+        super().__init__(cfg)
