@@ -11,6 +11,8 @@ import torch
 
 import fastlayers as fl
 from fastlayers.comm.all_reduce.layer import AllReduce
+from fastlayers.comm.expert_exchange.layer import ExpertExchange
+from fastlayers.comm.expert_exchange.triton_symm_mem import TritonExpertExchange
 from fastlayers.comm.fabric import Fabric, Workspace, _refusal
 from fastlayers.comm.gather_rows.layer import GatherRows
 from fastlayers.comm.parallel import Axis
@@ -75,6 +77,32 @@ def test_planted_bugs_are_caught(bug: type) -> None:
         for case in spec_of("sum_norm").cases:
             if case.small:
                 check_parity("sum_norm", Backend("bug", bug), case, "cpu")
+
+
+class OtherExperts(TritonExpertExchange):
+    def dispatch(self, x: Any, ids: Any, weights: Any, part: int = 0) -> Any:
+        rows, local, there = super().dispatch(x, ids, weights, part)
+        return rows, torch.where(local >= 0, (local + 1) % 2, local), there
+
+
+class TakesNoPart(TritonExpertExchange):
+    def combine(self, partial: Any, local_ids: Any, ids: Any, part: int = 0) -> Any:
+        return super().combine(partial if self.cfg.axis.rank == 0 else torch.zeros_like(partial), local_ids, ids, part)
+
+
+class SumsWhoTookNoPart(TritonExpertExchange):
+    def combine(self, partial: Any, local_ids: Any, ids: Any, part: int = 0) -> Any:
+        return super().combine(
+            partial, torch.zeros_like(local_ids), torch.arange(ids.shape[1]).expand_as(ids).int(), part
+        )
+
+
+@pytest.mark.parametrize("bug", [OtherExperts, TakesNoPart, SumsWhoTookNoPart])
+def test_planted_bugs_of_the_exchange_are_caught(bug: type) -> None:
+    with pytest.raises(ParityError):
+        for case in spec_of("expert_exchange").cases:
+            if case.small:
+                check_parity("expert_exchange", Backend("bug", bug), case, "cpu")
 
 
 def test_refusals_name_the_reason() -> None:
@@ -157,6 +185,35 @@ def rows_over_gloo(rank: Rank) -> None:
         assert torch.equal(own, whole[:, :4].sum(0).split(sizes)[rank.rank])
     with pytest.raises(ArgumentError, match="GatherRows: x"):
         gather(parts[0].half())
+
+
+def experts_over_gloo(rank: Rank) -> None:
+    axis = rank.spec().tp
+    torch.manual_seed(8)
+    x, scores, weights = torch.randn(2, 5, 16), torch.rand(2, 5, 6), torch.rand(2, 5, 2)
+    ids = scores.topk(2, -1).indices.int()
+    ids[1, 3:] = -1  # padding
+    scale = torch.arange(1.0, 7.0)
+
+    def experts(rows: torch.Tensor, local: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        assert rows.shape == (10, 16) and bool(((local >= -1) & (local < 3)).all())
+        factor = torch.where(local >= 0, scale[3 * rank.rank + local.clamp(min=0)] * given, 0.0).sum(-1, keepdim=True)
+        took = (local >= 0).any(-1, keepdim=True)
+        return torch.where(took, rows * factor, float("nan"))
+
+    mine, own = ids[rank.rank], x[rank.rank]
+    factor = torch.where(mine >= 0, scale[mine.clamp(min=0)] * weights[rank.rank], 0.0).sum(-1, keepdim=True)
+    for backend in ("auto", "reference"):
+        layer = ExpertExchange(axis, 16, 6, 2, dtype=torch.float32, backend=backend)
+        torch.testing.assert_close(layer(own, mine, weights[rank.rank], experts), own * factor)
+    with pytest.raises(ArgumentError, match="ExpertExchange: topk_ids"):
+        layer(own, mine.long(), weights[rank.rank], experts)
+    with pytest.raises(ArgumentError, match="num_experts is 7; accepted: a multiple of 2 ranks"):
+        ExpertExchange(axis, 16, 7, 2)
+
+
+def test_experts_over_gloo() -> None:
+    world(2).run(experts_over_gloo)
 
 
 def test_rows_over_gloo() -> None:

@@ -23,7 +23,7 @@ from fastlayers.attention.gqa import cases as gqa_cases
 from fastlayers.attention.meta import AttentionBatch, AttentionState
 from fastlayers.attention.mla import cases as mla_cases
 from fastlayers.attention.mla.triton import rounded_to_e4m3
-from fastlayers.comm import triton_exchange, triton_push
+from fastlayers.comm import triton_exchange, triton_push, triton_tokens
 from fastlayers.linear.bmm.layer import BmmConfig
 from fastlayers.linear.dense.layer import LinearConfig
 from fastlayers.linear.fp8_block.layer import FP8LinearConfig
@@ -331,6 +331,16 @@ def _ranks(recorder: Recorder) -> None:
             30, 1023, 3, ranks, 2**33, scatter, gather, 0 if both else triton_push.NO_NORM, 0,
             triton_exchange.CHUNK,
         )  # fmt: skip
+    for ranks in (2, 8):
+        recorder.label = f"tokens-{ranks}"
+        x, ids = _empty(64, 7168, dtype=BF16), _empty(64, 8, dtype=torch.int32)
+        weights = _empty(64, 8, dtype=torch.float32)
+        triton_tokens._dispatch.function(
+            x, ids, weights, table, table, table, table, words, words, words, 32, 3, ranks, 2**33, 0
+        )
+        triton_tokens._combine.function(
+            x, ids, ids, x, table, x, table, words, words, words, 64, 32, 3, ranks, 2**33, 0
+        )
 
 
 def record(recorder: Recorder, layer: str) -> None:

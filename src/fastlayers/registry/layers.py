@@ -38,6 +38,7 @@ COLLECTIVES: dict[str, str] = {
     "all_reduce": "fastlayers.comm.all_reduce.layer:ALL_REDUCE",
     "sum_norm": "fastlayers.comm.sum_norm.layer:SUM_NORM",
     "gather_rows": "fastlayers.comm.gather_rows.layer:GATHER_ROWS",
+    "expert_exchange": "fastlayers.comm.expert_exchange.layer:EXPERT_EXCHANGE",
     "scatter_rows": "fastlayers.comm.scatter_rows.layer:SCATTER_ROWS",
 }
 

@@ -1,0 +1,148 @@
+"""Tokens to the ranks that have their experts, and the sum of what those make of them back.
+
+    n = ranks of the axis, T = tokens of each rank (equal), H = hidden_size, E = experts, K = top_k, e = E / n
+    dispatch   rows[r·T + t] = x of rank r, token t;  ids there: id − rank·e where rank·e <= id < (rank + 1)·e, else −1
+    combine    y[T,H] = Σ over ranks of partial[rank·T + t]    (fp32, in rank order, rounded once)
+
+A row whose ids are all -1 has no meaning, and its partial row is not read: only what a rank's experts take is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fastlayers.comm.parallel import Axis
+from fastlayers.comm.sum_norm.layer import SYMMETRIC_NEEDS, never, refuse_gloo, refuse_nccl, refuse_symmetric
+from fastlayers.errors import ArgumentError, check_kind, check_positive, check_tensor
+from fastlayers.layer import Layer
+from fastlayers.registry import Backend, Registry, reference_backend
+
+Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class ExpertExchangeConfig:
+    """What a backend must know; ``slots``: most tokens of one rank that the workspace was made for."""
+
+    axis: Axis
+    hidden_size: int
+    num_experts: int
+    top_k: int
+    dtype: torch.dtype = torch.bfloat16
+    slots: int = 0
+    refusal: str | None = None
+    workspace: Any = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_kind("ExpertExchange", Axis, axis=self.axis)
+        sizes = {"hidden_size": self.hidden_size, "num_experts": self.num_experts, "top_k": self.top_k}
+        check_positive("ExpertExchange", **sizes)
+        if self.num_experts % self.axis.size:
+            accepted = f"a multiple of {self.axis.size} ranks"
+            raise ArgumentError("ExpertExchange", "num_experts", self.num_experts, accepted)
+
+
+_HERE = "fastlayers.comm.expert_exchange"
+_COLLECTIVE = f"{_HERE}.collective:CollectiveExpertExchange"
+EXPERT_EXCHANGE = Registry(
+    "expert_exchange",
+    [
+        Backend("triton_symm_mem", f"{_HERE}.triton_symm_mem:TritonExpertExchange", SYMMETRIC_NEEDS, refuse_symmetric),
+        Backend("nccl", _COLLECTIVE, (), refuse_nccl),
+        Backend("gloo", _COLLECTIVE, (), refuse_gloo, ("cpu",)),
+        Backend("deep_ep", _COLLECTIVE, (), never("V2 needs NCCL >= 2.30.4, V1 an NVSHMEM build: neither is here"), ()),
+        reference_backend(f"{_HERE}.reference:ReferenceExpertExchange"),
+    ],
+    cases=f"{_HERE}.cases",
+)
+
+
+class ExpertExchange(Layer):
+    """Send tokens to the ranks that have their experts, and sum what comes back.
+
+    Parameters
+    ----------
+    axis : Axis
+        Over which whole experts are dealt out, in equal runs; with a process group.
+    hidden_size, num_experts, top_k : int
+    workspace : optional
+        With ``fabric`` and ``tokens`` (a :class:`~fastlayers.comm.triton_tokens.TokenExchange`). Without: all rows are
+        gathered, and all partial rows scattered.
+    device, dtype
+        Of the rows.
+    backend : str
+
+    Notes
+    -----
+    Every rank makes the same calls with the same number of tokens. Capture-safe where the backend is. Source: DeepEP's
+    dispatch and combine, with fixed slots instead of counts.
+    """
+
+    def __init__(
+        self,
+        axis: Axis,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        workspace: Any = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        cfg = ExpertExchangeConfig(
+            axis, hidden_size, num_experts, top_k, dtype or torch.get_default_dtype(),
+            workspace.tokens.slots if workspace is not None else 0,
+            workspace.fabric.refusal if workspace is not None else None, workspace,
+        )  # fmt: skip
+        self.choose(EXPERT_EXCHANGE, cfg, device, backend)
+
+    def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Tokens:
+        """Return rows ``[n * T, H]``, local ids int32 and weights fp32 ``[n * T, K]``, of all ranks' tokens.
+
+        Parameters
+        ----------
+        x : Tensor ``[T, H]``
+        topk_ids : int32 Tensor ``[T, K]``
+            Of all experts; -1: none.
+        topk_weights : fp32 Tensor ``[T, K]``
+        """
+        cfg = self.cfg
+        check_tensor("ExpertExchange", "x", x, shape=(None, cfg.hidden_size), dtype=cfg.dtype, last_dim_contiguous=True)
+        shape = (x.shape[0], cfg.top_k)
+        check_tensor("ExpertExchange", "topk_ids", topk_ids, shape=shape, dtype=torch.int32, device=x.device)
+        check_tensor("ExpertExchange", "topk_weights", topk_weights, shape=shape, dtype=torch.float32, device=x.device)
+        found: Tokens = self.ladder.pick(x.shape[0]).dispatch(x, topk_ids.contiguous(), topk_weights.contiguous())
+        return found
+
+    def combine(self, partial: torch.Tensor, local_ids: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+        """Return ``[T, H]`` of the own tokens.
+
+        Parameters
+        ----------
+        partial : Tensor ``[n * T, H]``
+            Anything where all local ids are -1.
+        local_ids : int32 Tensor ``[n * T, K]``
+            As :meth:`dispatch` returned them.
+        topk_ids : int32 Tensor ``[T, K]``
+            As given to it.
+        """
+        cfg, rows = self.cfg, self.cfg.axis.size * topk_ids.shape[0]
+        check_tensor("ExpertExchange", "partial", partial, shape=(rows, cfg.hidden_size), dtype=cfg.dtype)
+        check_tensor("ExpertExchange", "local_ids", local_ids, shape=(rows, cfg.top_k), dtype=torch.int32)
+        impl = self.ladder.pick(topk_ids.shape[0])
+        found: torch.Tensor = impl.combine(partial.contiguous(), local_ids, topk_ids.contiguous())
+        return found
+
+    def forward(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor,
+        experts: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:  # fmt: skip
+        """Return what all experts make of the own tokens; ``experts(rows, local ids, weights)`` are this rank's."""
+        rows, local_ids, weights = self.dispatch(x, topk_ids, topk_weights)
+        return self.combine(experts(rows, local_ids, weights), local_ids, topk_ids)
