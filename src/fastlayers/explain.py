@@ -233,19 +233,29 @@ def _lost(choice: Choice) -> tuple[dict[str, str], dict[str, str]]:
     return refused, slower
 
 
-def _gain(backend: Backend, choice: Choice) -> str:
-    """Return what a build of this backend would gain by the tuned table over what is chosen."""
+def _measured(backend: Backend, choice: Choice) -> list[tuple[float, float, int]] | None:
+    """Return this backend's time, the best of the chosen ones', and the tokens, where a tuned table has both.
+
+    ``None``: there is no table.
+    """
     used = {rung.backend.name: rung.backend for rung in choice.rungs}
     found = tuning.lookup(choice.layer, choice.cfg, choice.device, used)
     if found is None:
-        return "no table tells what that would gain"
-    ratios = []
+        return None
+    rows = []
+    # A table keeps the best time of every backend at every token count.
     counts, times = tuning.times_of(found.table)
     for index, count in enumerate(counts):
         time = times.get(backend.name, [None] * len(counts))[index]
         theirs = [us for name in used if name in times and (us := times[name][index]) is not None]
         if time is not None and theirs:
-            ratios.append((min(theirs) / min(time, *theirs), count))
+            rows.append((time, min(theirs), count))
+    return rows
+
+
+def _gain(backend: Backend, choice: Choice) -> str:
+    """Return what a build of this backend would gain by the tuned table over what is chosen."""
+    ratios = [(theirs / min(time, theirs), count) for time, theirs, count in _measured(backend, choice) or ()]
     if not ratios:
         return "no table tells what that would gain"
     gain, count = max(ratios)
@@ -264,21 +274,12 @@ def _slower_because(backend: Backend, choice: Choice) -> str:
     if kind not in backend.auto_on:
         last = kind in backend.last_resort_on
         return f"a last resort on {kind}" if last else f"not automatic on {kind}, taken by name"
-    used = {rung.backend.name: rung.backend for rung in choice.rungs}
-    found = tuning.lookup(choice.layer, choice.cfg, choice.device, used)
-    if found is None:
+    rows = _measured(backend, choice)
+    if rows is None:
         return f"ranked below {choice.rungs[0].backend.name}"
-    # A table keeps the best time of every backend at every token count.
-    ratios = []
-    counts, times = tuning.times_of(found.table)
-    for index, count in enumerate(counts):
-        time = times.get(backend.name, [None] * len(counts))[index]
-        theirs = [us for name in used if name in times and (us := times[name][index]) is not None]
-        if time is not None and theirs:
-            ratios.append((time / min(theirs), count))
-    if not ratios:
+    if not rows:
         return "not measured in the tuned table"
-    ratio, count = min(ratios)
+    ratio, count = min((time / theirs, count) for time, theirs, count in rows)
     return f"in the tuned table at best {ratio:.2f} × the chosen one's time, at {count} tokens"
 
 
