@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from fastlayers.errors import ArgumentError, CheckpointError
-from fastlayers_server.serve_config import ServeConfig, as_json, keys_of, parse
+from fastlayers_server.serve_config import NAMES, ServeConfig, as_json, keys_of, parse
 
 if TYPE_CHECKING:
     from fastlayers_server.engine.protocol import EngineClient
@@ -36,38 +36,21 @@ def front_config(config: ServeConfig, folder: Path) -> FrontConfig:
             template = Path(config.chat_template).read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise ArgumentError("serve", "--chat-template", f"{config.chat_template!r} ({error})", "a file") from error
+    # The others have their flags' names.
+    same = {field.name for field in dataclasses.fields(FrontConfig)} & set(NAMES) - {"chat_template"}
     return FrontConfig(
+        **{name: getattr(config, name) for name in same},
         model_path=folder,
         served_names=config.served_model_name or (folder.resolve().name,),
         root=config.model,
         api_keys=keys_of(config.api_key, "--api-key"),
         admin_keys=keys_of(config.admin_api_key, "--admin-api-key"),
-        open_admin=config.open_admin,
-        metrics_public=config.metrics_public,
-        metrics_compat=config.metrics_compat,
-        enable_openapi=config.enable_openapi,
         cors_origins=config.cors_origin,
-        max_n=config.max_n,
-        max_logprobs=config.max_logprobs,
-        enable_priority=config.enable_priority,
-        lenient_fields=config.lenient_fields,
         chat_template=template,
-        generation_config=config.generation_config,
-        reasoning_parser=config.reasoning_parser,
-        tool_call_parser=config.tool_call_parser,
-        reasoning_field=config.reasoning_field,
         max_body_bytes=int(config.max_body_mb * 2**20),
-        body_timeout=config.body_timeout,
-        write_timeout=config.write_timeout,
-        request_timeout=config.request_timeout,
-        watchdog_timeout=config.watchdog_timeout,
-        shutdown_timeout=config.shutdown_timeout,
-        drain_delay=config.drain_delay,
-        log_prompts=config.log_prompts,
         # On a thread of this process the engine freezes for both.
         freeze_gc=not config.no_freeze_gc and not config.in_process,
         gc_warning=config.gc_warning_threshold_secs,
-        otlp_endpoint=config.otlp_endpoint,
         server=config.shown(),
     )
 

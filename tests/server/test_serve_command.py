@@ -246,11 +246,19 @@ def test_a_file_of_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_every_flag_has_an_effect(tmp_path: Path) -> None:
     """Each field is the front's, the engine's, or read by the command itself."""
     from fastlayers_server.engine.config import EngineConfig
+    from fastlayers_server.front.config import FrontConfig
 
     source = (Path(__file__).parents[2] / "server" / "fastlayers_server" / "serve_command.py").read_text()
     for field in dataclasses.fields(ServeConfig):
         used = f"config.{field.name}" in source or field.name in EngineConfig.__struct_fields__
-        assert used, f"{field.name}: nothing reads it"
+        assert used or field.name in FrontConfig.__dataclass_fields__, f"{field.name}: nothing reads it"
+    same = {f.name: f.default for f in dataclasses.fields(ServeConfig) if f.name in FrontConfig.__dataclass_fields__}
+    changed = {n: not v if isinstance(v, bool) else v * 2 if isinstance(v, str) else v + 1 for n, v in same.items()}
+    changed["chat_template"] = str(tmp_path / "template")
+    (tmp_path / "template").write_text("{{ messages }}")
+    front = front_config(dataclasses.replace(ServeConfig(), **changed), tmp_path)
+    changed["chat_template"] = "{{ messages }}"
+    assert {name: getattr(front, name) for name in same} == changed and len(same) > 18
 
 
 def test_random_weights_of_a_known_model_need_no_folder(tmp_path: Path) -> None:

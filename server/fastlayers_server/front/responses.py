@@ -70,28 +70,18 @@ class NamedChoice(Model):
     name: str
 
 
-class ResponsesRequest(Model):
+class ResponsesRequest(schemas.Asked):
     """``POST /v1/responses``."""
 
-    model: str
     input: schemas.TextPart | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=4096)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
-    stream: bool | None = None
     truncation: Literal["disabled"] | None = None
-    store: bool | None = None
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -101,9 +91,6 @@ class ResponsesRequest(Model):
         for name, why in STATEFUL.items():
             if data.get(name):
                 raise refuse(name, why)
-        for name, accepted in schemas.NEUTRAL.items():
-            if data.get(name) is not None and data[name] not in accepted:
-                raise refuse(name, f"given {data[name]!r}; accepted: {', '.join(map(repr, accepted))}")
         tools = data.get("tools")
         for tool in tools if isinstance(tools, list) else ():
             if isinstance(tool, dict) and tool.get("type") != "function":

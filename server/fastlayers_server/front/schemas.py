@@ -195,13 +195,33 @@ class StreamOptions(Model):
     continuous_usage_stats: bool = False
 
 
-class Common(Model):
-    """Fields of both generation routes."""
+class Asked(Model):
+    """Fields of every route that generates; the last ones have no effect."""
 
     model: str
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    stream: bool | None = None
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _neutral(cls, data: Any) -> Any:
+        for name, accepted in NEUTRAL.items() if isinstance(data, dict) else ():
+            if data.get(name) is not None and data[name] not in accepted:
+                raise refuse(name, f"given {data[name]!r}; accepted: {', '.join(map(repr, accepted))}")
+        return data
+
+
+class Common(Asked):
+    """Fields of completions and chats."""
+
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1)] | None = None
@@ -213,7 +233,6 @@ class Common(Model):
     ) = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
     include_stop_str_in_output: bool | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -229,12 +248,6 @@ class Common(Model):
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
     return_token_ids: bool | None = None
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -244,9 +257,6 @@ class Common(Model):
         for name, why in REFUSED.items():
             if data.get(name) is not None:
                 raise refuse(name, why)
-        for name, accepted in NEUTRAL.items():
-            if data.get(name) is not None and data[name] not in accepted:
-                raise refuse(name, f"given {data[name]!r}; accepted: {', '.join(map(repr, accepted))}")
         data = {k: v for k, v in data.items() if k not in REFUSED}
         # Names of vLLM before 0.12 and of SGLang.
         aliases = {
