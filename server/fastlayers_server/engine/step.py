@@ -157,6 +157,7 @@ class SlotStep(ModelStep):
         hidden = self._forward(meta)
         found = self._finish(meta, hidden, mode)
         if tree:
+            self.uncaptured["a tree of drafts"] += 1
             self._compact(found, meta.out_cache_loc)
         return found, hidden
 

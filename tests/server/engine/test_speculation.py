@@ -100,6 +100,7 @@ def test_a_tree_gives_the_same_tokens(name: str, page_size: int, wrong_every: in
     counters = bench.scheduler.metrics.counters
     assert drafts.steps["verified"] < (0.45 if not wrong_every else 0.9) * 2 * len(rows) * new
     assert counters["wasted_tokens_total"]["speculation"] > drafts.steps["verified"]
+    assert bench.executor.graph_counts()[1]["a tree of drafts"] > 0
     assert bench.scheduler.cache.private == bench.scheduler.cache.locked == 0
 
 
