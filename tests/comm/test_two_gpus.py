@@ -1,0 +1,90 @@
+"""Sums and moves of rows over symmetric memory on real GPUs: equal to NCCL's, bit by bit, and equal on all ranks."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from fastlayers.comm.collectives import collectives
+from fastlayers.comm.fabric import Workspace
+from fastlayers.norm.rms_norm.layer import RMSNorm
+from fastlayers.testing.world import Rank, world
+
+pytestmark = [
+    pytest.mark.multigpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+HIDDEN, EPS = 2048, 1e-6
+
+
+def rows(rank: Rank, count: int, seed: int, own: bool = True) -> torch.Tensor:
+    generator = torch.Generator(rank.device).manual_seed(1000 * seed + (1 + rank.rank) * own)
+    return torch.randn(count, HIDDEN, generator=generator, device=rank.device).to(torch.bfloat16)
+
+
+def norm_of(rank: Rank) -> RMSNorm:
+    norm = RMSNorm(HIDDEN, EPS, device=rank.device, dtype=torch.bfloat16)
+    norm.weight.copy_(1 + 0.1 * rows(rank, 1, 99, own=False)[0])
+    return norm
+
+
+@torch.inference_mode()
+def compare(rank: Rank) -> list[str]:
+    axis, over, norm = rank.spec().tp, collectives(rank.spec().tp), norm_of(rank)
+    made = Workspace.make(axis, HIDDEN, torch.bfloat16, rank.device, rows=300, share=700, deadline_s=10.0)
+    assert made.push is not None and made.exchange is not None and made.arena is not None, made.fabric.refusal
+    wrong = []
+    for count in (1, 2, 64, 129, 300):
+        x, residual = rows(rank, count, count), rows(rank, count, 7, own=False)
+        y, h = made.push(x, residual, norm.weight, EPS)
+        wanted_y, wanted_h = norm(over.all_reduce_(x.clone()), residual)
+        first = y.clone()
+        torch.distributed.broadcast(first, 0)
+        if not (torch.equal(y, wanted_y) and torch.equal(h, wanted_h) and torch.equal(first, y)):
+            wrong.append(f"sum_norm of {count} rows")
+    for count in (2, 258, 1400):
+        x = rows(rank, count, count)
+        own = made.exchange.scatter(x)[1]
+        if not torch.equal(own, over.reduce_scatter(x)):
+            wrong.append(f"scatter of {count} rows")
+        if not torch.equal(made.exchange.gather(own)[0], over.all_gather(own)):
+            wrong.append(f"gather of {count} rows")
+    return wrong + ([f"rank {made.arena.failed()} was late"] if made.arena.failed() is not None else [])
+
+
+def test_equal_to_nccl() -> None:
+    assert world(2, "nccl").run(compare) == [[], []]
+
+
+@torch.inference_mode()
+def replay(rank: Rank, replays: int) -> int:
+    axis, over, norm = rank.spec().tp, collectives(rank.spec().tp), norm_of(rank)
+    made = Workspace.make(axis, HIDDEN, torch.bfloat16, rank.device, rows=64, deadline_s=10.0)
+    push, graphs = made.push, []
+    assert push is not None, made.fabric.refusal
+    for count in (1, 64, 8):
+        x, residual = rows(rank, count, count), rows(rank, count, 3, own=False)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            push(x, residual, norm.weight, EPS)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            y, h = push(*push(x, residual, norm.weight, EPS), norm.weight, EPS)
+        middle = norm(over.all_reduce_(x.clone()), residual)
+        graphs.append((graph, y, h, *norm(over.all_reduce_(middle[0].clone()), middle[1])))
+    order, own = random.Random(3), random.Random(10 + rank.rank)
+    wrong = torch.zeros((), dtype=torch.int64, device=rank.device)
+    for _ in range(replays):
+        graph, y, h, wanted_y, wanted_h = graphs[order.randrange(3)]
+        if own.random() < 0.5:
+            torch.cuda._sleep(own.randrange(400_000))
+        graph.replay()
+        wrong += (y != wanted_y).any() | (h != wanted_h).any()
+    return int(wrong)
+
+
+def test_replays_in_any_order_with_ranks_held_up() -> None:
+    assert world(2, "nccl").run(replay, 5000) == [0, 0]
