@@ -74,7 +74,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "torch.dtype": ("float32", 3, torch.int8),
     "tuple": ("x", 3, (1.5,), X),
     **dict.fromkeys(
-        ("Axis", "MLAThresholds", "Norm", "ParallelSpec", "LayerCommunicator", "QuantSpec", "RopeScaling",
+        ("Axis", "MLAThresholds", "Norm", "ParallelSpec", "LayerCommunicator", "Moves", "QuantSpec", "RopeScaling",
          "RotaryEmbedding", "Seam", "Shard", "VocabEmbedding"),
         ("x", 3, X),
     ),
