@@ -96,3 +96,9 @@ def test_a_model_that_is_loaded_already(llm: LLM) -> None:
     found, wanted = mine.generate(PROMPTS, way), llm.generate(PROMPTS, way)
     assert [c.outputs[0].text for c in found] == [c.outputs[0].text for c in wanted]
     assert mine.engine.executor.model is model  # type: ignore[attr-defined]
+
+
+def test_what_the_guide_shows_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    guide = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
+    exec(guide.split("### From Python")[1].split("```python\n")[1].split("```")[0], {})
+    assert len(capsys.readouterr().out.splitlines()) > 2  # both answers, and a third as it grows
