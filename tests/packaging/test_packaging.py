@@ -52,7 +52,7 @@ def test_python_and_version():
 
 def test_dependencies_are_exactly_the_agreed_ones():
     names = {requirement_name(r) for r in PROJECT["project"]["dependencies"]}
-    assert names == {"torch", "triton", "einops", "safetensors", "transformers", "typer", "rich"}
+    assert names == {"torch", "triton", "einops", "numpy", "safetensors", "transformers", "typer", "rich"}
     (triton,) = (r for r in PROJECT["project"]["dependencies"] if requirement_name(r) == "triton")
     assert "platform_system == 'Linux'" in triton
 

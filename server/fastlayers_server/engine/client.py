@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -62,7 +63,7 @@ def beat(engine: Engine | None, epoch: int, phase: str) -> Beat:
     return Beat(epoch, phase, engine.scheduler.ticks, time.monotonic() - started if started else 0.0)
 
 
-class ClientBase:
+class ClientBase(ABC):
     """What both ways to hold an engine share: who has not ended, and what came before the engine was there."""
 
     phase: str
@@ -93,9 +94,9 @@ class ClientBase:
             if not self._pass(message):
                 self._early.append(message)
 
+    @abstractmethod
     def _pass(self, message: ToEngine) -> bool:
         """Give a message to the engine, if it is there; under the lock."""
-        raise NotImplementedError
 
     def _deliver(self, message: FromEngine) -> None:
         with self._delivering:

@@ -22,13 +22,13 @@ import triton.language as tl
 
 from fastlayers.comm.symmetric import Arena
 from fastlayers.comm.triton_push import normalised, warps_of
-from fastlayers.comm.triton_signals import address, await_signal, signal
+from fastlayers.comm.triton_signals import PDL, address, await_signal, signal
 from fastlayers.errors import ArgumentError
 from fastlayers.integers import next_power_of_2
 from fastlayers.norm.rms_norm.layer import ROUNDINGS
 from fastlayers.operators import nothing, operator
 from fastlayers.runtime.launch import kernel
-from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
+from fastlayers.triton_lang import await_inputs, cast, release_dependents
 
 NO_NORM = -1
 PROGRAMS = 128
@@ -156,7 +156,7 @@ def _exchange_rows(
         x, others, x if weight is None else weight, y, summed, inboxes, inbox, outboxes, flags, flag, state, status,
         x.stride(0), others.stride(0), hidden, eps, share, slots, rank, deadline_ns,
         N=size, SCATTER=scatter, GATHER=gather, ROUNDING=rounding, HAS_RESIDUAL=residual is not None, CHUNK=chunk,
-        BLOCK=next_power_of_2(hidden), PART=part, num_warps=warps_of(hidden), **dependent_launch(x.device),
+        BLOCK=next_power_of_2(hidden), PART=part, num_warps=warps_of(hidden), PDL=PDL,
     )  # fmt: skip
 
 

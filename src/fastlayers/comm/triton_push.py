@@ -19,21 +19,22 @@ import triton
 import triton.language as tl
 
 from fastlayers.comm.symmetric import Arena
-from fastlayers.comm.triton_signals import address, now
+from fastlayers.comm.triton_signals import PDL, address, now
 from fastlayers.errors import ArgumentError
 from fastlayers.integers import next_power_of_2
 from fastlayers.norm.rms_norm.layer import ROUNDINGS
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import kernel
-from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
+from fastlayers.triton_lang import await_inputs, cast, release_dependents
 
 NO_NORM = -1
 # −0 of the dtype: what an empty word holds.
 EMPTY = {torch.bfloat16: 0x8000, torch.float16: 0x8000, torch.float32: 0x80000000}
 # Rows in flight: more programs than a GPU holds at once would only queue.
 PROGRAMS = 132
-# Rows that a program pushes before it waits for its first: the link is busy while what has arrived is added up.
-AHEAD = 2
+# Rows that a program pushes before it waits for its first: with more than one the link is busy while it adds up those
+# that have arrived. One is what was measured.
+AHEAD = 1
 
 
 @triton.jit
@@ -188,7 +189,7 @@ def _push_sum(
             x.stride(0), others.stride(0), hidden, eps, rows, epoch.shape[0], rank, deadline_ns,
             WORD=tl.uint32 if x.dtype.itemsize == 4 else tl.uint16, EMPTY=EMPTY[x.dtype], N=size, ROUNDING=rounding,
             HAS_RESIDUAL=residual is not None, SINGLE=rows == grid, AHEAD=ahead, BLOCK=next_power_of_2(hidden),
-            PART=part, num_warps=warps, **dependent_launch(x.device),
+            PART=part, num_warps=warps, PDL=PDL,
         )  # fmt: skip
     return [summed] if rounding == NO_NORM else [y, summed]
 

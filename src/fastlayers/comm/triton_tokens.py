@@ -19,12 +19,12 @@ import triton.language as tl
 from fastlayers.comm.symmetric import Arena
 from fastlayers.comm.triton_exchange import PROGRAMS
 from fastlayers.comm.triton_push import warps_of
-from fastlayers.comm.triton_signals import address, await_signal, signal
+from fastlayers.comm.triton_signals import PDL, address, await_signal, signal
 from fastlayers.errors import ArgumentError
 from fastlayers.integers import next_power_of_2
 from fastlayers.operators import nothing, operator
 from fastlayers.runtime.launch import kernel
-from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
+from fastlayers.triton_lang import await_inputs, cast, release_dependents
 
 
 @triton.jit
@@ -143,7 +143,7 @@ def _dispatch(
         x, ids, weights, boxes, id_boxes, weight_boxes, flags, flag, state, status,
         x.stride(0), hidden, tokens, local, rank, deadline_ns,
         N=size, K=ids.shape[1], WIDTH=next_power_of_2(ids.shape[1]), BLOCK=next_power_of_2(hidden), PART=part,
-        num_warps=warps_of(hidden), **dependent_launch(x.device),
+        num_warps=warps_of(hidden), PDL=PDL,
     )  # fmt: skip
 
 
@@ -158,7 +158,7 @@ def _combine(
         partial, slot_ids, ids, out, inboxes, inbox, flags, flag, state, status,
         hidden, tokens, slots, local, rank, deadline_ns,
         N=size, K=ids.shape[1], WIDTH=next_power_of_2(ids.shape[1]), BLOCK=next_power_of_2(hidden), PART=part,
-        num_warps=warps_of(hidden), **dependent_launch(partial.device),
+        num_warps=warps_of(hidden), PDL=PDL,
     )  # fmt: skip
 
 
