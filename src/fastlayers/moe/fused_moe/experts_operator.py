@@ -6,6 +6,7 @@ backend(x, topk_weights, topk_ids, packed)  →  operator(…, w13, w2, scales, 
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -19,9 +20,20 @@ from fastlayers.operators import Operator, like_x, operator
 
 @lru_cache(maxsize=256)
 def _config_of(text: str) -> FusedMoEConfig:
-    """Return the configuration that ``text`` is the ``repr`` of."""
-    cfg: FusedMoEConfig = eval(text, {"FusedMoEConfig": FusedMoEConfig, "torch": torch})
-    return cfg
+    """Return the configuration that ``text`` is the ``repr`` of.
+
+    Read, not evaluated: the text may come out of a file, with an exported program.
+    """
+    call = ast.parse(text, mode="eval").body
+    assert isinstance(call, ast.Call), text
+    return FusedMoEConfig(**{str(given.arg): _value(given.value) for given in call.keywords})
+
+
+def _value(node: ast.expr) -> Any:
+    """Return a literal, or the dtype of ``torch.bfloat16``."""
+    if isinstance(node, ast.Attribute) and isinstance(found := getattr(torch, node.attr), torch.dtype):
+        return found
+    return ast.literal_eval(node)
 
 
 def experts_operator(name: str, kind: Callable[..., Any] = MoEWeights) -> Callable[[Callable[..., Any]], Operator]:
