@@ -120,17 +120,19 @@ def no_compiler(package: str) -> str | None:
     return f"{package} compiles its kernels with nvcc, which was not found (install the CUDA toolkit, or set CUDA_HOME)"
 
 
+@lru_cache
+def _installed(distribution: str) -> str | None:
+    """Return the version of a distribution; looked up once, which takes a millisecond where every layer asks."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def versions() -> dict[str, str]:
     """Return the versions of torch and of the installed kernel packages."""
-    found: dict[str, str] = {}
-    for name, usual in COMPILERS.items():
-        for distribution in (usual, name):
-            try:
-                found[name] = importlib.metadata.version(distribution)
-                break
-            except importlib.metadata.PackageNotFoundError:
-                continue
-    return found
+    either = {name: _installed(usual) or _installed(name) for name, usual in COMPILERS.items()}
+    return {name: version for name, version in either.items() if version is not None}
 
 
 def versions_key() -> str:
