@@ -14,9 +14,10 @@ import torch
 
 from fastlayers.errors import ArgumentError, CheckpointError
 from fastlayers_models import AutoModel
-from fastlayers_models.checkpoint import UNFINISHED, Checkpoint, collapsed
+from fastlayers_models.checkpoint import Checkpoint, collapsed
 from fastlayers_models.convert import convert_checkpoint, dequantize_checkpoint
 from fastlayers_models.convert.shard_writer import LOCK
+from fastlayers_models.find import UNFINISHED
 from fastlayers_server.variants import FastlayersRunner
 
 sys.path.insert(0, str(Path(__file__).parent))

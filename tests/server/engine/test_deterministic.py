@@ -69,8 +69,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "chunks of a piece": {"max_batched_tokens": PIECE},
     "chunks of 40": {"max_batched_tokens": 40, "max_extend_requests": 2},
     "no cache": {"prefix_cache": False},
-    "preempted": {"num_pages": 17},
-    "preempted, ahead, captured": {"num_pages": 17, "overlap": True, "captured": True},
+    "preempted": {"num_pages": 20},
+    "preempted, ahead, captured": {"num_pages": 20, "overlap": True, "captured": True},
 }
 
 
@@ -118,7 +118,7 @@ def test_a_request_that_says_other_tokens_ends(monkeypatch: pytest.MonkeyPatch) 
     """What was told cannot be taken back: a broken promise is an error, not another text."""
     model = make_model("qwen")
     monkeypatch.setattr(running, "RATIO_START", 0.0)
-    bench = Bench(model, piece=PIECE, num_pages=17)
+    bench = Bench(model, piece=PIECE, num_pages=20)
     rids = [bench.submit(row, 40) for row in prompts(6, 60)]
     victim = None
     for _ in range(400):
