@@ -14,6 +14,7 @@ each of both reads one.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
 from itertools import chain
 from operator import attrgetter
@@ -37,14 +38,17 @@ class WeightsEpoch:
         Empty; its version counts edits in place of the weights that :func:`count_in` was called with.
     packed : Packed or None
         What the module itself holds a copy as.
+    name : str
+        Of no other epoch: weights carry it that count their edits here.
     """
 
-    __slots__ = ("edits", "packed", "value")
+    __slots__ = ("edits", "name", "packed", "value")
 
     def __init__(self) -> None:
         self.value = 0
         self.packed: Packed | None = None
         self.edits = _EMPTY.data  # has a version counter of its own
+        self.name = uuid.uuid4().hex
 
     def __reduce__(self) -> tuple[Any, ...]:
         return WeightsEpoch, ()  # copied weights are not counted here, and nothing was packed of them
@@ -63,13 +67,18 @@ def is_aliased(weight: torch.Tensor) -> bool:
     return int(torch._C._storage_Use_Count(storage._cdata)) > 2
 
 
-def count_in(edits: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Let edits in place of ``weight`` raise the version of ``edits``, too; return whether that could be done.
+def count_in(epoch: WeightsEpoch, weight: torch.Tensor) -> bool:
+    """Let edits in place of ``weight`` raise the version of ``epoch.edits``, too; return whether that could be done.
 
     What is detached shares its source's version counter and keeps it when ``.data`` is assigned (torch's note "Version
     Counter Sharing"). So the parameter's tensor is exchanged for such a one over the same storage; it stays the same
     object of Python. Not where another tensor looks at the storage: what is written there counts in the old counter.
     """
+    edits, name = epoch.edits, epoch.name
+    owner = vars(weight).get("_counted_in")
+    if owner is not None:
+        # Of a layer with another epoch: its counter stays, and is read as the weight's own.
+        return bool(owner == name)
     alike = type(weight) is nn.Parameter and torch._has_compatible_shallow_copy_type(edits, weight)
     if not alike or weight.requires_grad or is_aliased(weight) or torch._C._len_torch_dispatch_stack():
         return False
@@ -77,7 +86,7 @@ def count_in(edits: torch.Tensor, weight: torch.Tensor) -> bool:
         twin = edits.detach()
         twin.data = weight.data
         twin = nn.Parameter(twin, requires_grad=False)
-    vars(twin).update(vars(weight))
+    vars(twin).update(vars(weight), _counted_in=name)
     try:
         torch.utils.swap_tensors(weight, twin)
     except RuntimeError:  # somebody outside of Python holds it, or a weak reference
@@ -207,8 +216,9 @@ class Packed:
 
     def __init__(self, value: Any, module: WatchedModule, sources: tuple[torch.Tensor, ...]) -> None:
         epoch = epoch_of(module)
-        shared = module._epochs[0].edits  # the model's, where it was asked for before its layers pack
-        apart = tuple(source for source in sources if not count_in(shared, source))
+        first = module._epochs[0]  # the model's, where it was asked for before its layers pack
+        shared = first.edits
+        apart = tuple(source for source in sources if not count_in(first, source))
         self.value = value
         self.counter: torch.Tensor | Versions = Versions((shared, *apart)) if apart else shared
         self.at = self.counter._version

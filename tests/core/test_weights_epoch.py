@@ -444,3 +444,23 @@ def test_an_edit_of_one_layer_packs_each_layer_once_more() -> None:
 def test_repack_names_what_is_no_module() -> None:
     with pytest.raises(ArgumentError, match=r"repack: model is 3; accepted: an nn\.Module"):
         fl.repack(3)  # type: ignore[arg-type]
+
+
+def test_a_weight_of_two_layers_that_packed_apart_is_seen_by_both() -> None:
+    rotary = fl.RotaryEmbedding(16, max_position=64, interleaved_in=True)
+
+    def make() -> fl.MLAAttention:
+        return fl.MLAAttention(
+            128, 2, q_lora_rank=None, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=16, v_head_dim=64,
+            rotary=rotary, page_size=16, dtype=torch.float32, quant=fl.QuantSpec("fp8_block"),
+        )  # fmt: skip
+
+    one, other = make(), make()
+    other.kv_b_proj = one.kv_b_proj
+    for layer in (one, other):
+        fl.finalize(layer)
+        layer.absorbed_weights()
+    for value in (1.0, 2.0):
+        with torch.no_grad():
+            one.kv_b_proj.weight.copy_(torch.full((256, 128), value).to(torch.float8_e4m3fn))
+        assert [layer.absorbed_weights()[0].max().item() for layer in (one, other)] == [value, value]
