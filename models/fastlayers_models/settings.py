@@ -31,7 +31,8 @@ class Setting:
     ----------
     kind : str
         As :func:`fastlayers.errors.check_plain` names them, or ``"ids"``: one token id, or several, or null. With
-        ``" | None"`` null is a value of its own; otherwise it says as little as an absent key.
+        ``" | None"`` null is a value of its own, and as a flag it is false; otherwise it says as little as an absent
+        key.
     default : object
         What transformers assumes; :data:`REQUIRED`: nothing is assumed here.
     most : int
@@ -82,6 +83,8 @@ def _read(owner: str, config: Mapping[str, Any], name: str, setting: Setting) ->
             return None
         if null and setting.kind == "ids":
             return ()
+        if null and setting.kind == "bool":
+            return False  # as whoever asks "if config.flag" takes it
         if setting.default is REQUIRED:
             accepted = {"int": "an integer", "bool": "true or false"}.get(setting.kind.split()[0], "a value")
             raise ArgumentError(owner, name, "None", accepted)

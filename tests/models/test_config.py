@@ -17,7 +17,9 @@ import pytest
 import transformers
 from typer.testing import CliRunner
 
-from fastlayers.errors import CheckpointError, FastlayersError
+import fastlayers as fl
+from fastlayers.errors import ArgumentError, CheckpointError, FastlayersError
+from fastlayers.rotary.scaling import RopeScaling
 from fastlayers_models import AutoModel
 from fastlayers_models.auto import FAMILIES, family_of
 from fastlayers_models.checkpoint import Checkpoint
@@ -142,6 +144,21 @@ def test_every_key_removed_or_mutated_reads_as_in_transformers_or_is_refused(kin
             compared += 1
             assert found == read(kind, theirs), (what, found, read(kind, theirs))
     assert accepted > 100 and refused > 100 and compared > 50, (accepted, refused, compared)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [("deepseek_v3", "norm_topk_prob"), ("deepseek_v3", "rope_interleave"), ("llama", "attention_bias")],
+)
+def test_a_flag_that_is_null_is_false(kind: str, key: str) -> None:
+    config = family_of({"model_type": kind}).config_class.from_hf(config_of(kind) | {key: None})
+    assert getattr(config, key) is False
+
+
+def test_yarn_over_a_base_of_one_is_refused() -> None:
+    scaling = RopeScaling("yarn", factor=4.0, original_max_position=64)
+    with pytest.raises(ArgumentError, match=r"base is 1\.0; accepted: another number than 1 with yarn"):
+        fl.RotaryEmbedding(16, max_position=64, base=1.0, scaling=scaling)
 
 
 # ---- whole directories -----------------------------------------------------------------------------------------

@@ -206,6 +206,11 @@ def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
 
 
 def _yarn(powers: torch.Tensor, rotary_dim: int, base: float, scaling: RopeScaling) -> torch.Tensor:
+    if base == 1:
+        raise ArgumentError(
+            "RotaryEmbedding", "base", base, "another number than 1 with yarn: all angles would turn alike"
+        )
+
     def dimension(rotations: float) -> float:
         turns = scaling.original_max_position / (rotations * 2 * math.pi)
         return (rotary_dim * math.log(turns)) / (2 * math.log(base))
