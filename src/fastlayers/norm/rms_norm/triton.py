@@ -44,15 +44,9 @@ def _rms_norm_kernel(
 
 
 @lru_cache
-def _launch_of(hidden_size: int) -> tuple[int, int]:
-    """Return the block and the warps of a row."""
-    block = next_power_of_2(hidden_size)
-    return block, min(16, max(1, block // 512))
-
-
-@lru_cache
 def _bound(hidden_size: int, rounding: int, residual: bool, device: torch.device) -> Callable[..., None]:
-    block, warps = _launch_of(hidden_size)
+    block = next_power_of_2(hidden_size)
+    warps = min(16, max(1, block // 512))
     return _rms_norm_kernel.bind(
         ROUNDING=rounding, HAS_RESIDUAL=residual, BLOCK=block, num_warps=warps, **dependent_launch(device)
     )  # type: ignore[no-any-return]
