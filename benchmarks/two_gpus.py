@@ -14,8 +14,6 @@ import faulthandler
 import gc
 import json
 import os
-import random
-import statistics
 import sys
 import time
 import traceback
@@ -29,15 +27,9 @@ import torch.distributed as dist
 
 import fastlayers as fl
 from fastlayers import env
-from fastlayers.comm.collectives import collectives
-from fastlayers.comm.fabric import Workspace, survey
+from fastlayers.comm import triton_signals
 from fastlayers.comm.parallel import ParallelSpec
-from fastlayers.comm.symmetric import SymmArena
-from fastlayers.comm.triton_exchange import Exchange
 from fastlayers.tuning.provenance import provenance
-
-HIDDEN = 7168
-CHAIN = 20
 
 
 class Run:
@@ -58,8 +50,14 @@ class Run:
     def say(self, **row: Any) -> None:
         """Print one row."""
         if self.rank == 0:
+            if triton_signals.EARLY:
+                row["early"] = True
             self.lines.append(row)
             print(json.dumps(row), flush=True)
+
+    def early(self, early: bool) -> None:
+        """Say whether kernels between ranks start early from here on."""
+        triton_signals.EARLY = early
 
     def part(self, name: str, function: Callable[[], None], seconds: float) -> None:
         """Run one part; what it raises is printed, and one that hangs ends this process with all stacks."""
@@ -93,285 +91,6 @@ class Run:
         return self.slower(float(not value)) == 0.0
 
 
-def captured(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Return a graph of the function and what it returned, after two runs on a side stream."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            function()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        outputs = function()
-    return graph, outputs
-
-
-def microseconds(run: Run, function: Callable[[], Any], calls: int, repeats: int = 15) -> float:
-    """Return the slower rank's median microseconds of one of ``calls`` calls that the function makes, replayed."""
-    graph, kept = captured(function)
-    times = []
-    for _ in range(repeats):
-        dist.barrier()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        graph.replay()  # the ranks meet in here, not in what is timed
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / calls)
-    del kept
-    return round(run.slower(statistics.median(times)), 2)
-
-
-class Rows:
-    """The parts about rows."""
-
-    def __init__(self, run: Run, hidden: int = HIDDEN) -> None:
-        self.run, self.axis, self.device, self.hidden = run, run.parallel.tp, run.device, hidden
-        self.over = collectives(self.axis)
-        self.norm = fl.RMSNorm(hidden, device=self.device, dtype=torch.bfloat16)
-        torch.manual_seed(0)
-        self.norm.weight.copy_(1 + 0.1 * torch.randn(hidden, device=self.device))
-        self.workspace: Any = None
-
-    def start(self) -> None:
-        """Make the workspace: for pushes alone, then with inboxes of 16,384 rows."""
-        begin = time.perf_counter()
-        import fastlayers.comm.symmetric
-        import fastlayers.comm.triton_exchange  # noqa: F401
-
-        imported = time.perf_counter() - begin
-        begin = time.perf_counter()
-        survey(self.axis, self.device)
-        self.run.say(
-            what="before", import_seconds=round(imported, 3), survey_seconds=round(time.perf_counter() - begin, 3)
-        )
-        for share in (0, 8192):
-            torch.cuda.synchronize()
-            dist.barrier()
-            begin = time.perf_counter()
-            made = Workspace.make(
-                self.axis, self.hidden, torch.bfloat16, self.device, rows=1024, share=share, deadline_s=10.0
-            )
-            torch.cuda.synchronize()
-            took = time.perf_counter() - begin
-            self.workspace = made
-            assert made.push is not None and made.arena is not None, made.fabric.refusal
-            x = self.draw(1, 0)
-            begin = time.perf_counter()
-            made.push(x, None, self.norm.weight, 1e-6)
-            torch.cuda.synchronize()
-            self.run.say(
-                what="workspace", share=share, seconds=round(self.run.slower(took), 3),
-                first_call_seconds=round(self.run.slower(time.perf_counter() - begin), 3),
-                refusal=made.fabric.refusal, gib=round(made.arena.buffer.numel() / 2**30, 3),
-            )  # fmt: skip
-
-    def draw(self, rows: int, seed: int, own: bool = True) -> torch.Tensor:
-        """Return rows that differ from rank to rank (``own``), or equal ones."""
-        torch.manual_seed(1000 * seed + (self.axis.rank + 1 if own else 0))
-        return torch.randn(rows, self.hidden, device=self.device).to(torch.bfloat16)
-
-    def ours(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        found: tuple[torch.Tensor, torch.Tensor] = self.workspace.push(x, residual, self.norm.weight, 1e-6)
-        return found
-
-    def theirs(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        total = self.over.all_reduce_(x)
-        if residual is None:
-            return self.norm(total), total
-        found: tuple[torch.Tensor, torch.Tensor] = self.norm(total, residual)
-        return found
-
-    def correct(self) -> None:
-        """Compare with NCCL and our norm, bit by bit; and the ranks with each other."""
-        for rows in (1, 2, 16, 63, 64, 129, 256, 1000, 1024):
-            x, residual = self.draw(rows, rows), self.draw(rows, rows + 1, own=False)
-            y, h = self.ours(x, residual)
-            wanted_y, wanted_h = self.theirs(x.clone(), residual)
-            plain = self.workspace.push(x)[1]
-            self.run.say(
-                what="sum_norm", rows=rows, equal_to_nccl=self.run.all_true(
-                    torch.equal(y, wanted_y) and torch.equal(h, wanted_h)),
-                sum_equal=self.run.all_true(torch.equal(plain, self.over.all_reduce_(x.clone()))),
-                same_on_all_ranks=self.run.same_everywhere(y) and self.run.same_everywhere(h),
-                late=self.workspace.arena.failed(),
-            )  # fmt: skip
-
-    def exchanged(self) -> None:
-        """Compare the exchange of many rows with NCCL's."""
-        move = self.workspace.exchange
-        for rows in (2, 258, 2048, 16384):
-            x, share = self.draw(rows, rows), rows // self.axis.size
-            _, own = move.scatter(x)
-            wanted = self.over.reduce_scatter(x)
-            whole, _ = move.gather(own)
-            gathered = self.over.all_gather(own)
-            equal = torch.equal(own, wanted), torch.equal(whole, gathered)
-            residual = self.draw(rows, 7, own=False)
-            mine = residual[self.axis.rank * share : (self.axis.rank + 1) * share]
-            y, h = move.scatter_gather(x, mine, self.norm.weight, 1e-6)
-            wanted_y, wanted_h = self.theirs(x.clone(), residual)
-            mine_h = wanted_h[self.axis.rank * share : (self.axis.rank + 1) * share]
-            self.run.say(
-                what="exchange", rows=rows, scatter=self.run.all_true(equal[0]), gather=self.run.all_true(equal[1]),
-                seam=self.run.all_true(torch.equal(y, wanted_y) and torch.equal(h, mine_h)),
-                late=self.workspace.arena.failed(),
-            )  # fmt: skip
-
-    def replayed(self) -> None:
-        """Replay three buckets in random order, a random rank held up, and count results that are not as before."""
-        graphs = []
-        for rows in (1, 64, 8):
-            x, residual = self.draw(rows, rows), self.draw(rows, 3, own=False)
-
-            def chain(x: torch.Tensor = x, residual: torch.Tensor = residual) -> tuple[torch.Tensor, torch.Tensor]:
-                y, h = self.ours(x, residual)
-                for _ in range(2):
-                    y, h = self.ours(y, h)
-                return y, h
-
-            wanted = self.theirs(x.clone(), residual)
-            for _ in range(2):
-                wanted = self.theirs(wanted[0].clone(), wanted[1])
-            graphs.append((*captured(chain), wanted))
-        order, own = random.Random(3), random.Random(10 + self.axis.rank)
-        wrong = torch.zeros(1, dtype=torch.int64, device=self.device)
-        replays = self.run.options.replays
-        for _ in range(replays):
-            graph, (y, h), (wanted_y, wanted_h) = graphs[order.randrange(3)]
-            if own.random() < 0.5:
-                torch.cuda._sleep(own.randrange(400_000))  # up to some 200 µs
-            graph.replay()
-            wrong += (y != wanted_y).any() | (h != wanted_h).any()
-            if own.random() < 0.2:
-                torch.cuda._sleep(own.randrange(400_000))
-        self.run.say(
-            what="replays", replays=replays, calls=3 * replays, wrong=int(self.run.slower(float(wrong))),
-            late=self.workspace.arena.failed(),
-        )  # fmt: skip
-
-    def timed(self) -> None:
-        """Time sum_norm and all_reduce against NCCL."""
-        full = self.hidden == HIDDEN
-        for rows in (1, 16, 64, 256, 1024) if full else (1, 64):
-            found = {f"{name}_us": self.time_sums(name, rows) for name in ("nccl_norm", "norm", "nccl_sum", "sum")}
-            push = self.workspace.push
-            kept = push.warps, push.programs, push.ahead
-            found["sum_norm_us"] = self.time_sums("sum_norm", rows)
-            ways = [(w, *kept[1:]) for w in (kept[0] // 2, 2 * kept[0])]
-            if rows > 132:
-                ways = [(kept[0], programs, ahead) for programs in (132, 264) for ahead in (1, 2, 8)]
-            for way in ways if self.run.options.ways else ():
-                push.warps, push.programs, push.ahead = way
-                found["sum_norm_us_{}_warps_{}_programs_{}_ahead".format(*way)] = self.time_sums("sum_norm", rows)
-            push.warps, push.programs, push.ahead = kept
-            self.run.say(
-                what="sum_norm_time", rows=rows, hidden=self.hidden, **found, late=self.workspace.arena.failed()
-            )
-
-    def time_sums(self, name: str, rows: int) -> float:
-        """Return microseconds of one call in a chain whose calls depend on each other."""
-        x, residual = self.draw(rows, 1), self.draw(rows, 2, own=False)
-        steps = {"nccl_norm": self.theirs, "sum_norm": self.ours, "norm": self.normed}
-
-        def chain() -> Any:
-            """Norm and residual of one call go into the next."""
-            y, h = x, residual
-            for _ in range(CHAIN):
-                y, h = steps[name](y, h)
-            return y, h
-
-        def sums() -> Any:
-            """Zeros stay zeros, however often they are added up."""
-            total = torch.zeros_like(x)
-            for _ in range(CHAIN):
-                total = self.over.all_reduce_(total) if name == "nccl_sum" else self.workspace.push(total)[1]
-            return total
-
-        return microseconds(self.run, chain if name in steps else sums, CHAIN)
-
-    def normed(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add and norm, with no sum: what a step of one GPU has in this place."""
-        found: tuple[torch.Tensor, torch.Tensor] = self.norm(x, residual)
-        return found
-
-    def timed_exchange(self) -> None:
-        """Time reduce-scatter and all-gather of many rows, and the seam by them."""
-        for rows in (256, 1024, 2048, 16384):
-            found = self.time_exchange(self.workspace.exchange, rows)
-            self.run.say(what="exchange_time", rows=rows, hidden=self.hidden, **found)
-        if not self.run.options.ways:
-            return
-        for programs in (128, 264):
-            nbytes = Exchange.nbytes_for(self.axis.size, self.hidden, torch.bfloat16, 8192, programs)
-            arena = SymmArena(self.axis, nbytes, self.device, 10.0)
-            move = Exchange(arena, self.hidden, torch.bfloat16, 8192, programs)
-            arena.ready()
-            for chunk in (4, 8, 16):
-                move.chunk = chunk
-                found = self.time_exchange(move, 16384, False)
-                self.run.say(what="exchange_way", programs=programs, chunk=chunk, rows=16384, **found)
-
-    def time_exchange(self, move: Any, rows: int, theirs: bool = True) -> dict[str, Any]:
-        """Return microseconds of each way to exchange so many rows."""
-        calls = 4
-        x, own = self.draw(rows, 1), self.draw(rows // self.axis.size, 2)
-        residual = self.draw(rows // self.axis.size, 4)
-        ways: dict[str, Callable[[], Any]] = {
-            "nccl_scatter_us": lambda: self.over.reduce_scatter(x),
-            "scatter_us": lambda: move.scatter(x),
-            "nccl_gather_us": lambda: self.over.all_gather(own),
-            "gather_us": lambda: move.gather(own),
-            "scatter_norm_gather_us": lambda: move.scatter_gather(x, residual, self.norm.weight, 1e-6),
-        }
-        found: dict[str, Any] = {}
-        for name, way in ways.items():
-            if theirs or not name.startswith("nccl"):
-                found[name] = microseconds(self.run, partial(several, way, calls), calls, 7)
-        return found | {"late": move.arena.failed()}
-
-    def lost(self) -> None:
-        """Let one rank stay away: the other ends after the deadline, names it, and then waits no more."""
-        made = Workspace.make(self.axis, self.hidden, torch.bfloat16, self.device, rows=8, deadline_s=0.5)
-        assert made.push is not None and made.arena is not None
-        seconds = []
-        if self.axis.rank == 0:
-            for _ in range(2):
-                begin = time.perf_counter()
-                y, h = made.push(self.draw(4, 1), None, self.norm.weight, 1e-6)
-                torch.cuda.synchronize()
-                seconds.append(round(time.perf_counter() - begin, 4))
-            self.run.say(
-                what="lost_rank", seconds=seconds, named=made.arena.failed(),
-                poisoned=bool(y.isnan().all()) and bool(h.isnan().all()),
-            )  # fmt: skip
-        dist.barrier()
-
-
-def several(way: Callable[[], Any], calls: int) -> list[Any]:
-    """Return what so many calls return."""
-    return [way() for _ in range(calls)]
-
-
-def rows(run: Run) -> None:
-    """Run the parts about rows."""
-    parts = Rows(run)
-    run.part("workspace", parts.start, 30)
-    run.part("correct", parts.correct, 25)
-    run.part("sum_norm_time", parts.timed, 30)
-    run.part("replays", parts.replayed, 20 + run.options.replays / 2000)
-    run.part("exchanged", parts.exchanged, 20)
-    run.part("exchange_time", parts.timed_exchange, 25)
-    run.part("lost_rank", parts.lost, 15)
-    for hidden in (4096, 2048):
-        smaller = Rows(run, hidden)
-        run.part(f"workspace {hidden}", smaller.start, 20)
-        run.part(f"sum_norm_time {hidden}", smaller.timed, 20)
-
-
 @torch.inference_mode()
 def decode(run: Run, name: str, backend: str, wanted: dict[int, Any]) -> None:
     """Time decode of one model; ``backend``: of the seam (``""``: what is chosen)."""
@@ -382,7 +101,8 @@ def decode(run: Run, name: str, backend: str, wanted: dict[int, Any]) -> None:
     from fastlayers_models.auto import family_of
     from fastlayers_models.generate import Generator
 
-    if backend:
+    run.early(backend == "early")
+    if backend not in ("", "early"):
         os.environ["FASTLAYERS_BACKEND"] = f"sum_norm={backend},all_reduce={backend}"
     else:
         os.environ.pop("FASTLAYERS_BACKEND", None)
@@ -460,7 +180,10 @@ def main() -> None:
     parser.add_argument("--replays", type=int, default=2000)
     parser.add_argument("--ways", action="store_true", help="also time other launch configurations")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 64])
-    parser.add_argument("--seams", nargs="*", default=["nccl", ""], help="backends to compare; '': what is chosen")
+    parser.add_argument("--early", action="store_true", help="rows: also with kernels that start early")
+    parser.add_argument(
+        "--seams", nargs="*", default=["nccl", ""], help="backends; '': what is chosen; early: that, started early"
+    )
     parser.add_argument("--dp", type=int, default=1, help="attention groups")
     parser.add_argument("--ep", type=int, default=1, help="groups that split the experts")
     parser.add_argument("--layers", type=int, help="fewer decoder layers, to try things out")
@@ -474,6 +197,8 @@ def main() -> None:
         ranks=run.size, device=torch.cuda.get_device_name(run.device),
     )  # fmt: skip
     if options.parts == "rows":
+        from two_gpus_rows import rows  # type: ignore[import-not-found]
+
         with torch.inference_mode():
             rows(run)
     else:

@@ -22,7 +22,7 @@ import triton.language as tl
 
 from fastlayers.comm.symmetric import Arena
 from fastlayers.comm.triton_push import normalised, warps_of
-from fastlayers.comm.triton_signals import PDL, address, await_signal, signal
+from fastlayers.comm.triton_signals import address, await_signal, order, signal
 from fastlayers.errors import ArgumentError
 from fastlayers.integers import next_power_of_2
 from fastlayers.norm.rms_norm.layer import ROUNDINGS
@@ -156,7 +156,7 @@ def _exchange_rows(
         x, others, x if weight is None else weight, y, summed, inboxes, inbox, outboxes, flags, flag, state, status,
         x.stride(0), others.stride(0), hidden, eps, share, slots, rank, deadline_ns,
         N=size, SCATTER=scatter, GATHER=gather, ROUNDING=rounding, HAS_RESIDUAL=residual is not None, CHUNK=chunk,
-        BLOCK=next_power_of_2(hidden), PART=part, num_warps=warps_of(hidden), PDL=PDL,
+        BLOCK=next_power_of_2(hidden), PART=part, num_warps=warps_of(hidden), **order(x.device),
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from fastlayers.comm.symmetric import Arena
-from fastlayers.comm.triton_signals import PDL, address, now
+from fastlayers.comm.triton_signals import address, now, order
 from fastlayers.errors import ArgumentError
 from fastlayers.integers import next_power_of_2
 from fastlayers.norm.rms_norm.layer import ROUNDINGS
@@ -189,7 +189,7 @@ def _push_sum(
             x.stride(0), others.stride(0), hidden, eps, rows, epoch.shape[0], rank, deadline_ns,
             WORD=tl.uint32 if x.dtype.itemsize == 4 else tl.uint16, EMPTY=EMPTY[x.dtype], N=size, ROUNDING=rounding,
             HAS_RESIDUAL=residual is not None, SINGLE=rows == grid, AHEAD=ahead, BLOCK=next_power_of_2(hidden),
-            PART=part, num_warps=warps, PDL=PDL,
+            PART=part, num_warps=warps, **order(x.device),
         )  # fmt: skip
     return [summed] if rounding == NO_NORM else [y, summed]
 

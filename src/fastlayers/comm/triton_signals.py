@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
-from fastlayers.triton_lang import INTERPRET
+from fastlayers.triton_lang import INTERPRET, dependent_launch
 
 # Whether kernels between ranks start before those in front have ended. They can; what was measured on two H200s, and
 # what ran 2,000 delayed replays there, is without.
-PDL = False
+EARLY = False
+
+
+def order(device: torch.device) -> dict[str, bool]:
+    """Return the launch arguments that say when a kernel between ranks starts."""
+    return dependent_launch(device) if EARLY else {"PDL": False}
 
 
 @triton.jit

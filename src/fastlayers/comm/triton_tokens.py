@@ -19,7 +19,7 @@ import triton.language as tl
 from fastlayers.comm.symmetric import Arena
 from fastlayers.comm.triton_exchange import PROGRAMS
 from fastlayers.comm.triton_push import warps_of
-from fastlayers.comm.triton_signals import PDL, address, await_signal, signal
+from fastlayers.comm.triton_signals import address, await_signal, order, signal
 from fastlayers.errors import ArgumentError
 from fastlayers.integers import next_power_of_2
 from fastlayers.operators import nothing, operator
@@ -143,7 +143,7 @@ def _dispatch(
         x, ids, weights, boxes, id_boxes, weight_boxes, flags, flag, state, status,
         x.stride(0), hidden, tokens, local, rank, deadline_ns,
         N=size, K=ids.shape[1], WIDTH=next_power_of_2(ids.shape[1]), BLOCK=next_power_of_2(hidden), PART=part,
-        num_warps=warps_of(hidden), PDL=PDL,
+        num_warps=warps_of(hidden), **order(x.device),
     )  # fmt: skip
 
 
@@ -158,7 +158,7 @@ def _combine(
         partial, slot_ids, ids, out, inboxes, inbox, flags, flag, state, status,
         hidden, tokens, slots, local, rank, deadline_ns,
         N=size, K=ids.shape[1], WIDTH=next_power_of_2(ids.shape[1]), BLOCK=next_power_of_2(hidden), PART=part,
-        num_warps=warps_of(hidden), PDL=PDL,
+        num_warps=warps_of(hidden), **order(partial.device),
     )  # fmt: skip
 
 
