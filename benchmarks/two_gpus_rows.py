@@ -275,7 +275,7 @@ class Rows:
         )  # fmt: skip
         move = TokenExchange(arena, self.hidden, experts, top_k, torch.bfloat16, most)
         arena.ready()
-        config = ExpertExchangeConfig(self.axis, self.hidden, experts, top_k, torch.bfloat16)
+        config = ExpertExchangeConfig(self.axis, self.hidden, torch.bfloat16, num_experts=experts, top_k=top_k)
         theirs, local = CollectiveExpertExchange(config), experts // self.axis.size
         for count, route in ((0, "any"), (1, "any"), (64, "first"), (64, "none"), (128, "any"), (512, "any")):
             x, scores = self.draw(count, 1), torch.rand(count, experts, device=self.device)

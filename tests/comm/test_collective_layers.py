@@ -16,8 +16,9 @@ from fastlayers.comm.expert_exchange.triton_symm_mem import TritonExpertExchange
 from fastlayers.comm.fabric import Fabric, Workspace, _refusal
 from fastlayers.comm.gather_rows.layer import GatherRows
 from fastlayers.comm.parallel import Axis
+from fastlayers.comm.rank_layer import with_limit
 from fastlayers.comm.scatter_rows.layer import ScatterRows
-from fastlayers.comm.sum_norm.layer import SUM_NORM, SumNorm, SumNormConfig, with_limit
+from fastlayers.comm.sum_norm.layer import SUM_NORM, SumNorm, SumNormConfig
 from fastlayers.comm.sum_norm.triton_symm_mem import TritonSumNorm
 from fastlayers.device import DESCRIBED
 from fastlayers.errors import ArgumentError, NoBackendError
@@ -137,7 +138,7 @@ def test_rows_beyond_the_workspace_go_to_nccl(monkeypatch: pytest.MonkeyPatch) -
     cfg = SumNormConfig(Axis(2), 128, slots=64)
     chosen = Choice("sum_norm", cfg, DESCRIBED["H200"], "auto", (Rung(None, SUM_NORM.named("triton_symm_mem")),))
     assert with_limit(chosen, SUM_NORM) is chosen  # no NCCL to give them to
-    monkeypatch.setattr("fastlayers.comm.sum_norm.layer._backend_of", lambda axis: "nccl")
+    monkeypatch.setattr("fastlayers.comm.rank_layer._backend_of", lambda axis: "nccl")
     assert with_limit(chosen, SUM_NORM).name == "triton_symm_mem:64|nccl"
     assert with_limit(replace(chosen, requested="triton_symm_mem"), SUM_NORM).name == "triton_symm_mem"
 

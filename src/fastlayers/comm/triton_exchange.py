@@ -14,8 +14,6 @@ All ranks make the same calls with the same number of rows, zero included, each 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -248,14 +246,3 @@ class Exchange:
         if x.shape[0] % self.arena.size:
             raise ArgumentError("Exchange", "rows", x.shape[0], f"a multiple of {self.arena.size} ranks")
         return x.shape[0] // self.arena.size
-
-
-def exchange_of(layer: str, cfg: Any) -> Any:
-    """Return the exchange of a configuration's workspace, for the same rows; ``None``: there is no workspace yet."""
-    if cfg.workspace is None:
-        return None
-    made = cfg.workspace.exchange
-    if (made.hidden_size, made.dtype) != (cfg.hidden_size, cfg.dtype):
-        accepted = f"rows of {cfg.hidden_size} values of {cfg.dtype}"
-        raise ArgumentError(layer, "workspace", f"for {made.hidden_size} of {made.dtype}", accepted)
-    return made

@@ -10,8 +10,6 @@ a flag has told it that its reader has come as far as this call.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -237,15 +235,3 @@ class TokenExchange:
             self.states[1], arena.status, self.slots, self.local, arena.rank, arena.size, arena.deadline_ns, part,
         )  # fmt: skip
         return out
-
-
-def tokens_of(cfg: Any) -> TokenExchange | None:
-    """Return the exchange of a configuration's workspace; ``None``: there is no workspace yet."""
-    if cfg.workspace is None:
-        return None
-    found: TokenExchange = cfg.workspace.tokens
-    if (found.hidden_size, found.dtype, found.top_k) != (cfg.hidden_size, cfg.dtype, cfg.top_k):
-        accepted = f"tokens of {cfg.hidden_size} values of {cfg.dtype}, {cfg.top_k} experts each"
-        given = f"for {found.hidden_size} of {found.dtype}, {found.top_k}"
-        raise ArgumentError("ExpertExchange", "workspace", given, accepted)
-    return found

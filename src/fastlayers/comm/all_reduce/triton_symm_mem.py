@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from fastlayers.comm.all_reduce.layer import AllReduceConfig
-from fastlayers.comm.sum_norm.triton_symm_mem import push_of
 from fastlayers.errors import ArgumentError
 
 
@@ -13,7 +12,7 @@ class TritonAllReduce:
     """Pushes rows to all ranks and adds up what arrives; up to as many rows as the workspace has slots."""
 
     def __init__(self, cfg: AllReduceConfig) -> None:
-        self.cfg, self.push = cfg, push_of("AllReduce", cfg)
+        self.cfg, self.push = cfg, cfg.made()
 
     def __call__(self, x: torch.Tensor, part: int = 0) -> torch.Tensor:
         """Return a new tensor."""

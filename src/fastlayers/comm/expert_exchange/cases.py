@@ -17,7 +17,7 @@ def _case(
     name: str, ranks: int, tokens: int, hidden: int, experts: int, top_k: int, route: str = "random",
     dtype: torch.dtype = torch.bfloat16, small: bool = True,
 ) -> Case:  # fmt: skip
-    cfg = ExpertExchangeConfig(Axis(ranks), hidden, experts, top_k, dtype, slots=max(tokens, 1))
+    cfg = ExpertExchangeConfig(Axis(ranks), hidden, dtype, max(tokens, 1), num_experts=experts, top_k=top_k)
     return Case(name, cfg, {"num_tokens": tokens, "dtype": dtype, "route": route}, small)
 
 

@@ -10,58 +10,44 @@ A row whose ids are all -1 has no meaning, and its partial row is not read: only
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fastlayers.comm.parallel import Axis
-from fastlayers.comm.sum_norm.layer import SYMMETRIC_NEEDS, never, refuse_gloo, refuse_nccl, refuse_symmetric
-from fastlayers.errors import ArgumentError, check_kind, check_positive, check_tensor
+from fastlayers.comm.rank_layer import RankConfig, RankLayer, rank_registry
+from fastlayers.errors import ArgumentError, check_positive, check_tensor
 from fastlayers.layer import Layer
-from fastlayers.registry import Backend, Registry, reference_backend
 
 Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class ExpertExchangeConfig:
+class ExpertExchangeConfig(RankConfig):
     """What a backend must know; ``slots``: most tokens of one rank that the workspace was made for."""
 
-    axis: Axis
-    hidden_size: int
-    num_experts: int
-    top_k: int
-    dtype: torch.dtype = torch.bfloat16
-    slots: int = 0
-    refusal: str | None = None
-    workspace: Any = field(default=None, compare=False, repr=False)
+    num_experts: int = 0
+    top_k: int = 0
+
+    layer, operator = "ExpertExchange", "tokens"
+    alike, words = ("hidden_size", "dtype", "top_k"), "tokens of {} values of {}, {} experts each"
 
     def __post_init__(self) -> None:
-        check_kind("ExpertExchange", Axis, axis=self.axis)
-        sizes = {"hidden_size": self.hidden_size, "num_experts": self.num_experts, "top_k": self.top_k}
-        check_positive("ExpertExchange", **sizes)
+        super().__post_init__()
+        check_positive("ExpertExchange", num_experts=self.num_experts, top_k=self.top_k)
         if self.num_experts % self.axis.size:
             accepted = f"a multiple of {self.axis.size} ranks"
             raise ArgumentError("ExpertExchange", "num_experts", self.num_experts, accepted)
 
 
-_HERE = "fastlayers.comm.expert_exchange"
-_COLLECTIVE = f"{_HERE}.collective:CollectiveExpertExchange"
-EXPERT_EXCHANGE = Registry(
-    "expert_exchange",
-    [
-        Backend("triton_symm_mem", f"{_HERE}.triton_symm_mem:TritonExpertExchange", SYMMETRIC_NEEDS, refuse_symmetric),
-        Backend("nccl", _COLLECTIVE, (), refuse_nccl),
-        Backend("gloo", _COLLECTIVE, (), refuse_gloo, ("cpu",)),
-        Backend("deep_ep", _COLLECTIVE, (), never("V2 needs NCCL >= 2.30.4, V1 an NVSHMEM build: neither is here"), ()),
-        reference_backend(f"{_HERE}.reference:ReferenceExpertExchange"),
-    ],
-    cases=f"{_HERE}.cases",
-)
+EXPERT_EXCHANGE = rank_registry(
+    "expert_exchange", "ExpertExchange",
+    {"deep_ep": "V2 needs NCCL >= 2.30.4, V1 an NVSHMEM build: neither is here"},
+)  # fmt: skip
 
 
-class ExpertExchange(Layer):
+class ExpertExchange(RankLayer):
     """Send tokens to the ranks that have their experts, and sum what comes back.
 
     Parameters
@@ -82,6 +68,8 @@ class ExpertExchange(Layer):
     dispatch and combine, with fixed slots instead of counts.
     """
 
+    rows, config = EXPERT_EXCHANGE, ExpertExchangeConfig
+
     def __init__(
         self,
         axis: Axis,
@@ -94,13 +82,9 @@ class ExpertExchange(Layer):
         dtype: torch.dtype | None = None,
         backend: str = "auto",
     ) -> None:
-        super().__init__()
-        cfg = ExpertExchangeConfig(
-            axis, hidden_size, num_experts, top_k, dtype or torch.get_default_dtype(),
-            workspace.tokens.slots if workspace is not None else 0,
-            workspace.fabric.refusal if workspace is not None else None, workspace,
-        )  # fmt: skip
-        self.choose(EXPERT_EXCHANGE, cfg, device, backend)
+        Layer.__init__(self)
+        cfg = ExpertExchangeConfig(axis, hidden_size, num_experts=num_experts, top_k=top_k)
+        self.connect(cfg, workspace, device, dtype, backend)
 
     def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Tokens:
         """Return rows ``[n * T, H]``, local ids int32 and weights fp32 ``[n * T, K]``, of all ranks' tokens.
@@ -113,7 +97,7 @@ class ExpertExchange(Layer):
         topk_weights : fp32 Tensor ``[T, K]``
         """
         cfg = self.cfg
-        check_tensor("ExpertExchange", "x", x, shape=(None, cfg.hidden_size), dtype=cfg.dtype, last_dim_contiguous=True)
+        self.check_rows(x)
         shape = (x.shape[0], cfg.top_k)
         check_tensor("ExpertExchange", "topk_ids", topk_ids, shape=shape, dtype=torch.int32, device=x.device)
         check_tensor("ExpertExchange", "topk_weights", topk_weights, shape=shape, dtype=torch.float32, device=x.device)

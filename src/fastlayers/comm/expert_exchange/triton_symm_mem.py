@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from fastlayers.comm.expert_exchange.layer import ExpertExchangeConfig, Tokens
-from fastlayers.comm.triton_tokens import tokens_of
 
 
 class TritonExpertExchange:
     """A token is stored once on each rank that has one of its experts."""
 
     def __init__(self, cfg: ExpertExchangeConfig) -> None:
-        self.cfg = cfg
-        self.tokens: Any = tokens_of(cfg)
+        self.cfg, self.tokens = cfg, cfg.made()
 
     def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, part: int = 0) -> Tokens:
         """Return views that hold until the next dispatch."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 
 from fastlayers.comm.gather_rows.layer import GatherRowsConfig
-from fastlayers.comm.triton_exchange import exchange_of
 
 
 class TritonGatherRows:
     """Each rank stores its rows at all others."""
 
     def __init__(self, cfg: GatherRowsConfig) -> None:
-        self.cfg, self.exchange = cfg, exchange_of("GatherRows", cfg)
+        self.cfg, self.exchange = cfg, cfg.made()
 
     def __call__(self, x: torch.Tensor, part: int = 0) -> torch.Tensor:
         """Return a view of the outbox."""

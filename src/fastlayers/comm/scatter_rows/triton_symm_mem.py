@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 
 from fastlayers.comm.scatter_rows.layer import ScatterRowsConfig
-from fastlayers.comm.triton_exchange import exchange_of
 
 
 class TritonScatterRows:
     """Each rank stores rows at their owner, which adds them up."""
 
     def __init__(self, cfg: ScatterRowsConfig) -> None:
-        self.cfg, self.exchange = cfg, exchange_of("ScatterRows", cfg)
+        self.cfg, self.exchange = cfg, cfg.made()
 
     def __call__(self, x: torch.Tensor, part: int = 0) -> torch.Tensor:
         """Return a new tensor."""

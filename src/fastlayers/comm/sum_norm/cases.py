@@ -17,7 +17,7 @@ def _case(
     name: str, ranks: int, tokens: int, hidden: int, residual: bool = True, rounding: str = "cast_then_scale",
     dtype: torch.dtype = torch.bfloat16, small: bool = True,
 ) -> Case:  # fmt: skip
-    cfg = SumNormConfig(Axis(ranks), hidden, 1e-6, rounding, dtype, slots=max(tokens, 1))
+    cfg = SumNormConfig(Axis(ranks), hidden, dtype, max(tokens, 1), rounding=rounding)
     return Case(name, cfg, {"num_tokens": tokens, "residual": residual, "dtype": dtype}, small)
 
 

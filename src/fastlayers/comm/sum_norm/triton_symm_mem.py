@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from fastlayers.comm.sum_norm.layer import SumNormConfig
 from fastlayers.errors import ArgumentError
-
-
-def push_of(layer: str, cfg: Any) -> Any:
-    """Return the push of a configuration's workspace, which must be for the same rows; ``None``: there is none yet."""
-    if cfg.workspace is None:
-        return None
-    push = cfg.workspace.push
-    if (push.hidden_size, push.dtype) != (cfg.hidden_size, cfg.dtype):
-        accepted = f"rows of {cfg.hidden_size} values of {cfg.dtype}"
-        raise ArgumentError(layer, "workspace", f"for {push.hidden_size} of {push.dtype}", accepted)
-    return push
 
 
 class TritonSumNorm:
@@ -26,7 +13,7 @@ class TritonSumNorm:
 
     def __init__(self, cfg: SumNormConfig) -> None:
         self.cfg, self.eps, self.rounding = cfg, cfg.eps, cfg.rounding
-        self.push = push_of("SumNorm", cfg)
+        self.push = cfg.made()
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, part: int = 0
