@@ -12,6 +12,7 @@ from torch import nn
 from fastlayers import env
 from fastlayers.device import DESCRIBED
 from fastlayers.errors import ArgumentError, check_fields
+from fastlayers.gradients import refuse
 from fastlayers.registry import Choice, Ladder, Registry
 from fastlayers.registry import registry as registry_named
 from fastlayers.weights_epoch import WatchedModule, epoch_of
@@ -91,12 +92,10 @@ class Layer(WatchedModule):
     def refuse_grad(self, **tensors: torch.Tensor | None) -> None:
         """Raise :class:`ArgumentError` if autograd would record this call of a layer that is for inference only.
 
-        Called in grad mode only. Looks at ``tensors`` and at the layer's own parameters.
+        Called in grad mode and at a level of forward-mode AD only, see :mod:`fastlayers.gradients`. Looks at
+        ``tensors`` and at the layer's own parameters.
         """
-        for name, tensor in (*tensors.items(), *self._parameters.items()):
-            if tensor is not None and tensor.requires_grad:
-                accepted = "tensors that need no gradient (this layer is for inference), or torch.no_grad()"
-                raise ArgumentError(type(self).__name__, name, "a tensor that requires a gradient", accepted)
+        refuse(type(self).__name__, (*tensors.items(), *self._parameters.items()))
 
     def finalize(self) -> None:
         """Let the backend pack the loaded weights; idempotent, zero-copy where layouts agree."""

@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from fastlayers.errors import ArgumentError
+from fastlayers.gradients import transformed
 
 _library = torch.library.Library("fastlayers", "FRAGMENT")
 
@@ -29,40 +31,56 @@ def _quiet_keys() -> frozenset[int]:
 
 
 _QUIET = _quiet_keys()
+_TORCH = "backend='torch' has one where the layer says so"
 
 
 class Operator:
     """A function and the operator of ``torch.ops.fastlayers`` that stands for it; made by :func:`operator`.
 
     Called directly unless something would miss it: a compiler, ``torch.jit.trace``, a dispatch or function mode (fake
-    tensors, ``make_fx``, a device context), a level of ``torch.func``, a tensor subclass, or an argument that needs a
-    gradient. Asked at each call (half a microsecond), so that what starts between two layers counts, too.
+    tensors, ``make_fx``, a device context), a level of ``torch.func`` or of forward-mode AD, a tensor subclass, or an
+    argument that needs a gradient. Asked at each call (half a microsecond), so that what starts between two layers
+    counts, too.
 
     Attributes
     ----------
     function : callable
     overload : torch._ops.OpOverload
+    named, elsewhere : str
+        What errors about derivatives call it, and where there is one.
     """
 
-    def __init__(self, function: Callable[..., Any], overload: Any) -> None:
+    def __init__(self, function: Callable[..., Any], overload: Any, layer: str = "", elsewhere: str = _TORCH) -> None:
         self.function, self.overload = function, overload
+        self.named, self.elsewhere = f"{layer}, {overload._schema.name}" if layer else overload._schema.name, elsewhere
         arguments = overload._schema.arguments
         self._tensors = tuple(i for i, a in enumerate(arguments) if str(a.type) in ("Tensor", "Optional[Tensor]"))
+        # What returns nothing has no derivative; caches are outside of all that.
+        self._returns = bool(overload._schema.returns)
         self.__name__, self.__doc__ = function.__name__, function.__doc__
 
     def __call__(self, *arguments: Any) -> Any:
         """Call the function, or the operator where somebody looks on."""
-        if torch.compiler.is_dynamo_compiling() or _local_keys().raw_repr() not in _QUIET or _function_modes():
-            return self.overload(*arguments)
+        watched = torch.compiler.is_dynamo_compiling() or _local_keys().raw_repr() not in _QUIET or _function_modes()
+        if watched or forward_ad._current_level >= 0:
+            return self._observed(arguments)
         for i in self._tensors:
             given = arguments[i]
             if type(given) not in _PLAIN or (given is not None and given.requires_grad and torch.is_grad_enabled()):
                 return self.overload(*arguments)
         return self.function(*arguments)
 
+    def _observed(self, arguments: tuple[Any, ...]) -> Any:
+        """Call the operator; where torch would go on without its derivative, or with foreign words, raise."""
+        for i in self._tensors if self._returns else ():
+            if arguments[i] is not None and (given := transformed(arguments[i])):
+                accepted = f"no gradient: this kernel is for inference; {self.elsewhere}"
+                raise ArgumentError(self.named, self.overload._schema.arguments[i].name, given, accepted)
+        return self.overload(*arguments)
+
 
 def operator(
-    name: str, fake: Callable[..., Any], writes: Sequence[str] = ()
+    name: str, fake: Callable[..., Any], writes: Sequence[str] = (), layer: str = "", elsewhere: str = _TORCH
 ) -> Callable[[Callable[..., Any]], Operator]:
     """Register the decorated function as ``torch.ops.fastlayers.<name>`` and return its :class:`Operator`.
 
@@ -75,11 +93,16 @@ def operator(
         nothing: a function that does nothing.
     writes : sequence of str
         The arguments that the function writes into.
+    layer : str
+        Whose it is, for errors about gradients; none where several layers share it.
+    elsewhere : str
+        Where there is a gradient, for the same.
 
     Notes
     -----
     Inference only: a backward pass through it raises :class:`ArgumentError`, unless it writes into its arguments, where
-    the layer must look itself.
+    the layer must look itself. A tangent, or a level
+    of ``torch.func`` that differentiates, raises before anything is computed, unless the operator returns nothing.
     """
 
     def register(function: Callable[..., Any]) -> Operator:
@@ -89,12 +112,15 @@ def operator(
 
         def backward(ctx: Any, *gradients: Any) -> Any:
             """Say that there is none; otherwise what lies before would be left without a gradient, silently."""
-            accepted = "no gradient: this kernel is for inference; backend='torch' has one where the layer says so"
-            raise ArgumentError(f"fastlayers::{name}", "gradient", "asked for", accepted)
+            wanted = zip(made.overload._schema.arguments, ctx.needs_input_grad, strict=False)
+            names = ", ".join(argument.name for argument, needs in wanted if needs)
+            accepted = f"no gradient: this kernel is for inference; {names} asked for one; {made.elsewhere}"
+            raise ArgumentError(made.named, "gradient", "asked for", accepted)
 
-        if not getattr(torch.ops.fastlayers, name).default._schema.is_mutable:
+        made = Operator(function, getattr(torch.ops.fastlayers, name).default, layer, elsewhere)
+        if not made.overload._schema.is_mutable:
             torch.library.register_autograd(f"fastlayers::{name}", backward, lib=_library)
-        return Operator(function, getattr(torch.ops.fastlayers, name).default)
+        return made
 
     return register
 

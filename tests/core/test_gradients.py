@@ -150,7 +150,7 @@ def attention(x: torch.Tensor, wanting: str = "") -> Any:
     layer = fl.Attention(128, 2, 1, 16, rotary=fl.RotaryEmbedding(16, max_position=64), page_size=16, dtype=F32)
     if wanting:
         layer.get_parameter(wanting).requires_grad_()
-    return layer(x, meta(), LayerCache(torch.zeros(2, 16, 1, 16), torch.zeros(2, 16, 1, 16)))
+    return layer(x, META, LayerCache(torch.zeros(2, 16, 1, 16), torch.zeros(2, 16, 1, 16)))
 
 
 def latent_attention(x: torch.Tensor, wanting: str = "") -> Any:
@@ -160,11 +160,11 @@ def latent_attention(x: torch.Tensor, wanting: str = "") -> Any:
     )  # fmt: skip
     if wanting:
         layer.get_parameter(wanting).requires_grad_()
-    return layer(x, meta(), LayerCache(torch.zeros(2, 16, 48), None))
+    return layer(x, META, LayerCache(torch.zeros(2, 16, 48), None))
 
 
-def meta() -> Any:
-    return fl.AttentionState(1, 3, 1, 16).plan(fl.AttentionBatch((3,), (0,), [[1]]))
+# Planned here: transforms of torch.func wrap what is made within them, and a plan is written by NumPy.
+META = fl.AttentionState(1, 3, 1, 16).plan(fl.AttentionBatch((3,), (0,), [[1]]))
 
 
 REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+from torch.autograd import forward_ad
 
 from fastlayers import env
 from fastlayers.attention.context_buckets import CONTEXTS, context_of
@@ -146,7 +147,7 @@ class AttentionCore(Layer):
         shape, where = (meta.num_tokens, self.hidden_size), self.o_proj.weight.device
         check_tensor(self.name, argument, hidden, shape=shape, dtype=self.cfg.dtype, device=where)
         self.check_step(meta, cache)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             self.refuse_grad(**{argument: hidden}, **self.before_the_cache())
 
     def check_step(self, meta: AttentionMeta, cache: LayerCache) -> None:

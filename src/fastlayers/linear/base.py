@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from fastlayers.comm.parallel import REPLICATED, Shard
 from fastlayers.errors import (
@@ -175,7 +176,7 @@ class LinearBase(Layer):
         """
         if not self.trusted:
             self.check_input(x, self.cfg.dtype, self.weight.device)
-        if self.quantised and torch.is_grad_enabled():
+        if self.quantised and (torch.is_grad_enabled() or forward_ad._current_level >= 0):
             self.refuse_grad(x=x)
         impl = self.ladder.single or self.ladder.pick(x.numel() // self.local_in)
         y: torch.Tensor = impl(x, *self.operands(), self.bias if self.adds_bias else None)

@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.autograd import forward_ad
 
 from fastlayers.device import Device
 from fastlayers.errors import check_choice, check_positive, check_tensor
@@ -120,7 +121,7 @@ class SiluMulQuant(Layer):
         check_tensor(
             "SiluMulQuant", "x", x, shape=wanted, dtype=DTYPES, device=self.device_type, last_dim_contiguous=True
         )
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             self.refuse_grad(x=x)
         q, s = self.ladder.pick(x.shape[0])(x)
         return q, s

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from fastlayers.attention.core import AttentionCore, Projections
 from fastlayers.attention.gqa.config import GQA, NAME, GQAConfig
@@ -221,7 +222,7 @@ class Attention(AttentionCore):
         """
         if type(meta) is not AttentionMeta or not meta.checked:
             self.check("hidden", hidden, meta, cache)
-        elif hidden.requires_grad and torch.is_grad_enabled():
+        elif (hidden.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0:
             self.refuse_grad(hidden=hidden)
         q, k, v = self.project(hidden)
         q = self.rotate_and_write(q, k, v, meta, cache)

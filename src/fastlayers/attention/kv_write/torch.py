@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.autograd import forward_ad
 
 from fastlayers.attention.kv_write.layer import KVWriteConfig
 
@@ -21,8 +22,10 @@ def scatter_rows(slots: torch.Tensor, loc: torch.Tensor, values: torch.Tensor) -
 
     ``slots`` may be a strided view. e4m3 is moved as bytes: torch has no scatter for it.
     """
-    # The cache is state: were it part of a graph, that would grow with every later step.
-    rows = to_cache_dtype(values.detach() if values.requires_grad else values, slots.dtype)
+    # The cache is state: were it part of a graph, that would grow with every later step; nor is it a tangent's.
+    rows = to_cache_dtype(
+        values.detach() if values.requires_grad or forward_ad._current_level >= 0 else values, slots.dtype
+    )
     if slots.dtype == torch.float8_e4m3fn:
         slots, rows = slots.view(torch.uint8), rows.view(torch.uint8)
     slots.index_put_((loc.long(),), rows)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+from torch.autograd import forward_ad
 
 from fastlayers.errors import check_positive, check_tensor
 from fastlayers.layer import Layer
@@ -107,7 +108,7 @@ class MergeState(Layer):
         check_tensor("MergeState", "o_b", o_b, shape=shape, dtype=o_a.dtype, device=where, last_dim_contiguous=True)
         check_tensor("MergeState", "lse_a", lse_a, shape=shape[:2], dtype=torch.float32, device=where)
         check_tensor("MergeState", "lse_b", lse_b, shape=shape[:2], dtype=torch.float32, device=where)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             self.refuse_grad(o_a=o_a, lse_a=lse_a, o_b=o_b, lse_b=lse_b)
         result: tuple[torch.Tensor, torch.Tensor] = self.ladder.pick(o_a.shape[0])(o_a, lse_a, o_b, lse_b)
         return result

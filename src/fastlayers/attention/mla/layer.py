@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from fastlayers.attention.core import AttentionCore, Projections
 from fastlayers.attention.kv_cache.spec import LayerCache
@@ -294,7 +295,7 @@ class MLAAttention(AttentionCore):
         cfg = self.cfg
         if type(meta) is not AttentionMeta or not meta.checked:
             self.check("hidden_states", hidden_states, meta, cache)
-        elif hidden_states.requires_grad and torch.is_grad_enabled():
+        elif (hidden_states.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0:
             self.refuse_grad(hidden_states=hidden_states)
         q, latent, k_pe = self._project(hidden_states)
         nope = cfg.qk_nope_head_dim

@@ -26,6 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.autograd import forward_ad
 
 from fastlayers import env
 from fastlayers.attention.kv_cache.spec import DTYPES as CACHE_DTYPES
@@ -240,7 +241,7 @@ class RotaryKVWrite(Layer):
         check_tensor(NAME, "loc", loc, shape=(tokens,), dtype=INDICES, device=where, contiguous=True)
         self._check_cache(cache, where)
         check_loc(NAME, loc, cache.keys.shape[0] * cache.keys.shape[1], self.debug or free_to_look(loc))
-        if torch.is_grad_enabled():  # through the cache there is none
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:  # through the cache there is none
             self.refuse_grad(q=q, k=k, v=v, q_weight=q_weight, k_weight=k_weight)
         if self.debug and tokens:
             _check_range(positions, cos.shape[0])

@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.autograd import forward_ad
 
 from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor, describe
 from fastlayers.layer import Layer
@@ -158,7 +159,9 @@ class Bmm(Layer):
             wanted = (cfg.heads, x.shape[1], cfg.out_features)
             check_tensor("Bmm", "out", out, shape=wanted, dtype=cfg.dtype, device=x.device, last_dim_contiguous=True)
         core = self.ladder.pick(x.shape[1])
-        if torch.is_grad_enabled() and (cfg.format != "none" or out is not None or getattr(core, "writes", False)):
+        if (torch.is_grad_enabled() or forward_ad._current_level >= 0) and (
+            cfg.format != "none" or out is not None or getattr(core, "writes", False)
+        ):
             self.refuse_grad(x=x, weight=weight, weight_scale=scale, out=out)
         y: torch.Tensor = core(x, weight, scale, out)
         return y

@@ -48,15 +48,15 @@ def experts_operator(name: str, kind: Callable[..., Any] = MoEWeights) -> Callab
 
     def register(function: Callable[..., Any]) -> Operator:
         def experts(
-            x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor,
-            w13_scale: torch.Tensor | None, w2_scale: torch.Tensor | None, w13_bias: torch.Tensor | None,
-            w2_bias: torch.Tensor | None, cfg: str, numbers: list[int],
+            hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, w13: torch.Tensor,
+            w2: torch.Tensor, w13_scale: torch.Tensor | None, w2_scale: torch.Tensor | None,
+            w13_bias: torch.Tensor | None, w2_bias: torch.Tensor | None, cfg: str, numbers: list[int],
         ) -> torch.Tensor:  # fmt: skip
             packed = kind(w13, w2, w13_scale, w2_scale, w13_bias, w2_bias)
-            y: torch.Tensor = function(x, topk_weights, topk_ids, packed, _config_of(cfg), numbers)
+            y: torch.Tensor = function(hidden_states, topk_weights, topk_ids, packed, _config_of(cfg), numbers)
             return y
 
-        return operator(name, like_x)(experts)
+        return operator(name, like_x, layer="FusedMoE", elsewhere="no backend of these experts has one")(experts)
 
     return register
 

@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from fastlayers import env
 from fastlayers.comm.parallel import SINGLE, Axis
@@ -386,7 +387,7 @@ class FusedMoE(Layer):
         """
         if not self.trusted:
             self._check(hidden_states, topk_weights, topk_ids)
-        if self.cfg.quant != "none" and torch.is_grad_enabled():
+        if self.cfg.quant != "none" and (torch.is_grad_enabled() or forward_ad._current_level >= 0):
             self.refuse_grad(hidden_states=hidden_states, topk_weights=topk_weights)
         # Ids of other ranks land outside [0, E) and are dropped by the backend, which never indexes with them.
         local = topk_ids if self.expert_slice.start == 0 else self._local_ids(topk_ids)

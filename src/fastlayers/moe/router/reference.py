@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 import torch
+from torch.autograd import forward_ad
 
-from fastlayers.errors import ArgumentError
+from fastlayers.gradients import refuse
 from fastlayers.moe.router.layer import LARGE, RouterConfig
 
 
@@ -21,9 +22,8 @@ class ReferenceRouter:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``(topk_weights fp32 [T,k], topk_ids int32 [T,k])``."""
         cfg = self.cfg
-        if torch.is_grad_enabled() and logits.requires_grad:  # it computes with Python's numbers
-            accepted = "logits that need no gradient, or backend='torch'"
-            raise ArgumentError("TopKRouter", "logits", "a tensor that requires a gradient", accepted)
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:  # it computes with Python's numbers
+            refuse("TopKRouter", [("logits", logits)], "logits that need no gradient, or backend='torch'")
         z = logits.float().nan_to_num(nan=-LARGE, posinf=LARGE, neginf=-LARGE).clamp(-LARGE, LARGE)
         score = {"softmax": z.softmax(-1), "sigmoid": z.sigmoid(), "softmax_after_topk": z}[cfg.scoring]
         choice = score if bias is None else score + bias.float()

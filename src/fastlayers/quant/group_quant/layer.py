@@ -22,6 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.autograd import forward_ad
 
 from fastlayers.device import Device
 from fastlayers.errors import ArgumentError, check_choice, check_plain, check_tensor
@@ -182,7 +183,7 @@ class GroupQuant(Layer):
         """
         check_groups(x, self.cfg.group)
         check_tensor("GroupQuant", "x", x, device=self.device_type)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             self.refuse_grad(x=x)
         rows = x.reshape(-1, x.shape[-1])
         q, s = self.ladder.pick(rows.shape[0])(rows)

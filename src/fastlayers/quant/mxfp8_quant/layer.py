@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.autograd import forward_ad
 
 from fastlayers.device import Device
 from fastlayers.errors import ArgumentError, check_positive, check_tensor
@@ -119,7 +120,7 @@ class MXFP8Quant(Layer):
         check_tensor(_NAME, "x", x, dtype=INPUT_DTYPES, device=self.device_type)
         if x.dim() < 1 or x.shape[-1] == 0:
             raise ArgumentError(_NAME, "x", f"of shape {list(x.shape)}", "[..., K] with K at least 1")
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             self.refuse_grad(x=x)
         rows = x.reshape(-1, x.shape[-1])
         q, scales = self.ladder.pick(rows.shape[0])(rows)
