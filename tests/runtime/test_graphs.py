@@ -125,6 +125,35 @@ def test_collector_keeps_an_earlier_freeze_and_its_switch() -> None:
         raise KeyError
 
 
+def test_a_pause_looks_through_nothing() -> None:
+    """Its own collections were what made capture under it slower than without."""
+    seen: list[str] = []
+    gc.callbacks.append(lambda phase, info: seen.append(phase))
+    frozen = gc.get_freeze_count()
+    try:
+        with gc_pause(), gc_pause():
+            assert gc.get_freeze_count() > frozen
+            [[number] for number in range(50_000)]  # would set it off many times
+        assert seen == [] and gc.get_freeze_count() == 0 and gc.isenabled()
+        [[number] for number in range(50_000)]
+        kept = [[number] for number in range(50_000)]
+        assert seen and len(kept) == 50_000, "it is on again"
+    finally:
+        gc.callbacks.pop()
+
+
+def test_what_somebody_froze_stays_frozen_and_nothing_else_does() -> None:
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        made = [[number] for number in range(1000)]
+        with gc_pause():
+            assert gc.get_freeze_count() == frozen and not gc.isenabled()
+        assert gc.get_freeze_count() == frozen and len(made) == 1000
+    finally:
+        gc.unfreeze()
+
+
 def test_ledger_and_eviction() -> None:
     runtime = Runtime(cost=10)
     graphs = CudaGraphs(runtime=runtime, max_bytes=35)
