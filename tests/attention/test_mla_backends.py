@@ -338,7 +338,7 @@ def test_prefill_lengths_are_made_once_a_step(monkeypatch: pytest.MonkeyPatch) -
         return of(q_lens, k_lens, causal, device)
 
     monkeypatch.setattr(mla_paths.RaggedLengths, "of", counted)
-    thresholds = mla_paths.MLAThresholds(prefix=4, one_shot=5, chunk=16)
+    thresholds = mla_paths.MLAThresholds(prefix=4, one_shot=5, chunk=16, few=1)
     first, second = attention(thresholds=thresholds), attention(thresholds=thresholds)
     caches = [fl.kv_cache_spec(layer, page_size=16).allocate(num_pages=6)[0] for layer in (first, second)]
     state, x = AttentionState(2, 8, 3, 16), torch.randn(5, 32)

@@ -112,8 +112,9 @@ def test_every_path_gives_the_same_logits(saved: Any, chunks: list[int]) -> None
     _, folder = saved(VARIATIONS[2])
     rows = prompts(2)
     whole = teacher_forced(ours(folder), rows, [64])
-    low = MLAThresholds(prefix=1, one_shot=1, chunk=9)
-    for thresholds in (MLAThresholds(), MLAThresholds(prefix=1), low, MLAThresholds(prefix=1, one_shot=1, chunk=1000)):
+    one_shot = MLAThresholds(prefix=1, few=1)
+    low, high = (MLAThresholds(prefix=1, one_shot=1, chunk=chunk, few=1) for chunk in (9, 1000))
+    for thresholds in (MLAThresholds(), MLAThresholds(prefix=1), one_shot, low, high):
         found = teacher_forced(ours(folder, thresholds=thresholds), rows, chunks)
         assert all(relative_rms(a, b) <= 1e-5 for a, b in zip(found, whole, strict=True)), thresholds
 
