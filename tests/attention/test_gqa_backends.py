@@ -20,7 +20,7 @@ from fastlayers.attention.gqa.config import GQA, GQAConfig, split_bytes
 from fastlayers.attention.gqa.layer import Attention
 from fastlayers.attention.meta import AttentionBatch, AttentionState
 from fastlayers.device import DESCRIBED
-from fastlayers.errors import ArgumentError
+from fastlayers.errors import ArgumentError, NoBackendError
 from fastlayers.registry import Backend
 from fastlayers.runtime.graphs import decode_buckets
 from fastlayers.testing.parity import check_parity
@@ -62,6 +62,16 @@ MANY_TO_ONE = {"lse": False, "num_heads": 64, "num_kv_heads": 1}
         ("sdpa", "A100", {"lse": False}, None),
         ("sdpa", "H200", {"lse": False, "sinks": True}, "sinks"),
         ("sdpa", "H200", {}, "an LSE"),
+        ("trtllm_gen", "B200", {"lse": False, "sinks": True, "window": 128}, None),
+        ("trtllm_gen", "B200", {"lse": False, "phase": "decode", "kv_dtype": torch.float8_e4m3fn}, None),
+        ("trtllm_gen", "H200", {"lse": False}, "needs sm_100, this is sm_90"),
+        ("trtllm_gen", "cpu", {"lse": False}, "needs sm_100, this is cpu"),
+        ("trtllm_gen", "B200", {}, "returns no LSE"),
+        ("trtllm_gen", "B200", {"lse": False, "page_size": 128}, "page_size 128 is not one of 16, 32, 64"),
+        ("trtllm_gen", "B200", {"lse": False, "head_dim": 96}, "head_dim 96"),
+        ("trtllm_gen", "B200", {"lse": False, "softcap": 30.0}, "no softcap"),
+        ("trtllm_gen", "B200", {"lse": False, "dtype": torch.float32}, "neither float16 nor bfloat16"),
+        ("trtllm_gen", "B200", {"lse": False, "phase": "padded"}, "serves decode and extend only"),
         ("triton", "H200", {"phase": "padded"}, None),
         ("triton", "cpu", {}, None),
     ],
@@ -69,6 +79,18 @@ MANY_TO_ONE = {"lse": False, "num_heads": 64, "num_kv_heads": 1}
 def test_refusals(name: str, device: str, change: dict[str, Any], words: str | None) -> None:
     why = GQA.named(name).refusal(replace(LLAMA, **{"phase": "extend", **change}), DESCRIBED[device])
     assert why is None if words is None else why is not None and words in why
+
+
+def test_the_guard_of_trtllm_gen_is_never_chosen() -> None:
+    """On the hardware that it is for it is shown, not chosen; asked for by name it says that it has not run."""
+    cfg = replace(LLAMA, lse=False, phase="decode", sinks=True)
+    row = next(row for row in fl.backends("gqa", device="B200", cfg=cfg) if row.name == "trtllm_gen")
+    assert row.hardware and not row.automatic and "not run on this hardware" in row.reason
+    assert GQA.choose(cfg, "B200").name != "trtllm_gen"
+    with pytest.raises(NoBackendError, match="needs sm_100, this is cpu"):
+        GQA.choose(cfg, "cpu", "trtllm_gen")
+    with pytest.raises(NoBackendError, match="it has never been run on sm_100 hardware"):
+        GQA.named("trtllm_gen").load()(cfg)
 
 
 def test_left_padding_takes_a_backend_that_masks_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ from fastlayers.attention.kv_write.layer import needs_e4m3
 from fastlayers.attention.meta import AttentionMeta
 from fastlayers.device import Device
 from fastlayers.errors import ArgumentError, check_choice, check_positive
-from fastlayers.registry import Backend, Registry, reference_backend, torch_backend, triton_backend
+from fastlayers.registry import Backend, Registry, blackwell_guard, reference_backend, torch_backend, triton_backend
 
 NAME = "Attention"
 PHASES = ("decode", "extend", "padded")
@@ -189,6 +189,19 @@ def _refuse_flashinfer_fa2(cfg: GQAConfig, device: Device) -> str | None:
     return None
 
 
+def _trtllm_gen_refuses(cfg: GQAConfig) -> str | None:
+    """Refuse what TensorRT-LLM's generated kernels do not take on the right hardware either."""
+    if cfg.dtype not in _HALVES:
+        return f"dtype {cfg.dtype} is neither float16 nor bfloat16"
+    if cfg.page_size not in (16, 32, 64):
+        return f"page_size {cfg.page_size} is not one of 16, 32, 64"
+    if cfg.head_dim not in (64, 128, 256):
+        return f"head_dim {cfg.head_dim} is not one of 64, 128, 256"
+    if cfg.softcap is not None:
+        return "it has no softcap"
+    return "it returns no LSE" if cfg.lse else None
+
+
 def _refuse_xqa(cfg: GQAConfig, device: Device) -> str | None:
     if (why := _refuse_kernels(cfg, device, (9, 0), tuple(range(16, 257, 16))) or _same_dtype(cfg)) is not None:
         return why
@@ -228,6 +241,16 @@ GQA = Registry(
         Backend(
             "flashinfer_fa3", f"{_HERE}.flashinfer:FlashInferFA3", ("flashinfer.prefill:get_batch_prefill_module",),
             _refuse_flashinfer_fa3, phases=("extend",),
+        ),
+        # TensorRT-LLM's generated kernels, as FlashInfer has them; on sm_90 its decode is XQA.
+        replace(
+            blackwell_guard(
+                "trtllm_gen",
+                ("flashinfer.decode:trtllm_batch_decode_with_kv_cache",
+                 "flashinfer.prefill:trtllm_batch_context_with_kv_cache"),
+                _trtllm_gen_refuses,
+            ),
+            phases=_UNPADDED,
         ),
         Backend("xqa", f"{_HERE}.xqa:XQA", ("flashinfer.xqa:xqa",), _refuse_xqa, phases=("decode",)),
         Backend(
