@@ -9,17 +9,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from fastlayers.checkpoint_files import INDEX, PICKLED, SINGLE, WeightFiles, weight_files
 from fastlayers.errors import CheckpointError
 from fastlayers.moved import renamed
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 # How a sharded checkpoint names its files.
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
@@ -38,14 +38,14 @@ class Checkpoint:
     ------
     CheckpointError
         No such directory, no shards, an index that names a file that is not there or lies outside the directory, or a
-        shard that cannot be read; without an index, several files that cannot be told to belong together; a tensor
-        that two files hold.
+        shard that cannot be read; without an index, several files that cannot be told to belong together, or pickled
+        ones that transformers would read; a tensor that two files hold; an adapter beside the weights.
 
     Notes
     -----
-    The files are those that transformers takes, or there is an error: ``model.safetensors``, whatever lies beside it;
-    else those of ``model.safetensors.index.json``; else, where transformers gives up, a whole set of numbered shards
-    or files of which no two hold the same tensor.
+    The files are those that transformers takes, or there is an error: what ``transformers_weights`` in ``config.json``
+    names; else ``model.safetensors``, whatever lies beside it; else those of ``model.safetensors.index.json``; else,
+    where transformers gives up, a whole set of numbered shards or files of which no two hold the same tensor.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -61,11 +61,13 @@ class Checkpoint:
 
     def _files(self) -> dict[str, Path]:
         """Return the file of each tensor."""
-        single, index = self.path / SINGLE, self.path / INDEX
-        if single.is_file():
-            return self._held_by([single])
-        if index.is_file():
-            return self._of_index(index)
+        config = self.path / CONFIG
+        chosen = weight_files(self.path, read_json(config) if config.exists() else {}, self._find)
+        if chosen is not None:
+            return self._held_as_said(chosen)
+        if pickled := [name for name in PICKLED if self._find(name)]:
+            accepted = f"{SINGLE} or {INDEX} (save_pretrained of transformers writes them)"
+            raise CheckpointError(f"{self.path}: transformers would read {pickled[0]}, pickled; accepted: {accepted}")
         files = sorted(self.path.glob("*.safetensors"))
         if not files:
             raise CheckpointError(f"{self.path}: no *.safetensors files")
@@ -79,29 +81,17 @@ class Checkpoint:
                 raise CheckpointError(f"{self.path}: {len(numbered)} of {wanted} shards, and no {INDEX}: incomplete")
         return self._held_by(files)
 
-    def _of_index(self, index: Path) -> dict[str, Path]:
-        try:
-            named = dict(json.loads(index.read_text())["weight_map"])
-            files = {file: self._inside(index, file) for file in sorted(set(named.values()))}
-            missing = [file for file, path in files.items() if not path.is_file()]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise CheckpointError(f"{index}: not a safetensors index: {type(error).__name__}: {error}") from error
-        if missing:
-            raise CheckpointError(f"{index}: names shards that are not there: {', '.join(missing)}")
-        held = self._held_by(list(files.values()))
-        for name, file in named.items():
-            # The same file: no two hold the same tensor.
-            if held.get(name) != files[file]:
-                raise CheckpointError(f"{files[file]}: {name} is not in it, though {INDEX} says so")
-        return held
+    def _find(self, name: str) -> Path | None:
+        return self.path / name if (self.path / name).is_file() else None
 
-    def _inside(self, index: Path, file: str) -> Path:
-        """Return the path of a shard that an index names; links below the directory may lead anywhere."""
-        parts = PurePath(file).parts
-        if not parts or PurePath(file).is_absolute() or ".." in parts:
-            accepted = "names of files below the directory"
-            raise CheckpointError(f"{index}: names the shard {file!r}; accepted: {accepted}")
-        return self.path / file
+    def _held_as_said(self, chosen: WeightFiles) -> dict[str, Path]:
+        held = self._held_by(list(chosen.files.values()))
+        for name, file in chosen.weight_map.items():
+            # The same file: no two hold the same tensor.
+            if held.get(name) != chosen.files[file]:
+                said = chosen.index.name if chosen.index else INDEX
+                raise CheckpointError(f"{chosen.files[file]}: {name} is not in it, though {said} says so")
+        return held
 
     def _held_by(self, files: Sequence[Path]) -> dict[str, Path]:
         """Return the file of each tensor in ``files``, of which no two may hold the same."""
@@ -125,7 +115,7 @@ class Checkpoint:
     @property
     def config(self) -> dict[str, Any]:
         """The parsed ``config.json``."""
-        file = self.path / "config.json"
+        file = self.path / CONFIG
         parsed = read_json(file)
         quantization = parsed.get("quantization_config")
         if quantization is not None and not isinstance(quantization, dict):
@@ -169,7 +159,7 @@ class Checkpoint:
 def read_json(file: Path) -> dict[str, Any]:
     """Return the object that a JSON file holds, or raise :class:`CheckpointError` naming the file."""
     try:
-        parsed = json.loads(file.read_text())
+        parsed = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: cannot be read: {error}") from error
     except RecursionError as error:

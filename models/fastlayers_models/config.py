@@ -117,9 +117,11 @@ class DeepseekConfig:
         elif values["topk_group"] is None:
             raise ArgumentError(name, "topk_group", None, f"a positive integer, as n_group is {values['n_group']}")
         v3 = model_type == "deepseek_v3"
+        if v3:
+            _check_rotated_width(name, config, values)
         return DeepseekConfig(
             model_type=model_type,
-            **{key: value for key, value in values.items() if key not in ("hidden_act", "eos_token_id")},
+            **{key: value for key, value in values.items() if key not in ("hidden_act", "eos_token_id", "head_dim")},
             # What the models' code does, whatever the file says: V3 has one method, V2 never renormalises, pairs
             # neighbours and has no layer to draft with.
             **({"topk_method": "noaux_tc"} if v3 else {"norm_topk_prob": False}),
@@ -157,6 +159,19 @@ class DeepseekConfig:
                 yield Size(f"{mlp}.shared_experts.gate_proj.weight", shape, "n_shared_experts, moe_intermediate_size")
 
 
+def _check_rotated_width(name: str, config: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Raise :class:`ArgumentError` where V3's ``head_dim``, by which transformers rotates, is not the rotated part's.
+
+    V2's code overwrites what the file says.
+    """
+    width, said = values["qk_rope_head_dim"], values["head_dim"]
+    if said is None and "head_dim" in config:  # null: what each head has of the hidden size
+        said = values["hidden_size"] // values["num_attention_heads"]
+    if "head_dim" in config and said != width:
+        accepted = f"qk_rope_head_dim, {width}, or no such key"
+        raise ArgumentError(name, "head_dim", config["head_dim"], accepted)
+
+
 _DEEPSEEK: dict[str, Setting] = {
     "vocab_size": SIZE,
     "hidden_size": SIZE,
@@ -189,6 +204,7 @@ _DEEPSEEK_V2: dict[str, Setting] = _DEEPSEEK | {
     "eos_token_id": Setting("ids", (2,)),
 }
 _DEEPSEEK_V3: dict[str, Setting] = _DEEPSEEK | {
+    "head_dim": Setting("int > 0 | None", None),
     "n_routed_experts": Setting("int > 0", also=("num_local_experts",)),
     "n_shared_experts": Setting("int >= 0 | None", 1),
     "n_group": Setting("int > 0 | None", 8),

@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+from fastlayers.checkpoint_files import INDEX, NAMED, SINGLE
 from fastlayers.errors import ArgumentError, CheckpointError
 
 # A conversion keeps this file until it is done.
@@ -82,10 +83,21 @@ def _download(name: str) -> Path:
     try:
         # Sub-directories hold the same weights in other layouts (GPT-OSS: original/, metal/).
         wanted, unwanted = ["*.json", "*.jinja", "*.safetensors"], ["*/*"]
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted, ignore_patterns=unwanted))
+        folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted, ignore_patterns=unwanted))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(
             f"{name}: no such directory here, and the hub did not give a model of this name "
             f"({type(error).__name__}: {reason}); {ACCEPTED}"
         ) from error
+    # What is not downloaded may be what transformers would read, so that other safetensors files are no answer.
+    if not any((folder / file).is_file() for file in (SINGLE, INDEX)) and not _names_weights(folder):
+        raise CheckpointError(f"{name}: the hub has neither {SINGLE} nor {INDEX} under this name; {ACCEPTED}")
+    return folder
+
+
+def _names_weights(folder: Path) -> bool:
+    try:
+        return NAMED in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False

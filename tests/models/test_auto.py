@@ -111,6 +111,19 @@ def test_hub_names_are_downloaded_without_other_formats(llama: Path, monkeypatch
     assert asked == [(name, ["config.json", "a.safetensors"]) for name in ("org/tiny-llama.v1", "tiny")]
 
 
+def test_other_files_of_a_hub_name_are_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub may have pickled weights, which transformers would read and which are not downloaded."""
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "consolidated.safetensors").write_bytes(b"")
+    with pytest.raises(
+        CheckpointError, match=r"org/x: the hub has neither model\.safetensors nor model\.safetensors\.in"
+    ):
+        find("org/x")
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "transformers_weights": "consolidated.safetensors"}')
+    assert find("org/x") == tmp_path
+
+
 def test_a_hub_that_cannot_be_reached_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))

@@ -12,11 +12,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from fastlayers.checkpoint_files import INDEX, SINGLE
 from fastlayers.errors import CheckpointError, FastlayersError
 from fastlayers_models import AutoModel
-from fastlayers_models.checkpoint import INDEX, SINGLE, Checkpoint
+from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.convert import convert_checkpoint
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -156,42 +157,186 @@ def test_one_file_of_another_name_is_converted_to_what_transformers_finds(source
     assert json.loads((tmp_path / "fp8" / INDEX).read_text())["weight_map"].keys() == tensors_of(source).keys()
 
 
+# ---- what transformers would read, and we do not ----------------------------------------------------------------
+
+PICKLE = "pytorch_model.bin"
+STRAY = "consolidated.safetensors"
+
+
+def says(folder: Path, **keys: Any) -> Path:
+    """Add keys to ``config.json``."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | keys))
+    return folder
+
+
+def test_pickled_weights_that_transformers_would_read_are_refused(source: Path, tmp_path: Path) -> None:
+    tensors = tensors_of(source)
+    for name in (PICKLE, PICKLE + ".index.json"):
+        folder = fill(tmp_path / name, source, {STRAY: changed(tensors, 1.0)})
+        (folder / name).write_bytes(b"pickled")
+        with pytest.raises(CheckpointError, match=rf"would read {name}, pickled; accepted: model\.safetensors or"):
+            Checkpoint(folder)
+        fill(tmp_path / "safe", source, {SINGLE: tensors})
+        (folder / SINGLE).write_bytes((tmp_path / "safe" / SINGLE).read_bytes())
+        assert Checkpoint(folder).read("model.norm.weight").equal(tensors["model.norm.weight"])
+        (tmp_path / "safe").rename(tmp_path / f"safe beside {name}")
+
+
+def test_files_that_the_configuration_names_are_read(source: Path, tmp_path: Path) -> None:
+    good, old = tensors_of(source), changed(tensors_of(source), 1.0)
+    folder = says(
+        fill(tmp_path / "one", source, {SINGLE: old, "a/b.safetensors": good}), transformers_weights="a/b.safetensors"
+    )
+    assert same_as_stock(folder)
+    assert Checkpoint(folder).read("model.norm.weight").equal(good["model.norm.weight"])
+    # What is written has the usual names, and its configuration names no other.
+    convert_checkpoint(folder, tmp_path / "fp8", "fp8-block")
+    assert "transformers_weights" not in json.loads((tmp_path / "fp8" / "config.json").read_text())
+    assert same_as_stock(tmp_path / "fp8")
+
+    # The shards of an index below the directory are named from the directory on, not from the index.
+    parts = dict(zip(("c.safetensors", "a/d.safetensors"), halves(good), strict=True))
+    folder = says(
+        fill(tmp_path / "index", source, {SINGLE: old, **parts}), transformers_weights="a/x.safetensors.index.json"
+    )
+    weight_map = {name: file for file, part in parts.items() for name in part}
+    (folder / "a" / "x.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    assert same_as_stock(folder) and set(Checkpoint(folder).file_of.values()) == {folder / name for name in parts}
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ("none.safetensors", r"names 'none\.safetensors', which is not there"),
+        ("none.safetensors.index.json", "which is not there"),
+        ("../one.safetensors", r"names '\.\./one\.safetensors'; accepted: names of files below the directory"),
+        ("/one.safetensors", "accepted: names of files below the directory"),
+        ("a\0b.safetensors", "which is not there"),
+        ("a" * 300 + ".safetensors", "File name too long"),
+        (PICKLE, r"is 'pytorch_model\.bin'; accepted: a safetensors file, or the index of several"),
+        ("", "is ''; accepted: a safetensors file"),
+        (3, "is 3; accepted: a safetensors file"),
+        (["a.safetensors"], "accepted: a safetensors file"),
+        ({}, "accepted: a safetensors file"),
+        (True, "is True; accepted: a safetensors file"),
+    ],
+)
+def test_names_in_the_configuration_that_are_not_read_are_refused(
+    named: object, message: str, source: Path, tmp_path: Path
+) -> None:
+    tensors = tensors_of(source)
+    save_file(tensors, tmp_path / "one.safetensors")
+    folder = says(fill(tmp_path / "made", source, {SINGLE: tensors}), transformers_weights=named)
+    with pytest.raises(CheckpointError, match=rf"transformers_weights in config\.json {message}|{message}"):
+        Checkpoint(folder)
+    says(folder, transformers_weights=None)
+    assert same_as_stock(folder)
+    with pytest.raises(CheckpointError, match="transformers_weights in text_config"):
+        Checkpoint(says(folder, text_config={"transformers_weights": SINGLE}))
+
+
+def test_an_adapter_beside_the_weights_is_refused(source: Path, tmp_path: Path) -> None:
+    folder = fill(tmp_path / "made", source, {SINGLE: tensors_of(source)})
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(
+        CheckpointError, match=r"adapter_config\.json beside config\.json: an adapter; accepted: .*merged"
+    ):
+        AutoModel.from_pretrained(folder)
+
+
 # ---- any directory ---------------------------------------------------------------------------------------------
 
 FILES = (SINGLE, *SHARDS, "a/model.safetensors", "b/model.safetensors", "old_model.safetensors", "../up.safetensors")
+OTHERS = (PICKLE, PICKLE + ".index.json", "adapter_config.json", INDEX + ".bak")
+OTHER_INDEX = "a/other.safetensors.index.json"
 
 
 @st.composite
-def directories(draw: st.DrawFn) -> tuple[dict[str, set[int]], dict[int, str] | None]:
-    """Draw which of 12 tensors each file holds, and which file an index names for each, if there is an index."""
+def directories(draw: st.DrawFn) -> dict[str, Any]:
+    """Draw which of 12 tensors each file holds, which file an index names for each, and what else there is.
+
+    The key ``index`` holds an index by its name, ``others`` files that hold no tensors of ours, and ``named`` what
+    ``config.json`` names.
+    """
     every = frozenset(range(12))
     part = st.one_of(st.just(every), st.sampled_from([every - {0}, every & {0, 1, 2}, every - {0, 1, 2}, frozenset()]))
     files = {name: set(draw(part)) for name in draw(st.lists(st.sampled_from(FILES), unique=True, max_size=3))}
-    if not draw(st.booleans()):
-        return files, None
-    where = st.sampled_from(sorted(files) or [SINGLE])
-    weight_map = {number: draw(where) for number in every}
-    if draw(st.booleans()):  # most often an index is right
-        weight_map |= {number: name for name, held in files.items() for number in held}
-    return files, weight_map
+    drawn: dict[str, Any] = {"files": files, "index": {}, "others": [], "named": None}
+    if draw(st.integers(0, 3)) == 0:
+        drawn["others"] = draw(st.lists(st.sampled_from(OTHERS), unique=True, max_size=2))
+    for place in (INDEX, OTHER_INDEX):
+        if not draw(st.booleans()):
+            continue
+        where = st.sampled_from(sorted(files) or [SINGLE])
+        weight_map = {number: draw(where) for number in every}
+        if draw(st.booleans()):  # most often an index is right
+            weight_map |= {number: name for name, held in files.items() for number in held}
+        drawn["index"][place] = weight_map
+    if draw(st.integers(0, 2)) == 0:
+        drawn["named"] = draw(st.sampled_from([*files, OTHER_INDEX, INDEX, SINGLE, PICKLE, "./" + SINGLE, "", 1]))
+    return drawn
+
+
+def make(folder: Path, source: Path, drawn: dict[str, Any]) -> Path:
+    """Make a directory as it was drawn; every file has values of its own, so that it shows which was read."""
+    tensors = tensors_of(source)
+    names = sorted(tensors)
+    held = {
+        file: {names[i]: tensors[names[i]] + k for i in sorted(numbers) if i < len(names)}
+        for k, (file, numbers) in enumerate(drawn["files"].items())
+    }
+    fill(folder, source, held)
+    for place, weight_map in drawn["index"].items():
+        (folder / place).parent.mkdir(exist_ok=True)
+        weight_map = {names[i]: f for i, f in weight_map.items() if i < len(names)}
+        (folder / place).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    for other in drawn["others"]:
+        (folder / other).write_text(json.dumps({"metadata": {}, "weight_map": {"x": "y.bin"}}))
+    return folder if drawn["named"] is None else says(folder, transformers_weights=drawn["named"])
+
+
+def chosen_by_transformers(folder: Path) -> set[Path] | None:
+    """Return the files that transformers takes, as it says itself; ``None`` where it takes none."""
+    from transformers.modeling_utils import _get_resolved_checkpoint_files
+
+    named = json.loads((folder / "config.json").read_text()).get("transformers_weights")
+    options = (None, None, None, None, False)  # no variant, GGUF file, choice of format, user agent or remote code
+    try:
+        files, _ = _get_resolved_checkpoint_files(folder, *options, transformers_explicit_filename=named)
+    except Exception:  # of any kind: what transformers raises is not what is tested
+        return None
+    return {Path(file).resolve() for file in files}
+
+
+@given(directories())
+@settings(max_examples=400, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+def test_the_files_of_any_directory_are_those_that_transformers_takes(
+    source: Path, tmp_path_factory: pytest.TempPathFactory, drawn: dict[str, Any]
+) -> None:
+    folder = make(tmp_path_factory.mktemp("any") / "made", source, drawn)
+    theirs = chosen_by_transformers(folder)
+    try:
+        checkpoint = Checkpoint(folder)
+    except CheckpointError:
+        return
+    ours = {file.resolve() for file in checkpoint.file_of.values()}
+    assert "adapter_config.json" not in drawn["others"]
+    if theirs is None:  # without a file that transformers looks for, those at the top, if they belong together
+        assert drawn["named"] is None and SINGLE not in drawn["files"] and INDEX not in drawn["index"]
+        assert ours <= {file.resolve() for file in folder.glob("*.safetensors")}
+    else:
+        # A file without a tensor of its own is among theirs alone.
+        assert ours <= theirs and all(len(load_file(file)) == 0 for file in theirs - ours)
 
 
 @given(directories())
 @settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_any_directory_is_read_as_transformers_reads_it_or_refused(
-    source: Path, tmp_path_factory: pytest.TempPathFactory, drawn: Any
+    source: Path, tmp_path_factory: pytest.TempPathFactory, drawn: dict[str, Any]
 ) -> None:
-    files, weight_map = drawn
-    tensors = tensors_of(source)
-    names, folder = sorted(tensors), tmp_path_factory.mktemp("any") / "made"
-    # Every file has values of its own, so that it shows which was read.
-    held = {
-        file: {names[i]: tensors[names[i]] + k for i in sorted(numbers) if i < len(names)}
-        for k, (file, numbers) in enumerate(files.items())
-    }
-    index = None if weight_map is None else {names[i]: f for i, f in weight_map.items() if i < len(names)}
-    fill(folder, source, held, index)
-    taken = same_as_stock(folder) if SINGLE in files or index is not None else None
+    folder = make(tmp_path_factory.mktemp("any") / "made", source, drawn)
+    taken = same_as_stock(folder) if chosen_by_transformers(folder) is not None else None
     try:
         done = convert_checkpoint(folder, folder.parent / "int8", "int8")
     except FastlayersError:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import copy
+import inspect
 import json
 import math
 import random
+import re
 import sys
 import time
 import tracemalloc
@@ -14,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from typer.testing import CliRunner
 
@@ -122,6 +126,89 @@ def test_defaults_are_those_of_transformers(kind: str) -> None:
         assert setting.default == wanted, (name, setting.default, wanted)
         compared += 1
     assert compared >= 8
+
+
+# What transformers' models compute with that no table of ours has, each for a reason.
+UNREAD = {
+    "_attn_implementation": "a choice of the caller",
+    "attention_dropout": "in training only",
+    "initializer_range": "of weights that are not loaded",
+    "pad_token_id": "of weights that are not loaded",
+    "output_router_logits": "in training only",
+    "router_aux_loss_coef": "in training only",
+    "rope_parameters": "read_rope",
+}
+UNREAD_BY = {
+    "deepseek_v2": {
+        "head_dim": "the configuration class overwrites it with qk_rope_head_dim",
+        "num_key_value_heads": "every head has keys of its own, or transformers fails",
+    },
+    "deepseek_v3": {"num_key_value_heads": "every head has keys of its own, or transformers fails"},
+}
+
+
+def computed_with(kind: str) -> set[str]:
+    """Return the settings that transformers' model of this family reads, by its source; not those of an encoder."""
+    module = inspect.getmodule(getattr(transformers, CLASSES[kind][0].removesuffix("Config") + "Model"))
+    tree, found = ast.parse(inspect.getsource(module)), set()
+    parts = [
+        node for node in tree.body if not (isinstance(node, ast.ClassDef) and re.search("Vision|VLModel", node.name))
+    ]
+    for node in (inner for part in parts for inner in ast.walk(part)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("config"):
+            found.add(node.attr)
+        elif (
+            isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and "config" in ast.unparse(node.args[0])
+        ):
+            found.add(ast.literal_eval(node.args[1]))
+    return found
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_no_setting_that_transformers_computes_with_is_ignored(kind: str) -> None:
+    settings = family_of({"model_type": kind}).config_class.settings(kind)
+    read_here = settings.keys() | {name for setting in settings.values() for name in setting.also}
+    wanted = computed_with(kind)
+    assert len(wanted) > 10
+    multimodal = {"text_config", "vision_config"} if kind.startswith("qwen2_5_vl") else set()
+    images = {name for name in wanted if multimodal and re.search("image|video|vision|tokens_per_second|merge", name)}
+    assert wanted - read_here - multimodal - images == (wanted & UNREAD.keys()) | UNREAD_BY.get(kind, {}).keys()
+
+
+def test_the_width_that_deepseek_v3_rotates_is_that_of_the_rotated_part(folders: dict[str, Path]) -> None:
+    config, folder = config_of("deepseek_v3"), folders["deepseek_v3"]
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
+    width = config["qk_rope_head_dim"]
+    assert config["head_dim"] == width  # as transformers writes it
+    whole = read("deepseek_v3", config)
+    assert whole == read("deepseek_v3", {k: v for k, v in config.items() if k != "head_dim"})
+    for value in (width - 1, width + 1, 2 * width, 1):
+        words = rf"head_dim is {value}; accepted: qk_rope_head_dim, {width}, or no such key"
+        with pytest.raises(ArgumentError, match=words):
+            raise load(folder, config | {"head_dim": value})
+    # transformers takes it for the frequencies: it fails, or computes something else.
+    assert logits_of_stock(folder, config | {"head_dim": 2 * width}) is None
+    right, wrong = (logits_of_stock(folder, config | {"head_dim": value}) for value in (width, width - 1))
+    assert right is not None and wrong is not None and not torch.allclose(right, wrong)
+    # Null stands for what each head has of the hidden size.
+    assert width == config["hidden_size"] // config["num_attention_heads"]
+    assert read("deepseek_v3", config | {"head_dim": None}) == whole
+    assert "head_dim is None" in str(read("deepseek_v3", config | {"head_dim": None, "hidden_size": 128}))
+    v2 = config_of("deepseek_v2")
+    assert read("deepseek_v2", v2 | {"head_dim": 5}) == read("deepseek_v2", v2)
+
+
+def logits_of_stock(folder: Path, config: dict[str, Any]) -> torch.Tensor | None:
+    """Return what transformers' model of a directory with this ``config.json`` says; ``None`` where it fails."""
+    (folder / "config.json").write_text(json.dumps(config))
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        )
+        with torch.no_grad():
+            return model(torch.arange(1, 9)[None]).logits
+    except (RuntimeError, ValueError):
+        return None
 
 
 @pytest.mark.parametrize("kind", CLASSES)

@@ -17,7 +17,7 @@ from transformers.integrations.finegrained_fp8 import FP8Linear, replace_with_fp
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
 import fastlayers as fl
-from fastlayers.errors import CheckpointError
+from fastlayers.errors import ArgumentError, CheckpointError
 from fastlayers.patching import loading
 from fastlayers.quant.block_quant import dequantize_block_weight, quantize_block_weight
 
@@ -117,6 +117,28 @@ def test_bad_scales_are_errors_that_name_the_tensor(tmp_path: Path) -> None:
     save_file({"a.weight": codes, "a.weight_scale_inv": scale[:1].contiguous()}, tmp_path / "short.safetensors")
     with pytest.raises(CheckpointError, match=r"a\.weight.*scale"):
         loading.read_dequantised([tmp_path / "short.safetensors"], (128, 128), torch.bfloat16)
+
+
+def test_fp8_blocks_come_from_the_files_that_transformers_reads(checkpoint: tuple[Path, Path], tmp_path: Path) -> None:
+    source = checkpoint[0]
+    config, tensors = json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "old.safetensors", {"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "old.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert loading.checkpoint_files(str(tmp_path), {}) == [tmp_path / "old.safetensors"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})  # goes before an index
+    assert loading.checkpoint_files(str(tmp_path), {}) == [tmp_path / "model.safetensors"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"transformers_weights": "old.safetensors"}))
+    assert loading.checkpoint_files(str(tmp_path), {}) == [tmp_path / "old.safetensors"]
+    files = [tmp_path / "old.safetensors", tmp_path / "model.safetensors"]
+    with pytest.raises(CheckpointError, match=r"is in old\.safetensors, model\.safetensors: one would be lost"):
+        loading.read_dequantised(files, (128, 128), torch.bfloat16)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"transformers_weights": "../old.safetensors"}))
+    with pytest.raises(CheckpointError, match="accepted: names of files below the directory"):
+        fl.from_pretrained(AutoModelForCausalLM, tmp_path, dtype=torch.bfloat16)
+    with pytest.raises(ArgumentError, match="variant is 'fp16'; accepted: none"):
+        fl.from_pretrained(AutoModelForCausalLM, source, variant="fp16", dtype=torch.bfloat16)
 
 
 def fp8_pair() -> tuple[Any, Any]:

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from fastlayers.checkpoint_files import INDEX, NAMED, SINGLE
 from fastlayers.errors import ArgumentError
-from fastlayers_models.checkpoint import INDEX, SINGLE, Checkpoint
+from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.convert.readme import ORIGINAL, originals_readme
 from fastlayers_models.find import UNFINISHED
 
@@ -189,7 +190,9 @@ class ShardWriter:
             weight_map = {t: name for name, entry in self._finished.items() for t in entry["tensors"]}
             index = {"metadata": {"total_size": self.bytes_after}, "weight_map": dict(sorted(weight_map.items()))}
             _write_atomically(self.target / INDEX, json.dumps(index, indent=2))
-        _write_atomically(self.target / "config.json", json.dumps(config, indent=2) + "\n")
+        # The new files have the names that are found without being told.
+        said = {key: value for key, value in config.items() if key != NAMED}
+        _write_atomically(self.target / "config.json", json.dumps(said, indent=2) + "\n")
         (self.target / UNFINISHED).unlink()
 
     def _save_state(self) -> None:

@@ -14,14 +14,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastlayers.checkpoint_files import INDEX, SINGLE, weight_files
 from fastlayers.device import as_device
-from fastlayers.errors import CheckpointError
+from fastlayers.errors import ArgumentError, CheckpointError
 from fastlayers.patching.apply import check_options
 from fastlayers.patching.apply import patch as apply_patch
 from fastlayers.patching.report import PatchReport
 from fastlayers.quant.block_quant import E4M3, dequantize_block_weight
 
 _SCALES = ("_scale_inv", "_scale")
+# Of Hugging Face's from_pretrained: these name other files than the usual ones.
+_OTHER_FILES = ("variant", "gguf_file")
 _HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 
 
@@ -49,9 +52,11 @@ def from_pretrained(
     Raises
     ------
     ArgumentError
-        ``patch`` has what :func:`fastlayers.patch` does not accept; said before anything is loaded.
+        ``patch`` has what :func:`fastlayers.patch` does not accept, or an option names other files than are read here;
+        said before anything is loaded.
     CheckpointError
-        An FP8 tensor without its scales, or scales of another grid than the config's blocks.
+        An FP8 tensor without its scales, or scales of another grid than the config's blocks; files that
+        :func:`fastlayers.checkpoint_files.weight_files` refuses.
     """
     check_options("from_pretrained", {} if patch is None else patch)
     if _dequantises(name, hf_options):
@@ -86,6 +91,10 @@ def _field(quant: Any, name: str) -> Any:
 def _load_dequantised(auto_class: Any, name: str, options: dict[str, Any]) -> Any:
     from transformers import AutoConfig
 
+    for key in _OTHER_FILES:
+        if options.get(key):
+            accepted = "none, as the blocks of an FP8 checkpoint are read from its usual files here"
+            raise ArgumentError("from_pretrained", key, repr(options[key]), accepted)
     hub = _hub_options(options)
     config = options.pop("config", None) or AutoConfig.from_pretrained(name, **hub)
     quant = config.quantization_config
@@ -103,23 +112,27 @@ def _load_dequantised(auto_class: Any, name: str, options: dict[str, Any]) -> An
 
 
 def checkpoint_files(name: str, hub: dict[str, Any]) -> list[Path]:
-    """Return the safetensors files of a checkpoint, through Hugging Face's cache if it is not a directory."""
+    """Return the safetensors files of a checkpoint, through Hugging Face's cache if it is not a directory.
+
+    Raises
+    ------
+    CheckpointError
+        See :func:`fastlayers.checkpoint_files.weight_files`; or there are none.
+    """
     from transformers.utils import cached_file
 
-    def find(file: str, needed: bool) -> Path | None:
-        found = cached_file(
-            name, file, _raise_exceptions_for_missing_entries=needed,
-            _raise_exceptions_for_connection_errors=needed, **hub,
-        )  # fmt: skip
+    def find(file: str) -> Path | None:
+        quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+        found = cached_file(name, file, **quiet, **hub)
         return None if found is None else Path(found)
 
-    index = find("model.safetensors.index.json", False)
-    if index is None:
-        single = find("model.safetensors", True)
-        assert single is not None
-        return [single]
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    return [path for path in (find(file, True) for file in names) if path is not None]
+    config = find("config.json")
+    said = json.loads(config.read_text(encoding="utf-8")) if config is not None else {}
+    chosen = weight_files(name, said, find)
+    if chosen is None:
+        cached_file(name, SINGLE, **hub)  # raises in Hugging Face's words: unreachable, gated, or not there
+        raise CheckpointError(f"{name}: neither {SINGLE} nor {INDEX} is there")
+    return list(chosen.files.values())
 
 
 def read_dequantised(files: list[Path], block: tuple[int, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -129,7 +142,10 @@ def read_dequantised(files: list[Path], block: tuple[int, int], dtype: torch.dty
     where: dict[str, Path] = {}
     for path in files:
         with safe_open(path, framework="pt") as opened:
-            where.update(dict.fromkeys(opened.keys(), path))
+            for key in opened.keys():  # noqa: SIM118
+                if key in where:
+                    raise CheckpointError(f"{key} is in {where[key].name}, {path.name}: one would be lost")
+                where[key] = path
     scales: dict[str, torch.Tensor] = {}
     for path in files:
         with safe_open(path, framework="pt") as opened:
