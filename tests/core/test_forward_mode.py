@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.nn import functional as F
 
 import fastlayers as fl
 from fastlayers.attention.kv_cache.spec import LayerCache
@@ -100,10 +101,26 @@ def test_a_backward_pass_of_the_experts_names_layer_and_argument() -> None:
     y = layer(torch.randn(3, 16), weights, torch.zeros(3, 1, dtype=torch.int32))
     words = (
         r"^FusedMoE, fastlayers::moe_experts_loop: gradient is asked for; accepted: no gradient: this kernel is for "
-        r"inference; topk_weights asked for one; no backend of these experts has one$"
+        r"inference; topk_weights asked for one; backend='reference' has one$"
     )
     with pytest.raises(ArgumentError, match=words):
         y.sum().backward()
+
+
+def test_the_reference_of_the_experts_has_a_right_gradient() -> None:
+    torch.manual_seed(2)
+    layer = filled(fl.FusedMoE(8, 4, 2, 2, quant=QuantSpec("none"), dtype=F32, backend="reference"))
+    x, weights, ids = torch.randn(3, 8, requires_grad=True), torch.rand(3, 2), torch.tensor([[0, 1]] * 3).int()
+
+    def formula(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+        gate, up = torch.einsum("td,eid->tei", x, w13).chunk(2, -1)
+        return torch.einsum("tei,edi,te->td", F.silu(gate) * up, w2, weights.double())
+
+    wide = [each.detach().double().requires_grad_() for each in (x, layer.w13, layer.w2)]
+    right = torch.autograd.grad(formula(*wide).square().sum(), wide)
+    found = torch.autograd.grad(layer(x, weights, ids).square().sum(), [x, layer.w13, layer.w2])
+    for one, other in zip(found, right, strict=True):
+        assert torch.allclose(one.double(), other, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", RIGHT)

@@ -22,9 +22,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 
 from fastlayers.comm.parallel import Axis
 from fastlayers.errors import ArgumentError, check_kind
+from fastlayers.gradients import refuse
 
 # Newer torch renamed the two single-tensor calls and warns about the older names.
 _gather_into: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
@@ -113,23 +115,35 @@ class TorchCollectives(Collectives):
         super().__init__(axis)
         self.group = axis.group
 
+    def _refuse_grad(self, operation: str, x: torch.Tensor) -> None:
+        accepted = "tensors that need no gradient (torch.distributed's have none), or torch.no_grad()"
+        refuse(f"{operation} over {self.size} ranks", [("x", x)], accepted)
+
     def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+            self._refuse_grad("all_reduce_", x)
         x = x.contiguous()
         dist.all_reduce(x, group=self.group)
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+            self._refuse_grad("all_gather", x)
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
         _gather_into(out, x.contiguous(), group=self.group)
         return out
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+            self._refuse_grad("reduce_scatter", x)
         out = x.new_empty((self._equal_part("reduce_scatter", x), *x.shape[1:]))
         _scatter_into(out, x.contiguous(), group=self.group)
         return out
 
     def all_gather_variable(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         self._check_rows("all_gather_variable", x, sizes, sizes[self.rank])
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+            self._refuse_grad("all_gather_variable", x)
         if len(set(sizes)) == 1:
             return self.all_gather(x)
         out = x.new_empty((sum(sizes), *x.shape[1:]))
@@ -138,6 +152,8 @@ class TorchCollectives(Collectives):
 
     def reduce_scatter_variable(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         self._check_rows("reduce_scatter_variable", x, sizes, sum(sizes))
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+            self._refuse_grad("reduce_scatter_variable", x)
         if len(set(sizes)) == 1:
             return self.reduce_scatter(x)
         out = x.new_empty((sizes[self.rank], *x.shape[1:]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.autograd import forward_ad
 
 from fastlayers.comm.rank_layer import RankConfig, RankLayer, rank_registry
 
@@ -43,5 +44,7 @@ class AllReduce(RankLayer):
         """Return the sum of ``x [T, H]`` over the ranks, which may be ``x`` itself, overwritten."""
         if not self.trusted:
             self.check_rows(x)
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+            self.refuse_grad(x=x)
         total: torch.Tensor = self.ladder.pick(x.shape[0])(x)
         return total

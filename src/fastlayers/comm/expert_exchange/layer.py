@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from fastlayers.comm.parallel import Axis
 from fastlayers.comm.rank_layer import RankConfig, RankLayer, rank_registry
@@ -101,6 +102,8 @@ class ExpertExchange(RankLayer):
         shape = (x.shape[0], cfg.top_k)
         check_tensor("ExpertExchange", "topk_ids", topk_ids, shape=shape, dtype=torch.int32, device=x.device)
         check_tensor("ExpertExchange", "topk_weights", topk_weights, shape=shape, dtype=torch.float32, device=x.device)
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+            self.refuse_grad(x=x, topk_weights=topk_weights)
         found: Tokens = self.ladder.pick(x.shape[0]).dispatch(x, topk_ids.contiguous(), topk_weights.contiguous())
         return found
 
@@ -119,6 +122,8 @@ class ExpertExchange(RankLayer):
         cfg, rows = self.cfg, self.cfg.axis.size * topk_ids.shape[0]
         check_tensor("ExpertExchange", "partial", partial, shape=(rows, cfg.hidden_size), dtype=cfg.dtype)
         check_tensor("ExpertExchange", "local_ids", local_ids, shape=(rows, cfg.top_k), dtype=torch.int32)
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+            self.refuse_grad(partial=partial)
         impl = self.ladder.pick(topk_ids.shape[0])
         found: torch.Tensor = impl.combine(partial.contiguous(), local_ids, topk_ids.contiguous())
         return found

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.autograd import forward_ad
 
 from fastlayers.comm.rank_layer import RankConfig, RankLayer, rank_registry
 
@@ -49,6 +50,8 @@ class ScatterRows(RankLayer):
         """
         if not self.trusted:
             self.check_rows(x)
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+            self.refuse_grad(x=x)
         if sizes is not None and len(set(sizes)) > 1:
             return self.over.reduce_scatter_variable(x, sizes)
         found: torch.Tensor = self.ladder.pick(x.shape[0] // self.over.size)(x)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from fastlayers.comm.parallel import Axis
 from fastlayers.comm.rank_layer import RankConfig, RankLayer, rank_registry
@@ -112,5 +113,7 @@ class SumNorm(RankLayer):
                     "SumNorm", "residual", residual, shape=tuple(x.shape), dtype=dtype, device=x.device,
                     last_dim_contiguous=True,
                 )  # fmt: skip
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+            self.refuse_grad(x=x, residual=residual, weight=weight)
         y, h = self.ladder.pick(x.shape[0])(x, residual, weight)
         return y, h

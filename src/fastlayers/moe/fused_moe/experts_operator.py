@@ -56,7 +56,7 @@ def experts_operator(name: str, kind: Callable[..., Any] = MoEWeights) -> Callab
             y: torch.Tensor = function(hidden_states, topk_weights, topk_ids, packed, _config_of(cfg), numbers)
             return y
 
-        return operator(name, like_x, layer="FusedMoE", elsewhere="no backend of these experts has one")(experts)
+        return operator(name, like_x, layer="FusedMoE", elsewhere="backend='reference' has one")(experts)
 
     return register
 
