@@ -192,15 +192,13 @@ class Rows:
         for rows in (1, 16, 64, 256, 1024) if full else (1, 64):
             found = {f"{name}_us": self.time_sums(name, rows) for name in ("nccl_norm", "norm", "nccl_sum", "sum")}
             push = self.workspace.push
-            kept = push.warps, push.programs, push.ahead
+            kept = push.warps, push.programs
             found["sum_norm_us"] = self.time_sums("sum_norm", rows)
-            ways = [(w, *kept[1:]) for w in (kept[0] // 2, 2 * kept[0])]
-            if rows > 132:
-                ways = [(kept[0], programs, ahead) for programs in (132, 264) for ahead in (1, 2, 8)]
-            for way in ways if self.run.options.ways else ():
-                push.warps, push.programs, push.ahead = way
-                found["sum_norm_us_{}_warps_{}_programs_{}_ahead".format(*way)] = self.time_sums("sum_norm", rows)
-            push.warps, push.programs, push.ahead = kept
+            ways = [(kept[0] // 2, 132), (2 * kept[0], 132)] if rows <= 132 else [(kept[0], 264)]
+            for push.warps, push.programs in ways if self.run.options.ways else ():
+                name = f"sum_norm_us_{push.warps}_warps_{push.programs}_programs"
+                found[name] = self.time_sums("sum_norm", rows)
+            push.warps, push.programs = kept
             self.run.say(
                 what="sum_norm_time", rows=rows, hidden=self.hidden, **found, late=self.workspace.arena.failed()
             )
@@ -233,20 +231,20 @@ class Rows:
 
     def timed_exchange(self) -> None:
         """Time reduce-scatter and all-gather of many rows, and the seam by them."""
-        for rows in (256, 1024, 2048, 16384):
+        for rows in (16, 64, 256, 1024, 2048, 16384):
             found = self.time_exchange(self.workspace.exchange, rows)
             self.run.say(what="exchange_time", rows=rows, hidden=self.hidden, **found)
         if not self.run.options.ways:
             return
-        for programs in (128, 264):
+        for programs, chunk in ((264, 4), (264, 2), (264, 1), (396, 2)):
             nbytes = Exchange.nbytes_for(self.axis.size, self.hidden, torch.bfloat16, 8192, programs)
             arena = SymmArena(self.axis, nbytes, self.device, 10.0)
             move = Exchange(arena, self.hidden, torch.bfloat16, 8192, programs)
+            move.chunk = chunk
             arena.ready()
-            for chunk in (4, 8, 16):
-                move.chunk = chunk
-                found = self.time_exchange(move, 16384, False)
-                self.run.say(what="exchange_way", programs=programs, chunk=chunk, rows=16384, **found)
+            for rows in (16, 64, 256, 1024, 2048, 16384):
+                found = self.time_exchange(move, rows, False)
+                self.run.say(what="exchange_way", programs=programs, chunk=chunk, rows=rows, **found)
 
     def time_exchange(self, move: Any, rows: int, theirs: bool = True) -> dict[str, Any]:
         """Return microseconds of each way to exchange so many rows."""

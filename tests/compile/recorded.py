@@ -320,7 +320,7 @@ def _ranks(recorder: Recorder) -> None:
         norm = (None, None) if plain else (x, rest)
         triton_push._push_sum.function(
             x, *norm, table, inbox, words, words, 1e-6, triton_push.NO_NORM if plain else 0, 3, ranks, 2**33, 0,
-            triton_push.warps_of(hidden), triton_push.PROGRAMS, triton_push.AHEAD,
+            triton_push.warps_of(hidden), triton_push.PROGRAMS,
         )  # fmt: skip
     for ranks, scatter, gather in ((2, True, False), (2, False, True), (2, True, True), (8, True, True)):
         both = scatter and gather

@@ -32,9 +32,6 @@ NO_NORM = -1
 EMPTY = {torch.bfloat16: 0x8000, torch.float16: 0x8000, torch.float32: 0x80000000}
 # Rows in flight: more programs than a GPU holds at once would only queue.
 PROGRAMS = 132
-# Rows that a program pushes before it waits for its first: with more than one the link is busy while it adds up those
-# that have arrived. One is what was measured.
-AHEAD = 1
 
 
 @triton.jit
@@ -117,7 +114,7 @@ def _push_sum_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, summed_ptr, inboxes_ptr, inbox_ptr, epoch_ptr, status_ptr,
     x_stride, residual_stride, hidden, eps, rows, slots, rank, deadline_ns,
     WORD: tl.constexpr, EMPTY: tl.constexpr, N: tl.constexpr, ROUNDING: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    SINGLE: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
+    SINGLE: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0)
     column = tl.arange(0, BLOCK)
@@ -138,21 +135,17 @@ def _push_sum_kernel(
                     HAS_RESIDUAL)  # fmt: skip
     else:
         step = tl.num_programs(0)
-        if PART == 1:
-            for row in range(first, rows, step):
-                x = tl.load(x_ptr + tl.cast(row, tl.int64) * x_stride + column, mask=inside, other=0.0)
-                _push(x, row, inboxes_ptr, epoch_ptr, slots, hidden, rank, column, inside, WORD, EMPTY, N)
-        if PART == 0:  # so many rows are on their way before the first wait
-            for row in range(first, tl.minimum(rows, first + AHEAD * step), step):
-                x = tl.load(x_ptr + tl.cast(row, tl.int64) * x_stride + column, mask=inside, other=0.0)
-                _push(x, row, inboxes_ptr, epoch_ptr, slots, hidden, rank, column, inside, WORD, EMPTY, N)
-        if PART != 1:
-            for row in range(first, rows, step):
-                if PART == 0:
-                    ahead = row + AHEAD * step
-                    if ahead < rows:
-                        x = tl.load(x_ptr + tl.cast(ahead, tl.int64) * x_stride + column, mask=inside, other=0.0)
-                        _push(x, ahead, inboxes_ptr, epoch_ptr, slots, hidden, rank, column, inside, WORD, EMPTY, N)
+        if PART <= 1:
+            x = tl.load(x_ptr + first.to(tl.int64) * x_stride + column, mask=inside, other=0.0)
+            _push(x, first, inboxes_ptr, epoch_ptr, slots, hidden, rank, column, inside, WORD, EMPTY, N)
+        for row in range(first, rows, step):
+            # The next row is on its way before this one is waited for: the link is busy meanwhile.
+            following = row + step
+            if PART <= 1:
+                if following < rows:
+                    x = tl.load(x_ptr + tl.cast(following, tl.int64) * x_stride + column, mask=inside, other=0.0)
+                    _push(x, following, inboxes_ptr, epoch_ptr, slots, hidden, rank, column, inside, WORD, EMPTY, N)
+            if PART != 1:
                 x = tl.load(x_ptr + tl.cast(row, tl.int64) * x_stride + column, mask=inside, other=0.0)
                 late = _finish(x, row, late, residual_ptr, weight, y_ptr, summed_ptr, inbox_ptr, epoch_ptr, status_ptr,
                                residual_stride, hidden, eps, slots, rank, deadline_ns, column, inside, WORD, EMPTY, N,
@@ -167,7 +160,7 @@ def warps_of(hidden_size: int) -> int:
 def _fake(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, peers: torch.Tensor,
     inbox: torch.Tensor, epoch: torch.Tensor, status: torch.Tensor, eps: float, rounding: int, rank: int, size: int,
-    deadline_ns: int, part: int, warps: int, programs: int, ahead: int,
+    deadline_ns: int, part: int, warps: int, programs: int,
 ) -> list[torch.Tensor]:  # fmt: skip
     return [x.new_empty(x.shape) for _ in range(1 if rounding == NO_NORM else 2)]
 
@@ -176,7 +169,7 @@ def _fake(
 def _push_sum(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, peers: torch.Tensor,
     inbox: torch.Tensor, epoch: torch.Tensor, status: torch.Tensor, eps: float, rounding: int, rank: int, size: int,
-    deadline_ns: int, part: int, warps: int, programs: int, ahead: int,
+    deadline_ns: int, part: int, warps: int, programs: int,
 ) -> list[torch.Tensor]:  # fmt: skip
     rows, hidden = x.shape
     summed = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -188,7 +181,7 @@ def _push_sum(
             x, others, x if weight is None else weight, y, summed, peers, inbox, epoch, status,
             x.stride(0), others.stride(0), hidden, eps, rows, epoch.shape[0], rank, deadline_ns,
             WORD=tl.uint32 if x.dtype.itemsize == 4 else tl.uint16, EMPTY=EMPTY[x.dtype], N=size, ROUNDING=rounding,
-            HAS_RESIDUAL=residual is not None, SINGLE=rows == grid, AHEAD=ahead, BLOCK=next_power_of_2(hidden),
+            HAS_RESIDUAL=residual is not None, SINGLE=rows == grid, BLOCK=next_power_of_2(hidden),
             PART=part, num_warps=warps, **order(x.device),
         )  # fmt: skip
     return [summed] if rounding == NO_NORM else [y, summed]
@@ -212,7 +205,7 @@ class PushSum:
         if dtype not in EMPTY:
             raise ArgumentError("PushSum", "dtype", dtype, ", ".join(map(str, EMPTY)))
         self.arena, self.hidden_size, self.dtype, self.slots = arena, hidden_size, dtype, slots
-        self.warps, self.programs, self.ahead = warps_of(hidden_size), PROGRAMS, AHEAD
+        self.warps, self.programs = warps_of(hidden_size), PROGRAMS
         self.inbox = arena.carve((2, arena.size, slots, hidden_size), dtype, -0.0)
         self._words = self.inbox.tensor.view(torch.uint32 if dtype.itemsize == 4 else torch.uint16)
         # Counted by the own kernels only.
@@ -241,6 +234,6 @@ class PushSum:
         how = NO_NORM if weight is None else ROUNDINGS.index(rounding)
         found = _push_sum(
             x, residual, weight, self.inbox.peers, self._words, self.epoch, arena.status, eps, how, arena.rank,
-            arena.size, arena.deadline_ns, part, self.warps, self.programs, self.ahead,
+            arena.size, arena.deadline_ns, part, self.warps, self.programs,
         )  # fmt: skip
         return found[0], found[-1]

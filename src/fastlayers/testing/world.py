@@ -283,11 +283,12 @@ def _load(module: str, path: str) -> Any:
     if module.partition(".")[0] in ("fastlayers", "fastlayers_models", "fastlayers_server"):
         return importlib.import_module(module)
     spec = importlib.util.spec_from_file_location(module, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
     loaded = importlib.util.module_from_spec(spec)
     # Under its name, so that pickle finds the classes of the file on both sides.
     sys.modules[module] = loaded
-    spec.loader.exec_module(loaded)
+    # From its source: several processes that also write what they compiled were seen to load a file by halves.
+    exec(compile(Path(path).read_bytes(), path, "exec"), loaded.__dict__)
     return loaded
 
 
