@@ -99,6 +99,43 @@ def test_errors_name_the_argument_and_change_nothing(monkeypatch: pytest.MonkeyP
         RotaryKVWrite(2, 2, 4, latent=True)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("backend", ["torch", "triton", "reference"])
+def test_three_axes_in_one_call_equal_norms_rotation_and_write(backend: str, interleaved: bool) -> None:
+    section = (4, 2, 2)
+    scaling = fl.rotary.scaling.RopeScaling("default", mrope_section=section, mrope_interleaved=interleaved)
+    rotary = fl.RotaryEmbedding(16, max_position=50, scaling=scaling)
+    norms = [fl.RMSNorm(16, 1e-5, dtype=torch.float32) for _ in "qk"]
+    more = {"kv_dtype": torch.float32, "backend": backend}
+    fused = RotaryKVWrite(4, 2, 16, qk_norm=1e-5, mrope_section=section, mrope_interleaved=interleaved, **more)
+    q, k, v = torch.randn(3, 8, 16).split((4, 2, 2), 1)
+    cache, loc = LayerCache(*torch.zeros(2, 3, 4, 2, 16)), torch.tensor([9, 4, 11])
+    for positions in (torch.tensor([[3, 1, 49], [0, 7, 2], [30, 0, 5]]), torch.tensor([3, 1, 49])):
+        turned = fused(q, k, v, rotary.cos, rotary.sin, positions, cache, loc, norms[0].weight, norms[1].weight)
+        expected_q, expected_k = rotary(norms[0](q), norms[1](k), positions)
+        torch.testing.assert_close(turned, expected_q)
+        torch.testing.assert_close(cache.keys.flatten(0, 1)[loc], expected_k)
+
+
+def test_axes_are_named_where_they_do_not_fit() -> None:
+    x, cos, loc = torch.randn(2, 1, 8), torch.ones(4, 4), torch.tensor([0, 1])
+    cache = LayerCache(*torch.zeros(2, 1, 2, 1, 8))
+    write = RotaryKVWrite(1, 1, 8, kv_dtype=torch.float32, mrope_section=(2, 1, 1))
+    axes = torch.zeros(3, 2, dtype=torch.int64)
+    write(x, x, x, cos, cos, axes, cache, loc)
+    for wrong in (axes[:2], axes.t(), axes.int()):
+        with pytest.raises(ArgumentError, match="RotaryKVWrite: positions "):
+            write(x, x, x, cos, cos, wrong, cache, loc)
+    with pytest.raises(ArgumentError, match="RotaryKVWrite: positions "):
+        RotaryKVWrite(1, 1, 8, kv_dtype=torch.float32)(x, x, x, cos, cos, axes, cache, loc)
+    for section in ((2, 2), (2, 2, 1)):
+        with pytest.raises(ArgumentError, match=r"mrope_section is .*; accepted: three counts that sum to 4"):
+            RotaryKVWrite(1, 1, 8, mrope_section=section)
+    for wrong in (x[:1], x.half(), x[..., :4]):
+        with pytest.raises(ArgumentError, match="RotaryKVWrite: out "):
+            write(x, x, x, cos, cos, loc, cache, loc, out=wrong)
+
+
 def test_config_round_trips() -> None:
     cfg = RotaryKVWriteConfig(4, 1, 64, 512, 64, True, False, True, FP8)
     assert eval(repr(cfg)) == cfg

@@ -37,13 +37,38 @@ class _NextSlot(TorchRotaryKVWrite):
 
 
 class _KeysNotNormed(TorchRotaryKVWrite):
-    def __call__(self, q, k, v, cos, sin, positions, keys, values, loc, q_weight=None, k_weight=None):  # type: ignore[no-untyped-def]
-        return super().__call__(q, k, v, cos, sin, positions, keys, values, loc, q_weight, None)
+    def __call__(self, q, k, v, cos, sin, positions, keys, values, loc, q_weight=None, k_weight=None, out=None):  # type: ignore[no-untyped-def]
+        return super().__call__(q, k, v, cos, sin, positions, keys, values, loc, q_weight, None, out)
 
 
 class _SwappedNorms(TorchRotaryKVWrite):
-    def __call__(self, q, k, v, cos, sin, positions, keys, values, loc, q_weight=None, k_weight=None):  # type: ignore[no-untyped-def]
-        return super().__call__(q, k, v, cos, sin, positions, keys, values, loc, k_weight, q_weight)
+    def __call__(self, q, k, v, cos, sin, positions, keys, values, loc, q_weight=None, k_weight=None, out=None):  # type: ignore[no-untyped-def]
+        return super().__call__(q, k, v, cos, sin, positions, keys, values, loc, k_weight, q_weight, out)
+
+
+class _OneAxis(TorchRotaryKVWrite):
+    def __call__(self, q, k, v, cos, sin, positions, *rest):  # type: ignore[no-untyped-def]
+        return super().__call__(q, k, v, cos, sin, positions[0] if positions.dim() == 2 else positions, *rest)
+
+
+class _AxesInTurn(TorchRotaryKVWrite):
+    def __init__(self, cfg):  # type: ignore[no-untyped-def]
+        super().__init__(replace(cfg, mrope_interleaved=not cfg.mrope_interleaved))
+
+
+class _OutNotWritten(TorchRotaryKVWrite):
+    def __call__(self, *given):  # type: ignore[no-untyped-def]
+        return super().__call__(*given[:11])
+
+
+class _OutIsContiguous(TorchRotaryKVWrite):
+    """Takes the rows that it writes for next to each other."""
+
+    def __call__(self, *given):  # type: ignore[no-untyped-def]
+        q = super().__call__(*given[:11])
+        if len(given) > 11:
+            given[11].as_strided(q.shape, q.stride(), given[11].storage_offset()).copy_(q)
+        return q
 
 
 class _TurnedInModelDtype(TorchRotaryKVWrite):
@@ -62,5 +87,9 @@ MUTANTS = {
         ("keys_not_normed", _KeysNotNormed),
         ("swapped_norms", _SwappedNorms),
         ("turned_in_bf16", _TurnedInModelDtype),
+        ("one_axis", _OneAxis),
+        ("axes_in_turn", _AxesInTurn),
+        ("out_not_written", _OutNotWritten),
+        ("out_is_contiguous", _OutIsContiguous),
     )
 }

@@ -30,10 +30,11 @@ class TorchRotary:
         positions: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return ``(q, k)`` rotated, new tensors of the inputs' dtype."""
-        c, s = self._gather(cos, positions), self._gather(sin, positions)
+        c, s = self.gather(cos, positions), self.gather(sin, positions)
         return self._rotate(q, c, s), None if k is None else self._rotate(k, c, s)
 
-    def _gather(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def gather(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the table's rows ``[T, 1, d/2]``, with MRoPE each frequency's of its own axis."""
         rows = F.embedding(positions, table)  # unlike an index, it takes no negative one for the table's end
         if positions.dim() == 1:
             return rows.unsqueeze(1)

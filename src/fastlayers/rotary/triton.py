@@ -31,7 +31,7 @@ def _load_pairs(rows, inside_head, HALF: tl.constexpr, BLOCK: tl.constexpr, INTE
 
 
 @triton.jit
-def _angles(
+def angles(
     cos_ptr, sin_ptr, positions_ptr, token, max_position, axis_stride,
     HALF: tl.constexpr, BLOCK: tl.constexpr,
     SECTION_T: tl.constexpr, SECTION_H: tl.constexpr, SECTION_W: tl.constexpr, ALTERNATE: tl.constexpr,
@@ -82,7 +82,7 @@ def _rotary_kernel(
         kept = inside_head[:, None] & (column < DIM)[None, :]
         rest = tl.load(rows + column[None, :], mask=kept, other=0.0)
     # After the loads that wait for nothing.
-    c, s = _angles(
+    c, s = angles(
         cos_ptr, sin_ptr, positions_ptr, token, max_position, axis_stride,
         HALF, BLOCK, SECTION_T, SECTION_H, SECTION_W, ALTERNATE,
     )  # fmt: skip

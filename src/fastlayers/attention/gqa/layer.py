@@ -19,11 +19,10 @@ from torch.autograd import forward_ad
 from fastlayers.attention.core import AttentionCore, Projections
 from fastlayers.attention.gqa.config import GQA, NAME, GQAConfig
 from fastlayers.attention.kv_cache.spec import LayerCache
-from fastlayers.attention.kv_write.layer import KVWrite
 from fastlayers.attention.meta import AttentionMeta
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWrite
 from fastlayers.comm.parallel import SINGLE, Axis, Shard
-from fastlayers.errors import ArgumentError, check_kind, check_number, check_plain, check_positive
+from fastlayers.errors import ArgumentError, check_kind, check_number, check_plain, check_positive, check_tensor
 from fastlayers.layer import trust
 from fastlayers.norm.rms_norm.layer import RMSNorm
 from fastlayers.quant.spec import NONE, QuantSpec
@@ -133,21 +132,13 @@ class Attention(AttentionCore):
         heads = self.num_heads, self.num_kv_heads, head_dim
         cfg = GQAConfig(*heads, scale, window, softcap, sinks, page_size, dtype, cache_dtype, lse=False)
         self.choose_core(GQA, cfg, device, backend, window)
-        # The fused write turns every frequency by one position; MRoPE's three axes need the rotation by itself.
-        self.mrope = bool(rotary.cfg.mrope_section)
-        self.write: RotaryKVWrite | KVWrite
-        if self.mrope:
-            self.write = KVWrite(self.num_kv_heads, head_dim, kv_dtype=cache_dtype, device=device)
-        else:
-            self.write = RotaryKVWrite(
-                *heads,
-                rotary_dim=rotary.cfg.rotary_dim,
-                interleaved_in=rotary.cfg.interleaved_in,
-                interleaved_out=rotary.cfg.interleaved_out,
-                kv_dtype=cache_dtype,
-                qk_norm=qk_norm,
-                device=device,
-            )
+        turns = rotary.cfg
+        self.mrope = bool(turns.mrope_section)
+        self.write = RotaryKVWrite(
+            *heads, rotary_dim=turns.rotary_dim, interleaved_in=turns.interleaved_in,
+            interleaved_out=turns.interleaved_out, kv_dtype=cache_dtype, qk_norm=qk_norm,
+            mrope_section=turns.mrope_section, mrope_interleaved=turns.mrope_interleaved, device=device,
+        )  # fmt: skip
 
         projections = Projections(quant, prefix, device, dtype)
         sizes = (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim)
@@ -189,19 +180,15 @@ class Attention(AttentionCore):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: AttentionMeta, cache: LayerCache
     ) -> torch.Tensor:
         """Return q, normed and turned; write k, treated the same, and v into ``cache``."""
-        q_norm, k_norm = self.q_norm, self.k_norm
-        if not self.mrope:
-            if meta.rope_positions is not None:
+        q_norm, k_norm, positions, rotary = self.q_norm, self.k_norm, meta.positions, self.rotary
+        if meta.rope_positions is not None:
+            if not self.mrope:
                 raise ArgumentError(NAME, "meta.rope_positions", "set", "None: this rotary has no mrope_section")
-            weights = () if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight)
-            rotary = self.rotary
-            return self.write(q, k, v, rotary.cos, rotary.sin, meta.positions, cache, meta.out_cache_loc, *weights)
-        if q_norm is not None and k_norm is not None:
-            q, k = q_norm(q), k_norm(k)
-        positions = meta.positions if meta.rope_positions is None else meta.rope_positions
-        q, k = self.rotary(q, k, positions)
-        self.write(k, v, cache.keys, cache.values, meta.out_cache_loc)
-        return q
+            positions = meta.rope_positions
+            check_tensor("RotaryEmbedding", "positions", positions, shape=(3, q.shape[0]), dtype=torch.int64)
+            positions = positions.contiguous()
+        weights = () if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight)
+        return self.write(q, k, v, rotary.cos, rotary.sin, positions, cache, meta.out_cache_loc, *weights)
 
     def forward(self, hidden: torch.Tensor, meta: AttentionMeta, cache: LayerCache) -> torch.Tensor:
         """Attend; the new tokens' keys and values are written into the cache first.

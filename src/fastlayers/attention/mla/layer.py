@@ -298,15 +298,17 @@ class MLAAttention(AttentionCore):
         elif (hidden_states.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0:
             self.refuse_grad(hidden_states=hidden_states)
         q, latent, k_pe = self._project(hidden_states)
-        nope = cfg.qk_nope_head_dim
-        rotary = self.rotary
+        nope, rotary = cfg.qk_nope_head_dim, self.rotary
+        path = "mqa" if meta.phase == "decode" and not meta.path else self.path(meta)
+        room = None
+        if path == "mqa" and not torch.compiler.is_compiling():  # a compiler traces no product that writes into a view
+            room = q.new_empty(q.shape[0], self.num_heads, *self.kv_row)
         q_pe = self.rotary_kv_write(
             q[..., nope:], k_pe.unsqueeze(1), latent.unsqueeze(1), rotary.cos, rotary.sin, meta.positions, cache,
-            meta.out_cache_loc,
+            meta.out_cache_loc, out=None if room is None else room[..., cfg.kv_lora_rank :],
         )  # fmt: skip
-        path = "mqa" if meta.phase == "decode" and not meta.path else self.path(meta)
         if path == "mqa":
-            o = self._mqa(q[..., :nope], q_pe, cache.keys, meta)
+            o = self._mqa(q[..., :nope], q_pe, room, cache.keys, meta)
         else:
             q[..., nope:] = q_pe
             o = self._mha(q, cache.keys, meta, path)
@@ -349,25 +351,23 @@ class MLAAttention(AttentionCore):
         main.wait_stream(self.alt_stream)
         return normed_q, normed_latent
 
-    def _mqa(self, q_nope: torch.Tensor, q_pe: torch.Tensor, cache: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
-        cfg = self.cfg
-        compiling = torch.compiler.is_compiling()
+    def _mqa(
+        self, q_nope: torch.Tensor, q_pe: torch.Tensor, q: torch.Tensor | None, cache: torch.Tensor, meta: AttentionMeta
+    ) -> torch.Tensor:
+        """Return ``o [T, H, V]``; ``q``: where both parts of the absorbed queries go, ``q_pe`` already there."""
+        cfg, compiling = self.cfg, q is None
         w_kc, w_vc = self._absorbed_weights(compiling)
-        tokens = q_nope.shape[0]
-        decode = self.core(meta, tokens).decode
-        if compiling:  # it traces no product that writes through a view
+        decode = self.core(meta, q_nope.shape[0]).decode
+        if q is None:
             q = torch.cat([torch.bmm(q_nope.transpose(0, 1), w_kc).transpose(0, 1), q_pe], -1)
             o_latent = decode(q, cache, meta)[0].to(q.dtype)
             return torch.bmm(o_latent.transpose(0, 1), w_vc.transpose(1, 2)).transpose(0, 1)
-        # Both products write through strided views; of the queries only their small rotated part is copied.
-        rank = cfg.kv_lora_rank
-        q = q_pe.new_empty(tokens, self.num_heads, rank + cfg.qk_rope_head_dim)
-        torch.bmm(q_nope.transpose(0, 1), w_kc, out=q[..., :rank].transpose(0, 1))
-        q[..., rank:] = q_pe
+        # Both products write through strided views; nothing is copied.
+        torch.bmm(q_nope.transpose(0, 1), w_kc, out=q[..., : cfg.kv_lora_rank].transpose(0, 1))
         o_latent, _ = decode(q, cache, meta)
         if o_latent.dtype != q.dtype:  # the reference's is fp32
             o_latent = o_latent.to(q.dtype)
-        o = q.new_empty(tokens, self.num_heads, cfg.v_head_dim)
+        o = q.new_empty(q.shape[0], self.num_heads, cfg.v_head_dim)
         torch.bmm(o_latent.transpose(0, 1), w_vc.transpose(1, 2), out=o.transpose(0, 1))
         return o
 

@@ -27,6 +27,9 @@ def _case(
 
 
 _V3, _V2 = (True, False, True), (True, True, True)  # interleaved in, interleaved out, latent
+# Of Qwen2.5-VL, half as wide; and of Qwen3-VL's kind, where frequencies take turns.
+_VL: dict[str, Any] = {"mrope_section": (8, 12, 12)}
+_TURNS: dict[str, Any] = {"mrope_section": (6, 3, 3), "mrope_interleaved": True}
 CASES = (
     _case("qwen3_8b_decode", 3, Config(8, 2, 128, 128, 128), BF16, (3, 16), padded=1),
     _case("partial", 4, Config(3, 1, 48, 32, 20, kv_dtype=FP32), FP32, (9, 1), index=torch.int32),
@@ -38,10 +41,18 @@ CASES = (
     _case("norms", 5, Config(6, 2, 64, 64, 64, qk_norm=1e-6), BF16, (2, 64), padded=1, strided=True),
     _case("norms_partial", 3, Config(3, 1, 48, 32, 20, kv_dtype=FP32, qk_norm=1e-2), FP32, (9, 1)),
     _case("norms_interleaved_fp8", 4, Config(2, 2, 32, 32, 24, True, True, False, FP8, 1e-5), FP16, (3, 16)),
+    _case("into", 3, Config(3, 1, 64, 512, 64, *_V3), BF16, (2, 64), strided=True, into=40),
+    _case("into_interleaved", 4, Config(2, 2, 32, 32, 24, True, True, kv_dtype=FP32), FP32, (3, 16), into=24),
+    _case("axes", 4, Config(4, 2, 64, 64, 64, **_VL), BF16, (2, 64), padded=1, strided=True, axes=3),
+    _case("axes_norms", 3, Config(3, 1, 32, 16, 24, qk_norm=1e-6, kv_dtype=FP32, **_TURNS), FP32, (9, 1), axes=3),
+    _case("axes_of_text", 3, Config(4, 2, 64, 64, 64, **_VL), BF16, (2, 64)),
     _case("empty", 0, Config(4, 2, 64, 64, 64), BF16, (2, 16)),
     _case("qwen3_8b_prefill", 4096, Config(32, 8, 128, 128, 128), BF16, (80, 64), False, strided=True),
     _case("qwen3_30b_norms", 1, Config(32, 4, 128, 128, 128, qk_norm=1e-6), BF16, (80, 64), False, strided=True),
     _case("qwen3_8b_norms", 4096, Config(32, 8, 128, 128, 128, qk_norm=1e-6), BF16, (80, 64), False, strided=True),
+    _case("qwen25_vl_decode", 8, Config(28, 4, 128, 128, 128, mrope_section=(16, 24, 24)), BF16, (80, 64), False,
+          strided=True, axes=3),
+    _case("deepseek_into", 64, Config(128, 1, 64, 512, 64, *_V3), BF16, (80, 64), False, strided=True, into=512),
     _case("gpt_oss_decode", 64, Config(64, 8, 64, 64, 64), BF16, (80, 64), False, strided=True),
     _case("deepseek_prefill", 4096, Config(128, 1, 64, 512, 64, *_V3), BF16, (80, 64), False, strided=True),
 )  # fmt: skip
@@ -65,16 +76,21 @@ def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
     row = (cfg.v_head_dim + cfg.head_dim,) if cfg.latent else (cfg.num_kv_heads, cfg.head_dim)
     keys = make_cache(shape, row, cfg.kv_dtype, generator).to(device)
     value_row = (cfg.num_kv_heads, cfg.v_head_dim)
+    positions = (3, tokens) if shape.get("axes") else (tokens,)
+    # ``out`` is a part of wider rows: what lies beside it belongs to somebody else.
+    wide = cfg.head_dim + shape.get("into", 0)
+    buffer = torch.randn(tokens, cfg.num_heads, wide, generator=generator).to(device, shape["dtype"])
     values = None if cfg.latent else make_cache(shape, value_row, cfg.kv_dtype, generator).to(device)
     return {
         **dict(zip("qkv", parts, strict=True)),
         # 1.2: YaRN multiplies its attention factor into the tables.
         "cos": 1.2 * angles.cos().to(device),
         "sin": 1.2 * angles.sin().to(device),
-        "positions": torch.randint(1, max_position, (tokens,), generator=generator).to(device),
+        "positions": torch.randint(1, max_position, positions, generator=generator).to(device),
         "keys": keys,
         "values": values,
         "loc": make_loc(shape, generator).to(device),
+        "buffer": buffer if shape.get("into") else None,
         **{
             name: (1.0 + 0.5 * torch.randn(cfg.head_dim, generator=generator)).to(device, shape["dtype"])
             if cfg.qk_norm is not None
@@ -87,7 +103,10 @@ def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
 def call(impl: Any, inputs: dict[str, Any], context: Any) -> Any:
     """Call the backend."""
     names = ("q", "k", "v", "cos", "sin", "positions", "keys", "values", "loc", "q_weight", "k_weight")
-    return impl(*(inputs[name] for name in names))
+    given, buffer = [inputs[name] for name in names], inputs["buffer"]
+    if buffer is None:
+        return impl(*given)
+    return impl(*given, buffer[..., buffer.shape[-1] - inputs["q"].shape[-1] :])
 
 
 def run(impl: Any, inputs: dict[str, Any], context: Any) -> dict[str, torch.Tensor]:
@@ -100,7 +119,11 @@ def run(impl: Any, inputs: dict[str, Any], context: Any) -> dict[str, torch.Tens
     else:
         values = values[1:]
     wide = torch.float32 if keys.dtype == FP8 else keys.dtype
-    return {"q": q, "k": keys.to(wide), "v": values.to(wide)}
+    found = {"q": q, "k": keys.to(wide), "v": values.to(wide)}
+    if inputs["buffer"] is not None:
+        width = inputs["buffer"].shape[-1] - q.shape[-1]
+        found |= {"q": inputs["buffer"][..., width:], "beside": inputs["buffer"][..., :width]}
+    return found
 
 
 def cost(case: Case) -> Cost:
@@ -115,9 +138,9 @@ def cost(case: Case) -> Cost:
 def bounds(case: Case) -> dict[str, Bound]:
     """Values are moved or rounded once: bit-exact. A turned key may round the other way at a tie of e4m3."""
     one_step = {"k": Bound(5e-3, 2.0**-3)} if case.cfg.kv_dtype == FP8 else {}
-    return {"v": EXACT, **one_step}
+    return {"v": EXACT, "beside": EXACT, **one_step}
 
 
 SPEC = LayerSpec(
-    CASES, make_inputs, run, cost, bounds=bounds, mutates=("keys", "values"), call=call, unknown="the cache"
+    CASES, make_inputs, run, cost, bounds=bounds, mutates=("keys", "values", "buffer"), call=call, unknown="the cache"
 )

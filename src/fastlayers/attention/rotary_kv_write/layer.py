@@ -3,7 +3,7 @@
     T = tokens, Hq = num_heads, Hkv = num_kv_heads, D = head_dim, V = v_head_dim, d = rotary_dim ≤ D
     y(x)[t, h]           = x[t, h] turned by positions[t]: fp32, rounded once to the model's dtype; dimensions
                            pair as in fastlayers.rotary
-    q_rotated[T, Hq, D]  = y(q)                                    new tensor
+    q_rotated[T, Hq, D]  = y(q)                                    new tensor, or ``out``
     k_cache[loc[t], h]   = cache_dtype(y(k)[t, h])
     v_cache[loc[t], h]   = cache_dtype(v[t, h])
 
@@ -16,6 +16,8 @@ With ``latent`` (MLA) there is one cache of rows [latent | rope], one key head, 
     q_rotated[T, Hq, R]  = y(q_pe)                                 R = D = d = head_dim
     cache[loc[t], :L]    = cache_dtype(latent[t])                  L = v_head_dim
     cache[loc[t], L:]    = cache_dtype(y(k_pe)[t])
+
+With ``mrope_section`` positions may be [3, T]: each frequency turns by its own axis, as in fastlayers.rotary.
 
 e4m3 caches saturate: values are clamped to ±448 before the cast (scale 1). Several rows may share slot 0,
 where padded rows go; what it then holds is unspecified.
@@ -36,6 +38,7 @@ from fastlayers.attention.meta import check_loc, free_to_look
 from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor, describe
 from fastlayers.layer import Layer
 from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
+from fastlayers.rotary.layer import RotaryConfig
 
 NAME = "RotaryKVWrite"
 
@@ -54,6 +57,8 @@ class RotaryKVWriteConfig:
     latent: bool = False
     kv_dtype: torch.dtype = torch.bfloat16
     qk_norm: float | None = None
+    mrope_section: tuple[int, ...] = ()
+    mrope_interleaved: bool = False
 
     def __post_init__(self) -> None:
         check_positive(NAME, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
@@ -65,6 +70,15 @@ class RotaryKVWriteConfig:
             raise ArgumentError(NAME, "num_kv_heads", self.num_kv_heads, "1 with latent")
         if self.qk_norm is not None and (self.latent or not self.qk_norm >= 0):
             raise ArgumentError(NAME, "qk_norm", self.qk_norm, "an epsilon of 0 or more, and not with latent")
+        if self.mrope_section and (len(self.mrope_section) != 3 or sum(self.mrope_section) != self.rotary_dim // 2):
+            accepted = f"three counts that sum to {self.rotary_dim // 2}"
+            raise ArgumentError(NAME, "mrope_section", self.mrope_section, accepted)
+
+    @property
+    def rotary(self) -> RotaryConfig:
+        """The rotation alone."""
+        pairing = self.interleaved_in, self.interleaved_out
+        return RotaryConfig(self.head_dim, self.rotary_dim, *pairing, self.mrope_section, self.mrope_interleaved)
 
     def rows(self, keys: torch.Tensor, values: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the caches as views, see :func:`cache_rows`."""
@@ -111,6 +125,10 @@ class RotaryKVWrite(Layer):
         Of the cache: fp32, fp16, bf16 or e4m3.
     qk_norm : float, optional
         Epsilon of an RMSNorm over each head of q and k, before they turn. Default: none.
+    mrope_section : tuple[int, ...]
+        Frequencies that turn by time, height and width. Default: all by one position.
+    mrope_interleaved : bool
+        As in :class:`fastlayers.RotaryEmbedding`.
     device : torch device, optional
     backend : str
         ``"auto"``, a name, or a ladder.
@@ -148,6 +166,8 @@ class RotaryKVWrite(Layer):
         latent: bool = False,
         kv_dtype: torch.dtype = torch.bfloat16,
         qk_norm: float | None = None,
+        mrope_section: tuple[int, ...] = (),
+        mrope_interleaved: bool = False,
         device: torch.device | str | None = None,
         backend: str = "auto",
     ) -> None:
@@ -163,6 +183,8 @@ class RotaryKVWrite(Layer):
             latent,
             kv_dtype,
             qk_norm,
+            mrope_section,
+            mrope_interleaved,
         )
         self.choose(ROTARY_KV_WRITE, cfg, device, backend)
         self.debug = env.debug()
@@ -179,6 +201,7 @@ class RotaryKVWrite(Layer):
         loc: torch.Tensor,
         q_weight: torch.Tensor | None = None,
         k_weight: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Norm (with ``qk_norm``), turn and write.
 
@@ -190,7 +213,7 @@ class RotaryKVWrite(Layer):
         v : Tensor ``[T, Hkv, V]``
             MLA: the latent, ``[T, 1, L]``. All three of one dtype; any strides, last dimension contiguous.
         cos, sin : Tensor fp32 ``[max_position, d / 2]``
-        positions : Tensor int64 ``[T]``
+        positions : Tensor int64 ``[T]``, with ``mrope_section`` also ``[3, T]``
             All three contiguous.
         cache : LayerCache
             Written in place; contiguous.
@@ -198,17 +221,21 @@ class RotaryKVWrite(Layer):
             Slot of each row; contiguous.
         q_weight, k_weight : Tensor ``[D]``, with ``qk_norm`` only
             Of q's dtype; contiguous.
+        out : Tensor ``[T, Hq, D]``, optional
+            Mutated and returned; of q's dtype, any strides, last dimension contiguous. No part of q, k or v.
 
         Returns
         -------
         Tensor ``[T, Hq, D]``
-            The turned ``q``, a new tensor.
+            The turned ``q``: ``out``, or a new tensor.
         """
         if not self.trusted:
-            self._check(q, k, v, cos, sin, positions, cache, loc, q_weight, k_weight)
+            self._check(q, k, v, cos, sin, positions, cache, loc, q_weight, k_weight, out)
         core = self.ladder.single or self.ladder.pick(q.shape[0])
         try:
-            turned: torch.Tensor = core(q, k, v, cos, sin, positions, cache.keys, cache.values, loc, q_weight, k_weight)
+            turned: torch.Tensor = core(
+                q, k, v, cos, sin, positions, cache.keys, cache.values, loc, q_weight, k_weight, out
+            )  # fmt: skip
         except IndexError:  # on a CPU, where looking is free; before anything was written
             _check_range(positions, cos.shape[0])
             check_loc(NAME, loc, cache.keys.shape[0] * cache.keys.shape[1], True)
@@ -227,6 +254,7 @@ class RotaryKVWrite(Layer):
         loc: torch.Tensor,
         q_weight: torch.Tensor | None,
         k_weight: torch.Tensor | None,
+        out: torch.Tensor | None,
     ) -> None:
         cfg, wanted = self.cfg, (None, self.cfg.num_heads, self.cfg.head_dim)
         check_tensor(NAME, "q", q, shape=wanted, dtype=FLOATS, device=self.device_type, last_dim_contiguous=True)
@@ -237,7 +265,11 @@ class RotaryKVWrite(Layer):
         table = (None, cfg.rotary_dim // 2)
         check_tensor(NAME, "cos", cos, shape=table, dtype=torch.float32, device=where, contiguous=True)
         check_tensor(NAME, "sin", sin, shape=tuple(cos.shape), dtype=torch.float32, device=where, contiguous=True)
-        check_tensor(NAME, "positions", positions, shape=(tokens,), dtype=torch.int64, device=where, contiguous=True)
+        axes = (3, tokens) if cfg.mrope_section and positions.dim() == 2 else (tokens,)
+        check_tensor(NAME, "positions", positions, shape=axes, dtype=torch.int64, device=where, contiguous=True)
+        if out is not None:
+            like = tuple(q.shape)
+            check_tensor(NAME, "out", out, shape=like, dtype=q.dtype, device=where, last_dim_contiguous=True)
         check_tensor(NAME, "loc", loc, shape=(tokens,), dtype=INDICES, device=where, contiguous=True)
         self._check_cache(cache, where)
         check_loc(NAME, loc, cache.keys.shape[0] * cache.keys.shape[1], self.debug or free_to_look(loc))

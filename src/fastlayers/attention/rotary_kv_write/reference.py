@@ -27,10 +27,14 @@ class ReferenceRotaryKVWrite:
         loc: torch.Tensor,
         q_weight: torch.Tensor | None = None,
         k_weight: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write into ``keys`` and ``values``, in place; return the turned ``q``."""
         q, k = self._norm(q, q_weight), self._norm(k, k_weight)
-        c, s = cos.index_select(0, positions), sin.index_select(0, positions)
+        if positions.dim() == 1:
+            positions = positions.expand(3, -1)
+        of = [positions[axis] for axis in self.cfg.rotary.axes()]
+        c, s = (torch.stack([table.index_select(0, at)[:, f] for f, at in enumerate(of)], -1) for table in (cos, sin))
         k_turned = self._turn(k, c, s).to(k.dtype)
         if self.cfg.latent:
             write_rows(torch.cat([v[:, 0], k_turned[:, 0]], dim=-1), keys, loc)
@@ -38,7 +42,8 @@ class ReferenceRotaryKVWrite:
             assert values is not None
             write_rows(k_turned, keys, loc)
             write_rows(v, values, loc)
-        return self._turn(q, c, s)
+        turned = self._turn(q, c, s)
+        return turned if out is None else out.copy_(turned)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         eps = self.cfg.qk_norm

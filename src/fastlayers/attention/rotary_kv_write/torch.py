@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch.nn import functional as F
 
 from fastlayers.attention.kv_write.torch import scatter_rows
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWriteConfig
+from fastlayers.rotary.torch import TorchRotary
 
 
 class TorchRotaryKVWrite:
@@ -14,6 +14,7 @@ class TorchRotaryKVWrite:
 
     def __init__(self, cfg: RotaryKVWriteConfig) -> None:
         self.cfg = cfg
+        self.gather = TorchRotary(cfg.rotary).gather
 
     def __call__(
         self,
@@ -28,15 +29,16 @@ class TorchRotaryKVWrite:
         loc: torch.Tensor,
         q_weight: torch.Tensor | None = None,
         k_weight: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write into ``keys`` and ``values``, in place; return the turned ``q``, a new tensor."""
+        """Write into ``keys`` and ``values``, in place; return the turned ``q``: ``out``, or a new tensor."""
         q, k = self._norm(q, q_weight), self._norm(k, k_weight)
-        # Unlike an index, it takes no negative position for the table's end.
-        c, s = (F.embedding(positions, table).unsqueeze(1) for table in (cos, sin))
+        c, s = self.gather(cos, positions), self.gather(sin, positions)
         k_slots, v_slots = self.cfg.rows(keys, values)
         scatter_rows(k_slots, loc, self._turn(k, c, s))
         scatter_rows(v_slots, loc, v)
-        return self._turn(q, c, s)
+        turned = self._turn(q, c, s)
+        return turned if out is None else out.copy_(turned)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         if weight is None or self.cfg.qk_norm is None:

@@ -12,7 +12,8 @@ import triton.language as tl
 from fastlayers.attention.kv_write.triton import to_cache
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWriteConfig, cache_rows
 from fastlayers.integers import cdiv, next_power_of_2
-from fastlayers.operators import like_x, operator
+from fastlayers.operators import nothing, operator
+from fastlayers.rotary.triton import angles
 from fastlayers.runtime.launch import kernel
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
@@ -43,10 +44,11 @@ def _scaled(x, inverse, weight_ptr, column, WIDTH: tl.constexpr):
 
 @triton.jit
 def _turn(
-    source, target, source_head, target_head, head, heads, cos_ptr, sin_ptr, position_ptr, max_position, f,
-    weight_ptr, eps,
+    source, target, source_head, target_head, head, heads, cos_ptr, sin_ptr, positions_ptr, token, max_position,
+    axis_stride, f, weight_ptr, eps,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, BLOCK_HALF: tl.constexpr,
     INTERLEAVED_IN: tl.constexpr, INTERLEAVED_OUT: tl.constexpr, NORM: tl.constexpr,
+    SECTION_T: tl.constexpr, SECTION_H: tl.constexpr, SECTION_W: tl.constexpr, ALTERNATE: tl.constexpr,
 ):  # fmt: skip
     rows, targets = source + head[:, None] * source_head, target + head[:, None] * target_head
     inside_head = (head < heads)[:, None]
@@ -57,10 +59,10 @@ def _turn(
         kept = inside_head & (column < HEAD_DIM)[None, :]
         rest = tl.load(rows + column[None, :], mask=kept, other=0.0)
     # After the loads that wait for nothing.
-    position = tl.load(position_ptr)
-    position = tl.minimum(tl.maximum(position, 0), max_position - 1)
-    c = tl.load(cos_ptr + position * HALF + f, mask=f < HALF, other=0.0)
-    s = tl.load(sin_ptr + position * HALF + f, mask=f < HALF, other=0.0)
+    c, s = angles(
+        cos_ptr, sin_ptr, positions_ptr, token, max_position, axis_stride,
+        HALF, BLOCK_HALF, SECTION_T, SECTION_H, SECTION_W, ALTERNATE,
+    )  # fmt: skip
     if NORM:
         wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
         square = tl.sum(wide_a * wide_a + wide_b * wide_b, axis=1)
@@ -92,12 +94,14 @@ def _turn(
 @kernel
 def _rotary_kv_write_kernel(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, positions_ptr, q_out_ptr, k_cache_ptr, v_cache_ptr, loc_ptr,
-    q_weight_ptr, k_weight_ptr, q_token, q_head, k_token, k_head, v_token, v_head, k_slot, v_slot,
-    max_position, heads, kv_heads, eps,
+    q_weight_ptr, k_weight_ptr, q_token, q_head, k_token, k_head, v_token, v_head, out_token, out_head, k_slot, v_slot,
+    max_position, axis_stride, heads, kv_heads, eps,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
     INTERLEAVED_IN: tl.constexpr, INTERLEAVED_OUT: tl.constexpr, NORM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, Q_BLOCKS: tl.constexpr, BLOCK_KV_HEADS: tl.constexpr, KV_BLOCKS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_V: tl.constexpr,
+    SECTION_T: tl.constexpr, SECTION_H: tl.constexpr, SECTION_W: tl.constexpr, ALTERNATE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     # Programs that run at the same time have neighbouring heads: whole pages of memory.
     blocks: tl.constexpr = Q_BLOCKS + KV_BLOCKS
@@ -108,17 +112,19 @@ def _rotary_kv_write_kernel(
     if block < Q_BLOCKS:
         head = block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         _turn(
-            q_ptr + token * q_token, q_out_ptr + token * heads * HEAD_DIM, q_head, HEAD_DIM, head, heads,
-            cos_ptr, sin_ptr, positions_ptr + token, max_position, f, q_weight_ptr, eps,
+            q_ptr + token * q_token, q_out_ptr + token * out_token, q_head, out_head, head, heads,
+            cos_ptr, sin_ptr, positions_ptr, token, max_position, axis_stride, f, q_weight_ptr, eps,
             HEAD_DIM, HALF, REST, BLOCK_HALF, INTERLEAVED_IN, INTERLEAVED_OUT, NORM,
+            SECTION_T, SECTION_H, SECTION_W, ALTERNATE,
         )  # fmt: skip
     else:
         kv_head = (block - Q_BLOCKS) * BLOCK_KV_HEADS + tl.arange(0, BLOCK_KV_HEADS)
         slot = tl.load(loc_ptr + token).to(tl.int64)
         _turn(
             k_ptr + token * k_token, k_cache_ptr + slot * k_slot, k_head, HEAD_DIM, kv_head, kv_heads,
-            cos_ptr, sin_ptr, positions_ptr + token, max_position, f, k_weight_ptr, eps,
+            cos_ptr, sin_ptr, positions_ptr, token, max_position, axis_stride, f, k_weight_ptr, eps,
             HEAD_DIM, HALF, REST, BLOCK_HALF, INTERLEAVED_IN, INTERLEAVED_OUT, NORM,
+            SECTION_T, SECTION_H, SECTION_W, ALTERNATE,
         )  # fmt: skip
         column = tl.arange(0, BLOCK_V)
         inside = (kv_head < kv_heads)[:, None] & (column < V_HEAD_DIM)[None, :]
@@ -157,53 +163,56 @@ def _blocks(
 @lru_cache
 def _bound(
     heads: int, kv_heads: int, head_dim: int, v_head_dim: int, rotary_dim: int, interleaved_in: bool,
-    interleaved_out: bool, norm: bool, device: torch.device,
+    interleaved_out: bool, norm: bool, section: tuple[int, ...], alternate: bool, device: torch.device,
 ) -> tuple[int, Callable[..., None]]:  # fmt: skip
     """Return the programs of a token, and what launches them."""
     blocks = _blocks(heads, kv_heads, head_dim, v_head_dim, rotary_dim, interleaved_in, interleaved_out, norm)
-    launch = _rotary_kv_write_kernel.bind(**blocks, **dependent_launch(device), num_warps=4)
+    parts = dict(zip(("SECTION_T", "SECTION_H", "SECTION_W"), section or (0, 0, 0), strict=True))
+    launch = _rotary_kv_write_kernel.bind(
+        **blocks, **parts, ALTERNATE=alternate, **dependent_launch(device), num_warps=4
+    )  # fmt: skip
     return blocks["Q_BLOCKS"] + blocks["KV_BLOCKS"], launch
 
 
-@operator("rotary_kv_write", like_x, writes=("keys", "values"))
+@operator("rotary_kv_write", nothing, writes=("q_out", "keys", "values"))
 def _rotary_kv_write(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-    positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None, loc: torch.Tensor,
+    positions: torch.Tensor, q_out: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None, loc: torch.Tensor,
     q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float | None,
-    rotary_dim: int, interleaved_in: bool, interleaved_out: bool,
-) -> torch.Tensor:  # fmt: skip
+    rotary_dim: int, interleaved_in: bool, interleaved_out: bool, section: list[int], alternate: bool,
+) -> None:  # fmt: skip
     (tokens, heads, head_dim), (kv_heads, v_head_dim) = q.shape, v.shape[1:]
-    q_out = q.new_empty(q.shape)
     if tokens:
+        # Text has one position a token also where images have three.
+        axes = tuple(section) if positions.dim() == 2 else ()
         blocks, bound = _bound(
             heads, kv_heads, head_dim, v_head_dim, rotary_dim, interleaved_in, interleaved_out, eps is not None,
-            q.device,
+            axes, alternate, q.device,
         )  # fmt: skip
         k_slots, v_slots = cache_rows(keys, values, v_head_dim)
         bound(
             (tokens * blocks,), q, k, v, cos, sin, positions, q_out, k_slots, v_slots, loc,
             cos if q_weight is None else q_weight, cos if k_weight is None else k_weight,
-            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], k_slots.stride(0), v_slots.stride(0),
-            cos.shape[0], heads, kv_heads, eps or 0.0,
+            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *q_out.stride()[:2], k_slots.stride(0),
+            v_slots.stride(0), cos.shape[0], positions.stride(0), heads, kv_heads, eps or 0.0,
         )  # fmt: skip
-    return q_out
 
 
 class TritonRotaryKVWrite:
     """One launch: keys go from registers to the cache and are never stored elsewhere."""
 
     def __init__(self, cfg: RotaryKVWriteConfig) -> None:
-        self.cfg = cfg
+        self.static = (
+            cfg.qk_norm, cfg.rotary_dim, cfg.interleaved_in, cfg.interleaved_out, list(cfg.mrope_section),
+            cfg.mrope_interleaved,
+        )  # fmt: skip
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
         positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None, loc: torch.Tensor,
-        q_weight: torch.Tensor | None = None, k_weight: torch.Tensor | None = None,
+        q_weight: torch.Tensor | None = None, k_weight: torch.Tensor | None = None, out: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Write into ``keys`` and ``values``, in place; return the turned ``q``, a new contiguous tensor."""
-        cfg = self.cfg
-        turned: torch.Tensor = _rotary_kv_write(
-            q, k, v, cos, sin, positions, keys, values, loc, q_weight, k_weight, cfg.qk_norm,
-            cfg.rotary_dim, cfg.interleaved_in, cfg.interleaved_out,
-        )  # fmt: skip
+        """Write into ``keys`` and ``values``, in place; return the turned ``q``: ``out``, or new and contiguous."""
+        turned = q.new_empty(q.shape) if out is None else out
+        _rotary_kv_write(q, k, v, cos, sin, positions, turned, keys, values, loc, q_weight, k_weight, *self.static)
         return turned
