@@ -241,10 +241,12 @@ class ModelStep(CapturedSteps):
         buckets: Iterable[int] | None = None,
         modes: Iterable[str] = ("greedy",),
         progress: Callable[[StepKey], None] | None = None,
+        seen: bool = False,
     ) -> None:
         """Capture what is not captured yet of decode, largest first, and the extends that are :attr:`wanted`.
 
-        Overwrites ``count``, so before :meth:`load`.
+        Overwrites ``count``, so before :meth:`load`. ``seen``: what these steps run has run in these sizes before, see
+        :meth:`fastlayers.runtime.graphs.CudaGraphs.capture_all`.
 
         Raises
         ------
@@ -264,7 +266,8 @@ class ModelStep(CapturedSteps):
             self.capture_wanted()
             failed: CaptureError | None = None
             try:
-                graphs.capture_all({key: self._captured(key.tokens, key.mode) for key in keys}, progress=progress)
+                functions = {key: self._captured(key.tokens, key.mode) for key in keys}
+                graphs.capture_all(functions, progress=progress, seen=seen)
             except CaptureError as error:
                 failed = error
             failed = self.agreed(failed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ def random_model(
     dtype: torch.dtype = torch.bfloat16,
     layers: int | None = None,
     seed: int = 0,
+    said: Callable[[str], None] = lambda part: None,
     **options: Any,
 ) -> Any:
     """Return the model of a parsed ``config.json`` with random weights, finalised.
@@ -29,6 +30,8 @@ def random_model(
     layers : int, optional
         Decoder layers to keep; default: all.
     seed : int
+    said : callable
+        Told what was just done.
     **options
         As for the family's constructor.
     """
@@ -43,8 +46,11 @@ def random_model(
     # The draft layer is no part of decoding.
     changes["num_nextn_predict_layers"] = 0
     family: Any = family_of(changes)
+    said("code of the model's family")
     model = family(family.config_class.from_hf(changes), device=device, dtype=dtype, **options).eval()
+    said("layers built, backends chosen")
     fill_random(model, seed)
+    said("weights drawn")
     return finalize(model)
 
 

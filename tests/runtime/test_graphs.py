@@ -98,6 +98,10 @@ def test_largest_first_under_one_gc_pause() -> None:
     assert done == [8, 4, 2]
     assert calls == [8] * 3 + [4] * 3 + [2] * 3  # two warm-ups and the capture
     assert [event for event in runtime.events if event[0] == "capture"] == [("capture", True, False)] * 3
+    seen = CudaGraphs(runtime=Runtime())
+    calls.clear()
+    seen.capture_all(work, seen=True)
+    assert calls == [8] * 3 + [4] + [2]  # the first tells what there is to load
     by_size = CudaGraphs(runtime=Runtime())
     by_size.capture_all({"a": lambda: 1, "b": lambda: 2}, size={"a": 5, "b": 3}.get)
     assert by_size.keys == ("a", "b")
@@ -221,6 +225,28 @@ def test_earlier_graphs_survive_a_failure() -> None:
         graphs.capture_all({2: lambda: model(torch.ones(2)), 1: lambda: model(torch.ones(1))})
     assert graphs.keys == (2,)
     assert graphs.replay(2).tolist() == [2.0, 2.0]
+
+
+def test_what_was_not_seen_after_all_is_warmed_up(caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[int] = []
+
+    def cold() -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 1:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return torch.ones(1)
+
+    graphs = CudaGraphs(runtime=Runtime())
+    graphs.capture_all({2: lambda: torch.ones(2), 1: cold}, seen=True)
+    assert len(calls) == 4 and graphs.keys == (2, 1)
+    assert "not permitted" in caplog.text and "captured once more" in caplog.text
+    with pytest.raises(CaptureError, match="never"):
+        graphs.capture_all({4: lambda: torch.ones(4), 3: _never}, seen=True)
+    assert 4 in graphs and 3 not in graphs
+
+
+def _never() -> None:
+    raise RuntimeError("never")
 
 
 def test_restore_undoes_what_warm_up_and_capture_count() -> None:

@@ -88,6 +88,8 @@ class EngineConfig(msgspec.Struct, frozen=True):
         Where profiles are written; "": there are none.
     layers : int
         With "dummy": decoder layers to keep; 0: all.
+    begun : float
+        ``time.monotonic()`` when whoever wanted this engine began to start it, or 0.0.
     """
 
     model: str = "tiny"
@@ -122,3 +124,4 @@ class EngineConfig(msgspec.Struct, frozen=True):
     seed: int = 0
     profile_folder: str = ""
     layers: int = 0
+    begun: float = 0.0

@@ -142,6 +142,9 @@ class TorchExecutor:
         if extend_buckets is None:
             most = getattr(model, "captured_tokens", None) or TOKENS[-1]
             extend_buckets = ExtendBuckets(tuple(size for size in TOKENS if size <= most), REQUESTS)
+        if graphs is None and cuda_graph and device.type == "cuda":
+            # One run before a capture, not two: every layer ran in these sizes before.
+            graphs = CudaGraphs(device, warm_ups=1)
         shared = (graphs,) if graphs is not None else ()
 
         def step(most: int) -> SlotStep:
@@ -164,6 +167,7 @@ class TorchExecutor:
         self.verify_tokens, self._verify_out = verify_tokens, Outbox(max(1, verify_tokens), device)
         self._profiler: Any = None
         self.watch: CompileWatch | None = None
+        self.start: list[tuple[str, float]] = []  # what the start spent its seconds on, for :meth:`explain`
         self.rule = ALL if rejection else VERIFY
         draws = (sampler, self.decoding.table) if rejection else None
         self.mtp: MTPDrafts | None = None
@@ -293,7 +297,9 @@ class TorchExecutor:
     @torch.inference_mode()
     def capture(self, progress: Callable[[StepKey], None] | None = None) -> None:
         """Capture every bucket of decode and of extends; nothing is captured later."""
-        self.decoding.capture(modes=DECODES, progress=progress)
+        # A step that ends at its logits runs what the one that draws the likeliest token ran before.
+        for place, mode in enumerate(DECODES):
+            self.decoding.capture(modes=[mode], progress=progress, seen=place > 0)
         buckets = self.extending.extend_buckets
         keys = [StepKey("extend", t, r, LOGITS) for t in buckets.tokens for r in buckets.requests]
         chains = self.mtp is None or self.mtp.topk == 1
@@ -305,7 +311,8 @@ class TorchExecutor:
         """Return what was captured and what ran uncaptured, in sentences."""
         compiled = [] if self.watch is None else self.watch.check()  # of packages too, whose caches lie in folders
         return {
-            "graphs": self.decoding.report(), "uncaptured": dict(self.extending.uncaptured), "compiled": list(compiled)
+            "graphs": self.decoding.report(), "uncaptured": dict(self.extending.uncaptured),
+            "compiled": list(compiled), "start": [[part, round(seconds, 3)] for part, seconds in self.start],
         }  # fmt: skip
 
     def backends(self) -> list[dict[str, Any]]:

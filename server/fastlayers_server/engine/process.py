@@ -129,10 +129,11 @@ class EngineProcess(ClientBase):
         out.bind(f"ipc://{self._folder}/to-{self.epoch}")
         news.bind(f"ipc://{self._folder}/from-{self.epoch}")
         command = [*self._command, self._folder, str(self.epoch)]
+        config = msgspec.structs.replace(self.config, begun=time.monotonic())
         self._child = child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         assert child.stdin is not None
         try:
-            child.stdin.write(msgspec.json.encode(self.config))
+            child.stdin.write(msgspec.json.encode(config))
             child.stdin.close()
         except BrokenPipeError:
             log.error("the engine's process ended before it read its configuration")

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+from torch import nn
 
 import fastlayers as fl
+from fastlayers.attention.meta import AttentionBatch, AttentionState
 from fastlayers.errors import ArgumentError
 from fastlayers.layer import Layer
 from fastlayers.registry import registry
+from fastlayers.runtime import precompile
 from fastlayers.runtime.compile_log import CompileWatch, stop_watching
 from fastlayers.sampler.layer import Sampler
 from fastlayers_models.find import TINY, assets, find
@@ -29,12 +33,36 @@ from fastlayers_server.engine.scheduler import Scheduler
 from fastlayers_server.engine.speculation import Lookups, Speculation
 from fastlayers_server.engine.step import GREEDY, LOGITS
 
+log = logging.getLogger(__name__)
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "e4m3": torch.float8_e4m3fn}
 # Beside weights and cache: graphs, workspaces, activations and logits of the largest steps.
 GPU_RESERVE = 6 << 30
 CPU_CACHE_BYTES = 512 << 20
 PIECE = 64  # prompt tokens of a step in deterministic mode
 Phase = Callable[[str], None]
+
+
+class Timeline:
+    """What a start spends its seconds on, part after part; also in the log.
+
+    Attributes
+    ----------
+    parts : list of (str, float)
+        What was done, and its seconds, the device's work included.
+    """
+
+    def __init__(self, begun: float = 0.0) -> None:
+        self.parts: list[tuple[str, float]] = []
+        self._since = begun or time.monotonic()
+
+    def said(self, part: str) -> None:
+        """Take what was done since the last part, or since the beginning, for this one."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        now = time.monotonic()
+        self.parts.append((part, now - self._since))
+        log.info("start: %6.2f s %s", now - self._since, part)
+        self._since = now
 
 
 def build(config: EngineConfig, phase: Phase, epoch: int = 1, model: Any = None) -> Parts:
@@ -47,10 +75,13 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1, model: Any = None)
     FastlayersError
         In a sentence: no such model, a value that is not accepted, a model or a context that does not fit.
     """
+    times = Timeline(config.begun)
+    times.said("process and its imports")
     speculates = _speculates(config)
     seconds, begin = {}, time.monotonic()
     phase("weights")
-    model = load_model(config) if model is None else model
+    model = load_model(config, times.said) if model is None else model
+    times.said("weights packed, tables probed")
     seconds["weights"] = time.monotonic() - begin
     if config.speculative_algorithm == "mtp" and not getattr(model.config, "num_nextn_predict_layers", 0):
         accepted = "'none' or 'ngram': this model has no draft layer"
@@ -73,8 +104,9 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1, model: Any = None)
     cuda = model.device.type == "cuda"
     if cuda and grammars is not None:
         grammars.read()
+        times.said("grammars")
     if cuda:
-        fl.warmup(model, max_tokens=limits.max_model_len, max_batch=limits.max_running, progress=False)
+        warm_up(model, limits, times)
     folder = Path(config.profile_folder) if config.profile_folder else None
     executor = TorchExecutor(
         model, limits, cuda_graph=False if config.disable_cuda_graph else "auto", profile_folder=folder,
@@ -83,21 +115,26 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1, model: Any = None)
         rejection=config.speculative_verify == "rejection",
     )  # fmt: skip
     scheduler = Scheduler(limits)
+    times.said("cache, tables of rows")
     if cuda:
         stop_watching()  # what the engine's own steps need besides is meant to be compiled
-        measure(executor, scheduler)  # before the capture too: what is not built yet is built outside of it
-        behind_prefixes(executor, limits)
     seconds["warmup"] = time.monotonic() - begin
     phase("capture")
     begin = time.monotonic()
     executor.capture()
+    ledger = executor.decoding.ledger
+    warm, captured = sum(r.warm_up_seconds for r in ledger), sum(r.capture_seconds for r in ledger)
+    times.said(f"{len(ledger)} graphs: {warm:.2f} s of runs before, {captured:.2f} s of captures")
     if cuda:
         scheduler.budget.measured(*measure(executor, scheduler))
+        times.said("steps measured")
     seconds["capture"] = time.monotonic() - begin
     executor.watch = CompileWatch()
     if not config.no_freeze_gc:
         gc.collect()
         gc.freeze()
+    times.said("collector frozen")
+    executor.start = times.parts
     info = EngineInfo(
         epoch, limits.vocab_size, limits.max_model_len, limits.eos_ids, limits.page_size, limits.num_pages,
         limits.max_running, limits.max_queued_requests, limits.max_logprobs, limits.features,
@@ -163,8 +200,8 @@ def model_folder(name: str) -> Path:
     return assets() / TINY if name in ("tiny", TINY) else find(name)
 
 
-def load_model(config: EngineConfig) -> Any:
-    """Return the model on its device."""
+def load_model(config: EngineConfig, said: Callable[[str], None] = lambda part: None) -> Any:
+    """Return the model on its device; ``said`` is told what was just done."""
     from fastlayers_models.auto import AutoModel
     from fastlayers_server.known_models import config_of
     from fastlayers_server.random_models import random_model
@@ -181,7 +218,7 @@ def load_model(config: EngineConfig) -> Any:
     dtype = torch.bfloat16 if dtype == "auto" else dtype
     kept = config.layers or None
     known = str(model_folder("tiny")) if config.model == "tiny" else config.model
-    return random_model(config_of(known), device, dtype=dtype, layers=kept, seed=config.seed, **options)
+    return random_model(config_of(known), device, dtype=dtype, layers=kept, seed=config.seed, said=said, **options)
 
 
 def scheduler_config(config: EngineConfig, model: Any, drafter: Any = None) -> SchedulerConfig:
@@ -261,14 +298,48 @@ def tails(config: SchedulerConfig) -> list[tuple[int, int]]:
     return [(count, length) for length in (*lengths, config.max_model_len) for count in counts if count < length]
 
 
+class Kernels:
+    """What :func:`fastlayers.warmup` is given instead of the model: its layers and the sampler, each kind alone.
+
+    Whole steps run before they are captured, and what is not captured when it is measured.
+    """
+
+    def __init__(self, model: Any, limits: SchedulerConfig) -> None:
+        self.model = nn.ModuleDict({"model": model, "sampler": Sampler(limits.vocab_size, device=model.device)})
+        self._limits = limits
+
+    def warm_up_calls(self, tokens: Sequence[int]) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """Yield what layers do not run by themselves."""
+        yield "extends behind prefixes", lambda: behind_prefixes(self, self._limits)
+
+
+def warm_up(model: Any, limits: SchedulerConfig, times: Timeline) -> None:
+    """Build, compile or load what the model's layers need for steps of any size."""
+    most = max(limits.max_batched_tokens, limits.max_running)
+    report = fl.warmup(Kernels(model, limits), max_tokens=most, max_batch=limits.max_running, progress=False)
+    report.watch.close()
+    for label, seconds, kernels in report.steps:
+        log.info("start: %6.2f s of them: %s, %d kernels compiled or loaded", seconds, label, kernels)
+    times.said(f"kernels: {report.kernels} compiled or loaded, {len(report.probed)} shapes probed")
+
+
 @torch.inference_mode()
-def behind_prefixes(executor: TorchExecutor, config: SchedulerConfig) -> None:
-    """Run the :func:`tails` uncaptured, as the last chunk of a prompt whose tokens' probabilities are told runs."""
-    for count, length in tails(config):
-        request = _nobodys(length)
-        executor.extending.extend_chunks([Chunk(request, length - count, request.tokens[-count:], 1)], LOGITS)
-    executor.extending.uncaptured.clear()
-    executor.extending.wanted.clear()
+def behind_prefixes(steps: Any, config: SchedulerConfig) -> None:
+    """Run prompts and the :func:`tails` through each kind of attention in ``steps.model``, as uncaptured steps do."""
+    pages = -(-config.max_model_len // config.page_size)  # kernels may know how long a request can become
+    most = min(config.max_batched_tokens, config.max_model_len)
+    prompts = {1 << power for power in range(most.bit_length())} | {most}
+    attention: list[Any] = [
+        each for _, each in precompile.representatives(steps.model) if hasattr(each, "decode_choice")
+    ]
+    for layer in attention:
+        device = next(layer.parameters()).device
+        cache = fl.kv_cache_spec(layer, page_size=config.page_size, dtype=layer.cfg.kv_dtype).allocate(2, device)[0]
+        state = AttentionState(1, most, pages, config.page_size, device)
+        for count, length in [*((count, count) for count in sorted(prompts, reverse=True)), *tails(config)]:
+            x = torch.zeros(count, layer.hidden_size, dtype=layer.cfg.dtype, device=device)
+            batch = AttentionBatch((count,), (length - count,), [[1] * -(-length // config.page_size)])
+            layer(x, state.plan(batch), cache)
 
 
 def _nobodys(length: int) -> Request:

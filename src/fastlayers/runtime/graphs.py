@@ -351,7 +351,7 @@ class CudaGraphs:
             The key is taken.
         """
         with gc_pause(self.freeze):
-            return self._capture(key, fn, restore, static_bytes)
+            return self._capture(key, fn, restore, static_bytes, self.warm_ups)
 
     def capture_all(
         self,
@@ -360,6 +360,7 @@ class CudaGraphs:
         size: Callable[[Any], Any] | None = None,
         restore: Callable[[], None] | None = None,
         progress: Callable[[Any], None] | None = None,
+        seen: bool = False,
     ) -> None:
         """Capture several functions, the largest first, under one frozen collector.
 
@@ -373,6 +374,8 @@ class CudaGraphs:
             As for :meth:`capture`, for each.
         progress : callable, optional
             Told each key when it is captured.
+        seen : bool
+            What they run has run before, in these sizes: but the first is warmed up only if its capture fails.
 
         Raises
         ------
@@ -380,8 +383,14 @@ class CudaGraphs:
             As :meth:`capture`; graphs captured before the failing one stay.
         """
         with gc_pause(self.freeze):
-            for key in sorted(functions, key=size, reverse=True):
-                self._capture(key, functions[key], restore, 0)
+            for place, key in enumerate(sorted(functions, key=size, reverse=True)):
+                try:
+                    self._capture(key, functions[key], restore, 0, 0 if seen and place else self.warm_ups)
+                except CaptureError as error:
+                    if not (seen and place):
+                        raise
+                    log.warning("%s; it is warmed up, and captured once more", error)
+                    self.capture(key, functions[key], restore=restore)
                 if progress is not None:
                     progress(key)
 
@@ -416,11 +425,12 @@ class CudaGraphs:
             self.drop(key)
 
     def _capture(
-        self, key: Hashable, fn: Callable[[], Any], restore: Callable[[], None] | None, static_bytes: int
+        self, key: Hashable, fn: Callable[[], Any], restore: Callable[[], None] | None, static_bytes: int, warm_ups: int
     ) -> Any:
         if key in self._graphs:
             raise ArgumentError("CudaGraphs.capture", "key", repr(key), "a key that is not captured yet")
         failed: list[Exception] = []
+        undo = restore or (lambda: None)
 
         def noticed() -> Any:
             """Call fn; keep its exception, which a failing end of the capture would hide."""
@@ -432,26 +442,24 @@ class CudaGraphs:
 
         begin = time.perf_counter()
         try:
-            self.runtime.warm_up(noticed, self.warm_ups)
-            self._restore(restore)
+            self.runtime.warm_up(noticed, warm_ups)
+            undo()
             warm, free = time.perf_counter(), self.runtime.free_bytes()
-            graph, outputs = self._captured_calmly(key, noticed, restore)
+            graph, outputs = self._captured_calmly(key, noticed, undo)
         except Exception as error:
             if not self._graphs:
                 self.runtime.close_pool()
             cause = failed[0] if failed else error
             raise CaptureError(f"CUDA graph {key!r}: {_where(cause)}{type(cause).__name__}: {cause}") from cause
         finally:
-            self._restore(restore)
+            undo()
         taken = max(0, free - self.runtime.free_bytes())
         record = GraphRecord(key, warm - begin, time.perf_counter() - warm, taken + static_bytes)
         self._graphs[key] = _Captured(graph, outputs, fn, record)
         self._evict()
         return outputs
 
-    def _captured_calmly(
-        self, key: Hashable, fn: Callable[[], Any], restore: Callable[[], None] | None
-    ) -> tuple[Any, Any]:
+    def _captured_calmly(self, key: Hashable, fn: Callable[[], Any], undo: Callable[[], None]) -> tuple[Any, Any]:
         """Capture while nothing is compiled; again if deep_gemm or flashinfer, here or in another process, did so."""
         for left in reversed(range(ATTEMPTS)):
             try:
@@ -464,15 +472,10 @@ class CudaGraphs:
                 if not self._graphs:
                     self.runtime.close_pool()
                 log.warning("%s; it is captured once more", error)
-                self._restore(restore)
+                undo()
             else:
                 break
         return graph, outputs
-
-    @staticmethod
-    def _restore(restore: Callable[[], None] | None) -> None:
-        if restore is not None:
-            restore()
 
     def _evict(self) -> None:
         while self.max_bytes is not None and self.bytes > self.max_bytes and len(self._graphs) > 1:

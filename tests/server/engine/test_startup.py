@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,11 +16,12 @@ from fastlayers.attention.gqa.triton import _num_splits, tile_config
 from fastlayers.errors import ArgumentError, FastlayersError
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.registry import registry
+from fastlayers.runtime import precompile
 from fastlayers_server.engine.budget import Budget
 from fastlayers_server.engine.config import EngineConfig, SchedulerConfig
 from fastlayers_server.engine.loop import Engine
 from fastlayers_server.engine.mtp import ModelDrafts
-from fastlayers_server.engine.startup import behind_prefixes, build, tails
+from fastlayers_server.engine.startup import Timeline, behind_prefixes, build, tails, warm_up
 
 SMALL = EngineConfig(device="cpu", max_model_len=256, max_running_requests=4, page_size=16)
 
@@ -110,7 +113,7 @@ def test_what_is_compiled_after_the_start_is_counted() -> None:
     parts.executor.watch.compiled += ["a", "b", "a"]  # type: ignore[attr-defined]
     assert engine.stats().counters["jit_compiles_total"] == {"a": 2.0, "b": 1.0}
     assert parts.executor.explain()["compiled"] == ["a", "b", "a"]
-    behind_prefixes(parts.executor, parts.scheduler.config)  # type: ignore[arg-type]  # as before a capture
+    behind_prefixes(parts.executor, parts.scheduler.config)  # as before a capture
     assert parts.executor.graph_counts() == ({}, {})  # and nobody counts it
 
 
@@ -131,3 +134,37 @@ def test_tails_need_every_kernel_of_short_extends(heads: int, kv_heads: int, hea
         met = {kernel(*each) for each in tails(limits)}
         wanted = {kernel(count, length) for count in range(2, 65) for length in range(513, most + 1, 255)}
         assert wanted <= met, wanted - met
+
+
+def test_a_start_tells_what_it_spends_its_seconds_on(caplog: pytest.LogCaptureFixture) -> None:
+    begun = time.monotonic() - 5.0
+    with caplog.at_level("INFO", "fastlayers_server.engine.startup"):
+        parts = build(msgspec.structs.replace(SMALL, begun=begun), lambda phase: None)
+    told = parts.executor.explain()["start"]
+    assert told[0][0] == "process and its imports" and told[0][1] >= 5.0
+    assert 5.0 < sum(seconds for _, seconds in told) <= time.monotonic() - begun + 0.01
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("start: ")]
+    assert len(lines) == len(told) and lines[0].endswith("process and its imports")
+
+
+def test_a_warm_up_runs_each_kind_of_layer_and_no_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = build(SMALL, lambda phase: None)
+    model, limits = parts.executor.model, msgspec.structs.replace(parts.scheduler.config, max_batched_tokens=64)  # type: ignore[attr-defined]
+    # Those whose layers around them run without entering their forward are left.
+    inner = {"RotaryEmbedding", "MergeState"}
+    kinds = {type(layer).__name__ for _, layer in precompile.representatives(model)} - inner
+    ran: dict[str, set[int]] = {}
+
+    def count(module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
+        ran.setdefault(type(module).__name__, set()).add(arguments[0].shape[0])
+
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(count)
+    times = Timeline()
+    try:
+        warm_up(model, limits, times)
+    finally:
+        hook.remove()
+    assert kinds | {"Sampler"} <= set(ran) and type(model).__name__ not in ran
+    attention = next(type(m).__name__ for m in model.modules() if hasattr(m, "decode_choice"))
+    assert {1, 64} <= ran[attention] and {1, 3, 4} <= ran["Sampler"]
+    assert times.parts[0][0].startswith("kernels: ")
