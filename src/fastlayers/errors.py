@@ -154,6 +154,20 @@ def check_tensor(
     raise ArgumentError(layer, argument, describe(tensor), " ".join(wanted) or "a tensor")
 
 
+def free_to_look(tensor: torch.Tensor) -> bool:
+    """Return whether somebody may read a tensor's values, and that without waiting for a device.
+
+    Not a compiler, a trace, or a dispatch mode, which would record it; fake tensors and what ``torch.func`` passes have
+    none.
+    """
+    import torch
+
+    if torch.compiler.is_compiling() or type(tensor) is not torch.Tensor or tensor.device.type != "cpu":
+        return False
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    return not transformed and not torch._C._len_torch_dispatch_stack() and torch._C._get_tracing_state() is None
+
+
 def _rows_are_contiguous(tensor: torch.Tensor) -> bool:
     return tensor.dim() > 0 and (tensor.shape[-1] <= 1 or tensor.numel() == 0 or tensor.stride(-1) == 1)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fastlayers.comm.parallel import Axis, Shard
 from fastlayers.embedding.layer import VocabEmbedding
@@ -58,7 +60,8 @@ def test_ids_outside_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_triton_never_reads_outside_the_table() -> None:
     layer = VocabEmbedding(4, 3, backend="triton")
     layer.weight.fill_(1.0)
-    assert layer(torch.tensor([-1, 10**9, 3])).tolist() == [[0.0] * 3, [0.0] * 3, [1.0] * 3]
+    kernel = layer.ladder.pick(3)  # the layer looks, on a CPU
+    assert kernel(torch.tensor([-1, 10**9, 3]), layer.weight).tolist() == [[0.0] * 3, [0.0] * 3, [1.0] * 3]
 
 
 def test_errors() -> None:
@@ -116,8 +119,9 @@ def test_traceable() -> None:
     assert torch.equal(torch.compile(layer, backend="eager", fullgraph=True)(ids), layer(ids))
 
 
-def test_ids_outside_the_vocabulary_are_named_on_a_cpu() -> None:
-    layer = VocabEmbedding(10, 4)
+@pytest.mark.parametrize("backend", ["auto", "torch", "reference", "triton"])
+def test_ids_outside_the_vocabulary_are_named_on_a_cpu(backend: str) -> None:
+    layer = VocabEmbedding(10, 4, backend=backend)
     for bad in (11, -1):
         with pytest.raises(ArgumentError, match=f"VocabEmbedding: ids is {bad} to {bad}; accepted: 0 to 9"):
             layer(torch.tensor([bad]))
@@ -131,3 +135,12 @@ def test_ids_outside_the_vocabulary_are_named_by_each_rank() -> None:
         for bad in (9, -1):
             with pytest.raises(ArgumentError, match=f"VocabEmbedding: ids is .*{bad}.*; accepted: 0 to 8"):
                 layer(torch.tensor([0, bad]))
+
+
+def test_ids_without_values_are_not_looked_at() -> None:
+    layer, ids = VocabEmbedding(10, 4, backend="torch"), torch.tensor([[1], [2]])
+    layer.weight.normal_()
+    assert torch.equal(torch.func.vmap(layer)(ids), layer(ids))
+    assert torch.equal(make_fx(layer)(ids)(ids), layer(ids))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert layer(mode.from_tensor(ids)).shape == (2, 1, 4)

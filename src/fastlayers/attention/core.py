@@ -22,9 +22,9 @@ from torch.autograd import forward_ad
 from fastlayers import env
 from fastlayers.attention.context_buckets import CONTEXTS, context_of
 from fastlayers.attention.kv_cache.spec import LayerCache
-from fastlayers.attention.meta import AttentionMeta, check_pages, check_step, free_to_look
+from fastlayers.attention.meta import AttentionMeta, check_pages, check_step
 from fastlayers.comm.parallel import Shard
-from fastlayers.errors import ArgumentError, check_tensor
+from fastlayers.errors import ArgumentError, check_tensor, free_to_look
 from fastlayers.layer import Layer, check_asked
 from fastlayers.linear.base import LinearBase
 from fastlayers.linear.factory import linear

@@ -394,11 +394,6 @@ def check_step(layer: str, meta: object, cache: object) -> None:
         raise ArgumentError(layer, "cache", describe(cache), "a LayerCache, as KVCacheSpec.allocate returns")
 
 
-def free_to_look(tensor: torch.Tensor) -> bool:
-    """Return whether its values can be read without waiting for a device, or a compiler that knows none."""
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
 def check_loc(layer: str, loc: torch.Tensor, num_slots: int, debug: bool) -> None:
     """Raise :class:`ArgumentError` if a slot is out of range; reads data, so only when ``debug`` is set."""
     if debug and loc.numel():

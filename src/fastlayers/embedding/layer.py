@@ -18,7 +18,15 @@ from torch import nn
 
 from fastlayers import env
 from fastlayers.comm.parallel import REPLICATED, Shard
-from fastlayers.errors import ArgumentError, check_choice, check_float, check_kind, check_positive, check_tensor
+from fastlayers.errors import (
+    ArgumentError,
+    check_choice,
+    check_float,
+    check_kind,
+    check_positive,
+    check_tensor,
+    free_to_look,
+)
 from fastlayers.layer import Layer
 from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
 from fastlayers.weights import Slot
@@ -130,19 +138,12 @@ class VocabEmbedding(Layer):
         ------
         ArgumentError
             Wrong dtype or device; under ``FASTLAYERS_DEBUG``, and on a CPU, also ids outside the vocabulary. Elsewhere
-            looking would synchronise, and the Triton backend gives zeros for them, on a CPU too if it holds the whole
-            vocabulary.
+            looking would synchronise, and the Triton backend gives zeros for them.
         """
         check_tensor("VocabEmbedding", "ids", ids, dtype=(torch.int32, torch.int64), device=self.weight.device)
-        # Zeros of a slice of the vocabulary may be another rank's: torch itself does not look.
-        looks = self.debug or (self.cfg.partial and ids.is_cpu and not torch.compiler.is_compiling())
-        if looks and ids.numel():
+        if (self.debug or free_to_look(ids)) and ids.numel():
             self._check_range(ids)
-        try:
-            y: torch.Tensor = self.ladder.pick(ids.numel())(ids, self.weight)
-        except IndexError:
-            self._check_range(ids)
-            raise
+        y: torch.Tensor = self.ladder.pick(ids.numel())(ids, self.weight)
         return y
 
     def _check_range(self, ids: torch.Tensor) -> None:

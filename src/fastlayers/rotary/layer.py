@@ -27,7 +27,15 @@ from typing import Any
 import torch
 
 from fastlayers import env
-from fastlayers.errors import ArgumentError, check_kind, check_plain, check_positive, check_tensor, describe
+from fastlayers.errors import (
+    ArgumentError,
+    check_kind,
+    check_plain,
+    check_positive,
+    check_tensor,
+    describe,
+    free_to_look,
+)
 from fastlayers.layer import Layer
 from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
 from fastlayers.rotary.scaling import RopeScaling, build_tables, config_value, rope_parameters
@@ -116,8 +124,8 @@ class RotaryEmbedding(Layer):
     -----
     Source: Su et al. 2021; YaRN: Peng et al. 2023; MRoPE: Qwen2-VL. Capture-safe; allocates its outputs.
     Gradients are right with the backends ``torch`` and ``reference``; a backward pass through another one raises.
-    Positions outside the table are an :class:`ArgumentError` under ``FASTLAYERS_DEBUG``. Otherwise torch
-    raises on the CPU, and the Triton backend clamps them into the table.
+    Positions outside the table are an :class:`ArgumentError` on a CPU, and under ``FASTLAYERS_DEBUG`` anywhere.
+    Elsewhere looking would synchronise, and the Triton backend clamps them into the table.
 
     Examples
     --------
@@ -240,11 +248,10 @@ class RotaryEmbedding(Layer):
             shape = (tokens, None, dim)
             check_tensor(name, "k", k, shape=shape, dtype=q.dtype, device=where, last_dim_contiguous=True)
         self._check_positions(positions, tokens)
-        try:
-            return self.ladder.pick(tokens)(q, k, self.cos, self.sin, positions)
-        except IndexError:
-            self._check_range(positions)
-            raise
+        rotated: tuple[torch.Tensor, torch.Tensor | None] = self.ladder.pick(tokens)(
+            q, k, self.cos, self.sin, positions
+        )
+        return rotated
 
     def _check_positions(self, positions: torch.Tensor, tokens: int) -> None:
         shapes = ((tokens,), (3, tokens)) if self.cfg.mrope_section else ((tokens,),)
@@ -252,7 +259,7 @@ class RotaryEmbedding(Layer):
         if positions.dtype not in (torch.int32, torch.int64) or tuple(positions.shape) not in shapes:
             accepted = " or ".join(str(list(shape)) for shape in shapes)
             raise ArgumentError("RotaryEmbedding", "positions", describe(positions), f"int32 or int64 {accepted}")
-        if self.debug and tokens:
+        if tokens and (self.debug or free_to_look(positions)):
             self._check_range(positions)
 
     def _check_range(self, positions: torch.Tensor) -> None:

@@ -17,9 +17,9 @@ import torch
 
 from fastlayers import env
 from fastlayers.attention.kv_cache.spec import DTYPES as CACHE_DTYPES
-from fastlayers.attention.meta import check_loc, free_to_look
+from fastlayers.attention.meta import check_loc
 from fastlayers.device import Device
-from fastlayers.errors import check_choice, check_positive, check_tensor
+from fastlayers.errors import check_choice, check_positive, check_tensor, free_to_look
 from fastlayers.layer import Layer
 from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
 

@@ -34,8 +34,8 @@ from fastlayers import env
 from fastlayers.attention.kv_cache.spec import DTYPES as CACHE_DTYPES
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.kv_write.layer import FLOATS, INDICES, check_cache, needs_e4m3
-from fastlayers.attention.meta import check_loc, free_to_look
-from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor, describe
+from fastlayers.attention.meta import check_loc
+from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor, describe, free_to_look
 from fastlayers.layer import Layer
 from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
 from fastlayers.rotary.layer import RotaryConfig
