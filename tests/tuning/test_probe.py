@@ -50,6 +50,7 @@ class KnownClock:
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Write a table of two rungs that says which torch it was made with."""
     monkeypatch.setenv(env.TUNED_DIR, str(tmp_path))
+    monkeypatch.setenv(env.CACHE_DIR, str(tmp_path / "cache"))
     monkeypatch.setattr(probe_module, "_probed", set())
     row = Backend("other", Other, auto_on=("cpu",))
     monkeypatch.setattr(FP8_LINEAR, "ranked", [row, *FP8_LINEAR.ranked])
@@ -144,3 +145,27 @@ def test_probing_has_a_limit_in_time(write: Callable[[str], None], caplog: pytes
     ticks = iter((0.0, probe_module.SECONDS + 1))
     assert probe_module.probe_tables(fl.FP8BlockLinear(256, 128), lambda: KnownClock(99.0), lambda: next(ticks)) == []
     assert "not all" in caplog.text
+
+
+def test_another_process_takes_what_was_found_until_something_changes(
+    write: Callable[[str], None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def again(us: float) -> float:
+        monkeypatch.setattr(probe_module, "_probed", set())  # as in another process
+        caplog.clear()
+        (probe,) = probe_module.probe_tables(fl.FP8BlockLinear(256, 128), lambda: KnownClock(us))
+        return probe.us
+
+    write("1.0")
+    assert again(11.6) == 11.6 and again(99.0) == 11.6
+    assert "at 16 tokens its torch takes 11.6" in caplog.text  # the warning stays
+    write("1.1")  # another table
+    assert again(12.0) == 12.0 and again(99.0) == 12.0
+    (record,) = tuning.probed_dir().glob("*")
+    record.write_text('{"of nobody": 3}')
+    assert again(13.0) == 13.0
+    record.unlink()
+    record.mkdir()
+    (record / "in the way").touch()
+    assert again(14.0) == 14.0 and "cannot be written" in caplog.text
+    assert list(tuning.probed_dir().glob("*.partial")) == []

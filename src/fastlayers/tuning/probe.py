@@ -1,16 +1,22 @@
 """The short check of tuned tables that were made with other versions: does the first rung still win?
 
 Runs where a model is finalised or warmed up on CUDA, never in a constructor: it makes random operands of the layer's
-shape, times the ladder's first rung against the others and against the time in the table, and lets them go.
+shape, times the ladder's first rung against the others and against the time in the table, and lets them go. What came
+of it is kept beside the kernels, for as long as table, packages and kernels are the same.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastlayers import tuning
@@ -27,6 +33,7 @@ SLOWER_THAN_OTHERS, SLOWER_THAN_TABLE = 1.15, 1.3
 ROUNDS = 5
 # A probe that is not done by then leaves the rest unprobed, and says so.
 SECONDS = 10.0
+RECORD = "verdicts.json"
 
 _probed: set[tuple[str, str, str]] = set()
 
@@ -63,6 +70,8 @@ def probe_tables(
 ) -> list[Probe]:
     """Probe each table of other versions that serves a layer of ``model`` on CUDA, once per process; warn of losers.
 
+    What an earlier process found is taken from its record, and returned like what is timed now.
+
     Parameters
     ----------
     model : nn.Module
@@ -74,8 +83,14 @@ def probe_tables(
     import torch
 
     found: list[Probe] = []
-    begun, made = now(), None
+    begun, made, known, new = now(), None, _recorded(), {}
     for choice, table in _suspects(model, everywhere=clock is not None):
+        state = _state(choice, table)
+        if (before := known.get(state)) is not None:
+            _probed.add(_name(choice))
+            found.append(before)
+            _warn(choice, table, before)
+            continue
         if now() - begun > SECONDS:
             log.warning("tuned tables: not all of those made with other versions were probed (%.0f s)", SECONDS)
             break
@@ -88,10 +103,46 @@ def probe_tables(
             log.warning("%s: %s was made with other versions; no room for its probe", choice.layer, table.path.name)
             continue
         found.append(probe)
-        if probe.verdict is not None:
-            command = f"fastlayers tune --layer {choice.layer} --shape '{tuning.shape_text(choice.cfg)}'"
-            log.warning("%s: %s: %s; to renew it: %s", choice.layer, table.path.name, probe.verdict, command)
+        new[state] = probe
+        _warn(choice, table, probe)
+    if new:
+        _record(_recorded() | new)
     return found
+
+
+def _warn(choice: Choice, table: tuning.Found, probe: Probe) -> None:
+    if probe.verdict is not None:
+        command = f"fastlayers tune --layer {choice.layer} --shape '{tuning.shape_text(choice.cfg)}'"
+        log.warning("%s: %s: %s; to renew it: %s", choice.layer, table.path.name, probe.verdict, command)
+
+
+def _state(choice: Choice, found: tuning.Found) -> str:
+    """Return a digest of what a probe's result depends on."""
+    about = tuning.metadata(choice.layer, [rung.backend for rung in choice.rungs])
+    parts = _name(choice), choice.device.sm, found.table, about["versions"], about["kernels"]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()[:24]
+
+
+def _recorded() -> dict[str, Probe]:
+    """Return what earlier processes found; a record that cannot be read says nothing."""
+    try:
+        found = json.loads((tuning.probed_dir() / RECORD).read_text())
+        return {state: Probe(**fields) for state, fields in found.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _record(probes: dict[str, Probe]) -> None:
+    path: Path = tuning.probed_dir() / RECORD
+    partial_path = path.with_suffix(f".{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial_path.write_text(json.dumps({state: vars(probe) for state, probe in probes.items()}, indent=1) + "\n")
+        partial_path.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            partial_path.unlink()
+        log.warning("%s cannot be written, its tables are probed again by the next process: %s", path, error.strerror)
 
 
 def _cuda_clock() -> Clock:
