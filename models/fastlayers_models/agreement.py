@@ -1,22 +1,75 @@
-"""What ranks compare before a model's first step: :func:`facts_of`."""
+"""What ranks compare before a model's first step, so that one that differs is named instead of waited for.
+
+meet             before anything between ranks is made: versions, GPU, configuration; and what is built counts only
+                 where all ranks have it built
+same_checkpoint  before weights are read: the files
+same_choices     when the model stands: the backend of each layer, its tuned thresholds and launch settings
+"""
 
 from __future__ import annotations
 
+import hashlib
+import re
 from typing import Any
 
 import torch
+from torch import nn
 
 import fastlayers as fl
+from fastlayers.comm.fabric import agree
+from fastlayers.comm.parallel import ParallelSpec
+from fastlayers.device import as_device
+from fastlayers.layer import Layer
+from fastlayers.registry.choice import Rung
+from fastlayers.runtime import builds
+from fastlayers.tuning.provenance import source_hash
+from fastlayers_models.checkpoint import Checkpoint
 
 
-def facts_of(model: str, context: Any) -> dict[str, Any]:
-    """Return what must be equal on all ranks: their steps are made of the same collectives only then.
-
-    ``context`` is the :class:`~fastlayers_models.blocks.ModelContext` that the model was built with.
-    """
-    facts: dict[str, Any] = {"fastlayers": fl.__version__, "torch": torch.__version__, "model": model}
-    facts |= {"dtype": context.dtype, "kv_dtype": context.kv_dtype, "page_size": context.page_size}
+def meet(context: Any) -> None:
+    """Compare what a model is built from, given its :class:`~fastlayers_models.blocks.ModelContext`; collective."""
+    axis = context.parallel.tp
+    if axis.size == 1:
+        return
+    facts: dict[str, Any] = {"fastlayers": f"{fl.__version__} ({source_hash()})", "torch": torch.__version__}
+    facts |= {"device": as_device(context.device).name, "dtype": context.dtype, "kv_dtype": context.kv_dtype}
+    facts |= {"page_size": context.page_size, "groups": (context.parallel.attn_dp.size, context.parallel.ep.size)}
     config = {f"config.{name}": value for name, value in vars(context.config).items() if name != "quant"}
-    across = context.seam or context.moves
-    chosen = across.chosen if across is not None else {}
-    return facts | config | {f"backend of {name}": value for name, value in chosen.items()}
+    agree(axis, facts | {"config": type(context.config).__name__} | config)
+    builds.meet(axis)
+
+
+def same_checkpoint(checkpoint: Checkpoint, parallel: ParallelSpec | None) -> None:
+    """Compare the files that ranks are about to read: their names and sizes, and which tensors are where."""
+    if parallel is None or parallel.tp.size == 1:
+        return
+    files = {str(name): (checkpoint.path / name).stat().st_size for name in checkpoint.file_of.values()}
+    text = repr((sorted(files.items()), sorted(checkpoint.file_of)))
+    agree(parallel.tp, {"checkpoint": f"{len(files)} files, {hashlib.sha256(text.encode()).hexdigest()[:16]}"})
+
+
+def same_choices(model: Any) -> None:
+    """Compare what computes each layer; layers of equal names but for their number are one fact."""
+    if model.parallel.tp.size > 1:
+        agree(model.parallel.tp, {"model": type(model).__name__} | chosen(model) | _across(model))
+
+
+def chosen(model: nn.Module) -> dict[str, str]:
+    """Return the backends of all layers, by name of the module."""
+    found: dict[str, list[str]] = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, Layer) and hasattr(layer, "choice"):
+            ladders = ", ".join("|".join(map(_shown, choice.rungs)) for choice in layer.choices)
+            kinds = found.setdefault(re.sub(r"\d+", "N", name), [])
+            kinds += [ladders] if ladders not in kinds else []
+    return {f"backend of {name}": " or ".join(kinds) for name, kinds in found.items()}
+
+
+def _shown(rung: Rung) -> str:
+    limit = "" if rung.max_tokens is None else f":{rung.max_tokens}"
+    return rung.backend.name + limit + (str(rung.config) if rung.config else "")
+
+
+def _across(model: Any) -> dict[str, str]:
+    across = model.seam or model.moves
+    return {f"backend of {name}": value for name, value in (across.chosen if across is not None else {}).items()}

@@ -23,7 +23,6 @@ from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.meta import AttentionMeta
 from fastlayers.comm.collectives import collectives, gather_logits, reduce_embedding
 from fastlayers.comm.communicator import LayerCommunicator
-from fastlayers.comm.fabric import agree
 from fastlayers.comm.layouts import Hidden
 from fastlayers.comm.padding import StepTokens
 from fastlayers.comm.parallel import ParallelSpec, Shard
@@ -35,7 +34,7 @@ from fastlayers.layer import check_move, finalize, trust
 from fastlayers.linear.factory import linear
 from fastlayers.rotary.layer import RotaryEmbedding
 from fastlayers.weights_epoch import WeightsEpoch, epoch_of
-from fastlayers_models.agreement import facts_of
+from fastlayers_models.agreement import meet, same_checkpoint, same_choices
 from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.loading import check_config, load_weights
 
@@ -71,6 +70,7 @@ class ModelContext:
         self.parallel = parallel if parallel is not None else ParallelSpec()
         self.device = torch.device(device) if device is not None else torch.get_default_device()
         self.kv_dtype = kv_dtype if kv_dtype is not None else dtype
+        meet(self)
         self.seam = Seam.make(self.parallel, config.hidden_size, dtype, self.device)
         self.moves = Moves.make(self.parallel, config.hidden_size, dtype, self.device)
         self.rotary = self.make_rotary()
@@ -326,7 +326,7 @@ class CausalLM(nn.Module):
         self.row_multiple = context.parallel.attn_tp.size if scattered or context.parallel.attn_dp.size > 1 else 1
         for layer in self.decoder.layers:
             layer.communicator.trusted = not self._debug
-        agree(context.parallel.tp, facts_of(type(self).__name__, context))
+        same_choices(self)
         self._checked: tuple[weakref.ref[LayerCache], weakref.ref[Any]] | None = None
         # Weights whose gradients end at a cache, listed when the epoch had this value.
         self._before_caches: tuple[WeightsEpoch, int, list[tuple[Any, torch.Tensor]]] | None = None
@@ -361,6 +361,7 @@ class CausalLM(nn.Module):
         checkpoint = Checkpoint(path)
         config = cls.read_config(checkpoint)
         check_config(checkpoint, config)
+        same_checkpoint(checkpoint, options.get("parallel"))
         model = cls(config, **options)
         load_weights(model, checkpoint, ignore=model.ignored_tensors)
         finalize(model)

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from fastlayers.comm.fabric import agree
 from fastlayers.comm.parallel import Axis
+from fastlayers.device import DESCRIBED
 from fastlayers.errors import CollectiveMismatch, RankLostError
+from fastlayers.norm.rms_norm.layer import RMS_NORM
+from fastlayers.registry.choice import Rung
+from fastlayers.runtime import builds, kernel_cache
 from fastlayers.testing.world import Rank, world
+from fastlayers_models import agreement
+from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.llama import LlamaConfig, LlamaForCausalLM
 from fastlayers_models.rows import Outbox
 
@@ -57,6 +68,85 @@ def test_models_that_differ() -> None:
         assert message.startswith("ranks differ in config.rms_norm_eps: rank 0 has 1e-06; rank 1 has 2e-06")
     for message in world(2).run(another_dtype):
         assert message.startswith("ranks differ in dtype: rank 0 has torch.float32; rank 1 has torch.bfloat16")
+
+
+def facts_that_differ(rank: Rank, folder: str) -> list[str]:
+    """Return what is said when only one rank has another version, GPU, backend, tuned ladder or checkpoint."""
+    spec, own = rank.spec(), rank.rank == 1
+    config = LlamaConfig.from_hf(CONFIG)
+
+    def build() -> str:
+        try:
+            LlamaForCausalLM(config, parallel=spec, dtype=torch.float32)
+        except CollectiveMismatch as error:
+            return str(error)
+        return "nothing"
+
+    said = [build()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "source_hash", lambda: "edited" if own else "as released")
+        said.append(build())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "as_device", lambda device: DESCRIBED["H100" if own else "H200"])
+        said.append(build())
+    with pytest.MonkeyPatch.context() as patch:
+        if own:
+            patch.setenv("FASTLAYERS_BACKEND", "rms_norm=reference")
+        said.append(build())
+    with pytest.MonkeyPatch.context() as patch:
+        rungs = (Rung(8, RMS_NORM.named("torch")), Rung(None, RMS_NORM.named("torch")))
+        choose = RMS_NORM._choose_auto
+        if own:
+            patch.setattr(RMS_NORM, "_choose_auto", lambda *given: replace(choose(*given), rungs=rungs))
+        said.append(build())
+    path = Path(folder, f"rank{rank.rank}")
+    LlamaForCausalLM(config, dtype=torch.float32)  # a rank by itself asks nobody
+    path.mkdir()
+    weights = {"model.norm.weight": torch.ones(16 + own)}
+    save_file(weights, path / "model.safetensors")
+    (path / "config.json").write_text("{}")
+    try:
+        agreement.same_checkpoint(Checkpoint(path), spec)
+    except CollectiveMismatch as error:
+        said.append(str(error))
+    return said
+
+
+def test_whatever_differs_is_named(tmp_path: Path) -> None:
+    for said in world(2).run(facts_that_differ, str(tmp_path)):
+        nothing, version, device, backend, table, checkpoint = said
+        assert nothing == "nothing"
+        assert "ranks differ in fastlayers: rank 0 has" in version and "(edited)" in version
+        assert device.startswith("ranks differ in device: rank 0 has H200; rank 1 has H100")
+        assert backend.startswith("ranks differ in backend of model.layers.N.input_layernorm: rank 0 has torch; ")
+        assert "rank 1 has reference" in backend
+        assert table.startswith("ranks differ in backend of model.") and "rank 1 has torch:8|torch;" in table
+        assert checkpoint.startswith("ranks differ in checkpoint: rank 0 has 1 files")
+
+
+def what_is_built(rank: Rank, folder: str) -> list[dict[str, int]]:
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        path = Path(folder, f"built{rank.rank}")
+        path.mkdir()
+        patch.setattr(builds, "record_path", lambda package: path / package)
+        have = {"everywhere": 8 << rank.rank, f"only on {rank.rank}": 4}
+        text = {"schema": builds.SCHEMA, "versions": kernel_cache.versions_key(), "built": have}
+        (path / "deep_gemm").write_text(json.dumps(text))
+        builds.refresh()
+        found.append(dict(builds.built("deep_gemm")))
+        builds.meet(rank.spec().tp)
+        found.append(dict(builds.built("deep_gemm")))
+        builds.refresh()
+        found.append(dict(builds.built("deep_gemm")))
+    builds.refresh()
+    return found
+
+
+def test_only_what_all_ranks_have_built_counts(tmp_path: Path) -> None:
+    for rank, (before, met, after) in enumerate(world(2).run(what_is_built, str(tmp_path))):
+        assert before == after == {"everywhere": 8 << rank, f"only on {rank}": 4}
+        assert met == {"everywhere": 8}
 
 
 def test_one_rank_agrees_with_itself() -> None:

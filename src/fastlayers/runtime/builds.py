@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from fastlayers.runtime import kernel_cache
 
 if TYPE_CHECKING:
+    from fastlayers.comm.parallel import Axis
     from fastlayers.device import Device
     from fastlayers.registry.backend import Backend
 
@@ -64,7 +65,31 @@ def unbuilt(layer: str, backend: Backend, cfg: Any, device: Device) -> str | Non
 def built(package: str) -> Mapping[str, int]:
     """Return what is built of a package: entries, and the most tokens that they were built for."""
     kernel_cache.ensure()
-    return _snapshot(record_path(package))
+    path = record_path(package)
+    met = _met.get(path)
+    return _snapshot(path) if met is None else met
+
+
+# Records as all ranks have them, once they have met.
+_met: dict[Path, Mapping[str, int]] = {}
+
+
+def meet(axis: Axis) -> None:
+    """Let only what is built on all ranks of an axis count until the next :func:`refresh`; collective.
+
+    Ranks on several hosts have caches of their own. One that had built what others have not would otherwise take
+    another backend, and its sums other bits.
+    """
+    import torch.distributed as dist
+
+    if axis.size == 1 or not isinstance(axis.group, dist.ProcessGroup):
+        return
+    mine = {package: dict(built(package)) for package in kernel_cache.NEEDS_NVCC}
+    everyones: list[Any] = [None] * axis.size
+    dist.all_gather_object(everyones, mine, group=axis.group)
+    for package, names in mine.items():
+        common = set(names).intersection(*(each[package] for each in everyones))
+        _met[record_path(package)] = {name: min(each[package][name] for each in everyones) for name in sorted(common)}
 
 
 @lru_cache
@@ -86,6 +111,7 @@ def _read(path: Path) -> dict[str, int]:
 def refresh() -> None:
     """Read the records anew when they are next asked: what was built since counts from now on."""
     _snapshot.cache_clear()
+    _met.clear()
 
 
 def record(done: Iterable[tuple[str, Backend, Any, Device]], tokens: int) -> list[str]:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from fastlayers.comm.parallel import ParallelSpec
 from fastlayers.errors import ArgumentError, check_plain, check_positive
 from fastlayers.layer import Layer
 from fastlayers.registry.spec import spec_of
@@ -134,7 +135,7 @@ def warmup(
     compile_log.stop_watching()
     left_out: list[str] = []
     layers = _layers_of(module)
-    builds.refresh()
+    _refresh_builds(module)
     for layer in layers:
         layer.choose_again(built_only=not build)
     try:
@@ -147,8 +148,16 @@ def warmup(
     report.probed = probed
     if build:
         report.built = builds.record(_automatic(layers), max(counts))
-        builds.refresh()
+        _refresh_builds(module)
     return report
+
+
+def _refresh_builds(module: Any) -> None:
+    """Read anew what is built; of a model that is split, together with the other ranks, which call this, too."""
+    builds.refresh()
+    model = module if hasattr(module, "parallel") else getattr(module, "model", None)
+    if isinstance(parallel := getattr(model, "parallel", None), ParallelSpec):
+        builds.meet(parallel.tp)
 
 
 def _probe(module: Any, layers: Sequence[Layer], build: bool) -> list[Path]:
