@@ -20,11 +20,12 @@ from dataclasses import dataclass
 import torch
 from torch.autograd import forward_ad
 
+from fastlayers.device import Device
 from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor, describe
 from fastlayers.layer import Layer
 from fastlayers.linear.fp8_scaled.layer import needs_fp8_dot
 from fastlayers.quant.block_quant import BLOCK, E4M3, check_scale_grid
-from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
+from fastlayers.registry import TRITON_NEEDS, Backend, Registry, reference_backend, torch_backend, triton_backend
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FORMATS = ("none", "fp8_tensor", "fp8_block")
@@ -61,16 +62,39 @@ def _refuse(cfg: BmmConfig, device: object) -> str | None:
     return None if cfg.format == "none" else needs_fp8_dot(cfg, device)  # type: ignore[arg-type]
 
 
+def _refuse_packages(cfg: BmmConfig, device: Device) -> str | None:
+    if device.capability is None or device.capability[0] != 9:
+        return f"needs sm_90, this is {device.sm}"
+    if cfg.format != "fp8_tensor":
+        return f"format {cfg.format!r} is not 'fp8_tensor'"
+    if cfg.dtype == torch.float32:
+        return "it writes float16 or bfloat16"
+    for name, size in (("in_features", cfg.in_features), ("out_features", cfg.out_features)):
+        if size % 16:
+            return f"{name} {size} is not a multiple of 16"
+    return None
+
+
 _HERE = "fastlayers.linear.bmm"
+# In other words: their product takes one scale for the whole weight, and operands next to each other.
+_ROUNDS = "rounds twice where each head has a scale, and copies views"
 BMM = Registry(
     "bmm",
     [
         triton_backend(f"{_HERE}.triton:TritonBmm", _refuse),
+        Backend(
+            "sgl_kernel", f"{_HERE}.packages:SglKernelBmm", ("sgl_kernel:bmm_fp8", *TRITON_NEEDS), _refuse_packages, (),
+            note=_ROUNDS,
+        ),
+        Backend(
+            "flashinfer", f"{_HERE}.packages:FlashInferBmm", ("flashinfer:bmm_fp8", *TRITON_NEEDS), _refuse_packages,
+            (), note=_ROUNDS,
+        ),
         torch_backend(f"{_HERE}.torch:TorchBmm"),
         reference_backend(f"{_HERE}.reference:ReferenceBmm"),
     ],
     cases=f"{_HERE}.cases",
-)
+)  # fmt: skip
 
 
 class Bmm(Layer):

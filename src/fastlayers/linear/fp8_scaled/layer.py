@@ -26,8 +26,9 @@ from fastlayers.comm.parallel import REPLICATED, Shard
 from fastlayers.device import Device
 from fastlayers.errors import ArgumentError, check_choice, check_plain, check_positive, describe
 from fastlayers.linear.base import LinearBase, frozen
+from fastlayers.linear.sgl_scaled_gemm import refuses
 from fastlayers.quant.block_quant import E4M3, E4M3_MAX, decode_e4m3
-from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
+from fastlayers.registry import TRITON_NEEDS, Backend, Registry, reference_backend, torch_backend, triton_backend
 from fastlayers.weights import Slot
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -64,11 +65,21 @@ def needs_fp8_dot(cfg: object, device: Device) -> str | None:
     return None
 
 
+def _refuse_sgl_kernel(cfg: FP8ScaledLinearConfig, device: Device) -> str | None:
+    return refuses(cfg, device, 16)
+
+
 _HERE = "fastlayers.linear.fp8_scaled"
 FP8_SCALED_LINEAR = Registry(
     "fp8_scaled_linear",
     [
         triton_backend(f"{_HERE}.triton:TritonFP8ScaledLinear", needs_fp8_dot),
+        Backend(
+            "sgl_kernel",
+            f"{_HERE}.sgl_kernel:SglKernelFP8ScaledLinear",
+            ("sgl_kernel", "torch.ops:sgl_kernel.fp8_scaled_mm", *TRITON_NEEDS),
+            _refuse_sgl_kernel,
+        ),
         torch_backend(f"{_HERE}.torch:TorchFP8ScaledLinear"),
         reference_backend(f"{_HERE}.reference:ReferenceFP8ScaledLinear"),
     ],

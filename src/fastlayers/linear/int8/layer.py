@@ -19,9 +19,11 @@ import torch
 from torch import nn
 
 from fastlayers.comm.parallel import REPLICATED, Shard
+from fastlayers.device import Device
 from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor, describe
 from fastlayers.linear.base import LinearBase, frozen
-from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
+from fastlayers.linear.sgl_scaled_gemm import refuses
+from fastlayers.registry import TRITON_NEEDS, Backend, Registry, reference_backend, torch_backend, triton_backend
 from fastlayers.weights import Slot
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -56,11 +58,21 @@ class Int8LinearConfig:
         return f"N={self.out_features},K={self.in_features}"
 
 
+def _refuse_sgl_kernel(cfg: Int8LinearConfig, device: Device) -> str | None:
+    return refuses(cfg, device, 8)
+
+
 _HERE = "fastlayers.linear.int8"
 INT8_LINEAR = Registry(
     "int8_linear",
     [
         triton_backend(f"{_HERE}.triton:TritonInt8Linear"),
+        Backend(
+            "sgl_kernel",
+            f"{_HERE}.sgl_kernel:SglKernelInt8Linear",
+            ("sgl_kernel", "torch.ops:sgl_kernel.int8_scaled_mm", *TRITON_NEEDS),
+            _refuse_sgl_kernel,
+        ),
         torch_backend(f"{_HERE}.torch:TorchInt8Linear"),
         reference_backend(f"{_HERE}.reference:ReferenceInt8Linear"),
     ],
