@@ -35,6 +35,7 @@ from fastlayers.moe.fused_moe.swizzle import swizzle
 from fastlayers.moe.fused_moe.triton import mxfp4_hopper, permute
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.moe.router.triton import router_logits
+from fastlayers.patching.triton_dense import TritonDense
 from fastlayers.patching.triton_turn import TritonTurn
 from fastlayers.registry import LAYERS, registry
 from fastlayers.registry.spec import Case, spec_of
@@ -305,6 +306,12 @@ def _patched(recorder: Recorder) -> None:
             norms = (_empty(dim, dtype=dtype), _empty(dim, dtype=dtype)) if norm else ()
             x = _empty(tokens, (heads + 2 * keys) * dim, dtype=dtype)
             TritonTurn()(x, position, norms, (heads, keys), dim, 1e-6)
+    for heads, keys, dim, masked in ((64, 8, 64, True), (32, 4, 128, False), (32, 8, 256, True)):
+        for dtype in (BF16, FP32):
+            recorder.label = f"dense-{heads}x{dim}-{dtype}"
+            q, k = _empty(2, heads, 1, dim, dtype=dtype), _empty(2, keys, 96, dim, dtype=dtype)
+            mask = _empty(2, 1, 1, 96, dtype=torch.bool if dim == 256 else dtype) if masked else None
+            TritonDense()(q, k, k, mask, _empty(heads, dtype=dtype) if dim == 64 else None, 0.1)
 
 
 def _ranks(recorder: Recorder) -> None:

@@ -52,6 +52,7 @@ def attend(
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
     is_causal: bool = True,
+    dense: Any = None,
 ) -> torch.Tensor:
     """Attention under any mask.
 
@@ -66,6 +67,8 @@ def attend(
     softcap : float, optional
     is_causal : bool
         Without a mask several queries are causal from the first key on; else everything is seen.
+    dense : TritonDense, optional
+        Takes one query a row in one launch, where torch has no fused operation for it.
 
     Returns
     -------
@@ -81,6 +84,9 @@ def attend(
     if sinks is not None or softcap is not None or not fused:
         if hides:
             mask = causal(queries, queries, q.device)
+        if dense is not None and queries == 1 and softcap is None and dense.serves(q, k, v, mask):
+            found: torch.Tensor = dense(q, k, v, mask, sinks, scale)
+            return found
         return _plain(q, k, v, mask, scale, sinks, softcap)
     batch, heads, _, width = q.shape
     if queries == 1:
@@ -186,8 +192,9 @@ class FastGQA(PackedModule):
     # Arguments that change what is computed, or that the family's forward passes itself.
     _fl_foreign = frozenset((*_FOREIGN, "sliding_window", "s_aux"))
     _fl_origin: tuple[type, type]
-    # Norms and rotation of packed q and k in one launch, where there is a kernel for it.
+    # Norms and rotation of packed q and k in one launch, and one query's attention, where there are kernels for it.
     _fl_turn: Any
+    _fl_dense: Any
     _modules: dict[str, Any]
     training: bool
     config: Any
@@ -209,14 +216,16 @@ class FastGQA(PackedModule):
             GQA.named(wanted)
             why = "Hugging Face's caches are not pages; only torch attends over them"
             raise NoBackendError("gqa", type(self).__name__, self.q_proj.weight.device, wanted, {wanted: why})
-        self._fl_turn = None
+        self._fl_turn = self._fl_dense = None
         weight = getattr(self.q_proj, "weight", None)
         if isinstance(weight, torch.Tensor) and weight.device.type != "meta" and self.head_dim % 2 == 0:
             rotary = ROTARY.choose(RotaryConfig(self.head_dim, self.head_dim), weight.device)
             if rotary.name == "triton":
+                from fastlayers.patching.triton_dense import TritonDense
                 from fastlayers.patching.triton_turn import TritonTurn
 
                 self._fl_turn = TritonTurn()
+                self._fl_dense = TritonDense() if wanted == "auto" else None
 
     def _fl_implementation(self) -> str:
         turn = "" if self._fl_turn is None else "rotary=triton"
@@ -256,7 +265,8 @@ class FastGQA(PackedModule):
         if function is eager:
             # It adds any mask to the scores, a bool one as 0 and 1.
             mask = mask.to(q.dtype) if mask is not None and mask.dtype == torch.bool else mask
-            return attend(q, k, v, mask, self.scaling, sinks, None, False), None
+            dense = None if torch.compiler.is_dynamo_compiling() else self._fl_dense
+            return attend(q, k, v, mask, self.scaling, sinks, None, False, dense), None
         if (
             function is sdpa_attention_forward
             and sinks is None
