@@ -74,7 +74,7 @@ def _dense_kernel(
 
 @lru_cache
 def _constants_of(group: int, width: int, fp32: bool) -> dict[str, int]:
-    block_n = 32 if fp32 or width > 128 else 64
+    block_n = 16 if fp32 else 32 if width > 128 else 64
     return {
         "GROUP": group, "DIM": width, "BLOCK_G": max(16, next_power_of_2(group)),
         "BLOCK_D": max(16, next_power_of_2(width)), "BLOCK_N": block_n, "STAGES": 1 if fp32 else 3,
