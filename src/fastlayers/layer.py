@@ -15,6 +15,7 @@ from fastlayers.errors import ArgumentError, check_fields
 from fastlayers.gradients import refuse
 from fastlayers.registry import Choice, Ladder, Registry
 from fastlayers.registry import registry as registry_named
+from fastlayers.weights import FP16_OVERFLOWS, too_large
 from fastlayers.weights_epoch import WatchedModule, epoch_of
 
 
@@ -117,9 +118,15 @@ class Layer(WatchedModule):
         Raises
         ------
         ArgumentError
-            Another dtype for a layer whose dtype is part of its configuration. Nothing was changed.
+            Another dtype for a layer whose dtype is part of its configuration, or fp16 for weights that it cannot hold.
+            Nothing was changed.
         NoBackendError
             The backend that was asked for cannot run on the other device. Nothing was changed.
+
+        Notes
+        -----
+        A container that is none of ours (``nn.Sequential``) casts child by child and knows nothing of what the next one
+        will say: what stood before a layer that refuses stays cast. :func:`check_move` asks all of them first.
         """
         # Outside inference mode, whoever asks: parameters stay tensors with a version.
         with torch.inference_mode(False):
@@ -130,6 +137,10 @@ class Layer(WatchedModule):
         if self.__dict__.get("packed") is not None:
             self.finalize()  # what was packed may be of the old tensors
         return self
+
+    def _keeps(self, name: str) -> bool:
+        """Return whether a parameter stays as it is when the module is cast."""
+        return self.fixed_dtype is not None or name in self.kept_in_fp32
 
     def _choices_after(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, list[Choice]]:
         """Return the configuration and the choices after a move or cast (none: those that are here stay).
@@ -151,14 +162,14 @@ class Layer(WatchedModule):
         return cfg, self.choices_for(cfg, where, self.choice.requested)
 
     def _move(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool) -> None:
-        if recurse:
-            check_move(self, fn)  # of the layers within, too: a refusal must not come half way
+        for each in self.modules() if recurse else (self,):
+            _check_move(each, fn)  # of the layers within, too: a refusal must not come half way
         if not hasattr(self, "choice"):
             super()._apply(fn, recurse)
             return
-        fixed, (cfg, chosen) = self.fixed_dtype, self._choices_after(fn)
+        cfg, chosen = self._choices_after(fn)
         moved = [choice.build() for choice in chosen]
-        kept = {id(p) for n, p in self.named_parameters(recurse=False) if fixed is not None or n in self.kept_in_fp32}
+        kept = {id(p) for n, p in self.named_parameters(recurse=False) if self._keeps(n)}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             result = fn(tensor)
@@ -186,11 +197,24 @@ def trust(*modules: nn.Module | None) -> None:
 def check_move(model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Raise what a layer within ``model`` would raise while it is moved or cast with ``fn``; changes nothing.
 
-    For the ``_apply`` of modules that hold layers: torch casts child by child, and would stop in between.
+    For the ``_apply`` of modules that hold layers, and before a plain container is cast: torch casts child by child,
+    and would stop in between. ``fn`` as of torch's ``_apply``: ``lambda tensor: tensor.half()``.
     """
     for module in model.modules():
-        if isinstance(module, Layer) and hasattr(module, "choice"):
-            module._choices_after(fn)
+        _check_move(module, fn)
+
+
+def _check_move(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    if not isinstance(module, Layer):
+        return
+    if hasattr(module, "choice"):
+        module._choices_after(fn)
+    for name, weight in module.named_parameters(recurse=False):
+        if weight.is_floating_point() and not module._keeps(name):
+            dtype = fn(torch.empty(0, dtype=weight.dtype, device=weight.device)).dtype
+            if largest := too_large(weight, dtype):
+                accepted = f"values below {FP16_OVERFLOWS:.0f}, the first that is infinite in float16"
+                raise ArgumentError(type(module).__name__, name, f"up to {largest:.6g}", accepted)
 
 
 def finalize(model: nn.Module) -> nn.Module:

@@ -22,6 +22,16 @@ from fastlayers.errors import CheckpointError
 FP16_OVERFLOWS = 65520.0
 
 
+def too_large(values: torch.Tensor, dtype: torch.dtype) -> float:
+    """Return the largest finite magnitude of ``values`` if fp16, being ``dtype``, makes it infinite; otherwise 0."""
+    if dtype != torch.float16 or values.dtype == torch.float16 or not values.is_floating_point():
+        return 0.0
+    if values.is_meta or not values.numel():
+        return 0.0
+    largest = float(values.detach().abs().masked_fill(~values.isfinite(), 0).max())
+    return largest if largest >= FP16_OVERFLOWS else 0.0
+
+
 @dataclass(frozen=True)
 class Slot:
     """Where one checkpoint tensor (or this rank's part of it) goes.
@@ -61,11 +71,8 @@ class Slot:
         quantised = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
         if (value.dtype in quantised or self.dest.dtype in quantised) and value.dtype != self.dest.dtype:
             raise CheckpointError(f"{name}: dtype {value.dtype} in the checkpoint, {self.dest.dtype} in the model")
-        if self.dest.dtype == torch.float16 and value.dtype != torch.float16:
-            finite = value.abs().masked_fill(~value.isfinite(), 0)
-            largest = float(finite.max()) if value.numel() else 0.0
-            if largest >= FP16_OVERFLOWS:
-                raise CheckpointError(f"{name}: up to {largest:.6g} in the checkpoint, which float16 cannot hold")
+        if largest := too_large(value, self.dest.dtype):
+            raise CheckpointError(f"{name}: up to {largest:.6g} in the checkpoint, which float16 cannot hold")
         self.dest.copy_(value)
 
 

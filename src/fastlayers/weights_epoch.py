@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastlayers.weights import too_large
+
 _version = attrgetter("_version")
 with torch.inference_mode(False):  # wherever this is imported: it has a version
     _EMPTY = torch.empty(0, device="cpu")
@@ -167,9 +169,24 @@ class WatchedModule(nn.Module):
         held = chain(self._parameters.values(), self._buffers.values())
         return [(t.untyped_storage()._cdata, t.dtype) for t in held if t is not None]
 
-    def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
+    def _too_large(self, state_dict: Any, prefix: str) -> list[str]:
+        given = ((prefix + name, dest, state_dict.get(prefix + name)) for name, dest in self._parameters.items())
+        held = ((name, value, dest.dtype) for name, dest, value in given if dest is not None and value is not None)
+        found = ((name, too_large(value, dtype)) for name, value, dtype in held if isinstance(value, torch.Tensor))
+        return [f"{name}: up to {largest:.6g}, which float16 cannot hold" for name, largest in found if largest]
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
+        unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        """Load as ``nn.Module`` does; values that a parameter's dtype cannot hold are an error like a wrong shape."""
+        if wrong := [] if local_metadata.get("assign_to_params_buffers") else self._too_large(state_dict, prefix):
+            error_msgs.extend(wrong)
+            return
         before = self.storages()
-        super()._load_from_state_dict(*args, **options)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
         if self.storages() != before:  # swapped; what is copied in place changes versions instead
             self.weights_changed()
 

@@ -22,7 +22,7 @@ from fastlayers.errors import (
 )
 from fastlayers.layer import Layer
 from fastlayers.registry import Registry
-from fastlayers.weights import Slot
+from fastlayers.weights import Slot, too_large
 
 
 def frozen(values: torch.Tensor) -> nn.Parameter:
@@ -157,6 +157,8 @@ class LinearBase(Layer):
         self.choose(registry, self.cfg, weight.device, backend)
         self.weight = frozen(weight.contiguous())
         if bias is not None:
+            if largest := too_large(bias, self.fixed_dtype):
+                raise ArgumentError(self.kind, "bias", f"up to {largest:.6g}", "values that float16 can hold")
             self.bias = frozen(bias.to(weight.device, self.fixed_dtype).contiguous())
 
     def operands(self) -> tuple[torch.Tensor | None, ...]:
