@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from fastlayers.checkpoint_files import INDEX, PICKLED, SINGLE, WeightFiles, weight_files
-from fastlayers.errors import CheckpointError
+from fastlayers.errors import CheckpointError, check_path
 from fastlayers.moved import renamed
 
 CONFIG = "config.json"
@@ -36,6 +36,8 @@ class Checkpoint:
 
     Raises
     ------
+    ArgumentError
+        ``path`` is none.
     CheckpointError
         No such directory, no shards, an index that names a file that is not there or lies outside the directory, or a
         shard that cannot be read; without an index, several files that cannot be told to belong together, or pickled
@@ -49,7 +51,7 @@ class Checkpoint:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = check_path("Checkpoint", "path", path)
         if not self.path.is_dir():
             hint = "a directory with config.json and *.safetensors is expected"
             raise CheckpointError(f"{self.path}: not a directory; {hint}")
@@ -89,7 +91,7 @@ class Checkpoint:
         for name, file in chosen.weight_map.items():
             # The same file: no two hold the same tensor.
             if held.get(name) != chosen.files[file]:
-                said = chosen.index.name if chosen.index else INDEX
+                said = chosen.index_file.name if chosen.index_file else INDEX
                 raise CheckpointError(f"{chosen.files[file]}: {name} is not in it, though {said} says so")
         return held
 

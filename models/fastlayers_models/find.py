@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from fastlayers.checkpoint_files import INDEX, NAMED, SINGLE
-from fastlayers.errors import ArgumentError, CheckpointError
+from fastlayers.errors import ArgumentError, CheckpointError, check_path
 
 # A conversion keeps this file until it is done.
 UNFINISHED = "conversion_state.json"
@@ -31,12 +31,12 @@ def find(path: str | Path) -> Path:
     CheckpointError
         Something that is not a model directory: what it is, is named.
     ArgumentError
-        Neither a string nor a path.
+        Neither a string nor a path, or a name that no file can have.
     """
     if not isinstance(path, (str, Path)):
         raise ArgumentError("AutoModel", "path", repr(path), ACCEPTED.removeprefix("accepted: "))
     try:
-        local = Path(path).expanduser()
+        local = check_path("AutoModel", "path", path).expanduser()
     except RuntimeError as error:
         raise CheckpointError(f"{path}: {error}; {ACCEPTED}") from error
     if local.is_dir():

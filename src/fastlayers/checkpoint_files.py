@@ -33,14 +33,14 @@ class WeightFiles(NamedTuple):
     ----------
     files : dict[str, Path]
         By the name that the directory has for each, in order.
-    index : Path or None
+    index_file : Path or None
         The index that names them, if there is one.
     weight_map : dict[str, str]
         Of the index: tensor to name of a file.
     """
 
     files: dict[str, Path]
-    index: Path | None = None
+    index_file: Path | None = None
     weight_map: dict[str, str] = {}  # noqa: RUF012 (of a NamedTuple; nobody writes to it)
 
 

@@ -6,9 +6,12 @@ A message names the layer, the argument, what was given and what is accepted.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import math
+import os
 from collections.abc import Callable, Mapping
 from numbers import Integral, Real
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -277,6 +280,21 @@ def check_device(layer: str, device: torch.device | str | int | None) -> torch.d
         return torch.get_default_device() if device is None else torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
         raise ArgumentError(layer, "device", describe(device), "a torch device, its name, or None") from error
+
+
+def check_path(layer: str, argument: str, path: object) -> Path:
+    """Return ``path`` as a path; raise :class:`ArgumentError` if it is none, or no file can have that name."""
+    if not isinstance(path, str | os.PathLike):
+        raise ArgumentError(layer, argument, describe(path), "a string or a path")
+    try:
+        found = Path(path)
+        found.stat()
+    except (TypeError, ValueError) as error:  # of bytes; a NUL, or what the file system's encoding does not have
+        raise ArgumentError(layer, argument, ascii(path), f"a name that a file can have ({error})") from error
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise ArgumentError(layer, argument, f"{path!a:.60}…", "a shorter name") from error
+    return found
 
 
 def check_positive(layer: str, /, **values: int) -> None:

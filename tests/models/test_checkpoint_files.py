@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from fastlayers.checkpoint_files import INDEX, SINGLE
-from fastlayers.errors import CheckpointError, FastlayersError
+from fastlayers.errors import ArgumentError, CheckpointError, FastlayersError
 from fastlayers_models import AutoModel
 from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.convert import convert_checkpoint
@@ -243,6 +243,25 @@ def test_an_adapter_beside_the_weights_is_refused(source: Path, tmp_path: Path) 
         CheckpointError, match=r"adapter_config\.json beside config\.json: an adapter; accepted: .*merged"
     ):
         AutoModel.from_pretrained(folder)
+
+
+PATHS = ("a\0b", "a" * 300, "a/" * 2500, "\ud800", 5, None, b"x", ["x"], 1.5, Path("a\0b"))
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: f"{path!a:.20}")
+def test_what_no_file_can_be_called_is_refused_in_words(path: Any, tmp_path: Path) -> None:
+    readers = {
+        "AutoModel": AutoModel.from_pretrained,
+        "Checkpoint": Checkpoint,
+        "convert": lambda given: convert_checkpoint(SHIPPED, given, "int8"),
+    }
+    for owner, use in readers.items():
+        with pytest.raises(FastlayersError, match=f"{owner}: (path|target) is|no such directory") as caught:
+            use(path)
+        assert len(str(caught.value)) < 500
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ArgumentError, match=r"convert: target is .*which cannot be made"):
+        convert_checkpoint(SHIPPED, tmp_path / "file" / "below", "int8")
 
 
 # ---- any directory ---------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 from fastlayers.checkpoint_files import INDEX, NAMED, SINGLE
-from fastlayers.errors import ArgumentError
+from fastlayers.errors import ArgumentError, check_path
 from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.convert.readme import ORIGINAL, originals_readme
 from fastlayers_models.find import UNFINISHED
@@ -66,7 +66,7 @@ class ShardWriter:
     """
 
     def __init__(self, checkpoint: Checkpoint, target: str | Path, purpose: str) -> None:
-        self.checkpoint, self.target = checkpoint, Path(target)
+        self.checkpoint, self.target = checkpoint, check_path("convert", "target", target)
         self.files = sorted(set(checkpoint.file_of.values()))
         # A shard keeps its place below the directory: two may have the same name.
         self._place = {file: file.relative_to(checkpoint.path).as_posix() for file in self.files}
@@ -84,7 +84,11 @@ class ShardWriter:
         ArgumentError
             Another process is writing there, or the target holds something else by now.
         """
-        self.target.mkdir(parents=True, exist_ok=True)
+        try:
+            self.target.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            given = f"{self.target}, which cannot be made ({type(error).__name__}: {error})"
+            raise ArgumentError("convert", "target", given, _NEW) from error
         file = self.target / LOCK
         with file.open("a+") as lock:
             try:

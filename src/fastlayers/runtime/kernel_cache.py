@@ -10,6 +10,7 @@ versions, too); only if that place cannot be written a temporary one is taken.
 from __future__ import annotations
 
 import atexit
+import errno
 import gzip
 import hashlib
 import importlib.metadata
@@ -29,7 +30,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 
 from fastlayers import env
-from fastlayers.errors import ArgumentError, EnvironmentVariableError
+from fastlayers.errors import ArgumentError, EnvironmentVariableError, check_path
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,8 @@ MANIFEST = "fastlayers-kernels.json"
 # 2: with a checksum of each file.
 SCHEMA = 2
 TEMPORARY = "fastlayers-kernels-"
+# Of a name in an archive: bytes of a part, which is what file systems take, and parts.
+MOST_NAME, MOST_PARTS = 255, 32
 # The packages whose versions decide whether a compiled kernel fits: import name -> name on the package index.
 COMPILERS = {
     "torch": "torch",
@@ -61,12 +64,15 @@ class KernelStore:
         Its directory where the variable is not set, below the home directory.
     compiled : str
         Pattern of finished kernels below the directory.
+    within : str
+        What is the cache of it: flashinfer's variable is a home directory.
     """
 
     package: str
     variable: str
     usual: str
     compiled: str
+    within: str = "."
 
     def directory(self) -> Path:
         """Return the directory in use."""
@@ -81,7 +87,7 @@ STORES = {
     "triton": KernelStore("triton", "TRITON_CACHE_DIR", ".triton/cache", "*/*.cubin"),
     "deep_gemm": KernelStore("deep_gemm", "DG_JIT_CACHE_DIR", ".deep_gemm", "cache/*"),
     "flashinfer": KernelStore(
-        "flashinfer", "FLASHINFER_WORKSPACE_BASE", "", ".cache/flashinfer/*/*/cached_ops/*/*.so"
+        "flashinfer", "FLASHINFER_WORKSPACE_BASE", "", ".cache/flashinfer/*/*/cached_ops/*/*.so", ".cache/flashinfer"
     ),
     "trtllm": KernelStore("flashinfer", "TRTLLM_DG_CACHE_DIR", ".tensorrt_llm", "cache/*"),
 }  # fmt: skip
@@ -237,8 +243,9 @@ def export_cache(path: str | Path) -> Path:
     ArgumentError
         No place for a file.
     """
-    target = Path(path)
-    if target.is_dir() or not target.parent.is_dir():
+    target = check_path("export_cache", "path", path)
+    # What is there is replaced, so that a device or a pipe would be lost.
+    if not target.parent.is_dir() or not _writable(target.parent) or (target.exists() and not target.is_file()):
         raise ArgumentError("export_cache", "path", str(path), "a file to write, in a directory that exists")
     ensure()
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as scratch:
@@ -256,9 +263,8 @@ def export_cache(path: str | Path) -> Path:
 def _add_kernels(archive: tarfile.TarFile) -> Iterator[tuple[str, str]]:
     """Add the files of every package and yield the name and the checksum of each."""
     for name, store in STORES.items():
-        # flashinfer's variable is a home directory: of that, its cache only.
         root = store.directory()
-        inner = root / ".cache/flashinfer" if name == "flashinfer" else root
+        inner = root / store.within
         if inner.is_dir():
             archive.add(inner, (Path(name) / inner.relative_to(root)).as_posix(), recursive=False)
         for file in sorted(path for path in inner.rglob("*") if path.is_file()):
@@ -318,16 +324,19 @@ def import_cache(path: str | Path) -> list[str]:
     its modules are used as they are where the cache and the package have the same paths as they had, and are rebuilt
     elsewhere.
     """
-    if not Path(path).is_file():
+    source = check_path("import_cache", "path", path)
+    if not source.is_file():
         raise ArgumentError("import_cache", "path", str(path), "a file")
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            checksums = _unpack(Path(path), Path(scratch))
+            checksums = _unpack(source, Path(scratch))
             theirs = _checked_versions(Path(scratch) / MANIFEST, checksums)
             ensure()
             return _take(Path(scratch), theirs)
-    except _BROKEN as error:
-        given = f"{path}, which cannot be read: {type(error).__name__}: {error}"
+    except (*_BROKEN, OSError) as error:
+        if not isinstance(error, _BROKEN) and error.errno != errno.ENAMETOOLONG:  # of all parts together
+            raise
+        given = f"{path}, which cannot be read: {type(error).__name__}: {error!s:.300}"
         raise ArgumentError("import_cache", "path", given, "an archive of export_cache") from error
 
 
@@ -345,10 +354,7 @@ def _unpack(path: Path, target: Path) -> dict[str, str]:
         stream.seek(0)
         with tarfile.open(fileobj=stream, mode="r:") as archive:
             for entry in archive:
-                parts = PurePosixPath(entry.name).parts
-                if not parts or parts[0] == "/" or ".." in parts or not (entry.isfile() or entry.isdir()):
-                    raise ValueError(f"{entry.name!r} is not a file below the archive's root")
-                name = "/".join(parts)
+                name = _member_name(entry)
                 if entry.isdir():
                     (target / name).mkdir(parents=True, exist_ok=True)
                     continue
@@ -364,6 +370,17 @@ def _unpack(path: Path, target: Path) -> dict[str, str]:
                 with file.open("rb") as again:
                     found[name] = hashlib.file_digest(again, "sha256").hexdigest()
     return found
+
+
+def _member_name(entry: tarfile.TarInfo) -> str:
+    parts = PurePosixPath(entry.name).parts
+    # A sparse file may be of any length, whatever the archive's.
+    plain = entry.isdir() or (entry.isfile() and not entry.issparse())
+    if not parts or parts[0] == "/" or ".." in parts or not plain:
+        raise ValueError(f"{entry.name!r:.200} is not a file below the archive's root")
+    if len(parts) > MOST_PARTS or max(len(os.fsencode(part)) for part in parts) > MOST_NAME:
+        raise ValueError(f"{entry.name!r:.200} is longer than names of files are")
+    return "/".join(parts)
 
 
 def _checked_versions(manifest: Path, checksums: dict[str, str]) -> dict[str, str]:
@@ -399,7 +416,11 @@ def _take(unpacked: Path, theirs: dict[str, str]) -> list[str]:
             continue
         folder = store.directory()
         files = [source for source in sorted((unpacked / name).rglob("*")) if source.is_file()]
-        moves += [(source, folder / source.relative_to(unpacked / name)) for source in files]
+        for source in files:
+            place = source.relative_to(unpacked / name)
+            if not place.is_relative_to(store.within):
+                raise ValueError(f"{name}/{place} is not in the cache of {store.package}")
+            moves.append((source, folder / place))
         taken.append(name)
     for source, target in moves:
         if target.name.startswith("__grp__"):
@@ -415,7 +436,7 @@ def _differ(theirs: dict[str, str], ours: dict[str, str], name: str) -> bool:
 def _rewrite_group(source: Path, folder: Path) -> None:
     """Give Triton's list of a kernel's files the paths that they will have."""
     children = json.loads(source.read_text())["child_paths"]
-    if not isinstance(children, dict) or any(Path(child).name != child for child in children):
+    if not isinstance(children, dict) or any(Path(child).name != child or child in ("", "..") for child in children):
         raise ValueError(f"{source.name} does not list files of its own directory")
     times = source.stat()
     source.write_text(json.dumps({"child_paths": {child: str(folder / child) for child in children}}))
@@ -427,6 +448,8 @@ def _install(moves: list[tuple[Path, Path]]) -> None:
     partials: list[tuple[str, Path]] = []
     try:
         for source, target in moves:
+            if target.is_dir():  # else found when those before it are in place
+                raise IsADirectoryError(f"{target} is a directory here, a file there")
             target.parent.mkdir(parents=True, exist_ok=True)
             handle, partial = tempfile.mkstemp(dir=target.parent)
             os.close(handle)
