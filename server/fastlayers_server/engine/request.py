@@ -30,19 +30,21 @@ class Request:
         Prompt positions that were computed, or found in the cache, once; what is computed again is accounted as such.
     replay : list of int
         Tokens that were told, and are computed once more.
+    end : int
+        How many tokens it has at most, prompt included.
     general : bool
         Its tokens need more than temperature and filters: penalties, bias, log-probabilities, a grammar.
     """
 
     __slots__ = (
-        "admitted_at", "cached", "ended_reason", "ends", "first_at", "general", "goal", "held_since", "high",
+        "admitted_at", "cached", "end", "ended_reason", "ends", "first_at", "general", "goal", "held_since", "high",
         "inflight", "kv", "pages", "passed", "path", "priority", "prompt_len", "prompt_logprobs", "replay", "seq",
         "slot", "state", "submit", "tokens", "told",
     )  # fmt: skip
 
     def __init__(self, submit: Submit, seq: int, prompt: list[int], ends: frozenset[int], priority: int) -> None:
         self.submit, self.seq, self.tokens, self.ends, self.priority = submit, seq, prompt, ends, priority
-        self.prompt_len = len(prompt)
+        self.prompt_len, self.end = len(prompt), len(prompt) + submit.max_new_tokens
         self.state, self.slot, self.kv, self.goal, self.inflight = WAITING, 0, 0, 0, 0
         self.pages: list[int] = []
         self.path: list[Node] = []
@@ -73,7 +75,7 @@ class Request:
     @property
     def left(self) -> int:
         """Tokens that may still be launched."""
-        return self.submit.max_new_tokens - self.drawn
+        return self.end - len(self.tokens) - self.inflight
 
 
 class Tree(list[int]):
@@ -144,7 +146,8 @@ class TickPlan:
         """List who is drawn for, and who of them needs more than temperature and filters."""
         self.sampled = [*self.rows, *(c.request for c in self.chunks if c.samples), *(c.request for c in self.verify)]
         for index, request in enumerate(self.sampled):
-            if request.general or request.drawn < request.submit.min_new_tokens:
+            fewest = request.submit.min_new_tokens
+            if request.general or (fewest and request.drawn < fewest):
                 self.special.append((index, request, request.drawn - 1))
                 self.masked |= bool(request.submit.grammar)
 

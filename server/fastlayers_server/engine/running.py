@@ -120,6 +120,16 @@ class Running:
         length = max(request.goal, len(request.tokens) + request.inflight)
         return max(0, self.expected(request, length) - len(request.pages))
 
+    def promised_to_all(self) -> int:
+        """Return what is :meth:`promised` to all who run; in one loop, as every tick that admits asks."""
+        ratio, size, most, total = self._ratio, self.config.page_size, self.config.max_model_len, 0
+        for request in self.requests:
+            known = len(request.tokens) + request.inflight
+            length = max(request.goal, known)
+            more = max(1, math.ceil(min(request.end - known, FAR) * ratio))
+            total += max(0, -(-min(length + more, most) // size) - len(request.pages))
+        return total
+
     def fits(self, request: Request, path: list[Node], promised: int) -> bool:
         """Whether a request may enter beside those who run, to whom ``promised`` pages are promised."""
         cache, length = self.cache, len(request.tokens)

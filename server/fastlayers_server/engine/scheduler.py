@@ -131,19 +131,22 @@ class Scheduler:
         for request in self.running.requests:
             if request.kv < request.goal:
                 partial.append(request)
-            elif request.left > 0:
+            elif request.end > len(request.tokens) + request.inflight:
                 rows.append(request)
         drafts = {r: draft(r, r.left - 1) for r in rows if self._may_draft(r)} if draft is not None else {}
         budget = limit = max(self.config.piece, self.budget.chunk(len(rows), self.queue.count))
-        lengths = {r: r.kv + 1 + len(drafts.get(r, ())) for r in rows}
+        lengths = {r: r.kv + 1 for r in rows}
+        for request, ids in drafts.items():
+            lengths[request] += len(ids)
         for request in partial[: self.config.max_extend_requests]:
             count = self._chunk(request.kv, request.goal, budget)
             if count > 0:
                 lengths[request] = request.kv + count
                 budget -= count
-        victims = self.running.make_room(lengths)
+        victims, size = self.running.make_room(lengths), self.config.page_size
         for request, length in lengths.items():
-            self.running.grow(request, length, plan)
+            if length > len(request.pages) * size:
+                self.running.grow(request, length, plan)
         for request in victims:
             self.queue.push_front(request)
             self.metrics.add("preemptions_total")
@@ -153,8 +156,13 @@ class Scheduler:
         for request, length in lengths.items():
             if request.kv < request.goal:
                 self._plan_chunk(plan, request, length)
+            elif drafted := drafts.get(request):
+                self._plan_drafts(plan, request, drafted)
             else:
-                self._plan_row(plan, request, drafts.get(request))
+                plan.rows.append(request)
+                plan.starts.append(request.kv)
+                request.inflight += 1
+                request.kv = length
             if request.kv >= (len(request.path) + 1) * block:
                 self.running.publish(request, plan)
         plan.complete()
@@ -179,18 +187,13 @@ class Scheduler:
         enough = request.drawn >= request.submit.min_new_tokens
         return request.left > 1 and not request.inflight and not request.general and enough
 
-    def _plan_row(self, plan: TickPlan, request: Request, draft: Sequence[int] | None) -> None:
-        start = request.kv
+    @staticmethod
+    def _plan_drafts(plan: TickPlan, request: Request, draft: Sequence[int]) -> None:
+        start, ids = request.kv, [request.tokens[-1], *draft]
+        parents = [-1, *(parent + 1 for parent in draft.parents)] if isinstance(draft, Tree) else ()
+        plan.verify.append(Chunk(request, start, ids, len(ids), parents))
         request.inflight += 1
-        if draft:
-            ids = [request.tokens[-1], *draft]
-            parents = [-1, *(parent + 1 for parent in draft.parents)] if isinstance(draft, Tree) else ()
-            plan.verify.append(Chunk(request, start, ids, len(ids), parents))
-            request.kv = start + len(ids)  # settled at commit, when it is known how many of the drafts count
-        else:
-            plan.rows.append(request)
-            plan.starts.append(start)
-            request.kv = start + 1
+        request.kv = start + len(ids)  # settled at commit, when it is known how many of the drafts count
 
     def _plan_chunk(self, plan: TickPlan, request: Request, end: int) -> None:
         start = request.kv
@@ -226,7 +229,7 @@ class Scheduler:
             if not count or (count < length - hit and unfinished >= config.max_partial_prefills):
                 return
             if promised < 0:
-                promised = sum(map(running.promised, running.requests))
+                promised = running.promised_to_all()
             if not running.fits(request, path, promised):
                 return
             self.queue.take(request)

@@ -80,17 +80,18 @@ class _Writer:
         deltas, logprobs, ids = row.take()
         text = "".join(delta.text for delta in deltas)
         prompt = job.prompts[row.index * len(job.prompts) // len(job.rows)]
-        echoed = self._tokens.decode(prompt, self._body.skip_special_tokens is not False) if first else ""
+        echoes = first and bool(self._body.echo)
+        echoed = self._tokens.decode(prompt, self._body.skip_special_tokens is not False) if echoes else ""
         told: dict[str, Any] | None = None
         if self._body.logprobs is not None:
             told = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
             offset, hides = self._offsets.get(row.index, 0), self._body.skip_special_tokens is not False
-            if self._body.echo and first:
+            if echoes:
                 entries = [(prompt[0], None), *zip(prompt[1:], row.prompt_logprobs, strict=False)]
                 offset = _append(told, entries, self._tokens, offset, hides)
             self._offsets[row.index] = _append(told, logprobs, self._tokens, offset, hides)
         choice = {
-            "index": row.index, "text": echoed * bool(self._body.echo) + text, "logprobs": told,
+            "index": row.index, "text": echoed + text, "logprobs": told,
             "finish_reason": row.finish or None,
         }  # fmt: skip
         if self._body.prompt_logprobs is not None and first:
