@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -59,8 +60,11 @@ def fill_random(model: nn.Module, seed: int = 0) -> None:
     """Give every parameter values that keep activations of ordinary size, in place and without large temporaries."""
     first = next(model.parameters(), None)
     generator = torch.Generator(first.device if first is not None else "cpu").manual_seed(seed)
+    parallel = getattr(model, "parallel", None)
     for name, parameter in model.named_parameters():
         last = name.rsplit(".", 1)[-1]
+        if parallel is not None and parallel.tp.size > 1:  # what all ranks hold is equal, whatever lies before it
+            generator.manual_seed((seed << 32) + zlib.crc32(name.encode()))
         if parameter.dtype == torch.float8_e4m3fn:
             # Any byte but those with the highest exponent bit: values below 2, no NaN.
             parameter.data.view(torch.uint8).random_(0, 256, generator=generator).bitwise_and_(0xBF)

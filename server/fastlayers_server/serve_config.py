@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from fastlayers.comm.ranks import Ranks
 from fastlayers.errors import ArgumentError
 from fastlayers_server.flags import flag, given_values, parser_of, typed
 
@@ -35,6 +36,9 @@ class ServeConfig:
     open_admin: bool = flag(False, "admin routes without a key (benches, tests)")
     device: str = flag("", "cpu, cuda, cuda:1; default: a GPU if there is one")
     dtype: str = flag("auto", "auto, bf16, fp16, fp32", choices=("auto", "bf16", "fp16", "fp32"))
+    tp: int = flag(1, "ranks that share each attention layer", "--tensor-parallel-size", "--tp-size", "-tp")
+    attn_dp_size: int = flag(1, "attention groups, each with requests and a cache of its own")
+    ep: int = flag(1, "groups that split the experts; a divisor of tp * attn_dp_size", "--ep-size")
     load_format: str = flag("safetensors", "dummy: random weights, for benchmarks", choices=("safetensors", "dummy"))
     max_model_len: int = flag(0, "longest prompt and answer together; 0: the model's", "--context-length")
     kv_cache_dtype: str = flag("auto", "of cached keys and values", choices=("auto", "bf16", "fp16", "fp32", "e4m3"))
@@ -96,16 +100,18 @@ class ServeConfig:
 
 
 NAMES: Mapping[str, Any] = MappingProxyType({f.name: f for f in dataclasses.fields(ServeConfig)})
-LATER = "this server runs on one GPU"
+LATER = "a server runs on the GPUs of one host"
 NEVER: Mapping[str, str] = MappingProxyType(
     {
         "--trust-remote-code": "no code of a model's folder is ever run",
         "--enable-lora": "adapters are not served",
         "--lora-modules": "adapters are not served",
         "--lora-paths": "adapters are not served",
-        "--tensor-parallel-size": LATER, "--tp-size": LATER, "-tp": LATER, "--ep-size": LATER,
-        "--enable-expert-parallel": LATER, "--data-parallel-size": LATER, "--dp-size": LATER,
-        "--attn-dp-size": LATER, "--enable-dp-attention": LATER, "--nnodes": LATER, "--node-rank": LATER,
+        "--enable-expert-parallel": "its name is --ep, with a number",
+        "--enable-dp-attention": "its name is --attn-dp-size, with a number",
+        "--dp-size": "of attention groups its name is --attn-dp-size; replicas are servers of their own",
+        "--data-parallel-size": "of attention groups its name is --attn-dp-size; replicas are servers of their own",
+        "--nnodes": LATER, "--node-rank": LATER,
         "--master-addr": LATER, "--dist-init-addr": LATER, "--pipeline-parallel-size": LATER, "--pp-size": LATER,
         "--api-server-count": "one front serves; start several servers behind a balancer",
         "--tokenizer-worker-num": "one front serves; start several servers behind a balancer",
@@ -191,6 +197,11 @@ def _check(config: ServeConfig) -> None:
         "speculative_max_k": (1, 8), "max_n": (1, 64), "max_logprobs": (0, 20), "limit_concurrency": (1, 2**20),
         "max_body_mb": (0.001, 1024), "grammar_timeout": (0.1, 600), "num_pages": (0, 2**31),
     }  # fmt: skip
+    Ranks(config.tp, config.attn_dp_size, config.ep)
+    if config.attn_dp_size > 1:
+        raise ArgumentError("serve", "--attn-dp-size", config.attn_dp_size, "1: one group's requests are planned")
+    if config.in_process and config.tp * config.attn_dp_size > 1:
+        raise ArgumentError("serve", "--in-process", "given", "nothing with several ranks, each of which is a process")
     bounds |= {name: (0, 86_400) for name in NAMES if name.endswith(("_timeout", "_delay")) and name not in bounds}
     for name, (least, most) in bounds.items():
         value = getattr(config, name)

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import zmq
@@ -75,6 +75,7 @@ class Child:
         self.phase = "serving"
         try:
             self.engine.run()
+            parts.close()
         except Exception as error:
             log.exception("the engine died")
             self.deliver(Died(self.epoch, f"{type(error).__name__}: {error}", restarting=True))
@@ -104,14 +105,15 @@ class Child:
                 self.deliver(beat(self.engine, self.epoch, self.phase))
 
 
-def main(make: Make) -> int:
-    """Run the process."""
+def main(make: Make, arguments: Sequence[str] = (), config: EngineConfig | None = None) -> int:
+    """Run the process; by default folder and epoch come on the command line, the configuration on stdin."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
     # The front decides when to end: an interrupt from the terminal reaches both.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
-    child = Child(sys.argv[1], int(sys.argv[2]))
+    config = config or msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    folder, epoch = arguments or sys.argv[1:3]
+    child = Child(folder, int(epoch))
     code = child.run(make, config)
     child.close()
     return code

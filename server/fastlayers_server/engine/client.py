@@ -40,6 +40,7 @@ class Parts:
     overlap: bool = True
     grammars: GrammarMasks | None = None
     drafts: Speculation | None = None
+    close: Callable[[], None] = lambda: None  # called when the engine has ended
 
     def engine(self, deliver: Callable[[FromEngine], None], epoch: int) -> Engine:
         """Put them together."""

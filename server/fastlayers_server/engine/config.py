@@ -88,6 +88,8 @@ class EngineConfig(msgspec.Struct, frozen=True):
         Where profiles are written; "": there are none.
     layers : int
         With "dummy": decoder layers to keep; 0: all.
+    tp, attn_dp_size, ep : int
+        Ranks of an attention group, such groups, and groups that split the experts, as of :class:`fastlayers.Ranks`.
     begun : float
         ``time.monotonic()`` when whoever wanted this engine began to start it, or 0.0.
     """
@@ -124,4 +126,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     seed: int = 0
     profile_folder: str = ""
     layers: int = 0
+    tp: int = 1
+    attn_dp_size: int = 1
+    ep: int = 1
     begun: float = 0.0

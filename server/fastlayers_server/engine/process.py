@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import signal
 import subprocess
@@ -36,6 +37,15 @@ RESTARTS, RESTART_SECONDS = 3, 600.0  # more deaths than so many in so long are 
 SILENCE = 60.0  # a process that sends nothing for so long is hung, whatever it does
 
 
+def command_of(config: EngineConfig) -> list[str]:
+    """Return what starts an engine; its folder, its epoch and this process's number are appended."""
+    if config.tp * config.attn_dp_size == 1:
+        return [sys.executable, "-m", "fastlayers_server.engine.child"]
+    from fastlayers_server.parallel import child
+
+    return child.command_of(config)
+
+
 def engine_client(config: EngineConfig, *, in_process: bool = False) -> EngineClient:
     """Return an engine for ``fastlayers serve``: in its own process, or on a thread of this one."""
     if not in_process:
@@ -62,7 +72,8 @@ class EngineProcess(ClientBase):
     def __init__(self, config: EngineConfig, command: Sequence[str] | None = None) -> None:
         super().__init__()
         self.config, self.phase, self.epoch = config, "starting", 0
-        self._command = list(command or (sys.executable, "-m", "fastlayers_server.engine.child"))
+        self._command = list(command or command_of(config))
+        self._refused = False
         self._context = zmq.Context()
         self._out: zmq.Socket[bytes] | None = None
         self._child: subprocess.Popen[bytes] | None = None
@@ -114,7 +125,7 @@ class EngineProcess(ClientBase):
                 self._early.clear()
             deaths.append(time.monotonic())
             often = len(deaths) > RESTARTS and deaths[-1] - deaths[0] < RESTART_SECONDS
-            again = self._stop_by is None and code != REFUSED and not often
+            again = self._stop_by is None and code != REFUSED and not self._refused and not often
             self._reason = self._reason or f"the engine's process ended with {code}"
             self.phase = "starting" if again else "dead"
             self._tell_orphans()
@@ -128,7 +139,7 @@ class EngineProcess(ClientBase):
         out, news = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
         out.bind(f"ipc://{self._folder}/to-{self.epoch}")
         news.bind(f"ipc://{self._folder}/from-{self.epoch}")
-        command = [*self._command, self._folder, str(self.epoch)]
+        command = [*self._command, self._folder, str(self.epoch), str(os.getpid())]
         config = msgspec.structs.replace(self.config, begun=time.monotonic())
         self._child = child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         assert child.stdin is not None
@@ -157,7 +168,8 @@ class EngineProcess(ClientBase):
 
     def _hear(self, message: FromEngine, out: zmq.Socket[bytes]) -> None:
         if isinstance(message, Died):
-            self._reason = message.reason  # told when it is gone
+            # Told when it is gone. Of several ranks the exit code is torchrun's, so what was said counts.
+            self._reason, self._refused = message.reason, not message.restarting
             return
         if isinstance(message, Beat):
             self.phase = message.phase

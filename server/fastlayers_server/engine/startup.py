@@ -16,6 +16,7 @@ from torch import nn
 
 import fastlayers as fl
 from fastlayers.attention.meta import AttentionBatch, AttentionState
+from fastlayers.comm.ranks import Ranks
 from fastlayers.errors import ArgumentError
 from fastlayers.layer import Layer
 from fastlayers.registry import registry
@@ -186,6 +187,8 @@ def _speculates(config: EngineConfig) -> bool:
         ("max_k", 1 <= config.speculative_max_k <= 8, "1 to 8"),
         ("verify", rule == "match" or (rule == "rejection" and drafts),
          "'match', or 'rejection' where 'mtp' or 'draft' drafts: those of 'ngram' are not drawn"),
+        ("algorithm", how in ("none", "ngram") or config.tp * config.attn_dp_size == 1,
+         "'none' or 'ngram' over several ranks: only the first one drafts"),
         ("topk", topk == 1 or (2 <= topk <= 4 and drafts and rule == "match"),
          "1, or 2 to 4 where 'mtp' or 'draft' drafts and 'match' verifies"),
     ):  # fmt: skip
@@ -213,6 +216,8 @@ def load_model(config: EngineConfig, said: Callable[[str], None] = lambda part: 
     if config.kv_cache_dtype != "auto" and cache is None:
         raise ArgumentError("engine", "kv_cache_dtype", repr(config.kv_cache_dtype), "auto, " + ", ".join(_DTYPES))
     options: dict[str, Any] = {"page_size": config.page_size, "kv_dtype": cache}
+    if config.tp * config.attn_dp_size > 1:
+        options["parallel"], device = Ranks(config.tp, config.attn_dp_size, config.ep).join(device)
     if config.load_format != "dummy":
         return AutoModel.from_pretrained(model_folder(config.model), dtype=dtype, device=device, **options)
     dtype = torch.bfloat16 if dtype == "auto" else dtype
@@ -237,7 +242,10 @@ def scheduler_config(config: EngineConfig, model: Any, drafter: Any = None) -> S
         pages, room = config.num_pages, f"{config.num_pages} pages"
     else:
         budget = _cache_bytes(config, model.device)
-        pages, room = min(most, budget // page_bytes), f"{budget / 2**30:.1f} GiB that are left for the cache"
+        pages, room = (
+            least_of_ranks(model, min(most, budget // page_bytes)),
+            f"{budget / 2**30:.1f} GiB that are left for the cache",
+        )
     if pages - 1 < one:
         needs = f"{(one + 1) * page_bytes / 2**30:.2f} GiB, {one + 1} pages"
         raise ArgumentError("engine", "max_model_len", f"{length}, which needs {needs}", f"what fits {room}")
@@ -256,6 +264,16 @@ def scheduler_config(config: EngineConfig, model: Any, drafter: Any = None) -> S
         piece=piece, max_logprobs=config.max_logprobs,
         features=("penalties", "logit_bias", "logprobs", "prompt_logprobs"), itl_target=config.itl_target_ms / 1e3,
     )  # fmt: skip
+
+
+def least_of_ranks(model: Any, value: int) -> int:
+    """Return the smallest value that a rank has: whatever is planned must fit all of them."""
+    axis = model.parallel.tp
+    if axis.size == 1:
+        return value
+    found = torch.tensor([value], device=model.device)
+    torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MIN, group=axis.group)
+    return int(found)
 
 
 def _cache_bytes(config: EngineConfig, device: torch.device) -> int:

@@ -23,8 +23,9 @@ SCRIPTED = (sys.executable, str(Path(__file__).parent / "scripted_child.py"))
 class Front:
     """Collects what an engine says."""
 
-    def __init__(self, model: str = "", *, command: Any = SCRIPTED, **settings: Any) -> None:
-        self.engine = EngineProcess(EngineConfig(model=model, **settings), command)
+    def __init__(self, model: str = "", *, command: Any = SCRIPTED, in_process: bool = False, **settings: Any) -> None:
+        config = EngineConfig(model=model, **settings)
+        self.engine: Any = engine_client(config, in_process=True) if in_process else EngineProcess(config, command)
         self.inbox = queue.Queue[Any]()
         self.finished: dict[int, list[p.Output]] = {}
         self.ids: dict[int, list[int]] = {}

@@ -1,0 +1,94 @@
+"""The process of one rank: ``torchrun … -m fastlayers_server.parallel.child FOLDER EPOCH FRONT``.
+
+The first rank is an engine's process (:mod:`fastlayers_server.engine.child`), whose configuration comes on its stdin;
+the others get it from the store by which the ranks meet. A rank that fails ends all of them, and the front starts all
+again; none outlives the front, whose process is FRONT.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from fastlayers_server.engine import child
+from fastlayers_server.engine.client import Parts
+from fastlayers_server.engine.config import EngineConfig
+
+LOOK_SECONDS = 0.5
+
+
+def command_of(config: EngineConfig) -> list[str]:
+    """Return what starts all ranks of an engine; folder, epoch and front are appended."""
+    count = str(config.tp * config.attn_dp_size)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--max-restarts", "0", "--nproc-per-node", count]
+    return [sys.executable, *launcher, "-m", "fastlayers_server.parallel.child"]
+
+
+def _end_with(front: int) -> None:
+    """End this process when the front or torchrun is gone: either may be killed without a word."""
+    launcher = os.getppid()
+    while os.getppid() == launcher and _lives(front):
+        time.sleep(LOOK_SECONDS)
+    os._exit(1)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def main() -> int:
+    """Run the process of this rank."""
+    import torch.distributed as dist
+
+    folder, epoch, front = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    threading.Thread(target=_end_with, args=(front,), name="rank-watch", daemon=True).start()
+    store, rank, _ = next(dist.rendezvous("env://"))
+    if rank == 0:
+        given = sys.stdin.buffer.read()
+        store.set("engine", given)
+    config = msgspec.json.decode(store.get("engine"), type=EngineConfig)
+    if rank == 0:
+        return child.main(_leading, [folder, str(epoch)], config)
+    return _following(config, epoch)
+
+
+def _leading(config: EngineConfig, phase: Callable[[str], None], epoch: int) -> Parts:
+    from fastlayers_server.engine.startup import build
+    from fastlayers_server.parallel.channel import Channel
+    from fastlayers_server.parallel.leader import Leader
+
+    parts = build(config, phase, epoch)
+    leader = Leader(parts.executor, Channel())
+    parts.executor, parts.close = leader, leader.close
+    return parts
+
+
+def _following(config: EngineConfig, epoch: int) -> int:
+    import faulthandler
+    import signal
+
+    from fastlayers_server.engine.startup import build
+    from fastlayers_server.parallel.channel import Channel
+    from fastlayers_server.parallel.follower import follow
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front decides when to end
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    parts: Any = build(config, lambda phase: None, epoch)
+    follow(parts.executor, Channel())
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

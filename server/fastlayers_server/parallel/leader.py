@@ -1,0 +1,71 @@
+"""The first rank's executor: every plan is told to the other ranks before it is computed here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastlayers_server.engine.loop import Executor, Step
+from fastlayers_server.engine.request import TickPlan, TickResult
+from fastlayers_server.parallel.channel import Channel, Digest, pack
+from fastlayers_server.parallel.frames import encode
+
+
+class LeaderStep:
+    """A launched plan whose masks the other ranks get, too."""
+
+    def __init__(self, step: Step, channel: Channel, digest: Digest) -> None:
+        self._step, self._channel, self._digest = step, channel, digest
+
+    def sample(self, masks: Any = None) -> None:
+        """Draw, see :class:`~fastlayers_server.engine.loop.Step`."""
+        self._channel.tell(pack(masks))
+        self._step.sample(masks)
+
+    def result(self) -> TickResult:
+        """Wait for the tokens."""
+        found = self._step.result()
+        self._digest.add(found.tokens)
+        return found
+
+
+class Leader:
+    """An :class:`~fastlayers_server.engine.loop.Executor` over all ranks.
+
+    Parameters
+    ----------
+    executor : Executor
+        Of this rank.
+    channel : Channel
+    """
+
+    def __init__(self, executor: Executor, channel: Channel) -> None:
+        self._executor, self._channel, self._digest = executor, channel, Digest()
+
+    def launch(self, plan: TickPlan) -> LeaderStep:
+        """Tell the others, and begin."""
+        self._channel.tell(encode(plan, self._digest.count, self._digest.value))
+        return LeaderStep(self._executor.launch(plan), self._channel, self._digest)
+
+    def close(self) -> None:
+        """Let the other ranks end."""
+        self._channel.tell(None)
+
+    def explain(self) -> Any:
+        """Of this rank, see :class:`~fastlayers_server.engine.loop.Executor`; and how many there are."""
+        return {**self._executor.explain(), "ranks": self._channel.size}
+
+    def backends(self) -> list[dict[str, Any]]:
+        """Of this rank; those of the others are equal, or the engine would not have started."""
+        return self._executor.backends()
+
+    def profile(self, start: bool) -> str:
+        """Of this rank."""
+        return self._executor.profile(start)
+
+    def graph_counts(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Of this rank."""
+        return self._executor.graph_counts()
+
+    def compiles(self) -> dict[str, float]:
+        """Of this rank."""
+        return self._executor.compiles()

@@ -1,0 +1,178 @@
+"""An engine over two ranks on the CPU: its tokens are those of one, and a lost rank restarts all of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastlayers.errors import ArgumentError, CollectiveMismatch
+from fastlayers_server.engine import protocol as p
+from fastlayers_server.engine.request import Chunk, Request, TickPlan
+from fastlayers_server.parallel import channel, follower
+from fastlayers_server.parallel.frames import Mirror, encode
+from fastlayers_server.serve_config import parse
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_process import Front  # type: ignore[import-not-found]
+
+PROMPT = p.pack_ids([5, 6, 7])
+
+
+def request(slot: int, *tokens: int, **settings: Any) -> Request:
+    made = Request(p.Submit(slot, PROMPT, **settings), 3, [5, 6, 7], frozenset({1}), 0)
+    made.slot, made.tokens = slot, [5, 6, 7, *tokens]
+    return made
+
+
+def test_a_plan_and_what_a_rank_without_scheduler_makes_of_it() -> None:
+    decoding = request(2, 9, sampling=p.Sampling(0.7, seed=4), min_new_tokens=3)
+    fresh = request(1, sampling=p.Sampling(presence_penalty=1.0))
+    plan = TickPlan(7, [fresh, decoding], [(1, 0, 4), (2, 1, 5)], [8])
+    plan.chunks, plan.rows, plan.starts = [Chunk(fresh, 0, [5, 6, 7], 1)], [decoding], [4]
+    plan.verify = [Chunk(decoding, 4, [9, 3, 2], 3, (-1, 0, 0))]
+    plan.complete()
+    mirror = Mirror()
+    found, told, digest = mirror.plan(encode(plan, 5, 0xABCD))
+    assert (found.tick, told, digest, found.masked) == (7, 5, 0xABCD, False)
+    assert found.pages == plan.pages and found.poisoned == [8] and found.starts == [4]
+    assert [(r.slot, r.tokens, r.prompt_len, r.ends, r.general) for r in found.admitted] == [
+        (1, [5, 6, 7], 3, frozenset({1}), True), (2, [5, 6, 7, 9], 3, frozenset({1}), False)
+    ]  # fmt: skip
+    assert found.admitted[1].submit.sampling == decoding.submit.sampling
+    assert found.chunks[0].request is found.admitted[0] and found.chunks[0].ids == [5, 6, 7]
+    assert tuple(found.verify[0].parents) == (-1, 0, 0) and found.verify[0].samples == 3
+    assert [r.slot for r in found.sampled] == [r.slot for r in plan.sampled]
+    assert [(i, r.slot, d) for i, r, d in found.special] == [(i, r.slot, d) for i, r, d in plan.special] != []
+    following = TickPlan(8, [], rows=[decoding], starts=[5])
+    following.complete()
+    again = mirror.plan(encode(following))[0]
+    assert again.rows == [found.admitted[1]]  # by its slot
+
+
+class Script:
+    """A channel and an executor of one rank, with what the first one says."""
+
+    def __init__(self, tokens: list[list[int]], digests: list[tuple[int, int]]) -> None:
+        self.rank, self.tokens, self.launched = 1, iter(tokens), 0
+        plans = []
+        for tick, (told, digest) in enumerate(digests):
+            plan = TickPlan(tick, rows=[request(1)], starts=[3], admitted=[request(1)] if tick == 0 else [])
+            plan.complete()
+            plans.append(encode(plan, told, digest))
+        self.said = iter([*plans, None])
+
+    def hear(self) -> bytes | None:
+        return next(self.said)
+
+    def launch(self, plan: TickPlan) -> Any:
+        self.launched += 1
+        return self
+
+    def result(self) -> Any:
+        return TickResultOf(next(self.tokens))
+
+
+class TickResultOf:
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = [tokens]
+
+
+def digests(*tokens: list[int]) -> list[tuple[int, int]]:
+    digest, found = channel.Digest(), [(0, 0)]
+    for each in tokens:
+        digest.add([each])
+        found.append((digest.count, digest.value))
+    return found
+
+
+def test_other_tokens_than_the_first_ranks_are_noticed() -> None:
+    told = digests([3], [4], [5])
+    script = Script([[3], [4], [5]], told)
+    follower.follow(script, script)  # type: ignore[arg-type]
+    assert script.launched == 4
+    late = Script([[3], [4], [5]], [(0, 0), (0, 0), (0, 0), told[1]])
+    follower.follow(late, late)  # type: ignore[arg-type]
+    wrong = Script([[3], [9], [5]], told)
+    with pytest.raises(CollectiveMismatch, match="rank 1 drew other tokens than rank 0 in one of the first 2 steps"):
+        follower.follow(wrong, wrong)  # type: ignore[arg-type]
+    assert wrong.launched == 2
+
+
+def test_what_several_ranks_cannot_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="--in-process is given; accepted: nothing with several ranks"):
+        parse(["--tp", "2", "--in-process"])
+    with pytest.raises(ArgumentError, match=r"ep is 3; accepted: a divisor of tp \* dp = 2"):
+        parse(["--tp", "2", "--ep", "3"])
+    assert parse(["-tp", "2"])[0].tp == 2
+
+
+def asked(front: Front) -> dict[int, list[int]]:
+    """Requests of every kind at once: greedy, drawn, penalised, in pieces, of more tokens than a frame's first part."""
+    long = [2 + i % 50 for i in range(150)]
+    for rid, prompt, sampling, new in (
+        (1, [5, 6, 7], p.Sampling(0.0), 12), (2, [9, 8], p.Sampling(0.9, seed=11), 12), (3, long, p.Sampling(0.0), 6),
+        (4, [4] * 5, p.Sampling(0.8, seed=5, frequency_penalty=0.7), 8),
+    ):  # fmt: skip
+        submit = p.Submit(rid, p.pack_ids(prompt), sampling, new, ignore_eos=True, logprobs=1 if rid == 1 else -1)
+        front.engine.submit(submit)
+    for rid in (1, 2, 3, 4):
+        assert front.end_of(rid).finish == "length", front.finished[rid]
+    return {rid: front.ids[rid] for rid in (1, 2, 3, 4)}
+
+
+SETTINGS: dict[str, Any] = dict(
+    device="cpu", max_num_batched_tokens=64, num_pages=64, page_size=16, max_model_len=256, max_running_requests=8
+)
+
+
+def test_tokens_of_two_ranks_and_a_lost_one() -> None:
+    ranks = Front("tiny", command=None, tp=2, **SETTINGS)
+    alone = Front("tiny", in_process=True, **SETTINGS)
+    wanted = asked(alone)
+    alone.engine.shutdown()
+    assert ranks.until(p.EngineInfo).epoch == 1
+    assert asked(ranks) == wanted
+    ranks.submit(10, 200)
+    while len(ranks.ids.get(10, ())) < 3:
+        ranks.until(p.StepOut)
+    workers = _children(ranks.engine.pid)
+    assert len(workers) == 2
+    os.kill(workers[1], signal.SIGKILL)
+    begin = time.monotonic()
+    assert ranks.end_of(10).code == "engine_restarting"
+    died = ranks.until(p.Died)
+    assert died.restarting and time.monotonic() - begin < 30.0
+    assert ranks.until(p.EngineInfo).epoch == 2
+    _gone(workers)
+    ranks.submit(11, 4)
+    assert ranks.end_of(11).finish == "length"
+    workers = _children(ranks.engine.pid)
+    ranks.engine.shutdown(timeout=20.0)
+    _gone(workers)
+
+
+def _children(pid: int) -> list[int]:
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=True)
+    return sorted(map(int, listed.stdout.split()))
+
+
+def _gone(pids: list[int], seconds: float = 15.0) -> None:
+    """Wait until no process of these is left, or is more than a zombie."""
+    deadline = time.monotonic() + seconds
+    while left := [pid for pid in pids if Path(f"/proc/{pid}/cmdline").exists() and _runs(pid)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
