@@ -72,17 +72,42 @@ def test_a_patched_layer_calls_little_more_than_stocks(name: str) -> None:
     assert calls <= limit < 0.8 * before and calls <= 1.4 * stock
 
 
-@pytest.mark.parametrize("name", ["v3", "gpt_oss", "llama"])
+def calls_of(function: Any, *args: Any) -> int:
+    """Return how many functions a call calls, itself included."""
+    profile = cProfile.Profile()
+    profile.runcall(function, *args)
+    return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", LIMITS)
 def test_a_guard_asks_little(name: str) -> None:
     model = build(name)
     fl.patch(model)
+    packed = 0
     for module in model.model.layers[-1].modules():
         guard = getattr(module, "_fl_guard", None)
-        if guard is not None:
-            assert guard.stands(module)
-            profile = cProfile.Profile()
-            profile.runcall(guard.stands, module)
-            assert pstats.Stats(profile).total_calls <= 12  # type: ignore[attr-defined]
+        if guard is None:
+            continue
+        assert guard.stands(module)
+        assert calls_of(guard.stands, module) <= 6, "what is recorded, and the numbers that were baked in"
+        if hasattr(module, "_fl_packed"):
+            packed += 1
+            tensors = sum(linear.weight.numel() > 0 for linear in module._fl_linears())
+            tensors += sum(linear.bias is not None for linear in module._fl_linears())
+            assert module._fl_packed.whole(module)
+            # Each tensor's address, a weight's size, and whether a square one was transposed.
+            assert calls_of(module._fl_packed.whole, module) <= 6 + 3 * tensors
+    assert packed > 0
+
+
+def test_modules_that_ask_alike_share_the_lines() -> None:
+    model = build("llama", num_hidden_layers=4)
+    fl.patch(model)
+    guards = [layer.self_attn._fl_guard for layer in model.model.layers]
+    assert len({guard.stands.__code__ for guard in guards}) == 1
+    assert len({id(guard.stands) for guard in guards}) == 4
+    other = model.model.layers[1].self_attn
+    assert not guards[0].stands(other) and guards[1].stands(other)
 
 
 def test_counters_stay_right_through_copies_and_compiled_programs() -> None:

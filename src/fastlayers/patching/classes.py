@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from fastlayers.operators import count as count_operator
-from fastlayers.patching.guard import Guard, code_of, known_code, recorded
+from fastlayers.patching.comparison import recorded
+from fastlayers.patching.guard import Guard, code_of, known_code
 
 log = logging.getLogger(__name__)
 PREFIX = "_fl_"

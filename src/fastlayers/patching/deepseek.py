@@ -43,12 +43,13 @@ class FastV3MLA(FastMLA):
         **kwargs: Any,
     ) -> Output:
         """Attend; the signature is Hugging Face's."""
-        if not self._fl_may_run(hidden_states, attention_mask, kwargs):
+        ready = self._fl_may_run(hidden_states, attention_mask, kwargs)
+        if not ready:
             original: Output = super().forward(  # type: ignore[misc]
                 hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
             )
             return original
-        return self._fl_forward(hidden_states, position_embeddings, attention_mask, past_key_values, kwargs)
+        return self._fl_forward(hidden_states, position_embeddings, attention_mask, past_key_values, kwargs, ready)
 
 
 class FastV2MLA(FastMLA):
@@ -74,12 +75,13 @@ class FastV2MLA(FastMLA):
         **kwargs: Any,
     ) -> Output:
         """Attend; the signature is Hugging Face's."""
-        if not self._fl_may_run(hidden_states, attention_mask, kwargs):
+        ready = self._fl_may_run(hidden_states, attention_mask, kwargs)
+        if not ready:
             original: Output = super().forward(  # type: ignore[misc]
                 hidden_states, attention_mask, past_key_values, position_embeddings, **kwargs
             )
             return original
-        return self._fl_forward(hidden_states, position_embeddings, attention_mask, past_key_values, kwargs)
+        return self._fl_forward(hidden_states, position_embeddings, attention_mask, past_key_values, kwargs, ready)
 
 
 def _rotate_half(x: torch.Tensor) -> torch.Tensor:

@@ -183,7 +183,7 @@ class FastExperts(FastModule):
             return original
         count(self._fl_hits)
         if self._fl_core.choice.device.type != hidden_states.device.type:
-            self._fl_core = choose(self, self._fl_backend)
+            self._fl_choose()
         if _runs_grouped(self, hidden_states):
             return grouped(self, hidden_states, top_k_index, top_k_weights)
         return self._fl_run(hidden_states, top_k_index.to(torch.int32), top_k_weights.float())
@@ -207,12 +207,17 @@ class FastClampedExperts(FastExperts):
     """GPT-OSS's layout, transposed for backends that are kernels."""
 
     _fl_strides: dict[str, tuple[int, ...]]
+    _fl_views: bool
+
+    def _fl_choose(self) -> None:
+        super()._fl_choose()
+        self._fl_views = _reads_views(self._fl_core)
 
     def _fl_pack(self, aliases: bool = False) -> int:
         module: Any = self
         weights = {name: getattr(module, name) for name in ("gate_up_proj", "down_proj")}
         self._fl_strides = self.__dict__.get("_fl_strides", {})
-        if _reads_views(self._fl_core) or module.down_proj.device.type == "meta":
+        if self._fl_views or module.down_proj.device.type == "meta":
             return 0
         if not aliases and any(is_aliased(weight) for weight in weights.values()):
             raise PatchError(
@@ -240,8 +245,7 @@ class FastClampedExperts(FastExperts):
         if why := super()._fl_other(x):
             return why
         weights = self._parameters
-        laid_out = weights["gate_up_proj"].stride(1) == weights["down_proj"].stride(1) == 1
-        if laid_out or _reads_views(self._fl_core):
+        if self._fl_views or weights["gate_up_proj"].stride(1) == weights["down_proj"].stride(1) == 1:
             return ""
         return "weights in another order than the backend reads"
 

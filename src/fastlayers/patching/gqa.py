@@ -235,10 +235,11 @@ class FastGQA(PackedModule):
         """Return what this family's forward passes to the attention function besides the common arguments."""
         return {}
 
-    def _fl_may_run(self, hidden_states: torch.Tensor, position: Any, mask: Any, extra: dict[str, Any]) -> bool:
-        """Return whether this call is one that our code computes; counts a fallback otherwise."""
-        if not self._fl_usable(hidden_states):
-            return False
+    def _fl_may_run(self, hidden_states: torch.Tensor, position: Any, mask: Any, extra: dict[str, Any]) -> int:
+        """Return what :meth:`_fl_ready` does, 0 also where this call is not one that our code computes."""
+        ready = self._fl_ready(hidden_states)
+        if not ready:
+            return 0
         why = ""
         if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 4):
             why = "a mask that is not a tensor of four dimensions"
@@ -252,7 +253,7 @@ class FastGQA(PackedModule):
             why = "attention weights are asked for"
         if why:
             self._fl_fell(why)
-        return not why
+        return 0 if why else ready
 
     def _fl_attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, extra: dict[str, Any]
@@ -279,9 +280,11 @@ class FastGQA(PackedModule):
         found: Output = function(self, q, k, v, mask, dropout=0.0, scaling=self.scaling, **own, **extra)
         return found
 
-    def _fl_project(self, x: torch.Tensor, position: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return rotated q ``[B,H,Q,D]``, rotated k and v ``[B,K,Q,D]``."""
-        width, both = self.head_dim, self._fl_fused(x)
+    def _fl_project(
+        self, x: torch.Tensor, position: Any, ready: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return rotated q ``[B,H,Q,D]``, rotated k and v ``[B,K,Q,D]``; ``ready``: see :meth:`_fl_fused`."""
+        width, both = self.head_dim, self._fl_fused(x, ready)
         if both is None:
             q, k, v = (linear(x).unflatten(-1, (-1, width)) for linear in self._fl_linears())
             q, k = self._fl_norm(q, k)
@@ -358,7 +361,8 @@ class FastGQA(PackedModule):
         **kwargs: Any,
     ) -> Output:
         """Attend; the signature is Hugging Face's."""
-        if not self._fl_may_run(hidden_states, position_embeddings, attention_mask, kwargs):
+        ready = self._fl_may_run(hidden_states, position_embeddings, attention_mask, kwargs)
+        if not ready:
             original: Output = super().forward(  # type: ignore[misc]
                 hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
             )
@@ -368,7 +372,7 @@ class FastGQA(PackedModule):
         if step is not None:
             o = self._fl_decode(hidden_states, position_embeddings, past_key_values, step)
             return step.apply(self.o_proj, o), None
-        q, k, v = self._fl_project(hidden_states, position_embeddings)
+        q, k, v = self._fl_project(hidden_states, position_embeddings, ready)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
         o, weights = self._fl_attend(q, k, v, attention_mask, kwargs)

@@ -17,18 +17,33 @@ attribute, so that the compiler guards on it and compiles again when something c
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
-from operator import attrgetter, contains, getitem
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
-from torch.nn.modules import module as torch_module
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS: tuple[Any, ...] = tuple(getattr(torch_module, f"_global{name}") for name in _HOOKS)
-_CALL = nn.Module.__call__
+from fastlayers.patching.comparison import (
+    ABSENT,
+    ADDRESS,
+    CALL,
+    CHILDREN,
+    CLASS,
+    EMPTY,
+    ENTRY,
+    GLOBAL_HOOKS,
+    HOOKS,
+    NUMBERS,
+    OWN,
+    ROWS,
+    SIZE,
+    Answer,
+    Question,
+    never,
+    written,
+)
+
 Code = tuple[tuple[Any, str, Any], ...]
 
 
@@ -69,17 +84,6 @@ def untouched(part: Any) -> bool:
     return not (part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks)
 
 
-_dispatch_modes, _interpreter, _tracing = (
-    torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state,
-)  # fmt: skip
-
-
-def recorded() -> bool:
-    """Return whether something records or transforms what runs: the original's code is what it should see."""
-    transformed = _dispatch_modes() or _interpreter() is not None or _tracing() is not None
-    return bool(transformed) or forward_ad._current_level >= 0
-
-
 # The code of classes as transformers wrote it, kept when it is first seen: a later replacement differs from it.
 _KNOWN_CODE: dict[tuple[type, tuple[str, ...]], Code] = {}
 
@@ -109,11 +113,13 @@ class Guard:
         Attributes that must keep their values.
     why : str
         What is wrong already.
+    weights : sequence
+        Tables of parameters and names in them: tensors that must stay of their type and look at the same memory.
     """
 
     def __init__(
         self, module: nn.Module, code: Code, children: Mapping[str, tuple[type, ...]], baked: tuple[str, ...] = (),
-        why: str = "",
+        why: str = "", weights: Sequence[tuple[dict[str, Any], str]] = (),
     ) -> None:  # fmt: skip
         parts = {name: part for name in children if (part := getattr(module, name, None)) is not None}
         for name, part in parts.items():
@@ -122,68 +128,59 @@ class Guard:
         classes = dict.fromkeys(type(part) for part in parts.values())
         self._code: Code = (*code, *((cls, "forward", cls.forward) for cls in classes))
         self._children = tuple((name, type(part)) for name, part in parts.items())
-        self._parts, self._types = [*parts.values()], [type(part) for part in parts.values()]
-        # Hooks on all modules, and on these children.
-        self._empty = (*_GLOBAL_HOOKS, *(part.__dict__[name] for part in parts.values() for name in _HOOKS))
         self._baked = tuple((name, getattr(module, name)) for name in baked if hasattr(module, name))
         self._methods = tuple(name for owner, name, _ in code if isinstance(owner, type) and name != "forward")
         self._why = why
-        # Entries of namespaces that must stay, and names that must not come to stand before them. Nothing of these
-        # leads back to the module: whoever lets go of it is rid of it.
-        held: list[tuple[Any, ...]] = [(module._modules, name, part) for name, part in parts.items()]
-        free: list[tuple[Any, str]] = [(part.__dict__, "forward") for part in parts.values()]
+        self._questions = [] if why else self._asked(module, parts, weights)
+        self.same, self.stands = (never, never) if why else written(self._questions)
+
+    def _asked(
+        self, module: nn.Module, parts: Mapping[str, nn.Module], weights: Sequence[tuple[dict[str, Any], str]]
+    ) -> list[Question]:
+        """Return what eager code asks, in the order in which it is likely to differ.
+
+        Nothing of it leads back to the module: whoever lets go of it is rid of it. A replica of the module or a copy
+        that shares this guard has another table of children.
+        """
+        # What an attrgetter gives: of one name the value, of several a tuple.
+        read: Any = attrgetter(*(name for name, _ in self._baked)) if self._baked else type
+        asked: list[Question] = [(CHILDREN, (module._modules,)), (NUMBERS, (read, read(module)))]
+        asked += [(OWN, (name,)) for name in self._methods]
+        for name, part in parts.items():
+            asked += [(ENTRY, (module._modules, name, part)), (CLASS, (part, type(part)))]
+            asked += [(EMPTY, (part.__dict__[hooks],)) for hooks in HOOKS]
+            asked.append((ABSENT, (part.__dict__, "forward")))
         for owner, name, value in self._code:
             line = owner.__mro__ if isinstance(owner, type) else (owner,)
             place = next((i for i, each in enumerate(line) if name in vars(each)), 0)
-            held.append((vars(line[place]), name, value))
-            free += [(vars(each), name) for each in line[:place]]
-        self._spaces, self._keys, self._values = ([entry[place] for entry in held] for place in range(3))
-        self._free_spaces, self._free_names = ([entry[place] for entry in free] for place in range(2))
-        self._id = id(module)
-        # What an attrgetter gives: of one name the value, of several a tuple.
-        self._read = attrgetter(*(name for name, _ in self._baked)) if self._baked else type
-        self._numbers: Any = self._read(module)
+            asked.append((ENTRY, (vars(line[place]), name, value)))
+            asked += [(ABSENT, (vars(each), name)) for each in line[:place]]
+        for table, name in weights:
+            held = table[name]
+            asked += [(ENTRY, (table, name, held)), (ADDRESS, (held, held.data_ptr()))]
+            # What else might change where a tensor lies: one that leaves no product does not count.
+            if held.dim() > 1:
+                asked.append((SIZE, (held, held.numel())))
+                asked += [(ROWS, (held,))] if held.shape[0] == held.shape[1] else []
+        return asked
+
+    def joined(self, other: Guard) -> Answer:
+        """Return what :attr:`stands` of this guard and of ``other`` answer together, asked at once."""
+        return never if self._why or other._why else written([*self._questions, *other._questions])[1]
 
     def holds(self, module: Any) -> bool:
         """Return whether everything is as it was."""
         if torch.compiler.is_compiling():
             return not self._why and self._traced(module)
-        return not self._why and self._unhooked() and self._same(module)
-
-    def stands(self, module: Any) -> bool:
-        """Return in eager code whether :meth:`holds` is true and nothing is :func:`recorded`."""
-        if _dispatch_modes() or _interpreter() is not None or _tracing() is not None or forward_ad._current_level >= 0:
-            return False
-        quiet = nn.Module.__call__ is _CALL and not any(self._empty)
-        return quiet and not self._why and self._same(module)
-
-    def _unhooked(self) -> bool:
-        """Return whether there are no hooks on all modules or on these children, and modules are called as ever."""
-        return nn.Module.__call__ is _CALL and not any(self._empty)
-
-    def _same(self, module: Any) -> bool:
-        """Return whether the module (no replica of it) and its children are as they were, but for hooks."""
-        for name in self._methods:
-            if name in module.__dict__:
-                return False
-        try:
-            return (
-                id(module) == self._id
-                and self._read(module) == self._numbers
-                and True not in map(contains, self._free_spaces, self._free_names)
-                and [*map(getitem, self._spaces, self._keys)] == self._values
-                and [*map(type, self._parts)] == self._types
-            )
-        except (KeyError, AttributeError):  # deleted
-            return False
+        return self.same(module)
 
     def _traced(self, module: Any) -> bool:
-        if nn.Module.__call__ is not _CALL:
+        if nn.Module.__call__ is not CALL:
             return False
         for owner, name, value in self._code:
             if getattr(owner, name) is not value:
                 return False
-        for hooks in _GLOBAL_HOOKS:
+        for hooks in GLOBAL_HOOKS:
             if len(hooks) > 0:
                 return False
         for name, cls in self._children:
@@ -206,9 +203,9 @@ class Guard:
         for owner, name, value in self._code:
             if getattr(owner, name, None) is not value:
                 return f"{owner.__name__}.{name} was replaced"
-        if nn.Module.__call__ is not _CALL:
+        if nn.Module.__call__ is not CALL:
             return "Module.__call__ was replaced"
-        if any(_GLOBAL_HOOKS):
+        if any(GLOBAL_HOOKS):
             return "hooks are registered on all modules"
         for name, cls in self._children:
             part = getattr(module, name, None)

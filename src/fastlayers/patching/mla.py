@@ -181,10 +181,11 @@ class FastMLA(PackedModule):
     def _fl_rotate(self, q: torch.Tensor, k: torch.Tensor, position: Any) -> tuple[torch.Tensor, torch.Tensor]:
         raise TypeError(f"{type(self).__name__} has no rotary embedding")
 
-    def _fl_may_run(self, hidden_states: torch.Tensor, mask: Any, extra: dict[str, Any]) -> bool:
-        """Return whether this call is one that our code computes; counts a fallback otherwise."""
-        if not self._fl_usable(hidden_states):
-            return False
+    def _fl_may_run(self, hidden_states: torch.Tensor, mask: Any, extra: dict[str, Any]) -> int:
+        """Return what :meth:`_fl_ready` does, 0 also where this call is not one that our code computes."""
+        ready = self._fl_ready(hidden_states)
+        if not ready:
+            return 0
         why = ""
         if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 4):
             why = "a mask that is not a tensor of four dimensions"
@@ -196,7 +197,7 @@ class FastMLA(PackedModule):
             why = f"attention {self.config._attn_implementation!r} is asked for"
         if why:
             self._fl_fell(why)
-        return not why
+        return 0 if why else ready
 
     def _fl_eager(self) -> Any:
         return sys.modules[type(self)._fl_origin[0].__module__].eager_attention_forward  # type: ignore[attr-defined]
@@ -205,10 +206,13 @@ class FastMLA(PackedModule):
         """Return the attention function that the original would call."""
         return attention_function(self.config, self._fl_eager())
 
-    def _fl_project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries ``[B,Q,H,N+R]``, normalised latents ``[B,Q,L]`` and unrotated rope keys ``[B,Q,R]``."""
+    def _fl_project(self, x: torch.Tensor, ready: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries ``[B,Q,H,N+R]``, normalised latents ``[B,Q,L]`` and unrotated rope keys ``[B,Q,R]``.
+
+        ``ready``: see :meth:`_fl_fused`.
+        """
         latent = self.kv_lora_rank + self.qk_rope_head_dim
-        both = self._fl_fused(x)
+        both = self._fl_fused(x, ready)
         if both is None:
             q = self.q_proj(x) if self.q_lora_rank is None else self.q_a_proj(x)
             kv = self.kv_a_proj_with_mqa(x)
@@ -220,13 +224,14 @@ class FastMLA(PackedModule):
         return q.reshape(*x.shape[:-1], -1, self.qk_head_dim), self.kv_a_layernorm(nope), rope
 
     def _fl_forward(
-        self, hidden_states: torch.Tensor, position: Any, mask: torch.Tensor | None, cache: Any, extra: dict[str, Any]
-    ) -> tuple[torch.Tensor, None]:
+        self, hidden_states: torch.Tensor, position: Any, mask: torch.Tensor | None, cache: Any, extra: dict[str, Any],
+        ready: int,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
         count(self._fl_hits)
         if mask is not None and mask.dtype == torch.bool and self.config._attn_implementation == "eager":
             mask = mask.to(hidden_states.dtype)
         batch, queries = hidden_states.shape[:2]
-        q, latent, k_rope = self._fl_project(hidden_states)
+        q, latent, k_rope = self._fl_project(hidden_states, ready)
         q_nope, q_rope = q.transpose(1, 2).split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
         q_rope, k_rope = self._fl_rotate(q_rope, k_rope.unsqueeze(1), position)
         keys, values = latent.unsqueeze(1), k_rope

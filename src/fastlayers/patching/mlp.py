@@ -43,11 +43,12 @@ class FastMLP(PackedModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the MLP's output, of ``x``'s shape and dtype."""
-        if not self._fl_usable(x):
+        ready = self._fl_ready(x)
+        if not ready:
             original: torch.Tensor = super().forward(x)  # type: ignore[misc]
             return original
         count(self._fl_hits)
-        gate_up = self._fl_fused(x)
+        gate_up = self._fl_fused(x, ready)
         if gate_up is None:
             gate, up = self.gate_proj(x), self.up_proj(x)
             if isinstance(self._fl_core.single, TorchSiluMul):

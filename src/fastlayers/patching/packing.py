@@ -3,21 +3,22 @@
 Each parameter keeps its name and value, and has a storage of its own over its part of the buffer, so that nobody who
 looks for shared memory (safetensors, Accelerate, the hub) finds any. What would have to be moved away from somebody
 else stays where it is: weights in shared memory, and weights that another tensor looks at. A buffer that went stale
-behind our back (a parameter was replaced) is noticed by its addresses, and the single linears run instead. They also
-run while something compiles or exports, so that a program holds the parameters and no buffer of ours.
+behind our back (a parameter was replaced) is noticed by its addresses, and the single linears run instead. A program
+of torch.compile takes parameters and buffer, and asks at each call; one that is exported holds no buffer of ours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fastlayers.operators import operator
 from fastlayers.patching.classes import FastModule, storage_mode
+from fastlayers.patching.comparison import Answer, never
 from fastlayers.patching.guard import Guard, untouched
 from fastlayers.weights_epoch import is_aliased
 
@@ -59,7 +60,7 @@ def why_apart(linears: Sequence[Any], aliases: bool = False) -> str:
     return ""
 
 
-def _join(parameters: list[nn.Parameter]) -> torch.Tensor:
+def _join(parameters: list[nn.Parameter]) -> nn.Parameter:
     with storage_mode(parameters[0]):
         joined = torch.cat([parameter.detach() for parameter in parameters])
         start = 0
@@ -67,7 +68,8 @@ def _join(parameters: list[nn.Parameter]) -> torch.Tensor:
             # DLPack makes a storage of these rows alone, which keeps the buffer alive.
             parameter.data = torch.from_dlpack(joined[start : start + parameter.shape[0]])
             start += parameter.shape[0]
-    return joined
+        # As a parameter the compiler takes it for what stays where it is; no module has it among its own.
+        return nn.Parameter(joined, requires_grad=False)
 
 
 class Packed(Guard):
@@ -76,39 +78,52 @@ class Packed(Guard):
     def __init__(self, module: nn.Module, names: tuple[str, ...], aliases: bool) -> None:
         linears = [getattr(module, name) for name in names]
         self.apart = why_apart(linears, aliases)
-        super().__init__(module, (), {} if self.apart else dict.fromkeys(names, (nn.Linear,)))
-        self.weight: torch.Tensor | None = None
-        self.bias: torch.Tensor | None = None
-        self.nbytes = 0
-        self._held: tuple[torch.Tensor, ...] = ()
-        self._addresses: list[int] = []
-        if self.apart:
-            return
-        self.weight = _join([linear.weight for linear in linears])
-        if linears[0].bias is not None:
-            self.bias = _join([linear.bias for linear in linears])
-        self.nbytes = sum(t.nbytes for t in (self.weight, self.bias) if t is not None)
-        held = [
-            (linear._parameters, key, p) for linear in linears for key, p in linear._parameters.items() if p is not None
-        ]
-        self._tables, self._names, self._held = zip(*held, strict=True)
-        self._addresses = [p.data_ptr() for p in self._held]
+        self.weight: nn.Parameter | None = None
+        self.bias: nn.Parameter | None = None
+        self.nbytes, together = 0, [] if self.apart else linears
+        if together:
+            self.weight = _join([linear.weight for linear in together])
+            self.bias = None if together[0].bias is None else _join([linear.bias for linear in together])
+            self.nbytes = sum(t.nbytes for t in (self.weight, self.bias) if t is not None)
+        keys = [key for key in ("weight", "bias") if getattr(self, key) is not None]
+        weights = [(linear._parameters, key) for key in keys for linear in together]
+        super().__init__(module, (), dict.fromkeys(names if together else (), (nn.Linear,)), (), self.apart, weights)
+        # Whether the module's own guard stands, too.
+        self.whole: Answer = never
 
-    def holds(self, module: Any) -> bool:
-        """Return whether the buffer is what the parameters hold; while something compiles, it is not used.
+    def join(self, guard: Guard) -> None:
+        """Take up the module's own guard: :attr:`whole` answers for both."""
+        self.whole = guard.joined(self)
 
-        Asked after the module's own guard, which knows what is true of all modules.
-        """
-        if self.weight is None or torch.compiler.is_dynamo_compiling():
+
+@operator("packed_linear", lambda x, weight, bias, parts: x.new_empty((*x.shape[:-1], weight.shape[0])))
+def _packed_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, parts: list[torch.Tensor]
+) -> torch.Tensor:
+    """Return all outputs side by side; by one product if ``weight`` and ``bias`` are what ``parts`` look at.
+
+    ``parts``: the linears' weights, then their biases. A compiled program asks here, at each call, what its guards do
+    not see: where the parameters lie.
+    """
+    count = len(parts) if bias is None else len(parts) // 2
+    biases = [None] * count if bias is None else parts[count:]
+    if _lie_in(weight, parts[:count]) and (bias is None or _lie_in(bias, parts[count:])):
+        return F.linear(x, weight, bias)
+    return torch.cat([F.linear(x, w, b) for w, b in zip(parts[:count], biases, strict=True)], dim=-1)
+
+
+def _lie_in(buffer: torch.Tensor, parts: list[torch.Tensor]) -> bool:
+    """Return whether ``buffer`` is these tensors, one behind the other."""
+    at = buffer.data_ptr()
+    for part in parts:
+        if part.data_ptr() != at or part.dtype != buffer.dtype or not part.is_contiguous():
             return False
-        if any(self._empty) or not self._same(module):
-            return False
-        same = all(map(is_, map(dict.get, self._tables, self._names), self._held))
-        return same and [*map(torch.Tensor.data_ptr, self._held)] == self._addresses
+        at += part.nbytes
+    return at == buffer.data_ptr() + buffer.nbytes
 
 
 class PackedModule(FastModule):
-    """Mixin of modules with linears that read the same input."""
+    """Mixin of modules with linears that read the same input; what they are called with does not matter."""
 
     _fl_packed: Packed
 
@@ -119,35 +134,63 @@ class PackedModule(FastModule):
     def _fl_linears(self) -> list[Any]:
         return [getattr(self, name) for name in self._fl_parts()]
 
+    def _fl_watch(self, trusted: bool = False) -> None:
+        super()._fl_watch(trusted)
+        if "_fl_packed" in self.__dict__:
+            self._fl_packed.join(self._fl_guard)
+
     def _fl_pack(self, aliases: bool = False) -> int:
         held = self.__dict__.get("_fl_packed")
-        if held is not None and held.holds(self):
+        if held is not None and held.weight is not None and held.holds(self):
             return 0
         self.__dict__.pop("_fl_packed", None)
         module: Any = self
         self._fl_packed = Packed(module, self._fl_parts() if self._fl_fuse else (), aliases)
+        self._fl_packed.join(self._fl_guard)
         return self._fl_packed.nbytes
 
     def _fl_together(self) -> str:
         """Return the names of what is one product, or ""."""
         return "" if self._fl_packed.weight is None else "+".join(self._fl_parts())
 
-    def _fl_fused(self, x: torch.Tensor) -> torch.Tensor | None:
+    def _fl_ready(self, x: torch.Tensor) -> int:
+        """Return 0: the original's code is to run; 1: ours; 2: ours, and the buffer is what the parameters hold.
+
+        Counts a fallback where it is 0.
+        """
+        packed: Packed | None = self.__dict__.get("_fl_packed")
+        slow = torch.compiler.is_dynamo_compiling() or packed is None or self.training or torch.is_grad_enabled()  # type: ignore[attr-defined]
+        return int(self._fl_usable(x)) if slow or not packed.whole(self) else 2  # type: ignore[union-attr]
+
+    def _fl_fused(self, x: torch.Tensor, ready: int = 1) -> torch.Tensor | None:
         """Return all outputs side by side, or ``None``: the linears are to run one by one.
 
-        Because the buffer is not what the parameters hold, or because nothing would be gained.
+        Because the buffer is not what the parameters hold, or because nothing would be gained. ``ready``: what
+        :meth:`_fl_ready` found.
         """
         packed = self._fl_packed
-        if not x.is_cuda and x.numel() > MOST_ROWS_ON_HOST * x.shape[-1]:
+        if packed.weight is None or (not x.is_cuda and x.numel() > MOST_ROWS_ON_HOST * x.shape[-1]):
             return None
-        if not packed.holds(self) or packed.weight is None:
+        if ready < 2 and not packed.holds(self):
             return None
+        if torch.compiler.is_dynamo_compiling():
+            return self._fl_traced(x, packed.weight, packed.bias)
         return F.linear(x, packed.weight, packed.bias)
+
+    def _fl_traced(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+        linears = self._fl_linears()
+        rows = sum(linear.weight.shape[0] for linear in linears)
+        # Under autocast a program casts what torch's operators take, and nothing for ours.
+        if rows != weight.shape[0] or torch.is_autocast_enabled(x.device.type):
+            return None
+        biases = [] if bias is None else [linear.bias for linear in linears]
+        both: torch.Tensor = _packed_linear(x, weight, bias, [linear.weight for linear in linears] + biases)
+        return both
 
     def _fl_side_by_side(self, x: torch.Tensor, step: Any) -> torch.Tensor:
         """Return all outputs side by side in a decode step."""
         packed = self._fl_packed
-        if not packed.holds(self) or packed.weight is None or packed.weight.dtype != x.dtype:
+        if packed.weight is None or packed.weight.dtype != x.dtype or not packed.holds(self):
             return torch.cat([linear(x) for linear in self._fl_linears()], dim=-1)
         both: torch.Tensor = step.linear(x, packed.weight, packed.bias)
         return both

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import fastlayers as fl
+from fastlayers.patching import guard
 from fastlayers.patching.guard import Guard
 from fastlayers.patching.packing import Packed
 
@@ -245,6 +246,7 @@ def test_many_drawn_workflows(first: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [0, 4, 6, 20])
 def test_draws_notice_a_guard_that_sees_nothing(monkeypatch: pytest.MonkeyPatch, number: int, tmp_path: Path) -> None:
+    monkeypatch.setattr(guard, "written", lambda questions: (lambda module: True,) * 2)
     monkeypatch.setattr(Guard, "holds", lambda guard, module: True)
     monkeypatch.setattr(Packed, "holds", lambda packed, module: packed.weight is not None)
     with pytest.raises(AssertionError, match="relative error"):

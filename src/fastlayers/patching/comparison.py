@@ -1,0 +1,94 @@
+"""Many comparisons as one function of Python, written for how many there are, as ``dataclasses`` writes its methods.
+
+A patched module asks some thirty small questions at each call: is this entry still that object, is this table empty.
+In a loop or through ``map`` each takes 50 to 80 ns, in a line of its own, of names that are bound beforehand, 10 to 25
+(``benchmarks/guard_cost.py``). Modules that ask alike share the compiled lines.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.modules import module as torch_module
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+GLOBAL_HOOKS: tuple[Any, ...] = tuple(getattr(torch_module, f"_global{name}") for name in HOOKS)
+CALL = nn.Module.__call__
+
+# What may be asked, of values that are bound to it; ``module`` is what the whole question is about.
+EMPTY = "not {0}"
+ENTRY = "{0}[{1}] is {2}"
+ABSENT = "{1} not in {0}"
+CLASS = "type({0}) is {1}"
+CHILDREN = "module._modules is {0}"
+OWN = "{0} not in module.__dict__"
+NUMBERS = "{0}(module) == {1}"
+# Of a tensor where it lies: its first rows may have been taken, and a square one may have been transposed.
+ADDRESS = "{0}.data_ptr() == {1}"
+SIZE = "{0}.numel() == {1}"
+ROWS = "{0}.is_contiguous()"
+
+Question = tuple[str, tuple[Any, ...]]
+Answer = Callable[[Any], bool]
+
+_QUIET = "(modes() or interpreter() is not None or tracing() or forward_ad._current_level >= 0)"
+_SOURCE = """
+def make({values}):
+    def same(module):
+        try:
+            return {questions}
+        except (KeyError, AttributeError):  # deleted
+            return False
+
+    def stands(module):
+        try:
+            return not {quiet} and {questions}
+        except (KeyError, AttributeError):
+            return False
+
+    return same, stands
+"""
+_SPACE: dict[str, Any] = {
+    "modes": torch._C._len_torch_dispatch_stack, "interpreter": torch._C._functorch.peek_interpreter_stack,
+    "tracing": torch._C._is_tracing, "forward_ad": forward_ad, "Module": nn.Module, "CALL": CALL,
+    **{f"hooks{i}": hooks for i, hooks in enumerate(GLOBAL_HOOKS)},
+}  # fmt: skip
+_EVERYONE = [*(f"not hooks{i}" for i in range(len(GLOBAL_HOOKS))), "Module.__call__ is CALL"]
+
+recorded: Callable[[], bool] = eval(f"lambda: bool{_QUIET}", _SPACE)
+recorded.__doc__ = """Return whether something records or transforms what runs: it should see the original's code."""
+
+
+def written(questions: Sequence[Question]) -> tuple[Answer, Answer]:
+    """Return two functions of a module.
+
+    Whether there are no hooks on all modules, modules are called as ever, and all ``questions`` are true of it; and
+    whether, besides, nothing is :func:`recorded`.
+    """
+    values = [value for _, bound in questions for value in bound]
+    same, stands = _compiled(tuple((form, len(bound)) for form, bound in questions))(*values)
+    return same, stands
+
+
+def never(module: Any) -> bool:
+    """Return ``False``: the answer where it is known beforehand."""
+    return False
+
+
+@functools.cache
+def _compiled(forms: tuple[tuple[str, int], ...]) -> Callable[..., tuple[Answer, Answer]]:
+    names: list[str] = []
+    lines = [*_EVERYONE]
+    for form, count in forms:
+        own = [f"v{len(names) + i}" for i in range(count)]
+        lines.append(form.format(*own))
+        names += own
+    space = {**_SPACE}
+    exec(_SOURCE.format(values=", ".join(names), questions=" and ".join(lines), quiet=_QUIET), space)
+    made: Callable[..., tuple[Answer, Answer]] = space["make"]
+    return made

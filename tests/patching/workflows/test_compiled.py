@@ -1,0 +1,139 @@
+"""What torch.compile makes of patched modules: one product of packed linears, never one of weights that are gone."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fastlayers as fl
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from test_contracts import all_packed, close
+from test_replaced import CHANGES, layer_call
+from tiny import build
+
+FAMILIES = ["llama", "qwen2", "gpt_oss", "v3"]
+
+
+class Programs:
+    """A backend of torch.compile that keeps what it is given, and runs it as it is."""
+
+    def __init__(self) -> None:
+        self.graphs: list[torch.fx.GraphModule] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        self.graphs.append(graph)
+        return graph.forward
+
+    def calls(self) -> Counter[str]:
+        """Return the functions that the last program calls."""
+        return Counter(str(node.target) for node in self.graphs[-1].graph.nodes if node.op == "call_function")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_compiled_layer_has_one_product_of_packed_linears(name: str) -> None:
+    model, twin = build(name).requires_grad_(False), build(name).requires_grad_(False)
+    fl.patch(model)
+    assert all_packed(model)
+    programs, stock = Programs(), Programs()
+    torch._dynamo.reset()
+    given = layer_call(torch.compile(model.model.layers[1], backend=programs), model)
+    wanted = layer_call(torch.compile(twin.model.layers[1], backend=stock), twin)
+    assert close(given, wanted)
+    calls = programs.calls()
+    packed = sum(count for target, count in calls.items() if "packed_linear" in target)
+    modules = sum(hasattr(module, "_fl_packed") for module in model.model.layers[1].modules())
+    assert packed == modules > 0
+    linears = [sum(n for key, n in each.calls().items() if "linear" in key) for each in (programs, stock)]
+    assert linears[0] < linears[1]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", ["qwen2", "v3"])
+def test_a_compiled_layer_never_runs_a_stale_product(name: str, change: str) -> None:
+    model, twin = build(name).requires_grad_(False), build(name).requires_grad_(False)
+    fl.patch(model)
+    torch._dynamo.reset()
+    programs = Programs()
+    compiled: Any = torch.compile(model.model.layers[1], backend=programs)
+    before = layer_call(compiled, model)
+    assert any("packed_linear" in target for target in programs.calls())
+    for m in (model, twin):
+        CHANGES[change](m)
+    if change == "hook":
+        torch._dynamo.reset()  # a stock model does not notice a hook after it was compiled, either
+    wanted = layer_call(twin.model.layers[1], twin)
+    assert not close(before, wanted, 1e-3) and close(layer_call(compiled, model), wanted)
+
+
+def test_a_compiled_model_follows_weights_that_move_and_come_back() -> None:
+    model = build("llama").requires_grad_(False)
+    fl.patch(model)
+    layer = model.model.layers[1]
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(layer, backend="eager")
+    wanted = layer_call(compiled, model)
+    linear = layer.mlp.up_proj
+    held, at = linear.weight.data, linear.weight.data_ptr()
+    for factor in (3.0, 0.5):
+        linear.weight.data = factor * held
+        changed = layer_call(compiled, model)
+        assert not close(changed, wanted, 1e-3) and close(changed, layer_call(layer, model))
+    linear.weight.data = held
+    assert linear.weight.data_ptr() == at and close(layer_call(compiled, model), wanted)
+    model.to(torch.float64).to(torch.float32)
+    assert all_packed(model) and close(layer_call(compiled, model), wanted)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weights_that_were_cut_or_turned_where_they_lie(compiled: bool) -> None:
+    model, twin = (build("llama", num_key_value_heads=4).requires_grad_(False) for _ in range(2))
+    fl.patch(model)
+    assert all_packed(model)
+    layer, stock = model.model.layers[1], twin.model.layers[1]
+    torch._dynamo.reset()
+    run: Any = torch.compile(layer, backend="eager") if compiled else layer
+    before = layer_call(run, model)
+    for m in (model, twin):
+        mlp, attention = m.model.layers[1].mlp, m.model.layers[1].self_attn
+        addresses = [linear.weight.data_ptr() for linear in (mlp.up_proj, attention.k_proj)]
+        for linear in (mlp.gate_proj, mlp.up_proj):
+            linear.weight.data = linear.weight.data[:40]
+        mlp.down_proj.weight.data = mlp.down_proj.weight.data[:, :40].contiguous()
+        attention.k_proj.weight.data = attention.k_proj.weight.data.t()
+        assert addresses == [linear.weight.data_ptr() for linear in (mlp.up_proj, attention.k_proj)]
+    if compiled:
+        torch._dynamo.reset()  # shapes of weights are constants of a program, stock's, too
+    wanted = layer_call(stock, twin)
+    assert not close(before, wanted, 1e-3) and close(layer_call(run, model), wanted)
+
+
+def test_autocast_around_a_compiled_layer() -> None:
+    model, twin = build("llama").requires_grad_(False), build("llama").requires_grad_(False)
+    fl.patch(model)
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(model.model.layers[1], backend="aot_eager")
+    wanted = layer_call(twin.model.layers[1], twin)
+    assert close(layer_call(compiled, model), wanted)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = layer_call(twin.model.layers[1], twin)
+        assert not close(rounded, wanted, 1e-3) and close(layer_call(compiled, model), rounded)
+    assert close(layer_call(compiled, model), wanted)
+
+
+def test_a_parameter_that_shares_the_buffer_is_nobodys() -> None:
+    model = build("llama")
+    names = dict(model.named_parameters()).keys()
+    fl.patch(model)
+    assert dict(model.named_parameters()).keys() == names
+    packed = model.model.layers[0].mlp._fl_packed
+    assert isinstance(packed.weight, nn.Parameter) and not packed.weight.requires_grad
+    assert not any(packed.weight is parameter for parameter in model.parameters())
