@@ -201,6 +201,21 @@ def _show_model(rows: Sequence[dict[str, Any]], out: Console) -> None:
     out.print(table)
 
 
+def _show_ablation(rows: Sequence[dict[str, Any]], out: Console) -> None:
+    head = rows[0]
+    table = Table(
+        "batch", "items", "what", "off µs", "on µs", "off / on", "quoted",
+        title=f"{head['model']}, {head['layers']} layers, {head['context']} tokens of context, on {head['device']}",
+        title_justify="left",
+    )  # fmt: skip
+    for row in rows[1:]:
+        figures = ("", "", row["skipped"])
+        if "skipped" not in row:
+            figures = (f"{row['off_us']:.1f}", f"{row['on_us']:.1f}", f"{row['ratio']:.3f}")
+        table.add_row(str(row["batch"]), row["items"], row["what"], *figures, row["quoted"])
+    out.print(table)
+
+
 def register(app: typer.Typer, out: Console, err: Console, device_of: Any, dtype_of: Any) -> None:
     """Add the commands to the command line."""
     bench = typer.Typer(help="Time layers and models.", no_args_is_help=True, rich_markup_mode=None)
@@ -257,3 +272,29 @@ def register(app: typer.Typer, out: Console, err: Console, device_of: Any, dtype
         batches = parse_tokens(batch, "--batch") or BATCHES
         rows = model_rows(name, batches, context, layers or None, device_of(device), dtype_of(dtype), rounds)
         shown(rows, as_json, _show_model)
+
+    @bench.command("ablation")
+    def bench_ablation(
+        name: Annotated[
+            str, typer.Argument(help="deepseek-ai/DeepSeek-V3, openai/gpt-oss-20b, or such a config.json.")
+        ] = "deepseek-ai/DeepSeek-V3",
+        batch: Annotated[str, typer.Option(help="Requests of a decode step, comma separated.")] = "1,32",
+        context: Annotated[int, typer.Option(min=1, help="Cached tokens a request.")] = 1024,
+        layers: Annotated[int, typer.Option(min=1, help="Decoder layers: one dense, the others with experts.")] = 2,
+        dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32")] = "bf16",
+        rounds: Annotated[int, typer.Option(min=1, help="Runs of which the median is taken.")] = 21,
+        device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if there is one.")] = "",
+        as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line a row.")] = False,
+    ) -> None:
+        """Time a decode step with each optimisation off and on, one at a time; small layers on a CPU."""
+        from fastlayers_server import ablation
+        from fastlayers_server.known_models import config_of
+
+        config = config_of(name)
+        if (kind := config.get("model_type")) not in ablation.SMALL:
+            raise ArgumentError("bench ablation", "MODEL", f"{name!r} of type {kind!r}", ", ".join(ablation.SMALL))
+        batches = parse_tokens(batch, "--batch") or BATCHES
+        shown(
+            ablation.rows(name, config, batches, context, layers, device_of(device), dtype_of(dtype), rounds), as_json,
+            _show_ablation,
+        )  # fmt: skip

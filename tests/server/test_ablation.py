@@ -1,0 +1,160 @@
+"""``fastlayers bench ablation``: every switch changes what it says, and nothing that is computed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import fastlayers as fl
+from fastlayers.errors import ArgumentError
+from fastlayers_server.ablation import SWITCHES, Stack, _Undependent, relative_rms, replaced, stack_of, switch_row
+from fastlayers_server.cli import app
+from fastlayers_server.known_models import DEEPSEEK_V3, GPT_OSS_20B
+
+CONFIGS = {"deepseek-ai/DeepSeek-V3": DEEPSEEK_V3, "openai/gpt-oss-20b": GPT_OSS_20B}
+
+
+@pytest.fixture(scope="module")
+def stacks() -> dict[str, Stack]:
+    made = {name: stack_of(name, config, "cpu", torch.float32, 2) for name, config in CONFIGS.items()}
+    with torch.inference_mode():
+        return {name: Stack(model, 2, 40) for name, model in made.items()}
+
+
+def switch(words: str) -> Any:
+    (found,) = [each for each in SWITCHES if words in each.what]
+    return found
+
+
+# What a CPU can show; the others need streams, kernels or dependent launches. Expanded keys come from a product of
+# e4m3 activations, absorbed ones from a dequantised weight; an expert may change with them.
+EXPECTED = {
+    "deepseek-ai/DeepSeek-V3": {
+        "absorbed queries": 0.0, "latents attended": 0.15, "q_a and kv_a": 0.0, "RoPE and": 1e-6, "router": 0.0,
+        "shared expert": 1e-6, "routed factor": 1e-6,
+    },
+    "openai/gpt-oss-20b": {"RoPE and": 1e-6, "router": 0.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", EXPECTED)
+@torch.inference_mode()
+def test_both_ways_compute_the_same(model: str, stacks: dict[str, Stack]) -> None:
+    ran = {}
+    for each in SWITCHES:
+        row = switch_row(each, stacks[model], 1)
+        if "skipped" in row:
+            assert len(row["skipped"]) > 10
+        elif not each.other:
+            assert (
+                row["off_us"] > 0
+                and row["on_us"] > 0
+                and row["ratio"] == pytest.approx(row["off_us"] / row["on_us"], 0.01)
+            )
+            ran[each.what] = row["difference"]
+    for words, most in EXPECTED[model].items():
+        assert ran.pop(switch(words).what) <= most, words
+    assert not ran, "every switch that runs here is expected to"
+
+
+@torch.inference_mode()
+def test_switches_that_change_what_is_computed_do(stacks: dict[str, Stack]) -> None:
+    for model, words in (("openai/gpt-oss-20b", "sinks"), ("deepseek-ai/DeepSeek-V3", "padding")):
+        stack, each = stacks[model], switch(words)
+        off, on = each.off(stack), each.on(stack) if each.on else fl.patched
+        row = switch_row(each, stack, 1)
+        assert "difference" not in row and row["ratio"] > 0
+        way = on if each.on else off
+        with way():
+            changed = stack()
+        # The first row is real in both; sinks change it, padding does not.
+        assert (relative_rms(changed[:1], stack()[:1]) > 1e-4) == (words == "sinks")
+
+
+@torch.inference_mode()
+def test_everything_is_as_before_afterwards(stacks: dict[str, Stack]) -> None:
+    for stack in stacks.values():
+        before = stack()
+        for each in SWITCHES:
+            switch_row(each, stack, 1)
+        assert torch.equal(stack(), before)
+
+
+@torch.inference_mode()
+def test_a_switch_takes_the_way_that_it_names(stacks: dict[str, Stack], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts calls: two products for one, a rotation of its own, keys expanded, a factor multiplied apart."""
+    stack = stacks["deepseek-ai/DeepSeek-V3"]
+    calls: list[str] = []
+    counted = {
+        "rotary": (fl.RotaryEmbedding, "forward"),
+        "linear": (fl.FP8BlockLinear, "forward"),
+        "expand": (fl.MLAAttention, "_expand"),
+        "experts": (fl.FusedMoE, "forward"),
+    }
+    for name, (owner, method) in counted.items():
+        usual = getattr(owner, method)
+
+        def noted(self: Any, *given: Any, name: str = name, usual: Any = usual) -> Any:
+            calls.append(name)
+            return usual(self, *given)
+
+        monkeypatch.setattr(owner, method, noted)
+
+    def count(words: str | None) -> dict[str, int]:
+        calls.clear()
+        if words is None:
+            stack()
+        else:
+            with switch(words).off(stack)():
+                stack()
+        return {name: calls.count(name) for name in counted}
+
+    usual = count(None)
+    assert usual["rotary"] == usual["expand"] == 0 and usual["experts"] == 1
+    assert count("q_a and kv_a")["linear"] == usual["linear"] + 2
+    assert count("RoPE and")["rotary"] == 2
+    assert count("latents attended")["expand"] == 2
+    assert count("routed factor") == usual
+
+
+def test_replaced_gives_back_what_was_there() -> None:
+    layer = torch.nn.Linear(2, 2)
+    weight, forward = layer.weight, layer.forward
+    with pytest.raises(KeyError), replaced((layer, "weight", None), (layer, "forward", len), (layer, "weight", 3)):
+        assert layer.weight == 3 and layer([1, 2, 3]) == 3
+        raise KeyError
+    assert layer.weight is weight and layer.forward == forward and "forward" not in vars(layer)
+
+
+def test_launches_are_prepared_without_the_attribute_and_it_comes_back() -> None:
+    class Usual:
+        device = stream = None
+
+        @staticmethod
+        def prepare(compiled: Any) -> bool:
+            found: bool = compiled.run.launch_pdl
+            return found
+
+    class Run:
+        launch_pdl = True
+
+    class Compiled:
+        run = Run()
+
+    assert Usual.prepare(Compiled) is True and _Undependent(Usual).prepare(Compiled) is False
+    assert Compiled.run.launch_pdl is True
+
+
+def test_command() -> None:
+    arguments = ["bench", "ablation", "openai/gpt-oss-20b", "--device", "cpu", "--batch", "1,2", "--context", "20"]
+    found = CliRunner().invoke(app, [*arguments, "--rounds", "1", "--dtype", "fp32", "--json"])
+    head, *rows = [json.loads(line) for line in found.output.splitlines()]
+    assert head["model"] == "openai/gpt-oss-20b" and head["sources"] and head["layers"] == 2
+    assert [row["batch"] for row in rows] == [1] * (len(SWITCHES) + 1) + [2] * (len(SWITCHES) + 1)
+    assert all(row["quoted"] and row["items"] and ("ratio" in row or "skipped" in row) for row in rows)
+    other = CliRunner().invoke(app, ["bench", "ablation", "Qwen/Qwen3-8B", "--device", "cpu"]).exception
+    assert isinstance(other, ArgumentError) and "accepted: deepseek_v3, gpt_oss" in str(other)
