@@ -9,7 +9,6 @@ versions, too); only if that place cannot be written a temporary one is taken.
 
 from __future__ import annotations
 
-import atexit
 import errno
 import gzip
 import hashlib
@@ -31,6 +30,7 @@ from typing import IO
 
 from fastlayers import env
 from fastlayers.errors import ArgumentError, EnvironmentVariableError, check_path
+from fastlayers.runtime.held_directory import hold, make, sweep
 
 log = logging.getLogger(__name__)
 
@@ -157,11 +157,15 @@ def prepare() -> Path | None:
     Notes
     -----
     A directory that cannot be written is replaced by a temporary one, with a warning: kernels are then compiled anew
-    in the next process. It is removed when the process that made it ends.
+    in the next process. It is removed when the last process that uses it ends; if that was killed, here, by the next.
     """
+    sweep(TEMPORARY)
     asked = env.cache_dir()
     if asked is None:
-        lost = [store for store in STORES.values() if not _writable(store.directory())]
+        inherited = _is_temporary()
+        if inherited and hold(STORES["triton"].directory().parent):
+            return STORES["triton"].directory().parent
+        lost = [store for store in STORES.values() if inherited or not _writable(store.directory())]
         if not lost:
             return None
         root = _temporary(f"{lost[0].directory()} (of {lost[0].package})")
@@ -201,19 +205,18 @@ def _writable(directory: Path) -> bool:
         return False
 
 
+def _is_temporary() -> bool:
+    """Return whether this process, or the one that started it, already took a temporary directory."""
+    return STORES["triton"].directory().parent.name.startswith(TEMPORARY)
+
+
 def _temporary(lost: str) -> Path:
     before = STORES["triton"].directory().parent
-    if before.name.startswith(TEMPORARY) and _writable(before):
+    if _is_temporary() and hold(before):
         return before
-    root = Path(tempfile.mkdtemp(prefix=TEMPORARY))
-    atexit.register(_remove, root, os.getpid())
+    root = make(TEMPORARY)
     log.warning("%s cannot be written: kernels are kept in %s, and compiled anew next time", lost, root)
     return root
-
-
-def _remove(root: Path, maker: int) -> None:
-    if os.getpid() == maker:  # a forked child runs this, too, and its parent still compiles there
-        shutil.rmtree(root, ignore_errors=True)
 
 
 def cached_kernels() -> set[str]:
