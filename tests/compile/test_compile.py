@@ -20,8 +20,6 @@ KNOWN_SPILLS = {
     "_exchange_kernel-exchange-8-scattergather": 20,
     "_linear_kernel-linear-N=24576,K=4096,bfloat16_bfloat16,T=2": 8,
     "_linear_kernel-linear-N=24576,K=1536,float16_float16,T=2": 8,
-    "_vector_kernel-linear-N=5120,K=2880,bfloat16_bfloat16,T=1-1": 8,
-    "_vector_kernel-linear-N=5120,K=2880,bfloat16_bfloat16,T=1-8": 8,
 }
 
 

@@ -1,7 +1,7 @@
 """Linear in Triton: a tiled GEMM split over K when there are few rows, and a matrix-vector kernel for 1 to 4 rows.
 
 With few rows the time is that of reading the weights. The vector kernel asks for its first weights before the
-kernels in front of it have ended, keeps the next block in flight while it multiplies, and needs no tensor cores, so
+kernels in front of it have ended, keeps the next tiles in flight while it multiplies, and needs no tensor cores, so
 that a program may hold as few as two output features and all SMs read at once.
 """
 
@@ -16,42 +16,13 @@ import triton.language as tl
 
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.linear.dense.layer import LinearConfig
+from fastlayers.linear.dense.triton_vector import vector_kernel
 from fastlayers.linear.triton_gemm import TARGET_PROGRAMS, Tile, add_splits_kernel, tile_for, tile_origin
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import kernel
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, dot, release_dependents
 
 MAX_VECTOR_ROWS = 4
-
-
-@kernel
-def _vector_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, M, N, K, x_stride, weight_stride,
-    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    column, depth, row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), tl.arange(0, ROWS)
-    # Rows and columns beyond the edge read a valid one again; their results are never stored.
-    weight_rows = weight_ptr + tl.minimum(column, N - 1).to(tl.int64)[:, None] * weight_stride
-    x_rows = x_ptr + tl.minimum(row, M - 1)[:, None] * x_stride
-    ahead = tl.load(weight_rows + depth[None, :], mask=depth[None, :] < K, other=0.0)
-    await_inputs(PDL)
-    release_dependents(PDL)
-    acc = tl.zeros([ROWS, BLOCK_N, BLOCK_K], tl.float32)
-    for begin in range(0, K, BLOCK_K):
-        weight, k = ahead, begin + depth
-        following = k + BLOCK_K
-        ahead = tl.load(weight_rows + following[None, :], mask=following[None, :] < K, other=0.0)
-        if EVEN_K:
-            x = tl.load(x_rows + k[None, :])
-        else:
-            x = tl.load(x_rows + k[None, :], mask=k[None, :] < K, other=0.0)
-        acc += x.to(tl.float32)[:, None, :] * weight.to(tl.float32)[None, :, :]
-    y = tl.sum(acc, axis=2)
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
-    target = y_ptr + row[:, None] * N + column[None, :]
-    tl.store(target, cast(y, y_ptr.dtype.element_ty), mask=(row[:, None] < M) & (column[None, :] < N))
 
 
 @kernel(do_not_specialize=("M",))
@@ -97,8 +68,7 @@ def rule(rows: int, n: int, k: int, dtype: torch.dtype) -> dict[str, int]:
     """
     small = n <= 1024 and rows <= MAX_VECTOR_ROWS
     if small or (rows == 1 and n * k < 1 << 27) or (dtype == torch.float32 and rows <= MAX_VECTOR_ROWS):
-        outputs, depth = (2, 2048) if small and rows == 1 else (2, 1024) if rows > 1 else (4, 1024 if k < 4096 else 512)
-        return {"VECTOR": 1, "BLOCK_N": outputs, "BLOCK_K": min(depth, next_power_of_2(k)), "num_warps": 4}
+        return _vector_rule(rows, n, k, dtype)
     depth, stages = (32, 0) if dtype == torch.float32 else (128, 4) if rows <= 32 else (64, 0)
     tile = tile_for(rows, n, cdiv(k, depth))
     return {
@@ -107,14 +77,27 @@ def rule(rows: int, n: int, k: int, dtype: torch.dtype) -> dict[str, int]:
     }  # fmt: skip
 
 
+def _vector_rule(rows: int, n: int, k: int, dtype: torch.dtype) -> dict[str, int]:
+    """Return the vector kernel's parameters: what all threads load at once, and as many tiles as registers hold."""
+    if rows == 1 and n > 1024 and dtype != torch.float32:
+        outputs, depth, ahead, warps = (4, 512, 4, 2) if k < 4096 else (2, 1024, 4, 4)
+    else:
+        outputs, depth, ahead, warps = 2, 2048 if n <= 1024 and rows == 1 else 1024, 1, 4
+    return {
+        "VECTOR": 1, "BLOCK_N": outputs, "BLOCK_K": min(depth, next_power_of_2(k)), "num_warps": warps, "AHEAD": ahead,
+    }  # fmt: skip
+
+
 def candidates(cfg: LinearConfig, num_tokens: int) -> list[dict[str, int]]:
     """Return the parameters worth measuring for this many rows, :func:`rule`'s own first."""
     found = [rule(num_tokens, cfg.out_features, cfg.in_features, cfg.dtype)]
     if num_tokens <= MAX_VECTOR_ROWS:
-        for n, k, warps in ((1, 2048, 4), (2, 512, 2), (2, 1024, 4), (2, 2048, 4), (4, 512, 4),
-                            (4, 1024, 4), (4, 1024, 8), (8, 512, 4), (8, 256, 4)):  # fmt: skip
-            if k < 2 * cfg.in_features:
-                found.append({"VECTOR": 1, "BLOCK_N": n, "BLOCK_K": k, "num_warps": warps})
+        for n, k, warps, ahead in ((1, 2048, 8, 2), (2, 512, 2, 4), (4, 512, 2, 4), (2, 1024, 4, 1), (2, 1024, 4, 4),
+                                   (2, 1024, 4, 8), (4, 1024, 4, 2), (4, 1024, 4, 4), (2, 2048, 8, 3)):  # fmt: skip
+            # Registers of a thread: sums in fp32, and weights in pairs.
+            fits = max(n * k * num_tokens, n * k * ahead // 2) <= 64 * 32 * warps
+            if k < 2 * cfg.in_features and fits:
+                found.append({"VECTOR": 1, "BLOCK_N": n, "BLOCK_K": k, "num_warps": warps, "AHEAD": ahead})
     if cfg.dtype != torch.float32:
         found += _matrix_candidates(cfg, num_tokens)
     return [config for index, config in enumerate(found) if config not in found[:index]]
@@ -140,7 +123,7 @@ def _matrix_candidates(cfg: LinearConfig, rows: int) -> list[dict[str, int]]:
 
 
 # The order in which an operator takes them: its schema knows integers, not mappings.
-PARAMETERS = ("VECTOR", "BLOCK_M", "BLOCK_N", "BLOCK_K", "SPLITS", "num_warps", "num_stages")
+PARAMETERS = ("VECTOR", "BLOCK_M", "BLOCK_N", "BLOCK_K", "SPLITS", "num_warps", "num_stages", "AHEAD")
 
 
 class _Launches(NamedTuple):
@@ -159,7 +142,15 @@ def _launches(
     c, launch = dict(zip(PARAMETERS, config, strict=True)) if config else rule(m, n, k, dtype), dependent_launch(device)
     sizes = {"HAS_BIAS": bias, "EVEN_K": k % c["BLOCK_K"] == 0, "BLOCK_N": c["BLOCK_N"], "BLOCK_K": c["BLOCK_K"]}
     if c["VECTOR"]:
-        product = _vector_kernel.bind(**sizes, ROWS=next_power_of_2(m), num_warps=c["num_warps"], **launch)
+        blocks = cdiv(k, c["BLOCK_K"])
+        product = vector_kernel.bind(
+            **sizes,
+            BLOCKS=blocks,
+            AHEAD=min(blocks, max(1, c["AHEAD"])),
+            ROWS=next_power_of_2(m),
+            num_warps=c["num_warps"],
+            **launch,
+        )
         return _Launches((cdiv(n, c["BLOCK_N"]),), 1, product, product)
     tile = Tile(c["BLOCK_M"], c["BLOCK_N"], c["num_warps"], c["num_stages"], c["SPLITS"])
     product = _linear_kernel.bind(

@@ -1,0 +1,144 @@
+"""The matrix-vector kernel: any number of rows and of tiles ahead, equal bits, planted bugs, early reads."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from fastlayers import env
+from fastlayers.integers import cdiv, next_power_of_2
+from fastlayers.linear.dense import triton as linear_triton
+from fastlayers.linear.dense import triton_vector as vector
+from fastlayers.linear.dense.layer import LinearConfig
+from fastlayers.testing.compile_check import KernelBuild, compiled_for
+
+interpreted = pytest.mark.skipif(not env.triton_interpret(), reason="needs Triton's interpreter")
+
+
+def product(
+    kernel: Any,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    block_n: int,
+    block_k: int,
+    ahead: int,
+) -> torch.Tensor:
+    """Return ``x @ weight^T + bias`` by the kernel, in rows that nothing else wrote."""
+    (m, k), n = x.shape, weight.shape[0]
+    blocks = cdiv(k, block_k)
+    y = torch.full((m, n), float("nan"), dtype=x.dtype)
+    kernel[(cdiv(n, block_n),)](
+        x, weight, y if bias is None else bias, y, m, n, k, x.stride(0), weight.stride(0),
+        HAS_BIAS=bias is not None, EVEN_K=k % block_k == 0, BLOCKS=blocks, AHEAD=min(ahead, blocks),
+        ROWS=next_power_of_2(m), BLOCK_N=block_n, BLOCK_K=block_k, PDL=False, num_warps=1,
+    )  # fmt: skip
+    return y
+
+
+def operands(rows: int, n: int, k: int, bias: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return x (a slice of wider rows), weight and bias in bf16."""
+    random = torch.Generator().manual_seed(rows * 1000 + n + k)
+    x = torch.randn(rows, k + 8, generator=random).bfloat16()[:, :k]
+    weight = torch.randn(n, k, generator=random).bfloat16()
+    return x, weight, torch.randn(n, generator=random).bfloat16() if bias else None
+
+
+def wanted(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return the product in fp64."""
+    y = x.double() @ weight.double().t()
+    return y if bias is None else y + bias.double()
+
+
+@interpreted
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize(("n", "k"), [(8, 96), (5, 72), (3, 31)])
+def test_agrees_with_float64_whatever_is_ahead(rows: int, n: int, k: int) -> None:
+    x, weight, bias = operands(rows, n, k)
+    found = [product(vector.vector_kernel, x, weight, bias, 2, 32, ahead) for ahead in (1, 2, 9)]
+    for y in found:
+        torch.testing.assert_close(y.double(), wanted(x, weight, bias), rtol=8e-3, atol=2e-2)
+        assert torch.equal(y, found[0])
+
+
+@interpreted
+def test_rows_do_not_depend_on_each_other() -> None:
+    x, weight, bias = operands(4, 6, 64)
+    together = product(vector.vector_kernel, x, weight, bias, 2, 32, 2)
+    for row in range(4):
+        alone = product(vector.vector_kernel, x[row : row + 1], weight, bias, 2, 32, 2)
+        assert torch.equal(alone[0], together[row])
+
+
+MUTANTS = {
+    "first tile again": ("held[i].to", "held[0].to"),
+    "last tile dropped": ("if i + AHEAD < BLOCKS:", "if i + AHEAD < BLOCKS - 1:"),
+    "tile after the next": ("(i + AHEAD) * BLOCK_K", "(i + AHEAD + 1) * BLOCK_K"),
+    "no bias": ("axis=1) + bias", "axis=1)"),
+    "sums not kept": ("sums[row] + x", "x"),
+    "first row for all": ("(row % M)", "0"),
+    "edge not masked": (", mask=k[None, :] < K, other=0.0", ""),
+}
+
+
+def mutated(name: str, folder: Path) -> ModuleType:
+    """Return the kernel's module with one expression changed."""
+    before, after = MUTANTS[name]
+    text = Path(vector.__file__).read_text()
+    assert before in text, f"the kernel no longer has {before!r}"
+    path = folder / "mutant.py"
+    path.write_text(text.replace(before, after))
+    spec = importlib.util.spec_from_file_location("vector_mutant", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@interpreted
+@pytest.mark.parametrize("name", MUTANTS)
+def test_planted_bug_shows(name: str, tmp_path: Path) -> None:
+    x, weight, bias = operands(2, 5, 72)
+    # Behind every row lie numbers that no result may hold.
+    wide = torch.full((5, 96), 1e3, dtype=torch.bfloat16)
+    wide[:, :72] = weight
+    try:
+        y = product(mutated(name, tmp_path).vector_kernel, x, wide[:, :72], bias, 2, 32, 2)
+    except Exception:  # an index that is none
+        return
+    close = torch.isclose(y.double(), wanted(x, weight, bias), rtol=8e-3, atol=2e-2)
+    assert not close.all(), f"{name} changes nothing"
+
+
+def test_rule_and_candidates_fit_registers() -> None:
+    for n, k in ((5120, 2048), (2048, 4096), (5120, 2880), (4096, 12288), (128, 2048), (8, 40)):
+        for rows in (1, 2, 4):
+            for found in linear_triton.candidates(LinearConfig(k, n), rows):
+                if found["VECTOR"]:
+                    threads = 32 * found["num_warps"]
+                    assert found["BLOCK_N"] * found["BLOCK_K"] * rows <= 64 * threads, found
+                    assert found["BLOCK_N"] * found["BLOCK_K"] * found["AHEAD"] <= 128 * threads, found
+
+
+@pytest.mark.compile
+@pytest.mark.skipif(env.triton_interpret(), reason="Triton interprets, not compiles")
+def test_only_weights_are_read_before_the_wait() -> None:
+    pointers = {name: "*bf16" for name in ("x_ptr", "weight_ptr", "bias_ptr", "y_ptr")}
+    sizes = {name: "i32" for name in ("N", "K", "x_stride", "weight_stride")}
+    constants = {
+        "M": 1, "HAS_BIAS": False, "EVEN_K": True, "BLOCKS": 4, "AHEAD": 4, "ROWS": 1, "BLOCK_N": 2, "BLOCK_K": 1024,
+        "PDL": True,
+    }  # fmt: skip
+    build = KernelBuild("vector", vector.vector_kernel, pointers | sizes, constants, 4, 2, tuple(sizes))
+    before, wait, after = compiled_for(build).asm["ptx"].partition("griddepcontrol.wait")
+    assert wait
+    loads = re.compile(r"ld\.global[.\w:]*v4")
+    # 2 rows x 4096 columns over 128 threads, 16 bytes each: all of the weight, and nothing else, is on its way.
+    assert len(loads.findall(before)) == 8 and len(re.findall(r"ld\.global", before)) == 8
+    assert not re.search(r"st\.global", before) and len(loads.findall(after)) == 4
