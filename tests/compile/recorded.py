@@ -75,11 +75,15 @@ class Recorder:
                 signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
                 if value % 16 == 0 and name not in fixed:
                     aligned.append(name)
-        options = given.get("num_warps", 4), given.get("num_stages", 3)
-        key = (kernel.__module__, kernel.__name__, *map(str, (signature, constants, aligned, options)))
-        self.builds.setdefault(
-            key, KernelBuild(f"{kernel.__name__}-{self.label}", kernel, signature, constants, *options, tuple(aligned))
+        options = (
+            given.get("num_warps", 4),
+            given.get("num_stages", 3),
+            tuple(aligned),
+            given.get("enable_fp_fusion", True),
         )
+        key = (kernel.__module__, kernel.__name__, *map(str, (signature, constants, options)))
+        name = f"{kernel.__name__}-{self.label}"
+        self.builds.setdefault(key, KernelBuild(name, kernel, signature, constants, *options))
 
 
 class HostGenerator:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fastlayers import env
-from fastlayers.testing.compile_check import SHARED_MEMORY_LIMIT, KernelBuild, compile_for
+from fastlayers.testing.compile_check import SHARED_MEMORY_LIMIT, KernelBuild, compile_for, compiled_for
 
 sys.path.insert(0, str(Path(__file__).parent))
 from recorded import builds, kernels
@@ -33,3 +33,16 @@ def test_compiles_without_spills(build: KernelBuild) -> None:
     report = compile_for(build)
     assert report.spills == KNOWN_SPILLS.get(build.name, 0), report
     assert report.shared <= SHARED_MEMORY_LIMIT, report
+
+
+# Kernels that round each product before they add it, as the operations do that they stand for.
+ROUNDING = ("_turn_kernel",)
+
+
+@pytest.mark.parametrize("name", ROUNDING)
+def test_what_rounds_each_product_has_no_fused_multiplication(name: str) -> None:
+    of_this = [build for build in BUILDS if build.kernel.__name__ == name]
+    assert len(of_this) > 2
+    for build in of_this:
+        ptx = compiled_for(build).asm["ptx"]
+        assert "mul.rn" in ptx and "fma." not in ptx, build.name

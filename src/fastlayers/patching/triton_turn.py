@@ -5,6 +5,7 @@
     y[T, H + K, D]          heads of q and k, normed where there are weights, and turned, halves with halves
 
 It rounds where Hugging Face's operations round: the norm before and after its weight, each product and their sum.
+So no product and sum may become one operation, which the compiler does unless it is told (``enable_fp_fusion``).
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def turn(
         _turn_kernel[(tokens * blocks,)](
             x, cos, sin, x if q_weight is None else q_weight, x if k_weight is None else k_weight, y,
             x.stride(0), cos.numel() // cos.shape[-1], q_heads, heads, eps, **constants, **dependent_launch(x.device),
-            num_warps=4,
+            num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return y
 

@@ -25,6 +25,8 @@ class KernelBuild:
     aligned : tuple[str, ...]
         Integer arguments (strides, sizes) that a launch passes as multiples of 16. Pointers always are. Without
         this knowledge Triton neither vectorises nor pipelines loads, and the report would be about other code.
+    fused : bool
+        Whether a product and a sum may become one operation, which rounds once.
     """
 
     name: str
@@ -34,6 +36,7 @@ class KernelBuild:
     num_warps: int = 4
     num_stages: int = 2
     aligned: tuple[str, ...] = ()
+    fused: bool = True
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ def compiled_for(build: KernelBuild, capability: int = 90) -> Any:
     pointers = {n for n, kind in signature.items() if kind.startswith("*")}
     attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in pointers | set(build.aligned)}
     source = ASTSource(fn=function, signature=signature, constexprs=constexprs, attrs=attributes)
-    options = {"num_warps": build.num_warps, "num_stages": build.num_stages}
+    options = {"num_warps": build.num_warps, "num_stages": build.num_stages, "enable_fp_fusion": build.fused}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
