@@ -41,9 +41,9 @@ from fastlayers_models.loading import check_config, load_weights
 class DeepseekContext(ModelContext):
     """What every part of the model is built with, MLA's options included."""
 
-    def __init__(self, *options: Any, thresholds: MLAThresholds | None = None) -> None:
+    def __init__(self, *options: Any, thresholds: MLAThresholds | None = None, fp8_absorb: bool = False) -> None:
         super().__init__(*options)
-        self.thresholds = thresholds
+        self.thresholds, self.fp8_absorb = thresholds, fp8_absorb
         self.alt_stream = torch.cuda.Stream() if self.device.type == "cuda" else None
 
     def make_rotary(self) -> RotaryEmbedding:
@@ -130,6 +130,7 @@ class DeepseekLayer(DecoderLayer):
             axis=context.parallel.attn_tp,
             page_size=context.page_size,
             kv_dtype=context.kv_dtype,
+            fp8_absorb=context.fp8_absorb,
             thresholds=context.thresholds,
             alt_stream=context.alt_stream,
             device=context.device,
@@ -187,7 +188,7 @@ class DeepseekForCausalLM(CausalLM):
     parallel : ParallelSpec
     device, dtype
         ``dtype`` of activations and of weights that are not quantised.
-    page_size, kv_dtype, thresholds
+    page_size, kv_dtype, fp8_absorb, thresholds
         See :class:`fastlayers.MLAAttention`.
     backend : str
         Of the attention core.
@@ -214,11 +215,12 @@ class DeepseekForCausalLM(CausalLM):
         dtype: torch.dtype = torch.bfloat16,
         page_size: int = 64,
         kv_dtype: torch.dtype | None = None,
+        fp8_absorb: bool = False,
         thresholds: MLAThresholds | None = None,
         backend: str = "auto",
     ) -> None:
         options = (config, parallel, device, dtype, page_size, kv_dtype, backend)
-        self._assemble(DeepseekContext(*options, thresholds=thresholds))
+        self._assemble(DeepseekContext(*options, thresholds=thresholds, fp8_absorb=fp8_absorb))
 
     def make_model(self, context: Any) -> nn.Module:
         """Return the decoder, MTP layers included."""

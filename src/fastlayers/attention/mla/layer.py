@@ -28,6 +28,7 @@ from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.merge_state.layer import MergeState
 from fastlayers.attention.meta import AttentionMeta, check_loc
 from fastlayers.attention.mla.config import MLA, NAME, MLAConfig
+from fastlayers.attention.mla.fp8_absorb import QuantisedAbsorb
 from fastlayers.attention.mla.prefix_chunks import PATHS, Expansion, MLAThresholds, select_path
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWrite
 from fastlayers.comm.parallel import REPLICATED, SINGLE, Axis, Shard
@@ -85,6 +86,9 @@ class MLAAttention(AttentionCore):
         Of the cache; default ``dtype``. e4m3 saturates, scale 1.
     fp8_math : bool
         With an e4m3 cache: absorbed attention may round queries and softmax weights to e4m3 as well.
+    fp8_absorb : bool
+        With a ``kv_b_proj`` of FP8 blocks: absorbed products multiply its codes, and round their inputs to e4m3 by 128
+        features, instead of a dequantised copy, which is then not held. As coarse as that format.
     thresholds : MLAThresholds
     alt_stream : torch.cuda.Stream, optional
         Second stream on which the latent's norm overlaps the query's, only while a graph is captured; share one
@@ -132,6 +136,7 @@ class MLAAttention(AttentionCore):
         page_size: int = 64,
         kv_dtype: torch.dtype | None = None,
         fp8_math: bool = False,
+        fp8_absorb: bool = False,
         thresholds: MLAThresholds | None = None,
         alt_stream: Any = None,
         device: torch.device | str | None = None,
@@ -142,7 +147,7 @@ class MLAAttention(AttentionCore):
         check_positive(NAME, hidden_size=hidden_size, num_heads=num_heads, page_size=page_size)
         check_positive(NAME, qk_nope_head_dim=qk_nope_head_dim, qk_rope_head_dim=qk_rope_head_dim)
         check_plain(NAME, "int > 0 | None", q_lora_rank=q_lora_rank)
-        check_plain(NAME, "bool", bias=bias)
+        check_plain(NAME, "bool", bias=bias, fp8_absorb=fp8_absorb)
         check_plain(NAME, "str", prefix=prefix)
         check_plain(NAME, "float >= 0", norm_eps=norm_eps)
         check_kind(NAME, QuantSpec, quant=quant)
@@ -192,6 +197,7 @@ class MLAAttention(AttentionCore):
             interleaved_out=rotary.cfg.interleaved_out, latent=True, kv_dtype=cfg.kv_dtype, device=device,
         )  # fmt: skip
         self.merge = MergeState(v_head_dim, device=device)
+        self.quantised_absorb = QuantisedAbsorb(cfg, self.kv_b_proj, device) if fp8_absorb else None
         self._absorbed: Packed | None = None
         self._views: _Views | None = None
         trust(*(module for name, module in self.named_children() if name != "rotary"))
@@ -210,7 +216,8 @@ class MLAAttention(AttentionCore):
 
     def finalize(self) -> None:
         """Prepare the absorbed weights; a copy is made only where kv_b_proj is quantised (dequantised once)."""
-        self.absorbed_weights()
+        if self.quantised_absorb is None:
+            self.absorbed_weights()
 
     def weights_changed(self) -> None:
         """Tell, and forget the absorbed weights."""
@@ -219,7 +226,8 @@ class MLAAttention(AttentionCore):
 
     def packed_sources(self) -> tuple[torch.Tensor, ...]:
         """Return the weight and scales of a quantised ``kv_b_proj``: the absorbed weights are a copy."""
-        if not isinstance(self.kv_b_proj, (FP8BlockLinear, FP8ScaledLinear)):
+        quantised = isinstance(self.kv_b_proj, (FP8BlockLinear, FP8ScaledLinear))
+        if not quantised or self.quantised_absorb is not None:
             return ()
         found = tuple(self.kv_b_proj.parameters())
         # A model that was copied under inference_mode has no versions: then no copy is held.
@@ -355,9 +363,11 @@ class MLAAttention(AttentionCore):
         self, q_nope: torch.Tensor, q_pe: torch.Tensor, q: torch.Tensor | None, cache: torch.Tensor, meta: AttentionMeta
     ) -> torch.Tensor:
         """Return ``o [T, H, V]``; ``q``: where both parts of the absorbed queries go, ``q_pe`` already there."""
-        cfg, compiling = self.cfg, q is None
-        w_kc, w_vc = self._absorbed_weights(compiling)
+        cfg, compiling, quantised = self.cfg, q is None, self.quantised_absorb
         decode = self.core(meta, q_nope.shape[0]).decode
+        if quantised is not None:
+            return quantised(self.kv_b_proj, q_nope, q_pe, q, lambda queries: decode(queries, cache, meta)[0])
+        w_kc, w_vc = self._absorbed_weights(compiling)
         if q is None:
             q = torch.cat([torch.bmm(q_nope.transpose(0, 1), w_kc).transpose(0, 1), q_pe], -1)
             o_latent = decode(q, cache, meta)[0].to(q.dtype)
