@@ -308,3 +308,40 @@ def test_packages_behind_a_backend() -> None:
     needs = ("triton:jit", "triton.language:dot", "sgl_kernel", "torch.ops:sgl_kernel.rmsnorm")
     assert packages_of(Backend("x", Impl, needs)) == ("triton", "sgl_kernel")
     assert packages_of(Backend("x", Impl)) == ("torch",)
+
+
+def test_kernel_hashes_are_kept_for_the_next_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastlayers.tuning import staleness
+
+    monkeypatch.setenv(env.CACHE_DIR, str(tmp_path))
+    target, parsed, sources = "fastlayers.linear.fp8_block.triton:TritonFP8Linear", [], staleness.installed()
+    right = sources.kernel_hash(target)
+
+    class Counting:
+        def kernel_hash(self, target: str) -> str:
+            parsed.append(target)
+            return right
+
+    monkeypatch.setattr(staleness, "installed", Counting)
+
+    def in_another_process() -> str:
+        staleness._hash.cache_clear()
+        staleness._known_hashes.cache_clear()
+        return kernel_hash(target)
+
+    try:
+        assert [in_another_process() for _ in range(3)] == [right] * 3 and len(parsed) == 1
+        (kept,) = tuning.probed_dir().iterdir()
+        content = kept.read_text()
+        for broken in (content.replace(staleness._files_state(), "other files"), content[:-9], '{"hashes": [3]}'):
+            kept.write_text(broken)
+            parsed.clear()
+            assert in_another_process() == right and len(parsed) == 1 and kept.read_text() == content, broken
+        kept.unlink()
+        kept.mkdir()
+        (kept / "in the way").touch()
+        assert in_another_process() == right  # it cannot be kept, and nobody is told: it is right anyway
+        assert [path.name for path in tuning.probed_dir().iterdir()] == [kept.name]
+    finally:
+        staleness._hash.cache_clear()
+        staleness._known_hashes.cache_clear()

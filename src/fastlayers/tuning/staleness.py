@@ -5,16 +5,21 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastlayers import device as device_module
 from fastlayers.tuning.provenance import provenance
-from fastlayers.tuning.sources import installed
+from fastlayers.tuning.sources import LIBRARY, installed
 
 if TYPE_CHECKING:
     from fastlayers.registry import Backend
+
+HASHES = "kernel_hashes.json"
 
 
 def packages_of(backend: Backend) -> tuple[str, ...]:
@@ -44,7 +49,53 @@ def kernel_hash(target: str | Callable[..., Any]) -> str:
 
 @lru_cache
 def _hash(target: str) -> str:
-    return installed().kernel_hash(target)
+    if not target.startswith(f"{LIBRARY}."):
+        return installed().kernel_hash(target)
+    # Its code is this library's alone. To parse that takes seconds of a process's start.
+    known = _known_hashes(_files_state())
+    if target not in known:
+        known[target] = installed().kernel_hash(target)
+        _keep(known)
+    return known[target]
+
+
+@lru_cache
+def _files_state() -> str:
+    """Return a digest of when this library's files were written, and how large they are."""
+    root = Path(__file__).parents[1]
+    files = sorted((path, path.stat()) for path in root.rglob("*.py"))
+    facts = [(str(path), about.st_mtime_ns, about.st_size) for path, about in files]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
+
+
+def _hashes_path() -> Path:
+    from fastlayers.tuning.table import probed_dir
+
+    return probed_dir() / HASHES
+
+
+@lru_cache
+def _known_hashes(state: str) -> dict[str, str]:
+    """Return the hashes of earlier processes; of other files, or where they cannot be read, there are none."""
+    try:
+        found = json.loads(_hashes_path().read_text())
+        kept: dict[str, str] = found["hashes"]
+        good = found["state"] == state and all(isinstance(each, str) for pair in kept.items() for each in pair)
+        return kept if good else {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def _keep(hashes: Mapping[str, str]) -> None:
+    path = _hashes_path()
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps({"state": _files_state(), "hashes": dict(hashes)}, indent=1) + "\n")
+        partial.replace(path)
+    except OSError:  # then the next process parses again
+        with suppress(OSError):
+            partial.unlink()
 
 
 def rule_hash(backend: Backend, cfg: Any, counts: Sequence[int]) -> str | None:
