@@ -50,8 +50,8 @@ class Run:
     def say(self, **row: Any) -> None:
         """Print one row."""
         if self.rank == 0:
-            if triton_signals.EARLY:
-                row["early"] = True
+            if not triton_signals.EARLY:
+                row["early"] = False
             self.lines.append(row)
             print(json.dumps(row), flush=True)
 
@@ -101,8 +101,8 @@ def decode(run: Run, name: str, backend: str, wanted: dict[int, Any]) -> None:
     from fastlayers_models.auto import family_of
     from fastlayers_models.generate import Generator
 
-    run.early(backend == "early")
-    if backend not in ("", "early"):
+    run.early(backend != "late")
+    if backend not in ("", "late"):
         os.environ["FASTLAYERS_BACKEND"] = f"sum_norm={backend},all_reduce={backend}"
     else:
         os.environ.pop("FASTLAYERS_BACKEND", None)
@@ -180,9 +180,12 @@ def main() -> None:
     parser.add_argument("--replays", type=int, default=2000)
     parser.add_argument("--ways", action="store_true", help="also time other launch configurations")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 64])
-    parser.add_argument("--early", action="store_true", help="rows: also with kernels that start early")
+    parser.add_argument("--late", action="store_true", help="rows: also with kernels that wait for those in front")
     parser.add_argument(
-        "--seams", nargs="*", default=["nccl", ""], help="backends; '': what is chosen; early: that, started early"
+        "--seams",
+        nargs="*",
+        default=["nccl", ""],
+        help="backends; '': what is chosen; late: without early starts",
     )
     parser.add_argument("--dp", type=int, default=1, help="attention groups")
     parser.add_argument("--ep", type=int, default=1, help="groups that split the experts")

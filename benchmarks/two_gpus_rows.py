@@ -21,6 +21,7 @@ from fastlayers.comm.fabric import Workspace, survey
 from fastlayers.comm.symmetric import SymmArena
 from fastlayers.comm.triton_exchange import Exchange
 from fastlayers.comm.triton_tokens import TokenExchange
+from fastlayers.quant.group_quant.layer import quantize_groups
 
 HIDDEN = 7168
 CHAIN = 20
@@ -143,6 +144,14 @@ class Rows:
             whole, _ = move.gather(own)
             gathered = self.over.all_gather(own)
             equal = torch.equal(own, wanted), torch.equal(whole, gathered)
+            fp8 = rows // self.axis.size <= move.slots and all(
+                torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+                for layout in ("row", "col_tma4")
+                for a, b in zip(
+                    move.gather_quantised(own, layout=layout)[0], quantize_groups(gathered, scale_layout=layout),
+                    strict=True,
+                )
+            )  # fmt: skip
             residual = self.draw(rows, 7, own=False)
             mine = residual[self.axis.rank * share : (self.axis.rank + 1) * share]
             y, h = move.scatter_gather(x, mine, self.norm.weight, 1e-6)
@@ -150,6 +159,7 @@ class Rows:
             mine_h = wanted_h[self.axis.rank * share : (self.axis.rank + 1) * share]
             self.run.say(
                 what="exchange", rows=rows, scatter=self.run.all_true(equal[0]), gather=self.run.all_true(equal[1]),
+                gather_fp8=self.run.all_true(fp8),
                 seam=self.run.all_true(torch.equal(y, wanted_y) and torch.equal(h, mine_h)),
                 late=self.workspace.arena.failed(),
             )  # fmt: skip
@@ -256,6 +266,8 @@ class Rows:
             "scatter_us": lambda: move.scatter(x),
             "nccl_gather_us": lambda: self.over.all_gather(own),
             "gather_us": lambda: move.gather(own),
+            "gather_fp8_us": lambda: move.gather_quantised(own, layout="col_tma4"),
+            "norm_gather_fp8_us": lambda: move.gather_quantised(own, residual, self.norm.weight, 1e-6),
             "scatter_norm_gather_us": lambda: move.scatter_gather(x, residual, self.norm.weight, 1e-6),
         }
         found: dict[str, Any] = {}
@@ -335,11 +347,11 @@ def rows(run: Any) -> None:
     run.part("exchanged", parts.exchanged, 20)
     run.part("exchange_time", parts.timed_exchange, 25)
     run.part("tokens", parts.tokens, 20)
-    if run.options.early:
-        run.early(True)
-        for part in (parts.correct, parts.timed, parts.replayed, parts.exchanged, parts.timed_exchange, parts.tokens):
-            run.part(f"{part.__name__} early", part, 25 + run.options.replays / 2000)
+    if run.options.late:
         run.early(False)
+        for part in (parts.correct, parts.timed, parts.replayed, parts.exchanged, parts.timed_exchange, parts.tokens):
+            run.part(f"{part.__name__} late", part, 25 + run.options.replays / 2000)
+        run.early(True)
     run.part("lost_rank", parts.lost, 15)
     for hidden in (4096, 2048):
         smaller = Rows(run, hidden)

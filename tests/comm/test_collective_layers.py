@@ -22,6 +22,7 @@ from fastlayers.comm.sum_norm.layer import SUM_NORM, SumNorm, SumNormConfig
 from fastlayers.comm.sum_norm.triton_symm_mem import TritonSumNorm
 from fastlayers.device import DESCRIBED
 from fastlayers.errors import ArgumentError, NoBackendError
+from fastlayers.quant.group_quant.layer import quantize_groups
 from fastlayers.registry import COLLECTIVES, Backend, registry
 from fastlayers.registry.choice import Choice, Rung
 from fastlayers.testing.parity import ParityError, check_parity
@@ -119,6 +120,9 @@ def test_refusals_name_the_reason() -> None:
     assert symmetric(cfg, a100) == "needs sm_90 or newer, this is sm_80"
     assert symmetric(replace(cfg, slots=8), h200) is None
     assert rows["multimem"].refuse(cfg, h200) == "multicast is off on this fabric"
+    fp4 = registry("gather_rows").named("nvfp4")
+    assert str(fp4.refuse(cfg, h200)).startswith("an FP4 payload is for FP4 products, of which sm_90 has none")
+    assert not fp4.auto_on
     with pytest.raises(NoBackendError, match=r"axis\.group has no NCCL"):
         SUM_NORM.choose(cfg, "H200")
 
@@ -186,6 +190,18 @@ def rows_over_gloo(rank: Rank) -> None:
         assert torch.equal(own, whole[:, :4].sum(0).split(sizes)[rank.rank])
     with pytest.raises(ArgumentError, match="GatherRows: x"):
         gather(parts[0].half())
+    wide = torch.randn(2, 3, 256)
+    wide[0, 1, 5] = float("nan")
+    for layout in ("row", "col_tma4"):
+        layer = GatherRows(axis, 256, payload="fp8_128", scale_layout=layout, dtype=torch.float32)
+        wanted = quantize_groups(wide.flatten(0, 1), scale_layout=layout)
+        ragged = layer(wide[rank.rank][: 3 - rank.rank], (3, 2))
+        for (codes, scales), keep in ((layer(wide[rank.rank]), [*range(6)]), (ragged, [*range(5)])):
+            assert torch.equal(codes.view(torch.uint8), wanted[0].view(torch.uint8)[keep])
+            assert torch.equal(scales.nan_to_num(-1), wanted[1][keep].nan_to_num(-1)) and scales[1].isnan().any()
+        assert scales.stride() == ((2, 1) if layout == "row" else (1, 8))
+    with pytest.raises(ArgumentError, match="hidden_size is 64; accepted: a multiple of 128 with fp8_128"):
+        GatherRows(axis, 64, payload="fp8_128")
 
 
 def experts_over_gloo(rank: Rank) -> None:

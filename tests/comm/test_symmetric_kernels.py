@@ -9,6 +9,7 @@ from fastlayers.comm.symmetric import Arena, local_arenas
 from fastlayers.comm.triton_exchange import Exchange
 from fastlayers.comm.triton_push import PushSum
 from fastlayers.errors import ArgumentError
+from fastlayers.quant.group_quant.layer import quantize_groups
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -160,3 +161,27 @@ def test_arena_never_grows() -> None:
     arena.carve((100,), torch.bfloat16)
     with pytest.raises(ArgumentError, match="at most 768 of 1,024 bytes"):
         arena.carve((512,), torch.bfloat16)
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_quantised_gather_behind_a_norm(n: int) -> None:
+    hidden, share = 384, 2
+    arenas = local_arenas(n, Exchange.nbytes_for(n, hidden, torch.bfloat16, 3, 2))
+    moves = [Exchange(arena, hidden, torch.bfloat16, 3, 2) for arena in arenas]
+    weight = (1 + 0.3 * torch.randn(hidden)).to(torch.bfloat16)
+    for layout in ("row", "col_tma4"):
+        xs = [torch.randn(share, hidden).to(torch.bfloat16) for _ in range(n)]
+        residuals = [torch.randn(share, hidden).to(torch.bfloat16) for _ in range(n)]
+        xs[0][1, 3] = float("inf")
+        for part in (1, 2, 3):
+            found = [
+                move.gather_quantised(x, residual, weight, 1e-6, layout=layout, part=part)
+                for move, x, residual in zip(moves, xs, residuals, strict=True)
+            ]
+        rows = torch.cat([x + r for x, r in zip(xs, residuals, strict=True)])
+        y = normed(rows, weight, 1e-6, "cast_then_scale")
+        wanted, wanted_scales = quantize_groups(y, scale_layout=layout)
+        for (codes, scales), _ in found:
+            assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8))
+            assert torch.equal(scales.nan_to_num(-1), wanted_scales.nan_to_num(-1))
+            assert scales.stride() == wanted_scales.stride()

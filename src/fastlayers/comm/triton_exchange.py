@@ -1,7 +1,7 @@
 """Exchange of many rows between ranks in one launch: reduce-scatter, all-gather, and both around residual and norm.
 
     scatter   x[n·p, H] partial ─► inbox of each row's owner ─► Σ in rank order (own p rows) [+ residual [, norm]]
-    gather    own p rows ─► outbox of every rank, [n·p, H]
+    gather    own p rows ─► outbox of every rank, [n·p, H]     (or e4m3 codes and scales: half the bytes)
 
 Programs of equal number on all ranks exchange with each other: a program stores its rows and raises its flag on the
 peer, in chunks, so that one chunk is on its way while the one before is added up. Flags only grow and are compared by
@@ -25,6 +25,7 @@ from fastlayers.errors import ArgumentError
 from fastlayers.integers import next_power_of_2
 from fastlayers.norm.rms_norm.layer import ROUNDINGS
 from fastlayers.operators import nothing, operator
+from fastlayers.quant.group_quant.triton import quantize_tile
 from fastlayers.runtime.launch import kernel
 from fastlayers.triton_lang import await_inputs, cast, release_dependents
 
@@ -63,12 +64,29 @@ def _total(x_ptr, x_stride, inbox_ptr, row, turn, slots, share, hidden, rank, co
     return total
 
 
-@kernel(do_not_specialize=("share", "slots", "rank", "deadline_ns"))
+@triton.jit
+def _quantised(y, at, outboxes_ptr, scales_at, s_row, s_group, hidden, rank, BLOCK: tl.constexpr, N: tl.constexpr):
+    """Store one row as codes and scales in every rank's outbox: codes first, ``scales_at`` bytes behind them scales."""
+    GROUPS: tl.constexpr = BLOCK // 128
+    narrow: tl.constexpr = y.dtype.primitive_bitwidth == 16
+    tile = tl.reshape(y.to(tl.float32), (GROUPS, 128))
+    codes, scale = quantize_tile(tile, 1e-10, 448.0, False, False, narrow)
+    group = tl.arange(0, GROUPS)
+    column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    for hop in tl.static_range(N):
+        box = address(outboxes_ptr, (rank + hop) % N, tl.uint8)
+        tl.store(box + at * hidden + column, codes.to(tl.uint8, bitcast=True), mask=column < hidden)
+        scales = (box + scales_at).to(tl.pointer_type(tl.float32))
+        tl.store(scales + at * s_row + group.to(tl.int64) * s_group, scale, mask=group * 128 < hidden)
+
+
+@kernel(do_not_specialize=("share", "slots", "rank", "deadline_ns", "s_row", "s_group"))
 def _exchange_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, summed_ptr, inboxes_ptr, inbox_ptr, outboxes_ptr, flags_ptr, flag_ptr,
-    state_ptr, status_ptr, x_stride, residual_stride, hidden, eps, share, slots, rank, deadline_ns,
-    N: tl.constexpr, SCATTER: tl.constexpr, GATHER: tl.constexpr, ROUNDING: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
+    state_ptr, status_ptr, x_stride, residual_stride, hidden, eps, share, slots, rank, deadline_ns, scales_at, s_row,
+    s_group, N: tl.constexpr, SCATTER: tl.constexpr, GATHER: tl.constexpr, QUANT: tl.constexpr,
+    ROUNDING: tl.constexpr, HAS_RESIDUAL: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
     column = tl.arange(0, BLOCK)
@@ -123,7 +141,10 @@ def _exchange_kernel(
                         y = cast(normalised(h, weight, hidden, eps, ROUNDING), dtype)
                         if not GATHER:
                             tl.store(y_ptr + at * hidden + column, y, mask=inside)
-                    if GATHER:
+                    if QUANT:
+                        _quantised(y, (rank * share + row).to(tl.int64), outboxes_ptr, scales_at, s_row, s_group,
+                                   hidden, rank, BLOCK, N)  # fmt: skip
+                    elif GATHER:
                         for hop in tl.static_range(N):
                             box = address(outboxes_ptr, (rank + hop) % N, dtype)
                             tl.store(box + (rank * share + row).to(tl.int64) * hidden + column, y, mask=inside)
@@ -146,15 +167,17 @@ def _exchange_rows(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, y: torch.Tensor, summed: torch.Tensor,
     inboxes: torch.Tensor, inbox: torch.Tensor, outboxes: torch.Tensor, flags: torch.Tensor, flag: torch.Tensor,
     state: torch.Tensor, status: torch.Tensor, eps: float, share: int, slots: int, rank: int, size: int,
-    deadline_ns: int, scatter: bool, gather: bool, rounding: int, part: int, chunk: int,
+    deadline_ns: int, scatter: bool, gather: bool, rounding: int, part: int, chunk: int, scales_at: int, s_row: int,
+    s_group: int,
 ) -> None:  # fmt: skip
     hidden = x.shape[-1]
     others = x if residual is None else residual
     _exchange_kernel[(state.shape[0],)](
         x, others, x if weight is None else weight, y, summed, inboxes, inbox, outboxes, flags, flag, state, status,
-        x.stride(0), others.stride(0), hidden, eps, share, slots, rank, deadline_ns,
-        N=size, SCATTER=scatter, GATHER=gather, ROUNDING=rounding, HAS_RESIDUAL=residual is not None, CHUNK=chunk,
-        BLOCK=next_power_of_2(hidden), PART=part, num_warps=warps_of(hidden), **order(x.device),
+        x.stride(0), others.stride(0), hidden, eps, share, slots, rank, deadline_ns, scales_at, s_row, s_group,
+        N=size, SCATTER=scatter, GATHER=gather, QUANT=scales_at > 0, ROUNDING=rounding,
+        HAS_RESIDUAL=residual is not None, CHUNK=chunk, BLOCK=next_power_of_2(hidden), PART=part,
+        num_warps=warps_of(hidden), **order(x.device),
     )  # fmt: skip
 
 
@@ -194,6 +217,7 @@ class Exchange:
     def _run(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, y: torch.Tensor,
         summed: torch.Tensor, share: int, eps: float, rounding: str, scatter: bool, gather: bool, part: int,
+        scales: tuple[int, int, int] = (0, 0, 0),
     ) -> None:  # fmt: skip
         arena = self.arena
         if share > self.slots or x.dtype != self.dtype or x.shape[-1] != self.hidden_size:
@@ -203,7 +227,7 @@ class Exchange:
         _exchange_rows(
             x, residual, weight, y, summed, self.inbox.peers, self.inbox.tensor, self.outbox.peers, self.flags.peers,
             self.flags.tensor, self.state, arena.status, eps, share, self.slots, arena.rank, arena.size,
-            arena.deadline_ns, scatter, gather, how, part, self.chunk,
+            arena.deadline_ns, scatter, gather, how, part, self.chunk, *scales,
         )  # fmt: skip
 
     def scatter(
@@ -230,6 +254,33 @@ class Exchange:
         whole = self.outbox.tensor[: share * self.arena.size]
         self._run(x, residual, weight, whole, summed, share, eps, rounding, False, True, part)
         return whole, summed
+
+    def gather_quantised(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, weight: torch.Tensor | None = None,
+        eps: float = 0.0, rounding: str = ROUNDINGS[0], *, layout: str = "row", part: int = 0,
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:  # fmt: skip
+        """Return ``((codes, scales) of all ranks, own h)``: :meth:`gather` of rows that each rank quantises first.
+
+        Codes are e4m3 ``[n * p, H]``, scales fp32 ``[n * p, H / 128]`` in the memory of ``layout``, as
+        :class:`~fastlayers.quant.group_quant.layer.GroupQuant` makes them, bit by bit.
+        """
+        if self.hidden_size % 128:
+            raise ArgumentError("Exchange", "hidden_size", self.hidden_size, "a multiple of 128, to be quantised")
+        share = x.shape[0]
+        rows, groups = share * self.arena.size, self.hidden_size // 128
+        summed = x if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+        box = self.outbox.tensor.view(-1).view(torch.uint8)
+        scales_at = self.arena.size * self.slots * self.hidden_size
+        codes = box[: rows * self.hidden_size].view(torch.float8_e4m3fn).view(rows, self.hidden_size)
+        room = box[scales_at:].view(torch.float32)
+        if layout == "row":
+            scales = room[: rows * groups].view(rows, groups)
+        else:
+            padded = rows if layout == "col" else (rows + 3) // 4 * 4
+            scales = room[: groups * padded].view(groups, padded).t()[:rows]
+        how = (scales_at, scales.stride(0), scales.stride(1))
+        self._run(x, residual, weight, x, summed, share, eps, rounding, False, True, part, how)
+        return (codes, scales), summed
 
     def scatter_gather(
         self, x: torch.Tensor, residual: torch.Tensor | None = None, weight: torch.Tensor | None = None,

@@ -9,9 +9,8 @@ from triton.language.extra.cuda import globaltimer
 
 from fastlayers.triton_lang import INTERPRET, dependent_launch
 
-# Whether kernels between ranks start before those in front have ended. They can; what was measured on two H200s, and
-# what ran 2,000 delayed replays there, is without.
-EARLY = False
+# Whether kernels between ranks start before those in front have ended; benchmarks/two_gpus.py compares both.
+EARLY = True
 
 
 def order(device: torch.device) -> dict[str, bool]:

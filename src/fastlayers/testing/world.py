@@ -273,7 +273,8 @@ def _address(function: Callable[..., Any]) -> tuple[str, str, str]:
     """Return (module, path, qualified name); test files are found by path, packages by name."""
     if "<" in function.__qualname__:
         raise WorldError(f"{function.__qualname__} cannot be sent: define it at the top of its file")
-    return function.__module__, str(inspect.getsourcefile(function)), function.__qualname__
+    # Of a decorated function the file is the decorator's.
+    return function.__module__, str(inspect.getsourcefile(inspect.unwrap(function))), function.__qualname__
 
 
 @lru_cache
@@ -283,12 +284,11 @@ def _load(module: str, path: str) -> Any:
     if module.partition(".")[0] in ("fastlayers", "fastlayers_models", "fastlayers_server"):
         return importlib.import_module(module)
     spec = importlib.util.spec_from_file_location(module, path)
-    assert spec is not None
+    assert spec is not None and spec.loader is not None
     loaded = importlib.util.module_from_spec(spec)
     # Under its name, so that pickle finds the classes of the file on both sides.
     sys.modules[module] = loaded
-    # From its source: several processes that also write what they compiled were seen to load a file by halves.
-    exec(compile(Path(path).read_bytes(), path, "exec"), loaded.__dict__)
+    spec.loader.exec_module(loaded)
     return loaded
 
 

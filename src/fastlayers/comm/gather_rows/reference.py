@@ -1,24 +1,27 @@
-"""GatherRows's oracle: rows side by side."""
+"""GatherRows's oracle: rows side by side, then quantised where that is asked for."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 from fastlayers.comm.collectives import collectives
 from fastlayers.comm.gather_rows.layer import GatherRowsConfig
+from fastlayers.quant.group_quant.reference import ReferenceGroupQuant
 
 
 class ReferenceGatherRows:
-    """Nothing is computed."""
+    """What is computed is the quantisation alone; its codes are fp32 values."""
 
     def __init__(self, cfg: GatherRowsConfig) -> None:
         self.cfg, self.over = cfg, collectives(cfg.axis)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a new tensor."""
-        found = self.of_all(self.over.all_gather(x).view(self.cfg.axis.size, *x.shape))
-        return found
+    def __call__(self, x: torch.Tensor) -> Any:
+        """Return new tensors."""
+        return self.of_all(self.over.all_gather(x).view(self.cfg.axis.size, *x.shape))
 
-    def of_all(self, parts: torch.Tensor) -> torch.Tensor:
+    def of_all(self, parts: torch.Tensor) -> Any:
         """Return what all ranks get, of what they bring ``[n, T, H]``."""
-        return parts.flatten(0, 1)
+        rows = parts.flatten(0, 1)
+        return rows if self.cfg.payload == "plain" else ReferenceGroupQuant(self.cfg.quant)(rows)
