@@ -18,7 +18,7 @@ import fastlayers as fl
 from fastlayers.comm.ranks import Ranks
 from fastlayers.device import DESCRIBED
 from fastlayers.errors import ArgumentError, CheckpointError, FastlayersError
-from fastlayers_server import bench_command, serve_command, tune_command, warmup_command
+from fastlayers_server import bench_command, eval_command, serve_command, tune_command, warmup_command
 from fastlayers_server.ranks import started_elsewhere
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None)
@@ -366,67 +366,6 @@ def generate(
         print()
 
 
-@app.command("eval")
-def evaluate(
-    checkpoint: Checkpoint = "tiny",
-    variants: Annotated[
-        str, typer.Option(help="Comma separated, or 'all'; a wrong name lists them.")
-    ] = "hf,patched,fastlayers",
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="How many of the 1,000 held-out problems.")] = 1000,
-    num_stories: Annotated[int, typer.Option("--stories", min=1, help="Stories for the perplexity.")] = 100,
-    device: DeviceOption = "",
-    result: Annotated[
-        str | None, typer.Option("--out", help="Also write the scores and what they depend on to this file.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Exact-match accuracy on held-out problems and perplexity on held-out text, for several ways to run it."""
-    from fastlayers_server.evaluate import as_json as scores_as_json
-    from fastlayers_server.evaluate import evaluate as run
-    from fastlayers_server.evaluate import run_facts
-    from fastlayers_server.variants import VARIANTS, named_variants
-
-    chosen = named_variants(list(VARIANTS) if variants == "all" else [v.strip() for v in variants.split(",")])
-    path, place, written_to = (
-        _path(checkpoint),
-        _device(device),
-        None if result is None else _check_output("--out", result),
-    )
-    lacking = {v.name: why for v in chosen if (why := v.why_not(path)) is not None}
-    if lacking and variants != "all":
-        name, why = next(iter(lacking.items()))
-        raise ArgumentError("eval", "--variants", f"{name!r}, {why}", "'all' for those that apply, or their names")
-    failed: dict[str, str] = {}
-    with _progress() as progress:
-        tasks = {v.name: progress.add_task(v.name, total=limit) for v in chosen if v.name not in lacking}
-        scores = run(
-            path, [v for v in chosen if v.name not in lacking], place, limit=limit, num_stories=num_stories,
-            progress=lambda name, done, _: progress.update(tasks[name], completed=done),
-            omit=lambda variant, error: failed.update({variant.name: f"{type(error).__name__}: {error}"}),
-        )  # fmt: skip
-    if as_json:
-        _print_json(scores_as_json(scores))
-    else:
-        _print_scores(f"{checkpoint} on {place}", scores)
-    if written_to is not None:
-        written = {"run": run_facts(place), "variants": scores_as_json(scores)}
-        written_to.write_text(json.dumps(written, indent=2) + "\n")
-    for name, why in lacking.items():
-        err.print(f"{name}: not run, {why}", highlight=False)
-    for name, why in failed.items():
-        err.print(f"error: {name}: {why}", highlight=False)
-    raise typer.Exit(1 if failed else 0)
-
-
-def _print_scores(title: str, scores: Any) -> None:
-    table = _table(title, "variant", "exact match", "perplexity", "flips", "against", "s")
-    for s in scores:
-        flips = "" if s.flips is None else str(s.flips)
-        row = (f"{100 * s.exact_match:.1f}%", f"{s.perplexity:.4f}", flips, s.baseline or "", f"{s.seconds:.0f}")
-        table.add_row(s.description, *row)
-    out.print(table)
-
-
 @app.command()
 def convert(
     source: Annotated[str, typer.Argument(help=_CHECKPOINT)],
@@ -489,6 +428,7 @@ def cache_import(
         out.print(f"taken: {', '.join(taken) or 'nothing'}", highlight=False)
 
 
+eval_command.register(app, out, err, _path, _device, _check_output, _progress)
 tune_command.register(app, out, err, _device, _dtype, _print_json)
 bench_command.register(app, out, err, _device, _dtype)
 warmup_command.register(app, out, _device, _dtype)

@@ -1,4 +1,4 @@
-"""Exact-match accuracy and perplexity of one checkpoint, run in several ways: ``fastlayers eval``."""
+"""Accuracy, perplexity and distance from fp32 of one checkpoint, run in several ways: ``fastlayers eval``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from torch.nn.functional import cross_entropy
 
 import fastlayers
 from fastlayers.errors import ArgumentError, CheckpointError, FastlayersError
+from fastlayers.layer import Layer
 from fastlayers.tuning.provenance import provenance
+from fastlayers_server.divergence import Divergence, Yardstick
+from fastlayers_server.hard_tasks import HARD_PROBLEMS, Conversation, hard_problems
 from fastlayers_server.tasks import Problem, held_out_problems, stories
 from fastlayers_server.variants import Runner, Variant, reason_of
 
@@ -26,7 +29,14 @@ MAX_ANSWER = 24
 
 @dataclass(frozen=True)
 class Score:
-    """One row: accuracy over the problems, perplexity over the stories, answers that differ from the baseline's."""
+    """One row of the table.
+
+    ``exact_match`` over the problems, ``flips``: answers that differ from the baseline's; ``hard_exact_match`` over the
+    hard set's conversations (``None``: none asked). ``perplexity`` and the KL divergence from stock transformers in
+    fp32 over the stories, with what this format may reach (see :mod:`fastlayers_server.divergence`); ``within``: it
+    did not go beyond (``None``: the row says what the bound is, or nothing was measured). ``backends``: of each kind
+    of layer, what computed.
+    """
 
     variant: str
     description: str
@@ -36,6 +46,15 @@ class Score:
     problems: int
     flips: int | None
     seconds: float
+    hard_exact_match: float | None
+    hard_problems: int
+    kl_mean: float | None
+    kl_mean_bound: float | None
+    kl_p99: float | None
+    kl_p99_bound: float | None
+    top1_agreement: float | None
+    within: bool | None
+    backends: dict[str, str]
 
 
 def evaluate(
@@ -45,6 +64,8 @@ def evaluate(
     *,
     limit: int = 1000,
     num_stories: int = 100,
+    num_hard: int = HARD_PROBLEMS,
+    measure_divergence: bool = True,
     progress: Callable[[str, int, int], Any] = lambda *_: None,
     omit: Callable[[Variant, Exception], Any] | None = None,
 ) -> list[Score]:
@@ -56,8 +77,10 @@ def evaluate(
         Checkpoint directory with its tokenizer.
     variants : sequence of Variant
     device : torch.device
-    limit, num_stories : int
-        How many of the 1,000 problems, and how many stories.
+    limit, num_stories, num_hard : int
+        How many of the 1,000 problems, how many stories, and how many conversations of the hard set (0: none).
+    measure_divergence : bool
+        Whether to compare with stock transformers in fp32, which must be able to load the checkpoint.
     progress : callable
         Called with (variant, done, total).
     omit : callable, optional
@@ -74,36 +97,93 @@ def evaluate(
     ArgumentError
         Without ``omit``: a variant does not apply to this checkpoint.
     CheckpointError
-        No tokenizer.
+        No tokenizer; or there is to be a comparison with fp32, and transformers cannot load the checkpoint.
     """
     tokenizer = tokenizer_of(path)
-    problems, texts = held_out_problems()[:limit], stories("held_out", num_stories)
+    problems, chats = held_out_problems()[:limit], hard_problems(num_hard)
+    texts: list[list[int]] = [tokenizer(text)["input_ids"] for text in stories("held_out", num_stories)]
+    yardstick = _yardstick(path, texts, device) if measure_divergence else None
     answers: dict[str, list[str]] = {}
     scores = []
     for variant in variants:
         begin = time.perf_counter()
         try:
-            if (reason := variant.why_not(path)) is not None:
+            if (reason := variant.why_not(path, device)) is not None:
                 raise ArgumentError("eval", "variant", f"{variant.name!r}, {reason}", "one that applies")
             runner = variant.build(path, device)
             given = _answers(runner, tokenizer, problems, partial(progress, variant.name))
-            perplexity = _perplexity(runner, tokenizer, texts)
+            right = sum(text == problem.answer for text, problem in zip(given, problems, strict=True))
+            hard = [holds_conversation(runner.logits, tokenizer, chat) for chat in chats]
+            perplexity, far = _read(runner, texts, yardstick)
+            bound = (
+                (None, None) if yardstick is None or variant.roundings is None else yardstick.bound(variant.roundings)
+            )
         except (FastlayersError, OSError, ValueError, RuntimeError) as error:
             if omit is None:
                 raise
             omit(variant, error)
             continue
         answers[variant.name] = given
-        right = sum(text == problem.answer for text, problem in zip(given, problems, strict=True))
         before = answers.get(variant.baseline) if variant.baseline else None
         flips = None if before is None else sum(a != b for a, b in zip(given, before, strict=True))
+        mean, p99, top1 = (far.mean, far.p99, far.top1) if far is not None else (None, None, None)
         scores.append(
             Score(
                 variant.name, variant.description, variant.baseline, right / len(given), perplexity, len(given),
-                flips, time.perf_counter() - begin,
+                flips, time.perf_counter() - begin, sum(hard) / len(hard) if hard else None, len(hard),
+                mean, bound[0], p99, bound[1], top1, _within(far, bound), backends_of(runner.model),
             )
         )  # fmt: skip
     return scores
+
+
+def _yardstick(path: Path, texts: Sequence[Sequence[int]], device: torch.device) -> Yardstick:
+    try:
+        return Yardstick(path, texts, device)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; without the comparison with fp32: --no-divergence") from error
+
+
+def _within(far: Divergence | None, bound: tuple[float | None, float | None]) -> bool | None:
+    mean, p99 = bound
+    return None if far is None or mean is None or p99 is None else far.mean <= mean and far.p99 <= p99
+
+
+def backends_of(model: Any) -> dict[str, str]:
+    """Return, of each kind of layer in a model, the names of the backends that compute."""
+    found: dict[str, set[str]] = {}
+    for module in model.modules():
+        for choice in module.choices if isinstance(module, Layer) else ():
+            found.setdefault(choice.layer, set()).add(choice.name)
+    return {layer: "|".join(sorted(names)) for layer, names in sorted(found.items())}
+
+
+def holds_conversation(logits: Callable[[Sequence[int]], torch.Tensor], tokenizer: Any, chat: Conversation) -> bool:
+    """Return whether every answer is what greedy decoding would say, each after the right ones before it.
+
+    One pass over the whole conversation: up to the first wrong token, teacher forced and greedy are the same.
+
+    Raises
+    ------
+    CheckpointError
+        The tokenizer's template writes earlier turns otherwise than the last one.
+    """
+    messages: list[dict[str, str]] = []
+    spans: list[tuple[int, list[int]]] = []
+    ids: list[int] = []
+    for turn in chat.turns:
+        messages.append({"role": "user", "content": turn.prompt})
+        asked = template_ids(tokenizer, messages, True)
+        messages.append({"role": "assistant", "content": turn.answer})
+        before, ids = ids, template_ids(tokenizer, messages, False)
+        if asked[: len(before)] != before or ids[: len(asked)] != asked:
+            where = getattr(tokenizer, "name_or_path", "")
+            raise CheckpointError(f"{where}: its chat template rewrites earlier turns; --hard 0 does without")
+        # The answer and what ends it; a template may add more, which no model need say.
+        end = len(asked) + len(tokenizer(turn.answer, add_special_tokens=False)["input_ids"]) + 1
+        spans.append((len(asked), ids[len(asked) : end]))
+    said: list[int] = logits(ids).argmax(-1).tolist()
+    return all(said[begin - 1 : begin - 1 + len(answer)] == answer for begin, answer in spans)
 
 
 # Files of which a tokenizer has at least one.
@@ -135,8 +215,12 @@ def chat_ids(tokenizer: Any, prompt: str) -> list[int]:
     if not getattr(tokenizer, "chat_template", None):
         where = getattr(tokenizer, "name_or_path", "")
         raise CheckpointError(f"{where}: no chat_template.jinja, and no chat_template in tokenizer_config.json")
-    turn = [{"role": "user", "content": prompt}]
-    text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+    return template_ids(tokenizer, [{"role": "user", "content": prompt}], True)
+
+
+def template_ids(tokenizer: Any, messages: list[dict[str, str]], awaiting: bool) -> list[int]:
+    """Return the token ids of a conversation as the template writes it, perhaps awaiting the assistant's answer."""
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=awaiting, tokenize=False)
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
 
@@ -153,14 +237,24 @@ def _answers(
     return given
 
 
-def _perplexity(runner: Runner, tokenizer: Any, texts: Sequence[str]) -> float:
+def _read(
+    runner: Runner, texts: Sequence[Sequence[int]], yardstick: Yardstick | None
+) -> tuple[float, Divergence | None]:
+    """Return the perplexity of the texts and, in the same pass, how far the logits are from fp32's."""
     loss, count = 0.0, 0
-    for text in texts:
-        ids: list[int] = tokenizer(text)["input_ids"]
-        logits = runner.logits(ids)[:-1]
-        loss += float(cross_entropy(logits, torch.tensor(ids[1:], device=logits.device), reduction="sum"))
+
+    def logits(ids: Sequence[int]) -> torch.Tensor:
+        nonlocal loss, count
+        found = runner.logits(ids)
+        loss += float(cross_entropy(found[:-1], torch.tensor(ids[1:], device=found.device), reduction="sum"))
         count += len(ids) - 1
-    return math.exp(loss / max(1, count))
+        return found
+
+    if yardstick is None:
+        for ids in texts:
+            logits(ids)
+    far = None if yardstick is None else yardstick.of(logits)
+    return math.exp(loss / max(1, count)), far
 
 
 def as_json(scores: Sequence[Score]) -> dict[str, dict[str, Any]]:

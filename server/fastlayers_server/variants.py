@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -20,6 +20,9 @@ from fastlayers_models.convert import convert_to_fp8_block, dequantize_checkpoin
 from fastlayers_server.engine.config import EngineConfig
 from fastlayers_server.front.tokens import TokenText
 from fastlayers_server.llm import LLM, Params
+
+# What a format rounds; the module divergence tells stock transformers to do the same.
+Rounding = Literal["bf16", "fp8-block", "fp8-weights", "fp8-kv"]
 
 
 def reason_of(error: Exception) -> str:
@@ -46,11 +49,14 @@ def load_hugging_face(path: Path, dtype: torch.dtype, device: torch.device) -> A
         raise
     except Exception as error:  # its validation has exceptions of its own
         raise CheckpointError(f"{path}: transformers cannot load it: {reason_of(error)}") from error
-    return model.to(device).eval()
+    # MXFP4 experts are expanded to bf16, whatever was asked for.
+    return (model.float() if dtype == torch.float32 else model).to(device).eval()
 
 
 class Runner(Protocol):
     """One way to run a checkpoint."""
+
+    model: Any
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
         """Return greedy continuations, cut after the first end token."""
@@ -138,6 +144,8 @@ class Variant:
     """One row of the table: a name, what it is, which row it must agree with, and how to build it.
 
     ``formats``: the formats of checkpoints that it can be made from (see :class:`fastlayers.QuantSpec`); empty: any.
+    ``roundings``: what its numbers lose against the checkpoint in fp32 (see :mod:`fastlayers_server.divergence`);
+    ``None``: it is one of those that say how much that is. ``devices``: where it can run; empty: anywhere.
     """
 
     name: str
@@ -146,9 +154,13 @@ class Variant:
     quantised: bool
     build: Callable[[Path, torch.device], Runner]
     formats: tuple[str, ...] = ()
+    roundings: tuple[Rounding, ...] | None = None
+    devices: tuple[str, ...] = ()
 
-    def why_not(self, path: Path) -> str | None:
-        """Return why there is no such row for this checkpoint, or ``None``."""
+    def why_not(self, path: Path, device: torch.device) -> str | None:
+        """Return why there is no such row for this checkpoint and this device, or ``None``."""
+        if self.devices and device.type not in self.devices:
+            return f"which runs on {' or '.join(self.devices)} alone: elsewhere kernels of its format multiply in bf16"
         format = QuantSpec.from_config(Checkpoint(path).config.get("quantization_config")).format
         if not self.formats or format in self.formats:
             return None
@@ -183,34 +195,42 @@ def _ours(dtype: torch.dtype) -> Callable[[Path, torch.device], Runner]:
 
 
 BF16, FP32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
-_PLAIN, _MXFP4 = ("none",), ("mxfp4",)
+_PLAIN, _MXFP4, _CPU = ("none",), ("mxfp4",), ("cpu",)
 VARIANTS = {
     v.name: v
     for v in (
         Variant("hf", "Hugging Face, bf16", None, False, _stock(BF16)),
         Variant("hf-fp32", "Hugging Face, fp32", None, False, _stock(FP32)),
-        Variant("patched", "patched, bf16", "hf", False, _patched(BF16)),
-        Variant("patched-fp32", "patched, fp32", "hf-fp32", False, _patched(FP32)),
-        Variant("fastlayers", "fastlayers_models, bf16", "hf", False, _ours(BF16)),
-        Variant("fastlayers-fp32", "fastlayers_models, fp32", "hf-fp32", False, _ours(FP32)),
+        Variant("patched", "patched, bf16", "hf", False, _patched(BF16), roundings=("bf16",)),
+        Variant("patched-fp32", "patched, fp32", "hf-fp32", False, _patched(FP32), roundings=()),
+        Variant("fastlayers", "fastlayers_models, bf16", "hf", False, _ours(BF16), roundings=("bf16",)),
+        Variant("fastlayers-fp32", "fastlayers_models, fp32", "hf-fp32", False, _ours(FP32), roundings=()),
         Variant(
             "dequantised", "fastlayers_models, bf16 with the FP8 weights dequantised", None, False,
-            lambda p, d: FastlayersRunner(_bf16_folder(_fp8_folder(p)), BF16, d), _PLAIN,
+            lambda p, d: FastlayersRunner(_bf16_folder(_fp8_folder(p)), BF16, d), _PLAIN, ("bf16", "fp8-weights"),
         ),
         Variant(
             "fp8-block", "fastlayers_models, FP8-block weights", "dequantised", True,
-            lambda p, d: FastlayersRunner(_fp8_folder(p), BF16, d), _PLAIN,
+            lambda p, d: FastlayersRunner(_fp8_folder(p), BF16, d), _PLAIN, ("bf16", "fp8-block"),
+        ),
+        Variant(
+            "fp8-block-fp32", "fastlayers_models, fp32 with FP8-block weights", "fastlayers-fp32", True,
+            lambda p, d: FastlayersRunner(_fp8_folder(p), FP32, d), _PLAIN, ("fp8-block",), _CPU,
         ),
         Variant(
             "mxfp4-dequantised", "fastlayers_models, bf16 with the MXFP4 weights dequantised", None, False,
-            lambda p, d: FastlayersRunner(_bf16_folder(p), BF16, d), _MXFP4,
+            lambda p, d: FastlayersRunner(_bf16_folder(p), BF16, d), _MXFP4, ("bf16",),
         ),
         Variant(
-            "mxfp4", "fastlayers_models, MXFP4 weights", "mxfp4-dequantised", True, _ours(BF16), _MXFP4,
+            "mxfp4", "fastlayers_models, MXFP4 weights", "mxfp4-dequantised", True, _ours(BF16), _MXFP4, ("bf16",),
         ),
         Variant(
             "fp8-kv", "fastlayers_models, bf16 with FP8 KV", "fastlayers", True,
-            lambda p, d: FastlayersRunner(p, BF16, d, kv_dtype=E4M3),
+            lambda p, d: FastlayersRunner(p, BF16, d, kv_dtype=E4M3), roundings=("bf16", "fp8-kv"),
+        ),
+        Variant(
+            "fp8-kv-fp32", "fastlayers_models, fp32 with FP8 KV", "fastlayers-fp32", True,
+            lambda p, d: FastlayersRunner(p, FP32, d, kv_dtype=E4M3), (), ("fp8-kv",), _CPU,
         ),
     )
 }  # fmt: skip

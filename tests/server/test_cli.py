@@ -228,24 +228,49 @@ def test_demo_fails_if_the_tokens_differ(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_eval_scores_each_variant() -> None:
-    few = ("--limit", "10", "--stories", "2", "--json", "--device", "cpu")
+    few = ("--limit", "10", "--stories", "2", "--hard", "4", "--json", "--device", "cpu")
     seen = run("eval", "tiny", "--variants", "hf,patched,fastlayers", *few)
     scores = json.loads(seen.stdout)
     assert list(scores) == ["hf", "patched", "fastlayers"]
     for name, row in scores.items():
         assert row["exact_match"] >= 0.9 and 1.0 < row["perplexity"] < 2.0, name
+        assert row["hard_problems"] == 4 and 0 <= row["hard_exact_match"] <= 1
+        assert 0 < row["kl_mean"] < row["kl_p99"] < 0.01 and 0.9 < row["top1_agreement"] <= 1
+    assert scores["hf"]["within"] is None and scores["hf"]["kl_mean_bound"] is None
+    for name in ("patched", "fastlayers"):
+        assert scores[name]["kl_mean_bound"] > scores["hf"]["kl_mean"] and scores[name]["within"] is not None
     assert scores["patched"]["flips"] == 0 and scores["fastlayers"]["flips"] == 0
+    assert scores["hf"]["backends"] == {} and scores["fastlayers"]["backends"]["rms_norm"] == "torch"
+
+
+def test_eval_without_the_comparison_measures_the_rest() -> None:
+    few = ("--limit", "2", "--stories", "1", "--hard", "0", "--no-divergence", "--device", "cpu")
+    (row,) = json.loads(run("eval", "tiny", "--variants", "fastlayers", "--json", *few).stdout).values()
+    assert row["perplexity"] > 1 and row["kl_mean"] is None and row["within"] is None
+    assert row["hard_exact_match"] is None
+    seen = run("eval", "tiny", "--variants", "fastlayers", "--check", *few)
+    assert isinstance(seen.exception, ArgumentError) and "--no-divergence" in str(seen.exception)
+
+
+def test_eval_can_fail_where_a_bound_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Weights in FP8 under the name of a variant whose numbers are to be those of fp32.
+    wrong = dataclasses.replace(VARIANTS["fp8-block-fp32"], name="fastlayers-fp32", roundings=())
+    monkeypatch.setitem(VARIANTS, "fastlayers-fp32", wrong)
+    few = ("--limit", "1", "--stories", "1", "--hard", "0", "--device", "cpu", "--variants", "fastlayers-fp32")
+    for options, code in (((), 0), (("--check",), 1)):
+        seen = run("eval", "tiny", *few, *options)
+        assert seen.exit_code == code and "its format accounts for" in " ".join(seen.stderr.split())
 
 
 def test_eval_says_why_a_variant_does_not_apply_and_runs_the_others() -> None:
-    few = ("--limit", "2", "--stories", "1", "--json", "--device", "cpu")
+    few = ("--limit", "2", "--stories", "1", "--hard", "0", "--json", "--device", "cpu")
     seen = run("eval", GPT_OSS, "--variants", "all", *few)
     scores = json.loads(seen.stdout)
     assert seen.exit_code == 0
-    assert list(scores) == [name for name in VARIANTS if name not in ("dequantised", "fp8-block")]
+    assert list(scores) == [name for name in VARIANTS if name not in ("dequantised", "fp8-block", "fp8-block-fp32")]
     assert scores["mxfp4"]["flips"] == 0 and scores["mxfp4"]["exact_match"] == 1.0
     shown = " ".join(seen.stderr.split())
-    for name in ("dequantised", "fp8-block"):
+    for name in ("dequantised", "fp8-block", "fp8-block-fp32"):
         assert f"{name}: not run, made from a checkpoint that is unquantised, and this one is mxfp4" in shown
 
 
@@ -254,7 +279,7 @@ def test_eval_keeps_the_rows_that_were_finished(monkeypatch: pytest.MonkeyPatch)
         raise RuntimeError("no room")
 
     monkeypatch.setitem(VARIANTS, "patched", dataclasses.replace(VARIANTS["patched"], build=fail))
-    few = ("--limit", "2", "--stories", "1", "--json", "--device", "cpu")
+    few = ("--limit", "2", "--stories", "1", "--hard", "0", "--json", "--device", "cpu")
     seen = run("eval", "tiny", "--variants", "hf,patched,fastlayers", *few)
     assert seen.exit_code == 1 and list(json.loads(seen.stdout)) == ["hf", "fastlayers"]
     assert "error: patched: RuntimeError: no room" in seen.stderr

@@ -1,0 +1,207 @@
+"""How far a way to run a checkpoint is from fp32, and how far its number format alone may bring it.
+
+Measured at every position of a text, teacher forced, over the whole vocabulary:
+
+    KL = Σ_v p(v) · (log p(v) - log q(v))        p: stock transformers in fp32, q: what is judged
+
+The bound of a variant is derived in the same run from what its format rounds, on the same text and weights: stock
+transformers computes in fp32 with one rounding of the format and no other, and the error finds its way through the
+layers as it does in a model of ours, whose code takes no part in it. For small errors KL is half the variance of the
+logits' errors, and variances of independent errors add:
+
+    bound = MARGIN · ( Σ over the format's roundings  KL(stock with this one)  +  FLOOR · KL(stock in bf16) )
+
+=============  ========================================================================================
+rounding       what stock transformers is told
+=============  ========================================================================================
+``bf16``       weights and activations in bf16
+``fp8-block``  weights: the e4m3 codes times their scales, in fp32; the inputs of those linears in e4m3, one scale for
+               each 128 values of a row
+``fp8-weights``  the same weights, inputs as they are
+``fp8-kv``     keys and values (of MLA: latents) in e4m3 where they enter its cache
+=============  ========================================================================================
+
+MXFP4 has no row: its weights are exact in bf16, so the model is the checkpoint. fp32 has the floor: KL grows with the
+square of the unit round-off, (2⁻²⁴ / 2⁻⁹)² = 2⁻³⁰ of bf16's, and 16 times that lets sums of another order be four times
+as far off. The margin covers what the sum leaves out, that errors of two roundings are not quite independent and that
+sums in bf16 have an order: sound variants of the shipped checkpoints stay below 1.15 without it. A scale of the cache
+that is 2 % off reaches 1.4 and more in fp32, where no noise of bf16 covers it, a wrong scale of weights ten times
+that (``tests/server/test_accuracy_bounds.py`` plants each).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from fastlayers.quant.spec import QuantSpec
+from fastlayers_models.checkpoint import Checkpoint
+from fastlayers_models.convert import convert_to_fp8_block, dequantize_checkpoint
+from fastlayers_server.variants import Rounding, load_hugging_face
+
+MARGIN = 1.25
+FLOOR = 16 * 2.0**-30
+E4M3, GROUP = torch.float8_e4m3fn, 128
+E4M3_MAX, E4M3_SMALLEST = 448.0, 1e-10
+
+Logits = Callable[[Sequence[int]], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """KL from fp32 in nats: its mean and its 99th percentile over the positions; how often the best token agrees."""
+
+    mean: float
+    p99: float
+    top1: float
+
+
+def divergence(reference: Sequence[torch.Tensor], logits: Logits, texts: Sequence[Sequence[int]]) -> Divergence:
+    """Compare with the reference's logits, ``[len(text), vocab]`` for each text, on any device."""
+    found, agree = [], 0
+    for wanted, ids in zip(reference, texts, strict=True):
+        p, q = wanted.double().log_softmax(-1), logits(ids).to(wanted.device).double().log_softmax(-1)
+        found.append((p.exp() * (p - q)).sum(-1))
+        agree += int((p.argmax(-1) == q.argmax(-1)).sum())
+    kl = torch.cat(found)
+    return Divergence(float(kl.mean()), float(kl.quantile(0.99)), agree / len(kl))
+
+
+class Yardstick:
+    """Stock transformers in fp32 on some texts, and with each rounding when it is first asked for.
+
+    Parameters
+    ----------
+    path : Path
+        A checkpoint that stock transformers reads; one of another format than MXFP4 is multiplied out for it.
+    texts : sequence of token ids
+    device : torch.device
+
+    Notes
+    -----
+    Holds the fp32 logits on the host: four bytes for each token of the texts and each of the vocabulary.
+
+    Raises
+    ------
+    CheckpointError
+        transformers cannot load it.
+    """
+
+    def __init__(self, path: Path, texts: Sequence[Sequence[int]], device: torch.device) -> None:
+        self._folders = tempfile.TemporaryDirectory(prefix="fastlayers-yardstick-")
+        format = QuantSpec.from_config(Checkpoint(path).config.get("quantization_config")).format
+        self.path, self.texts, self.device = path, [list(ids) for ids in texts], device
+        if format not in ("none", "mxfp4"):
+            self.path = Path(self._folders.name) / "fp32"
+            dequantize_checkpoint(path, self.path, torch.float32)
+        stock = _Stock(self.path, torch.float32, device)
+        self.reference = [stock.logits(ids).cpu() for ids in self.texts]
+        self._found: dict[Rounding, Divergence] = {}
+
+    def of(self, logits: Logits) -> Divergence:
+        """Return how far these logits are from fp32."""
+        return divergence(self.reference, logits, self.texts)
+
+    def with_rounding(self, rounding: Rounding) -> Divergence:
+        """Return how far stock transformers is with this rounding and no other."""
+        if rounding not in self._found:
+            self._found[rounding] = self.of(self._rounded(rounding).logits)
+        return self._found[rounding]
+
+    def bound(self, roundings: Sequence[Rounding]) -> tuple[float, float]:
+        """Return what a variant with these roundings may reach: of the mean, and of the 99th percentile."""
+        bf16, parts = self.with_rounding("bf16"), [self.with_rounding(each) for each in roundings]
+        mean = sum(part.mean for part in parts) + FLOOR * bf16.mean
+        p99 = sum(part.p99 for part in parts) + FLOOR * bf16.p99
+        return MARGIN * mean, MARGIN * p99
+
+    def _rounded(self, rounding: Rounding) -> _Stock:
+        if rounding == "bf16":
+            return _Stock(self.path, torch.bfloat16, self.device)
+        if rounding == "fp8-kv":
+            return _Stock(self.path, torch.float32, self.device, cache=True)
+        packed, plain = Path(self._folders.name) / "fp8", Path(self._folders.name) / "fp8-fp32"
+        if not plain.exists():
+            convert_to_fp8_block(self.path, packed, include_ragged=True)
+            dequantize_checkpoint(packed, plain, torch.float32)
+        suffix = ".weight_scale_inv"
+        names = {name.removesuffix(suffix) for name in Checkpoint(packed).names() if name.endswith(suffix)}
+        return _Stock(plain, torch.float32, self.device, inputs=names if rounding == "fp8-block" else set())
+
+
+class _Stock:
+    """A stock model, with a rounding of the cache or of the inputs of some linears, given by their checkpoint names."""
+
+    def __init__(
+        self,
+        path: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        cache: bool = False,
+        inputs: Set[str] = frozenset(),
+    ) -> None:
+        self.model, self.device, self.cache = load_hugging_face(path, dtype, device), device, cache
+        if inputs and hasattr(self.model, "set_experts_implementation"):
+            self.model.set_experts_implementation("eager")  # one linear an expert: what the mode below sees
+        self.mode = _RoundInputs(_weights(self.model, inputs))
+
+    @torch.inference_mode()
+    def logits(self, ids: Sequence[int]) -> torch.Tensor:
+        """Return fp32 logits ``[len(ids), vocab]``."""
+        options = {"past_key_values": _rounding_cache(self.model.config)} if self.cache else {}
+        with self.mode:
+            out = self.model(torch.tensor([list(ids)], device=self.device), use_cache=self.cache, **options)
+        logits: torch.Tensor = out.logits[0]
+        return logits.float()
+
+
+class _RoundInputs(TorchFunctionMode):
+    """Rounds the first argument of ``linear`` to e4m3, one scale a group of a row, where the weight is one of these."""
+
+    def __init__(self, storages: set[int]) -> None:
+        super().__init__()
+        self.storages = storages
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear and args[1].untyped_storage().data_ptr() in self.storages:
+            args = (_in_groups(args[0]), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+def _in_groups(x: torch.Tensor) -> torch.Tensor:
+    width = x.shape[-1]
+    groups = F.pad(x, (0, -width % GROUP)).unflatten(-1, (-1, GROUP))
+    scale = groups.abs().amax(-1, keepdim=True).clamp_min(E4M3_SMALLEST) / E4M3_MAX
+    return ((groups / scale).to(E4M3).to(x.dtype) * scale).flatten(-2)[..., :width]
+
+
+def _weights(model: nn.Module, names: Set[str]) -> set[int]:
+    """Return where the weights of these linears are stored; stacked experts hold those of all of theirs."""
+    found: set[int] = set()
+    for name, parameter in model.named_parameters():
+        owner, _, leaf = name.rpartition(".")
+        stacked = parameter.ndim == 3 and any(other.startswith(f"{owner}.0.") for other in names)
+        if stacked or (leaf == "weight" and owner in names):
+            found.add(parameter.untyped_storage().data_ptr())
+    return found
+
+
+def _rounding_cache(config: Any) -> Any:
+    """Return a cache of transformers that rounds what enters it to e4m3."""
+    from transformers import DynamicCache
+
+    class RoundingCache(DynamicCache):
+        def update(self, key_states: Any, value_states: Any, *rest: Any, **options: Any) -> Any:
+            rounded = [x.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).to(x.dtype) for x in (key_states, value_states)]
+            return super().update(*rounded, *rest, **options)
+
+    return RoundingCache(config=config)

@@ -1,0 +1,162 @@
+"""The bounds of ``fastlayers eval``: sound variants hold them, and a planted fault of each kind breaks them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fastlayers_models.convert import convert_to_fp8_block
+from fastlayers_models.find import TINY, assets
+from fastlayers_server import divergence, tasks
+from fastlayers_server.divergence import Divergence, Yardstick
+from fastlayers_server.evaluate import tokenizer_of
+from fastlayers_server.variants import BF16, E4M3, FP32, VARIANTS, FastlayersRunner
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
+PATHS = {
+    "deepseek_v3": assets() / TINY,
+    "qwen3_moe": ROOT / "checkpoints" / "tiny_qwen3_moe",
+    "gpt_oss": ROOT / "checkpoints" / "tiny_gpt_oss",
+}
+Weights = dict[str, torch.Tensor]
+Edit = Callable[[Weights], None]
+
+
+@lru_cache(maxsize=1)
+def yardstick(family: str) -> Yardstick:
+    path = PATHS[family]
+    tokenizer = tokenizer_of(path)
+    return Yardstick(path, [tokenizer(text)["input_ids"] for text in tasks.stories("held_out", 14)], CPU)
+
+
+def holds(family: str, variant: str, runner: Any) -> bool:
+    """Say whether it is within the bounds of this variant, as ``eval`` does."""
+    far, roundings = yardstick(family).of(runner.logits), VARIANTS[variant].roundings
+    assert roundings is not None
+    mean, p99 = yardstick(family).bound(roundings)
+    return far.mean <= mean and far.p99 <= p99
+
+
+def edited(source: Path, target: Path, edit: Edit) -> Path:
+    target.mkdir()
+    for file in source.iterdir():
+        if file.suffix == ".json":
+            (target / file.name).write_bytes(file.read_bytes())
+    weights = load_file(source / "model.safetensors")
+    edit(weights)
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def block_doubled(name: str) -> Edit:
+    def edit(weights: Weights) -> None:
+        weights[f"{name}.weight_scale_inv"][0, -1] *= 2
+
+    return edit
+
+
+def expert_halved(prefix: str) -> Edit:
+    def edit(weights: Weights) -> None:
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            weights[f"{prefix}.{part}.weight_scale_inv"] /= 2
+
+    return edit
+
+
+def cache_scale(family: str, factor: float) -> Edit:
+    """What enters the cache is ``factor`` times what it should be, as if the cache were read with that scale."""
+    whole = {
+        "deepseek_v3": (".kv_a_layernorm.weight",),
+        "qwen3_moe": (".k_norm.weight", ".v_proj.weight"),
+        "gpt_oss": (".k_proj.weight", ".k_proj.bias", ".v_proj.weight", ".v_proj.bias"),
+    }[family]
+
+    def edit(weights: Weights) -> None:
+        for name, value in weights.items():
+            if name.endswith(whole):
+                weights[name] = value.float() * factor
+            elif name.endswith(".kv_a_proj_with_mqa.weight"):
+                weights[name] = value.float()
+                weights[name][512:] *= factor  # the rope part of the keys; the latent is normed after this
+
+    return edit
+
+
+@pytest.mark.parametrize("family", list(PATHS))
+def test_sound_variants_hold_their_bounds(family: str) -> None:
+    judged = [v for v in VARIANTS.values() if v.roundings is not None and v.why_not(PATHS[family], CPU) is None]
+    assert len(judged) == {"deepseek_v3": 9, "qwen3_moe": 9, "gpt_oss": 8}[family]
+    assert [v.name for v in judged if not holds(family, v.name, v.build(PATHS[family], CPU))] == []
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        block_doubled("model.layers.0.self_attn.o_proj"),
+        block_doubled("model.layers.2.self_attn.o_proj"),
+        block_doubled("model.layers.1.mlp.experts.3.down_proj"),
+        expert_halved("model.layers.1.mlp.experts.3"),
+    ],
+    ids=["attention block", "late block", "expert's block", "expert halved"],
+)  # fmt: skip
+def test_a_wrong_scale_of_fp8_weights_breaks_the_bound(family: str, fault: Edit, tmp_path: Path) -> None:
+    convert_to_fp8_block(PATHS[family], tmp_path / "fp8", include_ragged=True)
+    assert holds(family, "fp8-block", FastlayersRunner(tmp_path / "fp8", BF16, CPU))
+    wrong = edited(tmp_path / "fp8", tmp_path / "wrong", fault)
+    assert not holds(family, "fp8-block", FastlayersRunner(wrong, BF16, CPU))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+def test_a_halved_expert_in_mxfp4_breaks_the_bound(dtype: torch.dtype, tmp_path: Path) -> None:
+    def halved(weights: Weights) -> None:
+        for part in ("gate_up_proj", "down_proj"):
+            weights[f"model.layers.1.mlp.experts.{part}_scales"][3] -= 1  # exponents
+
+    runner = FastlayersRunner(edited(PATHS["gpt_oss"], tmp_path / "wrong", halved), dtype, CPU)
+    assert not holds("gpt_oss", "mxfp4" if dtype == BF16 else "fastlayers-fp32", runner)
+
+
+@pytest.mark.parametrize("part, layer", [("gate_up_proj", 1), ("down_proj", 3)])
+def test_one_wrong_exponent_of_mxfp4_breaks_the_bound_in_fp32(part: str, layer: int, tmp_path: Path) -> None:
+    """One of 12,288: 32 weights are twice what they should be, which noise of bf16 would cover."""
+
+    def doubled(weights: Weights) -> None:
+        weights[f"model.layers.{layer}.mlp.experts.{part}_scales"][3, 10, 1] += 1
+
+    wrong = edited(PATHS["gpt_oss"], tmp_path / "wrong", doubled)
+    assert not holds("gpt_oss", "fastlayers-fp32", FastlayersRunner(wrong, FP32, CPU))
+
+
+@pytest.mark.parametrize("family", list(PATHS))
+@pytest.mark.parametrize("factor", [1.02, 0.98])
+def test_a_cache_scale_two_percent_off_breaks_the_bound(family: str, factor: float, tmp_path: Path) -> None:
+    wrong = edited(PATHS[family], tmp_path / "wrong", cache_scale(family, factor))
+    assert not holds(family, "fp8-kv-fp32", FastlayersRunner(wrong, FP32, CPU, kv_dtype=E4M3))
+    # The edit itself loses nothing: with a factor of one the bound holds.
+    right = edited(PATHS[family], tmp_path / "right", cache_scale(family, 1.0))
+    assert holds(family, "fp8-kv-fp32", FastlayersRunner(right, FP32, CPU, kv_dtype=E4M3))
+
+
+def test_the_bound_is_the_sum_of_its_roundings(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"bf16": Divergence(1.0, 10.0, 1.0), "fp8-kv": Divergence(2.0, 30.0, 1.0)}
+    stick = yardstick("gpt_oss")
+    monkeypatch.setattr(stick, "with_rounding", lambda name: found[name])
+    monkeypatch.setattr(divergence, "FLOOR", 0.5)
+    assert stick.bound(("bf16", "fp8-kv")) == pytest.approx((1.25 * 3.5, 1.25 * 45))
+    assert stick.bound(()) == pytest.approx((1.25 * 0.5, 1.25 * 5))
+
+
+def test_divergence_is_that_of_its_definition() -> None:
+    p, q = torch.tensor([[0.5, 0.25, 0.25], [0.9, 0.05, 0.05]]), torch.tensor([[0.25, 0.5, 0.25], [0.9, 0.05, 0.05]])
+    found = divergence.divergence([p.log()], lambda ids: q.log() + 3, [[1, 2]])
+    first = 0.5 * torch.tensor(2.0).log().item() - 0.25 * torch.tensor(2.0).log().item()
+    assert found.mean == pytest.approx(first / 2) and found.p99 == pytest.approx(0.99 * first)
+    assert found.top1 == 0.5
