@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
 import pytest
 import torch
 
+from fastlayers.integers import next_power_of_2
 from fastlayers.moe.fused_moe.cases import make_inputs, prepare, run
 from fastlayers.moe.fused_moe.launch_config import LaunchConfig, Tile, candidates, plan_for
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
 from fastlayers.moe.fused_moe.reference import ReferenceFusedMoE
+from fastlayers.moe.fused_moe.triton import pair_vector
 from fastlayers.moe.fused_moe.triton.backend import TritonFusedMoE
+from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.testing.parity import compare, poisoned_memory
 from fastlayers.testing.spec import spec_of
 
@@ -24,6 +32,8 @@ FUSED_BLOCKS = LaunchConfig(Tile(16, 128, 128, 4, 2), Tile(16, 64, 128, 4, 2))
 DIRECT = LaunchConfig(Tile(1, 16, 64, 4, 2), Tile(1, 32, 64, 4, 2), splits=3)
 MATRIX = LaunchConfig(Tile(1, 64, 128, 4, 3), Tile(1, 32, 128, 2, 3), splits=2, splits1=3)
 PAIRED = LaunchConfig(Tile(1, 32, 64, 2, 3), Tile(1, 64, 32, 4, 3))
+VECTORS = LaunchConfig(Tile(0, 2, 32, 1, 2), Tile(0, 2, 32, 1, 2))
+DEEP_VECTORS = LaunchConfig(Tile(0, 4, 128, 2, 9), Tile(0, 1, 16, 1, 9))
 ALIGNED = LaunchConfig(Tile(16, 32, 128, 4, 2), Tile(16, 64, 32, 4, 2), band=1, splits=2)
 
 
@@ -42,6 +52,11 @@ ALIGNED = LaunchConfig(Tile(16, 32, 128, 4, 2), Tile(16, 64, 32, 4, 2), band=1, 
         ("gpt_oss_interleaved", MATRIX),
         ("gpt_oss_interleaved", PAIRED),
         ("gpt_oss", PAIRED),
+        ("tiny_bf16", VECTORS),
+        ("odd_sizes", VECTORS),
+        ("odd_sizes", DEEP_VECTORS),
+        ("gpt_oss_interleaved", VECTORS),
+        ("gpt_oss", DEEP_VECTORS),
         ("fp8", MATRIX),
         ("fp8_ragged_shared", MATRIX),
         ("fp8_ue8m0", MATRIX),
@@ -94,6 +109,91 @@ def test_candidates_of_16_bit_weights_fit_shared_memory(tokens: int) -> None:
     # Half empty blocks that read an expert's weights once, an expert after the other.
     once = LaunchConfig(Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3), band=1)
     assert (once in plans) == (tokens >= 256)
+
+
+def test_one_token_of_16_bit_weights_takes_vectors() -> None:
+    assert plan_for(1, SHAPES["qwen3"], False).vectors
+    assert not plan_for(2, SHAPES["qwen3"], False).vectors
+    for cfg in (SHAPES["deepseek_v3_tp8"], SHAPES["gpt_oss"], replace(SHAPES["qwen3"], num_shared=1)):
+        assert not any(LaunchConfig.of(config).vectors for config in candidates(cfg, 1))
+    for top_k in (1, 6, 16):
+        for config in candidates(replace(SHAPES["qwen3"], top_k=top_k), 1):
+            plan = LaunchConfig.of(config)
+            if plan.vectors:
+                rows = plan.second.n * next_power_of_2(top_k)
+                # Fp32 sums of a thread.
+                assert rows * plan.second.k <= 64 * 32 * plan.second.warps, plan
+                assert plan.first.n * plan.first.k <= 64 * 32 * plan.first.warps, plan
+
+
+MUTANTS = {
+    "first tile again": ("gates[i].to", "gates[0].to"),
+    "up is gate": ("up += x * ups[i]", "up += x * gates[i]"),
+    "every token the first": ("(pair // TOP_K)", "(pair // TOP_K * 0)"),
+    "dropped pairs count": ("(expert >= 0) & (expert < num_routed) & (column < D)", "column < D"),
+    "unweighted": ("+ bias) * weight", "+ bias)"),
+    "pair of another token": ("pair = token * TOP_K + slot", "pair = slot"),
+    "first tile of the second product again": ("held[i].to", "held[0].to"),
+    "no second bias": ("(tl.sum(acc, axis=1) + bias)", "tl.sum(acc, axis=1)"),
+}
+
+
+def mutated(name: str, folder: Path) -> ModuleType:
+    """Return the module of the matrix-vector experts with one expression changed."""
+    before, after = MUTANTS[name]
+    text = Path(pair_vector.__file__).read_text()
+    assert before in text, f"the kernels no longer have {before!r}"
+    path = folder / "mutant.py"
+    path.write_text(text.replace(before, after))
+    spec = importlib.util.spec_from_file_location("pair_vector_mutant", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def experts(module: ModuleType) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what the matrix-vector experts write for three tokens with a dropped pair, and the same in fp64."""
+    random = torch.Generator().manual_seed(5)
+    tokens, top_k, count, hidden, inner = 3, 3, 5, 48, 40
+    plan = LaunchConfig(Tile(0, 2, 32, 1, 1), Tile(0, 2, 16, 1, 2))
+    x, w13, w2 = (
+        torch.randn(shape, generator=random).bfloat16()
+        for shape in ((tokens, hidden), (count, 2 * inner, hidden), (count, hidden, inner))
+    )
+    b13, b2 = (torch.randn(shape, generator=random).bfloat16() for shape in ((count, 2 * inner), (count, hidden)))
+    ids = torch.tensor([[1, 4, 0], [2, -1, 3], [0, 2, 4]], dtype=torch.int32)
+    weights = torch.rand(tokens, top_k, generator=random)
+    y = torch.full((tokens, hidden), float("nan"), dtype=torch.bfloat16)
+    packed = MoEWeights(w13, w2, None, None, b13, b2)
+    module.vector_experts(x, weights, ids, packed, y, plan, False, 0.0, 0.0, 1.5, False)
+    wanted = torch.zeros(tokens, hidden, dtype=torch.float64)
+    for token in range(tokens):
+        for slot, expert in enumerate(ids[token].tolist()):
+            if expert >= 0:
+                h = w13[expert].double() @ x[token].double() + b13[expert].double()
+                a = (torch.nn.functional.silu(h[:inner]) * h[inner:]).bfloat16().double()
+                wanted[token] += 1.5 * weights[token, slot].double() * (w2[expert].double() @ a + b2[expert].double())
+    return y, wanted
+
+
+def close(y: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return bool(torch.isclose(y.double(), wanted, rtol=2e-2, atol=0.5).all())
+
+
+def test_matrix_vector_experts_agree_with_float64_in_equal_bits() -> None:
+    y, wanted = experts(pair_vector)
+    assert close(y, wanted)
+    assert torch.equal(y, experts(pair_vector)[0])
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_planted_bug_in_matrix_vector_experts_shows(name: str, tmp_path: Path) -> None:
+    try:
+        y, wanted = experts(mutated(name, tmp_path))
+    except Exception:  # an index that is none
+        return
+    assert not close(y, wanted), f"{name} changes nothing"
 
 
 @pytest.mark.parametrize("shape", SHAPES)

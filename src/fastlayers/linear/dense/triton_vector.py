@@ -36,7 +36,7 @@ def vector_kernel(
     weight_rows = weight_ptr + tl.minimum(column, N - 1).to(tl.int64)[:, None] * weight_stride
     held = ()
     for i in tl.static_range(AHEAD):
-        held = held + (_tile(weight_rows, i * BLOCK_K + depth, K, EVEN_K),)
+        held = held + (_tile(weight_rows, i * BLOCK_K + depth, K, EVEN_K),)  # type: ignore[assignment]
     bias = tl.zeros([BLOCK_N], tl.float32)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + column, mask=known, other=0.0).to(tl.float32)
@@ -44,11 +44,11 @@ def vector_kernel(
     release_dependents(PDL)
     sums = ()
     for row in tl.static_range(ROWS):
-        sums = sums + (tl.zeros([BLOCK_N, BLOCK_K], tl.float32),)
+        sums = sums + (tl.zeros([BLOCK_N, BLOCK_K], tl.float32),)  # type: ignore[assignment]
     for i in tl.static_range(BLOCKS):
         if i + AHEAD < BLOCKS:
-            held = held + (_tile(weight_rows, (i + AHEAD) * BLOCK_K + depth, K, EVEN_K),)
-        weight = held[i].to(tl.float32)
+            held = held + (_tile(weight_rows, (i + AHEAD) * BLOCK_K + depth, K, EVEN_K),)  # type: ignore[assignment]
+        weight = held[i].to(tl.float32)  # type: ignore[var-annotated]
         added = ()
         for row in tl.static_range(ROWS):
             x = _tile(x_ptr + (row % M) * x_stride, i * BLOCK_K + depth, K, EVEN_K)

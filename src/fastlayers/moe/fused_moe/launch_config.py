@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import torch
+
+from fastlayers.integers import next_power_of_2
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
 
 # More tokens run in several chunks, so that the fp32 partial sums [T*k, D] stay below about 1 GiB.
@@ -18,7 +21,10 @@ PAIR_LIMIT, MXFP4_PAIR_LIMIT = 16, 64
 
 @dataclass(frozen=True)
 class Tile:
-    """Tile of one grouped GEMM; ``m`` is shared by both, because the alignment is. ``m`` 1: one pair."""
+    """Tile of one grouped GEMM; ``m`` is shared by both, because the alignment is. ``m`` 1: one pair.
+
+    ``m`` 0: matrix-vector products, of ``n`` rows of weights and ``stages`` tiles of ``k`` columns in flight.
+    """
 
     m: int
     n: int
@@ -44,7 +50,12 @@ class LaunchConfig:
     @property
     def by_pair(self) -> bool:
         """Whether no alignment is needed."""
-        return self.first.m == 1
+        return self.first.m <= 1
+
+    @property
+    def vectors(self) -> bool:
+        """Whether both products are matrix-vector ones."""
+        return self.first.m == 0
 
     def config(self) -> dict[str, int]:
         """Return the plan as a table holds it."""
@@ -89,7 +100,7 @@ def plan_for(tokens: int, cfg: FusedMoEConfig, wide: bool) -> LaunchConfig:
     if cfg.quant == "mxfp4":
         return _mxfp4_plan(pairs, small_batch, cfg, wide)
     if small_batch and not (wide and cfg.quant == "none"):
-        return _pair_plan(pairs, cfg)
+        return VECTORS if tokens == 1 and takes_vectors(cfg) else _pair_plan(pairs, cfg)
     average = -(-pairs // cfg.all_experts)
     if wide and cfg.quant == "none":
         m = 16 if average <= 16 else 32
@@ -104,6 +115,15 @@ def plan_for(tokens: int, cfg: FusedMoEConfig, wide: bool) -> LaunchConfig:
     if cfg.quant == "none":
         return LaunchConfig(Tile(128, 128, k, 8, 3), Tile(128, 128, k, 8, 4))
     return LaunchConfig(Tile(64, 128, k, 8, 3), Tile(64, 128, k, 4, 4))
+
+
+# Measured on an H200, see benchmarks/notes/decode_phases.md.
+VECTORS = LaunchConfig(Tile(0, 2, 1024, 4, 2), Tile(0, 2, 256, 4, 3))
+
+
+def takes_vectors(cfg: FusedMoEConfig) -> bool:
+    """Return whether matrix-vector products serve: 16-bit weights, no shared experts, sums that fit registers."""
+    return cfg.quant == "none" and cfg.num_shared == 0 and cfg.dtype != torch.float32 and cfg.top_k <= 16
 
 
 def _pair_plan(pairs: int, cfg: FusedMoEConfig) -> LaunchConfig:
@@ -146,6 +166,8 @@ def candidates(cfg: FusedMoEConfig, num_tokens: int) -> list[dict[str, int]]:
         plans += _mxfp4_plans(cfg, num_tokens, pairs)
     else:
         small_batch = num_tokens <= MAX_PAIR_TOKENS
+        if small_batch and takes_vectors(cfg):
+            plans += _vector_plans(cfg)
         if num_tokens <= PAIR_LIMIT:
             plans += _pair_plans(cfg, pairs)[: None if small_batch else 4 if num_tokens <= 8 else 2]
         if not small_batch or pairs > cfg.all_experts:
@@ -165,6 +187,16 @@ def _pair_plans(cfg: FusedMoEConfig, pairs: int) -> list[LaunchConfig]:
         plans += [replace(base, splits1=parts) for parts in (2 * base.splits1, max(1, base.splits1 // 2))]
         plans += [replace(base, first=tiles[0], second=tiles[0], splits1=2 * base.splits1)]
     return [*plans, replace(base, splits=2)]
+
+
+def _vector_plans(cfg: FusedMoEConfig) -> list[LaunchConfig]:
+    """Few rows a program; its tiles must leave a thread some registers."""
+    span = next_power_of_2(cfg.top_k)
+    firsts = [Tile(0, *shape) for shape in ((2, 1024, 4, 2), (1, 1024, 4, 2), (2, 512, 2, 4), (1, 2048, 8, 1))]
+    seconds = [Tile(0, *shape) for shape in ((2, 256, 4, 3), (1, 256, 2, 3), (4, 256, 8, 3), (1, 256, 4, 3))]
+    seconds = [tile for tile in seconds if tile.n * span * tile.k <= 2048 * tile.warps]
+    plans = [LaunchConfig(tile, seconds[0]) for tile in firsts]
+    return plans + [LaunchConfig(firsts[0], tile) for tile in seconds[1:]]
 
 
 # 16-bit weights: pairs of a block, band, then columns, depth, warps and stages of both products.
