@@ -30,6 +30,11 @@ from fastlayers import env
 from fastlayers.comm import triton_signals
 from fastlayers.comm.parallel import ParallelSpec
 from fastlayers.tuning.provenance import provenance
+from fastlayers_server.known_models import DEEPSEEK_V3
+from fastlayers_server.random_models import fill_random
+
+# Eight of its layers with experts.
+SLICE = DEEPSEEK_V3 | {"num_hidden_layers": 8, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
 
 
 class Run:
@@ -107,27 +112,35 @@ def decode(run: Run, name: str, backend: str, wanted: dict[int, Any]) -> None:
     else:
         os.environ.pop("FASTLAYERS_BACKEND", None)
     begin = time.perf_counter()
-    config = MODELS[name] | ({"num_hidden_layers": run.options.layers} if run.options.layers else {})
+    config = (MODELS | {"deepseek_v3_slice": SLICE})[name]
+    config = config | ({"num_hidden_layers": run.options.layers} if run.options.layers else {})
     family: Any = family_of(config)
     model = family(
         family.config_class.from_hf(config), parallel=run.parallel, dtype=torch.bfloat16, device=run.device
     ).eval()
     weights = Weights.of(model)
     torch.manual_seed(0)  # what all ranks hold is equal
-    randomize(model)
+    if name == "deepseek_v3_slice":
+        fill_random(model)
+        fl.finalize(model)
+    else:
+        randomize(model)
     if run.options.dp > 1:
         return time_groups(run, name, model)
-    batches = run.options.batches
+    batches, room = run.options.batches, room_left()
     generator = Generator(
-        model, max_batch=max(batches), max_length=256, extend_buckets=ExtendBuckets((), ()), cuda_graph=True
-    )
+        model, max_batch=max(batches), max_length=run.options.prompt + 192, extend_buckets=ExtendBuckets((), ()),
+        cuda_graph=True,
+    )  # fmt: skip
     generator.capture([n for n in generator.step.buckets if n in batches])
     torch.cuda.synchronize()
     built = time.perf_counter() - begin
     seam = model.seam
     for batch in run.options.batches:
-        row = time_decode(generator, weights, batch, 64, 48, 2)
-        tokens = generator.generate(prompts_of(batch, 64, model.config.vocab_size), max_new_tokens=16, eos_ids=())
+        row = time_decode(generator, weights, batch, run.options.prompt, 48, 2)
+        tokens = generator.generate(
+            prompts_of(batch, run.options.prompt, model.config.vocab_size), max_new_tokens=16, eos_ids=()
+        )
         everywhere = [tokens] * run.size
         if run.size > 1:
             dist.all_gather_object(everywhere, tokens)
@@ -135,12 +148,27 @@ def decode(run: Run, name: str, backend: str, wanted: dict[int, Any]) -> None:
         run.say(
             what="decode", model=name, ranks=run.size,
             seam=seam.sum_norm(model.decoder.layers[0].input_layernorm).choice.name if seam is not None else "",
-            built_s=round(built, 1), **(row | {"tpot_ms": round(run.slower(row["tpot_ms"]), 3)}),
+            built_s=round(built, 1), **cache_room(model, room),
+            **(row | {"tpot_ms": round(run.slower(row["tpot_ms"]), 3)}),
             same_tokens_on_all_ranks=everywhere == [tokens] * run.size, same_tokens_as_first=first == tokens,
             workspace_s=round(seam.workspace.seconds, 3) if seam is not None and seam.workspace else None,
             late=seam.workspace.arena.failed() if seam is not None and seam.workspace.arena is not None else None,
         )  # fmt: skip
     generator.close()
+
+
+def room_left() -> int:
+    """Return the bytes of this GPU that nothing holds but 6 GiB for graphs and the largest steps."""
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0] - (6 << 30)
+
+
+def cache_room(model: Any, room: int, groups: int = 1) -> dict[str, int]:
+    """Return how many tokens all ranks together can cache: every group caches other requests."""
+    spec = fl.kv_cache_spec(model, page_size=model.page_size, dtype=model.kv_dtype)
+    return {
+        "cache_bytes_of_a_token": spec.bytes_per_token, "cache_tokens": groups * max(0, room) // spec.bytes_per_token
+    }  # fmt: skip
 
 
 def time_groups(run: Run, name: str, model: Any) -> None:
@@ -149,10 +177,10 @@ def time_groups(run: Run, name: str, model: Any) -> None:
 
     from fastlayers_models.generate import Generator
 
-    generator = Generator(model, max_batch=64, max_length=256, cuda_graph=True)
-    spec = fl.kv_cache_spec(model, page_size=model.page_size, dtype=model.kv_dtype)
+    room = room_left()
+    generator = Generator(model, max_batch=64, max_length=run.options.prompt + 192, cuda_graph=True)
     for requests in (run.options.dp, 64 * run.options.dp):
-        prompts = prompts_of(requests, 64, model.config.vocab_size)
+        prompts = prompts_of(requests, run.options.prompt, model.config.vocab_size)
         generator.generate(prompts, max_new_tokens=4, eos_ids=())
         times = []
         for new in (8, 56):
@@ -166,7 +194,8 @@ def time_groups(run: Run, name: str, model: Any) -> None:
         run.say(
             what="decode_groups", model=name, ranks=run.size, dp=run.options.dp, ep=run.options.ep, requests=requests,
             tpot_ms=round(tpot, 3), tokens_per_s=round(requests / tpot * 1e3, 1),
-            cache_bytes_of_a_token=spec.bytes_per_token, same_tokens_on_all_ranks=everywhere == [tokens] * run.size,
+            **cache_room(model, room, run.options.dp), prompt=run.options.prompt,
+            same_tokens_on_all_ranks=everywhere == [tokens] * run.size,
             replays=generator.step.graphs.replays if generator.step.graphs is not None else 0,
         )  # fmt: skip
     generator.close()
@@ -187,6 +216,7 @@ def main() -> None:
         default=["nccl", ""],
         help="backends; '': what is chosen; late: without early starts",
     )
+    parser.add_argument("--prompt", type=int, default=64, help="tokens of each prompt")
     parser.add_argument("--dp", type=int, default=1, help="attention groups")
     parser.add_argument("--ep", type=int, default=1, help="groups that split the experts")
     parser.add_argument("--layers", type=int, help="fewer decoder layers, to try things out")
