@@ -36,7 +36,6 @@ _PUBLIC = {
     "Layout": "fastlayers.comm.layouts",
     "Linear": "fastlayers.linear.dense.layer",
     "MLAAttention": "fastlayers.attention.mla.layer",
-    "MXFP8Quant": "fastlayers.quant.mxfp8_quant.layer",
     "PagePool": "fastlayers.attention.kv_cache.pool",
     "ParallelSpec": "fastlayers.comm.parallel",
     "QuantSpec": "fastlayers.quant.spec",

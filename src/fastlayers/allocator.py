@@ -4,7 +4,8 @@
                        ^ used                  ^ capacity
 
 Small accumulators (absolute maxima, counters) must start at zero each step. One memset a step replaces one a
-layer.
+layer. No kernel of this library needs it: counters are left at zero by their last reader, maxima and counts are stored
+before they are read, so that a step zeroes nothing. It is for kernels that others register.
 """
 
 from __future__ import annotations
@@ -21,8 +22,13 @@ from fastlayers.errors import (
     check_plain,
     check_positive,
 )
+from fastlayers.registry import Backend, Registry
 
 ALIGNMENT = 16
+BUMP_ALLOCATOR = Registry(
+    "bump_allocator",
+    [Backend("torch", "fastlayers.allocator:BumpAllocator", auto_on=("cpu", "cuda"), note="one memset a step")],
+)
 
 
 class BumpAllocator:

@@ -11,7 +11,7 @@ from fastlayers import device as device_module
 from fastlayers import tuning
 from fastlayers.device import Device
 from fastlayers.errors import ArgumentError
-from fastlayers.registry import LAYERS, Backend, Choice, Rung, registry
+from fastlayers.registry import LAYERS, PARTS, Backend, Choice, Rung, builtin_registry, registry
 from fastlayers.runtime import builds
 from fastlayers.tuning.probe import choices_of
 
@@ -57,15 +57,17 @@ def backends(layer: str, device: Any = None, cfg: Any = None) -> Table:
     Parameters
     ----------
     layer : str
-        A name of :data:`fastlayers.registry.LAYERS`.
+        A name of :data:`fastlayers.registry.LAYERS`, of ``COLLECTIVES``, or of ``PARTS`` (the allocator, the
+        communicator), which have no configuration.
     device : str, torch.device or Device, optional
         A described device (``"H200"``, ``"B200"``, ``"A100"``, ``"cpu"``) or one of this machine.
     cfg : object, optional
         The layer's configuration. Without one a backend's hardware is "yes" if it accepts any of the layer's cases,
         in any phase; the reason of one that accepts none is about a real shape.
     """
-    table, target = registry(layer), device_module.as_device(device)
-    configs = [cfg] if cfg is not None else _typical(layer)
+    part = isinstance(layer, str) and layer in PARTS
+    table, target = builtin_registry(layer) if part else registry(layer), device_module.as_device(device)
+    configs = [cfg] if cfg is not None or part else _typical(layer)
     rows = []
     for rank, backend in enumerate(table.ranked):
         hardware = _refusal(backend, configs, target)

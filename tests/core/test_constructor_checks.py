@@ -16,6 +16,7 @@ from fastlayers.attention.kv_cache.spec import KVCacheSpec
 from fastlayers.attention.mla.prefix_chunks import MLAThresholds
 from fastlayers.errors import ArgumentError, FastlayersError, check_kind, check_plain
 from fastlayers.quant.group_quant.layer import GroupQuant
+from fastlayers.quant.mxfp8_quant.layer import MXFP8Quant
 from fastlayers.rotary.scaling import RopeScaling
 from fastlayers.sampler.layer import SamplingState
 
@@ -43,7 +44,7 @@ MAKERS: dict[Callable[..., Any], dict[str, Any]] = {
         "hidden_size": 64, "num_heads": 2, "q_lora_rank": 32, "kv_lora_rank": 64, "qk_nope_head_dim": 32,
         "qk_rope_head_dim": 64, "v_head_dim": 32, "rotary": ROTARY,
     },
-    fl.MXFP8Quant: {},
+    MXFP8Quant: {},
     fl.PagePool: {"num_pages": 4, "page_size": 16},
     fl.ParallelSpec: {},
     fl.ParallelSpec.grid: {"world_size": 4, "rank": 1, "attn_dp": 2, "ep": 2},

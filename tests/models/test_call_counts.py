@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastlayers as fl
 import fastlayers_models
@@ -180,6 +181,39 @@ def test_triton_path(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     calls = calls_of_a_layer(on_triton(family, tmp_path, monkeypatch))
     assert StubDriver.launches >= 5 * 3  # prepared ones, in the steps after the first
     assert calls <= ON_TRITON[family]
+
+
+class Zeroings(TorchDispatchMode):
+    """Notes what torch is asked to fill."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+        self.seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).split(".")[1]
+        self.seen += 1
+        if "zero" in name or "fill" in name or name in ("full", "new_full", "ones", "new_ones"):
+            self.asked.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ON_TRITON)
+def test_a_decode_step_zeroes_nothing(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No counter, maximum or accumulator starts at zero by a fill of its own: there is no memset to save."""
+    zeroings = Zeroings()
+
+    @contextmanager
+    def watched() -> Iterator[None]:
+        with zeroings:
+            yield
+
+    steps_of_a_layer(on_triton(family, tmp_path, monkeypatch), watched)
+    assert zeroings.seen > 10 and zeroings.asked == []
+    with zeroings:
+        torch.empty(2).zero_()
+    assert zeroings.asked == ["zero_"]
 
 
 @pytest.mark.parametrize(("family", "functions", "files"), [("qwen3_moe", 58, 27), ("deepseek_v3", 60, 28)])

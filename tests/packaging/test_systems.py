@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,8 +13,7 @@ from pathlib import Path
 import pytest
 
 import fastlayers as fl
-from fastlayers.registry import LAYERS, registry
-from fastlayers.registry.layers import COLLECTIVES
+from fastlayers.registry import COLLECTIVES, LAYERS, PARTS, builtin_registry, registry
 
 REPO = Path(__file__).resolve().parents[2]
 PAGE = REPO / "docs" / "systems.md"
@@ -120,3 +121,50 @@ def test_every_layer_belongs_to_an_item() -> None:
     assert set(listed) == {*LAYERS, *COLLECTIVES}
     wrong = [layer for layer, items in listed.items() if not all(0 < int(i) < 67 for i in items.split(","))]
     assert wrong == []
+
+
+def test_parts_that_are_no_layer_have_rows() -> None:
+    for part in PARTS:
+        for device in ("H200", "cpu"):
+            rows = fl.backends(part, device=device)
+            assert rows and all(row.layer == part and row.reason for row in rows)
+            assert any(row.hardware and row.installed and row.automatic for row in rows)
+    (kernels,) = [row for row in fl.backends("communicator", device="cpu") if row.name == "triton_symm_mem"]
+    assert not kernels.hardware and "this is cpu" in kernels.reason
+    assert next(row for row in fl.backends("communicator", device="H200") if row.name == "triton_symm_mem").hardware
+    for part in PARTS:
+        assert builtin_registry(part).ranked[0].load() in (fl.BumpAllocator, fl.LayerCommunicator)
+
+
+def callers() -> dict[str, set[str]]:
+    """Return for each name the files, tests excluded, that load it: `fl.Name`, `Name`, or "module:Name"."""
+    found: dict[str, set[str]] = {}
+    for root in ("src", "models", "server", "benchmarks"):
+        for path in (REPO / root).rglob("*.py"):
+            if path.name == "cases.py" or path == Path(fl.__file__):
+                continue
+            for node in ast.walk(ast.parse(path.read_text())):
+                name = None
+                if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "fl":
+                    name = node.attr
+                elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                    name = node.id
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    target = re.fullmatch(r"[\w.]+:(\w+)", node.value)
+                    name = target[1] if target else None
+                if name:
+                    found.setdefault(name, set()).add(str(path))
+    return found
+
+
+def test_every_public_class_has_a_caller_or_a_reason_on_the_page() -> None:
+    reasons = dict(re.findall(r"^\| `(\w+)` \| ([^|\d]{40,}) \|$", PAGE.read_text(), re.MULTILINE))
+    used, without = callers(), set()
+    for name in fl.__all__:
+        made = getattr(fl, name)
+        if inspect.isclass(made):
+            # Rows of the registry for parts name their own class.
+            home = inspect.getsourcefile(made)
+            if not used.get(name, set()) - {home}:
+                without.add(name)
+    assert without == set(reasons)

@@ -13,6 +13,7 @@ from torch import nn
 
 import fastlayers as fl
 from fastlayers.errors import ArgumentError, CaptureError
+from fastlayers.quant.mxfp8_quant.layer import MXFP8Quant
 from fastlayers.registry.spec import LayerSpec, spec_of
 from fastlayers.runtime import compile_log
 from fastlayers.runtime.warmup import calls_of
@@ -160,7 +161,7 @@ def test_bad_calls() -> None:
         fl.warmup(3, tokens=[1])
     with pytest.raises(ArgumentError, match="a module with layers of fastlayers inside"):
         fl.warmup(nn.Linear(2, 2), tokens=[1])
-    for layer in (rotary(), fl.MXFP8Quant()):
+    for layer in (rotary(), MXFP8Quant()):
         for module in (layer, nn.Sequential(layer)):
             with pytest.raises(ArgumentError, match=r"which does not know the .*example_inputs\(num_tokens\)"):
                 fl.warmup(module, tokens=[1])

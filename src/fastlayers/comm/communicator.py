@@ -39,8 +39,26 @@ from fastlayers.comm.layouts import Hidden, Layout
 from fastlayers.comm.padding import StepTokens
 from fastlayers.comm.parallel import ParallelSpec
 from fastlayers.comm.seam import Moves, Seam
+from fastlayers.device import Device
 from fastlayers.errors import ArgumentError, LayoutError, check_choice, check_kind, check_plain, describe
+from fastlayers.registry import TRITON_NEEDS, Backend, Registry
 
+
+def _needs_cuda(cfg: Any, device: Device) -> str | None:
+    return None if device.type == "cuda" else f"its kernels write into other GPUs' memory, this is {device}"
+
+
+_HERE = "fastlayers.comm.communicator:LayerCommunicator"
+COMMUNICATOR = Registry(
+    "communicator",
+    [
+        Backend(
+            "triton_symm_mem", _HERE, TRITON_NEEDS, _needs_cuda,
+            note="sums, gathers and scatters of the rows sum_norm, gather_rows, scatter_rows; checked on all ranks",
+        ),
+        Backend("collective", _HERE, auto_on=("cpu", "cuda"), note="torch.distributed's: NCCL, or gloo on a CPU"),
+    ],
+)  # fmt: skip
 Norm = Callable[..., Any]
 Transition = Callable[[Hidden, "StepTokens | None"], tuple[torch.Tensor, "torch.Tensor | None"]]
 

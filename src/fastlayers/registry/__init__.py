@@ -19,14 +19,14 @@ from fastlayers.registry.backend import (
     triton_backend,
 )
 from fastlayers.registry.choice import Choice, Ladder, Rung
-from fastlayers.registry.layers import COLLECTIVES, LAYERS
+from fastlayers.registry.layers import COLLECTIVES, LAYERS, PARTS, builtin_registry
 from fastlayers.registry.plugins import load_plugins, plugin_errors
 from fastlayers.registry.registry import Registry, check_ladder, environment_wishes, registry
 
 __all__ = [
-    "COLLECTIVES", "LAYERS", "TRITON_NEEDS", "Backend", "Choice", "Ladder", "Registry", "Rung", "UnverifiedBackend",
-    "blackwell_guard", "check_ladder", "environment_wishes", "load_plugins", "plugin_errors", "reference_backend",
-    "registry", "supports_all", "torch_backend", "triton_backend",
+    "COLLECTIVES", "LAYERS", "PARTS", "TRITON_NEEDS", "Backend", "Choice", "Ladder", "Registry", "Rung",
+    "UnverifiedBackend", "blackwell_guard", "builtin_registry", "check_ladder", "environment_wishes", "load_plugins",
+    "plugin_errors", "reference_backend", "registry", "supports_all", "torch_backend", "triton_backend",
 ]  # fmt: skip
 
 __getattr__ = renamed(__name__, {"accepts_all": "supports_all", "NotRun": "UnverifiedBackend"})

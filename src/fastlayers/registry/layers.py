@@ -41,9 +41,14 @@ COLLECTIVES: dict[str, str] = {
     "expert_exchange": "fastlayers.comm.expert_exchange.layer:EXPERT_EXCHANGE",
     "scatter_rows": "fastlayers.comm.scatter_rows.layer:SCATTER_ROWS",
 }
+# Parts that are no layer: their rows say what serves them where, and nobody chooses among them by shape.
+PARTS: dict[str, str] = {
+    "bump_allocator": "fastlayers.allocator:BUMP_ALLOCATOR",
+    "communicator": "fastlayers.comm.communicator:COMMUNICATOR",
+}
 
 
 def builtin_registry(layer: str) -> Registry:
-    module, _, attribute = (LAYERS.get(layer) or COLLECTIVES[layer]).partition(":")
+    module, _, attribute = (LAYERS.get(layer) or PARTS.get(layer) or COLLECTIVES[layer]).partition(":")
     found: Registry = getattr(importlib.import_module(module), attribute)
     return found
