@@ -299,6 +299,8 @@ def test_a_quiet_compile_is_captured_again_and_an_error_at_last(
 @pytest.mark.gpu
 def test_gpu_replay_pool_and_failures() -> None:
     x = torch.ones(1 << 20, device="cuda")
+    gc.collect()
+    torch.cuda.empty_cache()  # as each capture does: what earlier tests left must not count
     graphs, taken = CudaGraphs(), [torch.cuda.memory_reserved()]
     # By torch's count: the driver's, which the ledger takes, contains what other processes do meanwhile.
     steps = {n: lambda n=n: (x[:n] * 2 + 1).sin() for n in (1 << 20, 1 << 10)}
