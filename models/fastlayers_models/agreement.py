@@ -9,18 +9,15 @@ same_choices     when the model stands: the backend of each layer, its tuned thr
 from __future__ import annotations
 
 import hashlib
-import re
 from typing import Any
 
 import torch
-from torch import nn
 
 import fastlayers as fl
+from fastlayers.comm.agreement import chosen
 from fastlayers.comm.fabric import agree
 from fastlayers.comm.parallel import ParallelSpec
 from fastlayers.device import as_device
-from fastlayers.layer import Layer
-from fastlayers.registry.choice import Rung
 from fastlayers.runtime import builds
 from fastlayers.tuning.provenance import source_hash
 from fastlayers_models.checkpoint import Checkpoint
@@ -52,22 +49,6 @@ def same_choices(model: Any) -> None:
     """Compare what computes each layer; layers of equal names but for their number are one fact."""
     if model.parallel.tp.size > 1:
         agree(model.parallel.tp, {"model": type(model).__name__} | chosen(model) | _across(model))
-
-
-def chosen(model: nn.Module) -> dict[str, str]:
-    """Return the backends of all layers, by name of the module."""
-    found: dict[str, list[str]] = {}
-    for name, layer in model.named_modules():
-        if isinstance(layer, Layer) and hasattr(layer, "choice"):
-            ladders = ", ".join("|".join(map(_shown, choice.rungs)) for choice in layer.choices)
-            kinds = found.setdefault(re.sub(r"\d+", "N", name), [])
-            kinds += [ladders] if ladders not in kinds else []
-    return {f"backend of {name}": " or ".join(kinds) for name, kinds in found.items()}
-
-
-def _shown(rung: Rung) -> str:
-    limit = "" if rung.max_tokens is None else f":{rung.max_tokens}"
-    return rung.backend.name + limit + (str(rung.config) if rung.config else "")
 
 
 def _across(model: Any) -> dict[str, str]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from fastlayers.comm.agreement import axis_of, share_tables
 from fastlayers.comm.fabric import agree
 from fastlayers.comm.parallel import Axis
 from fastlayers.device import DESCRIBED
@@ -17,6 +18,7 @@ from fastlayers.errors import CollectiveMismatch, RankLostError
 from fastlayers.norm.rms_norm.layer import RMS_NORM
 from fastlayers.registry.choice import Rung
 from fastlayers.runtime import builds, kernel_cache
+from fastlayers.runtime.warmup import warmup
 from fastlayers.testing.world import Rank, world
 from fastlayers_models import agreement
 from fastlayers_models.checkpoint import Checkpoint
@@ -147,6 +149,42 @@ def test_only_what_all_ranks_have_built_counts(tmp_path: Path) -> None:
     for rank, (before, met, after) in enumerate(world(2).run(what_is_built, str(tmp_path))):
         assert before == after == {"everywhere": 8 << rank, f"only on {rank}": 4}
         assert met == {"everywhere": 8}
+
+
+def tables(rank: Rank, folder: str) -> list[str]:
+    own = Path(folder, f"tables{rank.rank}")
+    own.mkdir()
+    written = [own / "linear" / "a.json"] if rank.rank == 0 else []
+    for path in written:
+        path.parent.mkdir()
+        path.write_text("timed by the first")
+    found = share_tables(written, own, rank.spec().tp)
+    return [path.relative_to(own).as_posix() + ": " + path.read_text() for path in found]
+
+
+def test_the_first_ranks_tables_are_everybodys(tmp_path: Path) -> None:
+    assert world(2).run(tables, str(tmp_path)) == [["linear/a.json: timed by the first"]] * 2
+
+
+def warmed(rank: Rank) -> str:
+    model = LlamaForCausalLM(LlamaConfig.from_hf(CONFIG), parallel=rank.spec(), dtype=torch.float32)
+    assert axis_of(model) is rank.spec().tp
+    warmup(model.decoder.layers[0].input_layernorm, [2], progress=False)  # by itself: nobody is asked
+    with pytest.MonkeyPatch.context() as patch:
+        if rank.rank == 1:
+            patch.setenv("FASTLAYERS_BACKEND", "rms_norm=reference")
+        try:
+            warmup(model, [2], progress=False)
+        except CollectiveMismatch as error:
+            return str(error)
+    return "nothing"
+
+
+def test_what_a_warm_up_chooses_is_compared() -> None:
+    for said in world(2).run(warmed):
+        assert said.startswith(
+            "ranks differ in backend of model.layers.N.input_layernorm: rank 0 has torch; rank 1 has"
+        )
 
 
 def test_one_rank_agrees_with_itself() -> None:

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from fastlayers.comm.parallel import ParallelSpec
+from fastlayers.comm.agreement import axis_of, chosen, share_tables
+from fastlayers.comm.fabric import agree
 from fastlayers.errors import ArgumentError, check_plain, check_positive
 from fastlayers.layer import Layer
 from fastlayers.registry.spec import spec_of
@@ -28,6 +29,7 @@ from fastlayers.runtime import builds, compile_log, kernel_cache, precompile
 from fastlayers.runtime.compile_log import CompileWatch
 from fastlayers.tuning.probe import choices_of
 from fastlayers.tuning.probe_shapes import probe_shapes
+from fastlayers.tuning.table import probed_dir
 
 if TYPE_CHECKING:
     from fastlayers.device import Device
@@ -149,20 +151,25 @@ def warmup(
     if build:
         report.built = builds.record(_automatic(layers), max(counts))
         _refresh_builds(module)
+    if (axis := axis_of(module)) is not None:
+        agree(axis, chosen(module if isinstance(module, nn.Module) else module.model))
     return report
 
 
 def _refresh_builds(module: Any) -> None:
     """Read anew what is built; of a model that is split, together with the other ranks, which call this, too."""
     builds.refresh()
-    model = module if hasattr(module, "parallel") else getattr(module, "model", None)
-    if isinstance(parallel := getattr(model, "parallel", None), ParallelSpec):
-        builds.meet(parallel.tp)
+    if (axis := axis_of(module)) is not None:
+        builds.meet(axis)
 
 
 def _probe(module: Any, layers: Sequence[Layer], build: bool) -> list[Path]:
     model = module if isinstance(module, nn.Module) else getattr(module, "model", None)
-    written = probe_shapes(model, build=build) if isinstance(model, nn.Module) else []
+    axis = axis_of(module)
+    probes = isinstance(model, nn.Module) and (axis is None or axis.rank == 0)
+    written = probe_shapes(model, build=build) if probes and isinstance(model, nn.Module) else []
+    if axis is not None:
+        written = share_tables(written, probed_dir(), axis)
     if written:
         for layer in layers:
             layer.choose_again(built_only=not build)
