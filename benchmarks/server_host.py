@@ -47,6 +47,10 @@ class Step:
     def sample(self, masks: Any = None) -> None:
         """Nothing is left to do."""
 
+    def first(self) -> list[list[int]]:
+        """Tell nothing before the rest."""
+        return []
+
     def result(self) -> TickResult:
         """Return the tokens."""
         time.sleep(max(0.0, self._ready_at - time.monotonic()))

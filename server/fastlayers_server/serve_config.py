@@ -47,7 +47,7 @@ class ServeConfig:
     gpu_memory_utilization: float = flag(0.9, "share of the device's memory for this process")
     max_running_requests: int = flag(256, "requests decoded at once", "--max-num-seqs")
     max_num_batched_tokens: int = flag(8192, "ceiling of a chunk of prompt tokens", "--chunked-prefill-size")
-    itl_target_ms: float = flag(50.0, "a chunk beside decoding requests may take them so long")
+    itl_target_ms: float = flag(40.0, "a chunk beside decoding requests may take them so long")
     max_partial_prefills: int = flag(2, "prompts that may be half done at once")
     max_queued_requests: int = flag(2048, "more get 429", "--max-num-queued-reqs")
     max_queued_tokens: int = flag(4_000_000, "prompt tokens that wait; more get 429", "--max-num-queued-tokens")

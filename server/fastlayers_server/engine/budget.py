@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 NEARLY = 1.25  # a larger chunk that costs so much more at most is worth it where no chunk meets the target
-# A queue is a backlog from so many requests on, and so many for each row: then those who wait matter more.
-BACKLOG, BACKLOG_SHARE = 8, 0.25
+# A queue is a backlog from so many requests on, or so many for each row, up to a limit: then who waits matters more.
+BACKLOG, BACKLOG_SHARE, BACKLOG_ANYWAY = 8, 0.25, 16
+# A chunk may take so many times the decode step beside it; more where more wait: twice as much for each so many.
+BESIDE, PATIENT = 2.2, 5
 
 
 class Budget:
@@ -15,7 +17,7 @@ class Budget:
     max_tokens : int
         The chunk where nothing decodes, or nothing was measured.
     target : float
-        Seconds for an extend and the decode step beside it.
+        Seconds for an extend and the decode step beside it, at most.
 
     Attributes
     ----------
@@ -27,27 +29,38 @@ class Budget:
         self.max_tokens, self.target = max_tokens, target
         self.extend: dict[int, float] = {}
         self.decode: dict[int, float] = {}
-        self._chunks: dict[int, int] = {}
+        self._chunks: dict[tuple[int, int], int] = {}
 
     def measured(self, extend: dict[int, float], decode: dict[int, float]) -> None:
         """Take the step times of the warm-up."""
         self.extend, self.decode = dict(sorted(extend.items())), dict(sorted(decode.items()))
         self._chunks.clear()
 
+    def decode_seconds(self, rows: int) -> float:
+        """Return what a decode step of so many rows takes; 0.0 where nothing was measured."""
+        return next((seconds for size, seconds in self.decode.items() if size >= rows), 0.0)
+
+    def backlog(self, rows: int, waiting: int) -> bool:
+        """Whether so many wait that whole steps serve all best; it takes measured times to know better."""
+        return bool(self.extend) and waiting >= max(BACKLOG, min(BACKLOG_SHARE * rows, BACKLOG_ANYWAY))
+
     def chunk(self, rows: int, waiting: int = 0) -> int:
         """Return the largest chunk beside so many decoding rows.
 
-        With a backlog it is ``max_tokens``: every decode step beside a small chunk is one that fewer rows share.
+        Few who wait are served in chunks that make a tick some three times a decode step, so that nobody who decodes
+        sees a gap; with a backlog it is ``max_tokens``: every decode step beside a small chunk is one that fewer rows
+        share.
         """
-        if not rows or not self.extend or waiting >= max(BACKLOG, BACKLOG_SHARE * rows):
+        if not rows or not self.extend or self.backlog(rows, waiting):
             return self.max_tokens
-        if rows not in self._chunks:
-            self._chunks[rows] = self._fitting(rows)
-        return self._chunks[rows]
+        key = rows, max(waiting, PATIENT)
+        if key not in self._chunks:
+            self._chunks[key] = self._fitting(*key)
+        return self._chunks[key]
 
-    def _fitting(self, rows: int) -> int:
-        beside = next((seconds for size, seconds in self.decode.items() if size >= rows), 0.0)
-        limit = self.target - beside
+    def _fitting(self, rows: int, waiting: int) -> int:
+        beside = self.decode_seconds(rows)
+        limit = min(self.target - beside, BESIDE * beside * waiting / PATIENT)
         if min(self.extend.values()) > limit:
             # Launch-bound: every chunk is too long, and a larger one hardly longer.
             limit = NEARLY * min(self.extend.values())

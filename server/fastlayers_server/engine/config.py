@@ -57,7 +57,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     piece: int = 0
     max_logprobs: int = 20
     features: tuple[str, ...] = ("penalties", "logit_bias", "logprobs", "prompt_logprobs", "grammar")
-    itl_target: float = 0.05
+    itl_target: float = 0.04
 
 
 class EngineConfig(msgspec.Struct, frozen=True):
@@ -105,7 +105,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     gpu_memory_utilization: float = 0.9
     max_running_requests: int = 256
     max_num_batched_tokens: int = 8192
-    itl_target_ms: float = 50.0
+    itl_target_ms: float = 40.0
     max_partial_prefills: int = 2
     max_queued_requests: int = 2048
     max_queued_tokens: int = 4_000_000

@@ -36,6 +36,9 @@ from fastlayers_server.engine.step import (
 
 # Requests of a captured extend. Few sizes: padding requests costs little, and each is a graph for every token count.
 REQUESTS = (1, 8, 32)
+# Larger ones have a size between two powers, so that a third of padding at most leaves no extend up to the largest
+# uncaptured: launching one takes the host longer than the decode step does that hides it.
+BETWEEN, PADDING = (768, 1536), 1 / 3
 
 
 class Held:
@@ -68,6 +71,12 @@ class TorchStep:
     def sample(self, masks: Any = None) -> None:
         """Draw from the logits that were held back."""
         self._executor.draw_held(self, masks)
+
+    def first(self) -> list[list[int]]:
+        """Wait for the first tokens of prompts; see :class:`fastlayers_server.engine.loop.Step`."""
+        if self.chunks is None or self.telling or self.prompts:
+            return []
+        return [[token] for token in self.chunks.tokens()]
 
     def result(self) -> TickResult:
         """Wait for the tokens."""
@@ -141,7 +150,8 @@ class TorchExecutor:
         tokens = max(config.max_batched_tokens, running, verify_tokens)
         if extend_buckets is None:
             most = getattr(model, "captured_tokens", None) or TOKENS[-1]
-            extend_buckets = ExtendBuckets(tuple(size for size in TOKENS if size <= most), REQUESTS)
+            sizes = sorted(size for size in (*TOKENS, *BETWEEN) if size <= most)
+            extend_buckets = ExtendBuckets(tuple(sizes), REQUESTS, PADDING)
         if graphs is None and cuda_graph and device.type == "cuda":
             # One run before a capture, not two: every layer ran in these sizes before.
             graphs = CudaGraphs(device, warm_ups=1)
@@ -201,6 +211,8 @@ class TorchExecutor:
         for chunks in [[chunk] for chunk in plan.chunks] if alone else [plan.chunks] * bool(plan.chunks):
             place = self._launch_chunks(plan, step, chunks, place)
             self._note(chunks)
+        if not plan.masked:
+            self.draw_held(step, None)  # before the rows: a prompt's first token does not wait for them
         if plan.verify:
             total = sum(len(chunk.ids) for chunk in plan.verify)
             drawn, _ = self.extending.extend_chunks(plan.verify, self.rule)

@@ -3,6 +3,9 @@
     overlapped:    plan n+1 ► launch n+1 ► tokens of n      the host plans while the device works
     synchronous:   plan n ► launch n ► tokens of n          on a CPU, and where drafts need to know them
 
+A step with chunks and rows is waited for in two parts. When the chunks are done the next step is planned, so that
+whoever arrived meanwhile is in it, while the device does the rows; and first tokens are told if those take long.
+
 A stop is known one step late; the token drawn meanwhile is wasted. Steps with a grammar are launched in two parts: the
 forward pass needs no mask, so the tokens of the step before are taken while it runs.
 """
@@ -39,6 +42,7 @@ from fastlayers_server.engine.speculation import Speculation
 
 log = logging.getLogger(__name__)
 STATS_SECONDS = 1.0
+EARLY = 0.010  # rows that take longer are not waited for before a prompt's first token is told
 NAP = 0.0005  # between ticks in which requests wait for others and nothing runs
 
 
@@ -48,8 +52,11 @@ class Step(Protocol):
     def sample(self, masks: Any = None) -> None:
         """Draw the tokens of a plan that is ``masked``; others were drawn by the launch."""
 
+    def first(self) -> list[list[int]]:
+        """Wait for the first tokens of prompts, and return them; none where they come with the rest."""
+
     def result(self) -> TickResult:
-        """Wait for the tokens."""
+        """Wait for all tokens."""
 
 
 class Executor(Protocol):
@@ -159,6 +166,9 @@ class Engine:
         """Do one tick; returns whether anything was launched."""
         scheduler = self.scheduler
         self._receive_all()
+        if self._pending is not None:
+            self._after_chunks(*self._pending[:2])
+            self._receive_all()
         draft = None
         if self.drafts is not None and self.drafts.wanted(len(scheduler.running.requests)):
             self._settle()
@@ -178,12 +188,29 @@ class Engine:
                 step.sample(self.grammars.masks(plan))
             before, self._pending = self._pending, (plan, step, now)
             if before is not None:
+                self._after_chunks(*before[:2], ending=True)
                 self._commit(*before)
             if not self.overlap:
                 self._settle()
         self._flush()
         self.tick_started = 0.0
         return not plan.empty
+
+    def _after_chunks(self, plan: TickPlan, step: Step, ending: bool = False) -> None:
+        """Wait for a step's chunks, and tell their first tokens if its rows take long; in a backlog only at its end.
+
+        A whole step is launched by the host in nearly the time that the device needs: that must begin early.
+        """
+        scheduler = self.scheduler
+        rows = len(plan.rows)
+        if not (rows and plan.chunks) or plan.masked or plan.verify or plan.early:
+            return
+        if not ending and scheduler.budget.backlog(rows, scheduler.queue.count):
+            return
+        tokens = step.first()
+        if tokens and scheduler.budget.decode_seconds(rows) > EARLY:
+            scheduler.commit_prompts(plan, tokens, self.clock())
+            self._flush()
 
     def _settle(self) -> None:
         """Wait for the step in flight, if there is one."""

@@ -128,6 +128,8 @@ class TickPlan:
         Requests that decode, and the position of each one's new cache row.
     special : list of (index, request, drawn)
         Those of :attr:`sampled` that need more than temperature and filters, by their place.
+    early : int
+        So many of the sampled chunks were committed before the rest.
     """
 
     tick: int
@@ -141,6 +143,7 @@ class TickPlan:
     sampled: list[Request] = field(default_factory=list)
     special: list[tuple[int, Request, int]] = field(default_factory=list)
     masked: bool = False
+    early: int = 0
 
     def complete(self) -> None:
         """List who is drawn for, and who of them needs more than temperature and filters."""

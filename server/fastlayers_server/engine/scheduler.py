@@ -61,7 +61,7 @@ class Scheduler:
         self.outputs: list[Output] = []
         self.metrics = Metrics()
         self.ticks = 0
-        self.draining = False
+        self.draining = self._left_out = False
         self._seq = 0
         self._ends: deque[float] = deque(maxlen=64)
         self._eos = frozenset(config.eos_ids)
@@ -152,6 +152,10 @@ class Scheduler:
             self.metrics.add("preemptions_total")
         if not victims:
             self._admit(plan, lengths, partial, budget, now)
+        self._left_out = self._may_leave_out(rows, drafts, lengths, limit)
+        if self._left_out:
+            for request in rows:
+                lengths.pop(request, None)
         block = self.cache.block
         for request, length in lengths.items():
             if request.kv < request.goal:
@@ -175,6 +179,19 @@ class Scheduler:
                 }
             )  # fmt: skip
         return plan
+
+    def _may_leave_out(
+        self, rows: list[Request], drafts: dict[Request, Sequence[int]], lengths: dict[Request, int], limit: int
+    ) -> bool:
+        """Whether rows wait for the next tick: with a backlog each second whole step is one of prompts alone.
+
+        A decode step costs nearly as much for few rows as for all, and those of a backlog are not there yet.
+        """
+        if self._left_out or drafts or self.config.piece or not self.budget.backlog(len(rows), self.queue.count):
+            return False
+        decoding = set(rows)
+        new = sum(length - request.kv for request, length in lengths.items() if request not in decoding)
+        return 2 * new > limit
 
     def _chunk(self, start: int, goal: int, budget: int) -> int:
         """Return how many prompt tokens may be computed now: what is left of the budget, or just one whole piece."""
@@ -284,27 +301,38 @@ class Scheduler:
 
     # --- what came of a tick
 
+    def commit_prompts(self, plan: TickPlan, tokens: Sequence[list[int]], now: float) -> None:
+        """Take the first tokens of prompts before :meth:`commit` brings the rest of their plan."""
+        for request, drawn in zip(plan.sampled[len(plan.rows) :], tokens, strict=False):
+            plan.early += 1
+            self._commit_one(request, drawn, None, now)
+
     def commit(self, plan: TickPlan, result: TickResult, now: float) -> None:
         """Take the tokens of a launched plan; plans are committed in the order of their launch."""
         for request, start, logprobs in result.prompt_logprobs:
             have = len(request.prompt_logprobs)
             if start <= have:  # after a preemption the prompt is computed again
                 request.prompt_logprobs += logprobs[have - start :]
-        verified = len(plan.sampled) - len(plan.verify)
+        verified, told = len(plan.sampled) - len(plan.verify), range(len(plan.rows), len(plan.rows) + plan.early)
         logprobs_of = result.logprobs
         for index, (request, tokens) in enumerate(zip(plan.sampled, result.tokens, strict=True)):
+            if index in told:
+                continue
             chunk = plan.verify[index - verified] if index >= verified else None
             if chunk is not None:
                 self.metrics.add("wasted_tokens_total", "speculation", chunk.samples - len(tokens))
-            if request.state == ENDED:
-                self.metrics.add("wasted_tokens_total", request.ended_reason, len(tokens))
-                continue
-            request.inflight -= 1
-            if chunk is not None and request.state == RUNNING:
-                # Drafts that were not accepted: later steps write over their positions.
-                request.kv = chunk.start + len(tokens)
-                self.running.shrink(request)
-            self._take_tokens(request, tokens, logprobs_of.get(index), now)
+                if request.state == RUNNING:
+                    # Drafts that were not accepted: later steps write over their positions.
+                    request.kv = chunk.start + len(tokens)
+                    self.running.shrink(request)
+            self._commit_one(request, tokens, logprobs_of.get(index), now)
+
+    def _commit_one(self, request: Request, tokens: list[int], logprobs: TokenLogprobs | None, now: float) -> None:
+        if request.state == ENDED:
+            self.metrics.add("wasted_tokens_total", request.ended_reason, len(tokens))
+            return
+        request.inflight -= 1
+        self._take_tokens(request, tokens, logprobs, now)
 
     def _take_tokens(self, request: Request, tokens: list[int], logprobs: TokenLogprobs | None, now: float) -> None:
         finish, taken = "", 0

@@ -289,7 +289,7 @@ def measure(executor: TorchExecutor, scheduler: Scheduler) -> tuple[dict[int, fl
     """Return the seconds of extends by tokens and of decode steps by rows, over nobody's pages."""
     config = scheduler.config
     extends, decodes = {}, {}
-    sizes = [16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]
+    sizes = [16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048, 4096, 8192, 16384]
     for size in [size for size in sizes if size <= config.max_batched_tokens]:
         count = -(-size // (config.max_model_len - 1))
         parts = [_nobodys(size // count) for _ in range(count)]

@@ -21,6 +21,10 @@ class LeaderStep:
         self._channel.tell(pack(masks))
         self._step.sample(masks)
 
+    def first(self) -> list[list[int]]:
+        """Of this rank; the others compare what :meth:`result` tells."""
+        return self._step.first()
+
     def result(self) -> TickResult:
         """Wait for the tokens."""
         found = self._step.result()

@@ -75,11 +75,15 @@ def chain(state: int, tokens: Sequence[int]) -> list[int]:
 class ScriptedStep:
     """Tokens that are known at launch, and told at :meth:`result`."""
 
-    def __init__(self, found: TickResult, ready_at: float) -> None:
-        self._found, self._ready_at = found, ready_at
+    def __init__(self, found: TickResult, ready_at: float, first: list[list[int]]) -> None:
+        self._found, self._ready_at, self._first = found, ready_at, first
 
     def sample(self, masks: object = None) -> None:
         """Nothing is left to do."""
+
+    def first(self) -> list[list[int]]:
+        """Return those of prompts, where they have no log-probabilities."""
+        return self._first
 
     def result(self) -> TickResult:
         """Return the tokens; not before the tick's time is over."""
@@ -152,7 +156,10 @@ class ScriptedExecutor:
             for index, request, _ in plan.special
             if request.submit.logprobs >= 0
         }
-        return ScriptedStep(TickResult(tokens, logprobs), self.tick_seconds and time.monotonic() + self.tick_seconds)
+        rows, prompts = len(plan.rows), sum(chunk.samples > 0 for chunk in plan.chunks)
+        first = [] if logprobs else tokens[rows : rows + prompts]
+        ready_at = self.tick_seconds and time.monotonic() + self.tick_seconds
+        return ScriptedStep(TickResult(tokens, logprobs), ready_at, first)
 
     def _demand(self, holds: bool, request: Request, what: str) -> None:
         if not holds:

@@ -95,12 +95,17 @@ def test_another_model_drafts() -> None:
 def test_the_chunk_beside_decoding_rows() -> None:
     budget = Budget(8192, 0.050)
     assert budget.chunk(0) == budget.chunk(5) == 8192
+    assert not budget.backlog(5, 1000)  # nothing is measured
     budget.measured({64: 0.004, 512: 0.012, 2048: 0.030, 4096: 0.060}, {1: 0.003, 32: 0.015, 256: 0.030})
-    assert [budget.chunk(rows) for rows in (0, 1, 20, 100)] == [8192, 2048, 2048, 512]
-    # With a backlog the whole step: eight requests, and a quarter of the rows.
-    assert [budget.chunk(rows, waiting) for rows, waiting in ((20, 7), (20, 8), (100, 24), (100, 25))] == [
-        2048, 8192, 512, 8192,
-    ]  # fmt: skip
+    # Some three times a decode step, within the target.
+    assert [budget.chunk(rows) for rows in (0, 1, 20, 100)] == [8192, 64, 2048, 512]
+    # With a backlog the whole step: eight requests, and a quarter of the rows, or sixteen.
+    asked = ((20, 7), (20, 8), (40, 9), (40, 10), (100, 15), (100, 16))
+    assert [budget.backlog(*each) for each in asked] == [False, True] * 3
+    assert [budget.chunk(*each) for each in asked] == [2048, 8192, 512, 8192, 512, 8192]
+    # The more wait the larger is the share: twice as large for ten as for five.
+    budget.measured(budget.extend, {64: 0.005})
+    assert [budget.chunk(33, waiting) for waiting in (0, 5, 6, 7)] == [64, 64, 512, 512]
     # Where every chunk costs as much as the launches, the largest of the cheap ones.
     budget.measured({64: 0.100, 512: 0.101, 2048: 0.110, 4096: 0.200}, {256: 0.030})
     assert budget.chunk(3) == 2048

@@ -1,0 +1,180 @@
+"""When tokens come: the engine's loop over a device that only takes time, as an H200 was measured to take it."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fastlayers_server.engine.config import SchedulerConfig
+from fastlayers_server.engine.loop import Engine
+from fastlayers_server.engine.protocol import Sampling, StepOut, Submit, pack_ids
+from fastlayers_server.engine.request import TickPlan, TickResult
+from fastlayers_server.engine.scheduler import Scheduler
+
+sys.path.insert(0, str(Path(__file__).parent))
+from world import World
+
+# Milliseconds of extends by tokens, and of decode steps by rows with some 600 tokens each: about docs/performance.md's.
+TOKENS, ROWS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192), (1, 2, 4, 8, 16, 32, 64, 128, 256)
+DEVICES: Mapping[str, tuple[Sequence[float], Sequence[float]]] = {
+    "Qwen3-8B": (
+        (5.2, 5.3, 5.5, 6.3, 7.8, 12.0, 23.5, 47.0, 95.0, 190.0), (4.4, 4.4, 4.5, 4.6, 4.9, 5.5, 6.4, 8.0, 11.0)
+    ),
+    "Qwen3-30B-A3B": (
+        (5.0, 6.0, 7.5, 8.5, 10.0, 12.1, 18.0, 31.0, 57.0, 110.0), (2.6, 3.6, 5.2, 7.6, 11.3, 14.7, 15.6, 17.0, 20.0)
+    ),
+    "GPT-OSS-20B": (
+        (4.3, 5.0, 6.0, 7.0, 8.5, 11.7, 18.0, 30.0, 54.0, 103.0), (1.8, 2.2, 2.8, 3.6, 4.4, 5.1, 6.0, 7.6, 10.5)
+    ),
+}  # fmt: skip
+HOST = 0.001  # seconds from a plan to the device
+IN, OUT = 512, 128
+
+
+def between(sizes: Sequence[int], times: Sequence[float], size: int) -> float:
+    """Return seconds: those measured, what lies between them, in proportion beyond."""
+    place = bisect_left(sizes, size)
+    if place == len(sizes):
+        return 1e-3 * times[-1] * size / sizes[-1]
+    if sizes[place] == size or not place:
+        return 1e-3 * times[place]
+    low, high = sizes[place - 1 : place + 1]
+    return 1e-3 * (times[place - 1] + (times[place] - times[place - 1]) * (size - low) / (high - low))
+
+
+class Device:
+    """Takes time, and draws the same token for everybody; requests arrive while it does."""
+
+    def __init__(self, name: str, arrivals: Sequence[float]) -> None:
+        self.extends, self.decodes = DEVICES[name]
+        self.now = self.free_at = 0.0
+        self.arrivals = deque(enumerate(sorted(arrivals), 1))
+        self.came: dict[int, float] = {}
+        self.heard: dict[int, list[float]] = {}
+        config = SchedulerConfig(150_000, 4096, 256 * 66, max_running=256)
+        scheduler = Scheduler(config)
+        scheduler.budget.measured(
+            {n: 1e-3 * t for n, t in zip(TOKENS, self.extends, strict=True)},
+            {n: 1e-3 * t for n, t in zip(ROWS, self.decodes, strict=True)},
+        )
+        executor: Any = self
+        self.engine = Engine(scheduler, executor, self.hear, clock=lambda: self.now)
+        self.ticks = 0
+
+    def until(self, when: float) -> None:
+        """Let time pass."""
+        self.now = max(self.now, when)
+        while self.arrivals and self.arrivals[0][1] <= self.now:
+            rid, at = self.arrivals.popleft()
+            self.came[rid] = at
+            prompt = pack_ids([(rid * 7919 + place * 31) % 149_000 for place in range(IN)])
+            self.engine.post(Submit(rid, prompt, Sampling(0.0), OUT, ignore_eos=True, arrival=at))
+
+    def launch(self, plan: TickPlan) -> Any:
+        """Begin a plan behind what was launched before."""
+        self.ticks += 1
+        begin = max(self.free_at, self.now + HOST)
+        new, rows = plan.extend_tokens, len(plan.rows)
+        captured = next((n for n in TOKENS if n >= new), new) if new <= 512 else new
+        extended = begin + (between(TOKENS, self.extends, captured) if new else 0.0)
+        self.free_at = extended + (between(ROWS, self.decodes, rows) if rows else 0.0)
+        return Step(self, plan, extended, self.free_at)
+
+    def graph_counts(self) -> tuple[dict[str, float], dict[str, float]]:
+        return {}, {}
+
+    def compiles(self) -> dict[str, float]:
+        return {}
+
+    def hear(self, message: Any) -> None:
+        for output in message.outputs if isinstance(message, StepOut) else ():
+            self.heard.setdefault(output.rid, []).extend([self.now] * len(output.ids))
+
+    def run(self) -> None:
+        """Serve everybody."""
+        self.until(0.0)
+        while self.arrivals or not self.engine.scheduler.idle or self.engine._pending or self.engine._inbox:
+            if not self.engine.tick() and self.engine.scheduler.idle and self.arrivals:
+                self.until(self.arrivals[0][1])
+            self.until(self.now)
+
+    @property
+    def speed(self) -> float:
+        return sum(map(len, self.heard.values())) / self.now
+
+    @property
+    def first(self) -> list[float]:
+        return [times[0] - self.came[rid] for rid, times in self.heard.items()]
+
+    @property
+    def gaps(self) -> list[float]:
+        return [b - a for times in self.heard.values() for a, b in pairwise(times)]
+
+
+class Step:
+    def __init__(self, device: Device, plan: TickPlan, extended: float, ends: float) -> None:
+        self._device, self._plan, self._extended, self._ends = device, plan, extended, ends
+
+    def first(self) -> list[list[int]]:
+        self._device.until(self._extended)
+        return [[7] for chunk in self._plan.chunks if chunk.samples]
+
+    def result(self) -> TickResult:
+        self._device.until(self._ends)
+        return TickResult([[7]] * len(self._plan.sampled))
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_poisson_arrivals_at_70_percent(name: str) -> None:
+    """The targets of the issue, over a device that is exactly as fast as its table."""
+    full = Device(name, [0.0] * 256)
+    full.run()
+    assert all(len(times) == OUT for times in full.heard.values()) and len(full.heard) == 256
+    assert full.ticks <= 146  # 16 whole steps of prompts, 127 of rows, and what is launched in vain
+    rate = 0.7 * full.speed / OUT
+    arrivals = np.cumsum(np.random.default_rng(4).exponential(1 / rate, 1000)).tolist()
+    device = Device(name, arrivals)
+    device.run()
+    gaps, first = np.array(device.gaps), np.array(device.first)
+    p99, median = np.percentile(gaps, 99), np.median(gaps)
+    assert p99 <= 0.040 and p99 <= 3 * median and gaps.max() <= 0.2
+    assert np.median(first) <= 0.060 and np.percentile(first, 99) <= 0.25
+
+
+def test_a_first_token_does_not_wait_for_the_rows_beside_it() -> None:
+    arrivals = [0.0] * 20 + [0.5 + 0.2 * i for i in range(5)]
+    device = Device("Qwen3-30B-A3B", arrivals)
+    device.run()
+    alone = 1e-3 * device.extends[TOKENS.index(IN)]
+    row = 1e-3 * between(ROWS, device.decodes, 20)
+    late = [times[0] - device.came[rid] for rid, times in device.heard.items() if device.came[rid] > 0.1]
+    # The step in flight, one that was planned already, and the chunk; not the rows of the same tick.
+    assert len(late) == 5 and max(late) < 2 * 1e3 * row + alone + 3 * HOST
+    everybody = [when for times in device.heard.values() for when in times]
+    assert all(everybody.count(times[0]) == 1 for rid, times in device.heard.items() if device.came[rid] > 0.1)
+
+
+def test_rows_wait_at_most_every_second_whole_step_of_a_backlog() -> None:
+    limits = SchedulerConfig(
+        23, 256, 400, 16, (1,), max_running=32, max_batched_tokens=128, max_queued_requests=100
+    )  # fmt: skip
+    world = World(limits, delay=1)
+    world.scheduler.budget.measured({16: 0.001, 128: 0.004}, {1: 0.001, 32: 0.002})
+    for rid in range(40):
+        world.submit([2 + (rid * 7 + place) % 20 for place in range(60)], 12, ignore_eos=True)
+    left_out = 0
+    while world.scheduler.live:
+        world.tick()  # checks that nobody is left out twice in a row, and that everybody says what it would alone
+        left_out += world.left_out
+    assert left_out >= 3
+    assert all(told.finish == "length" for told in world.told.values())
+    assert statistics.mean(len(told.ids) for told in world.told.values()) == 12
