@@ -72,7 +72,8 @@ def backends(layer: str, device: Any = None, cfg: Any = None) -> Table:
     for rank, backend in enumerate(table.ranked):
         hardware = _refusal(backend, configs, target)
         installed = device_module.missing(backend.needs, load=not target.described)
-        reason = "; ".join(filter(None, (hardware, installed, backend.note)))
+        about = backend.about(configs[0], target) if backend.about is not None and hardware is None else ""
+        reason = "; ".join(filter(None, (hardware, installed, backend.note, about)))
         automatic = target.type in backend.auto_on + backend.last_resort_on
         rows.append(Row(layer, backend.name, rank, hardware is None, installed is None, automatic, reason))
     return Table(rows)

@@ -13,6 +13,7 @@ from fastlayers.registry.backend import (
     Backend,
     UnverifiedBackend,
     blackwell_guard,
+    hopper_guard,
     reference_backend,
     supports_all,
     torch_backend,
@@ -25,8 +26,9 @@ from fastlayers.registry.registry import Registry, check_ladder, environment_wis
 
 __all__ = [
     "COLLECTIVES", "LAYERS", "PARTS", "TRITON_NEEDS", "Backend", "Choice", "Ladder", "Registry", "Rung",
-    "UnverifiedBackend", "blackwell_guard", "builtin_registry", "check_ladder", "environment_wishes", "load_plugins",
-    "plugin_errors", "reference_backend", "registry", "supports_all", "torch_backend", "triton_backend",
+    "UnverifiedBackend", "blackwell_guard", "builtin_registry", "check_ladder", "environment_wishes", "hopper_guard",
+    "load_plugins", "plugin_errors", "reference_backend", "registry", "supports_all", "torch_backend",
+    "triton_backend",
 ]  # fmt: skip
 
 __getattr__ = renamed(__name__, {"accepts_all": "supports_all", "NotRun": "UnverifiedBackend"})

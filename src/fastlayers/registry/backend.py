@@ -50,6 +50,8 @@ class Backend:
     captures_extend : bool
         For attention: whether an extend can be captured with it (``cfg.captured``): several new tokens a request,
         whose lengths, starts and pages it reads on the device, with grids that follow from the bucket alone.
+    about : callable, optional
+        ``about(cfg, device)``: what a package's binary does there by itself, in words; shown by ``backends``.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Backend:
     phases: tuple[str, ...] = ()
     captures_extend: bool = False
     repeats_on: tuple[str, ...] = ()
+    about: Callable[[Any, Device], str] | None = None
 
     def serves(self, phase: str) -> bool:
         """Return whether it serves this phase of attention (``""``: a layer without phases, or all of them)."""
@@ -130,10 +133,18 @@ def triton_backend(
 class UnverifiedBackend:
     """The target of rows for hardware that was not at hand: guards and reasons only, no kernels."""
 
+    hardware = "sm_100"
+    reason = "this row is a guard; it has never been run on sm_100 hardware"
+
     def __init__(self, cfg: Any) -> None:
-        layer = type(cfg).__name__
-        reason = "this row is a guard; it has never been run on sm_100 hardware"
-        raise NoBackendError(layer, cfg, "sm_100", "auto", {"guard": reason})
+        raise NoBackendError(type(cfg).__name__, cfg, self.hardware, "auto", {"guard": self.reason})
+
+
+class UnbuiltBackend(UnverifiedBackend):
+    """The same for kernels of sm_90 that take too long to build to have been tried."""
+
+    hardware = "sm_90"
+    reason = "this row is a guard; its kernels take many minutes to build and have not been run"
 
 
 def blackwell_guard(name: str, needs: tuple[str, ...], refuse: Callable[[Any], str | None] | None = None) -> Backend:
@@ -148,3 +159,8 @@ def blackwell_guard(name: str, needs: tuple[str, ...], refuse: Callable[[Any], s
         return refuse(cfg) if refuse is not None else None
 
     return Backend(name, UnverifiedBackend, needs, needs_blackwell, (), note="not run on this hardware")
+
+
+def hopper_guard(name: str, needs: tuple[str, ...], refuse: Callable[[Any, Device], str | None]) -> Backend:
+    """Return a row for sm_90 that is never chosen, as :func:`blackwell_guard`: what it needs is too long to build."""
+    return Backend(name, UnbuiltBackend, needs, refuse, (), note="not run on this hardware")

@@ -11,6 +11,7 @@ import torch
 
 from fastlayers.device import Device
 from fastlayers.errors import dtype_name
+from fastlayers.moe.fused_moe import cutlass_schedules
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.weights import GROUP
 from fastlayers.registry import (
@@ -18,6 +19,7 @@ from fastlayers.registry import (
     Backend,
     Registry,
     blackwell_guard,
+    hopper_guard,
     reference_backend,
     torch_backend,
     triton_backend,
@@ -69,6 +71,13 @@ def _deep_gemm_masked(cfg: FusedMoEConfig, device: Device) -> str | None:
 
 def _trtllm_refuses(cfg: FusedMoEConfig) -> str | None:
     return None if cfg.quant == "fp8_block" else f"quant {cfg.quant!r} is not 'fp8_block'"
+
+
+def _flashinfer_cutlass(cfg: FusedMoEConfig, device: Device) -> str | None:
+    """Refuse what the sm_90 alternative of TensorRT-LLM's experts does not take: the same format, silu, no biases."""
+    if (why := _not_hopper(device)) is not None:
+        return why
+    return "it has no shared experts" if cfg.num_shared else _sgl_kernel(cfg, device)
 
 
 def _sgl_kernel(cfg: FusedMoEConfig, device: Device) -> str | None:
@@ -154,6 +163,7 @@ PACKAGES = [
         ("sgl_kernel", "torch.ops:sgl_kernel.es_fp8_blockwise_scaled_grouped_mm", *TRITON_NEEDS),
         _sgl_kernel,
         note=_ROUNDS,
+        about=cutlass_schedules.about,
     ),
     Backend(
         "deep_gemm_masked",
@@ -168,6 +178,8 @@ PACKAGES = [
         ("torch.nn.functional:grouped_mm", *TRITON_NEEDS),
         _torch_grouped,
     ),
+    # CUTLASS's experts, as FlashInfer has them for sm_90 alone: [up; gate] rows, routed outside.
+    hopper_guard("flashinfer_cutlass", ("flashinfer.fused_moe:cutlass_fused_moe",), _flashinfer_cutlass),
     # TensorRT-LLM's experts, as FlashInfer has them.
     blackwell_guard("trtllm_gen", ("flashinfer.fused_moe:trtllm_fp8_block_scale_moe",), _trtllm_refuses),
 ]
