@@ -238,9 +238,9 @@ def repack(model: nn.Module) -> nn.Module:
     """Have every layer of ``model`` pack its weights again, and captured steps be captured again; return the model.
 
     Needed only after changes that nobody sees: ``parameter.data = …`` and writes through ``.data``, through raw
-    pointers or into ``module._parameters`` (``torch.func.functional_call``), ``torch.utils.swap_tensors``, and a whole
-    submodule put into a module that is no :class:`Layer`. What is assigned, loaded, moved or edited in place is seen
-    without it.
+    pointers or into ``module._parameters`` (``torch.func.functional_call``), ``parameter.set_``,
+    ``torch.utils.swap_tensors``, and a whole submodule put into a module that is no :class:`Layer`. What is assigned,
+    loaded, moved or edited in place is seen without it.
 
     Raises
     ------

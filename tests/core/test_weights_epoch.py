@@ -464,3 +464,19 @@ def test_a_weight_of_two_layers_that_packed_apart_is_seen_by_both() -> None:
         with torch.no_grad():
             one.kv_b_proj.weight.copy_(torch.full((256, 128), value).to(torch.float8_e4m3fn))
         assert [layer.absorbed_weights()[0].max().item() for layer in (one, other)] == [value, value]
+
+
+@pytest.mark.parametrize("quant", ["none", "fp8_block"])
+def test_a_weight_that_is_looked_at_can_be_swapped(quant: str) -> None:
+    """As ``load_state_dict`` does with ``torch.__future__.set_swap_module_params_on_conversion``."""
+    layer, wanted = mla(quant), mla(quant)
+    layer.load_state_dict(values_like(layer, 1))
+    fl.finalize(layer)
+    before, values = decode(layer), values_like(layer, 2)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        layer.load_state_dict(values)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    wanted.load_state_dict(values)
+    assert torch.equal(decode(layer), decode(wanted)) and not torch.equal(before, decode(layer))

@@ -51,7 +51,9 @@ class _Views:
     __slots__ = ("address", "value", "weight")
 
     def __init__(self, weight: nn.Parameter, value: tuple[torch.Tensor, torch.Tensor]) -> None:
-        self.weight, self.address, self.value = weight, weight.data_ptr(), value
+        self.weight, self.address = weight, weight.data_ptr()
+        # Views hold what they are of, which then cannot be exchanged (torch's swap_tensors); detached ones do not.
+        self.value = (value[0].detach(), value[1].detach())
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copied or restored layer looks at its own weight.
@@ -270,6 +272,7 @@ class MLAAttention(AttentionCore):
             weight = self.kv_b_proj.weight
             if not compiling and type(weight) is nn.Parameter and absorbed[0]._base is weight:
                 self._views = _Views(weight, absorbed)
+                return self._views.value
             return absorbed
         with torch.inference_mode(False), torch.no_grad():
             absorbed = self._absorb()
