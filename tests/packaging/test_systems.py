@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
 import re
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import fastlayers as fl
 from fastlayers.errors import NoBackendError
 from fastlayers.registry import COLLECTIVES, LAYERS, PARTS, builtin_registry, registry
 from fastlayers.registry.spec import spec_of
+from fastlayers_server.ablation import SWITCHES
 
 REPO = Path(__file__).resolve().parents[2]
 PAGE = REPO / "docs" / "systems.md"
@@ -42,7 +44,7 @@ def _cells(line: str) -> list[str]:
 def rows() -> list[System]:
     """Return the 66 rows, as they stand on the page."""
     found = []
-    for line in PAGE.read_text().splitlines():
+    for line in PAGE.read_text().partition("\n## Ablation")[0].splitlines():
         if re.match(r"\| \d+ \|", line):
             item, name, files, tests, evidence, state = _cells(line)
             code = [tuple(re.findall(r"`([^`]+)`", cell)) for cell in (files, tests)]
@@ -174,3 +176,14 @@ def test_every_public_class_has_a_caller_or_a_reason_on_the_page() -> None:
             if not used.get(name, set()) - {home}:
                 without.add(name)
     assert without == set(reasons)
+
+
+def test_the_ablations_table_is_what_was_measured() -> None:
+    """Written by tools/systems_table.py; each optimisation that is on the page stands beside what its item quotes."""
+    found = importlib.util.spec_from_file_location("systems_table", REPO / "tools" / "systems_table.py")
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    assert module.written(PAGE.read_text()) == PAGE.read_text(), "run: python tools/systems_table.py"
+    measured = {row["what"] for row in module.rows()[1]}
+    assert set(module.REASONS) <= measured == {"captured steps", *(switch.what for switch in SWITCHES)}
