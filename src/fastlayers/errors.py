@@ -93,6 +93,10 @@ class CollectiveMismatch(FastlayersError, RuntimeError):
     """Ranks that must agree do not: the message names the ranks and what each has. Nothing was launched."""
 
 
+class CollectiveOrderError(FastlayersError, RuntimeError):
+    """Ranks make different calls to each other, or one makes none: the message has both. Nothing was launched."""
+
+
 class RankLostError(FastlayersError, RuntimeError):
     """Another rank did not answer within the deadline; the message names it where it is known."""
 

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import forward_ad
 
+from fastlayers import env
 from fastlayers.comm.parallel import Axis
 from fastlayers.errors import ArgumentError, check_kind
 from fastlayers.gradients import refuse
@@ -211,7 +212,12 @@ def collectives(axis: Axis) -> Collectives:
         return axis.group.collectives(axis)
     check_kind("collectives", dist.ProcessGroup, **{"axis.group": axis.group})
     nccl = "nccl" in str(dist.get_backend_config(axis.group))
-    return TorchCollectives(axis) if nccl else GlooCollectives(axis)
+    found = TorchCollectives(axis) if nccl else GlooCollectives(axis)
+    if env.debug():
+        from fastlayers.comm.order import checked
+
+        return checked(axis, found)
+    return found
 
 
 def gather_logits(logits: torch.Tensor, over: Collectives) -> torch.Tensor:

@@ -190,6 +190,13 @@ class RankLayer(Layer):
         )  # fmt: skip
         self.choose(self.rows, cfg, device, backend)
         self.over = collectives(cfg.axis)
+        # Kernels that address other ranks go past the group's collectives.
+        self._order = getattr(self.over, "order", None)
+
+    def check_order(self, x: torch.Tensor) -> None:
+        """Compare this call with those of the other ranks, under ``FASTLAYERS_DEBUG``."""
+        if self._order is not None:
+            self._order.check(self.cfg.layer, self.cfg.axis, x)
 
     def check_rows(self, x: torch.Tensor) -> None:
         """Raise :class:`ArgumentError` unless ``x`` are rows of this layer."""

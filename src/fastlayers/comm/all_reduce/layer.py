@@ -46,5 +46,6 @@ class AllReduce(RankLayer):
             self.check_rows(x)
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             self.refuse_grad(x=x)
+        self.check_order(x)
         total: torch.Tensor = self.ladder.pick(x.shape[0])(x)
         return total

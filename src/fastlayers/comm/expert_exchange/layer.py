@@ -104,6 +104,7 @@ class ExpertExchange(RankLayer):
         check_tensor("ExpertExchange", "topk_weights", topk_weights, shape=shape, dtype=torch.float32, device=x.device)
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             self.refuse_grad(x=x, topk_weights=topk_weights)
+        self.check_order(x)
         found: Tokens = self.ladder.pick(x.shape[0]).dispatch(x, topk_ids.contiguous(), topk_weights.contiguous())
         return found
 
@@ -124,6 +125,7 @@ class ExpertExchange(RankLayer):
         check_tensor("ExpertExchange", "local_ids", local_ids, shape=(rows, cfg.top_k), dtype=torch.int32)
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             self.refuse_grad(partial=partial)
+        self.check_order(partial)
         impl = self.ladder.pick(topk_ids.shape[0])
         found: torch.Tensor = impl.combine(partial.contiguous(), local_ids, topk_ids.contiguous())
         return found

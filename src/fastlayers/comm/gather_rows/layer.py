@@ -105,4 +105,5 @@ class GatherRows(RankLayer):
             self.check_rows(x)
         if sizes is not None and len(set(sizes)) > 1:
             return self.ragged(x, sizes)
+        self.check_order(x)
         return self.ladder.pick(x.shape[0])(x)

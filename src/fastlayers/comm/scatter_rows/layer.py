@@ -54,5 +54,6 @@ class ScatterRows(RankLayer):
             self.refuse_grad(x=x)
         if sizes is not None and len(set(sizes)) > 1:
             return self.over.reduce_scatter_variable(x, sizes)
+        self.check_order(x)
         found: torch.Tensor = self.ladder.pick(x.shape[0] // self.over.size)(x)
         return found

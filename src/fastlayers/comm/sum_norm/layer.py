@@ -115,5 +115,6 @@ class SumNorm(RankLayer):
                 )  # fmt: skip
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             self.refuse_grad(x=x, residual=residual, weight=weight)
+        self.check_order(x)
         y, h = self.ladder.pick(x.shape[0])(x, residual, weight)
         return y, h

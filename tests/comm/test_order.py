@@ -1,0 +1,128 @@
+"""The order checker: whatever ranks do differently is named on each of them before anything is launched."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from fastlayers.comm.all_reduce.layer import AllReduce
+from fastlayers.comm.collectives import Collectives, collectives
+from fastlayers.comm.order import CheckedCollectives, Order
+from fastlayers.errors import CollectiveOrderError
+from fastlayers.testing.world import Rank, world
+
+SHORT = timedelta(seconds=1.5)
+
+
+class Spy(Collectives):
+    """Counts what was launched."""
+
+    launched = 0
+
+    def _launch(self, *args: Any) -> None:
+        self.launched += 1
+
+    all_reduce_ = all_gather = reduce_scatter = all_gather_variable = reduce_scatter_variable = _launch  # type: ignore[assignment]
+
+
+def steps(fault: str, own: bool, tp: CheckedCollectives, dp: CheckedCollectives) -> None:
+    """Make three calls, of which rank 1 (``own``) makes one otherwise."""
+    x, wide = torch.zeros(4, 8), torch.zeros(2, 8)
+    tp.all_reduce_(x)
+    if own and fault == "swapped calls":
+        tp.all_gather(wide)
+        tp.all_reduce_(x)
+        return
+    if own and fault == "an extra call":
+        tp.all_reduce_(wide)
+    if own and fault == "another axis":
+        dp.all_reduce_(x)
+        return
+    if not (own and fault in ("a missing call", "an idle rank stays out")):
+        tp.all_reduce_(
+            x[:2] if own and fault == "another bucket" else x.half() if own and fault == "another dtype" else x
+        )
+    if own and fault == "an idle rank stays out":
+        return
+    if own and fault == "another operation":
+        tp.reduce_scatter(wide)
+    elif fault == "other sizes":
+        tp.all_gather_variable(wide, (2, 2 + own))
+    else:
+        tp.all_gather(wide)
+
+
+MINE = "call 2 between ranks (0, 1): rank 0 calls all_reduce with float32[4, 8]"
+THEN = "call 3 between ranks (0, 1): rank 0 calls"
+FAULTS = {  # what rank 0 reads of itself and of rank 1; the number of calls that were launched
+    "swapped calls": (MINE, "rank 1 calls all_gather with float32[2, 8]", 1),
+    "an extra call": (MINE, "rank 1 calls all_reduce with float32[2, 8]", 1),
+    "a missing call": (MINE, "rank 1 calls all_gather", 1),
+    "another axis": (MINE, "its last: call 1 between ranks (1,), all_reduce", 1),
+    "another bucket": (MINE, "rank 1 calls all_reduce with float32[2, 8]", 1),
+    "another dtype": (MINE, "rank 1 calls all_reduce with float16[4, 8]", 1),
+    "another operation": (f"{THEN} all_gather", "rank 1 calls reduce_scatter", 2),
+    "other sizes": (f"{THEN} all_gather_variable", "of [2, 3] rows", 2),
+    "an idle rank stays out": (MINE, "rank 1 says nothing of it for 1.5 s, its last: call 1 between ranks (0, 1)", 1),
+}  # fmt: skip
+
+
+def differ(rank: Rank) -> dict[str, tuple[str, int, float]]:
+    found = {}
+    store = torch.distributed.distributed_c10d._get_default_store()
+    grouped = rank.spec(attn_dp=2)
+    for fault in ("nothing", *FAULTS):
+        order = Order(store, rank.rank, 2, SHORT, f"test {fault}")
+        spy = Spy(grouped.tp)
+        tp, dp = CheckedCollectives(grouped.tp, spy, order), CheckedCollectives(grouped.attn_tp, spy, order)
+        torch.distributed.barrier()  # one that stayed out is ahead
+        begin, said = time.monotonic(), "nothing"
+        try:
+            steps(fault, rank.rank == 1, tp, dp)
+        except CollectiveOrderError as error:
+            said = str(error)
+        found[fault] = (said, spy.launched, time.monotonic() - begin)
+    return found
+
+
+def test_what_differs_is_named_on_every_rank() -> None:
+    one, two = world(2).run(differ)
+    assert one.pop("nothing")[:2] == two.pop("nothing")[:2] == ("nothing", 3)
+    for fault, (own, theirs, launched) in FAULTS.items():
+        said, count, seconds = one[fault]
+        assert own in said and theirs in said and "test_order.py:" in said, (fault, said)
+        assert count == launched and seconds < 5.0 and said.endswith("Nothing was launched.")
+        if fault not in ("an idle rank stays out", "another axis"):  # which go on by themselves
+            assert two[fault][1] == launched and "rank 0 calls" in two[fault][0], (fault, two[fault])
+
+
+def used(rank: Rank) -> list[str]:
+    axis = rank.spec().tp
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FASTLAYERS_DEBUG", "1")
+        over, layer = collectives(axis), AllReduce(axis, 8, dtype=torch.float32)
+    assert isinstance(over, CheckedCollectives) and over.order is layer._order
+    over.order.deadline, before = SHORT, over.order.calls[axis.ranks]
+    assert torch.equal(over.all_gather(torch.full((1, 8), float(rank.rank)))[1], torch.ones(8))
+    assert torch.equal(layer(torch.ones(2, 8)), torch.full((2, 8), 2.0))
+    assert torch.equal(over.gather_by_sum(torch.ones(1, 8), torch.ones(1, 8), 2, rank.rank), torch.ones(2, 8))
+    for _ in range(70):  # more than are kept
+        over.reduce_scatter(torch.ones(2, 8))
+    assert over.order.calls[axis.ranks] == before + 74  # the layer, and the group's call inside
+    said = []
+    try:
+        layer(torch.ones(1 + rank.rank, 8))
+    except CollectiveOrderError as error:
+        said.append(str(error))
+    assert not isinstance(collectives(axis), CheckedCollectives)
+    return said
+
+
+def test_under_the_debug_variable() -> None:
+    for said in world(2).run(used):
+        assert "rank 0 calls AllReduce with float32[1, 8]" in said[0]
+        assert "rank 1 calls AllReduce with float32[2, 8]" in said[0]
