@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Iterator
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -122,6 +122,17 @@ class WatchedModule(nn.Module):
         """Tell that the weights are other tensors now, or lie elsewhere; a layer that packs forgets what it packed."""
         for epoch in self._epochs:
             epoch.changed()
+
+    def __copy__(self) -> Self:
+        """Return a module over the same weights, which are replaced in each by itself and packed for each by itself."""
+        made = type(self).__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            made.__dict__[name] = self.__dict__[name].copy()
+        made.__dict__.pop("_weights_epoch", None)
+        made.__dict__["_epochs"] = ()
+        made.weights_changed()
+        return made
 
     def packed_sources(self) -> tuple[torch.Tensor, ...]:
         """Return the weights that a copy in use was made of: editing them in place makes it stale."""

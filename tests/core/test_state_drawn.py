@@ -308,6 +308,16 @@ def copy_model(world: World) -> None:
 
 
 @change
+def copy_a_layer(world: World) -> None:
+    """Put a shallow copy of a layer in its place, or in the other's of its kind: they have the same weights."""
+    model = world.model()
+    name = world.random.choice(list(model.kinds))
+    target = world.random.choice([name, name[:-1] + "0", name[:-1] + "1"])
+    model.module[target] = copy.copy(model.layer(name))  # type: ignore[index]
+    fl.repack(model.module)  # a container of torch's own tells nobody
+
+
+@change
 def share_a_weight(world: World) -> None:
     first, second = world.pair(world.model())
     name = world.random.choice([name for name, _ in first.named_parameters()])

@@ -480,3 +480,37 @@ def test_a_weight_that_is_looked_at_can_be_swapped(quant: str) -> None:
         torch.__future__.set_swap_module_params_on_conversion(False)
     wanted.load_state_dict(values)
     assert torch.equal(decode(layer), decode(wanted)) and not torch.equal(before, decode(layer))
+
+
+@pytest.mark.parametrize(
+    ("make", "run", "name"),
+    [
+        (moe, run_moe, "w13"),
+        (lambda: moe("fp8_block"), run_moe, "w13_scale_inv"),
+        (lambda: mla("none"), decode, "kv_b_proj.weight"),
+        (lambda: mla("fp8_block"), decode, "kv_b_proj.weight_scale_inv"),
+    ],
+    ids=["experts", "experts fp8", "latent", "latent fp8"],
+)
+def test_a_shallow_copy_and_its_source_follow_their_own_weights(make: Any, run: Any, name: str) -> None:
+    source = make()
+    source.load_state_dict(values_like(source, 1))
+    fl.finalize(source)
+    run(source)
+    twin = copy.copy(source)
+    assert torch.equal(run(twin), run(source))
+
+    def check() -> None:
+        for each in (source, twin):
+            fresh = make()
+            fresh.load_state_dict({n: t.clone() for n, t in each.state_dict().items()})
+            assert torch.equal(run(each), run(fresh))
+
+    holder, _, own = name.rpartition(".")
+    for each, seed in ((twin, 2), (source, 3)):
+        setattr(each.get_submodule(holder), own, nn.Parameter(values_like(each, seed)[name], requires_grad=False))
+        check()
+    for each, seed, assign in ((source, 4, True), (twin, 5, False), (source, 6, False)):
+        each.load_state_dict(values_like(each, seed), assign=assign)
+        check()
+    assert (twin.get_parameter(name) is source.get_parameter(name)) == bool(holder)  # children are the same modules
