@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -127,6 +128,34 @@ def test_autocast_around_a_compiled_layer() -> None:
         rounded = layer_call(twin.model.layers[1], twin)
         assert not close(rounded, wanted, 1e-3) and close(layer_call(compiled, model), rounded)
     assert close(layer_call(compiled, model), wanted)
+
+
+LOAD = """
+import sys
+sys.modules["fastlayers"] = None
+import torch
+import transformers.integrations.moe  # for an operator that transformers has of its own
+x, *table = torch.load(sys.argv[2])
+found = torch.export.load(sys.argv[1]).module()(x, attention_mask=None, position_embeddings=table)
+torch.save(found, sys.argv[3])
+"""
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "v3"])
+def test_exported_files_load_where_fastlayers_is_not_installed(name: str, tmp_path: Path) -> None:
+    model, twin = build(name).requires_grad_(False), build(name).requires_grad_(False)
+    fl.patch(model)
+    x = torch.randn(1, 5, 64)
+    table = model.model.rotary_emb(x, position_ids=torch.arange(5)[None])
+    options = {"attention_mask": None, "position_embeddings": list(table)}
+    files = [str(tmp_path / name) for name in ("program.pt2", "inputs.pt", "found.pt")]
+    with torch.no_grad():
+        torch.export.save(torch.export.export(model.model.layers[0], (x,), options), files[0])
+        wanted = twin.model.layers[0](x, **options)
+    torch.save([x, *table], files[1])
+    done = subprocess.run([sys.executable, "-c", LOAD, *files], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert close(torch.load(files[2]), wanted)
 
 
 def test_a_parameter_that_shares_the_buffer_is_nobodys() -> None:

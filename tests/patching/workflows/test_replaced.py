@@ -160,14 +160,15 @@ def test_an_exported_program_follows_load_state_dict() -> None:
         assert close(program(x, attention_mask=None, position_embeddings=table), layer_call(inner, other))
 
 
-def test_lora_with_the_compiled_static_cache() -> None:
+@pytest.mark.parametrize(("name", "linear"), [("llama", "k_proj"), ("qwen3", "up_proj"), ("v3", "kv_b_proj")])
+def test_lora_with_the_compiled_static_cache(name: str, linear: str) -> None:
     peft = pytest.importorskip("peft")
-    model, twin = (build("llama", num_hidden_layers=1) for _ in range(2))
+    model, twin = (build(name, num_hidden_layers=1) for _ in range(2))
     fl.patch(model)
     inputs, found = prompt(1, 12), []
     for m in (twin, model):
         torch.manual_seed(3)
-        lora = peft.get_peft_model(m, peft.LoraConfig(r=2, target_modules=["k_proj"], init_lora_weights=False)).eval()
+        lora = peft.get_peft_model(m, peft.LoraConfig(r=2, target_modules=[linear], init_lora_weights=False)).eval()
         torch._dynamo.reset()
         m.forward = torch.compile(m.forward, backend="eager")
         with torch.no_grad():

@@ -78,6 +78,34 @@ def test_jit_trace(name: str) -> None:
         assert "fastlayers" not in str(traced.graph)
 
 
+class Logits(torch.nn.Module):
+    """Logits of a whole model, without a cache."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.model(ids, use_cache=False).logits
+        return out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_whole_models_are_traced_as_stock_is(name: str) -> None:
+    stock, fast, report = pair(name)
+    ids, other = (prompt(1, 8, seed=seed)["input_ids"] for seed in (1, 3))
+    traced = [torch.jit.trace(Logits(m), ids, check_trace=False) for m in (stock, fast)]
+    assert close(traced[1](other), traced[0](other)) and "fastlayers" not in str(traced[1].graph)
+    found: list[Any] = []
+    for model in (stock, fast):
+        try:
+            found.append([node.target for node in make_fx(Logits(model))(ids).graph.nodes])
+        except RuntimeError as error:
+            found.append(str(error))  # what make_fx cannot record of a stock model, it cannot record of ours
+    assert found[0] == found[1] and not any("fastlayers" in str(each) for each in found[1])
+    assert not any(report.hits().values())
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_make_fx_records_the_originals_operations(name: str) -> None:
     stock, fast, report = pair(name)

@@ -186,4 +186,8 @@ def test_continuous_batching_runs_while_patched(name: str) -> None:
     model.set_attn_implementation(before)
     logits(model)
     assert min(report.hits().values()) > 0
+    twin, options.do_sample = build(name), False
+    wanted, given = (m.generate_batch([[5, 6, 7], [9, 10]], generation_config=options) for m in (twin, model))
+    assert [row.generated_tokens for row in given.values()] == [row.generated_tokens for row in wanted.values()]
+    assert model.config._attn_implementation == twin.config._attn_implementation
     assert prompt(1)["input_ids"].shape == (1, 48)

@@ -110,8 +110,9 @@ def test_tensors_that_look_at_weights_before_patch_and_unpatch_stay_current(name
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_shared_memory_stays_shared(when: str) -> None:
-    model = build("llama")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_shared_memory_stays_shared(name: str, when: str) -> None:
+    model = build(name)
     wanted = logits(model)
     if when == "before":
         model.share_memory()
