@@ -1,0 +1,192 @@
+"""Time ``fastlayers serve`` over HTTP: ``python benchmarks/serve_rows.py MODEL … [--seconds 150] [--out FILE]``.
+
+A server of each model (random weights at real dimensions, ``--load-format dummy``) and ``fastlayers bench serve``, the
+client, as processes of their own; prompts of 512 tokens and answers of 128, all distinct, unless a row says otherwise.
+Rows: seconds to ``/ready``; 32 and 256 prompts at once; one at a time; a shared prefix of 2,048 tokens, beside the same
+without the cache; Poisson arrivals at 70 % of what 256 at once reached. One JSON line a row; the first describes the
+run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fastlayers.device import as_device
+from fastlayers.tuning.provenance import provenance
+
+CLI = [sys.executable, "-m", "fastlayers_server.cli"]
+PROMPT, ANSWER = 512, 128
+PREFIX, MORE, SHARED = 2048, 128, 64
+LOAD = 0.7
+Row = dict[str, Any]
+
+
+def get(port: int, path: str) -> str:
+    """Return what the server answers."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5.0) as response:
+        text: str = response.read().decode()
+    return text
+
+
+class Server:
+    """A server of one model on a free port, from its start."""
+
+    def __init__(self, model: str, log: Path) -> None:
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            self.port: int = found.getsockname()[1]
+        weights = [] if model == "tiny" else ["--load-format", "dummy", "--seed", "0"]
+        flags = ["--open-admin", "--port", str(self.port), "--max-model-len", "4096" if weights else "512"]
+        self.begin = time.monotonic()
+        with log.open("ab") as file:
+            self.process = subprocess.Popen([*CLI, "serve", model, *weights, *flags], stdout=file, stderr=file)
+
+    def ready(self, end: float) -> Row:
+        """Wait until it answers, its process ends, or the time has passed; return seconds and when phases were seen."""
+        phases: dict[str, float] = {}
+        while time.monotonic() < end and self.process.poll() is None:
+            passed = round(time.monotonic() - self.begin, 2)
+            try:
+                get(self.port, "/ready")
+                return {"ready_s": passed, "phases": phases}
+            except urllib.error.HTTPError as error:
+                phases.setdefault(json.loads(error.read()).get("phase", "?"), passed)
+            except OSError:
+                pass
+            time.sleep(0.05)
+        return {"ready_s": None, "phases": phases, "exit_code": self.process.poll()}
+
+    def compiled(self) -> dict[str, float]:
+        """Return the server's own counts of uncaptured steps and compiled kernels since it is ready."""
+        names = "fastlayers_eager_steps_total", "fastlayers_jit_compiles_total", "fastlayers_preemptions_total"
+        lines = [line.rpartition(" ") for line in get(self.port, "/metrics").splitlines() if line.startswith(names)]
+        return {name: float(value) for name, _, value in lines}
+
+    def stop(self) -> None:
+        """End it as an operator would."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def bench(port: int, end: float, *flags: object) -> Row:
+    """Run the client; return its document, or why there is none."""
+    command = [*CLI, "bench", "serve", "--port", str(port), "--json", "--ignore-eos", *map(str, flags)]
+    left = end - time.monotonic()
+    if left < 4:
+        return {"skipped": "no time is left"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=left)
+    except subprocess.TimeoutExpired:
+        return {"skipped": f"not done in the {left:.0f} s that were left"}
+    lines = done.stdout.splitlines()
+    return json.loads(lines[-1]) if done.returncode == 0 and lines else {"failed": done.stderr[-400:]}
+
+
+def short(found: Row, *names: str) -> Row:
+    """Return what a row keeps of a client's document."""
+    if "output_throughput" not in found:
+        return found
+    about = found["fastlayers"]
+    kept = {name: round(found[name], 3) for name in ("output_throughput", "request_throughput", "duration", *names)}
+    return kept | {
+        "failed": found["failed"], "runs": [round(value, 1) for value in about["runs"]], "valid": about["valid"],
+        "client_cpu_share": round(about["client_cpu_share"], 3),
+        "client_lag_p99_ms": round(about["client_lag_p99_ms"], 2),
+    }  # fmt: skip
+
+
+def rows_of(port: int, end: float, options: argparse.Namespace) -> Iterator[Row]:
+    """Yield the rows of a server that is ready."""
+    small = options.small
+    prompt, answer, prefix, more = (64, 16, 128, 32) if small else (PROMPT, ANSWER, PREFIX, MORE)
+    few, many, shared = (4, 16, 8) if small else (32, 256, SHARED)
+    warm, usual = ("--num-warmups", 4), ("--random-input-len", prompt, "--random-output-len", answer, "--flush-cache")
+    found = bench(port, end, *usual, "--num-prompts", few, "--num-runs", 3, *warm)
+    yield {"row": "at once", "prompts": few, **short(found, "median_ttft_ms", "median_tpot_ms")}
+    found = bench(port, end, *usual, "--num-prompts", many, "--num-runs", 3, *warm, "--seed", 1)
+    yield {"row": "at once", "prompts": many, **short(found, "median_ttft_ms", "median_tpot_ms", "p99_itl_ms")}
+    rate = found.get("request_throughput", 0.0) * LOAD
+    one = "--random-input-len", prompt // 4, "--random-output-len", answer, "--num-prompts", 6, "--max-concurrency", 1
+    found = bench(port, end, *one, "--num-warmups", 1, "--seed", 2)
+    yield {"row": "one", "prompt": prompt // 4, **short(found, "median_tpot_ms", "p99_tpot_ms", "median_ttft_ms")}
+    together = "--num-prompts", shared, "--random-output-len", 16, "--seed", 3
+    cold = bench(port, end, "--random-input-len", prefix + more, *together, *warm, "--flush-cache")
+    kind = "--dataset-name", "prefix", "--random-prefix-len", prefix, "--random-input-len", more
+    hits = bench(port, end, *kind, *together, "--num-warmups", 1)
+    row: Row = {
+        "row": "prefix", "prompts": shared,
+        "cold": short(cold, "median_ttft_ms"), "shared": short(hits, "median_ttft_ms"),
+    }  # fmt: skip
+    if "median_ttft_ms" in cold and "median_ttft_ms" in hits:
+        row["ttft_ratio"] = round(hits["median_ttft_ms"] / cold["median_ttft_ms"], 3)
+        row["cached_share"] = round(hits["cached_share"], 4)
+    yield row
+    left = min(options.arrivals, end - time.monotonic() - 12)
+    if rate and left > 0:
+        count = max(4, int(rate * left))
+        flags = "--num-prompts", count, "--request-rate", round(rate, 2), "--seed", 4, "--metric-percentiles", "99,100"
+        found = bench(port, end, *usual, *flags, *warm)
+        names = "median_itl_ms", "p99_itl_ms", "p100_itl_ms", "median_ttft_ms", "p99_ttft_ms"
+        yield {"row": "arrivals", "rate": round(rate, 2), "requests": count, **short(found, *names)}
+
+
+def measure(model: str, options: argparse.Namespace, log: Path) -> Iterator[Row]:
+    """Yield the rows of one model."""
+    end = time.monotonic() + options.seconds
+    server = Server(model, log)
+    try:
+        started = server.ready(end)
+        yield {"row": "start", **started}
+        if started["ready_s"] is not None:
+            yield from rows_of(server.port, end, options)
+            yield {"row": "since ready", **server.compiled()}
+    finally:
+        server.stop()
+
+
+def main() -> None:
+    """Run what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="+", help="names that fastlayers serve knows, or tiny")
+    parser.add_argument("--seconds", type=float, default=150.0, help="of each model, its start included")
+    parser.add_argument("--arrivals", type=float, default=60.0, help="seconds of Poisson arrivals")
+    parser.add_argument("--small", action="store_true", help="few and short prompts, to try things out")
+    parser.add_argument("--log", type=Path, default=Path(tempfile.gettempdir()) / "serve_rows.log")
+    parser.add_argument("--device", default="cuda", help="that the server finds; said in the first line")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    tell(
+        {"command": "python " + " ".join(sys.argv), **provenance(), "device": str(as_device(options.device))},
+        options.out,
+    )
+    for model in options.models:
+        for row in measure(model, options, options.log):
+            tell({"model": model, **row}, options.out)
+
+
+def tell(row: Row, out: Path | None) -> None:
+    """Print a row, and append it to the file: an early end keeps what was measured."""
+    print(json.dumps(row), flush=True)
+    if out is not None:
+        with out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()
