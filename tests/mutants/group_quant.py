@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fastlayers.quant.group_quant.layer import empty_scales
+from fastlayers.quant.group_quant.layer import empty_scales, packed_bytes
 from fastlayers.quant.group_quant.torch import TorchGroupQuant
 from fastlayers.registry import Backend
 
@@ -66,9 +66,32 @@ class _RowsNotPadded(TorchGroupQuant):
         return q, empty_scales(x, *s.shape, "col").copy_(s) if self.cfg.scale_layout == "col_tma4" else s
 
 
+class _HighestByteFirst(TorchGroupQuant):
+    """Packs the first group's exponent into the highest byte."""
+
+    def __call__(self, x: torch.Tensor) -> Pair:
+        q, s = super().__call__(x)
+        if s.dtype == torch.int32:
+            turned = packed_bytes(s).unflatten(-1, (s.shape[1], 4)).flip(-1).contiguous().view(torch.int32)
+            s.copy_(turned.view(s.shape))
+        return q, s
+
+
+class _BytesBehindAreLeft(TorchGroupQuant):
+    """Leaves something behind the last group's exponent."""
+
+    def __call__(self, x: torch.Tensor) -> Pair:
+        q, s = super().__call__(x)
+        if s.dtype == torch.int32 and x.shape[1] // self.cfg.group % 4:
+            s[:, -1] |= 127 << 24
+        return q, s
+
+
 MUTANTS = {
     name: Backend(f"mutant_{name}", target, auto_on=())
     for name, target in (
+        ("highest_byte_first", _HighestByteFirst),
+        ("bytes_behind_are_left", _BytesBehindAreLeft),
         ("half_scale", _HalfScale),
         ("neighbours_scale", _NeighboursScale),
         ("reciprocal_product", _ReciprocalProduct),

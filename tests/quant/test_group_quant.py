@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from fastlayers.errors import ArgumentError
-from fastlayers.quant.group_quant.layer import GroupQuant, GroupQuantConfig, quantize_groups
+from fastlayers.quant.group_quant.layer import (
+    GroupQuant,
+    GroupQuantConfig,
+    packed_bytes,
+    quantize_groups,
+    unpacked_scales,
+)
 
 BACKENDS = ("torch", "triton")
 CODES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().double()
@@ -97,6 +103,34 @@ def test_layouts_hold_the_same_scales(backend: str, layout: str, strides: tuple[
     assert s.shape == (6, 3) and s.stride() == strides and s.dtype == torch.float32
     assert torch.equal(s, plain_s) and torch.equal(q.view(torch.uint8), plain_q.view(torch.uint8))
     assert q.shape == x.shape and q.is_contiguous()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_packed_exponents_by_hand(backend: str) -> None:
+    """Scales 1, 2, 1/4, 2^-30, and a fifth group that is not finite: bytes from the lowest on, four an integer."""
+    x = torch.tensor([448.0, 896.0, 112.0, 448.0 * 2**-30, float("inf"), 448.0]).repeat_interleave(16)[None]
+    q, s = quantize_groups(x, 16, scale_fmt="ue8m0", scale_layout="packed_tma4", backend=backend)
+    first = 127 | 128 << 8 | 125 << 16 | 97 << 24
+    assert s.dtype == torch.int32 and s.shape == (1, 2) and s.tolist() == [[first, 255 | 127 << 8]]
+    plain_q, plain = quantize_groups(x, 16, scale_fmt="ue8m0", backend=backend)
+    torch.testing.assert_close(unpacked_scales(s, 6), plain, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(q.view(torch.uint8), plain_q.view(torch.uint8))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("rows", "groups"), [(6, 5), (1, 4), (9, 3), (4, 9)])
+def test_packed_scales_are_those_of_the_other_layouts(backend: str, rows: int, groups: int) -> None:
+    x = torch.randn(rows, 32 * groups) * torch.exp(3 * torch.randn(rows, 1))
+    _, s = quantize_groups(x, 32, scale_fmt="ue8m0", scale_layout="packed_tma4", backend=backend)
+    _, plain = quantize_groups(x, 32, scale_fmt="ue8m0", backend=backend)
+    assert s.shape == (rows, -(-groups // 4)) and (rows == 1 or s.stride() == (1, -(-rows // 4) * 4))
+    assert torch.equal(unpacked_scales(s, groups), plain)
+    assert not packed_bytes(s)[:, groups:].any()
+
+
+def test_only_powers_of_two_are_packed() -> None:
+    with pytest.raises(ArgumentError, match=r"scale_layout is 'packed_tma4' with 'float' scales; accepted: 'ue8m0'"):
+        GroupQuantConfig(scale_layout="packed_tma4")
 
 
 def test_input_is_left_alone_and_strided_rows_are_read() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fastlayers.quant.group_quant.layer import GroupQuantConfig
+from fastlayers.quant.group_quant.layer import PACKED, GroupQuantConfig, packed_bytes, unpacked_scales
 from fastlayers.registry.spec import EXACT, Bound, Case, Cost, LayerSpec
 
 # One step at the largest e4m3 code is 32 of 448; it may happen to few values. A scale's unit is 2^-23.
@@ -35,9 +35,13 @@ CASES = (
     _case("many_pairs", 33, 8192, GroupQuantConfig()),
     _case("inexact_col_tma4", 7, 384, GroupQuantConfig(scale_layout="col_tma4", exact=False)),
     _case("inexact_row_group_64", 3, 256, GroupQuantConfig(64, exact=False)),
+    _case("packed", 6, 640, GroupQuantConfig(scale_fmt="ue8m0", scale_layout=PACKED)),
+    _case("packed_whole_fp32", 5, 512, GroupQuantConfig(64, scale_fmt="ue8m0", scale_layout=PACKED), torch.float32),
+    _case("packed_empty", 0, 256, GroupQuantConfig(scale_fmt="ue8m0", scale_layout=PACKED)),
     _case("inexact_prefill", 4099, 7168, GroupQuantConfig(scale_layout="col", exact=False), small=False),
     _case("deepseek_v3_decode", 16, 7168, GroupQuantConfig(scale_layout="col_tma4"), small=False),
     _case("deepseek_v3_prefill", 8191, 7168, GroupQuantConfig(scale_layout="col_tma4"), small=False),
+    _case("deepseek_v3_packed", 2048, 7168, GroupQuantConfig(scale_fmt="ue8m0", scale_layout=PACKED), small=False),
     _case("deepseek_v3_ue8m0", 2048, 18432, GroupQuantConfig(scale_fmt="ue8m0"), small=False),
 )
 
@@ -60,7 +64,7 @@ def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
         ties = torch.tensor([largest, 0.5, 1.5, 2.5, -3.5, 17.0, 19.0, -21.0, 0.001953125, 0.0029296875])
         x[1, features - group : features - group + 10] = ties
         x[1, features - group + 10 : features] = 0.0
-    return {"x": x.to(device, case.shape["dtype"])[:, :features]}
+    return {"x": x.to(device, case.shape["dtype"])[:, :features], "group": group}
 
 
 def call(impl: Any, inputs: dict[str, Any], context: Any) -> Any:
@@ -69,11 +73,20 @@ def call(impl: Any, inputs: dict[str, Any], context: Any) -> Any:
 
 
 def run(impl: Any, inputs: dict[str, Any], context: Any) -> dict[str, torch.Tensor]:
-    """Dequantised values, the scales, and the scales' strides (meaningful with more than one row)."""
+    """Dequantised values, the scales, and the scales' strides (meaningful with more than one row).
+
+    Of packed scales also what stands behind the last group.
+    """
     q, s = call(impl, inputs, context)
     rows, features = inputs["x"].shape
-    dequantised = q.float().view(rows, s.shape[1], features // s.shape[1]) * s[..., None]
     strides = torch.tensor(s.stride() if rows > 1 else (0, 0))
+    if s.dtype == torch.int32:
+        groups = features // inputs["group"]
+        behind = packed_bytes(s)[:, groups:].float()
+        s = unpacked_scales(s, groups)
+        dequantised = q.float().view(rows, groups, inputs["group"]) * s[..., None]
+        return {"dequantised": dequantised.view(rows, features), "scales": s, "strides": strides, "behind": behind}
+    dequantised = q.float().view(rows, s.shape[1], features // s.shape[1]) * s[..., None]
     return {"dequantised": dequantised.view(rows, features), "scales": s, "strides": strides}
 
 
@@ -81,7 +94,7 @@ def bounds(case: Case) -> dict[str, Bound]:
     """Every step is correctly rounded, so codes and scales are equal, not close; inexact: few codes one apart."""
     if not case.cfg.exact:
         return {"dequantised": ONE_CODE, "scales": ONE_UNIT}
-    return {"dequantised": EXACT, "scales": EXACT}
+    return {"dequantised": EXACT, "scales": EXACT, "behind": EXACT}
 
 
 def cost(case: Case) -> Cost:

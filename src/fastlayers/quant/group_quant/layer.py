@@ -15,6 +15,8 @@ and codes 0, so whatever is computed from it is NaN (exact layers only). Memory 
     "row"        strides (G, 1)
     "col"        strides (1, T)
     "col_tma4"   strides (1, T rounded up to 4), what TMA needs; the padding is never written
+    "packed_tma4"  int32 [T, ceil(G / 4)], strided as "col_tma4": four exponent bytes each, the first group's lowest, 0
+                 behind the last group; ue8m0 only. What products of sm_100 read.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ from fastlayers.registry import Backend, Registry, reference_backend, torch_back
 GROUPS = (16, 32, 64, 128)
 SCALE_FMTS = ("float", "ue8m0")
 SCALE_LAYOUTS = ("row", "col", "col_tma4")
+PACKED = "packed_tma4"
+LAYOUTS = (*SCALE_LAYOUTS, PACKED)
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
@@ -51,7 +55,9 @@ class GroupQuantConfig:
         check_choice("GroupQuant", "group", self.group, GROUPS)
         check_choice("GroupQuant", "dtype", self.dtype, tuple(LARGEST))
         check_choice("GroupQuant", "scale_fmt", self.scale_fmt, SCALE_FMTS)
-        check_choice("GroupQuant", "scale_layout", self.scale_layout, SCALE_LAYOUTS)
+        check_choice("GroupQuant", "scale_layout", self.scale_layout, LAYOUTS)
+        if self.scale_layout == PACKED and self.scale_fmt != "ue8m0":
+            raise ArgumentError("GroupQuant", "scale_layout", f"{PACKED!r} with {self.scale_fmt!r} scales", "'ue8m0'")
         check_plain("GroupQuant", "float", eps=self.eps)
         if not 1e-30 <= self.eps <= 1.0:
             raise ArgumentError("GroupQuant", "eps", self.eps, "1e-30 <= eps <= 1, so that no scale is subnormal")
@@ -63,11 +69,24 @@ class GroupQuantConfig:
 
 
 def empty_scales(x: torch.Tensor, rows: int, groups: int, layout: str) -> torch.Tensor:
-    """Return uninitialised fp32 scales ``[rows, groups]`` like ``x``, with the strides of ``layout``."""
+    """Return uninitialised scales ``[rows, groups]`` like ``x`` with the strides of ``layout``: fp32, or packed."""
     if layout == "row":
         return x.new_empty((rows, groups), dtype=torch.float32)
-    padded = (rows + 3) // 4 * 4 if layout == "col_tma4" else rows
+    padded = rows if layout == "col" else (rows + 3) // 4 * 4
+    if layout == PACKED:
+        return x.new_empty(((groups + 3) // 4, padded), dtype=torch.int32).t()[:rows]
     return x.new_empty((groups, padded), dtype=torch.float32).t()[:rows]
+
+
+def packed_bytes(packed: torch.Tensor) -> torch.Tensor:
+    """Return the exponent bytes of packed scales, uint8 ``[T, 4 · ceil(groups / 4)]``."""
+    return packed.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
+def unpacked_scales(packed: torch.Tensor, groups: int) -> torch.Tensor:
+    """Return fp32 scales ``[T, groups]`` of packed ones ``[T, ceil(groups / 4)]``."""
+    exponents = packed_bytes(packed)[:, :groups].int()
+    return torch.where(exponents == 255, torch.nan, (exponents << 23).view(torch.float32))
 
 
 def check_groups(x: torch.Tensor, group: int) -> None:
@@ -125,7 +144,7 @@ class GroupQuant(Layer):
     scale_fmt : str
         ``"float"``, or ``"ue8m0"`` (powers of two, still stored as fp32).
     scale_layout : str
-        ``"row"``, ``"col"`` or ``"col_tma4"``.
+        ``"row"``, ``"col"``, ``"col_tma4"``, or with ``"ue8m0"`` also ``"packed_tma4"``.
     eps : float
         Smallest absmax: an all-zero group gets scale ``eps / MAX`` and codes 0.
     exact : bool
@@ -174,7 +193,7 @@ class GroupQuant(Layer):
         Returns
         -------
         (Tensor, Tensor)
-            ``q`` of ``x``'s shape, contiguous, and ``s`` fp32 ``[T, K / group]``.
+            ``q`` of ``x``'s shape, contiguous, and ``s`` fp32 ``[T, K / group]``, or packed int32.
 
         Raises
         ------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fastlayers.quant.group_quant.layer import LARGEST, GroupQuantConfig, empty_scales
+from fastlayers.quant.group_quant.layer import LARGEST, PACKED, GroupQuantConfig, empty_scales
 
 
 class ReferenceGroupQuant:
@@ -29,5 +29,12 @@ class ReferenceGroupQuant:
         ratio = ratio.clamp(-self.largest, self.largest)
         codes = ratio.round() if self.cfg.dtype == torch.int8 else ratio.to(self.cfg.dtype).float()
         scales = empty_scales(x, rows, features // self.cfg.group, self.cfg.scale_layout)
+        if self.cfg.scale_layout == PACKED:
+            scales.zero_()
+            byte = (torch.frexp(scale)[1] + 126).masked_fill(broken, 255)
+            for group in range(features // self.cfg.group):
+                # The highest byte may set the sign.
+                scales[:, group // 4] |= (byte[:, group].long() << 8 * (group % 4)).to(torch.int32)
+            return codes.reshape(rows, features), scales
         scales.copy_(scale.masked_fill(broken, torch.nan))
         return codes.reshape(rows, features), scales

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch.nn import functional as F
 
 from fastlayers.operators import operator
-from fastlayers.quant.group_quant.layer import LARGEST, SCALE_LAYOUTS, GroupQuantConfig, empty_scales
+from fastlayers.quant.group_quant.layer import LARGEST, LAYOUTS, PACKED, GroupQuantConfig, empty_scales
 
 
 def round_up_to_power_of_two(scale: torch.Tensor) -> torch.Tensor:
@@ -16,12 +17,16 @@ def round_up_to_power_of_two(scale: torch.Tensor) -> torch.Tensor:
 
 def _strided(scale: torch.Tensor, layout: int) -> torch.Tensor:
     rows, groups = scale.shape
-    return empty_scales(scale, rows, groups, SCALE_LAYOUTS[layout])
+    return empty_scales(scale, rows, groups, LAYOUTS[layout])
 
 
 @operator("group_scales_laid_out", _strided)
 def _laid_out(scale: torch.Tensor, layout: int) -> torch.Tensor:
     """Return ``scale`` in a layout of its own: an operator, since a compiler chooses the strides of its buffers."""
+    if LAYOUTS[layout] == PACKED:
+        # The exponents' bits; NaN has all of them, as in ue8m0.
+        exponents = (scale.view(torch.int32) >> 23).to(torch.uint8)
+        return _strided(scale, layout).copy_(F.pad(exponents, (0, -scale.shape[1] % 4)).view(torch.int32))
     return _strided(scale, layout).copy_(scale)
 
 
@@ -46,5 +51,5 @@ class TorchGroupQuant:
         codes = (ratio.round_() if self.cfg.dtype == torch.int8 else ratio).to(self.cfg.dtype)
         scale = scale.masked_fill(broken, torch.nan)
         if self.cfg.scale_layout != "row":
-            scale = _laid_out(scale, SCALE_LAYOUTS.index(self.cfg.scale_layout))
+            scale = _laid_out(scale, LAYOUTS.index(self.cfg.scale_layout))
         return codes.view(rows, features), scale

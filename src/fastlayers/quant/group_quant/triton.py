@@ -10,7 +10,7 @@ import triton.language as tl
 
 from fastlayers.integers import cdiv
 from fastlayers.operators import operator
-from fastlayers.quant.group_quant.layer import LARGEST, SCALE_LAYOUTS, GroupQuantConfig, empty_scales
+from fastlayers.quant.group_quant.layer import LARGEST, LAYOUTS, PACKED, GroupQuantConfig, empty_scales
 from fastlayers.runtime.launch import kernel
 from fastlayers.triton_lang import INTERPRET, to_e4m3
 
@@ -95,7 +95,7 @@ def tile_row():
 @kernel(do_not_specialize=("rows", "groups", "s_stride_row", "s_stride_group"))
 def _group_quant_kernel(
     x_ptr, q_ptr, s_ptr, rows, groups, x_stride, q_stride, s_stride_row, s_stride_group, eps,
-    MAX: tl.constexpr, UE8M0: tl.constexpr, INT8: tl.constexpr,
+    MAX: tl.constexpr, UE8M0: tl.constexpr, INT8: tl.constexpr, PACK: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     index = tl.arange(0, ROWS * GROUPS)
@@ -106,7 +106,12 @@ def _group_quant_kernel(
     narrow: tl.constexpr = x.dtype.primitive_bitwidth == 16
     codes, scale = quantize_tile(x.to(tl.float32), eps, MAX, UE8M0, INT8, narrow)
     tl.store(q_ptr + (row * q_stride)[:, None] + column, codes, mask=inside[:, None])
-    tl.store(s_ptr + row * s_stride_row + group * s_stride_group, scale, mask=inside)
+    if PACK:  # a byte each, also behind the last group, to whole integers
+        byte = tl.where(group < groups, scale.to(tl.int32, bitcast=True) >> 23, 0).to(tl.uint8)
+        place = 4 * (row * s_stride_row + group // 4 * s_stride_group) + group % 4
+        tl.store(s_ptr + place, byte, mask=(row < rows) & (group < (groups + 3) // 4 * 4))
+    else:
+        tl.store(s_ptr + row * s_stride_row + group * s_stride_group, scale, mask=inside)
 
 
 @dataclass(frozen=True)
@@ -139,7 +144,7 @@ def _fake(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, features = x.shape
     rows = -(-rows // row_multiple) * row_multiple
-    return x.new_empty((rows, features), dtype=dtype), empty_scales(x, rows, features // group, SCALE_LAYOUTS[layout])
+    return x.new_empty((rows, features), dtype=dtype), empty_scales(x, rows, features // group, LAYOUTS[layout])
 
 
 @operator("group_quant", _fake)
@@ -151,12 +156,12 @@ def _group_quant(
     (rows, features), groups = x.shape, x.shape[1] // group
     padded = -(-rows // row_multiple) * row_multiple
     q = torch.empty((padded, features), dtype=dtype, device=x.device)
-    s = empty_scales(x, padded, groups, SCALE_LAYOUTS[layout])
+    s = empty_scales(x, padded, groups, LAYOUTS[layout])
     if rows:
-        tile = quant_tile(rows, groups, group)
-        _group_quant_kernel[tile.grid(rows, groups)](
-            x, q, s, rows, groups, x.stride(0), features, s.stride(0), s.stride(1), eps,
-            MAX=LARGEST[dtype], UE8M0=ue8m0, INT8=dtype == torch.int8,
+        tile, pack = quant_tile(rows, groups, group), LAYOUTS[layout] == PACKED
+        _group_quant_kernel[tile.grid(rows, (groups + 3) // 4 * 4 if pack else groups)](
+            x, q, s.t().view(torch.uint8) if pack else s, rows, groups, x.stride(0), features, *s.stride(), eps,
+            MAX=LARGEST[dtype], UE8M0=ue8m0, INT8=dtype == torch.int8, PACK=pack,
             GROUP=group, ROWS=tile.rows, GROUPS=tile.groups, num_warps=tile.warps,
         )  # fmt: skip
     return q, s
@@ -167,7 +172,7 @@ class TritonGroupQuant:
 
     def __init__(self, cfg: GroupQuantConfig) -> None:
         self.group, self.dtype, self.eps = cfg.group, cfg.dtype, cfg.eps
-        self.ue8m0, self.layout = cfg.scale_fmt == "ue8m0", SCALE_LAYOUTS.index(cfg.scale_layout)
+        self.ue8m0, self.layout = cfg.scale_fmt == "ue8m0", LAYOUTS.index(cfg.scale_layout)
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``(q, s)`` for ``x`` ``[T, K]``, rows of any stride."""
