@@ -1,4 +1,4 @@
-"""Model families written from `fastlayers` layers: DeepSeek, Qwen, GPT-OSS and Llama.
+"""Model families written from `fastlayers` layers: DeepSeek, Qwen, GPT-OSS, Llama and Llama 4.
 
 Every public name is imported on first use.
 """
@@ -15,6 +15,7 @@ _PUBLIC = {
     "DeepseekForCausalLM": "fastlayers_models.deepseek",
     "Generator": "fastlayers_models.generate",
     "GptOssForCausalLM": "fastlayers_models.gpt_oss",
+    "Llama4ForCausalLM": "fastlayers_models.llama4",
     "LlamaForCausalLM": "fastlayers_models.llama",
     "QwenForCausalLM": "fastlayers_models.qwen",
 }
@@ -41,4 +42,5 @@ if TYPE_CHECKING:
     from fastlayers_models.generate import Generator as Generator
     from fastlayers_models.gpt_oss import GptOssForCausalLM as GptOssForCausalLM
     from fastlayers_models.llama import LlamaForCausalLM as LlamaForCausalLM
+    from fastlayers_models.llama4 import Llama4ForCausalLM as Llama4ForCausalLM
     from fastlayers_models.qwen import QwenForCausalLM as QwenForCausalLM

@@ -28,6 +28,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "deepseek_v3": _DEEPSEEK,
         "gpt_oss": "fastlayers_models.gpt_oss:GptOssForCausalLM",
         "llama": "fastlayers_models.llama:LlamaForCausalLM",
+        "llama4_text": "fastlayers_models.llama4:Llama4ForCausalLM",
         "qwen2": _QWEN,
         "qwen2_5_vl": _QWEN,
         "qwen2_5_vl_text": _QWEN,

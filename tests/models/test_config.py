@@ -47,6 +47,10 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
         "GptOssConfig", {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 16},
     ),
     "llama": ("LlamaConfig", {"rope_parameters": LLAMA3, "attention_bias": True}),
+    "llama4_text": (
+        "Llama4TextConfig",
+        {"intermediate_size_mlp": 80, "num_local_experts": 4, "attention_chunk_size": 64, "head_dim": 16},
+    ),
     "qwen2": ("Qwen2Config", WINDOW),
     "qwen2_5_vl_text": (
         "Qwen2_5_VLTextConfig", {"rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2]}},
@@ -151,9 +155,9 @@ def computed_with(kind: str) -> set[str]:
     """Return the settings that transformers' model of this family reads, by its source; not those of an encoder."""
     module = inspect.getmodule(getattr(transformers, CLASSES[kind][0].removesuffix("Config") + "Model"))
     tree, found = ast.parse(inspect.getsource(module)), set()
-    parts = [
-        node for node in tree.body if not (isinstance(node, ast.ClassDef) and re.search("Vision|VLModel", node.name))
-    ]
+    # The language model alone is ours.
+    others = "Vision|VLModel" + "|MultiModal|ConditionalGeneration|Unfold" * (kind == "llama4_text")
+    parts = [node for node in tree.body if not (isinstance(node, ast.ClassDef) and re.search(others, node.name))]
     for node in (inner for part in parts for inner in ast.walk(part)):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("config"):
             found.add(node.attr)
@@ -170,7 +174,7 @@ def test_no_setting_that_transformers_computes_with_is_ignored(kind: str) -> Non
     read_here = settings.keys() | {name for setting in settings.values() for name in setting.also}
     wanted = computed_with(kind)
     assert len(wanted) > 10
-    multimodal = {"text_config", "vision_config"} if kind.startswith("qwen2_5_vl") else set()
+    multimodal = {"text_config", "vision_config"} if kind.startswith(("qwen2_5_vl", "llama4")) else set()
     images = {name for name in wanted if multimodal and re.search("image|video|vision|tokens_per_second|merge", name)}
     assert wanted - read_here - multimodal - images == (wanted & UNREAD.keys()) | UNREAD_BY.get(kind, {}).keys()
 

@@ -32,6 +32,36 @@ class PackedExpertNames:
     down: str = "down_proj"
 
 
+@dataclass(frozen=True)
+class StackedExpertNames:
+    """Names of tensors that hold all experts, transposed, gate columns before up columns, not quantised: Llama 4.
+
+    ``gate_up`` ``[E, D, 2I]``, ``down`` ``[E, I, D]``.
+    """
+
+    gate_up: str = "gate_up_proj"
+    down: str = "down_proj"
+
+
+def slots_of_stacked(
+    names: StackedExpertNames,
+    cfg: FusedMoEConfig,
+    experts: MoEWeights,
+    whole: tuple[int, int],
+    first: int,
+    inner: slice,
+) -> Iterator[tuple[str, Slot]]:
+    """Yield the slots of one rank, two for each expert's gate and up; arguments as for :func:`slots_of_packed`."""
+    (count, full), hidden, own = whole, cfg.hidden_size, cfg.intermediate_size
+    for local in range(cfg.num_experts):
+        one, expert = slice(first + local, first + local + 1), slice(local, local + 1)
+        for half in range(2):
+            columns = slice(half * full + inner.start, half * full + inner.stop)
+            dest = experts.w13[expert, half * own : (half + 1) * own].mT
+            yield names.gate_up, Slot(dest, (count, hidden, 2 * full), (one, slice(0, hidden), columns))
+        yield names.down, Slot(experts.w2[expert].mT, (count, full, hidden), (one, inner))
+
+
 def part_of_groups(axis: Axis, extent: int, layer: str) -> slice:
     """Return this rank's features of ``extent``: whole groups of 32, as evenly as they go.
 

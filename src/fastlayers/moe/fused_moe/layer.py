@@ -50,7 +50,13 @@ from fastlayers.errors import (
 from fastlayers.layer import Layer
 from fastlayers.moe.fused_moe.backends import FUSED_MOE
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
-from fastlayers.moe.fused_moe.gpt_oss_slots import PackedExpertNames, part_of_groups, slots_of_packed
+from fastlayers.moe.fused_moe.gpt_oss_slots import (
+    PackedExpertNames,
+    StackedExpertNames,
+    part_of_groups,
+    slots_of_packed,
+    slots_of_stacked,
+)
 from fastlayers.moe.fused_moe.weights import GROUP, MoEWeights
 from fastlayers.quant.mxfp4.codes import BYTES
 from fastlayers.quant.mxfp4.codes import GROUP as MX_GROUP
@@ -107,7 +113,7 @@ class FusedMoE(Layer):
     tp : Axis
         Ranks that split every expert's intermediate dimension; the output is a partial sum. For mxfp4 in whole
         groups of 32, the first ranks one more where they do not divide evenly.
-    names : ExpertNames or PackedExpertNames
+    names : ExpertNames, PackedExpertNames or StackedExpertNames
         Checkpoint names; default: one tensor per expert, or GPT-OSS's with ``interleaved``.
     device, dtype
         ``dtype`` is that of inputs, outputs and unquantised weights (default: torch's).
@@ -152,7 +158,7 @@ class FusedMoE(Layer):
         scaling_factor: float = 1.0,
         ep: Axis = SINGLE,
         tp: Axis = SINGLE,
-        names: ExpertNames | PackedExpertNames | None = None,
+        names: ExpertNames | PackedExpertNames | StackedExpertNames | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         backend: str = "auto",
@@ -186,8 +192,11 @@ class FusedMoE(Layer):
         self.adds_bias = tp.rank == 0
         if quant.format == "mxfp4" and not interleaved:
             raise ArgumentError(_NAME, "interleaved", False, "True for mxfp4, as GPT-OSS ships it")
-        if not isinstance(self.names, ExpertNames | PackedExpertNames):
-            raise ArgumentError(_NAME, "names", repr(names), "ExpertNames or PackedExpertNames")
+        if not isinstance(self.names, ExpertNames | PackedExpertNames | StackedExpertNames):
+            raise ArgumentError(_NAME, "names", repr(names), "ExpertNames, PackedExpertNames or StackedExpertNames")
+        if isinstance(self.names, StackedExpertNames) and (quant.format != "none" or bias or num_shared):
+            given = f"StackedExpertNames with quant {quant.format}, bias={bias}, num_shared={num_shared}"
+            raise ArgumentError(_NAME, "names", given, "them for plain experts alone")
         if isinstance(self.names, PackedExpertNames) != interleaved:
             given = f"{type(self.names).__name__} with interleaved={interleaved}"
             raise ArgumentError(_NAME, "names", given, "PackedExpertNames with interleaved rows, or neither")
@@ -306,6 +315,11 @@ class FusedMoE(Layer):
             held = replace(self.weights(), w2_bias=self.w2_bias if self.cfg.bias else None)
             whole = self.num_experts, self.intermediate_size
             yield from slots_of_packed(self.names, self.cfg, held, whole, self.expert_slice.start, self.column_slice)
+            return
+        if isinstance(self.names, StackedExpertNames):
+            whole = self.num_experts, self.intermediate_size
+            first, part = self.expert_slice.start, self.column_slice
+            yield from slots_of_stacked(self.names, self.cfg, self.weights(), whole, first, part)
             return
         for local, expert in enumerate(range(self.expert_slice.start, self.expert_slice.stop)):
             gate, up, down = (self.names.expert.format(e=expert, part=part) for part in self.names.parts)

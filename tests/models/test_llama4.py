@@ -1,0 +1,179 @@
+"""Llama 4's language model from our layers against Hugging Face: logits, tokens, bf16 error, ranks, bad input."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastlayers as fl
+from fastlayers.attention.buckets import ExtendBucket
+from fastlayers.attention.chunked import chunked, in_chunks
+from fastlayers.attention.meta import AttentionBatch, AttentionState
+from fastlayers.errors import ArgumentError, CheckpointError, UnknownModelError
+from fastlayers_models.llama4 import Llama4Config, Llama4ForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parent))
+from checkpoint_tools import Feeder, rewrite
+from family_tools import (
+    BASE,
+    EP2,
+    LLAMA3,
+    TP2,
+    TP4,
+    Variation,
+    check_bf16,
+    check_like_hugging_face,
+    check_ranks,
+    ours,
+    rows_of,
+    save_random,
+    stock,
+)
+from tiny_models import relative_rms
+
+SMALL = {
+    "intermediate_size": 32, "intermediate_size_mlp": 80, "head_dim": 16, "num_local_experts": 4,
+    "num_hidden_layers": 4, "attention_chunk_size": 32, "floor_scale": 16, "attn_scale": 0.5,
+}  # fmt: skip
+# As Scout: experts in every layer, the last of four without positions. Prompts of 40 tokens and more, and 64 tokens
+# after them, cross several chunks of 32; with a scale of 16 temperatures differ from the first chunk on.
+SCOUT = Variation("scout", "Llama4TextConfig", 2, SMALL | {"rope_parameters": LLAMA3})
+# As Maverick: experts in every second layer, no norm of queries; two experts a token, biases, one chunk of 48.
+MAVERICK = Variation(
+    "maverick", "Llama4TextConfig", 3,
+    SMALL | {"interleave_moe_layer_step": 2, "use_qk_norm": False, "attention_chunk_size": 48, "num_experts_per_tok": 2,
+             "attention_bias": True, "num_key_value_heads": 4},
+)  # fmt: skip
+PLAIN = Variation(
+    "no_chunks_no_temperature", "Llama4TextConfig", 5,
+    SMALL | {"attention_chunk_size": 4096, "attn_temperature_tuning": False, "no_rope_layers": [0, 1, 1, 0],
+             "moe_layers": [1], "tie_word_embeddings": True},
+)  # fmt: skip
+VARIATIONS = (SCOUT, MAVERICK, PLAIN)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {v.name: save_random(v.hf_config(), tmp_path_factory.mktemp(v.name)) for v in VARIATIONS}
+
+
+@pytest.mark.parametrize("variation", VARIATIONS, ids=str)
+def test_logits_and_greedy_tokens_equal_hugging_face(folders: dict[str, Path], variation: Variation) -> None:
+    folder = folders[variation.name]
+    model = ours(folder)
+    assert isinstance(model, Llama4ForCausalLM)
+    check_like_hugging_face(stock(folder), model, variation.batch)
+
+
+@pytest.mark.parametrize("variation", [SCOUT, MAVERICK], ids=str)
+def test_bf16_is_as_near_to_fp32_as_stock(tmp_path: Path, variation: Variation) -> None:
+    check_bf16(save_random(variation.hf_config(), tmp_path, torch.bfloat16))
+
+
+@pytest.mark.parametrize("grid", [TP2, TP4, EP2], ids=str)
+def test_ranks_give_the_logits_of_one_process(folders: dict[str, Path], grid: Any) -> None:
+    check_ranks(folders["scout"], grid)
+
+
+@pytest.mark.parametrize("pieces", [(30, 4, 40), (32, 32, 10), (1, 31, 1, 41), (70, 4)], ids=str)
+def test_prefill_in_pieces_across_chunks_equals_one(folders: dict[str, Path], pieces: tuple[int, ...]) -> None:
+    row = (rows_of(1)[0] * 3)[:80]
+    steps = [("extend", [count]) for count in pieces] + [("decode", [1])] * 6
+    found = Feeder(ours(folders["scout"]), [row]).run(steps)[0]
+    with torch.inference_mode():
+        wanted = stock(folders["scout"])(torch.tensor([row])).logits[0]
+    assert relative_rms(found, wanted) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"chunks": (None,) * 4},
+        {"rotates": (True,) * 4},
+        {"floor_scale": 8192},
+        {"use_qk_norm": False},
+    ],
+    ids=lambda change: next(iter(change)),
+)  # fmt: skip
+def test_each_part_matters(folders: dict[str, Path], change: dict[str, Any]) -> None:
+    """Without it, the comparisons above would fail: else they would show nothing of it."""
+    from fastlayers_models.checkpoint import Checkpoint
+    from fastlayers_models.loading import load_weights
+
+    checkpoint = Checkpoint(folders["scout"])
+    config = replace(Llama4Config.from_hf(checkpoint.config), **change)
+    model = Llama4ForCausalLM(config, dtype=torch.float32, page_size=16)
+    load_weights(model, checkpoint)
+    rows = rows_of(1)
+    steps = [("extend", [len(rows[0])])]
+    found, wanted = (Feeder(each.eval(), rows).run(steps)[0] for each in (model, ours(folders["scout"])))
+    assert relative_rms(found, wanted) > 1e-3
+
+
+def test_a_batch_in_chunks() -> None:
+    pages = [[1, 2, 3, 4, 5, 6], [7, 8, 0, 0, 0, 0], [11, 12, 13, 14, 9, 10]]
+    found = in_chunks(AttentionBatch((30, 0, 1), (10, 20, 32), pages), 16, 8)
+    assert found.query_lens == (6, 16, 8, 1) and found.prefix_lens == (10, 0, 0, 0)
+    assert [list(row) for row in found.page_table] == [[1, 2], [3, 4], [5, 6], [9, 10]]
+
+
+def test_what_chunks_cannot_do_is_named(folders: dict[str, Path]) -> None:
+    with pytest.raises(ArgumentError, match="page_size is 64; accepted: a divisor of the attention chunk's 32 tokens"):
+        Llama4ForCausalLM.from_pretrained(folders["scout"], page_size=64)
+    with pytest.raises(ArgumentError, match=r"left padding, starts \(2,\)"):
+        in_chunks(AttentionBatch((4,), (0,), [[1]], starts=(2,)), 16, 8)
+    with pytest.raises(ArgumentError, match="a tree of drafts"):
+        in_chunks(AttentionBatch((2,), (4,), [[1]], parents=((-1, 0),)), 16, 8)
+
+
+def test_bad_configurations_are_named(folders: dict[str, Path], tmp_path: Path) -> None:
+    good = {k: v for k, v in (BASE | SMALL).items() if not k.startswith("init")} | {"model_type": "llama4_text"}
+    assert Llama4Config.from_hf(good).rotates == (True, True, True, False)
+    for change, message in (
+        ({"layer_types": ["sliding_attention"] * 4}, "layer_types.0. is 'sliding_attention'"),
+        ({"attention_chunk_size": None}, "attention_chunk_size is None; accepted: a positive integer"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok is 5; accepted: at most num_local_experts 4"),
+        ({"no_rope_layers": [1, 0]}, "is 2 entries; accepted: one for each of num_hidden_layers 4"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; accepted: 'silu'"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            Llama4Config.from_hf(good | change)
+    with pytest.raises(UnknownModelError, match="model_type 'llama4' is unknown; known: llama4_text"):
+        Llama4Config.from_hf(good | {"model_type": "llama4"})
+    wider = rewrite(folders["scout"], tmp_path / "wider", config=lambda c: c.update(num_local_experts=8))
+    with pytest.raises(CheckpointError, match=r"gate_up_proj has shape .* \(num_local_experts, intermediate_size"):
+        ours(wider)
+
+
+@pytest.mark.parametrize("extend", [False, True], ids=["decode", "extend"])
+def test_padded_steps_of_fixed_addresses_give_the_same(folders: dict[str, Path], extend: bool) -> None:
+    """What a graph replays: metadata at the same addresses, planned anew with the step's own, padding included."""
+    model = ours(folders["scout"])
+    pages, rows = [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12]], [(row * 2)[:80] for row in rows_of(2)]
+    caches = fl.kv_cache_spec(model, page_size=16, dtype=torch.float32).allocate(13)
+    state, bucket = AttentionState(4, 128, 6, 16), ExtendBucket(16, 4) if extend else 4
+    done, found, addresses = (30, 62), {0: [], 1: []}, set()
+    prefill = state.plan(AttentionBatch(done, (0, 0), pages))
+    model(torch.tensor(rows[0][:30] + rows[1][:62]), prefill, caches)
+    for counts in [(3, 5), (4, 1), (1, 6)] if extend else [(1, 1)] * 5:
+        new = [row[n : n + count] for row, n, count in zip(rows, done, counts, strict=True)]
+        meta = state.plan(AttentionBatch(counts, done, pages), bucket=bucket)
+        own = chunked(meta, 32)
+        addresses.add(tuple(t.data_ptr() for t in (own.page_table, own.seq_lens, own.positions, own.cu_seqlens_q)))
+        ids = torch.zeros(meta.num_tokens, dtype=torch.int64)
+        ids[: sum(counts)] = torch.tensor(new[0] + new[1])
+        logits = model.compute_logits(model(ids, meta, caches))
+        found[0].append(logits[: counts[0]])
+        found[1].append(logits[counts[0] : sum(counts)])
+        done = tuple(n + count for n, count in zip(done, counts, strict=True))
+    assert len(addresses) == 1 and done[0] > 32 and done[1] > 64  # both cross into another chunk
+    reference = stock(folders["scout"])
+    for row, first, parts, end in zip(rows, (30, 62), found.values(), done, strict=True):
+        with torch.inference_mode():
+            wanted = reference(torch.tensor([row[:end]])).logits[0, first:]
+        assert relative_rms(torch.cat(parts), wanted) <= 1e-5
