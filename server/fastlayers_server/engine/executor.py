@@ -39,6 +39,8 @@ REQUESTS = (1, 8, 32)
 # Larger ones have a size between two powers, so that a third of padding at most leaves no extend up to the largest
 # uncaptured: launching one takes the host longer than the decode step does that hides it.
 BETWEEN, PADDING = (768, 1536), 1 / 3
+# Of steps that verify: a token and three drafts of one request are not padded to what prompts begin with.
+DRAFTED = (4, 8)
 
 
 class Held:
@@ -150,7 +152,8 @@ class TorchExecutor:
         tokens = max(config.max_batched_tokens, running, verify_tokens)
         if extend_buckets is None:
             most = getattr(model, "captured_tokens", None) or TOKENS[-1]
-            sizes = sorted(size for size in (*TOKENS, *BETWEEN) if size <= most)
+            all_sizes = (*DRAFTED, *TOKENS, *BETWEEN) if verify_tokens else (*TOKENS, *BETWEEN)
+            sizes = sorted(size for size in all_sizes if size <= most)
             extend_buckets = ExtendBuckets(tuple(sizes), REQUESTS, PADDING)
         if graphs is None and cuda_graph and device.type == "cuda":
             # One run before a capture, not two: every layer ran in these sizes before.
@@ -316,7 +319,9 @@ class TorchExecutor:
         keys = [StepKey("extend", t, r, LOGITS) for t in buckets.tokens for r in buckets.requests]
         chains = self.mtp is None or self.mtp.topk == 1
         verified = [size for size in buckets.tokens if chains and size < 2 * self.verify_tokens]
-        keys += [StepKey("extend", t, r, self.rule) for t in verified for r in buckets.requests if t > r]
+        # Each request that verifies brings two tokens at least: fewer than so many are in a smaller bucket.
+        fewest = zip(buckets.requests, (0, *buckets.requests), strict=False)
+        keys += [StepKey("extend", t, r, self.rule) for r, below in fewest for t in verified if t >= 2 * (below + 1)]
         self.extending.capture_extends(keys, progress)
 
     def explain(self) -> Any:

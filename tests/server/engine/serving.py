@@ -86,13 +86,13 @@ class Bench:
     def __init__(
         self, model: Any, *, num_pages: int = 80, overlap: bool = False, captured: bool = False, drafts: Any = None,
         verify_tokens: int = 0, mtp: int = 0, rejection: bool = False, draft_model: Any = None,
-        grammars: Any = None, **limits: Any,
+        grammars: Any = None, own_buckets: bool = False, **limits: Any,
     ) -> None:  # fmt: skip
         options = dict(max_running=6, max_batched_tokens=48, max_extend_requests=4, prefix_cache=True) | limits
         vocab, eos = model.config.vocab_size, tuple(model.config.eos_token_ids)
         self.config = SchedulerConfig(vocab, 256, num_pages, model.page_size, eos, **options)  # type: ignore[arg-type]
         graphs = CudaGraphs(runtime=EagerRuntime()) if captured else None
-        buckets = ExtendBuckets((16, 32), (1, 4)) if captured else None
+        buckets = ExtendBuckets((16, 32), (1, 4)) if captured and not own_buckets else None
         self.executor = TorchExecutor(
             model,
             self.config,

@@ -55,6 +55,25 @@ def model(request: pytest.FixtureRequest) -> Any:
     return make_model(request.param)
 
 
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_every_step_that_verifies_is_captured_in_little_padding(model: Any, count: int) -> None:
+    """However many verify together, down to one draft each."""
+    rows = prompts(count)
+    texts = {tuple(row): text for row, text in zip(rows, plain(model, rows, 12), strict=True)}
+    for k in (1, 3):
+        bench = Bench(
+            model, captured=True, own_buckets=True, overlap=True, drafts=Told(texts, k), verify_tokens=24,
+            max_extend_requests=6, max_batched_tokens=32, prefix_cache=False,
+        )  # fmt: skip
+        assert bench.generate(rows, 12) == list(texts.values())
+        replays, eager = bench.executor.graph_counts()
+        verified = {name: number for name, number in replays.items() if name.endswith("verify") and number}
+        assert not eager and verified
+        if count == 1:
+            tokens = 1 + k
+            assert {int(name.split()[1].split("x")[0]) for name in verified} == {next(t for t in (4, 8) if t >= tokens)}
+
+
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("wrong_every", [0, 3, 1])
 def test_tokens_are_those_without_drafts(model: Any, captured: bool, wrong_every: int) -> None:
