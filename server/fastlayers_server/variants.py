@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ import fastlayers as fl
 from fastlayers.attention.meta import AttentionBatch, AttentionState, whole_pages
 from fastlayers.errors import CheckpointError, UnknownNameError
 from fastlayers.quant.spec import QuantSpec
+from fastlayers.runtime.held_directory import make
 from fastlayers_models.auto import AutoModel
 from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.convert import convert_to_fp8_block, dequantize_checkpoint
@@ -171,13 +171,13 @@ class Variant:
 
 
 def _fp8_folder(path: Path) -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="fastlayers-fp8-")) / "fp8"
+    folder = make("fastlayers-fp8-") / "fp8"
     convert_to_fp8_block(path, folder, include_ragged=True)
     return folder
 
 
 def _bf16_folder(path: Path) -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="fastlayers-bf16-")) / "bf16"
+    folder = make("fastlayers-bf16-") / "bf16"
     dequantize_checkpoint(path, folder)
     return folder
 

@@ -133,5 +133,6 @@ def test_sweep_takes_only_free_directories_of_that_name(tmp_path: Path, monkeypa
     assert held_directory.hold(made) and not held_directory.hold(tmp_path / "mine-none")
     held_directory.sweep("mine-")
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([made.name, "mine-file", "mine-link", "other"])
-    held_directory._HELD.pop(made).release()
-    assert not made.exists()
+    held_directory.release(made)
+    held_directory.release(made)
+    assert not made.exists() and held_directory.make("mine-").is_dir()

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
@@ -17,6 +15,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import zmq
 
+from fastlayers.runtime.held_directory import make, release
 from fastlayers_server.engine.child import REFUSED
 from fastlayers_server.engine.client import ClientBase, InProcessEngine, Parts
 from fastlayers_server.engine.config import EngineConfig
@@ -83,7 +82,7 @@ class EngineProcess(ClientBase):
     def start(self, deliver: Callable[[FromEngine], None]) -> None:
         """Begin to start, see :class:`EngineClient`."""
         self._deliver_to = deliver
-        self._folder = tempfile.mkdtemp(prefix="fastlayers-")  # mode 0700
+        self._folder = make("fastlayers-engine-")  # mode 0700
         self._thread = threading.Thread(target=self._supervise, name="engine-supervisor", daemon=True)
         self._thread.start()
 
@@ -130,7 +129,7 @@ class EngineProcess(ClientBase):
             self.phase = "starting" if again else "dead"
             self._tell_orphans()
             self._deliver(Died(self.epoch, self._reason, again))
-        shutil.rmtree(self._folder, ignore_errors=True)
+        release(self._folder)
 
     def _one_life(self) -> int:
         """Start a process, pass on what it says until it is gone, and return its exit code."""
@@ -139,7 +138,7 @@ class EngineProcess(ClientBase):
         out, news = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
         out.bind(f"ipc://{self._folder}/to-{self.epoch}")
         news.bind(f"ipc://{self._folder}/from-{self.epoch}")
-        command = [*self._command, self._folder, str(self.epoch), str(os.getpid())]
+        command = [*self._command, str(self._folder), str(self.epoch), str(os.getpid())]
         config = msgspec.structs.replace(self.config, begun=time.monotonic())
         self._child = child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         assert child.stdin is not None

@@ -102,7 +102,11 @@ def hold(path: Path) -> bool:
 
 
 def make(prefix: str) -> Path:
-    """Return a new directory whose name begins with ``prefix``, for this user only, that this process holds."""
+    """Return a new directory whose name begins with ``prefix``, for this user only, that this process holds.
+
+    Those of the same name that nobody holds any more are removed first.
+    """
+    sweep(prefix)
     while True:
         path = Path(tempfile.mkdtemp(prefix=prefix))
         if hold(path):
@@ -122,3 +126,10 @@ def sweep(prefix: str) -> None:
             _remove_if_free(path, handle)
         else:
             os.close(handle)
+
+
+def release(path: Path) -> None:
+    """Let go of a directory that this process holds, before it ends; remove it if nobody else holds it."""
+    held = _HELD.pop(path, None)
+    if held is not None:
+        held.release()
