@@ -262,6 +262,19 @@ def latencies() -> str:
                 f"| {row['model']}, patched without graphs, decode step | {row['patched_ms']} ms, "
                 f"{row['ratio']} × stock's {row['stock_ms']} | | 0.8 × |"
             )
+    limits = {"qwen3_8b": 20, "qwen3_30b_a3b": 25}
+    for row in lines_of("cold_start"):
+        if row.get("what") == "cold":
+            took, first = row["import_to_first_token_s"], row["first_token_s"]
+            lines.append(
+                f"| {row['model']}, caches empty: import to first token of 512 | {took} s, {first} of them after the "
+                f"model is built | | {limits[row['model']]} s |"
+            )
+        elif row.get("what") == "after warm-up":
+            lines.append(
+                f"| {row['model']}, {row['prompts']} sizes up to {row['largest_batch']} prompts or {row['longest']} "
+                f"tokens after `fl.warmup` | {row['with_compiles']} compiled something | | 0 |"
+            )
     firsts = {"qwen3_8b": 7, "qwen3_30b_a3b": 10, "gpt_oss_20b": 7}
     for row in lines_of("time_to_first_token"):
         if "captured_ms" not in row:
@@ -281,6 +294,47 @@ def latencies() -> str:
             lines.append(
                 f"| {row['model']}, patched `generate(max_new_tokens=1)`, {row['batch']} × {row['prompt']} | "
                 f"{row['graph_ms']:.1f} ms, {share:.2f} × stock's {row['stock_ms']:.1f} | | {wanted} |"
+            )
+    return "\n".join(lines) if len(lines) > 2 else MISSING
+
+
+SERVED = {
+    "Qwen/Qwen3-8B": ("qwen3_8b", 3700, 6850), "Qwen/Qwen3-30B-A3B": ("qwen3_30b_a3b", 1900, 7400),
+    "openai/gpt-oss-20b": ("gpt_oss_20b", 4200, 9600),
+}  # fmt: skip
+
+
+def serving() -> str:
+    """What a client of ``fastlayers serve`` sees, model by model; the last run of a row counts."""
+    found = {(row["model"], row["row"], row.get("prompts")): row for row in lines_of("serve") if "row" in row}
+    lines = ["| what | measured | target |", "|---|---|---|"]
+    for (model, what, prompts), row in found.items():
+        name, few, many = SERVED[model]
+        if what == "start":
+            lines.append(f"| {name}, process start to `/ready` | {row['ready_s']} s | 20 s |")
+        elif what == "at once" and "runs" in row:
+            case, least = ("c32", few) if prompts == 32 else ("c256", many)
+            peer = PEERS[name, case]["total_out_tok_s"]
+            runs = ", ".join(f"{run:,.0f}" for run in row["runs"])
+            lines.append(
+                f"| {name}, {prompts} prompts of 512 at once, 128 out | {row['output_throughput']:,.0f} tokens/s "
+                f"(runs {runs}; vLLM offline {peer:,.0f}); first token {row['median_ttft_ms']:.0f} ms | {least:,} |"
+            )
+        elif what == "one" and "median_tpot_ms" in row:
+            own = next((r for r in lines_of("generate") if r.get("batch") == 1 and r["model"] == name), None)
+            wanted = f"`generate`'s {own['tpot_ms']:.2f} + 0.15 ms" if own else ""
+            lines.append(f"| {name}, one request, a token | {row['median_tpot_ms']:.2f} ms | {wanted} |")
+        elif what == "prefix" and "ttft_ratio" in row:
+            shares = f"{row['cached_share']:.1%} of the prompts' tokens cached"
+            lines.append(
+                f"| {name}, 64 prompts sharing 2,048 tokens | {row['ttft_ratio']} × without; {shares} | 0.25 × |"
+            )
+        elif what == "arrivals" and "p99_itl_ms" in row:
+            gaps = f"between tokens {row['median_itl_ms']:.1f} / {row['p99_itl_ms']:.1f} / {row['p100_itl_ms']:.0f} ms"
+            lines.append(
+                f"| {name}, {row['requests']} arrivals at {row['rate']:.0f}/s | {gaps} (median, 99 %, most); first "
+                f"token {row['median_ttft_ms']:.0f} / {row['p99_ttft_ms']:.0f} ms | 99 % ≤ 40 ms and 3 × median, "
+                "most ≤ 200; first ≤ 60 / 250 ms |"
             )
     return "\n".join(lines) if len(lines) > 2 else MISSING
 
@@ -354,7 +408,12 @@ def nearest() -> str:
 
 
 LAYERS = ("fp8_linear", "fused_moe", "mla", "gqa", "small_ops")
-TABLES: dict[str, Callable[[], str]] = {"targets": targets, "nearest": nearest, "latencies": latencies} | {
+TABLES: dict[str, Callable[[], str]] = {
+    "targets": targets,
+    "nearest": nearest,
+    "latencies": latencies,
+    "serving": serving,
+} | {
     part: (lambda part=part: layer_table(part))
     for part in LAYERS  # type: ignore[misc]
 }
