@@ -11,6 +11,7 @@ _Q3 = "transformers.models.qwen3.modeling_qwen3.Qwen3"
 _Q3M = "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3Moe"
 _OSS = "transformers.models.gpt_oss.modeling_gpt_oss.GptOss"
 _LLAMA = "transformers.models.llama.modeling_llama.Llama"
+_LLAMA4 = "transformers.models.llama4.modeling_llama4.Llama4"
 
 # transformers 5.17.0
 KNOWN: dict[str, tuple[str, ...]] = {
@@ -32,6 +33,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
     f"{_Q3M}Attention": ("3946be42b297b0c4",),
     f"{_OSS}Attention": ("d191859d105e5eb9",),
     f"{_LLAMA}Attention": ("91ace9a0c4aa01ce",),
+    f"{_LLAMA4}TextRMSNorm": ("08e8868b5ae38af3",),
+    f"{_LLAMA4}TextMLP": ("c4447c48b0f9ccf3",),
     f"{_Q2M}Experts": ("66c82c1f3cd0b847",),
     f"{_Q3M}Experts": ("66c82c1f3cd0b847",),
     f"{_OSS}Experts": ("5263b0c58434fc2d",),

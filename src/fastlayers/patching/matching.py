@@ -59,9 +59,9 @@ def silu_gate(module: Any) -> str | None:
     return silu(module) or attributes_fit(module, ("gate_proj", "up_proj", "down_proj"))
 
 
-def silu(module: Any) -> str | None:
-    """Return a reason unless the activation is exactly SiLU as torch or transformers has it."""
-    activation = module.act_fn
+def silu(module: Any, name: str = "act_fn") -> str | None:
+    """Return a reason unless the activation, ``module``'s ``name``, is exactly SiLU as torch or transformers has it."""
+    activation = getattr(module, name)
     if type(activation) not in SILU:
         return f"custom-gate: activation {type(activation).__name__}"
     if not untouched(activation) or replaced_code(code_of(type(activation), ("forward",))):

@@ -23,8 +23,11 @@ class FastRMSNorm(FastModule):
     variance_epsilon: float
 
     def _fl_choose(self) -> None:
-        cfg = RMSNormConfig(self.weight.shape[0], float(self.variance_epsilon), self._fl_rounding, self.weight.dtype)
+        cfg = RMSNormConfig(self.weight.shape[0], self._fl_epsilon(), self._fl_rounding, self.weight.dtype)
         self._fl_core = RMS_NORM.choose(cfg, self.weight.device, self._fl_backend).build()
+
+    def _fl_epsilon(self) -> float:
+        return float(self.variance_epsilon)
 
     def _fl_implementation(self) -> str:
         return f"rms_norm={self._fl_core.choice.name}"
