@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 
 from fastlayers import env
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.linear.dense import triton as linear_triton
 from fastlayers.linear.dense import triton_vector as vector
 from fastlayers.linear.dense.layer import LinearConfig
+from fastlayers.runtime.launch import kernel
 from fastlayers.testing.compile_check import KernelBuild, compiled_for
+from fastlayers.triton_lang import await_inputs, dependent_launch, release_dependents
 
 interpreted = pytest.mark.skipif(not env.triton_interpret(), reason="needs Triton's interpreter")
 
@@ -83,6 +86,7 @@ MUTANTS = {
     "no bias": ("axis=1) + bias", "axis=1)"),
     "sums not kept": ("sums[row] + x", "x"),
     "first row for all": ("(row % M)", "0"),
+    "no wait": ("    await_inputs(PDL)\n", ""),
     "edge not masked": (", mask=k[None, :] < K, other=0.0", ""),
 }
 
@@ -102,7 +106,7 @@ def mutated(name: str, folder: Path) -> ModuleType:
 
 
 @interpreted
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", [name for name in MUTANTS if name != "no wait"])
 def test_planted_bug_shows(name: str, tmp_path: Path) -> None:
     x, weight, bias = operands(2, 5, 72)
     # Behind every row lie numbers that no result may hold.
@@ -142,3 +146,47 @@ def test_only_weights_are_read_before_the_wait() -> None:
     # 2 rows x 4096 columns over 128 threads, 16 bytes each: all of the weight, and nothing else, is on its way.
     assert len(loads.findall(before)) == 8 and len(re.findall(r"ld\.global", before)) == 8
     assert not re.search(r"st\.global", before) and len(loads.findall(after)) == 4
+
+
+@kernel
+def slow_copy_kernel(x_ptr, y_ptr, size, loops, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Copy, long after the next kernel may have started."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    release_dependents(PDL)
+    await_inputs(PDL)
+    x = tl.load(x_ptr + at, mask=at < size, other=0.0).to(tl.float32)
+    for _ in range(loops):
+        x = x * 1.0 + 0.0 * tl.sqrt(tl.abs(x))
+    tl.store(y_ptr + at, x.to(y_ptr.dtype.element_ty), mask=at < size)
+
+
+def behind_a_slow_copy(product_of: Any, rounds: int) -> bool:
+    """Return whether the product reads what the kernel in front writes at its end, and not what lies there before."""
+    random = torch.Generator("cuda").manual_seed(0)
+    weight = torch.randn(2048, 4096, device="cuda", generator=random).bfloat16()
+    x = torch.randn(1, 4096, device="cuda", generator=random).bfloat16()
+    launch = dependent_launch(x.device)
+    late, right = torch.empty_like(x), []
+    wanted = x.double() @ weight.double().t()
+    for _ in range(rounds):
+        late.fill_(float("nan"))
+        slow_copy_kernel[(4,)](x, late, 4096, 3000, BLOCK=1024, num_warps=4, **launch)
+        y = torch.full((1, 2048), float("nan"), dtype=x.dtype, device="cuda")
+        product_of[(1024,)](
+            late, weight, y, y, 1, 2048, 4096, 4096, 4096, HAS_BIAS=False, EVEN_K=True, BLOCKS=4, AHEAD=4, ROWS=1,
+            BLOCK_N=2, BLOCK_K=1024, num_warps=4, **launch,
+        )  # fmt: skip
+        right.append(torch.allclose(y.double(), wanted, rtol=2e-2, atol=0.3))
+    return all(right)
+
+
+@pytest.mark.gpu
+def test_gpu_input_is_read_after_the_wait() -> None:
+    assert behind_a_slow_copy(vector.vector_kernel, 20)
+
+
+@pytest.mark.gpu
+def test_gpu_input_read_before_the_wait_shows(tmp_path: Path) -> None:
+    without = mutated("no wait", tmp_path)
+    if dependent_launch(torch.device("cuda"))["PDL"]:
+        assert not behind_a_slow_copy(without.vector_kernel, 3)

@@ -78,11 +78,13 @@ def rule(rows: int, n: int, k: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 def _vector_rule(rows: int, n: int, k: int, dtype: torch.dtype) -> dict[str, int]:
-    """Return the vector kernel's parameters: what all threads load at once, and as many tiles as registers hold."""
-    if rows == 1 and n > 1024 and dtype != torch.float32:
-        outputs, depth, ahead, warps = (4, 512, 4, 2) if k < 4096 else (2, 1024, 4, 4)
-    else:
+    """Return the vector kernel's parameters, for one row as whole decode steps were fastest on an H200."""
+    if rows > 1 or n <= 1024 or dtype == torch.float32:
         outputs, depth, ahead, warps = 2, 2048 if n <= 1024 and rows == 1 else 1024, 1, 4
+    elif k < 4096 or k > 8192:
+        outputs, depth, ahead, warps = 4, 512, 4, 2
+    else:
+        outputs, depth, ahead, warps = (4, 1024, 2, 4) if n <= 3072 else (2, 1024, 4, 4)
     return {
         "VECTOR": 1, "BLOCK_N": outputs, "BLOCK_K": min(depth, next_power_of_2(k)), "num_warps": warps, "AHEAD": ahead,
     }  # fmt: skip
