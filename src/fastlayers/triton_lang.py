@@ -88,8 +88,9 @@ def await_inputs(PDL: tl.constexpr):
 def release_dependents(PDL: tl.constexpr):
     """Let the next kernel start its prologue; it still waits for this one's end before it reads its inputs.
 
-    Called after :func:`await_inputs`, and never by a kernel that may write weights: the next one may read those in
-    its prologue.
+    Never called by a kernel that may write weights: the next one may read those in its prologue. Called after
+    :func:`await_inputs`, so that the next kernel may also read what kernels before the one in front wrote. Norms call
+    it before: what follows a norm reads nothing else early than weights and what a step's plan wrote.
     """
     if PDL:
         gdc_launch_dependents()

@@ -24,8 +24,9 @@ def _rms_norm_kernel(
     column = tl.arange(0, BLOCK)
     inside = column < hidden_size
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
-    await_inputs(PDL)
+    # Before the wait: the product that follows asks for its weights while the kernel in front of this one still runs.
     release_dependents(PDL)
+    await_inputs(PDL)
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0)
