@@ -17,6 +17,7 @@ LAYERS: dict[str, str] = {
     "silu_mul_quant": "fastlayers.activation.silu_mul_quant.layer:SILU_MUL_QUANT",
     "group_quant": "fastlayers.quant.group_quant.layer:GROUP_QUANT",
     "mxfp8_quant": "fastlayers.quant.mxfp8_quant.layer:MXFP8_QUANT",
+    "nvfp4_quant": "fastlayers.quant.nvfp4_quant.layer:NVFP4_QUANT",
     "fp8_linear": "fastlayers.linear.fp8_block.layer:FP8_LINEAR",
     "int8_linear": "fastlayers.linear.int8.layer:INT8_LINEAR",
     "fp8_scaled_linear": "fastlayers.linear.fp8_scaled.layer:FP8_SCALED_LINEAR",
