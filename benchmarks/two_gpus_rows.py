@@ -145,7 +145,7 @@ class Rows:
             gathered = self.over.all_gather(own)
             equal = torch.equal(own, wanted), torch.equal(whole, gathered)
             fp8 = rows // self.axis.size <= move.slots and all(
-                torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+                torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
                 for layout in ("row", "col_tma4")
                 for a, b in zip(
                     move.gather_quantised(own, layout=layout)[0], quantize_groups(gathered, scale_layout=layout),
@@ -179,12 +179,12 @@ class Rows:
             wanted = self.theirs(x.clone(), residual)
             for _ in range(2):
                 wanted = self.theirs(wanted[0].clone(), wanted[1])
-            graphs.append((*captured(chain), wanted))
+            graphs.append((*captured(chain), wanted, chain))  # which keeps its inputs where the graph reads them
         order, own = random.Random(3), random.Random(10 + self.axis.rank)
         wrong = torch.zeros(1, dtype=torch.int64, device=self.device)
         replays = self.run.options.replays
         for _ in range(replays):
-            graph, (y, h), (wanted_y, wanted_h) = graphs[order.randrange(3)]
+            graph, (y, h), (wanted_y, wanted_h), _ = graphs[order.randrange(3)]
             if own.random() < 0.5:
                 torch.cuda._sleep(own.randrange(400_000))  # up to some 200 µs
             graph.replay()

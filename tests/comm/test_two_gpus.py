@@ -74,11 +74,12 @@ def replay(rank: Rank, replays: int) -> int:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             y, h = push(*push(x, residual, norm.weight, EPS), norm.weight, EPS)
         middle = norm(over.all_reduce_(x.clone()), residual)
-        graphs.append((graph, y, h, *norm(over.all_reduce_(middle[0].clone()), middle[1])))
+        # Inputs stay where the graph reads them.
+        graphs.append((graph, y, h, *norm(over.all_reduce_(middle[0].clone()), middle[1]), x, residual))
     order, own = random.Random(3), random.Random(10 + rank.rank)
     wrong = torch.zeros((), dtype=torch.int64, device=rank.device)
     for _ in range(replays):
-        graph, y, h, wanted_y, wanted_h = graphs[order.randrange(3)]
+        graph, y, h, wanted_y, wanted_h, *_ = graphs[order.randrange(3)]
         if own.random() < 0.5:
             torch.cuda._sleep(own.randrange(400_000))
         graph.replay()

@@ -168,14 +168,15 @@ class Workspace:
         if refusal is not None:
             return Workspace(Fabric(axis.size, refusal), seconds=time.perf_counter() - begin)
         from fastlayers.comm.symmetric import SymmArena
-        from fastlayers.comm.triton_exchange import Exchange
+        from fastlayers.comm.triton_exchange import Exchange, way_of
         from fastlayers.comm.triton_push import PushSum
 
         slots = push_rows(axis.size) if rows is None else rows
+        programs, chunk = way_of(share)
         wanted = PushSum.nbytes_for(axis.size, hidden_size, dtype, slots)
-        wanted += Exchange.nbytes_for(axis.size, hidden_size, dtype, share) if share else 0
+        wanted += Exchange.nbytes_for(axis.size, hidden_size, dtype, share, programs) if share else 0
         arena = SymmArena(axis, wanted, device, deadline_s)
         push = PushSum(arena, hidden_size, dtype, slots)
-        exchange = Exchange(arena, hidden_size, dtype, share) if share else None
+        exchange = Exchange(arena, hidden_size, dtype, share, programs, chunk) if share else None
         arena.ready()
         return Workspace(fabric, arena, push, exchange, time.perf_counter() - begin)

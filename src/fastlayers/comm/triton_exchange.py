@@ -33,6 +33,14 @@ NO_NORM = -1
 PROGRAMS = 128
 # Rows of a program between two flags.
 CHUNK = 8
+# What moves more rows of each rank than so many has more programs with shorter chunks: a reduce-scatter of 16,384 rows
+# of two ranks takes 351 us instead of 396, while small exchanges take up to 6 us more (benchmarks/two_gpus.py rows).
+MANY = 2048
+
+
+def way_of(share: int) -> tuple[int, int]:
+    """Return the programs and the chunk of an exchange of up to ``share`` rows of each rank."""
+    return (PROGRAMS, CHUNK) if share <= MANY else (264, 4)
 
 
 @triton.jit
@@ -193,16 +201,17 @@ class Exchange:
     dtype : torch.dtype
     slots : int
         Most rows of one rank a call.
-    programs : int
-        Equal in all calls and on all ranks.
+    programs, chunk : int
+        Equal in all calls and on all ranks; see :func:`way_of`.
     """
 
     def __init__(
-        self, arena: Arena, hidden_size: int, dtype: torch.dtype, slots: int, programs: int = PROGRAMS
-    ) -> None:
+        self, arena: Arena, hidden_size: int, dtype: torch.dtype, slots: int, programs: int = PROGRAMS,
+        chunk: int = CHUNK,
+    ) -> None:  # fmt: skip
         self.arena, self.hidden_size, self.dtype, self.slots = arena, hidden_size, dtype, slots
         size = arena.size
-        self.chunk = CHUNK
+        self.chunk = chunk
         self.inbox = arena.carve((2, size, slots, hidden_size), dtype)
         self.outbox = arena.carve((size * slots, hidden_size), dtype)
         self.flags = arena.carve((2 * size, programs), torch.int32)

@@ -125,6 +125,8 @@ def run(jobs: Sequence[Job], advance: Callable[[str], None], *, threads: int = T
     packages = dict.fromkeys(job.package for job in small)
     pools = {name: ThreadPoolExecutor(threads if name == "triton" else 1) for name in packages}
     stopped: list[BaseException] = []
+    cuda = torch.cuda.is_available()
+    device = torch.cuda.current_device() if cuda else -1
 
     def work(job: Job) -> None:
         if stopped:
@@ -132,8 +134,9 @@ def run(jobs: Sequence[Job], advance: Callable[[str], None], *, threads: int = T
         advance(job.label)
         try:
             with torch.inference_mode():
-                if torch.cuda.is_available():
-                    with torch.cuda.stream(side_stream()):
+                if cuda:
+                    # A new thread is on the first GPU, whichever the caller is on.
+                    with torch.cuda.device(device), torch.cuda.stream(side_stream()):
                         job.call()
                 else:
                     job.call()
@@ -141,7 +144,7 @@ def run(jobs: Sequence[Job], advance: Callable[[str], None], *, threads: int = T
             stopped.append(error)
             raise
 
-    if torch.cuda.is_available():
+    if cuda:
         torch.cuda.synchronize()  # weights are there before other streams read them
     try:
         done = [pools[job.package].submit(work, job) for job in small]

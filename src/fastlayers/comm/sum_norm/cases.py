@@ -9,15 +9,16 @@ import torch
 
 from fastlayers.comm.fabric import Fabric, Workspace
 from fastlayers.comm.parallel import Axis
+from fastlayers.comm.row_cases import prepare as exchanges
 from fastlayers.comm.sum_norm.layer import SumNormConfig
 from fastlayers.registry.spec import Case, Cost, LayerSpec
 
 
 def _case(
     name: str, ranks: int, tokens: int, hidden: int, residual: bool = True, rounding: str = "cast_then_scale",
-    dtype: torch.dtype = torch.bfloat16, small: bool = True,
+    dtype: torch.dtype = torch.bfloat16, small: bool = True, spread: bool = False,
 ) -> Case:  # fmt: skip
-    cfg = SumNormConfig(Axis(ranks), hidden, dtype, max(tokens, 1), rounding=rounding)
+    cfg = SumNormConfig(Axis(ranks), hidden, dtype, max(tokens, 1), rounding=rounding, spread=spread)
     return Case(name, cfg, {"num_tokens": tokens, "residual": residual, "dtype": dtype}, small)
 
 
@@ -27,6 +28,10 @@ CASES = (
     _case("eight_ranks", 8, 1, 136, rounding="one_plus"),
     _case("first_layer", 2, 2, 64, residual=False, dtype=torch.float32),
     _case("empty", 2, 0, 128),
+    _case("spread_two_ranks", 2, 6, 256, spread=True),
+    _case("spread_four_ranks", 4, 4, 72, rounding="one_plus", dtype=torch.float16, spread=True),
+    _case("spread_first_layer", 2, 2, 64, residual=False, dtype=torch.float32, spread=True),
+    _case("deepseek_v3_prefill", 2, 2048, 7168, small=False, spread=True),
     _case("deepseek_v3_decode", 2, 64, 7168, small=False),
     _case("deepseek_v3_many", 2, 512, 7168, small=False),
 )
@@ -49,6 +54,8 @@ def prepare(impl: Any, inputs: dict[str, Any]) -> Any:
     """Return the implementations of all ranks, each with an arena of its own in this process."""
     if hasattr(impl, "of_all"):
         return None
+    if impl.cfg.operator == "exchange":
+        return exchanges(impl, inputs)
     from fastlayers.comm.symmetric import local_arenas
     from fastlayers.comm.triton_push import PushSum
 
@@ -66,7 +73,17 @@ def run(impl: Any, inputs: dict[str, Any], context: Any) -> dict[str, torch.Tens
     x, residual, weight = inputs["x"], inputs["residual"], inputs["weight"]
     if hasattr(impl, "of_all"):
         y, h = impl.of_all(x, residual, weight)
+        if impl.cfg.spread:
+            return {"y": y.expand(len(x), *y.shape), "h": h.unflatten(0, (len(x), -1))}
         return {"y": y.expand(len(x), *y.shape), "h": h.expand(len(x), *h.shape)}
+    if impl.cfg.spread:
+        own = [None] * len(x) if residual is None else residual.unflatten(0, (len(x), -1))
+        parts: list[Any] = []
+        for part in (1, 2, 3):
+            found = [rank(rows, mine, weight, part=part) for rank, rows, mine in zip(context, x, own, strict=True)]
+            parts.append(found)
+        # Own rows are written in the second part, all rows are there after the third, in the same place.
+        return {"y": torch.stack([y for y, _ in parts[2]]), "h": torch.stack([h for _, h in parts[1]])}
     for rank, part in zip(context, x, strict=True):
         rank(part, residual, weight, part=1)
     found = [rank(part, residual, weight, part=2) for rank, part in zip(context, x, strict=True)]

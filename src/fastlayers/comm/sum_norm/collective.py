@@ -13,7 +13,7 @@ class CollectiveSumNorm:
     """Sums in the order and dtype of the group's backend; overwrites its input."""
 
     def __init__(self, cfg: SumNormConfig) -> None:
-        self.over = collectives(cfg.axis)
+        self.spread, self.over = cfg.spread, collectives(cfg.axis)
         self._config = RMSNormConfig(cfg.hidden_size, cfg.eps, cfg.rounding, cfg.dtype)
         self._norms: dict[str, object] = {}
 
@@ -21,11 +21,11 @@ class CollectiveSumNorm:
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``(y, h)``."""
-        total = self.over.all_reduce_(x)
+        total = self.over.reduce_scatter(x) if self.spread else self.over.all_reduce_(x)
         if not total.shape[0]:
-            return total, total if residual is None else residual
+            return x if self.spread else total, total if residual is None else residual
         norm = self._norms.get(x.device.type)
         if norm is None:
             norm = self._norms[x.device.type] = RMS_NORM.choose(self._config, x.device).build()
         y, h = norm.pick(x.shape[0])(total, weight, residual)  # type: ignore[attr-defined]
-        return y, total if h is None else h
+        return self.over.all_gather(y) if self.spread else y, total if h is None else h

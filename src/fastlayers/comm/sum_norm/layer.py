@@ -5,6 +5,9 @@
     h[T,H]  = s[T,H] + residual[T,H]            (rounded; without a residual h = s)
     y[T,H]  = RMSNorm(h)                        (rounding as the family's, see RMSNorm)
 
+Spread, for many rows: every rank adds and norms p = T / n of them, and keeps h of these alone
+    h[p,H]  = rows rank·p … of s, plus residual[p,H];   y[T,H] = RMSNorm(h) of all ranks, in rank order
+
 NCCL rounds otherwise from three ranks on: it adds in the model's dtype. With two ranks both give the same bits, apart
 from the sign of zero.
 """
@@ -30,8 +33,14 @@ class SumNormConfig(RankConfig):
 
     eps: float = 1e-6
     rounding: str = "cast_then_scale"
+    spread: bool = False
 
-    layer, operator = "SumNorm", "push"
+    layer = "SumNorm"
+
+    @property
+    def operator(self) -> str:  # type: ignore[override]
+        """Of a workspace: what sums few rows on every rank, or many rows each on one."""
+        return "exchange" if self.spread else "push"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,6 +67,9 @@ class SumNorm(RankLayer):
         With a process group.
     hidden_size, eps, rounding
         As of the :class:`~fastlayers.RMSNorm` whose weight is given to each call.
+    spread : bool
+        ``residual`` and ``h`` are this rank's T / n rows only; T is a multiple of the ranks. ``y`` may be a view of the
+        workspace, which holds until its next exchange.
     workspace : Workspace, optional
         Of the same axis, hidden size and dtype. Without: NCCL's or Gloo's all-reduce, then the norm.
     device, dtype
@@ -81,14 +93,17 @@ class SumNorm(RankLayer):
         eps: float = 1e-6,
         *,
         rounding: str = "cast_then_scale",
+        spread: bool = False,
         workspace: Any = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         backend: str = "auto",
     ) -> None:
         Layer.__init__(self)
-        cfg = SumNormConfig(axis, hidden_size, eps=eps, rounding=rounding)
+        cfg = SumNormConfig(axis, hidden_size, eps=eps, rounding=rounding, spread=spread)
         self.connect(cfg, workspace, device, dtype, backend)
+        # Of how many ranks each has rows of its own.
+        self.parts = axis.size if spread else 1
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor
@@ -100,7 +115,7 @@ class SumNorm(RankLayer):
         x : Tensor ``[T, H]``
             Partial sums; may be overwritten.
         residual : Tensor ``[T, H]``, optional
-            Equal on all ranks.
+            Equal on all ranks; where they are spread, the own rows ``[T / n, H]``.
         weight : Tensor ``[H]``
             Of the norm.
         """
@@ -110,11 +125,11 @@ class SumNorm(RankLayer):
             check_tensor("SumNorm", "weight", weight, shape=(size,), dtype=dtype, device=x.device)
             if residual is not None:
                 check_tensor(
-                    "SumNorm", "residual", residual, shape=tuple(x.shape), dtype=dtype, device=x.device,
-                    last_dim_contiguous=True,
+                    "SumNorm", "residual", residual, shape=(x.shape[0] // self.parts, size), dtype=dtype,
+                    device=x.device, last_dim_contiguous=True,
                 )  # fmt: skip
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             self.refuse_grad(x=x, residual=residual, weight=weight)
         self.check_order(x)
-        y, h = self.ladder.pick(x.shape[0])(x, residual, weight)
+        y, h = self.ladder.pick(x.shape[0] // self.parts)(x, residual, weight)
         return y, h

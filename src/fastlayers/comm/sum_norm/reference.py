@@ -26,7 +26,11 @@ class ReferenceSumNorm:
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``(y, h)`` in the model's dtype."""
-        return self.of_all(self.over.all_gather(x).view(self.cfg.axis.size, *x.shape), residual, weight)
+        parts = self.over.all_gather(x).view(self.cfg.axis.size, *x.shape)
+        if not self.cfg.spread:
+            return self.of_all(parts, residual, weight)
+        y, h = self.of_all(parts, None if residual is None else self.over.all_gather(residual), weight)
+        return y, self.over.own_slice(h)
 
     def of_all(
         self, parts: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor

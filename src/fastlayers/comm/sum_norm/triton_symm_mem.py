@@ -18,8 +18,14 @@ class TritonSumNorm:
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, part: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``(y, h)``, new tensors."""
+        """Return ``(y, h)``, new tensors; of rows that are spread ``y`` is a view of the outbox."""
+        if self.cfg.spread:
+            found: tuple[torch.Tensor, torch.Tensor] = self.push.scatter_gather(
+                x, residual, weight, self.eps, self.rounding, part=part
+            )
+            return found
         if x.shape[0] > self.push.slots:
             accepted = f"at most {self.push.slots}, for which the workspace was made"
             raise ArgumentError("SumNorm", "rows", x.shape[0], accepted)
-        return self.push(x, residual, weight, self.eps, self.rounding, part=part)
+        summed: tuple[torch.Tensor, torch.Tensor] = self.push(x, residual, weight, self.eps, self.rounding, part=part)
+        return summed
