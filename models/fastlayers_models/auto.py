@@ -13,7 +13,7 @@ import torch
 
 from fastlayers.comm.parallel import ParallelSpec
 from fastlayers.comm.ranks import Ranks
-from fastlayers.errors import ArgumentError, CheckpointError, UnknownModelError, check_choice
+from fastlayers.errors import ArgumentError, CheckpointError, UnknownModelError, check_choice, check_kind
 from fastlayers_models.blocks import CausalLM
 from fastlayers_models.check_quantization import check_quantization
 from fastlayers_models.checkpoint import Checkpoint
@@ -97,6 +97,8 @@ class AutoModel:
             A dtype, device or option that is not accepted, or a value in ``config.json`` that the model cannot be built
             from.
         """
+        check_kind("AutoModel", Mapping, families=families)
+        check_kind("AutoModel", ParallelSpec | Ranks | None, parallel=parallel)
         folder = find(path)
         checkpoint = Checkpoint(folder)
         family = family_of(checkpoint.config, families, folder)

@@ -130,6 +130,8 @@ class Checkpoint:
         return self.file_of.keys()
 
     def _slice(self, name: str) -> Any:
+        if not isinstance(name, str) or name not in self.file_of:
+            raise CheckpointError(f"{self.path}: no tensor {name!r:.200}")
         try:
             return self._shard(self.file_of[name]).get_slice(name)
         except SafetensorError as error:

@@ -26,7 +26,7 @@ from fastlayers.comm.collectives import gather_logits
 from fastlayers.comm.layouts import Hidden
 from fastlayers.comm.padding import StepTokens
 from fastlayers.comm.parallel import ParallelSpec
-from fastlayers.errors import ArgumentError
+from fastlayers.errors import ArgumentError, check_plain
 from fastlayers.layer import finalize
 from fastlayers.linear.factory import linear
 from fastlayers.quant.spec import NONE
@@ -244,6 +244,7 @@ class DeepseekForCausalLM(CausalLM):
         UnknownModelError, CheckpointError, ArgumentError
             See :meth:`DeepseekConfig.from_hf` and :func:`load_weights`.
         """
+        check_plain("DeepseekForCausalLM", "bool", load_mtp=load_mtp)
         checkpoint = Checkpoint(path)
         config = cls.read_config(checkpoint)
         first, count = config.num_hidden_layers, config.num_nextn_predict_layers

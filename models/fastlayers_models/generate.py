@@ -22,7 +22,7 @@ from fastlayers.attention.buckets import ExtendBucket, ExtendBuckets
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
 from fastlayers.comm.parallel import SINGLE
-from fastlayers.errors import ArgumentError, check_kind, check_plain, check_positive, describe
+from fastlayers.errors import ArgumentError, check_choice, check_kind, check_plain, check_positive, describe
 from fastlayers.runtime.graphs import CudaGraphs, bucket_of
 from fastlayers.sampler.layer import MODES, Sampler, SamplingParams
 from fastlayers.torch_compile import TorchCompile
@@ -66,7 +66,8 @@ class Generator:
     num_pages : int, optional
         Pages of the cache (page 0 included); default: enough for ``max_batch`` requests of ``max_length``.
     prefill_tokens : int
-        Most new tokens a step; longer prompts are prefilled in chunks over their cached prefix.
+        Most new tokens a step; longer prompts are prefilled in chunks over their cached prefix. A step's buffers are
+        sized by it, up to ``max_batch`` prompts of ``max_length``.
     cuda_graph : "auto" or bool
         Whether steps are captured, per bucket at its first use: see :class:`ModelStep`. ``"auto"``: on CUDA; with
         several ranks, if they communicate by NCCL.
@@ -110,7 +111,8 @@ class Generator:
         self.pool = fl.PagePool(num_pages if num_pages is not None else max_batch * pages + 1, model.page_size)
         spec = fl.kv_cache_spec(model, page_size=model.page_size, dtype=model.kv_dtype)
         self.caches = spec.allocate(self.pool.num_pages, model.device)
-        tokens = max(prefill_tokens, max_batch)
+        # No step brings more: whoever asks for more prefills whole prompts.
+        tokens = max(min(prefill_tokens, max_batch * self.max_length), max_batch)
         self.state = AttentionState(max_batch, tokens, pages, model.page_size, model.device)
         sampler = Sampler(model.config.vocab_size, device=model.device)
         parallel = getattr(model, "parallel", None)
@@ -281,6 +283,10 @@ class Generator:
         progress : callable, optional
             Told each :class:`~fastlayers_models.step.StepKey` when it is captured.
         """
+        for place, bucket in enumerate(() if buckets is None else buckets):
+            check_positive("Generator.capture", **{f"buckets[{place}]": bucket})
+        for mode in modes:
+            check_choice("Generator.capture", "modes", mode, MODES)
         with self._alone("capture"):
             self.step.capture(buckets, modes, progress)
 
@@ -295,7 +301,10 @@ class Generator:
         ArgumentError
             A count that is too large for both.
         """
+        if not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes):
+            raise ArgumentError("warm_up_calls", "tokens", describe(tokens), "a sequence of token counts")
         for count in tokens:
+            check_positive("warm_up_calls", tokens=count)
             bucket = bucket_of(self.step.buckets, count)
             no_decode, no_prefill = self._no_decode(count, bucket), self._no_prefill(count)
             if no_decode and no_prefill:

@@ -22,6 +22,7 @@ from fastlayers.errors import (
     check_plain,
     check_positive,
 )
+from fastlayers.memory import memory_for
 from fastlayers.registry import Backend, Registry
 
 ALIGNMENT = 16
@@ -63,7 +64,8 @@ class BumpAllocator:
         self.capacity = _aligned(capacity_bytes)
         # One alignment more than asked for, in case the device's allocator starts at an odd address.
         where = check_device("BumpAllocator", device)
-        storage = torch.zeros(self.capacity + ALIGNMENT, dtype=torch.uint8, device=where)
+        with memory_for("BumpAllocator", capacity_bytes=capacity_bytes):
+            storage = torch.zeros(self.capacity + ALIGNMENT, dtype=torch.uint8, device=where)
         offset = -storage.data_ptr() % ALIGNMENT
         self.buffer = storage[offset : offset + self.capacity]
         self.used = 0

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from fastlayers import env
-from fastlayers.errors import UnknownNameError, check_fields
+from fastlayers.errors import UnknownNameError, check_fields, check_plain, check_positive
 from fastlayers.runtime import kernel_cache
 
 if TYPE_CHECKING:
@@ -57,6 +57,9 @@ class Device:
 
     def __post_init__(self) -> None:
         check_fields("Device", self)
+        check_positive("Device", sm_count=self.sm_count)
+        check_plain("Device", "int >= 0", memory_bytes=self.memory_bytes)
+        check_plain("Device", "float >= 0", bandwidth=self.bandwidth, flops=self.flops)
 
     @property
     def sm(self) -> str:

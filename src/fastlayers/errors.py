@@ -273,7 +273,8 @@ def _python_value(value: Any) -> Any:
         return value if isinstance(value, tuple) and all(a is b for a, b in zip(inner, value, strict=True)) else inner
     if isinstance(value, Integral) and not isinstance(value, int):
         return int(value)
-    return float(value) if isinstance(value, Real) and not isinstance(value, int | float) else value
+    # A float of NumPy's is one of Python's, too, but not by its repr.
+    return float(value) if isinstance(value, Real) and not isinstance(value, int) else value
 
 
 def check_device(layer: str, device: torch.device | str | int | None) -> torch.device:

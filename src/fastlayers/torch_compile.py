@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastlayers.errors import ArgumentError, check_choice, check_plain, check_positive
+from fastlayers.errors import ArgumentError, check_choice, check_fields, check_plain, check_positive
 from fastlayers.layer import Layer
 from fastlayers.registry import registry
 
@@ -61,6 +61,7 @@ class TorchCompile:
     operators: tuple[str, ...] = SMALL_OPERATORS
 
     def __post_init__(self) -> None:
+        check_fields("TorchCompile", self)
         check_positive("TorchCompile", max_batch=self.max_batch)
         check_choice("TorchCompile", "mode", self.mode, MODES)
         backends = [name for name in torch.compiler.list_backends(exclude_tags=()) if name != "cudagraphs"]

@@ -30,8 +30,9 @@ class AttentionBatch:
     prefix_lens : tuple[int, ...]
         Tokens of each request that are cached already.
     page_table : Sequence[Sequence[int]] or ndarray
-        Pages of each request, at least enough for prefix + new tokens. As an array of integers ``[B, P]``, with 0
-        behind each request's pages, many requests cost the host least.
+        Pages of each request, at least enough for prefix + new tokens: integers, Python's or NumPy's, and no flags;
+        page 0 is nobody's, so a new token has none there. As an array of integers ``[B, P]``, with 0 behind each
+        request's pages, many requests cost the host least.
     starts : tuple[int, ...]
         First position of each request that counts (left padding); default 0.
     parents : tuple[tuple[int, ...], ...]

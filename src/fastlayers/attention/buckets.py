@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fastlayers.errors import ArgumentError, check_plain, check_positive
+from fastlayers.errors import ArgumentError, check_fields, check_plain, check_positive
 
 TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 REQUESTS = (1, 2, 4, 8)
@@ -26,6 +26,9 @@ class ExtendBucket:
 
     tokens: int
     requests: int
+
+    def __post_init__(self) -> None:
+        check_positive("ExtendBucket", tokens=self.tokens, requests=self.requests)
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class ExtendBuckets:
             check_plain("ExtendBuckets", "tuple[int, ...]", **{name: sizes})
             if list(sizes) != sorted(set(sizes)) or (sizes and sizes[0] < 1):
                 raise ArgumentError("ExtendBuckets", name, sizes, "positive sizes, ascending")
+        check_fields("ExtendBuckets", self)
         check_plain("ExtendBuckets", "int >= 0", free=self.free)
         if not 0.0 <= self.max_padding <= 1.0:
             raise ArgumentError("ExtendBuckets", "max_padding", self.max_padding, "0 to 1")

@@ -22,6 +22,6 @@ def step_examples(layer: Any, count: int) -> list[tuple[Any, ...]]:
     pages = -(-count // size)
     cache = kv_cache_spec(layer, page_size=size, dtype=layer.cfg.kv_dtype).allocate(pages + 1, device)[0]
     x = torch.zeros(count, layer.hidden_size, dtype=layer.cfg.dtype, device=device)
-    decode = AttentionBatch((1,) * count, (0,) * count, [[0]] * count)
+    decode = AttentionBatch((1,) * count, (0,) * count, [[1]] * count)  # one row for all of them
     extend = AttentionBatch((count,), (0,), [list(range(1, pages + 1))])
     return [(x, AttentionState(count, count, pages, size, device).plan(batch), cache) for batch in (decode, extend)]

@@ -23,9 +23,11 @@ import torch
 from fastlayers.attention.batch import MAX_TREE, AttentionBatch
 from fastlayers.attention.buckets import ExtendBucket
 from fastlayers.attention.context_buckets import context_of
+from fastlayers.attention.kv_cache.pool import MAX_PAGES
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.step_buffers import PageTable, StepBuffers, is_array
 from fastlayers.errors import ArgumentError, CaptureError, check_device, check_plain, check_positive, describe
+from fastlayers.memory import memory_for
 from fastlayers.moved import renamed
 
 # What a step is padded to under capture: so many requests of one token, a bucket of extends, or nothing.
@@ -209,11 +211,12 @@ class AttentionState:
         self.max_batch, self.max_tokens, self.max_pages, self.page_size = max_batch, max_tokens, max_pages, page_size
         self.capacity = max_pages * page_size  # tokens of one request
         where = check_device("AttentionState", device)
-        # Steps of one token a request have buffers of their own: small, and half of them never change.
-        self._decode = StepBuffers(max_batch, min(max_batch, max_tokens), where)
-        self._extend = StepBuffers(max_batch, max_tokens, where)
-        self._table = PageTable(max_batch, max_pages, where)
-        self._rows = np.arange(max_batch)
+        with memory_for("AttentionState", max_batch=max_batch, max_tokens=max_tokens, max_pages=max_pages):
+            # Steps of one token a request have buffers of their own: small, and half of them never change.
+            self._decode = StepBuffers(max_batch, min(max_batch, max_tokens), where)
+            self._extend = StepBuffers(max_batch, max_tokens, where)
+            self._table = PageTable(max_batch, max_pages, where)
+            self._rows = np.arange(max_batch)
         self._views_of: dict[int | ExtendBucket, dict[str, Any]] = {}
         self.plans, self._step = StepScratch(), 0
 
@@ -240,12 +243,12 @@ class AttentionState:
         ------
         ArgumentError
             The batch does not fit the state, a page row is too short for its request, or a page is no page of the
-            cache. Nothing was written.
+            cache; nothing was written. Or a new token's page is page 0; nothing but the page table was.
         """
         if not isinstance(batch, AttentionBatch):
             raise ArgumentError("AttentionState.plan", "batch", describe(batch), "an AttentionBatch")
         check_plain("AttentionState.plan", "int | None", num_pages=num_pages)
-        bucket = bucket if bucket is None or isinstance(bucket, int | ExtendBucket) else _bucket(bucket)
+        bucket = bucket if bucket is None or type(bucket) in (int, ExtendBucket) else _bucket(bucket)
         lengths = batch.seq_lens
         extend = bucket if isinstance(bucket, ExtendBucket) else None
         decode = extend is None and batch.is_decode and (bucket is not None or len(lengths) > 0)
@@ -268,10 +271,10 @@ class AttentionState:
     def _write_decode(self, batch: AttentionBatch, lengths: tuple[int, ...], rows: int) -> None:
         count, host = len(lengths), self._decode
         at = np.array(batch.prefix_lens, np.int64)
+        host.loc[1][:count] = self._slots(self._rows[:count], at)
         host.seq_lens[1][:count] = lengths
         host.seq_lens[1][count:rows] = 1
         host.positions[1][:count] = at
-        host.loc[1][:count] = self._slots(self._rows[:count], at)
         host.positions[1][count:rows] = host.loc[1][count:rows] = 0
         if batch.starts or host.has_starts:
             host.starts[1][:] = 0
@@ -280,6 +283,11 @@ class AttentionState:
 
     def _slots(self, requests: Any, positions: Any) -> Any:
         pages = self._table.host[requests, positions // self.page_size].astype(np.int64)
+        if not pages.all():
+            row = int(np.broadcast_to(requests, pages.shape)[pages == 0][0])
+            accepted = "pages from 1 on for the new tokens: page 0 is nobody's, padded rows write there"
+            given = self._table.host[row, : self._table.width].tolist()
+            raise ArgumentError("AttentionState.plan", f"page_table[{row}]", given, accepted)
         return pages * self.page_size + positions % self.page_size
 
     def _write_extend(self, batch: AttentionBatch, lengths: tuple[int, ...], rows: int, width: int) -> None:
@@ -289,12 +297,12 @@ class AttentionState:
         request = np.repeat(self._rows[:count], query_lens)
         first = np.array(batch.prefix_lens, np.int64) - (ends - query_lens)
         positions = np.arange(tokens) + first[request]
+        host.loc[1][:tokens] = self._slots(request, positions)
         host.seq_lens[1][:count] = lengths
         host.starts[1][:count] = batch.starts or 0
         host.cu[1][1 : count + 1] = ends
         host.request[1][:tokens] = request
         host.positions[1][:tokens] = positions
-        host.loc[1][:tokens] = self._slots(request, positions)
         if batch.parents:
             host.positions[1][:tokens] = np.array(batch.prefix_lens, np.int64)[request] + batch.tree()[0]
         # Of a bucket: requests without tokens, and tokens that are nobody's.
@@ -378,6 +386,11 @@ def seen_in_tree(tree: torch.Tensor, keys: torch.Tensor, first: torch.Tensor) ->
 
 def whole_pages(lengths: Sequence[int], page_size: int, first_page: int = 1) -> list[list[int]]:
     """Return a page table in which request after request takes the next free pages (tests, examples)."""
+    check_positive("whole_pages", page_size=page_size)
+    check_plain("whole_pages", "int >= 0", first_page=first_page)
+    check_plain("whole_pages", "tuple[int, ...]", lengths=tuple(lengths) if isinstance(lengths, Sequence) else lengths)
+    if min(lengths, default=0) < 0 or sum(lengths) // page_size > MAX_PAGES:
+        raise ArgumentError("whole_pages", "lengths", lengths, f"lengths of at most {MAX_PAGES} pages together")
     table, page = [], first_page
     for length in lengths:
         needed = -(-length // page_size)

@@ -109,6 +109,8 @@ class PageTable:
     ----------
     device : Tensor int32 ``[max_batch, max_pages]``
     host : ndarray int32, of the same shape
+    width : int
+        Columns that may hold something.
     """
 
     def __init__(self, max_batch: int, max_pages: int, device: torch.device) -> None:
@@ -117,7 +119,7 @@ class PageTable:
         self.device, self.host = flat.view(max_batch, max_pages), host.reshape(max_batch, max_pages)
         self._pages: list[list[int] | None] = [[] for _ in range(max_batch)]  # None: came with an array
         self._highest = [0] * max_batch  # page of each row, so that rows that did not change need no look
-        self._width = 0  # columns that may hold something
+        self.width = 0
 
     def changes(self, table: Any, rows: int, num_pages: int | None) -> PageChanges:
         """Return what is new in the first ``rows`` rows, checked; most steps change little."""
@@ -134,7 +136,7 @@ class PageTable:
         return PageChanges(tuple(changed), changed)
 
     def _array_changes(self, table: np.ndarray[Any, Any], rows: int, num_pages: int | None) -> PageChanges:
-        (count, columns), width = table.shape, self._width
+        (count, columns), width = table.shape, self.width
         if table.size and (table.min() < 0 or table.max() >= (MAX_PAGES if num_pages is None else num_pages)):
             for row in range(count):
                 _checked_pages(row, table[row].tolist(), num_pages)
@@ -152,7 +154,7 @@ class PageTable:
             return
         if isinstance(pages, dict):
             lengths = np.array([len(found) for found in pages.values()])
-            self._width = width = max(self._width, int(lengths.max()))
+            self.width = width = max(self.width, int(lengths.max()))
             block = np.zeros((len(rows), width), np.int32)
             given = np.fromiter(chain.from_iterable(pages.values()), np.int32, int(lengths.sum()))
             block[np.arange(width) < lengths[:, None]] = given
@@ -162,9 +164,9 @@ class PageTable:
         else:
             (count, columns), last = pages.shape, rows[-1] + 1
             self.host[:count, :columns] = pages
-            self.host[:count, columns : self._width] = 0
-            self.host[count:last, : self._width] = 0
-            self._width = max(self._width, columns)
+            self.host[:count, columns : self.width] = 0
+            self.host[count:last, : self.width] = 0
+            self.width = max(self.width, columns)
             for row in rows:
                 self._pages[row] = None
         stride = 4 * self.host.shape[1]
@@ -188,6 +190,8 @@ def _checked_pages(row: int, pages: Sequence[int], num_pages: int | None) -> lis
     try:
         found = [index(page) for page in pages]
     except (TypeError, RuntimeError):  # a fraction would be cut off, and another request's page written
+        found = [-1]
+    if bool in map(type, pages):  # a flag, not page 1
         found = [-1]
     if found and (min(found) < 0 or max(found) >= (MAX_PAGES if num_pages is None else num_pages)):
         accepted = "page numbers: integers, 0 or more" if num_pages is None else f"pages in [0, {num_pages})"

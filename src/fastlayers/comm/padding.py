@@ -122,6 +122,10 @@ class StepTokens:
             A count is negative, there is none, or ``bucket`` is too small or not for a graph.
         """
         check_positive("StepTokens", attn_tp=attn_tp)
+        if type(extend) is not bool or type(graph) is not bool:  # made in every step
+            check_plain("StepTokens", "bool", extend=extend, graph=graph)
+        if bucket is not None:
+            check_plain("StepTokens", "int", bucket=bucket)
         try:
             counts = tuple(index(count) for count in real)
         except TypeError as error:

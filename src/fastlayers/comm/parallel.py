@@ -74,6 +74,7 @@ class Shard:
 
 
 REPLICATED = Shard()
+MOST_RANKS = 65_536  # beyond any machine: each rank lists all others
 AXES = ("tp", "attn_tp", "attn_dp", "ep", "moe_tp")
 
 
@@ -125,6 +126,8 @@ class ParallelSpec:
         """
         check_positive("ParallelSpec", world_size=world_size, attn_dp=attn_dp, ep=ep)
         check_plain("ParallelSpec", "int >= 0", rank=rank)
+        if world_size > MOST_RANKS:
+            raise ArgumentError("ParallelSpec", "world_size", world_size, f"at most {MOST_RANKS}")
         if rank >= world_size:
             raise ArgumentError("ParallelSpec", "rank", rank, f"less than world_size {world_size}")
         for name, value in (("attn_dp", attn_dp), ("ep", ep)):

@@ -13,8 +13,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from fastlayers import env
-from fastlayers.comm.parallel import ParallelSpec
-from fastlayers.errors import ArgumentError, check_positive
+from fastlayers.comm.parallel import MOST_RANKS, ParallelSpec
+from fastlayers.errors import ArgumentError, check_device, check_fields, check_positive
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +50,10 @@ class Ranks:
     ep: int = 1
 
     def __post_init__(self) -> None:
+        check_fields("Ranks", self)
         check_positive("Ranks", tp=self.tp, dp=self.dp, ep=self.ep)
+        if self.processes > MOST_RANKS:
+            raise ArgumentError("Ranks", "tp * dp", self.processes, f"at most {MOST_RANKS}")
         if self.processes % self.ep:
             raise ArgumentError("Ranks", "ep", self.ep, f"a divisor of tp * dp = {self.processes}")
 
@@ -79,7 +82,8 @@ class Ranks:
         import torch.distributed as dist
 
         started = env.torchrun_rank()
-        place = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        usual = "cuda" if torch.cuda.is_available() else "cpu"
+        place = check_device("Ranks", usual if device is None else device)
         if dist.is_initialized():
             rank, world, local = dist.get_rank(), dist.get_world_size(), started[2] if started else dist.get_rank()
         else:

@@ -28,6 +28,7 @@ from fastlayers.errors import (
     free_to_look,
 )
 from fastlayers.layer import Layer
+from fastlayers.memory import allocate
 from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
 from fastlayers.weights import Slot
 
@@ -125,7 +126,8 @@ class VocabEmbedding(Layer):
         cfg = EmbeddingConfig(rows, hidden_size, first, shard.kind == "column" and shard.axis.size > 1)
         self.choose(EMBEDDING, cfg, device, backend)
         self.debug = env.debug()
-        self.weight = nn.Parameter(torch.zeros(rows, hidden_size, device=device, dtype=dtype), requires_grad=False)
+        weight = allocate("VocabEmbedding", "weight", (rows, hidden_size), dtype, device)
+        self.weight = nn.Parameter(weight, requires_grad=False)
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
         """Yield the checkpoint tensor ``weight``: this rank's rows of it."""

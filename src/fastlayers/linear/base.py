@@ -21,6 +21,7 @@ from fastlayers.errors import (
     describe,
 )
 from fastlayers.layer import Layer
+from fastlayers.memory import allocate
 from fastlayers.registry import Registry
 from fastlayers.weights import Slot, too_large
 
@@ -28,6 +29,16 @@ from fastlayers.weights import Slot, too_large
 def frozen(values: torch.Tensor) -> nn.Parameter:
     """Return a parameter without gradient that shares ``values``."""
     return nn.Parameter(values.detach(), requires_grad=False)
+
+
+def check_source(layer: str, source: object) -> None:
+    """Raise :class:`ArgumentError` unless ``source`` is a module like ``nn.Linear``."""
+    parts = getattr(source, "weight", None), getattr(source, "bias", None)
+    if not (isinstance(source, nn.Module) and isinstance(parts[0], torch.Tensor)):
+        raise ArgumentError(layer, "source", describe(source), "a module with a weight, as nn.Linear has")
+    if parts[0].dim() != 2:
+        given = f"{parts[0].dim()}-dimensional"
+        raise ArgumentError(layer, "source.weight", given, "[out_features, in_features]")
 
 
 class LinearBase(Layer):
@@ -137,8 +148,9 @@ class LinearBase(Layer):
         self, bias: bool, device: torch.device | str | None, dtype: torch.dtype, stored: torch.dtype
     ) -> None:
         """Set ``weight`` to zeros of ``stored``, and ``bias`` to zeros of ``dtype`` or to ``None``."""
-        self.weight = frozen(torch.zeros(self.local_out, self.local_in, device=device, dtype=stored))
-        self.bias = frozen(torch.zeros(self.local_out, device=device, dtype=dtype)) if bias else None
+        shape = self.local_out, self.local_in
+        self.weight = frozen(allocate(self.kind, "weight", shape, stored, device))
+        self.bias = frozen(allocate(self.kind, "bias", shape[:1], dtype, device)) if bias else None
 
     @classmethod
     def check_stored(cls, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> tuple[int, int]:

@@ -305,7 +305,7 @@ def patched(model: nn.Module, **options: Any) -> Iterator[PatchReport]:
 
     Takes the arguments of :func:`patch` and gives its report.
     """
-    before = any(is_patched(module) for module in model.modules())
+    before = isinstance(model, nn.Module) and any(is_patched(module) for module in model.modules())
     report = patch(model, **options)
     try:
         yield report

@@ -37,10 +37,12 @@ from fastlayers.errors import (
     free_to_look,
 )
 from fastlayers.layer import Layer
+from fastlayers.memory import memory_for
 from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
 from fastlayers.rotary.scaling import RopeScaling, build_tables, config_value, rope_parameters
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MOST_WIDTH = 65_536  # of a head: lists on the host are as long
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class RotaryConfig:
 
     def __post_init__(self) -> None:
         check_positive("RotaryEmbedding", head_dim=self.head_dim, rotary_dim=self.rotary_dim)
+        if self.head_dim > MOST_WIDTH:
+            raise ArgumentError("RotaryEmbedding", "head_dim", self.head_dim, f"at most {MOST_WIDTH}")
         if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
             raise ArgumentError(
                 "RotaryEmbedding",
@@ -190,12 +194,17 @@ class RotaryEmbedding(Layer):
         if head_dim is None:
             head_dim = config_value(config, "head_dim")
         if head_dim is None:
-            head_dim = config_value(config, "hidden_size") // config_value(config, "num_attention_heads")
+            hidden, heads = (config_value(config, name) for name in ("hidden_size", "num_attention_heads"))
+            check_positive("RotaryEmbedding.from_config", hidden_size=hidden, num_attention_heads=heads)
+            head_dim = hidden // heads
+        check_positive("RotaryEmbedding.from_config", head_dim=head_dim)
+        if max_position is None:
+            max_position = config_value(config, "max_position_embeddings")
         return cls(
             head_dim,
             base=rope.get("rope_theta") or 10000.0,
             scaling=RopeScaling.from_config(config, layer_type),
-            max_position=max_position or config_value(config, "max_position_embeddings"),
+            max_position=max_position,
             interleaved_in=interleaved_in,
             interleaved_out=interleaved_out,
             rotary_dim=int(head_dim * (rope.get("partial_rotary_factor") or 1.0)),
@@ -204,7 +213,8 @@ class RotaryEmbedding(Layer):
         )
 
     def _fill_tables(self, device: torch.device) -> None:
-        tables = build_tables(self.cfg.rotary_dim, self.base, self.scaling, self.max_position)
+        with memory_for("RotaryEmbedding", max_position=self.max_position, head_dim=self.cfg.head_dim):
+            tables = build_tables(self.cfg.rotary_dim, self.base, self.scaling, self.max_position)
         for name, table in zip(("cos", "sin"), tables, strict=True):
             self.register_buffer(name, table.to(device), persistent=False)
 

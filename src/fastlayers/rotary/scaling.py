@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fastlayers.errors import ArgumentError, check_choice, check_fields, check_plain
+from fastlayers.errors import ArgumentError, check_choice, check_fields, check_kind, check_plain
 
 KINDS = ("default", "linear", "llama3", "yarn")
 
@@ -148,6 +148,7 @@ class RopeScaling:
 def rope_parameters(config: Any, layer_type: str | None = None) -> dict[str, Any]:
     """Return the rope settings of a Hugging Face config as one flat dictionary, ``rope_theta`` included."""
     rope = config_value(config, "rope_parameters") or config_value(config, "rope_scaling") or {}
+    check_kind("rope_parameters", Mapping, config=rope)
     if layer_type is not None and isinstance(rope.get(layer_type), Mapping):
         rope = rope[layer_type]
     rope = dict(rope)

@@ -24,6 +24,7 @@ from fastlayers.comm.agreement import axis_of, chosen, share_tables
 from fastlayers.comm.fabric import agree
 from fastlayers.errors import ArgumentError, check_plain, check_positive
 from fastlayers.layer import Layer
+from fastlayers.memory import memory_for
 from fastlayers.registry.spec import spec_of
 from fastlayers.runtime import builds, compile_log, kernel_cache, precompile
 from fastlayers.runtime.compile_log import CompileWatch
@@ -361,5 +362,6 @@ def layer_calls(label: str, layer: Any, counts: Sequence[int]) -> Iterator[Call]
 def _examples(layer: Any, count: int) -> list[tuple[Any, ...]]:
     """Return argument tuples of calls that together need what ``count`` tokens need: the layer's own, or its spec's."""
     own, usual = getattr(layer, "example_inputs", None), spec_of(layer.choice.layer).examples
-    found: list[tuple[Any, ...]] = own(count) if own is not None else usual(layer, count) if usual is not None else []
+    with memory_for("warmup", tokens=count):
+        found: list[tuple[Any, ...]] = own(count) if own is not None else usual(layer, count) if usual else []
     return found

@@ -40,6 +40,7 @@ from fastlayers.errors import (
     describe,
 )
 from fastlayers.layer import Layer
+from fastlayers.memory import memory_for
 from fastlayers.registry import Backend, Registry, reference_backend, torch_backend, triton_backend
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -139,9 +140,10 @@ class SamplingState:
     def __init__(self, max_batch: int, device: torch.device | str | None = None) -> None:
         check_positive("SamplingState", max_batch=max_batch)
         where = check_device("SamplingState", device)
-        self.rows = RowParams(*(torch.zeros(max_batch, dtype=dtype, device=where) for dtype in ROW_DTYPES))
+        with memory_for("SamplingState", max_batch=max_batch):
+            self.rows = RowParams(*(torch.zeros(max_batch, dtype=dtype, device=where) for dtype in ROW_DTYPES))
+            self.params = [SamplingParams(temperature=0.0)] * max_batch
         self.rows.top_p.fill_(1.0)
-        self.params = [SamplingParams(temperature=0.0)] * max_batch
 
     def set(self, row: int, params: SamplingParams, offset: int = 0) -> None:
         """Give ``row`` to a request; ``offset`` is the number of tokens already drawn with its seed."""

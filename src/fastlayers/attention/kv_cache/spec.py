@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fastlayers.errors import ArgumentError, check_choice, check_device, check_plain, check_positive
+from fastlayers.errors import ArgumentError, check_choice, check_device, check_fields, check_plain, check_positive
+from fastlayers.memory import allocate
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 
@@ -33,6 +34,7 @@ class KVCacheSpec:
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
+        check_fields("KVCacheSpec", self)
         check_positive("KVCacheSpec", page_size=self.page_size)
         check_choice("KVCacheSpec", "dtype", self.dtype, DTYPES)
         if not isinstance(self.rows, tuple):
@@ -53,7 +55,8 @@ class KVCacheSpec:
         device = check_device("KVCacheSpec.allocate", device)
 
         def zeros(*size: int) -> torch.Tensor:
-            return torch.zeros(num_pages, self.page_size, *size, dtype=self.dtype, device=device)
+            shape = num_pages, self.page_size, *size
+            return allocate("KVCacheSpec.allocate", "the cache of a layer", shape, self.dtype, device)
 
         return [
             LayerCache(zeros(row[0])) if len(row) == 1 else LayerCache(zeros(*row), zeros(*row)) for row in self.rows

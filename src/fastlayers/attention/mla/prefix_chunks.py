@@ -21,7 +21,7 @@ import torch
 
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta
 from fastlayers.attention.mla.config import RaggedLengths
-from fastlayers.errors import check_positive
+from fastlayers.errors import check_fields, check_positive
 
 PATHS = ("mqa", "mha", "mha_one_shot", "mha_chunked")
 
@@ -48,6 +48,7 @@ class MLAThresholds:
     few: int = 64
 
     def __post_init__(self) -> None:
+        check_fields("MLAThresholds", self)
         check_positive("MLAThresholds", prefix=self.prefix, one_shot=self.one_shot, chunk=self.chunk, few=self.few)
 
 

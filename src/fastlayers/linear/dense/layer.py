@@ -14,8 +14,8 @@ from torch import nn
 
 from fastlayers.comm.parallel import REPLICATED, Shard
 from fastlayers.device import Device
-from fastlayers.errors import ArgumentError, check_choice, check_positive
-from fastlayers.linear.base import LinearBase, frozen
+from fastlayers.errors import check_choice, check_positive
+from fastlayers.linear.base import LinearBase, check_source, frozen
 from fastlayers.registry import Backend, Registry, reference_backend, triton_backend
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -136,9 +136,8 @@ class Linear(LinearBase):
     @classmethod
     def from_linear(cls, source: nn.Linear, *, backend: str = "auto") -> Linear:
         """Return a layer that shares the parameters of an ``nn.Linear`` or a :class:`Linear`; no copy."""
+        check_source(cls.__name__, source)
         weight, bias = source.weight, source.bias
-        if weight.dim() != 2:
-            raise ArgumentError("Linear", "source.weight", f"{weight.dim()}-dimensional", "[out_features, in_features]")
         made = cls(
             weight.shape[1], weight.shape[0], bias is not None,
             device="meta", dtype=weight.dtype,

@@ -21,7 +21,8 @@ from torch import nn
 from fastlayers.comm.parallel import REPLICATED, Shard
 from fastlayers.device import Device
 from fastlayers.errors import ArgumentError, check_choice, check_pair, check_positive
-from fastlayers.linear.base import LinearBase, frozen
+from fastlayers.linear.base import LinearBase, check_source, frozen
+from fastlayers.memory import allocate
 from fastlayers.quant.block_quant import BLOCK, E4M3, check_scale_grid, grid_of, quantize_block_weight
 from fastlayers.quant.group_quant.layer import GROUPS, SCALE_FMTS
 from fastlayers.registry import (
@@ -202,7 +203,7 @@ class FP8BlockLinear(LinearBase):
         self._check_blocks(block_size)
         self.choose(FP8_LINEAR, cfg, device, backend)
         self.make_parameters(bias, device, dtype, E4M3)
-        self.weight_scale_inv = frozen(torch.ones(cfg.grid, device=device, dtype=torch.float32))
+        self.weight_scale_inv = frozen(allocate(self.kind, "weight_scale_inv", cfg.grid, torch.float32, device, 1))
 
     def operands(self) -> tuple[torch.Tensor | None, ...]:
         """Return the weight and its scales."""
@@ -245,6 +246,7 @@ class FP8BlockLinear(LinearBase):
         ``scale_fmt`` holds for weights and activations. ``source`` stays as it is and gives the dtype.
         """
         block_size = check_pair(cls.__name__, "block_size", block_size)
+        check_source(cls.__name__, source)
         weight, scale = quantize_block_weight(source.weight.detach(), block_size, scale_fmt)
         return cls.from_checkpoint(
             weight, scale, source.bias, block_size=block_size, scale_fmt=scale_fmt, dtype=source.weight.dtype,

@@ -25,8 +25,9 @@ from torch import nn
 from fastlayers.comm.parallel import REPLICATED, Shard
 from fastlayers.device import Device
 from fastlayers.errors import ArgumentError, check_choice, check_plain, check_positive, describe
-from fastlayers.linear.base import LinearBase, frozen
+from fastlayers.linear.base import LinearBase, check_source, frozen
 from fastlayers.linear.sgl_scaled_gemm import refuses
+from fastlayers.memory import allocate
 from fastlayers.quant.block_quant import E4M3, E4M3_MAX, decode_e4m3
 from fastlayers.registry import TRITON_NEEDS, Backend, Registry, reference_backend, torch_backend, triton_backend
 from fastlayers.weights import Slot
@@ -173,7 +174,7 @@ class FP8ScaledLinear(LinearBase):
         self.choose(FP8_SCALED_LINEAR, cfg, device, backend)
         self.weight_scale_kind, self.scale_names = weight_scale, tuple(scale_names)
         self.make_parameters(bias, device, dtype, E4M3)
-        self.weight_scale = frozen(torch.ones(self.local_out, device=device, dtype=torch.float32))
+        self.weight_scale = frozen(allocate(self.kind, "weight_scale", (self.local_out,), torch.float32, device, 1))
         self.input_scale: nn.Parameter | None = None
         if activation_scale == "static":
             self.input_scale = frozen(torch.ones(len(self.part_sizes), device=device, dtype=torch.float32))
@@ -200,6 +201,7 @@ class FP8ScaledLinear(LinearBase):
         backend: str = "auto",
     ) -> FP8ScaledLinear:
         """Return a layer with the weight of an ``nn.Linear`` or :class:`Linear`, which gives the dtype."""
+        check_source(cls.__name__, source)
         weight, scale = quantize_scaled_weight(source.weight.detach(), weight_scale)
         return cls.from_checkpoint(
             weight, scale, source.bias, input_scale, activation_scale=activation_scale, dtype=source.weight.dtype,

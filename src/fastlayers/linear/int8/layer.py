@@ -21,8 +21,9 @@ from torch import nn
 from fastlayers.comm.parallel import REPLICATED, Shard
 from fastlayers.device import Device
 from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor, describe
-from fastlayers.linear.base import LinearBase, frozen
+from fastlayers.linear.base import LinearBase, check_source, frozen
 from fastlayers.linear.sgl_scaled_gemm import refuses
+from fastlayers.memory import allocate
 from fastlayers.registry import TRITON_NEEDS, Backend, Registry, reference_backend, torch_backend, triton_backend
 from fastlayers.weights import Slot
 
@@ -149,7 +150,7 @@ class Int8Linear(LinearBase):
         super().__init__(in_features, out_features, shard, names)
         self.choose(INT8_LINEAR, Int8LinearConfig(self.local_in, self.local_out, bias, dtype), device, backend)
         self.make_parameters(bias, device, dtype, torch.int8)
-        self.weight_scale = frozen(torch.ones(self.local_out, device=device, dtype=torch.float32))
+        self.weight_scale = frozen(allocate(self.kind, "weight_scale", (self.local_out,), torch.float32, device, 1))
 
     def operands(self) -> tuple[torch.Tensor | None, ...]:
         """Return the weight and its scales."""
@@ -162,6 +163,7 @@ class Int8Linear(LinearBase):
     @classmethod
     def from_linear(cls, source: nn.Linear, *, backend: str = "auto") -> Int8Linear:
         """Return a layer with the weight of an ``nn.Linear`` or :class:`Linear`, quantised by channels."""
+        check_source(cls.__name__, source)
         weight, scale = quantize_channel_weight(source.weight.detach())
         return cls.from_checkpoint(weight, scale, source.bias, dtype=source.weight.dtype, backend=backend)
 

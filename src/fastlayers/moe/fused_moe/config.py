@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fastlayers.errors import ArgumentError, check_choice, check_positive, dtype_name
+from fastlayers.errors import ArgumentError, check_choice, check_plain, check_positive, dtype_name
 from fastlayers.moe.fused_moe.weights import FORMATS
 from fastlayers.quant.mxfp4.codes import groups_of
 
@@ -46,8 +46,7 @@ class FusedMoEConfig:
         )
         check_choice(_NAME, "quant", self.quant, FORMATS)
         check_choice(_NAME, "activation", self.activation, ACTIVATIONS)
-        if isinstance(self.num_shared, bool) or not isinstance(self.num_shared, int) or self.num_shared < 0:
-            raise ArgumentError(_NAME, "num_shared", repr(self.num_shared), "0 or more")
+        check_plain(_NAME, "int >= 0", num_shared=self.num_shared)
         if self.scaling_factor == 0.0:
             raise ArgumentError(_NAME, "scaling_factor", self.scaling_factor, "a factor other than 0")
         if self.quant == "mxfp4":

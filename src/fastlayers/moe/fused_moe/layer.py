@@ -27,7 +27,7 @@ Which backend runs: ``backends.py``; tiles of ours: ``launch_config.py``; ``trit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,6 +48,7 @@ from fastlayers.errors import (
     check_tensor,
 )
 from fastlayers.layer import Layer
+from fastlayers.memory import allocate
 from fastlayers.moe.fused_moe.backends import FUSED_MOE
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.gpt_oss_slots import (
@@ -231,28 +232,28 @@ class FusedMoE(Layer):
         # Two codes of four bits a byte, 16 bytes a scale.
         widths = [(n // MX_GROUP, BYTES) if cfg.quant == "mxfp4" else (n,) for n in (hidden, inner)]
 
-        def parameter(fill: Callable[..., torch.Tensor], dtype: torch.dtype, *shape: int) -> nn.Parameter:
-            return nn.Parameter(fill(shape, device=device, dtype=dtype), requires_grad=False)
+        def parameter(fill: int, dtype: torch.dtype, *shape: int) -> nn.Parameter:
+            return nn.Parameter(allocate(_NAME, "weights", shape, dtype, device, fill), requires_grad=False)
 
-        self.w13 = parameter(torch.zeros, formats[cfg.quant], experts, 2 * inner, *widths[0])
-        self.w2 = parameter(torch.zeros, formats[cfg.quant], experts, hidden, *widths[1])
+        self.w13 = parameter(0, formats[cfg.quant], experts, 2 * inner, *widths[0])
+        self.w2 = parameter(0, formats[cfg.quant], experts, hidden, *widths[1])
         self.scale_names: tuple[str, str] | None = None
         if cfg.quant == "fp8_block":
             rows, columns = -(-inner // GROUP), -(-hidden // GROUP)
-            self.w13_scale_inv = parameter(torch.ones, torch.float32, experts, 2 * rows, columns)
-            self.w2_scale_inv = parameter(torch.ones, torch.float32, experts, columns, rows)
+            self.w13_scale_inv = parameter(1, torch.float32, experts, 2 * rows, columns)
+            self.w2_scale_inv = parameter(1, torch.float32, experts, columns, rows)
             self.scale_names = ("w13_scale_inv", "w2_scale_inv")
         elif cfg.quant == "int8":
-            self.w13_scale = parameter(torch.ones, torch.float32, experts, 2 * inner)
-            self.w2_scale = parameter(torch.ones, torch.float32, experts, hidden)
+            self.w13_scale = parameter(1, torch.float32, experts, 2 * inner)
+            self.w2_scale = parameter(1, torch.float32, experts, hidden)
             self.scale_names = ("w13_scale", "w2_scale")
         elif cfg.quant == "mxfp4":
-            self.w13_scale = parameter(torch.zeros, torch.uint8, experts, 2 * inner, hidden // MX_GROUP)
-            self.w2_scale = parameter(torch.zeros, torch.uint8, experts, hidden, inner // MX_GROUP)
+            self.w13_scale = parameter(0, torch.uint8, experts, 2 * inner, hidden // MX_GROUP)
+            self.w2_scale = parameter(0, torch.uint8, experts, hidden, inner // MX_GROUP)
             self.scale_names = ("w13_scale", "w2_scale")
         if cfg.bias:
-            self.w13_bias = parameter(torch.zeros, self.dtype, experts, 2 * inner)
-            self.w2_bias = parameter(torch.zeros, self.dtype, experts, hidden)
+            self.w13_bias = parameter(0, self.dtype, experts, 2 * inner)
+            self.w2_bias = parameter(0, self.dtype, experts, hidden)
 
     def weights(self) -> MoEWeights:
         """Return the parameters as backends take them."""

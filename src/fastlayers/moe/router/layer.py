@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from fastlayers.device import as_device
 from fastlayers.errors import ArgumentError, check_choice, check_float, check_plain, check_positive, check_tensor
 from fastlayers.layer import Layer
+from fastlayers.memory import allocate
 from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
 from fastlayers.weights import Slot
 
@@ -202,7 +203,7 @@ class TopKRouter(Layer):
             dtype = torch.float32
 
         def parameter(*shape: int, dtype: torch.dtype | None = dtype) -> nn.Parameter:
-            return nn.Parameter(torch.zeros(shape, device=device, dtype=dtype), requires_grad=False)
+            return nn.Parameter(allocate("TopKRouter", "weight", shape, dtype, device), requires_grad=False)
 
         self.weight = parameter(num_experts, hidden_size)
         self.bias = parameter(num_experts) if bias else None

@@ -23,6 +23,7 @@ from torch import nn
 from fastlayers.device import Device
 from fastlayers.errors import check_choice, check_float, check_plain, check_positive, check_tensor, dtype_name
 from fastlayers.layer import Layer
+from fastlayers.memory import allocate
 from fastlayers.registry import Backend, Registry, reference_backend, torch_backend, triton_backend
 from fastlayers.weights import Slot
 
@@ -126,8 +127,8 @@ class RMSNorm(Layer):
         self.choose(
             RMS_NORM, RMSNormConfig(hidden_size, eps, rounding, dtype or torch.get_default_dtype()), device, backend
         )
-        fill = torch.zeros if rounding == "one_plus" else torch.ones
-        self.weight = nn.Parameter(fill(hidden_size, device=device, dtype=dtype), requires_grad=False)
+        weight = allocate("RMSNorm", "weight", (hidden_size,), dtype, device, 0 if rounding == "one_plus" else 1)
+        self.weight = nn.Parameter(weight, requires_grad=False)
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
         """Yield the checkpoint tensor ``weight``."""

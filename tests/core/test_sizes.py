@@ -1,0 +1,220 @@
+"""Every public class and function that takes an integer: what is none is refused, and so is what no memory holds."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fastlayers as fl
+from fastlayers.attention.buckets import ExtendBucket
+from fastlayers.attention.kv_cache.spec import KVCacheSpec
+from fastlayers.attention.meta import whole_pages
+from fastlayers.errors import ArgumentError, FastlayersError
+from fastlayers.memory import allocate, memory_for
+from fastlayers.sampler.layer import SamplingState
+from fastlayers_models import AutoModel, Checkpoint, Generator
+from fastlayers_models.find import TINY, assets
+
+_SPEC = importlib.util.spec_from_file_location("makers", Path(__file__).with_name("test_constructor_checks.py"))
+assert _SPEC is not None and _SPEC.loader is not None
+_CHECKS = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(_CHECKS)
+MAKERS: dict[Callable[..., Any], dict[str, Any]] = _CHECKS.MAKERS
+SHIPPED = assets() / TINY
+HUGE = (2**31, 2**40, 2**62, 2**70)
+WRONG = (True, 1.5, np.float32(1), float("nan"), "1", [1], {}, torch.ones(2), np.array([1, 2]), -1, *HUGE)
+
+
+@pytest.fixture(autouse=True)
+def little_memory() -> Iterator[None]:
+    """Let no test of sizes take the machine's memory: 1 GiB more than the process has."""
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (held + 2**30, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def integers() -> Iterator[tuple[Callable[..., Any], str]]:
+    for make in MAKERS:
+        for name, parameter in inspect.signature(make).parameters.items():
+            if str(parameter.annotation).startswith("int"):
+                yield make, name
+
+
+@pytest.mark.parametrize(("make", "name"), list(integers()), ids=lambda each: getattr(each, "__qualname__", each))
+def test_a_size_beyond_all_memory_is_named_or_costs_nothing(make: Callable[..., Any], name: str) -> None:
+    for value in HUGE:
+        try:
+            make(**{**MAKERS[make], name: value})
+        except FastlayersError as error:
+            shown = [str(value), name, str(error.__dict__.get("argument"))]
+            assert any(each in str(error) for each in shown), (value, str(error))
+
+
+@pytest.mark.parametrize(("make", "name"), list(integers()), ids=lambda each: getattr(each, "__qualname__", each))
+def test_an_integer_of_numpy_is_an_integer(make: Callable[..., Any], name: str) -> None:
+    value = MAKERS[make].get(name, inspect.signature(make).parameters[name].default)
+    if value is not None:
+        for kind in (np.int64, np.int32):
+            made = make(**{**MAKERS[make], name: kind(value)})
+            assert repr(made) == repr(make(**{**MAKERS[make], name: value})) or "object at" in repr(made)
+
+
+def test_memory_that_there_is_not_is_told_from_other_errors() -> None:
+    words = "x: b is 4611686018427387904; accepted: a size for which there is memory"
+    with pytest.raises(ArgumentError, match=words), memory_for("x", a=1, b=2**62):
+        torch.empty(2**62)
+    for error in (RuntimeError("something else"), ValueError("no"), torch.OutOfMemoryError("on a GPU: too large")):
+        with pytest.raises(type(error), match=str(error)), memory_for("x", a=1):
+            raise error
+    with pytest.raises(
+        ArgumentError, match=r"Linear: weight is bfloat16\[4, 4611686018427387904\]; accepted: a size for"
+    ):
+        allocate("Linear", "weight", (4, 2**62), torch.bfloat16, "cpu")
+    made = allocate("Linear", "weight", (2, 3), torch.bfloat16, "cpu", 1)
+    assert torch.equal(made, torch.ones(2, 3, dtype=torch.bfloat16))
+    assert allocate("RMSNorm", "weight", (2,), None, "cpu", 1).dtype == torch.float32
+    with pytest.raises(RuntimeError, match="nowhere"):
+        allocate("Linear", "weight", (2,), None, "nowhere")
+
+
+# ---- calls -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return AutoModel.from_pretrained(SHIPPED, dtype=torch.float32)
+
+
+ALLOCATOR, POOL, STATE = fl.BumpAllocator(1024), fl.PagePool(8, 16), fl.AttentionState(2, 8, 2, 16)
+SAMPLING, SAMPLER, SPEC = SamplingState(2), fl.Sampler(8), KVCacheSpec(((8,),), 16, torch.float32)
+X = torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64)
+ONE = fl.AttentionBatch((1,), (0,), [[1]])
+# What is called with one value, and what of WRONG it takes; each, by itself, does nothing that stays.
+CALLS: dict[str, tuple[Callable[[Any], Any], tuple[Any, ...]]] = {
+    "alloc": (lambda v: ALLOCATOR.alloc("a", (v,)), ()),
+    "extend": (lambda v: POOL.extend([], v, "r"), ()),
+    "extend pages": (lambda v: POOL.extend([v], 40, "r"), ()),
+    "release": (lambda v: POOL.release([v]), ()),
+    "row": (lambda v: SAMPLING.set(v, fl.SamplingParams()), ()),
+    "offset": (lambda v: SAMPLING.set(0, fl.SamplingParams(), v), HUGE[:3]),
+    "top": (lambda v: SAMPLER.logprobs(*X, v), ()),
+    "pages of a cache": (SPEC.allocate, ()),
+    "rows of a cache": (lambda v: KVCacheSpec(((v,),), 16, torch.float32), HUGE[:3]),
+    "page of a request": (lambda v: STATE.plan(fl.AttentionBatch((1,), (0,), [[v]])), ()),
+    "pages as an array": (lambda v: STATE.plan(fl.AttentionBatch((1,), (0,), np.array([[v]]))), ()),
+    "new tokens": (lambda v: STATE.plan(fl.AttentionBatch((v,), (0,), [[1]])), (True,)),
+    "cached tokens": (lambda v: STATE.plan(fl.AttentionBatch((1,), (v,), [[1]])), (True,)),
+    "starts": (lambda v: STATE.plan(fl.AttentionBatch((1,), (1,), [[1]], (v,))), (True,)),
+    "bucket": (lambda v: STATE.plan(ONE, bucket=v), ()),
+    "num_pages": (lambda v: STATE.plan(ONE, num_pages=v), HUGE[:3]),
+    "tokens of a group": (lambda v: fl.StepTokens.plan([v], extend=True), (True, *HUGE)),
+    "attn_tp": (lambda v: fl.StepTokens.plan([1], extend=True, attn_tp=v), HUGE[:3]),
+    "rows of a group": (lambda v: fl.StepTokens.plan([1], extend=False, graph=True, bucket=v), HUGE[:3]),
+    "flag": (lambda v: fl.StepTokens.plan([1], extend=v), (True,)),
+    "tokens of a bucket": (lambda v: ExtendBucket(v, 1), HUGE[:3]),
+    "requests of a bucket": (lambda v: ExtendBucket(8, v), HUGE[:3]),
+    "lengths": (lambda v: whole_pages([v], 2**40), HUGE[:3]),
+    "page size": (lambda v: whole_pages([1], v), HUGE[:3]),
+    "warm-up": (lambda v: fl.warmup(fl.RMSNorm(8), [v], progress=False, build=False, probe=False), ()),
+    "head_dim": (lambda v: fl.RotaryEmbedding.from_config({"max_position_embeddings": 8}, head_dim=v), ()),
+    "no sizes": (lambda v: fl.RotaryEmbedding.from_config({"hidden_size": v}), ()),
+    "max_position": (lambda v: fl.RotaryEmbedding.from_config({"head_dim": 8}, max_position=v), ()),
+    "device": (lambda v: fl.Ranks().join(v), ()),
+    "patched": (lambda v: fl.patched(v).__enter__(), ()),
+    "source": (fl.Linear.from_linear, ()),
+    "source of codes": (fl.FP8BlockLinear.from_linear, ()),
+    "source of int8": (fl.Int8Linear.from_linear, ()),
+    "source of e4m3": (fl.FP8ScaledLinear.from_linear, ()),
+    "tensor": (Checkpoint(SHIPPED).read, ()),
+    "families": (lambda v: AutoModel.from_pretrained(SHIPPED, families=v), ()),
+    "parallel": (lambda v: AutoModel.from_pretrained(SHIPPED, parallel=v), ()),
+    "page_size": (lambda v: AutoModel.from_pretrained(SHIPPED, page_size=v), HUGE[:3]),
+    "load_mtp": (lambda v: AutoModel.from_pretrained(SHIPPED, load_mtp=v), (True,)),
+}  # fmt: skip
+# Of a generator, on the shipped model.
+MADE: dict[str, tuple[Callable[[Any, Any], Any], tuple[Any, ...]]] = {
+    "max_batch": (lambda m, v: Generator(m, max_batch=v, max_length=32), ()),
+    "max_length": (lambda m, v: Generator(m, max_batch=1, max_length=v), ()),
+    "pages": (lambda m, v: Generator(m, max_batch=1, max_length=32, num_pages=v), ()),
+    "prefill_tokens": (lambda m, v: Generator(m, max_batch=1, max_length=32, prefill_tokens=v), HUGE[:3]),
+    "prompt": (lambda m, v: Generator(m, max_batch=1, max_length=32).generate([[v]], max_new_tokens=1), ()),
+    "new": (lambda m, v: Generator(m, max_batch=1, max_length=32).generate([[1]], max_new_tokens=v), ()),
+    "warm_up_calls": (lambda m, v: list(Generator(m, max_batch=1, max_length=32).warm_up_calls([v])), ()),
+    "capture": (lambda m, v: Generator(m, max_batch=1, max_length=32).capture([v]), HUGE[:3]),
+}
+
+
+def check(call: Callable[[Any], Any], taken: tuple[Any, ...]) -> None:
+    for value in WRONG:
+        accepted = any(type(each) is type(value) and each == value for each in taken)
+        if accepted:
+            call(value)
+            continue
+        with pytest.raises(FastlayersError) as caught:
+            call(value)
+            print(repr(value), "was taken")
+        assert len(str(caught.value)) < 2000, value
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_no_size_is_refused_wherever_it_is_given(name: str) -> None:
+    free, used = POOL.free_pages, ALLOCATOR.used
+    check(*CALLS[name])
+    assert (POOL.free_pages, ALLOCATOR.used) == (free, used)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_what_is_no_size_is_refused_by_a_generator(name: str, model: Any) -> None:
+    call, taken = MADE[name]
+    check(lambda value: call(model, value), taken)
+
+
+def test_a_generator_asked_for_whole_prompts_takes_memory_for_what_there_is(model: Any) -> None:
+    prompts = [[5, 6, 7] * 9, [8, 9]]
+    usual = Generator(model, max_batch=2, max_length=32).generate(prompts, max_new_tokens=3)
+    generator = Generator(model, max_batch=2, max_length=32, prefill_tokens=2**62)
+    assert generator.state.max_tokens == 64 and generator.generate(prompts, max_new_tokens=3) == usual
+
+
+def test_a_pool_of_many_pages_costs_what_is_handed_out() -> None:
+    pool, pages = fl.PagePool(2**31, 16), []
+    assert pool.extend(pages, 33, "a") == [1, 2, 3] and pool.free_pages == 2**31 - 4
+    other = pool.extend([], 16, "b")
+    pool.release(pages)
+    assert other == [4] and pool.extend([], 64, "c") == [1, 2, 3, 5] and pool.free_pages == 2**31 - 6
+
+
+def test_page_0_holds_no_new_token() -> None:
+    state = fl.AttentionState(2, 8, 3, 4)
+    state.plan(fl.AttentionBatch((1, 1), (0, 5), [[7], [8, 9]]))
+    before = {name: value.clone() for name, value in vars(state.plan(ONE)).items() if isinstance(value, torch.Tensor)}
+    for query, prefix, pages in (((1,), (0,), [0]), ((3,), (2,), [3, 0]), ((1,), (4,), [3, 0, 5])):
+        for table in ([pages], np.array([pages])):
+            with pytest.raises(
+                ArgumentError, match=r"page_table\[0\] is \[.*0.*\]; accepted: pages from 1 on for the new"
+            ):
+                state.plan(fl.AttentionBatch(query, prefix, table))
+    meta = state.plan(fl.AttentionBatch((1,), (2,), [[3, 0]]))  # what is not needed yet may be none
+    assert meta.out_cache_loc.tolist() == [14]
+    after = {name: value for name, value in vars(state.plan(ONE)).items() if isinstance(value, torch.Tensor)}
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    # Requests without a new token need none.
+    assert state.plan(fl.AttentionBatch((0, 1), (0, 1), [[], [2]])).out_cache_loc.tolist() == [9]
+
+
+def test_pages_are_integers() -> None:
+    for page in (1, np.int64(1), np.uint8(1), torch.tensor(1)):
+        assert fl.AttentionState(1, 1, 1, 4).plan(fl.AttentionBatch((1,), (0,), [[page]])).out_cache_loc.tolist() == [4]
+    for page in (True, np.bool_(True), np.float32(1), 1.0, "1", None, [1]):
+        with pytest.raises(ArgumentError, match=r"AttentionState\.plan: page_table\[0\] is .*; accepted: page numbers"):
+            fl.AttentionState(1, 1, 1, 4).plan(fl.AttentionBatch((1,), (0,), [[page]]))
