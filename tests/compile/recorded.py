@@ -384,7 +384,8 @@ def builds() -> list[KernelBuild]:
         _attention(recorder)
         _ranks(recorder)
         _patched(recorder)
-    hopper = hopper_builds([mxfp4_hopper.plan_for(tokens) for tokens in (1, 16, 64, 128)], GPT_OSS, GPT_OSS_TP2)
+    plans = [*(mxfp4_hopper.plan_for(tokens) for tokens in (1, 16, 64, 128)), *mxfp4_hopper.HELD]
+    hopper = hopper_builds(plans, GPT_OSS, GPT_OSS_TP2)
     return [*recorder.builds.values(), *hopper]
 
 

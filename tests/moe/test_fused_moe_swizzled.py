@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from fastlayers.moe.fused_moe import cases
 from fastlayers.moe.fused_moe.layer import FUSED_MOE, FusedMoEConfig
 from fastlayers.moe.fused_moe.reference import ReferenceFusedMoE
 from fastlayers.moe.fused_moe.swizzle import swizzle_codes, swizzle_scales
+from fastlayers.moe.fused_moe.triton import mxfp4_hopper
 from fastlayers.moe.fused_moe.triton.mxfp4_hopper import HopperLaunchConfig, TritonSwizzledFusedMoE
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.testing.parity import check_parity, compare
@@ -73,6 +77,7 @@ PLANS = [
     HopperLaunchConfig(8, 2, 1, 3, 1, 8, 4, 0),
     HopperLaunchConfig(16, 4, 2, 4, 2, 4, 4, 1),
     HopperLaunchConfig(8, 1, 2, 3, 8, 1, 3, 1),
+    HopperLaunchConfig(0, 1, 4, 4, 2, 2, 4, 1, 3),
 ]
 
 
@@ -86,6 +91,64 @@ def test_every_plan_gives_the_same(plan: HopperLaunchConfig) -> None:
     oracle, ours = ReferenceFusedMoE(case.cfg), TritonSwizzledFusedMoE(case.cfg, plan.config())
     wanted = cases.run(oracle, inputs, cases.prepare(oracle, inputs))["y"]
     compare("y", cases.run(ours, inputs, cases.prepare(ours, inputs))["y"], wanted)
+
+
+def few_tokens(plan: HopperLaunchConfig) -> torch.Tensor:
+    """Return three tokens' result, some pairs dropped, over columns that end inside a step and rows inside a tile."""
+    case = replace(cases.SPEC.case("mxfp4_bf16"), cfg=replace(OSS, hidden_size=96, intermediate_size=160))
+    case = replace(case, shape={"num_tokens": 3, "dtype": torch.bfloat16, "load": "filtered"})
+    inputs = cases.make_inputs(case, torch.device("cpu"), 7)
+    ours = TritonSwizzledFusedMoE(case.cfg, plan.config())
+    y: torch.Tensor = cases.run(ours, inputs, cases.prepare(ours, inputs))["y"]
+    return y
+
+
+PLAIN = HopperLaunchConfig(0, 1, 2, 3, 1, 4, 3, 1)
+
+
+@interpreted
+def test_codes_in_registers_give_the_same_bits() -> None:
+    wanted = few_tokens(PLAIN)
+    for held in (1, 2, 3):
+        assert torch.equal(few_tokens(replace(PLAIN, held=held)), wanted), held
+
+
+MUTANTS = {
+    "first step again": ("mxfp4_mma", "held[i], held_scales[i]", "held[0], held_scales[i]"),
+    "first scales again": ("mxfp4_mma", "held[i], held_scales[i]", "held[i], held_scales[0]"),
+    "unweighted": ("mxfp4_hopper", "(sums + bias) * weight", "sums + bias"),
+    "no bias": ("mxfp4_hopper", "(sums + bias) * weight", "sums * weight"),
+    "every token the first": ("mxfp4_hopper", "tl.int32) + pair // PER_TOKEN", "tl.int32)"),
+    "expert of the first pair": ("mxfp4_hopper", "tl.load(ids_ptr + pair)", "tl.load(ids_ptr)"),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("name", MUTANTS)
+def test_planted_bug_in_held_kernels_shows(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, before, after = MUTANTS[name]
+    wanted = few_tokens(PLAIN)
+    made = {}
+    for each in ("mxfp4_mma", "mxfp4_hopper"):
+        text = (Path(mxfp4_hopper.__file__).parent / f"{each}.py").read_text()
+        assert each != module or before in text, f"the kernels no longer have {before!r}"
+        text = text.replace(before, after) if each == module else text
+        text = text.replace("fastlayers.moe.fused_moe.triton.mxfp4_mma import", "mutant_mxfp4_mma import")
+        text = text.replace('experts_operator("fused_moe_swizzled"', f'experts_operator("mutant_{abs(hash(name))}"')
+        path = tmp_path / f"mutant_{each}.py"
+        path.write_text(text)
+        spec = importlib.util.spec_from_file_location(f"mutant_{each}", path)
+        assert spec is not None and spec.loader is not None
+        made[each] = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, f"mutant_{each}", made[each])
+        spec.loader.exec_module(made[each])
+    for kernel in ("held_gate_up_kernel", "held_down_kernel"):
+        monkeypatch.setattr(mxfp4_hopper, kernel, getattr(made["mxfp4_hopper"], kernel))
+    mxfp4_hopper._bound_held.cache_clear()
+    try:
+        assert not torch.equal(few_tokens(replace(PLAIN, held=3)), wanted), f"{name} changes nothing"
+    finally:
+        mxfp4_hopper._bound_held.cache_clear()
 
 
 def test_candidates_are_plans() -> None:

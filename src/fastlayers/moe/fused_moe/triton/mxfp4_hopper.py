@@ -7,7 +7,7 @@ activation, down with the routing weight, sum; and the alignment where there are
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 
 import torch
@@ -24,7 +24,7 @@ from fastlayers.moe.fused_moe.swizzle import SwizzledWeights, swizzle
 from fastlayers.moe.fused_moe.token_chunks import token_chunks
 from fastlayers.moe.fused_moe.triton.activation import activation_of
 from fastlayers.moe.fused_moe.triton.grouped_gemm import block_is_empty
-from fastlayers.moe.fused_moe.triton.mxfp4_mma import MAX_SCALE, multiply
+from fastlayers.moe.fused_moe.triton.mxfp4_mma import MAX_SCALE, ask, multiply, multiply_held
 from fastlayers.moe.fused_moe.triton.reduce import reduce
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.runtime.launch import kernel
@@ -45,20 +45,33 @@ def _pairs_of(sorted_ptr, block, slot, num_pairs, DIRECT: tl.constexpr, WIDE: tl
 
 
 @triton.jit
+def _inner_columns(tile):
+    """Return the inner columns of tiles ``[R, 1]`` as ``_store_inner`` has them, ``[R, 64]``."""
+    f = tl.arange(0, 64)[None, :]  # (g // 2, t, b, n)
+    return tile * 8 + f // 2 % 2 * 4 + f // 16
+
+
+@triton.jit
+def _inner_bias(bias_ptr, tile, INNER: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Return the biases of gate and up rows of tiles ``[R, 1]``."""
+    column = _inner_columns(tile)
+    if HAS_BIAS:
+        gate = tl.load(bias_ptr + column * 2, mask=column < INNER, other=0.0)
+        return gate, tl.load(bias_ptr + column * 2 + 1, mask=column < INNER, other=0.0)
+    else:
+        return 0.0, 0.0
+
+
+@triton.jit
 def _store_inner(
-    both, bias_ptr, out_ptr, tile, pair, num_pairs, alpha, limit,
-    INNER: tl.constexpr, HAS_BIAS: tl.constexpr, R: tl.constexpr,
+    both, bias, out_ptr, tile, pair, num_pairs, alpha, limit, INNER: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Apply bias and activation to ``both`` ``[R, 128]``, gate and up rows in turns, and store it in x's order."""
-    f = tl.arange(0, 64)[None, :]  # (g // 2, t, b, n)
-    column = tile * 8 + f // 2 % 2 * 4 + f // 16
+    column = _inner_columns(tile)
     inside = column < INNER
     turned = tl.permute(tl.reshape(both, [R, 4, 2, 16]), (0, 1, 3, 2))
     gate, up = tl.split(turned)
-    gate, up = tl.reshape(gate, [R, 64]), tl.reshape(up, [R, 64])
-    if HAS_BIAS:
-        gate += tl.load(bias_ptr + column * 2, mask=inside, other=0.0)
-        up += tl.load(bias_ptr + column * 2 + 1, mask=inside, other=0.0)
+    gate, up = tl.reshape(gate, [R, 64]) + bias[0], tl.reshape(up, [R, 64]) + bias[1]
     inner = activation_of(gate, up, alpha, limit, True)
     # Columns (q, h, t, c) of a block of 32 lie in the order (t, q, h, c).
     place = column // 32 * 32 + column % 8 // 2 * 8 + column // 8 % 4 * 2 + column % 2
@@ -89,12 +102,12 @@ def swizzled_gate_up_kernel(
         ws_ptr + expert * ((2 * INNER + 255) // 256 * 8 * ((HIDDEN + 63) // 64 * 64)),
         tl.minimum(first + tl.arange(0, R)[:, None, None], LAST), HIDDEN, R, W, WIDE, STAGES, ASYNC,
     )  # fmt: skip
-    bias = bias_ptr + expert * 2 * INNER
     tile, f = first + tl.arange(0, R)[:, None], tl.arange(0, 64)[None, :]
+    bias = _inner_bias(bias_ptr + expert * 2 * INNER, tile, INNER, HAS_BIAS)
     pair0, pair1 = _pairs_of(sorted_ptr, block, f // 4 % 4 * 2 + f % 2, num_pairs, DIRECT, WIDE)
-    _store_inner(both0, bias, out_ptr, tile, pair0, num_pairs, alpha, limit, INNER, HAS_BIAS, R)
+    _store_inner(both0, bias, out_ptr, tile, pair0, num_pairs, alpha, limit, INNER, R)
     if WIDE:
-        _store_inner(both1, bias, out_ptr, tile, pair1, num_pairs, alpha, limit, INNER, HAS_BIAS, R)
+        _store_inner(both1, bias, out_ptr, tile, pair1, num_pairs, alpha, limit, INNER, R)
 
 
 @triton.jit
@@ -144,6 +157,74 @@ def swizzled_down_kernel(
         _store_outer(sums1, bias, weights_ptr, out_ptr, tile, pair1, num_pairs, HIDDEN, HAS_BIAS)
 
 
+@kernel(do_not_specialize=("num_experts",))
+def held_gate_up_kernel(
+    x_ptr, w_ptr, ws_ptr, bias_ptr, out_ptr, ids_ptr, num_experts, alpha, limit,
+    PER_TOKEN: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, HAS_BIAS: tl.constexpr,
+    R: tl.constexpr, W: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As ``swizzled_gate_up_kernel`` for one pair; all codes of a program are asked for before the wait.
+
+    Ids were there before the kernel in front, which orders the tokens, began.
+    """
+    TILES: tl.constexpr = (2 * INNER + 16 * R - 1) // (16 * R)
+    LAST: tl.constexpr = (2 * INNER + 15) // 16 - 1
+    pair, first = tl.program_id(0) // TILES, tl.program_id(0) % TILES * R
+    expert = tl.load(ids_ptr + pair).to(tl.int64)
+    here = (expert >= 0) & (expert < num_experts)
+    expert = tl.where(here, expert, 0)
+    w_ptr += expert * ((2 * INNER + 63) // 64 * 16 * ((HIDDEN + 127) // 128 * 64))
+    ws_ptr += expert * ((2 * INNER + 255) // 256 * 8 * ((HIDDEN + 63) // 64 * 64))
+    tile = tl.minimum(first + tl.arange(0, R)[:, None, None], LAST)
+    held, held_scales = ask(w_ptr, ws_ptr, tile, HIDDEN, W)
+    tile, f = first + tl.arange(0, R)[:, None], tl.arange(0, 64)[None, :]
+    bias = _inner_bias(bias_ptr + expert * 2 * INNER, tile, INNER, HAS_BIAS)
+    await_inputs(PDL)
+    release_dependents(PDL)
+    if not here:
+        return
+    row = tl.zeros([1, 1, 128], tl.int32) + pair // PER_TOKEN
+    both = multiply_held(held, held_scales, x_ptr, row, w_ptr, HIDDEN, R, W)
+    # Of the eight tokens of a product the first is one.
+    slot = tl.where(f // 4 % 4 * 2 + f % 2 == 0, pair, pair + 1)
+    _store_inner(both, bias, out_ptr, tile, slot, pair + 1, alpha, limit, INNER, R)
+
+
+@kernel(do_not_specialize=("num_experts",))
+def held_down_kernel(
+    a_ptr, w_ptr, ws_ptr, bias_ptr, weights_ptr, out_ptr, ids_ptr, num_experts,
+    HIDDEN: tl.constexpr, INNER: tl.constexpr, HAS_BIAS: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """As ``swizzled_down_kernel`` for one pair; all codes of a program are asked for while the first product runs."""
+    TILES: tl.constexpr = (HIDDEN + 16 * R - 1) // (16 * R)
+    LAST: tl.constexpr = (HIDDEN + 15) // 16 - 1
+    pair, first = tl.program_id(0) // TILES, tl.program_id(0) % TILES * R
+    expert = tl.load(ids_ptr + pair).to(tl.int64)
+    here = (expert >= 0) & (expert < num_experts)
+    expert = tl.where(here, expert, 0)
+    w_ptr += expert * ((HIDDEN + 63) // 64 * 16 * ((INNER + 127) // 128 * 64))
+    ws_ptr += expert * ((HIDDEN + 255) // 256 * 8 * ((INNER + 63) // 64 * 64))
+    tile = tl.minimum(first + tl.arange(0, R)[:, None, None], LAST)
+    held, held_scales = ask(w_ptr, ws_ptr, tile, INNER, W)
+    e = tl.arange(0, 128)[None, :]
+    row = (first + tl.arange(0, R)[:, None]) * 16 + e // 2 % 2 * 8 + e // 16
+    weight = tl.load(weights_ptr + pair)
+    bias = tl.zeros([R, 128], tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + expert * HIDDEN + row, mask=row < HIDDEN, other=0.0)
+    await_inputs(PDL)
+    release_dependents(PDL)
+    if not here:
+        return
+    sums = multiply_held(
+        held, held_scales, a_ptr, tl.zeros([1, 1, 128], tl.int32) + pair, w_ptr, INNER, R, W
+    )  # fmt: skip
+    # Of the eight tokens of a product the first is one.
+    real = (e // 4 % 4 * 2 + e % 2 == 0) & (row < HIDDEN)
+    tl.store(out_ptr + pair.to(tl.int64) * HIDDEN + row, (sums + bias) * weight, mask=real)
+
+
 @kernel
 def order_kernel(x_ptr, out_ptr, x_stride, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Write columns (q, h, t, c) of each block of 32 in the order (t, q, h, c)."""
@@ -159,7 +240,8 @@ def order_kernel(x_ptr, out_ptr, x_stride, width, BLOCK: tl.constexpr, PDL: tl.c
 class HopperLaunchConfig:
     """``tokens`` of a block: 8 or 16, 0: each pair by itself; then tiles of a program, its warps and stages, twice.
 
-    ``l1``: tokens are read through L1 and not copied ahead with the weights.
+    ``l1``: tokens are read through L1 and not copied ahead with the weights. ``held``: which products (1, 2; 3: both)
+    hold all codes of a program in registers, from before the wait on; only where ``tokens`` is 0.
     """
 
     tokens: int
@@ -170,10 +252,11 @@ class HopperLaunchConfig:
     w2: int
     s2: int
     l1: int
+    held: int = 0
 
     def numbers(self) -> list[int]:
         """Return the plan as an operator takes it; spelt out, because torch.compile traces it."""
-        return [self.tokens, self.r1, self.w1, self.s1, self.r2, self.w2, self.s2, self.l1]
+        return [self.tokens, self.r1, self.w1, self.s1, self.r2, self.w2, self.s2, self.l1, self.held]
 
     def config(self) -> dict[str, int]:
         """Return the plan as a table holds it."""
@@ -201,6 +284,15 @@ _SHAPES = {
 }  # fmt: skip
 
 
+# One tile a program: with two, Triton brings what is held into the lanes' layout by way of shared memory.
+HELD = [
+    replace(_alike(0, 1, 4, 4, 1), held=3),
+    replace(_alike(0, 1, 8, 4, 1), held=3),
+    HopperLaunchConfig(0, 2, 2, 6, 1, 4, 6, 1, held=2),
+    HopperLaunchConfig(0, 2, 2, 6, 1, 8, 6, 1, held=2),
+]
+
+
 def plans(tokens: int) -> list[HopperLaunchConfig]:
     """Return the rule's plan, both products alike, and mixtures of the best shapes: 10 to 24."""
     blocks = (
@@ -212,6 +304,7 @@ def plans(tokens: int) -> list[HopperLaunchConfig]:
         found += [_alike(block, *shape) for shape in shapes]
         pairs = [(a, b) for a in shapes[:5] for b in shapes[:5] if a != b and a[3] == b[3]]
         found += [HopperLaunchConfig(block, *a[:3], *b[:3], a[3]) for a, b in pairs[:6]]
+        found += HELD if block == 0 else []
     return list(dict.fromkeys(found))
 
 
@@ -233,6 +326,20 @@ def _bound(
     )
 
 
+@lru_cache(maxsize=1024)
+def _bound_held(
+    per_token: int, hidden: int, inner: int, bias13: bool, bias2: bool, plan: HopperLaunchConfig, device: torch.device
+) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return what launches both products of pairs by themselves, all codes of a program in registers."""
+    shared = {"HIDDEN": hidden, "INNER": inner} | dependent_launch(device)
+    return (
+        held_gate_up_kernel.bind(
+            **shared, PER_TOKEN=per_token, HAS_BIAS=bias13, R=plan.r1, W=plan.w1, num_warps=plan.w1
+        ),
+        held_down_kernel.bind(**shared, HAS_BIAS=bias2, R=plan.r2, W=plan.w2, num_warps=plan.w2),
+    )
+
+
 def _experts(
     x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: SwizzledWeights, inner: int, experts: int,
     alpha: float, limit: float, plan: HopperLaunchConfig,
@@ -245,24 +352,34 @@ def _experts(
         ids.shape[1], hidden, inner, packed.w13_bias is not None, packed.w2_bias is not None, width, plan, x.device
     )
     order((x.shape[0], cdiv(hidden, width)), x, ordered, x.stride(0), hidden)
+    held_gate_up, held_down = _bound_held(
+        ids.shape[1], hidden, inner, packed.w13_bias is not None, packed.w2_bias is not None, plan, x.device
+    )
     sorted_ids, expert_ids, total, blocks = ids, ids, ids, pairs
     if not direct:
         sorted_ids, expert_ids, total = moe_align(ids, experts, plan.tokens)
         blocks = expert_ids.shape[0]
     inner_rows = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
-    gate_up(
-        (blocks * cdiv(2 * inner, 16 * plan.r1),),
-        ordered.view(torch.int32), packed.w13.mT.view(torch.int32), packed.w13_scale.mT,
-        weights if packed.w13_bias is None else packed.w13_bias, inner_rows, sorted_ids, expert_ids, total, pairs,
-        experts, alpha, limit,
-    )  # fmt: skip
     partial = torch.empty(pairs, hidden, dtype=torch.float32, device=x.device)
-    down(
-        (blocks * cdiv(hidden, 16 * plan.r2),),
-        inner_rows.view(torch.int32), packed.w2.mT.view(torch.int32), packed.w2_scale.mT,
-        weights if packed.w2_bias is None else packed.w2_bias, weights, partial, sorted_ids, expert_ids, total,
-        pairs, experts,
-    )  # fmt: skip
+    tokens, w13, w2 = ordered.view(torch.int32), packed.w13.mT.view(torch.int32), packed.w2.mT.view(torch.int32)
+    scales13, scales2 = packed.w13_scale.mT, packed.w2_scale.mT
+    bias13 = weights if packed.w13_bias is None else packed.w13_bias
+    bias2 = weights if packed.w2_bias is None else packed.w2_bias
+    rows = inner_rows.view(torch.int32)
+    first, second = (blocks * cdiv(2 * inner, 16 * plan.r1),), (blocks * cdiv(hidden, 16 * plan.r2),)
+    if plan.held & 1:
+        held_gate_up(first, tokens, w13, scales13, bias13, inner_rows, ids, experts, alpha, limit)
+    else:
+        gate_up(
+            first, tokens, w13, scales13, bias13, inner_rows, sorted_ids, expert_ids, total, pairs, experts, alpha,
+            limit,
+        )  # fmt: skip
+    if plan.held & 2:
+        held_down(second, rows, w2, scales2, bias2, weights, partial, ids, experts)
+    else:
+        down(
+            second, rows, w2, scales2, bias2, weights, partial, sorted_ids, expert_ids, total, pairs, experts
+        )  # fmt: skip
     return partial
 
 
@@ -296,7 +413,7 @@ class TritonSwizzledFusedMoE(ExpertsBackend):
         self.plan = (
             None
             if config is None
-            else HopperLaunchConfig(*(config[field.name] for field in fields(HopperLaunchConfig)))
+            else HopperLaunchConfig(*(config.get(field.name, 0) for field in fields(HopperLaunchConfig)))
         )
 
     @staticmethod

@@ -161,6 +161,43 @@ def _tokens(pointers, mask, R: tl.constexpr, W: tl.constexpr, ASYNC: tl.constexp
 
 
 @triton.jit
+def ask(w_ptr, s_ptr, tile, LENGTH: tl.constexpr, W: tl.constexpr):
+    """Return all codes and scales of tiles ``[R,1,1]`` over LENGTH columns, a tuple each: all are on their way."""
+    STEPS: tl.constexpr = (LENGTH + 63) // 64
+    warp = tl.arange(0, W)[None, :, None]
+    e = tl.arange(0, 128)[None, None, :]
+    words = w_ptr + (tile * 4 + e // 32) * ((LENGTH + 127) // 128 * 64) + e % 32
+    scales = s_ptr + (tile // 16 * 8 + tile % 8) * (STEPS * 64) + tile // 8 % 2 * 32 + e // 16 * 4 + e % 4
+    held = ()
+    held_scales = ()
+    for start in tl.static_range(0, STEPS, W):
+        step = start + warp
+        held = held + (tl.load(words + step * 32, mask=step < STEPS, other=0),)  # type: ignore[assignment]
+        held_scales = held_scales + (tl.load(scales + step * 64, mask=step < STEPS, other=0),)  # type: ignore[assignment]
+    return held, held_scales
+
+
+@triton.jit
+def multiply_held(
+    held, held_scales, x_ptr, row, w_ptr, LENGTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr
+):  # fmt: skip
+    """Do what :func:`multiply` does with what :func:`ask` returned, in the same order: one block of rows of x."""
+    STEPS: tl.constexpr = (LENGTH + 63) // 64
+    HALVES: tl.constexpr = LENGTH // 32
+    warp = tl.arange(0, W)[None, :, None]
+    e = tl.arange(0, 128)[None, None, :]
+    zeros = _zeros(w_ptr + warp * 128 + e, W)
+    x_rows = x_ptr + row.to(tl.int64) * (LENGTH // 2) + e % 16 + zeros
+    acc = tl.broadcast_to(zeros.to(tl.float32, bitcast=True), [R, W, 128])
+    for i in tl.static_range((STEPS + W - 1) // W):
+        step = i * W + warp
+        x0 = _tokens(x_rows + step * 32, step < STEPS, R, W, False)
+        x1 = _tokens(x_rows + step * 32 + 16, step * 2 + 1 < HALVES, R, W, False)
+        acc = _step(held[i], held_scales[i], x0, x1, acc, R, W)
+    return tl.sum(acc, axis=1) * _UNFOLD
+
+
+@triton.jit
 def multiply(
     x_ptr, row0, row1, w_ptr, s_ptr, tile, LENGTH: tl.constexpr,
     R: tl.constexpr, W: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr, ASYNC: tl.constexpr,
