@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch._C import _functorch
+from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 
 from fastlayers.errors import ArgumentError
@@ -34,11 +35,22 @@ def _wrapped(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def has_tangent(tensor: torch.Tensor) -> bool:
     """Return whether forward-mode AD would go on from ``tensor``."""
-    if forward_ad._current_level < 0 or torch.compiler.is_compiling() or not torch._C._is_fwd_grad_enabled():
+    if forward_ad._current_level < 0:
+        return False
+    # A compiler knows no tangents: it breaks its graph here, or says that it may not.
+    return _looks_for_tangents(tensor) if torch.compiler.is_compiling() else _tangent_of(tensor)
+
+
+def _tangent_of(tensor: torch.Tensor) -> bool:
+    if not torch._C._is_fwd_grad_enabled():
         return False
     # A batch has none by itself, but what it wraps may have one.
     found = (each for each in _wrapped(tensor) if not _functorch.is_batchedtensor(each))
     return any(forward_ad.unpack_dual(each).tangent is not None for each in found)
+
+
+# As torch.compiler.disable, but the compiler is not imported before it is used.
+_looks_for_tangents = _disable_dynamo(_tangent_of)
 
 
 def asked(tensor: torch.Tensor) -> str:
@@ -50,11 +62,10 @@ def asked(tensor: torch.Tensor) -> str:
 
 def transformed(tensor: torch.Tensor) -> str:
     """Return the same for what goes past an ``autograd.Function``: forward-mode AD, and levels of torch.func."""
-    if torch.compiler.is_compiling():
-        return ""
-    levels = (each for each in _wrapped(tensor) if _functorch.is_gradtrackingtensor(each))
-    if torch.is_grad_enabled() and any(each.requires_grad for each in levels):
-        return BACKWARD
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        levels = (each for each in _wrapped(tensor) if _functorch.is_gradtrackingtensor(each))
+        if any(each.requires_grad for each in levels):
+            return BACKWARD
     return FORWARD if has_tangent(tensor) else ""
 
 

@@ -16,6 +16,7 @@ import fastlayers as fl
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.kv_write.layer import KVWrite
 from fastlayers.errors import ArgumentError
+from fastlayers.operators import operator
 from fastlayers.quant.group_quant.layer import GroupQuant
 from fastlayers.quant.spec import QuantSpec
 
@@ -83,6 +84,28 @@ def test_kernels_refuse_every_transform(name: str, transform: str) -> None:
     words = r"^fastlayers::\w+: \w+ is a tensor .*gradient\)?; accepted: no gradient: this kernel is for inference; b"
     with pytest.raises(ArgumentError, match=words):
         (FORWARD | BACKWARD)[transform](lambda x: run(layer, x), torch.randn(shape))
+
+
+@operator("test_forward_mode_twice", lambda x: torch.empty_like(x))
+def _twice(x: torch.Tensor) -> torch.Tensor:
+    return x + x
+
+
+@pytest.mark.parametrize("how", ["level around the compiled", "compiled transform", "transform of the compiled"])
+@pytest.mark.parametrize("kind", ["a quantised layer", "an operator"])
+def test_what_is_compiled_refuses_tangents(kind: str, how: str) -> None:
+    made: Call = fl.Int8Linear(8, 8, dtype=F32) if kind == "a quantised layer" else lambda x: _twice(x)
+    x = torch.randn(3, 8)
+    compiled = torch.compile(made, backend="eager")
+    assert torch.equal(compiled(x), made(x))
+    with pytest.raises(ArgumentError, match="x is a tensor with a tangent"):
+        if how == "level around the compiled":
+            dual(compiled, x)
+        elif how == "compiled transform":
+            torch.compile(lambda x: torch.func.jvp(made, (x,), (x,)), backend="eager")(x)
+        else:
+            torch.func.jvp(compiled, (x,), (x,))
+    assert torch.equal(compiled(x), made(x))
 
 
 @pytest.mark.parametrize("transform", FORWARD)
