@@ -32,21 +32,31 @@ CHECKPOINTS = {
 
 
 def accuracy() -> str:
-    """Accuracy and perplexity of the tiny checkpoints, each way to run them."""
-    lines = ["| checkpoint | run | exact match | perplexity | answers that differ |", "|---|---|---|---|---|"]
+    """Accuracy and distance from fp32 of the tiny checkpoints, each way to run them."""
+    lines = [
+        "| checkpoint | run | exact match | hard set | perplexity | KL mean (may be) | KL p99 (may be) | top-1 | "
+        "answers that differ |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
     sources = []
     for name, file in CHECKPOINTS.items():
         found = read(file)
         for row in found["variants"].values():
             against = found["variants"].get(row["baseline"], {}).get("description")
             flips = "" if row["flips"] is None else f"{row['flips']} of {row['problems']} against {against}"
-            scores = f"{100 * row['exact_match']:.1f}% | {row['perplexity']:.4f}"
-            lines.append(f"| {name} | {row['description']} | {scores} | {flips} |")
+            scores = f"{100 * row['exact_match']:.1f}% | {100 * row['hard_exact_match']:.1f}% | {row['perplexity']:.4f}"
+            far = f"{_bounded(row, 'kl_mean')} | {_bounded(row, 'kl_p99')} | {100 * row['top1_agreement']:.2f}%"
+            lines.append(f"| {name} | {row['description']} | {scores} | {far} | {flips} |")
         run = found["run"]
         command = run["command"].split(" --out")[0]
         sources.append(f"`{command}` (commit {run['commit']}, `benchmarks/results/{file}`)")
     where = f"Made by {'; '.join(sources)}; {run['device']}, torch {run['torch']}, transformers {run['transformers']}."
     return "\n".join([*lines, "", where])
+
+
+def _bounded(row: dict[str, Any], name: str) -> str:
+    bound = row[f"{name}_bound"]
+    return f"{row[name]:.1e}" + ("" if bound is None else f" ({bound:.1e})")
 
 
 def decode() -> str:

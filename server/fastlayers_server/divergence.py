@@ -22,11 +22,11 @@ rounding       what stock transformers is told
 =============  ========================================================================================
 
 MXFP4 has no row: its weights are exact in bf16, so the model is the checkpoint. fp32 has the floor: KL grows with the
-square of the unit round-off, (2⁻²⁴ / 2⁻⁹)² = 2⁻³⁰ of bf16's, and 16 times that lets sums of another order be four times
-as far off. The margin covers what the sum leaves out, that errors of two roundings are not quite independent and that
-sums in bf16 have an order: sound variants of the shipped checkpoints stay below 1.15 without it. A scale of the cache
-that is 2 % off reaches 1.4 and more in fp32, where no noise of bf16 covers it, a wrong scale of weights ten times
-that (``tests/server/test_accuracy_bounds.py`` plants each).
+square of the unit round-off, (2⁻²⁴ / 2⁻⁹)² = 2⁻³⁰ of bf16's, and 16 times that lets sums of another order be four
+times as far off. The margin covers what the sum leaves out: errors of two roundings are not quite independent, and
+sums in bf16 have an order. ``tests/server/test_accuracy_bounds.py`` holds both sides of it: every sound variant of
+the shipped checkpoints stays within, and a wrong scale of one block, a halved expert and, in fp32, where no noise of
+bf16 covers it, a cache scale that is 2 % off or a single wrong exponent of MXFP4 go beyond.
 """
 
 from __future__ import annotations
