@@ -28,6 +28,7 @@ from fastlayers.device import DESCRIBED
 from fastlayers.errors import ArgumentError
 from fastlayers.layer import Layer
 from fastlayers.quant.group_quant.layer import GroupQuant
+from fastlayers.quant.mxfp8_quant.layer import MXFP8Quant
 from fastlayers.registry import LAYERS, registry
 from fastlayers.sampler.layer import RowParams, SamplingState
 from fastlayers.testing.spec import spec_of
@@ -120,7 +121,7 @@ SUBJECTS = {
         accepts("weight:strided"),
     ),
     "MXFP8Quant": Subject(
-        lambda: fl.MXFP8Quant(64),
+        lambda: MXFP8Quant(64),
         lambda: {"x": R(3, 32)},
         (),
         accepts("x:more rows", "x:more dims", "x:bf16", "x:strided", "x:wider"),
