@@ -10,6 +10,7 @@ import cProfile
 import pstats
 import sys
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ import torch
 from torch import nn
 
 import fastlayers as fl
-from fastlayers.patching import mla
+from fastlayers.patching import decode, mla
 
 sys.path.insert(0, str(Path(__file__).parent))
-from tiny import build, prompt
+from tiny import build, eager_graphs, prompt
 
 # What a layer took at commit f1ff4b5, and may take now; stock's own: 170, 237, 225, 329, 331, 148.
 LIMITS = {
@@ -98,6 +99,27 @@ def test_a_guard_asks_little(name: str) -> None:
             # Each tensor's address, a weight's size, and whether a square one was transposed.
             assert calls_of(module._fl_packed.whole, module) <= 6 + 3 * tensors
     assert packed > 0
+
+
+@pytest.mark.parametrize("name", ["v3", "llama"])
+def test_a_replay_asks_little(name: str) -> None:
+    model, counted = build(name), []
+    fl.patch(model)
+    with ExitStack() as undo:
+        driver = decode.attach(model, undo, eager_graphs, "torch")
+        right = driver._why_not_step
+
+        def profiled(*arguments: Any) -> str:
+            profile = cProfile.Profile()
+            why = profile.runcall(right, *arguments)
+            counted.append(int(pstats.Stats(profile).total_calls))  # type: ignore[attr-defined]
+            return str(why)
+
+        driver._why_not_step = profiled  # type: ignore[method-assign]
+        model.generate(**prompt(1, 20), max_new_tokens=8, do_sample=False)
+        assert int(driver.replays) > 4
+    # However many layers there are; the first step looks at the whole model.
+    assert max(counted[1:]) <= 26
 
 
 def test_modules_that_ask_alike_share_the_lines() -> None:

@@ -1,0 +1,26 @@
+"""What was measured of patched models on a CPU, and that the documentation says no more than that."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+def result(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+
+
+def test_guards_cost_what_they_may() -> None:
+    found = result("guard_cost.json")
+    rows = found["rows"]
+    assert len({row["family"] for row in rows}) == len(found["replay"]) == 8
+    assert max(row["guard"] for row in rows) <= 2.0 and max(found["replay"].values()) <= 20.0
+    apart, packed = ([row["guard"] for row in rows if bool(row["packed"]) is kind] for kind in (False, True))
+    said = (
+        f"{min(apart):.1f} to {max(apart):.1f} µs a module, {min(packed):.1f} to {max(packed):.1f} µs where linears "
+        f"are one product, and {max(found['replay'].values()):.0f} µs before a replay"
+    )
+    assert said in " ".join((ROOT / "docs" / "patching.md").read_text().split())
