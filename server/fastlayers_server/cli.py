@@ -334,17 +334,19 @@ def generate(
     from fastlayers_server.evaluate import chat_ids, tokenizer_of
     from fastlayers_server.generate_command import on_engine, on_ranks
 
+    # What is wrong is said before a process is started, or anything is read.
     _check_text("prompt", prompt)
+    place, number, cache = _device(device), _dtype(dtype), _dtype(kv_dtype, "--kv-dtype") if kv_dtype else None
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     ranks = Ranks(tp, dp, ep)
     if started_elsewhere(ranks):
         return
-    path, cache = _path(checkpoint, "--checkpoint"), _dtype(kv_dtype, "--kv-dtype") if kv_dtype else None
+    path = _path(checkpoint, "--checkpoint")
     config = read_json(path / "config.json")
     family_of(config, where=path).config_class.from_hf(config)  # before transformers reads it with the tokenizer
     tokenizer = tokenizer_of(path)
     ids = chat_ids(tokenizer, prompt)
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    model = AutoModel.from_pretrained(path, dtype=_dtype(dtype), device=_device(device), kv_dtype=cache, parallel=ranks)
+    model = AutoModel.from_pretrained(path, dtype=number, device=place, kv_dtype=cache, parallel=ranks)
     stream = on_ranks if ranks.processes > 1 else on_engine
     tokens: list[int] = []
     shown, finished, first = "", None, model.parallel.tp.rank == 0  # the other ranks compute, and say nothing

@@ -197,7 +197,7 @@ def tokenizer_of(path: Path) -> Any:
     if not any((path / name).is_file() for name in _TOKENIZERS):
         raise CheckpointError(f"{path}: no tokenizer.json; a checkpoint with its tokenizer's files is needed for text")
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)  # a directory: nobody is to be asked for it
     except Exception as error:  # the tokenizers' own are no subclasses of anything else
         raise CheckpointError(
             f"{path}: transformers cannot read its tokenizer or config.json: {reason_of(error)}"

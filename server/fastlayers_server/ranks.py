@@ -7,6 +7,10 @@ import sys
 
 from fastlayers import env
 from fastlayers.comm.ranks import Ranks
+from fastlayers.errors import ArgumentError
+
+# Processes that one command starts at most: a mistyped number is not to take the machine.
+MOST = 64
 
 
 def started_elsewhere(ranks: Ranks) -> bool:
@@ -16,11 +20,16 @@ def started_elsewhere(ranks: Ranks) -> bool:
 
     Raises
     ------
+    ArgumentError
+        More processes than a host runs.
     SystemExit
         The processes failed; they have said why.
     """
     if ranks.processes == 1 or env.torchrun_rank() is not None:
         return False
+    if ranks.processes > MOST:
+        accepted = f"at most {MOST} processes of this host; torchrun starts more over several"
+        raise ArgumentError("fastlayers", "--tp × --dp", ranks.processes, accepted)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks.processes)]
     command = [sys.executable, *launcher, "-m", "fastlayers_server.cli", *sys.argv[1:]]
     if code := subprocess.run(command, check=False).returncode:

@@ -160,6 +160,10 @@ def test_generate_answers_a_problem() -> None:
         (["generate", "hi", "--device", "gpu"], "--device is 'gpu'"),
         (["generate", "hi", "--device", "meta"], "--device is 'meta'; accepted: cpu, cuda"),
         (["generate", "hi", "--device", "cpu:7"], "--device is 'cpu:7'; accepted: cpu, cuda"),
+        (["generate", "hi", "--device", "meta", "--tp", "2"], "--device is 'meta'; accepted: cpu, cuda"),
+        (["generate", "hi", "--dtype", "fp7", "--dp", "2"], "dtype is 'fp7'; accepted: bf16"),
+        (["generate", "hi", "--tp", "100", "--device", "cpu"], "--tp × --dp is 100; accepted: at most 64 processes"),
+        (["generate", "hi", "--tp", str(2**40)], "Ranks: tp * dp is 1099511627776; accepted: at most 65536"),
         (["convert", "tiny", "~nosuchuser/x"], "target is '~nosuchuser/x': Could not determine home"),
         (["eval", "--out", "~nosuchuser/x"], "--out is '~nosuchuser/x': Could not determine home"),
         (["eval", "--out", ""], "--out is '', which cannot be written (IsADirectoryError)"),
@@ -181,6 +185,19 @@ def test_errors_are_one_sentence(
         main()
     shown = " ".join(capsys.readouterr().err.split())
     assert exit_.value.code == 1 and words in shown and "Traceback" not in shown
+
+
+def test_a_device_without_memory_is_refused_before_anything_is_loaded() -> None:
+    """In a process of its own, so that nothing waits for what another test has loaded."""
+    program = (
+        "import sys; sys.argv = ['fastlayers', 'generate', 'hi', '--device', 'meta']\n"
+        "from fastlayers_server.cli import main\n"
+        "try: main()\n"
+        "finally: print('transformers' in sys.modules)  # which reads the tokenizer\n"
+    )
+    seen = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert seen.returncode == 1 and "--device is 'meta'; accepted: cpu, cuda or cuda:N" in seen.stderr
+    assert seen.stdout == "False\n"
 
 
 def test_debug_shows_the_traceback() -> None:
