@@ -45,7 +45,7 @@ serve: $(VENV)/.stamp-serve  ## set up, then serve the tiny model (ARGS='--port 
 test-browser: $(VENV)/.stamp-dev  ## the page in a headless Chromium, where one is installed
 	@$(TEST_ENV) $(BIN)/python -m pytest -rs tests/server/front/test_page.py $(ARGS)
 
-test-compile: $(VENV)/.stamp-dev  ## compile every Triton kernel for sm_90, without a GPU
+test-compile: $(VENV)/.stamp-dev  ## compile every Triton kernel for sm_90, one launch of each for other cards, without a GPU
 	@TRITON_INTERPRET=0 $(TEST_ENV) $(BIN)/python -m pytest -m compile -n $(WORKERS) tests/compile $(ARGS)
 
 test-matrix: $(VENV)/.stamp-dev  ## newest triton, oldest and newest transformers, stubbed kernel packages (COLUMNS='...')

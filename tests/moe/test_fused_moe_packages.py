@@ -82,6 +82,15 @@ def test_refuses_in_words(backend: str, cfg: FusedMoEConfig, words: str) -> None
     assert words in str(reason(backend, cfg))
 
 
+def test_mxfp4_kernels_want_sm_90() -> None:
+    """Their inline instructions do not assemble for older cards, where torch serves."""
+    for device in ("A100", "L40S"):
+        assert "decoded by instructions of sm_90" in str(reason("triton", OSS, device))
+        assert reason("torch", OSS, device) is None
+    assert reason("triton", OSS) is None and reason("triton", OSS, "B200") is None
+    assert reason("triton", replace(OSS, quant="none"), "A100") is None
+
+
 def test_packages_that_are_absent_are_named() -> None:
     rows = {row.name: row.reason for row in fl.backends("fused_moe", device="H200", cfg=V3)}
     if importlib.util.find_spec("deep_gemm") is None:

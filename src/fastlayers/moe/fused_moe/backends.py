@@ -112,6 +112,12 @@ def _not_oai_mxfp4(cfg: FusedMoEConfig) -> str | None:
     return None
 
 
+def _triton(cfg: FusedMoEConfig, device: Device) -> str | None:
+    if cfg.quant == "mxfp4" and device.capability is not None and device.capability < (9, 0):
+        return f"MXFP4 codes are decoded by instructions of sm_90, this is {device.sm}"
+    return _needs_fp8_dot(cfg, device)
+
+
 def _needs_fp8_dot(cfg: FusedMoEConfig, device: Device) -> str | None:
     if cfg.quant == "fp8_block" and device.type == "cuda" and not device.has_fp8_dot:
         return f"e4m3 dots need sm_89 or newer, this is {device.sm}"
@@ -187,7 +193,7 @@ FUSED_MOE = Registry(
     "fused_moe",
     [
         TRITON_KERNELS,
-        triton_backend(f"{_HERE}.triton.backend:TritonFusedMoE", _needs_fp8_dot),
+        triton_backend(f"{_HERE}.triton.backend:TritonFusedMoE", _triton),
         TRITON_SWIZZLED,
         *PACKAGES,
         torch_backend(f"{_HERE}.torch:TorchFusedMoE"),
