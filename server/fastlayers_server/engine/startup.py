@@ -40,6 +40,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
 GPU_RESERVE = 6 << 30
 CPU_CACHE_BYTES = 512 << 20
 PIECE = 64  # prompt tokens of a step in deterministic mode
+SLOT = 1  # of requests that nobody made, while steps are measured
 Phase = Callable[[str], None]
 
 
@@ -286,9 +287,10 @@ def _cache_bytes(config: EngineConfig, device: torch.device) -> int:
 
 @torch.inference_mode()
 def measure(executor: TorchExecutor, scheduler: Scheduler) -> tuple[dict[int, float], dict[int, float]]:
-    """Return the seconds of extends by tokens and of decode steps by rows, over nobody's pages."""
-    config = scheduler.config
+    """Return the seconds of extends by tokens and of decode steps by rows, over a page that nobody has yet."""
+    config, table = scheduler.config, executor.decoding.pages[SLOT]
     extends, decodes = {}, {}
+    table[:] = 1
     sizes = [16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048, 4096, 8192, 16384]
     for size in [size for size in sizes if size <= config.max_batched_tokens]:
         count = -(-size // (config.max_model_len - 1))
@@ -299,6 +301,7 @@ def measure(executor: TorchExecutor, scheduler: Scheduler) -> tuple[dict[int, fl
     for size in sorted({min(size, config.max_running) for size in sizes}):
         rows, starts = [_nobodys(1)] * size, [min(1024, config.max_model_len // 2)] * size
         decodes[size] = _seconds(lambda rows=rows, starts=starts: executor.decoding.decode(rows, starts, GREEDY))  # type: ignore[misc]
+    table[:] = 0
     executor.extending.uncaptured.clear()
     executor.decoding.uncaptured.clear()
     return extends, decodes
@@ -361,16 +364,17 @@ def behind_prefixes(steps: Any, config: SchedulerConfig) -> None:
 
 
 def _nobodys(length: int) -> Request:
-    """Return a request that nobody made: it reads and writes page 0, and a slot that is given anew before it counts."""
+    """Return a request that nobody made, in a slot that is given anew before it counts."""
     request = Request(Submit(0, b"", Sampling(temperature=0.0)), 0, [0] * length, frozenset(), 0)
-    request.slot = 1
+    request.slot = SLOT
     return request
 
 
 def _seconds(run: Callable[[], Any]) -> float:
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     run()
-    torch.cuda.synchronize()
+    wait()
     begin = time.perf_counter()
     run()
-    torch.cuda.synchronize()
+    wait()
     return time.perf_counter() - begin

@@ -21,7 +21,7 @@ from fastlayers_server.engine.budget import Budget
 from fastlayers_server.engine.config import EngineConfig, SchedulerConfig
 from fastlayers_server.engine.loop import Engine
 from fastlayers_server.engine.mtp import ModelDrafts
-from fastlayers_server.engine.startup import Timeline, behind_prefixes, build, tails, warm_up
+from fastlayers_server.engine.startup import SLOT, Timeline, behind_prefixes, build, measure, tails, warm_up
 
 SMALL = EngineConfig(device="cpu", max_model_len=256, max_running_requests=4, page_size=16)
 
@@ -150,6 +150,14 @@ def test_a_start_tells_what_it_spends_its_seconds_on(caplog: pytest.LogCaptureFi
     assert 5.0 < sum(seconds for _, seconds in told) <= time.monotonic() - begun + 0.01
     lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("start: ")]
     assert len(lines) == len(told) and lines[0].endswith("process and its imports")
+
+
+def test_steps_are_measured_over_a_page_that_is_given_anew() -> None:
+    parts = build(msgspec.structs.replace(SMALL, max_num_batched_tokens=300), lambda phase: None)
+    extends, decodes = measure(parts.executor, parts.scheduler)
+    assert set(extends) == {16, 32, 64, 128, 256} and set(decodes) == {1, 2, 4}
+    assert min(*extends.values(), *decodes.values()) > 0
+    assert not parts.executor.decoding.pages[SLOT].any() and not parts.executor.decoding.uncaptured
 
 
 def test_a_warm_up_runs_each_kind_of_layer_and_no_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
