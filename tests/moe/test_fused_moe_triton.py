@@ -112,14 +112,14 @@ def test_candidates_of_16_bit_weights_fit_shared_memory(tokens: int) -> None:
 
 
 def test_one_token_of_16_bit_weights_takes_vectors() -> None:
-    assert plan_for(1, SHAPES["qwen3"], False).vectors
-    assert not plan_for(2, SHAPES["qwen3"], False).vectors
+    assert plan_for(1, SHAPES["qwen3"], False).first.m == 0
+    assert plan_for(2, SHAPES["qwen3"], False).first.m > 0
     for cfg in (SHAPES["deepseek_v3_tp8"], SHAPES["gpt_oss"], replace(SHAPES["qwen3"], num_shared=1)):
-        assert not any(LaunchConfig.of(config).vectors for config in candidates(cfg, 1))
+        assert not any(LaunchConfig.of(config).first.m == 0 for config in candidates(cfg, 1))
     for top_k in (1, 6, 16):
         for config in candidates(replace(SHAPES["qwen3"], top_k=top_k), 1):
             plan = LaunchConfig.of(config)
-            if plan.vectors:
+            if plan.first.m == 0:
                 rows = plan.second.n * next_power_of_2(top_k)
                 # Fp32 sums of a thread.
                 assert rows * plan.second.k <= 64 * 32 * plan.second.warps, plan

@@ -52,11 +52,6 @@ class LaunchConfig:
         """Whether no alignment is needed."""
         return self.first.m <= 1
 
-    @property
-    def vectors(self) -> bool:
-        """Whether both products are matrix-vector ones."""
-        return self.first.m == 0
-
     def config(self) -> dict[str, int]:
         """Return the plan as a table holds it."""
         return dict(zip(_NAMES, self.numbers(), strict=True))
