@@ -187,6 +187,8 @@ def _same_device(given: torch.device, wanted: torch.device) -> bool:
     return given.type == wanted.type and (wanted.index is None or given.index == wanted.index)
 
 
+# Of a value that is none of a few, in a message.
+MOST_SHOWN = 400
 # One more than any tensor can have of anything.
 MOST = 2**63
 
@@ -358,4 +360,6 @@ def check_choice(layer: str, argument: str, given: object, accepted: tuple[objec
     except (ValueError, RuntimeError):  # arrays and tensors compare by element
         known = False
     if not known:
-        raise ArgumentError(layer, argument, describe(given), "one of " + ", ".join(map(repr, accepted)))
+        text = describe(given)  # of a file, say, and then of any length
+        shown = text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 1]}…"
+        raise ArgumentError(layer, argument, shown, "one of " + ", ".join(map(repr, accepted)))

@@ -246,6 +246,15 @@ def test_a_flag_that_is_null_is_false(kind: str, key: str) -> None:
     assert getattr(config, key) is False
 
 
+@pytest.mark.parametrize(("kind", "key"), [("deepseek_v2", "topk_method"), ("qwen2", "layer_types")])
+def test_a_long_value_is_shown_in_part(kind: str, key: str) -> None:
+    for value in ("a" * 10_000, ["a" * 10_000]):
+        message = str(read(kind, config_of(kind) | {key: value}))
+        assert key in message and len(message) < 1000
+    rope = {"rope_type": "a" * 10_000, "factor": 2.0}
+    assert len(str(read(kind, config_of(kind) | {"rope_parameters": rope}))) < 1000
+
+
 def test_yarn_over_a_base_of_one_is_refused() -> None:
     scaling = RopeScaling("yarn", factor=4.0, original_max_position=64)
     with pytest.raises(ArgumentError, match=r"base is 1\.0; accepted: another number than 1 with yarn"):
