@@ -23,6 +23,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fastlayers.device import as_device
 from fastlayers.tuning.provenance import provenance
 
@@ -171,10 +173,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", help="that the server finds; said in the first line")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    tell(
-        {"command": "python " + " ".join(sys.argv), **provenance(), "device": str(as_device(options.device))},
-        options.out,
-    )
+    device = str(as_device(options.device))
+    head = {"command": "python " + " ".join(sys.argv), **provenance(), "torch": torch.__version__, "device": device}
+    tell(head, options.out)
     for model in options.models:
         for row in measure(model, options, options.log):
             tell({"model": model, **row}, options.out)
