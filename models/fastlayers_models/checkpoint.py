@@ -70,7 +70,7 @@ class Checkpoint:
         if pickled := [name for name in PICKLED if self._find(name)]:
             accepted = f"{SINGLE} or {INDEX} (save_pretrained of transformers writes them)"
             raise CheckpointError(f"{self.path}: transformers would read {pickled[0]}, pickled; accepted: {accepted}")
-        files = sorted(self.path.glob("*.safetensors"))
+        files = sorted(file for file in self.path.glob("*.safetensors") if file.is_file())
         if not files:
             raise CheckpointError(f"{self.path}: no *.safetensors files")
         numbered = {file: found for file in files if (found := _SHARD.search(file.name))}

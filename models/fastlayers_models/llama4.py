@@ -162,8 +162,12 @@ class Llama4Context(ModelContext):
 
     def _rotary(self) -> fl.RotaryEmbedding:
         config = self.config
+        rope = dict(config.rope)
+        if config.use_qk_norm:
+            # Hugging Face norms behind the rotation, which takes a factor of its tables away; ours comes before.
+            rope["rope_parameters"] = rope["rope_parameters"] | {"attention_factor": 1.0}
         return fl.RotaryEmbedding.from_config(
-            config.rope, head_dim=config.head_dim, max_position=config.max_position_embeddings, interleaved_in=True,
+            rope, head_dim=config.head_dim, max_position=config.max_position_embeddings, interleaved_in=True,
             interleaved_out=True, device=self.device,
         )  # fmt: skip
 

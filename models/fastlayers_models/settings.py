@@ -51,6 +51,7 @@ class Setting:
 
 
 SIZE, COUNT, FLAG = Setting("int > 0"), Setting("int >= 0"), Setting("bool", False)
+_CAUSAL = Setting("bool", True)
 
 
 def read_settings(owner: str, config: Mapping[str, Any], table: Mapping[str, Setting]) -> dict[str, Any]:
@@ -72,6 +73,8 @@ def read_settings(owner: str, config: Mapping[str, Any], table: Mapping[str, Set
         The file is nested too deeply to be a configuration.
     """
     check_depth(config, owner)
+    if not _read(owner, config, "is_causal", _CAUSAL):  # transformers' masks ask for it, in every family
+        raise ArgumentError(owner, "is_causal", shown(config["is_causal"]), "true, or no such key")
     return {name: _read(owner, config, name, setting) for name, setting in table.items()}
 
 

@@ -62,6 +62,20 @@ class WeightsEpoch:
             self.packed.at, self.packed = -1, None
 
 
+class _Counted(set[str]):
+    """What a weight carries that counts its edits in an epoch: of which epoch, and which tensor it was then.
+
+    A copy of the weight may carry it, too, and counts nowhere; pickled it is an empty set.
+    """
+
+    def __init__(self, epoch: str, tensor: int) -> None:
+        super().__init__()
+        self.epoch, self.tensor = epoch, tensor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return set, ()
+
+
 def is_aliased(weight: torch.Tensor) -> bool:
     """Return whether another tensor has the storage of ``weight``: a view, or what was detached."""
     storage = weight.untyped_storage()
@@ -78,9 +92,9 @@ def count_in(epoch: WeightsEpoch, weight: torch.Tensor) -> bool:
     """
     edits, name = epoch.edits, epoch.name
     owner = vars(weight).get("_counted_in")
-    if owner is not None:
+    if type(owner) is _Counted and owner.tensor == weight._cdata:
         # Of a layer with another epoch: its counter stays, and is read as the weight's own.
-        return bool(owner == name)
+        return owner.epoch == name
     alike = type(weight) is nn.Parameter and torch._has_compatible_shallow_copy_type(edits, weight)
     if not alike or weight.requires_grad or is_aliased(weight) or torch._C._len_torch_dispatch_stack():
         return False
@@ -88,7 +102,7 @@ def count_in(epoch: WeightsEpoch, weight: torch.Tensor) -> bool:
         twin = edits.detach()
         twin.data = weight.data
         twin = nn.Parameter(twin, requires_grad=False)
-    vars(twin).update(vars(weight), _counted_in=name)
+    vars(twin).update(vars(weight), _counted_in=_Counted(name, twin._cdata))
     try:
         torch.utils.swap_tensors(weight, twin)
     except RuntimeError:  # somebody outside of Python holds it, or a weak reference

@@ -174,6 +174,19 @@ def test_biases_beside_packed_weights_are_copied_again(in_place: bool) -> None:
     assert layer.packed.w13 is codes  # all that is left of the weights
 
 
+@pytest.mark.usefixtures("fake_hopper")
+def test_a_compiled_layer_adds_the_biases_as_they_are() -> None:
+    layer = swizzled()
+    fl.finalize(layer)
+    run_moe(layer)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    before = run_moe(compiled)
+    assert torch.equal(before, run_moe(layer))
+    layer.w2_bias.add_(1.0)
+    given = run_moe(compiled)
+    assert torch.equal(given, run_moe(layer)) and not torch.equal(given, before)
+
+
 def mla(quant: str) -> fl.MLAAttention:
     return fl.MLAAttention(
         128, 2, q_lora_rank=None, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=16, v_head_dim=64,

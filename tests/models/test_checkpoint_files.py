@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -262,6 +263,18 @@ def test_what_no_file_can_be_called_is_refused_in_words(path: Any, tmp_path: Pat
     (tmp_path / "file").write_text("")
     with pytest.raises(ArgumentError, match=r"convert: target is .*which cannot be made"):
         convert_checkpoint(SHIPPED, tmp_path / "file" / "below", "int8")
+
+
+def test_what_is_no_file_is_not_opened(source: Path, tmp_path: Path) -> None:
+    folder = fill(tmp_path / "model", source, {}, None)
+    os.mkfifo(folder / SINGLE)  # to open it would wait for a writer
+    (folder / "other.safetensors").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"no \*\.safetensors files"):
+        AutoModel.from_pretrained(folder)
+    target = tmp_path / os.fsdecode(b"\xff")
+    with pytest.raises(ArgumentError, match=r"target is .*udcff.*; accepted: a name that its README can tell"):
+        convert_checkpoint(SHIPPED, target, "int8")
+    assert not target.exists()
 
 
 # ---- any directory ---------------------------------------------------------------------------------------------

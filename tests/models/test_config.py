@@ -179,6 +179,15 @@ def test_no_setting_that_transformers_computes_with_is_ignored(kind: str) -> Non
     assert wanted - read_here - multimodal - images == (wanted & UNREAD.keys()) | UNREAD_BY.get(kind, {}).keys()
 
 
+@pytest.mark.parametrize("kind", CLASSES)
+def test_attention_to_later_tokens_is_refused(kind: str) -> None:
+    config = config_of(kind)
+    whole = read(kind, config)
+    assert read(kind, config | {"is_causal": True}) == whole
+    for value in (False, None, 0, "true"):
+        assert "is_causal is " in str(read(kind, config | {"is_causal": value}))
+
+
 def test_the_width_that_deepseek_v3_rotates_is_that_of_the_rotated_part(folders: dict[str, Path]) -> None:
     config, folder = config_of("deepseek_v3"), folders["deepseek_v3"]
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}

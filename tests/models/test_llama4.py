@@ -54,7 +54,13 @@ PLAIN = Variation(
     SMALL | {"attention_chunk_size": 4096, "attn_temperature_tuning": False, "no_rope_layers": [0, 1, 1, 0],
              "moe_layers": [1], "tie_word_embeddings": True},
 )  # fmt: skip
-VARIATIONS = (SCOUT, MAVERICK, PLAIN)
+# A factor of YaRN's tables is gone where queries are normed behind the rotation, and stays where they are not.
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
+NORMED, BARE = (
+    Variation(f"yarn_norm_{norm}", "Llama4TextConfig", 2, SMALL | {"rope_parameters": YARN, "use_qk_norm": norm})
+    for norm in (True, False)
+)
+VARIATIONS = (SCOUT, MAVERICK, PLAIN, NORMED, BARE)
 
 
 @pytest.fixture(scope="module")

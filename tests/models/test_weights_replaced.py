@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import logging
 import pickle
 from collections.abc import Callable, Iterator
@@ -222,3 +223,68 @@ def test_absorbed_views_follow_their_weight_and_are_not_copied() -> None:
         and len(pickle.dumps(twin))
         < 1.2 * sum(t.numel() * t.element_size() for t in (*twin.parameters(), *twin.buffers())) + 100_000
     )
+
+
+def absorbing() -> MLAAttention:
+    rotary = fl.RotaryEmbedding(16, max_position=64, interleaved_in=True)
+    layer = fl.MLAAttention(
+        128, 2, q_lora_rank=None, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=16, v_head_dim=64,
+        rotary=rotary, page_size=16, dtype=torch.float32, quant=QuantSpec("fp8_block"),
+    )  # fmt: skip
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.full(parameter.shape, 0.5).to(parameter.dtype))
+    return layer
+
+
+def decoded(layer: Any, owner: MLAAttention) -> float:
+    cache = fl.kv_cache_spec(owner, page_size=16).allocate(num_pages=2)[0]
+    meta = fl.AttentionState(1, 1, 1, 16).plan(fl.AttentionBatch((1,), (0,), [[1]]))
+    with torch.no_grad():
+        return float(layer(torch.ones(1, 128), meta, cache)[0, 0])
+
+
+@pytest.mark.parametrize("finalized", [False, True])
+def test_a_compiled_layer_computes_with_the_weights_as_they_are(finalized: bool) -> None:
+    layer = absorbing()
+    if finalized:
+        fl.finalize(layer)
+    before, compiled = decoded(layer, layer), torch.compile(layer, backend="eager", fullgraph=True)
+    assert decoded(compiled, layer) == before > 0
+    weight = torch.zeros_like(layer.kv_b_proj.weight)
+    layer.load_state_dict(layer.state_dict() | {"kv_b_proj.weight": weight}, assign=True)
+    assert decoded(compiled, layer) == 0.0
+    with torch.no_grad():
+        layer.kv_b_proj.weight.copy_(torch.ones(weight.shape).to(weight.dtype))
+    assert decoded(compiled, layer) == decoded(layer, layer) == 2 * before
+
+
+def stored(value: Any, weights_only: bool) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
+
+
+def replace_by_a_file(layer: MLAAttention) -> None:
+    layer.kv_b_proj = stored(layer.kv_b_proj, False)
+
+
+def assign_from_a_file(layer: MLAAttention) -> None:
+    layer.kv_b_proj.load_state_dict(stored(dict(layer.kv_b_proj.named_parameters()), True), assign=True)
+
+
+def replace_by_a_copy(layer: MLAAttention) -> None:
+    layer.kv_b_proj.weight = copy.copy(layer.kv_b_proj.weight)
+
+
+@pytest.mark.parametrize("change", [replace_by_a_file, assign_from_a_file, replace_by_a_copy])
+def test_a_weight_that_was_stored_or_copied_counts_its_own_edits(change: Callable[[MLAAttention], None]) -> None:
+    layer = absorbing()
+    layer.absorbed_weights()
+    change(layer)
+    before = layer.absorbed_weights()[0].clone()
+    weight = layer.kv_b_proj.weight
+    with torch.no_grad():
+        weight.copy_((weight.float() * 2).to(weight.dtype))
+    assert torch.equal(layer.absorbed_weights()[0], 2 * before) and before.min() > 0

@@ -67,6 +67,8 @@ class ShardWriter:
 
     def __init__(self, checkpoint: Checkpoint, target: str | Path, purpose: str) -> None:
         self.checkpoint, self.target = checkpoint, check_path("convert", "target", target)
+        if not str(self.target).isprintable():  # bytes that are no UTF-8 among them
+            raise ArgumentError("convert", "target", ascii(str(target)), "a name that its README can tell")
         self.files = sorted(set(checkpoint.file_of.values()))
         # A shard keeps its place below the directory: two may have the same name.
         self._place = {file: file.relative_to(checkpoint.path).as_posix() for file in self.files}

@@ -257,12 +257,14 @@ class MLAAttention(AttentionCore):
         return self._absorbed_weights(torch.compiler.is_compiling())
 
     def _absorbed_weights(self, compiling: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        if compiling:  # no program may hold a copy: it would not ask whether that is fresh
+            return self._absorb()
         held = self._absorbed
-        if held is not None and (compiling or held.counter._version == held.at):
+        if held is not None and held.counter._version == held.at:
             absorbed: tuple[torch.Tensor, torch.Tensor] = held.value
             return absorbed
         views = self._views
-        if views is not None and not compiling:
+        if views is not None:
             weight = self.kv_b_proj.weight
             if weight is views.weight and weight.data_ptr() == views.address:
                 return views.value
@@ -270,7 +272,7 @@ class MLAAttention(AttentionCore):
         if not sources:
             absorbed = self._absorb()
             weight = self.kv_b_proj.weight
-            if not compiling and type(weight) is nn.Parameter and absorbed[0]._base is weight:
+            if type(weight) is nn.Parameter and absorbed[0]._base is weight:
                 self._views = _Views(weight, absorbed)
                 return self._views.value
             return absorbed

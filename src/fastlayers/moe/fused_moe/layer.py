@@ -408,7 +408,9 @@ class FusedMoE(Layer):
         local = topk_ids if self.expert_slice.start == 0 else self._local_ids(topk_ids)
         core = self.ladder.single or self.ladder.pick(hidden_states.shape[0])
         packed, held = self.packed, self._biases
-        if packed is None or not (held is None or torch.compiler.is_compiling() or held.counter._version == held.at):
+        if packed is None or not (
+            held is None or (not torch.compiler.is_compiling() and held.counter._version == held.at)
+        ):
             packed = self._packed()
         y: torch.Tensor = core(hidden_states, topk_weights, local, packed)
         return y
@@ -429,7 +431,10 @@ class FusedMoE(Layer):
                 packed: MoEWeights = self.ladder.pack(self.weights())
                 return packed
             self.finalize()
-        elif self._biases is not None and not (torch.compiler.is_compiling() or self._biases.fresh):
+        elif self._biases is not None and torch.compiler.is_compiling():
+            # No program may hold copies: it would not ask whether they are fresh.
+            return self.packed.with_biases(self.weights())
+        elif self._biases is not None and not self._biases.fresh:
             self.packed = self.packed.with_biases(self.weights())
             self.weights_changed()  # a captured step holds the address of the old copy
             self._biases = Packed(None, self, self.packed_sources())
