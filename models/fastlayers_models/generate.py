@@ -22,7 +22,15 @@ from fastlayers.attention.buckets import ExtendBucket, ExtendBuckets
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
 from fastlayers.comm.parallel import SINGLE
-from fastlayers.errors import ArgumentError, check_choice, check_kind, check_plain, check_positive, describe
+from fastlayers.errors import (
+    ArgumentError,
+    as_integers,
+    check_choice,
+    check_kind,
+    check_plain,
+    check_positive,
+    describe,
+)
 from fastlayers.runtime.graphs import CudaGraphs, bucket_of
 from fastlayers.sampler.layer import MODES, Sampler, SamplingParams
 from fastlayers.torch_compile import TorchCompile
@@ -96,6 +104,7 @@ class Generator:
         check_kind("Generator", CausalLM, model=model)
         check_positive("Generator", max_batch=max_batch, prefill_tokens=prefill_tokens)
         check_plain("Generator", "int | None", max_length=max_length)
+        max_batch, max_length, prefill_tokens = as_integers(max_batch, max_length, prefill_tokens)
         self._made_of = {
             "model": model, "max_batch": max_batch, "max_length": max_length, "num_pages": num_pages,
             "prefill_tokens": prefill_tokens, "cuda_graph": cuda_graph, "graphs": graphs,
@@ -204,6 +213,7 @@ class Generator:
             The cache is too small for a single request.
         """
         requests = self._requests(self._prompts(prompts), params, max_new_tokens)
+        (max_new_tokens,) = as_integers(max_new_tokens)
         requests = requests[self.groups.rank :: self.groups.size]
         stop = stop_ids(self.model.config.eos_token_ids if eos_ids is None else eos_ids)
         waiting = list(reversed(requests))
@@ -233,6 +243,7 @@ class Generator:
 
     def _requests(self, prompts: Sequence[Sequence[int]], params: Any, max_new_tokens: int) -> list[Request]:
         check_positive("Generator", max_new_tokens=max_new_tokens)
+        (max_new_tokens,) = as_integers(max_new_tokens)
         vocab = self.model.config.vocab_size
         greedy = SamplingParams(temperature=0.0)
         several = isinstance(params, Sequence) and not isinstance(params, str | bytes)
@@ -305,6 +316,7 @@ class Generator:
             raise ArgumentError("warm_up_calls", "tokens", describe(tokens), "a sequence of token counts")
         for count in tokens:
             check_positive("warm_up_calls", tokens=count)
+            (count,) = as_integers(count)
             bucket = bucket_of(self.step.buckets, count)
             no_decode, no_prefill = self._no_decode(count, bucket), self._no_prefill(count)
             if no_decode and no_prefill:

@@ -17,6 +17,7 @@ import torch
 from fastlayers.errors import (
     AllocatorOverflowError,
     ArgumentError,
+    as_integers,
     check_device,
     check_kind,
     check_plain,
@@ -61,6 +62,7 @@ class BumpAllocator:
 
     def __init__(self, capacity_bytes: int, device: torch.device | str | None = None) -> None:
         check_positive("BumpAllocator", capacity_bytes=capacity_bytes)
+        (capacity_bytes,) = as_integers(capacity_bytes)
         self.capacity = _aligned(capacity_bytes)
         # One alignment more than asked for, in case the device's allocator starts at an odd address.
         where = check_device("BumpAllocator", device)

@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from numbers import Integral, Real
+from operator import index
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, get_args
@@ -308,6 +309,11 @@ def check_positive(layer: str, /, **values: int) -> None:
     """Raise :class:`ArgumentError` for the first of ``values`` that is not a positive integer."""
     if not all(map(_is_positive, values.values())):  # what describes a step is checked in every step
         check_plain(layer, "int > 0", **values)
+
+
+def as_integers(*sizes: Any) -> tuple[Any, ...]:
+    """Return sizes that were checked as integers of Python's (``None`` stays): NumPy's wrap around in products."""
+    return tuple(size if size is None else index(size) for size in sizes)
 
 
 def _article(name: str) -> str:

@@ -19,6 +19,7 @@ from fastlayers.attention.kv_cache.spec import KVCacheSpec
 from fastlayers.attention.meta import whole_pages
 from fastlayers.errors import ArgumentError, FastlayersError
 from fastlayers.memory import allocate, memory_for
+from fastlayers.registry import Choice, Ladder, Registry
 from fastlayers.sampler.layer import SamplingState
 from fastlayers_models import AutoModel, Checkpoint, Generator
 from fastlayers_models.find import TINY, assets
@@ -29,6 +30,7 @@ _CHECKS = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(_CHECKS)
 MAKERS: dict[Callable[..., Any], dict[str, Any]] = _CHECKS.MAKERS
 SHIPPED = assets() / TINY
+Registered = Choice | Ladder | Registry
 HUGE = (2**31, 2**40, 2**62, 2**70)
 WRONG = (True, 1.5, np.float32(1), float("nan"), "1", [1], {}, torch.ones(2), np.array([1, 2]), -1, *HUGE)
 
@@ -67,6 +69,80 @@ def test_an_integer_of_numpy_is_an_integer(make: Callable[..., Any], name: str) 
         for kind in (np.int64, np.int32):
             made = make(**{**MAKERS[make], name: kind(value)})
             assert repr(made) == repr(make(**{**MAKERS[make], name: value})) or "object at" in repr(made)
+
+
+KINDS = (np.uint8, np.int8, np.uint16, np.int32, np.uint64)
+
+
+def facts(made: object) -> object:
+    """Return what an object was made of: numbers with their types, tensors by their shapes."""
+    if isinstance(made, torch.Tensor):
+        return tuple(made.shape), made.dtype
+    if isinstance(made, dict):
+        return {key: facts(value) for key, value in made.items()}
+    if isinstance(made, list | tuple):
+        return [facts(each) for each in made]
+    if type(made).__module__.startswith("fastlayers") and hasattr(made, "__dict__"):
+        inside = vars(made) if not isinstance(made, Registered) else {}
+        return type(made), {name: facts(value) for name, value in inside.items()}
+    return (type(made), made) if isinstance(made, int | float | str | slice | np.generic) else type(made)
+
+
+def sizes_of(make: Callable[..., Any]) -> dict[str, int]:
+    parameters = inspect.signature(make).parameters
+    given = {name: MAKERS[make].get(name, parameter.default) for name, parameter in parameters.items()}
+    names = [name for each, name in integers() if each is make]
+    return {name: given[name] for name in names if type(given[name]) is int}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__qualname__)
+def test_sizes_of_numpy_make_what_those_of_python_make(make: Callable[..., Any], kind: Any) -> None:
+    """One by one and together; products of them leave NumPy's smaller integers."""
+    usual, sizes = facts(make(**MAKERS[make])), sizes_of(make)
+    fitting = {name: kind(size) for name, size in sizes.items() if size <= np.iinfo(kind).max}
+    for each in (*({name: size} for name, size in fitting.items()), fitting):
+        assert facts(make(**{**MAKERS[make], **each})) == usual, each
+
+
+def test_products_of_numpys_small_integers_do_not_wrap() -> None:
+    for kind in (np.uint8, np.uint32, np.uint64):
+        assert fl.PagePool(200, 4).extend([], kind(9), "x") == [1, 2, 3]
+    assert fl.PagePool(1000, np.uint8(4)).extend([], 9, "x") == [1, 2, 3]  # type: ignore[arg-type]
+    sizes: list[tuple[Any, ...]] = [(1, 1, np.uint16(1024), 64), (1, 1, np.uint8(20), 64), (1, 1, np.int16(512), 128)]
+    sizes += [(np.uint8(100), np.uint8(200), 2, 16), (np.uint8(4), 8, 100, 64), (1, 4, 2, np.uint64(16))]
+    for given in sizes:
+        state = fl.AttentionState(*given)
+        wanted = [int(size) for size in given]
+        assert (state.max_batch, state.max_tokens, state.max_pages, state.page_size) == tuple(wanted)
+        assert type(state.capacity) is int and state.capacity == wanted[2] * wanted[3]
+        assert state.plan(ONE).out_cache_loc.tolist() == [wanted[3]]
+    rotary = fl.RotaryEmbedding(64, max_position=16)
+    for kind in (np.uint8, np.int8):
+        mla = fl.MLAAttention(
+            100, kind(20), q_lora_rank=None, kv_lora_rank=kind(64), qk_nope_head_dim=kind(32),
+            qk_rope_head_dim=kind(64), v_head_dim=kind(16), rotary=rotary,
+        )  # fmt: skip
+        assert mla.o_proj.weight.shape == (100, 320) and mla.kv_b_proj.weight.shape == (960, 64)
+        gqa = fl.Attention(kind(100), kind(20), kind(10), kind(64), rotary=rotary, window=kind(3))
+        assert gqa.o_proj.weight.shape == (100, 1280) and gqa.qkv_proj.weight.shape == (2560, 100)
+    assert KVCacheSpec(((np.uint8(8), np.uint8(64)),), 16, torch.float32).bytes_per_token == 4096
+    assert whole_pages([np.uint8(9), np.uint8(1)], np.uint8(4)) == [[1, 2, 3], [4]]  # type: ignore[arg-type]
+    assert ExtendBucket(np.uint8(8), np.int64(1)) == ExtendBucket(8, 1)  # type: ignore[arg-type]
+    assert repr(ExtendBucket(np.uint8(8), np.int64(1))) == repr(ExtendBucket(8, 1))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, np.int64])
+def test_a_generator_of_numpys_sizes_generates_the_same(kind: Any, model: Any) -> None:
+    prompts = [[5, 6, 7, 8], [9, 10]]
+    usual = Generator(model, max_batch=2, max_length=32, prefill_tokens=2).generate(prompts, max_new_tokens=2)
+    numbers = {"max_batch": 2, "max_length": 32, "prefill_tokens": 2, "num_pages": 9}
+    generator = Generator(model, **{name: kind(value) for name, value in numbers.items()})
+    assert generator.generate(prompts, max_new_tokens=kind(2)) == usual
+    assert [label for label, _ in generator.warm_up_calls([kind(1)])] == ["decode 1", "prefill 1"]
+    for name, value in numbers.items():
+        only = Generator(model, **{"max_batch": 2, "max_length": 32, name: kind(value)})
+        assert only.generate(prompts, max_new_tokens=2) == usual, name
 
 
 def test_memory_that_there_is_not_is_told_from_other_errors() -> None:

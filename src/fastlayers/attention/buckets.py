@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fastlayers.errors import ArgumentError, check_fields, check_plain, check_positive
+from fastlayers.errors import ArgumentError, as_integers, check_fields, check_plain, check_positive
 
 TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 REQUESTS = (1, 2, 4, 8)
@@ -29,6 +29,8 @@ class ExtendBucket:
 
     def __post_init__(self) -> None:
         check_positive("ExtendBucket", tokens=self.tokens, requests=self.requests)
+        if type(self.tokens) is not int or type(self.requests) is not int:  # made in every step
+            check_fields("ExtendBucket", self)
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class ExtendBuckets:
         ``multiple_of``: the ranks of an attention group, whose parts of a step are equal.
         """
         check_positive("ExtendBuckets", max_tokens=max_tokens, max_requests=max_requests, multiple_of=multiple_of)
+        max_tokens, max_requests, multiple_of = as_integers(max_tokens, max_requests, multiple_of)
         tokens = tuple(size for size in self.tokens if size <= max_tokens and size % multiple_of == 0)
         requests = tuple(size for size in self.requests if size < max_requests)
         if self.requests and self.requests[-1] >= max_requests:

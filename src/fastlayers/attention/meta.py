@@ -26,7 +26,15 @@ from fastlayers.attention.context_buckets import context_of
 from fastlayers.attention.kv_cache.pool import MAX_PAGES
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.step_buffers import PageTable, StepBuffers, is_array
-from fastlayers.errors import ArgumentError, CaptureError, check_device, check_plain, check_positive, describe
+from fastlayers.errors import (
+    ArgumentError,
+    CaptureError,
+    as_integers,
+    check_device,
+    check_plain,
+    check_positive,
+    describe,
+)
 from fastlayers.memory import memory_for
 from fastlayers.moved import renamed
 
@@ -208,6 +216,7 @@ class AttentionState:
         check_positive(
             "AttentionState", max_batch=max_batch, max_tokens=max_tokens, max_pages=max_pages, page_size=page_size
         )
+        max_batch, max_tokens, max_pages, page_size = as_integers(max_batch, max_tokens, max_pages, page_size)
         self.max_batch, self.max_tokens, self.max_pages, self.page_size = max_batch, max_tokens, max_pages, page_size
         self.capacity = max_pages * page_size  # tokens of one request
         where = check_device("AttentionState", device)
@@ -389,6 +398,7 @@ def whole_pages(lengths: Sequence[int], page_size: int, first_page: int = 1) -> 
     check_positive("whole_pages", page_size=page_size)
     check_plain("whole_pages", "int >= 0", first_page=first_page)
     check_plain("whole_pages", "tuple[int, ...]", lengths=tuple(lengths) if isinstance(lengths, Sequence) else lengths)
+    page_size, first_page, *lengths = as_integers(page_size, first_page, *lengths)
     if min(lengths, default=0) < 0 or sum(lengths) // page_size > MAX_PAGES:
         raise ArgumentError("whole_pages", "lengths", lengths, f"lengths of at most {MAX_PAGES} pages together")
     table, page = [], first_page

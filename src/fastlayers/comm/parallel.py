@@ -18,7 +18,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fastlayers.errors import ArgumentError, check_choice, check_fields, check_kind, check_plain, check_positive
+from fastlayers.errors import (
+    ArgumentError,
+    as_integers,
+    check_choice,
+    check_fields,
+    check_kind,
+    check_plain,
+    check_positive,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -126,6 +134,7 @@ class ParallelSpec:
         """
         check_positive("ParallelSpec", world_size=world_size, attn_dp=attn_dp, ep=ep)
         check_plain("ParallelSpec", "int >= 0", rank=rank)
+        world_size, rank, attn_dp, ep = as_integers(world_size, rank, attn_dp, ep)
         if world_size > MOST_RANKS:
             raise ArgumentError("ParallelSpec", "world_size", world_size, f"at most {MOST_RANKS}")
         if rank >= world_size:

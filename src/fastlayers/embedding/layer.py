@@ -20,6 +20,7 @@ from fastlayers import env
 from fastlayers.comm.parallel import REPLICATED, Shard
 from fastlayers.errors import (
     ArgumentError,
+    as_integers,
     check_choice,
     check_float,
     check_kind,
@@ -117,6 +118,7 @@ class VocabEmbedding(Layer):
     ) -> None:
         super().__init__()
         check_positive("VocabEmbedding", vocab_size=vocab_size, hidden_size=hidden_size)
+        vocab_size, hidden_size = as_integers(vocab_size, hidden_size)
         check_kind("VocabEmbedding", Shard, shard=shard)
         check_float("VocabEmbedding", dtype=dtype)
         check_choice("VocabEmbedding", "shard.kind", shard.kind, ("replicated", "column"))

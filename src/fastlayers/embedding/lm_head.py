@@ -16,7 +16,15 @@ from torch import nn
 
 from fastlayers.comm.parallel import REPLICATED, Shard
 from fastlayers.embedding.layer import VocabEmbedding, vocab_slice, vocab_slot
-from fastlayers.errors import ArgumentError, check_choice, check_float, check_kind, check_plain, check_positive
+from fastlayers.errors import (
+    ArgumentError,
+    as_integers,
+    check_choice,
+    check_float,
+    check_kind,
+    check_plain,
+    check_positive,
+)
 from fastlayers.linear.dense.layer import LINEAR, Linear
 from fastlayers.weights import Slot
 
@@ -69,6 +77,7 @@ class LMHead(Linear):
         out_dtype: torch.dtype | None = None,
     ) -> None:
         check_positive("LMHead", hidden_size=hidden_size, vocab_size=vocab_size)
+        hidden_size, vocab_size = as_integers(hidden_size, vocab_size)
         check_plain("LMHead", "bool", bias=bias)
         check_kind("LMHead", Shard, shard=shard)
         check_float("LMHead", dtype=dtype, out_dtype=out_dtype)

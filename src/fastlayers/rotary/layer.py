@@ -29,6 +29,7 @@ import torch
 from fastlayers import env
 from fastlayers.errors import (
     ArgumentError,
+    as_integers,
     check_kind,
     check_plain,
     check_positive,
@@ -158,6 +159,7 @@ class RotaryEmbedding(Layer):
     ) -> None:
         super().__init__()
         check_positive("RotaryEmbedding", max_position=max_position)
+        (max_position,) = as_integers(max_position)
         check_plain("RotaryEmbedding", "float > 0", base=base)
         check_kind("RotaryEmbedding", RopeScaling | None, scaling=scaling)
         self.base, self.scaling, self.max_position = float(base), scaling or RopeScaling(), max_position
@@ -196,6 +198,7 @@ class RotaryEmbedding(Layer):
         if head_dim is None:
             hidden, heads = (config_value(config, name) for name in ("hidden_size", "num_attention_heads"))
             check_positive("RotaryEmbedding.from_config", hidden_size=hidden, num_attention_heads=heads)
+            hidden, heads = as_integers(hidden, heads)
             head_dim = hidden // heads
         check_positive("RotaryEmbedding.from_config", head_dim=head_dim)
         if max_position is None:

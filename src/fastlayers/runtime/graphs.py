@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fastlayers.errors import ArgumentError, CaptureError, check_positive
+from fastlayers.errors import ArgumentError, CaptureError, as_integers, check_positive
 from fastlayers.runtime import compile_log
 from fastlayers.runtime.gc_pause import gc_pause
 from fastlayers.runtime.streams import side_lock, side_stream
@@ -43,6 +43,7 @@ def decode_buckets(max_batch: int, multiple_of: int = 1) -> tuple[int, ...]:
     out; ``max_batch`` stays, so that every batch has a bucket, and the model pads its rows.
     """
     check_positive("decode_buckets", max_batch=max_batch, multiple_of=multiple_of)
+    max_batch, multiple_of = as_integers(max_batch, multiple_of)
     sizes = [1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 497, 16), *range(512, max_batch + 1, 32)]
     kept = [size for size in sizes if size < max_batch and size % multiple_of == 0]
     return (*kept, max_batch)
@@ -293,7 +294,7 @@ class CudaGraphs:
         check_positive("CudaGraphs", warm_ups=warm_ups)
         if max_bytes is not None:
             check_positive("CudaGraphs", max_bytes=max_bytes)
-        self.max_bytes, self.warm_ups, self.freeze = max_bytes, warm_ups, freeze
+        (self.max_bytes, self.warm_ups), self.freeze = as_integers(max_bytes, warm_ups), freeze
         self.runtime: GraphRuntime = runtime if runtime is not None else CudaRuntime(device, pool)
         self.evicted = 0
         self._graphs: OrderedDict[Hashable, _Captured] = OrderedDict()

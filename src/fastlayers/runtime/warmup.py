@@ -22,7 +22,7 @@ from torch import nn
 
 from fastlayers.comm.agreement import axis_of, chosen, share_tables
 from fastlayers.comm.fabric import agree
-from fastlayers.errors import ArgumentError, check_plain, check_positive
+from fastlayers.errors import ArgumentError, as_integers, check_plain, check_positive
 from fastlayers.layer import Layer
 from fastlayers.memory import memory_for
 from fastlayers.registry.spec import spec_of
@@ -129,6 +129,7 @@ def warmup(
     """
     check_plain("warmup", "bool", progress=progress, build=build, probe=probe)
     check_positive("warmup", max_batch=max_batch, **({} if max_tokens is None else {"max_tokens": max_tokens}))
+    max_batch, max_tokens = as_integers(max_batch, max_tokens)
     every = isinstance(tokens, str) and tokens == "all"
     most = (max_tokens or _longest(module)) if every else 0
     counts = _powers(most) if every else _checked(tokens)
@@ -248,7 +249,7 @@ def _checked(tokens: Any) -> list[int]:
     if not counts:
         raise ArgumentError("warmup", "tokens", counts, "at least one token count")
     check_positive("warmup", **{f"tokens[{i}]": count for i, count in enumerate(counts)})
-    return sorted(set(counts), reverse=True)
+    return sorted(set(as_integers(*counts)), reverse=True)
 
 
 @contextmanager

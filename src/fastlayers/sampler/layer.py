@@ -30,6 +30,7 @@ import torch
 from fastlayers.device import Device
 from fastlayers.errors import (
     ArgumentError,
+    as_integers,
     check_choice,
     check_device,
     check_fields,
@@ -139,6 +140,7 @@ class SamplingState:
 
     def __init__(self, max_batch: int, device: torch.device | str | None = None) -> None:
         check_positive("SamplingState", max_batch=max_batch)
+        (max_batch,) = as_integers(max_batch)
         where = check_device("SamplingState", device)
         with memory_for("SamplingState", max_batch=max_batch):
             self.rows = RowParams(*(torch.zeros(max_batch, dtype=dtype, device=where) for dtype in ROW_DTYPES))

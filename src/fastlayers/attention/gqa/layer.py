@@ -22,7 +22,15 @@ from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.meta import AttentionMeta
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWrite
 from fastlayers.comm.parallel import SINGLE, Axis, Shard
-from fastlayers.errors import ArgumentError, check_kind, check_number, check_plain, check_positive, check_tensor
+from fastlayers.errors import (
+    ArgumentError,
+    as_integers,
+    check_kind,
+    check_number,
+    check_plain,
+    check_positive,
+    check_tensor,
+)
 from fastlayers.layer import trust
 from fastlayers.norm.rms_norm.layer import RMSNorm
 from fastlayers.quant.spec import NONE, QuantSpec
@@ -114,6 +122,10 @@ class Attention(AttentionCore):
     ) -> None:
         super().__init__()
         check_positive(NAME, hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        check_plain(NAME, "int > 0 | None", window=window)
+        hidden_size, num_heads, num_kv_heads, head_dim, window = as_integers(
+            hidden_size, num_heads, num_kv_heads, head_dim, window
+        )
         check_plain(NAME, "str", prefix=prefix)
         check_plain(NAME, "bool", qkv_bias=qkv_bias, o_bias=o_bias)
         check_kind(NAME, QuantSpec, quant=quant)

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from fastlayers.errors import AllocatorOverflowError, ArgumentError, check_kind, check_plain, check_positive
+from fastlayers.errors import (
+    AllocatorOverflowError,
+    ArgumentError,
+    as_integers,
+    check_kind,
+    check_plain,
+    check_positive,
+)
 
 # The page table is int32.
 MAX_PAGES = 2**31
@@ -22,6 +29,7 @@ class PagePool:
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         check_positive("PagePool", num_pages=num_pages, page_size=page_size)
+        num_pages, page_size = as_integers(num_pages, page_size)
         if num_pages > MAX_PAGES:
             raise ArgumentError("PagePool", "num_pages", num_pages, f"at most {MAX_PAGES}: page tables are int32")
         self.num_pages, self.page_size = num_pages, page_size
@@ -47,6 +55,7 @@ class PagePool:
         if type(pages) is not list or type(length) is not int or length < 0:  # called for each request in each step
             check_kind("PagePool.extend", list, pages=pages)
             check_plain("PagePool.extend", "int >= 0", length=length)
+            (length,) = as_integers(length)
         needed = -(-length // self.page_size) - len(pages)
         if needed <= 0:
             return pages

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fastlayers.errors import ArgumentError, check_choice, check_device, check_fields, check_plain, check_positive
+from fastlayers.errors import (
+    ArgumentError,
+    as_integers,
+    check_choice,
+    check_device,
+    check_fields,
+    check_plain,
+    check_positive,
+)
 from fastlayers.memory import allocate
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
@@ -43,6 +51,7 @@ class KVCacheSpec:
             check_plain("KVCacheSpec", "tuple[int, ...]", rows=row)
             if len(row) not in (1, 2) or min(row) < 1:
                 raise ArgumentError("KVCacheSpec", "rows", row, "(latent_width,) or (num_kv_heads, head_dim)")
+        object.__setattr__(self, "rows", tuple(as_integers(*row) for row in self.rows))
 
     @property
     def bytes_per_token(self) -> int:
@@ -52,6 +61,7 @@ class KVCacheSpec:
     def allocate(self, num_pages: int, device: torch.device | str | None = None) -> list[LayerCache]:
         """Return one zeroed :class:`LayerCache` per layer, each of ``num_pages`` pages (page 0 included)."""
         check_positive("KVCacheSpec.allocate", num_pages=num_pages)
+        (num_pages,) = as_integers(num_pages)
         device = check_device("KVCacheSpec.allocate", device)
 
         def zeros(*size: int) -> torch.Tensor:

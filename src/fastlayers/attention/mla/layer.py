@@ -32,7 +32,7 @@ from fastlayers.attention.mla.fp8_absorb import QuantisedAbsorb
 from fastlayers.attention.mla.prefix_chunks import PATHS, Expansion, MLAThresholds, select_path
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWrite
 from fastlayers.comm.parallel import REPLICATED, SINGLE, Axis, Shard
-from fastlayers.errors import ArgumentError, check_kind, check_plain, check_positive
+from fastlayers.errors import ArgumentError, as_integers, check_kind, check_plain, check_positive
 from fastlayers.layer import trust
 from fastlayers.linear.fp8_block.layer import FP8BlockLinear
 from fastlayers.linear.fp8_scaled.layer import FP8ScaledLinear
@@ -148,7 +148,11 @@ class MLAAttention(AttentionCore):
         super().__init__()
         check_positive(NAME, hidden_size=hidden_size, num_heads=num_heads, page_size=page_size)
         check_positive(NAME, qk_nope_head_dim=qk_nope_head_dim, qk_rope_head_dim=qk_rope_head_dim)
+        check_positive(NAME, kv_lora_rank=kv_lora_rank, v_head_dim=v_head_dim)
         check_plain(NAME, "int > 0 | None", q_lora_rank=q_lora_rank)
+        hidden_size, num_heads, page_size, q_lora_rank = as_integers(hidden_size, num_heads, page_size, q_lora_rank)
+        kv_lora_rank, v_head_dim = as_integers(kv_lora_rank, v_head_dim)
+        qk_nope_head_dim, qk_rope_head_dim = as_integers(qk_nope_head_dim, qk_rope_head_dim)
         check_plain(NAME, "bool", bias=bias, fp8_absorb=fp8_absorb)
         check_plain(NAME, "str", prefix=prefix)
         check_plain(NAME, "float >= 0", norm_eps=norm_eps)

@@ -40,6 +40,7 @@ from fastlayers.comm.parallel import SINGLE, Axis
 from fastlayers.errors import (
     ArgumentError,
     CheckpointError,
+    as_integers,
     check_float,
     check_kind,
     check_number,
@@ -166,7 +167,11 @@ class FusedMoE(Layer):
     ) -> None:
         super().__init__()
         check_positive(_NAME, num_experts=num_experts, top_k=top_k)
+        check_positive(_NAME, hidden_size=hidden_size, intermediate_size=intermediate_size)
         check_plain(_NAME, "int >= 0", num_shared=num_shared)
+        hidden_size, intermediate_size, num_experts, top_k, num_shared = as_integers(
+            hidden_size, intermediate_size, num_experts, top_k, num_shared
+        )
         check_plain(_NAME, "bool", bias=bias, interleaved=interleaved)
         check_kind(_NAME, QuantSpec, quant=quant)
         check_kind(_NAME, Axis, ep=ep, tp=tp)
@@ -174,7 +179,6 @@ class FusedMoE(Layer):
         check_number(_NAME, alpha=alpha, limit=limit, scaling_factor=scaling_factor)
         if top_k > num_experts:
             raise ArgumentError(_NAME, "top_k", top_k, f"at most num_experts {num_experts}")
-        check_positive(_NAME, intermediate_size=intermediate_size, num_experts=num_experts)
         if num_shared and (why := why_not_fuse_shared(ep)) is not None:
             raise ArgumentError(_NAME, "num_shared", f"{num_shared} while {why}", "0")
         if num_shared and bias:

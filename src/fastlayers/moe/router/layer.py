@@ -27,7 +27,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from fastlayers.device import as_device
-from fastlayers.errors import ArgumentError, check_choice, check_float, check_plain, check_positive, check_tensor
+from fastlayers.errors import (
+    ArgumentError,
+    as_integers,
+    check_choice,
+    check_float,
+    check_plain,
+    check_positive,
+    check_tensor,
+)
 from fastlayers.layer import Layer
 from fastlayers.memory import allocate
 from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
@@ -190,6 +198,7 @@ class TopKRouter(Layer):
     ) -> None:
         super().__init__()
         check_positive("TopKRouter", hidden_size=hidden_size)
+        (hidden_size,) = as_integers(hidden_size)
         check_plain("TopKRouter", "bool", bias=bias)
         check_float("TopKRouter", dtype=dtype)
         check_choice("TopKRouter", "logits_dtype", logits_dtype, (torch.float32, None))
