@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from fastlayers.comm.parallel import Axis
 from fastlayers.comm.rank_layer import RankConfig, RankLayer, rank_registry
@@ -103,6 +104,8 @@ class GatherRows(RankLayer):
         """
         if not self.trusted:
             self.check_rows(x)
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+            self.refuse_grad(x=x)
         if sizes is not None and len(set(sizes)) > 1:
             return self.ragged(x, sizes)
         self.check_order(x)
