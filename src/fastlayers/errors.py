@@ -170,7 +170,8 @@ def free_to_look(tensor: torch.Tensor) -> bool:
     """
     import torch
 
-    if torch.compiler.is_compiling() or type(tensor) is not torch.Tensor or tensor.device.type != "cpu":
+    plain = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
+    if torch.compiler.is_compiling() or not plain or tensor.device.type != "cpu":
         return False
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
     return not transformed and not torch._C._len_torch_dispatch_stack() and torch._C._get_tracing_state() is None

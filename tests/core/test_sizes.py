@@ -294,3 +294,50 @@ def test_pages_are_integers() -> None:
     for page in (True, np.bool_(True), np.float32(1), 1.0, "1", None, [1]):
         with pytest.raises(ArgumentError, match=r"AttentionState\.plan: page_table\[0\] is .*; accepted: page numbers"):
             fl.AttentionState(1, 1, 1, 4).plan(fl.AttentionBatch((1,), (0,), [[page]]))
+
+
+def test_a_page_row_of_bytes_holds_no_pages() -> None:
+    state = fl.AttentionState(1, 1, 1, 4)
+    for _ in "before and after page 49 was planned":
+        for row in (b"1", bytearray(b"1")):
+            with pytest.raises(ArgumentError, match=r"plan: page_table\[0\] is \[49\]; accepted: page numbers"):
+                state.plan(fl.AttentionBatch((1,), (0,), [row]))
+        for pages in ([49], (49,)):
+            assert state.plan(fl.AttentionBatch((1,), (0,), [pages])).out_cache_loc.tolist() == [196]
+
+
+def test_small_integers_of_numpy_are_added_to_pythons() -> None:
+    batch = fl.AttentionBatch((np.uint8(3),), (1000,), [[1]])  # type: ignore[arg-type]
+    assert batch.seq_lens == (1003,) and type(batch.seq_lens[0]) is int
+
+
+def test_a_steps_counts_are_pythons_integers_or_named() -> None:
+    usual = fl.StepTokens.plan([200, 100], attn_tp=2, extend=True)
+    for kind in (np.uint8, np.int64, np.uint64):
+        made = fl.StepTokens.plan([kind(200), kind(100)], attn_tp=kind(2), extend=True)
+        by_hand = fl.StepTokens((kind(200), kind(100)), (kind(200), kind(100)), "sum_len", kind(2))
+        assert repr(made) == repr(by_hand) == repr(usual) and made.full_rows == 300
+        bucket = fl.StepTokens.plan([3], attn_tp=kind(2), extend=False, graph=True, bucket=kind(200))
+        assert repr(bucket) == repr(fl.StepTokens.plan([3], attn_tp=2, extend=False, graph=True, bucket=200))
+        assert usual.group_slice(kind(1)) == slice(200, 300)
+        assert usual.num_token_non_padded(kind(1), kind(1)) == 50
+    for real, rows in (((1.5,), (2,)), ((1,), (2.0,)), ((np.float32(1),), (2,)), (("1",), (2,))):
+        with pytest.raises(ArgumentError, match=r"StepTokens: (real|rows) is .*; accepted: a tuple of integers"):
+            fl.StepTokens(real, rows)  # type: ignore[arg-type]
+    for text in (b"1", bytearray(b"1"), "1"):
+        with pytest.raises(ArgumentError, match=r"StepTokens: real is .*; accepted: counts, one for each group"):
+            fl.StepTokens.plan(text, extend=True)  # type: ignore[arg-type]
+    for rank in (1.7, None, -1, 2, "0", True):
+        with pytest.raises(ArgumentError, match=r"StepTokens\.group_slice: dp_rank is "):
+            usual.group_slice(rank)  # type: ignore[arg-type]
+        for argument, ranks in (("dp_rank", (rank, 0)), ("attn_rank", (0, rank))):
+            with pytest.raises(ArgumentError, match=rf"StepTokens\.num_token_non_padded: {argument} is "):
+                usual.num_token_non_padded(*ranks)  # type: ignore[arg-type]
+
+
+def test_a_parameter_outside_a_table_is_named_on_a_cpu() -> None:
+    outside = torch.nn.Parameter(torch.tensor([10]), requires_grad=False)
+    with pytest.raises(ArgumentError, match="VocabEmbedding: ids is 10 to 10; accepted: 0 to 9"):
+        fl.VocabEmbedding(10, 4)(outside)
+    with pytest.raises(ArgumentError, match="RotaryEmbedding: positions is "):
+        fl.RotaryEmbedding(8, max_position=10)(torch.ones(1, 1, 8), torch.ones(1, 1, 8), outside)

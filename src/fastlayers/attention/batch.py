@@ -81,7 +81,11 @@ class AttentionBatch:
                 "AttentionBatch", "query_lens, prefix_lens", (self.query_lens, self.prefix_lens), ">= 0"
             )
         # What is no integer among them makes the sum none: a fraction, a TypeError; NumPy's numbers become Python's.
-        if type(sum(self.query_lens, sum(self.prefix_lens, sum(self.starts)))) is not int:
+        try:
+            plain = type(sum(self.query_lens, sum(self.prefix_lens, sum(self.starts)))) is int
+        except OverflowError:  # one of Python's that NumPy's small ones cannot hold
+            plain = False
+        if not plain:
             for name in ("query_lens", "prefix_lens", "starts"):
                 object.__setattr__(self, name, tuple(map(index, getattr(self, name))))
         if self.starts and not all(0 <= s <= n for s, n in zip(self.starts, self.seq_lens, strict=True)):

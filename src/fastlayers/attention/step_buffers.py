@@ -180,7 +180,9 @@ def is_array(table: object) -> bool:
 
 def _alike(before: list[int], pages: Sequence[int]) -> bool:
     try:
-        return before == list(pages)
+        if type(pages) is list:
+            return before == pages
+        return not isinstance(pages, bytes | bytearray) and before == list(pages)
     except (ValueError, RuntimeError):  # of arrays
         return False
 
@@ -191,7 +193,7 @@ def _checked_pages(row: int, pages: Sequence[int], num_pages: int | None) -> lis
         found = [index(page) for page in pages]
     except (TypeError, RuntimeError):  # a fraction would be cut off, and another request's page written
         found = [-1]
-    if bool in map(type, pages):  # a flag, not page 1
+    if bool in map(type, pages) or isinstance(pages, bytes | bytearray):  # flags and characters
         found = [-1]
     if found and (min(found) < 0 or max(found) >= (MAX_PAGES if num_pages is None else num_pages)):
         accepted = "page numbers: integers, 0 or more" if num_pages is None else f"pages in [0, {num_pages})"

@@ -20,7 +20,14 @@ from operator import index
 
 import torch
 
-from fastlayers.errors import ArgumentError, check_choice, check_plain, check_positive, describe
+from fastlayers.errors import (
+    ArgumentError,
+    check_choice,
+    check_fields,
+    check_plain,
+    check_positive,
+    describe,
+)
 
 MODES = ("max_len", "sum_len")
 
@@ -87,6 +94,9 @@ class StepTokens:
         check_positive("StepTokens", attn_tp=self.attn_tp)
         if not self.real or len(self.real) != len(self.rows):
             raise ArgumentError("StepTokens", "rows", self.rows, f"one count for each of {self.real}, at least one")
+        # NumPy's integers become Python's; made in every step, where they are Python's.
+        if {type(self.attn_tp), *map(type, self.real), *map(type, self.rows)} != {int}:
+            check_fields("StepTokens", self)
         for real, rows in zip(self.real, self.rows, strict=True):
             if not 0 <= real <= rows or rows % self.attn_tp:
                 accepted = f"multiples of attn_tp {self.attn_tp}, at least the real counts {self.real}, none negative"
@@ -126,8 +136,11 @@ class StepTokens:
             check_plain("StepTokens", "bool", extend=extend, graph=graph)
         if bucket is not None:
             check_plain("StepTokens", "int", bucket=bucket)
+        attn_tp, bucket = index(attn_tp), None if bucket is None else index(bucket)
         try:
-            counts = tuple(index(count) for count in real)
+            if isinstance(real, bytes | bytearray):  # characters, not counts
+                raise TypeError
+            counts = tuple(int(index(count)) for count in real)
         except TypeError as error:
             raise ArgumentError("StepTokens", "real", describe(real), "counts, one for each group") from error
         if not counts or min(counts) < 0:
@@ -154,6 +167,8 @@ class StepTokens:
 
     def group_slice(self, dp_rank: int) -> slice:
         """Return the rows of one attention group in place ``"full"``."""
+        if type(dp_rank) is not int or not 0 <= dp_rank < len(self.rows):  # asked in every step
+            _check_rank("StepTokens.group_slice", "dp_rank", dp_rank, len(self.rows))
         start = self.offsets[dp_rank]
         return slice(start, start + self.rows[dp_rank])
 
@@ -163,6 +178,8 @@ class StepTokens:
         ``q`` is rows per rank, ``r`` the rank in its attention group: rows are split contiguously and pads are at
         the tail, so the first ranks are full and the last ones may hold nothing but pads.
         """
+        _check_rank("StepTokens.num_token_non_padded", "dp_rank", dp_rank, len(self.rows))
+        _check_rank("StepTokens.num_token_non_padded", "attn_rank", attn_rank, self.attn_tp)
         q = self.rows[dp_rank] // self.attn_tp
         return min(max(self.real[dp_rank] - q * attn_rank, 0), q)
 
@@ -174,3 +191,9 @@ class StepTokens:
         flags = [i < real for real, rows in zip(self.real, self.rows, strict=True) for i in range(rows)]
         fresh = torch.tensor(flags, dtype=torch.bool)
         return fresh if out is None else out.copy_(fresh)
+
+
+def _check_rank(who: str, argument: str, rank: int, ranks: int) -> None:
+    check_plain(who, "int >= 0", **{argument: rank})
+    if rank >= ranks:
+        raise ArgumentError(who, argument, rank, f"less than {ranks}")
