@@ -81,7 +81,7 @@ def test_bf16_is_as_near_to_fp32_as_stock(tmp_path: Path, variation: Variation) 
     check_bf16(save_random(variation.hf_config(), tmp_path, torch.bfloat16))
 
 
-@pytest.mark.parametrize("grid", [TP2, TP4, EP2], ids=str)
+@pytest.mark.parametrize("grid", [TP2, pytest.param(TP4, marks=pytest.mark.slow), EP2], ids=str)
 def test_ranks_give_the_logits_of_one_process(folders: dict[str, Path], grid: Any) -> None:
     check_ranks(folders["scout"], grid)
 

@@ -141,7 +141,7 @@ torch.save(found, sys.argv[3])
 """
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_oss", "v3"])
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt_oss", "v3"))])
 def test_exported_files_load_where_fastlayers_is_not_installed(name: str, tmp_path: Path) -> None:
     model, twin = build(name).requires_grad_(False), build(name).requires_grad_(False)
     fl.patch(model)
