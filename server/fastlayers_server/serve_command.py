@@ -100,9 +100,40 @@ def run(config: ServeConfig) -> int:
 
     begin = time.monotonic()
     logs.configure(config.log_level)
+    check_texts(config)
+    config = dataclasses.replace(config, profile_folder=profile_folder(config.profile_folder))
     with tempfile.TemporaryDirectory(prefix="fastlayers-model-") as scratch:
         folder = model_folder(config, Path(scratch))
+        if config.speculative_draft_model and config.load_format != "dummy":
+            model_folder(dataclasses.replace(config, model=config.speculative_draft_model), Path(scratch))
         return _run(config, folder, begin)
+
+
+def check_texts(config: ServeConfig) -> None:
+    """Raise :class:`ArgumentError` for a flag whose text is not UTF-8, which no answer could say."""
+    for name in NAMES:
+        value = getattr(config, name)
+        try:
+            "".join(
+                text for text in (value if isinstance(value, tuple) else (value,)) if isinstance(text, str)
+            ).encode()
+        except UnicodeEncodeError as error:
+            shown = "another text" if "key" in name else ascii(value)
+            raise ArgumentError("serve", f"--{name.replace('_', '-')}", shown, "text in UTF-8") from error
+
+
+def profile_folder(given: str) -> str:
+    """Return the directory that profiles are written to, made if need be."""
+    if not given:
+        return given
+    try:
+        folder = Path(given).expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return str(folder)
+    except (OSError, RuntimeError, ValueError) as error:
+        accepted = "a directory that can be written to"
+        raise ArgumentError("serve", "--profile-folder", f"{given!r} ({error})", accepted) from error
 
 
 def model_folder(config: ServeConfig, scratch: Path) -> Path:

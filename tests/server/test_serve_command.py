@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from fastlayers.errors import ArgumentError, CheckpointError
+from fastlayers.errors import ArgumentError, CheckpointError, FastlayersError
 from fastlayers_server.serve_command import engine_of, front_config, model_folder, serve
 from fastlayers_server.serve_config import NEVER, ServeConfig, parse
 
@@ -185,6 +185,21 @@ def test_what_cannot_start_starts_nothing(tmp_path: Path) -> None:
         serve(["--chat-template", str(tmp_path / "none.jinja"), "--port", "0"])
     with pytest.raises(ArgumentError, match="--api-key"):
         serve(["--api-key", f"@{tmp_path / 'none'}", "--port", "0"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--api-key", "\udcff"], "--api-key is another text; accepted: text in UTF-8"),
+        (["--served-model-name", "\udcff"], r"--served-model-name is \('\\udcff',\); accepted: text in UTF-8"),
+        (["--profile-folder", "~nosuchuser/x"], "--profile-folder is '~nosuchuser/x' .*accepted: a directory that can"),
+        (["--profile-folder", "/proc/x"], "--profile-folder is '/proc/x' .*accepted: a directory that can be written"),
+        (["--speculative-algorithm", "draft", "--speculative-draft-model", "no/such/model"], "or 'tiny', the one that"),
+    ],
+)
+def test_what_a_server_could_not_use_later_is_refused_at_once(flags: list[str], said: str) -> None:
+    with pytest.raises(FastlayersError, match=said):
+        serve([*flags, "--port", "0"])
 
 
 def test_flags_of_peers_are_understood() -> None:
