@@ -24,10 +24,12 @@ FP16_OVERFLOWS = 65520.0
 
 def too_large(values: torch.Tensor, dtype: torch.dtype) -> float:
     """Return the largest finite magnitude of ``values`` if fp16, being ``dtype``, makes it infinite; otherwise 0."""
-    if dtype != torch.float16 or values.dtype == torch.float16 or not values.is_floating_point():
+    if dtype != torch.float16 or values.dtype == torch.float16 or values.is_complex():
         return 0.0
     if values.is_meta or not values.numel():
         return 0.0
+    if not values.is_floating_point():
+        values = values.double()
     largest = float(values.detach().abs().masked_fill(~values.isfinite(), 0).max())
     return largest if largest >= FP16_OVERFLOWS else 0.0
 

@@ -101,3 +101,14 @@ def test_a_plain_container_is_asked_first_by_check_move() -> None:
     assert [p.dtype for p in plain.parameters()] == [F16, F32]
     check_move(plain[0], half)
     check_move(plain, lambda tensor: tensor.cpu())
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_integers_that_fp16_cannot_hold_are_not_loaded(dtype: torch.dtype) -> None:
+    layer = fl.RMSNorm(8, dtype=F16)
+    layer.weight.fill_(1.0)
+    with pytest.raises(RuntimeError, match=r"weight: up to 100000, which float16 cannot hold"):
+        layer.load_state_dict({"weight": torch.full((8,), -100000, dtype=dtype)})
+    assert (layer.weight == 1).all()
+    layer.load_state_dict({"weight": torch.full((8,), 3, dtype=dtype)})
+    assert (layer.weight == 3).all()
