@@ -140,12 +140,16 @@ class Llama4Config(GQADecoderConfig):
         """Yield tensors by which a checkpoint shows how large it is; see :class:`Size`."""
         yield from super().sizes()
         hidden, inner, experts = self.hidden_size, self.intermediate_size, self.num_local_experts
-        mlp = "model.layers.0.feed_forward"
-        if 0 in self.moe_layers:
-            words = "num_local_experts, intermediate_size"
-            yield Size(f"{mlp}.experts.gate_up_proj", (experts, hidden, 2 * inner), words)
-        else:
-            yield Size(f"{mlp}.gate_proj.weight", (self.intermediate_size_mlp, hidden), "intermediate_size_mlp")
+        # The first layer of each kind.
+        for index in self.moe_layers[:1]:
+            name, words = (
+                f"model.layers.{index}.feed_forward.experts.gate_up_proj",
+                "num_local_experts, intermediate_size",
+            )
+            yield Size(name, (experts, hidden, 2 * inner), words)
+        for index in [index for index in range(self.num_hidden_layers) if index not in self.moe_layers][:1]:
+            name = f"model.layers.{index}.feed_forward.gate_proj.weight"
+            yield Size(name, (self.intermediate_size_mlp, hidden), "intermediate_size_mlp")
 
 
 class Llama4Context(ModelContext):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -79,6 +80,17 @@ def test_logits_and_greedy_tokens_equal_hugging_face(folders: dict[str, Path], v
 @pytest.mark.parametrize("variation", [SCOUT, MAVERICK], ids=str)
 def test_bf16_is_as_near_to_fp32_as_stock(tmp_path: Path, variation: Variation) -> None:
     check_bf16(save_random(variation.hf_config(), tmp_path, torch.bfloat16))
+
+
+@pytest.mark.parametrize("huge", [{"num_local_experts": 10**4}, {"intermediate_size_mlp": 10**6}], ids=str)
+def test_huge_sizes_are_compared_with_the_file_whatever_layer_has_them(folders: dict[str, Path], huge: Any) -> None:
+    # Layer 0 of this one is dense, layer 1 has experts.
+    config = Llama4Config.from_hf(json.loads((folders["maverick"] / "config.json").read_text()) | huge)
+    shapes = {size.tensor: size.shape for size in config.sizes()}
+    (name,) = huge
+    layer = config.moe_layers[0] if name == "num_local_experts" else 0
+    assert config.moe_layers[0] > 0
+    assert any(f"layers.{layer}.feed" in tensor and huge[name] in shape for tensor, shape in shapes.items())
 
 
 @pytest.mark.parametrize("grid", [TP2, pytest.param(TP4, marks=pytest.mark.slow), EP2], ids=str)
