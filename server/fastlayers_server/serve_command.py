@@ -114,9 +114,7 @@ def check_texts(config: ServeConfig) -> None:
     for name in NAMES:
         value = getattr(config, name)
         try:
-            "".join(
-                text for text in (value if isinstance(value, tuple) else (value,)) if isinstance(text, str)
-            ).encode()
+            "".join(map(str, value if isinstance(value, tuple) else (value,))).encode()
         except UnicodeEncodeError as error:
             shown = "another text" if "key" in name else ascii(value)
             raise ArgumentError("serve", f"--{name.replace('_', '-')}", shown, "text in UTF-8") from error
