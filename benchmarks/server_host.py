@@ -247,17 +247,11 @@ def main() -> None:
 async def measured(given: argparse.Namespace, pid: int) -> dict[str, Any]:
     """Run a warm-up, requests of one token, and requests of all of them."""
     import aiohttp
+    from soak import until_ready
 
     url = f"http://127.0.0.1:{given.port}"
     async with aiohttp.ClientSession() as session:
-        for _ in range(600):
-            try:
-                async with session.get(f"{url}/ready") as response:
-                    if response.status == 200:
-                        break
-            except aiohttp.ClientError:
-                pass
-            await asyncio.sleep(0.1)
+        await until_ready(session, url, 60.0)
     pids = {"front": pid, "engine": child_of(pid)}
     sizes = given.rows, given.input
     await load(url, *sizes, 4, pids)

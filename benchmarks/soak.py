@@ -226,17 +226,22 @@ def processes(pid: int) -> list[int]:
     return [pid, *(each for child in children for each in processes(child))]
 
 
+async def until_ready(session: aiohttp.ClientSession, url: str, seconds: float) -> None:
+    """Return when the server says that it is ready, or has not for so long."""
+    for _ in range(int(10 * seconds)):
+        try:
+            async with session.get(f"{url}/ready") as response:
+                if response.status == 200:
+                    return
+        except aiohttp.ClientError:
+            pass
+        await asyncio.sleep(0.1)
+
+
 async def soaked(url: str, pid: int, given: argparse.Namespace) -> dict[str, Any]:
     """Wait for the server, send the requests, and say what is left."""
     async with aiohttp.ClientSession() as session:
-        for _ in range(6000):
-            try:
-                async with session.get(f"{url}/ready") as response:
-                    if response.status == 200:
-                        break
-            except aiohttp.ClientError:
-                pass
-            await asyncio.sleep(0.1)
+        await until_ready(session, url, 600.0)
         async with session.get(f"{url}/server_info") as response:
             engine = (await response.json())["engine"]
         async with session.get(f"{url}/v1/models") as response:
