@@ -19,7 +19,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +45,12 @@ def get(port: int, path: str) -> str:
 class Server:
     """A server of one model on a free port, from its start."""
 
-    def __init__(self, model: str, log: Path) -> None:
+    def __init__(self, model: str, log: Path, ranks: Sequence[str] = ()) -> None:
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             self.port: int = found.getsockname()[1]
         weights = [] if model == "tiny" else ["--load-format", "dummy", "--seed", "0"]
-        flags = ["--open-admin", "--port", str(self.port), "--max-model-len", "4096" if weights else "512"]
+        flags = ["--open-admin", "--port", str(self.port), "--max-model-len", "4096" if weights else "512", *ranks]
         self.begin = time.monotonic()
         with log.open("ab") as file:
             self.process = subprocess.Popen([*CLI, "serve", model, *weights, *flags], stdout=file, stderr=file)
@@ -123,6 +123,8 @@ def rows_of(port: int, end: float, options: argparse.Namespace) -> Iterator[Row]
     yield {"row": "at once", "prompts": few, **short(found, "median_ttft_ms", "median_tpot_ms")}
     found = bench(port, end, *usual, "--num-prompts", many, "--num-runs", 3, *warm, "--seed", 1)
     yield {"row": "at once", "prompts": many, **short(found, "median_ttft_ms", "median_tpot_ms", "p99_itl_ms")}
+    if options.at_once:
+        return
     rate = found.get("request_throughput", 0.0) * LOAD
     one = "--random-input-len", prompt // 4, "--random-output-len", answer, "--num-prompts", 6, "--max-concurrency", 1
     found = bench(port, end, *one, "--num-warmups", 1, "--seed", 2)
@@ -151,7 +153,7 @@ def rows_of(port: int, end: float, options: argparse.Namespace) -> Iterator[Row]
 def measure(model: str, options: argparse.Namespace, log: Path) -> Iterator[Row]:
     """Yield the rows of one model."""
     end = time.monotonic() + options.seconds
-    server = Server(model, log)
+    server = Server(model, log, ("--tp", str(options.tp)) if options.tp > 1 else ())
     try:
         started = server.ready(end)
         yield {"row": "start", **started}
@@ -168,6 +170,8 @@ def main() -> None:
     parser.add_argument("models", nargs="+", help="names that fastlayers serve knows, or tiny")
     parser.add_argument("--seconds", type=float, default=150.0, help="of each model, its start included")
     parser.add_argument("--arrivals", type=float, default=60.0, help="seconds of Poisson arrivals")
+    parser.add_argument("--tp", type=int, default=1, help="ranks of each server")
+    parser.add_argument("--at-once", action="store_true", help="only the start and the two rows of prompts at once")
     parser.add_argument("--small", action="store_true", help="few and short prompts, to try things out")
     parser.add_argument("--log", type=Path, default=Path(tempfile.gettempdir()) / "serve_rows.log")
     parser.add_argument("--device", default="cuda", help="that the server finds; said in the first line")
@@ -178,7 +182,8 @@ def main() -> None:
     tell(head, options.out)
     for model in options.models:
         for row in measure(model, options, options.log):
-            tell({"model": model, **row}, options.out)
+            ranks = {"tp": options.tp} if options.tp > 1 else {}
+            tell({"model": model, **ranks, **row}, options.out)
 
 
 def tell(row: Row, out: Path | None) -> None:

@@ -1,8 +1,9 @@
-"""Several GPUs of one host: ``torchrun --nproc-per-node 2 benchmarks/two_gpus.py rows|models [options] [--out FILE]``.
+"""Several GPUs of one host: ``torchrun --nproc-per-node 2 benchmarks/two_gpus.py rows|models|start [--out FILE]``.
 
 ``rows``: the operators over symmetric memory against NCCL: equal results, equal bits on all ranks, thousands of replays
 with random delays, then microseconds a call in a captured chain whose calls depend on each other.
 ``models``: decode of models with real dimensions and random weights, split over the ranks (without torchrun: one).
+``start``: seconds of each phase until a new process has made its workspace and its first sum, kernels cached or not.
 One JSON line a row, printed by rank 0; times are of the slower rank. A part that fails prints its traceback, and the
 next one runs.
 """
@@ -27,8 +28,9 @@ import torch.distributed as dist
 
 import fastlayers as fl
 from fastlayers import env
-from fastlayers.comm import triton_signals
+from fastlayers.comm.fabric import Workspace
 from fastlayers.comm.parallel import ParallelSpec
+from fastlayers.comm.symmetric import Phases
 from fastlayers.tuning.provenance import provenance
 from fastlayers_server.known_models import DEEPSEEK_V3
 from fastlayers_server.random_models import fill_random
@@ -45,23 +47,30 @@ class Run:
         self.rank, self.size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(self.device)
-        self.parallel = ParallelSpec()
+        self.parallel, self.phases = ParallelSpec(), Phases()
+        torch.zeros(1, device=self.device)
+        self.phases.end("CUDA context")
         if self.size > 1:
             env.disable_multicast()
             dist.init_process_group("nccl", device_id=self.device)
+            self.phases.end("process group")
             mesh = dist.device_mesh.init_device_mesh("cuda", (self.size,))
             self.parallel = ParallelSpec.from_mesh(mesh, attn_dp=options.dp, ep=options.ep)
+            self.phases.end("mesh")
 
     def say(self, **row: Any) -> None:
         """Print one row."""
         if self.rank == 0:
-            if not triton_signals.EARLY:
+            signals = sys.modules.get("fastlayers.comm.triton_signals")
+            if signals is not None and not signals.EARLY:
                 row["early"] = False
             self.lines.append(row)
             print(json.dumps(row), flush=True)
 
     def early(self, early: bool) -> None:
         """Say whether kernels between ranks start early from here on."""
+        from fastlayers.comm import triton_signals
+
         triton_signals.EARLY = early
 
     def part(self, name: str, function: Callable[[], None], seconds: float) -> None:
@@ -157,6 +166,29 @@ def decode(run: Run, name: str, backend: str, wanted: dict[int, Any]) -> None:
     generator.close()
 
 
+@torch.inference_mode()
+def start(run: Run) -> None:
+    """Make a workspace in a process that has done nothing yet, sum once, and make another."""
+    hidden = 7168
+    for turn in ("first", "second"):
+        made = Workspace.make(run.parallel.tp, hidden, torch.bfloat16, run.device, share=run.options.share)
+        assert made.push is not None, made.fabric.refusal
+        calls = Phases()
+        x, weight = (torch.zeros(n, hidden, device=run.device, dtype=torch.bfloat16) for n in (8, 1))
+        torch.cuda.synchronize()
+        calls.end("inputs")
+        made.push(x, None, weight[0], 1e-6)
+        torch.cuda.synchronize()
+        calls.end("first sum")
+        if made.exchange is not None:
+            made.exchange.scatter_gather(x, None, weight[0], 1e-6)
+            torch.cuda.synchronize()
+            calls.end("first exchange")
+        found = {name: round(run.slower(seconds), 3) for name, seconds in (*made.phases.items(), *calls.items())}
+        run.say(what="workspace", turn=turn, seconds=round(run.slower(made.seconds), 3), **found)
+    run.say(what="joined", **{name: round(run.slower(seconds), 3) for name, seconds in run.phases.items()})
+
+
 def room_left() -> int:
     """Return the bytes of this GPU that nothing holds but 6 GiB for graphs and the largest steps."""
     torch.cuda.empty_cache()
@@ -204,7 +236,7 @@ def time_groups(run: Run, name: str, model: Any) -> None:
 def main() -> None:
     """Run the parts that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", choices=("rows", "models"))
+    parser.add_argument("parts", choices=("rows", "models", "start"))
     parser.add_argument("--models", nargs="*", default=["qwen3_8b", "qwen3_30b_a3b"])
     parser.add_argument("--replays", type=int, default=2000)
     parser.add_argument("--ways", action="store_true", help="also time other launch configurations")
@@ -219,6 +251,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=64, help="tokens of each prompt")
     parser.add_argument("--dp", type=int, default=1, help="attention groups")
     parser.add_argument("--ep", type=int, default=1, help="groups that split the experts")
+    parser.add_argument("--share", type=int, default=0, help="start: rows of one rank in an exchange; 0: none is made")
     parser.add_argument("--layers", type=int, help="fewer decoder layers, to try things out")
     parser.add_argument("--seconds", type=float, default=60.0, help="most for one model and backend")
     parser.add_argument("--out", type=Path)
@@ -229,7 +262,9 @@ def main() -> None:
         command=" ".join(given), **provenance(), torch=torch.__version__, nccl=str(torch.cuda.nccl.version()),
         ranks=run.size, device=torch.cuda.get_device_name(run.device),
     )  # fmt: skip
-    if options.parts == "rows":
+    if options.parts == "start":
+        run.part("start", partial(start, run), options.seconds)
+    elif options.parts == "rows":
         from two_gpus_rows import rows  # type: ignore[import-not-found]
 
         with torch.inference_mode():

@@ -17,7 +17,7 @@ from fastlayers.comm.collectives import collectives
 from fastlayers.comm.expert_exchange.cases import experts_of
 from fastlayers.comm.expert_exchange.collective import CollectiveExpertExchange
 from fastlayers.comm.expert_exchange.layer import ExpertExchangeConfig
-from fastlayers.comm.fabric import Workspace, survey
+from fastlayers.comm.fabric import Workspace
 from fastlayers.comm.symmetric import SymmArena
 from fastlayers.comm.triton_exchange import Exchange
 from fastlayers.comm.triton_tokens import TokenExchange
@@ -72,16 +72,6 @@ class Rows:
 
     def start(self) -> None:
         """Make the workspace: for pushes alone, then with inboxes of 16,384 rows."""
-        begin = time.perf_counter()
-        import fastlayers.comm.symmetric
-        import fastlayers.comm.triton_exchange  # noqa: F401
-
-        imported = time.perf_counter() - begin
-        begin = time.perf_counter()
-        survey(self.axis, self.device)
-        self.run.say(
-            what="before", import_seconds=round(imported, 3), survey_seconds=round(time.perf_counter() - begin, 3)
-        )
         for share in (0, 8192):
             torch.cuda.synchronize()
             dist.barrier()

@@ -7,19 +7,18 @@ the operators that live in it. Every rank gets the same answer, so no rank falls
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fastlayers.comm.parallel import Axis
+from fastlayers.comm.symmetric import Arena, Phases, SymmArena
 from fastlayers.device import as_device, missing
 from fastlayers.errors import CollectiveMismatch
 
 if TYPE_CHECKING:
-    from fastlayers.comm.symmetric import Arena
     from fastlayers.comm.triton_exchange import Exchange
     from fastlayers.comm.triton_push import PushSum
 
@@ -122,15 +121,20 @@ class Workspace:
         For few rows.
     exchange : Exchange or None
         For many rows, where it was asked for.
-    seconds : float
-        What making it took.
+    phases : dict of str to float
+        What making it took, in seconds.
     """
 
     fabric: Fabric
     arena: Arena | None = None
     push: PushSum | None = None
     exchange: Exchange | None = None
-    seconds: float = 0.0
+    phases: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """What making it took."""
+        return sum(self.phases.values())
 
     @property
     def slots(self) -> int:
@@ -162,12 +166,12 @@ class Workspace:
             Most rows of one rank in a reduce-scatter or all-gather; 0: none are made.
         deadline_s : float
         """
-        begin = time.perf_counter()
+        phases = Phases()
         fabric = survey(axis, device)
+        phases.end("ranks surveyed")
         refusal = fabric.refusal or (None if hidden_size % 8 == 0 else f"rows of {hidden_size} values; a multiple of 8")
         if refusal is not None:
-            return Workspace(Fabric(axis.size, refusal), seconds=time.perf_counter() - begin)
-        from fastlayers.comm.symmetric import SymmArena
+            return Workspace(Fabric(axis.size, refusal), phases=phases)
         from fastlayers.comm.triton_exchange import Exchange, way_of
         from fastlayers.comm.triton_push import PushSum
 
@@ -175,8 +179,9 @@ class Workspace:
         programs, chunk = way_of(share)
         wanted = PushSum.nbytes_for(axis.size, hidden_size, dtype, slots)
         wanted += Exchange.nbytes_for(axis.size, hidden_size, dtype, share, programs) if share else 0
-        arena = SymmArena(axis, wanted, device, deadline_s)
+        phases.end("imported")
+        arena = SymmArena(axis, wanted, device, deadline_s, phases)
         push = PushSum(arena, hidden_size, dtype, slots)
         exchange = Exchange(arena, hidden_size, dtype, share, programs, chunk) if share else None
         arena.ready()
-        return Workspace(fabric, arena, push, exchange, time.perf_counter() - begin)
+        return Workspace(fabric, arena, push, exchange, phases)

@@ -9,6 +9,7 @@ process, for tests: all ranks push, then all ranks read.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -30,6 +31,19 @@ class Shared:
 
     tensor: torch.Tensor
     peers: torch.Tensor
+
+
+class Phases(dict[str, float]):
+    """Seconds of what follows one another, by name; the clock starts when this is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._since = time.perf_counter()
+
+    def end(self, name: str) -> None:
+        """Note the seconds since the phase before ended."""
+        now = time.perf_counter()
+        self[name], self._since = self.get(name, 0.0) + now - self._since, now
 
 
 class Arena:
@@ -104,6 +118,8 @@ class SymmArena(Arena):
         Equal on all ranks.
     device : torch device
     deadline_s : float
+    phases : Phases, optional
+        Where the seconds of making it are noted.
 
     Raises
     ------
@@ -115,17 +131,24 @@ class SymmArena(Arena):
     NVLink multicast stays off: nothing here uses it, and on some fabrics asking for it fails.
     """
 
-    def __init__(self, axis: Axis, nbytes: int, device: torch.device, deadline_s: float = 30.0) -> None:
+    def __init__(
+        self, axis: Axis, nbytes: int, device: torch.device, deadline_s: float = 30.0, phases: Phases | None = None
+    ) -> None:
         import torch.distributed as dist
         import torch.distributed._symmetric_memory as symmetric_memory
 
         env.disable_multicast()
+        self.phases = phases = phases if phases is not None else Phases()
         asked: list[Any] = [None] * axis.size
         dist.all_gather_object(asked, nbytes, group=axis.group)
         if len(set(asked)) != 1:
             raise CollectiveMismatch(f"SymmArena: the ranks ask for {asked} bytes; accepted: one size on all ranks")
-        buffer = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+        phases.end("sizes compared")
+        # What torch's empty() calls, which imports sympy before it: most of a second.
+        buffer = symmetric_memory._SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+        phases.end("allocated")
         self.handle: Any = symmetric_memory.rendezvous(buffer, axis.group)
+        phases.end("rendezvous")
         bases = [
             self.handle.get_buffer(peer, (nbytes,), torch.uint8, 0).data_ptr() if peer != axis.rank else 0
             for peer in range(axis.size)
@@ -142,8 +165,10 @@ class SymmArena(Arena):
         import torch.distributed as dist
 
         torch.cuda.synchronize(self.device)
+        self.phases.end("carved, filled")
         dist.barrier(group=self.group)
         torch.cuda.synchronize(self.device)
+        self.phases.end("barrier")
 
 
 def local_arenas(size: int, nbytes: int, device: torch.device | str = "cpu", deadline_s: float = 2.0) -> list[Arena]:
