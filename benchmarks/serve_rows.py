@@ -4,7 +4,8 @@ A server of each model (random weights at real dimensions, ``--load-format dummy
 client, as processes of their own; prompts of 512 tokens and answers of 128, all distinct, unless a row says otherwise.
 Rows: seconds to ``/ready``; 32 and 256 prompts at once; one at a time; a shared prefix of 2,048 tokens, beside the same
 without the cache; Poisson arrivals at 70 % of what 256 at once reached. One JSON line a row; the first describes the
-run.
+run. ``--switches``: instead of these, a server as it is by default and one without each of :data:`SWITCHES`, under the
+loads that ought to tell; a row says what was measured with it and without.
 """
 
 from __future__ import annotations
@@ -32,6 +33,20 @@ CLI = [sys.executable, "-m", "fastlayers_server.cli"]
 PROMPT, ANSWER = 512, 128
 PREFIX, MORE, SHARED = 2048, 128, 64
 LOAD = 0.7
+# What is on by default: the flags of a server without it, the loads of LOADS that ought to tell.
+SWITCHES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "overlap": (("--disable-overlap-schedule",), ("at once", "one")),
+    "CUDA graphs": (("--disable-cuda-graph",), ("at once", "one")),
+    "prefix cache": (("--no-prefix-cache",), ("at once", "shared prefix")),
+    "chunks": (("--itl-target-ms", "0"), ("at once", "arrivals")),
+}
+# What is told of a load: the first is what a switch is for.
+LOADS = {
+    "at once": ("output_throughput", "median_ttft_ms", "median_tpot_ms"),
+    "one": ("median_tpot_ms", "median_ttft_ms"),
+    "shared prefix": ("median_ttft_ms", "output_throughput"),
+    "arrivals": ("p99_itl_ms", "median_itl_ms", "median_ttft_ms", "p99_ttft_ms", "output_throughput"),
+}
 Row = dict[str, Any]
 
 
@@ -45,12 +60,12 @@ def get(port: int, path: str) -> str:
 class Server:
     """A server of one model on a free port, from its start."""
 
-    def __init__(self, model: str, log: Path, ranks: Sequence[str] = ()) -> None:
+    def __init__(self, model: str, log: Path, more: Sequence[str] = ()) -> None:
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             self.port: int = found.getsockname()[1]
         weights = [] if model == "tiny" else ["--load-format", "dummy", "--seed", "0"]
-        flags = ["--open-admin", "--port", str(self.port), "--max-model-len", "4096" if weights else "512", *ranks]
+        flags = ["--open-admin", "--port", str(self.port), "--max-model-len", "4096" if weights else "512", *more]
         self.begin = time.monotonic()
         with log.open("ab") as file:
             self.process = subprocess.Popen([*CLI, "serve", model, *weights, *flags], stdout=file, stderr=file)
@@ -150,10 +165,15 @@ def rows_of(port: int, end: float, options: argparse.Namespace) -> Iterator[Row]
         yield {"row": "arrivals", "rate": round(rate, 2), "requests": count, **short(found, *names)}
 
 
+def ranks_of(options: argparse.Namespace) -> tuple[str, ...]:
+    """Return a server's flags for several ranks."""
+    return ("--tp", str(options.tp)) if options.tp > 1 else ()
+
+
 def measure(model: str, options: argparse.Namespace, log: Path) -> Iterator[Row]:
     """Yield the rows of one model."""
     end = time.monotonic() + options.seconds
-    server = Server(model, log, ("--tp", str(options.tp)) if options.tp > 1 else ())
+    server = Server(model, log, ranks_of(options))
     try:
         started = server.ready(end)
         yield {"row": "start", **started}
@@ -172,6 +192,7 @@ def main() -> None:
     parser.add_argument("--arrivals", type=float, default=60.0, help="seconds of Poisson arrivals")
     parser.add_argument("--tp", type=int, default=1, help="ranks of each server")
     parser.add_argument("--at-once", action="store_true", help="only the start and the two rows of prompts at once")
+    parser.add_argument("--switches", action="store_true", help="what each thing that is on by default is worth")
     parser.add_argument("--small", action="store_true", help="few and short prompts, to try things out")
     parser.add_argument("--log", type=Path, default=Path(tempfile.gettempdir()) / "serve_rows.log")
     parser.add_argument("--device", default="cuda", help="that the server finds; said in the first line")
@@ -181,9 +202,47 @@ def main() -> None:
     head = {"command": "python " + " ".join(sys.argv), **provenance(), "torch": torch.__version__, "device": device}
     tell(head, options.out)
     for model in options.models:
-        for row in measure(model, options, options.log):
+        for row in (switched if options.switches else measure)(model, options, options.log):
             ranks = {"tp": options.tp} if options.tp > 1 else {}
             tell({"model": model, **ranks, **row}, options.out)
+
+
+def switched(model: str, options: argparse.Namespace, log: Path) -> Iterator[Row]:
+    """Yield the rows of a model's server with everything that is on by default, and without each of it."""
+    end = time.monotonic() + options.seconds
+    rate = 0.0
+    usual: dict[str, Row] = {}
+    for name, (flags, loads) in {"": ((), tuple(LOADS)), **SWITCHES}.items():
+        server = Server(model, log, (*ranks_of(options), *flags))
+        try:
+            started = server.ready(end)
+            if started["ready_s"] is None:
+                yield {"row": "switch", "switch": name, **started}
+                continue
+            for load in loads:
+                found = bench(server.port, end, *load_of(load, rate, options.small))
+                rate = rate or LOAD * found.get("request_throughput", 0.0)
+                row = short(found, *LOADS[load])
+                if name:
+                    yield {"row": "switch", "switch": name, "load": load, "on": usual[load], "off": row}
+                else:
+                    usual[load] = row
+        finally:
+            server.stop()
+
+
+def load_of(load: str, rate: float, small: bool) -> tuple[object, ...]:
+    """Return the client's flags for a load; ``rate``: arrivals a second."""
+    prompt, answer, prefix, many, seconds = (64, 16, 128, 8, 2) if small else (PROMPT, ANSWER, PREFIX, SHARED, 10)
+    sizes = "--random-input-len", prompt, "--random-output-len", answer, "--num-warmups", 4
+    if load == "at once":
+        return (*sizes, "--num-prompts", many, "--num-runs", 3, "--flush-cache")
+    if load == "one":
+        return (*sizes[:4], "--num-warmups", 1, "--num-prompts", 3, "--max-concurrency", 1, "--seed", 1)
+    if load == "shared prefix":
+        shared = "--dataset-name", "prefix", "--random-prefix-len", prefix, "--random-input-len", prompt // 4
+        return (*shared, "--random-output-len", 16, "--num-prompts", many, "--num-warmups", 1, "--seed", 2)
+    return (*sizes, "--num-prompts", max(4, int(rate * seconds)), "--request-rate", round(rate, 2), "--seed", 3)
 
 
 def tell(row: Row, out: Path | None) -> None:

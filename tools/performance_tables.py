@@ -336,7 +336,25 @@ def serving() -> str:
                 f"token {row['median_ttft_ms']:.0f} / {row['p99_ttft_ms']:.0f} ms | 99 % ≤ 40 ms and 3 × median, "
                 "most ≤ 200; first ≤ 60 / 250 ms |"
             )
+    loads = {(row["model"], row["switch"], row["load"]): row for row in lines_of("serve") if "load" in row}
+    lines += map(switched, loads.values())
     return "\n".join(lines) if len(lines) > 2 else MISSING
+
+
+# What a load of serve_rows.py --switches tells: the figure that a switch is for, in words.
+LOADS = {
+    "at once": ("64 prompts at once", "output_throughput", "{:,.0f} tokens/s", "more"),
+    "one": ("one request, a token", "median_tpot_ms", "{:.2f} ms", "less"),
+    "shared prefix": ("64 prompts sharing 2,048 tokens, first token", "median_ttft_ms", "{:,.0f} ms", "less"),
+    "arrivals": ("arrivals, 99 % of gaps between tokens", "p99_itl_ms", "{:.1f} ms", "less"),
+}
+
+
+def switched(row: Row) -> str:
+    """A line of what something that is on by default is worth."""
+    words, name, form, better = LOADS[row["load"]]
+    told = [form.format(side[name]) if name in side else MISSING for side in (row["on"], row["off"])]
+    return f"| {SERVED[row['model']][0]}, {row['switch']} on / off, {words} | {' / '.join(told)} | no {better} off |"
 
 
 def layer_table(part: str) -> str:

@@ -47,7 +47,7 @@ class ServeConfig:
     gpu_memory_utilization: float = flag(0.9, "share of the device's memory for this process")
     max_running_requests: int = flag(256, "requests decoded at once", "--max-num-seqs")
     max_num_batched_tokens: int = flag(8192, "ceiling of a chunk of prompt tokens", "--chunked-prefill-size")
-    itl_target_ms: float = flag(40.0, "a chunk beside decoding requests may take them so long")
+    itl_target_ms: float = flag(40.0, "a chunk beside decoding requests may take them so long; 0: any time")
     max_partial_prefills: int = flag(2, "prompts that may be half done at once")
     max_queued_requests: int = flag(2048, "more get 429", "--max-num-queued-reqs")
     max_queued_tokens: int = flag(4_000_000, "prompt tokens that wait; more get 429", "--max-num-queued-tokens")
@@ -192,7 +192,7 @@ def _from_file(path: Path) -> dict[str, Any]:
 def _check(config: ServeConfig) -> None:
     bounds = {
         "port": (0, 65535), "page_size": (1, 128), "max_model_len": (0, 2**31), "gpu_memory_utilization": (0.05, 0.98),
-        "max_running_requests": (1, 65536), "max_num_batched_tokens": (16, 2**20), "itl_target_ms": (1, 60_000),
+        "max_running_requests": (1, 65536), "max_num_batched_tokens": (16, 2**20), "itl_target_ms": (0, 60_000),
         "max_partial_prefills": (1, 256), "max_queued_requests": (1, 2**20), "max_queued_tokens": (1, 2**40),
         "speculative_max_k": (1, 8), "max_n": (1, 64), "max_logprobs": (0, 20), "limit_concurrency": (1, 2**20),
         "max_body_mb": (0.001, 1024), "grammar_timeout": (0.1, 600), "num_pages": (0, 2**31),

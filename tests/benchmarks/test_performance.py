@@ -295,6 +295,51 @@ def test_ticks_and_labels() -> None:
         plots.svg(plots.Plot("empty", "x", "y", {}))
 
 
+def test_what_a_server_does_without_something(
+    tables: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows_of: Any = load("benchmarks/serve_rows.py")
+    servers: list[tuple[str, ...]] = []
+
+    class Server:
+        port = 1
+
+        def __init__(self, model: str, log: Path, more: tuple[str, ...]) -> None:
+            servers.append(more)
+
+        def ready(self, end: float) -> dict[str, Any]:
+            return {"ready_s": 1.0 if "--no-prefix-cache" not in servers[-1] else None}
+
+        def stop(self) -> None:
+            servers.append(("stopped",))
+
+    def bench(port: int, end: float, *flags: object) -> dict[str, Any]:
+        if "--disable-cuda-graph" in servers[-1]:
+            return {"skipped": "no time is left"}
+        names = {name for told in rows_of.LOADS.values() for name in told} | {"request_throughput", "duration"}
+        about = {"runs": [1.0], "valid": True, "client_cpu_share": 0.1, "client_lag_p99_ms": 1.0}
+        value = 1000.0 * (1 + len(servers[-1])) + flags.count("--request-rate")
+        return dict.fromkeys(names, value) | {"failed": 0, "fastlayers": about}
+
+    monkeypatch.setattr(rows_of, "Server", Server)
+    monkeypatch.setattr(rows_of, "bench", bench)
+    monkeypatch.setattr(sys, "argv", ["serve_rows.py", "Qwen/Qwen3-8B", "--switches", "--device", "cpu",
+                                      "--out", str(tmp_path / "serve.jsonl")])  # fmt: skip
+    rows_of.main()
+    assert servers[1::2] == [("stopped",)] * 5
+    assert servers[::2] == [(), *(flags for flags, _ in rows_of.SWITCHES.values())]
+    capsys.readouterr()
+    lines = tables.serving().splitlines()[2:]
+    assert lines == [
+        "| qwen3_8b, overlap on / off, 64 prompts at once | 1,000 tokens/s / 2,000 tokens/s | no more off |",
+        "| qwen3_8b, overlap on / off, one request, a token | 1000.00 ms / 2000.00 ms | no less off |",
+        "| qwen3_8b, CUDA graphs on / off, 64 prompts at once | 1,000 tokens/s / not measured yet | no more off |",
+        "| qwen3_8b, CUDA graphs on / off, one request, a token | 1000.00 ms / not measured yet | no less off |",
+        "| qwen3_8b, chunks on / off, 64 prompts at once | 1,000 tokens/s / 3,000 tokens/s | no more off |",
+        "| qwen3_8b, chunks on / off, arrivals, 99 % of gaps between tokens | 1001.0 ms / 3001.0 ms | no less off |",
+    ]
+
+
 def test_the_committed_page_is_fresh() -> None:
     tables: Any = load("tools/performance_tables.py")
     assert tables.fill(tables.PAGE.read_text()) == tables.PAGE.read_text()

@@ -17,7 +17,7 @@ class Budget:
     max_tokens : int
         The chunk where nothing decodes, or nothing was measured.
     target : float
-        Seconds for an extend and the decode step beside it, at most.
+        Seconds for an extend and the decode step beside it, at most; 0: as many as it takes.
 
     Attributes
     ----------
@@ -51,7 +51,7 @@ class Budget:
         sees a gap; with a backlog it is ``max_tokens``: every decode step beside a small chunk is one that fewer rows
         share.
         """
-        if not rows or not self.extend or self.backlog(rows, waiting):
+        if not rows or not self.extend or not self.target or self.backlog(rows, waiting):
             return self.max_tokens
         key = rows, max(waiting, PATIENT)
         if key not in self._chunks:

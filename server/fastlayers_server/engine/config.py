@@ -36,7 +36,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     features : sequence of str
         Of "penalties", "logit_bias", "logprobs", "prompt_logprobs", "grammar"; what is absent is refused.
     itl_target : float
-        Seconds that an extend beside decoding rows may take together with them.
+        Seconds that an extend beside decoding rows may take together with them; 0: as many as its prompts need.
     """
 
     vocab_size: int

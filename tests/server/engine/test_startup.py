@@ -106,6 +106,9 @@ def test_the_chunk_beside_decoding_rows() -> None:
     # The more wait the larger is the share: twice as large for ten as for five.
     budget.measured(budget.extend, {64: 0.005})
     assert [budget.chunk(33, waiting) for waiting in (0, 5, 6, 7)] == [64, 64, 512, 512]
+    unbounded = Budget(8192, 0.0)
+    unbounded.measured(budget.extend, budget.decode)
+    assert [unbounded.chunk(rows) for rows in (0, 1, 100)] == [8192] * 3
     # Where every chunk costs as much as the launches, the largest of the cheap ones.
     budget.measured({64: 0.100, 512: 0.101, 2048: 0.110, 4096: 0.200}, {256: 0.030})
     assert budget.chunk(3) == 2048
