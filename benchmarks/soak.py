@@ -5,9 +5,10 @@
 
 Starts ``fastlayers serve`` (flags behind ``--`` are the server's) and sends ``--requests`` requests, ``--at-once`` at a
 time: lengths log-normal, half of them streamed, 20 % dropped at a random moment, 5 % malformed, 10 % constrained by a
-grammar where the model has a tokenizer. One JSON line; the exit code is 1 if something is left: pages or slots in use,
-another status than was to be expected, tokens that the engine counted and the front did not, or from 1,000 requests on
-resident memory (and a GPU's, where nvidia-smi tells) more than 64 MiB above what it was after the first tenth.
+grammar where the model has a tokenizer; with ``--seconds`` those that are left then are not sent. One JSON line; the
+exit code is 1 if something is left: pages or slots in use, another status than was to be expected, tokens that the
+engine counted and the front did not, or from 1,000 requests on resident memory (and a GPU's, where nvidia-smi tells)
+more than 64 MiB above what it was after the first tenth.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import re
 import signal
@@ -151,12 +153,15 @@ class Soak:
         ):
             self.wrong.append(f"usage {usage} of {len(body['prompt'])} and {most} tokens")
 
-    async def run(self, requests: int, at_once: int) -> None:
-        """Send so many, so many at a time."""
+    async def run(self, requests: int, at_once: int, end: float = math.inf) -> None:
+        """Send so many, so many at a time; none after ``end``, of ``time.monotonic()``."""
         places = asyncio.Semaphore(at_once)
 
         async def placed(session: aiohttp.ClientSession) -> None:
             async with places:
+                if time.monotonic() > end:
+                    self.seen["not sent"] += 1
+                    return
                 try:
                     await self.one(session)
                 except aiohttp.ClientError as error:
@@ -252,18 +257,18 @@ async def soaked(url: str, pid: int, given: argparse.Namespace) -> dict[str, Any
     await soak.run(first, given.at_once)
     left, _ = await soak.left()
     before = memory_of(processes(pid))
-    await soak.run(given.requests - first, given.at_once)
+    await soak.run(given.requests - first, given.at_once, begin + given.seconds)
     took = time.monotonic() - begin
     more, metrics = await soak.left()
     after = memory_of(processes(pid))
     grown = {name: used - before[name] for name, used in after.items() if name in before}
-    left += more + [
-        f"{name}: {more >> 20} MiB more" for name, more in grown.items() if more > LEFT and given.requests >= 1000
-    ]
+    left += more
+    left += [f"{name}: {more >> 20} MiB more" for name, more in grown.items() if more > LEFT and first >= 100]
     wasted = {k: v for k, v in metrics.items() if k.startswith("fastlayers_wasted_tokens_total")}
     return {
-        "requests": given.requests, "seconds": round(took, 1), "seen": dict(soak.seen), "wrong": soak.wrong[:5],
-        "left": left, "grown_mib": {name: round(more / 2**20, 1) for name, more in grown.items()}, "wasted": wasted,
+        "requests": given.requests - soak.seen["not sent"], "seconds": round(took, 1), "seen": dict(soak.seen),
+        "wrong": soak.wrong[:5], "left": left, "wasted": wasted,
+        "grown_mib": {name: round(more / 2**20, 1) for name, more in grown.items()},
     }  # fmt: skip
 
 
@@ -275,6 +280,7 @@ def main() -> int:
     parser.add_argument("model", nargs="?", default="tiny")
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--at-once", type=int, default=256)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="then no more requests are sent")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
     with socket.socket() as found:
