@@ -145,10 +145,10 @@ def front(port: str, settings: str) -> None:
     from fastlayers_server.engine.process import EngineProcess
     from fastlayers_server.front import log as logs
     from fastlayers_server.front.app import make_app, make_front
-    from fastlayers_server.front.config import FrontConfig
     from fastlayers_server.front.server import Runner
     from fastlayers_server.front.sockets import bound
     from fastlayers_server.front.tokens import TokenText
+    from fastlayers_server.serve_config import ServeConfig
 
     given = json.loads(settings)
     logs.configure("warning")
@@ -156,9 +156,8 @@ def front(port: str, settings: str) -> None:
     (folder / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY, "model_type": "qwen3"}))
     config = EngineConfig(model=f"{given['tick']} {given['per_token']}", max_running_requests=given["rows"])
     client = EngineProcess(config, [sys.executable, __file__, "engine"])
-    made = make_front(
-        FrontConfig(folder, served_names=("hollow",), open_admin=True), client, TokenText(folder, None, True)
-    )
+    named = ServeConfig(served_model_name=("hollow",), open_admin=True)
+    made = make_front(named, client, TokenText(folder, None, True))
     runner = Runner(make_app(made), made)
     import uvloop
 

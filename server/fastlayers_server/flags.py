@@ -12,10 +12,18 @@ from fastlayers.errors import ArgumentError
 T = TypeVar("T")
 
 
-def flag(default: Any, text: str, *aliases: str, choices: Sequence[str] = (), secret: bool = False) -> Any:
-    """Return a field that is a flag; a tuple is repeatable or comma separated."""
-    facts = {"help": text, "aliases": aliases, "choices": tuple(choices), "secret": secret}
-    return dataclasses.field(default=default, metadata=facts)
+def flag(
+    default: Any, text: str, *aliases: str, choices: Sequence[str] = (), within: tuple[float, float] | None = None,
+    secret: bool = False,
+) -> Any:  # fmt: skip
+    """Return a field that is a flag; a tuple is repeatable or comma separated, a secret is never shown."""
+    facts = {"help": text, "aliases": aliases, "choices": tuple(choices), "within": within, "secret": secret}
+    return dataclasses.field(default=default, repr=not secret, metadata=facts)
+
+
+def flags_of(kind: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass that are flags, by name."""
+    return {field.name: field for field in dataclasses.fields(kind) if field.metadata}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -28,8 +36,8 @@ def parser_of(kind: type, prog: str, description: str, positional: str = "") -> 
     made = _Parser(prog=prog, allow_abbrev=False, description=description)
     if positional:
         made.add_argument(positional, nargs="?", default=None, help="the same as --" + positional.lower())
-    for field in dataclasses.fields(kind):
-        facts, name = field.metadata, field.name
+    for name, field in flags_of(kind).items():
+        facts = field.metadata
         spelled = ["--" + name.replace("_", "-"), *facts["aliases"]]
         if isinstance(field.default, bool):
             made.add_argument(*spelled, dest=name, action="store_true", default=None, help=facts["help"])
@@ -61,8 +69,8 @@ def given_values(
 
 
 def typed(kind: type[T], who: str, values: Mapping[str, Any]) -> T:
-    """Return the dataclass of these values, after checking their types and choices."""
-    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    """Return the dataclass of these values, after checking their types, choices and bounds."""
+    fields = flags_of(kind)
     return kind(**{name: _typed(fields[name], who, value) for name, value in values.items()})
 
 
@@ -72,10 +80,12 @@ def _typed(field: Any, who: str, value: Any) -> Any:
         parts = [value] if isinstance(value, str) else value
         return tuple(text for part in parts for text in str(part).split(",") if text)
     if isinstance(field.default, float) and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        value = float(value)
     if type(value) is not type(field.default):
         raise ArgumentError(who, spelled, repr(value), f"a {type(field.default).__name__}")
-    choices = field.metadata["choices"]
+    choices, within = field.metadata["choices"], field.metadata["within"]
     if choices and value not in choices:
         raise ArgumentError(who, spelled, repr(value), ", ".join(choices))
+    if within and not within[0] <= value <= within[1]:
+        raise ArgumentError(who, spelled, value, f"{within[0]} to {within[1]}")
     return value

@@ -113,11 +113,9 @@ class LLM:
         self, model: str = "tiny", config: EngineConfig | None = None, *, loaded: Any = None,
         tokens: TokenText | None = None,
     ) -> None:  # fmt: skip
-        import msgspec
-
         from fastlayers_server.engine.startup import build, model_folder
 
-        settings = msgspec.structs.replace(config or EngineConfig(), model=model)
+        settings = replace(config or EngineConfig(), model=model)
         self.tokens = tokens or TokenText(model_folder(model))
         try:
             parts = build(settings, lambda phase: None, model=loaded)

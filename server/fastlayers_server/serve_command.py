@@ -20,39 +20,29 @@ from fastlayers_server.serve_config import NAMES, ServeConfig, as_json, keys_of,
 
 if TYPE_CHECKING:
     from fastlayers_server.engine.protocol import EngineClient
-    from fastlayers_server.front.config import FrontConfig
     from fastlayers_server.front.link import Link
 
 log = logging.getLogger("fastlayers.serve")
 
 
-def front_config(config: ServeConfig, folder: Path) -> FrontConfig:
-    """Return the front's part of the settings."""
-    from fastlayers_server.front.config import FrontConfig
-
-    template = None
-    if config.chat_template:
-        try:
-            template = Path(config.chat_template).read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ArgumentError("serve", "--chat-template", f"{config.chat_template!r} ({error})", "a file") from error
-    # The others have their flags' names.
-    same = {field.name for field in dataclasses.fields(FrontConfig)} & set(NAMES) - {"chat_template"}
-    return FrontConfig(
-        **{name: getattr(config, name) for name in same},
-        model_path=folder,
-        served_names=config.served_model_name or (folder.resolve().name,),
-        root=config.model,
-        api_keys=keys_of(config.api_key, "--api-key"),
-        admin_keys=keys_of(config.admin_api_key, "--admin-api-key"),
-        cors_origins=config.cors_origin,
-        chat_template=template,
-        max_body_bytes=int(config.max_body_mb * 2**20),
+def resolved(config: ServeConfig, folder: Path) -> ServeConfig:
+    """Return the settings with keys instead of the files that hold them, and with the name of the model."""
+    return dataclasses.replace(
+        config,
+        served_model_name=config.served_model_name or (folder.resolve().name,),
+        api_key=keys_of(config.api_key, "--api-key"),
+        admin_api_key=keys_of(config.admin_api_key, "--admin-api-key"),
         # On a thread of this process the engine freezes for both.
-        freeze_gc=not config.no_freeze_gc and not config.in_process,
-        gc_warning=config.gc_warning_threshold_secs,
-        server=config.shown(),
+        no_freeze_gc=config.no_freeze_gc or config.in_process,
     )
+
+
+def template_of(config: ServeConfig) -> str | None:
+    """Return the chat template that replaces the model's, if there is one."""
+    try:
+        return Path(config.chat_template).read_text() if config.chat_template else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentError("serve", "--chat-template", f"{config.chat_template!r} ({error})", "a file") from error
 
 
 class Grammars:
@@ -82,9 +72,8 @@ def engine_of(config: ServeConfig, folder: Path) -> EngineClient:
     from fastlayers_server.engine.config import EngineConfig
     from fastlayers_server.engine.process import engine_client
 
-    names = set(EngineConfig.__struct_fields__) & {field.name for field in dataclasses.fields(config)}
-    values = {name: getattr(config, name) for name in names} | {"model": str(folder), "seed": max(0, config.seed)}
-    settings = EngineConfig(**values)
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(EngineConfig)}
+    settings = EngineConfig(**values | {"model": str(folder)})
     return engine_client(settings, in_process=config.in_process)
 
 
@@ -158,14 +147,14 @@ def _run(config: ServeConfig, folder: Path, begin: float) -> int:
     from fastlayers_server.front.link import Link
     from fastlayers_server.front.sockets import bound
 
-    settings = front_config(config, folder)
+    settings, template = resolved(config, folder), template_of(config)
     try:
         listening = bound(config.host, config.port)
     except (OSError, OverflowError) as error:
         given = f"{config.host}:{config.port} ({getattr(error, 'strerror', None) or error})"
         raise ArgumentError("serve", "--host and --port", given, "an address of this machine that is free") from error
     port = listening.getsockname()[1]
-    if config.host not in ("127.0.0.1", "::1", "localhost") and not settings.api_keys:
+    if config.host not in ("127.0.0.1", "::1", "localhost") and not settings.api_key:
         log.warning("anybody who reaches %s may use this server: there is no --api-key", config.host)
     loop = uvloop.new_event_loop()
     link = Link(engine_of(config, folder), config.watchdog_timeout)
@@ -178,7 +167,7 @@ def _run(config: ServeConfig, folder: Path, begin: float) -> int:
     from fastlayers_server.front.tokens import TokenText
 
     try:
-        tokens = TokenText(folder, settings.chat_template, config.load_format == "dummy")
+        tokens = TokenText(folder, template, config.load_format == "dummy")
     except ValueError as error:
         listening.close()
         link.client.shutdown()

@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from fastlayers.errors import ArgumentError, CheckpointError, FastlayersError
-from fastlayers_server.serve_command import engine_of, front_config, model_folder, serve
+from fastlayers_server.serve_command import engine_of, model_folder, resolved, serve, template_of
 from fastlayers_server.serve_config import NEVER, ServeConfig, parse
 
 CODE = "from fastlayers_server.cli import main; main()"
@@ -259,28 +259,30 @@ def test_a_file_of_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_every_flag_has_an_effect(tmp_path: Path) -> None:
-    """Each field is the front's, the engine's, or read by the command itself."""
+    """Each field is the engine's, or read by the front or the command itself; keys come from their files."""
     from fastlayers_server.engine.config import EngineConfig
-    from fastlayers_server.front.config import FrontConfig
 
-    source = (Path(__file__).parents[2] / "server" / "fastlayers_server" / "serve_command.py").read_text()
+    folder = Path(__file__).parents[2] / "server" / "fastlayers_server"
+    source = "".join(p.read_text() for p in (folder / "serve_command.py", *folder.glob("front/*.py")))
+    read_here = ("max_body_mb",)  # as max_body_bytes
     for field in dataclasses.fields(ServeConfig):
-        used = f"config.{field.name}" in source or field.name in EngineConfig.__struct_fields__
-        assert used or field.name in FrontConfig.__dataclass_fields__, f"{field.name}: nothing reads it"
-    same = {f.name: f.default for f in dataclasses.fields(ServeConfig) if f.name in FrontConfig.__dataclass_fields__}
-    changed = {n: not v if isinstance(v, bool) else v * 2 if isinstance(v, str) else v + 1 for n, v in same.items()}
-    changed["chat_template"] = str(tmp_path / "template")
+        used = f"config.{field.name}" in source or field.name in EngineConfig.__dataclass_fields__
+        assert used or field.name in read_here, f"{field.name}: nothing reads it"
+    (tmp_path / "keys").write_text("sk-1\n\n sk-2 \n")
     (tmp_path / "template").write_text("{{ messages }}")
-    front = front_config(dataclasses.replace(ServeConfig(), **changed), tmp_path)
-    changed["chat_template"] = "{{ messages }}"
-    assert {name: getattr(front, name) for name in same} == changed and len(same) > 18
+    given = ServeConfig(api_key=(f"@{tmp_path}/keys",), admin_api_key=("adm",), chat_template=f"{tmp_path}/template")
+    found = resolved(given, tmp_path)
+    assert found == dataclasses.replace(given, served_model_name=(tmp_path.name,), api_key=("sk-1", "sk-2"))
+    assert resolved(dataclasses.replace(given, in_process=True), tmp_path).no_freeze_gc
+    assert template_of(given) == "{{ messages }}" and template_of(ServeConfig()) is None
+    assert ServeConfig(max_body_mb=0.5).max_body_bytes == 2**19
 
 
 def test_random_weights_of_a_known_model_need_no_folder(tmp_path: Path) -> None:
     config = ServeConfig(model="Qwen/Qwen3-8B", load_format="dummy", in_process=True)
     folder = model_folder(config, tmp_path)
     assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3"
-    assert front_config(config, folder).name == "Qwen3-8B"
+    assert resolved(config, folder).name == "Qwen3-8B"
     from fastlayers_server.front.tokens import TokenText
 
     tokens = TokenText(folder, invent=True)

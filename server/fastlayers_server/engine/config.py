@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import msgspec
+
+from fastlayers_server.flags import flag
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True):
@@ -60,73 +64,51 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     itl_target: float = 0.04
 
 
-class EngineConfig(msgspec.Struct, frozen=True):
-    """What an engine is started with; fields are named like the flags of ``fastlayers serve`` that set them.
+@dataclass(frozen=True)
+class EngineConfig:
+    """What an engine is started with: those flags of ``fastlayers serve`` that are the engine's; see their own texts.
 
     Parameters
     ----------
-    model : str
-        Checkpoint directory, hub name, or "tiny".
-    load_format : str
-        "safetensors", or "dummy": random weights of the configuration's shapes.
-    device, dtype, kv_cache_dtype : str
-        "": a GPU if there is one; "auto": the checkpoint's, and dtype's.
-    max_model_len, num_pages : int
-        0: the model's, and what the memory holds.
-    gpu_memory_utilization : float
-        Share of the device's memory for everything in this process.
-    speculative_algorithm : str
-        "none", "ngram" (prompt lookup), "mtp" (the model's own draft layer) or "draft" (another model).
-    speculative_draft_model : str
-        For "draft": like ``model``, with the same vocabulary.
-    speculative_topk : int
-        Of "mtp" and "draft": drafts of each depth; more than one make a tree.
-    speculative_verify : str
-        "match": a draft is right if it is what the request draws; "rejection": drafts of "mtp" and "draft" are drawn,
-        and more of them are right, but a seed's text depends on them.
-    profile_folder : str
-        Where profiles are written; "": there are none.
     layers : int
-        With "dummy": decoder layers to keep; 0: all.
-    tp, attn_dp_size, ep : int
-        Ranks of an attention group, such groups, and groups that split the experts, as of :class:`fastlayers.Ranks`.
+        With random weights: decoder layers to keep; 0: all.
     begun : float
         ``time.monotonic()`` when whoever wanted this engine began to start it, or 0.0.
     """
 
-    model: str = "tiny"
-    load_format: str = "safetensors"
-    device: str = ""
-    dtype: str = "auto"
-    kv_cache_dtype: str = "auto"
-    max_model_len: int = 0
-    page_size: int = 64
-    num_pages: int = 0
-    gpu_memory_utilization: float = 0.9
-    max_running_requests: int = 256
-    max_num_batched_tokens: int = 8192
-    itl_target_ms: float = 40.0
-    max_partial_prefills: int = 2
-    max_queued_requests: int = 2048
-    max_queued_tokens: int = 4_000_000
-    schedule_policy: str = "fcfs"
-    enable_priority: bool = False
-    no_prefix_cache: bool = False
-    disable_overlap_schedule: bool = False
-    disable_cuda_graph: bool = False
-    speculative_algorithm: str = "none"
-    speculative_draft_model: str = ""
-    speculative_max_k: int = 4
-    speculative_topk: int = 1
-    speculative_verify: str = "match"
-    deterministic: bool = False
-    max_logprobs: int = 20
-    watchdog_timeout: float = 30.0
-    no_freeze_gc: bool = False
-    seed: int = 0
-    profile_folder: str = ""
+    model: str = flag("tiny", "checkpoint directory, a name on the Hugging Face hub, or 'tiny', the one that ships", "--model-path")  # fmt: skip  # noqa: E501
+    load_format: str = flag("safetensors", "dummy: random weights, for benchmarks", choices=("safetensors", "dummy"))
+    device: str = flag("", "cpu, cuda, cuda:1; default: a GPU if there is one")
+    dtype: str = flag("auto", "auto: the checkpoint's", choices=("auto", "bf16", "fp16", "fp32"))
+    tp: int = flag(1, "ranks that share each attention layer", "--tensor-parallel-size", "--tp-size", "-tp")
+    attn_dp_size: int = flag(1, "attention groups, each with requests and a cache of its own")
+    ep: int = flag(1, "groups that split the experts; a divisor of tp * attn_dp_size", "--ep-size")
+    max_model_len: int = flag(0, "longest prompt and answer together; 0: the model's", "--context-length", within=(0, 2**31))  # fmt: skip  # noqa: E501
+    kv_cache_dtype: str = flag("auto", "of cached keys and values; auto: the weights'", choices=("auto", "bf16", "fp16", "fp32", "e4m3"))  # fmt: skip  # noqa: E501
+    page_size: int = flag(64, "tokens of a cache page", "--block-size", within=(1, 128))
+    num_pages: int = flag(0, "pages of the cache; 0: what the memory holds", within=(0, 2**31))
+    gpu_memory_utilization: float = flag(0.9, "share of the device's memory for this process", within=(0.05, 0.98))
+    max_running_requests: int = flag(256, "requests decoded at once", "--max-num-seqs", within=(1, 65536))
+    max_num_batched_tokens: int = flag(8192, "ceiling of a chunk of prompt tokens", "--chunked-prefill-size", within=(16, 2**20))  # fmt: skip  # noqa: E501
+    itl_target_ms: float = flag(40.0, "a chunk beside decoding requests may take them so long; 0: any time", within=(0, 60_000))  # fmt: skip  # noqa: E501
+    max_partial_prefills: int = flag(2, "prompts that may be half done at once", within=(1, 256))
+    max_queued_requests: int = flag(2048, "more get 429", "--max-num-queued-reqs", within=(1, 2**20))
+    max_queued_tokens: int = flag(4_000_000, "prompt tokens that wait; more get 429", "--max-num-queued-tokens", within=(1, 2**40))  # fmt: skip  # noqa: E501
+    schedule_policy: str = flag("fcfs", "order of waiting requests", "--scheduling-policy", choices=("fcfs", "lpm"))
+    enable_priority: bool = flag(False, "requests may set priority; SMALLER is served first", "--enable-priority-scheduling")  # fmt: skip  # noqa: E501
+    no_prefix_cache: bool = flag(False, "prompts share nothing", "--no-enable-prefix-caching", "--disable-radix-cache")
+    disable_overlap_schedule: bool = flag(False, "plan after commit, not beside it", "--no-async-scheduling")
+    disable_cuda_graph: bool = flag(False, "run every step eager", "--enforce-eager", "--disable-decode-cuda-graph")
+    speculative_algorithm: str = flag("none", "what drafts tokens: mtp: the model's own draft layer, ngram: the text so far, draft: another model", choices=("none", "mtp", "ngram", "draft"))  # fmt: skip  # noqa: E501
+    speculative_draft_model: str = flag("", "for draft: a directory or name of a smaller model with the same vocabulary", "--speculative-draft-model-path")  # fmt: skip  # noqa: E501
+    speculative_max_k: int = flag(4, "drafts a step at most", "--speculative-num-steps", within=(1, 8))
+    speculative_topk: int = flag(1, "mtp's drafts of each depth; more than 1 make a tree, which runs uncaptured", "--speculative-eagle-topk")  # fmt: skip  # noqa: E501
+    speculative_verify: str = flag("match", "rejection: draw mtp's drafts; a seed's text then depends on them", choices=("match", "rejection"))  # fmt: skip  # noqa: E501
+    deterministic: bool = flag(False, "equal request and seed, equal bytes", "--enable-deterministic-inference")
+    max_logprobs: int = flag(20, "likeliest tokens that a request may ask for", within=(0, 20))
+    watchdog_timeout: float = flag(30.0, "seconds after which a step counts as hung", within=(0, 86_400))
+    no_freeze_gc: bool = flag(False, "let the collector walk what the start made")
+    profile_folder: str = flag("", "where /start_profile writes; empty: there are no profiles")
+    seed: int = flag(0, "of random weights (--load-format dummy)", "--random-seed")
     layers: int = 0
-    tp: int = 1
-    attn_dp_size: int = 1
-    ep: int = 1
     begun: float = 0.0

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import msgspec
 import zmq
@@ -139,7 +140,7 @@ class EngineProcess(ClientBase):
         out.bind(f"ipc://{self._folder}/to-{self.epoch}")
         news.bind(f"ipc://{self._folder}/from-{self.epoch}")
         command = [*self._command, str(self._folder), str(self.epoch), str(os.getpid())]
-        config = msgspec.structs.replace(self.config, begun=time.monotonic())
+        config = replace(self.config, begun=time.monotonic())
         self._child = child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         assert child.stdin is not None
         try:

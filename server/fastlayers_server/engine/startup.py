@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1, model: Any = None)
             refuse_variant(part)
     drafter = None
     if config.speculative_algorithm == "draft":
-        drafter = load_model(msgspec.structs.replace(config, model=config.speculative_draft_model))
+        drafter = load_model(replace(config, model=config.speculative_draft_model))
         if drafter.config.vocab_size != model.config.vocab_size:
             given = f"one with a vocabulary of {drafter.config.vocab_size}"
             raise ArgumentError("engine", "speculative_draft_model", given, f"one of {model.config.vocab_size}")

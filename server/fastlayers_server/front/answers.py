@@ -21,7 +21,7 @@ T = TypeVar("T")
 # So long a stream waits for its first news, so that what fails at once fails with its own status.
 FIRST_NEWS_SECONDS = 1.0
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": keep-alive\n\n"
+KEEP_ALIVE_SECONDS, KEEP_ALIVE = 15.0, b": keep-alive\n\n"
 
 
 def event(document: Any) -> bytes:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from importlib import metadata
 from importlib.resources import files
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -22,7 +23,6 @@ from fastlayers_server.engine.protocol import EngineClient
 from fastlayers_server.front import ops
 from fastlayers_server.front.chat import chat
 from fastlayers_server.front.completions import completions
-from fastlayers_server.front.config import FrontConfig
 from fastlayers_server.front.errors import ApiError, on_api_error, on_fault, on_http_error
 from fastlayers_server.front.gate import Gate
 from fastlayers_server.front.generation import Front
@@ -34,6 +34,9 @@ from fastlayers_server.front.parsers import formats_of
 from fastlayers_server.front.responses import responses
 from fastlayers_server.front.tokens import TokenText
 from fastlayers_server.front.trace import tracing
+
+if TYPE_CHECKING:
+    from fastlayers_server.serve_config import ServeConfig
 
 log = logging.getLogger("fastlayers.front")
 
@@ -67,17 +70,17 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
 
 
 def make_front(
-    config: FrontConfig,
+    config: ServeConfig,
     engine: EngineClient | Link,
     tokens: TokenText,
     grammars: Compiler | None = None,
 ) -> Front:
     """Return what the handlers share; an engine that is started already comes as its link."""
-    metrics = Metrics(config.name, config.metrics_compat, config.gc_warning)
+    metrics = Metrics(config.name, config.metrics_compat, config.gc_warning_threshold_secs)
     link = engine if isinstance(engine, Link) else Link(engine, config.watchdog_timeout)
     metrics.link = link
     formats = formats_of(tokens, config.reasoning_parser, config.tool_call_parser)
-    facts = [metadata.version("fastlayers"), str(config.model_path), repr(sorted(config.server.items()))]
+    facts = [metadata.version("fastlayers"), repr(sorted(config.shown().items()))]
     fingerprint = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
     return Front(config, link, tokens, metrics, formats, fingerprint, grammars)
 
@@ -89,7 +92,7 @@ def make_app(front: Front, limit: int = 4096) -> ASGIApp:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         front.metrics.watch_gc()
         front.link.start(asyncio.get_running_loop())
-        freezing = asyncio.ensure_future(_freeze(front)) if front.config.freeze_gc else None
+        freezing = asyncio.ensure_future(_freeze(front)) if not front.config.no_freeze_gc else None
         try:
             yield
         finally:
@@ -118,9 +121,9 @@ def make_app(front: Front, limit: int = 4096) -> ASGIApp:
         app.openapi = lambda: describe(app.title, app.version, ROUTES)
     span = tracing(front.config.otlp_endpoint) if front.config.otlp_endpoint else None
     guarded: ASGIApp = Gate(app, front.config, front.metrics, limit, span)
-    if front.config.cors_origins:
+    if front.config.cors_origin:
         guarded = CORSMiddleware(
-            guarded, allow_origins=front.config.cors_origins, allow_methods=["GET", "POST"],
+            guarded, allow_origins=front.config.cors_origin, allow_methods=["GET", "POST"],
             allow_headers=["authorization", "content-type"],
         )  # fmt: skip
     return guarded

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from fastlayers_server.engine.protocol import EngineInfo, TokenLogprobs
-from fastlayers_server.front.answers import KEEP_ALIVE, answer, event
+from fastlayers_server.front.answers import KEEP_ALIVE, KEEP_ALIVE_SECONDS, answer, event
 from fastlayers_server.front.completions import finite, spelled
 from fastlayers_server.front.gate import body_of
 from fastlayers_server.front.generation import Front, Wanted, bad, launch, too_long
@@ -157,7 +157,7 @@ class ChatWriter:
             role = self._choice(row, "delta", {"role": "assistant", "content": ""}, [], [], None)
             yield event(self._head(job, kind) | {"choices": [role]} | first)
         while not job.done or job.unread:
-            if not await job.news(self._front.config.keep_alive):
+            if not await job.news(KEEP_ALIVE_SECONDS):
                 yield KEEP_ALIVE
                 continue
             for row in job.rows:

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from fastlayers_server.engine.protocol import TokenLogprobs
-from fastlayers_server.front.answers import KEEP_ALIVE, answer, event
+from fastlayers_server.front.answers import KEEP_ALIVE, KEEP_ALIVE_SECONDS, answer, event
 from fastlayers_server.front.gate import body_of
 from fastlayers_server.front.generation import Front, Wanted, launch
 from fastlayers_server.front.grammars import constraint_of
@@ -62,7 +62,7 @@ class _Writer:
         options = self._body.stream_options
         begun: set[int] = set()
         while not job.done or job.unread:
-            if not await job.news(self._front.config.keep_alive):
+            if not await job.news(KEEP_ALIVE_SECONDS):
                 yield KEEP_ALIVE
                 continue
             for row in job.rows:

@@ -11,18 +11,20 @@ import secrets
 import time
 from collections.abc import Iterable
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pydantic_core
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fastlayers_server.front.config import FrontConfig
 from fastlayers_server.front.errors import ApiError, of_validation
 from fastlayers_server.front.metrics import Metrics
 from fastlayers_server.front.schemas import REFUSED
 from fastlayers_server.front.trace import Tracing
+
+if TYPE_CHECKING:
+    from fastlayers_server.serve_config import ServeConfig
 
 access = logging.getLogger("fastlayers.access")
 
@@ -58,7 +60,7 @@ class Gate:
     Parameters
     ----------
     app
-    config : FrontConfig
+    config : ServeConfig
     metrics : Metrics
     limit : int
         Requests at once; more get 429.
@@ -67,12 +69,12 @@ class Gate:
     """
 
     def __init__(
-        self, app: ASGIApp, config: FrontConfig, metrics: Metrics, limit: int = 4096, span: Tracing | None = None
+        self, app: ASGIApp, config: ServeConfig, metrics: Metrics, limit: int = 4096, span: Tracing | None = None
     ) -> None:
         self.app, self.config, self.metrics, self.limit = app, config, metrics, limit
         self._span = span
         self.active = 0
-        self._keys, self._admin = digests(config.api_keys), digests(config.admin_keys)
+        self._keys, self._admin = digests(config.api_key), digests(config.admin_api_key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -143,7 +145,7 @@ class Gate:
 class _Passage:
     """The way in and out of one request."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, config: FrontConfig) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, config: ServeConfig) -> None:
         self._receive, self._send, self._config = receive, send, config
         self.status, self.outcome, self._bytes, self._complete = 0, "", 0, False
         headers = dict(scope["headers"])

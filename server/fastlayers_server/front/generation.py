@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fastlayers_server.engine.protocol import EngineInfo, Sampling, Submit, pack_ids
-from fastlayers_server.front.config import FrontConfig
 from fastlayers_server.front.errors import ApiError
 from fastlayers_server.front.link import Link
 from fastlayers_server.front.metrics import Metrics
@@ -23,6 +22,7 @@ from fastlayers_server.front.tokens import Detokenizer, StopStrings, TokenText
 if TYPE_CHECKING:
     from fastlayers_server.front.grammars import Compiler
     from fastlayers_server.front.parsers import Formats
+    from fastlayers_server.serve_config import ServeConfig
 
 log = logging.getLogger("fastlayers.front")
 
@@ -34,7 +34,7 @@ INLINE_CHARACTERS = 2000
 class Front:
     """What every handler needs."""
 
-    config: FrontConfig
+    config: ServeConfig
     link: Link
     tokens: TokenText
     metrics: Metrics
@@ -63,8 +63,8 @@ class Front:
 
     def check_model(self, name: str | None) -> None:
         """Raise 404 for a name that is not served."""
-        if name is not None and name not in self.config.served_names:
-            served = ", ".join(map(repr, self.config.served_names))
+        if name is not None and name not in self.config.served_model_name:
+            served = ", ".join(map(repr, self.config.served_model_name))
             raise ApiError(404, f"model {name!r} is not served; served: {served}", "model_not_found", "model")
 
     async def encode(self, text: str, add_special_tokens: bool, info: EngineInfo) -> list[int]:

@@ -27,14 +27,14 @@ def model_card(front: Front, name: str) -> dict[str, Any]:
     info = front.link.info
     return {
         "id": name, "object": "model", "created": front.started, "owned_by": "fastlayers",
-        "root": front.config.root or front.config.name, "parent": None,
+        "root": front.config.model, "parent": None,
         "max_model_len": info.max_model_len if info else None,
     }  # fmt: skip
 
 
 async def models(request: Request, front: Front) -> Response:
     """List what is served."""
-    return document({"object": "list", "data": [model_card(front, n) for n in front.config.served_names]})
+    return document({"object": "list", "data": [model_card(front, n) for n in front.config.served_model_name]})
 
 
 async def model(request: Request, front: Front) -> Response:
@@ -129,7 +129,7 @@ async def server_info(request: Request, front: Front) -> Response:
     info = front.link.info
     engine = {name: getattr(info, name) for name in info.__struct_fields__} if info else None
     facts = {
-        "version": metadata.version("fastlayers"), "config": front.config.server, "engine": engine,
+        "version": metadata.version("fastlayers"), "config": front.config.shown(), "engine": engine,
         "phase": front.link.phase, "system_fingerprint": front.fingerprint,
         "formats": {"reasoning": front.formats.reasoning, "tools": front.formats.tools},
     }  # fmt: skip

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from fastlayers_server.front import schemas
-from fastlayers_server.front.answers import KEEP_ALIVE, answer
+from fastlayers_server.front.answers import KEEP_ALIVE, KEEP_ALIVE_SECONDS, answer
 from fastlayers_server.front.chat import check_arguments, prompt_of, start
 from fastlayers_server.front.errors import ApiError, of_validation
 from fastlayers_server.front.gate import body_of
@@ -217,7 +217,7 @@ class _Writer:
             yield self._event(kind, response=self._response(job, "in_progress"))
         row = job.rows[0]
         while not job.done or job.unread:
-            if not await job.news(self._front.config.keep_alive):
+            if not await job.news(KEEP_ALIVE_SECONDS):
                 yield KEEP_ALIVE
                 continue
             if row.error is not None:

@@ -38,7 +38,7 @@ def test_parts_of_the_shipped_model() -> None:
 
 
 def test_a_random_model_of_known_shapes() -> None:
-    parts = build(msgspec.structs.replace(SMALL, load_format="dummy", layers=2, dtype="fp32"), lambda phase: None)
+    parts = build(replace(SMALL, load_format="dummy", layers=2, dtype="fp32"), lambda phase: None)
     assert parts.info.model_type == "deepseek_v3"
 
 
@@ -65,13 +65,13 @@ def test_a_random_model_of_known_shapes() -> None:
 )
 def test_what_is_refused(change: dict[str, object], said: str) -> None:
     with pytest.raises(ArgumentError, match=said):
-        build(msgspec.structs.replace(SMALL, **change), lambda phase: None)
+        build(replace(SMALL, **change), lambda phase: None)
     with pytest.raises(FastlayersError):
-        build(msgspec.structs.replace(SMALL, model="not/here"), lambda phase: None)
+        build(replace(SMALL, model="not/here"), lambda phase: None)
 
 
 def test_deterministic_mode_takes_only_backends_that_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = msgspec.structs.replace(SMALL, deterministic=True)
+    config = replace(SMALL, deterministic=True)
     assert build(config, lambda phase: None).scheduler.config.piece == 64
     table = registry("rms_norm")
     silent = [replace(b, repeats_on=()) if b.name == "torch" else b for b in table.ranked]
@@ -82,12 +82,12 @@ def test_deterministic_mode_takes_only_backends_that_repeat(monkeypatch: pytest.
 
 
 def test_another_model_drafts() -> None:
-    config = msgspec.structs.replace(SMALL, speculative_algorithm="draft", speculative_draft_model="tiny")
+    config = replace(SMALL, speculative_algorithm="draft", speculative_draft_model="tiny")
     parts = build(config, lambda phase: None)
     assert parts.drafts is not None and isinstance(parts.drafts.source, ModelDrafts)
     # Both caches share the memory for pages.
-    room = msgspec.structs.replace(config, max_running_requests=4096, max_model_len=4096)
-    alone = msgspec.structs.replace(room, speculative_algorithm="none", speculative_draft_model="")
+    room = replace(config, max_running_requests=4096, max_model_len=4096)
+    alone = replace(room, speculative_algorithm="none", speculative_draft_model="")
     pages = [build(one, lambda phase: None).info.num_pages for one in (room, alone)]
     assert pages[0] == pytest.approx(pages[1] / 2, rel=0.2)
 
@@ -147,7 +147,7 @@ def test_tails_need_every_kernel_of_short_extends(heads: int, kv_heads: int, hea
 def test_a_start_tells_what_it_spends_its_seconds_on(caplog: pytest.LogCaptureFixture) -> None:
     begun = time.monotonic() - 5.0
     with caplog.at_level("INFO", "fastlayers_server.engine.startup"):
-        parts = build(msgspec.structs.replace(SMALL, begun=begun), lambda phase: None)
+        parts = build(replace(SMALL, begun=begun), lambda phase: None)
     told = parts.executor.explain()["start"]
     assert told[0][0] == "process and its imports" and told[0][1] >= 5.0
     assert 5.0 < sum(seconds for _, seconds in told) <= time.monotonic() - begun + 0.01
@@ -156,7 +156,7 @@ def test_a_start_tells_what_it_spends_its_seconds_on(caplog: pytest.LogCaptureFi
 
 
 def test_steps_are_measured_over_a_page_that_is_given_anew() -> None:
-    parts = build(msgspec.structs.replace(SMALL, max_num_batched_tokens=300), lambda phase: None)
+    parts = build(replace(SMALL, max_num_batched_tokens=300), lambda phase: None)
     extends, decodes = measure(parts.executor, parts.scheduler)
     assert set(extends) == {16, 32, 64, 128, 256} and set(decodes) == {1, 2, 4}
     assert min(*extends.values(), *decodes.values()) > 0

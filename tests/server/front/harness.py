@@ -15,9 +15,9 @@ import msgspec
 
 from fastlayers_server.engine.protocol import EngineInfo
 from fastlayers_server.front.app import make_app, make_front
-from fastlayers_server.front.config import FrontConfig
 from fastlayers_server.front.generation import Front
 from fastlayers_server.front.tokens import TokenText
+from fastlayers_server.serve_config import ServeConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from scripted import ScriptedEngine, saying
@@ -72,8 +72,8 @@ def serving(
     engine = engine or ScriptedEngine(script, tick_seconds=config.pop("tick_seconds", 0.0), vocab_size=vocab_size)
     if features is not None:
         with_features(engine, features)
-    settings = {"served_names": ("tiny",), "freeze_gc": False} | config
-    front = make_front(FrontConfig(TINY, **settings), engine, tokens, grammars)
+    settings = {"served_model_name": ("tiny",), "no_freeze_gc": True} | config
+    front = make_front(ServeConfig(**settings), engine, tokens, grammars)
     app = make_app(front, limit)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)

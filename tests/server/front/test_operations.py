@@ -85,7 +85,7 @@ def test_peers_names_stand_beside_ours() -> None:
 
 
 def test_models_tokenize_detokenize_version() -> None:
-    with serving(served_names=("tiny", "org/other")) as server:
+    with serving(served_model_name=("tiny", "org/other")) as server:
         listed = server.get("/v1/models").json()
         assert [Model.model_validate(m).id for m in listed["data"]] == ["tiny", "org/other"]
         assert server.get("/v1/models/org/other").json()["max_model_len"] == 4096

@@ -127,5 +127,5 @@ def test_a_chat_streams_and_the_gauges_live(profile: str) -> None:
                 assert "tok/s" in gauges and "cache hits" in gauges
                 assert not browser.complaints
 
-    with on_the_wire(script_of(tokens, text), tokens=tokens, tick_seconds=0.15, api_keys=("sk-1",)) as wire:
+    with on_the_wire(script_of(tokens, text), tokens=tokens, tick_seconds=0.15, api_key=("sk-1",)) as wire:
         asyncio.run(visit(f"{wire.url}/"))

@@ -17,7 +17,7 @@ from fastlayers_server.front.gate import ADMIN, OPEN
 from .harness import Server, serving
 
 FRONT = Path(__file__).parents[3] / "server" / "fastlayers_server" / "front"
-KEYS = {"api_keys": ("sk-one", "sk-zwei-ü"), "admin_keys": ("adm",)}
+KEYS = {"api_key": ("sk-one", "sk-zwei-ü"), "admin_api_key": ("adm",)}
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_keys_and_prompts_are_neither_logged_nor_shown(caplog: pytest.LogCapture
     from fastlayers_server.serve_config import ServeConfig
 
     config = ServeConfig(api_key=("sk-secret",), admin_api_key=("adm-secret",))
-    with caplog.at_level(logging.DEBUG), serving(api_keys=config.api_key, server=config.shown()) as server:
+    with caplog.at_level(logging.DEBUG), serving(api_key=config.api_key, admin_api_key=config.admin_api_key) as server:
         headers = {"authorization": "Bearer sk-secret"}
         body = {"model": "tiny", "prompt": "my-private-words", "max_tokens": 2}
         assert server.post("/v1/completions", body, **headers).status_code == 200
@@ -127,7 +127,7 @@ def test_cross_origin_requests_are_off_unless_asked_for() -> None:
     with serving() as server:
         assert server.request("OPTIONS", "/v1/completions", origin).status_code == 405
         assert "access-control-allow-origin" not in server.get("/health", **origin).headers
-    with serving(cors_origins=("https://example.org",), api_keys=("k",)) as server:
+    with serving(cors_origin=("https://example.org",), api_key=("k",)) as server:
         answer = server.request("OPTIONS", "/v1/completions", origin)
         assert answer.headers["access-control-allow-origin"] == "https://example.org"
         assert "access-control-allow-credentials" not in answer.headers

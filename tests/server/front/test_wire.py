@@ -89,7 +89,7 @@ def test_a_body_that_does_not_come_is_not_waited_for() -> None:
 
 
 def test_a_body_that_is_too_large_is_refused_while_it_comes() -> None:
-    with on_the_wire(max_body_bytes=1000) as wire:
+    with on_the_wire(max_body_mb=1000 / 2**20) as wire:
         declared = wire.send("/v1/completions", b"{", "Content-Length: 1001")
         counted = wire.send("/v1/completions", b"800\r\n" + b"x" * 2048 + b"\r\n", "Transfer-Encoding: chunked")
         for connection in (declared, counted):
@@ -170,7 +170,7 @@ def test_draining_ends_what_takes_too_long_with_an_error() -> None:
 def test_openais_client_talks_to_it() -> None:
     tokens = tokens_of()
     text = "One two three."
-    with on_the_wire(script_of(tokens, text), tokens=tokens, api_keys=("sk-1",)) as wire:
+    with on_the_wire(script_of(tokens, text), tokens=tokens, api_key=("sk-1",)) as wire:
         client = openai.OpenAI(base_url=f"{wire.url}/v1", api_key="sk-1")
         messages: Any = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
         assert client.models.list().data[0].id == "tiny"

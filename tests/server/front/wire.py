@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from fastlayers_server.front.app import make_app, make_front
-from fastlayers_server.front.config import FrontConfig
 from fastlayers_server.front.server import Runner
 from fastlayers_server.front.sockets import bound
+from fastlayers_server.serve_config import ServeConfig
 
-from .harness import TINY, ScriptedEngine, tokens_of
+from .harness import ScriptedEngine, tokens_of
 
 
 class OnThread(Runner):
@@ -68,8 +68,8 @@ def on_the_wire(
     grammars: Any = None, tokens: Any = None, limit: int = 4096, vocab_size: int = 512, **config: Any,
 ) -> Iterator[Wire]:  # fmt: skip
     engine = engine or ScriptedEngine(script, tick_seconds=tick_seconds, vocab_size=vocab_size)
-    settings = {"served_names": ("tiny",), "freeze_gc": False} | config
-    front = make_front(FrontConfig(TINY, **settings), engine, tokens or tokens_of(), grammars)
+    settings = {"served_model_name": ("tiny",), "no_freeze_gc": True} | config
+    front = make_front(ServeConfig(**settings), engine, tokens or tokens_of(), grammars)
     runner = OnThread(make_app(front, limit), front, header_timeout)
     front.link.on_death = runner.engine_died
     listening = bound("127.0.0.1", 0)
