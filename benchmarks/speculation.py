@@ -3,7 +3,8 @@
 The server's engine on random weights, ticked by hand, no HTTP. Drafts cost nothing and each is right with ``--rate``,
 whatever the model draws there: the verifier's hook. For each ``--batch``: milliseconds per token and request without
 drafts and with ``--k`` of them, by turns, medians of three. Then one verifying step of k + 1 tokens against one decode
-step of one token, both on the clock and back to back. One JSON line a row; the first line describes the run.
+step of one token, both on the clock and back to back, and with ``--kernels N`` those N of each that take longest. One
+JSON line a row; the first line describes the run.
 """
 
 from __future__ import annotations
@@ -88,14 +89,23 @@ def ms_per_token(parts: Parts, drafts: Scripted | None, batch: int, prompt: int,
     return 1000 * batch * (at[end][0] - at[begin - 1][0]) / count
 
 
-def steps_ms(parts: Parts, k: int, context: int) -> dict[str, float]:
-    """Return milliseconds of a step of k + 1 tokens to verify and of one that decodes one token."""
+def steps(parts: Parts, k: int, context: int) -> dict[str, Callable[[], Any]]:
+    """Return a step of k + 1 tokens to verify and one that decodes one token, of a request of so many tokens."""
     executor: Any = parts.executor
     request = Request(Submit(0, b"", Sampling(temperature=0.0)), 0, [5] * context, frozenset(), 0)
     pages = (context + k) // executor.config.page_size + 1
     request.slot = 1
     executor.decoding.pages[1, :pages] = range(1, pages + 1)
     chunk = Chunk(request, context, [5] * (k + 1), k + 1)
+    return {
+        "verify": lambda: executor.extending.extend_chunks([chunk], VERIFY),
+        "decode": lambda: executor.decoding.decode([request], [context], GREEDY),
+    }
+
+
+@torch.inference_mode()
+def steps_ms(parts: Parts, k: int, context: int) -> dict[str, float]:
+    """Return milliseconds of both :func:`steps`."""
 
     def timed(call: Callable[[], Any], rounds: int = 40) -> tuple[float, float]:
         took = []
@@ -111,13 +121,31 @@ def steps_ms(parts: Parts, k: int, context: int) -> dict[str, float]:
         _wait()
         return 1000 * statistics.median(took[5:]), 1000 * (time.perf_counter() - begin) / rounds
 
-    with torch.inference_mode():
-        verify = timed(lambda: executor.extending.extend_chunks([chunk], VERIFY))
-        decode = timed(lambda: executor.decoding.decode([request], [context], GREEDY))
+    verify, decode = (timed(step) for step in steps(parts, k, context).values())
     return {
         "verify_ms": verify[0], "verify_row_ms": verify[1], "decode_ms": decode[0], "decode_row_ms": decode[1],
         "ratio": verify[0] / decode[0], "ratio_in_a_row": verify[1] / decode[1],
     }  # fmt: skip
+
+
+@torch.inference_mode()
+def kernels_us(parts: Parts, k: int, context: int, most: int) -> dict[str, list[tuple[str, int, float]]]:
+    """Return of both :func:`steps` the kernels that take longest: name, launches and microseconds a step."""
+    found, rounds = {}, 8
+    activity = torch.profiler.ProfilerActivity
+    kind = activity.CUDA if torch.cuda.is_available() else activity.CPU
+    for name, step in steps(parts, k, context).items():
+        step()
+        _wait()
+        with torch.profiler.profile(activities=[kind]) as profiler:
+            for _ in range(rounds):
+                step()
+            _wait()
+        device = kind == activity.CUDA
+        took = [(e.self_device_time_total if device else e.self_cpu_time_total, e) for e in profiler.key_averages()]
+        rows = sorted(((e.key[:60], e.count // rounds, us / rounds) for us, e in took), key=lambda row: -row[2])
+        found[name] = [("all", sum(count for _, count, _ in rows), sum(us for *_, us in rows)), *rows[:most]]
+    return found
 
 
 def _wait() -> None:
@@ -134,6 +162,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=0.7)
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=256)
+    parser.add_argument("--kernels", type=int, default=0)
     parser.add_argument("--out", default=None)
     arguments = parser.parse_args()
     config = EngineConfig(
@@ -165,6 +194,8 @@ def main() -> None:
         say({"context": context} | steps_ms(parts, arguments.k, context))
     _, uncaptured = parts.executor.graph_counts()
     say({"uncaptured": uncaptured})
+    if arguments.kernels:
+        say({"context": 2048, "kernels": kernels_us(parts, arguments.k, 2048, arguments.kernels)})
     if arguments.out:
         Path(arguments.out).write_text("\n".join(rows) + "\n")
 
