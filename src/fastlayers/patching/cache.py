@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer
 
+from fastlayers.patching.classes import differentiated
 from fastlayers.weights_epoch import is_aliased
 
 # Capacities are whole pages of this many rows: attention kernels read the buffer as pages.
@@ -100,7 +101,7 @@ class LatentLayer(DynamicLayer):
             self._apart = [torch.cat(pair, dim=-2) for pair in zip(held, (key_states, value_states), strict=True)]
             return self._apart[0], self._apart[1]
         same_batch = length == 0 or self._views()[0].shape[0] == key_states.shape[0]
-        recorded = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
+        recorded = differentiated(key_states, value_states, *self._views())
         if recorded or not same_batch or not _fits(key_states, value_states):
             # Writing in place would break autograd; what does not fit gets the stock layer's behaviour and errors.
             result: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, *args, **kwargs)

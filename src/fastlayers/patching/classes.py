@@ -109,11 +109,11 @@ class FastModule:
         """Return why our code may not run on ``x``, besides what is so for every module, or ""."""
         return ""
 
-    def _fl_why_not(self, x: torch.Tensor) -> str:
-        """Return why our code may not run, or ""."""
-        return self._fl_aside(x) or self._fl_other(x)
+    def _fl_why_not(self, x: torch.Tensor, *beside: Any) -> str:
+        """Return why our code may not run, or ""; ``beside``: what else a caller may want gradients of."""
+        return self._fl_aside(x, *beside) or self._fl_other(x)
 
-    def _fl_aside(self, x: torch.Tensor) -> str:
+    def _fl_aside(self, x: torch.Tensor, *beside: Any) -> str:
         """Return a reason unless: set up, not training, nobody wants gradients, the guard holds."""
         guard: Guard | None = self.__dict__.get("_fl_guard")
         if guard is None:
@@ -123,18 +123,18 @@ class FastModule:
             return RECORDED
         if self.training:  # type: ignore[attr-defined]
             return "training mode"
-        if torch.is_grad_enabled() and wants_grad(self, x):
+        if differentiated(x, *beside) or differentiated(*self.parameters()):  # type: ignore[attr-defined]
             return "gradients are wanted"
         if guard.holds(self):
             return ""
         return "something was replaced" if torch.compiler.is_compiling() else guard.why(self)
 
-    def _fl_usable(self, x: torch.Tensor) -> bool:
-        """Return whether our code may run; counts a fallback otherwise."""
+    def _fl_usable(self, x: torch.Tensor, *beside: Any) -> bool:
+        """Return whether our code may run; counts a fallback otherwise. ``beside``: as for :meth:`_fl_why_not`."""
         guard: Guard | None = self.__dict__.get("_fl_guard")
         # What eager inference asks, in few calls; the long way finds and names everything else.
         slow = torch.compiler.is_dynamo_compiling() or guard is None or self.training or torch.is_grad_enabled()  # type: ignore[attr-defined]
-        why = self._fl_why_not(x) if slow or not guard.stands(self) else self._fl_other(x)  # type: ignore[union-attr]
+        why = self._fl_why_not(x, *beside) if slow or not guard.stands(self) else self._fl_other(x)  # type: ignore[union-attr]
         if why:
             self._fl_fell(why)
         return not why
@@ -163,9 +163,12 @@ class FastModule:
         return _rebuild, (original, mixin), {k: v for k, v in self.__dict__.items() if k not in _DERIVED}
 
 
-def wants_grad(module: Any, x: torch.Tensor) -> bool:
-    """Return whether autograd would record this call, where gradients are on."""
-    return x.requires_grad or any(p.requires_grad for p in module.parameters())
+def differentiated(*given: Any) -> bool:
+    """Return whether autograd records what is computed of these tensors: kernels know no gradient.
+
+    Asked of arguments, and again of what hooks, wrappers or a cache put in their place on the way.
+    """
+    return torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) for each in given)
 
 
 @contextmanager

@@ -178,7 +178,7 @@ class FastExperts(FastModule):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Return the weighted sum of each token's experts ``[T, D]``."""
-        if not self._fl_usable(hidden_states):
+        if not self._fl_usable(hidden_states, top_k_weights):
             original: torch.Tensor = super().forward(hidden_states, top_k_index, top_k_weights)  # type: ignore[misc]
             return original
         count(self._fl_hits)

@@ -29,7 +29,7 @@ from fastlayers.attention.mla.torch import MAX_SCORES, product
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWriteConfig
 from fastlayers.errors import NoBackendError
 from fastlayers.patching.cache import PAGE
-from fastlayers.patching.classes import count
+from fastlayers.patching.classes import count, differentiated
 from fastlayers.patching.guard import untouched
 from fastlayers.patching.matching import foreign_hooks, setting
 from fastlayers.patching.packing import PackedModule
@@ -237,7 +237,7 @@ class FastGQA(PackedModule):
 
     def _fl_may_run(self, hidden_states: torch.Tensor, position: Any, mask: Any, extra: dict[str, Any]) -> int:
         """Return what :meth:`_fl_ready` does, 0 also where this call is not one that our code computes."""
-        ready = self._fl_ready(hidden_states)
+        ready = self._fl_ready(hidden_states, mask)
         if not ready:
             return 0
         why = ""
@@ -263,13 +263,17 @@ class FastGQA(PackedModule):
         eager = sys.modules[origin.__module__].eager_attention_forward
         function = attention_function(self.config, eager)
         sinks = own.get("s_aux")
-        if function is eager:
+        # Under autograd the original's function runs: kernels know no gradient, and eager's is its own where rows
+        # see nothing.
+        recorded = differentiated(q, k, v, mask)
+        if function is eager and not recorded:
             # It adds any mask to the scores, a bool one as 0 and 1.
             mask = mask.to(q.dtype) if mask is not None and mask.dtype == torch.bool else mask
             dense = None if torch.compiler.is_dynamo_compiling() else self._fl_dense
             return attend(q, k, v, mask, self.scaling, sinks, None, False, dense), None
         if (
             function is sdpa_attention_forward
+            and not recorded
             and sinks is None
             and (mask is None or mask.dtype in (torch.bool, q.dtype))
         ):
@@ -298,7 +302,7 @@ class FastGQA(PackedModule):
 
     def _fl_turned(self, both: torch.Tensor, keys: int, position: Any) -> tuple[torch.Tensor, ...] | None:
         """Return what :meth:`_fl_rotated` does of a packed product, by one launch; ``None``: not of these tensors."""
-        if self._fl_turn is None or torch.compiler.is_dynamo_compiling():
+        if self._fl_turn is None or torch.compiler.is_dynamo_compiling() or differentiated(both, *position):
             return None
         (cos, sin), (batch, queries, _) = position, both.shape
         if cos.shape != sin.shape or cos.shape[:-1] not in ((batch, queries), (1, queries)):

@@ -26,7 +26,7 @@ from fastlayers.attention.mla.torch import MAX_SCORES, product
 from fastlayers.attention.mla_kv_write.layer import MLAKVWriteConfig
 from fastlayers.errors import NoBackendError
 from fastlayers.patching.cache import PAGE, LatentLayer, adopt, latent_rows
-from fastlayers.patching.classes import count
+from fastlayers.patching.classes import count, differentiated
 from fastlayers.patching.gqa import attention_function, weights_asked
 from fastlayers.patching.packing import PackedModule, plain
 from fastlayers.patching.paged import active_step
@@ -183,7 +183,7 @@ class FastMLA(PackedModule):
 
     def _fl_may_run(self, hidden_states: torch.Tensor, mask: Any, extra: dict[str, Any]) -> int:
         """Return what :meth:`_fl_ready` does, 0 also where this call is not one that our code computes."""
-        ready = self._fl_ready(hidden_states)
+        ready = self._fl_ready(hidden_states, mask)
         if not ready:
             return 0
         why = ""
@@ -242,7 +242,8 @@ class FastMLA(PackedModule):
             if self._fl_adopt:
                 adopt(cache, self.layer_idx)
             keys, values = cache.update(keys, values, self.layer_idx)
-        dense = self._fl_absorbable(queries, keys, mask)
+        recorded = differentiated(q_nope, q_rope, keys, values)
+        dense = None if recorded else self._fl_absorbable(queries, keys, mask)
         if dense is not None:
             rows = latent_rows(cache, self.layer_idx, keys, values)
             o = self._fl_absorbed(q_nope, q_rope, rows, mask, cache, dense)

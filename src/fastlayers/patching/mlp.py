@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from fastlayers.activation.silu_mul.layer import SILU_MUL, SiluMulConfig
 from fastlayers.activation.silu_mul.torch import TorchSiluMul
-from fastlayers.patching.classes import count
+from fastlayers.patching.classes import count, differentiated
 from fastlayers.patching.matching import SILU, foreign_hooks
 from fastlayers.patching.packing import PackedModule
 from fastlayers.registry import Ladder
@@ -51,7 +51,7 @@ class FastMLP(PackedModule):
         gate_up = self._fl_fused(x, ready)
         if gate_up is None:
             gate, up = self.gate_proj(x), self.up_proj(x)
-            if isinstance(self._fl_core.single, TorchSiluMul):
+            if isinstance(self._fl_core.single, TorchSiluMul) or differentiated(gate, up):
                 apart: torch.Tensor = self._modules["down_proj"](F.silu(gate) * up)
                 return apart
             gate_up = torch.cat((gate, up), dim=-1)

@@ -153,14 +153,14 @@ class PackedModule(FastModule):
         """Return the names of what is one product, or ""."""
         return "" if self._fl_packed.weight is None else "+".join(self._fl_parts())
 
-    def _fl_ready(self, x: torch.Tensor) -> int:
+    def _fl_ready(self, x: torch.Tensor, *beside: Any) -> int:
         """Return 0: the original's code is to run; 1: ours; 2: ours, and the buffer is what the parameters hold.
 
-        Counts a fallback where it is 0.
+        Counts a fallback where it is 0. ``beside``: as for :meth:`_fl_why_not`.
         """
         packed: Packed | None = self.__dict__.get("_fl_packed")
         slow = torch.compiler.is_dynamo_compiling() or packed is None or self.training or torch.is_grad_enabled()  # type: ignore[attr-defined]
-        return int(self._fl_usable(x)) if slow or not packed.whole(self) else 2  # type: ignore[union-attr]
+        return int(self._fl_usable(x, *beside)) if slow or not packed.whole(self) else 2  # type: ignore[union-attr]
 
     def _fl_fused(self, x: torch.Tensor, ready: int = 1) -> torch.Tensor | None:
         """Return all outputs side by side, or ``None``: the linears are to run one by one.
