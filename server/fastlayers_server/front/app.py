@@ -12,18 +12,18 @@ from importlib import metadata
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from fastapi import FastAPI
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from fastlayers_server.engine.protocol import EngineClient
 from fastlayers_server.front import ops
+from fastlayers_server.front.answers import document
 from fastlayers_server.front.chat import chat
 from fastlayers_server.front.completions import completions
-from fastlayers_server.front.errors import ApiError, on_api_error, on_fault, on_http_error
+from fastlayers_server.front.errors import not_served
 from fastlayers_server.front.gate import Gate
 from fastlayers_server.front.generation import Front
 from fastlayers_server.front.grammars import Compiler
@@ -89,7 +89,7 @@ def make_app(front: Front, limit: int = 4096) -> ASGIApp:
     """Return the whole ASGI application; its lifespan starts the engine and ends it."""
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: ASGIApp) -> AsyncIterator[None]:
         front.metrics.watch_gc()
         front.link.start(asyncio.get_running_loop())
         freezing = asyncio.ensure_future(_freeze(front)) if not front.config.no_freeze_gc else None
@@ -102,38 +102,25 @@ def make_app(front: Front, limit: int = 4096) -> ASGIApp:
             front.link.draining = True
             await asyncio.to_thread(front.link.client.shutdown, 0.0)
 
-    app = FastAPI(
-        title="fastlayers", version=metadata.version("fastlayers"), docs_url=None, redoc_url=None,
-        openapi_url="/openapi.json" if front.config.enable_openapi else None, lifespan=lifespan,
-        redirect_slashes=False,
-        exception_handlers={ApiError: on_counted, HTTPException: on_http_error, Exception: on_fault},
-    )  # fmt: skip
-    app.state.front = front
-
     async def on_page(request: Request) -> Response:
         return HTMLResponse(page, headers={"content-security-policy": "default-src 'self' 'unsafe-inline' data:"})
 
+    async def on_openapi(request: Request) -> Response:
+        return document(describe(ROUTES))
+
     page = files("fastlayers_server.front").joinpath("page.html").read_text()
-    app.router.add_route("/", on_page, methods=["GET"])
-    for path, methods, handler in ROUTES:
-        app.router.add_route(path, _bound(handler, front), methods=list(methods))
-    if front.config.enable_openapi:
-        app.openapi = lambda: describe(app.title, app.version, ROUTES)
+    routes = [Route("/", on_page)]
+    routes += [Route(path, _bound(handler, front), methods=methods) for path, methods, handler in ROUTES]
+    routes += [Route("/openapi.json", on_openapi)] if front.config.enable_openapi else []
+    router = Router(routes, redirect_slashes=False, default=not_served, lifespan=lifespan)
     span = tracing(front.config.otlp_endpoint) if front.config.otlp_endpoint else None
-    guarded: ASGIApp = Gate(app, front.config, front.metrics, limit, span)
+    guarded: ASGIApp = Gate(router, front.config, front.metrics, limit, span)
     if front.config.cors_origin:
         guarded = CORSMiddleware(
             guarded, allow_origins=front.config.cors_origin, allow_methods=["GET", "POST"],
             allow_headers=["authorization", "content-type"],
         )  # fmt: skip
     return guarded
-
-
-async def on_counted(request: Request, error: Exception) -> Response:
-    """Answer with an error of ours, and count it."""
-    assert isinstance(error, ApiError)
-    request.app.state.front.metrics.rejected(error.code)
-    return await on_api_error(request, error)
 
 
 def _bound(handler: Handler, front: Front) -> Callable[[Request], Awaitable[Response]]:

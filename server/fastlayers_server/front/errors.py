@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from fastlayers_server.engine.protocol import Output
 
@@ -31,7 +31,7 @@ ENGINE_STATUS = {
 SERVED = "/v1/completions, /v1/chat/completions, /v1/responses, /v1/models, /tokenize, /detokenize"
 
 
-class ApiError(HTTPException):
+class ApiError(Exception):
     """An answer that is an error.
 
     Parameters
@@ -56,11 +56,11 @@ class ApiError(HTTPException):
         retry_after: float = 0.0,
         headers: dict[str, str] | None = None,
     ) -> None:
-        told = dict(headers or {})
-        if retry_after or status == 503:
-            told["retry-after"] = str(max(1, round(retry_after)))
-        super().__init__(status, message, told)
+        super().__init__(message)
         self.status, self.message, self.code, self.param = status, message, code, param
+        self.headers = dict(headers or {})
+        if retry_after or status == 503:
+            self.headers["retry-after"] = str(max(1, round(retry_after)))
 
     @property
     def body(self) -> dict[str, Any]:
@@ -107,28 +107,18 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-async def on_api_error(request: Request, error: Exception) -> Response:
-    """Answer with the error that a handler raised."""
-    assert isinstance(error, ApiError)
-    return error.response()
-
-
-async def on_http_error(request: Request, error: Exception) -> Response:
-    """Answer 404, 405 and whatever else the framework finds."""
-    assert isinstance(error, HTTPException)
-    codes = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
-    messages = {
-        404: f"{request.url.path!r} is not served; served are {SERVED}",
-        405: f"{request.method} is not accepted at {request.url.path!r}",
-    }
-    message = messages.get(error.status_code, str(error.detail))
-    headers = dict(error.headers or {})
-    code = codes.get(error.status_code, "bad_request")
-    return ApiError(error.status_code, message, code, headers=headers).response()
-
-
-async def on_fault(request: Request, error: Exception) -> Response:
-    """Answer 500 for a fault of ours; the trace goes to the log."""
-    rid = request.scope.get("state", {}).get("request_id", "")
+def of_exception(error: Exception, scope: Scope) -> ApiError:
+    """Return what a client is told of anything that was raised; the trace of a fault of ours goes to the log."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HTTPException):  # the router's: it knows the path, but not for this method
+        message = f"{scope['method']} is not accepted at {scope['path']!r}"
+        return ApiError(error.status_code, message, "method_not_allowed", headers=dict(error.headers or {}))
+    rid = scope["state"]["request_id"]
     log.error("request %s failed: %s", rid, type(error).__name__, exc_info=error)
-    return ApiError(500, f"an internal error; the server's log has it under request id {rid}", "internal_error").response()  # fmt: skip  # noqa: E501
+    return ApiError(500, f"an internal error; the server's log has it under request id {rid}", "internal_error")
+
+
+async def not_served(scope: Scope, receive: Receive, send: Send) -> None:
+    """Refuse every path that has no route."""
+    raise ApiError(404, f"{scope['path']!r} is not served; served are {SERVED}", "not_found")

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import pydantic_core
 from pydantic import BaseModel, ValidationError
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fastlayers_server.front.errors import ApiError, of_validation
+from fastlayers_server.front.errors import ApiError, of_exception, of_validation
 from fastlayers_server.front.metrics import Metrics
 from fastlayers_server.front.schemas import REFUSED
 from fastlayers_server.front.trace import Tracing
@@ -86,6 +86,7 @@ class Gate:
             return
         state = scope.setdefault("state", {})
         state["request_id"], state["key"] = secrets.token_hex(8), b""
+        scope["app"] = self  # so the router raises what it refuses, and we answer
         passage = _Passage(scope, receive, send, self.config)
         with self._span(scope) if self._span is not None else nullcontext() as span:
             await self._serve(scope, passage)
@@ -102,15 +103,15 @@ class Gate:
                 raise ApiError(429, message, "queue_full", retry_after=1)
             self._authorize(scope, state)
             await self.app(scope, passage.receive, passage.send)
-        except ApiError as error:
-            self.metrics.rejected(error.code)
-            if not passage.status:
-                await error.response()(scope, passage.receive, passage.send)
-        except TimeoutError:
-            passage.outcome = "write_timeout"
+        except (TimeoutError, ClientDisconnect) as error:
+            passage.outcome = "write_timeout" if isinstance(error, TimeoutError) else "disconnect"
         except Exception as error:
-            # The application has answered 500 and logged; what it raises again has nothing to add.
-            passage.outcome = type(error).__name__
+            wrong = of_exception(error, scope)
+            self.metrics.rejected(wrong.code)
+            if wrong is not error:
+                passage.outcome = type(error).__name__
+            if not passage.status:
+                await wrong.response()(scope, passage.receive, passage.send)
         finally:
             self.active -= 1
             facts = {

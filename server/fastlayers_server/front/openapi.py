@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from importlib import metadata
 from typing import Any
 
 from pydantic import BaseModel
@@ -19,30 +20,32 @@ BODIES: dict[str, type[BaseModel]] = {
     "/abort": schemas.AbortRequest,
     "/abort_request": schemas.AbortRequest,
 }
-_ERROR = {
-    "type": "object",
-    "properties": {
-        "error": {
-            "type": "object",
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": "string"},
-            },
-            "required": ["message", "type", "param", "code"],
-        }
-    },
-    "required": ["error"],
-}
 
 
-def describe(title: str, version: str, routes: Iterable[tuple[str, tuple[str, ...], Any]]) -> dict[str, Any]:
+class Error(BaseModel):
+    """What is wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class Errors(BaseModel):
+    """The body of every answer that is an error."""
+
+    error: Error
+
+
+def describe(routes: Iterable[tuple[str, tuple[str, ...], Any]]) -> dict[str, Any]:
     """Return the document."""
-    template = "#/components/schemas/{model}"
-    models = [(model, "validation") for model in set(BODIES.values())]
-    _, found = models_json_schema(models, ref_template=template)  # type: ignore[arg-type]
-    error = {"description": "An error", "content": {"application/json": {"schema": {"$ref": template.format(model="Error")}}}}  # fmt: skip  # noqa: E501
+    models = [(model, "validation") for model in {*BODIES.values(), Errors}]
+    _, found = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+
+    def content(model: type[BaseModel]) -> dict[str, Any]:
+        return {"content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}}
+
+    error = {"description": "An error"} | content(Errors)
     paths: dict[str, Any] = {}
     for path, methods, handler in routes:
         for method in methods:
@@ -52,8 +55,7 @@ def describe(title: str, version: str, routes: Iterable[tuple[str, tuple[str, ..
                 "responses": {"200": {"description": "Done"}, "default": error},
             }
             if path in BODIES:
-                reference = {"$ref": template.format(model=BODIES[path].__name__)}
-                operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference}}}
+                operation["requestBody"] = {"required": True} | content(BODIES[path])
             if "{" in path:
                 operation["parameters"] = [
                     {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
@@ -61,7 +63,7 @@ def describe(title: str, version: str, routes: Iterable[tuple[str, tuple[str, ..
             paths.setdefault(path.replace(":path", ""), {})[method.lower()] = operation
     return {
         "openapi": "3.1.0",
-        "info": {"title": title, "version": version},
+        "info": {"title": "fastlayers", "version": metadata.version("fastlayers")},
         "paths": paths,
-        "components": {"schemas": {**found["$defs"], "Error": _ERROR}},
+        "components": {"schemas": found["$defs"]},
     }
