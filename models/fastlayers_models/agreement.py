@@ -31,6 +31,7 @@ def meet(context: Any) -> None:
     facts: dict[str, Any] = {"fastlayers": f"{fl.__version__} ({source_hash()})", "torch": torch.__version__}
     facts |= {"device": as_device(context.device).name, "dtype": context.dtype, "kv_dtype": context.kv_dtype}
     facts |= {"page_size": context.page_size, "groups": (context.parallel.attn_dp.size, context.parallel.ep.size)}
+    facts["eplb"] = context.parallel.eplb
     config = {f"config.{name}": value for name, value in vars(context.config).items() if name != "quant"}
     agree(axis, facts | {"config": type(context.config).__name__} | config)
     builds.meet(axis)

@@ -36,6 +36,7 @@ from fastlayers.rotary.layer import RotaryEmbedding
 from fastlayers.weights_epoch import WeightsEpoch, epoch_of
 from fastlayers_models.agreement import meet, same_checkpoint, same_choices
 from fastlayers_models.checkpoint import Checkpoint
+from fastlayers_models.experts import ExpertBalancer, Routed, experts_held, route_to_slots
 from fastlayers_models.loading import check_config, load_weights
 
 
@@ -175,8 +176,10 @@ class SwiGLU(nn.Module):
         return out
 
 
-def route(router: fl.TopKRouter, x: torch.Tensor, valid: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def route(router: fl.TopKRouter, x: torch.Tensor, valid: Any, placement: Any = None) -> Routed:
     """Return ``(topk_weights, topk_ids)``; rows that ``valid`` (see :class:`CausalLM`) excludes cost no expert work."""
+    if placement is not None:
+        return route_to_slots(placement, valid, lambda real: route(router, x, real))
     if valid is not None and valid.dtype == torch.int32:
         return router(x, valid)
     topk_weights, topk_ids = router(x)
@@ -210,8 +213,7 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.self_attn, self.mlp = self_attn, mlp
-        self.input_layernorm = context.norm()
-        self.post_attention_layernorm = context.norm()
+        self.input_layernorm, self.post_attention_layernorm = context.norm(), context.norm()
         self.communicator = LayerCommunicator(
             context.parallel,
             input_layernorm=self.input_layernorm,
@@ -223,16 +225,11 @@ class DecoderLayer(nn.Module):
         )
 
     def forward(
-        self,
-        hidden: Hidden,
-        meta: AttentionMeta,
-        cache: LayerCache,
-        step: StepTokens,
-        valid: torch.Tensor | None = None,
+        self, hidden: Hidden, meta: AttentionMeta, cache: LayerCache, step: StepTokens, valid: Any = None
     ) -> Hidden:
         """Return the next layer's input; writes the new tokens' rows to ``cache``.
 
-        ``valid``: which of the step's rows are real, see :meth:`CausalLM.valid_rows`; ``None``: all.
+        ``valid``: which of the step's rows are real, see :meth:`CausalLM.routed_rows`; ``None``: all.
         """
         hidden = self.communicator.prepare_attn(hidden, step)
         x, rows, tokens = hidden.tensor, hidden.tensor.shape[0], meta.positions.shape[0]
@@ -314,8 +311,8 @@ class CausalLM(nn.Module):
         super().__init__()
         self.config, self.parallel, self.device = context.config, context.parallel, context.device
         self.page_size, self.kv_dtype = context.page_size, context.kv_dtype
-        self.attention_group, self.seam = collectives(context.parallel.attn_tp), context.seam
-        self.moves = context.moves
+        self.attention_group = collectives(context.parallel.attn_tp)
+        self.seam, self.moves = context.seam, context.moves
         self.model: Any = self.make_model(context)
         self.lm_head = context.lm_head(self.decoder.embed_tokens if context.config.tie_word_embeddings else None)
         # What comes in is checked here, once a step.
@@ -327,6 +324,7 @@ class CausalLM(nn.Module):
         for layer in self.decoder.layers:
             layer.communicator.trusted = not self._debug
         same_choices(self)
+        self.balancer = ExpertBalancer.make(self)
         self._checked: tuple[weakref.ref[LayerCache], weakref.ref[Any]] | None = None
         # Weights whose gradients end at a cache, listed when the epoch had this value.
         self._before_caches: tuple[WeightsEpoch, int, list[tuple[Any, torch.Tensor]]] | None = None
@@ -379,9 +377,8 @@ class CausalLM(nn.Module):
 
     def other_experts(self, num_experts: int) -> list[str]:
         """Return the pattern of those experts' tensors that other ranks hold, if there are any."""
-        local = self.parallel.ep.part(num_experts, f"{type(self).__name__} experts")
-        others = [str(i) for i in range(num_experts) if not local.start <= i < local.stop]
-        return [rf"\.mlp\.experts\.(?:{'|'.join(others)})\."] if others else []
+        others = sorted(set(range(num_experts)) - experts_held(self.parallel, num_experts))
+        return [rf"\.mlp\.experts\.(?:{'|'.join(map(str, others))})\."] if others else []
 
     def forward(
         self,
@@ -416,10 +413,10 @@ class CausalLM(nn.Module):
             self._check(input_ids, meta, caches)
         step = step if step is not None else self.single_step(meta)
         hidden = Hidden.start(self.embed(self.decoder.embed_tokens, input_ids, step))
-        valid = valid if valid is not None else self.valid_rows(step)
+        rows = self.routed_rows(step, meta, valid)
         # Draft layers may stand behind the decoder's.
         for _, layer, cache in zip(range(self.config.num_hidden_layers), self.decoder.layers, caches, strict=False):
-            hidden = layer(hidden, meta, cache, step, valid)
+            hidden = layer(hidden, meta, cache, step, rows)
         finished: torch.Tensor = layer.communicator.finish(hidden, None, step)
         return finished[: meta.num_tokens]
 
@@ -448,10 +445,7 @@ class CausalLM(nn.Module):
         """Raise as an attention layer does that is called by itself, if a weight before its cache wants a gradient."""
         held = self._before_caches
         if held is None or held[0].value != held[1]:
-            epoch, layers = (
-                epoch_of(self),
-                [each.self_attn for each in self.decoder.layers],
-            )
+            epoch, layers = epoch_of(self), [each.self_attn for each in self.decoder.layers]
             weights = [(each, weight) for each in layers for weight in each.before_the_cache().values()]
             held = self._before_caches = epoch, epoch.value, weights
         for attention, weight in held[2]:
@@ -488,11 +482,15 @@ class CausalLM(nn.Module):
         """Return which rows of the step are real, on the model's device; ``None`` if all are."""
         return step.valid_rows().to(self.device) if sum(step.real) < step.full_rows else None
 
+    def routed_rows(self, step: StepTokens, meta: AttentionMeta, valid: Any = None) -> Any:
+        """Return what a layer takes as ``valid``; with experts that move also the rows' positions."""
+        valid = valid if valid is not None else self.valid_rows(step)
+        return valid if self.balancer is None else self.balancer.rows(valid, meta, step)
+
     def embed(self, embedding: nn.Module, input_ids: torch.Tensor, step: StepTokens) -> torch.Tensor:
         """Return the embedded tokens, padded to this group's rows of the step."""
         missing = step.rows[self.parallel.attn_dp.rank] - input_ids.shape[0]
-        ids = pad(input_ids, (0, missing)) if missing else input_ids
-        embedded: torch.Tensor = embedding(ids)
+        embedded: torch.Tensor = embedding(pad(input_ids, (0, missing)) if missing else input_ids)
         if self.seam is not None:
             return self.seam.all_reduce(embedded)
         return reduce_embedding(embedded, self.attention_group)

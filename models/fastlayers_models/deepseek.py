@@ -35,6 +35,7 @@ from fastlayers.rotary.scaling import RopeScaling, attention_scale
 from fastlayers_models.blocks import CausalLM, Decoder, DecoderLayer, ModelContext, SwiGLU, route
 from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.config import DeepseekConfig
+from fastlayers_models.experts import PlacedRows, placement_of
 from fastlayers_models.loading import check_config, load_weights
 
 
@@ -92,6 +93,7 @@ class DeepseekMoE(nn.Module):
             quant=config.quant.for_module(f"{name}.experts.0.gate_proj"),
             ep=parallel.ep,
             tp=parallel.moe_tp,
+            placement=placement_of(context, config.n_routed_experts),
             device=context.device,
             dtype=context.dtype,
         )
@@ -100,9 +102,9 @@ class DeepseekMoE(nn.Module):
             SwiGLU(context, f"{name}.shared_experts", shared, bias=config.mlp_bias) if shared else None
         )
 
-    def forward(self, x: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, valid: torch.Tensor | PlacedRows | None = None) -> torch.Tensor:
         """Return ``[T, D]``; rows that ``valid`` excludes cost no expert work."""
-        topk_weights, topk_ids = route(self.gate, x, valid)
+        topk_weights, topk_ids = route(self.gate, x, valid, self.experts.placement)
         routed: torch.Tensor = self.experts(x, topk_weights, topk_ids)
         return routed if self.shared_experts is None else routed + self.shared_experts(x)
 
@@ -339,6 +341,6 @@ class DeepseekForCausalLM(CausalLM):
         embedded = self.embed(layer.embed_tokens, next_ids, step)
         previous = pad(normed_states, (0, 0, 0, embedded.shape[0] - normed_states.shape[0]))
         both = torch.cat([layer.enorm(embedded), layer.hnorm(previous)], -1)
-        hidden = layer(Hidden.start(layer.eh_proj(both)), meta, cache, step, self.valid_rows(step))
+        hidden = layer(Hidden.start(layer.eh_proj(both)), meta, cache, step, self.routed_rows(step, meta))
         final: torch.Tensor = layer.communicator.finish(hidden, layer.shared_head.norm, step)
         return final[: meta.num_tokens]

@@ -64,6 +64,7 @@ class GroupStep(ModelStep):
 
     def decode_together(self, batch: AttentionBatch, intents: Sequence[Intent]) -> Pending:
         """Run one decode step of the loaded rows; ``batch`` is of this group, and empty where it is idle."""
+        self.begin()
         counts = [each.tokens for each in intents]
         mode = MODES[max(each.mode for each in intents)]
         bucket = bucket_of(self.buckets, max(counts))

@@ -27,6 +27,7 @@ from fastlayers.errors import ArgumentError, UnknownModelError, check_positive
 from fastlayers_models.blocks import CausalLM, Decoder, DecoderLayer, ModelContext, SwiGLU, route
 from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.config import GQA_DECODER, GQADecoderConfig, Size, gqa_decoder_values, layer_windows
+from fastlayers_models.experts import PlacedRows, placement_of
 from fastlayers_models.settings import COUNT, FLAG, MOST_POSITIONS, SIZE, Setting, read_settings, shown
 
 VL_TYPES = ("qwen2_5_vl", "qwen2_5_vl_text")
@@ -238,6 +239,7 @@ class QwenMoE(nn.Module):
             quant=config.quant.for_module(f"{name}.experts.0.gate_proj"),
             ep=parallel.ep,
             tp=parallel.moe_tp,
+            placement=placement_of(context, config.num_experts),
             device=context.device,
             dtype=context.dtype,
         )
@@ -247,9 +249,9 @@ class QwenMoE(nn.Module):
             context.linear(f"{name}.shared_expert_gate", config.hidden_size, 1) if shared else None
         )
 
-    def forward(self, x: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, valid: torch.Tensor | PlacedRows | None = None) -> torch.Tensor:
         """Return ``[T, D]``; rows that ``valid`` excludes cost no expert work."""
-        topk_weights, topk_ids = route(self.gate, x, valid)
+        topk_weights, topk_ids = route(self.gate, x, valid, self.experts.placement)
         routed: torch.Tensor = self.experts(x, topk_weights, topk_ids)
         if self.shared_expert is None or self.shared_expert_gate is None:
             return routed

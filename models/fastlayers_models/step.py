@@ -161,6 +161,8 @@ class ModelStep(CapturedSteps):
         across = getattr(model, "seam", None) or getattr(model, "moves", None)
         self._outbox = Outbox(self.max_batch, model.device, across.status if across is not None else None)
         self.weights = WeightsWatch(model)
+        balancer = getattr(model, "balancer", None)  # where experts move between steps
+        self.begin = balancer.tick if balancer is not None else lambda: None
         self._ranks = collectives(model.parallel.tp if hasattr(model, "parallel") else SINGLE)
         self._size, self._mode = 0, "greedy"
         self._bucket: int | None = None
@@ -206,6 +208,7 @@ class ModelStep(CapturedSteps):
 
         A captured step whose weights were replaced since is captured again first.
         """
+        self.begin()
         if self._bucket is not None and not self._is_captured(self._key(self._bucket, self._mode)):
             self._capture_again(self._bucket)
         if self._bucket is None:
@@ -331,6 +334,7 @@ class ModelStep(CapturedSteps):
         Pending
             One token for each part that draws, in their order.
         """
+        self.begin()
         draws = [part.mode for part in parts if part.row is not None]
         mode = max(draws, key=MODES.index) if draws else NO_DRAW
         batch = AttentionBatch(

@@ -25,6 +25,7 @@ _PUBLIC = {
     "BumpAllocator": "fastlayers.allocator",
     "CudaGraphs": "fastlayers.runtime.graphs",
     "Device": "fastlayers.device",
+    "EplbConfig": "fastlayers.moe.placement.planner",
     "FP8BlockLinear": "fastlayers.linear.fp8_block.layer",
     "FP8ScaledLinear": "fastlayers.linear.fp8_scaled.layer",
     "FastlayersError": "fastlayers.errors",

@@ -15,6 +15,7 @@ import fastlayers as fl
 from fastlayers.attention.kv_cache.spec import KVCacheSpec
 from fastlayers.attention.mla.prefix_chunks import MLAThresholds
 from fastlayers.errors import ArgumentError, FastlayersError, check_kind, check_plain
+from fastlayers.moe.placement.table import ExpertPlacement
 from fastlayers.quant.group_quant.layer import GroupQuant
 from fastlayers.quant.mxfp8_quant.layer import MXFP8Quant
 from fastlayers.rotary.scaling import RopeScaling
@@ -30,6 +31,8 @@ MAKERS: dict[Callable[..., Any], dict[str, Any]] = {
     fl.Bmm: {"heads": 2, "in_features": 8, "out_features": 8},
     fl.BumpAllocator: {"capacity_bytes": 64},
     fl.Device: {"type": "cuda", "name": "x", "capability": (9, 0)},
+    fl.EplbConfig: {},
+    ExpertPlacement: {"num_experts": 4, "ep": fl.Axis(), "config": fl.EplbConfig()},
     fl.FP8BlockLinear: SQUARE,
     fl.FP8ScaledLinear: SQUARE,
     fl.FusedMoE: {"hidden_size": 64, "intermediate_size": 128, "num_experts": 4, "top_k": 2},
@@ -75,8 +78,8 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "torch.dtype": ("float32", 3, torch.int8),
     "tuple": ("x", 3, (1.5,), X),
     **dict.fromkeys(
-        ("Axis", "MLAThresholds", "Norm", "ParallelSpec", "LayerCommunicator", "Moves", "QuantSpec", "RopeScaling",
-         "RotaryEmbedding", "Seam", "Shard", "VocabEmbedding"),
+        ("Axis", "EplbConfig", "ExpertPlacement", "MLAThresholds", "Norm", "ParallelSpec", "LayerCommunicator", "Moves",
+         "QuantSpec", "RopeScaling", "RotaryEmbedding", "Seam", "Shard", "VocabEmbedding"),
         ("x", 3, X),
     ),
 }  # fmt: skip

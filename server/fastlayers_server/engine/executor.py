@@ -200,6 +200,7 @@ class TorchExecutor:
     @torch.inference_mode()
     def launch(self, plan: TickPlan) -> TorchStep:
         """Begin a plan's work, see :class:`fastlayers_server.engine.loop.Executor`."""
+        self.decoding.begin()
         if plan.poisoned:
             pages = on_device(plan.poisoned, self.model.device)
             for cache in self.caches:

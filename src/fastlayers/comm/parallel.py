@@ -15,7 +15,7 @@ process group.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fastlayers.errors import (
@@ -27,6 +27,7 @@ from fastlayers.errors import (
     check_plain,
     check_positive,
 )
+from fastlayers.moe.placement.planner import EplbConfig
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -88,17 +89,23 @@ AXES = ("tp", "attn_tp", "attn_dp", "ep", "moe_tp")
 
 @dataclass(frozen=True)
 class ParallelSpec:
-    """The rank grid as one process sees it; see the table at the head of this file."""
+    """The rank grid as one process sees it; see the table at the head of this file.
+
+    ``eplb``: experts lie in slots of which there may be more than experts, and move as their loads change; ``None``:
+    each rank of ``ep`` has an equal run of them.
+    """
 
     tp: Axis = SINGLE
     attn_tp: Axis = SINGLE
     attn_dp: Axis = SINGLE
     ep: Axis = SINGLE
     moe_tp: Axis = SINGLE
+    eplb: EplbConfig | None = None
 
     def __post_init__(self) -> None:
         axes = {name: getattr(self, name) for name in AXES}
         check_kind("ParallelSpec", Axis, **axes)
+        check_kind("ParallelSpec", EplbConfig | None, eplb=self.eplb)
         for outer, inner in (("attn_dp", "attn_tp"), ("ep", "moe_tp")):
             a, b = axes[outer], axes[inner]
             if (a.size * b.size, a.rank * b.size + b.rank) != (self.tp.size, self.tp.rank):
@@ -178,6 +185,7 @@ class ParallelSpec:
             "moe_tp": by_expert.get_group("moe_tp"),
         }
         axes = {name: getattr(plain, name) for name in groups}
-        return ParallelSpec(
-            **{n: Axis(a.size, a.rank, a.ranks, groups[n] if a.size > 1 else None) for n, a in axes.items()}
-        )
+        made: dict[str, Any] = {
+            n: Axis(a.size, a.rank, a.ranks, groups[n] if a.size > 1 else None) for n, a in axes.items()
+        }
+        return replace(plain, **made)

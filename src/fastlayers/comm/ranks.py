@@ -8,13 +8,14 @@ Started by ``torchrun --nproc-per-node N``, which tells every process its rank; 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from fastlayers import env
 from fastlayers.comm.parallel import MOST_RANKS, ParallelSpec
-from fastlayers.errors import ArgumentError, check_device, check_fields, check_positive
+from fastlayers.errors import ArgumentError, check_device, check_fields, check_kind, check_positive
+from fastlayers.moe.placement.planner import EplbConfig
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +36,8 @@ class Ranks:
         Attention groups, each with requests and a cache of its own.
     ep : int
         Groups over which whole experts are dealt out; a divisor of ``tp * dp``.
+    eplb : EplbConfig, optional
+        Redundant experts, and how experts move between ranks as their loads change; default: each has its place.
 
     Examples
     --------
@@ -48,10 +51,12 @@ class Ranks:
     tp: int = 1
     dp: int = 1
     ep: int = 1
+    eplb: EplbConfig | None = None
 
     def __post_init__(self) -> None:
         check_fields("Ranks", self)
         check_positive("Ranks", tp=self.tp, dp=self.dp, ep=self.ep)
+        check_kind("Ranks", EplbConfig | None, eplb=self.eplb)
         if self.processes > MOST_RANKS:
             raise ArgumentError("Ranks", "tp * dp", self.processes, f"at most {MOST_RANKS}")
         if self.processes % self.ep:
@@ -92,7 +97,7 @@ class Ranks:
             accepted = f"{self.processes}: torchrun --nproc-per-node {self.processes} …"
             raise ArgumentError("Ranks", "processes", world, accepted)
         if world == 1:
-            return ParallelSpec(), place
+            return ParallelSpec(eplb=self.eplb), place
         if place.type == "cuda":
             if local >= torch.cuda.device_count():
                 given = f"{torch.cuda.device_count()} GPUs on this host"
@@ -106,7 +111,7 @@ class Ranks:
             else:
                 dist.init_process_group("gloo", timeout=TIMEOUT)
         mesh = dist.device_mesh.init_device_mesh(place.type, (world,))
-        return ParallelSpec.from_mesh(mesh, attn_dp=self.dp, ep=self.ep), place
+        return replace(ParallelSpec.from_mesh(mesh, attn_dp=self.dp, ep=self.ep), eplb=self.eplb), place
 
     @staticmethod
     def leave() -> None:

@@ -60,6 +60,7 @@ from fastlayers.moe.fused_moe.gpt_oss_slots import (
     slots_of_stacked,
 )
 from fastlayers.moe.fused_moe.weights import GROUP, MoEWeights
+from fastlayers.moe.placement.table import ExpertPlacement
 from fastlayers.quant.mxfp4.codes import BYTES
 from fastlayers.quant.mxfp4.codes import GROUP as MX_GROUP
 from fastlayers.quant.spec import NONE, QuantSpec
@@ -115,6 +116,9 @@ class FusedMoE(Layer):
     tp : Axis
         Ranks that split every expert's intermediate dimension; the output is a partial sum. For mxfp4 in whole
         groups of 32, the first ranks one more where they do not divide evenly.
+    placement : ExpertPlacement, optional
+        Of these experts over ``ep``: this rank holds its slots' experts, and ``topk_ids`` are slots, as the placement
+        returns them. Only where checkpoints hold one tensor per expert. Default: experts in their order, one slot each.
     names : ExpertNames, PackedExpertNames or StackedExpertNames
         Checkpoint names; default: one tensor per expert, or GPT-OSS's with ``interleaved``.
     device, dtype
@@ -160,6 +164,7 @@ class FusedMoE(Layer):
         scaling_factor: float = 1.0,
         ep: Axis = SINGLE,
         tp: Axis = SINGLE,
+        placement: ExpertPlacement | None = None,
         names: ExpertNames | PackedExpertNames | StackedExpertNames | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -183,7 +188,12 @@ class FusedMoE(Layer):
             raise ArgumentError(_NAME, "num_shared", f"{num_shared} while {why}", "0")
         if num_shared and bias:
             raise ArgumentError(_NAME, "num_shared", f"{num_shared} with bias", "0")
-        self.expert_slice = ep.part(num_experts, f"{_NAME} num_experts")
+        check_kind(_NAME, ExpertPlacement | None, placement=placement)
+        self.placement = placement
+        if placement is None:
+            self.expert_slice = ep.part(num_experts, f"{_NAME} num_experts")
+        else:
+            self.expert_slice = placement.own_slots
         if quant.format == "mxfp4":
             self.column_slice = part_of_groups(tp, intermediate_size, _NAME)
         else:
@@ -191,7 +201,7 @@ class FusedMoE(Layer):
         local = self.column_slice.stop - self.column_slice.start
         if quant.format == "fp8_block":
             self._check_blocks(quant, local, intermediate_size, tp, num_shared)
-        self.intermediate_size, self.num_experts = intermediate_size, num_experts
+        self.intermediate_size = intermediate_size
         # A checkpoint that interleaves rows also holds all experts in one tensor.
         self.names = names or (PackedExpertNames() if interleaved else ExpertNames())
         self.adds_bias = tp.rank == 0
@@ -205,6 +215,10 @@ class FusedMoE(Layer):
         if isinstance(self.names, PackedExpertNames) != interleaved:
             given = f"{type(self.names).__name__} with interleaved={interleaved}"
             raise ArgumentError(_NAME, "names", given, "PackedExpertNames with interleaved rows, or neither")
+        if placement is not None:
+            self._check_placement(placement, num_experts, num_shared, ep)
+            num_experts = placement.num_slots
+        self.num_experts = num_experts
         local_experts = self.expert_slice.stop - self.expert_slice.start
         cfg = FusedMoEConfig(
             hidden_size, local, local_experts, top_k, num_shared, quant.format, quant.scale_fmt, activation, alpha,
@@ -228,6 +242,15 @@ class FusedMoE(Layer):
             )
         if num_shared > 1 and full % GROUP:
             raise ArgumentError(_NAME, "intermediate_size", full, f"a multiple of {GROUP} to split shared experts")
+
+    def _check_placement(self, placement: ExpertPlacement, num_experts: int, num_shared: int, ep: Axis) -> None:
+        accepted = f"None, or one of {num_experts} experts over rank {ep.rank} of {ep.size}, without shared ones"
+        if placement.num_experts != num_experts or placement.ep != ep or num_shared:
+            where = f"rank {placement.ep.rank} of {placement.ep.size}"
+            given = f"{placement.num_experts} experts over {where}, num_shared={num_shared}"
+            raise ArgumentError(_NAME, "placement", given, accepted)
+        if not isinstance(self.names, ExpertNames):
+            raise ArgumentError(_NAME, "placement", f"given with {type(self.names).__name__}", "None for such names")
 
     def _make_parameters(self, device: torch.device | str | None) -> None:
         cfg = self.cfg
@@ -326,7 +349,8 @@ class FusedMoE(Layer):
             first, part = self.expert_slice.start, self.column_slice
             yield from slots_of_stacked(self.names, self.cfg, self.weights(), whole, first, part)
             return
-        for local, expert in enumerate(range(self.expert_slice.start, self.expert_slice.stop)):
+        known = range(self.num_experts) if self.placement is None else self.placement.logical
+        for local, expert in enumerate(known[self.expert_slice]):
             gate, up, down = (self.names.expert.format(e=expert, part=part) for part in self.names.parts)
             yield from self._expert_slots((gate, up, down), slice(local, local + 1), 1)
         if self.cfg.num_shared:
@@ -392,7 +416,8 @@ class FusedMoE(Layer):
             In the layer's dtype.
         topk_weights : fp32 Tensor ``[T, k]``
         topk_ids : int32 Tensor ``[T, k]``
-            Global expert numbers; anything outside ``[0, num_experts)`` (-1: padding) adds nothing.
+            Global expert numbers (with a placement: slots); anything outside ``[0, num_experts)`` (-1: padding) adds
+            nothing.
 
         Returns
         -------

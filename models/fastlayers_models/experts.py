@@ -1,0 +1,140 @@
+"""Experts that may lie in several slots: routing to slots, and experts that move between steps as their loads change.
+
+    a step     positions of all rows ─► each MoE layer: router ─► experts ─► slots, counted
+    between    every ``step_interval`` steps the counts of all layers come to the host; then ``layers_per_step`` layers
+               are planned and moved at each boundary, by every rank alike
+
+Ranks make the same steps, so they move at the same boundary without asking each other. What a token's output is does
+not depend on where experts lie, but for one rounding: a rank adds up the experts that it holds, in the order of top-k,
+and ranks are added in their order. So a token has the same bits under two placements that group its experts alike by
+rank (always on one rank, and with one expert a token), where a row's product does not depend on the rows beside it, as
+in our kernels.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+import fastlayers as fl
+from fastlayers.attention.meta import AttentionMeta
+from fastlayers.comm.collectives import collectives
+from fastlayers.comm.communicator import RankOps
+from fastlayers.comm.padding import StepTokens
+from fastlayers.errors import ArgumentError
+from fastlayers.moe.placement.moves import move_experts
+from fastlayers.moe.placement.planner import plan_placement
+from fastlayers.moe.placement.table import ExpertPlacement
+
+Routed = tuple[torch.Tensor, torch.Tensor]  # the weights of a token's experts, and their ids or slots
+
+
+class PlacedRows(NamedTuple):
+    """What routing to slots must know of an MLP's rows: which are real, and their positions in their requests."""
+
+    valid: torch.Tensor | None
+    positions: torch.Tensor
+
+
+def placement_of(context: Any, num_experts: int) -> ExpertPlacement | None:
+    """Return the placement of one layer's experts, where the ranks were given one; ``context``: a ModelContext."""
+    parallel = context.parallel
+    return None if parallel.eplb is None else ExpertPlacement(num_experts, parallel.ep, parallel.eplb, context.device)
+
+
+def experts_held(parallel: fl.ParallelSpec, num_experts: int) -> set[int]:
+    """Return the experts whose weights this rank reads."""
+    if parallel.eplb is None:
+        return set(range(num_experts)[parallel.ep.part(num_experts, "experts")])
+    placement = ExpertPlacement(num_experts, parallel.ep, parallel.eplb, "cpu")
+    return set(placement.logical[placement.own_slots])
+
+
+def route_to_slots(placement: ExpertPlacement, rows: Any, choose: Callable[[torch.Tensor | None], Routed]) -> Routed:
+    """Return ``(topk_weights, slots)`` of the experts that ``choose(which rows are real)`` returns; counts them.
+
+    ``rows``: of :meth:`ExpertBalancer.rows`.
+    """
+    if not isinstance(rows, PlacedRows):
+        accepted = "PlacedRows, by which a token finds an expert's slot"
+        raise ArgumentError("route", "valid", type(rows).__name__, accepted)
+    topk_weights, topk_ids = choose(rows.valid)
+    return topk_weights, placement(topk_ids, rows.positions)
+
+
+class ExpertBalancer:
+    """Moves the experts of a model between its steps; all ranks call :meth:`tick` before the same steps.
+
+    Parameters
+    ----------
+    model : CausalLM
+        Whose ``parallel.eplb`` says how.
+
+    Attributes
+    ----------
+    steps, moved, received : int
+        Steps so far, layers whose experts were moved, and bytes that came to this rank with them.
+
+    Raises
+    ------
+    ArgumentError
+        No layer of the model has experts that can lie elsewhere.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.config, parallel = model.parallel.eplb, model.parallel
+        layers = [layer for layer in model.decoder.layers if getattr(_experts(layer), "placement", None) is not None]
+        if not layers:
+            accepted = "None: it has no experts, or its checkpoints hold all of them in one tensor"
+            raise ArgumentError(type(model).__name__, "parallel.eplb", self.config, accepted)
+        self.layers = [_experts(layer) for layer in layers]
+        self.ranks, self._ops = collectives(parallel.tp), RankOps(parallel)
+        self._scattered = layers[0].communicator.place == "scattered"
+        self._waiting: deque[tuple[Any, list[int]]] = deque()
+        self.steps = self.moved = self.received = 0
+
+    @staticmethod
+    def make(model: Any) -> ExpertBalancer | None:
+        """Return the balancer of a model whose experts may move, else ``None``."""
+        return None if model.parallel.eplb is None else ExpertBalancer(model)
+
+    def rows(self, valid: torch.Tensor | None, meta: AttentionMeta, step: StepTokens) -> PlacedRows:
+        """Return what the step's MLPs route by; with several attention groups a collective call."""
+        ops = self._ops
+        positions = pad(meta.positions, (0, step.rows[ops.attn_dp.rank] - meta.positions.shape[0]))
+        if self._scattered:
+            positions = ops.attn_tp.own_slice(positions)
+        elif ops.many_groups:
+            positions = ops.gather_replicate(positions[:, None], step)[:, 0]
+        return PlacedRows(valid, positions)
+
+    def tick(self) -> None:
+        """Begin another step: look at the loads where that is due, or move the next layers."""
+        self.steps += 1
+        for _ in range(min(self.config.layers_per_step, len(self._waiting))):
+            self._balance(*self._waiting.popleft())
+        if not self._waiting and self.config.step_interval and self.steps % self.config.step_interval == 0:
+            self.look()
+
+    def look(self) -> None:
+        """Take the loads since the last look, of all ranks; waits for them. The next ticks balance by them."""
+        counted = [experts.placement.load for experts in self.layers]
+        loads = self.ranks.all_reduce_(torch.stack(counted).long()).tolist()
+        for load in counted:
+            load.zero_()
+        self._waiting.extend(zip(self.layers, loads, strict=True))
+
+    def _balance(self, experts: Any, loads: list[int]) -> None:
+        placement = experts.placement
+        after = plan_placement(loads, placement.logical, placement.ep.size, self.config)
+        if after != placement.logical:
+            self.received += move_experts(experts, after)
+            self.moved += 1
+
+
+def _experts(layer: Any) -> Any:
+    return getattr(layer.mlp, "experts", None)

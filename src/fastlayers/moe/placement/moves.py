@@ -1,0 +1,110 @@
+"""Experts change their slots between two steps: :func:`move_experts`.
+
+    every rank, from the same two placements: who sends which expert to whom
+    ─► own experts copied aside, all others received into spare memory
+    ─► copied into the slots, then the tables: addresses stay, captured steps go on
+
+Nothing is written before all that comes has come. The spare memory is as large as the experts that change on this rank,
+and is free again afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fastlayers.comm.parallel import Axis
+from fastlayers.errors import ArgumentError
+from fastlayers.moe.fused_moe.layer import FusedMoE
+
+
+class Transfer(NamedTuple):
+    """An expert that a rank needs and does not have: from which slot of which rank."""
+
+    expert: int
+    source: int
+    slot: int
+    target: int
+
+
+def transfers(before: Sequence[int], after: Sequence[int], ranks: int) -> list[Transfer]:
+    """Return what must be sent so that the slots hold ``after``, each expert once to a rank that lacks it."""
+    size, found = len(before) // ranks, []
+    holders: dict[int, list[int]] = {}
+    for slot, expert in enumerate(before):
+        holders.setdefault(expert, []).append(slot)
+    for target in range(ranks):
+        mine = range(target * size, (target + 1) * size)
+        had = {before[slot] for slot in mine}
+        for expert in sorted({after[slot] for slot in mine} - had):
+            slots = holders[expert]
+            slot = slots[target % len(slots)]  # several ranks that need it ask different ones
+            found.append(Transfer(expert, slot // size, slot % size, target))
+    return found
+
+
+def move_experts(experts: FusedMoE, after: Sequence[int]) -> int:
+    """Let the slots of one layer hold other experts, on all ranks of its axis together.
+
+    Parameters
+    ----------
+    experts : FusedMoE
+        With a placement; its weights and the placement's tables are written in place, in stream order.
+    after : sequence of int
+        Expert of each slot; equal on all ranks.
+
+    Returns
+    -------
+    int
+        Bytes that this rank received.
+
+    Raises
+    ------
+    ArgumentError
+        The layer has no placement, or there is no process group to send by.
+    """
+    placement = experts.placement
+    if placement is None:
+        raise ArgumentError("move_experts", "experts", "without a placement", "a FusedMoE(…, placement=…)")
+    axis, before = placement.ep, placement.logical
+    own, size = placement.own_slots, placement.num_slots // axis.size
+    with torch.inference_mode():
+        held = [p.data for p in experts.parameters(recurse=False)]
+        wanted = {after[slot] for slot in range(own.start, own.stop) if after[slot] != before[slot]}
+        here = {expert: slot % size for slot, expert in enumerate(before) if own.start <= slot < own.stop}
+        spare = {e: [part[here[e]].clone() for part in held] for e in sorted(wanted & here.keys())}
+        received = _receive(held, transfers(before, after, axis.size), axis)
+        spare |= received
+        for slot in range(own.start, own.stop):
+            if after[slot] != before[slot]:
+                for part, value in zip(held, spare[after[slot]], strict=True):
+                    part[slot - own.start].copy_(value)
+        placement.place(after)
+    return sum(part.numel() * part.element_size() for parts in received.values() for part in parts)
+
+
+def _receive(held: list[torch.Tensor], sent: list[Transfer], axis: Axis) -> dict[int, list[torch.Tensor]]:
+    """Send what others lack, and return what this rank lacks, by expert."""
+    import torch.distributed as dist
+
+    found: dict[int, list[torch.Tensor]] = {}
+    if not sent:
+        return found
+    if not isinstance(axis.group, dist.ProcessGroup):
+        raise ArgumentError("move_experts", "axis.group", type(axis.group).__name__, "a process group")
+    calls: list[dist.P2POp] = []
+    for expert, source, slot, target in sent:
+        if axis.rank not in (source, target):
+            continue
+        if axis.rank == target:
+            found[expert] = [torch.empty_like(part[0]) for part in held]
+        parts = found[expert] if axis.rank == target else [part[slot] for part in held]
+        how: Any = dist.irecv if axis.rank == target else dist.isend
+        peer = dist.get_global_rank(axis.group, source if axis.rank == target else target)
+        # As bytes: not every backend sends every number format.
+        calls += [dist.P2POp(how, part.view(torch.uint8), peer, axis.group) for part in parts]
+    for work in dist.batch_isend_irecv(calls) if calls else ():
+        work.wait()
+    return found

@@ -1,0 +1,119 @@
+"""The map from experts to the slots that hold them, on the device: :class:`ExpertPlacement`.
+
+    E = experts, P = slots of all ranks, X = most slots of one expert, T = tokens, k = top_k
+
+    slot[t,j] = replicas[e, positions[t] mod count[e]]    e = topk_ids[t,j];  -1 where e is outside [0,E)
+    load[e]  += pairs of e                                int32, counted in the same place; padding counts nothing
+
+The position of a token in its request decides which of an expert's slots it takes: neither its row nor chance does, so
+a request's tokens go the same way in any batch. Slots of one expert hold the same weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from fastlayers.comm.parallel import Axis
+from fastlayers.errors import ArgumentError, check_kind, check_positive, check_tensor
+from fastlayers.moe.placement.planner import EplbConfig, first_placement
+
+
+class ExpertPlacement(nn.Module):
+    """Which slots hold each expert of one layer, and how often each expert was chosen.
+
+    Parameters
+    ----------
+    num_experts : int
+    ep : Axis
+        Ranks over which the slots are dealt out, in equal runs.
+    config : EplbConfig
+    device : torch device, optional
+
+    Attributes
+    ----------
+    logical : list[int]
+        Expert of each slot, as the host knows it.
+    physical_to_logical, replicas, count : int32 Tensor
+        ``[P]``, ``[E, X]`` (-1: none) and ``[E]``. Their addresses never change, so that captured steps stay right.
+    load : int32 Tensor ``[E]``
+        Pairs since it was last set to zero.
+
+    Notes
+    -----
+    Capture-safe; no call waits for the device.
+
+    Examples
+    --------
+    >>> import torch, fastlayers as fl
+    >>> from fastlayers.moe.placement.table import ExpertPlacement
+    >>> placement = ExpertPlacement(3, fl.Axis(), fl.EplbConfig())
+    >>> placement.place([2, 0, 1])
+    >>> ids = torch.tensor([[0, 2], [1, -1]], dtype=torch.int32)
+    >>> placement(ids, torch.tensor([7, 8])).tolist(), placement.load.tolist()
+    ([[1, 0], [2, -1]], [1, 1, 1])
+    """
+
+    physical_to_logical: torch.Tensor
+    replicas: torch.Tensor
+    count: torch.Tensor
+    load: torch.Tensor
+
+    def __init__(
+        self, num_experts: int, ep: Axis, config: EplbConfig, device: torch.device | str | None = None
+    ) -> None:
+        super().__init__()
+        check_positive("ExpertPlacement", num_experts=num_experts)
+        check_kind("ExpertPlacement", Axis, ep=ep)
+        check_kind("ExpertPlacement", EplbConfig, config=config)
+        self.num_experts, self.ep, self.config = num_experts, ep, config
+        self.num_slots = config.slots(num_experts, ep.size)
+        most = min(ep.size, 1 + config.num_redundant_experts)
+        for name, shape in (
+            ("physical_to_logical", (self.num_slots,)), ("replicas", (num_experts, most)), ("count", (num_experts,)),
+            ("load", (num_experts,)),
+        ):  # fmt: skip
+            self.register_buffer(name, torch.zeros(shape, dtype=torch.int32, device=device), persistent=False)
+        self.logical: list[int] = []
+        self.place(first_placement(num_experts, self.num_slots))
+
+    @property
+    def own_slots(self) -> slice:
+        """The slots of this rank."""
+        return self.ep.part(self.num_slots, "ExpertPlacement slots")
+
+    def place(self, logical: Sequence[int]) -> None:
+        """Take another expert for each slot; whoever calls has moved the weights."""
+        slots: list[list[int]] = [[] for _ in range(self.num_experts)]
+        for slot, expert in enumerate(logical):
+            slots[expert].append(slot)
+        most, few = self.replicas.shape[1], min(map(len, slots))
+        if len(logical) != self.num_slots or few == 0 or max(map(len, slots)) > most:
+            each = "{} slots, {} to {} of an expert"
+            given, accepted = each.format(len(logical), few, max(map(len, slots))), each.format(self.num_slots, 1, most)
+            raise ArgumentError("ExpertPlacement", "logical", given, accepted)
+        self.logical = list(logical)
+        rows = [held + [-1] * (most - len(held)) for held in slots]
+        for table, values in ((self.physical_to_logical, self.logical), (self.replicas, rows)):
+            table.copy_(torch.tensor(values, dtype=torch.int32))
+        self.count.copy_(torch.tensor([len(held) for held in slots], dtype=torch.int32))
+
+    def forward(self, topk_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the slots ``[T, k]`` (int32) of experts; counts them.
+
+        Parameters
+        ----------
+        topk_ids : int32 Tensor ``[T, k]``
+            -1: none.
+        positions : int64 or int32 Tensor ``[T]``
+            Of the tokens in their requests, none negative.
+        """
+        check_tensor("ExpertPlacement", "topk_ids", topk_ids, shape=(None, None), dtype=torch.int32)
+        check_tensor("ExpertPlacement", "positions", positions, shape=(topk_ids.shape[0],))
+        expert = topk_ids.clamp(0, self.num_experts - 1)  # -1 would wrap to the last one
+        real = topk_ids == expert
+        self.load.index_add_(0, expert.flatten(), real.flatten().to(torch.int32))
+        slots = self.replicas[expert, positions[:, None] % self.count[expert]]
+        return torch.where(real, slots, -1)
