@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from torch import nn
 
@@ -41,7 +43,8 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
 GPU_RESERVE = 6 << 30
 CPU_CACHE_BYTES = 512 << 20
 PIECE = 64  # prompt tokens of a step in deterministic mode
-SLOT = 1  # of requests that nobody made, while steps are measured
+LONG = 0.02  # seconds that steps are run again for, twice at most
+STRIDE = 7919  # from one id of a measured step to the next: tokens that have nothing in common
 Phase = Callable[[str], None]
 
 
@@ -288,23 +291,33 @@ def _cache_bytes(config: EngineConfig, device: torch.device) -> int:
 
 @torch.inference_mode()
 def measure(executor: TorchExecutor, scheduler: Scheduler) -> tuple[dict[int, float], dict[int, float]]:
-    """Return the seconds of extends by tokens and of decode steps by rows, over a page that nobody has yet."""
-    config, table = scheduler.config, executor.decoding.pages[SLOT]
+    """Return the seconds of extends by tokens and of decode steps by rows, over pages that nobody has yet.
+
+    Each token differs and each row has pages of its own, as far as there are any: the same one would choose the same
+    experts, and the same page would be read from the device's cache.
+    """
+    config, table, tokens = scheduler.config, executor.decoding.pages, executor.decoding.table.tokens
     extends, decodes = {}, {}
-    table[:] = 1
+    columns = np.arange((config.max_running + 1) * table.shape[1]).reshape(-1, table.shape[1])
+    table[1:] = 1 + columns[: len(table) - 1] % (config.num_pages - 1)
+    spread = torch.arange(tokens.shape[0]) * STRIDE % config.vocab_size
     sizes = [16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048, 4096, 8192, 16384]
     for size in [size for size in sizes if size <= config.max_batched_tokens]:
         count = -(-size // (config.max_model_len - 1))
-        parts = [_nobodys(size // count) for _ in range(count)]
+        parts = [_nobodys(size // count, 1 + part % config.max_running, config.vocab_size) for part in range(count)]
         chunks = [Chunk(request, 0, request.tokens, 1) for request in parts]
         extends[size] = _seconds(lambda chunks=chunks: executor.extending.extend_chunks(chunks, LOGITS))  # type: ignore[misc]
     sizes = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
     for size in sorted({min(size, config.max_running) for size in sizes}):
-        rows, starts = [_nobodys(1)] * size, [min(1024, config.max_model_len // 2)] * size
+        rows = [_nobodys(1, 1 + row, config.vocab_size) for row in range(size)]
+        starts = [min(1024, config.max_model_len // 2)] * size
+        tokens.copy_(spread)
         decodes[size] = _seconds(lambda rows=rows, starts=starts: executor.decoding.decode(rows, starts, GREEDY))  # type: ignore[misc]
     table[:] = 0
     executor.extending.uncaptured.clear()
     executor.decoding.uncaptured.clear()
+    for what, found in (("extends by tokens", extends), ("decode steps by rows", decodes)):
+        log.info("start: ms of %s: %s", what, ", ".join(f"{size}: {1e3 * took:.1f}" for size, took in found.items()))
     return extends, decodes
 
 
@@ -364,10 +377,11 @@ def behind_prefixes(steps: Any, config: SchedulerConfig) -> None:
             layer(x, state.plan(batch), cache)
 
 
-def _nobodys(length: int) -> Request:
+def _nobodys(length: int, slot: int, vocab_size: int) -> Request:
     """Return a request that nobody made, in a slot that is given anew before it counts."""
-    request = Request(Submit(0, b"", Sampling(temperature=0.0)), 0, [0] * length, frozenset(), 0)
-    request.slot = SLOT
+    ids = [(slot * length + place) * STRIDE % vocab_size for place in range(length)]
+    request = Request(Submit(0, b"", Sampling(temperature=0.0)), 0, ids, frozenset(), 0)
+    request.slot = slot
     return request
 
 
@@ -375,7 +389,10 @@ def _seconds(run: Callable[[], Any]) -> float:
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     run()
     wait()
-    begin = time.perf_counter()
-    run()
-    wait()
-    return time.perf_counter() - begin
+    took: list[float] = []
+    while len(took) < 3 and sum(took) < LONG:
+        begin = time.perf_counter()
+        run()
+        wait()
+        took.append(time.perf_counter() - begin)
+    return statistics.median(took)

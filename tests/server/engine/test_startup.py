@@ -21,7 +21,7 @@ from fastlayers_server.engine.budget import Budget
 from fastlayers_server.engine.config import EngineConfig, SchedulerConfig
 from fastlayers_server.engine.loop import Engine
 from fastlayers_server.engine.mtp import ModelDrafts
-from fastlayers_server.engine.startup import SLOT, Timeline, behind_prefixes, build, measure, tails, warm_up
+from fastlayers_server.engine.startup import Timeline, behind_prefixes, build, measure, tails, warm_up
 
 SMALL = EngineConfig(device="cpu", max_model_len=256, max_running_requests=4, page_size=16)
 
@@ -155,12 +155,27 @@ def test_a_start_tells_what_it_spends_its_seconds_on(caplog: pytest.LogCaptureFi
     assert len(lines) == len(told) and lines[0].endswith("process and its imports")
 
 
-def test_steps_are_measured_over_a_page_that_is_given_anew() -> None:
+def test_steps_are_measured_over_tokens_that_differ_in_pages_that_are_given_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     parts = build(replace(SMALL, max_num_batched_tokens=300), lambda phase: None)
-    extends, decodes = measure(parts.executor, parts.scheduler)
+    executor, model = parts.executor, type(parts.executor.model)  # type: ignore[attr-defined]
+    forward, seen, pages = model.forward, [], []
+
+    def watched(self: Any, ids: torch.Tensor, meta: Any, *args: Any, **options: Any) -> torch.Tensor:
+        seen.append(ids.tolist())
+        pages.append(executor.decoding.pages[1 : 1 + meta.num_requests, 0].tolist())
+        return forward(self, ids, meta, *args, **options)
+
+    monkeypatch.setattr(model, "forward", watched)
+    extends, decodes = measure(executor, parts.scheduler)
     assert set(extends) == {16, 32, 64, 128, 256} and set(decodes) == {1, 2, 4}
     assert min(*extends.values(), *decodes.values()) > 0
-    assert not parts.executor.decoding.pages[SLOT].any() and not parts.executor.decoding.uncaptured
+    first = {len(ids): ids for ids in reversed(seen)}  # decode steps draw what the next one takes
+    assert set(first) == {1, 2, 4, 16, 32, 64, 128, 256}
+    assert all(len(set(ids)) == min(len(ids), executor.model.config.vocab_size) for ids in first.values())
+    assert all(len(set(found)) == len(found) and 0 not in found for found in pages)
+    assert not executor.decoding.pages.any() and not executor.decoding.uncaptured
 
 
 def test_a_warm_up_runs_each_kind_of_layer_and_no_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
