@@ -282,6 +282,8 @@ class CausalLM(nn.Module):
         Of every family: its configuration, with ``from_hf(parsed config.json)``.
     layer_class : type
         Of every family: its :class:`DecoderLayer`, called as ``layer_class(context, index, is_last=...)``.
+    spread_rows : range
+        Of how many rows steps are spread over ranks, see :class:`~fastlayers.StepTokens`; empty: none are.
     context_class : type
         What the parts are built with: :class:`ModelContext`, where a family has no other norm or rotation.
     """
@@ -323,6 +325,7 @@ class CausalLM(nn.Module):
         self.row_multiple = context.parallel.attn_tp.size if scattered or context.parallel.attn_dp.size > 1 else 1
         for layer in self.decoder.layers:
             layer.communicator.trusted = not self._debug
+        self.spread_rows = self.seam.spread_rows if self.seam is not None else range(0)
         same_choices(self)
         self.balancer = ExpertBalancer.make(self)
         self._checked: tuple[weakref.ref[LayerCache], weakref.ref[Any]] | None = None
@@ -476,7 +479,9 @@ class CausalLM(nn.Module):
         """Return the token counts of a step of one attention group."""
         if self.parallel.attn_dp.size > 1:
             raise ArgumentError(type(self).__name__, "step", None, "token counts of all attention groups (attn_dp > 1)")
-        return StepTokens.plan([meta.num_tokens], attn_tp=self.row_multiple, extend=not meta.batch.is_decode)
+        spread = meta.num_tokens in self.spread_rows
+        multiple = self.parallel.attn_tp.size if spread else self.row_multiple
+        return StepTokens.plan([meta.num_tokens], attn_tp=multiple, extend=not meta.batch.is_decode, spread=spread)
 
     def valid_rows(self, step: StepTokens) -> torch.Tensor | None:
         """Return which rows of the step are real, on the model's device; ``None`` if all are."""

@@ -110,10 +110,14 @@ class Feeder:
         Of all attention groups.
     group : sequence of int
         Attention group of each row; this rank feeds those of its own.
+    spread : bool
+        Whether each rank adds and norms only its own rows.
     """
 
-    def __init__(self, model: DeepseekForCausalLM, rows: list[list[int]], group: Sequence[int] = ()) -> None:
-        self.model, self.rows = model, rows
+    def __init__(
+        self, model: DeepseekForCausalLM, rows: list[list[int]], group: Sequence[int] = (), spread: bool = False
+    ) -> None:
+        self.model, self.rows, self.spread = model, rows, spread
         self.group = list(group) or [0] * len(rows)
         self.mine = [i for i, g in enumerate(self.group) if g == model.parallel.attn_dp.rank]
         self.table = whole_pages([len(row) for row in rows], model.page_size)
@@ -127,7 +131,9 @@ class Feeder:
         """Return (ids, metadata, token counts of all groups, the ids that follow) of one step."""
         parallel = self.model.parallel
         real = [sum(c for c, g in zip(counts, self.group, strict=True) if g == d) for d in range(parallel.attn_dp.size)]
-        step = StepTokens.plan(real, attn_tp=parallel.attn_tp.size, extend=mode != "decode", graph=mode == "max_len")
+        step = StepTokens.plan(
+            real, attn_tp=parallel.attn_tp.size, extend=mode != "decode", graph=mode == "max_len", spread=self.spread
+        )
         active = [i for i in self.mine if counts[i]]
         spans = [(self.rows[i], self.done[i], counts[i]) for i in active]
         ids = [t for row, start, count in spans for t in row[start : start + count]]

@@ -164,19 +164,24 @@ TP2, TP4, EP2 = Grid(2), Grid(4), Grid(2, ep=2)
 DP2, EP2_TP2_DP2 = Grid(2, 2, group=(0, 1, 1, 0)), Grid(4, 2, 2, group=(0, 1, 1, 0))
 
 
-def feed(rank: Rank, folder: str, grid: Grid) -> dict[int, torch.Tensor]:
-    """Return this rank's logits of :data:`SCHEDULE`."""
+def feed(rank: Rank, folder: str, grid: Grid) -> list[dict[int, torch.Tensor]]:
+    """Return this rank's logits of :data:`SCHEDULE`, with a whole and with a scattered residual."""
     model = ours(folder, parallel=rank.spec(attn_dp=grid.attn_dp, ep=grid.ep))
-    return Feeder(model, rows_of(4), grid.group).run(SCHEDULE)
+    return [Feeder(model, rows_of(4), grid.group, spread).run(SCHEDULE) for spread in (False, True)]
 
 
 def check_ranks(folder: Path, grid: Grid) -> None:
-    """Every rank has the logits of one process, to 1e-5, for the rows of its attention group."""
+    """Every rank has the logits of one process, to 1e-5, for the rows of its attention group.
+
+    With one group a scattered residual gives the bits of a whole one; with several, sums are in another order.
+    """
     wanted = Feeder(ours(folder), rows_of(4)).run(SCHEDULE)
     found = world(grid.world).run(feed, str(folder), grid)
     per_group = grid.world // grid.attn_dp
-    for rank, logits in enumerate(found):
+    for rank, logits in [(rank, logits) for rank, both in enumerate(found) for logits in both]:
         assert set(logits) == {row for row in wanted if grid.group[row] == rank // per_group}
         for row, actual in logits.items():
             assert relative_rms(actual, wanted[row]) <= BOUND, (rank, row)
             assert per_row_error(actual, wanted[row]) <= 5 * BOUND, (rank, row)
+    for whole, spread in found if grid.attn_dp == 1 else ():
+        assert all(torch.equal(whole[row], spread[row]) for row in whole)

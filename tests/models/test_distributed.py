@@ -151,6 +151,18 @@ def test_mtp_layer_on_ranks(folders: dict[str, Path], single: Any, grid: Grid) -
     check(found, single("v3_mtp", True), grid)
 
 
+def feed_spread(rank: Rank, folder: str, attn_dp: int, ep: int, group: tuple[int, ...], mtp: bool) -> dict[str, Any]:
+    """Return this rank's logits of the ragged schedule where each rank adds and norms only its own rows."""
+    model = load(folder, parallel=rank.spec(attn_dp=attn_dp, ep=ep))
+    return {"ragged": Feeder(model, rows_of(model), group, spread=True).run(RAGGED, mtp=mtp)}
+
+
+@pytest.mark.parametrize(("grid", "mtp"), [(TP2, True), (TP4, False), (DP2, False), (EP2_TP2_DP2, True)], ids=str)
+def test_scattered_residuals(folders: dict[str, Path], single: Any, grid: Grid, mtp: bool) -> None:
+    found = world(grid.world).run(feed_spread, str(folders["v3_mtp"]), grid.attn_dp, grid.ep, grid.group, mtp)
+    check(found, {"ragged": single("v3_mtp", mtp)["ragged"]}, grid)
+
+
 @pytest.mark.parametrize("grid", [TP2, EP2, DP2, EP2_DP2], ids=str)
 def test_fp8_block_weights_on_ranks(folders: dict[str, Path], single: Any, grid: Grid) -> None:
     found = world(2).run(feed, str(folders["fp8"]), grid.attn_dp, grid.ep, grid.group)

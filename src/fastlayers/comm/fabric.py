@@ -132,6 +132,11 @@ class Workspace:
     phases: Mapping[str, float] = field(default_factory=dict)
 
     @property
+    def share(self) -> int:
+        """Most rows of one rank that an exchange takes."""
+        return self.exchange.slots if self.exchange is not None else 0
+
+    @property
     def seconds(self) -> float:
         """What making it took."""
         return sum(self.phases.values())
@@ -150,6 +155,7 @@ class Workspace:
         *,
         rows: int | None = None,
         share: int = 0,
+        normed: bool = False,
         deadline_s: float = 30.0,
     ) -> Workspace:
         """Return the workspace of an axis; collective, equal arguments on all ranks.
@@ -164,6 +170,8 @@ class Workspace:
             Most rows of a push; default: :func:`push_rows`.
         share : int
             Most rows of one rank in a reduce-scatter or all-gather; 0: none are made.
+        normed : bool
+            Whether rows are normed between the two; see :func:`~fastlayers.comm.triton_exchange.way_of`.
         deadline_s : float
         """
         phases = Phases()
@@ -176,7 +184,7 @@ class Workspace:
         from fastlayers.comm.triton_push import PushSum
 
         slots = push_rows(axis.size) if rows is None else rows
-        programs, chunk = way_of(share)
+        programs, chunk = way_of(share, normed)
         wanted = PushSum.nbytes_for(axis.size, hidden_size, dtype, slots)
         wanted += Exchange.nbytes_for(axis.size, hidden_size, dtype, share, programs) if share else 0
         phases.end("imported")

@@ -13,6 +13,7 @@ the communicator may read them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from fastlayers.errors import check_choice
 
+Norm = Callable[..., Any]
 PLACES = ("scattered", "attn_full", "full")
 PENDING = (None, "attn_tp", "tp")
 
@@ -101,6 +103,24 @@ class Hidden:
     def complete(self, tensor: torch.Tensor) -> Hidden:
         """Return this with ``tensor``, of the same rows, on which no sum is due (replicated, or summed already)."""
         return Hidden(tensor, self.residual, _LAYOUTS[self.layout.place, None, self.layout.residual])
+
+
+def add_and_norm(norm: Norm, hidden: Hidden, _: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (normalised, new residual) of rows of which no sum is due; ranks without rows launch nothing."""
+    x, residual = hidden.tensor, hidden.residual
+    if x.shape[0] == 0:
+        return x, x if residual is None else residual
+    return (norm(x), x) if residual is None else norm(x, residual)
+
+
+def normed(norm: Norm, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return :func:`add_and_norm` of ``x`` and ``residual``, wherever their rows lie."""
+    return add_and_norm(norm, Hidden(x, residual, _LAYOUTS["attn_full", None, None]), None)
+
+
+def keep(hidden: Hidden, _: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the rows and the residual as they are."""
+    return hidden.tensor, hidden.residual
 
 
 def _flatten(hidden: Hidden) -> tuple[list[Any], Layout]:

@@ -15,7 +15,7 @@ Source: SGLang's DP attention.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import index
 
 import torch
@@ -68,6 +68,9 @@ class StepTokens:
         ``"max_len"`` or ``"sum_len"``.
     attn_tp : int
         Ranks of one attention group.
+    spread : bool
+        Whether each rank adds and norms only its own rows between the layers: for steps of many rows, see
+        :mod:`fastlayers.comm.transitions`.
 
     Examples
     --------
@@ -81,6 +84,7 @@ class StepTokens:
     rows: tuple[int, ...]
     mode: str = "max_len"
     attn_tp: int = 1
+    spread: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         try:
@@ -112,6 +116,7 @@ class StepTokens:
         extend: bool,
         graph: bool = False,
         bucket: int | None = None,
+        spread: bool = False,
     ) -> StepTokens:
         """Return the step for the token counts of all attention groups.
 
@@ -125,6 +130,8 @@ class StepTokens:
             See :func:`padding_mode`.
         bucket : int, optional
             Rows of every group under a graph: at least the largest count.
+        spread : bool
+            Whether the residual is scattered over the ranks of each group.
 
         Raises
         ------
@@ -132,8 +139,8 @@ class StepTokens:
             A count is negative, there is none, or ``bucket`` is too small or not for a graph.
         """
         check_positive("StepTokens", attn_tp=attn_tp)
-        if type(extend) is not bool or type(graph) is not bool:  # made in every step
-            check_plain("StepTokens", "bool", extend=extend, graph=graph)
+        if {type(extend), type(graph), type(spread)} != {bool}:  # made in every step
+            check_plain("StepTokens", "bool", extend=extend, graph=graph, spread=spread)
         if bucket is not None:
             check_plain("StepTokens", "int", bucket=bucket)
         attn_tp, bucket = index(attn_tp), None if bucket is None else index(bucket)
@@ -153,7 +160,7 @@ class StepTokens:
                 raise ArgumentError("StepTokens", "bucket", bucket, accepted)
             lengths = (bucket,) * len(lengths)
         rows = (max(lengths),) * len(lengths) if mode == "max_len" else lengths
-        return StepTokens(counts, rows, mode, attn_tp)
+        return StepTokens(counts, rows, mode, attn_tp, spread)
 
     @property
     def full_rows(self) -> int:

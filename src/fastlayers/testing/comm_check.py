@@ -12,7 +12,7 @@ leaks into another shows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,8 @@ class CommCase:
         One layer each: ``"dense"``, ``"whole"`` (dense, summed by itself), ``"scattered"``, ``"moe"``.
     attention : str
         ``"partial"`` (split over attn_tp) or ``"whole"`` (replicated).
+    spread : bool
+        Whether the residual is scattered.
     """
 
     name: str
@@ -55,12 +57,15 @@ class CommCase:
     graph: bool = False
     mlps: tuple[str, ...] = ("dense", "dense")
     attention: str = "partial"
+    spread: bool = False
 
     def step(self) -> StepTokens:
         """Return the step's token counts."""
         n = self.size // self.attn_dp
         bucket = 8 if self.graph else None
-        return StepTokens.plan(self.real, attn_tp=n, extend=self.extend, graph=self.graph, bucket=bucket)
+        return StepTokens.plan(
+            self.real, attn_tp=n, extend=self.extend, graph=self.graph, bucket=bucket, spread=self.spread
+        )
 
 
 SCATTERED = ("scattered", "dense", "scattered", "scattered")
@@ -95,6 +100,13 @@ COMM_CASES = (
     CommCase("dp4_sum_len", 4, attn_dp=4, real=(3, 1, 2, 4), extend=True, mlps=("dense", "whole", "dense")),
     CommCase("dp4_skewed_decode", 4, attn_dp=4, real=(9, 0, 1, 0)),
     CommCase("dp4_ep4", 4, attn_dp=4, ep=4, real=(2, 0, 3, 1), extend=True, mlps=("dense", "moe")),
+)
+# Every case again with a scattered residual, and grids of eight ranks.
+SPREAD_CASES = (
+    *(replace(case, name=f"{case.name}_spread", spread=True) for case in COMM_CASES),
+    CommCase("tp8_spread", 8, real=(9,), mlps=("dense", "moe"), spread=True),
+    CommCase("dp4_tp2_spread", 8, attn_dp=4, real=(3, 0, 1, 2), extend=True, spread=True),
+    CommCase("dp2_tp4_spread", 8, attn_dp=2, ep=2, real=(5, 2), mlps=("dense", "moe"), spread=True),
 )
 
 
@@ -201,7 +213,7 @@ def check_communicator(rank: Rank, communicator: type[LayerCommunicator], case: 
         wanted = [t[f"mlp{i}"] for t in traces]
         _compare_place(f"{case.name}: MLP input {i}", hidden, wanted, step, spec)
         hidden = comm.postprocess(_mlp_output(hidden, layer, spec), step)
-        assert hidden.layout in comm.outputs, f"{case.name}: output {i} is {hidden.layout}"
+        assert hidden.layout in comm.outputs_of(spread=step.spread), f"{case.name}: output {i} is {hidden.layout}"
     result = comms[-1].finish(hidden, None, step)
     _compare(f"{case.name}: output", result, [traces[group]["out"]], step, group)
 

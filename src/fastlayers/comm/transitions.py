@@ -1,0 +1,353 @@
+"""How rows get from one layout to the next: the moves of a rank, and the two tables of transitions made from them.
+
+    d = attention groups (attn_dp), n = ranks of one group (attn_tp), world = tp = d * n
+    places as drawn in layouts.py; "Σ axis" = a sum over that axis is pending
+
+    hook           from                       what happens                                              to
+    prepare_attn   attn_full [Σ]              [all-reduce,] add residual (layer 0: none), norm          attn_full
+                   scattered                  add residual, norm (own rows), all-gather over attn_tp    attn_full
+    prepare_mlp    attn_full Σ attn_tp, d=1   all-reduce, add residual, norm                            full
+      (full MLP)   attn_full [Σ of 1], d>1    add residual, norm (own rows), gather                     full
+                   attn_full Σ attn_tp, n>1   rank 0 of each group adds the residual to its partial     full
+                                              sum, gather-partial, norm (all rows); residual: own slice
+    prepare_mlp    attn_full Σ attn_tp        reduce-scatter over attn_tp, add residual, norm           scattered
+      (scattered)  attn_full                  own slice, add residual, norm                             scattered
+    postprocess    full Σ tp, d=1             nothing: the sum stays due until the next norm            attn_full Σ
+                   full Σ tp, d>1             reduce-scatter [, all-gather in the group] (max_len);     attn_full
+                                              one of the two forms of postprocess_sum (sum_len)
+                   full                       own slice of the group                                    attn_full
+                   scattered, last layer      all-gather over attn_tp                                   attn_full
+                   scattered                  nothing                                                   scattered
+
+Spread steps (``StepTokens.spread``), of many rows: the residual stays scattered from the first layer to the last
+
+    prepare_attn   attn_full [Σ], layer 0     [reduce-scatter,] norm, all-gather; residual: own rows    attn_full
+                   attn_full [Σ], d=1         reduce-scatter or own slice, add residual, norm (own      attn_full
+                                              rows), all-gather
+                   scattered                  add residual, norm (own rows), all-gather over attn_tp    attn_full
+    prepare_mlp    attn_full [Σ attn_tp]      reduce-scatter or own slice over attn_tp, add residual,   full
+      (full MLP)                              norm (own rows), all-gather over tp
+      (scattered)  as above                                                                             scattered
+    postprocess    full [Σ tp], d=1           nothing: the sum stays due until the next norm            attn_full [Σ]
+                   full Σ tp, d>1             reduce-scatter over tp                                    scattered
+                   full, d>1                  own rows                                                  scattered
+                   scattered                  nothing                                                   scattered
+    finish         attn_full [Σ], scattered   sum and norm of own rows, all-gather over attn_tp         (a tensor)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from fastlayers.comm.collectives import collectives
+from fastlayers.comm.layouts import Hidden, Layout, Norm, add_and_norm, keep, normed
+from fastlayers.comm.padding import StepTokens
+from fastlayers.comm.parallel import ParallelSpec
+from fastlayers.comm.seam import Moves, Seam
+
+Rows = tuple[torch.Tensor, "torch.Tensor | None"]
+Move = Callable[[Hidden, "StepTokens | None"], Rows]
+
+
+class Transition(NamedTuple):
+    """One row of a table: at which hook, from which layout to which, by which function, and that in words."""
+
+    hook: str
+    given: Layout
+    to: Layout
+    move: Move
+    how: str
+
+
+class RankOps:
+    """The collectives of one rank along the axes the communicator uses, and the moves built from them."""
+
+    # What sums over ranks in fewer launches, where there is one.
+    seam: Seam | None = None
+    # What gathers and scatters rows between groups of one rank each, where there is something quicker.
+    moves: Moves | None = None
+
+    def __init__(self, parallel: ParallelSpec) -> None:
+        self.attn_tp, self.attn_dp, self.tp = map(collectives, (parallel.attn_tp, parallel.attn_dp, parallel.tp))
+        self.many_groups = self.attn_dp.size > 1
+        self.alone = self.attn_tp.size == self.attn_dp.size == self.tp.size == 1
+
+    def reduce_(self, x: torch.Tensor, axis: str | None) -> torch.Tensor:
+        """Return ``x`` with the sum due over ``axis`` (``None``: none) done; may overwrite ``x``."""
+        if axis is None:
+            return x
+        if self.seam is not None:
+            return self.seam.all_reduce(x)
+        return (self.tp if axis == "tp" else self.attn_tp).all_reduce_(x)
+
+    def gather_replicate(self, x: torch.Tensor, step: StepTokens) -> torch.Tensor:
+        """``attn_full`` → ``full``, values whole on each rank of a group."""
+        if step.mode == "max_len":
+            return self.attn_dp.all_gather(x) if self.moves is None else self.moves.gather(x)
+        mine = x if self.attn_tp.rank == 0 else None
+        return self.tp.gather_by_sum(mine, x, step.full_rows, step.offsets[self.attn_dp.rank])
+
+    def gather_partial(self, x: torch.Tensor, step: StepTokens) -> torch.Tensor:
+        """``attn_full`` → ``full``, values being partial sums over the group."""
+        if step.mode == "max_len":
+            return self.tp.all_gather(self.attn_tp.reduce_scatter(x))
+        return self.tp.gather_by_sum(x, x, step.full_rows, step.offsets[self.attn_dp.rank])
+
+    def add_residual_once(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Return partial sums whose sum over the group holds ``residual`` once: rank 0 adds it, others do not."""
+        return x + residual if self.attn_tp.rank == 0 else x
+
+    def own_group(self, x: torch.Tensor, step: StepTokens) -> torch.Tensor:
+        """``full`` → ``attn_full`` without a sum: a view of the own group's rows."""
+        return x[step.group_slice(self.attn_dp.rank)]
+
+    def postprocess_sum(self, x: torch.Tensor, step: StepTokens) -> torch.Tensor:
+        """``full`` with a sum over tp due → ``attn_full``: each rank gets its slice of the sum, summed once."""
+        if step.mode == "max_len":
+            if self.moves is not None:
+                return self.moves.scatter(x)
+            return self.attn_tp.all_gather(self.tp.reduce_scatter(x))
+        if self.attn_tp.size == 1:
+            return self.tp.reduce_scatter_variable(x, step.rows)
+        return self.own_group(self.tp.all_reduce_(x), step)
+
+    def own_rows(self, hidden: Hidden) -> torch.Tensor:
+        """``attn_full`` → ``scattered``: this rank's rows, summed over the group where a sum is due."""
+        x, due = hidden.tensor, hidden.layout.pending
+        return self.attn_tp.reduce_scatter(x) if due else self.attn_tp.own_slice(x)
+
+    def gather_own(self, x: torch.Tensor, step: StepTokens) -> torch.Tensor:
+        """``scattered`` → ``full``: the rows of all ranks."""
+        if step.mode == "max_len":
+            return self.tp.all_gather(x) if self.moves is None else self.moves.gather(x)
+        return self.tp.all_gather_variable(x, self._sizes(step))
+
+    def scatter_sum(self, x: torch.Tensor, step: StepTokens) -> torch.Tensor:
+        """``full`` with a sum over tp due → ``scattered``."""
+        if step.mode == "max_len":
+            return self.tp.reduce_scatter(x) if self.moves is None else self.moves.scatter(x)
+        return self.tp.reduce_scatter_variable(x, self._sizes(step))
+
+    def _sizes(self, step: StepTokens) -> list[int]:
+        """Return the rows of each rank where they are scattered."""
+        return [rows // self.attn_tp.size for rows in step.rows for _ in range(self.attn_tp.size)]
+
+
+SCATTERED = Layout("scattered", None, "scattered")
+WHOLE, SPREAD = Layout("attn_full", None, "attn_full"), Layout("attn_full", None, "scattered")
+
+
+class Tables:
+    """The transitions of one layer: of steps whose residual is whole, and of those where it is spread.
+
+    Parameters
+    ----------
+    ops : RankOps
+    norms : tuple of norms
+        In front of the attention and of the MLP.
+    place : str
+        Of the MLP's rows.
+    is_last : bool
+    """
+
+    def __init__(self, ops: RankOps, norms: tuple[Norm, Norm], place: str, is_last: bool) -> None:
+        self.ops, self.norms, self.place, self.is_last = ops, norms, place, is_last
+        # Several groups never leave a sum over tp due: their rows differ.
+        self.sums = (None, "attn_tp") if ops.many_groups else (None, "attn_tp", "tp")
+
+    def fused(self, norm: Norm, *, spread: bool = False) -> tuple[Move, str] | None:
+        """Return what sums over ranks, adds the residual and norms in one operator, if there is such a thing."""
+        made = self.ops.seam.sum_norm(norm, spread=spread) if self.ops.seam is not None else None
+        if made is None:
+            return None
+        layer, module = made, norm
+
+        def summed(hidden: Hidden, _: StepTokens | None) -> Rows:
+            found: tuple[torch.Tensor, torch.Tensor] = layer(hidden.tensor, hidden.residual, module.weight)  # type: ignore[attr-defined]
+            return found
+
+        return summed, f"{layer.choice}{' of own rows' if spread else ''}"
+
+    def whole(self) -> Iterator[Transition]:
+        """Yield the table of steps whose residual is whole."""
+        yield from self._attn()
+        yield from self._mlp_full() if self.place == "full" else self._mlp_scattered(("attn_full", "scattered"))
+        yield from self._postprocess()
+
+    def spread(self) -> Iterator[Transition]:
+        """Yield the table of steps whose residual is scattered; of one rank nothing is."""
+        if self.ops.alone:
+            yield from self.whole()
+            return
+        yield from self._spread_attn()
+        yield from self._spread_mlp() if self.place == "full" else self._mlp_scattered(("scattered",))
+        yield from self._spread_postprocess()
+
+    # Each move gets what the layout promises, and returns (tensor, residual).
+
+    def _attn(self) -> Iterator[Transition]:
+        ops, norm = self.ops, self.norms[0]
+
+        def whole(hidden: Hidden, _: StepTokens | None) -> Rows:
+            return normed(norm, ops.reduce_(hidden.tensor, hidden.layout.pending), hidden.residual)
+
+        fused = self.fused(norm)
+        for residual in (None, "attn_full"):
+            for pending in self.sums:
+                given = Layout("attn_full", pending, residual)
+                if ops.alone or pending is None:
+                    yield Transition("prepare_attn", given, WHOLE, partial(add_and_norm, norm), "norm")
+                else:
+                    yield Transition("prepare_attn", given, WHOLE, *(fused or (whole, "all-reduce, norm")))
+        yield self._attn_of_own_rows()
+
+    def _attn_of_own_rows(self) -> Transition:
+        ops, norm = self.ops, self.norms[0]
+
+        def gathered(hidden: Hidden, _: StepTokens | None) -> Rows:
+            y, residual = normed(norm, hidden.tensor, hidden.residual)
+            return ops.attn_tp.all_gather(y), residual
+
+        return Transition("prepare_attn", SCATTERED, SPREAD, gathered, "norm of own rows, all-gather")
+
+    def _mlp_full(self) -> Iterator[Transition]:
+        ops, norm = self.ops, self.norms[1]
+
+        def residual_of(hidden: Hidden) -> torch.Tensor:
+            assert hidden.residual is not None
+            scattered = hidden.layout.residual == "scattered"
+            return ops.attn_tp.all_gather(hidden.residual) if scattered else hidden.residual
+
+        def one_group(hidden: Hidden, _: StepTokens | None) -> Rows:
+            return normed(norm, ops.reduce_(hidden.tensor, hidden.layout.pending), residual_of(hidden))
+
+        def norm_first(hidden: Hidden, step: StepTokens | None) -> Rows:
+            assert step is not None
+            y, residual = normed(norm, hidden.tensor, residual_of(hidden))
+            return ops.gather_replicate(y, step), residual
+
+        def gather_first(hidden: Hidden, step: StepTokens | None) -> Rows:
+            assert step is not None
+            full = ops.gather_partial(ops.add_residual_once(hidden.tensor, residual_of(hidden)), step)
+            return normed(norm, full, None)[0], ops.own_group(full, step)
+
+        fused = self.fused(norm)
+        for residual in ("attn_full", "scattered"):
+            for pending in (None, "attn_tp"):
+                given = Layout("attn_full", pending, residual)
+                made: tuple[Move, str]
+                if fused is not None and pending is not None and residual == "attn_full":
+                    made = fused
+                elif not ops.many_groups:
+                    made = (
+                        (partial(add_and_norm, norm), "norm")
+                        if ops.alone
+                        else (one_group, f"{'all-reduce, ' * bool(pending)}norm")
+                    )
+                elif pending and ops.attn_tp.size > 1:
+                    made = gather_first, "gather of partial sums, norm"
+                else:
+                    made = norm_first, "norm, gather"
+                yield Transition("prepare_mlp", given, Layout("full", None, "attn_full"), *made)
+
+    def _mlp_scattered(self, residuals: tuple[str, ...]) -> Iterator[Transition]:
+        ops, norm = self.ops, self.norms[1]
+
+        def scatter(hidden: Hidden, _: StepTokens | None) -> Rows:
+            assert hidden.residual is not None
+            whole = hidden.layout.residual == "attn_full"
+            residual = ops.attn_tp.own_slice(hidden.residual) if whole else hidden.residual
+            return normed(norm, ops.own_rows(hidden), residual)
+
+        for residual in residuals:
+            for pending, how in ((None, "own rows, norm"), ("attn_tp", "reduce-scatter, norm")):
+                yield Transition("prepare_mlp", Layout("attn_full", pending, residual), SCATTERED, scatter, how)
+
+    def _postprocess(self) -> Iterator[Transition]:
+        ops = self.ops
+
+        def gather(hidden: Hidden, _: StepTokens | None) -> Rows:
+            assert hidden.residual is not None
+            return ops.attn_tp.all_gather(hidden.tensor), ops.attn_tp.all_gather(hidden.residual)
+
+        def summed(hidden: Hidden, step: StepTokens | None) -> Rows:
+            assert step is not None
+            return ops.postprocess_sum(hidden.tensor, step), hidden.residual
+
+        def sliced(hidden: Hidden, step: StepTokens | None) -> Rows:
+            assert step is not None
+            return ops.own_group(hidden.tensor, step), hidden.residual
+
+        if self.place == "scattered":
+            if self.is_last:
+                yield Transition("postprocess", SCATTERED, WHOLE, gather, "all-gather")
+            else:
+                yield Transition("postprocess", SCATTERED, SCATTERED, keep, "nothing")
+            return
+        whole, due = Layout("full", None, "attn_full"), Layout("full", "tp", "attn_full")
+        if ops.many_groups:
+            yield Transition("postprocess", whole, WHOLE, sliced, "own group's rows")
+            yield Transition("postprocess", due, WHOLE, summed, "sum of own group's rows")
+        else:
+            yield Transition("postprocess", whole, WHOLE, keep, "nothing")
+            yield Transition("postprocess", due, Layout("attn_full", "tp", "attn_full"), keep, "nothing")
+
+    def _spread_attn(self) -> Iterator[Transition]:
+        ops, norm = self.ops, self.norms[0]
+
+        def first(hidden: Hidden, _: StepTokens | None) -> Rows:
+            return normed(norm, hidden.tensor, None)[0], ops.attn_tp.own_slice(hidden.tensor)
+
+        for residual in (None,) if ops.many_groups else (None, "scattered"):
+            for pending in self.sums:
+                made = self._norm_of_own_rows(norm, pending)
+                if pending is None and residual is None:
+                    made = first, "norm; own rows of the residual"
+                yield Transition("prepare_attn", Layout("attn_full", pending, residual), SPREAD, *made)
+        yield self._attn_of_own_rows()
+
+    def _spread_mlp(self) -> Iterator[Transition]:
+        for pending in (None, "attn_tp"):
+            made = self._norm_of_own_rows(self.norms[1], pending, wide=self.ops.many_groups)
+            given, to = Layout("attn_full", pending, "scattered"), Layout("full", None, "scattered")
+            yield Transition("prepare_mlp", given, to, *made)
+
+    def _norm_of_own_rows(self, norm: Norm, pending: str | None, *, wide: bool = False) -> tuple[Move, str]:
+        """Return what adds and norms own rows and gathers them from the group, or (``wide``) from all ranks."""
+        ops = self.ops
+
+        def of_own_rows(hidden: Hidden, step: StepTokens | None) -> Rows:
+            y, residual = normed(norm, ops.own_rows(hidden), hidden.residual)
+            if not wide:
+                return ops.attn_tp.all_gather(y), residual
+            assert step is not None
+            return ops.gather_own(y, step), residual
+
+        fused = self.fused(norm, spread=True) if pending is not None else None
+        return fused or (of_own_rows, f"{'reduce-scatter, ' * bool(pending)}norm of own rows, all-gather")
+
+    def _spread_postprocess(self) -> Iterator[Transition]:
+        ops = self.ops
+
+        def summed(hidden: Hidden, step: StepTokens | None) -> Rows:
+            assert step is not None
+            return ops.scatter_sum(hidden.tensor, step), hidden.residual
+
+        def sliced(hidden: Hidden, step: StepTokens | None) -> Rows:
+            assert step is not None
+            return ops.attn_tp.own_slice(ops.own_group(hidden.tensor, step)), hidden.residual
+
+        if self.place == "scattered":
+            yield Transition("postprocess", SCATTERED, SCATTERED, keep, "nothing")
+            return
+        whole, due = Layout("full", None, "scattered"), Layout("full", "tp", "scattered")
+        if ops.many_groups:
+            yield Transition("postprocess", whole, SCATTERED, sliced, "own rows")
+            yield Transition("postprocess", due, SCATTERED, summed, "reduce-scatter")
+        else:
+            yield Transition("postprocess", whole, SPREAD, keep, "nothing")
+            yield Transition("postprocess", due, Layout("attn_full", "tp", "scattered"), keep, "nothing")
