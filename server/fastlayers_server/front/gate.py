@@ -10,7 +10,7 @@ import math
 import secrets
 import time
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pydantic_core
@@ -35,6 +35,8 @@ ADMIN = frozenset(
     {"/freeze_gc", "/flush_cache", "/abort", "/abort_request", "/start_profile", "/stop_profile", "/drain", "/resume"}
 )
 MAX_DEPTH = 64
+# So long the rest of a body that is refused is taken, and thrown away.
+DRAIN_SECONDS = 5.0
 # Larger bodies are parsed on a thread.
 INLINE_BYTES = 65_536
 
@@ -111,7 +113,7 @@ class Gate:
             if wrong is not error:
                 passage.outcome = type(error).__name__
             if not passage.status:
-                await wrong.response()(scope, passage.receive, passage.send)
+                await passage.refuse(wrong)
         finally:
             self.active -= 1
             facts = {
@@ -176,6 +178,19 @@ class _Passage:
     def _too_large(self) -> ApiError:
         limit = self._config.max_body_bytes
         return ApiError(413, f"the body is larger than {limit} bytes", "request_too_large")
+
+    async def refuse(self, error: ApiError) -> None:
+        """Answer, and take what still comes of the body: who closed before would break the sender's pipe."""
+        response = error.response()
+        await self.send({"type": "http.response.start", "status": error.status, "headers": response.raw_headers})
+        await self.send({"type": "http.response.body", "body": response.body, "more_body": not self._complete})
+        if self._complete:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_SECONDS):
+                while (await self._receive()).get("more_body"):
+                    pass
+        await self.send({"type": "http.response.body"})
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -98,6 +98,23 @@ def test_a_body_that_is_too_large_is_refused_while_it_comes() -> None:
             assert found["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/flush_cache"])
+def test_who_still_sends_a_body_that_is_refused_gets_the_answer(path: str) -> None:
+    """Closing while the body comes would reset the connection before the client has read why."""
+    size, kept = 8_000_000, []
+    with on_the_wire(max_body_mb=1000 / 2**20) as wire:
+        for way in ("close", "keep-alive"):
+            connection = wire.send(path, b"x" * size, f"Connection: {way}")
+            status, found = answer(connection)
+            assert (status, found["error"]["code"]) in ((413, "request_too_large"), (403, "admin_disabled"))
+            kept.append(connection)
+        assert kept[0].recv(1) == b""
+        kept[1].sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert answer(kept[1])[0] == 200
+        told = httpx.post(f"{wire.url}{path}", content=b"x" * size, headers={"connection": "close"})
+        assert told.status_code in (413, 403)
+
+
 def test_more_requests_than_the_limit_are_refused() -> None:
     with on_the_wire(limit=1) as wire:
         first = wire.send("/v1/completions", body(stream=True))
