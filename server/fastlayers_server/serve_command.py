@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from fastlayers.errors import ArgumentError, CheckpointError
+from fastlayers.runtime.held_directory import make, release
 from fastlayers_server.serve_config import NAMES, ServeConfig, as_json, keys_of, parse
 
 if TYPE_CHECKING:
@@ -91,11 +92,14 @@ def run(config: ServeConfig) -> int:
     logs.configure(config.log_level)
     check_texts(config)
     config = dataclasses.replace(config, profile_folder=profile_folder(config.profile_folder))
-    with tempfile.TemporaryDirectory(prefix="fastlayers-model-") as scratch:
-        folder = model_folder(config, Path(scratch))
+    scratch = make("fastlayers-model-")
+    try:
+        folder = model_folder(config, scratch)
         if config.speculative_draft_model and config.load_format != "dummy":
-            model_folder(dataclasses.replace(config, model=config.speculative_draft_model), Path(scratch))
+            model_folder(dataclasses.replace(config, model=config.speculative_draft_model), scratch)
         return _run(config, folder, begin)
+    finally:
+        release(scratch)
 
 
 def check_texts(config: ServeConfig) -> None:

@@ -172,6 +172,9 @@ def _check(config: ServeConfig) -> None:
         raise ArgumentError("serve", "--attn-dp-size", config.attn_dp_size, "1: one group's requests are planned")
     if config.in_process and config.tp * config.attn_dp_size > 1:
         raise ArgumentError("serve", "--in-process", "given", "nothing with several ranks, each of which is a process")
+    if not config.host.strip():
+        accepted = "an address of this machine: 127.0.0.1 is for itself only, 0.0.0.0 for everybody"
+        raise ArgumentError("serve", "--host", repr(config.host), accepted)
     if "*" in config.cors_origin:
         raise ArgumentError("serve", "--cors-origin", "'*'", "origins such as https://example.org, one by one")
 

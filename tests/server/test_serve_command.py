@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -11,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from fastlayers_server.serve_config import NEVER, ServeConfig, parse
 CODE = "from fastlayers_server.cli import main; main()"
 
 
-@contextmanager
+@contextlib.contextmanager
 def serving(*arguments: str) -> Iterator[tuple[str, subprocess.Popen[bytes], list[str]]]:
     """Run the command, wait until it is ready; yield its URL, process and log."""
     command = [sys.executable, "-c", CODE, "serve", "--port", "0", *arguments]
@@ -202,6 +202,30 @@ def test_what_a_server_could_not_use_later_is_refused_at_once(flags: list[str], 
         serve([*flags, "--port", "0"])
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds the engine's process through /proc")
+def test_a_server_that_is_killed_while_it_starts_takes_its_engine_along(tmp_path: Path) -> None:
+    place = os.environ | {"TMPDIR": str(tmp_path)}
+    for wait in (0.0, 2.0):
+        process = subprocess.Popen([sys.executable, "-c", CODE, "serve", "--port", "0"], env=place)
+        engine = 0
+        while not engine:
+            time.sleep(0.02)
+            assert process.poll() is None
+            with contextlib.suppress(ValueError, OSError):
+                engine = engine_of_process(process)
+        time.sleep(wait)
+        process.kill()
+        process.wait()
+        status, end = Path(f"/proc/{engine}/stat"), time.monotonic() + 60
+        while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z":
+            assert time.monotonic() < end, "the engine outlives its front"
+            time.sleep(0.1)
+        assert any(tmp_path.glob("fastlayers-engine-*")) and any(tmp_path.glob("fastlayers-model-*"))
+    command = [sys.executable, "-c", CODE, "serve", "--port", "0", "--num-pages", "1"]
+    assert subprocess.run(command, env=place, capture_output=True, check=False).returncode == 1
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith("fastlayers-")]
+
+
 def test_flags_of_peers_are_understood() -> None:
     for given, name, value in (
         (["--max-num-seqs", "7"], "max_running_requests", 7),
@@ -235,6 +259,8 @@ def test_flags_that_we_lack_say_why(name: str) -> None:
         (["--load-format", "pt"], "invalid choice"),
         (["a", "--model", "b"], "the same as MODEL"),
         (["--cors-origin", "*"], "one by one"),
+        (["--host", ""], "0.0.0.0 for everybody"),
+        (["--host", " "], "0.0.0.0 for everybody"),
         (["--max-mod", "3"], "unrecognized"),
         (["--gpu-memory-utilization", "1.5"], "0.05 to 0.98"),
     ],

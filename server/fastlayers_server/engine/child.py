@@ -1,4 +1,4 @@
-"""The engine's own process: ``python -m fastlayers_server.engine.child FOLDER EPOCH``, its configuration on stdin.
+"""The engine's own process: ``python -m fastlayers_server.engine.child FOLDER EPOCH PARENT``, settings on stdin.
 
     main thread   builds the engine, then ticks
     I/O thread    receives, beats once a second, notices that the front is gone
@@ -35,10 +35,10 @@ Make = Callable[[EngineConfig, Callable[[str], None], int], Parts]
 class Child:
     """The sockets and the engine of this process."""
 
-    def __init__(self, folder: str, epoch: int) -> None:
+    def __init__(self, folder: str, epoch: int, parent: int) -> None:
         self.epoch, self.phase = epoch, "starting"
         self.engine: Engine | None = None
-        self._parent = os.getppid()
+        self._parent = parent  # who may be gone before this process could ask
         context = zmq.Context()
         self._in, self._out = context.socket(zmq.PULL), context.socket(zmq.PUSH)
         self._out.set_hwm(OUTBOX)
@@ -106,20 +106,25 @@ class Child:
 
 
 def main(make: Make, arguments: Sequence[str] = (), config: EngineConfig | None = None) -> int:
-    """Run the process; by default folder and epoch come on the command line, the configuration on stdin."""
+    """Run the process; by default its arguments come on the command line, the configuration on stdin."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
     # The front decides when to end: an interrupt from the terminal reaches both.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     config = config or msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
-    folder, epoch = arguments or sys.argv[1:3]
-    child = Child(folder, int(epoch))
+    folder, epoch, parent = arguments or sys.argv[1:4]
+    child = Child(folder, int(epoch), int(parent))
     code = child.run(make, config)
     child.close()
     return code
 
 
-if __name__ == "__main__":
+def _build(config: EngineConfig, phase: Callable[[str], None], epoch: int) -> Parts:
+    # Imports take seconds, in which the front may die, and wants to hear from us.
     from fastlayers_server.engine.startup import build
 
-    raise SystemExit(main(build))
+    return build(config, phase, epoch)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(_build))

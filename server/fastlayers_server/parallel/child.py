@@ -19,15 +19,14 @@ import msgspec
 from fastlayers_server.engine import child
 from fastlayers_server.engine.client import Parts
 from fastlayers_server.engine.config import EngineConfig
+from fastlayers_server.ranks import launcher
 
 LOOK_SECONDS = 0.5
 
 
 def command_of(config: EngineConfig) -> list[str]:
     """Return what starts all ranks of an engine; folder, epoch and front are appended."""
-    count = str(config.tp * config.attn_dp_size)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--max-restarts", "0", "--nproc-per-node", count]
-    return [sys.executable, *launcher, "-m", "fastlayers_server.parallel.child"]
+    return launcher(config.tp * config.attn_dp_size, "fastlayers_server.parallel.child")
 
 
 def _end_with(front: int) -> None:
@@ -60,7 +59,7 @@ def main() -> int:
         store.set("engine", given)
     config = msgspec.json.decode(store.get("engine"), type=EngineConfig)
     if rank == 0:
-        return child.main(_leading, [folder, str(epoch)], config)
+        return child.main(_leading, [folder, str(epoch), str(os.getppid())], config)
     return _following(config, epoch)
 
 
