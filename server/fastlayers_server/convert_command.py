@@ -8,10 +8,12 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-from fastlayers.errors import ArgumentError, check_choice
+from fastlayers.errors import ArgumentError, FastlayersError, check_choice
+from fastlayers_models.auto import family_of
 from fastlayers_models.checkpoint import Checkpoint, collapsed
 from fastlayers_models.convert import FORMATS, convert_checkpoint, dequantize_checkpoint
 from fastlayers_models.convert.readme import WHY
+from fastlayers_models.loading import check_config
 
 DEQUANTISED = "bf16"
 # How many modules of a reason the text shows before it counts the rest.
@@ -30,7 +32,9 @@ def run_convert(source: Path, target: Path, format: str, include_ragged: bool, c
     check_choice("convert", "--format", format, (*FORMATS, DEQUANTISED))
     if include_ragged and format != "fp8-block":
         raise ArgumentError("convert", "--ragged", f"given with --format {format}", "--format fp8-block")
-    started, total = time.perf_counter(), len(Checkpoint(source).file_of)
+    ours, checkpoint = format == "int8" or include_ragged, Checkpoint(source)
+    _check_loadable(checkpoint, ours)
+    started, total = time.perf_counter(), len(checkpoint.file_of)
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -54,8 +58,19 @@ def run_convert(source: Path, target: Path, format: str, include_ragged: bool, c
             }
         done = convert_checkpoint(source, target, format, include_ragged=include_ragged, progress=progress)
     return vars(done) | {
-        "source": str(source), "target": str(target), "for": OURS if format == "int8" or include_ragged else "",
+        "source": str(source), "target": str(target), "for": OURS if ours else "",
     }  # fmt: skip
+
+
+def _check_loadable(checkpoint: Checkpoint, ours: bool) -> None:
+    """Raise, with the loader's own sentence, for a source that it refuses: what is made of it would be refused, too."""
+    try:
+        config = family_of(checkpoint.config, where=checkpoint.path).config_class.from_hf(checkpoint.config)
+    except FastlayersError:
+        if ours:
+            raise
+        return  # of another family, or with settings that only stock transformers knows
+    check_config(checkpoint, config)
 
 
 def summary(done: dict[str, Any]) -> str:

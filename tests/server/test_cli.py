@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -344,6 +345,29 @@ def test_convert_says_whom_a_checkpoint_is_for(tmp_path: Path) -> None:
         assert seen.exit_code == 0 and (words in " ".join(seen.stdout.split())) == shown, options
     back = run("convert", GPT_OSS, str(tmp_path / "bf16"), "--format", "bf16")
     assert back.exit_code == 0 and "quantization_config" not in (tmp_path / "bf16" / "config.json").read_text()
+
+
+def test_convert_refuses_what_our_loader_does(tmp_path: Path) -> None:
+    tiny = assets() / TINY
+    ours, both = ("--format", "int8"), ()
+    for name, change, options, said in (
+        ("sizes", {"hidden_size": 64}, both, "does not fit the model; wrong shapes: "),
+        ("family", {"model_type": "mamba"}, ours, "model_type 'mamba' is unknown"),
+        ("setting", {"rms_norm_eps": -1.0}, ours, "rms_norm_eps"),
+        ("theirs", {"model_type": "mamba"}, both, ""),
+    ):
+        source, target = tmp_path / name, tmp_path / f"{name}_made"
+        shutil.copytree(tiny, source)
+        config = json.loads((source / "config.json").read_text())
+        (source / "config.json").write_text(json.dumps(config | change))
+        seen = run("convert", str(source), str(target), *options)
+        assert said in str(seen.exception) and target.exists() == (not said), (name, seen.exception)
+
+
+def test_processes_that_fail_say_why_without_torchruns_report() -> None:
+    done = command("generate", "hi", "--tp", "3", "--device", "cpu")
+    assert done.returncode == 1 and done.stdout == ""
+    assert set(done.stderr.splitlines()) == {"error: MLAAttention num_heads: size is 4 over 3 ranks; accepted: a multiple of 3"}  # fmt: skip  # noqa: E501
 
 
 @pytest.mark.parametrize(
