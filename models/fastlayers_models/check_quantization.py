@@ -83,6 +83,9 @@ def _contradiction(checkpoint: Checkpoint, spec: QuantSpec, name: str, quantised
     if own.format == "none":
         skipped = " and keeps this module out of it" if spec.format != "none" else ""
         return (skipped, f"is {dtype}") if dtype in _CODES else None
+    if own.format not in _EXPECTED:
+        # Weights alone have names of their own layouts: what lacks is listed as missing.
+        return None
     code, endings = _EXPECTED[own.format]
     scale = next((name + ending for ending in endings if name + ending in checkpoint.file_of), None)
     if dtype in _CODES and dtype != code:

@@ -51,6 +51,7 @@ _PUBLIC = {
     "TorchCompile": "fastlayers.torch_compile",
     "StepTokens": "fastlayers.comm.padding",
     "VocabEmbedding": "fastlayers.embedding.layer",
+    "WeightOnlyLinear": "fastlayers.linear.weight_only.layer",
     "backends": "fastlayers.explain",
     "explain": "fastlayers.explain",
     "finalize": "fastlayers.layer",

@@ -27,6 +27,12 @@ def _scaled(quant: QuantSpec) -> dict[str, Any]:
     return {"weight_scale": scale, "activation_scale": quant.activation_scale, "scale_names": quant.scale_names}
 
 
+def _weight_only(quant: QuantSpec) -> dict[str, Any]:
+    names = ("format", "group_size", "zero_point", "act_order", "layout")
+    return {name: getattr(quant, name) for name in names}
+
+
+_WEIGHT_ONLY = ("fastlayers.linear.weight_only.layer:WeightOnlyLinear", _weight_only)
 # Format -> its class, imported when it is made, and what that takes of a QuantSpec.
 MADE_OF: dict[str, tuple[str, Callable[[QuantSpec], dict[str, Any]]]] = {
     "none": ("fastlayers.linear.dense.layer:Linear", _none),
@@ -34,6 +40,9 @@ MADE_OF: dict[str, tuple[str, Callable[[QuantSpec], dict[str, Any]]]] = {
     "int8": ("fastlayers.linear.int8.layer:Int8Linear", _none),
     "fp8_tensor": ("fastlayers.linear.fp8_scaled.layer:FP8ScaledLinear", _scaled),
     "fp8_channel": ("fastlayers.linear.fp8_scaled.layer:FP8ScaledLinear", _scaled),
+    "w4a16": _WEIGHT_ONLY,
+    "w8a16": _WEIGHT_ONLY,
+    "fp8_w8a16": _WEIGHT_ONLY,
 }
 
 
@@ -69,7 +78,7 @@ def linear(
     Returns
     -------
     LinearBase
-        ``Linear``, ``FP8BlockLinear``, ``Int8Linear`` or ``FP8ScaledLinear``.
+        ``Linear``, ``FP8BlockLinear``, ``Int8Linear``, ``FP8ScaledLinear`` or ``WeightOnlyLinear``.
 
     Examples
     --------
@@ -81,7 +90,7 @@ def linear(
     """
     check_kind("linear", QuantSpec, quant=quant)
     if quant.format not in MADE_OF:
-        known = "'none', 'fp8_block', 'int8', 'fp8_tensor' or 'fp8_channel'"
+        known = "'none', 'fp8_block', 'int8', 'fp8_tensor', 'fp8_channel', 'w4a16', 'w8a16' or 'fp8_w8a16'"
         raise ArgumentError("linear", "quant.format", repr(quant.format), known)
     target, options = MADE_OF[quant.format]
     module, _, name = target.partition(":")

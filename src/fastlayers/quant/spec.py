@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastlayers.errors import ArgumentError, check_choice, check_fields, check_kind, check_pair, check_plain
+from fastlayers.quant.weight_only_config import WEIGHT_ONLY, awq_options, compressed_options, gptq_options
 
-FORMATS = ("none", "fp8_block", "int8", "mxfp4", "fp8_tensor", "fp8_channel")
+FORMATS = ("none", "fp8_block", "int8", "mxfp4", "fp8_tensor", "fp8_channel", *WEIGHT_ONLY)
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class QuantSpec:
     format : str
         ``"none"`` (the model's dtype), ``"fp8_block"`` (e4m3, fp32 scale per 128×128 block), ``"int8"`` (W8A8,
         one fp32 scale per output channel), ``"mxfp4"`` (experts only: 4-bit codes, a power of two per 32 inputs),
-        ``"fp8_tensor"`` and ``"fp8_channel"`` (e4m3, one fp32 scale per matrix or per output channel).
+        ``"fp8_tensor"`` and ``"fp8_channel"`` (e4m3, one fp32 scale per matrix or per output channel). Activations as
+        they are: ``"w4a16"``, ``"w8a16"`` (integers) and ``"fp8_w8a16"`` (e4m3).
     block_size : tuple[int, int]
         Rows and columns of one scale block.
     scale_fmt : str
@@ -36,6 +38,8 @@ class QuantSpec:
         Of ``fp8_tensor`` and ``fp8_channel``: ``"token"``, ``"tensor"`` (both found at each call) or ``"static"``.
     scale_names : tuple[str, str]
         How the checkpoint calls the scales of weight and input, for the same two formats.
+    group_size, zero_point, act_order, layout
+        Of weights alone: see :class:`fastlayers.WeightOnlyLinear`.
     """
 
     format: str = "none"
@@ -44,6 +48,10 @@ class QuantSpec:
     skip: tuple[str, ...] = ()
     activation_scale: str = "token"
     scale_names: tuple[str, str] = ("weight_scale", "input_scale")
+    group_size: int = 0
+    zero_point: bool = False
+    act_order: bool = False
+    layout: str = "plain"
 
     def __post_init__(self) -> None:
         check_choice("QuantSpec", "format", self.format, FORMATS)
@@ -93,9 +101,12 @@ class QuantSpec:
             return QuantSpec("mxfp4", skip=(*kept, r"re:^(?!.*\bexperts\b)"))
         if method == "fbgemm_fp8":
             return QuantSpec("fp8_channel", skip=_kept(config))
+        if method in ("awq", "gptq"):
+            read = awq_options if method == "awq" else gptq_options
+            return QuantSpec(**read(config, _kept(config)))
         if method == "compressed-tensors":
             return _compressed_tensors(config)
-        known = "'fp8', 'int8', 'mxfp4', 'fbgemm_fp8' or 'compressed-tensors'"
+        known = "'fp8', 'int8', 'mxfp4', 'fbgemm_fp8', 'awq', 'gptq' or 'compressed-tensors'"
         raise ArgumentError("QuantSpec", "quantization_config.quant_method", repr(method), known)
 
 
@@ -123,19 +134,22 @@ def _hugging_face_per_tensor(config: Mapping[str, Any]) -> QuantSpec:
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> QuantSpec:
-    """Return the spec of one group of FP8 linears (W8A8) as the compressed-tensors package writes it."""
+    """Return the spec of one group of FP8 linears (W8A8), or of weights alone, as compressed-tensors writes it."""
     given = config.get("config_groups") or {}
     groups = list(given.values()) if isinstance(given, Mapping) else []
     first = groups[0] if len(groups) == 1 and isinstance(groups[0], Mapping) else {}
     weights, inputs = (
         part if isinstance(part, Mapping) else {} for part in (first.get("weights"), first.get("input_activations"))
     )
+    if first and first.get("input_activations") is None:
+        return QuantSpec(**compressed_options(config, first, _kept(config, "ignore")))
     kinds = [(part.get("type"), part.get("num_bits")) for part in (weights, inputs)]
     strategy, dynamic = weights.get("strategy"), inputs.get("dynamic") or False
     if kinds != [("float", 8), ("float", 8)] or strategy not in ("tensor", "channel"):
         raise ArgumentError(
             "QuantSpec", "quantization_config.config_groups", f"{len(groups)} groups, first {kinds}, {strategy!r}",
-            "one group of 8-bit float weights, strategy 'tensor' or 'channel', and 8-bit float inputs",
+            "one group of 8-bit float weights, strategy 'tensor' or 'channel', and 8-bit float inputs; or one of "
+            "weights alone",
         )  # fmt: skip
     check_plain("QuantSpec", "bool", **{"quantization_config.config_groups.input_activations.dynamic": dynamic})
     activation = ("token" if inputs.get("strategy") == "token" else "tensor") if dynamic else "static"

@@ -20,6 +20,7 @@ LAYERS: dict[str, str] = {
     "nvfp4_quant": "fastlayers.quant.nvfp4_quant.layer:NVFP4_QUANT",
     "fp8_linear": "fastlayers.linear.fp8_block.layer:FP8_LINEAR",
     "int8_linear": "fastlayers.linear.int8.layer:INT8_LINEAR",
+    "weight_only_linear": "fastlayers.linear.weight_only.layer:WEIGHT_ONLY_LINEAR",
     "fp8_scaled_linear": "fastlayers.linear.fp8_scaled.layer:FP8_SCALED_LINEAR",
     "bmm": "fastlayers.linear.bmm.layer:BMM",
     "rotary": "fastlayers.rotary.layer:ROTARY",

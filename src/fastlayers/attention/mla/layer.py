@@ -36,6 +36,7 @@ from fastlayers.errors import ArgumentError, as_integers, check_kind, check_plai
 from fastlayers.layer import trust
 from fastlayers.linear.fp8_block.layer import FP8BlockLinear
 from fastlayers.linear.fp8_scaled.layer import FP8ScaledLinear
+from fastlayers.linear.weight_only.layer import WeightOnlyLinear
 from fastlayers.norm.rms_norm.layer import RMSNorm
 from fastlayers.quant.block_quant import dequantize_block_weight
 from fastlayers.quant.spec import NONE, QuantSpec
@@ -232,7 +233,7 @@ class MLAAttention(AttentionCore):
 
     def packed_sources(self) -> tuple[torch.Tensor, ...]:
         """Return the weight and scales of a quantised ``kv_b_proj``: the absorbed weights are a copy."""
-        quantised = isinstance(self.kv_b_proj, (FP8BlockLinear, FP8ScaledLinear))
+        quantised = isinstance(self.kv_b_proj, (FP8BlockLinear, FP8ScaledLinear, WeightOnlyLinear))
         if not quantised or self.quantised_absorb is not None:
             return ()
         found = tuple(self.kv_b_proj.parameters())
@@ -246,7 +247,7 @@ class MLAAttention(AttentionCore):
             weight = dequantize_block_weight(
                 projection.weight, projection.weight_scale_inv, projection.cfg.block_size, cfg.dtype
             )
-        elif isinstance(projection, FP8ScaledLinear):
+        elif isinstance(projection, (FP8ScaledLinear, WeightOnlyLinear)):
             weight = projection.dequantized(cfg.dtype)
         elif not weight.dtype.is_floating_point:
             raise ArgumentError(NAME, "kv_b_proj", weight.dtype, "a floating-point or FP8-block weight")

@@ -1,0 +1,302 @@
+"""WeightOnlyLinear in Triton: codes are decoded in registers on their way into the product.
+
+A tiled product split over K when there are few rows, and a matrix-vector kernel for 1 to 4 rows that keeps its next
+tiles of codes in flight (and asks for the first ones before the kernels in front have ended), as for dense weights.
+A tile lies in one group of input features, so that it takes one scale a column. Nibbles come as two halves that meet
+two runs of x (quant/packed_codes.py): no shuffle between registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from fastlayers.integers import cdiv, next_power_of_2
+from fastlayers.linear.triton_gemm import TARGET_PROGRAMS, Tile, add_splits_kernel, tile_origin
+from fastlayers.linear.weight_only.layer import ZERO, WeightOnlyLinearConfig
+from fastlayers.operators import operator
+from fastlayers.runtime.launch import kernel
+from fastlayers.triton_lang import await_inputs, cast, dependent_launch, dot, release_dependents
+
+MAX_VECTOR_ROWS = 4
+PARAMETERS = ("VECTOR", "BLOCK_M", "BLOCK_N", "SPLITS", "num_warps", "num_stages", "AHEAD", "BYTES")
+
+
+@triton.jit
+def _e4m3_bits(code):
+    """Return the fp32 values of e4m3 codes in uint8, also on cards without instructions for e4m3."""
+    code = code.to(tl.uint32)
+    # Exponent and mantissa where fp32 has them, 120 too low in the exponent; subnormals come out right, too.
+    value = (((code & 0x80) << 24) | ((code & 0x7F) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    return tl.where((code & 0x7F) == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def _decode(code, scale, zero, dtype: tl.constexpr, GROUPED: tl.constexpr, E4M3: tl.constexpr):
+    """Return weights rounded to ``dtype`` where groups have scales, else codes less their zero points: exact."""
+    value = _e4m3_bits(code) if E4M3 else code.to(tl.float32)
+    value -= zero
+    return cast(value * scale, dtype) if GROUPED else cast(value, dtype)
+
+
+@triton.jit
+def _scales(scale_ptr, zero_ptr, group, column, N, ZERO: tl.constexpr, HAS_ZERO: tl.constexpr):
+    """Return scales and zero points of (group, column), which broadcast against each other."""
+    at = group.to(tl.int64) * N + column
+    scale = tl.load(scale_ptr + at)
+    zero = tl.load(zero_ptr + at).to(tl.float32) if HAS_ZERO else tl.full(scale.shape, ZERO, tl.float32)
+    return scale, zero
+
+
+@triton.jit
+def _tile(pointers, k, K, EVEN_K: tl.constexpr):
+    """Load what lies at input features ``k``; K is a multiple of 32 where codes are nibbles: no byte is half inside."""
+    if EVEN_K:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=k < K, other=0)
+
+
+@kernel(do_not_specialize=("M",))
+def _weight_only_kernel(
+    x_ptr, weight_ptr, scale_ptr, zero_ptr, index_ptr, bias_ptr, y_ptr, M, N, K, x_stride, weight_stride,
+    ZERO: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, NIBBLES: tl.constexpr, E4M3: tl.constexpr,
+    GROUP: tl.constexpr, INDEXED: tl.constexpr, SPLITS: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    row0, column0 = tile_origin(M, N, BLOCK_M, BLOCK_N)
+    row, column = row0 + tl.arange(0, BLOCK_M), column0 + tl.arange(0, BLOCK_N)
+    CODES: tl.constexpr = BLOCK_K // 2 if NIBBLES else BLOCK_K
+    code = tl.arange(0, CODES)
+    # Input features of a tile's codes: of low halves, or of whole bytes. High halves are 16 further.
+    low = (code // 16) * 32 + code % 16 if NIBBLES else code
+    # Rows and columns beyond the edge read a valid one again; their results are never stored.
+    known = (column % N)[:, None]
+    x_columns = x_ptr + (row % M).to(tl.int64)[None, :] * x_stride
+    weight_rows = weight_ptr + known.to(tl.int64) * weight_stride + code[None, :]
+    split = tl.program_id(1)
+    blocks = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLITS)
+    first = split * blocks
+    last = tl.minimum(first + blocks, tl.cdiv(K, BLOCK_K))
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    # Weights are the left factor: it may come from registers, in which they are decoded.
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    channel, middle = _scales(scale_ptr, zero_ptr, known * 0, known, N, ZERO, HAS_ZERO)
+    await_inputs(PDL)
+    release_dependents(PDL)
+    for block in range(first, last):
+        k = block * BLOCK_K + low
+        x = _tile(x_columns + k[:, None], k[:, None], K, EVEN_K)
+        packed = _tile(weight_rows + block * CODES, k[None, :], K, EVEN_K)
+        if INDEXED:
+            group = _tile(index_ptr + k, k, K, EVEN_K)[None, :]
+            scale, zero = _scales(scale_ptr, zero_ptr, group, known, N, ZERO, HAS_ZERO)
+        elif GROUP > 0:
+            scale, zero = _scales(scale_ptr, zero_ptr, known * 0 + block * BLOCK_K // GROUP, known, N, ZERO, HAS_ZERO)
+        else:
+            scale, zero = channel, middle
+        half = packed & 15 if NIBBLES else packed
+        acc = dot(_decode(half, scale, zero, dtype, GROUP > 0, E4M3), x, acc)
+        if NIBBLES:
+            x = _tile(x_columns + (k + 16)[:, None], k[:, None], K, EVEN_K)
+            if INDEXED:
+                group = _tile(index_ptr + k + 16, k, K, EVEN_K)[None, :]
+                scale, zero = _scales(scale_ptr, zero_ptr, group, known, N, ZERO, HAS_ZERO)
+            acc = dot(_decode(packed >> 4, scale, zero, dtype, GROUP > 0, E4M3), x, acc)
+    if GROUP == 0:
+        acc *= channel
+    if SPLITS == 1 and HAS_BIAS:
+        acc += tl.load(bias_ptr + column, mask=column < N, other=0.0).to(tl.float32)[:, None]
+    target = y_ptr + (split.to(tl.int64) * M + row.to(tl.int64))[None, :] * N + column[:, None]
+    tl.store(target, cast(acc, y_ptr.dtype.element_ty), mask=(row[None, :] < M) & (column[:, None] < N))
+
+
+@triton.jit
+def _held(
+    weight_rows, scale_ptr, zero_ptr, low, group, column, tile, N, K,
+    ZERO: tl.constexpr, HAS_ZERO: tl.constexpr, GROUPED: tl.constexpr, EVEN_K: tl.constexpr,
+    CODES: tl.constexpr, FEATURES: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Return a tile of codes ``[BLOCK_N, GROUPS, BYTES]`` with scales and zero points ``[BLOCK_N, GROUPS, 1]``."""
+    packed = _tile(weight_rows + tile * CODES, tile * FEATURES + low, K, EVEN_K)
+    at = tl.minimum(tile * (FEATURES // GROUP) + group, K // GROUP - 1) if GROUPED else group * 0
+    scale, zero = _scales(scale_ptr, zero_ptr, at, column, N, ZERO, HAS_ZERO)
+    return packed, scale, zero
+
+
+@kernel
+def _weight_only_vector_kernel(
+    x_ptr, weight_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, M, N, K, x_stride, weight_stride,
+    ZERO: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, NIBBLES: tl.constexpr, E4M3: tl.constexpr,
+    GROUPED: tl.constexpr, EVEN_K: tl.constexpr, BLOCKS: tl.constexpr, AHEAD: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr, GROUPS: tl.constexpr, BYTES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Multiply BLOCK_N rows of the weight by ``M`` (at most ROWS) rows of x: BLOCKS tiles of GROUPS runs of BYTES."""
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    known = tl.minimum(column, N - 1)[:, None, None]
+    group, byte = tl.arange(0, GROUPS)[None, :, None], tl.arange(0, BYTES)[None, None, :]
+    GROUP: tl.constexpr = 2 * BYTES if NIBBLES else BYTES
+    CODES: tl.constexpr = GROUPS * BYTES
+    FEATURES: tl.constexpr = GROUPS * GROUP
+    low = group * GROUP + ((byte // 16) * 32 + byte % 16 if NIBBLES else byte)
+    weight_rows = weight_ptr + known.to(tl.int64) * weight_stride + group * BYTES + byte
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    held = ()
+    for i in tl.static_range(AHEAD):
+        tile = _held(weight_rows, scale_ptr, zero_ptr, low, group, known, i, N, K,
+                     ZERO, HAS_ZERO, GROUPED, EVEN_K, CODES, FEATURES, GROUP)  # fmt: skip
+        held = held + (tile,)  # type: ignore[assignment]
+    await_inputs(PDL)
+    release_dependents(PDL)
+    sums = ()
+    for row in tl.static_range(ROWS):
+        sums = sums + (tl.zeros([BLOCK_N, GROUPS, BYTES], tl.float32),)  # type: ignore[assignment]
+    for i in tl.static_range(BLOCKS):
+        if i + AHEAD < BLOCKS:
+            tile = _held(weight_rows, scale_ptr, zero_ptr, low, group, known, i + AHEAD, N, K,
+                         ZERO, HAS_ZERO, GROUPED, EVEN_K, CODES, FEATURES, GROUP)  # fmt: skip
+            held = held + (tile,)  # type: ignore[assignment]
+        packed, scale, zero = held[i]  # type: ignore[misc]
+        k = i * FEATURES + low
+        half = packed & 15 if NIBBLES else packed
+        weight = _decode(half, scale, zero, dtype, GROUPED, E4M3).to(tl.float32)
+        other = _decode(packed >> 4, scale, zero, dtype, GROUPED, E4M3).to(tl.float32) if NIBBLES else weight
+        added = ()
+        for row in tl.static_range(ROWS):
+            x_row = x_ptr + (row % M) * x_stride + k
+            total = sums[row] + _tile(x_row, k, K, EVEN_K).to(tl.float32) * weight
+            if NIBBLES:
+                total += _tile(x_row + 16, k, K, EVEN_K).to(tl.float32) * other
+            added = added + (total,)
+        sums = added
+    bias = tl.zeros([BLOCK_N], tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + column, mask=column < N, other=0.0).to(tl.float32)
+    for row in tl.static_range(ROWS):
+        y = tl.sum(tl.sum(sums[row], axis=2), axis=1)
+        if not GROUPED:
+            y *= tl.load(scale_ptr + tl.minimum(column, N - 1))
+        tl.store(y_ptr + row * N + column, cast(y + bias, y_ptr.dtype.element_ty), mask=(column < N) & (row < M))
+
+
+def _run(group: int, dtype: torch.dtype) -> int:
+    """Return how many input features a tile takes: a power of two that lies in one group."""
+    most = 32 if dtype == torch.float32 else 128
+    return min(most, group & -group) if group else most
+
+
+@lru_cache(maxsize=4096)
+def rule(rows: int, cfg: WeightOnlyLinearConfig) -> dict[str, int]:
+    """Return kernel parameters by rule; not measured yet, but taken from what dense and FP8 weights were best with."""
+    group, codes = cfg.group_size, cfg.in_features // (2 if cfg.format == "w4a16" else 1)
+    if rows <= MAX_VECTOR_ROWS and not cfg.act_order and group & (group - 1) == 0:
+        many = min(1024 if cfg.format != "w4a16" else 512, next_power_of_2(codes))
+        return {"VECTOR": 1, "BLOCK_N": 4 if rows == 1 and cfg.out_features > 1024 else 2, "num_warps": 4, "AHEAD": 2,
+                "BYTES": many}  # fmt: skip
+    m, n, warps, stages = (16, 64, 4, 4) if rows <= 16 else (32, 64, 4, 4) if rows <= 32 else (64, 64, 4, 4)
+    if rows > 256 and cfg.dtype != torch.float32:
+        m, n, warps, stages = 128, 128, 8, 3
+    programs, splits = cdiv(rows, m) * cdiv(cfg.out_features, n), 1
+    while programs * splits * 2 <= TARGET_PROGRAMS and cfg.in_features >= splits * 2 * 512:
+        splits *= 2
+    return _matrix(m, n, splits, warps, stages)
+
+
+def _matrix(m: int, n: int, splits: int, warps: int, stages: int) -> dict[str, int]:
+    return {"VECTOR": 0, "BLOCK_M": m, "BLOCK_N": n, "SPLITS": splits, "num_warps": warps, "num_stages": stages}
+
+
+def candidates(cfg: WeightOnlyLinearConfig, num_tokens: int) -> list[dict[str, int]]:
+    """Return the parameters worth measuring for this many rows, :func:`rule`'s own first."""
+    found = [rule(num_tokens, cfg)]
+    if found[0]["VECTOR"]:
+        codes = cfg.in_features // (2 if cfg.format == "w4a16" else 1)
+        for n, many, warps, ahead in ((2, 512, 4, 2), (4, 512, 4, 1), (8, 256, 4, 2), (2, 1024, 4, 2), (4, 1024, 8, 2)):
+            if many < 2 * codes and n * many * num_tokens <= 64 * 32 * warps:
+                found.append({"VECTOR": 1, "BLOCK_N": n, "num_warps": warps, "AHEAD": ahead, "BYTES": many})
+    m = max(16, min(128, next_power_of_2(num_tokens)))
+    for n, warps, stages in ((32, 4, 4), (64, 4, 4), (128, 4, 4)) if m <= 64 else ((64, 4, 4), (128, 8, 3)):
+        programs = cdiv(num_tokens, m) * cdiv(cfg.out_features, n)
+        for splits in (1, 2, 4, 8):
+            if splits == 1 or (programs * splits <= 2 * TARGET_PROGRAMS and cfg.in_features >= splits * 512):
+                found.append(_matrix(m, n, splits, warps, stages))
+    return [config for index, config in enumerate(found) if config not in found[:index]]
+
+
+def _fake(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, index: torch.Tensor | None,
+    bias: torch.Tensor | None, format: str, group: int, config: list[int],
+) -> torch.Tensor:  # fmt: skip
+    return x.new_empty((x.shape[0], weight.shape[0]))
+
+
+@operator("weight_only_linear", _fake)
+def _weight_only(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, index: torch.Tensor | None,
+    bias: torch.Tensor | None, format: str, group: int, config: list[int],
+) -> torch.Tensor:  # fmt: skip
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    (m, k), n, c = x.shape, weight.shape[0], dict(zip(PARAMETERS, config, strict=True))
+    y = x.new_empty((m, n))
+    if m == 0:
+        return y
+    nibbles, launch, grouped = format == "w4a16", dependent_launch(x.device), group > 0
+    codes = weight.view(torch.uint8) if format == "fp8_w8a16" else weight
+    addend, zeros, run = y if bias is None else bias, scale if zero is None else zero, _run(group, x.dtype)
+    same = {
+        "ZERO": ZERO[format], "HAS_ZERO": zero is not None, "HAS_BIAS": bias is not None, "NIBBLES": nibbles,
+        "E4M3": format == "fp8_w8a16",
+    }  # fmt: skip
+    if c["VECTOR"]:
+        # A tile of BYTES codes is whole groups, or lies in one.
+        per_byte = 2 if nibbles else 1
+        run_bytes = min(c["BYTES"], group // per_byte) if grouped else c["BYTES"]
+        groups = c["BYTES"] // run_bytes
+        blocks = cdiv(k, groups * run_bytes * per_byte)
+        _weight_only_vector_kernel[(cdiv(n, c["BLOCK_N"]),)](
+            x, codes, scale, zeros, addend, y, m, n, k, x.stride(0), codes.stride(0), **same, GROUPED=grouped,
+            EVEN_K=k % (groups * run_bytes * per_byte) == 0, BLOCKS=blocks, AHEAD=min(blocks, max(1, c["AHEAD"])),
+            ROWS=next_power_of_2(m), BLOCK_N=c["BLOCK_N"], GROUPS=groups, BYTES=run_bytes, num_warps=c["num_warps"],
+            **launch,
+        )  # fmt: skip
+        return y
+    tile = Tile(c["BLOCK_M"], c["BLOCK_N"], c["num_warps"], c["num_stages"], c["SPLITS"])
+    target = y if tile.splits == 1 else x.new_empty((tile.splits, m, n), dtype=torch.float32)
+    _weight_only_kernel[tile.grid(m, n)](
+        x, codes, scale, zeros, x if index is None else index, addend, target, m, n, k, x.stride(0), codes.stride(0),
+        **same, GROUP=group, INDEXED=index is not None, SPLITS=tile.splits, EVEN_K=k % run == 0,
+        BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=run, num_warps=tile.warps, num_stages=tile.stages, **launch,
+    )  # fmt: skip
+    if tile.splits > 1:
+        add_splits_kernel[(m, cdiv(n, 1024))](
+            target, addend, y, m, n, SPLITS=tile.splits, HAS_BIAS=bias is not None, ROUND_BEFORE_BIAS=False, BLOCK=1024,
+            **launch,
+        )  # fmt: skip
+    return y
+
+
+class TritonWeightOnlyLinear:
+    """One kernel; where K is split, a second adds the parts."""
+
+    candidates = staticmethod(candidates)
+
+    def __init__(self, cfg: WeightOnlyLinearConfig, config: Mapping[str, int] | None = None) -> None:
+        self.cfg, self.config = cfg, config
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, weight_zero: torch.Tensor | None,
+        group_index: torch.Tensor | None, bias: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return ``y`` ``[..., N]``, a new contiguous tensor of ``x``'s dtype."""
+        cfg, rows = self.cfg, x.reshape(-1, self.cfg.in_features)
+        chosen = self.config or rule(rows.shape[0], cfg)
+        y: torch.Tensor = _weight_only(
+            rows, weight, weight_scale, weight_zero, group_index, bias, cfg.format, cfg.group_size,
+            [chosen.get(name, 0) for name in PARAMETERS],
+        )  # fmt: skip
+        return y.view(*x.shape[:-1], cfg.out_features)

@@ -1,0 +1,235 @@
+"""Checkpoints of AWQ, GPTQ and compressed-tensors, written here in their published layouts, against dequantised ones.
+
+Nothing of the library packs or unpacks what these tests write: words are put together bit by bit.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from fastlayers.errors import CheckpointError
+from fastlayers.linear.weight_only.layer import WeightOnlyLinear
+from fastlayers.quant.block_quant import E4M3
+
+sys.path.insert(0, str(Path(__file__).parent))
+from checkpoint_tools import Tensors, tensors_of, write
+from family_tools import BASE, check_like_hugging_face, ours, save_random, stock
+
+PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# Where AutoAWQ puts eight codes that follow each other: the k-th is in bits 4·PLACE[k] of the word.
+PLACE = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+def words(codes: np.ndarray, bits: int, axis: int, places: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Return int32 words of codes along an axis, one code after the other from the lowest bits, or as ``places``."""
+    codes = np.moveaxis(codes, axis, -1).astype(np.uint32)
+    count = 32 // bits
+    found = np.zeros((*codes.shape[:-1], codes.shape[-1] // count), np.uint32)
+    for at in range(codes.shape[-1]):
+        place = places[at % count] if places else at % count
+        found[..., at // count] |= codes[..., at] << np.uint32(bits * place)
+    return torch.from_numpy(np.moveaxis(found, -1, axis).copy().view(np.int32)).contiguous()
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """One matrix: unsigned codes and zero points, scales ``[N, G]``, the group of each input feature."""
+
+    codes: np.ndarray
+    zeros: np.ndarray
+    scales: torch.Tensor
+    group: np.ndarray
+
+    def weight(self) -> torch.Tensor:
+        """Return what the codes stand for, fp32."""
+        off = torch.from_numpy(self.codes.astype(np.float32) - self.zeros[:, self.group].astype(np.float32))
+        return off * self.scales.float()[:, torch.from_numpy(self.group)]
+
+
+def quantise(weight: torch.Tensor, bits: int, size: int, middle: bool, shuffled: bool, seed: int) -> Quantised:
+    n, k = weight.shape
+    random = np.random.default_rng(seed)
+    group = np.arange(k) // size
+    if shuffled:  # the same for linears of one input, as GPTQ orders them by their input
+        group = np.random.default_rng(k).permutation(group)
+    count, levels = k // size, 2**bits - 1
+    codes, zeros, scales = np.zeros((n, k), np.int64), np.zeros((n, count), np.int64), torch.zeros(n, count)
+    values = weight.numpy()
+    for g in range(count):
+        of_group = values[:, group == g]
+        zero = np.full(n, (levels + 1) // 2) if middle else random.integers(1, levels, n)
+        scale = (np.abs(of_group).max(1) / (levels // 2)).astype(np.float16)
+        codes[:, group == g] = np.clip(
+            np.round(of_group / scale[:, None].astype(np.float32)) + zero[:, None], 0, levels
+        )
+        zeros[:, g], scales[:, g] = zero, torch.from_numpy(scale.astype(np.float32))
+    return Quantised(codes, zeros, scales.to(torch.float16), group)
+
+
+def awq(name: str, q: Quantised) -> Tensors:
+    return {
+        f"{name}.qweight": words(q.codes.T, 4, 1, PLACE), f"{name}.qzeros": words(q.zeros.T, 4, 1, PLACE),
+        f"{name}.scales": q.scales.t().contiguous(),
+    }  # fmt: skip
+
+
+def gptq(bits: int, less: int) -> Callable[[str, Quantised], Tensors]:
+    def tensors(name: str, q: Quantised) -> Tensors:
+        return {
+            f"{name}.qweight": words(q.codes.T, bits, 0), f"{name}.qzeros": words(q.zeros.T - less, bits, 1),
+            f"{name}.scales": q.scales.t().contiguous(), f"{name}.g_idx": torch.from_numpy(q.group.astype(np.int32)),
+        }  # fmt: skip
+
+    return tensors
+
+
+def packed(bits: int, zeros: bool, order: bool = False) -> Callable[[str, Quantised], Tensors]:
+    def tensors(name: str, q: Quantised) -> Tensors:
+        found = {
+            f"{name}.weight_packed": words(q.codes, bits, 1), f"{name}.weight_scale": q.scales.to(torch.float32),
+            f"{name}.weight_shape": torch.tensor(q.codes.shape),
+        }  # fmt: skip
+        found |= {f"{name}.weight_zero_point": words(q.zeros, bits, 0)} if zeros else {}
+        return found | ({f"{name}.weight_g_idx": torch.from_numpy(q.group.astype(np.int32))} if order else {})
+
+    return tensors
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A published layout: what config.json says, and what becomes of a matrix."""
+
+    config: dict[str, Any]
+    tensors: Callable[[str, Quantised], Tensors]
+    bits: int = 4
+    size: int = 32
+    middle: bool = False
+    shuffled: bool = False
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+def compressed(weights: dict[str, Any], packing: str = "pack-quantized") -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"type": "int", "symmetric": True} | weights, "input_activations": None}
+    groups = {"group_0": group}
+    return {"quant_method": "compressed-tensors", "format": packing, "ignore": ["lm_head"], "config_groups": groups}
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
+LAYOUTS = {
+    "awq": Layout({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}, awq),
+    "gptq": Layout(GPTQ | {"sym": True}, gptq(4, 1), middle=True),
+    "gptq_zeros": Layout(GPTQ, gptq(4, 1)),
+    "gptq_v2": Layout(GPTQ | {"checkpoint_format": "gptq_v2"}, gptq(4, 0)),
+    "gptq_act_order": Layout(GPTQ | {"desc_act": True}, gptq(4, 1), shuffled=True),
+    "gptq_8": Layout(GPTQ | {"bits": 8}, gptq(8, 1), bits=8),
+    "packed_4": Layout(
+        compressed({"num_bits": 4, "strategy": "group", "group_size": 32}), packed(4, False), middle=True
+    ),
+    "packed_4_zeros": Layout(
+        compressed({"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False}), packed(4, True)
+    ),
+    "packed_4_act_order": Layout(
+        compressed({"num_bits": 4, "strategy": "group", "group_size": 32, "actorder": "group"}), packed(4, False, True),
+        middle=True, shuffled=True,
+    ),
+    "packed_8": Layout(
+        compressed({"num_bits": 8, "strategy": "channel"}), packed(8, False), bits=8, size=0, middle=True
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random(transformers.Qwen3Config(**BASE, head_dim=16), tmp_path_factory.mktemp("plain"))
+
+
+def quantised(plain: Path, target: Path, layout: Layout) -> tuple[Path, Path]:
+    """Return a checkpoint in a layout, and one of the weights that its codes stand for."""
+    config, weights = json.loads((plain / "config.json").read_text()), tensors_of(plain)
+    coded, dense = dict(weights), dict(weights)
+    for seed, name in enumerate(sorted(weights)):
+        module = name.removesuffix(".weight")
+        if module.rsplit(".", 1)[-1] in PARTS:
+            weight = coded.pop(name)
+            size = layout.size or weight.shape[1]
+            q = quantise(weight, layout.bits, size, layout.middle, layout.shuffled, seed)
+            coded |= layout.tensors(module, q)
+            dense[name] = q.weight()
+    write(target / "coded", config | {"quantization_config": layout.config}, coded)
+    return target / "coded", write(target / "dense", config, dense)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_equals_hugging_face_on_dequantised_weights(name: str, plain: Path, tmp_path: Path) -> None:
+    coded, dense = quantised(plain, tmp_path, LAYOUTS[name])
+    model = ours(coded)
+    held = [module for module in model.modules() if isinstance(module, WeightOnlyLinear)]
+    assert len(held) == 4 * BASE["num_hidden_layers"]  # q, k and v are one, gate and up are one
+    assert all(module.cfg.act_order == LAYOUTS[name].shuffled for module in held)
+    check_like_hugging_face(stock(dense), model, batch=2, steps=16)
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq_act_order", "packed_4"])
+def test_bf16_weights_are_those_of_the_dequantised_bf16_model(name: str, plain: Path, tmp_path: Path) -> None:
+    coded, dense = quantised(plain, tmp_path, LAYOUTS[name])
+    left, right = ours(coded, torch.bfloat16), ours(dense, torch.bfloat16)
+    others = dict(right.named_modules())
+    compared = 0
+    for path, module in left.named_modules():
+        if isinstance(module, WeightOnlyLinear):
+            assert torch.equal(module.dequantized(torch.bfloat16), others[path].weight)
+            x = torch.randn(5, module.local_in, dtype=torch.bfloat16)
+            torch.testing.assert_close(module(x).float(), others[path](x).float(), rtol=1e-2, atol=1e-2)
+            compared += 1
+    assert compared == 12
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "channel"])
+def test_fp8_weights_alone(strategy: str, plain: Path, tmp_path: Path) -> None:
+    """Weights in e4m3 with a scale a matrix or a channel, activations as they are."""
+    config, weights = json.loads((plain / "config.json").read_text()), tensors_of(plain)
+    coded, dense = dict(weights), dict(weights)
+    for name in sorted(weights):
+        if name.removesuffix(".weight").rsplit(".", 1)[-1] in PARTS:
+            weight = weights[name]
+            largest = weight.abs().amax() if strategy == "tensor" else weight.abs().amax(1, keepdim=True)
+            coded[name], scale = (weight / (largest / 448)).to(E4M3), largest / 448
+            coded[name.replace("weight", "weight_scale")] = scale.reshape(-1)[0] if strategy == "tensor" else scale
+            dense[name] = coded[name].float() * scale
+    quant = compressed({"num_bits": 8, "type": "float", "strategy": strategy}, "float-quantized")
+    write(tmp_path / "coded", config | {"quantization_config": quant}, coded)
+    check_like_hugging_face(
+        stock(write(tmp_path / "dense", config, dense)), ours(tmp_path / "coded"), batch=2, steps=16
+    )
+
+
+def test_groups_out_of_order_are_refused_where_the_file_says_they_are_not(plain: Path, tmp_path: Path) -> None:
+    layout = LAYOUTS["gptq_act_order"]
+    coded, _ = quantised(plain, tmp_path, Layout(GPTQ, layout.tensors, shuffled=True))
+    with pytest.raises(CheckpointError, match=r"not in order of their groups of 32, .* desc_act false"):
+        ours(coded)
+
+
+def test_fused_linears_of_another_order_each_are_refused(plain: Path, tmp_path: Path) -> None:
+    coded, _ = quantised(plain, tmp_path, LAYOUTS["gptq_act_order"])
+    tensors = tensors_of(coded)
+    tensors["model.layers.1.self_attn.k_proj.g_idx"] = tensors["model.layers.1.self_attn.k_proj.g_idx"].flip(0)
+    with pytest.raises(CheckpointError, match=r"other groups of input features than of the linear"):
+        ours(write(tmp_path / "mixed", json.loads((coded / "config.json").read_text()), tensors))
+
+
+def test_a_layout_without_its_tensors_names_them(plain: Path, tmp_path: Path) -> None:
+    config = json.loads((plain / "config.json").read_text())
+    write(tmp_path, config | {"quantization_config": LAYOUTS["awq"].config}, tensors_of(plain))
+    with pytest.raises(CheckpointError, match=r"missing tensors: .*down_proj\.qweight"):
+        ours(tmp_path)
