@@ -146,6 +146,35 @@ def test_linears_of_integers_are_left_alone() -> None:
     assert reasons(report) == {"model.layers.0.self_attn": "quantized(int8): k_proj"}
 
 
+class WQLinear_GEMM(nn.Module):
+    """The shape of AutoAWQ's linears: packed words, no weight."""
+
+    def __init__(self, source: nn.Linear) -> None:
+        super().__init__()
+        self.register_buffer("qweight", torch.zeros(source.in_features, source.out_features // 8, dtype=torch.int32))
+        self.held = [source]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.held[0](x)  # type: ignore[no-any-return]
+
+
+def test_linears_of_awq_are_left_alone_and_the_rest_is_patched() -> None:
+    model = build("llama")
+    stock = logits(model)
+    model.config.quantization_config = {"quant_method": "awq", "bits": 4, "group_size": 128}
+    for layer in model.model.layers:
+        for module in (layer.self_attn, layer.mlp):
+            for name, child in list(module.named_children()):
+                if isinstance(child, nn.Linear):
+                    setattr(module, name, WQLinear_GEMM(child))
+    report = fl.patch(model)
+    first = ("self_attn", "quantized(WQLinear_GEMM): q_proj"), ("mlp", "quantized(WQLinear_GEMM): gate_proj")
+    layers = range(len(model.model.layers))
+    assert reasons(report) == {f"model.layers.{i}.{name}": reason for i in layers for name, reason in first}
+    assert {entry.kind for entry in report.replaced} == {"norm"}
+    assert float((logits(model) - stock).norm() / stock.norm()) < 1e-5
+
+
 def test_codes_that_transformers_took_for_weights_are_refused() -> None:
     model = build("llama")
     before = snapshot(model)

@@ -121,7 +121,7 @@ def _linear_reason(name: str, child: Any) -> str | None:
         return None
     if hasattr(child, "base_layer") or "lora" in cls.__name__.lower():
         return "wrapped-linear(LoRA): " + name
-    if isinstance(child, nn.Linear):
+    if isinstance(child, nn.Linear) or hasattr(child, "qweight"):  # the latter: AWQ's and GPTQ's linears
         return f"quantized({cls.__name__}): {name}"
     return f"wrapped-linear({cls.__name__}): {name}"
 
