@@ -89,6 +89,7 @@ class Soak:
         if self.grammars and draw.random() < CONSTRAINED:
             body |= {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}}
             body |= {"ignore_eos": False, "max_tokens": 48}
+            self.seen["constrained"] += 1
         return body
 
     async def one(self, session: aiohttp.ClientSession) -> None:
