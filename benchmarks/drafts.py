@@ -21,7 +21,6 @@ import torch
 
 from fastlayers.device import as_device
 from fastlayers.tuning.provenance import provenance
-from fastlayers_server.engine.client import Parts
 from fastlayers_server.engine.config import EngineConfig
 from fastlayers_server.engine.loop import Engine
 from fastlayers_server.engine.protocol import FromEngine, Sampling, StepOut, Submit, pack_ids
@@ -62,7 +61,7 @@ def always(drafts: Speculation) -> None:
     drafts.wanted = wanted  # type: ignore[method-assign]
 
 
-def serve(parts: Parts, rows: Sequence[Sequence[int]]) -> tuple[list[list[int]], int]:
+def serve(parts: Engine, rows: Sequence[Sequence[int]]) -> tuple[list[list[int]], int]:
     """Return what is said to each, and the ticks it took."""
     texts: dict[int, list[int]] = {rid: [] for rid in range(1, 1 + len(rows))}
 

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fastlayers_server.engine.client import Parts
+from fastlayers_server.engine.client import Phase
 from fastlayers_server.engine.config import EngineConfig, SchedulerConfig
 from fastlayers_server.engine.loop import Engine
 from fastlayers_server.engine.protocol import Abort, EngineInfo, Sampling, Submit, encode, pack_ids
@@ -87,14 +87,14 @@ def engine(folder: str, epoch: str) -> int:
     sys.argv = [sys.argv[0], folder, epoch]
     from fastlayers_server.engine.child import main
 
-    def make(config: EngineConfig, phase: Callable[[str], None], epoch: int) -> Parts:
+    def make(config: EngineConfig, phase: Phase, epoch: int) -> Engine:
         limits = SchedulerConfig(
             VOCABULARY, 4096, config.max_running_requests * 65, PAGE, (1,), max_running=config.max_running_requests,
             prefix_cache=not config.no_prefix_cache,
         )  # fmt: skip
         tick, per_token = (float(each) for each in config.model.split())
         info = EngineInfo(epoch, VOCABULARY, 4096, (1,), PAGE, limits.num_pages, limits.max_running, 2048, 20, ())
-        return Parts(Scheduler(limits), Hollow(tick, per_token), info)  # type: ignore[arg-type]
+        return Engine(Scheduler(limits), Hollow(tick, per_token), info=info, epoch=epoch)  # type: ignore[arg-type]
 
     return main(make)
 

@@ -21,7 +21,6 @@ import torch
 
 from fastlayers.device import as_device
 from fastlayers.tuning.provenance import provenance
-from fastlayers_server.engine.client import Parts
 from fastlayers_server.engine.config import EngineConfig
 from fastlayers_server.engine.loop import Engine
 from fastlayers_server.engine.metrics import Metrics
@@ -61,7 +60,7 @@ class Scripted(Speculation):
         self.tokens += sum(map(len, result.tokens[len(result.tokens) - len(plan.verify) :])) if plan.verify else 0
 
 
-def ms_per_token(parts: Parts, drafts: Scripted | None, batch: int, prompt: int, new: int) -> float:
+def ms_per_token(parts: Engine, drafts: Scripted | None, batch: int, prompt: int, new: int) -> float:
     """Serve so many requests at once and return milliseconds per token of each, between first and last tokens."""
     at: list[tuple[float, int, bool]] = []  # when, how many tokens, and whether somebody ended
 
@@ -89,7 +88,7 @@ def ms_per_token(parts: Parts, drafts: Scripted | None, batch: int, prompt: int,
     return 1000 * batch * (at[end][0] - at[begin - 1][0]) / count
 
 
-def steps(parts: Parts, k: int, context: int) -> dict[str, Callable[[], Any]]:
+def steps(parts: Engine, k: int, context: int) -> dict[str, Callable[[], Any]]:
     """Return a step of k + 1 tokens to verify and one that decodes one token, of a request of so many tokens."""
     executor: Any = parts.executor
     request = Request(Submit(0, b"", Sampling(temperature=0.0)), 0, [5] * context, frozenset(), 0)
@@ -104,7 +103,7 @@ def steps(parts: Parts, k: int, context: int) -> dict[str, Callable[[], Any]]:
 
 
 @torch.inference_mode()
-def steps_ms(parts: Parts, k: int, context: int) -> dict[str, float]:
+def steps_ms(parts: Engine, k: int, context: int) -> dict[str, float]:
     """Return milliseconds of both :func:`steps`."""
 
     def timed(call: Callable[[], Any], rounds: int = 40) -> tuple[float, float]:
@@ -129,7 +128,7 @@ def steps_ms(parts: Parts, k: int, context: int) -> dict[str, float]:
 
 
 @torch.inference_mode()
-def kernels_us(parts: Parts, k: int, context: int, most: int) -> dict[str, list[tuple[str, int, float]]]:
+def kernels_us(parts: Engine, k: int, context: int, most: int) -> dict[str, list[tuple[str, int, float]]]:
     """Return of both :func:`steps` the kernels that take longest: name, launches and microseconds a step."""
     found, rounds = {}, 8
     activity = torch.profiler.ProfilerActivity

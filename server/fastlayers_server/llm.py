@@ -118,14 +118,13 @@ class LLM:
         settings = replace(config or EngineConfig(), model=model)
         self.tokens = tokens or TokenText(model_folder(model))
         try:
-            parts = build(settings, lambda phase: None, model=loaded)
+            self.engine = build(settings, lambda phase: None, model=loaded)
         except (ValueError, LookupError, RuntimeError, OSError) as error:
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
-        self.info = parts.info
         self._news: deque[FromEngine] = deque()
         self._turn = threading.Lock()
         self._rid = 0
-        self.engine = parts.engine(self._news.append, 1)
+        self.info = self.engine.begin(self._news.append)
 
     def generate(
         self, prompts: str | Sequence[str] | Sequence[Sequence[int]], params: Params | Sequence[Params] | None = None

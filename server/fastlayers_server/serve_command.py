@@ -20,7 +20,7 @@ from fastlayers.runtime.held_directory import make, release
 from fastlayers_server.serve_config import NAMES, ServeConfig, as_json, keys_of, parse
 
 if TYPE_CHECKING:
-    from fastlayers_server.engine.protocol import EngineClient
+    from fastlayers_server.engine.client import EngineClient
     from fastlayers_server.front.link import Link
 
 log = logging.getLogger("fastlayers.serve")

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import zmq
 
-from fastlayers_server.engine.client import BEAT_SECONDS, Parts, beat, unforeseen
+from fastlayers_server.engine.client import BEAT_SECONDS, Phase, beat, unforeseen
 from fastlayers_server.engine.config import EngineConfig
 from fastlayers_server.engine.loop import Engine
 from fastlayers_server.engine.protocol import Died, FromEngine, encode, to_engine
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 REFUSED = 3
 OUTBOX = 10_000  # messages
 FRONT_SECONDS = 30.0  # a front that takes nothing for so long is gone
-Make = Callable[[EngineConfig, Callable[[str], None], int], Parts]
+Make = Callable[[EngineConfig, Phase, int], Engine]
 
 
 class Child:
@@ -64,18 +64,16 @@ class Child:
             self.phase = phase
 
         try:
-            parts = make(config, tell, self.epoch)
+            self.engine = make(config, tell, self.epoch)
         except (ValueError, LookupError, RuntimeError, OSError) as error:
             # Either way the next start would end alike.
             log.error("the engine does not start: %s", error, exc_info=unforeseen(error))
             self.deliver(Died(self.epoch, f"{type(error).__name__}: {error}", restarting=False))
             return REFUSED
-        self.engine = parts.engine(self.deliver, self.epoch)
-        self.deliver(parts.info)
+        self.engine.begin(self.deliver)
         self.phase = "serving"
         try:
             self.engine.run()
-            parts.close()
         except Exception as error:
             log.exception("the engine died")
             self.deliver(Died(self.epoch, f"{type(error).__name__}: {error}", restarting=True))
@@ -119,7 +117,7 @@ def main(make: Make, arguments: Sequence[str] = (), config: EngineConfig | None 
     return code
 
 
-def _build(config: EngineConfig, phase: Callable[[str], None], epoch: int) -> Parts:
+def _build(config: EngineConfig, phase: Phase, epoch: int) -> Engine:
     # Imports take seconds, in which the front may die, and wants to hear from us.
     from fastlayers_server.engine.startup import build
 

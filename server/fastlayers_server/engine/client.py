@@ -1,4 +1,4 @@
-"""How a front holds an engine: on threads of its own process."""
+"""How a front holds an engine: :class:`EngineClient`, and the one whose engine is on threads of its own process."""
 
 from __future__ import annotations
 
@@ -7,47 +7,25 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from fastlayers.errors import FastlayersError
-from fastlayers_server.engine.grammar import GrammarMasks
-from fastlayers_server.engine.loop import Engine, Executor
+from fastlayers_server.engine.loop import Engine
 from fastlayers_server.engine.protocol import (
     Abort,
     Beat,
     Died,
-    EngineInfo,
     FromEngine,
     Output,
+    Shutdown,
     StepOut,
     Submit,
     ToEngine,
 )
-from fastlayers_server.engine.scheduler import Scheduler
-from fastlayers_server.engine.speculation import Speculation
 
 log = logging.getLogger(__name__)
 BEAT_SECONDS = 1.0
-
-
-@dataclass
-class Parts:
-    """What an engine is made of."""
-
-    scheduler: Scheduler
-    executor: Executor
-    info: EngineInfo
-    overlap: bool = True
-    grammars: GrammarMasks | None = None
-    drafts: Speculation | None = None
-    close: Callable[[], None] = lambda: None  # called when the engine has ended
-
-    def engine(self, deliver: Callable[[FromEngine], None], epoch: int) -> Engine:
-        """Put them together."""
-        return Engine(
-            self.scheduler, self.executor, deliver, overlap=self.overlap, grammars=self.grammars, drafts=self.drafts,
-            epoch=epoch,
-        )  # fmt: skip
+Phase = Callable[[str], None]
+Make = Callable[[Phase, int], Engine]  # given the epoch; tells each phase of the start
 
 
 def unforeseen(error: Exception) -> bool:
@@ -64,8 +42,18 @@ def beat(engine: Engine | None, epoch: int, phase: str) -> Beat:
     return Beat(epoch, phase, engine.scheduler.ticks, time.monotonic() - started if started else 0.0)
 
 
-class ClientBase(ABC):
-    """What both ways to hold an engine share: who has not ended, and what came before the engine was there."""
+class EngineClient(ABC):
+    """An engine as a front holds it, in this process or in one of its own.
+
+    Methods may be called from any thread and do not block (:meth:`start` and :meth:`shutdown` excepted).
+
+    Attributes
+    ----------
+    phase : str
+        One of :data:`~fastlayers_server.engine.protocol.PHASES`, now.
+    epoch : int
+        Number of the engine's start, from 1; messages of older epochs are not delivered.
+    """
 
     phase: str
     epoch: int
@@ -73,12 +61,32 @@ class ClientBase(ABC):
     def __init__(self) -> None:
         self._lock, self._delivering = threading.Lock(), threading.Lock()
         self._live: set[int] = set()
-        self._early: list[ToEngine] = []
+        self._early: list[ToEngine] = []  # what came before the engine was there
         self._reason = ""
         self._deliver_to: Callable[[FromEngine], None] = lambda message: None
 
+    @abstractmethod
+    def start(self, deliver: Callable[[FromEngine], None]) -> None:
+        """Begin to start the engine, and return.
+
+        Parameters
+        ----------
+        deliver : callable
+            Given every message of the engine, on a thread of the client's, one at a time. It must not block: an
+            asyncio front passes ``lambda m: loop.call_soon_threadsafe(handle, m)``. The first message of a start that
+            succeeds is an :class:`~fastlayers_server.engine.protocol.EngineInfo`; of one that fails, a
+            :class:`~fastlayers_server.engine.protocol.Died`.
+        """
+
+    @abstractmethod
+    def shutdown(self, timeout: float = 0.0) -> None:
+        """Refuse what comes from now on, let what runs and waits end for ``timeout`` seconds, then end the rest.
+
+        Requests that did not end get "engine_restarting". Returns when the engine is gone; may be called twice.
+        """
+
     def submit(self, request: Submit) -> None:
-        """Hand over a request."""
+        """Hand over a request. Whatever happens, one terminal output of its rid is delivered."""
         with self._lock:
             self._live.add(request.rid)
         self.send(request)
@@ -86,11 +94,11 @@ class ClientBase(ABC):
             self._tell_orphans()
 
     def abort(self, rids: Sequence[int]) -> None:
-        """End requests."""
+        """End requests, see :class:`~fastlayers_server.engine.protocol.Abort`."""
         self.send(Abort(tuple(rids)))
 
     def send(self, message: ToEngine) -> None:
-        """Hand over any message."""
+        """Hand over any other message."""
         with self._lock:
             if not self._pass(message):
                 self._early.append(message)
@@ -115,21 +123,20 @@ class ClientBase(ABC):
             self._deliver(StepOut(self.epoch, outputs))
 
 
-class InProcessEngine(ClientBase):
-    """An :class:`~fastlayers_server.engine.protocol.EngineClient` on threads of this process.
+class InProcessEngine(EngineClient):
+    """An engine on threads of this process.
 
     Parameters
     ----------
     make : callable
-        ``make(phase, epoch)``: build the engine's parts, telling each phase of the start.
+        ``make(phase, epoch)``: build the engine, telling each phase of the start.
     """
 
-    def __init__(self, make: Callable[[Callable[[str], None], int], Parts]) -> None:
+    def __init__(self, make: Make) -> None:
         super().__init__()
         self._make, self._phase, self.epoch = make, "starting", 1
         self._engine: Engine | None = None
         self._gone = threading.Event()
-        self._timeout: float | None = None
         self._threads: list[threading.Thread] = []
 
     @property
@@ -152,10 +159,7 @@ class InProcessEngine(ClientBase):
 
     def shutdown(self, timeout: float = 0.0) -> None:
         """End, see :class:`EngineClient`."""
-        with self._lock:
-            self._timeout = timeout
-            if self._engine is not None:
-                self._engine.stop(timeout)
+        super().send(Shutdown(timeout))
         for thread in self._threads:
             thread.join()
 
@@ -165,16 +169,13 @@ class InProcessEngine(ClientBase):
     def _run(self) -> None:
         reason = "the engine was shut down"
         try:
-            parts = self._make(self._tell_phase, self.epoch)
-            engine = parts.engine(self._deliver, self.epoch)
-            self._deliver(parts.info)
+            engine = self._make(self._tell_phase, self.epoch)
+            engine.begin(self._deliver)
             with self._lock:
                 self._engine = engine
                 for message in self._early:
                     engine.post(message)
                 self._early.clear()
-                if self._timeout is not None:
-                    engine.stop(self._timeout)
             self._phase = "serving"
             engine.run()
         except Exception as error:

@@ -25,6 +25,7 @@ from fastlayers_server.engine.protocol import (
     CONTROLS,
     Abort,
     Control,
+    EngineInfo,
     Finish,
     FromEngine,
     Grammar,
@@ -90,6 +91,8 @@ class Engine:
     executor : Executor
     deliver : callable
         Takes what the front is told; called on the thread of :meth:`run`.
+    info : EngineInfo, optional
+        What the front is told first.
     overlap : bool
     grammars : GrammarMasks, optional
     drafts : Speculation, optional
@@ -100,14 +103,17 @@ class Engine:
     ----------
     tick_started : float
         When the tick in progress began, or 0.0; read by whoever beats.
+    ended : callable
+        Called when :meth:`run` has ended as it was told to.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         executor: Executor,
-        deliver: Callable[[FromEngine], None],
+        deliver: Callable[[FromEngine], None] = lambda message: None,
         *,
+        info: EngineInfo | None = None,
         overlap: bool = True,
         grammars: GrammarMasks | None = None,
         drafts: Speculation | None = None,
@@ -115,8 +121,9 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler, self.executor, self.deliver, self.overlap = scheduler, executor, deliver, overlap
-        self.grammars, self.drafts, self.epoch, self.clock = grammars, drafts, epoch, clock
+        self.info, self.grammars, self.drafts, self.epoch, self.clock = info, grammars, drafts, epoch, clock
         self.tick_started = 0.0
+        self.ended: Callable[[], None] = lambda: None
         self._inbox: deque[ToEngine] = deque()
         self._arrived = threading.Event()
         self._stop_at: float | None = None
@@ -130,15 +137,17 @@ class Engine:
         self._inbox.append(message)
         self._arrived.set()
 
-    def stop(self, timeout: float) -> None:
-        """Take nothing more, and end when all requests have ended, or after ``timeout`` seconds."""
-        self._stop_at = self.clock() + timeout
-        self._arrived.set()
-
     # --- the engine's own thread
 
+    def begin(self, deliver: Callable[[FromEngine], None]) -> EngineInfo:
+        """Tell a front what it must know of the model, and from now on everything."""
+        assert self.info is not None
+        self.deliver = deliver
+        deliver(self.info)
+        return self.info
+
     def run(self) -> None:
-        """Tick until :meth:`stop`; what is left then ends with "engine_restarting"."""
+        """Tick until a :class:`Shutdown`; what is left then ends with "engine_restarting"."""
         if self.grammars is not None:
             # Without a GPU it takes a second, and nothing else of a start does.
             threading.Thread(target=self.grammars.read, name="engine-grammar", daemon=True).start()
@@ -154,6 +163,7 @@ class Engine:
             if not launched and not self.scheduler.idle:
                 self._arrived.wait(NAP)
         self.close()
+        self.ended()
 
     def close(self) -> None:
         """End what runs and waits, with "engine_restarting"; for whoever ticks by hand."""
@@ -260,7 +270,7 @@ class Engine:
         elif isinstance(message, Finish):
             scheduler.finish(message.rid, message.kept, now)
         elif isinstance(message, Shutdown):
-            self.stop(message.timeout)
+            self._stop_at = now + message.timeout
         elif isinstance(message, Grammar):
             if self.grammars is not None:
                 self.grammars.add(message.key, message.serialized)

@@ -18,12 +18,12 @@ import zmq
 
 from fastlayers.runtime.held_directory import make, release
 from fastlayers_server.engine.child import REFUSED
-from fastlayers_server.engine.client import ClientBase, InProcessEngine, Parts
+from fastlayers_server.engine.client import EngineClient, InProcessEngine, Phase
 from fastlayers_server.engine.config import EngineConfig
+from fastlayers_server.engine.loop import Engine
 from fastlayers_server.engine.protocol import (
     Beat,
     Died,
-    EngineClient,
     EngineInfo,
     FromEngine,
     Shutdown,
@@ -51,7 +51,7 @@ def engine_client(config: EngineConfig, *, in_process: bool = False) -> EngineCl
     if not in_process:
         return EngineProcess(config)
 
-    def make(phase: Callable[[str], None], epoch: int) -> Parts:
+    def make(phase: Phase, epoch: int) -> Engine:
         from fastlayers_server.engine.startup import build
 
         return build(config, phase, epoch)
@@ -59,8 +59,8 @@ def engine_client(config: EngineConfig, *, in_process: bool = False) -> EngineCl
     return InProcessEngine(make)
 
 
-class EngineProcess(ClientBase):
-    """An :class:`~fastlayers_server.engine.protocol.EngineClient` whose engine is another process.
+class EngineProcess(EngineClient):
+    """An engine that is another process.
 
     Parameters
     ----------

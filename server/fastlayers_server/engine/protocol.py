@@ -1,4 +1,4 @@
-"""What a front and an engine say to each other, and how a front holds an engine: :class:`EngineClient`.
+"""What a front and an engine say to each other.
 
     front ── Submit, Abort, Finish, Grammar, Control ──► engine
     front ◄── StepOut, Stats, Reply, Beat, Died ─────── engine
@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -34,7 +34,7 @@ ERROR_CODES = (
     "engine_restarting",
 )
 CONTROLS = ("stats", "explain", "flush_cache", "freeze_gc", "start_profile", "stop_profile", "drain", "resume")
-# Phases of a start, in their order, as Beat and EngineClient.phase tell them; the last two are those of a running one.
+# Phases of a start, in their order, as Beat and an engine's client tell them; the last two are those of a running one.
 PHASES = ("starting", "weights", "warmup", "capture", "serving", "draining", "dead")
 # Counters of Stats: name -> what its keys are ("" where the only key is "").
 COUNTERS: Mapping[str, str] = MappingProxyType(
@@ -328,44 +328,3 @@ def unpack_ids(packed: bytes) -> list[int]:
     if sys.byteorder == "big":
         ids.byteswap()
     return ids.tolist()
-
-
-class EngineClient(Protocol):
-    """An engine as a front holds it, in this process or in one of its own.
-
-    Methods may be called from any thread and do not block (:meth:`start` and :meth:`shutdown` excepted).
-    """
-
-    def start(self, deliver: Callable[[FromEngine], None]) -> None:
-        """Begin to start the engine, and return.
-
-        Parameters
-        ----------
-        deliver : callable
-            Given every message of the engine, on a thread of the client's, one at a time. It must not block: an
-            asyncio front passes ``lambda m: loop.call_soon_threadsafe(handle, m)``. The first message of a start that
-            succeeds is an :class:`EngineInfo`; of one that fails, a :class:`Died`.
-        """
-
-    @property
-    def phase(self) -> str:
-        """One of :data:`PHASES`, now."""
-
-    @property
-    def epoch(self) -> int:
-        """Number of the engine's start, from 1; messages of older epochs are not delivered."""
-
-    def submit(self, request: Submit) -> None:
-        """Hand over a request. Whatever happens, one terminal output of its rid is delivered."""
-
-    def abort(self, rids: Sequence[int]) -> None:
-        """End requests, see :class:`Abort`."""
-
-    def send(self, message: ToEngine) -> None:
-        """Hand over any other message."""
-
-    def shutdown(self, timeout: float = 0.0) -> None:
-        """Refuse what comes from now on, let what runs and waits end for ``timeout`` seconds, then end the rest.
-
-        Requests that did not end get "engine_restarting". Returns when the engine is gone; may be called twice.
-        """

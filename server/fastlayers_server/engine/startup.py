@@ -27,10 +27,11 @@ from fastlayers.runtime import precompile
 from fastlayers.runtime.compile_log import CompileWatch, stop_watching
 from fastlayers.sampler.layer import Sampler
 from fastlayers_models.find import TINY, assets, find
-from fastlayers_server.engine.client import Parts
+from fastlayers_server.engine.client import Phase
 from fastlayers_server.engine.config import EngineConfig, SchedulerConfig
 from fastlayers_server.engine.executor import TorchExecutor
 from fastlayers_server.engine.grammar import GrammarMasks, tokenizer_info
+from fastlayers_server.engine.loop import Engine
 from fastlayers_server.engine.protocol import EngineInfo, Sampling, Submit
 from fastlayers_server.engine.request import Chunk, Request
 from fastlayers_server.engine.scheduler import Scheduler
@@ -45,7 +46,6 @@ CPU_CACHE_BYTES = 512 << 20
 PIECE = 64  # prompt tokens of a step in deterministic mode
 LONG = 0.02  # seconds that steps are run again for, twice at most
 STRIDE = 7919  # from one id of a measured step to the next: tokens that have nothing in common
-Phase = Callable[[str], None]
 
 
 class Timeline:
@@ -71,8 +71,8 @@ class Timeline:
         self._since = now
 
 
-def build(config: EngineConfig, phase: Phase, epoch: int = 1, model: Any = None) -> Parts:
-    """Load the model, reserve all memory, capture every step, and return what an engine is made of.
+def build(config: EngineConfig, phase: Phase, epoch: int = 1, model: Any = None) -> Engine:
+    """Load the model, reserve all memory, capture every step, and return the engine.
 
     ``model``: one that is loaded already, with the page size of the configuration.
 
@@ -150,7 +150,7 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1, model: Any = None)
     if speculates:
         drafts = Speculation(executor.mtp or Lookups(), config.speculative_max_k, scheduler.metrics)
     overlap = executor.overlaps and not config.disable_overlap_schedule
-    return Parts(scheduler, executor, info, overlap, grammars, drafts)
+    return Engine(scheduler, executor, info=info, overlap=overlap, grammars=grammars, drafts=drafts, epoch=epoch)
 
 
 def _grammars(config: EngineConfig, limits: SchedulerConfig, device: torch.device) -> GrammarMasks | None:

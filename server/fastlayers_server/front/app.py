@@ -18,7 +18,6 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
-from fastlayers_server.engine.protocol import EngineClient
 from fastlayers_server.front import ops
 from fastlayers_server.front.answers import document
 from fastlayers_server.front.chat import chat
@@ -36,6 +35,7 @@ from fastlayers_server.front.tokens import TokenText
 from fastlayers_server.front.trace import tracing
 
 if TYPE_CHECKING:
+    from fastlayers_server.engine.client import EngineClient
     from fastlayers_server.serve_config import ServeConfig
 
 log = logging.getLogger("fastlayers.front")

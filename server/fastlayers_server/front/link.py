@@ -7,13 +7,12 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from fastlayers_server.engine.protocol import (
     Beat,
     Control,
     Died,
-    EngineClient,
     EngineInfo,
     Finish,
     FromEngine,
@@ -25,6 +24,9 @@ from fastlayers_server.engine.protocol import (
     Submit,
 )
 from fastlayers_server.front.errors import ApiError
+
+if TYPE_CHECKING:
+    from fastlayers_server.engine.client import EngineClient
 
 log = logging.getLogger("fastlayers.front")
 

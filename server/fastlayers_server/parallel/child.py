@@ -11,14 +11,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from fastlayers_server.engine import child
-from fastlayers_server.engine.client import Parts
+from fastlayers_server.engine.client import Phase
 from fastlayers_server.engine.config import EngineConfig
+from fastlayers_server.engine.loop import Engine
 from fastlayers_server.ranks import launcher
 
 LOOK_SECONDS = 0.5
@@ -63,15 +63,15 @@ def main() -> int:
     return _following(config, epoch)
 
 
-def _leading(config: EngineConfig, phase: Callable[[str], None], epoch: int) -> Parts:
+def _leading(config: EngineConfig, phase: Phase, epoch: int) -> Engine:
     from fastlayers_server.engine.startup import build
     from fastlayers_server.parallel.channel import Channel
     from fastlayers_server.parallel.leader import Leader
 
-    parts = build(config, phase, epoch)
-    leader = Leader(parts.executor, Channel())
-    parts.executor, parts.close = leader, leader.close
-    return parts
+    engine = build(config, phase, epoch)
+    leader = Leader(engine.executor, Channel())
+    engine.executor, engine.ended = leader, leader.close
+    return engine
 
 
 def _following(config: EngineConfig, epoch: int) -> int:
@@ -84,8 +84,8 @@ def _following(config: EngineConfig, epoch: int) -> int:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front decides when to end
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    parts: Any = build(config, lambda phase: None, epoch)
-    follow(parts.executor, Channel())
+    engine: Any = build(config, lambda phase: None, epoch)
+    follow(engine.executor, Channel())
     return 0
 
 

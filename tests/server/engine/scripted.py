@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fastlayers_server.engine.client import InProcessEngine, Parts
+from fastlayers_server.engine.client import InProcessEngine, Phase
 from fastlayers_server.engine.config import SchedulerConfig
+from fastlayers_server.engine.loop import Engine
 from fastlayers_server.engine.protocol import EngineInfo, TokenLogprobs
 from fastlayers_server.engine.request import ENDED, Chunk, Request, TickPlan, TickResult
 from fastlayers_server.engine.scheduler import Scheduler
@@ -266,12 +267,12 @@ class ScriptedEngine(InProcessEngine):
             features=("penalties", "logit_bias", "logprobs"),
         )  # fmt: skip
 
-        def make(phase: Callable[[str], None], epoch: int) -> Parts:
+        def make(phase: Phase, epoch: int) -> Engine:
             executor = ScriptedExecutor(script or hashed(vocab_size), page_size, tick_seconds, nonfinite)
             info = EngineInfo(
                 epoch, vocab_size, max_model_len, tuple(eos_ids), page_size, num_pages, max_running,
                 max_queued_requests, config.max_logprobs, config.features, "scripted", "cpu",
             )  # fmt: skip
-            return Parts(Scheduler(config), executor, info, overlap)
+            return Engine(Scheduler(config), executor, info=info, overlap=overlap, epoch=epoch)
 
         super().__init__(make)

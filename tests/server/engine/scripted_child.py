@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 
 from scripted import ScriptedEngine
 
 from fastlayers_server.engine.child import main
-from fastlayers_server.engine.client import Parts
+from fastlayers_server.engine.client import Phase
 from fastlayers_server.engine.config import EngineConfig
+from fastlayers_server.engine.loop import Engine
 
 
-def make(config: EngineConfig, phase: Callable[[str], None], epoch: int) -> Parts:
+def make(config: EngineConfig, phase: Phase, epoch: int) -> Engine:
     if config.model == "refused":
         raise ValueError("there is no such model")
     phase("weights")
-    parts = ScriptedEngine(tick_seconds=0.005)._make(phase, epoch)
+    engine = ScriptedEngine(tick_seconds=0.005)._make(phase, epoch)
     if config.model == "hangs" and epoch == 1:
-        parts.executor.launch = lambda plan: time.sleep(600)  # type: ignore[method-assign,assignment,return-value,misc]
+        engine.executor.launch = lambda plan: time.sleep(600)  # type: ignore[method-assign,assignment,return-value,misc]
     if config.model == "fails":
-        parts.executor.launch = lambda plan: 1 // 0  # type: ignore[method-assign,assignment,return-value,misc]
-    return parts
+        engine.executor.launch = lambda plan: 1 // 0  # type: ignore[method-assign,assignment,return-value,misc]
+    return engine
 
 
 if __name__ == "__main__":

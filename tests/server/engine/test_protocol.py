@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from fastlayers_server.engine import protocol as p
+from fastlayers_server.engine.client import EngineClient
 
 sys.path.insert(0, str(Path(__file__).parent))
 from scripted import ScriptedEngine, hashed, saying
@@ -69,7 +70,7 @@ def test_the_front_side_imports_no_torch() -> None:
 class Front:
     """Collects what an engine delivers."""
 
-    def __init__(self, engine: p.EngineClient) -> None:
+    def __init__(self, engine: EngineClient) -> None:
         self.engine, self.inbox = engine, queue.Queue[p.FromEngine]()
         engine.start(self.inbox.put)
 
