@@ -15,6 +15,7 @@ import faulthandler
 import gc
 import json
 import os
+import statistics
 import sys
 import time
 import traceback
@@ -35,6 +36,8 @@ from fastlayers.tuning.provenance import provenance
 from fastlayers_server.known_models import DEEPSEEK_V3
 from fastlayers_server.random_models import fill_random
 
+# Tokens of the longest prompt of a prefill.
+PREFILLED = 2048
 # Eight of its layers with experts.
 SLICE = DEEPSEEK_V3 | {"num_hidden_layers": 8, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
 
@@ -137,10 +140,10 @@ def decode(run: Run, name: str, backend: str, wanted: dict[int, Any]) -> None:
     if run.options.dp > 1:
         return time_groups(run, name, model)
     batches, room = run.options.batches, room_left()
+    length = max(run.options.prompt + 192, PREFILLED + 1) if run.options.prefill else run.options.prompt + 192
     generator = Generator(
-        model, max_batch=max(batches), max_length=run.options.prompt + 192, extend_buckets=ExtendBuckets((), ()),
-        cuda_graph=True,
-    )  # fmt: skip
+        model, max_batch=max(*batches, 4), max_length=length, extend_buckets=ExtendBuckets((), ()), cuda_graph=True
+    )
     generator.capture([n for n in generator.step.buckets if n in batches])
     torch.cuda.synchronize()
     built = time.perf_counter() - begin
@@ -163,7 +166,28 @@ def decode(run: Run, name: str, backend: str, wanted: dict[int, Any]) -> None:
             workspace_s=round(seam.workspace.seconds, 3) if seam is not None and seam.workspace else None,
             late=seam.workspace.arena.failed() if seam is not None and seam.workspace.arena is not None else None,
         )  # fmt: skip
+    for tokens in run.options.prefill:
+        run.say(what="prefill", model=name, ranks=run.size, seam=backend, **prefill(run, generator, tokens))
     generator.close()
+
+
+def prefill(run: Run, generator: Any, tokens: int) -> dict[str, Any]:
+    """Return milliseconds until the first tokens of prompts that make one step, spread over ranks and whole."""
+    from generate import prompts_of
+
+    model = generator.model
+    prompts = prompts_of(max(1, tokens // PREFILLED), min(tokens, PREFILLED), model.config.vocab_size)
+    spread, outputs, found = model.spread_rows, [], {}
+    for kind, rows in (("whole", range(0)), ("spread", spread)):
+        model.spread_rows = rows
+        times = []
+        for _ in range(6):  # the first compiles
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            outputs.append(generator.generate(prompts, max_new_tokens=1, eos_ids=()))
+            times.append(time.perf_counter() - begin)
+        found[f"{kind}_ms"] = round(run.slower(statistics.median(times[1:])) * 1e3, 2)
+    return {"tokens": tokens, "spread_rows": str(spread), **found, "same_tokens": all(o == outputs[0] for o in outputs)}
 
 
 @torch.inference_mode()
@@ -251,6 +275,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=64, help="tokens of each prompt")
     parser.add_argument("--dp", type=int, default=1, help="attention groups")
     parser.add_argument("--ep", type=int, default=1, help="groups that split the experts")
+    parser.add_argument("--prefill", type=int, nargs="*", default=[], help="models: also prompts of so many tokens")
     parser.add_argument("--share", type=int, default=0, help="start: rows of one rank in an exchange; 0: none is made")
     parser.add_argument("--layers", type=int, help="fewer decoder layers, to try things out")
     parser.add_argument("--seconds", type=float, default=60.0, help="most for one model and backend")

@@ -151,9 +151,12 @@ class Explanations(tuple[Explanation, ...]):
     ----------
     steps : tuple[str, ...]
         What was captured, what each graph cost, and why steps ran uncaptured; printed last.
+    ranks : tuple[str, ...]
+        Of a model that is split over ranks: what is summed and gathered between its layers, a line a transition.
     """
 
     steps: tuple[str, ...] = ()
+    ranks: tuple[str, ...] = ()
 
     def losers(self) -> list[list[str]]:
         """Return of each module what lost and why; ``["as for …"]`` where an earlier module of the layer says it."""
@@ -168,7 +171,7 @@ class Explanations(tuple[Explanation, ...]):
     def __str__(self) -> str:
         rows = zip(self, self.losers(), strict=True)
         modules = ["\n".join([each.head, *(f"    not {line}" for line in lines)]) for each, lines in rows]
-        return "\n".join([*modules, *self.steps])
+        return "\n".join([*modules, *self.ranks, *self.steps])
 
     __repr__ = __str__
 
@@ -203,8 +206,23 @@ def explain(target: Any) -> Explanations:
                 lost[same] = _lost(choice)
             found.append(_explain(name, choice, num_bytes, lost[same]))
     explained = Explanations(found)
-    explained.steps = tuple(steps)
+    explained.steps, explained.ranks = tuple(steps), tuple(_between_ranks(target))
     return explained
+
+
+def _between_ranks(target: Any) -> list[str]:
+    """Return the tables of a model's communicators, each once, with the layers that have it."""
+    tables: dict[tuple[str, ...], list[str]] = {}
+    for name, module in target.named_modules():
+        communicator = getattr(module, "communicator", None)
+        if communicator is not None and (lines := communicator.report()):
+            tables.setdefault(tuple(lines), []).append(name)
+    found = []
+    for lines, names in tables.items():
+        several = f"{names[0]} to {names[-1]}, {len(names)} layers" if len(names) > 1 else names[0]
+        found += [f"{several}: between ranks", *(f"    {line}" for line in lines)]
+    rows = getattr(target, "spread_rows", None)
+    return found + ([f"steps of {rows.start:,} to {rows.stop - 1:,} rows are spread over ranks"] if rows else [])
 
 
 def _explain(name: str, choice: Choice, size: int, lost: tuple[dict[str, str], dict[str, str]]) -> Explanation:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import fastlayers as fl
 from fastlayers.comm.communicator import LayerCommunicator
 from fastlayers.comm.layouts import Hidden, Layout, normed
 from fastlayers.comm.padding import StepTokens
@@ -88,6 +89,25 @@ def test_the_tables_in_words() -> None:
     lines = communicator(ParallelSpec.grid(2, 0), seam=seam).report()
     assert f"prepare_mlp: {due} attn_full -> full, residual attn_full: sum_norm=gloo" in lines
     assert f"spread, prepare_mlp: {due} scattered -> full, residual scattered: sum_norm=gloo of own rows" in lines
+
+
+def test_explain_shows_each_table_once() -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self, **options: Any) -> None:
+            super().__init__()
+            self.communicator = communicator(ParallelSpec.grid(2, 0), **options)
+
+    model, layers = torch.nn.Module(), [Layer(), Layer(), Layer(dense_tp=1)]
+    model.layers = torch.nn.ModuleList(layers)
+    shown = fl.explain(model)
+    assert [line for line in shown.ranks if not line.startswith("    ")] == [
+        "layers.0 to layers.1, 2 layers: between ranks", "layers.2: between ranks",
+    ]  # fmt: skip
+    assert [line.strip() for line in shown.ranks if line.startswith("    ")] == [
+        line for layer in layers[1:] for line in layer.communicator.report()
+    ]
+    model.spread_rows = range(1025, 8193)  # type: ignore[assignment]
+    assert str(fl.explain(model)).endswith("steps of 1,025 to 8,192 rows are spread over ranks")
 
 
 def test_what_does_not_fit_a_spread_step_is_named() -> None:
