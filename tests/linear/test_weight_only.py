@@ -205,7 +205,7 @@ def test_what_is_not_read_is_named(config: Any, argument: str) -> None:
             "group_size is 128",
         ),
         (lambda: fl.WeightOnlyLinear.from_checkpoint({}, 64, 8, layout="awq", group_size=32), "with qweight"),
-        (lambda: fl.FusedMoE(64, 32, 4, 2, quant=QuantSpec("w4a16", group_size=32)), "quant"),
+        (lambda: fl.FusedMoE(64, 32, 4, 2, quant=QuantSpec("w4a16", group_size=32)), "format is 'w4a16'"),
     ],
 )  # fmt: skip
 def test_bad_arguments_are_named(build: Any, argument: str) -> None:

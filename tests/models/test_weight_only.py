@@ -17,9 +17,10 @@ import pytest
 import torch
 import transformers
 
-from fastlayers.errors import CheckpointError
+from fastlayers.errors import ArgumentError, CheckpointError
 from fastlayers.linear.weight_only.layer import WeightOnlyLinear
 from fastlayers.quant.block_quant import E4M3
+from fastlayers_models.convert import dequantize_checkpoint
 
 sys.path.insert(0, str(Path(__file__).parent))
 from checkpoint_tools import Tensors, tensors_of, write
@@ -226,6 +227,39 @@ def test_fused_linears_of_another_order_each_are_refused(plain: Path, tmp_path: 
     tensors["model.layers.1.self_attn.k_proj.g_idx"] = tensors["model.layers.1.self_attn.k_proj.g_idx"].flip(0)
     with pytest.raises(CheckpointError, match=r"other groups of input features than of the linear"):
         ours(write(tmp_path / "mixed", json.loads((coded / "config.json").read_text()), tensors))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_converted_back_are_the_dequantised_weights(name: str, plain: Path, tmp_path: Path) -> None:
+    coded, dense = quantised(plain, tmp_path, LAYOUTS[name])
+    dequantize_checkpoint(coded, tmp_path / "made", torch.float32)
+    made, wanted = tensors_of(tmp_path / "made"), tensors_of(dense)
+    assert made.keys() == wanted.keys()
+    assert all(torch.equal(made[each], wanted[each]) for each in wanted)
+    assert "quantization_config" not in json.loads((tmp_path / "made" / "config.json").read_text())
+
+
+def test_packed_experts_are_refused_and_run_once_converted(tmp_path: Path) -> None:
+    config = transformers.Qwen3MoeConfig(
+        **BASE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, mlp_only_layers=[0]
+    )
+    coded, dense = quantised(save_random(config, tmp_path / "plain"), tmp_path, LAYOUTS["awq"])
+    assert "model.layers.1.mlp.experts.3.up_proj.qweight" in tensors_of(coded)
+    with pytest.raises(ArgumentError, match=r"quant\.format is 'w4a16'; accepted: .* --format bf16"):
+        ours(coded)
+    dequantize_checkpoint(coded, tmp_path / "made", torch.float32)
+    check_like_hugging_face(stock(dense), ours(tmp_path / "made"), batch=2, steps=16)
+
+
+def test_a_tensor_that_is_not_there_is_named_in_a_conversion(plain: Path, tmp_path: Path) -> None:
+    coded, _ = quantised(plain, tmp_path, LAYOUTS["gptq"])
+    tensors, config = tensors_of(coded), json.loads((coded / "config.json").read_text())
+    lacking = {key: value for key, value in tensors.items() if key != "model.layers.0.mlp.up_proj.scales"}
+    with pytest.raises(CheckpointError, match=r"there is no model\.layers\.0\.mlp\.up_proj\.scales"):
+        dequantize_checkpoint(write(tmp_path / "lacking", config, lacking), tmp_path / "made")
+    tensors["model.layers.0.mlp.up_proj.scales"] = tensors["model.layers.0.mlp.up_proj.scales"][:, :8].contiguous()
+    with pytest.raises(CheckpointError, match=r"up_proj\.scales: shape \(2, 8\), but .* wants \(2, 96\)"):
+        dequantize_checkpoint(write(tmp_path / "short", config, tensors), tmp_path / "made2")
 
 
 def test_a_layout_without_its_tensors_names_them(plain: Path, tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ from fastlayers_models.check_quantization import check_quantization
 from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.convert.readme import dequantised_readme, quantised_readme
 from fastlayers_models.convert.shard_writer import ShardWriter, Tensors
+from fastlayers_models.convert.weights_alone import packed_format, unpacked
 
 BLOCK = 128
 FORMATS = ("fp8-block", "int8")
@@ -260,7 +261,8 @@ def dequantize_checkpoint(
     Parameters
     ----------
     source : str or Path
-        Directory of an FP8 checkpoint (scales per block, tensor or channel), an INT8 one, or GPT-OSS in MXFP4.
+        Directory of an FP8 checkpoint (scales per block, tensor or channel), an INT8 one, GPT-OSS in MXFP4, or one of
+        AWQ, GPTQ or compressed-tensors.
     target, progress
         As for :func:`convert_checkpoint`.
     dtype : torch.dtype
@@ -278,13 +280,15 @@ def dequantize_checkpoint(
     if spec.format == "none":
         raise ArgumentError(
             "convert", "source", f"{source}, format none",
-            "an FP8-block checkpoint, or one with FP8 scales per tensor or channel, INT8 or MXFP4",
+            "an FP8-block checkpoint, or one with FP8 scales per tensor or channel, INT8, MXFP4, AWQ or GPTQ",
         )  # fmt: skip
     _check_words(checkpoint)
 
     def multiply_out(name: str) -> tuple[Tensors, dict[str, str]]:
         if _owner(name, checkpoint) is not None:
             return {}, {}
+        if packed_format(spec):
+            return unpacked(name, checkpoint, spec, dtype), {}
         if spec.format == "mxfp4":
             return _unpacked(name, checkpoint, dtype), {}
         value = checkpoint.read(name)

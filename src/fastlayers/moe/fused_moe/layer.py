@@ -64,6 +64,7 @@ from fastlayers.moe.placement.table import ExpertPlacement
 from fastlayers.quant.mxfp4.codes import BYTES
 from fastlayers.quant.mxfp4.codes import GROUP as MX_GROUP
 from fastlayers.quant.spec import NONE, QuantSpec
+from fastlayers.quant.weight_only_config import WEIGHT_ONLY
 from fastlayers.weights import Slot
 from fastlayers.weights_epoch import Packed
 
@@ -194,6 +195,9 @@ class FusedMoE(Layer):
             self.expert_slice = ep.part(num_experts, f"{_NAME} num_experts")
         else:
             self.expert_slice = placement.own_slots
+        if quant.format in WEIGHT_ONLY:
+            accepted = "an unquantised checkpoint: `fastlayers convert SRC DST --format bf16` multiplies experts out"
+            raise ArgumentError(_NAME, "quant.format", repr(quant.format), accepted)
         if quant.format == "mxfp4":
             self.column_slice = part_of_groups(tp, intermediate_size, _NAME)
         else:
