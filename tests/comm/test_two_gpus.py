@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import random
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from fastlayers.comm.collectives import collectives
+from fastlayers.comm.communicator import LayerCommunicator
 from fastlayers.comm.fabric import Workspace
+from fastlayers.comm.parallel import ParallelSpec
+from fastlayers.comm.seam import Seam
 from fastlayers.norm.rms_norm.layer import RMSNorm
+from fastlayers.testing.comm_check import COMM_CASES, SPREAD_CASES, check_communicator
+from fastlayers.testing.comm_check import HIDDEN as HIDDEN_OF_CASES
 from fastlayers.testing.world import Rank, world
 
 pytestmark = [
@@ -51,11 +57,41 @@ def compare(rank: Rank) -> list[str]:
             wrong.append(f"scatter of {count} rows")
         if not torch.equal(made.exchange.gather(own)[0], over.all_gather(own)):
             wrong.append(f"gather of {count} rows")
+        residual = rows(rank, count, 7, own=False)
+        mine = slice(rank.rank * count // 2, (rank.rank + 1) * count // 2)
+        y, h = made.exchange.scatter_gather(x, residual[mine], norm.weight, EPS)
+        wanted_y, wanted_h = norm(over.all_reduce_(x.clone()), residual)
+        if not (torch.equal(y, wanted_y) and torch.equal(h, wanted_h[mine])):
+            wrong.append(f"spread sum_norm of {count} rows")
     return wrong + ([f"rank {made.arena.failed()} was late"] if made.arena.failed() is not None else [])
 
 
 def test_equal_to_nccl() -> None:
     assert world(2, "nccl").run(compare) == [[], []]
+
+
+class WithSeam(LayerCommunicator):
+    """Every layer with a seam over ``tp``, all of them with one workspace."""
+
+    seams: ClassVar[dict[int, Seam | None]] = {}
+
+    def __init__(self, parallel: ParallelSpec, **options: Any) -> None:
+        device = torch.device("cuda", parallel.tp.rank)
+        if not self.seams:
+            self.seams[0] = Seam.make(parallel, HIDDEN_OF_CASES, torch.float32, device)
+        super().__init__(parallel, seam=self.seams[0], **options)
+        assert self.seams[0] is not None and self.seams[0].spread_rows == range(1025, 8193)
+
+
+@torch.inference_mode()
+def communicate(rank: Rank, name: str) -> None:
+    case = next(case for case in (*COMM_CASES, *SPREAD_CASES) if case.name == name)
+    check_communicator(rank, WithSeam, case)
+
+
+@pytest.mark.parametrize("name", ["tp2", "tp2_spread", "tp2_ep2_spread", "tp2_scattered_spread"])
+def test_layers_with_a_seam(name: str) -> None:
+    world(2, "nccl").run(communicate, name)
 
 
 @torch.inference_mode()
