@@ -36,7 +36,7 @@ from fastlayers.rotary.layer import RotaryEmbedding
 from fastlayers.weights_epoch import WeightsEpoch, epoch_of
 from fastlayers_models.agreement import meet, same_checkpoint, same_choices
 from fastlayers_models.checkpoint import Checkpoint
-from fastlayers_models.experts import ExpertBalancer, Routed, experts_held, route_to_slots
+from fastlayers_models.experts import ExpertBalancer, Routed, experts_held, route_to_slots, routed_rows
 from fastlayers_models.loading import check_config, load_weights
 
 
@@ -229,7 +229,7 @@ class DecoderLayer(nn.Module):
     ) -> Hidden:
         """Return the next layer's input; writes the new tokens' rows to ``cache``.
 
-        ``valid``: which of the step's rows are real, see :meth:`CausalLM.routed_rows`; ``None``: all.
+        ``valid``: which of the step's rows are real, see :func:`routed_rows`; ``None``: all.
         """
         hidden = self.communicator.prepare_attn(hidden, step)
         x, rows, tokens = hidden.tensor, hidden.tensor.shape[0], meta.positions.shape[0]
@@ -416,7 +416,7 @@ class CausalLM(nn.Module):
             self._check(input_ids, meta, caches)
         step = step if step is not None else self.single_step(meta)
         hidden = Hidden.start(self.embed(self.decoder.embed_tokens, input_ids, step))
-        rows = self.routed_rows(step, meta, valid)
+        rows = routed_rows(self, step, meta, valid)
         # Draft layers may stand behind the decoder's.
         for _, layer, cache in zip(range(self.config.num_hidden_layers), self.decoder.layers, caches, strict=False):
             hidden = layer(hidden, meta, cache, step, rows)
@@ -486,11 +486,6 @@ class CausalLM(nn.Module):
     def valid_rows(self, step: StepTokens) -> torch.Tensor | None:
         """Return which rows of the step are real, on the model's device; ``None`` if all are."""
         return step.valid_rows().to(self.device) if sum(step.real) < step.full_rows else None
-
-    def routed_rows(self, step: StepTokens, meta: AttentionMeta, valid: Any = None) -> Any:
-        """Return what a layer takes as ``valid``; with experts that move also the rows' positions."""
-        valid = valid if valid is not None else self.valid_rows(step)
-        return valid if self.balancer is None else self.balancer.rows(valid, meta, step)
 
     def embed(self, embedding: nn.Module, input_ids: torch.Tensor, step: StepTokens) -> torch.Tensor:
         """Return the embedded tokens, padded to this group's rows of the step."""

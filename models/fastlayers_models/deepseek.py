@@ -35,7 +35,7 @@ from fastlayers.rotary.scaling import RopeScaling, attention_scale
 from fastlayers_models.blocks import CausalLM, Decoder, DecoderLayer, ModelContext, SwiGLU, route
 from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.config import DeepseekConfig
-from fastlayers_models.experts import PlacedRows, placement_of
+from fastlayers_models.experts import PlacedRows, placement_of, routed_rows
 from fastlayers_models.loading import check_config, load_weights
 
 
@@ -341,6 +341,6 @@ class DeepseekForCausalLM(CausalLM):
         embedded = self.embed(layer.embed_tokens, next_ids, step)
         previous = pad(normed_states, (0, 0, 0, embedded.shape[0] - normed_states.shape[0]))
         both = torch.cat([layer.enorm(embedded), layer.hnorm(previous)], -1)
-        hidden = layer(Hidden.start(layer.eh_proj(both)), meta, cache, step, self.routed_rows(step, meta))
+        hidden = layer(Hidden.start(layer.eh_proj(both)), meta, cache, step, routed_rows(self, step, meta))
         final: torch.Tensor = layer.communicator.finish(hidden, layer.shared_head.norm, step)
         return final[: meta.num_tokens]

@@ -66,6 +66,12 @@ def route_to_slots(placement: ExpertPlacement, rows: Any, choose: Callable[[torc
     return topk_weights, placement(topk_ids, rows.positions)
 
 
+def routed_rows(model: Any, step: StepTokens, meta: AttentionMeta, valid: torch.Tensor | None = None) -> Any:
+    """Return what a model's layers take as ``valid``; with experts that move also the rows' positions."""
+    valid = valid if valid is not None else model.valid_rows(step)
+    return valid if model.balancer is None else model.balancer.rows(valid, meta, step)
+
+
 class ExpertBalancer:
     """Moves the experts of a model between its steps; all ranks call :meth:`tick` before the same steps.
 
