@@ -20,6 +20,11 @@ class WaitingQueue:
     ----------
     hit : callable, optional
         Tokens of a request that are cached: order by it ("lpm").
+
+    Attributes
+    ----------
+    ends : deque of float
+        When requests ended, the latest ones; from which follows how long others wait.
     """
 
     def __init__(self, hit: Callable[[Request], int] | None = None) -> None:
@@ -27,6 +32,7 @@ class WaitingQueue:
         self._classes: dict[int, deque[Request]] = {}
         self._deadlines: list[tuple[float, int, Request]] = []
         self.count = self.tokens = 0
+        self.ends: deque[float] = deque(maxlen=64)
 
     def push(self, request: Request) -> None:
         """Queue a request behind its class."""
@@ -69,6 +75,12 @@ class WaitingQueue:
                     break
                 before.passed += 1
         self.remove(request)
+
+    def retry_after(self, now: float) -> float:
+        """Return the seconds after which a queue that is full will have room."""
+        ends = self.ends
+        rate = len(ends) / max(now - ends[0], 1e-3) if ends else 1.0
+        return min(60.0, max(1.0, self.count / rate))
 
     def expired(self, now: float) -> Iterator[Request]:
         """Yield the requests whose deadline passed while they waited for the first time."""

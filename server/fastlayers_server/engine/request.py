@@ -77,6 +77,12 @@ class Request:
         """Tokens that may still be launched."""
         return self.end - len(self.tokens) - self.inflight
 
+    @property
+    def may_draft(self) -> bool:
+        """Whether more than one token may be launched, all before are known, and its draws need nothing special."""
+        special = self.general or self.drawn < self.submit.min_new_tokens
+        return self.left > 1 and not self.inflight and not special
+
 
 class Tree(list[int]):
     """Drafts, and of each the place of the one before: -1 is the known token."""
@@ -108,6 +114,13 @@ class Chunk:
         for parent in self.parents:
             found.append(0 if parent < 0 else found[parent] + 1)
         return found
+
+
+def verifying(request: Request, draft: Sequence[int]) -> Chunk:
+    """Return a request's last token and the drafts behind it."""
+    ids = [request.tokens[-1], *draft]
+    parents = [-1, *(parent + 1 for parent in draft.parents)] if isinstance(draft, Tree) else ()
+    return Chunk(request, request.kv, ids, len(ids), parents)
 
 
 @dataclass(slots=True)

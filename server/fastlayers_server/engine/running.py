@@ -83,8 +83,8 @@ class Running:
         self.cache.give_back(request.pages[keep:])
         del request.pages[keep:]
 
-    def make_room(self, lengths: dict[Request, int]) -> list[Request]:
-        """Preempt until everybody left can grow to ``lengths``, from which the victims are taken; return those."""
+    def make_room(self, lengths: dict[Request, int], plan: TickPlan) -> list[Request]:
+        """Let everybody grow to ``lengths``; whoever must be preempted for that is taken from them, and returned."""
         size, wanted = self.config.page_size, {}
         for request, length in lengths.items():
             if length > len(request.pages) * size:
@@ -97,6 +97,8 @@ class Running:
             self.leave(victim)
             victim.state, victim.kv, victim.goal = WAITING, 0, 0
             victims.append(victim)
+        for request in wanted:
+            self.grow(request, lengths[request], plan)
         self._ratio = RATIO_START if victims else max(RATIO_END, self._ratio - (RATIO_START - RATIO_END) / RATIO_STEPS)
         return victims
 

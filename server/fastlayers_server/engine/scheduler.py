@@ -11,7 +11,7 @@ are not launched.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from fastlayers_server.engine.budget import Budget
 from fastlayers_server.engine.cache import Node, PrefixCache
@@ -20,7 +20,7 @@ from fastlayers_server.engine.config import SchedulerConfig
 from fastlayers_server.engine.metrics import Metrics
 from fastlayers_server.engine.protocol import Output, Submit, TokenLogprobs, unpack_ids
 from fastlayers_server.engine.queue import WaitingQueue
-from fastlayers_server.engine.request import ENDED, RUNNING, WAITING, Chunk, Request, TickPlan, TickResult, Tree
+from fastlayers_server.engine.request import ENDED, RUNNING, WAITING, Chunk, Request, TickPlan, TickResult, verifying
 from fastlayers_server.engine.running import Running
 
 HOLD_SECONDS = 1.0  # how long a request waits for one with the same beginning
@@ -63,8 +63,6 @@ class Scheduler:
         self.ticks = 0
         self.draining = self._left_out = False
         self._seq = 0
-        self._ends: deque[float] = deque(maxlen=64)
-        self._eos = frozenset(config.eos_ids)
         self.history: deque[dict[str, object]] = deque(maxlen=256)
 
     # --- what the front says
@@ -74,41 +72,34 @@ class Scheduler:
         refused = refusal(submit, self.config, self.live, self.draining, self.queue)
         if refused:
             self.metrics.add("rejections_total", refused[0])
-            wait = self._retry_after(now) if refused[0] == "queue_full" else 0.0
+            wait = self.queue.retry_after(now) if refused[0] == "queue_full" else 0.0
             self.outputs.append(Output(submit.rid, (), "error", refused[0], refused[1], retry_after=wait))
             return
-        ends = frozenset(submit.stop_ids) | (frozenset() if submit.ignore_eos else self._eos)
+        ends = frozenset(submit.stop_ids if submit.ignore_eos else (*submit.stop_ids, *self.config.eos_ids))
         self._seq += 1
         priority = submit.priority if self.config.enable_priority else 0
         request = Request(submit, self._seq, unpack_ids(submit.prompt), ends, priority)
         self.live[submit.rid] = request
         self.queue.push(request)
 
-    def _retry_after(self, now: float) -> float:
-        ends = self._ends
-        rate = len(ends) / max(now - ends[0], 1e-3) if ends else 1.0
-        return min(60.0, max(1.0, self.queue.count / rate))
-
     def abort(self, rids: Iterable[int], now: float) -> None:
         """End live requests of these exact rids."""
-        for rid in rids:
-            request = self.live.get(rid)
-            if request is not None:
-                request.ended_reason = "abort"
-                self._end(request, "abort", now)
+        for request in self._living(rids):
+            self._end(request, "abort", now)
 
     def finish(self, rid: int, kept: int, now: float) -> None:
         """End a request in whose text the front found a stop string after ``kept`` tokens."""
-        request = self.live.get(rid)
-        if request is not None:
+        for request in self._living((rid,)):
             request.ended_reason = "stop_string"
             self._end(request, "stop", now)
 
     def fail(self, rid: int, code: str, message: str, now: float) -> None:
         """End a live request with an error."""
-        request = self.live.get(rid)
-        if request is not None:
+        for request in self._living((rid,)):
             self._end(request, "error", now, code=code, message=message)
+
+    def _living(self, rids: Iterable[int]) -> Iterator[Request]:
+        return (self.live[rid] for rid in rids if rid in self.live)
 
     # --- a tick
 
@@ -133,7 +124,7 @@ class Scheduler:
                 partial.append(request)
             elif request.end > len(request.tokens) + request.inflight:
                 rows.append(request)
-        drafts = {r: draft(r, r.left - 1) for r in rows if self._may_draft(r)} if draft is not None else {}
+        drafts = {r: draft(r, r.left - 1) for r in rows if r.may_draft} if draft is not None else {}
         budget = limit = max(self.config.piece, self.budget.chunk(len(rows), self.queue.count))
         lengths = {r: r.kv + 1 for r in rows}
         for request, ids in drafts.items():
@@ -143,10 +134,7 @@ class Scheduler:
             if count > 0:
                 lengths[request] = request.kv + count
                 budget -= count
-        victims, size = self.running.make_room(lengths), self.config.page_size
-        for request, length in lengths.items():
-            if length > len(request.pages) * size:
-                self.running.grow(request, length, plan)
+        victims = self.running.make_room(lengths, plan)
         for request in victims:
             self.queue.push_front(request)
             self.metrics.add("preemptions_total")
@@ -160,13 +148,14 @@ class Scheduler:
         for request, length in lengths.items():
             if request.kv < request.goal:
                 self._plan_chunk(plan, request, length)
-            elif drafted := drafts.get(request):
-                self._plan_drafts(plan, request, drafted)
             else:
-                plan.rows.append(request)
-                plan.starts.append(request.kv)
+                if drafted := drafts.get(request):
+                    plan.verify.append(verifying(request, drafted))
+                else:
+                    plan.rows.append(request)
+                    plan.starts.append(request.kv)
                 request.inflight += 1
-                request.kv = length
+                request.kv = length  # behind drafts settled at commit, when it is known how many of them count
             if request.kv >= (len(request.path) + 1) * block:
                 self.running.publish(request, plan)
         plan.complete()
@@ -189,8 +178,7 @@ class Scheduler:
         """
         if self._left_out or drafts or self.config.piece or not self.budget.backlog(len(rows), self.queue.count):
             return False
-        decoding = set(rows)
-        new = sum(length - request.kv for request, length in lengths.items() if request not in decoding)
+        new = sum(length - request.kv for request, length in lengths.items() if request.kv < request.goal)
         return 2 * new > limit
 
     def _chunk(self, start: int, goal: int, budget: int) -> int:
@@ -198,19 +186,6 @@ class Scheduler:
         piece = self.config.piece
         count = min(goal - start, budget, piece or budget)
         return 0 if piece and count < min(goal - start, piece) else count
-
-    @staticmethod
-    def _may_draft(request: Request) -> bool:
-        enough = request.drawn >= request.submit.min_new_tokens
-        return request.left > 1 and not request.inflight and not request.general and enough
-
-    @staticmethod
-    def _plan_drafts(plan: TickPlan, request: Request, draft: Sequence[int]) -> None:
-        start, ids = request.kv, [request.tokens[-1], *draft]
-        parents = [-1, *(parent + 1 for parent in draft.parents)] if isinstance(draft, Tree) else ()
-        plan.verify.append(Chunk(request, start, ids, len(ids), parents))
-        request.inflight += 1
-        request.kv = start + len(ids)  # settled at commit, when it is known how many of the drafts count
 
     def _plan_chunk(self, plan: TickPlan, request: Request, end: int) -> None:
         start = request.kv
@@ -313,28 +288,22 @@ class Scheduler:
             have = len(request.prompt_logprobs)
             if start <= have:  # after a preemption the prompt is computed again
                 request.prompt_logprobs += logprobs[have - start :]
-        verified, told = len(plan.sampled) - len(plan.verify), range(len(plan.rows), len(plan.rows) + plan.early)
-        logprobs_of = result.logprobs
+        for chunk, tokens in zip(plan.verify, result.tokens[len(plan.sampled) - len(plan.verify) :], strict=True):
+            self.metrics.add("wasted_tokens_total", "speculation", chunk.samples - len(tokens))
+            if chunk.request.state == RUNNING:
+                # Drafts that were not accepted: later steps write over their positions.
+                chunk.request.kv = chunk.start + len(tokens)
+                self.running.shrink(chunk.request)
+        told, logprobs_of = range(len(plan.rows), len(plan.rows) + plan.early), result.logprobs
         for index, (request, tokens) in enumerate(zip(plan.sampled, result.tokens, strict=True)):
-            if index in told:
-                continue
-            chunk = plan.verify[index - verified] if index >= verified else None
-            if chunk is not None:
-                self.metrics.add("wasted_tokens_total", "speculation", chunk.samples - len(tokens))
-                if request.state == RUNNING:
-                    # Drafts that were not accepted: later steps write over their positions.
-                    request.kv = chunk.start + len(tokens)
-                    self.running.shrink(request)
-            self._commit_one(request, tokens, logprobs_of.get(index), now)
+            if index not in told:
+                self._commit_one(request, tokens, logprobs_of.get(index), now)
 
     def _commit_one(self, request: Request, tokens: list[int], logprobs: TokenLogprobs | None, now: float) -> None:
         if request.state == ENDED:
             self.metrics.add("wasted_tokens_total", request.ended_reason, len(tokens))
             return
         request.inflight -= 1
-        self._take_tokens(request, tokens, logprobs, now)
-
-    def _take_tokens(self, request: Request, tokens: list[int], logprobs: TokenLogprobs | None, now: float) -> None:
         finish, taken = "", 0
         if request.replay and min(tokens) >= 0:
             self._replayed(request, tokens, now)
@@ -363,8 +332,8 @@ class Scheduler:
         told = (logprobs,) if logprobs is not None else ()
         if finish:
             self._end(request, finish, now, tuple(tokens[:taken]), logprobs=told)
-            return
-        self.outputs.append(self._news(request, tuple(tokens), told))
+        else:
+            self._tell(request, tuple(tokens), told)
 
     def _replayed(self, request: Request, tokens: list[int], now: float) -> None:
         """Take tokens that were told before; that they are the same is what deterministic mode promises."""
@@ -376,15 +345,20 @@ class Scheduler:
             message = f"request {request.rid}: computed again, it says other tokens"
             self._end(request, "error", now, code="internal_error", message=message)
 
-    def _news(
-        self, request: Request, ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...] = (), finish: str = ""
-    ) -> Output:
-        if request.told and not finish:
-            return Output(request.submit.rid, ids, logprobs=logprobs)
-        cached = -1 if request.told or not ids else request.cached
-        prompt = () if request.told or not ids else tuple(request.prompt_logprobs)
-        request.told |= bool(ids)
-        return Output(request.rid, ids, finish, cached_tokens=cached, logprobs=logprobs, prompt_logprobs=prompt)
+    def _tell(
+        self,
+        request: Request,
+        ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...],
+        end: tuple[str, str, str] = ("", "", ""),
+        seconds: tuple[float, ...] = (),
+    ) -> None:
+        """Tell new tokens; ``end``: how the request ended, code and message, with the seconds that it took."""
+        prompt: tuple[TokenLogprobs, ...] = ()
+        cached = -1
+        if ids and not request.told:  # once, with the first tokens
+            cached, prompt, request.told = request.cached, tuple(request.prompt_logprobs), True
+        self.outputs.append(Output(request.submit.rid, ids, *end, cached, logprobs, prompt, *seconds))
 
     def _end(
         self,
@@ -399,23 +373,18 @@ class Scheduler:
         forget: bool = False,
     ) -> None:
         """End a request in whatever state it is: its pages and its slot are free at once, its one last word is said."""
-        if finish == "error":
-            request.ended_reason = "error"
+        if finish in ("abort", "error"):
+            request.ended_reason = finish
         if request.state == RUNNING:
             self.running.leave(request, forget=forget)
         else:
             self.queue.remove(request)
             request.state = ENDED
         del self.live[request.rid]
-        told = self._news(request, ids, logprobs, finish)
         first, admitted = request.first_at or now, request.admitted_at or now
-        self.outputs.append(
-            Output(
-                told.rid, ids, finish, code, message, told.cached_tokens, logprobs, told.prompt_logprobs,
-                admitted - request.submit.arrival, first - admitted, now - first,
-            )
-        )  # fmt: skip
-        self._ends.append(now)
+        seconds = admitted - request.submit.arrival, first - admitted, now - first
+        self._tell(request, ids, logprobs, (finish, code, message), seconds)
+        self.queue.ends.append(now)
         self.metrics.add("requests_total", finish)
         if request.first_at:
             self.metrics.observe("decode_seconds", now - first)
