@@ -55,9 +55,20 @@ def parser_of(kind: type, prog: str, description: str, positional: str = "") -> 
 
 
 def given_values(
-    parser: argparse.ArgumentParser, arguments: Sequence[str], positional: str = "", name: str = ""
-) -> dict[str, Any]:
-    """Return what a command line gives; the positional argument under the name of its field."""
+    parser: argparse.ArgumentParser, arguments: Sequence[str], never: Mapping[str, str], positional: str = "",
+    name: str = "",
+) -> dict[str, Any]:  # fmt: skip
+    """Return what a command line gives; the positional argument under the name of its field.
+
+    Raises
+    ------
+    ArgumentError
+        A flag of peers that we lack, and ``never`` says why; or values that contradict each other.
+    """
+    for flag_given in (argument.partition("=")[0] for argument in arguments):
+        if flag_given in never:
+            who = parser.prog.removeprefix("fastlayers ")
+            raise ArgumentError(who, flag_given, "given", f"nothing: {never[flag_given]}")
     given = vars(parser.parse_args(list(arguments)))
     alone = given.pop(positional, None)
     values = {key: value for key, value in given.items() if value is not None}

@@ -20,7 +20,6 @@ from fastlayers_server.engine.protocol import (
     Abort,
     Finish,
     FromEngine,
-    Output,
     Sampling,
     StepOut,
     Submit,
@@ -28,6 +27,8 @@ from fastlayers_server.engine.protocol import (
     pack_ids,
 )
 from fastlayers_server.front.generation import sibling_seed
+from fastlayers_server.front.metrics import Metrics
+from fastlayers_server.front.rows import Job, Plain, Row
 from fastlayers_server.front.tokens import Detokenizer, StopStrings, TokenText
 
 
@@ -123,7 +124,7 @@ class LLM:
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
         self._news: deque[FromEngine] = deque()
         self._turn = threading.Lock()
-        self._rid = 0
+        self._rid, self._metrics = 0, Metrics(model)
         self.info = self.engine.begin(self._news.append)
 
     def generate(
@@ -164,27 +165,33 @@ class LLM:
 
     def _run(self, completions: Sequence[Completion], ways: Sequence[Params]) -> Iterator[None]:
         """Fill in the answers; yields after every tick that told something."""
-        jobs: dict[int, _Job] = {}
+        rows: dict[int, tuple[Row, Answer, Completion]] = {}
         with self._turn:
             for completion, way in zip(completions, ways, strict=True):
+                job = Job("", self, self._metrics, time.monotonic(), 0)
                 first = 0
                 for index, answer in enumerate(completion.outputs):
                     self._rid += 1
-                    jobs[self._rid] = _Job(self, completion, answer, way)
+                    rows[self._rid] = self._row(job, self._rid, completion, way), answer, completion
                     self.engine.post(_submit(self._rid, completion.prompt_token_ids, way, index, first))
                     first = first or self._rid
-            left, errors = set(jobs), []
+            left, errors = set(rows), []
             try:
                 while left:
                     if not self.engine.tick() and not self._news:
                         time.sleep(NAP)
                     told = [o for m in self._taken() if isinstance(m, StepOut) for o in m.outputs if o.rid in left]
                     for output in told:
-                        jobs[output.rid].take(output)
+                        row, answer, completion = rows[output.rid]
+                        row.feed(output)
+                        answer.token_ids, answer.finish_reason = row.ids, row.finish
+                        answer.text += "".join(delta.text for delta in row.take()[0])
+                        answer.logprobs = [*answer.logprobs, *output.logprobs][: len(row.ids)]
+                        completion.cached_tokens = max(completion.cached_tokens, row.cached)
                         if output.finish:
                             left.discard(output.rid)
-                        if output.finish == "error":
-                            errors.append(f"{output.code}: {output.message}")
+                        if row.error is not None:
+                            errors.append(f"{row.error.code}: {row.error.message}")
                     if told:
                         yield
             finally:
@@ -194,6 +201,17 @@ class LLM:
                     self._taken()
         if errors:
             raise ValueError(errors[0])
+
+    def _row(self, job: Job, rid: int, completion: Completion, way: Params) -> Row:
+        prompt, ends = completion.prompt_token_ids, {*way.stop_token_ids}
+        ends |= set() if way.ignore_eos else {*self.info.eos_ids}
+        stops = StopStrings([way.stop] if isinstance(way.stop, str) else way.stop, False)
+        detokenizer = Detokenizer(self.tokens, prompt, True)
+        return Row(job, 0, rid, len(prompt), detokenizer, Plain(), stops, frozenset(ends), False, frozenset())
+
+    def finish(self, rid: int, kept: int) -> None:
+        """End a request whose stop string was found, as :meth:`fastlayers_server.front.link.Link.finish`."""
+        self.engine.post(Finish(rid, kept))
 
     def _taken(self) -> list[FromEngine]:
         found = list(self._news)
@@ -208,39 +226,6 @@ class LLM:
     def close(self) -> None:
         """End the engine; what runs ends with an error."""
         self.engine.close()
-
-
-class _Job:
-    """One answer in the making."""
-
-    def __init__(self, llm: LLM, completion: Completion, answer: Answer, params: Params) -> None:
-        self._llm, self._completion, self._answer = llm, completion, answer
-        self._ends = set() if params.ignore_eos else set(llm.info.eos_ids)
-        self._ends |= set(params.stop_token_ids)
-        self._detokenizer = Detokenizer(llm.tokens, completion.prompt_token_ids, True)
-        self._stops = StopStrings([params.stop] if isinstance(params.stop, str) else params.stop, False)
-        self._stopped = False
-
-    def take(self, output: Output) -> None:
-        """Add what came; a stop string ends the request in the engine."""
-        answer = self._answer
-        if output.cached_tokens > 0:
-            self._completion.cached_tokens = max(self._completion.cached_tokens, output.cached_tokens)
-        for place, token in enumerate(output.ids):
-            if self._stopped:
-                break
-            answer.token_ids.append(token)
-            answer.logprobs += output.logprobs[place : place + 1]
-            last = output.finish == "stop" and place == len(output.ids) - 1 and token in self._ends
-            text, self._stopped = self._stops.feed("" if last else self._detokenizer.feed(token))
-            answer.text += text
-            if self._stopped and not output.finish:
-                self._llm.engine.post(Finish(output.rid, len(answer.token_ids)))
-        if output.finish:
-            answer.finish_reason = "stop" if self._stopped else output.finish
-            if not self._stopped:
-                text, self._stopped = self._stops.feed(self._detokenizer.flush())
-                answer.text += text + ("" if self._stopped else self._stops.flush())
 
 
 def _submit(rid: int, prompt: Sequence[int], params: Params, index: int, group: int) -> Submit:

@@ -132,11 +132,7 @@ def parse(arguments: Sequence[str]) -> tuple[ServeConfig, bool]:
     ArgumentError
         An unknown flag, one that is refused, or a value that is not accepted.
     """
-    for argument in arguments:
-        why = NEVER.get(argument.partition("=")[0])
-        if why is not None:
-            raise ArgumentError("serve", argument.partition("=")[0], "given", f"nothing: {why}")
-    values = given_values(parser(), arguments, "MODEL", "model")
+    values = given_values(parser(), arguments, NEVER, "MODEL", "model")
     path, show, fraction = values.pop("config", ""), values.pop("json"), values.pop("mem_fraction_static", None)
     if fraction is not None:
         # SGLang's share holds weights and cache; ours also what a step needs besides.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,25 +28,25 @@ NEVER = {
 }
 
 
-def _config(kind: Any, name: str, arguments: Sequence[str], defaults: dict[str, Any]) -> tuple[Any, bool]:
-    for argument in arguments:
-        flag = argument.partition("=")[0]
-        if flag in NEVER:
-            raise ArgumentError(f"bench {name}", flag, "given", f"nothing: {NEVER[flag]}")
+def _measured(
+    name: str, kind: Any, work: Callable[[Any], Coroutine[Any, Any, dict[str, Any]]], arguments: Sequence[str],
+    defaults: dict[str, Any], told: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+) -> tuple[Any, dict[str, Any], bool]:  # fmt: skip
+    """Return a command's settings, what was measured, and whether people are to be shown it; else it was printed."""
     parser = parser_of(kind, f"fastlayers bench {name}", (kind.__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    values = given_values(parser, arguments)
+    values = given_values(parser, arguments, NEVER)
     as_json = values.pop("json")
-    return typed(kind, f"bench {name}", defaults | values), as_json
-
-
-def _run(name: str, work: Any) -> dict[str, Any]:
+    config = typed(kind, f"bench {name}", defaults | values)
     try:
         import uvloop
 
-        return dict(uvloop.run(work))
+        found = uvloop.run(work(config))
     except ValueError as error:
         raise ArgumentError(f"bench {name}", "the run", f"not done: {error}", "a server that answers") from error
+    if as_json:
+        print(json.dumps(told(found)))
+    return config, found, not as_json
 
 
 def bench_serve(arguments: Sequence[str]) -> int:
@@ -54,14 +54,10 @@ def bench_serve(arguments: Sequence[str]) -> int:
     from fastlayers_server.bench import serve
     from fastlayers_server.bench.report import text
 
-    config, as_json = _config(serve.BenchConfig, "serve", arguments, {})
-    found = _run("serve", serve.measured(config))
+    config, found, shown = _measured("serve", serve.BenchConfig, serve.measured, arguments, {})
     ours = found["fastlayers"]
-    if as_json:
-        print(json.dumps(found))
-    else:
-        percentiles = [float(p) for p in config.metric_percentiles]
-        print(text(found, config.percentile_metrics, percentiles))
+    if shown:
+        print(text(found, config.percentile_metrics, [float(p) for p in config.metric_percentiles]))
         if len(ours["runs"]) > 1:
             print(f"output tok/s of each run: {', '.join(f'{v:.1f}' for v in ours['runs'])}; the median run is shown")
         if not ours["valid"]:
@@ -71,8 +67,7 @@ def bench_serve(arguments: Sequence[str]) -> int:
     if config.save_result:
         rate = found["request_rate"]
         stem = f"{config.backend}-{rate}qps-{Path(ours['model']).name}-{time.strftime('%Y%m%d-%H%M%S')}.json"
-        settings = {k: v for k, v in dataclasses.asdict(config).items() if k != "api_key"}
-        settings["request_rate"] = rate
+        settings = {k: v for k, v in dataclasses.asdict(config).items() if k != "api_key"} | {"request_rate": rate}
         target = Path(config.result_dir) / (config.result_filename or stem)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(json.dumps(found | {"flags": settings}, indent=2) + "\n")
@@ -83,12 +78,8 @@ def bench_startup(arguments: Sequence[str]) -> int:
     """Start a server several times and print when it listened, was ready, and gave its first token."""
     from fastlayers_server.bench import startup
 
-    config, as_json = _config(startup.StartupConfig, "startup", arguments, {})
-    found = _run("startup", startup.measured(config))
-    if as_json:
-        print(json.dumps(found))
-        return 0
-    for name, seconds in found["median_s"].items():
+    config, found, shown = _measured("startup", startup.StartupConfig, startup.measured, arguments, {})
+    for name, seconds in found["median_s"].items() if shown else ():
         print(f"{name + ':':<40} {seconds:<10.2f} s (median of {config.iters})")
     return 0
 
@@ -100,10 +91,8 @@ def bench_latency(arguments: Sequence[str]) -> int:
 
     from fastlayers_server.bench import serve
 
-    config, as_json = _config(serve.BenchConfig, "latency", arguments, defaults)
-    times: list[float] = []
-
-    async def work() -> dict[str, Any]:
+    async def work(config: serve.BenchConfig) -> dict[str, Any]:
+        times: list[float] = []
         for run in range(config.num_runs):
             # Other prompts each time: a cached prefix would be measured otherwise.
             again = dataclasses.replace(config, num_runs=1, seed=config.seed + run, num_warmups=-1 if run == 0 else 0)
@@ -114,13 +103,11 @@ def bench_latency(arguments: Sequence[str]) -> int:
         return {"avg_latency": float(np.mean(times)), "latencies": times,
                 "percentiles": {str(p): float(np.percentile(times, p)) for p in (10, 25, 50, 75, 90, 99)}}  # fmt: skip
 
-    found = _run("latency", work())
-    if as_json:
-        print(json.dumps(found))
-        return 0
-    print(f"Avg latency: {found['avg_latency']} seconds")
-    for percentile, value in found["percentiles"].items():
-        print(f"{percentile}% percentile latency: {value} seconds")
+    _, found, shown = _measured("latency", serve.BenchConfig, work, arguments, defaults)
+    if shown:
+        print(f"Avg latency: {found['avg_latency']} seconds")
+        for percentile, value in found["percentiles"].items():
+            print(f"{percentile}% percentile latency: {value} seconds")
     return 0
 
 
@@ -128,16 +115,15 @@ def bench_throughput(arguments: Sequence[str]) -> int:
     """Send all requests at once and print requests and tokens a second."""
     from fastlayers_server.bench import serve
 
-    config, as_json = _config(serve.BenchConfig, "throughput", arguments, {"ignore_eos": True})
-    found = _run("throughput", serve.measured(config))
-    short = {
-        "elapsed_time": found["duration"], "num_requests": found["completed"],
-        "total_num_tokens": found["total_input_tokens"] + found["total_output_tokens"],
-        "requests_per_second": found["request_throughput"], "tokens_per_second": found["total_token_throughput"],
-    }  # fmt: skip
-    if as_json:
-        print(json.dumps(short))
-    else:
+    def short(found: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "elapsed_time": found["duration"], "num_requests": found["completed"],
+            "total_num_tokens": found["total_input_tokens"] + found["total_output_tokens"],
+            "requests_per_second": found["request_throughput"], "tokens_per_second": found["total_token_throughput"],
+        }  # fmt: skip
+
+    _, found, shown = _measured("throughput", serve.BenchConfig, serve.measured, arguments, {"ignore_eos": True}, short)
+    if shown:
         print(
             f"Throughput: {found['request_throughput']:.2f} requests/s, {found['total_token_throughput']:.2f} total "
             f"tokens/s, {found['output_throughput']:.2f} output tokens/s"

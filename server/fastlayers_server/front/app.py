@@ -62,8 +62,8 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
     ("/flush_cache", POST, ops.control),
     ("/start_profile", POST, ops.control),
     ("/stop_profile", POST, ops.control),
-    ("/drain", POST, ops.drain),
-    ("/resume", POST, ops.resume),
+    ("/drain", POST, ops.control),
+    ("/resume", POST, ops.control),
     ("/abort", POST, ops.abort),
     ("/abort_request", POST, ops.abort),
 )

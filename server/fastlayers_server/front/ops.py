@@ -170,24 +170,12 @@ async def freeze_gc(request: Request, front: Front) -> Response:
 
 
 async def control(request: Request, front: Front) -> Response:
-    """Pass a control of the route's name on."""
-    what = request.url.path[1:]
+    """Pass a control of the route's name on; from "drain" to "resume" no new requests are taken, what runs goes on."""
+    what, link = request.url.path[1:], front.link
+    link.draining |= what == "drain"
     value = await asked(front, what, timeout=60.0)
-    return document({"done": what, "value": value})
-
-
-async def drain(request: Request, front: Front) -> Response:
-    """Take no new requests; what runs goes on."""
-    front.link.draining = True
-    value = await asked(front, "drain")
-    return document({"done": "drain", "value": value, "live": front.link.live})
-
-
-async def resume(request: Request, front: Front) -> Response:
-    """Take requests again."""
-    value = await asked(front, "resume")
-    front.link.draining = False
-    return document({"done": "resume", "value": value})
+    link.draining &= what != "resume"
+    return document({"done": what, "value": value, "live": link.live})
 
 
 async def abort(request: Request, front: Front) -> Response:
@@ -200,8 +188,3 @@ async def abort(request: Request, front: Front) -> Response:
     for name in body.ids:
         jobs[name].close("operator")
     return document({"aborted": body.ids})
-
-
-async def no_bodies(request: Request, front: Front) -> Response:
-    """Serve nothing: the favicon of a page that has none."""
-    return Response(status_code=204)

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 from fastlayers_server.engine.protocol import Output, TokenLogprobs
 from fastlayers_server.front.errors import ApiError, of_output
-from fastlayers_server.front.link import Link
 from fastlayers_server.front.metrics import Metrics
 from fastlayers_server.front.tokens import Detokenizer, StopStrings
 
@@ -173,6 +172,8 @@ class Job:
     ----------
     id : str
         Of the response.
+    link
+        Where requests are ended: a front's Link, or the LLM that computes on this thread.
     prompt_tokens : int
         Of all its prompts.
     arrival : float
@@ -182,7 +183,7 @@ class Job:
     """
 
     id: str
-    link: Link
+    link: Any
     metrics: Metrics
     arrival: float
     created: int
