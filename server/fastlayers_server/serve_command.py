@@ -53,14 +53,14 @@ class Grammars:
         self._link, self._folder, self._timeout = link, folder, timeout
         self._worker: Any = None
 
-    async def compile(self, kind: str, source: str) -> str:
+    async def compile(self, source: str) -> str:
         """Return a compiled grammar; see :class:`fastlayers_server.front.grammars.Compiler`."""
         from fastlayers_server.engine.grammar import GrammarWorker
 
         if self._worker is None:
             info = self._link.check_ready()
             self._worker = GrammarWorker(self._folder, info.vocab_size, info.eos_ids, self._timeout)
-        return str(await self._worker.compile(kind, source))
+        return str(await self._worker.compile(source))
 
     async def close(self) -> None:
         """End the worker's process."""

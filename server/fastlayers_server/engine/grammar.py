@@ -1,6 +1,6 @@
 """Structured output by xgrammar: compiled in a process that can be killed, matched and masked in the engine.
 
-front ── kind, source ─► worker ── serialised grammar ─► front ── Grammar ─► engine: one matcher a request
+front ── structural tag ─► worker ── serialised grammar ─► front ── Grammar ─► engine: one matcher a request
 
 sources ─► GrammarWorker (front)        GrammarMasks (engine): fill masks behind the tokens known, advance at commit
 """
@@ -8,6 +8,7 @@ sources ─► GrammarWorker (front)        GrammarMasks (engine): fill masks be
 from __future__ import annotations
 
 import asyncio
+import re
 import resource
 import struct
 import sys
@@ -22,18 +23,10 @@ import msgspec
 
 from fastlayers_server.engine.request import ENDED, Request, TickPlan
 
-KINDS = ("json_schema", "json_object", "regex", "ebnf", "structural_tag")
+PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 START_SECONDS = 60.0  # for the worker to read the tokenizer
-WHITESPACE = 24  # characters between two tokens of JSON: enough to indent, and a model cannot lose itself in it
 # A row whose mask takes longer, so often, ends. Of this thread's processor time: a busy machine is nobody's grammar.
 SLOW_SECONDS, PATIENCE = 0.005, 3
-
-
-class Task(msgspec.Struct, array_like=True):
-    """What a worker is asked: a kind of :data:`KINDS`, and its source."""
-
-    kind: str
-    source: str
 
 
 class Found(msgspec.Struct, array_like=True):
@@ -77,8 +70,8 @@ class GrammarWorker:
         self._process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=1 << 26)
         await self._answer(START_SECONDS)
 
-    async def compile(self, kind: str, source: str) -> str:
-        """Return the serialised compiled grammar.
+    async def compile(self, source: str) -> str:
+        """Return the serialised compiled grammar of a structural tag, as JSON.
 
         Raises
         ------
@@ -90,7 +83,7 @@ class GrammarWorker:
         async with self._turn:
             await self._start()
             assert self._process is not None and self._process.stdin is not None
-            body = msgspec.msgpack.encode(Task(kind, source))
+            body = source.encode()
             self._process.stdin.write(struct.pack("<I", len(body)) + body)
             found = await self._answer(self.timeout)
         if found.wrong:
@@ -127,22 +120,6 @@ def tokenizer_info(folder: Path, vocab_size: int, end_ids: Sequence[int]) -> Any
     return TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=list(end_ids))
 
 
-def _compiled(compiler: Any, task: Task) -> str:
-    if task.kind == "json_schema":
-        found = compiler.compile_json_schema(task.source, max_whitespace_cnt=WHITESPACE)
-    elif task.kind == "json_object":
-        found = compiler.compile_builtin_json_grammar()
-    elif task.kind == "regex":
-        found = compiler.compile_regex(task.source)
-    elif task.kind == "ebnf":
-        found = compiler.compile_grammar(task.source)
-    elif task.kind == "structural_tag":
-        found = compiler.compile_structural_tag(task.source)
-    else:
-        raise ValueError(f"kind {task.kind!r} is not one of {', '.join(KINDS)}")
-    return str(found.serialize_json())
-
-
 def work(arguments: Sequence[str]) -> None:
     """Answer sources from stdin on stdout until it is closed: the worker's process."""
     from xgrammar import GrammarCompiler
@@ -161,11 +138,13 @@ def work(arguments: Sequence[str]) -> None:
 
     answer(Found("", ""))
     while header := source.read(4):
-        task = msgspec.msgpack.decode(source.read(struct.unpack("<I", header)[0]), type=Task)
+        text = source.read(struct.unpack("<I", header)[0]).decode()
         try:
-            answer(Found(_compiled(compiler, task), ""))
+            answer(Found(str(compiler.compile_structural_tag(text).serialize_json()), ""))
         except (RuntimeError, ValueError, TypeError) as error:
-            answer(Found("", str(error).strip().splitlines()[-1][:500] if str(error).strip() else type(error).__name__))
+            # Its time and place in the library's own source are nothing to a client.
+            said = PLACE.sub("", (str(error).strip().splitlines() or [type(error).__name__])[-1])
+            answer(Found("", said[:500]))
 
 
 class GrammarMasks:

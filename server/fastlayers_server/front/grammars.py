@@ -37,14 +37,8 @@ FORMATS = frozenset(
 class Compiler(Protocol):
     """The grammar worker, as a front sees it."""
 
-    async def compile(self, kind: str, source: str) -> str:
-        """Return the serialised compiled grammar.
-
-        Parameters
-        ----------
-        kind : str
-            "json_schema", "json_object", "regex", "ebnf" or "structural_tag".
-        source : str
+    async def compile(self, source: str) -> str:
+        """Return the serialised compiled grammar of a structural tag, as JSON.
 
         Raises
         ------
@@ -66,15 +60,15 @@ async def constraint_of(body: Common, front: Front, prompt: Sequence[int] = ()) 
     found = source_of(body, front, prompt)
     if found is None:
         return ""
-    kind, source, param = found
+    source, param = found
     info = front.link.check_ready()
     if front.grammars is None or "grammar" not in info.features:
         raise ApiError(400, f"{param}: this engine has no grammars", "unsupported_parameter", param)
-    key = f"{kind}:{hashlib.sha256(source.encode()).hexdigest()[:40]}"
+    key = hashlib.sha256(source.encode()).hexdigest()[:40]
     if key not in front.link.grammar_keys:
         begin = time.monotonic()
         try:
-            serialized = await front.grammars.compile(kind, source)
+            serialized = await front.grammars.compile(source)
         except ValueError as error:
             raise ApiError(400, f"{param}: {error}", "invalid_grammar", param) from error
         except TimeoutError as error:
@@ -84,12 +78,11 @@ async def constraint_of(body: Common, front: Front, prompt: Sequence[int] = ()) 
     return key
 
 
-def source_of(body: Common, front: Front, prompt: Sequence[int]) -> tuple[str, str, str] | None:
-    """Return (kind, source, field of the request), checked against the limits, or None for free text."""
-    kind, source, param = _plain(body)
+def source_of(body: Common, front: Front, prompt: Sequence[int]) -> tuple[str, str] | None:
+    """Return a structural tag and the field of the request, checked against the limits, or None for free text."""
+    form, param = _plain(body)
     tools = body.tools if isinstance(body, ChatRequest) and body.tool_choice != "none" else None
-    thinking = _thinks(front, prompt)
-    if tools and kind:
+    if tools and form is not None:
         raise ApiError(400, f"{param}: tools are given too; constrain their parameters instead", "invalid_value", param)
     if tools:
         assert isinstance(body, ChatRequest)
@@ -100,53 +93,40 @@ def source_of(body: Common, front: Front, prompt: Sequence[int]) -> tuple[str, s
             raise ApiError(400, "tool_choice: this model's format cannot be forced; accepted: auto, none", "unsupported_parameter", "tool_choice")  # fmt: skip  # noqa: E501
         if body.tool_choice in (None, "auto") and "grammar" not in front.link.check_ready().features:
             return None
-        kind, source, param = "structural_tag", _tools(body, front, thinking), "tools"
-    elif kind and thinking:
-        kind, source = "structural_tag", _dump({"type": "structural_tag", "format": _after_thinking(_format(kind, source, param))})  # fmt: skip  # noqa: E501
-    if not kind:
+        form, param = _tools(body, front), "tools"
+    if form is None:
         return None
-    check_source(kind, source, param)
-    return kind, source, param
+    _check_tag(form, param)
+    if _thinks(front, prompt):
+        form = _after_thinking(form)
+    source = json.dumps({"type": "structural_tag", "format": form}, ensure_ascii=False)
+    if len(source.encode()) > MAX_SOURCE:
+        raise ApiError(400, f"{param}: a grammar of more than {MAX_SOURCE} bytes", "invalid_grammar", param)
+    return source, param
 
 
-def _plain(body: Common) -> tuple[str, str, str]:
+def _plain(body: Common) -> tuple[dict[str, Any] | None, str]:
+    """Return what a request says of its text, as a part of a structural tag, and the field that says it."""
     form, out = body.response_format, body.structured_outputs
-    if form is not None and form.type == "json_object":
-        return "json_object", "", "response_format"
-    if form is not None and form.json_schema is not None:
-        return "json_schema", _dump(form.json_schema.schema_), "response_format"
-    if form is not None and form.format is not None:
-        return "structural_tag", _dump({"type": "structural_tag", "format": form.format}), "response_format"
+    if form is not None and form.type != "text":
+        if form.format is not None:
+            return form.format, "response_format"
+        return _json_of(form.json_schema.schema_ if form.json_schema else {"type": "object"}), "response_format"
     if out is None:
-        return "", "", ""
+        return None, ""
+    found: dict[str, Any]
     if out.regex is not None:
-        return "regex", out.regex, "structured_outputs"
-    if out.grammar is not None:
-        return "ebnf", out.grammar, "structured_outputs"
-    if out.choice is not None:
-        elements = [{"type": "const_string", "value": text} for text in out.choice]
-        chosen = {"type": "or", "elements": elements}
-        return "structural_tag", _dump({"type": "structural_tag", "format": chosen}), "structured_outputs"
-    schema = out.json_
-    if isinstance(schema, str):
+        found = {"type": "regex", "pattern": out.regex}
+    elif out.grammar is not None:
+        found = {"type": "grammar", "grammar": out.grammar}
+    elif out.choice is not None:
+        found = {"type": "or", "elements": [{"type": "const_string", "value": text} for text in out.choice]}
+    else:
         try:
-            schema = json.loads(schema)
+            found = _json_of(json.loads(out.json_) if isinstance(out.json_, str) else out.json_)
         except (ValueError, RecursionError) as error:
             raise ApiError(400, f"structured_outputs: json is no JSON: {error}", "invalid_grammar", "structured_outputs") from error  # fmt: skip  # noqa: E501
-    return "json_schema", _dump(schema), "structured_outputs"
-
-
-def _format(kind: str, source: str, param: str) -> dict[str, Any]:
-    """Return a source as a part of a structural tag."""
-    if kind == "structural_tag":
-        return dict(json.loads(source)["format"])
-    parts: dict[str, dict[str, Any]] = {
-        "json_object": _json_of({"type": "object"}),
-        "json_schema": _json_of(json.loads(source) if kind == "json_schema" else {}),
-        "regex": {"type": "regex", "pattern": source},
-        "ebnf": {"type": "grammar", "grammar": source},
-    }
-    return parts[kind]
+    return found, "structured_outputs"
 
 
 def _json_of(schema: Any) -> dict[str, Any]:
@@ -167,7 +147,7 @@ def _after_thinking(form: dict[str, Any]) -> dict[str, Any]:
     return {"type": "sequence", "elements": [thought, space, form]}
 
 
-def _tools(body: ChatRequest, front: Front, thinking: bool) -> str:
+def _tools(body: ChatRequest, front: Front) -> dict[str, Any]:
     style = STYLES[front.formats.tools]
     choice = body.tool_choice
     wanted = [t.function for t in body.tools or ()]
@@ -179,28 +159,11 @@ def _tools(body: ChatRequest, front: Front, thinking: bool) -> str:
         check_schema(schema, f"tools.{function.name}.parameters")
         begin = style.begins_with_name.replace("NAME", function.name)
         tags.append({"type": "tag", "begin": begin, "content": _json_of(schema), "end": style.closes})
-    form = {
+    return {
         "type": "triggered_tags", "triggers": [style.begin], "tags": tags,
         "at_least_one": choice not in (None, "auto"),
         "stop_after_first": body.parallel_tool_calls is False or isinstance(choice, NamedTool),
     }  # fmt: skip
-    return _dump({"type": "structural_tag", "format": _after_thinking(form) if thinking else form})
-
-
-def _dump(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def check_source(kind: str, source: str, param: str) -> None:
-    """Raise 400 for a source that is too large, too deep, or counts too far."""
-    if len(source.encode()) > MAX_SOURCE:
-        raise ApiError(400, f"{param}: a grammar of more than {MAX_SOURCE} bytes", "invalid_grammar", param)
-    if kind == "json_schema":
-        check_schema(json.loads(source), param)
-    elif kind == "structural_tag":
-        _check_tag(json.loads(source), param)
-    elif kind in ("regex", "ebnf"):
-        _check_counts(source, param)
 
 
 def _check_counts(source: str, param: str) -> None:
@@ -229,7 +192,7 @@ def _check_tag(value: Any, param: str, depth: int = 0) -> None:
             _check_tag(each, param, depth + 1)
     elif isinstance(value, dict):
         for name, each in value.items():
-            if name == "json_schema" and isinstance(each, dict):
+            if name == "json_schema":
                 check_schema(each, param)
             elif name in ("pattern", "grammar") and isinstance(each, str):
                 _check_counts(each, param)

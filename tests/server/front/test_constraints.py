@@ -17,11 +17,11 @@ class Compiler:
     """Notes what it is asked, and answers as a worker would."""
 
     def __init__(self, error: Exception | None = None) -> None:
-        self.asked: list[tuple[str, str]] = []
+        self.asked: list[str] = []
         self.error = error
 
-    async def compile(self, kind: str, source: str) -> str:
-        self.asked.append((kind, source))
+    async def compile(self, source: str) -> str:
+        self.asked.append(source)
         if self.error is not None:
             raise self.error
         return "{}"
@@ -62,31 +62,34 @@ def asked_for(fields: dict[str, Any], compiler: Compiler, chat: bool = True, **o
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
+JSON = {"type": "json_schema", "json_schema": SCHEMA, "max_whitespace_cnt": 24}
+CHOICE = [{"type": "const_string", "value": "yes"}, {"type": "const_string", "value": "no"}]
+
+
 @pytest.mark.parametrize(
-    ("fields", "kind", "source"),
+    ("fields", "form"),
     [
-        ({"response_format": {"type": "json_object"}}, "json_object", None),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, "json_schema", SCHEMA),
-        ({"structured_outputs": {"json": SCHEMA}}, "json_schema", SCHEMA),
-        ({"guided_json": json.dumps(SCHEMA)}, "json_schema", SCHEMA),
-        ({"json_schema": SCHEMA}, "json_schema", SCHEMA),
-        ({"guided_regex": "a{1,3}"}, "regex", "a{1,3}"),
-        ({"regex": "[ab]+"}, "regex", "[ab]+"),
-        ({"ebnf": 'root ::= "a"'}, "ebnf", 'root ::= "a"'),
-        ({"guided_choice": ["yes", "no"]}, "structural_tag", None),
-        ({"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}}, "structural_tag", None),
+        ({"response_format": {"type": "json_object"}}, JSON | {"json_schema": {"type": "object"}}),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, JSON),
+        ({"structured_outputs": {"json": SCHEMA}}, JSON),
+        ({"guided_json": json.dumps(SCHEMA)}, JSON),
+        ({"json_schema": SCHEMA}, JSON),
+        ({"guided_regex": "a{1,3}"}, {"type": "regex", "pattern": "a{1,3}"}),
+        ({"regex": "[ab]+"}, {"type": "regex", "pattern": "[ab]+"}),
+        ({"ebnf": 'root ::= "a"'}, {"type": "grammar", "grammar": 'root ::= "a"'}),
+        ({"guided_choice": ["yes", "no"]}, {"type": "or", "elements": CHOICE}),
+        ({"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}}, {"type": "any_text"}),
+        ({"response_format": {"type": "structural_tag", "format": {}}}, {}),
     ],
 )  # fmt: skip
-def test_each_way_to_ask_becomes_one_source(fields: Any, kind: str, source: Any) -> None:
+def test_each_way_to_ask_becomes_one_source(fields: Any, form: Any) -> None:
     compiler = Compiler()
     response, sent = asked_for(fields, compiler)
     assert response.status_code == 200, response.text
-    assert len(compiler.asked) == 1 and compiler.asked[0][0] == kind
-    if source is not None:
-        given = compiler.asked[0][1]
-        assert (json.loads(given) if isinstance(source, dict) else given) == source
+    (source,) = compiler.asked
+    assert json.loads(source) == {"type": "structural_tag", "format": form}
     grammar, request = sent[0], sent[1]
-    assert grammar.key == request.grammar and grammar.key.startswith(kind)
+    assert grammar.key == request.grammar and len(grammar.key) == 40
 
 
 def test_a_source_is_compiled_and_sent_once() -> None:
@@ -137,9 +140,10 @@ def test_grammar_bombs_are_refused_before_they_are_compiled() -> None:
         response, _ = asked_for(fields, compiler)
         assert response.status_code == 400 and response.json()["error"]["code"] == "invalid_grammar", fields
         assert not compiler.asked
-    compiler = Compiler()
-    response, _ = asked_for({"guided_json": deep}, compiler)
-    assert response.status_code == 400 and not compiler.asked
+    for given in (deep, "[1]", '"object"'):
+        compiler = Compiler()
+        response, _ = asked_for({"guided_json": given}, compiler)
+        assert response.status_code == 400 and not compiler.asked
 
 
 @pytest.mark.parametrize("error", [ValueError("no such rule"), TimeoutError()])
@@ -162,9 +166,9 @@ def test_calls_are_constrained_behind_the_thought(qwen: Any, choice: Any) -> Non
     fields = {"tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False}
     response, _ = asked_for(fields, compiler, tokens=qwen, vocab_size=520)
     assert response.status_code == 200, response.text
-    kind, source = compiler.asked[0]
-    thought, _, calls = json.loads(source)["format"]["elements"]
-    assert kind == "structural_tag" and thought["end"] == "</think>"
+    told = json.loads(compiler.asked[0])
+    thought, _, calls = told["format"]["elements"]
+    assert told["type"] == "structural_tag" and thought["end"] == "</think>"
     assert calls["type"] == "triggered_tags" and calls["triggers"] == ["<tool_call>"] and calls["stop_after_first"]
     assert calls["at_least_one"] == (choice != "auto")
     assert calls["tags"][0]["content"]["json_schema"] == WEATHER["function"]["parameters"]  # type: ignore[index]
@@ -182,6 +186,5 @@ def test_every_source_that_we_make_is_one_that_xgrammar_compiles(qwen: Any) -> N
         compiler = Compiler()
         response, _ = asked_for(each, compiler, tokens=qwen, vocab_size=520)
         assert response.status_code == 200, response.text
-        kind, source = compiler.asked[0]
-        assert kind == "structural_tag"
-        xgrammar.Grammar.from_structural_tag(source)
+        assert json.loads(compiler.asked[0])["type"] == "structural_tag"
+        xgrammar.Grammar.from_structural_tag(compiler.asked[0])
