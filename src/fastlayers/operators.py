@@ -19,18 +19,20 @@ _library = torch.library.Library("fastlayers", "FRAGMENT")
 
 _local_keys = torch._C._dispatch_tls_local_include_set
 _function_modes = torch._C._len_torch_function_stack
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
+_compiling = torch.compiler.is_dynamo_compiling
+# What an operator may be given without a look at it, unless gradients are recorded; its schema knows no other types.
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None), int, float, bool, str, list, torch.dtype))
 
 
-def _quiet_keys() -> frozenset[int]:
-    """Return what torch's dispatcher adds to every call of this thread where nothing was entered: two sets of keys."""
-    with torch.inference_mode(False):
-        ordinary = _local_keys().raw_repr()
-    with torch.inference_mode():
-        return frozenset((ordinary, _local_keys().raw_repr()))
+def _keys(inference: bool) -> int:
+    """Return what torch's dispatcher adds to every call of this thread where nothing was entered: a set of keys."""
+    with torch.inference_mode(inference):
+        return int(_local_keys().raw_repr())
 
 
-_QUIET = _quiet_keys()
+# Under torch.inference_mode nothing is recorded for a gradient.
+_RECORDS = _keys(inference=False)
+_QUIET = frozenset((_RECORDS, _keys(inference=True)))
 _TORCH = "backend='torch' has one where the layer says so"
 
 
@@ -61,14 +63,25 @@ class Operator:
 
     def __call__(self, *arguments: Any) -> Any:
         """Call the function, or the operator where somebody looks on."""
-        watched = torch.compiler.is_dynamo_compiling() or _local_keys().raw_repr() not in _QUIET or _function_modes()
-        if watched or forward_ad._current_level >= 0:
+        if _compiling() or (keys := _local_keys().raw_repr()) not in _QUIET or _function_modes():
             return self._observed(arguments)
-        for i in self._tensors:
-            given = arguments[i]
-            if type(given) not in _PLAIN or (given is not None and given.requires_grad and torch.is_grad_enabled()):
-                return self.overload(*arguments)
+        if forward_ad._current_level >= 0:
+            return self._observed(arguments)
+        if not _PLAIN.issuperset(map(type, arguments)) or (keys == _RECORDS and self._asks_gradient(arguments)):
+            return self.overload(*arguments)
         return self.function(*arguments)
+
+    def unwatched(self, *arguments: Any) -> bool:
+        """Return whether a call with these arguments, tensors first, would be one of the function."""
+        if _compiling() or (keys := _local_keys().raw_repr()) not in _QUIET or _function_modes():
+            return False
+        if forward_ad._current_level >= 0 or not _PLAIN.issuperset(map(type, arguments)):
+            return False
+        return keys != _RECORDS or not self._asks_gradient(arguments)
+
+    def _asks_gradient(self, arguments: tuple[Any, ...]) -> bool:
+        given = (arguments[i] for i in self._tensors)
+        return torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given)
 
     def _observed(self, arguments: tuple[Any, ...]) -> Any:
         """Call the operator; where torch would go on without its derivative, or with foreign words, raise."""

@@ -150,7 +150,7 @@ class StubDriver:
         def launched(*arguments: Any) -> None:
             StubDriver.launches += 1
 
-        return launched
+        return launched, ()
 
 
 class StubTriton:

@@ -12,7 +12,7 @@ import torch
 
 from fastlayers.integers import next_power_of_2
 from fastlayers.moe.fused_moe.cases import make_inputs, prepare, run
-from fastlayers.moe.fused_moe.launch_config import LaunchConfig, Tile, candidates, plan_for
+from fastlayers.moe.fused_moe.launch_config import LaunchConfig, Tile, candidates, plan_for, plan_of
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
 from fastlayers.moe.fused_moe.reference import ReferenceFusedMoE
 from fastlayers.moe.fused_moe.triton import pair_vector
@@ -92,7 +92,7 @@ def test_candidates_are_few_and_possible(shape: str, tokens: int) -> None:
     assert 1 <= len(plans) <= 40 and len(set(plans)) == len(plans)
     assert plans[0] == plan_for(tokens, cfg, False)
     for plan in plans:
-        assert LaunchConfig.of_numbers(plan.numbers()) == plan
+        assert plan_of(tuple(plan.numbers())) == plan
         if cfg.quant == "fp8_block":
             # One scale a step of K and a block of rows.
             assert (plan.first.k, plan.second.k) == (128, 128) and max(plan.first.n, plan.second.n) <= 128

@@ -34,7 +34,7 @@ class Driver:
     def prepare(self, compiled: Any) -> Any:
         if compiled == "scratch":
             return None
-        return lambda *arguments: self.launched.append(arguments)
+        return lambda *arguments: self.launched.append(arguments), ()
 
 
 class Triton:

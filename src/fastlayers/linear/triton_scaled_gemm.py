@@ -99,13 +99,13 @@ def scaled_gemm(
     With few rows K is split, and a second kernel adds the parts.
     """
     m, (n, k) = q.shape[0], weight.shape
-    y = torch.empty((m, n), dtype=dtype, device=q.device)
+    y = q.new_empty((m, n), dtype=dtype)
     if m == 0:
         return y
     tile, integers = tile_for(m, n, cdiv(k, BLOCK_K)), q.dtype == torch.int8
     target = y
     if tile.splits > 1:
-        target = torch.empty((tile.splits, m, n), dtype=torch.int32 if integers else torch.float32, device=q.device)
+        target = q.new_empty((tile.splits, m, n), dtype=torch.int32 if integers else torch.float32)
     _scaled_gemm_kernel[tile.grid(m, n)](
         q, s, weight, scale, y if bias is None else bias, target, m, n, k, q.stride(0), weight.stride(0),
         HAS_BIAS=bias is not None, SPLITS=tile.splits, EVEN_K=k % BLOCK_K == 0,

@@ -2,8 +2,8 @@
 
     bound = kernel.bind(**constants)        once for each configuration; kernel[grid](*a, **constants) does both
     bound(grid, *arguments)
-        │  key: dtypes of tensors, whether all are aligned, the numbers
-        ├─ seen:  the driver's launch, with addresses instead of tensors
+        │  key: dtypes of tensors, the numbers; whether all are aligned
+        ├─ seen:  the driver's launch, with addresses instead of tensors; grid and stream are bound as last time
         ├─ alike: the same alignment of each and classes of numbers   (what Triton specialises on)
         └─ new:   Triton binds, compiles and launches; what it compiled is kept under both keys
 
@@ -45,25 +45,36 @@ class CudaDriver:
         self.stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
 
     @staticmethod
-    def prepare(compiled: Any) -> Callable[..., None] | None:
-        """Return what launches a compiled kernel; ``None`` where only Triton can: it needs memory of Triton's.
+    def prepare(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
+        """Return what launches a compiled kernel, and its options; ``None`` where that needs memory of Triton's.
 
-        It is called as ``launch(*grid, stream, *arguments, *constants)``, three numbers of programs, addresses for
-        tensors, and anything for constants.
+        It is called as ``launch(*grid, stream, *options, *arguments, *constants)``, three numbers of programs,
+        addresses for tensors, and anything for constants.
         """
         launcher = compiled.run
         if launcher.global_scratch_size or launcher.profile_scratch_size:
             return None
-        call, function, metadata = launcher.launch, compiled.function, compiled.packed_metadata
-        options = (function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, metadata)
-
-        def launch(x: int, y: int, z: int, stream: int, *arguments: Any) -> None:
-            call(x, y, z, stream, *options, None, None, None, *arguments)
-
-        return launch
+        how = (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, compiled.packed_metadata)
+        return launcher.launch, (compiled.function, *how, None, None, None)
 
 
 driver: Any = CudaDriver()
+
+
+class _Launch:
+    """What launches one kind of arguments; grid and stream, which seldom change, are bound as they were last time."""
+
+    __slots__ = ("call", "options", "ready", "tail")
+
+    def __init__(self, call: Callable[..., None], options: tuple[Any, ...], tail: tuple[Any, ...] = ()) -> None:
+        # The tail: numbers and constants, after all addresses.
+        self.call, self.options, self.tail = call, options, tail
+        self.ready: tuple[tuple[int, ...], int, Callable[..., None]] = ((), -1, call)
+
+    def at(self, grid: tuple[int, ...], stream: int) -> tuple[tuple[int, ...], int, Callable[..., None]]:
+        """Return this for a grid and a stream; what a thread was given here stays as it is."""
+        self.ready = grid, stream, partial(self.call, *grid, *_ONES[len(grid)], stream, *self.options)
+        return self.ready
 
 
 class Kernel:
@@ -81,7 +92,7 @@ class Kernel:
     def __init__(self, function: Callable[..., None], do_not_specialize: tuple[str, ...] = ()) -> None:
         self.jit: Any = triton.jit(do_not_specialize=list(do_not_specialize))(function)
         self.__name__, self.__doc__, self.__module__ = function.__name__, function.__doc__, function.__module__
-        self._known: dict[tuple[Any, ...], Callable[..., None] | None] = {}
+        self._known: dict[tuple[Any, ...], _Launch | None] = {}
         self._bound: dict[tuple[Any, ...], Callable[..., None]] = {}
         self.prepared = isinstance(self.jit, JITFunction) and PREPARED
         names = self.arg_names
@@ -120,17 +131,21 @@ class Kernel:
             given, numbers, device = arguments[:tensors], arguments[tensors:], driver.device()
             addresses = [*map(_address, given)]
             # Equal numbers are of one class whatever their type, so they may stand for themselves.
-            key = (bound, device, reduce(or_, addresses, 0) & 15, numbers, *map(_dtype, given))
+            key = (bound, device, numbers, *map(_dtype, given))
             launch = self._known.get(key)
-            if launch is None or key[2]:
+            if launch is None or reduce(or_, addresses, 0) & 15:
                 launch = self._alike(key, addresses)
                 if launch is None:
                     # Through Triton; what it compiled serves the next launch of this kind.
                     compiled = self._through_triton(grid, arguments, constants)
                     # None: a hook forbade the compile.
-                    self._known[self._kind(key, addresses)] = driver.prepare(compiled) if compiled is not None else None
+                    made = driver.prepare(compiled) if compiled is not None else None
+                    self._known[self._kind(key, addresses)] = _Launch(*made) if made is not None else None
                     return
-            launch(*grid, *_ONES[len(grid)], driver.stream(device), *addresses, *numbers, *self._constants)
+            stream, ready = driver.stream(device), launch.ready
+            if ready[0] != grid or ready[1] != stream:
+                ready = launch.at(grid, stream)
+            ready[2](*addresses, *launch.tail)
 
         self._bound[name] = bound
         return bound
@@ -138,21 +153,24 @@ class Kernel:
     def _through_triton(self, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
         return self.jit[grid](*arguments, **constants)
 
-    def _alike(self, key: tuple[Any, ...], addresses: list[int]) -> Callable[..., None] | None:
+    def _alike(self, key: tuple[Any, ...], addresses: list[int]) -> _Launch | None:
         """Return what launches arguments of this kind, and remember it for these sizes."""
         launch = self._known.get(self._kind(key, addresses))
-        if launch is not None and not key[2]:
-            if len(self._known) > MOST_KNOWN:
-                self._known.clear()
-            self._known[key] = launch
+        if launch is not None:
+            launch = _Launch(launch.call, launch.options, (*key[2], *self._constants))
+            if not reduce(or_, addresses, 0) & 15:
+                if len(self._known) > MOST_KNOWN:
+                    self._known.clear()
+                self._known[key] = launch
         return launch
 
     @staticmethod
     def _kind(key: tuple[Any, ...], addresses: list[int]) -> tuple[Any, ...]:
         """Return what Triton specialises on."""
-        bound, device, _, numbers, *dtypes = key
+        bound, device, numbers, *dtypes = key
         classes = [(n == 1) + 2 * (n % 16 == 0) + 4 * (n > 0x7FFFFFFF) for n in numbers]
-        return bound, device, *dtypes, *[a % 16 == 0 for a in addresses], *map(type, numbers), *classes
+        # The first two tell it from a key of sizes seen before.
+        return True, bound, device, *dtypes, *[a % 16 == 0 for a in addresses], *map(type, numbers), *classes
 
 
 def kernel(function: Callable[..., None] | None = None, *, do_not_specialize: tuple[str, ...] = ()) -> Any:

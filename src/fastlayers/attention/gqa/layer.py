@@ -139,6 +139,7 @@ class Attention(AttentionCore):
         kv_axis = key_axis(num_kv_heads, axis)
         self.num_kv_heads = num_kv_heads // kv_axis.size
         self.kv_row = (self.num_kv_heads, head_dim)
+        self._split = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
         cache_dtype = dtype if kv_dtype is None else kv_dtype
         heads = self.num_heads, self.num_kv_heads, head_dim
@@ -182,9 +183,10 @@ class Attention(AttentionCore):
     def project(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return q ``[T, Hq, D]``, k and v ``[T, Hkv, D]`` before norms and rotation."""
         if self.fused:
-            heads, kv_heads = self.num_heads, self.num_kv_heads
-            whole = self.qkv_proj(hidden).view(-1, heads + 2 * kv_heads, self.head_dim)
-            return whole[:, :heads], whole[:, heads : heads + kv_heads], whole[:, heads + kv_heads :]
+            whole = self.qkv_proj(hidden)
+            # One call instead of a slice each, which costs the host four times as much.
+            q, k, v = whole.view(-1, sum(self._split), self.head_dim).split_with_sizes(self._split, 1)
+            return q, k, v
         q, k, v = (getattr(self, name)(hidden).unflatten(-1, (-1, self.head_dim)) for name in _PARTS)
         return q, k, v
 

@@ -189,12 +189,14 @@ def _rotary_kv_write(
             heads, kv_heads, head_dim, v_head_dim, rotary_dim, interleaved_in, interleaved_out, eps is not None,
             axes, alternate, q.device,
         )  # fmt: skip
-        k_slots, v_slots = cache_rows(keys, values, v_head_dim)
+        # Slots of all pages, one behind the other; of latents the keys begin inside a row.
+        k_slots, v_slots = (keys, values) if values is not None else cache_rows(keys, None, v_head_dim)
+        slots = (keys.stride(1), keys.stride(1) if values is None else values.stride(1))
         bound(
             (tokens * blocks,), q, k, v, cos, sin, positions, q_out, k_slots, v_slots, loc,
             cos if q_weight is None else q_weight, cos if k_weight is None else k_weight,
-            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *q_out.stride()[:2], k_slots.stride(0),
-            v_slots.stride(0), cos.shape[0], positions.stride(0), heads, kv_heads, eps or 0.0,
+            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *q_out.stride()[:2], *slots, cos.shape[0],
+            positions.stride(0), heads, kv_heads, eps or 0.0,
         )  # fmt: skip
 
 

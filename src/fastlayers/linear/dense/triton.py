@@ -200,5 +200,8 @@ class TritonLinear:
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return ``y`` ``[..., N]``, a new contiguous tensor."""
-        y: torch.Tensor = _linear(x.reshape(-1, x.shape[-1]), weight, bias, self.out_dtype, self.config)
+        if x.dim() == 2:
+            y: torch.Tensor = _linear(x, weight, bias, self.out_dtype, self.config)
+            return y
+        y = _linear(x.reshape(-1, x.shape[-1]), weight, bias, self.out_dtype, self.config)
         return y.view(*x.shape[:-1], weight.shape[0])

@@ -92,7 +92,7 @@ def fp8_block_skinny_gemm(
     if x.stride(-1) != 1:
         x = x.contiguous()
     (m, _), (n, k) = x.shape, weight.shape
-    y = torch.empty((m, n), dtype=dtype, device=x.device)
+    y = x.new_empty((m, n), dtype=dtype)
     if m == 0:
         return y
     block_m, block_n, parts, warps, stages = tile

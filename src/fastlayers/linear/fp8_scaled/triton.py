@@ -68,13 +68,13 @@ def quant_e4m3(x: torch.Tensor, kind: str, input_scale: torch.Tensor | None) -> 
     if x.stride(-1) != 1:
         x = x.contiguous()
     rows, k = x.shape
-    q = torch.empty((rows, k), dtype=E4M3, device=x.device)
-    s = torch.empty((rows,), dtype=torch.float32, device=x.device)
+    q = x.new_empty((rows, k), dtype=E4M3)
+    s = x.new_empty((rows,), dtype=torch.float32)
     if rows == 0:
         return q, s
     block = _row_block(k)
     if kind == "tensor":
-        absmax = torch.empty((rows,), dtype=torch.float32, device=x.device)
+        absmax = x.new_empty((rows,), dtype=torch.float32)
         _row_absmax_kernel[(rows,)](x, absmax, k, x.stride(0), BLOCK=block, num_warps=8)
         largest = absmax.amax(0, keepdim=True)
         scale = largest.clamp_min(EPS) / largest.new_full((), E4M3_MAX)

@@ -49,8 +49,8 @@ def token_quant_int8(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.T
     if x.stride(-1) != 1:
         x = x.contiguous()
     rows, k = x.shape
-    q = torch.empty((rows, k), dtype=torch.int8, device=x.device)
-    s = torch.empty((rows,), dtype=torch.float32, device=x.device)
+    q = x.new_empty((rows, k), dtype=torch.int8)
+    s = x.new_empty((rows,), dtype=torch.float32)
     if rows:
         _token_quant_kernel[(rows,)](
             x, q, s, k, x.stride(0), eps, MAX=LARGEST, BLOCK=_row_block(k), num_warps=8

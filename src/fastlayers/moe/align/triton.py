@@ -150,13 +150,10 @@ def _fake(topk_ids: torch.Tensor, experts: int, block: int) -> tuple[torch.Tenso
 def moe_align(topk_ids: torch.Tensor, experts: int, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Group pairs by expert; ``block`` is a power of two. See :mod:`fastlayers.moe.align.layer`."""
     ids, pairs, device = topk_ids.contiguous(), topk_ids.numel(), topk_ids.device
-    blocks = num_blocks(pairs, experts, block)
-    sorted_ids = torch.empty(blocks * block, dtype=torch.int32, device=device)
-    expert_ids = torch.empty(blocks, dtype=torch.int32, device=device)
+    sorted_ids, expert_ids, total = _fake(ids, experts, block)
     if pairs == 0:
-        return sorted_ids, expert_ids, torch.zeros(1, dtype=torch.int32, device=device)
-    total = torch.empty(1, dtype=torch.int32, device=device)
-    launch, block_e = dependent_launch(ids.device), next_power_of_2(experts + 1)
+        return sorted_ids, expert_ids, total.zero_()
+    block_e = next_power_of_2(experts + 1)
     if pairs <= FEW:
         bound = _bound_few(block, max(32, next_power_of_2(pairs)), block_e, device)
         bound((experts,), ids, sorted_ids, expert_ids, total, pairs, experts)
@@ -164,9 +161,10 @@ def moe_align(topk_ids: torch.Tensor, experts: int, block: int) -> tuple[torch.T
     chunk = max(MIN_CHUNK, min(MAX_CHUNK, next_power_of_2(cdiv(pairs, SPLITS))))
     span, warps = cdiv(cdiv(pairs, SPLITS), chunk) * chunk, min(8, chunk // 256)
     counts, grid = (
-        torch.empty(SPLITS, experts, dtype=torch.int32, device=device),
+        ids.new_empty(SPLITS, experts),
         (cdiv(experts, EXPERTS), SPLITS),
     )
+    launch = dependent_launch(device)
     _count_kernel[grid](
         ids, counts, pairs, span, experts, EXPERTS=EXPERTS, CHUNK=chunk, num_warps=warps, **launch,
     )  # fmt: skip

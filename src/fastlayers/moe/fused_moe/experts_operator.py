@@ -56,6 +56,7 @@ def experts_operator(name: str, kind: Callable[..., Any] = MoEWeights) -> Callab
             y: torch.Tensor = function(hidden_states, topk_weights, topk_ids, packed, _config_of(cfg), numbers)
             return y
 
+        vars(experts)["whole"] = function
         return operator(name, like_x, layer="FusedMoE", elsewhere="backend='reference' has one")(experts)
 
     return register
@@ -84,11 +85,16 @@ class ExpertsBackend:
     def compute(
         self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: Any, numbers: list[int]
     ) -> torch.Tensor:
-        """Call the operator."""
-        y: torch.Tensor = self.experts(
+        """Call the operator; where nobody looks on, its function with the weights and the configuration as they are."""
+        tensors = (
             x, topk_weights, topk_ids, packed.w13, packed.w2, packed.w13_scale, packed.w2_scale, packed.w13_bias,
-            packed.w2_bias, self.text, numbers,
+            packed.w2_bias,
         )  # fmt: skip
+        y: torch.Tensor
+        if self.experts.unwatched(*tensors):
+            y = self.experts.function.whole(x, topk_weights, topk_ids, packed, self.cfg, numbers)  # type: ignore[attr-defined]
+        else:
+            y = self.experts(*tensors, self.text, numbers)
         return y
 
     def __call__(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -63,11 +63,6 @@ class LaunchConfig:
         return [a.m, self.band, self.splits, self.splits1, *tiles]
 
     @classmethod
-    def of_numbers(cls, numbers: Sequence[int]) -> LaunchConfig:
-        """Return the plan of :meth:`numbers`; the same one for the same numbers."""
-        return _plan_of(tuple(numbers))
-
-    @classmethod
     def of(cls, config: Mapping[str, int]) -> LaunchConfig:
         """Return the plan of a table's row."""
         tiles = [Tile(config["m"], *(config[f"{name}{i}"] for name in _TILE)) for i in (1, 2)]
@@ -80,7 +75,8 @@ _NAMES = ("m", "band", "splits", "splits1", *(f"{name}{number}" for number in (1
 
 
 @lru_cache(maxsize=4096)
-def _plan_of(numbers: tuple[int, ...]) -> LaunchConfig:
+def plan_of(numbers: tuple[int, ...]) -> LaunchConfig:
+    """Return the plan of :meth:`LaunchConfig.numbers`; the same one for the same numbers."""
     return LaunchConfig.of(dict(zip(_NAMES, numbers, strict=True)))
 
 

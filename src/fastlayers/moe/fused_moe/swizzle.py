@@ -16,6 +16,7 @@ and its first mantissa bit, shifted right by 0, 3 and 6; the bits of the fourth 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch.nn import functional as F
@@ -39,6 +40,13 @@ class SwizzledWeights:
     w2_scale: torch.Tensor
     w13_bias: torch.Tensor | None = None
     w2_bias: torch.Tensor | None = None
+
+    @cached_property
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Codes of both projections as words, and scales, as they lie in memory."""
+        return (
+            self.w13.mT.view(torch.int32), self.w2.mT.view(torch.int32), self.w13_scale.mT, self.w2_scale.mT,
+        )  # fmt: skip
 
     def with_biases(self, weights: MoEWeights) -> SwizzledWeights:
         """Return these with the biases of ``weights``."""

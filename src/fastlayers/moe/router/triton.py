@@ -214,8 +214,7 @@ def _router(
     rounded: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     tokens, experts = logits.shape
-    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
-    ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
+    weights, ids = _fake(logits, bias, num_valid, top_k)
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     if tokens:
         bound = _bound(

@@ -59,7 +59,7 @@ def _rms_norm(
 ) -> list[torch.Tensor]:
     hidden_size = x.shape[-1]
     rows = x if x.dim() == 2 else x.reshape(-1, hidden_size)
-    y = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    y = torch.empty_like(rows)  # contiguous: rows that lie apart are not kept apart
     residual_rows = rows if residual is None else residual if residual.dim() == 2 else residual.reshape(-1, hidden_size)
     summed = y if residual is None else torch.empty_like(y)
     if rows.shape[0]:

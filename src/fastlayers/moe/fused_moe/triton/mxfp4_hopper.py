@@ -310,34 +310,35 @@ def plans(tokens: int) -> list[HopperLaunchConfig]:
 
 @lru_cache(maxsize=1024)
 def _bound(
-    per_token: int, hidden: int, inner: int, bias13: bool, bias2: bool, width: int, plan: HopperLaunchConfig,
-    device: torch.device,
+    per_token: int, hidden: int, inner: int, bias13: bool, bias2: bool, plan: HopperLaunchConfig, device: torch.device
 ) -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]]:  # fmt: skip
-    """Return what launches the order of the rows, the first product and the second."""
+    """Return what launches the order of the rows, the first product and the second.
+
+    Those of ``plan.held`` are of pairs by themselves, all codes of a program in registers.
+    """
     launch = dependent_launch(device)
-    shared = {"HIDDEN": hidden, "INNER": inner, "DIRECT": plan.tokens == 0, "WIDE": plan.tokens == 16} | launch
-    shared["ASYNC"] = not plan.l1
+    sizes = {"HIDDEN": hidden, "INNER": inner} | launch
+    shared = sizes | {"DIRECT": plan.tokens == 0, "WIDE": plan.tokens == 16, "ASYNC": not plan.l1}
+    first = {"PER_TOKEN": per_token, "HAS_BIAS": bias13, "R": plan.r1, "W": plan.w1, "num_warps": plan.w1}
+    second = {"HAS_BIAS": bias2, "R": plan.r2, "W": plan.w2, "num_warps": plan.w2}
     return (
-        order_kernel.bind(BLOCK=width, **launch),
-        swizzled_gate_up_kernel.bind(
-            **shared, PER_TOKEN=per_token, HAS_BIAS=bias13, R=plan.r1, W=plan.w1, STAGES=plan.s1, num_warps=plan.w1
-        ),
-        swizzled_down_kernel.bind(**shared, HAS_BIAS=bias2, R=plan.r2, W=plan.w2, STAGES=plan.s2, num_warps=plan.w2),
+        order_kernel.bind(BLOCK=_order_width(hidden), **launch),
+        held_gate_up_kernel.bind(**sizes, **first)
+        if plan.held & 1
+        else swizzled_gate_up_kernel.bind(**shared, **first, STAGES=plan.s1),
+        held_down_kernel.bind(**sizes, **second)
+        if plan.held & 2
+        else swizzled_down_kernel.bind(**shared, **second, STAGES=plan.s2),
     )
+
+
+def _order_width(hidden: int) -> int:
+    return min(1024, next_power_of_2(hidden))
 
 
 @lru_cache(maxsize=1024)
-def _bound_held(
-    per_token: int, hidden: int, inner: int, bias13: bool, bias2: bool, plan: HopperLaunchConfig, device: torch.device
-) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return what launches both products of pairs by themselves, all codes of a program in registers."""
-    shared = {"HIDDEN": hidden, "INNER": inner} | dependent_launch(device)
-    return (
-        held_gate_up_kernel.bind(
-            **shared, PER_TOKEN=per_token, HAS_BIAS=bias13, R=plan.r1, W=plan.w1, num_warps=plan.w1
-        ),
-        held_down_kernel.bind(**shared, HAS_BIAS=bias2, R=plan.r2, W=plan.w2, num_warps=plan.w2),
-    )
+def _plan_of(numbers: tuple[int, ...]) -> HopperLaunchConfig:
+    return HopperLaunchConfig(*numbers)
 
 
 def _experts(
@@ -345,41 +346,32 @@ def _experts(
     alpha: float, limit: float, plan: HopperLaunchConfig,
 ) -> torch.Tensor:  # fmt: skip
     """Return the weighted rows of all pairs, fp32 ``[T*k, D]``; those of dropped pairs are not written."""
-    hidden, pairs, direct = x.shape[1], ids.numel(), plan.tokens == 0
-    ordered = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    width = min(1024, next_power_of_2(hidden))
-    order, gate_up, down = _bound(
-        ids.shape[1], hidden, inner, packed.w13_bias is not None, packed.w2_bias is not None, width, plan, x.device
-    )
-    order((x.shape[0], cdiv(hidden, width)), x, ordered, x.stride(0), hidden)
-    held_gate_up, held_down = _bound_held(
-        ids.shape[1], hidden, inner, packed.w13_bias is not None, packed.w2_bias is not None, plan, x.device
-    )
+    (count, hidden), pairs = x.shape, ids.numel()
+    bias13, bias2 = packed.w13_bias, packed.w2_bias
+    order, gate_up, down = _bound(ids.shape[1], hidden, inner, bias13 is not None, bias2 is not None, plan, x.device)
+    ordered = x.new_empty(x.shape)
+    order((count, cdiv(hidden, _order_width(hidden))), x, ordered, x.stride(0), hidden)
     sorted_ids, expert_ids, total, blocks = ids, ids, ids, pairs
-    if not direct:
+    if plan.tokens:
         sorted_ids, expert_ids, total = moe_align(ids, experts, plan.tokens)
         blocks = expert_ids.shape[0]
-    inner_rows = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
-    partial = torch.empty(pairs, hidden, dtype=torch.float32, device=x.device)
-    tokens, w13, w2 = ordered.view(torch.int32), packed.w13.mT.view(torch.int32), packed.w2.mT.view(torch.int32)
-    scales13, scales2 = packed.w13_scale.mT, packed.w2_scale.mT
-    bias13 = weights if packed.w13_bias is None else packed.w13_bias
-    bias2 = weights if packed.w2_bias is None else packed.w2_bias
-    rows = inner_rows.view(torch.int32)
+    inner_rows = x.new_empty((pairs, inner))
+    partial = x.new_empty((pairs, hidden), dtype=torch.float32)
+    w13, w2, scales13, scales2 = packed.rows
+    tokens, rows = ordered.view(torch.int32), inner_rows.view(torch.int32)
+    bias13, bias2 = weights if bias13 is None else bias13, weights if bias2 is None else bias2
     first, second = (blocks * cdiv(2 * inner, 16 * plan.r1),), (blocks * cdiv(hidden, 16 * plan.r2),)
     if plan.held & 1:
-        held_gate_up(first, tokens, w13, scales13, bias13, inner_rows, ids, experts, alpha, limit)
+        gate_up(first, tokens, w13, scales13, bias13, inner_rows, ids, experts, alpha, limit)
     else:
         gate_up(
             first, tokens, w13, scales13, bias13, inner_rows, sorted_ids, expert_ids, total, pairs, experts, alpha,
             limit,
         )  # fmt: skip
     if plan.held & 2:
-        held_down(second, rows, w2, scales2, bias2, weights, partial, ids, experts)
+        down(second, rows, w2, scales2, bias2, weights, partial, ids, experts)
     else:
-        down(
-            second, rows, w2, scales2, bias2, weights, partial, sorted_ids, expert_ids, total, pairs, experts
-        )  # fmt: skip
+        down(second, rows, w2, scales2, bias2, weights, partial, sorted_ids, expert_ids, total, pairs, experts)
     return partial
 
 
@@ -388,8 +380,8 @@ def _fused_moe(
     x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: SwizzledWeights, cfg: FusedMoEConfig,
     numbers: list[int],
 ) -> torch.Tensor:  # fmt: skip
-    plan, experts = HopperLaunchConfig(*numbers), cfg.num_experts
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    plan, experts = _plan_of(tuple(numbers)), cfg.num_experts
+    y = x.new_empty(x.shape)
     for chunk, weights, ids, out in token_chunks(x, topk_weights, topk_ids, y, MAX_TOKENS):
         partial = _experts(chunk, weights, ids, packed, cfg.intermediate_size, experts, cfg.alpha, cfg.limit, plan)
         reduce(partial, ids, out, experts, cfg.scaling_factor)
