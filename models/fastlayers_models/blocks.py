@@ -169,10 +169,16 @@ class SwiGLU(nn.Module):
         self.gate_up_proj = context.fused(name, ("gate_proj", "up_proj"), intermediate_size, bias, parallel.column())
         self.act_fn = fl.SiluAndMul(intermediate_size // parallel.tp.size, device=context.device, dtype=context.dtype)
         self.down_proj = context.linear(f"{name}.down_proj", intermediate_size, hidden, bias, shard=parallel.row())
+        down = self.down_proj
+        self.act_quant = down.quantised_activation(self.act_fn) if isinstance(down, fl.FP8BlockLinear) else None
 
     def forward(self, x: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
         """Return ``[T, D]``; ``valid`` is not needed here."""
-        out: torch.Tensor = self.down_proj(self.act_fn(self.gate_up_proj(x)))
+        gate_up = self.gate_up_proj(x)
+        if self.act_quant is None:
+            out: torch.Tensor = self.down_proj(self.act_fn(gate_up))
+        else:
+            out = self.down_proj.gated(gate_up, self.act_fn, self.act_quant)  # type: ignore[operator]
         return out
 
 

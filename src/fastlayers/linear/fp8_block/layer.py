@@ -17,7 +17,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
+from fastlayers.activation.silu_mul.layer import SiluAndMul
+from fastlayers.activation.silu_mul_quant.layer import SiluMulQuant
 from fastlayers.comm.parallel import REPLICATED, Shard
 from fastlayers.device import Device
 from fastlayers.errors import ArgumentError, check_choice, check_pair, check_positive
@@ -37,6 +40,8 @@ from fastlayers.registry import (
 from fastlayers.weights import Slot
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Backends of the activation before a down projection that round as the one does which quantises as well.
+ROUNDS_TWICE = ("triton", "torch", "reference")
 
 
 @dataclass(frozen=True)
@@ -208,6 +213,37 @@ class FP8BlockLinear(LinearBase):
     def operands(self) -> tuple[torch.Tensor | None, ...]:
         """Return the weight and its scales."""
         return self.weight, self.weight_scale_inv
+
+    def quantised_activation(self, act: SiluAndMul) -> nn.ModuleDict | None:
+        """Return what :meth:`gated` takes: ``act`` with quantisation, for each layout of scales that products read.
+
+        ``None`` where a backend of ``act`` was asked for that rounds in another way.
+        """
+        if any(rung.backend.name not in ROUNDS_TWICE for rung in act.choice.rungs):
+            return None
+        group, fmt = self.cfg.block_size[1], self.cfg.scale_fmt
+        return nn.ModuleDict({
+            layout: SiluMulQuant(
+                self.local_in, group_size=group, scale_layout=layout, scale_fmt=fmt, device=self.device_type
+            )
+            for layout in ("col", "col_tma4")
+        })  # fmt: skip
+
+    def gated(self, gate_up: torch.Tensor, act: SiluAndMul, quantised: nn.ModuleDict) -> torch.Tensor:
+        """Return ``self(act(gate_up))``, bit for bit, for the product ``[..., 2 · local_in]`` of gate and up.
+
+        Where the product takes codes, one launch activates and quantises; elsewhere ``act`` runs.
+        """
+        tokens = gate_up.numel() // (2 * self.local_in)
+        impl = self.ladder.single or self.ladder.pick(tokens)
+        layout = impl.codes_layout(tokens) if hasattr(impl, "codes_layout") else None
+        if layout is None or torch.is_grad_enabled() or forward_ad._current_level >= 0:
+            plain: torch.Tensor = self(act(gate_up))
+            return plain
+        q, s = quantised[layout](gate_up.reshape(-1, 2 * self.local_in))
+        bias = self.bias if self.adds_bias else None
+        y: torch.Tensor = impl.product(q, s, self.weight, self.weight_scale_inv, bias)
+        return y.view(*gate_up.shape[:-1], self.local_out)
 
     def _check_blocks(self, block_size: tuple[int, int]) -> None:
         rows, columns = block_size

@@ -34,13 +34,24 @@ class PackageGemm:
         """Return ``y`` ``[rows of q, N]``, a new contiguous tensor."""
         raise TypeError(f"{type(self).__name__} does not say how to multiply")
 
+    def codes_layout(self, rows: int) -> str | None:
+        """Return the layout of the scales with which :meth:`product` takes codes; ``None`` where it pads rows."""
+        return self.scale_layout if self.row_multiple == 1 else None
+
+    def product(
+        self, q: torch.Tensor, s: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return ``y`` ``[T, N]`` of codes ``[T, K]`` and their scales."""
+        y = self.gemm(q, s, weight, scale)
+        if bias is not None:
+            y += bias
+        return y
+
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, weight_scale_inv: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """Return ``y`` ``[..., N]``, a new contiguous tensor of ``x``'s dtype."""
         rows = x.reshape(-1, self.cfg.in_features)
         q, s = self.quantize.padded(rows, self.row_multiple)
-        y = self.gemm(q, s, weight, weight_scale_inv)[: rows.shape[0]]
-        if bias is not None:
-            y += bias
+        y = self.product(q, s, weight, weight_scale_inv, bias)[: rows.shape[0]]
         return y.view(*x.shape[:-1], self.cfg.out_features)

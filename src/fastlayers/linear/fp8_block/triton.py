@@ -205,13 +205,32 @@ class TritonFP8Linear:
             if cfg.padded_in != cfg.in_features:
                 rows = F.pad(rows, (0, cfg.padded_in - cfg.in_features))
             operands = self.quantize(rows)
+        y = self._multiply(c, *operands, weight, weight_scale_inv, bias)
+        return y.view(*x.shape[:-1], cfg.out_features)
+
+    def codes_layout(self, rows: int) -> str | None:
+        """Return the layout of scales with which :meth:`product` takes codes; ``None`` where the product quantises."""
+        c = self.config or default_config(self.cfg, rows)
+        return None if c.get("fused") or self.cfg.padded_in != self.cfg.in_features else "col"
+
+    def product(
+        self, q: torch.Tensor, s: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return ``y`` ``[T, N]`` of codes ``[T, K]`` and their scales."""
+        return self._multiply(self.config or default_config(self.cfg, q.shape[0]), q, s, weight, scale, bias)
+
+    def _multiply(
+        self, c: dict[str, int], x: torch.Tensor, s: torch.Tensor | None, weight: torch.Tensor, scale: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        cfg = self.cfg
         y: torch.Tensor
         if "parts" in c:
             tile = [c["m"], c["n"], c["parts"], c["warps"], c["stages"]]
             y = fp8_block_skinny_gemm(
-                *operands, weight, weight_scale_inv, bias, cfg.block_size[0], cfg.scale_fmt == "ue8m0", cfg.dtype, tile
+                x, s, weight, scale, bias, cfg.block_size[0], cfg.scale_fmt == "ue8m0", cfg.dtype, tile
             )
         else:
             tile = [c["m"], c["n"], c["warps"], c["stages"], c["splits"]]
-            y = fp8_block_gemm(*operands, weight, weight_scale_inv, bias, *cfg.block_size, cfg.dtype, tile)
-        return y.view(*x.shape[:-1], cfg.out_features)
+            y = fp8_block_gemm(x, s, weight, scale, bias, *cfg.block_size, cfg.dtype, tile)
+        return y
