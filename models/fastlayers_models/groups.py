@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastlayers.attention.buckets import ExtendBuckets
+from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta
 from fastlayers.comm.collectives import collectives
 from fastlayers.comm.padding import StepTokens
@@ -38,16 +39,55 @@ class Intent(NamedTuple):
     mode: int = 0
 
 
+class Together:
+    """How many tokens all groups bring to a step, and in a captured one, which of its rows are real.
+
+    Attributes
+    ----------
+    tokens : StepTokens or None
+        Of the step that is run, where that is not captured.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._attn_tp = model, model.parallel.attn_tp.size
+        self.groups = model.parallel.attn_dp.size
+        self.tokens: StepTokens | None = None
+        self._masks: dict[int, torch.Tensor] = {}
+
+    def plan(self, counts: Sequence[int], *, extend: bool) -> None:
+        """Let the next step that is not captured be of so many tokens of each group."""
+        self.tokens = StepTokens.plan(counts, attn_tp=self._attn_tp, extend=extend)
+
+    def refresh(self, counts: Sequence[int], bucket: int) -> None:
+        """Let the next replay of a bucket be of so many tokens of each group."""
+        self._of_bucket(counts, bucket).valid_rows(self._masks[bucket])
+
+    def compute(self, ids: torch.Tensor, meta: AttentionMeta, caches: Sequence[LayerCache]) -> torch.Tensor:
+        """Return the model's hidden states of a step."""
+        bucket = meta.bucket
+        if bucket is None:
+            hidden: torch.Tensor = self._model(ids, meta, caches, self.tokens)
+            return hidden
+        assert isinstance(bucket, int)
+        step = self._of_bucket([0] * self.groups, bucket)
+        captured: torch.Tensor = self._model(ids, meta, caches, step, self._masks[bucket])
+        return captured
+
+    def _of_bucket(self, counts: Sequence[int], bucket: int) -> StepTokens:
+        rows = -(-bucket // self._attn_tp) * self._attn_tp
+        step = StepTokens.plan(counts, attn_tp=self._attn_tp, extend=False, graph=True, bucket=rows)
+        if bucket not in self._masks:
+            self._masks[bucket] = step.valid_rows().to(self._model.device)
+        return step
+
+
 class GroupStep(ModelStep):
     """The steps of one attention group, which all other groups make, too; parameters as of :class:`ModelStep`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        parallel = self.model.parallel
-        self._groups, self._attn_tp = collectives(parallel.attn_dp), parallel.attn_tp.size
+        self._groups, self._together = collectives(self.model.parallel.attn_dp), Together(self.model)
         self.extend_buckets = ExtendBuckets((), ())
-        self._tokens: StepTokens | None = None
-        self._masks: dict[int, torch.Tensor] = {}
 
     def exchange(self, intent: Intent) -> list[Intent]:
         """Return what all groups would do, in order of their ranks; waits for them."""
@@ -73,12 +113,11 @@ class GroupStep(ModelStep):
             bucket = bucket_of(self.buckets, max(counts))  # none, if it could not be captured
         self._size, self._mode, self._bucket = batch.num_tokens, mode, bucket
         if bucket is None:
-            self._tokens = StepTokens.plan(counts, attn_tp=self._attn_tp, extend=False)
+            self._together.plan(counts, extend=False)
             self._run(self.state.plan(batch, num_pages=self.num_pages), mode)
         else:
             assert self.graphs is not None
-            step = self._bucket_tokens(counts, bucket)
-            step.valid_rows(self._masks[bucket])
+            self._together.refresh(counts, bucket)
             self.state.plan(batch, bucket=bucket, num_pages=self.num_pages)
             self.graphs.replay(self._key(bucket, mode))
         return self.collect()
@@ -86,7 +125,7 @@ class GroupStep(ModelStep):
     def extend_together(self, parts: Sequence[Part], intents: Sequence[Intent]) -> Pending:
         """Run one step in which some group extends; ``parts`` are this group's, none where it is idle."""
         counts = [each.tokens for each in intents]
-        self._tokens = StepTokens.plan(counts, attn_tp=self._attn_tp, extend=True)
+        self._together.plan(counts, extend=True)
         return super().extend(parts)
 
     def extend(self, parts: Sequence[Part], capture: bool = False) -> Pending:
@@ -97,13 +136,6 @@ class GroupStep(ModelStep):
         """Refuse: a group cannot make a step by itself."""
         raise ArgumentError("GroupStep", "launch", "called", "decode_together, in every group")
 
-    def _bucket_tokens(self, counts: Sequence[int], bucket: int) -> StepTokens:
-        rows = -(-bucket // self._attn_tp) * self._attn_tp
-        step = StepTokens.plan(counts, attn_tp=self._attn_tp, extend=False, graph=True, bucket=rows)
-        if bucket not in self._masks:
-            self._masks[bucket] = step.valid_rows().to(self.model.device)
-        return step
-
     def _keep_rows_and_capture(self, bucket: int, mode: str) -> None:
         rows = (*self.table.tensors, self.count)
         kept = [tensor.clone() for tensor in rows]
@@ -112,21 +144,15 @@ class GroupStep(ModelStep):
             tensor.copy_(values)
 
     def _run(self, meta: AttentionMeta, mode: str) -> torch.Tensor:
-        bucket = meta.bucket
-        if bucket is not None:
-            assert isinstance(bucket, int)
-            step = self._bucket_tokens([0] * self._groups.size, bucket)
-            hidden = self.model(self.table.tokens[:bucket], meta, self.caches, step, self._masks[bucket])
-        else:
-            hidden = self.model(self.table.tokens[: meta.num_tokens], meta, self.caches, self._tokens)
         ids = self.table.tokens[: meta.num_tokens]
+        hidden = self._together.compute(ids, meta, self.caches)
         if meta.num_tokens:  # all ranks of a group have the same rows
             ids.copy_(self.sampler(self.model.compute_logits(hidden), self.table.params(meta.num_tokens), mode))
         return ids
 
     def _run_extend(self, meta: AttentionMeta, mode: str) -> torch.Tensor:
         inputs, table = self.inputs, self.table
-        hidden = self.model(inputs.ids(meta.num_tokens, table.tokens), meta, self.caches, self._tokens)
+        hidden = self._together.compute(inputs.ids(meta.num_tokens, table.tokens), meta, self.caches)
         last, rows = inputs.last[: meta.num_requests], inputs.rows[: meta.num_requests]
         if mode == NO_DRAW:
             return last

@@ -164,8 +164,12 @@ def _from_file(path: Path) -> dict[str, Any]:
 
 def _check(config: ServeConfig) -> None:
     Ranks(config.tp, config.attn_dp_size, config.ep)
-    if config.attn_dp_size > 1:
-        raise ArgumentError("serve", "--attn-dp-size", config.attn_dp_size, "1: one group's requests are planned")
+    if config.attn_dp_size > 1 and config.deterministic:
+        accepted = "1 with --deterministic: what a group computes depends on how much the others bring"
+        raise ArgumentError("serve", "--attn-dp-size", config.attn_dp_size, accepted)
+    if config.attn_dp_size > 1 and config.speculative_algorithm != "none":
+        accepted = "1 with drafts: a step that verifies would hold up the other groups"
+        raise ArgumentError("serve", "--attn-dp-size", config.attn_dp_size, accepted)
     if config.in_process and config.tp * config.attn_dp_size > 1:
         raise ArgumentError("serve", "--in-process", "given", "nothing with several ranks, each of which is a process")
     if not config.host.strip():

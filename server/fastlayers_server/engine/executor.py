@@ -129,6 +129,8 @@ class TorchExecutor:
         Where profiles are written; without it there are none.
     """
 
+    step_class: type[SlotStep] = SlotStep
+
     def __init__(
         self,
         model: Any,
@@ -162,7 +164,7 @@ class TorchExecutor:
 
         def step(most: int) -> SlotStep:
             state = AttentionState(running, most, pages, config.page_size, device)
-            return SlotStep(
+            return self.step_class(
                 model, self.caches, state, sampler, config.num_pages, cuda_graph=cuda_graph,
                 graphs=shared[0] if shared else None, extend_buckets=extend_buckets, verify_tokens=verify_tokens,
                 keep_hidden=mtp > 0 and draft_model is None,
@@ -176,8 +178,10 @@ class TorchExecutor:
         self.extending.pages = self.decoding.pages
         self.special = SpecialDraws(sampler, self.decoding.table, config.max_model_len)
         # Two ticks are in flight at most, and each of these has room for four.
-        self._rows_out, self._chunks_out = Outbox(running, device), Outbox(running, device)
-        self.verify_tokens, self._verify_out = verify_tokens, Outbox(max(1, verify_tokens), device)
+        across = getattr(model, "seam", None) or getattr(model, "moves", None)
+        late = across.status if across is not None else None
+        self._rows_out, self._chunks_out = Outbox(running, device, late), Outbox(running, device, late)
+        self.verify_tokens, self._verify_out = verify_tokens, Outbox(max(1, verify_tokens), device, late)
         self._profiler: Any = None
         self.watch: CompileWatch | None = None
         self.start: list[tuple[str, float]] = []  # what the start spent its seconds on, for :meth:`explain`
@@ -212,7 +216,7 @@ class TorchExecutor:
         step = TorchStep(self, plan)
         alone = self.config.piece > 0
         place = len(plan.rows)
-        for chunks in [[chunk] for chunk in plan.chunks] if alone else [plan.chunks] * bool(plan.chunks):
+        for chunks in [[chunk] for chunk in plan.chunks] if alone else [plan.chunks] * self.extends(plan):
             place = self._launch_chunks(plan, step, chunks, place)
             self._note(chunks)
         if not plan.masked:
@@ -224,7 +228,7 @@ class TorchExecutor:
                 drawn = self.extending.reject(drawn[:total], self.mtp.proposed(plan.verify))
             step.verified = self._verify_out.send(drawn[:total])
             self._note(plan.verify)
-        if plan.rows:  # last: held logits stay in the graph's own memory until the next one is replayed
+        if self.decodes(plan):  # last: held logits stay in the graph's own memory until the next one is replayed
             special = _within(plan, 0, len(plan.rows))
             if alone:
                 for place, request in enumerate(plan.rows):
@@ -242,6 +246,14 @@ class TorchExecutor:
         if not plan.masked:
             self.draw_held(step, None)
         return step
+
+    def extends(self, plan: TickPlan) -> bool:
+        """Whether a plan's tick extends."""
+        return bool(plan.chunks)
+
+    def decodes(self, plan: TickPlan) -> bool:
+        """Whether a plan's tick decodes."""
+        return bool(plan.rows)
 
     def _note(self, chunks: Sequence[Chunk]) -> None:
         """Let the draft layer have the hidden rows of an extend."""

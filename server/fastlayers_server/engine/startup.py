@@ -37,6 +37,8 @@ from fastlayers_server.engine.request import Chunk, Request
 from fastlayers_server.engine.scheduler import Scheduler
 from fastlayers_server.engine.speculation import Lookups, Speculation
 from fastlayers_server.engine.step import GREEDY, LOGITS
+from fastlayers_server.parallel.groups import Groups
+from fastlayers_server.parallel.together import GroupExecutor
 
 log = logging.getLogger(__name__)
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "e4m3": torch.float8_e4m3fn}
@@ -103,7 +105,8 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1, model: Any = None)
             raise ArgumentError("engine", "speculative_draft_model", given, f"one of {model.config.vocab_size}")
     phase("warmup")
     limits = scheduler_config(config, model, drafter)
-    grammars = _grammars(config, limits, model.device)
+    groups = config.attn_dp_size
+    grammars = _grammars(config, limits, model.device) if groups == 1 else None
     if grammars is not None:
         limits = msgspec.structs.replace(limits, features=(*limits.features, "grammar"))
     begin = time.monotonic()
@@ -114,13 +117,13 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1, model: Any = None)
     if cuda:
         warm_up(model, limits, times)
     folder = Path(config.profile_folder) if config.profile_folder else None
-    executor = TorchExecutor(
+    executor = (TorchExecutor if groups == 1 else GroupExecutor)(
         model, limits, cuda_graph=False if config.disable_cuda_graph else "auto", profile_folder=folder,
         verify_tokens=limits.max_running * (config.speculative_max_k * config.speculative_topk + 1) * speculates,
         mtp=config.speculative_topk * (config.speculative_algorithm in ("mtp", "draft")), draft_model=drafter,
         rejection=config.speculative_verify == "rejection",
     )  # fmt: skip
-    scheduler = Scheduler(limits)
+    scheduler: Any = Scheduler(limits) if groups == 1 else Groups([Scheduler(limits) for _ in range(groups)])
     times.said("cache, tables of rows")
     if cuda:
         stop_watching()  # what the engine's own steps need besides is meant to be compiled
@@ -142,8 +145,8 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1, model: Any = None)
     times.said("collector frozen")
     executor.start = times.parts
     info = EngineInfo(
-        epoch, limits.vocab_size, limits.max_model_len, limits.eos_ids, limits.page_size, limits.num_pages,
-        limits.max_running, limits.max_queued_requests, limits.max_logprobs, limits.features,
+        epoch, limits.vocab_size, limits.max_model_len, limits.eos_ids, limits.page_size, groups * limits.num_pages,
+        groups * limits.max_running, groups * limits.max_queued_requests, limits.max_logprobs, limits.features,
         str(getattr(model.config, "model_type", "")), str(model.device), seconds,
     )  # fmt: skip
     drafts = None
@@ -254,6 +257,7 @@ def scheduler_config(config: EngineConfig, model: Any, drafter: Any = None) -> S
     if pages - 1 < one:
         needs = f"{(one + 1) * page_bytes / 2**30:.2f} GiB, {one + 1} pages"
         raise ArgumentError("engine", "max_model_len", f"{length}, which needs {needs}", f"what fits {room}")
+    told = () if config.attn_dp_size > 1 else ("prompt_logprobs",)  # what another group's rank has is not sent
     block = math.lcm(config.page_size, 16)
     piece = -(-PIECE // block) * block if config.deterministic else 0
     if piece > config.max_num_batched_tokens:
@@ -267,7 +271,7 @@ def scheduler_config(config: EngineConfig, model: Any, drafter: Any = None) -> S
         policy=config.schedule_policy, enable_priority=config.enable_priority,
         prefix_cache=not config.no_prefix_cache, drop_last_block=config.speculative_algorithm == "mtp",
         piece=piece, max_logprobs=config.max_logprobs,
-        features=("penalties", "logit_bias", "logprobs", "prompt_logprobs"), itl_target=config.itl_target_ms / 1e3,
+        features=("penalties", "logit_bias", "logprobs", *told), itl_target=config.itl_target_ms / 1e3,
     )  # fmt: skip
 
 

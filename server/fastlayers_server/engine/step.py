@@ -183,7 +183,7 @@ class SlotStep(ModelStep):
         rows = self._decode_in.device[1 : 1 + size]
         ids = self.table.tokens.index_select(0, rows)
         valid = self.count if meta.bucket is not None and size > 1 else None
-        hidden = self._noted(meta, self.model(ids, meta, self.caches, valid=valid))
+        hidden = self._noted(meta, self._compute(ids, meta, valid))
         logits: torch.Tensor = self.model.compute_logits(hidden)
         if mode == LOGITS:
             return logits if meta.bucket is None else self._kept(logits)
@@ -198,7 +198,11 @@ class SlotStep(ModelStep):
     def _forward(self, meta: AttentionMeta) -> torch.Tensor:
         ids = self.inputs.ids(meta.num_tokens, self.table.tokens)
         valid = self.inputs.count if meta.bucket is not None else None
-        return self._noted(meta, self.model(ids, meta, self.caches, valid=valid))
+        return self._noted(meta, self._compute(ids, meta, valid))
+
+    def _compute(self, ids: torch.Tensor, meta: AttentionMeta, valid: torch.Tensor | None) -> torch.Tensor:
+        hidden: torch.Tensor = self.model(ids, meta, self.caches, valid=valid)
+        return hidden
 
     def _noted(self, meta: AttentionMeta, hidden: torch.Tensor) -> torch.Tensor:
         if not self.keep_hidden:

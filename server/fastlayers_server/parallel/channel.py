@@ -51,6 +51,18 @@ class Channel:
         self._dist.broadcast(rest, 0, group=self._group)
         return said[8:] + rest.numpy().tobytes()
 
+    def collect(self, data: bytes) -> list[bytes]:
+        """Return what every rank brings, in their order; on all ranks."""
+        lengths = self._gather(torch.tensor([len(data)], dtype=torch.int64))
+        most = max(map(int, lengths))
+        parts = self._gather(torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8))
+        return [part.numpy().tobytes()[: int(length)] for part, length in zip(parts, lengths, strict=True)]
+
+    def _gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        self._dist.all_gather(found, mine, group=self._group)
+        return found
+
 
 def pack(tensor: torch.Tensor) -> bytes:
     """Return a tensor of int32 (masks of a grammar) as bytes: its rows, then its values."""

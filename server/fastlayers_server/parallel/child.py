@@ -67,9 +67,10 @@ def _leading(config: EngineConfig, phase: Phase, epoch: int) -> Engine:
     from fastlayers_server.engine.startup import build
     from fastlayers_server.parallel.channel import Channel
     from fastlayers_server.parallel.leader import Leader
+    from fastlayers_server.parallel.together import GroupLeader
 
-    engine = build(config, phase, epoch)
-    leader = Leader(engine.executor, Channel())
+    engine: Any = build(config, phase, epoch)
+    leader = (Leader if config.attn_dp_size == 1 else GroupLeader)(engine.executor, Channel())
     engine.executor, engine.ended = leader, leader.close
     return engine
 
@@ -81,11 +82,12 @@ def _following(config: EngineConfig, epoch: int) -> int:
     from fastlayers_server.engine.startup import build
     from fastlayers_server.parallel.channel import Channel
     from fastlayers_server.parallel.follower import follow
+    from fastlayers_server.parallel.together import follow_together
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front decides when to end
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     engine: Any = build(config, lambda phase: None, epoch)
-    follow(engine.executor, Channel())
+    (follow if config.attn_dp_size == 1 else follow_together)(engine.executor, Channel())
     return 0
 
 

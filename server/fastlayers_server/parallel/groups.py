@@ -1,0 +1,173 @@
+"""Several attention groups: a scheduler of each, all on the first rank, and one plan of all of them a tick.
+
+    submit ─► the group that has most of the prompt cached, or least to do ─► its scheduler
+    tick      plan of group 0, plan of group 1, … ─► all ranks; each computes its group's, in step with the others
+
+Groups have slots, pages, a prefix cache and a queue of their own; limits of the configuration are each group's.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastlayers_server.engine.protocol import Output, Submit, unpack_ids
+from fastlayers_server.engine.request import Chunk, Request, TickPlan, TickResult
+from fastlayers_server.engine.scheduler import Scheduler
+
+# A group that has so much of a prompt cached gets it, unless it has so many times as much to do as another.
+CACHED_SHARE, BUSIER = 0.5, 1.5
+
+
+@dataclass
+class GroupsPlan:
+    """One tick of all groups: the part of a :class:`~fastlayers_server.engine.request.TickPlan` that a loop reads."""
+
+    plans: list[TickPlan]
+    masked = False
+    early = 0
+
+    @property
+    def empty(self) -> bool:
+        """Whether no group has anything to launch."""
+        return all(plan.empty for plan in self.plans)
+
+    @property
+    def rows(self) -> list[Request]:
+        """Of all groups."""
+        return [request for plan in self.plans for request in plan.rows]
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """Of all groups."""
+        return [chunk for plan in self.plans for chunk in plan.chunks]
+
+    @property
+    def verify(self) -> list[Chunk]:
+        """None: drafts are one group's."""
+        return []
+
+
+@dataclass
+class GroupsResult:
+    """What came of a :class:`GroupsPlan`, group by group."""
+
+    results: list[TickResult]
+
+
+class _All:
+    """Attributes of several objects: numbers added up, what runs side by side."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self._parts = parts
+
+    def __getattr__(self, name: str) -> Any:
+        found = [getattr(part, name) for part in self._parts]
+        return ChainMap(*found) if isinstance(found[0], dict) else sum(found)
+
+
+class _Caches(_All):
+    def flush(self) -> int:
+        """Forget what nobody uses; returns the pages."""
+        return sum(part.flush() for part in self._parts)
+
+
+class Groups:
+    """What :class:`~fastlayers_server.engine.loop.Engine` needs of a scheduler, over one for each group.
+
+    Parameters
+    ----------
+    schedulers : sequence of Scheduler
+    """
+
+    def __init__(self, schedulers: Sequence[Scheduler]) -> None:
+        self.each, first = list(schedulers), schedulers[0]
+        self.config, self.budget, self.metrics, self.history = first.config, first.budget, first.metrics, first.history
+        for scheduler in self.each[1:]:  # told and measured once
+            scheduler.budget, scheduler.metrics, scheduler.history = self.budget, self.metrics, self.history
+        self.outputs = []
+        self.live: ChainMap[int, Request] = ChainMap(*(scheduler.live for scheduler in self.each))
+        self.running = _All([scheduler.running for scheduler in self.each])
+        self.queue = _All([scheduler.queue for scheduler in self.each])
+        self.cache = _Caches([scheduler.cache for scheduler in self.each])
+
+    @property
+    def outputs(self) -> list[Output]:
+        """News of all groups, in the order in which they came."""
+        return self.each[0].outputs
+
+    @outputs.setter
+    def outputs(self, outputs: list[Output]) -> None:
+        for scheduler in self.each:
+            scheduler.outputs = outputs
+
+    @property
+    def ticks(self) -> int:
+        """How many were planned."""
+        return self.each[0].ticks
+
+    @property
+    def draining(self) -> bool:
+        """Whether new requests are refused."""
+        return self.each[0].draining
+
+    @draining.setter
+    def draining(self, draining: bool) -> None:
+        for scheduler in self.each:
+            scheduler.draining = draining
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing runs and nothing waits in any group."""
+        return all(scheduler.idle for scheduler in self.each)
+
+    def submit(self, submit: Submit, now: float) -> None:
+        """Queue a request in the group that suits it, or refuse it."""
+        self._group_of(submit).submit(submit, now)
+
+    def _group_of(self, submit: Submit) -> Scheduler:
+        for scheduler in self.each:  # what is known twice is refused; siblings share their prompt
+            if submit.rid in scheduler.live or (submit.group and submit.group in scheduler.live):
+                return scheduler
+        ids = unpack_ids(submit.prompt) if len(submit.prompt) % 4 == 0 else []
+        work = [sum(r.end - r.kv for r in scheduler.live.values()) for scheduler in self.each]
+        least = work.index(min(work))
+        cached = [
+            len(scheduler.cache.match(submit.namespace, ids, len(ids) - 1)) * scheduler.cache.block
+            for scheduler in self.each
+        ]  # fmt: skip
+        most = cached.index(max(cached))
+        kept = ids and cached[most] >= CACHED_SHARE * len(ids) and work[most] <= BUSIER * work[least]
+        return self.each[most if kept else least]
+
+    def abort(self, rids: Iterable[int], now: float) -> None:
+        """End live requests of these exact rids."""
+        for rid in rids:
+            for scheduler in self.each:
+                scheduler.abort([rid], now)
+
+    def finish(self, rid: int, kept: int, now: float) -> None:
+        """As of :class:`Scheduler`."""
+        for scheduler in self.each:
+            scheduler.finish(rid, kept, now)
+
+    def fail(self, rid: int, code: str, message: str, now: float) -> None:
+        """End a live request with an error."""
+        for scheduler in self.each:
+            scheduler.fail(rid, code, message, now)
+
+    def plan(self, now: float, draft: Any = None) -> GroupsPlan:
+        """Decide what the next tick of every group launches."""
+        return GroupsPlan([scheduler.plan(now) for scheduler in self.each])
+
+    def commit(self, plan: GroupsPlan, result: GroupsResult, now: float) -> None:
+        """Take the tokens of a launched plan."""
+        for scheduler, planned, found in zip(self.each, plan.plans, result.results, strict=True):
+            scheduler.commit(planned, found, now)
+
+    def end_all(self, code: str, message: str, now: float) -> None:
+        """End everything that lives with an error."""
+        for scheduler in self.each:
+            scheduler.end_all(code, message, now)

@@ -1,0 +1,204 @@
+"""Ranks of several attention groups: each computes its own group's plan, in step with all others, and tells its tokens.
+
+rank 0 ── plans of all groups ──► every rank      extends if any group does, decodes if any group does
+rank 0 ── REPORT ──────────────► every rank ── tokens of the oldest plan ──► rank 0
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from fastlayers.attention.buckets import ExtendBuckets
+from fastlayers.attention.meta import AttentionBatch, AttentionMeta
+from fastlayers.errors import CollectiveMismatch
+from fastlayers.runtime.graphs import bucket_of
+from fastlayers_models.groups import Together
+from fastlayers_server.engine.executor import TorchExecutor, TorchStep
+from fastlayers_server.engine.protocol import TokenLogprobs
+from fastlayers_server.engine.request import Chunk, Request, TickPlan, TickResult
+from fastlayers_server.engine.step import SlotStep
+from fastlayers_server.parallel.channel import Channel
+from fastlayers_server.parallel.frames import Mirror, encode
+from fastlayers_server.parallel.groups import GroupsPlan, GroupsResult
+from fastlayers_server.parallel.leader import Leader
+
+REPORT = b"report"
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """The plans of all groups, and how many tokens each brings to the extend and to the decode step."""
+
+    frames: tuple[bytes, ...]
+    extends: tuple[int, ...]
+    rows: tuple[int, ...]
+
+
+class Report(msgspec.Struct, frozen=True, array_like=True):
+    """What came of a plan; log-probabilities by place among those that were drawn for."""
+
+    tokens: list[list[int]]
+    logprobs: dict[int, TokenLogprobs]
+
+
+_pack = msgspec.msgpack.Encoder().encode
+_envelope, _report = msgspec.msgpack.Decoder(Envelope).decode, msgspec.msgpack.Decoder(Report).decode
+
+
+class GroupSlotStep(SlotStep):
+    """Steps by slot that all groups make at once, with requests or without."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._together = Together(self.model)
+        # Prompts of several groups differ in length: their steps are not captured.
+        self.extend_buckets = ExtendBuckets((), ())
+        # Tokens of every group in the next step; None: as many in each as here.
+        self.counts: Sequence[int] | None = None
+
+    def _counts(self, own: int) -> Sequence[int]:
+        return (own,) * self._together.groups if self.counts is None else self.counts
+
+    def decode(self, requests: Sequence[Request], starts: Sequence[int], mode: str) -> torch.Tensor:
+        """Launch one token for each request of this group, see :class:`SlotStep`; there may be none."""
+        size, counts = len(requests), self._counts(len(requests))
+        slots = np.fromiter((request.slot for request in requests), np.int64, size)
+        table: Any = self._pages_of(slots, max(starts) + 1) if size else []
+        batch = AttentionBatch((1,) * size, tuple(starts), table)
+        bucket = bucket_of(self.buckets, max(counts))
+        key = None if bucket is None else self._key(bucket, mode)
+        rows = np.full(1 + (bucket or size), self.nobody)
+        rows[0], rows[1 : 1 + size] = size, slots - 1
+        if key is None or bucket is None or not self._is_captured(key):
+            meta = self.state.plan(batch, num_pages=self.num_pages)
+            self._decode_in.send(rows[: 1 + size])
+            self.uncaptured["CUDA graphs are off" if self.graphs is None else f"no graph for {mode}"] += 1
+            self._together.plan(counts, extend=False)
+            return self._run(meta, mode)
+        self._together.refresh(counts, bucket)
+        self.state.plan(batch, bucket=bucket, num_pages=self.num_pages)
+        self._decode_in.send(rows)
+        assert self.graphs is not None
+        found: torch.Tensor = self.graphs.replay(key)
+        return found[:size]
+
+    def extend_chunks(self, chunks: Sequence[Chunk], mode: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Launch pieces of prompts of this group, see :class:`SlotStep`; there may be none."""
+        self._together.plan(self._counts(sum(len(chunk.ids) for chunk in chunks)), extend=True)
+        if chunks:
+            return super().extend_chunks(chunks, mode)
+        meta = self.state.plan(AttentionBatch((), (), []), num_pages=self.num_pages)
+        self.inputs.write([], (), None)
+        hidden = self._forward(meta)
+        return hidden, hidden
+
+    def _run(self, meta: AttentionMeta, mode: str) -> torch.Tensor:
+        if meta.num_tokens:
+            return super()._run(meta, mode)
+        ids = self.table.tokens[:0]
+        self._compute(ids, meta, None)
+        return ids
+
+    def _compute(self, ids: torch.Tensor, meta: AttentionMeta, valid: torch.Tensor | None) -> torch.Tensor:
+        return self._together.compute(ids, meta, self.caches)
+
+
+class GroupExecutor(TorchExecutor):
+    """Computes the plans of one group; parameters as of :class:`TorchExecutor`."""
+
+    step_class = GroupSlotStep
+    decoding: Any
+    extending: Any
+
+    def launch_together(self, plan: TickPlan, extends: Sequence[int], rows: Sequence[int]) -> TorchStep:
+        """Begin a plan's work, with so many tokens of every group in each of its two steps."""
+        self.extending.counts, self.decoding.counts = extends, rows
+        try:
+            return self.launch(plan)
+        finally:
+            self.extending.counts = self.decoding.counts = None
+
+    def extends(self, plan: TickPlan) -> bool:
+        return any(self.extending.counts or (plan.extend_tokens,))
+
+    def decodes(self, plan: TickPlan) -> bool:
+        return any(self.decoding.counts or (len(plan.rows),))
+
+
+class TogetherStep:
+    """A launched plan of all groups."""
+
+    def __init__(self, step: TorchStep, leader: GroupLeader) -> None:
+        self._step, self._leader = step, leader
+
+    def sample(self, masks: Any = None) -> None:
+        """Nothing: no plan of several groups is masked."""
+
+    def first(self) -> list[list[int]]:
+        """None: tokens of other groups come all at once."""
+        return []
+
+    def result(self) -> Any:
+        """Wait for the tokens of all groups."""
+        return self._leader.reported(self._step.result)
+
+
+class GroupLeader(Leader):
+    """The first rank's executor over all ranks of several groups; parameters as of :class:`Leader`."""
+
+    def __init__(self, executor: GroupExecutor, channel: Channel) -> None:
+        super().__init__(executor, channel)
+        parallel = executor.model.parallel
+        self._groups, self._ranks_of_a_group = parallel.attn_dp.size, parallel.attn_tp.size
+
+    def launch(self, plan: Any) -> Any:
+        """Tell the others all plans, and begin the own one."""
+        assert isinstance(plan, GroupsPlan) and isinstance(self._executor, GroupExecutor)
+        extends = tuple(each.extend_tokens for each in plan.plans)
+        rows = tuple(len(each.rows) for each in plan.plans)
+        self._channel.tell(_pack(Envelope(tuple(map(encode, plan.plans)), extends, rows)))
+        return TogetherStep(self._executor.launch_together(plan.plans[0], extends, rows), self)
+
+    def reported(self, result: Any) -> GroupsResult:
+        """Return what all groups drew of their oldest plan.
+
+        Raises
+        ------
+        CollectiveMismatch
+            The ranks of a group drew other tokens.
+        """
+        self._channel.tell(REPORT)
+        found = [_report(each) for each in self._channel.collect(_packed(result()))]
+        size = self._ranks_of_a_group
+        for group in range(self._groups):
+            for rank in range(group * size + 1, (group + 1) * size):
+                if found[rank].tokens != found[group * size].tokens:
+                    raise CollectiveMismatch(
+                        f"rank {rank} drew other tokens than rank {group * size} of its group; accepted: the same"
+                    )
+        return GroupsResult([TickResult(each.tokens, each.logprobs) for each in found[::size]])
+
+    def explain(self) -> Any:
+        """Of this rank; how many there are, and in how many groups."""
+        return {**super().explain(), "groups": self._groups}
+
+
+def _packed(found: TickResult) -> bytes:
+    return _pack(Report(found.tokens, found.logprobs))
+
+
+def follow_together(executor: GroupExecutor, channel: Channel) -> None:
+    """Compute what the first rank plans for this rank's group, until it says that nothing follows."""
+    mirror, flying, group = Mirror(), deque[TorchStep](), executor.model.parallel.attn_dp.rank
+    while (message := channel.hear()) is not None:
+        if message == REPORT:
+            channel.collect(_packed(flying.popleft().result()))
+            continue
+        told = _envelope(message)
+        plan = mirror.plan(told.frames[group])[0]
+        flying.append(executor.launch_together(plan, told.extends, told.rows))
