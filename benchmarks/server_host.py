@@ -142,8 +142,8 @@ def ticks(rows: int, count: int = 400) -> dict[str, Any]:
 
 def front(port: str, settings: str) -> None:
     """Run the front's process."""
+    from fastlayers_server import log as logs
     from fastlayers_server.engine.process import EngineProcess
-    from fastlayers_server.front import log as logs
     from fastlayers_server.front.app import make_app, make_front
     from fastlayers_server.front.server import Runner
     from fastlayers_server.front.sockets import bound

@@ -17,6 +17,7 @@ import typer
 
 from fastlayers.errors import ArgumentError, CheckpointError
 from fastlayers.runtime.held_directory import make, release
+from fastlayers_server import log as logs
 from fastlayers_server.serve_config import NAMES, ServeConfig, as_json, keys_of, parse
 
 if TYPE_CHECKING:
@@ -86,8 +87,6 @@ def run(config: ServeConfig) -> int:
     FastlayersError
         Nothing was started: the model has no folder or tokenizer, the address is taken.
     """
-    from fastlayers_server.front import log as logs
-
     begin = time.monotonic()
     logs.configure(config.log_level)
     check_texts(config)

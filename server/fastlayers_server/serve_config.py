@@ -55,7 +55,6 @@ class ServeConfig(EngineConfig):
     metrics_public: bool = flag(False, "/metrics needs no key")
     metrics_compat: str = flag("none", "peers' names beside ours", choices=("none", "vllm", "sglang", "both"))
     otlp_endpoint: str = flag("", "URL that traces are sent to", "--otlp-traces-endpoint")
-    log_level: str = flag("info", "debug, info, warning, error", choices=("debug", "info", "warning", "error"))
     log_prompts: bool = flag(False, "log what is asked and answered")
     gc_warning_threshold_secs: float = flag(0.0, "log collections that take longer; 0: none")
     in_process: bool = flag(False, "the engine on a thread of this process")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from fastlayers.errors import ArgumentError, CheckpointError, FastlayersError
@@ -128,6 +129,9 @@ def test_the_tiny_model_is_served_survives_its_engine_and_drains() -> None:
         assert '"finish_reason":"length"' in rest[-2]
         assert process.wait(30) == 0
         assert any("draining" in line for line in lines)
+        # Machines read every line, the engine's as well; what people wait for is the one sentence.
+        read = [json.loads(line) for line in lines if " is served at " not in line]
+        assert {"fastlayers.access", "fastlayers_server.engine.startup"} <= {record["logger"] for record in read}
 
 
 def test_one_process_is_enough_where_asked_for(tmp_path: Path) -> None:
@@ -147,10 +151,15 @@ def test_one_process_is_enough_where_asked_for(tmp_path: Path) -> None:
             "function": {"name": "weather", "parameters": cities | {"additionalProperties": False}},
         }
         forced = ask | {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 400}
-        (choice,) = httpx.post(f"{url}/v1/chat/completions", json=forced, headers=headers, timeout=60).json()["choices"]
-        (call,) = choice["message"]["tool_calls"]
-        assert choice["finish_reason"] == "tool_calls" and call["function"]["name"] == "weather"
-        assert json.loads(call["function"]["arguments"])["city"] in ("Bonn", "Rome")
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="sk-1")
+        (choice,) = client.chat.completions.create(**forced, seed=1).choices
+        (call,) = choice.message.tool_calls or ()
+        assert choice.finish_reason == "tool_calls" and call.type == "function" and call.function.name == "weather"
+        assert json.loads(call.function.arguments)["city"] in ("Bonn", "Rome")
+        chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**forced, seed=1, stream=True)]
+        parts = [part.function for chunk in chunks for part in chunk.delta.tool_calls or () if part.function]
+        assert chunks[-1].finish_reason == "tool_calls" and [p.name for p in parts if p.name] == ["weather"]
+        assert "".join(part.arguments or "" for part in parts) == call.function.arguments
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import zmq
 
+from fastlayers_server import log as logs
 from fastlayers_server.engine.client import BEAT_SECONDS, Phase, beat, unforeseen
 from fastlayers_server.engine.config import EngineConfig
 from fastlayers_server.engine.loop import Engine
@@ -105,11 +106,11 @@ class Child:
 
 def main(make: Make, arguments: Sequence[str] = (), config: EngineConfig | None = None) -> int:
     """Run the process; by default its arguments come on the command line, the configuration on stdin."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
     # The front decides when to end: an interrupt from the terminal reaches both.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     config = config or msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    logs.configure(config.log_level)
     folder, epoch, parent = arguments or sys.argv[1:4]
     child = Child(folder, int(epoch), int(parent))
     code = child.run(make, config)

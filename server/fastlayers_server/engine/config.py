@@ -110,5 +110,6 @@ class EngineConfig:
     no_freeze_gc: bool = flag(False, "let the collector walk what the start made")
     profile_folder: str = flag("", "where /start_profile writes; empty: there are no profiles")
     seed: int = flag(0, "of random weights (--load-format dummy)", "--random-seed")
+    log_level: str = flag("info", "debug, info, warning, error", choices=("debug", "info", "warning", "error"))
     layers: int = 0
     begun: float = 0.0

@@ -11,11 +11,11 @@ import torch
 
 from fastlayers_server.engine.config import EngineConfig
 from fastlayers_server.engine.process import engine_client
-from fastlayers_server.evaluate import MAX_ANSWER, evaluate, tokenizer_of
+from fastlayers_server.evaluate import MAX_ANSWER, chat_ids, evaluate, tokenizer_of
 from fastlayers_server.tasks import held_out_problems, stories
 from fastlayers_server.variants import VARIANTS
 
-from .harness import TINY, Server, serving
+from .harness import EOS, TINY, Server, serving
 
 PROBLEMS, STORIES = 40, 6
 
@@ -25,6 +25,12 @@ async def ask(server: Server, path: str, bodies: list[dict[str, Any]]) -> list[d
         answers = await asyncio.gather(*(client.post(path, json={"model": "tiny", **body}) for body in bodies))
     assert all(answer.status_code == 200 for answer in answers), answers
     return [answer.json()["choices"][0] for answer in answers]
+
+
+def likeliest(told: dict[str, Any], begin: int) -> bool:
+    """lm-eval's rule: each token behind the prompt, but the one that was drawn, is the first of the likeliest."""
+    pairs = zip(told["tokens"][begin:-1], told["top_logprobs"][begin:-1], strict=True)
+    return all(token == max(top, key=top.get) for token, top in pairs)
 
 
 def test_accuracy_and_likelihoods_over_http_are_those_of_eval() -> None:
@@ -45,8 +51,17 @@ def test_accuracy_and_likelihoods_over_http_are_those_of_eval() -> None:
         said = [(c["message"]["content"] or "").strip() for c in chats]
         right = sum(text == p.answer for text, p in zip(said, problems, strict=True))
         assert right / PROBLEMS == score.exact_match
-        # The way of a harness that asks how likely a text is: echoed, with the log-probabilities of its tokens.
+        # A harness that scores an answer behind its prompt: it is what greedy decoding says if each token is likeliest.
         tokenizer = tokenizer_of(TINY)
+        asked = [chat_ids(tokenizer, p.prompt) for p in problems]
+        wanted = [tokenizer(p.answer, add_special_tokens=False)["input_ids"] + [EOS] for p in problems]
+        scored = {"max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0}
+        bodies = [{"prompt": ids + answer, **scored} for ids, answer in zip(asked, wanted, strict=True)]
+        choices = server.do(ask(server, "/v1/completions", bodies), 120)
+        greedy = [likeliest(c["logprobs"], len(ids)) for c, ids in zip(choices, asked, strict=True)]
+        assert sum(greedy) / PROBLEMS == score.exact_match
+        assert greedy == [text == p.answer for text, p in zip(said, problems, strict=True)]
+        # The way of a harness that asks how likely a text is: echoed, with the log-probabilities of its tokens.
         texts: list[list[int]] = [tokenizer(text)["input_ids"] for text in stories("held_out", STORIES)]
         echoed = {"max_tokens": 1, "echo": True, "logprobs": 0, "temperature": 0}
         choices = server.do(ask(server, "/v1/completions", [{"prompt": ids, **echoed} for ids in texts]), 120)

@@ -37,12 +37,9 @@ class ForPeople(logging.Formatter):
 
 
 def configure(level: str) -> None:
-    """Send our logs to stderr."""
+    """Send logs to stderr, all in one form: ours from this level on, and the warnings of libraries."""
     handler = logging.StreamHandler()
     handler.setFormatter(ForPeople() if sys.stderr.isatty() else JsonLines())
-    ours = logging.getLogger("fastlayers")
-    ours.handlers, ours.propagate = [handler], False
-    ours.setLevel(level.upper())
-    logging.getLogger("fastlayers_server").handlers = [handler]
-    logging.getLogger("uvicorn").handlers = [handler]
-    logging.getLogger("uvicorn").setLevel("WARNING")
+    logging.basicConfig(level="WARNING", handlers=[handler])
+    for ours in ("fastlayers", "fastlayers_server"):
+        logging.getLogger(ours).setLevel(level.upper())
