@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -22,7 +22,6 @@ from fastlayers_server.serve_config import NAMES, ServeConfig, as_json, keys_of,
 
 if TYPE_CHECKING:
     from fastlayers_server.engine.client import EngineClient
-    from fastlayers_server.front.link import Link
 
 log = logging.getLogger("fastlayers.serve")
 
@@ -45,28 +44,6 @@ def template_of(config: ServeConfig) -> str | None:
         return Path(config.chat_template).read_text() if config.chat_template else None
     except (OSError, UnicodeDecodeError) as error:
         raise ArgumentError("serve", "--chat-template", f"{config.chat_template!r} ({error})", "a file") from error
-
-
-class Grammars:
-    """The grammar worker: started by the first request that needs it, when the engine has said what it must know."""
-
-    def __init__(self, link: Link, folder: Path, timeout: float) -> None:
-        self._link, self._folder, self._timeout = link, folder, timeout
-        self._worker: Any = None
-
-    async def compile(self, source: str) -> str:
-        """Return a compiled grammar; see :class:`fastlayers_server.front.grammars.Compiler`."""
-        from fastlayers_server.engine.grammar import GrammarWorker
-
-        if self._worker is None:
-            info = self._link.check_ready()
-            self._worker = GrammarWorker(self._folder, info.vocab_size, info.eos_ids, self._timeout)
-        return str(await self._worker.compile(source))
-
-    async def close(self) -> None:
-        """End the worker's process."""
-        if self._worker is not None:
-            await self._worker.close()
 
 
 def engine_of(config: ServeConfig, folder: Path) -> EngineClient:
@@ -165,6 +142,7 @@ def _run(config: ServeConfig, folder: Path, begin: float) -> int:
         # The engine's process starts while this one imports, and reads the tokenizer. A thread could not: transformers'
         # imports are lazy, and of two threads that import at once one finds half of them.
         link.start(loop)
+    from fastlayers_server.engine.grammar import GrammarWorker
     from fastlayers_server.front.app import make_app, make_front
     from fastlayers_server.front.server import Runner
     from fastlayers_server.front.tokens import TokenText
@@ -175,7 +153,7 @@ def _run(config: ServeConfig, folder: Path, begin: float) -> int:
         listening.close()
         link.client.shutdown()
         raise CheckpointError(f"serve: {error}") from error
-    grammars = Grammars(link, folder, config.grammar_timeout)
+    grammars = GrammarWorker(folder, link.check_ready, config.grammar_timeout)
     front = make_front(settings, link, tokens, grammars)
     runner = Runner(make_app(front, config.limit_concurrency), front, config.header_timeout)
     front.link.on_death = runner.engine_died

@@ -151,9 +151,9 @@ def test_one_process_is_enough_where_asked_for(tmp_path: Path) -> None:
             "function": {"name": "weather", "parameters": cities | {"additionalProperties": False}},
         }
         forced = ask | {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 400}
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="sk-1")
+        client: Any = openai.OpenAI(base_url=f"{url}/v1", api_key="sk-1")
         (choice,) = client.chat.completions.create(**forced, seed=1).choices
-        (call,) = choice.message.tool_calls or ()
+        (call,) = choice.message.tool_calls
         assert choice.finish_reason == "tool_calls" and call.type == "function" and call.function.name == "weather"
         assert json.loads(call.function.arguments)["city"] in ("Bonn", "Rome")
         chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**forced, seed=1, stream=True)]

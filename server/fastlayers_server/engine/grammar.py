@@ -15,12 +15,13 @@ import sys
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from fastlayers_server.engine.protocol import EngineInfo
 from fastlayers_server.engine.request import ENDED, Request, TickPlan
 
 PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
@@ -43,10 +44,9 @@ class GrammarWorker:
     ----------
     folder : Path
         With the model's tokenizer.
-    vocab_size : int
-        Of the model, which may be larger than the tokenizer's.
-    end_ids : sequence of int
-        Tokens that may follow a finished grammar.
+    told : callable
+        Returns the model's vocabulary, which may be larger than the tokenizer's, and the tokens that may follow a
+        finished grammar; called when the first grammar is compiled, and raises while nobody knows.
     timeout : float
         Seconds for one grammar; then the process is killed, and the next request starts another.
     memory : int
@@ -54,10 +54,9 @@ class GrammarWorker:
     """
 
     def __init__(
-        self, folder: Path, vocab_size: int, end_ids: Sequence[int], timeout: float = 5.0, memory: int = 4 << 30
+        self, folder: Path, told: Callable[[], EngineInfo], timeout: float = 5.0, memory: int = 4 << 30
     ) -> None:
-        self._arguments = [str(folder), str(vocab_size), ",".join(map(str, end_ids)), str(memory)]
-        self.timeout = timeout
+        self._folder, self._told, self.timeout, self._memory = folder, told, timeout, memory
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
 
@@ -65,8 +64,9 @@ class GrammarWorker:
         """Start the process, if it does not run, and wait until it takes sources; within a turn."""
         if self._process is not None and self._process.returncode is None:
             return
-        pipe = asyncio.subprocess.PIPE
-        command = (sys.executable, "-m", "fastlayers_server.engine.grammar", *self._arguments)
+        pipe, info = asyncio.subprocess.PIPE, self._told()
+        arguments = str(self._folder), str(info.vocab_size), ",".join(map(str, info.eos_ids)), str(self._memory)
+        command = (sys.executable, "-m", "fastlayers_server.engine.grammar", *arguments)
         self._process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=1 << 26)
         await self._answer(START_SECONDS)
 

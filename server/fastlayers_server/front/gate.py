@@ -50,10 +50,7 @@ def digests(keys: Iterable[str]) -> tuple[bytes, ...]:
 
 def matches(given: bytes, stored: tuple[bytes, ...]) -> bool:
     """Return whether a digest is among the stored ones, in the same time whichever it is."""
-    found = False
-    for each in stored:
-        found |= hmac.compare_digest(given, each)
-    return found
+    return any([hmac.compare_digest(given, each) for each in stored])
 
 
 class Gate:

@@ -120,6 +120,9 @@ class Message(Model):
         return self
 
 
+Messages = Annotated[list[Message], Field(min_length=1, max_length=4096)]
+
+
 class FunctionDef(Model):
     """A function that the model may call."""
 
@@ -302,15 +305,20 @@ class CompletionRequest(Common):
         return self
 
 
-class ChatPrompt(Model):
-    """What a chat template is given."""
+class TemplateOptions(Model):
+    """What a chat template may be given beside the messages."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+
+
+class ChatPrompt(TemplateOptions):
+    """What a chat template is given."""
+
+    messages: Messages
 
     @model_validator(mode="after")
     def _ends(self) -> ChatPrompt:
@@ -348,16 +356,12 @@ class ChatRequest(Common, ChatPrompt):
         return self
 
 
-class TokenizeRequest(Model):
+class TokenizeRequest(TemplateOptions):
     """``POST /tokenize``: a prompt, or messages."""
 
     model: str | None = None
     prompt: TextPart | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 

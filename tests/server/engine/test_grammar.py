@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fastlayers_server.engine.grammar import GrammarMasks, GrammarWorker, tokenizer_info
-from fastlayers_server.engine.protocol import Grammar, Sampling
+from fastlayers_server.engine.protocol import EngineInfo, Grammar, Sampling
 
 sys.path.insert(0, str(Path(__file__).parent))
 from serving import TINY, Bench, make_model, plain, prompts
@@ -35,11 +35,12 @@ SOURCES = {
     "tag": tag(type="sequence", elements=[
         {"type": "const_string", "value": "Name: "}, {"type": "regex", "pattern": "[a-z]{3}"}]),
 }  # fmt: skip
+INFO = EngineInfo(1, 512, 64, (1,), 16, 8, 4, 8, 20, ("grammar",))
 BOMB = "(" * 60 + "a" + "{1,9})" * 60
 
 
 async def compiled() -> tuple[dict[str, str], dict[str, Any]]:
-    worker = GrammarWorker(TINY, 512, [1], timeout=20.0)
+    worker = GrammarWorker(TINY, lambda: INFO, timeout=20.0)
     found = {name: await worker.compile(source) for name, source in SOURCES.items()}
     wrong: dict[str, Any] = {}
     for name, source in {

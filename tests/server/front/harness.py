@@ -72,7 +72,7 @@ def serving(
     engine = engine or ScriptedEngine(script, tick_seconds=config.pop("tick_seconds", 0.0), vocab_size=vocab_size)
     if features is not None:
         with_features(engine, features)
-    settings = {"served_model_name": ("tiny",), "no_freeze_gc": True} | config
+    settings: dict[str, Any] = {"served_model_name": ("tiny",), "no_freeze_gc": True} | config
     front = make_front(ServeConfig(**settings), engine, tokens, grammars)
     app = make_app(front, limit)
     loop = asyncio.new_event_loop()

@@ -68,7 +68,7 @@ def on_the_wire(
     grammars: Any = None, tokens: Any = None, limit: int = 4096, vocab_size: int = 512, **config: Any,
 ) -> Iterator[Wire]:  # fmt: skip
     engine = engine or ScriptedEngine(script, tick_seconds=tick_seconds, vocab_size=vocab_size)
-    settings = {"served_model_name": ("tiny",), "no_freeze_gc": True} | config
+    settings: dict[str, Any] = {"served_model_name": ("tiny",), "no_freeze_gc": True} | config
     front = make_front(ServeConfig(**settings), engine, tokens or tokens_of(), grammars)
     runner = OnThread(make_app(front, limit), front, header_timeout)
     front.link.on_death = runner.engine_died
