@@ -343,7 +343,7 @@ class ModelStep(CapturedSteps):
             [part.pages for part in parts],
         )
         key = self._extend_key(batch.num_tokens, len(parts), mode, capture)
-        bucket = None if key is None else ExtendBucket(key.tokens, key.requests)
+        bucket = None if key is None else self._extend_bucket(key)
         meta = self.state.plan(batch, bucket=bucket, num_pages=self.num_pages)
         self.inputs.write([(part.ids, part.row) for part in parts], batch.query_lens, bucket)
         if key is None:
@@ -352,6 +352,9 @@ class ModelStep(CapturedSteps):
             assert self.graphs is not None
             drawn = self.graphs.replay(key)
         return self._outbox.send(drawn, [i for i, part in enumerate(parts) if part.row is not None])
+
+    def _extend_bucket(self, key: StepKey) -> ExtendBucket:
+        return ExtendBucket(key.tokens, key.requests)
 
     def _extend_key(self, tokens: int, requests: int, mode: str, capture: bool) -> StepKey | None:
         """Return the graph to replay; ``None`` after counting why there is none."""
@@ -395,7 +398,7 @@ class ModelStep(CapturedSteps):
 
     def _capture_extends(self, keys: list[StepKey], progress: Callable[[StepKey], None] | None) -> None:
         for key in keys:
-            bucket = ExtendBucket(key.tokens, key.requests)
+            bucket = self._extend_bucket(key)
             # Nobody's tokens: they write page 0, and draw for nobody.
             meta = self.state.plan(AttentionBatch((), (), []), bucket=bucket)
             self.inputs.write([], (), bucket)

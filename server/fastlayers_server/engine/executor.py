@@ -28,6 +28,7 @@ from fastlayers_server.engine.step import (
     GREEDY,
     LOGITS,
     PASSED,
+    TREE,
     VERIFY,
     SlotStep,
     on_device,
@@ -119,7 +120,9 @@ class TorchExecutor:
         See :class:`fastlayers_models.step.ModelStep`.
     extend_buckets : ExtendBuckets, optional
     verify_tokens : int
-        Most tokens of a step that verifies drafts.
+        Most tokens of a step that verifies drafts; 0: ``verify_each`` of every request.
+    verify_each : int
+        Most of them of one request, 0: any.
     mtp : int
         The model's own layer, or another model, drafts so many tokens of each depth; 0: neither does.
     draft_model : CausalLM, optional
@@ -140,6 +143,7 @@ class TorchExecutor:
         graphs: CudaGraphs | None = None,
         extend_buckets: ExtendBuckets | None = None,
         verify_tokens: int = 0,
+        verify_each: int = 0,
         mtp: int = 0,
         draft_model: Any = None,
         rejection: bool = False,
@@ -151,6 +155,7 @@ class TorchExecutor:
         self.caches = spec.allocate(config.num_pages, device)
         pages = -(-config.max_model_len // config.page_size)
         sampler = Sampler(model.config.vocab_size, device=device)
+        verify_tokens = verify_tokens or running * verify_each
         tokens = max(config.max_batched_tokens, running, verify_tokens)
         if extend_buckets is None:
             most = getattr(model, "captured_tokens", None) or TOKENS[-1]
@@ -167,7 +172,7 @@ class TorchExecutor:
             return self.step_class(
                 model, self.caches, state, sampler, config.num_pages, cuda_graph=cuda_graph,
                 graphs=shared[0] if shared else None, extend_buckets=extend_buckets, verify_tokens=verify_tokens,
-                keep_hidden=mtp > 0 and draft_model is None,
+                verify_each=verify_each, keep_hidden=mtp > 0 and draft_model is None,
             )  # fmt: skip
 
         self.decoding = step(running)
@@ -330,11 +335,11 @@ class TorchExecutor:
             self.decoding.capture(modes=[mode], progress=progress, seen=place > 0)
         buckets = self.extending.extend_buckets
         keys = [StepKey("extend", t, r, LOGITS) for t in buckets.tokens for r in buckets.requests]
-        chains = self.mtp is None or self.mtp.topk == 1
-        verified = [size for size in buckets.tokens if chains and size < 2 * self.verify_tokens]
+        rule = self.rule if self.mtp is None or self.mtp.topk == 1 else TREE
+        verified = [size for size in buckets.tokens if size < 2 * self.verify_tokens]
         # Each request that verifies brings two tokens at least: fewer than so many are in a smaller bucket.
         fewest = zip(buckets.requests, (0, *buckets.requests), strict=False)
-        keys += [StepKey("extend", t, r, self.rule) for r, below in fewest for t in verified if t >= 2 * (below + 1)]
+        keys += [StepKey("extend", t, r, rule) for r, below in fewest for t in verified if t >= 2 * (below + 1)]
         self.extending.capture_extends(keys, progress)
 
     def explain(self) -> Any:

@@ -119,7 +119,7 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1, model: Any = None)
     folder = Path(config.profile_folder) if config.profile_folder else None
     executor = (TorchExecutor if groups == 1 else GroupExecutor)(
         model, limits, cuda_graph=False if config.disable_cuda_graph else "auto", profile_folder=folder,
-        verify_tokens=limits.max_running * (config.speculative_max_k * config.speculative_topk + 1) * speculates,
+        verify_each=(config.speculative_max_k * config.speculative_topk + 1) * speculates,
         mtp=config.speculative_topk * (config.speculative_algorithm in ("mtp", "draft")), draft_model=drafter,
         rejection=config.speculative_verify == "rejection",
     )  # fmt: skip

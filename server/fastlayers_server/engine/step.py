@@ -3,6 +3,7 @@
     decode   slots ─► last token of each ─► model ─► logits ─► sampler ─► last token of each
     extend   ids   ─► model ─► hidden row of each request's last token ─► logits
     verify   ids and drafts ─► model ─► logits of every token ─► sampler ─► as far as drafts are what was drawn
+    tree     the same of drafts in a tree, whose rows in the cache are then moved together
 
 ``RowTable`` holds the rows; slot s is row s - 1, and the row behind the last one is nobody's. A decode step may end at
 its logits too, where a request wants something else than the likeliest token. Logits that are not finite draw -1.
@@ -23,10 +24,10 @@ from fastlayers.runtime.graphs import bucket_of
 from fastlayers.sampler.layer import RowParams
 from fastlayers.sampler.philox import uniform
 from fastlayers.sampler.torch import probabilities
-from fastlayers_models.step import ModelStep
+from fastlayers_models.step import ModelStep, StepKey
 from fastlayers_server.engine.request import Chunk, Request, TickPlan
 
-GREEDY, LOGITS, VERIFY, ALL = "greedy", "logits", "verify", "all logits"
+GREEDY, LOGITS, VERIFY, TREE, ALL = "greedy", "logits", "verify", "verify a tree", "all logits"
 COINS = 0x5EED  # what tells the generator's streams apart: of draws, of coins, of drafts
 DRAFTS = 0xD7AF
 DOUBLINGS = 3  # 2^3 drafts in a row at most
@@ -70,8 +71,11 @@ class Staging:
 class SlotStep(ModelStep):
     """Steps of requests by slot; one for decode and one for extends share a table and the graphs."""
 
-    def __init__(self, *args: Any, verify_tokens: int = 0, keep_hidden: bool = False, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, verify_tokens: int = 0, verify_each: int = 0, keep_hidden: bool = False, **options: Any
+    ) -> None:
         super().__init__(*args, **options)
+        self.verify_each = verify_each  # most tokens that a request verifies, 0: any
         # Of the last step, where a draft layer reads them: hidden rows of all its tokens.
         self.keep_hidden, self._hidden = keep_hidden, torch.empty(0)
         self._eager_hidden: torch.Tensor | None = None
@@ -126,7 +130,7 @@ class SlotStep(ModelStep):
         return found[:size]
 
     def extend_chunks(self, chunks: Sequence[Chunk], mode: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Launch pieces of prompts (mode "logits"), or drafts behind known tokens ("verify").
+        """Launch pieces of prompts (mode "logits"), or drafts behind known tokens ("verify", of trees or chains).
 
         Returns
         -------
@@ -141,25 +145,26 @@ class SlotStep(ModelStep):
         table = self._pages_of([chunk.request.slot for chunk in chunks], longest)
         tree = any(chunk.parents for chunk in chunks)
         parents = tuple(tuple(c.parents or range(-1, len(c.ids) - 1)) for c in chunks) if tree else ()
+        mode = TREE if tree else mode
         batch = AttentionBatch(lengths, tuple(chunk.start for chunk in chunks), table, (), parents)
         # Also when they are told already: a prompt that is computed again is computed alike.
         wants_all = any(chunk.request.submit.prompt_logprobs >= 0 for chunk in chunks)
-        key = None if wants_all or tree else self._extend_key(batch.num_tokens, len(chunks), mode, False)
-        bucket = None if key is None else ExtendBucket(key.tokens, key.requests)
+        key = None if wants_all else self._extend_key(batch.num_tokens, len(chunks), mode, False)
+        bucket = None if key is None else self._extend_bucket(key)
         meta = self.state.plan(batch, bucket=bucket, num_pages=self.num_pages)
         rows = [chunk.request.slot - 1 if chunk.samples else None for chunk in chunks]
         self.inputs.write([(chunk.ids, row) for chunk, row in zip(chunks, rows, strict=True)], lengths, bucket)
-        if mode in (VERIFY, ALL):
+        if mode in (VERIFY, TREE, ALL):
             self._send_drafts(chunks, batch.num_tokens if bucket is None else bucket.tokens)
         if key is not None:
             assert self.graphs is not None
             return self.graphs.replay(key), None
         hidden = self._forward(meta)
-        found = self._finish(meta, hidden, mode)
-        if tree:
-            self.uncaptured["a tree of drafts"] += 1
-            self._compact(found, meta.out_cache_loc)
-        return found, hidden
+        return self._finish(meta, hidden, mode), hidden
+
+    def _extend_bucket(self, key: StepKey) -> ExtendBucket:
+        each = min(self.verify_each, key.tokens) if key.mode in (VERIFY, TREE, ALL) else 0
+        return ExtendBucket(key.tokens, key.requests, each, key.mode == TREE)
 
     def _send_drafts(self, chunks: Sequence[Chunk], width: int) -> None:
         rows: list[int] = []
@@ -223,6 +228,11 @@ class SlotStep(ModelStep):
     def _finish(self, meta: AttentionMeta, hidden: torch.Tensor, mode: str) -> torch.Tensor:
         if mode == VERIFY:
             return self._verify(hidden)
+        if mode == TREE:
+            told = self._verify(hidden)
+            kept = self._eager_hidden if meta.bucket is None else self._hidden[: meta.num_tokens]
+            self._compact(told, meta.out_cache_loc, kept if self.keep_hidden else None)
+            return told
         if mode == ALL:
             every: torch.Tensor = self.model.compute_logits(hidden)
             return every
@@ -262,8 +272,11 @@ class SlotStep(ModelStep):
         self.table.scatter(torch.where(last, rows, self.nobody), offsets, drawn)
         return torch.where(right, drawn, PASSED)
 
-    def _compact(self, told: torch.Tensor, slots: torch.Tensor) -> None:
-        """Move what drafts of a tree that count left in the cache behind their known token, in order."""
+    def _compact(self, told: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor | None) -> None:
+        """Move what drafts of a tree that count left behind their known token, in order: in the cache, in ``hidden``.
+
+        Of a bucket's padding each token moves to itself.
+        """
         _, depths, first, _ = self._verified(told.shape[0])
         for _ in range(DOUBLINGS):
             first = first.index_select(0, first)
@@ -276,8 +289,8 @@ class SlotStep(ModelStep):
                 if part is not None:  # torch gathers no e4m3
                     rows = (part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part).flatten(0, 1)
                     rows.index_copy_(0, slots, rows.index_select(0, origins))
-        if self._eager_hidden is not None:
-            self._eager_hidden = self._eager_hidden.index_select(0, order)
+        if hidden is not None:
+            hidden.copy_(hidden.index_select(0, order))
 
     def reject(self, logits: torch.Tensor, proposed: torch.Tensor) -> torch.Tensor:
         """Verify chains of drafts that were drawn: the other rule, under which more of them are right.

@@ -22,15 +22,28 @@ LATENT_TOKENS = 512
 
 @dataclass(frozen=True)
 class ExtendBucket:
-    """What a captured extend step is padded to: so many tokens, of so many requests."""
+    """What a captured extend step is padded to: so many tokens, of so many requests.
+
+    ``each``: the most tokens that one request brings, where that is known; 0: as many as there are. ``tree``: tokens
+    are trees of drafts, see :attr:`fastlayers.attention.batch.AttentionBatch.parents`.
+    """
 
     tokens: int
     requests: int
+    each: int = 0
+    tree: bool = False
 
     def __post_init__(self) -> None:
         check_positive("ExtendBucket", tokens=self.tokens, requests=self.requests)
-        if type(self.tokens) is not int or type(self.requests) is not int:  # made in every step
+        if not (type(self.tokens) is type(self.requests) is type(self.each) is int):  # made in every step
             check_fields("ExtendBucket", self)
+        if not 0 <= self.each <= self.tokens:
+            raise ArgumentError("ExtendBucket", "each", self.each, f"0, or 1 to the bucket's {self.tokens} tokens")
+
+    @property
+    def most(self) -> int:
+        """Most tokens of a request."""
+        return self.each or self.tokens
 
 
 @dataclass(frozen=True)

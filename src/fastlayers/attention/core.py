@@ -4,8 +4,9 @@
     "decode"       one token a request                                    by the class of its longest context
     "extend"       any numbers of tokens                                  of ``several_tokens``, the core's own phase
     "padded"       either, with requests that begin with padding          of "padded"
-    "tree"         tokens that each follow another of them               of ``several_tokens``, the torch path's
+    "tree"         tokens that each follow another of them               of ``several_tokens``, of what masks trees
     "captured"     tokens padded to a bucket, with lengths on the device  of ``several_tokens``, of what can be captured
+    "captured tree"  both                                                 of ``several_tokens``, of what can do both
 
 The usual ladders are built with the layer, all others when the first such step comes.
 """
@@ -132,10 +133,8 @@ class AttentionCore(Layer):
 
     def _built(self, meta: AttentionMeta) -> Ladder:
         phase = meta.phase if meta.phase in ("decode", "padded") else self.several_tokens
-        if meta.phase == "tree":  # no kernel takes a mask
-            usual = self.choice
-            return registry_named(usual.layer).choose(replace(self.cfg, phase=phase), usual.device, "torch").build()
-        cfg = replace(self.cfg, context=min(meta.context, self._last_context), captured=meta.is_extend_bucket)
+        context = min(meta.context, self._last_context)
+        cfg = replace(self.cfg, context=context, captured=meta.is_extend_bucket, tree=meta.tree is not None)
         usual = self.decode_choice
         choice = registry_named(usual.layer).choose_phases(cfg, (phase,), usual.device, usual.requested)[0]
         same = self.shares_contexts and phase == "decode" and choice.rungs == usual.rungs

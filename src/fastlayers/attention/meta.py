@@ -25,7 +25,7 @@ from fastlayers.attention.buckets import ExtendBucket
 from fastlayers.attention.context_buckets import context_of
 from fastlayers.attention.kv_cache.pool import MAX_PAGES
 from fastlayers.attention.kv_cache.spec import LayerCache
-from fastlayers.attention.step_buffers import PageTable, StepBuffers, is_array
+from fastlayers.attention.step_buffers import Mirrored, PageTable, StepBuffers, is_array
 from fastlayers.errors import (
     ArgumentError,
     CaptureError,
@@ -115,7 +115,7 @@ class AttentionMeta:
     is_extend_bucket : bool
         Whether this is a captured step of several tokens a request: the batch on the host says nothing of it.
     phase : str
-        ``"captured"`` for such a step, else the batch's: see :mod:`fastlayers.attention.core`.
+        ``"captured"`` or ``"captured tree"`` for such a step, else the batch's: see :mod:`fastlayers.attention.core`.
     checked : bool
         Whether a model has checked the step, see :meth:`vouch`: then its attention layers do not.
     """
@@ -147,7 +147,8 @@ class AttentionMeta:
         one_each = self.max_query_len == 1 and self.positions.shape[0] == self.seq_lens.shape[0]
         captured = isinstance(self.bucket, ExtendBucket)
         object.__setattr__(self, "is_extend_bucket", captured)
-        object.__setattr__(self, "phase", "captured" if captured else self.batch.phase)
+        phase = self.batch.phase if not captured else "captured" if self.tree is None else "captured tree"
+        object.__setattr__(self, "phase", phase)
         object.__setattr__(self, "is_decode", one_each)
         object.__setattr__(self, "context", context_of(self.max_seq_len))
 
@@ -226,6 +227,7 @@ class AttentionState:
             self._extend = StepBuffers(max_batch, max_tokens, where)
             self._table = PageTable(max_batch, max_pages, where)
             self._rows = np.arange(max_batch)
+        self._trees: Mirrored | None = None  # of tokens in trees: made when the first come
         self._views_of: dict[int | ExtendBucket, dict[str, Any]] = {}
         self.plans, self._step = StepScratch(), 0
 
@@ -271,6 +273,8 @@ class AttentionState:
         else:
             self._write_extend(batch, lengths, rows, width)
         buffers.mirrored.send()
+        if batch.parents or (extend is not None and extend.tree):
+            self._send_tree(batch, width)
         self._step += 1
         meta = self._meta(batch, decode, rows, width, bucket, max(lengths, default=0))
         if bucket is not None:
@@ -289,6 +293,14 @@ class AttentionState:
             host.starts[1][:] = 0
             host.starts[1][:count] = batch.starts or 0
             host.has_starts = bool(batch.starts)
+
+    def _send_tree(self, batch: AttentionBatch, width: int) -> None:
+        if self._trees is None:
+            self._trees = Mirrored([(self.max_tokens, torch.int64)], self._table.device.device)
+        host = self._trees.fields[0][1]
+        host[: batch.num_tokens] = batch.tree()[1]
+        host[batch.num_tokens : width] = 0  # nobody's tokens see nothing of a tree
+        self._trees.send(0, 8 * width)
 
     def _slots(self, requests: Any, positions: Any) -> Any:
         pages = self._table.host[requests, positions // self.page_size].astype(np.int64)
@@ -329,18 +341,22 @@ class AttentionState:
         views = self._views_of.get(key) if key is not None else None
         if views is None:
             views = {"page_table": self._table.device[:rows], **buffers.views(rows, width)}
+            if self._trees is not None and (batch.parents or (isinstance(bucket, ExtendBucket) and bucket.tree)):
+                views["tree"] = self._trees.fields[0][0][:width]
             if key is not None:  # as many as batch sizes and buckets; other extends have too many widths to keep
                 self._views_of[key] = views
-        extend = isinstance(bucket, ExtendBucket)
         return AttentionMeta(
             **views,
             page_size=self.page_size,
-            max_query_len=1 if decode else width if extend else max(batch.query_lens, default=0),
+            max_query_len=1
+            if decode
+            else bucket.most
+            if isinstance(bucket, ExtendBucket)
+            else max(batch.query_lens, default=0),
             max_seq_len=self.capacity if bucket is not None else longest,
             batch=batch,
             # Latents are attended to as they are: to expand a prefix takes its length on the host.
-            path="mqa" if extend or batch.parents else "",
-            tree=torch.tensor(batch.tree()[1]).to(self._table.device.device) if batch.parents else None,
+            path="mqa" if isinstance(bucket, ExtendBucket) or batch.parents else "",
             bucket=bucket,
             step=self._step,
             plans=self.plans,
@@ -360,8 +376,12 @@ class AttentionState:
                 most = f"ExtendBucket(tokens={self.max_tokens}, requests={self.max_batch})"
                 accepted = f"at least {batch.num_tokens} tokens and {count} requests, at most {most}"
                 raise ArgumentError(name, "bucket", bucket, accepted)
-        if bucket is not None and batch.parents:
-            raise ArgumentError(name, "bucket", bucket, "None for a tree: its mask is made anew in each step")
+            if max(batch.query_lens, default=0) > bucket.most:
+                raise ArgumentError(name, "bucket", bucket, f"each >= {max(batch.query_lens)}, or 0")
+            if bucket.tree and batch.num_tokens and not batch.parents:
+                raise ArgumentError(name, "bucket", bucket, "one without tree for a batch without parents")
+        if batch.parents and not (bucket is None or (isinstance(bucket, ExtendBucket) and bucket.tree)):
+            raise ArgumentError(name, "bucket", bucket, "None for a tree, or an ExtendBucket with tree=True")
         if isinstance(bucket, int) and not (decode and count <= bucket <= min(self.max_batch, self.max_tokens)):
             limit = min(self.max_batch, self.max_tokens)
             raise ArgumentError(name, "bucket", bucket, f"for decode only, {count} <= bucket <= {limit}")

@@ -50,6 +50,8 @@ class Backend:
     captures_extend : bool
         For attention: whether an extend can be captured with it (``cfg.captured``): several new tokens a request,
         whose lengths, starts and pages it reads on the device, with grids that follow from the bucket alone.
+    masks_trees : bool
+        For attention: whether it reads ``meta.tree``, of which new tokens each sees (``cfg.tree``).
     about : callable, optional
         ``about(cfg, device)``: what a package's binary does there by itself, in words; shown by ``backends``.
     """
@@ -64,6 +66,7 @@ class Backend:
     note: str = ""
     phases: tuple[str, ...] = ()
     captures_extend: bool = False
+    masks_trees: bool = False
     repeats_on: tuple[str, ...] = ()
     about: Callable[[Any, Device], str] | None = None
 
@@ -87,6 +90,8 @@ class Backend:
         """Return what ``refuse`` says; a predicate that raises refuses with what it raised."""
         if not self.serves(phase := getattr(cfg, "phase", "")):
             return f"serves {' and '.join(self.phases)} only, not {phase or 'every phase'}"
+        if getattr(cfg, "tree", False) and not self.masks_trees:
+            return "masks no trees of drafts: of the new tokens each would see all before it"
         if getattr(cfg, "captured", False) and not self.captures_extend:
             return "captures no extend: its launches follow from lengths on the host"
         try:

@@ -64,7 +64,8 @@ class Registry:
             accepted = "letters, digits, '_', '.', '+', '-'; not 'auto'"
             raise ArgumentError(self.layer, "backend", repr(new.name), accepted)
         kinds = dict.fromkeys(("needs", "auto_on", "last_resort_on", "phases", "repeats_on"), "tuple[str, ...]")
-        kinds |= {"weight_layout": "str", "note": "str", "refuse": "Callable", "captures_extend": "bool"}
+        kinds |= {"weight_layout": "str", "note": "str", "refuse": "Callable"}
+        kinds |= {"captures_extend": "bool", "masks_trees": "bool"}
         kinds |= {} if isinstance(new.target, str) else {"target": "Callable"}
         for name, kind in kinds.items():
             check_plain(self.layer, kind, **{f"{name} of {new.name!r}": getattr(new, name)})
@@ -106,7 +107,7 @@ class Registry:
         """Choose for each phase of attention; ``cfg`` is a dataclass with a field ``phase``.
 
         What is named serves the phases that it can; a phase that no named backend serves is chosen automatically,
-        and its evidence says so.
+        and its evidence says so. So it is with trees of drafts (``cfg.tree``).
 
         Raises
         ------
@@ -120,16 +121,18 @@ class Registry:
             return [self._choose_auto(each, target, built_only) for each in configs]
         rungs, chosen = self._parse(named), []
         for each in configs:
-            serving = [rung for rung in rungs if rung.backend.serves(each.phase)]
+            tree = getattr(each, "tree", False)
+            what = "trees" if tree else each.phase
+            serving = [r for r in rungs if r.backend.serves(each.phase) and (r.backend.masks_trees or not tree)]
             if serving:
                 limits = [rung.max_tokens for rung in serving[:-1]] + [None]
                 cut = tuple(replace(rung, max_tokens=m) for rung, m in zip(serving, limits, strict=True))
-                left = "".join(f"; {r.backend.name} does not serve {each.phase}" for r in rungs if r not in serving)
+                left = "".join(f"; {r.backend.name} does not serve {what}" for r in rungs if r not in serving)
                 chosen.append(self._choose_named(cut, each, target, named, evidence + left))
             else:
                 auto = self._choose_auto(each, target, built_only)
                 chosen.append(
-                    replace(auto, requested=named, evidence=f"{auto.evidence}; {named} does not serve {each.phase}")
+                    replace(auto, requested=named, evidence=f"{auto.evidence}; {named} does not serve {what}")
                 )
         return chosen
 

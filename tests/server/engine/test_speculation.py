@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from fastlayers.sampler.layer import SamplingParams
+from fastlayers_models.step import StepKey
 from fastlayers_server.engine.metrics import Metrics
 from fastlayers_server.engine.mtp import Growing
 from fastlayers_server.engine.protocol import Sampling, Submit
 from fastlayers_server.engine.request import Chunk, Request, TickPlan, TickResult, Tree
 from fastlayers_server.engine.speculation import PROBE, Lookup, Lookups, Speculation
-from fastlayers_server.engine.step import RIGHT
+from fastlayers_server.engine.step import RIGHT, TREE, VERIFY
 
 sys.path.insert(0, str(Path(__file__).parent))
 from serving import Bench, chats, make_model, plain, prompts
@@ -106,21 +107,59 @@ class Trees(Told):
         return Tree(tree[:limit], tree.parents[:limit])
 
 
+@pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("wrong_every", [0, 2])
 @pytest.mark.parametrize(("name", "page_size"), [("deepseek", 16), ("qwen", 1), ("gpt_oss", 16)])
-def test_a_tree_gives_the_same_tokens(name: str, page_size: int, wrong_every: int) -> None:
+def test_a_tree_gives_the_same_tokens(name: str, page_size: int, wrong_every: int, captured: bool) -> None:
     model, rows, new = make_model(name, page_size), prompts(4), 16
     ways = [Sampling(0.9, 30, 0.95, seed=9 + i) if i % 2 else Sampling(0.0) for i in range(4)]
     wanted = plain(model, rows, new, [SamplingParams(w.temperature, w.top_k, w.top_p, seed=w.seed) for w in ways])
     drafts = Trees({tuple(r): w for r, w in zip(rows, wanted, strict=True)}, 3, wrong_every)
-    bench = Bench(model, drafts=drafts, verify_tokens=64, num_pages=80 * 16 // page_size)
+    bench = Bench(
+        model, captured=captured, overlap=captured, own_buckets=True, drafts=drafts, verify_tokens=64,
+        num_pages=80 * 16 // page_size, max_batched_tokens=64,
+    )  # fmt: skip
+    if captured:
+        bench.executor.extending.capture_extends(
+            [StepKey("extend", t, r, TREE) for t in (4, 8, 16, 32, 64) for r in (1, 6)]
+        )
     for _ in range(2):  # the second time, what was moved together may be found in the cache
         assert bench.generate(rows, new, ways) == wanted
     counters = bench.scheduler.metrics.counters
     assert drafts.steps["verified"] < (0.45 if not wrong_every else 0.9) * 2 * len(rows) * new
     assert counters["wasted_tokens_total"]["speculation"] > drafts.steps["verified"]
-    assert bench.executor.graph_counts()[1]["a tree of drafts"] > 0
+    replays, eager = bench.executor.graph_counts()
+    trees = sum(count for name, count in replays.items() if name.endswith(TREE))
+    assert (trees > 0 and not eager) if captured else eager["CUDA graphs are off"] > 0, eager
     assert bench.scheduler.cache.private == bench.scheduler.cache.locked == 0
+
+
+@pytest.mark.parametrize(("name", "layer"), [("qwen", "gqa"), ("gpt_oss", "gqa"), ("deepseek", "mla")])
+def test_a_tree_gives_the_same_tokens_through_the_kernels(
+    name: str, layer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the interpreter, uncaptured and (where that does not take a minute) captured, against torch without drafts."""
+    rows, new = [row[:20] for row in prompts(2)], 7
+    wanted = plain(make_model(name), rows, new)
+    monkeypatch.setenv("FASTLAYERS_BACKEND", f"{layer}=triton")
+    model = make_model(name)
+    texts = {tuple(r): w for r, w in zip(rows, wanted, strict=True)}
+    for captured in (False, True)[: 1 + (layer == "gqa")]:
+        bench = Bench(
+            model, captured=captured, drafts=Trees(texts, 3), verify_tokens=32, max_batched_tokens=48, max_running=2,
+            verify_each=10,
+        )  # fmt: skip
+        if captured:
+            keys = [StepKey("extend", t, r, TREE) for t in (16, 32) for r in (1, 2)]
+            bench.executor.extending.capture_extends(keys)
+        assert bench.generate(rows, new) == wanted
+        assert bench.scheduler.ticks < 6
+        replays, _ = bench.executor.graph_counts()
+        assert bool(sum(count for name, count in replays.items() if name.endswith(TREE))) == captured
+    attention = [m for m in model.modules() if hasattr(m, "decode_choice")]
+    taken = {key: ladder.choice.name for key, ladder in attention[0]._ladders.items() if "tree" in key[0]}
+    phases = ("tree", "captured tree") if layer == "gqa" else ("tree",)
+    assert taken == {(phase, 0): "triton" for phase in phases}
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -241,7 +280,8 @@ def test_the_models_own_draft_layer(captured: bool, k: int) -> None:
     assert bench.generate(rows, new, ways) == plain(model, rows, new, plain_ways)
 
 
-def test_a_tree_of_the_draft_layer_takes_fewer_steps_than_a_chain() -> None:
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_tree_of_the_draft_layer_takes_fewer_steps_than_a_chain(captured: bool) -> None:
     # Drafts end where a request's pages do, and those of a tree sooner.
     model, rows, new, k = make_model("deepseek", 64), chats(3), 60, 3
     ways = [Sampling(1.1, seed=i) for i in range(3)]
@@ -249,12 +289,17 @@ def test_a_tree_of_the_draft_layer_takes_fewer_steps_than_a_chain() -> None:
     steps = {}
     for topk in (1, 3):
         bench = Bench(
-            model, verify_tokens=40, mtp=topk, drop_last_block=True, prefix_cache=False,
+            model, captured=captured, overlap=captured, own_buckets=True, verify_tokens=40, verify_each=topk * k + 1,
+            mtp=topk, drop_last_block=True, prefix_cache=False, max_batched_tokens=64,
             drafts=lambda executor, metrics: Always(executor.mtp, k, metrics),
         )  # fmt: skip
         assert bench.generate(rows, new, ways) == wanted
         assert bench.generate(rows, new) == plain(model, rows, new)
         steps[topk] = bench.scheduler.metrics.counters["spec_drafts_total"][""]
+        if captured:
+            replays, eager = bench.executor.graph_counts()
+            rule = TREE if topk > 1 else VERIFY
+            assert not eager and sum(count for name, count in replays.items() if name.endswith(rule)) > 0
     assert steps[3] < steps[1]
 
 

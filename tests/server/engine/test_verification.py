@@ -149,13 +149,13 @@ def test_a_tree_is_walked_and_its_path_moved_together(forest: list[tuple[list[in
     step._send_drafts(chunks, total)
     step._verify_in.device = torch.tensor(sent)
     cells = torch.arange(100.0 * (rows + 1))[:, None, None]
-    step.caches, step._eager_hidden = [SimpleNamespace(keys=cells.clone(), values=None)], torch.arange(float(total))
+    step.caches, hidden = [SimpleNamespace(keys=cells.clone(), values=None)], torch.arange(float(total))
     params = step.table.gather(torch.arange(rows).repeat_interleave(torch.tensor([len(c.ids) for c in chunks])))
     _, depths, before, ids_at = step._verified(total)
     at = torch.tensor(drawn)
     right = (at.index_select(0, before) == ids_at) | (ids_at == RIGHT)
     told = step._settle(at, right, params.offset + depths + 1)
-    step._compact(told, torch.tensor(slots))
+    step._compact(told, torch.tensor(slots), hidden)
     first = 0
     for row, (parents, ids) in enumerate(forest):
         path = [0]
@@ -167,7 +167,7 @@ def test_a_tree_is_walked_and_its_path_moved_together(forest: list[tuple[list[in
         assert int(step.table.gather(torch.tensor([row])).offset) == len(path)
         base = 100 * (row + 1)
         assert step.caches[0].keys[base : base + len(path), 0, 0].tolist() == [base + i for i in path]
-        assert step._eager_hidden[first : first + len(path)].tolist() == [first + i for i in path]
+        assert hidden[first : first + len(path)].tolist() == [first + i for i in path]
         first += len(ids)
     assert torch.equal(step.caches[0].keys[:100], cells[:100])  # nobody else's
 

@@ -9,6 +9,9 @@
     o[t, h]     = sum_j exp(s[t, h, j]) v[j, h] / Z[t, h]        new tensor of q's dtype
     lse[t, h]   = log Z[t, h]                                    fp32, natural logarithm
 
+A token of a tree of drafts sees all keys before the tree, and of the tree's those on its path (``meta.tree``); its
+position, and a key's, is how many are before it on the path.
+
 A token that sees nothing (left padding) gives o = 0 and, without a sink, lse = -inf. Softmax is in fp32. e4m3
 caches are read with scale 1. An LSE that holds a sink must not be merged with another one that does.
 
@@ -63,6 +66,8 @@ class GQAConfig:
         changes no result.
     captured : bool
         Whether the steps are captured extends (``meta.is_extend_bucket``).
+    tree : bool
+        Whether new tokens are trees of drafts (``meta.tree``).
     """
 
     num_heads: int
@@ -79,6 +84,7 @@ class GQAConfig:
     lse: bool = True
     context: int = 4096
     captured: bool = False
+    tree: bool = False
 
     def __post_init__(self) -> None:
         check_choice(NAME, "phase", self.phase, ("", *PHASES))
@@ -237,7 +243,9 @@ GQA = Registry(
     [
         # Ours first: the package rows are faster for some shapes (a tuned table says which), but are compiled at first
         # use, some for minutes.
-        replace(triton_backend(f"{_HERE}.triton:TritonGQA", _refuse_triton), captures_extend=True),
+        replace(
+            triton_backend(f"{_HERE}.triton:TritonGQA", _refuse_triton), captures_extend=True, masks_trees=True
+        ),
         Backend(
             "flashinfer_fa3", f"{_HERE}.flashinfer:FlashInferFA3", ("flashinfer.prefill:get_batch_prefill_module",),
             _refuse_flashinfer_fa3, phases=("extend",),
@@ -265,8 +273,8 @@ GQA = Registry(
             "sdpa", f"{_HERE}.sdpa:SDPA", ("torch.nn.attention.bias:causal_lower_right",), _refuse_sdpa,
             phases=("extend",),
         ),
-        replace(torch_backend(f"{_HERE}.torch:TorchGQA"), captures_extend=True),
-        reference_backend(f"{_HERE}.reference:ReferenceGQA"),
+        replace(torch_backend(f"{_HERE}.torch:TorchGQA"), captures_extend=True, masks_trees=True),
+        replace(reference_backend(f"{_HERE}.reference:ReferenceGQA"), masks_trees=True),
     ],
     cases=f"{_HERE}.cases",
 )  # fmt: skip

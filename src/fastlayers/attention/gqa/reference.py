@@ -31,10 +31,17 @@ class ReferenceGQA:
             place = torch.arange(length, device=q.device)
             page = meta.page_table[b].long()[place // meta.page_size]
             k, v = (cache[page, place % meta.page_size].float() for cache in (k_cache, v_cache))
-            position = torch.arange(length - (edges[b + 1] - edges[b]), length, device=q.device)
+            prefix = length - (edges[b + 1] - edges[b])
+            position = torch.arange(prefix, length, device=q.device)
             seen = (place[None, :] <= position[:, None]) & (place >= starts[b])[None, :]
+            if meta.tree is not None:
+                position = meta.positions[tokens]
+                for node, mask in enumerate(meta.tree[tokens].tolist()):
+                    for other in range(length - prefix):
+                        seen[node, prefix + other] = bool(mask >> other & 1)
             if self.cfg.window is not None:
-                seen &= position[:, None] - place[None, :] < self.cfg.window
+                keys = torch.cat([place[:prefix], position])
+                seen &= position[:, None] - keys[None, :] < self.cfg.window
             for h in range(self.cfg.num_heads):
                 sink = None if sinks is None else sinks[h]
                 kv = h // self.cfg.group

@@ -74,11 +74,12 @@ class TorchGQA:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         offset = torch.arange(meta.max_query_len, device=q.device)
         row = (meta.cu_seqlens_q[:-1, None] + offset).clamp_max(q.shape[0] - 1).long()
+        # A bucket's padding belongs to no request, and may be more than a request brings: what it reads is not read.
         everyone = slice(0, meta.num_requests)
         tree = None if meta.tree is None else meta.tree[row]
         o, lse = self._attend(q[row], caches, meta, everyone, meta.positions[row], sinks, meta.max_seq_len, tree)
         request = meta.request_of_token.long()
-        place = torch.arange(q.shape[0], device=q.device) - meta.cu_seqlens_q[request]
+        place = (torch.arange(q.shape[0], device=q.device) - meta.cu_seqlens_q[request]).clamp_max(o.shape[1] - 1)
         return o[request, place], lse[request, place]
 
     def _attend(
@@ -112,8 +113,12 @@ class TorchGQA:
             keys = place[:, None, :reach]
             seen = (keys <= at) & (keys >= start[..., None])
             if tree is not None:
-                first = (meta.seq_lens - meta.cu_seqlens_q.diff())[requests]
-                seen = seen_in_tree(tree[:, i : i + step], keys[:, 0], first)
+                first = (meta.seq_lens - meta.cu_seqlens_q.diff())[requests, None]
+                seen = seen_in_tree(tree[:, i : i + step], keys[:, 0], first[:, 0])
+                if cfg.window is not None:
+                    new = keys[:, 0] - first
+                    own = positions.gather(1, new.clamp(0, queries - 1))
+                    keys = torch.where(new < 0, keys[:, 0], own)[:, None]
             if cfg.window is not None:
                 seen &= at - keys < cfg.window
             done.append(self._softmax(block, k[:, :, :reach], v[:, :, :reach], seen[:, None, None], sink))

@@ -33,10 +33,10 @@ LEAST_PART = tl.constexpr(MIN_SPLIT)
 
 @kernel(do_not_specialize=("requests",))
 def _gqa_kernel(
-    q_ptr, k_ptr, v_ptr, sinks_ptr, o_ptr, lse_ptr, table_ptr, lens_ptr, starts_ptr, cu_ptr,
+    q_ptr, k_ptr, v_ptr, sinks_ptr, o_ptr, lse_ptr, table_ptr, lens_ptr, starts_ptr, cu_ptr, tree_ptr, positions_ptr,
     q_token, q_head, table_row, scale, softcap, requests,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, TREE: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # Long tiles (late rows see more keys) start first.
@@ -66,7 +66,13 @@ def _gqa_kernel(
     inside = row < queries * GROUP
     head = kv_head * GROUP + row % GROUP
     token = (first_token + row // GROUP).to(tl.int64)
-    at = length - queries + row // GROUP
+    first = length - queries
+    at = first + row // GROUP
+    tree = at
+    if TREE:
+        # Rows stand in the order of the tokens, and positions follow the paths.
+        tree = tl.load(tree_ptr + token, mask=inside, other=0)
+        at = tl.load(positions_ptr + token, mask=inside, other=0).to(tl.int32)
     column = tl.arange(0, BLOCK_D)
     wide = column < HEAD_DIM
     q = tl.load(
@@ -74,8 +80,11 @@ def _gqa_kernel(
         mask=inside[:, None] & wide[None, :], other=0.0,
     )  # fmt: skip
     # Keys that some row of the tile sees: [low, high); this split's part of them in whole blocks.
-    first_at = length - queries + (tile * BLOCK_M) // GROUP
-    last_at = tl.minimum(length - queries + (tile * BLOCK_M + BLOCK_M - 1) // GROUP, length - 1)
+    first_at = first + (tile * BLOCK_M) // GROUP
+    last_at = tl.minimum(first + (tile * BLOCK_M + BLOCK_M - 1) // GROUP, length - 1)
+    seen_by_all = first_at + 1
+    if TREE:
+        first_at, seen_by_all = first, first
     low = tl.maximum(start, 0)
     all_from = low
     if WINDOW > 0:
@@ -91,20 +100,20 @@ def _gqa_kernel(
     # Keys that every row sees, in whole blocks: [whole, whole_end). They come first; then what is left and right.
     whole = tl.minimum(tl.maximum(tl.cdiv(all_from, BLOCK_N) * BLOCK_N, low), tl.maximum(high, low))
     whole = whole // BLOCK_N * BLOCK_N
-    whole_end = tl.maximum(tl.minimum(first_at + 1, high) // BLOCK_N * BLOCK_N, whole)
+    whole_end = tl.maximum(tl.minimum(seen_by_all, high) // BLOCK_N * BLOCK_N, whole)
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     pages_ptr = table_ptr + request * table_row
     acc, m, l = attend(
-        acc, m, l, q, k_ptr, v_ptr, pages_ptr, kv_head, at, start, high, scale, softcap, column,
+        acc, m, l, q, k_ptr, v_ptr, pages_ptr, kv_head, at, start, high, scale, softcap, column, tree, first,
         whole, whole_end, 0, 0,
-        KV_HEADS, HEAD_DIM, PAGE, WINDOW, SOFTCAP, False, BLOCK_N,
+        KV_HEADS, HEAD_DIM, PAGE, WINDOW, SOFTCAP, TREE, False, BLOCK_N,
     )  # fmt: skip
     acc, m, l = attend(
-        acc, m, l, q, k_ptr, v_ptr, pages_ptr, kv_head, at, start, high, scale, softcap, column,
+        acc, m, l, q, k_ptr, v_ptr, pages_ptr, kv_head, at, start, high, scale, softcap, column, tree, first,
         low, high - (whole_end - whole), whole, whole_end - whole,
-        KV_HEADS, HEAD_DIM, PAGE, WINDOW, SOFTCAP, True, BLOCK_N,
+        KV_HEADS, HEAD_DIM, PAGE, WINDOW, SOFTCAP, TREE, True, BLOCK_N,
     )  # fmt: skip
     if SPLITS == 1 and SINKS:
         sink = tl.load(sinks_ptr + head, mask=inside, other=0.0) * LOG2E
@@ -188,24 +197,24 @@ def _num_splits(programs: int, max_keys: int) -> int:
 def _fake(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sinks: torch.Tensor | None,
     page_table: torch.Tensor, seq_lens: torch.Tensor, starts: torch.Tensor, cu_seqlens_q: torch.Tensor,
-    page_size: int, max_query_len: int, max_seq_len: int, scale: float, window: int, softcap: float,
-    packed: bool, block_m: int, block_n: int, warps: int, stages: int,
+    positions: torch.Tensor, tree: torch.Tensor | None, page_size: int, max_query_len: int, max_seq_len: int,
+    scale: float, window: int, softcap: float, packed: bool, block_m: int, block_n: int, warps: int, stages: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 @lru_cache(maxsize=1024)
 def _bound(
-    heads: int, kv_heads: int, head_dim: int, page: int, window: int, softcap: bool, sinks: bool, splits: int,
-    block_m: int, block_n: int, block_b: int, warps: int, stages: int, device: torch.device,
+    heads: int, kv_heads: int, head_dim: int, page: int, window: int, softcap: bool, sinks: bool, tree: bool,
+    splits: int, block_m: int, block_n: int, block_b: int, warps: int, stages: int, device: torch.device,
 ) -> tuple[Callable[..., None], Callable[..., None]]:  # fmt: skip
     """Return what launches the attention of one configuration, and what adds its splits."""
     launch = dependent_launch(device)
     shared = {"HEADS": heads, "HEAD_DIM": head_dim, "SINKS": sinks, "SPLITS": splits} | launch
     shared["BLOCK_D"] = max(16, next_power_of_2(head_dim))
     attend = _gqa_kernel.bind(
-        **shared, KV_HEADS=kv_heads, PAGE=page, WINDOW=window, SOFTCAP=softcap, BLOCK_M=block_m, BLOCK_N=block_n,
-        BLOCK_B=block_b, num_warps=warps, num_stages=stages,
+        **shared, KV_HEADS=kv_heads, PAGE=page, WINDOW=window, SOFTCAP=softcap, TREE=tree, BLOCK_M=block_m,
+        BLOCK_N=block_n, BLOCK_B=block_b, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return attend, _reduce_kernel.bind(**shared, BLOCK_S=next_power_of_2(splits), num_warps=4)
 
@@ -214,8 +223,8 @@ def _bound(
 def _gqa(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sinks: torch.Tensor | None,
     page_table: torch.Tensor, seq_lens: torch.Tensor, starts: torch.Tensor, cu_seqlens_q: torch.Tensor,
-    page_size: int, max_query_len: int, max_seq_len: int, scale: float, window: int, softcap: float,
-    packed: bool, block_m: int, block_n: int, warps: int, stages: int,
+    positions: torch.Tensor, tree: torch.Tensor | None, page_size: int, max_query_len: int, max_seq_len: int,
+    scale: float, window: int, softcap: float, packed: bool, block_m: int, block_n: int, warps: int, stages: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     (tokens, heads, head_dim), kv_heads, requests = q.shape, k_cache.shape[2], seq_lens.shape[0]
     o, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
@@ -233,12 +242,13 @@ def _gqa(
         part_lse = q.new_empty(tokens, heads, splits, dtype=torch.float32)
     logits = q if sinks is None else sinks
     attend, reduce = _bound(
-        heads, kv_heads, head_dim, page_size, window, softcap > 0, sinks is not None, splits, block_m, block_n,
-        next_power_of_2(requests) if packed else 0, warps, stages, q.device,
+        heads, kv_heads, head_dim, page_size, window, softcap > 0, sinks is not None, tree is not None, splits,
+        block_m, block_n, next_power_of_2(requests) if packed else 0, warps, stages, q.device,
     )  # fmt: skip
+    masks = positions if tree is None else tree
     attend(
         (tiles, kv_heads * splits, each), q, k_cache, v_cache, logits, part, part_lse, page_table, seq_lens, starts,
-        cu_seqlens_q, q.stride(0), q.stride(1), page_table.stride(0), scale, softcap, requests,
+        cu_seqlens_q, masks, positions, q.stride(0), q.stride(1), page_table.stride(0), scale, softcap, requests,
     )  # fmt: skip
     if splits > 1:
         reduce((tokens * heads,), part, part_lse, logits, o, lse)
@@ -325,7 +335,8 @@ class TritonGQA:
             return result
         result = _gqa(
             q, k_cache, v_cache, sinks, meta.page_table, meta.seq_lens, meta.starts, meta.cu_seqlens_q,
-            meta.page_size, meta.max_query_len, meta.max_seq_len, cfg.softmax_scale, window, softcap,
+            meta.positions, meta.tree, meta.page_size, meta.max_query_len, meta.max_seq_len, cfg.softmax_scale, window,
+            softcap,
             # A bucket's tokens may all be one request's: tiles are dealt out by what is there.
             meta.is_extend_bucket and meta.num_requests > 1, *self._extend_numbers(meta.max_query_len),
         )  # fmt: skip

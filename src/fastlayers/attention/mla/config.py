@@ -47,7 +47,8 @@ class MLAConfig:
     which the choice is made: which kernel wins depends on it as much as on the batch. It changes no result.
     ``fp8_math`` lets ``decode`` round queries and softmax weights to e4m3 as well, where the cache is e4m3: several
     times faster, and as coarse as that format. A backend may be more exact. Without ``lse`` nobody reads decode's LSE,
-    and it is unspecified. ``captured``: whether the steps are captured extends (``meta.is_extend_bucket``).
+    and it is unspecified. ``captured``: whether the steps are captured extends (``meta.is_extend_bucket``). ``tree``:
+    whether new tokens are trees of drafts, of which each sees its own path (``meta.tree``).
     """
 
     num_heads: int
@@ -64,6 +65,7 @@ class MLAConfig:
     fp8_math: bool = False
     lse: bool = True
     captured: bool = False
+    tree: bool = False
 
     def __post_init__(self) -> None:
         check_fields(NAME, self)
@@ -228,7 +230,7 @@ MLA = Registry(
             _fa3_refuses,
             phases=("decode", "ragged", "extend"),
         ),
-        replace(triton_backend(f"{_HERE}.triton:TritonMLA", _triton_refuses), captures_extend=True),
+        replace(triton_backend(f"{_HERE}.triton:TritonMLA", _triton_refuses), captures_extend=True, masks_trees=True),
         Backend(
             "flashinfer_fa2",
             f"{_HERE}.flashinfer:FlashInferFA2",
@@ -236,8 +238,8 @@ MLA = Registry(
             _fa2_refuses,
             phases=("decode", "ragged"),
         ),
-        replace(torch_backend(f"{_HERE}.torch:TorchMLA"), captures_extend=True),
-        reference_backend(f"{_HERE}.reference:ReferenceMLA"),
+        replace(torch_backend(f"{_HERE}.torch:TorchMLA"), captures_extend=True, masks_trees=True),
+        replace(reference_backend(f"{_HERE}.reference:ReferenceMLA"), masks_trees=True),
     ],
     cases=f"{_HERE}.cases",
 )

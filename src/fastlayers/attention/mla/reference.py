@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from fastlayers.attention.batch import MAX_TREE
 from fastlayers.attention.meta import AttentionMeta
 from fastlayers.attention.mla.config import MLAConfig, RaggedLengths
 
@@ -21,7 +22,11 @@ class ReferenceMLA:
         lse = torch.full(q.shape[:2], float("-inf"), device=q.device)
         for token in range(q.shape[0]):
             request, position = int(meta.request_of_token[token]), int(meta.positions[token])
-            kept = range(int(meta.starts[request]), position + 1)
+            kept = list(range(int(meta.starts[request]), position + 1))
+            if meta.tree is not None:
+                first = int(meta.seq_lens[request] - meta.cu_seqlens_q.diff()[request])
+                path = int(meta.tree[token])
+                kept = [*range(first), *(first + node for node in range(MAX_TREE) if path >> node & 1)]
             if not kept:
                 continue
             pages, size = meta.page_table[request].tolist(), meta.page_size

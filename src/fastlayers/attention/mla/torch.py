@@ -261,7 +261,11 @@ class TorchMLA:
             return o[:, 0], lse[:, 0]
         request = meta.request_of_token.long()
         column = torch.arange(tokens, device=q.device) - meta.cu_seqlens_q[request]
-        padded = q.new_zeros(meta.num_requests, meta.max_query_len, heads, width)
+        most = meta.max_query_len
+        if meta.is_extend_bucket and most < tokens:
+            # Padding belongs to no request, and may be more than a request brings: it has a column of its own.
+            column, most = column.clamp_max(most), most + 1
+        padded = q.new_zeros(meta.num_requests, most, heads, width)
         padded[request, column] = q
         upper = torch.full(padded.shape[:2], -1, dtype=torch.int64, device=q.device)
         upper[request, column] = meta.positions

@@ -58,10 +58,10 @@ def _natural_lse(highest, total):
 
 @kernel(do_not_specialize=("splits", "num_rows"))
 def _decode_kernel(
-    q_ptr, cache_ptr, table_ptr, starts_ptr, cu_ptr, positions_ptr, o_ptr, lse_ptr,
+    q_ptr, cache_ptr, table_ptr, starts_ptr, cu_ptr, positions_ptr, lens_ptr, tree_ptr, o_ptr, lse_ptr,
     q_stride_t, q_stride_h, page_stride, row_stride, table_stride, scale, splits, num_rows,
     HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, ROW_BLOCKS: tl.constexpr,
-    CAUSAL: tl.constexpr, DIRECT: tl.constexpr, AHEAD: tl.constexpr, BLOCK_M: tl.constexpr,
+    CAUSAL: tl.constexpr, TREE: tl.constexpr, DIRECT: tl.constexpr, AHEAD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # Whether a tile lies inside one page: then one entry of the page table serves it.
@@ -76,7 +76,13 @@ def _decode_kernel(
     row = block * BLOCK_M + tl.arange(0, BLOCK_M)
     real = row < rows
     token, head = (first_token + row // HEADS).to(tl.int64), row % HEADS
-    position = tl.load(positions_ptr + token, mask=real, other=-1).to(tl.int32)
+    if TREE:
+        # Cached rows stand in the order of the tokens, and positions follow the paths.
+        first = tl.load(lens_ptr + request) - rows // HEADS
+        position = tl.where(real, first + row // HEADS, -1)
+        tree = tl.load(tree_ptr + token, mask=real, other=0)
+    else:
+        position = tl.load(positions_ptr + token, mask=real, other=-1).to(tl.int32)
     start, end = tl.load(starts_ptr + request), tl.max(position, axis=0) + 1
     low, high = start, end
     if ONE_PAGE:
@@ -124,6 +130,9 @@ def _decode_kernel(
         score = dot(q_rope, tl.trans(rope), score) * scale
         if CAUSAL:
             seen = key[None, :] < limit[:, None]
+            if TREE:
+                path = tree[:, None] >> tl.minimum(tl.maximum(key - first, 0), 62).to(tl.int64)[None, :]
+                seen = seen & ((key < first)[None, :] | ((path & 1) != 0))
             if ONE_PAGE:
                 seen = seen & (key >= start)[None, :]
         else:
@@ -250,7 +259,8 @@ def rounded_to_e4m3(x: torch.Tensor) -> torch.Tensor:
 
 def _decode_fake(
     q: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, starts: torch.Tensor, cu_seqlens_q: torch.Tensor,
-    positions: torch.Tensor, rank: int, scale: float, max_query_len: int, max_seq_len: int, knobs: list[int],
+    positions: torch.Tensor, seq_lens: torch.Tensor, tree: torch.Tensor | None, rank: int, scale: float,
+    max_query_len: int, max_seq_len: int, knobs: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     return q.new_empty(*q.shape[:2], rank), q.new_empty(q.shape[:2], dtype=torch.float32)
 
@@ -258,7 +268,8 @@ def _decode_fake(
 @operator("mla_decode", _decode_fake)
 def _decode(
     q: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, starts: torch.Tensor, cu_seqlens_q: torch.Tensor,
-    positions: torch.Tensor, rank: int, scale: float, max_query_len: int, max_seq_len: int, knobs: list[int],
+    positions: torch.Tensor, seq_lens: torch.Tensor, tree: torch.Tensor | None, rank: int, scale: float,
+    max_query_len: int, max_seq_len: int, knobs: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     tokens, heads, width = q.shape
     requests = page_table.shape[0]
@@ -279,10 +290,11 @@ def _decode(
         partial = q.new_empty(splits, tokens, heads, rank, dtype=torch.float32)
         partial_lse = q.new_empty(splits, tokens, heads, dtype=torch.float32)
     _decode_kernel[(requests * row_blocks, splits)](
-        q, cache, page_table, starts, cu_seqlens_q, positions, partial, partial_lse,
+        q, cache, page_table, starts, cu_seqlens_q, positions, seq_lens, positions if tree is None else tree,
+        partial, partial_lse,
         *q.stride()[:2], *cache.stride()[:2], page_table.stride(0), scale * LOG2_E, splits, rows,
         HEADS=heads, RANK=rank, ROPE=width - rank, PAGE=cache.shape[1], ROW_BLOCKS=row_blocks,
-        CAUSAL=max_query_len > 1, DIRECT=splits == 1, AHEAD=config.ahead, BLOCK_M=config.block_m,
+        CAUSAL=max_query_len > 1, TREE=tree is not None, DIRECT=splits == 1, AHEAD=config.ahead, BLOCK_M=config.block_m,
         BLOCK_N=config.block_n, num_warps=config.num_warps, num_stages=config.num_stages, **launch,
     )  # fmt: skip
     if splits > 1:
@@ -346,8 +358,8 @@ class TritonMLA:
     def decode(self, q: torch.Tensor, cache: torch.Tensor, meta: AttentionMeta) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``(o [T,H,L] of q's dtype, lse [T,H] fp32)``."""
         o, lse = _decode(
-            q, cache, meta.page_table, meta.starts, meta.cu_seqlens_q, meta.positions, self.rank, self.scale,
-            meta.max_query_len, meta.max_seq_len, self.knobs,
+            q, cache, meta.page_table, meta.starts, meta.cu_seqlens_q, meta.positions, meta.seq_lens, meta.tree,
+            self.rank, self.scale, meta.max_query_len, meta.max_seq_len, self.knobs,
         )  # fmt: skip
         return o, lse
 
