@@ -73,12 +73,8 @@ class Hollow:
         """Return nothing worth knowing."""
         return {}
 
-    def graph_counts(self) -> tuple[dict[str, float], dict[str, float]]:
-        """There are no graphs."""
-        return {}, {}
-
-    def compiles(self) -> dict[str, float]:
-        """Nothing compiles."""
+    def counters(self) -> dict[str, dict[str, float]]:
+        """There are no graphs, and nothing compiles."""
         return {}
 
 

@@ -366,9 +366,11 @@ class TorchExecutor:
         eager = self.decoding.uncaptured + self.extending.uncaptured
         return replays, {why: float(count) for why, count in eager.items()}
 
-    def compiles(self) -> dict[str, float]:
-        """Return how often each kernel was compiled since :attr:`watch` looks on."""
-        return {} if self.watch is None else {name: float(n) for name, n in Counter(self.watch.compiled).items()}
+    def counters(self) -> dict[str, dict[str, float]]:
+        """Return :meth:`graph_counts`, and how often each kernel was compiled since :attr:`watch` looks on."""
+        replays, eager = self.graph_counts()
+        compiled = {name: float(n) for name, n in Counter(self.watch.compiled if self.watch else ()).items()}
+        return {"graph_replays_total": replays, "eager_steps_total": eager, "jit_compiles_total": compiled}
 
     def profile(self, start: bool) -> str:
         """Start or stop torch's profiler."""

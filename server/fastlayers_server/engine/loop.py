@@ -75,11 +75,8 @@ class Executor(Protocol):
     def profile(self, start: bool) -> str:
         """Start or stop a profile; returns where it is written, or raises ``RuntimeError``."""
 
-    def graph_counts(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the replays by graph, and the steps that ran without one by reason."""
-
-    def compiles(self) -> dict[str, float]:
-        """Return how often each kernel was compiled since the executor was ready."""
+    def counters(self) -> dict[str, dict[str, float]]:
+        """Return those counters of :data:`~fastlayers_server.engine.protocol.COUNTERS` that are kept here."""
 
 
 class Engine:
@@ -326,8 +323,7 @@ class Engine:
         scheduler, cache = self.scheduler, self.scheduler.cache
         counters = {name: dict(found) for name, found in scheduler.metrics.counters.items()}
         counters["evicted_pages_total"] = {"": cache.evicted_pages}
-        counters["graph_replays_total"], counters["eager_steps_total"] = self.executor.graph_counts()
-        counters["jit_compiles_total"] = self.executor.compiles()
+        counters |= self.executor.counters()
         pages = {
             "free": cache.free, "private": cache.private, "locked": cache.locked, "evictable": cache.evictable
         }  # fmt: skip

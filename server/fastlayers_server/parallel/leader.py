@@ -66,10 +66,6 @@ class Leader:
         """Of this rank."""
         return self._executor.profile(start)
 
-    def graph_counts(self) -> tuple[dict[str, float], dict[str, float]]:
+    def counters(self) -> dict[str, dict[str, float]]:
         """Of this rank."""
-        return self._executor.graph_counts()
-
-    def compiles(self) -> dict[str, float]:
-        """Of this rank."""
-        return self._executor.compiles()
+        return self._executor.counters()

@@ -221,13 +221,9 @@ class ScriptedExecutor:
         """There is nothing to profile."""
         raise RuntimeError("a scripted engine has no profile")
 
-    def compiles(self) -> dict[str, float]:
-        """Nothing is compiled."""
+    def counters(self) -> dict[str, dict[str, float]]:
+        """There are no graphs, and nothing compiles."""
         return {}
-
-    def graph_counts(self) -> tuple[dict[str, float], dict[str, float]]:
-        """There are no graphs."""
-        return {}, {}
 
 
 class ScriptedEngine(InProcessEngine):

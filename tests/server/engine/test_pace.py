@@ -89,10 +89,7 @@ class Device:
         self.free_at = extended + (between(ROWS, self.decodes, rows) if rows else 0.0)
         return Step(self, plan, extended, self.free_at)
 
-    def graph_counts(self) -> tuple[dict[str, float], dict[str, float]]:
-        return {}, {}
-
-    def compiles(self) -> dict[str, float]:
+    def counters(self) -> dict[str, dict[str, float]]:
         return {}
 
     def hear(self, message: Any) -> None:

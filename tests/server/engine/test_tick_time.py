@@ -46,11 +46,8 @@ class Nothing:
     def result(self) -> TickResult:
         return TickResult([[7]] * self.rows)
 
-    def compiles(self) -> dict[str, float]:
+    def counters(self) -> dict[str, dict[str, float]]:
         return {}
-
-    def graph_counts(self) -> tuple[dict[str, float], dict[str, float]]:
-        return {}, {}
 
 
 class Timed:
@@ -69,11 +66,8 @@ class Timed:
         self.seconds.append(time.thread_time() - begin)
         return step
 
-    def compiles(self) -> dict[str, float]:
+    def counters(self) -> dict[str, dict[str, float]]:
         return {}
-
-    def graph_counts(self) -> tuple[dict[str, float], dict[str, float]]:
-        return {}, {}
 
 
 def config() -> SchedulerConfig:
