@@ -19,7 +19,7 @@ from torch import nn
 
 from fastlayers.operators import count as count_operator
 from fastlayers.patching.comparison import recorded
-from fastlayers.patching.guard import Guard, code_of, known_code
+from fastlayers.patching.guard import Guard, code_of, functions, known_code, replaced_code
 
 log = logging.getLogger(__name__)
 PREFIX = "_fl_"
@@ -67,6 +67,7 @@ class FastModule:
     # What the guard covers besides what it covers always; see ``guard``.
     _fl_relies: tuple[str, ...] = ("forward",)
     _fl_rewrapped: tuple[str, ...] = ()
+    _fl_functions: tuple[str, ...] = ()
     _fl_bypassed: Mapping[str, tuple[type, ...]] = {}
     _fl_baked: tuple[str, ...] = ()
     # What is set on each patched instance.
@@ -96,7 +97,9 @@ class FastModule:
         original: Any = type(self)._fl_origin[0]  # type: ignore[attr-defined]
         names, module = tuple(name for name in self._fl_relies if name not in self._fl_rewrapped), cast(Any, self)
         code, why = (code_of(original, names), "") if trusted else known_code(original, names)
-        self._fl_guard = Guard(module, code, self._fl_bypassed, self._fl_baked, why)
+        torchs = functions(self._fl_functions)
+        why = why or replaced_code(torchs)
+        self._fl_guard = Guard(module, (*code, *torchs), self._fl_bypassed, self._fl_baked, why)
 
     def _fl_refresh(self) -> None:
         if PREFIX + "hits" in self.__dict__:

@@ -15,10 +15,11 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
+from torch.utils._device import DeviceContext
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 GLOBAL_HOOKS: tuple[Any, ...] = tuple(getattr(torch_module, f"_global{name}") for name in HOOKS)
-CALL = nn.Module.__call__
+CALL, CALL_IMPL = nn.Module.__call__, nn.Module._call_impl
 
 # What may be asked, of values that are bound to it; ``module`` is what the whole question is about.
 EMPTY = "not {0}"
@@ -36,7 +37,10 @@ ROWS = "{0}.is_contiguous()"
 Question = tuple[str, tuple[Any, ...]]
 Answer = Callable[[Any], bool]
 
-_QUIET = "(modes() or interpreter() is not None or tracing() or forward_ad._current_level >= 0)"
+_QUIET = """(
+    modes() or interpreter() is not None or tracing() or forward_ad._current_level >= 0
+    or (functions() and observed())
+)"""
 _SOURCE = """
 def make({values}):
     def same(module):
@@ -53,12 +57,24 @@ def make({values}):
 
     return same, stands
 """
+
+
+def observed() -> bool:
+    """Return whether a function mode is on, other than a device context."""
+    for place in range(torch._C._len_torch_function_stack()):
+        if type(torch._C._get_function_stack_at(place)) is not DeviceContext:
+            return True
+    return False
+
+
 _SPACE: dict[str, Any] = {
     "modes": torch._C._len_torch_dispatch_stack, "interpreter": torch._C._functorch.peek_interpreter_stack,
     "tracing": torch._C._is_tracing, "forward_ad": forward_ad, "Module": nn.Module, "CALL": CALL,
+    "CALL_IMPL": CALL_IMPL, "functions": torch._C._len_torch_function_stack, "observed": observed,
     **{f"hooks{i}": hooks for i, hooks in enumerate(GLOBAL_HOOKS)},
 }  # fmt: skip
-_EVERYONE = [*(f"not hooks{i}" for i in range(len(GLOBAL_HOOKS))), "Module.__call__ is CALL"]
+_EVERYONE = [*(f"not hooks{i}" for i in range(len(GLOBAL_HOOKS))), "Module.__call__ is CALL",
+             "Module._call_impl is CALL_IMPL"]  # fmt: skip
 
 recorded: Callable[[], bool] = eval(f"lambda: bool{_QUIET}", _SPACE)
 recorded.__doc__ = """Return whether something records or transforms what runs: it should see the original's code."""

@@ -24,7 +24,8 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from fastlayers.errors import ArgumentError, NoBackendError
-from fastlayers.patching.classes import FastModule, swap, unswap
+from fastlayers.patching.classes import RECORDED, FastModule, swap, unswap
+from fastlayers.patching.comparison import recorded
 from fastlayers.patching.decoder import FastDecoderLayer, fusible
 from fastlayers.patching.gqa import FastGQA
 from fastlayers.patching.matching import foreign_hooks
@@ -205,6 +206,8 @@ class DecodeDriver(CapturedSteps):
                 return f"{name} was asked for"
         if self.root.training:
             return "the model is in training mode"
+        if recorded():
+            return RECORDED
         if self._make_graphs is CudaGraphs and self.root.device.type != "cuda":
             return f"the model is on {self.root.device}"
         return why_not_root(self.root)
@@ -282,12 +285,13 @@ class DecodeDriver(CapturedSteps):
         ids, positions = inputs.get("input_ids"), inputs.get("position_ids")
         if args or ids is None or ids.shape[1] != 1:
             return "a chunk of several tokens"
-        given = (name for name, value in inputs.items() if value is not None and value is not False)
-        other = [name for name in given if name not in KNOWN_INPUTS]
+        other = [n for n, given in inputs.items() if n not in KNOWN_INPUTS and given is not None and given is not False]
         if other:
             return f"the step takes {', '.join(sorted(other))}"
         if torch.is_grad_enabled() or torch.is_autocast_enabled(ids.device.type):
             return "gradients or autocast are on"
+        if recorded():
+            return RECORDED
         store = cache.lease.store
         if store is None or not cache.layers[0].attached:
             return "the cache is not in pages any more"

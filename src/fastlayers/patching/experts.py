@@ -145,6 +145,7 @@ class FastExperts(FastModule):
 
     _fl_relies: tuple[str, ...] = ("forward", "_apply_gate")
     _fl_bypassed = {"act_fn": SILU}  # noqa: RUF012
+    _fl_functions = ("linear", "silu")
     _fl_core: Ladder
     _fl_auto: bool
     _fl_stock: dict[str, Any]

@@ -189,6 +189,7 @@ class FastGQA(PackedModule):
     _fl_relies = (
         "forward", "apply_rotary_pos_emb", "_apply_rotary_emb", "rotate_half", "eager_attention_forward", "repeat_kv",
     )  # fmt: skip
+    _fl_functions = ("linear", "softmax", "scaled_dot_product_attention")
     # Arguments that change what is computed, or that the family's forward passes itself.
     _fl_foreign = frozenset((*_FOREIGN, "sliding_window", "s_aux"))
     _fl_origin: tuple[type, type]
@@ -263,9 +264,9 @@ class FastGQA(PackedModule):
         eager = sys.modules[origin.__module__].eager_attention_forward
         function = attention_function(self.config, eager)
         sinks = own.get("s_aux")
-        # Under autograd the original's function runs: kernels know no gradient, and eager's is its own where rows
-        # see nothing.
-        recorded = differentiated(q, k, v, mask)
+        # Under autograd and autocast the original's function runs: kernels know no gradient, and where rows see
+        # nothing eager attention's is its own; autocast rounds its masks elsewhere than those of a fused one.
+        recorded = differentiated(q, k, v, mask) or torch.is_autocast_enabled(q.device.type)
         if function is eager and not recorded:
             # It adds any mask to the scores, a bool one as 0 and 1.
             mask = mask.to(q.dtype) if mask is not None and mask.dtype == torch.bool else mask

@@ -5,8 +5,10 @@
     children    whose work is done here without a call (``_fl_bypassed``): the object, its class, a ``forward`` or
                 hooks of its own
     instance    methods that were overridden on it, and numbers that backends were chosen by (``_fl_baked``)
+    torch       functions of ``torch.nn.functional`` that the original calls (``_fl_functions``): profilers,
+                calibrators and packages of attention kernels put their own in the place
     everyone    hooks on all modules, and whatever records or transforms what runs: functorch, ``torch.jit.trace``,
-                ``make_fx``, dispatch modes, exports
+                ``make_fx``, dispatch and function modes (a device context changes nothing), exports
     weights     that lie in one buffer: the objects and their addresses (``packing``)
 
 Where it does not hold, the original's code runs, and the report says why. What Hugging Face's registries give for a
@@ -23,11 +25,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from fastlayers.patching.comparison import (
     ABSENT,
     ADDRESS,
     CALL,
+    CALL_IMPL,
     CHILDREN,
     CLASS,
     EMPTY,
@@ -41,6 +45,7 @@ from fastlayers.patching.comparison import (
     Answer,
     Question,
     never,
+    observed,
     written,
 )
 
@@ -50,7 +55,8 @@ Code = tuple[tuple[Any, str, Any], ...]
 def foreign(function: Any) -> str:
     """Return the module whose code ``function`` or something that it wraps is, unless that is transformers or torch."""
     while function is not None:
-        home = getattr(function, "__globals__", {}).get("__name__", type(function).__name__)
+        home = getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None)
+        home = home or type(function).__name__
         if home.partition(".")[0] not in ("transformers", "torch"):
             return str(home)
         function = getattr(function, "__wrapped__", None)
@@ -86,6 +92,15 @@ def untouched(part: Any) -> bool:
 
 # The code of classes as transformers wrote it, kept when it is first seen: a later replacement differs from it.
 _KNOWN_CODE: dict[tuple[type, tuple[str, ...]], Code] = {}
+
+
+# torch's functions as they were when this was read.
+_FUNCTIONS = {name: getattr(F, name) for name in ("linear", "silu", "softmax", "scaled_dot_product_attention")}
+
+
+def functions(names: Iterable[str]) -> Code:
+    """Return owner, name and function for these of ``torch.nn.functional``."""
+    return tuple((F, name, _FUNCTIONS[name]) for name in names)
 
 
 def known_code(cls: type, names: tuple[str, ...]) -> tuple[Code, str]:
@@ -175,7 +190,7 @@ class Guard:
         return self.same(module)
 
     def _traced(self, module: Any) -> bool:
-        if nn.Module.__call__ is not CALL:
+        if nn.Module.__call__ is not CALL or nn.Module._call_impl is not CALL_IMPL or observed():
             return False
         for owner, name, value in self._code:
             if getattr(owner, name) is not value:
@@ -203,7 +218,7 @@ class Guard:
         for owner, name, value in self._code:
             if getattr(owner, name, None) is not value:
                 return f"{owner.__name__}.{name} was replaced"
-        if nn.Module.__call__ is not CALL:
+        if nn.Module.__call__ is not CALL or nn.Module._call_impl is not CALL_IMPL:
             return "Module.__call__ was replaced"
         if any(GLOBAL_HOOKS):
             return "hooks are registered on all modules"

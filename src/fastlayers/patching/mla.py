@@ -93,6 +93,7 @@ class FastMLA(PackedModule):
     """MLA; families add the signature of ``forward`` and ``_fl_rotate``."""
 
     _fl_relies: tuple[str, ...] = ("forward", "expand_kv", "eager_attention_forward", "repeat_kv")
+    _fl_functions = ("linear", "softmax", "scaled_dot_product_attention")
     _fl_baked = ("scaling",)
     _fl_core: Ladder | None
     _fl_adopt: bool

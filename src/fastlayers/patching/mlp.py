@@ -19,6 +19,7 @@ class FastMLP(PackedModule):
     """``down(silu(gate(x)) * up(x))``."""
 
     _fl_bypassed = {"act_fn": SILU}  # noqa: RUF012
+    _fl_functions = ("linear", "silu")
     _fl_core: Ladder
     _modules: dict[str, Any]
     gate_proj: Any

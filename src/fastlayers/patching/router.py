@@ -28,6 +28,7 @@ def _rounded(weight: torch.Tensor) -> torch.dtype | None:
 class FastRouter(FastModule):
     """Common part; families differ in ``_fl_config`` and ``_fl_exact``."""
 
+    _fl_functions = ("linear", "softmax")
     # Of the logits; None: the model's dtype.
     _fl_logits_dtype: torch.dtype | None = torch.float32
     _fl_baked = (

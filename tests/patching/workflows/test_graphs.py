@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import fastlayers as fl
@@ -73,6 +74,18 @@ def test_hooks_on_all_modules_between_calls(pair: tuple[Any, Any, Any]) -> None:
     finally:
         handle.remove()
     assert int(driver.replays) == replays and names.count("Linear") > 100
+
+
+def test_generation_that_is_watched(pair: tuple[Any, Any, Any]) -> None:
+    stock, fast, (driver, _) = pair
+    before = tokens(fast)
+    replays, counted = int(driver.replays), []
+    for model in (stock, fast):
+        with FlopCounterMode(display=False) as flops:
+            assert tokens(model) == before
+        counted.append(flops.get_total_flops())
+    assert counted[0] == counted[1] > 0 and int(driver.replays) == replays
+    assert tokens(fast) == before and int(driver.replays) > replays
 
 
 class HookLate(LogitsProcessor):

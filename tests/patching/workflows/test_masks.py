@@ -140,6 +140,19 @@ def test_values_at_padding_are_stocks(name: str, attn: str) -> None:
 
 
 @pytest.mark.parametrize("attn", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_values_at_padding_under_autocast(name: str, attn: str) -> None:
+    if name == "gpt_oss" and attn == "sdpa":
+        pytest.skip("transformers has no sdpa for GPT-OSS")
+    stock, fast, _ = pair(name, attn)
+    inputs = prompt(3, 30, pads=(0, 5, 17))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        wanted, given = (model(**inputs).logits for model in (stock, fast))
+    assert close(given, wanted, 3e-2) and wanted.dtype == given.dtype == torch.bfloat16
+    assert same(stock, fast, **inputs)
+
+
+@pytest.mark.parametrize("attn", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", ["qwen2", "llama"])
 def test_arguments_that_stock_ignores_are_ignored(name: str, attn: str) -> None:
     stock, fast, _ = pair(name, attn)

@@ -10,12 +10,15 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastlayers as fl
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from test_contracts import close
+from test_replaced import layer_call
 from tiny import build, prompt
 
 NAMES = ["v3", "qwen3_moe", "gpt_oss", "llama"]
@@ -120,6 +123,41 @@ def test_make_fx_records_the_originals_operations(name: str) -> None:
 
     assert close(first(graphs[1](other)), first(stock.get_submodule(where)(other)))
     assert not any(report.hits().values())
+
+
+class Rounded(TorchFunctionMode):
+    """Rounds each linear's weight to seven steps of its largest entry, as a study of quantisation would."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.nn.functional.linear:
+            x, weight, *rest = args
+            step = weight.abs().amax() / 7
+            args = (x, (weight / step).round() * step, *rest)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_function_modes_see_what_the_original_calls(name: str) -> None:
+    stock, fast, report = pair(name)
+    with torch.no_grad():
+        plain = stock(**prompt(1, 12)).logits
+        with Rounded():
+            wanted, given = (model(**prompt(1, 12)).logits for model in (stock, fast))
+        assert close(given, wanted) and not close(wanted, plain, 1e-2)
+        assert not any(report.hits().values())
+        with torch.device("cpu"):  # a function mode, too, which changes none of our calls
+            assert close(fast(**prompt(1, 12)).logits, plain)
+    assert min(report.hits().values()) > 0
+
+
+@pytest.mark.parametrize("name", ["v3", "llama"])
+def test_function_modes_around_a_compiled_layer(name: str) -> None:
+    stock, fast, _ = pair(name)
+    layers = [torch.compile(model.model.layers[0], backend="eager") for model in (stock, fast)]
+    wanted = [layer_call(layer, model) for layer, model in zip(layers, (stock, fast), strict=True)]
+    with Rounded():
+        rounded = [layer_call(layer, model) for layer, model in zip(layers, (stock, fast), strict=True)]
+    assert close(wanted[1], wanted[0]) and close(rounded[1], rounded[0]) and not close(rounded[0], wanted[0], 1e-2)
 
 
 @pytest.mark.parametrize("name", ["llama", "v3"])
