@@ -167,7 +167,13 @@ def rows_of(port: int, end: float, options: argparse.Namespace) -> Iterator[Row]
 
 def ranks_of(options: argparse.Namespace) -> tuple[str, ...]:
     """Return a server's flags for several ranks."""
-    return ("--tp", str(options.tp)) if options.tp > 1 else ()
+    flags = (f"--{name.replace('_', '-')} {size}".split() for name, size in sizes_of(options).items())
+    return tuple(word for flag in flags for word in flag)
+
+
+def sizes_of(options: argparse.Namespace) -> dict[str, int]:
+    """Return the sizes of a server's rank grid that are not one."""
+    return {name: vars(options)[name] for name in ("tp", "attn_dp_size", "ep") if vars(options)[name] > 1}
 
 
 def measure(model: str, options: argparse.Namespace, log: Path) -> Iterator[Row]:
@@ -190,7 +196,9 @@ def main() -> None:
     parser.add_argument("models", nargs="+", help="names that fastlayers serve knows, or tiny")
     parser.add_argument("--seconds", type=float, default=150.0, help="of each model, its start included")
     parser.add_argument("--arrivals", type=float, default=60.0, help="seconds of Poisson arrivals")
-    parser.add_argument("--tp", type=int, default=1, help="ranks of each server")
+    parser.add_argument("--tp", type=int, default=1, help="ranks of each attention group of a server")
+    parser.add_argument("--attn-dp-size", type=int, default=1, help="attention groups")
+    parser.add_argument("--ep", type=int, default=1, help="groups that split the experts")
     parser.add_argument("--at-once", action="store_true", help="only the start and the two rows of prompts at once")
     parser.add_argument("--switches", action="store_true", help="what each thing that is on by default is worth")
     parser.add_argument("--small", action="store_true", help="few and short prompts, to try things out")
@@ -203,8 +211,7 @@ def main() -> None:
     tell(head, options.out)
     for model in options.models:
         for row in (switched if options.switches else measure)(model, options, options.log):
-            ranks = {"tp": options.tp} if options.tp > 1 else {}
-            tell({"model": model, **ranks, **row}, options.out)
+            tell({"model": model, **sizes_of(options), **row}, options.out)
 
 
 def switched(model: str, options: argparse.Namespace, log: Path) -> Iterator[Row]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ from fastlayers_server.serve_config import parse
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_process import Front  # type: ignore[import-not-found]
+from test_ranks import _children  # type: ignore[import-not-found]
 
 SETTINGS: dict[str, Any] = dict(
     device="cpu", max_num_batched_tokens=64, num_pages=64, page_size=16, max_model_len=256, max_running_requests=8
@@ -223,7 +227,7 @@ def test_captured_steps_of_groups(alone: dict[int, list[int]]) -> None:
     assert sum(replays.values()) == sum(others.values()) > 15 and not eager.get("no graph for greedy")
 
 
-def test_a_server_of_two_groups() -> None:
+def test_a_server_of_two_groups_and_a_lost_rank() -> None:
     ranks = Front("tiny", command=None, attn_dp_size=2, ep=2, **SETTINGS)
     single = Front("tiny", in_process=True, **SETTINGS)
     info = ranks.until(p.EngineInfo)
@@ -236,8 +240,18 @@ def test_a_server_of_two_groups() -> None:
     assert ranks.ids == single.ids
     ranks.engine.submit(submit(9, [5, 6], 5, prompt_logprobs=1))
     assert ranks.end_of(9).code == "invalid_prompt"
-    for front in (single, ranks):
-        front.engine.shutdown(timeout=20.0)
+    single.engine.shutdown()
+    ranks.submit(10, 200)
+    while len(ranks.ids.get(10, ())) < 3:
+        ranks.until(p.StepOut)
+    os.kill(_children(ranks.engine.pid)[1], signal.SIGKILL)
+    begin = time.monotonic()
+    assert ranks.end_of(10).code == "engine_restarting" and ranks.until(p.Died).restarting
+    assert time.monotonic() - begin < 30.0
+    assert ranks.until(p.EngineInfo).epoch == 2
+    ranks.submit(11, 4)
+    assert ranks.end_of(11).finish == "length"
+    ranks.engine.shutdown(timeout=20.0)
 
 
 def test_what_groups_cannot_is_refused() -> None:
