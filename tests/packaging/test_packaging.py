@@ -59,7 +59,7 @@ def test_dependencies_are_exactly_the_agreed_ones():
 
 def test_extras():
     extras = PROJECT["project"]["optional-dependencies"]
-    assert set(extras) == {"hopper", "server", "dev", "realmodel"}
+    assert set(extras) == {"hopper", "server", "ray", "dev", "realmodel"}
     assert {requirement_name(r) for r in extras["hopper"]} == {
         "flashinfer-python",
         "sglang-kernel",
