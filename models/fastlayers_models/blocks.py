@@ -36,6 +36,7 @@ from fastlayers.rotary.layer import RotaryEmbedding
 from fastlayers.weights_epoch import WeightsEpoch, epoch_of
 from fastlayers_models.agreement import meet, same_checkpoint, same_choices
 from fastlayers_models.checkpoint import Checkpoint
+from fastlayers_models.concat import ConcatLinears
 from fastlayers_models.experts import ExpertBalancer, Routed, experts_held, route_to_slots, routed_rows
 from fastlayers_models.loading import check_config, load_weights
 
@@ -150,14 +151,6 @@ class ModelContext:
         return LMHead(
             config.hidden_size, config.vocab_size, shard=shard, tied_to=tied_to, device=self.device, dtype=self.dtype
         )
-
-
-class ConcatLinears(nn.ModuleList):
-    """Linears of one input; their outputs side by side."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``[T, sum of the output sizes]``."""
-        return torch.cat([part(x) for part in self], -1)
 
 
 class SwiGLU(nn.Module):
