@@ -10,7 +10,7 @@ skip() { echo "skipped: $1"; exit 0; }
 
 [ -n "$source" ] || skip "no source of transformers; make test-transformers SOURCE=path/to/transformers"
 [ -d "$source" ] || { echo "SOURCE=$source is not a directory"; exit 2; }
-version=$("$python" -c 'import transformers; print(transformers.__version__)')
+version=$("$python" -c 'from importlib.metadata import version; print(version("transformers"))')
 here=$(sed -n 's/^__version__ = "\(.*\)"/\1/p' "$source/src/transformers/__init__.py" 2>/dev/null || true)
 [ "$here" = "$version" ] || { echo "SOURCE is transformers ${here:-without a version}, installed is $version"; exit 2; }
 for file in tests/test_modeling_common.py tests/generation/test_utils.py; do

@@ -316,7 +316,7 @@ class FastGQA(PackedModule):
         heads = keys * self.num_key_value_groups
         rows = both.view(batch * queries, -1)
         turned: torch.Tensor = self._fl_turn(rows, position, norms[0], (heads, keys), self.head_dim, norms[1])
-        return turned.view(batch, queries, -1, self.head_dim).split((heads, keys), dim=2)
+        return turned.view(batch, queries, -1, self.head_dim).split_with_sizes((heads, keys), 2)
 
     def _fl_turn_norms(self, dtype: torch.dtype) -> tuple[tuple[torch.Tensor, ...], float] | None:
         """Return weights and epsilon of norms before the rotation, or ``None``: they have to be called."""
@@ -340,7 +340,8 @@ class FastGQA(PackedModule):
         keys, values = cache.layers[self.layer_idx].paged(step.spare)
         width, kv_heads = self.head_dim, keys.shape[2]
         heads = kv_heads * self.num_key_value_groups
-        q, k, v = self._fl_side_by_side(x, step).view(step.rows, -1, width).split((heads, kv_heads, kv_heads), dim=1)
+        whole = self._fl_side_by_side(x, step).view(step.rows, -1, width)
+        q, k, v = whole.split_with_sizes((heads, kv_heads, kv_heads), 1)
         eps, *weights = self._fl_norm_weights(q.dtype)
         if eps is None:
             q, k = self._fl_norm(q, k)

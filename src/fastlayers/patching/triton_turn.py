@@ -10,6 +10,7 @@ So no product and sum may become one operation, which the compiler does unless i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -65,14 +66,16 @@ def _turn_kernel(
 
 
 @lru_cache
-def _launch_of(heads: int, dim: int, table_width: int, norm: bool) -> tuple[int, dict[str, int | bool]]:
-    """Return the programs of a token and the constants of a launch."""
+def _bound(
+    heads: int, dim: int, table_width: int, norm: bool, device: torch.device
+) -> tuple[int, Callable[..., None]]:  # fmt: skip
+    """Return the programs of a token, and what launches them."""
     each = max(1, min(next_power_of_2(heads), MAX_VALUES // next_power_of_2(dim)))
     blocks = cdiv(heads, each)
-    return blocks, {
-        "DIM": dim, "WIDE": table_width == dim, "NORM": norm, "HEADS": each, "BLOCKS": blocks,
-        "BLOCK": next_power_of_2(dim // 2),
-    }  # fmt: skip
+    return blocks, _turn_kernel.bind(
+        DIM=dim, WIDE=table_width == dim, NORM=norm, HEADS=each, BLOCKS=blocks, BLOCK=next_power_of_2(dim // 2),
+        **dependent_launch(device), num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def _fake(
@@ -91,11 +94,11 @@ def turn(
     tokens = x.shape[0]
     y = x.new_empty(tokens, heads, dim)
     if tokens:
-        blocks, constants = _launch_of(heads, dim, cos.shape[-1], q_weight is not None)
-        _turn_kernel[(tokens * blocks,)](
+        blocks, bound = _bound(heads, dim, cos.shape[-1], q_weight is not None, x.device)
+        bound(
+            (tokens * blocks,),
             x, cos, sin, x if q_weight is None else q_weight, x if k_weight is None else k_weight, y,
-            x.stride(0), cos.numel() // cos.shape[-1], q_heads, heads, eps, **constants, **dependent_launch(x.device),
-            num_warps=4, enable_fp_fusion=False,
+            x.stride(0), cos.numel() // cos.shape[-1], q_heads, heads, eps,
         )  # fmt: skip
     return y
 

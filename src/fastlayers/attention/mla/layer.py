@@ -345,9 +345,9 @@ class MLAAttention(AttentionCore):
         cfg = self.cfg
         sizes = [cfg.kv_lora_rank, cfg.qk_rope_head_dim]
         if self.fused_a:
-            q_a, latent, k_pe = self.qkv_a_proj(hidden_states).split([self.q_lora_rank, *sizes], -1)
+            q_a, latent, k_pe = self.qkv_a_proj(hidden_states).split_with_sizes([self.q_lora_rank, *sizes], -1)
         else:
-            latent, k_pe = self.kv_a_proj_with_mqa(hidden_states).split(sizes, -1)
+            latent, k_pe = self.kv_a_proj_with_mqa(hidden_states).split_with_sizes(sizes, -1)
             q_a = hidden_states if self.q_lora_rank is None else self.q_a_proj(hidden_states)
         if self.q_lora_rank is None:
             q, latent = self.q_proj(q_a), self.kv_a_layernorm(latent)
