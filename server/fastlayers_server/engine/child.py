@@ -118,12 +118,12 @@ def main(make: Make, arguments: Sequence[str] = (), config: EngineConfig | None 
     return code
 
 
-def _build(config: EngineConfig, phase: Phase, epoch: int) -> Engine:
-    # Imports take seconds, in which the front may die, and wants to hear from us.
-    from fastlayers_server.engine.startup import build
+def build(config: EngineConfig, phase: Phase, epoch: int) -> Engine:
+    """Build a model's engine; imports take seconds, in which the front may die, and wants to hear from us."""
+    from fastlayers_server.engine import startup
 
-    return build(config, phase, epoch)
+    return startup.build(config, phase, epoch)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(_build))
+    raise SystemExit(main(build))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from fastlayers.errors import ArgumentError
 from fastlayers_server.flags import flag
 
 
@@ -113,3 +114,27 @@ class EngineConfig:
     log_level: str = flag("info", "debug, info, warning, error", choices=("debug", "info", "warning", "error"))
     layers: int = 0
     begun: float = 0.0
+
+
+def drafting(config: EngineConfig) -> bool:
+    """Return whether tokens are drafted; raises :class:`ArgumentError` for settings that do not go together."""
+    how, rule, topk = config.speculative_algorithm, config.speculative_verify, config.speculative_topk
+    drafts = how in ("mtp", "draft")
+    for name, good, accepted in (
+        ("algorithm", drafts or how in ("none", "ngram"),
+         "'none', 'ngram' (prompt lookup), 'mtp' (the model's own draft layer) or 'draft' (another model)"),
+        ("draft_model", bool(config.speculative_draft_model) == (how == "draft"), "a model for 'draft', else nothing"),
+        ("algorithm", how == "none" or not config.deterministic,
+         "'none' with deterministic: a step that verifies has other shapes than one that decodes"),
+        ("max_k", 1 <= config.speculative_max_k <= 8, "1 to 8"),
+        ("verify", rule == "match" or (rule == "rejection" and drafts),
+         "'match', or 'rejection' where 'mtp' or 'draft' drafts: those of 'ngram' are not drawn"),
+        ("algorithm", how in ("none", "ngram") or config.tp * config.attn_dp_size == 1,
+         "'none' or 'ngram' over several ranks: only the first one drafts"),
+        ("topk", topk == 1 or (2 <= topk <= 4 and drafts and rule == "match"),
+         "1, or 2 to 4 where 'mtp' or 'draft' drafts and 'match' verifies"),
+    ):  # fmt: skip
+        if not good:
+            given = getattr(config, f"speculative_{name}")
+            raise ArgumentError("engine", f"speculative_{name}", repr(given), accepted)
+    return how != "none"

@@ -12,15 +12,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import zmq
 
 from fastlayers.runtime.held_directory import make, release
-from fastlayers_server.engine.child import REFUSED
-from fastlayers_server.engine.client import EngineClient, InProcessEngine, Phase
+from fastlayers_server.engine.child import REFUSED, build
+from fastlayers_server.engine.client import EngineClient, InProcessEngine
 from fastlayers_server.engine.config import EngineConfig
-from fastlayers_server.engine.loop import Engine
 from fastlayers_server.engine.protocol import (
     Beat,
     Died,
@@ -48,15 +48,7 @@ def command_of(config: EngineConfig) -> list[str]:
 
 def engine_client(config: EngineConfig, *, in_process: bool = False) -> EngineClient:
     """Return an engine for ``fastlayers serve``: in its own process, or on a thread of this one."""
-    if not in_process:
-        return EngineProcess(config)
-
-    def make(phase: Phase, epoch: int) -> Engine:
-        from fastlayers_server.engine.startup import build
-
-        return build(config, phase, epoch)
-
-    return InProcessEngine(make)
+    return InProcessEngine(partial(build, config)) if in_process else EngineProcess(config)
 
 
 class EngineProcess(EngineClient):

@@ -32,14 +32,14 @@ class Request:
         Tokens that were told, and are computed once more.
     end : int
         How many tokens it has at most, prompt included.
-    general : bool
-        Its tokens need more than temperature and filters: penalties, bias, log-probabilities, a grammar.
+    penalised, general : bool
+        Its tokens need penalties; and more than temperature and filters: these, bias, log-probabilities, a grammar.
     """
 
     __slots__ = (
         "admitted_at", "cached", "end", "ended_reason", "ends", "first_at", "general", "goal", "held_since", "high",
-        "inflight", "kv", "pages", "passed", "path", "priority", "prompt_len", "prompt_logprobs", "replay", "seq",
-        "slot", "state", "submit", "tokens", "told",
+        "inflight", "kv", "pages", "passed", "path", "penalised", "priority", "prompt_len", "prompt_logprobs", "replay",
+        "seq", "slot", "state", "submit", "tokens", "told",
     )  # fmt: skip
 
     def __init__(self, submit: Submit, seq: int, prompt: list[int], ends: frozenset[int], priority: int) -> None:
@@ -54,8 +54,8 @@ class Request:
         self.ended_reason = "overlap"
         self.prompt_logprobs: list[TokenLogprobs] = []
         s = submit.sampling
-        penalties = s.frequency_penalty or s.presence_penalty or s.repetition_penalty != 1.0
-        self.general = bool(penalties or s.logit_bias or submit.logprobs >= 0 or submit.grammar)
+        self.penalised = bool(s.frequency_penalty or s.presence_penalty or s.repetition_penalty != 1.0)
+        self.general = bool(self.penalised or s.logit_bias or submit.logprobs >= 0 or submit.grammar)
 
     def rewind(self) -> None:
         """Begin again behind the prompt: the same steps give the same tokens, and the same bits in the cache."""

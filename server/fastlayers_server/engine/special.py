@@ -62,7 +62,7 @@ class SpecialDraws:
     def admit(self, request: Request) -> None:
         """Bring what a request's draws will need to the device."""
         s, device = request.submit.sampling, self.table.device
-        if _penalised(request):
+        if request.penalised:
             known = on_device(request.tokens, device, torch.int32)
             self.history[request.slot - 1, : len(request.tokens)] = known
         if s.logit_bias:
@@ -103,14 +103,14 @@ class SpecialDraws:
         tokens = self.sampler(x, params, mode)
         self.table.scatter(at, params.offset, tokens)
         for place, request, drawn in special:
-            if _penalised(request):
+            if request.penalised:
                 self.history[rows[place], request.prompt_len + drawn] = tokens[place]
         return finite_or_minus_one(logits, tokens)
 
     def _adjust(self, x: torch.Tensor, request: Request, row: int, drawn: int) -> None:
         """Change one row of logits in place."""
         s = request.submit.sampling
-        if _penalised(request):
+        if request.penalised:
             seen = self.history[row, : request.prompt_len + drawn].long()
             said = seen[request.prompt_len :]
             values = x[seen]
@@ -142,8 +142,3 @@ class SpecialDraws:
             logits = model.compute_logits(hidden[first : first + wanted.shape[0]])
             found.append(Telling(*self.sampler.logprobs(logits, wanted, top)))
         return found
-
-
-def _penalised(request: Request) -> bool:
-    s = request.submit.sampling
-    return bool(s.frequency_penalty or s.presence_penalty or s.repetition_penalty != 1.0)

@@ -28,7 +28,7 @@ from fastlayers.runtime.compile_log import CompileWatch, stop_watching
 from fastlayers.sampler.layer import Sampler
 from fastlayers_models.find import TINY, assets, find
 from fastlayers_server.engine.client import Phase
-from fastlayers_server.engine.config import EngineConfig, SchedulerConfig
+from fastlayers_server.engine.config import EngineConfig, SchedulerConfig, drafting
 from fastlayers_server.engine.executor import TorchExecutor
 from fastlayers_server.engine.grammar import GrammarMasks, tokenizer_info
 from fastlayers_server.engine.loop import Engine
@@ -85,7 +85,7 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1, model: Any = None)
     """
     times = Timeline(config.begun)
     times.said("process and its imports")
-    speculates = _speculates(config)
+    speculates = drafting(config)
     seconds, begin = {}, time.monotonic()
     phase("weights")
     model = load_model(config, times.said) if model is None else model
@@ -181,29 +181,6 @@ def refuse_variant(layers: Any) -> None:
             given = f"True, with {choice.layer}={rung.backend.name}, of which nobody has shown that it repeats its bits"
             accepted = f"False, or by FASTLAYERS_BACKEND={choice.layer}=… one of: {', '.join(able) or 'none'}"
             raise ArgumentError("engine", "deterministic", f"{given} on {kind}", accepted)
-
-
-def _speculates(config: EngineConfig) -> bool:
-    how, rule, topk = config.speculative_algorithm, config.speculative_verify, config.speculative_topk
-    drafts = how in ("mtp", "draft")
-    for name, good, accepted in (
-        ("algorithm", drafts or how in ("none", "ngram"),
-         "'none', 'ngram' (prompt lookup), 'mtp' (the model's own draft layer) or 'draft' (another model)"),
-        ("draft_model", bool(config.speculative_draft_model) == (how == "draft"), "a model for 'draft', else nothing"),
-        ("algorithm", how == "none" or not config.deterministic,
-         "'none' with deterministic: a step that verifies has other shapes than one that decodes"),
-        ("max_k", 1 <= config.speculative_max_k <= 8, "1 to 8"),
-        ("verify", rule == "match" or (rule == "rejection" and drafts),
-         "'match', or 'rejection' where 'mtp' or 'draft' drafts: those of 'ngram' are not drawn"),
-        ("algorithm", how in ("none", "ngram") or config.tp * config.attn_dp_size == 1,
-         "'none' or 'ngram' over several ranks: only the first one drafts"),
-        ("topk", topk == 1 or (2 <= topk <= 4 and drafts and rule == "match"),
-         "1, or 2 to 4 where 'mtp' or 'draft' drafts and 'match' verifies"),
-    ):  # fmt: skip
-        if not good:
-            given = getattr(config, f"speculative_{name}")
-            raise ArgumentError("engine", f"speculative_{name}", repr(given), accepted)
-    return how != "none"
 
 
 def model_folder(name: str) -> Path:
