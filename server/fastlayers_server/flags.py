@@ -89,7 +89,12 @@ def _typed(field: Any, who: str, value: Any) -> Any:
     spelled = "--" + field.name.replace("_", "-")
     if isinstance(field.default, tuple):
         parts = [value] if isinstance(value, str) else value
-        return tuple(text for part in parts for text in str(part).split(",") if text)
+        if not isinstance(parts, list | tuple):
+            raise ArgumentError(who, spelled, f"a {type(value).__name__}", "a text, or a list of them")
+        found = tuple(text for part in parts for text in str(part).split(",") if text)
+        if parts and not found:  # as of a variable that is not set: to take it for none would be to guess
+            raise ArgumentError(who, spelled, "''", "at least one; or leave it out")
+        return found
     if isinstance(field.default, float) and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if type(value) is not type(field.default):

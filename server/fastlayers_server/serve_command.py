@@ -6,12 +6,13 @@ import asyncio
 import dataclasses
 import json
 import logging
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -68,6 +69,8 @@ def run(config: ServeConfig) -> int:
     logs.configure(config.log_level)
     check_texts(config)
     config = dataclasses.replace(config, profile_folder=profile_folder(config.profile_folder))
+    # Until the server drains on it, a signal ends the start like any error: nothing stays behind.
+    before = signal.signal(signal.SIGTERM, _leave)
     scratch = make("fastlayers-model-")
     try:
         folder = model_folder(config, scratch)
@@ -76,6 +79,11 @@ def run(config: ServeConfig) -> int:
         return _run(config, folder, begin)
     finally:
         release(scratch)
+        signal.signal(signal.SIGTERM, before)
+
+
+def _leave(number: int, frame: Any) -> None:
+    raise SystemExit(128 + number)
 
 
 def check_texts(config: ServeConfig) -> None:

@@ -186,9 +186,12 @@ def keys_of(given: Sequence[str], option: str) -> tuple[str, ...]:
             found.append(text)
             continue
         try:
-            found += [line.strip() for line in Path(text[1:]).read_text().splitlines() if line.strip()]
+            lines = [line.strip() for line in Path(text[1:]).read_text().splitlines() if line.strip()]
         except OSError as error:
             raise ArgumentError("serve", option, f"{text!r} ({error.strerror})", "a key, or @FILE") from error
+        if not lines:
+            raise ArgumentError("serve", option, f"{text!r}, which holds no key", "a key, or @FILE with one a line")
+        found += lines
     return tuple(found)
 
 

@@ -192,8 +192,10 @@ def test_what_cannot_start_starts_nothing(tmp_path: Path) -> None:
         serve([str(tmp_path), "--port", "0", "--in-process"])
     with pytest.raises(ArgumentError, match="--chat-template"):
         serve(["--chat-template", str(tmp_path / "none.jinja"), "--port", "0"])
-    with pytest.raises(ArgumentError, match="--api-key"):
-        serve(["--api-key", f"@{tmp_path / 'none'}", "--port", "0"])
+    (tmp_path / "empty").write_text("\n \n")
+    for name in ("none", "empty"):
+        with pytest.raises(ArgumentError, match="--api-key"):
+            serve(["--api-key", f"@{tmp_path / name}", "--port", "0"])
 
 
 @pytest.mark.parametrize(
@@ -209,6 +211,19 @@ def test_what_cannot_start_starts_nothing(tmp_path: Path) -> None:
 def test_what_a_server_could_not_use_later_is_refused_at_once(flags: list[str], said: str) -> None:
     with pytest.raises(FastlayersError, match=said):
         serve([*flags, "--port", "0"])
+
+
+def test_a_start_that_is_ended_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", CODE, "serve", "--port", "0"]
+    for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+        process = subprocess.Popen(command, env=os.environ | {"TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE)
+        while not any(tmp_path.glob("fastlayers-engine-*")):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(number)
+        said = process.communicate(timeout=60)[1]
+        assert process.returncode == code and b"Traceback" not in said, said
+        assert not [path.name for path in tmp_path.iterdir() if path.name.startswith("fastlayers-")]
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds the engine's process through /proc")
@@ -269,6 +284,8 @@ def test_flags_that_we_lack_say_why(name: str) -> None:
         (["a", "--model", "b"], "the same as MODEL"),
         (["--cors-origin", "*"], "one by one"),
         (["--host", ""], "0.0.0.0 for everybody"),
+        (["--api-key", ""], "--api-key is ''; accepted: at least one"),
+        (["--served-model-name", ","], "--served-model-name is ''; accepted: at least one"),
         (["--host", " "], "0.0.0.0 for everybody"),
         (["--max-mod", "3"], "unrecognized"),
         (["--gpu-memory-utilization", "1.5"], "0.05 to 0.98"),
@@ -286,7 +303,8 @@ def test_a_file_of_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert serve(["--config", str(path), "--max-n", "4", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["max_n"], shown["itl_target_ms"], shown["api_key"]) == (4, 20.0, "***")
-    for text, says in (("nope: 1", "'nope'"), ("max_n: many", "a int"), ("- a", "no mapping"), ("{", "--config")):
+    for text, says in (("nope: 1", "'nope'"), ("max_n: many", "a int"), ("- a", "no mapping"), ("{", "--config"),
+                       ("api_key: 123456", "--api-key is a int"), ("api_key: ''", "at least one")):  # fmt: skip
         path.write_text(text)
         with pytest.raises(ArgumentError, match="accepted") as caught:
             serve(["--config", str(path)])

@@ -26,7 +26,7 @@ from fastlayers_server.engine.config import EngineConfig
 from fastlayers_server.engine.loop import Engine
 from fastlayers_server.engine.protocol import Died, FromEngine, encode, to_engine
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("fastlayers_server.engine.child")  # it runs as __main__
 REFUSED = 3
 OUTBOX = 10_000  # messages
 FRONT_SECONDS = 30.0  # a front that takes nothing for so long is gone
@@ -96,7 +96,7 @@ class Child:
                 if self.engine is not None:
                     self.engine.post(message)
             if os.getppid() != self._parent:
-                log.error("the front is gone; the engine ends")
+                log.warning("the front is gone; the engine ends")
                 os._exit(1)
             now = time.monotonic()
             if now >= beat_at and self.phase != "dead":
@@ -109,7 +109,11 @@ def main(make: Make, arguments: Sequence[str] = (), config: EngineConfig | None 
     # The front decides when to end: an interrupt from the terminal reaches both.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    config = config or msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    if config is None:
+        given = sys.stdin.buffer.read()
+        if not given:
+            return 1  # the front is gone already
+        config = msgspec.json.decode(given, type=EngineConfig)
     logs.configure(config.log_level)
     folder, epoch, parent = arguments or sys.argv[1:4]
     child = Child(folder, int(epoch), int(parent))
