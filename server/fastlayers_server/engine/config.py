@@ -42,6 +42,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
         Of "penalties", "logit_bias", "logprobs", "prompt_logprobs", "grammar"; what is absent is refused.
     itl_target : float
         Seconds that an extend beside decoding rows may take together with them; 0: as many as its prompts need.
+    mixed : bool
+        Rows that decode are part of an extend beside them, so that weights are read once.
     """
 
     vocab_size: int
@@ -63,6 +65,12 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     max_logprobs: int = 20
     features: tuple[str, ...] = ("penalties", "logit_bias", "logprobs", "prompt_logprobs", "grammar")
     itl_target: float = 0.04
+    mixed: bool = False
+
+    @property
+    def most_tokens(self) -> int:
+        """New tokens of one step at most."""
+        return max(self.max_batched_tokens + self.max_running * self.mixed, self.max_running)
 
 
 @dataclass(frozen=True)
@@ -99,6 +107,7 @@ class EngineConfig:
     enable_priority: bool = flag(False, "requests may set priority; SMALLER is served first", "--enable-priority-scheduling")  # fmt: skip  # noqa: E501
     no_prefix_cache: bool = flag(False, "prompts share nothing", "--no-enable-prefix-caching", "--disable-radix-cache")
     disable_overlap_schedule: bool = flag(False, "plan after commit, not beside it", "--no-async-scheduling")
+    disable_mixed_steps: bool = flag(False, "decode beside a chunk of prompts in a step of its own")
     disable_cuda_graph: bool = flag(False, "run every step eager", "--enforce-eager", "--disable-decode-cuda-graph")
     speculative_algorithm: str = flag("none", "what drafts tokens: mtp: the model's own draft layer, ngram: the text so far, draft: another model", choices=("none", "mtp", "ngram", "draft"))  # fmt: skip  # noqa: E501
     speculative_draft_model: str = flag("", "for draft: a directory or name of a smaller model with the same vocabulary", "--speculative-draft-model-path")  # fmt: skip  # noqa: E501

@@ -1,4 +1,4 @@
-"""Plans on a model: :class:`TorchExecutor`, one decode step and one extend a tick, captured where there is a GPU."""
+"""Plans on a model: :class:`TorchExecutor`, one decode step and one extend a tick or both in one, captured on a GPU."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ from fastlayers_server.engine.step import (
     prompt_logprobs_wanted,
 )
 
-# Requests of a captured extend. Few sizes: padding requests costs little, and each is a graph for every token count.
+# Requests of a captured extend, besides as many as may run if these are part of it. Few sizes: padding requests costs
+# little, and each is a graph for every token count.
 REQUESTS = (1, 8, 32)
 # Larger ones have a size between two powers, so that a third of padding at most leaves no extend up to the largest
-# uncaptured: launching one takes the host longer than the decode step does that hides it.
-BETWEEN, PADDING = (768, 1536), 1 / 3
+# uncaptured: launching one takes the host longer than the decode step does that hides it. 640: a usual chunk and rows.
+BETWEEN, PADDING = (640, 768, 1536), 1 / 3
 # Of steps that verify: a token and three drafts of one request are not padded to what prompts begin with.
 DRAFTED = (4, 8)
 
@@ -156,12 +157,14 @@ class TorchExecutor:
         pages = -(-config.max_model_len // config.page_size)
         sampler = Sampler(model.config.vocab_size, device=device)
         verify_tokens = verify_tokens or running * verify_each
-        tokens = max(config.max_batched_tokens, running, verify_tokens)
+        tokens = max(config.most_tokens, verify_tokens)
         if extend_buckets is None:
             most = getattr(model, "captured_tokens", None) or TOKENS[-1]
             all_sizes = (*DRAFTED, *TOKENS, *BETWEEN) if verify_tokens else (*TOKENS, *BETWEEN)
             sizes = sorted(size for size in all_sizes if size <= most)
-            extend_buckets = ExtendBuckets(tuple(sizes), REQUESTS, PADDING)
+            requests = [size for size in REQUESTS if size < running]
+            requests += [running] if config.mixed or running <= REQUESTS[-1] else []
+            extend_buckets = ExtendBuckets(tuple(sizes), tuple(requests), PADDING)
         if graphs is None and cuda_graph and device.type == "cuda":
             # One run before a capture, not two: every layer ran in these sizes before.
             graphs = CudaGraphs(device, warm_ups=1)
@@ -257,8 +260,8 @@ class TorchExecutor:
         return bool(plan.chunks)
 
     def decodes(self, plan: TickPlan) -> bool:
-        """Whether a plan's tick decodes."""
-        return bool(plan.rows)
+        """Whether a plan's tick decodes in a step of its own."""
+        return bool(plan.rows) and not (self.config.mixed and plan.mixes)
 
     def _note(self, chunks: Sequence[Chunk]) -> None:
         """Let the draft layer have the hidden rows of an extend."""
@@ -287,7 +290,12 @@ class TorchExecutor:
 
     def _launch_chunks(self, plan: TickPlan, step: TorchStep, chunks: Sequence[Chunk], place: int) -> int:
         """Launch an extend whose draws are from ``place`` on among the sampled ones; returns the place behind."""
-        logits, hidden = self.extending.extend_chunks(chunks, LOGITS)
+        if self.config.mixed and plan.mixes:
+            count = len(plan.rows)
+            logits, hidden = self.extending.extend_chunks(chunks, LOGITS, plan.rows, plan.starts)
+            step.held.append(Held(0, logits[-count:], plan.rows, _within(plan, 0, count), False))
+        else:
+            logits, hidden = self.extending.extend_chunks(chunks, LOGITS)
         first = 0
         for chunk in chunks:
             if hidden is not None and prompt_logprobs_wanted(chunk):
@@ -334,11 +342,12 @@ class TorchExecutor:
         for place, mode in enumerate(DECODES):
             self.decoding.capture(modes=[mode], progress=progress, seen=place > 0)
         buckets = self.extending.extend_buckets
-        keys = [StepKey("extend", t, r, LOGITS) for t in buckets.tokens for r in buckets.requests]
+        # Each request brings a token at least: fewer tokens are in a bucket of fewer requests.
+        fewest = list(zip(buckets.requests, (0, *buckets.requests), strict=False))
+        keys = [StepKey("extend", t, r, LOGITS) for r, below in fewest for t in buckets.tokens if t > below]
         rule = self.rule if self.mtp is None or self.mtp.topk == 1 else TREE
         verified = [size for size in buckets.tokens if size < 2 * self.verify_tokens]
-        # Each request that verifies brings two tokens at least: fewer than so many are in a smaller bucket.
-        fewest = zip(buckets.requests, (0, *buckets.requests), strict=False)
+        # One that verifies brings two.
         keys += [StepKey("extend", t, r, rule) for r, below in fewest for t in verified if t >= 2 * (below + 1)]
         self.extending.capture_extends(keys, progress)
 

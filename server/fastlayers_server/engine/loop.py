@@ -3,8 +3,9 @@
     overlapped:    plan n+1 ► launch n+1 ► tokens of n      the host plans while the device works
     synchronous:   plan n ► launch n ► tokens of n          on a CPU, and where drafts need to know them
 
-A step with chunks and rows is waited for in two parts. When the chunks are done the next step is planned, so that
-whoever arrived meanwhile is in it, while the device does the rows; and first tokens are told if those take long.
+Rows beside chunks are part of their extend, so that weights are read once. Where they may not be, a step with chunks
+and rows is waited for in two parts. When the chunks are done the next step is planned, so that whoever arrived
+meanwhile is in it, while the device does the rows; and first tokens are told if those take long.
 
 A stop is known one step late; the token drawn meanwhile is wasted. Steps with a grammar are launched in two parts: the
 forward pass needs no mask, so the tokens of the step before are taken while it runs.
@@ -210,7 +211,8 @@ class Engine:
         """
         scheduler = self.scheduler
         rows = len(plan.rows)
-        if not (rows and plan.chunks) or plan.masked or plan.verify or plan.early:
+        mixed = scheduler.config.mixed and plan.mixes
+        if not (rows and plan.chunks) or mixed or plan.masked or plan.verify or plan.early:
             return
         if not ending and scheduler.budget.backlog(rows, scheduler.queue.count):
             return

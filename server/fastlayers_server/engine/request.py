@@ -168,6 +168,11 @@ class TickPlan:
                 self.masked |= bool(request.submit.grammar)
 
     @property
+    def mixes(self) -> bool:
+        """Whether its rows can be part of its extend of prompts."""
+        return bool(self.rows and self.chunks and not self.verify)
+
+    @property
     def empty(self) -> bool:
         """Whether there is nothing to launch."""
         return not (self.rows or self.chunks or self.verify)

@@ -176,7 +176,13 @@ class Scheduler:
 
         A decode step costs nearly as much for few rows as for all, and those of a backlog are not there yet.
         """
-        if self._left_out or drafts or self.config.piece or not self.budget.backlog(len(rows), self.queue.count):
+        if (
+            self._left_out
+            or drafts
+            or self.config.piece
+            or self.config.mixed
+            or not self.budget.backlog(len(rows), self.queue.count)
+        ):
             return False
         new = sum(length - request.kv for request, length in lengths.items() if request.kv < request.goal)
         return 2 * new > limit

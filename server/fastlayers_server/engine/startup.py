@@ -47,6 +47,7 @@ GPU_RESERVE = 6 << 30
 CPU_CACHE_BYTES = 512 << 20
 PIECE = 64  # prompt tokens of a step in deterministic mode
 LONG = 0.02  # seconds that steps are run again for, twice at most
+BASE = 1024  # tokens of an extend with rows
 STRIDE = 7919  # from one id of a measured step to the next: tokens that have nothing in common
 
 
@@ -249,7 +250,19 @@ def scheduler_config(config: EngineConfig, model: Any, drafter: Any = None) -> S
         prefix_cache=not config.no_prefix_cache, drop_last_block=config.speculative_algorithm == "mtp",
         piece=piece, max_logprobs=config.max_logprobs,
         features=("penalties", "logit_bias", "logprobs", *told), itl_target=config.itl_target_ms / 1e3,
+        mixed=_may_mix(config, model),
     )  # fmt: skip
+
+
+def _may_mix(config: EngineConfig, model: Any) -> bool:
+    """Whether rows that decode may be part of an extend.
+
+    Latents are expanded there, of all that a row has cached; a draft layer wants hidden rows of each kind apart.
+    """
+    drafted = config.speculative_algorithm in ("mtp", "draft")
+    latents = getattr(model, "captured_tokens", None) is not None
+    apart = config.attn_dp_size > 1  # groups take as many steps as each other, of the same kinds
+    return not (config.disable_mixed_steps or config.deterministic or drafted or latents or apart)
 
 
 def least_of_ranks(model: Any, value: int) -> int:
@@ -271,35 +284,44 @@ def _cache_bytes(config: EngineConfig, device: torch.device) -> int:
 
 
 @torch.inference_mode()
-def measure(executor: TorchExecutor, scheduler: Scheduler) -> tuple[dict[int, float], dict[int, float]]:
-    """Return the seconds of extends by tokens and of decode steps by rows, over pages that nobody has yet.
+def measure(
+    executor: TorchExecutor, scheduler: Scheduler
+) -> tuple[dict[int, float], dict[int, float], dict[int, float]]:
+    """Return the seconds of extends by tokens, of decode steps by rows, and what rows add to an extend, if they may.
 
-    Each token differs and each row has pages of its own, as far as there are any: the same one would choose the same
-    experts, and the same page would be read from the device's cache.
+    All over pages that nobody has yet. Each token differs and each row has pages of its own, as far as there are any:
+    the same one would choose the same experts, and the same page would be read from the device's cache.
     """
     config, table, tokens = scheduler.config, executor.decoding.pages, executor.decoding.table.tokens
-    extends, decodes = {}, {}
+    extends, decodes, besides = {}, {}, {}
     columns = np.arange((config.max_running + 1) * table.shape[1]).reshape(-1, table.shape[1])
     table[1:] = 1 + columns[: len(table) - 1] % (config.num_pages - 1)
     spread = torch.arange(tokens.shape[0]) * STRIDE % config.vocab_size
-    sizes = [16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048, 4096, 8192, 16384]
+    sizes = [16, 32, 64, 128, 256, 512, 640, 768, 1024, 1536, 2048, 4096, 8192, 16384]
     for size in [size for size in sizes if size <= config.max_batched_tokens]:
         count = -(-size // (config.max_model_len - 1))
         parts = [_nobodys(size // count, 1 + part % config.max_running, config.vocab_size) for part in range(count)]
         chunks = [Chunk(request, 0, request.tokens, 1) for request in parts]
         extends[size] = _seconds(lambda chunks=chunks: executor.extending.extend_chunks(chunks, LOGITS))  # type: ignore[misc]
+    base = max((size for size in extends if size <= min(BASE, config.max_model_len - 1)), default=0)
     sizes = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
     for size in sorted({min(size, config.max_running) for size in sizes}):
         rows = [_nobodys(1, 1 + row, config.vocab_size) for row in range(size)]
         starts = [min(1024, config.max_model_len // 2)] * size
         tokens.copy_(spread)
         decodes[size] = _seconds(lambda rows=rows, starts=starts: executor.decoding.decode(rows, starts, GREEDY))  # type: ignore[misc]
+        if config.mixed and base and config.max_running > 1:
+            rows, starts = rows[: config.max_running - 1], starts[: config.max_running - 1]
+            request = _nobodys(max(1, base - size), config.max_running, config.vocab_size)
+            both = [Chunk(request, 0, request.tokens, 1)], LOGITS, rows, starts
+            took = _seconds(lambda both=both: executor.extending.extend_chunks(*both))  # type: ignore[misc]
+            besides[size] = max(0.0, took - extends[base])
     table[:] = 0
     executor.extending.uncaptured.clear()
     executor.decoding.uncaptured.clear()
-    for what, found in (("extends by tokens", extends), ("decode steps by rows", decodes)):
+    for what, found in (("extends by tokens", extends), ("decode steps by rows", decodes), ("rows in them", besides)):
         log.info("start: ms of %s: %s", what, ", ".join(f"{size}: {1e3 * took:.1f}" for size, took in found.items()))
-    return extends, decodes
+    return extends, decodes, besides
 
 
 def tails(config: SchedulerConfig) -> list[tuple[int, int]]:
@@ -331,8 +353,8 @@ class Kernels:
 
 def warm_up(model: Any, limits: SchedulerConfig, times: Timeline) -> None:
     """Build, compile or load what the model's layers need for steps of any size."""
-    most = max(limits.max_batched_tokens, limits.max_running)
-    report = fl.warmup(Kernels(model, limits), max_tokens=most, max_batch=limits.max_running, progress=False)
+    kernels = Kernels(model, limits)
+    report = fl.warmup(kernels, max_tokens=limits.most_tokens, max_batch=limits.max_running, progress=False)
     report.watch.close()
     for label, seconds, kernels in report.steps:
         log.info("start: %6.2f s of them: %s, %d kernels compiled or loaded", seconds, label, kernels)

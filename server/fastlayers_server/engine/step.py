@@ -12,6 +12,7 @@ its logits too, where a request wants something else than the likeliest token. L
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -129,36 +130,47 @@ class SlotStep(ModelStep):
         found: torch.Tensor = self.graphs.replay(key)
         return found[:size]
 
-    def extend_chunks(self, chunks: Sequence[Chunk], mode: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Launch pieces of prompts (mode "logits"), or drafts behind known tokens ("verify", of trees or chains).
+    def extend_chunks(
+        self, chunks: Sequence[Chunk], mode: str, requests: Sequence[Request] = (), starts: Sequence[int] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Launch pieces of prompts (mode "logits"), or drafts behind known tokens ("verify", of trees or
+        chains).
+
+        Parameters
+        ----------
+        chunks : sequence of Chunk
+        mode : str
+        requests, starts : sequence, optional
+            Who decodes beside prompts, as in :meth:`decode`: one token each, behind those of the chunks.
 
         Returns
         -------
         Tensor
-            One row a chunk: the logits of its last token; with mode "verify" the token drawn at each place, and
-            :data:`PASSED` behind a draft that is wrong.
+            One row a chunk and request: the logits of its last token; with mode "verify" the token drawn at each
+            place, and :data:`PASSED` behind a draft that is wrong.
         Tensor or None
             Hidden rows of all tokens, where the step was not captured.
         """
-        lengths = tuple(len(chunk.ids) for chunk in chunks)
-        longest = max(chunk.start + len(chunk.ids) for chunk in chunks)
-        table = self._pages_of([chunk.request.slot for chunk in chunks], longest)
+        lengths = (*(len(chunk.ids) for chunk in chunks), *[1] * len(requests))
+        begins = (*(chunk.start for chunk in chunks), *starts)
+        slots = [*(chunk.request.slot for chunk in chunks), *(request.slot for request in requests)]
+        table = self._pages_of(slots, max(map(add, begins, lengths)))
         tree = any(chunk.parents for chunk in chunks)
         parents = tuple(tuple(c.parents or range(-1, len(c.ids) - 1)) for c in chunks) if tree else ()
         mode = TREE if tree else mode
-        batch = AttentionBatch(lengths, tuple(chunk.start for chunk in chunks), table, (), parents)
+        batch = AttentionBatch(lengths, begins, table, (), parents)
         # Also when they are told already: a prompt that is computed again is computed alike.
         wants_all = any(chunk.request.submit.prompt_logprobs >= 0 for chunk in chunks)
-        key = None if wants_all else self._extend_key(batch.num_tokens, len(chunks), mode, False)
+        key = None if wants_all else self._extend_key(batch.num_tokens, len(slots), mode, False)
         bucket = None if key is None else self._extend_bucket(key)
         meta = self.state.plan(batch, bucket=bucket, num_pages=self.num_pages)
-        rows = [chunk.request.slot - 1 if chunk.samples else None for chunk in chunks]
-        self.inputs.write([(chunk.ids, row) for chunk, row in zip(chunks, rows, strict=True)], lengths, bucket)
+        parts = [(chunk.ids, chunk.request.slot - 1 if chunk.samples else None) for chunk in chunks]
+        self.inputs.write([*parts, *(((), request.slot - 1) for request in requests)], lengths, bucket)
         if mode in (VERIFY, TREE, ALL):
             self._send_drafts(chunks, batch.num_tokens if bucket is None else bucket.tokens)
         if key is not None:
             assert self.graphs is not None
-            return self.graphs.replay(key), None
+            return self.graphs.replay(key)[: len(slots)] if mode == LOGITS else self.graphs.replay(key), None
         hidden = self._forward(meta)
         return self._finish(meta, hidden, mode), hidden
 

@@ -87,8 +87,11 @@ class GroupSlotStep(SlotStep):
         found: torch.Tensor = self.graphs.replay(key)
         return found[:size]
 
-    def extend_chunks(self, chunks: Sequence[Chunk], mode: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Launch pieces of prompts of this group, see :class:`SlotStep`; there may be none."""
+    def extend_chunks(
+        self, chunks: Sequence[Chunk], mode: str, requests: Sequence[Request] = (), starts: Sequence[int] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Launch pieces of prompts of this group, see :class:`SlotStep`; there may be none, and nobody decodes here."""
+        assert not requests  # groups would not agree on what their steps are
         self._together.plan(self._counts(sum(len(chunk.ids) for chunk in chunks)), extend=True)
         if chunks:
             return super().extend_chunks(chunks, mode)

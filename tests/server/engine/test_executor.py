@@ -18,6 +18,26 @@ from serving import GREEDY, Bench, make_model, plain, prompts
 NEW = 9
 
 
+def decodes_beside_chunks(bench: Bench) -> list[bool]:
+    """Return what will hold, of each plan with chunks and rows, whether the rows were a step of their own."""
+    found: list[bool] = []
+    launch, decode, asked = bench.executor.launch, bench.executor.decoding.decode, [False]
+
+    def launched(plan: Any) -> Any:
+        asked[0] = False
+        step = launch(plan)
+        if plan.mixes:
+            found.append(asked[0])
+        return step
+
+    def decoded(*args: Any) -> Any:
+        asked[0] = True
+        return decode(*args)
+
+    bench.executor.launch, bench.executor.decoding.decode = launched, decoded  # type: ignore[method-assign]
+    return found
+
+
 @pytest.fixture(scope="module", params=["deepseek", "qwen", "gpt_oss"])
 def model(request: pytest.FixtureRequest) -> Any:
     return make_model(request.param)
@@ -37,12 +57,25 @@ def wanted(model: Any) -> list[list[int]]:
         {"overlap": True, "captured": True},
         {"overlap": True, "captured": True, "num_pages": 20, "max_running": 4},
         {"num_pages": 18, "max_batched_tokens": 20},
+        {"mixed": True, "max_batched_tokens": 20},
+        {"mixed": True, "overlap": True, "captured": True, "num_pages": 20, "max_running": 4},
     ],
-    ids=["plain", "small chunks", "no cache", "captured, ahead", "captured, preempted", "preempted"],
+    ids=[
+        "plain",
+        "small chunks",
+        "no cache",
+        "captured, ahead",
+        "captured, preempted",
+        "preempted",
+        "mixed",
+        "mixed, captured, preempted",
+    ],
 )
 def test_tokens_are_those_of_the_plain_loop(model: Any, wanted: list[list[int]], way: dict[str, Any]) -> None:
     bench = Bench(model, **way)
+    decodes = decodes_beside_chunks(bench)
     assert bench.generate(prompts(9), NEW) == wanted
+    assert decodes and set(decodes) == {not way.get("mixed", False)}
     # Again: now prompts are found in the cache.
     assert bench.generate(prompts(9), NEW) == wanted
     counters = bench.scheduler.metrics.counters
@@ -71,7 +104,7 @@ def test_seeds_decide_whatever_else_runs(model: Any, overlap: bool) -> None:
     rows = prompts(6)
     ways = [Sampling(0.9, 20, 0.9, 0.02, seed=i * 7 - 5) if i % 2 else GREEDY for i in range(6)]
     plain_ways = [SamplingParams(w.temperature, w.top_k, w.top_p, w.min_p, seed=w.seed) for w in ways]
-    bench = Bench(model, overlap=overlap, captured=overlap, num_pages=22, max_running=4)
+    bench = Bench(model, overlap=overlap, captured=overlap, num_pages=22, max_running=4, mixed=overlap)
     assert bench.generate(rows, NEW, ways) == plain(model, rows, NEW, plain_ways)
 
 

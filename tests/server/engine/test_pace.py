@@ -23,17 +23,22 @@ from fastlayers_server.engine.scheduler import Scheduler
 sys.path.insert(0, str(Path(__file__).parent))
 from world import World
 
-# Milliseconds of extends by tokens, and of decode steps by rows with some 600 tokens each: about docs/performance.md's.
-TOKENS, ROWS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192), (1, 2, 4, 8, 16, 32, 64, 128, 256)
-DEVICES: Mapping[str, tuple[Sequence[float], Sequence[float]]] = {
+# Milliseconds of extends by tokens, of decode steps by rows with some 600 tokens each (about what engines measured when
+# they started on an H200), and what each row adds to an extend that it is part of.
+TOKENS = (16, 32, 64, 128, 256, 512, 640, 768, 1024, 1536, 2048, 4096, 8192)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+DEVICES: Mapping[str, tuple[Sequence[float], Sequence[float], float]] = {
     "Qwen3-8B": (
-        (5.2, 5.3, 5.5, 6.3, 7.8, 12.0, 23.5, 47.0, 95.0, 190.0), (4.4, 4.4, 4.5, 4.6, 4.9, 5.5, 6.4, 8.0, 11.0)
+        (5.2, 5.3, 5.5, 6.3, 7.8, 12.0, 15.0, 17.7, 23.5, 35.5, 47.0, 95.0, 190.0),
+        (4.4, 4.4, 4.5, 4.6, 4.9, 5.5, 6.7, 8.5, 12.0), 0.03,
     ),
     "Qwen3-30B-A3B": (
-        (5.0, 6.0, 7.5, 8.5, 10.0, 12.1, 18.0, 31.0, 57.0, 110.0), (2.6, 3.6, 5.2, 7.6, 11.3, 14.7, 15.6, 17.0, 20.0)
+        (4.9, 5.8, 6.2, 8.0, 9.8, 11.5, 13.0, 14.6, 17.8, 24.9, 32.6, 60.0, 112.0),
+        (2.6, 3.9, 5.4, 8.2, 11.5, 14.8, 16.9, 19.0, 21.9), 0.02,
     ),
     "GPT-OSS-20B": (
-        (4.3, 5.0, 6.0, 7.0, 8.5, 11.7, 18.0, 30.0, 54.0, 103.0), (1.8, 2.2, 2.8, 3.6, 4.4, 5.1, 6.0, 7.6, 10.5)
+        (4.6, 5.4, 6.5, 8.4, 9.9, 12.9, 14.4, 15.9, 19.6, 25.3, 31.4, 58.0, 105.0),
+        (2.2, 2.9, 3.6, 4.2, 5.1, 5.9, 6.7, 8.2, 10.5), 0.01,
     ),
 }  # fmt: skip
 HOST = 0.001  # seconds from a plan to the device
@@ -54,17 +59,18 @@ def between(sizes: Sequence[int], times: Sequence[float], size: int) -> float:
 class Device:
     """Takes time, and draws the same token for everybody; requests arrive while it does."""
 
-    def __init__(self, name: str, arrivals: Sequence[float]) -> None:
-        self.extends, self.decodes = DEVICES[name]
+    def __init__(self, name: str, arrivals: Sequence[float], mixed: bool = True) -> None:
+        self.extends, self.decodes, self.a_row = DEVICES[name]
         self.now = self.free_at = 0.0
         self.arrivals = deque(enumerate(sorted(arrivals), 1))
         self.came: dict[int, float] = {}
         self.heard: dict[int, list[float]] = {}
-        config = SchedulerConfig(150_000, 4096, 256 * 66, max_running=256)
+        config = SchedulerConfig(150_000, 4096, 256 * 66, max_running=256, mixed=mixed)
         scheduler = Scheduler(config)
         scheduler.budget.measured(
             {n: 1e-3 * t for n, t in zip(TOKENS, self.extends, strict=True)},
             {n: 1e-3 * t for n, t in zip(ROWS, self.decodes, strict=True)},
+            {n: 1e-3 * self.a_row * n for n in ROWS} if mixed else {},
         )
         executor: Any = self
         self.engine = Engine(scheduler, executor, self.hear, clock=lambda: self.now)
@@ -84,9 +90,13 @@ class Device:
         self.ticks += 1
         begin = max(self.free_at, self.now + HOST)
         new, rows = plan.extend_tokens, len(plan.rows)
-        captured = next((n for n in TOKENS if n >= new), new) if new <= 512 else new
+        mixed = self.engine.scheduler.config.mixed and plan.mixes
+        new += rows if mixed else 0
+        captured = next((n for n in TOKENS if n >= new), new) if new <= 2048 else new
         extended = begin + (between(TOKENS, self.extends, captured) if new else 0.0)
-        self.free_at = extended + (between(ROWS, self.decodes, rows) if rows else 0.0)
+        self.free_at = extended + (between(ROWS, self.decodes, rows) if rows and not mixed else 0.0)
+        if mixed:
+            self.free_at = extended = extended + 1e-3 * self.a_row * rows
         return Step(self, plan, extended, self.free_at)
 
     def counters(self) -> dict[str, dict[str, float]]:
@@ -149,7 +159,7 @@ def test_poisson_arrivals_at_70_percent(name: str) -> None:
 
 def test_a_first_token_does_not_wait_for_the_rows_beside_it() -> None:
     arrivals = [0.0] * 20 + [0.5 + 0.2 * i for i in range(5)]
-    device = Device("Qwen3-30B-A3B", arrivals)
+    device = Device("Qwen3-30B-A3B", arrivals, mixed=False)
     device.run()
     alone = 1e-3 * device.extends[TOKENS.index(IN)]
     row = 1e-3 * between(ROWS, device.decodes, 20)
