@@ -149,3 +149,26 @@ def test_arguments_in_another_order_are_refused() -> None:
 
     with pytest.raises(TypeError, match="kernel wrong_kernel: pointers"):
         kernel(wrong_kernel)
+
+
+def test_grid_and_stream_are_those_of_each_launch(stubbed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, own, driver = stubbed
+    x, bound, wanted = torch.zeros(64), made.bind(BLOCK=16, FLAG=True), []
+    bound((1,), x, x, 5, 32, 1e-6)
+    for grid, stream in [((1,), 3), ((1,), 3), ((1,), 4), ((2, 6), 4), ((1,), 4), ((1, 1), 3), ((1, 2, 3), 3)]:
+        monkeypatch.setattr(driver, "stream", lambda device, stream=stream: stream)
+        bound(grid, x, x, 5, 32, 1e-6)
+        wanted.append((*(*grid, 1, 1)[:3], stream, x.data_ptr(), x.data_ptr(), 5, 32, 1e-6, None, None))
+    assert driver.launched == wanted and len(own.calls) == 1
+
+
+def test_what_a_thread_is_about_to_launch_stays_as_it_is(stubbed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _, driver = stubbed
+    x, bound = torch.zeros(64), made.bind(BLOCK=16, FLAG=True)
+    for _ in range(2):
+        bound((1,), x, x, 5, 32, 1e-6)
+    held = next(each for each in made._known.values() if each is not None and each.tail)
+    mine = held.at((7,), 70)
+    bound((9,), x, x, 5, 32, 1e-6)  # another thread's, in between
+    mine[2](x.data_ptr(), x.data_ptr(), *held.tail)
+    assert [each[0] for each in driver.launched] == [1, 9, 7]
