@@ -13,6 +13,7 @@ in our kernels.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -26,10 +27,11 @@ from fastlayers.comm.collectives import collectives
 from fastlayers.comm.communicator import RankOps
 from fastlayers.comm.padding import StepTokens
 from fastlayers.errors import ArgumentError
-from fastlayers.moe.placement.moves import move_experts
+from fastlayers.moe.placement.moves import all_ranks, move_experts
 from fastlayers.moe.placement.planner import plan_placement
 from fastlayers.moe.placement.table import ExpertPlacement
 
+log = logging.getLogger(__name__)
 Routed = tuple[torch.Tensor, torch.Tensor]  # the weights of a token's experts, and their ids or slots
 
 
@@ -138,7 +140,11 @@ class ExpertBalancer:
         placement = experts.placement
         after = plan_placement(loads, placement.logical, placement.ep.size, self.config)
         if after != placement.logical:
-            self.received += move_experts(experts, after)
+            received = move_experts(experts, after, lambda good: all_ranks(self.ranks, good))
+            if received is None:
+                log.warning("a rank has no memory to move experts: those of this layer stay where they are")
+                return
+            self.received += received
             self.moved += 1
 
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fastlayers as fl
+from fastlayers.comm.expert_exchange.layer import ExpertExchange
 from fastlayers.comm.parallel import Axis, ParallelSpec
 from fastlayers.errors import ArgumentError
 from fastlayers.moe.placement.moves import move_experts, transfers
@@ -233,6 +234,57 @@ def test_a_token_has_the_same_bits_where_its_experts_are_grouped_alike() -> None
             assert all(same for same, together in zip(equal, alike, strict=True) if together)
             other += sum(not same for same in equal)
     assert other > 0  # the rule says something: elsewhere bits do differ
+
+
+def no_memory(rank: Rank) -> tuple[Any, ...]:
+    layer = layer_of(rank.spec(ep=2), fl.EplbConfig(), True)
+    assert layer.placement is not None
+    before = [layer.w13.clone(), layer.w2.clone(), list(layer.placement.logical)]
+    empty = torch.empty_like
+
+    def short(*args: Any, **options: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory on this rank")
+
+    torch.empty_like = short if rank.rank == 1 else empty  # type: ignore[assignment]
+    try:
+        refused = move_experts(layer, [4, 1, 2, 3, 0, 5, 6, 7])
+    finally:
+        torch.empty_like = empty
+    same = torch.equal(before[0], layer.w13) and torch.equal(before[1], layer.w2)
+    unchanged = same and before[2] == layer.placement.logical
+    return refused, unchanged, move_experts(layer, [4, 1, 2, 3, 0, 5, 6, 7]), layer.placement.logical
+
+
+def test_nobody_moves_where_a_rank_has_no_memory() -> None:
+    for refused, unchanged, moved_bytes, logical in world(2).run(no_memory):
+        assert refused is None and unchanged
+        assert moved_bytes == 4 * 3 * INNER * HIDDEN and logical == [4, 1, 2, 3, 0, 5, 6, 7]
+
+
+def exchanged(rank: Rank, plan: list[int], exact: bool) -> tuple[bool, bool]:
+    """Send tokens to the slots of their experts, of every rank a part of them."""
+    spec = rank.spec(ep=2)
+    x, weights, ids, positions = routed()
+    layer = layer_of(spec, fl.EplbConfig(num_redundant_experts=2), exact)
+    assert layer.placement is not None
+    move_experts(layer, plan)
+    exchange = ExpertExchange(spec.ep, HIDDEN, layer.placement.num_slots, TOP_K, dtype=torch.float32)
+    own = slice(rank.rank * TOKENS // 2, (rank.rank + 1) * TOKENS // 2)
+    slots = layer.placement(ids, positions)
+
+    def experts(rows: torch.Tensor, local: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+        there = torch.where(local >= 0, local + layer.expert_slice.start, -1)
+        return layer(rows, share, there)
+
+    y = exchange(x[own], slots[own], weights[own], experts)
+    plain = layer_of(ParallelSpec(), None, exact)(x, weights, ids)[own]
+    return torch.equal(y, plain), bool((y - plain).abs().max() < 1e-3)
+
+
+def test_tokens_are_sent_to_the_slots_of_their_experts() -> None:
+    for plan in PLANS[2][1]:
+        assert world(2).run(exchanged, plan, True) == [(True, True)] * 2
+    assert all(close for _, close in world(2).run(exchanged, PLANS[2][1][0], False))
 
 
 def test_transfers_name_each_lacking_expert_once() -> None:

@@ -1,6 +1,7 @@
 """Experts change their slots between two steps: :func:`move_experts`.
 
     every rank, from the same two placements: who sends which expert to whom
+    ─► all have spare memory for what comes, or nobody moves
     ─► own experts copied aside, all others received into spare memory
     ─► copied into the slots, then the tables: addresses stay, captured steps go on
 
@@ -10,11 +11,13 @@ and is free again afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
+from fastlayers.comm.collectives import Collectives, GlooCollectives, TorchCollectives, collectives
 from fastlayers.comm.parallel import Axis
 from fastlayers.errors import ArgumentError
 from fastlayers.moe.fused_moe.layer import FusedMoE
@@ -45,7 +48,7 @@ def transfers(before: Sequence[int], after: Sequence[int], ranks: int) -> list[T
     return found
 
 
-def move_experts(experts: FusedMoE, after: Sequence[int]) -> int:
+def move_experts(experts: FusedMoE, after: Sequence[int], agree: Callable[[bool], bool] | None = None) -> int | None:
     """Let the slots of one layer hold other experts, on all ranks of its axis together.
 
     Parameters
@@ -54,11 +57,14 @@ def move_experts(experts: FusedMoE, after: Sequence[int]) -> int:
         With a placement; its weights and the placement's tables are written in place, in stream order.
     after : sequence of int
         Expert of each slot; equal on all ranks.
+    agree : callable, optional
+        Returns whether all ranks that hold parts of these experts have memory for what comes, given whether this one
+        has; a collective call. Default: the ranks of the axis are all of them.
 
     Returns
     -------
-    int
-        Bytes that this rank received.
+    int or None
+        Bytes that this rank received; ``None``: a rank has no memory for them, and nothing was moved on any.
 
     Raises
     ------
@@ -70,41 +76,57 @@ def move_experts(experts: FusedMoE, after: Sequence[int]) -> int:
         raise ArgumentError("move_experts", "experts", "without a placement", "a FusedMoE(…, placement=…)")
     axis, before = placement.ep, placement.logical
     own, size = placement.own_slots, placement.num_slots // axis.size
+    sent = transfers(before, after, axis.size)
+    if sent and not isinstance(axis.group, dist.ProcessGroup):
+        raise ArgumentError("move_experts", "axis.group", type(axis.group).__name__, "a process group")
     with torch.inference_mode():
         held = [p.data for p in experts.parameters(recurse=False)]
         wanted = {after[slot] for slot in range(own.start, own.stop) if after[slot] != before[slot]}
         here = {expert: slot % size for slot, expert in enumerate(before) if own.start <= slot < own.stop}
-        spare = {e: [part[here[e]].clone() for part in held] for e in sorted(wanted & here.keys())}
-        received = _receive(held, transfers(before, after, axis.size), axis)
-        spare |= received
+        spare: dict[int, list[torch.Tensor]] = {}
+        try:
+            for expert in sorted(wanted):
+                spare[expert] = [torch.empty_like(part[0]) for part in held]
+        except (torch.OutOfMemoryError, MemoryError):
+            spare.clear()
+        if not (agree or _agree_over(axis))(len(spare) == len(wanted)):
+            return None
+        for expert in wanted & here.keys():
+            for part, value in zip(held, spare[expert], strict=True):
+                value.copy_(part[here[expert]])
+        received = _exchange(held, spare, sent, axis)
         for slot in range(own.start, own.stop):
             if after[slot] != before[slot]:
                 for part, value in zip(held, spare[after[slot]], strict=True):
                     part[slot - own.start].copy_(value)
         placement.place(after)
-    return sum(part.numel() * part.element_size() for parts in received.values() for part in parts)
+    return received
 
 
-def _receive(held: list[torch.Tensor], sent: list[Transfer], axis: Axis) -> dict[int, list[torch.Tensor]]:
-    """Send what others lack, and return what this rank lacks, by expert."""
-    import torch.distributed as dist
+def _agree_over(axis: Axis) -> Callable[[bool], bool]:
+    return lambda good: good if axis.group is None else all_ranks(collectives(axis), good)
 
-    found: dict[int, list[torch.Tensor]] = {}
-    if not sent:
-        return found
-    if not isinstance(axis.group, dist.ProcessGroup):
-        raise ArgumentError("move_experts", "axis.group", type(axis.group).__name__, "a process group")
+
+def all_ranks(ranks: Collectives, good: bool) -> bool:
+    """Return whether this holds on all ranks; waits for them."""
+    cuda = isinstance(ranks, TorchCollectives) and not isinstance(ranks, GlooCollectives)
+    flag = torch.full((1,), int(good), dtype=torch.int32, device="cuda" if cuda else "cpu")
+    return int(ranks.all_reduce_(flag)) == ranks.size
+
+
+def _exchange(held: list[torch.Tensor], spare: dict[int, list[torch.Tensor]], sent: list[Transfer], axis: Axis) -> int:
+    """Send what others lack, and fill ``spare`` with what this rank lacks; return its bytes."""
     calls: list[dist.P2POp] = []
+    received = 0
     for expert, source, slot, target in sent:
         if axis.rank not in (source, target):
             continue
-        if axis.rank == target:
-            found[expert] = [torch.empty_like(part[0]) for part in held]
-        parts = found[expert] if axis.rank == target else [part[slot] for part in held]
+        parts = spare[expert] if axis.rank == target else [part[slot] for part in held]
+        received += sum(part.numel() * part.element_size() for part in parts) if axis.rank == target else 0
         how: Any = dist.irecv if axis.rank == target else dist.isend
         peer = dist.get_global_rank(axis.group, source if axis.rank == target else target)
         # As bytes: not every backend sends every number format.
         calls += [dist.P2POp(how, part.view(torch.uint8), peer, axis.group) for part in parts]
     for work in dist.batch_isend_irecv(calls) if calls else ():
         work.wait()
-    return found
+    return received
