@@ -107,6 +107,12 @@ class EngineClient(ABC):
     def _pass(self, message: ToEngine) -> bool:
         """Give a message to the engine, if it is there; under the lock."""
 
+    def _pass_early(self) -> None:
+        """Give the engine, which is there now, what came before; under the lock."""
+        for message in self._early:
+            self._pass(message)
+        self._early.clear()
+
     def _deliver(self, message: FromEngine) -> None:
         with self._delivering:
             if isinstance(message, StepOut):
@@ -173,9 +179,7 @@ class InProcessEngine(EngineClient):
             engine.begin(self._deliver)
             with self._lock:
                 self._engine = engine
-                for message in self._early:
-                    engine.post(message)
-                self._early.clear()
+                self._pass_early()
             self._phase = "serving"
             engine.run()
         except Exception as error:

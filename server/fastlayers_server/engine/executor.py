@@ -168,20 +168,17 @@ class TorchExecutor:
         if graphs is None and cuda_graph and device.type == "cuda":
             # One run before a capture, not two: every layer ran in these sizes before.
             graphs = CudaGraphs(device, warm_ups=1)
-        shared = (graphs,) if graphs is not None else ()
 
-        def step(most: int) -> SlotStep:
+        def step(most: int, graphs: CudaGraphs | None) -> SlotStep:
             state = AttentionState(running, most, pages, config.page_size, device)
             return self.step_class(
                 model, self.caches, state, sampler, config.num_pages, cuda_graph=cuda_graph,
-                graphs=shared[0] if shared else None, extend_buckets=extend_buckets, verify_tokens=verify_tokens,
+                graphs=graphs, extend_buckets=extend_buckets, verify_tokens=verify_tokens,
                 verify_each=verify_each, keep_hidden=mtp > 0 and draft_model is None,
             )  # fmt: skip
 
-        self.decoding = step(running)
-        if self.decoding.graphs is not None:
-            shared = (self.decoding.graphs,)
-        self.extending = step(tokens)
+        self.decoding = step(running, graphs)
+        self.extending = step(tokens, self.decoding.graphs if graphs is None else graphs)
         self.extending.table, self.extending.weights = self.decoding.table, self.decoding.weights
         self.extending.pages = self.decoding.pages
         self.special = SpecialDraws(sampler, self.decoding.table, config.max_model_len)

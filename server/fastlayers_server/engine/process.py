@@ -85,17 +85,14 @@ class EngineProcess(EngineClient):
         return self._child.pid if self._child is not None else 0
 
     def _pass(self, message: ToEngine) -> bool:
-        if self._out is not None:
-            self._send(message)
-        return self._out is not None
-
-    def _send(self, message: ToEngine) -> None:
-        assert self._out is not None
+        if self._out is None:
+            return False
         try:
             self._out.send(encode(message), zmq.NOBLOCK)
         except zmq.Again:
             log.error("the engine takes no messages; its process is killed")
             self._kill()
+        return True
 
     def shutdown(self, timeout: float = 0.0) -> None:
         """End, see :class:`EngineClient`."""
@@ -173,9 +170,7 @@ class EngineProcess(EngineClient):
             self.phase = "serving"
             with self._lock:
                 self._out = out
-                for early in self._early:
-                    self._send(early)
-                self._early.clear()
+                self._pass_early()
 
     def _kill(self) -> None:
         """Let the process say where it hangs, and end it."""

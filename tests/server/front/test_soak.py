@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import time
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ def test_nothing_is_left_behind(soak: Any) -> None:
         assert load.seen["dropped"] >= 10 and load.seen["streamed 200"] >= 30 and load.seen["whole 200"] >= 30
         assert load.seen["malformed 400"] >= 3
         assert metrics["fastlayers_front_tokens_total"] >= load.completed_tokens > 1000
+        asyncio.run(load.run(20, 4, end=time.monotonic() - 1.0))
+        assert load.seen["not sent"] == 20
         scheduler = server.engine._engine.scheduler
         assert wait_for(lambda: not scheduler.running.requests) and scheduler.cache.private == 0
 
