@@ -14,7 +14,7 @@ import struct
 import sys
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -148,7 +148,7 @@ def work(arguments: Sequence[str]) -> None:
 
 
 class GrammarMasks:
-    """The engine's grammars, and a matcher for each request that has one.
+    """The engine's grammars; each request that has one keeps its matcher.
 
     Parameters
     ----------
@@ -171,8 +171,6 @@ class GrammarMasks:
 
         self._info, self._cache_bytes, self._reading = info, cache_bytes, threading.Lock()
         self._grammars: OrderedDict[str, Any] = OrderedDict()
-        self._matchers: dict[Request, Any] = {}
-        self._slow: Counter[Request] = Counter()
         self._masks = torch.full((max_rows, -(-vocab_size // 32)), -1, dtype=torch.int32, pin_memory=pinned)
 
     def read(self) -> Any:
@@ -204,9 +202,7 @@ class GrammarMasks:
         """Make a request's matcher: its grammar may be forgotten while it waits."""
         from xgrammar import GrammarMatcher
 
-        self._matchers = {r: matcher for r, matcher in self._matchers.items() if r.state != ENDED}
-        self._slow = Counter({r: count for r, count in self._slow.items() if r.state != ENDED})
-        self._matchers[request] = GrammarMatcher(self._grammars[request.submit.grammar])
+        request.matcher = GrammarMatcher(self._grammars[request.submit.grammar])
 
     def masks(self, plan: TickPlan) -> Any:
         """Return which tokens each sampled request of a plan may draw, one bit each: int32 ``[rows, words]``."""
@@ -216,18 +212,17 @@ class GrammarMasks:
             if request.submit.grammar and request.state != ENDED:
                 begin = time.thread_time()
                 if not drawn:  # perhaps once more, in deterministic mode
-                    self._matchers[request].reset()
-                self._matchers[request].fill_next_token_bitmask(masks, place)
-                self._slow[request] += time.thread_time() - begin > SLOW_SECONDS
+                    request.matcher.reset()
+                request.matcher.fill_next_token_bitmask(masks, place)
+                request.slow_masks += time.thread_time() - begin > SLOW_SECONDS
         return masks
 
     def accept(self, request: Request, tokens: Sequence[int]) -> str:
         """Advance a request's matcher by tokens that it drew; returns what is wrong, or nothing."""
-        matcher = self._matchers[request]
         for token in tokens:
-            if not matcher.accept_token(token):
+            if not request.matcher.accept_token(token):
                 return f"token {token} does not follow the grammar"
-        if self._slow[request] > PATIENCE:
+        if request.slow_masks > PATIENCE:
             return f"the grammar's masks take longer than {1e3 * SLOW_SECONDS:g} ms a token"
         return ""
 

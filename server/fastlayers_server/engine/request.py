@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from fastlayers_server.engine.cache import Node
 from fastlayers_server.engine.protocol import Submit, TokenLogprobs
@@ -34,12 +35,14 @@ class Request:
         How many tokens it has at most, prompt included.
     penalised, general : bool
         Its tokens need penalties; and more than temperature and filters: these, bias, log-probabilities, a grammar.
+    matcher, slow_masks
+        Of a grammar: the place in it; how many masks took too long.
     """
 
     __slots__ = (
         "admitted_at", "cached", "end", "ended_reason", "ends", "first_at", "general", "goal", "held_since", "high",
-        "inflight", "kv", "pages", "passed", "path", "penalised", "priority", "prompt_len", "prompt_logprobs", "replay",
-        "seq", "slot", "state", "submit", "tokens", "told",
+        "inflight", "kv", "matcher", "pages", "passed", "path", "penalised", "priority", "prompt_len",
+        "prompt_logprobs", "replay", "seq", "slot", "slow_masks", "state", "submit", "tokens", "told",
     )  # fmt: skip
 
     def __init__(self, submit: Submit, seq: int, prompt: list[int], ends: frozenset[int], priority: int) -> None:
@@ -53,6 +56,8 @@ class Request:
         self.held_since = self.admitted_at = self.first_at = 0.0
         self.ended_reason = "overlap"
         self.prompt_logprobs: list[TokenLogprobs] = []
+        self.matcher: Any = None
+        self.slow_masks = 0
         s = submit.sampling
         self.penalised = bool(s.frequency_penalty or s.presence_penalty or s.repetition_penalty != 1.0)
         self.general = bool(self.penalised or s.logit_bias or submit.logprobs >= 0 or submit.grammar)
