@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from fastlayers.attention.buckets import ExtendBuckets
 from fastlayers.errors import ArgumentError, CollectiveMismatch
 from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
 from fastlayers.testing.world import Rank, world
@@ -25,7 +26,9 @@ from fastlayers_server.engine.request import TickPlan, TickResult
 from fastlayers_server.engine.scheduler import Scheduler
 from fastlayers_server.engine.startup import scheduler_config
 from fastlayers_server.parallel.channel import Channel
+from fastlayers_server.parallel.follower import follow
 from fastlayers_server.parallel.groups import Groups, GroupsPlan, GroupsResult
+from fastlayers_server.parallel.leader import Leader
 from fastlayers_server.parallel.together import GroupExecutor, GroupLeader, Report, _pack, follow_together
 from fastlayers_server.serve_config import parse
 
@@ -205,6 +208,34 @@ def on_a_rank(rank: Rank, attn_dp: int, ep: int, captured: bool) -> Any:
     return found, executor.graph_counts()
 
 
+def spread_on_a_rank(rank: Rank, captured: bool) -> Any:
+    """As :func:`on_a_rank`, of one group whose prompts' steps are spread over the ranks; also how many there were."""
+    config = EngineConfig(model="tiny", tp=rank.size, **SETTINGS)
+    model: Any = AutoModel.from_pretrained(
+        assets() / TINY, dtype=torch.float32, device="cpu", page_size=16, parallel=rank.spec()
+    )
+    model.spread_rows, steps = range(3, 65), []
+    plan = model.single_step
+
+    def planned(meta: Any) -> Any:
+        steps.append(plan(meta))
+        return steps[-1]
+
+    model.single_step = planned
+    limits = scheduler_config(config, model)
+    graphs = CudaGraphs(runtime=EagerRuntime(), freeze=False) if captured else None
+    buckets = ExtendBuckets((16, 64), (1, 4))
+    executor, channel = TorchExecutor(model, limits, graphs=graphs, extend_buckets=buckets), Channel()
+    executor.capture()
+    if rank.rank:
+        follow(executor, channel)
+        return sum(step.spread for step in steps)
+    first = Leader(executor, channel)
+    found = serve(first, Scheduler(limits))
+    first.close()
+    return found, [step.rows[0] - step.real[0] for step in steps if step.spread]
+
+
 @pytest.fixture(scope="module")
 def alone() -> dict[int, list[int]]:
     model = AutoModel.from_pretrained(assets() / TINY, dtype=torch.float32, device="cpu", page_size=16)
@@ -225,6 +256,13 @@ def test_captured_steps_of_groups(alone: dict[int, list[int]]) -> None:
     assert found == alone
     # Both ranks replay as often, by kinds that their own requests need; only prompts run without a graph.
     assert sum(replays.values()) == sum(others.values()) > 15 and not eager.get("no graph for greedy")
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_group_whose_prompts_are_spread_over_ranks(alone: dict[int, list[int]], captured: bool) -> None:
+    (found, pads), others = world(2).run(spread_on_a_rank, captured)
+    assert found == alone
+    assert len(pads) == others > 3 and (captured or max(pads) == 1)  # a token is missing where a prompt's are odd
 
 
 def test_a_server_of_two_groups_and_a_lost_rank() -> None:
