@@ -108,7 +108,7 @@ NEVER: Mapping[str, str] = MappingProxyType(
         "--enable-chunked-prefill": "it is always on",
         "--enable-prefix-caching": "it is on; --no-prefix-cache switches it off",
         "--guided-decoding-backend": "grammars are xgrammar's",
-        "--max-seq-len-to-capture": "its new name is --cuda-graph-max-bs, of requests",
+        "--max-seq-len-to-capture": "steps of up to --max-running-requests requests are captured",
         "--num-scheduler-steps": "steps overlap instead; --disable-overlap-schedule switches that off",
     }
 )  # fmt: skip

@@ -15,6 +15,22 @@ TITLES = {
     "itl": "Inter-token Latency",
     "e2el": "End-to-end Latency",
 }
+# What vLLM prints before the latencies: label, figure, format. None, and a rate of "inf", is left out.
+LINES = (
+    ("Successful requests", "completed", "<10"),
+    ("Failed requests", "failed", "<10"),
+    ("Maximum request concurrency", "max_concurrency", "<10"),
+    ("Request rate configured (RPS)", "request_rate", "<10.2f"),
+    ("Benchmark duration (s)", "duration", "<10.2f"),
+    ("Total input tokens", "total_input_tokens", "<10"),
+    ("Total generated tokens", "total_output_tokens", "<10"),
+    ("Request throughput (req/s)", "request_throughput", "<10.2f"),
+    ("Request goodput (req/s)", "request_goodput", "<10.2f"),
+    ("Output token throughput (tok/s)", "output_throughput", "<10.2f"),
+    ("Peak output token throughput (tok/s)", "max_output_tokens_per_s", "<10.2f"),
+    ("Peak concurrent requests", "max_concurrent_requests", "<10.2f"),
+    ("Total token throughput (tok/s)", "total_token_throughput", "<10.2f"),
+)
 
 
 def figures(
@@ -93,28 +109,12 @@ def detail(answers: Sequence[Answer]) -> dict[str, list[Any]]:
 def text(found: Mapping[str, Any], metrics: Sequence[str], percentiles: Sequence[float]) -> str:
     """Return the figures as vLLM prints them."""
     lines = [f"{' Serving Benchmark Result ':=^50}"]
-
-    def line(label: str, value: Any, shape: str = "<10.2f") -> None:
-        lines.append(f"{label + ':':<40} {value:{shape}}")
-
-    line("Successful requests", found["completed"], "<10")
-    line("Failed requests", found["failed"], "<10")
-    if found["max_concurrency"]:
-        line("Maximum request concurrency", found["max_concurrency"], "<10")
-    if found["request_rate"] != "inf":
-        line("Request rate configured (RPS)", found["request_rate"])
-    line("Benchmark duration (s)", found["duration"])
-    line("Total input tokens", found["total_input_tokens"], "<10")
-    line("Total generated tokens", found["total_output_tokens"], "<10")
-    line("Request throughput (req/s)", found["request_throughput"])
-    if found["request_goodput"] is not None:
-        line("Request goodput (req/s)", found["request_goodput"])
-    line("Output token throughput (tok/s)", found["output_throughput"])
-    line("Peak output token throughput (tok/s)", found["max_output_tokens_per_s"])
-    line("Peak concurrent requests", float(found["max_concurrent_requests"]))
-    line("Total token throughput (tok/s)", found["total_token_throughput"])
+    for label, name, shape in LINES:
+        if found[name] not in (None, "inf"):
+            lines.append(f"{label + ':':<40} {found[name]:{shape}}")
     for name in metrics:
         lines.append(f"{TITLES[name]:-^50}")
         for kind in ("mean", "median", *(f"p{p:g}" for p in percentiles)):
-            line(f"{kind.capitalize()} {name.upper()} (ms)", found[f"{kind}_{name}_ms"])
+            label = f"{kind.capitalize()} {name.upper()} (ms):"
+            lines.append(f"{label:<40} {found[f'{kind}_{name}_ms']:<10.2f}")
     return "\n".join([*lines, "=" * 50, f"tokens per event: {found['tokens_per_event']:.2f}"])

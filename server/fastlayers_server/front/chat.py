@@ -111,10 +111,7 @@ class ChatWriter:
         self._reasoning = {"both": ("reasoning_content", "reasoning"), "none": ()}.get(field, (field,))
 
     def _head(self, job: Job, kind: str) -> dict[str, Any]:
-        return {
-            "id": job.id, "object": kind, "created": job.created, "model": self._body.model,
-            "system_fingerprint": self._front.fingerprint,
-        }  # fmt: skip
+        return self._front.head(job, self._body.model, kind)
 
     def whole(self, job: Job) -> dict[str, Any]:
         """Return the document of a job that has ended."""

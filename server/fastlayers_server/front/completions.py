@@ -47,10 +47,7 @@ class _Writer:
         self._offsets: dict[int, int] = {}
 
     def _head(self, job: Job) -> dict[str, Any]:
-        return {
-            "id": job.id, "object": "text_completion", "created": job.created, "model": self._body.model,
-            "system_fingerprint": self._front.fingerprint,
-        }  # fmt: skip
+        return self._front.head(job, self._body.model, "text_completion")
 
     def whole(self, job: Job) -> dict[str, Any]:
         """Return the document of a job that has ended."""

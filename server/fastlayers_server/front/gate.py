@@ -241,18 +241,13 @@ def _parsed(raw: bytes, model: type[M], lenient: Any) -> M:
         raise of_validation(error) from error
 
 
-def check_shape(data: Any) -> None:
+def check_shape(data: Any, levels: int = MAX_DEPTH) -> None:
     """Raise 400 for JSON nested too deep, or with numbers that are infinite."""
-    level, depth = [data], 0
-    while level:
-        depth += 1
-        if depth > MAX_DEPTH:
+    if type(data) is float and not math.isfinite(data):
+        raise ApiError(400, "a number of the body is too large", "invalid_json")
+    if isinstance(data, dict | list):
+        if not levels:
             raise ApiError(400, f"the body is nested deeper than {MAX_DEPTH} levels", "invalid_json")
-        inner: list[Any] = []
-        for value in level:
-            if type(value) is float and not math.isfinite(value):
-                raise ApiError(400, "a number of the body is too large", "invalid_json")
-            if isinstance(value, dict | list):
-                children = value.values() if isinstance(value, dict) else value
-                inner.extend(c for c in children if type(c) in (dict, list, float))
-        level = inner
+        for value in data.values() if isinstance(data, dict) else data:
+            if type(value) in (dict, list, float):
+                check_shape(value, levels - 1)

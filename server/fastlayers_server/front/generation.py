@@ -61,6 +61,11 @@ class Front:
         """Whether the engine has ever been ready."""
         return self.link.was_ready
 
+    def head(self, job: Job, model: str, kind: str) -> dict[str, Any]:
+        """Return what every document of a job begins with."""
+        head = {"id": job.id, "object": kind, "created": job.created, "model": model}
+        return head | {"system_fingerprint": self.fingerprint}
+
     def check_model(self, name: str | None) -> None:
         """Raise 404 for a name that is not served."""
         if name is not None and name not in self.config.served_model_name:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from fastlayers_server.front.link import Link
     from fastlayers_server.front.rows import Row
 
+log = logging.getLogger("fastlayers.front")
 LENGTHS = tuple(2.0**i for i in range(18))
 # own family -> (vLLM's, SGLang's) names; sums of a counter's keys where theirs has none.
 ALIASES: Mapping[str, tuple[str, str]] = {
@@ -113,11 +115,7 @@ class Metrics(Collector):
             taken = now - self._gc_started
             self._gc.labels(str(info["generation"])).observe(taken)
             if self._gc_warning and taken > self._gc_warning:
-                import logging
-
-                logging.getLogger("fastlayers.front").warning(
-                    "a collection of generation %d took %.3f s", info["generation"], taken
-                )
+                log.warning("a collection of generation %d took %.3f s", info["generation"], taken)
 
     def token(self, seconds: float, first: bool) -> None:
         """Count the wait for a request's news."""

@@ -60,8 +60,6 @@ STYLES = {
         "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
     ),
 }  # fmt: skip
-REASONING = ("deepseek_r1", "qwen3", "harmony", "none")
-TOOLS = (*STYLES, "harmony", "none")
 
 
 class Splitter:
