@@ -25,7 +25,6 @@ from fastlayers_server.front.completions import completions
 from fastlayers_server.front.errors import not_served
 from fastlayers_server.front.gate import Gate
 from fastlayers_server.front.generation import Front
-from fastlayers_server.front.grammars import Compiler
 from fastlayers_server.front.link import Link
 from fastlayers_server.front.metrics import Metrics
 from fastlayers_server.front.openapi import describe
@@ -36,6 +35,7 @@ from fastlayers_server.front.trace import tracing
 
 if TYPE_CHECKING:
     from fastlayers_server.engine.client import EngineClient
+    from fastlayers_server.engine.grammar import GrammarWorker
     from fastlayers_server.serve_config import ServeConfig
 
 log = logging.getLogger("fastlayers.front")
@@ -73,7 +73,7 @@ def make_front(
     config: ServeConfig,
     engine: EngineClient | Link,
     tokens: TokenText,
-    grammars: Compiler | None = None,
+    grammars: GrammarWorker | None = None,
 ) -> Front:
     """Return what the handlers share; an engine that is started already comes as its link."""
     metrics = Metrics(config.name, config.metrics_compat, config.gc_warning_threshold_secs)

@@ -20,7 +20,7 @@ from fastlayers_server.front.schemas import Common
 from fastlayers_server.front.tokens import Detokenizer, StopStrings, TokenText
 
 if TYPE_CHECKING:
-    from fastlayers_server.front.grammars import Compiler
+    from fastlayers_server.engine.grammar import GrammarWorker
     from fastlayers_server.front.parsers import Formats
     from fastlayers_server.serve_config import ServeConfig
 
@@ -40,7 +40,7 @@ class Front:
     metrics: Metrics
     formats: Formats
     fingerprint: str
-    grammars: Compiler | None = None
+    grammars: GrammarWorker | None = None
     jobs: dict[str, Job] = field(default_factory=dict)
     ignored: set[str] = field(default_factory=set)
     started: int = field(default_factory=lambda: int(time.time()))

@@ -7,7 +7,7 @@ import json
 import re
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from fastlayers_server.front.errors import ApiError
 from fastlayers_server.front.generation import Front
@@ -32,21 +32,6 @@ FORMATS = frozenset(
     ("email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri", "uri-reference",
      "uri-template", "json-pointer", "relative-json-pointer")
 )  # fmt: skip
-
-
-class Compiler(Protocol):
-    """The grammar worker, as a front sees it."""
-
-    async def compile(self, source: str) -> str:
-        """Return the serialised compiled grammar of a structural tag, as JSON.
-
-        Raises
-        ------
-        ValueError
-            The source is no grammar; the message is for the client.
-        TimeoutError
-            Compiling took too long; the worker was killed.
-        """
 
 
 async def constraint_of(body: Common, front: Front, prompt: Sequence[int] = ()) -> str:
