@@ -17,6 +17,7 @@ import torch
 import fastlayers as fl
 import fastlayers.attention.mla.flashinfer as mla_flashinfer
 import fastlayers.attention.mla.prefix_chunks as mla_paths
+from fastlayers.attention.buckets import ExtendBucket
 from fastlayers.attention.context_buckets import CONTEXTS, context_of
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
 from fastlayers.attention.mla.config import MLA, MLAConfig, RaggedLengths
@@ -26,7 +27,7 @@ from fastlayers.attention.mla.launch_config import KNOBS, decode_config
 from fastlayers.attention.mla.torch import TorchMLA
 from fastlayers.attention.mla.triton import TritonMLA
 from fastlayers.device import as_device
-from fastlayers.errors import ArgumentError
+from fastlayers.errors import ArgumentError, NoBackendError
 from fastlayers.registry import Backend
 
 REAL = MLAConfig(16, 512, 64, 128, 128, 0.1, phase="decode")
@@ -45,7 +46,14 @@ E4M3 = torch.float8_e4m3fn
         ("flashmla", {"kv_dtype": E4M3, "fp8_math": True}, "H200", None),
         ("flashmla", {"kv_dtype": torch.float16}, "H200", "is not of the queries' torch.bfloat16"),
         ("flashmla", {"kv_lora_rank": 256}, "H200", r"latents of 256 \+ 64 are not 512 \+ 64"),
-        ("flashmla", {"phase": "ragged"}, "H200", "serves decode only, not ragged"),
+        ("flashmla", {"phase": "ragged"}, "H200", "of several new tokens a request it takes few alone"),
+        *(
+            ("flashmla", {"phase": "ragged", "few": True, "num_heads": heads}, "H200", None)
+            for heads in (16, 32, 64, 128)
+        ),
+        ("flashmla", {"phase": "ragged", "few": True, "captured": True}, "H200", None),
+        ("flashmla", {"phase": "ragged", "few": True, "tree": True}, "H200", "masks no trees of drafts"),
+        ("flashmla", {"phase": "padded"}, "H200", "serves decode and ragged only, not padded"),
         ("flashinfer_fa3", {"page_size": 1}, "H200", None),
         ("flashinfer_fa3", {"kv_dtype": E4M3}, "H200", None),
         ("flashinfer_fa3", {"kv_dtype": E4M3, "dtype": torch.float16}, "H200", "are not bfloat16"),
@@ -61,7 +69,7 @@ E4M3 = torch.float8_e4m3fn
 )
 def test_guards(name: str, changes: dict[str, Any], device: str, reason: str | None) -> None:
     cfg, row = replace(REAL, **changes), MLA.named(name)
-    why = row.why_not(cfg, as_device(device)) if not row.serves(cfg.phase) else row.refuse(cfg, as_device(device))
+    why = row.why_not(cfg, as_device(device)) if not row.takes(cfg) else row.refuse(cfg, as_device(device))
     assert (why is None) == (reason is None)
     if reason is not None:
         import re
@@ -248,19 +256,24 @@ def fake_flashmla(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     seen: list[torch.Tensor] = []
 
     def get_mla_metadata(seq_lens: torch.Tensor, rows: int, kv_heads: int, is_fp8_kvcache: bool) -> Any:
-        assert (rows, kv_heads) == (TINY.num_heads, 1)
-        return seq_lens.clone(), torch.zeros(seq_lens.numel() + 1, dtype=torch.int32)
+        assert rows % TINY.num_heads == 0 and kv_heads == 1
+        schedule = torch.stack([seq_lens, torch.full_like(seq_lens, rows // TINY.num_heads)])
+        return schedule, torch.zeros(seq_lens.numel() + 1, dtype=torch.int32)
 
     def flash_mla_with_kvcache(
-        q: Any, cache: Any, table: Any, seq_lens: Any, rank: int, schedule: Any, splits: Any, scale: float, **fp8: Any
-    ) -> Any:
+        q: Any, cache: Any, table: Any, seq_lens: Any, rank: int, schedule: Any, splits: Any, scale: float, *,
+        causal: bool, **fp8: Any,
+    ) -> Any:  # fmt: skip
         seen.append(schedule)
-        o = torch.empty(q.shape[0], 1, q.shape[2], rank)
-        lse = torch.empty(q.shape[0], q.shape[2], 1)
-        for row, length in enumerate(schedule.tolist()):
-            keys = cache[table[row].long(), :, 0].flatten(0, 1)[:length]
-            scores = scale * q[row, 0] @ keys.T
-            o[row, 0], lse[row, :, 0] = scores.softmax(-1) @ keys[:, :rank], scores.logsumexp(-1)
+        requests, each, heads = q.shape[:3]
+        assert schedule[1].tolist() == [each] * requests and causal == (each > 1), "the schedule is of other queries"
+        o, lse = torch.full((requests, each, heads, rank), torch.nan), torch.full((requests, heads, each), torch.nan)
+        for row, length in enumerate(schedule[0].tolist()):
+            for query in range(each):  # the last one sees all, each before it one fewer
+                seen_by = max(0, length - (each - 1 - query))
+                keys = cache[table[row].long(), :, 0].flatten(0, 1)[:seen_by]
+                scores = scale * q[row, query] @ keys.T
+                o[row, query], lse[row, :, query] = scores.softmax(-1) @ keys[:, :rank], scores.logsumexp(-1)
         return o, lse
 
     package, module = ModuleType("sgl_kernel"), ModuleType("sgl_kernel.flash_mla")
@@ -283,6 +296,60 @@ def test_flashmla_keeps_its_schedule_in_place(fake_flashmla: list[torch.Tensor])
     assert len(addresses) == 1
     with pytest.raises(ArgumentError, match="steps without left padding: flashmla was chosen"):
         state.plan(AttentionBatch((1, 1), (9, 9), [[5], [1]], (0, 4)), bucket=4)
+
+
+@pytest.mark.parametrize("new", [(4, 4), (2, 5), (8, 1), (0, 3)])
+@pytest.mark.parametrize("bucket", [None, ExtendBucket(16, 2, 8), ExtendBucket(16, 3, 8)])
+def test_flashmla_verifies(
+    fake_flashmla: list[torch.Tensor], new: tuple[int, int], bucket: ExtendBucket | None
+) -> None:
+    """Several tokens a request, of requests that bring other numbers of them, the first of them a short one."""
+    core, plain, state, cache = FlashMLA(TINY), TorchMLA(TINY), AttentionState(4, 16, 3, 16), paged(TINY, 12)
+    for turn, cached in enumerate(((30, 3), (0, 20), (5, 1))):
+        counts = new if turn < 2 else new[::-1]
+        batch = AttentionBatch(counts, cached, [[5, 2, 8], [1, 9, 4]])
+        meta, tokens = state.plan(batch, bucket=bucket), sum(new)
+        q = torch.randn(meta.num_tokens, 3, 48)
+        o, lse = core.decode(q, cache, meta)
+        expected, expected_lse = plain.decode(q[:tokens], cache, AttentionState(4, 16, 3, 16).plan(batch))
+        torch.testing.assert_close(o[:tokens], expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse[:tokens], expected_lse, rtol=1e-5, atol=1e-5)
+    assert bucket is None or len({schedule.data_ptr() for schedule in fake_flashmla}) == 1
+
+
+def test_steps_that_verify_have_a_ladder_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to eight new tokens a request; beyond, and for trees, it is another backend's."""
+    monkeypatch.setattr(Named, "calls", [], raising=False)
+    row = Backend("verifies", Named, auto_on=(), phases=("decode", "ragged"), few_only=True, captures_extend=True)
+    MLA.add(row)
+    try:
+        layer = attention(backend="verifies")
+        cache = fl.kv_cache_spec(layer, page_size=16).allocate(num_pages=30)[0]
+        cache.keys.zero_()
+        state = AttentionState(2, 32, 14, 16)
+        for new, bucket, verified in (
+            ((8, 2), None, True), ((9, 2), None, False), ((8, 2), ExtendBucket(16, 2, 8), True),
+            ((8, 2), ExtendBucket(16, 2, 9), False), ((8, 2), ExtendBucket(16, 2), False),
+        ):  # fmt: skip
+            Named.calls.clear()
+            meta = state.plan(AttentionBatch(new, (30, 3), [[1, 2, 3], [4]]), bucket=bucket)
+            y = layer(torch.randn(meta.num_tokens, 32), meta, cache)
+            assert (Named.calls != []) == verified and y[: sum(new)].isfinite().all()
+        Named.calls.clear()
+        tree = AttentionBatch((2,), (30,), [[1, 2]], (), ((-1, -1),))
+        layer(torch.randn(2, 32), state.plan(tree), cache)
+        assert Named.calls == []
+    finally:
+        MLA.ranked.remove(row)
+
+
+def test_auto_verifies_by_what_was_timed() -> None:
+    cfg = replace(REAL, phase="ragged", few=True, lse=False)
+    row = MLA.named("flashmla")
+    assert row.auto_phases == ("decode",) and row.takes(cfg) and not row.takes(replace(cfg, few=False))
+    assert MLA.choose(cfg, "H200").refused["flashmla"] == "taken by name only in ragged"
+    with pytest.raises(NoBackendError, match="flashmla: of several new tokens a request it takes few alone"):
+        MLA.choose(replace(cfg, few=False), "H200", "flashmla")
 
 
 class Named(TorchMLA):

@@ -77,6 +77,8 @@ class AttentionCore(Layer):
     # As errors name it, and the core's phase for several new tokens a request over cached rows.
     name: ClassVar[str]
     several_tokens: ClassVar[str] = "extend"
+    # Up to so many new tokens a request a step is one of ``few``, with a ladder of its own; 0: there is none.
+    few: ClassVar[int] = 0
     # Whether contexts with one choice share what is built: no backend reads ``cfg.context``.
     shares_contexts: ClassVar[bool] = False
     decode_choice: Choice
@@ -126,6 +128,8 @@ class AttentionCore(Layer):
         """
         phase = meta.phase
         key = phase, min(meta.context, self._last_context) if phase == "decode" else 0
+        if 0 < meta.max_query_len <= self.few and phase in ("extend", "captured"):
+            key = f"{phase} of few", 0
         ladder = self._ladders.get(key)
         if ladder is None:
             ladder = self._ladders[key] = self._built(meta)
@@ -135,6 +139,8 @@ class AttentionCore(Layer):
         phase = meta.phase if meta.phase in ("decode", "padded") else self.several_tokens
         context = min(meta.context, self._last_context)
         cfg = replace(self.cfg, context=context, captured=meta.is_extend_bucket, tree=meta.tree is not None)
+        if self.few:
+            cfg = replace(cfg, few=meta.max_query_len <= self.few)
         usual = self.decode_choice
         choice = registry_named(usual.layer).choose_phases(cfg, (phase,), usual.device, usual.requested)[0]
         same = self.shares_contexts and phase == "decode" and choice.rungs == usual.rungs

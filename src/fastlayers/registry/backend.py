@@ -52,6 +52,10 @@ class Backend:
         whose lengths, starts and pages it reads on the device, with grids that follow from the bucket alone.
     masks_trees : bool
         For attention: whether it reads ``meta.tree``, of which new tokens each sees (``cfg.tree``).
+    few_only : bool
+        For attention: whether of several new tokens a request it takes few alone (``cfg.few``).
+    auto_phases : tuple[str, ...]
+        Phases in which ``"auto"`` may take it; empty: all that it serves.
     about : callable, optional
         ``about(cfg, device)``: what a package's binary does there by itself, in words; shown by ``backends``.
     """
@@ -67,12 +71,20 @@ class Backend:
     phases: tuple[str, ...] = ()
     captures_extend: bool = False
     masks_trees: bool = False
+    few_only: bool = False
+    auto_phases: tuple[str, ...] = ()
     repeats_on: tuple[str, ...] = ()
     about: Callable[[Any, Device], str] | None = None
 
     def serves(self, phase: str) -> bool:
         """Return whether it serves this phase of attention (``""``: a layer without phases, or all of them)."""
         return not self.phases or phase in self.phases
+
+    def takes(self, cfg: Any) -> bool:
+        """Return whether it serves such steps of attention at all: their phase, trees of drafts, many new tokens."""
+        phase = getattr(cfg, "phase", "")
+        many = self.few_only and phase != "decode" and not getattr(cfg, "few", False)
+        return self.serves(phase) and not many and (self.masks_trees or not getattr(cfg, "tree", False))
 
     def load(self) -> Callable[..., Any]:
         """Import and return the class behind ``target``."""
@@ -92,6 +104,8 @@ class Backend:
             return f"serves {' and '.join(self.phases)} only, not {phase or 'every phase'}"
         if getattr(cfg, "tree", False) and not self.masks_trees:
             return "masks no trees of drafts: of the new tokens each would see all before it"
+        if not self.takes(cfg):
+            return "of several new tokens a request it takes few alone"
         if getattr(cfg, "captured", False) and not self.captures_extend:
             return "captures no extend: its launches follow from lengths on the host"
         try:

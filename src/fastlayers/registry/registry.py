@@ -63,9 +63,10 @@ class Registry:
         if not isinstance(new.name, str) or new.name == "auto" or not re.fullmatch(r"[\w.+-]+", new.name):
             accepted = "letters, digits, '_', '.', '+', '-'; not 'auto'"
             raise ArgumentError(self.layer, "backend", repr(new.name), accepted)
-        kinds = dict.fromkeys(("needs", "auto_on", "last_resort_on", "phases", "repeats_on"), "tuple[str, ...]")
+        tuples = ("needs", "auto_on", "last_resort_on", "phases", "auto_phases", "repeats_on")
+        kinds = dict.fromkeys(tuples, "tuple[str, ...]")
         kinds |= {"weight_layout": "str", "note": "str", "refuse": "Callable"}
-        kinds |= {"captures_extend": "bool", "masks_trees": "bool"}
+        kinds |= dict.fromkeys(("captures_extend", "masks_trees", "few_only"), "bool")
         kinds |= {} if isinstance(new.target, str) else {"target": "Callable"}
         for name, kind in kinds.items():
             check_plain(self.layer, kind, **{f"{name} of {new.name!r}": getattr(new, name)})
@@ -107,7 +108,7 @@ class Registry:
         """Choose for each phase of attention; ``cfg`` is a dataclass with a field ``phase``.
 
         What is named serves the phases that it can; a phase that no named backend serves is chosen automatically,
-        and its evidence says so. So it is with trees of drafts (``cfg.tree``).
+        and its evidence says so. So it is with trees of drafts (``cfg.tree``), and with more than few new tokens.
 
         Raises
         ------
@@ -121,9 +122,8 @@ class Registry:
             return [self._choose_auto(each, target, built_only) for each in configs]
         rungs, chosen = self._parse(named), []
         for each in configs:
-            tree = getattr(each, "tree", False)
-            what = "trees" if tree else each.phase
-            serving = [r for r in rungs if r.backend.serves(each.phase) and (r.backend.masks_trees or not tree)]
+            what = "trees" if getattr(each, "tree", False) else each.phase
+            serving = [rung for rung in rungs if rung.backend.takes(each)]
             if serving:
                 limits = [rung.max_tokens for rung in serving[:-1]] + [None]
                 cut = tuple(replace(rung, max_tokens=m) for rung, m in zip(serving, limits, strict=True))
@@ -158,7 +158,9 @@ class Registry:
         for backend in self.ranked:
             if device.type not in backend.auto_on:
                 continue
-            why = backend.why_not(cfg, device)
+            phase = getattr(cfg, "phase", "")
+            timed = not backend.auto_phases or phase in backend.auto_phases
+            why = backend.why_not(cfg, device) if timed else f"taken by name only in {phase or 'every phase'}"
             if why is None and built_only:
                 why = builds.unbuilt(self.layer, backend, cfg, device)
             if why is None:

@@ -37,6 +37,7 @@ from fastlayers.registry import Backend, Registry, blackwell_guard, reference_ba
 
 NAME = "MLAAttention"
 PHASES = ("decode", "ragged", "padded", "extend")
+FEW = 8  # new tokens of each request in a step that verifies drafts
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class MLAConfig:
     ``fp8_math`` lets ``decode`` round queries and softmax weights to e4m3 as well, where the cache is e4m3: several
     times faster, and as coarse as that format. A backend may be more exact. Without ``lse`` nobody reads decode's LSE,
     and it is unspecified. ``captured``: whether the steps are captured extends (``meta.is_extend_bucket``). ``tree``:
-    whether new tokens are trees of drafts, of which each sees its own path (``meta.tree``).
+    whether new tokens are trees of drafts, of which each sees its own path (``meta.tree``). ``few``: whether in
+    "ragged" no request brings more than :data:`FEW` new tokens.
     """
 
     num_heads: int
@@ -66,6 +68,7 @@ class MLAConfig:
     lse: bool = True
     captured: bool = False
     tree: bool = False
+    few: bool = False
 
     def __post_init__(self) -> None:
         check_fields(NAME, self)
@@ -221,7 +224,10 @@ MLA = Registry(
             f"{_HERE}.flashmla:FlashMLA",
             ("sgl_kernel.flash_mla:flash_mla_with_kvcache", "torch.ops:sgl_kernel.fwd_kvcache_mla"),
             _flashmla_refuses,
-            phases=("decode",),
+            phases=("decode", "ragged"),
+            captures_extend=True,
+            few_only=True,
+            auto_phases=("decode",),  # several tokens were not timed against other rows yet
         ),
         Backend(
             "flashinfer_fa3",

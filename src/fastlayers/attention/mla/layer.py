@@ -27,7 +27,7 @@ from fastlayers.attention.core import AttentionCore, Projections
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.merge_state.layer import MergeState
 from fastlayers.attention.meta import AttentionMeta, check_loc
-from fastlayers.attention.mla.config import MLA, NAME, MLAConfig
+from fastlayers.attention.mla.config import FEW, MLA, NAME, MLAConfig
 from fastlayers.attention.mla.fp8_absorb import QuantisedAbsorb
 from fastlayers.attention.mla.prefix_chunks import PATHS, Expansion, MLAThresholds, select_path
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWrite
@@ -118,6 +118,7 @@ class MLAAttention(AttentionCore):
 
     name = NAME
     several_tokens = "ragged"
+    few = FEW
 
     def __init__(
         self,
