@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
 import torch
 import triton.language as tl
+from triton.runtime.errors import OutOfResources
 
 from fastlayers.runtime import launch
-from fastlayers.runtime.launch import Kernel, kernel
+from fastlayers.runtime.launch import Kernel, fewer_stages, kernel
 
 
 @kernel(do_not_specialize=("rows",))
@@ -50,6 +52,16 @@ class Triton:
             return self.result
 
         return run
+
+
+class Raising:
+    """A launch that fails."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __call__(self, *arguments: Any, **constants: Any) -> None:
+        raise self.error
 
 
 @pytest.fixture
@@ -172,3 +184,41 @@ def test_what_a_thread_is_about_to_launch_stays_as_it_is(stubbed: Any, monkeypat
     bound((9,), x, x, 5, 32, 1e-6)  # another thread's, in between
     mine[2](x.data_ptr(), x.data_ptr(), *held.tail)
     assert [each[0] for each in driver.launched] == [1, 9, 7]
+
+
+def test_a_launch_that_does_not_fit_begins_again_with_a_buffer_less(
+    stubbed: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Four buffers of 60 KiB on a card of 99: one is left, said once, and later launches begin there."""
+    made, _, _ = stubbed
+    asked: list[dict[str, Any]] = []
+
+    def run(*arguments: Any, **constants: Any) -> Any:
+        asked.append(constants)
+        needed = constants["num_stages"] * 60 * 1024
+        if needed > 99 * 1024:
+            raise OutOfResources(needed, 99 * 1024, "shared memory")
+        return "compiled"
+
+    made.jit = type("Card", (), {"__getitem__": lambda self, grid: run})()
+    x, y = torch.zeros(8), torch.zeros(8)
+    with caplog.at_level(logging.INFO, logger="fastlayers.runtime.launch"):
+        for rows in (1, 2):
+            made[(1,)](x, y, rows, 8, 1e-6, BLOCK=8, FLAG=True, num_stages=4, num_warps=4)
+    assert [each["num_stages"] for each in asked] == [4, 3, 2, 1, 1] and all(each["num_warps"] == 4 for each in asked)
+    assert [record.message.split(":")[1] for record in caplog.records] == [
+        f" {stages} stages need {stages * 61440} bytes of shared memory, this GPU has 101376" for stages in (4, 3, 2)
+    ]
+    # With one buffer there is none to give up; and other resources are not bought with buffers.
+    for resource, stages in (("shared memory", 1), ("threads", 4)):
+        given = OutOfResources(2, 1, resource)
+        made.jit = type("Card", (), {"__getitem__": lambda self, grid, given=given: Raising(given)})()
+        with pytest.raises(OutOfResources):
+            made[(1,)](x, y, 1, 8, 1e-6, BLOCK=16, FLAG=True, num_stages=stages)
+
+
+def test_stages_that_a_loop_names_go_with_the_launchs() -> None:
+    assert fewer_stages({"num_stages": 4, "STAGES": 4}) == {"num_stages": 3, "STAGES": 3}
+    assert fewer_stages({"num_stages": 4, "STAGES": 2}) == {"num_stages": 3}
+    assert fewer_stages({}) == {"num_stages": 2}  # Triton's own default is three
+    assert fewer_stages({"num_stages": 1}) is None

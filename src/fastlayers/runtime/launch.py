@@ -13,14 +13,18 @@ the host of an H200 some 50 µs, most of the time of a step that is not captured
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from functools import partial, reduce
 from operator import attrgetter, or_
 from typing import Any
 
 import torch
 import triton
+from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
+
+log = logging.getLogger(__name__)
 
 # The launcher's arguments in CudaDriver.prepare are those of these versions; with others Triton launches by itself.
 PREPARED = triton.__version__.split(".")[:2] == ["3", "6"]
@@ -75,6 +79,20 @@ class _Launch:
         """Return this for a grid and a stream; what a thread was given here stays as it is."""
         self.ready = grid, stream, partial(self.call, *grid, *_ONES[len(grid)], stream, *self.options)
         return self.ready
+
+
+def fewer_stages(constants: Mapping[str, Any]) -> dict[str, int] | None:
+    """Return the launch options with one buffer less of what is fetched ahead, or ``None`` where there is one.
+
+    Most configurations were measured with 227 KiB of shared memory; sm_86, sm_89 and sm_120 have 99. How many tiles are
+    in flight changes no sum.
+    """
+    stages = constants.get("num_stages", 3)
+    if stages <= 1:
+        return None
+    # A loop may name the same number for itself.
+    more = ("STAGES",) if constants.get("STAGES") == stages else ()
+    return dict.fromkeys(("num_stages", *more), stages - 1)
 
 
 class Kernel:
@@ -151,7 +169,19 @@ class Kernel:
         return bound
 
     def _through_triton(self, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
-        return self.jit[grid](*arguments, **constants)
+        while True:
+            try:
+                return self.jit[grid](*arguments, **constants)
+            except OutOfResources as error:
+                fewer = fewer_stages(constants) if error.name == "shared memory" else None
+                if fewer is None:
+                    raise
+                log.info(
+                    "%s: %d stages need %d bytes of shared memory, this GPU has %d: launched with one less",
+                    self.__name__, fewer["num_stages"] + 1, error.required, error.limit,
+                )  # fmt: skip
+                # In place: the next launch of this configuration begins here.
+                constants.update(fewer)
 
     def _alike(self, key: tuple[Any, ...], addresses: list[int]) -> _Launch | None:
         """Return what launches arguments of this kind, and remember it for these sizes."""
