@@ -51,6 +51,14 @@ def test_paths(new: tuple[int, ...], prefix: tuple[int, ...], path: str) -> None
     assert select_path(batch(new, prefix), USUAL) == path
 
 
+@pytest.mark.parametrize("prefix", [1, 8191, 8192, 131_071, 131_072, 1_000_000])
+@pytest.mark.parametrize("requests", [1, 64])
+def test_drafts_are_verified_on_latents(requests: int, prefix: int) -> None:
+    """Whatever the prefix is, and also where no request has one token alone."""
+    for new in range(1, 9):
+        assert select_path(batch((new,) * requests, (prefix,) * requests), USUAL) == "mqa"
+
+
 def test_the_usual_thresholds() -> None:
     assert (USUAL.prefix, USUAL.one_shot, USUAL.chunk, USUAL.few) == (8192, 131072, 131072, 64)
 

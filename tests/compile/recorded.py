@@ -296,7 +296,7 @@ def _attention(recorder: Recorder) -> None:
         )
     # Trees of drafts, one request's and eight's: up to 33 tokens each.
     tree, latents = ExtendBucket(64, 1, 33, True), spec_of("mla")
-    for name in ("qwen3_8b_prefill", "qwen3_8b_fp8", "gpt_oss_prefill", "gpt_oss_full_prefill"):
+    for name in ("qwen3_8b_prefill", "qwen3_8b_fp8", "gpt_oss_prefill"):
         cfg = replace(spec_of("gqa").case(name).cfg, captured=True, tree=True)
         cache = _empty(64, cfg.page_size, cfg.num_kv_heads, cfg.head_dim, dtype=cfg.kv_dtype)
         for bucket in (tree, replace(tree, tokens=256, requests=8)):
@@ -306,10 +306,10 @@ def _attention(recorder: Recorder) -> None:
                 _empty(bucket.tokens, cfg.num_heads, cfg.head_dim, dtype=cfg.dtype), cache, cache, meta,
                 _empty(cfg.num_heads, dtype=FP32) if cfg.sinks else None,
             )  # fmt: skip
-    for name in ("deepseek_tp8_decode", "deepseek_dp_decode", "deepseek_page1", "deepseek_e4m3", "deepseek_tp8_e4m3"):
+    for name in ("deepseek_tp8_decode", "deepseek_page1", "deepseek_e4m3"):
         cfg = replace(latents.case(name).cfg, phase="ragged", captured=True, tree=True)
         cache = _empty(64, cfg.page_size, cfg.latent_width, dtype=cfg.kv_dtype)
-        for bucket in (tree, replace(tree, tokens=8, each=0), replace(tree, tokens=256, requests=8)):
+        for bucket in (tree, replace(tree, tokens=256, requests=8)):
             meta = _host_state(8, 2048, 64, cfg.page_size).plan(AttentionBatch((), (), []), bucket=bucket)
             recorder.label = f"mla-{name}-tree-{bucket.tokens}"
             q = _empty(bucket.tokens, cfg.num_heads, cfg.latent_width, dtype=cfg.dtype)
