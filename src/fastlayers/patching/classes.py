@@ -11,7 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any, cast
 
 import torch
@@ -163,7 +163,10 @@ class FastModule:
 
     def __reduce__(self) -> tuple[Any, ...]:
         original, mixin = type(self)._fl_origin  # type: ignore[attr-defined]
-        return _rebuild, (original, mixin), {k: v for k, v in self.__dict__.items() if k not in _DERIVED}
+        state = {key: value for key, value in self.__dict__.items() if key not in _DERIVED}
+        if type(self) is fast_class(original, mixin):
+            return _rebuild, (original, mixin), state
+        return _new, (type(self),), state  # a class that somebody derived from ours
 
 
 def differentiated(*given: Any) -> bool:
@@ -192,7 +195,10 @@ def fast_class(original: type, mixin: type) -> type:
 
 
 def _rebuild(original: Any, mixin: Any) -> Any:
-    cls: Any = fast_class(original, mixin)
+    return _new(fast_class(original, mixin))
+
+
+def _new(cls: Any) -> Any:
     return cls.__new__(cls)
 
 
@@ -223,7 +229,7 @@ def _refresh_after_load(module: Any, keys: Any) -> None:
 def swap(module: nn.Module, mixin: type, backend: str, fuse: bool) -> int:
     """Make ``module`` an instance of the fast subclass; return the bytes of weights moved."""
     new_counters(module)
-    fast, original, front = cast(Any, module), cast(Any, type(module)), cast(Any, mixin)
+    fast, original, front = cast(Any, module), cast(Any, original_class(module)), cast(Any, mixin)
     fast._fl_backend, fast._fl_fuse = backend, fuse
     module.__class__ = fast_class(original, front)
     _rebind_hooked(module, module.__class__)
@@ -237,13 +243,16 @@ def unswap(module: nn.Module) -> None:
     """Restore the original class and drop everything of ours; works on copies of patched modules too.
 
     What others did in the meantime stays: a subclass of ours that somebody made (parametrizations, FSDP) becomes one
-    of the original class, and a ``forward`` of ours that somebody left on the instance (accelerate) goes.
+    of the original class, and a ``forward`` of ours that somebody left on the instance (accelerate) goes. Where
+    somebody's own ``forward`` on the instance calls ours, the class stays: not set up, it runs the original's code.
     """
     if isinstance(module, FastModule):
         module._fl_unpack()
         fast: Any = next(cls for cls in type(module).__mro__ if "_fl_origin" in cls.__dict__)
         original = fast._fl_origin[0]
-        if type(module) is fast:
+        if "_hf_hook" not in module.__dict__ and _leads_to(module.__dict__.get("forward"), fast.forward):
+            log.warning("unpatch: forward was wrapped on a %s: it runs the original's code", original.__name__)
+        elif type(module) is fast:
             module.__class__ = original
         else:
             log.warning("unpatch: the class of a %s was changed to %s", original.__name__, type(module).__name__)
@@ -258,10 +267,41 @@ def unswap(module: nn.Module) -> None:
         delattr(module, name)
 
 
+def _leads_to(found: Any, ours: Any, depth: int = 8) -> bool:
+    """Return whether what somebody put on an instance wraps ``ours``: a closure, a partial, ``functools.wraps``."""
+    if found is None or not depth:
+        return False
+    if getattr(found, "__func__", None) is ours:
+        return depth < 8  # on the instance itself it is accelerate's, and goes
+    cells = getattr(getattr(found, "__func__", found), "__closure__", None) or ()
+    inner = [getattr(found, name, None) for name in ("__wrapped__", "__func__", "func")]
+    inner += [
+        *getattr(found, "args", ()),
+        *(getattr(found, "__defaults__", None) or ()),
+        *(cell.cell_contents for cell in cells if cell != CellType()),
+    ]
+    return any(
+        callable(each) and not isinstance(each, nn.Module) and _leads_to(each, ours, depth - 1) for each in inner
+    )
+
+
 def _rebased(cls: type, fast: type, original: type) -> type:
     """Return ``cls`` with ``original`` in place of ``fast`` among its bases."""
     if cls is fast:
         return original
     bases = tuple(_rebased(base, fast, original) if issubclass(base, fast) else base for base in cls.__bases__)
     own = {key: value for key, value in cls.__dict__.items() if key not in ("__dict__", "__weakref__")}
-    return type(cls.__name__, bases, own)
+    made = CellType()
+    made.cell_contents = type(cls.__name__, bases, {key: _moved(value, made) for key, value in own.items()})
+    found: type = made.cell_contents
+    return found
+
+
+def _moved(value: Any, cls: CellType) -> Any:
+    """Return a function whose ``super()`` without arguments is that of another class; anything else as it is."""
+    if not isinstance(value, FunctionType) or "__class__" not in value.__code__.co_freevars:
+        return value
+    names = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+    closure = tuple(cls if name == "__class__" else cell for name, cell in names)
+    other = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, closure)
+    return functools.update_wrapper(other, value, assigned=(*functools.WRAPPER_ASSIGNMENTS, "__kwdefaults__"))

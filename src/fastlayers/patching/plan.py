@@ -111,7 +111,7 @@ def _kind_by_name(cls: type) -> str | None:
 
 def is_patched(module: nn.Module) -> bool:
     """Return whether ``module`` runs our code already."""
-    return isinstance(module, FastModule)
+    return isinstance(module, FastModule) and "_fl_hits" in module.__dict__
 
 
 def make_plan(model: nn.Module, options: Options) -> list[Step]:
@@ -155,7 +155,7 @@ def _reason(
     reason = why_not(module, rule) or _codes(module, rule)
     if reason is not None:
         return reason
-    cls: Any = type(module)
+    cls: Any = original_class(module)
     if is_known(cls, rule.relies, KNOWN):
         return ""
     # Whatever somebody put in place of transformers' code would not be called any more.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import gc
 import logging
 import sys
@@ -56,6 +58,69 @@ def test_after_parametrizing_a_norm_and_a_linear(name: str, caplog: pytest.LogCa
         parametrize.remove_parametrizations(m.model.norm, "weight")
     assert type(model.model.norm) is type(build(name).model.norm)
     assert torch.equal(logits(model), logits(twin))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_after_somebody_derived_from_a_patched_class(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, twin = build(name), build(name)
+    fl.patch(model)
+    for m in (model, twin):
+        attention = m.model.layers[0].self_attn
+
+        class Louder(type(attention)):  # type: ignore[misc]
+            def forward(self, *args: Any, **kwargs: Any) -> Any:
+                out, weights = super().forward(*args, **kwargs)
+                return 1.5 * out, weights
+
+        attention.__class__ = Louder
+    wanted = logits(twin)
+    assert not close(wanted, logits(build(name)), 1e-3)
+    other = copy.deepcopy(model)
+    for m in (model, other):
+        assert close(logits(m), wanted) and isinstance(m.model.layers[0].self_attn, FastModule)
+        with caplog.at_level(logging.WARNING, "fastlayers"):
+            fl.unpatch(m)
+        assert "Louder" in caplog.text
+        assert nothing_of_ours(m) and torch.equal(logits(m), wanted)
+        caplog.clear()
+
+
+@pytest.mark.parametrize("way", ["partial", "closure", "default", "wraps"])
+@pytest.mark.parametrize("name", NAMES)
+def test_after_forward_was_wrapped_on_an_instance(name: str, way: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, twin = build(name), build(name)
+    plain = logits(twin)
+    fl.patch(model)
+    for m in (model, twin):
+        norm = m.model.layers[0].input_layernorm
+        right = norm.forward
+
+        def twice(inner: Any, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = 2.0 * inner(x)
+            return out
+
+        if way == "partial":
+            norm.forward = functools.partial(twice, right)
+        elif way == "closure":
+            norm.forward = (lambda held: lambda x: twice(held, x))(right)
+        elif way == "default":
+            norm.forward = lambda x, held=right: twice(held, x)
+        else:
+            norm.forward = functools.wraps(right)(lambda x, box=[right]: twice(box[0], x))
+    wanted = logits(twin)
+    assert close(logits(model), wanted) and not close(wanted, plain, 1e-3)
+    with caplog.at_level(logging.WARNING, "fastlayers"):
+        fl.unpatch(model)
+    assert "forward was wrapped" in caplog.text and torch.equal(logits(model), wanted)
+    assert not any(key.startswith(PREFIX) for m in model.modules() for key in m.__dict__)
+    report = fl.patch(model)
+    assert "instance-forward" in {e.name: e.reason for e in report.skipped}["model.layers.0.input_layernorm"]
+    fl.unpatch(model)
+    del model.model.layers[0].input_layernorm.forward
+    report = fl.patch(model)
+    assert close(logits(model), plain) and min(report.hits().values()) > 0
+    fl.unpatch(model)
+    assert nothing_of_ours(model) and torch.equal(logits(model), plain)
 
 
 @contextmanager
