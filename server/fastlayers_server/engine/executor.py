@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -223,7 +224,7 @@ class TorchExecutor:
         place = len(plan.rows)
         for chunks in [[chunk] for chunk in plan.chunks] if alone else [plan.chunks] * self.extends(plan):
             place = self._launch_chunks(plan, step, chunks, place)
-            self._note(chunks)
+            self._note(self.extending, ((c.request, c.start, len(c.ids)) for c in chunks))
         if not plan.masked:
             self.draw_held(step, None)  # before the rows: a prompt's first token does not wait for them
         if plan.verify:
@@ -232,22 +233,18 @@ class TorchExecutor:
             if self.rule == ALL and self.mtp is not None:
                 drawn = self.extending.reject(drawn[:total], self.mtp.proposed(plan.verify))
             step.verified = self._verify_out.send(drawn[:total])
-            self._note(plan.verify)
+            self._note(self.extending, ((c.request, c.start, len(c.ids)) for c in plan.verify))
         if self.decodes(plan):  # last: held logits stay in the graph's own memory until the next one is replayed
-            special = _within(plan, 0, len(plan.rows))
-            if alone:
-                for place, request in enumerate(plan.rows):
-                    logits = self.decoding.decode([request], plan.starts[place : place + 1], LOGITS).clone()
-                    step.held.append(Held(place, logits, [request], _within(plan, place, 1), False))
-            elif special or not _greedy(plan.rows):
-                logits = self.decoding.decode(plan.rows, plan.starts, LOGITS)
-                step.held.append(Held(0, logits, plan.rows, special, False))
-            else:
-                step.rows = self._rows_out.send(self.decoding.decode(plan.rows, plan.starts, GREEDY))
-            if self.mtp is not None and self.mtp.active and self.decoding.keep_hidden:
-                hidden = self.decoding.take_hidden(len(plan.rows))
-                for place, (request, start) in enumerate(zip(plan.rows, plan.starts, strict=True)):
-                    self.mtp.note(request, start, hidden[place : place + 1])
+            size = 1 if alone else max(1, len(plan.rows))
+            for place in range(0, max(1, len(plan.rows)), size):
+                rows, starts = plan.rows[place : place + size], plan.starts[place : place + size]
+                special = _within(plan, place, size)
+                if alone or special or not _greedy(rows):
+                    logits = self.decoding.decode(rows, starts, LOGITS)
+                    step.held.append(Held(place, logits.clone() if alone else logits, rows, special, False))
+                else:
+                    step.rows = self._rows_out.send(self.decoding.decode(rows, starts, GREEDY))
+            self._note(self.decoding, zip(plan.rows, plan.starts, repeat(1)))
         if not plan.masked:
             self.draw_held(step, None)
         return step
@@ -260,13 +257,13 @@ class TorchExecutor:
         """Whether a plan's tick decodes in a step of its own."""
         return bool(plan.rows) and not (self.config.mixed and plan.mixes)
 
-    def _note(self, chunks: Sequence[Chunk]) -> None:
-        """Let the draft layer have the hidden rows of an extend."""
-        if self.mtp is not None and self.mtp.active and self.decoding.keep_hidden:
-            lengths = [len(chunk.ids) for chunk in chunks]
-            hidden = self.extending.take_hidden(sum(lengths)).split(lengths)
-            for chunk, rows in zip(chunks, hidden, strict=True):
-                self.mtp.note(chunk.request, chunk.start, rows)
+    def _note(self, step: SlotStep, spans: Iterable[tuple[Request, int, int]]) -> None:
+        """Let the draft layer have the hidden rows of what was just launched: whose, from where on, how many."""
+        if self.mtp is not None and self.mtp.active and step.keep_hidden:
+            launched = list(spans)
+            lengths = [count for _, _, count in launched]
+            for (request, start, _), rows in zip(launched, step.take_hidden(sum(lengths)).split(lengths), strict=True):
+                self.mtp.note(request, start, rows)
 
     def _admit(self, admitted: Sequence[Request], chunks: Sequence[Chunk]) -> None:
         if not admitted:
@@ -366,8 +363,7 @@ class TorchExecutor:
 
     def graph_counts(self) -> tuple[dict[str, float], dict[str, float]]:
         """Return the replays by graph, and the steps that ran without one by reason."""
-        graphs = self.decoding.graphs
-        ledger: list[Any] = list(graphs.ledger) if graphs is not None else []
+        ledger: Any = self.decoding.ledger
         replays = {f"{r.key.kind} {r.key.tokens}x{r.key.requests} {r.key.mode}": float(r.replays) for r in ledger}
         eager = self.decoding.uncaptured + self.extending.uncaptured
         return replays, {why: float(count) for why, count in eager.items()}

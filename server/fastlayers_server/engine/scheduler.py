@@ -142,8 +142,7 @@ class Scheduler:
             self._admit(plan, lengths, partial, budget, now)
         self._left_out = self._may_leave_out(rows, drafts, lengths, limit)
         if self._left_out:
-            for request in rows:
-                lengths.pop(request, None)
+            lengths = {request: length for request, length in lengths.items() if request.kv < request.goal}
         block = self.cache.block
         for request, length in lengths.items():
             if request.kv < request.goal:
@@ -176,13 +175,8 @@ class Scheduler:
 
         A decode step costs nearly as much for few rows as for all, and those of a backlog are not there yet.
         """
-        if (
-            self._left_out
-            or drafts
-            or self.config.piece
-            or self.config.mixed
-            or not self.budget.backlog(len(rows), self.queue.count)
-        ):
+        never = self.config.piece or self.config.mixed
+        if never or self._left_out or drafts or not self.budget.backlog(len(rows), self.queue.count):
             return False
         new = sum(length - request.kv for request, length in lengths.items() if request.kv < request.goal)
         return 2 * new > limit

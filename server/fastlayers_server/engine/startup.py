@@ -150,9 +150,7 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1, model: Any = None)
         groups * limits.max_running, groups * limits.max_queued_requests, limits.max_logprobs, limits.features,
         str(getattr(model.config, "model_type", "")), str(model.device), seconds,
     )  # fmt: skip
-    drafts = None
-    if speculates:
-        drafts = Speculation(executor.mtp or Lookups(), config.speculative_max_k, scheduler.metrics)
+    drafts = Speculation(executor.mtp or Lookups(), config.speculative_max_k, scheduler.metrics) if speculates else None
     overlap = executor.overlaps and not config.disable_overlap_schedule
     return Engine(scheduler, executor, info=info, overlap=overlap, grammars=grammars, drafts=drafts, epoch=epoch)
 
