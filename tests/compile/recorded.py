@@ -34,6 +34,7 @@ from fastlayers.moe.fused_moe.packages import deep_gemm
 from fastlayers.moe.fused_moe.swizzle import swizzle
 from fastlayers.moe.fused_moe.triton import mxfp4_hopper, permute
 from fastlayers.moe.fused_moe.weights import MoEWeights
+from fastlayers.moe.placement.triton import TritonSlots
 from fastlayers.moe.router.triton import router_logits
 from fastlayers.patching.triton_dense import TritonDense
 from fastlayers.patching.triton_turn import TritonTurn
@@ -280,6 +281,9 @@ def _rows(recorder: Recorder) -> None:
         permute.scatter(
             rows, permute.place(ids, 256, 1, tokens_of_rows=True, sizes=(7168, 256)), "fp8_block", False, layout
         )
+    recorder.label = "expert_placement"
+    tables = [_empty(*shape, dtype=torch.int32) for shape in ((256, 9), (256,), (256,))]
+    TritonSlots(None)(ids, _empty(128, dtype=torch.int64), *tables)
 
 
 def _attention(recorder: Recorder) -> None:

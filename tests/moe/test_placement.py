@@ -123,19 +123,38 @@ def test_what_cannot_be_placed_is_named() -> None:
         fl.Ranks(eplb=2)  # type: ignore[arg-type]
 
 
-def test_slots_follow_positions_and_count_pairs() -> None:
-    placement = ExpertPlacement(4, Axis(2, 0), fl.EplbConfig(num_redundant_experts=2))
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_slots_follow_positions_and_count_pairs(backend: str) -> None:
+    placement = ExpertPlacement(4, Axis(2, 0), fl.EplbConfig(num_redundant_experts=2), backend=backend)
     placement.place([2, 0, 1, 3, 2, 0])
     ids = torch.tensor([[2, 0], [2, 3], [-1, 2], [1, -1]], dtype=torch.int32)
     slots = placement(ids, torch.tensor([4, 5, 6, 9]))
     assert slots.dtype == torch.int32
     assert slots.tolist() == [[0, 1], [4, 3], [-1, 0], [2, -1]]
     assert placement.load.tolist() == [1, 1, 3, 1]
+    assert placement(ids[:0], torch.arange(0)).shape == (0, 2)
+    outside = placement(torch.tensor([[4, 2]], dtype=torch.int32), torch.tensor([2**40 + 1]))  # no such expert
+    assert outside.tolist() == [[-1, 4]] and placement.load.tolist() == [1, 1, 4, 1]
     # Neither the row nor the other rows decide.
     order = torch.tensor([2, 0, 3, 1])
     assert torch.equal(placement(ids[order], torch.tensor([4, 5, 6, 9])[order]), slots[order])
     with pytest.raises(ArgumentError, match="1 to 2 of an expert"):
         placement.place([0, 0, 0, 1, 2, 3])
+
+
+def test_backends_agree_on_drawn_tokens() -> None:
+    generator = torch.Generator().manual_seed(3)
+    config, found = fl.EplbConfig(num_redundant_experts=24), []
+    ids = torch.randint(-1, 40, (200, 6), generator=generator, dtype=torch.int32)
+    positions = torch.randint(0, 5000, (200,), generator=generator)
+    for backend in ("torch", "triton"):
+        placement = ExpertPlacement(40, Axis(4, 1), config, backend=backend)
+        slots = placement(ids, positions)
+        found.append((slots.tolist(), placement.load.tolist()))
+        held = torch.tensor(placement.logical)[slots.clamp(min=0)]
+        assert torch.equal(torch.where(slots >= 0, held, -1), ids)  # a slot holds the expert that was asked for
+        assert len(set(slots[ids == 0].tolist())) == 2
+    assert found[0] == found[1]
 
 
 # ---- experts on several ranks ----------------------------------------------------------------------------------------

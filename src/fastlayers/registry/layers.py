@@ -47,6 +47,7 @@ COLLECTIVES: dict[str, str] = {
 PARTS: dict[str, str] = {
     "bump_allocator": "fastlayers.allocator:BUMP_ALLOCATOR",
     "communicator": "fastlayers.comm.communicator:COMMUNICATOR",
+    "expert_placement": "fastlayers.moe.placement.table:EXPERT_PLACEMENT",
 }
 
 

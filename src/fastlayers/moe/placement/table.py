@@ -12,6 +12,7 @@ a request's tokens go the same way in any batch. Slots of one expert hold the sa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +20,29 @@ from torch import nn
 from fastlayers.comm.parallel import Axis
 from fastlayers.errors import ArgumentError, check_kind, check_positive, check_tensor
 from fastlayers.moe.placement.planner import EplbConfig, first_placement
+from fastlayers.registry import Registry, torch_backend, triton_backend
+
+_HERE = "fastlayers.moe.placement"
+EXPERT_PLACEMENT = Registry(
+    "expert_placement", [triton_backend(f"{_HERE}.triton:TritonSlots"), torch_backend(f"{_HERE}.table:TorchSlots")]
+)
+
+
+class TorchSlots:
+    """Any device."""
+
+    def __init__(self, cfg: object) -> None:
+        pass
+
+    def __call__(
+        self, topk_ids: torch.Tensor, positions: torch.Tensor, replicas: torch.Tensor, count: torch.Tensor,
+        load: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return the slots ``[T, k]``; adds to ``load``."""
+        expert = topk_ids.clamp(0, replicas.shape[0] - 1)  # -1 would wrap to the last one
+        real = topk_ids == expert
+        load.index_add_(0, expert.flatten(), real.flatten().to(torch.int32))
+        return torch.where(real, replicas[expert, positions[:, None] % count[expert]], -1)
 
 
 class ExpertPlacement(nn.Module):
@@ -31,6 +55,7 @@ class ExpertPlacement(nn.Module):
         Ranks over which the slots are dealt out, in equal runs.
     config : EplbConfig
     device : torch device, optional
+    backend : str
 
     Attributes
     ----------
@@ -62,7 +87,13 @@ class ExpertPlacement(nn.Module):
     load: torch.Tensor
 
     def __init__(
-        self, num_experts: int, ep: Axis, config: EplbConfig, device: torch.device | str | None = None
+        self,
+        num_experts: int,
+        ep: Axis,
+        config: EplbConfig,
+        device: torch.device | str | None = None,
+        *,
+        backend: str = "auto",
     ) -> None:
         super().__init__()
         check_positive("ExpertPlacement", num_experts=num_experts)
@@ -76,6 +107,7 @@ class ExpertPlacement(nn.Module):
             ("load", (num_experts,)),
         ):  # fmt: skip
             self.register_buffer(name, torch.zeros(shape, dtype=torch.int32, device=device), persistent=False)
+        self.core: Any = EXPERT_PLACEMENT.choose(config, device, backend).build().pick(1)
         self.logical: list[int] = []
         self.place(first_placement(num_experts, self.num_slots))
 
@@ -112,8 +144,5 @@ class ExpertPlacement(nn.Module):
         """
         check_tensor("ExpertPlacement", "topk_ids", topk_ids, shape=(None, None), dtype=torch.int32)
         check_tensor("ExpertPlacement", "positions", positions, shape=(topk_ids.shape[0],))
-        expert = topk_ids.clamp(0, self.num_experts - 1)  # -1 would wrap to the last one
-        real = topk_ids == expert
-        self.load.index_add_(0, expert.flatten(), real.flatten().to(torch.int32))
-        slots = self.replicas[expert, positions[:, None] % self.count[expert]]
-        return torch.where(real, slots, -1)
+        slots: torch.Tensor = self.core(topk_ids, positions, self.replicas, self.count, self.load)
+        return slots
