@@ -78,9 +78,8 @@ class Hollow:
         return {}
 
 
-def engine(folder: str, epoch: str) -> int:
+def engine(folder: str, epoch: str, parent: str) -> int:
     """Run the engine's process."""
-    sys.argv = [sys.argv[0], folder, epoch]
     from fastlayers_server.engine.child import main
 
     def make(config: EngineConfig, phase: Phase, epoch: int) -> Engine:
@@ -92,7 +91,7 @@ def engine(folder: str, epoch: str) -> int:
         info = EngineInfo(epoch, VOCABULARY, 4096, (1,), PAGE, limits.num_pages, limits.max_running, 2048, 20, ())
         return Engine(Scheduler(limits), Hollow(tick, per_token), info=info, epoch=epoch)  # type: ignore[arg-type]
 
-    return main(make)
+    return main(make, [folder, epoch, parent])
 
 
 def ticks(rows: int, count: int = 400) -> dict[str, Any]:
@@ -267,7 +266,7 @@ async def measured(given: argparse.Namespace, pid: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["engine"]:
-        raise SystemExit(engine(*sys.argv[2:4]))
+        raise SystemExit(engine(*sys.argv[2:5]))
     if sys.argv[1:2] == ["front"]:
         front(*sys.argv[2:4])
     else:
