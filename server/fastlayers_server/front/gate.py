@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 access = logging.getLogger("fastlayers.access")
 
 OPEN = frozenset({"/health", "/ready"})
+# Asked every few seconds by machines, which is no news.
+PROBES = OPEN | {"/metrics"}
 # The page is one static file without a word about this server; what it shows it asks with the reader's key.
 PAGE = "/"
 ADMIN = frozenset(
@@ -118,7 +120,8 @@ class Gate:
                 "status": passage.status or 499, "seconds": round(time.monotonic() - begin, 6),
             }  # fmt: skip
             facts |= {"outcome": passage.outcome} if passage.outcome else {}
-            access.info("served", extra={"facts": facts})
+            level = logging.DEBUG if scope["path"] in PROBES else logging.INFO
+            access.log(level, "served", extra={"facts": facts})
 
     def _authorize(self, scope: Scope, state: dict[str, Any]) -> None:
         path = scope["path"]

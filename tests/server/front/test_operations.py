@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import time
 from typing import Any
 
@@ -263,6 +264,14 @@ def test_events_wait_for_whole_characters_and_carry_all_of_a_tick() -> None:
 
         text = server.do(run())
     assert text.count("data: {") == 2 and '"text":"🙂ab"' in text
+
+
+def test_probes_are_no_news(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "fastlayers.access"), serving() as server:
+        for path in ("/health", "/metrics", "/v1/models"):
+            assert server.get(path).status_code == 200
+    told = {r.facts["path"]: r.levelname for r in caplog.records if r.name == "fastlayers.access"}  # type: ignore[attr-defined]
+    assert told == {"/health": "DEBUG", "/metrics": "DEBUG", "/v1/models": "INFO"}
 
 
 def test_requests_are_traced_where_a_tracer_is() -> None:
