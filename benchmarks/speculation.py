@@ -3,8 +3,8 @@
 The server's engine on random weights, ticked by hand, no HTTP. Drafts cost nothing and each is right with ``--rate``,
 whatever the model draws there: the verifier's hook. For each ``--batch``: milliseconds per token and request without
 drafts and with ``--k`` of them, by turns, medians of three. Then one verifying step of k + 1 tokens against one decode
-step of one token, both on the clock and back to back, and with ``--kernels N`` those N of each that take longest. One
-JSON line a row; the first line describes the run.
+step of one token, both on the clock and back to back (``--trees``: also of a tree of so many tokens), and with
+``--kernels N`` those N of each that take longest. One JSON line a row; the first line describes the run.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 
 from fastlayers.device import as_device
 from fastlayers.tuning.provenance import provenance
+from fastlayers_models.step import StepKey
 from fastlayers_server.engine.config import EngineConfig
 from fastlayers_server.engine.loop import Engine
 from fastlayers_server.engine.metrics import Metrics
@@ -28,7 +29,7 @@ from fastlayers_server.engine.protocol import FromEngine, Sampling, StepOut, Sub
 from fastlayers_server.engine.request import Chunk, Request, TickPlan, TickResult
 from fastlayers_server.engine.speculation import Lookups, Speculation
 from fastlayers_server.engine.startup import build
-from fastlayers_server.engine.step import GREEDY, RIGHT, VERIFY
+from fastlayers_server.engine.step import GREEDY, RIGHT, TREE, VERIFY
 
 
 class Scripted(Speculation):
@@ -88,14 +89,22 @@ def ms_per_token(parts: Engine, drafts: Scripted | None, batch: int, prompt: int
     return 1000 * batch * (at[end][0] - at[begin - 1][0]) / count
 
 
-def steps(parts: Engine, k: int, context: int) -> dict[str, Callable[[], Any]]:
-    """Return a step of k + 1 tokens to verify and one that decodes one token, of a request of so many tokens."""
+def steps(parts: Engine, k: int, context: int, tree: bool = False) -> dict[str, Callable[[], Any]]:
+    """Return a step of k + 1 tokens to verify and one that decodes one token, of a request of so many tokens.
+
+    In a ``tree`` each token is behind the one of half its place.
+    """
     executor: Any = parts.executor
     request = Request(Submit(0, b"", Sampling(temperature=0.0)), 0, [5] * context, frozenset(), 0)
     pages = (context + k) // executor.config.page_size + 1
     request.slot = 1
     executor.decoding.pages[1, :pages] = range(1, pages + 1)
-    chunk = Chunk(request, context, [5] * (k + 1), k + 1)
+    parents = [-1, *(place // 2 for place in range(k))] if tree else ()
+    chunk = Chunk(request, context, [5] * (k + 1), k + 1, parents)
+    if tree:  # the engine captures chains or trees
+        executor.extending.verify_each = max(executor.extending.verify_each, k + 1)
+        sizes = [size for size in executor.extending.extend_buckets.tokens if size > k]
+        executor.extending.capture_extends([StepKey("extend", size, 1, TREE) for size in sizes[:1]])
     return {
         "verify": lambda: executor.extending.extend_chunks([chunk], VERIFY),
         "decode": lambda: executor.decoding.decode([request], [context], GREEDY),
@@ -103,7 +112,7 @@ def steps(parts: Engine, k: int, context: int) -> dict[str, Callable[[], Any]]:
 
 
 @torch.inference_mode()
-def steps_ms(parts: Engine, k: int, context: int) -> dict[str, float]:
+def steps_ms(parts: Engine, k: int, context: int, tree: bool = False) -> dict[str, float]:
     """Return milliseconds of both :func:`steps`."""
 
     def timed(call: Callable[[], Any], rounds: int = 40) -> tuple[float, float]:
@@ -120,7 +129,7 @@ def steps_ms(parts: Engine, k: int, context: int) -> dict[str, float]:
         _wait()
         return 1000 * statistics.median(took[5:]), 1000 * (time.perf_counter() - begin) / rounds
 
-    verify, decode = (timed(step) for step in steps(parts, k, context).values())
+    verify, decode = (timed(step) for step in steps(parts, k, context, tree).values())
     return {
         "verify_ms": verify[0], "verify_row_ms": verify[1], "decode_ms": decode[0], "decode_row_ms": decode[1],
         "ratio": verify[0] / decode[0], "ratio_in_a_row": verify[1] / decode[1],
@@ -161,6 +170,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=0.7)
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=256)
+    parser.add_argument("--trees", type=int, nargs="*", default=[])
     parser.add_argument("--kernels", type=int, default=0)
     parser.add_argument("--out", default=None)
     arguments = parser.parse_args()
@@ -191,6 +201,8 @@ def main() -> None:
         })  # fmt: skip
     for context in (arguments.prompt, 2048):
         say({"context": context} | steps_ms(parts, arguments.k, context))
+    for size in arguments.trees:
+        say({"context": 2048, "tree": size} | steps_ms(parts, size - 1, 2048, tree=True))
     _, uncaptured = parts.executor.graph_counts()
     say({"uncaptured": uncaptured})
     if arguments.kernels:
