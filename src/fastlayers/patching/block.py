@@ -14,7 +14,7 @@ import torch
 from fastlayers.patching.classes import count
 from fastlayers.patching.experts import FastExperts
 from fastlayers.patching.hashes import KNOWN
-from fastlayers.patching.matching import foreign_hooks, is_known
+from fastlayers.patching.matching import bare, foreign_hooks, is_known
 from fastlayers.patching.mlp import step_runs
 from fastlayers.patching.router import FastRouter
 
@@ -27,9 +27,7 @@ def direct(block: Any) -> bool:
         return False
     if not isinstance(router, FastRouter) or not isinstance(experts, FastExperts):
         return False
-    parts: tuple[Any, ...] = block, router, experts
-    hooked = any(foreign_hooks(part) for part in parts)
-    return not hooked and router._fl_core is not None
+    return not foreign_hooks(block) and bare(router) and bare(experts) and router._fl_core is not None
 
 
 def run(block: Any, x: torch.Tensor, step: Any) -> torch.Tensor | None:

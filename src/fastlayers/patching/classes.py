@@ -112,6 +112,10 @@ class FastModule:
         """Return why our code may not run on ``x``, besides what is so for every module, or ""."""
         return ""
 
+    def _fl_unpaged(self) -> str:
+        """Return why a captured step may not run this module, or ""."""
+        return self._fl_guard.why(self)
+
     def _fl_why_not(self, x: torch.Tensor, *beside: Any) -> str:
         """Return why our code may not run, or ""; ``beside``: what else a caller may want gradients of."""
         return self._fl_aside(x, *beside) or self._fl_other(x)

@@ -214,11 +214,13 @@ class DecodeDriver(CapturedSteps):
 
     def _fingerprint(self) -> tuple[Any, ...]:
         """Return what a graph holds addresses of, or what its launches were chosen by."""
-        tensors = (*self.root.parameters(), *self.root.buffers())
+        places = (tensor.data_ptr() for tensor in (*self.root.parameters(), *self.root.buffers()))
         # What a module's guard found is captured with it: the original's code, or ours.
         guards = (module._fl_guard.why(module) for module in self.root.modules() if isinstance(module, FastModule))
         edits = (layer._fl_edits() for layer in self.attention_layers if isinstance(layer, FastMLA))
-        return self.root.config._attn_implementation, self.root.dtype, *guards, *edits, *(t.data_ptr() for t in tensors)
+        # By number: to hold code that somebody put on a module might keep the model.
+        code = (id(f) for m in self.root.modules() for f in (type(m).forward, m.__dict__.get("forward")))
+        return self.root.config._attn_implementation, self.root.dtype, *guards, *edits, *code, *places
 
     def own_valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
         """Return whether :meth:`own_get_compiled_call` gives the callable of decode steps."""
@@ -417,7 +419,7 @@ def why_not_root(root: Any) -> str:
             return f"attention of layer {index} is not patched ({type(layer).__name__})"
         if layer.layer_idx != index:
             return f"attention of layer {index} has layer_idx {layer.layer_idx}"
-        if why := layer._fl_guard.why(layer):
+        if why := layer._fl_unpaged():
             return f"attention of layer {index}: {why}"
     if not layers:
         return f"{type(root).__name__} has no decoder layers"

@@ -13,7 +13,7 @@ import torch
 from fastlayers.patching import block
 from fastlayers.patching.classes import FastModule, count
 from fastlayers.patching.hashes import KNOWN
-from fastlayers.patching.matching import Rule, attributes_fit, is_known, why_not
+from fastlayers.patching.matching import Rule, attributes_fit, bare, is_known, why_not
 from fastlayers.patching.mlp import step_runs
 from fastlayers.patching.norm import FastRMSNorm
 from fastlayers.patching.paged import active_step
@@ -78,7 +78,7 @@ def _run(mlp: Any, x: torch.Tensor, step: Any) -> torch.Tensor:
 
 
 def _add(norm: Any, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    both = norm._fl_add(x, residual) if isinstance(norm, FastRMSNorm) else None
+    both = norm._fl_add(x, residual) if isinstance(norm, FastRMSNorm) and bare(norm) else None
     if both is not None:
         return both
     total = residual + x

@@ -30,8 +30,7 @@ from fastlayers.attention.rotary_kv_write.layer import RotaryKVWriteConfig
 from fastlayers.errors import NoBackendError
 from fastlayers.patching.cache import PAGE
 from fastlayers.patching.classes import count, differentiated
-from fastlayers.patching.guard import untouched
-from fastlayers.patching.matching import foreign_hooks, setting
+from fastlayers.patching.matching import bare, foreign_hooks, setting
 from fastlayers.patching.packing import PackedModule
 from fastlayers.patching.paged import active_step
 from fastlayers.rotary.layer import ROTARY, RotaryConfig
@@ -399,7 +398,7 @@ class FastNormedGQA(FastGQA):
         same = len({float(norm.variance_epsilon) for norm in norms}) == 1
         if not same or not all(getattr(norm, "_fl_rounding", "") == "cast_then_scale" for norm in norms):
             return (None,)
-        if any(norm.weight.dtype != dtype or foreign_hooks(norm) for norm in norms):
+        if any(norm.weight.dtype != dtype or not bare(norm) for norm in norms):
             return (None,)
         for norm in norms:
             count(norm._fl_hits)
@@ -408,7 +407,7 @@ class FastNormedGQA(FastGQA):
     def _fl_turn_norms(self, dtype: torch.dtype) -> tuple[tuple[torch.Tensor, ...], float] | None:
         norms: list[Any] = [self._modules["q_norm"], self._modules["k_norm"]]
         for norm in norms:
-            if getattr(norm, "_fl_rounding", "") != "cast_then_scale" or not untouched(norm) or norm.training:
+            if getattr(norm, "_fl_rounding", "") != "cast_then_scale" or not bare(norm) or norm.training:
                 return None
             weight = norm._parameters.get("weight")
             if weight is None or weight.dtype != dtype or not norm._fl_guard.stands(norm):

@@ -94,6 +94,16 @@ def _placed_by_accelerate(module: nn.Module) -> bool:
     return type(hook).__name__ == "AlignDevicesHook" and getattr(wrapped, "__self__", None) is module
 
 
+def bare(module: Any) -> bool:
+    """Return whether calling this patched module runs our ``forward`` and nothing of anybody else's.
+
+    Then a step may do its work without the call.
+    """
+    if "_fl_origin" not in type(module).__dict__ or foreign_hooks(module):
+        return False
+    return "forward" not in module.__dict__ or _placed_by_accelerate(module)
+
+
 def why_not(module: nn.Module, rule: Rule) -> str | None:
     """Return the reason code (and words) why ``module`` must be left alone, or ``None``."""
     children = [(name, getattr(module, name, None)) for name in rule.linears]

@@ -252,6 +252,13 @@ class FastMLA(PackedModule):
             o = self._fl_expanded(q_nope, q_rope, keys, values, mask, extra)
         return self.o_proj(o.reshape(batch, queries, -1)), None
 
+    def _fl_plain(self) -> bool:
+        """Return whether ``kv_b_proj`` does nothing but multiply by its weight, so that it may be absorbed."""
+        return self._fl_dense is not None or plain(self.kv_b_proj)
+
+    def _fl_unpaged(self) -> str:
+        return super()._fl_unpaged() or ("" if self._fl_plain() else "kv_b_proj was replaced or hooked")
+
     def _fl_decode(
         self, q_nope: torch.Tensor, q_rope: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, cache: Any,
         step: Any,
@@ -284,7 +291,7 @@ class FastMLA(PackedModule):
         cheaper = absorbed_is_cheaper(
             queries, total, self.kv_lora_rank, self.qk_rope_head_dim, self.qk_nope_head_dim, self.v_head_dim
         )
-        if not (fits and cheaper) or (self._fl_dense is None and not plain(self.kv_b_proj)):
+        if not (fits and cheaper and self._fl_plain()):
             return None
         weight = self._fl_kv_b()
         if weight.dtype != keys.dtype:

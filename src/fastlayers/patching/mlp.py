@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from fastlayers.activation.silu_mul.layer import SILU_MUL, SiluMulConfig
 from fastlayers.activation.silu_mul.torch import TorchSiluMul
 from fastlayers.patching.classes import count, differentiated
-from fastlayers.patching.matching import SILU, foreign_hooks
+from fastlayers.patching.matching import SILU, bare
 from fastlayers.patching.packing import PackedModule
 from fastlayers.registry import Ladder
 
@@ -74,4 +74,4 @@ class FastMLP(PackedModule):
 
 def step_runs(mlp: Any) -> bool:
     """Return whether :meth:`FastMLP._fl_step` computes what calling ``mlp`` does."""
-    return isinstance(mlp, FastMLP) and not foreign_hooks(mlp)  # type: ignore[arg-type]
+    return isinstance(mlp, FastMLP) and bare(mlp)

@@ -24,10 +24,13 @@ from fastlayers.weights_epoch import is_aliased
 
 # More rows than these a CPU multiplies as fast one linear after the other, and outputs side by side cost copies.
 MOST_ROWS_ON_HOST = 64
+_FORWARD = nn.Linear.forward
 
 
 def plain(linear: Any) -> bool:
     """Return whether ``linear`` is exactly an ``nn.Linear`` that nobody hooked or wrapped, with a plain weight."""
+    if nn.Linear.forward is not _FORWARD:
+        return False
     return type(linear) is nn.Linear and untouched(linear) and type(linear._parameters.get("weight")) is nn.Parameter
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -44,11 +45,29 @@ def _doubled(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
     return 2.0 * output
 
 
+def _wrapped(module: Any) -> None:
+    right = module.forward
+    module.forward = lambda *args, **kwargs: -1.5 * right(*args, **kwargs)
+
+
+def _derived(module: Any) -> None:
+    class Mine(type(module)):  # type: ignore[misc]
+        def forward(self, *args: Any) -> torch.Tensor:
+            return -1.5 * super().forward(*args)
+
+    module.__class__ = Mine
+
+
 CHANGES: dict[str, Callable[[Any], None]] = {
     "activation": lambda m: setattr(m.model.layers[0].mlp, "act_fn", nn.GELU()),
     "epsilon": lambda m: [setattr(x, "variance_epsilon", 0.7) for x in m.modules() if hasattr(x, "variance_epsilon")],
     "hook": lambda m: m.model.layers[0].mlp.up_proj.register_forward_hook(_doubled),
     "weight": lambda m: setattr(m.lm_head, "weight", nn.Parameter(-m.lm_head.weight.detach())),
+    "norm_forward": lambda m: _wrapped(m.model.layers[1].post_attention_layernorm),
+    "mlp_forward": lambda m: _wrapped(m.model.layers[0].mlp),
+    "layer_forward": lambda m: _wrapped(m.model.layers[1]),
+    "mlp_class": lambda m: _derived(m.model.layers[1].mlp),
+    "norm_class": lambda m: _derived(m.model.layers[0].post_attention_layernorm),
     "linear": lambda m: setattr(m.model.layers[1].self_attn, "o_proj", nn.Sequential(m.model.layers[1].mlp.act_fn)),
 }
 
@@ -61,6 +80,48 @@ def test_changes_between_calls(pair: tuple[Any, Any, Any], change: str) -> None:
     for model in (stock, fast):
         CHANGES[change](model)
     assert tokens(fast) == tokens(stock) != before
+
+
+@pytest.mark.parametrize("name", ["llama", "v3", "gpt_oss"])
+def test_code_replaced_on_instances_and_classes(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    stock, fast = build(name), build(name)
+    fl.patch(fast)
+    driver = decode.attach(fast, ExitStack(), make_graphs=eager_graphs, core="torch")
+    before, right = tokens(fast), nn.Linear.forward
+    assert before == tokens(stock) and driver.graphs is not None and driver.graphs.keys
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: right(self, x) * (0.5 + torch.arange(self.out_features)))
+    assert tokens(fast) == tokens(stock) != before
+    monkeypatch.undo()
+    assert tokens(fast) == before
+    held = driver._weights
+    for model in (stock, fast):
+        inner, embed = model.model.forward, model.model.embed_tokens.forward
+        model.model.embed_tokens.forward = lambda ids, embed=embed: embed(ids).flip(-1)
+        model.model.forward = functools.partial(lambda right, **kwargs: right(**kwargs), inner)
+    assert tokens(fast) == tokens(stock) != before
+    assert driver._weights != held, "what is replayed was captured with other code"
+
+
+class Louder(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = -2.0 * self.inner(x)
+        return out
+
+
+@pytest.mark.parametrize("name", ["v3", "v2_lite"])
+def test_a_wrapper_around_what_is_absorbed(name: str) -> None:
+    stock, fast = build(name), build(name)
+    fl.patch(fast)
+    driver = decode.attach(fast, ExitStack(), make_graphs=eager_graphs, core="torch")
+    before, replays = tokens(fast), int(driver.replays)
+    for model in (stock, fast):
+        for layer in model.model.layers:
+            layer.self_attn.kv_b_proj = Louder(layer.self_attn.kv_b_proj)
+    assert tokens(fast) == tokens(stock) != before and int(driver.replays) == replays > 0
 
 
 def test_hooks_on_all_modules_between_calls(pair: tuple[Any, Any, Any]) -> None:
