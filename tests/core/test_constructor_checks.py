@@ -37,6 +37,7 @@ MAKERS: dict[Callable[..., Any], dict[str, Any]] = {
     fl.FP8ScaledLinear: SQUARE,
     fl.FusedMoE: {"hidden_size": 64, "intermediate_size": 128, "num_experts": 4, "top_k": 2},
     fl.Int8Linear: SQUARE,
+    fl.WeightOnlyLinear: SQUARE,
     fl.LMHead: {"hidden_size": 64, "vocab_size": 64},
     fl.LayerCommunicator: {
         "parallel": fl.ParallelSpec(), "input_layernorm": NORM, "post_attention_layernorm": NORM,

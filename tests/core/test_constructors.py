@@ -36,6 +36,7 @@ MAKERS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "FP8BlockLinear": (fl.FP8BlockLinear, lambda **o: fl.FP8BlockLinear(128, 128, **o)),
     "FP8ScaledLinear": (fl.FP8ScaledLinear, lambda **o: fl.FP8ScaledLinear(128, 128, **o)),
     "Int8Linear": (fl.Int8Linear, lambda **o: fl.Int8Linear(128, 128, **o)),
+    "WeightOnlyLinear": (fl.WeightOnlyLinear, lambda **o: fl.WeightOnlyLinear(128, 128, **o)),
     "LMHead": (fl.LMHead, lambda **o: fl.LMHead(64, 64, **o)),
     "RMSNorm": (fl.RMSNorm, lambda **o: fl.RMSNorm(64, **o)),
     "TopKRouter": (fl.TopKRouter, lambda **o: fl.TopKRouter(64, 8, 2, **o)),

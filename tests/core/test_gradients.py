@@ -171,6 +171,7 @@ META = fl.AttentionState(1, 3, 1, 16).plan(fl.AttentionBatch((3,), (0,), [[1]]))
 REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
     "FP8BlockLinear": lambda x: fl.FP8BlockLinear(128, 128, dtype=F32)(x),
     "Int8Linear": lambda x: fl.Int8Linear(128, 8, dtype=F32)(x),
+    "WeightOnlyLinear": lambda x: fl.WeightOnlyLinear(128, 8, dtype=F32)(x),
     "FP8ScaledLinear": lambda x: fl.FP8ScaledLinear(128, 8, dtype=F32)(x),
     "FusedMoE": experts("fp8_block"),
     "FusedMoE ": experts("int8"),

@@ -102,6 +102,12 @@ SUBJECTS = {
         ("weight", "weight_scale_inv", "bias"),
         ANY_ROWS,
     ),
+    "WeightOnlyLinear": Subject(
+        lambda: fl.WeightOnlyLinear(64, 16, bias=True, group_size=32, zero_point=True, dtype=F32),
+        lambda: {"x": R(3, 64)},
+        ("weight", "weight_scale", "weight_zero", "bias"),
+        ANY_ROWS,
+    ),
     "Int8Linear": Subject(
         lambda: fl.Int8Linear(32, 16, bias=True, dtype=F32),
         lambda: {"x": R(3, 32)},

@@ -211,6 +211,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], tuple[Any, ...]]] = {
     "source of codes": (fl.FP8BlockLinear.from_linear, ()),
     "source of int8": (fl.Int8Linear.from_linear, ()),
     "source of e4m3": (fl.FP8ScaledLinear.from_linear, ()),
+    "source of nibbles": (fl.WeightOnlyLinear.from_linear, ()),
     "tensor": (Checkpoint(SHIPPED).read, ()),
     "families": (lambda v: AutoModel.from_pretrained(SHIPPED, families=v), ()),
     "parallel": (lambda v: AutoModel.from_pretrained(SHIPPED, parallel=v), ()),

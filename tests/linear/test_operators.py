@@ -11,12 +11,16 @@ from torch import nn
 from fastlayers.linear.dense.layer import Linear
 from fastlayers.linear.fp8_block.layer import FP8BlockLinear
 from fastlayers.linear.int8.layer import Int8Linear
+from fastlayers.linear.weight_only.layer import WeightOnlyLinear
 from fastlayers.quant.group_quant.layer import GroupQuant
 
 LAYERS: dict[str, Callable[[str], nn.Module]] = {
     "linear": lambda backend: Linear.from_linear(nn.Linear(64, 24), backend=backend),
     "fp8_linear": lambda backend: FP8BlockLinear.from_linear(nn.Linear(64, 24), backend=backend),
     "int8_linear": lambda backend: Int8Linear.from_linear(nn.Linear(64, 24), backend=backend),
+    "weight_only_linear": lambda backend: WeightOnlyLinear.from_linear(
+        nn.Linear(64, 24), group_size=32, zero_point=True, backend=backend
+    ),
     "group_quant": lambda backend: GroupQuant(16, scale_layout="col_tma4", backend=backend),
 }
 
@@ -24,6 +28,7 @@ LAYERS: dict[str, Callable[[str], nn.Module]] = {
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_compiled_equals_eager(name: str, backend: str) -> None:
+    torch._dynamo.reset()  # all linears share one forward, of which so many programs are kept
     layer = LAYERS[name](backend)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
     with torch.inference_mode():

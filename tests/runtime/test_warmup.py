@@ -110,6 +110,7 @@ LAYERS = {
     "fp8_linear": lambda: fl.FP8BlockLinear(128, 128),
     "int8_linear": lambda: fl.Int8Linear(32, 16),
     "fp8_scaled_linear": lambda: fl.FP8ScaledLinear(32, 16),
+    "weight_only_linear": lambda: fl.WeightOnlyLinear(128, 16),
     "rms_norm": lambda: fl.RMSNorm(32),
     "embedding": lambda: fl.VocabEmbedding(11, 8),
     "router": lambda: fl.TopKRouter(32, 4, 2),

@@ -190,20 +190,21 @@ def _run(group: int, dtype: torch.dtype) -> int:
 
 
 @lru_cache(maxsize=4096)
-def rule(rows: int, cfg: WeightOnlyLinearConfig) -> dict[str, int]:
+def rule(rows: int, n: int, k: int, dtype: torch.dtype, format: str, group: int, indexed: bool) -> dict[str, int]:
     """Return kernel parameters by rule; not measured yet, but taken from what dense and FP8 weights were best with."""
-    group, codes = cfg.group_size, cfg.in_features // (2 if cfg.format == "w4a16" else 1)
-    if rows <= MAX_VECTOR_ROWS and not cfg.act_order and group & (group - 1) == 0:
-        many = min(1024 if cfg.format != "w4a16" else 512, next_power_of_2(codes))
-        return {"VECTOR": 1, "BLOCK_N": 4 if rows == 1 and cfg.out_features > 1024 else 2, "num_warps": 4, "AHEAD": 2,
-                "BYTES": many}  # fmt: skip
-    m, n, warps, stages = (16, 64, 4, 4) if rows <= 16 else (32, 64, 4, 4) if rows <= 32 else (64, 64, 4, 4)
-    if rows > 256 and cfg.dtype != torch.float32:
-        m, n, warps, stages = 128, 128, 8, 3
-    programs, splits = cdiv(rows, m) * cdiv(cfg.out_features, n), 1
-    while programs * splits * 2 <= TARGET_PROGRAMS and cfg.in_features >= splits * 2 * 512:
+    if rows <= MAX_VECTOR_ROWS and not indexed and group & (group - 1) == 0:
+        most, codes = (512, k // 2) if format == "w4a16" else (1024, k)
+        outputs = 4 if rows == 1 and n > 1024 else 2
+        return {
+            "VECTOR": 1, "BLOCK_N": outputs, "num_warps": 4, "AHEAD": 2, "BYTES": min(most, next_power_of_2(codes)),
+        }  # fmt: skip
+    m, width, warps, stages = (16, 64, 4, 4) if rows <= 16 else (32, 64, 4, 4) if rows <= 32 else (64, 64, 4, 4)
+    if rows > 256 and dtype != torch.float32:
+        m, width, warps, stages = 128, 128, 8, 3
+    programs, splits = cdiv(rows, m) * cdiv(n, width), 1
+    while programs * splits * 2 <= TARGET_PROGRAMS and k >= splits * 2 * 512:
         splits *= 2
-    return _matrix(m, n, splits, warps, stages)
+    return _matrix(m, width, splits, warps, stages)
 
 
 def _matrix(m: int, n: int, splits: int, warps: int, stages: int) -> dict[str, int]:
@@ -212,7 +213,8 @@ def _matrix(m: int, n: int, splits: int, warps: int, stages: int) -> dict[str, i
 
 def candidates(cfg: WeightOnlyLinearConfig, num_tokens: int) -> list[dict[str, int]]:
     """Return the parameters worth measuring for this many rows, :func:`rule`'s own first."""
-    found = [rule(num_tokens, cfg)]
+    shape = cfg.out_features, cfg.in_features
+    found = [rule(num_tokens, *shape, cfg.dtype, cfg.format, cfg.group_size, cfg.act_order)]
     if found[0]["VECTOR"]:
         codes = cfg.in_features // (2 if cfg.format == "w4a16" else 1)
         for n, many, warps, ahead in ((2, 512, 4, 2), (4, 512, 4, 1), (8, 256, 4, 2), (2, 1024, 4, 2), (4, 1024, 8, 2)):
@@ -241,10 +243,16 @@ def _weight_only(
 ) -> torch.Tensor:  # fmt: skip
     if x.stride(-1) != 1:
         x = x.contiguous()
-    (m, k), n, c = x.shape, weight.shape[0], dict(zip(PARAMETERS, config, strict=True))
+    (m, k), n = x.shape, weight.shape[0]
     y = x.new_empty((m, n))
     if m == 0:
         return y
+    c: Mapping[str, int]
+    c = (
+        dict(zip(PARAMETERS, config, strict=True))
+        if config
+        else rule(m, n, k, x.dtype, format, group, index is not None)
+    )
     nibbles, launch, grouped = format == "w4a16", dependent_launch(x.device), group > 0
     codes = weight.view(torch.uint8) if format == "fp8_w8a16" else weight
     addend, zeros, run = y if bias is None else bias, scale if zero is None else zero, _run(group, x.dtype)
@@ -286,7 +294,9 @@ class TritonWeightOnlyLinear:
     candidates = staticmethod(candidates)
 
     def __init__(self, cfg: WeightOnlyLinearConfig, config: Mapping[str, int] | None = None) -> None:
-        self.cfg, self.config = cfg, config
+        self.cfg = cfg
+        # An operator's schema knows integers, not mappings.
+        self.config = [config.get(name, 0) for name in PARAMETERS] if config else []
 
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, weight_zero: torch.Tensor | None,
@@ -294,9 +304,8 @@ class TritonWeightOnlyLinear:
     ) -> torch.Tensor:  # fmt: skip
         """Return ``y`` ``[..., N]``, a new contiguous tensor of ``x``'s dtype."""
         cfg, rows = self.cfg, x.reshape(-1, self.cfg.in_features)
-        chosen = self.config or rule(rows.shape[0], cfg)
         y: torch.Tensor = _weight_only(
             rows, weight, weight_scale, weight_zero, group_index, bias, cfg.format, cfg.group_size,
-            [chosen.get(name, 0) for name in PARAMETERS],
+            self.config,
         )  # fmt: skip
         return y.view(*x.shape[:-1], cfg.out_features)
