@@ -196,6 +196,10 @@ class Pending:
         self._slot, self._size, self._kept = slot, size, kept
         self._found: list[int] | None = None
 
+    def arrived(self) -> bool:
+        """Whether nobody would wait for the tokens."""
+        return self._found is not None or self._slot.arrived is None or bool(self._slot.arrived.query())
+
     def tokens(self) -> list[int]:
         """Wait, and return the tokens.
 

@@ -1,6 +1,8 @@
-"""How many prompt tokens an extend may bring, so that those who decode beside it do not stall."""
+"""How many prompt tokens an extend may bring, so that those who decode beside it do not stall; when it is planned."""
 
 from __future__ import annotations
+
+from fastlayers_server.engine.config import LEAST
 
 NEARLY = 1.25  # a larger chunk that costs so much more at most is worth it where no chunk meets the target
 # A queue is a backlog from so many requests on, or so many for each row, up to a limit: then who waits matters more.
@@ -50,13 +52,18 @@ class Budget:
         """Whether so many wait that whole steps serve all best; it takes measured times to know better."""
         return bool(self.extend) and waiting >= max(BACKLOG, min(BACKLOG_SHARE * rows, BACKLOG_ANYWAY))
 
-    def chunk(self, rows: int, waiting: int = 0) -> int:
+    def chunk(self, rows: int, waiting: int = 0, mixed: bool = False) -> int:
         """Return the largest chunk beside so many decoding rows.
 
         Few who wait are served in chunks that make a tick at most three times a decode step, so that nobody who
         decodes sees a gap; with a backlog it is ``max_tokens``: every decode step beside a small chunk is one that
-        fewer rows share.
+        fewer rows share. With ``mixed`` ones, which a backlog does not have, no step has more tokens than
+        ``max_tokens``, for which kernels were warmed up.
         """
+        found = self._chunk(rows, waiting)
+        return max(min(found, self.max_tokens - rows), LEAST) if mixed else found
+
+    def _chunk(self, rows: int, waiting: int) -> int:
         if not rows or not self.extend or not self.target or self.backlog(rows, waiting):
             return self.max_tokens
         key = rows, max(waiting, PATIENT)
@@ -65,8 +72,8 @@ class Budget:
         return self._chunks[key]
 
     def _fitting(self, rows: int, waiting: int) -> int:
-        alone = self.decode_seconds(rows)
-        beside = _of(self.beside, rows) if self.beside else alone
+        alone = _between(self.decode, rows) or self.decode_seconds(rows)
+        beside = _of(self.beside, rows) if self.beside else self.decode_seconds(rows)
         limit = min(CAUTION * self.target - beside, CAUTION * LONGER * alone * waiting / PATIENT - beside)
         if min(self.extend.values()) > limit:
             # Launch-bound: every chunk is too long, and a larger one hardly longer.
@@ -76,6 +83,48 @@ class Budget:
             found = max(found - rows, min(self.extend))  # the step is as long as its chunk and rows together
         return min(self.max_tokens, found)
 
+    def seconds(self, tokens: int, rows: int) -> float:
+        """Return what a step of rows takes, or of rows and prompt tokens in one; 0.0 where that was not measured."""
+        if not tokens:
+            return _between(self.decode, rows)
+        return _between(self.extend, tokens + rows) + _between(self.beside, rows) if self.beside else 0.0
+
 
 def _of(seconds: dict[int, float], rows: int) -> float:
     return next((took for size, took in seconds.items() if size >= rows), 0.0)
+
+
+def _between(seconds: dict[int, float], size: int) -> float:
+    """Return the seconds of a size that lies between two that were measured; 0.0 beyond them."""
+    below, took_below = 0, 0.0
+    for above, took in seconds.items():
+        if above >= size:
+            return took_below + (took - took_below) * (size - below) / (above - below)
+        below, took_below = above, took
+    return 0.0
+
+
+class Patience:
+    """How long a step in flight is left alone before the next one is planned.
+
+    The later, the more of those who arrive are in the next one; too late, and the device waits. So the share of its
+    expected seconds grows a little with each step, and shrinks where the device was found idle.
+
+    Attributes
+    ----------
+    share : float
+    """
+
+    LEAD = 0.004  # seconds from a plan to its first kernel, generously
+    LEAST, MORE, LESS = 0.3, 0.0005, 0.05
+
+    def __init__(self) -> None:
+        self.share = 0.8
+
+    def left(self, expected: float, since: float) -> float:
+        """Return how many seconds are left to wait, of a step that began ``since`` seconds ago."""
+        return self.share * expected - self.LEAD - since
+
+    def found(self, idle: bool) -> None:
+        """Learn whether the device had nothing left to do when the next step was launched."""
+        self.share = max(self.LEAST, self.share - self.LESS) if idle else min(1.0, self.share + self.MORE)

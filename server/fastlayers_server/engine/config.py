@@ -9,6 +9,8 @@ import msgspec
 from fastlayers.errors import ArgumentError
 from fastlayers_server.flags import flag
 
+LEAST = 16  # prompt tokens of a step with rows at least, however many these are
+
 
 class SchedulerConfig(msgspec.Struct, frozen=True):
     """Limits of the scheduler.
@@ -70,7 +72,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     @property
     def most_tokens(self) -> int:
         """New tokens of one step at most."""
-        return max(self.max_batched_tokens + self.max_running * self.mixed, self.max_running)
+        return max(self.max_batched_tokens, self.max_running + LEAST * self.mixed)
 
 
 @dataclass(frozen=True)

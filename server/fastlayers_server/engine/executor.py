@@ -83,6 +83,10 @@ class TorchStep:
             return []
         return [[token] for token in self.chunks.tokens()]
 
+    def done(self) -> bool:
+        """Whether all tokens are there."""
+        return all(each.arrived() for each in (self.rows, self.chunks, self.verified) if each is not None)
+
     def result(self) -> TickResult:
         """Wait for the tokens."""
         plan = self._plan
@@ -163,9 +167,7 @@ class TorchExecutor:
             most = getattr(model, "captured_tokens", None) or TOKENS[-1]
             all_sizes = (*DRAFTED, *TOKENS, *BETWEEN) if verify_tokens else (*TOKENS, *BETWEEN)
             sizes = sorted(size for size in all_sizes if size <= most)
-            requests = [size for size in REQUESTS if size < running]
-            requests += [running] if config.mixed or running <= REQUESTS[-1] else []
-            extend_buckets = ExtendBuckets(tuple(sizes), tuple(requests), PADDING)
+            extend_buckets = ExtendBuckets(tuple(sizes), tuple(sorted({*REQUESTS, *[running] * config.mixed})), PADDING)
         if graphs is None and cuda_graph and device.type == "cuda":
             # One run before a capture, not two: every layer ran in these sizes before.
             graphs = CudaGraphs(device, warm_ups=1)
@@ -255,7 +257,7 @@ class TorchExecutor:
 
     def decodes(self, plan: TickPlan) -> bool:
         """Whether a plan's tick decodes in a step of its own."""
-        return bool(plan.rows) and not (self.config.mixed and plan.mixes)
+        return bool(plan.rows) and not plan.mixed
 
     def _note(self, step: SlotStep, spans: Iterable[tuple[Request, int, int]]) -> None:
         """Let the draft layer have the hidden rows of what was just launched: whose, from where on, how many."""
@@ -284,12 +286,10 @@ class TorchExecutor:
 
     def _launch_chunks(self, plan: TickPlan, step: TorchStep, chunks: Sequence[Chunk], place: int) -> int:
         """Launch an extend whose draws are from ``place`` on among the sampled ones; returns the place behind."""
-        if self.config.mixed and plan.mixes:
-            count = len(plan.rows)
-            logits, hidden = self.extending.extend_chunks(chunks, LOGITS, plan.rows, plan.starts)
-            step.held.append(Held(0, logits[-count:], plan.rows, _within(plan, 0, count), False))
-        else:
-            logits, hidden = self.extending.extend_chunks(chunks, LOGITS)
+        rows, starts = (plan.rows, plan.starts) if plan.mixed else ((), ())
+        logits, hidden = self.extending.extend_chunks(chunks, LOGITS, rows, starts)
+        if rows:
+            step.held.append(Held(0, logits[-len(rows) :], rows, _within(plan, 0, len(rows)), False))
         first = 0
         for chunk in chunks:
             if hidden is not None and prompt_logprobs_wanted(chunk):

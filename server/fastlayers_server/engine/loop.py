@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from fastlayers_server.engine.budget import Patience
 from fastlayers_server.engine.grammar import GrammarMasks
 from fastlayers_server.engine.protocol import (
     CONTROLS,
@@ -45,6 +46,7 @@ from fastlayers_server.engine.speculation import Speculation
 log = logging.getLogger(__name__)
 STATS_SECONDS = 1.0
 EARLY = 0.010  # rows that take longer are not waited for before a prompt's first token is told
+RECENT = 1.0  # seconds after an arrival in which more are thought to come
 NAP = 0.0005  # between ticks in which requests wait for others and nothing runs
 
 
@@ -56,6 +58,9 @@ class Step(Protocol):
 
     def first(self) -> list[list[int]]:
         """Wait for the first tokens of prompts, and return them; none where they come with the rest."""
+
+    def done(self) -> bool:
+        """Whether all tokens are there."""
 
     def result(self) -> TickResult:
         """Wait for all tokens."""
@@ -95,7 +100,8 @@ class Engine:
     grammars : GrammarMasks, optional
     drafts : Speculation, optional
     epoch : int
-    clock : callable
+    clock, pause : callable
+        What time it is, and how it is let pass.
 
     Attributes
     ----------
@@ -117,9 +123,11 @@ class Engine:
         drafts: Speculation | None = None,
         epoch: int = 1,
         clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self.scheduler, self.executor, self.deliver, self.overlap = scheduler, executor, deliver, overlap
-        self.info, self.grammars, self.drafts, self.epoch, self.clock = info, grammars, drafts, epoch, clock
+        self.info, self.grammars, self.drafts, self.epoch = info, grammars, drafts, epoch
+        self.clock, self.pause = clock, pause
         self.tick_started = 0.0
         self.ended: Callable[[], None] = lambda: None
         self._inbox: deque[ToEngine] = deque()
@@ -127,6 +135,8 @@ class Engine:
         self._stop_at: float | None = None
         self._pending: tuple[TickPlan, Step, float] | None = None
         self._told_at = 0.0
+        self.patience, self._waited = Patience(), False
+        self._began = self._came = float("-inf")
 
     # --- from other threads
 
@@ -176,6 +186,7 @@ class Engine:
         self._receive_all()
         if self._pending is not None:
             self._after_chunks(*self._pending[:2])
+            self._leave_alone()
             self._receive_all()
         draft = None
         if self.drafts is not None and self.drafts.wanted(len(scheduler.running.requests)):
@@ -195,6 +206,9 @@ class Engine:
                 assert self.grammars is not None
                 step.sample(self.grammars.masks(plan))
             before, self._pending = self._pending, (plan, step, now)
+            if self._waited and before is not None:
+                self.patience.found(before[1].done())
+            self._began = now  # or when the step before ended
             if before is not None:
                 self._after_chunks(*before[:2], ending=True)
                 self._commit(*before)
@@ -211,8 +225,7 @@ class Engine:
         """
         scheduler = self.scheduler
         rows = len(plan.rows)
-        mixed = scheduler.config.mixed and plan.mixes
-        if not (rows and plan.chunks) or mixed or plan.masked or plan.verify or plan.early:
+        if not (rows and plan.chunks) or plan.mixed or plan.masked or plan.verify or plan.early:
             return
         if not ending and scheduler.budget.backlog(rows, scheduler.queue.count):
             return
@@ -220,6 +233,23 @@ class Engine:
         if tokens and scheduler.budget.decode_seconds(rows) > EARLY:
             scheduler.commit_prompts(plan, tokens, self.clock())
             self._flush()
+
+    def _leave_alone(self) -> None:
+        """Plan late while requests arrive: whoever comes before the step in flight ends is in the next one."""
+        assert self._pending is not None
+        plan, scheduler = self._pending[0], self.scheduler
+        rows, now, self._waited = len(plan.rows), self.clock(), False
+        whole = not plan.chunks or plan.mixed
+        if not (self.overlap and rows and whole) or plan.masked or plan.verify or now - self._came > RECENT:
+            return
+        if scheduler.budget.backlog(rows, scheduler.queue.count):
+            return
+        left = self.patience.left(
+            scheduler.budget.seconds(sum(len(chunk.ids) for chunk in plan.chunks), rows), now - self._began
+        )
+        if left > 0.0:
+            self._waited = True
+            self.pause(left)
 
     def _settle(self) -> None:
         """Wait for the step in flight, if there is one."""
@@ -229,7 +259,7 @@ class Engine:
 
     def _commit(self, plan: TickPlan, step: Step, launched: float) -> None:
         result = step.result()
-        now = self.clock()
+        now = self._began = self.clock()
         self.scheduler.commit(plan, result, now)
         if plan.masked and self.grammars is not None:
             for index, request, _ in plan.special:
@@ -278,6 +308,7 @@ class Engine:
 
     def _submit(self, message: Submit, now: float) -> None:
         """Take a request; what goes wrong with it alone ends it alone."""
+        self._came = now
         scheduler = self.scheduler
         try:
             scheduler.submit(message, now)

@@ -148,6 +148,8 @@ class TickPlan:
         Those of :attr:`sampled` that need more than temperature and filters, by their place.
     early : int
         So many of the sampled chunks were committed before the rest.
+    mixed : bool
+        The rows are part of the chunks' extend.
     """
 
     tick: int
@@ -162,20 +164,17 @@ class TickPlan:
     special: list[tuple[int, Request, int]] = field(default_factory=list)
     masked: bool = False
     early: int = 0
+    mixed: bool = False
 
-    def complete(self) -> None:
-        """List who is drawn for, and who of them needs more than temperature and filters."""
+    def complete(self, mixed: bool = False) -> None:
+        """List who is drawn for, and who of them needs more than temperature and filters; ``mixed``: if it can be."""
+        self.mixed = mixed and bool(self.rows and self.chunks and not self.verify)
         self.sampled = [*self.rows, *(c.request for c in self.chunks if c.samples), *(c.request for c in self.verify)]
         for index, request in enumerate(self.sampled):
             fewest = request.submit.min_new_tokens
             if request.general or (fewest and request.drawn < fewest):
                 self.special.append((index, request, request.drawn - 1))
                 self.masked |= bool(request.submit.grammar)
-
-    @property
-    def mixes(self) -> bool:
-        """Whether its rows can be part of its extend of prompts."""
-        return bool(self.rows and self.chunks and not self.verify)
 
     @property
     def empty(self) -> bool:

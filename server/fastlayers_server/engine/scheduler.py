@@ -125,7 +125,8 @@ class Scheduler:
             elif request.end > len(request.tokens) + request.inflight:
                 rows.append(request)
         drafts = {r: draft(r, r.left - 1) for r in rows if r.may_draft} if draft is not None else {}
-        budget = limit = max(self.config.piece, self.budget.chunk(len(rows), self.queue.count))
+        mixed = self.config.mixed and not self.budget.backlog(len(rows), self.queue.count)
+        budget = limit = max(self.config.piece, self.budget.chunk(len(rows), self.queue.count, mixed))
         lengths = {r: r.kv + 1 for r in rows}
         for request, ids in drafts.items():
             lengths[request] += len(ids)
@@ -157,7 +158,7 @@ class Scheduler:
                 request.kv = length  # behind drafts settled at commit, when it is known how many of them count
             if request.kv >= (len(request.path) + 1) * block:
                 self.running.publish(request, plan)
-        plan.complete()
+        plan.complete(mixed)
         if not plan.empty:
             self.history.append(
                 {
@@ -175,8 +176,7 @@ class Scheduler:
 
         A decode step costs nearly as much for few rows as for all, and those of a backlog are not there yet.
         """
-        never = self.config.piece or self.config.mixed
-        if never or self._left_out or drafts or not self.budget.backlog(len(rows), self.queue.count):
+        if self._left_out or drafts or self.config.piece or not self.budget.backlog(len(rows), self.queue.count):
             return False
         new = sum(length - request.kv for request, length in lengths.items() if request.kv < request.goal)
         return 2 * new > limit

@@ -50,6 +50,7 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
     starts: bytes
     special: tuple[tuple[int, int, int], ...]
     masked: bool
+    mixed: bool
     told: int
     digest: int
 
@@ -73,7 +74,8 @@ def encode(plan: TickPlan, told: int = 0, digest: int = 0) -> bytes:
             ),
             pack_ids([number for change in plan.pages for number in change]), pack_ids(plan.poisoned),
             pieces(plan.chunks), pieces(plan.verify), pack_ids([r.slot for r in plan.rows]), pack_ids(plan.starts),
-            tuple((place, request.slot, drawn) for place, request, drawn in plan.special), plan.masked, told, digest,
+            tuple((place, request.slot, drawn) for place, request, drawn in plan.special), plan.masked, plan.mixed,
+            told, digest,
         )
     )  # fmt: skip
 
@@ -107,7 +109,7 @@ class Mirror:
         plan.rows, plan.starts = [self.requests[slot] for slot in unpack_ids(found.rows)], unpack_ids(found.starts)
         plan.sampled = [*plan.rows, *(c.request for c in plan.chunks if c.samples), *(c.request for c in plan.verify)]
         plan.special = [(place, self.requests[slot], drawn) for place, slot, drawn in found.special]
-        plan.masked = found.masked
+        plan.masked, plan.mixed = found.masked, found.mixed
         return plan, found.told, found.digest
 
     def _chunks(self, pieces: Sequence[Piece]) -> list[Chunk]:

@@ -26,7 +26,7 @@ class GroupsPlan:
     """One tick of all groups: the part of a :class:`~fastlayers_server.engine.request.TickPlan` that a loop reads."""
 
     plans: list[TickPlan]
-    masked = False
+    masked = mixed = False
     early = 0
 
     @property

@@ -25,6 +25,10 @@ class LeaderStep:
         """Of this rank; the others compare what :meth:`result` tells."""
         return self._step.first()
 
+    def done(self) -> bool:
+        """Whether this rank's tokens are there."""
+        return self._step.done()
+
     def result(self) -> TickResult:
         """Wait for the tokens."""
         found = self._step.result()

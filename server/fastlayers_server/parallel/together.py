@@ -146,6 +146,10 @@ class TogetherStep:
         """None: tokens of other groups come all at once."""
         return []
 
+    def done(self) -> bool:
+        """Whether the first group's tokens are there."""
+        return self._step.done()
+
     def result(self) -> Any:
         """Wait for the tokens of all groups."""
         return self._leader.reported(self._step.result)

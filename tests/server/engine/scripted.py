@@ -86,6 +86,10 @@ class ScriptedStep:
         """Return those of prompts, where they have no log-probabilities."""
         return self._first
 
+    def done(self) -> bool:
+        """Return whether the tick's time is over."""
+        return time.monotonic() >= self._ready_at
+
     def result(self) -> TickResult:
         """Return the tokens; not before the tick's time is over."""
         if self._ready_at:

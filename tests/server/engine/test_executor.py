@@ -26,7 +26,7 @@ def decodes_beside_chunks(bench: Bench) -> list[bool]:
     def launched(plan: Any) -> Any:
         asked[0] = False
         step = launch(plan)
-        if plan.mixes:
+        if plan.rows and plan.chunks:
             found.append(asked[0])
         return step
 
