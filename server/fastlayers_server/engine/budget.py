@@ -99,7 +99,8 @@ def _between(seconds: dict[int, float], size: int) -> float:
     below, took_below = 0, 0.0
     for above, took in seconds.items():
         if above >= size:
-            return took_below + (took - took_below) * (size - below) / (above - below)
+            share = (size - below) / (above - below) if below else 1.0
+            return took_below + (took - took_below) * share
         below, took_below = above, took
     return 0.0
 
