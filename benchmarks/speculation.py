@@ -73,6 +73,7 @@ def ms_per_token(parts: Engine, drafts: Scripted | None, batch: int, prompt: int
     engine = Engine(parts.scheduler, parts.executor, deliver, overlap=parts.overlap, drafts=drafts)
     parts.executor.extending.scripted = drafts  # type: ignore[attr-defined]
     parts.scheduler.cache.flush()
+    assert parts.info is not None
     vocab = parts.info.vocab_size
     for rid in range(1, batch + 1):
         ids = torch.randint(3, vocab, (prompt,), generator=torch.Generator().manual_seed(rid)).tolist()
@@ -203,7 +204,7 @@ def main() -> None:
         say({"context": context} | steps_ms(parts, arguments.k, context))
     for size in arguments.trees:
         say({"context": 2048, "tree": size} | steps_ms(parts, size - 1, 2048, tree=True))
-    _, uncaptured = parts.executor.graph_counts()
+    _, uncaptured = parts.executor.graph_counts()  # type: ignore[attr-defined]
     say({"uncaptured": uncaptured})
     if arguments.kernels:
         say({"context": 2048, "kernels": kernels_us(parts, arguments.k, 2048, arguments.kernels)})
