@@ -58,7 +58,7 @@ def backends(layer: str, device: Any = None, cfg: Any = None) -> Table:
     ----------
     layer : str
         A name of :data:`fastlayers.registry.LAYERS`, of ``COLLECTIVES``, or of ``PARTS`` (the allocator, the
-        communicator), which have no configuration.
+        communicator, the placement of experts), which have no configuration.
     device : str, torch.device or Device, optional
         A described device (``"H200"``, ``"B200"``, ``"A100"``, ``"cpu"``) or one of this machine.
     cfg : object, optional

@@ -15,6 +15,7 @@ import pytest
 
 import fastlayers as fl
 from fastlayers.errors import NoBackendError
+from fastlayers.moe.placement.triton import TritonSlots
 from fastlayers.registry import COLLECTIVES, LAYERS, PARTS, builtin_registry, registry
 from fastlayers.registry.spec import spec_of
 from fastlayers_server.ablation import SWITCHES
@@ -140,8 +141,9 @@ def test_parts_that_are_no_layer_have_rows() -> None:
     (kernels,) = [row for row in fl.backends("communicator", device="cpu") if row.name == "triton_symm_mem"]
     assert not kernels.hardware and "this is cpu" in kernels.reason
     assert next(row for row in fl.backends("communicator", device="H200") if row.name == "triton_symm_mem").hardware
-    for part in PARTS:
-        assert builtin_registry(part).ranked[0].load() in (fl.BumpAllocator, fl.LayerCommunicator)
+    first = {part: builtin_registry(part).ranked[0].load() for part in PARTS}
+    wanted = {"bump_allocator": fl.BumpAllocator, "communicator": fl.LayerCommunicator}
+    assert first == wanted | {"expert_placement": TritonSlots}
 
 
 def callers() -> dict[str, set[str]]:

@@ -12,19 +12,25 @@ a request's tokens go the same way in any batch. Slots of one expert hold the sa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from fastlayers.comm.parallel import Axis
-from fastlayers.errors import ArgumentError, check_kind, check_positive, check_tensor
+from fastlayers.errors import ArgumentError, as_integers, check_kind, check_positive, check_tensor
+from fastlayers.memory import memory_for
 from fastlayers.moe.placement.planner import EplbConfig, first_placement
 from fastlayers.registry import Registry, torch_backend, triton_backend
 
 _HERE = "fastlayers.moe.placement"
 EXPERT_PLACEMENT = Registry(
-    "expert_placement", [triton_backend(f"{_HERE}.triton:TritonSlots"), torch_backend(f"{_HERE}.table:TorchSlots")]
+    "expert_placement",
+    [
+        replace(triton_backend(f"{_HERE}.triton:TritonSlots"), note="finds slots and counts pairs in one launch"),
+        replace(torch_backend(f"{_HERE}.table:TorchSlots"), note="a launch for each operation"),
+    ],
 )
 
 
@@ -99,14 +105,16 @@ class ExpertPlacement(nn.Module):
         check_positive("ExpertPlacement", num_experts=num_experts)
         check_kind("ExpertPlacement", Axis, ep=ep)
         check_kind("ExpertPlacement", EplbConfig, config=config)
+        (num_experts,) = as_integers(num_experts)
         self.num_experts, self.ep, self.config = num_experts, ep, config
         self.num_slots = config.slots(num_experts, ep.size)
         most = min(ep.size, 1 + config.num_redundant_experts)
-        for name, shape in (
-            ("physical_to_logical", (self.num_slots,)), ("replicas", (num_experts, most)), ("count", (num_experts,)),
-            ("load", (num_experts,)),
-        ):  # fmt: skip
-            self.register_buffer(name, torch.zeros(shape, dtype=torch.int32, device=device), persistent=False)
+        with memory_for("ExpertPlacement", num_experts=num_experts):
+            for name, shape in (
+                ("physical_to_logical", (self.num_slots,)), ("replicas", (num_experts, most)),
+                ("count", (num_experts,)), ("load", (num_experts,)),
+            ):  # fmt: skip
+                self.register_buffer(name, torch.zeros(shape, dtype=torch.int32, device=device), persistent=False)
         self.core: Any = EXPERT_PLACEMENT.choose(config, device, backend).build().pick(1)
         self.logical: list[int] = []
         self.place(first_placement(num_experts, self.num_slots))
