@@ -61,7 +61,7 @@ class Budget:
         ``max_tokens``, for which kernels were warmed up.
         """
         found = self._chunk(rows, waiting)
-        return max(min(found, self.max_tokens - rows), LEAST) if mixed else found
+        return min(found, max(self.max_tokens - rows, LEAST)) if mixed else found
 
     def _chunk(self, rows: int, waiting: int) -> int:
         if not rows or not self.extend or not self.target or self.backlog(rows, waiting):

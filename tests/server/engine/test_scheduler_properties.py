@@ -56,22 +56,23 @@ class Serving(RuleBasedStateMachine):
         priority=st.booleans(),
         drop=st.booleans(),
         pieces=st.integers(0, 2),
+        mixed=st.booleans(),
         delay=st.integers(0, 2),
         draft=st.one_of(st.none(), st.tuples(st.integers(1, 5), st.integers(0, 5))),
         tree=st.booleans(),
     )
     def begin(
         self, page_size: int, room: float, running: int, chunk: int, extends: int, partials: int, cache: bool,
-        policy: str, priority: bool, drop: bool, pieces: int, delay: int, draft: tuple[int, int] | None,
-        tree: bool,
+        policy: str, priority: bool, drop: bool, pieces: int, mixed: bool, delay: int,
+        draft: tuple[int, int] | None, tree: bool,
     ) -> None:  # fmt: skip
         self.longest = 160 if page_size < 64 else 320
         limits = config(
             page_size, room, self.longest, max_running=running, max_batched_tokens=chunk, max_extend_requests=extends,
             max_partial_prefills=partials, prefix_cache=cache, policy=policy, enable_priority=priority,
-            drop_last_block=drop, max_queued_requests=24, max_queued_tokens=4000,
+            drop_last_block=drop, max_queued_requests=24, max_queued_tokens=4000, mixed=mixed and not pieces,
         )  # fmt: skip
-        if pieces:  # deterministic mode, which drafts nothing
+        if pieces:  # deterministic mode, which drafts nothing and mixes nothing
             piece, draft = pieces * math.lcm(page_size, 16), None
             limits = msgspec.structs.replace(limits, piece=piece, max_batched_tokens=max(piece, chunk))
         self.world = World(limits, delay=delay, draft=draft, tree=tree)
@@ -153,6 +154,7 @@ def season(seed: int, ticks: int, busy: bool) -> int:
     block = math.lcm(limits.page_size, 16)
     if draft is None and limits.max_batched_tokens >= 2 * block and r.random() < 0.4:
         limits = msgspec.structs.replace(limits, piece=block * r.choice([1, 2]))
+    limits = msgspec.structs.replace(limits, mixed=seed % 2 > 0 and not limits.piece)
     bad = (lambda rid, position: rid % 29 == 0 and position == 2) if r.random() < 0.3 else None
     world = World(limits, delay=r.randint(0, 2), draft=draft, tree=r.random() < 0.5, nonfinite=bad)
     load, world.check_every = 1.0 if busy else r.uniform(0.05, 0.8), 16

@@ -128,6 +128,11 @@ class World:
             and len(scheduler.running.requests) <= config.max_running
         )
         assert plan.extend_tokens <= config.max_batched_tokens and len(plan.chunks) <= config.max_extend_requests
+        # I9 of mixed steps: rows beside chunks are part of their extend, which is no longer for that
+        beside = bool(plan.rows and plan.chunks and not plan.verify)
+        apart = scheduler.budget.backlog(len(decoding), len(waiting))
+        assert plan.mixed == (config.mixed and beside and not apart)
+        assert not plan.mixed or plan.extend_tokens + len(plan.rows) <= config.most_tokens
         partial = sum(r.kv < r.goal for r in scheduler.running.requests)
         assert partial <= config.max_partial_prefills
         # I10: who can decode does, or loses its slot; beside whole steps of a backlog nobody is left out twice in a row
