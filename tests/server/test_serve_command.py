@@ -258,6 +258,8 @@ def test_flags_of_peers_are_understood() -> None:
         (["--enforce-eager"], "disable_cuda_graph", True),
         (["--disable-radix-cache"], "no_prefix_cache", True),
         (["--no-async-scheduling"], "disable_overlap_schedule", True),
+        (["--disable-mixed-steps"], "disable_mixed_steps", True),
+        ([], "disable_mixed_steps", False),
         (["--scheduling-policy", "lpm"], "schedule_policy", "lpm"),
         (["--mem-fraction-static", "0.8"], "gpu_memory_utilization", 0.84),
         (["--model-path", "x"], "model", "x"),

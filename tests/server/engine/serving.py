@@ -144,3 +144,17 @@ class Bench:
         rids = [self.submit(row, new, way) for row, way in zip(rows, ways, strict=True)]
         self.run()
         return [self.ids(rid) for rid in rids]
+
+
+def mixed_steps(bench: Bench) -> list[tuple[set[int], set[int]]]:
+    """Return what will hold, of each mixed step, who decoded and whose prompts were computed."""
+    found: list[tuple[set[int], set[int]]] = []
+    launch = bench.executor.launch
+
+    def launched(plan: Any) -> Any:
+        if plan.mixed:
+            found.append(({row.rid for row in plan.rows}, {chunk.request.rid for chunk in plan.chunks}))
+        return launch(plan)
+
+    bench.executor.launch = launched  # type: ignore[method-assign]
+    return found

@@ -13,7 +13,7 @@ from fastlayers.sampler.layer import SamplingParams
 from fastlayers_server.engine.protocol import Abort, Sampling
 
 sys.path.insert(0, str(Path(__file__).parent))
-from serving import GREEDY, Bench, make_model, plain, prompts
+from serving import GREEDY, Bench, make_model, mixed_steps, plain, prompts
 
 NEW = 9
 
@@ -36,6 +36,11 @@ def decodes_beside_chunks(bench: Bench) -> list[bool]:
 
     bench.executor.launch, bench.executor.decoding.decode = launched, decoded  # type: ignore[method-assign]
     return found
+
+
+AHEAD: dict[str, Any] = {"overlap": True, "captured": True}
+WAYS: list[dict[str, Any]] = [{}, AHEAD, {"mixed": True}, {"mixed": True} | AHEAD]
+each_way = pytest.mark.parametrize("way", WAYS, ids=["plain", "captured", "mixed", "mixed, captured"])
 
 
 @pytest.fixture(scope="module", params=["deepseek", "qwen", "gpt_oss"])
@@ -99,13 +104,16 @@ def test_other_page_sizes(name: str, page_size: int) -> None:
     assert bench.scheduler.cache.block == max(16, page_size)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_seeds_decide_whatever_else_runs(model: Any, overlap: bool) -> None:
+@each_way
+def test_seeds_decide_whatever_else_runs(model: Any, way: dict[str, Any]) -> None:
     rows = prompts(6)
     ways = [Sampling(0.9, 20, 0.9, 0.02, seed=i * 7 - 5) if i % 2 else GREEDY for i in range(6)]
     plain_ways = [SamplingParams(w.temperature, w.top_k, w.top_p, w.min_p, seed=w.seed) for w in ways]
-    bench = Bench(model, overlap=overlap, captured=overlap, num_pages=22, max_running=4, mixed=overlap)
+    bench = Bench(model, num_pages=22, max_running=4, **way)
+    together = mixed_steps(bench)
     assert bench.generate(rows, NEW, ways) == plain(model, rows, NEW, plain_ways)
+    seeded = {2, 4, 6}  # the first request's rid is 1
+    assert any(seeded & decoding for decoding, _ in together) == way.get("mixed", False)
 
 
 def reference_logits(model: Any, row: list[int]) -> torch.Tensor:
@@ -120,10 +128,11 @@ def reference_logits(model: Any, row: list[int]) -> torch.Tensor:
         return model.compute_logits(model(torch.tensor(row), state.plan(batch), caches)).float()
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_logprobs_are_of_the_unmodified_logits(model: Any, overlap: bool) -> None:
+@each_way
+def test_logprobs_are_of_the_unmodified_logits(model: Any, way: dict[str, Any]) -> None:
     rows = prompts(3)
-    bench = Bench(model, overlap=overlap, captured=overlap)
+    bench = Bench(model, **way)
+    together = mixed_steps(bench)
     bias = Sampling(0.7, seed=3, logit_bias=((4, 3.0),))
     first = bench.submit(rows[0], 6, bias, logprobs=3)
     other = bench.submit(rows[1], 6)
@@ -131,6 +140,9 @@ def test_logprobs_are_of_the_unmodified_logits(model: Any, overlap: bool) -> Non
     again = bench.submit(rows[0], 2, prompt_logprobs=1)
     bench.run()
     assert bench.ids(other) == plain(model, rows[1:2], 6)[0]
+    # Log-probabilities of what decodes and of another one's prompt are of the same step.
+    assert any({first, second} & decoding and again in computed for decoding, computed in together) == bool(together)
+    assert bool(together) == way.get("mixed", False)
     for rid, row, top in ((first, rows[0], 3), (second, rows[2], 0)):
         told = [entry for output in bench.news if output.rid == rid for entry in output.logprobs]
         logprobs = reference_logits(model, row + bench.ids(rid)).log_softmax(-1)
@@ -170,11 +182,16 @@ def test_penalties_bias_and_least_tokens(model: Any) -> None:
         if step < 3:
             logits[[5, model.config.eos_token_ids[0]]] = float("-inf")
         expected.append(int(logits.argmax()))
-    for overlap in (False, True):
-        bench = Bench(model, overlap=overlap, captured=overlap)
+    late = prompts(1, seed=5)[0] + prompts(2, 120, seed=6)[0]
+    for way in WAYS:
+        bench = Bench(model, **way)
+        together = mixed_steps(bench)
         others = [bench.submit(other, 8) for other in prompts(3)]
         rid = bench.submit(row, 8, sampling, min_new_tokens=4, stop_ids=(5,), ignore_eos=False)
+        beside = bench.submit(late, 2)
         bench.run()
+        assert any(rid in decoding and beside in computed for decoding, computed in together) == way.get("mixed", False)
+        assert bench.ids(beside) == plain(model, [late], 2)[0]
         ends = {5, model.config.eos_token_ids[0]}
         cut = next((i + 1 for i, token in enumerate(expected) if token in ends), 8)
         assert bench.ids(rid) == expected[:cut]

@@ -16,7 +16,7 @@ from fastlayers_server.engine.grammar import GrammarMasks, GrammarWorker, tokeni
 from fastlayers_server.engine.protocol import EngineInfo, Grammar, Sampling
 
 sys.path.insert(0, str(Path(__file__).parent))
-from serving import TINY, Bench, make_model, plain, prompts
+from serving import TINY, Bench, make_model, mixed_steps, plain, prompts
 
 SCHEMA = {
     "type": "object", "required": ["name", "age"], "additionalProperties": False,
@@ -86,9 +86,10 @@ def model() -> Any:
     return make_model("deepseek")
 
 
-def bench(model: Any, overlap: bool) -> Bench:
+def bench(model: Any, overlap: bool, mixed: bool = False) -> Bench:
     masks = GrammarMasks(tokenizer_info(TINY, 512, (1,)), 512, 32)
-    return Bench(model, overlap=overlap, captured=overlap, grammars=masks, features=("grammar", "logprobs"))
+    features = ("grammar", "logprobs")
+    return Bench(model, overlap=overlap, captured=overlap, grammars=masks, features=features, mixed=mixed)
 
 
 def test_answers_follow_their_grammars_beside_free_text(model: Any, grammars: Any) -> None:
@@ -96,8 +97,9 @@ def test_answers_follow_their_grammars_beside_free_text(model: Any, grammars: An
 
     tokenizer, told = PreTrainedTokenizerFast.from_pretrained(TINY), []
     rows = prompts(4)
-    for overlap in (False, True):
-        served = bench(model, overlap)
+    for overlap, mixed in ((False, False), (True, False), (False, True), (True, True)):
+        served = bench(model, overlap, mixed)
+        together = mixed_steps(served)
         for name, serialized in grammars[0].items():
             served.engine.post(Grammar(name, serialized))
         rids = {
@@ -108,6 +110,7 @@ def test_answers_follow_their_grammars_beside_free_text(model: Any, grammars: An
         free = [served.submit(row, 10) for row in rows]
         served.run()
         assert [served.ids(rid) for rid in free] == plain(model, rows, 10)
+        assert any({*rids.values()} & decoding and {*free} & computed for decoding, computed in together) == mixed
         texts = {key: tokenizer.decode(served.ids(rid), skip_special_tokens=True) for key, rid in rids.items()}
         assert {served.last(rid).finish for rid in rids.values()} == {"stop"}, texts
         for seed in (0, 1):
@@ -117,7 +120,7 @@ def test_answers_follow_their_grammars_beside_free_text(model: Any, grammars: An
             assert re.fullmatch("a[bc]{2,3}d", texts["ebnf", seed])
             assert re.fullmatch("Name: [a-z]{3}", texts["tag", seed])
         told.append(texts)
-    assert told[0] == told[1]
+    assert all(texts == told[0] for texts in told[1:])
 
 
 def test_what_is_wrong_ends_that_request_alone(model: Any, grammars: Any) -> None:
