@@ -8,7 +8,7 @@ NEARLY = 1.25  # a larger chunk that costs so much more at most is worth it wher
 # A queue is a backlog from so many requests on, or so many for each row, up to a limit: then who waits matters more.
 BACKLOG, BACKLOG_SHARE, BACKLOG_ANYWAY = 8, 0.25, 16
 # A chunk may make a step so many times as long as one of its rows alone; more where more than so many wait.
-LONGER, PATIENT = 3.0, 8
+LONGER, PATIENT = 2.7, 8
 # Of the seconds that a step may take, what is planned for: requests have longer contexts than the steps measured.
 CAUTION = 0.95
 
@@ -55,7 +55,7 @@ class Budget:
     def chunk(self, rows: int, waiting: int = 0, mixed: bool = False) -> int:
         """Return the largest chunk beside so many decoding rows.
 
-        Few who wait are served in chunks that make a tick at most three times a decode step, so that nobody who
+        Few who wait are served in chunks that make a tick less than three times a decode step, so that nobody who
         decodes sees a gap; with a backlog it is ``max_tokens``: every decode step beside a small chunk is one that
         fewer rows share. With ``mixed`` ones, which a backlog does not have, no step has more tokens than
         ``max_tokens``, for which kernels were warmed up.
