@@ -18,7 +18,7 @@ from fastlayers_server.engine import protocol as p
 from fastlayers_server.engine.config import SchedulerConfig
 from fastlayers_server.engine.executor import TorchExecutor
 from fastlayers_server.engine.loop import Engine
-from fastlayers_server.engine.request import Chunk, TickPlan, TickResult
+from fastlayers_server.engine.request import Chunk, Request, TickPlan, TickResult
 from fastlayers_server.engine.scheduler import Scheduler
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -57,8 +57,10 @@ class Timed:
         self._executor, self.seconds = executor, []  # type: ignore[var-annotated]
         executor.extending.extend_chunks = self._no_chunks  # type: ignore[method-assign]
 
-    def _no_chunks(self, chunks: Sequence[Chunk], mode: str) -> tuple[torch.Tensor, None]:
-        return torch.zeros(len(chunks), 96), None
+    def _no_chunks(
+        self, chunks: Sequence[Chunk], mode: str, requests: Sequence[Request] = (), starts: Sequence[int] = ()
+    ) -> tuple[torch.Tensor, None]:
+        return torch.zeros(len(chunks) + len(requests), 96), None
 
     def launch(self, plan: TickPlan) -> Any:
         begin = time.thread_time()
