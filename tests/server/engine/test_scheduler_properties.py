@@ -139,8 +139,8 @@ TestServing.settings = settings(
 )
 
 
-def season(seed: int, ticks: int, busy: bool) -> int:
-    """Serve random requests under random limits for so many ticks; returns the steps."""
+def season(seed: int, ticks: int, busy: bool) -> tuple[int, int]:
+    """Serve random requests under random limits for so many ticks; returns the steps, and the mixed ticks."""
     r = random.Random(seed)
     longest = 160 if busy else r.choice([96, 160, 320])
     limits = config(
@@ -148,13 +148,12 @@ def season(seed: int, ticks: int, busy: bool) -> int:
         max_running=64 if busy else r.choice([1, 4, 16]), max_batched_tokens=r.choice([64, 200, 1000, 3][: 4 - busy]),
         max_extend_requests=r.randint(1, 6), max_partial_prefills=r.randint(1, 3), prefix_cache=r.random() < 0.8,
         policy=r.choice(["fcfs", "lpm"]), enable_priority=r.random() < 0.4, drop_last_block=r.random() < 0.3,
-        max_queued_requests=40,
+        max_queued_requests=40, mixed=seed % 2 > 0,
     )  # fmt: skip
     draft = (r.randint(1, 5), r.randint(0, 5)) if r.random() < 0.3 else None
     block = math.lcm(limits.page_size, 16)
-    if draft is None and limits.max_batched_tokens >= 2 * block and r.random() < 0.4:
+    if draft is None and not limits.mixed and limits.max_batched_tokens >= 2 * block and r.random() < 0.7:
         limits = msgspec.structs.replace(limits, piece=block * r.choice([1, 2]))
-    limits = msgspec.structs.replace(limits, mixed=seed % 2 > 0 and not limits.piece)
     bad = (lambda rid, position: rid % 29 == 0 and position == 2) if r.random() < 0.3 else None
     world = World(limits, delay=r.randint(0, 2), draft=draft, tree=r.random() < 0.5, nonfinite=bad)
     load, world.check_every = 1.0 if busy else r.uniform(0.05, 0.8), 16
@@ -179,14 +178,15 @@ def season(seed: int, ticks: int, busy: bool) -> int:
         world.tick()
     world.run()
     world.check_idle()
-    return world.executor.steps
+    return world.executor.steps, world.mixed
 
 
 @pytest.mark.parametrize("part", range(4))
 def test_seasons(part: int) -> None:
     """Long runs, where caches fill and queues grow: more than a million steps together."""
-    steps = sum(season(1000 * part + i, 400, busy=i % 3 > 0) for i in range(SEASONS))
-    assert steps > 250_000
+    seasons = [season(1000 * part + i, 400, busy=i % 3 > 0) for i in range(SEASONS)]
+    assert sum(steps for steps, _ in seasons) > 250_000
+    assert sum(mixed for _, mixed in seasons) > 1000
 
 
 def forgetful_release(cache: PrefixCache) -> None:

@@ -70,7 +70,7 @@ class World:
         self.requests: dict[int, Request] = {}
         self.now = 0.0
         self.rids = 0
-        self.left_out = False
+        self.left_out, self.mixed = False, 0
         self.whole = True  # False after something failed
         self.check_every = 1
 
@@ -133,6 +133,7 @@ class World:
         apart = scheduler.budget.backlog(len(decoding), len(waiting))
         assert plan.mixed == (config.mixed and beside and not apart)
         assert not plan.mixed or plan.extend_tokens + len(plan.rows) <= config.most_tokens
+        self.mixed += plan.mixed
         partial = sum(r.kv < r.goal for r in scheduler.running.requests)
         assert partial <= config.max_partial_prefills
         # I10: who can decode does, or loses its slot; beside whole steps of a backlog nobody is left out twice in a row
