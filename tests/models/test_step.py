@@ -14,7 +14,7 @@ import fastlayers as fl
 import fastlayers_models
 from fastlayers.attention.buckets import ExtendBuckets
 from fastlayers.attention.meta import AttentionBatch, AttentionState
-from fastlayers.comm.parallel import Axis, ParallelSpec
+from fastlayers.comm.parallel import AXES, Axis, ParallelSpec
 from fastlayers.errors import ArgumentError, CaptureError
 from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
 from fastlayers.sampler.layer import Sampler, SamplingParams
@@ -320,7 +320,8 @@ def test_ranks_are_captured_by_themselves_where_they_talk_by_nccl(
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: backend)
     group = Group()
     spec = ParallelSpec.grid(2, 0)
-    axes = {n: a if a.size == 1 else Axis(a.size, a.rank, a.ranks, group) for n, a in vars(spec).items()}
+    given = {name: getattr(spec, name) for name in AXES}
+    axes = {n: a if a.size == 1 else Axis(a.size, a.rank, a.ranks, group) for n, a in given.items()}
     assert _capturable(SimpleNamespace(parallel=ParallelSpec(**axes))) is wanted
     # Sizes without groups communicate by nothing; one process needs nothing.
     assert not _capturable(SimpleNamespace(parallel=spec))
