@@ -275,7 +275,8 @@ def test_bad_configurations_are_named() -> None:
         ({"sliding_window": None}, "sliding_window is None"),
         ({"layer_types": ["full_attention"]}, "windows is .*; accepted: one entry for each of 4 layers"),
         ({"layer_types": ["linear_attention"] * 4}, r"layer_types\[0\] is 'linear_attention'"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quant_method is 'awq'"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quant_method is 'hqq'"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.bits is None; accepted: 4"),
     ):
         with pytest.raises(ArgumentError, match=message):
             GptOssConfig.from_hf(good | change)

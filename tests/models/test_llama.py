@@ -123,7 +123,8 @@ def test_bad_configurations_are_named() -> None:
         ({"hidden_size": None}, "hidden_size is None; accepted: an integer"),
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3; accepted: a divisor of 4"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quant_method is 'awq'"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quant_method is 'hqq'"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.bits is None; accepted: 4"),
     ):
         with pytest.raises(ArgumentError, match=message):
             LlamaConfig.from_hf(good | change)

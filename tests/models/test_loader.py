@@ -206,8 +206,9 @@ def test_values_that_no_model_can_have_are_named(folder: Path) -> None:
             with pytest.raises(ArgumentError, match="DeepseekConfig: ") as caught:
                 DeepseekConfig.from_hf(config | family | {name: value})
             assert name in str(caught.value) or (name == "n_group" and "n_routed_experts" in str(caught.value))
-    with pytest.raises(ArgumentError, match="quant_method is 'awq'"):
-        DeepseekConfig.from_hf(config | {"quantization_config": {"quant_method": "awq"}})
+    for method, message in (("hqq", "quant_method is 'hqq'"), ("awq", "quantization_config.bits is None; accepted: 4")):
+        with pytest.raises(ArgumentError, match=message):
+            DeepseekConfig.from_hf(config | {"quantization_config": {"quant_method": method}})
 
 
 def test_both_spellings_of_yarn_give_the_same_logits(folder: Path, tmp_path: Path) -> None:
