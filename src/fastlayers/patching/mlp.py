@@ -56,9 +56,9 @@ class FastMLP(PackedModule):
                 apart: torch.Tensor = self._modules["down_proj"](F.silu(gate) * up)
                 return apart
             gate_up = torch.cat((gate, up), dim=-1)
-        rows = gate_up.reshape(-1, gate_up.shape[-1])
+        rows = gate_up.flatten(0, -2) if gate_up.ndim > 1 else gate_up[None]
         y = (self._fl_core.single or self._fl_core.pick(rows.shape[0]))(rows)
-        down: torch.Tensor = self._modules["down_proj"](y.view(*x.shape[:-1], -1))
+        down: torch.Tensor = self._modules["down_proj"](y.view(*x.shape[:-1], y.shape[-1]))
         return down
 
     def _fl_step(self, x: torch.Tensor, step: Any) -> torch.Tensor:
@@ -68,7 +68,7 @@ class FastMLP(PackedModule):
         count(self._fl_hits)
         rows = self._fl_side_by_side(x, step).view(step.rows, -1)
         y = self._fl_core.pick(step.rows)(rows)
-        down: torch.Tensor = step.apply(self.down_proj, y.view(*x.shape[:-1], -1))
+        down: torch.Tensor = step.apply(self.down_proj, y.view(*x.shape[:-1], y.shape[-1]))
         return down
 
 

@@ -97,9 +97,12 @@ def _check_globs(model: nn.Module, options: Options) -> None:
                 raise ArgumentError("patch", argument, repr(glob), accepted)
 
 
-def _kind_by_name(cls: type) -> str | None:
-    """Return the kind that an unknown class seems to be, by its name: it is worth a word in the report."""
+def _kind_of_unknown(cls: type) -> str | None:
+    """Return the kind that an unknown class seems to be, by a base or its name: it is worth a word in the report."""
     name = cls.__name__
+    for base in cls.__mro__[1:]:
+        if (rule := RULES.get(qualified(base))) is not None:
+            return rule.kind
     for ending, kind in (
         ("RMSNorm", "norm"), ("Attention", "attention"), ("Experts", "moe"), ("Router", "moe"), ("MLP", "mlp"),
         ("FP8Linear", "linear"),
@@ -131,7 +134,7 @@ def make_plan(model: nn.Module, options: Options) -> list[Step]:
     for name, module in model.named_modules():
         cls = original_class(module)
         rule = RULES.get(qualified(cls))
-        kind = rule.kind if rule is not None else _kind_by_name(cls)
+        kind = rule.kind if rule is not None else _kind_of_unknown(cls)
         if kind is None or qualified(cls) in BLOCKS or options.kinds[kind] is None:
             continue
         backend = str(options.kinds[kind])

@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 
 import fastlayers as fl
+from fastlayers.errors import PatchError
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from test_contracts import close, logits
@@ -96,3 +97,32 @@ def test_reasons_name_what_was_changed() -> None:
     logits(model)
     assert "fell back: 1 calls of 1 modules: act_fn was replaced or hooked" in report.summary()
     assert report.fallbacks()["model.layers.0.mlp"] == 1 and report.hits()["model.layers.1.mlp"] == 1
+
+
+def test_what_derives_from_a_known_class_is_left_alone_and_named() -> None:
+    model, twin = build("llama"), build("llama")
+    first = model.model.layers[0]
+    for module, name in ((first.self_attn, "Mine"), (first.input_layernorm, "Own"), (first.mlp, "Wide")):
+        module.__class__ = type(name, (type(module),), {})
+    report = fl.patch(model, dry_run=True)
+    named = {entry.name for entry in report.skipped if entry.reason == "unknown-class"}
+    assert named == {f"model.layers.0.{each}" for each in ("self_attn", "input_layernorm", "mlp")}
+    with pytest.raises(PatchError, match=r"Own.*unknown-class"):
+        fl.patch(model, strict=True)
+    fl.patch(model)
+    assert close(logits(model), logits(twin))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "v3", "qwen2_moe"])
+def test_no_tokens_are_an_mlps_result_too(name: str) -> None:
+    model, twin = build(name), build(name)
+    fl.patch(model)
+    pairs = [(m, t) for (path, m), t in zip(model.named_modules(), twin.modules(), strict=True) if path.endswith("mlp")]
+    pairs += [(m.shared_experts, t.shared_experts) for m, t in pairs if hasattr(m, "shared_experts")]
+    dense = [(m, t) for m, t in pairs if hasattr(t, "gate_proj")]
+    assert dense
+    with torch.no_grad():
+        for mine, stock in dense:
+            for shape in ((0, 64), (2, 0, 64), (64,), (3, 64)):
+                x = torch.randn(shape)
+                assert close(mine(x), stock(x)) and mine(x).shape == stock(x).shape
