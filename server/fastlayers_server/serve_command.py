@@ -70,20 +70,34 @@ def run(config: ServeConfig) -> int:
     check_texts(config)
     config = dataclasses.replace(config, profile_folder=profile_folder(config.profile_folder))
     # Until the server drains on it, a signal ends the start like any error: nothing stays behind.
-    before = signal.signal(signal.SIGTERM, _leave)
+    leaving = _Leaving()
+    before = {number: signal.signal(number, leaving) for number in (signal.SIGTERM, signal.SIGINT)}
     scratch = make("fastlayers-model-")
     try:
         folder = model_folder(config, scratch)
         if config.speculative_draft_model and config.load_format != "dummy":
             model_folder(dataclasses.replace(config, model=config.speculative_draft_model), scratch)
-        return _run(config, folder, begin)
+        return _run(config, folder, begin, leaving)
     finally:
         release(scratch)
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _leave(number: int, frame: Any) -> None:
-    raise SystemExit(128 + number)
+class _Leaving:
+    """Ends the process on a signal; also where somebody else's code swallowed what it raised, as imports do."""
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def __call__(self, number: int, frame: Any) -> None:
+        self._number = number
+        self.check()
+
+    def check(self) -> None:
+        """Raise ``SystemExit`` if a signal came."""
+        if self._number:
+            raise SystemExit(128 + self._number)
 
 
 def check_texts(config: ServeConfig) -> None:
@@ -129,7 +143,7 @@ def model_folder(config: ServeConfig, scratch: Path) -> Path:
         raise CheckpointError(f"serve: {error}, or 'tiny', the one that ships") from error
 
 
-def _run(config: ServeConfig, folder: Path, begin: float) -> int:
+def _run(config: ServeConfig, folder: Path, begin: float, leaving: _Leaving) -> int:
     import uvloop
 
     from fastlayers_server.front.link import Link
@@ -181,6 +195,7 @@ def _run(config: ServeConfig, folder: Path, begin: float) -> int:
             telling.cancel()
             await grammars.close()
 
+    leaving.check()
     with asyncio.Runner(loop_factory=lambda: loop) as running:
         running.run(serve())
     if front.link.death:

@@ -226,6 +226,23 @@ def test_a_start_that_is_ended_leaves_nothing(tmp_path: Path) -> None:
         assert not [path.name for path in tmp_path.iterdir() if path.name.startswith("fastlayers-")]
 
 
+def test_a_signal_whose_exception_was_swallowed_ends_the_start_later(tmp_path: Path) -> None:
+    """As an import does with a bare ``except``, or a finaliser."""
+    swallowed = (
+        "import os, signal; from fastlayers_server.front import app; make = app.make_front\n"
+        "def make_front(*args):\n"
+        "    try: os.kill(os.getpid(), signal.{}); import time; time.sleep(1)\n"
+        "    except BaseException: pass\n"
+        "    return make(*args)\n"
+        "app.make_front = make_front\n"
+    )
+    for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+        command = [sys.executable, "-c", swallowed.format(number.name) + CODE, "serve", "--port", "0"]
+        done = subprocess.run(command, env=os.environ | {"TMPDIR": str(tmp_path)}, capture_output=True, timeout=120)
+        assert done.returncode == code and b"Traceback" not in done.stderr, done.stderr
+        assert not [path.name for path in tmp_path.iterdir() if path.name.startswith("fastlayers-")]
+
+
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds the engine's process through /proc")
 def test_a_server_that_is_killed_while_it_starts_takes_its_engine_along(tmp_path: Path) -> None:
     place = os.environ | {"TMPDIR": str(tmp_path)}
