@@ -72,7 +72,7 @@ class Budget:
         return self._chunks[key]
 
     def _fitting(self, rows: int, waiting: int) -> int:
-        alone = _between(self.decode, rows) or self.decode_seconds(rows)
+        alone = _between(self.decode, rows)
         beside = _of(self.beside, rows) if self.beside else self.decode_seconds(rows)
         limit = min(CAUTION * self.target - beside, CAUTION * LONGER * alone * waiting / PATIENT - beside)
         if min(self.extend.values()) > limit:
