@@ -114,8 +114,9 @@ class SlotStep(ModelStep):
         """Launch one token for each request; returns tokens, or with mode "logits" the logits ``[rows, vocab]``."""
         size = len(requests)
         slots = np.fromiter((request.slot for request in requests), np.int64, size)
-        batch = AttentionBatch((1,) * size, tuple(starts), self._pages_of(slots, max(starts) + 1))
-        bucket = bucket_of(self.buckets, size)
+        table: Any = self._pages_of(slots, max(starts) + 1) if size else []
+        batch = AttentionBatch((1,) * size, tuple(starts), table)
+        bucket = bucket_of(self.buckets, self._widest(size))
         key = None if bucket is None else self._key(bucket, mode)
         rows = np.full(1 + (bucket or size), self.nobody)
         rows[0], rows[1 : 1 + size] = size, slots - 1
@@ -123,12 +124,21 @@ class SlotStep(ModelStep):
             meta = self.state.plan(batch, num_pages=self.num_pages)
             self._decode_in.send(rows[: 1 + size])
             self.uncaptured["CUDA graphs are off" if self.graphs is None else f"no graph for {mode}"] += 1
+            self._agree(size, None)
             return self._run(meta, mode)
+        self._agree(size, bucket)
         self.state.plan(batch, bucket=bucket, num_pages=self.num_pages)
         self._decode_in.send(rows)
         assert self.graphs is not None
         found: torch.Tensor = self.graphs.replay(key)
         return found[:size]
+
+    def _widest(self, size: int) -> int:
+        """Return the rows that a decode step's bucket holds: of whoever computes it together."""
+        return size
+
+    def _agree(self, size: int, bucket: int | None) -> None:
+        """Tell whoever computes it together of a decode step that is about to run; here that is nobody."""
 
     def extend_chunks(
         self, chunks: Sequence[Chunk], mode: str, requests: Sequence[Request] = (), starts: Sequence[int] = ()

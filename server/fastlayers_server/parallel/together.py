@@ -11,13 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 
 from fastlayers.attention.buckets import ExtendBuckets
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta
 from fastlayers.errors import CollectiveMismatch
-from fastlayers.runtime.graphs import bucket_of
 from fastlayers_models.groups import Together
 from fastlayers_server.engine.executor import TorchExecutor, TorchStep
 from fastlayers_server.engine.protocol import TokenLogprobs
@@ -64,28 +62,14 @@ class GroupSlotStep(SlotStep):
     def _counts(self, own: int) -> Sequence[int]:
         return (own,) * self._together.groups if self.counts is None else self.counts
 
-    def decode(self, requests: Sequence[Request], starts: Sequence[int], mode: str) -> torch.Tensor:
-        """Launch one token for each request of this group, see :class:`SlotStep`; there may be none."""
-        size, counts = len(requests), self._counts(len(requests))
-        slots = np.fromiter((request.slot for request in requests), np.int64, size)
-        table: Any = self._pages_of(slots, max(starts) + 1) if size else []
-        batch = AttentionBatch((1,) * size, tuple(starts), table)
-        bucket = bucket_of(self.buckets, max(counts))
-        key = None if bucket is None else self._key(bucket, mode)
-        rows = np.full(1 + (bucket or size), self.nobody)
-        rows[0], rows[1 : 1 + size] = size, slots - 1
-        if key is None or bucket is None or not self._is_captured(key):
-            meta = self.state.plan(batch, num_pages=self.num_pages)
-            self._decode_in.send(rows[: 1 + size])
-            self.uncaptured["CUDA graphs are off" if self.graphs is None else f"no graph for {mode}"] += 1
-            self._together.plan(counts, extend=False)
-            return self._run(meta, mode)
-        self._together.refresh(counts, bucket)
-        self.state.plan(batch, bucket=bucket, num_pages=self.num_pages)
-        self._decode_in.send(rows)
-        assert self.graphs is not None
-        found: torch.Tensor = self.graphs.replay(key)
-        return found[:size]
+    def _widest(self, size: int) -> int:
+        return max(self._counts(size))
+
+    def _agree(self, size: int, bucket: int | None) -> None:
+        if bucket is None:
+            self._together.plan(self._counts(size), extend=False)
+        else:
+            self._together.refresh(self._counts(size), bucket)
 
     def extend_chunks(
         self, chunks: Sequence[Chunk], mode: str, requests: Sequence[Request] = (), starts: Sequence[int] = ()
