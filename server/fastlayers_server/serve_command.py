@@ -7,10 +7,12 @@ import dataclasses
 import json
 import logging
 import signal
+import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,9 +91,21 @@ class _Leaving:
 
     def __init__(self) -> None:
         self._number = 0
+        self._waits = False
 
     def __call__(self, number: int, frame: Any) -> None:
         self._number = number
+        if not self._waits:
+            self.check()
+
+    @contextmanager
+    def later(self) -> Iterator[None]:
+        """Let what is inside run to its end first."""
+        self._waits = True
+        try:
+            yield
+        finally:
+            self._waits = False
         self.check()
 
     def check(self) -> None:
@@ -143,6 +157,19 @@ def model_folder(config: ServeConfig, scratch: Path) -> Path:
         raise CheckpointError(f"serve: {error}, or 'tiny', the one that ships") from error
 
 
+@contextmanager
+def _nothing_left(listening: socket.socket, client: EngineClient, leaving: _Leaving) -> Iterator[None]:
+    """End what was begun if an error or a signal ends what is inside."""
+    try:
+        yield
+    except BaseException:
+        # A second signal waits until what the first one ends is gone.
+        with leaving.later():
+            listening.close()
+            client.abandon()
+        raise
+
+
 def _run(config: ServeConfig, folder: Path, begin: float, leaving: _Leaving) -> int:
     import uvloop
 
@@ -160,44 +187,44 @@ def _run(config: ServeConfig, folder: Path, begin: float, leaving: _Leaving) -> 
         log.warning("anybody who reaches %s may use this server: there is no --api-key", config.host)
     loop = uvloop.new_event_loop()
     link = Link(engine_of(config, folder), config.watchdog_timeout)
-    if not config.in_process:
-        # The engine's process starts while this one imports, and reads the tokenizer. A thread could not: transformers'
-        # imports are lazy, and of two threads that import at once one finds half of them.
-        link.start(loop)
-    from fastlayers_server.engine.grammar import GrammarWorker
-    from fastlayers_server.front.app import make_app, make_front
-    from fastlayers_server.front.server import Runner
-    from fastlayers_server.front.tokens import TokenText
+    with _nothing_left(listening, link.client, leaving):
+        if not config.in_process:
+            # The engine's process starts while this one imports, and reads the tokenizer. A thread could not:
+            # transformers' imports are lazy, and of two threads that import at once one finds half of them.
+            with leaving.later():
+                link.start(loop)
+        from fastlayers_server.engine.grammar import GrammarWorker
+        from fastlayers_server.front.app import make_app, make_front
+        from fastlayers_server.front.server import Runner
+        from fastlayers_server.front.tokens import TokenText
 
-    try:
-        tokens = TokenText(folder, template, config.load_format == "dummy")
-    except ValueError as error:
-        listening.close()
-        link.client.shutdown()
-        raise CheckpointError(f"serve: {error}") from error
-    grammars = GrammarWorker(folder, link.check_ready, config.grammar_timeout)
-    front = make_front(settings, link, tokens, grammars)
-    runner = Runner(make_app(front, config.limit_concurrency), front, config.header_timeout)
-    front.link.on_death = runner.engine_died
-
-    async def announce() -> None:
-        await runner.listening.wait()  # the engine may be ready first
-        await front.link.started.wait()
-        if front.link.was_ready:
-            name, took = settings.name, time.monotonic() - begin
-            print(f"{name} is served at http://{config.host}:{port} (ready after {took:.1f} s)", file=sys.stderr)
-
-    async def serve() -> None:
-        telling = asyncio.ensure_future(announce())
         try:
-            await runner.serve([listening])
-        finally:
-            telling.cancel()
-            await grammars.close()
+            tokens = TokenText(folder, template, config.load_format == "dummy")
+        except ValueError as error:
+            raise CheckpointError(f"serve: {error}") from error
+        grammars = GrammarWorker(folder, link.check_ready, config.grammar_timeout)
+        front = make_front(settings, link, tokens, grammars)
+        runner = Runner(make_app(front, config.limit_concurrency), front, config.header_timeout)
+        front.link.on_death = runner.engine_died
 
-    leaving.check()
-    with asyncio.Runner(loop_factory=lambda: loop) as running:
-        running.run(serve())
+        async def announce() -> None:
+            await runner.listening.wait()  # the engine may be ready first
+            await front.link.started.wait()
+            if front.link.was_ready:
+                name, took = settings.name, time.monotonic() - begin
+                print(f"{name} is served at http://{config.host}:{port} (ready after {took:.1f} s)", file=sys.stderr)
+
+        async def serve() -> None:
+            telling = asyncio.ensure_future(announce())
+            try:
+                await runner.serve([listening])
+            finally:
+                telling.cancel()
+                await grammars.close()
+
+        leaving.check()
+        with asyncio.Runner(loop_factory=lambda: loop) as running:
+            running.run(serve())
     if front.link.death:
         # What the engine says of a wrong value is a sentence already; the type's name in front of it helps nobody.
         print(f"error: {front.link.death.partition(': ')[2] or front.link.death}", file=sys.stderr)

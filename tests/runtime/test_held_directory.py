@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -136,3 +137,25 @@ def test_sweep_takes_only_free_directories_of_that_name(tmp_path: Path, monkeypa
     held_directory.release(made)
     held_directory.release(made)
     assert not made.exists() and held_directory.make("mine-").is_dir()
+
+
+@pytest.mark.parametrize("line", ["os.open(path", "fcntl.flock(handle", "if hold(path)", "return path"])
+def test_what_interrupts_the_making_leaves_nothing(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal's handler raises between any two lines."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    lines = Path(held_directory.__file__).read_text().splitlines()
+
+    def interrupt(frame: FrameType, event: str, argument: object) -> object:
+        here = frame.f_code.co_filename == held_directory.__file__ and line in lines[frame.f_lineno - 1]
+        if here and event == "line" and any(tmp_path.iterdir()):
+            sys.settrace(None)
+            raise SystemExit(143)
+        return interrupt
+
+    sys.settrace(interrupt)
+    try:
+        with pytest.raises(SystemExit):
+            held_directory.make("fastlayers-test-")
+    finally:
+        sys.settrace(None)
+    assert not any(tmp_path.iterdir())

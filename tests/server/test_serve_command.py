@@ -215,11 +215,12 @@ def test_what_a_server_could_not_use_later_is_refused_at_once(flags: list[str], 
 
 def test_a_start_that_is_ended_leaves_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-c", CODE, "serve", "--port", "0"]
-    for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+    for number, code, wait in ((signal.SIGTERM, 143, 0.0), (signal.SIGINT, 130, 0.02), (signal.SIGTERM, 143, 1.0)):
         process = subprocess.Popen(command, env=os.environ | {"TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE)
         while not any(tmp_path.glob("fastlayers-engine-*")):
             assert process.poll() is None
-            time.sleep(0.01)
+            time.sleep(0.001)
+        time.sleep(wait)
         process.send_signal(number)
         said = process.communicate(timeout=60)[1]
         assert process.returncode == code and b"Traceback" not in said, said

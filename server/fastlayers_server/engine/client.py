@@ -85,6 +85,12 @@ class EngineClient(ABC):
         Requests that did not end get "engine_restarting". Returns when the engine is gone; may be called twice.
         """
 
+    def abandon(self) -> None:  # noqa: B027
+        """End at once, with nothing left behind, because the front does not go on; it may not have begun to start.
+
+        Threads end with the process.
+        """
+
     def submit(self, request: Submit) -> None:
         """Hand over a request. Whatever happens, one terminal output of its rid is delivered."""
         with self._lock:

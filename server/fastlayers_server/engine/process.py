@@ -102,6 +102,14 @@ class EngineProcess(EngineClient):
         if self._thread is not None:
             self._thread.join()
 
+    def abandon(self) -> None:
+        """End at once, see :class:`EngineClient`."""
+        self._stop_by = time.monotonic() + 10.0
+        while self._thread is not None and self._thread.is_alive():
+            if self._child is not None:
+                self._child.kill()
+            self._thread.join(0.05)
+
     def _supervise(self) -> None:
         deaths: deque[float] = deque(maxlen=RESTARTS + 1)
         again = True

@@ -14,6 +14,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from secrets import token_hex
 
 log = logging.getLogger(__name__)
 
@@ -108,9 +109,18 @@ def make(prefix: str) -> Path:
     """
     sweep(prefix)
     while True:
-        path = Path(tempfile.mkdtemp(prefix=prefix))
-        if hold(path):
-            return path
+        # Named before it is made: what a signal's handler raises in between leaves nothing either.
+        path = Path(tempfile.gettempdir(), prefix + token_hex(8))
+        try:
+            path.mkdir(0o700)
+            if hold(path):
+                return path
+        except FileExistsError:
+            continue
+        except BaseException:
+            release(path)
+            shutil.rmtree(path, ignore_errors=True)
+            raise
 
 
 def sweep(prefix: str) -> None:
