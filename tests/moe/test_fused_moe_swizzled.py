@@ -120,7 +120,8 @@ MUTANTS = {
     "unweighted": ("mxfp4_hopper", "(sums + bias) * weight", "sums + bias"),
     "no bias": ("mxfp4_hopper", "(sums + bias) * weight", "sums * weight"),
     "every token the first": ("mxfp4_hopper", "tl.int32) + pair // PER_TOKEN", "tl.int32)"),
-    "expert of the first pair": ("mxfp4_hopper", "tl.load(ids_ptr + pair)", "tl.load(ids_ptr)"),
+    # The first pair is dropped: by its expert nothing would be written, and unwritten memory may hold what is right.
+    "expert of the second pair": ("mxfp4_hopper", "tl.load(ids_ptr + pair)", "tl.load(ids_ptr + 1)"),
 }
 
 
