@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -17,13 +17,12 @@ from fastlayers.errors import (
     check_kind,
     check_names,
     check_positive,
-    check_tensor,
     describe,
 )
 from fastlayers.layer import Layer
 from fastlayers.memory import allocate
 from fastlayers.registry import Registry
-from fastlayers.weights import Slot, too_large
+from fastlayers.weights import Slot
 
 
 def frozen(values: torch.Tensor) -> nn.Parameter:
@@ -67,8 +66,8 @@ class LinearBase(Layer):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    # Codes instead of weights: what autograd would record has nothing to do with the product.
-    quantised = True
+    registry: ClassVar[Registry]
+    quantised = False
 
     def __init__(
         self,
@@ -144,37 +143,20 @@ class LinearBase(Layer):
         """Yield the checkpoint tensors that go with the weight of one part; see :meth:`parts`."""
         yield from ()
 
-    def make_parameters(
-        self, bias: bool, device: torch.device | str | None, dtype: torch.dtype, stored: torch.dtype
+    def build(
+        self, cfg: Any, device: torch.device | str | None, backend: str, stored: torch.dtype, width: int | None = None
     ) -> None:
-        """Set ``weight`` to zeros of ``stored``, and ``bias`` to zeros of ``dtype`` or to ``None``."""
-        shape = self.local_out, self.local_in
-        self.weight = frozen(allocate(self.kind, "weight", shape, stored, device))
-        self.bias = frozen(allocate(self.kind, "bias", shape[:1], dtype, device)) if bias else None
+        """Choose the backend for ``cfg``; set the weight to zeros, and the bias to zeros or ``None``.
 
-    @classmethod
-    def check_stored(cls, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> tuple[int, int]:
-        """Return ``(N, K)`` of a checkpoint's ``weight [N, K]``; raise unless it is of ``dtype`` and the bias fits."""
-        check_tensor(cls.__name__, "weight", weight, shape=(None, None), dtype=dtype)
-        if bias is not None:
-            check_tensor(cls.__name__, "bias", bias, shape=(weight.shape[0],))
-        return weight.shape[0], weight.shape[1]
-
-    def take(self, registry: Registry, backend: str, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Hold a checkpoint's tensors instead of meta ones, shared where dtype and layout agree.
-
-        The layer was made with meta tensors, which cost nothing and say nothing about the device, and with the
-        backend ``"reference"``; it is chosen here, for the weight's device.
+        The weight is of ``stored`` and, where it is packed, of ``width`` columns.
         """
-        self.choose(registry, self.cfg, weight.device, backend)
-        self.weight = frozen(weight.contiguous())
-        if bias is not None:
-            if largest := too_large(bias, self.fixed_dtype):
-                raise ArgumentError(self.kind, "bias", f"up to {largest:.6g}", "values that float16 can hold")
-            self.bias = frozen(bias.to(weight.device, self.fixed_dtype).contiguous())
+        self.choose(self.registry, cfg, device, backend)
+        shape = self.local_out, self.local_in if width is None else width
+        self.weight = frozen(allocate(self.kind, "weight", shape, stored, device))
+        self.bias = frozen(allocate(self.kind, "bias", shape[:1], cfg.dtype, device)) if cfg.bias else None
 
     def operands(self) -> tuple[torch.Tensor | None, ...]:
-        """Return what a backend takes between ``x`` and the bias: the weight, and its scales if it has some."""
+        """Return what a backend takes between ``x`` and the bias."""
         return (self.weight,)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -112,7 +112,7 @@ class Linear(LinearBase):
     (torch.Size([3, 4]), [2.0, 2.0])
     """
 
-    quantised = False
+    registry = LINEAR
 
     def __init__(
         self,
@@ -129,9 +129,7 @@ class Linear(LinearBase):
     ) -> None:
         super().__init__(in_features, out_features, shard, names)
         dtype = dtype or torch.get_default_dtype()
-        cfg = LinearConfig(self.local_in, self.local_out, bias, dtype, out_dtype)
-        self.choose(LINEAR, cfg, device, backend)
-        self.make_parameters(bias, device, dtype, dtype)
+        self.build(LinearConfig(self.local_in, self.local_out, bias, dtype, out_dtype), device, backend, dtype)
 
     @classmethod
     def from_linear(cls, source: nn.Linear, *, backend: str = "auto") -> Linear:

@@ -23,9 +23,9 @@ from fastlayers.activation.silu_mul.layer import SiluAndMul
 from fastlayers.activation.silu_mul_quant.layer import SiluMulQuant
 from fastlayers.comm.parallel import REPLICATED, Shard
 from fastlayers.device import Device
-from fastlayers.errors import ArgumentError, check_choice, check_pair, check_positive
-from fastlayers.linear.base import LinearBase, check_source, frozen
-from fastlayers.memory import allocate
+from fastlayers.errors import ArgumentError, check_choice, check_pair
+from fastlayers.linear.base import check_source
+from fastlayers.linear.quantised import QuantisedLinear, QuantisedLinearConfig
 from fastlayers.quant.block_quant import BLOCK, E4M3, check_scale_grid, grid_of, quantize_block_weight
 from fastlayers.quant.group_quant.layer import GROUPS, SCALE_FMTS
 from fastlayers.registry import (
@@ -39,36 +39,35 @@ from fastlayers.registry import (
 )
 from fastlayers.weights import Slot
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Backends of the activation before a down projection that round as the one does which quantises as well.
 ROUNDS_TWICE = ("triton", "torch", "reference")
 
 
 @dataclass(frozen=True)
-class FP8LinearConfig:
+class FP8LinearConfig(QuantisedLinearConfig):
     """What a backend must know: sizes on this rank, ``dtype`` of x, y and bias, blocks, activation scales."""
 
-    in_features: int
-    out_features: int
-    bias: bool = False
-    dtype: torch.dtype = torch.bfloat16
+    layer = "FP8BlockLinear"
+
     block_size: tuple[int, int] = BLOCK
     scale_fmt: str = "float"
 
     def __post_init__(self) -> None:
-        check_positive("FP8BlockLinear", in_features=self.in_features, out_features=self.out_features)
-        check_choice("FP8BlockLinear", "dtype", self.dtype, DTYPES)
-        check_choice("FP8BlockLinear", "scale_fmt", self.scale_fmt, SCALE_FMTS)
+        super().__post_init__()
+        check_choice(self.layer, "scale_fmt", self.scale_fmt, SCALE_FMTS)
         rows, columns = self.block_size
         if rows < 1 or columns not in GROUPS:
-            raise ArgumentError(
-                "FP8BlockLinear", "block_size", self.block_size, f"(rows >= 1, columns one of {GROUPS})"
-            )
+            raise ArgumentError(self.layer, "block_size", self.block_size, f"(rows >= 1, columns one of {GROUPS})")
 
     @property
     def grid(self) -> tuple[int, int]:
         """Shape of ``weight_scale_inv``."""
         return grid_of(self.out_features, self.in_features, self.block_size)
+
+    @property
+    def scales(self) -> tuple[int, ...]:
+        """Shape of the weight's scales."""
+        return self.grid
 
     @property
     def padded_in(self) -> int:
@@ -77,7 +76,7 @@ class FP8LinearConfig:
 
     def tuning_key(self) -> str:
         """Return the shape key of tuned tables."""
-        return f"N={self.out_features},K={self.in_features},block={self.block_size[0]}x{self.block_size[1]}"
+        return f"{super().tuning_key()},block={self.block_size[0]}x{self.block_size[1]}"
 
 
 def _triton_refuse(cfg: FP8LinearConfig, device: Device) -> str | None:
@@ -145,35 +144,26 @@ FP8_LINEAR = Registry(
 )
 
 
-class FP8BlockLinear(LinearBase):
+class FP8BlockLinear(QuantisedLinear):
     """Linear with e4m3 weights (one scale per block) and activations quantised 1×128 on the fly.
 
     Parameters
     ----------
-    in_features : int
+    in_features, bias, names, device, dtype, backend
+        As of every :class:`~fastlayers.linear.quantised.QuantisedLinear`.
     out_features : int or sequence of int
         Several sizes fuse that many checkpoint tensors; every part but the last is whole blocks of rows.
-    bias : bool
     block_size : tuple[int, int]
         The checkpoint's ``weight_block_size``; the columns are also the group of the activations.
     scale_fmt : str
         ``"float"`` or ``"ue8m0"`` (powers of two), of the activations' scales.
     shard : Shard
         A split must fall on block borders.
-    names : sequence of str, optional
-        Checkpoint names of the parts, relative to this module.
-    device
-        Of the parameters.
-    dtype : torch.dtype
-        Of inputs, outputs and bias: bf16, fp16 or fp32.
-    backend : str
-        ``"auto"``, a name, or a ladder.
 
     Notes
     -----
     Parameters: ``weight`` e4m3 ``[local_out, local_in]`` (zeros until loaded), ``weight_scale_inv`` fp32
-    (ones until loaded), ``bias``. Source: DeepSeek-V3 technical report, section 3.3. Capture-safe; allocates
-    its output. For inference only: it raises where an input or a parameter requires a gradient.
+    (ones until loaded), ``bias``. Source: DeepSeek-V3 technical report, section 3.3.
 
     Examples
     --------
@@ -187,6 +177,10 @@ class FP8BlockLinear(LinearBase):
     >>> bool((layer(x) - dense(x)).norm() < 0.05 * dense(x).norm())
     True
     """
+
+    registry = FP8_LINEAR
+    scale_name = "weight_scale_inv"
+    weight_scale_inv: nn.Parameter
 
     def __init__(
         self,
@@ -206,13 +200,7 @@ class FP8BlockLinear(LinearBase):
         block_size = check_pair(self.kind, "block_size", block_size)
         cfg = FP8LinearConfig(self.local_in, self.local_out, bias, dtype, block_size, scale_fmt)
         self._check_blocks(block_size)
-        self.choose(FP8_LINEAR, cfg, device, backend)
-        self.make_parameters(bias, device, dtype, E4M3)
-        self.weight_scale_inv = frozen(allocate(self.kind, "weight_scale_inv", cfg.grid, torch.float32, device, 1))
-
-    def operands(self) -> tuple[torch.Tensor | None, ...]:
-        """Return the weight and its scales."""
-        return self.weight, self.weight_scale_inv
+        self.build(cfg, device, backend, E4M3)
 
     def quantised_activation(self, act: SiluAndMul) -> nn.ModuleDict | None:
         """Return what :meth:`gated` takes: ``act`` with quantisation, for each layout of scales that products read.
@@ -321,8 +309,7 @@ class FP8BlockLinear(LinearBase):
             k, n, bias is not None, block_size=block_size, scale_fmt=scale_fmt, device="meta", dtype=dtype,
             backend="reference",
         )  # fmt: skip
-        made.take(FP8_LINEAR, backend, weight, bias)
-        made.weight_scale_inv = frozen(weight_scale_inv.to(weight.device, torch.float32).contiguous())
+        made.take(backend, weight, weight_scale_inv, bias)
         return made
 
 

@@ -24,15 +24,14 @@ from torch import nn
 
 from fastlayers.comm.parallel import REPLICATED, Shard
 from fastlayers.device import Device
-from fastlayers.errors import ArgumentError, check_choice, check_plain, check_positive, describe
-from fastlayers.linear.base import LinearBase, check_source, frozen
+from fastlayers.errors import ArgumentError, check_choice, check_plain, describe
+from fastlayers.linear.base import check_source, frozen
+from fastlayers.linear.quantised import QuantisedLinear, QuantisedLinearConfig
 from fastlayers.linear.sgl_scaled_gemm import refuses
-from fastlayers.memory import allocate
 from fastlayers.quant.block_quant import E4M3, E4M3_MAX, decode_e4m3
 from fastlayers.registry import TRITON_NEEDS, Backend, Registry, reference_backend, torch_backend, triton_backend
 from fastlayers.weights import Slot
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WEIGHT_SCALES = ("tensor", "channel")
 ACTIVATION_SCALES = ("token", "tensor", "static")
 SCALE_NAMES = ("weight_scale", "input_scale")
@@ -40,23 +39,20 @@ EPS = 1e-10
 
 
 @dataclass(frozen=True)
-class FP8ScaledLinearConfig:
+class FP8ScaledLinearConfig(QuantisedLinearConfig):
     """What a backend must know: sizes on this rank, ``dtype`` of x, y and bias, where activation scales come from."""
 
-    in_features: int
-    out_features: int
-    bias: bool = False
-    dtype: torch.dtype = torch.bfloat16
+    layer = "FP8ScaledLinear"
+
     activation_scale: str = "token"
 
     def __post_init__(self) -> None:
-        check_positive("FP8ScaledLinear", in_features=self.in_features, out_features=self.out_features)
-        check_choice("FP8ScaledLinear", "dtype", self.dtype, DTYPES)
-        check_choice("FP8ScaledLinear", "activation_scale", self.activation_scale, ACTIVATION_SCALES)
+        super().__post_init__()
+        check_choice(self.layer, "activation_scale", self.activation_scale, ACTIVATION_SCALES)
 
     def tuning_key(self) -> str:
         """Return the shape key of tuned tables."""
-        return f"N={self.out_features},K={self.in_features},{self.activation_scale}"
+        return f"{super().tuning_key()},{self.activation_scale}"
 
 
 def needs_fp8_dot(cfg: object, device: Device) -> str | None:
@@ -108,15 +104,13 @@ def quantize_scaled_weight(weight: torch.Tensor, scale: str = "channel") -> tupl
     return (wide / by_row).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3), scales
 
 
-class FP8ScaledLinear(LinearBase):
+class FP8ScaledLinear(QuantisedLinear):
     """Linear with e4m3 weights (one scale, or one per output channel) and e4m3 activations.
 
     Parameters
     ----------
-    in_features : int
-    out_features : int or sequence of int
-        Several sizes fuse that many checkpoint tensors.
-    bias : bool
+    in_features, out_features, bias, names, device, dtype, backend
+        As of every :class:`~fastlayers.linear.quantised.QuantisedLinear`.
     weight_scale : str
         ``"tensor"`` or ``"channel"``: what the checkpoint stores per part.
     activation_scale : str
@@ -126,21 +120,12 @@ class FP8ScaledLinear(LinearBase):
         Face's ``("weight_scale_inv", "activation_scale")``.
     shard : Shard
         A row shard quantises each rank's part of a token with its own scale.
-    names : sequence of str, optional
-        Checkpoint names of the parts, relative to this module.
-    device
-        Of the parameters.
-    dtype : torch.dtype
-        Of inputs, outputs and bias: bf16, fp16 or fp32.
-    backend : str
-        ``"auto"``, a name, or a ladder.
 
     Notes
     -----
     Parameters: ``weight`` e4m3 ``[local_out, local_in]`` (zeros until loaded), ``weight_scale`` fp32 ``[local_out]``
     and ``input_scale`` fp32 ``[parts]`` (ones until loaded), ``bias``. Source: Micikevicius et al. 2022
-    (FP8 formats). Capture-safe; allocates its output.
-    For inference only: it raises where an input or a parameter requires a gradient.
+    (FP8 formats).
 
     Examples
     --------
@@ -151,6 +136,9 @@ class FP8ScaledLinear(LinearBase):
     >>> layer.weight.dtype, bool((layer(x) - dense(x)).norm() < 0.05 * dense(x).norm())
     (torch.float8_e4m3fn, True)
     """
+
+    registry = FP8_SCALED_LINEAR
+    weight_scale: nn.Parameter
 
     def __init__(
         self,
@@ -171,10 +159,8 @@ class FP8ScaledLinear(LinearBase):
         check_choice(self.kind, "weight_scale", weight_scale, WEIGHT_SCALES)
         check_plain(self.kind, "tuple[str, str]", scale_names=scale_names)
         cfg = FP8ScaledLinearConfig(self.local_in, self.local_out, bias, dtype, activation_scale)
-        self.choose(FP8_SCALED_LINEAR, cfg, device, backend)
         self.weight_scale_kind, self.scale_names = weight_scale, tuple(scale_names)
-        self.make_parameters(bias, device, dtype, E4M3)
-        self.weight_scale = frozen(allocate(self.kind, "weight_scale", (self.local_out,), torch.float32, device, 1))
+        self.build(cfg, device, backend, E4M3)
         self.input_scale: nn.Parameter | None = None
         if activation_scale == "static":
             self.input_scale = frozen(torch.ones(len(self.part_sizes), device=device, dtype=torch.float32))
@@ -248,8 +234,7 @@ class FP8ScaledLinear(LinearBase):
             k, n, bias is not None, weight_scale="tensor" if weight_scale.numel() == 1 else "channel",
             activation_scale=activation_scale, device="meta", dtype=dtype, backend="reference",
         )  # fmt: skip
-        made.take(FP8_SCALED_LINEAR, backend, weight, bias)
-        made.weight_scale = frozen(weight_scale.to(weight.device, torch.float32).reshape(-1).expand(n).contiguous())
+        made.take(backend, weight, weight_scale.reshape(-1).expand(n), bias)
         if input_scale is not None:
             made.input_scale = frozen(input_scale.to(weight.device, torch.float32).reshape(1))
         return made

@@ -20,14 +20,13 @@ from torch import nn
 
 from fastlayers.comm.parallel import REPLICATED, Shard
 from fastlayers.device import Device
-from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor, describe
-from fastlayers.linear.base import LinearBase, check_source, frozen
+from fastlayers.errors import ArgumentError, check_tensor, describe
+from fastlayers.linear.base import check_source
+from fastlayers.linear.quantised import QuantisedLinear, QuantisedLinearConfig
 from fastlayers.linear.sgl_scaled_gemm import refuses
-from fastlayers.memory import allocate
 from fastlayers.registry import TRITON_NEEDS, Backend, Registry, reference_backend, torch_backend, triton_backend
 from fastlayers.weights import Slot
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST = 127.0
 EPS = 1e-10
 # The int32 sum cannot overflow below this many products of 127 · 127 (128 · 127 for weights with -128).
@@ -35,28 +34,16 @@ MAX_IN_FEATURES = (2**31 - 1) // (128 * 127)
 
 
 @dataclass(frozen=True)
-class Int8LinearConfig:
+class Int8LinearConfig(QuantisedLinearConfig):
     """What a backend must know: sizes on this rank, and ``dtype`` of x, y and bias."""
 
-    in_features: int
-    out_features: int
-    bias: bool = False
-    dtype: torch.dtype = torch.bfloat16
+    layer = "Int8Linear"
 
     def __post_init__(self) -> None:
-        check_positive("Int8Linear", in_features=self.in_features, out_features=self.out_features)
-        check_choice("Int8Linear", "dtype", self.dtype, DTYPES)
+        super().__post_init__()
         if self.in_features > MAX_IN_FEATURES:
-            raise ArgumentError(
-                "Int8Linear",
-                "in_features",
-                self.in_features,
-                f"at most {MAX_IN_FEATURES}: sums must fit int32",
-            )
-
-    def tuning_key(self) -> str:
-        """Return the shape key of tuned tables."""
-        return f"N={self.out_features},K={self.in_features}"
+            accepted = f"at most {MAX_IN_FEATURES}: sums must fit int32"
+            raise ArgumentError(self.layer, "in_features", self.in_features, accepted)
 
 
 def _refuse_sgl_kernel(cfg: Int8LinearConfig, device: Device) -> str | None:
@@ -98,32 +85,20 @@ def quantize_channel_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.T
     return codes, scale
 
 
-class Int8Linear(LinearBase):
+class Int8Linear(QuantisedLinear):
     """Linear with int8 weights (a scale per output channel) and activations quantised per token.
 
     Parameters
     ----------
-    in_features : int
-    out_features : int or sequence of int
-        Several sizes fuse that many checkpoint tensors.
-    bias : bool
+    in_features, out_features, bias, names, device, dtype, backend
+        As of every :class:`~fastlayers.linear.quantised.QuantisedLinear`.
     shard : Shard
         A row shard quantises each rank's part of a token with its own scale.
-    names : sequence of str, optional
-        Checkpoint names of the parts, relative to this module.
-    device
-        Of the parameters.
-    dtype : torch.dtype
-        Of inputs, outputs and bias: bf16, fp16 or fp32.
-    backend : str
-        ``"auto"``, a name, or a ladder.
 
     Notes
     -----
     Parameters: ``weight`` int8 ``[local_out, local_in]`` (zeros until loaded), ``weight_scale`` fp32
     ``[local_out]`` (ones until loaded), ``bias``. Source: Dettmers et al. 2022 (vector-wise quantisation).
-    Capture-safe; allocates its output.
-    For inference only: it raises where an input or a parameter requires a gradient.
 
     Examples
     --------
@@ -134,6 +109,9 @@ class Int8Linear(LinearBase):
     >>> layer.weight.dtype, bool((layer(x) - dense(x)).norm() < 0.02 * dense(x).norm())
     (torch.int8, True)
     """
+
+    registry = INT8_LINEAR
+    weight_scale: nn.Parameter
 
     def __init__(
         self,
@@ -148,13 +126,7 @@ class Int8Linear(LinearBase):
         backend: str = "auto",
     ) -> None:
         super().__init__(in_features, out_features, shard, names)
-        self.choose(INT8_LINEAR, Int8LinearConfig(self.local_in, self.local_out, bias, dtype), device, backend)
-        self.make_parameters(bias, device, dtype, torch.int8)
-        self.weight_scale = frozen(allocate(self.kind, "weight_scale", (self.local_out,), torch.float32, device, 1))
-
-    def operands(self) -> tuple[torch.Tensor | None, ...]:
-        """Return the weight and its scales."""
-        return self.weight, self.weight_scale
+        self.build(Int8LinearConfig(self.local_in, self.local_out, bias, dtype), device, backend, torch.int8)
 
     def scale_slots(self, index: int, full: int, read: slice, local: slice) -> Iterator[tuple[str, Slot]]:
         """Yield ``weight_scale`` ``[N]``."""
@@ -192,6 +164,5 @@ class Int8Linear(LinearBase):
         else:
             check_tensor(cls.__name__, "weight_scale", weight_scale, shape=(n,))
         made = cls(k, n, bias is not None, device="meta", dtype=dtype, backend="reference")
-        made.take(INT8_LINEAR, backend, weight, bias)
-        made.weight_scale = frozen(weight_scale.reshape(n).to(weight.device, torch.float32).contiguous())
+        made.take(backend, weight, weight_scale.reshape(n), bias)
         return made

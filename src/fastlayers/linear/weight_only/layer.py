@@ -20,8 +20,9 @@ import torch
 from torch import nn
 
 from fastlayers.comm.parallel import REPLICATED, Shard
-from fastlayers.errors import ArgumentError, check_choice, check_fields, check_kind, check_positive
-from fastlayers.linear.base import LinearBase, check_source, frozen
+from fastlayers.errors import ArgumentError, check_choice, check_fields, check_kind
+from fastlayers.linear.base import check_source, frozen
+from fastlayers.linear.quantised import QuantisedLinear, QuantisedLinearConfig
 from fastlayers.linear.weight_only.checkpoint import LAYOUTS, aligned, layout_slots
 from fastlayers.memory import allocate
 from fastlayers.quant.block_quant import E4M3, E4M3_MAX
@@ -29,7 +30,6 @@ from fastlayers.quant.packed_codes import UNIT, pack_nibbles
 from fastlayers.registry import Registry, reference_backend, torch_backend, triton_backend
 from fastlayers.weights import Slot
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FORMATS = {"w4a16": torch.uint8, "w8a16": torch.int8, "fp8_w8a16": E4M3}
 # What is subtracted from a code where no zero points are stored.
 ZERO = {"w4a16": 8, "w8a16": 0, "fp8_w8a16": 0}
@@ -37,21 +37,18 @@ _NAME = "WeightOnlyLinear"
 
 
 @dataclass(frozen=True)
-class WeightOnlyLinearConfig:
+class WeightOnlyLinearConfig(QuantisedLinearConfig):
     """What a backend must know: sizes on this rank, ``dtype`` of x, y and bias, and how weights are stored."""
 
-    in_features: int
-    out_features: int
-    bias: bool = False
-    dtype: torch.dtype = torch.bfloat16
+    layer = _NAME
+
     format: str = "w4a16"
     group_size: int = 128
     zero_point: bool = False
     act_order: bool = False
 
     def __post_init__(self) -> None:
-        check_positive(_NAME, in_features=self.in_features, out_features=self.out_features)
-        check_choice(_NAME, "dtype", self.dtype, DTYPES)
+        super().__post_init__()
         check_choice(_NAME, "format", self.format, tuple(FORMATS))
         check_fields(_NAME, self)
         size = self.group_size
@@ -71,9 +68,14 @@ class WeightOnlyLinearConfig:
         """Scales of an output channel."""
         return self.in_features // self.group_size if self.group_size else 1
 
+    @property
+    def scales(self) -> tuple[int, ...]:
+        """Shape of the weight's scales."""
+        return self.groups, self.out_features
+
     def tuning_key(self) -> str:
         """Return the shape key of tuned tables."""
-        return f"N={self.out_features},K={self.in_features},{self.format},{self.group_size}"
+        return f"{super().tuning_key()},{self.format},{self.group_size}"
 
 
 _HERE = "fastlayers.linear.weight_only"
@@ -121,15 +123,13 @@ def quantize_weight_only(
     return stored, scale.t().contiguous(), None if zero is None else zero.t().to(torch.int16).contiguous()
 
 
-class WeightOnlyLinear(LinearBase):
+class WeightOnlyLinear(QuantisedLinear):
     """Linear with weights of 4 or 8 bits (a scale per group of input features, or per channel); x stays as it is.
 
     Parameters
     ----------
-    in_features : int
-    out_features : int or sequence of int
-        Several sizes fuse that many checkpoint tensors.
-    bias : bool
+    in_features, out_features, bias, names, device, dtype, backend
+        As of every :class:`~fastlayers.linear.quantised.QuantisedLinear`.
     format : str
         ``"w4a16"``, ``"w8a16"`` (integers) or ``"fp8_w8a16"`` (e4m3).
     group_size : int
@@ -143,20 +143,11 @@ class WeightOnlyLinear(LinearBase):
         ``"packed"`` (compressed-tensors' pack-quantized) or ``"plain"`` (8 bits, a tensor of codes).
     shard : Shard
         Of whole groups, and of whole words of the layout.
-    names : sequence of str, optional
-        Checkpoint names of the parts, relative to this module.
-    device
-        Of the parameters.
-    dtype : torch.dtype
-        Of inputs, outputs and bias: bf16, fp16 or fp32.
-    backend : str
-        ``"auto"``, a name, or a ladder.
 
     Notes
     -----
     Parameters: ``weight``, ``weight_scale``, ``weight_zero``, ``group_index``, ``bias``: see the module's legend.
-    Sources: Frantar et al. 2022 (GPTQ), Lin et al. 2023 (AWQ). Capture-safe; allocates its output.
-    For inference only: it raises where an input or a parameter requires a gradient.
+    Sources: Frantar et al. 2022 (GPTQ), Lin et al. 2023 (AWQ).
 
     Examples
     --------
@@ -167,6 +158,9 @@ class WeightOnlyLinear(LinearBase):
     >>> list(layer.weight.shape), bool((layer(x) - dense(x)).norm() < 0.2 * dense(x).norm())
     ([32, 32], True)
     """
+
+    registry = WEIGHT_ONLY_LINEAR
+    weight_scale: nn.Parameter
 
     def __init__(
         self,
@@ -194,17 +188,11 @@ class WeightOnlyLinear(LinearBase):
             raise ArgumentError(self.kind, "act_order", "True with a row shard", "False: each rank needs all groups")
         self.layout = layout
         aligned(self, cfg)
-        self.choose(WEIGHT_ONLY_LINEAR, cfg, device, backend)
-        width = self.local_in // 2 if format == "w4a16" else self.local_in
-        stored = FORMATS[format]
-        self.weight = frozen(allocate(self.kind, "weight", (self.local_out, width), stored, device))
-        self.bias = frozen(allocate(self.kind, "bias", (self.local_out,), dtype, device)) if bias else None
-        sizes = (cfg.groups, self.local_out)
-        self.weight_scale = frozen(allocate(self.kind, "weight_scale", sizes, torch.float32, device, 1))
+        self.build(cfg, device, backend, FORMATS[format], self.local_in // 2 if format == "w4a16" else None)
         self.weight_zero: nn.Parameter | None = None
         self.group_index: nn.Parameter | None = None
         if zero_point:
-            self.weight_zero = frozen(allocate(self.kind, "weight_zero", sizes, torch.int16, device))
+            self.weight_zero = frozen(allocate(self.kind, "weight_zero", cfg.scales, torch.int16, device))
         if act_order:
             self.group_index = frozen(allocate(self.kind, "group_index", (self.local_in,), torch.int32, device))
 
@@ -235,8 +223,7 @@ class WeightOnlyLinear(LinearBase):
             zero_point=zero_point, layout=LAYOUTS[format][-1], device="meta", dtype=weight.dtype, backend="reference",
         )  # fmt: skip
         stored, scale, zero = quantize_weight_only(weight, format, group_size, zero_point)
-        made.take(WEIGHT_ONLY_LINEAR, backend, stored, source.bias)
-        made.weight_scale = frozen(scale)
+        made.take(backend, stored, scale, source.bias)
         made.weight_zero = None if zero is None else frozen(zero)
         return made
 
