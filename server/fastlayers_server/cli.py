@@ -18,7 +18,7 @@ import fastlayers as fl
 from fastlayers.comm.ranks import Ranks
 from fastlayers.device import DESCRIBED
 from fastlayers.errors import ArgumentError, CheckpointError, FastlayersError
-from fastlayers_server import bench_command, eval_command, serve_command, tune_command, warmup_command
+from fastlayers_server import bench_command, eval_command, tune_command, warmup_command
 from fastlayers_server.ranks import started_elsewhere
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None)
@@ -27,6 +27,10 @@ _UNWRAPPED = 4096
 # Square brackets are ours ("mla[decode]"), not rich's markup.
 out = Console(markup=False, width=None if sys.stdout is None or sys.stdout.isatty() else _UNWRAPPED)
 err = Console(stderr=True, markup=False, width=None if sys.stderr is None or sys.stderr.isatty() else _UNWRAPPED)
+
+# What the extra "server" brings, as it is imported: the library, its models and their commands do without.
+SERVERS = ("aiohttp", "httptools", "msgspec", "prometheus_client", "starlette", "uvicorn", "uvloop", "xgrammar", "zmq")
+_ITS_OWN_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; default: a GPU if there is one.")]
@@ -66,6 +70,12 @@ def main() -> None:
         if debug:
             raise
         err.print(f"error: {error}", highlight=False)
+        raise SystemExit(1) from error
+    except ModuleNotFoundError as error:
+        if debug or (error.name or "").partition(".")[0] not in SERVERS:
+            raise
+        needs = "which this command needs: pip install 'fastlayers[server]'"
+        err.print(f"error: the package {error.name} is not installed, {needs}", highlight=False)
         raise SystemExit(1) from error
     except (OSError, ValueError, RuntimeError) as error:
         if debug:
@@ -331,8 +341,8 @@ def generate(
     from fastlayers.sampler.layer import SamplingParams
     from fastlayers_models.auto import AutoModel, family_of
     from fastlayers_models.checkpoint import read_json
-    from fastlayers_server.evaluate import chat_ids, tokenizer_of
     from fastlayers_server.generate_command import on_engine, on_ranks
+    from fastlayers_server.hugging_face import chat_ids, tokenizer_of
 
     # What is wrong is said before a process is started, or anything is read.
     _check_text("prompt", prompt)
@@ -398,6 +408,14 @@ def convert(
         out.print(summary(done), highlight=False)
 
 
+@app.command("serve", context_settings=_ITS_OWN_FLAGS, add_help_option=False)
+def serve(context: typer.Context) -> None:
+    """Serve a model over HTTP, with OpenAI's API; without a model: the tiny one that ships."""
+    from fastlayers_server.serve_command import serve as run
+
+    raise typer.Exit(run(context.args))
+
+
 cache = typer.Typer(help="Compiled kernels as one archive.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(cache, name="cache")
 
@@ -434,7 +452,6 @@ eval_command.register(app, out, err, _path, _device, _check_output, _progress)
 tune_command.register(app, out, err, _device, _dtype, _print_json)
 bench_command.register(app, out, err, _device, _dtype)
 warmup_command.register(app, out, _device, _dtype)
-serve_command.register(app)
 
 
 if __name__ == "__main__":

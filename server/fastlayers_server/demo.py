@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 import fastlayers as fl
-from fastlayers_server.evaluate import chat_ids, tokenizer_of
+from fastlayers_server.hugging_face import chat_ids, load_hugging_face, tokenizer_of
 from fastlayers_server.tasks import long_prompt
-from fastlayers_server.variants import load_hugging_face
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,8 @@ from torch.overrides import TorchFunctionMode
 from fastlayers.quant.spec import QuantSpec
 from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.convert import convert_to_fp8_block, dequantize_checkpoint
-from fastlayers_server.variants import Rounding, load_hugging_face
+from fastlayers_server.hugging_face import load_hugging_face
+from fastlayers_server.variants import Rounding
 
 MARGIN = 1.25
 FLOOR = 16 * 2.0**-30

@@ -20,8 +20,9 @@ from fastlayers.layer import Layer
 from fastlayers.tuning.provenance import provenance
 from fastlayers_server.divergence import Divergence, Yardstick
 from fastlayers_server.hard_tasks import HARD_PROBLEMS, Conversation, hard_problems
+from fastlayers_server.hugging_face import chat_ids, template_ids, tokenizer_of
 from fastlayers_server.tasks import Problem, held_out_problems, stories
-from fastlayers_server.variants import Runner, Variant, reason_of
+from fastlayers_server.variants import Runner, Variant
 
 BATCH = 50
 MAX_ANSWER = 24
@@ -184,45 +185,6 @@ def holds_conversation(logits: Callable[[Sequence[int]], torch.Tensor], tokenize
         spans.append((len(asked), ids[len(asked) : end]))
     said: list[int] = logits(ids).argmax(-1).tolist()
     return all(said[begin - 1 : begin - 1 + len(answer)] == answer for begin, answer in spans)
-
-
-# Files of which a tokenizer has at least one.
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
-
-
-def tokenizer_of(path: Path) -> Any:
-    """Return the checkpoint's tokenizer, or raise :class:`CheckpointError` where it has none that can be read."""
-    from transformers import AutoTokenizer
-
-    if not any((path / name).is_file() for name in _TOKENIZERS):
-        raise CheckpointError(f"{path}: no tokenizer.json; a checkpoint with its tokenizer's files is needed for text")
-    try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)  # a directory: nobody is to be asked for it
-    except Exception as error:  # the tokenizers' own are no subclasses of anything else
-        raise CheckpointError(
-            f"{path}: transformers cannot read its tokenizer or config.json: {reason_of(error)}"
-        ) from error
-
-
-def chat_ids(tokenizer: Any, prompt: str) -> list[int]:
-    """Return the token ids of one user turn, ready for the assistant's answer.
-
-    Raises
-    ------
-    CheckpointError
-        The tokenizer does not say how a conversation is written.
-    """
-    if not getattr(tokenizer, "chat_template", None):
-        where = getattr(tokenizer, "name_or_path", "")
-        raise CheckpointError(f"{where}: no chat_template.jinja, and no chat_template in tokenizer_config.json")
-    return template_ids(tokenizer, [{"role": "user", "content": prompt}], True)
-
-
-def template_ids(tokenizer: Any, messages: list[dict[str, str]], awaiting: bool) -> list[int]:
-    """Return the token ids of a conversation as the template writes it, perhaps awaiting the assistant's answer."""
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=awaiting, tokenize=False)
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
 
 
 def _answers(

@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from fastlayers.errors import ArgumentError
+from fastlayers_server.engine.config import EngineConfig
+from fastlayers_server.front.tokens import TokenText
+from fastlayers_server.llm import LLM, Params
 
 Drawn = Iterator[tuple[int, str | None]]  # tokens, and why the last one is the last
 
 
 def on_engine(model: Any, path: Path, ids: list[int], params: Any, max_new_tokens: int) -> Drawn:
     """Yield the answer of an engine in this process."""
-    from fastlayers_server.engine.config import EngineConfig
-    from fastlayers_server.front.tokens import TokenText
-    from fastlayers_server.llm import LLM, Params
-
     longest, wanted = model.config.max_position_embeddings, len(ids) + max_new_tokens
     if wanted > longest:
         given = f"{len(ids)} tokens and {max_new_tokens} new ones"

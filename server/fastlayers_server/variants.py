@@ -1,4 +1,4 @@
-"""The ways to run one checkpoint that ``fastlayers eval`` and ``fastlayers demo`` compare."""
+"""The ways to run one checkpoint that ``fastlayers eval`` compares."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 import fastlayers as fl
 from fastlayers.attention.meta import AttentionBatch, AttentionState, whole_pages
-from fastlayers.errors import CheckpointError, UnknownNameError
+from fastlayers.errors import UnknownNameError
 from fastlayers.quant.spec import QuantSpec
 from fastlayers.runtime.held_directory import make
 from fastlayers_models.auto import AutoModel
@@ -19,38 +19,11 @@ from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.convert import convert_to_fp8_block, dequantize_checkpoint
 from fastlayers_server.engine.config import EngineConfig
 from fastlayers_server.front.tokens import TokenText
+from fastlayers_server.hugging_face import load_hugging_face
 from fastlayers_server.llm import LLM, Params
 
 # What a format rounds; the module divergence tells stock transformers to do the same.
 Rounding = Literal["bf16", "fp8-block", "fp8-weights", "fp8-kv"]
-
-
-def reason_of(error: Exception) -> str:
-    """Return what another library raised, as one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
-def load_hugging_face(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """Load a checkpoint with stock transformers, without its progress bars and its note about MTP tensors.
-
-    Raises
-    ------
-    CheckpointError
-        transformers cannot read it; whatever it raised is named.
-    """
-    import transformers
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    except MemoryError:
-        raise
-    except Exception as error:  # its validation has exceptions of its own
-        raise CheckpointError(f"{path}: transformers cannot load it: {reason_of(error)}") from error
-    # MXFP4 experts are expanded to bf16, whatever was asked for.
-    return (model.float() if dtype == torch.float32 else model).to(device).eval()
 
 
 class Runner(Protocol):

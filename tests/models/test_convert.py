@@ -21,7 +21,7 @@ from fastlayers_models.convert import Conversion, convert_checkpoint, dequantize
 from fastlayers_models.find import UNFINISHED
 from fastlayers_server import tasks
 from fastlayers_server.cli import app
-from fastlayers_server.evaluate import chat_ids
+from fastlayers_server.hugging_face import chat_ids
 from fastlayers_server.variants import FastlayersRunner, HuggingFaceRunner
 
 sys.path.insert(0, str(Path(__file__).parent))

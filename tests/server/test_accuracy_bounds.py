@@ -15,7 +15,7 @@ from fastlayers_models.convert import convert_to_fp8_block
 from fastlayers_models.find import TINY, assets
 from fastlayers_server import divergence, tasks
 from fastlayers_server.divergence import Divergence, Yardstick
-from fastlayers_server.evaluate import tokenizer_of
+from fastlayers_server.hugging_face import tokenizer_of
 from fastlayers_server.variants import BF16, E4M3, FP32, VARIANTS, FastlayersRunner
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))

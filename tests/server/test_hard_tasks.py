@@ -13,8 +13,9 @@ import torch
 
 from fastlayers_models.find import TINY, assets
 from fastlayers_server import hard_tasks, tasks
-from fastlayers_server.evaluate import chat_ids, holds_conversation, template_ids, tokenizer_of
+from fastlayers_server.evaluate import holds_conversation
 from fastlayers_server.hard_tasks import HARD_KINDS, HARD_PROBLEMS, HOPS, ROWS, TERMS, Conversation, hard_problems
+from fastlayers_server.hugging_face import chat_ids, template_ids, tokenizer_of
 from fastlayers_server.variants import VARIANTS, FastlayersRunner
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

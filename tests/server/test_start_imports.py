@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+
+from fastlayers_server.cli import SERVERS
 
 ROOTS = [str(Path(__file__).parents[2] / root) for root in ("src", "models", "server")]
 BEGIN = f"import sys; sys.path[:0] = {ROOTS!r}\n"
@@ -46,6 +50,27 @@ GrammarMasks.read = lambda self: None  # on a thread of its own, when the engine
 parts = build(EngineConfig(model="tiny", max_model_len=256), lambda phase: None)
 assert "grammar" in parts.info.features
 """
+# What `pip install .` and `make demo` set up has none of them.
+BARE = """
+import contextlib, io
+from importlib.machinery import PathFinder
+
+found = PathFinder.find_spec
+SERVERS = {servers}
+
+def find_spec(cls, name, path=None, target=None):
+    return None if name in SERVERS else found(name, path, target)
+
+PathFinder.find_spec = classmethod(find_spec)
+from fastlayers_server import cli, demo
+for arguments in {commands}:
+    sys.argv = ["fastlayers", *arguments]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            cli.main()
+    except SystemExit as end:
+        print(*arguments, "ends with", end.code or 0, file=sys.stderr)
+"""
 HEAVY = ("torch", "transformers", "xgrammar", "triton", "sympy", "aiohttp", "opentelemetry.sdk", "litellm", "openai")
 
 
@@ -80,3 +105,22 @@ def test_the_engine() -> None:
 def test_an_engine_that_is_built_on_a_cpu() -> None:
     found = loaded(BUILT)
     assert not found & {"transformers", "xgrammar", "torch._dynamo", "torch._inductor", "sympy", "starlette"}
+
+
+def test_without_the_packages_of_a_server(tmp_path: Path) -> None:
+    wanted = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    listed = [re.split(r"[>;]", text)[0] for text in wanted["optional-dependencies"]["server"]]
+    servers = sorted({"pyzmq": "zmq"}.get(name, name) for name in listed if name != "pydantic")  # which typer brings
+    assert servers == sorted(SERVERS), "what the sentence names is what the extra brings"
+    runs = [["backends", "mla"], ["convert", "--help"], ["bench", "--help"], ["cache", "--help"]]
+    need = [["generate", "x"], ["eval", "tiny"], ["serve"], ["bench", "serve"], ["bench", "startup"]]
+    code = BARE.replace("{servers}", repr(servers)).replace("{commands}", repr([*runs, *need]))
+    done = subprocess.run(
+        [sys.executable, "-c", BEGIN + code], capture_output=True, text=True, check=False, cwd=tmp_path
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    ends = [line for line in done.stderr.splitlines() if " ends with " in line]
+    assert ends == [f"{' '.join(c)} ends with {int(c in need)}" for c in [*runs, *need]], done.stderr
+    assert done.stderr.count("is not installed, which this command needs: pip install 'fastlayers[server]'") == len(
+        need
+    )

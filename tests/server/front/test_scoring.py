@@ -11,7 +11,8 @@ import torch
 
 from fastlayers_server.engine.config import EngineConfig
 from fastlayers_server.engine.process import engine_client
-from fastlayers_server.evaluate import MAX_ANSWER, chat_ids, evaluate, tokenizer_of
+from fastlayers_server.evaluate import MAX_ANSWER, evaluate
+from fastlayers_server.hugging_face import chat_ids, tokenizer_of
 from fastlayers_server.tasks import held_out_problems, stories
 from fastlayers_server.variants import VARIANTS
 

@@ -1,0 +1,77 @@
+"""Stock transformers as the commands here use it: a model, its tokenizer, a conversation's token ids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastlayers.errors import CheckpointError
+
+
+def reason_of(error: Exception) -> str:
+    """Return what another library raised, as one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def load_hugging_face(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """Load a checkpoint with stock transformers, without its progress bars and its note about MTP tensors.
+
+    Raises
+    ------
+    CheckpointError
+        transformers cannot read it; whatever it raised is named.
+    """
+    import transformers
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    except MemoryError:
+        raise
+    except Exception as error:  # its validation has exceptions of its own
+        raise CheckpointError(f"{path}: transformers cannot load it: {reason_of(error)}") from error
+    # MXFP4 experts are expanded to bf16, whatever was asked for.
+    return (model.float() if dtype == torch.float32 else model).to(device).eval()
+
+
+# Files of which a tokenizer has at least one.
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+
+
+def tokenizer_of(path: Path) -> Any:
+    """Return the checkpoint's tokenizer, or raise :class:`CheckpointError` where it has none that can be read."""
+    from transformers import AutoTokenizer
+
+    if not any((path / name).is_file() for name in _TOKENIZERS):
+        raise CheckpointError(f"{path}: no tokenizer.json; a checkpoint with its tokenizer's files is needed for text")
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)  # a directory: nobody is to be asked for it
+    except Exception as error:  # the tokenizers' own are no subclasses of anything else
+        raise CheckpointError(
+            f"{path}: transformers cannot read its tokenizer or config.json: {reason_of(error)}"
+        ) from error
+
+
+def chat_ids(tokenizer: Any, prompt: str) -> list[int]:
+    """Return the token ids of one user turn, ready for the assistant's answer.
+
+    Raises
+    ------
+    CheckpointError
+        The tokenizer does not say how a conversation is written.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        where = getattr(tokenizer, "name_or_path", "")
+        raise CheckpointError(f"{where}: no chat_template.jinja, and no chat_template in tokenizer_config.json")
+    return template_ids(tokenizer, [{"role": "user", "content": prompt}], True)
+
+
+def template_ids(tokenizer: Any, messages: list[dict[str, str]], awaiting: bool) -> list[int]:
+    """Return the token ids of a conversation as the template writes it, perhaps awaiting the assistant's answer."""
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=awaiting, tokenize=False)
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
