@@ -11,11 +11,12 @@ import torch
 
 from fastlayers.comm.all_reduce.layer import AllReduce
 from fastlayers.comm.collectives import Collectives, collectives
-from fastlayers.comm.order import CheckedCollectives, Order
+from fastlayers.comm.order import DEADLINE, CheckedCollectives, Order
 from fastlayers.errors import CollectiveOrderError
 from fastlayers.testing.world import Rank, world
 
-SHORT = timedelta(seconds=1.5)
+SHORT = timedelta(seconds=1.5)  # for what never comes; ranks of a busy machine are further apart than that
+SILENT = ("an idle rank stays out", "another axis")
 
 
 class Spy(Collectives):
@@ -33,6 +34,8 @@ def steps(fault: str, own: bool, tp: CheckedCollectives, dp: CheckedCollectives)
     """Make three calls, of which rank 1 (``own``) makes one otherwise."""
     x, wide = torch.zeros(4, 8), torch.zeros(2, 8)
     tp.all_reduce_(x)
+    if fault in SILENT:
+        tp.order.deadline = SHORT
     if own and fault == "swapped calls":
         tp.all_gather(wide)
         tp.all_reduce_(x)
@@ -76,7 +79,7 @@ def differ(rank: Rank) -> dict[str, tuple[str, int, float]]:
     store = torch.distributed.distributed_c10d._get_default_store()
     grouped = rank.spec(attn_dp=2)
     for fault in ("nothing", *FAULTS):
-        order = Order(store, rank.rank, 2, SHORT, f"test {fault}")
+        order = Order(store, rank.rank, 2, name=f"test {fault}")
         spy = Spy(grouped.tp)
         tp, dp = CheckedCollectives(grouped.tp, spy, order), CheckedCollectives(grouped.attn_tp, spy, order)
         torch.distributed.barrier()  # one that stayed out is ahead
@@ -95,8 +98,9 @@ def test_what_differs_is_named_on_every_rank() -> None:
     for fault, (own, theirs, launched) in FAULTS.items():
         said, count, seconds = one[fault]
         assert own in said and theirs in said and "test_order.py:" in said, (fault, said)
-        assert count == launched and seconds < 5.0 and said.endswith("Nothing was launched.")
-        if fault not in ("an idle rank stays out", "another axis"):  # which go on by themselves
+        assert count == launched and said.endswith("Nothing was launched.")
+        assert seconds < DEADLINE.total_seconds() / 2  # nobody waited for it
+        if fault not in SILENT:  # which go on by themselves
             assert two[fault][1] == launched and "rank 0 calls" in two[fault][0], (fault, two[fault])
 
 
@@ -106,7 +110,7 @@ def used(rank: Rank) -> list[str]:
         patch.setenv("FASTLAYERS_DEBUG", "1")
         over, layer = collectives(axis), AllReduce(axis, 8, dtype=torch.float32)
     assert isinstance(over, CheckedCollectives) and over.order is layer._order
-    over.order.deadline, before = SHORT, over.order.calls[axis.ranks]
+    before = over.order.calls[axis.ranks]
     assert torch.equal(over.all_gather(torch.full((1, 8), float(rank.rank)))[1], torch.ones(8))
     assert torch.equal(layer(torch.ones(2, 8)), torch.full((2, 8), 2.0))
     assert torch.equal(over.gather_by_sum(torch.ones(1, 8), torch.ones(1, 8), 2, rank.rank), torch.ones(2, 8))
