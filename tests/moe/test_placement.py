@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fastlayers as fl
@@ -57,7 +57,7 @@ def best_load(loads: list[int], slots: int, ranks: int) -> float:
     return best
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(problems())
 def test_plans(problem: tuple[list[int], int, fl.EplbConfig]) -> None:
     loads, ranks, config = problem
@@ -72,7 +72,7 @@ def test_plans(problem: tuple[list[int], int, fl.EplbConfig]) -> None:
     assert plan_placement([3 * load for load in loads], plan, ranks, config) == plan
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(problems())
 def test_no_rank_has_much_more_than_it_must(problem: tuple[list[int], int, fl.EplbConfig]) -> None:
     loads, ranks, config = problem

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fastlayers.sampler.layer import RowParams, Sampler, SamplingParams
@@ -125,7 +125,7 @@ def forests(draw: st.DrawFn) -> list[tuple[list[int], list[int]]]:
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(forests(), st.data())
 def test_a_tree_is_walked_and_its_path_moved_together(forest: list[tuple[list[int], list[int]]], data: Any) -> None:
     """Against a walk by hand from each known token: what is told, what the table keeps, where rows of the cache are."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizers import AddedToken, Tokenizer
@@ -148,7 +148,7 @@ PIECES = ["<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f", "
           "\n", "<", "</", "<tool", '"', "}", "{", "<|user|>", "<|channel|>", "<|message|>", "final"]  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.sampled_from(PIECES), max_size=14))
 def test_parsers_never_raise_and_lose_nothing(pieces: list[str]) -> None:
     tokens = _KEPT["qwen"]
@@ -173,7 +173,7 @@ def _keep(qwen: TokenText) -> None:
 
 
 @given(st.text(alphabet='{}[]":, a\\1', max_size=30), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 def test_a_call_is_the_same_however_it_is_cut(text: str, data: st.DataObject) -> None:
     import re
 
