@@ -127,12 +127,22 @@ def test_the_engine_ends_with_its_front() -> None:
     os.kill(pid, 0)
     front.kill()
     front.wait()
-    for _ in range(100):
-        state = Path(f"/proc/{pid}/stat")
-        if not state.exists() or state.read_text().split(")")[1].split()[0] == "Z":
-            return
+    gone([pid])
+
+
+def gone(pids: list[int], seconds: float = 60.0) -> None:
+    """Wait until no process of these is left, or is more than a zombie."""
+    deadline = time.monotonic() + seconds
+    while left := [pid for pid in pids if _runs(pid)]:
+        assert time.monotonic() < deadline, f"still there: {left}"
         time.sleep(0.1)
-    raise AssertionError("the engine outlives its front")
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_the_shipped_model_in_a_process_of_its_own() -> None:

@@ -20,7 +20,7 @@ from fastlayers_server.parallel.frames import Mirror, encode
 from fastlayers_server.serve_config import parse
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_process import Front  # type: ignore[import-not-found]
+from test_process import Front, gone  # type: ignore[import-not-found]
 
 PROMPT = p.pack_ids([5, 6, 7])
 
@@ -150,29 +150,14 @@ def test_tokens_of_two_ranks_and_a_lost_one() -> None:
     died = ranks.until(p.Died)
     assert died.restarting and time.monotonic() - begin < 30.0
     assert ranks.until(p.EngineInfo).epoch == 2
-    _gone(workers)
+    gone(workers)
     ranks.submit(11, 4)
     assert ranks.end_of(11).finish == "length"
     workers = _children(ranks.engine.pid)
     ranks.engine.shutdown(timeout=20.0)
-    _gone(workers)
+    gone(workers)
 
 
 def _children(pid: int) -> list[int]:
     listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=True)
     return sorted(map(int, listed.stdout.split()))
-
-
-def _gone(pids: list[int], seconds: float = 15.0) -> None:
-    """Wait until no process of these is left, or is more than a zombie."""
-    deadline = time.monotonic() + seconds
-    while left := [pid for pid in pids if Path(f"/proc/{pid}/cmdline").exists() and _runs(pid)]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
