@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fastlayers.device import Device
+from fastlayers.linear.scaled_product import empty_product
 from fastlayers.operators import operator
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -28,21 +29,14 @@ def refuses(cfg: Any, device: Device, columns: int) -> str | None:
     return None
 
 
-def _fake(
-    q: torch.Tensor, s: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
-    return q.new_empty((q.shape[0], weight.shape[0]), dtype=dtype)
-
-
-@operator("scaled_gemm_sgl_kernel", _fake)
+@operator("scaled_gemm_sgl_kernel", empty_product)
 def scaled_gemm(
     q: torch.Tensor, s: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
     """Return ``y`` ``[M, N]`` for codes ``q`` ``[M, K]`` with scales ``s`` ``[M]``, ``weight`` ``[N, K]``."""
     if not q.shape[0]:
-        return _fake(q, s, weight, scale, bias, dtype)
+        return empty_product(q, s, weight, scale, bias, dtype)
     package = torch.ops.sgl_kernel
     multiply = package.int8_scaled_mm if q.dtype == torch.int8 else package.fp8_scaled_mm
     y: torch.Tensor = multiply.default(q, weight.t(), s, scale, dtype, bias)

@@ -13,6 +13,7 @@ import torch
 import triton.language as tl
 
 from fastlayers.integers import cdiv
+from fastlayers.linear.scaled_product import empty_product
 from fastlayers.linear.triton_gemm import tile_for, tile_origin
 from fastlayers.operators import operator
 from fastlayers.runtime.launch import kernel
@@ -82,14 +83,7 @@ def _add_scaled_splits_kernel(
     tl.store(y_ptr + row * N + column, cast(y, y_ptr.dtype.element_ty), mask=inside)
 
 
-def _fake(
-    q: torch.Tensor, s: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
-    return q.new_empty((q.shape[0], weight.shape[0]), dtype=dtype)
-
-
-@operator("scaled_gemm", _fake)
+@operator("scaled_gemm", empty_product)
 def scaled_gemm(
     q: torch.Tensor, s: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None,
     dtype: torch.dtype,
@@ -99,7 +93,7 @@ def scaled_gemm(
     With few rows K is split, and a second kernel adds the parts.
     """
     m, (n, k) = q.shape[0], weight.shape
-    y = q.new_empty((m, n), dtype=dtype)
+    y = empty_product(q, s, weight, scale, bias, dtype)
     if m == 0:
         return y
     tile, integers = tile_for(m, n, cdiv(k, BLOCK_K)), q.dtype == torch.int8

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 
 from fastlayers.integers import next_power_of_2
-from fastlayers.linear.fp8_scaled.layer import EPS, FP8ScaledLinearConfig
+from fastlayers.linear.fp8_scaled.layer import EPS
+from fastlayers.linear.scaled_product import ScaledProduct
 from fastlayers.linear.triton_scaled_gemm import scaled_gemm
 from fastlayers.operators import operator
 from fastlayers.quant.block_quant import E4M3, E4M3_MAX
@@ -86,17 +87,16 @@ def quant_e4m3(x: torch.Tensor, kind: str, input_scale: torch.Tensor | None) -> 
     return q, s
 
 
-class TritonFP8ScaledLinear:
+class ScaledE4M3Codes(ScaledProduct):
+    """A scale for each token, for the whole call, or the stored one; every row of codes comes with its own."""
+
+    def codes(self, rows: torch.Tensor, *scales: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return e4m3 codes and their scales."""
+        found: tuple[torch.Tensor, torch.Tensor] = quant_e4m3(rows, self.cfg.activation_scale, *scales)
+        return found
+
+
+class TritonFP8ScaledLinear(ScaledE4M3Codes):
     """Two kernels (a scale for the whole call: three); with few rows K is split, and one more adds the parts."""
 
-    def __init__(self, cfg: FP8ScaledLinearConfig) -> None:
-        self.cfg = cfg
-
-    def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, input_scale: torch.Tensor | None,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:  # fmt: skip
-        """Return ``y`` ``[..., N]``, a new contiguous tensor of ``x``'s dtype."""
-        q, s = quant_e4m3(x.reshape(-1, self.cfg.in_features), self.cfg.activation_scale, input_scale)
-        y: torch.Tensor = scaled_gemm(q, s, weight, weight_scale, bias, x.dtype)
-        return y.view(*x.shape[:-1], weight.shape[0])
+    multiply = staticmethod(scaled_gemm)

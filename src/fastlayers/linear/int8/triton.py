@@ -6,7 +6,8 @@ import torch
 import triton.language as tl
 
 from fastlayers.integers import next_power_of_2
-from fastlayers.linear.int8.layer import EPS, LARGEST, Int8LinearConfig
+from fastlayers.linear.int8.layer import EPS, LARGEST
+from fastlayers.linear.scaled_product import ScaledProduct
 from fastlayers.linear.triton_scaled_gemm import scaled_gemm
 from fastlayers.operators import operator
 from fastlayers.quant.group_quant.triton import round_to_int8, scale_of
@@ -58,16 +59,16 @@ def token_quant_int8(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.T
     return q, s
 
 
-class TritonInt8Linear:
+class Int8Codes(ScaledProduct):
+    """A scale for each token, found at each call."""
+
+    def codes(self, rows: torch.Tensor, *scales: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return int8 codes and their scales."""
+        found: tuple[torch.Tensor, torch.Tensor] = token_quant_int8(rows, EPS)
+        return found
+
+
+class TritonInt8Linear(Int8Codes):
     """Two kernels; with few rows K is split, and a third adds the int32 parts."""
 
-    def __init__(self, cfg: Int8LinearConfig) -> None:
-        self.cfg = cfg
-
-    def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return ``y`` ``[..., N]``, a new contiguous tensor of ``x``'s dtype."""
-        q, s = token_quant_int8(x.reshape(-1, x.shape[-1]), EPS)
-        y: torch.Tensor = scaled_gemm(q, s, weight, weight_scale, bias, x.dtype)
-        return y.view(*x.shape[:-1], weight.shape[0])
+    multiply = staticmethod(scaled_gemm)
