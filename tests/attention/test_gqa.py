@@ -12,11 +12,12 @@ import torch.nn.functional as F
 
 import fastlayers as fl
 from fastlayers.attention.gqa.cases import SPEC
-from fastlayers.attention.gqa.config import GQAConfig
+from fastlayers.attention.gqa.config import GQA, GQAConfig
 from fastlayers.attention.gqa.layer import Attention, key_axis
 from fastlayers.attention.gqa.reference import ReferenceGQA
 from fastlayers.attention.gqa.torch import TorchGQA
 from fastlayers.attention.meta import AttentionBatch, AttentionState, whole_pages
+from fastlayers.device import as_device
 from fastlayers.errors import ArgumentError
 from fastlayers.weights import slots
 
@@ -66,6 +67,29 @@ def test_equals_dense(impl: Any, page_size: int, window: int | None, query: tupl
     parts = q.split(query)
     expected = torch.cat([dense(part, k, v, 0.3, window) for part, (k, v) in zip(parts, rows, strict=True)])
     torch.testing.assert_close(o, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("query", [(1, 4, 1), (4, 0, 9)])
+def test_without_causal_every_token_sees_what_the_last_one_does(impl: Any, query: tuple[int, ...]) -> None:
+    cfg = GQAConfig(4, 2, 16, 0.3, page_size=4, dtype=torch.float32, kv_dtype=torch.float32, causal=False)
+    q, rows, k_cache, v_cache, meta = step(cfg, query, (20, 3, 0))
+    o, _ = impl(cfg)(q, k_cache, v_cache, meta, None)
+    expected = []
+    for part, (k, v) in zip(q.split(query), rows, strict=True):
+        k, v = (x.repeat_interleave(2, 1).transpose(0, 1) for x in (k, v))
+        expected.append(F.scaled_dot_product_attention(part.transpose(0, 1), k, v, scale=0.3).transpose(0, 1))
+    torch.testing.assert_close(o, torch.cat(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_without_causal_windows_and_causal_rows_are_refused() -> None:
+    for more in ({"window": 8}, {"tree": True}):
+        with pytest.raises(ArgumentError, match=r"causal is False with .*accepted: True for windows and trees"):
+            GQAConfig(4, 2, 64, 0.3, causal=False, **more)
+    cfg = GQAConfig(4, 2, 64, 0.3, causal=False, lse=False)
+    devices = [as_device(name) for name in ("H200", "B200")]
+    refused = {row.name for row in GQA.ranked for d in devices if "masks later tokens" in str(row.refuse(cfg, d))}
+    assert refused == {row.name for row in GQA.ranked} - {"triton", "torch", "reference"}
 
 
 def test_padded_extend_equals_one_by_one() -> None:

@@ -9,6 +9,8 @@
     o[t, h]     = sum_j exp(s[t, h, j]) v[j, h] / Z[t, h]        new tensor of q's dtype
     lse[t, h]   = log Z[t, h]                                    fp32, natural logarithm
 
+Without ``causal`` every new token sees what the last one of its request does (the patches of an image).
+
 A token of a tree of drafts sees all keys before the tree, and of the tree's those on its path (``meta.tree``); its
 position, and a key's, is how many are before it on the path.
 
@@ -68,6 +70,8 @@ class GQAConfig:
         Whether the steps are captured extends (``meta.is_extend_bucket``).
     tree : bool
         Whether new tokens are trees of drafts (``meta.tree``).
+    causal : bool
+        False, without window or tree: p(t) is the request's last position for each of its new tokens.
     """
 
     num_heads: int
@@ -85,6 +89,7 @@ class GQAConfig:
     context: int = 4096
     captured: bool = False
     tree: bool = False
+    causal: bool = True
 
     def __post_init__(self) -> None:
         check_choice(NAME, "phase", self.phase, ("", *PHASES))
@@ -95,6 +100,9 @@ class GQAConfig:
         if self.window is not None:
             check_positive(NAME, window=self.window)
             object.__setattr__(self, "context", min(self.context, context_of(self.window)))
+        if not self.causal and (self.tree or self.window is not None):
+            given = "False with a tree" if self.tree else f"False with window {self.window}"
+            raise ArgumentError(NAME, "causal", given, "True for windows and trees")
         if self.softcap is not None and not self.softcap > 0:
             raise ArgumentError(NAME, "softcap", self.softcap, "a positive number or None")
         check_choice(NAME, "dtype", self.dtype, CACHE_DTYPES[:3])
@@ -111,7 +119,8 @@ class GQAConfig:
         extras = [f"window={self.window}"] * (self.window is not None) + ["softcap"] * (self.softcap is not None)
         heads = f"H={self.num_heads},Hkv={self.num_kv_heads},D={self.head_dim},page={self.page_size}"
         context = [f"ctx={self.context}"] * (self.phase == "decode")
-        return ",".join([heads, *extras, *["sinks"] * self.sinks, dtypes, self.phase or "all", *context])
+        extras += ["sinks"] * self.sinks + ["full"] * (not self.causal)
+        return ",".join([heads, *extras, dtypes, self.phase or "all", *context])
 
 
 def check_no_padding(backend: str, meta: AttentionMeta) -> None:
@@ -168,7 +177,11 @@ def _refuse_kernels(cfg: GQAConfig, device: Device, oldest: tuple[int, int], dim
         return f"dtype {cfg.dtype} is neither float16 nor bfloat16"
     if cfg.head_dim not in dims:
         return f"head_dim {cfg.head_dim} is not one of {', '.join(map(str, dims))}"
-    return None
+    return _only_causal(cfg)
+
+
+def _only_causal(cfg: GQAConfig) -> str | None:
+    return None if cfg.causal else "here it masks later tokens, and these see each other"
 
 
 def _same_dtype(cfg: GQAConfig) -> str | None:
@@ -205,7 +218,7 @@ def _trtllm_gen_refuses(cfg: GQAConfig) -> str | None:
         return f"head_dim {cfg.head_dim} is not one of 64, 128, 256"
     if cfg.softcap is not None:
         return "it has no softcap"
-    return "it returns no LSE" if cfg.lse else None
+    return "it returns no LSE" if cfg.lse else _only_causal(cfg)
 
 
 def _refuse_xqa(cfg: GQAConfig, device: Device) -> str | None:
@@ -233,7 +246,7 @@ def _refuse_sdpa(cfg: GQAConfig, device: Device) -> str | None:
     for why, given in (("an LSE", cfg.lse), ("windows", cfg.window), ("softcap", cfg.softcap), ("sinks", cfg.sinks)):
         if given:
             return f"torch's kernels do not do {why}"
-    return _same_dtype(cfg)
+    return _only_causal(cfg) or _same_dtype(cfg)
 
 
 _HERE = "fastlayers.attention.gqa"

@@ -33,7 +33,8 @@ class ReferenceGQA:
             k, v = (cache[page, place % meta.page_size].float() for cache in (k_cache, v_cache))
             prefix = length - (edges[b + 1] - edges[b])
             position = torch.arange(prefix, length, device=q.device)
-            seen = (place[None, :] <= position[:, None]) & (place >= starts[b])[None, :]
+            last = position if self.cfg.causal else position.new_full(position.shape, length - 1)
+            seen = (place[None, :] <= last[:, None]) & (place >= starts[b])[None, :]
             if meta.tree is not None:
                 position = meta.positions[tokens]
                 for node, mask in enumerate(meta.tree[tokens].tolist()):

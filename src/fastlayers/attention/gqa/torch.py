@@ -95,6 +95,8 @@ class TorchGQA:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend ``q [B, Q, Hq, D]`` at ``positions [B, Q]`` to at most ``max_seq_len`` keys each."""
         cfg, (batch, queries) = self.cfg, q.shape[:2]
+        if not cfg.causal:
+            positions = (meta.seq_lens[requests, None] - 1).expand(-1, queries)
         place = torch.arange(max_seq_len, device=q.device).expand(batch, -1)
         if cfg.window is not None and cfg.window + queries - 1 < max_seq_len:
             # Of each request only the keys that its first query's window and all later ones reach.
@@ -109,7 +111,8 @@ class TorchGQA:
         for i in range(0, queries, step):
             block, at = heads[:, :, :, i : i + step], positions[:, i : i + step, None]
             # The last query of a request sees all of its keys; one that is n rows earlier sees n fewer.
-            reach = place.shape[1] - max(0, queries - (i + step)) if batch == 1 else place.shape[1]
+            fewer = max(0, queries - (i + step)) if batch == 1 and cfg.causal else 0
+            reach = place.shape[1] - fewer
             keys = place[:, None, :reach]
             seen = (keys <= at) & (keys >= start[..., None])
             if tree is not None:

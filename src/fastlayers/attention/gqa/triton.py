@@ -36,8 +36,9 @@ def _gqa_kernel(
     q_ptr, k_ptr, v_ptr, sinks_ptr, o_ptr, lse_ptr, table_ptr, lens_ptr, starts_ptr, cu_ptr, tree_ptr, positions_ptr,
     q_token, q_head, table_row, scale, softcap, requests,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, TREE: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, TREE: tl.constexpr, CAUSAL: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     # Long tiles (late rows see more keys) start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -82,6 +83,10 @@ def _gqa_kernel(
     # Keys that some row of the tile sees: [low, high); this split's part of them in whole blocks.
     first_at = first + (tile * BLOCK_M) // GROUP
     last_at = tl.minimum(first + (tile * BLOCK_M + BLOCK_M - 1) // GROUP, length - 1)
+    if not CAUSAL:
+        # As the last token of the request sees.
+        at = tl.zeros_like(row) + (length - 1)
+        first_at, last_at = length - 1, length - 1
     seen_by_all = first_at + 1
     if TREE:
         first_at, seen_by_all = first, first
@@ -198,7 +203,8 @@ def _fake(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sinks: torch.Tensor | None,
     page_table: torch.Tensor, seq_lens: torch.Tensor, starts: torch.Tensor, cu_seqlens_q: torch.Tensor,
     positions: torch.Tensor, tree: torch.Tensor | None, page_size: int, max_query_len: int, max_seq_len: int,
-    scale: float, window: int, softcap: float, packed: bool, block_m: int, block_n: int, warps: int, stages: int,
+    scale: float, window: int, softcap: float, causal: bool, packed: bool, block_m: int, block_n: int, warps: int,
+    stages: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
@@ -206,15 +212,15 @@ def _fake(
 @lru_cache(maxsize=1024)
 def _bound(
     heads: int, kv_heads: int, head_dim: int, page: int, window: int, softcap: bool, sinks: bool, tree: bool,
-    splits: int, block_m: int, block_n: int, block_b: int, warps: int, stages: int, device: torch.device,
+    causal: bool, splits: int, block_m: int, block_n: int, block_b: int, warps: int, stages: int, device: torch.device,
 ) -> tuple[Callable[..., None], Callable[..., None]]:  # fmt: skip
     """Return what launches the attention of one configuration, and what adds its splits."""
     launch = dependent_launch(device)
     shared = {"HEADS": heads, "HEAD_DIM": head_dim, "SINKS": sinks, "SPLITS": splits} | launch
     shared["BLOCK_D"] = max(16, next_power_of_2(head_dim))
     attend = _gqa_kernel.bind(
-        **shared, KV_HEADS=kv_heads, PAGE=page, WINDOW=window, SOFTCAP=softcap, TREE=tree, BLOCK_M=block_m,
-        BLOCK_N=block_n, BLOCK_B=block_b, num_warps=warps, num_stages=stages,
+        **shared, KV_HEADS=kv_heads, PAGE=page, WINDOW=window, SOFTCAP=softcap, TREE=tree, CAUSAL=causal,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_B=block_b, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return attend, _reduce_kernel.bind(**shared, BLOCK_S=next_power_of_2(splits), num_warps=4)
 
@@ -224,7 +230,8 @@ def _gqa(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sinks: torch.Tensor | None,
     page_table: torch.Tensor, seq_lens: torch.Tensor, starts: torch.Tensor, cu_seqlens_q: torch.Tensor,
     positions: torch.Tensor, tree: torch.Tensor | None, page_size: int, max_query_len: int, max_seq_len: int,
-    scale: float, window: int, softcap: float, packed: bool, block_m: int, block_n: int, warps: int, stages: int,
+    scale: float, window: int, softcap: float, causal: bool, packed: bool, block_m: int, block_n: int, warps: int,
+    stages: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     (tokens, heads, head_dim), kv_heads, requests = q.shape, k_cache.shape[2], seq_lens.shape[0]
     o, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
@@ -242,8 +249,8 @@ def _gqa(
         part_lse = q.new_empty(tokens, heads, splits, dtype=torch.float32)
     logits = q if sinks is None else sinks
     attend, reduce = _bound(
-        heads, kv_heads, head_dim, page_size, window, softcap > 0, sinks is not None, tree is not None, splits,
-        block_m, block_n, next_power_of_2(requests) if packed else 0, warps, stages, q.device,
+        heads, kv_heads, head_dim, page_size, window, softcap > 0, sinks is not None, tree is not None, causal,
+        splits, block_m, block_n, next_power_of_2(requests) if packed else 0, warps, stages, q.device,
     )  # fmt: skip
     masks = positions if tree is None else tree
     attend(
@@ -336,7 +343,7 @@ class TritonGQA:
         result = _gqa(
             q, k_cache, v_cache, sinks, meta.page_table, meta.seq_lens, meta.starts, meta.cu_seqlens_q,
             meta.positions, meta.tree, meta.page_size, meta.max_query_len, meta.max_seq_len, cfg.softmax_scale, window,
-            softcap,
+            softcap, cfg.causal,
             # A bucket's tokens may all be one request's: tiles are dealt out by what is there.
             meta.is_extend_bucket and meta.num_requests > 1, *self._extend_numbers(meta.max_query_len),
         )  # fmt: skip
