@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 from fastlayers.errors import ArgumentError, UnknownModelError, check_choice, check_positive
 from fastlayers.quant.spec import NONE, QuantSpec
@@ -33,6 +33,44 @@ class Size(NamedTuple):
     tensor: str
     shape: tuple[int, ...]
     settings: str
+
+
+class DecoderConfig:
+    """What every family's configuration does: read ``config.json`` by the table of its ``model_type``.
+
+    Attributes
+    ----------
+    known : mapping
+        What is read of ``config.json``, for each ``model_type`` of the family.
+    """
+
+    known: ClassVar[Mapping[str, Mapping[str, Setting]]] = {}
+
+    @classmethod
+    def settings(cls, model_type: str) -> Mapping[str, Setting]:
+        """Return what :meth:`from_hf` reads of ``config.json``."""
+        return cls.known[model_type]
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Self:
+        """Read a parsed ``config.json``.
+
+        Raises
+        ------
+        UnknownModelError
+            Another ``model_type``.
+        ArgumentError
+            A value that the model cannot be built from.
+        """
+        model_type = config.get("model_type")
+        if model_type not in tuple(cls.known):  # a list has no hash
+            raise UnknownModelError(f"model_type {model_type!r} is unknown; known: {', '.join(cls.known)}")
+        return cls(**cls.fields_of(config))
+
+    @classmethod
+    def fields_of(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the constructor's arguments from a ``config.json`` of a known ``model_type``."""
+        raise TypeError(f"{cls.__name__} does not say what its fields are")
 
 
 @dataclass(frozen=True)
@@ -221,11 +259,20 @@ _DEEPSEEK_V3: dict[str, Setting] = _DEEPSEEK | {
 
 
 @dataclass(frozen=True, kw_only=True)
-class GQADecoderConfig:
+class GQADecoderConfig(DecoderConfig):
     """What all families with grouped-query attention share; names are those of ``config.json``.
 
     ``windows`` has one entry a layer: how many tokens a token sees, itself included, or ``None`` for all.
+
+    Attributes
+    ----------
+    theta, silent_rope
+        What transformers assumes of the rotary embedding where ``config.json`` is silent, see
+        :func:`fastlayers_models.settings.read_rope`.
     """
+
+    theta: ClassVar[float] = 10000.0
+    silent_rope: ClassVar[Mapping[str, Any] | None] = None
 
     model_type: str
     vocab_size: int
@@ -259,6 +306,13 @@ class GQADecoderConfig:
         for window in self.windows:
             if window is not None:
                 check_positive(name, sliding_window=window)
+
+    @classmethod
+    def fields_of(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the constructor's arguments, and the settings that the family added as they are; no windows."""
+        table = cls.settings(config["model_type"])
+        values = gqa_decoder_values(cls.__name__, config, table, theta=cls.theta, rope=cls.silent_rope)
+        return values | {"windows": (None,) * values["num_hidden_layers"]}
 
     def sizes(self) -> Iterator[Size]:
         """Yield tensors by which a checkpoint shows how large it is; see :class:`Size`."""

@@ -7,46 +7,24 @@ Llama 3 stretches its rotary embedding (``rope_type`` ``"llama3"``); small model
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from fastlayers.errors import UnknownModelError
 from fastlayers_models.blocks import CausalLM, DecoderLayer, ModelContext, SwiGLU
-from fastlayers_models.config import GQA_DECODER, GQADecoderConfig, Size, gqa_decoder_values
-from fastlayers_models.settings import FLAG, Setting
+from fastlayers_models.config import GQA_DECODER, GQADecoderConfig, Size
+from fastlayers_models.settings import FLAG
 
-LLAMA_TYPES = ("llama",)
+SETTINGS = {"llama": GQA_DECODER | {"attention_bias": FLAG, "mlp_bias": FLAG}}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(GQADecoderConfig):
     """What Llama models vary; names are those of ``config.json``."""
 
+    known = SETTINGS
+
     attention_bias: bool = False
     mlp_bias: bool = False
-
-    @staticmethod
-    def settings(model_type: str) -> Mapping[str, Setting]:
-        """Return what :meth:`from_hf` reads of ``config.json``."""
-        return GQA_DECODER | {"attention_bias": FLAG, "mlp_bias": FLAG}
-
-    @staticmethod
-    def from_hf(config: Mapping[str, Any]) -> LlamaConfig:
-        """Read a parsed ``config.json``.
-
-        Raises
-        ------
-        UnknownModelError
-            Another ``model_type``.
-        ArgumentError
-            A value that the model cannot be built from.
-        """
-        model_type = config.get("model_type")
-        if model_type not in LLAMA_TYPES:
-            raise UnknownModelError(f"model_type {model_type!r} is unknown; known: {', '.join(LLAMA_TYPES)}")
-        values = gqa_decoder_values("LlamaConfig", config, LlamaConfig.settings(model_type))
-        return LlamaConfig(**values, windows=(None,) * values["num_hidden_layers"])
 
     def sizes(self) -> Iterator[Size]:
         """Yield tensors by which a checkpoint shows how large it is; see :class:`Size`."""
