@@ -22,6 +22,11 @@ import torch
 
 from fastlayers.attention.context_buckets import context_of
 from fastlayers.device import DESCRIBED
+from fastlayers.linear.bmm.layer import BmmConfig
+from fastlayers.linear.dense.layer import LinearConfig
+from fastlayers.linear.fp8_scaled.layer import FP8ScaledLinearConfig
+from fastlayers.linear.int8.layer import Int8LinearConfig
+from fastlayers.linear.weight_only.layer import WeightOnlyLinearConfig
 from fastlayers.registry import registry
 from fastlayers.testing.spec import spec_of
 from fastlayers.tuning.bench import describe_run, rows_of
@@ -36,6 +41,7 @@ from peers import peers
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "performance"
 TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+BUCKETS = (1, 16, 17, 64, 65, 256, 257, 4096)  # both sides of the edges of CUTLASS's
 SMALL_TOKENS = (1, 16, 64, 512, 4096, 16384)
 DEEPSEEK, QWEN8, QWEN30, OSS = "deepseek-ai/DeepSeek-V3", "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B", "openai/gpt-oss-20b"
 H200 = DESCRIBED["H200"]
@@ -58,6 +64,7 @@ class Item:
     cfg: Any
     tokens: tuple[int, ...]
     contexts: tuple[int, ...] = (4096,)
+    against: tuple[str, ...] = ()  # only these backends, and auto
 
     def points(self) -> Iterator[tuple[str, int, int]]:
         """Yield a key, the token count and the context of every point."""
@@ -132,8 +139,37 @@ def small_ops() -> list[Item]:
     return items
 
 
+def products() -> list[Item]:
+    """int8 and FP8 products by token and channel, and MLA's absorbed products, against sgl_kernel."""
+    against = ("triton", "sgl_kernel")
+    items = [
+        Item("rows", "int8_linear", Int8LinearConfig(3072, 2048), (1, 16, 64, 128, 1024, 4096), (0,), against),
+        Item("rows", "fp8_scaled_linear", FP8ScaledLinearConfig(4096, 6144), BUCKETS, (0,), against),
+        Item("rows", "fp8_scaled_linear", FP8ScaledLinearConfig(12288, 4096), (1, 64, 1024), (0,), against),
+        Item("rows", "int8_linear", Int8LinearConfig(4096, 21888), (1, 128, 4096), (0,), against),
+    ]
+    for heads in (128, 16):
+        for kind in ("none", "fp8_block", "fp8_tensor"):
+            names = ("triton",) if kind == "fp8_block" else ("triton", "torch", "sgl_kernel")
+            for k, n in ((128, 512), (512, 128)):
+                items.append(Item(f"{heads} heads", "bmm", BmmConfig(heads, k, n, kind), (1, 64, 128), (0,), names))
+    return items
+
+
+def weight_only() -> list[Item]:
+    """Weights alone of 4 and 8 bits, beside bf16."""
+    formats = (("w4a16", 128, True), ("w4a16", 32, False), ("w8a16", 0, False), ("fp8_w8a16", 0, False))
+    bf16, counts, items = torch.bfloat16, (1, 2, 4, 8, 16, 64, 512), []
+    for k, n in ((4096, 6144), (12288, 4096), (4096, 24576)):
+        cfgs: list[tuple[str, Any]] = [("linear", LinearConfig(k, n, False, bf16, None))]
+        cfgs += [("weight_only_linear", WeightOnlyLinearConfig(k, n, False, bf16, *each)) for each in formats]
+        items += [Item(f"K={k},N={n}", layer, cfg, counts, (0,), ("triton",)) for layer, cfg in cfgs]
+    return items
+
+
 MEASURED: dict[str, Callable[[], list[Item]]] = {
     "fp8_linear": fp8_linear, "fused_moe": fused_moe, "mla": mla, "gqa": gqa, "small_ops": small_ops,
+    "products": products, "weight_only": weight_only,
 }  # fmt: skip
 # Programs of their own, below this folder: part -> commands.
 _FIRST = ["generate.py", "qwen3_30b_a3b", "--repeats", "1"]
@@ -189,7 +225,7 @@ def measure(items: list[Item], record: Record, clock: Clock, place: torch.device
         bench = benches.setdefault(id(item), Bench(item.layer, item.cfg, place, clock, peers=other))
         begin = time.monotonic()
         case = case_at(item.layer, item.cfg, count, context)
-        found = rows_of(bench, case, count, copy=item.layer in MOVERS)
+        found = rows_of(bench, case, count, against=item.against, copy=item.layer in MOVERS)
         failed = {str(option): why for option, why in bench.failed.items()}
         about = {"key": key, "model": item.model, "cfg": repr(item.cfg), "context": context, "failed": failed}
         record.add([row | about for row in found])

@@ -1,0 +1,257 @@
+"""What ``renew.py`` can renew: each part's command, what it needs, its result and the target that it answers.
+
+In a command, ``{out}`` is the part's result file and ``{dir}`` the folder around it, ``{workers}`` how many processes a
+suite may have. The first word is a program of the repository, ``fastlayers``, ``pytest``, or ``ranks`` before a program
+that runs once a GPU. A part without ``{out}`` and ``{dir}`` prints its result: the JSON lines are kept. Several parts
+may share a result file: each replaces its own rows there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+# Import names. Their first calls compile for a minute, so parts that are about something else do without.
+PACKAGES = ("deep_gemm", "flashinfer", "sgl_kernel")
+SERVER = ("aiohttp", "msgspec", "prometheus_client", "pydantic", "starlette", "uvicorn", "zmq")
+PLAIN = (("FASTLAYERS_DISABLE", ",".join(PACKAGES)),)
+ALONE = (("FASTLAYERS_DISABLE", ",".join((*PACKAGES, "flash_attn_interface", "triton_kernels"))),)
+MODELS = ("qwen3_8b", "qwen3_30b_a3b", "gpt_oss_20b")
+SERVED = {"qwen3_8b": "Qwen/Qwen3-8B", "qwen3_30b_a3b": "Qwen/Qwen3-30B-A3B", "gpt_oss_20b": "openai/gpt-oss-20b"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One command and its result.
+
+    Parameters
+    ----------
+    result : str
+        Below benchmarks/results; ``""``: only whether it ends well counts; ``tuned/LAYER``: tables.
+    seconds : int
+        Expected, until one was adopted.
+    target : str
+        What it answers: issue, section or row.
+    needs : tuple of str
+        Import names without which it is left out.
+    noisy, quiet : bool
+        It keeps all of the host's cores busy; it measures the host's time. One does not run beside the other.
+    """
+
+    name: str
+    command: str
+    result: str
+    seconds: int
+    target: str
+    needs: tuple[str, ...] = ()
+    gpus: int = 1
+    environment: tuple[tuple[str, str], ...] = ()
+    noisy: bool = False
+    quiet: bool = False
+
+
+def _single() -> Iterator[Part]:
+    """Whole models on one GPU: what issue 10's page and issue 16's table say first."""
+    for model, took in zip(MODELS, (35, 45, 40), strict=True):
+        needs = ("triton_kernels",) if model == "gpt_oss_20b" else ()
+        command = f"benchmarks/generate.py {model} --repeats 2 --out {{out}}"
+        yield Part(f"generate.{model}", command, "performance/generate.jsonl", took, "16: rows 1-3; 10: 2", needs)
+    for model, took in zip(MODELS, (45, 60, 45), strict=True):
+        needs = ("triton_kernels",) if model == "gpt_oss_20b" else ()
+        command = f"benchmarks/first_token.py {model} --repeats 5 --shapes 1x16 1x128 1x512 32x512 --out {{out}}"
+        yield Part(
+            f"first_token.{model}", command, "performance/time_to_first_token.jsonl", took, "10: section 2", needs
+        )
+    for model in MODELS:
+        command = f"benchmarks/host_time.py {model} --out {{out}}"
+        yield Part(
+            f"host_time.{model}", command, "performance/host_time.jsonl", 30, "10: section 1, 16 tokens", quiet=True
+        )
+    for model, took in (("qwen3_8b", 45), ("gpt_oss_20b", 60), ("deepseek_v3_slice", 45), ("qwen3_30b", 90)):
+        command = f"benchmarks/host_time.py {model} --patch --out {{out}}"
+        target = "10: section 1, patch without graphs; 12"
+        yield Part(f"patch_plain.{model}", command, "performance/host_time.jsonl", took, target, quiet=True)
+    for model, batches, took in (("qwen3_8b", "1", 110), ("qwen3_30b", "1 16", 220)):
+        command = f"benchmarks/patch_gpu.py --model {model} --batch {batches} --json {{out}}"
+        yield Part(f"patch_{model}", command, f"performance/patch_{model}.jsonl", took, "16: row 9; 12: rows 5")
+    for model, batches, took in (("qwen3_8b", "1", 40), ("qwen3_30b", "1 16", 60)):
+        command = (
+            f"benchmarks/patch_gpu.py --model {model} --batch {batches} --variants graph --rounds 3 --json {{out}}"
+        )
+        yield Part(f"patch_replays.{model}", command, "patch_replays_h200.jsonl", took, "16: row 9, replays alone")
+    for model, took in (("qwen3_8b", 60), ("qwen3_30b", 120)):
+        command = (
+            f"benchmarks/patch_first_token.py --model {model} --shapes 1x16 1x128 1x512 1x2048 1x8192 --out {{out}}"
+        )
+        yield Part(f"patch_first_token.{model}", command, "performance/patch_first_token.jsonl", took, "10: section 2")
+
+
+def _served() -> Iterator[Part]:
+    """Servers over HTTP on one GPU."""
+    for model, took in zip(MODELS, (125, 150, 125), strict=True):
+        needs = (*SERVER, *(("triton_kernels",) if model == "gpt_oss_20b" else ()))
+        command = (
+            f"benchmarks/serve_rows.py {SERVED[model]} --seconds {took - 5} --arrivals 50 --log {{dir}}/server.log "
+            "--out {out}"
+        )
+        result, target = "performance/serve.jsonl", "13: rows 1-5, 7"
+        yield Part(f"serve.{model}", command, result, took, target, needs, quiet=True)
+    command = "benchmarks/serve_rows.py Qwen/Qwen3-8B --switches --seconds 165 --log {dir}/server.log --out {out}"
+    yield Part("serve.switches", command, "performance/serve.jsonl", 170, "13: row 9", SERVER, 1, PLAIN, quiet=True)
+    command = "benchmarks/speculation.py Qwen/Qwen3-8B --batch 1 8 --trees 9 33 --kernels 14 --out {out}"
+    yield Part(
+        "speculation", command, "speculation_h200.jsonl", 85, "13: row 6, the verifying step", ("msgspec",), 1, PLAIN
+    )
+    command = "benchmarks/drafts.py --seconds 45 --out {out}"
+    yield Part("drafts", command, "drafts_h200.jsonl", 55, "15: row 61", ("msgspec",), 1, PLAIN)
+
+
+def _starts() -> Iterator[Part]:
+    """First uses, and shapes that no table holds: they need all packages."""
+    for model, took in (("qwen3_8b", 120), ("qwen3_30b_a3b", 150)):
+        command = f"benchmarks/cold_start.py {model} --out {{out}}"
+        yield Part(
+            f"cold_start.{model}", command, "performance/cold_start.jsonl", took, "10: section 3", PACKAGES, noisy=True
+        )
+    for layer, took in (("linear", 150), ("gqa", 150), ("fp8_linear", 200), ("fused_moe", 240)):
+        command = f"benchmarks/untuned_shapes.py --layers {layer} --shapes 16 --out {{out}}"
+        needs = () if layer in ("linear", "gqa") else PACKAGES
+        yield Part(f"untuned_shapes.{layer}", command, "untuned_shapes_h200.jsonl", took, "10: section 4", needs)
+    for model, took in zip(MODELS, (35, 45, 40), strict=True):
+        command = f"benchmarks/generate.py {model} --repeats 2 --out {{out}}"
+        result = "performance/generate_alone.jsonl"
+        yield Part(f"generate_alone.{model}", command, result, took, "16: row 10, no package", environment=ALONE)
+    command = "benchmarks/generate.py qwen3_30b_a3b --repeats 1 --capture --objects 5000000 --out {out}"
+    yield Part("capture", command, "performance/capture.jsonl", 100, "15: rows 54, 56", environment=PLAIN)
+    command = "benchmarks/generate.py qwen3_30b_a3b --repeats 1 --out {out}"
+    yield Part("import_to_token", command, "performance/first_token.jsonl", 50, "10: import to first token")
+
+
+def _suites() -> Iterator[Part]:
+    """What must pass, and how far from fp32 the formats are."""
+    suite = "--tb=short --show-capture=no -p no:cacheprovider --summary {out}"
+    yield Part(
+        "gpu_suite", f"pytest tests -m gpu -n {{workers}} --dist worksteal {suite}", "gpu_suite_h200.json", 340,
+        "10, 15, 16: the GPU suite", ("xdist",), noisy=True,
+    )  # fmt: skip
+    yield Part(
+        "multigpu_suite", f"pytest tests/comm/test_two_gpus.py tests/comm/test_world.py -m multigpu {suite}",
+        "multigpu_suite_h200.json", 80, "10: 2; 14: 2", (), 2, PLAIN,
+    )  # fmt: skip
+    checkpoints = (
+        ("tiny", "tiny", "mla", "dequantised,fp8-block"),
+        ("tiny_qwen3_moe", "checkpoints/tiny_qwen3_moe", "gqa", "dequantised,fp8-block"),
+        ("tiny_gpt_oss", "checkpoints/tiny_gpt_oss", "gqa", "mxfp4-dequantised,mxfp4"),
+    )
+    for name, checkpoint, attention, formats in checkpoints:
+        triton = ",".join(f"{layer}=triton" for layer in ("linear", "fp8_linear", "fused_moe", attention, "rms_norm"))
+        for backends in ("auto", "triton"):
+            command = (
+                f"fastlayers eval {checkpoint} --variants hf,patched,fastlayers,{formats},fp8-kv --limit 200 "
+                "--stories 60 --hard 60 --device cuda --check --out {out}"
+            )
+            chosen = (("FASTLAYERS_BACKEND", triton),) if backends == "triton" else ()
+            yield Part(
+                f"eval.{name}.{backends}", command, f"eval_{name}_{backends}_h200.json", 35,
+                "10: 2, accuracy; 15: numbers that tell formats apart", environment=chosen,
+            )  # fmt: skip
+
+
+def _layers() -> Iterator[Part]:
+    """Layers against the packages, and optimisations one at a time."""
+    points = (
+        ("mla.bf16", "mla", "kv_dtype=torch.bfloat16", 75), ("mla.e4m3", "mla", "kv_dtype=torch.float8", 75),
+        ("gqa", "gqa", "", 150), ("small_ops", "small_ops", "", 120), ("fused_moe", "fused_moe", "", 330),
+        ("fp8_linear.tp8", "fp8_linear", "DeepSeek-V3 tp8", 235), ("fp8_linear.tp1", "fp8_linear", "tp1", 200),
+        ("weight_only", "weight_only", "", 60), ("products", "products", "", 80),
+    )  # fmt: skip
+    targets = {"mla": "16: row 7; 15: row 5", "fused_moe": "16: rows 6, 8", "weight_only": "15: row 26"}
+    for name, part, only, took in points:
+        chosen = f" --only '{only}'" if only else ""
+        command = f"benchmarks/performance.py --part {part} --force --minutes {took / 60:.1f} --out {{dir}}{chosen}"
+        target = targets.get(part, "15: rows 26, 42, 46, 47" if part == "products" else "15: never slower, with peers")
+        result = f"{part}_h200.jsonl" if part in ("weight_only", "products") else f"performance/{part}.jsonl"
+        needs = () if part == "weight_only" else ("sgl_kernel",) if part == "products" else PACKAGES
+        yield Part(name, command, result, took + 15, target, needs)
+    for model in ("deepseek-ai/DeepSeek-V3", "openai/gpt-oss-20b"):
+        command = f"fastlayers bench ablation {model} --batch 1,32 --context 1024 --json"
+        name = f"ablation.{model.partition('/')[2]}"
+        yield Part(name, command, "ablation_h200.jsonl", 85, "15: ablation", environment=PLAIN)
+    command = "benchmarks/torch_compile.py qwen3_8b"
+    yield Part("torch_compile", command, "torch_compile_h200.jsonl", 150, "15: row 55", environment=PLAIN)
+
+
+def _ranks() -> Iterator[Part]:
+    """Two GPUs: issue 14."""
+    two = "ranks benchmarks/two_gpus.py"
+    decode, slices = "two_gpus_decode_h200.jsonl", "two_gpus_slice_h200.jsonl"
+    rows = (
+        ("two.rows", f"{two} rows --replays 5000", "two_gpus_exchange_h200.jsonl", 60, "14: rows 1, 3, 8"),
+        ("two.start", f"{two} start --share 512", "two_gpus_start_h200.jsonl", 15, "14: row 2, kernels cached or not"),
+        ("two.start_again", f"{two} start --share 512", "two_gpus_start_h200.jsonl", 15, "14: row 2, kernels cached"),
+        ("two.prefill", f"{two} models --seconds 44 --seams '' --batches 1 --prefill 2048 8192",
+         "two_gpus_prefill_h200.jsonl", 75, "14: spread steps"),
+        ("two.decode", f"{two} models --seconds 40 --seams '' late nccl --batches 1 64 128", decode, 80,
+         "14: rows 4, 5"),
+        ("two.groups", f"{two} models --models qwen3_30b_a3b --dp 2 --ep 2 --seconds 40", decode, 45, "14: row 6"),
+        ("two.slice", f"{two} models --models deepseek_v3_slice --seconds 75 --seams '' nccl --batches 1 64", slices,
+         75, "14: rows 4, 5, slice"),
+        ("two.slice_groups", f"{two} models --models deepseek_v3_slice --dp 2 --ep 2 --prompt 1024 --seconds 75",
+         slices, 75, "14: row 6, slice"),
+        ("two.slice_128",
+         f"{two} models --models deepseek_v3_slice --seams '' --batches 128 --prompt 1024 --seconds 75", slices, 75,
+         "14: row 6, TP2 beside it"),
+        ("two.replays", f"{two} rows --ways --late --replays 100000", "two_gpus_replays_h200.jsonl", 130, "14: 2"),
+        ("two.ways", f"{two} rows --ways --replays 5000", "two_gpus_rows_h200.jsonl", 90, "14: rows 1, 3, ways"),
+    )  # fmt: skip
+    for name, command, result, took, target in rows:
+        yield Part(name, f"{command} --out {{out}}", result, took, target, (), 2, PLAIN)
+    for name, model, result in (
+        ("qwen3_8b", "qwen3_8b", decode), ("qwen3_30b_a3b", "qwen3_30b_a3b", decode),
+        ("slice", "deepseek_v3_slice", slices),
+    ):  # fmt: skip
+        command = f"benchmarks/two_gpus.py models --models {model} --seconds 75 --out {{out}}"
+        yield Part(f"one.{name}", command, result, 35, "14: rows 4, 5, one GPU beside", environment=PLAIN)
+    for name, flags, gpus in (("tp2", "--tp 2", 2), ("one", "", 1), ("dp2_ep2", "--attn-dp-size 2 --ep 2", 2)):
+        command = (
+            f"benchmarks/serve_rows.py Qwen/Qwen3-30B-A3B --at-once --seconds 88 {flags} --log {{dir}}/server.log "
+            "--out {out}"
+        )
+        yield Part(
+            f"serve_two.{name}", command, "two_gpus_serve_h200.jsonl", 92, "14: row 7", SERVER, gpus, PLAIN, quiet=True
+        )
+    command = "fastlayers generate 'What is 127 + 45?' --tp 2 --json"
+    yield Part("two.generate", command, "", 35, "14: item 3, the command line", (), 2, PLAIN)
+
+
+def _tables() -> Iterator[Part]:
+    """Ladders whose kernels have changed since they were measured; of the others nothing is measured again."""
+    tunes = (
+        ("mla_tp8", "deepseek-ai/DeepSeek-V3 --tp 8 --layer mla", PACKAGES),
+        ("mla_tp8_e4m3", "deepseek-ai/DeepSeek-V3 --tp 8 --kv-dtype e4m3 --layer mla", PACKAGES),
+        ("gqa", "Qwen/Qwen3-8B Qwen/Qwen3-30B-A3B openai/gpt-oss-20b --layer gqa", PACKAGES),
+        ("fused_moe", "Qwen/Qwen3-30B-A3B openai/gpt-oss-20b --layer fused_moe", ("triton_kernels",)),
+        ("fused_moe_tp8", "deepseek-ai/DeepSeek-V3 --tp 8 --layer fused_moe", PACKAGES),
+        ("rms_norm", "Qwen/Qwen3-8B Qwen/Qwen3-30B-A3B openai/gpt-oss-20b --layer rms_norm", ()),
+        ("linear", "Qwen/Qwen3-8B Qwen/Qwen3-30B-A3B openai/gpt-oss-20b --layer linear", ()),
+        ("fp8_linear_tp8", "deepseek-ai/DeepSeek-V3 --tp 8 --layer fp8_linear", PACKAGES),
+        ("int8_linear", "--layer int8_linear --shape N=2048,K=3072 --shape N=4096,K=4096", ()),
+        ("weight_only_linear", "--layer weight_only_linear --shape N=6144,K=4096 --tokens 1,4,16,64", ()),
+    )
+    for name, arguments, needs in tunes:
+        layer = arguments.partition("--layer ")[2].partition(" ")[0]
+        command = f"fastlayers tune {arguments} --quick --seconds 80 --out {{dir}}"
+        yield Part(f"retune.{name}", command, f"tuned/{layer}", 85, "10, 16: stale tables", needs)
+
+
+# In the order of value.
+PARTS = (*_single(), *_served(), *_suites(), *_ranks(), *_layers(), *_starts(), *_tables())
+# Results of GPUs that no part renews, and why.
+HISTORY = {
+    "decode_steps.jsonl": "experiments with kernels that were changed for them; benchmarks/notes/decode_phases.md",
+    "doctor_h200.txt": "what `fastlayers doctor --run` and `fastlayers bench model` said once",
+    "host_ab_h200.jsonl": "two trees by turns, one of them older than prepared launches; host_time.* measures today's",
+    "serve_pace_h200.jsonl": "what servers did from commit to commit; serve.* measures today's",
+    "trees_h200.jsonl": "trees against chains and one token, when their kernels came",
+    "cutlass_boundary_h200.jsonl": "a package's kernel, that this repository does not change",
+}
