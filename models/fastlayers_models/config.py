@@ -20,7 +20,6 @@ from fastlayers_models.settings import (
     read_settings,
 )
 
-DEEPSEEK_TYPES = ("deepseek_v2", "deepseek_v3")
 LAYERS = Setting("int > 0", most=MOST_LAYERS)
 
 
@@ -73,141 +72,10 @@ class DecoderConfig:
         raise TypeError(f"{cls.__name__} does not say what its fields are")
 
 
-@dataclass(frozen=True)
-class DeepseekConfig:
-    """What DeepSeek-V2, V2-Lite, V3 and R1 vary; names are those of ``config.json``."""
-
-    model_type: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    moe_intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    q_lora_rank: int | None
-    n_routed_experts: int
-    num_experts_per_tok: int
-    n_shared_experts: int = 0
-    n_group: int = 1
-    topk_group: int = 1
-    topk_method: str = "noaux_tc"
-    norm_topk_prob: bool = True
-    routed_scaling_factor: float = 1.0
-    first_k_dense_replace: int = 0
-    rms_norm_eps: float = 1e-6
-    max_position_embeddings: int = 4096
-    rope_interleave: bool = True
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    tie_word_embeddings: bool = False
-    num_nextn_predict_layers: int = 0
-    bos_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
-    quant: QuantSpec = NONE
-    rope: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        name = "DeepseekConfig"
-        check_choice(name, "model_type", self.model_type, DEEPSEEK_TYPES)
-        check_choice(name, "topk_method", self.topk_method, ("greedy", "group_limited_greedy", "noaux_tc"))
-        check_positive(
-            name, vocab_size=self.vocab_size, hidden_size=self.hidden_size, num_hidden_layers=self.num_hidden_layers,
-            num_attention_heads=self.num_attention_heads, kv_lora_rank=self.kv_lora_rank,
-            num_experts_per_tok=self.num_experts_per_tok, n_routed_experts=self.n_routed_experts, n_group=self.n_group,
-        )  # fmt: skip
-        if self.n_routed_experts % self.n_group:
-            raise ArgumentError(
-                name, "n_routed_experts", self.n_routed_experts, f"a multiple of n_group {self.n_group}"
-            )
-
-    def is_moe(self, layer: int) -> bool:
-        """Whether layer number ``layer`` has experts (the MTP layer has)."""
-        return layer >= self.first_k_dense_replace
-
-    @staticmethod
-    def settings(model_type: str) -> Mapping[str, Setting]:
-        """Return what :meth:`from_hf` reads of ``config.json``."""
-        return _DEEPSEEK_V3 if model_type == "deepseek_v3" else _DEEPSEEK_V2
-
-    @staticmethod
-    def from_hf(config: Mapping[str, Any]) -> DeepseekConfig:
-        """Read a parsed ``config.json``.
-
-        Raises
-        ------
-        UnknownModelError
-            Another ``model_type``.
-        ArgumentError
-            A value that the model cannot be built from.
-        """
-        model_type, name = config.get("model_type"), "DeepseekConfig"
-        if model_type not in DEEPSEEK_TYPES:
-            raise UnknownModelError(f"model_type {model_type!r} is unknown; known: {', '.join(DEEPSEEK_TYPES)}")
-        values = read_settings(name, config, DeepseekConfig.settings(model_type))
-        rope = read_rope(name, config, values["max_position_embeddings"])
-        values["n_shared_experts"] = values["n_shared_experts"] or 0
-        if values["n_group"] is None:
-            values |= {"n_group": 1, "topk_group": 1}
-        elif values["topk_group"] is None:
-            raise ArgumentError(name, "topk_group", None, f"a positive integer, as n_group is {values['n_group']}")
-        v3 = model_type == "deepseek_v3"
-        if v3:
-            _check_rotated_width(name, config, values)
-        return DeepseekConfig(
-            model_type=model_type,
-            **{key: value for key, value in values.items() if key not in ("hidden_act", "eos_token_id", "head_dim")},
-            # What the models' code does, whatever the file says: V3 has one method, V2 never renormalises, pairs
-            # neighbours and has no layer to draft with.
-            **({"topk_method": "noaux_tc"} if v3 else {"norm_topk_prob": False}),
-            eos_token_ids=values["eos_token_id"],
-            quant=read_quantization(name, config),
-            rope=rope,
-        )
-
-    def sizes(self) -> Iterator[Size]:
-        """Yield tensors by which a checkpoint shows how large it is; see :class:`Size`."""
-        hidden, heads, dims = self.hidden_size, self.num_attention_heads, self.qk_nope_head_dim + self.qk_rope_head_dim
-        yield Size("model.embed_tokens.weight", (self.vocab_size, hidden), "vocab_size, hidden_size")
-        for name, shape, words in (
-            ("kv_a_proj_with_mqa", (self.kv_lora_rank + self.qk_rope_head_dim, hidden), "kv_lora_rank"),
-            ("kv_b_proj", (heads * (self.qk_nope_head_dim + self.v_head_dim), self.kv_lora_rank), "v_head_dim"),
-            ("o_proj", (hidden, heads * self.v_head_dim), "num_attention_heads, v_head_dim"),
-            *(
-                [("q_proj", (heads * dims, hidden), "num_attention_heads, qk_nope_head_dim")]
-                if self.q_lora_rank is None
-                else [
-                    ("q_a_proj", (self.q_lora_rank, hidden), "q_lora_rank"),
-                    ("q_b_proj", (heads * dims, self.q_lora_rank), "num_attention_heads, qk_nope_head_dim"),
-                ]
-            ),
-        ):
-            yield Size(f"model.layers.0.self_attn.{name}.weight", shape, words)
-        if self.first_k_dense_replace:
-            yield Size("model.layers.0.mlp.gate_proj.weight", (self.intermediate_size, hidden), "intermediate_size")
-        if self.first_k_dense_replace < self.num_hidden_layers:
-            mlp, inner = f"model.layers.{self.first_k_dense_replace}.mlp", self.moe_intermediate_size
-            yield Size(f"{mlp}.gate.weight", (self.n_routed_experts, hidden), "n_routed_experts")
-            yield Size(f"{mlp}.experts.0.gate_proj.weight", (inner, hidden), "moe_intermediate_size")
-            if self.n_shared_experts:
-                shape = (self.n_shared_experts * inner, hidden)
-                yield Size(f"{mlp}.shared_experts.gate_proj.weight", shape, "n_shared_experts, moe_intermediate_size")
-
-
-def _check_rotated_width(name: str, config: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Raise :class:`ArgumentError` where V3's ``head_dim``, by which transformers rotates, is not the rotated part's.
-
-    V2's code overwrites what the file says.
-    """
-    width, said = values["qk_rope_head_dim"], values["head_dim"]
-    if said is None and "head_dim" in config:  # null: what each head has of the hidden size
-        said = values["hidden_size"] // values["num_attention_heads"]
-    if "head_dim" in config and said != width:
-        accepted = f"qk_rope_head_dim, {width}, or no such key"
-        raise ArgumentError(name, "head_dim", config["head_dim"], accepted)
+def check_experts(owner: str, chosen: int, key: str, count: int) -> None:
+    """Raise :class:`ArgumentError` where a token chooses more experts than ``key`` says there are."""
+    if chosen > count:
+        raise ArgumentError(owner, "num_experts_per_tok", chosen, f"at most {key} {count}")
 
 
 _DEEPSEEK: dict[str, Setting] = {
@@ -256,6 +124,131 @@ _DEEPSEEK_V3: dict[str, Setting] = _DEEPSEEK | {
     "bos_token_id": Setting("int | None", 0),
     "eos_token_id": Setting("ids", (1,)),
 }
+DEEPSEEK = {"deepseek_v2": _DEEPSEEK_V2, "deepseek_v3": _DEEPSEEK_V3}
+
+
+@dataclass(frozen=True)
+class DeepseekConfig(DecoderConfig):
+    """What DeepSeek-V2, V2-Lite, V3 and R1 vary; names are those of ``config.json``."""
+
+    known = DEEPSEEK
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int | None
+    n_routed_experts: int
+    num_experts_per_tok: int
+    n_shared_experts: int = 0
+    n_group: int = 1
+    topk_group: int = 1
+    topk_method: str = "noaux_tc"
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    first_k_dense_replace: int = 0
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 4096
+    rope_interleave: bool = True
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    tie_word_embeddings: bool = False
+    num_nextn_predict_layers: int = 0
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    quant: QuantSpec = NONE
+    rope: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        name = "DeepseekConfig"
+        check_choice(name, "model_type", self.model_type, tuple(self.known))
+        check_choice(name, "topk_method", self.topk_method, ("greedy", "group_limited_greedy", "noaux_tc"))
+        check_positive(
+            name, vocab_size=self.vocab_size, hidden_size=self.hidden_size, num_hidden_layers=self.num_hidden_layers,
+            num_attention_heads=self.num_attention_heads, kv_lora_rank=self.kv_lora_rank,
+            num_experts_per_tok=self.num_experts_per_tok, n_routed_experts=self.n_routed_experts, n_group=self.n_group,
+        )  # fmt: skip
+        if self.n_routed_experts % self.n_group:
+            raise ArgumentError(
+                name, "n_routed_experts", self.n_routed_experts, f"a multiple of n_group {self.n_group}"
+            )
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether layer number ``layer`` has experts (the MTP layer has)."""
+        return layer >= self.first_k_dense_replace
+
+    @classmethod
+    def fields_of(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the constructor's arguments from a ``config.json`` of a known ``model_type``."""
+        model_type, name = config["model_type"], cls.__name__
+        values = read_settings(name, config, cls.settings(model_type))
+        rope = read_rope(name, config, values["max_position_embeddings"])
+        values["n_shared_experts"] = values["n_shared_experts"] or 0
+        if values["n_group"] is None:
+            values |= {"n_group": 1, "topk_group": 1}
+        elif values["topk_group"] is None:
+            raise ArgumentError(name, "topk_group", None, f"a positive integer, as n_group is {values['n_group']}")
+        v3 = model_type == "deepseek_v3"
+        if v3:
+            _check_rotated_width(name, config, values)
+        own = {
+            "model_type": model_type,
+            "eos_token_ids": values.pop("eos_token_id"),
+            "quant": read_quantization(name, config),
+            "rope": rope,
+            # What the models' code does, whatever the file says: V3 has one method, V2 never renormalises, pairs
+            # neighbours and has no layer to draft with.
+            **({"topk_method": "noaux_tc"} if v3 else {"norm_topk_prob": False}),
+        }
+        return {key: value for key, value in values.items() if key not in ("hidden_act", "head_dim")} | own
+
+    def sizes(self) -> Iterator[Size]:
+        """Yield tensors by which a checkpoint shows how large it is; see :class:`Size`."""
+        hidden, heads, dims = self.hidden_size, self.num_attention_heads, self.qk_nope_head_dim + self.qk_rope_head_dim
+        yield Size("model.embed_tokens.weight", (self.vocab_size, hidden), "vocab_size, hidden_size")
+        for name, shape, words in (
+            ("kv_a_proj_with_mqa", (self.kv_lora_rank + self.qk_rope_head_dim, hidden), "kv_lora_rank"),
+            ("kv_b_proj", (heads * (self.qk_nope_head_dim + self.v_head_dim), self.kv_lora_rank), "v_head_dim"),
+            ("o_proj", (hidden, heads * self.v_head_dim), "num_attention_heads, v_head_dim"),
+            *(
+                [("q_proj", (heads * dims, hidden), "num_attention_heads, qk_nope_head_dim")]
+                if self.q_lora_rank is None
+                else [
+                    ("q_a_proj", (self.q_lora_rank, hidden), "q_lora_rank"),
+                    ("q_b_proj", (heads * dims, self.q_lora_rank), "num_attention_heads, qk_nope_head_dim"),
+                ]
+            ),
+        ):
+            yield Size(f"model.layers.0.self_attn.{name}.weight", shape, words)
+        if self.first_k_dense_replace:
+            yield Size("model.layers.0.mlp.gate_proj.weight", (self.intermediate_size, hidden), "intermediate_size")
+        if self.first_k_dense_replace < self.num_hidden_layers:
+            mlp, inner = f"model.layers.{self.first_k_dense_replace}.mlp", self.moe_intermediate_size
+            yield Size(f"{mlp}.gate.weight", (self.n_routed_experts, hidden), "n_routed_experts")
+            yield Size(f"{mlp}.experts.0.gate_proj.weight", (inner, hidden), "moe_intermediate_size")
+            if self.n_shared_experts:
+                shape = (self.n_shared_experts * inner, hidden)
+                yield Size(f"{mlp}.shared_experts.gate_proj.weight", shape, "n_shared_experts, moe_intermediate_size")
+
+
+def _check_rotated_width(name: str, config: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Raise :class:`ArgumentError` where V3's ``head_dim``, by which transformers rotates, is not the rotated part's.
+
+    V2's code overwrites what the file says.
+    """
+    width, said = values["qk_rope_head_dim"], values["head_dim"]
+    if said is None and "head_dim" in config:  # null: what each head has of the hidden size
+        said = values["hidden_size"] // values["num_attention_heads"]
+    if "head_dim" in config and said != width:
+        accepted = f"qk_rope_head_dim, {width}, or no such key"
+        raise ArgumentError(name, "head_dim", config["head_dim"], accepted)
 
 
 @dataclass(frozen=True, kw_only=True)

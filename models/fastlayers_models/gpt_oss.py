@@ -17,13 +17,12 @@ import torch
 from torch import nn
 
 import fastlayers as fl
-from fastlayers.errors import ArgumentError, UnknownModelError, check_positive
+from fastlayers.errors import check_positive
 from fastlayers.quant.mxfp4.codes import groups_of
 from fastlayers_models.blocks import CausalLM, DecoderLayer, ModelContext, route
-from fastlayers_models.config import GQA_DECODER, GQADecoderConfig, Size, gqa_decoder_values, layer_windows
+from fastlayers_models.config import GQA_DECODER, GQADecoderConfig, Size, check_experts, layer_windows
 from fastlayers_models.settings import MOST_POSITIONS, Setting
 
-GPT_OSS_TYPES = ("gpt_oss",)
 # What transformers assumes where config.json does not say; the ramp of this YaRN is not rounded to whole dimensions.
 THETA = 150000.0
 ROPE = {
@@ -32,7 +31,7 @@ ROPE = {
 }  # fmt: skip
 # transformers computes with these two, whatever config.json says.
 ALPHA, LIMIT = 1.702, 7.0
-_SETTINGS: dict[str, Setting] = GQA_DECODER | {
+_GPT_OSS: dict[str, Setting] = GQA_DECODER | {
     "num_key_value_heads": Setting("int > 0 | None", 8),
     "head_dim": Setting("int > 0 | None", 64),
     "rms_norm_eps": Setting("float >= 0", 1e-5),
@@ -47,11 +46,15 @@ _SETTINGS: dict[str, Setting] = GQA_DECODER | {
     "swiglu_alpha": Setting("float", ALPHA, choices=(ALPHA,)),
     "swiglu_limit": Setting("float", LIMIT, choices=(LIMIT,)),
 }
+SETTINGS = {"gpt_oss": _GPT_OSS}
 
 
 @dataclass(frozen=True, kw_only=True)
 class GptOssConfig(GQADecoderConfig):
     """What GPT-OSS models vary; names are those of ``config.json``."""
+
+    known = SETTINGS
+    theta, silent_rope = THETA, ROPE
 
     num_local_experts: int
     num_experts_per_tok: int
@@ -63,36 +66,18 @@ class GptOssConfig(GQADecoderConfig):
         super().__post_init__()
         name = "GptOssConfig"
         check_positive(name, num_local_experts=self.num_local_experts, num_experts_per_tok=self.num_experts_per_tok)
-        if self.num_experts_per_tok > self.num_local_experts:
-            accepted = f"at most num_local_experts {self.num_local_experts}"
-            raise ArgumentError(name, "num_experts_per_tok", self.num_experts_per_tok, accepted)
+        check_experts(name, self.num_experts_per_tok, "num_local_experts", self.num_local_experts)
         if self.quant.format == "mxfp4":
             groups_of(self.hidden_size, "hidden_size", name)
             groups_of(self.intermediate_size, "intermediate_size", name)
 
-    @staticmethod
-    def settings(model_type: str) -> Mapping[str, Setting]:
-        """Return what :meth:`from_hf` reads of ``config.json``."""
-        return _SETTINGS
-
-    @staticmethod
-    def from_hf(config: Mapping[str, Any]) -> GptOssConfig:
-        """Read a parsed ``config.json``.
-
-        Raises
-        ------
-        UnknownModelError
-            Another ``model_type``.
-        ArgumentError
-            A value that the model cannot be built from.
-        """
-        model_type, name = config.get("model_type"), "GptOssConfig"
-        if model_type not in GPT_OSS_TYPES:
-            raise UnknownModelError(f"model_type {model_type!r} is unknown; known: {', '.join(GPT_OSS_TYPES)}")
-        values = gqa_decoder_values(name, config, GptOssConfig.settings(model_type), theta=THETA, rope=ROPE)
+    @classmethod
+    def fields_of(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the constructor's arguments from a ``config.json`` of a known ``model_type``."""
+        values = super().fields_of(config)
         count, types, window = values["num_hidden_layers"], values.pop("layer_types"), values.pop("sliding_window")
         types = types or [("full_attention", "sliding_attention")[i % 2 == 0] for i in range(count)]
-        return GptOssConfig(**values, windows=layer_windows(name, types, window, values["max_position_embeddings"]))
+        return values | {"windows": layer_windows(cls.__name__, types, window, values["max_position_embeddings"])}
 
     def sizes(self) -> Iterator[Size]:
         """Yield tensors by which a checkpoint shows how large it is; see :class:`Size`."""
@@ -166,19 +151,9 @@ class GptOssLayer(DecoderLayer):
 
 
 class GptOssForCausalLM(CausalLM):
-    """GPT-OSS for generation over a paged cache.
+    """GPT-OSS for generation over a paged cache; parameters as of :class:`CausalLM`.
 
-    Parameters
-    ----------
-    config : GptOssConfig
-    parallel : ParallelSpec
-        With MXFP4, the ranks that split an expert get whole groups of 32 features, some one group more.
-    device, dtype
-        ``dtype`` of activations and of weights that are not quantised.
-    page_size, kv_dtype
-        Of the cache.
-    backend : str
-        Of the attention core.
+    With MXFP4, the ranks that split an expert get whole groups of 32 features, some one group more.
     """
 
     config_class, layer_class, context_class = GptOssConfig, GptOssLayer, GptOssContext

@@ -45,18 +45,6 @@ class LlamaLayer(DecoderLayer):
 
 
 class LlamaForCausalLM(CausalLM):
-    """Llama for generation over a paged cache.
-
-    Parameters
-    ----------
-    config : LlamaConfig
-    parallel : ParallelSpec
-    device, dtype
-        ``dtype`` of activations and of weights that are not quantised.
-    page_size, kv_dtype
-        Of the cache.
-    backend : str
-        Of the attention core.
-    """
+    """Llama for generation over a paged cache; parameters as of :class:`CausalLM`."""
 
     config_class, layer_class = LlamaConfig, LlamaLayer

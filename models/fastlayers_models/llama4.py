@@ -23,15 +23,14 @@ import fastlayers as fl
 from fastlayers.attention.chunked import check_chunk, chunked
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.meta import AttentionMeta
-from fastlayers.errors import ArgumentError, UnknownModelError, check_choice, check_positive
+from fastlayers.errors import ArgumentError, check_choice, check_positive
 from fastlayers.moe.fused_moe.gpt_oss_slots import StackedExpertNames
 from fastlayers_models.blocks import CausalLM, DecoderLayer, ModelContext, SwiGLU, route
-from fastlayers_models.config import GQA_DECODER, GQADecoderConfig, Size, gqa_decoder_values
+from fastlayers_models.config import GQA_DECODER, GQADecoderConfig, Size, check_experts
 from fastlayers_models.settings import FLAG, MOST_POSITIONS, Setting
 
-LLAMA4_TYPES = ("llama4_text",)
 THETA = 500000.0
-_SETTINGS: dict[str, Setting] = GQA_DECODER | {
+_LLAMA4: dict[str, Setting] = GQA_DECODER | {
     "vocab_size": Setting("int > 0", 202048),
     "hidden_size": Setting("int > 0", 5120),
     "intermediate_size": Setting("int > 0", 8192),
@@ -56,6 +55,7 @@ _SETTINGS: dict[str, Setting] = GQA_DECODER | {
     "attn_scale": Setting("float", 0.1),
     "attention_bias": FLAG,
 }
+SETTINGS = {"llama4_text": _LLAMA4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +71,9 @@ class Llama4Config(GQADecoderConfig):
     moe_layers : tuple of int
         Which layers have experts.
     """
+
+    known = SETTINGS
+    theta = THETA
 
     chunks: tuple[int | None, ...]
     rotates: tuple[bool, ...]
@@ -88,34 +91,16 @@ class Llama4Config(GQADecoderConfig):
         super().__post_init__()
         name = "Llama4Config"
         check_positive(name, num_local_experts=self.num_local_experts, floor_scale=self.floor_scale)
-        if self.num_experts_per_tok > self.num_local_experts:
-            accepted = f"at most num_local_experts {self.num_local_experts}"
-            raise ArgumentError(name, "num_experts_per_tok", self.num_experts_per_tok, accepted)
+        check_experts(name, self.num_experts_per_tok, "num_local_experts", self.num_local_experts)
         for given, key in ((self.chunks, "layer_types"), (self.rotates, "no_rope_layers")):
             if len(given) != self.num_hidden_layers:
                 accepted = f"one for each of num_hidden_layers {self.num_hidden_layers}"
                 raise ArgumentError(name, key, f"{len(given)} entries", accepted)
 
-    @staticmethod
-    def settings(model_type: str) -> Mapping[str, Setting]:
-        """Return what :meth:`from_hf` reads of ``config.json``."""
-        return _SETTINGS
-
-    @staticmethod
-    def from_hf(config: Mapping[str, Any]) -> Llama4Config:
-        """Read a parsed ``config.json``.
-
-        Raises
-        ------
-        UnknownModelError
-            Another ``model_type``.
-        ArgumentError
-            A value that the model cannot be built from.
-        """
-        model_type, name = config.get("model_type"), "Llama4Config"
-        if model_type not in LLAMA4_TYPES:
-            raise UnknownModelError(f"model_type {model_type!r} is unknown; known: {', '.join(LLAMA4_TYPES)}")
-        values = gqa_decoder_values(name, config, _SETTINGS, theta=THETA)
+    @classmethod
+    def fields_of(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the constructor's arguments from a ``config.json`` of a known ``model_type``."""
+        name, values = cls.__name__, super().fields_of(config)
         count = values["num_hidden_layers"]
         every, step = values.pop("no_rope_layer_interval"), values.pop("interleave_moe_layer_step")
         # Longer lists than there are layers are read so far.
@@ -128,13 +113,11 @@ class Llama4Config(GQADecoderConfig):
             raise ArgumentError(name, "attention_chunk_size", None, "a positive integer, as layers attend in chunks")
         within = size is None or size >= values["max_position_embeddings"]
         chosen = values.pop("moe_layers")
-        return Llama4Config(
-            **values,
-            windows=(None,) * count,
-            chunks=tuple(None if within or kind == "full_attention" else size for kind in types[:count]),
-            rotates=tuple(bool(one) for one in ones[:count]),
-            moe_layers=tuple(range(step - 1, count, step)) if chosen is None else chosen,
-        )
+        return values | {
+            "chunks": tuple(None if within or kind == "full_attention" else size for kind in types[:count]),
+            "rotates": tuple(bool(one) for one in ones[:count]),
+            "moe_layers": tuple(range(step - 1, count, step)) if chosen is None else chosen,
+        }
 
     def sizes(self) -> Iterator[Size]:
         """Yield tensors by which a checkpoint shows how large it is; see :class:`Size`."""
@@ -273,18 +256,9 @@ class Llama4Layer(DecoderLayer):
 
 
 class Llama4ForCausalLM(CausalLM):
-    """Llama 4's language model for generation over a paged cache.
+    """Llama 4's language model for generation over a paged cache; parameters as of :class:`CausalLM`.
 
-    Parameters
-    ----------
-    config : Llama4Config
-    parallel : ParallelSpec
-    device, dtype
-        ``dtype`` of activations and of weights that are not quantised.
-    page_size, kv_dtype
-        Of the cache; ``page_size`` divides the attention's chunk.
-    backend : str
-        Of the attention core.
+    ``page_size`` divides the attention's chunk.
     """
 
     config_class, layer_class, context_class = Llama4Config, Llama4Layer, Llama4Context

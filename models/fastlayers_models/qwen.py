@@ -23,114 +23,16 @@ import torch
 from torch import nn
 
 import fastlayers as fl
-from fastlayers.errors import ArgumentError, UnknownModelError, check_positive
+from fastlayers.errors import ArgumentError, check_positive
 from fastlayers_models.blocks import CausalLM, Decoder, DecoderLayer, ModelContext, SwiGLU, route
 from fastlayers_models.checkpoint import Checkpoint
-from fastlayers_models.config import GQA_DECODER, GQADecoderConfig, Size, gqa_decoder_values, layer_windows
+from fastlayers_models.config import GQA_DECODER, GQADecoderConfig, Size, check_experts, layer_windows
 from fastlayers_models.experts import PlacedRows, placement_of
 from fastlayers_models.settings import COUNT, FLAG, MOST_POSITIONS, SIZE, Setting, read_settings, shown
 
 VL_TYPES = ("qwen2_5_vl", "qwen2_5_vl_text")
-QWEN_TYPES = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", *VL_TYPES)
 VL_SECTION, VL_THETA = (16, 24, 24), 1000000.0
 NESTED = "model.language_model"
-
-
-@dataclass(frozen=True, kw_only=True)
-class QwenConfig(GQADecoderConfig):
-    """What Qwen models vary; names are those of ``config.json``, where they are there.
-
-    Parameters
-    ----------
-    qkv_bias, o_bias, qk_norm : bool
-        Of the attention.
-    num_experts : int
-        0: all layers are dense.
-    shared_expert_intermediate_size : int
-        0: no shared expert.
-    prefix : str
-        Checkpoint name of the decoder: ``"model"``, or ``"model.language_model"`` beside a vision tower.
-    """
-
-    qkv_bias: bool = False
-    o_bias: bool = False
-    qk_norm: bool = False
-    num_experts: int = 0
-    num_experts_per_tok: int = 0
-    moe_intermediate_size: int = 0
-    shared_expert_intermediate_size: int = 0
-    norm_topk_prob: bool = False
-    mlp_only_layers: tuple[int, ...] = ()
-    decoder_sparse_step: int = 1
-    prefix: str = "model"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.num_experts:
-            check_positive(
-                "QwenConfig", num_experts=self.num_experts, num_experts_per_tok=self.num_experts_per_tok,
-                moe_intermediate_size=self.moe_intermediate_size, decoder_sparse_step=self.decoder_sparse_step,
-            )  # fmt: skip
-            if self.num_experts_per_tok > self.num_experts:
-                accepted = f"at most num_experts {self.num_experts}"
-                raise ArgumentError("QwenConfig", "num_experts_per_tok", self.num_experts_per_tok, accepted)
-
-    def is_moe(self, layer: int) -> bool:
-        """Whether layer number ``layer`` has experts."""
-        sparse = layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
-        return self.num_experts > 0 and sparse
-
-    @staticmethod
-    def settings(model_type: str) -> Mapping[str, Setting]:
-        """Return what :meth:`from_hf` reads of ``config.json``."""
-        return _SETTINGS[model_type]
-
-    @staticmethod
-    def from_hf(config: Mapping[str, Any]) -> QwenConfig:
-        """Read a parsed ``config.json``.
-
-        Raises
-        ------
-        UnknownModelError
-            Another ``model_type``.
-        ArgumentError
-            A value that the model cannot be built from.
-        """
-        kind, name = config.get("model_type"), "QwenConfig"
-        if kind not in QWEN_TYPES:
-            raise UnknownModelError(f"model_type {kind!r} is unknown; known: {', '.join(QWEN_TYPES)}")
-        if kind in VL_TYPES:
-            config = _text_config(config)
-        theta = VL_THETA if kind in VL_TYPES else 10000.0
-        values = gqa_decoder_values(name, config, QwenConfig.settings(kind), theta=theta)
-        third = kind in ("qwen3", "qwen3_moe")
-        bias, qkv_bias = values.pop("attention_bias", False), values.pop("qkv_bias", True)
-        return QwenConfig(
-            **{key: value for key, value in values.items() if key not in _WINDOW | _SLIDING},
-            windows=_windows(kind, values),
-            qkv_bias=bias if third else qkv_bias,
-            o_bias=bias if third else False,
-            qk_norm=third,
-        )
-
-    def sizes(self) -> Iterator[Size]:
-        """Yield tensors by which a checkpoint shows how large it is; see :class:`Size`."""
-        yield from super().sizes()
-        layers, hidden = range(self.num_hidden_layers), self.hidden_size
-        dense, sparse = (next((i for i in layers if self.is_moe(i) == moe), None) for moe in (False, True))
-        if dense is not None:
-            name = f"{self.prefix}.layers.{dense}.mlp.gate_proj.weight"
-            yield Size(name, (self.intermediate_size, hidden), "intermediate_size")
-        if sparse is not None:
-            mlp, shared = f"{self.prefix}.layers.{sparse}.mlp", self.shared_expert_intermediate_size
-            yield Size(f"{mlp}.gate.weight", (self.num_experts, hidden), "num_experts")
-            shape = (self.moe_intermediate_size, hidden)
-            yield Size(f"{mlp}.experts.0.gate_proj.weight", shape, "moe_intermediate_size")
-            if shared:
-                name = "shared_expert_intermediate_size"
-                yield Size(f"{mlp}.shared_expert.gate_proj.weight", (shared, hidden), name)
-
-
 # Of the windows: those that all families have, and those that say which layers slide.
 _WINDOW: dict[str, Setting] = {"use_sliding_window": FLAG, "sliding_window": Setting("int > 0 | None", 4096)}
 _SLIDING: dict[str, Setting] = {
@@ -163,7 +65,7 @@ _VL: dict[str, Setting] = _QWEN | {
     "bos_token_id": Setting("int | None", 151643),
     "eos_token_id": Setting("ids", (151645,)),
 }
-_SETTINGS: Mapping[str, Mapping[str, Setting]] = {
+SETTINGS: dict[str, dict[str, Setting]] = {
     "qwen2": _QWEN | _SLIDING,
     "qwen2_moe": _QWEN
     | _SLIDING
@@ -181,6 +83,82 @@ _SETTINGS: Mapping[str, Mapping[str, Setting]] = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class QwenConfig(GQADecoderConfig):
+    """What Qwen models vary; names are those of ``config.json``, where they are there.
+
+    Parameters
+    ----------
+    qkv_bias, o_bias, qk_norm : bool
+        Of the attention.
+    num_experts : int
+        0: all layers are dense.
+    shared_expert_intermediate_size : int
+        0: no shared expert.
+    prefix : str
+        Checkpoint name of the decoder: ``"model"``, or ``"model.language_model"`` beside a vision tower.
+    """
+
+    known = SETTINGS
+
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    shared_expert_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    mlp_only_layers: tuple[int, ...] = ()
+    decoder_sparse_step: int = 1
+    prefix: str = "model"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_experts:
+            check_positive(
+                "QwenConfig", num_experts=self.num_experts, num_experts_per_tok=self.num_experts_per_tok,
+                moe_intermediate_size=self.moe_intermediate_size, decoder_sparse_step=self.decoder_sparse_step,
+            )  # fmt: skip
+            check_experts("QwenConfig", self.num_experts_per_tok, "num_experts", self.num_experts)
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether layer number ``layer`` has experts."""
+        sparse = layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
+        return self.num_experts > 0 and sparse
+
+    @classmethod
+    def fields_of(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the constructor's arguments from a ``config.json`` of a known ``model_type``."""
+        kind = config["model_type"]
+        values = super().fields_of(_text_config(config) if kind in VL_TYPES else config)
+        third = kind in ("qwen3", "qwen3_moe")
+        bias, qkv_bias = values.pop("attention_bias", False), values.pop("qkv_bias", True)
+        return {key: value for key, value in values.items() if key not in _WINDOW | _SLIDING} | {
+            "windows": _windows(kind, values),
+            "qkv_bias": bias if third else qkv_bias,
+            "o_bias": bias if third else False,
+            "qk_norm": third,
+        }
+
+    def sizes(self) -> Iterator[Size]:
+        """Yield tensors by which a checkpoint shows how large it is; see :class:`Size`."""
+        yield from super().sizes()
+        layers, hidden = range(self.num_hidden_layers), self.hidden_size
+        dense, sparse = (next((i for i in layers if self.is_moe(i) == moe), None) for moe in (False, True))
+        if dense is not None:
+            name = f"{self.prefix}.layers.{dense}.mlp.gate_proj.weight"
+            yield Size(name, (self.intermediate_size, hidden), "intermediate_size")
+        if sparse is not None:
+            mlp, shared = f"{self.prefix}.layers.{sparse}.mlp", self.shared_expert_intermediate_size
+            yield Size(f"{mlp}.gate.weight", (self.num_experts, hidden), "num_experts")
+            shape = (self.moe_intermediate_size, hidden)
+            yield Size(f"{mlp}.experts.0.gate_proj.weight", shape, "moe_intermediate_size")
+            if shared:
+                name = "shared_expert_intermediate_size"
+                yield Size(f"{mlp}.shared_expert.gate_proj.weight", (shared, hidden), name)
+
+
 def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return Qwen2.5-VL's settings as one flat mapping: published files are flat, newer ones have ``text_config``."""
     text = config.get("text_config")
@@ -192,6 +170,8 @@ def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     tied = [read_settings("QwenConfig", each, {"tie_word_embeddings": FLAG}) for each in (config, flat)]
     flat |= outer | {"tie_word_embeddings": any(each["tie_word_embeddings"] for each in tied)}
     # What the code that Qwen2.5-VL was published with assumes where its config.json does not say.
+    if flat.get("rope_theta") is None:
+        flat["rope_theta"] = VL_THETA
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(flat.get(key), Mapping) and flat[key]:
             flat[key] = {"mrope_section": VL_SECTION} | dict(flat[key])
@@ -287,18 +267,7 @@ class LanguageModel(nn.Module):
 
 
 class QwenForCausalLM(CausalLM):
-    """Qwen for generation over a paged cache.
-
-    Parameters
-    ----------
-    config : QwenConfig
-    parallel : ParallelSpec
-    device, dtype
-        ``dtype`` of activations and of weights that are not quantised.
-    page_size, kv_dtype
-        Of the cache.
-    backend : str
-        Of the attention core.
+    """Qwen for generation over a paged cache; parameters as of :class:`CausalLM`.
 
     Notes
     -----
