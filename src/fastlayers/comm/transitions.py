@@ -288,13 +288,19 @@ class Tables:
             else:
                 yield Transition("postprocess", SCATTERED, SCATTERED, keep, "nothing")
             return
-        whole, due = Layout("full", None, "attn_full"), Layout("full", "tp", "attn_full")
-        if ops.many_groups:
-            yield Transition("postprocess", whole, WHOLE, sliced, "own group's rows")
-            yield Transition("postprocess", due, WHOLE, summed, "sum of own group's rows")
-        else:
-            yield Transition("postprocess", whole, WHOLE, keep, "nothing")
-            yield Transition("postprocess", due, Layout("attn_full", "tp", "attn_full"), keep, "nothing")
+        moves = (sliced, "own group's rows"), (summed, "sum of own group's rows")
+        yield from self._behind_full_mlp("attn_full", WHOLE, *moves)
+
+    def _behind_full_mlp(
+        self, residual: str, to: Layout, own: tuple[Move, str], summed: tuple[Move, str]
+    ) -> Iterator[Transition]:
+        """Yield what several groups do with rows of all, whole or with a sum due; one group leaves them to the norm."""
+        for pending, move in ((None, own), ("tp", summed)):
+            given = Layout("full", pending, residual)
+            if self.ops.many_groups:
+                yield Transition("postprocess", given, to, *move)
+            else:
+                yield Transition("postprocess", given, Layout("attn_full", pending, residual), keep, "nothing")
 
     def _spread_attn(self) -> Iterator[Transition]:
         ops, norm = self.ops, self.norms[0]
@@ -344,10 +350,5 @@ class Tables:
         if self.place == "scattered":
             yield Transition("postprocess", SCATTERED, SCATTERED, keep, "nothing")
             return
-        whole, due = Layout("full", None, "scattered"), Layout("full", "tp", "scattered")
-        if ops.many_groups:
-            yield Transition("postprocess", whole, SCATTERED, sliced, "own rows")
-            yield Transition("postprocess", due, SCATTERED, summed, "reduce-scatter")
-        else:
-            yield Transition("postprocess", whole, SPREAD, keep, "nothing")
-            yield Transition("postprocess", due, Layout("attn_full", "tp", "scattered"), keep, "nothing")
+        moves = (sliced, "own rows"), (summed, "reduce-scatter")
+        yield from self._behind_full_mlp("scattered", SCATTERED, *moves)
