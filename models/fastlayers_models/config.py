@@ -302,10 +302,23 @@ class GQADecoderConfig(DecoderConfig):
 
     @classmethod
     def fields_of(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the constructor's arguments, and the settings that the family added as they are; no windows."""
-        table = cls.settings(config["model_type"])
-        values = gqa_decoder_values(cls.__name__, config, table, theta=cls.theta, rope=cls.silent_rope)
-        return values | {"windows": (None,) * values["num_hidden_layers"]}
+        """Return the constructor's arguments without windows, and the settings that a family added as they are."""
+        owner = cls.__name__
+        values = read_settings(owner, config, cls.settings(config["model_type"]))
+        longest = values["max_position_embeddings"]
+        rope = read_rope(owner, config, longest, theta=cls.theta, silent=cls.silent_rope)
+        heads, hidden = values["num_attention_heads"], values["hidden_size"]
+        del values["hidden_act"]
+        return values | {
+            "model_type": config["model_type"],
+            "num_key_value_heads": values["num_key_value_heads"] or heads,
+            "head_dim": values["head_dim"] or hidden // heads,
+            "windows": (None,) * values["num_hidden_layers"],
+            "max_position_embeddings": longest_position(owner, rope),
+            "eos_token_ids": values.pop("eos_token_id"),
+            "quant": read_quantization(owner, config),
+            "rope": rope,
+        }
 
     def sizes(self) -> Iterator[Size]:
         """Yield tensors by which a checkpoint shows how large it is; see :class:`Size`."""
@@ -332,41 +345,6 @@ GQA_DECODER: dict[str, Setting] = {
     "bos_token_id": Setting("int | None", 1),
     "eos_token_id": Setting("ids", (2,)),
 }
-
-
-def gqa_decoder_values(
-    owner: str,
-    config: Mapping[str, Any],
-    settings: Mapping[str, Setting] = GQA_DECODER,
-    *,
-    theta: float = 10000.0,
-    rope: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Return the fields of :class:`GQADecoderConfig` but ``windows`` from a parsed ``config.json``.
-
-    Parameters
-    ----------
-    owner : str
-        Named in errors.
-    config : mapping
-    settings : mapping
-        :data:`GQA_DECODER`, with what the family assumes otherwise; further keys are returned as they are read.
-    theta, rope
-        See :func:`fastlayers_models.settings.read_rope`.
-    """
-    values = read_settings(owner, config, settings)
-    found = read_rope(owner, config, values["max_position_embeddings"], theta=theta, silent=rope)
-    heads, hidden = values["num_attention_heads"], values["hidden_size"]
-    del values["hidden_act"]
-    return values | {
-        "model_type": config["model_type"],
-        "num_key_value_heads": values["num_key_value_heads"] or heads,
-        "head_dim": values["head_dim"] or hidden // heads,
-        "max_position_embeddings": longest_position(owner, found),
-        "eos_token_ids": values.pop("eos_token_id"),
-        "quant": read_quantization(owner, config),
-        "rope": found,
-    }
 
 
 def layer_windows(owner: str, layer_types: Sequence[str], window: Any, longest: int) -> tuple[int | None, ...]:
