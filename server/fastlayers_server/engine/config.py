@@ -45,7 +45,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     itl_target : float
         Seconds that an extend beside decoding rows may take together with them; 0: as many as its prompts need.
     mixed : bool
-        Rows that decode are part of an extend beside them, so that weights are read once.
+        Rows that decode are part of an extend beside them, so that weights are read once. Not with ``piece``, where no
+        two requests share a step.
+
+    Raises
+    ------
+    ValueError
+        ``mixed`` with ``piece``.
     """
 
     vocab_size: int
@@ -68,6 +74,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     features: tuple[str, ...] = ("penalties", "logit_bias", "logprobs", "prompt_logprobs", "grammar")
     itl_target: float = 0.04
     mixed: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what the executor would compute once for each piece: the rows beside them."""
+        if self.mixed and self.piece:
+            raise ValueError(f"mixed with piece {self.piece}; accepted: mixed, or one request a step")
 
     @property
     def most_tokens(self) -> int:

@@ -10,9 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from fastlayers_server.engine import running
+from fastlayers_server.engine.config import SchedulerConfig
 from fastlayers_server.engine.protocol import Abort, Sampling
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -148,3 +150,12 @@ def test_on_triton_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         return [told(bench, rid) for rid in rids]
 
     assert serve(rows) == [serve([row])[0] for row in rows]
+
+
+def test_rows_are_in_no_extend_of_one_request() -> None:
+    limits = SchedulerConfig(vocab_size=8, max_model_len=64, num_pages=9, page_size=16, mixed=True)
+    said = "mixed with piece 64; accepted: mixed, or one request a step"
+    with pytest.raises(ValueError, match=said):
+        msgspec.structs.replace(limits, piece=64)
+    with pytest.raises(ValueError, match=said):  # as what a process is told of its limits
+        msgspec.json.decode(msgspec.json.encode(limits).replace(b'"piece":0', b'"piece":64'), type=SchedulerConfig)
