@@ -82,7 +82,7 @@ class EngineClient(ABC):
     def shutdown(self, timeout: float = 0.0) -> None:
         """Refuse what comes from now on, let what runs and waits end for ``timeout`` seconds, then end the rest.
 
-        Requests that did not end get "engine_restarting". Returns when the engine is gone; may be called twice.
+        Requests that did not end get "draining". Returns when the engine is gone; may be called twice.
         """
 
     def abandon(self) -> None:  # noqa: B027
@@ -127,11 +127,12 @@ class EngineClient(ABC):
             self._deliver_to(message)
 
     def _tell_orphans(self) -> None:
-        """End everything that lives."""
+        """End everything that lives; whoever may come back is told of no restart where there is none."""
+        code = "draining" if self.phase == "dead" else "engine_restarting"
         with self._lock:
             left, self._live = sorted(self._live), set()
         if left:
-            outputs = tuple(Output(rid, (), "error", "engine_restarting", self._reason) for rid in left)
+            outputs = tuple(Output(rid, (), "error", code, self._reason) for rid in left)
             self._deliver(StepOut(self.epoch, outputs))
 
 

@@ -155,7 +155,7 @@ class Engine:
         return self.info
 
     def run(self) -> None:
-        """Tick until a :class:`Shutdown`; what is left then ends with "engine_restarting"."""
+        """Tick until a :class:`Shutdown`; what is left then ends with "draining"."""
         if self.grammars is not None:
             # Without a GPU it takes a second, and nothing else of a start does.
             threading.Thread(target=self.grammars.read, name="engine-grammar", daemon=True).start()
@@ -174,10 +174,10 @@ class Engine:
         self.ended()
 
     def close(self) -> None:
-        """End what runs and waits, with "engine_restarting"; for whoever ticks by hand."""
+        """End what runs and waits, with "draining"; for whoever ticks by hand."""
         self._settle()
         self._receive_all()
-        self.scheduler.end_all("engine_restarting", "the engine stops", self.clock())
+        self.scheduler.end_all("draining", "the server ended before the request did", self.clock())
         self._flush()
 
     def tick(self) -> bool:

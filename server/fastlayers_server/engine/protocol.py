@@ -28,10 +28,10 @@ ERROR_CODES = (
     "invalid_grammar",
     "queue_full",
     "request_timeout",  # its deadline passed while it waited
-    "draining",
+    "draining",  # the server is about to end, or the engine is gone for good
     "nonfinite_logits",
     "internal_error",
-    "engine_restarting",
+    "engine_restarting",  # it died, and comes back
 )
 CONTROLS = ("stats", "explain", "flush_cache", "freeze_gc", "start_profile", "stop_profile", "drain", "resume")
 # Phases of a start, in their order, as Beat and an engine's client tell them; the last two are those of a running one.
@@ -299,7 +299,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="info"):
 
 
 class Died(msgspec.Struct, frozen=True, tag="died"):
-    """The engine of this epoch is gone. Its live requests were given "engine_restarting" outputs before this."""
+    """The engine of this epoch is gone. Its live requests were given outputs before this."""
 
     epoch: int
     reason: str

@@ -28,6 +28,8 @@ ENGINE_STATUS = {
     "draining": 503,
     "engine_restarting": 503,
 }
+# Seconds after which another try may find a server: this one, or whoever takes its place.
+RETRY_AFTER = {"not_ready": 5, "draining": 5, "engine_restarting": 10}
 SERVED = "/v1/completions, /v1/chat/completions, /v1/responses, /v1/models, /tokenize, /detokenize"
 
 
@@ -43,7 +45,7 @@ class ApiError(Exception):
     param : str, optional
         The field of the request that is wrong.
     retry_after : float
-        Seconds; told in the header where it is not 0.
+        Seconds; told in the header where it is not 0. With 503 always, by default as :data:`RETRY_AFTER` says.
     headers : dict, optional
     """
 
@@ -60,7 +62,7 @@ class ApiError(Exception):
         self.status, self.message, self.code, self.param = status, message, code, param
         self.headers = dict(headers or {})
         if retry_after or status == 503:
-            self.headers["retry-after"] = str(max(1, round(retry_after)))
+            self.headers["retry-after"] = str(max(1, round(retry_after or RETRY_AFTER.get(code, 1))))
 
     @property
     def body(self) -> dict[str, Any]:
@@ -78,7 +80,7 @@ class ApiError(Exception):
 def of_output(output: Output) -> ApiError:
     """Return the error with which an engine ended a request."""
     if output.finish == "abort":
-        return ApiError(503, "the request was aborted by the server's operator", "engine_restarting")
+        return ApiError(503, "the request was aborted by the server's operator", "aborted")
     message = output.message or f"the engine ended the request: {output.code}"
     return ApiError(ENGINE_STATUS.get(output.code, 500), message, output.code, retry_after=output.retry_after)
 

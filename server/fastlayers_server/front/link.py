@@ -142,10 +142,10 @@ class Link:
             assert self.info is not None
             return self.info
         if phase == "draining":
-            raise ApiError(503, "the server is draining and takes no new requests", "draining", retry_after=5)
+            raise ApiError(503, "the server is draining and takes no new requests", "draining")
         if phase == "restarting":
-            raise ApiError(503, "the engine is being restarted", "engine_restarting", retry_after=10)
-        raise ApiError(503, f"the server is not ready: {phase}", "not_ready", retry_after=5)
+            raise ApiError(503, "the engine is being restarted", "engine_restarting")
+        raise ApiError(503, f"the server is not ready: {phase}", "not_ready")
 
     @property
     def phase(self) -> str:
@@ -217,11 +217,12 @@ class Link:
 
     def _died(self, message: Died) -> None:
         self.info, self._beat, self._restarted = None, None, message.restarting
+        code = "engine_restarting" if message.restarting else "draining"
         for rid in list(self._rows):
-            self._output(Output(rid, finish="error", code="engine_restarting", message="the engine ended"))
+            self._output(Output(rid, finish="error", code=code, message="the engine ended"))
         for answer in self._answers.values():
             if not answer.done():
-                answer.set_exception(ApiError(503, "the engine ended", "engine_restarting", retry_after=10))
+                answer.set_exception(ApiError(503, "the engine ended", code))
         self.started.set()
         if self.draining and not message.restarting:
             return

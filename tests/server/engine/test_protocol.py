@@ -165,9 +165,9 @@ def test_an_engine_that_dies_in_this_process_tells_everybody_once() -> None:
     for rid in (1, 2):
         engine.submit(p.Submit(rid, p.pack_ids([5]), max_new_tokens=3))
     found = front.outputs(1, 2)
-    assert all(len(outs) == 1 and outs[0].code == "engine_restarting" for outs in found.values())
+    assert all(len(outs) == 1 and outs[0].code == "draining" for outs in found.values())
     died = front.until(p.Died)
     assert not died.restarting and died.reason == "ZeroDivisionError: a bug in a step" and engine.phase == "dead"
     engine.submit(p.Submit(3, p.pack_ids([5]), max_new_tokens=3))
-    assert front.outputs(3)[3][-1].code == "engine_restarting"
+    assert front.outputs(3)[3][-1].code == "draining"
     engine.shutdown()

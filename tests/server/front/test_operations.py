@@ -160,7 +160,8 @@ def test_ready_tells_the_phase_and_requests_wait_outside() -> None:
         assert "killed again" in server.get("/health").json()["reason"]
 
 
-def test_a_dead_engine_ends_its_requests_and_its_controls() -> None:
+@pytest.mark.parametrize(("restarting", "code"), [(True, "engine_restarting"), (False, "draining")])
+def test_a_dead_engine_ends_its_requests_and_its_controls(restarting: bool, code: str) -> None:
     engine = Starting()
     asked: list[Any] = []
     engine.submit = engine.send = asked.append  # type: ignore[method-assign]
@@ -173,11 +174,12 @@ def test_a_dead_engine_ends_its_requests_and_its_controls() -> None:
                 tasks = [asyncio.ensure_future(each) for each in work]
                 while len(asked) < 2:
                     await asyncio.sleep(0.01)
-                engine._deliver_to(Died(1, "killed", True))
+                engine._deliver_to(Died(1, "killed", restarting))
                 return await asyncio.gather(*tasks)
 
         for response in server.do(both()):
-            assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_restarting")
+            assert (response.status_code, response.json()["error"]["code"]) == (503, code)
+            assert response.headers["retry-after"] == ("10" if restarting else "5")
         assert server.front.link.live == 0 and not server.front.jobs
 
 
@@ -214,7 +216,8 @@ def test_admin_controls() -> None:
                 return wrong.status_code, done.json(), await running
 
         wrong, done, ended = server.do(aborted())
-        assert wrong == 404 and done == {"aborted": ["cmpl-mine"]} and ended.status_code == 503
+        assert wrong == 404 and done == {"aborted": ["cmpl-mine"]}
+        assert (ended.status_code, ended.json()["error"]["code"]) == (503, "aborted")
         assert server.request("POST", "/drain").status_code == 200
         refused = server.post("/v1/completions", ASK)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")

@@ -182,14 +182,19 @@ def test_draining_finishes_what_runs_and_refuses_what_comes() -> None:
 def test_draining_ends_what_takes_too_long_with_an_error() -> None:
     with on_the_wire(tick_seconds=0.02, shutdown_timeout=0.3) as wire:
         running = wire.send("/v1/completions", body(stream=True))
-        assert wait_for(lambda: wire.live)
+        whole = wire.send("/v1/completions", body())
+        assert wait_for(lambda: wire.front.link.live == 2)
         wire.loop.call_soon_threadsafe(wire.runner.on_signal)
         text = b""
         while piece := running.recv(65536):
             text += piece
             if b"[DONE]" in text:
                 break
-        assert b'"code":"engine_restarting"' in text and b"data: [DONE]" in text
+        # Nothing is restarted here: whoever comes back finds another server, or none.
+        assert b'"message":"the server ended before the request did"' in text and b'"code":"draining"' in text
+        assert b"data: [DONE]" in text
+        status, found = answer(whole)
+        assert (status, found["error"]["code"]) == (503, "draining")
         assert wait_for(lambda: wire.runner.should_exit)
 
 
