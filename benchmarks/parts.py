@@ -104,6 +104,14 @@ def _served() -> Iterator[Part]:
     )
     command = "benchmarks/drafts.py --seconds 45 --out {out}"
     yield Part("drafts", command, "drafts_h200.jsonl", 55, "15: row 61", ("msgspec",), 1, PLAIN)
+    command = (
+        "benchmarks/soak.py Qwen/Qwen3-8B --requests 10000 --seconds 100 --grammars --out {out} -- "
+        "--load-format dummy --seed 0 --max-model-len 512"
+    )
+    needs = (*SERVER, "xgrammar")
+    yield Part("soak", command, "soak_h200.json", 150, "13: soak of 10,000 requests", needs, 1, PLAIN)
+    command = "benchmarks/deterministic.py --out {out}"
+    yield Part("deterministic", command, "deterministic_h200.jsonl", 100, "13: item 6, which repeat", ("msgspec",))
 
 
 def _starts() -> Iterator[Part]:
@@ -163,16 +171,33 @@ def _layers() -> Iterator[Part]:
         ("mla.bf16", "mla", "kv_dtype=torch.bfloat16", 75), ("mla.e4m3", "mla", "kv_dtype=torch.float8", 75),
         ("gqa", "gqa", "", 150), ("small_ops", "small_ops", "", 120), ("fused_moe", "fused_moe", "", 330),
         ("fp8_linear.tp8", "fp8_linear", "DeepSeek-V3 tp8", 235), ("fp8_linear.tp1", "fp8_linear", "tp1", 200),
-        ("weight_only", "weight_only", "", 60), ("products", "products", "", 80),
+        ("weight_only", "weight_only", "", 60), ("products", "products", "", 110), 
     )  # fmt: skip
-    targets = {"mla": "16: row 7; 15: row 5", "fused_moe": "16: rows 6, 8", "weight_only": "15: row 26"}
+    targets = {
+        "mla": "16: row 7; 15: row 5",
+        "fused_moe": "16: rows 6, 8",
+        "weight_only": "15: row 26",
+        "products": "15: rows 26, 32, 42, 46, 47",
+    }
     for name, part, only, took in points:
         chosen = f" --only '{only}'" if only else ""
         command = f"benchmarks/performance.py --part {part} --force --minutes {took / 60:.1f} --out {{dir}}{chosen}"
-        target = targets.get(part, "15: rows 26, 42, 46, 47" if part == "products" else "15: never slower, with peers")
-        result = f"{part}_h200.jsonl" if part in ("weight_only", "products") else f"performance/{part}.jsonl"
-        needs = () if part == "weight_only" else ("sgl_kernel",) if part == "products" else PACKAGES
+        target = targets.get(part, "15: never slower, with peers")
+        own = {"weight_only": (), "products": ("sgl_kernel",)}
+        result = f"{part}_h200.jsonl" if part in own else f"performance/{part}.jsonl"
+        needs = own.get(part, PACKAGES)
         yield Part(name, command, result, took + 15, target, needs)
+    others = (
+        ("several_tokens", "benchmarks/several_tokens.py tree --seconds 45", "trees_h200", 50, "15: rows 7, 61", ()),
+        ("flashmla", "benchmarks/several_tokens.py flashmla --seconds 40", "flashmla_h200", 45, "15: row 7",
+         ("sgl_kernel",)),
+        ("mla_paths", "benchmarks/mla_paths.py", "mla_paths_h200", 80, "15: rows 11, 13", ()),
+        ("gated", "benchmarks/gated.py", "gated_h200", 40, "15: row 46", ()),
+    )  # fmt: skip
+    for name, command, file, took, target, needs in others:
+        yield Part(
+            name, f"{command} --out {{out}}", f"{file}.jsonl", took, target, needs, 1, PLAIN if not needs else ()
+        )
     for model in ("deepseek-ai/DeepSeek-V3", "openai/gpt-oss-20b"):
         command = f"fastlayers bench ablation {model} --batch 1,32 --context 1024 --json"
         name = f"ablation.{model.partition('/')[2]}"
@@ -206,6 +231,8 @@ def _ranks() -> Iterator[Part]:
     )  # fmt: skip
     for name, command, result, took, target in rows:
         yield Part(name, f"{command} --out {{out}}", result, took, target, (), 2, PLAIN)
+    command = "ranks benchmarks/eplb.py --out {out}"
+    yield Part("eplb", command, "eplb_h200.jsonl", 75, "14: item 5, experts that move", (), 2, PLAIN)
     for name, model, result in (
         ("qwen3_8b", "qwen3_8b", decode), ("qwen3_30b_a3b", "qwen3_30b_a3b", decode),
         ("slice", "deepseek_v3_slice", slices),
@@ -251,7 +278,6 @@ HISTORY = {
     "decode_steps.jsonl": "experiments with kernels that were changed for them; benchmarks/notes/decode_phases.md",
     "doctor_h200.txt": "what `fastlayers doctor --run` and `fastlayers bench model` said once",
     "host_ab_h200.jsonl": "two trees by turns, one of them older than prepared launches; host_time.* measures today's",
+    "cutlass_boundary_h200.jsonl": "sgl_kernel's experts around 2,048 rows: among the rows of products since",
     "serve_pace_h200.jsonl": "what servers did from commit to commit; serve.* measures today's",
-    "trees_h200.jsonl": "trees against chains and one token, when their kernels came",
-    "cutlass_boundary_h200.jsonl": "a package's kernel, that this repository does not change",
 }

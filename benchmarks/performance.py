@@ -27,6 +27,7 @@ from fastlayers.linear.dense.layer import LinearConfig
 from fastlayers.linear.fp8_scaled.layer import FP8ScaledLinearConfig
 from fastlayers.linear.int8.layer import Int8LinearConfig
 from fastlayers.linear.weight_only.layer import WeightOnlyLinearConfig
+from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.registry import registry
 from fastlayers.testing.spec import spec_of
 from fastlayers.tuning.bench import describe_run, rows_of
@@ -140,7 +141,7 @@ def small_ops() -> list[Item]:
 
 
 def products() -> list[Item]:
-    """int8 and FP8 products by token and channel, and MLA's absorbed products, against sgl_kernel."""
+    """Products by token and channel, MLA's absorbed products, and experts at an edge, against sgl_kernel."""
     against = ("triton", "sgl_kernel")
     items = [
         Item("rows", "int8_linear", Int8LinearConfig(3072, 2048), (1, 16, 64, 128, 1024, 4096), (0,), against),
@@ -153,7 +154,9 @@ def products() -> list[Item]:
             names = ("triton",) if kind == "fp8_block" else ("triton", "torch", "sgl_kernel")
             for k, n in ((128, 512), (512, 128)):
                 items.append(Item(f"{heads} heads", "bmm", BmmConfig(heads, k, n, kind), (1, 64, 128), (0,), names))
-    return items
+    # Around 2,048 rows CUTLASS's experts take another schedule; top 1: a row a token.
+    cfg, edge = FusedMoEConfig(7168, 256, 16, 1, quant="fp8_block", dtype=torch.bfloat16), (1, 2047, 2048, 2049, 4096)
+    return [*items, Item("top 1", "fused_moe", cfg, edge, (0,), ("torch", *against))]
 
 
 def weight_only() -> list[Item]:

@@ -8,7 +8,8 @@ time: lengths log-normal, half of them streamed, 20 % dropped at a random moment
 grammar where the model has a tokenizer; with ``--seconds`` those that are left then are not sent. One JSON line; the
 exit code is 1 if something is left: pages or slots in use, another status than was to be expected, tokens that the
 engine counted and the front did not, or from 1,000 requests on resident memory (and a GPU's, where nvidia-smi tells)
-more than 64 MiB above what it was after the first tenth.
+more than 64 MiB above what it was after the first tenth. ``--grammars``: a known model, which has no files here, gets
+the tiny model's tokenizer, so that there are grammars.
 """
 
 from __future__ import annotations
@@ -17,18 +18,25 @@ import argparse
 import asyncio
 import json
 import math
+import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+
+from fastlayers.tuning.provenance import provenance
+from fastlayers_models.find import assets
+from fastlayers_server.known_models import KNOWN
 
 DROPPED, MALFORMED, CONSTRAINED = 0.20, 0.05, 0.10
 LEFT = 64 << 20
@@ -217,7 +225,10 @@ def memory_of(pids: list[int]) -> dict[str, int]:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         found[f"resident {pid}"] = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS"))
     try:
-        command = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+        # What other programs do on the host's other GPUs is not ours.
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        only = ["-i", visible] if visible else []
+        command = ["nvidia-smi", *only, "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
         said = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout
     except (OSError, subprocess.TimeoutExpired):
         return found
@@ -274,7 +285,7 @@ async def soaked(url: str, pid: int, given: argparse.Namespace) -> dict[str, Any
 
 
 def main() -> int:
-    """Start a server, soak it, and tell."""
+    """Read the command line, and soak."""
     place = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     arguments, flags = sys.argv[1:place], sys.argv[place + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -283,11 +294,29 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=math.inf, help="then no more requests are sent")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--grammars", action="store_true", help="a known model gets the tiny model's tokenizer")
+    parser.add_argument("--out", type=Path, help="also write the line to this file")
     given = parser.parse_args(arguments)
+    if given.grammars:
+        with tempfile.TemporaryDirectory() as folder:
+            return run(given, folder_of(given.model, Path(folder)), flags)
+    return run(given, given.model, flags)
+
+
+def folder_of(model: str, folder: Path) -> str:
+    """Write a known model's configuration and the tiny model's tokenizer into a folder; return it."""
+    for path in (assets() / "tiny_deepseek_v3").glob("tokenizer*.json"):
+        shutil.copy(path, folder)
+    (folder / "config.json").write_text(json.dumps(dict(KNOWN[model])))
+    return str(folder)
+
+
+def run(given: argparse.Namespace, model: str, flags: list[str]) -> int:
+    """Start the server, soak it, and tell."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    command = [sys.executable, "-m", "fastlayers_server.cli", "serve", given.model, "--port", str(port), *flags]
+    command = [sys.executable, "-m", "fastlayers_server.cli", "serve", model, "--port", str(port), *flags]
     server = subprocess.Popen([*command, "--log-level", "warning"])
     try:
         said = asyncio.run(soaked(f"http://127.0.0.1:{port}", server.pid, given))
@@ -296,6 +325,8 @@ def main() -> int:
         code = server.wait()
     said["server_exit_code"] = code
     print(json.dumps(said))
+    if given.out:
+        given.out.write_text(json.dumps({"command": "python " + " ".join(sys.argv), **provenance(), **said}) + "\n")
     return int(bool(said["wrong"] or said["left"] or code))
 
 

@@ -165,6 +165,7 @@ def decode(run: Run, name: str, backend: str, wanted: dict[int, Any]) -> None:
             same_tokens_on_all_ranks=everywhere == [tokens] * run.size, same_tokens_as_first=first == tokens,
             workspace_s=round(seam.workspace.seconds, 3) if seam is not None and seam.workspace else None,
             late=seam.workspace.arena.failed() if seam is not None and seam.workspace.arena is not None else None,
+            **({"early": True} if run.size > 1 and backend == "" else {}),
         )  # fmt: skip
     for tokens in run.options.prefill:
         run.say(what="prefill", model=name, ranks=run.size, seam=backend, **prefill(run, generator, tokens))
