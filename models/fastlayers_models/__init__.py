@@ -18,6 +18,7 @@ _PUBLIC = {
     "Llama4ForCausalLM": "fastlayers_models.llama4",
     "LlamaForCausalLM": "fastlayers_models.llama",
     "QwenForCausalLM": "fastlayers_models.qwen",
+    "QwenVLForCausalLM": "fastlayers_models.qwen_vl",
 }
 
 __all__ = sorted(_PUBLIC)
@@ -44,3 +45,4 @@ if TYPE_CHECKING:
     from fastlayers_models.llama import LlamaForCausalLM as LlamaForCausalLM
     from fastlayers_models.llama4 import Llama4ForCausalLM as Llama4ForCausalLM
     from fastlayers_models.qwen import QwenForCausalLM as QwenForCausalLM
+    from fastlayers_models.qwen_vl import QwenVLForCausalLM as QwenVLForCausalLM

@@ -21,6 +21,7 @@ from fastlayers_models.find import find
 
 _DEEPSEEK = "fastlayers_models.deepseek:DeepseekForCausalLM"
 _QWEN = "fastlayers_models.qwen:QwenForCausalLM"
+_QWEN_VL = "fastlayers_models.qwen_vl:QwenVLForCausalLM"
 # model_type -> module and class, imported when asked for.
 FAMILIES: Mapping[str, str] = MappingProxyType(
     {
@@ -30,7 +31,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "llama": "fastlayers_models.llama:LlamaForCausalLM",
         "llama4_text": "fastlayers_models.llama4:Llama4ForCausalLM",
         "qwen2": _QWEN,
-        "qwen2_5_vl": _QWEN,
+        "qwen2_5_vl": _QWEN_VL,
         "qwen2_5_vl_text": _QWEN,
         "qwen2_moe": _QWEN,
         "qwen3": _QWEN,

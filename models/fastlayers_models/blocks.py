@@ -389,6 +389,7 @@ class CausalLM(nn.Module):
         caches: Sequence[LayerCache],
         step: StepTokens | None = None,
         valid: torch.Tensor | None = None,
+        images: Any = None,
     ) -> torch.Tensor:
         """Run the decoder layers.
 
@@ -405,6 +406,8 @@ class CausalLM(nn.Module):
             Which rows are real: bool ``[rows]``, or with one attention group int32 ``[1]``, how many from the first
             on (costs no launch). A captured step is given one tensor, refreshed between replays; otherwise
             :meth:`valid_rows` makes it here, once.
+        images : ImageRows, optional
+            Rows that take the place of embedded tokens, see :mod:`fastlayers_models.images`.
 
         Returns
         -------
@@ -414,7 +417,8 @@ class CausalLM(nn.Module):
         if not torch.compiler.is_compiling():
             self._check(input_ids, meta, caches)
         step = step if step is not None else self.single_step(meta)
-        hidden = Hidden.start(self.embed(self.decoder.embed_tokens, input_ids, step))
+        embedded = self.embed(self.decoder.embed_tokens, input_ids, step)
+        hidden = Hidden.start(embedded if images is None else embedded.index_copy_(0, *images))
         rows = routed_rows(self, step, meta, valid)
         # Draft layers may stand behind the decoder's.
         for _, layer, cache in zip(range(self.config.num_hidden_layers), self.decoder.layers, caches, strict=False):

@@ -35,7 +35,8 @@ from fastlayers.runtime.graphs import CudaGraphs, bucket_of
 from fastlayers.sampler.layer import MODES, Sampler, SamplingParams
 from fastlayers.torch_compile import TorchCompile
 from fastlayers_models.groups import EXTEND, IDLE, GroupStep, Intent
-from fastlayers_models.requests import Request, Token, stop_ids
+from fastlayers_models.images import prompt_images
+from fastlayers_models.requests import Request, Token, prompts_of, stop_ids
 from fastlayers_models.step import ModelStep, Part, Pending, StepKey
 
 
@@ -55,10 +56,6 @@ class CausalLM(Protocol):
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return logits ``[R, vocab]``."""
-
-
-def _listed(values: Any) -> Any:
-    return values.tolist() if isinstance(values, torch.Tensor) and not values.is_meta else values
 
 
 class Generator:
@@ -173,11 +170,16 @@ class Generator:
         *,
         max_new_tokens: int = 64,
         eos_ids: Sequence[int] | None = None,
+        pixel_values: torch.Tensor | None = None,
+        image_grid_thw: torch.Tensor | Sequence[Sequence[int]] | None = None,
     ) -> list[list[int]]:
         """Return the generated ids of every prompt (the end token included); arguments as for :meth:`stream`."""
-        rows = self._prompts(prompts)
+        rows = prompts_of(prompts)
         outputs: list[list[int]] = [[] for _ in rows]
-        for token in self.stream(rows, params, max_new_tokens=max_new_tokens, eos_ids=eos_ids):
+        for token in self.stream(
+            rows, params, max_new_tokens=max_new_tokens, eos_ids=eos_ids, pixel_values=pixel_values,
+            image_grid_thw=image_grid_thw,
+        ):  # fmt: skip
             outputs[token.request].append(token.id)
         return self.step.of_all_groups(outputs) if isinstance(self.step, GroupStep) else outputs
 
@@ -188,6 +190,8 @@ class Generator:
         *,
         max_new_tokens: int = 64,
         eos_ids: Sequence[int] | None = None,
+        pixel_values: torch.Tensor | None = None,
+        image_grid_thw: torch.Tensor | Sequence[Sequence[int]] | None = None,
     ) -> Iterator[Token]:
         """Yield tokens as they are made.
 
@@ -203,16 +207,26 @@ class Generator:
         max_new_tokens : int
         eos_ids : sequence of int, optional
             Default: the configuration's; ``()`` never stops early.
+        pixel_values : Tensor ``[patches, width]``, optional
+            Of all prompts' images in order, as transformers' processor gives them, for a model with a vision tower.
+        image_grid_thw : integer Tensor or sequence ``[images, 3]``, optional
+            Of these: frames, and patches down and across. Each has its image tokens in the prompts.
 
         Raises
         ------
         ArgumentError
-            An empty prompt, an id outside the vocabulary, a prompt that does not fit ``max_length``, or another stream
-            of this generator that has begun and not ended, in whatever thread; found before anything runs.
+            An empty prompt, an id outside the vocabulary, a prompt that does not fit ``max_length``, images that are
+            not those of the prompts' tokens, videos, or another stream of this generator that has begun and not ended,
+            in whatever thread; found before anything runs.
         AllocatorOverflowError
             The cache is too small for a single request.
         """
-        requests = self._requests(self._prompts(prompts), params, max_new_tokens)
+        requests = self._requests(prompts_of(prompts), params, max_new_tokens)
+        if pixel_values is not None and self.groups.size > 1:
+            raise ArgumentError("Generator", "pixel_values", "given", "None with several attention groups")
+        tower, ids = getattr(self.model, "tower", None), [request.prompt for request in requests]
+        for request, images in zip(requests, prompt_images(tower, ids, pixel_values, image_grid_thw), strict=True):
+            request.images = images
         (max_new_tokens,) = as_integers(max_new_tokens)
         requests = requests[self.groups.rank :: self.groups.size]
         stop = stop_ids(self.model.config.eos_token_ids if eos_ids is None else eos_ids)
@@ -227,19 +241,6 @@ class Generator:
             finally:
                 for request in requests:
                     self.pool.release(request.pages)
-
-    @staticmethod
-    def _prompts(prompts: Any) -> list[Sequence[int]]:
-        """Return the prompts as rows of token ids, or raise :class:`ArgumentError`; a tensor may stand for either."""
-        rows = _listed(prompts)
-        accepted = "a sequence of prompts, each a sequence of token ids, as in [[1, 2, 3]]"
-        if not isinstance(rows, Sequence) or isinstance(rows, str | bytes):
-            raise ArgumentError("Generator", "prompts", repr(rows)[:80], accepted)
-        each = [_listed(row) for row in rows]
-        for index, row in enumerate(each):
-            if not isinstance(row, Sequence) or isinstance(row, str | bytes):
-                raise ArgumentError("Generator", f"prompts[{index}]", repr(row)[:80], accepted)
-        return each
 
     def _requests(self, prompts: Sequence[Sequence[int]], params: Any, max_new_tokens: int) -> list[Request]:
         check_positive("Generator", max_new_tokens=max_new_tokens)
@@ -484,7 +485,8 @@ class Generator:
                 self.pool.extend(request.pages, done, f"request {request.index}")
                 last = done == len(request.prompt)
                 ids = request.prompt[request.cached : done]
-                parts.append(Part(ids, request.cached, request.pages, row if last else None, request.params.mode))
+                draws = row if last else None
+                parts.append(Part(ids, request.cached, request.pages, draws, request.params.mode, request.images))
                 drawing += [request] * last
                 budget -= len(ids)
                 request.cached = done

@@ -9,8 +9,8 @@
     qwen3_moe     all four (option)  yes         softmax top-k                       all layers
     qwen2_5_vl    q, k, v            no          no                                  as qwen2; MRoPE
 
-Layers in ``mlp_only_layers``, and those that ``decoder_sparse_step`` leaves out, are dense. With Qwen2.5-VL, text alone
-needs nothing more; with images or videos the three position axes come in as ``meta.rope_positions``.
+Layers in ``mlp_only_layers``, and those that ``decoder_sparse_step`` leaves out, are dense. Of Qwen2.5-VL this is the
+language model; with images, see :mod:`.qwen_vl`, the three position axes come in as ``meta.rope_positions``.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ class QwenForCausalLM(CausalLM):
     Notes
     -----
     Qwen2.5-VL with images: ``model(ids, dataclasses.replace(meta, rope_positions=positions), caches)``, with
-    ``positions`` int64 ``[3, T]`` (time, height, width). The vision tower is not part of this model.
+    ``positions`` int64 ``[3, T]`` (time, height, width). The tower is :class:`~fastlayers_models.QwenVLForCausalLM`'s.
     """
 
     config_class, layer_class = QwenConfig, QwenLayer
@@ -296,8 +296,8 @@ class QwenForCausalLM(CausalLM):
 
     @property
     def ignored_tensors(self) -> Sequence[str]:
-        """Patterns of tensors with no place here: derived buffers, a tied head, other ranks' experts, vision."""
+        """Patterns of tensors with no place here: derived buffers, a tied head, other ranks' experts, a tower's."""
         patterns = list(super().ignored_tensors)
         if self.config.num_experts:
             patterns += self.other_experts(self.config.num_experts)
-        return [*patterns, r"^(?:model\.)?visual\."] if self.config.model_type in VL_TYPES else patterns
+        return [*patterns, r"^(?:model\.)?visual\."] if self.config.model_type == "qwen2_5_vl_text" else patterns

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index as as_index
 from typing import Any
 
+import torch
+
 from fastlayers.errors import ArgumentError, describe
 from fastlayers.sampler.layer import SamplingParams
+from fastlayers_models.images import PromptImages
 from fastlayers_models.rows import Row
 
 
@@ -33,11 +36,13 @@ class Request:
     cached: int = 0
     output: list[int] = field(default_factory=list)
     done: bool = False
+    images: PromptImages | None = None
 
     @property
     def row(self) -> Row:
         """As a step sees it: a request's tokens depend on its own draws, not on who else is in the batch."""
-        return Row(self.output[-1] if self.output else 0, self.params, self.seed, len(self.output))
+        delta = 0 if self.images is None else self.images.delta
+        return Row(self.output[-1] if self.output else 0, self.params, self.seed, len(self.output), delta)
 
 
 def stop_ids(eos_ids: Any) -> set[int]:
@@ -48,3 +53,20 @@ def stop_ids(eos_ids: Any) -> set[int]:
     except (TypeError, RuntimeError) as error:  # also of tensors without data
         accepted = "a sequence of token ids, () for none, or None for the configuration's"
         raise ArgumentError("Generator", "eos_ids", describe(eos_ids), accepted) from error
+
+
+def _listed(values: Any) -> Any:
+    return values.tolist() if isinstance(values, torch.Tensor) and not values.is_meta else values
+
+
+def prompts_of(prompts: Any) -> list[Sequence[int]]:
+    """Return the prompts as rows of token ids, or raise :class:`ArgumentError`; a tensor may stand for either."""
+    rows = _listed(prompts)
+    accepted = "a sequence of prompts, each a sequence of token ids, as in [[1, 2, 3]]"
+    if not isinstance(rows, Sequence) or isinstance(rows, str | bytes):
+        raise ArgumentError("Generator", "prompts", repr(rows)[:80], accepted)
+    each = [_listed(row) for row in rows]
+    for index, row in enumerate(each):
+        if not isinstance(row, Sequence) or isinstance(row, str | bytes):
+            raise ArgumentError("Generator", f"prompts[{index}]", repr(row)[:80], accepted)
+    return each

@@ -26,12 +26,16 @@ IN_FLIGHT = 4
 
 @dataclass(frozen=True)
 class Row:
-    """One request as a step sees it: its last token, how it samples, and how many tokens it drew so far."""
+    """One request as a step sees it: its last token, how it samples, how many tokens it drew so far.
+
+    ``rope_delta``: with images, what is added to a token's place to find its rotary position.
+    """
 
     token: int
     params: SamplingParams
     seed: int
     drawn: int
+    rope_delta: int = 0
 
 
 _IDLE = Row(0, SamplingParams(temperature=0.0), 0, 0)
@@ -44,17 +48,19 @@ class RowTable:
     ----------
     tokens : Tensor int64 ``[max_batch + 1]``
         Each row's last token.
+    rope_deltas : Tensor int64 ``[max_batch + 1]``
+        What is added to a place to find its rotary position.
     """
 
     def __init__(self, max_batch: int, device: torch.device) -> None:
         self.max_batch, self.device = max_batch, device
         size = max_batch + 1
-        # temperature, top_p, min_p; top_k; seed, offset, token
+        # temperature, top_p, min_p; top_k; seed, offset, token, delta of rotary positions
         self._floats = torch.zeros(3, size, dtype=torch.float32, device=device)
         self._ints = torch.zeros(1, size, dtype=torch.int32, device=device)
-        self._longs = torch.zeros(3, size, dtype=torch.int64, device=device)
+        self._longs = torch.zeros(4, size, dtype=torch.int64, device=device)
         self._floats[1] = 1.0
-        self.tokens = self._longs[2]
+        self.tokens, self.rope_deltas = self._longs[2], self._longs[3]
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -73,7 +79,7 @@ class RowTable:
 
     def scatter(self, rows: torch.Tensor, offset: torch.Tensor, tokens: torch.Tensor) -> None:
         """Write back what a draw changed."""
-        self._longs[1:].index_copy_(1, rows, torch.stack((offset, tokens)))
+        self._longs[1:3].index_copy_(1, rows, torch.stack((offset, tokens)))
 
     def load(self, requests: Sequence[Row]) -> None:
         """Put requests into the rows from 0 on; the others become idle."""
@@ -97,7 +103,8 @@ class RowTable:
         ways = [row.params for row in rows]
         floats = torch.tensor([[p.temperature for p in ways], [p.top_p for p in ways], [p.min_p for p in ways]])
         ints = torch.tensor([[max(p.top_k, 0) for p in ways]], dtype=torch.int32)
-        longs = torch.tensor([[r.seed for r in rows], [r.drawn for r in rows], [r.token for r in rows]])
+        numbers = [[r.seed for r in rows], [r.drawn for r in rows], [r.token for r in rows]]
+        longs = torch.tensor([*numbers, [r.rope_delta for r in rows]])
         for target, values in ((self._floats, floats), (self._ints, ints), (self._longs, longs)):
             if at is None:
                 target[:, : len(rows)].copy_(values)
@@ -133,6 +140,8 @@ class ExtendInputs:
         Row of the table that each request draws by; the row after the last one: nobody's.
     count : Tensor int32 ``[1]``
         Tokens that are real.
+    images : ImageRows, optional
+        Of an uncaptured step with images, set after :meth:`write`.
     """
 
     def __init__(self, max_tokens: int, max_batch: int, device: torch.device) -> None:
@@ -140,6 +149,7 @@ class ExtendInputs:
         self._mirrored, self._nobody = Mirrored([(size, torch.int64) for size in sizes], device), max_batch
         (count, self.last, self.rows, self._ids, self._source), self._host = zip(*self._mirrored.fields, strict=True)
         self.count = count.view(torch.int32)[:1]
+        self.images: Any = None
 
     def ids(self, tokens: int, last_tokens: torch.Tensor) -> torch.Tensor:
         """Return the step's ids ``[tokens]``: given ones, or (where -1 is given) the last token of a row."""
@@ -170,6 +180,7 @@ class ExtendInputs:
                 accepted = f"0 to {self._nobody - 1}, or None for a part with ids that draws nothing"
                 raise ArgumentError("ModelStep.extend", "row", row, accepted)
         count, last, rows, ids_at, source = self._host
+        self.images = None
         tokens = sum(lengths)
         requests, width = (bucket.requests, bucket.tokens) if bucket is not None else (len(parts), tokens)
         idle = requests - len(parts)

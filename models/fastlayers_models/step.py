@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ from fastlayers.runtime.graphs import CudaGraphs, bucket_of, decode_buckets
 from fastlayers.sampler.layer import MODES, Sampler
 from fastlayers.torch_compile import CompiledBlocks, TorchCompile
 from fastlayers.weights_epoch import WeightsWatch
+from fastlayers_models.images import PromptImages, step_images
 from fastlayers_models.rows import ExtendInputs, Outbox, Pending, Row, RowTable
 
 log = logging.getLogger(__name__)
@@ -67,6 +68,8 @@ class Part:
         Row by which the next token is drawn, and which gets it. ``None``: none is drawn (not the last chunk).
     mode : str
         Of sampling, one of :data:`fastlayers.sampler.layer.MODES`: ``Row.params.mode``.
+    images : PromptImages, optional
+        Of the request. A step with images is not captured.
     """
 
     ids: Sequence[int]
@@ -74,6 +77,7 @@ class Part:
     pages: Sequence[int]
     row: int | None = None
     mode: str = "greedy"
+    images: PromptImages | None = None
 
 
 class ModelStep(CapturedSteps):
@@ -161,6 +165,7 @@ class ModelStep(CapturedSteps):
         across = getattr(model, "seam", None) or getattr(model, "moves", None)
         self._outbox = Outbox(self.max_batch, model.device, across.status if across is not None else None)
         self.weights = WeightsWatch(model)
+        self._images = getattr(model, "tower", None) is not None
         balancer = getattr(model, "balancer", None)  # where experts move between steps
         self.begin = balancer.tick if balancer is not None else lambda: None
         self._ranks = collectives(model.parallel.tp if hasattr(model, "parallel") else SINGLE)
@@ -248,8 +253,8 @@ class ModelStep(CapturedSteps):
     ) -> None:
         """Capture what is not captured yet of decode, largest first, and the extends that are :attr:`wanted`.
 
-        Overwrites ``count``, so before :meth:`load`. ``seen``: what these steps run has run in these sizes before, see
-        :meth:`fastlayers.runtime.graphs.CudaGraphs.capture_all`.
+        Overwrites ``count`` and rows' ``rope_delta``, so before :meth:`load`. ``seen``: what these steps run has run in
+        these sizes before, see :meth:`fastlayers.runtime.graphs.CudaGraphs.capture_all`.
 
         Raises
         ------
@@ -286,6 +291,7 @@ class ModelStep(CapturedSteps):
         # Nobody's rows: they read and write page 0 only. Alike for all buckets, so they may be planned beforehand.
         meta = self.state.plan(AttentionBatch((), (), []), bucket=bucket)
         self.count.zero_()
+        self.table.rope_deltas.zero_()  # of rows before, which begin at 0 here
         how = self.torch_compile
         if how is None or bucket > how.max_batch:
             return lambda: self._run(meta, mode)
@@ -312,6 +318,9 @@ class ModelStep(CapturedSteps):
         # A bucket of one has no padding: its only row is always real.
         valid = self.count if meta.bucket is not None and size > 1 else None
         ids = self.table.tokens[:size]
+        if self._images:  # they move what follows them; one sum for all layers, which take it as it is
+            deltas = self.table.rope_deltas[:size].expand(3, -1)
+            meta = replace(meta, rope_positions=meta.positions + deltas)
         hidden = self.model(ids, meta, self.caches, valid=valid)
         ids.copy_(self.sampler(self.model.compute_logits(hidden), self.table.params(size), mode))
         return ids
@@ -342,10 +351,15 @@ class ModelStep(CapturedSteps):
             tuple(part.prefix for part in parts),
             [part.pages for part in parts],
         )
-        key = self._extend_key(batch.num_tokens, len(parts), mode, capture)
+        images = any(part.images is not None for part in parts)
+        key = None if images else self._extend_key(batch.num_tokens, len(parts), mode, capture)
         bucket = None if key is None else self._extend_bucket(key)
         meta = self.state.plan(batch, bucket=bucket, num_pages=self.num_pages)
         self.inputs.write([(part.ids, part.row) for part in parts], batch.query_lens, bucket)
+        if images:
+            self.uncaptured["prompts with images"] += 1
+            positions, self.inputs.images = step_images(parts, self.model.device)
+            meta = replace(meta, rope_positions=positions)
         if key is None:
             drawn = self._run_extend(meta, mode)
         else:
@@ -419,7 +433,11 @@ class ModelStep(CapturedSteps):
         """Return the tokens drawn, one a request; of requests that do not draw, anything."""
         inputs, table, captured = self.inputs, self.table, meta.bucket is not None
         ids = inputs.ids(meta.num_tokens, table.tokens)
-        hidden = self.model(ids, meta, self.caches, valid=inputs.count if captured else None)
+        valid = inputs.count if captured else None
+        if inputs.images is None:
+            hidden = self.model(ids, meta, self.caches, valid=valid)
+        else:
+            hidden = self.model(ids, meta, self.caches, valid=valid, images=inputs.images)
         last, rows = inputs.last[: meta.num_requests], inputs.rows[: meta.num_requests]
         if mode == NO_DRAW:
             return last

@@ -3,7 +3,7 @@
 T = tokens, E = hidden_size, Hq = num_heads, Hkv = num_kv_heads, D = head_dim
 q, k, v        = qkv_proj(hidden[T, E])           one fused linear, split into heads
 q, k           = q_norm(q), k_norm(k)             with qk_norm: RMSNorm over D
-q, cache       = rotary(q), write(rotary(k), v)   one launch with the norms; four with MRoPE
+q, cache       = rotary(q), write(rotary(k), v)   one launch, with norms and MRoPE, too
 o[T, Hq, D]    = core(q, cache)                   see fastlayers.attention.gqa.config
 y[T, E]        = o_proj(o)                        a partial sum where heads are sharded
 """
