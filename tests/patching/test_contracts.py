@@ -159,6 +159,27 @@ def test_to_another_dtype_and_back(name: str) -> None:
         assert close(logits(model).float(), logits(twin).float(), bound)
 
 
+@pytest.mark.parametrize("moe", ["auto", "torch"])
+@pytest.mark.parametrize("name", ["v3", "qwen3_moe", "gpt_oss"])
+def test_a_dtype_that_no_backend_takes_runs_the_original(name: str, moe: str) -> None:
+    model, twin = build(name), build(name)
+    report = fl.patch(model, moe=moe)
+    for m in (model, twin):
+        m.to(torch.float64)
+        m.set_experts_implementation("eager")  # torch has no grouped product of fp64
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+    wanted = logits(twin)
+    assert wanted.dtype == torch.float64 and close(logits(model), wanted)
+    experts = "model.layers.1.mlp.experts"
+    assert report.fallbacks()[experts] == 1 and "no backend for the weights as they are" in report.summary()
+    for m in (model, twin):
+        m.to(torch.float32)
+    assert close(logits(model), logits(twin)) and report.hits()[experts] == 1
+    model = build(name).to(torch.float64)
+    reasons = {entry.reason for entry in fl.patch(model, moe=moe).skipped if entry.kind == "moe"}
+    assert reasons == {"dtype: float64", "quantized(torch.float64)"}
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("assign", [False, True])
 def test_load_state_dict_reaches_the_packed_weights(name: str, assign: bool) -> None:

@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from fastlayers.errors import ArgumentError, NoBackendError
 from fastlayers.operators import count as count_operator
 from fastlayers.patching.comparison import recorded
 from fastlayers.patching.guard import Guard, code_of, functions, known_code, replaced_code
@@ -70,6 +71,7 @@ class FastModule:
     _fl_functions: tuple[str, ...] = ()
     _fl_bypassed: Mapping[str, tuple[type, ...]] = {}
     _fl_baked: tuple[str, ...] = ()
+    _fl_shaped: tuple[str, ...] = ()
     # What is set on each patched instance.
     _fl_hits: Tally
     _fl_falls: Tally
@@ -92,19 +94,24 @@ class FastModule:
         """Return what runs, in a word or two."""
         return "torch"
 
-    def _fl_watch(self, trusted: bool = False) -> None:
-        """Make the guard; ``trusted``: of the code as it is, whoever wrote it."""
+    def _fl_watch(self, trusted: bool = False, why: str = "") -> None:
+        """Make the guard; ``trusted``: of the code as it is, whoever wrote it; ``why``: what is wrong already."""
         original: Any = type(self)._fl_origin[0]  # type: ignore[attr-defined]
         names, module = tuple(name for name in self._fl_relies if name not in self._fl_rewrapped), cast(Any, self)
-        code, why = (code_of(original, names), "") if trusted else known_code(original, names)
+        code, replaced = (code_of(original, names), "") if trusted else known_code(original, names)
         torchs = functions(self._fl_functions)
-        why = why or replaced_code(torchs)
-        self._fl_guard = Guard(module, (*code, *torchs), self._fl_bypassed, self._fl_baked, why)
+        why = why or replaced or replaced_code(torchs)
+        self._fl_guard = Guard(module, (*code, *torchs), self._fl_bypassed, self._fl_baked, why, (), self._fl_shaped)
 
     def _fl_refresh(self) -> None:
         if PREFIX + "hits" in self.__dict__:
-            self._fl_choose()
-            self._fl_watch()
+            why = ""
+            try:
+                self._fl_choose()
+            except (ArgumentError, NoBackendError) as error:
+                # In the middle of .to(), say: whoever moves a model moves all of it, and gets the original's code.
+                why = f"no backend for the weights as they are: {error}"
+            self._fl_watch(why=why)
             # Whoever replaced the parameters holds them at this moment.
             self._fl_pack(aliases=True)
 

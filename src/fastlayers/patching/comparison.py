@@ -29,6 +29,7 @@ CLASS = "type({0}) is {1}"
 CHILDREN = "module._modules is {0}"
 OWN = "{0} not in module.__dict__"
 NUMBERS = "{0}(module) == {1}"
+SHAPE = "{0}[{1}].shape == {2}"
 # Of a tensor where it lies: its first rows may have been taken, and a square one may have been transposed.
 ADDRESS = "{0}.data_ptr() == {1}"
 SIZE = "{0}.numel() == {1}"

@@ -20,7 +20,7 @@ from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS,
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from fastlayers import env
-from fastlayers.errors import PatchError
+from fastlayers.errors import ArgumentError, PatchError, dtype_name
 from fastlayers.moe.fused_moe.layer import FUSED_MOE, FusedMoEConfig
 from fastlayers.moe.fused_moe.weights import GROUP, MoEWeights, activate
 from fastlayers.patching.classes import FastModule, count, storage_mode
@@ -31,6 +31,7 @@ from fastlayers.weights_epoch import is_aliased
 
 # Implementations of transformers that compute the same.
 _SAME = ("grouped_mm", "batched_mm")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def experts_config(module: Any) -> FusedMoEConfig:
@@ -64,6 +65,9 @@ def _clamp(module: Any) -> tuple[float, float]:
 
 def choose(module: Any, backend: str) -> Ladder:
     """Choose and build the backend for ``module``."""
+    dtype = module.down_proj.dtype
+    if dtype not in _DTYPES and dtype.itemsize > 1:
+        raise ArgumentError("patch", "moe", f"experts of {dtype_name(dtype)}", "float32, bfloat16, float16 or FP8")
     return FUSED_MOE.choose(experts_config(module), module.down_proj.device, backend).build()
 
 
@@ -81,7 +85,7 @@ def why_not(module: Any) -> str | None:
         return _why_not_fp8(module)
     if type(module)._apply_gate is not _default_apply_gate:
         return "custom-gate: its own gate function"
-    if module.gate_up_proj.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if module.gate_up_proj.dtype not in _DTYPES:
         return f"quantized({module.gate_up_proj.dtype})"
     return None
 
@@ -96,7 +100,7 @@ def why_not_clamped(module: Any) -> str | None:
         return reason
     if type(module)._apply_gate is _default_apply_gate:
         return "custom-gate: not the clamped gate function"
-    if module.gate_up_proj.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if module.gate_up_proj.dtype not in _DTYPES:
         return f"quantized({module.gate_up_proj.dtype})"
     return None
 
@@ -146,6 +150,8 @@ class FastExperts(FastModule):
     _fl_relies: tuple[str, ...] = ("forward", "_apply_gate")
     _fl_bypassed = {"act_fn": SILU}  # noqa: RUF012
     _fl_functions = ("linear", "silu")
+    _fl_baked = ("num_experts", "alpha", "limit")
+    _fl_shaped = ("gate_up_proj", "down_proj")
     _fl_core: Ladder
     _fl_auto: bool
     _fl_stock: dict[str, Any]
@@ -164,9 +170,7 @@ class FastExperts(FastModule):
         return f"fused_moe={self._fl_core.choice.name}"
 
     def _fl_other(self, x: torch.Tensor) -> str:
-        weight = self._parameters.get("down_proj")
-        if weight is None:
-            return "the weights were replaced"
+        weight = self._parameters["down_proj"]
         if x.dtype != weight.dtype and weight.element_size() > 1:
             return f"input of {x.dtype}, weights of {weight.dtype}"
         name, table = _named(self), self._fl_table

@@ -4,7 +4,8 @@
                 (``_fl_relies``), ``nn.Module.__call__``, and ``forward`` of children's classes
     children    whose work is done here without a call (``_fl_bypassed``): the object, its class, a ``forward`` or
                 hooks of its own
-    instance    methods that were overridden on it, and numbers that backends were chosen by (``_fl_baked``)
+    instance    methods that were overridden on it, numbers that backends were chosen by (``_fl_baked``), and the
+                shapes of weights that they were chosen by (``_fl_shaped``)
     torch       functions of ``torch.nn.functional`` that the original calls (``_fl_functions``): profilers,
                 calibrators and packages of attention kernels put their own in the place
     everyone    hooks on all modules, and whatever records or transforms what runs: functorch, ``torch.jit.trace``,
@@ -41,6 +42,7 @@ from fastlayers.patching.comparison import (
     NUMBERS,
     OWN,
     ROWS,
+    SHAPE,
     SIZE,
     Answer,
     Question,
@@ -128,13 +130,15 @@ class Guard:
         Attributes that must keep their values.
     why : str
         What is wrong already.
+    shaped : tuple[str, ...]
+        Parameters that must keep their shapes.
     weights : sequence
         Tables of parameters and names in them: tensors that must stay of their type and look at the same memory.
     """
 
     def __init__(
         self, module: nn.Module, code: Code, children: Mapping[str, tuple[type, ...]], baked: tuple[str, ...] = (),
-        why: str = "", weights: Sequence[tuple[dict[str, Any], str]] = (),
+        why: str = "", weights: Sequence[tuple[dict[str, Any], str]] = (), shaped: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         parts = {name: part for name in children if (part := getattr(module, name, None)) is not None}
         for name, part in parts.items():
@@ -144,6 +148,8 @@ class Guard:
         self._code: Code = (*code, *((cls, "forward", cls.forward) for cls in classes))
         self._children = tuple((name, type(part)) for name, part in parts.items())
         self._baked = tuple((name, getattr(module, name)) for name in baked if hasattr(module, name))
+        held = {name: module._parameters.get(name) for name in shaped}
+        self._shaped = tuple((name, weight.shape) for name, weight in held.items() if weight is not None)
         self._methods = tuple(name for owner, name, _ in code if isinstance(owner, type) and name != "forward")
         self._why = why
         self._questions = [] if why else self._asked(module, parts, weights)
@@ -160,6 +166,7 @@ class Guard:
         # What an attrgetter gives: of one name the value, of several a tuple.
         read: Any = attrgetter(*(name for name, _ in self._baked)) if self._baked else type
         asked: list[Question] = [(CHILDREN, (module._modules,)), (NUMBERS, (read, read(module)))]
+        asked += [(SHAPE, (module._parameters, name, shape)) for name, shape in self._shaped]
         asked += [(OWN, (name,)) for name in self._methods]
         for name, part in parts.items():
             asked += [(ENTRY, (module._modules, name, part)), (CLASS, (part, type(part)))]
@@ -205,6 +212,10 @@ class Guard:
         for name, value in self._baked:
             if getattr(module, name) != value:
                 return False
+        for name, shape in self._shaped:
+            weight = module._parameters.get(name)
+            if weight is None or weight.shape != shape:
+                return False
         for name in self._methods:
             getattr(module, name)  # what the compiler looks up is what it guards on
             if name in module.__dict__:
@@ -226,4 +237,7 @@ class Guard:
             part = getattr(module, name, None)
             if type(part) is not cls or not untouched(part):
                 return f"{name} was replaced or hooked"
+        for name, shape in self._shaped:
+            if getattr(module._parameters.get(name), "shape", None) != shape:
+                return "the weights were replaced"
         return "the module's attributes were changed"

@@ -192,6 +192,7 @@ def verify(module: nn.Module, rule: Rule, backend: str, fuse: bool, rotary: Any)
         mixin: Any = rule.mixin
         original: Any = type(fast)
         fast.__class__ = fast_class(original, mixin)
+        fast._fl_choose()  # a backend that was named raises where it cannot run
         fast._fl_refresh()
         # Code that somebody replaced is compared as well: what differs is the better reason.
         fast._fl_watch(trusted=True)

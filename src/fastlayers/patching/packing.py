@@ -137,8 +137,8 @@ class PackedModule(FastModule):
     def _fl_linears(self) -> list[Any]:
         return [getattr(self, name) for name in self._fl_parts()]
 
-    def _fl_watch(self, trusted: bool = False) -> None:
-        super()._fl_watch(trusted)
+    def _fl_watch(self, trusted: bool = False, why: str = "") -> None:
+        super()._fl_watch(trusted, why)
         if "_fl_packed" in self.__dict__:
             self._fl_packed.join(self._fl_guard)
 

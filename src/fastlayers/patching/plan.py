@@ -141,7 +141,9 @@ def make_plan(model: nn.Module, options: Options) -> list[Step]:
         if is_patched(module):
             steps.append(Step(name, module, kind, rule, backend, done=True))
             continue
-        reason = _reason(name, module, rule, options, rotary, verified) or _other_dtype(module, linear)
+        reason = _reason(name, module, rule, options, rotary, verified)
+        if not reason and kind == "moe":
+            reason = _other_dtype(module, linear)
         if not reason and kind == "moe" and id(module) in bound:
             reason = "instance-forward: the block's forward was replaced on the instance"
         steps.append(Step(name, module, kind, rule, backend, reason))
@@ -179,7 +181,12 @@ def _reason(
 
 
 def _other_dtype(module: Any, linear: torch.Tensor | None) -> str:
-    """Return a reason if experts were loaded as another dtype than the model's linears: no input would fit them."""
+    """Return a reason if experts were loaded as another dtype than the model's linears: no input would fit them.
+
+    Or if a router is of a dtype that no backend takes.
+    """
+    if getattr(module._parameters.get("weight"), "dtype", None) == torch.float64:
+        return "dtype: float64"
     weight = getattr(module, "down_proj", None)
     if not isinstance(weight, torch.Tensor) or linear is None or 1 in (weight.element_size(), linear.element_size()):
         return ""

@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from fastlayers import env
+from fastlayers.errors import ArgumentError
 from fastlayers.moe.router.layer import ROUTER, RouterConfig
 from fastlayers.patching.classes import FastModule, count
 from fastlayers.registry import Ladder
@@ -34,6 +35,7 @@ class FastRouter(FastModule):
     _fl_baked = (
         "num_experts", "top_k", "num_group", "topk_group", "norm_topk_prob", "routed_scaling_factor", "topk_method",
     )  # fmt: skip
+    _fl_shaped = ("weight",)
     _fl_core: Ladder | None
     weight: torch.Tensor
     hidden_dim: int
@@ -53,6 +55,8 @@ class FastRouter(FastModule):
     def _fl_choose(self) -> None:
         auto = self._fl_backend == "auto" and "router" not in env.backend_overrides()
         self._fl_core = None
+        if self.weight.dtype == torch.float64:
+            raise ArgumentError("patch", "moe", "a router of float64", "float32, bfloat16 or float16")
         if not auto or self.weight.device.type == "cuda":
             self._fl_core = ROUTER.choose(self._fl_config(), self.weight.device, self._fl_backend).build()
 

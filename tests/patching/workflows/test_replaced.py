@@ -411,6 +411,17 @@ def test_numbers_changed_after_the_patch_count() -> None:
     assert report.fallbacks()["model.norm"] > 0
 
 
+@pytest.mark.parametrize("moe", ["auto", "torch"])
+@pytest.mark.parametrize(("number", "value"), [("limit", 0.3), ("alpha", 0.5)])
+def test_numbers_of_experts_changed_after_the_patch_count(number: str, value: float, moe: str) -> None:
+    model, twin = build("gpt_oss"), build("gpt_oss")
+    report = fl.patch(model, moe=moe)
+    for m in (model, twin):
+        setattr(m.model.layers[1].mlp.experts, number, value)
+    assert close(logits(model), logits(twin)) and not close(logits(twin), logits(build("gpt_oss")), 1e-3)
+    assert report.fallbacks()["model.layers.1.mlp.experts"] > 0 and report.hits()["model.layers.0.mlp.experts"] > 0
+
+
 # --- wrappers
 
 

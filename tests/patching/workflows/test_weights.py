@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import fastlayers as fl
 
@@ -149,3 +150,45 @@ def test_no_two_parameters_share_a_storage(name: str) -> None:
     assert len({storage.data_ptr() for storage in storages}) == len(storages)
     for parameter, storage in zip(model.parameters(), storages, strict=True):
         assert storage.nbytes() == parameter.nbytes and parameter.storage_offset() == 0
+
+
+def _renumbered(model: Any, rows: list[int]) -> None:
+    """Keep these experts of the last layer, some of them twice, as a study of pruning or upcycling does."""
+    block = model.model.layers[-1].mlp
+    router = getattr(block, "gate", None) or block.router
+    for module in (block.experts, router):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(parameter.detach()[rows], requires_grad=False))
+        module.num_experts = len(rows)
+
+
+@pytest.mark.parametrize("rows", [[0, 2, 3, 5, 7, 11], [*range(16), 1, 4, 9, 1]], ids=["fewer", "more"])
+@pytest.mark.parametrize("moe", ["auto", "torch"])
+@pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_moe", "gpt_oss"])
+def test_experts_that_were_removed_or_added(name: str, moe: str, rows: list[int]) -> None:
+    model, twin = build(name), build(name)
+    report = fl.patch(model, moe=moe)
+    for m in (model, twin):
+        _renumbered(m, rows)
+    wanted = logits(twin)
+    assert close(logits(model), wanted) and not close(wanted, logits(build(name)), 1e-4)
+    assert report.fallbacks()["model.layers.1.mlp.experts"] == 1
+    model.to(torch.float64).to(torch.float32)
+    assert close(logits(model), wanted) and report.hits()["model.layers.1.mlp.experts"] == 1
+    fl.unpatch(model)
+    assert torch.equal(logits(model), wanted)
+
+
+@pytest.mark.parametrize("weight", ["gate_up_proj", "down_proj"])
+@pytest.mark.parametrize("name", ["v3", "qwen3_moe", "gpt_oss"])
+def test_pruned_experts(name: str, weight: str) -> None:
+    model, twin = build(name), build(name)
+    report = fl.patch(model)
+    for m in (model, twin):
+        prune.l1_unstructured(m.model.layers[1].mlp.experts, weight, amount=0.5)
+    wanted = logits(twin)
+    assert close(logits(model), wanted) and not close(wanted, logits(build(name)), 1e-3)
+    assert "the weights were replaced" in report.summary()
+    for m in (model, twin):
+        prune.remove(m.model.layers[1].mlp.experts, weight)
+    assert close(logits(model), wanted) and report.hits()["model.layers.1.mlp.experts"] > 0
