@@ -60,7 +60,7 @@ test-oldest: $(VENV)/.stamp-dev  ## tests that lean on the standard library, und
 lint: $(VENV)/.stamp-dev  ## ruff and mypy
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet . || { echo "not formatted; run: make format"; $(BIN)/ruff format --check .; }
-	@$(BIN)/mypy $(ROOTS)
+	@$(BIN)/mypy $(ROOTS) benchmarks tools
 
 format: $(VENV)/.stamp-dev  ## ruff format, and the fixes that ruff knows
 	@$(BIN)/ruff check --fix --quiet . || true

@@ -39,6 +39,11 @@ def least(call: Callable[[], object]) -> float:
     return round(1e6 * min(timeit.repeat(call, number=CALLS, repeat=RUNS)) / CALLS, 2)
 
 
+def least_of(function: Any, argument: Any) -> float:
+    """Return microseconds of ``function(argument)``."""
+    return least(lambda: function(argument))
+
+
 def modules(model: Any) -> Iterator[dict[str, Any]]:
     """Yield a row for each class of patched modules in the last layer."""
     seen: set[str] = set()
@@ -49,7 +54,7 @@ def modules(model: Any) -> Iterator[dict[str, Any]]:
         seen.add(name)
         weight = next(module.parameters())
         x = torch.zeros(1, weight.shape[-1], dtype=weight.dtype)
-        packed = getattr(module, "_fl_packed", None)
+        packed: Any = getattr(module, "_fl_packed", None)
         together = packed is not None and packed.weight is not None
         guard: Any = packed.whole if together else module._fl_guard.stands
         check: Any = module._fl_ready if packed is not None else module._fl_usable
@@ -57,7 +62,7 @@ def modules(model: Any) -> Iterator[dict[str, Any]]:
             raise SystemExit(f"{name}: the guard does not hold")
         yield {
             "module": name, "packed": len(module._fl_parts()) if together else 0,
-            "guard": least(lambda g=guard, m=module: g(m)), "check": least(lambda c=check, v=x: c(v)),
+            "guard": least_of(guard, module), "check": least_of(check, x),
         }  # fmt: skip
 
 

@@ -112,7 +112,7 @@ class Run:
 def decode(run: Run, name: str, backend: str, wanted: dict[int, Any]) -> None:
     """Time decode of one model; ``backend``: of the seam (``""``: what is chosen)."""
     sys.path.insert(0, str(Path(__file__).parent))
-    from generate import MODELS, Weights, prompts_of, randomize, time_decode  # type: ignore[import-not-found]
+    from generate import MODELS, Weights, prompts_of, randomize, time_decode
 
     from fastlayers.attention.buckets import ExtendBuckets
     from fastlayers_models.auto import family_of
@@ -291,7 +291,7 @@ def main() -> None:
     if options.parts == "start":
         run.part("start", partial(start, run), options.seconds)
     elif options.parts == "rows":
-        from two_gpus_rows import rows  # type: ignore[import-not-found]
+        from two_gpus_rows import rows
 
         with torch.inference_mode():
             rows(run)

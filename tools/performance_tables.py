@@ -13,6 +13,7 @@ import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -431,10 +432,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "nearest": nearest,
     "latencies": latencies,
     "serving": serving,
-} | {
-    part: (lambda part=part: layer_table(part))
-    for part in LAYERS  # type: ignore[misc]
-}
+} | {part: partial(layer_table, part) for part in LAYERS}
 
 
 def plots() -> dict[str, str]:

@@ -104,5 +104,5 @@ def pytest_configure(config: Any) -> None:
         suite.patch(self)
         return result
 
-    PreTrainedModel.eval = evaluating  # type: ignore[method-assign]
+    PreTrainedModel.eval = evaluating
     config.pluginmanager.register(suite, "fastlayers-suite")

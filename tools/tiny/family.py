@@ -49,7 +49,7 @@ class BalancedTrainee(Trainee):
     def __init__(self, main: Any, routers: Iterable[nn.Module]):
         super().__init__()
         self.main = main
-        self.routers = list(routers)
+        self.routers: list[Any] = list(routers)
         for router in self.routers:
             router.balance = None
             router.register_forward_hook(record_balance)

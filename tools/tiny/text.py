@@ -9,6 +9,7 @@ import random
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -144,7 +145,7 @@ def make_streams(args: argparse.Namespace, tokenizer_file: str, device: torch.de
     else:
         shards = make_shards(args, tokenizer_file)
         if args.text:
-            named = {f"tokens{i}": tokens for i, (tokens, _) in enumerate(shards)}
+            named: dict[str, Any] = {f"tokens{i}": tokens for i, (tokens, _) in enumerate(shards)}
             named |= {f"starts{i}": starts for i, (_, starts) in enumerate(shards)}
             np.savez(args.text, made_from=[args.seed, args.shards, args.shard_documents], **named)
     streams = {
