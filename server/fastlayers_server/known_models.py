@@ -114,7 +114,7 @@ def _from_hub(name: str) -> dict[str, Any]:
 
 def _parsed(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:  # not JSON, or not even text
         raise UnknownModelError(f"{path} is not JSON: {error}; expected a model's config.json") from error
     if not isinstance(found, dict):

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from fastlayers_server.engine.client import EngineClient
 
 log = logging.getLogger("fastlayers.serve")
+MANY_FILES, OWN_FILES = 65_536, 64  # opened at most; of which so many are not connections
 
 
 def resolved(config: ServeConfig, folder: Path) -> ServeConfig:
@@ -44,7 +46,7 @@ def resolved(config: ServeConfig, folder: Path) -> ServeConfig:
 def template_of(config: ServeConfig) -> str | None:
     """Return the chat template that replaces the model's, if there is one."""
     try:
-        return Path(config.chat_template).read_text() if config.chat_template else None
+        return Path(config.chat_template).read_text("utf-8") if config.chat_template else None
     except (OSError, UnicodeDecodeError) as error:
         raise ArgumentError("serve", "--chat-template", f"{config.chat_template!r} ({error})", "a file") from error
 
@@ -70,6 +72,7 @@ def run(config: ServeConfig) -> int:
     begin = time.monotonic()
     logs.configure(config.log_level)
     check_texts(config)
+    raise_file_limit(config.limit_concurrency)
     config = dataclasses.replace(config, profile_folder=profile_folder(config.profile_folder))
     # Until the server drains on it, a signal ends the start like any error: nothing stays behind.
     leaving = _Leaving()
@@ -84,6 +87,16 @@ def run(config: ServeConfig) -> int:
         release(scratch)
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def raise_file_limit(connections: int) -> None:
+    """Let this process open as many files as it may: a shell's usual limit is 1,024, and each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < connections + OWN_FILES:
+        log.warning("%d files may be open here (ulimit -Hn): fewer connections than --limit-concurrency %d", most, connections)  # fmt: skip  # noqa: E501
 
 
 class _Leaving:

@@ -147,8 +147,8 @@ def _from_file(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        found = yaml.safe_load(path.read_text()) or {}
-    except (OSError, yaml.YAMLError) as error:
+        found = yaml.safe_load(path.read_text("utf-8")) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ArgumentError("serve", "--config", f"{str(path)!r} ({error})", "a YAML file of flags") from error
     if not isinstance(found, dict):
         raise ArgumentError("serve", "--config", f"{str(path)!r}, which holds no mapping", "names and values of flags")
@@ -186,9 +186,10 @@ def keys_of(given: Sequence[str], option: str) -> tuple[str, ...]:
             found.append(text)
             continue
         try:
-            lines = [line.strip() for line in Path(text[1:]).read_text().splitlines() if line.strip()]
-        except OSError as error:
-            raise ArgumentError("serve", option, f"{text!r} ({error.strerror})", "a key, or @FILE") from error
+            lines = [line.strip() for line in Path(text[1:]).read_text("utf-8").splitlines() if line.strip()]
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or "no UTF-8"
+            raise ArgumentError("serve", option, f"{text!r} ({why})", "a key, or @FILE") from error
         if not lines:
             raise ArgumentError("serve", option, f"{text!r}, which holds no key", "a key, or @FILE with one a line")
         found += lines

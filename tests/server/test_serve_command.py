@@ -362,3 +362,48 @@ def test_random_weights_of_a_known_model_need_no_folder(tmp_path: Path) -> None:
     assert tokens.decode([5, 151_000]) == "t5 t151000" and tokens.encode("t7 t9") == [7, 9]
     engine: Any = engine_of(config, folder)
     assert engine.phase == "starting"
+
+
+ELSEWHERE = """
+import resource, sys
+from fastlayers_models.find import TINY, assets
+from fastlayers_server.front.app import make_app, make_front
+from fastlayers_server.front.tokens import TokenText
+from fastlayers_server.serve_command import engine_of, raise_file_limit, resolved, template_of
+from fastlayers_server.serve_config import parse
+
+config, _ = parse(["tiny", "--in-process", "--config", sys.argv[1], "--api-key", "@" + sys.argv[2]])
+config, folder = resolved(config, assets() / TINY), assets() / TINY
+tokens = TokenText(folder, template_of(config))
+make_app(make_front(config, engine_of(config, folder), tokens))
+print(ascii([config.name, config.api_key, tokens.hf.chat_template]))
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 2000))
+raise_file_limit(1900)
+print(resource.getrlimit(resource.RLIMIT_NOFILE))
+raise_file_limit(4096)
+"""
+
+
+def test_a_shell_of_another_alphabet_and_with_few_files(tmp_path: Path) -> None:
+    """Files are UTF-8 whatever the locale says, and connections as many as the system's limit lets."""
+    for name, text in (("flags", "served_model_name: größe\nchat_template: t"), ("keys", "schlüssel"), ("t", "｜ü")):
+        (tmp_path / name).write_text(text, "utf-8")
+    # Python reads C and POSIX as UTF-8, unless told otherwise; what is left is any other locale's alphabet.
+    env = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, "flags", "keys"], env=env, cwd=tmp_path, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [ascii(["größe", ("schlüssel",), "｜ü"]), "(2000, 2000)"]
+    told = [line for line in done.stderr.splitlines() if "files may be open" in line]
+    assert told == ["2000 files may be open here (ulimit -Hn): fewer connections than --limit-concurrency 4096"]
+
+
+def test_keys_that_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_bytes(b"\xff\xfe")
+    with pytest.raises(ArgumentError, match=r"--api-key is .*\(no UTF-8\); accepted: a key, or @FILE"):
+        resolved(parse(["--api-key", f"@{tmp_path / 'keys'}"])[0], tmp_path)
+    (tmp_path / "flags").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(ArgumentError, match="--config"):
+        parse(["--config", str(tmp_path / "flags")])

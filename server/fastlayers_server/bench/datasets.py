@@ -71,7 +71,7 @@ def from_file(path: Path, count: int, output_len: int, length: Callable[[str], i
         A line is something else, or there are fewer lines than prompts asked for.
     """
     asks = []
-    for number, line in enumerate(path.read_text().splitlines()[:count], 1):
+    for number, line in enumerate(path.read_text("utf-8").splitlines()[:count], 1):
         found = json.loads(line)
         prompt = found.get("prompt") if isinstance(found, dict) else None
         if not isinstance(prompt, str | list) or not prompt:

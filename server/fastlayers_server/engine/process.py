@@ -34,6 +34,7 @@ from fastlayers_server.engine.protocol import (
 
 log = logging.getLogger(__name__)
 RESTARTS, RESTART_SECONDS = 3, 600.0  # more deaths than so many in so long are the end
+PAUSE = 5.0  # seconds until a process that could not be started is tried again: who holds all files may let go
 SILENCE = 60.0  # a process that sends nothing for so long is hung, whatever it does
 
 
@@ -114,7 +115,11 @@ class EngineProcess(EngineClient):
         deaths: deque[float] = deque(maxlen=RESTARTS + 1)
         again = True
         while again:
-            code = self._one_life()
+            try:
+                code: int | None = self._one_life()
+            except Exception as error:  # no files or memory left for a process, or one that nobody understands
+                self._lost(error)
+                code = None
             with self._lock:
                 if self._out is not None:
                     self._out.close(linger=0)
@@ -129,13 +134,32 @@ class EngineProcess(EngineClient):
             self._deliver(Died(self.epoch, self._reason, again))
         release(self._folder)
 
+    def _lost(self, error: Exception) -> None:
+        """Say why a process was not started, or is not listened to; let some time pass before the next one."""
+        log.error("the engine's process is lost", exc_info=error)
+        self._reason = f"the engine's process is lost: {error}"
+        if self._child is not None and self._child.poll() is None:
+            self._child.kill()
+            self._child.wait()
+        end = time.monotonic() + PAUSE
+        while self._stop_by is None and time.monotonic() < end:
+            time.sleep(0.05)
+
     def _one_life(self) -> int:
         """Start a process, pass on what it says until it is gone, and return its exit code."""
         self.epoch += 1
         self._reason = ""
         out, news = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
-        out.bind(f"ipc://{self._folder}/to-{self.epoch}")
-        news.bind(f"ipc://{self._folder}/from-{self.epoch}")
+        try:
+            out.bind(f"ipc://{self._folder}/to-{self.epoch}")
+            news.bind(f"ipc://{self._folder}/from-{self.epoch}")
+            return self._watched(out, news)
+        finally:
+            news.close(linger=0)
+            if self._out is not out:
+                out.close(linger=0)
+
+    def _watched(self, out: zmq.Socket[bytes], news: zmq.Socket[bytes]) -> int:
         command = [*self._command, str(self._folder), str(self.epoch), str(os.getpid())]
         config = replace(self.config, begun=time.monotonic())
         self._child = child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
@@ -158,9 +182,6 @@ class EngineProcess(EngineClient):
                 self._kill()
         while news.poll(50):
             self._hear(from_engine.decode(news.recv()), out)
-        news.close(linger=0)
-        if self._out is not out:
-            out.close(linger=0)
         return child.returncode
 
     def _hear(self, message: FromEngine, out: zmq.Socket[bytes]) -> None:

@@ -108,7 +108,7 @@ def make_app(front: Front, limit: int = 4096) -> ASGIApp:
     async def on_openapi(request: Request) -> Response:
         return document(describe(ROUTES))
 
-    page = files("fastlayers_server.front").joinpath("page.html").read_text()
+    page = files("fastlayers_server.front").joinpath("page.html").read_text("utf-8")
     routes = [Route("/", on_page)]
     routes += [Route(path, _bound(handler, front), methods=methods) for path, methods, handler in ROUTES]
     routes += [Route("/openapi.json", on_openapi)] if front.config.enable_openapi else []

@@ -112,7 +112,7 @@ class TokenText:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    found = json.loads(path.read_text()) if path.is_file() else {}
+    found = json.loads(path.read_bytes()) if path.is_file() else {}
     return found if isinstance(found, dict) else {}
 
 

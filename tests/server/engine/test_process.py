@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from fastlayers_server.engine import process
 from fastlayers_server.engine import protocol as p
 from fastlayers_server.engine.config import EngineConfig
 from fastlayers_server.engine.process import EngineProcess, engine_client
@@ -110,6 +111,32 @@ def test_an_engine_that_keeps_failing_is_given_up() -> None:
         died = front.until(p.Died)
         reasons.append((died.restarting, died.reason.split(":")[0]))
     assert reasons == [(True, "ZeroDivisionError")] * 3 + [(False, "ZeroDivisionError")]
+
+
+def test_what_cannot_be_started_again_now_is_tried_a_little_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where connections hold every file that this process may open: they end, and so does the trouble."""
+    front = Front()
+    assert front.until(p.EngineInfo).epoch == 1
+    start, refused = subprocess.Popen, []
+
+    def popen(*arguments: Any, **options: Any) -> Any:
+        if len(refused) < 2:
+            refused.append(arguments)
+            raise OSError(24, "Too many open files")
+        return start(*arguments, **options)
+
+    monkeypatch.setattr(process, "PAUSE", 0.1)
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    os.kill(front.engine.pid, signal.SIGKILL)
+    reasons = [front.until(p.Died) for _ in range(3)]
+    assert all(died.restarting for died in reasons) and "Too many open files" in reasons[2].reason
+    assert front.until(p.EngineInfo).epoch == 4
+    front.submit(1, 4)
+    assert front.end_of(1).finish == "length"
+    refused.clear()
+    os.kill(front.engine.pid, signal.SIGKILL)
+    assert not front.until(p.Died).restarting, "three times in ten minutes, whatever the reasons"
+    front.engine.shutdown()
 
 
 def test_the_engine_ends_with_its_front() -> None:
