@@ -227,7 +227,7 @@ class Engine:
         rows = len(plan.rows)
         if not (rows and plan.chunks) or plan.mixed or plan.masked or plan.verify or plan.early:
             return
-        if not ending and scheduler.budget.backlog(rows, scheduler.queue.count):
+        if scheduler.backlog and not ending:
             return
         tokens = step.first()
         if tokens and scheduler.budget.decode_seconds(rows) > EARLY:
@@ -242,7 +242,7 @@ class Engine:
         whole = not plan.chunks or plan.mixed
         if not (self.overlap and rows and whole) or plan.masked or plan.verify or now - self._came > RECENT:
             return
-        if scheduler.budget.backlog(rows, scheduler.queue.count):
+        if scheduler.backlog:
             return
         left = self.patience.left(
             scheduler.budget.seconds(sum(len(chunk.ids) for chunk in plan.chunks), rows), now - self._began

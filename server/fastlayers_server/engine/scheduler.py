@@ -61,7 +61,7 @@ class Scheduler:
         self.outputs: list[Output] = []
         self.metrics = Metrics()
         self.ticks = 0
-        self.draining = self._left_out = False
+        self.draining = self._left_out = self._behind = False
         self._seq = 0
         self.history: deque[dict[str, object]] = deque(maxlen=256)
 
@@ -125,8 +125,8 @@ class Scheduler:
             elif request.end > len(request.tokens) + request.inflight:
                 rows.append(request)
         drafts = {r: draft(r, r.left - 1) for r in rows if r.may_draft} if draft is not None else {}
-        mixed = self.config.mixed and not self.budget.backlog(len(rows), self.queue.count)
-        budget = limit = max(self.config.piece, self.budget.chunk(len(rows), self.queue.count, mixed))
+        behind, fits = self.backlog, self.budget.chunk(len(rows), self.queue.count, self.config.mixed)
+        budget = limit = self.budget.max_tokens if behind else max(self.config.piece, fits)
         lengths = {r: r.kv + 1 for r in rows}
         for request, ids in drafts.items():
             lengths[request] += len(ids)
@@ -141,7 +141,10 @@ class Scheduler:
             self.metrics.add("preemptions_total")
         if not victims:
             self._admit(plan, lengths, partial, budget, now)
-        self._left_out = self._may_leave_out(rows, drafts, lengths, limit)
+        new = sum(length - request.kv for request, length in lengths.items() if request.kv < request.goal)
+        whole = behind and 2 * new > limit
+        self._behind = whole and self.queue.count > 0
+        self._left_out = whole and bool(rows) and not (self._left_out or drafts or self.config.piece)
         if self._left_out:
             lengths = {request: length for request, length in lengths.items() if request.kv < request.goal}
         block = self.cache.block
@@ -158,7 +161,7 @@ class Scheduler:
                 request.kv = length  # behind drafts settled at commit, when it is known how many of them count
             if request.kv >= (len(request.path) + 1) * block:
                 self.running.publish(request, plan)
-        plan.complete(mixed)
+        plan.complete(self.config.mixed and not whole and new + len(plan.rows) <= self.config.most_tokens)
         if not plan.empty:
             self.history.append(
                 {
@@ -169,17 +172,14 @@ class Scheduler:
             )  # fmt: skip
         return plan
 
-    def _may_leave_out(
-        self, rows: list[Request], drafts: dict[Request, Sequence[int]], lengths: dict[Request, int], limit: int
-    ) -> bool:
-        """Whether rows wait for the next tick: with a backlog each second whole step is one of prompts alone.
+    @property
+    def backlog(self) -> bool:
+        """Whether so many wait that whole steps serve all best; from then on, until one leaves nobody behind.
 
-        A decode step costs nearly as much for few rows as for all, and those of a backlog are not there yet.
+        Each second one is of prompts alone: a decode step costs nearly as much for few rows as for all, and those of a
+        backlog are not there yet. Prompts that fill no such step, as slots are taken, have the rows beside them.
         """
-        if self._left_out or drafts or self.config.piece or not self.budget.backlog(len(rows), self.queue.count):
-            return False
-        new = sum(length - request.kv for request, length in lengths.items() if request.kv < request.goal)
-        return 2 * new > limit
+        return self._behind or self.budget.backlog(len(self.running.requests), self.queue.count)
 
     def _chunk(self, start: int, goal: int, budget: int) -> int:
         """Return how many prompt tokens may be computed now: what is left of the budget, or just one whole piece."""

@@ -119,6 +119,11 @@ class Groups:
             scheduler.draining = draining
 
     @property
+    def backlog(self) -> bool:
+        """Whether a group has one."""
+        return any(scheduler.backlog for scheduler in self.each)
+
+    @property
     def idle(self) -> bool:
         """Whether nothing runs and nothing waits in any group."""
         return all(scheduler.idle for scheduler in self.each)

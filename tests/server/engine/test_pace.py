@@ -183,6 +183,33 @@ def test_the_device_hardly_waits_for_plans_that_are_made_late(faster: float) -> 
     assert np.median(device.first) < np.median(early.first) - 0.5e-3 * between(ROWS, device.decodes, 64) * 1e3
 
 
+@pytest.mark.parametrize("name", DEVICES)
+def test_a_backlog_takes_little_longer_than_its_steps_must(name: str) -> None:
+    """Requests that do not come at once fill no whole number of steps; the last of them are served whole, too."""
+    device = Device(name, [0.0003 * place for place in range(256)])
+    device.run()
+    steps = 256 * IN // 8192 * device.extends[-1] + (OUT - 1) * device.decodes[-1]
+    # Every second whole step has rows behind it: a few decode steps more, some of which their early ends save.
+    assert device.ticks <= 16 + OUT + 3 and device.now <= 1.03e-3 * steps
+
+
+def test_prompts_for_the_slots_that_free_up_come_with_the_rows() -> None:
+    """However many wait: a decode step beside a prompt costs hardly more than the prompt."""
+    limits = SchedulerConfig(
+        23, 256, 400, 16, (1,), max_running=8, max_batched_tokens=128, max_queued_requests=100, mixed=True
+    )  # fmt: skip
+    world = World(limits, delay=1)
+    world.scheduler.budget.measured({16: 0.001, 128: 0.004}, {1: 0.001, 8: 0.002}, {8: 0.0001})
+    for rid in range(60):
+        world.submit([2 + (rid * 7 + place) % 20 for place in range(40)], 5 + rid % 5, ignore_eos=True)
+    apart = 0
+    while world.scheduler.live:
+        plan = world.tick()
+        apart += bool(plan.rows and plan.chunks and not plan.mixed)
+    assert world.mixed >= 10 and apart <= 3
+    assert all(told.finish == "length" for told in world.told.values())
+
+
 def test_a_first_token_does_not_wait_for_the_rows_beside_it() -> None:
     arrivals = [0.0] * 20 + [0.5 + 0.2 * i for i in range(5)]
     device = Device("Qwen3-30B-A3B", arrivals, mixed=False)

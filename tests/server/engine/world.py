@@ -120,6 +120,7 @@ class World:
         waiting = {r: r.priority for r in scheduler.queue}
         resumed = {r for r in waiting if r.cached >= 0}
         oldest = min(before, key=lambda r: (r.priority, r.seq), default=None)
+        backlog = scheduler.backlog
         plan = scheduler.plan(self.now, draft)
         self.now += 0.01
         # I9
@@ -130,8 +131,9 @@ class World:
         assert plan.extend_tokens <= config.max_batched_tokens and len(plan.chunks) <= config.max_extend_requests
         # I9 of mixed steps: rows beside chunks are part of their extend, which is no longer for that
         beside = bool(plan.rows and plan.chunks and not plan.verify)
-        apart = scheduler.budget.backlog(len(decoding), len(waiting))
-        assert plan.mixed == (config.mixed and beside and not apart)
+        apart = backlog and 2 * plan.extend_tokens > config.max_batched_tokens
+        fits = plan.extend_tokens + len(plan.rows) <= config.most_tokens
+        assert plan.mixed == (config.mixed and beside and fits and not apart)
         assert not plan.mixed or plan.extend_tokens + len(plan.rows) <= config.most_tokens
         self.mixed += plan.mixed
         partial = sum(r.kv < r.goal for r in scheduler.running.requests)
@@ -139,7 +141,7 @@ class World:
         # I10: who can decode does, or loses its slot; beside whole steps of a backlog nobody is left out twice in a row
         launched = {*plan.rows, *(chunk.request for chunk in plan.verify)}
         left_out = not all(r in launched or r.state != RUNNING for r in decoding)
-        assert not left_out or (scheduler.budget.extend and not self.left_out and plan.chunks)
+        assert not left_out or (apart and scheduler.budget.extend and not self.left_out and plan.chunks)
         self.left_out = left_out
         # I13
         victims = [r for r in before if r.state not in (RUNNING, ENDED)]
