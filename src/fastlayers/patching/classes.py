@@ -123,6 +123,14 @@ class FastModule:
         """Return why a captured step may not run this module, or ""."""
         return self._fl_guard.why(self)
 
+    def __prepare_scriptable__(self) -> Any:
+        """Return the original with the same weights: torch.jit.script reads a class instead of calling it."""
+        original = type(self)._fl_origin[0]  # type: ignore[attr-defined]
+        other = original.__new__(original)
+        other.__dict__.update({key: value for key, value in self.__dict__.items() if not key.startswith(PREFIX)})
+        other._modules = dict(other._modules)  # in which torch puts what children return here
+        return other
+
     def _fl_why_not(self, x: torch.Tensor, *beside: Any) -> str:
         """Return why our code may not run, or ""; ``beside``: what else a caller may want gradients of."""
         return self._fl_aside(x, *beside) or self._fl_other(x)
@@ -135,6 +143,8 @@ class FastModule:
         # The flag itself: torch 2.11's compiler takes is_exporting() for true wherever it traces.
         if torch.compiler._is_exporting_flag if torch.compiler.is_compiling() else recorded():
             return RECORDED
+        if x.is_meta:
+            return "shapes alone are asked for"
         if self.training:  # type: ignore[attr-defined]
             return "training mode"
         if differentiated(x, *beside) or differentiated(*self.parameters()):  # type: ignore[attr-defined]
@@ -148,7 +158,8 @@ class FastModule:
         guard: Guard | None = self.__dict__.get("_fl_guard")
         # What eager inference asks, in few calls; the long way finds and names everything else.
         slow = torch.compiler.is_dynamo_compiling() or guard is None or self.training or torch.is_grad_enabled()  # type: ignore[attr-defined]
-        why = self._fl_why_not(x, *beside) if slow or not guard.stands(self) else self._fl_other(x)  # type: ignore[union-attr]
+        slow = slow or not guard.stands(self) or x.is_meta  # type: ignore[union-attr]
+        why = self._fl_why_not(x, *beside) if slow else self._fl_other(x)
         if why:
             self._fl_fell(why)
         return not why

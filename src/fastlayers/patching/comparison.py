@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.fx import _symbolic_trace as fx
 from torch.nn.modules import module as torch_module
 from torch.utils._device import DeviceContext
 
@@ -39,7 +40,7 @@ Question = tuple[str, tuple[Any, ...]]
 Answer = Callable[[Any], bool]
 
 _QUIET = """(
-    modes() or interpreter() is not None or tracing() or forward_ad._current_level >= 0
+    modes() or interpreter() is not None or tracing() or forward_ad._current_level >= 0 or fx._is_fx_tracing_flag
     or (functions() and observed())
 )"""
 _SOURCE = """
@@ -70,7 +71,7 @@ def observed() -> bool:
 
 _SPACE: dict[str, Any] = {
     "modes": torch._C._len_torch_dispatch_stack, "interpreter": torch._C._functorch.peek_interpreter_stack,
-    "tracing": torch._C._is_tracing, "forward_ad": forward_ad, "Module": nn.Module, "CALL": CALL,
+    "tracing": torch._C._is_tracing, "forward_ad": forward_ad, "fx": fx, "Module": nn.Module, "CALL": CALL,
     "CALL_IMPL": CALL_IMPL, "functions": torch._C._len_torch_function_stack, "observed": observed,
     **{f"hooks{i}": hooks for i, hooks in enumerate(GLOBAL_HOOKS)},
 }  # fmt: skip

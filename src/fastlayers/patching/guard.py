@@ -9,7 +9,7 @@
     torch       functions of ``torch.nn.functional`` that the original calls (``_fl_functions``): profilers,
                 calibrators and packages of attention kernels put their own in the place
     everyone    hooks on all modules, and whatever records or transforms what runs: functorch, ``torch.jit.trace``,
-                ``make_fx``, dispatch and function modes (a device context changes nothing), exports
+                ``torch.fx``, dispatch and function modes (a device context changes nothing), exports
     weights     that lie in one buffer: the objects and their addresses (``packing``)
 
 Where it does not hold, the original's code runs, and the report says why. What Hugging Face's registries give for a

@@ -163,7 +163,8 @@ class PackedModule(FastModule):
         """
         packed: Packed | None = self.__dict__.get("_fl_packed")
         slow = torch.compiler.is_dynamo_compiling() or packed is None or self.training or torch.is_grad_enabled()  # type: ignore[attr-defined]
-        return int(self._fl_usable(x, *beside)) if slow or not packed.whole(self) else 2  # type: ignore[union-attr]
+        slow = slow or not packed.whole(self) or x.is_meta  # type: ignore[union-attr]
+        return int(self._fl_usable(x, *beside)) if slow else 2
 
     def _fl_fused(self, x: torch.Tensor, ready: int = 1) -> torch.Tensor | None:
         """Return all outputs side by side, or ``None``: the linears are to run one by one.

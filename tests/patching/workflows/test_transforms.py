@@ -169,3 +169,47 @@ def test_operations_are_counted_as_stocks(name: str) -> None:
             model(**prompt(1, 16))
         counted.append(flops.get_total_flops())
     assert counted[0] == counted[1] > 0
+
+
+class Linears(torch.fx.Tracer):
+    """Looks into everything but linears and activations."""
+
+    def is_leaf_module(self, m: Any, module_qualified_name: str) -> bool:
+        return type(m) is torch.nn.Linear or "Activation" in type(m).__name__
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", ["v3", "qwen3_moe", "llama"])
+def test_symbolic_traces_are_of_the_original(name: str, grad: bool) -> None:
+    stock, fast, _ = pair(name)
+    x = torch.randn(2, 5, 64)
+    with torch.set_grad_enabled(grad):
+        for where in ("model.norm", "model.layers.0.mlp", "model.layers.0.self_attn.o_proj"):
+            made = [Linears().trace(m.get_submodule(where)).nodes for m in (stock, fast)]
+            kinds = [[(node.op, str(node.target)) for node in nodes] for nodes in made]
+            assert kinds[0] == kinds[1] and len(kinds[0]) > 2
+        norm = fast.model.layers[0].input_layernorm
+        assert close(torch.fx.symbolic_trace(norm)(x), norm(x))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_shapes_alone(name: str, grad: bool) -> None:
+    found = []
+    for model in pair(name)[:2]:
+        model.to(torch.bfloat16).to("meta")
+        with torch.set_grad_enabled(grad):
+            out = model(torch.zeros(2, 70, dtype=torch.long, device="meta"), output_hidden_states=True)
+        found.append([out.logits, *out.hidden_states])
+    for fast, stock in zip(*found, strict=True):
+        assert fast.is_meta and (fast.shape, fast.dtype, fast.stride()) == (stock.shape, stock.dtype, stock.stride())
+
+
+def test_a_norm_that_is_scripted_is_the_originals() -> None:
+    stock, fast, report = pair("llama")
+    x = torch.randn(2, 5, 64)
+    scripted = [torch.jit.script(m.model.norm) for m in (stock, fast)]
+    assert torch.equal(scripted[1](x), scripted[0](x)) and str(scripted[1].graph) == str(scripted[0].graph)
+    with torch.no_grad():
+        fast.model.norm(x)
+    assert report.hits()["model.norm"] == 1 and next(scripted[1].parameters()) is fast.model.norm.weight
