@@ -7,12 +7,12 @@ import gc
 import platform
 import time
 from contextlib import suppress
-from importlib import metadata
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from fastlayers import __version__
 from fastlayers_server.engine.protocol import Output, Reply, Sampling, Submit, pack_ids
 from fastlayers_server.front.answers import attended, document
 from fastlayers_server.front.chat import prompt_of
@@ -121,7 +121,7 @@ async def metrics(request: Request, front: Front) -> Response:
 
 async def version(request: Request, front: Front) -> Response:
     """Tell versions."""
-    return document({"version": metadata.version("fastlayers"), "python": platform.python_version()})
+    return document({"version": __version__, "python": platform.python_version()})
 
 
 async def server_info(request: Request, front: Front) -> Response:
@@ -129,7 +129,7 @@ async def server_info(request: Request, front: Front) -> Response:
     info = front.link.info
     engine = {name: getattr(info, name) for name in info.__struct_fields__} if info else None
     facts = {
-        "version": metadata.version("fastlayers"), "config": front.config.shown(), "engine": engine,
+        "version": __version__, "config": front.config.shown(), "engine": engine,
         "phase": front.link.phase, "system_fingerprint": front.fingerprint,
         "formats": {"reasoning": front.formats.reasoning, "tools": front.formats.tools},
     }  # fmt: skip

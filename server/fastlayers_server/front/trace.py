@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from importlib import metadata
 from typing import Any
 
 from starlette.types import Scope
+
+from fastlayers import __version__
 
 Tracing = Callable[[Scope], AbstractContextManager[Any]]
 
@@ -29,8 +30,7 @@ def tracing(endpoint: str) -> Tracing:
     except ImportError as error:
         needs = "opentelemetry-sdk and opentelemetry-exporter-otlp-proto-http"
         raise ValueError(f"--otlp-endpoint needs {needs} ({error})") from error
-    version = metadata.version("fastlayers")
-    provider = TracerProvider(resource=Resource.create({"service.name": "fastlayers", "service.version": version}))
+    provider = TracerProvider(resource=Resource.create({"service.name": "fastlayers", "service.version": __version__}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
     return spans_of(provider.get_tracer("fastlayers"), propagate.extract, trace.SpanKind.SERVER)
 
