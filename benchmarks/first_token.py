@@ -22,7 +22,7 @@ from generate import MODELS, prompts_of, randomize
 
 import fastlayers as fl
 from fastlayers.attention.buckets import ExtendBuckets
-from fastlayers.tuning.provenance import provenance
+from fastlayers.tuning.bench import describe_run
 from fastlayers_models.auto import family_of
 from fastlayers_models.generate import Generator
 
@@ -96,8 +96,7 @@ def bench(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def record(head: dict[str, Any], models: Iterable[Iterable[dict[str, Any]]], out: Path | None) -> None:
     """Print the rows of one model after the other behind a line that describes the run, and write them to ``out``."""
-    head |= {"command": "python " + " ".join(sys.argv), **provenance(), "gpu": torch.cuda.get_device_name()}
-    lines = [head | {"torch": torch.__version__}]
+    lines = [head | describe_run("cuda") | {"command": "python " + " ".join(sys.argv)}]
     print(json.dumps(lines[0]), flush=True)
     for rows in models:
         for row in rows:

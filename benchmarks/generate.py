@@ -30,7 +30,7 @@ from torch import nn  # noqa: E402
 
 import fastlayers as fl  # noqa: E402
 from fastlayers.attention.meta import AttentionBatch  # noqa: E402
-from fastlayers.device import as_device  # noqa: E402
+from fastlayers.device import OPTIONAL_PACKAGES, as_device, package  # noqa: E402
 from fastlayers.tuning.provenance import provenance  # noqa: E402
 from fastlayers_models.auto import family_of  # noqa: E402
 from fastlayers_models.generate import Generator  # noqa: E402
@@ -275,6 +275,7 @@ def main() -> None:
     lines: list[dict[str, Any]] = [{
         "command": "python " + " ".join(sys.argv), **provenance(), "torch": torch.__version__,
         "fastlayers": fl.__version__, "device": str(as_device("cuda")),
+        "packages": {name: found for name in OPTIONAL_PACKAGES if (found := package(name, load=False).version)},
     }]  # fmt: skip
     print(json.dumps(lines[0]))
     started = BEGIN

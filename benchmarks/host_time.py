@@ -25,8 +25,7 @@ from patch_gpu import CONFIGS, build, step_ms
 
 import fastlayers as fl
 from fastlayers.attention.meta import AttentionBatch, AttentionState
-from fastlayers.device import as_device
-from fastlayers.tuning.provenance import provenance
+from fastlayers.tuning.bench import describe_run
 from fastlayers_models.auto import family_of
 
 ROUNDS = 20
@@ -143,8 +142,7 @@ def main() -> None:
     parser.add_argument("--out")
     asked = parser.parse_args()
     rows: list[dict[str, Any]] = [{
-        "command": "python " + " ".join(sys.argv), **provenance(), "torch": torch.__version__,
-        "fastlayers": fl.__version__, "device": str(as_device("cuda")),
+        **describe_run("cuda"), "command": "python " + " ".join(sys.argv)
     }]  # fmt: skip
     print(json.dumps(rows[0]), flush=True)
     for name in asked.models or (PATCHED if asked.patch else list(MODELS)):
