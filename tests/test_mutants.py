@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parent / "mutants"
 
 
 def mutants_of(layer: str) -> dict[str, Backend]:
-    """Return the planted bugs of a layer from ``tests/mutants/<layer>.py``."""
+    """Return the planted bugs of a layer, classes by name in ``tests/mutants/<layer>.py``, as backends of it."""
     name = f"fastlayers_mutants_{layer}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, FOLDER / f"{layer}.py")
@@ -26,8 +26,8 @@ def mutants_of(layer: str) -> dict[str, Backend]:
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         spec.loader.exec_module(module)
-    found: dict[str, Backend] = sys.modules[name].MUTANTS
-    return found
+    planted: dict[str, type] = sys.modules[name].MUTANTS
+    return {bug: Backend(f"mutant_{bug}", target, auto_on=()) for bug, target in planted.items()}
 
 
 def pairs() -> Iterator[tuple[str, str]]:

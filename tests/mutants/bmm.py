@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from fastlayers.linear.bmm.torch import TorchBmm
-from fastlayers.registry import Backend
 
 Optional = torch.Tensor | None
 
@@ -71,15 +70,12 @@ class _ScalePerToken(TorchBmm):
 
 
 MUTANTS = {
-    name: Backend(f"mutant_{name}", target, auto_on=())
-    for name, target in (
-        ("half_scale", _HalfScale),
-        ("next_heads_weight", _NextHeadsWeight),
-        ("next_heads_scale", _NextHeadsScale),
-        ("transposed_blocks", _TransposedBlocks),
-        ("strides_ignored", _StridesIgnored),
-        ("out_not_written", _OutNotWritten),
-        ("writes_beside", _WritesBeside),
-        ("scale_per_token", _ScalePerToken),
-    )
+    "half_scale": _HalfScale,
+    "next_heads_weight": _NextHeadsWeight,
+    "next_heads_scale": _NextHeadsScale,
+    "transposed_blocks": _TransposedBlocks,
+    "strides_ignored": _StridesIgnored,
+    "out_not_written": _OutNotWritten,
+    "writes_beside": _WritesBeside,
+    "scale_per_token": _ScalePerToken,
 }

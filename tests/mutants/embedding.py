@@ -9,7 +9,6 @@ import torch.nn.functional as F
 
 from fastlayers.embedding.layer import EmbeddingConfig
 from fastlayers.embedding.torch import TorchEmbedding
-from fastlayers.registry import Backend
 
 
 class RowOffByOne(TorchEmbedding):
@@ -43,11 +42,8 @@ class LastRowMissing(TorchEmbedding):
 
 
 MUTANTS = {
-    name: Backend(f"mutant_{name}", target, auto_on=())
-    for name, target in {
-        "row_off_by_one": RowOffByOne,
-        "outside_not_zero": OutsideNotZero,
-        "wrong_rank": WrongRank,
-        "last_row_missing": LastRowMissing,
-    }.items()
+    "row_off_by_one": RowOffByOne,
+    "outside_not_zero": OutsideNotZero,
+    "wrong_rank": WrongRank,
+    "last_row_missing": LastRowMissing,
 }

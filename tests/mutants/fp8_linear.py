@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from fastlayers.linear.fp8_block.torch import TorchFP8Linear
-from fastlayers.registry import Backend
 
 Bias = torch.Tensor | None
 
@@ -94,15 +93,12 @@ class _NoBias(TorchFP8Linear):
 
 
 MUTANTS = {
-    name: Backend(f"mutant_{name}", target, auto_on=())
-    for name, target in (
-        ("half_scale", _HalfScale),
-        ("blocks_from_grid", _BlocksFromGrid),
-        ("next_column_block", _NextColumnBlock),
-        ("per_tensor_activations", _PerTensorActivations),
-        ("scales_without_padding", _ScalesWithoutPadding),
-        ("not_quantized", _NotQuantized),
-        ("ragged_block_dropped", _RaggedBlockDropped),
-        ("no_bias", _NoBias),
-    )
+    "half_scale": _HalfScale,
+    "blocks_from_grid": _BlocksFromGrid,
+    "next_column_block": _NextColumnBlock,
+    "per_tensor_activations": _PerTensorActivations,
+    "scales_without_padding": _ScalesWithoutPadding,
+    "not_quantized": _NotQuantized,
+    "ragged_block_dropped": _RaggedBlockDropped,
+    "no_bias": _NoBias,
 }

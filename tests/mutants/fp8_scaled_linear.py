@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from fastlayers.linear.fp8_scaled.torch import TorchFP8ScaledLinear
-from fastlayers.registry import Backend
 
 Optional = torch.Tensor | None
 
@@ -66,14 +65,11 @@ class _ReciprocalScale(TorchFP8ScaledLinear):
 
 
 MUTANTS = {
-    name: Backend(f"mutant_{name}", target, auto_on=())
-    for name, target in (
-        ("half_scale", _HalfScale),
-        ("first_channels_scale", _FirstChannelsScale),
-        ("next_channels_scale", _NextChannelsScale),
-        ("no_bias", _NoBias),
-        ("one_scale_for_all_tokens", _OneScaleForAllTokens),
-        ("static_ignored", _StaticIgnored),
-        ("reciprocal_scale", _ReciprocalScale),
-    )
+    "half_scale": _HalfScale,
+    "first_channels_scale": _FirstChannelsScale,
+    "next_channels_scale": _NextChannelsScale,
+    "no_bias": _NoBias,
+    "one_scale_for_all_tokens": _OneScaleForAllTokens,
+    "static_ignored": _StaticIgnored,
+    "reciprocal_scale": _ReciprocalScale,
 }

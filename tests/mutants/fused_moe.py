@@ -9,7 +9,6 @@ import torch
 from fastlayers.moe.fused_moe.layer import FusedMoEConfig
 from fastlayers.moe.fused_moe.torch import TorchFusedMoE
 from fastlayers.moe.fused_moe.weights import MoEWeights
-from fastlayers.registry import Backend
 
 
 class SwappedExperts(TorchFusedMoE):
@@ -140,27 +139,20 @@ class NeighbouringScales(TorchFusedMoE):
         return replace(weights, w13_scale=weights.w13_scale.roll(1, -1))
 
 
-def _mutant(name: str, target: type) -> Backend:
-    return Backend(name=f"mutant_{name}", target=target, auto_on=())
-
-
-MUTANTS: dict[str, Backend] = {
-    name: _mutant(name, target)
-    for name, target in (
-        ("swapped_experts", SwappedExperts),
-        ("swapped_halves", SwappedHalves),
-        ("doubled_factor", DoubledFactor),
-        ("scaled_shared", ScaledShared),
-        ("missing_slot", MissingSlot),
-        ("half_scale", HalfScale),
-        ("shifted_scale_rows", ShiftedScaleRows),
-        ("minus_one_wraps", MinusOneWraps),
-        ("unweighted", Unweighted),
-        ("overwrites_input", Overwrites),
-        ("no_bias", NoBias),
-        ("swapped_nibbles", SwappedNibbles),
-        ("scale_exponent", ScaleExponent),
-        ("forgotten_interleave", ForgottenInterleave),
-        ("neighbouring_scales", NeighbouringScales),
-    )
+MUTANTS = {
+    "swapped_experts": SwappedExperts,
+    "swapped_halves": SwappedHalves,
+    "doubled_factor": DoubledFactor,
+    "scaled_shared": ScaledShared,
+    "missing_slot": MissingSlot,
+    "half_scale": HalfScale,
+    "shifted_scale_rows": ShiftedScaleRows,
+    "minus_one_wraps": MinusOneWraps,
+    "unweighted": Unweighted,
+    "overwrites_input": Overwrites,
+    "no_bias": NoBias,
+    "swapped_nibbles": SwappedNibbles,
+    "scale_exponent": ScaleExponent,
+    "forgotten_interleave": ForgottenInterleave,
+    "neighbouring_scales": NeighbouringScales,
 }

@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 
 from fastlayers.attention.gqa.torch import TorchGQA
-from fastlayers.registry import Backend
 
 
 class _Clean(TorchGQA):
@@ -85,18 +84,15 @@ class _UnboundedScores(_Clean):
 
 
 MUTANTS = {
-    name: Backend(f"mutant_{name}", target, auto_on=())
-    for name, target in (
-        ("page_off_by_one", _PageOffByOne),
-        ("stale_metadata", _StaleMetadata),
-        ("sink_twice", _SinkTwice),
-        ("sink_scaled", _SinkScaled),
-        ("window_off_by_one", _WindowOffByOne),
-        ("not_causal", _NotCausal),
-        ("left_padding_seen", _LeftPaddingSeen),
-        ("half_scale", _HalfScale),
-        ("swapped_heads", _SwappedHeads),
-        ("binary_logarithm", _BinaryLogarithm),
-        ("softcap_missing", _UnboundedScores),
-    )
+    "page_off_by_one": _PageOffByOne,
+    "stale_metadata": _StaleMetadata,
+    "sink_twice": _SinkTwice,
+    "sink_scaled": _SinkScaled,
+    "window_off_by_one": _WindowOffByOne,
+    "not_causal": _NotCausal,
+    "left_padding_seen": _LeftPaddingSeen,
+    "half_scale": _HalfScale,
+    "swapped_heads": _SwappedHeads,
+    "binary_logarithm": _BinaryLogarithm,
+    "softcap_missing": _UnboundedScores,
 }

@@ -6,7 +6,6 @@ import torch
 
 from fastlayers.quant.group_quant.layer import empty_scales, packed_bytes
 from fastlayers.quant.group_quant.torch import TorchGroupQuant
-from fastlayers.registry import Backend
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -88,16 +87,13 @@ class _BytesBehindAreLeft(TorchGroupQuant):
 
 
 MUTANTS = {
-    name: Backend(f"mutant_{name}", target, auto_on=())
-    for name, target in (
-        ("highest_byte_first", _HighestByteFirst),
-        ("bytes_behind_are_left", _BytesBehindAreLeft),
-        ("half_scale", _HalfScale),
-        ("neighbours_scale", _NeighboursScale),
-        ("reciprocal_product", _ReciprocalProduct),
-        ("rounded_down", _RoundedDown),
-        ("truncated", _Truncated),
-        ("layout_ignored", _LayoutIgnored),
-        ("rows_not_padded", _RowsNotPadded),
-    )
+    "highest_byte_first": _HighestByteFirst,
+    "bytes_behind_are_left": _BytesBehindAreLeft,
+    "half_scale": _HalfScale,
+    "neighbours_scale": _NeighboursScale,
+    "reciprocal_product": _ReciprocalProduct,
+    "rounded_down": _RoundedDown,
+    "truncated": _Truncated,
+    "layout_ignored": _LayoutIgnored,
+    "rows_not_padded": _RowsNotPadded,
 }

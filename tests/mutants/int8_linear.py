@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from fastlayers.linear.int8.torch import TorchInt8Linear
-from fastlayers.registry import Backend
 
 Bias = torch.Tensor | None
 
@@ -47,13 +46,10 @@ class _NoBias(TorchInt8Linear):
 
 
 MUTANTS = {
-    name: Backend(f"mutant_{name}", target, auto_on=())
-    for name, target in (
-        ("half_scale", _HalfScale),
-        ("next_channels_scale", _NextChannelsScale),
-        ("one_scale_for_all_tokens", _OneScaleForAllTokens),
-        ("truncated", _Truncated),
-        ("int16_sum", _Int16Sum),
-        ("no_bias", _NoBias),
-    )
+    "half_scale": _HalfScale,
+    "next_channels_scale": _NextChannelsScale,
+    "one_scale_for_all_tokens": _OneScaleForAllTokens,
+    "truncated": _Truncated,
+    "int16_sum": _Int16Sum,
+    "no_bias": _NoBias,
 }

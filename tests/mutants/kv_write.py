@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from fastlayers.attention.kv_write.torch import TorchKVWrite, scatter_rows
-from fastlayers.registry import Backend
 
 
 class _NextSlot(TorchKVWrite):
@@ -43,12 +42,9 @@ class _NotSaturating(TorchKVWrite):
 
 
 MUTANTS = {
-    name: Backend(f"mutant_{name}", target, auto_on=())
-    for name, target in (
-        ("next_slot", _NextSlot),
-        ("page_off_by_one", _PageOffByOne),
-        ("swapped_heads", _SwappedHeads),
-        ("values_forgotten", _ValuesForgotten),
-        ("not_saturating", _NotSaturating),
-    )
+    "next_slot": _NextSlot,
+    "page_off_by_one": _PageOffByOne,
+    "swapped_heads": _SwappedHeads,
+    "values_forgotten": _ValuesForgotten,
+    "not_saturating": _NotSaturating,
 }

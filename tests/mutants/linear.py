@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from fastlayers.linear.dense.torch import TorchLinear
-from fastlayers.registry import Backend
 
 
 class _HalfScale(TorchLinear):
@@ -34,9 +33,9 @@ class _WidenedAfterRounding(TorchLinear):
 
 
 MUTANTS = {
-    "half_scale": Backend("mutant_half_scale", _HalfScale, auto_on=()),
-    "no_bias": Backend("mutant_no_bias", _NoBias, auto_on=()),
-    "last_feature_dropped": Backend("mutant_last_feature_dropped", _LastFeatureDropped, auto_on=()),
-    "rows_shifted": Backend("mutant_rows_shifted", _RowsShifted, auto_on=()),
-    "widened_after_rounding": Backend("mutant_widened_after_rounding", _WidenedAfterRounding, auto_on=()),
+    "half_scale": _HalfScale,
+    "no_bias": _NoBias,
+    "last_feature_dropped": _LastFeatureDropped,
+    "rows_shifted": _RowsShifted,
+    "widened_after_rounding": _WidenedAfterRounding,
 }

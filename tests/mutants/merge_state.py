@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from fastlayers.attention.merge_state.torch import TorchMergeState
-from fastlayers.registry import Backend
 
 
 class _BaseTwo(TorchMergeState):
@@ -36,11 +35,8 @@ class _PositiveInfinityKept(TorchMergeState):
 
 
 MUTANTS = {
-    name: Backend(f"mutant_{name}", target, auto_on=())
-    for name, target in (
-        ("base_two", _BaseTwo),
-        ("swapped_weights", _SwappedWeights),
-        ("unseen_counts", _UnseenCounts),
-        ("positive_infinity_kept", _PositiveInfinityKept),
-    )
+    "base_two": _BaseTwo,
+    "swapped_weights": _SwappedWeights,
+    "unseen_counts": _UnseenCounts,
+    "positive_infinity_kept": _PositiveInfinityKept,
 }

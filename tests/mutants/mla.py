@@ -11,7 +11,6 @@ import torch
 from fastlayers.attention.meta import AttentionMeta
 from fastlayers.attention.mla.config import MLAConfig, RaggedLengths
 from fastlayers.attention.mla.torch import TorchMLA
-from fastlayers.registry import Backend
 
 
 class _FromTensors(TorchMLA):
@@ -133,18 +132,15 @@ class RopePartIgnored(TorchMLA):
 
 
 MUTANTS = {
-    name: Backend(f"mutant_{name}", target, auto_on=())
-    for name, target in {
-        "half_scale": HalfScale,
-        "latent_scale": LatentScale,
-        "page_off_by_one": PageOffByOne,
-        "stale_positions": StalePositions,
-        "no_causal_mask": NoCausalMask,
-        "top_left_causal": TopLeftCausal,
-        "swapped_heads": SwappedHeads,
-        "ignores_starts": IgnoresStarts,
-        "log_base_two": LogBaseTwo,
-        "last_split_missing": LastSplitMissing,
-        "rope_part_ignored": RopePartIgnored,
-    }.items()
+    "half_scale": HalfScale,
+    "latent_scale": LatentScale,
+    "page_off_by_one": PageOffByOne,
+    "stale_positions": StalePositions,
+    "no_causal_mask": NoCausalMask,
+    "top_left_causal": TopLeftCausal,
+    "swapped_heads": SwappedHeads,
+    "ignores_starts": IgnoresStarts,
+    "log_base_two": LogBaseTwo,
+    "last_split_missing": LastSplitMissing,
+    "rope_part_ignored": RopePartIgnored,
 }

@@ -6,7 +6,6 @@ import torch
 
 from fastlayers.attention.kv_write.torch import scatter_rows
 from fastlayers.attention.mla_kv_write.torch import TorchMLAKVWrite
-from fastlayers.registry import Backend
 
 
 class _RopeFirst(TorchMLAKVWrite):
@@ -36,11 +35,8 @@ class _StaleSlots(TorchMLAKVWrite):
 
 
 MUTANTS = {
-    name: Backend(f"mutant_{name}", target, auto_on=())
-    for name, target in (
-        ("rope_first", _RopeFirst),
-        ("page_off_by_one", _PageOffByOne),
-        ("rope_forgotten", _RopeForgotten),
-        ("stale_slots", _StaleSlots),
-    )
+    "rope_first": _RopeFirst,
+    "page_off_by_one": _PageOffByOne,
+    "rope_forgotten": _RopeForgotten,
+    "stale_slots": _StaleSlots,
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from fastlayers.moe.align.torch import TorchMoEAlign
-from fastlayers.registry import Backend
 
 Aligned = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -47,13 +46,9 @@ class ShiftedOwner(TorchMoEAlign):
         return sorted_ids, expert_ids.roll(-1), total
 
 
-def _mutant(name: str, target: type) -> Backend:
-    return Backend(name=f"mutant_{name}", target=target, auto_on=())
-
-
-MUTANTS: dict[str, Backend] = {
-    "minus_one_wraps": _mutant("minus_one_wraps", Wraps),
-    "reversed_order": _mutant("reversed_order", Unstable),
-    "unpadded_total": _mutant("unpadded_total", UnpaddedTotal),
-    "shifted_owner": _mutant("shifted_owner", ShiftedOwner),
+MUTANTS = {
+    "minus_one_wraps": Wraps,
+    "reversed_order": Unstable,
+    "unpadded_total": UnpaddedTotal,
+    "shifted_owner": ShiftedOwner,
 }

@@ -6,7 +6,6 @@ import torch
 
 from fastlayers.quant.mxfp8_quant.layer import GROUP, MXFP8QuantConfig
 from fastlayers.quant.mxfp8_quant.torch import TorchMXFP8Quant
-from fastlayers.registry import Backend
 
 Result = tuple[torch.Tensor, torch.Tensor]
 
@@ -60,14 +59,11 @@ class WrongAlignment(TorchMXFP8Quant):
         super().__init__(MXFP8QuantConfig(GROUP))
 
 
-MUTANTS: dict[str, Backend] = {
-    name: Backend(name=f"mutant_{name}", target=target, auto_on=())
-    for name, target in (
-        ("rounded_down", RoundedDown),
-        ("reads_tail", ReadsTail),
-        ("stale_tail_scales", StaleTailScales),
-        ("truncated_group", TruncatedGroup),
-        ("next_power", NextPower),
-        ("wrong_alignment", WrongAlignment),
-    )
+MUTANTS = {
+    "rounded_down": RoundedDown,
+    "reads_tail": ReadsTail,
+    "stale_tail_scales": StaleTailScales,
+    "truncated_group": TruncatedGroup,
+    "next_power": NextPower,
+    "wrong_alignment": WrongAlignment,
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from fastlayers.quant.nvfp4_quant.torch import TorchNVFP4Quant
-from fastlayers.registry import Backend
 
 Result = tuple[torch.Tensor, torch.Tensor]
 
@@ -53,13 +52,10 @@ class RowsOfATileInOrder(TorchNVFP4Quant):
 
 
 MUTANTS = {
-    name: Backend(f"mutant_{name}", target, auto_on=())
-    for name, target in (
-        ("next_experts_scale", NextExpertsScale),
-        ("one_row_late", OneRowLate),
-        ("high_nibble_first", HighNibbleFirst),
-        ("ties_away_from_zero", TiesAwayFromZero),
-        ("half_scale", HalfScale),
-        ("rows_of_a_tile_in_order", RowsOfATileInOrder),
-    )
+    "next_experts_scale": NextExpertsScale,
+    "one_row_late": OneRowLate,
+    "high_nibble_first": HighNibbleFirst,
+    "ties_away_from_zero": TiesAwayFromZero,
+    "half_scale": HalfScale,
+    "rows_of_a_tile_in_order": RowsOfATileInOrder,
 }

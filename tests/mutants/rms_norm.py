@@ -9,7 +9,6 @@ import torch
 
 from fastlayers.norm.rms_norm.layer import RMSNormConfig
 from fastlayers.norm.rms_norm.torch import TorchRMSNorm
-from fastlayers.registry import Backend
 
 
 class ResidualForgotten(TorchRMSNorm):
@@ -53,12 +52,9 @@ class WeightNotCentred(TorchRMSNorm):
 
 
 MUTANTS = {
-    name: Backend(f"mutant_{name}", target, auto_on=())
-    for name, target in {
-        "residual_forgotten": ResidualForgotten,
-        "stale_residual": StaleResidual,
-        "wrong_axis": WrongAxis,
-        "half_scale": HalfScale,
-        "weight_not_centred": WeightNotCentred,
-    }.items()
+    "residual_forgotten": ResidualForgotten,
+    "stale_residual": StaleResidual,
+    "wrong_axis": WrongAxis,
+    "half_scale": HalfScale,
+    "weight_not_centred": WeightNotCentred,
 }

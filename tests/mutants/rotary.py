@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from fastlayers.registry import Backend
 from fastlayers.rotary.layer import RotaryConfig
 from fastlayers.rotary.torch import TorchRotary
 
@@ -65,14 +64,11 @@ class RestZeroed(TorchRotary):
 
 
 MUTANTS = {
-    name: Backend(f"mutant_{name}", target, auto_on=())
-    for name, target in {
-        "off_by_one": OffByOne,
-        "wrong_direction": WrongDirection,
-        "wrong_pairing": WrongPairing,
-        "wrong_output_layout": WrongOutputLayout,
-        "key_forgotten": KeyForgotten,
-        "time_axis_only": TimeAxisOnly,
-        "rest_zeroed": RestZeroed,
-    }.items()
+    "off_by_one": OffByOne,
+    "wrong_direction": WrongDirection,
+    "wrong_pairing": WrongPairing,
+    "wrong_output_layout": WrongOutputLayout,
+    "key_forgotten": KeyForgotten,
+    "time_axis_only": TimeAxisOnly,
+    "rest_zeroed": RestZeroed,
 }

@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 
 from fastlayers.attention.rotary_kv_write.torch import TorchRotaryKVWrite
-from fastlayers.registry import Backend
 
 
 class _OtherPairing(TorchRotaryKVWrite):
@@ -77,19 +76,16 @@ class _TurnedInModelDtype(TorchRotaryKVWrite):
 
 
 MUTANTS = {
-    name: Backend(f"mutant_{name}", target, auto_on=())
-    for name, target in (
-        ("other_pairing", _OtherPairing),
-        ("other_direction", _OtherDirection),
-        ("keys_not_turned", _KeysNotTurned),
-        ("stale_positions", _StalePositions),
-        ("next_slot", _NextSlot),
-        ("keys_not_normed", _KeysNotNormed),
-        ("swapped_norms", _SwappedNorms),
-        ("turned_in_bf16", _TurnedInModelDtype),
-        ("one_axis", _OneAxis),
-        ("axes_in_turn", _AxesInTurn),
-        ("out_not_written", _OutNotWritten),
-        ("out_is_contiguous", _OutIsContiguous),
-    )
+    "other_pairing": _OtherPairing,
+    "other_direction": _OtherDirection,
+    "keys_not_turned": _KeysNotTurned,
+    "stale_positions": _StalePositions,
+    "next_slot": _NextSlot,
+    "keys_not_normed": _KeysNotNormed,
+    "swapped_norms": _SwappedNorms,
+    "turned_in_bf16": _TurnedInModelDtype,
+    "one_axis": _OneAxis,
+    "axes_in_turn": _AxesInTurn,
+    "out_not_written": _OutNotWritten,
+    "out_is_contiguous": _OutIsContiguous,
 }

@@ -6,7 +6,6 @@ import torch
 
 from fastlayers.moe.router.layer import RouterConfig
 from fastlayers.moe.router.torch import TorchRouter
-from fastlayers.registry import Backend
 
 
 class BiasedWeights(TorchRouter):
@@ -81,16 +80,12 @@ class NotRenormalised(TorchRouter):
         return chosen * self.cfg.factor
 
 
-def _mutant(name: str, target: type) -> Backend:
-    return Backend(name=f"mutant_{name}", target=target, auto_on=())
-
-
-MUTANTS: dict[str, Backend] = {
-    "biased_weights": _mutant("biased_weights", BiasedWeights),
-    "no_bias": _mutant("no_bias", NoBias),
-    "wrong_group_rule": _mutant("wrong_group_rule", GroupMax),
-    "ties_to_highest": _mutant("ties_to_highest", HighestIdWinsTies),
-    "doubled_factor": _mutant("doubled_factor", DoubledFactor),
-    "padding_routed": _mutant("padding_routed", PaddingRouted),
-    "not_renormalised": _mutant("not_renormalised", NotRenormalised),
+MUTANTS = {
+    "biased_weights": BiasedWeights,
+    "no_bias": NoBias,
+    "wrong_group_rule": GroupMax,
+    "ties_to_highest": HighestIdWinsTies,
+    "doubled_factor": DoubledFactor,
+    "padding_routed": PaddingRouted,
+    "not_renormalised": NotRenormalised,
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from fastlayers.registry import Backend
 from fastlayers.sampler.layer import RowParams
 from fastlayers.sampler.torch import TorchSampler
 
@@ -69,15 +68,12 @@ class LastOfTies(TorchSampler):
 
 
 MUTANTS = {
-    name: Backend(f"mutant_{name}", target, auto_on=())
-    for name, target in {
-        "offset_not_advanced": OffsetNotAdvanced,
-        "shared_seed": SharedSeed,
-        "seed_truncated": SeedTruncated,
-        "top_k_off_by_one": TopKOffByOne,
-        "top_p_ignored": TopPIgnored,
-        "min_p_ignored": MinPIgnored,
-        "temperature_inverted": TemperatureInverted,
-        "last_of_ties": LastOfTies,
-    }.items()
+    "offset_not_advanced": OffsetNotAdvanced,
+    "shared_seed": SharedSeed,
+    "seed_truncated": SeedTruncated,
+    "top_k_off_by_one": TopKOffByOne,
+    "top_p_ignored": TopPIgnored,
+    "min_p_ignored": MinPIgnored,
+    "temperature_inverted": TemperatureInverted,
+    "last_of_ties": LastOfTies,
 }

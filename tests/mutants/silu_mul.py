@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 
 from fastlayers.activation.silu_mul.torch import TorchSiluMul
-from fastlayers.registry import Backend
 
 
 class Swapped(TorchSiluMul):
@@ -38,11 +37,8 @@ class Interleaved(TorchSiluMul):
 
 
 MUTANTS = {
-    name: Backend(f"mutant_{name}", target, auto_on=())
-    for name, target in {
-        "swapped": Swapped,
-        "sigmoid": Sigmoid,
-        "half_scale": HalfScale,
-        "interleaved": Interleaved,
-    }.items()
+    "swapped": Swapped,
+    "sigmoid": Sigmoid,
+    "half_scale": HalfScale,
+    "interleaved": Interleaved,
 }

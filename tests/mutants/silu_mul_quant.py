@@ -8,7 +8,6 @@ import torch
 
 from fastlayers.activation.silu_mul_quant.layer import SiluMulQuantConfig
 from fastlayers.activation.silu_mul_quant.torch import TorchSiluMulQuant
-from fastlayers.registry import Backend
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -63,12 +62,9 @@ class FloorsPowerOfTwo(TorchSiluMulQuant):
 
 
 MUTANTS = {
-    name: Backend(f"mutant_{name}", target, auto_on=())
-    for name, target in {
-        "half_scale": HalfScale,
-        "inverse": Inverse,
-        "swapped": Swapped,
-        "row_scale": RowScale,
-        "floors_power_of_two": FloorsPowerOfTwo,
-    }.items()
+    "half_scale": HalfScale,
+    "inverse": Inverse,
+    "swapped": Swapped,
+    "row_scale": RowScale,
+    "floors_power_of_two": FloorsPowerOfTwo,
 }

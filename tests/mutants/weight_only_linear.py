@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from fastlayers.linear.weight_only.torch import TorchWeightOnlyLinear
-from fastlayers.registry import Backend
 
 
 class _Changed(TorchWeightOnlyLinear):
@@ -51,12 +50,9 @@ class _NoBias(_Changed):
 
 
 MUTANTS = {
-    name: Backend(f"mutant_{name}", target, auto_on=())
-    for name, target in (
-        ("next_groups_scale", _NextGroupsScale),
-        ("zero_one_off", _ZeroOneOff),
-        ("halves_swapped", _HalvesSwapped),
-        ("groups_in_order", _GroupsInOrder),
-        ("no_bias", _NoBias),
-    )
+    "next_groups_scale": _NextGroupsScale,
+    "zero_one_off": _ZeroOneOff,
+    "halves_swapped": _HalvesSwapped,
+    "groups_in_order": _GroupsInOrder,
+    "no_bias": _NoBias,
 }
