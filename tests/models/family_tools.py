@@ -50,6 +50,34 @@ class Variation:
         return getattr(transformers, self.config)(**BASE | dict(self.changes))
 
 
+# A name of ours -> the configuration's class in transformers, and what differs from BASE.
+TINY: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen2_moe": ("Qwen2MoeConfig", MOE | {"shared_expert_intermediate_size": 48}),
+    "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "qwen3_moe": ("Qwen3MoeConfig", MOE | {"head_dim": 16}),
+}
+GPT_OSS: dict[str, Any] = dict(
+    vocab_size=163, hidden_size=64, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, num_local_experts=8, num_experts_per_tok=4, max_position_embeddings=256,
+    sliding_window=32, pad_token_id=2, eos_token_id=1,
+)  # fmt: skip
+
+
+def tiny_config(family: str, **gpt_oss: Any) -> Any:
+    """Return a tiny Hugging Face configuration; ``gpt_oss``: what differs from :data:`GPT_OSS`."""
+    import transformers
+    from tiny_models import VARIATIONS, hf_config
+
+    if family == "deepseek_v3":
+        return hf_config(VARIATIONS[0])
+    if family == "gpt_oss":
+        return transformers.GptOssConfig(**GPT_OSS | gpt_oss)
+    name, changes = TINY[family]
+    return Variation(family, name, changes=changes).hf_config()
+
+
 def save_random(config: Any, folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
     """Save a random model of a Hugging Face configuration; norms, biases and gates are not left trivial."""
     from transformers import AutoModelForCausalLM

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastlayers as fl
@@ -30,16 +29,8 @@ from fastlayers.runtime.launch import Kernel
 from fastlayers_models.auto import AutoModel
 
 sys.path.insert(0, str(Path(__file__).parent))
-from family_tools import MOE, Variation, save_random
-from tiny_models import VARIATIONS as DEEPSEEK
-from tiny_models import hf_config
+from family_tools import save_random, tiny_config
 
-GPT_OSS = dict(
-    vocab_size=163, hidden_size=64, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16, num_local_experts=8, num_experts_per_tok=4, max_position_embeddings=256,
-    sliding_window=32, pad_token_id=2, eos_token_id=1,
-)  # fmt: skip
-SHARED = dict(MOE, shared_expert_intermediate_size=48)
 OURS = tuple(str(Path(package.__file__ or "").parent) for package in (fl, fastlayers_models))
 LAUNCH = next(each for each in Kernel.bind.__code__.co_consts if getattr(each, "co_name", "") == "bound")
 # What the layer took at commit 07d317b, before the path was shortened, measured by this file's program on a CPU.
@@ -48,18 +39,6 @@ BEFORE = {
 }  # fmt: skip
 # Dense, and experts; latent attention has five linears and two norms more, and keeps within the same.
 ON_TRITON = {"qwen3": 400, "llama": 400, "qwen2": 400, "qwen3_moe": 500, "gpt_oss": 500, "deepseek_v3": 500}
-
-
-def config_of(family: str) -> Any:
-    """Return a tiny Hugging Face configuration."""
-    if family == "deepseek_v3":
-        return hf_config(DEEPSEEK[0])
-    if family == "gpt_oss":
-        return transformers.GptOssConfig(**GPT_OSS)
-    names = {"qwen3_moe": ("Qwen3MoeConfig", dict(MOE, head_dim=16)), "qwen3": ("Qwen3Config", {"head_dim": 16})}
-    names |= {"llama": ("LlamaConfig", {}), "qwen2": ("Qwen2Config", {}), "qwen2_moe": ("Qwen2MoeConfig", SHARED)}
-    name, changes = names[family]
-    return Variation(family, name, changes=changes).hf_config()
 
 
 @contextmanager
@@ -130,7 +109,7 @@ def steps_of_a_layer(model: Any, counted: Callable[[], Any]) -> None:
 
 @pytest.mark.parametrize("family", BEFORE)
 def test_torch_path(family: str, tmp_path: Path) -> None:
-    model = AutoModel.from_pretrained(save_random(config_of(family), tmp_path), dtype=torch.float32)
+    model = AutoModel.from_pretrained(save_random(tiny_config(family), tmp_path), dtype=torch.float32)
     limit = 450 if family == "qwen3_moe" else 0.55 * BEFORE[family]
     assert calls_of_a_layer(model) <= limit
 
@@ -165,7 +144,7 @@ def on_triton(family: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any
     without = ("embedding", "sampler", "mxfp8_quant", "bmm")
     names = [name for name in LAYERS if name not in without]
     monkeypatch.setenv("FASTLAYERS_BACKEND", ",".join(f"{name}=triton" for name in names))
-    model = AutoModel.from_pretrained(save_random(config_of(family), folder), dtype=torch.bfloat16)
+    model = AutoModel.from_pretrained(save_random(tiny_config(family), folder), dtype=torch.bfloat16)
     monkeypatch.setattr(launch, "driver", StubDriver())
     modules = [module for name, module in sorted(sys.modules.items()) if name.startswith("fastlayers.")]
     for kernel in {id(each): each for m in modules for each in vars(m).values() if isinstance(each, Kernel)}.values():

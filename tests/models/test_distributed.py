@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from fastlayers_models.generate import Generator
 
 sys.path.insert(0, str(Path(__file__).parent))
 from checkpoint_tools import Feeder, per_row_error, with_mtp
+from family_tools import DP2, EP2, EP2_TP2_DP2, TP2, TP4, Grid
 from tiny_models import YARN, Variation, hf_model, prompts, relative_rms
 
 BOUND = 1e-5
@@ -45,23 +45,9 @@ BLOCKS = Variation(
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Grid:
-    """Ranks, attention groups, expert groups; ``group`` says which attention group has which row."""
-
-    world: int
-    attn_dp: int = 1
-    ep: int = 1
-    group: tuple[int, ...] = (0, 0, 0, 0)
-
-    def __str__(self) -> str:
-        return f"tp{self.world // self.attn_dp}_dp{self.attn_dp}_ep{self.ep}"
-
-
 SPLIT = (0, 1, 1, 0)
-TP2, TP4, EP2 = Grid(2), Grid(4), Grid(2, ep=2)
-DP2, DP2_TP2, DP4 = Grid(2, 2, group=SPLIT), Grid(4, 2, group=SPLIT), Grid(4, 4, group=(0, 2, 2, 3))
-EP2_DP2, EP2_TP2_DP2, EP4_DP2 = Grid(2, 2, 2, SPLIT), Grid(4, 2, 2, SPLIT), Grid(4, 2, 4, SPLIT)
+DP2_TP2, DP4 = Grid(4, 2, group=SPLIT), Grid(4, 4, group=(0, 2, 2, 3))
+EP2_DP2, EP4_DP2 = Grid(2, 2, 2, SPLIT), Grid(4, 2, 4, SPLIT)
 GRIDS = (TP2, TP4, EP2, DP2, DP2_TP2, DP4, EP2_DP2, EP2_TP2_DP2, EP4_DP2)
 
 # Rows 1 and 2 belong to group 1 of SPLIT: idle in the second step of RAGGED, group 0 in the third.

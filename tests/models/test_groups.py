@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from fastlayers.errors import ArgumentError
 from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
@@ -19,33 +18,17 @@ from fastlayers_models.auto import AutoModel
 from fastlayers_models.generate import Generator
 
 sys.path.insert(0, str(Path(__file__).parent))
-from family_tools import MOE, Variation, save_random
-from tiny_models import VARIATIONS as DEEPSEEK
-from tiny_models import hf_config
+from family_tools import save_random, tiny_config
 
-GPT_OSS = dict(
-    vocab_size=163, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16, num_local_experts=8, num_experts_per_tok=4, max_position_embeddings=256,
-    sliding_window=32, pad_token_id=2, eos_token_id=1, initializer_range=0.2,
-)  # fmt: skip
 FAMILIES = ("deepseek_v3", "qwen3_moe", "gpt_oss", "qwen3")
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12, 13], [14, 15, 16, 17, 18], [3], [20, 21, 22, 23]]
 NEW = 8
 
 
-def config_of(family: str) -> Any:
-    if family == "deepseek_v3":
-        return hf_config(DEEPSEEK[0])
-    if family == "gpt_oss":
-        return transformers.GptOssConfig(**GPT_OSS)
-    names = {"qwen3_moe": ("Qwen3MoeConfig", dict(MOE, head_dim=16)), "qwen3": ("Qwen3Config", {"head_dim": 16})}
-    name, changes = names[family]
-    return Variation(family, name, changes=changes).hf_config()
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: save_random(config_of(name), tmp_path_factory.mktemp(name)) for name in FAMILIES}
+    gpt_oss = dict(num_hidden_layers=2, initializer_range=0.2)
+    return {name: save_random(tiny_config(name, **gpt_oss), tmp_path_factory.mktemp(name)) for name in FAMILIES}
 
 
 def load(folder: Any, **options: Any) -> Any:
