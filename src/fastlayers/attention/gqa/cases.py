@@ -51,7 +51,7 @@ CASES = (
     _case("decode_no_lse", _cfg(8, 2, 64, BF16, 16, lse=False), (1, 1, 1, 1), (5, 63, 0, 200), bucket=6),
     _case("decode_no_lse_sinks", _cfg(4, 2, 64, BF16, 16, window=40, sinks=True, lse=False), (1, 1), (30, 90)),
     _case("extend_no_lse", _cfg(4, 2, 64, BF16, 16, lse=False), (5, 1, 0, 30), (11, 20, 7, 0)),
-    _case("extend_full", _cfg(2, 2, 20, FP32, 4, causal=False, lse=False), (12, 4, 20, 8), (0, 8, 0, 0)),
+    _case("extend_full", _cfg(2, 2, 20, FP32, 16, causal=False, lse=False), (12, 4, 20, 8), (0, 8, 0, 0)),
     _case("extend_full_splits", _cfg(2, 1, 16, BF16, 16, causal=False), (5, 300), (290, 0)),
     _case("empty", _cfg(2, 1, 16, BF16, 16), (0, 0), (3, 0)),
     _case("qwen3_8b_decode", _cfg(32, 8, 128, BF16, 64), (1,) * 24, (4095,) * 8 + (700,) * 16, small=False),
