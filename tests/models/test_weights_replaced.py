@@ -24,6 +24,7 @@ from fastlayers.layer import Layer
 from fastlayers.moe.fused_moe.layer import FusedMoE
 from fastlayers.quant.spec import QuantSpec
 from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
+from fastlayers.weights_epoch import WeightsWatch
 from fastlayers_models.deepseek import DeepseekForCausalLM
 from fastlayers_models.generate import Generator
 
@@ -288,3 +289,46 @@ def test_a_weight_that_was_stored_or_copied_counts_its_own_edits(change: Callabl
     with torch.no_grad():
         weight.copy_((weight.float() * 2).to(weight.dtype))
     assert torch.equal(layer.absorbed_weights()[0], 2 * before) and before.min() > 0
+
+
+@pytest.mark.gpu
+def test_weights_on_a_gpu_share_one_counter_and_an_edit_there_is_seen() -> None:
+    place = "cuda"
+
+    def latent() -> MLAAttention:
+        rotary = fl.RotaryEmbedding(64, max_position=64, interleaved_in=True, device=place)
+        return fl.MLAAttention(
+            512, 16, q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+            rotary=rotary, page_size=64, dtype=torch.bfloat16, quant=QuantSpec("fp8_block"), device=place,
+        )  # fmt: skip
+
+    layers = [latent() for _ in range(3)]
+    model = nn.ModuleList(layers)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.rand(parameter.shape, device=place) * 0.1 + 0.01)
+    addresses = [layer.kv_b_proj.weight.data_ptr() for layer in layers]
+    fl.finalize(model)
+    watch = WeightsWatch(model)
+    assert len({id(layer._absorbed.counter) for layer in layers if layer._absorbed is not None}) == 1
+    assert [layer.kv_b_proj.weight.data_ptr() for layer in layers] == addresses
+    cache = fl.kv_cache_spec(layers[0], page_size=64, dtype=torch.bfloat16).allocate(3, place)[0]
+    cache.keys.zero_()
+    state = fl.AttentionState(1, 1, 2, 64, place)
+    x = torch.randn(1, 512, device=place, dtype=torch.bfloat16)
+
+    @torch.no_grad()
+    def step(layer: MLAAttention) -> torch.Tensor:
+        meta = state.plan(fl.AttentionBatch((1,), (9,), [[1]]))
+        return layer(x, meta, cache).clone()
+
+    before = step(layers[1])
+    assert not watch.stale
+    with torch.no_grad():
+        layers[1].kv_b_proj.weight_scale_inv.mul_(2)
+    assert watch.stale
+    after = step(layers[1])
+    assert not torch.equal(before, after)
+    model.to("cpu").to(place)
+    watch.mark()
+    assert torch.equal(step(layers[1]), after) and watch.stale

@@ -198,3 +198,24 @@ def test_prompts_are_replayed_with_stock_tokens(name: str) -> None:
             assert torch.equal(answer(model, case["input_ids"], case["attention_mask"], 8), wanted)
     driver = decode.driver_of(model)
     assert driver is not None and int(driver.prefills) == 8, driver.report()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "gpt_oss", "llama"])
+def test_norms_and_rotation_in_one_launch_round_as_torch_does(name: str, dtype: torch.dtype) -> None:
+    model = build(name, dtype).to("cuda")
+    fl.patch(model)
+    attention = model.model.layers[1].self_attn
+    assert attention._fl_turn is not None
+    x = torch.randn(2, 1, 64, device="cuda", dtype=dtype)
+    position = model.model.rotary_emb(x, torch.tensor([[9], [4]], device="cuda"))
+    with torch.inference_mode():
+        given = attention._fl_project(x, position)
+        attention._fl_turn = None
+        wanted = attention._fl_project(x, position)
+    for g, w in zip(given, wanted, strict=True):
+        if dtype == torch.float32:
+            torch.testing.assert_close(g, w, atol=2e-6, rtol=2e-6)
+        else:  # a norm's sum in another order may round a value the other way
+            assert float((g != w).float().mean()) <= (0.01 if "qwen3" in name else 0.0)
+            torch.testing.assert_close(g, w, atol=1e-6, rtol=2**-7)
