@@ -306,7 +306,7 @@ class Generator:
         """Yield what :func:`fastlayers.warmup` runs: decode of so many requests, and a prefill of so many tokens.
 
         Decode with CUDA graphs captures the bucket, for greedy and for filtered sampling. Where only one of the two
-        can run, its label says so.
+        can run, its label says so. With a vision tower, images of so many tokens, too.
 
         Raises
         ------
@@ -331,6 +331,8 @@ class Generator:
             if not no_prefill:
                 beside = f" (no decode: {no_decode})" if no_decode else ""
                 yield f"prefill {count}{beside}", lambda n=count: self._warm_up_prefill(n)  # type: ignore[misc]
+        if (tower := getattr(self.model, "tower", None)) is not None:
+            yield from tower.warm_up_calls(as_integers(*tokens))
 
     def _no_decode(self, count: int, bucket: int | None) -> str:
         """Return why a decode step of ``count`` requests cannot be warmed up, or nothing."""

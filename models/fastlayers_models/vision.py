@@ -13,9 +13,11 @@ which are one page of the keys here. Windows, also those that an edge cuts, foll
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
+from math import isqrt
 from typing import Any, ClassVar
 
 import torch
@@ -346,6 +348,14 @@ class VisionTower(nn.Module):
         merged = self.merger(x, residual)
         embedded: torch.Tensor = torch.empty_like(merged).index_copy_(0, layout.order, merged)
         return embedded
+
+    def warm_up_calls(self, tokens: Sequence[int]) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """Yield what :func:`fastlayers.warmup` runs: an image of at least so many tokens, about as high as wide."""
+        for count in tokens:
+            height = isqrt(count)
+            grid = (1, *(self.config.spatial_merge_size * side for side in (height, -(-count // height))))
+            pixels = torch.zeros(grid[1] * grid[2], self.config.patch_width)
+            yield f"image {count}", partial(self, pixels, [grid])
 
     def read_grids(self, pixel_values: Any, image_grid_thw: Any) -> list[Grid]:
         """Return the grids as integers, or raise :class:`ArgumentError` as ``forward`` does."""

@@ -21,6 +21,7 @@ from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
 from fastlayers.testing.world import Rank, world
 from fastlayers.weights import slots
 from fastlayers_models.blocks import ModelContext
+from fastlayers_models.convert import convert_checkpoint
 from fastlayers_models.generate import Generator
 from fastlayers_models.images import PromptImages, prompt_images, rope_index, step_images
 from fastlayers_models.qwen import QwenConfig
@@ -354,6 +355,24 @@ def test_ranks_hold_the_whole_tower(vl: tuple[Any, Path]) -> None:
     prompts, values = [prompt_of([grid], 2, 5) for grid in grids], pixels(grids, model.tower)
     wanted = Generator(model).generate(prompts, max_new_tokens=6, eos_ids=(), pixel_values=values, image_grid_thw=grids)
     assert world(2).run(generate_on, str(vl[1]), prompts, values, grids) == [wanted, wanted]
+
+
+def test_warm_up_runs_the_tower(vl: tuple[Any, Path]) -> None:
+    model, seen = ours(vl[1]), []
+    model.tower.register_forward_hook(lambda _, given, found: seen.append((given[1], len(found))))
+    labels = [label for label, _ in Generator(model).warm_up_calls([1, 7])]
+    assert labels == ["decode 1", "prefill 1", "decode 7", "prefill 7", "image 1", "image 7"]
+    fl.warmup(model, tokens=[7])
+    assert seen == [([(1, 4, 8)], 8)]
+
+
+def test_a_quantised_language_model_keeps_its_tower(vl: tuple[Any, Path], tmp_path: Path) -> None:
+    done = convert_checkpoint(vl[1], tmp_path / "int8", "int8")
+    model, plain, grids = ours(tmp_path / "int8"), ours(vl[1]), [[1, 6, 4]]
+    assert done.quantised > 10 and any("visual" in name for name in done.kept["encoder"])
+    assert type(model.decoder.layers[0].mlp.down_proj) is fl.Int8Linear
+    values = pixels(grids, model.tower)
+    assert torch.equal(model.tower(values, grids), plain.tower(values, grids))
 
 
 def test_images_that_are_not_the_prompts_are_refused(vl: tuple[Any, Path]) -> None:
