@@ -232,7 +232,7 @@ def page(result: dict[str, Any]) -> str:
     laps = {(r["gpus"], r["requests_of_a_gpu"]): r for r in result["overlap"]}
     sizes = sorted({rows for _, rows in laps})
     rows = [[n, *(_gain(laps[n, size]) for size in sizes)] for n in sorted({n for n, _ in laps})]
-    tail = "Within one host of eight GPUs overlap loses in every simulated case; no model here overlaps."
+    tail = "Within one host of eight GPUs overlap loses in every simulated case, so it is off unless it is asked for."
     parts.append(_table(["GPUs", *(f"{size} requests a GPU" for size in sizes)], rows))
     parts.append(tail)
     return "\n\n".join(parts)

@@ -37,8 +37,9 @@ from fastlayers.weights_epoch import WeightsEpoch, epoch_of
 from fastlayers_models.agreement import meet, same_checkpoint, same_choices
 from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.concat import ConcatLinears
-from fastlayers_models.experts import ExpertBalancer, Routed, experts_held, route_to_slots, routed_rows
+from fastlayers_models.experts import ExpertBalancer, Routed, experts_held, route_to_slots
 from fastlayers_models.loading import check_config, load_weights
+from fastlayers_models.overlap import Planned, run_layers
 
 
 class ModelContext:
@@ -201,6 +202,10 @@ class DecoderLayer(nn.Module):
     is_last : bool
     """
 
+    # What a step does, in this order: COMPUTED on this rank, the others are hooks of the communicator.
+    STAGES = ("prepare_attn", "attention", "prepare_mlp", "mlp", "postprocess")
+    COMPUTED = ("attention", "mlp")
+
     def __init__(
         self,
         context: ModelContext,
@@ -230,15 +235,23 @@ class DecoderLayer(nn.Module):
 
         ``valid``: which of the step's rows are real, see :func:`routed_rows`; ``None``: all.
         """
-        hidden = self.communicator.prepare_attn(hidden, step)
+        for stage in self.STAGES:
+            hidden = self.run(stage, hidden, meta, cache, step, valid)
+        return hidden
+
+    def run(
+        self, stage: str, hidden: Hidden, meta: AttentionMeta, cache: LayerCache, step: StepTokens, valid: Any
+    ) -> Hidden:
+        """Return what one of :attr:`STAGES` makes of what the one before it returned."""
+        if stage == "mlp":
+            return hidden.partial(self.mlp(hidden.tensor, valid), "tp")
+        if stage != "attention":
+            return self.communicator.run(stage, hidden, step)
         x, rows, tokens = hidden.tensor, hidden.tensor.shape[0], meta.positions.shape[0]
         if rows == tokens:
-            attended = self.self_attn(x, meta, cache)
-        else:  # rows that only make this group's count a round number take no part in attention
-            attended = pad(self.self_attn(x[:tokens], meta, cache), (0, 0, 0, rows - tokens))
-        hidden = self.communicator.prepare_mlp(hidden.partial(attended, "attn_tp"), step)
-        hidden = hidden.partial(self.mlp(hidden.tensor, valid), "tp")
-        return self.communicator.postprocess(hidden, step)
+            return hidden.partial(self.self_attn(x, meta, cache), "attn_tp")
+        # Rows that only make this group's count a round number take no part in attention.
+        return hidden.partial(pad(self.self_attn(x[:tokens], meta, cache), (0, 0, 0, rows - tokens)), "attn_tp")
 
 
 class Decoder(nn.Module):
@@ -266,14 +279,8 @@ class CausalLM(nn.Module):
     ----------
     config
         Of :attr:`config_class`.
-    parallel : ParallelSpec, optional
-        Default: one process.
-    device, dtype
-        ``dtype`` of activations and of weights that are not quantised.
-    page_size, kv_dtype
-        Of the cache.
-    backend : str
-        Of the attention core.
+    parallel, device, dtype, page_size, kv_dtype, backend
+        As of :class:`ModelContext`.
 
     Attributes
     ----------
@@ -390,6 +397,7 @@ class CausalLM(nn.Module):
         step: StepTokens | None = None,
         valid: torch.Tensor | None = None,
         images: Any = None,
+        halves: Sequence[Planned] = (),
     ) -> torch.Tensor:
         """Run the decoder layers.
 
@@ -404,10 +412,11 @@ class CausalLM(nn.Module):
             Token counts of all attention groups; default: one group, no padding.
         valid : Tensor, optional
             Which rows are real: bool ``[rows]``, or with one attention group int32 ``[1]``, how many from the first
-            on (costs no launch). A captured step is given one tensor, refreshed between replays; otherwise
-            :meth:`valid_rows` makes it here, once.
+            on (costs no launch). A captured step's is one tensor, refreshed between replays; default: made here, once.
         images : ImageRows, optional
             Rows that take the place of embedded tokens, see :mod:`fastlayers_models.images`.
+        halves : sequence of (meta, step, valid), optional
+            The same step as two, which are computed in turns: see :mod:`fastlayers_models.overlap`.
 
         Returns
         -------
@@ -416,15 +425,7 @@ class CausalLM(nn.Module):
         """
         if not torch.compiler.is_compiling():
             self._check(input_ids, meta, caches)
-        step = step if step is not None else self.single_step(meta)
-        embedded = self.embed(self.decoder.embed_tokens, input_ids, step)
-        hidden = Hidden.start(embedded if images is None else embedded.index_copy_(0, *images))
-        rows = routed_rows(self, step, meta, valid)
-        # Draft layers may stand behind the decoder's.
-        for _, layer, cache in zip(range(self.config.num_hidden_layers), self.decoder.layers, caches, strict=False):
-            hidden = layer(hidden, meta, cache, step, rows)
-        finished: torch.Tensor = layer.communicator.finish(hidden, None, step)
-        return finished[: meta.num_tokens]
+        return run_layers(self, input_ids, halves or ((meta, step, valid),), caches, meta.checked, images)
 
     def _check(self, input_ids: torch.Tensor, meta: AttentionMeta, caches: Sequence[LayerCache]) -> None:
         """Raise :class:`ArgumentError` unless the step fits the model; layers trust this. Caches are looked at once."""

@@ -36,6 +36,7 @@ from fastlayers.sampler.layer import MODES, Sampler, SamplingParams
 from fastlayers.torch_compile import TorchCompile
 from fastlayers_models.groups import EXTEND, IDLE, GroupStep, Intent
 from fastlayers_models.images import prompt_images
+from fastlayers_models.overlap import token_cut
 from fastlayers_models.requests import Request, Token, prompts_of, stop_ids
 from fastlayers_models.step import ModelStep, Part, Pending, StepKey
 
@@ -83,6 +84,9 @@ class Generator:
         what it is worth. Default: not.
     extend_buckets : ExtendBuckets, optional
         Which prefill steps are captured; default: those that pay for this model.
+    overlap : str
+        Of several ranks: which steps are computed in two halves, one while the other's rows are exchanged, see
+        :class:`ModelStep`; ``"off"``, ``"two_batch"``, ``"two_chunk"`` or ``"both"``.
     """
 
     def __init__(
@@ -97,6 +101,7 @@ class Generator:
         graphs: CudaGraphs | None = None,
         torch_compile: TorchCompile | None = None,
         extend_buckets: ExtendBuckets | None = None,
+        overlap: str = "off",
     ) -> None:
         check_kind("Generator", CausalLM, model=model)
         check_positive("Generator", max_batch=max_batch, prefill_tokens=prefill_tokens)
@@ -105,7 +110,7 @@ class Generator:
         self._made_of = {
             "model": model, "max_batch": max_batch, "max_length": max_length, "num_pages": num_pages,
             "prefill_tokens": prefill_tokens, "cuda_graph": cuda_graph, "graphs": graphs,
-            "torch_compile": torch_compile, "extend_buckets": extend_buckets,
+            "torch_compile": torch_compile, "extend_buckets": extend_buckets, "overlap": overlap,
         }  # fmt: skip
         self._running = Lock()  # the decode step has one set of rows: one stream at a time has it
         self.model, self.max_batch, self.prefill_tokens = model, max_batch, prefill_tokens
@@ -133,6 +138,7 @@ class Generator:
             graphs=graphs,
             torch_compile=torch_compile,
             extend_buckets=extend_buckets,
+            overlap=overlap,
         )
         # Without a GPU a step is done when its launch returns: launching one ahead would only waste it.
         self.ahead = model.device.type == "cuda" or self.step.graphs is not None
@@ -456,11 +462,9 @@ class Generator:
         assert isinstance(step, GroupStep)
         mode = max((MODES.index(request.params.mode) for request in active), default=0)
         parts, drawing = self._chunks(active)
-        if parts:
-            intent = Intent(EXTEND, sum(len(part.ids) for part in parts), mode)
-        else:
-            intent = Intent(int(bool(active)), len(active), mode)
-        intents = step.exchange(intent)
+        lengths = [len(part.ids) for part in parts] or [1] * len(active)
+        kind = EXTEND if parts else int(bool(active))
+        intents = step.exchange(Intent(kind, sum(lengths), mode, token_cut(lengths)))
         kind = max(each.kind for each in intents)
         if kind == IDLE:
             return None

@@ -25,18 +25,20 @@ from fastlayers.comm.padding import StepTokens
 from fastlayers.errors import ArgumentError
 from fastlayers.runtime.graphs import bucket_of
 from fastlayers.sampler.layer import MODES
+from fastlayers_models.overlap import Planned
 from fastlayers_models.rows import Pending
-from fastlayers_models.step import NO_DRAW, ModelStep, Part
+from fastlayers_models.step import ModelStep, Part
 
 IDLE, DECODE, EXTEND = 0, 1, 2
 
 
 class Intent(NamedTuple):
-    """What a group would do next: its kind, its new tokens, and how it samples (an index of ``MODES``)."""
+    """What a group would do next: its kind, its new tokens, how it samples (an index of ``MODES``), its first half."""
 
     kind: int = IDLE
     tokens: int = 0
     mode: int = 0
+    cut: int = 0
 
 
 class Together:
@@ -62,16 +64,21 @@ class Together:
         """Let the next replay of a bucket be of so many tokens of each group."""
         self._of_bucket(counts, bucket).valid_rows(self._masks[bucket])
 
-    def compute(self, ids: torch.Tensor, meta: AttentionMeta, caches: Sequence[LayerCache]) -> torch.Tensor:
-        """Return the model's hidden states of a step."""
+    def of(self, meta: AttentionMeta) -> tuple[StepTokens | None, torch.Tensor | None]:
+        """Return what a model takes as ``step`` and ``valid``."""
         bucket = meta.bucket
         if bucket is None:
-            hidden: torch.Tensor = self._model(ids, meta, caches, self.tokens)
-            return hidden
+            return self.tokens, None
         assert isinstance(bucket, int)
-        step = self._of_bucket([0] * self.groups, bucket)
-        captured: torch.Tensor = self._model(ids, meta, caches, step, self._masks[bucket])
-        return captured
+        return self._of_bucket([0] * self.groups, bucket), self._masks[bucket]
+
+    def compute(
+        self, ids: torch.Tensor, meta: AttentionMeta, caches: Sequence[LayerCache], images: Any = None,
+        halves: Sequence[Planned] = (),
+    ) -> torch.Tensor:  # fmt: skip
+        """Return the model's hidden states of a step."""
+        hidden: torch.Tensor = self._model(ids, meta, caches, *self.of(meta), images, halves)
+        return hidden
 
     def _of_bucket(self, counts: Sequence[int], bucket: int) -> StepTokens:
         rows = -(-bucket // self._attn_tp) * self._attn_tp
@@ -83,6 +90,8 @@ class Together:
 
 class GroupStep(ModelStep):
     """The steps of one attention group, which all other groups make, too; parameters as of :class:`ModelStep`."""
+
+    real_rows = Together
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -112,23 +121,22 @@ class GroupStep(ModelStep):
             self._keep_rows_and_capture(bucket, mode)
             bucket = bucket_of(self.buckets, max(counts))  # none, if it could not be captured
         self._size, self._mode, self._bucket = batch.num_tokens, mode, bucket
+        meta = self._plan("decode", batch, bucket, [(each.tokens, each.cut) for each in intents])
         if bucket is None:
             self._together.plan(counts, extend=False)
-            self._run(self.state.plan(batch, num_pages=self.num_pages), mode)
+            self._run(meta, mode)
         else:
             assert self.graphs is not None
             self._together.refresh(counts, bucket)
-            self.state.plan(batch, bucket=bucket, num_pages=self.num_pages)
             self.graphs.replay(self._key(bucket, mode))
         return self.collect()
 
     def extend_together(self, parts: Sequence[Part], intents: Sequence[Intent]) -> Pending:
         """Run one step in which some group extends; ``parts`` are this group's, none where it is idle."""
-        counts = [each.tokens for each in intents]
-        self._together.plan(counts, extend=True)
-        return super().extend(parts)
+        self._together.plan([each.tokens for each in intents], extend=True)
+        return super().extend(parts, shares=[(each.tokens, each.cut) for each in intents])
 
-    def extend(self, parts: Sequence[Part], capture: bool = False) -> Pending:
+    def extend(self, parts: Sequence[Part], capture: bool = False, shares: Any = None) -> Pending:
         """Refuse: a group cannot make a step by itself."""
         raise ArgumentError("GroupStep", "extend", "called", "extend_together, in every group")
 
@@ -144,19 +152,14 @@ class GroupStep(ModelStep):
             tensor.copy_(values)
 
     def _run(self, meta: AttentionMeta, mode: str) -> torch.Tensor:
-        ids = self.table.tokens[: meta.num_tokens]
-        hidden = self._together.compute(ids, meta, self.caches)
         if meta.num_tokens:  # all ranks of a group have the same rows
-            ids.copy_(self.sampler(self.model.compute_logits(hidden), self.table.params(meta.num_tokens), mode))
+            return super()._run(meta, mode)
+        ids = self.table.tokens[:0]
+        self._compute(ids, meta, None)
         return ids
 
-    def _run_extend(self, meta: AttentionMeta, mode: str) -> torch.Tensor:
-        inputs, table = self.inputs, self.table
-        hidden = self._together.compute(inputs.ids(meta.num_tokens, table.tokens), meta, self.caches)
-        last, rows = inputs.last[: meta.num_requests], inputs.rows[: meta.num_requests]
-        if mode == NO_DRAW:
-            return last
-        params = table.gather(rows)
-        drawn = self.sampler(self.model.compute_logits(hidden.index_select(0, last)), params, mode)
-        table.scatter(rows, params.offset, drawn)
-        return drawn
+    def _compute(
+        self, ids: torch.Tensor, meta: AttentionMeta, valid: torch.Tensor | None, images: Any = None
+    ) -> torch.Tensor:
+        halves = () if self.halves is None else self.halves.of(meta)
+        return self._together.compute(ids, meta, self.caches, images, halves)

@@ -34,6 +34,7 @@ from fastlayers.sampler.layer import MODES, Sampler
 from fastlayers.torch_compile import CompiledBlocks, TorchCompile
 from fastlayers.weights_epoch import WeightsWatch
 from fastlayers_models.images import PromptImages, step_images
+from fastlayers_models.overlap import Halves, OneGroup, Shares
 from fastlayers_models.rows import ExtendInputs, Outbox, Pending, Row, RowTable
 
 log = logging.getLogger(__name__)
@@ -102,6 +103,9 @@ class ModelStep(CapturedSteps):
         fails, the capture raises, whatever ``cuda_graph`` is.
     extend_buckets : ExtendBuckets, optional
         Which extends are captured; default: up to the model's ``captured_tokens``, see :class:`ExtendBuckets`.
+    overlap : str
+        Which steps are computed in two halves that take turns, see :mod:`fastlayers_models.overlap`: ``"off"``,
+        ``"two_batch"`` (decode), ``"two_chunk"`` (extends, which are not captured then), or ``"both"``.
 
     Attributes
     ----------
@@ -116,6 +120,7 @@ class ModelStep(CapturedSteps):
     """
 
     counted = "extends"
+    real_rows: Any = OneGroup  # what knows which rows of a half are real
 
     def __init__(
         self,
@@ -129,6 +134,7 @@ class ModelStep(CapturedSteps):
         graphs: CudaGraphs | None = None,
         torch_compile: TorchCompile | None = None,
         extend_buckets: ExtendBuckets | None = None,
+        overlap: str = "off",
     ) -> None:
         if not isinstance(cuda_graph, (bool, str)) or cuda_graph not in ("auto", True, False):  # 1 equals True
             raise ArgumentError("Generator", "cuda_graph", repr(cuda_graph), "one of 'auto', True, False")
@@ -143,11 +149,13 @@ class ModelStep(CapturedSteps):
             raise ArgumentError("Generator", "cuda_graph", True, f"False or 'auto': the model is on {model.device}")
         self.model, self.caches, self.state, self.sampler, self.num_pages = model, caches, state, sampler, num_pages
         self.max_batch = state.max_batch
+        self.halves = Halves.make(model, state, overlap, torch_compile, self.real_rows)
         ranks = model.parallel.attn_tp.size if hasattr(model, "parallel") else 1
         ranks = getattr(model, "row_multiple", ranks)
         wanted = graphs is not None or cuda_graph is True or (cuda_graph == "auto" and cuda and _capturable(model))
         own = (graphs if graphs is not None else CudaGraphs(model.device)) if wanted and cuda_graph else None
         super().__init__(own, cuda_graph is True)
+        self.notes += [] if self.halves is None else [f"{' and '.join(self.halves.kinds)} steps: two halves in turns"]
         if torch_compile is not None and self.graphs is None:
             accepted = "None where decode is not captured: it is for captured steps only"
             raise ArgumentError("Generator", "torch_compile", torch_compile, accepted)
@@ -157,7 +165,7 @@ class ModelStep(CapturedSteps):
         self.buckets = decode_buckets(self.max_batch, ranks) if self.graphs is not None else ()
         given = extend_buckets if extend_buckets is not None else _default_buckets(model)
         self.extend_buckets = given.within(state.max_tokens, self.max_batch, ranks)
-        if self.graphs is None:
+        if self.graphs is None or (self.halves is not None and "extend" in self.halves.kinds):
             self.extend_buckets = ExtendBuckets((), ())
         self.table = RowTable(self.max_batch, model.device)
         self.inputs = ExtendInputs(state.max_tokens, self.max_batch, model.device)
@@ -217,12 +225,30 @@ class ModelStep(CapturedSteps):
         if self._bucket is not None and not self._is_captured(self._key(self._bucket, self._mode)):
             self._capture_again(self._bucket)
         if self._bucket is None:
-            self._run(self.state.plan(batch, num_pages=self.num_pages), self._mode)
+            self._run(self._plan("decode", batch), self._mode)
         else:
             assert self.graphs is not None
-            self.state.plan(batch, bucket=self._bucket, num_pages=self.num_pages)
+            self._plan("decode", batch, self._bucket)
             self.graphs.replay(self._key(self._bucket, self._mode))
         return self.collect()
+
+    def _plan(
+        self, kind: str, batch: AttentionBatch, bucket: int | ExtendBucket | None = None, shares: Shares | None = None
+    ) -> AttentionMeta:
+        """Plan a step, and its halves where it has some."""
+        meta = self.state.plan(batch, bucket=bucket, num_pages=self.num_pages)
+        if self.halves is not None:
+            self.halves.plan(meta, kind, shares)
+        return meta
+
+    def _compute(
+        self, ids: torch.Tensor, meta: AttentionMeta, valid: torch.Tensor | None, images: Any = None
+    ) -> torch.Tensor:
+        """Return the model's hidden states of a step."""
+        more = {} if images is None else {"images": images}
+        more |= {} if self.halves is None else {"halves": self.halves.of(meta)}
+        hidden: torch.Tensor = self.model(ids, meta, self.caches, valid=valid, **more)
+        return hidden
 
     @staticmethod
     def _key(bucket: int, mode: str) -> StepKey:
@@ -289,7 +315,7 @@ class ModelStep(CapturedSteps):
 
     def _captured(self, bucket: int, mode: str) -> Callable[[], torch.Tensor]:
         # Nobody's rows: they read and write page 0 only. Alike for all buckets, so they may be planned beforehand.
-        meta = self.state.plan(AttentionBatch((), (), []), bucket=bucket)
+        meta = self._plan("decode", AttentionBatch((), (), []), bucket)
         self.count.zero_()
         self.table.rope_deltas.zero_()  # of rows before, which begin at 0 here
         how = self.torch_compile
@@ -321,13 +347,13 @@ class ModelStep(CapturedSteps):
         if self._images:  # they move what follows them; one sum for all layers, which take it as it is
             deltas = self.table.rope_deltas[:size].expand(3, -1)
             meta = replace(meta, rope_positions=meta.positions + deltas)
-        hidden = self.model(ids, meta, self.caches, valid=valid)
+        hidden = self._compute(ids, meta, valid)
         ids.copy_(self.sampler(self.model.compute_logits(hidden), self.table.params(size), mode))
         return ids
 
     # ---- extend -------------------------------------------------------------------------------------------------
 
-    def extend(self, parts: Sequence[Part], capture: bool = False) -> Pending:
+    def extend(self, parts: Sequence[Part], capture: bool = False, shares: Shares | None = None) -> Pending:
         """Run one step of several requests, without waiting for it.
 
         Parameters
@@ -337,6 +363,8 @@ class ModelStep(CapturedSteps):
             draw must be in the table (:meth:`load`, or :meth:`RowTable.put` for some of them).
         capture : bool
             Capture a new bucket first. False: it runs uncaptured and is noted in :attr:`wanted`.
+        shares : sequence, optional
+            What groups agree on, see :meth:`Halves.plan`.
 
         Returns
         -------
@@ -354,7 +382,7 @@ class ModelStep(CapturedSteps):
         images = any(part.images is not None for part in parts)
         key = None if images else self._extend_key(batch.num_tokens, len(parts), mode, capture)
         bucket = None if key is None else self._extend_bucket(key)
-        meta = self.state.plan(batch, bucket=bucket, num_pages=self.num_pages)
+        meta = self._plan("extend", batch, bucket, shares)
         self.inputs.write([(part.ids, part.row) for part in parts], batch.query_lens, bucket)
         if images:
             self.uncaptured["prompts with images"] += 1
@@ -414,7 +442,7 @@ class ModelStep(CapturedSteps):
         for key in keys:
             bucket = self._extend_bucket(key)
             # Nobody's tokens: they write page 0, and draw for nobody.
-            meta = self.state.plan(AttentionBatch((), (), []), bucket=bucket)
+            meta = self._plan("extend", AttentionBatch((), (), []), bucket)
             self.inputs.write([], (), bucket)
             words = f"extends of {key.tokens} tokens run without CUDA graphs"
             if self.capture_step(key, partial(self._run_extend, meta, key.mode), words) and progress is not None:
@@ -433,11 +461,7 @@ class ModelStep(CapturedSteps):
         """Return the tokens drawn, one a request; of requests that do not draw, anything."""
         inputs, table, captured = self.inputs, self.table, meta.bucket is not None
         ids = inputs.ids(meta.num_tokens, table.tokens)
-        valid = inputs.count if captured else None
-        if inputs.images is None:
-            hidden = self.model(ids, meta, self.caches, valid=valid)
-        else:
-            hidden = self.model(ids, meta, self.caches, valid=valid, images=inputs.images)
+        hidden = self._compute(ids, meta, inputs.count if captured else None, inputs.images)
         last, rows = inputs.last[: meta.num_requests], inputs.rows[: meta.num_requests]
         if mode == NO_DRAW:
             return last

@@ -227,10 +227,6 @@ class SlotStep(ModelStep):
         valid = self.inputs.count if meta.bucket is not None else None
         return self._noted(meta, self._compute(ids, meta, valid))
 
-    def _compute(self, ids: torch.Tensor, meta: AttentionMeta, valid: torch.Tensor | None) -> torch.Tensor:
-        hidden: torch.Tensor = self.model(ids, meta, self.caches, valid=valid)
-        return hidden
-
     def _noted(self, meta: AttentionMeta, hidden: torch.Tensor) -> torch.Tensor:
         if not self.keep_hidden:
             return hidden

@@ -91,8 +91,10 @@ class GroupSlotStep(SlotStep):
         self._compute(ids, meta, None)
         return ids
 
-    def _compute(self, ids: torch.Tensor, meta: AttentionMeta, valid: torch.Tensor | None) -> torch.Tensor:
-        return self._together.compute(ids, meta, self.caches)
+    def _compute(
+        self, ids: torch.Tensor, meta: AttentionMeta, valid: torch.Tensor | None, images: Any = None
+    ) -> torch.Tensor:
+        return self._together.compute(ids, meta, self.caches, images)
 
 
 class GroupExecutor(TorchExecutor):

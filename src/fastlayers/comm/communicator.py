@@ -229,15 +229,15 @@ class LayerCommunicator:
 
     def prepare_attn(self, hidden: Hidden, step: StepTokens | None = None) -> Hidden:
         """Return the attention's input, ``attn_full``: any pending sum done, residual added, normalised."""
-        return self._run("prepare_attn", hidden, step)
+        return self.run("prepare_attn", hidden, step)
 
     def prepare_mlp(self, hidden: Hidden, step: StepTokens | None = None) -> Hidden:
         """Return the MLP's input, in place ``self.place``, from the attention's output."""
-        return self._run("prepare_mlp", hidden, step)
+        return self.run("prepare_mlp", hidden, step)
 
     def postprocess(self, hidden: Hidden, step: StepTokens | None = None) -> Hidden:
         """Return the layer's output, from the MLP's output."""
-        return self._run("postprocess", hidden, step)
+        return self.run("postprocess", hidden, step)
 
     def finish(self, hidden: Hidden, norm: Norm | None, step: StepTokens | None = None) -> torch.Tensor:
         """Return the last layer's output ``[T, D]`` of the own group: sum done, residual added, ``norm`` applied.
@@ -270,7 +270,8 @@ class LayerCommunicator:
         y = x + hidden.residual if norm is None else normed(norm, x, hidden.residual)[0]
         return self.ops.attn_tp.all_gather(y)
 
-    def _run(self, hook: str, hidden: Hidden, step: StepTokens | None) -> Hidden:
+    def run(self, hook: str, hidden: Hidden, step: StepTokens | None = None) -> Hidden:
+        """Return what the hook of that name does."""
         given = hidden.layout if isinstance(hidden, Hidden) else _no_hidden(hook, hidden)
         spread = step is not None and step.spread
         hooks = self._spread_hooks if spread else self._hooks

@@ -37,6 +37,8 @@ class CapturedSteps:
         Kinds that could not be captured, and why.
     uncaptured : Counter[str]
         Steps that ran uncaptured, by the reason in words.
+    notes : list[str]
+        What the report begins with.
     """
 
     # What :meth:`report` calls the steps whose reasons are counted.
@@ -47,6 +49,7 @@ class CapturedSteps:
         self.wanted: dict[Any, None] = {}
         self.broken: dict[Any, str] = {}
         self.uncaptured: Counter[str] = Counter()
+        self.notes: list[str] = []
 
     def kind_of(self, key: Any) -> Hashable:
         """Return what of a graph's key decides whether it can be captured."""
@@ -114,4 +117,4 @@ class CapturedSteps:
             for each in self.ledger
         ]
         reasons = self.uncaptured.most_common()
-        return lines + [f"{count} {self.counted} uncaptured: {reason}" for reason, count in reasons]
+        return self.notes + lines + [f"{count} {self.counted} uncaptured: {reason}" for reason, count in reasons]
