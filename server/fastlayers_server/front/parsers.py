@@ -193,6 +193,8 @@ class Marked:
         self._thinking = tail.rfind(THINK) > tail.rfind(UNTHINK)
         self._call: Call | None = None
         self._calls = 0
+        # Blanks behind a call: no content where another call or the end follows, and part of what else follows.
+        self._gap: str | None = None
 
     def feed(self, token: int, text: str) -> list[Delta]:
         """Take a token."""
@@ -208,10 +210,7 @@ class Marked:
         if not marker:
             if self._call is not None:
                 return self._call.feed(text)
-            # A call's end leaves a line break behind, which is no content.
-            if self._calls and not text.strip():
-                return []
-            return [Delta("reasoning" if self._thinking else "content", text)]
+            return [Delta("reasoning", text)] if self._thinking else self._content(text)
         if self._thinking:
             self._thinking = marker != UNTHINK
             return [] if marker == UNTHINK else [Delta("reasoning", marker)]
@@ -223,7 +222,13 @@ class Marked:
         if style is not None and marker == style.begin:
             self._call = Call(self._header, self._calls)
             return []
-        return [] if style is not None and marker in style.wrappers else [Delta("content", marker)]
+        return [] if style is not None and marker in style.wrappers else self._content(marker)
+
+    def _content(self, text: str) -> list[Delta]:
+        if self._gap is not None:
+            text = self._gap + text
+            self._gap = None if text.strip() else text
+        return [] if self._gap is not None else [Delta("content", text)]
 
     def _close(self, marker: str) -> list[Delta]:
         call, self._call = self._call, None
@@ -232,8 +237,9 @@ class Marked:
         deltas = call.finish()
         if deltas is None:
             assert self._style is not None
-            return [Delta("content", self._style.begin + call.raw + marker)]
+            return self._content(self._style.begin + call.raw + marker)
         self._calls += 1
+        self._gap = ""
         return deltas
 
 

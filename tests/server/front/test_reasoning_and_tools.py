@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -175,8 +176,6 @@ def _keep(qwen: TokenText) -> None:
 @given(st.text(alphabet='{}[]":, a\\1', max_size=30), st.data())
 @settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 def test_a_call_is_the_same_however_it_is_cut(text: str, data: st.DataObject) -> None:
-    import re
-
     whole, cut = (Call(re.compile(STYLES["hermes"].header), 0) for _ in range(2))
     text = '{"name": "f", "arguments": ' + text
     at = data.draw(st.integers(0, len(text)))
@@ -184,6 +183,26 @@ def test_a_call_is_the_same_however_it_is_cut(text: str, data: st.DataObject) ->
     second = cut.feed(text[:at]) + cut.feed(text[at:]) + (cut.finish() or [])
     assert "".join(d.text for d in first) == "".join(d.text for d in second)
     assert [d.name for d in first if d.name] == [d.name for d in second if d.name]
+
+
+def test_text_behind_a_call_keeps_its_blanks_however_it_is_cut() -> None:
+    """A model may go on after a call, and says most blanks as tokens of their own."""
+    tokens = _KEPT["qwen"]
+    call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    for behind, content in (
+        ("\n", ""), ("\nSo it is. \n Yes. ", "\nSo it is. \n Yes. "), (f"\n \n{call}\n", ""),
+        (f" a b\n{call}\n\nc d", " a b\n\n\nc d"), ("\n</think>\n x", "\n</think>\n x"),
+        ("\n<tool_call>\nno call</tool_call>", "\n<tool_call>\nno call</tool_call>"),
+    ):  # fmt: skip
+        cut = Marked(tokens, [], True, STYLES["hermes"])
+        pieces = [piece for piece in re.split(r"(</?tool_call>|</think>|\s)", call + behind) if piece]
+        ids = [tokens.id_of(piece) if piece.startswith("<") else -1 for piece in pieces]
+        found = [d for i, piece in zip(ids, pieces, strict=True) for d in cut.feed(-1 if i is None else i, piece)]
+        found += cut.finish("")
+        whole = parts_of(tokens, Marked(tokens, [], True, STYLES["hermes"]), call + behind)
+        for deltas in (found, whole):
+            assert "".join(d.text for d in deltas if d.kind == "content") == content, (behind, deltas)
+            assert "".join(d.text for d in deltas if d.kind == "tool") == '{"x": 1}' * (1 + behind.count('"f"'))
 
 
 def test_json_values_end_where_they_end() -> None:
