@@ -21,19 +21,34 @@ from fastlayers_server.front.generation import Front
 log = logging.getLogger("fastlayers.serve")
 KEEP_ALIVE_SECONDS = 65
 ENGINE_GONE = 70
+# What a request may have beside its body. Bodies in chunks of one byte have five times as much again.
+HEAD_BYTES, FRAMING = 65_536, 8
 
 
 def protocol_with(header_timeout: float) -> type[HttpToolsProtocol]:
-    """Return uvicorn's protocol with a time-out for a request's headers, which it lacks."""
+    """Return uvicorn's protocol with a time-out for a request's headers, and a limit of their bytes, which it lacks."""
 
     class Protocol(HttpToolsProtocol):
         _waiting: asyncio.TimerHandle | None = None
+        _body = _beside = 0  # bytes of the request that comes
+
+        def data_received(self, data: bytes) -> None:
+            self._beside += len(data)
+            super().data_received(data)
+            if self._beside > HEAD_BYTES + FRAMING * self._body and not self.transport.is_closing():
+                self.send_400_response(f"Headers of more than {HEAD_BYTES} bytes.")
+
+        def on_body(self, body: bytes) -> None:
+            self._beside -= len(body)
+            self._body += len(body)
+            super().on_body(body)
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self._await_headers()
 
         def on_message_begin(self) -> None:
+            self._body = self._beside = 0
             self._await_headers()
             super().on_message_begin()
 

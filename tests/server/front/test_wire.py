@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import socket
@@ -69,6 +70,41 @@ def test_headers_that_do_not_come_are_not_waited_for() -> None:
             kept.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
             assert answer(kept)[0] == 200
             time.sleep(rest)
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begin", "more"),
+    [(HEAD + b"X: ", b"a" * 65536), (HEAD, b"X: a\r\n" * 10_000), (CHUNKED + b"0\r\n", b"X: a\r\n" * 10_000),
+     (CHUNKED + b"0\r\nX: ", b"a" * 65536), (CHUNKED, b"1;" + b"a" * 65536 + b"\r\n \r\n")],
+    ids=["one header", "many", "trailers", "one trailer", "extensions of chunks"],
+)  # fmt: skip
+def test_headers_without_end_are_not_kept(begin: bytes, more: bytes) -> None:
+    """Otherwise anybody, without a key, fills the memory in the seconds that headers may take."""
+    with on_the_wire() as wire:
+        connection = wire.connect()
+        connection.sendall(begin)
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            while sent < 200 * len(more):
+                connection.sendall(more)
+                sent += len(more)
+        assert sent < 200 * len(more), "all of it was taken"
+        assert httpx.get(f"{wire.url}/health").status_code == 200
+
+
+def test_large_headers_and_small_chunks_are_served() -> None:
+    with on_the_wire(tick_seconds=0.0) as wire:
+        raw = body(max_tokens=2)
+        large = wire.send("/v1/completions", raw, f"X: {'a' * 60_000}")
+        small = wire.send("/v1/completions", b"", "Transfer-Encoding: chunked")
+        for byte in raw:
+            small.sendall(b"1\r\n" + bytes([byte]) + b"\r\n")
+        small.sendall(b"0\r\n\r\n")
+        assert answer(large)[0] == answer(small)[0] == 200
 
 
 def answer(connection: socket.socket) -> tuple[int, Any]:
