@@ -7,6 +7,7 @@ import time
 
 from scripted import ScriptedEngine
 
+from fastlayers_server.engine import child
 from fastlayers_server.engine.child import main
 from fastlayers_server.engine.client import Phase
 from fastlayers_server.engine.config import EngineConfig
@@ -17,7 +18,9 @@ def make(config: EngineConfig, phase: Phase, epoch: int) -> Engine:
     if config.model == "refused":
         raise ValueError("there is no such model")
     phase("weights")
-    engine = ScriptedEngine(tick_seconds=0.005)._make(phase, epoch)
+    if config.model == "slow":
+        time.sleep(4)  # as reading weights may take
+    engine = ScriptedEngine(tick_seconds=0.0 if config.model == "chatty" else 0.005)._make(phase, epoch)
     if config.model == "hangs" and epoch == 1:
         engine.executor.launch = lambda plan: time.sleep(600)  # type: ignore[method-assign,assignment,return-value,misc]
     if config.model == "fails":
@@ -26,4 +29,5 @@ def make(config: EngineConfig, phase: Phase, epoch: int) -> Engine:
 
 
 if __name__ == "__main__":
+    child.OUTBOX, child.FRONT_SECONDS = 100, 3.0
     sys.exit(main(make))

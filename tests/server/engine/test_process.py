@@ -7,6 +7,7 @@ import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ def test_killed_while_it_streams_and_started_again() -> None:
     front = Front()
     front.submit(1, 4)  # before the engine is there
     assert front.until(p.EngineInfo).epoch == 1
+    assert Path(front.engine._folder).stat().st_mode & 0o777 == 0o700, "its sockets are nobody else's"
     assert front.end_of(1).finish == "length" and len(front.ids[1]) == 4
     front.submit(2, 3000)
     while len(front.ids.get(2, ())) < 5:
@@ -90,6 +92,33 @@ def test_a_hung_step_is_killed() -> None:
     front.until(p.EngineInfo)
     front.submit(2, 4)
     assert front.end_of(2).finish == "length"
+    front.engine.shutdown()
+
+
+def test_a_front_that_takes_nothing_is_left() -> None:
+    """An engine waits for its front at most so long; meanwhile its messages lie in bounded queues."""
+    front = Front("chatty")
+    front.until(p.EngineInfo)
+    deliver, taken = front.engine._deliver_to, threading.Event()
+    front.engine._deliver_to = lambda message: (taken.wait(60), deliver(message))
+    child = front.engine._child
+    front.submit(1, 4000)
+    try:
+        assert child.wait(30) == 1, "it ends by itself"
+    finally:
+        taken.set()
+    assert front.end_of(1).code == "engine_restarting"
+    assert front.until(p.Died).restarting
+    front.engine.shutdown()
+
+
+def test_a_start_that_takes_long_beats() -> None:
+    front = Front("slow", watchdog_timeout=1.0)
+    beats = []
+    while not isinstance(message := front.inbox.get(timeout=60), p.EngineInfo):
+        beats.append(message)
+    assert len(beats) >= 3 and all(isinstance(b, p.Beat) and b.epoch == 1 for b in beats)
+    assert {b.phase for b in beats} >= {"weights"} and front.engine.phase == "serving"
     front.engine.shutdown()
 
 

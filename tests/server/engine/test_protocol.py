@@ -171,3 +171,35 @@ def test_an_engine_that_dies_in_this_process_tells_everybody_once() -> None:
     engine.submit(p.Submit(3, p.pack_ids([5]), max_new_tokens=3))
     assert front.outputs(3)[3][-1].code == "draining"
     engine.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "said"),
+    [
+        ({"prompt": b""}, "invalid_prompt", "the prompt is empty"),
+        ({"prompt": p.pack_ids([5, -1])}, "invalid_prompt", "prompt: token id -1 is not in [0, 512)"),
+        ({"prompt": p.pack_ids([512])}, "invalid_prompt", "prompt: token id 512"),
+        ({"stop_ids": (512,)}, "invalid_prompt", "stop_ids: token id 512"),
+        ({"max_new_tokens": 0}, "invalid_prompt", "max_new_tokens is 0; accepted: 1 or more"),
+        ({"max_new_tokens": 4096}, "context_length_exceeded", "1 prompt tokens and 4096 new ones do not fit"),
+        ({"logprobs": 1_000_000}, "invalid_prompt", "logprobs is 1000000; accepted: 0 to 20"),
+        ({"prompt_logprobs": 1}, "invalid_prompt", "prompt_logprobs is 1; accepted: none on this engine"),
+        ({"sampling": p.Sampling(temperature=float("nan"))}, "invalid_prompt", "temperature is nan"),
+        ({"sampling": p.Sampling(top_p=0.0)}, "invalid_prompt", "top_p is 0.0"),
+        ({"sampling": p.Sampling(logit_bias=((600, 1.0),))}, "invalid_prompt", "logit_bias: token id 600"),
+        ({"sampling": p.Sampling(logit_bias=((5, float("inf")),))}, "invalid_prompt", "logit_bias is a value"),
+        ({"grammar": "unheard of"}, "invalid_grammar", "did not arrive, or was forgotten"),
+    ],
+)
+def test_the_engine_checks_what_a_front_has_checked(change: Any, code: str, said: str) -> None:
+    """A front that is wrong costs one request, not the engine."""
+    front = Front(ScriptedEngine())
+    front.until(p.EngineInfo)
+    good = p.Submit(1, p.pack_ids([5]), max_new_tokens=3, ignore_eos=True)
+    for request in (good, msgspec.structs.replace(good, rid=2, **change), msgspec.structs.replace(good, rid=3)):
+        front.engine.submit(request)
+    found = front.outputs(1, 2, 3)
+    front.engine.shutdown()
+    assert [found[rid][-1].finish for rid in (1, 2, 3)] == ["length", "error", "length"]
+    assert len(found[2]) == 1 and found[2][0].code == code and said in found[2][0].message
+    assert [o.ids for o in found[1]] == [o.ids for o in found[3]]

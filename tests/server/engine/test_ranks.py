@@ -56,6 +56,44 @@ def test_a_plan_and_what_a_rank_without_scheduler_makes_of_it() -> None:
     assert again.rows == [found.admitted[1]]  # by its slot
 
 
+FRAMES = """
+import hashlib, random, sys
+sys.path.insert(0, sys.argv[1])
+import world
+from fastlayers_server.engine.config import SchedulerConfig
+from fastlayers_server.parallel.frames import encode
+
+limits = SchedulerConfig(
+    23, 160, 20, 16, (1,), max_running=16, max_batched_tokens=64, enable_priority=True, policy="lpm"
+)
+served, r, digest = world.World(limits, delay=1), random.Random(0), hashlib.sha256()
+for tick in range(400):
+    if r.random() < 0.5 and served.scheduler.queue.count < 9:
+        prompt = [r.randrange(23) for _ in range(r.randint(1, 90))] if r.random() < 0.6 else [7] * 60
+        served.submit(prompt, 60, ignore_eos=True, priority=r.randint(-1, 1), namespace=r.choice([b"", b"a", b"b"]))
+    if served.scheduler.live and r.random() < 0.1:
+        served.scheduler.abort([r.choice(sorted(served.scheduler.live))], served.now)
+        served.collect()
+    digest.update(encode(served.tick(), tick, 0))
+counted = served.scheduler.metrics.counters
+assert counted["preemptions_total"] and counted["prefix_hits_total"], counted
+print(digest.hexdigest())
+"""
+
+
+def test_frames_do_not_depend_on_the_seed_of_hashes() -> None:
+    """I18: an order that followed from hashes would differ on every rank and in every run."""
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", FRAMES, str(Path(__file__).parent)], env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True, text=True, check=False,
+        )
+        for seed in ("1", "2")
+    ]  # fmt: skip
+    assert [run.returncode for run in runs] == [0, 0], runs[0].stderr
+    assert runs[0].stdout == runs[1].stdout != ""
+
+
 class Script:
     """A channel and an executor of one rank, with what the first one says."""
 

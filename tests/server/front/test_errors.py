@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,6 +69,7 @@ BAD = [
 ]  # fmt: skip
 BAD_CHAT = [
     ({"messages": []}, 400, "invalid_value", "messages"),
+    ({"messages": USER * 4097}, 400, "invalid_value", "messages"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "invalid_value", "messages.0.role"),
     ({"messages": [{"role": "user"}]}, 400, "invalid_value", "messages"),
     ({"messages": [{"role": "user", "content": "x", "size": 1}]}, 400, "unknown_parameter", "messages.0.size"),
@@ -222,6 +224,26 @@ def test_errors_of_the_engine(code: str, status: int, kind: str, stream: bool) -
         error = error_of(response, status, code)
         assert error["type"] == kind and error["message"] == "why"
         assert response.headers.get("retry-after") == "3"
+
+
+def test_a_full_queue_and_a_deadline_that_passed() -> None:
+    engine = ScriptedEngine(tick_seconds=0.02, max_running=1, max_queued_requests=1)
+    ask = {"model": "tiny", "prompt": [5, 6], "max_tokens": 40, "ignore_eos": True}
+    with serving(engine=engine, request_timeout=0.3) as server:
+
+        async def three() -> list[Any]:
+            async with server.client() as client:
+                scheduler, tasks = engine._engine.scheduler, []  # type: ignore[union-attr]
+                for there in (lambda: scheduler.running.requests, lambda: scheduler.queue.count):
+                    tasks.append(asyncio.ensure_future(client.post("/v1/completions", json=ask)))
+                    while not there():
+                        await asyncio.sleep(0.001)
+                return [await client.post("/v1/completions", json=ask), *await asyncio.gather(*tasks)]
+
+        full, first, late = server.do(three())
+    assert error_of(full, 429, "queue_full")["type"] == "rate_limit_error" and int(full.headers["retry-after"]) >= 1
+    assert first.status_code == 200 and first.json()["usage"]["completion_tokens"] == 40
+    assert error_of(late, 408, "request_timeout")["type"] == "timeout"
 
 
 def test_an_error_after_the_first_byte_ends_the_stream_without_a_reason() -> None:

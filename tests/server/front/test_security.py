@@ -131,3 +131,19 @@ def test_cross_origin_requests_are_off_unless_asked_for() -> None:
         answer = server.request("OPTIONS", "/v1/completions", origin)
         assert answer.headers["access-control-allow-origin"] == "https://example.org"
         assert "access-control-allow-credentials" not in answer.headers
+
+
+def test_clocks_that_jump_decide_nothing() -> None:
+    """What waits, expires or is measured goes by clocks that only go on; dates are for people."""
+    wall = {"time": {"time", "localtime", "gmtime", "strftime"}, "datetime": {"now", "utcnow", "today"}}
+    # When an answer and the server were made, the file of a benchmark, a line of the log.
+    dates = {"front/generation.py": 2, "bench/command.py": 1, "log.py": 4}
+    found: dict[str, int] = {}
+    parts = ("front", "engine", "parallel", "bench")
+    for path in [*(f for part in parts for f in (FRONT.parent / part).glob("*.py")), *FRONT.parent.glob("*ser*.py"),
+                 FRONT.parent / "log.py", FRONT.parent / "llm.py"]:  # fmt: skip
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                name = str(path.relative_to(FRONT.parent))
+                found[name] = found.get(name, 0) + (node.attr in wall.get(node.value.id, ()))
+    assert {name: count for name, count in found.items() if count} == dates

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import random
@@ -14,7 +15,7 @@ import httpx
 import openai
 import pytest
 
-from .harness import script_of, tokens_of
+from .harness import ScriptedEngine, script_of, tokens_of, with_features
 from .wire import Wire, on_the_wire, wait_for
 
 LONG = {"model": "tiny", "prompt": "a", "max_tokens": 4000, "ignore_eos": True}
@@ -232,6 +233,48 @@ def test_draining_ends_what_takes_too_long_with_an_error() -> None:
         status, found = answer(whole)
         assert (status, found["error"]["code"]) == (503, "draining")
         assert wait_for(lambda: wire.runner.should_exit)
+
+
+def test_a_second_signal_leaves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int] = []
+    monkeypatch.setattr("fastlayers_server.front.server.os._exit", left.append)
+    with on_the_wire(tick_seconds=0.02, shutdown_timeout=60.0) as wire:
+        running = wire.send("/v1/completions", body(stream=True))
+        assert wait_for(lambda: wire.live)
+        wire.loop.call_soon_threadsafe(wire.runner.on_signal)
+        assert wait_for(lambda: wire.front.link.draining) and not left
+        wire.loop.call_soon_threadsafe(wire.runner.on_signal)
+        assert wait_for(lambda: left == [1])
+        running.close()
+
+
+class SlowCompiler:
+    """Compiles when it is told to."""
+
+    def __init__(self) -> None:
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    async def compile(self, source: str) -> str:
+        self.begun.set()
+        await asyncio.to_thread(self.go.wait, 10)
+        return "{}"
+
+
+def test_a_client_that_leaves_while_its_grammar_is_compiled() -> None:
+    engine, compiler = ScriptedEngine(tick_seconds=0.002), SlowCompiler()
+    with_features(engine, ["grammar"])
+    with on_the_wire(engine=engine, grammars=compiler) as wire:
+        submitted, submit = [], engine.submit
+        engine.submit = lambda request: (submitted.append(request.rid), submit(request))[1]  # type: ignore[method-assign]
+        connection = wire.send("/v1/completions", body(ignore_eos=False, structured_outputs={"regex": "a"}))
+        assert compiler.begun.wait(5)
+        # Who waits for a grammar holds up nobody, and has no slot.
+        assert httpx.post(f"{wire.url}/v1/completions", json=LONG | {"max_tokens": 2}).status_code == 200
+        assert len(submitted) == 1
+        connection.close()
+        compiler.go.set()
+        assert wait_for(lambda: len(submitted) == 2), "it was not asked for"
+        assert wait_for(lambda: not wire.front.jobs and wire.front.link.live == 0 and not wire.live)
 
 
 def test_openais_client_talks_to_it() -> None:
