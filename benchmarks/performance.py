@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from fastlayers.tuning.bench import describe_run, rows_of
 from fastlayers.tuning.clock import Clock, clock_for
 from fastlayers.tuning.search import Bench
 from fastlayers.tuning.sweep import case_at
-from fastlayers_server.known_models import KNOWN, shapes_of
+from fastlayers_server.known_models import KNOWN, LayerShape, shapes_of
 
 sys.path.insert(0, str(Path(__file__).parent))
 from peers import peers
@@ -74,9 +75,14 @@ class Item:
                 yield f"{self.model} {self.layer} {self.cfg} T={count} C={context}", count, context
 
 
+@lru_cache
+def _shapes(model: str, tp: int) -> list[LayerShape]:
+    return shapes_of(KNOWN[model], tp)
+
+
 def layers_of(model: str, tp: int, layer: str) -> list[Any]:
     """Return the configurations that ``layer`` has in a model on one of ``tp`` ranks."""
-    return [shape.cfg for shape in shapes_of(KNOWN[model], tp) if shape.layer == layer]
+    return [shape.cfg for shape in _shapes(model, tp) if shape.layer == layer]
 
 
 def fp8_linear() -> list[Item]:

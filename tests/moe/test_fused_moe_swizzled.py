@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -84,9 +85,10 @@ PLANS = [
 @interpreted
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_every_plan_gives_the_same(plan: HopperLaunchConfig) -> None:
-    # Up to 20 pairs an expert: several blocks; 96 columns end inside a step, 160 rows inside a tile.
+    # Up to 20 pairs an expert: several blocks, where there are; 96 columns end inside a step, 160 rows inside a tile.
     case = replace(cases.SPEC.case("mxfp4_bf16"), cfg=replace(OSS, hidden_size=96, intermediate_size=160))
-    case = replace(case, shape={"num_tokens": 23, "dtype": torch.bfloat16, "load": "filtered"})
+    tokens = 23 if plan.tokens else 5
+    case = replace(case, shape={"num_tokens": tokens, "dtype": torch.bfloat16, "load": "filtered"})
     inputs = cases.make_inputs(case, torch.device("cpu"), 3)
     oracle, ours = ReferenceFusedMoE(case.cfg), TritonSwizzledFusedMoE(case.cfg, plan.config())
     wanted = cases.run(oracle, inputs, cases.prepare(oracle, inputs))["y"]
@@ -107,9 +109,14 @@ def few_tokens(plan: HopperLaunchConfig) -> torch.Tensor:
 PLAIN = HopperLaunchConfig(0, 1, 1, 3, 1, 2, 3, 1)
 
 
+@lru_cache
+def plain() -> torch.Tensor:
+    return few_tokens(PLAIN)
+
+
 @interpreted
 def test_codes_in_registers_give_the_same_bits() -> None:
-    wanted = few_tokens(PLAIN)
+    wanted = plain()
     for held in (1, 2, 3):
         assert torch.equal(few_tokens(replace(PLAIN, held=held)), wanted), held
 
@@ -129,7 +136,7 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_planted_bug_in_held_kernels_shows(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module, before, after = MUTANTS[name]
-    wanted = few_tokens(PLAIN)
+    wanted = plain()
     made = {}
     for each in ("mxfp4_mma", "mxfp4_hopper"):
         text = (Path(mxfp4_hopper.__file__).parent / f"{each}.py").read_text()
