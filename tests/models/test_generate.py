@@ -6,6 +6,7 @@ import copy
 import importlib
 import logging
 import pickle
+import sys
 from pathlib import Path
 from threading import Barrier, Thread
 from typing import Any
@@ -20,31 +21,12 @@ from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
 from fastlayers.sampler.layer import SamplingParams
 from fastlayers_models.deepseek import DeepseekForCausalLM
 from fastlayers_models.generate import Generator
-from fastlayers_models.gpt_oss import GptOssConfig, GptOssForCausalLM
-from fastlayers_models.qwen import QwenConfig, QwenForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parent))
+from small_models import GPT_OSS, QWEN3_MOE, small_model
 
 TINY = Path(fastlayers_models.__file__).parent / "assets" / "tiny_deepseek_v3"
-COMMON = dict(
-    vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16, max_position_embeddings=256, rms_norm_eps=1e-6, eos_token_id=95,
-)  # fmt: skip
-QWEN = COMMON | dict(
-    model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True
-)
-GPT_OSS = COMMON | dict(model_type="gpt_oss", num_local_experts=4, num_experts_per_tok=2, sliding_window=8)
 SAMPLED = SamplingParams(temperature=0.9, top_k=20, top_p=0.9, seed=5)
-
-
-def make(hf: dict[str, Any], device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
-    family = (QwenForCausalLM, QwenConfig) if hf["model_type"].startswith("qwen") else (GptOssForCausalLM, GptOssConfig)
-    model = family[0](family[1].from_hf(hf), device=device, dtype=dtype, page_size=16)
-    random = torch.Generator().manual_seed(3)
-    for parameter in model.parameters():
-        parameter.copy_(torch.randn(parameter.shape, generator=random) * 0.3)
-    for module in model.modules():
-        if hasattr(module, "finalize"):
-            module.finalize()
-    return model.eval()
 
 
 def prompts(count: int, longest: int = 24) -> list[list[int]]:
@@ -53,9 +35,9 @@ def prompts(count: int, longest: int = 24) -> list[list[int]]:
     return [torch.randint(0, 94, (n,), generator=random).tolist() for n in lengths]
 
 
-@pytest.fixture(scope="module", params=[QWEN, GPT_OSS], ids=lambda hf: hf["model_type"])
+@pytest.fixture(scope="module", params=[QWEN3_MOE, GPT_OSS], ids=lambda hf: hf["model_type"])
 def model(request: pytest.FixtureRequest) -> Any:
-    return make(request.param)
+    return small_model(request.param)
 
 
 class Counting(EagerRuntime):
@@ -232,7 +214,7 @@ def test_latent_attention_is_captured_and_compiled(how: fl.TorchCompile | None) 
 
 
 def test_a_step_that_fails_before_it_is_compiled_names_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make(QWEN)
+    model = small_model(QWEN3_MOE)
 
     def broken(x: torch.Tensor, valid: Any = None) -> torch.Tensor:
         raise RuntimeError("out of memory")
@@ -296,7 +278,7 @@ def test_warm_up_of_a_hugging_face_model(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_has_nothing_of_its_original(copied: Any) -> None:
-    original = make(QWEN)
+    original = small_model(QWEN3_MOE)
     wanted = Generator(original, max_batch=2, max_length=32).generate([[1, 2, 3]], max_new_tokens=6)
     twin = copied(original)
     for parameter in original.parameters():
@@ -306,7 +288,7 @@ def test_a_copy_has_nothing_of_its_original(copied: Any) -> None:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])
 def test_a_copied_generator_begins_anew(copied: Any) -> None:
-    made = Generator(make(QWEN), max_batch=2, max_length=48)
+    made = Generator(small_model(QWEN3_MOE), max_batch=2, max_length=48)
     rows = [[1, 2, 3], [7] * 20]
     wanted = made.generate(rows, max_new_tokens=9, eos_ids=())
     stream = made.stream([[4, 4]], max_new_tokens=9, eos_ids=())
@@ -425,10 +407,10 @@ def test_arguments(model: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("hf", [QWEN, GPT_OSS], ids=lambda hf: hf["model_type"])
+@pytest.mark.parametrize("hf", [QWEN3_MOE, GPT_OSS], ids=lambda hf: hf["model_type"])
 def test_gpu_captured_tokens_equal_uncaptured(hf: dict[str, Any]) -> None:
     # fp32: a padded batch takes other GEMM kernels, whose bf16 roundings may turn a near tie.
-    model, rows, steps = make(hf, "cuda"), prompts(11), 24
+    model, rows, steps = small_model(hf, "cuda"), prompts(11), 24
     stop = frequent(model, rows, steps)
     plain = Generator(model, max_batch=11, max_length=64, cuda_graph=False)
     captured = Generator(model, max_batch=11, max_length=64, cuda_graph=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,24 +21,15 @@ from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
 from fastlayers.sampler.layer import Sampler, SamplingParams
 from fastlayers_models.deepseek import DeepseekForCausalLM
 from fastlayers_models.generate import Generator
-from fastlayers_models.gpt_oss import GptOssConfig, GptOssForCausalLM
 from fastlayers_models.qwen import QwenConfig, QwenForCausalLM
 from fastlayers_models.rows import IN_FLIGHT, ExtendInputs
 from fastlayers_models.step import ModelStep, Part, Row, StepKey, _capturable
 
+sys.path.insert(0, str(Path(__file__).parent))
+from small_models import GPT_OSS, QWEN3, QWEN3_MOE, small_model
+
 TINY = Path(fastlayers_models.__file__).parent / "assets" / "tiny_deepseek_v3"
-COMMON = dict(
-    vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16, max_position_embeddings=256, rms_norm_eps=1e-6, eos_token_id=95,
-)  # fmt: skip
-MOE = dict(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
-FAMILIES: dict[str, Any] = {
-    "qwen3": (QwenForCausalLM, QwenConfig, COMMON | dict(model_type="qwen3")),
-    "qwen3_moe": (QwenForCausalLM, QwenConfig, COMMON | MOE),
-    "gpt_oss": (GptOssForCausalLM, GptOssConfig, COMMON | dict(
-        model_type="gpt_oss", num_local_experts=4, num_experts_per_tok=2, sliding_window=8
-    )),
-}  # fmt: skip
+FAMILIES: dict[str, Any] = {"qwen3": QWEN3, "qwen3_moe": QWEN3_MOE, "gpt_oss": GPT_OSS}
 GREEDY = SamplingParams(temperature=0.0)
 DRAWN = SamplingParams(temperature=0.9, top_k=20, top_p=0.9)
 
@@ -45,13 +37,7 @@ DRAWN = SamplingParams(temperature=0.9, top_k=20, top_p=0.9)
 def make(family: str, device: str = "cpu") -> Any:
     if family == "deepseek":
         return DeepseekForCausalLM.from_pretrained(TINY, dtype=torch.float32, device=device)
-    cls, config, hf = FAMILIES[family]
-    model = cls(config.from_hf(hf), device=device, dtype=torch.float32, page_size=16)
-    random = torch.Generator().manual_seed(3)
-    for parameter in model.parameters():
-        parameter.copy_(torch.randn(parameter.shape, generator=random) * 0.3)
-    fl.finalize(model)
-    return model.eval()
+    return small_model(FAMILIES[family], device)
 
 
 @pytest.fixture(scope="module", params=[*FAMILIES, "deepseek"])
@@ -236,8 +222,8 @@ def test_why_steps_ran_uncaptured(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_core_that_was_asked_for_and_cannot_be_captured_is_not_replaced() -> None:
-    cls, config, hf = FAMILIES["qwen3"]
-    model = cls(config.from_hf(hf), device="cpu", dtype=torch.float32, page_size=16, backend="reference").eval()
+    config = QwenConfig.from_hf(QWEN3)
+    model = QwenForCausalLM(config, device="cpu", dtype=torch.float32, page_size=16, backend="reference").eval()
     served = Requests(model, True)
     with torch.inference_mode():
         served.step.load([Row(0, GREEDY, 0, 0)] * 5, capture=False)

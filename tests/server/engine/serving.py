@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -16,8 +17,6 @@ from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
 from fastlayers.sampler.layer import SamplingParams
 from fastlayers_models.auto import AutoModel
 from fastlayers_models.generate import Generator
-from fastlayers_models.gpt_oss import GptOssConfig, GptOssForCausalLM
-from fastlayers_models.qwen import QwenConfig, QwenForCausalLM
 from fastlayers_server import tasks
 from fastlayers_server.engine.config import SchedulerConfig
 from fastlayers_server.engine.executor import TorchExecutor
@@ -25,15 +24,10 @@ from fastlayers_server.engine.loop import Engine
 from fastlayers_server.engine.protocol import FromEngine, Output, Sampling, StepOut, Submit, pack_ids
 from fastlayers_server.engine.scheduler import Scheduler
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "models"))
+from small_models import GPT_OSS, QWEN3_MOE, small_model
+
 TINY = Path(fastlayers_models.__file__).parent / "assets" / "tiny_deepseek_v3"
-COMMON = dict(
-    vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16, max_position_embeddings=256, rms_norm_eps=1e-6, eos_token_id=95,
-)  # fmt: skip
-QWEN = COMMON | dict(
-    model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True
-)
-GPT_OSS = COMMON | dict(model_type="gpt_oss", num_local_experts=4, num_experts_per_tok=2, sliding_window=8)
 GREEDY = Sampling(temperature=0.0)
 
 
@@ -41,16 +35,7 @@ def make_model(name: str, page_size: int = 16) -> Any:
     """Return "deepseek" (the shipped one), or a random "qwen" or "gpt_oss"."""
     if name == "deepseek":
         return AutoModel.from_pretrained(TINY, dtype=torch.float32, device="cpu", page_size=page_size)
-    hf = QWEN if name == "qwen" else GPT_OSS
-    family: Any = (QwenForCausalLM, QwenConfig) if name == "qwen" else (GptOssForCausalLM, GptOssConfig)
-    model = family[0](family[1].from_hf(hf), device="cpu", dtype=torch.float32, page_size=page_size)
-    random = torch.Generator().manual_seed(3)
-    for parameter in model.parameters():
-        parameter.copy_(torch.randn(parameter.shape, generator=random) * 0.3)
-    for module in model.modules():
-        if hasattr(module, "finalize"):
-            module.finalize()
-    return model.eval()
+    return small_model(QWEN3_MOE if name == "qwen" else GPT_OSS, page_size=page_size)
 
 
 def prompts(count: int, longest: int = 70, seed: int = 11, vocab: int = 94) -> list[list[int]]:
