@@ -32,6 +32,7 @@ from fastlayers_models.vision import VisionConfig, VisionTower
 sys.path.insert(0, str(Path(__file__).parent))
 from checkpoint_tools import per_row_error, rewrite
 from family_tools import BASE, BOUND, ours, randomize
+from test_config import changes_of
 from test_qwen import flat, nested, published
 from tiny_models import relative_rms
 
@@ -450,3 +451,24 @@ def test_a_checkpoint_without_a_tower_is_the_language_model(vl: tuple[Any, Path]
     )
     with pytest.raises(ArgumentError, match="pixel_values is given; accepted: None: this model has no vision tower"):
         generator.generate([[5, 6, 7]], pixel_values=torch.zeros(4, 96), image_grid_thw=[[1, 2, 2]])
+
+
+def test_every_setting_of_a_tower_reads_as_in_transformers_or_is_refused() -> None:
+    from transformers import Qwen2_5_VLConfig
+
+    whole = json.loads(hf_config().to_json_string(use_diff=False))
+    del whole["text_config"], whole["model_type"]
+    refused = compared = 0
+    for what, config in changes_of(whole):
+        try:
+            found = VisionConfig.from_hf(config)
+        except ArgumentError:  # whatever else is raised fails here
+            refused += 1
+            continue
+        try:
+            theirs = Qwen2_5_VLConfig(**copy.deepcopy(config)).to_json_string(use_diff=False)
+        except Exception:  # of any kind: what transformers raises is not what is tested
+            continue
+        assert found == VisionConfig.from_hf(json.loads(theirs)), what
+        compared += 1
+    assert refused > 100 and compared > 100, (refused, compared)
