@@ -12,7 +12,7 @@ import torch
 
 import fastlayers as fl
 import fastlayers_models
-from fastlayers.patching import decode
+from fastlayers.patching import decode, packing
 from fastlayers.patching.prefill import ExtendKey
 from fastlayers_models.convert import convert_to_fp8_block
 from fastlayers_server.tasks import held_out_problems, long_prompt
@@ -114,6 +114,35 @@ def test_inductor_compiles_patched_layers_once(name: str) -> None:
     assert float((given - wanted).norm() / wanted.norm()) < 1e-4
     own = [n for key, n in report.hits().items() if key.startswith(f"model.layers.{len(model.model.layers) - 1}.")]
     assert own and min(own) >= 21
+
+
+@pytest.mark.parametrize("name", ["llama", "v3_dense"])
+def test_transformers_compiler_gives_stocks_tokens_by_one_product_a_layer(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    model = build(name).to("cuda").requires_grad_(False)
+    inputs = {key: value.to("cuda") for key, value in prompt(2, 24, pads=(0, 5)).items()}
+
+    def tokens(model: Any, **options: Any) -> torch.Tensor:
+        # A static cache is what transformers compiles the steps of, and records in graphs.
+        options |= {"max_new_tokens": 24, "do_sample": False, "cache_implementation": "static"}
+        found: torch.Tensor = model.generate(**inputs, **options)
+        return found
+
+    twin, asked, right = copy.deepcopy(model), [], packing._lie_in
+    monkeypatch.setattr(packing, "_lie_in", lambda buffer, parts: asked.append(right(buffer, parts)) or asked[-1])
+    report = fl.patch(model)
+    torch._dynamo.reset()
+    wanted = tokens(twin, disable_compile=True)
+    for _ in range(2):
+        assert torch.equal(tokens(model), wanted)
+    assert len(asked) > 0 and all(asked)
+    assert min(report.hits().values()) > 0 and not any(report.fallbacks().values())
+    for each in (model, twin):
+        linear = each.model.layers[1].mlp.up_proj
+        linear.weight.data = 1.5 * linear.weight.data
+    changed = tokens(twin, disable_compile=True)
+    assert torch.equal(tokens(model), changed) and not torch.equal(changed, wanted)
 
 
 @pytest.mark.parametrize("name", GQA)

@@ -25,8 +25,8 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTLAYERS_BACKEND", "rotary=triton")
 
 
-def patched(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any, fl.PatchReport]:
-    model = build(name, dtype)
+def patched(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> tuple[Any, Any, fl.PatchReport]:
+    model = build(name, dtype).to(device)
     stock = copy.deepcopy(model)
     report = fl.patch(model, moe=False)
     entries = [entry for entry in report.replaced if (entry.kind, entry.action) == ("attention", "swapped")]
@@ -40,13 +40,14 @@ def projections(model: Any, position: Any, x: torch.Tensor) -> tuple[torch.Tenso
     return found
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [(1, 1), (2, 7)])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_rounds_where_hugging_face_rounds(name: str, rows: tuple[int, int], dtype: torch.dtype) -> None:
-    model, _, _ = patched(name, dtype)
-    x = torch.randn(*rows, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
-    positions = torch.arange(5, 5 + rows[1]).expand(rows) + torch.arange(rows[0])[:, None]
+def test_rounds_where_hugging_face_rounds(name: str, rows: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+    model, _, _ = patched(name, dtype, device)
+    x = torch.randn(*rows, 64, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    positions = (torch.arange(5, 5 + rows[1]).expand(rows) + torch.arange(rows[0])[:, None]).to(device)
     position = model.model.rotary_emb(x, positions)
     given = projections(model, position, x)
     for layer in model.model.layers:
