@@ -21,6 +21,7 @@ SUMMARY = "summary.jsonl"
 # Keys of rows that say themselves that something was not measured.
 LEFT_OUT = frozenset({"skipped", "left_out", "stopped"})
 TABLES = "performance_tables.py", "readme_tables.py", "systems_table.py", "simulate_splits.py"
+NEW_TABLE = "a new table"
 Row = dict[str, Any]
 
 
@@ -89,6 +90,18 @@ def _ended(folder: Path) -> dict[str, Row]:
         if "part" in row and row["exit_code"] is not None:
             found[row["part"]] = row | {"by": run["sources"], "run": run}
     return found
+
+
+def commits() -> dict[str, str]:
+    """Return the commits that parts' committed rows name; of several, all."""
+    found: dict[str, dict[str, None]] = {}
+    for part in PARTS:
+        path = RESULTS / part.result
+        for row in rows_of(path) if path.is_file() else []:
+            head = head_of(row)
+            if head is not None and head.get("part", part.name) == part.name and head["commit"]:
+                found.setdefault(part.name, {})[head["commit"][:7]] = None
+    return {name: ", ".join(each) for name, each in found.items()}
 
 
 def merged(old: Sequence[Row], part: str, new: Sequence[Row]) -> list[Row]:
@@ -163,11 +176,12 @@ def _adopt_tables(tables: dict[Path, Row]) -> Iterator[str]:
         before = [json.loads(each.read_text()) if each.is_file() else {} for each in (shipped, details)]
         if table != before[0] | before[1]:
             write(shipped, table)
-            yield f"{path.parent.name}/{path.name}: a new table"
+            yield f"{path.parent.name}/{path.name}: {NEW_TABLE}"
 
 
-def renew_tables() -> None:
-    """Write the documents' tables from the results."""
+def renew_tables(tuned: bool) -> None:
+    """Write the documents' tables from the results; with ``tuned`` what tuned tables say of each other, first."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in ("src", "models", "server"))}
-    for name in TABLES:
-        subprocess.run([sys.executable, str(ROOT / "tools" / name)], cwd=ROOT, env=env, check=True)
+    for name in (*(["tuned_tables.py summarise"] if tuned else []), *TABLES):
+        program, *arguments = name.split()
+        subprocess.run([sys.executable, str(ROOT / "tools" / program), *arguments], cwd=ROOT, env=env, check=True)

@@ -171,7 +171,7 @@ def _layers() -> Iterator[Part]:
         ("mla.bf16", "mla", "kv_dtype=torch.bfloat16", 75), ("mla.e4m3", "mla", "kv_dtype=torch.float8", 75),
         ("gqa", "gqa", "", 150), ("small_ops", "small_ops", "", 120), ("fused_moe", "fused_moe", "", 330),
         ("fp8_linear.tp8", "fp8_linear", "DeepSeek-V3 tp8", 235), ("fp8_linear.tp1", "fp8_linear", "tp1", 200),
-        ("weight_only", "weight_only", "", 60), ("products", "products", "", 110), 
+        ("weight_only", "weight_only", "", 60), ("products", "products", "", 110),
     )  # fmt: skip
     targets = {
         "mla": "16: row 7; 15: row 5",
@@ -181,12 +181,18 @@ def _layers() -> Iterator[Part]:
     }
     for name, part, only, took in points:
         chosen = f" --only '{only}'" if only else ""
-        command = f"benchmarks/performance.py --part {part} --force --minutes {took / 60:.1f} --out {{dir}}{chosen}"
+        command = (
+            f"benchmarks/performance.py --part {part} --force --minutes {1.3 * took / 60:.1f} --out {{dir}}{chosen}"
+        )
         target = targets.get(part, "15: never slower, with peers")
         own = {"weight_only": (), "products": ("sgl_kernel",)}
         result = f"{part}_h200.jsonl" if part in own else f"performance/{part}.jsonl"
         needs = own.get(part, PACKAGES)
         yield Part(name, command, result, took + 15, target, needs)
+    for part, took in (("mla", 90), ("gqa", 90), ("fused_moe", 150)):
+        command = f"benchmarks/performance.py --part {part} --force --minutes {1.3 * took / 60:.1f} --out {{dir}}"
+        target = "16: rows 6-8, 10, no package"
+        yield Part(f"{part}_alone", command, f"performance/{part}_alone.jsonl", took + 15, target, environment=ALONE)
     others = (
         ("several_tokens", "benchmarks/several_tokens.py tree --seconds 45", "trees_h200", 50, "15: rows 7, 61", ()),
         ("flashmla", "benchmarks/several_tokens.py flashmla --seconds 40", "flashmla_h200", 45, "15: row 7",

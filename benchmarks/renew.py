@@ -218,11 +218,14 @@ def list_parts(patterns: Patterns = None, path: Paths = None) -> None:
     """Print the parts in the order of value, what they need and how long they take."""
     parts = chosen(patterns or [])
     absent = lacking(parts, environment(path or [], None))
-    table = Table("part", "s", "GPUs", "needs", "result", "answers (issue: row)", title="absent ones in brackets")
+    table = Table("part", "s", "GPUs", "needs (absent)", "result", "of", "answers (issue: row)")
+    measured = adoption.commits()
     for part in parts:
         needs = ", ".join(f"({name})" if name in absent else name for name in part.needs)
-        table.add_row(part.name, str(expected(part)), str(part.gpus), needs, part.result, part.target)
-    table.add_row("", str(sum(map(expected, parts))), *[""] * 4)
+        table.add_row(
+            part.name, str(expected(part)), str(part.gpus), needs, part.result, measured.get(part.name), part.target
+        )
+    table.add_row("", str(sum(map(expected, parts))), *[""] * 5)
     Console(width=None if sys.stdout.isatty() else 190).print(table)
 
 
@@ -263,9 +266,9 @@ def run(
 @app.command()
 def adopt(folder: Annotated[Path, typer.Argument(help="What `run` wrote, unpacked.", exists=True)]) -> None:
     """Take complete results into benchmarks/results, name their commit, and renew the documents' tables."""
-    for line in adoption.adopt(folder):
-        print(line)
-    adoption.renew_tables()
+    lines = list(adoption.adopt(folder))
+    print(*lines, sep="\n")
+    adoption.renew_tables(any(line.endswith(adoption.NEW_TABLE) for line in lines))
 
 
 if __name__ == "__main__":

@@ -187,7 +187,7 @@ def test_adopted_results_replace_their_part_and_name_their_commit(
     for path in out.rglob("*.json*"):
         path.write_text(path.read_text().replace(f'"commit": "{provenance()["commit"]}"', '"commit": ""'))
     monkeypatch.setattr(adopting, "named", lambda row: row | ({"commit": "fff1234"} if row.get("commit") == "" else {}))
-    monkeypatch.setattr(adopting, "renew_tables", lambda: None)
+    monkeypatch.setattr(adopting, "renew_tables", lambda tuned: None)
     old = [{"commit": "1", "part": "a"}, {"ms": 9}, {"commit": "2", "part": "b"}, {"ms": 8}]
     (results / "performance").mkdir(parents=True)
     (results / "performance/both.jsonl").write_text("".join(json.dumps(row) + "\n" for row in old))
