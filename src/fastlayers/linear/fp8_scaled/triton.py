@@ -55,7 +55,8 @@ def _encode_kernel(
         tl.store(q_row + start + column, to_e4m3(tl.div_rn(x, scale)), mask=start + column < K)
 
 
-def _row_block(k: int) -> int:
+def row_block(k: int) -> int:
+    """Return how many numbers of a row of ``k`` a program holds at a time."""
     return min(4096, next_power_of_2(k))
 
 
@@ -73,7 +74,7 @@ def quant_e4m3(x: torch.Tensor, kind: str, input_scale: torch.Tensor | None) -> 
     s = x.new_empty((rows,), dtype=torch.float32)
     if rows == 0:
         return q, s
-    block = _row_block(k)
+    block = row_block(k)
     if kind == "tensor":
         absmax = x.new_empty((rows,), dtype=torch.float32)
         _row_absmax_kernel[(rows,)](x, absmax, k, x.stride(0), BLOCK=block, num_warps=8)

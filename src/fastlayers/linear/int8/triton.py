@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from fastlayers.integers import next_power_of_2
+from fastlayers.linear.fp8_scaled.triton import absmax_of_row, row_block
 from fastlayers.linear.int8.layer import EPS, LARGEST
 from fastlayers.linear.scaled_product import ScaledProduct
 from fastlayers.linear.triton_scaled_gemm import scaled_gemm
@@ -20,12 +20,7 @@ def _token_quant_kernel(
 ):  # fmt: skip
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     x_row, q_row = x_ptr + row * x_stride, q_ptr + row * K
-    largest = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, K, BLOCK):
-        size = tl.abs(tl.load(x_row + start + column, mask=start + column < K, other=0.0).to(tl.float32))
-        # NaN counts as infinity; a maximum may drop it.
-        largest = tl.maximum(largest, tl.where(size < float("inf"), size, float("inf")))
-    absmax = tl.max(largest, axis=0)
+    absmax = absmax_of_row(x_row, K, BLOCK)
     finite = absmax < float("inf")
     scale = scale_of(tl.where(finite, tl.maximum(absmax, eps), 1.0), MAX, False)
     # The second reading of the row comes from the cache.
@@ -34,10 +29,6 @@ def _token_quant_kernel(
         ratio = tl.minimum(tl.maximum(tl.div_rn(x, scale), -MAX), MAX)
         tl.store(q_row + start + column, round_to_int8(tl.where(finite, ratio, 0.0)), mask=start + column < K)
     tl.store(s_ptr + row, tl.where(finite, scale, float("nan")))
-
-
-def _row_block(k: int) -> int:
-    return min(4096, next_power_of_2(k))
 
 
 def _quant_fake(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,7 +45,7 @@ def token_quant_int8(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.T
     s = x.new_empty((rows,), dtype=torch.float32)
     if rows:
         _token_quant_kernel[(rows,)](
-            x, q, s, k, x.stride(0), eps, MAX=LARGEST, BLOCK=_row_block(k), num_warps=8
+            x, q, s, k, x.stride(0), eps, MAX=LARGEST, BLOCK=row_block(k), num_warps=8
         )  # fmt: skip
     return q, s
 
