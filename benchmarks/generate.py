@@ -200,8 +200,8 @@ def time_capture(generator: Generator, freeze: bool, force_gc: bool) -> dict[str
     }  # fmt: skip
 
 
-def profile_step(generator: Generator, batch: int) -> None:
-    """Print the kernels of one replay: count, microseconds together, name."""
+def profile_step(generator: Generator, batch: int) -> list[tuple[int, float, str]]:
+    """Print and return the kernels of one replay that take longest: count, microseconds together, name."""
     step = generator.step
     assert step.graphs is not None
     bucket = min(n for n in step.buckets if n >= batch)
@@ -218,8 +218,10 @@ def profile_step(generator: Generator, batch: int) -> None:
             found[event.name].append(event.time_range.elapsed_us())
     total = sum(map(sum, found.values()))
     print(f"batch {batch}: {sum(map(len, found.values()))} kernels, {total:.0f} us of work", file=sys.stderr)
-    for name, times in sorted(found.items(), key=lambda row: -sum(row[1]))[:24]:
+    longest = sorted(found.items(), key=lambda row: -sum(row[1]))[:24]
+    for name, times in longest:
         print(f"{len(times):5} x {statistics.mean(times):7.2f} = {sum(times):8.1f}  {name[:110]}", file=sys.stderr)
+    return [(len(times), round(sum(times), 1), name[:110]) for name, times in longest]
 
 
 @torch.inference_mode()
@@ -252,11 +254,11 @@ def bench(name: str, options: argparse.Namespace, started: float) -> Iterator[di
     del ballast
     assert generator.step.graphs is not None
     generator.step.graphs.freeze = True
-    for batch, length in ((1, 128), (32, 512)):
+    for batch, length in ((1, 128), (32, 512), *((batch, 512) for batch in options.also)):
         if batch <= options.max_batch:
             yield {"model": name} | time_decode(generator, weights, batch, length, 128, options.repeats)
             if options.profile:
-                profile_step(generator, batch)
+                yield {"model": name, "rows": batch, "profile": profile_step(generator, batch)}
 
 
 def main() -> None:
@@ -270,7 +272,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="fewer decoder layers, to try things out")
     parser.add_argument("--capture", action="store_true", help="time the capture under four settings")
     parser.add_argument("--objects", type=int, default=0, help="Python objects alive during capture, besides torch's")
-    parser.add_argument("--profile", action="store_true", help="print the kernels of one step")
+    parser.add_argument("--also", type=int, nargs="*", default=[], help="more batches of prompts of 512 tokens")
+    parser.add_argument("--profile", action="store_true", help="also the kernels of one step")
     options = parser.parse_args()
     lines: list[dict[str, Any]] = [{
         "command": "python " + " ".join(sys.argv), **provenance(), "torch": torch.__version__,

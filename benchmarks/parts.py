@@ -208,6 +208,10 @@ def _layers() -> Iterator[Part]:
         command = f"fastlayers bench ablation {model} --batch 1,32 --context 1024 --json"
         name = f"ablation.{model.partition('/')[2]}"
         yield Part(name, command, "ablation_h200.jsonl", 85, "15: ablation", environment=PLAIN)
+    for model in MODELS:
+        command = f"benchmarks/generate.py {model} --repeats 1 --max-batch 256 --also 256 --profile --out {{out}}"
+        needs = ("triton_kernels",) if model == "gpt_oss_20b" else ()
+        yield Part(f"profile.{model}", command, "profiles_h200.jsonl", 60, "16: a profile of each miss", needs)
     command = "benchmarks/torch_compile.py qwen3_8b"
     yield Part("torch_compile", command, "torch_compile_h200.jsonl", 150, "15: row 55", environment=PLAIN)
 

@@ -103,7 +103,7 @@ class Runner:
 
     def __post_init__(self) -> None:
         """Count the GPUs, of which none is in use yet."""
-        self.count = len(self.gpus)
+        self.count, self.order = len(self.gpus), tuple(self.gpus)
 
     def run(self) -> None:
         """Run all; whatever ends this, processes are ended and it is said which."""
@@ -179,7 +179,7 @@ class Runner:
                 process.wait(wait)
             except (ProcessLookupError, subprocess.TimeoutExpired):
                 continue
-        self.gpus = sorted([*self.gpus, *own], key=int)
+        self.gpus = sorted([*self.gpus, *own], key=self.order.index)
         self.tell(part, state, time.monotonic() - begin, process.returncode)
 
     def tell(self, part: Part, state: str, seconds: float = 0.0, code: int | None = None) -> None:
@@ -248,7 +248,8 @@ def run(
     if wheels is not None:
         paths.append(site := out.with_name(f"{out.name}-site"))
         flags = "--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade", "--target"
-        found = sorted(map(str, wheels.glob("*.whl")))
+        if not (found := sorted(map(str, wheels.glob("*.whl")))):
+            raise typer.BadParameter(f"{wheels} holds no wheels")
         subprocess.run([sys.executable, "-m", "pip", "install", "-q", *flags, str(site), *found], check=True)
     done = adoption.complete(out, run_by["sources"]) if not again else set()
     given = os.environ.get("CUDA_VISIBLE_DEVICES", "")

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import tomllib
+import zipfile
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -138,9 +139,16 @@ def test_the_environment_of_a_part(renew: Any, fake: Any, tmp_path: Path) -> Non
     )
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "mine.py").touch()
-    fake(("a", asks, 5, {"environment": (("OWN", "yes"),), "needs": ("mine",)}), ("b", asks, 5, {"needs": ("theirs",)}))
+    (tmp_path / "wheels").mkdir()
+    with zipfile.ZipFile(tmp_path / "wheels" / "carried-1.0-py3-none-any.whl", "w") as wheel:
+        about = {"METADATA": "Metadata-Version: 2.1\nName: carried\nVersion: 1.0\n", "RECORD": ""}
+        about["WHEEL"] = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        for name, text in {"carried.py": "", **{f"carried-1.0.dist-info/{n}": t for n, t in about.items()}}.items():
+            wheel.writestr(name, text)
+    needs = {"environment": (("OWN", "yes"),), "needs": ("mine", "carried")}
+    fake(("a", asks, 5, needs), ("b", asks, 5, {"needs": ("theirs",)}))
     flags = "--path", str(tmp_path / "more"), "--cache", str(tmp_path / "cache"), "--pack", str(tmp_path / "all.tgz")
-    found = run(renew, tmp_path / "out", *flags)
+    found = run(renew, tmp_path / "out", *flags, "--wheels", str(tmp_path / "wheels"))
     assert found["a"]["state"] == "complete", found["a"]
     said = json.loads((tmp_path / "out/a/output.log").read_text())
     assert (said["OWN"], said["HF_HUB_OFFLINE"], said["FASTLAYERS_CACHE_DIR"]) == ("yes", "1", str(tmp_path / "cache"))
