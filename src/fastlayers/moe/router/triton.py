@@ -88,6 +88,34 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     return z
 
 
+@triton.jit
+def _in_integer_order(bits):
+    # Bits of fp32 numbers <-> integers in the same order; its own inverse.
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _best_groups(
+    choice, GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP2: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    # Of a token's scores [group, member]: which groups are kept, by their best member or the sum of their best two.
+    group, member = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_S)
+    best = tl.max(choice, axis=1)
+    if TOP2:
+        # Only one copy of the maximum leaves before the second is taken.
+        first = tl.min(tl.where(choice == best[:, None], member[None, :], BLOCK_S), axis=1)
+        second = tl.max(tl.where(member[None, :] == first[:, None], -float("inf"), choice), axis=1)
+        best = tl.where(group < GROUPS, best + second, -float("inf"))
+    kept = group < 0
+    for _ in tl.static_range(TOPK_GROUPS):
+        top = tl.max(best, axis=0)
+        winner = tl.min(tl.where(best == top, group, BLOCK_G), axis=0)
+        kept = kept | (group == winner)
+        best = tl.where(group == winner, -float("inf"), best)
+    return kept
+
+
 @kernel
 def _router_kernel(
     logits_ptr, bias_ptr, num_valid_ptr, weights_ptr, ids_ptr, logits_stride, renorm_eps, factor,
@@ -122,18 +150,7 @@ def _router_kernel(
         choice = _finite(score + tl.load(bias_ptr + expert, mask=inside, other=0.0).to(tl.float32))
     choice = tl.where(inside, choice, -infinity)
     if TOPK_GROUPS < GROUPS:
-        best = tl.max(choice, axis=1)
-        if TOP2:
-            # Only one copy of the maximum leaves before the second is taken.
-            first = tl.min(tl.where(choice == best[:, None], member[None, :], BLOCK_S), axis=1)
-            second = tl.max(tl.where(member[None, :] == first[:, None], -infinity, choice), axis=1)
-            best = tl.where(group < GROUPS, best + second, -infinity)
-        kept = group < 0
-        for _ in tl.static_range(TOPK_GROUPS):
-            top = tl.max(best, axis=0)
-            winner = tl.min(tl.where(best == top, group, BLOCK_G), axis=0)
-            kept = kept | (group == winner)
-            best = tl.where(group == winner, -infinity, best)
+        kept = _best_groups(choice, GROUPS, TOPK_GROUPS, TOP2, BLOCK_G, BLOCK_S)
         eligible = kept[:, None] & inside
         if MASK_ZERO:
             choice = tl.where(inside & (~eligible), 0.0, choice)
@@ -142,8 +159,7 @@ def _router_kernel(
             choice = tl.where(eligible, choice, -infinity)
     # Values in integer order (0.0 is -0.0's equal), so that a warp finds the largest with one instruction, and the
     # lowest expert among equals with another. Both leave the tile together, in whatever order it is reshaped.
-    bits = (choice + 0.0).to(tl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    ordered = _in_integer_order((choice + 0.0).to(tl.int32, bitcast=True))
     lowest: tl.constexpr = -(1 << 31)
     both = (tl.where(inside, ordered, lowest).to(tl.int64) << 32) | expert.to(tl.int64)
     both = tl.reshape(both, [BLOCK_G * BLOCK_S], can_reorder=True)
@@ -160,7 +176,7 @@ def _router_kernel(
             mine = inside & (expert == winner)
             weight = tl.sum(tl.sum(tl.where(mine, score, 0.0), axis=1), axis=0)
         else:
-            weight = (value ^ ((value >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+            weight = _in_integer_order(value).to(tl.float32, bitcast=True)
         weights = tl.where(slot == k, weight, weights)
     if HAS_BIAS and not LOOK_UP:
         # The values have the bias: the scores once more, of the chosen experts.
