@@ -298,7 +298,8 @@ def test_openais_client_talks_to_it() -> None:
         assert caught.value.param == "temperature"
 
 
-def test_litellm_reads_every_answer() -> None:
+def test_litellm_reads_every_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # its import asks the network for prices otherwise
     # Its import takes many seconds, so it is only here.
     import litellm
 
