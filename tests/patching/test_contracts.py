@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import json
 import pickle
@@ -214,6 +215,33 @@ def test_weights_changed_in_place_are_used(name: str) -> None:
             for parameter in m.parameters():
                 parameter.mul_(1.1)
     assert close(logits(model), logits(twin))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_arguments_have_the_originals_names(name: str) -> None:
+    model, twin = build(name), build(name)
+    fl.patch(model)
+    compared = 0
+    for fast, stock in zip(model.modules(), twin.modules(), strict=True):
+        given, wanted = (
+            [(each.name, each.kind) for each in inspect.signature(module.forward).parameters.values()]
+            for module in (fast, stock)
+        )
+        assert given == wanted
+        compared += type(fast) is not type(stock)
+    assert compared > 4
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_hooks_of_single_modules_are_called_in_the_originals_order(name: str) -> None:
+    calls: list[list[str]] = [[], []]
+    for model, seen in zip((build(name), build(name)), calls, strict=True):
+        if seen is calls[1]:
+            fl.patch(model)
+        for key, module in model.named_modules():
+            module.register_forward_hook(lambda module, args, output, key=key, seen=seen: seen.append(key))
+        logits(model)
+    assert calls[0] == calls[1] and len(calls[0]) > 20
 
 
 @pytest.mark.parametrize("name", FAMILIES)

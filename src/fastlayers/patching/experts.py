@@ -214,6 +214,10 @@ class FastClampedExperts(FastExperts):
     _fl_strides: dict[str, tuple[int, ...]]
     _fl_views: bool
 
+    def forward(self, hidden_states: torch.Tensor, router_indices: Any = None, routing_weights: Any = None) -> Any:
+        """Return the weighted sum of each token's experts ``[T, D]``; the names are the original's."""
+        return super().forward(hidden_states, router_indices, routing_weights)
+
     def _fl_choose(self) -> None:
         super()._fl_choose()
         self._fl_views = _reads_views(self._fl_core)

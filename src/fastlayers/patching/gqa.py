@@ -290,8 +290,7 @@ class FastGQA(PackedModule):
         """Return rotated q ``[B,H,Q,D]``, rotated k and v ``[B,K,Q,D]``; ``ready``: see :meth:`_fl_fused`."""
         width, both = self.head_dim, self._fl_fused(x, ready)
         if both is None:
-            q, k, v = (linear(x).unflatten(-1, (-1, width)) for linear in self._fl_linears())
-            q, k = self._fl_norm(q, k)
+            q, k, v = self._fl_one_by_one(x)
             return rotate(q, position).transpose(1, 2), rotate(k, position).transpose(1, 2), v.transpose(1, 2)
         keys = self._modules["k_proj"].out_features // width
         heads = both.view(*both.shape[:-1], -1, width)
@@ -299,6 +298,10 @@ class FastGQA(PackedModule):
         turned = self._fl_turned(both, keys, position)
         q, k = self._fl_rotated(heads[:, :, :-keys], keys, position) if turned is None else turned
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def _fl_one_by_one(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the heads of q, k and v, normed where they are, by calls in the original's order: hooks see it."""
+        return tuple(linear(x).unflatten(-1, (-1, self.head_dim)) for linear in self._fl_linears())
 
     def _fl_turned(self, both: torch.Tensor, keys: int, position: Any) -> tuple[torch.Tensor, ...] | None:
         """Return what :meth:`_fl_rotated` does of a packed product, by one launch; ``None``: not of these tensors."""
@@ -392,6 +395,11 @@ class FastNormedGQA(FastGQA):
 
     def _fl_norm(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self._modules["q_norm"](q), self._modules["k_norm"](k)
+
+    def _fl_one_by_one(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        norms = self._modules["q_norm"], self._modules["k_norm"], lambda v: v
+        each = zip(self._fl_linears(), norms, strict=True)
+        return tuple(norm(linear(x).unflatten(-1, (-1, self.head_dim))) for linear, norm in each)
 
     def _fl_norm_weights(self, dtype: torch.dtype) -> tuple[Any, ...]:
         norms = self.q_norm, self.k_norm

@@ -216,11 +216,12 @@ class FastMLA(PackedModule):
         both = self._fl_fused(x, ready)
         if both is None:
             q = self.q_proj(x) if self.q_lora_rank is None else self.q_a_proj(x)
-            kv = self.kv_a_proj_with_mqa(x)
         else:
-            q, kv = both[..., :-latent], both[..., -latent:]
+            q = both[..., :-latent]
         if self.q_lora_rank is not None:
             q = self.q_b_proj(self.q_a_layernorm(q))
+        # After q, as the original calls them: hooks see the order.
+        kv = self.kv_a_proj_with_mqa(x) if both is None else both[..., -latent:]
         nope, rope = kv.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         return q.reshape(*x.shape[:-1], -1, self.qk_head_dim), self.kv_a_layernorm(nope), rope
 
