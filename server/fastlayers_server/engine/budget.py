@@ -8,9 +8,9 @@ NEARLY = 1.25  # a larger chunk that costs so much more at most is worth it wher
 # A queue is a backlog from so many requests on, or so many for each row, up to a limit: then who waits matters more.
 BACKLOG, BACKLOG_SHARE, BACKLOG_ANYWAY = 8, 0.25, 16
 # A chunk may make a step so many times as long as one of its rows alone; more where more than so many wait.
-LONGER, PATIENT = 2.7, 8
-# Of the seconds that a step may take, what is planned for: requests have longer contexts than the steps measured.
-CAUTION = 0.95
+LONGER, PATIENT = 2.3, 8
+# Of the seconds that a step may take, what is planned for: steps of served requests take longer than those measured.
+CAUTION = 0.92
 
 
 class Budget:
@@ -73,8 +73,8 @@ class Budget:
 
     def _fitting(self, rows: int, waiting: int) -> int:
         alone = _between(self.decode, rows)
-        beside = _of(self.beside, rows) if self.beside else self.decode_seconds(rows)
-        limit = min(CAUTION * self.target - beside, CAUTION * LONGER * alone * waiting / PATIENT - beside)
+        beside = _between(self.beside, rows) if self.beside else self.decode_seconds(rows)
+        limit = min(CAUTION * self.target, LONGER * alone * waiting / PATIENT) - beside
         if min(self.extend.values()) > limit:
             # Launch-bound: every chunk is too long, and a larger one hardly longer.
             limit = NEARLY * min(self.extend.values())
@@ -116,7 +116,7 @@ class Patience:
     share : float
     """
 
-    LEAD = 0.004  # seconds from a plan to its first kernel, generously
+    LEAD = 0.003  # seconds from a plan to its first kernel
     LEAST, MORE, LESS = 0.3, 0.0005, 0.05
 
     def __init__(self) -> None:

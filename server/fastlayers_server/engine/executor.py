@@ -40,8 +40,9 @@ from fastlayers_server.engine.step import (
 # little, and each is a graph for every token count.
 REQUESTS = (1, 8, 32)
 # Larger ones have a size between two powers, so that a third of padding at most leaves no extend up to the largest
-# uncaptured: launching one takes the host longer than the decode step does that hides it. 640: a usual chunk and rows.
-BETWEEN, PADDING = (640, 768, 1536), 1 / 3
+# uncaptured: launching one takes the host longer than the decode step does that hides it. 1280: two usual prompts and
+# rows, which a size of 1536 makes too long a step for those who decode.
+BETWEEN, PADDING = (768, 1280, 1536), 1 / 3
 # Of steps that verify: a token and three drafts of one request are not padded to what prompts begin with.
 DRAFTED = (4, 8)
 

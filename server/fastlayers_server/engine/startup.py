@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import fastlayers as fl
+from fastlayers.attention.buckets import TOKENS
 from fastlayers.attention.meta import AttentionBatch, AttentionState
 from fastlayers.comm.ranks import Ranks
 from fastlayers.errors import ArgumentError
@@ -29,7 +30,7 @@ from fastlayers.sampler.layer import Sampler
 from fastlayers_models.find import TINY, assets, find
 from fastlayers_server.engine.client import Phase
 from fastlayers_server.engine.config import EngineConfig, SchedulerConfig, drafting
-from fastlayers_server.engine.executor import TorchExecutor
+from fastlayers_server.engine.executor import BETWEEN, TorchExecutor
 from fastlayers_server.engine.grammar import GrammarMasks, tokenizer_info
 from fastlayers_server.engine.loop import Engine
 from fastlayers_server.engine.protocol import EngineInfo, Sampling, Submit
@@ -295,7 +296,7 @@ def measure(
     columns = np.arange((config.max_running + 1) * table.shape[1]).reshape(-1, table.shape[1])
     table[1:] = 1 + columns[: len(table) - 1] % (config.num_pages - 1)
     spread = torch.arange(tokens.shape[0]) * STRIDE % config.vocab_size
-    sizes = [16, 32, 64, 128, 256, 512, 640, 768, 1024, 1536, 2048, 4096, 8192, 16384]
+    sizes = sorted({*TOKENS, *BETWEEN, 4096, 8192, 16384})  # what steps are padded to, and beyond
     for size in [size for size in sizes if size <= config.max_batched_tokens]:
         count = -(-size // (config.max_model_len - 1))
         parts = [_nobodys(size // count, 1 + part % config.max_running, config.vocab_size) for part in range(count)]

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fastlayers.attention import buckets
 from fastlayers_server.engine.config import SchedulerConfig
+from fastlayers_server.engine.executor import BETWEEN
 from fastlayers_server.engine.loop import Engine
 from fastlayers_server.engine.protocol import Sampling, StepOut, Submit, pack_ids
 from fastlayers_server.engine.request import TickPlan, TickResult
@@ -23,22 +25,24 @@ from fastlayers_server.engine.scheduler import Scheduler
 sys.path.insert(0, str(Path(__file__).parent))
 from world import World
 
-# Milliseconds of extends by tokens, of decode steps by rows with some 600 tokens each (about what engines measured when
-# they started on an H200), and what these add to an extend that they are part of.
+# Milliseconds of extends by tokens, of decode steps by rows with some 600 tokens each, and what rows add to an extend
+# that they are part of; microseconds of a row for each token behind it. About what engines measured when they started
+# on an H200: with 1,024 tokens behind each row, which they take for granted.
 TOKENS = (16, 32, 64, 128, 256, 512, 640, 768, 1024, 1536, 2048, 4096, 8192)
+PADDED = sorted({*buckets.TOKENS, *BETWEEN})  # captured, whether or not somebody measured them
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-DEVICES: Mapping[str, tuple[Sequence[float], Sequence[float], Sequence[float]]] = {
+DEVICES: Mapping[str, tuple[Sequence[float], Sequence[float], Sequence[float], float]] = {
     "Qwen3-8B": (
         (5.2, 5.3, 5.5, 6.3, 7.8, 12.0, 15.0, 17.7, 23.5, 35.5, 47.0, 95.0, 190.0),
-        (4.4, 4.4, 4.5, 4.6, 4.9, 5.5, 6.7, 8.5, 12.0), (0.1, 0.1, 0.2, 0.3, 0.5, 1.0, 1.9, 3.8, 7.6),
+        (4.4, 4.4, 4.5, 4.6, 4.9, 5.5, 6.7, 8.5, 12.0), (0.1, 0.1, 0.2, 0.3, 0.5, 1.0, 1.9, 3.8, 7.6), 0.038,
     ),
     "Qwen3-30B-A3B": (
         (4.9, 5.8, 6.2, 8.0, 9.8, 11.5, 13.0, 14.6, 17.8, 24.9, 32.6, 60.0, 112.0),
-        (2.6, 3.9, 5.4, 8.2, 11.5, 14.8, 16.9, 19.0, 21.9), (1.3, 2.8, 3.4, 5.6, 8.4, 10.7, 12.0, 13.5, 16.0),
+        (2.6, 3.9, 5.4, 8.2, 11.5, 14.8, 16.9, 19.0, 21.9), (1.3, 2.8, 3.4, 5.6, 8.4, 10.7, 12.0, 13.5, 16.0), 0.019,
     ),
     "GPT-OSS-20B": (
         (4.6, 5.4, 6.5, 8.4, 9.9, 12.9, 14.4, 15.9, 19.6, 25.3, 31.4, 58.0, 105.0),
-        (2.2, 2.9, 3.6, 4.2, 5.1, 5.9, 6.7, 8.2, 10.5), (0.1, 0.5, 0.5, 0.5, 0.5, 0.5, 0.6, 0.9, 1.5),
+        (2.2, 2.9, 3.6, 4.2, 5.1, 5.9, 6.7, 8.2, 10.5), (0.1, 0.5, 0.5, 0.5, 0.5, 0.5, 0.6, 0.9, 1.5), 0.004,
     ),
 }  # fmt: skip
 HOST = 0.001  # seconds from a plan to the device
@@ -59,8 +63,11 @@ def between(sizes: Sequence[int], times: Sequence[float], size: int) -> float:
 class Device:
     """Takes time, and draws the same token for everybody; requests arrive while it does."""
 
-    def __init__(self, name: str, arrivals: Sequence[float], mixed: bool = True) -> None:
-        self.extends, self.decodes, self.besides = DEVICES[name]
+    def __init__(self, name: str, arrivals: Sequence[float], mixed: bool = True, lengths: Sequence[int] = ()) -> None:
+        self.lengths = lengths or [IN] * len(arrivals)
+        self.extends, self.decodes, besides, a_token = DEVICES[name]
+        longer = [1e-3 * a_token * (1024 - 600) * rows for rows in ROWS]
+        self.besides = [max(0.0, each - more) for each, more in zip(besides, longer, strict=True)]
         self.now = self.free_at = 0.0
         self.arrivals = deque(enumerate(sorted(arrivals), 1))
         self.came: dict[int, float] = {}
@@ -68,9 +75,9 @@ class Device:
         config = SchedulerConfig(150_000, 4096, 256 * 66, max_running=256, mixed=mixed)
         scheduler = Scheduler(config)
         scheduler.budget.measured(
-            {n: 1e-3 * t for n, t in zip(TOKENS, self.extends, strict=True)},
-            {n: 1e-3 * t for n, t in zip(ROWS, self.decodes, strict=True)},
-            {n: 1e-3 * t for n, t in zip(ROWS, self.besides, strict=True)} if mixed else {},
+            {n: between(TOKENS, self.extends, n) for n in (*PADDED, *TOKENS[-2:])},
+            {n: 1e-3 * (t + more) for n, t, more in zip(ROWS, self.decodes, longer, strict=True)},
+            {n: 1e-3 * t for n, t in zip(ROWS, besides, strict=True)} if mixed else {},
         )
         executor: Any = self
         self.engine = Engine(scheduler, executor, self.hear, clock=lambda: self.now, pause=self.pause)
@@ -86,7 +93,7 @@ class Device:
         while self.arrivals and self.arrivals[0][1] <= self.now:
             rid, at = self.arrivals.popleft()
             self.came[rid] = at
-            prompt = pack_ids([(rid * 7919 + place * 31) % 149_000 for place in range(IN)])
+            prompt = pack_ids([(rid * 7919 + place * 31) % 149_000 for place in range(self.lengths[rid - 1])])
             self.engine.post(Submit(rid, prompt, Sampling(0.0), OUT, ignore_eos=True, arrival=at))
 
     def launch(self, plan: TickPlan) -> Any:
@@ -97,7 +104,7 @@ class Device:
         new, rows = plan.extend_tokens, len(plan.rows)
         mixed = plan.mixed
         new += rows if mixed else 0
-        captured = next((n for n in TOKENS if n >= new), new) if new <= 2048 else new
+        captured = next((n for n in PADDED if n >= new), new)
         extended = begin + (between(TOKENS, self.extends, captured) if new else 0.0)
         self.free_at = extended + (between(ROWS, self.decodes, rows) if rows and not mixed else 0.0)
         if mixed:
@@ -161,9 +168,10 @@ def test_poisson_arrivals_at_70_percent(name: str) -> None:
     device.run()
     gaps, first = np.array(device.gaps), np.array(device.first)
     p99, median = np.percentile(gaps, 99), np.median(gaps)
-    assert p99 <= 0.040 and p99 <= 3 * median and gaps.max() <= 0.2
-    # 60 ms are wanted of all; a row adds nearly a decode step to what Qwen3-30B-A3B's prompts read of its experts.
-    assert np.median(first) <= (0.065 if name == "Qwen3-30B-A3B" else 0.060) and np.percentile(first, 99) <= 0.25
+    # 40 ms, three medians and 60 ms are wanted over HTTP, which took up to 1.2 times as long between tokens as this
+    # device, and up to 10 ms more to the first one.
+    assert p99 <= 0.036 and p99 <= 2.4 * median and gaps.max() <= 0.18
+    assert np.median(first) <= 0.055 and np.percentile(first, 99) <= 0.22
 
 
 @pytest.mark.parametrize("faster", [1.0, 1.2])
@@ -181,6 +189,21 @@ def test_the_device_hardly_waits_for_plans_that_are_made_late(faster: float) -> 
     early.run()
     assert early.idle <= device.idle
     assert np.median(device.first) < np.median(early.first) - 0.5e-3 * between(ROWS, device.decodes, 64) * 1e3
+
+
+@pytest.mark.parametrize("load", [0.5, 0.85])
+def test_other_rates_and_prompts_of_all_lengths(load: float) -> None:
+    """Who decodes sees the limit that was asked for at any rate that can be served; first tokens come later."""
+    for name in DEVICES:
+        draw = np.random.default_rng(6)
+        rate = load * (53.0 if name.startswith("Qwen") else 83.0)
+        arrivals = np.cumsum(draw.exponential(1 / rate, 600)).tolist()
+        lengths = np.clip(draw.lognormal(np.log(IN) - 0.32, 0.8, 600), 16, 3000).astype(int).tolist()
+        device = Device(name, arrivals, lengths=lengths)
+        device.run()
+        gaps, first = np.array(device.gaps), np.array(device.first)
+        assert len(device.heard) == 600 and gaps.max() <= 0.2
+        assert np.percentile(gaps, 99) <= 0.040 and np.percentile(first, 99) <= (0.2 if load < 0.7 else 0.4)
 
 
 @pytest.mark.parametrize("name", DEVICES)

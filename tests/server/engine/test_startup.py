@@ -102,12 +102,12 @@ def test_the_chunk_beside_decoding_rows() -> None:
     # With a backlog the whole step: eight requests, and a quarter of the rows, or sixteen.
     asked = ((20, 7), (20, 8), (40, 9), (40, 10), (100, 15), (100, 16))
     assert [budget.backlog(*each) for each in asked] == [False, True] * 3
-    assert [budget.chunk(*each) for each in asked] == [64, 8192, 512, 8192, 512, 8192]
+    assert [budget.chunk(*each) for each in asked] == [64, 8192, 64, 8192, 512, 8192]
     # The more wait the longer is the step: twice as long for sixteen as for eight.
     budget.measured(budget.extend, {64: 0.005})
     assert [budget.chunk(60, waiting) for waiting in (0, 8, 10, 12)] == [64, 64, 64, 512]
     # Rows in the same step: it is as long as an extend of both, and what their caches take.
-    budget.measured({64: 0.004, 512: 0.012, 2048: 0.030, 4096: 0.060}, {64: 0.013}, {32: 0.001, 64: 0.003})
+    budget.measured({64: 0.004, 512: 0.012, 2048: 0.030, 4096: 0.060}, {64: 0.015}, {32: 0.001, 64: 0.003})
     assert [budget.chunk(rows) for rows in (30, 60)] == [2048 - 30, 2048 - 60]
     assert budget.chunk(60, 8) == 2048 - 60 and Budget(1024, 0.05).chunk(60) == 1024
     unbounded = Budget(8192, 0.0)
