@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 # Import names. Their first calls compile for a minute, so parts that are about something else do without.
 PACKAGES = ("deep_gemm", "flashinfer", "sgl_kernel")
@@ -281,8 +282,23 @@ def _tables() -> Iterator[Part]:
         yield Part(f"retune.{name}", command, f"tuned/{layer}", 85, "10, 16: stale tables", needs)
 
 
+# What comes first: figures that most targets ask for and that few seconds give; then the rest as it stands.
+VALUE = (
+    "generate.*", "multigpu_suite", "two.decode", "two.rows", "two.start*", "serve_two.tp2", "serve_two.one",
+    "host_time.*", "patch_plain.*", "gpu_suite", "first_token.*", "patch_qwen*", "mla_alone", "serve.qwen*",
+    "serve.gpt*", "two.slice", "two.groups", "one.*", "eval.*.auto", "generate_alone.*", "two.prefill", "eplb",
+    "mla.*", "gqa", "small_ops", "fp8_linear.*", "fused_moe", "cold_start.*", "ablation.*", "speculation",
+    "several_tokens", "weight_only", "drafts", "untuned_shapes.*",
+)  # fmt: skip
+
+
+def value(part: Part) -> int:
+    """Return a part's place among :data:`VALUE`."""
+    return next((place for place, each in enumerate(VALUE) if fnmatchcase(part.name, each)), len(VALUE))
+
+
 # In the order of value.
-PARTS = (*_single(), *_served(), *_suites(), *_ranks(), *_layers(), *_starts(), *_tables())
+PARTS = tuple(sorted((*_single(), *_served(), *_suites(), *_ranks(), *_layers(), *_starts(), *_tables()), key=value))
 # Results of GPUs that no part renews, and why.
 HISTORY = {
     "decode_steps.jsonl": "experiments with kernels that were changed for them; benchmarks/notes/decode_phases.md",
