@@ -14,7 +14,6 @@ which are one page of the keys here. Windows, also those that an edge cuts, foll
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from math import isqrt
@@ -210,7 +209,7 @@ class VisionContext(ModelContext):
     """What the tower's parts are built with: it is whole on every rank, and its linears are those of its own names."""
 
     def __init__(self, context: ModelContext, config: VisionConfig) -> None:
-        vars(self).update(vars(copy(context)))
+        vars(self).update(vars(context))
         self.config, self.parallel = config, ParallelSpec()
 
 
