@@ -223,7 +223,7 @@ def test_planted_bugs_are_caught(bug: Any, name: str, monkeypatch: pytest.Monkey
     else:
         monkeypatch.setattr("fastlayers.comm.transitions.Tables._norm_of_own_rows", bug)
     with pytest.raises(WorldError, match=r"AssertionError|different calls|BrokenBarrier"):
-        simulate(CASES[name].size, check_communicator, wrong, CASES[name], timeout=3.0)
+        simulate(CASES[name].size, check_communicator, wrong, CASES[name])
 
 
 # ---- the same bits -----------------------------------------------------------------------------------------------
