@@ -201,8 +201,6 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
         One for each of ``ids``, if asked for.
     prompt_logprobs : sequence of TokenLogprobs
         For prompt tokens 1 and on, if asked for; told once, with the first tokens.
-    queue_seconds, prefill_seconds, decode_seconds : float
-        Told with the terminal output.
     retry_after : float
         With "queue_full": seconds after which another try is reasonable.
     """
@@ -215,9 +213,6 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int = -1
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    queue_seconds: float = 0.0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
     retry_after: float = 0.0
 
 

@@ -351,14 +351,13 @@ class Scheduler:
         ids: tuple[int, ...],
         logprobs: tuple[TokenLogprobs, ...],
         end: tuple[str, str, str] = ("", "", ""),
-        seconds: tuple[float, ...] = (),
     ) -> None:
-        """Tell new tokens; ``end``: how the request ended, code and message, with the seconds that it took."""
+        """Tell new tokens; ``end``: how the request ended, code and message."""
         prompt: tuple[TokenLogprobs, ...] = ()
         cached = -1
         if ids and not request.told:  # once, with the first tokens
             cached, prompt, request.told = request.cached, tuple(request.prompt_logprobs), True
-        self.outputs.append(Output(request.submit.rid, ids, *end, cached, logprobs, prompt, *seconds))
+        self.outputs.append(Output(request.submit.rid, ids, *end, cached, logprobs, prompt))
 
     def _end(
         self,
@@ -381,13 +380,11 @@ class Scheduler:
             self.queue.remove(request)
             request.state = ENDED
         del self.live[request.rid]
-        first, admitted = request.first_at or now, request.admitted_at or now
-        seconds = admitted - request.submit.arrival, first - admitted, now - first
-        self._tell(request, ids, logprobs, (finish, code, message), seconds)
+        self._tell(request, ids, logprobs, (finish, code, message))
         self.queue.ends.append(now)
         self.metrics.add("requests_total", finish)
         if request.first_at:
-            self.metrics.observe("decode_seconds", now - first)
+            self.metrics.observe("decode_seconds", now - request.first_at)
 
     def end_all(self, code: str, message: str, now: float) -> None:
         """End everything that lives with an error."""

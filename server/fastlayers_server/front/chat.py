@@ -68,11 +68,7 @@ async def prompt_of(front: Front, body: ChatPrompt, info: EngineInfo, with_tools
         if not front.tokens.reads("reasoning_effort"):
             raise bad("reasoning_effort", "the model's template does not know it", "unsupported_parameter")
         options["reasoning_effort"] = body.reasoning_effort
-    going_on = bool(body.continue_final_message)
-    options |= {
-        "add_generation_prompt": body.add_generation_prompt is not False and not going_on,
-        "continue_final_message": going_on,
-    }
+    options["add_generation_prompt"] = body.add_generation_prompt is not False
     messages = [_plain(m, front.tokens.model_type) for m in body.messages]
     size = sum(len(str(m.get("content"))) for m in messages)
     if size > front.tokens.longest_token * info.max_model_len:

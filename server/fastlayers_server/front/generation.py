@@ -56,11 +56,6 @@ class Front:
             self.ignored.add(name)
             log.warning("unknown field %r is ignored (--lenient-fields)", name[:64])
 
-    @property
-    def was_ready(self) -> bool:
-        """Whether the engine has ever been ready."""
-        return self.link.was_ready
-
     def head(self, job: Job, model: str, kind: str) -> dict[str, Any]:
         """Return what every document of a job begins with."""
         head = {"id": job.id, "object": kind, "created": job.created, "model": model}

@@ -11,7 +11,7 @@ from typing import Any
 
 from fastlayers_server.front.errors import ApiError
 from fastlayers_server.front.generation import Front
-from fastlayers_server.front.parsers import STYLES, UNTHINK
+from fastlayers_server.front.parsers import STYLES, UNTHINK, thinks
 from fastlayers_server.front.schemas import ChatRequest, Common, NamedTool
 
 MAX_SOURCE, MAX_DEPTH, MAX_COUNT = 65_536, 32, 10_000
@@ -82,7 +82,7 @@ def source_of(body: Common, front: Front, prompt: Sequence[int]) -> tuple[str, s
     if form is None:
         return None
     _check_tag(form, param)
-    if _thinks(front, prompt):
+    if front.formats.reasoning not in ("none", "harmony") and thinks(front.tokens, prompt):
         form = _after_thinking(form)
     source = json.dumps({"type": "structural_tag", "format": form}, ensure_ascii=False)
     if len(source.encode()) > MAX_SOURCE:
@@ -116,14 +116,6 @@ def _plain(body: Common) -> tuple[dict[str, Any] | None, str]:
 
 def _json_of(schema: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": WHITESPACE}
-
-
-def _thinks(front: Front, prompt: Sequence[int]) -> bool:
-    """Return whether the answer to a prompt begins within reasoning."""
-    if front.formats.reasoning in ("none", "harmony") or not prompt:
-        return False
-    tail = front.tokens.decode(prompt[-16:])
-    return tail.rfind("<think>") > tail.rfind(UNTHINK)
 
 
 def _after_thinking(form: dict[str, Any]) -> dict[str, Any]:

@@ -167,6 +167,12 @@ class JsonValue:
         return text
 
 
+def thinks(tokens: TokenText, prompt: Sequence[int]) -> bool:
+    """Return whether a prompt's end leaves a thought open, in which the answer then begins."""
+    tail = tokens.decode(prompt[-16:])
+    return tail.rfind(THINK) > tail.rfind(UNTHINK)
+
+
 class Marked:
     """Reasoning between <think> and </think>, and calls between the markers of a style.
 
@@ -189,8 +195,7 @@ class Marked:
         self._splitter = Splitter(tokens, markers, keep_special)
         self._style = style
         self._header = re.compile(style.header) if style else re.compile("")
-        tail = tokens.decode(prompt[-16:]) if reasoning else ""
-        self._thinking = tail.rfind(THINK) > tail.rfind(UNTHINK)
+        self._thinking = reasoning and thinks(tokens, prompt)
         self._call: Call | None = None
         self._calls = 0
         # Blanks behind a call: no content where another call or the end follows, and part of what else follows.

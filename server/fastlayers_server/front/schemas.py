@@ -312,22 +312,12 @@ class TemplateOptions(Model):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
 
 
 class ChatPrompt(TemplateOptions):
     """What a chat template is given."""
 
     messages: Messages
-
-    @model_validator(mode="after")
-    def _ends(self) -> ChatPrompt:
-        if self.continue_final_message:
-            if self.add_generation_prompt:
-                raise refuse("continue_final_message", "add_generation_prompt is given too", "invalid_value")
-            if self.messages[-1].role != "assistant":
-                raise refuse("continue_final_message", "the last message is not the assistant's", "invalid_value")
-        return self
 
 
 class ChatRequest(Common, ChatPrompt):

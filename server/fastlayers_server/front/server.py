@@ -102,7 +102,7 @@ class Runner(uvicorn.Server):
 
     def engine_died(self, reason: str) -> None:
         """End the process: the engine does not come back."""
-        self.exit_code = ENGINE_GONE if self.front.was_ready else 1
+        self.exit_code = ENGINE_GONE if self.front.link.was_ready else 1
         self.should_exit = True
 
     @contextlib.contextmanager
