@@ -176,6 +176,10 @@ def season(seed: int, ticks: int, busy: bool) -> tuple[int, int]:
         if r.random() < 0.003:
             world.scheduler.cache.flush()
         world.tick()
+    if seed % 5 == 0:  # I17: whoever aborts everything finds what was there before anybody came
+        world.scheduler.abort(list(world.scheduler.live), world.now)
+        world.collect()
+        assert not world.scheduler.live
     world.run()
     world.check_idle()
     return world.executor.steps, world.mixed
