@@ -68,6 +68,8 @@ class LinearBase(Layer):
     bias: nn.Parameter | None
     registry: ClassVar[Registry]
     quantised = False
+    # What checkpoints, and the layer, call the scales of the weight, if it has some.
+    scale_name: ClassVar[str] = ""
 
     def __init__(
         self,
@@ -146,7 +148,7 @@ class LinearBase(Layer):
     def build(
         self, cfg: Any, device: torch.device | str | None, backend: str, stored: torch.dtype, width: int | None = None
     ) -> None:
-        """Choose the backend for ``cfg``; set the weight to zeros, and the bias to zeros or ``None``.
+        """Choose the backend for ``cfg``; set the weight to zeros, its scales to ones, the bias to zeros or ``None``.
 
         The weight is of ``stored`` and, where it is packed, of ``width`` columns.
         """
@@ -154,6 +156,8 @@ class LinearBase(Layer):
         shape = self.local_out, self.local_in if width is None else width
         self.weight = frozen(allocate(self.kind, "weight", shape, stored, device))
         self.bias = frozen(allocate(self.kind, "bias", shape[:1], cfg.dtype, device)) if cfg.bias else None
+        if name := self.scale_name:
+            setattr(self, name, frozen(allocate(self.kind, name, cfg.scales, torch.float32, device, 1)))
 
     def operands(self) -> tuple[torch.Tensor | None, ...]:
         """Return what a backend takes between ``x`` and the bias."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
+from torch import nn
 
 from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor
 from fastlayers.linear.base import LinearBase, frozen
-from fastlayers.memory import allocate
 from fastlayers.weights import too_large
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -46,15 +46,9 @@ class QuantisedLinear(LinearBase):
 
     Parameters
     ----------
-    in_features : int
-        Of the whole layer, before sharding.
-    out_features : int or sequence of int
-        Several sizes fuse that many checkpoint tensors, whose ``names`` must be given.
+    in_features, out_features, shard, names
+        As of :class:`~fastlayers.linear.base.LinearBase`.
     bias : bool
-    shard : Shard
-        ``column``, ``row`` (the output is a partial sum; only rank 0 adds the bias) or ``replicated``.
-    names : sequence of str, optional
-        Checkpoint names of the parts, relative to this module.
     device
         Of the parameters.
     dtype : torch.dtype
@@ -70,17 +64,8 @@ class QuantisedLinear(LinearBase):
 
     # Codes instead of weights: what autograd would record has nothing to do with the product.
     quantised = True
-    # What checkpoints, and this layer, call the scales of the weight.
-    scale_name = "weight_scale"
-
-    def build(
-        self, cfg: Any, device: torch.device | str | None, backend: str, stored: torch.dtype, width: int | None = None
-    ) -> None:
-        """Choose the backend; set the weight to zeros, its scales to ones, and the bias to zeros or ``None``."""
-        super().build(cfg, device, backend, stored, width)
-        setattr(
-            self, self.scale_name, frozen(allocate(self.kind, self.scale_name, cfg.scales, torch.float32, device, 1))
-        )
+    scale_name: ClassVar[str] = "weight_scale"
+    weight_scale: nn.Parameter
 
     @classmethod
     def check_stored(cls, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> tuple[int, int]:

@@ -80,15 +80,9 @@ class Linear(LinearBase):
 
     Parameters
     ----------
-    in_features : int
-        Of the whole layer, before sharding.
-    out_features : int or sequence of int
-        Several sizes make one GEMM of several checkpoint tensors, whose ``names`` must be given.
+    in_features, out_features, shard, names
+        As of :class:`~fastlayers.linear.base.LinearBase`: several sizes make one GEMM of several checkpoint tensors.
     bias : bool
-    shard : Shard
-        ``column``, ``row`` (the output is a partial sum; only rank 0 adds the bias) or ``replicated``.
-    names : sequence of str, optional
-        Checkpoint names of the parts, relative to this module.
     device, dtype
         Of the parameters; ``dtype`` is also that of the input.
     backend : str

@@ -64,10 +64,7 @@ class FP8LinearConfig(QuantisedLinearConfig):
         """Shape of ``weight_scale_inv``."""
         return grid_of(self.out_features, self.in_features, self.block_size)
 
-    @property
-    def scales(self) -> tuple[int, ...]:
-        """Shape of the weight's scales."""
-        return self.grid
+    scales = grid
 
     @property
     def padded_in(self) -> int:

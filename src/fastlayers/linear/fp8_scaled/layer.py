@@ -138,7 +138,6 @@ class FP8ScaledLinear(QuantisedLinear):
     """
 
     registry = FP8_SCALED_LINEAR
-    weight_scale: nn.Parameter
 
     def __init__(
         self,

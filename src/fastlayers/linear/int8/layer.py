@@ -111,7 +111,6 @@ class Int8Linear(QuantisedLinear):
     """
 
     registry = INT8_LINEAR
-    weight_scale: nn.Parameter
 
     def __init__(
         self,

@@ -160,7 +160,6 @@ class WeightOnlyLinear(QuantisedLinear):
     """
 
     registry = WEIGHT_ONLY_LINEAR
-    weight_scale: nn.Parameter
 
     def __init__(
         self,
