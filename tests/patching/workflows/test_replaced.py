@@ -20,6 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 import fastlayers as fl
+from fastlayers.patching import guard
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from test_contracts import close, logits
@@ -259,7 +260,9 @@ def _doubling(right: Any) -> Any:
     @functools.wraps(right)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         out = right(*args, **kwargs)
-        return tuple(2.0 * o for o in out) if isinstance(out, tuple) else 2.0 * out
+        if not isinstance(out, tuple):
+            return 2.0 * out
+        return tuple(2.0 * o if torch.is_tensor(o) and o.is_floating_point() else o for o in out)
 
     return wrapped
 
@@ -292,6 +295,28 @@ def test_a_wrapped_class_forward_runs(monkeypatch: pytest.MonkeyPatch, name: str
     if report is not None:
         reasons = {entry.reason for entry in report.skipped if entry.kind == "norm"}
         assert len(reasons) == 1 and "replaced-code" in reasons.pop()
+
+
+@pytest.mark.parametrize("when", ["before", "after", "between"])
+@pytest.mark.parametrize("name", ALL)
+def test_a_wrapped_forward_of_each_class_runs(monkeypatch: pytest.MonkeyPatch, name: str, when: str) -> None:
+    fl.patch(probe := build(name))
+    classes = {type(module)._fl_origin[0] for module in probe.modules() if hasattr(type(module), "_fl_origin")}
+    plain = logits(twin := build(name))
+    assert len(classes) >= 3
+    for cls in classes:
+        model = build(name)
+        if when == "after":
+            fl.patch(model)
+        elif when == "before":
+            guard._KNOWN_CODE.clear()
+        monkeypatch.setattr(cls, "forward", _doubling(cls.forward))
+        if when != "after":
+            fl.patch(model)
+        wanted = logits(twin)
+        assert close(logits(model), wanted) and not close(wanted, plain, 1e-4)
+        monkeypatch.undo()
+        assert close(logits(model), plain)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
