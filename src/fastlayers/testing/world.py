@@ -237,11 +237,11 @@ class World:
         # A file store needs no port; the file is gone with the directory, once all ranks have met.
         self._directory = tempfile.TemporaryDirectory(prefix="fastlayers_world_")
         store = str(Path(self._directory.name) / "store")
+        poisoned = torch.are_deterministic_algorithms_enabled()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(theirs, rank, self.size, self.backend, store, list(sys.path)), daemon=True
-            )
+            args = (theirs, rank, self.size, self.backend, store, list(sys.path), poisoned)
+            process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -292,10 +292,11 @@ def _load(module: str, path: str) -> Any:
     return loaded
 
 
-def _serve(pipe: Any, rank: int, size: int, backend: str, store: str, path: list[str]) -> None:
+def _serve(pipe: Any, rank: int, size: int, backend: str, store: str, path: list[str], poisoned: bool) -> None:
     """Answer jobs until the pipe closes (the body of a rank's process)."""
     sys.path[:] = path
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(poisoned, warn_only=True)  # unwritten memory is filled, as in the parent
     seat: Rank | None = None
     while True:
         try:
