@@ -36,8 +36,7 @@ from fastlayers_server.engine.step import (
     prompt_logprobs_wanted,
 )
 
-# Requests of a captured extend, besides as many as may run if these are part of it. Few sizes: padding requests costs
-# little, and each is a graph for every token count.
+# Requests of a captured extend, besides as many as may run where these are part of it: few, for the graphs' number.
 REQUESTS = (1, 8, 32)
 # Larger ones have a size between two powers, so that a third of padding at most leaves no extend up to the largest
 # uncaptured: launching one takes the host longer than the decode step does that hides it. 1280: two usual prompts and
