@@ -20,9 +20,10 @@ TOKENS = (1, 2, 4, 16, 64, 256, 2048)
 
 
 @torch.inference_mode()
-def measure(rows: Rows, options: argparse.Namespace, k: int, n: int, backend: str) -> list[object]:
+def measure(rows: Rows, options: argparse.Namespace, k: int, n: int, backend: str) -> list[dict[str, object]]:
     """Put the rows of one size and backend; return those whose bits differ."""
-    device, bad = options.device, []
+    device = options.device
+    bad: list[dict[str, object]] = []
     clock = clock_for(torch.device(device))
     try:
         down = fl.FP8BlockLinear(k, n, device=device, backend=backend)
