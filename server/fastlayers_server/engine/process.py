@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -17,6 +18,7 @@ from functools import partial
 import msgspec
 import zmq
 
+from fastlayers.errors import ArgumentError
 from fastlayers.runtime.held_directory import make, release
 from fastlayers_server.engine.child import REFUSED, build
 from fastlayers_server.engine.client import EngineClient, InProcessEngine
@@ -34,6 +36,7 @@ from fastlayers_server.engine.protocol import (
 
 log = logging.getLogger(__name__)
 RESTARTS, RESTART_SECONDS = 3, 600.0  # more deaths than so many in so long are the end
+FOLDER = "fastlayers-engine-"
 PAUSE = 5.0  # seconds until a process that could not be started is tried again: who holds all files may let go
 SILENCE = 60.0  # a process that sends nothing for so long is hung, whatever it does
 
@@ -76,7 +79,11 @@ class EngineProcess(EngineClient):
     def start(self, deliver: Callable[[FromEngine], None]) -> None:
         """Begin to start, see :class:`EngineClient`."""
         self._deliver_to = deliver
-        self._folder = make("fastlayers-engine-")  # mode 0700
+        place = tempfile.gettempdir()
+        room = zmq.IPC_PATH_MAX_LEN - len(f"/{FOLDER}12345678/from-1000")
+        if len(os.fsencode(place)) > room:
+            raise ArgumentError("serve", "TMPDIR", repr(place), f"a folder of at most {room} bytes: sockets lie there")
+        self._folder = make(FOLDER)  # mode 0700
         self._thread = threading.Thread(target=self._supervise, name="engine-supervisor", daemon=True)
         self._thread.start()
 

@@ -110,7 +110,7 @@ def make(prefix: str) -> Path:
     sweep(prefix)
     while True:
         # Named before it is made: what a signal's handler raises in between leaves nothing either.
-        path = Path(tempfile.gettempdir(), prefix + token_hex(8))
+        path = Path(tempfile.gettempdir(), prefix + token_hex(4))
         try:
             path.mkdir(0o700)
             if hold(path):
