@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -83,6 +84,8 @@ def serving(
     try:
         if wait:
             server.do(asyncio.wait_for(front.link.started.wait(), 10))
+            while getattr(engine, "_engine", engine) is None:  # it says that it is there just before
+                time.sleep(0.001)
         yield server
     finally:
         server.do(stop())

@@ -227,9 +227,9 @@ def test_errors_of_the_engine(code: str, status: int, kind: str, stream: bool) -
 
 
 def test_a_full_queue_and_a_deadline_that_passed() -> None:
-    engine = ScriptedEngine(tick_seconds=0.02, max_running=1, max_queued_requests=1)
-    ask = {"model": "tiny", "prompt": [5, 6], "max_tokens": 40, "ignore_eos": True}
-    with serving(engine=engine, request_timeout=0.3) as server:
+    engine = ScriptedEngine(tick_seconds=0.03, max_running=1, max_queued_requests=1)
+    ask = {"model": "tiny", "prompt": [5, 6], "max_tokens": 120, "ignore_eos": True}
+    with serving(engine=engine, request_timeout=1.0) as server:
 
         async def three() -> list[Any]:
             async with server.client() as client:
@@ -242,7 +242,7 @@ def test_a_full_queue_and_a_deadline_that_passed() -> None:
 
         full, first, late = server.do(three())
     assert error_of(full, 429, "queue_full")["type"] == "rate_limit_error" and int(full.headers["retry-after"]) >= 1
-    assert first.status_code == 200 and first.json()["usage"]["completion_tokens"] == 40
+    assert first.status_code == 200 and first.json()["usage"]["completion_tokens"] == 120
     assert error_of(late, 408, "request_timeout")["type"] == "timeout"
 
 

@@ -35,7 +35,8 @@ class Wire:
     @property
     def live(self) -> int:
         """Requests that the engine has."""
-        return len(self.engine._engine.scheduler.live)
+        engine = self.engine._engine
+        return len(engine.scheduler.live) if engine is not None else 0
 
     def connect(self, receive_buffer: int = 0) -> socket.socket:
         made = socket.socket()
