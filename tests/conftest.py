@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import sys
+import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +62,13 @@ def _poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A temporary folder whose path is short enough for sockets, which a test's own may not be."""
+    with tempfile.TemporaryDirectory(prefix="fl-") as folder:
+        yield Path(folder)
 
 
 @pytest.hookimpl(hookwrapper=True)

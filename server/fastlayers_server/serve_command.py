@@ -96,7 +96,8 @@ def raise_file_limit(connections: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     if most < connections + OWN_FILES:
-        log.warning("%d files may be open here (ulimit -Hn): fewer connections than --limit-concurrency %d", most, connections)  # fmt: skip  # noqa: E501
+        said = "%d files may be open here (ulimit -Hn): fewer connections than --limit-concurrency %d"
+        log.warning(said, most, connections)
 
 
 class _Leaving:

@@ -6,8 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,16 +33,9 @@ START = (
 )
 
 
-@pytest.fixture
-def place() -> Iterator[Path]:
-    """A temporary folder whose path is short enough for sockets, which a test's own may not be."""
-    with tempfile.TemporaryDirectory(prefix="fl-") as folder:
-        yield Path(folder)
-
-
 @pytest.mark.parametrize("program", [CONVERT, START], ids=["converted checkpoints", "an engine's sockets"])
-def test_a_killed_process_leaves_what_the_next_removes(program: str, place: Path) -> None:
-    environment = os.environ | {"TMPDIR": str(place)}
+def test_a_killed_process_leaves_what_the_next_removes(program: str, short_folder: Path) -> None:
+    environment = os.environ | {"TMPDIR": str(short_folder)}
     for wait, killed in (("60", True), ("0", False)):
         command = [sys.executable, "-c", program, wait]
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
@@ -52,5 +43,5 @@ def test_a_killed_process_leaves_what_the_next_removes(program: str, place: Path
         if killed:
             process.send_signal(signal.SIGKILL)
         process.wait(60)
-        found = [path.name for path in place.iterdir() if path.name.startswith("fastlayers-")]
+        found = [path.name for path in short_folder.iterdir() if path.name.startswith("fastlayers-")]
         assert bool(found) == killed, found

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -214,28 +213,21 @@ def test_what_a_server_could_not_use_later_is_refused_at_once(flags: list[str], 
         serve([*flags, "--port", "0"])
 
 
-@pytest.fixture
-def place() -> Iterator[Path]:
-    """A temporary folder whose path is short enough for sockets, which a test's own may not be."""
-    with tempfile.TemporaryDirectory(prefix="fl-") as folder:
-        yield Path(folder)
-
-
-def test_a_start_that_is_ended_leaves_nothing(place: Path) -> None:
+def test_a_start_that_is_ended_leaves_nothing(short_folder: Path) -> None:
     command = [sys.executable, "-c", CODE, "serve", "--port", "0"]
     for number, code, wait in ((signal.SIGTERM, 143, 0.0), (signal.SIGINT, 130, 0.02), (signal.SIGTERM, 143, 1.0)):
-        process = subprocess.Popen(command, env=os.environ | {"TMPDIR": str(place)}, stderr=subprocess.PIPE)
-        while not any(place.glob("fastlayers-engine-*")):
+        process = subprocess.Popen(command, env=os.environ | {"TMPDIR": str(short_folder)}, stderr=subprocess.PIPE)
+        while not any(short_folder.glob("fastlayers-engine-*")):
             assert process.poll() is None
             time.sleep(0.001)
         time.sleep(wait)
         process.send_signal(number)
         said = process.communicate(timeout=60)[1]
         assert process.returncode == code and b"Traceback" not in said, said
-        assert not [path.name for path in place.iterdir() if path.name.startswith("fastlayers-")]
+        assert not [path.name for path in short_folder.iterdir() if path.name.startswith("fastlayers-")]
 
 
-def test_a_signal_whose_exception_was_swallowed_ends_the_start_later(place: Path) -> None:
+def test_a_signal_whose_exception_was_swallowed_ends_the_start_later(short_folder: Path) -> None:
     """As an import does with a bare ``except``, or a finaliser."""
     swallowed = (
         "import os, signal; from fastlayers_server.front import app; make = app.make_front\n"
@@ -247,14 +239,14 @@ def test_a_signal_whose_exception_was_swallowed_ends_the_start_later(place: Path
     )
     for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
         command = [sys.executable, "-c", swallowed.format(number.name) + CODE, "serve", "--port", "0"]
-        done = subprocess.run(command, env=os.environ | {"TMPDIR": str(place)}, capture_output=True, timeout=120)
+        done = subprocess.run(command, env=os.environ | {"TMPDIR": str(short_folder)}, capture_output=True, timeout=120)
         assert done.returncode == code and b"Traceback" not in done.stderr, done.stderr
-        assert not [path.name for path in place.iterdir() if path.name.startswith("fastlayers-")]
+        assert not [path.name for path in short_folder.iterdir() if path.name.startswith("fastlayers-")]
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds the engine's process through /proc")
-def test_a_server_that_is_killed_while_it_starts_takes_its_engine_along(place: Path) -> None:
-    environment = os.environ | {"TMPDIR": str(place)}
+def test_a_server_that_is_killed_while_it_starts_takes_its_engine_along(short_folder: Path) -> None:
+    environment = os.environ | {"TMPDIR": str(short_folder)}
     for wait in (0.0, 2.0):
         process = subprocess.Popen([sys.executable, "-c", CODE, "serve", "--port", "0"], env=environment)
         engine = 0
@@ -271,10 +263,10 @@ def test_a_server_that_is_killed_while_it_starts_takes_its_engine_along(place: P
             while status.read_text().rpartition(")")[2].split()[0] != "Z":
                 assert time.monotonic() < end, "the engine outlives its front"
                 time.sleep(0.1)
-        assert any(place.glob("fastlayers-engine-*")) and any(place.glob("fastlayers-model-*"))
+        assert any(short_folder.glob("fastlayers-engine-*")) and any(short_folder.glob("fastlayers-model-*"))
     command = [sys.executable, "-c", CODE, "serve", "--port", "0", "--num-pages", "1"]
     assert subprocess.run(command, env=environment, capture_output=True, check=False).returncode == 1
-    assert not [path.name for path in place.iterdir() if path.name.startswith("fastlayers-")]
+    assert not [path.name for path in short_folder.iterdir() if path.name.startswith("fastlayers-")]
 
 
 def test_a_folder_whose_path_is_too_long_for_sockets_is_refused(
