@@ -10,26 +10,27 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from importlib import metadata
 from importlib.resources import files
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
-from fastlayers_server.front import ops
+from fastlayers_server.front import ops, schemas
 from fastlayers_server.front.answers import document
 from fastlayers_server.front.chat import chat
 from fastlayers_server.front.completions import completions
 from fastlayers_server.front.errors import not_served
-from fastlayers_server.front.gate import Gate
+from fastlayers_server.front.gate import Gate, body_of
 from fastlayers_server.front.generation import Front
 from fastlayers_server.front.link import Link
 from fastlayers_server.front.metrics import Metrics
 from fastlayers_server.front.openapi import describe
 from fastlayers_server.front.parsers import formats_of
-from fastlayers_server.front.responses import responses
+from fastlayers_server.front.responses import ResponsesRequest, responses
 from fastlayers_server.front.tokens import TokenText
 from fastlayers_server.front.trace import tracing
 
@@ -40,33 +41,45 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fastlayers.front")
 
-Handler = Callable[[Request, Front], Awaitable[Response]]
 GET, POST, BOTH = ("GET",), ("POST",), ("GET", "POST")
-ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
-    ("/v1/completions", POST, completions),
-    ("/v1/chat/completions", POST, chat),
-    ("/v1/responses", POST, responses),
-    ("/v1/models", GET, ops.models),
-    ("/v1/models/{name:path}", GET, ops.model),
-    ("/tokenize", POST, ops.tokenize),
-    ("/detokenize", POST, ops.detokenize),
-    ("/health", GET, ops.health),
-    ("/ready", GET, ops.ready),
-    ("/health_generate", GET, ops.health_generate),
-    ("/metrics", GET, ops.metrics),
-    ("/version", GET, ops.version),
-    ("/server_info", GET, ops.server_info),
-    ("/backends", GET, ops.backends),
-    ("/explain", GET, ops.explain),
-    ("/freeze_gc", BOTH, ops.freeze_gc),
-    ("/flush_cache", POST, ops.control),
-    ("/start_profile", POST, ops.control),
-    ("/stop_profile", POST, ops.control),
-    ("/drain", POST, ops.control),
-    ("/resume", POST, ops.control),
-    ("/abort", POST, ops.abort),
-    ("/abort_request", POST, ops.abort),
+
+
+class Served(NamedTuple):
+    """A path: who answers, ``handler(request, front)``, with a third argument where there is a ``body`` to check."""
+
+    path: str
+    methods: tuple[str, ...]
+    handler: Callable[..., Awaitable[Response]]
+    body: type[BaseModel] | None = None
+    admin: bool = False
+
+
+ROUTES = (
+    Served("/v1/completions", POST, completions, schemas.CompletionRequest),
+    Served("/v1/chat/completions", POST, chat, schemas.ChatRequest),
+    Served("/v1/responses", POST, responses, ResponsesRequest),
+    Served("/v1/models", GET, ops.models),
+    Served("/v1/models/{name:path}", GET, ops.model),
+    Served("/tokenize", POST, ops.tokenize, schemas.TokenizeRequest),
+    Served("/detokenize", POST, ops.detokenize, schemas.DetokenizeRequest),
+    Served("/health", GET, ops.health),
+    Served("/ready", GET, ops.ready),
+    Served("/health_generate", GET, ops.health_generate),
+    Served("/metrics", GET, ops.metrics),
+    Served("/version", GET, ops.version),
+    Served("/server_info", GET, ops.server_info),
+    Served("/backends", GET, ops.backends),
+    Served("/explain", GET, ops.explain),
+    Served("/freeze_gc", BOTH, ops.freeze_gc, admin=True),
+    Served("/flush_cache", POST, ops.control, admin=True),
+    Served("/start_profile", POST, ops.control, admin=True),
+    Served("/stop_profile", POST, ops.control, admin=True),
+    Served("/drain", POST, ops.control, admin=True),
+    Served("/resume", POST, ops.control, admin=True),
+    Served("/abort", POST, ops.abort, schemas.AbortRequest, admin=True),
+    Served("/abort_request", POST, ops.abort, schemas.AbortRequest, admin=True),
 )
+ADMIN = frozenset(route.path for route in ROUTES if route.admin)
 
 
 def make_front(
@@ -110,11 +123,11 @@ def make_app(front: Front, limit: int = 4096) -> ASGIApp:
 
     page = files("fastlayers_server.front").joinpath("page.html").read_text("utf-8")
     routes = [Route("/", on_page)]
-    routes += [Route(path, _bound(handler, front), methods=methods) for path, methods, handler in ROUTES]
+    routes += [Route(served.path, _bound(served, front), methods=served.methods) for served in ROUTES]
     routes += [Route("/openapi.json", on_openapi)] if front.config.enable_openapi else []
     router = Router(routes, redirect_slashes=False, default=not_served, lifespan=lifespan)
     span = tracing(front.config.otlp_endpoint) if front.config.otlp_endpoint else None
-    guarded: ASGIApp = Gate(router, front.config, front.metrics, limit, span)
+    guarded: ASGIApp = Gate(router, front.config, front.metrics, ADMIN, limit, span)
     if front.config.cors_origin:
         guarded = CORSMiddleware(
             guarded, allow_origins=front.config.cors_origin, allow_methods=["GET", "POST"],
@@ -123,9 +136,13 @@ def make_app(front: Front, limit: int = 4096) -> ASGIApp:
     return guarded
 
 
-def _bound(handler: Handler, front: Front) -> Callable[[Request], Awaitable[Response]]:
+def _bound(served: Served, front: Front) -> Callable[[Request], Awaitable[Response]]:
     async def serve(request: Request) -> Response:
-        return await handler(request, front)
+        if served.body is None:
+            return await served.handler(request, front)
+        body = await body_of(request, served.body, front.lenient)
+        front.check_model(getattr(body, "model", None))
+        return await served.handler(request, front, body)
 
     return serve
 

@@ -16,7 +16,6 @@ from starlette.responses import Response
 from fastlayers_server.engine.protocol import EngineInfo, TokenLogprobs
 from fastlayers_server.front.answers import KEEP_ALIVE, KEEP_ALIVE_SECONDS, answer, event
 from fastlayers_server.front.completions import finite, spelled
-from fastlayers_server.front.gate import body_of
 from fastlayers_server.front.generation import Front, Wanted, bad, launch, too_long
 from fastlayers_server.front.grammars import constraint_of
 from fastlayers_server.front.rows import Delta, Job, Row
@@ -27,11 +26,9 @@ OURS = ("chat_template", "tokenize", "messages", "conversation", "tools", "add_g
         "continue_final_message", "return_dict", "return_tensors", "padding", "truncation", "max_length")  # fmt: skip
 
 
-async def chat(request: Request, front: Front) -> Response:
+async def chat(request: Request, front: Front, body: ChatRequest) -> Response:
     """Serve the route."""
-    body = await body_of(request, ChatRequest, front.lenient)
     arrival = time.monotonic()
-    front.check_model(body.model)
     info = front.link.check_ready()
     prompt = await prompt_of(front, body, info, body.tool_choice != "none")
     job = await start(front, body, prompt, request.state.key, arrival)

@@ -11,7 +11,6 @@ from starlette.responses import Response
 
 from fastlayers_server.engine.protocol import TokenLogprobs
 from fastlayers_server.front.answers import KEEP_ALIVE, KEEP_ALIVE_SECONDS, answer, event
-from fastlayers_server.front.gate import body_of
 from fastlayers_server.front.generation import Front, Wanted, launch
 from fastlayers_server.front.grammars import constraint_of
 from fastlayers_server.front.rows import Job, Row
@@ -19,11 +18,9 @@ from fastlayers_server.front.schemas import CompletionRequest
 from fastlayers_server.front.tokens import TokenText
 
 
-async def completions(request: Request, front: Front) -> Response:
+async def completions(request: Request, front: Front, body: CompletionRequest) -> Response:
     """Serve the route."""
-    body = await body_of(request, CompletionRequest, front.lenient)
     arrival = time.monotonic()
-    front.check_model(body.model)
     info = front.link.check_ready()
     special = body.add_special_tokens is not False
     given: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]

@@ -9,7 +9,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -33,9 +33,6 @@ OPEN = frozenset({"/health", "/ready"})
 PROBES = OPEN | {"/metrics"}
 # The page is one static file without a word about this server; what it shows it asks with the reader's key.
 PAGE = "/"
-ADMIN = frozenset(
-    {"/freeze_gc", "/flush_cache", "/abort", "/abort_request", "/start_profile", "/stop_profile", "/drain", "/resume"}
-)
 MAX_DEPTH = 64
 # So long the rest of a body that is refused is taken, and thrown away.
 DRAIN_SECONDS = 5.0
@@ -63,6 +60,8 @@ class Gate:
     app
     config : ServeConfig
     metrics : Metrics
+    admin : set of str
+        Paths that need the admin key.
     limit : int
         Requests at once; more get 429.
     span : callable, optional
@@ -70,9 +69,10 @@ class Gate:
     """
 
     def __init__(
-        self, app: ASGIApp, config: ServeConfig, metrics: Metrics, limit: int = 4096, span: Tracing | None = None
-    ) -> None:
-        self.app, self.config, self.metrics, self.limit = app, config, metrics, limit
+        self, app: ASGIApp, config: ServeConfig, metrics: Metrics, admin: Set[str], limit: int = 4096,
+        span: Tracing | None = None,
+    ) -> None:  # fmt: skip
+        self.app, self.config, self.metrics, self.admin, self.limit = app, config, metrics, admin, limit
         self._span = span
         self.active = 0
         self._keys, self._admin = digests(config.api_key), digests(config.admin_api_key)
@@ -132,7 +132,7 @@ class Gate:
         digest = hashlib.sha256(token.strip()).digest()
         bearer = kind.lower() == b"bearer"
         is_admin = matches(digest, self._admin) and bearer
-        if path in ADMIN:
+        if path in self.admin:
             if not self._admin and not self.config.open_admin:
                 raise ApiError(403, f"{path} is off: the server has no admin key, nor --open-admin", "admin_disabled")
             if self._admin and not is_admin:

@@ -195,7 +195,7 @@ def launch(front: Front, body: Common, prompts: list[list[int]], wanted: Wanted,
                 namespace_of(key, body.cache_salt), wanted.logprobs, wanted.prompt_logprobs, wanted.grammar, first,
             )  # fmt: skip
             first = first or rid
-            front.link.submit(request, row)
+            front.link.submit(request, row.feed)
     front.jobs[job.key] = job
     if front.config.log_prompts:
         texts = [front.tokens.decode(prompt) for prompt in prompts]

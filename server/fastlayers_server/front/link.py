@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from fastlayers_server.engine.protocol import (
     Beat,
@@ -31,13 +31,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("fastlayers.front")
 
 BEAT_SECONDS = 5.0
-
-
-class Receiver(Protocol):
-    """What takes the news of one rid."""
-
-    def feed(self, output: Output) -> None:
-        """Take news; after a terminal one nothing follows."""
 
 
 class Link:
@@ -65,7 +58,7 @@ class Link:
         self.death, self.was_ready = "", False
         self._rids = itertools.count(1)
         self._ids = itertools.count(1)
-        self._rows: dict[int, Receiver] = {}
+        self._feeds: dict[int, Callable[[Output], None]] = {}
         self._answers: dict[int, asyncio.Future[Reply | Stats]] = {}
         self.grammar_keys: set[str] = set()
         self._beat: tuple[float, Beat] | None = None
@@ -88,20 +81,20 @@ class Link:
     @property
     def live(self) -> int:
         """How many requests have not ended."""
-        return len(self._rows)
+        return len(self._feeds)
 
     def next_rid(self) -> int:
         """Return a rid that was never used."""
         return next(self._rids)
 
-    def submit(self, request: Submit, row: Receiver) -> None:
-        """Hand over a request, whose news go to ``row``."""
-        self._rows[request.rid] = row
+    def submit(self, request: Submit, feed: Callable[[Output], None]) -> None:
+        """Hand over a request, whose news ``feed`` takes; after a terminal one nothing follows."""
+        self._feeds[request.rid] = feed
         self.client.submit(request)
 
     def abort(self, rids: list[int]) -> None:
         """End requests; those that ended are left out."""
-        live = [rid for rid in rids if rid in self._rows]
+        live = [rid for rid in rids if rid in self._feeds]
         if live:
             self.client.abort(live)
 
@@ -197,28 +190,28 @@ class Link:
             self._died(message)
 
     def _output(self, output: Output) -> None:
-        row = self._rows.get(output.rid)
-        if row is None:
+        feed = self._feeds.get(output.rid)
+        if feed is None:
             return
         if output.finish:
-            del self._rows[output.rid]
+            del self._feeds[output.rid]
             if output.code == "invalid_grammar":
                 # The engine forgot one: each is brought again when it is next asked for.
                 self.grammar_keys.clear()
             if output.code == "nonfinite_logits":
                 self._nonfinite = [*self._nonfinite[-8:], time.monotonic()]
         try:
-            row.feed(output)
+            feed(output)
         except Exception as error:  # one request's text must not stop the others' news
             log.error("rid %d: its output cannot be read", output.rid, exc_info=error)
             self.abort([output.rid])
-            self._rows.pop(output.rid, None)
-            row.feed(Output(output.rid, finish="error", code="internal_error", message="the output cannot be read"))
+            self._feeds.pop(output.rid, None)
+            feed(Output(output.rid, finish="error", code="internal_error", message="the output cannot be read"))
 
     def _died(self, message: Died) -> None:
         self.info, self._beat, self._restarted = None, None, message.restarting
         code = "engine_restarting" if message.restarting else "draining"
-        for rid in list(self._rows):
+        for rid in list(self._feeds):
             self._output(Output(rid, finish="error", code=code, message="the engine ended"))
         for answer in self._answers.values():
             if not answer.done():

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from fastlayers_server.front import responses, schemas
-
-BODIES: dict[str, type[BaseModel]] = {
-    "/v1/completions": schemas.CompletionRequest,
-    "/v1/chat/completions": schemas.ChatRequest,
-    "/v1/responses": responses.ResponsesRequest,
-    "/tokenize": schemas.TokenizeRequest,
-    "/detokenize": schemas.DetokenizeRequest,
-    "/abort": schemas.AbortRequest,
-    "/abort_request": schemas.AbortRequest,
-}
+if TYPE_CHECKING:
+    from fastlayers_server.front.app import Served
 
 
 class Error(BaseModel):
@@ -37,9 +28,9 @@ class Errors(BaseModel):
     error: Error
 
 
-def describe(routes: Iterable[tuple[str, tuple[str, ...], Any]]) -> dict[str, Any]:
+def describe(routes: Sequence[Served]) -> dict[str, Any]:
     """Return the document."""
-    models = [(model, "validation") for model in {*BODIES.values(), Errors}]
+    models = [(model, "validation") for model in {*(served.body for served in routes if served.body), Errors}]
     _, found = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
 
     def content(model: type[BaseModel]) -> dict[str, Any]:
@@ -47,15 +38,15 @@ def describe(routes: Iterable[tuple[str, tuple[str, ...], Any]]) -> dict[str, An
 
     error = {"description": "An error"} | content(Errors)
     paths: dict[str, Any] = {}
-    for path, methods, handler in routes:
+    for path, methods, handler, body, _ in routes:
         for method in methods:
             operation: dict[str, Any] = {
                 "summary": (handler.__doc__ or "").strip().partition("\n")[0],
                 "operationId": f"{method.lower()}{path.replace('/', '_').replace('{', '').replace(':path}', '')}",
                 "responses": {"200": {"description": "Done"}, "default": error},
             }
-            if path in BODIES:
-                operation["requestBody"] = {"required": True} | content(BODIES[path])
+            if body is not None:
+                operation["requestBody"] = {"required": True} | content(body)
             if "{" in path:
                 operation["parameters"] = [
                     {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}

@@ -17,7 +17,6 @@ from fastlayers_server.engine.protocol import Output, Reply, Sampling, Submit, p
 from fastlayers_server.front.answers import attended, document
 from fastlayers_server.front.chat import prompt_of
 from fastlayers_server.front.errors import ApiError
-from fastlayers_server.front.gate import body_of
 from fastlayers_server.front.generation import Front, bad
 from fastlayers_server.front.schemas import AbortRequest, ChatPrompt, DetokenizeRequest, TokenizeRequest
 
@@ -44,10 +43,8 @@ async def model(request: Request, front: Front) -> Response:
     return document(model_card(front, name))
 
 
-async def tokenize(request: Request, front: Front) -> Response:
+async def tokenize(request: Request, front: Front, body: TokenizeRequest) -> Response:
     """Return the ids of a prompt, or of messages through the template."""
-    body = await body_of(request, TokenizeRequest, front.lenient)
-    front.check_model(body.model)
     info = front.link.check_ready()
     if body.prompt is not None:
         ids = await front.encode(body.prompt, body.add_special_tokens is not False, info)
@@ -59,10 +56,8 @@ async def tokenize(request: Request, front: Front) -> Response:
     return document(found)
 
 
-async def detokenize(request: Request, front: Front) -> Response:
+async def detokenize(request: Request, front: Front, body: DetokenizeRequest) -> Response:
     """Return the text of ids."""
-    body = await body_of(request, DetokenizeRequest, front.lenient)
-    front.check_model(body.model)
     info = front.link.check_ready()
     wrong = [i for i in body.tokens if i >= info.vocab_size]
     if wrong:
@@ -83,26 +78,15 @@ async def ready(request: Request, front: Front) -> Response:
     return document({"phase": phase}, headers, 200 if phase == "serving" else 503)
 
 
-class _First:
-    """Waits for one token."""
-
-    def __init__(self) -> None:
-        self.output: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
-
-    def feed(self, output: Output) -> None:
-        """Take news."""
-        if not self.output.done():
-            self.output.set_result(output)
-
-
 async def health_generate(request: Request, front: Front) -> Response:
     """Draw one token through the engine; 504 after 10 s."""
     front.link.check_ready()
-    waiting, rid = _First(), front.link.next_rid()
-    prompt = pack_ids([0])
-    front.link.submit(Submit(rid, prompt, Sampling(temperature=0.0), 1, ignore_eos=True, arrival=time.monotonic()), waiting)  # fmt: skip  # noqa: E501
+    told: asyncio.Queue[Output] = asyncio.Queue()
+    rid, greedy = front.link.next_rid(), Sampling(temperature=0.0)
+    submit = Submit(rid, pack_ids([0]), greedy, 1, ignore_eos=True, arrival=time.monotonic())
+    front.link.submit(submit, told.put_nowait)
     try:
-        output = await attended(request, asyncio.wait_for(waiting.output, 10.0))
+        output = await attended(request, asyncio.wait_for(told.get(), 10.0))
     except TimeoutError as error:
         raise ApiError(504, "no token within 10 s", "engine_timeout") from error
     finally:
@@ -178,9 +162,8 @@ async def control(request: Request, front: Front) -> Response:
     return document({"done": what, "value": value, "live": link.live})
 
 
-async def abort(request: Request, front: Front) -> Response:
+async def abort(request: Request, front: Front, body: AbortRequest) -> Response:
     """End responses by their exact ids; nothing ends if one is unknown."""
-    body = await body_of(request, AbortRequest, front.lenient)
     jobs = {job.id: job for job in front.jobs.values()} | front.jobs
     unknown = [name for name in body.ids if name not in jobs]
     if unknown:

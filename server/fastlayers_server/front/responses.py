@@ -16,7 +16,6 @@ from fastlayers_server.front import schemas
 from fastlayers_server.front.answers import KEEP_ALIVE, KEEP_ALIVE_SECONDS, answer
 from fastlayers_server.front.chat import check_arguments, prompt_of, start
 from fastlayers_server.front.errors import ApiError, of_validation
-from fastlayers_server.front.gate import body_of
 from fastlayers_server.front.generation import Front
 from fastlayers_server.front.rows import Delta, Job
 from fastlayers_server.front.schemas import Model, refuse
@@ -151,11 +150,9 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
         raise ApiError(400, f"input: an item of type {kind!r}; accepted: message, function_call, function_call_output, reasoning", "unsupported_content", "input")  # fmt: skip  # noqa: E501
 
 
-async def responses(request: Request, front: Front) -> Response:
+async def responses(request: Request, front: Front, body: ResponsesRequest) -> Response:
     """Serve the route."""
-    body = await body_of(request, ResponsesRequest, front.lenient)
     arrival = time.monotonic()
-    front.check_model(body.model)
     info = front.link.check_ready()
     chat = as_chat(body)
     prompt = await prompt_of(front, chat, info, chat.tool_choice != "none")

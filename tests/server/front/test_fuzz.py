@@ -12,6 +12,8 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fastlayers_server.front.app import ROUTES
+
 from .harness import script_of, tokens_of
 from .wire import Wire, on_the_wire
 
@@ -75,9 +77,9 @@ JSON = st.recursive(
 
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
 def test_any_value_in_any_field(wire: Wire, route: str) -> None:
-    from fastlayers_server.front.openapi import BODIES
-
-    names = [f.alias or name for name, f in BODIES[route].model_fields.items()]
+    (body,) = (served.body for served in ROUTES if served.path == route)
+    assert body is not None
+    names = [f.alias or name for name, f in body.model_fields.items()]
     base = {"/v1/completions": {"prompt": "a"}, "/tokenize": {"prompt": "a"}}.get(
         route, {"messages": [{"role": "user", "content": "hi"}]}
     )

@@ -13,6 +13,7 @@ from openai.types import Model
 from prometheus_client.parser import text_string_to_metric_families
 
 from fastlayers_server.engine.protocol import COUNTERS, HISTOGRAMS, Beat, Died, EngineInfo, Output, StepOut, Submit
+from fastlayers_server.front.app import ADMIN
 from fastlayers_server.front.gate import Gate
 from fastlayers_server.front.metrics import ALIASES
 
@@ -294,7 +295,7 @@ def test_requests_are_traced_where_a_tracer_is() -> None:
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     with serving() as server:
         span = spans_of(provider.get_tracer("t"), propagate.extract, SpanKind.SERVER)
-        server.app = Gate(server.app.app, server.front.config, server.front.metrics, span=span)
+        server.app = Gate(server.app.app, server.front.config, server.front.metrics, ADMIN, span=span)
         parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
         server.post("/v1/completions", ASK, traceparent=parent)
     (found,) = exporter.get_finished_spans()

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fastlayers_server.front.app import ROUTES
-from fastlayers_server.front.gate import ADMIN, OPEN
+from fastlayers_server.front.app import ADMIN, ROUTES
+from fastlayers_server.front.gate import OPEN
 
 from .harness import Server, serving, tokens_of
 
@@ -27,7 +27,7 @@ def guarded() -> Iterator[Server]:
 
 
 def paths() -> list[tuple[str, str]]:
-    found = [(methods[0], path.replace("{name:path}", "tiny")) for path, methods, _ in ROUTES]
+    found = [(served.methods[0], served.path.replace("{name:path}", "tiny")) for served in ROUTES]
     return [*found, ("GET", "/nope"), ("POST", "/v1/files"), ("GET", "/health/"), ("GET", "/healthz")]  # fmt: skip
 
 
