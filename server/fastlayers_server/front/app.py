@@ -8,7 +8,6 @@ import hashlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from importlib import metadata
 from importlib.resources import files
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,6 +18,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
+from fastlayers import __version__
 from fastlayers_server.front import ops, schemas
 from fastlayers_server.front.answers import document
 from fastlayers_server.front.chat import chat
@@ -93,7 +93,7 @@ def make_front(
     link = engine if isinstance(engine, Link) else Link(engine, config.watchdog_timeout)
     metrics.link = link
     formats = formats_of(tokens, config.reasoning_parser, config.tool_call_parser)
-    facts = [metadata.version("fastlayers"), repr(sorted(config.shown().items()))]
+    facts = [__version__, repr(sorted(config.shown().items()))]
     fingerprint = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
     return Front(config, link, tokens, metrics, formats, fingerprint, grammars)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+
+from fastlayers import __version__
 
 if TYPE_CHECKING:
     from fastlayers_server.front.app import Served
@@ -54,7 +55,7 @@ def describe(routes: Sequence[Served]) -> dict[str, Any]:
             paths.setdefault(path.replace(":path", ""), {})[method.lower()] = operation
     return {
         "openapi": "3.1.0",
-        "info": {"title": "fastlayers", "version": metadata.version("fastlayers")},
+        "info": {"title": "fastlayers", "version": __version__},
         "paths": paths,
         "components": {"schemas": found["$defs"]},
     }

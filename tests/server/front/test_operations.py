@@ -6,12 +6,14 @@ import asyncio
 import gc
 import logging
 import time
+from importlib import metadata
 from typing import Any
 
 import pytest
 from openai.types import Model
 from prometheus_client.parser import text_string_to_metric_families
 
+from fastlayers import __version__
 from fastlayers_server.engine.protocol import COUNTERS, HISTOGRAMS, Beat, Died, EngineInfo, Output, StepOut, Submit
 from fastlayers_server.front.app import ADMIN
 from fastlayers_server.front.gate import Gate
@@ -104,6 +106,21 @@ def test_models_tokenize_detokenize_version() -> None:
         assert server.post("/detokenize", {"tokens": [512]}).status_code == 400
         assert server.get("/version").json()["version"]
         assert server.get("/health_generate").json() == {"status": "ok"}
+
+
+def test_a_checkout_that_is_not_installed_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = metadata.distribution
+
+    def distribution(name: str) -> metadata.Distribution:
+        if name == "fastlayers":
+            raise metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(metadata, "distribution", distribution)
+    with serving(enable_openapi=True) as server:
+        told = server.get("/version").json()["version"]
+        assert told == __version__ == server.get("/server_info").json()["version"]
+        assert server.get("/openapi.json").json()["info"]["version"] == told
 
 
 def test_health_tells_a_hung_step_a_silent_engine_and_bad_logits(monkeypatch: pytest.MonkeyPatch) -> None:
