@@ -14,6 +14,7 @@ from fastlayers.comm.sum_norm.collective import CollectiveSumNorm
 from fastlayers.errors import ArgumentError
 from fastlayers.norm.rms_norm.layer import RMSNorm
 from fastlayers.testing.comm_check import COMM_CASES, HIDDEN, check_communicator
+from fastlayers.testing.transition_check import GRIDS, Grid, check_transitions
 from fastlayers.testing.world import Rank, WorldError, simulate, world
 
 CASES = {case.name: case for case in COMM_CASES}
@@ -32,6 +33,11 @@ class WithSeam(LayerCommunicator):
 @pytest.mark.parametrize("case", ONE_GROUP, ids=lambda case: case.name)
 def test_transitions_with_a_seam(case: Any) -> None:
     simulate(case.size, check_communicator, WithSeam, case)
+
+
+@pytest.mark.parametrize("grid", [grid for grid in GRIDS if grid.attn_dp == 1 and grid.size < 8], ids=lambda g: g.name)
+def test_every_row_with_a_seam(grid: Grid) -> None:
+    simulate(grid.size, check_transitions, WithSeam, grid)
 
 
 def broken(rank: Rank, bug: Any, name: str) -> None:
@@ -84,6 +90,11 @@ GROUPS_OF_ONE = [case for case in COMM_CASES if case.attn_dp == case.size > 1]
 @pytest.mark.parametrize("case", GROUPS_OF_ONE, ids=lambda case: case.name)
 def test_transitions_with_moves(case: Any) -> None:
     simulate(case.size, check_communicator, WithMoves, case)
+
+
+@pytest.mark.parametrize("grid", [grid for grid in GRIDS if grid.attn_dp == grid.size], ids=lambda g: g.name)
+def test_every_row_with_moves(grid: Grid) -> None:
+    simulate(grid.size, check_transitions, WithMoves, grid)
 
 
 def moved_wrongly(rank: Rank, bug: str, name: str) -> None:

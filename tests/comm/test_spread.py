@@ -138,12 +138,6 @@ def test_over_gloo(name: str) -> None:
     world(case.size).run(check_communicator, LayerCommunicator, case)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["tp8", "dp4_tp2", "dp2_tp4"])
-def test_over_gloo_with_eight_processes(name: str) -> None:
-    world(8).run(check_communicator, LayerCommunicator, CASES[f"{name}_spread"])
-
-
 class WithSeam(LayerCommunicator):
     """Every layer with a seam over ``tp``."""
 
