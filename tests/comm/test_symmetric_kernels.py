@@ -8,6 +8,7 @@ import torch
 from fastlayers.comm.symmetric import Arena, local_arenas
 from fastlayers.comm.triton_exchange import Exchange
 from fastlayers.comm.triton_push import PushSum
+from fastlayers.comm.triton_tokens import TokenExchange
 from fastlayers.errors import ArgumentError
 from fastlayers.quant.group_quant.layer import quantize_groups
 
@@ -65,7 +66,7 @@ def test_push_sum_over_changing_counts(n: int, dtype: torch.dtype) -> None:
         assert op.arena.failed() is None
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [2, 4, 8])
 def test_push_sum_without_norm_or_residual_of_special_values(n: int) -> None:
     hidden = 16
     operators = push_operators(n, hidden, torch.bfloat16, 4)
@@ -143,6 +144,64 @@ def test_exchange(n: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
         for y, _ in in_parts("gather", operators, pieces, None):
             assert torch.equal(y, torch.cat(pieces))
     assert all(op.arena.failed() is None for op in operators)
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_nobody_looks_where_nothing_was_sent(n: int) -> None:
+    """Memory that a call has no business with holds NaN, and still does afterwards."""
+    hidden, slots, rows = 16, 4, 2
+    operators = push_operators(n, hidden, torch.bfloat16, slots)
+    for rank, op in enumerate(operators):
+        op.inbox.tensor[:, rank] = op.inbox.tensor[:, :, rows:] = float("nan")
+    for _ in range(3):
+        xs = [torch.randn(rows, hidden).bfloat16() for _ in range(n)]
+        assert all(torch.equal(h, summed(xs)) for _, h in on_all(operators, xs))
+    for rank, op in enumerate(operators):
+        assert bool(op.inbox.tensor[:, rank].isnan().all()) and bool(op.inbox.tensor[:, :, rows:].isnan().all())
+    moves = exchanges(n, hidden, torch.bfloat16, slots)
+    for move in moves:
+        move.inbox.tensor.fill_(float("nan"))
+        move.outbox.tensor.fill_(float("nan"))
+    for _ in range(3):
+        xs = [torch.randn(n * rows, hidden).bfloat16() for _ in range(n)]
+        for rank, (y, h) in enumerate(in_parts("scatter_gather", moves, xs, None)):
+            wanted = summed(xs)
+            assert torch.equal(y, wanted) and torch.equal(h, wanted[rank * rows : (rank + 1) * rows])
+    for rank, move in enumerate(moves):
+        assert bool(move.inbox.tensor[:, rank].isnan().all()) and bool(move.inbox.tensor[:, :, rows:].isnan().all())
+        assert bool(move.outbox.tensor[n * rows :].isnan().all())
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_tokens_of_changing_counts_whose_slots_hold_nan(n: int) -> None:
+    hidden, slots, experts, top_k = 16, 3, 2 * n, 2
+    nbytes = TokenExchange.nbytes_for(n, hidden, top_k, torch.float32, slots, 2)
+    moves = [TokenExchange(arena, hidden, experts, top_k, torch.float32, slots, 2) for arena in local_arenas(n, nbytes)]
+    for move in moves:
+        for shared in (move.rows, move.weights, move.inbox):
+            shared.tensor.fill_(float("nan"))
+        for counter in (move.there.tensor, move.back.tensor, move.states):
+            counter.fill_(2**31 - 2)  # which wraps on the way
+    for count in (2, 0, 3, 1):
+        x, weights = torch.randn(n, count, hidden), torch.rand(n, count, top_k)
+        ids = torch.rand(n, count, experts).topk(top_k).indices.int()
+        ids[:, 1:] = torch.where(
+            ids[:, 1:] == ids[0, 0, 0] if count else ids[:, 1:] < 0, -1, ids[:, 1:]
+        )  # some of none
+        for part in (1, 2, 3):
+            sent = [m.dispatch(x[r], ids[r], weights[r], part=part) for r, m in enumerate(moves)]
+        partials = []
+        for rank, (rows, local, gates) in enumerate(sent):
+            took = local >= 0
+            scale = torch.where(took, gates * (1 + local + 2 * rank), 0.0).sum(-1, keepdim=True)
+            # Rows that nobody here took were never stored: they are NaN, or stale, and so is what comes of them.
+            partials.append(torch.where(took.any(-1, keepdim=True), rows * scale, float("nan")))
+        for part in (1, 2):
+            outs = [m.combine(partials[r], sent[r][1], ids[r], part=part) for r, m in enumerate(moves)]
+        for rank, out in enumerate(outs):
+            scale = torch.where(ids[rank] >= 0, weights[rank] * (1 + ids[rank]), 0.0).sum(-1, keepdim=True)
+            torch.testing.assert_close(out, x[rank] * scale)
+    assert all(move.arena.failed() is None for move in moves)
 
 
 def test_late_ranks_are_named_and_nothing_hangs() -> None:

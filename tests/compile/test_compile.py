@@ -54,6 +54,21 @@ def test_what_rounds_each_product_has_no_fused_multiplication(name: str) -> None
         assert "mul.rn" in ptx and "fma." not in ptx, build.name
 
 
+@pytest.mark.parametrize(
+    "build", [build for build in BUILDS if ".comm." in build.kernel.__module__], ids=lambda b: b.name
+)
+def test_how_ranks_see_each_others_stores(build: KernelBuild) -> None:
+    """Waits are compiled to loads that no register and no cache of this GPU answers."""
+    ptx = compiled_for(build).asm["ptx"]
+    assert "multimem" not in ptx  # NVLink multicast
+    if build.kernel.__name__ == "_push_sum_kernel":  # words are their own flags, sixteen bytes at a time
+        assert ptx.count("ld.volatile.global.v4") > 0 and ".acquire" not in ptx and ".release" not in ptx
+        return
+    assert "atom.global.sys.release.exch.b32" in ptx and "ld.global.sys.acquire.b32" in ptx
+    # What other ranks sum up is read as it is in memory.
+    assert ("ld.volatile.global.v4" in ptx) == (build.constexprs.get("SCATTER", "combine" in build.kernel.__name__))
+
+
 # Of each kernel one launch, for the other cards. What cannot be compiled there is refused by the rows that launch it:
 # e4m3 below sm_89 (by its type in the signature, or inside), MXFP4 below sm_90.
 OF_EACH = {(build.kernel.__module__, build.kernel.__name__): build for build in reversed(BUILDS)}
