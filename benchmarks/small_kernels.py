@@ -5,7 +5,7 @@ is made and called like a backend's, with a package in its best form:
 
 - in place where the package is: calls after the first, checked one then see other values, which takes as long
 - what a step makes once for all layers (indices, tables, base-2 logarithms) is made at the first call and not timed
-- without dependent launch, which costs more than it gives behind the clock's flush
+- those that can be launched dependently (``pdl``) are timed both ways: which is faster depends on what runs before
 
 ``judged(own, expected, inputs)``, where a class has it, returns what is compared of its outputs and the reference's.
 """
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from fastlayers.activation.silu_mul.layer import SiluMulConfig
 from fastlayers.activation.silu_mul_quant.layer import FLOOR, SiluMulQuantConfig
 from fastlayers.attention.kv_write.layer import KVWriteConfig
 from fastlayers.attention.mla_kv_write.layer import MLAKVWriteConfig
@@ -81,9 +82,9 @@ class SglRMSNorm:
 class FlashInferRMSNorm:
     """flashinfer's norm; with a residual in place, as sgl_kernel's. Rounds once."""
 
-    def __init__(self, cfg: RMSNormConfig) -> None:
+    def __init__(self, cfg: RMSNormConfig, pdl: bool = False) -> None:
         package, one_plus = importlib.import_module("flashinfer"), cfg.rounding == "one_plus"
-        self.eps = cfg.eps
+        self.eps, self.pdl = cfg.eps, pdl
         self.plain = package.gemma_rmsnorm if one_plus else package.rmsnorm
         self.fused = package.gemma_fused_add_rmsnorm if one_plus else package.fused_add_rmsnorm
 
@@ -92,9 +93,22 @@ class FlashInferRMSNorm:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return ``(y, new_residual)``; with a residual these are the inputs."""
         if residual is None:
-            return self.plain(x, weight, self.eps, enable_pdl=False), None
-        self.fused(x, residual, weight, self.eps, enable_pdl=False)
+            return self.plain(x, weight, self.eps, enable_pdl=self.pdl), None
+        self.fused(x, residual, weight, self.eps, enable_pdl=self.pdl)
         return x, residual
+
+
+class FlashInferSiluMul:
+    """flashinfer's activation, launched dependently; the other way is a backend."""
+
+    def __init__(self, cfg: SiluMulConfig) -> None:
+        self.activate = importlib.import_module("flashinfer").silu_and_mul
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product."""
+        y = x.new_empty(x.shape[0], x.shape[1] // 2)
+        self.activate(x, out=y, enable_pdl=True)
+        return y
 
 
 class SglSiluMulQuant:
@@ -300,8 +314,9 @@ class FlashInferMergeState(SglMergeState):
 class FlashInferRouter:
     """flashinfer's fused choice of DeepSeek-V3. Judged whatever the order of a token's experts."""
 
-    def __init__(self, cfg: RouterConfig) -> None:
-        self.route, self.cfg = importlib.import_module("flashinfer.fused_moe").fused_topk_deepseek, cfg
+    def __init__(self, cfg: RouterConfig, pdl: bool = False) -> None:
+        self.route = importlib.import_module("flashinfer.fused_moe").fused_topk_deepseek
+        self.cfg, self.pdl = cfg, pdl
 
     def __call__(
         self, logits: torch.Tensor, bias: torch.Tensor | None, num_valid: torch.Tensor | None
@@ -309,9 +324,8 @@ class FlashInferRouter:
         """Return ``(topk_weights, topk_ids)``."""
         cfg = self.cfg
         weights, ids = _chosen(logits, cfg)
-        self.route(
-            logits, bias, cfg.num_groups, cfg.topk_groups, cfg.top_k, cfg.factor, weights, ids, launch_with_pdl=False
-        )
+        groups = cfg.num_groups, cfg.topk_groups
+        self.route(logits, bias, *groups, cfg.top_k, cfg.factor, weights, ids, launch_with_pdl=self.pdl)
         return weights, ids
 
     def judged(self, own: Outputs, expected: Outputs, inputs: Mapping[str, Any]) -> Judged:
@@ -384,8 +398,8 @@ class FlashInferSampler:
     Greedy rows are rows of temperature 1 that keep one token. Counters stay: advancing them is not the kernels' part.
     """
 
-    def __init__(self, cfg: SamplerConfig) -> None:
-        self.package, self.cfg = importlib.import_module("flashinfer.sampling"), cfg
+    def __init__(self, cfg: SamplerConfig, pdl: bool = False) -> None:
+        self.package, self.cfg, self.pdl = importlib.import_module("flashinfer.sampling"), cfg, pdl
         self.filters = Derived(self._filters)
 
     def _filters(self, temperature: torch.Tensor, top_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -396,7 +410,7 @@ class FlashInferSampler:
     def __call__(self, logits: torch.Tensor, rows: RowParams, mode: str) -> torch.Tensor:
         """Return int32 ids."""
         temperature, top_k = self.filters(rows.temperature, rows.top_k)
-        return self.draw(self.package.softmax(logits, temperature, enable_pdl=False), top_k, rows)
+        return self.draw(self.package.softmax(logits, temperature, enable_pdl=self.pdl), top_k, rows)
 
     def draw(self, probs: torch.Tensor, top_k: torch.Tensor, rows: RowParams) -> torch.Tensor:
         """Return ids drawn from ``probs``."""

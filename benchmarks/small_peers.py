@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fastlayers.activation.silu_mul.layer import SiluMulConfig
 from fastlayers.activation.silu_mul_quant.layer import SiluMulQuantConfig
 from fastlayers.attention.kv_write.layer import KVWriteConfig
 from fastlayers.attention.mla_kv_write.layer import MLAKVWriteConfig
@@ -32,6 +34,7 @@ from small_kernels import (
     FlashInferRotaryKVWrite,
     FlashInferRouter,
     FlashInferSampler,
+    FlashInferSiluMul,
     FlashInferTopKTopP,
     SglMergeState,
     SglMoEAlign,
@@ -47,6 +50,10 @@ BF16 = torch.bfloat16
 
 def _refuse_cuda(cfg: Any, device: Device) -> str | None:
     return device.refuses_16_bit_vectors(BF16, 8)
+
+
+def _refuse_activation(cfg: SiluMulConfig, device: Device) -> str | None:
+    return device.refuses_16_bit_vectors(cfg.dtype, cfg.size)
 
 
 def _refuse_norm(cfg: RMSNormConfig, device: Device) -> str | None:
@@ -121,14 +128,30 @@ def _flashinfer(
     return Backend(name, target, (f"flashinfer{function}",), refuse, ())
 
 
+def _pdl(
+    target: Callable[..., Any], function: str, refuse: Callable[[Any, Device], str | None], name: str = "flashinfer"
+) -> Backend:
+    """Return the row of a kernel that is launched dependently on the one before it."""
+
+    def refuses(cfg: Any, device: Device) -> str | None:
+        old = device.capability is None or device.capability < (9, 0)
+        return f"needs sm_90, this is {device.sm}" if old else refuse(cfg, device)
+
+    return _flashinfer(target, function, refuses, f"{name}, PDL")
+
+
 # Rows that are registered under a package's plain name have another one here.
 PEERS: dict[str, tuple[Backend, ...]] = {
     "rms_norm": (
         _sgl(SglRMSNorm, "fused_add_rmsnorm", _refuse_norm, "sgl_kernel in place"),
         _flashinfer(FlashInferRMSNorm, ":fused_add_rmsnorm", _refuse_norm, "flashinfer in place"),
+        _pdl(partial(FlashInferRMSNorm, pdl=True), ":fused_add_rmsnorm", _refuse_norm, "flashinfer in place"),
     ),
     # Rows that "auto" never takes: benchmarks leave them out.
-    "silu_mul": tuple(registry("silu_mul").named(name) for name in ("sgl_kernel", "flashinfer")),
+    "silu_mul": (
+        *(registry("silu_mul").named(name) for name in ("sgl_kernel", "flashinfer")),
+        _pdl(FlashInferSiluMul, ":silu_and_mul", _refuse_activation),
+    ),
     "silu_mul_quant": (
         _sgl(SglSiluMulQuant, "sgl_per_token_group_quant_8bit_v2", _refuse_quant, "sgl_kernel (2 launches)"),
     ),
@@ -151,10 +174,15 @@ PEERS: dict[str, tuple[Backend, ...]] = {
     "router": (
         _sgl(SglRouter, "topk_softmax", _refuse_plain_router),
         _flashinfer(FlashInferRouter, ".fused_moe:fused_topk_deepseek", _refuse_v3_router),
+        _pdl(partial(FlashInferRouter, pdl=True), ".fused_moe:fused_topk_deepseek", _refuse_v3_router),
     ),
     "moe_align": (_sgl(SglMoEAlign, "moe_align_block_size", _refuse_cuda),),
     "sampler": (
         _flashinfer(FlashInferSampler, ".sampling:min_p_sampling_from_probs", _refuse_cuda, "flashinfer (4 launches)"),
+        _pdl(
+            partial(FlashInferSampler, pdl=True), ".sampling:min_p_sampling_from_probs", _refuse_cuda,
+            "flashinfer (4 launches)",
+        ),
         _flashinfer(
             FlashInferTopKTopP, ".sampling:top_k_top_p_sampling_from_probs", _refuse_cuda, "flashinfer (no min-p)"
         ),

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import small_kernels
 import small_peers
 
-CPU, H200 = torch.device("cpu"), DESCRIBED["H200"]
+CPU, H200, A100 = torch.device("cpu"), DESCRIBED["H200"], DESCRIBED["A100"]
 Calls = list[str]
 
 
@@ -182,7 +182,8 @@ def flashinfer(calls: Calls) -> dict[str, dict[str, Callable[..., Any]]]:
 
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*operands: Any, **named: Any) -> Any:
-            calls.append(name)
+            dependent = named.get("enable_pdl") or named.get("launch_with_pdl")
+            calls.append(f"{name}, dependent" if dependent else name)
             return function(*operands, **named)
 
         return call
@@ -213,6 +214,8 @@ WORK = [
     ("rms_norm", "D=128,rounding=one_plus,dtype=bfloat16", "sgl_kernel in place", ["gemma_fused_add_rmsnorm"]),
     ("rms_norm", "D=128,dtype=bfloat16", "flashinfer in place", ["fused_add_rmsnorm"]),
     ("silu_mul", "size=64,dtype=bfloat16", "flashinfer", ["silu_and_mul"]),
+    ("rms_norm", "D=128,dtype=bfloat16", "flashinfer in place, PDL", ["fused_add_rmsnorm, dependent"]),
+    ("silu_mul", "size=64,dtype=bfloat16", "flashinfer, PDL", ["silu_and_mul, dependent"]),
     (
         "silu_mul_quant", "size=256,scale_layout=col_tma4", "sgl_kernel (2 launches)",
         ["silu_and_mul", "sgl_per_token_group_quant_8bit_v2"],
@@ -233,12 +236,17 @@ WORK = [
     ("merge_state", "head_dim=128", "sgl_kernel", ["merge_state_v2"]),
     ("merge_state", "head_dim=128", "flashinfer", ["merge_state"]),
     ("router", V3, "flashinfer", ["fused_topk_deepseek"]),
+    ("router", V3, "flashinfer, PDL", ["fused_topk_deepseek, dependent"]),
     ("router", "num_experts=16,top_k=4", "sgl_kernel", ["topk_softmax"]),
     ("router", "num_experts=16,top_k=4,scoring=sigmoid,correction_bias=True", "sgl_kernel", ["topk_sigmoid"]),
     ("moe_align", "num_experts=9,block=4", "sgl_kernel", ["moe_align_block_size"]),
     (
         "sampler", "vocab_size=600,seeds=batch", "flashinfer (4 launches)",
         2 * ["softmax", "top_k_renorm_probs", "top_p_renorm_probs", "min_p_sampling_from_probs"],
+    ),
+    (
+        "sampler", "vocab_size=600,seeds=batch", "flashinfer (4 launches), PDL",
+        2 * ["softmax, dependent", "top_k_renorm_probs", "top_p_renorm_probs", "min_p_sampling_from_probs"],
     ),
     (
         "sampler", "vocab_size=600,seeds=batch", "flashinfer (no min-p)",
@@ -306,10 +314,11 @@ def test_absent_packages_and_shapes_that_a_kernel_does_not_take_have_no_peers(
     calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = {layer: set(bench_of(layer, shape).peers) for layer, shape, _, _ in WORK}
-    assert found["router"] == {"sgl_kernel", "flashinfer"} and found["rms_norm"] == {
-        "sgl_kernel in place",
-        "flashinfer in place",
-    }
+    assert found["router"] == {"sgl_kernel", "flashinfer", "flashinfer, PDL"} and found["rms_norm"] == {
+        "sgl_kernel in place", "flashinfer in place", "flashinfer in place, PDL",
+    }  # fmt: skip
+    before = {layer: set(small_peers.small_peers(layer, parse_shape(layer, shape), A100)) for layer, shape, *_ in WORK}
+    assert not any("PDL" in name for names in before.values() for name in names) and before["rms_norm"]
     for layer, changes, why in (
         ("rms_norm", {"dtype": torch.float32}, "float32"),
         ("silu_mul_quant", {"scale_fmt": "ue8m0"}, "ue8m0"),
