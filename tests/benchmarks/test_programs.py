@@ -1,0 +1,31 @@
+"""Programs of parts, small and on the CPU: they end well, and their rows say what the page asks for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+def rows_of(tmp_path: Path, program: str, *arguments: str) -> list[dict[str, Any]]:
+    """Run a program and return its rows, the description of the run first."""
+    out = tmp_path / "rows.jsonl"
+    command = [sys.executable, str(ROOT / "benchmarks" / program), *arguments, "--out", str(out)]
+    roots = os.pathsep.join(str(ROOT / name) for name in ("src", "models", "server", "benchmarks"))
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": roots}, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_ways_of_latent_attention_agree_on_all_pages(tmp_path: Path) -> None:
+    _, *rows = rows_of(tmp_path, "mla_paths.py", "--small", "--device", "cpu")
+    crossover, pages = [row for row in rows if "page" not in row], [row for row in rows if "page" in row]
+    assert len(crossover) == 9 and {row["chosen"] for row in crossover} == {"mqa"}
+    assert [row["page"] for row in pages] == [64, 16, 1]
+    assert all(row["against_pages_of_64"] == 0.0 for row in pages)
+    assert all(0.0 < row["chunked_against_one_shot"] < 0.01 for row in pages)
