@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import random
 import subprocess
 import sys
 import time
@@ -30,6 +32,7 @@ from fastlayers.linear.int8.layer import Int8LinearConfig
 from fastlayers.linear.weight_only.layer import WeightOnlyLinearConfig
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.registry import registry
+from fastlayers.registry.spec import Case
 from fastlayers.testing.spec import spec_of
 from fastlayers.tuning.bench import describe_run, rows_of
 from fastlayers.tuning.clock import Clock, clock_for
@@ -42,7 +45,7 @@ from peers import peers
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "performance"
-TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+TOKENS = (1, 16, 64, 128, 256, 1024, 4096, 8192)
 BUCKETS = (1, 16, 17, 64, 65, 256, 257, 4096)  # both sides of the edges of CUTLASS's
 SMALL_TOKENS = (1, 16, 64, 512, 4096, 16384)
 DEEPSEEK, QWEN8, QWEN30, OSS = "deepseek-ai/DeepSeek-V3", "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B", "openai/gpt-oss-20b"
@@ -67,12 +70,40 @@ class Item:
     tokens: tuple[int, ...]
     contexts: tuple[int, ...] = (4096,)
     against: tuple[str, ...] = ()  # only these backends, and auto
+    ragged: bool = False  # decode: lengths drawn around the context
 
     def points(self) -> Iterator[tuple[str, int, int]]:
         """Yield a key, the token count and the context of every point."""
         for context in self.contexts:
             for count in self.tokens:
-                yield f"{self.model} {self.layer} {self.cfg} T={count} C={context}", count, context
+                drawn = " ragged" if self.ragged else ""
+                yield f"{self.model} {self.layer} {self.cfg} T={count} C={context}{drawn}", count, context
+
+    def case(self, count: int, context: int) -> Case:
+        """Return the case of a point."""
+        case = case_at(self.layer, self.cfg, count, context)
+        if not self.ragged:
+            return case
+        lengths = drawn_lengths(count, context)
+        latent = "seq_lens" in case.shape  # counts the new token
+        given = {"seq_lens": lengths} if latent else {"prefix_lens": tuple(length - 1 for length in lengths)}
+        return replace(case, shape=dict(case.shape) | given)
+
+
+def drawn_lengths(count: int, mean: int) -> tuple[int, ...]:
+    """Return log-normal lengths with this mean, the same each time: most are shorter, a few several times longer."""
+    draw, sigma = random.Random(count), 0.8
+    found = (round(draw.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)) for _ in range(count))
+    return tuple(min(max(length, 1), 8 * mean) for length in found)
+
+
+def ragged(model: str, layer: str, cfg: Any, tokens: tuple[int, ...], mean: int = 4096) -> list[Item]:
+    """Return decode steps of drawn lengths: an item a batch, with the class of contexts of its longest request."""
+    return [
+        Item(model, layer, replace(cfg, context=context_of(max(drawn_lengths(count, mean)))), (count,), (mean,),
+             ragged=True)
+        for count in tokens
+    ]  # fmt: skip
 
 
 @lru_cache
@@ -104,45 +135,64 @@ def fused_moe() -> list[Item]:
 
 
 def mla() -> list[Item]:
-    """Decode with 16 and 128 heads, bf16 and FP8 cache; ragged prefill."""
-    items = []
+    """Decode with 16 and 128 heads, bf16 and FP8 cache, equal and drawn lengths, other pages; ragged prefill."""
+    items, e4m3 = [], torch.float8_e4m3fn
     for tp in (8, 1):
+        model = f"{DEEPSEEK} tp{tp}"
         for cfg in layers_of(DEEPSEEK, tp, "mla"):
-            if cfg.phase == "decode":
-                for kv in (torch.bfloat16, torch.float8_e4m3fn):
-                    for context in (1024, 4096, 16384, 65536):
-                        own = replace(cfg, kv_dtype=kv, context=context_of(context))
-                        batches = (1, 16, 64, 128) if context < 65536 else (1, 16)
-                        items.append(Item(f"{DEEPSEEK} tp{tp}", "mla", own, batches, (context,)))
-            else:
-                items.append(Item(f"{DEEPSEEK} tp{tp}", "mla", cfg, (512, 2048, 8192)))
+            if cfg.phase != "decode":
+                items.append(Item(model, "mla", cfg, (512, 2048, 8192)))
+                continue
+            for kv in (torch.bfloat16, e4m3):
+                for context in (1024, 4096, 16384, 65536):
+                    own = replace(cfg, kv_dtype=kv, context=context_of(context))
+                    batches = (1, 16, 64, 128) if context < 65536 else (1, 16)
+                    items.append(Item(model, "mla", own, batches, (context,)))
+                items += ragged(model, "mla", replace(cfg, kv_dtype=kv), (16, 64))
+            if tp == 8:
+                near = replace(cfg, context=context_of(4096))
+                items += [Item(model, "mla", replace(near, page_size=page), (16, 64)) for page in (1, 16)]
+                items.append(Item(model, "mla", replace(near, kv_dtype=e4m3, fp8_math=True), (64, 128)))
     return items
 
 
 def gqa() -> list[Item]:
-    """Decode and prefill, without sinks (Qwen3) and with them (GPT-OSS, windowed and full layers)."""
+    """Decode and prefill without sinks (Qwen3) and with them (GPT-OSS), FP8 caches, drawn lengths, other pages."""
     items = []
-    for model in (QWEN8, QWEN30, OSS):
-        for cfg in layers_of(model, 1, "gqa"):
-            if cfg.phase == "decode":
-                for context in (1024, 4096, 16384):
-                    own = replace(cfg, context=context_of(context))
-                    items.append(Item(f"{model} tp1", "gqa", own, (1, 16, 64, 128), (context,)))
-            else:
-                items.append(Item(f"{model} tp1", "gqa", cfg, (512, 2048, 8192)))
+    for name in (QWEN8, QWEN30, OSS):
+        model = f"{name} tp1"
+        for cfg in layers_of(name, 1, "gqa"):
+            if cfg.phase != "decode":
+                items.append(Item(model, "gqa", cfg, (512, 2048, 8192)))
+                continue
+            # What lies before a window is not read, however long the request.
+            for context in (1024, 4096, 16384) if cfg.window is None else (4096,):
+                own = replace(cfg, context=context_of(context))
+                items.append(Item(model, "gqa", own, (1, 16, 64, 128), (context,)))
+            if name != QWEN30 and cfg.window is None:
+                near = replace(cfg, context=context_of(4096))
+                items.append(Item(model, "gqa", replace(near, kv_dtype=torch.float8_e4m3fn), (1, 16, 64)))
+                items += ragged(model, "gqa", cfg, (16, 64))
+                items += [Item(model, "gqa", replace(near, page_size=page), (64,)) for page in (1, 16)]
     return items
 
 
 def small_ops() -> list[Item]:
-    """Every small operator at that of its real shapes which most backends take."""
+    """Every small operator at that of its real shapes which most backends take; fewer counts at the models' others."""
     items = []
     for layer in SMALL:
-        shapes = [cfg for model in (DEEPSEEK, OSS, QWEN8) for cfg in layers_of(model, 1, layer)]
-        shapes += [case.cfg for case in spec_of(layer).cases if not case.small]
-        if shapes:
+        shapes: dict[Any, str] = {}
+        for model in (DEEPSEEK, OSS, QWEN8, QWEN30):
+            for cfg in layers_of(model, 1, layer):
+                shapes.setdefault(cfg, f"{model} tp1")
+        others = [case.cfg for case in spec_of(layer).cases if not case.small]
+        if shapes or others:
             tokens = (1, 16, 64, 256) if layer == "sampler" else SMALL_TOKENS
-            cfg = max(shapes, key=lambda cfg: sum(b.refusal(cfg, H200) is None for b in registry(layer).ranked))
+            cfg = max(
+                [*shapes, *others], key=lambda cfg: sum(b.refusal(cfg, H200) is None for b in registry(layer).ranked)
+            )
             items.append(Item("real shape", layer, cfg, tokens))
+            items += [Item(shapes[other], layer, other, (16, 4096)) for other in shapes if other != cfg]
     return items
 
 
@@ -233,10 +283,11 @@ def measure(items: list[Item], record: Record, clock: Clock, place: torch.device
         other = peers(item.layer, item.cfg)
         bench = benches.setdefault(id(item), Bench(item.layer, item.cfg, place, clock, peers=other))
         begin = time.monotonic()
-        case = case_at(item.layer, item.cfg, count, context)
+        case = item.case(count, context)
         found = rows_of(bench, case, count, against=item.against, copy=item.layer in MOVERS)
         failed = {str(option): why for option, why in bench.failed.items()}
         about = {"key": key, "model": item.model, "cfg": repr(item.cfg), "context": context, "failed": failed}
+        about |= {"ragged": True} if item.ragged else {}
         record.add([row | about for row in found])
         best = ", ".join(f"{row['backend']}{'*' * row['auto']} {row['us']:.1f}" for row in found)
         print(f"[{index + 1}/{len(missing)}] {key}: {best} ({time.monotonic() - begin:.1f} s)", flush=True)

@@ -81,17 +81,20 @@ def ratio(rows: list[Row]) -> float | None:
     return own[0] / min(peers) if own and peers else None
 
 
-def never_slower(part: str, keep: Callable[[Row], bool] = lambda row: True) -> str:
-    """Return how many points of a part are not slower than the best peer, and the worst."""
-    found = {k: r for k, rows in points(filter(keep, read(part))).items() if (r := ratio(rows)) is not None}
+def never_slower(part: str) -> str:
+    """Return how many points of a part are not slower than the best peer, whose kernels ran there, and the worst."""
+    measured = points(read(part))
+    found = {key: r for key, rows in measured.items() if (r := ratio(rows)) is not None}
     if not found:
         return MISSING
     good = sum(r <= NEVER_SLOWER for r in found.values())
+    own = sum(any(row["auto"] and row["backend"] in OURS for row in measured[key]) for key in found)
     worst = max(found, key=lambda key: found[key])
-    shape = points(read(part))[worst][0]
+    shape = measured[worst][0]
     place = f"{shape['layer']}, {shape['model']}, T={shape['tokens']}"
     median = statistics.median(found.values())
-    return f"{good} of {len(found)} points; median {median:.2f} ×, worst {found[worst]:.2f} × ({place})"
+    whose = f"{own} by our kernels, {len(found) - own} by a package's"
+    return f"{good} of {len(found)} points; median {median:.2f} ×, worst {found[worst]:.2f} × ({place}); {whose}"
 
 
 def when_tuned(layer: str) -> str:
@@ -143,10 +146,10 @@ def bandwidth() -> str:
     rows = [row for row in read("small_ops") if row.get("auto") and row["tokens"] >= 4096 and "copy_us" in row]
     if not rows:
         return MISSING
-    shares = {(row["layer"], row["tokens"]): row["copy_us"] / row["us"] for row in rows}
-    low = min(shares, key=lambda place: shares[place])
-    good = sum(share >= 0.85 for share in shares.values())
-    return f"{good} of {len(shares)} points; lowest {shares[low]:.0%} by {low[0]} at T={low[1]}"
+    shares = [(row["copy_us"] / row["us"], row["layer"], row["tokens"]) for row in rows]
+    share, layer, tokens = min(shares)
+    good = sum(each[0] >= 0.85 for each in shares)
+    return f"{good} of {len(shares)} points; lowest {share:.0%} by {layer} at T={tokens}"
 
 
 def patched(model: str, batch: int) -> str:
@@ -394,14 +397,14 @@ def shape_of(row: Row) -> str:
     words = {
         "out_features": "N", "in_features": "K", "num_experts": "E", "hidden_size": "D", "intermediate_size": "I",
         "num_heads": "H", "num_kv_heads": "Hkv", "head_dim": "d", "window": "window", "quant": "", "kv_dtype": "",
-        "phase": "", "sinks": "sinks",
+        "phase": "", "sinks": "sinks", "page_size": "page", "fp8_math": "fp8_math",
     }  # fmt: skip
     parts = []
     for name, short in words.items():
         value = inside.get(name, "").strip("'").removeprefix("torch.")
-        if value and value not in ("None", "False"):
+        if value and value not in ("None", "False") and (name, value) != ("page_size", "64"):
             parts.append(f"{short}{value}" if short != name else f"{short} {value}")
-    return f"{row['layer']} {' '.join(parts)}"
+    return f"{row['layer']} {' '.join(parts)}{' drawn lengths' if row.get('ragged') else ''}"
 
 
 def nearest() -> str:

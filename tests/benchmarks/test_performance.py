@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from fastlayers.attention.context_buckets import context_of
 from fastlayers.registry import registry
 from fastlayers.testing.spec import spec_of
 from fastlayers.tuning.bench import auto_option, rows_of
@@ -64,6 +65,31 @@ def test_every_measured_part_has_points_for_its_models(driver: ModuleType) -> No
     for items in made.values():
         keys = [key for item in items for key, _, _ in item.points()]
         assert len(set(keys)) == len(keys) > 20
+
+
+def test_points_have_fp8_caches_drawn_lengths_pages_and_the_models_shapes(driver: ModuleType) -> None:
+    for items in (driver.mla(), driver.gqa()):
+        decode = [item for item in items if item.cfg.phase == "decode"]
+        assert {item.cfg.page_size for item in decode} == {1, 16, 64}
+        drawn = [item for item in decode if item.ragged]
+        assert len(drawn) >= 4
+        for item in drawn:
+            (count,), (mean,) = item.tokens, item.contexts
+            case, even = item.case(count, mean), case_at(item.layer, item.cfg, count, mean)
+            name = "seq_lens" if "seq_lens" in case.shape else "prefix_lens"
+            found = case.shape[name]
+            assert len(found) == count == len(even.shape[name]) and case.shape["query_lens"] == (1,) * count
+            # Log-normal: the median lies below the mean, which the longest exceeds by far.
+            assert sorted(found)[count // 2] < 0.8 * mean < 1.3 * sum(found) / count and max(found) > 2 * mean
+            assert item.cfg.context == context_of(max(found) + (name == "prefix_lens"))
+            assert item.case(count, mean) == case
+    fp8 = [item.cfg for items in (driver.mla(), driver.gqa()) for item in items if "float8" in str(item.cfg.kv_dtype)]
+    assert any(getattr(cfg, "fp8_math", False) for cfg in fp8) and any(hasattr(cfg, "sinks") for cfg in fp8)
+    models: dict[str, set[str]] = {}
+    for item in driver.small_ops():
+        models.setdefault(item.layer, set()).add(repr(item.cfg))
+    counts = {layer: len(models[layer]) for layer in ("rms_norm", "router", "rotary", "rotary_kv_write", "silu_mul")}
+    assert counts == {"rms_norm": 7, "router": 3, "rotary": 3, "rotary_kv_write": 4, "silu_mul": 3}
 
 
 def test_a_part_is_resumed_and_half_a_point_measured_again(driver: ModuleType, tmp_path: Path) -> None:
@@ -194,6 +220,7 @@ def test_targets_come_from_the_rows(tables: Any, tmp_path: Path) -> None:
     # Of the point measured twice the later row counts: 21 over 20.
     assert tables.never_slower("fp8_linear").startswith("2 of 3 points; median 1.00 ×, worst 1.05 ×")
     assert "T=4096" in tables.never_slower("fp8_linear")
+    assert tables.never_slower("fp8_linear").endswith("; 1 by our kernels, 2 by a package's")
     assert tables.best_tflops() == "1,289 TFLOP/s by deep_gemm"
     table = tables.layer_table("fp8_linear")
     assert "| fp8_linear N36864 K7168 | 1 |  | triton | 6.0 | deep_gemm | 10.0 | 0.60 |" in table
