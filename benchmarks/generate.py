@@ -179,6 +179,15 @@ def time_decode(
     }  # fmt: skip
 
 
+def time_captures(generator: Generator, all_settings: bool) -> Iterator[dict[str, Any]]:
+    """Yield what capturing all buckets afresh costs: with all settings the median of three rounds of them in turns."""
+    settings = [(True, False), *([(False, False), (True, True), (False, True)] if all_settings else [])]
+    rounds = [[time_capture(generator, *each) for each in settings] for _ in range(3 if all_settings else 1)]
+    for rows in zip(*rounds, strict=True):
+        runs = [row["capture_s"] for row in rows]
+        yield rows[-1] | {"capture_s": statistics.median(runs), "runs_s": runs}
+
+
 def time_capture(generator: Generator, freeze: bool, force_gc: bool) -> dict[str, Any]:
     """Capture all buckets afresh and return what it cost; kernels are compiled beforehand."""
     step = generator.step
@@ -245,13 +254,12 @@ def bench(name: str, options: argparse.Namespace, started: float) -> Iterator[di
     }  # fmt: skip
     torch.cuda.synchronize()
     generator.capture()  # compiles what is missing
-    settings = [(True, False)]
-    if options.capture:
-        settings += [(False, False), (True, True), (False, True)]
     ballast = [[] for _ in range(options.objects)]  # type: ignore[var-annotated]
-    for freeze, force in settings:
-        yield {"model": name} | time_capture(generator, freeze, force)
+    for row in time_captures(generator, options.capture):
+        yield {"model": name} | row
     del ballast
+    if options.no_decode:
+        return
     assert generator.step.graphs is not None
     generator.step.graphs.freeze = True
     for batch, length in ((1, 128), (32, 512), *((batch, 512) for batch in options.also)):
@@ -270,7 +278,8 @@ def main() -> None:
     parser.add_argument("--max-length", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--layers", type=int, help="fewer decoder layers, to try things out")
-    parser.add_argument("--capture", action="store_true", help="time the capture under four settings")
+    parser.add_argument("--capture", action="store_true", help="time the capture under four settings, in turns")
+    parser.add_argument("--no-decode", action="store_true", help="end behind the capture")
     parser.add_argument("--objects", type=int, default=0, help="Python objects alive during capture, besides torch's")
     parser.add_argument("--also", type=int, nargs="*", default=[], help="more batches of prompts of 512 tokens")
     parser.add_argument("--profile", action="store_true", help="also the kernels of one step")

@@ -50,6 +50,11 @@ class Part:
     noisy: bool = False
     quiet: bool = False
 
+    @property
+    def on_page(self) -> bool:
+        """Whether docs/performance.md is made of its result."""
+        return self.result.startswith("performance/")
+
 
 def _single() -> Iterator[Part]:
     """Whole models on one GPU: what issue 10's page and issue 16's table say first."""
@@ -57,9 +62,10 @@ def _single() -> Iterator[Part]:
         needs = ("triton_kernels",) if model == "gpt_oss_20b" else ()
         command = f"benchmarks/generate.py {model} --repeats 2 --out {{out}}"
         yield Part(f"generate.{model}", command, "performance/generate.jsonl", took, "16: rows 1-3; 10: 2", needs)
-    for model, took in zip(MODELS, (45, 60, 45), strict=True):
+    for model, took in zip(MODELS, (36, 48, 36), strict=True):
         needs = ("triton_kernels",) if model == "gpt_oss_20b" else ()
-        command = f"benchmarks/first_token.py {model} --repeats 5 --shapes 1x16 1x128 1x512 32x512 --out {{out}}"
+        flags = "--ways captured uncaptured --repeats 5 --shapes 1x16 1x128 1x512 32x512"
+        command = f"benchmarks/first_token.py {model} {flags} --out {{out}}"
         yield Part(
             f"first_token.{model}", command, "performance/time_to_first_token.jsonl", took, "10: section 2", needs
         )
@@ -72,18 +78,19 @@ def _single() -> Iterator[Part]:
         command = f"benchmarks/host_time.py {model} --patch --out {{out}}"
         target = "10: section 1, patch without graphs; 12"
         yield Part(f"patch_plain.{model}", command, "performance/host_time.jsonl", took, target, quiet=True)
-    for model, batches, took in (("qwen3_8b", "1", 110), ("qwen3_30b", "1 16", 220)):
-        command = f"benchmarks/patch_gpu.py --model {model} --batch {batches} --json {{out}}"
+    for model, batches, took in (("qwen3_8b", "1", 90), ("qwen3_30b", "1 16", 150)):
+        # Patched without graphs: patch_plain.
+        variants = "--variants stock stock_best graph"
+        command = f"benchmarks/patch_gpu.py --model {model} --batch {batches} {variants} --json {{out}}"
         yield Part(f"patch_{model}", command, f"performance/patch_{model}.jsonl", took, "16: row 9; 12: rows 5")
     for model, batches, took in (("qwen3_8b", "1", 40), ("qwen3_30b", "1 16", 60)):
         command = (
             f"benchmarks/patch_gpu.py --model {model} --batch {batches} --variants graph --rounds 3 --json {{out}}"
         )
         yield Part(f"patch_replays.{model}", command, "patch_replays_h200.jsonl", took, "16: row 9, replays alone")
-    for model, took in (("qwen3_8b", 60), ("qwen3_30b", 120)):
-        command = (
-            f"benchmarks/patch_first_token.py --model {model} --shapes 1x16 1x128 1x512 1x2048 1x8192 --out {{out}}"
-        )
+    for model, took in (("qwen3_8b", 50), ("qwen3_30b", 90)):
+        shapes = "1x16 1x128 1x512 1x2048 1x8192"
+        command = f"benchmarks/patch_first_token.py --model {model} --repeats 4 --shapes {shapes} --out {{out}}"
         yield Part(f"patch_first_token.{model}", command, "performance/patch_first_token.jsonl", took, "10: section 2")
 
 
@@ -130,10 +137,10 @@ def _starts() -> Iterator[Part]:
         command = f"benchmarks/generate.py {model} --repeats 2 --out {{out}}"
         result = "performance/generate_alone.jsonl"
         yield Part(f"generate_alone.{model}", command, result, took, "16: row 10, no package", environment=ALONE)
-    command = "benchmarks/generate.py qwen3_30b_a3b --repeats 1 --capture --objects 5000000 --out {out}"
-    yield Part("capture", command, "performance/capture.jsonl", 100, "15: rows 54, 56", environment=PLAIN)
-    command = "benchmarks/generate.py qwen3_30b_a3b --repeats 1 --out {out}"
-    yield Part("import_to_token", command, "performance/first_token.jsonl", 50, "10: import to first token")
+    command = "benchmarks/generate.py qwen3_30b_a3b --no-decode --capture --objects 5000000 --out {out}"
+    yield Part("capture", command, "performance/capture.jsonl", 65, "15: rows 54, 56", environment=PLAIN)
+    command = "benchmarks/generate.py qwen3_30b_a3b --no-decode --out {out}"
+    yield Part("import_to_token", command, "performance/first_token.jsonl", 25, "10: import to first token")
 
 
 def _suites() -> Iterator[Part]:
@@ -169,9 +176,10 @@ def _suites() -> Iterator[Part]:
 def _layers() -> Iterator[Part]:
     """Layers against the packages, and optimisations one at a time."""
     points = (
-        ("mla.bf16", "mla", "kv_dtype=torch.bfloat16", 75), ("mla.e4m3", "mla", "kv_dtype=torch.float8", 75),
-        ("gqa", "gqa", "", 150), ("small_ops", "small_ops", "", 120), ("fused_moe", "fused_moe", "", 330),
-        ("fp8_linear.tp8", "fp8_linear", "DeepSeek-V3 tp8", 235), ("fp8_linear.tp1", "fp8_linear", "tp1", 200),
+        ("mla.bf16", "mla", "kv_dtype=torch.bfloat16", 90), ("mla.e4m3", "mla", "kv_dtype=torch.float8", 85),
+        ("gqa", "gqa", "kv_dtype=torch.bfloat16", 140), ("gqa.e4m3", "gqa", "kv_dtype=torch.float8", 85),
+        ("small_ops", "small_ops", "", 180), ("fused_moe", "fused_moe", "", 220),
+        ("fp8_linear.tp8", "fp8_linear", "DeepSeek-V3 tp8", 160), ("fp8_linear.tp1", "fp8_linear", "tp1", 135),
         ("weight_only", "weight_only", "", 60), ("products", "products", "", 110),
     )  # fmt: skip
     targets = {
@@ -183,22 +191,22 @@ def _layers() -> Iterator[Part]:
     for name, part, only, took in points:
         chosen = f" --only '{only}'" if only else ""
         command = (
-            f"benchmarks/performance.py --part {part} --force --minutes {1.3 * took / 60:.1f} --out {{dir}}{chosen}"
+            f"benchmarks/performance.py --part {part} --force --minutes {1.5 * took / 60:.1f} --out {{dir}}{chosen}"
         )
         target = targets.get(part, "15: never slower, with peers")
         own = {"weight_only": (), "products": ("sgl_kernel",)}
         result = f"{part}_h200.jsonl" if part in own else f"performance/{part}.jsonl"
         needs = own.get(part, PACKAGES)
         yield Part(name, command, result, took + 15, target, needs)
-    for part, took in (("mla", 90), ("gqa", 90), ("fused_moe", 150)):
-        command = f"benchmarks/performance.py --part {part} --force --minutes {1.3 * took / 60:.1f} --out {{dir}}"
+    for part, took in (("mla", 75), ("gqa", 60), ("fused_moe", 100)):
+        command = f"benchmarks/performance.py --part {part} --force --minutes {1.5 * took / 60:.1f} --out {{dir}}"
         target = "16: rows 6-8, 10, no package"
         yield Part(f"{part}_alone", command, f"performance/{part}_alone.jsonl", took + 15, target, environment=ALONE)
     others = (
         ("several_tokens", "benchmarks/several_tokens.py tree --seconds 45", "trees_h200", 50, "15: rows 7, 61", ()),
         ("flashmla", "benchmarks/several_tokens.py flashmla --seconds 40", "flashmla_h200", 45, "15: row 7",
          ("sgl_kernel",)),
-        ("mla_paths", "benchmarks/mla_paths.py", "mla_paths_h200", 80, "15: rows 11, 13", ()),
+        ("mla_paths", "benchmarks/mla_paths.py", "mla_paths_h200", 60, "15: rows 11, 13", ()),
         ("gated", "benchmarks/gated.py", "gated_h200", 40, "15: row 46", ()),
     )  # fmt: skip
     for name, command, file, took, target, needs in others:
@@ -287,7 +295,7 @@ VALUE = (
     "generate.*", "multigpu_suite", "two.decode", "two.rows", "two.start*", "serve_two.tp2", "serve_two.one",
     "host_time.*", "patch_plain.*", "gpu_suite", "first_token.*", "patch_qwen*", "mla_alone", "serve.qwen*",
     "serve.gpt*", "two.slice", "two.groups", "one.*", "eval.*.auto", "generate_alone.*", "two.prefill", "eplb",
-    "mla.*", "gqa", "small_ops", "fp8_linear.*", "fused_moe", "cold_start.*", "ablation.*", "speculation",
+    "capture", "mla.*", "gqa*", "small_ops", "fp8_linear.*", "fused_moe", "cold_start.*", "ablation.*", "speculation",
     "several_tokens", "weight_only", "drafts", "untuned_shapes.*",
 )  # fmt: skip
 

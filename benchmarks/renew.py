@@ -40,12 +40,13 @@ ENVIRONMENT = {
 Row = dict[str, Any]
 
 
-def chosen(patterns: Sequence[str]) -> list[Part]:
-    """Return the parts whose names match, in the order of value; all without a pattern."""
+def chosen(patterns: Sequence[str], page: bool = False) -> list[Part]:
+    """Return the parts whose names match, in the order of value; all without a pattern. ``page``: of the page alone."""
     for pattern in patterns:
         if not any(fnmatchcase(part.name, pattern) for part in PARTS):
             raise typer.BadParameter(f"{pattern!r}: no such part; known: {', '.join(part.name for part in PARTS)}")
-    return [part for part in PARTS if not patterns or any(fnmatchcase(part.name, each) for each in patterns)]
+    found = [part for part in PARTS if not patterns or any(fnmatchcase(part.name, each) for each in patterns)]
+    return [part for part in found if part.on_page or not page]
 
 
 def expected(part: Part) -> int:
@@ -211,12 +212,13 @@ def append(path: Path, row: Row) -> None:
 app = typer.Typer(help=__doc__, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 Patterns = Annotated[list[str] | None, typer.Argument(help="Names of parts, or patterns of them; default: all.")]
 Paths = Annotated[list[Path] | None, typer.Option("--path", help="Folder with more packages. Repeatable.")]
+Page = Annotated[bool, typer.Option("--page", help="Only what docs/performance.md is made of.")]
 
 
 @app.command("list")
-def list_parts(patterns: Patterns = None, path: Paths = None) -> None:
+def list_parts(patterns: Patterns = None, path: Paths = None, page: Page = False) -> None:
     """Print the parts in the order of value, what they need and how long they take."""
-    parts = chosen(patterns or [])
+    parts = chosen(patterns or [], page)
     absent = lacking(parts, environment(path or [], None))
     table = Table("part", "s", "GPUs", "needs (absent)", "result", "of", "answers (issue: row)")
     measured = adoption.commits()
@@ -225,7 +227,7 @@ def list_parts(patterns: Patterns = None, path: Paths = None) -> None:
         table.add_row(
             part.name, str(expected(part)), str(part.gpus), needs, part.result, measured.get(part.name), part.target
         )
-    table.add_row("", str(sum(map(expected, parts))), *[""] * 5)
+    table.add_row("of all GPUs", str(sum(part.gpus * expected(part) for part in parts)), *[""] * 5)
     Console(width=None if sys.stdout.isatty() else 190).print(table)
 
 
@@ -238,12 +240,13 @@ def run(
     cache: Annotated[Path | None, typer.Option(help="FASTLAYERS_CACHE_DIR of all parts.")] = None,
     wheels: Annotated[Path | None, typer.Option(help="Folder of wheels to install below OUT first.")] = None,
     path: Paths = None,
+    page: Page = False,
     pack: Annotated[Path | None, typer.Option(help="Also write an archive of OUT after each part.")] = None,
     again: Annotated[bool, typer.Option(help="Also what OUT says is complete, by the same sources.")] = False,
 ) -> None:
     """Run parts, each in a process of its own, until all have run or the budget is spent."""
     end, paths, out = time.monotonic() + budget, list(path or []), out.resolve()
-    parts, run_by = chosen(patterns or []), provenance()
+    parts, run_by = chosen(patterns or [], page), provenance()
     out.mkdir(parents=True, exist_ok=True)
     if wheels is not None:
         paths.append(site := out.with_name(f"{out.name}-site"))

@@ -292,6 +292,14 @@ def test_parts_have_names_of_their_own_and_known_needs(renew: Any) -> None:
         assert not ("{out}" in part.command and not part.result)
 
 
+def test_the_page_is_renewed_in_one_go_of_two_gpus(renew: Any) -> None:
+    """Half an hour of two GPUs, each with a lane of parts, starts and waiting included."""
+    page = renew.chosen([], page=True)
+    assert {part.result for part in page} == {part.result for part in names(renew) if part.on_page}
+    assert {part.result.partition("/")[0] for part in page} == {"performance"} and {part.gpus for part in page} == {1}
+    assert sum(part.seconds for part in page) <= 3500
+
+
 def test_each_committed_result_of_a_gpu_belongs_to_a_part_or_is_history(adopting: Any) -> None:
     parts = import_module("parts")
     owned = {part.result: {each.name for each in parts.PARTS if each.result == part.result} for part in parts.PARTS}
