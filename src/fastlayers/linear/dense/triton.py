@@ -1,8 +1,9 @@
-"""Linear in Triton: a tiled GEMM split over K when there are few rows, and a matrix-vector kernel for 1 to 4 rows.
+"""Linear in Triton: a tiled GEMM split over K when there are few rows, and two kernels that hold weights in registers.
 
-With few rows the time is that of reading the weights. The vector kernel asks for its first weights before the
-kernels in front of it have ended, keeps the next tiles in flight while it multiplies, and needs no tensor cores, so
-that a program may hold as few as two output features and all SMs read at once.
+With few rows the time is that of reading the weights. The vector kernel (1 to 4 rows) asks for its first weights before
+the kernels in front of it have ended, keeps the next tiles in flight while it multiplies, and needs no tensor cores, so
+that a program may hold as few as two output features and all SMs read at once. The fragment kernel (1 to 16 rows) does
+the same with tensor cores: four rows cost it no more than one.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 
+from fastlayers.errors import ArgumentError
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.linear.dense.layer import LinearConfig
+from fastlayers.linear.dense.triton_fragments import fragment_kernel
 from fastlayers.linear.dense.triton_vector import vector_kernel
 from fastlayers.linear.triton_gemm import TARGET_PROGRAMS, Tile, add_splits_kernel, tile_for, tile_origin
 from fastlayers.operators import operator
@@ -23,6 +26,10 @@ from fastlayers.runtime.launch import kernel
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, dot, release_dependents
 
 MAX_VECTOR_ROWS = 4
+# What a configuration's VECTOR says: by tensor cores from shared memory, without them, by them from registers.
+MATRIX, VECTOR, FRAGMENTS = 0, 1, 2
+# Of the fragment kernel; a program of it holds multiples of 16 outputs, and a warp 32 columns at a time.
+MAX_FRAGMENT_ROWS, MAX_FRAGMENT_TILES = 16, 64
 
 
 @kernel(do_not_specialize=("M",))
@@ -72,7 +79,7 @@ def rule(rows: int, n: int, k: int, dtype: torch.dtype) -> dict[str, int]:
     depth, stages = (32, 0) if dtype == torch.float32 else (128, 4) if rows <= 32 else (64, 0)
     tile = tile_for(rows, n, cdiv(k, depth))
     return {
-        "VECTOR": 0, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": depth, "SPLITS": tile.splits,
+        "VECTOR": MATRIX, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": depth, "SPLITS": tile.splits,
         "num_warps": tile.warps, "num_stages": stages or tile.stages,
     }  # fmt: skip
 
@@ -86,7 +93,8 @@ def _vector_rule(rows: int, n: int, k: int, dtype: torch.dtype) -> dict[str, int
     else:
         outputs, depth, ahead, warps = (4, 1024, 2, 4) if n <= 3072 else (2, 1024, 4, 4)
     return {
-        "VECTOR": 1, "BLOCK_N": outputs, "BLOCK_K": min(depth, next_power_of_2(k)), "num_warps": warps, "AHEAD": ahead,
+        "VECTOR": VECTOR, "BLOCK_N": outputs, "BLOCK_K": min(depth, next_power_of_2(k)), "num_warps": warps,
+        "AHEAD": ahead,
     }  # fmt: skip
 
 
@@ -99,10 +107,21 @@ def candidates(cfg: LinearConfig, num_tokens: int) -> list[dict[str, int]]:
             # Registers of a thread: sums in fp32, and weights in pairs.
             fits = max(n * k * num_tokens, n * k * ahead // 2) <= 64 * 32 * warps
             if k < 2 * cfg.in_features and fits:
-                found.append({"VECTOR": 1, "BLOCK_N": n, "BLOCK_K": k, "num_warps": warps, "AHEAD": ahead})
+                found.append({"VECTOR": VECTOR, "BLOCK_N": n, "BLOCK_K": k, "num_warps": warps, "AHEAD": ahead})
     if cfg.dtype != torch.float32:
+        found += _fragment_candidates(cfg, num_tokens)
         found += _matrix_candidates(cfg, num_tokens)
     return [config for index, config in enumerate(found) if config not in found[:index]]
+
+
+def _fragment_candidates(cfg: LinearConfig, rows: int) -> list[dict[str, int]]:
+    if rows > MAX_FRAGMENT_ROWS:
+        return []
+    return [
+        {"VECTOR": FRAGMENTS, "BLOCK_N": n, "num_warps": warps, "AHEAD": ahead}
+        for n, warps, ahead in ((16, 4, 4), (16, 4, 8), (16, 8, 4), (16, 8, 8), (16, 16, 4), (32, 4, 4), (32, 8, 4))
+        if 32 * warps * (ahead - 1) < cfg.in_features <= 32 * warps * MAX_FRAGMENT_TILES
+    ]
 
 
 def _matrix_candidates(cfg: LinearConfig, rows: int) -> list[dict[str, int]]:
@@ -118,7 +137,7 @@ def _matrix_candidates(cfg: LinearConfig, rows: int) -> list[dict[str, int]]:
         for splits in (1, 2, 4, 8) if rows <= 64 else (1,):
             if splits == 1 or (tiles * splits <= 4 * TARGET_PROGRAMS and cfg.in_features >= splits * k * 2):
                 found.append({
-                    "VECTOR": 0, "BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "SPLITS": splits, "num_warps": warps,
+                    "VECTOR": MATRIX, "BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "SPLITS": splits, "num_warps": warps,
                     "num_stages": stages,
                 })  # fmt: skip
     return found
@@ -142,8 +161,10 @@ def _launches(
     m: int, n: int, k: int, dtype: torch.dtype, bias: bool, config: tuple[int, ...], device: torch.device
 ) -> _Launches:
     c, launch = dict(zip(PARAMETERS, config, strict=True)) if config else rule(m, n, k, dtype), dependent_launch(device)
+    if c["VECTOR"] == FRAGMENTS:
+        return _fragments(m, n, k, dtype, bias, c, launch)
     sizes = {"HAS_BIAS": bias, "EVEN_K": k % c["BLOCK_K"] == 0, "BLOCK_N": c["BLOCK_N"], "BLOCK_K": c["BLOCK_K"]}
-    if c["VECTOR"]:
+    if c["VECTOR"] == VECTOR:
         blocks = cdiv(k, c["BLOCK_K"])
         product = vector_kernel.bind(
             **sizes,
@@ -162,6 +183,28 @@ def _launches(
         SPLITS=tile.splits, HAS_BIAS=bias, ROUND_BEFORE_BIAS=False, BLOCK=1024, **launch
     )
     return _Launches(tile.grid(m, n), tile.splits, product, add_splits)
+
+
+def _fragments(
+    m: int, n: int, k: int, dtype: torch.dtype, bias: bool, c: Mapping[str, int], launch: Mapping[str, bool]
+) -> _Launches:
+    if m > MAX_FRAGMENT_ROWS or dtype == torch.float32:
+        accepted = f"other kernels than the one for at most {MAX_FRAGMENT_ROWS} rows of 16 bits"
+        raise ArgumentError("Linear", "config", f"{dict(c)} for {m} rows of {dtype}", accepted)
+    warps, outputs = c["num_warps"], c["BLOCK_N"]
+    blocks = cdiv(k, 32 * warps)
+    product = fragment_kernel.bind(
+        HAS_BIAS=bias,
+        EVEN_K=k % (32 * warps) == 0,
+        BLOCKS=blocks,
+        AHEAD=min(blocks, max(1, c["AHEAD"])),
+        GROUPS=outputs // 16,
+        HALVES=cdiv(m, 8),
+        WARPS=warps,
+        num_warps=warps,
+        **launch,
+    )
+    return _Launches((cdiv(n, outputs),), 1, product, product)
 
 
 def _fake(
