@@ -168,11 +168,12 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
         """Return ``[T, D]``; ``valid`` is not needed here."""
-        gate_up = self.gate_up_proj(x)
-        if self.act_quant is None:
-            out: torch.Tensor = self.down_proj(self.act_fn(gate_up))
-        else:
-            out = self.down_proj.gated(gate_up, self.act_fn, self.act_quant)  # type: ignore[operator]
+        held: Any = self._modules
+        gate_up, down, activation = held["gate_up_proj"](x), held["down_proj"], held["act_fn"]
+        quantised = self.act_quant
+        out: torch.Tensor = (
+            down(activation(gate_up)) if quantised is None else down.gated(gate_up, activation, quantised)
+        )
         return out
 
 
@@ -243,15 +244,16 @@ class DecoderLayer(nn.Module):
         self, stage: str, hidden: Hidden, meta: AttentionMeta, cache: LayerCache, step: StepTokens, valid: Any
     ) -> Hidden:
         """Return what one of :attr:`STAGES` makes of what the one before it returned."""
+        held: Any = self._modules
         if stage == "mlp":
-            return hidden.partial(self.mlp(hidden.tensor, valid), "tp")
+            return hidden.partial(held["mlp"](hidden.tensor, valid), "tp")
         if stage != "attention":
             return self.communicator.run(stage, hidden, step)
         x, rows, tokens = hidden.tensor, hidden.tensor.shape[0], meta.positions.shape[0]
         if rows == tokens:
-            return hidden.partial(self.self_attn(x, meta, cache), "attn_tp")
+            return hidden.partial(held["self_attn"](x, meta, cache), "attn_tp")
         # Rows that only make this group's count a round number take no part in attention.
-        return hidden.partial(pad(self.self_attn(x[:tokens], meta, cache), (0, 0, 0, rows - tokens)), "attn_tp")
+        return hidden.partial(pad(held["self_attn"](x[:tokens], meta, cache), (0, 0, 0, rows - tokens)), "attn_tp")
 
 
 class Decoder(nn.Module):

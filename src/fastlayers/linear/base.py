@@ -161,7 +161,7 @@ class LinearBase(Layer):
 
     def operands(self) -> tuple[torch.Tensor | None, ...]:
         """Return what a backend takes between ``x`` and the bias."""
-        return (self.weight,)
+        return (self._parameters["weight"],)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``y`` ``[..., local_out]`` for ``x`` ``[..., local_in]`` of ``dtype``.
@@ -179,7 +179,7 @@ class LinearBase(Layer):
         if self.quantised and (torch.is_grad_enabled() or forward_ad._current_level >= 0):
             self.refuse_grad(x=x)
         impl = self.ladder.single or self.ladder.pick(x.numel() // self.local_in)
-        y: torch.Tensor = impl(x, *self.operands(), self.bias if self.adds_bias else None)
+        y: torch.Tensor = impl(x, *self.operands(), self._parameters.get("bias") if self.adds_bias else None)
         return y
 
     def check_input(self, x: torch.Tensor, dtype: torch.dtype, device: torch.device | None = None) -> None:

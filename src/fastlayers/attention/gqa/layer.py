@@ -11,6 +11,7 @@ y[T, E]        = o_proj(o)                        a partial sum where heads are 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -140,6 +141,8 @@ class Attention(AttentionCore):
         self.num_kv_heads = num_kv_heads // kv_axis.size
         self.kv_row = (self.num_kv_heads, head_dim)
         self._split = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        self._heads = sum(self._split)
+        self._norms = () if qk_norm is None else ("q_norm", "k_norm")
         scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
         cache_dtype = dtype if kv_dtype is None else kv_dtype
         heads = self.num_heads, self.num_kv_heads, head_dim
@@ -183,9 +186,9 @@ class Attention(AttentionCore):
     def project(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return q ``[T, Hq, D]``, k and v ``[T, Hkv, D]`` before norms and rotation."""
         if self.fused:
-            whole = self.qkv_proj(hidden)
+            held: Any = self._modules
             # One call instead of a slice each, which costs the host four times as much.
-            q, k, v = whole.view(-1, sum(self._split), self.head_dim).split_with_sizes(self._split, 1)
+            q, k, v = held["qkv_proj"](hidden).view(-1, self._heads, self.head_dim).split_with_sizes(self._split, 1)
             return q, k, v
         q, k, v = (getattr(self, name)(hidden).unflatten(-1, (-1, self.head_dim)) for name in _PARTS)
         return q, k, v
@@ -194,15 +197,19 @@ class Attention(AttentionCore):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: AttentionMeta, cache: LayerCache
     ) -> torch.Tensor:
         """Return q, normed and turned; write k, treated the same, and v into ``cache``."""
-        q_norm, k_norm, positions, rotary = self.q_norm, self.k_norm, meta.positions, self.rotary
+        held: Any = self._modules
+        positions, tables = meta.positions, held["rotary"]._buffers
         if meta.rope_positions is not None:
             if not self.mrope:
                 raise ArgumentError(NAME, "meta.rope_positions", "set", "None: this rotary has no mrope_section")
             positions = meta.rope_positions
             check_tensor("RotaryEmbedding", "positions", positions, shape=(3, q.shape[0]), dtype=torch.int64)
             positions = positions.contiguous()
-        weights = () if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight)
-        return self.write(q, k, v, rotary.cos, rotary.sin, positions, cache, meta.out_cache_loc, *weights)
+        weights = [held[name]._parameters["weight"] for name in self._norms]
+        turned: torch.Tensor = held["write"](
+            q, k, v, tables["cos"], tables["sin"], positions, cache, meta.out_cache_loc, *weights
+        )
+        return turned
 
     def forward(self, hidden: torch.Tensor, meta: AttentionMeta, cache: LayerCache) -> torch.Tensor:
         """Attend; the new tokens' keys and values are written into the cache first.
@@ -227,11 +234,14 @@ class Attention(AttentionCore):
             self.refuse_grad(hidden=hidden)
         q, k, v = self.project(hidden)
         q = self.rotate_and_write(q, k, v, meta, cache)
-        sinks = None if self.sinks is None else self.sinks.float()
+        held: Any = self._modules
+        sinks: torch.Tensor | None = self._parameters.get("sinks")
+        if sinks is not None and sinks.dtype != torch.float32:
+            sinks = sinks.float()
         o, _ = self.core(meta, q.shape[0])(q, cache.keys, cache.values, meta, sinks)
         if o.dtype != q.dtype:  # the reference's is fp32
             o = o.to(q.dtype)
-        y: torch.Tensor = self.o_proj(o.flatten(1))
+        y: torch.Tensor = held["o_proj"](o.flatten(1))
         return y
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,7 +57,7 @@ def empty_outputs(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, *rest: object
 ) -> list[torch.Tensor]:
     """Return ``[y]``, or ``[y, new_residual]``, without values: the fake of the backends' operators."""
-    return [x.new_empty(x.shape) for _ in range(1 if residual is None else 2)]
+    return [x.new_empty(*x.shape) for _ in range(1 if residual is None else 2)]
 
 
 def _package_refuses(cfg: RMSNormConfig, device: Device) -> str | None:
@@ -151,7 +152,8 @@ class RMSNorm(Layer):
         Tensor, or (Tensor, Tensor)
             ``y``; with a residual also the new residual ``x + residual``. Both are new tensors.
         """
-        weight, size = self.weight, self.cfg.hidden_size
+        held: Any = self._parameters
+        weight, size = held["weight"], self.cfg.hidden_size
         if not self.trusted:
             self._check(x, residual, weight)
         y, new_residual = (self.ladder.single or self.ladder.pick(x.numel() // size))(x, weight, residual)
