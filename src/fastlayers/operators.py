@@ -57,6 +57,7 @@ class Operator:
         self.named, self.elsewhere = f"{layer}, {overload._schema.name}" if layer else overload._schema.name, elsewhere
         arguments = overload._schema.arguments
         self._tensors = tuple(i for i, a in enumerate(arguments) if str(a.type) in ("Tensor", "Optional[Tensor]"))
+        self._end = max(self._tensors, default=-1) + 1
         # What returns nothing has no derivative; caches are outside of all that.
         self._returns = bool(overload._schema.returns)
         self.__name__, self.__doc__ = function.__name__, function.__doc__
@@ -67,7 +68,8 @@ class Operator:
             return self._observed(arguments)
         if forward_ad._current_level >= 0:
             return self._observed(arguments)
-        if not _PLAIN.issuperset(map(type, arguments)) or (keys == _RECORDS and self._asks_gradient(arguments)):
+        plain = _PLAIN.issuperset(map(type, arguments[: self._end]))
+        if not plain or (keys == _RECORDS and self._asks_gradient(arguments)):
             return self.overload(*arguments)
         return self.function(*arguments)
 
@@ -144,7 +146,7 @@ def nothing(*args: Any) -> None:
 
 def like_x(x: torch.Tensor, *rest: object) -> torch.Tensor:
     """The fake of an operator whose result is a contiguous tensor of its first argument's shape and dtype."""
-    return x.new_empty(x.shape)
+    return x.new_empty(*x.shape)
 
 
 @operator("count", nothing, writes=("counter",))

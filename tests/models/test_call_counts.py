@@ -32,7 +32,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from family_tools import save_random, tiny_config
 
 OURS = tuple(str(Path(package.__file__ or "").parent) for package in (fl, fastlayers_models))
-LAUNCH = next(each for each in Kernel.bind.__code__.co_consts if getattr(each, "co_name", "") == "bound")
+LAUNCHES = [
+    code for method in (Kernel.bind, Kernel.at) for code in method.__code__.co_consts if hasattr(code, "co_code")
+]
 # What the layer took at commit 07d317b, before the path was shortened, measured by this file's program on a CPU.
 BEFORE = {
     "qwen3_moe": 769, "qwen3": 663, "deepseek_v3": 858, "gpt_oss": 744, "llama": 625, "qwen2": 626, "qwen2_moe": 817,
@@ -82,7 +84,7 @@ class Frames:
         if event == "call" and not code.co_name.startswith("<"):
             self.functions.add((code.co_filename, code.co_qualname))
             self._stack.append(code.co_qualname)
-            if code is LAUNCH:
+            if code in LAUNCHES:
                 self.deepest = max(self.deepest, self._stack[:], key=len)
         elif event == "return" and not code.co_name.startswith("<"):
             self._stack.pop()

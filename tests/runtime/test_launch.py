@@ -186,6 +186,51 @@ def test_what_a_thread_is_about_to_launch_stays_as_it_is(stubbed: Any, monkeypat
     assert [each[0] for each in driver.launched] == [1, 9, 7]
 
 
+def test_grid_and_numbers_may_be_bound_too(stubbed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, own, driver = stubbed
+    x, y, wanted = torch.zeros(64), torch.zeros(64), []
+    launched = made.at((3, 2), 5, 32, 1e-6, BLOCK=16, FLAG=True, num_warps=4)
+    launched(x, y)
+    for stream in (3, 3, 3, 4, 3):
+        monkeypatch.setattr(driver, "stream", lambda device, stream=stream: stream)
+        launched(x, y)
+        wanted.append((3, 2, 1, stream, x.data_ptr(), y.data_ptr(), 5, 32, 1e-6, None, None))
+    assert driver.launched == wanted
+    assert own.calls == [((3, 2), (x, y, 5, 32, 1e-6), {"BLOCK": 16, "FLAG": True, "num_warps": 4})]
+
+
+@pytest.mark.parametrize("change", [{"x": torch.zeros(64, dtype=torch.float16)}, {"x": torch.zeros(65)[1:]}], ids=str)
+def test_other_tensors_are_another_kind_of_a_bound_launch(stubbed: Any, change: dict[str, Any]) -> None:
+    made, own, driver = stubbed
+    usual, y = {"x": torch.zeros(64)}, torch.zeros(64)
+    launched = made.at((1,), 5, 32, 1e-6, BLOCK=16, FLAG=True)
+    for _ in range(3):
+        launched(*usual.values(), y)
+    launched(*change.values(), y)
+    assert (len(own.calls), len(driver.launched)) == (2, 2)
+    for given in (usual, change, usual, change):
+        launched(*given.values(), y)
+    assert len(own.calls) == 2
+    assert [each[4] for each in driver.launched[2:]] == [
+        given["x"].data_ptr() for given in (usual, change, usual, change)
+    ]
+
+
+def test_a_bound_launch_is_another_one_of_each_device_and_heard_by_profilers(
+    stubbed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, own, driver = stubbed
+    x = torch.zeros(64)
+    launched = made.at((1,), 5, 32, 1e-6, BLOCK=16, FLAG=True)
+    for device in (0, 1, 0, 1, 0, 1):
+        driver.current = device
+        launched(x, x)
+    assert len(own.calls) == 2 and [each[3] for each in driver.launched] == [70, 71, 70, 71]
+    monkeypatch.setattr(launch, "_LISTENERS", ([], [print]))
+    launched(x, x)
+    assert (len(own.calls), len(driver.launched)) == (3, 4)
+
+
 def test_a_launch_that_does_not_fit_begins_again_with_a_buffer_less(
     stubbed: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

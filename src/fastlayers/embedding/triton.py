@@ -30,13 +30,13 @@ def _embedding_kernel(
 
 
 def _fake(ids: torch.Tensor, weight: torch.Tensor, start: int) -> torch.Tensor:
-    return weight.new_empty((*ids.shape, weight.shape[1]))
+    return weight.new_empty(*ids.shape, weight.shape[1])
 
 
 @operator("embedding", _fake)
 def _embedding(ids: torch.Tensor, weight: torch.Tensor, start: int) -> torch.Tensor:
     rows, hidden_size = weight.shape
-    y = weight.new_empty((*ids.shape, hidden_size))
+    y = weight.new_empty(*ids.shape, hidden_size)
     if y.numel():
         block = min(BLOCK, next_power_of_2(hidden_size))
         _embedding_kernel[(ids.numel(), cdiv(hidden_size, block))](

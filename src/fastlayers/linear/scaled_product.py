@@ -17,7 +17,7 @@ def empty_product(
     dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
     """Return what a product writes into, ``[rows of q, N]``; also the fake of its operator."""
-    return q.new_empty((q.shape[0], weight.shape[0]), dtype=dtype)
+    return q.new_empty(q.shape[0], weight.shape[0], dtype=dtype)
 
 
 class ScaledProduct:

@@ -99,7 +99,7 @@ def scaled_gemm(
     tile, integers = tile_for(m, n, cdiv(k, BLOCK_K)), q.dtype == torch.int8
     target = y
     if tile.splits > 1:
-        target = q.new_empty((tile.splits, m, n), dtype=torch.int32 if integers else torch.float32)
+        target = q.new_empty(tile.splits, m, n, dtype=torch.int32 if integers else torch.float32)
     _scaled_gemm_kernel[tile.grid(m, n)](
         q, s, weight, scale, y if bias is None else bias, target, m, n, k, q.stride(0), weight.stride(0),
         HAS_BIAS=bias is not None, SPLITS=tile.splits, EVEN_K=k % BLOCK_K == 0,

@@ -102,7 +102,7 @@ def _rotary_kernel(
 
 
 def _fake(q: torch.Tensor, k: torch.Tensor | None, *rest: object) -> list[torch.Tensor]:
-    return [x.new_empty(x.shape) for x in (q, k) if x is not None]
+    return [x.new_empty(*x.shape) for x in (q, k) if x is not None]
 
 
 @operator("rotary", _fake)
@@ -113,7 +113,7 @@ def _rotary(
     tokens, q_heads, dim = q.shape
     key = q if k is None else k
     k_heads = 0 if k is None else key.shape[1]
-    outputs = [x.new_empty(x.shape) for x in (q, k) if x is not None]
+    outputs = [x.new_empty(*x.shape) for x in (q, k) if x is not None]
     if tokens and q_heads + k_heads:
         half = cos.shape[1]
         # A few tokens are spread over more programs.

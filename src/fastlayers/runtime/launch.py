@@ -7,6 +7,9 @@
         ├─ alike: the same alignment of each and classes of numbers   (what Triton specialises on)
         └─ new:   Triton binds, compiles and launches; what it compiled is kept under both keys
 
+    launch = kernel.at(grid, *numbers, **constants)         once for each shape: grid and numbers are bound, too
+    launch(*tensors)                        asks for the stream, dtypes and addresses, else as above
+
 Triton's own way to a launch binds arguments by name, compares a printed specialisation and looks at every global: on
 the host of an H200 some 50 µs, most of the time of a step that is not captured.
 """
@@ -110,7 +113,7 @@ class Kernel:
     def __init__(self, function: Callable[..., None], do_not_specialize: tuple[str, ...] = ()) -> None:
         self.jit: Any = triton.jit(do_not_specialize=list(do_not_specialize))(function)
         self.__name__, self.__doc__, self.__module__ = function.__name__, function.__doc__, function.__module__
-        self._known: dict[tuple[Any, ...], _Launch | None] = {}
+        self._known: dict[tuple[Any, ...], Any] = {}
         self._bound: dict[tuple[Any, ...], Callable[..., None]] = {}
         self.prepared = isinstance(self.jit, JITFunction) and PREPARED
         names = self.arg_names
@@ -167,6 +170,27 @@ class Kernel:
 
         self._bound[name] = bound
         return bound
+
+    def at(self, grid: tuple[int, ...], *numbers: float, **constants: Any) -> Callable[..., None]:
+        """Return the kernel with its constants, grid and numbers, called with the tensors alone."""
+        bound, tail = self.bind(**constants), (*numbers, *self._constants)
+
+        def launch(*given: torch.Tensor) -> None:
+            if not self.prepared or _LISTENERS[0] or _LISTENERS[1]:
+                bound(grid, *given, *numbers)
+                return
+            device, addresses = driver.device(), [*map(_address, given)]
+            key = launch, driver.stream(device), device, *map(_dtype, given)
+            call = self._known.get(key)
+            if call is not None and not reduce(or_, addresses, 0) & 15:
+                call(*addresses, *tail)
+                return
+            bound(grid, *given, *numbers)
+            held = self._known.get((bound, device, numbers, *key[3:]))
+            if held is not None:
+                self._known[key] = partial(held.call, *grid, *_ONES[len(grid)], key[1], *held.options)
+
+        return launch
 
     def _through_triton(self, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
         while True:

@@ -39,7 +39,7 @@ class SiluMulConfig:
 
 def empty_output(x: torch.Tensor) -> torch.Tensor:
     """Return ``y`` ``[..., size]`` without values: what kernels write into, and the fake of their operators."""
-    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
 
 
 def _package_refuses(cfg: SiluMulConfig, device: Device) -> str | None:

@@ -53,23 +53,24 @@ def _silu_mul_kernel(x_ptr, y_ptr, x_stride, size, BLOCK: tl.constexpr, PDL: tl.
     tl.store(y_ptr + row * size + column, silu_mul_rounded(gate, up), mask=inside)
 
 
-@lru_cache
-def _bound(size: int, device: torch.device) -> tuple[int, Callable[..., None]]:
-    """Return the programs of a row, and what launches them."""
+@lru_cache(maxsize=4096)
+def _launch(rows: int, size: int, stride: int, device: torch.device) -> Callable[..., None]:
+    """Return what launches rows of one shape."""
     block = min(BLOCK, next_power_of_2(size))
-    launch = _silu_mul_kernel.bind(BLOCK=block, num_warps=max(1, block // 256), **dependent_launch(device))
-    return cdiv(size, block), launch
+    return _silu_mul_kernel.at(  # type: ignore[no-any-return]
+        (rows, cdiv(size, block)), stride, size, BLOCK=block, num_warps=max(1, block // 256), **dependent_launch(device)
+    )
 
 
 @operator("silu_mul", empty_output)
 def _silu_mul(x: torch.Tensor) -> torch.Tensor:
-    size = x.shape[-1] // 2
-    y = x.new_empty((*x.shape[:-1], size))
-    if y.numel():
-        rows = x if x.dim() == 2 else x.reshape(-1, 2 * size)
-        blocks, bound = _bound(size, x.device)
-        bound((rows.shape[0], blocks), rows, y, rows.stride(0), size)
-    return y
+    shape = x.shape
+    rows = x if len(shape) == 2 else x.reshape(-1, shape[-1])
+    count, size = rows.shape[0], shape[-1] // 2
+    y = x.new_empty(count, size)
+    if count and size:
+        _launch(count, size, rows.stride()[0], x.device)(rows, y)
+    return y if rows is x else y.view(*shape[:-1], size)
 
 
 class TritonSiluMul:

@@ -182,7 +182,7 @@ def _fake(
     variant: str, scale: float, window: int, softcap: float, need_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     rows = q.shape[0] if need_lse else 0
-    return q.new_empty(q.shape), q.new_empty(rows, q.shape[1], dtype=torch.float32)
+    return q.new_empty(*q.shape), q.new_empty(rows, q.shape[1], dtype=torch.float32)
 
 
 @operator("gqa_flashinfer", _fake, writes=("workspace",))
@@ -193,7 +193,7 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     requests = (index.numel() - 2) // 3
     first, offset, last = index.split((requests + 1, requests + 1, requests))
-    o = q.new_empty(q.shape)
+    o = q.new_empty(*q.shape)
     # A sink is folded in by way of the LSE.
     lse = q.new_empty(q.shape[0] if need_lse or sinks is not None else 0, q.shape[1], dtype=torch.float32)
     module = module_of(variant, q.dtype, k_cache.dtype, q.shape[2], window > 0, softcap > 0)
@@ -238,7 +238,7 @@ class FlashInferGQA:
         """Return ``(o, lse)``, both new tensors; without ``cfg.lse`` the second has no rows."""
         cfg = self.cfg
         if not q.shape[0]:
-            return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+            return q.new_empty(*q.shape), q.new_empty(*q.shape[:2], dtype=torch.float32)
         plan: Schedule = meta.plan_of(self.key, lambda step: Schedule(self, step))
         o, lse = _attend(
             q, k_cache, v_cache, sinks, plan.workspace, plan.entries, plan.index, plan.pages, plan.numbers,

@@ -32,7 +32,7 @@ class SDPA:
         check_no_padding("sdpa", meta)
         caches = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
         if not q.shape[0]:
-            o = q.new_empty(q.shape)
+            o = q.new_empty(*q.shape)
         elif q.is_cuda and torch.cuda.is_current_stream_capturing():
             o = self._padded(q, caches, meta)
         else:
@@ -53,7 +53,7 @@ class SDPA:
     def _one_by_one(
         self, q: torch.Tensor, caches: tuple[torch.Tensor, torch.Tensor], meta: AttentionMeta
     ) -> torch.Tensor:
-        o, token = q.new_empty(q.shape), 0
+        o, token = q.new_empty(*q.shape), 0
         for request, (count, length) in enumerate(zip(meta.batch.query_lens, meta.batch.seq_lens, strict=True)):
             if not count:
                 continue

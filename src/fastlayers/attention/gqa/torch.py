@@ -35,7 +35,7 @@ class TorchGQA:
         """Return ``(o, lse)``, both new tensors."""
         tokens, requests = q.shape[0], meta.num_requests
         if not tokens:
-            return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+            return q.new_empty(*q.shape), q.new_empty(*q.shape[:2], dtype=torch.float32)
         caches = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
         alone = q.device.type == "cpu" and len(meta.batch.query_lens) == requests
         decode = tokens == requests and meta.max_query_len == 1

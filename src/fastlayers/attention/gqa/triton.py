@@ -206,23 +206,25 @@ def _fake(
     scale: float, window: int, softcap: float, causal: bool, packed: bool, block_m: int, block_n: int, warps: int,
     stages: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+    return q.new_empty(*q.shape), q.new_empty(*q.shape[:2], dtype=torch.float32)
 
 
-@lru_cache(maxsize=1024)
-def _bound(
-    heads: int, kv_heads: int, head_dim: int, page: int, window: int, softcap: bool, sinks: bool, tree: bool,
-    causal: bool, splits: int, block_m: int, block_n: int, block_b: int, warps: int, stages: int, device: torch.device,
+@lru_cache(maxsize=4096)
+def _launches(
+    shape: tuple[int, ...], strides: tuple[int, ...], kv_heads: int, tiles: int, each: int, requests: int,
+    table_row: int, scale: float, softcap: float, page: int, window: int, sinks: bool, tree: bool, causal: bool,
+    splits: int, block_m: int, block_n: int, block_b: int, warps: int, stages: int, device: torch.device,
 ) -> tuple[Callable[..., None], Callable[..., None]]:  # fmt: skip
-    """Return what launches the attention of one configuration, and what adds its splits."""
-    launch = dependent_launch(device)
+    """Return what launches the attention of one shape, and what adds its splits."""
+    (tokens, heads, head_dim), launch = shape, dependent_launch(device)
     shared = {"HEADS": heads, "HEAD_DIM": head_dim, "SINKS": sinks, "SPLITS": splits} | launch
     shared["BLOCK_D"] = max(16, next_power_of_2(head_dim))
-    attend = _gqa_kernel.bind(
-        **shared, KV_HEADS=kv_heads, PAGE=page, WINDOW=window, SOFTCAP=softcap, TREE=tree, CAUSAL=causal,
+    attend = _gqa_kernel.at(
+        (tiles, kv_heads * splits, each), *strides[:2], table_row, scale, softcap, requests,
+        **shared, KV_HEADS=kv_heads, PAGE=page, WINDOW=window, SOFTCAP=softcap > 0, TREE=tree, CAUSAL=causal,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_B=block_b, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    return attend, _reduce_kernel.bind(**shared, BLOCK_S=next_power_of_2(splits), num_warps=4)
+    return attend, _reduce_kernel.at((tokens * heads,), **shared, BLOCK_S=next_power_of_2(splits), num_warps=4)
 
 
 @operator("gqa", _fake)
@@ -233,8 +235,9 @@ def _gqa(
     scale: float, window: int, softcap: float, causal: bool, packed: bool, block_m: int, block_n: int, warps: int,
     stages: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    (tokens, heads, head_dim), kv_heads, requests = q.shape, k_cache.shape[2], seq_lens.shape[0]
-    o, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+    shape, kv_heads, requests = q.shape, k_cache.shape[2], seq_lens.shape[0]
+    tokens, heads, head_dim = shape
+    o, lse = q.new_empty(tokens, heads, head_dim), q.new_empty(tokens, heads, dtype=torch.float32)
     if not tokens or not requests:
         return o, lse
     tiles, each = cdiv(max_query_len * (heads // kv_heads), block_m), requests
@@ -248,17 +251,17 @@ def _gqa(
         part = q.new_empty(tokens, heads, splits, head_dim, dtype=torch.float32)
         part_lse = q.new_empty(tokens, heads, splits, dtype=torch.float32)
     logits = q if sinks is None else sinks
-    attend, reduce = _bound(
-        heads, kv_heads, head_dim, page_size, window, softcap > 0, sinks is not None, tree is not None, causal,
-        splits, block_m, block_n, next_power_of_2(requests) if packed else 0, warps, stages, q.device,
+    attend, reduce = _launches(
+        shape, q.stride(), kv_heads, tiles, each, requests, page_table.stride()[0], scale, softcap, page_size, window,
+        sinks is not None, tree is not None, causal, splits, block_m, block_n,
+        next_power_of_2(requests) if packed else 0, warps, stages, q.device,
     )  # fmt: skip
     masks = positions if tree is None else tree
     attend(
-        (tiles, kv_heads * splits, each), q, k_cache, v_cache, logits, part, part_lse, page_table, seq_lens, starts,
-        cu_seqlens_q, masks, positions, q.stride(0), q.stride(1), page_table.stride(0), scale, softcap, requests,
+        q, k_cache, v_cache, logits, part, part_lse, page_table, seq_lens, starts, cu_seqlens_q, masks, positions
     )  # fmt: skip
     if splits > 1:
-        reduce((tokens * heads,), part, part_lse, logits, o, lse)
+        reduce(part, part_lse, logits, o, lse)
     return o, lse
 
 

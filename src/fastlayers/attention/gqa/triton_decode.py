@@ -346,12 +346,14 @@ class Counters:
             self.done = self.done.new_zeros(needed)
 
 
-@lru_cache(maxsize=1024)
-def _bound(
-    heads: int, kv_heads: int, head_dim: int, page: int, window: int, softcap: bool, sinks: bool, splits: int,
-    block_n: int, min_keys: int, max_keys: int, warps: int, stages: int, device: torch.device,
+@lru_cache(maxsize=4096)
+def _launches(
+    shape: tuple[int, ...], strides: tuple[int, ...], kv_heads: int, table_row: int, scale: float, softcap: float,
+    page: int, window: int, sinks: bool, splits: int, wanted: int, block_n: int, min_keys: int, max_keys: int,
+    warps: int, stages: int, device: torch.device,
 ) -> tuple[Callable[..., None], Callable[..., None]]:  # fmt: skip
-    """Return what launches the attention of one configuration, and what combines its splits."""
+    """Return what launches the attention of one shape, and what combines its splits."""
+    requests, heads, head_dim = shape
     blocks = _blocks(heads // kv_heads, head_dim, splits)
     shared = {
         "HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "WINDOW": window, "SINKS": sinks,
@@ -359,12 +361,16 @@ def _bound(
         "MIN_BLOCKS": max(1, min_keys // block_n), "MAX_BLOCKS": max(1, max_keys // block_n),
         "BLOCK_N": block_n, **dependent_launch(device),
     }  # fmt: skip
-    attend = _decode_kernel.bind(
-        PAGE=page, SOFTCAP=softcap, SPLIT=splits > 1, FUSED=splits <= FUSED_SPLITS, **shared, **blocks,
+    attend = _decode_kernel.at(
+        (kv_heads, requests, splits), *strides[:2], table_row, splits, wanted, scale, softcap,
+        PAGE=page, SOFTCAP=softcap > 0, SPLIT=splits > 1, FUSED=splits <= FUSED_SPLITS, **shared, **blocks,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     at_once = min(next_power_of_2(splits), 4096 // blocks["BLOCK_D"])
-    return attend, _combine_kernel.bind(**shared, BLOCK_D=blocks["BLOCK_D"], BLOCK_S=at_once, num_warps=4)
+    combine = _combine_kernel.at(
+        (requests, heads), splits, wanted, **shared, BLOCK_D=blocks["BLOCK_D"], BLOCK_S=at_once, num_warps=4
+    )
+    return attend, combine
 
 
 def _fake(
@@ -373,7 +379,7 @@ def _fake(
     max_seq_len: int, scale: float, window: int, softcap: float,
     block_n: int, programs: int, min_keys: int, max_keys: int, warps: int, stages: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+    return q.new_empty(*q.shape), q.new_empty(*q.shape[:2], dtype=torch.float32)
 
 
 @operator("gqa_decode", _fake, writes=("counters",))
@@ -384,8 +390,9 @@ def gqa_decode(
     block_n: int, programs: int, min_keys: int, max_keys: int, warps: int, stages: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attend one token of each request; ``(o, lse)``. ``counters`` are zero before and after."""
-    (requests, heads, head_dim), kv_heads = q.shape, k_cache.shape[2]
-    o, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+    shape, kv_heads = q.shape, k_cache.shape[2]
+    requests, heads, head_dim = shape
+    o, lse = q.new_empty(requests, heads, head_dim), q.new_empty(requests, heads, dtype=torch.float32)
     if not requests:
         return o, lse
     keys = min(max_seq_len, window) if window else max_seq_len
@@ -395,14 +402,11 @@ def gqa_decode(
     if splits > 1:
         part = q.new_empty(requests * heads * splits, head_dim, dtype=torch.float32)
         part_lse = q.new_empty(requests * heads * splits, dtype=torch.float32)
-    attend, combine = _bound(
-        heads, kv_heads, head_dim, page_size, window, softcap > 0, sinks is not None, splits, block_n, min_keys,
-        max_keys, warps, stages, q.device,
+    attend, combine = _launches(
+        shape, q.stride(), kv_heads, page_table.stride()[0], scale, softcap, page_size, window, sinks is not None,
+        splits, wanted, block_n, min_keys, max_keys, warps, stages, q.device,
     )  # fmt: skip
-    attend(
-        (kv_heads, requests, splits), q, k_cache, v_cache, logits, o, lse, part, part_lse, counters, page_table,
-        seq_lens, starts, q.stride(0), q.stride(1), page_table.stride(0), splits, wanted, scale, softcap,
-    )  # fmt: skip
+    attend(q, k_cache, v_cache, logits, o, lse, part, part_lse, counters, page_table, seq_lens, starts)
     if splits > FUSED_SPLITS:
-        combine((requests, heads), part, part_lse, logits, o, lse, seq_lens, starts, splits, wanted)
+        combine(part, part_lse, logits, o, lse, seq_lens, starts)
     return o, lse

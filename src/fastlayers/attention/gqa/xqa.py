@@ -39,7 +39,7 @@ def _fake(
     page_table: torch.Tensor, seq_lens: torch.Tensor, parts: torch.Tensor, counters: torch.Tensor,
     scale: float, window: int,
 ) -> torch.Tensor:  # fmt: skip
-    return q.new_empty(q.shape)
+    return q.new_empty(*q.shape)
 
 
 @operator("gqa_xqa", _fake, writes=("parts", "counters"))
@@ -50,7 +50,7 @@ def _attend(
 ) -> torch.Tensor:  # fmt: skip
     from flashinfer.xqa import xqa
 
-    o, kv_heads = q.new_empty(q.shape), k_cache.shape[2]
+    o, kv_heads = q.new_empty(*q.shape), k_cache.shape[2]
     # The kernel multiplies by 1 / sqrt(head_dim) itself.
     xqa(
         q.contiguous().unsqueeze(1), k_cache, v_cache, page_table, seq_lens.view(torch.uint32).unsqueeze(1),
@@ -78,7 +78,7 @@ class XQA:
         """Return ``o``, a new tensor, and an LSE without rows."""
         none = q.new_empty(0, q.shape[1], dtype=torch.float32)
         if not q.shape[0]:
-            return q.new_empty(q.shape), none
+            return q.new_empty(*q.shape), none
         scratch: Scratch = meta.plan_of(self.key, lambda step: Scratch(self.cfg, step))
         cfg = self.cfg
         o = _attend(

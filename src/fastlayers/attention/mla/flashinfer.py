@@ -158,7 +158,7 @@ def _decode_fake(
     q: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, workspace: torch.Tensor, entries: torch.Tensor,
     numbers: list[int], variant: str, rank: int, scale: float, causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    return q.new_empty(*q.shape[:2], rank), q.new_empty(q.shape[:2], dtype=torch.float32)
+    return q.new_empty(*q.shape[:2], rank), q.new_empty(*q.shape[:2], dtype=torch.float32)
 
 
 @operator("mla_flashinfer_decode", _decode_fake, writes=("workspace",))
@@ -166,7 +166,7 @@ def _decode(
     q: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, workspace: torch.Tensor, entries: torch.Tensor,
     numbers: list[int], variant: str, rank: int, scale: float, causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    o, lse = q.new_empty(*q.shape[:2], rank), q.new_empty(q.shape[:2], dtype=torch.float32)
+    o, lse = q.new_empty(*q.shape[:2], rank), q.new_empty(*q.shape[:2], dtype=torch.float32)
     module = _decode_module(variant, q.dtype, cache.dtype, rank, q.shape[2] - rank)
     # The last numbers: LSE as the natural logarithm, and the scales of an e4m3 cache.
     module.run(

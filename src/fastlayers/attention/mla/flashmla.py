@@ -22,7 +22,7 @@ def _fake(
     q: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, seq_lens: torch.Tensor, schedule: torch.Tensor,
     splits: torch.Tensor, one: torch.Tensor, places: torch.Tensor | None, each: int, rank: int, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    return q.new_empty(*q.shape[:2], rank), q.new_empty(q.shape[:2], dtype=torch.float32)
+    return q.new_empty(*q.shape[:2], rank), q.new_empty(*q.shape[:2], dtype=torch.float32)
 
 
 @operator("mla_flashmla", _fake)

@@ -262,7 +262,7 @@ def _decode_fake(
     positions: torch.Tensor, seq_lens: torch.Tensor, tree: torch.Tensor | None, rank: int, scale: float,
     max_query_len: int, max_seq_len: int, knobs: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    return q.new_empty(*q.shape[:2], rank), q.new_empty(q.shape[:2], dtype=torch.float32)
+    return q.new_empty(*q.shape[:2], rank), q.new_empty(*q.shape[:2], dtype=torch.float32)
 
 
 @operator("mla_decode", _decode_fake)

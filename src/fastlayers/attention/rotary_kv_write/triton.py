@@ -160,18 +160,22 @@ def _blocks(
     }
 
 
-@lru_cache
-def _bound(
-    heads: int, kv_heads: int, head_dim: int, v_head_dim: int, rotary_dim: int, interleaved_in: bool,
-    interleaved_out: bool, norm: bool, section: tuple[int, ...], alternate: bool, device: torch.device,
-) -> tuple[int, Callable[..., None]]:  # fmt: skip
-    """Return the programs of a token, and what launches them."""
-    blocks = _blocks(heads, kv_heads, head_dim, v_head_dim, rotary_dim, interleaved_in, interleaved_out, norm)
+@lru_cache(maxsize=4096)
+def _launch(
+    q_shape: tuple[int, ...], kv_heads: int, v_head_dim: int, numbers: tuple[int, ...], eps: float | None,
+    rotary_dim: int, interleaved_in: bool, interleaved_out: bool, section: tuple[int, ...], alternate: bool,
+    device: torch.device,
+) -> Callable[..., None]:  # fmt: skip
+    """Return what launches one shape; ``numbers``: the kernel's, up to the positions' stride."""
+    tokens, heads, head_dim = q_shape
+    blocks = _blocks(
+        heads, kv_heads, head_dim, v_head_dim, rotary_dim, interleaved_in, interleaved_out, eps is not None
+    )
     parts = dict(zip(("SECTION_T", "SECTION_H", "SECTION_W"), section or (0, 0, 0), strict=True))
-    launch = _rotary_kv_write_kernel.bind(
-        **blocks, **parts, ALTERNATE=alternate, **dependent_launch(device), num_warps=4
+    return _rotary_kv_write_kernel.at(  # type: ignore[no-any-return]
+        (tokens * (blocks["Q_BLOCKS"] + blocks["KV_BLOCKS"]),), *numbers, heads, kv_heads, eps or 0.0,
+        **blocks, **parts, ALTERNATE=alternate, **dependent_launch(device), num_warps=4,
     )  # fmt: skip
-    return blocks["Q_BLOCKS"] + blocks["KV_BLOCKS"], launch
 
 
 @operator("rotary_kv_write", nothing, writes=("q_out", "keys", "values"))
@@ -181,23 +185,25 @@ def _rotary_kv_write(
     q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float | None,
     rotary_dim: int, interleaved_in: bool, interleaved_out: bool, section: list[int], alternate: bool,
 ) -> None:  # fmt: skip
-    (tokens, heads, head_dim), (kv_heads, v_head_dim) = q.shape, v.shape[1:]
-    if tokens:
+    shape = q.shape
+    if not shape[0]:
+        return
+    # Slots of all pages, one behind the other; of latents the keys begin inside a row.
+    k_slots, v_slots = (keys, values) if values is not None else cache_rows(keys, None, v.shape[2])
+    k_slot = keys.stride()[1]
+    numbers = (
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *q_out.stride()[:2], k_slot,
+        k_slot if values is None else values.stride()[1], cos.shape[0], positions.stride()[0],
+    )  # fmt: skip
+    launch = _launch(
+        shape, *v.shape[1:], numbers, eps, rotary_dim, interleaved_in, interleaved_out,
         # Text has one position a token also where images have three.
-        axes = tuple(section) if positions.dim() == 2 else ()
-        blocks, bound = _bound(
-            heads, kv_heads, head_dim, v_head_dim, rotary_dim, interleaved_in, interleaved_out, eps is not None,
-            axes, alternate, q.device,
-        )  # fmt: skip
-        # Slots of all pages, one behind the other; of latents the keys begin inside a row.
-        k_slots, v_slots = (keys, values) if values is not None else cache_rows(keys, None, v_head_dim)
-        slots = (keys.stride(1), keys.stride(1) if values is None else values.stride(1))
-        bound(
-            (tokens * blocks,), q, k, v, cos, sin, positions, q_out, k_slots, v_slots, loc,
-            cos if q_weight is None else q_weight, cos if k_weight is None else k_weight,
-            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *q_out.stride()[:2], *slots, cos.shape[0],
-            positions.stride(0), heads, kv_heads, eps or 0.0,
-        )  # fmt: skip
+        tuple(section) if positions.dim() == 2 else (), alternate, q.device,
+    )  # fmt: skip
+    launch(
+        q, k, v, cos, sin, positions, q_out, k_slots, v_slots, loc,
+        cos if q_weight is None else q_weight, cos if k_weight is None else k_weight,
+    )  # fmt: skip
 
 
 class TritonRotaryKVWrite:
@@ -215,6 +221,6 @@ class TritonRotaryKVWrite:
         q_weight: torch.Tensor | None = None, k_weight: torch.Tensor | None = None, out: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Write into ``keys`` and ``values``, in place; return the turned ``q``: ``out``, or new and contiguous."""
-        turned = q.new_empty(q.shape) if out is None else out
+        turned = q.new_empty(*q.shape) if out is None else out
         _rotary_kv_write(q, k, v, cos, sin, positions, turned, keys, values, loc, q_weight, k_weight, *self.static)
         return turned

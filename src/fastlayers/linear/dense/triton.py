@@ -150,7 +150,6 @@ PARAMETERS = ("VECTOR", "BLOCK_M", "BLOCK_N", "BLOCK_K", "SPLITS", "num_warps", 
 class _Launches(NamedTuple):
     """The product of one shape, and what adds its splits."""
 
-    grid: tuple[int, ...]
     splits: int
     product: Callable[..., None]
     add_splits: Callable[..., None]
@@ -158,15 +157,19 @@ class _Launches(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _launches(
-    m: int, n: int, k: int, dtype: torch.dtype, bias: bool, config: tuple[int, ...], device: torch.device
-) -> _Launches:
+    m: int, n: int, k: int, x_stride: int, weight_stride: int, dtype: torch.dtype, bias: bool,
+    config: tuple[int, ...], device: torch.device,
+) -> _Launches:  # fmt: skip
     c, launch = dict(zip(PARAMETERS, config, strict=True)) if config else rule(m, n, k, dtype), dependent_launch(device)
+    numbers = m, n, k, x_stride, weight_stride
     if c["VECTOR"] == FRAGMENTS:
-        return _fragments(m, n, k, dtype, bias, c, launch)
+        return _fragments(numbers, dtype, bias, c, launch)
     sizes = {"HAS_BIAS": bias, "EVEN_K": k % c["BLOCK_K"] == 0, "BLOCK_N": c["BLOCK_N"], "BLOCK_K": c["BLOCK_K"]}
     if c["VECTOR"] == VECTOR:
         blocks = cdiv(k, c["BLOCK_K"])
-        product = vector_kernel.bind(
+        product = vector_kernel.at(
+            (cdiv(n, c["BLOCK_N"]),),
+            *numbers,
             **sizes,
             BLOCKS=blocks,
             AHEAD=min(blocks, max(1, c["AHEAD"])),
@@ -174,26 +177,30 @@ def _launches(
             num_warps=c["num_warps"],
             **launch,
         )
-        return _Launches((cdiv(n, c["BLOCK_N"]),), 1, product, product)
+        return _Launches(1, product, product)
     tile = Tile(c["BLOCK_M"], c["BLOCK_N"], c["num_warps"], c["num_stages"], c["SPLITS"])
-    product = _linear_kernel.bind(
-        **sizes, SPLITS=tile.splits, BLOCK_M=tile.m, num_warps=tile.warps, num_stages=tile.stages, **launch
+    product = _linear_kernel.at(
+        tile.grid(m, n), *numbers,
+        **sizes, SPLITS=tile.splits, BLOCK_M=tile.m, num_warps=tile.warps, num_stages=tile.stages, **launch,
+    )  # fmt: skip
+    add_splits = add_splits_kernel.at(
+        (m, cdiv(n, 1024)), m, n, SPLITS=tile.splits, HAS_BIAS=bias, ROUND_BEFORE_BIAS=False, BLOCK=1024, **launch
     )
-    add_splits = add_splits_kernel.bind(
-        SPLITS=tile.splits, HAS_BIAS=bias, ROUND_BEFORE_BIAS=False, BLOCK=1024, **launch
-    )
-    return _Launches(tile.grid(m, n), tile.splits, product, add_splits)
+    return _Launches(tile.splits, product, add_splits)
 
 
 def _fragments(
-    m: int, n: int, k: int, dtype: torch.dtype, bias: bool, c: Mapping[str, int], launch: Mapping[str, bool]
+    numbers: tuple[int, ...], dtype: torch.dtype, bias: bool, c: Mapping[str, int], launch: Mapping[str, bool]
 ) -> _Launches:
+    m, n, k = numbers[:3]
     if m > MAX_FRAGMENT_ROWS or dtype == torch.float32:
         accepted = f"other kernels than the one for at most {MAX_FRAGMENT_ROWS} rows of 16 bits"
         raise ArgumentError("Linear", "config", f"{dict(c)} for {m} rows of {dtype}", accepted)
     warps, outputs = c["num_warps"], c["BLOCK_N"]
     blocks = cdiv(k, 32 * warps)
-    product = fragment_kernel.bind(
+    product = fragment_kernel.at(
+        (cdiv(n, outputs),),
+        *numbers,
         HAS_BIAS=bias,
         EVEN_K=k % (32 * warps) == 0,
         BLOCKS=blocks,
@@ -204,31 +211,35 @@ def _fragments(
         num_warps=warps,
         **launch,
     )
-    return _Launches((cdiv(n, outputs),), 1, product, product)
+    return _Launches(1, product, product)
 
 
 def _fake(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype, config: list[int]
 ) -> torch.Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
+    return x.new_empty(x.shape[0], weight.shape[0], dtype=out_dtype)
 
 
 @operator("linear", _fake)
 def _linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype, config: list[int]
 ) -> torch.Tensor:
-    if x.stride(-1) != 1:
+    if x.stride()[1] != 1:
         x = x.contiguous()
     (m, k), n = x.shape, weight.shape[0]
-    y = x.new_empty((m, n), dtype=out_dtype)
+    y = x.new_empty(m, n, dtype=out_dtype)
     if m == 0:
         return y
-    how = _launches(m, n, k, x.dtype, bias is not None, tuple(config), x.device)
     addend = y if bias is None else bias
-    target = y if how.splits == 1 else x.new_empty((how.splits, m, n), dtype=torch.float32)
-    how.product(how.grid, x, weight, addend, target, m, n, k, x.stride(0), weight.stride(0))
-    if how.splits > 1:
-        how.add_splits((m, cdiv(n, 1024)), target, addend, y, m, n)
+    splits, product, add_splits = _launches(
+        m, n, k, x.stride()[0], weight.stride()[0], x.dtype, bias is not None, tuple(config), x.device
+    )
+    if splits == 1:
+        product(x, weight, addend, y)
+    else:
+        parts = x.new_empty(splits, m, n, dtype=torch.float32)
+        product(x, weight, addend, parts)
+        add_splits(parts, addend, y)
     return y
 
 

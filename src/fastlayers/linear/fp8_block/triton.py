@@ -88,11 +88,11 @@ def fp8_block_gemm(
     ``tile`` is the fields of a :class:`Tile`.
     """
     m, (n, k) = q.shape[0], weight.shape
-    y = q.new_empty((m, n), dtype=dtype)
+    y = q.new_empty(m, n, dtype=dtype)
     if m == 0:
         return y
     cut = Tile(*tile)
-    target = y if cut.splits == 1 else q.new_empty((cut.splits, m, n), dtype=torch.float32)
+    target = y if cut.splits == 1 else q.new_empty(cut.splits, m, n, dtype=torch.float32)
     _fp8_gemm_kernel[cut.grid(m, n)](
         q, s, weight, scale, y if bias is None else bias, target, m, n, k,
         q.stride(0), s.stride(0), s.stride(1), weight.stride(0), scale.stride(0),

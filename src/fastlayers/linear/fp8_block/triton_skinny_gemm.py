@@ -76,7 +76,7 @@ def empty_output(
     block_rows: int, more: object, dtype: torch.dtype, tile: list[int],
 ) -> torch.Tensor:  # fmt: skip
     """The fake of both kernels' operators."""
-    return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
+    return x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
 
 
 @operator("fp8_block_skinny_gemm", empty_output)
@@ -92,7 +92,7 @@ def fp8_block_skinny_gemm(
     if x.stride(-1) != 1:
         x = x.contiguous()
     (m, _), (n, k) = x.shape, weight.shape
-    y = x.new_empty((m, n), dtype=dtype)
+    y = x.new_empty(m, n, dtype=dtype)
     if m == 0:
         return y
     block_m, block_n, parts, warps, stages = tile

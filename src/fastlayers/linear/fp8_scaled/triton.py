@@ -61,7 +61,7 @@ def row_block(k: int) -> int:
 
 
 def _quant_fake(x: torch.Tensor, kind: str, input_scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape, dtype=E4M3), x.new_empty((x.shape[0],), dtype=torch.float32)
+    return x.new_empty(*x.shape, dtype=E4M3), x.new_empty(x.shape[0], dtype=torch.float32)
 
 
 @operator("quant_e4m3", _quant_fake)
@@ -70,13 +70,13 @@ def quant_e4m3(x: torch.Tensor, kind: str, input_scale: torch.Tensor | None) -> 
     if x.stride(-1) != 1:
         x = x.contiguous()
     rows, k = x.shape
-    q = x.new_empty((rows, k), dtype=E4M3)
-    s = x.new_empty((rows,), dtype=torch.float32)
+    q = x.new_empty(rows, k, dtype=E4M3)
+    s = x.new_empty(rows, dtype=torch.float32)
     if rows == 0:
         return q, s
     block = row_block(k)
     if kind == "tensor":
-        absmax = x.new_empty((rows,), dtype=torch.float32)
+        absmax = x.new_empty(rows, dtype=torch.float32)
         _row_absmax_kernel[(rows,)](x, absmax, k, x.stride(0), BLOCK=block, num_warps=8)
         largest = absmax.amax(0, keepdim=True)
         scale = largest.clamp_min(EPS) / largest.new_full((), E4M3_MAX)

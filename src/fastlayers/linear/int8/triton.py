@@ -32,7 +32,7 @@ def _token_quant_kernel(
 
 
 def _quant_fake(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape, dtype=torch.int8), x.new_empty((x.shape[0],), dtype=torch.float32)
+    return x.new_empty(*x.shape, dtype=torch.int8), x.new_empty(x.shape[0], dtype=torch.float32)
 
 
 @operator("token_quant_int8", _quant_fake)
@@ -41,8 +41,8 @@ def token_quant_int8(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.T
     if x.stride(-1) != 1:
         x = x.contiguous()
     rows, k = x.shape
-    q = x.new_empty((rows, k), dtype=torch.int8)
-    s = x.new_empty((rows,), dtype=torch.float32)
+    q = x.new_empty(rows, k, dtype=torch.int8)
+    s = x.new_empty(rows, dtype=torch.float32)
     if rows:
         _token_quant_kernel[(rows,)](
             x, q, s, k, x.stride(0), eps, MAX=LARGEST, BLOCK=row_block(k), num_warps=8

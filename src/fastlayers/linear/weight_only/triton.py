@@ -233,7 +233,7 @@ def _fake(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, index: torch.Tensor | None,
     bias: torch.Tensor | None, format: str, group: int, config: list[int],
 ) -> torch.Tensor:  # fmt: skip
-    return x.new_empty((x.shape[0], weight.shape[0]))
+    return x.new_empty(x.shape[0], weight.shape[0])
 
 
 @operator("weight_only_linear", _fake)
@@ -244,7 +244,7 @@ def _weight_only(
     if x.stride(-1) != 1:
         x = x.contiguous()
     (m, k), n = x.shape, weight.shape[0]
-    y = x.new_empty((m, n))
+    y = x.new_empty(m, n)
     if m == 0:
         return y
     c: Mapping[str, int]
@@ -274,7 +274,7 @@ def _weight_only(
         )  # fmt: skip
         return y
     tile = Tile(c["BLOCK_M"], c["BLOCK_N"], c["num_warps"], c["num_stages"], c["SPLITS"])
-    target = y if tile.splits == 1 else x.new_empty((tile.splits, m, n), dtype=torch.float32)
+    target = y if tile.splits == 1 else x.new_empty(tile.splits, m, n, dtype=torch.float32)
     _weight_only_kernel[tile.grid(m, n)](
         x, codes, scale, zeros, x if index is None else index, addend, target, m, n, k, x.stride(0), codes.stride(0),
         **same, GROUP=group, INDEXED=index is not None, SPLITS=tile.splits, EVEN_K=k % run == 0,

@@ -134,11 +134,13 @@ def _place_kernel(
             tl.store(experts_ptr + before[:, None] + start + block, owner, mask=start + block < mine[:, None])
 
 
-@lru_cache
-def _bound_few(block: int, chunk: int, block_e: int, device: torch.device) -> Callable[..., None]:
-    return _few_kernel.bind(  # type: ignore[no-any-return]
-        BLOCK=block, CHUNK=chunk, BLOCK_E=block_e, num_warps=max(1, chunk // 256), **dependent_launch(device)
-    )
+@lru_cache(maxsize=4096)
+def _launch_few(pairs: int, experts: int, block: int, device: torch.device) -> Callable[..., None]:
+    chunk = max(32, next_power_of_2(pairs))
+    return _few_kernel.at(  # type: ignore[no-any-return]
+        (experts,), pairs, experts, BLOCK=block, CHUNK=chunk, BLOCK_E=next_power_of_2(experts + 1),
+        num_warps=max(1, chunk // 256), **dependent_launch(device),
+    )  # fmt: skip
 
 
 def _fake(topk_ids: torch.Tensor, experts: int, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -153,10 +155,8 @@ def moe_align(topk_ids: torch.Tensor, experts: int, block: int) -> tuple[torch.T
     sorted_ids, expert_ids, total = _fake(ids, experts, block)
     if pairs == 0:
         return sorted_ids, expert_ids, total.zero_()
-    block_e = next_power_of_2(experts + 1)
     if pairs <= FEW:
-        bound = _bound_few(block, max(32, next_power_of_2(pairs)), block_e, device)
-        bound((experts,), ids, sorted_ids, expert_ids, total, pairs, experts)
+        _launch_few(pairs, experts, block, device)(ids, sorted_ids, expert_ids, total)
         return sorted_ids, expert_ids, total
     chunk = max(MIN_CHUNK, min(MAX_CHUNK, next_power_of_2(cdiv(pairs, SPLITS))))
     span, warps = cdiv(cdiv(pairs, SPLITS), chunk) * chunk, min(8, chunk // 256)
@@ -170,7 +170,7 @@ def moe_align(topk_ids: torch.Tensor, experts: int, block: int) -> tuple[torch.T
     )  # fmt: skip
     _place_kernel[grid](
         ids, counts, sorted_ids, expert_ids, total, pairs, span, experts, EXPERTS=EXPERTS, SPLITS=SPLITS,
-        BLOCK=block, CHUNK=chunk, BLOCK_E=block_e, num_warps=warps, **launch,
+        BLOCK=block, CHUNK=chunk, BLOCK_E=next_power_of_2(experts + 1), num_warps=warps, **launch,
     )  # fmt: skip
     return sorted_ids, expert_ids, total
 

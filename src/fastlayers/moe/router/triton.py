@@ -60,31 +60,31 @@ def _logits_kernel(
 
 
 def _fake_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: bool) -> torch.Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32 if wide else x.dtype)
+    return x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32 if wide else x.dtype)
 
 
-@lru_cache
-def _bound_logits(hidden: int, each: int, bias: bool, device: torch.device) -> tuple[int, Callable[..., None]]:
-    """Return the experts of a program, and what launches it."""
-    block_d = next_power_of_2(hidden)
+@lru_cache(maxsize=4096)
+def _launch_logits(
+    tokens: int, hidden: int, experts: int, stride: int, bias: bool, device: torch.device
+) -> Callable[..., None]:
+    """Return what launches the logits of one shape."""
+    block_d, each = next_power_of_2(hidden), 1 if tokens <= 4 else 4
     block_e = 1 if block_d >= 4096 else 2
-    sizes = {"HAS_BIAS": bias, "TOKENS": each, "BLOCK_E": block_e, "BLOCK_D": block_d}
-    return block_e, _logits_kernel.bind(**sizes, num_warps=4, **dependent_launch(device))
+    return _logits_kernel.at(  # type: ignore[no-any-return]
+        (cdiv(experts, block_e), cdiv(tokens, each)), tokens, hidden, experts, stride,
+        HAS_BIAS=bias, TOKENS=each, BLOCK_E=block_e, BLOCK_D=block_d, num_warps=4, **dependent_launch(device),
+    )  # fmt: skip
 
 
 @operator("router_logits", _fake_logits)
 def router_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: bool) -> torch.Tensor:
     """Return ``x @ weight^T + bias`` of a few tokens, fp32 (``wide``) or in the dtype of ``x``."""
     (tokens, hidden), experts = x.shape, weight.shape[0]
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    z = _fake_logits(x, weight, bias, wide)
+    x = x if x.stride()[1] == 1 else x.contiguous()
+    z = x.new_empty(tokens, experts, dtype=torch.float32) if wide else x.new_empty(tokens, experts)
     if tokens:
-        each = 1 if tokens <= 4 else 4
-        block_e, bound = _bound_logits(hidden, each, bias is not None, x.device)
-        bound(
-            (cdiv(experts, block_e), cdiv(tokens, each)),
-            x, weight, x if bias is None else bias, z, tokens, hidden, experts, x.stride(0),
-        )  # fmt: skip
+        launch = _launch_logits(tokens, hidden, experts, x.stride()[0], bias is not None, x.device)
+        launch(x, weight, x if bias is None else bias, z)
     return z
 
 
@@ -203,19 +203,21 @@ def _router_kernel(
 def _fake(
     logits: torch.Tensor, bias: torch.Tensor | None, num_valid: torch.Tensor | None, top_k: int, *rest: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (logits.shape[0], top_k)
-    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
+    tokens = logits.shape[0]
+    return logits.new_empty(tokens, top_k, dtype=torch.float32), logits.new_empty(tokens, top_k, dtype=torch.int32)
 
 
-@lru_cache
-def _bound(
-    experts: int, top_k: int, scoring: int, groups: int, topk_groups: int, top2: bool, mask_zero: bool,
-    renormalize: bool, rounded: int, bias: bool, valid: bool, device: torch.device,
+@lru_cache(maxsize=4096)
+def _launch(
+    tokens: int, experts: int, stride: int, top_k: int, scoring: int, groups: int, topk_groups: int, top2: bool,
+    mask_zero: bool, renormalize: bool, eps: float, factor: float, rounded: int, bias: bool, valid: bool,
+    device: torch.device,
 ) -> Callable[..., None]:  # fmt: skip
-    """Return what launches the router of one configuration."""
+    """Return what launches the router of one shape."""
     size = experts // groups
     block_g, block_s = next_power_of_2(groups), next_power_of_2(size)
-    return _router_kernel.bind(  # type: ignore[no-any-return]
+    return _router_kernel.at(  # type: ignore[no-any-return]
+        (tokens,), stride, eps, factor,
         GROUPS=groups, GROUP_SIZE=size, TOPK_GROUPS=topk_groups, TOP_K=top_k, SCORING=scoring, TOP2=top2,
         MASK_ZERO=mask_zero, HAS_BIAS=bias, HAS_VALID=valid, RENORMALIZE=renormalize, ROUND=rounded,
         BLOCK_G=block_g, BLOCK_S=block_s, BLOCK_K=next_power_of_2(top_k),
@@ -231,16 +233,13 @@ def _router(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     tokens, experts = logits.shape
     weights, ids = _fake(logits, bias, num_valid, top_k)
-    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    logits = logits if logits.stride()[1] == 1 else logits.contiguous()
     if tokens:
-        bound = _bound(
-            experts, top_k, scoring, groups, topk_groups, top2, mask_zero, renormalize, rounded, bias is not None,
-            num_valid is not None, logits.device,
+        launch = _launch(
+            tokens, experts, logits.stride()[0], top_k, scoring, groups, topk_groups, top2, mask_zero, renormalize, eps,
+            factor, rounded, bias is not None, num_valid is not None, logits.device,
         )  # fmt: skip
-        bound(
-            (tokens,), logits, logits if bias is None else bias, ids if num_valid is None else num_valid, weights, ids,
-            logits.stride(0), eps, factor,
-        )  # fmt: skip
+        launch(logits, logits if bias is None else bias, ids if num_valid is None else num_valid, weights, ids)
     return weights, ids
 
 

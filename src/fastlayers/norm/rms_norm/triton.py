@@ -44,31 +44,39 @@ def _rms_norm_kernel(
     tl.store(y_ptr + row * hidden_size + column, cast(y, y_ptr.dtype.element_ty), mask=inside)
 
 
-@lru_cache
-def _bound(hidden_size: int, rounding: int, residual: bool, device: torch.device) -> Callable[..., None]:
+@lru_cache(maxsize=4096)
+def _launch(
+    rows: int, hidden_size: int, x_stride: int, residual_stride: int | None, eps: float, rounding: int,
+    device: torch.device,
+) -> Callable[..., None]:  # fmt: skip
+    """Return what launches rows of one shape."""
     block = next_power_of_2(hidden_size)
-    warps = min(16, max(1, block // 512))
-    return _rms_norm_kernel.bind(
-        ROUNDING=rounding, HAS_RESIDUAL=residual, BLOCK=block, num_warps=warps, **dependent_launch(device)
-    )  # type: ignore[no-any-return]
+    stride = x_stride if residual_stride is None else residual_stride
+    return _rms_norm_kernel.at(  # type: ignore[no-any-return]
+        (rows,), x_stride, stride, hidden_size, eps,
+        ROUNDING=rounding, HAS_RESIDUAL=residual_stride is not None, BLOCK=block,
+        num_warps=min(16, max(1, block // 512)), **dependent_launch(device),
+    )  # fmt: skip
 
 
 @operator("rms_norm", empty_outputs)
 def _rms_norm(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float, rounding: int
 ) -> list[torch.Tensor]:
-    hidden_size = x.shape[-1]
-    rows = x if x.dim() == 2 else x.reshape(-1, hidden_size)
+    shape = x.shape
+    rows = x if len(shape) == 2 else x.reshape(-1, shape[-1])
     y = torch.empty_like(rows)  # contiguous: rows that lie apart are not kept apart
-    residual_rows = rows if residual is None else residual if residual.dim() == 2 else residual.reshape(-1, hidden_size)
-    summed = y if residual is None else torch.empty_like(y)
-    if rows.shape[0]:
-        _bound(hidden_size, rounding, residual is not None, x.device)(
-            (rows.shape[0],),
-            rows, residual_rows, weight, y, summed, rows.stride(0), residual_rows.stride(0), hidden_size, eps,
-        )  # fmt: skip
-    found = [y] if residual is None else [y, summed]
-    return found if rows is x else [each.view(x.shape) for each in found]
+    count, hidden_size = rows.shape
+    if residual is None:
+        if count:
+            launch = _launch(count, hidden_size, rows.stride()[0], None, eps, rounding, x.device)
+            launch(rows, rows, weight, y, y)
+        return [y if rows is x else y.view(shape)]
+    other, summed = residual if rows is x else residual.reshape(-1, hidden_size), torch.empty_like(y)
+    if count:
+        launch = _launch(count, hidden_size, rows.stride()[0], other.stride()[0], eps, rounding, x.device)
+        launch(rows, other, weight, y, summed)
+    return [y, summed] if rows is x else [y.view(shape), summed.view(shape)]
 
 
 class TritonRMSNorm:

@@ -71,11 +71,11 @@ class GroupQuantConfig:
 def empty_scales(x: torch.Tensor, rows: int, groups: int, layout: str) -> torch.Tensor:
     """Return uninitialised scales ``[rows, groups]`` like ``x`` with the strides of ``layout``: fp32, or packed."""
     if layout == "row":
-        return x.new_empty((rows, groups), dtype=torch.float32)
+        return x.new_empty(rows, groups, dtype=torch.float32)
     padded = rows if layout == "col" else (rows + 3) // 4 * 4
     if layout == PACKED:
-        return x.new_empty(((groups + 3) // 4, padded), dtype=torch.int32).t()[:rows]
-    return x.new_empty((groups, padded), dtype=torch.float32).t()[:rows]
+        return x.new_empty((groups + 3) // 4, padded, dtype=torch.int32).t()[:rows]
+    return x.new_empty(groups, padded, dtype=torch.float32).t()[:rows]
 
 
 def packed_bytes(packed: torch.Tensor) -> torch.Tensor:

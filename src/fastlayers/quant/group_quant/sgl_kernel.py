@@ -18,7 +18,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 def _fake(x: torch.Tensor, group: int, layout: int, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     rows, features = x.shape
-    return x.new_empty(x.shape, dtype=E4M3), empty_scales(x, rows, features // group, SCALE_LAYOUTS[layout])
+    return x.new_empty(*x.shape, dtype=E4M3), empty_scales(x, rows, features // group, SCALE_LAYOUTS[layout])
 
 
 @operator("group_quant_sgl_kernel", _fake)

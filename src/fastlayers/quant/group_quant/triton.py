@@ -144,7 +144,7 @@ def _fake(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, features = x.shape
     rows = -(-rows // row_multiple) * row_multiple
-    return x.new_empty((rows, features), dtype=dtype), empty_scales(x, rows, features // group, LAYOUTS[layout])
+    return x.new_empty(rows, features, dtype=dtype), empty_scales(x, rows, features // group, LAYOUTS[layout])
 
 
 @operator("group_quant", _fake)

@@ -87,7 +87,7 @@ def _fused_moe(
 
     experts, inner = cfg.num_experts, cfg.intermediate_size
     hidden = x.shape[1]
-    y = x.new_empty(x.shape)
+    y = x.new_empty(*x.shape)
     for chunk, weights, ids, out in token_chunks(x, topk_weights, topk_ids, y, MAX_TOKENS):
         rows = place(ids, experts, 0, tokens_of_rows=True)
         counts = rows.groups[0]

@@ -72,7 +72,7 @@ def activate(
     """Return the activation of the first product ``[rows, 2I]`` and its scales, as :func:`scatter` does."""
     inner, fp8 = h.shape[1] // 2, cfg.quant == "fp8_block"
     groups = cdiv(inner, GROUP)
-    a = h.new_empty((rows.total, inner), dtype=torch.float8_e4m3fn if fp8 else h.dtype)
+    a = h.new_empty(rows.total, inner, dtype=torch.float8_e4m3fn if fp8 else h.dtype)
     s, stride = empty_scales(rows, groups, layout) if fp8 else (a, 0)
     each = min(8, next_power_of_2(groups))
     activate_kernel[(rows.row_of.shape[0], cdiv(groups, each))](

@@ -36,8 +36,8 @@ def _extend(
     tokens, top_k = ids.shape
     if shared == 0 or tokens == 0:
         return weights, ids
-    out_weights = ids.new_empty((tokens, top_k + shared), dtype=torch.float32)
-    out_ids = ids.new_empty((tokens, top_k + shared), dtype=torch.int32)
+    out_weights = ids.new_empty(tokens, top_k + shared, dtype=torch.float32)
+    out_ids = ids.new_empty(tokens, top_k + shared, dtype=torch.int32)
     grouped_gemm.append_shared_kernel[(cdiv(tokens, 32),)](
         weights.contiguous(), ids.contiguous(), out_weights, out_ids, tokens, 1.0 / factor,
         EXPERTS=experts, TOP_K=top_k, SHARED=shared, BLOCK_T=32, BLOCK_K=next_power_of_2(top_k + shared),
@@ -54,8 +54,8 @@ def _quantize(
     fp8 = quant == "fp8_block"
     block = GROUP if fp8 else next_power_of_2(width)
     groups = cdiv(width, block)
-    q = x.new_empty((rows, width), dtype=CODES[quant])
-    s = x.new_empty((rows, groups), dtype=torch.float32)
+    q = x.new_empty(rows, width, dtype=CODES[quant])
+    s = x.new_empty(rows, groups, dtype=torch.float32)
     parts, warps = _parts(rows * groups, block)
     grouped_gemm.quantize_rows_kernel[(cdiv(rows * groups, parts),)](
         x, x if ids is None else ids, q, s, rows * groups, groups, x.stride(0), q.stride(0), width, experts, EPS,
@@ -104,11 +104,11 @@ def _gate_up(
     inner, blocks, quant, ue8m0 = rows // 2, expert_ids.shape[0], cfg.quant, cfg.scale_fmt == "ue8m0"
     fused = quant == "fp8_block" and tile.n == GROUP
     if fused:
-        out = x.new_empty((pairs, inner), dtype=CODES[quant])
-        out_scale = x.new_empty((pairs, cdiv(inner, GROUP)), dtype=torch.float32)
+        out = x.new_empty(pairs, inner, dtype=CODES[quant])
+        out_scale = x.new_empty(pairs, cdiv(inner, GROUP), dtype=torch.float32)
     else:
         # fp32 until it is quantised, so that the codes are those of the exact sums.
-        out = x.new_empty((pairs, inner), dtype=x.dtype if quant == "none" else torch.float32)
+        out = x.new_empty(pairs, inner, dtype=x.dtype if quant == "none" else torch.float32)
         out_scale = scale
     bound = _bound_gate_up(
         ids.shape[1], quant, fused, ue8m0, wide, cfg.activation == "swiglu_oai", packed.w13_bias is not None,
@@ -149,7 +149,7 @@ def _chunk(
         return
     sorted_ids, expert_ids, total = moe_align(ids, experts, plan.first.m)
     inner_rows, inner_scale = _gate_up(values, scale, packed, ids, (sorted_ids, expert_ids, total), plan, cfg, wide)
-    partial = x.new_empty((pairs, hidden), dtype=torch.float32)
+    partial = x.new_empty(pairs, hidden, dtype=torch.float32)
     blocks = expert_ids.shape[0]
     bound = _bound_down(quant, wide, packed.w2_bias is not None, inner % second.k == 0, second, plan.band, x.device)
     bound(
@@ -166,7 +166,7 @@ def _fused_moe(
     x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: MoEWeights, cfg: FusedMoEConfig,
     numbers: list[int],
 ) -> torch.Tensor:  # fmt: skip
-    y = x.new_empty(x.shape)
+    y = x.new_empty(*x.shape)
     how = plan_of(tuple(numbers))
     shared = 0 if how.by_pair else cfg.num_shared
     weights, ids = _extend(topk_weights, topk_ids, cfg.num_experts, shared, cfg.scaling_factor)

@@ -254,12 +254,12 @@ def mxfp4_experts(
     if not direct:
         sorted_ids, expert_ids, total = moe_align(ids, experts, height)
         blocks = expert_ids.shape[0]
-    split = x.new_empty(x.shape)
+    split = x.new_empty(*x.shape)
     width = min(1024, next_power_of_2(hidden // 2))
     split_kernel[(x.shape[0], cdiv(hidden // 2, width))](
         x, split, x.stride(0), hidden // 2, BLOCK=width, **dependent_launch(x.device)
     )  # fmt: skip
-    inner_rows = x.new_empty((pairs, inner))
+    inner_rows = x.new_empty(pairs, inner)
     mxfp4_gate_up_kernel[(blocks * cdiv(inner, first.n),)](
         split, packed.w13, packed.w13_scale, weights if packed.w13_bias is None else packed.w13_bias, inner_rows,
         sorted_ids, expert_ids, total, pairs, blocks, experts, hidden // GROUP, inner, alpha, limit,
@@ -268,7 +268,7 @@ def mxfp4_experts(
         BLOCK_N=first.n, BLOCK_K=first.k, num_warps=first.warps, num_stages=first.stages, **dependent_launch(x.device),
     )  # fmt: skip
     splits = plan.splits
-    partial = x.new_empty((pairs, splits, hidden), dtype=torch.float32)
+    partial = x.new_empty(pairs, splits, hidden, dtype=torch.float32)
     mxfp4_down_kernel[(blocks * cdiv(hidden, second.n), splits)](
         inner_rows, packed.w2, packed.w2_scale, weights if packed.w2_bias is None else packed.w2_bias, weights,
         partial, sorted_ids, expert_ids, total, pairs, blocks, experts, hidden, inner // GROUP,

@@ -349,14 +349,14 @@ def _experts(
     (count, hidden), pairs = x.shape, ids.numel()
     bias13, bias2 = packed.w13_bias, packed.w2_bias
     order, gate_up, down = _bound(ids.shape[1], hidden, inner, bias13 is not None, bias2 is not None, plan, x.device)
-    ordered = x.new_empty(x.shape)
+    ordered = x.new_empty(*x.shape)
     order((count, cdiv(hidden, _order_width(hidden))), x, ordered, x.stride(0), hidden)
     sorted_ids, expert_ids, total, blocks = ids, ids, ids, pairs
     if plan.tokens:
         sorted_ids, expert_ids, total = moe_align(ids, experts, plan.tokens)
         blocks = expert_ids.shape[0]
-    inner_rows = x.new_empty((pairs, inner))
-    partial = x.new_empty((pairs, hidden), dtype=torch.float32)
+    inner_rows = x.new_empty(pairs, inner)
+    partial = x.new_empty(pairs, hidden, dtype=torch.float32)
     w13, w2, scales13, scales2 = packed.rows
     tokens, rows = ordered.view(torch.int32), inner_rows.view(torch.int32)
     bias13, bias2 = weights if bias13 is None else bias13, weights if bias2 is None else bias2
@@ -381,7 +381,7 @@ def _fused_moe(
     numbers: list[int],
 ) -> torch.Tensor:  # fmt: skip
     plan, experts = _plan_of(tuple(numbers)), cfg.num_experts
-    y = x.new_empty(x.shape)
+    y = x.new_empty(*x.shape)
     for chunk, weights, ids, out in token_chunks(x, topk_weights, topk_ids, y, MAX_TOKENS):
         partial = _experts(chunk, weights, ids, packed, cfg.intermediate_size, experts, cfg.alpha, cfg.limit, plan)
         reduce(partial, ids, out, experts, cfg.scaling_factor)

@@ -249,9 +249,9 @@ def pair_experts(
     (experts, hidden, inner), wide = packed.w2.shape, y.dtype == torch.float32
     route = _Route(ids, weights, experts - shared, shared)
     pairs = route.pairs
-    a, a_scale = x.new_empty((pairs, inner)), scale
+    a, a_scale = x.new_empty(pairs, inner), scale
     paired = quant == "none" and plan.splits1 == 1
-    h = a if paired else x.new_empty((pairs, plan.splits1, 2 * inner), dtype=torch.float32)
+    h = a if paired else x.new_empty(pairs, plan.splits1, 2 * inner, dtype=torch.float32)
     _product(
         x, scale, packed.w13, packed.w13_scale, packed.w13_bias, route, h, plan.first, plan.splits1, quant,
         wide, 2, alpha, limit, oai, interleaved, factor,
@@ -260,14 +260,14 @@ def pair_experts(
         block = next_power_of_2(inner) if quant == "int8" else GROUP
         groups = cdiv(inner, block)
         if quant != "none":
-            a_scale = x.new_empty((pairs, groups), dtype=torch.float32)
+            a_scale = x.new_empty(pairs, groups, dtype=torch.float32)
         pair_activate_kernel[(groups, pairs)](
             h, ids, a, a_scale, route.routed, inner, alpha, limit, EPS, TOP_K=route.top_k, SHARED=shared,
             SPAN=next_power_of_2(route.top_k), QUANT=FORMATS.index(quant),
             MAX=448.0 if quant == "fp8_block" else 127.0, UE8M0=ue8m0, OAI=oai, INTERLEAVED=interleaved,
             SPLITS=plan.splits1, BLOCK=block, num_warps=max(1, min(8, block // 512)), **dependent_launch(x.device),
         )  # fmt: skip
-    partial = x.new_empty((pairs, plan.splits, hidden), dtype=torch.float32)
+    partial = x.new_empty(pairs, plan.splits, hidden, dtype=torch.float32)
     _product(
         a, a_scale, packed.w2, packed.w2_scale, packed.w2_bias, route, partial, plan.second, plan.splits,
         quant, wide, 1, alpha, limit, oai, False, factor,

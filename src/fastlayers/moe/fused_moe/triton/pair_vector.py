@@ -154,7 +154,7 @@ def vector_experts(
     into, out = _bound(
         top_k, plan, hidden, inner, oai, bias1 is not None, bias2 is not None, interleaved, x.device
     )  # fmt: skip
-    a = x.new_empty((tokens * top_k, inner))
+    a = x.new_empty(tokens * top_k, inner)
     into(
         (cdiv(inner, plan.first.n), tokens * top_k), x, packed.w13, x if bias1 is None else bias1, ids, a,
         routed, inner, hidden, x.stride(0), alpha, limit,

@@ -309,7 +309,7 @@ def _place_chunks(
     tokens, every = ids.shape[0], static["EXPERTS"] + static["SHARED"]
     step = max(1, CHUNK // static["BLOCK_K"])
     chunks = cdiv(tokens, step)
-    counts = ids.new_empty((chunks, static["BLOCK_E"]), dtype=torch.int32)
+    counts = ids.new_empty(chunks, static["BLOCK_E"], dtype=torch.int32)
     counting = {name: static[name] for name in ("EXPERTS", "TOP_K", "SHARED", "BLOCK_K", "BLOCK_E")}
     chunk_kernel[(chunks,)](ids, counts, tokens, **counting, TOKENS=step, num_warps=2)
     prefix_kernel[(cdiv(every, PREFIX_EXPERTS),)](
@@ -374,7 +374,7 @@ def scatter(x: torch.Tensor, rows: Rows, quant: str, ue8m0: bool, layout: int) -
     """
     (tokens, width), fp8 = x.shape, quant == "fp8_block"
     groups = cdiv(width, GROUP)
-    q = x.new_empty((rows.total, width), dtype=torch.float8_e4m3fn if fp8 else x.dtype)
+    q = x.new_empty(rows.total, width, dtype=torch.float8_e4m3fn if fp8 else x.dtype)
     s, stride = empty_scales(rows, groups, layout) if fp8 else (q, 0)
     each = min(8, next_power_of_2(groups))
     scatter_kernel[(tokens, cdiv(groups, each))](
