@@ -22,20 +22,8 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 GLOBAL_HOOKS: tuple[Any, ...] = tuple(getattr(torch_module, f"_global{name}") for name in HOOKS)
 CALL, CALL_IMPL = nn.Module.__call__, nn.Module._call_impl
 
-# What may be asked, of values that are bound to it; ``module`` is what the whole question is about.
-EMPTY = "not {0}"
-ENTRY = "{0}[{1}] is {2}"
-ABSENT = "{1} not in {0}"
-CLASS = "type({0}) is {1}"
-CHILDREN = "module._modules is {0}"
-OWN = "{0} not in module.__dict__"
-NUMBERS = "{0}(module) == {1}"
-SHAPE = "{0}[{1}].shape == {2}"
-# Of a tensor where it lies: its first rows may have been taken, and a square one may have been transposed.
-ADDRESS = "{0}.data_ptr() == {1}"
-SIZE = "{0}.numel() == {1}"
-ROWS = "{0}.is_contiguous()"
-
+# An expression with places for the values that it is about. ``module`` is what the whole question is about, ``own``
+# what it has of its own.
 Question = tuple[str, tuple[Any, ...]]
 Answer = Callable[[Any], bool]
 
@@ -47,12 +35,14 @@ _SOURCE = """
 def make({values}):
     def same(module):
         try:
+            own = module.__dict__
             return {questions}
         except (KeyError, AttributeError):  # deleted
             return False
 
     def stands(module):
         try:
+            own = module.__dict__
             return not {quiet} and {questions}
         except (KeyError, AttributeError):
             return False
@@ -88,8 +78,14 @@ def written(questions: Sequence[Question]) -> tuple[Answer, Answer]:
     Whether there are no hooks on all modules, modules are called as ever, and all ``questions`` are true of it; and
     whether, besides, nothing is :func:`recorded`.
     """
-    values = [value for _, bound in questions for value in bound]
-    same, stands = _compiled(tuple((form, len(bound)) for form, bound in questions))(*values)
+    values: dict[int, tuple[str, Any]] = {}
+    lines = dict.fromkeys(_EVERYONE)  # what is asked twice is written once
+    for form, bound in questions:
+        names = [values.setdefault(id(value), (f"v{len(values)}", value))[0] for value in bound]
+        lines[form.format(*names)] = None
+    same, stands = _compiled(", ".join(name for name, _ in values.values()), " and ".join(lines))(
+        *(value for _, value in values.values())
+    )
     return same, stands
 
 
@@ -99,14 +95,8 @@ def never(module: Any) -> bool:
 
 
 @functools.cache
-def _compiled(forms: tuple[tuple[str, int], ...]) -> Callable[..., tuple[Answer, Answer]]:
-    names: list[str] = []
-    lines = [*_EVERYONE]
-    for form, count in forms:
-        own = [f"v{len(names) + i}" for i in range(count)]
-        lines.append(form.format(*own))
-        names += own
+def _compiled(values: str, questions: str) -> Callable[..., tuple[Answer, Answer]]:
     space = {**_SPACE}
-    exec(_SOURCE.format(values=", ".join(names), questions=" and ".join(lines), quiet=_QUIET), space)
+    exec(_SOURCE.format(values=values, questions=questions, quiet=_QUIET), space)
     made: Callable[..., tuple[Answer, Answer]] = space["make"]
     return made

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -29,21 +28,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from fastlayers.patching.comparison import (
-    ABSENT,
-    ADDRESS,
     CALL,
     CALL_IMPL,
-    CHILDREN,
-    CLASS,
-    EMPTY,
-    ENTRY,
     GLOBAL_HOOKS,
     HOOKS,
-    NUMBERS,
-    OWN,
-    ROWS,
-    SHAPE,
-    SIZE,
     Answer,
     Question,
     never,
@@ -163,27 +151,33 @@ class Guard:
         Nothing of it leads back to the module: whoever lets go of it is rid of it. A replica of the module or a copy
         that shares this guard has another table of children.
         """
-        # What an attrgetter gives: of one name the value, of several a tuple.
-        read: Any = attrgetter(*(name for name, _ in self._baked)) if self._baked else type
-        asked: list[Question] = [(CHILDREN, (module._modules,)), (NUMBERS, (read, read(module)))]
-        asked += [(SHAPE, (module._parameters, name, shape)) for name, shape in self._shaped]
-        asked += [(OWN, (name,)) for name in self._methods]
+        asked: list[Question] = [("own['_modules'] is {}", (module._modules,))]
+        for name, value in self._baked:
+            asked.append((f"own[{name!r}] == {{}}" if name in module.__dict__ else f"module.{name} == {{}}", (value,)))
+        asked += [] if self._baked else [("type(module) is {}", (type(module),))]
+        for name, shape in self._shaped:
+            # A product with x settles a matrix's shape but for its size, and the second of two stacks' of matrices.
+            form, value = "shape", shape
+            if len(shape) < 3 or name != self._shaped[0][0]:
+                form, value = "nbytes", module._parameters[name].nbytes
+            asked.append((f"{{}}[{name!r}].{form} == {{}}", (module._parameters, value)))
+        asked += [(f"{name!r} not in own", ()) for name in self._methods]
         for name, part in parts.items():
-            asked += [(ENTRY, (module._modules, name, part)), (CLASS, (part, type(part)))]
-            asked += [(EMPTY, (part.__dict__[hooks],)) for hooks in HOOKS]
-            asked.append((ABSENT, (part.__dict__, "forward")))
-        for owner, name, value in self._code:
-            line = owner.__mro__ if isinstance(owner, type) else (owner,)
-            place = next((i for i, each in enumerate(line) if name in vars(each)), 0)
-            asked.append((ENTRY, (vars(line[place]), name, value)))
-            asked += [(ABSENT, (vars(each), name)) for each in line[:place]]
+            asked += [(f"{{}}[{name!r}] is {{}}", (module._modules, part)), ("type({}) is {}", (part, type(part)))]
+            asked += [("not {}", (part.__dict__[hooks],)) for hooks in HOOKS]
+            asked.append(("'forward' not in {}", (part.__dict__,)))
+        asked += [(f"{{}}.{name} is {{}}", (owner, value)) for owner, name, value in self._code]
         for table, name in weights:
             held = table[name]
-            asked += [(ENTRY, (table, name, held)), (ADDRESS, (held, held.data_ptr()))]
-            # What else might change where a tensor lies: one that leaves no product does not count.
+            asked += [
+                (f"{{}}[{name!r}] is {{}}", (table, held)),
+                ("{}.const_data_ptr() == {}", (held, held.data_ptr())),
+            ]
+            # What else might change where a tensor lies: its first rows may have been taken, and a square one may
+            # have been transposed. One that leaves no product does not count.
             if held.dim() > 1:
-                asked.append((SIZE, (held, held.numel())))
-                asked += [(ROWS, (held,))] if held.shape[0] == held.shape[1] else []
+                asked.append(("{}.nbytes == {}", (held, held.nbytes)))
+                asked += [("{}.is_contiguous()", (held,))] if held.shape[0] == held.shape[1] else []
         return asked
 
     def joined(self, other: Guard) -> Answer:
