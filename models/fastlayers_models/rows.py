@@ -18,6 +18,7 @@ import torch
 from fastlayers.attention.buckets import ExtendBucket
 from fastlayers.attention.step_buffers import Mirrored
 from fastlayers.errors import ArgumentError, RankLostError
+from fastlayers.integers import cdiv
 from fastlayers.sampler.layer import RowParams, SamplingParams
 
 # Steps whose tokens may be on their way at a time.
@@ -38,6 +39,16 @@ class Row:
     rope_delta: int = 0
 
 
+# Kernels are compiled anew for addresses that are not multiples of this.
+ALIGNMENT = 16
+
+
+def _aligned(fields: int, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return unwritten memory ``[fields, count]`` in which each field begins at an aligned address."""
+    step = ALIGNMENT // dtype.itemsize
+    return torch.empty(fields, cdiv(count, step) * step, dtype=dtype, device=device)[:, :count]
+
+
 _IDLE = Row(0, SamplingParams(temperature=0.0), 0, 0)
 
 
@@ -56,9 +67,9 @@ class RowTable:
         self.max_batch, self.device = max_batch, device
         size = max_batch + 1
         # temperature, top_p, min_p; top_k; seed, offset, token, delta of rotary positions
-        self._floats = torch.zeros(3, size, dtype=torch.float32, device=device)
-        self._ints = torch.zeros(1, size, dtype=torch.int32, device=device)
-        self._longs = torch.zeros(4, size, dtype=torch.int64, device=device)
+        self._floats = _aligned(3, size, torch.float32, device).zero_()
+        self._ints = _aligned(1, size, torch.int32, device).zero_()
+        self._longs = _aligned(4, size, torch.int64, device).zero_()
         self._floats[1] = 1.0
         self.tokens, self.rope_deltas = self._longs[2], self._longs[3]
 
@@ -74,7 +85,10 @@ class RowTable:
 
     def gather(self, rows: torch.Tensor) -> RowParams:
         """Return copies of these rows."""
-        floats, longs = self._floats.index_select(1, rows), self._longs[:2].index_select(1, rows)
+        count = rows.shape[0]
+        floats, longs = (_aligned(n, count, t.dtype, self.device) for n, t in ((3, self._floats), (2, self._longs)))
+        torch.index_select(self._floats, 1, rows, out=floats)
+        torch.index_select(self._longs[:2], 1, rows, out=longs)
         return RowParams(floats[0], self._ints[0].index_select(0, rows), floats[1], floats[2], longs[0], longs[1])
 
     def scatter(self, rows: torch.Tensor, offset: torch.Tensor, tokens: torch.Tensor) -> None:

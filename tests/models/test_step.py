@@ -22,7 +22,7 @@ from fastlayers.sampler.layer import Sampler, SamplingParams
 from fastlayers_models.deepseek import DeepseekForCausalLM
 from fastlayers_models.generate import Generator
 from fastlayers_models.qwen import QwenConfig, QwenForCausalLM
-from fastlayers_models.rows import IN_FLIGHT, ExtendInputs
+from fastlayers_models.rows import IN_FLIGHT, ExtendInputs, RowTable
 from fastlayers_models.step import ModelStep, Part, Row, StepKey, _capturable
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -346,6 +346,19 @@ def test_arguments() -> None:
         Requests(make("qwen3"), True, extend_buckets=(16,))
     assert ExtendBuckets().within(600, 3) == ExtendBuckets((16, 32, 64, 128, 256, 512), (1, 2, 3))
     assert ExtendBuckets((16, 24, 64), (1, 8)).within(64, 20, 16) == ExtendBuckets((16, 64), (1, 8))
+
+
+@pytest.mark.parametrize("rows", [[0], [4, 1], [2, 2, 0], [3, 0, 1, 2, 4]])
+def test_a_rows_fields_begin_at_aligned_addresses(rows: list[int]) -> None:
+    # Otherwise a sampler's kernels are compiled again for each number of rows.
+    table = RowTable(5, torch.device("cpu"))
+    table.put(
+        {i: Row(i, SamplingParams(temperature=0.1 * i, top_k=i, top_p=0.5, min_p=0.01 * i), 7 * i, i) for i in rows}
+    )
+    found = table.gather(torch.tensor(rows))
+    assert all(field.data_ptr() % 16 == 0 for params in (found, table.params(len(rows))) for field in params)
+    assert found.seed.tolist() == [7 * i for i in rows] and found.offset.tolist() == rows
+    assert found.min_p.tolist() == pytest.approx([0.01 * i for i in rows]) and found.top_k.tolist() == rows
 
 
 @pytest.mark.parametrize("size", [1, 5, 6, 16])

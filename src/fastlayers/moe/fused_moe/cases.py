@@ -222,7 +222,8 @@ def oracle(backend: str) -> Oracle | None:
 
 def refresh(impl: Any, inputs: dict[str, Any], context: Any) -> None:
     """Pack again, in place, where the packed weights are no views of the inputs."""
-    for new, old in zip(vars(prepare(impl, inputs)).values(), vars(context).values(), strict=True):
+    for name, new in vars(prepare(impl, inputs)).items():
+        old = getattr(context, name)
         if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
             old.copy_(new)
 
