@@ -159,7 +159,7 @@ class Guard:
             # A product with x settles a matrix's shape but for its size, and the second of two stacks' of matrices.
             form, value = "shape", shape
             if len(shape) < 3 or name != self._shaped[0][0]:
-                form, value = "nbytes", module._parameters[name].nbytes
+                form, value = "nbytes", module.get_parameter(name).nbytes
             asked.append((f"{{}}[{name!r}].{form} == {{}}", (module._parameters, value)))
         asked += [(f"{name!r} not in own", ()) for name in self._methods]
         for name, part in parts.items():
