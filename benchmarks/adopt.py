@@ -170,13 +170,16 @@ def _adopt_tables(tables: dict[Path, Row]) -> Iterator[str]:
     """Ship those tables that a tuner has changed."""
     from fastlayers.tuning.table import SHIPPED, measurements, write
 
+    changed: dict[Path, Row] = {}
     for path, table in sorted(tables.items()):
         shipped = SHIPPED / path.parent.name / path.name
         details = measurements(shipped)
         before = [json.loads(each.read_text()) if each.is_file() else {} for each in (shipped, details)]
-        if table != before[0] | before[1]:
-            write(shipped, table)
-            yield f"{path.parent.name}/{path.name}: {NEW_TABLE}"
+        if table != before[0] | before[1]:  # else a tuner's copy, which another may have measured anew
+            changed[shipped] = table
+    for shipped, table in changed.items():
+        write(shipped, table)
+        yield f"{shipped.parent.name}/{shipped.name}: {NEW_TABLE}"
 
 
 def renew_tables(tuned: bool) -> None:

@@ -223,6 +223,25 @@ def test_adopted_results_replace_their_part_and_name_their_commit(
     assert said.exit_code != 0 and before == {path: path.read_text() for path in results.rglob("*.json*")}
 
 
+def test_a_tuners_copy_does_not_undo_what_another_measured(
+    adopting: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = import_module("fastlayers.tuning.table")
+    shipped = tmp_path / "tuned"
+    monkeypatch.setattr(tables, "SHIPPED", shipped)
+    monkeypatch.setattr(tables, "measurements", lambda path: tmp_path / "details" / path.parent.name / path.name)
+    written: dict[str, Row] = {}
+    monkeypatch.setattr(tables, "write", lambda path, table: written.update({path.name: table}))
+    (shipped / "layer").mkdir(parents=True)
+    for name in ("x.json", "y.json"):
+        (shipped / "layer" / name).write_text('{"ms": 1}')
+    ran = {tmp_path / part / "layer" / name: {"ms": ms} for part, name, ms in (
+        ("a", "x.json", 2), ("b", "x.json", 1), ("a", "y.json", 1), ("b", "y.json", 1),
+    )}  # fmt: skip
+    assert list(adopting._adopt_tables(ran)) == [f"layer/x.json: {adopting.NEW_TABLE}"]
+    assert written == {"x.json": {"ms": 2}}
+
+
 # ---- the real parts --------------------------------------------------------------------------------------------
 
 
