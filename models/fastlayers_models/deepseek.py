@@ -104,9 +104,11 @@ class DeepseekMoE(nn.Module):
 
     def forward(self, x: torch.Tensor, valid: torch.Tensor | PlacedRows | None = None) -> torch.Tensor:
         """Return ``[T, D]``; rows that ``valid`` excludes cost no expert work."""
-        topk_weights, topk_ids = route(self.gate, x, valid, self.experts.placement)
-        routed: torch.Tensor = self.experts(x, topk_weights, topk_ids)
-        return routed if self.shared_experts is None else routed + self.shared_experts(x)
+        held: Any = self._modules
+        experts, shared = held["experts"], held.get("shared_experts")
+        topk_weights, topk_ids = route(held["gate"], x, valid, experts.placement)
+        routed: torch.Tensor = experts(x, topk_weights, topk_ids)
+        return routed if shared is None else routed + shared(x)
 
 
 class DeepseekLayer(DecoderLayer):

@@ -135,8 +135,9 @@ class GptOssMoE(nn.Module):
 
     def forward(self, x: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
         """Return ``[T, D]``; rows that ``valid`` excludes cost no expert work."""
-        topk_weights, topk_ids = route(self.router, x, valid)
-        out: torch.Tensor = self.experts(x, topk_weights, topk_ids)
+        held: Any = self._modules
+        topk_weights, topk_ids = route(held["router"], x, valid)
+        out: torch.Tensor = held["experts"](x, topk_weights, topk_ids)
         return out
 
 

@@ -231,8 +231,10 @@ class QwenMoE(nn.Module):
 
     def forward(self, x: torch.Tensor, valid: torch.Tensor | PlacedRows | None = None) -> torch.Tensor:
         """Return ``[T, D]``; rows that ``valid`` excludes cost no expert work."""
-        topk_weights, topk_ids = route(self.gate, x, valid, self.experts.placement)
-        routed: torch.Tensor = self.experts(x, topk_weights, topk_ids)
+        held: Any = self._modules
+        experts = held["experts"]
+        topk_weights, topk_ids = route(held["gate"], x, valid, experts.placement)
+        routed: torch.Tensor = experts(x, topk_weights, topk_ids)
         if self.shared_expert is None or self.shared_expert_gate is None:
             return routed
         return routed + torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)

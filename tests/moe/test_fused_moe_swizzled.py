@@ -153,11 +153,11 @@ def test_planted_bug_in_held_kernels_shows(name: str, tmp_path: Path, monkeypatc
         spec.loader.exec_module(made[each])
     for kernel in ("held_gate_up_kernel", "held_down_kernel"):
         monkeypatch.setattr(mxfp4_hopper, kernel, getattr(made["mxfp4_hopper"], kernel))
-    mxfp4_hopper._bound.cache_clear()
+    mxfp4_hopper._launches.cache_clear()
     try:
         assert not torch.equal(few_tokens(replace(PLAIN, held=3)), wanted), f"{name} changes nothing"
     finally:
-        mxfp4_hopper._bound.cache_clear()
+        mxfp4_hopper._launches.cache_clear()
 
 
 def test_candidates_are_plans() -> None:

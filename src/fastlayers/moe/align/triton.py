@@ -135,9 +135,10 @@ def _place_kernel(
 
 
 @lru_cache(maxsize=4096)
-def _launch_few(pairs: int, experts: int, block: int, device: torch.device) -> Callable[..., None]:
+def _few(pairs: int, experts: int, block: int, device: torch.device) -> tuple[int, Callable[..., None]]:
+    """Return the capacity in blocks, and what launches few pairs."""
     chunk = max(32, next_power_of_2(pairs))
-    return _few_kernel.at(  # type: ignore[no-any-return]
+    return num_blocks(pairs, experts, block), _few_kernel.at(
         (experts,), pairs, experts, BLOCK=block, CHUNK=chunk, BLOCK_E=next_power_of_2(experts + 1),
         num_warps=max(1, chunk // 256), **dependent_launch(device),
     )  # fmt: skip
@@ -148,16 +149,20 @@ def _fake(topk_ids: torch.Tensor, experts: int, block: int) -> tuple[torch.Tenso
     return topk_ids.new_empty(blocks * block), topk_ids.new_empty(blocks), topk_ids.new_empty(1)
 
 
-@operator("moe_align", _fake)
-def moe_align(topk_ids: torch.Tensor, experts: int, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Group pairs by expert; ``block`` is a power of two. See :mod:`fastlayers.moe.align.layer`."""
+def align(topk_ids: torch.Tensor, experts: int, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Group pairs by expert; ``block`` is a power of two. See :mod:`fastlayers.moe.align.layer`.
+
+    For the experts' operators, which nobody looks into; others call :data:`moe_align`.
+    """
     ids, pairs, device = topk_ids.contiguous(), topk_ids.numel(), topk_ids.device
+    if 0 < pairs <= FEW:
+        blocks, launch = _few(pairs, experts, block, device)
+        sorted_ids, expert_ids, total = ids.new_empty(blocks * block), ids.new_empty(blocks), ids.new_empty(1)
+        launch(ids, sorted_ids, expert_ids, total)
+        return sorted_ids, expert_ids, total
     sorted_ids, expert_ids, total = _fake(ids, experts, block)
     if pairs == 0:
         return sorted_ids, expert_ids, total.zero_()
-    if pairs <= FEW:
-        _launch_few(pairs, experts, block, device)(ids, sorted_ids, expert_ids, total)
-        return sorted_ids, expert_ids, total
     chunk = max(MIN_CHUNK, min(MAX_CHUNK, next_power_of_2(cdiv(pairs, SPLITS))))
     span, warps = cdiv(cdiv(pairs, SPLITS), chunk) * chunk, min(8, chunk // 256)
     counts, grid = (
@@ -173,6 +178,9 @@ def moe_align(topk_ids: torch.Tensor, experts: int, block: int) -> tuple[torch.T
         BLOCK=block, CHUNK=chunk, BLOCK_E=next_power_of_2(experts + 1), num_warps=warps, **launch,
     )  # fmt: skip
     return sorted_ids, expert_ids, total
+
+
+moe_align = operator("moe_align", _fake)(align)
 
 
 class TritonMoEAlign:

@@ -266,11 +266,12 @@ class TopKRouter(Layer):
         core = self.ladder.single or self.ladder.pick(hidden_states.shape[0])
         # A backend may have a kernel for the logits of a few tokens.
         logits = None
+        held = self._parameters
         if hasattr(core, "logits"):
-            logits = core.logits(hidden_states, self.weight, self.bias, self.logits_dtype)
+            logits = core.logits(hidden_states, held["weight"], held.get("bias"), self.logits_dtype)
         if logits is None:
             logits = self.logits(hidden_states)
-        topk_weights, topk_ids = core(logits, self.e_score_correction_bias, num_valid)
+        topk_weights, topk_ids = core(logits, held.get("e_score_correction_bias"), num_valid)
         return topk_weights, topk_ids
 
     def _check(self, hidden_states: torch.Tensor, num_valid: torch.Tensor | None) -> None:

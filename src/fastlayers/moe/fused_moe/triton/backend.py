@@ -12,11 +12,11 @@ from functools import lru_cache
 import torch
 
 from fastlayers.integers import cdiv, next_power_of_2
-from fastlayers.moe.align.triton import moe_align
+from fastlayers.moe.align.triton import align
 from fastlayers.moe.fused_moe import launch_config
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.experts_operator import ExpertsBackend, experts_operator
-from fastlayers.moe.fused_moe.launch_config import MAX_TOKENS, LaunchConfig, Tile, plan_for, plan_of
+from fastlayers.moe.fused_moe.launch_config import MAX_TOKENS, LaunchConfig, plan_for, plan_of
 from fastlayers.moe.fused_moe.token_chunks import token_chunks
 from fastlayers.moe.fused_moe.triton import grouped_gemm
 from fastlayers.moe.fused_moe.triton.mxfp4_gemm import mxfp4_experts
@@ -72,53 +72,60 @@ def _parts(count: int, block: int) -> tuple[int, int]:
     return (1, 1) if count <= 512 else (4, 1) if count <= 8192 else (16, 4)
 
 
-@lru_cache(maxsize=1024)
-def _bound_gate_up(
-    per_token: int, quant: str, fused: bool, ue8m0: bool, wide: bool, oai: bool, bias: bool, interleaved: bool,
-    even_k: bool, tile: Tile, band: int, device: torch.device,
+@lru_cache(maxsize=4096)
+def _launch_gate_up(
+    pairs: int, blocks: int, hidden: int, inner: int, x_stride: int, out_stride: int, per_token: int, quant: str,
+    fused: bool, ue8m0: bool, wide: bool, oai: bool, alpha: float, limit: float, bias: bool, interleaved: bool,
+    numbers: tuple[int, ...], device: torch.device,
 ) -> Callable[..., None]:  # fmt: skip
-    return grouped_gemm.gate_up_kernel.bind(
+    plan = plan_of(numbers)
+    tile = plan.first
+    return grouped_gemm.gate_up_kernel.at(
+        (blocks * cdiv(inner, tile.n),), pairs, blocks, hidden, inner, x_stride, out_stride, alpha, limit, EPS,
         PER_TOKEN=per_token, QUANT=FORMATS.index(quant), QUANT_OUT=fused, UE8M0=ue8m0, WIDE=wide, OAI=oai,
-        HAS_BIAS=bias, INTERLEAVED=interleaved, EVEN_K=even_k, BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k,
-        BAND=band, num_warps=tile.warps, num_stages=tile.stages, **dependent_launch(device),
+        HAS_BIAS=bias, INTERLEAVED=interleaved, EVEN_K=hidden % tile.k == 0, BLOCK_M=tile.m, BLOCK_N=tile.n,
+        BLOCK_K=tile.k, BAND=plan.band, num_warps=tile.warps, num_stages=tile.stages, **dependent_launch(device),
     )  # fmt: skip
 
 
-@lru_cache(maxsize=1024)
-def _bound_down(
-    quant: str, wide: bool, bias: bool, even_k: bool, tile: Tile, band: int, device: torch.device
-) -> Callable[..., None]:
-    return grouped_gemm.down_kernel.bind(
-        QUANT=FORMATS.index(quant), WIDE=wide, HAS_BIAS=bias, EVEN_K=even_k, BLOCK_M=tile.m, BLOCK_N=tile.n,
-        BLOCK_K=tile.k, BAND=band, num_warps=tile.warps, num_stages=tile.stages, **dependent_launch(device),
+@lru_cache(maxsize=4096)
+def _launch_down(
+    pairs: int, blocks: int, hidden: int, inner: int, stride: int, quant: str, wide: bool, bias: bool,
+    numbers: tuple[int, ...], device: torch.device,
+) -> Callable[..., None]:  # fmt: skip
+    plan = plan_of(numbers)
+    tile = plan.second
+    return grouped_gemm.down_kernel.at(
+        (blocks * cdiv(hidden, tile.n),), pairs, blocks, hidden, inner, stride,
+        QUANT=FORMATS.index(quant), WIDE=wide, HAS_BIAS=bias, EVEN_K=inner % tile.k == 0, BLOCK_M=tile.m,
+        BLOCK_N=tile.n, BLOCK_K=tile.k, BAND=plan.band, num_warps=tile.warps, num_stages=tile.stages,
+        **dependent_launch(device),
     )  # fmt: skip
 
 
 def _gate_up(
     x: torch.Tensor, scale: torch.Tensor, packed: MoEWeights, ids: torch.Tensor, aligned: tuple[torch.Tensor, ...],
-    plan: LaunchConfig, cfg: FusedMoEConfig, wide: bool,
+    numbers: tuple[int, ...], cfg: FusedMoEConfig, wide: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the inner rows of all pairs and their scales (a dummy if not quantised)."""
     sorted_ids, expert_ids, total = aligned
-    (experts, rows, hidden), pairs, tile = packed.w13.shape, ids.numel(), plan.first
-    inner, blocks, quant, ue8m0 = rows // 2, expert_ids.shape[0], cfg.quant, cfg.scale_fmt == "ue8m0"
-    fused = quant == "fp8_block" and tile.n == GROUP
+    (experts, rows, hidden), (tokens, per_token), quant = packed.w13.shape, ids.shape, cfg.quant
+    inner, blocks, pairs, bias = rows // 2, expert_ids.shape[0], tokens * per_token, packed.w13_bias
+    fused, ue8m0 = quant == "fp8_block" and plan_of(numbers).first.n == GROUP, cfg.scale_fmt == "ue8m0"
+    out_scale = scale
     if fused:
         out = x.new_empty(pairs, inner, dtype=CODES[quant])
         out_scale = x.new_empty(pairs, cdiv(inner, GROUP), dtype=torch.float32)
     else:
         # fp32 until it is quantised, so that the codes are those of the exact sums.
-        out = x.new_empty(pairs, inner, dtype=x.dtype if quant == "none" else torch.float32)
-        out_scale = scale
-    bound = _bound_gate_up(
-        ids.shape[1], quant, fused, ue8m0, wide, cfg.activation == "swiglu_oai", packed.w13_bias is not None,
-        cfg.interleaved, hidden % tile.k == 0, tile, plan.band, x.device,
+        out = x.new_empty(pairs, inner) if quant == "none" else x.new_empty(pairs, inner, dtype=torch.float32)
+    launch = _launch_gate_up(
+        pairs, blocks, hidden, inner, x.stride()[0], inner, per_token, quant, fused, ue8m0, wide,
+        cfg.activation == "swiglu_oai", cfg.alpha, cfg.limit, bias is not None, cfg.interleaved, numbers, x.device,
     )  # fmt: skip
-    bound(
-        (blocks * cdiv(inner, tile.n),),
-        x, scale, packed.w13, scale if packed.w13_scale is None else packed.w13_scale,
-        scale if packed.w13_bias is None else packed.w13_bias, out, out_scale, sorted_ids, expert_ids, total,
-        pairs, blocks, hidden, inner, x.stride(0), out.stride(0), cfg.alpha, cfg.limit, EPS,
+    launch(
+        x, scale, packed.w13, scale if packed.w13_scale is None else packed.w13_scale, scale if bias is None else bias,
+        out, out_scale, sorted_ids, expert_ids, total,
     )  # fmt: skip
     if quant != "none" and not fused:
         return _quantize(out, ids, experts, quant, ue8m0)
@@ -126,17 +133,17 @@ def _gate_up(
 
 
 def _chunk(
-    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, y: torch.Tensor, plan: LaunchConfig, packed: MoEWeights,
-    cfg: FusedMoEConfig,
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, y: torch.Tensor, numbers: tuple[int, ...],
+    packed: MoEWeights, cfg: FusedMoEConfig,
 ) -> None:  # fmt: skip
     """Compute ``y`` for at most MAX_TOKENS tokens; ``ids`` include shared experts, unless each pair is by itself."""
-    experts, hidden, quant = packed.w2.shape[0], x.shape[1], cfg.quant
+    (experts, hidden, inner), quant, plan = packed.w2.shape[:3], cfg.quant, plan_of(numbers)
     oai, factor, ue8m0 = cfg.activation == "swiglu_oai", cfg.scaling_factor, cfg.scale_fmt == "ue8m0"
     if quant == "mxfp4":
         partial = mxfp4_experts(x, weights, ids, packed, plan, oai, cfg.alpha, cfg.limit, cfg.interleaved)
         reduce(partial, ids, y, experts, factor, plan.splits)
         return
-    inner, pairs, second, wide = packed.w2.shape[2], ids.numel(), plan.second, x.dtype == torch.float32
+    wide = x.dtype == torch.float32
     values, scale = (x, weights) if quant == "none" else _quantize(x, None, experts, quant, ue8m0)
     if plan.first.m == 0:
         vector_experts(x, weights, ids, packed, y, plan, oai, cfg.alpha, cfg.limit, factor, cfg.interleaved)
@@ -147,16 +154,17 @@ def _chunk(
             factor, cfg.interleaved,
         )  # fmt: skip
         return
-    sorted_ids, expert_ids, total = moe_align(ids, experts, plan.first.m)
-    inner_rows, inner_scale = _gate_up(values, scale, packed, ids, (sorted_ids, expert_ids, total), plan, cfg, wide)
+    aligned = align(ids, experts, plan.first.m)
+    inner_rows, inner_scale = _gate_up(values, scale, packed, ids, aligned, numbers, cfg, wide)
+    pairs, bias = inner_rows.shape[0], packed.w2_bias
     partial = x.new_empty(pairs, hidden, dtype=torch.float32)
-    blocks = expert_ids.shape[0]
-    bound = _bound_down(quant, wide, packed.w2_bias is not None, inner % second.k == 0, second, plan.band, x.device)
-    bound(
-        (blocks * cdiv(hidden, second.n),),
+    launch = _launch_down(
+        pairs, aligned[1].shape[0], hidden, inner, inner_rows.stride()[0], quant, wide, bias is not None, numbers,
+        x.device,
+    )  # fmt: skip
+    launch(
         inner_rows, inner_scale, packed.w2, weights if packed.w2_scale is None else packed.w2_scale,
-        weights if packed.w2_bias is None else packed.w2_bias, weights, partial, sorted_ids, expert_ids, total,
-        pairs, blocks, hidden, inner, inner_rows.stride(0),
+        weights if bias is None else bias, weights, partial, *aligned,
     )  # fmt: skip
     reduce(partial, ids, y, experts, factor)
 
@@ -167,8 +175,8 @@ def _fused_moe(
     numbers: list[int],
 ) -> torch.Tensor:  # fmt: skip
     y = x.new_empty(*x.shape)
-    how = plan_of(tuple(numbers))
-    shared = 0 if how.by_pair else cfg.num_shared
+    how = tuple(numbers)
+    shared = 0 if cfg.num_shared == 0 or plan_of(how).by_pair else cfg.num_shared
     weights, ids = _extend(topk_weights, topk_ids, cfg.num_experts, shared, cfg.scaling_factor)
     for part in token_chunks(x, weights, ids, y, MAX_TOKENS):
         _chunk(*part, how, packed, cfg)
@@ -190,6 +198,8 @@ class TritonFusedMoE(ExpertsBackend):
     def __init__(self, cfg: FusedMoEConfig, config: Mapping[str, int] | None = None) -> None:
         super().__init__(cfg)
         self.plan = None if config is None else LaunchConfig.of(config)
+        # Of the plan, or of the rule's plan for so many tokens.
+        self._numbers: dict[tuple[int, bool], list[int]] = {}
 
     @staticmethod
     def candidates(cfg: FusedMoEConfig, num_tokens: int) -> list[dict[str, int]]:
@@ -200,8 +210,13 @@ class TritonFusedMoE(ExpertsBackend):
         self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: MoEWeights
     ) -> torch.Tensor:
         """Return ``y`` ``[T,D]`` in the dtype of ``x``, a new tensor."""
-        wide = x.dtype == torch.float32
-        plan = self.plan
-        if plan is None or (wide and self.cfg.quant in ("none", "mxfp4")):
-            plan = plan_for(x.shape[0], self.cfg, wide)
-        return self.compute(x, topk_weights, topk_ids, packed, plan.numbers())
+        key = x.shape[0], x.dtype == torch.float32
+        numbers = self._numbers.get(key)
+        if numbers is None:
+            numbers = self._numbers[key] = self._plan(*key).numbers()
+        return self.compute(x, topk_weights, topk_ids, packed, numbers)
+
+    def _plan(self, tokens: int, wide: bool) -> LaunchConfig:
+        if self.plan is None or (wide and self.cfg.quant in ("none", "mxfp4")):
+            return plan_for(tokens, self.cfg, wide)
+        return self.plan

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from fastlayers.integers import cdiv, next_power_of_2
-from fastlayers.moe.align.triton import moe_align
+from fastlayers.moe.align.triton import align
 from fastlayers.moe.fused_moe.launch_config import LaunchConfig
 from fastlayers.moe.fused_moe.triton.activation import activation_of
 from fastlayers.moe.fused_moe.triton.grouped_gemm import (
@@ -252,7 +252,7 @@ def mxfp4_experts(
     height = max(16, first.m)
     sorted_ids, expert_ids, total, blocks = ids, ids, ids, pairs
     if not direct:
-        sorted_ids, expert_ids, total = moe_align(ids, experts, height)
+        sorted_ids, expert_ids, total = align(ids, experts, height)
         blocks = expert_ids.shape[0]
     split = x.new_empty(*x.shape)
     width = min(1024, next_power_of_2(hidden // 2))

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from fastlayers.errors import ArgumentError
 from fastlayers.integers import cdiv, next_power_of_2
-from fastlayers.moe.align.triton import moe_align
+from fastlayers.moe.align.triton import align
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.experts_operator import ExpertsBackend, experts_operator
 from fastlayers.moe.fused_moe.launch_config import MAX_TOKENS
@@ -309,26 +309,33 @@ def plans(tokens: int) -> list[HopperLaunchConfig]:
 
 
 @lru_cache(maxsize=1024)
-def _bound(
-    per_token: int, hidden: int, inner: int, bias13: bool, bias2: bool, plan: HopperLaunchConfig, device: torch.device
+def _plan_of(numbers: tuple[int, ...]) -> HopperLaunchConfig:
+    return HopperLaunchConfig(*numbers)
+
+
+@lru_cache(maxsize=4096)
+def _launches(
+    tokens: int, per_token: int, blocks: int, experts: int, hidden: int, inner: int, x_stride: int, alpha: float,
+    limit: float, bias13: bool, bias2: bool, numbers: tuple[int, ...], device: torch.device,
 ) -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]]:  # fmt: skip
     """Return what launches the order of the rows, the first product and the second.
 
     Those of ``plan.held`` are of pairs by themselves, all codes of a program in registers.
     """
-    launch = dependent_launch(device)
+    plan, launch, pairs, width = _plan_of(numbers), dependent_launch(device), tokens * per_token, _order_width(hidden)
     sizes = {"HIDDEN": hidden, "INNER": inner} | launch
     shared = sizes | {"DIRECT": plan.tokens == 0, "WIDE": plan.tokens == 16, "ASYNC": not plan.l1}
     first = {"PER_TOKEN": per_token, "HAS_BIAS": bias13, "R": plan.r1, "W": plan.w1, "num_warps": plan.w1}
     second = {"HAS_BIAS": bias2, "R": plan.r2, "W": plan.w2, "num_warps": plan.w2}
+    grids = (blocks * cdiv(2 * inner, 16 * plan.r1),), (blocks * cdiv(hidden, 16 * plan.r2),)
     return (
-        order_kernel.bind(BLOCK=_order_width(hidden), **launch),
-        held_gate_up_kernel.bind(**sizes, **first)
+        order_kernel.at((tokens, cdiv(hidden, width)), x_stride, hidden, BLOCK=width, **launch),
+        held_gate_up_kernel.at(grids[0], experts, alpha, limit, **sizes, **first)
         if plan.held & 1
-        else swizzled_gate_up_kernel.bind(**shared, **first, STAGES=plan.s1),
-        held_down_kernel.bind(**sizes, **second)
+        else swizzled_gate_up_kernel.at(grids[0], pairs, experts, alpha, limit, **shared, **first, STAGES=plan.s1),
+        held_down_kernel.at(grids[1], experts, **sizes, **second)
         if plan.held & 2
-        else swizzled_down_kernel.bind(**shared, **second, STAGES=plan.s2),
+        else swizzled_down_kernel.at(grids[1], pairs, experts, **shared, **second, STAGES=plan.s2),
     )
 
 
@@ -336,42 +343,35 @@ def _order_width(hidden: int) -> int:
     return min(1024, next_power_of_2(hidden))
 
 
-@lru_cache(maxsize=1024)
-def _plan_of(numbers: tuple[int, ...]) -> HopperLaunchConfig:
-    return HopperLaunchConfig(*numbers)
-
-
 def _experts(
     x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: SwizzledWeights, inner: int, experts: int,
-    alpha: float, limit: float, plan: HopperLaunchConfig,
+    alpha: float, limit: float, numbers: tuple[int, ...],
 ) -> torch.Tensor:  # fmt: skip
     """Return the weighted rows of all pairs, fp32 ``[T*k, D]``; those of dropped pairs are not written."""
-    (count, hidden), pairs = x.shape, ids.numel()
-    bias13, bias2 = packed.w13_bias, packed.w2_bias
-    order, gate_up, down = _bound(ids.shape[1], hidden, inner, bias13 is not None, bias2 is not None, plan, x.device)
-    ordered = x.new_empty(*x.shape)
-    order((count, cdiv(hidden, _order_width(hidden))), x, ordered, x.stride(0), hidden)
-    sorted_ids, expert_ids, total, blocks = ids, ids, ids, pairs
+    (count, hidden), per_token, plan = x.shape, ids.shape[1], _plan_of(numbers)
+    pairs, bias13, bias2 = count * per_token, packed.w13_bias, packed.w2_bias
+    aligned, blocks = (ids, ids, ids), pairs
     if plan.tokens:
-        sorted_ids, expert_ids, total = moe_align(ids, experts, plan.tokens)
-        blocks = expert_ids.shape[0]
-    inner_rows = x.new_empty(pairs, inner)
+        aligned = align(ids, experts, plan.tokens)
+        blocks = aligned[1].shape[0]
+    order, gate_up, down = _launches(
+        count, per_token, blocks, experts, hidden, inner, x.stride()[0], alpha, limit, bias13 is not None,
+        bias2 is not None, numbers, x.device,
+    )  # fmt: skip
+    ordered, inner_rows = x.new_empty(count, hidden), x.new_empty(pairs, inner)
     partial = x.new_empty(pairs, hidden, dtype=torch.float32)
     w13, w2, scales13, scales2 = packed.rows
     tokens, rows = ordered.view(torch.int32), inner_rows.view(torch.int32)
     bias13, bias2 = weights if bias13 is None else bias13, weights if bias2 is None else bias2
-    first, second = (blocks * cdiv(2 * inner, 16 * plan.r1),), (blocks * cdiv(hidden, 16 * plan.r2),)
+    order(x, ordered)
     if plan.held & 1:
-        gate_up(first, tokens, w13, scales13, bias13, inner_rows, ids, experts, alpha, limit)
+        gate_up(tokens, w13, scales13, bias13, inner_rows, ids)
     else:
-        gate_up(
-            first, tokens, w13, scales13, bias13, inner_rows, sorted_ids, expert_ids, total, pairs, experts, alpha,
-            limit,
-        )  # fmt: skip
+        gate_up(tokens, w13, scales13, bias13, inner_rows, *aligned)
     if plan.held & 2:
-        down(second, rows, w2, scales2, bias2, weights, partial, ids, experts)
+        down(rows, w2, scales2, bias2, weights, partial, ids)
     else:
-        down(second, rows, w2, scales2, bias2, weights, partial, sorted_ids, expert_ids, total, pairs, experts)
+        down(rows, w2, scales2, bias2, weights, partial, *aligned)
     return partial
 
 
@@ -380,10 +380,10 @@ def _fused_moe(
     x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: SwizzledWeights, cfg: FusedMoEConfig,
     numbers: list[int],
 ) -> torch.Tensor:  # fmt: skip
-    plan, experts = _plan_of(tuple(numbers)), cfg.num_experts
+    how, experts = tuple(numbers), cfg.num_experts
     y = x.new_empty(*x.shape)
     for chunk, weights, ids, out in token_chunks(x, topk_weights, topk_ids, y, MAX_TOKENS):
-        partial = _experts(chunk, weights, ids, packed, cfg.intermediate_size, experts, cfg.alpha, cfg.limit, plan)
+        partial = _experts(chunk, weights, ids, packed, cfg.intermediate_size, experts, cfg.alpha, cfg.limit, how)
         reduce(partial, ids, out, experts, cfg.scaling_factor)
     return y
 

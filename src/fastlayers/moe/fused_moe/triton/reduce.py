@@ -95,16 +95,24 @@ def combine_kernel(
     tl.store(y_ptr + token * hidden + column, cast(total, y_ptr.dtype.element_ty), mask=inside)
 
 
-@lru_cache
-def _bound(per_token: int, splits: int, block: int, device: torch.device) -> Callable[..., None]:
-    return reduce_kernel.bind(
-        PER_TOKEN=per_token, SPLITS=splits, BLOCK=block, num_warps=max(1, block // 256), **dependent_launch(device)
-    )
+@lru_cache(maxsize=4096)
+def _launch(
+    tokens: int, hidden: int, per_token: int, experts: int, factor: float, splits: int, device: torch.device
+) -> Callable[..., None]:
+    block = min(256 if tokens <= 64 else 1024, next_power_of_2(hidden))
+    return reduce_kernel.at(
+        (tokens, cdiv(hidden, block)), hidden, experts, factor,
+        PER_TOKEN=per_token, SPLITS=splits, BLOCK=block, num_warps=max(1, block // 256), **dependent_launch(device),
+    )  # fmt: skip
 
 
-@lru_cache
-def _bound_pairs(top_k: int, shared: int, splits: int, width: int, device: torch.device) -> Callable[..., None]:
-    return pair_sum_kernel.bind(
+@lru_cache(maxsize=4096)
+def _launch_pairs(
+    tokens: int, hidden: int, routed: int, factor: float, top_k: int, shared: int, splits: int, device: torch.device
+) -> Callable[..., None]:
+    width = min(256, next_power_of_2(hidden))
+    return pair_sum_kernel.at(
+        (tokens, cdiv(hidden, width)), hidden, routed, factor,
         TOP_K=top_k, SHARED=shared, SPAN=next_power_of_2(top_k), SPLITS=splits, BLOCK=width,
         num_warps=max(1, width // 128), **dependent_launch(device),
     )  # fmt: skip
@@ -114,10 +122,7 @@ def reduce(
     partial: torch.Tensor, ids: torch.Tensor, y: torch.Tensor, experts: int, factor: float, splits: int = 1
 ) -> None:
     """Write the sums of each token's pairs to ``y``."""
-    (tokens, hidden), per_token = y.shape, ids.shape[1]
-    block = min(256 if tokens <= 64 else 1024, next_power_of_2(hidden))
-    bound = _bound(per_token, splits, block, y.device)
-    bound((tokens, cdiv(hidden, block)), partial, ids, y, hidden, experts, factor)
+    _launch(*y.shape, ids.shape[1], experts, factor, splits, y.device)(partial, ids, y)
 
 
 def pair_sum(
@@ -125,10 +130,7 @@ def pair_sum(
     splits: int,
 ) -> None:  # fmt: skip
     """Write the sums of each token's pairs to ``y``, where no alignment has marked the dropped ones."""
-    hidden = y.shape[1]
-    width = min(256, next_power_of_2(hidden))
-    bound = _bound_pairs(top_k, shared, splits, width, y.device)
-    bound((y.shape[0], cdiv(hidden, width)), partial, ids, y, hidden, routed, factor)
+    _launch_pairs(*y.shape, routed, factor, top_k, shared, splits, y.device)(partial, ids, y)
 
 
 def combine(
