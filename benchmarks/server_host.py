@@ -27,7 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fastlayers_server.engine.client import Phase
+from fastlayers_server.engine.child import Phase
 from fastlayers_server.engine.config import EngineConfig, SchedulerConfig
 from fastlayers_server.engine.loop import Engine
 from fastlayers_server.engine.protocol import Abort, EngineInfo, Sampling, Submit, encode, pack_ids
@@ -138,7 +138,7 @@ def ticks(rows: int, count: int = 400) -> dict[str, Any]:
 def front(port: str, settings: str) -> None:
     """Run the front's process."""
     from fastlayers_server import log as logs
-    from fastlayers_server.engine.process import EngineProcess
+    from fastlayers_server.engine.client import EngineClient
     from fastlayers_server.front.app import make_app, make_front
     from fastlayers_server.front.server import Runner
     from fastlayers_server.front.sockets import bound
@@ -150,7 +150,7 @@ def front(port: str, settings: str) -> None:
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY, "model_type": "qwen3"}))
     config = EngineConfig(model=f"{given['tick']} {given['per_token']}", max_running_requests=given["rows"])
-    client = EngineProcess(config, [sys.executable, __file__, "engine"])
+    client = EngineClient(config, [sys.executable, __file__, "engine"])
     named = ServeConfig(served_model_name=("hollow",), open_admin=True)
     made = make_front(named, client, TokenText(folder, None, True))
     runner = Runner(make_app(made), made)

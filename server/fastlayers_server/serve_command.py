@@ -53,8 +53,8 @@ def template_of(config: ServeConfig) -> str | None:
 
 def engine_of(config: ServeConfig, folder: Path) -> EngineClient:
     """Return the client of the engine that will serve; nothing is started yet."""
+    from fastlayers_server.engine.client import engine_client
     from fastlayers_server.engine.config import EngineConfig
-    from fastlayers_server.engine.process import engine_client
 
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(EngineConfig)}
     settings = EngineConfig(**values | {"model": str(folder)})

@@ -24,8 +24,8 @@ CONVERT = (
 START = (
     "import sys, time\n"
     "from fastlayers_server.engine.config import EngineConfig\n"
-    "from fastlayers_server.engine.process import EngineProcess\n"
-    "engine = EngineProcess(EngineConfig('tiny'), [sys.executable, '-c', 'import time; time.sleep(2)'])\n"
+    "from fastlayers_server.engine.client import EngineClient\n"
+    "engine = EngineClient(EngineConfig('tiny'), [sys.executable, '-c', 'import time; time.sleep(2)'])\n"
     "engine.start(lambda message: None)\n"
     "print(engine._folder.is_dir(), flush=True)\n"
     "time.sleep(float(sys.argv[1]))\n"

@@ -19,7 +19,7 @@ BEFORE_THE_ENGINE = """
 import asyncio
 from pathlib import Path
 from fastlayers_server import cli, serve_command
-from fastlayers_server.engine import process
+from fastlayers_server.engine import client
 
 class Started(Exception):
     pass
@@ -27,7 +27,7 @@ class Started(Exception):
 def start(self, deliver):
     raise Started
 
-process.EngineProcess.start = start
+client.EngineClient.start = start
 try:
     serve_command.serve(["--port", "0", *{flags}])
 except Started:
@@ -36,7 +36,7 @@ except Started:
 FRONT = """
 from fastlayers_server.front.app import make_app, make_front
 from fastlayers_server.front.server import Runner
-from fastlayers_server.engine.process import engine_client
+from fastlayers_server.engine.client import engine_client
 """
 ENGINE = """
 from fastlayers_server.engine import child, startup
@@ -87,7 +87,7 @@ def loaded(code: str) -> set[str]:
 @pytest.mark.parametrize("flags", [[], ["Qwen/Qwen3-8B", "--load-format", "dummy"]])
 def test_before_the_engines_process_is_started(flags: list[str]) -> None:
     found = loaded(BEFORE_THE_ENGINE.replace("{flags}", repr(flags)))
-    assert "fastlayers_server.engine.process" in found
+    assert "fastlayers_server.engine.client" in found
     assert not found & {*HEAVY, "starlette.routing", "uvicorn", "tokenizers"}
 
 

@@ -1,7 +1,7 @@
 """The engine: requests in, tokens out.
 
     protocol.py                       what a front and an engine say to each other: read this first
-    client.py process.py child.py     how a front holds an engine, on a thread or as a process
+    client.py child.py                how a front holds an engine; the process, or the thread, that it is
     loop.py                           a tick: take, plan, launch, commit, tell
     scheduler.py                      what a tick launches and what its tokens mean
       request.py queue.py running.py  a request, and a tick's plan; who waits; who has a slot and pages

@@ -3,7 +3,8 @@
     main thread   builds the engine, then ticks
     I/O thread    receives, beats once a second, notices that the front is gone
 
-Only :mod:`fastlayers_server.engine.process` starts it. The exit code is :data:`REFUSED` where another try is in vain.
+Only :mod:`fastlayers_server.engine.client` starts it; or the same two threads beside its own, for a server that is one
+process. The exit code is :data:`REFUSED` where another try is in vain.
 """
 
 from __future__ import annotations
@@ -16,36 +17,50 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import msgspec
 import zmq
 
+from fastlayers.errors import FastlayersError
 from fastlayers_server import log as logs
-from fastlayers_server.engine.client import BEAT_SECONDS, Phase, beat, unforeseen
 from fastlayers_server.engine.config import EngineConfig
 from fastlayers_server.engine.loop import Engine
-from fastlayers_server.engine.protocol import Died, FromEngine, encode, to_engine
+from fastlayers_server.engine.protocol import Beat, Died, FromEngine, encode, to_engine
 
 log = logging.getLogger("fastlayers_server.engine.child")  # it runs as __main__
 REFUSED = 3
+BEAT_SECONDS = 1.0
 OUTBOX = 10_000  # messages
 FRONT_SECONDS = 30.0  # a front that takes nothing for so long is gone
-Make = Callable[[EngineConfig, Phase, int], Engine]
+Phase = Callable[[str], None]
+Make = Callable[[Phase, int], Engine]  # given the epoch; tells each phase of the start
 
 
 class Child:
-    """The sockets and the engine of this process."""
+    """An engine and its sockets.
 
-    def __init__(self, folder: str, epoch: int, parent: int) -> None:
-        self.epoch, self.phase = epoch, "starting"
+    Parameters
+    ----------
+    address : str
+        Of the sockets, which the front has bound.
+    epoch : int
+    parent : int
+        The front, which may be gone before this process could ask; 0: it is this process.
+    context : zmq.Context, optional
+        The front's, where it is in this process.
+    """
+
+    def __init__(self, address: str, epoch: int, parent: int = 0, context: zmq.Context[Any] | None = None) -> None:
+        self.epoch, self.phase, self._parent = epoch, "starting", parent
         self.engine: Engine | None = None
-        self._parent = parent  # who may be gone before this process could ask
-        context = zmq.Context()
+        context = context or zmq.Context()
         self._in, self._out = context.socket(zmq.PULL), context.socket(zmq.PUSH)
         self._out.set_hwm(OUTBOX)
         self._out.setsockopt(zmq.SNDTIMEO, int(FRONT_SECONDS * 1000))
-        self._in.connect(f"ipc://{folder}/to-{epoch}")
-        self._out.connect(f"ipc://{folder}/from-{epoch}")
+        self._in.connect(f"{address}/to-{epoch}")
+        self._out.connect(f"{address}/from-{epoch}")
         self._sending = threading.Lock()
         threading.Thread(target=self._io, name="engine-io", daemon=True).start()
 
@@ -53,39 +68,45 @@ class Child:
         """Send a message; a front that does not take it ends this process."""
         with self._sending:
             try:
-                self._out.send(encode(message))
+                if self.phase != "dead":
+                    self._out.send(encode(message))
             except zmq.Again:
                 log.error("the front took nothing for %g s; the engine ends", FRONT_SECONDS)
                 os._exit(1)
 
-    def run(self, make: Make, config: EngineConfig) -> int:
-        """Build the engine and tick until the front ends it; returns the exit code."""
-
-        def tell(phase: str) -> None:
-            self.phase = phase
-
+    def run(self, make: Make) -> int:
+        """Build the engine and tick until the front ends it, and let what was sent go out; returns the exit code."""
         try:
-            self.engine = make(config, tell, self.epoch)
-        except (ValueError, LookupError, RuntimeError, OSError) as error:
-            # Either way the next start would end alike.
-            log.error("the engine does not start: %s", error, exc_info=unforeseen(error))
-            self.deliver(Died(self.epoch, f"{type(error).__name__}: {error}", restarting=False))
-            return REFUSED
-        self.engine.begin(self.deliver)
-        self.phase = "serving"
-        try:
+            self.engine = make(self._tell, self.epoch)
+            self.engine.begin(self.deliver)
+            self.phase = "serving"
             self.engine.run()
+            code = 0
         except Exception as error:
-            log.exception("the engine died")
-            self.deliver(Died(self.epoch, f"{type(error).__name__}: {error}", restarting=True))
-            return 1
-        return 0
-
-    def close(self) -> None:
-        """Let what was sent go out."""
-        self.phase = "dead"
+            # Of some errors the next start would end alike.
+            refused = self.engine is None and isinstance(error, ValueError | LookupError | RuntimeError | OSError)
+            # A traceback helps nobody with our own errors, which are sentences for whoever started the engine.
+            unforeseen = self.engine is not None or not isinstance(error, FastlayersError)
+            said = "died" if self.engine is not None else "does not start"
+            log.error("the engine %s: %s", said, error, exc_info=unforeseen)
+            self.deliver(Died(self.epoch, f"{type(error).__name__}: {error}", restarting=not refused))
+            code = REFUSED if refused else 1
         with self._sending:
+            self.phase = "dead"
             self._out.close(linger=2000)
+        return code
+
+    def _tell(self, phase: str) -> None:
+        self.phase = phase
+        self._beat()
+
+    def _beat(self) -> None:
+        engine, phase, age = self.engine, self.phase, 0.0
+        if engine is not None:
+            phase = "draining" if phase == "serving" and engine.scheduler.draining else phase
+            started = engine.tick_started
+            age = time.monotonic() - started if started else 0.0
+        self.deliver(Beat(self.epoch, phase, engine.scheduler.ticks if engine is not None else 0, age))
 
     def _io(self) -> None:
         beat_at = 0.0
@@ -95,16 +116,38 @@ class Child:
                 # The front sends nothing before it was told that the engine is there.
                 if self.engine is not None:
                     self.engine.post(message)
-            if os.getppid() != self._parent:
+            if self._parent and os.getppid() != self._parent:
                 log.warning("the front is gone; the engine ends")
                 os._exit(1)
             now = time.monotonic()
-            if now >= beat_at and self.phase != "dead":
+            if now >= beat_at:
                 beat_at = now + BEAT_SECONDS
-                self.deliver(beat(self.engine, self.epoch, self.phase))
+                self._beat()
+        self._in.close()
 
 
-def main(make: Make, arguments: Sequence[str] = (), config: EngineConfig | None = None) -> int:
+class ChildThread(threading.Thread):
+    """Runs an engine, and ends as a process does."""
+
+    def __init__(self, child: Child, make: Make) -> None:
+        super().__init__(name="engine", daemon=True)
+        self.child, self.returncode, self._make = child, 1, make
+        self.start()
+
+    def run(self) -> None:
+        """Tick until the end."""
+        self.returncode = self.child.run(self._make)
+
+    def poll(self) -> int | None:
+        """Return the exit code, if it has ended."""
+        return None if self.is_alive() else self.returncode
+
+
+def main(
+    make: Callable[[EngineConfig, Phase, int], Engine],
+    arguments: Sequence[str] = (),
+    config: EngineConfig | None = None,
+) -> int:
     """Run the process; by default its arguments come on the command line, the configuration on stdin."""
     # The front decides when to end: an interrupt from the terminal reaches both.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -116,10 +159,7 @@ def main(make: Make, arguments: Sequence[str] = (), config: EngineConfig | None 
         config = msgspec.json.decode(given, type=EngineConfig)
     logs.configure(config.log_level)
     folder, epoch, parent = arguments or sys.argv[1:4]
-    child = Child(folder, int(epoch), int(parent))
-    code = child.run(make, config)
-    child.close()
-    return code
+    return Child(f"ipc://{folder}", int(epoch), int(parent)).run(partial(make, config))
 
 
 def build(config: EngineConfig, phase: Phase, epoch: int) -> Engine:

@@ -1,51 +1,83 @@
-"""How a front holds an engine: :class:`EngineClient`, and the one whose engine is on threads of its own process."""
+"""An engine as a front holds it: a process that is started, watched, and started again if it dies; or a thread.
+
+    front ── send ──► EngineClient ══ zmq ══► Child (child.py) ──► Engine (loop.py)
+    front ◄─ deliver ─────┘ a thread that listens, watches and starts again
+
+Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
 import threading
 import time
-from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
-from fastlayers.errors import FastlayersError
-from fastlayers_server.engine.loop import Engine
+import msgspec
+import zmq
+
+from fastlayers.errors import ArgumentError
+from fastlayers.runtime.held_directory import make as make_folder
+from fastlayers.runtime.held_directory import release
+from fastlayers_server.engine.child import REFUSED, Child, ChildThread, Make, build
+from fastlayers_server.engine.config import EngineConfig
 from fastlayers_server.engine.protocol import (
     Abort,
     Beat,
     Died,
+    EngineInfo,
     FromEngine,
     Output,
     Shutdown,
     StepOut,
     Submit,
     ToEngine,
+    encode,
+    from_engine,
 )
 
 log = logging.getLogger(__name__)
-BEAT_SECONDS = 1.0
-Phase = Callable[[str], None]
-Make = Callable[[Phase, int], Engine]  # given the epoch; tells each phase of the start
+RESTARTS, RESTART_SECONDS = 3, 600.0  # more deaths than so many in so long are the end
+FOLDER = "fastlayers-engine-"
+PAUSE = 5.0  # seconds until a process that could not be started is tried again: who holds all files may let go
+SILENCE = 60.0  # a process that sends nothing for so long is hung, whatever it does
 
 
-def unforeseen(error: Exception) -> bool:
-    """Return whether a traceback helps: our own errors are sentences for whoever started the engine."""
-    return not isinstance(error, FastlayersError)
+def command_of(config: EngineConfig) -> list[str]:
+    """Return what starts an engine; its folder, its epoch and this process's number are appended."""
+    if config.tp * config.attn_dp_size == 1:
+        return [sys.executable, "-m", "fastlayers_server.engine.child"]
+    from fastlayers_server.parallel import child
+
+    return child.command_of(config)
 
 
-def beat(engine: Engine | None, epoch: int, phase: str) -> Beat:
-    """Return the sign of life of an engine that may not be there yet."""
-    if engine is None:
-        return Beat(epoch, phase, 0, 0.0)
-    started = engine.tick_started
-    phase = "draining" if phase == "serving" and engine.scheduler.draining else phase
-    return Beat(epoch, phase, engine.scheduler.ticks, time.monotonic() - started if started else 0.0)
+def engine_client(config: EngineConfig, *, in_process: bool = False) -> EngineClient:
+    """Return an engine for ``fastlayers serve``: in its own process, or on a thread of this one."""
+    return EngineClient(config, make=partial(build, config) if in_process else None)
 
 
-class EngineClient(ABC):
-    """An engine as a front holds it, in this process or in one of its own.
+class EngineClient:
+    """An engine that is another process, or a thread of this one.
 
     Methods may be called from any thread and do not block (:meth:`start` and :meth:`shutdown` excepted).
+
+    Parameters
+    ----------
+    config : EngineConfig
+    command : sequence of str, optional
+        What to start, instead of :mod:`fastlayers_server.engine.child` (tests).
+    make : callable, optional
+        ``make(phase, epoch)``: makes the engine on a thread of this process, which nobody can kill, and which is not
+        started again.
 
     Attributes
     ----------
@@ -55,17 +87,21 @@ class EngineClient(ABC):
         Number of the engine's start, from 1; messages of older epochs are not delivered.
     """
 
-    phase: str
-    epoch: int
-
-    def __init__(self) -> None:
+    def __init__(self, config: EngineConfig, command: Sequence[str] | None = None, make: Make | None = None) -> None:
+        self.config, self.phase, self.epoch = config, "starting", 0
+        self._make, self._command = make, list(command or command_of(config))
         self._lock, self._delivering = threading.Lock(), threading.Lock()
         self._live: set[int] = set()
         self._early: list[ToEngine] = []  # what came before the engine was there
-        self._reason = ""
+        self._reason, self._refused = "", False
         self._deliver_to: Callable[[FromEngine], None] = lambda message: None
+        self._context = zmq.Context()
+        self._out: zmq.Socket[bytes] | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        self._beside: ChildThread | None = None
+        self._stop_by: float | None = None
+        self._thread: threading.Thread | None = None
 
-    @abstractmethod
     def start(self, deliver: Callable[[FromEngine], None]) -> None:
         """Begin to start the engine, and return.
 
@@ -75,21 +111,25 @@ class EngineClient(ABC):
             Given every message of the engine, on a thread of the client's, one at a time. It must not block: an
             asyncio front passes ``lambda m: loop.call_soon_threadsafe(handle, m)``. The first message of a start that
             succeeds is an :class:`~fastlayers_server.engine.protocol.EngineInfo`; of one that fails, a
-            :class:`~fastlayers_server.engine.protocol.Died`.
+            :class:`~fastlayers_server.engine.protocol.Died`; beats aside.
         """
+        self._deliver_to = deliver
+        self._address = f"inproc://{id(self)}"
+        if self._make is None:
+            place = tempfile.gettempdir()
+            room = zmq.IPC_PATH_MAX_LEN - len(f"/{FOLDER}12345678/from-1000")
+            if len(os.fsencode(place)) > room:
+                accepted = f"a folder of at most {room} bytes: sockets lie there"
+                raise ArgumentError("serve", "TMPDIR", repr(place), accepted)
+            self._folder = make_folder(FOLDER)  # mode 0700
+            self._address = f"ipc://{self._folder}"
+        self._thread = threading.Thread(target=self._supervise, name="engine-supervisor", daemon=True)
+        self._thread.start()
 
-    @abstractmethod
-    def shutdown(self, timeout: float = 0.0) -> None:
-        """Refuse what comes from now on, let what runs and waits end for ``timeout`` seconds, then end the rest.
-
-        Requests that did not end get "draining". Returns when the engine is gone; may be called twice.
-        """
-
-    def abandon(self) -> None:  # noqa: B027
-        """End at once, with nothing left behind, because the front does not go on; it may not have begun to start.
-
-        Threads end with the process.
-        """
+    @property
+    def pid(self) -> int:
+        """Of the engine's process, or 0."""
+        return self._child.pid if self._child is not None else 0
 
     def submit(self, request: Submit) -> None:
         """Hand over a request. Whatever happens, one terminal output of its rid is delivered."""
@@ -106,18 +146,40 @@ class EngineClient(ABC):
     def send(self, message: ToEngine) -> None:
         """Hand over any other message."""
         with self._lock:
-            if not self._pass(message):
+            if self._out is None:
                 self._early.append(message)
+            else:
+                self._pass(self._out, message)
 
-    @abstractmethod
-    def _pass(self, message: ToEngine) -> bool:
-        """Give a message to the engine, if it is there; under the lock."""
+    def shutdown(self, timeout: float = 0.0) -> None:
+        """Refuse what comes from now on, let what runs and waits end for ``timeout`` seconds, then end the rest.
 
-    def _pass_early(self) -> None:
-        """Give the engine, which is there now, what came before; under the lock."""
-        for message in self._early:
-            self._pass(message)
-        self._early.clear()
+        Requests that did not end get "draining". Returns when the engine is gone; may be called twice.
+        """
+        if self._stop_by is None:
+            self._stop_by = time.monotonic() + timeout + 10.0
+            self.send(Shutdown(timeout))
+        if self._thread is not None:
+            self._thread.join()
+
+    def abandon(self) -> None:
+        """End at once, with nothing left behind, because the front does not go on; it may not have begun to start.
+
+        Threads end with the process.
+        """
+        self._stop_by = time.monotonic() + 10.0
+        while self._make is None and self._thread is not None and self._thread.is_alive():
+            if self._child is not None:
+                self._child.kill()
+            self._thread.join(0.05)
+
+    def _pass(self, out: zmq.Socket[bytes], message: ToEngine) -> None:
+        """Give a message to the engine; under the lock."""
+        try:
+            out.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            log.error("the engine takes no messages; its process is killed")
+            self._kill()
 
     def _deliver(self, message: FromEngine) -> None:
         with self._delivering:
@@ -135,68 +197,106 @@ class EngineClient(ABC):
             outputs = tuple(Output(rid, (), "error", code, self._reason) for rid in left)
             self._deliver(StepOut(self.epoch, outputs))
 
-
-class InProcessEngine(EngineClient):
-    """An engine on threads of this process.
-
-    Parameters
-    ----------
-    make : callable
-        ``make(phase, epoch)``: build the engine, telling each phase of the start.
-    """
-
-    def __init__(self, make: Make) -> None:
-        super().__init__()
-        self._make, self._phase, self.epoch = make, "starting", 1
-        self._engine: Engine | None = None
-        self._gone = threading.Event()
-        self._threads: list[threading.Thread] = []
-
-    @property
-    def phase(self) -> str:  # type: ignore[override]
-        """One of :data:`~fastlayers_server.engine.protocol.PHASES`, now."""
-        return beat(self._engine, self.epoch, self._phase).phase
-
-    def start(self, deliver: Callable[[FromEngine], None]) -> None:
-        """Begin to start, see :class:`EngineClient`."""
-        self._deliver_to = deliver
-        for target in (self._run, self._beat):
-            thread = threading.Thread(target=target, name=f"engine-{target.__name__}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
-
-    def _pass(self, message: ToEngine) -> bool:
-        if self._engine is not None:
-            self._engine.post(message)
-        return self._engine is not None
-
-    def shutdown(self, timeout: float = 0.0) -> None:
-        """End, see :class:`EngineClient`."""
-        super().send(Shutdown(timeout))
-        for thread in self._threads:
-            thread.join()
-
-    def _tell_phase(self, phase: str) -> None:
-        self._phase = phase
-
-    def _run(self) -> None:
-        reason = "the engine was shut down"
-        try:
-            engine = self._make(self._tell_phase, self.epoch)
-            engine.begin(self._deliver)
+    def _supervise(self) -> None:
+        deaths: deque[float] = deque(maxlen=RESTARTS + 1)
+        again = True
+        while again:
+            try:
+                code: int | None = self._one_life()
+            except Exception as error:  # no files or memory left for a process, or one that nobody understands
+                self._lost(error)
+                code = None
             with self._lock:
-                self._engine = engine
-                self._pass_early()
-            self._phase = "serving"
-            engine.run()
-        except Exception as error:
-            log.error("the engine died: %s", error, exc_info=unforeseen(error))
-            reason = f"{type(error).__name__}: {error}"
-        self._reason, self._phase = reason, "dead"
-        self._gone.set()
-        self._tell_orphans()
-        self._deliver(Died(self.epoch, reason, restarting=False))
+                if self._out is not None:
+                    self._out.close(linger=0)
+                    self._out = None
+                self._early.clear()
+            deaths.append(time.monotonic())
+            often = len(deaths) > RESTARTS and deaths[-1] - deaths[0] < RESTART_SECONDS
+            in_vain = code == REFUSED or self._refused or often or self._make is not None
+            again = self._stop_by is None and not in_vain
+            self._reason = self._reason or f"the engine's process ended with {code}"
+            self.phase = "starting" if again else "dead"
+            self._tell_orphans()
+            self._deliver(Died(self.epoch, self._reason, again))
+        if self._make is None:
+            release(self._folder)
 
-    def _beat(self) -> None:
-        while not self._gone.wait(BEAT_SECONDS):
-            self._deliver(beat(self._engine, self.epoch, self._phase))
+    def _lost(self, error: Exception) -> None:
+        """Say why a process was not started, or is not listened to; let some time pass before the next one."""
+        log.error("the engine's process is lost", exc_info=error)
+        self._reason = f"the engine's process is lost: {error}"
+        if self._child is not None and self._child.poll() is None:
+            self._child.kill()
+            self._child.wait()
+        end = time.monotonic() + PAUSE
+        while self._stop_by is None and time.monotonic() < end:
+            time.sleep(0.05)
+
+    def _one_life(self) -> int | None:
+        """Start a process or thread, pass on what it says until it is gone, and return its exit code."""
+        self.epoch += 1
+        self._reason = ""
+        out, news = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
+        try:
+            out.bind(f"{self._address}/to-{self.epoch}")
+            news.bind(f"{self._address}/from-{self.epoch}")
+            child = self._started()
+            heard = time.monotonic()
+            while child.poll() is None:
+                if news.poll(100):
+                    heard = time.monotonic()
+                    self._hear(from_engine.decode(news.recv()), out)
+                elif time.monotonic() - heard > SILENCE:
+                    self._kill(f"the engine said nothing for {SILENCE:g} s")
+                if self._stop_by is not None and time.monotonic() > self._stop_by:
+                    self._kill("the engine did not end in time")
+            while news.poll(50):
+                self._hear(from_engine.decode(news.recv()), out)
+            return child.returncode
+        finally:
+            news.close(linger=0)
+            if self._out is not out:
+                out.close(linger=0)
+
+    def _started(self) -> subprocess.Popen[bytes] | ChildThread:
+        if self._make is not None:
+            self._beside = ChildThread(Child(self._address, self.epoch, context=self._context), self._make)
+            return self._beside
+        command = [*self._command, str(self._folder), str(self.epoch), str(os.getpid())]
+        config = replace(self.config, begun=time.monotonic())
+        self._child = child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        assert child.stdin is not None
+        try:
+            child.stdin.write(msgspec.json.encode(config))
+            child.stdin.close()
+        except BrokenPipeError:
+            log.error("the engine's process ended before it read its configuration")
+        return child
+
+    def _hear(self, message: FromEngine, out: zmq.Socket[bytes]) -> None:
+        if isinstance(message, Died):
+            # Told when it is gone. Of several ranks the exit code is torchrun's, so what was said counts.
+            self._reason, self._refused = message.reason, not message.restarting
+            return
+        if isinstance(message, Beat):
+            self.phase = message.phase
+            if message.tick_age > self.config.watchdog_timeout:
+                self._kill(f"a step took longer than {self.config.watchdog_timeout:g} s")
+        self._deliver(message)
+        if isinstance(message, EngineInfo):
+            self.phase = "serving"
+            with self._lock:
+                self._out = out
+                for early in self._early:
+                    self._pass(out, early)
+                self._early.clear()
+
+    def _kill(self, reason: str = "") -> None:
+        """Let a process say where it hangs, and end it; nobody can end a thread."""
+        child = self._child
+        if child is not None and child.poll() is None:
+            self._reason = reason or self._reason
+            child.send_signal(signal.SIGUSR1)
+            time.sleep(0.3)
+            child.kill()

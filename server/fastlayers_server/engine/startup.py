@@ -28,7 +28,7 @@ from fastlayers.runtime import precompile
 from fastlayers.runtime.compile_log import CompileWatch, stop_watching
 from fastlayers.sampler.layer import Sampler
 from fastlayers_models.find import TINY, assets, find
-from fastlayers_server.engine.client import Phase
+from fastlayers_server.engine.child import Phase
 from fastlayers_server.engine.config import EngineConfig, SchedulerConfig, drafting
 from fastlayers_server.engine.executor import BETWEEN, TorchExecutor
 from fastlayers_server.engine.grammar import GrammarMasks, tokenizer_info

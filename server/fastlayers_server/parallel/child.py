@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from fastlayers_server.engine import child
-from fastlayers_server.engine.client import Phase
+from fastlayers_server.engine.child import Phase
 from fastlayers_server.engine.config import EngineConfig
 from fastlayers_server.engine.loop import Engine
 from fastlayers_server.ranks import launcher

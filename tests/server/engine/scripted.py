@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fastlayers_server.engine.client import InProcessEngine, Phase
-from fastlayers_server.engine.config import SchedulerConfig
+from fastlayers_server.engine.child import Phase
+from fastlayers_server.engine.client import EngineClient
+from fastlayers_server.engine.config import EngineConfig, SchedulerConfig
 from fastlayers_server.engine.loop import Engine
 from fastlayers_server.engine.protocol import EngineInfo, TokenLogprobs
 from fastlayers_server.engine.request import ENDED, Chunk, Request, TickPlan, TickResult
@@ -230,7 +231,7 @@ class ScriptedExecutor:
         return {}
 
 
-class ScriptedEngine(InProcessEngine):
+class ScriptedEngine(EngineClient):
     """An engine in this process that answers as a script says, through the scheduler that serves models.
 
     Parameters
@@ -275,4 +276,8 @@ class ScriptedEngine(InProcessEngine):
             )  # fmt: skip
             return Engine(Scheduler(config), executor, info=info, overlap=overlap, epoch=epoch)
 
-        super().__init__(make)
+        super().__init__(EngineConfig(), make=make)
+
+    @property
+    def _engine(self) -> Engine | None:
+        return self._beside.child.engine if self._beside is not None else None

@@ -8,8 +8,7 @@ import time
 from scripted import ScriptedEngine
 
 from fastlayers_server.engine import child
-from fastlayers_server.engine.child import main
-from fastlayers_server.engine.client import Phase
+from fastlayers_server.engine.child import Phase, main
 from fastlayers_server.engine.config import EngineConfig
 from fastlayers_server.engine.loop import Engine
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from fastlayers_server.engine import process
+from fastlayers_server.engine import client
 from fastlayers_server.engine import protocol as p
+from fastlayers_server.engine.client import EngineClient, engine_client
 from fastlayers_server.engine.config import EngineConfig
-from fastlayers_server.engine.process import EngineProcess, engine_client
 
 SCRIPTED = (sys.executable, str(Path(__file__).parent / "scripted_child.py"))
 
@@ -27,7 +27,7 @@ class Front:
 
     def __init__(self, model: str = "", *, command: Any = SCRIPTED, in_process: bool = False, **settings: Any) -> None:
         config = EngineConfig(model=model, **settings)
-        self.engine: Any = engine_client(config, in_process=True) if in_process else EngineProcess(config, command)
+        self.engine: Any = engine_client(config, in_process=True) if in_process else EngineClient(config, command)
         self.inbox = queue.Queue[Any]()
         self.finished: dict[int, list[p.Output]] = {}
         self.ids: dict[int, list[int]] = {}
@@ -154,7 +154,7 @@ def test_what_cannot_be_started_again_now_is_tried_a_little_later(monkeypatch: p
             raise OSError(24, "Too many open files")
         return start(*arguments, **options)
 
-    monkeypatch.setattr(process, "PAUSE", 0.1)
+    monkeypatch.setattr(client, "PAUSE", 0.1)
     monkeypatch.setattr(subprocess, "Popen", popen)
     os.kill(front.engine.pid, signal.SIGKILL)
     reasons = [front.until(p.Died) for _ in range(3)]
@@ -170,9 +170,9 @@ def test_what_cannot_be_started_again_now_is_tried_a_little_later(monkeypatch: p
 
 def test_the_engine_ends_with_its_front() -> None:
     code = (
-        "import sys, time; from fastlayers_server.engine.process import EngineProcess;"
+        "import sys, time; from fastlayers_server.engine.client import EngineClient;"
         "from fastlayers_server.engine.config import EngineConfig;"
-        f"engine = EngineProcess(EngineConfig(), {SCRIPTED!r}); told = [];"
+        f"engine = EngineClient(EngineConfig(), {SCRIPTED!r}); told = [];"
         "engine.start(told.append);\n"
         "while not told: time.sleep(0.05)\n"
         "print(engine.pid, flush=True); time.sleep(600)"

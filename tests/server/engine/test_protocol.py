@@ -61,7 +61,7 @@ def test_ids_are_packed_as_int32() -> None:
 
 
 def test_the_front_side_imports_no_torch() -> None:
-    modules = "fastlayers_server.engine.protocol, fastlayers_server.engine.process"
+    modules = "fastlayers_server.engine.protocol, fastlayers_server.engine.client"
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert found.stdout.strip() == "False"

@@ -151,7 +151,7 @@ class Starting(ScriptedEngine):
 
     def start(self, deliver: Any) -> None:
         self._deliver_to = deliver
-        self._phase = "weights"
+        self.phase = "weights"
 
     def shutdown(self, timeout: float = 0.0) -> None:
         """Nothing runs."""
@@ -204,9 +204,9 @@ def test_a_dead_engine_ends_its_requests_and_its_controls(restarting: bool, code
 def test_an_engine_that_does_not_answer_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     from fastlayers_server.front import ops
 
-    with serving() as server:
-        monkeypatch.setattr(server.front.link.client, "send", lambda message: None)
-        monkeypatch.setattr(ops.asked, "__defaults__", ("", 0.1))
+    with serving() as server, monkeypatch.context() as patched:
+        patched.setattr(server.front.link.client, "send", lambda message: None)
+        patched.setattr(ops.asked, "__defaults__", ("", 0.1))
         response = server.get("/explain")
         assert (response.status_code, response.json()["error"]["code"]) == (504, "engine_timeout")
         begin = time.monotonic()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from fastlayers_server.engine.client import engine_client
 from fastlayers_server.engine.config import EngineConfig
-from fastlayers_server.engine.process import engine_client
 from fastlayers_server.evaluate import MAX_ANSWER, evaluate
 from fastlayers_server.hugging_face import chat_ids, tokenizer_of
 from fastlayers_server.tasks import held_out_problems, stories
