@@ -207,7 +207,9 @@ def _layers() -> Iterator[Part]:
         ("flashmla", "benchmarks/several_tokens.py flashmla --seconds 40", "flashmla_h200", 45, "15: row 7",
          ("sgl_kernel",)),
         ("mla_paths", "benchmarks/mla_paths.py", "mla_paths_h200", 60, "15: rows 11, 13", ()),
-        ("gated", "benchmarks/gated.py", "gated_h200", 40, "15: row 46", ()),
+        ("gated", "benchmarks/gated.py", "gated_h200", 40, "15: rows 40, 46", ()),
+        ("systems", "benchmarks/systems.py", "systems_h200", 45, "15: rows 19, 32, 35", ()),
+        ("slice", "benchmarks/slice.py", "slice_h200", 75, "15: row 62", ()),
     )  # fmt: skip
     for name, command, file, took, target, needs in others:
         yield Part(
@@ -217,6 +219,8 @@ def _layers() -> Iterator[Part]:
         command = f"fastlayers bench ablation {model} --batch 1,32 --context 1024 --json"
         name = f"ablation.{model.partition('/')[2]}"
         yield Part(name, command, "ablation_h200.jsonl", 85, "15: ablation", environment=PLAIN)
+    command = "fastlayers bench model deepseek-ai/DeepSeek-V3 --layers 6 --batch 1,32 --context 1024 --json"
+    yield Part("bench_model", command, "bench_model_h200.jsonl", 60, "15: row 62", environment=PLAIN)
     for model in MODELS:
         command = f"benchmarks/generate.py {model} --repeats 1 --max-batch 256 --also 256 --profile --out {{out}}"
         needs = ("triton_kernels",) if model == "gpt_oss_20b" else ()

@@ -1,15 +1,22 @@
-"""Write the ablation's table of docs/systems.md from benchmarks/results/ablation_h200.jsonl."""
+"""Write what docs/systems.md says from results: its tables of the ablation and of figures, and states that follow."""
 
 from __future__ import annotations
 
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / name) for name in ("models", "server"))]
+from systems_figures import FIGURES  # noqa: E402
+
+from fastlayers_server.ablation import SWITCHES  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "systems.md"
 RESULTS = ROOT / "benchmarks" / "results" / "ablation_h200.jsonl"
-BEGIN, END = "<!-- ablation -->\n", "<!-- /ablation -->"
+MISSING = "not measured yet"
 # Why a ratio is below what its source quotes, which is for a whole model on eight GPUs or four, at other widths.
 REASONS = {
     "q_a and kv_a in one product": "all experts and heads are on one GPU here: their weights take most of a step",
@@ -45,14 +52,53 @@ def table() -> str:
             row = next(r for r in found if r["what"] == what and (r["model"], r["batch"]) == column)
             cells.append(f"{row['ratio']:.3f}" if "ratio" in row else "")
         out.append(f"| {first['items']} | {what} | {first['quoted']} | {' | '.join(cells)} | {REASONS.get(what, '')} |")
+    measured = {row["what"] for row in found}
+    for switch in SWITCHES:
+        if switch.what not in measured:
+            blank = " | ".join([""] * len(columns))
+            out.append(f"| {switch.items} | {switch.what} | {switch.quoted} | {blank} | {MISSING} |")
     sources = ", ".join(sorted({f"`{run['command']}`" for run in runs}))
     return "\n".join(out) + f"\n\nMade by {sources}, on {runs[0]['device']}, torch {runs[0]['torch']}.\n"
 
 
+def figures() -> tuple[str, dict[int, tuple[str, str]]]:
+    """Return the table of figures, and of items with all of theirs (evidence, state)."""
+    out, states = ["| # | figure | measured | what falls short |", "|---|---|---|---|"], {}
+    for item in sorted({figure.item for figure in FIGURES}):
+        own = [(figure, figure.find()) for figure in FIGURES if figure.item == item]
+        for figure, found in own:
+            measured, shortfall = found or (MISSING, "")
+            out.append(f"| {item} | {figure.what} | {measured} | {shortfall} |")
+        if all(found is not None and figure.closes for figure, found in own):
+            short = "; ".join(found[1] for _, found in own if found is not None and found[1])
+            evidence = " ".join(f"`{figure.evidence}`" for figure, _ in own)
+            states[item] = evidence, f"not done: {short}" if short else "done"
+    return "\n".join(out) + "\n", states
+
+
+def stated(text: str, states: dict[int, tuple[str, str]]) -> str:
+    """Return the page with the evidence and the states that follow from figures."""
+    systems, ablation, rest = text.partition("\n## Ablation")
+    lines = systems.split("\n")
+    for index, line in enumerate(lines):
+        if (found := re.match(r"\| (\d+) \|", line)) is None or int(found[1]) not in states:
+            continue
+        *cells, evidence, _ = line.removesuffix(" |").split(" | ")
+        figure, state = states[int(found[1])]
+        before = "" if evidence.startswith("none:") else evidence
+        new = [each for each in re.findall(r"`[^`]+`", figure) if each not in before]
+        lines[index] = " | ".join([*cells, " ".join(filter(None, [before, *new])), state]) + " |"
+    return "\n".join(lines) + ablation + rest
+
+
 def written(text: str) -> str:
-    """Return the page with the table as it should be."""
-    before, _, rest = text.partition(BEGIN)
-    return before + BEGIN + table() + END + rest.partition(END)[2]
+    """Return the page with its tables and states as they should be."""
+    made, states = figures()
+    for name, told in (("ablation", table()), ("figures", made)):
+        begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+        before, _, rest = text.partition(begin)
+        text = before + begin + told + end + rest.partition(end)[2]
+    return stated(text, states)
 
 
 if __name__ == "__main__":

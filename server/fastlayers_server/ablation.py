@@ -21,8 +21,10 @@ from torch import nn
 import fastlayers as fl
 from fastlayers.attention.kv_write.layer import KVWrite
 from fastlayers.attention.meta import AttentionBatch, AttentionState, whole_pages
+from fastlayers.attention.mla.fp8_absorb import QuantisedAbsorb
 from fastlayers.attention.mla_kv_write.layer import MLAKVWrite
 from fastlayers.comm.layouts import Hidden
+from fastlayers.errors import ArgumentError
 from fastlayers.registry import registry
 from fastlayers.runtime import launch
 from fastlayers.runtime.launch import Kernel
@@ -138,6 +140,10 @@ def _latent(stack: Stack) -> list[Any]:
 
 def _needs(found: Sequence[Any], what: str) -> str | None:
     return None if found else f"no {what} in these layers"
+
+
+def _usual(stack: Stack) -> Off:
+    return nullcontext
 
 
 def _copied_queries(stack: Stack) -> Off | str:
@@ -260,6 +266,30 @@ def _factor_apart(stack: Stack) -> Off | str:
     return lambda: replaced(*changes)
 
 
+def _factor_in_gate(stack: Stack) -> Off | str:
+    blocks = [layer.mlp for layer in stack.layers if isinstance(getattr(layer.mlp, "gate", None), fl.TopKRouter)]
+    blocks = [block for block in blocks if block.experts.cfg.scaling_factor != 1.0 and not block.gate.cfg.apply_scaling]
+    changes: list[tuple[Any, str, Any]] = []
+    for block in blocks:
+        for layer, cfg in (
+            (block.gate, replace(block.gate.cfg, apply_scaling=True)),
+            (block.experts, replace(block.experts.cfg, scaling_factor=1.0)),
+        ):
+            changes.append((layer, "ladder", registry(layer.choice.layer).choose(cfg, layer.choice.device).build()))
+    return _needs(blocks, "routed factor") or (lambda: replaced(*changes))
+
+
+def _codes_absorbed(stack: Stack) -> Off | str:
+    layers = _latent(stack)
+    if (why := _needs(layers, "latent attention")) is not None:
+        return why
+    try:
+        made = [QuantisedAbsorb(layer.cfg, layer.kv_b_proj, layer.choice.device.type) for layer in layers]
+    except ArgumentError as error:
+        return str(error)
+    return lambda: replaced(*((layer, "quantised_absorb", each) for layer, each in zip(layers, made, strict=True)))
+
+
 def _shared_fused(stack: Stack) -> Off | str:
     blocks = [layer.mlp for layer in stack.layers if getattr(layer.mlp, "shared_experts", None) is not None]
     if (why := _needs(blocks, "shared experts")) is not None:
@@ -335,12 +365,16 @@ SWITCHES = (
     Switch("RoPE and the cache's write in one launch", "15, 17", "+3 %, GPT-OSS-120B TP4", _separate_write),
     Switch("norms of q and latent on two streams", "20", "an image", _one_stream),
     Switch("router in one kernel", "24", "+5 to 8 %", lambda stack: _chosen(stack, fl.TopKRouter, "torch")),
-    Switch("shared expert among the routed", "25", "an image", lambda stack: nullcontext, on=_shared_fused),
+    Switch("shared expert among the routed", "25", "an image", _usual, on=_shared_fused),
     Switch("tuned experts", "26", "2 x at 512 tokens", lambda stack: _chosen(stack, fl.FusedMoE, "triton")),
     Switch("routed factor in the sum over experts", "27", "an image", _factor_apart),
+    Switch("factor in the gate's weights, not in the sum", "28", "an image", _usual, on=_factor_in_gate),
     Switch(
-        "padding kept out of the experts, half of the rows", "36", "+7.6 %", lambda stack: nullcontext,
-        on=_half_valid, other=True,
+        "absorbed products of FP8 codes, not of a bf16 copy", "44, 45, 46", "an image", _usual, on=_codes_absorbed,
+        other=True,
+    ),
+    Switch(
+        "padding kept out of the experts, half of the rows", "36", "+7.6 %", _usual, on=_half_valid, other=True,
     ),
     Switch("tuned FP8 products", "37", "+5 %, +10 %", lambda stack: _chosen(stack, fl.FP8BlockLinear, "triton")),
     Switch("dependent launches", "58", "+3 % (1 request), GPT-OSS-120B TP4", _no_dependent_launches),

@@ -22,6 +22,20 @@ def rows_of(tmp_path: Path, program: str, *arguments: str) -> list[dict[str, Any
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
+def test_small_figures_are_right(tmp_path: Path) -> None:
+    _, *rows = rows_of(tmp_path, "systems.py", "--small", "--device", "cpu")
+    assert {(row["item"], row["what"]) for row in rows} == {
+        (19, "three axes"), (32, "scales"), (35, "nvfp4"), (19, "vision tower"),
+    }  # fmt: skip
+    assert all(row["right"] is True for row in rows)
+
+
+def test_a_slice_from_its_checkpoint_to_tokens(tmp_path: Path) -> None:
+    _, *rows = rows_of(tmp_path, "slice.py", "--small", "--device", "cpu")
+    assert [row["what"] for row in rows] == ["written", "load", "prefill", "decode", "decode", "tokens"]
+    assert rows[-1] == {"what": "tokens", "new": 24, "equal_before_a_near_tie": 24, "weights_equal": True}
+
+
 def test_ways_of_latent_attention_agree_on_all_pages(tmp_path: Path) -> None:
     _, *rows = rows_of(tmp_path, "mla_paths.py", "--small", "--device", "cpu")
     crossover, pages = [row for row in rows if "page" not in row], [row for row in rows if "page" in row]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import json
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -180,12 +183,94 @@ def test_every_public_class_has_a_caller_or_a_reason_on_the_page() -> None:
     assert without == set(reasons)
 
 
-def test_the_ablations_table_is_what_was_measured() -> None:
-    """Written by tools/systems_table.py; each optimisation that is on the page stands beside what its item quotes."""
+@pytest.fixture
+def tool() -> Any:
     found = importlib.util.spec_from_file_location("systems_table", REPO / "tools" / "systems_table.py")
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
-    assert module.written(PAGE.read_text()) == PAGE.read_text(), "run: python tools/systems_table.py"
-    measured = {row["what"] for row in module.rows()[1]}
-    assert set(module.REASONS) <= measured == {"captured steps", *(switch.what for switch in SWITCHES)}
+    return module
+
+
+def test_the_ablations_table_is_what_was_measured(tool: Any) -> None:
+    """Written by tools/systems_table.py; each optimisation that is on the page stands beside what its item quotes."""
+    assert tool.written(PAGE.read_text()) == PAGE.read_text(), "run: python tools/systems_table.py"
+    measured = {row["what"] for row in tool.rows()[1]}
+    left = {line.split(" | ")[1] for line in tool.table().splitlines() if line.endswith(f"| {tool.MISSING} |")}
+    assert not measured & left
+    assert set(tool.REASONS) <= measured and measured | left == {"captured steps", *(each.what for each in SWITCHES)}
+
+
+def test_an_item_waits_for_each_of_its_figures(tool: Any) -> None:
+    """Where one is missing, the page's hand says why it is not done; where all are there, the figures say."""
+    states = tool.figures()[1]
+    for row in ROWS:
+        own = [figure for figure in tool.FIGURES if figure.item == row.item]
+        if own and row.item not in states:
+            assert row.state.startswith("not done: "), row.item
+        assert row.item not in states or row.state == states[row.item][1]
+
+
+def test_states_follow_from_figures(tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules[tool.FIGURES[0].__class__.__module__]
+    monkeypatch.setattr(module, "RESULTS", tmp_path)
+    (tmp_path / "performance").mkdir()
+
+    def state(item: int) -> tuple[str, str]:
+        text = tool.stated(PAGE.read_text(), tool.figures()[1])
+        line = next(line for line in text.splitlines() if line.startswith(f"| {item} |"))
+        evidence, found = line.removesuffix(" |").split(" | ")[-2:]
+        return evidence, found
+
+    def put(file: str, *rows: dict[str, Any]) -> None:
+        (tmp_path / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    assert tool.figures()[1] == {} and state(13)[1].startswith("not done: pages of 16")
+    ways = {"mqa_us": 3e3, "mha_one_shot_us": 2e3, "mha_chunked_us": 2.5e3}
+    put("mla_paths_h200.jsonl", *({"page": page, **ways} for page in (64, 16)))
+    assert "not done" in state(13)[1]
+    put("mla_paths_h200.jsonl", *({"page": page, **ways} for page in (64, 16, 1)), {"chosen": "mqa", **ways})
+    assert state(13) == ("`mla_paths_h200.jsonl#page`", "done")
+    evidence, found = state(11)
+    assert found == "not done: slower than the other way at 1 of 1 points"
+    assert (
+        evidence == "`ablation_h200.jsonl#latents attended to instead of expanded keys` `mla_paths_h200.jsonl#chosen`"
+    )
+    settings = [(True, False, 1.2), (False, False, 1.2), (True, True, 1.2), (False, True, 5.0)]
+    captures = [{"frozen": a, "force_cudagraph_gc": b, "capture_s": s, "runs_s": [s]} for a, b, s in settings]
+    put("performance/capture.jsonl", *captures)
+    assert state(56)[1] == "done"
+    put("performance/capture.jsonl", captures[0] | {"capture_s": 2.1}, *captures[1:])
+    assert state(56)[1] == "not done: slower frozen: 2.10 s against 1.20"
+    put("flashmla_h200.jsonl", {"what": "flashmla", "flashmla_us": 9.0, "triton_us": 10.0})
+    put("drafts_h200.jsonl", {"way": "mtp", "prompts": "chats", "fewer": 2.0, "equal_tokens": [64, 63], "of": 64})
+    assert state(7)[1] == "done" and state(61)[1] == "not done: 1 ways say other tokens"
+    row = {"key": "a", "layer": "int8_linear", "config": {}, "us": 2.0}
+    put("products_h200.jsonl", row | {"backend": "triton"})
+    assert "not done" in state(47)[1]
+    put("products_h200.jsonl", row | {"backend": "triton"}, row | {"backend": "sgl_kernel", "us": 1.0})
+    assert state(47)[1] == "not done: slower than sgl_kernel at 1 of 1 points"
+    step = {"what": "decode", "batch": 1, "tpot_ms": 5.0}
+    load = {"what": "load", "gib": 9.0, "seconds": 2.0}
+    put("slice_h200.jsonl", load, {"what": "prefill", "tokens": 2048, "ms": 9.0}, step, {"what": "tokens"})
+    assert "not done" in state(62)[1]
+    put("bench_model_h200.jsonl", {"what": "model", "batch": 1, "us": 5e3, "of_floor": 0.5})
+    assert state(62)[1] == "done"
+    axes = {"item": 19, "what": "three axes", "one_launch_us": 4.0, "apart_us": 9.0}
+    tower = {"item": 19, "what": "vision tower", "images": [[1, 74, 74]], "ours_ms": 28.0, "stock_ms": 17.0}
+    put("systems_h200.jsonl", axes, tower, {"item": 32, "as_read_us": 4.0, "transposed_us": 5.0},
+        {"item": 35, "tokens": 4, "experts": 1, "us": 5.0, "copy_us": 4.0})  # fmt: skip
+    assert state(19)[1] == "not done: the vision tower is slower than stock's"
+    assert state(32)[1] == state(35)[1] == "done"
+    (tmp_path / "gpu_suite_h200.json").write_text(json.dumps({"failed": 0, "error": 1, "passed": 9, "commit": "abc",
+                                                              "sources": "x"}))  # fmt: skip
+    assert state(21)[1] == "not done: 1 tests fail"
+    # The fifth lacks more than its figure.
+    before = state(5)
+    cfg = "num_heads={}, kv_dtype=torch.float8_e4m3fn, fp8_math={}"
+    put("performance/mla.jsonl", *(
+        {"auto": True, "tokens": t, "context": 4096, "cfg": cfg.format(h, m), "us": us, "error": 0.03}
+        for h, t, m, us in ((16, 64, False, 100), (16, 128, False, 190), (128, 128, False, 500), (16, 128, True, 90))
+    ))  # fmt: skip
+    assert "16 heads, 128 × 4k, FP8 arithmetic: 90 µs (115 wanted, error 0.03)" in tool.figures()[0]
+    assert "longer than wanted: 128 heads, 128 × 4k |" in tool.figures()[0] and state(5) == before

@@ -35,7 +35,7 @@ def switch(words: str) -> Any:
 EXPECTED = {
     "deepseek-ai/DeepSeek-V3": {
         "absorbed queries": 0.0, "latents attended": 0.15, "q_a and kv_a": 0.0, "RoPE and": 1e-6, "router": 0.0,
-        "shared expert": 1e-6, "routed factor": 1e-6,
+        "shared expert": 1e-6, "routed factor": 1e-6, "factor in the gate": 1e-6,
     },
     "openai/gpt-oss-20b": {"RoPE and": 1e-6, "router": 0.0},
 }  # fmt: skip

@@ -1,0 +1,258 @@
+"""What programs of their own measured for docs/systems.md: a figure an item, and whether that is what was wanted.
+
+Each function returns ``(measured, shortfall)``, the latter empty where nothing is missing, or ``None`` as long as its
+result is not there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+NEVER_SLOWER = 1.03
+OURS = ("triton", "triton_swizzled", "torch")
+Row = dict[str, Any]
+Found = tuple[str, str] | None
+
+
+def read(file: str) -> list[Row]:
+    """Return the rows of a result file, none where it is not there; of several runs of a key the last counts."""
+    path = RESULTS / file
+    if not path.is_file():
+        return []
+    rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    kept: dict[Any, Row] = {}
+    for index, row in enumerate(rows):
+        kept[(row["key"], row["backend"], json.dumps(row["config"])) if "key" in row else index] = row
+    return list(kept.values())
+
+
+def _share(pairs: Sequence[tuple[float, float]], name: str) -> Found:
+    """Return at how many points the first time is not the longer one."""
+    if not pairs:
+        return None
+    ratios = sorted(a / b for a, b in pairs)
+    good, middle = sum(each <= NEVER_SLOWER for each in ratios), ratios[len(ratios) // 2]
+    text = f"{good} of {len(ratios)} points not slower than {name}; median {middle:.2f} ×, worst {ratios[-1]:.2f} ×"
+    return text, "" if good == len(ratios) else f"slower than {name} at {len(ratios) - good} of {len(ratios)} points"
+
+
+def _points(file: str, layer: str, keep: Callable[[Row], bool] = lambda row: True) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in read(file):
+        if row.get("layer") == layer and "key" in row and keep(row):
+            found.setdefault(row["key"], []).append(row)
+    return found
+
+
+def _against(file: str, layer: str, peer: str, keep: Callable[[Row], bool] = lambda row: True) -> Found:
+    """Return how the best of ours compares with a package's at the points where both were timed."""
+    pairs = []
+    for rows in _points(file, layer, keep).values():
+        own = [row["us"] for row in rows if row["backend"] == "triton"]
+        theirs = [row["us"] for row in rows if row["backend"].startswith(peer)]
+        pairs += [(min(own), min(theirs))] if own and theirs else []
+    return _share(pairs, peer)
+
+
+def fp8_cache() -> Found:
+    """Item 5: decode over an FP8 cache with exact arithmetic, at most so many microseconds, and with FP8's."""
+    wanted = {(16, 64, False): 105, (16, 128, False): 200, (128, 128, False): 400, (16, 128, True): 115}
+    told, late = [], []
+    for (heads, batch, math), limit in wanted.items():
+        rows = [
+            row for row in read("performance/mla.jsonl")
+            if row.get("auto") and (row["tokens"], row["context"]) == (batch, 4096) and not row.get("ragged")
+            and "float8" in row["cfg"] and f"num_heads={heads}," in row["cfg"] and f"fp8_math={math}" in row["cfg"]
+        ]  # fmt: skip
+        if rows:
+            error = f", error {rows[-1]['error']:.2g}" if math else ""
+            words = f"{heads} heads, {batch} × 4k{', FP8 arithmetic' if math else ''}"
+            told.append(f"{words}: {rows[-1]['us']:.0f} µs ({limit} wanted{error})")
+            late += [words] if rows[-1]["us"] > limit else []
+    if len(told) < len(wanted):
+        return None
+    return "; ".join(told), f"longer than wanted: {'; '.join(late)}" if late else ""
+
+
+def flashmla() -> Found:
+    """Item 7: several new tokens a request."""
+    rows = [row for row in read("flashmla_h200.jsonl") if row.get("what") == "flashmla" and "flashmla_us" in row]
+    return _share([(row["flashmla_us"], row["triton_us"]) for row in rows], "Triton's")
+
+
+def crossover() -> Found:
+    """Item 11: what the thresholds choose against the other way."""
+    rows = [row for row in read("mla_paths_h200.jsonl") if "chosen" in row]
+    ways = "mqa", "mha_one_shot"
+    return _share([(row[f"{row['chosen']}_us"], min(row[f"{w}_us"] for w in ways)) for row in rows], "the other way")
+
+
+def pages() -> Found:
+    """Item 13: a layer's step of 512 tokens behind 32,768."""
+    rows = [row for row in read("mla_paths_h200.jsonl") if "page" in row]
+    told = [
+        f"pages of {row['page']}: one shot {row['mha_one_shot_us'] / 1e3:.2f} ms, two chunks "
+        f"{row['mha_chunked_us'] / 1e3:.2f}, latents {row['mqa_us'] / 1e3:.2f}" for row in rows
+    ]  # fmt: skip
+    return ("; ".join(told), "") if {row["page"] for row in rows} == {1, 16, 64} else None
+
+
+def three_axes() -> Found:
+    """Item 19: one launch against one each, and the vision tower."""
+    rows = [row for row in read("systems_h200.jsonl") if row.get("item") == 19]
+    launches = _share([(r["one_launch_us"], r["apart_us"]) for r in rows if "apart_us" in r], "launches apart")
+    if launches is None:
+        return None
+    tower = [
+        f"tower, {len(row['images'])} of {row['images'][0][1:]} patches: {row['ours_ms']:.1f} ms, "
+        f"stock {row['stock_ms']:.1f}"
+        for row in rows if "stock_ms" in row
+    ]  # fmt: skip
+    slow = any("stock_ms" in row and row["ours_ms"] > 1.03 * row["stock_ms"] for row in rows)
+    return "; ".join([launches[0], *tower]), launches[1] or ("the vision tower is slower than stock's" if slow else "")
+
+
+def tensor_cores() -> Found:
+    """Item 22: the share of the memory's rate with few query heads a key head, where a threshold would turn."""
+    told: dict[int, str] = {}
+    for group in (1, 2, 4):
+        rows = [
+            row for row in read("performance/gqa.jsonl")
+            if row.get("auto") and (row["tokens"], row["context"]) == (32 if group < 4 else 64, 4096)
+            and f"num_heads=32, num_kv_heads={32 // group}, head_dim=128" in row["cfg"] and not row.get("ragged")
+            and "kv_dtype=torch.bfloat16" in row["cfg"] and "page_size=64" in row["cfg"] and "decode" in row["cfg"]
+        ]  # fmt: skip
+        if rows:
+            told[group] = f"{group} query heads a key head: {rows[-1]['of_memory']:.0%} of the memory's rate"
+    return ("; ".join(told.values()), "") if len(told) == 3 else None
+
+
+def schedules() -> Found:
+    """Item 32: what the transpose of scales would cost."""
+    rows = [row for row in read("systems_h200.jsonl") if row.get("item") == 32]
+    return _share([(row["as_read_us"], row["transposed_us"]) for row in rows], "with the transpose")
+
+
+def nvfp4() -> Found:
+    """Item 35: against a copy of as many bytes."""
+    rows = [row for row in read("systems_h200.jsonl") if row.get("item") == 35]
+    told = [f"{r['tokens']} rows of {r['experts']}: {r['us']:.1f} µs, a copy {r['copy_us']:.1f}" for r in rows]
+    return ("; ".join(told), "") if rows else None
+
+
+def dependent_peers(layer: str) -> Found:
+    """Items 18 and 24: several shapes, peers launched dependently where they can be."""
+    points = _points("performance/small_ops.jsonl", layer)
+    shapes = {row["cfg"] for rows in points.values() for row in rows}
+    if len(shapes) < 3:
+        return None
+    pairs = []
+    for rows in points.values():
+        own = [row["us"] for row in rows if row["auto"]]
+        peers = [row["us"] for row in rows if row["backend"] not in OURS]
+        pairs += [(own[0], min(peers))] if own and peers else []
+    found = _share(pairs, "the best peer")
+    return found and (f"{len(shapes)} shapes; {found[0]}", found[1])
+
+
+def switched(words: str) -> Found:
+    """Return what the ablation says of an optimisation, by model and batch."""
+    rows = [row for row in read("ablation_h200.jsonl") if words in row.get("what", "") and "ratio" in row]
+    told = [f"{row['model'].split('/')[1]}, {row['batch']}: {row['ratio']:.3f} ×" for row in rows]
+    return ("; ".join(told), "") if told else None
+
+
+def capture() -> Found:
+    """Item 56: frozen and not, forced collections and not."""
+    last = {
+        (row["frozen"], row["force_cudagraph_gc"]): row["capture_s"]
+        for row in read("performance/capture.jsonl") if "runs_s" in row
+    }  # fmt: skip
+    if len(last) < 4:
+        return None
+    plain, forced = ((last[True, each], last[False, each]) for each in (False, True))
+    text = f"frozen {plain[0]:.2f} s, not {plain[1]:.2f}; with forced collections {forced[0]:.2f} and {forced[1]:.2f}"
+    # Half a tenth of a second is what captures differ by from one to the next.
+    slower = plain[0] > NEVER_SLOWER * plain[1] + 0.05
+    return text, f"slower frozen: {plain[0]:.2f} s against {plain[1]:.2f}" if slower else ""
+
+
+def drafts() -> Found:
+    """Item 61: the NextN layer, captured."""
+    rows = [row for row in read("drafts_h200.jsonl") if "fewer" in row and row["way"].startswith("mtp")]
+    told = [f"{row['way']}, {row['prompts']}: {row['fewer']:.2f} × fewer steps" for row in rows]
+    wrong = [row for row in rows if set(row["equal_tokens"]) != {row["of"]}]
+    return ("; ".join(told), f"{len(wrong)} ways say other tokens" if wrong else "") if rows else None
+
+
+def deepseek() -> Found:
+    """Item 62: a slice through load, prefill and decode, and `bench model` of six layers."""
+    rows = {row["what"]: row for row in read("slice_h200.jsonl") if "what" in row}
+    model = [row for row in read("bench_model_h200.jsonl") if row.get("what") == "model"]
+    if not {"load", "prefill", "decode", "tokens"} <= rows.keys() or not model:
+        return None
+    load, first, step = rows["load"], rows["prefill"], rows["decode"]
+    text = f"{load['gib']:.1f} GiB read in {load['seconds']:.1f} s; {first['tokens']} tokens in {first['ms']:.1f} ms; "
+    text += f"{step['tpot_ms']:.2f} ms a token of {step['batch']}"
+    steps = [f"{row['batch']}: {row['us'] / 1e3:.2f} ms ({row['of_floor']:.0%} of the floor's rate)" for row in model]
+    return f"{text}; `bench model`, six layers, {', '.join(steps)}", ""
+
+
+def suite() -> Found:
+    """Items 21 and 58: tests on a GPU."""
+    path = RESULTS / "gpu_suite_h200.json"
+    found = json.loads(path.read_text()) if path.is_file() else {}
+    if "sources" not in found:  # of a commit that has not got these tests
+        return None
+    bad = found["failed"] + found["error"]
+    return f"{found['passed']} tests passed on an H200 at {found['commit']}", f"{bad} tests fail" if bad else ""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of an item: what of, the evidence it becomes, how it is found, and whether nothing else is missing."""
+
+    item: int
+    what: str
+    evidence: str
+    find: Callable[[], Found]
+    closes: bool = True
+
+
+FIGURES = (
+    Figure(5, "decode over an FP8 cache", "performance/mla.jsonl#fp8_math=True", fp8_cache, closes=False),
+    Figure(7, "FlashMLA with several new tokens a request", "flashmla_h200.jsonl#flashmla_us", flashmla),
+    Figure(11, "the way that is chosen", "mla_paths_h200.jsonl#chosen", crossover),
+    Figure(13, "512 tokens behind 32,768, a layer", "mla_paths_h200.jsonl#page", pages),
+    Figure(18, "rotation, peers launched dependently", "performance/small_ops.jsonl#rotary",
+           lambda: dependent_peers("rotary")),
+    Figure(19, "rotation by three axes; vision tower", "systems_h200.jsonl#three axes", three_axes),
+    Figure(21, "steps that wait for nothing", "gpu_suite_h200.json#passed", suite),
+    Figure(22, "decode without a threshold", "performance/gqa.jsonl#a key head", tensor_cores),
+    Figure(24, "router, peers launched dependently", "performance/small_ops.jsonl#router",
+           lambda: dependent_peers("router")),
+    Figure(28, "routed factor in the gate", "ablation_h200.jsonl#factor in the gate",
+           lambda: switched("factor in the gate")),
+    Figure(32, "scales written as they are read", "systems_h200.jsonl#scales", schedules),
+    Figure(35, "NVFP4's quantisation", "systems_h200.jsonl#nvfp4", nvfp4),
+    Figure(42, "FP8 by token and channel", "products_h200.jsonl#fp8_scaled_linear",
+           lambda: _against("products_h200.jsonl", "fp8_scaled_linear", "sgl_kernel")),
+    Figure(44, "absorbed products in a step", "ablation_h200.jsonl#absorbed products",
+           lambda: switched("absorbed products")),
+    Figure(45, "absorbed products in a step", "ablation_h200.jsonl#absorbed products",
+           lambda: switched("absorbed products")),
+    Figure(46, "batched products", "products_h200.jsonl#bmm",
+           lambda: _against("products_h200.jsonl", "bmm", "sgl_kernel")),
+    Figure(47, "int8 products", "products_h200.jsonl#int8_linear",
+           lambda: _against("products_h200.jsonl", "int8_linear", "sgl_kernel")),
+    Figure(58, "a chain of 10,000 dependent launches", "gpu_suite_h200.json#passed", suite),
+    Figure(56, "capture of all buckets", "performance/capture.jsonl#frozen", capture),
+    Figure(61, "drafts of the NextN layer, captured", "drafts_h200.jsonl#mtp", drafts),
+    Figure(62, "DeepSeek-V3, six layers at real widths", "slice_h200.jsonl#prefill", deepseek),
+)  # fmt: skip
