@@ -50,12 +50,20 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 
+def _place(owner: Any, name: str) -> dict[str, Any]:
+    """Return where an attribute is held: layers read parameters and submodules past ``nn.Module``'s look-up."""
+    held: list[Any] = [owner._parameters, owner._modules] if isinstance(owner, nn.Module) else []
+    found: dict[str, Any] = next((place for place in held if name in place), vars(owner))
+    return found
+
+
 @contextmanager
 def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
     """Give objects other attributes (modules and methods, too) while the block runs."""
-    held = [(vars(owner), name, vars(owner).get(name, _NONE)) for owner, name, _ in changes]
-    for owner, name, value in changes:
-        vars(owner)[name] = value
+    places = [(_place(owner, name), name) for owner, name, _ in changes]
+    held = [(place, name, place.get(name, _NONE)) for place, name in places]
+    for (place, name), (_, _, value) in zip(places, changes, strict=True):
+        place[name] = value
     try:
         yield
     finally:
