@@ -170,10 +170,8 @@ class SwiGLU(nn.Module):
         """Return ``[T, D]``; ``valid`` is not needed here."""
         held: Any = self._modules
         gate_up, down, activation = held["gate_up_proj"](x), held["down_proj"], held["act_fn"]
-        quantised = self.act_quant
-        out: torch.Tensor = (
-            down(activation(gate_up)) if quantised is None else down.gated(gate_up, activation, quantised)
-        )
+        quant = self.act_quant
+        out: torch.Tensor = down(activation(gate_up)) if quant is None else down.gated(gate_up, activation, quant)
         return out
 
 
