@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
@@ -13,6 +14,8 @@ import pytest
 import torch
 
 import fastlayers as fl
+from fastlayers import env
+from fastlayers.attention.buckets import ExtendBucket
 from fastlayers.attention.context_buckets import CONTEXTS
 from fastlayers.attention.gqa import flashinfer
 from fastlayers.attention.gqa.cases import SPEC
@@ -401,6 +404,67 @@ def test_splits_follow_host_bounds() -> None:
         tiles = requests * cfg.num_kv_heads
         found = num_splits(tiles, keys, decode_config(cfg, requests))
         assert found == expected and tiles * found[0] <= max(tiles, MANY)
+
+
+def test_a_few_new_tokens_have_shorter_parts() -> None:
+    from fastlayers.attention.gqa.triton import _least_part, _num_splits
+
+    # 4 tokens of Qwen3-8B (groups of 4), of Qwen3-30B-A3B (of 8), 16 of the former; behind a window.
+    assert [_least_part(4, 4, 0), _least_part(4, 8, 0), _least_part(16, 4, 0), _least_part(4, 8, 128)] == [
+        128, 128, 256, 256,
+    ]  # fmt: skip
+    # Of a tile of 8 key heads: whole where that is a part of the usual length, at most as many as fill the GPU.
+    assert [_num_splits(8, keys, 128) for keys in (100, 256, 257, 1024, 4096, 40960)] == [1, 1, 2, 8, 32, 32]
+    assert [_num_splits(8, keys) for keys in (256, 257, 1024, 4096, 40960)] == [1, 2, 4, 16, 32]
+
+
+@pytest.mark.parametrize("cached", [(0, 3), (60, 125), (129, 400), (1000, 700)])
+def test_a_verifying_bucket_of_many_parts(cached: tuple[int, ...]) -> None:
+    """Parts of which some are empty, as lengths are far below the bucket's; edges of blocks among the new tokens."""
+    from fastlayers.attention.gqa.triton import TritonGQA, _num_splits
+
+    cfg = GQAConfig(
+        4, 2, 16, 0.25, page_size=16, dtype=torch.float32, kv_dtype=torch.float32, phase="extend", captured=True
+    )
+    assert _num_splits(1 * 2 * 2, 64 * 16, 128) == 8
+    table = [list(range(1 + 64 * b, 65 + 64 * b)) for b in range(2)]
+    caches, state = torch.randn(2, 129, 16, 2, 16), AttentionState(2, 16, 64, 16)
+    meta = state.plan(AttentionBatch((4, 3), cached, table), bucket=ExtendBucket(8, 2, 4))
+    q = torch.randn(8, 4, 16)
+    o, lse = TritonGQA(cfg)(q, *caches, meta, None)
+    for b, rows in enumerate((slice(0, 4), slice(4, 7))):
+        length = cached[b] + rows.stop - rows.start
+        k, v = (cache[table[b]].flatten(0, 1)[:length] for cache in caches)
+        expected, expected_lse = dense(q[rows], k, v, 0.25, 0, 0.0)
+        torch.testing.assert_close(o[rows], expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse[rows], expected_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.compile
+@pytest.mark.skipif(env.triton_interpret(), reason="Triton interprets, not compiles")
+@pytest.mark.parametrize("packed", [0, 8])
+def test_only_the_plan_is_read_before_the_wait(packed: int) -> None:
+    from fastlayers.attention.gqa.triton import _gqa_kernel
+    from fastlayers.testing.compile_check import KernelBuild, compiled_for
+
+    pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*bf16")
+    pointers |= dict.fromkeys(("sinks_ptr", "o_ptr", "lse_ptr"), "*fp32")
+    pointers |= dict.fromkeys(("table_ptr", "lens_ptr", "starts_ptr", "cu_ptr"), "*i32")
+    pointers |= dict.fromkeys(("tree_ptr", "positions_ptr"), "*i64")
+    sizes = dict.fromkeys(("q_token", "q_head", "table_row", "requests"), "i32")
+    constants = {
+        "HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "PAGE": 64, "WINDOW": 0, "SOFTCAP": False, "SINKS": False,
+        "TREE": False, "CAUSAL": True, "SPLITS": 8, "LEAST": 128, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_D": 128,
+        "BLOCK_B": packed, "PDL": True,
+    }  # fmt: skip
+    signature = pointers | sizes | dict.fromkeys(("scale", "softcap"), "fp32")
+    build = KernelBuild("gqa", _gqa_kernel, signature, constants, 4, 5, ("q_token", "q_head", "table_row"))
+    before, wait, after = compiled_for(build).asm["ptx"].partition("griddepcontrol.wait")
+    assert wait and "st.global" not in before and "cp.async" not in before
+    # Lengths, starts and where tokens begin, whole numbers of 32 bits; queries are read behind the wait.
+    loads = re.findall(r"ld\.global\S*", before)
+    assert len(loads) >= 4 and all(re.fullmatch(r"ld\.global(\.v[24])?\.b32", load) for load in loads), loads
+    assert "ld.global.v4.b32" in after
 
 
 @pytest.mark.parametrize(

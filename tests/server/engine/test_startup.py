@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fastlayers.attention.gqa.config import GQAConfig
-from fastlayers.attention.gqa.triton import _num_splits, tile_config
+from fastlayers.attention.gqa.triton import _least_part, _num_splits, tile_config
 from fastlayers.errors import ArgumentError, FastlayersError
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.registry import registry
@@ -139,7 +139,8 @@ def test_tails_need_every_kernel_of_short_extends(heads: int, kv_heads: int, hea
         tile = tile_config(next_power_of_2(count), cfg)
         tiles = cdiv(count * heads // kv_heads, tile["BLOCK_M"])
         keys = min(length, window + count - 1) if window else length
-        return (*tile.values(), _num_splits(tiles * kv_heads, keys))
+        least = _least_part(count, heads // kv_heads, window or 0)
+        return (*tile.values(), least, _num_splits(tiles * kv_heads, keys, least))
 
     for most in (1000, 4096, 40960):
         limits = SchedulerConfig(1000, most, 4096, 64, ())

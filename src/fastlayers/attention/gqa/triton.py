@@ -26,9 +26,11 @@ from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release
 # Two programs a multiprocessor of a large GPU; a constant, so that results do not depend on the GPU.
 TARGET_PROGRAMS = 264
 MIN_SPLIT, MAX_SPLITS = 256, 64
+# A few new tokens behind many keys, as where drafts are verified, are one tile of rows: what counts is how long one
+# program takes, so parts are shorter.
+FEW_ROWS, MIN_FEW = 32, 128
 # Capacity of a captured step up to which a row's keys are read by one program.
 SHORT = 256
-LEAST_PART = tl.constexpr(MIN_SPLIT)
 
 
 @kernel(do_not_specialize=("requests",))
@@ -37,16 +39,15 @@ def _gqa_kernel(
     q_token, q_head, table_row, scale, softcap, requests,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, TREE: tl.constexpr, CAUSAL: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
-    PDL: tl.constexpr,
+    SPLITS: tl.constexpr, LEAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_B: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # Long tiles (late rows see more keys) start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head, split = tl.program_id(1) // SPLITS, tl.program_id(1) % SPLITS
     request = tl.program_id(2).to(tl.int64)
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    await_inputs(PDL)
-    release_dependents(PDL)
+    # The step's plan is read before the kernel in front has ended: that one writes queries and keys.
     if BLOCK_B > 0:
         # The tiles of all requests lie one behind the other: of which request is this one, and which of its tiles?
         each = tl.arange(0, BLOCK_B)
@@ -76,6 +77,8 @@ def _gqa_kernel(
         at = tl.load(positions_ptr + token, mask=inside, other=0).to(tl.int32)
     column = tl.arange(0, BLOCK_D)
     wide = column < HEAD_DIM
+    await_inputs(PDL)
+    release_dependents(PDL)
     q = tl.load(
         q_ptr + token[:, None] * q_token + head[:, None] * q_head + column[None, :],
         mask=inside[:, None] & wide[None, :], other=0.0,
@@ -99,7 +102,7 @@ def _gqa_kernel(
     part = tl.cdiv(tl.cdiv(tl.maximum(last_at + 1 - low, 0), BLOCK_N), SPLITS) * BLOCK_N
     if SPLITS > 1:
         # Of few keys, which a bucket's bounds do not know of, the first splits take all: the others write no output.
-        part = tl.maximum(part, LEAST_PART)
+        part = tl.maximum(part, LEAST)
     low = low + split * part
     high = tl.minimum(last_at + 1, low + part)
     # Keys that every row sees, in whole blocks: [whole, whole_end). They come first; then what is left and right.
@@ -190,13 +193,19 @@ def tile_config(max_query_len: int, cfg: GQAConfig) -> dict[str, int]:
 
 
 @lru_cache
-def _num_splits(programs: int, max_keys: int) -> int:
-    """Return how many programs share one tile's keys; from host bounds, so fixed under capture.
+def _num_splits(programs: int, max_keys: int, least: int = MIN_SPLIT) -> int:
+    """Return how many programs share one tile's keys, ``least`` of them at least each if there are more than 256.
 
-    A power of two, so that few variants of the kernel are compiled.
+    From host bounds, so fixed under capture. A power of two, so that few variants of the kernel are compiled.
     """
-    wanted = max(1, min(TARGET_PROGRAMS // max(1, programs), -(-max_keys // MIN_SPLIT), MAX_SPLITS))
+    least = least if max_keys > MIN_SPLIT else MIN_SPLIT
+    wanted = max(1, min(TARGET_PROGRAMS // max(1, programs), -(-max_keys // least), MAX_SPLITS))
     return 1 << (wanted.bit_length() - 1)
+
+
+def _least_part(max_query_len: int, group: int, window: int) -> int:
+    """Return how many keys a program takes at least of a request with others."""
+    return MIN_FEW if max_query_len * group <= FEW_ROWS and not window else MIN_SPLIT
 
 
 def _fake(
@@ -213,7 +222,7 @@ def _fake(
 def _launches(
     shape: tuple[int, ...], strides: tuple[int, ...], kv_heads: int, tiles: int, each: int, requests: int,
     table_row: int, scale: float, softcap: float, page: int, window: int, sinks: bool, tree: bool, causal: bool,
-    splits: int, block_m: int, block_n: int, block_b: int, warps: int, stages: int, device: torch.device,
+    splits: int, least: int, block_m: int, block_n: int, block_b: int, warps: int, stages: int, device: torch.device,
 ) -> tuple[Callable[..., None], Callable[..., None]]:  # fmt: skip
     """Return what launches the attention of one shape, and what adds its splits."""
     (tokens, heads, head_dim), launch = shape, dependent_launch(device)
@@ -222,7 +231,7 @@ def _launches(
     attend = _gqa_kernel.at(
         (tiles, kv_heads * splits, each), *strides[:2], table_row, scale, softcap, requests,
         **shared, KV_HEADS=kv_heads, PAGE=page, WINDOW=window, SOFTCAP=softcap > 0, TREE=tree, CAUSAL=causal,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_B=block_b, num_warps=warps, num_stages=stages,
+        LEAST=least, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_B=block_b, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return attend, _reduce_kernel.at((tokens * heads,), **shared, BLOCK_S=next_power_of_2(splits), num_warps=4)
 
@@ -245,7 +254,8 @@ def _gqa(
         # Each request but one may begin a tile that it does not fill.
         tiles, each = cdiv(tokens * (heads // kv_heads), block_m) + requests - 1, 1
     keys = min(max_seq_len, window + max_query_len - 1) if window else max_seq_len
-    splits = _num_splits(tiles * kv_heads * each, keys)
+    least = _least_part(max_query_len, heads // kv_heads, window)
+    splits = _num_splits(tiles * kv_heads * each, keys, least)
     part, part_lse = o, lse
     if splits > 1:
         part = q.new_empty(tokens, heads, splits, head_dim, dtype=torch.float32)
@@ -253,7 +263,7 @@ def _gqa(
     logits = q if sinks is None else sinks
     attend, reduce = _launches(
         shape, q.stride(), kv_heads, tiles, each, requests, page_table.stride()[0], scale, softcap, page_size, window,
-        sinks is not None, tree is not None, causal, splits, block_m, block_n,
+        sinks is not None, tree is not None, causal, splits, least, block_m, block_n,
         next_power_of_2(requests) if packed else 0, warps, stages, q.device,
     )  # fmt: skip
     masks = positions if tree is None else tree
