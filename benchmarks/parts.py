@@ -180,7 +180,7 @@ def _layers() -> Iterator[Part]:
         ("gqa", "gqa", "kv_dtype=torch.bfloat16", 140), ("gqa.e4m3", "gqa", "kv_dtype=torch.float8", 85),
         ("small_ops", "small_ops", "", 180), ("fused_moe", "fused_moe", "", 220),
         ("fp8_linear.tp8", "fp8_linear", "DeepSeek-V3 tp8", 160), ("fp8_linear.tp1", "fp8_linear", "tp1", 135),
-        ("weight_only", "weight_only", "", 60), ("products", "products", "", 110),
+        ("weight_only", "weight_only", "", 60), ("products", "products", "", 60),
     )  # fmt: skip
     targets = {
         "mla": "16: row 7; 15: row 5",
