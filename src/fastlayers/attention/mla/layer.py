@@ -271,7 +271,8 @@ class MLAAttention(AttentionCore):
             return absorbed
         views = self._views
         if views is not None:
-            weight = self.kv_b_proj.weight
+            projection: Any = self._modules["kv_b_proj"]
+            weight = projection._parameters["weight"]
             if weight is views.weight and weight.data_ptr() == views.address:
                 return views.value
         sources = self.packed_sources()
@@ -317,13 +318,14 @@ class MLAAttention(AttentionCore):
         elif (hidden_states.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0:
             self.refuse_grad(hidden_states=hidden_states)
         q, latent, k_pe = self._project(hidden_states)
-        nope, rotary = cfg.qk_nope_head_dim, self.rotary
+        held: Any = self._modules
+        nope, tables = cfg.qk_nope_head_dim, held["rotary"]._buffers
         path = "mqa" if meta.phase == "decode" and not meta.path else self.path(meta)
         room = None
         if path == "mqa" and not torch.compiler.is_compiling():  # a compiler traces no product that writes into a view
             room = q.new_empty(q.shape[0], self.num_heads, *self.kv_row)
-        q_pe = self.rotary_kv_write(
-            q[..., nope:], k_pe.unsqueeze(1), latent.unsqueeze(1), rotary.cos, rotary.sin, meta.positions, cache,
+        q_pe = held["rotary_kv_write"](
+            q[..., nope:], k_pe.unsqueeze(1), latent.unsqueeze(1), tables["cos"], tables["sin"], meta.positions, cache,
             meta.out_cache_loc, out=None if room is None else room[..., cfg.kv_lora_rank :],
         )  # fmt: skip
         if path == "mqa":
@@ -331,7 +333,7 @@ class MLAAttention(AttentionCore):
         else:
             q[..., nope:] = q_pe
             o = self._mha(q, cache.keys, meta, path)
-        projected: torch.Tensor = self.o_proj(o.flatten(1))
+        projected: torch.Tensor = held["o_proj"](o.flatten(1))
         return projected
 
     def check_step(self, meta: AttentionMeta, cache: LayerCache) -> None:
@@ -344,17 +346,18 @@ class MLAAttention(AttentionCore):
 
     def _project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         cfg = self.cfg
+        held: Any = self._modules
         sizes = [cfg.kv_lora_rank, cfg.qk_rope_head_dim]
         if self.fused_a:
-            q_a, latent, k_pe = self.qkv_a_proj(hidden_states).split_with_sizes([self.q_lora_rank, *sizes], -1)
+            q_a, latent, k_pe = held["qkv_a_proj"](hidden_states).split_with_sizes([self.q_lora_rank, *sizes], -1)
         else:
-            latent, k_pe = self.kv_a_proj_with_mqa(hidden_states).split_with_sizes(sizes, -1)
-            q_a = hidden_states if self.q_lora_rank is None else self.q_a_proj(hidden_states)
+            latent, k_pe = held["kv_a_proj_with_mqa"](hidden_states).split_with_sizes(sizes, -1)
+            q_a = hidden_states if self.q_lora_rank is None else held["q_a_proj"](hidden_states)
         if self.q_lora_rank is None:
-            q, latent = self.q_proj(q_a), self.kv_a_layernorm(latent)
+            q, latent = held["q_proj"](q_a), held["kv_a_layernorm"](latent)
         else:
             q_a, latent = self._both_norms(q_a, latent)
-            q = self.q_b_proj(q_a)
+            q = held["q_b_proj"](q_a)
         return q.view(-1, self.num_heads, self.head_dim), latent, k_pe
 
     def _both_norms(self, q_a: torch.Tensor, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,8 @@ Softmax runs in base 2 inside; LSE leaves as the natural logarithm.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 
 import torch
 import triton
@@ -265,43 +266,57 @@ def _decode_fake(
     return q.new_empty(*q.shape[:2], rank), q.new_empty(*q.shape[:2], dtype=torch.float32)
 
 
+@lru_cache(maxsize=4096)
+def _decode_launches(
+    shape: tuple[int, ...], rank: int, requests: int, strides: tuple[int, ...], scale: float, max_query_len: int,
+    max_seq_len: int, dtype: torch.dtype, kv_dtype: torch.dtype, page: int, tree: bool, knobs: tuple[int, ...],
+    device: torch.device,
+) -> tuple[int, Callable[..., None], Callable[..., None]]:  # fmt: skip
+    """Return the splits of one shape, what launches the attention, and what adds its splits."""
+    (tokens, heads, width), launch = shape, dependent_launch(device)
+    sm_count = as_device(device).sm_count if device.type == "cuda" else NOMINAL_SM_COUNT
+    config, row_blocks, splits = decode_launch(
+        heads * max_query_len, requests, max_query_len, max_seq_len, dtype, kv_dtype, page, knobs, sm_count
+    )
+    rows = tokens * heads
+    decode = _decode_kernel.at(
+        (requests * row_blocks, splits), *strides, scale * LOG2_E, splits, rows,
+        HEADS=heads, RANK=rank, ROPE=width - rank, PAGE=page, ROW_BLOCKS=row_blocks, CAUSAL=max_query_len > 1,
+        TREE=tree, DIRECT=splits == 1, AHEAD=config.ahead, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        num_warps=config.num_warps, num_stages=config.num_stages, **launch,
+    )  # fmt: skip
+    reduce = _reduce_kernel.at(
+        (rows,), splits, rows, RANK=rank, MAX_SPLITS=MAX_SPLITS, BLOCK=REDUCE_BLOCK, num_warps=4, **launch
+    )
+    return splits, decode, reduce
+
+
 @operator("mla_decode", _decode_fake)
 def _decode(
     q: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, starts: torch.Tensor, cu_seqlens_q: torch.Tensor,
     positions: torch.Tensor, seq_lens: torch.Tensor, tree: torch.Tensor | None, rank: int, scale: float,
     max_query_len: int, max_seq_len: int, knobs: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    tokens, heads, width = q.shape
-    requests = page_table.shape[0]
+    tokens, heads, _ = q.shape
     o, lse = q.new_empty(tokens, heads, rank), q.new_empty(tokens, heads, dtype=torch.float32)
     if tokens == 0:
         return o, lse
-    rows_each, page_size = heads * max_query_len, cache.shape[1]
-    sm_count = as_device(q.device).sm_count if q.is_cuda else NOMINAL_SM_COUNT
-    config, row_blocks, splits = decode_launch(
+    splits, decode, reduce = _decode_launches(
+        q.shape, rank, page_table.shape[0], (*q.stride()[:2], *cache.stride()[:2], page_table.stride()[0]), scale,
         # No split ends within so many rows, so that the longest request may be rounded down.
-        rows_each, requests, max_query_len, max_seq_len - max_seq_len % SPLIT_ROWS, q.dtype, cache.dtype, page_size,
-        tuple(knobs), sm_count,
+        max_query_len, max_seq_len - max_seq_len % SPLIT_ROWS, q.dtype, cache.dtype, cache.shape[1], tree is not None,
+        tuple(knobs), q.device,
     )  # fmt: skip
-    launch = dependent_launch(q.device)
-    rows = tokens * heads
     partial, partial_lse = o, lse
     if splits > 1:
         partial = q.new_empty(splits, tokens, heads, rank, dtype=torch.float32)
         partial_lse = q.new_empty(splits, tokens, heads, dtype=torch.float32)
-    _decode_kernel[(requests * row_blocks, splits)](
+    decode(
         q, cache, page_table, starts, cu_seqlens_q, positions, seq_lens, positions if tree is None else tree,
         partial, partial_lse,
-        *q.stride()[:2], *cache.stride()[:2], page_table.stride(0), scale * LOG2_E, splits, rows,
-        HEADS=heads, RANK=rank, ROPE=width - rank, PAGE=cache.shape[1], ROW_BLOCKS=row_blocks,
-        CAUSAL=max_query_len > 1, TREE=tree is not None, DIRECT=splits == 1, AHEAD=config.ahead, BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n, num_warps=config.num_warps, num_stages=config.num_stages, **launch,
     )  # fmt: skip
     if splits > 1:
-        _reduce_kernel[(rows,)](
-            partial, partial_lse, o, lse, splits, rows, RANK=rank, MAX_SPLITS=MAX_SPLITS, BLOCK=REDUCE_BLOCK,
-            num_warps=4, **launch,
-        )  # fmt: skip
+        reduce(partial, partial_lse, o, lse)
     return o, lse
 
 
@@ -311,6 +326,21 @@ def _prefill_fake(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     lse_rows = q.shape[0] if need_lse else 0
     return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(lse_rows, q.shape[1], dtype=torch.float32)
+
+
+@lru_cache(maxsize=4096)
+def _prefill_launch(
+    requests: int, heads: int, width: int, value: int, strides: tuple[int, ...], nope: int, scale: float,
+    max_query_len: int, causal: bool, need_lse: bool, dtype: torch.dtype, knobs: tuple[int, ...], device: torch.device,
+) -> Callable[..., None]:  # fmt: skip
+    """Return what launches one shape; another ``device`` has a launch of its own."""
+    config = tuned(prefill_config(dtype), knobs, 1)
+    return _prefill_kernel.at(  # type: ignore[no-any-return]
+        (cdiv(max_query_len, config.block_m), heads, requests), *strides, scale * LOG2_E,
+        HEADS=heads, NOPE=nope, ROPE=width - nope, VALUE=value, CAUSAL=causal, NEED_LSE=need_lse,
+        BLOCK_NOPE=_block(nope), BLOCK_ROPE=_block(width - nope), BLOCK_VALUE=_block(value),
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
 
 
 @operator("mla_prefill", _prefill_fake)
@@ -324,15 +354,11 @@ def _prefill(
     lse = q.new_empty(tokens if need_lse else 0, heads, dtype=torch.float32)
     if max_query_len == 0:
         return o, lse
-    config = tuned(prefill_config(q.dtype), knobs, 1)
-    grid = (cdiv(max_query_len, config.block_m), heads, cu_q.shape[0] - 1)
-    _prefill_kernel[grid](
-        q, k, v, o, lse, cu_q, cu_k,
-        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), scale * LOG2_E,
-        HEADS=heads, NOPE=nope, ROPE=width - nope, VALUE=value, CAUSAL=causal, NEED_LSE=need_lse,
-        BLOCK_NOPE=_block(nope), BLOCK_ROPE=_block(width - nope), BLOCK_VALUE=_block(value),
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps, num_stages=config.num_stages,
+    launch = _prefill_launch(
+        cu_q.shape[0] - 1, heads, width, value, (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2]), nope, scale,
+        max_query_len, causal, need_lse, q.dtype, tuple(knobs), q.device,
     )  # fmt: skip
+    launch(q, k, v, o, lse, cu_q, cu_k)
     return o, lse
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from fastlayers.attention.kv_write.triton import to_cache
-from fastlayers.attention.rotary_kv_write.layer import RotaryKVWriteConfig, cache_rows
+from fastlayers.attention.rotary_kv_write.layer import RotaryKVWriteConfig
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.operators import nothing, operator
 from fastlayers.rotary.triton import angles
@@ -189,7 +189,7 @@ def _rotary_kv_write(
     if not shape[0]:
         return
     # Slots of all pages, one behind the other; of latents the keys begin inside a row.
-    k_slots, v_slots = (keys, values) if values is not None else cache_rows(keys, None, v.shape[2])
+    k_slots, v_slots = (keys, values) if values is not None else (keys[..., v.shape[2] :], keys)
     k_slot = keys.stride()[1]
     numbers = (
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *q_out.stride()[:2], k_slot,
