@@ -58,13 +58,21 @@ def missing(part: Part, folder: Path) -> str:
     if not part.result or part.result.startswith("tuned/"):
         return ""
     rows = rows_of(result_of(part, folder))
-    # A row of the ablation says of an optimisation that a model has not got it: that is its result.
-    left = [row for row in rows if (LEFT_OUT & row.keys() and "items" not in row) or row.get("ready_s", 0) is None]
+    left = [row for row in rows if (LEFT_OUT & row.keys() and not _told(row)) or row.get("ready_s", 0) is None]
     if any("error" in row and "part" in row for row in rows_of(folder / "output.log")):
         return "an error was printed"
     if not any(map(head_of, rows)):
         return "no row names the sources that made it"
     return f"left out: {json.dumps(left[0])[:200]}" if left else ""
+
+
+def _told(row: Row) -> bool:
+    """Return whether what a row leaves out is its result.
+
+    The ablation says of an optimisation that a model has not got it; a suite's summary has the reason of each skip (a
+    backend's refusal, GPUs that the machine has not got), which is adopted with it, where anything ran at all.
+    """
+    return "items" in row or ("skipped_because" in row and row["passed"] > 0)
 
 
 def whole_tables(layer: str, folder: Path) -> None:

@@ -95,8 +95,14 @@ def test_what_ends_well_but_measured_less_is_not_complete(renew: Any, fake: Any,
     left = f"{WRITES}open(out, 'a').write(json.dumps({{'row': 'x', 'skipped': 'no time is left'}}))"
     down = f"{WRITES}open(out, 'a').write(json.dumps({{'ready_s': None}}))"
     other = "print(json.dumps({'part': 'decode', 'error': 'Traceback'}))\n" + WRITES
-    fake(("left", left, 1), ("down", down, 1), ("none", "open(out, 'w').write('{}')", 1), ("other", other, 1))
+    suite = "open(out, 'w').write(json.dumps(head | {'passed': PASSED, 'skipped': 3, 'skipped_because': {'GPUs': 3}}))"
+    fake(
+        ("left", left, 1), ("down", down, 1), ("none", "open(out, 'w').write('{}')", 1), ("other", other, 1),
+        ("suite", HEAD + suite.replace("PASSED", "7"), 1), ("idle", HEAD + suite.replace("PASSED", "0"), 1),
+    )  # fmt: skip
     found = run(renew, tmp_path / "out")
+    assert found["suite"]["state"] == "complete"  # each skip has its reason
+    assert found["idle"]["state"].startswith("left out")
     assert "no time is left" in found["left"]["state"] and "ready_s" in found["down"]["state"]
     assert found["none"]["state"] == "no row names the sources that made it"
     assert found["other"]["state"] == "an error was printed"
