@@ -118,7 +118,12 @@ def measure(options: argparse.Namespace, rows: Rows | None, folder: Path) -> lis
         gc.collect()
         wanted = wanted or tokens
         equal = sum(one == other for one, other in zip(wanted, tokens, strict=True))
-        row = {"what": what, **facts, "tokens_equal": equal, "of": len(prompts)}
+        # With random weights many logits are nearly tied: until where requests say the same.
+        alike = [
+            next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
+            for one, other in zip(wanted, tokens, strict=True)
+        ]
+        row = {"what": what, **facts, "tokens_equal": equal, "of": len(prompts), "tokens_alike_until": sorted(alike)}
         if rows is not None:
             rows.put(row)
         one, other = facts["graphs_before_and_after"]

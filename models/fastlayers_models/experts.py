@@ -27,7 +27,7 @@ from fastlayers.comm.collectives import collectives
 from fastlayers.comm.communicator import RankOps
 from fastlayers.comm.padding import StepTokens
 from fastlayers.errors import ArgumentError
-from fastlayers.moe.placement.moves import all_ranks, move_experts
+from fastlayers.moe.placement.moves import all_ranks, connect, move_experts
 from fastlayers.moe.placement.planner import plan_placement
 from fastlayers.moe.placement.table import ExpertPlacement
 
@@ -104,6 +104,8 @@ class ExpertBalancer:
         self._scattered = layers[0].communicator.place == "scattered"
         self._waiting: deque[tuple[Any, list[int]]] = deque()
         self.steps = self.moved = self.received = 0
+        if self.config.step_interval:
+            connect(self.layers[0].placement.ep, model.device)
 
     @staticmethod
     def make(model: Any) -> ExpertBalancer | None:
