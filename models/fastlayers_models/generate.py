@@ -34,9 +34,8 @@ from fastlayers.errors import (
 from fastlayers.runtime.graphs import CudaGraphs, bucket_of
 from fastlayers.sampler.layer import MODES, Sampler, SamplingParams
 from fastlayers.torch_compile import TorchCompile
-from fastlayers_models.groups import EXTEND, IDLE, GroupStep, Intent
+from fastlayers_models.groups import GroupStep, run_groups
 from fastlayers_models.images import prompt_images
-from fastlayers_models.overlap import token_cut
 from fastlayers_models.requests import Request, Token, prompts_of, stop_ids
 from fastlayers_models.step import ModelStep, Part, Pending, StepKey
 
@@ -240,7 +239,7 @@ class Generator:
         with self._alone("stream"):
             try:
                 if self.groups.size > 1:
-                    yield from self._run_groups(waiting, max_new_tokens, stop)
+                    yield from run_groups(self, waiting, max_new_tokens, stop)
                 while waiting:
                     group = [waiting.pop() for _ in range(min(self.max_batch, len(waiting)))]
                     yield from self._run(group, max_new_tokens, stop)
@@ -423,64 +422,6 @@ class Generator:
                     ready = self.step.load([request.row for request in active])
                 following = self._launch(active)
             pending, rows = following
-
-    # ---- several attention groups -------------------------------------------------------------------------------
-
-    @torch.inference_mode()
-    def _run_groups(self, waiting: list[Request], max_new_tokens: int, stop: set[int]) -> Iterator[Token]:
-        """Run this group's requests, in step with the other groups; a stream that is closed early goes on idle."""
-        active: list[Request] = []
-        try:
-            while True:
-                if not active and waiting:
-                    active = [waiting.pop() for _ in range(min(self.max_batch, len(waiting)))]
-                    self.step.load([request.row for request in active], capture=False)
-                stepped = self._step_together(active)
-                if stepped is None:
-                    return
-                for request, token in stepped:
-                    request.output.append(token)
-                    ended = "stop" if token in stop else "length" if len(request.output) == max_new_tokens else None
-                    yield Token(request.index, token, ended)
-                    if ended:
-                        request.done = True
-                        self.pool.release(request.pages)
-                prompts_cached = all(request.cached >= len(request.prompt) for request in active)
-                if prompts_cached and any(request.done for request in active):
-                    active = [request for request in active if not request.done]
-                    if active:
-                        self.step.load([request.row for request in active], capture=False)
-        except GeneratorExit:
-            waiting.clear()
-            while self._step_together([]) is not None:
-                pass
-            raise
-
-    def _step_together(self, active: list[Request]) -> list[tuple[Request, int]] | None:
-        """Make one step with the other groups; return whose tokens were drawn, or ``None``: all groups have ended."""
-        step = self.step
-        assert isinstance(step, GroupStep)
-        mode = max((MODES.index(request.params.mode) for request in active), default=0)
-        parts, drawing = self._chunks(active)
-        lengths = [len(part.ids) for part in parts] or [1] * len(active)
-        kind = EXTEND if parts else int(bool(active))
-        intents = step.exchange(Intent(kind, sum(lengths), mode, token_cut(lengths)))
-        kind = max(each.kind for each in intents)
-        if kind == IDLE:
-            return None
-        if not parts:
-            drawing = list(active)
-            for request in active:
-                self.pool.extend(request.pages, request.cached + 1, f"request {request.index}")
-            parts = [
-                Part((), request.cached, request.pages, row, request.params.mode) for row, request in enumerate(active)
-            ]
-            for request in active:
-                request.cached += 1
-        if kind == EXTEND:
-            return list(zip(drawing, step.extend_together(parts, intents).tokens(), strict=True))
-        batch = AttentionBatch((1,) * len(parts), tuple(part.prefix for part in parts), [part.pages for part in parts])
-        return list(zip(drawing, step.decode_together(batch, intents).tokens(), strict=True))
 
     def _chunks(self, active: list[Request]) -> tuple[list[Part], list[Request]]:
         """Return the next chunks of prompts, none where all are cached, and whose first token they draw."""

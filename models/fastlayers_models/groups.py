@@ -7,12 +7,14 @@
                            group are skipped by the experts
     all idle               the end
 
-Every rank makes the same steps until the last group has ended.
+Every rank makes the same steps until the last group has ended. On one host the exchange takes no call of the device or
+of the system, and lies behind the step that runs meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,16 +22,20 @@ import torch
 from fastlayers.attention.buckets import ExtendBuckets
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta
+from fastlayers.comm.board import Board
 from fastlayers.comm.collectives import collectives
 from fastlayers.comm.padding import StepTokens
+from fastlayers.comm.ranks import TIMEOUT
 from fastlayers.errors import ArgumentError
 from fastlayers.runtime.graphs import bucket_of
 from fastlayers.sampler.layer import MODES
-from fastlayers_models.overlap import Planned
+from fastlayers_models.overlap import Planned, token_cut
+from fastlayers_models.requests import Request, Token
 from fastlayers_models.rows import Pending
 from fastlayers_models.step import ModelStep, Part
 
 IDLE, DECODE, EXTEND = 0, 1, 2
+_INTENT = struct.Struct("<4q")
 
 
 class Intent(NamedTuple):
@@ -55,6 +61,7 @@ class Together:
         self.groups = model.parallel.attn_dp.size
         self.tokens: StepTokens | None = None
         self._masks: dict[int, torch.Tensor] = {}
+        self._told: dict[int, tuple[int, ...]] = {}
 
     def plan(self, counts: Sequence[int], *, extend: bool) -> None:
         """Let the next step that is not captured be of so many tokens of each group."""
@@ -62,7 +69,10 @@ class Together:
 
     def refresh(self, counts: Sequence[int], bucket: int) -> None:
         """Let the next replay of a bucket be of so many tokens of each group."""
-        self._of_bucket(counts, bucket).valid_rows(self._masks[bucket])
+        step = self._of_bucket(counts, bucket)
+        if self._told.get(bucket) != step.real:  # a copy waits for the step before
+            step.valid_rows(self._masks[bucket])
+            self._told[bucket] = step.real
 
     def of(self, meta: AttentionMeta) -> tuple[StepTokens | None, torch.Tensor | None]:
         """Return what a model takes as ``step`` and ``valid``."""
@@ -84,7 +94,7 @@ class Together:
         rows = -(-bucket // self._attn_tp) * self._attn_tp
         step = StepTokens.plan(counts, attn_tp=self._attn_tp, extend=False, graph=True, bucket=rows)
         if bucket not in self._masks:
-            self._masks[bucket] = step.valid_rows().to(self._model.device)
+            self._masks[bucket], self._told[bucket] = step.valid_rows().to(self._model.device), step.real
         return step
 
 
@@ -95,11 +105,21 @@ class GroupStep(ModelStep):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._groups, self._together = collectives(self.model.parallel.attn_dp), Together(self.model)
+        axis = self.model.parallel.attn_dp
+        self._groups, self._together = collectives(axis), Together(self.model)
+        self._board = Board.make(axis, TIMEOUT.total_seconds())
         self.extend_buckets = ExtendBuckets((), ())
 
     def exchange(self, intent: Intent) -> list[Intent]:
-        """Return what all groups would do, in order of their ranks; waits for them."""
+        """Return what all groups would do, in order of their ranks; waits for them.
+
+        Raises
+        ------
+        RankLostError
+            A rank of this host is gone.
+        """
+        if self._board is not None:
+            return [Intent(*_INTENT.unpack(each)) for each in self._board.exchange(_INTENT.pack(*intent))]
         mine = torch.tensor([intent], dtype=torch.int64, device=self.model.device)
         return [Intent(*each) for each in self._groups.all_gather(mine).tolist()]
 
@@ -163,3 +183,93 @@ class GroupStep(ModelStep):
     ) -> torch.Tensor:
         halves = () if self.halves is None else self.halves.of(meta)
         return self._together.compute(ids, meta, self.caches, images, halves)
+
+
+Drawn = tuple[list[Request], Pending]
+
+
+@torch.inference_mode()
+def run_groups(generator: Any, waiting: list[Request], max_new_tokens: int, stop: set[int]) -> Iterator[Token]:
+    """Run the requests of a generator's group, in step with the other groups.
+
+    The next step is launched before the last one's tokens are read, as with one group. A stream that is closed early
+    goes on idle.
+    """
+    active: list[Request] = []
+    flying: Drawn | None = None  # a step whose tokens are on their way, and whose they are
+    try:
+        while True:
+            if flying is None and not active and waiting:
+                active = [waiting.pop() for _ in range(min(generator.max_batch, len(waiting)))]
+                generator.step.load([request.row for request in active], capture=False)
+            following: Drawn | None = None
+            over = False
+            if flying is None or _may_follow(generator, flying[0], active, waiting, max_new_tokens):
+                following = _step_together(generator, active)
+                over = following is None  # in all groups
+            for request, token in zip(*_tokens_of(flying), strict=True):
+                if request.done:
+                    continue
+                request.output.append(token)
+                ended = "stop" if token in stop else "length" if len(request.output) == max_new_tokens else None
+                yield Token(request.index, token, ended)
+                if ended:
+                    request.done = True
+                    generator.pool.release(request.pages)
+            if over:
+                return
+            flying = following
+            prompts_cached = all(request.cached >= len(request.prompt) for request in active)
+            if flying is None and prompts_cached and any(request.done for request in active):
+                active = [request for request in active if not request.done]
+                if active:
+                    generator.step.load([request.row for request in active], capture=False)
+    except GeneratorExit:
+        waiting.clear()
+        while _step_together(generator, []) is not None:
+            pass
+        raise
+
+
+def _tokens_of(flying: Drawn | None) -> tuple[list[Request], list[int]]:
+    return ([], []) if flying is None else (flying[0], flying[1].tokens())
+
+
+def _may_follow(
+    generator: Any, drawing: list[Request], active: list[Request], waiting: list[Request], max_new_tokens: int
+) -> bool:
+    """Whether one more step of the same requests may be launched before the tokens that are on their way are read."""
+    if not generator.ahead:
+        return False
+    if not active:
+        return not waiting
+    on_their_way = set(map(id, drawing))
+    return generator._room(active) and all(
+        not request.done and len(request.output) + (id(request) in on_their_way) < max_new_tokens for request in active
+    )
+
+
+def _step_together(generator: Any, active: list[Request]) -> Drawn | None:
+    """Launch one step with the other groups; return whose tokens are drawn, or ``None``: all groups have ended."""
+    step, pool = generator.step, generator.pool
+    mode = max((MODES.index(request.params.mode) for request in active), default=0)
+    parts, drawing = generator._chunks(active)
+    lengths = [len(part.ids) for part in parts] or [1] * len(active)
+    kind = EXTEND if parts else int(bool(active))
+    intents = step.exchange(Intent(kind, sum(lengths), mode, token_cut(lengths)))
+    kind = max(each.kind for each in intents)
+    if kind == IDLE:
+        return None
+    if not parts:
+        drawing = list(active)
+        for request in active:
+            pool.extend(request.pages, request.cached + 1, f"request {request.index}")
+        parts = [
+            Part((), request.cached, request.pages, row, request.params.mode) for row, request in enumerate(active)
+        ]
+        for request in active:
+            request.cached += 1
+    if kind == EXTEND:
+        return drawing, step.extend_together(parts, intents)
+    batch = AttentionBatch((1,) * len(parts), tuple(part.prefix for part in parts), [part.pages for part in parts])
+    return drawing, step.decode_together(batch, intents)

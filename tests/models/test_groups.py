@@ -16,6 +16,7 @@ from fastlayers.sampler.layer import SamplingParams
 from fastlayers.testing.world import Rank, world
 from fastlayers_models.auto import AutoModel
 from fastlayers_models.generate import Generator
+from fastlayers_models.rows import Pending
 
 sys.path.insert(0, str(Path(__file__).parent))
 from family_tools import save_random, tiny_config
@@ -107,6 +108,25 @@ def test_groups_that_sample_differently(folders: dict[str, Path]) -> None:
     params = [SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, top_k=5, seed=3)]
     one = generator_of(load(folders["qwen3"]), False).generate(PROMPTS[:2], params, max_new_tokens=NEW, eos_ids=())
     assert world(2).run(sample, str(folders["qwen3"]), params) == [one, one]
+
+
+def stop(rank: Rank, folder: str, eos: int) -> tuple[list[list[int]], bool]:
+    """Return the tokens, and whether steps were launched before the tokens of those before were read."""
+    generator = generator_of(load(folder, parallel=rank.spec(attn_dp=2)), True)
+    order: list[str] = []
+    step, exchange, read = generator.step, generator.step.exchange, Pending.tokens  # type: ignore[union-attr]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step, "exchange", lambda intent: (order.append("next"), exchange(intent))[1])
+        patch.setattr(Pending, "tokens", lambda self: (order.append("read"), read(self))[1])
+        found = generator.generate(PROMPTS, max_new_tokens=NEW, eos_ids=(eos,))
+    return found, "next next read" in " ".join(order)
+
+
+def test_groups_launch_ahead_and_drop_what_comes_after_a_stop(folders: dict[str, Path], wanted: Any) -> None:
+    folder, eos = folders["qwen3"], wanted["qwen3"][0][2]
+    one = generator_of(load(folder), False).generate(PROMPTS, max_new_tokens=NEW, eos_ids=(eos,))
+    assert any(len(tokens) < NEW for tokens in one)
+    assert world(2).run(stop, str(folder), eos) == [(one, True)] * 2
 
 
 def alone(rank: Rank, folder: str) -> Iterator[str] | list[str]:

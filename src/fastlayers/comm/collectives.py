@@ -17,7 +17,7 @@ rows too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -26,6 +26,7 @@ from torch.autograd import forward_ad
 
 from fastlayers import env
 from fastlayers.comm.parallel import Axis
+from fastlayers.comm.processes import lost
 from fastlayers.errors import ArgumentError, check_kind
 from fastlayers.gradients import refuse
 
@@ -110,11 +111,23 @@ class Collectives:
 
 
 class TorchCollectives(Collectives):
-    """Collectives over a torch process group whose backend takes unequal lists (NCCL)."""
+    """Collectives over a torch process group whose backend takes unequal lists (NCCL).
+
+    A rank that is gone ends them in :class:`~fastlayers.errors.RankLostError`.
+    """
 
     def __init__(self, axis: Axis) -> None:
         super().__init__(axis)
-        self.group = axis.group
+        self.axis, self.group = axis, axis.group
+
+    def _call(self, operation: Callable[..., Any], *given: Any) -> None:
+        try:
+            operation(*given, group=self.group)
+        except RuntimeError as error:
+            found = lost(error, self.axis, operation.__name__)
+            if found is None:
+                raise
+            raise found from error
 
     def _refuse_grad(self, operation: str, x: torch.Tensor) -> None:
         accepted = "tensors that need no gradient (torch.distributed's have none), or torch.no_grad()"
@@ -124,21 +137,21 @@ class TorchCollectives(Collectives):
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             self._refuse_grad("all_reduce_", x)
         x = x.contiguous()
-        dist.all_reduce(x, group=self.group)
+        self._call(dist.all_reduce, x)
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             self._refuse_grad("all_gather", x)
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        _gather_into(out, x.contiguous(), group=self.group)
+        self._call(_gather_into, out, x.contiguous())
         return out
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             self._refuse_grad("reduce_scatter", x)
         out = x.new_empty((self._equal_part("reduce_scatter", x), *x.shape[1:]))
-        _scatter_into(out, x.contiguous(), group=self.group)
+        self._call(_scatter_into, out, x.contiguous())
         return out
 
     def all_gather_variable(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
@@ -148,7 +161,7 @@ class TorchCollectives(Collectives):
         if len(set(sizes)) == 1:
             return self.all_gather(x)
         out = x.new_empty((sum(sizes), *x.shape[1:]))
-        dist.all_gather(list(out.split(list(sizes))), x.contiguous(), group=self.group)
+        self._call(dist.all_gather, list(out.split(list(sizes))), x.contiguous())
         return out
 
     def reduce_scatter_variable(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
@@ -158,7 +171,7 @@ class TorchCollectives(Collectives):
         if len(set(sizes)) == 1:
             return self.reduce_scatter(x)
         out = x.new_empty((sizes[self.rank], *x.shape[1:]))
-        dist.reduce_scatter(out, list(x.contiguous().split(list(sizes))), group=self.group)
+        self._call(dist.reduce_scatter, out, list(x.contiguous().split(list(sizes))))
         return out
 
 

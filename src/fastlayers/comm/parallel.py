@@ -168,6 +168,8 @@ class ParallelSpec:
         """
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+        from fastlayers.comm.processes import introduce
+
         check_kind("ParallelSpec", DeviceMesh, mesh=mesh)
         if mesh.ndim != 1:
             raise ArgumentError("ParallelSpec", "mesh", mesh, "a mesh of one dimension")
@@ -184,6 +186,7 @@ class ParallelSpec:
             "ep": by_expert.get_group("ep"),
             "moe_tp": by_expert.get_group("moe_tp"),
         }
+        introduce()
         axes = {name: getattr(plain, name) for name in groups}
         made: dict[str, Any] = {
             n: Axis(a.size, a.rank, a.ranks, groups[n] if a.size > 1 else None) for n, a in axes.items()

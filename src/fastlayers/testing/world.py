@@ -183,8 +183,12 @@ class World:
         self._processes: list[Any] = []
         self._pipes: list[multiprocessing.connection.Connection] = []
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout: float = 120.0, dying: Sequence[int] = ()
+    ) -> list[Any]:
         """Run ``function(rank, *args)`` on every rank and return the results in rank order.
+
+        ``dying``: ranks whose processes end meanwhile; their result is ``None``, and the others end afterwards.
 
         Raises
         ------
@@ -201,14 +205,17 @@ class World:
                 pipe.send_bytes(job)
             except OSError as error:
                 failures[rank] = f"its process is gone ({error})"
-        answers = self._collect(failures, time.monotonic() + timeout, timeout)
-        if failures:
+        answers = self._collect(failures, time.monotonic() + timeout, timeout, dying)
+        if failures or dying:
             self.close()
+        if failures:
             text = "\n".join(f"rank {rank} of {self.size}: {failures[rank]}" for rank in sorted(failures))
             raise WorldError(f"{function.__qualname__}\n{text}")
         return [answers[rank] for rank in range(self.size)]
 
-    def _collect(self, failures: dict[int, str], deadline: float, timeout: float) -> dict[int, Any]:
+    def _collect(
+        self, failures: dict[int, str], deadline: float, timeout: float, dying: Sequence[int]
+    ) -> dict[int, Any]:
         """Return the answers; after the first failure the others have two seconds left."""
         answers: dict[int, Any] = {}
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in failures}
@@ -224,7 +231,8 @@ class World:
                 try:
                     good, value = pickle.loads(pipe.recv_bytes())
                 except (EOFError, OSError) as error:
-                    good, value = False, f"its process died ({type(error).__name__})"
+                    good, value = rank in dying, f"its process died ({type(error).__name__})"
+                    value = None if good else value
                 if good:
                     answers[rank] = value
                 else:

@@ -1,0 +1,86 @@
+"""Which process each rank is, and whether it is still there: how a rank that is lost is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fastlayers.comm.parallel import Axis
+from fastlayers.errors import RankLostError
+
+AGAIN = "the model must be made again, on all ranks"
+# What Gloo and NCCL say when another process is gone, or does not answer; other errors of theirs are a call's own.
+_SIGNS = (
+    "gloo/transport", "pair closure", "Connection closed by peer", "Connection reset", "Broken pipe",
+    "ncclRemoteError", "communicator was aborted", "Watchdog caught collective operation timeout",
+)  # fmt: skip
+_ENDING_SECONDS = 1.0  # a process closes its connections before it has ended
+
+
+def birth(pid: int) -> str | None:
+    """Return when a process of this host began; ``None``: there is none, or it has ended."""
+    try:
+        state, *more = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in "ZX" else more[18]
+
+
+def host() -> str:
+    """Return the name of this host since it was started; containers of one host have several."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text().strip() if boot.is_file() else ''}"
+
+
+def own() -> list[Any]:
+    """Return what tells this process from all others."""
+    return [host(), os.getpid(), birth(os.getpid())]
+
+
+def introduce() -> None:
+    """Say in the store of torch.distributed which process this rank is."""
+    import torch.distributed as dist
+
+    _store().set(f"fastlayers/process/{dist.get_rank()}", json.dumps(own()))
+
+
+def ended(process: Sequence[Any]) -> bool:
+    """Return whether a process, as :func:`own` described itself, is known to have ended; of another host it is not."""
+    return process[0] == host() and process[2] is not None and birth(process[1]) != process[2]
+
+
+def lost(error: RuntimeError, axis: Axis, operation: str) -> RankLostError | None:
+    """Return what an error of torch.distributed means where it means that a rank is gone, else ``None``."""
+    text = str(error)
+    if not any(sign in text for sign in _SIGNS):
+        return None
+    begin, who = f"{operation} over {axis.size} ranks", _ended_of(axis.ranks)
+    if who is not None:
+        return RankLostError(f"{begin}: rank {who[0]} is gone, its process {who[1]} has ended; {AGAIN}")
+    return RankLostError(f"{begin}: a rank did not answer ({text.splitlines()[0][:200]}); {AGAIN}")
+
+
+def _ended_of(ranks: Sequence[int]) -> tuple[int, int] | None:
+    until = time.monotonic() + _ENDING_SECONDS
+    while time.monotonic() < until:
+        for rank in ranks:
+            try:
+                key = f"fastlayers/process/{rank}"
+                process = json.loads(_store().get(key)) if _store().check([key]) else None
+            except RuntimeError:  # of a store whose process is gone
+                return None
+            if process is not None and ended(process):
+                return rank, process[1]
+        time.sleep(0.02)
+    return None
+
+
+def _store() -> Any:
+    import torch.distributed as dist
+
+    return dist.distributed_c10d._get_default_store()

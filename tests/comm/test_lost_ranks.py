@@ -1,0 +1,261 @@
+"""A rank that is gone, stands still or stays out: every other rank says so, names it, and none waits for ever."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastlayers.comm import board as boards
+from fastlayers.comm.board import Board
+from fastlayers.comm.collectives import collectives
+from fastlayers.comm.parallel import Axis
+from fastlayers.comm.processes import birth, ended, lost, own
+from fastlayers.errors import RankLostError
+from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
+from fastlayers.testing.world import Rank, WorldError, world
+from fastlayers_models.generate import Generator
+from fastlayers_models.groups import IDLE, GroupStep, Intent
+from fastlayers_models.llama import LlamaConfig, LlamaForCausalLM
+
+CONFIG = dict(
+    model_type="llama", vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+    num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=128, rms_norm_eps=1e-6, eos_token_id=1,
+)  # fmt: skip
+SECONDS = 20.0  # what a busy machine needs; a deadline would be minutes
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stand_still(seconds: float) -> None:
+    """Stop this process and have it go on after a while."""
+    with subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"]):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def said_by(call: Callable[[], Any]) -> tuple[str, float]:
+    """Return what a call raises of a lost rank, and how long that took."""
+    begin = time.monotonic()
+    try:
+        call()
+    except RankLostError as error:
+        return str(error), time.monotonic() - begin
+    return "nothing", time.monotonic() - begin
+
+
+# ---- the board ---------------------------------------------------------------------------------------------------
+
+
+def messages(rank: Rank) -> bool:
+    board = Board.make(rank.spec().tp, 60.0)
+    assert board is not None
+    good = True
+    for size in (0, 1, 31, 1 << 16, (1 << 16) + 1, 300_000, 5):
+        given = [bytes([number + size % 7]) * size for number in range(rank.size)]
+        good &= board.exchange(given[rank.rank]) == given
+    for turn in range(100):  # one says, the others hear: more than a ring holds
+        if rank.rank == 0:
+            board.post(str(turn).encode())
+        else:
+            time.sleep(0.001 * (turn % 7 == rank.rank))
+            good &= board.read(0) == str(turn).encode()
+    return good and board.exchange(b"end") == [b"end"] * rank.size
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_messages_arrive_whole_and_in_order(size: int) -> None:
+    assert world(size).run(messages) == [True] * size
+
+
+def waits(rank: Rank, fault: str) -> tuple[str, float]:
+    board = Board(rank.spec().tp, 1.0 if fault == "silent" else 60.0)
+    board.exchange(b"begin")
+    if rank.rank == 0:
+        return said_by(lambda: board.exchange(b"more"))
+    if fault == "killed":
+        time.sleep(0.3)  # the other one waits
+        die()
+    elif fault == "stopped":
+        stand_still(2.0)
+        board.exchange(b"more")
+    elif fault == "silent":
+        time.sleep(2.0)
+    elif fault == "torn":  # a record of which a part has not come
+        right = boards._HEAD
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(boards, "_HEAD", Torn(right))
+            board.post(b"more")
+        time.sleep(0.5)
+        board._sent -= 1
+        board.exchange(b"more")
+    return "nothing", 0.0
+
+
+class Torn:
+    """A record's head with another checksum."""
+
+    def __init__(self, right: struct.Struct) -> None:
+        self.right, self.size = right, right.size
+
+    def pack(self, *fields: int) -> bytes:
+        return self.right.pack(*fields[:3], fields[3] ^ 1)
+
+
+def test_a_killed_process_is_named_while_it_is_waited_for() -> None:
+    (said, seconds), _ = world(2).run(waits, "killed", dying=[1])
+    assert said.startswith("Board: rank 1 is gone, its process") and seconds < SECONDS
+
+
+def test_a_silent_process_is_named_when_the_deadline_is_over() -> None:
+    (said, seconds), _ = world(2).run(waits, "silent")
+    assert said.startswith("Board: rank 1 said nothing for 1 s") and 0.9 < seconds < SECONDS
+
+
+@pytest.mark.parametrize("fault", ["stopped", "torn"])
+def test_a_process_that_goes_on_is_waited_for(fault: str) -> None:
+    (said, seconds), _ = world(2).run(waits, fault)
+    assert said == "nothing" and seconds > (1.5 if fault == "stopped" else 0.4)
+
+
+def elsewhere(rank: Rank) -> bool:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(boards, "host", lambda: f"host {rank.rank}")
+        return Board.make(rank.spec().tp) is None
+
+
+def test_ranks_of_several_hosts_have_no_board() -> None:
+    assert world(2).run(elsewhere) == [True, True]
+    assert Board.make(Axis()) is None and Board.make(Axis(2, 0)) is None
+
+
+def test_a_process_is_known_by_its_beginning() -> None:
+    mine = own()
+    assert not ended(mine) and ended([*mine[:2], "another"])
+    assert not ended(["another host", mine[1], "another"])  # nobody can tell
+    with subprocess.Popen(["sleep", "0"]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert birth(process.pid) is None  # ended, and nobody has asked how
+    assert lost(RuntimeError("Expected 3 rows"), Axis(2, 0), "all_reduce") is None
+
+
+# ---- collectives -------------------------------------------------------------------------------------------------
+
+
+def collective(rank: Rank, operation: str, dead: int) -> tuple[str, float]:
+    over = collectives(rank.spec().tp)
+    over.all_reduce_(torch.ones(2))
+    if rank.rank == dead:
+        time.sleep(0.2)
+        die()
+    sizes = [1, 2, 1, 2][: rank.size]
+    calls = {
+        "all_reduce": lambda: over.all_reduce_(torch.ones(4, 2)),
+        "all_gather": lambda: over.all_gather(torch.ones(4, 2)),
+        "reduce_scatter": lambda: over.reduce_scatter(torch.ones(4, 2)),
+        "all_gather_variable": lambda: over.all_gather_variable(torch.ones(sizes[rank.rank], 2), sizes),
+        "reduce_scatter_variable": lambda: over.reduce_scatter_variable(torch.ones(sum(sizes), 2), sizes),
+    }
+
+    def until_it_fails() -> None:  # what was on its way when the rank was killed may still have arrived
+        for _ in range(1000):
+            calls[operation]()
+
+    return said_by(until_it_fails)
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "all_gather_variable"])
+def test_a_collective_names_who_was_killed(operation: str) -> None:
+    (said, seconds), _ = world(2).run(collective, operation, 1, dying=[1])
+    assert "over 2 ranks: rank 1 is gone, its process" in said and seconds < SECONDS
+
+
+def tell_and_end(rank: Rank, folder: str) -> None:
+    """End as a program does that does not catch the error: then ranks that wait for this one hear of it."""
+    said, seconds = collective(rank, "all_reduce", 2)
+    Path(folder, str(rank.rank)).write_text(json.dumps([said, seconds]))
+    die()
+
+
+def test_every_survivor_ends_and_the_first_name_who_was_killed(tmp_path: Path) -> None:
+    assert world(4).run(tell_and_end, str(tmp_path), dying=range(4)) == [None] * 4
+    found = [json.loads((tmp_path / str(rank)).read_text()) for rank in (0, 1, 3)]
+    for said, seconds in found:
+        assert "over 4 ranks: rank " in said and said.endswith("the model must be made again, on all ranks")
+        assert seconds < SECONDS
+    assert any("rank 2 is gone" in said for said, _ in found) and not (tmp_path / "2").exists()
+
+
+# ---- a model -----------------------------------------------------------------------------------------------------
+
+
+def generate(rank: Rank, attn_dp: int, graphs: bool, at: int, phase: str) -> tuple[str, float, int]:
+    """Return what a stream of which the last rank is killed raises, after how long, and behind how many tokens."""
+    torch.manual_seed(0)
+    spec = rank.spec(attn_dp=attn_dp)
+    model = LlamaForCausalLM(LlamaConfig.from_hf(CONFIG), parallel=spec, dtype=torch.float32, page_size=16)
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.1)
+    kept = CudaGraphs(runtime=EagerRuntime(), freeze=False) if graphs else None
+    generator = Generator(model, max_batch=2, max_length=128, graphs=kept)
+    prompts, seen, last = [[5, 6, 7], [8, 9]], 0, time.monotonic()
+    if rank.rank == rank.size - 1:
+        where: Any = generator.step if phase == "exchange" else model
+        name = "exchange" if phase == "exchange" else "forward"
+        right, calls = getattr(where, name), [0]
+
+        def killed(*given: Any, **named: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == at:
+                time.sleep(0.2)
+                die()
+            return right(*given, **named)
+
+        setattr(where, name, killed)
+    try:
+        for _ in generator.stream(prompts, max_new_tokens=60, eos_ids=()):
+            seen, last = seen + 1, time.monotonic()
+    except RankLostError as error:
+        return str(error), time.monotonic() - last, seen
+    return "nothing", 0.0, seen
+
+
+@pytest.mark.parametrize(("attn_dp", "graphs", "at", "phase"), [
+    (1, False, 1, "prompt"), (1, False, 6, "decode"), (1, True, 9, "replay"), (2, False, 5, "exchange"),
+    (2, True, 6, "exchange"), (2, False, 4, "decode"),
+])  # fmt: skip
+def test_a_rank_killed_in_each_phase(attn_dp: int, graphs: bool, at: int, phase: str) -> None:
+    (said, seconds, seen), _ = world(2).run(generate, attn_dp, graphs, at, phase, dying=[1])
+    assert "rank 1 is gone, its process" in said, said
+    assert seconds < SECONDS
+    assert seen == 0 if phase == "prompt" else seen > 0
+
+
+def idle(rank: Rank) -> list[list[int]]:
+    spec = rank.spec(attn_dp=2)
+    model = LlamaForCausalLM(LlamaConfig.from_hf(CONFIG), parallel=spec, dtype=torch.float32, page_size=16)
+    step = Generator(model, max_batch=2, max_length=64).step
+    assert isinstance(step, GroupStep)
+    found = [step.exchange(Intent(rank.rank, 3 * rank.rank, 1, 0))]
+    step._board = None  # as on several hosts
+    found.append(step.exchange(Intent(IDLE, 7, rank.rank, 5)))
+    return [list(each) for intents in found for each in intents]
+
+
+def test_what_groups_would_do_with_a_board_and_without() -> None:
+    assert world(2).run(idle) == [[[0, 0, 1, 0], [1, 3, 1, 0], [0, 7, 0, 5], [0, 7, 1, 5]]] * 2
+
+
+def test_a_rank_that_was_not_to_die_is_an_error() -> None:
+    with pytest.raises(WorldError, match="its process died"):
+        world(2).run(waits, "killed")
