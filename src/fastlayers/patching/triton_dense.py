@@ -9,6 +9,7 @@ many keys belong elsewhere (:data:`MAX_KEYS`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -73,12 +74,15 @@ def _dense_kernel(
 
 
 @lru_cache
-def _constants_of(group: int, width: int, fp32: bool) -> dict[str, int]:
+def _bound(
+    kv_heads: int, group: int, width: int, fp32: bool, mask: str, sinks: bool, device: torch.device
+) -> Callable[..., None]:
     block_n = 16 if fp32 else 32 if width > 128 else 64
-    return {
-        "GROUP": group, "DIM": width, "BLOCK_G": max(16, next_power_of_2(group)),
-        "BLOCK_D": max(16, next_power_of_2(width)), "BLOCK_N": block_n, "STAGES": 1 if fp32 else 3,
-    }  # fmt: skip
+    return _dense_kernel.bind(
+        KV_HEADS=kv_heads, MASK=mask, SINKS=sinks, GROUP=group, DIM=width, BLOCK_G=max(16, next_power_of_2(group)),
+        BLOCK_D=max(16, next_power_of_2(width)), BLOCK_N=block_n, STAGES=1 if fp32 else 3,
+        **dependent_launch(device), num_warps=4,
+    )  # fmt: skip
 
 
 def _fake(
@@ -97,12 +101,12 @@ def attend_dense(
     (rows, heads, _, width), kv_heads = q.shape, k.shape[1]
     o = q.new_empty(rows, 1, heads, width)
     kind = "none" if mask is None else "bool" if mask.dtype == torch.bool else "added"
-    _dense_kernel[(rows * kv_heads,)](
-        q, k, v, q if mask is None else mask, q if sinks is None else sinks, o,
-        q.stride(0), q.stride(1), k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2),
-        0 if mask is None or mask.shape[0] == 1 else mask.stride(0), k.shape[2], scale,
-        KV_HEADS=kv_heads, MASK=kind, SINKS=sinks is not None,
-        **_constants_of(heads // kv_heads, width, q.dtype == torch.float32), **dependent_launch(q.device), num_warps=4,
+    # The keys are a few more in each step: their number is no part of what is bound.
+    bound = _bound(kv_heads, heads // kv_heads, width, q.dtype == torch.float32, kind, sinks is not None, q.device)
+    bound(
+        (rows * kv_heads,), q, k, v, q if mask is None else mask, q if sinks is None else sinks, o,
+        *q.stride()[:2], *k.stride()[:3], *v.stride()[:3],
+        0 if mask is None or mask.shape[0] == 1 else mask.stride()[0], k.shape[2], scale,
     )  # fmt: skip
     return o
 

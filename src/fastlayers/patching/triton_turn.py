@@ -65,16 +65,18 @@ def _turn_kernel(
     tl.store(out + HALF, cast(right, dtype), mask=inside)
 
 
-@lru_cache
-def _bound(
-    heads: int, dim: int, table_width: int, norm: bool, device: torch.device
-) -> tuple[int, Callable[..., None]]:  # fmt: skip
-    """Return the programs of a token, and what launches them."""
+@lru_cache(maxsize=4096)
+def _launch(
+    tokens: int, stride: int, table_rows: int, table_width: int, q_heads: int, heads: int, dim: int, eps: float,
+    norm: bool, device: torch.device,
+) -> Callable[..., None]:  # fmt: skip
+    """Return what launches one shape."""
     each = max(1, min(next_power_of_2(heads), MAX_VALUES // next_power_of_2(dim)))
     blocks = cdiv(heads, each)
-    return blocks, _turn_kernel.bind(
-        DIM=dim, WIDE=table_width == dim, NORM=norm, HEADS=each, BLOCKS=blocks, BLOCK=next_power_of_2(dim // 2),
-        **dependent_launch(device), num_warps=4, enable_fp_fusion=False,
+    return _turn_kernel.at(
+        (tokens * blocks,), stride, table_rows, q_heads, heads, eps, DIM=dim, WIDE=table_width == dim, NORM=norm,
+        HEADS=each, BLOCKS=blocks, BLOCK=next_power_of_2(dim // 2), **dependent_launch(device), num_warps=4,
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -94,12 +96,11 @@ def turn(
     tokens = x.shape[0]
     y = x.new_empty(tokens, heads, dim)
     if tokens:
-        blocks, bound = _bound(heads, dim, cos.shape[-1], q_weight is not None, x.device)
-        bound(
-            (tokens * blocks,),
-            x, cos, sin, x if q_weight is None else q_weight, x if k_weight is None else k_weight, y,
-            x.stride(0), cos.numel() // cos.shape[-1], q_heads, heads, eps,
-        )  # fmt: skip
+        width = cos.shape[-1]
+        launch = _launch(
+            tokens, x.stride()[0], cos.numel() // width, width, q_heads, heads, dim, eps, q_weight is not None, x.device
+        )
+        launch(x, cos, sin, x if q_weight is None else q_weight, x if k_weight is None else k_weight, y)
     return y
 
 
