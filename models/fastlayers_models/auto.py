@@ -103,7 +103,7 @@ class AutoModel:
         folder = find(path)
         checkpoint = Checkpoint(folder)
         family = family_of(checkpoint.config, families, folder)
-        _check_options(family, options)
+        check_options(family, options)
         place, number = _device(device), _dtype(dtype, checkpoint.config)
         if isinstance(parallel, Ranks):
             parallel, place = parallel.join(place)
@@ -153,7 +153,7 @@ def _device(given: torch.device | str | None) -> torch.device | None:
     return device
 
 
-def _check_options(family: type[CausalLM], options: Mapping[str, Any]) -> None:
+def check_options(family: type[CausalLM], options: Mapping[str, Any]) -> None:
     """Raise :class:`ArgumentError` for an option that neither the family's constructor nor its loader names."""
     makers = (family.__init__, family.from_pretrained)
     parameters = [p for maker in makers for p in inspect.signature(maker).parameters.values()]

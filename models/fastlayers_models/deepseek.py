@@ -42,9 +42,15 @@ from fastlayers_models.loading import check_config, load_weights
 class DeepseekContext(ModelContext):
     """What every part of the model is built with, MLA's options included."""
 
-    def __init__(self, *options: Any, thresholds: MLAThresholds | None = None, fp8_absorb: bool = False) -> None:
+    def __init__(
+        self,
+        *options: Any,
+        thresholds: MLAThresholds | None = None,
+        fp8_math: bool = False,
+        fp8_absorb: bool = False,
+    ) -> None:
         super().__init__(*options)
-        self.thresholds, self.fp8_absorb = thresholds, fp8_absorb
+        self.thresholds, self.fp8_math, self.fp8_absorb = thresholds, fp8_math, fp8_absorb
         self.alt_stream = torch.cuda.Stream() if self.device.type == "cuda" else None
 
     def make_rotary(self) -> RotaryEmbedding:
@@ -134,6 +140,7 @@ class DeepseekLayer(DecoderLayer):
             axis=context.parallel.attn_tp,
             page_size=context.page_size,
             kv_dtype=context.kv_dtype,
+            fp8_math=context.fp8_math,
             fp8_absorb=context.fp8_absorb,
             thresholds=context.thresholds,
             alt_stream=context.alt_stream,
@@ -192,7 +199,7 @@ class DeepseekForCausalLM(CausalLM):
     parallel : ParallelSpec
     device, dtype
         ``dtype`` of activations and of weights that are not quantised.
-    page_size, kv_dtype, fp8_absorb, thresholds
+    page_size, kv_dtype, fp8_math, fp8_absorb, thresholds
         See :class:`fastlayers.MLAAttention`.
     backend : str
         Of the attention core.
@@ -219,12 +226,14 @@ class DeepseekForCausalLM(CausalLM):
         dtype: torch.dtype = torch.bfloat16,
         page_size: int = 64,
         kv_dtype: torch.dtype | None = None,
+        fp8_math: bool = False,
         fp8_absorb: bool = False,
         thresholds: MLAThresholds | None = None,
         backend: str = "auto",
     ) -> None:
         options = (config, parallel, device, dtype, page_size, kv_dtype, backend)
-        self._assemble(DeepseekContext(*options, thresholds=thresholds, fp8_absorb=fp8_absorb))
+        more: dict[str, Any] = {"thresholds": thresholds, "fp8_math": fp8_math, "fp8_absorb": fp8_absorb}
+        self._assemble(DeepseekContext(*options, **more))
 
     def make_model(self, context: Any) -> nn.Module:
         """Return the decoder, MTP layers included."""

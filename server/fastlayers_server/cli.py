@@ -36,6 +36,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document inst
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; default: a GPU if there is one.")]
 _CHECKPOINT = "Checkpoint directory, or a name on the Hugging Face hub; 'tiny' is the one that ships."
 Checkpoint = Annotated[str, typer.Argument(help=_CHECKPOINT)]
+_FP8_MATH = "DeepSeek with --kv-dtype e4m3: attention may round queries and softmax weights to e4m3, too."
 
 
 def _print_version(asked: bool) -> None:
@@ -331,6 +332,7 @@ def generate(
     seed: Annotated[int, typer.Option(help="Of the sampler, where the temperature is not 0.")] = 0,
     dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32")] = "bf16",
     kv_dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32, e4m3; default: dtype")] = "",
+    fp8_math: Annotated[bool, typer.Option("--fp8-math", help=_FP8_MATH)] = False,
     device: DeviceOption = "",
     tp: Annotated[int, typer.Option(min=1, help="Ranks that split each attention layer.")] = 1,
     dp: Annotated[int, typer.Option(min=1, help="Attention groups; the MLPs are split over tp × dp ranks.")] = 1,
@@ -356,7 +358,8 @@ def generate(
     family_of(config, where=path).config_class.from_hf(config)  # before transformers reads it with the tokenizer
     tokenizer = tokenizer_of(path)
     ids = chat_ids(tokenizer, prompt)
-    model = AutoModel.from_pretrained(path, dtype=number, device=place, kv_dtype=cache, parallel=ranks)
+    more: dict[str, Any] = {"fp8_math": True} if fp8_math else {}
+    model = AutoModel.from_pretrained(path, dtype=number, device=place, kv_dtype=cache, parallel=ranks, **more)
     stream = on_ranks if ranks.processes > 1 else on_engine
     tokens: list[int] = []
     shown, finished, first = "", None, model.parallel.tp.rank == 0  # the other ranks compute, and say nothing

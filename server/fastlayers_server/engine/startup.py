@@ -101,7 +101,7 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1, model: Any = None)
             refuse_variant(part)
     drafter = None
     if config.speculative_algorithm == "draft":
-        drafter = load_model(replace(config, model=config.speculative_draft_model))
+        drafter = load_model(replace(config, model=config.speculative_draft_model, fp8_math=False))
         if drafter.config.vocab_size != model.config.vocab_size:
             given = f"one with a vocabulary of {drafter.config.vocab_size}"
             raise ArgumentError("engine", "speculative_draft_model", given, f"one of {model.config.vocab_size}")
@@ -190,7 +190,7 @@ def model_folder(name: str) -> Path:
 
 def load_model(config: EngineConfig, said: Callable[[str], None] = lambda part: None) -> Any:
     """Return the model on its device; ``said`` is told what was just done."""
-    from fastlayers_models.auto import AutoModel
+    from fastlayers_models.auto import AutoModel, check_options, family_of
     from fastlayers_server.known_models import config_of
     from fastlayers_server.random_models import random_model
 
@@ -201,14 +201,16 @@ def load_model(config: EngineConfig, said: Callable[[str], None] = lambda part: 
     if config.kv_cache_dtype != "auto" and cache is None:
         raise ArgumentError("engine", "kv_cache_dtype", repr(config.kv_cache_dtype), "auto, " + ", ".join(_DTYPES))
     options: dict[str, Any] = {"page_size": config.page_size, "kv_dtype": cache}
+    options |= {"fp8_math": True} if config.fp8_math else {}
     if config.tp * config.attn_dp_size > 1:
         options["parallel"], device = Ranks(config.tp, config.attn_dp_size, config.ep).join(device)
     if config.load_format != "dummy":
         return AutoModel.from_pretrained(model_folder(config.model), dtype=dtype, device=device, **options)
     dtype = torch.bfloat16 if dtype == "auto" else dtype
     kept = config.layers or None
-    known = str(model_folder("tiny")) if config.model == "tiny" else config.model
-    return random_model(config_of(known), device, dtype=dtype, layers=kept, seed=config.seed, said=said, **options)
+    known = config_of(str(model_folder("tiny")) if config.model == "tiny" else config.model)
+    check_options(family_of(known), options)
+    return random_model(known, device, dtype=dtype, layers=kept, seed=config.seed, said=said, **options)
 
 
 def scheduler_config(config: EngineConfig, model: Any, drafter: Any = None) -> SchedulerConfig:
