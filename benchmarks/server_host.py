@@ -141,8 +141,8 @@ def front(port: str, settings: str) -> None:
     from fastlayers_server.engine.client import EngineClient
     from fastlayers_server.front.app import make_app, make_front
     from fastlayers_server.front.server import Runner
-    from fastlayers_server.front.sockets import bound
     from fastlayers_server.front.tokens import TokenText
+    from fastlayers_server.serve_command import bound
     from fastlayers_server.serve_config import ServeConfig
 
     given = json.loads(settings)

@@ -184,11 +184,22 @@ def _nothing_left(listening: socket.socket, client: EngineClient, leaving: _Leav
         raise
 
 
+def bound(host: str, port: int) -> socket.socket:
+    """Return a listening socket; raises ``OSError`` if the address is taken or is none of ours."""
+    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((host, port))
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
 def _run(config: ServeConfig, folder: Path, begin: float, leaving: _Leaving) -> int:
     import uvloop
 
     from fastlayers_server.front.link import Link
-    from fastlayers_server.front.sockets import bound
 
     settings, template = resolved(config, folder), template_of(config)
     try:

@@ -30,7 +30,6 @@ from fastlayers.runtime.held_directory import release
 from fastlayers_server.engine.child import REFUSED, Child, ChildThread, Make, build
 from fastlayers_server.engine.config import EngineConfig
 from fastlayers_server.engine.protocol import (
-    Abort,
     Beat,
     Died,
     EngineInfo,
@@ -138,10 +137,6 @@ class EngineClient:
         self.send(request)
         if self.phase == "dead":
             self._tell_orphans()
-
-    def abort(self, rids: Sequence[int]) -> None:
-        """End requests, see :class:`~fastlayers_server.engine.protocol.Abort`."""
-        self.send(Abort(tuple(rids)))
 
     def send(self, message: ToEngine) -> None:
         """Hand over any other message."""

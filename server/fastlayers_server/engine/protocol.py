@@ -20,18 +20,20 @@ import msgspec
 
 # How a request ends. "stop": an end token, a stop id, or a Finish of the front; "error": see ErrorCode.
 FINISHES = ("stop", "length", "abort", "error")
-# Why a request ended with "error"; what HTTP status belongs to each is the front's knowledge.
-ERROR_CODES = (
-    "invalid_prompt",  # empty, ids outside the vocabulary, parameters outside their ranges
-    "context_length_exceeded",
-    "duplicate_request_id",
-    "invalid_grammar",
-    "queue_full",
-    "request_timeout",  # its deadline passed while it waited
-    "draining",  # the server is about to end, or the engine is gone for good
-    "nonfinite_logits",
-    "internal_error",
-    "engine_restarting",  # it died, and comes back
+# Why a request ended with "error", and the HTTP status that a front makes of it.
+ERROR_CODES: Mapping[str, int] = MappingProxyType(
+    {
+        "invalid_prompt": 400,  # empty, ids outside the vocabulary, parameters outside their ranges
+        "context_length_exceeded": 400,
+        "invalid_grammar": 400,
+        "request_timeout": 408,  # its deadline passed while it waited
+        "duplicate_request_id": 409,
+        "queue_full": 429,
+        "nonfinite_logits": 500,
+        "internal_error": 500,
+        "draining": 503,  # the server is about to end, or the engine is gone for good
+        "engine_restarting": 503,  # it died, and comes back
+    }
 )
 CONTROLS = ("stats", "explain", "flush_cache", "freeze_gc", "start_profile", "stop_profile", "drain", "resume")
 # Phases of a start, in their order, as Beat and an engine's client tell them; the last two are those of a running one.

@@ -117,6 +117,6 @@ async def _guarded(job: Job, events: AsyncIterator[bytes]) -> AsyncIterator[byte
         async for each in events:
             yield each
     except ApiError as error:
-        job.metrics.rejected(error.code)
+        job.metrics.errors.labels(error.code).inc()
         yield event(error.body)
     yield DONE

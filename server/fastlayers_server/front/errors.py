@@ -11,23 +11,11 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from fastlayers_server.engine.protocol import Output
+from fastlayers_server.engine.protocol import ERROR_CODES, Output
 
 log = logging.getLogger("fastlayers.front")
 
 TYPES = {401: "authentication_error", 403: "permission_error", 408: "timeout", 429: "rate_limit_error"}
-ENGINE_STATUS = {
-    "invalid_prompt": 400,
-    "context_length_exceeded": 400,
-    "invalid_grammar": 400,
-    "request_timeout": 408,
-    "duplicate_request_id": 409,
-    "queue_full": 429,
-    "nonfinite_logits": 500,
-    "internal_error": 500,
-    "draining": 503,
-    "engine_restarting": 503,
-}
 # Seconds after which another try may find a server: this one, or whoever takes its place.
 RETRY_AFTER = {"not_ready": 5, "draining": 5, "engine_restarting": 10}
 SERVED = "/v1/completions, /v1/chat/completions, /v1/responses, /v1/models, /tokenize, /detokenize"
@@ -82,7 +70,7 @@ def of_output(output: Output) -> ApiError:
     if output.finish == "abort":
         return ApiError(503, "the request was aborted by the server's operator", "aborted")
     message = output.message or f"the engine ended the request: {output.code}"
-    return ApiError(ENGINE_STATUS.get(output.code, 500), message, output.code, retry_after=output.retry_after)
+    return ApiError(ERROR_CODES.get(output.code, 500), message, output.code, retry_after=output.retry_after)
 
 
 def of_validation(error: ValidationError) -> ApiError:

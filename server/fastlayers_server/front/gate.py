@@ -108,7 +108,7 @@ class Gate:
             passage.outcome = "write_timeout" if isinstance(error, TimeoutError) else "disconnect"
         except Exception as error:
             wrong = of_exception(error, scope)
-            self.metrics.rejected(wrong.code)
+            self.metrics.errors.labels(wrong.code).inc()
             if wrong is not error:
                 passage.outcome = type(error).__name__
             if not passage.status:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from fastlayers_server.engine.protocol import (
+    Abort,
     Beat,
     Control,
     Died,
@@ -96,7 +97,7 @@ class Link:
         """End requests; those that ended are left out."""
         live = [rid for rid in rids if rid in self._feeds]
         if live:
-            self.client.abort(live)
+            self.client.send(Abort(tuple(live)))
 
     def finish(self, rid: int, kept: int) -> None:
         """Tell that a stop string was found."""

@@ -81,8 +81,8 @@ class Metrics(Collector):
         def seconds(name: str, text: str) -> Histogram:
             return Histogram(f"fastlayers_{name}_seconds", text, buckets=SECONDS, **own)
 
-        self._ttft = seconds("ttft", "From the complete body to the first token")
-        self._itl = seconds("itl", "Between a request's news")
+        self.ttft = seconds("ttft", "From the complete body to the first token")
+        self.itl = seconds("itl", "Between a request's news")
         self._tpot = seconds("tpot", "Time per output token after the first, of requests that ended")
         self._e2e = seconds("e2e", "From the complete body to the end")
         self.grammar_compile = seconds("grammar_compile", "Compiling one grammar")
@@ -91,8 +91,8 @@ class Metrics(Collector):
         )
         self._prompt = Histogram("fastlayers_prompt_length", "Tokens", buckets=LENGTHS, **own)
         self._output = Histogram("fastlayers_output_length", "Tokens", buckets=LENGTHS, **own)
-        self._aborts = Counter("fastlayers_aborts", "Requests ended early", ["cause"], **own)
-        self._rejected = Counter("fastlayers_http_errors", "Answers that were errors", ["code"], **own)
+        self.aborts = Counter("fastlayers_aborts", "Requests ended early", ["cause"], **own)
+        self.errors = Counter("fastlayers_http_errors", "Answers that were errors", ["code"], **own)
         self._ignored = Counter("fastlayers_ignored_fields", "Only with --lenient-fields", ["field"], **own)
         self.tool_failures = Counter("fastlayers_tool_parse_failures", "Tool calls without valid JSON", **own)
         self.front_tokens = Counter("fastlayers_front_tokens", "Tokens that went into answers", **own)
@@ -117,10 +117,6 @@ class Metrics(Collector):
             if self._gc_warning and taken > self._gc_warning:
                 log.warning("a collection of generation %d took %.3f s", info["generation"], taken)
 
-    def token(self, seconds: float, first: bool) -> None:
-        """Count the wait for a request's news."""
-        (self._ttft if first else self._itl).observe(seconds)
-
     def ended(self, output: Output, row: Row) -> None:
         """Count a request that ended; ``row`` has not taken the last news yet."""
         taken, tokens = time.monotonic() - row.job.arrival, len(row.ids) + len(output.ids) * (not row.done)
@@ -131,14 +127,6 @@ class Metrics(Collector):
             self._prompt.observe(row.prompt_tokens)
             if tokens > 1 and row.first_token:
                 self._tpot.observe((time.monotonic() - row.first_token) / (tokens - 1))
-
-    def aborted(self, cause: str, count: int) -> None:
-        """Count requests that were ended before their time."""
-        self._aborts.labels(cause).inc(count)
-
-    def rejected(self, code: str) -> None:
-        """Count an answer that is an error."""
-        self._rejected.labels(code).inc()
 
     def ignored(self, field: str) -> None:
         """Count a field that --lenient-fields let through; names that clients invent share one label."""

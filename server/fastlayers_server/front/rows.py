@@ -88,7 +88,7 @@ class Row:
             now = time.monotonic()
             if not self.ids:
                 self.cached = max(0, output.cached_tokens)
-            metrics.token(now - (self._last or self.job.arrival), first=not self.ids)
+            (metrics.itl if self.ids else metrics.ttft).observe(now - (self._last or self.job.arrival))
             self._last, self.first_token = now, self.first_token or now
             self._tokens(output)
         if output.finish in ("error", "abort"):
@@ -231,7 +231,7 @@ class Job:
         """End what has not ended; harmless afterwards."""
         live = [row.rid for row in self.rows if not row.done]
         if live:
-            self.metrics.aborted(cause, len(live))
+            self.metrics.aborts.labels(cause).inc(len(live))
             self.link.abort(live)
 
     def usage(self) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def test_abort_finish_and_shutdown_end_requests_once() -> None:
     front = Front(ScriptedEngine())
     for rid in (1, 2, 3):
         front.engine.submit(p.Submit(rid, p.pack_ids([5]), max_new_tokens=4000, ignore_eos=True))
-    front.engine.abort([1, 99])
+    front.engine.send(p.Abort((1, 99)))
     front.engine.send(p.Finish(2, 1))
     seen = {rid: [] for rid in (1, 2, 3)}  # type: ignore[var-annotated]
     while not (seen[1] and seen[2]):

@@ -12,7 +12,7 @@ from typing import Any
 
 from fastlayers_server.front.app import make_app, make_front
 from fastlayers_server.front.server import Runner
-from fastlayers_server.front.sockets import bound
+from fastlayers_server.serve_command import bound
 from fastlayers_server.serve_config import ServeConfig
 
 from .harness import ScriptedEngine, tokens_of
