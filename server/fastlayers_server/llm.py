@@ -205,9 +205,8 @@ class LLM:
     def _row(self, job: Job, rid: int, completion: Completion, way: Params) -> Row:
         prompt, ends = completion.prompt_token_ids, {*way.stop_token_ids}
         ends |= set() if way.ignore_eos else {*self.info.eos_ids}
-        stops = StopStrings([way.stop] if isinstance(way.stop, str) else way.stop, False)
-        detokenizer = Detokenizer(self.tokens, prompt, True)
-        return Row(job, 0, rid, len(prompt), detokenizer, Plain(), stops, frozenset(ends), False, frozenset())
+        stops, detokenizer = StopStrings(way.stop, False), Detokenizer(self.tokens, prompt, True)
+        return Row(job, rid, prompt, detokenizer, Plain(), stops, frozenset(ends), frozenset())
 
     def finish(self, rid: int, kept: int) -> None:
         """End a request whose stop string was found, as :meth:`fastlayers_server.front.link.Link.finish`."""

@@ -48,7 +48,7 @@ class _Writer:
 
     def whole(self, job: Job) -> dict[str, Any]:
         """Return the document of a job that has ended."""
-        choices = [self._choice(job, row, first=True) for row in job.rows]
+        choices = [self._choice(row, first=True) for row in job.rows]
         return self._head(job) | {"choices": choices, "usage": job.usage()}
 
     async def events(self, job: Job) -> AsyncIterator[bytes]:
@@ -63,17 +63,17 @@ class _Writer:
                 if row.error is not None:
                     raise row.error
                 if row.readable or (self._body.echo and row.index not in begun and row.ids):
-                    choice = self._choice(job, row, first=row.index not in begun)
+                    choice = self._choice(row, first=row.index not in begun)
                     begun.add(row.index)
                     usage = {"usage": job.usage()} if options and options.continuous_usage_stats else {}
                     yield event(self._head(job) | {"choices": [choice]} | usage)
         if options and options.include_usage:
             yield event(self._head(job) | {"choices": [], "usage": job.usage()})
 
-    def _choice(self, job: Job, row: Row, first: bool) -> dict[str, Any]:
+    def _choice(self, row: Row, first: bool) -> dict[str, Any]:
         deltas, logprobs, ids = row.take()
         text = "".join(delta.text for delta in deltas)
-        prompt = job.prompts[row.index * len(job.prompts) // len(job.rows)]
+        prompt = row.prompt
         echoes = first and bool(self._body.echo)
         echoed = self._tokens.decode(prompt, self._body.skip_special_tokens is not False) if echoes else ""
         told: dict[str, Any] | None = None

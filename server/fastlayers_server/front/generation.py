@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import asdict
+
 from fastlayers_server.engine.protocol import EngineInfo, Sampling, Submit, pack_ids
 from fastlayers_server.front.errors import ApiError
 from fastlayers_server.front.link import Link
@@ -28,6 +30,8 @@ log = logging.getLogger("fastlayers.front")
 
 # Shorter texts are encoded where they are: a thread costs more.
 INLINE_CHARACTERS = 2000
+# What a request may say of how its tokens are drawn, and what counts if neither it nor the model does.
+NEUTRAL = {name: value for name, value in asdict(Sampling()).items() if name not in ("seed", "logit_bias")}
 
 
 @dataclass
@@ -93,18 +97,12 @@ def sampling_of(body: Common, front: Front, info: EngineInfo, seed: int) -> Samp
     if defaults.get("do_sample") is False:
         defaults = {"temperature": 0.0}
 
-    def value(name: str, otherwise: float) -> Any:
+    found: dict[str, Any] = {}
+    for name, otherwise in NEUTRAL.items():
         given = getattr(body, name)
-        found = defaults.get(name, otherwise) if given is None else given
-        return otherwise if found is None else found
-
-    penalties = {
-        "frequency_penalty": float(value("frequency_penalty", 0.0)),
-        "presence_penalty": float(value("presence_penalty", 0.0)),
-        "repetition_penalty": float(value("repetition_penalty", 1.0)),
-    }
-    for name, given in penalties.items():
-        if given != (1.0 if name == "repetition_penalty" else 0.0) and "penalties" not in info.features:
+        value = defaults.get(name) if given is None else given
+        found[name] = otherwise if value is None else type(otherwise)(value)
+        if name.endswith("_penalty") and found[name] != otherwise and "penalties" not in info.features:
             raise bad(name, "this engine has no penalties", "unsupported_parameter")
     bias = []
     for key, amount in (body.logit_bias or {}).items():
@@ -113,10 +111,7 @@ def sampling_of(body: Common, front: Front, info: EngineInfo, seed: int) -> Samp
         bias.append((int(key), float(amount)))
     if bias and "logit_bias" not in info.features:
         raise bad("logit_bias", "this engine has no logit bias", "unsupported_parameter")
-    return Sampling(
-        float(value("temperature", 1.0)), int(value("top_k", 0)), float(value("top_p", 1.0)),
-        float(value("min_p", 0.0)), seed, **penalties, logit_bias=tuple(bias),
-    )  # fmt: skip
+    return Sampling(**found, seed=seed, logit_bias=tuple(bias))
 
 
 def sibling_seed(seed: int, index: int) -> int:
@@ -176,19 +171,14 @@ def launch(front: Front, body: Common, prompts: list[list[int]], wanted: Wanted,
     skip = body.skip_special_tokens is not False
     end_ids = frozenset(info.eos_ids) | frozenset(body.stop_token_ids or ())
     hidden = frozenset(front.tokens.special) if skip else frozenset()
-    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     timeout = front.config.request_timeout
     for prompt, limit in zip(prompts, limits, strict=True):
         first = 0
         for index in range(choices):
             rid = front.link.next_rid()
             detokenizer = Detokenizer(front.tokens, prompt, skip and not wanted.show_special)
-            row = Row(
-                job, len(job.rows), rid, len(prompt), detokenizer, wanted.parser(prompt),
-                StopStrings(stops, bool(body.include_stop_str_in_output)), end_ids,
-                bool(body.include_stop_str_in_output), hidden,
-            )  # fmt: skip
-            job.rows.append(row)
+            stops = StopStrings(body.stop or (), bool(body.include_stop_str_in_output))
+            row = Row(job, rid, prompt, detokenizer, wanted.parser(prompt), stops, end_ids, hidden)
             request = Submit(
                 rid, pack_ids(prompt), sampling[index], limit, body.min_tokens or 0, tuple(body.stop_token_ids or ()),
                 bool(body.ignore_eos), body.priority or 0, arrival, arrival + timeout if timeout else 0.0,
@@ -224,8 +214,7 @@ def _limit(prompt: list[int], wanted: Wanted, body: Common, info: EngineInfo) ->
     limit = wanted.max_tokens or room
     if (body.min_tokens or 0) > limit:
         raise bad("min_tokens", f"given {body.min_tokens}, more than the {limit} that the answer may have")
-    for name in ("stop_token_ids",):
-        wrong = [i for i in getattr(body, name) or () if i >= info.vocab_size]
-        if wrong:
-            raise bad(name, f"{wrong[0]} is no token id; accepted: 0 to {info.vocab_size - 1}")
+    wrong = [i for i in body.stop_token_ids or () if i >= info.vocab_size]
+    if wrong:
+        raise bad("stop_token_ids", f"{wrong[0]} is no token id; accepted: 0 to {info.vocab_size - 1}")
     return limit

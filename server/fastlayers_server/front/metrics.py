@@ -124,7 +124,7 @@ class Metrics(Collector):
         if output.finish in ("stop", "length"):
             self._e2e.observe(taken)
             self._output.observe(tokens)
-            self._prompt.observe(row.prompt_tokens)
+            self._prompt.observe(len(row.prompt))
             if tokens > 1 and row.first_token:
                 self._tpot.observe((time.monotonic() - row.first_token) / (tokens - 1))
 

@@ -50,26 +50,18 @@ class Row:
     """One choice: feeds on the engine's outputs, and is emptied by who writes the answer."""
 
     def __init__(
-        self,
-        job: Job,
-        index: int,
-        rid: int,
-        prompt_tokens: int,
-        detokenizer: Detokenizer,
-        parser: Parser,
-        stops: StopStrings,
-        end_ids: frozenset[int],
-        include_end: bool,
-        hidden: frozenset[int],
-    ) -> None:
-        self.job, self.index, self.rid, self.prompt_tokens = job, index, rid, prompt_tokens
+        self, job: Job, rid: int, prompt: Sequence[int], detokenizer: Detokenizer, parser: Parser, stops: StopStrings,
+        end_ids: frozenset[int], hidden: frozenset[int],
+    ) -> None:  # fmt: skip
+        self.job, self.index, self.rid, self.prompt = job, len(job.rows), rid, prompt
+        job.rows.append(self)
         self.first_token = 0.0
         self.finish, self.error = "", None  # type: str, ApiError | None
         self.ids: list[int] = []
         self.cached, self.reasoning_tokens, self.calls = 0, 0, 0
         self.prompt_logprobs: Sequence[TokenLogprobs] = ()
         self._detokenizer, self._parser, self._stops = detokenizer, parser, stops
-        self._end_ids, self._include_end, self._hidden = end_ids, include_end, hidden
+        self._end_ids, self._hidden = end_ids, hidden
         self._deltas: list[Delta] = []
         self._logprobs: list[tuple[int, TokenLogprobs]] = []
         self._new_ids: list[int] = []
@@ -102,7 +94,7 @@ class Row:
             self.ids.append(token)
             self._new_ids.append(token)
             last = output.finish == "stop" and at == len(output.ids) - 1
-            if last and token in self._end_ids and not self._include_end:
+            if last and token in self._end_ids and not self._stops.include:
                 return
             deltas = self._parser.feed(token, self._detokenizer.feed(token))
             if any(d.kind == "reasoning" for d in deltas):
@@ -174,8 +166,8 @@ class Job:
         Of the response.
     link
         Where requests are ended: a front's Link, or the LLM that computes on this thread.
-    prompt_tokens : int
-        Of all its prompts.
+    prompts : list of list of int
+        Each has as many of the rows as the others.
     arrival : float
         ``time.monotonic()`` when the body was complete.
     key : str

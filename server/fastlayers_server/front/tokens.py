@@ -160,8 +160,8 @@ class Detokenizer:
 class StopStrings:
     """Finds the stop string that is complete first, and holds back text that may be the beginning of one."""
 
-    def __init__(self, stops: Sequence[str], include: bool) -> None:
-        self._stops, self._include = tuple(stops), include
+    def __init__(self, stops: str | Sequence[str], include: bool) -> None:
+        self._stops, self.include = (stops,) if isinstance(stops, str) else tuple(stops), include
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, bool]:
@@ -173,7 +173,7 @@ class StopStrings:
         if found:
             end, begin = min(found)
             self._held = ""
-            return text[: end if self._include else begin], True
+            return text[: end if self.include else begin], True
         keep = max(held_back(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
