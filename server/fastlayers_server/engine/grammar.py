@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import re
 import resource
-import struct
 import sys
 import threading
 import time
@@ -67,7 +66,7 @@ class GrammarWorker:
         pipe, info = asyncio.subprocess.PIPE, self._told()
         arguments = str(self._folder), str(info.vocab_size), ",".join(map(str, info.eos_ids)), str(self._memory)
         command = (sys.executable, "-m", "fastlayers_server.engine.grammar", *arguments)
-        self._process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=1 << 26)
+        self._process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=self._memory)
         await self._answer(START_SECONDS)
 
     async def compile(self, source: str) -> str:
@@ -83,8 +82,7 @@ class GrammarWorker:
         async with self._turn:
             await self._start()
             assert self._process is not None and self._process.stdin is not None
-            body = source.encode()
-            self._process.stdin.write(struct.pack("<I", len(body)) + body)
+            self._process.stdin.write(msgspec.json.encode(source) + b"\n")
             found = await self._answer(self.timeout)
         if found.wrong:
             raise ValueError(found.wrong)
@@ -100,8 +98,7 @@ class GrammarWorker:
         assert self._process is not None and self._process.stdout is not None
         try:
             async with asyncio.timeout(seconds):
-                size = struct.unpack("<I", await self._process.stdout.readexactly(4))[0]
-                return msgspec.msgpack.decode(await self._process.stdout.readexactly(size), type=Found)
+                return msgspec.json.decode(await self._process.stdout.readuntil(), type=Found)
         except asyncio.IncompleteReadError as error:
             await self._process.wait()
             raise ValueError("the grammar could not be compiled within the memory allowed") from error
@@ -129,16 +126,14 @@ def work(arguments: Sequence[str]) -> None:
         tokenizer_info(Path(folder), int(vocab_size), [int(i) for i in ends.split(",") if i]), cache_enabled=False
     )
     resource.setrlimit(resource.RLIMIT_DATA, (int(memory), int(memory)))
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
 
     def answer(found: Found) -> None:
-        body = msgspec.msgpack.encode(found)
-        sink.write(struct.pack("<I", len(body)) + body)
-        sink.flush()
+        sys.stdout.buffer.write(msgspec.json.encode(found) + b"\n")
+        sys.stdout.buffer.flush()
 
     answer(Found("", ""))
-    while header := source.read(4):
-        text = source.read(struct.unpack("<I", header)[0]).decode()
+    for line in sys.stdin.buffer:
+        text = msgspec.json.decode(line, type=str)
         try:
             answer(Found(str(compiler.compile_structural_tag(text).serialize_json()), ""))
         except (RuntimeError, ValueError, TypeError) as error:
