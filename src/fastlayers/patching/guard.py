@@ -169,15 +169,16 @@ class Guard:
         asked += [(f"{{}}.{name} is {{}}", (owner, value)) for owner, name, value in self._code]
         for table, name in weights:
             held = table[name]
-            asked += [
-                (f"{{}}[{name!r}] is {{}}", (table, held)),
-                ("{}.const_data_ptr() == {}", (held, held.data_ptr())),
-            ]
+            asked.append((f"{{}}[{name!r}] is {{}}", (table, held)))
+            if held is None:
+                continue  # a bias that somebody adds
+            asked.append(("{}.const_data_ptr() == {}", (held, held.data_ptr())))
             # What else might change where a tensor lies: its first rows may have been taken, and a square one may
-            # have been transposed. One that leaves no product does not count.
-            if held.dim() > 1:
+            # have been transposed. One that leaves no product does not count, as rows without their biases.
+            if name == "bias" or table.get("bias") is None:
                 asked.append(("{}.nbytes == {}", (held, held.nbytes)))
-                asked += [("{}.is_contiguous()", (held,))] if held.shape[0] == held.shape[1] else []
+            if held.dim() > 1 and held.shape[0] == held.shape[1]:
+                asked.append(("{}.is_contiguous()", (held,)))
         return asked
 
     def joined(self, other: Guard) -> Answer:

@@ -255,7 +255,8 @@ class FastMLA(PackedModule):
 
     def _fl_plain(self) -> bool:
         """Return whether ``kv_b_proj`` does nothing but multiply by its weight, so that it may be absorbed."""
-        return self._fl_dense is not None or plain(self.kv_b_proj)
+        alone = getattr(self.kv_b_proj, "bias", None) is None
+        return alone and (self._fl_dense is not None or plain(self.kv_b_proj))
 
     def _fl_unpaged(self) -> str:
         return super()._fl_unpaged() or ("" if self._fl_plain() else "kv_b_proj was replaced or hooked")

@@ -30,10 +30,10 @@ class FastMLP(PackedModule):
         return "gate_proj", "up_proj"
 
     def _fl_choose(self) -> None:
-        weights = [linear.weight for linear in (self.gate_proj, self.down_proj) if hasattr(linear, "weight")]
-        if len(weights) < 2 or not hasattr(self.gate_proj, "out_features"):
+        weights = [getattr(linear, "weight", None) for linear in (self.gate_proj, self.down_proj)]
+        if not all(isinstance(each, torch.Tensor) for each in weights) or not hasattr(self.gate_proj, "out_features"):
             return  # somebody's wrappers: what was chosen before stays
-        weight = weights[1]
+        weight: Any = weights[1]
         # Behind quantised weights the activations' dtype is not known here.
         cfg = SiluMulConfig(self.gate_proj.out_features, weight.dtype if weight.element_size() > 1 else None)
         self._fl_core = SILU_MUL.choose(cfg, weight.device, self._fl_backend).build()

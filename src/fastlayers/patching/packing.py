@@ -88,8 +88,7 @@ class Packed(Guard):
             self.weight = _join([linear.weight for linear in together])
             self.bias = None if together[0].bias is None else _join([linear.bias for linear in together])
             self.nbytes = sum(t.nbytes for t in (self.weight, self.bias) if t is not None)
-        keys = [key for key in ("weight", "bias") if getattr(self, key) is not None]
-        weights = [(linear._parameters, key) for key in keys for linear in together]
+        weights = [(linear._parameters, key) for key in ("weight", "bias") for linear in together]
         super().__init__(module, (), dict.fromkeys(names if together else (), (nn.Linear,)), (), self.apart, weights)
         # Whether the module's own guard stands, too.
         self.whole: Answer = never
@@ -187,6 +186,8 @@ class PackedModule(FastModule):
         # Under autocast a program casts what torch's operators take, and nothing for ours.
         if rows != weight.shape[0] or torch.is_autocast_enabled(x.device.type):
             return None
+        if any((linear.bias is None) is not (bias is None) for linear in linears):
+            return None  # somebody added or removed one
         biases = [] if bias is None else [linear.bias for linear in linears]
         both: torch.Tensor = _packed_linear(x, weight, bias, [linear.weight for linear in linears] + biases)
         return both

@@ -63,6 +63,11 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "epsilon": lambda m: [setattr(x, "variance_epsilon", 0.7) for x in m.modules() if hasattr(x, "variance_epsilon")],
     "hook": lambda m: m.model.layers[0].mlp.up_proj.register_forward_hook(_doubled),
     "weight": lambda m: setattr(m.lm_head, "weight", nn.Parameter(-m.lm_head.weight.detach())),
+    "bias": lambda m: [
+        setattr(x, "bias", nn.Parameter(torch.linspace(-1.0, 1.0, x.out_features)))
+        for x in m.model.layers[1].modules()
+        if type(x) is nn.Linear
+    ],
     "norm_forward": lambda m: _wrapped(m.model.layers[1].post_attention_layernorm),
     "mlp_forward": lambda m: _wrapped(m.model.layers[0].mlp),
     "layer_forward": lambda m: _wrapped(m.model.layers[1]),
