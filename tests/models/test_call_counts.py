@@ -39,8 +39,8 @@ LAUNCHES = [
 BEFORE = {
     "qwen3_moe": 769, "qwen3": 663, "deepseek_v3": 858, "gpt_oss": 744, "llama": 625, "qwen2": 626, "qwen2_moe": 817,
 }  # fmt: skip
-# Dense, and experts; latent attention has five linears and two norms more, and keeps within the same.
-ON_TRITON = {"qwen3": 400, "llama": 400, "qwen2": 400, "qwen3_moe": 500, "gpt_oss": 500, "deepseek_v3": 500}
+# Dense, and experts; latent attention has five linears and two norms more.
+ON_TRITON = {"qwen3": 290, "llama": 290, "qwen2": 290, "qwen3_moe": 330, "gpt_oss": 330, "deepseek_v3": 475}
 
 
 @contextmanager
@@ -112,8 +112,7 @@ def steps_of_a_layer(model: Any, counted: Callable[[], Any]) -> None:
 @pytest.mark.parametrize("family", BEFORE)
 def test_torch_path(family: str, tmp_path: Path) -> None:
     model = AutoModel.from_pretrained(save_random(tiny_config(family), tmp_path), dtype=torch.float32)
-    limit = 450 if family == "qwen3_moe" else 0.55 * BEFORE[family]
-    assert calls_of_a_layer(model) <= limit
+    assert calls_of_a_layer(model) <= 0.48 * BEFORE[family]
 
 
 class StubDriver:
@@ -197,7 +196,7 @@ def test_a_decode_step_zeroes_nothing(family: str, tmp_path: Path, monkeypatch: 
     assert zeroings.asked == ["zero_"]
 
 
-@pytest.mark.parametrize(("family", "functions", "files"), [("qwen3_moe", 58, 27), ("deepseek_v3", 60, 28)])
+@pytest.mark.parametrize(("family", "functions", "files"), [("qwen3_moe", 53, 27), ("deepseek_v3", 57, 28)])
 def test_frames_from_a_decoder_layer_to_its_launches(
     family: str, functions: int, files: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

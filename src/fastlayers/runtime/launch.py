@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from functools import partial, reduce
-from operator import attrgetter, or_
+from functools import partial
+from math import gcd
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -154,7 +155,7 @@ class Kernel:
             # Equal numbers are of one class whatever their type, so they may stand for themselves.
             key = (bound, device, numbers, *map(_dtype, given))
             launch = self._known.get(key)
-            if launch is None or reduce(or_, addresses, 0) & 15:
+            if launch is None or gcd(16, *addresses) != 16:
                 launch = self._alike(key, addresses)
                 if launch is None:
                     # Through Triton; what it compiled serves the next launch of this kind.
@@ -182,7 +183,7 @@ class Kernel:
             device, addresses = driver.device(), [*map(_address, given)]
             key = launch, driver.stream(device), device, *map(_dtype, given)
             call = self._known.get(key)
-            if call is not None and not reduce(or_, addresses, 0) & 15:
+            if call is not None and gcd(16, *addresses) == 16:
                 call(*addresses, *tail)
                 return
             bound(grid, *given, *numbers)
@@ -212,7 +213,7 @@ class Kernel:
         launch = self._known.get(self._kind(key, addresses))
         if launch is not None:
             launch = _Launch(launch.call, launch.options, (*key[2], *self._constants))
-            if not reduce(or_, addresses, 0) & 15:
+            if gcd(16, *addresses) == 16:
                 if len(self._known) > MOST_KNOWN:
                     self._known.clear()
                 self._known[key] = launch
