@@ -12,13 +12,12 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from fastlayers_server.engine.config import EngineConfig
 from fastlayers_server.engine.loop import NAP
 from fastlayers_server.engine.protocol import (
     Abort,
-    Finish,
     FromEngine,
     Sampling,
     StepOut,
@@ -196,7 +195,7 @@ class LLM:
                         yield
             finally:
                 if left:  # whoever asked wants no more
-                    self.engine.post(Abort(tuple(left)))
+                    self.abort(list(left))
                     self.engine.tick()
                     self._taken()
         if errors:
@@ -208,9 +207,9 @@ class LLM:
         stops, detokenizer = StopStrings(way.stop, False), Detokenizer(self.tokens, prompt, True)
         return Row(job, rid, prompt, detokenizer, Plain(), stops, frozenset(ends), frozenset())
 
-    def finish(self, rid: int, kept: int) -> None:
-        """End a request whose stop string was found, as :meth:`fastlayers_server.front.link.Link.finish`."""
-        self.engine.post(Finish(rid, kept))
+    def abort(self, rids: list[int], finish: Literal["abort", "stop"] = "abort") -> None:
+        """End requests, as :meth:`fastlayers_server.front.link.Link.abort`."""
+        self.engine.post(Abort(tuple(rids), finish))
 
     def _taken(self) -> list[FromEngine]:
         found = list(self._news)

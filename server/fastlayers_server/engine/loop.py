@@ -28,7 +28,6 @@ from fastlayers_server.engine.protocol import (
     Abort,
     Control,
     EngineInfo,
-    Finish,
     FromEngine,
     Grammar,
     Output,
@@ -295,9 +294,7 @@ class Engine:
             else:
                 self._submit(message, now)
         elif isinstance(message, Abort):
-            scheduler.abort(message.rids, now)
-        elif isinstance(message, Finish):
-            scheduler.finish(message.rid, message.kept, now)
+            scheduler.abort(message.rids, now, message.finish)
         elif isinstance(message, Shutdown):
             self._stop_at = now + message.timeout
         elif isinstance(message, Grammar):

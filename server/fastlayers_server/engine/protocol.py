@@ -1,6 +1,6 @@
 """What a front and an engine say to each other.
 
-    front ── Submit, Abort, Finish, Grammar, Control ──► engine
+    front ── Submit, Abort, Grammar, Control ──► engine
     front ◄── StepOut, Stats, Reply, Beat, Died ─────── engine
 
 Every Submit is answered by outputs of its rid, of which exactly one is terminal (``finish`` is not empty), and by
@@ -14,11 +14,11 @@ import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-# How a request ends. "stop": an end token, a stop id, or a Finish of the front; "error": see ErrorCode.
+# How a request ends. "stop": an end token, a stop id, or a stop string that the front found.
 FINISHES = ("stop", "length", "abort", "error")
 # Why a request ended with "error", and the HTTP status that a front makes of it.
 ERROR_CODES: Mapping[str, int] = MappingProxyType(
@@ -145,16 +145,13 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """End these requests now, exact rids; unknown and ended ones are ignored. Each live one ends with "abort"."""
+    """End these requests now, exact rids; unknown and ended ones are ignored.
+
+    Each live one ends with ``finish``: "stop" where the front found a stop string in its text.
+    """
 
     rids: tuple[int, ...]
-
-
-class Finish(msgspec.Struct, frozen=True, tag="finish"):
-    """The front found a stop string: the request ends with "stop", of its output ``kept`` tokens were used."""
-
-    rid: int
-    kept: int
+    finish: Literal["abort", "stop"] = "abort"
 
 
 class Grammar(msgspec.Struct, frozen=True, tag="grammar"):
@@ -303,7 +300,7 @@ class Died(msgspec.Struct, frozen=True, tag="died"):
     restarting: bool
 
 
-ToEngine = Submit | Abort | Finish | Grammar | Control | Shutdown
+ToEngine = Submit | Abort | Grammar | Control | Shutdown
 FromEngine = StepOut | Stats | Reply | Beat | EngineInfo | Died
 to_engine = msgspec.msgpack.Decoder(ToEngine)
 from_engine = msgspec.msgpack.Decoder(FromEngine)

@@ -11,7 +11,7 @@ are not launched.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from fastlayers_server.engine.budget import Budget
 from fastlayers_server.engine.cache import Node, PrefixCache
@@ -82,24 +82,16 @@ class Scheduler:
         self.live[submit.rid] = request
         self.queue.push(request)
 
-    def abort(self, rids: Iterable[int], now: float) -> None:
-        """End live requests of these exact rids."""
-        for request in self._living(rids):
-            self._end(request, "abort", now)
-
-    def finish(self, rid: int, kept: int, now: float) -> None:
-        """End a request in whose text the front found a stop string after ``kept`` tokens."""
-        for request in self._living((rid,)):
-            request.ended_reason = "stop_string"
-            self._end(request, "stop", now)
+    def abort(self, rids: Iterable[int], now: float, finish: str = "abort") -> None:
+        """End live requests of these exact rids; with "stop": the front found a stop string."""
+        for request in (self.live[rid] for rid in rids if rid in self.live):
+            request.ended_reason = "stop_string"  # where it is nothing worse
+            self._end(request, finish, now)
 
     def fail(self, rid: int, code: str, message: str, now: float) -> None:
         """End a live request with an error."""
-        for request in self._living((rid,)):
-            self._end(request, "error", now, code=code, message=message)
-
-    def _living(self, rids: Iterable[int]) -> Iterator[Request]:
-        return (self.live[rid] for rid in rids if rid in self.live)
+        if rid in self.live:
+            self._end(self.live[rid], "error", now, code=code, message=message)
 
     # --- a tick
 

@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from fastlayers_server.engine.protocol import (
     Abort,
@@ -15,7 +15,6 @@ from fastlayers_server.engine.protocol import (
     Control,
     Died,
     EngineInfo,
-    Finish,
     FromEngine,
     Grammar,
     Output,
@@ -93,15 +92,11 @@ class Link:
         self._feeds[request.rid] = feed
         self.client.submit(request)
 
-    def abort(self, rids: list[int]) -> None:
-        """End requests; those that ended are left out."""
+    def abort(self, rids: list[int], finish: Literal["abort", "stop"] = "abort") -> None:
+        """End requests; those that ended are left out. With "stop": a stop string was found."""
         live = [rid for rid in rids if rid in self._feeds]
         if live:
-            self.client.send(Abort(tuple(live)))
-
-    def finish(self, rid: int, kept: int) -> None:
-        """Tell that a stop string was found."""
-        self.client.send(Finish(rid, kept))
+            self.client.send(Abort(tuple(live), finish))
 
     def grammar(self, key: str, serialized: str) -> None:
         """Bring a compiled grammar, once a key and engine."""

@@ -103,7 +103,7 @@ class Row:
                 self._logprobs.append((token, output.logprobs[at]))
             if self._take(deltas):
                 if not output.finish:
-                    self.job.link.finish(self.rid, len(self.ids))
+                    self.job.link.abort([self.rid], "stop")
                 self.finish = "stop"
                 return
 

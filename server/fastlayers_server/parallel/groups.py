@@ -147,16 +147,11 @@ class Groups:
         kept = ids and cached[most] >= CACHED_SHARE * len(ids) and work[most] <= BUSIER * work[least]
         return self.each[most if kept else least]
 
-    def abort(self, rids: Iterable[int], now: float) -> None:
-        """End live requests of these exact rids."""
+    def abort(self, rids: Iterable[int], now: float, finish: str = "abort") -> None:
+        """End live requests of these exact rids, as of :class:`Scheduler`."""
         for rid in rids:
             for scheduler in self.each:
-                scheduler.abort([rid], now)
-
-    def finish(self, rid: int, kept: int, now: float) -> None:
-        """As of :class:`Scheduler`."""
-        for scheduler in self.each:
-            scheduler.finish(rid, kept, now)
+                scheduler.abort([rid], now, finish)
 
     def fail(self, rid: int, code: str, message: str, now: float) -> None:
         """End a live request with an error."""

@@ -116,7 +116,7 @@ def test_a_plan_of_all_groups() -> None:
     assert {o.rid: o.ids for o in made.outputs} == {1: (0,), 3: (0,), 2: (10,)}
     following = made.plan(0.0)
     assert [len(each.rows) for each in following.plans] == [2, 1] and len(following.rows) == 3
-    made.finish(2, 1, 0.0)
+    made.abort([2], 0.0, "stop")
     made.end_all("engine_restarting", "over", 0.0)
     assert made.idle and made.metrics.counters["requests_total"] == {"stop": 1.0, "error": 2.0}
     assert made.ticks == 3 and made.cache.flush() == 0

@@ -21,7 +21,7 @@ SAMPLING = p.Sampling(0.7, 5, 0.9, 0.1, -3, 0.5, -0.5, 1.1, ((4, -2.0), (7, 100.
 TO = [
     p.Submit(2**60 + 1, p.pack_ids([5, 2**31 - 1]), SAMPLING, 9, 2, (3,), True, -1, 1.5, 2.5, b"ns", 3, 0, "key", 7),
     p.Abort((1, 2)),
-    p.Finish(1, 12),
+    p.Abort((1,), "stop"),
     p.Grammar("key", "{}"),
     p.Control(4, "explain", "x"),
     p.Shutdown(1.5),
@@ -110,7 +110,7 @@ def test_abort_finish_and_shutdown_end_requests_once() -> None:
     for rid in (1, 2, 3):
         front.engine.submit(p.Submit(rid, p.pack_ids([5]), max_new_tokens=4000, ignore_eos=True))
     front.engine.send(p.Abort((1, 99)))
-    front.engine.send(p.Finish(2, 1))
+    front.engine.send(p.Abort((2,), "stop"))
     seen = {rid: [] for rid in (1, 2, 3)}  # type: ignore[var-annotated]
     while not (seen[1] and seen[2]):
         for output in front.until(p.StepOut).outputs:

@@ -114,7 +114,7 @@ class Serving(RuleBasedStateMachine):
         if how != "finish":
             world.scheduler.abort([rid, 10**9], world.now)
         if how != "abort":
-            world.scheduler.finish(rid, 0, world.now)
+            world.scheduler.abort([rid], world.now, "stop")
         world.collect()
         world.check()
 
@@ -171,7 +171,7 @@ def season(seed: int, ticks: int, busy: bool) -> tuple[int, int]:
             if r.random() < 0.5:
                 world.scheduler.abort([rid], world.now)
             else:
-                world.scheduler.finish(rid, 0, world.now)
+                world.scheduler.abort([rid], world.now, "stop")
             world.collect()
         if r.random() < 0.003:
             world.scheduler.cache.flush()
