@@ -274,6 +274,10 @@ def _ranks() -> Iterator[Part]:
     yield Part("two.generate", command, "", 35, "14: item 3, the command line", (), 2, PLAIN)
 
 
+# DeepSeek-V3's experts with the shared one among them.
+_SHARED = "D=7168,E=256,top_k=8,num_shared=1,quant=fp8_block,scaling_factor=2.5"
+
+
 def _tables() -> Iterator[Part]:
     """Ladders whose kernels have changed since they were measured; of the others nothing is measured again."""
     tunes = (
@@ -282,6 +286,7 @@ def _tables() -> Iterator[Part]:
         ("gqa", "Qwen/Qwen3-8B Qwen/Qwen3-30B-A3B openai/gpt-oss-20b --layer gqa", PACKAGES),
         ("fused_moe", "Qwen/Qwen3-30B-A3B openai/gpt-oss-20b --layer fused_moe", ("triton_kernels",)),
         ("fused_moe_tp8", "deepseek-ai/DeepSeek-V3 --tp 8 --layer fused_moe", PACKAGES),
+        ("fused_moe_257", f"--layer fused_moe --shape {_SHARED},I=256 --shape {_SHARED},I=2048", PACKAGES),
         ("rms_norm", "Qwen/Qwen3-8B Qwen/Qwen3-30B-A3B openai/gpt-oss-20b --layer rms_norm", ()),
         ("linear", "Qwen/Qwen3-8B Qwen/Qwen3-30B-A3B openai/gpt-oss-20b --layer linear", ()),
         ("fp8_linear_tp8", "deepseek-ai/DeepSeek-V3 --tp 8 --layer fp8_linear", PACKAGES),

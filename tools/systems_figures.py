@@ -168,6 +168,16 @@ def switched(words: str) -> Found:
     return ("; ".join(told), "") if told else None
 
 
+def shared_experts() -> Found:
+    """Item 25: tables of DeepSeek's experts with the shared one among them; a model fuses where there is one."""
+    found = sorted((RESULTS / "tuned" / "fused_moe").glob("E=257,k=9,D=7168,*.json"))
+    return (
+        (f"{len(found)} shapes tuned: {', '.join(path.name.partition(',fp8')[0] for path in found)}", "")
+        if found
+        else None
+    )
+
+
 def capture() -> Found:
     """Item 56: frozen and not, forced collections and not."""
     last = {
@@ -237,6 +247,8 @@ FIGURES = (
     Figure(22, "decode without a threshold", "performance/gqa.jsonl#a key head", tensor_cores),
     Figure(24, "router, peers launched dependently", "performance/small_ops.jsonl#router",
            lambda: dependent_peers("router")),
+    Figure(25, "ladder of 257 experts", "tuned/fused_moe/E=257,k=9,D=7168,I=256,fp8_block,silu,device_name=H200.json",
+           shared_experts),
     Figure(28, "routed factor in the gate", "ablation_h200.jsonl#factor in the gate",
            lambda: switched("factor in the gate")),
     Figure(32, "scales written as they are read", "systems_h200.jsonl#scales", schedules),

@@ -26,12 +26,17 @@ from fastlayers.comm.collectives import gather_logits
 from fastlayers.comm.layouts import Hidden
 from fastlayers.comm.padding import StepTokens
 from fastlayers.comm.parallel import ParallelSpec
-from fastlayers.errors import ArgumentError, check_plain
+from fastlayers.device import as_device
+from fastlayers.errors import ArgumentError, check_kind, check_plain
 from fastlayers.layer import finalize
 from fastlayers.linear.factory import linear
+from fastlayers.moe.fused_moe.config import FusedMoEConfig
+from fastlayers.moe.fused_moe.layer import why_not_fuse_shared
+from fastlayers.quant.block_quant import BLOCK
 from fastlayers.quant.spec import NONE
 from fastlayers.rotary.layer import RotaryEmbedding
 from fastlayers.rotary.scaling import RopeScaling, attention_scale
+from fastlayers.tuning.table import find
 from fastlayers_models.blocks import CausalLM, Decoder, DecoderLayer, ModelContext, SwiGLU, route
 from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.config import DeepseekConfig
@@ -48,9 +53,12 @@ class DeepseekContext(ModelContext):
         thresholds: MLAThresholds | None = None,
         fp8_math: bool = False,
         fp8_absorb: bool = False,
+        fuse_shared: bool | None = None,
     ) -> None:
         super().__init__(*options)
         self.thresholds, self.fp8_math, self.fp8_absorb = thresholds, fp8_math, fp8_absorb
+        check_kind("DeepseekForCausalLM", bool | None, fuse_shared=fuse_shared)
+        self.fuse_shared = fuse_shared
         self.alt_stream = torch.cuda.Stream() if self.device.type == "cuda" else None
 
     def make_rotary(self) -> RotaryEmbedding:
@@ -64,6 +72,34 @@ class DeepseekContext(ModelContext):
             interleaved_out=config.model_type == "deepseek_v2",
             device=self.device,
         )
+
+
+def fused_experts(context: DeepseekContext, name: str) -> int:
+    """Return how many shared experts of a block run as further routed ones: all of them, or none.
+
+    They can where they are split over the same ranks, and of the same format; by default they do where experts of that
+    shape were tuned for this GPU. A context that asks for what cannot be raises :class:`ArgumentError`.
+    """
+    config, parallel, count = context.config, context.parallel, context.config.n_shared_experts
+    spec, shared = (
+        config.quant.for_module(f"{name}.{part}") for part in ("experts.0.gate_proj", "shared_experts.gate_proj")
+    )
+    why = why_not_fuse_shared(parallel.ep) or ("there are none" if not count else None)
+    if why is None and (spec != shared or config.mlp_bias):
+        why = f"they have a bias: {config.mlp_bias}; formats are {spec.format} and {shared.format}"
+    if why is None and spec.format == "fp8_block" and count > 1 and config.moe_intermediate_size % BLOCK[0]:
+        why = f"moe_intermediate_size {config.moe_intermediate_size} is not whole blocks"
+    if why is not None:
+        if context.fuse_shared:
+            raise ArgumentError("DeepseekForCausalLM", "fuse_shared", f"True, while {why}", "False or None")
+        return 0
+    if context.fuse_shared is None:
+        if context.device.type != "cuda":
+            return 0
+        sizes = config.hidden_size, config.moe_intermediate_size // parallel.moe_tp.size, config.n_routed_experts
+        cfg = FusedMoEConfig(*sizes, config.num_experts_per_tok, count, spec.format, dtype=context.dtype)
+        return count if find("fused_moe", cfg.tuning_key(), as_device(context.device)) is not None else 0
+    return count if context.fuse_shared else 0
 
 
 class DeepseekMoE(nn.Module):
@@ -95,6 +131,7 @@ class DeepseekMoE(nn.Module):
             config.moe_intermediate_size,
             config.n_routed_experts,
             config.num_experts_per_tok,
+            num_shared=(fused := fused_experts(context, name)),
             scaling_factor=config.routed_scaling_factor,
             quant=config.quant.for_module(f"{name}.experts.0.gate_proj"),
             ep=parallel.ep,
@@ -103,7 +140,7 @@ class DeepseekMoE(nn.Module):
             device=context.device,
             dtype=context.dtype,
         )
-        shared = config.n_shared_experts * config.moe_intermediate_size
+        shared = (config.n_shared_experts - fused) * config.moe_intermediate_size
         self.shared_experts = (
             SwiGLU(context, f"{name}.shared_experts", shared, bias=config.mlp_bias) if shared else None
         )
@@ -201,6 +238,9 @@ class DeepseekForCausalLM(CausalLM):
         ``dtype`` of activations and of weights that are not quantised.
     page_size, kv_dtype, fp8_math, fp8_absorb, thresholds
         See :class:`fastlayers.MLAAttention`.
+    fuse_shared : bool, optional
+        Whether shared experts run as further routed ones, in the same launches; not with ``ep``. Default: where a tuned
+        table has experts of that shape.
     backend : str
         Of the attention core.
 
@@ -228,12 +268,13 @@ class DeepseekForCausalLM(CausalLM):
         kv_dtype: torch.dtype | None = None,
         fp8_math: bool = False,
         fp8_absorb: bool = False,
+        fuse_shared: bool | None = None,
         thresholds: MLAThresholds | None = None,
         backend: str = "auto",
     ) -> None:
         options = (config, parallel, device, dtype, page_size, kv_dtype, backend)
         more: dict[str, Any] = {"thresholds": thresholds, "fp8_math": fp8_math, "fp8_absorb": fp8_absorb}
-        self._assemble(DeepseekContext(*options, **more))
+        self._assemble(DeepseekContext(*options, **more, fuse_shared=fuse_shared))
 
     def make_model(self, context: Any) -> nn.Module:
         """Return the decoder, MTP layers included."""

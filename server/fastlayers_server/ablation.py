@@ -398,6 +398,7 @@ def stack_of(name: str, config: Mapping[str, Any], place: Any, dtype: Any, layer
         changes |= SMALL[changes["model_type"]]
     if changes["model_type"] == "deepseek_v3":
         changes["first_k_dense_replace"] = min(1, layers - 1)
+        return random_model(changes, place, dtype=dtype, layers=layers, fuse_shared=False)
     return random_model(changes, place, dtype=dtype, layers=layers)
 
 

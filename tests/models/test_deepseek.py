@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,14 @@ from safetensors.torch import load_file, save_file
 import fastlayers as fl
 from fastlayers.attention.meta import AttentionBatch, AttentionState, whole_pages
 from fastlayers.attention.mla.prefix_chunks import MLAThresholds
+from fastlayers.comm.parallel import ParallelSpec
+from fastlayers.device import DESCRIBED
 from fastlayers.errors import AllocatorOverflowError, ArgumentError, CheckpointError, UnknownModelError
 from fastlayers_models.checkpoint import Checkpoint
-from fastlayers_models.deepseek import DeepseekForCausalLM
+from fastlayers_models.config import DeepseekConfig
+from fastlayers_models.deepseek import DeepseekForCausalLM, DeepseekMoE, fused_experts
 from fastlayers_models.generate import Generator
+from fastlayers_server.known_models import DEEPSEEK_V3
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny_models import VARIATIONS, Variation, hf_model, prompts, relative_rms
@@ -93,6 +98,52 @@ def test_logits_and_greedy_tokens_equal_hugging_face(saved: Any, variation: Vari
             wanted = reference(torch.tensor([row])).logits[0]
             per_step = (found - wanted).double().norm(dim=-1) / wanted.double().norm(dim=-1)
             assert relative_rms(found, wanted) <= 1e-5 and float(per_step.max()) <= 5e-5
+
+
+@pytest.mark.parametrize("variation", [v for v in VARIATIONS if v.changes.get("n_shared_experts", 1)][:3], ids=str)
+def test_shared_experts_among_the_routed_equal_hugging_face(saved: Any, variation: Variation) -> None:
+    reference, folder = saved(variation)
+    model = ours(folder, fuse_shared=True)
+    blocks = [module for module in model.modules() if isinstance(module, DeepseekMoE)]
+    shared = model.config.n_shared_experts
+    assert blocks and all(block.shared_experts is None and block.experts.cfg.num_shared == shared for block in blocks)
+    rows = prompts(2)
+    logits = teacher_forced(model, rows, [40])
+    with torch.inference_mode():
+        for row, found in zip(rows, logits, strict=True):
+            assert relative_rms(found, reference(torch.tensor([row])).logits[0]) <= 1e-5
+
+
+def test_which_shared_experts_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fused(table: bool = False, device: str = "cuda", ep: int = 1, asked: bool | None = None, **more: Any) -> int:
+        config = DeepseekConfig.from_hf(DEEPSEEK_V3 | more)
+        parallel = ParallelSpec.grid(8, 0, ep=ep)
+        found: list[str] = []
+
+        def find(layer: str, key: str, device: Any) -> Path | None:
+            found.append(f"{layer} {key}")
+            return Path() if table else None
+
+        monkeypatch.setattr("fastlayers_models.deepseek.find", find)
+        monkeypatch.setattr("fastlayers_models.deepseek.as_device", lambda device: DESCRIBED["H200"])
+        context: Any = SimpleNamespace(config=config, parallel=parallel, fuse_shared=asked, dtype=torch.bfloat16,
+                                       device=torch.device(device))  # fmt: skip
+        count = fused_experts(context, "model.layers.5.mlp")
+        assert found in ([], ["fused_moe E=257,k=9,D=7168,I=256,fp8_block,silu"])
+        return count
+
+    assert (fused(), fused(table=True), fused(asked=True), fused(table=True, asked=False)) == (0, 1, 1, 0)
+    assert fused(table=True, device="cpu") == fused(table=True, ep=2) == fused(table=True, n_shared_experts=0) == 0
+    names = [f"model.layers.5.mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")]
+    quantised = DEEPSEEK_V3["quantization_config"] | {"modules_to_not_convert": ["lm_head", *names]}
+    kept: dict[str, Any] = {"quantization_config": quantised}
+    assert fused(table=True, **kept) == 0
+    for more, why in (
+        ({"ep": 2}, "experts are split over 2 ranks"), ({"n_shared_experts": 0}, "there are none"),
+        (kept, "formats are fp8_block and none"),
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError, match=f"fuse_shared is True, while .*{why}"):
+            fused(asked=True, **more)
 
 
 def test_left_padded_hugging_face_batch_equals_ours(saved: Any) -> None:
