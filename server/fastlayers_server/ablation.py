@@ -50,17 +50,19 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-def _place(owner: Any, name: str) -> dict[str, Any]:
+def _place(owner: Any, name: str, value: Any) -> dict[str, Any]:
     """Return where an attribute is held: layers read parameters and submodules past ``nn.Module``'s look-up."""
-    held: list[Any] = [owner._parameters, owner._modules] if isinstance(owner, nn.Module) else []
-    found: dict[str, Any] = next((place for place in held if name in place), vars(owner))
-    return found
+    if not isinstance(owner, nn.Module) or name in vars(owner):
+        return vars(owner)
+    held: list[dict[str, Any]] = [owner._parameters, owner._modules]
+    new = owner._modules if isinstance(value, nn.Module) else vars(owner)
+    return next((place for place in held if name in place), new)
 
 
 @contextmanager
 def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
     """Give objects other attributes (modules and methods, too) while the block runs."""
-    places = [(_place(owner, name), name) for owner, name, _ in changes]
+    places = [(_place(*change), change[1]) for change in changes]
     held = [(place, name, place.get(name, _NONE)) for place, name in places]
     for (place, name), (_, _, value) in zip(places, changes, strict=True):
         place[name] = value
