@@ -266,13 +266,15 @@ def unswap(module: nn.Module) -> None:
 
     What others did in the meantime stays: a subclass of ours that somebody made (parametrizations, FSDP) becomes one
     of the original class, and a ``forward`` of ours that somebody left on the instance (accelerate) goes. Where
-    somebody's own ``forward`` on the instance calls ours, the class stays: not set up, it runs the original's code.
+    somebody's own ``forward`` on the instance calls ours, or a method of such a subclass does so by our class's name,
+    the class stays: not set up, it runs the original's code.
     """
     if isinstance(module, FastModule):
         module._fl_unpack()
         fast: Any = next(cls for cls in type(module).__mro__ if "_fl_origin" in cls.__dict__)
         original = fast._fl_origin[0]
-        if "_hf_hook" not in module.__dict__ and _leads_to(module.__dict__.get("forward"), fast.forward):
+        wrapped = "_hf_hook" not in module.__dict__ and _leads_to(module.__dict__.get("forward"), fast.forward)
+        if wrapped or any(_names(cls, fast) for cls in type(module).__mro__ if cls is not fast):
             log.warning("unpatch: forward was wrapped on a %s: it runs the original's code", original.__name__)
         elif type(module) is fast:
             module.__class__ = original
@@ -305,6 +307,17 @@ def _leads_to(found: Any, ours: Any, depth: int = 8) -> bool:
     return any(
         callable(each) and not isinstance(each, nn.Module) and _leads_to(each, ours, depth - 1) for each in inner
     )
+
+
+def _names(cls: type, fast: type) -> bool:
+    """Return whether methods of a class that derives from ``fast`` call it by its name instead of ``super()``."""
+    for function in cls.__dict__.values() if issubclass(cls, fast) else ():
+        code = getattr(function, "__code__", None)
+        held = [function.__globals__.get(name) for name in code.co_names] if code else []
+        held += [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell != CellType()]
+        if any(each is fast or each is fast.forward for each in held):  # type: ignore[attr-defined]
+            return True
+    return False
 
 
 def _rebased(cls: type, fast: type, original: type) -> type:

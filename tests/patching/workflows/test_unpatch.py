@@ -85,6 +85,39 @@ def test_after_somebody_derived_from_a_patched_class(name: str, caplog: pytest.L
         caplog.clear()
 
 
+def _louder(base: Any, way: str) -> Any:
+    right = base.forward
+
+    class ByClass(base):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out, weights = base.forward(self, *args, **kwargs)
+            return 1.5 * out, weights
+
+    class ByFunction(base):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out, weights = right(self, *args, **kwargs)
+            return 1.5 * out, weights
+
+    return ByClass if way == "class" else ByFunction
+
+
+@pytest.mark.parametrize("way", ["class", "function"])
+@pytest.mark.parametrize("name", NAMES)
+def test_after_somebody_derived_and_calls_the_class_by_name(
+    name: str, way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, twin = build(name), build(name)
+    fl.patch(model)
+    for m in (model, twin):
+        m.model.layers[0].self_attn.__class__ = _louder(type(m.model.layers[0].self_attn), way)
+    wanted = logits(twin)
+    assert close(logits(model), wanted) and not close(wanted, logits(build(name)), 1e-3)
+    with caplog.at_level(logging.WARNING, "fastlayers"):
+        fl.unpatch(model)
+    assert "forward was wrapped" in caplog.text and torch.equal(logits(model), wanted)
+    assert not any(key.startswith(PREFIX) for m in model.modules() for key in m.__dict__)
+
+
 @pytest.mark.parametrize("way", ["partial", "closure", "default", "wraps"])
 @pytest.mark.parametrize("name", NAMES)
 def test_after_forward_was_wrapped_on_an_instance(name: str, way: str, caplog: pytest.LogCaptureFixture) -> None:
