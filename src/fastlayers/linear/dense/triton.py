@@ -28,8 +28,8 @@ from fastlayers.triton_lang import await_inputs, cast, dependent_launch, dot, re
 MAX_VECTOR_ROWS = 4
 # What a configuration's VECTOR says: by tensor cores from shared memory, without them, by them from registers.
 MATRIX, VECTOR, FRAGMENTS = 0, 1, 2
-# Of the fragment kernel; a program of it holds multiples of 16 outputs, and a warp 32 columns at a time.
-MAX_FRAGMENT_ROWS, MAX_FRAGMENT_TILES = 16, 64
+# Of the fragment kernel; a program of it holds multiples of 16 outputs, and a warp BLOCK_K columns, multiples of 32.
+MAX_FRAGMENT_ROWS, MAX_FRAGMENT_COLUMNS = 16, 2048
 
 
 @kernel(do_not_specialize=("M",))
@@ -101,7 +101,8 @@ def _vector_rule(rows: int, n: int, k: int, dtype: torch.dtype) -> dict[str, int
 def candidates(cfg: LinearConfig, num_tokens: int) -> list[dict[str, int]]:
     """Return the parameters worth measuring for this many rows, :func:`rule`'s own first."""
     found = [rule(num_tokens, cfg.out_features, cfg.in_features, cfg.dtype)]
-    if num_tokens <= MAX_VECTOR_ROWS:
+    # More rows of 16 bits take twice the time without tensor cores, but for few outputs.
+    if num_tokens == 1 or (num_tokens <= MAX_VECTOR_ROWS and (cfg.out_features <= 1024 or cfg.dtype == torch.float32)):
         for n, k, warps, ahead in ((1, 2048, 8, 2), (2, 512, 2, 4), (4, 512, 2, 4), (2, 1024, 4, 1), (2, 1024, 4, 4),
                                    (2, 1024, 4, 8), (4, 1024, 4, 2), (4, 1024, 4, 4), (2, 2048, 8, 3)):  # fmt: skip
             # Registers of a thread: sums in fp32, and weights in pairs.
@@ -118,16 +119,17 @@ def _fragment_candidates(cfg: LinearConfig, rows: int) -> list[dict[str, int]]:
     if rows > MAX_FRAGMENT_ROWS:
         return []
     return [
-        {"VECTOR": FRAGMENTS, "BLOCK_N": n, "num_warps": warps, "AHEAD": ahead}
-        for n, warps, ahead in ((16, 4, 4), (16, 4, 8), (16, 8, 4), (16, 8, 8), (16, 16, 4), (32, 4, 4), (32, 8, 4))
-        if 32 * warps * (ahead - 1) < cfg.in_features <= 32 * warps * MAX_FRAGMENT_TILES
-    ]
+        {"VECTOR": FRAGMENTS, "BLOCK_N": n, "BLOCK_K": k, "num_warps": warps, "AHEAD": ahead}
+        for n, k, warps, ahead in ((16, 64, 4, 4), (16, 64, 8, 4), (16, 128, 4, 2), (16, 128, 8, 2), (16, 128, 8, 1),
+                                   (16, 32, 8, 8), (32, 64, 4, 2))
+        if k * warps * max(1, ahead - 1) <= cfg.in_features <= warps * MAX_FRAGMENT_COLUMNS
+    ]  # fmt: skip
 
 
 def _matrix_candidates(cfg: LinearConfig, rows: int) -> list[dict[str, int]]:
     m = max(16, min(128, next_power_of_2(rows)))
     shapes = (
-        ((m, 16, 256, 4, 4), (m, 32, 128, 4, 5), (m, 32, 256, 4, 4), (m, 64, 128, 4, 4), (m, 128, 64, 4, 4))
+        ((m, 32, 128, 4, 5), (m, 32, 256, 4, 4), (m, 64, 128, 4, 4), (m, 128, 64, 4, 4))
         if rows <= 64
         else ((64, 128, 64, 4, 4), (128, 128, 64, 8, 4), (128, 256, 64, 8, 3), (64, 256, 64, 8, 4))
     )
@@ -135,7 +137,10 @@ def _matrix_candidates(cfg: LinearConfig, rows: int) -> list[dict[str, int]]:
     for m, n, k, warps, stages in shapes:
         tiles = cdiv(rows, m) * cdiv(cfg.out_features, n)
         for splits in (1, 2, 4, 8) if rows <= 64 else (1,):
-            if splits == 1 or (tiles * splits <= 4 * TARGET_PROGRAMS and cfg.in_features >= splits * k * 2):
+            # Programs for half of a large GPU, unless no split gives so many.
+            enough = rows > 64 or tiles * splits >= TARGET_PROGRAMS // 4 or tiles * 8 < TARGET_PROGRAMS // 4
+            split = tiles * splits <= 4 * TARGET_PROGRAMS and cfg.in_features >= splits * k * 2
+            if (splits == 1 or split) and enough:
                 found.append({
                     "VECTOR": MATRIX, "BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "SPLITS": splits, "num_warps": warps,
                     "num_stages": stages,
@@ -196,17 +201,18 @@ def _fragments(
     if m > MAX_FRAGMENT_ROWS or dtype == torch.float32:
         accepted = f"other kernels than the one for at most {MAX_FRAGMENT_ROWS} rows of 16 bits"
         raise ArgumentError("Linear", "config", f"{dict(c)} for {m} rows of {dtype}", accepted)
-    warps, outputs = c["num_warps"], c["BLOCK_N"]
-    blocks = cdiv(k, 32 * warps)
+    warps, outputs, span = c["num_warps"], c["BLOCK_N"], c["BLOCK_K"] // 32
+    blocks = cdiv(k, 32 * span * warps)
     product = fragment_kernel.at(
         (cdiv(n, outputs),),
         *numbers,
         HAS_BIAS=bias,
-        EVEN_K=k % (32 * warps) == 0,
+        EVEN_K=k % (32 * span * warps) == 0,
         BLOCKS=blocks,
         AHEAD=min(blocks, max(1, c["AHEAD"])),
         GROUPS=outputs // 16,
         HALVES=cdiv(m, 8),
+        SPAN=span,
         WARPS=warps,
         num_warps=warps,
         **launch,

@@ -3,8 +3,9 @@
 Transposed, ``yᵀ = weight · xᵀ``, a matrix instruction takes 16 outputs, 8 rows of x and 16 columns: a thread's share of
 32 columns of either operand is four columns here and four there. Which four does not matter, as long as it is the same
 ones in both, so every thread reads 8 neighbours, 16 bytes, and they are its share as they are: nothing goes through
-shared memory, nobody waits for another warp before the end. The warps of a program share K, every one its own 32
-columns of each tile, and add up at the end in fixed order.
+shared memory, nobody waits for another warp before the end. The warps of a program share K, every one its own columns
+of each tile (two or four times 32, which are read one after another: with 64 bytes a row the memory is slower), and add
+up at the end in fixed order.
 
 What a row costs is its share of x; a row's bits do not depend on the others.
 """
@@ -43,15 +44,16 @@ def _share(tile, HEIGHT: tl.constexpr, WARPS: tl.constexpr):
 def fragment_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, M, N, K, x_stride, weight_stride,
     HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, BLOCKS: tl.constexpr, AHEAD: tl.constexpr, GROUPS: tl.constexpr,
-    HALVES: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
+    HALVES: tl.constexpr, SPAN: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply GROUPS · 16 outputs by the ``M`` (of at most HALVES · 8) rows of x, BLOCKS tiles of 32 columns a warp.
+    """Multiply GROUPS · 16 outputs by the ``M`` (of at most HALVES · 8) rows of x, in BLOCKS tiles.
 
-    AHEAD tiles are on their way at any time.
+    A warp's part of a tile is SPAN · 32 columns; AHEAD tiles are on their way at any time.
     """
     # Rows first, then warps: so a warp's threads are 8 rows of 4, as the instruction wants them.
     eight, warp = tl.arange(0, ROWS)[:, None, None], tl.arange(0, WARPS)[None, :, None]
-    depth = warp * COLUMNS + tl.arange(0, COLUMNS)[None, None, :]
+    WIDTH: tl.constexpr = WARPS * SPAN * COLUMNS
+    depth = warp * (SPAN * COLUMNS) + tl.arange(0, COLUMNS)[None, None, :]
     first = tl.program_id(0) * (GROUPS * OUTPUTS)
     rows = ()
     for part in tl.static_range(2 * GROUPS):
@@ -61,8 +63,10 @@ def fragment_kernel(
     held = ()
     for i in tl.static_range(AHEAD):
         for part in tl.static_range(2 * GROUPS):
-            tile = _eight_rows(rows[part], i * WARPS * COLUMNS + depth, K, eight < ROWS, EVEN_K or i < BLOCKS - 1, True)
-            held = held + (tile,)  # type: ignore[assignment]
+            for piece in tl.static_range(SPAN):
+                k = i * WIDTH + piece * COLUMNS + depth
+                tile = _eight_rows(rows[part], k, K, eight < ROWS, EVEN_K or i < BLOCKS - 1, True)
+                held = held + (tile,)  # type: ignore[assignment]
     biases = ()
     for group in tl.static_range(GROUPS):
         column = first + group * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -79,29 +83,27 @@ def fragment_kernel(
     for i in tl.static_range(BLOCKS):
         if i + AHEAD < BLOCKS:
             for part in tl.static_range(2 * GROUPS):
-                tile = _eight_rows(
-                    rows[part], (i + AHEAD) * WARPS * COLUMNS + depth, K, eight < ROWS,
-                    EVEN_K or i + AHEAD < BLOCKS - 1, True,
-                )  # fmt: skip
-                held = held + (tile,)  # type: ignore[assignment]
-        columns = ()
-        for half in tl.static_range(HALVES):
-            row = half * ROWS + eight
-            x = _eight_rows(
-                x_ptr + row * x_stride, i * WARPS * COLUMNS + depth, K, row < M, EVEN_K or i < BLOCKS - 1, False
-            )
-            columns = columns + (_share(x.permute(1, 0, 2), ROWS, WARPS).permute(0, 2, 1),)  # type: ignore[assignment]
-        added = ()
-        for group in tl.static_range(GROUPS):
-            low = held[2 * (i * GROUPS + group)]  # type: ignore[var-annotated]
-            high = held[2 * (i * GROUPS + group) + 1]  # type: ignore[var-annotated]
-            weight = tl.join(low, high).permute(1, 3, 0, 2).reshape(WARPS, OUTPUTS, COLUMNS)
-            weight = _share(weight, OUTPUTS, WARPS)
+                for piece in tl.static_range(SPAN):
+                    k = (i + AHEAD) * WIDTH + piece * COLUMNS + depth
+                    tile = _eight_rows(rows[part], k, K, eight < ROWS, EVEN_K or i + AHEAD < BLOCKS - 1, True)
+                    held = held + (tile,)  # type: ignore[assignment]
+        for piece in tl.static_range(SPAN):
+            columns = ()
             for half in tl.static_range(HALVES):
-                added = added + (dot(weight, columns[half], sums[group * HALVES + half]),)  # type: ignore[assignment]
-        for rest in tl.static_range(GROUPS * HALVES):
-            added = (sums[2 * GROUPS * HALVES - 1 - rest],) + added  # type: ignore[assignment]
-        sums = added
+                row, k = half * ROWS + eight, i * WIDTH + piece * COLUMNS + depth
+                x = _eight_rows(x_ptr + row * x_stride, k, K, row < M, EVEN_K or i < BLOCKS - 1, False)
+                columns = columns + (_share(x.permute(1, 0, 2), ROWS, WARPS).permute(0, 2, 1),)  # type: ignore[assignment]
+            added = ()
+            for group in tl.static_range(GROUPS):
+                low = held[2 * (i * GROUPS + group) * SPAN + piece]  # type: ignore[var-annotated]
+                high = held[(2 * (i * GROUPS + group) + 1) * SPAN + piece]  # type: ignore[var-annotated]
+                weight = tl.join(low, high).permute(1, 3, 0, 2).reshape(WARPS, OUTPUTS, COLUMNS)
+                weight = _share(weight, OUTPUTS, WARPS)
+                for half in tl.static_range(HALVES):
+                    added = added + (dot(weight, columns[half], sums[group * HALVES + half]),)  # type: ignore[assignment]
+            for rest in tl.static_range(GROUPS * HALVES):
+                added = (sums[2 * GROUPS * HALVES - 1 - rest],) + added  # type: ignore[assignment]
+            sums = added
     for group in tl.static_range(GROUPS):
         column = first + group * OUTPUTS + tl.arange(0, OUTPUTS)
         for half in tl.static_range(HALVES):
