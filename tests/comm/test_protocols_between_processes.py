@@ -35,6 +35,7 @@ MODULES = {"push": triton_push, "exchange": triton_exchange, "tokens": triton_to
 RESTS = {
     "push": ("    turn = tl.load(epoch_ptr + row) & 1", "    bits = tl.load(slot, mask=due, other=0, volatile=True)"),
     "exchange": (
+        "    for hop in tl.static_range(1, N):\n        owner = (rank + hop) % N\n        box",
         "    for hop in tl.static_range(1, N):\n        flag = address(",
         "    total = tl.zeros(column.shape, tl.float32)",
         "        for hop in tl.static_range(1, N):\n            flag = address(",
@@ -241,6 +242,57 @@ def test_a_rank_that_is_gone_is_named_once_the_deadline_is_over(tmp_path: Path) 
     found, late, seconds = world(2).run(hold_up, str(tmp_path), "gone")[0]
     assert found == [True, True, False, False] and late == 1
     assert seconds > 0.5  # waited for once: afterwards nothing waits
+
+
+class Dying(Pace):
+    """A rank that is killed where it would rest for the so-manieth time since it was armed."""
+
+    left = 0
+
+    def rest(self) -> None:
+        """Count, and end."""
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def upset(rank: Rank, folder: str, fault: str) -> tuple[list[bool], int | None, float]:
+    """Return what five calls gave on this rank, who was late, and the seconds of the last three; see :data:`FAULTS`."""
+    pace = Dying(rank, folder, far=False)
+    with kernels(rank, folder, fault, (), pace) as made:
+        ranks = Ranks(rank, folder, made, pace, 1.0, 1)
+        found, rows = [ranks.call("push", 2, 1), ranks.call("both", 2, 2)], 2
+        begin = time.monotonic()
+        if fault == "one row more on the first rank" and rank.rank == 0:
+            rows = 3
+        elif fault == "a counter has skipped a call" and rank.rank == 1:
+            ranks.push.epoch[0] += 1
+        elif fault == "the status is set" and rank.rank == 0:
+            ranks.arena.status.fill_(2)
+        elif rank.rank == 1:
+            pace.left = FAULTS[fault]
+        found += [ranks.call("push", rows, 3), ranks.call("both", 2, 4), ranks.call("experts", 2, 5)]
+        return found, ranks.arena.failed(), time.monotonic() - begin
+
+
+# Rests of the killed rank in its third call, whose two rows it pushes one by one, and in its fourth; 0: it lives.
+FAULTS = {
+    "killed before it pushed": 1, "killed between its rows": 2, "killed between push and wait": 3,
+    "killed before its flag": 6, "one row more on the first rank": 0,
+    "a counter has skipped a call": 0, "the status is set": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_named_after_one_deadline(fault: str, tmp_path: Path) -> None:
+    dead = [1] if FAULTS[fault] else []
+    found, late, seconds = world(2).run(upset, str(tmp_path), fault, dying=dead)[0]
+    assert found[:2] == [True, True] and late == 1
+    assert not found[4], "a rank is lost, and its tokens came"
+    assert found[2] == (FAULTS[fault] > 2)  # all that it had pushed has come, though its memory has no owner
+    assert seconds > (0.9 if fault != "the status is set" else 0.0)
+    # One deadline is waited for, not one a call, and nothing once the status says so.
+    assert seconds < (8.0 if fault != "the status is set" else 0.9)
 
 
 @pytest.mark.parametrize("n", [2, 4])

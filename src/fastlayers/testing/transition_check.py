@@ -23,10 +23,8 @@ from fastlayers.norm.rms_norm.layer import RMSNorm
 from fastlayers.testing.world import Rank
 
 HIDDEN = 8
-# What decides a layer's tables, besides the grid.
-LAYERS: tuple[dict[str, Any], ...] = (
-    {}, {"is_last": True}, {"dense_tp": 1}, {"dense_tp": 1, "is_last": True}, {"mlp_kind": "moe", "all_to_all": True},
-)  # fmt: skip
+# What decides a layer's tables, besides the grid: where its MLP's rows lie, and whether it is the last.
+LAYERS: tuple[dict[str, Any], ...] = ({"is_last": True}, {"dense_tp": 1}, {"dense_tp": 1, "is_last": True})
 Groups = list[torch.Tensor]
 
 
