@@ -17,6 +17,7 @@ from torch import nn
 from fastlayers.errors import CheckpointError
 from fastlayers.quant.slow_formats import announce_slow_formats
 from fastlayers.weights import Slot, slots
+from fastlayers_models.cache_scales import fold_cache_scales, scale_names
 from fastlayers_models.check_quantization import check_quantization
 from fastlayers_models.checkpoint import NAMED, Checkpoint, collapsed
 
@@ -111,12 +112,19 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, *, ignore: Sequence[s
     wanted: dict[str, list[Slot]] = {}
     for name, slot in slots(model):
         wanted.setdefault(name, []).append(slot)
-    _check_names(checkpoint, wanted, ignore)
+    _check_names(checkpoint, wanted, [*ignore, *(f"^{re.escape(name)}$" for name in _cache_scales(model, checkpoint))])
     with torch.inference_mode():
         for name in checkpoint.in_file_order(n for n in wanted if n in checkpoint.file_of):
             for slot in wanted[name]:
                 slot.fill(name, checkpoint.read(name, slot.index))
+        fold_cache_scales(model, checkpoint)
     announce_slow_formats(model)
+
+
+def _cache_scales(model: nn.Module, checkpoint: Checkpoint) -> list[str]:
+    """Return the tensors of a checkpoint that are scales of this model's cache."""
+    names = [name for name in checkpoint.names() if name.endswith("_scale")]
+    return sorted(scale_names(model).intersection(names)) if names else []
 
 
 def _check_names(checkpoint: Checkpoint, wanted: dict[str, list[Slot]], ignore: Sequence[str]) -> None:
