@@ -325,7 +325,7 @@ class Engine:
         value: Any = None
         if what == "stats":
             return self.stats(message.id)
-        if what == "explain" and message.argument == "backends":
+        if what == "backends":
             value = self.executor.backends()
         elif what == "explain":
             value = {"ticks": list(self.scheduler.history), "executor": self.executor.explain()}

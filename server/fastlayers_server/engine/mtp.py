@@ -113,25 +113,23 @@ class MTPDrafts:
         self._state = AttentionState(config.max_running, self._tokens, pages, config.page_size, model.device)
         self._covered: dict[Request, int] = {}  # positions whose rows of this layer are there
         self._news: dict[Request, list[torch.Tensor]] = {}  # hidden rows of the positions behind
-        self._noted: dict[Request, int] = {}
         self._drafts: dict[Request, Growing] = {}
         self._proposed: dict[Request, list[torch.Tensor]] = {}  # of what each of them was drawn
 
     def begin(self, request: Request, start: int) -> None:
         """Take a request whose rows before ``start`` came with the prefix cache."""
-        self._covered[request] = self._noted[request] = start
-        self._news[request] = []
+        self._covered[request], self._news[request] = start, []
 
     def note(self, request: Request, start: int, rows: torch.Tensor) -> None:
         """Take the hidden rows that a step computed, of tokens and drafts from ``start`` on."""
-        if self._noted.get(request) == start:
-            self._news[request].append(rows)
-            self._noted[request] = start + rows.shape[0]
+        news = self._news.get(request)
+        if news is not None and self._covered[request] + sum(map(len, news)) == start:
+            news.append(rows)
 
     def rest(self) -> None:
         """Note nothing from now on, until :meth:`prepare`."""
         self.active = False
-        for kept in (self._covered, self._noted, self._news, self._drafts, self._proposed):
+        for kept in (self._covered, self._news, self._drafts, self._proposed):
             kept.clear()
 
     def draft(self, request: Request, count: int) -> Sequence[int]:
@@ -173,14 +171,12 @@ class MTPDrafts:
             start, rows = self._covered[request], self._news[request]
             found = torch.cat(rows)[: len(request.tokens) - 1 - start] if rows else None
             if request.state != RUNNING or (found is not None and found.shape[0] > room):
-                for kept in (self._covered, self._noted, self._news):
-                    del kept[request]
+                del self._covered[request], self._news[request]
             elif found is not None and found.shape[0]:
                 follow = request.tokens[start + 1 : start + 1 + found.shape[0]]
                 work.append((request, start, follow, self.model.model.norm(found)))
                 room -= found.shape[0]
-                self._news[request] = []
-                self._covered[request] = self._noted[request] = start + found.shape[0]
+                self._covered[request], self._news[request] = start + found.shape[0], []
         return work
 
     def _grow(self, growing: list[Growing], count: int) -> None:

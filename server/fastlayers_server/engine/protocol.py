@@ -35,7 +35,9 @@ ERROR_CODES: Mapping[str, int] = MappingProxyType(
         "engine_restarting": 503,  # it died, and comes back
     }
 )
-CONTROLS = ("stats", "explain", "flush_cache", "freeze_gc", "start_profile", "stop_profile", "drain", "resume")
+CONTROLS = (
+    "stats", "explain", "backends", "flush_cache", "freeze_gc", "start_profile", "stop_profile", "drain", "resume"
+)  # fmt: skip
 # Phases of a start, in their order, as Beat and an engine's client tell them; the last two are those of a running one.
 PHASES = ("starting", "weights", "warmup", "capture", "serving", "draining", "dead")
 # Counters of Stats: name -> what its keys are ("" where the only key is "").
@@ -166,7 +168,6 @@ class Control(msgspec.Struct, frozen=True, tag="control"):
 
     id: int
     what: str
-    argument: str = ""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):

@@ -68,7 +68,7 @@ ROUTES = (
     Served("/metrics", GET, ops.metrics),
     Served("/version", GET, ops.version),
     Served("/server_info", GET, ops.server_info),
-    Served("/backends", GET, ops.backends),
+    Served("/backends", GET, ops.explain),
     Served("/explain", GET, ops.explain),
     Served("/freeze_gc", BOTH, ops.freeze_gc, admin=True),
     Served("/flush_cache", POST, ops.control, admin=True),

@@ -104,7 +104,7 @@ class Link:
             self.grammar_keys.add(key)
             self.client.send(Grammar(key, serialized))
 
-    async def control(self, what: str, argument: str = "", timeout: float = 10.0) -> Reply | Stats:
+    async def control(self, what: str, timeout: float = 10.0) -> Reply | Stats:
         """Ask the engine something and return its answer.
 
         Raises
@@ -117,7 +117,7 @@ class Link:
         answer: asyncio.Future[Reply | Stats] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
         try:
-            self.client.send(Control(number, what, argument))
+            self.client.send(Control(number, what))
             return await asyncio.wait_for(answer, timeout)
         except TimeoutError as error:
             raise ApiError(504, f"the engine did not answer {what!r} within {timeout:g} s", "engine_timeout") from error

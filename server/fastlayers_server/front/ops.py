@@ -120,9 +120,9 @@ async def server_info(request: Request, front: Front) -> Response:
     return document(facts)
 
 
-async def asked(front: Front, what: str, argument: str = "", timeout: float = 10.0) -> Any:
+async def asked(front: Front, what: str, timeout: float = 10.0) -> Any:
     """Return the engine's reply to a control; a refusal becomes 409."""
-    reply = await front.link.control(what, argument, timeout)
+    reply = await front.link.control(what, timeout)
     assert isinstance(reply, Reply)
     if not reply.ok:
         raise ApiError(409, str(reply.value or f"the engine refuses {what!r}"), "refused_by_engine")
@@ -130,13 +130,8 @@ async def asked(front: Front, what: str, argument: str = "", timeout: float = 10
 
 
 async def explain(request: Request, front: Front) -> Response:
-    """Tell why: the last ticks, buckets, the table of step times."""
-    return document(await asked(front, "explain"))
-
-
-async def backends(request: Request, front: Front) -> Response:
-    """Tell what was chosen for every layer, and why not the others."""
-    return document(await asked(front, "explain", "backends"))
+    """Tell why: the last ticks, buckets and step times; or what was chosen for every layer, and why not the others."""
+    return document(await asked(front, request.url.path[1:]))
 
 
 async def freeze_gc(request: Request, front: Front) -> Response:

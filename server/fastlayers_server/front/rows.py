@@ -107,7 +107,7 @@ class Row:
                 self.finish = "stop"
                 return
 
-    def _take(self, deltas: list[Delta], final: bool = False) -> bool:
+    def _take(self, deltas: list[Delta]) -> bool:
         """Add deltas; return whether a stop string ended the content."""
         for delta in deltas:
             if delta.kind == "content":

@@ -23,7 +23,7 @@ TO = [
     p.Abort((1, 2)),
     p.Abort((1,), "stop"),
     p.Grammar("key", "{}"),
-    p.Control(4, "explain", "x"),
+    p.Control(4, "explain"),
     p.Shutdown(1.5),
 ]
 FROM = [

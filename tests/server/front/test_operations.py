@@ -206,7 +206,7 @@ def test_an_engine_that_does_not_answer_is_not_waited_for_long(monkeypatch: pyte
 
     with serving() as server, monkeypatch.context() as patched:
         patched.setattr(server.front.link.client, "send", lambda message: None)
-        patched.setattr(ops.asked, "__defaults__", ("", 0.1))
+        patched.setattr(ops.asked, "__defaults__", (0.1,))
         response = server.get("/explain")
         assert (response.status_code, response.json()["error"]["code"]) == (504, "engine_timeout")
         begin = time.monotonic()
