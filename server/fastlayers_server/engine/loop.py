@@ -176,7 +176,8 @@ class Engine:
         """End what runs and waits, with "draining"; for whoever ticks by hand."""
         self._settle()
         self._receive_all()
-        self.scheduler.end_all("draining", "the server ended before the request did", self.clock())
+        why = "the server ended before the request did"
+        self.scheduler.end(list(self.scheduler.live), self.clock(), "error", "draining", why)
         self._flush()
 
     def tick(self) -> bool:
@@ -265,7 +266,7 @@ class Engine:
                 if request.submit.grammar and request.state != ENDED:
                     wrong = self.grammars.accept(request, result.tokens[index])
                     if wrong:
-                        self.scheduler.fail(request.rid, "internal_error", wrong, now)
+                        self.scheduler.end((request.rid,), now, "error", "internal_error", wrong)
         if self.drafts is not None:
             self.drafts.observe(plan, result, now - launched)
         self.scheduler.metrics.observe("tick_seconds", now - launched)
@@ -294,7 +295,7 @@ class Engine:
             else:
                 self._submit(message, now)
         elif isinstance(message, Abort):
-            scheduler.abort(message.rids, now, message.finish)
+            scheduler.end(message.rids, now, message.finish)
         elif isinstance(message, Shutdown):
             self._stop_at = now + message.timeout
         elif isinstance(message, Grammar):
@@ -316,7 +317,7 @@ class Engine:
             log.exception("request %d", message.rid)
             said = f"{type(error).__name__} in the engine"
             if message.rid in scheduler.live:
-                scheduler.fail(message.rid, "internal_error", said, now)
+                scheduler.end((message.rid,), now, "error", "internal_error", said)
             else:
                 scheduler.outputs.append(Output(message.rid, (), "error", "internal_error", said))
 

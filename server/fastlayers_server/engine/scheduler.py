@@ -82,16 +82,11 @@ class Scheduler:
         self.live[submit.rid] = request
         self.queue.push(request)
 
-    def abort(self, rids: Iterable[int], now: float, finish: str = "abort") -> None:
-        """End live requests of these exact rids; with "stop": the front found a stop string."""
+    def end(self, rids: Iterable[int], now: float, finish: str = "abort", code: str = "", message: str = "") -> None:
+        """End live requests of these exact rids; with "stop": the front found a stop string; "error": why is said."""
         for request in (self.live[rid] for rid in rids if rid in self.live):
             request.ended_reason = "stop_string"  # where it is nothing worse
-            self._end(request, finish, now)
-
-    def fail(self, rid: int, code: str, message: str, now: float) -> None:
-        """End a live request with an error."""
-        if rid in self.live:
-            self._end(self.live[rid], "error", now, code=code, message=message)
+            self._end(request, finish, now, code=code, message=message)
 
     # --- a tick
 
@@ -377,11 +372,6 @@ class Scheduler:
         self.metrics.add("requests_total", finish)
         if request.first_at:
             self.metrics.observe("decode_seconds", now - request.first_at)
-
-    def end_all(self, code: str, message: str, now: float) -> None:
-        """End everything that lives with an error."""
-        for request in list(self.live.values()):
-            self._end(request, "error", now, code=code, message=message)
 
     @property
     def idle(self) -> bool:

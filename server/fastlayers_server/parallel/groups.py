@@ -147,16 +147,11 @@ class Groups:
         kept = ids and cached[most] >= CACHED_SHARE * len(ids) and work[most] <= BUSIER * work[least]
         return self.each[most if kept else least]
 
-    def abort(self, rids: Iterable[int], now: float, finish: str = "abort") -> None:
+    def end(self, rids: Iterable[int], now: float, finish: str = "abort", code: str = "", message: str = "") -> None:
         """End live requests of these exact rids, as of :class:`Scheduler`."""
         for rid in rids:
             for scheduler in self.each:
-                scheduler.abort([rid], now, finish)
-
-    def fail(self, rid: int, code: str, message: str, now: float) -> None:
-        """End a live request with an error."""
-        for scheduler in self.each:
-            scheduler.fail(rid, code, message, now)
+                scheduler.end([rid], now, finish, code, message)
 
     def plan(self, now: float, draft: Any = None) -> GroupsPlan:
         """Decide what the next tick of every group launches."""
@@ -166,8 +161,3 @@ class Groups:
         """Take the tokens of a launched plan."""
         for scheduler, planned, found in zip(self.each, plan.plans, result.results, strict=True):
             scheduler.commit(planned, found, now)
-
-    def end_all(self, code: str, message: str, now: float) -> None:
-        """End everything that lives with an error."""
-        for scheduler in self.each:
-            scheduler.end_all(code, message, now)

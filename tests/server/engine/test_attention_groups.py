@@ -96,8 +96,8 @@ def test_what_is_known_by_its_number_stays_in_its_group() -> None:
     assert [(o.rid, o.code) for o in made.outputs] == [(1, "duplicate_request_id")]
     made.submit(submit(3, [], 2), 0.0)
     assert made.outputs[-1].code == "invalid_prompt"
-    made.abort([2, 77], 0.0)
-    made.fail(1, "internal_error", "so", 0.0)
+    made.end([2, 77], 0.0)
+    made.end([1], 0.0, "error", "internal_error", "so")
     assert made.idle and [(o.rid, o.finish) for o in made.outputs[2:]] == [(2, "abort"), (1, "error")]
     made.draining = True
     made.submit(submit(4, [5], 2), 0.0)
@@ -116,8 +116,8 @@ def test_a_plan_of_all_groups() -> None:
     assert {o.rid: o.ids for o in made.outputs} == {1: (0,), 3: (0,), 2: (10,)}
     following = made.plan(0.0)
     assert [len(each.rows) for each in following.plans] == [2, 1] and len(following.rows) == 3
-    made.abort([2], 0.0, "stop")
-    made.end_all("engine_restarting", "over", 0.0)
+    made.end([2], 0.0, "stop")
+    made.end(list(made.live), 0.0, "error", "engine_restarting", "over")
     assert made.idle and made.metrics.counters["requests_total"] == {"stop": 1.0, "error": 2.0}
     assert made.ticks == 3 and made.cache.flush() == 0
 

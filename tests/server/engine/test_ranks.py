@@ -72,7 +72,7 @@ for tick in range(400):
         prompt = [r.randrange(23) for _ in range(r.randint(1, 90))] if r.random() < 0.6 else [7] * 60
         served.submit(prompt, 60, ignore_eos=True, priority=r.randint(-1, 1), namespace=r.choice([b"", b"a", b"b"]))
     if served.scheduler.live and r.random() < 0.1:
-        served.scheduler.abort([r.choice(sorted(served.scheduler.live))], served.now)
+        served.scheduler.end([r.choice(sorted(served.scheduler.live))], served.now)
         served.collect()
     digest.update(encode(served.tick(), tick, 0))
 counted = served.scheduler.metrics.counters

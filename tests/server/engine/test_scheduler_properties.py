@@ -112,9 +112,9 @@ class Serving(RuleBasedStateMachine):
         world = self.world
         rid = list(world.scheduler.live)[which % len(world.scheduler.live)]
         if how != "finish":
-            world.scheduler.abort([rid, 10**9], world.now)
+            world.scheduler.end([rid, 10**9], world.now)
         if how != "abort":
-            world.scheduler.abort([rid], world.now, "stop")
+            world.scheduler.end([rid], world.now, "stop")
         world.collect()
         world.check()
 
@@ -169,15 +169,15 @@ def season(seed: int, ticks: int, busy: bool) -> tuple[int, int]:
         if world.scheduler.live and r.random() < 0.03:
             rid = r.choice(list(world.scheduler.live))
             if r.random() < 0.5:
-                world.scheduler.abort([rid], world.now)
+                world.scheduler.end([rid], world.now)
             else:
-                world.scheduler.abort([rid], world.now, "stop")
+                world.scheduler.end([rid], world.now, "stop")
             world.collect()
         if r.random() < 0.003:
             world.scheduler.cache.flush()
         world.tick()
     if seed % 5 == 0:  # I17: whoever aborts everything finds what was there before anybody came
-        world.scheduler.abort(list(world.scheduler.live), world.now)
+        world.scheduler.end(list(world.scheduler.live), world.now)
         world.collect()
         assert not world.scheduler.live
     world.run()
