@@ -21,6 +21,7 @@ from fastlayers.attention.gqa import flashinfer
 from fastlayers.attention.gqa.cases import SPEC
 from fastlayers.attention.gqa.config import GQA, GQAConfig, split_bytes
 from fastlayers.attention.gqa.layer import Attention
+from fastlayers.attention.gqa.reference import ReferenceGQA
 from fastlayers.attention.meta import AttentionBatch, AttentionState
 from fastlayers.device import DESCRIBED
 from fastlayers.errors import ArgumentError, NoBackendError
@@ -432,6 +433,11 @@ def test_a_verifying_bucket_of_many_parts(cached: tuple[int, ...]) -> None:
     meta = state.plan(AttentionBatch((4, 3), cached, table), bucket=ExtendBucket(8, 2, 4))
     q = torch.randn(8, 4, 16)
     o, lse = TritonGQA(cfg)(q, *caches, meta, None)
+    sinks = torch.tensor([0.5, -2.0, 3.0, 0.0])
+    with_sinks, fewer = replace(cfg, sinks=True), slice(0, 7)
+    found = TritonGQA(with_sinks)(q, *caches, meta, sinks)
+    for one, other in zip(found, ReferenceGQA(with_sinks)(q, *caches, meta, sinks), strict=True):
+        torch.testing.assert_close(one[fewer], other[fewer], rtol=1e-5, atol=1e-5)
     for b, rows in enumerate((slice(0, 4), slice(4, 7))):
         length = cached[b] + rows.stop - rows.start
         k, v = (cache[table[b]].flatten(0, 1)[:length] for cache in caches)
@@ -448,7 +454,7 @@ def test_only_the_plan_is_read_before_the_wait(packed: int) -> None:
     from fastlayers.testing.compile_check import KernelBuild, compiled_for
 
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*bf16")
-    pointers |= dict.fromkeys(("sinks_ptr", "o_ptr", "lse_ptr"), "*fp32")
+    pointers |= dict.fromkeys(("sinks_ptr", "o_ptr", "lse_ptr", "part_ptr", "part_lse_ptr"), "*fp32")
     pointers |= dict.fromkeys(("table_ptr", "lens_ptr", "starts_ptr", "cu_ptr"), "*i32")
     pointers |= dict.fromkeys(("tree_ptr", "positions_ptr"), "*i64")
     sizes = dict.fromkeys(("q_token", "q_head", "table_row", "requests"), "i32")

@@ -27,16 +27,17 @@ from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release
 TARGET_PROGRAMS = 264
 MIN_SPLIT, MAX_SPLITS = 256, 64
 # A few new tokens behind many keys, as where drafts are verified, are one tile of rows: what counts is how long one
-# program takes, so parts are shorter.
+# program takes, so parts are shorter; but up to ALONE keys are one part.
 FEW_ROWS, MIN_FEW = 32, 128
+ALONE = tl.constexpr(MIN_SPLIT)
 # Capacity of a captured step up to which a row's keys are read by one program.
 SHORT = 256
 
 
 @kernel(do_not_specialize=("requests",))
 def _gqa_kernel(
-    q_ptr, k_ptr, v_ptr, sinks_ptr, o_ptr, lse_ptr, table_ptr, lens_ptr, starts_ptr, cu_ptr, tree_ptr, positions_ptr,
-    q_token, q_head, table_row, scale, softcap, requests,
+    q_ptr, k_ptr, v_ptr, sinks_ptr, o_ptr, lse_ptr, part_ptr, part_lse_ptr, table_ptr, lens_ptr, starts_ptr, cu_ptr,
+    tree_ptr, positions_ptr, q_token, q_head, table_row, scale, softcap, requests,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, TREE: tl.constexpr, CAUSAL: tl.constexpr,
     SPLITS: tl.constexpr, LEAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -75,14 +76,6 @@ def _gqa_kernel(
         # Rows stand in the order of the tokens, and positions follow the paths.
         tree = tl.load(tree_ptr + token, mask=inside, other=0)
         at = tl.load(positions_ptr + token, mask=inside, other=0).to(tl.int32)
-    column = tl.arange(0, BLOCK_D)
-    wide = column < HEAD_DIM
-    await_inputs(PDL)
-    release_dependents(PDL)
-    q = tl.load(
-        q_ptr + token[:, None] * q_token + head[:, None] * q_head + column[None, :],
-        mask=inside[:, None] & wide[None, :], other=0.0,
-    )  # fmt: skip
     # Keys that some row of the tile sees: [low, high); this split's part of them in whole blocks.
     first_at = first + (tile * BLOCK_M) // GROUP
     last_at = tl.minimum(first + (tile * BLOCK_M + BLOCK_M - 1) // GROUP, length - 1)
@@ -99,10 +92,22 @@ def _gqa_kernel(
         low = tl.maximum(low, first_at - WINDOW + 1)
         all_from = tl.maximum(all_from, last_at - WINDOW + 1)
     low = low // BLOCK_N * BLOCK_N
-    part = tl.cdiv(tl.cdiv(tl.maximum(last_at + 1 - low, 0), BLOCK_N), SPLITS) * BLOCK_N
+    seen = tl.maximum(last_at + 1 - low, 0)
+    part, parts = seen, 1
     if SPLITS > 1:
-        # Of few keys, which a bucket's bounds do not know of, the first splits take all: the others write no output.
-        part = tl.maximum(part, LEAST)
+        # Of few keys, which a bucket's bounds do not know of, the first programs take all; the others end here.
+        part = tl.where(seen > ALONE, tl.maximum(tl.cdiv(tl.cdiv(seen, BLOCK_N), SPLITS) * BLOCK_N, LEAST), ALONE)
+        parts = tl.maximum(tl.cdiv(seen, part), 1)
+        if split >= parts:
+            return
+    column = tl.arange(0, BLOCK_D)
+    wide = column < HEAD_DIM
+    await_inputs(PDL)
+    release_dependents(PDL)
+    q = tl.load(
+        q_ptr + token[:, None] * q_token + head[:, None] * q_head + column[None, :],
+        mask=inside[:, None] & wide[None, :], other=0.0,
+    )  # fmt: skip
     low = low + split * part
     high = tl.minimum(last_at + 1, low + part)
     # Keys that every row sees, in whole blocks: [whole, whole_end). They come first; then what is left and right.
@@ -123,22 +128,31 @@ def _gqa_kernel(
         low, high - (whole_end - whole), whole, whole_end - whole,
         KV_HEADS, HEAD_DIM, PAGE, WINDOW, SOFTCAP, TREE, True, BLOCK_N,
     )  # fmt: skip
-    if SPLITS == 1 and SINKS:
-        sink = tl.load(sinks_ptr + head, mask=inside, other=0.0) * LOG2E
+    if SINKS:
+        # Where there are parts, it counts when they are added up.
+        sink = tl.load(sinks_ptr + head, mask=inside & (parts == 1), other=-float("inf")) * LOG2E
         acc, m, l = add_sink(acc, m, l, sink)
     some = l > 0
     total = tl.where(some, l, 1.0)
     lse = tl.where(some, (tl.where(some, m, 0.0) + tl.log2(total)) * LN2, -float("inf"))
     o = acc / total[:, None]
-    # [T, Hq, SPLITS]: with one split this is the result itself.
-    target = (token * HEADS + head) * SPLITS + split
-    tl.store(lse_ptr + target, lse, mask=inside)
+    target = token * HEADS + head
     if SPLITS > 1:
-        inside = inside & some
-    tl.store(
-        o_ptr + target[:, None] * HEAD_DIM + column[None, :], cast(o, o_ptr.dtype.element_ty),
-        mask=inside[:, None] & wide[None, :],
-    )  # fmt: skip
+        # [T, Hq, SPLITS + 1]: the last column says how many parts there are.
+        if split == 0:
+            tl.store(part_lse_ptr + target * (SPLITS + 1) + SPLITS, (parts + tl.zeros_like(l)), mask=inside)
+    if parts == 1:
+        tl.store(lse_ptr + target, lse, mask=inside)
+        tl.store(
+            o_ptr + target[:, None] * HEAD_DIM + column[None, :], cast(o, o_ptr.dtype.element_ty),
+            mask=inside[:, None] & wide[None, :],
+        )  # fmt: skip
+    elif SPLITS > 1:
+        tl.store(part_lse_ptr + target * (SPLITS + 1) + split, lse, mask=inside)
+        target = target * SPLITS + split
+        tl.store(
+            part_ptr + target[:, None] * HEAD_DIM + column[None, :], o, mask=(inside & some)[:, None] & wide[None, :]
+        )
 
 
 @kernel
@@ -151,27 +165,30 @@ def _reduce_kernel(
     await_inputs(PDL)
     release_dependents(PDL)
     split, column = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
-    part_lse = tl.load(part_lse_ptr + row * SPLITS + split, mask=split < SPLITS, other=-float("inf"))
-    m = tl.max(part_lse, axis=0)
-    if SINKS:
-        sink = tl.load(sinks_ptr + row % HEADS)
-        m = tl.maximum(m, sink)
-    shift = tl.where(m == -float("inf"), 0.0, m)
-    weight = tl.exp(part_lse - shift)
-    total = tl.sum(weight, axis=0)
-    if SINKS:
-        # Once, here: the parts know nothing of the sink.
-        total += tl.exp(sink - shift)
-    some = total > 0
-    divisor = tl.where(some, total, 1.0)
-    part = tl.load(
-        part_ptr + (row * SPLITS + split[:, None]) * HEAD_DIM + column[None, :],
-        # A split that saw nothing wrote nothing.
-        mask=(part_lse > -float("inf"))[:, None] & (column < HEAD_DIM)[None, :], other=0.0,
-    )  # fmt: skip
-    o = tl.sum(part * weight[:, None], axis=0) / divisor
-    tl.store(lse_ptr + row, tl.where(some, shift + tl.log(divisor), -float("inf")))
-    tl.store(o_ptr + row * HEAD_DIM + column, cast(o, o_ptr.dtype.element_ty), mask=column < HEAD_DIM)
+    lse_at = part_lse_ptr + row * (SPLITS + 1)
+    parts, part_lse = tl.load(lse_at + SPLITS), tl.load(lse_at + split)
+    if parts > 1:
+        part_lse = tl.where(split < parts, part_lse, -float("inf"))
+        m = tl.max(part_lse, axis=0)
+        if SINKS:
+            sink = tl.load(sinks_ptr + row % HEADS)
+            m = tl.maximum(m, sink)
+        shift = tl.where(m == -float("inf"), 0.0, m)
+        weight = tl.exp(part_lse - shift)
+        total = tl.sum(weight, axis=0)
+        if SINKS:
+            # Once, here: the parts know nothing of the sink.
+            total += tl.exp(sink - shift)
+        some = total > 0
+        divisor = tl.where(some, total, 1.0)
+        part = tl.load(
+            part_ptr + (row * SPLITS + split[:, None]) * HEAD_DIM + column[None, :],
+            # A part that saw nothing wrote nothing.
+            mask=(part_lse > -float("inf"))[:, None] & (column < HEAD_DIM)[None, :], other=0.0,
+        )  # fmt: skip
+        o = tl.sum(part * weight[:, None], axis=0) / divisor
+        tl.store(lse_ptr + row, tl.where(some, shift + tl.log(divisor), -float("inf")))
+        tl.store(o_ptr + row * HEAD_DIM + column, cast(o, o_ptr.dtype.element_ty), mask=column < HEAD_DIM)
 
 
 # Of a tile's configuration, in the operator's order.
@@ -259,7 +276,7 @@ def _gqa(
     part, part_lse = o, lse
     if splits > 1:
         part = q.new_empty(tokens, heads, splits, head_dim, dtype=torch.float32)
-        part_lse = q.new_empty(tokens, heads, splits, dtype=torch.float32)
+        part_lse = q.new_empty(tokens, heads, splits + 1, dtype=torch.float32)
     logits = q if sinks is None else sinks
     attend, reduce = _launches(
         shape, q.stride(), kv_heads, tiles, each, requests, page_table.stride()[0], scale, softcap, page_size, window,
@@ -268,7 +285,8 @@ def _gqa(
     )  # fmt: skip
     masks = positions if tree is None else tree
     attend(
-        q, k_cache, v_cache, logits, part, part_lse, page_table, seq_lens, starts, cu_seqlens_q, masks, positions
+        q, k_cache, v_cache, logits, o, lse, part, part_lse, page_table, seq_lens, starts, cu_seqlens_q, masks,
+        positions,
     )  # fmt: skip
     if splits > 1:
         reduce(part, part_lse, logits, o, lse)
@@ -306,7 +324,8 @@ class TritonGQA:
         found = self._for_queries.get(rows)
         if found is None:
             it = tile_config(rows, self.cfg)
-            if self.cfg.phase == "extend":
+            # Tables are timed without keys in front of the new ones, of which a few tokens have many.
+            if self.cfg.phase == "extend" and rows * self.cfg.group > FEW_ROWS:
                 it |= self.config
             found = self._for_queries[rows] = tuple(it[name] for name in NUMBERS)
         return found
