@@ -256,7 +256,7 @@ FIGURES = (
     Figure(42, "FP8 by token and channel", "products_h200.jsonl#fp8_scaled_linear",
            lambda: _against("products_h200.jsonl", "fp8_scaled_linear", "sgl_kernel")),
     Figure(44, "absorbed products in a step", "ablation_h200.jsonl#absorbed products",
-           lambda: switched("absorbed products")),
+           lambda: switched("absorbed products"), closes=False),
     Figure(45, "absorbed products in a step", "ablation_h200.jsonl#absorbed products",
            lambda: switched("absorbed products")),
     Figure(46, "batched products", "products_h200.jsonl#bmm",
