@@ -25,6 +25,7 @@ class Running:
         self.config, self.cache = config, cache
         self.requests: dict[Request, None] = {}
         self.poisoned: list[int] = []
+        self.dropped: list[tuple[int, int, int]] = []  # entries of page tables to clear, as of ``TickPlan.pages``
         self._slots = list(range(config.max_running, 0, -1))
         self._ratio = RATIO_START
 
@@ -81,6 +82,7 @@ class Running:
         """Take back the pages behind a request's last position."""
         keep = self.cache.pages_for(request.kv)
         self.cache.give_back(request.pages[keep:])
+        self.dropped += [(request.slot, column, 0) for column in range(keep, len(request.pages))]
         del request.pages[keep:]
 
     def make_room(self, lengths: dict[Request, int], plan: TickPlan) -> list[Request]:

@@ -104,7 +104,6 @@ class Scheduler:
             self._end(request, "error", now, code="request_timeout", message="the deadline passed while waiting")
         self.ticks += 1
         plan = TickPlan(self.ticks)
-        plan.poisoned, self.running.poisoned = self.running.poisoned, []
         rows, partial = [], []
         for request in self.running.requests:
             if request.kv < request.goal:
@@ -149,7 +148,9 @@ class Scheduler:
             if request.kv >= (len(request.path) + 1) * block:
                 self.running.publish(request, plan)
         plan.complete(self.config.mixed and not whole and new + len(plan.rows) <= self.config.most_tokens)
-        if not plan.empty:
+        if not plan.empty:  # another one is not launched
+            plan.poisoned, self.running.poisoned = self.running.poisoned, []
+            plan.pages[:0], self.running.dropped = self.running.dropped, []
             self.history.append(
                 {
                     "tick": plan.tick, "rows": len(plan.rows), "extend_tokens": plan.extend_tokens,
@@ -277,8 +278,9 @@ class Scheduler:
                 request.prompt_logprobs += logprobs[have - start :]
         for chunk, tokens in zip(plan.verify, result.tokens[len(plan.sampled) - len(plan.verify) :], strict=True):
             self.metrics.add("wasted_tokens_total", "speculation", chunk.samples - len(tokens))
-            if chunk.request.state == RUNNING:
-                # Drafts that were not accepted: later steps write over their positions.
+            if chunk.request.state == RUNNING and min(tokens) >= 0:
+                # Drafts that were not accepted: later steps write over their positions. Where logits were not finite
+                # the request ends, and all its pages are in doubt.
                 chunk.request.kv = chunk.start + len(tokens)
                 self.running.shrink(chunk.request)
         told, logprobs_of = range(len(plan.rows), len(plan.rows) + plan.early), result.logprobs

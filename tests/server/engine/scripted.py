@@ -116,6 +116,8 @@ class ScriptedExecutor:
         Rows and chunks that were executed and checked.
     sampled : int
         Tokens that were drawn.
+    dirty : dict
+        Pages of requests whose logits were not finite, until they are zeroed.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class ScriptedExecutor:
         self.cells: dict[int, list[int]] = {}
         self.tables: dict[int, list[int]] = {}
         self.truths: dict[Request, _Truth] = {}
+        self.dirty: dict[int, Request] = {}
         self.steps = self.sampled = 0
 
     def launch(self, plan: TickPlan) -> ScriptedStep:
@@ -141,8 +144,12 @@ class ScriptedExecutor:
                 truth.rewind(request.prompt_len)
             self._demand(truth.tokens == request.tokens, request, "resumes with tokens that were not drawn")
             self.tables[request.slot] = []
+        for page in plan.poisoned:
+            self.dirty.pop(page, None)
         for slot, column, page in plan.pages:
-            self.tables[slot][column : column + 1] = [page]
+            table = self.tables[slot]
+            table += [0] * (column + 1 - len(table))
+            table[column] = page
         tokens: list[list[int]] = []
         for request, start in zip(plan.rows, plan.starts, strict=True):
             truth = self.truths[request]
@@ -176,8 +183,9 @@ class ScriptedExecutor:
         self.steps += 1
         truth, table, size = self.truths[request], self.tables[request.slot], self.page_size
         end = start + len(ids)
-        self._demand(len(table) >= -(-end // size), request, f"has {len(table)} pages for {end} tokens")
-        self._demand(table[-(-end // size) - 1] != 0, request, "uses page 0")
+        columns = -(-end // size)
+        exact = len(table) >= columns and all(table[:columns]) and not any(table[columns:])
+        self._demand(exact, request, f"has the table {table} for {end} tokens")  # I4
         cells = self.cells
         found: list[int] = []
         for page in table[: -(-start // size)]:
@@ -189,6 +197,10 @@ class ScriptedExecutor:
         table, size = self.tables[request.slot], self.page_size
         for offset, value in enumerate(values):
             column, place = divmod(start + offset, size)
+            dirty = self.dirty.get(table[column], request)
+            # Of a row in flight whose request ended otherwise, nobody could know it in time.
+            clean = dirty is request or (dirty.state == ENDED and dirty.ended_reason != "error")
+            self._demand(clean, request, f"gets page {table[column]}, which is in doubt and was not zeroed")
             self.cells.setdefault(table[column], [0] * size)[place] = value
 
     def _draw(self, request: Request) -> list[int]:
@@ -199,6 +211,9 @@ class ScriptedExecutor:
             token += 1
         truth.extend([token])
         bad = self.nonfinite is not None and self.nonfinite(request.rid, position)
+        if bad:
+            published = sum(len(node.pages) for node in request.path)
+            self.dirty |= dict.fromkeys(filter(None, self.tables[request.slot][published:]), request)
         return [-1 if bad else token]
 
     def _verify(self, chunk: Chunk) -> list[int]:

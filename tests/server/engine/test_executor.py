@@ -206,6 +206,7 @@ def test_a_row_that_is_not_finite_ends_alone() -> None:
     wanted = plain(model, rows, NEW)
     for overlap in (False, True):
         bench = Bench(model, overlap=overlap, captured=overlap, num_pages=30)
+        bench.generate([[3, 4, 50, 6] * 8], NEW)  # alone: the next plan is empty, and is not launched
         bad = bench.submit([3, 4, 50, 6] * 8)
         rids = [bench.submit(row, NEW) for row in rows]
         bench.run()
@@ -214,6 +215,7 @@ def test_a_row_that_is_not_finite_ends_alone() -> None:
         # Its pages are handed out again, and hold nothing of it.
         assert bench.generate(rows, NEW) == wanted
         assert bench.scheduler.cache.match(b"", [3, 4, 50, 6] * 8, 32) == []
+        assert all(part.isfinite().all() for cache in bench.executor.caches for part in (cache.keys, cache.values))
 
 
 def test_an_abort_is_done_within_two_ticks(model: Any) -> None:

@@ -193,6 +193,17 @@ def test_seasons(part: int) -> None:
     assert sum(mixed for _, mixed in seasons) > 1000
 
 
+@pytest.mark.parametrize("draft", [None, (4, 0)])
+def test_pages_of_logits_that_are_not_finite_are_zeroed_before_anybody_gets_them(draft: Any) -> None:
+    """Nothing else runs when they are freed, and some were given back as those of drafts."""
+    world = World(config(1, 2.0, 96), draft=draft, nonfinite=lambda rid, position: rid == 1 and position == 2)
+    for _ in range(2):
+        rid = world.submit(tokens(0, 15), 40, ignore_eos=True)
+        world.run()
+    assert (world.told[1].code, world.told[rid].finish) == ("nonfinite_logits", "length")
+    assert not world.executor.dirty
+
+
 def forgetful_release(cache: PrefixCache) -> None:
     release = cache.release
     cache.release = lambda path, pages, forget=False: release(path[:-1], pages, forget)  # type: ignore[method-assign]
