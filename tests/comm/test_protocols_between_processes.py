@@ -315,6 +315,7 @@ BOX = (
 )
 BUGS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "one phase of words": (("push", TURN, TURN[:-1] + "0"), ("push", "epoch & 1", "epoch & 0")),
+    "phases are swapped on one side": (("push", "epoch & 1, 1 - rank, row", "(epoch + 1) & 1, 1 - rank, row"),),
     "words are left": (("push", STORE, ""),),
     "words go before they are read": (("push", LOAD, STORE + LOAD),),
     "minus zero is sent": (("push", "tl.where(bits == EMPTY, 0, bits).to(WORD)", "bits"),),
