@@ -36,7 +36,7 @@ def make({values}):
     def same(module):
         try:
             own = module.__dict__
-            return {questions}
+            return {questions} and {trained}
         except (KeyError, AttributeError):  # deleted
             return False
 
@@ -65,28 +65,31 @@ _SPACE: dict[str, Any] = {
     "CALL_IMPL": CALL_IMPL, "functions": torch._C._len_torch_function_stack, "observed": observed,
     **{f"hooks{i}": hooks for i, hooks in enumerate(GLOBAL_HOOKS)},
 }  # fmt: skip
-_EVERYONE = [*(f"not hooks{i}" for i in range(len(GLOBAL_HOOKS))), "Module.__call__ is CALL",
-             "Module._call_impl is CALL_IMPL"]  # fmt: skip
+_EVERYONE = ["not hooks0", "not hooks1", "Module.__call__ is CALL", "Module._call_impl is CALL_IMPL"]
+# Where nothing is differentiated, hooks of the way back never run.
+_TRAINED = ["not hooks2", "not hooks3"]
 
 recorded: Callable[[], bool] = eval(f"lambda: bool{_QUIET}", _SPACE)
 recorded.__doc__ = """Return whether something records or transforms what runs: it should see the original's code."""
 
 
-def written(questions: Sequence[Question]) -> tuple[Answer, Answer]:
+def written(questions: Sequence[Question], trained: Sequence[Question] = ()) -> tuple[Answer, Answer]:
     """Return two functions of a module.
 
     Whether there are no hooks on all modules, modules are called as ever, and all ``questions`` are true of it; and
-    whether, besides, nothing is :func:`recorded`.
+    whether, besides, nothing is :func:`recorded`. Only the first one asks what is ``trained``: the second is for
+    calls of which nobody wants gradients.
     """
     values: dict[int, tuple[str, Any]] = {}
-    lines = dict.fromkeys(_EVERYONE)  # what is asked twice is written once
-    for form, bound in questions:
-        names = [values.setdefault(id(value), (f"v{len(values)}", value))[0] for value in bound]
-        lines[form.format(*names)] = None
-    same, stands = _compiled(", ".join(name for name, _ in values.values()), " and ".join(lines))(
-        *(value for _, value in values.values())
-    )
-    return same, stands
+    texts = []
+    for always, asked in ((_EVERYONE, questions), (_TRAINED, trained)):
+        lines = dict.fromkeys(always)  # what is asked twice is written once
+        for form, bound in asked:
+            names = [values.setdefault(id(value), (f"v{len(values)}", value))[0] for value in bound]
+            lines[form.format(*names)] = None
+        texts.append(" and ".join(lines))
+    make = _compiled(", ".join(name for name, _ in values.values()), *texts)
+    return make(*(value for _, value in values.values()))
 
 
 def never(module: Any) -> bool:
@@ -95,8 +98,8 @@ def never(module: Any) -> bool:
 
 
 @functools.cache
-def _compiled(values: str, questions: str) -> Callable[..., tuple[Answer, Answer]]:
+def _compiled(values: str, questions: str, trained: str) -> Callable[..., tuple[Answer, Answer]]:
     space = {**_SPACE}
-    exec(_SOURCE.format(values=values, questions=questions, quiet=_QUIET), space)
+    exec(_SOURCE.format(values=values, questions=questions, trained=trained, quiet=_QUIET), space)
     made: Callable[..., tuple[Answer, Answer]] = space["make"]
     return made

@@ -121,12 +121,12 @@ class Guard:
     shaped : tuple[str, ...]
         Parameters that must keep their shapes.
     weights : sequence
-        Tables of parameters and names in them: tensors that must stay of their type and look at the same memory.
+        Modules and names of their parameters: tensors that must stay what they are and look at the same memory.
     """
 
     def __init__(
         self, module: nn.Module, code: Code, children: Mapping[str, tuple[type, ...]], baked: tuple[str, ...] = (),
-        why: str = "", weights: Sequence[tuple[dict[str, Any], str]] = (), shaped: tuple[str, ...] = (),
+        why: str = "", weights: Sequence[tuple[nn.Module, str]] = (), shaped: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         parts = {name: part for name in children if (part := getattr(module, name, None)) is not None}
         for name, part in parts.items():
@@ -141,10 +141,11 @@ class Guard:
         self._methods = tuple(name for owner, name, _ in code if isinstance(owner, type) and name != "forward")
         self._why = why
         self._questions = [] if why else self._asked(module, parts, weights)
-        self.same, self.stands = (never, never) if why else written(self._questions)
+        trained = [(f"not {{}}[{hooks!r}]", (part.__dict__,)) for part in parts.values() for hooks in HOOKS[2:]]
+        self.same, self.stands = (never, never) if why else written(self._questions, trained)
 
     def _asked(
-        self, module: nn.Module, parts: Mapping[str, nn.Module], weights: Sequence[tuple[dict[str, Any], str]]
+        self, module: nn.Module, parts: Mapping[str, nn.Module], weights: Sequence[tuple[nn.Module, str]]
     ) -> list[Question]:
         """Return what eager code asks, in the order in which it is likely to differ.
 
@@ -164,11 +165,14 @@ class Guard:
         asked += [(f"{name!r} not in own", ()) for name in self._methods]
         for name, part in parts.items():
             asked += [(f"{{}}[{name!r}] is {{}}", (module._modules, part)), ("type({}) is {}", (part, type(part)))]
-            asked += [("not {}", (part.__dict__[hooks],)) for hooks in HOOKS]
+            # The tables may be replaced, too.
+            asked += [(f"not {{}}[{hooks!r}]", (part.__dict__,)) for hooks in HOOKS[:2]]
             asked.append(("'forward' not in {}", (part.__dict__,)))
         asked += [(f"{{}}.{name} is {{}}", (owner, value)) for owner, name, value in self._code]
-        for table, name in weights:
+        for part, name in weights:
+            table = part._parameters
             held = table[name]
+            asked.append(("{}['_parameters'] is {}", (part.__dict__, table)))
             asked.append((f"{{}}[{name!r}] is {{}}", (table, held)))
             if held is None:
                 continue  # a bias that somebody adds

@@ -88,7 +88,7 @@ class Packed(Guard):
             self.weight = _join([linear.weight for linear in together])
             self.bias = None if together[0].bias is None else _join([linear.bias for linear in together])
             self.nbytes = sum(t.nbytes for t in (self.weight, self.bias) if t is not None)
-        weights = [(linear._parameters, key) for key in ("weight", "bias") for linear in together]
+        weights = [(linear, key) for key in ("weight", "bias") for linear in together]
         super().__init__(module, (), dict.fromkeys(names if together else (), (nn.Linear,)), (), self.apart, weights)
         # Whether the module's own guard stands, too.
         self.whole: Answer = never

@@ -467,62 +467,6 @@ def test_wrappers_without_a_weight_after_the_patch(name: str) -> None:
     assert torch.equal(logits(model), wanted)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("moved", [False, True])
-@pytest.mark.parametrize("name", ["llama", "qwen2_moe", "v3"])
-def test_torchs_own_int8_linears_after_the_patch(name: str, moved: bool) -> None:
-    model, twin = build(name), build(name)
-    fl.patch(model)
-    found = []
-    for m in (model, twin):
-        m = torch.ao.quantization.quantize_dynamic(m, {nn.Linear}, torch.qint8, inplace=moved)
-        # Their weight is a method; a copy and a move choose backends anew.
-        found.append(m.to("cpu") if moved else copy.deepcopy(m))
-    wanted = logits(found[1])
-    assert close(logits(found[0]), wanted) and not close(wanted, logits(build(name)), 1e-4)
-    if moved:
-        fl.unpatch(model)
-        assert torch.equal(logits(model), wanted)
-
-
-def _bias_added(linear: nn.Linear) -> None:
-    if linear.bias is None:
-        linear.bias = nn.Parameter(torch.linspace(-1.0, 1.0, linear.out_features))
-
-
-def _bias_removed(linear: nn.Linear) -> None:
-    linear.bias = None  # type: ignore[assignment]
-
-
-def _bias_cut(linear: nn.Linear) -> None:
-    if linear.bias is not None:
-        linear.bias.data = linear.bias.data[:1]  # where it lies: torch adds it to each output
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [("llama", _bias_added), ("v3", _bias_added), ("v2_lite", _bias_added), ("qwen2", _bias_removed),
-     ("qwen2", _bias_cut)],
-)  # fmt: skip
-def test_biases_changed_after_the_patch_count(name: str, change: Callable[[nn.Linear], None], compiled: bool) -> None:
-    model, twin = build(name).requires_grad_(False), build(name).requires_grad_(False)
-    fl.patch(model)
-    torch._dynamo.reset()
-    layer: Any = model.model.layers[1]
-    run = torch.compile(layer, backend="eager") if compiled else layer
-    before = layer_call(run, model)
-    for m in (model, twin):
-        for child in m.model.layers[1].modules():
-            if type(child) is nn.Linear:
-                change(child)
-    wanted = layer_call(twin.model.layers[1], twin)
-    assert not close(before, wanted, 1e-3) and close(layer_call(run, model), wanted)
-    if not compiled:
-        options = {"max_new_tokens": 6, "do_sample": False}
-        assert torch.equal(model.generate(**prompt(1, 12), **options), twin.generate(**prompt(1, 12), **options))
-
-
 class Codes(torch.Tensor):
     """Stands in for torchao's int8 weights: a tensor subclass with a product of its own."""
 
