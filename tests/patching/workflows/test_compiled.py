@@ -6,12 +6,14 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 import fastlayers as fl
 
@@ -128,6 +130,78 @@ def test_autocast_around_a_compiled_layer() -> None:
         rounded = layer_call(twin.model.layers[1], twin)
         assert not close(rounded, wanted, 1e-3) and close(layer_call(compiled, model), rounded)
     assert close(layer_call(compiled, model), wanted)
+
+
+def _called(module: Any, part: str, model: Any) -> None:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(2, 9, 64, generator=generator)
+    with torch.no_grad():
+        if part == "self_attn":
+            table = model.model.rotary_emb(x, position_ids=torch.arange(9)[None])
+            module(hidden_states=x, position_embeddings=table, attention_mask=None)
+        elif part == "mlp.experts":
+            module(x.view(18, 64), torch.randint(0, 4, (18, 4)), torch.rand(18, 4, generator=generator))
+        else:
+            module(x)
+
+
+def _same(right: Any) -> Any:
+    return lambda *args, **kwargs: right(*args, **kwargs)
+
+
+def _original(module: Any) -> Any:
+    return type(module)._fl_origin[0]
+
+
+def _modeling(module: Any) -> Any:
+    return sys.modules[_original(module).__module__]
+
+
+# Whose attribute is replaced, by its name: a function by one of somebody's, a number by another.
+COVERED: dict[str, tuple[str, Callable[[Any], Any], str]] = {
+    "norm, class": ("input_layernorm", _original, "forward"),
+    "norm, number": ("input_layernorm", lambda module: module, "variance_epsilon"),
+    "attention, class": ("self_attn", _original, "forward"),
+    "attention, method": ("self_attn", lambda module: module, "expand_kv"),
+    "attention, number": ("self_attn", lambda module: module, "scaling"),
+    "attention, function": ("self_attn", _modeling, "eager_attention_forward"),
+    "attention, torch": ("self_attn", lambda module: nn.functional, "softmax"),
+    "experts, class": ("mlp.experts", _original, "forward"),
+    "experts, method": ("mlp.experts", lambda module: module, "_apply_gate"),
+    "experts, torch": ("mlp.experts", lambda module: nn.functional, "silu"),
+    "experts, activation": ("mlp.experts", lambda module: module.act_fn, "forward"),
+    **{f"{part}, hooks": (part, lambda module: None, "") for part in ("input_layernorm", "self_attn", "mlp.experts")},
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+@pytest.mark.parametrize("change", COVERED)
+def test_a_compiled_module_sees_what_its_guard_covers(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    part, owner_of, name = COVERED[change]
+    model = build("v3").requires_grad_(False)
+    fl.patch(model)
+    module: Any = model.model.layers[-1].get_submodule(part)
+    torch._dynamo.reset()
+    run: Any = torch.compile(module, backend="eager")
+
+    def counted() -> tuple[int, int]:
+        before = int(module._fl_hits), int(module._fl_falls)
+        _called(run, part, model)
+        return int(module._fl_hits) - before[0], int(module._fl_falls) - before[1]
+
+    assert counted() == counted() == (1, 0)
+    owner = owner_of(module)
+    with ExitStack() as undo, monkeypatch.context() as replaced:
+        if owner is None:
+            undo.callback(torch_module.register_module_forward_hook(lambda *given: None).remove)
+        else:
+            right = getattr(owner, name)
+            replaced.setattr(owner, name, 0.5 * right if isinstance(right, float) else _same(right))
+        assert counted() == (0, 1)
+    # What monkeypatch undoes on an instance it writes there, too.
+    if owner is not None and callable(getattr(owner, name)) and name in vars(owner) and isinstance(owner, nn.Module):
+        delattr(owner, name)
+    assert counted() == (1, 0)
 
 
 LOAD = """
