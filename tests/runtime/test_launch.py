@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.runtime.errors import OutOfResources
 
 from fastlayers.runtime import launch
-from fastlayers.runtime.launch import Kernel, fewer_stages, kernel
+from fastlayers.runtime.launch import Kernel, fewer_stages, kernel, side_by_side
 
 
 @kernel(do_not_specialize=("rows",))
@@ -229,6 +229,23 @@ def test_a_bound_launch_is_another_one_of_each_device_and_heard_by_profilers(
     monkeypatch.setattr(launch, "_LISTENERS", ([], [print]))
     launched(x, x)
     assert (len(own.calls), len(driver.launched)) == (3, 4)
+
+
+@pytest.mark.parametrize("places", [(0,), (1,), (0, 1), ()], ids=str)
+def test_arguments_may_lie_in_one_memory(stubbed: Any, places: tuple[int, ...]) -> None:
+    made, own, driver = stubbed
+    size, found = side_by_side((3, torch.float32), (5, torch.bfloat16))
+    assert (size, [part.offset for part in found]) == (512, [0, 256])
+    memory, own_tensors = torch.zeros(size, dtype=torch.uint8), [torch.zeros(64), torch.zeros(64)]
+    given = [tensor for place, tensor in enumerate(own_tensors) if place not in places]
+    launched = made.at((1,), 5, 32, 1e-6, parts=[(place, found[place]) for place in places], BLOCK=16, FLAG=True)
+    for _ in range(4):
+        launched(memory, *given)
+    views = [part.view(memory) if place in places else own_tensors[place] for place, part in enumerate(found)]
+    through = own.calls[0][1]
+    assert len(own.calls) == 1 and [t.data_ptr() for t in through[:2]] == [view.data_ptr() for view in views]
+    assert [(t.dtype, t.numel()) for t in through[:2]] == [(view.dtype, view.numel()) for view in views]
+    assert driver.launched == 3 * [(1, 1, 1, 70, *(view.data_ptr() for view in views), 5, 32, 1e-6, None, None)]
 
 
 def test_a_launch_that_does_not_fit_begins_again_with_a_buffer_less(

@@ -17,11 +17,11 @@ the host of an H200 some 50 µs, most of the time of a step that is not captured
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import gcd
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -83,6 +83,37 @@ class _Launch:
         """Return this for a grid and a stream; what a thread was given here stays as it is."""
         self.ready = grid, stream, partial(self.call, *grid, *_ONES[len(grid)], stream, *self.options)
         return self.ready
+
+
+class Part(NamedTuple):
+    """Values inside a piece of memory that several launches share: one allocation where each had its own."""
+
+    offset: int
+    numel: int
+    dtype: torch.dtype
+
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return the part of ``memory`` (uint8) as a tensor of one dimension."""
+        return memory[self.offset : self.offset + self.numel * self.dtype.itemsize].view(self.dtype)
+
+
+def side_by_side(*sizes: tuple[int, torch.dtype]) -> tuple[int, list[Part]]:
+    """Return the bytes that so many values of these dtypes take, and where each begins: at whole cache lines."""
+    end, found = 0, []
+    for count, dtype in sizes:
+        found.append(Part(end, count, dtype))
+        end += -(-count * dtype.itemsize // 256) * 256
+    return end, found
+
+
+def _with_parts(given: Sequence[torch.Tensor], parts: Sequence[tuple[int, Part]] | None) -> list[torch.Tensor]:
+    """Return all tensors of a launch; with ``parts`` the first that is given is their memory."""
+    tensors = list(given)
+    if parts is not None:
+        memory = tensors.pop(0)
+        for place, part in parts:
+            tensors.insert(place, part.view(memory))
+    return tensors
 
 
 def fewer_stages(constants: Mapping[str, Any]) -> dict[str, int] | None:
@@ -172,22 +203,33 @@ class Kernel:
         self._bound[name] = bound
         return bound
 
-    def at(self, grid: tuple[int, ...], *numbers: float, **constants: Any) -> Callable[..., None]:
-        """Return the kernel with its constants, grid and numbers, called with the tensors alone."""
+    def at(
+        self, grid: tuple[int, ...], *numbers: float, parts: Sequence[tuple[int, Part]] | None = None, **constants: Any
+    ) -> Callable[..., None]:
+        """Return the kernel with its constants, grid and numbers, called with the tensors alone.
+
+        With ``parts``, each with its place among the arguments, the first tensor is the memory that they lie in.
+        """
         bound, tail = self.bind(**constants), (*numbers, *self._constants)
+        offsets = None if parts is None else [(place, part.offset) for place, part in parts]
 
         def launch(*given: torch.Tensor) -> None:
             if not self.prepared or _LISTENERS[0] or _LISTENERS[1]:
-                bound(grid, *given, *numbers)
+                bound(grid, *_with_parts(given, parts), *numbers)
                 return
             device, addresses = driver.device(), [*map(_address, given)]
+            if offsets is not None:
+                memory = addresses.pop(0)
+                for place, offset in offsets:
+                    addresses.insert(place, memory + offset)
             key = launch, driver.stream(device), device, *map(_dtype, given)
             call = self._known.get(key)
             if call is not None and gcd(16, *addresses) == 16:
                 call(*addresses, *tail)
                 return
-            bound(grid, *given, *numbers)
-            held = self._known.get((bound, device, numbers, *key[3:]))
+            tensors = _with_parts(given, parts)
+            bound(grid, *tensors, *numbers)
+            held = self._known.get((bound, device, numbers, *map(_dtype, tensors)))
             if held is not None:
                 self._known[key] = partial(held.call, *grid, *_ONES[len(grid)], key[1], *held.options)
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.moe.align.layer import MoEAlignConfig, num_blocks
 from fastlayers.operators import operator
-from fastlayers.runtime.launch import kernel
+from fastlayers.runtime.launch import Part, kernel
 from fastlayers.triton_lang import await_inputs, dependent_launch, release_dependents
 
 # Up to this many pairs every program counts for itself.
@@ -135,11 +135,13 @@ def _place_kernel(
 
 
 @lru_cache(maxsize=4096)
-def _few(pairs: int, experts: int, block: int, device: torch.device) -> tuple[int, Callable[..., None]]:
-    """Return the capacity in blocks, and what launches few pairs."""
+def launch_few(
+    pairs: int, experts: int, block: int, device: torch.device, parts: tuple[tuple[int, Part], ...] | None = None
+) -> Callable[..., None]:
+    """Return what aligns at most :data:`FEW` pairs, called with the ids and what is written."""
     chunk = max(32, next_power_of_2(pairs))
-    return num_blocks(pairs, experts, block), _few_kernel.at(
-        (experts,), pairs, experts, BLOCK=block, CHUNK=chunk, BLOCK_E=next_power_of_2(experts + 1),
+    return _few_kernel.at(  # type: ignore[no-any-return]
+        (experts,), pairs, experts, parts=parts, BLOCK=block, CHUNK=chunk, BLOCK_E=next_power_of_2(experts + 1),
         num_warps=max(1, chunk // 256), **dependent_launch(device),
     )  # fmt: skip
 
@@ -155,14 +157,12 @@ def align(topk_ids: torch.Tensor, experts: int, block: int) -> tuple[torch.Tenso
     For the experts' operators, which nobody looks into; others call :data:`moe_align`.
     """
     ids, pairs, device = topk_ids.contiguous(), topk_ids.numel(), topk_ids.device
-    if 0 < pairs <= FEW:
-        blocks, launch = _few(pairs, experts, block, device)
-        sorted_ids, expert_ids, total = ids.new_empty(blocks * block), ids.new_empty(blocks), ids.new_empty(1)
-        launch(ids, sorted_ids, expert_ids, total)
-        return sorted_ids, expert_ids, total
     sorted_ids, expert_ids, total = _fake(ids, experts, block)
     if pairs == 0:
         return sorted_ids, expert_ids, total.zero_()
+    if pairs <= FEW:
+        launch_few(pairs, experts, block, device)(ids, sorted_ids, expert_ids, total)
+        return sorted_ids, expert_ids, total
     chunk = max(MIN_CHUNK, min(MAX_CHUNK, next_power_of_2(cdiv(pairs, SPLITS))))
     span, warps = cdiv(cdiv(pairs, SPLITS), chunk) * chunk, min(8, chunk // 256)
     counts, grid = (

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 from fastlayers.integers import cdiv, next_power_of_2
-from fastlayers.moe.align.triton import align
+from fastlayers.moe.align.layer import num_blocks
+from fastlayers.moe.align.triton import FEW, align, launch_few
 from fastlayers.moe.fused_moe import launch_config
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.experts_operator import ExpertsBackend, experts_operator
@@ -22,8 +24,9 @@ from fastlayers.moe.fused_moe.triton import grouped_gemm
 from fastlayers.moe.fused_moe.triton.mxfp4_gemm import mxfp4_experts
 from fastlayers.moe.fused_moe.triton.pair_gemm import pair_experts
 from fastlayers.moe.fused_moe.triton.pair_vector import vector_experts
-from fastlayers.moe.fused_moe.triton.reduce import reduce
+from fastlayers.moe.fused_moe.triton.reduce import launch_reduce, reduce
 from fastlayers.moe.fused_moe.weights import EPS, FORMATS, GROUP, MoEWeights
+from fastlayers.runtime.launch import side_by_side
 from fastlayers.triton_lang import dependent_launch
 
 CODES = {"fp8_block": torch.float8_e4m3fn, "int8": torch.int8}
@@ -72,64 +75,58 @@ def _parts(count: int, block: int) -> tuple[int, int]:
     return (1, 1) if count <= 512 else (4, 1) if count <= 8192 else (16, 4)
 
 
-@lru_cache(maxsize=4096)
-def _launch_gate_up(
-    pairs: int, blocks: int, hidden: int, inner: int, x_stride: int, out_stride: int, per_token: int, quant: str,
-    fused: bool, ue8m0: bool, wide: bool, oai: bool, alpha: float, limit: float, bias: bool, interleaved: bool,
-    numbers: tuple[int, ...], device: torch.device,
-) -> Callable[..., None]:  # fmt: skip
-    plan = plan_of(numbers)
-    tile = plan.first
-    return grouped_gemm.gate_up_kernel.at(
-        (blocks * cdiv(inner, tile.n),), pairs, blocks, hidden, inner, x_stride, out_stride, alpha, limit, EPS,
-        PER_TOKEN=per_token, QUANT=FORMATS.index(quant), QUANT_OUT=fused, UE8M0=ue8m0, WIDE=wide, OAI=oai,
-        HAS_BIAS=bias, INTERLEAVED=interleaved, EVEN_K=hidden % tile.k == 0, BLOCK_M=tile.m, BLOCK_N=tile.n,
-        BLOCK_K=tile.k, BAND=plan.band, num_warps=tile.warps, num_stages=tile.stages, **dependent_launch(device),
-    )  # fmt: skip
+class _Launches(NamedTuple):
+    """What computes tokens of one shape, and the memory that lies between its launches.
+
+    ``fused``: the first product quantises. Many pairs are aligned by themselves: then ``align`` is ``None``, and both
+    products are given the alignment last.
+    """
+
+    size: int
+    fused: bool
+    align: Callable[..., None] | None
+    gate_up: Callable[..., None]
+    down: Callable[..., None]
+    reduce: Callable[..., None]
 
 
 @lru_cache(maxsize=4096)
-def _launch_down(
-    pairs: int, blocks: int, hidden: int, inner: int, stride: int, quant: str, wide: bool, bias: bool,
+def _launches(
+    tokens: int, per_token: int, experts: int, hidden: int, inner: int, x_stride: int, dtype: torch.dtype, quant: str,
+    ue8m0: bool, oai: bool, alpha: float, limit: float, interleaved: bool, bias1: bool, bias2: bool, factor: float,
     numbers: tuple[int, ...], device: torch.device,
-) -> Callable[..., None]:  # fmt: skip
-    plan = plan_of(numbers)
-    tile = plan.second
-    return grouped_gemm.down_kernel.at(
-        (blocks * cdiv(hidden, tile.n),), pairs, blocks, hidden, inner, stride,
-        QUANT=FORMATS.index(quant), WIDE=wide, HAS_BIAS=bias, EVEN_K=inner % tile.k == 0, BLOCK_M=tile.m,
-        BLOCK_N=tile.n, BLOCK_K=tile.k, BAND=plan.band, num_warps=tile.warps, num_stages=tile.stages,
-        **dependent_launch(device),
+) -> _Launches:  # fmt: skip
+    plan, pairs, launch, wide = plan_of(numbers), tokens * per_token, dependent_launch(device), dtype == torch.float32
+    first, second, fused = plan.first, plan.second, quant == "fp8_block" and plan.first.n == GROUP
+    blocks, plain = num_blocks(pairs, experts, first.m), quant == "none"
+    few, i32 = pairs <= FEW, torch.int32
+    # What is quantised by a launch of its own lies elsewhere, and is gone before the second product.
+    size, (rows, scales, partial, *aligned) = side_by_side(
+        (pairs * inner if plain or fused else 0, dtype if plain else CODES[quant]),
+        (pairs * cdiv(inner, GROUP) if fused else 0, torch.float32),
+        (pairs * hidden, torch.float32),
+        *(((blocks * first.m, i32), (blocks, i32), (1, i32)) if few else ()),
+    )
+    shared = {"QUANT": FORMATS.index(quant), "WIDE": wide, "BLOCK_M": first.m, "BAND": plan.band} | launch
+    last = tuple(zip((7, 8, 9), aligned, strict=False))
+    gate_up = grouped_gemm.gate_up_kernel.at(
+        (blocks * cdiv(inner, first.n),), pairs, blocks, hidden, inner, x_stride, inner, alpha, limit, EPS,
+        parts=(*(((5, rows), (6, scales)) if fused else ((5, rows),) if plain else ()), *last),
+        PER_TOKEN=per_token, QUANT_OUT=fused, UE8M0=ue8m0, OAI=oai, HAS_BIAS=bias1, INTERLEAVED=interleaved,
+        EVEN_K=hidden % first.k == 0, BLOCK_N=first.n, BLOCK_K=first.k, num_warps=first.warps,
+        num_stages=first.stages, **shared,
     )  # fmt: skip
-
-
-def _gate_up(
-    x: torch.Tensor, scale: torch.Tensor, packed: MoEWeights, ids: torch.Tensor, aligned: tuple[torch.Tensor, ...],
-    numbers: tuple[int, ...], cfg: FusedMoEConfig, wide: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the inner rows of all pairs and their scales (a dummy if not quantised)."""
-    sorted_ids, expert_ids, total = aligned
-    (experts, rows, hidden), (tokens, per_token), quant = packed.w13.shape, ids.shape, cfg.quant
-    inner, blocks, pairs, bias = rows // 2, expert_ids.shape[0], tokens * per_token, packed.w13_bias
-    fused, ue8m0 = quant == "fp8_block" and plan_of(numbers).first.n == GROUP, cfg.scale_fmt == "ue8m0"
-    out_scale = scale
-    if fused:
-        out = x.new_empty(pairs, inner, dtype=CODES[quant])
-        out_scale = x.new_empty(pairs, cdiv(inner, GROUP), dtype=torch.float32)
-    else:
-        # fp32 until it is quantised, so that the codes are those of the exact sums.
-        out = x.new_empty(pairs, inner) if quant == "none" else x.new_empty(pairs, inner, dtype=torch.float32)
-    launch = _launch_gate_up(
-        pairs, blocks, hidden, inner, x.stride()[0], inner, per_token, quant, fused, ue8m0, wide,
-        cfg.activation == "swiglu_oai", cfg.alpha, cfg.limit, bias is not None, cfg.interleaved, numbers, x.device,
+    between = ((0, rows), (1, scales)) if fused else ((0, rows),) if plain else ()
+    down = grouped_gemm.down_kernel.at(
+        (blocks * cdiv(hidden, second.n),), pairs, blocks, hidden, inner, inner, parts=(*between, (6, partial), *last),
+        HAS_BIAS=bias2, EVEN_K=inner % second.k == 0, BLOCK_N=second.n, BLOCK_K=second.k, num_warps=second.warps,
+        num_stages=second.stages, **shared,
     )  # fmt: skip
-    launch(
-        x, scale, packed.w13, scale if packed.w13_scale is None else packed.w13_scale, scale if bias is None else bias,
-        out, out_scale, sorted_ids, expert_ids, total,
+    places = tuple(zip((1, 2, 3), aligned, strict=False))
+    return _Launches(
+        size, fused, launch_few(pairs, experts, first.m, device, places) if few else None, gate_up, down,
+        launch_reduce(tokens, hidden, per_token, experts, factor, 1, device, ((0, partial),)),
     )  # fmt: skip
-    if quant != "none" and not fused:
-        return _quantize(out, ids, experts, quant, ue8m0)
-    return out, out_scale
 
 
 def _chunk(
@@ -143,7 +140,6 @@ def _chunk(
         partial = mxfp4_experts(x, weights, ids, packed, plan, oai, cfg.alpha, cfg.limit, cfg.interleaved)
         reduce(partial, ids, y, experts, factor, plan.splits)
         return
-    wide = x.dtype == torch.float32
     values, scale = (x, weights) if quant == "none" else _quantize(x, None, experts, quant, ue8m0)
     if plan.first.m == 0:
         vector_experts(x, weights, ids, packed, y, plan, oai, cfg.alpha, cfg.limit, factor, cfg.interleaved)
@@ -154,19 +150,31 @@ def _chunk(
             factor, cfg.interleaved,
         )  # fmt: skip
         return
-    aligned = align(ids, experts, plan.first.m)
-    inner_rows, inner_scale = _gate_up(values, scale, packed, ids, aligned, numbers, cfg, wide)
-    pairs, bias = inner_rows.shape[0], packed.w2_bias
-    partial = x.new_empty(pairs, hidden, dtype=torch.float32)
-    launch = _launch_down(
-        pairs, aligned[1].shape[0], hidden, inner, inner_rows.stride()[0], quant, wide, bias is not None, numbers,
-        x.device,
+    bias1, bias2, device = packed.w13_bias, packed.w2_bias, x.device
+    how = _launches(
+        *ids.shape, experts, hidden, inner, values.stride()[0], x.dtype, quant, ue8m0, oai, cfg.alpha, cfg.limit,
+        cfg.interleaved, bias1 is not None, bias2 is not None, factor, numbers, device,
     )  # fmt: skip
-    launch(
-        inner_rows, inner_scale, packed.w2, weights if packed.w2_scale is None else packed.w2_scale,
-        weights if bias is None else bias, weights, partial, *aligned,
+    memory = x.new_empty(how.size, dtype=torch.uint8)
+    aligned: tuple[torch.Tensor, ...] = ()
+    if how.align is None:
+        aligned = align(ids, experts, plan.first.m)
+    else:
+        how.align(memory, ids)
+    # fp32 until it is quantised, so that the codes are those of the exact sums.
+    plain = quant == "none"
+    rows = () if plain or how.fused else (x.new_empty(ids.numel(), inner, dtype=torch.float32),)
+    unused = () if how.fused else (scale,)
+    how.gate_up(
+        memory, values, scale, packed.w13, scale if packed.w13_scale is None else packed.w13_scale,
+        scale if bias1 is None else bias1, *rows, *unused, *aligned,
     )  # fmt: skip
-    reduce(partial, ids, y, experts, factor)
+    between = _quantize(*rows, ids, experts, quant, ue8m0) if rows else unused
+    how.down(
+        memory, *between, packed.w2, weights if packed.w2_scale is None else packed.w2_scale,
+        weights if bias2 is None else bias2, weights, *aligned,
+    )  # fmt: skip
+    how.reduce(memory, ids, y)
 
 
 @experts_operator("fused_moe")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,7 +17,8 @@ import triton.language as tl
 
 from fastlayers.errors import ArgumentError
 from fastlayers.integers import cdiv, next_power_of_2
-from fastlayers.moe.align.triton import align
+from fastlayers.moe.align.layer import num_blocks
+from fastlayers.moe.align.triton import FEW, align, launch_few
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.experts_operator import ExpertsBackend, experts_operator
 from fastlayers.moe.fused_moe.launch_config import MAX_TOKENS
@@ -25,9 +27,9 @@ from fastlayers.moe.fused_moe.token_chunks import token_chunks
 from fastlayers.moe.fused_moe.triton.activation import activation_of
 from fastlayers.moe.fused_moe.triton.grouped_gemm import block_is_empty
 from fastlayers.moe.fused_moe.triton.mxfp4_mma import MAX_SCALE, ask, multiply, multiply_held
-from fastlayers.moe.fused_moe.triton.reduce import reduce
+from fastlayers.moe.fused_moe.triton.reduce import launch_reduce
 from fastlayers.moe.fused_moe.weights import MoEWeights
-from fastlayers.runtime.launch import kernel
+from fastlayers.runtime.launch import kernel, side_by_side
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
 
@@ -313,66 +315,90 @@ def _plan_of(numbers: tuple[int, ...]) -> HopperLaunchConfig:
     return HopperLaunchConfig(*numbers)
 
 
+class _Launches(NamedTuple):
+    """What computes tokens of one shape, and the memory that lies between its launches.
+
+    Many pairs are aligned by themselves: then ``align`` is ``None`` although ``plan.tokens`` is not 0.
+    """
+
+    size: int
+    order: Callable[..., None]
+    align: Callable[..., None] | None
+    gate_up: Callable[..., None]
+    down: Callable[..., None]
+    reduce: Callable[..., None]
+
+
 @lru_cache(maxsize=4096)
 def _launches(
-    tokens: int, per_token: int, blocks: int, experts: int, hidden: int, inner: int, x_stride: int, alpha: float,
-    limit: float, bias13: bool, bias2: bool, numbers: tuple[int, ...], device: torch.device,
-) -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]]:  # fmt: skip
-    """Return what launches the order of the rows, the first product and the second.
+    tokens: int, per_token: int, experts: int, hidden: int, inner: int, x_stride: int, alpha: float, limit: float,
+    factor: float, bias13: bool, bias2: bool, dtype: torch.dtype, numbers: tuple[int, ...], device: torch.device,
+) -> _Launches:  # fmt: skip
+    """Return what launches the order of the rows, the alignment, both products and the sums.
 
-    Those of ``plan.held`` are of pairs by themselves, all codes of a program in registers.
+    Products of ``plan.held`` are of pairs by themselves, all codes of a program in registers.
     """
     plan, launch, pairs, width = _plan_of(numbers), dependent_launch(device), tokens * per_token, _order_width(hidden)
+    blocks = num_blocks(pairs, experts, plan.tokens) if plan.tokens else pairs
+    few, i32 = 0 < plan.tokens and pairs <= FEW, torch.int32
+    size, (ordered, rows, partial, *aligned) = side_by_side(
+        (tokens * hidden, dtype), (pairs * inner, dtype), (pairs * hidden, torch.float32),
+        *(((blocks * plan.tokens, i32), (blocks, i32), (1, i32)) if few else ()),
+    )  # fmt: skip
+    # As words, which the products read.
+    words, row_words = (part._replace(numel=part.numel // 2, dtype=i32) for part in (ordered, rows))
     sizes = {"HIDDEN": hidden, "INNER": inner} | launch
     shared = sizes | {"DIRECT": plan.tokens == 0, "WIDE": plan.tokens == 16, "ASYNC": not plan.l1}
     first = {"PER_TOKEN": per_token, "HAS_BIAS": bias13, "R": plan.r1, "W": plan.w1, "num_warps": plan.w1}
     second = {"HAS_BIAS": bias2, "R": plan.r2, "W": plan.w2, "num_warps": plan.w2}
     grids = (blocks * cdiv(2 * inner, 16 * plan.r1),), (blocks * cdiv(hidden, 16 * plan.r2),)
-    return (
-        order_kernel.at((tokens, cdiv(hidden, width)), x_stride, hidden, BLOCK=width, **launch),
-        held_gate_up_kernel.at(grids[0], experts, alpha, limit, **sizes, **first)
+    into = (0, words), (4, rows), *zip((5, 6, 7), aligned, strict=False)
+    out = (0, row_words), (5, partial), *zip((6, 7, 8), aligned, strict=False)
+    return _Launches(
+        size,
+        order_kernel.at((tokens, cdiv(hidden, width)), x_stride, hidden, parts=((1, ordered),), BLOCK=width, **launch),
+        launch_few(pairs, experts, plan.tokens, device, tuple(zip((1, 2, 3), aligned, strict=True))) if few else None,
+        held_gate_up_kernel.at(grids[0], experts, alpha, limit, parts=into, **sizes, **first)
         if plan.held & 1
-        else swizzled_gate_up_kernel.at(grids[0], pairs, experts, alpha, limit, **shared, **first, STAGES=plan.s1),
-        held_down_kernel.at(grids[1], experts, **sizes, **second)
+        else swizzled_gate_up_kernel.at(
+            grids[0], pairs, experts, alpha, limit, parts=into, **shared, **first, STAGES=plan.s1
+        ),
+        held_down_kernel.at(grids[1], experts, parts=out, **sizes, **second)
         if plan.held & 2
-        else swizzled_down_kernel.at(grids[1], pairs, experts, **shared, **second, STAGES=plan.s2),
-    )
+        else swizzled_down_kernel.at(grids[1], pairs, experts, parts=out, **shared, **second, STAGES=plan.s2),
+        launch_reduce(tokens, hidden, per_token, experts, factor, 1, device, ((0, partial),)),
+    )  # fmt: skip
 
 
 def _order_width(hidden: int) -> int:
     return min(1024, next_power_of_2(hidden))
 
 
-def _experts(
-    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: SwizzledWeights, inner: int, experts: int,
-    alpha: float, limit: float, numbers: tuple[int, ...],
-) -> torch.Tensor:  # fmt: skip
-    """Return the weighted rows of all pairs, fp32 ``[T*k, D]``; those of dropped pairs are not written."""
-    (count, hidden), per_token, plan = x.shape, ids.shape[1], _plan_of(numbers)
-    pairs, bias13, bias2 = count * per_token, packed.w13_bias, packed.w2_bias
-    aligned, blocks = (ids, ids, ids), pairs
-    if plan.tokens:
-        aligned = align(ids, experts, plan.tokens)
-        blocks = aligned[1].shape[0]
-    order, gate_up, down = _launches(
-        count, per_token, blocks, experts, hidden, inner, x.stride()[0], alpha, limit, bias13 is not None,
-        bias2 is not None, numbers, x.device,
+def _chunk(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, y: torch.Tensor, packed: SwizzledWeights,
+    cfg: FusedMoEConfig, numbers: tuple[int, ...],
+) -> None:  # fmt: skip
+    """Compute ``y`` for at most MAX_TOKENS tokens."""
+    bias13, bias2, experts, plan = packed.w13_bias, packed.w2_bias, cfg.num_experts, _plan_of(numbers)
+    how = _launches(
+        *ids.shape, experts, x.shape[1], cfg.intermediate_size, x.stride()[0], cfg.alpha, cfg.limit, cfg.scaling_factor,
+        bias13 is not None, bias2 is not None, x.dtype, numbers, x.device,
     )  # fmt: skip
-    ordered, inner_rows = x.new_empty(count, hidden), x.new_empty(pairs, inner)
-    partial = x.new_empty(pairs, hidden, dtype=torch.float32)
+    memory = x.new_empty(how.size, dtype=torch.uint8)
+    how.order(memory, x)
+    aligned: tuple[torch.Tensor, ...] = ()
+    if how.align is not None:
+        how.align(memory, ids)
+    else:
+        aligned = align(ids, experts, plan.tokens) if plan.tokens else (ids, ids, ids)
     w13, w2, scales13, scales2 = packed.rows
-    tokens, rows = ordered.view(torch.int32), inner_rows.view(torch.int32)
-    bias13, bias2 = weights if bias13 is None else bias13, weights if bias2 is None else bias2
-    order(x, ordered)
-    if plan.held & 1:
-        gate_up(tokens, w13, scales13, bias13, inner_rows, ids)
-    else:
-        gate_up(tokens, w13, scales13, bias13, inner_rows, *aligned)
-    if plan.held & 2:
-        down(rows, w2, scales2, bias2, weights, partial, ids)
-    else:
-        down(rows, w2, scales2, bias2, weights, partial, *aligned)
-    return partial
+    how.gate_up(
+        memory, w13, scales13, weights if bias13 is None else bias13, *(aligned[:1] if plan.held & 1 else aligned)
+    )
+    how.down(
+        memory, w2, scales2, weights if bias2 is None else bias2, weights, *(aligned[:1] if plan.held & 2 else aligned)
+    )
+    how.reduce(memory, ids, y)
 
 
 @experts_operator("fused_moe_swizzled", SwizzledWeights)
@@ -380,11 +406,9 @@ def _fused_moe(
     x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: SwizzledWeights, cfg: FusedMoEConfig,
     numbers: list[int],
 ) -> torch.Tensor:  # fmt: skip
-    how, experts = tuple(numbers), cfg.num_experts
-    y = x.new_empty(*x.shape)
-    for chunk, weights, ids, out in token_chunks(x, topk_weights, topk_ids, y, MAX_TOKENS):
-        partial = _experts(chunk, weights, ids, packed, cfg.intermediate_size, experts, cfg.alpha, cfg.limit, how)
-        reduce(partial, ids, out, experts, cfg.scaling_factor)
+    y, how = x.new_empty(*x.shape), tuple(numbers)
+    for chunk in token_chunks(x, topk_weights, topk_ids, y, MAX_TOKENS):
+        _chunk(*chunk, packed, cfg, how)
     return y
 
 

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.moe.fused_moe.triton.permute import Rows
-from fastlayers.runtime.launch import kernel
+from fastlayers.runtime.launch import Part, kernel
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
 
@@ -96,12 +96,14 @@ def combine_kernel(
 
 
 @lru_cache(maxsize=4096)
-def _launch(
-    tokens: int, hidden: int, per_token: int, experts: int, factor: float, splits: int, device: torch.device
-) -> Callable[..., None]:
+def launch_reduce(
+    tokens: int, hidden: int, per_token: int, experts: int, factor: float, splits: int, device: torch.device,
+    parts: tuple[tuple[int, Part], ...] | None = None,
+) -> Callable[..., None]:  # fmt: skip
+    """Return what writes the sums of each token's pairs, called with the rows of pairs, the ids and the sums."""
     block = min(256 if tokens <= 64 else 1024, next_power_of_2(hidden))
     return reduce_kernel.at(
-        (tokens, cdiv(hidden, block)), hidden, experts, factor,
+        (tokens, cdiv(hidden, block)), hidden, experts, factor, parts=parts,
         PER_TOKEN=per_token, SPLITS=splits, BLOCK=block, num_warps=max(1, block // 256), **dependent_launch(device),
     )  # fmt: skip
 
@@ -122,7 +124,7 @@ def reduce(
     partial: torch.Tensor, ids: torch.Tensor, y: torch.Tensor, experts: int, factor: float, splits: int = 1
 ) -> None:
     """Write the sums of each token's pairs to ``y``."""
-    _launch(*y.shape, ids.shape[1], experts, factor, splits, y.device)(partial, ids, y)
+    launch_reduce(*y.shape, ids.shape[1], experts, factor, splits, y.device)(partial, ids, y)
 
 
 def pair_sum(
