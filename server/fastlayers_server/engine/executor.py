@@ -90,9 +90,7 @@ class TorchStep:
     def result(self) -> TickResult:
         """Wait for the tokens."""
         plan = self._plan
-        tokens = [[token] for token in self.rows.tokens()] if self.rows is not None else []
-        if self.chunks is not None:
-            tokens += [[token] for token in self.chunks.tokens()]
+        tokens = [[token] for drawn in (self.rows, self.chunks) if drawn is not None for token in drawn.tokens()]
         if self.verified is not None:
             drawn = self.verified.tokens()
             for chunk in plan.verify:
@@ -278,7 +276,6 @@ class TorchExecutor:
             if request.general or request.submit.min_new_tokens:
                 self.special.admit(request)
         self.decoding.table.put(rows)
-        self.special.sweep()
         if self.mtp is not None and self.mtp.active:
             for chunk in chunks:
                 if chunk.request in admitted:

@@ -40,9 +40,9 @@ class Request:
     """
 
     __slots__ = (
-        "admitted_at", "cached", "end", "ended_reason", "ends", "first_at", "general", "goal", "held_since", "high",
-        "inflight", "kv", "matcher", "pages", "passed", "path", "penalised", "priority", "prompt_len",
-        "prompt_logprobs", "replay", "seq", "slot", "slow_masks", "state", "submit", "tokens", "told",
+        "__weakref__", "admitted_at", "cached", "end", "ended_reason", "ends", "first_at", "general", "goal",
+        "held_since", "high", "inflight", "kv", "matcher", "pages", "passed", "path", "penalised", "priority",
+        "prompt_len", "prompt_logprobs", "replay", "seq", "slot", "slow_masks", "state", "submit", "tokens", "told",
     )  # fmt: skip
 
     def __init__(self, submit: Submit, seq: int, prompt: list[int], ends: frozenset[int], priority: int) -> None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from fastlayers.sampler.layer import Sampler
 from fastlayers_models.rows import RowTable
 from fastlayers_server.engine.protocol import TokenLogprobs
-from fastlayers_server.engine.request import ENDED, Request
+from fastlayers_server.engine.request import Request
 from fastlayers_server.engine.step import finite_or_minus_one, on_device
 
 # (place among the rows, request, tokens drawn before)
@@ -56,8 +57,8 @@ class SpecialDraws:
         self.sampler, self.table = sampler, table
         size = (table.max_batch + 1, max_model_len + 1)
         self.history = torch.zeros(size, dtype=torch.int32, device=table.device)
-        self._bias: dict[Request, Any] = {}
-        self._ends: dict[Request, Any] = {}
+        self._bias: WeakKeyDictionary[Request, Any] = WeakKeyDictionary()
+        self._ends: WeakKeyDictionary[Request, Any] = WeakKeyDictionary()
 
     def admit(self, request: Request) -> None:
         """Bring what a request's draws will need to the device."""
@@ -70,12 +71,6 @@ class SpecialDraws:
             self._bias[request] = (on_device(ids, device), on_device(values, device, torch.float32))
         if request.submit.min_new_tokens:
             self._ends[request] = on_device(sorted(request.ends), device)
-
-    def sweep(self) -> None:
-        """Let go of requests that ended."""
-        for kept in (self._bias, self._ends):
-            for request in [request for request in kept if request.state == ENDED]:
-                del kept[request]
 
     def draw(self, logits: torch.Tensor, rows: Sequence[int], special: Special, mask: Any, mode: str) -> torch.Tensor:
         """Return tokens ``[rows]`` and advance the rows; ``logits`` keep their values.

@@ -13,9 +13,10 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from fastlayers_server.engine.metrics import Metrics
-from fastlayers_server.engine.request import ENDED, Request, TickPlan, TickResult
+from fastlayers_server.engine.request import Request, TickPlan, TickResult
 
 if TYPE_CHECKING:
     from fastlayers_server.engine.mtp import MTPDrafts
@@ -58,7 +59,7 @@ class Lookups:
     topk = 1
 
     def __init__(self) -> None:
-        self._lookups: dict[Request, Lookup] = {}
+        self._lookups: WeakKeyDictionary[Request, Lookup] = WeakKeyDictionary()
 
     def rest(self) -> None:
         """Nothing is kept up."""
@@ -68,8 +69,6 @@ class Lookups:
 
     def draft(self, request: Request, count: int) -> Sequence[int]:
         """Return up to ``count`` tokens that may come next."""
-        if len(self._lookups) > 1024:
-            self._lookups = {r: found for r, found in self._lookups.items() if r.state != ENDED}
         return self._lookups.setdefault(request, Lookup()).draft(request.tokens, count)
 
 

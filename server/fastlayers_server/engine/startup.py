@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,10 +165,7 @@ def _grammars(config: EngineConfig, limits: SchedulerConfig, device: torch.devic
     folder = model_folder(config.model)
     if not (folder / "tokenizer.json").is_file():
         return None
-
-    def described() -> Any:
-        return tokenizer_info(folder, limits.vocab_size, limits.eos_ids)
-
+    described = partial(tokenizer_info, folder, limits.vocab_size, limits.eos_ids)
     return GrammarMasks(described, limits.vocab_size, 2 * limits.max_running, pinned=device.type == "cuda")
 
 
