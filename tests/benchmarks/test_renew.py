@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import shlex
@@ -315,6 +316,17 @@ def test_parts_have_names_of_their_own_and_known_needs(renew: Any) -> None:
         printed = part.command.endswith("--json") or part.name == "torch_compile"
         assert printed or not part.result or "{out}" in part.command or "{dir}" in part.command
         assert not ("{out}" in part.command and not part.result)
+
+
+def test_the_gpu_suite_is_each_file_with_such_tests_once(renew: Any) -> None:
+    parts = {part.name: part.command.split(" -m gpu")[0].split()[1:] for part in names(renew)}
+    run = parts["gpu_suite"] + parts["gpu_parity"]
+    marked = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if any(isinstance(node, ast.Attribute) and node.attr == "gpu" for node in ast.walk(ast.parse(path.read_text())))
+    }
+    assert len(run) == len(set(run)) and set(run) == marked
 
 
 def test_the_page_is_renewed_in_one_go_of_two_gpus(renew: Any) -> None:
