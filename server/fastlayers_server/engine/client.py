@@ -246,6 +246,9 @@ class EngineClient:
                     self._kill(f"the engine said nothing for {SILENCE:g} s")
                 if self._stop_by is not None and time.monotonic() > self._stop_by:
                     self._kill("the engine did not end in time")
+                elif self._stop_by is not None and self._child is not None and self._out is None and not self._live:
+                    self._reason = "the server ended before the engine was there"
+                    self._child.kill()  # a start that nobody waits for has nothing to finish
             while news.poll(50):
                 self._hear(from_engine.decode(news.recv()), out)
             return child.returncode

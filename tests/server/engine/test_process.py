@@ -82,13 +82,16 @@ def test_killed_while_it_streams_and_started_again() -> None:
     assert not Path(front.engine._folder).exists()
 
 
-def test_a_hung_step_is_killed() -> None:
+def test_a_hung_step_is_killed(capfd: pytest.CaptureFixture[str]) -> None:
     front = Front("hangs", watchdog_timeout=1.0)
     front.until(p.EngineInfo)
     front.submit(1, 4)
     assert front.end_of(1).code == "engine_restarting"
     died = front.until(p.Died)
     assert died.restarting and died.reason == "a step took longer than 1 s"
+    told = capfd.readouterr().err
+    assert " in launch\n" in told or "scripted_child.py" in told, "where it hangs"
+    assert " in _io\n" in told and told.count("hread 0x") >= 2, "what its other threads do"
     front.until(p.EngineInfo)
     front.submit(2, 4)
     assert front.end_of(2).finish == "length"
@@ -120,6 +123,23 @@ def test_a_start_that_takes_long_beats() -> None:
     assert len(beats) >= 3 and all(isinstance(b, p.Beat) and b.epoch == 1 for b in beats)
     assert {b.phase for b in beats} >= {"weights"} and front.engine.phase == "serving"
     front.engine.shutdown()
+
+
+def test_a_start_that_nobody_waits_for_ends_at_once() -> None:
+    front = Front("slow")
+    while front.engine.phase != "weights":
+        front.inbox.get(timeout=60)
+    pid, begin = front.engine.pid, time.monotonic()
+    front.engine.shutdown(timeout=30.0)
+    assert time.monotonic() - begin < 2.0, "a start has nothing to finish"
+    died = front.until(p.Died)
+    assert not died.restarting and died.reason == "the server ended before the engine was there"
+    gone([pid], 0.0)
+    assert not Path(front.engine._folder).exists()
+    waiting = Front()
+    waiting.submit(1, 4)
+    waiting.engine.shutdown(timeout=30.0)
+    assert waiting.end_of(1).finish == "length", "somebody waited for that one"
 
 
 def test_a_start_that_is_in_vain_is_not_repeated() -> None:
