@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from itertools import repeat
+from itertools import count, repeat
 from pathlib import Path
 from typing import Any
 
@@ -213,10 +213,8 @@ class TorchExecutor:
         self.decoding.begin()
         if plan.poisoned:
             pages = on_device(plan.poisoned, self.model.device)
-            for cache in self.caches:
-                cache.keys.index_fill_(0, pages, 0)
-                if cache.values is not None:
-                    cache.values.index_fill_(0, pages, 0)
+            for part in (part for cache in self.caches for part in (cache.keys, cache.values) if part is not None):
+                part.index_fill_(0, pages, 0)
         self.decoding.turn_pages(plan)
         self._admit(plan.admitted, plan.chunks)
         step = TorchStep(self, plan)
@@ -290,9 +288,8 @@ class TorchExecutor:
         first = 0
         for chunk in chunks:
             if hidden is not None and prompt_logprobs_wanted(chunk):
-                follow = chunk.request.tokens[
-                    chunk.start + 1 : min(chunk.start + len(chunk.ids), chunk.request.prompt_len - 1) + 1
-                ]
+                end = min(chunk.start + len(chunk.ids), chunk.request.prompt_len - 1)
+                follow = chunk.request.tokens[chunk.start + 1 : end + 1]
                 top = chunk.request.submit.prompt_logprobs
                 step.prompts.append((chunk, self.special.prompt_logprobs(self.model, hidden[first:], follow, top)))
             first += len(chunk.ids)
@@ -383,8 +380,10 @@ class TorchExecutor:
             return str(self.profile_folder)
         profiler, self._profiler = self._profiler, None
         profiler.stop()
-        path = self.profile_folder / f"engine-{profiler.step_num}.json"
+        path = next(path for n in count() if not (path := self.profile_folder / f"engine-{n}.json").exists())
         profiler.export_chrome_trace(str(path))
+        if not path.is_file():  # torch says so in a log of its own only
+            raise RuntimeError(f"the profile cannot be written to {str(path)!r}")
         return str(path)
 
 

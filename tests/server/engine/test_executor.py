@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from fastlayers.sampler.layer import SamplingParams
-from fastlayers_server.engine.protocol import Abort, Sampling
+from fastlayers_server.engine.protocol import Abort, Control, Reply, Sampling
 
 sys.path.insert(0, str(Path(__file__).parent))
 from serving import GREEDY, Bench, make_model, mixed_steps, plain, prompts
@@ -233,3 +235,46 @@ def test_an_abort_is_done_within_two_ticks(model: Any) -> None:
     assert [bench.ids(rid) for rid in (rids[1], rids[3])] == [
         plain(model, prompts(4), 24)[i] for i in (1, 3)
     ]  # fmt: skip
+
+
+def test_controls_are_answered_while_requests_run(tmp_path: Path) -> None:
+    """None waits until nothing runs, none says yes without an effect, and no token changes."""
+    model, rows = make_model("qwen"), prompts(4)
+    bench = Bench(model, **AHEAD)
+    replies: list[Reply] = []
+    tell = bench.engine.deliver
+    bench.engine.deliver = lambda message: replies.append(message) if isinstance(message, Reply) else tell(message)
+    bench.executor.profile_folder = folder = tmp_path / "profiles"
+    folder.mkdir()
+
+    def asked(what: str) -> tuple[bool, Any]:
+        bench.engine.post(Control(len(replies), what))
+        bench.engine.tick()
+        assert replies[-1].id == len(replies) - 1 and len(bench.scheduler.live) == 4, "at once, while all run"
+        return replies[-1].ok, replies[-1].value
+
+    rids = [bench.submit(row, 40) for row in rows]
+    bench.engine.tick()
+    try:
+        assert asked("stop_profile") == (False, "no profile is running")
+        for number in (0, 1):
+            assert asked("start_profile") == (True, str(folder))
+            assert asked("start_profile") == (False, "a profile is running")
+            ok, frozen = asked("freeze_gc")
+            assert ok and min(frozen["frozen"], gc.get_freeze_count()) > 10_000 and len(frozen["before"]) == 3
+            assert asked("flush_cache")[0] and asked("explain")[0]
+            ok, path = asked("stop_profile")
+            assert (ok, path) == (True, str(folder / f"engine-{number}.json"))
+            assert any(e.get("name") == "aten::embedding" for e in json.loads(Path(path).read_text())["traceEvents"])
+        asked("start_profile")
+        for old in folder.iterdir():
+            old.unlink()
+        folder.rmdir()
+        ok, said = asked("stop_profile")
+        assert not ok and said.startswith("the profile cannot be written to ")
+    finally:
+        gc.unfreeze()
+        if bench.executor._profiler is not None:  # it failed: torch's would end the whole run of tests
+            bench.executor.profile(False)
+    bench.run()
+    assert [bench.ids(rid) for rid in rids] == plain(model, rows, 40)
