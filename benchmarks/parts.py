@@ -330,6 +330,7 @@ def value(part: Part) -> int:
 PARTS = tuple(sorted((*_single(), *_served(), *_suites(), *_ranks(), *_layers(), *_starts(), *_tables()), key=value))
 # Results of GPUs that no part renews, and why.
 HISTORY = {
+    "few_rows_h200.jsonl": "experiments with products of few rows; benchmarks/notes/linear.md",
     "decode_steps.jsonl": "experiments with kernels that were changed for them; benchmarks/notes/decode_phases.md",
     "doctor_h200.txt": "what `fastlayers doctor --run` and `fastlayers bench model` said once",
     "host_ab_h200.jsonl": "two trees by turns, one of them older than prepared launches; host_time.* measures today's",
