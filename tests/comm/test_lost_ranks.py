@@ -134,6 +134,23 @@ def elsewhere(rank: Rank) -> bool:
         return Board.make(rank.spec().tp) is None
 
 
+def no_room(nbytes: int) -> Any:
+    raise OSError("No space left on device")
+
+
+def full(rank: Rank) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(boards, "_reserved", no_room)
+        with pytest.raises(OSError, match="Board: ") as caught:
+            Board(rank.spec().tp)
+    return str(caught.value)
+
+
+def test_all_ranks_say_that_the_host_is_full() -> None:
+    for said in world(2).run(full):
+        assert said.startswith("Board: rank 0 has no room for 1,") and said.endswith("No space left on device")
+
+
 def test_ranks_of_several_hosts_have_no_board() -> None:
     assert world(2).run(elsewhere) == [True, True]
     assert Board.make(Axis()) is None and Board.make(Axis(2, 0)) is None

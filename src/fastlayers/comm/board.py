@@ -49,6 +49,8 @@ class Board:
 
     Raises
     ------
+    OSError
+        On all ranks: there is no room for it on the host.
     RankLostError
         In :meth:`read` and :meth:`post`: a process is gone, or says nothing within the deadline.
     """
@@ -61,9 +63,15 @@ class Board:
         self._names = axis.ranks if len(axis.ranks) == axis.size else tuple(range(axis.size))
         self._seen, self._sent = [0] * axis.size, 0
         nbytes = axis.size * (8 * axis.size + _DEPTH * _STRIDE)
-        file = _reserved(nbytes) if axis.rank == 0 else None
+        file, failed = None, ""
+        try:
+            file = _reserved(nbytes) if axis.rank == 0 else None
+        except OSError as error:
+            failed = f"Board: rank {self._names[0]} has no room for {nbytes:,} bytes: {error}"
         told: list[Any] = [None] * axis.size
-        dist.all_gather_object(told, (file.name if file is not None else "", own()), group=axis.group)
+        dist.all_gather_object(told, (file.name if file is not None else failed, own()), group=axis.group)
+        if told[0][0].startswith("Board: "):
+            raise OSError(told[0][0])
         with open(told[0][0], "r+b") as shared:
             self._memory = mmap.mmap(shared.fileno(), nbytes)
         dist.barrier(group=axis.group)  # everybody has it: nobody else needs its name
