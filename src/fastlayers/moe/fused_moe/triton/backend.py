@@ -49,22 +49,30 @@ def _extend(
     return out_weights, out_ids
 
 
+@lru_cache(maxsize=4096)
+def _launch_quantize(
+    rows: int, width: int, stride: int, skip: bool, experts: int, quant: str, ue8m0: bool, device: torch.device
+) -> tuple[int, Callable[..., None]]:
+    """Return the groups of a row, and what quantises so many rows."""
+    fp8 = quant == "fp8_block"
+    block = GROUP if fp8 else next_power_of_2(width)
+    groups = cdiv(width, block)
+    parts, warps = _parts(rows * groups, block)
+    return groups, grouped_gemm.quantize_rows_kernel.at(
+        (cdiv(rows * groups, parts),), rows * groups, groups, stride, width, width, experts, EPS,
+        SKIP=skip, MAX=448.0 if fp8 else 127.0, UE8M0=ue8m0, INT8=not fp8, PARTS=parts, BLOCK=block, num_warps=warps,
+        **dependent_launch(device),
+    )  # fmt: skip
+
+
 def _quantize(
     x: torch.Tensor, ids: torch.Tensor | None, experts: int, quant: str, ue8m0: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes ``[R, K]`` and scales ``[R, groups]``; with ``ids`` (one a row) dropped rows are skipped."""
     rows, width = x.shape
-    fp8 = quant == "fp8_block"
-    block = GROUP if fp8 else next_power_of_2(width)
-    groups = cdiv(width, block)
-    q = x.new_empty(rows, width, dtype=CODES[quant])
-    s = x.new_empty(rows, groups, dtype=torch.float32)
-    parts, warps = _parts(rows * groups, block)
-    grouped_gemm.quantize_rows_kernel[(cdiv(rows * groups, parts),)](
-        x, x if ids is None else ids, q, s, rows * groups, groups, x.stride(0), q.stride(0), width, experts, EPS,
-        SKIP=ids is not None, MAX=448.0 if fp8 else 127.0, UE8M0=ue8m0, INT8=not fp8, PARTS=parts, BLOCK=block,
-        num_warps=warps, **dependent_launch(x.device),
-    )  # fmt: skip
+    groups, launch = _launch_quantize(rows, width, x.stride()[0], ids is not None, experts, quant, ue8m0, x.device)
+    q, s = x.new_empty(rows, width, dtype=CODES[quant]), x.new_empty(rows, groups, dtype=torch.float32)
+    launch(x, x if ids is None else ids, q, s)
     return q, s
 
 

@@ -124,19 +124,21 @@ def vector_out_kernel(
     tl.store(y_ptr + token * D + column, cast(total, y_ptr.dtype.element_ty), mask=column < D)
 
 
-@lru_cache(maxsize=256)
-def _bound(
-    top_k: int, plan: LaunchConfig, hidden: int, inner: int, oai: bool, bias1: bool, bias2: bool, interleaved: bool,
-    device: torch.device,
+@lru_cache(maxsize=4096)
+def _launches(
+    tokens: int, top_k: int, routed: int, hidden: int, inner: int, x_stride: int, plan: LaunchConfig, oai: bool,
+    alpha: float, limit: float, factor: float, bias1: bool, bias2: bool, interleaved: bool, device: torch.device,
 ) -> tuple[Callable[..., None], Callable[..., None]]:  # fmt: skip
-    """Return what launches both products."""
+    """Return what launches both products of one shape."""
     first, second, launch = plan.first, plan.second, dependent_launch(device)
     blocks1, blocks2 = cdiv(hidden, first.k), cdiv(inner, second.k)
-    into = vector_in_kernel.bind(
+    into = vector_in_kernel.at(
+        (cdiv(inner, first.n), tokens * top_k), routed, inner, hidden, x_stride, alpha, limit,
         TOP_K=top_k, HAS_BIAS=bias1, INTERLEAVED=interleaved, OAI=oai, EVEN_K=hidden % first.k == 0, BLOCKS=blocks1,
         AHEAD=min(blocks1, first.stages), BLOCK_N=first.n, BLOCK_K=first.k, num_warps=first.warps, **launch,
     )  # fmt: skip
-    out = vector_out_kernel.bind(
+    out = vector_out_kernel.at(
+        (cdiv(hidden, second.n), tokens), routed, hidden, inner, factor,
         TOP_K=top_k, SPAN=next_power_of_2(top_k), HAS_BIAS=bias2, BLOCKS=blocks2, AHEAD=min(blocks2, second.stages),
         BLOCK_N=second.n, BLOCK_K=second.k, num_warps=second.warps, **launch,
     )  # fmt: skip
@@ -148,18 +150,12 @@ def vector_experts(
     plan: LaunchConfig, oai: bool, alpha: float, limit: float, factor: float, interleaved: bool,
 ) -> None:  # fmt: skip
     """Write ``y`` ``[T, D]`` for unquantised ``x`` ``[T, D]``; no shared experts."""
-    (_, hidden, inner), (tokens, top_k) = packed.w2.shape, ids.shape
-    routed = packed.w2.shape[0]
+    (routed, hidden, inner), (tokens, top_k) = packed.w2.shape, ids.shape
     bias1, bias2 = packed.w13_bias, packed.w2_bias
-    into, out = _bound(
-        top_k, plan, hidden, inner, oai, bias1 is not None, bias2 is not None, interleaved, x.device
+    into, out = _launches(
+        tokens, top_k, routed, hidden, inner, x.stride()[0], plan, oai, alpha, limit, factor, bias1 is not None,
+        bias2 is not None, interleaved, x.device,
     )  # fmt: skip
     a = x.new_empty(tokens * top_k, inner)
-    into(
-        (cdiv(inner, plan.first.n), tokens * top_k), x, packed.w13, x if bias1 is None else bias1, ids, a,
-        routed, inner, hidden, x.stride(0), alpha, limit,
-    )  # fmt: skip
-    out(
-        (cdiv(hidden, plan.second.n), tokens), a, packed.w2, x if bias2 is None else bias2, ids, weights, y,
-        routed, hidden, inner, factor,
-    )  # fmt: skip
+    into(x, packed.w13, x if bias1 is None else bias1, ids, a)
+    out(a, packed.w2, x if bias2 is None else bias2, ids, weights, y)
