@@ -153,10 +153,10 @@ def _suites() -> Iterator[Part]:
     files = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "tests").rglob("test_*.py"))]
     files = [file for file in files if re.search(r"\bmark\.gpu\b", (ROOT / file).read_text())]
     parity = "tests/test_parity.py"
-    for name, chosen, took in (
+    for name, paths, took in (
         ("gpu_suite", " ".join(file for file in files if file != parity), 150), ("gpu_parity", parity, 360)
     ):  # fmt: skip
-        command = f"pytest {chosen} -m gpu -n {{workers}} --dist worksteal {suite}"
+        command = f"pytest {paths} -m gpu -n {{workers}} --dist worksteal {suite}"
         yield Part(name, command, f"{name}_h200.json", took, "10, 15, 16: the GPU suite", ("xdist",), noisy=True)
     yield Part(
         "multigpu_suite", f"pytest tests/comm/test_two_gpus.py tests/comm/test_world.py -m multigpu {suite}",
