@@ -114,3 +114,22 @@ def test_biases_changed_after_the_patch_count(name: str, change: Callable[[nn.Li
     if not compiled:
         options = {"max_new_tokens": 6, "do_sample": False}
         assert torch.equal(model.generate(**prompt(1, 12), **options), twin.generate(**prompt(1, 12), **options))
+
+
+@pytest.mark.parametrize("when", ["before", "after", "copied"])
+@pytest.mark.parametrize("name", ["v3", "v2_lite", "llama"])
+def test_weights_of_torchao(name: str, when: str) -> None:
+    """As ``Codes`` in test_replaced.py, by the package itself: 0.18 beside torch 2.13 holds all of it."""
+    torchao = pytest.importorskip("torchao.quantization")
+    model, twin = build(name), build(name)
+    report = None if when == "before" else fl.patch(model)
+    for m in (model, twin):
+        torchao.quantize_(m, torchao.Int8WeightOnlyConfig())
+    report = report or fl.patch(model)
+    found, wanted = copy.deepcopy(model) if when == "copied" else model, logits(twin)
+    assert close(logits(found), wanted) and not close(wanted, logits(build(name)), 1e-4)
+    if when == "before" and name != "llama":
+        reasons = {entry.name: entry.reason for entry in report.skipped}
+        assert reasons["model.layers.1.self_attn"].startswith("quantized(") and "kv_b_proj" in str(reasons)
+    fl.unpatch(model)
+    assert torch.equal(logits(model), wanted)
