@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 import fastlayers as fl
 from fastlayers import env
-from fastlayers.comm.fabric import Workspace
+from fastlayers.comm.fabric import Workspace, agree
 from fastlayers.comm.parallel import ParallelSpec
 from fastlayers.comm.symmetric import Phases
 from fastlayers.tuning.provenance import provenance
@@ -193,8 +193,22 @@ def prefill(run: Run, generator: Any, tokens: int) -> dict[str, Any]:
 
 @torch.inference_mode()
 def start(run: Run) -> None:
-    """Make a workspace in a process that has done nothing yet, sum once, and make another."""
-    hidden = 7168
+    """Make a workspace in a process that has run one kernel, sum once, and make another.
+
+    That kernel is of whatever a model runs first: Triton reads its own library of 400 MB once, to know what is cached.
+    """
+    hidden, before = 7168, Phases()
+    import triton
+
+    before.end("Triton imported")
+    triton.runtime.cache.triton_key()
+    before.end("Triton's key")
+    fl.RMSNorm(hidden, device=run.device, dtype=torch.bfloat16)(torch.zeros(1, hidden, device=run.device).bfloat16())
+    torch.cuda.synchronize()
+    before.end("first kernel")
+    agree(run.parallel.tp, {"ready": 1})
+    before.end("first exchange of objects")
+    run.say(what="before", **{name: round(run.slower(seconds), 3) for name, seconds in before.items()})
     for turn in ("first", "second"):
         made = Workspace.make(run.parallel.tp, hidden, torch.bfloat16, run.device, share=run.options.share)
         assert made.push is not None, made.fabric.refusal

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import fastlayers as fl
+from fastlayers.comm.board import Board
 from fastlayers.comm.collectives import collectives
 from fastlayers.comm.expert_exchange.cases import experts_of
 from fastlayers.comm.expert_exchange.collective import CollectiveExpertExchange
@@ -304,6 +305,24 @@ class Rows:
                 sums_equal=self.run.all_true(torch.equal(found[0][1], found[1][1])), late=arena.failed(),
             )  # fmt: skip
 
+    def hosts(self) -> None:
+        """Time what groups tell each other before a step: by memory that processes share, and over the device."""
+        board = Board.make(self.axis, 60.0)
+        assert board is not None
+        mine = torch.zeros(1, 4, dtype=torch.int64, device=self.device)
+        ways = {"board": lambda: board.exchange(bytes(32)), "nccl": lambda: self.over.all_gather(mine).tolist()}
+        found = {}
+        for name, way in ways.items():
+            times = []
+            for _ in range(2000):
+                begin = time.perf_counter()
+                way()
+                times.append((time.perf_counter() - begin) * 1e6)
+            times.sort()
+            for share, label in ((0.5, "median"), (0.99, "p99")):
+                found[f"{name}_{label}_us"] = round(self.run.slower(times[int(share * len(times))]), 1)
+        self.run.say(what="host_exchange", ranks=self.axis.size, **found)
+
     def lost(self) -> None:
         """Let one rank stay away: the other ends after the deadline, names it, and then waits no more."""
         made = Workspace.make(self.axis, self.hidden, torch.bfloat16, self.device, rows=8, deadline_s=0.5)
@@ -342,6 +361,7 @@ def rows(run: Any) -> None:
         for part in (parts.correct, parts.timed, parts.replayed, parts.exchanged, parts.timed_exchange, parts.tokens):
             run.part(f"{part.__name__} late", part, 25 + run.options.replays / 2000)
         run.early(True)
+    run.part("host_exchange", parts.hosts, 15)
     run.part("lost_rank", parts.lost, 15)
     for hidden in (4096, 2048):
         smaller = Rows(run, hidden)
