@@ -246,7 +246,7 @@ def test_many_drawn_workflows(first: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [0, 4, 6, 20])
 def test_draws_notice_a_guard_that_sees_nothing(monkeypatch: pytest.MonkeyPatch, number: int, tmp_path: Path) -> None:
-    monkeypatch.setattr(guard, "written", lambda questions: (lambda module: True,) * 2)
+    monkeypatch.setattr(guard, "written", lambda *questions: (lambda module: True,) * 2)
     monkeypatch.setattr(Guard, "holds", lambda guard, module: True)
     monkeypatch.setattr(Packed, "holds", lambda packed, module: packed.weight is not None)
     with pytest.raises(AssertionError, match="relative error"):
