@@ -19,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 from fastlayers_server.engine.budget import Patience
@@ -170,6 +171,8 @@ class Engine:
             if not launched and not self.scheduler.idle:
                 self._arrived.wait(NAP)
         self.close()
+        with suppress(RuntimeError):  # none runs; one that does would take the process down at its exit
+            self.executor.profile(False)
         self.ended()
 
     def close(self) -> None:

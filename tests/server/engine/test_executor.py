@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fastlayers.sampler.layer import SamplingParams
-from fastlayers_server.engine.protocol import Abort, Control, Reply, Sampling
+from fastlayers_server.engine.protocol import Abort, Control, Reply, Sampling, Shutdown
 
 sys.path.insert(0, str(Path(__file__).parent))
 from serving import GREEDY, Bench, make_model, mixed_steps, plain, prompts
@@ -278,3 +278,8 @@ def test_controls_are_answered_while_requests_run(tmp_path: Path) -> None:
             bench.executor.profile(False)
     bench.run()
     assert [bench.ids(rid) for rid in rids] == plain(model, rows, 40)
+    folder.mkdir()
+    for message in (Control(0, "start_profile"), Shutdown(0.0)):
+        bench.engine.post(message)
+    bench.engine.run()
+    assert (folder / "engine-0.json").is_file(), "whoever ends with a profile running writes it"
