@@ -70,12 +70,13 @@ async def prompt_of(front: Front, body: ChatPrompt, info: EngineInfo, with_tools
     size = sum(len(str(m.get("content"))) for m in messages)
     if size > front.tokens.longest_token * info.max_model_len:
         raise too_long(f"messages of {size} characters", info)
+    special = body.add_special_tokens is True
     if size <= 2000 and not tools:
-        return front.tokens.encode(front.tokens.render(messages, None, options), False)
+        return front.tokens.encode(front.tokens.render(messages, None, options), special)
     text = await asyncio.to_thread(front.tokens.render, messages, tools or None, options)
     if len(text) > front.tokens.longest_token * info.max_model_len:
         raise too_long(f"messages of {len(text)} characters", info)
-    return await asyncio.to_thread(front.tokens.encode, text, False)
+    return await asyncio.to_thread(front.tokens.encode, text, special)
 
 
 def _plain(message: Message, model_type: str) -> dict[str, Any]:

@@ -243,7 +243,6 @@ class Common(Asked):
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=300)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    add_special_tokens: bool | None = None
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -294,6 +293,7 @@ class CompletionRequest(Common):
         | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=64)]
     )
     best_of: Annotated[int, Field(ge=1)] | None = None
+    add_special_tokens: bool | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
@@ -312,6 +312,7 @@ class TemplateOptions(Model):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = None  # beside those of the template, which are there anyway
 
 
 class ChatPrompt(TemplateOptions):
@@ -352,7 +353,6 @@ class TokenizeRequest(TemplateOptions):
     model: str | None = None
     prompt: TextPart | None = None
     messages: Messages | None = None
-    add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")

@@ -102,6 +102,8 @@ def test_models_tokenize_detokenize_version() -> None:
         assert (
             server.post("/detokenize", {"tokens": chat["tokens"]}).json()["prompt"] == "<|bos|><|user|>hi<|assistant|>"
         )
+        twice = {"messages": [{"role": "user", "content": "hi"}], "add_special_tokens": True}
+        assert server.post("/tokenize", twice).json()["tokens"] == [0, *chat["tokens"]]
         assert server.post("/tokenize", {"prompt": "a", "messages": []}).status_code == 400
         assert server.post("/detokenize", {"tokens": [512]}).status_code == 400
         assert server.get("/version").json()["version"]
