@@ -1,9 +1,8 @@
-"""Linear in Triton: a tiled GEMM split over K when there are few rows, and two kernels that hold weights in registers.
+"""Linear in Triton: a tiled GEMM split over K when there are few rows, and a matrix-vector kernel for 1 to 4 rows.
 
-With few rows the time is that of reading the weights. The vector kernel (1 to 4 rows) asks for its first weights before
-the kernels in front of it have ended, keeps the next tiles in flight while it multiplies, and needs no tensor cores, so
-that a program may hold as few as two output features and all SMs read at once. The fragment kernel (1 to 16 rows) does
-the same with tensor cores: four rows cost it no more than one.
+With few rows the time is that of reading the weights. The vector kernel asks for its first weights before the
+kernels in front of it have ended, keeps the next tiles in flight while it multiplies, and needs no tensor cores, so
+that a program may hold as few as two output features and all SMs read at once.
 """
 
 from __future__ import annotations
@@ -15,10 +14,8 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 
-from fastlayers.errors import ArgumentError
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.linear.dense.layer import LinearConfig
-from fastlayers.linear.dense.triton_fragments import fragment_kernel
 from fastlayers.linear.dense.triton_vector import vector_kernel
 from fastlayers.linear.triton_gemm import TARGET_PROGRAMS, Tile, add_splits_kernel, tile_for, tile_origin
 from fastlayers.operators import operator
@@ -26,10 +23,6 @@ from fastlayers.runtime.launch import kernel
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, dot, release_dependents
 
 MAX_VECTOR_ROWS = 4
-# What a configuration's VECTOR says: by tensor cores from shared memory, without them, by them from registers.
-MATRIX, VECTOR, FRAGMENTS = 0, 1, 2
-# Of the fragment kernel; a program of it holds multiples of 16 outputs, and a warp BLOCK_K columns, multiples of 32.
-MAX_FRAGMENT_ROWS, MAX_FRAGMENT_COLUMNS = 16, 2048
 
 
 @kernel(do_not_specialize=("M",))
@@ -79,7 +72,7 @@ def rule(rows: int, n: int, k: int, dtype: torch.dtype) -> dict[str, int]:
     depth, stages = (32, 0) if dtype == torch.float32 else (128, 4) if rows <= 32 else (64, 0)
     tile = tile_for(rows, n, cdiv(k, depth))
     return {
-        "VECTOR": MATRIX, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": depth, "SPLITS": tile.splits,
+        "VECTOR": 0, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": depth, "SPLITS": tile.splits,
         "num_warps": tile.warps, "num_stages": stages or tile.stages,
     }  # fmt: skip
 
@@ -93,8 +86,7 @@ def _vector_rule(rows: int, n: int, k: int, dtype: torch.dtype) -> dict[str, int
     else:
         outputs, depth, ahead, warps = (4, 1024, 2, 4) if n <= 3072 else (2, 1024, 4, 4)
     return {
-        "VECTOR": VECTOR, "BLOCK_N": outputs, "BLOCK_K": min(depth, next_power_of_2(k)), "num_warps": warps,
-        "AHEAD": ahead,
+        "VECTOR": 1, "BLOCK_N": outputs, "BLOCK_K": min(depth, next_power_of_2(k)), "num_warps": warps, "AHEAD": ahead,
     }  # fmt: skip
 
 
@@ -108,22 +100,10 @@ def candidates(cfg: LinearConfig, num_tokens: int) -> list[dict[str, int]]:
             # Registers of a thread: sums in fp32, and weights in pairs.
             fits = max(n * k * num_tokens, n * k * ahead // 2) <= 64 * 32 * warps
             if k < 2 * cfg.in_features and fits:
-                found.append({"VECTOR": VECTOR, "BLOCK_N": n, "BLOCK_K": k, "num_warps": warps, "AHEAD": ahead})
+                found.append({"VECTOR": 1, "BLOCK_N": n, "BLOCK_K": k, "num_warps": warps, "AHEAD": ahead})
     if cfg.dtype != torch.float32:
-        found += _fragment_candidates(cfg, num_tokens)
         found += _matrix_candidates(cfg, num_tokens)
     return [config for index, config in enumerate(found) if config not in found[:index]]
-
-
-def _fragment_candidates(cfg: LinearConfig, rows: int) -> list[dict[str, int]]:
-    if rows > MAX_FRAGMENT_ROWS:
-        return []
-    return [
-        {"VECTOR": FRAGMENTS, "BLOCK_N": n, "BLOCK_K": k, "num_warps": warps, "AHEAD": ahead}
-        for n, k, warps, ahead in ((16, 64, 4, 4), (16, 64, 8, 4), (16, 128, 4, 2), (16, 128, 8, 2), (16, 128, 8, 1),
-                                   (16, 32, 8, 8), (32, 64, 4, 2))
-        if k * warps * max(1, ahead - 1) <= cfg.in_features <= warps * MAX_FRAGMENT_COLUMNS
-    ]  # fmt: skip
 
 
 def _matrix_candidates(cfg: LinearConfig, rows: int) -> list[dict[str, int]]:
@@ -142,7 +122,7 @@ def _matrix_candidates(cfg: LinearConfig, rows: int) -> list[dict[str, int]]:
             split = tiles * splits <= 4 * TARGET_PROGRAMS and cfg.in_features >= splits * k * 2
             if (splits == 1 or split) and enough:
                 found.append({
-                    "VECTOR": MATRIX, "BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "SPLITS": splits, "num_warps": warps,
+                    "VECTOR": 0, "BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "SPLITS": splits, "num_warps": warps,
                     "num_stages": stages,
                 })  # fmt: skip
     return found
@@ -167,10 +147,8 @@ def _launches(
 ) -> _Launches:  # fmt: skip
     c, launch = dict(zip(PARAMETERS, config, strict=True)) if config else rule(m, n, k, dtype), dependent_launch(device)
     numbers = m, n, k, x_stride, weight_stride
-    if c["VECTOR"] == FRAGMENTS:
-        return _fragments(numbers, dtype, bias, c, launch)
     sizes = {"HAS_BIAS": bias, "EVEN_K": k % c["BLOCK_K"] == 0, "BLOCK_N": c["BLOCK_N"], "BLOCK_K": c["BLOCK_K"]}
-    if c["VECTOR"] == VECTOR:
+    if c["VECTOR"]:
         blocks = cdiv(k, c["BLOCK_K"])
         product = vector_kernel.at(
             (cdiv(n, c["BLOCK_N"]),),
@@ -192,32 +170,6 @@ def _launches(
         (m, cdiv(n, 1024)), m, n, SPLITS=tile.splits, HAS_BIAS=bias, ROUND_BEFORE_BIAS=False, BLOCK=1024, **launch
     )
     return _Launches(tile.splits, product, add_splits)
-
-
-def _fragments(
-    numbers: tuple[int, ...], dtype: torch.dtype, bias: bool, c: Mapping[str, int], launch: Mapping[str, bool]
-) -> _Launches:
-    m, n, k = numbers[:3]
-    if m > MAX_FRAGMENT_ROWS or dtype == torch.float32:
-        accepted = f"other kernels than the one for at most {MAX_FRAGMENT_ROWS} rows of 16 bits"
-        raise ArgumentError("Linear", "config", f"{dict(c)} for {m} rows of {dtype}", accepted)
-    warps, outputs, span = c["num_warps"], c["BLOCK_N"], c["BLOCK_K"] // 32
-    blocks = cdiv(k, 32 * span * warps)
-    product = fragment_kernel.at(
-        (cdiv(n, outputs),),
-        *numbers,
-        HAS_BIAS=bias,
-        EVEN_K=k % (32 * span * warps) == 0,
-        BLOCKS=blocks,
-        AHEAD=min(blocks, max(1, c["AHEAD"])),
-        GROUPS=outputs // 16,
-        HALVES=cdiv(m, 8),
-        SPAN=span,
-        WARPS=warps,
-        num_warps=warps,
-        **launch,
-    )
-    return _Launches(1, product, product)
 
 
 def _fake(
