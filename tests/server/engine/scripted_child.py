@@ -17,8 +17,7 @@ def make(config: EngineConfig, phase: Phase, epoch: int) -> Engine:
     if config.model == "refused":
         raise ValueError("there is no such model")
     phase("weights")
-    if config.model == "slow":
-        time.sleep(4)  # as reading weights may take
+    time.sleep({"slow": 1.5, "stuck": 600.0}.get(config.model, 0.0))  # as reading weights may take
     engine = ScriptedEngine(tick_seconds=0.0 if config.model == "chatty" else 0.005)._make(phase, epoch)
     if config.model == "hangs" and epoch == 1:
         engine.executor.launch = lambda plan: time.sleep(600)  # type: ignore[method-assign,assignment,return-value,misc]
@@ -28,5 +27,5 @@ def make(config: EngineConfig, phase: Phase, epoch: int) -> Engine:
 
 
 if __name__ == "__main__":
-    child.OUTBOX, child.FRONT_SECONDS = 100, 3.0
+    child.OUTBOX, child.FRONT_SECONDS, child.BEAT_SECONDS = 100, 3.0, 0.2
     sys.exit(main(make))

@@ -126,7 +126,7 @@ def test_a_start_that_takes_long_beats() -> None:
 
 
 def test_a_start_that_nobody_waits_for_ends_at_once() -> None:
-    front = Front("slow")
+    front = Front("stuck")
     while front.engine.phase != "weights":
         front.inbox.get(timeout=60)
     pid, begin = front.engine.pid, time.monotonic()
