@@ -20,6 +20,8 @@ from fastlayers_server.front.errors import ApiError
 from fastlayers_server.front.generation import Front, bad
 from fastlayers_server.front.schemas import AbortRequest, ChatPrompt, DetokenizeRequest, TokenizeRequest
 
+GENERATE_SECONDS = 10.0
+
 
 def model_card(front: Front, name: str) -> dict[str, Any]:
     """Return what /v1/models says of a name."""
@@ -86,9 +88,9 @@ async def health_generate(request: Request, front: Front) -> Response:
     submit = Submit(rid, pack_ids([0]), greedy, 1, ignore_eos=True, arrival=time.monotonic())
     front.link.submit(submit, told.put_nowait)
     try:
-        output = await attended(request, asyncio.wait_for(told.get(), 10.0))
+        output = await attended(request, asyncio.wait_for(told.get(), GENERATE_SECONDS))
     except TimeoutError as error:
-        raise ApiError(504, "no token within 10 s", "engine_timeout") from error
+        raise ApiError(504, f"no token within {GENERATE_SECONDS:g} s", "engine_timeout") from error
     finally:
         front.link.abort([rid])
     if output is not None and output.finish == "error":

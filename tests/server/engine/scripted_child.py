@@ -27,5 +27,5 @@ def make(config: EngineConfig, phase: Phase, epoch: int) -> Engine:
 
 
 if __name__ == "__main__":
-    child.OUTBOX, child.FRONT_SECONDS, child.BEAT_SECONDS = 100, 3.0, 0.2
+    child.OUTBOX, child.FRONT_SECONDS, child.BEAT_SECONDS = 100, 1.5, 0.2
     sys.exit(main(make))

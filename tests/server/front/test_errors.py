@@ -122,6 +122,16 @@ def test_bad_fields_of_a_completion(server: Server, fields: Any, status: int, co
     assert param is None or error["param"] == param
 
 
+@pytest.mark.parametrize(
+    "given", [{"prompt": "x" * 200_000}, {"messages": [{"role": "user", "content": "x" * 200_000}]}]
+)
+def test_what_cannot_fit_is_not_tokenised(given: Any) -> None:
+    path = "/v1/completions" if "prompt" in given else "/v1/chat/completions"
+    with serving() as server:
+        server.front.tokens.encode = server.front.tokens.render = None  # type: ignore[method-assign,assignment]
+        error_of(server.post(path, {"model": "tiny"} | given), 400, "context_length_exceeded")
+
+
 @pytest.mark.parametrize("field", sorted(REFUSED))
 def test_fields_that_we_know_and_lack_are_refused_by_name(server: Server, field: str) -> None:
     body = {"model": "tiny", "messages": USER, field: "x"}

@@ -14,7 +14,17 @@ from openai.types import Model
 from prometheus_client.parser import text_string_to_metric_families
 
 from fastlayers import __version__
-from fastlayers_server.engine.protocol import COUNTERS, HISTOGRAMS, Beat, Died, EngineInfo, Output, StepOut, Submit
+from fastlayers_server.engine.protocol import (
+    COUNTERS,
+    HISTOGRAMS,
+    Abort,
+    Beat,
+    Died,
+    EngineInfo,
+    Output,
+    StepOut,
+    Submit,
+)
 from fastlayers_server.front.app import ADMIN
 from fastlayers_server.front.gate import Gate
 from fastlayers_server.front.metrics import ALIASES
@@ -291,6 +301,49 @@ def test_events_wait_for_whole_characters_and_carry_all_of_a_tick() -> None:
 
         text = server.do(run())
     assert text.count("data: {") == 2 and '"text":"🙂ab"' in text
+
+
+@pytest.mark.parametrize("ask", [ASK, {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}])
+def test_a_silent_stream_is_kept_alive(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastlayers_server.front import answers, chat, completions
+
+    for module in (chat, completions):
+        monkeypatch.setattr(module, "KEEP_ALIVE_SECONDS", 0.01)
+    monkeypatch.setattr(answers, "FIRST_NEWS_SECONDS", 0.01)
+    engine = Starting()
+    submitted: list[Submit] = []
+    engine.submit = submitted.append  # type: ignore[method-assign]
+    with serving(engine=engine, wait=False) as server:
+        engine._deliver_to(EngineInfo(1, 512, 4096, (1,), 16, 9, 4, 8, 20, ()))
+
+        async def run() -> str:
+            async with server.client() as client:
+                path = "/v1/completions" if "prompt" in ask else "/v1/chat/completions"
+                task = asyncio.ensure_future(client.post(path, json=ask | {"stream": True}))
+                while not submitted:
+                    await asyncio.sleep(0.01)
+                await asyncio.sleep(0.2)
+                engine._deliver_to(StepOut(1, (Output(submitted[0].rid, (5,), "length"),)))
+                return (await task).text
+
+        text = server.do(run())
+    assert answers.KEEP_ALIVE_SECONDS == 15.0, "proxies close what is silent for half a minute"
+    assert text.count(": keep-alive\n\n") >= 2 and text.endswith("data: [DONE]\n\n")
+
+
+def test_an_engine_without_a_token_is_told_by_health_generate(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastlayers_server.front import ops
+
+    assert ops.GENERATE_SECONDS == 10.0
+    monkeypatch.setattr(ops, "GENERATE_SECONDS", 0.05)
+    engine = Starting()
+    asked: list[Any] = []
+    engine.submit = engine.send = asked.append  # type: ignore[method-assign]
+    with serving(engine=engine, wait=False) as server:
+        engine._deliver_to(EngineInfo(1, 512, 4096, (1,), 16, 9, 4, 8, 20, ()))
+        response = server.get("/health_generate")
+    assert (response.status_code, response.json()["error"]["code"]) == (504, "engine_timeout")
+    assert asked[1] == Abort((asked[0].rid,)), "nobody waits for it any more"
 
 
 def test_probes_are_no_news(caplog: pytest.LogCaptureFixture) -> None:
