@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import signal
+import time
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
+from fastlayers.comm import fabric
 from fastlayers.comm.collectives import collectives
 from fastlayers.comm.communicator import LayerCommunicator
 from fastlayers.comm.fabric import Workspace
 from fastlayers.comm.parallel import ParallelSpec
 from fastlayers.comm.seam import Seam
+from fastlayers.comm.symmetric import SymmArena
 from fastlayers.norm.rms_norm.layer import RMSNorm
 from fastlayers.testing.comm_check import COMM_CASES, SPREAD_CASES, check_communicator
 from fastlayers.testing.comm_check import HIDDEN as HIDDEN_OF_CASES
@@ -125,3 +132,65 @@ def replay(rank: Rank, replays: int) -> int:
 
 def test_replays_in_any_order_with_ranks_held_up() -> None:
     assert world(2, "nccl").run(replay, 5000) == [0, 0]
+
+
+@torch.inference_mode()
+def killed(rank: Rank, folder: str, at: str) -> None:
+    """Note what the first rank sees of sums in replays when the other is killed: between two of them, or in one."""
+    axis, norm = rank.spec().tp, norm_of(rank)
+    made = Workspace.make(axis, HIDDEN, torch.bfloat16, rank.device, rows=8, share=64, deadline_s=1.0)
+    push, exchange, arena = made.push, made.exchange, made.arena
+    assert push is not None and exchange is not None and arena is not None, made.fabric.refusal
+    x, residual = rows(rank, 8, 1), rows(rank, 8, 3, own=False)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        exchange.scatter_gather(push(x, residual, norm.weight, EPS)[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        y = exchange.scatter_gather(push(x, residual, norm.weight, EPS)[0])[0]
+    for _ in range(20):
+        graph.replay()
+    torch.cuda.synchronize()
+    good = not bool(y.isnan().any())
+    if rank.rank == 1:
+        if at == "replay":
+            torch.cuda._sleep(10**9)
+            graph.replay()  # behind the rest: it ends with this process
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    for _ in range(50):  # stores go to memory whose owner is gone
+        graph.replay()
+    late, seconds = arena.failed(), time.monotonic() - begin
+    told = {"good": good, "late": late, "poisoned": bool(y.isnan().all()), "seconds": seconds}
+    Path(folder, "seen").write_text(json.dumps(told))
+    os.kill(os.getpid(), signal.SIGKILL)  # NCCL would wait for the other one
+
+
+@pytest.mark.parametrize("at", ["between", "replay"])
+def test_a_killed_rank_is_named_and_nothing_faults(at: str, tmp_path: Path) -> None:
+    world(2, "nccl").run(killed, str(tmp_path), at, dying=[0, 1])
+    seen = json.loads((tmp_path / "seen").read_text())
+    assert seen["good"] and seen["late"] == 1 and seen["poisoned"]
+    assert seen["seconds"] < 10.0  # one deadline, not one for each of a hundred launches
+
+
+class Short(SymmArena):
+    """An arena for which the second rank has no memory."""
+
+    def _allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        return super()._allocate(nbytes if device.index == 0 else 1 << 42, device)
+
+
+def no_memory(rank: Rank) -> list[str | None]:
+    axis, found = rank.spec().tp, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fabric, "SymmArena", Short)
+        found.append(Workspace.make(axis, HIDDEN, torch.bfloat16, rank.device).fabric.refusal)
+    found.append(Workspace.make(axis, HIDDEN, torch.bfloat16, rank.device).fabric.refusal)
+    return found
+
+
+def test_a_rank_without_memory_has_all_refuse() -> None:
+    for refusal, after in world(2, "nccl").run(no_memory):
+        assert refusal is not None and refusal.startswith("rank 1 could not get") and after is None

@@ -6,6 +6,7 @@ the operators that live in it. Every rank gets the same answer, so no rank falls
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastlayers.comm.parallel import Axis
-from fastlayers.comm.symmetric import Arena, Phases, SymmArena
+from fastlayers.comm.symmetric import Arena, NoSymmetricMemory, Phases, SymmArena
 from fastlayers.device import as_device, missing
 from fastlayers.errors import CollectiveMismatch
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from fastlayers.comm.triton_exchange import Exchange
     from fastlayers.comm.triton_push import PushSum
 
+log = logging.getLogger(__name__)
 NEEDS = ("torch.distributed._symmetric_memory:rendezvous", "triton:jit")
 # Rows of one launch by number of ranks: beyond, the bytes that each rank sends to all others cost more than a second
 # exchange would. Two ranks send the same either way.
@@ -188,7 +190,11 @@ class Workspace:
         wanted = PushSum.nbytes_for(axis.size, hidden_size, dtype, slots)
         wanted += Exchange.nbytes_for(axis.size, hidden_size, dtype, share, programs) if share else 0
         phases.end("imported")
-        arena = SymmArena(axis, wanted, device, deadline_s, phases)
+        try:
+            arena = SymmArena(axis, wanted, device, deadline_s, phases)
+        except NoSymmetricMemory as error:  # on all ranks, which take what else there is
+            log.warning("rows cross ranks by NCCL: %s", error)
+            return Workspace(Fabric(axis.size, str(error)), phases=phases)
         push = PushSum(arena, hidden_size, dtype, slots)
         exchange = Exchange(arena, hidden_size, dtype, share, programs, chunk) if share else None
         arena.ready()

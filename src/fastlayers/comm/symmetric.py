@@ -10,7 +10,7 @@ process, for tests: all ranks push, then all ranks read.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -31,6 +31,10 @@ class Shared:
 
     tensor: torch.Tensor
     peers: torch.Tensor
+
+
+class NoSymmetricMemory(RuntimeError):
+    """Why no arena was made, on any rank."""
 
 
 class Phases(dict[str, float]):
@@ -71,6 +75,8 @@ class Arena:
         self, size: int, rank: int, buffer: torch.Tensor, bases: Sequence[int], deadline_s: float = 30.0
     ) -> None:
         self.size, self.rank, self.buffer, self.bases = size, rank, buffer, tuple(bases)
+        # The allocation of each rank, where a test or a proof looks at it.
+        self.views: Sequence[torch.Tensor] = ()
         self.deadline_ns = int(deadline_s * 1e9)
         self.used = 0
         self.status = torch.zeros(1, dtype=torch.int32, device=buffer.device)
@@ -101,6 +107,31 @@ class Arena:
     def ready(self) -> None:
         """Wait until every rank has filled what it carved; before anyone's first push."""
 
+    def prove(self, gather: Callable[[Any], list[Any]]) -> str | None:
+        """Return why not every rank reaches the memory of every other, or ``None``; before anything is carved.
+
+        Every rank stores a word of its own on every other and reads it back, then looks at what came here: drivers that
+        say that it can be done have been wrong.
+
+        Parameters
+        ----------
+        gather : callable
+            Returns the objects of all ranks, given this one's; a collective call, behind which the others' stores are
+            done.
+        """
+        back = []
+        for peer in range(self.size):
+            there = self.views[peer][: 4 * self.size].view(torch.int32)[self.rank : self.rank + 1]
+            there.fill_(100 + self.rank * self.size + peer)  # and + 0: kernels, which go the way that ours go
+            back.append(int(there + 0) == 100 + self.rank * self.size + peer)
+        gather(None)
+        came = self.buffer[: 4 * self.size].view(torch.int32).tolist()
+        good = [one == 100 + peer * self.size + self.rank and back[peer] for peer, one in enumerate(came)]
+        for rank, row in enumerate(gather(good)):
+            if not all(row):
+                return f"no peer access between ranks {row.index(False)} and {rank}"
+        return None
+
     def failed(self) -> int | None:
         """Return the rank that was waited for in vain, or ``None``; waits for the device."""
         code = int(self.status.item())
@@ -125,6 +156,8 @@ class SymmArena(Arena):
     ------
     CollectiveMismatch
         The ranks ask for different sizes.
+    NoSymmetricMemory
+        On every rank alike: one of them has no memory for it, or cannot reach that of another.
 
     Notes
     -----
@@ -134,32 +167,65 @@ class SymmArena(Arena):
     def __init__(
         self, axis: Axis, nbytes: int, device: torch.device, deadline_s: float = 30.0, phases: Phases | None = None
     ) -> None:
-        import torch.distributed as dist
-        import torch.distributed._symmetric_memory as symmetric_memory
-
         env.disable_multicast()
         self.phases = phases = phases if phases is not None else Phases()
-        asked: list[Any] = [None] * axis.size
-        dist.all_gather_object(asked, nbytes, group=axis.group)
-        if len(set(asked)) != 1:
-            raise CollectiveMismatch(f"SymmArena: the ranks ask for {asked} bytes; accepted: one size on all ranks")
-        phases.end("sizes compared")
-        # What torch's empty() calls, which imports sympy before it: most of a second.
-        buffer = symmetric_memory._SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
-        phases.end("allocated")
-        self.handle: Any = symmetric_memory.rendezvous(buffer, axis.group)
-        phases.end("rendezvous")
-        bases = [
-            self.handle.get_buffer(peer, (nbytes,), torch.uint8, 0).data_ptr() if peer != axis.rank else 0
-            for peer in range(axis.size)
-        ]
-        own = self.handle.get_buffer(axis.rank, (nbytes,), torch.uint8, 0).data_ptr()
-        if own != buffer.data_ptr():  # torch may place a tensor at an offset of its block
-            shift = buffer.data_ptr() - own
-            bases = [base + shift for base in bases]
-        bases[axis.rank] = buffer.data_ptr()
-        super().__init__(axis.size, axis.rank, buffer, bases, deadline_s)
         self.group = axis.group
+        buffer, failed = None, None
+        try:
+            buffer = self._allocate(nbytes, device)
+        except RuntimeError as error:  # torch's of memory, among others
+            failed = str(error).splitlines()[0][:200]
+        phases.end("allocated")
+        asked = self._gather((nbytes, failed))
+        if len({size for size, _ in asked}) != 1:
+            sizes = [size for size, _ in asked]
+            raise CollectiveMismatch(f"SymmArena: the ranks ask for {sizes} bytes; accepted: one size on all ranks")
+        self._all_well(f"{nbytes:,} bytes of symmetric memory", [why for _, why in asked])
+        assert buffer is not None
+        phases.end("sizes compared")
+        views: list[torch.Tensor] = []
+        try:
+            views = self._meet(buffer, axis.size)
+        except RuntimeError as error:
+            failed = str(error).splitlines()[0][:200]
+        phases.end("rendezvous")
+        self._all_well("the memory of the other ranks", self._gather(failed))
+        views[axis.rank] = buffer
+        super().__init__(axis.size, axis.rank, buffer, [view.data_ptr() for view in views], deadline_s)
+        self.views = views
+        refusal = self.prove(self._gather)
+        phases.end("proved")
+        if refusal is not None:
+            raise NoSymmetricMemory(refusal)
+
+    def _allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        # What torch's empty() calls, which imports sympy before it: most of a second.
+        found: torch.Tensor = symmetric_memory._SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+        return found
+
+    def _meet(self, buffer: torch.Tensor, size: int) -> list[torch.Tensor]:
+        """Return the allocations of all ranks, as they are addressed from here."""
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        self.handle: Any = symmetric_memory.rendezvous(buffer, self.group)
+        nbytes, own = buffer.numel(), self.handle.get_buffer(self.handle.rank, (buffer.numel(),), torch.uint8, 0)
+        shift = buffer.data_ptr() - own.data_ptr()  # torch may place a tensor at an offset of its block
+        return [self.handle.get_buffer(peer, (nbytes,), torch.uint8, shift) for peer in range(size)]
+
+    def _gather(self, mine: Any) -> list[Any]:
+        import torch.distributed as dist
+
+        found: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(found, mine, group=self.group)
+        return found
+
+    @staticmethod
+    def _all_well(what: str, failures: Sequence[str | None]) -> None:
+        for rank, why in enumerate(failures):
+            if why is not None:
+                raise NoSymmetricMemory(f"rank {rank} could not get {what}: {why}")
 
     def ready(self) -> None:
         import torch.distributed as dist
@@ -175,4 +241,7 @@ def local_arenas(size: int, nbytes: int, device: torch.device | str = "cpu", dea
     """Return the arenas of ``size`` ranks that are all in this process, each with memory of its own."""
     buffers = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(size)]
     bases = [buffer.data_ptr() for buffer in buffers]
-    return [Arena(size, rank, buffers[rank], bases, deadline_s) for rank in range(size)]
+    made = [Arena(size, rank, buffers[rank], bases, deadline_s) for rank in range(size)]
+    for arena in made:
+        arena.views = buffers
+    return made
