@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fastlayers_server.front import gate
 from fastlayers_server.front.app import ADMIN, ROUTES
 from fastlayers_server.front.gate import OPEN
 
@@ -49,6 +50,18 @@ def test_each_key_opens_the_routes(guarded: Server, key: str) -> None:
     assert guarded.request("GET", "/v1/models", headers).status_code == 200  # type: ignore[arg-type]
     flushed = guarded.request("POST", "/flush_cache", headers)  # type: ignore[arg-type]
     assert flushed.status_code == (200 if key == "adm" else 403)
+
+
+def test_a_key_is_compared_with_every_stored_one_in_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    compare, seen = gate.hmac.compare_digest, []  # type: ignore[var-annotated]
+    monkeypatch.setattr(
+        gate.hmac, "compare_digest", lambda given, stored: (seen.append(stored), compare(given, stored))[1]
+    )
+    stored = gate.digests(["one", "two", "three"])
+    for key in ("one", "three", "none"):
+        seen.clear()
+        assert gate.matches(gate.digests([key])[0], stored) == (key != "none")
+        assert seen == list(stored), "whoever stops at the first match tells by its time which one it is"
 
 
 def test_admin_routes_are_off_without_a_key_or_open_admin() -> None:
