@@ -204,16 +204,13 @@ class DecoderLayer(nn.Module):
     # What a step does, in this order: COMPUTED on this rank, the others are hooks of the communicator.
     STAGES = ("prepare_attn", "attention", "prepare_mlp", "mlp", "postprocess")
     COMPUTED = ("attention", "mlp")
+    # The mlp's name among the modules.
+    MLP = "mlp"
 
     def __init__(
-        self,
-        context: ModelContext,
-        self_attn: nn.Module,
-        mlp: nn.Module,
-        *,
-        mlp_kind: str = "dense",
-        is_last: bool = False,
-    ) -> None:
+        self, context: ModelContext, self_attn: nn.Module, mlp: nn.Module, *,
+        mlp_kind: str = "dense", is_last: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.self_attn, self.mlp = self_attn, mlp
         self.input_layernorm, self.post_attention_layernorm = context.norm(), context.norm()
@@ -244,7 +241,7 @@ class DecoderLayer(nn.Module):
         """Return what one of :attr:`STAGES` makes of what the one before it returned."""
         held: Any = self._modules
         if stage == "mlp":
-            return hidden.partial(held["mlp"](hidden.tensor, valid), "tp")
+            return hidden.partial(held[self.MLP](hidden.tensor, valid), "tp")
         if stage != "attention":
             return self.communicator.run(stage, hidden, step)
         x, rows, tokens = hidden.tensor, hidden.tensor.shape[0], meta.positions.shape[0]

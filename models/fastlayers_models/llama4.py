@@ -241,6 +241,8 @@ class Llama4MoE(nn.Module):
 class Llama4Layer(DecoderLayer):
     """One decoder layer: attention, then experts or a dense MLP, under the checkpoint's name for both."""
 
+    MLP = "feed_forward"
+
     def __init__(self, context: Llama4Context, index: int, *, is_last: bool = False) -> None:
         config, name = context.config, f"model.layers.{index}"
         attention = Llama4Attention(context, f"{name}.self_attn", index)

@@ -240,12 +240,16 @@ def test_config_round_trips_and_finalize_is_idempotent() -> None:
     assert layer.packed is not None and layer.packed.w13.data_ptr() == layer.w13.data_ptr()
 
 
-def test_traceable_without_graph_breaks() -> None:
-    layer = fl.FusedMoE(D, INNER, E, K, num_shared=1)
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_traceable_without_graph_breaks_and_traced_once(backend: str) -> None:
+    layer = fl.FusedMoE(D, INNER, E, K, num_shared=1, backend=backend)
     _load(layer, _checkpoint(D, INNER, E, 1))
     x, (weights, ids) = torch.randn(3, D), _routing(3)
+    torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
-    assert torch.equal(compiled(x, weights, ids), layer(x, weights, ids))
+    with torch._dynamo.config.patch(error_on_recompile=True), torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(compiled(x, weights, ids), layer(x, weights, ids))
 
 
 @pytest.mark.parametrize(

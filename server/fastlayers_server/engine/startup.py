@@ -297,8 +297,10 @@ def measure(
     table[1:] = 1 + columns[: len(table) - 1] % (config.num_pages - 1)
     spread = torch.arange(tokens.shape[0]) * STRIDE % config.vocab_size
     sizes = sorted({*TOKENS, *BETWEEN, 4096, 8192, 16384})  # what steps are padded to, and beyond
-    for size in [size for size in sizes if size <= config.max_batched_tokens]:
-        count = -(-size // (config.max_model_len - 1))
+    longest = config.max_model_len - 1
+    # Of several prompts, at most as many as may run.
+    for size in [size for size in sizes if size <= min(config.max_batched_tokens, config.max_running * longest)]:
+        count = -(-size // longest)
         parts = [_nobodys(size // count, 1 + part % config.max_running, config.vocab_size) for part in range(count)]
         chunks = [Chunk(request, 0, request.tokens, 1) for request in parts]
         extends[size] = _seconds(lambda chunks=chunks: executor.extending.extend_chunks(chunks, LOGITS))  # type: ignore[misc]

@@ -184,6 +184,12 @@ def test_steps_are_measured_over_tokens_that_differ_in_pages_that_are_given_anew
     assert not executor.decoding.pages.any() and not executor.decoding.uncaptured
 
 
+def test_steps_of_more_prompts_than_may_run_are_not_measured() -> None:
+    few = replace(SMALL, max_model_len=64, max_running_requests=2, max_num_batched_tokens=300)
+    parts = build(few, lambda phase: None)
+    assert set(measure(parts.executor, parts.scheduler)[0]) == {16, 32, 64}  # type: ignore[arg-type]
+
+
 def test_a_warm_up_runs_each_kind_of_layer_and_no_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = build(SMALL, lambda phase: None)
     model, limits = parts.executor.model, msgspec.structs.replace(parts.scheduler.config, max_batched_tokens=64)  # type: ignore[attr-defined]

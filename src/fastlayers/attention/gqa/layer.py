@@ -205,7 +205,9 @@ class Attention(AttentionCore):
             positions = meta.rope_positions
             check_tensor("RotaryEmbedding", "positions", positions, shape=(3, q.shape[0]), dtype=torch.int64)
             positions = positions.contiguous()
-        weights = [held[name]._parameters["weight"] for name in self._norms]
+        norms = [held[name] for name in self._norms]
+        # Norms without weights of their own hold ones in a buffer.
+        weights = [(norm._parameters or norm._buffers)["weight"] for norm in norms]
         turned: torch.Tensor = held["write"](
             q, k, v, tables["cos"], tables["sin"], positions, cache, meta.out_cache_loc, *weights
         )
