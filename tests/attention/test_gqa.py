@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import fastlayers as fl
+from fastlayers.attention.gqa import triton
 from fastlayers.attention.gqa.cases import SPEC
 from fastlayers.attention.gqa.config import GQA, GQAConfig
 from fastlayers.attention.gqa.layer import Attention, key_axis
@@ -19,6 +20,7 @@ from fastlayers.attention.gqa.torch import TorchGQA
 from fastlayers.attention.meta import AttentionBatch, AttentionState, whole_pages
 from fastlayers.device import as_device
 from fastlayers.errors import ArgumentError
+from fastlayers.testing.parity import check_parity
 from fastlayers.weights import slots
 
 IMPLS = [TorchGQA, ReferenceGQA]
@@ -380,3 +382,22 @@ def test_layer_compiles_whole_and_follows_the_metadata() -> None:
         meta = state.plan(AttentionBatch((1, 1), (length, length + 2), table), bucket=4)
         hidden = torch.randn(4, 16)
         torch.testing.assert_close(compiled(hidden, meta, cache), layer(hidden, meta, cache))
+
+
+def test_attention_in_one_part_is_one_variant_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, least = triton._gqa_kernel.at, set()
+
+    def at(grid: Any, *numbers: Any, **constants: Any) -> Any:
+        if constants["SPLITS"] == 1:
+            least.add(constants["LEAST"])
+        return real(grid, *numbers, **constants)
+
+    monkeypatch.setattr(triton._gqa_kernel, "at", at)
+    triton._launches.cache_clear()
+    rows = set()
+    for case in SPEC.cases:
+        if case.small and case.cfg.phase == "extend" and GQA.named("triton").refuse(case.cfg, as_device("cpu")) is None:
+            check_parity("gqa", "triton", case, "cpu")
+            rows.add(case.name)
+    triton._launches.cache_clear()
+    assert len(rows) > 3 and least == {triton.MIN_SPLIT}

@@ -53,7 +53,8 @@ def test_gpu_nothing_compiles_for_any_prompt_and_batch_after_a_warm_up(name: str
     generator = Generator(model, max_batch=64, max_length=4096)
     report = fl.warmup(generator, max_tokens=4000, max_batch=64, progress=False)
     for _ in range(12):
-        rows = [[1] * draw.randint(1, 2000) for _ in range(draw.choice((1, 1, 2, 5)))]
+        count = draw.choice((1, 1, 2, 5))
+        rows = [[1] * draw.randint(1, 4000 // count) for _ in range(count)]  # as many tokens as were announced
         generator.generate(rows, max_new_tokens=3, eos_ids=())
     generator.generate([[1, 2]] * draw.randint(30, 64), max_new_tokens=3, eos_ids=())
     assert report.watch.check() == []

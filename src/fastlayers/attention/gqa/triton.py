@@ -273,6 +273,8 @@ def _gqa(
     keys = min(max_seq_len, window + max_query_len - 1) if window else max_seq_len
     least = _least_part(max_query_len, heads // kv_heads, window)
     splits = _num_splits(tiles * kv_heads * each, keys, least)
+    if splits == 1:  # one variant of the kernel, whatever the others would take
+        least = MIN_SPLIT
     part, part_lse = o, lse
     if splits > 1:
         part = q.new_empty(tokens, heads, splits, head_dim, dtype=torch.float32)
