@@ -392,6 +392,17 @@ class Generator:
         size = self.pool.page_size
         return sum(request.cached >= len(request.pages) * size for request in active) <= self.pool.free_pages
 
+    def _taken(self, request: Request, token: int, max_new_tokens: int, stop: set[int]) -> Iterator[Token]:
+        """Yield a request's next token, none if it has ended; behind its last one its pages are given back."""
+        if request.done:
+            return
+        request.output.append(token)
+        ended = "stop" if token in stop else "length" if len(request.output) == max_new_tokens else None
+        yield Token(request.index, token, ended)
+        if ended:
+            request.done = True
+            self.pool.release(request.pages)
+
     @torch.inference_mode()
     def _run(self, group: list[Request], max_new_tokens: int, stop: set[int]) -> Iterator[Token]:
         active = group
@@ -405,14 +416,7 @@ class Generator:
             ready = ready and len(rows) == len(active)
             following = self._launch(active) if self.ahead and more and ready and self._room(active) else None
             for request, token in zip(rows, pending.tokens(), strict=True):
-                if request.done:
-                    continue
-                request.output.append(token)
-                ended = "stop" if token in stop else "length" if len(request.output) == max_new_tokens else None
-                yield Token(request.index, token, ended)
-                if ended:
-                    request.done = True
-                    self.pool.release(request.pages)
+                yield from self._taken(request, token, max_new_tokens, stop)
             active = [request for request in active if not request.done]
             if not active:
                 self.step.capture_wanted()

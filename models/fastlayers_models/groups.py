@@ -208,14 +208,7 @@ def run_groups(generator: Any, waiting: list[Request], max_new_tokens: int, stop
                 following = _step_together(generator, active)
                 over = following is None  # in all groups
             for request, token in zip(*_tokens_of(flying), strict=True):
-                if request.done:
-                    continue
-                request.output.append(token)
-                ended = "stop" if token in stop else "length" if len(request.output) == max_new_tokens else None
-                yield Token(request.index, token, ended)
-                if ended:
-                    request.done = True
-                    generator.pool.release(request.pages)
+                yield from generator._taken(request, token, max_new_tokens, stop)
             if over:
                 return
             flying = following
