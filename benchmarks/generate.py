@@ -209,13 +209,18 @@ def time_capture(generator: Generator, freeze: bool, force_gc: bool) -> dict[str
     }  # fmt: skip
 
 
+def decode_key(generator: Generator, batch: int) -> StepKey:
+    """Return the key of a greedy decode step of so many rows."""
+    bucket = min(n for n in generator.step.buckets if n >= batch)
+    return StepKey("decode", bucket, bucket, "greedy")
+
+
 def profile_step(generator: Generator, batch: int) -> list[tuple[int, float, str]]:
     """Print and return the kernels of one replay that take longest: count, microseconds together, name."""
     step = generator.step
     assert step.graphs is not None
-    bucket = min(n for n in step.buckets if n >= batch)
-    key = StepKey("decode", bucket, bucket, "greedy")
-    step.capture([bucket])
+    key = decode_key(generator, batch)
+    step.capture([key.tokens])
     step.graphs.replay(key)
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

@@ -241,24 +241,29 @@ def _ranks() -> Iterator[Part]:
     """Two GPUs: issue 14."""
     two = "ranks benchmarks/two_gpus.py"
     decode, slices = "two_gpus_decode_h200.jsonl", "two_gpus_slice_h200.jsonl"
+    slice_of = f"{two} models --models deepseek_v3_slice"
     rows = (
-        ("two.rows", f"{two} rows --replays 5000", "two_gpus_exchange_h200.jsonl", 60, "14: rows 1, 3, 8"),
-        ("two.start", f"{two} start --share 512", "two_gpus_start_h200.jsonl", 15, "14: row 2, kernels cached or not"),
-        ("two.start_again", f"{two} start --share 512", "two_gpus_start_h200.jsonl", 15, "14: row 2, kernels cached"),
+        ("two.rows", f"{two} rows --replays 5000", "two_gpus_exchange_h200.jsonl", 30, "14: rows 1, 3, 8"),
+        ("two.start", f"{two} start --share 512", "two_gpus_start_h200.jsonl", 13, "14: row 2, kernels cached or not"),
+        ("two.start_again", f"{two} start --share 512", "two_gpus_start_h200.jsonl", 13, "14: row 2, kernels cached"),
         ("two.prefill", f"{two} models --seconds 44 --seams '' --batches 1 --prefill 2048 8192",
-         "two_gpus_prefill_h200.jsonl", 75, "14: spread steps"),
+         "two_gpus_prefill_h200.jsonl", 60, "14: spread steps"),
         ("two.decode", f"{two} models --seconds 40 --seams '' late nccl --batches 1 64 128", decode, 80,
          "14: rows 4, 5"),
-        ("two.groups", f"{two} models --models qwen3_30b_a3b --dp 2 --ep 2 --seconds 40", decode, 45, "14: row 6"),
-        ("two.slice", f"{two} models --models deepseek_v3_slice --seconds 75 --seams '' nccl --batches 1 64", slices,
-         75, "14: rows 4, 5, slice"),
-        ("two.slice_groups", f"{two} models --models deepseek_v3_slice --dp 2 --ep 2 --prompt 1024 --seconds 75",
-         slices, 75, "14: row 6, slice"),
-        ("two.slice_128",
-         f"{two} models --models deepseek_v3_slice --seams '' --batches 128 --prompt 1024 --seconds 75", slices, 75,
+        ("two.groups", f"{two} models --models qwen3_30b_a3b --dp 2 --ep 2 --requests 2 128 --seconds 40", decode, 40,
+         "14: row 6"),
+        ("two.slice", f"{slice_of} --seconds 75 --seams '' nccl --batches 1 64", slices, 40, "14: rows 4, 5, slice"),
+        # The same requests by groups and by TP2: where the one overtakes the other.
+        ("two.slice_groups", f"{slice_of} --dp 2 --ep 2 --requests 2 16 64 128 --prompt 4096 --seconds 90", slices, 75,
+         "14: row 6, slice"),
+        ("two.slice_beside", f"{slice_of} --seams '' --requests 2 16 64 128 --prompt 4096 --seconds 90", slices, 65,
          "14: row 6, TP2 beside it"),
-        ("two.replays", f"{two} rows --ways --late --replays 100000", "two_gpus_replays_h200.jsonl", 130, "14: 2"),
-        ("two.ways", f"{two} rows --ways --replays 5000", "two_gpus_rows_h200.jsonl", 90, "14: rows 1, 3, ways"),
+        ("two.overlap", f"{slice_of} --dp 2 --ep 2 --requests 128 --prompt 512 --overlap off two_batch two_chunk "
+         "--seconds 90", "two_gpus_overlap_h200.jsonl", 70, "14: item 6, halves in turns"),
+        ("two.profile", f"{two} models --models deepseek_v3_slice qwen3_30b_a3b --seams '' --profile --seconds 45",
+         "two_gpus_profiles_h200.jsonl", 70, "14: 3, a profile of each miss"),
+        ("two.replays", f"{two} rows --ways --late --replays 100000", "two_gpus_replays_h200.jsonl", 90, "14: 2"),
+        ("two.ways", f"{two} rows --ways --replays 5000", "two_gpus_rows_h200.jsonl", 60, "14: rows 1, 3, ways"),
     )  # fmt: skip
     for name, command, result, took, target in rows:
         yield Part(name, f"{command} --out {{out}}", result, took, target, (), 2, PLAIN)
@@ -270,9 +275,11 @@ def _ranks() -> Iterator[Part]:
     ):  # fmt: skip
         command = f"benchmarks/two_gpus.py models --models {model} --seconds 75 --out {{out}}"
         yield Part(f"one.{name}", command, result, 35, "14: rows 4, 5, one GPU beside", environment=PLAIN)
+    command = "benchmarks/two_gpus.py models --models deepseek_v3_slice --profile --seconds 60 --out {out}"
+    yield Part("one.profile", command, "two_gpus_profiles_h200.jsonl", 35, "14: 3, one GPU beside", environment=PLAIN)
     # Shapes of two ranks have no tuned tables: a first start probes them for most of a minute.
     for name, flags, gpus, took in (
-        ("tp2", "--tp 2", 2, 170), ("one", "", 1, 93), ("dp2_ep2", "--attn-dp-size 2 --ep 2", 2, 170)
+        ("tp2", "--tp 2 --profile", 2, 170), ("one", "", 1, 93), ("dp2_ep2", "--attn-dp-size 2 --ep 2", 2, 170)
     ):  # fmt: skip
         command = (
             f"benchmarks/serve_rows.py Qwen/Qwen3-30B-A3B --at-once --seconds {took - 5} {flags} "
@@ -317,7 +324,7 @@ def _tables() -> Iterator[Part]:
 VALUE = (
     "generate.*", "multigpu_suite", "two.decode", "two.rows", "two.start*", "serve_two.tp2", "serve_two.one",
     "host_time.*", "patch_plain.*", "gpu_*", "first_token.*", "patch_qwen*", "mla_alone", "serve.qwen*",
-    "serve.gpt*", "two.slice", "two.groups", "one.*", "eval.*.auto", "generate_alone.*", "two.prefill", "eplb",
+    "serve.gpt*", "two.slice*", "two.groups", "one.*", "eval.*.auto", "generate_alone.*", "two.prefill", "eplb",
     "capture", "mla.*", "gqa*", "small_ops", "fp8_linear.*", "fused_moe", "cold_start.*", "ablation.*", "speculation",
     "several_tokens", "weight_only", "drafts", "untuned_shapes.*",
 )  # fmt: skip

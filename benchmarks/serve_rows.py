@@ -21,9 +21,11 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import profiles
 import torch
 
 from fastlayers.device import as_device
@@ -90,6 +92,19 @@ class Server:
         names = "fastlayers_eager_steps_total", "fastlayers_jit_compiles_total", "fastlayers_preemptions_total"
         lines = [line.rpartition(" ") for line in get(self.port, "/metrics").splitlines() if line.startswith(names)]
         return {name: float(value) for name, _, value in lines}
+
+    def generated(self) -> float:
+        """Return how many tokens it has generated."""
+        name = "fastlayers_generation_tokens_total"
+        return sum(
+            float(line.rpartition(" ")[2]) for line in get(self.port, "/metrics").splitlines() if line.startswith(name)
+        )
+
+    def post(self, path: str) -> None:
+        """Ask for something to be done."""
+        asked = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", method="POST")
+        with urllib.request.urlopen(asked, timeout=60.0) as response:
+            response.read()
 
     def stop(self) -> None:
         """End it as an operator would."""
@@ -165,6 +180,28 @@ def rows_of(port: int, end: float, options: argparse.Namespace) -> Iterator[Row]
         yield {"row": "arrivals", "rate": round(rate, 2), "requests": count, **short(found, *names)}
 
 
+def profiled(server: Server, end: float, options: argparse.Namespace, folder: Path) -> Row:
+    """Return what the first rank's device does while many requests decode, in a part of a load that is not timed."""
+    prompt, answer, many = (64, 256, 4) if options.small else (PROMPT, 2 * ANSWER, 256)
+    flags = "--random-input-len", prompt, "--random-output-len", answer, "--num-prompts", many, "--flush-cache"
+    row: Row = {"row": "profile", "prompts": many}
+    with ThreadPoolExecutor(1) as pool:
+        load = pool.submit(bench, server.port, end, *flags, "--num-warmups", 0, "--seed", 5)
+        # By then all prompts are cached, or nearly.
+        goal = server.generated() + answer // 4 * many
+        while not load.done() and server.generated() < goal:
+            time.sleep(0.05)
+        if load.done():
+            return row | {"no_profile": f"the load was over: {load.result()}"}
+        try:
+            server.post("/start_profile")
+            time.sleep(0.3)
+            server.post("/stop_profile")
+        except urllib.error.HTTPError as error:
+            return row | {"no_profile": error.read().decode()[-400:]}
+    return row | profiles.of_trace(max(folder.glob("*.json")))
+
+
 def ranks_of(options: argparse.Namespace) -> tuple[str, ...]:
     """Return a server's flags for several ranks."""
     flags = (f"--{name.replace('_', '-')} {size}".split() for name, size in sizes_of(options).items())
@@ -179,15 +216,18 @@ def sizes_of(options: argparse.Namespace) -> dict[str, int]:
 def measure(model: str, options: argparse.Namespace, log: Path) -> Iterator[Row]:
     """Yield the rows of one model."""
     end = time.monotonic() + options.seconds
-    server = Server(model, log, ranks_of(options))
-    try:
-        started = server.ready(end)
-        yield {"row": "start", **started}
-        if started["ready_s"] is not None:
-            yield from rows_of(server.port, end, options)
-            yield {"row": "since ready", **server.compiled()}
-    finally:
-        server.stop()
+    with tempfile.TemporaryDirectory() as folder:
+        server = Server(model, log, (*ranks_of(options), *(("--profile-folder", folder) if options.profile else ())))
+        try:
+            started = server.ready(end)
+            yield {"row": "start", **started}
+            if started["ready_s"] is not None:
+                yield from rows_of(server.port, end, options)
+                yield {"row": "since ready", **server.compiled()}
+                if options.profile:
+                    yield profiled(server, end, options, Path(folder))
+        finally:
+            server.stop()
 
 
 def main() -> None:
@@ -200,6 +240,7 @@ def main() -> None:
     parser.add_argument("--attn-dp-size", type=int, default=1, help="attention groups")
     parser.add_argument("--ep", type=int, default=1, help="groups that split the experts")
     parser.add_argument("--at-once", action="store_true", help="only the start and the two rows of prompts at once")
+    parser.add_argument("--profile", action="store_true", help="also what the first rank's decode steps are made of")
     parser.add_argument("--switches", action="store_true", help="what each thing that is on by default is worth")
     parser.add_argument("--small", action="store_true", help="few and short prompts, to try things out")
     parser.add_argument("--log", type=Path, default=Path(tempfile.gettempdir()) / "serve_rows.log")

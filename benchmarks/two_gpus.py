@@ -38,6 +38,8 @@ from fastlayers_server.random_models import fill_random
 
 # Tokens of the longest prompt of a prefill.
 PREFILLED = 2048
+# Of requests together: new tokens, and the first of them that are not timed.
+NEW, SETTLED = 56, 8
 # Eight of its layers with experts.
 SLICE = DEEPSEEK_V3 | {"num_hidden_layers": 8, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
 
@@ -112,7 +114,8 @@ class Run:
 def decode(run: Run, name: str, backend: str, wanted: dict[int, Any]) -> None:
     """Time decode of one model; ``backend``: of the seam (``""``: what is chosen)."""
     sys.path.insert(0, str(Path(__file__).parent))
-    from generate import MODELS, Weights, prompts_of, randomize, time_decode
+    import profiles
+    from generate import MODELS, Weights, decode_key, prompts_of, randomize, time_decode
 
     from fastlayers.attention.buckets import ExtendBuckets
     from fastlayers_models.auto import family_of
@@ -137,8 +140,8 @@ def decode(run: Run, name: str, backend: str, wanted: dict[int, Any]) -> None:
         fl.finalize(model)
     else:
         randomize(model)
-    if run.options.dp > 1:
-        return time_groups(run, name, model)
+    if run.options.requests:
+        return time_together(run, name, model)
     batches, room = run.options.batches, room_left()
     length = max(run.options.prompt + 192, PREFILLED + 1) if run.options.prefill else run.options.prompt + 192
     generator = Generator(
@@ -157,6 +160,10 @@ def decode(run: Run, name: str, backend: str, wanted: dict[int, Any]) -> None:
         if run.size > 1:
             dist.all_gather_object(everywhere, tokens)
         first = wanted.setdefault(batch, tokens)
+        if run.options.profile:
+            assert generator.step.graphs is not None
+            profiled = profiles.of_replays(partial(generator.step.graphs.replay, decode_key(generator, batch)))
+            run.say(what="profile", model=name, ranks=run.size, rank=run.rank, batch=batch, **profiled)
         run.say(
             what="decode", model=name, ranks=run.size,
             seam=seam.sum_norm(model.decoder.layers[0].input_layernorm).choice.name if seam is not None else "",
@@ -242,34 +249,53 @@ def cache_room(model: Any, room: int, groups: int = 1) -> dict[str, int]:
     }  # fmt: skip
 
 
-def time_groups(run: Run, name: str, model: Any) -> None:
-    """Time generation of 64 requests a group, all groups together."""
+def time_together(run: Run, name: str, model: Any) -> None:
+    """Time generation of so many requests in all, whole and in two halves; greedy tokens of all ways are compared."""
     from generate import prompts_of
 
+    from fastlayers.attention.buckets import ExtendBuckets
     from fastlayers_models.generate import Generator
 
-    room = room_left()
-    generator = Generator(model, max_batch=64, max_length=run.options.prompt + 192, cuda_graph=True)
-    for requests in (run.options.dp, 64 * run.options.dp):
-        prompts = prompts_of(requests, run.options.prompt, model.config.vocab_size)
-        generator.generate(prompts, max_new_tokens=4, eos_ids=())
-        times = []
-        for new in (8, 56):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            tokens = generator.generate(prompts, max_new_tokens=new, eos_ids=())
-            times.append(time.perf_counter() - begin)
-        everywhere: list[Any] = [None] * run.size
-        dist.all_gather_object(everywhere, tokens)
-        tpot = run.slower((times[1] - times[0]) / 48 * 1e3)
-        run.say(
-            what="decode_groups", model=name, ranks=run.size, dp=run.options.dp, ep=run.options.ep, requests=requests,
-            tpot_ms=round(tpot, 3), tokens_per_s=round(requests / tpot * 1e3, 1),
-            **cache_room(model, room, run.options.dp), prompt=run.options.prompt,
-            same_tokens_on_all_ranks=everywhere == [tokens] * run.size,
-            replays=generator.step.graphs.replays if generator.step.graphs is not None else 0,
+    options, room, groups = run.options, room_left(), run.options.dp
+    first: dict[int, Any] = {}
+    for overlap in options.overlap:
+        generator = Generator(
+            model, max_batch=max(options.requests) // groups, max_length=options.prompt + 192, overlap=overlap,
+            extend_buckets=ExtendBuckets((), ()), cuda_graph=True,
         )  # fmt: skip
-    generator.close()
+        for requests in options.requests:
+            prompts = prompts_of(requests, options.prompt, model.config.vocab_size)
+            short = [prompt[:32] for prompt in prompts]
+            generator.generate(short, max_new_tokens=4, eos_ids=())  # compiles, captures
+            tokens, times = streamed(generator, prompts, requests // groups)
+            tpot = run.slower((times[-1] - times[SETTLED]) / (len(times) - 1 - SETTLED) * 1e3)
+            wanted = first.setdefault(requests, tokens)
+            run.say(
+                what="decode_groups", model=name, ranks=run.size, dp=groups, ep=options.ep, requests=requests,
+                **({"overlap": overlap} if len(options.overlap) > 1 else {}), prompt=options.prompt,
+                tpot_ms=round(tpot, 3), tokens_per_s=round(requests / tpot * 1e3, 1),
+                prompts_ms=round(run.slower(times[0]) * 1e3, 1), **cache_room(model, room, groups),
+                same_tokens_as_first=run.all_true(wanted == tokens),
+                replays=generator.step.graphs.replays if generator.step.graphs is not None else 0,
+            )  # fmt: skip
+        generator.close()
+        del generator
+        gc.collect()
+
+
+def streamed(generator: Any, prompts: list[list[int]], own: int) -> tuple[list[list[int]], list[float]]:
+    """Return the own group's tokens, step by step, and when each step's were there, from now on."""
+    steps: list[list[int]] = []
+    times = []
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for index, token in enumerate(generator.stream(prompts, max_new_tokens=NEW, eos_ids=())):
+        if index % own == 0:
+            steps.append([])
+        steps[-1].append(token.id)
+        if index % own == own - 1:
+            times.append(time.perf_counter() - begin)
+    return steps, times
 
 
 def main() -> None:
@@ -291,6 +317,9 @@ def main() -> None:
     parser.add_argument("--dp", type=int, default=1, help="attention groups")
     parser.add_argument("--ep", type=int, default=1, help="groups that split the experts")
     parser.add_argument("--prefill", type=int, nargs="*", default=[], help="models: also prompts of so many tokens")
+    parser.add_argument("--requests", type=int, nargs="*", default=[], help="models: only so many in all, together")
+    parser.add_argument("--overlap", nargs="*", default=["off"], help="requests together: halves that take turns")
+    parser.add_argument("--profile", action="store_true", help="models: also what the first rank's steps are made of")
     parser.add_argument("--share", type=int, default=0, help="start: rows of one rank in an exchange; 0: none is made")
     parser.add_argument("--layers", type=int, help="fewer decoder layers, to try things out")
     parser.add_argument("--seconds", type=float, default=60.0, help="most for one model and backend")
