@@ -1,14 +1,20 @@
 """Commands over several processes: the one that a person starts starts the others by torchrun, and waits for them.
 
-``python -m fastlayers_server.ranks`` is torchrun without its report: a process that fails says why itself.
+``python -m fastlayers_server.ranks`` is torchrun without its report: a process that fails says why itself, and one that
+hangs is asked where (SIGUSR1, which reaches all of them).
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from fastlayers import env
 from fastlayers.comm.ranks import Ranks
@@ -16,6 +22,7 @@ from fastlayers.errors import ArgumentError
 
 # Processes that one command starts at most: a mistyped number is not to take the machine.
 MOST = 64
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 def started_elsewhere(ranks: Ranks) -> bool:
@@ -30,7 +37,10 @@ def started_elsewhere(ranks: Ranks) -> bool:
     SystemExit
         The processes failed; they have said why.
     """
-    if ranks.processes == 1 or env.torchrun_rank() is not None:
+    if env.torchrun_rank() is not None:
+        end_with_launcher()
+        return False
+    if ranks.processes == 1:
         return False
     if ranks.processes > MOST:
         accepted = f"at most {MOST} processes of this host; torchrun starts more over several"
@@ -47,10 +57,31 @@ def launcher(processes: int, module: str) -> list[str]:
     return [sys.executable, "-m", "fastlayers_server.ranks", *options, "-m", module]
 
 
+def end_with_launcher() -> None:
+    """Have the system end this process when what started it is gone: also one that is stopped or hangs, where it can.
+
+    Such a process could not end itself, and would keep its part of the GPU from those that are started in its place.
+    """
+    launcher = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:
+        os._exit(1)
+
+
+def _ask_all(number: int, frame: object) -> None:
+    """Pass a signal on to the ranks."""
+    for thread in Path("/proc/self/task").glob("*/children"):
+        for pid in map(int, thread.read_text().split()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
 def _launch(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
+    signal.signal(signal.SIGUSR1, _ask_all)
     logging.disable(logging.ERROR)
     try:
         main(arguments)

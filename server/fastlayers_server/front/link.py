@@ -138,12 +138,12 @@ class Link:
 
     @property
     def phase(self) -> str:
-        """What the engine is doing, or "restarting", or "draining" because this front is."""
+        """What the engine is doing, or "restarting", or "draining" because this front is: the engine says it later."""
         if self.draining:
             return "draining"
         phase = self.client.phase
         if self.info is not None:
-            return phase if phase in ("draining", "dead") else "serving"
+            return "dead" if phase == "dead" else "serving"
         if self._restarted:
             return "restarting"
         return "starting" if phase == "serving" else phase

@@ -19,7 +19,7 @@ from fastlayers_server.engine import child
 from fastlayers_server.engine.child import Phase
 from fastlayers_server.engine.config import EngineConfig
 from fastlayers_server.engine.loop import Engine
-from fastlayers_server.ranks import launcher
+from fastlayers_server.ranks import end_with_launcher, launcher
 
 LOOK_SECONDS = 0.5
 
@@ -52,6 +52,7 @@ def main() -> int:
     import torch.distributed as dist
 
     folder, epoch, front = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    end_with_launcher()
     threading.Thread(target=_end_with, args=(front,), name="rank-watch", daemon=True).start()
     store, rank, _ = next(dist.rendezvous("env://"))
     if rank == 0:

@@ -151,6 +151,37 @@ def test_what_several_ranks_cannot_is_refused() -> None:
     assert parse(["-tp", "2"])[0].tp == 2
 
 
+RANK = """
+import faulthandler, os, signal
+from fastlayers_server.ranks import end_with_launcher
+end_with_launcher()
+faulthandler.register(signal.SIGUSR1)
+print(os.getpid(), flush=True)
+while True:
+    signal.pause()
+"""
+LAUNCHER = f"""
+import signal, subprocess, sys
+from fastlayers_server.ranks import _ask_all
+signal.signal(signal.SIGUSR1, _ask_all)
+subprocess.Popen([sys.executable, "-c", {RANK!r}]).wait()
+"""
+
+
+def test_a_rank_that_stands_still_ends_with_its_launcher() -> None:
+    """It cannot end itself, and would keep its memory; asked where it hangs, it answers."""
+    with subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as launcher:
+        assert launcher.stdout is not None and launcher.stderr is not None
+        rank = int(launcher.stdout.readline())
+        launcher.send_signal(signal.SIGUSR1)
+        assert "most recent call first" in launcher.stderr.readline()
+        os.kill(rank, signal.SIGSTOP)
+        launcher.kill()
+        gone([rank], 20.0)
+
+
 def asked(front: Front) -> dict[int, list[int]]:
     """Requests of every kind at once: greedy, drawn, penalised, in pieces, of more tokens than a frame's first part."""
     long = [2 + i % 50 for i in range(150)]
