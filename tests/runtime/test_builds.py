@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,9 @@ import torch
 
 import fastlayers as fl
 from fastlayers import device, tuning
+from fastlayers.attention.buckets import ExtendBuckets
+from fastlayers.attention.gqa import triton
+from fastlayers.attention.meta import AttentionState
 from fastlayers.norm.rms_norm.layer import RMS_NORM
 from fastlayers.registry import Backend
 from fastlayers.runtime import builds, precompile
@@ -187,6 +191,35 @@ def test_jobs_of_a_package_never_overlap_and_tritons_do() -> None:
 def test_one_layer_of_each_kind() -> None:
     model = torch.nn.Sequential(fl.RMSNorm(8), fl.RMSNorm(8), fl.RMSNorm(16), fl.Linear(8, 8))
     assert [name for name, _ in precompile.representatives(model)] == ["0", "2", "3"]
+
+
+def test_extends_of_several_requests_are_warmed_up_as_they_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    rotary = fl.RotaryEmbedding(16, max_position=64)
+    layer = fl.Attention(32, 4, 2, 16, rotary=rotary, page_size=16, dtype=torch.float32, backend="triton")
+    state = AttentionState(4, 32, 40, 16)  # 640 keys: split, where tiles are few
+    step = SimpleNamespace(extend_buckets=ExtendBuckets((8, 32), (1, 2, 4)), state=state)
+    asked: set[tuple[int, int]] = set()
+
+    def launches(*args: Any) -> Any:
+        asked.add((args[-4], args[14]))  # BLOCK_B and SPLITS
+        return [lambda *tensors: None] * 2
+
+    monkeypatch.setattr(triton, "_launches", launches)
+
+    def variants(jobs: Any) -> set[tuple[int, int]]:
+        asked.clear()
+        for job in jobs:
+            job.call()
+        return set(asked)
+
+    jobs = list(precompile.jobs_of("layer", layer, lambda *_: [], 32, 4, step))
+    assert [job.label for job in jobs if "of" in job.label] == [
+        f"layer {tokens} of {requests} requests" for tokens in (8, 32) for requests in (2, 4)
+    ]
+    assert {block for block, _ in variants(job for job in jobs if "of" in job.label)} == {2, 4}
+    few = precompile.jobs_of("layer", layer, lambda *_: [], 4, 2, step)
+    assert [job.label for job in few if "of" in job.label] == ["layer 8 of 2 requests"]
+    assert not any("of" in job.label for job in precompile.jobs_of("layer", layer, lambda *_: [], 32, 4))
 
 
 def test_explain_says_what_a_build_would_gain(stub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

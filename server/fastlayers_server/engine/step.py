@@ -112,7 +112,7 @@ class SlotStep(ModelStep):
 
     def decode(self, requests: Sequence[Request], starts: Sequence[int], mode: str) -> torch.Tensor:
         """Launch one token for each request; returns tokens, or with mode "logits" the logits ``[rows, vocab]``."""
-        size = len(requests)
+        size, self._eager_hidden = len(requests), None
         slots = np.fromiter((request.slot for request in requests), np.int64, size)
         table: Any = self._pages_of(slots, max(starts) + 1) if size else []
         batch = AttentionBatch((1,) * size, tuple(starts), table)
@@ -178,6 +178,7 @@ class SlotStep(ModelStep):
         self.inputs.write([*parts, *(((), request.slot - 1) for request in requests)], lengths, bucket)
         if mode in (VERIFY, TREE, ALL):
             self._send_drafts(chunks, batch.num_tokens if bucket is None else bucket.tokens)
+        self._eager_hidden = None  # of an earlier step, that nobody took
         if key is not None:
             assert self.graphs is not None
             return self.graphs.replay(key)[: len(slots)] if mode == LOGITS else self.graphs.replay(key), None

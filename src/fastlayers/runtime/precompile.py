@@ -3,6 +3,7 @@
 token counts of a layer      powers of two and what lies between, both sides of its ladder's edges; where deep_gemm
                              serves, multiples of 64 as well: its kernels depend on how many tiles the tokens fill
 decode of attention          the same of requests, in every class of context
+extends that are captured    attention in each bucket of several requests: one alone is captured by the warm-up itself
 threads                      Triton's compiler lets others run while it works; other packages have one thread each
 """
 
@@ -11,11 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from fastlayers.attention.buckets import ExtendBucket, ExtendBuckets
 from fastlayers.attention.context_buckets import CONTEXTS
 from fastlayers.layer import Layer
 from fastlayers.registry import Choice
@@ -81,9 +84,17 @@ def packages_at(choices: Sequence[Choice], tokens: int) -> str:
 
 
 def jobs_of(
-    label: str, layer: Layer, examples: Callable[[Any, int], list[tuple[Any, ...]]], max_tokens: int, max_batch: int
+    label: str,
+    layer: Layer,
+    examples: Callable[[Any, int], list[tuple[Any, ...]]],
+    max_tokens: int,
+    max_batch: int,
+    step: Any = None,
 ) -> Iterator[Job]:
-    """Yield the calls of one layer; ``examples(layer, count)`` returns its arguments."""
+    """Yield the calls of one layer; ``examples(layer, count)`` returns its arguments.
+
+    ``step`` has what captures extends: its ``extend_buckets``, and the ``state`` whose size their kernels depend on.
+    """
     choices = list(choices_of(layer))
     edges = [r.max_tokens for choice in choices for r in choice.rungs if r.max_tokens is not None]
     tiles = any("deep_gemm" in builds.compiling(rung.backend) for choice in choices for rung in choice.rungs)
@@ -98,22 +109,57 @@ def jobs_of(
     if hasattr(layer, "decode_choice"):
         for context in [context for context in CONTEXTS if context < positions]:
             for count in cover(max_batch, edges):
-                call = lambda n=count, c=context: layer(*_decode(layer, n, c))  # noqa: E731
+                call = partial(_call, layer, _decode, count, context)
                 yield Job(f"{label} {count} × {context}", count, packages_at(choices, count), call)
+        for bucket in _wide_buckets(step, max_tokens, max_batch):
+            call = partial(_call, layer, _extend, bucket, step.state)
+            words = f"{label} {bucket.tokens} of {bucket.requests} requests"
+            yield Job(words, bucket.tokens, packages_at(choices, bucket.tokens), call)
+
+
+def _call(layer: Layer, inputs: Callable[..., tuple[Any, ...]], *of: Any) -> Any:
+    return layer(*inputs(layer, *of))
+
+
+def _wide_buckets(step: Any, max_tokens: int, max_batch: int) -> list[ExtendBucket]:
+    """Return the buckets for several requests that steps of so many tokens and requests may take."""
+    buckets: ExtendBuckets = getattr(step, "extend_buckets", None) or ExtendBuckets((), ())
+
+    def reached(sizes: Sequence[int], most: int) -> list[int]:
+        return [size for size, smaller in zip(sizes, (0, *sizes), strict=False) if smaller < most]
+
+    wide = [size for size in reached(buckets.requests, max_batch) if size > 1]
+    return [ExtendBucket(tokens, size) for tokens in reached(buckets.tokens, max_tokens * max_batch) for size in wide]
 
 
 def _decode(layer: Any, requests: int, context: int) -> tuple[Any, ...]:
     """Return the arguments of a decode step; all requests read the same pages."""
-    from fastlayers.attention.kv_cache.spec import kv_cache_spec
     from fastlayers.attention.meta import AttentionBatch, AttentionState
 
     size = layer.cfg.page_size
-    device = next((p.device for p in layer.parameters()), layer.device_type)
     pages = -(-(context + 1) // size)
-    cache = kv_cache_spec(layer, page_size=size, dtype=layer.cfg.kv_dtype).allocate(pages + 1, device)[0]
-    x = torch.zeros(requests, layer.hidden_size, dtype=layer.cfg.dtype, device=device)
+    x, cache = _rows_and_cache(layer, requests, pages)
+    device = x.device
     batch = AttentionBatch((1,) * requests, (context,) * requests, [list(range(1, pages + 1))] * requests)
     return x, AttentionState(requests, requests, pages, size, device).plan(batch), cache
+
+
+def _extend(layer: Any, bucket: ExtendBucket, like: Any) -> tuple[Any, ...]:
+    """Return the arguments of an extend in a bucket, in which nobody asks anything; ``like``: the state to resemble."""
+    from fastlayers.attention.meta import AttentionBatch, AttentionState
+
+    x, cache = _rows_and_cache(layer, bucket.tokens, 0)
+    state = AttentionState(like.max_batch, like.max_tokens, like.max_pages, like.page_size, x.device)
+    return x, state.plan(AttentionBatch((), (), []), bucket=bucket), cache
+
+
+def _rows_and_cache(layer: Any, tokens: int, pages: int) -> tuple[torch.Tensor, Any]:
+    from fastlayers.attention.kv_cache.spec import kv_cache_spec
+
+    device = next((p.device for p in layer.parameters()), layer.device_type)
+    spec = kv_cache_spec(layer, page_size=layer.cfg.page_size, dtype=layer.cfg.kv_dtype)
+    x = torch.zeros(tokens, layer.hidden_size, dtype=layer.cfg.dtype, device=device)
+    return x, spec.allocate(pages + 1, device)[0]
 
 
 def run(jobs: Sequence[Job], advance: Callable[[str], None], *, threads: int = THREADS) -> None:

@@ -237,7 +237,8 @@ def _side_by_side(module: Any, max_tokens: int, max_batch: int) -> list[precompi
     for name, layer in precompile.representatives(model):
         if _unknown(layer) is None:
             layer.finalize()  # in one thread, before several call it
-            jobs += precompile.jobs_of(name, layer, _examples, max_tokens, max_batch)
+            step = getattr(module, "step", None)
+            jobs += precompile.jobs_of(name, layer, _examples, max_tokens, max_batch, step)
     return jobs
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from fastlayers.attention.meta import AttentionBatch
 from fastlayers.sampler.layer import SamplingParams
 from fastlayers_models.step import StepKey
 from fastlayers_server.engine.metrics import Metrics
@@ -278,6 +279,10 @@ def test_the_models_own_draft_layer(captured: bool, k: int) -> None:
     ways = [Sampling(0.8, 30, 0.95, seed=i) for i in range(3)]
     plain_ways = [SamplingParams(0.8, 30, 0.95, seed=i) for i in range(3)]
     assert bench.generate(rows, new, ways) == plain(model, rows, new, plain_ways)
+    # A start that measures steps of prompts leaves hidden rows that nobody takes.
+    with torch.inference_mode():
+        bench.executor.extending._forward(bench.executor.extending.state.plan(AttentionBatch((5,), (0,), [[1]])))
+    assert bench.generate([[1, 2, 3]], 3) == plain(model, [[1, 2, 3]], 3)
 
 
 @pytest.mark.parametrize("captured", [False, True])
