@@ -67,10 +67,20 @@ class Suite:
         """Count after each test."""
         self.settle()
 
-    @pytest.hookimpl
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Add what a worker of pytest-xdist counted; one that died tells nothing."""
+        counts, used = getattr(node, "workeroutput", {}).get("fastlayers_suite", ({}, ()))
+        self.counts.update(counts)
+        self.used.update(used)
+
+    @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: Any) -> None:
-        """Fail a session that patched nothing."""
-        if not self.counts["calls of fast paths"] and not session.config.option.collectonly:
+        """Fail a session that patched nothing; workers of pytest-xdist hand on what they counted."""
+        output = getattr(session.config, "workeroutput", None)
+        if output is not None:
+            output["fastlayers_suite"] = (dict(self.counts), sorted(self.used))
+        elif not self.counts["calls of fast paths"] and not session.config.option.collectonly:
             session.exitstatus = 1
 
     @pytest.hookimpl

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import transformers
@@ -58,15 +61,41 @@ def test_packages_that_its_tests_import_are_asked_for(tmp_path: Path) -> None:
     assert done.returncode == 0 and "skipped: the package datasets is not installed" in done.stdout
 
 
-def test_each_line_of_the_list_has_a_reason(tmp_path: Path) -> None:
+@pytest.fixture
+def plugin() -> Iterator[Any]:
     sys.path.insert(0, str(REPO / "tools"))
     try:
         import transformers_suite
+
+        yield transformers_suite
     finally:
         sys.path.pop(0)
-    found = transformers_suite.read_skips(transformers_suite.SKIPS)
+
+
+def test_what_workers_counted_is_added(plugin: Any) -> None:
+    def ended(suite: Any, **config: Any) -> SimpleNamespace:
+        option = SimpleNamespace(collectonly=False)
+        session = SimpleNamespace(config=SimpleNamespace(option=option, **config), exitstatus=0)
+        suite.pytest_sessionfinish(session)
+        return session
+
+    workers, whole = [plugin.Suite(), plugin.Suite(), plugin.Suite()], plugin.Suite()
+    for worker, calls in zip(workers, (3, 4, 0), strict=True):
+        worker.counts["calls of fast paths"] += calls
+        worker.used.add(f"glob {calls}")
+        session = ended(worker, workeroutput={})
+        assert session.exitstatus == 0, "one worker may have no test that patches"
+        whole.pytest_testnodedown(session.config)
+    whole.pytest_testnodedown(SimpleNamespace())  # one that died
+    assert ended(whole).exitstatus == 0 and whole.counts["calls of fast paths"] == 7
+    assert whole.used == {"glob 3", "glob 4", "glob 0"}
+    assert ended(plugin.Suite()).exitstatus == 1, "where nothing ran fast, nothing was proved"
+
+
+def test_each_line_of_the_list_has_a_reason(tmp_path: Path, plugin: Any) -> None:
+    found = plugin.read_skips(plugin.SKIPS)
     assert found and all(glob and len(reason) > 8 for glob, reason in found.items())
     bad = tmp_path / "list.txt"
     bad.write_text("*::test_without_a_reason\n")
     with pytest.raises(SystemExit, match="not 'glob: reason'"):
-        transformers_suite.read_skips(bad)
+        plugin.read_skips(bad)
