@@ -231,17 +231,27 @@ def draw(number: int, folder: Path) -> None:
             raise AssertionError(f"draw {number}: {', '.join(done)}: {type(error).__name__}: {error}") from error
 
 
+def block(first: int, folder: Path) -> None:
+    """Run a block to its end, and name every draw of it that failed."""
+    failed = []
+    for number in range(first, first + BLOCK):
+        try:
+            draw(number, folder)
+        except AssertionError as error:
+            failed.append(error)
+    if failed:
+        raise AssertionError("\n".join(map(str, failed))) from failed[0]
+
+
 @pytest.mark.parametrize("first", range(0, 100, BLOCK))
 def test_drawn_workflows(first: int, tmp_path: Path) -> None:
-    for number in range(first, first + BLOCK):
-        draw(number, tmp_path)
+    block(first, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(100, 2100, BLOCK))
 def test_many_drawn_workflows(first: int, tmp_path: Path) -> None:
-    for number in range(first, first + BLOCK):
-        draw(number, tmp_path)
+    block(first, tmp_path)
 
 
 @pytest.mark.parametrize("number", [0, 4, 6, 20])
