@@ -83,8 +83,11 @@ class FastModule:
     def _fl_choose(self) -> None:
         """Choose backends for the device and dtype that the parameters have now."""
 
-    def _fl_pack(self, aliases: bool = False) -> int:
-        """Move weights that are used together side by side; return the bytes moved."""
+    def _fl_pack(self, again: bool = False) -> int:
+        """Move weights that are used together side by side; return the bytes moved.
+
+        ``again``: they were replaced since the patch.
+        """
         return 0
 
     def _fl_unpack(self) -> None:
@@ -112,8 +115,7 @@ class FastModule:
                 # In the middle of .to(), say: whoever moves a model moves all of it, and gets the original's code.
                 why = f"no backend for the weights as they are: {error}"
             self._fl_watch(why=why)
-            # Whoever replaced the parameters holds them at this moment.
-            self._fl_pack(aliases=True)
+            self._fl_pack(again=True)
 
     def _fl_other(self, x: torch.Tensor) -> str:
         """Return why our code may not run on ``x``, besides what is so for every module, or ""."""

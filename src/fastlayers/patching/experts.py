@@ -222,13 +222,13 @@ class FastClampedExperts(FastExperts):
         super()._fl_choose()
         self._fl_views = _reads_views(self._fl_core)
 
-    def _fl_pack(self, aliases: bool = False) -> int:
+    def _fl_pack(self, again: bool = False) -> int:
         module: Any = self
         weights = {name: getattr(module, name) for name in ("gate_up_proj", "down_proj")}
         self._fl_strides = self.__dict__.get("_fl_strides", {})
         if self._fl_views or module.down_proj.device.type == "meta":
             return 0
-        if not aliases and any(is_aliased(weight) for weight in weights.values()):
+        if not again and any(is_aliased(weight) for weight in weights.values()):
             raise PatchError(
                 f"patch: moe: {self._fl_core.choice.name} reads these experts in another order, but another tensor "
                 "looks at the weights (a state_dict, say): delete it before the patch, or leave them out"

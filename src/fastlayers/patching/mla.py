@@ -122,9 +122,9 @@ class FastMLA(PackedModule):
     def _fl_parts(self) -> tuple[str, ...]:
         return ("q_proj" if self.q_lora_rank is None else "q_a_proj"), "kv_a_proj_with_mqa"
 
-    def _fl_pack(self, aliases: bool = False) -> int:
+    def _fl_pack(self, again: bool = False) -> int:
         # Of a quantised kv_b_proj one dequantised copy is held; unquantised weights are used where they are.
-        moved, weight = super()._fl_pack(aliases), getattr(self.kv_b_proj, "weight", None)
+        moved, weight = super()._fl_pack(again), getattr(self.kv_b_proj, "weight", None)
         self._fl_dense = None
         if type(weight) is nn.Parameter and weight.element_size() == 1 and weight.device.type != "meta":
             self._fl_dense = self._fl_dequantised()

@@ -25,6 +25,7 @@ from fastlayers.weights_epoch import is_aliased
 # More rows than these a CPU multiplies as fast one linear after the other, and outputs side by side cost copies.
 MOST_ROWS_ON_HOST = 64
 _FORWARD = nn.Linear.forward
+_ALIASED = "aliased: another tensor looks at the weights"
 
 
 def plain(linear: Any) -> bool:
@@ -34,11 +35,8 @@ def plain(linear: Any) -> bool:
     return type(linear) is nn.Linear and untouched(linear) and type(linear._parameters.get("weight")) is nn.Parameter
 
 
-def why_apart(linears: Sequence[Any], aliases: bool = False) -> str:
-    """Return why these modules cannot share one buffer, or "".
-
-    ``aliases``: take weights that other tensors look at too; else they stay where these tensors see them change.
-    """
+def why_apart(linears: Sequence[Any]) -> str:
+    """Return why these modules cannot share one buffer, or ""."""
     if len(linears) < 2:
         return "fuse_projections=False"
     if not all(plain(linear) for linear in linears):
@@ -58,8 +56,8 @@ def why_apart(linears: Sequence[Any], aliases: bool = False) -> str:
         return "tied or transposed weights"
     if first.device.type == "cpu" and any(p.is_shared() for p in tensors):
         return "weights in shared memory"
-    if not aliases and any(is_aliased(p) for p in tensors):
-        return "aliased: another tensor looks at the weights"
+    if any(is_aliased(p) for p in tensors):
+        return _ALIASED
     return ""
 
 
@@ -78,9 +76,11 @@ def _join(parameters: list[nn.Parameter]) -> nn.Parameter:
 class Packed(Guard):
     """The buffer of several linears' weights, and whether it still is what they hold."""
 
-    def __init__(self, module: nn.Module, names: tuple[str, ...], aliases: bool) -> None:
+    def __init__(self, module: nn.Module, names: tuple[str, ...], again: bool) -> None:
         linears = [getattr(module, name) for name in names]
-        self.apart = why_apart(linears, aliases)
+        self.apart = why_apart(linears)
+        # Whoever loads holds the tensors meanwhile: the next call finds out whether somebody keeps them.
+        self.later = again and self.apart == _ALIASED
         self.weight: nn.Parameter | None = None
         self.bias: nn.Parameter | None = None
         self.nbytes, together = 0, [] if self.apart else linears
@@ -141,13 +141,13 @@ class PackedModule(FastModule):
         if "_fl_packed" in self.__dict__:
             self._fl_packed.join(self._fl_guard)
 
-    def _fl_pack(self, aliases: bool = False) -> int:
+    def _fl_pack(self, again: bool = False) -> int:
         held = self.__dict__.get("_fl_packed")
         if held is not None and held.weight is not None and held.holds(self):
             return 0
         self.__dict__.pop("_fl_packed", None)
         module: Any = self
-        self._fl_packed = Packed(module, self._fl_parts() if self._fl_fuse else (), aliases)
+        self._fl_packed = Packed(module, self._fl_parts() if self._fl_fuse else (), again)
         self._fl_packed.join(self._fl_guard)
         return self._fl_packed.nbytes
 
@@ -172,6 +172,8 @@ class PackedModule(FastModule):
         :meth:`_fl_ready` found.
         """
         packed = self._fl_packed
+        if packed.later and not torch.compiler.is_compiling():
+            packed = self._fl_settled(x)
         if packed.weight is None or (not x.is_cuda and x.numel() > MOST_ROWS_ON_HOST * x.shape[-1]):
             return None
         if ready < 2 and not packed.holds(self):
@@ -179,6 +181,13 @@ class PackedModule(FastModule):
         if torch.compiler.is_dynamo_compiling():
             return self._fl_traced(x, packed.weight, packed.bias)
         return F.linear(x, packed.weight, packed.bias)
+
+    def _fl_settled(self, x: torch.Tensor) -> Packed:
+        """Return the buffer of what was loaded, at the first call since, unless somebody kept the tensors."""
+        self._fl_packed.later = False
+        if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):  # a captured step keeps its addresses
+            self._fl_pack()
+        return self._fl_packed
 
     def _fl_traced(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
         linears = self._fl_linears()

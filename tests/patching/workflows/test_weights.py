@@ -110,6 +110,28 @@ def test_tensors_that_look_at_weights_before_patch_and_unpatch_stay_current(name
         assert other.get_parameter(key).data_ptr() == tensor.data_ptr() if "bias" not in key else True
 
 
+@pytest.mark.parametrize("how", ["kept, then moved", "assigned", "another model's"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tensors_that_look_at_weights_after_patch_stay_current(name: str, how: str) -> None:
+    model, twin = build(name), build(name)
+    for m in (model, twin):
+        other = build(name, seed=5)
+        held = m.state_dict() if how.startswith("kept") else other.state_dict()
+        if m is model:
+            fl.patch(model)
+        if how.startswith("kept"):
+            m.to("cpu").float()  # moves nothing
+        else:
+            m.load_state_dict(held if how == "another model's" else dict(held), assign=True)
+        logits(m)
+        for tensor in held.values() if how != "another model's" else [p.data for p in other.parameters()]:
+            tensor.mul_(0.9)
+    assert close(logits(model), logits(twin)) and not all_packed(model)
+    # Whoever assigns tensors and lets go of them has them packed.
+    model.load_state_dict({key: tensor.clone() for key, tensor in twin.state_dict().items()}, assign=True)
+    assert close(logits(model), logits(twin)) and all_packed(model)
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_shared_memory_stays_shared(name: str, when: str) -> None:
