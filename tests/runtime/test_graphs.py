@@ -146,6 +146,16 @@ def test_a_pause_looks_through_nothing() -> None:
         gc.callbacks.pop()
 
 
+def test_a_pause_within_a_pause_does_not_count_what_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each capture is a pause of its own, and there may be a hundred in the pause of all."""
+    with gc_pause():
+        with monkeypatch.context() as patch:
+            patch.setattr(gc, "get_freeze_count", lambda: pytest.fail("it walks through all of it"))
+            CudaGraphs(runtime=EagerRuntime()).capture(1, lambda: torch.ones(1))
+        assert gc.get_freeze_count() > 20_000 and not gc.isenabled()
+    assert gc.isenabled()
+
+
 def test_what_somebody_froze_stays_frozen_and_nothing_else_does() -> None:
     gc.freeze()
     try:

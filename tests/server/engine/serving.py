@@ -76,7 +76,7 @@ class Bench:
         options = dict(max_running=6, max_batched_tokens=48, max_extend_requests=4, prefix_cache=True) | limits
         vocab, eos = model.config.vocab_size, tuple(model.config.eos_token_ids)
         self.config = SchedulerConfig(vocab, 256, num_pages, model.page_size, eos, **options)  # type: ignore[arg-type]
-        graphs = CudaGraphs(runtime=EagerRuntime()) if captured else None
+        graphs = CudaGraphs(runtime=EagerRuntime(), warm_ups=1) if captured else None
         buckets = ExtendBuckets((16, 32), (1, 4)) if captured and not own_buckets else None
         self.executor = TorchExecutor(
             model,
