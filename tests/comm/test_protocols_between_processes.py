@@ -283,7 +283,10 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+RARE = ("killed before it pushed", "killed between push and wait")
+
+
+@pytest.mark.parametrize("fault", [pytest.param(f, marks=[pytest.mark.slow] * (f in RARE)) for f in FAULTS])
 def test_faults_are_named_after_one_deadline(fault: str, tmp_path: Path) -> None:
     dead = [1] if FAULTS[fault] else []
     found, late, seconds = world(2).run(upset, str(tmp_path), fault, dying=dead)[0]

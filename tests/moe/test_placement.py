@@ -235,7 +235,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("ranks", PLANS)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_exact_sums_are_equal_under_any_placement(ranks: int) -> None:
     spare, plans = PLANS[ranks]
     for answers in world(ranks).run(moved, spare, plans, True):

@@ -174,8 +174,13 @@ COVERED: dict[str, tuple[str, Callable[[Any], Any], str]] = {
 }
 
 
+USUAL = ("class", "hooks", "number")
+
+
 @pytest.mark.filterwarnings("ignore:Using `torch.compile")
-@pytest.mark.parametrize("change", COVERED)
+@pytest.mark.parametrize(
+    "change", [pytest.param(c, marks=[pytest.mark.slow] * (not c.endswith(USUAL))) for c in COVERED]
+)
 def test_a_compiled_module_sees_what_its_guard_covers(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     part, owner_of, name = COVERED[change]
     model = build("v3").requires_grad_(False)

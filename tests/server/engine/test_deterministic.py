@@ -24,7 +24,7 @@ NEW, COUNT = 44, 6
 PIECE = 16
 
 
-@pytest.fixture(scope="module", params=["deepseek", "qwen", "gpt_oss"])
+@pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest) -> Any:
     return make_model(request.param)
 
@@ -76,7 +76,15 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+# Captured, each request alone is captured, too: of one model only, unless there is time.
+CASES = [
+    pytest.param(name, way, marks=[pytest.mark.slow] * ("captured" in options and name != "qwen"))
+    for name in ("deepseek", "qwen", "gpt_oss")
+    for way, options in WAYS.items()
+]
+
+
+@pytest.mark.parametrize(("model", "way"), CASES, indirect=["model"])
 def test_bytes_do_not_depend_on_what_else_runs(
     model: Any, wanted: list[tuple[Any, ...]], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -202,7 +202,7 @@ def test_rejection_keeps_more_drafts_and_one_point_as_many() -> None:
         assert share == pytest.approx(expected, abs=0.03)
 
 
-@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("captured", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_draft_layers_tokens_by_rejection(captured: bool) -> None:
     """On the trained model: the first tokens of many seeds are distributed as without drafts; greedy ones are equal."""
     model = make_model("deepseek")
