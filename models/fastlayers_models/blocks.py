@@ -34,7 +34,7 @@ from fastlayers.layer import check_move, finalize, trust
 from fastlayers.linear.factory import linear
 from fastlayers.rotary.layer import RotaryEmbedding
 from fastlayers.weights_epoch import WeightsEpoch, epoch_of
-from fastlayers_models.agreement import meet, same_checkpoint, same_choices
+from fastlayers_models.agreement import meet, same_choices
 from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.concat import ConcatLinears
 from fastlayers_models.experts import ExpertBalancer, Routed, experts_held, route_to_slots
@@ -365,7 +365,6 @@ class CausalLM(nn.Module):
         checkpoint = Checkpoint(path)
         config = cls.read_config(checkpoint)
         check_config(checkpoint, config)
-        same_checkpoint(checkpoint, options.get("parallel"))
         model = cls(config, **options)
         load_weights(model, checkpoint, ignore=model.ignored_tensors)
         finalize(model)

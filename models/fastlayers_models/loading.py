@@ -17,6 +17,7 @@ from torch import nn
 from fastlayers.errors import CheckpointError
 from fastlayers.quant.slow_formats import announce_slow_formats
 from fastlayers.weights import Slot, slots
+from fastlayers_models.agreement import same_checkpoint
 from fastlayers_models.cache_scales import fold_cache_scales, scale_names
 from fastlayers_models.check_quantization import check_quantization
 from fastlayers_models.checkpoint import NAMED, Checkpoint, collapsed
@@ -108,7 +109,10 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, *, ignore: Sequence[s
     CheckpointError
         Missing, extra or misshapen tensors, or quantised ones where the model holds others, all found before the
         first weight is written; or an unreadable shard.
+    CollectiveMismatch
+        Ranks of one model read different checkpoints.
     """
+    same_checkpoint(checkpoint, getattr(model, "parallel", None))
     wanted: dict[str, list[Slot]] = {}
     for name, slot in slots(model):
         wanted.setdefault(name, []).append(slot)

@@ -47,7 +47,9 @@ def started_elsewhere(ranks: Ranks) -> bool:
         raise ArgumentError("fastlayers", "--tp × --dp", ranks.processes, accepted)
     command = [*launcher(ranks.processes, "fastlayers_server.cli"), *sys.argv[1:]]
     if code := subprocess.run(command, check=False).returncode:
-        raise SystemExit(code)
+        if code < 0:  # so it could not say anything, and its processes are gone with it
+            print(f"error: torchrun was ended by {signal.Signals(-code).name}", file=sys.stderr)
+        raise SystemExit(max(1, code))
     return True
 
 

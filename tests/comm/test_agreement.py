@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import fastlayers_models
 from fastlayers.comm.agreement import axis_of, share_tables
 from fastlayers.comm.fabric import agree
 from fastlayers.comm.parallel import Axis
@@ -20,7 +22,7 @@ from fastlayers.registry.choice import Rung
 from fastlayers.runtime import builds, kernel_cache
 from fastlayers.runtime.warmup import warmup
 from fastlayers.testing.world import Rank, world
-from fastlayers_models import agreement
+from fastlayers_models import AutoModel, agreement
 from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.llama import LlamaConfig, LlamaForCausalLM
 from fastlayers_models.rows import Outbox
@@ -101,29 +103,62 @@ def facts_that_differ(rank: Rank, folder: str) -> list[str]:
         if own:
             patch.setattr(RMS_NORM, "_choose_auto", lambda *given: replace(choose(*given), rungs=rungs))
         said.append(build())
-    path = Path(folder, f"rank{rank.rank}")
     LlamaForCausalLM(config, dtype=torch.float32)  # a rank by itself asks nobody
-    path.mkdir()
-    weights = {"model.norm.weight": torch.ones(16 + own)}
-    save_file(weights, path / "model.safetensors")
-    (path / "config.json").write_text("{}")
-    try:
-        agreement.same_checkpoint(Checkpoint(path), spec)
-    except CollectiveMismatch as error:
-        said.append(str(error))
+    for name, size in (("copied", 16), ("longer", 16 + own)):
+        path = Path(folder, f"{name} by rank {rank.rank}")
+        path.mkdir()
+        save_file({"model.norm.weight": torch.ones(size)}, path / "model.safetensors")
+        (path / "config.json").write_text("{}")
+        try:
+            agreement.same_checkpoint(Checkpoint(path), spec)
+        except CollectiveMismatch as error:
+            said.append(str(error))
+        else:
+            said.append("nothing")
     return said
+
+
+TINY = Path(fastlayers_models.__file__).parent / "assets" / "tiny_deepseek_v3"
+
+
+def read_another(rank: Rank, folder: str, what: str) -> str:
+    """Return what is said when the second rank reads a model of another family, or with other weights."""
+    path = TINY
+    if rank.rank == 1:
+        path = Path(shutil.copytree(path, Path(folder, what)))
+        file = path / ("config.json" if what == "family" else "model.safetensors")
+        data = bytearray(file.read_bytes())
+        if what == "family":
+            data = bytearray(json.dumps(json.loads(data) | {"model_type": "llama"}).encode())
+        else:
+            data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    try:
+        AutoModel.from_pretrained(path, parallel=rank.spec())
+    except CollectiveMismatch as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(("what", "named"), [
+    ("family", "config: rank 0 has DeepseekConfig; rank 1 has LlamaConfig"),
+    ("weights", "checkpoint: rank 0 has 1 files, "),
+])  # fmt: skip
+def test_another_model_is_named(what: str, named: str, tmp_path: Path) -> None:
+    for said in world(2).run(read_another, str(tmp_path), what):
+        assert said.startswith(f"ranks differ in {named}")
 
 
 def test_whatever_differs_is_named(tmp_path: Path) -> None:
     for said in world(2).run(facts_that_differ, str(tmp_path)):
-        nothing, version, device, backend, table, checkpoint = said
-        assert nothing == "nothing"
+        nothing, version, device, backend, table, copied, longer = said
+        assert nothing == copied == "nothing"
         assert "ranks differ in fastlayers: rank 0 has" in version and "(edited)" in version
         assert device.startswith("ranks differ in device: rank 0 has H200; rank 1 has H100")
         assert backend.startswith("ranks differ in backend of model.layers.N.input_layernorm: rank 0 has torch; ")
         assert "rank 1 has reference" in backend
         assert table.startswith("ranks differ in backend of model.") and "rank 1 has torch:8|torch;" in table
-        assert checkpoint.startswith("ranks differ in checkpoint: rank 0 has 1 files")
+        assert longer.startswith("ranks differ in checkpoint: rank 0 has 1 files")
 
 
 def what_is_built(rank: Rank, folder: str) -> list[dict[str, int]]:
