@@ -5,7 +5,8 @@
 
 Rows beside chunks are part of their extend, so that weights are read once. Where they may not be, a step with chunks
 and rows is waited for in two parts. When the chunks are done the next step is planned, so that whoever arrived
-meanwhile is in it, while the device does the rows; and first tokens are told if those take long.
+meanwhile is in it, while the device does the rows; and first tokens are told if those take long. Of a step with both in
+one they are told first.
 
 A stop is known one step late; the token drawn meanwhile is wasted. Steps with a grammar are launched in two parts: the
 forward pass needs no mask, so the tokens of the step before are taken while it runs.
@@ -224,16 +225,18 @@ class Engine:
     def _after_chunks(self, plan: TickPlan, step: Step, ending: bool = False) -> None:
         """Wait for a step's chunks, and tell their first tokens if its rows take long; in a backlog only at its end.
 
-        A whole step is launched by the host in nearly the time that the device needs: that must begin early.
+        A whole step is launched by the host in nearly the time that the device needs: that must begin early. Rows that
+        are part of the extend end with it; the first tokens are told before theirs all the same: writing the text of a
+        hundred rows takes a front longer than anything else that a first token waits for behind its step.
         """
         scheduler = self.scheduler
         rows = len(plan.rows)
-        if not (rows and plan.chunks) or plan.mixed or plan.masked or plan.verify or plan.early:
+        if not (rows and plan.chunks) or plan.masked or plan.verify or plan.early:
             return
-        if scheduler.backlog and not ending:
+        if not ending and (plan.mixed or scheduler.backlog):
             return
         tokens = step.first()
-        if tokens and scheduler.budget.decode_seconds(rows) > EARLY:
+        if tokens and (plan.mixed or scheduler.budget.decode_seconds(rows) > EARLY):
             scheduler.commit_prompts(plan, tokens, self.clock())
             self._flush()
 

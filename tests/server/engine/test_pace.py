@@ -246,6 +246,26 @@ def test_a_first_token_does_not_wait_for_the_rows_beside_it() -> None:
     assert all(everybody.count(times[0]) == 1 for rid, times in device.heard.items() if device.came[rid] > 0.1)
 
 
+def test_first_tokens_of_a_mixed_step_are_told_before_those_of_its_rows() -> None:
+    """A front has much to write for the rows; who has just begun would wait for all of it."""
+    device = Device("Qwen3-30B-A3B", [0.0] * 20 + [0.5 + 0.03 * i for i in range(20)])
+    messages: list[tuple[float, dict[int, bool]]] = []
+
+    def hear(message: Any) -> None:
+        if isinstance(message, StepOut):
+            messages.append((device.now, {output.rid: output.rid not in device.heard for output in message.outputs}))
+        Device.hear(device, message)
+
+    device.engine.deliver = hear
+    device.run()
+    late = [(when, firsts) for when, firsts in messages if when > 0.5 and any(firsts.values())]
+    assert sum(map(len, (firsts for _, firsts in late))) == 20  # nobody else is in their messages
+    for when, _ in late:
+        same = [any(firsts.values()) for other, firsts in messages if other == when]
+        assert len(same) == 2 and same[0]  # and the rows' message comes at the same time, behind it
+    assert all(len(times) == OUT for times in device.heard.values())
+
+
 def test_rows_wait_at_most_every_second_whole_step_of_a_backlog() -> None:
     limits = SchedulerConfig(
         23, 256, 400, 16, (1,), max_running=32, max_batched_tokens=128, max_queued_requests=100
