@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("fastlayers.front")
 
 BEAT_SECONDS = 5.0
+AT_ONCE = 8  # news that are fed before whoever came meanwhile has a turn
 
 
 class Link:
@@ -59,6 +61,8 @@ class Link:
         self._rids = itertools.count(1)
         self._ids = itertools.count(1)
         self._feeds: dict[int, Callable[[Output], None]] = {}
+        self._news: deque[Output] = deque()
+        self._next_turn: asyncio.Handle | None = None
         self._answers: dict[int, asyncio.Future[Reply | Stats]] = {}
         self.grammar_keys: set[str] = set()
         self._beat: tuple[float, Beat] | None = None
@@ -168,8 +172,9 @@ class Link:
 
     def _handle(self, message: FromEngine) -> None:
         if isinstance(message, StepOut):
-            for output in message.outputs:
-                self._output(output)
+            self._feed_all()  # of the step before: there is more to write than turns for it
+            self._news.extend(message.outputs)
+            self._feed_some()
         elif isinstance(message, Stats | Reply):
             if isinstance(message, Stats):
                 self.stats = message
@@ -184,6 +189,22 @@ class Link:
             self.started.set()
         elif isinstance(message, Died):
             self._died(message)
+
+    def _feed_some(self) -> None:
+        """Feed some news and, in the next turn of the loop, the others.
+
+        What a step says of hundreds of rows takes milliseconds to write. Between them requests are taken, and answers
+        that begin take the turns that they need for it.
+        """
+        for _ in range(min(AT_ONCE, len(self._news))):
+            self._output(self._news.popleft())
+        self._next_turn = asyncio.get_running_loop().call_soon(self._feed_some) if self._news else None
+
+    def _feed_all(self) -> None:
+        if self._next_turn is not None:
+            self._next_turn.cancel()
+        while self._news:
+            self._output(self._news.popleft())
 
     def _output(self, output: Output) -> None:
         feed = self._feeds.get(output.rid)
@@ -205,6 +226,7 @@ class Link:
             feed(Output(output.rid, finish="error", code="internal_error", message="the output cannot be read"))
 
     def _died(self, message: Died) -> None:
+        self._feed_all()
         self.info, self._beat, self._restarted = None, None, message.restarting
         code = "engine_restarting" if message.restarting else "draining"
         for rid in list(self._feeds):
