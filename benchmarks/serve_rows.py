@@ -3,9 +3,9 @@
 A server of each model (random weights at real dimensions, ``--load-format dummy``) and ``fastlayers bench serve``, the
 client, as processes of their own; prompts of 512 tokens and answers of 128, all distinct, unless a row says otherwise.
 Rows: seconds to ``/ready``; 32 and 256 prompts at once; one at a time; a shared prefix of 2,048 tokens, beside the same
-without the cache; Poisson arrivals at 70 % of what 256 at once reached. One JSON line a row; the first describes the
-run. ``--switches``: instead of these, a server as it is by default and one without each of :data:`SWITCHES`, under the
-loads that ought to tell; a row says what was measured with it and without.
+without the cache; Poisson arrivals at 70 % of what 256 at once reached, with what their first tokens waited for. One
+JSON line a row; the first describes the run. ``--switches``: instead of these, a server as it is by default and one
+without each of :data:`SWITCHES`, under the loads that ought to tell; a row says what was measured with it and without.
 """
 
 from __future__ import annotations
@@ -171,13 +171,28 @@ def rows_of(port: int, end: float, options: argparse.Namespace) -> Iterator[Row]
         row["ttft_ratio"] = round(hits["median_ttft_ms"] / cold["median_ttft_ms"], 3)
         row["cached_share"] = round(hits["cached_share"], 4)
     yield row
-    left = min(options.arrivals, end - time.monotonic() - 12)
-    if rate and left > 0:
-        count = max(4, int(rate * left))
+    count = min(options.arrivals, int(rate * (end - time.monotonic() - 12)))
+    if count >= 4:
         flags = "--num-prompts", count, "--request-rate", round(rate, 2), "--seed", 4, "--metric-percentiles", "99,100"
+        before = waits(port)
         found = bench(port, end, *usual, *flags, *warm)
-        names = "median_itl_ms", "p99_itl_ms", "p100_itl_ms", "median_ttft_ms", "p99_ttft_ms"
-        yield {"row": "arrivals", "rate": round(rate, 2), "requests": count, **short(found, *names)}
+        names = "median_itl_ms", "p99_itl_ms", "p100_itl_ms", "median_ttft_ms", "p99_ttft_ms", "mean_ttft_ms"
+        spent = {name: [b - a for a, b in zip(before[name], each, strict=True)] for name, each in waits(port).items()}
+        means = {name: round(1e3 * seconds / max(1.0, number), 2) for name, (seconds, number) in spent.items()}
+        yield {
+            "row": "arrivals", "rate": round(rate, 2), "requests": count, **short(found, *names), "mean_ms": means
+        }  # fmt: skip
+
+
+def waits(port: int) -> dict[str, list[float]]:
+    """Return what first tokens waited for so far, in seconds and how often.
+
+    In the engine until a step was planned (queue), then until it had ended (prefill); all of it as the front saw it.
+    """
+    lines = (line.rpartition(" ") for line in get(port, "/metrics").splitlines())
+    values = {name: float(value) for name, _, value in lines if name.endswith(("_seconds_sum", "_seconds_count"))}
+    names = "queue", "prefill", "ttft"
+    return {name: [values[f"fastlayers_{name}_seconds_{what}"] for what in ("sum", "count")] for name in names}
 
 
 def profiled(server: Server, end: float, options: argparse.Namespace, folder: Path) -> Row:
@@ -235,7 +250,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="+", help="names that fastlayers serve knows, or tiny")
     parser.add_argument("--seconds", type=float, default=150.0, help="of each model, its start included")
-    parser.add_argument("--arrivals", type=float, default=60.0, help="seconds of Poisson arrivals")
+    parser.add_argument("--arrivals", type=int, default=2000, help="of these so many, or what there is time for")
     parser.add_argument("--tp", type=int, default=1, help="ranks of each attention group of a server")
     parser.add_argument("--attn-dp-size", type=int, default=1, help="attention groups")
     parser.add_argument("--ep", type=int, default=1, help="groups that split the experts")
