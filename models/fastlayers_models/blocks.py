@@ -23,7 +23,7 @@ from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.meta import AttentionMeta
 from fastlayers.comm.collectives import collectives, gather_logits, reduce_embedding
 from fastlayers.comm.communicator import LayerCommunicator
-from fastlayers.comm.layouts import Hidden
+from fastlayers.comm.layouts import BETWEEN, Hidden
 from fastlayers.comm.padding import StepTokens
 from fastlayers.comm.parallel import ParallelSpec, Shard
 from fastlayers.comm.seam import Moves, Seam
@@ -231,9 +231,17 @@ class DecoderLayer(nn.Module):
 
         ``valid``: which of the step's rows are real, see :func:`routed_rows`; ``None``: all.
         """
-        for stage in self.STAGES:
-            hidden = self.run(stage, hidden, meta, cache, step, valid)
-        return hidden
+        norms = self.communicator.bare_norms(hidden)
+        if norms is None or hidden.tensor.shape[0] != meta.positions.shape[0]:
+            for stage in self.STAGES:
+                hidden = self.run(stage, hidden, meta, cache, step, valid)
+            return hidden
+        # The same stages where the hooks are the norms and nothing else.
+        held: Any = self._modules
+        x, residual = hidden.tensor, hidden.residual
+        x, residual = (norms[0](x), x) if residual is None else norms[0](x, residual)
+        x, residual = norms[1](held["self_attn"](x, meta, cache), residual)
+        return Hidden(held[self.MLP](x, valid), residual, BETWEEN)
 
     def run(
         self, stage: str, hidden: Hidden, meta: AttentionMeta, cache: LayerCache, step: StepTokens, valid: Any

@@ -115,6 +115,22 @@ def test_torch_path(family: str, tmp_path: Path) -> None:
     assert calls_of_a_layer(model) <= 0.48 * BEFORE[family]
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama"])
+def test_a_layer_of_one_rank_is_its_stages(family: str, tmp_path: Path) -> None:
+    model = AutoModel.from_pretrained(save_random(tiny_config(family), tmp_path), dtype=torch.float32)
+    state = AttentionState(2, 16, 4, model.page_size, model.device)
+    ids, found = torch.arange(7) % 5, []
+    for trusted in (True, False):
+        caches = fl.kv_cache_spec(model, page_size=model.page_size, dtype=model.kv_dtype).allocate(4, model.device)
+        for layer in model.decoder.layers:
+            layer.communicator.trusted = trusted
+        bare = layer.communicator.bare_norms(Hidden.start(torch.zeros(1, model.config.hidden_size)))
+        assert (bare is not None) == trusted
+        with torch.inference_mode():
+            found.append(model(ids, state.plan(AttentionBatch((4, 3), (0, 0), [[1], [2]])), caches))
+    assert torch.equal(*found)
+
+
 class StubDriver:
     """Counts launches and makes none."""
 

@@ -41,7 +41,7 @@ COMMUNICATOR = Registry(
     ],
 )  # fmt: skip
 # What a copy makes for itself: transitions are functions of this object's own norms and collectives.
-MADE = ("_tables", "_transitions", "_spread", "_hooks", "_spread_hooks", "table", "spread_table")
+MADE = ("_tables", "_transitions", "_spread", "_hooks", "_spread_hooks", "_norms", "table", "spread_table")
 
 
 def mlp_place(mlp_kind: str, *, all_to_all: bool = False, dense_tp: int | None = None) -> str:
@@ -200,6 +200,7 @@ class LayerCommunicator:
         self._spread = {(row.hook, row.given): row for row in tables.spread()}
         self.table = {key: row.to for key, row in self._transitions.items()}
         self.spread_table = {key: row.to for key, row in self._spread.items()}
+        self._norms = norms if self.ops.alone and self.place == "full" else None
         # The same by plain strings: nothing of ours is hashed in a step.
         self._hooks, self._spread_hooks = _by_strings(self._transitions), _by_strings(self._spread)
 
@@ -226,6 +227,14 @@ class LayerCommunicator:
             return []
         lines = [f"{row.hook}: {row.given} -> {row.to}: {row.how}" for row in self._transitions.values()]
         return lines + [f"spread, {row.hook}: {row.given} -> {row.to}: {row.how}" for row in self._spread.values()]
+
+    def bare_norms(self, hidden: Hidden) -> tuple[Norm, Norm] | None:
+        """Return what the hooks of a layer with this input are on one rank: two norms; ``None``: call the hooks."""
+        norms = self._norms
+        if norms is None or not self.trusted or type(hidden) is not Hidden or hidden.tensor.shape[0] == 0:
+            return None
+        given = hidden.layout
+        return norms if given.place == "attn_full" and given.residual != "scattered" else None
 
     def prepare_attn(self, hidden: Hidden, step: StepTokens | None = None) -> Hidden:
         """Return the attention's input, ``attn_full``: any pending sum done, residual added, normalised."""

@@ -60,6 +60,8 @@ _LAYOUTS = {
     (place, pending, residual): Layout(place, pending, residual)
     for place in PLACES for pending in PENDING for residual in (None, "scattered", "attn_full")
 }  # fmt: skip
+# Between two layers of one group.
+BETWEEN = _LAYOUTS["attn_full", "tp", "attn_full"]
 
 
 @dataclass(slots=True)
