@@ -19,6 +19,7 @@ from transformers import DynamicCache, StaticCache
 import fastlayers as fl
 from fastlayers.errors import PatchError
 from fastlayers.patching.classes import PREFIX, FastModule
+from fastlayers.patching.comparison import ADDRESS
 from fastlayers.patching.packing import PackedModule
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -75,6 +76,18 @@ def test_unpatch_restores_everything_bit_for_bit(name: str) -> None:
     assert torch.equal(logits(model), wanted)
     fl.unpatch(model)
     assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("way", [ADDRESS, "data_ptr"])
+def test_packed_weights_are_found_where_they_were_put(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastlayers.patching.guard.ADDRESS", way)  # of torch before 2.12
+    model = build("qwen3")
+    fl.patch(model)
+    assert all_packed(model)
+    for module in packed_modules(model):
+        linear = module._fl_linears()[0]
+        linear.weight.data = linear.weight.data.clone()
+    assert not any(module._fl_packed.holds(module) for module in packed_modules(model))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

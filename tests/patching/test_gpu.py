@@ -58,6 +58,17 @@ def test_fp32_tokens_equal_stock(options: dict[str, Any]) -> None:
     assert torch.equal(answer(model, ids, mask, 12, **options), stock)
 
 
+@pytest.mark.parametrize("name", [*GQA, "v3", "v2"])
+def test_one_product_is_one_product(name: str) -> None:
+    model = build(name).to("cuda")
+    fl.patch(model)
+    packed = [module for module in model.modules() if isinstance(module, packing.PackedModule)]
+    together = [module for module in packed if module._fl_packed.weight is not None]
+    assert together and all(module._fl_packed.holds(module) for module in together)
+    with torch.no_grad():
+        assert all(module._fl_packed.whole(module) for module in together)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_answers_are_right(dtype: torch.dtype) -> None:
     model, problems = load(dtype), held_out_problems(60)

@@ -21,6 +21,8 @@ from torch.utils._device import DeviceContext
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 GLOBAL_HOOKS: tuple[Any, ...] = tuple(getattr(torch_module, f"_global{name}") for name in HOOKS)
 CALL, CALL_IMPL = nn.Module.__call__, nn.Module._call_impl
+# Asking for the address of a lazily copied tensor would copy it; torch before 2.12 has no other way to ask.
+ADDRESS = "const_data_ptr" if hasattr(torch.Tensor, "const_data_ptr") else "data_ptr"
 
 # An expression with places for the values that it is about. ``module`` is what the whole question is about, ``own``
 # what it has of its own.

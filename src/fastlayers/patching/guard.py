@@ -28,6 +28,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fastlayers.patching.comparison import (
+    ADDRESS,
     CALL,
     CALL_IMPL,
     GLOBAL_HOOKS,
@@ -176,7 +177,7 @@ class Guard:
             asked.append((f"{{}}[{name!r}] is {{}}", (table, held)))
             if held is None:
                 continue  # a bias that somebody adds
-            asked.append(("{}.const_data_ptr() == {}", (held, held.data_ptr())))
+            asked.append((f"{{}}.{ADDRESS}() == {{}}", (held, held.data_ptr())))
             # What else might change where a tensor lies: its first rows may have been taken, and a square one may
             # have been transposed. One that leaves no product does not count, as rows without their biases.
             if name == "bias" or table.get("bias") is None:
