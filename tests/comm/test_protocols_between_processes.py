@@ -316,12 +316,18 @@ FLAG = """    for hop in tl.static_range(1, N):
 BOX = (
     "    program, programs = tl.program_id(0), tl.num_programs(0)\n    for hop in tl.static_range(1, N):\n        owner"
 )
+SENT = "        _signal_all(flags_ptr, N, rank, last, N)\n"
+TOKEN = """        for token in range(program, tokens, tl.num_programs(0)):
+            at = tl.cast(token, tl.int64)
+            ids = tl.load(ids_ptr + at * K + k, mask=chosen, other=-1)
+            weights"""
 BUGS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "one phase of words": (("push", TURN, TURN[:-1] + "0"), ("push", "epoch & 1", "epoch & 0")),
     "phases are swapped on one side": (("push", "epoch & 1, 1 - rank, row", "(epoch + 1) & 1, 1 - rank, row"),),
     "words are left": (("push", STORE, ""),),
     "words go before they are read": (("push", LOAD, STORE + LOAD),),
     "minus zero is sent": (("push", "tl.where(bits == EMPTY, 0, bits).to(WORD)", "bits"),),
+    "rows go where another rank's belong": (("push", "(turn * N + rank).to", "(turn * N + 1 - rank).to"),),
     "the own row is waited for": (("push", "epoch & 1, 1 - rank, row", "epoch & 1, rank, row"),),
     "calls are not counted": (("push", "tl.store(epoch_ptr + row, epoch + 1)", "tl.store(epoch_ptr + row, epoch)"),),
     "flag before rows": (
@@ -330,6 +336,7 @@ BUGS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "one phase of rows": (("exchange", "tl.load(state_ptr + 2 * program + 1) & 1", "0 * base"),),
     "readers are not asked": (("exchange", "due = base + chunk if SCATTER else last", "due = base + chunk * SCATTER"),),
     "what is gathered is not waited for": (("exchange", WAIT, WAIT.replace("last,", "base,")),),
+    "flag before tokens": (("tokens", SENT, ""), ("tokens", TOKEN, SENT + TOKEN)),
     "tokens' readers are not asked": (("tokens", ASK, ASK.replace("last", "last - 1")),),
     "tokens are not waited for": (("tokens", COME, COME.replace("last", "last - 1")),),
 }  # fmt: skip

@@ -9,6 +9,7 @@ import torch
 
 from fastlayers.comm.collectives import Collectives
 from fastlayers.comm.communicator import LayerCommunicator
+from fastlayers.comm.padding import StepTokens
 from fastlayers.comm.parallel import ParallelSpec
 from fastlayers.comm.transitions import RankOps
 from fastlayers.norm.rms_norm.layer import RMSNorm
@@ -108,6 +109,31 @@ def test_slices_of_the_neighbour_are_caught(axis: str, name: str) -> None:
             setattr(self, axis, Wrong(getattr(self, axis), name, rows_of_the_neighbour))
 
     assert caught(Ops)
+
+
+class ResidualOfTheNeighbour(RankOps):
+    """Of what is scattered each rank keeps what the next one is to keep."""
+
+    def __init__(self, parallel: ParallelSpec) -> None:
+        super().__init__(parallel)
+        tp = parallel.attn_tp
+        wrong = Wrong(self.attn_tp, "", None)
+        wrong.own_slice = lambda x: x.chunk(tp.size)[(tp.rank + 1) % tp.size]
+        self.attn_tp = wrong  # type: ignore[assignment]
+
+
+class CountsIgnored(RankOps):
+    """Rows of all groups are gathered as if each had as many as the fullest one."""
+
+    def gather_replicate(self, x: torch.Tensor, step: StepTokens) -> torch.Tensor:
+        padded = torch.cat([x, x.new_zeros(max(step.rows) - len(x), x.shape[1])])
+        return self.tp.all_gather(padded)[: step.full_rows]
+
+
+@pytest.mark.parametrize(("ops", "grid"), [(ResidualOfTheNeighbour, FEW[0]), (CountsIgnored, FEW[1])])
+def test_rows_of_others_are_caught(ops: type[RankOps], grid: Grid) -> None:
+    with pytest.raises(WorldError, match="AssertionError"):
+        simulate(grid.size, check_transitions, type(ops.__name__, (LayerCommunicator,), {"rank_ops": ops}), grid)
 
 
 def test_the_real_ones_pass() -> None:

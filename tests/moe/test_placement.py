@@ -123,9 +123,8 @@ def test_what_cannot_be_placed_is_named() -> None:
         fl.Ranks(eplb=2)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_slots_follow_positions_and_count_pairs(backend: str) -> None:
-    placement = ExpertPlacement(4, Axis(2, 0), fl.EplbConfig(num_redundant_experts=2), backend=backend)
+def check_slots(placement: ExpertPlacement) -> None:
+    """Raise unless slots follow positions, and pairs are counted; the placement is of 4 experts in 6 slots."""
     placement.place([2, 0, 1, 3, 2, 0])
     ids = torch.tensor([[2, 0], [2, 3], [-1, 2], [1, -1]], dtype=torch.int32)
     slots = placement(ids, torch.tensor([4, 5, 6, 9]))
@@ -140,6 +139,31 @@ def test_slots_follow_positions_and_count_pairs(backend: str) -> None:
     assert torch.equal(placement(ids[order], torch.tensor([4, 5, 6, 9])[order]), slots[order])
     with pytest.raises(ArgumentError, match="1 to 2 of an expert"):
         placement.place([0, 0, 0, 1, 2, 3])
+
+
+def placement_of(backend: str) -> ExpertPlacement:
+    return ExpertPlacement(4, Axis(2, 0), fl.EplbConfig(num_redundant_experts=2), backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_slots_follow_positions_and_count_pairs(backend: str) -> None:
+    check_slots(placement_of(backend))
+
+
+def by_row(right: Any) -> Any:
+    return lambda ids, positions, *tables: right(ids, torch.arange(len(ids)), *tables)
+
+
+def by_the_batch(right: Any) -> Any:
+    return lambda ids, positions, *tables: right(ids, positions + len(ids), *tables)
+
+
+@pytest.mark.parametrize("bug", [by_row, by_the_batch])
+def test_slots_by_anything_else_are_caught(bug: Any) -> None:
+    placement = placement_of("torch")
+    placement.core = bug(placement.core)
+    with pytest.raises(AssertionError):
+        check_slots(placement)
 
 
 def test_backends_agree_on_drawn_tokens() -> None:
