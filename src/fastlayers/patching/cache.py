@@ -40,6 +40,11 @@ def _fits(keys: torch.Tensor, values: torch.Tensor) -> bool:
     )
 
 
+def _alike(held: torch.Tensor, added: torch.Tensor) -> bool:
+    """Return whether rows of one can follow those of the other as they are."""
+    return held.shape[0] == added.shape[0] and held.dtype == added.dtype and held.device == added.device
+
+
 class LatentLayer(DynamicLayer):
     """A :class:`DynamicLayer` that keeps its contents in one growing buffer between steps."""
 
@@ -100,9 +105,9 @@ class LatentLayer(DynamicLayer):
             self.buffer = None
             self._apart = [torch.cat(pair, dim=-2) for pair in zip(held, (key_states, value_states), strict=True)]
             return self._apart[0], self._apart[1]
-        same_batch = length == 0 or self._views()[0].shape[0] == key_states.shape[0]
+        alike = length == 0 or _alike(self._views()[0], key_states)
         recorded = differentiated(key_states, value_states, *self._views())
-        if recorded or not same_batch or not _fits(key_states, value_states):
+        if recorded or not alike or not _fits(key_states, value_states):
             # Writing in place would break autograd; what does not fit gets the stock layer's behaviour and errors.
             result: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, *args, **kwargs)
             return result

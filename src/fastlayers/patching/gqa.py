@@ -38,8 +38,8 @@ from fastlayers.rotary.layer import ROTARY, RotaryConfig
 Output = tuple[torch.Tensor, torch.Tensor | None]
 # Queries that a CPU takes at a time: each block multiplies only the keys that it may see.
 BLOCK = 64
-# Keyword arguments of the original's forward that change what is computed.
-_FOREIGN = ("cache", "position_bias")
+# Keyword arguments of the original's forward that change what is computed; the last two it cannot pass on.
+_FOREIGN = ("cache", "position_bias", "dropout", "scaling")
 
 
 def attend(
@@ -188,7 +188,7 @@ class FastGQA(PackedModule):
     _fl_relies = (
         "forward", "apply_rotary_pos_emb", "_apply_rotary_emb", "rotate_half", "eager_attention_forward", "repeat_kv",
     )  # fmt: skip
-    _fl_functions = ("linear", "softmax", "scaled_dot_product_attention")
+    _fl_functions = ("linear", "softmax", "dropout", "scaled_dot_product_attention")
     # Arguments that change what is computed, or that the family's forward passes itself.
     _fl_foreign = frozenset((*_FOREIGN, "sliding_window", "s_aux"))
     _fl_origin: tuple[type, type]

@@ -86,7 +86,9 @@ _KNOWN_CODE: dict[tuple[type, tuple[str, ...]], Code] = {}
 
 
 # torch's functions as they were when this was read.
-_FUNCTIONS = {name: getattr(F, name) for name in ("linear", "silu", "softmax", "scaled_dot_product_attention")}
+_FUNCTIONS = {
+    name: getattr(F, name) for name in ("linear", "silu", "softmax", "dropout", "scaled_dot_product_attention")
+}
 
 
 def functions(names: Iterable[str]) -> Code:

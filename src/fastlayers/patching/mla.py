@@ -35,7 +35,9 @@ from fastlayers.quant.block_quant import dequantize_block_weight
 from fastlayers.registry import Ladder
 
 # Keyword arguments of the original's forward that change what is computed.
-_FOREIGN = frozenset(("cache", "is_causal", "position_bias", "sliding_window", "softcap", "s_aux"))
+_FOREIGN = frozenset(
+    ("cache", "is_causal", "position_bias", "sliding_window", "softcap", "s_aux", "dropout", "scaling")
+)
 
 
 def attend_latent(
@@ -93,7 +95,7 @@ class FastMLA(PackedModule):
     """MLA; families add the signature of ``forward`` and ``_fl_rotate``."""
 
     _fl_relies: tuple[str, ...] = ("forward", "expand_kv", "eager_attention_forward", "repeat_kv")
-    _fl_functions = ("linear", "softmax", "scaled_dot_product_attention")
+    _fl_functions = ("linear", "softmax", "dropout", "scaled_dot_product_attention")
     _fl_baked = ("scaling",)
     _fl_core: Ladder | None
     _fl_adopt: bool

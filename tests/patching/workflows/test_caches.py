@@ -100,6 +100,23 @@ CHANGES = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("name", MLA)
+def test_a_cache_outlives_a_cast_of_the_model(name: str) -> None:
+    ids, found = prompt(2, 20)["input_ids"], []
+    for patched in (False, True):
+        model, cache = build(name, torch.bfloat16), DynamicCache()
+        if patched:
+            fl.patch(model)
+        with torch.no_grad():
+            model(ids[:, :12], past_key_values=cache)
+            model.float()
+            found.append(
+                torch.cat([model(ids[:, a:b], past_key_values=cache).logits for a, b in ((12, 13), (13, 20))], 1)
+            )
+        assert {layer.keys.dtype for layer in cache.layers} == {torch.float32}
+    assert found[1].dtype == torch.float32 and close(found[1], found[0], 1e-2)
+
+
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", MLA)
 def test_branches_of_a_cache_go_their_own_ways(name: str, change: str) -> None:

@@ -162,6 +162,14 @@ def test_arguments_that_stock_ignores_are_ignored(name: str, attn: str) -> None:
         assert same(stock, fast, ids, s_aux=torch.randn(4))
 
 
+@pytest.mark.parametrize("argument", ["dropout", "scaling"])
+@pytest.mark.parametrize("name", ["qwen2", "gpt_oss", "v3"])
+def test_arguments_that_stock_refuses_are_refused(name: str, argument: str) -> None:
+    for model in pair(name, "eager")[:2]:
+        with pytest.raises(TypeError, match=f"multiple values for .*{argument}"), torch.no_grad():
+            model(prompt(2, 20)["input_ids"], **{argument: 0.5})
+
+
 @pytest.mark.parametrize("attn", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", ["v3", "llama"])
 def test_attention_weights_asked_for_by_the_configuration(name: str, attn: str) -> None:

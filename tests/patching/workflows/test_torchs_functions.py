@@ -38,7 +38,7 @@ def test_calls_of_modules_that_somebody_wraps(monkeypatch: pytest.MonkeyPatch, n
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("function", ["linear", "silu", "softmax", "scaled_dot_product_attention"])
+@pytest.mark.parametrize("function", ["linear", "silu", "softmax", "dropout", "scaled_dot_product_attention"])
 @pytest.mark.parametrize("name", ["v3", "qwen2_moe", "gpt_oss", "llama"])
 def test_functions_of_torch_that_somebody_replaced_run(
     monkeypatch: pytest.MonkeyPatch, name: str, function: str, when: str
@@ -66,6 +66,7 @@ def test_functions_of_torch_that_somebody_replaced_run(
     used = bool(calls[0])
     assert used or (name, function) in [
         ("gpt_oss", "silu"), ("gpt_oss", "scaled_dot_product_attention"), ("llama", "softmax"), ("v3", "softmax"),
+        ("llama", "dropout"), ("v3", "dropout"), ("qwen2_moe", "dropout"),
     ]  # fmt: skip
     if used:
         assert f"torch.nn.functional.{function} was replaced" in report.summary()
