@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
+from transformers import CompileConfig
 
 import fastlayers as fl
 
@@ -21,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from test_contracts import all_packed, close
 from test_replaced import CHANGES, layer_call
-from tiny import build
+from tiny import build, prompt
 
 FAMILIES = ["llama", "qwen2", "gpt_oss", "v3"]
 
@@ -75,6 +76,37 @@ def test_a_compiled_layer_never_runs_a_stale_product(name: str, change: str) -> 
         torch._dynamo.reset()  # a stock model does not notice a hook after it was compiled, either
     wanted = layer_call(twin.model.layers[1], twin)
     assert not close(before, wanted, 1e-3) and close(layer_call(compiled, model), wanted)
+
+
+ADAPTED: list[Any] = [("llama", "k_proj")]
+ADAPTED += [pytest.param(*pair, marks=pytest.mark.slow) for pair in (("v3", "kv_b_proj"), ("qwen3_moe", "q_proj"))]
+
+
+@pytest.mark.parametrize(("name", "linear"), ADAPTED)
+def test_an_adapter_under_the_compiler_that_generate_starts(name: str, linear: str) -> None:
+    """``generate`` with a static cache compiles by itself, on a CPU where its configuration says so."""
+    peft = pytest.importorskip("peft")
+    stock, fast = (build(name, num_hidden_layers=1 if name != "qwen3_moe" else 2) for _ in range(2))
+    fl.patch(fast)
+    found, programs = [], Programs()
+    for model in (stock, fast):
+        # Configurations are copied deeply, functions in them are not.
+        compiled = CompileConfig(backend=lambda graph, inputs: programs(graph, inputs), mode=None)
+        compiled._compile_all_devices = True
+        options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static"}
+        torch._dynamo.reset()
+        plain = model.generate(**prompt(1, 12), **options, compile_config=compiled)
+        before = len(programs.graphs)
+        assert before > 0
+        torch.manual_seed(3)
+        # Other vectors than of a fresh adapter, which adds nothing.
+        lora = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=[linear], init_lora_weights=False)).eval()
+        for key, parameter in lora.named_parameters():
+            if "lora_" in key:
+                parameter.data *= 30.0
+        found.append(lora.generate(**prompt(1, 12), **options, compile_config=compiled))
+        assert len(programs.graphs) > before and not torch.equal(found[-1], plain)
+    assert torch.equal(found[0], found[1])
 
 
 def test_a_compiled_model_follows_weights_that_move_and_come_back() -> None:

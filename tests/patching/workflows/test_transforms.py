@@ -71,6 +71,18 @@ def test_vmap_of_layers(name: str) -> None:
         assert report.hits()[where] == 1, "what is transformed is not counted"
 
 
+@pytest.mark.parametrize("name", ["v3_dense", "gpt_oss", "llama"])
+def test_vmap_of_attention(name: str) -> None:
+    stock, fast, report = pair(name)
+    x = torch.randn(3, 2, 5, 64)
+    table = stock.model.rotary_emb(x[0], position_ids=torch.arange(5)[None])
+    found = []
+    for model in (stock, fast):
+        attention = model.model.layers[0].self_attn
+        found.append(torch.func.vmap(lambda e, a=attention: a(e, position_embeddings=table, attention_mask=None)[0])(x))
+    assert close(found[1], found[0]) and not any(report.hits().values())
+
+
 @pytest.mark.parametrize("name", ["v3", "llama"])
 def test_jit_trace(name: str) -> None:
     stock, fast, _ = pair(name)

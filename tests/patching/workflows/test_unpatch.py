@@ -279,14 +279,23 @@ def test_continuous_batching_runs_while_patched(name: str) -> None:
     report = fl.patch(model)
     assert model.config._attn_implementation == before and "generate_batch" not in model.__dict__
     options = GenerationConfig(max_new_tokens=4, eos_token_id=-1, pad_token_id=0)
-    manager = ContinuousBatchingManager(model, options, ContinuousBatchingConfig())
-    assert "fastlayers" not in str(model.config._attn_implementation) and manager is not None
-    model.set_attn_implementation(before)
-    logits(model)
-    assert min(report.hits().values()) > 0
     twin, options.do_sample = build(name), False
     # Without numbers the pages take most of the machine's memory.
     pages = ContinuousBatchingConfig(block_size=16, num_blocks=8, max_batch_tokens=32)
+    by_hand = []
+    for m in (model, twin):
+        manager = ContinuousBatchingManager(m, options, pages)
+        assert "fastlayers" not in str(m.config._attn_implementation)
+        manager.start()
+        try:
+            manager.add_request([5, 6, 7])
+            by_hand.append(manager.get_result(timeout=60).generated_tokens)
+        finally:
+            manager.stop(block=True)
+    assert by_hand[0] == by_hand[1] and len(by_hand[0]) == 4
+    model.set_attn_implementation(before)
+    logits(model)
+    assert min(report.hits().values()) > 0
     given, wanted = (
         m.generate_batch([[5, 6, 7], [9, 10]], generation_config=options, continuous_batching_config=pages)
         for m in (model, twin)
