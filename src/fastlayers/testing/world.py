@@ -9,7 +9,8 @@ whose ``spec(attn_dp=…, ep=…)`` is the :class:`ParallelSpec` of that rank wi
     def test_it():
         results = world(2).run(double, torch.ones(3))
 
-Processes are started once per world size and used for all jobs of the test session. A function is sent by name (its
+Processes are started once per world size and used for all jobs of the test session; over Gloo, forked from one that has
+imported torch. A function is sent by name (its
 module, or the path of its test file), arguments and results by pickle. Threads share one interpreter: quicker to
 start, able to take any argument, and a rank that stops early is noticed at once.
 """
@@ -172,10 +173,15 @@ def simulate(size: int, function: Callable[..., Any], *args: Any, timeout: float
 # ---- processes -------------------------------------------------------------------------------------------------
 
 
+# Nothing of this library: the server that ranks are forked from looks for modules where the interpreter does, not where
+# ``sys.path`` of the session says. The last one is what torch.use_deterministic_algorithms imports.
+_PRELOADED = ["torch", "torch.distributed.device_mesh", "torch._inductor.config"]
+
+
 class World:
     """A pool of rank processes; get one from :func:`world`.
 
-    ``backend="nccl"`` puts rank ``i`` on ``cuda:i``.
+    ``backend="nccl"`` puts rank ``i`` on ``cuda:i``. Over Gloo, ranks have the environment of the session's first ones.
     """
 
     def __init__(self, size: int, backend: str = "gloo") -> None:
@@ -241,7 +247,9 @@ class World:
         return answers
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        # Importing torch is seconds of a processor, of each rank; what has used CUDA cannot be forked.
+        context: Any = multiprocessing.get_context("forkserver" if self.backend == "gloo" else "spawn")
+        context.set_forkserver_preload(_PRELOADED)
         # A file store needs no port; the file is gone with the directory, once all ranks have met.
         self._directory = tempfile.TemporaryDirectory(prefix="fastlayers_world_")
         store = str(Path(self._directory.name) / "store")
