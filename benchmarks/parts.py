@@ -161,7 +161,7 @@ def _suites() -> Iterator[Part]:
         yield Part(name, command, f"{name}_h200.json", took, "10, 15, 16: the GPU suite", ("xdist",), noisy=True)
     yield Part(
         "multigpu_suite", f"pytest tests/comm/test_two_gpus.py tests/comm/test_world.py -m multigpu {suite}",
-        "multigpu_suite_h200.json", 80, "10: 2; 14: 2", (), 2, PLAIN,
+        "multigpu_suite_h200.json", 40, "10: 2; 14: 2", (), 2, PLAIN,
     )  # fmt: skip
     checkpoints = (
         ("tiny", "tiny", "mla", "dequantised,fp8-block"),
@@ -249,6 +249,8 @@ def _ranks() -> Iterator[Part]:
         ("two.start_again", f"{two} start --share 512", "two_gpus_start_h200.jsonl", 13, "14: row 2, kernels cached"),
         ("two.prefill", f"{two} models --seconds 44 --seams '' --batches 1 --prefill 2048 8192",
          "two_gpus_prefill_h200.jsonl", 60, "14: spread steps"),
+        ("two.slice_prefill", f"{slice_of} --seconds 60 --seams '' --batches 1 --prefill 2048 8192",
+         "two_gpus_prefill_h200.jsonl", 45, "14: FP8 rows between ranks"),
         ("two.decode", f"{two} models --seconds 40 --seams '' late nccl --batches 1 64 128", decode, 80,
          "14: rows 4, 5"),
         ("two.groups", f"{two} models --models qwen3_30b_a3b --dp 2 --ep 2 --requests 2 128 --seconds 40", decode, 40,

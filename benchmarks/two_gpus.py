@@ -186,8 +186,13 @@ def prefill(run: Run, generator: Any, tokens: int) -> dict[str, Any]:
     model = generator.model
     prompts = prompts_of(max(1, tokens // PREFILLED), min(tokens, PREFILLED), model.config.vocab_size)
     spread, outputs, found = model.spread_rows, [], {}
-    for kind, rows in (("whole", range(0)), ("spread", spread)):
+    kinds = [("whole", range(0), False), ("spread", spread, False)]
+    # Of FP8 models: what their products read crosses ranks as codes and scales.
+    fp8 = any(isinstance(module, fl.FP8BlockLinear) for module in model.modules())
+    for kind, rows, codes in (*kinds, *([("spread_fp8", spread, True)] if fp8 else [])):
         model.spread_rows = rows
+        if model.seam is not None:
+            model.seam.codes = codes
         times = []
         for _ in range(6):  # the first compiles
             torch.cuda.synchronize()

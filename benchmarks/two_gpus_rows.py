@@ -134,7 +134,10 @@ class Rows:
             wanted = self.over.reduce_scatter(x)
             whole, _ = move.gather(own)
             gathered = self.over.all_gather(own)
-            equal = torch.equal(own, wanted), torch.equal(whole, gathered)
+            equal = (
+                torch.equal(own, wanted),
+                torch.equal(whole, gathered),
+            )  # views of the outbox hold until the next call
             fp8 = rows // self.axis.size <= move.slots and all(
                 torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
                 for layout in ("row", "col_tma4")
@@ -152,8 +155,18 @@ class Rows:
                 what="exchange", rows=rows, scatter=self.run.all_true(equal[0]), gather=self.run.all_true(equal[1]),
                 gather_fp8=self.run.all_true(fp8),
                 seam=self.run.all_true(torch.equal(y, wanted_y) and torch.equal(h, mine_h)),
-                late=self.workspace.arena.failed(),
+                seam_fp8=self.run.all_true(self.seam_as_codes(x, mine, wanted_y)), late=self.workspace.arena.failed(),
             )  # fmt: skip
+
+    def seam_as_codes(self, x: torch.Tensor, residual: torch.Tensor, wanted: torch.Tensor) -> bool:
+        """Return whether the seam's codes and scales are those of its rows."""
+        equal = True
+        for layout in ("row", "col_tma4"):
+            way = partial(self.workspace.exchange.scatter_gather, x, residual, self.norm.weight, 1e-6, codes=layout)
+            found, both = way()[0], quantize_groups(wanted, scale_layout=layout)
+            for a, b in zip((found.codes, found.scales), both, strict=True):
+                equal &= torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+        return equal
 
     def replayed(self) -> None:
         """Replay three buckets in random order, a random rank held up, and count results that are not as before."""
@@ -260,6 +273,9 @@ class Rows:
             "gather_fp8_us": lambda: move.gather_quantised(own, layout="col_tma4"),
             "norm_gather_fp8_us": lambda: move.gather_quantised(own, residual, self.norm.weight, 1e-6),
             "scatter_norm_gather_us": lambda: move.scatter_gather(x, residual, self.norm.weight, 1e-6),
+            "scatter_norm_gather_fp8_us": lambda: move.scatter_gather(
+                x, residual, self.norm.weight, 1e-6, codes="col_tma4"
+            ),
         }
         found: dict[str, Any] = {}
         for name, way in ways.items():

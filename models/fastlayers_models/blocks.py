@@ -32,6 +32,7 @@ from fastlayers.embedding.lm_head import LMHead
 from fastlayers.errors import ArgumentError, check_tensor
 from fastlayers.layer import check_move, finalize, trust
 from fastlayers.linear.factory import linear
+from fastlayers.quant.coded_rows import codes_behind
 from fastlayers.rotary.layer import RotaryEmbedding
 from fastlayers.weights_epoch import WeightsEpoch, epoch_of
 from fastlayers_models.agreement import meet, same_choices
@@ -164,6 +165,7 @@ class SwiGLU(nn.Module):
         self.act_fn = fl.SiluAndMul(intermediate_size // parallel.tp.size, device=context.device, dtype=context.dtype)
         self.down_proj = context.linear(f"{name}.down_proj", intermediate_size, hidden, bias, shard=parallel.row())
         down = self.down_proj
+        self.reads = "gate_up_proj"  # what alone sees the input, see layout_of_codes
         self.act_quant = down.quantised_activation(self.act_fn) if isinstance(down, fl.FP8BlockLinear) else None
 
     def forward(self, x: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
@@ -222,6 +224,7 @@ class DecoderLayer(nn.Module):
             is_last=is_last,
             seam=context.seam,
             moves=context.moves,
+            codes=codes_behind(self, self.MLP),
         )
 
     def forward(

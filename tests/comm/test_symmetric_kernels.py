@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from fastlayers.comm.triton_exchange import Exchange
 from fastlayers.comm.triton_push import PushSum
 from fastlayers.comm.triton_tokens import TokenExchange
 from fastlayers.errors import ArgumentError
+from fastlayers.quant.coded_rows import CodedRows
 from fastlayers.quant.group_quant.layer import quantize_groups
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -106,12 +109,13 @@ def exchanges(n: int, hidden: int, dtype: torch.dtype, slots: int, programs: int
 
 
 def in_parts(method: str, operators: list[Exchange], xs: list[torch.Tensor], residuals: list[torch.Tensor] | None,
-             *args: object) -> list[tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
+             *args: object, **how: object) -> list[tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
     each = residuals or [None] * len(xs)  # type: ignore[list-item]
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
     kept: list[torch.Tensor] = []
     for part in (1, 2, 3):
-        found = [getattr(op, method)(x, r, *args, part=part) for op, x, r in zip(operators, xs, each, strict=True)]
+        calls = [partial(getattr(op, method), x, r, *args) for op, x, r in zip(operators, xs, each, strict=True)]
+        found = [call(part=part, **how) for call in calls]
         if part == 2:  # own rows are written here; part 3 only waits, with new tensors
             kept = [h for _, h in found]
             ys = [y for y, _ in found]
@@ -244,3 +248,23 @@ def test_quantised_gather_behind_a_norm(n: int) -> None:
             assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8))
             assert torch.equal(scales.nan_to_num(-1), wanted_scales.nan_to_num(-1))
             assert scales.stride() == wanted_scales.stride()
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_sum_and_its_norm_are_gathered_as_codes(n: int) -> None:
+    hidden, share = 384, 3
+    moves = exchanges(n, hidden, torch.bfloat16, share, 2)
+    weight = (1 + 0.3 * torch.randn(hidden)).to(torch.bfloat16)
+    for layout in ("row", "col", "col_tma4"):
+        xs = [torch.randn(n * share, hidden).to(torch.bfloat16) for _ in range(n)]
+        residuals = [torch.randn(share, hidden).to(torch.bfloat16) for _ in range(n)]
+        xs[0][1, 3] = float("inf")
+        plain = in_parts("scatter_gather", moves, xs, residuals, weight, 1e-6)
+        wanted, wanted_scales = quantize_groups(plain[0][0], scale_layout=layout)  # the next call overwrites the rows
+        coded = in_parts("scatter_gather", moves, xs, residuals, weight, 1e-6, codes=layout)
+        for (_, h), (y, own) in zip(plain, coded, strict=True):
+            assert isinstance(y, CodedRows) and torch.equal(h, own)
+            assert torch.equal(y.codes.view(torch.uint8), wanted.view(torch.uint8))
+            assert torch.equal(y.scales.nan_to_num(-1), wanted_scales.nan_to_num(-1)) and bool(y.scales.isnan().any())
+            assert y.scales.stride() == wanted_scales.stride()
+    assert all(move.arena.failed() is None for move in moves)

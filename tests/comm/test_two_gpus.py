@@ -21,6 +21,7 @@ from fastlayers.comm.parallel import ParallelSpec
 from fastlayers.comm.seam import Seam
 from fastlayers.comm.symmetric import SymmArena
 from fastlayers.norm.rms_norm.layer import RMSNorm
+from fastlayers.quant.group_quant.layer import quantize_groups
 from fastlayers.testing.comm_check import COMM_CASES, SPREAD_CASES, check_communicator
 from fastlayers.testing.comm_check import HIDDEN as HIDDEN_OF_CASES
 from fastlayers.testing.world import Rank, world
@@ -70,6 +71,14 @@ def compare(rank: Rank) -> list[str]:
         wanted_y, wanted_h = norm(over.all_reduce_(x.clone()), residual)
         if not (torch.equal(y, wanted_y) and torch.equal(h, wanted_h[mine])):
             wrong.append(f"spread sum_norm of {count} rows")
+        for layout in ("col", "col_tma4"):
+            coded = made.exchange.scatter_gather(x, residual[mine], norm.weight, EPS, codes=layout)[0]
+            codes, scales = quantize_groups(wanted_y, scale_layout=layout)
+            if not (
+                torch.equal(coded.codes.view(torch.uint8), codes.view(torch.uint8))
+                and torch.equal(coded.scales, scales)
+            ):
+                wrong.append(f"spread sum_norm of {count} rows as codes, {layout}")
     return wrong + ([f"rank {made.arena.failed()} was late"] if made.arena.failed() is not None else [])
 
 

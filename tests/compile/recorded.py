@@ -359,7 +359,7 @@ def _ranks(recorder: Recorder) -> None:
         )  # fmt: skip
     for ranks, scatter, gather, quant in (
         (2, True, False, 0), (2, False, True, 0), (2, True, True, 0), (8, True, True, 0), (2, False, True, 1),
-        (8, False, True, 1),
+        (8, False, True, 1), (2, True, True, 1),
     ):  # fmt: skip
         both = scatter and gather
         recorder.label = f"exchange-{ranks}-{'scatter' * scatter}{'gather' * gather}{'-fp8' * quant}"

@@ -19,7 +19,7 @@ from fastlayers.comm.layouts import Hidden, Layout, Norm, normed
 from fastlayers.comm.padding import StepTokens
 from fastlayers.comm.parallel import ParallelSpec
 from fastlayers.comm.seam import Moves, Seam
-from fastlayers.comm.transitions import RankOps, Tables, Transition
+from fastlayers.comm.transitions import Codes, RankOps, Tables, Transition
 from fastlayers.device import Device
 from fastlayers.errors import ArgumentError, LayoutError, check_choice, check_kind, check_plain, describe
 from fastlayers.registry import TRITON_NEEDS, Backend, Registry
@@ -103,6 +103,9 @@ class LayerCommunicator:
         Of the same spec: sums over ranks and the norms behind them become one operator.
     moves : Moves, optional
         Of the same spec: gathers and scatters of equal numbers of rows between groups of one rank.
+    codes : callable, optional
+        ``codes(hook, rows)`` returns the layout of scales in which whoever reads what that hook returns takes
+        :class:`~fastlayers.quant.coded_rows.CodedRows`, or ``None``. Asked in spread steps of a trusted layer.
 
     Attributes
     ----------
@@ -168,6 +171,7 @@ class LayerCommunicator:
         previous: LayerCommunicator | None = None,
         seam: Seam | None = None,
         moves: Moves | None = None,
+        codes: Codes | None = None,
     ) -> None:
         check_kind("LayerCommunicator", ParallelSpec, parallel=parallel)
         check_kind("LayerCommunicator", Seam | None, seam=seam)
@@ -186,6 +190,7 @@ class LayerCommunicator:
             self.ops.moves = moves
         # Whether the rows of each step are the caller's business, who vouches for them (a model of whole layers).
         self.trusted = False
+        self._codes = codes
         self._fill()
         if previous is not None:
             for spread in (False, True):
@@ -195,7 +200,8 @@ class LayerCommunicator:
     def _fill(self) -> None:
         """Make the tables of transitions."""
         norms = self.input_layernorm, self.post_attention_layernorm
-        self._tables = tables = Tables(self.ops, norms, self.place, self.is_last)
+        codes = self._as_codes if self._codes is not None else None
+        self._tables = tables = Tables(self.ops, norms, self.place, self.is_last, codes)
         self._transitions = {(row.hook, row.given): row for row in tables.whole()}
         self._spread = {(row.hook, row.given): row for row in tables.spread()}
         self.table = {key: row.to for key, row in self._transitions.items()}
@@ -210,6 +216,10 @@ class LayerCommunicator:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._fill()
+
+    def _as_codes(self, hook: str, rows: int) -> str | None:
+        """Return the layout in which rows may be codes: ``None`` where inputs are checked or gradients recorded."""
+        return self._codes(hook, rows) if self.trusted and self._codes and not torch.is_grad_enabled() else None
 
     @property
     def outputs(self) -> tuple[Layout, ...]:

@@ -51,6 +51,8 @@ from fastlayers.comm.seam import Moves, Seam
 
 Rows = tuple[torch.Tensor, "torch.Tensor | None"]
 Move = Callable[[Hidden, "StepTokens | None"], Rows]
+# In which layout of scales what a hook returns may be codes instead, given its name and how many rows they are.
+Codes = Callable[[str, int], "str | None"]
 
 
 class Transition(NamedTuple):
@@ -137,6 +139,7 @@ class RankOps:
         return [rows // self.attn_tp.size for rows in step.rows for _ in range(self.attn_tp.size)]
 
 
+HOOKS = "prepare_attn", "prepare_mlp"
 SCATTERED = Layout("scattered", None, "scattered")
 WHOLE, SPREAD = Layout("attn_full", None, "attn_full"), Layout("attn_full", None, "scattered")
 
@@ -152,25 +155,41 @@ class Tables:
     place : str
         Of the MLP's rows.
     is_last : bool
+    codes : callable, optional
+        Of spread steps; see :data:`Codes`.
     """
 
-    def __init__(self, ops: RankOps, norms: tuple[Norm, Norm], place: str, is_last: bool) -> None:
-        self.ops, self.norms, self.place, self.is_last = ops, norms, place, is_last
+    def __init__(
+        self, ops: RankOps, norms: tuple[Norm, Norm], place: str, is_last: bool, codes: Codes | None = None
+    ) -> None:
+        self.ops, self.norms, self.place, self.is_last, self.codes = ops, norms, place, is_last, codes
         # Several groups never leave a sum over tp due: their rows differ.
         self.sums = (None, "attn_tp") if ops.many_groups else (None, "attn_tp", "tp")
 
     def fused(self, norm: Norm, *, spread: bool = False) -> tuple[Move, str] | None:
         """Return what sums over ranks, adds the residual and norms in one operator, if there is such a thing."""
-        made = self.ops.seam.sum_norm(norm, spread=spread) if self.ops.seam is not None else None
-        if made is None:
+        seam = self.ops.seam
+        made = seam.sum_norm(norm, spread=spread) if seam is not None else None
+        if seam is None or made is None:
             return None
-        layer, module = made, norm
+        layer, module, codes = made, norm, self.codes
+        hook = HOOKS[0] if norm is self.norms[0] else HOOKS[1]
 
         def summed(hidden: Hidden, _: StepTokens | None) -> Rows:
             found: tuple[torch.Tensor, torch.Tensor] = layer(hidden.tensor, hidden.residual, module.weight)  # type: ignore[attr-defined]
             return found
 
-        return summed, f"{layer.choice}{' of own rows' if spread else ''}"
+        def summed_as_codes(hidden: Hidden, step: StepTokens | None) -> Rows:
+            rows = hidden.tensor.shape[0]
+            # Rows that pad a step are cut off before they are read.
+            whole = seam.codes and step is not None and sum(step.real) == rows
+            layout = codes(hook, rows) if whole and codes is not None else None
+            found: tuple[torch.Tensor, torch.Tensor] = layer(hidden.tensor, hidden.residual, module.weight, layout)  # type: ignore[attr-defined]
+            return found
+
+        if not spread or codes is None:
+            return summed, f"{layer.choice}{' of own rows' if spread else ''}"
+        return summed_as_codes, f"{layer.choice} of own rows, as codes and scales where FP8 products read them"
 
     def whole(self) -> Iterator[Transition]:
         """Yield the table of steps whose residual is whole."""

@@ -14,6 +14,8 @@ All ranks make the same calls with the same number of rows, zero included, each 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -25,6 +27,7 @@ from fastlayers.errors import ArgumentError
 from fastlayers.integers import next_power_of_2
 from fastlayers.norm.rms_norm.layer import ROUNDINGS
 from fastlayers.operators import nothing, operator
+from fastlayers.quant.coded_rows import CodedRows
 from fastlayers.quant.group_quant.triton import quantize_tile
 from fastlayers.runtime.launch import kernel
 from fastlayers.triton_lang import await_inputs, cast, release_dependents
@@ -276,12 +279,17 @@ class Exchange:
         Codes are e4m3 ``[n * p, H]``, scales fp32 ``[n * p, H / 128]`` in the memory of ``layout``, as
         :class:`~fastlayers.quant.group_quant.layer.GroupQuant` makes them, bit by bit.
         """
+        share = x.shape[0]
+        summed = x if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+        codes, scales, how = self._coded(share * self.arena.size, layout)
+        self._run(x, residual, weight, x, summed, share, eps, rounding, False, True, part, how)
+        return (codes, scales), summed
+
+    def _coded(self, rows: int, layout: str) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int, int]]:
+        """Return where the outbox holds codes and scales of so many rows, and what tells the kernel so."""
         if self.hidden_size % 128:
             raise ArgumentError("Exchange", "hidden_size", self.hidden_size, "a multiple of 128, to be quantised")
-        share = x.shape[0]
-        rows, groups = share * self.arena.size, self.hidden_size // 128
-        summed = x if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
-        box = self.outbox.tensor.view(-1).view(torch.uint8)
+        groups, box = self.hidden_size // 128, self.outbox.tensor.view(-1).view(torch.uint8)
         scales_at = self.arena.size * self.slots * self.hidden_size
         codes = box[: rows * self.hidden_size].view(torch.float8_e4m3fn).view(rows, self.hidden_size)
         room = box[scales_at:].view(torch.float32)
@@ -290,17 +298,22 @@ class Exchange:
         else:
             padded = rows if layout == "col" else (rows + 3) // 4 * 4
             scales = room[: groups * padded].view(groups, padded).t()[:rows]
-        how = (scales_at, scales.stride(0), scales.stride(1))
-        self._run(x, residual, weight, x, summed, share, eps, rounding, False, True, part, how)
-        return (codes, scales), summed
+        return codes, scales, (scales_at, scales.stride(0), scales.stride(1))
 
     def scatter_gather(
         self, x: torch.Tensor, residual: torch.Tensor | None = None, weight: torch.Tensor | None = None,
-        eps: float = 0.0, rounding: str = ROUNDINGS[0], *, part: int = 0,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Return ``(norm(h) of all rows [T, H], own h [T / n, H])``: :meth:`scatter`, then its rows from all ranks."""
+        eps: float = 0.0, rounding: str = ROUNDINGS[0], *, codes: str | None = None, part: int = 0,
+    ) -> tuple[Any, torch.Tensor]:  # fmt: skip
+        """Return ``(norm(h) of all rows [T, H], own h [T / n, H])``: :meth:`scatter`, then its rows from all ranks.
+
+        ``codes``: a layout of scales; then these rows are :class:`CodedRows`, as :meth:`gather_quantised` makes them.
+        """
         share = self._share(x)
         summed = x.new_empty(share, x.shape[1])
+        if codes is not None:
+            q, s, how = self._coded(x.shape[0], codes)
+            self._run(x, residual, weight, x, summed, share, eps, rounding, True, True, part, how)
+            return CodedRows(q, s), summed
         whole = self.outbox.tensor[: x.shape[0]]
         self._run(x, residual, weight, whole, summed, share, eps, rounding, True, True, part)
         return whole, summed

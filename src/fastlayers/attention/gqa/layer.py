@@ -96,6 +96,7 @@ class Attention(AttentionCore):
 
     name = NAME
     shares_contexts = True
+    reads = "qkv_proj"
 
     def __init__(
         self,

@@ -117,6 +117,7 @@ class MLAAttention(AttentionCore):
     """
 
     name = NAME
+    reads = "qkv_a_proj"
     several_tokens = "ragged"
     few = FEW
 

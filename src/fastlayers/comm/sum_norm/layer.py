@@ -106,8 +106,8 @@ class SumNorm(RankLayer):
         self.parts = axis.size if spread else 1
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, codes: str | None = None
+    ) -> tuple[Any, torch.Tensor]:
         """Return ``(y, h)``.
 
         Parameters
@@ -118,6 +118,10 @@ class SumNorm(RankLayer):
             Equal on all ranks; where they are spread, the own rows ``[T / n, H]``.
         weight : Tensor ``[H]``
             Of the norm.
+        codes : str, optional
+            Of rows that are spread: a layout of scales. Each rank quantises its rows of ``y`` before it sends them,
+            so that about half the bytes cross, and ``y`` is a :class:`~fastlayers.quant.coded_rows.CodedRows`, with
+            the bits that the rows have when they are quantised where they are read.
         """
         if not self.trusted:
             size, dtype = self.cfg.hidden_size, self.cfg.dtype
@@ -131,5 +135,6 @@ class SumNorm(RankLayer):
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             self.refuse_grad(x=x, residual=residual, weight=weight)
         self.check_order(x)
-        y, h = self.ladder.pick(x.shape[0] // self.parts)(x, residual, weight)
+        impl = self.ladder.pick(x.shape[0] // self.parts)
+        y, h = impl(x, residual, weight) if codes is None else impl(x, residual, weight, codes=codes)
         return y, h

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fastlayers.comm.collectives import collectives
 from fastlayers.comm.sum_norm.layer import SumNormConfig
+from fastlayers.quant.coded_rows import CodedRows
+from fastlayers.quant.group_quant.layer import quantize_groups
 
 
 def sum_in_order(parts: torch.Tensor) -> torch.Tensor:
@@ -23,14 +27,15 @@ class ReferenceSumNorm:
         self.cfg, self.over = cfg, collectives(cfg.axis)
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, *, codes: str | None = None
+    ) -> tuple[Any, torch.Tensor]:
         """Return ``(y, h)`` in the model's dtype."""
         parts = self.over.all_gather(x).view(self.cfg.axis.size, *x.shape)
         if not self.cfg.spread:
             return self.of_all(parts, residual, weight)
         y, h = self.of_all(parts, None if residual is None else self.over.all_gather(residual), weight)
-        return y, self.over.own_slice(h)
+        rows = y if codes is None else CodedRows(*quantize_groups(y, scale_layout=codes))
+        return rows, self.over.own_slice(h)
 
     def of_all(
         self, parts: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fastlayers.comm.sum_norm.layer import SumNormConfig
@@ -16,12 +18,13 @@ class TritonSumNorm:
         self.push = cfg.made()
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, part: int = 0
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, *, codes: str | None = None,
+        part: int = 0,
+    ) -> tuple[Any, torch.Tensor]:  # fmt: skip
         """Return ``(y, h)``, new tensors; of rows that are spread ``y`` is a view of the outbox."""
         if self.cfg.spread:
-            found: tuple[torch.Tensor, torch.Tensor] = self.push.scatter_gather(
-                x, residual, weight, self.eps, self.rounding, part=part
+            found: tuple[Any, torch.Tensor] = self.push.scatter_gather(
+                x, residual, weight, self.eps, self.rounding, codes=codes, part=part
             )
             return found
         if x.shape[0] > self.push.slots:

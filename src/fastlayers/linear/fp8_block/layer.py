@@ -199,6 +199,18 @@ class FP8BlockLinear(QuantisedLinear):
         self._check_blocks(block_size)
         self.build(cfg, device, backend, E4M3)
 
+    def codes_layout(self, rows: int) -> str | None:
+        """Return the layout of scales with which so many ``CodedRows`` may be ``x``; ``None``: it takes none.
+
+        The product of codes is that of the rows, bit by bit: they are quantised here as they were elsewhere.
+        """
+        cfg = self.cfg
+        if cfg.block_size[1] != 128 or cfg.scale_fmt != "float" or cfg.in_features % 128:
+            return None
+        impl = self.ladder.single or self.ladder.pick(rows)
+        found: str | None = impl.codes_layout(rows) if hasattr(impl, "codes_layout") else None
+        return found
+
     def quantised_activation(self, act: SiluAndMul) -> nn.ModuleDict | None:
         """Return what :meth:`gated` takes: ``act`` with quantisation, for each layout of scales that products read.
 

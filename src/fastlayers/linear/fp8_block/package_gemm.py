@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from fastlayers.linear.fp8_block.layer import FP8LinearConfig
+from fastlayers.quant.coded_rows import CodedRows
 from fastlayers.quant.group_quant.layer import GroupQuantConfig
 from fastlayers.quant.group_quant.triton import TritonGroupQuant
 
@@ -51,6 +52,8 @@ class PackageGemm:
         self, x: torch.Tensor, weight: torch.Tensor, weight_scale_inv: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """Return ``y`` ``[..., N]``, a new contiguous tensor of ``x``'s dtype."""
+        if isinstance(x, CodedRows):
+            return self.product(x.codes, x.scales, weight, weight_scale_inv, bias)
         rows = x.reshape(-1, self.cfg.in_features)
         q, s = self.quantize.padded(rows, self.row_multiple)
         y = self.product(q, s, weight, weight_scale_inv, bias)[: rows.shape[0]]

@@ -17,6 +17,7 @@ from fastlayers.linear.fp8_block.layer import FP8LinearConfig
 from fastlayers.linear.fp8_block.triton_skinny_gemm import empty_output, fp8_block_skinny_gemm
 from fastlayers.linear.triton_gemm import MAX_SPLITS, TARGET_PROGRAMS, Tile, add_splits_kernel, tile_origin
 from fastlayers.operators import operator
+from fastlayers.quant.coded_rows import CodedRows
 from fastlayers.quant.group_quant.layer import GroupQuantConfig
 from fastlayers.quant.group_quant.triton import TritonGroupQuant
 from fastlayers.runtime.launch import kernel
@@ -198,6 +199,8 @@ class TritonFP8Linear:
         self, x: torch.Tensor, weight: torch.Tensor, weight_scale_inv: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """Return ``y`` ``[..., N]``, a new contiguous tensor of ``x``'s dtype."""
+        if isinstance(x, CodedRows):
+            return self.product(x.codes, x.scales, weight, weight_scale_inv, bias)
         cfg, rows = self.cfg, x.reshape(-1, self.cfg.in_features)
         c = self.config or default_config(cfg, rows.shape[0])
         operands: tuple[torch.Tensor, torch.Tensor | None] = (rows, None)

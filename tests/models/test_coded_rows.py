@@ -1,0 +1,116 @@
+"""Rows that are gathered as codes have the bits of rows that are gathered and then quantised; two ranks over Gloo."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fastlayers as fl
+from fastlayers.attention.meta import AttentionBatch, AttentionState
+from fastlayers.comm import seam as seam_module
+from fastlayers.comm.gather_rows.collective import CollectiveGatherRows
+from fastlayers.comm.seam import Seam
+from fastlayers.layer import trust
+from fastlayers.linear.fp8_block.layer import FP8BlockLinear
+from fastlayers.linear.fp8_block.torch import TorchFP8Linear
+from fastlayers.quant.coded_rows import CodedRows, layout_of_codes
+from fastlayers.quant.group_quant.layer import quantize_groups
+from fastlayers.testing.world import Rank, world
+from fastlayers_models.auto import family_of
+from fastlayers_server.random_models import fill_random
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+COMMON = {
+    "hidden_size": 256, "num_hidden_layers": 2, "vocab_size": 64, "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6, "quantization_config": FP8, "eos_token_id": 1, "tie_word_embeddings": False,
+}  # fmt: skip
+# Codes are read by attention and by a dense MLP; in front of experts a router wants the rows.
+DENSE = COMMON | {
+    "model_type": "qwen3", "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 128,
+}  # fmt: skip
+LATENT = COMMON | {
+    "model_type": "deepseek_v3", "intermediate_size": 256, "moe_intermediate_size": 256, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "q_lora_rank": 128, "kv_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+    "v_head_dim": 128, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2,
+    "topk_group": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0, "routed_scaling_factor": 1.0,
+    "norm_topk_prob": True,
+}  # fmt: skip
+
+
+@torch.inference_mode()
+def hidden_states(rank: Rank, config: dict[str, Any], counts: list[int]) -> list[tuple[bool, int]]:
+    """Return for prompts of so many tokens whether codes made no difference, and how often codes were gathered."""
+    gathered: list[int] = []
+    plain = CollectiveGatherRows.__call__
+
+    def counted(self: Any, x: torch.Tensor, sizes: Any = None) -> Any:
+        gathered.append(x.shape[0])
+        return plain(self, x, sizes)
+
+    product = TorchFP8Linear.__call__
+
+    def of_codes(self: Any, x: Any, *operands: Any) -> torch.Tensor:
+        """Multiply what came as codes by what multiplies on a CPU."""
+        if type(x) is not CodedRows:
+            return product(self, x, *operands)
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(self, "quantize", lambda rows: (x.codes, x.scales))
+            return product(self, torch.empty(x.shape, dtype=torch.bfloat16), *operands)
+
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FP8BlockLinear, "codes_layout", lambda self, rows: "row")
+        patch.setattr(TorchFP8Linear, "__call__", of_codes)
+        patch.setattr(seam_module, "_connected", lambda parallel, device: parallel.tp.size > 1)
+        patch.setattr(CollectiveGatherRows, "__call__", counted)
+        family: Any = family_of(config)
+        model = family(
+            family.config_class.from_hf(config), parallel=rank.spec(), dtype=torch.bfloat16, page_size=16
+        ).eval()
+        fill_random(model)
+        fl.finalize(model)
+        assert model.seam is not None and model.seam.codes and model.seam.chosen["rows gathered as codes"] == "True"
+        model.spread_rows = range(2, 200)
+        assert "as codes and scales where FP8 products read them" in str(fl.explain(model))
+        for count in counts:
+            outputs, gathered[:] = [], []
+            for model.seam.codes in (True, False):
+                state = AttentionState(1, count, 8, 16, "cpu")
+                caches = fl.kv_cache_spec(model, page_size=16, dtype=model.kv_dtype).allocate(9, "cpu")
+                meta = state.plan(AttentionBatch((count,), (0,), [list(range(1, 9))]))
+                outputs.append(model(torch.arange(count) % 60, meta, caches))
+            found.append((torch.equal(*outputs) and bool(outputs[0].isfinite().all()), len(gathered)))
+    return found
+
+
+@pytest.mark.parametrize(("config", "times"), [(DENSE, 3), (LATENT, 2)], ids=["gqa", "mla"])
+def test_codes_change_no_bit_of_a_model(config: dict[str, Any], times: int) -> None:
+    # Attention, but for the first, and dense MLPs read 40 tokens as codes; of 41 rows one is padding, which is cut off.
+    assert world(2).run(hidden_states, config, [40, 41]) == [[(True, times), (True, 0)]] * 2
+
+
+@torch.inference_mode()
+def test_who_takes_codes() -> None:
+    made = fl.FP8BlockLinear(256, 128, backend="triton")
+    made.weight.data.view(torch.uint8).random_(0, 100)
+    x = torch.randn(40, 256, dtype=torch.bfloat16)
+    layout = layout_of_codes(made, 40)
+    assert layout == "col" and layout_of_codes(made, 1) is None  # one token is quantised by the product itself
+    codes = CodedRows(*quantize_groups(x, scale_layout=layout))
+    assert codes.shape == x.shape and codes.numel() == x.numel() and not codes.requires_grad
+    trust(made)
+    assert torch.equal(made(codes), made(x))
+    assert layout_of_codes(fl.FP8BlockLinear(256, 128, scale_fmt="ue8m0", backend="triton"), 40) is None
+    assert layout_of_codes(fl.FP8BlockLinear(256, 128, backend="torch"), 40) is None
+    assert layout_of_codes(fl.Linear(256, 128), 40) is None
+    made.register_forward_pre_hook(lambda module, given: None)
+    assert layout_of_codes(made, 40) is None  # whoever looks at inputs sees rows
+
+
+def test_a_hidden_size_of_no_whole_groups_has_no_codes() -> None:
+    spec = fl.ParallelSpec()
+    assert not Seam(spec, None, 192, torch.float32, torch.device("cpu")).codes
+    assert Seam(spec, None, 256, torch.float32, torch.device("cpu")).codes
