@@ -20,7 +20,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import gcd
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -211,17 +211,21 @@ class Kernel:
         With ``parts``, each with its place among the arguments, the first tensor is the memory that they lie in.
         """
         bound, tail = self.bind(**constants), (*numbers, *self._constants)
-        offsets = None if parts is None else [(place, part.offset) for place, part in parts]
+        # With parts: their offsets, and where each argument lies behind the memory: given ones, then parts.
+        offsets, order = (), itemgetter(slice(None))  # type: tuple[int, ...], Any
+        if parts is not None:
+            offsets, places = tuple(part.offset for _, part in parts), [place for place, _ in parts]
+            left = [place for place in range(self._tensors) if place not in places]
+            order = itemgetter(*([*left, *places].index(place) for place in range(self._tensors)))
 
         def launch(*given: torch.Tensor) -> None:
             if not self.prepared or _LISTENERS[0] or _LISTENERS[1]:
                 bound(grid, *_with_parts(given, parts), *numbers)
                 return
             device, addresses = driver.device(), [*map(_address, given)]
-            if offsets is not None:
+            if parts is not None:
                 memory = addresses.pop(0)
-                for place, offset in offsets:
-                    addresses.insert(place, memory + offset)
+                addresses = order([*addresses, *map(memory.__add__, offsets)])
             key = launch, driver.stream(device), device, *map(_dtype, given)
             call = self._known.get(key)
             if call is not None and gcd(16, *addresses) == 16:

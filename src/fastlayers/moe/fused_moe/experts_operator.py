@@ -16,6 +16,7 @@ import torch
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.operators import Operator, like_x, operator
+from fastlayers.runtime.launch import MOST_KNOWN
 
 
 @lru_cache(maxsize=256)
@@ -77,28 +78,51 @@ class ExpertsBackend:
     def __init__(self, cfg: FusedMoEConfig) -> None:
         self.cfg, self.text = cfg, repr(cfg)
         self.numbers: list[int] = []
+        # What computes inputs of kinds that came before.
+        self._ready: dict[tuple[Any, ...], Callable[..., torch.Tensor]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_ready": {}}
 
     def pack(self, weights: MoEWeights) -> Any:
         """Return the weights as they are: the kernels read the parameters' layout."""
         return weights
 
-    def compute(
-        self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: Any, numbers: list[int]
-    ) -> torch.Tensor:
-        """Call the operator; where nobody looks on, its function with the weights and the configuration as they are."""
+    def numbers_for(self, x: torch.Tensor) -> list[int]:
+        """Return the operator's numbers for these tokens; a function of their shape and dtype."""
+        return self.numbers
+
+    def prepare(
+        self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: Any
+    ) -> Callable[..., torch.Tensor]:
+        """Return what computes inputs of these shapes, strides and dtypes, called as the backend is."""
+        whole, then = self.experts.function.whole, (self.cfg, self.numbers_for(x))  # type: ignore[attr-defined]
+        return lambda *given: whole(*given, *then)
+
+    def compute(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: Any) -> torch.Tensor:
+        """Call the operator; where nobody looks on, what was prepared for such inputs."""
         tensors = (
             x, topk_weights, topk_ids, packed.w13, packed.w2, packed.w13_scale, packed.w2_scale, packed.w13_bias,
             packed.w2_bias,
         )  # fmt: skip
         y: torch.Tensor
-        if self.experts.unwatched(*tensors):
-            y = self.experts.function.whole(x, topk_weights, topk_ids, packed, self.cfg, numbers)  # type: ignore[attr-defined]
-        else:
-            y = self.experts(*tensors, self.text, numbers)
+        if not self.experts.unwatched(*tensors):
+            y = self.experts(*tensors, self.text, self.numbers_for(x))
+            return y
+        kind = (
+            x.shape, x.stride(), x.dtype, x.device, topk_weights.stride(), topk_ids.shape, topk_ids.stride(),
+            packed.w2.shape, packed.w13_bias is None, packed.w2_bias is None,
+        )  # fmt: skip
+        ready = self._ready.get(kind)
+        if ready is None:
+            if len(self._ready) > MOST_KNOWN:
+                self._ready.clear()
+            ready = self._ready[kind] = self.prepare(x, topk_weights, topk_ids, packed)
+        y = ready(x, topk_weights, topk_ids, packed)
         return y
 
     def __call__(
         self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: Any
     ) -> torch.Tensor:
         """Return ``y`` ``[T,D]`` in the dtype of ``x``, a new tensor."""
-        return self.compute(x, topk_weights, topk_ids, packed, self.numbers)
+        return self.compute(x, topk_weights, topk_ids, packed)

@@ -158,30 +158,55 @@ def _chunk(
             factor, cfg.interleaved,
         )  # fmt: skip
         return
-    bias1, bias2, device = packed.w13_bias, packed.w2_bias, x.device
-    how = _launches(
-        *ids.shape, experts, hidden, inner, values.stride()[0], x.dtype, quant, ue8m0, oai, cfg.alpha, cfg.limit,
-        cfg.interleaved, bias1 is not None, bias2 is not None, factor, numbers, device,
-    )  # fmt: skip
+    how = _launches_of(x, values.stride()[0], ids, packed, cfg, numbers)
+    if quant == "none":
+        _run(how, x, weights, ids, y, packed, plan.first.m)
+        return
     memory = x.new_empty(how.size, dtype=torch.uint8)
-    aligned: tuple[torch.Tensor, ...] = ()
-    if how.align is None:
-        aligned = align(ids, experts, plan.first.m)
-    else:
-        how.align(memory, ids)
+    aligned = _aligned(how, memory, ids, experts, plan.first.m)
     # fp32 until it is quantised, so that the codes are those of the exact sums.
-    plain = quant == "none"
-    rows = () if plain or how.fused else (x.new_empty(ids.numel(), inner, dtype=torch.float32),)
-    unused = () if how.fused else (scale,)
+    rows = () if how.fused else (x.new_empty(ids.numel(), inner, dtype=torch.float32),)
     how.gate_up(
-        memory, values, scale, packed.w13, scale if packed.w13_scale is None else packed.w13_scale,
-        scale if bias1 is None else bias1, *rows, *unused, *aligned,
+        memory, values, scale, packed.w13, packed.w13_scale, scale if packed.w13_bias is None else packed.w13_bias,
+        *rows, *(() if how.fused else (scale,)), *aligned,
     )  # fmt: skip
-    between = _quantize(*rows, ids, experts, quant, ue8m0) if rows else unused
-    how.down(
-        memory, *between, packed.w2, weights if packed.w2_scale is None else packed.w2_scale,
-        weights if bias2 is None else bias2, weights, *aligned,
+    between = _quantize(*rows, ids, experts, quant, ue8m0) if rows else ()
+    bias2 = weights if packed.w2_bias is None else packed.w2_bias
+    how.down(memory, *between, packed.w2, packed.w2_scale, bias2, weights, *aligned)
+    how.reduce(memory, ids, y)
+
+
+def _launches_of(
+    x: torch.Tensor, stride: int, ids: torch.Tensor, packed: MoEWeights, cfg: FusedMoEConfig, numbers: tuple[int, ...]
+) -> _Launches:
+    """Return what computes ``x``, whose rows, or codes, are so far apart."""
+    return _launches(
+        *ids.shape, *packed.w2.shape[:3], stride, x.dtype, cfg.quant, cfg.scale_fmt == "ue8m0",
+        cfg.activation == "swiglu_oai", cfg.alpha, cfg.limit, cfg.interleaved, packed.w13_bias is not None,
+        packed.w2_bias is not None, cfg.scaling_factor, numbers, x.device,
     )  # fmt: skip
+
+
+def _aligned(
+    how: _Launches, memory: torch.Tensor, ids: torch.Tensor, experts: int, block: int
+) -> tuple[torch.Tensor, ...]:
+    """Align the pairs, and return the alignment where it is no part of the memory."""
+    if how.align is None:
+        return align(ids, experts, block)
+    how.align(memory, ids)
+    return ()
+
+
+def _run(
+    how: _Launches, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, y: torch.Tensor, packed: MoEWeights,
+    block: int,
+) -> None:  # fmt: skip
+    """Compute ``y`` for tokens whose activations are not quantised."""
+    memory, bias1, bias2 = x.new_empty(how.size, dtype=torch.uint8), packed.w13_bias, packed.w2_bias
+    aligned = _aligned(how, memory, ids, packed.w2.shape[0], block)
+    # Whatever tensor stands where there is none.
+    how.gate_up(memory, x, weights, packed.w13, weights, weights if bias1 is None else bias1, weights, *aligned)
+    how.down(memory, weights, packed.w2, weights, weights if bias2 is None else bias2, weights, *aligned)
     how.reduce(memory, ids, y)
 
 
@@ -214,25 +239,33 @@ class TritonFusedMoE(ExpertsBackend):
     def __init__(self, cfg: FusedMoEConfig, config: Mapping[str, int] | None = None) -> None:
         super().__init__(cfg)
         self.plan = None if config is None else LaunchConfig.of(config)
-        # Of the plan, or of the rule's plan for so many tokens.
-        self._numbers: dict[tuple[int, bool], list[int]] = {}
 
     @staticmethod
     def candidates(cfg: FusedMoEConfig, num_tokens: int) -> list[dict[str, int]]:
         """Return the configurations to measure for ``num_tokens`` tokens, the rule's own first."""
         return launch_config.candidates(cfg, num_tokens)
 
-    def __call__(
+    def numbers_for(self, x: torch.Tensor) -> list[int]:
+        """Return the plan of so many tokens."""
+        return self._plan(x.shape[0], x.dtype == torch.float32).numbers()
+
+    def prepare(
         self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: MoEWeights
-    ) -> torch.Tensor:
-        """Return ``y`` ``[T,D]`` in the dtype of ``x``, a new tensor."""
-        key = x.shape[0], x.dtype == torch.float32
-        if torch.compiler.is_compiling():  # a compiled program would be held to what is in a table, and made again
-            return self.compute(x, topk_weights, topk_ids, packed, self._plan(*key).numbers())
-        numbers = self._numbers.get(key)
-        if numbers is None:
-            numbers = self._numbers[key] = self._plan(*key).numbers()
-        return self.compute(x, topk_weights, topk_ids, packed, numbers)
+    ) -> Callable[..., torch.Tensor]:
+        """Return what computes such inputs; plain experts of aligned pairs without what leads to their launches."""
+        cfg, numbers, (tokens, hidden) = self.cfg, tuple(self.numbers_for(x)), x.shape
+        plan, plain = plan_of(numbers), cfg.quant == "none" and cfg.num_shared == 0 and x.stride()[1] == 1
+        whole = plain and topk_weights.is_contiguous() and topk_ids.is_contiguous() and 0 < tokens <= MAX_TOKENS
+        if plan.by_pair or not whole:
+            return super().prepare(x, topk_weights, topk_ids, packed)
+        how, block = _launches_of(x, x.stride()[0], topk_ids, packed, cfg, numbers), plan.first.m
+
+        def run(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: MoEWeights) -> torch.Tensor:
+            y = x.new_empty(tokens, hidden)
+            _run(how, x, weights, ids, y, packed, block)
+            return y
+
+        return run
 
     def _plan(self, tokens: int, wide: bool) -> LaunchConfig:
         if self.plan is None or (wide and self.cfg.quant in ("none", "mxfp4")):

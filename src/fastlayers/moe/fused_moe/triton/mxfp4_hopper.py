@@ -379,11 +379,23 @@ def _chunk(
     cfg: FusedMoEConfig, numbers: tuple[int, ...],
 ) -> None:  # fmt: skip
     """Compute ``y`` for at most MAX_TOKENS tokens."""
-    bias13, bias2, experts, plan = packed.w13_bias, packed.w2_bias, cfg.num_experts, _plan_of(numbers)
-    how = _launches(
-        *ids.shape, experts, x.shape[1], cfg.intermediate_size, x.stride()[0], cfg.alpha, cfg.limit, cfg.scaling_factor,
-        bias13 is not None, bias2 is not None, x.dtype, numbers, x.device,
+    _run(_launches_of(x, ids, packed, cfg, numbers), x, weights, ids, y, packed, cfg.num_experts, _plan_of(numbers))
+
+
+def _launches_of(
+    x: torch.Tensor, ids: torch.Tensor, packed: SwizzledWeights, cfg: FusedMoEConfig, numbers: tuple[int, ...]
+) -> _Launches:
+    return _launches(
+        *ids.shape, cfg.num_experts, x.shape[1], cfg.intermediate_size, x.stride()[0], cfg.alpha, cfg.limit,
+        cfg.scaling_factor, packed.w13_bias is not None, packed.w2_bias is not None, x.dtype, numbers, x.device,
     )  # fmt: skip
+
+
+def _run(
+    how: _Launches, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, y: torch.Tensor,
+    packed: SwizzledWeights, experts: int, plan: HopperLaunchConfig,
+) -> None:  # fmt: skip
+    bias13, bias2 = packed.w13_bias, packed.w2_bias
     memory = x.new_empty(how.size, dtype=torch.uint8)
     how.order(memory, x)
     aligned: tuple[torch.Tensor, ...] = ()
@@ -451,9 +463,23 @@ class TritonSwizzledFusedMoE(ExpertsBackend):
                 raise ArgumentError("FusedMoE", name, f"up to 2^{largest - 127}", "scales of at most 2^65")
         return swizzle(weights)
 
-    def __call__(
+    def numbers_for(self, x: torch.Tensor) -> list[int]:
+        """Return the plan of so many tokens."""
+        return (plan_for(x.shape[0]) if self.plan is None else self.plan).numbers()
+
+    def prepare(
         self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: SwizzledWeights
-    ) -> torch.Tensor:
-        """Return ``y`` ``[T,D]`` in bf16, a new tensor."""
-        plan = plan_for(x.shape[0]) if self.plan is None else self.plan
-        return self.compute(x, topk_weights, topk_ids, packed, plan.numbers())
+    ) -> Callable[..., torch.Tensor]:
+        """Return what computes such inputs, without what leads to their launches where one chunk holds them."""
+        cfg, numbers, (tokens, hidden) = self.cfg, tuple(self.numbers_for(x)), x.shape
+        whole = x.stride()[1] == 1 and topk_weights.is_contiguous() and topk_ids.is_contiguous()
+        if not (whole and 0 < tokens <= MAX_TOKENS):
+            return super().prepare(x, topk_weights, topk_ids, packed)
+        how, experts, plan = _launches_of(x, topk_ids, packed, cfg, numbers), cfg.num_experts, _plan_of(numbers)
+
+        def run(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: SwizzledWeights) -> torch.Tensor:
+            y = x.new_empty(tokens, hidden)
+            _run(how, x, weights, ids, y, packed, experts, plan)
+            return y
+
+        return run
