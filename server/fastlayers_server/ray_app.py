@@ -22,6 +22,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from fastlayers.errors import ArgumentError, UnknownNameError, check_kind
+from fastlayers_server.front.errors import ApiError
 from fastlayers_server.serve_config import NAMES, parse
 
 READY = re.compile(r" is served at http://127\.0\.0\.1:(\d+) ")
@@ -124,8 +125,9 @@ class Replica:
         try:
             answer = await self._session.request(request.method, url, headers=headers, data=body, allow_redirects=False)
         except aiohttp.ClientConnectionError as error:
-            said = {"message": f"this replica's server does not answer: {error}", "type": "service_unavailable"}
-            return JSONResponse({"error": said}, 503, {"retry-after": "1", "x-replica": self.name})
+            said, name = f"this replica's server does not answer: {error}", {"x-replica": self.name}
+            gone = ApiError(503, said, "engine_restarting", retry_after=1.0, headers=name)  # others are there at once
+            return JSONResponse(gone.body, gone.status, gone.headers)
         made = StreamingResponse(_chunks(answer), answer.status)
         made.raw_headers = [
             (name.lower().encode(), value.encode())

@@ -95,6 +95,9 @@ def test_a_server_that_is_gone_is_told() -> None:
         made.check_health()
     answer = ask(made, "GET", "/health")
     assert answer.status_code == 503 and "does not answer" in answer.json()["error"]["message"]
+    assert answer.json()["error"] | {"message": ""} == {
+        "message": "", "type": "server_error", "param": None, "code": "engine_restarting"
+    }  # fmt: skip
     assert answer.headers["retry-after"] == "1"
     made.server.stop()
 
