@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fastlayers.patching.classes import count
+from fastlayers.patching.comparison import own_forward
 from fastlayers.patching.experts import FastExperts
 from fastlayers.patching.hashes import KNOWN
 from fastlayers.patching.matching import bare, foreign_hooks, is_known
@@ -23,7 +24,7 @@ def direct(block: Any) -> bool:
     """Return whether :func:`run` computes what this block does: known code, patched router and experts, no hooks."""
     cls: Any = type(block)
     router, experts = _router(block), getattr(block, "experts", None)  # type: Any, Any
-    if not is_known(cls, ("forward",), KNOWN) or "forward" in block.__dict__:
+    if not is_known(cls, ("forward",), KNOWN) or not own_forward(block):
         return False
     if not isinstance(router, FastRouter) or not isinstance(experts, FastExperts):
         return False

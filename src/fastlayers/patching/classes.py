@@ -19,7 +19,7 @@ from torch import nn
 
 from fastlayers.errors import ArgumentError, NoBackendError
 from fastlayers.operators import count as count_operator
-from fastlayers.patching.comparison import recorded
+from fastlayers.patching.comparison import own_forward, recorded
 from fastlayers.patching.guard import Guard, code_of, functions, known_code, replaced_code
 
 log = logging.getLogger(__name__)
@@ -255,6 +255,8 @@ def swap(module: nn.Module, mixin: type, backend: str, fuse: bool) -> int:
     new_counters(module)
     fast, original, front = cast(Any, module), cast(Any, original_class(module)), cast(Any, mixin)
     fast._fl_backend, fast._fl_fuse = backend, fuse
+    if own_forward(module):
+        module.__dict__.pop("forward", None)  # it would hide the one of the new class
     module.__class__ = fast_class(original, front)
     _rebind_hooked(module, module.__class__)
     module.register_load_state_dict_post_hook(_refresh_after_load)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -61,10 +62,18 @@ def observed() -> bool:
     return False
 
 
+def own_forward(part: Any) -> bool:
+    """Return whether ``part.forward`` is its class's; accelerate leaves that on the instance when its hooks go."""
+    found: Any = part.__dict__.get("forward")
+    cls: Any = type(part)
+    return found is None or (type(found) is MethodType and found.__self__ is part and found.__func__ is cls.forward)
+
+
 _SPACE: dict[str, Any] = {
     "modes": torch._C._len_torch_dispatch_stack, "interpreter": torch._C._functorch.peek_interpreter_stack,
     "tracing": torch._C._is_tracing, "forward_ad": forward_ad, "fx": fx, "Module": nn.Module, "CALL": CALL,
     "CALL_IMPL": CALL_IMPL, "functions": torch._C._len_torch_function_stack, "observed": observed,
+    "own_forward": own_forward,
     **{f"hooks{i}": hooks for i, hooks in enumerate(GLOBAL_HOOKS)},
 }  # fmt: skip
 _EVERYONE = ["not hooks0", "not hooks1", "Module.__call__ is CALL", "Module._call_impl is CALL_IMPL"]

@@ -37,6 +37,7 @@ from fastlayers.patching.comparison import (
     Question,
     never,
     observed,
+    own_forward,
     written,
 )
 
@@ -76,7 +77,7 @@ def untouched(part: Any) -> bool:
     """Return whether nobody hooked this module or replaced its ``forward`` on the instance."""
     if torch.compiler.is_compiling():
         part.forward  # noqa: B018  what the compiler looks up is what it guards on
-    if "forward" in part.__dict__:
+    if "forward" in part.__dict__ and not own_forward(part):
         return False
     return not (part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks)
 
@@ -170,7 +171,7 @@ class Guard:
             asked += [(f"{{}}[{name!r}] is {{}}", (module._modules, part)), ("type({}) is {}", (part, type(part)))]
             # The tables may be replaced, too.
             asked += [(f"not {{}}[{hooks!r}]", (part.__dict__,)) for hooks in HOOKS[:2]]
-            asked.append(("'forward' not in {}", (part.__dict__,)))
+            asked.append(("('forward' not in {} or own_forward({}))", (part.__dict__, part)))
         asked += [(f"{{}}.{name} is {{}}", (owner, value)) for owner, name, value in self._code]
         for part, name in weights:
             table = part._parameters

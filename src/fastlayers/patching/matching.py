@@ -17,6 +17,7 @@ from torch import nn
 from transformers.activations import SiLUActivation
 
 from fastlayers.patching.classes import FastModule, fast_class, new_counters, original_class
+from fastlayers.patching.comparison import own_forward
 from fastlayers.patching.guard import code_of, replaced_code, untouched
 
 SILU = (SiLUActivation, nn.SiLU)
@@ -101,14 +102,14 @@ def bare(module: Any) -> bool:
     """
     if "_fl_origin" not in type(module).__dict__ or foreign_hooks(module):
         return False
-    return "forward" not in module.__dict__ or _placed_by_accelerate(module)
+    return "forward" not in module.__dict__ or own_forward(module) or _placed_by_accelerate(module)
 
 
 def why_not(module: nn.Module, rule: Rule) -> str | None:
     """Return the reason code (and words) why ``module`` must be left alone, or ``None``."""
     children = [(name, getattr(module, name, None)) for name in rule.linears]
     involved = [module, *(child for _, child in children if child is not None)]
-    if any("forward" in part.__dict__ and not _placed_by_accelerate(part) for part in involved):
+    if not all(own_forward(part) or _placed_by_accelerate(part) for part in involved):
         return "instance-forward: forward was replaced on the instance"
     if any(getattr(part.__dict__.get("_hf_hook"), "offload", False) for part in involved):
         return "hooked: accelerate keeps the weights elsewhere between calls"

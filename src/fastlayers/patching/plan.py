@@ -13,6 +13,7 @@ from torch import nn
 from fastlayers.errors import ArgumentError, PatchError, dtype_name
 from fastlayers.patching import experts
 from fastlayers.patching.classes import FastModule, original_class
+from fastlayers.patching.comparison import own_forward
 from fastlayers.patching.families import BLOCKS, RULES
 from fastlayers.patching.guard import code_of, replaced_code
 from fastlayers.patching.hashes import KNOWN
@@ -126,7 +127,7 @@ def make_plan(model: nn.Module, options: Options) -> list[Step]:
     bound = {
         id(child)
         for block in model.modules()
-        if "forward" in block.__dict__ and "_hf_hook" not in block.__dict__
+        if not own_forward(block) and "_hf_hook" not in block.__dict__
         for child in block.children()
     }
     linear = next((m.weight for m in model.modules() if type(m) is nn.Linear and "weight" in m._parameters), None)

@@ -181,6 +181,24 @@ def test_after_offloading(name: str, unpatched: str) -> None:
     assert not any("Fast" in repr(m.__dict__.get("forward", "")) for m in model.modules())
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", NAMES)
+def test_hooks_of_accelerate_that_went_count_no_more(name: str, when: str) -> None:
+    """Their removal leaves each module's own ``forward`` on the instance."""
+    model = build(name)
+    wanted = logits(model)
+    fresh = fl.patch(build(name), dry_run=True)
+    report = fl.patch(model) if when == "after" else None
+    with offloaded(model):
+        pass
+    assert "forward" in model.model.layers[0].input_layernorm.__dict__
+    report = report or fl.patch(model)
+    assert [(e.name, e.reason) for e in report.skipped] == [(e.name, e.reason) for e in fresh.skipped]
+    assert close(logits(model), wanted) and set(report.fallbacks().values()) == {0}
+    fl.unpatch(model)
+    assert nothing_of_ours(model) and torch.equal(logits(model), wanted)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_after_children_were_replaced_or_removed(name: str) -> None:
     model, twin = build(name), build(name)
