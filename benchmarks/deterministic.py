@@ -2,9 +2,10 @@
 
 The server's engine on 4 layers with random weights in deterministic mode, with whatever ``"auto"`` chooses: what the
 mode would refuse is noted instead. Twelve requests (greedy, drawn, penalised; log-probabilities compared bit by bit)
-alone with an empty cache, then all at once, again over cached prompts, and in another order. One row a model: the
-backends that would be refused, how many requests gave equal bits in each way, tokens a second of 32 greedy requests
-with the mode and without. A backend that is refused although all bits are equal may be told so (``repeats_on``).
+alone with an empty cache, then all at once, again over cached prompts, and in another order. One row a model: its
+backends, those that would be refused, how many requests gave equal bits in each way, tokens a second of 32 greedy
+requests with the mode and without. A backend that is refused although all bits are equal may be told so
+(``repeats_on``); no other than Triton's may claim it for CUDA without being among them.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ MODELS = ("Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B", "openai/gpt-oss-20b")
 Wanted = list[tuple[list[int], dict[str, Any]]]
 
 
-def noting(refused: set[str]) -> Any:
-    """Return what stands in for the mode's refusal."""
+def noting(refused: set[str], chosen: set[str]) -> Any:
+    """Return what stands in for the mode's refusal, and notes what is chosen."""
 
     def note(layers: Any) -> None:
         for module in layers.modules():
             if isinstance(module, Layer) and hasattr(module, "choice"):
                 for choice in module.choices:
                     for rung in choice.rungs:
+                        chosen.add(f"{choice.layer}={rung.backend.name}")
                         if choice.device.type not in rung.backend.repeats_on:
                             refused.add(f"{choice.layer}={rung.backend.name}")
 
@@ -98,7 +100,8 @@ def greedy(count: int, vocabulary: int) -> Wanted:
 def measure(model: str, options: Any) -> dict[str, Any]:
     """Return the row of one model."""
     refused: set[str] = set()
-    startup.refuse_variant = noting(refused)
+    chosen: set[str] = set()
+    startup.refuse_variant = noting(refused, chosen)
 
     def build(deterministic: bool) -> Any:
         sizes: dict[str, Any] = {"max_model_len": 2048, "max_running_requests": 32, "num_pages": 1200}
@@ -129,7 +132,8 @@ def measure(model: str, options: Any) -> dict[str, Any]:
     without = serve(parts, flat)[1]
     differs = sum(a != b for a, b in zip(serve(parts, wanted)[0], alone, strict=True))
     return {
-        "model": model, "would_be_refused": sorted(refused), "equal_of_12": equal, "differ_without_the_mode": differs,
+        "model": model, "backends": sorted(chosen), "would_be_refused": sorted(refused), "equal_of_12": equal,
+        "differ_without_the_mode": differs,
         "tokens_per_s": {"deterministic": round(with_mode, 1), "without": round(without, 1)},
     }  # fmt: skip
 

@@ -341,8 +341,49 @@ def serving() -> str:
                 "most ≤ 200; first ≤ 60 / 250 ms |"
             )
     loads = {(row["model"], row["switch"], row["load"]): row for row in lines_of("serve") if "load" in row}
-    lines += map(switched, loads.values())
+    lines += [*map(switched, loads.values()), *drafted(), *repeated(), *soaked()]
     return "\n".join(lines) if len(lines) > 2 else MISSING
+
+
+def drafted() -> list[str]:
+    """Return what drafts cost and save where each place's is right as often as scripted."""
+    rows = lines_of("../speculation_h200")
+    if not rows:
+        return []
+    run, lines = rows[0]["run"], []
+    for row in rows:
+        if "tokens_per_step" in row:
+            what = f"{run['k']} drafts a step, each right at {run['rate']:.0%}, batch {row['batch']}"
+            told = f"{row['with_drafts']:.2f} ms, {row['ratio']:.2f} × without"
+            lines.append(f"| {SERVED[run['model']][0]}, {what}, a token | {told} | 0.65 × |")
+        elif "verify_ms" in row and "tree" not in row:
+            what = f"a step that verifies {run['k'] + 1} rows behind {row['context']:,} tokens"
+            told = f"{row['verify_ms']:.2f} ms, {row['ratio']:.2f} × a decode step"
+            lines.append(f"| {SERVED[run['model']][0]}, {what} | {told} | 1.15 × |")
+    return lines
+
+
+def repeated() -> list[str]:
+    """Return what ``--deterministic`` costs."""
+    return [
+        f"| {SERVED[row['model']][0]}, 4 layers, 32 requests with `--deterministic` / without | "
+        f"{row['tokens_per_s']['deterministic']:,.0f} / {row['tokens_per_s']['without']:,.0f} tokens/s; equal bytes in "
+        f"{min(row['equal_of_12'].values())} of 12 requests | its cost; 12 of 12 |"
+        for row in lines_of("../deterministic_h200")
+        if "tokens_per_s" in row
+    ]
+
+
+def soaked() -> list[str]:
+    """Return what a day's abuse in a minute left behind."""
+    path = RESULTS.parent / "soak_h200.json"
+    if not path.is_file():
+        return []
+    row = json.loads(path.read_text())
+    ends = f"{len(row['wrong'])} wrong answers, {len(row['left'])} things left behind"
+    most = max(row["grown_mib"].values())
+    what = f"{row['requests']:,} requests, 256 at a time, aborted, malformed and with grammars among them"
+    return [f"| {what} | {ends}; {row['seconds']:.0f} s; a process grew by {most:.0f} MiB at most | none, none |"]
 
 
 # What a load of serve_rows.py --switches tells: the figure that a switch is for, in words.

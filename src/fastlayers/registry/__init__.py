@@ -9,6 +9,7 @@ plugins.py    rows of other distributions
 
 from fastlayers.moved import renamed
 from fastlayers.registry.backend import (
+    REPEATS,
     TRITON_NEEDS,
     Backend,
     UnverifiedBackend,
@@ -25,7 +26,7 @@ from fastlayers.registry.plugins import load_plugins, plugin_errors
 from fastlayers.registry.registry import Registry, check_ladder, environment_wishes, registry
 
 __all__ = [
-    "COLLECTIVES", "LAYERS", "PARTS", "TRITON_NEEDS", "Backend", "Choice", "Ladder", "Registry", "Rung",
+    "COLLECTIVES", "LAYERS", "PARTS", "REPEATS", "TRITON_NEEDS", "Backend", "Choice", "Ladder", "Registry", "Rung",
     "UnverifiedBackend", "blackwell_guard", "builtin_registry", "check_ladder", "environment_wishes", "hopper_guard",
     "load_plugins", "plugin_errors", "reference_backend", "registry", "supports_all", "torch_backend",
     "triton_backend",

@@ -133,6 +133,9 @@ def torch_backend(target: str, refuse: Callable[[Any, Device], str | None] = sup
 TRITON_NEEDS = ("triton:jit", "triton.language:dot", "triton.language:float8e4nv")
 
 
+REPEATS = ("cpu", "cuda")
+
+
 def triton_backend(
     target: str, refuse: Callable[[Any, Device], str | None] = supports_all, weight_layout: str = "checkpoint"
 ) -> Backend:
@@ -145,8 +148,9 @@ def triton_backend(
             return f"needs sm_80 or newer, this is {device.sm}"
         return refuse(cfg, device)
 
-    # On a CPU programs run one after the other; on CUDA nobody has shown it yet.
-    return Backend("triton", target, TRITON_NEEDS, needs_cuda, weight_layout=weight_layout, repeats_on=("cpu",))
+    # Sums have a fixed order, whichever program ends first: parity asks a second run for the same bits, on CUDA as
+    # well, and benchmarks/deterministic.py whole requests.
+    return Backend("triton", target, TRITON_NEEDS, needs_cuda, weight_layout=weight_layout, repeats_on=REPEATS)
 
 
 class UnverifiedBackend:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from fastlayers.attention.gqa.config import GQAConfig
 from fastlayers.attention.gqa.triton import _least_part, _num_splits, tile_config
 from fastlayers.errors import ArgumentError, FastlayersError
 from fastlayers.integers import cdiv, next_power_of_2
-from fastlayers.registry import registry
+from fastlayers.registry import LAYERS, registry
 from fastlayers.runtime import precompile
 from fastlayers_server.engine.budget import Budget
 from fastlayers_server.engine.config import EngineConfig, SchedulerConfig
@@ -79,6 +80,16 @@ def test_deterministic_mode_takes_only_backends_that_repeat(monkeypatch: pytest.
     said = r"deterministic is True, with rms_norm=torch, .* on cpu; accepted: False, or .*rms_norm=… one of: \w+"
     with pytest.raises(ArgumentError, match=said):
         build(config, lambda phase: None)
+
+
+def test_what_claims_to_repeat_its_bits_on_cuda_was_seen_to() -> None:
+    path = Path(__file__).parents[3] / "benchmarks" / "results" / "deterministic_h200.jsonl"
+    rows = [row for line in path.read_text().splitlines() if "equal_of_12" in (row := json.loads(line))]
+    assert len(rows) >= 3 and all(set(row["equal_of_12"].values()) == {12} for row in rows)
+    seen = {name for row in rows for name in row.get("backends", row["would_be_refused"])}
+    claimed = {f"{layer}={b.name}" for layer in LAYERS for b in registry(layer).ranked if "cuda" in b.repeats_on}
+    assert seen <= claimed
+    assert {name for name in claimed if "=triton" not in name} <= seen
 
 
 def test_another_model_drafts() -> None:

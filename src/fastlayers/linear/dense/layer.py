@@ -16,7 +16,7 @@ from fastlayers.comm.parallel import REPLICATED, Shard
 from fastlayers.device import Device
 from fastlayers.errors import check_choice, check_positive
 from fastlayers.linear.base import LinearBase, check_source, frozen
-from fastlayers.registry import Backend, Registry, reference_backend, triton_backend
+from fastlayers.registry import REPEATS, Backend, Registry, reference_backend, triton_backend
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -65,8 +65,8 @@ _HERE = "fastlayers.linear.dense"
 LINEAR = Registry(
     "linear",
     [
-        # On CUDA, torch means cuBLAS, which is the right choice for a plain GEMM.
-        Backend("torch", f"{_HERE}.torch:TorchLinear", auto_on=("cpu", "cuda"), repeats_on=("cpu",)),
+        # On CUDA, torch means cuBLAS, which is the right choice for a plain GEMM; on one stream it repeats its bits.
+        Backend("torch", f"{_HERE}.torch:TorchLinear", auto_on=("cpu", "cuda"), repeats_on=REPEATS),
         triton_backend(f"{_HERE}.triton:TritonLinear", _triton_refuse),
         Backend("sgl_kernel", f"{_HERE}.sgl_kernel:SglKernelLinear", _SGL_KERNEL_NEEDS, _sgl_kernel_refuse),
         reference_backend(f"{_HERE}.reference:ReferenceLinear"),

@@ -15,6 +15,7 @@ from fastlayers.moe.fused_moe import cutlass_schedules
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.weights import GROUP
 from fastlayers.registry import (
+    REPEATS,
     TRITON_NEEDS,
     Backend,
     Registry,
@@ -144,6 +145,7 @@ TRITON_KERNELS = Backend(
     ),
     _triton_kernels,
     weight_layout="triton_kernels",
+    repeats_on=REPEATS,
 )
 # Our own kernels over the same layout, for few tokens: a ladder takes both.
 TRITON_SWIZZLED = replace(
@@ -183,6 +185,7 @@ PACKAGES = [
         f"{_HERE}.torch_grouped:TorchGroupedFusedMoE",
         ("torch.nn.functional:grouped_mm", *TRITON_NEEDS),
         _torch_grouped,
+        repeats_on=REPEATS,
     ),
     # CUTLASS's experts, as FlashInfer has them for sm_90 alone: [up; gate] rows, routed outside.
     hopper_guard("flashinfer_cutlass", ("flashinfer.fused_moe:cutlass_fused_moe",), _flashinfer_cutlass),
