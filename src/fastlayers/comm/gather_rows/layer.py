@@ -50,7 +50,7 @@ class GatherRowsConfig(RankConfig):
 GATHER_ROWS = rank_registry(
     "gather_rows", "GatherRows",
     {
-        "copy_engine": "written for overlap schedules, of which there is none yet",
+        "copy_engine": "for schedules that hide a gather behind products, which lose within one host",
         "nvfp4": "an FP4 payload is for FP4 products, of which sm_90 has none: there it is payload='fp8_128'",
     },
 )  # fmt: skip
