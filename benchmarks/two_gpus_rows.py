@@ -208,6 +208,7 @@ class Rows:
             push = self.workspace.push
             kept = push.warps, push.programs
             found["sum_norm_us"] = self.time_sums("sum_norm", rows)
+            found["sum_norm_fp8_us"] = self.time_sums("sum_norm_fp8", rows)
             ways = [(kept[0] // 2, 132), (2 * kept[0], 132)] if rows <= 132 else [(kept[0], 264)]
             for push.warps, push.programs in ways if self.run.options.ways else ():
                 name = f"sum_norm_us_{push.warps}_warps_{push.programs}_programs"
@@ -220,7 +221,7 @@ class Rows:
     def time_sums(self, name: str, rows: int) -> float:
         """Return microseconds of one call in a chain whose calls depend on each other."""
         x, residual = self.draw(rows, 1), self.draw(rows, 2, own=False)
-        steps = {"nccl_norm": self.theirs, "sum_norm": self.ours, "norm": self.normed}
+        steps = {"nccl_norm": self.theirs, "sum_norm": self.ours, "norm": self.normed, "sum_norm_fp8": self.coded}
 
         def chain() -> Any:
             """Norm and residual of one call go into the next."""
@@ -237,6 +238,11 @@ class Rows:
             return total
 
         return microseconds(self.run, chain if name in steps else sums, CHAIN)
+
+    def coded(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Leave codes and scales behind the norm; the next call sums what this one has summed."""
+        _, h = self.workspace.push(x, residual, self.norm.weight, 1e-6, codes="col_tma4")
+        return h, residual
 
     def normed(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Add and norm, with no sum: what a step of one GPU has in this place."""

@@ -39,10 +39,12 @@ def push_operators(n: int, hidden: int, dtype: torch.dtype, slots: int) -> list[
     return [PushSum(arena, hidden, dtype, slots) for arena in arenas]
 
 
-def on_all(operators: list[PushSum], xs: list[torch.Tensor], *args: object) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def on_all(
+    operators: list[PushSum], xs: list[torch.Tensor], *args: object, **how: object
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     for op, x in zip(operators, xs, strict=True):
-        op(x, *args, part=1)  # type: ignore[arg-type]
-    return [op(x, *args, part=2) for op, x in zip(operators, xs, strict=True)]  # type: ignore[arg-type]
+        op(x, *args, part=1, **how)  # type: ignore[arg-type]
+    return [op(x, *args, part=2, **how) for op, x in zip(operators, xs, strict=True)]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -268,3 +270,23 @@ def test_a_sum_and_its_norm_are_gathered_as_codes(n: int) -> None:
             assert torch.equal(y.scales.nan_to_num(-1), wanted_scales.nan_to_num(-1)) and bool(y.scales.isnan().any())
             assert y.scales.stride() == wanted_scales.stride()
     assert all(move.arena.failed() is None for move in moves)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_push_leaves_codes(n: int) -> None:
+    hidden = 384
+    operators = push_operators(n, hidden, torch.bfloat16, 6)
+    weight = (1 + 0.3 * torch.randn(hidden)).to(torch.bfloat16)
+    for rows, layout, programs in ((3, "row", 132), (5, "col", 2), (6, "col_tma4", 132)):
+        xs = [torch.randn(rows, hidden).to(torch.bfloat16) for _ in range(n)]
+        residual = torch.randn(rows, hidden).to(torch.bfloat16)
+        xs[0][1, 3] = float("nan")
+        for operator in operators:
+            operator.programs = programs
+        plain = on_all(operators, xs, residual, weight, 1e-6)
+        wanted, scales = quantize_groups(plain[0][0], scale_layout=layout)
+        for (_, h), (y, summed) in zip(plain, on_all(operators, xs, residual, weight, 1e-6, codes=layout), strict=True):
+            assert isinstance(y, CodedRows) and torch.equal(h.view(torch.int16), summed.view(torch.int16))
+            assert torch.equal(y.codes.view(torch.uint8), wanted.view(torch.uint8))
+            assert torch.equal(y.scales.nan_to_num(-1), scales.nan_to_num(-1)) and bool(y.scales.isnan().any())
+            assert y.scales.stride() == scales.stride()

@@ -58,6 +58,12 @@ def compare(rank: Rank) -> list[str]:
         torch.distributed.broadcast(first, 0)
         if not (torch.equal(y, wanted_y) and torch.equal(h, wanted_h) and torch.equal(first, y)):
             wrong.append(f"sum_norm of {count} rows")
+        coded = made.push(x, residual, norm.weight, EPS, codes="col_tma4")[0]
+        codes, scales = quantize_groups(wanted_y, scale_layout="col_tma4")
+        if not (
+            torch.equal(coded.codes.view(torch.uint8), codes.view(torch.uint8)) and torch.equal(coded.scales, scales)
+        ):
+            wrong.append(f"sum_norm of {count} rows as codes")
     for count in (2, 258, 1400):
         x = rows(rank, count, count)
         own = made.exchange.scatter(x)[1]

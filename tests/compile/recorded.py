@@ -347,15 +347,16 @@ def _ranks(recorder: Recorder) -> None:
     table, words = _empty(8, dtype=torch.int64), _empty(64, dtype=torch.int32)
     for hidden, ranks, rows, plain in (
         (7168, 2, 1, False), (7168, 2, 1024, False), (4096, 2, 1, False), (2048, 2, 1, False), (7168, 4, 1, False),
-        (7168, 8, 1, False), (7168, 2, 1, True),
+        (7168, 8, 1, False), (7168, 2, 1, True), (7168, 2, 64, "fp8"), (7168, 2, 1024, "fp8"),
     ):  # fmt: skip
-        recorder.label = f"push_sum-{hidden}x{ranks}-{rows}{'-plain' * plain}"
+        fp8, plain = plain == "fp8", plain is True
+        recorder.label = f"push_sum-{hidden}x{ranks}-{rows}{'-plain' * plain}{'-fp8' * fp8}"
         x, rest = _empty(rows, hidden, dtype=BF16), _empty(hidden, dtype=BF16)
         inbox = _empty(2 * ranks * 1024 * hidden, dtype=torch.uint16)
         norm = (None, None) if plain else (x, rest)
         triton_push._push_sum.function(
             x, *norm, table, inbox, words, words, 1e-6, triton_push.NO_NORM if plain else 0, 3, ranks, 2**33, 0,
-            triton_push.warps_of(hidden), triton_push.PROGRAMS,
+            triton_push.warps_of(hidden), triton_push.PROGRAMS, "col_tma4" if fp8 else "",
         )  # fmt: skip
     for ranks, scatter, gather, quant in (
         (2, True, False, 0), (2, False, True, 0), (2, True, True, 0), (8, True, True, 0), (2, False, True, 1),

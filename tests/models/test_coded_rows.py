@@ -72,7 +72,7 @@ def hidden_states(rank: Rank, config: dict[str, Any], counts: list[int]) -> list
         ).eval()
         fill_random(model)
         fl.finalize(model)
-        assert model.seam is not None and model.seam.codes and model.seam.chosen["rows gathered as codes"] == "True"
+        assert model.seam is not None and model.seam.codes and model.seam.chosen["rows as codes"] == "True"
         model.spread_rows = range(2, 200)
         assert "as codes and scales where FP8 products read them" in str(fl.explain(model))
         for count in counts:

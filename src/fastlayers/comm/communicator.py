@@ -105,7 +105,7 @@ class LayerCommunicator:
         Of the same spec: gathers and scatters of equal numbers of rows between groups of one rank.
     codes : callable, optional
         ``codes(hook, rows)`` returns the layout of scales in which whoever reads what that hook returns takes
-        :class:`~fastlayers.quant.coded_rows.CodedRows`, or ``None``. Asked in spread steps of a trusted layer.
+        :class:`~fastlayers.quant.coded_rows.CodedRows`, or ``None``. Asked by a trusted layer's seam.
 
     Attributes
     ----------

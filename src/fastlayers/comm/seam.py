@@ -90,7 +90,7 @@ class Seam:
         self.hidden_size, self.dtype, self.device = hidden_size, dtype, device
         self.all_reduce = AllReduce(parallel.tp, hidden_size, workspace=workspace, device=device, dtype=dtype)
         trust(self.all_reduce)
-        # Whether rows that are spread are gathered as codes where only FP8 products read them.
+        # Whether normed rows are quantised before they leave their kernel where only FP8 products read them.
         self.codes = hidden_size % 128 == 0
         self._norms: dict[tuple[RMSNormConfig, bool], SumNorm] = {}
 
@@ -105,7 +105,7 @@ class Seam:
         found = {"all_reduce": self.all_reduce.choice.name}
         for (norm, spread), made in self._norms.items():
             found[f"sum_norm {norm.eps} {norm.rounding}{' spread' * spread}"] = made.choice.name
-        return found | {"spread rows": str(self.spread_rows), "rows gathered as codes": str(self.codes)}
+        return found | {"spread rows": str(self.spread_rows), "rows as codes": str(self.codes)}
 
     @property
     def spread_rows(self) -> range:

@@ -156,7 +156,7 @@ class Tables:
         Of the MLP's rows.
     is_last : bool
     codes : callable, optional
-        Of spread steps; see :data:`Codes`.
+        See :data:`Codes`.
     """
 
     def __init__(
@@ -175,21 +175,16 @@ class Tables:
         layer, module, codes = made, norm, self.codes
         hook = HOOKS[0] if norm is self.norms[0] else HOOKS[1]
 
-        def summed(hidden: Hidden, _: StepTokens | None) -> Rows:
-            found: tuple[torch.Tensor, torch.Tensor] = layer(hidden.tensor, hidden.residual, module.weight)  # type: ignore[attr-defined]
-            return found
-
-        def summed_as_codes(hidden: Hidden, step: StepTokens | None) -> Rows:
+        def summed(hidden: Hidden, step: StepTokens | None) -> Rows:
             rows = hidden.tensor.shape[0]
             # Rows that pad a step are cut off before they are read.
-            whole = seam.codes and step is not None and sum(step.real) == rows
-            layout = codes(hook, rows) if whole and codes is not None else None
+            whole = codes is not None and seam.codes and step is not None and sum(step.real) == rows
+            layout = codes(hook, rows) if whole else None  # type: ignore[misc]
             found: tuple[torch.Tensor, torch.Tensor] = layer(hidden.tensor, hidden.residual, module.weight, layout)  # type: ignore[attr-defined]
             return found
 
-        if not spread or codes is None:
-            return summed, f"{layer.choice}{' of own rows' if spread else ''}"
-        return summed_as_codes, f"{layer.choice} of own rows, as codes and scales where FP8 products read them"
+        coded = ", as codes and scales where FP8 products read them" if codes is not None else ""
+        return summed, f"{layer.choice}{' of own rows' if spread else ''}{coded}"
 
     def whole(self) -> Iterator[Transition]:
         """Yield the table of steps whose residual is whole."""

@@ -21,14 +21,13 @@ import triton
 import triton.language as tl
 
 from fastlayers.comm.symmetric import Arena
-from fastlayers.comm.triton_push import normalised, warps_of
+from fastlayers.comm.triton_push import normalised, quantised_row, warps_of
 from fastlayers.comm.triton_signals import address, await_signal, order, signal
 from fastlayers.errors import ArgumentError
 from fastlayers.integers import next_power_of_2
 from fastlayers.norm.rms_norm.layer import ROUNDINGS
 from fastlayers.operators import nothing, operator
 from fastlayers.quant.coded_rows import CodedRows
-from fastlayers.quant.group_quant.triton import quantize_tile
 from fastlayers.runtime.launch import kernel
 from fastlayers.triton_lang import await_inputs, cast, release_dependents
 
@@ -81,11 +80,8 @@ def _total(x_ptr, x_stride, inbox_ptr, row, turn, slots, share, hidden, rank, co
 @triton.jit
 def _quantised(y, at, outboxes_ptr, scales_at, s_row, s_group, hidden, rank, BLOCK: tl.constexpr, N: tl.constexpr):
     """Store one row as codes and scales in every rank's outbox: codes first, ``scales_at`` bytes behind them scales."""
-    GROUPS: tl.constexpr = BLOCK // 128
-    narrow: tl.constexpr = y.dtype.primitive_bitwidth == 16
-    tile = tl.reshape(y.to(tl.float32), (GROUPS, 128))
-    codes, scale = quantize_tile(tile, 1e-10, 448.0, False, False, narrow)
-    group = tl.arange(0, GROUPS)
+    codes, scale = quantised_row(y, BLOCK)
+    group = tl.arange(0, BLOCK // 128)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     for hop in tl.static_range(N):
         box = address(outboxes_ptr, (rank + hop) % N, tl.uint8)

@@ -14,6 +14,8 @@ rounded once; all ranks get the same bits.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -24,6 +26,9 @@ from fastlayers.errors import ArgumentError
 from fastlayers.integers import next_power_of_2
 from fastlayers.norm.rms_norm.layer import ROUNDINGS
 from fastlayers.operators import operator
+from fastlayers.quant.coded_rows import CodedRows
+from fastlayers.quant.group_quant.layer import empty_scales
+from fastlayers.quant.group_quant.triton import quantize_tile
 from fastlayers.runtime.launch import kernel
 from fastlayers.triton_lang import await_inputs, cast, release_dependents
 
@@ -45,6 +50,13 @@ def normalised(h, weight, hidden, eps, ROUNDING: tl.constexpr):
         return weight.to(tl.float32) * unit
     else:
         return (1.0 + weight.to(tl.float32)) * unit
+
+
+@triton.jit
+def quantised_row(y, BLOCK: tl.constexpr):
+    """Return codes ``[BLOCK / 128, 128]`` and scales of one row, as GroupQuant makes them."""
+    narrow: tl.constexpr = y.dtype.primitive_bitwidth == 16
+    return quantize_tile(tl.reshape(y.to(tl.float32), (BLOCK // 128, 128)), 1e-10, 448.0, False, False, narrow)
 
 
 @triton.jit
@@ -78,9 +90,10 @@ def _arrived(inbox_ptr, turn, source, row, slots, hidden, column, due, late, dea
 
 
 @triton.jit
-def _finish(x, row, late, residual_ptr, weight, y_ptr, summed_ptr, inbox_ptr, epoch_ptr, status_ptr, residual_stride,
-            hidden, eps, slots, rank, deadline_ns, column, inside, WORD: tl.constexpr, EMPTY: tl.constexpr,
-            N: tl.constexpr, ROUNDING: tl.constexpr, HAS_RESIDUAL: tl.constexpr):  # fmt: skip
+def _finish(x, row, late, residual_ptr, weight, y_ptr, scales_ptr, summed_ptr, inbox_ptr, epoch_ptr, status_ptr,
+            residual_stride, s_row, s_group, hidden, eps, slots, rank, deadline_ns, column, inside, WORD: tl.constexpr,
+            EMPTY: tl.constexpr, N: tl.constexpr, ROUNDING: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+            QUANT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     at = tl.cast(row, tl.int64)
     dtype: tl.constexpr = x.dtype
     epoch = tl.load(epoch_ptr + row)
@@ -103,18 +116,25 @@ def _finish(x, row, late, residual_ptr, weight, y_ptr, summed_ptr, inbox_ptr, ep
         h = cast(h.to(tl.float32) + residual.to(tl.float32), dtype)
     tl.store(summed_ptr + at * hidden + column, h, mask=inside)
     if ROUNDING >= 0:
-        y = normalised(h, weight, hidden, eps, ROUNDING)
-        tl.store(y_ptr + at * hidden + column, cast(y, dtype), mask=inside)
+        y = cast(normalised(h, weight, hidden, eps, ROUNDING), dtype)
+        if QUANT:
+            codes, scale = quantised_row(y, BLOCK)
+            group = tl.arange(0, BLOCK // 128)
+            place = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+            tl.store(y_ptr + at * hidden + place, codes.to(tl.uint8, bitcast=True), mask=place < hidden)
+            tl.store(scales_ptr + at * s_row + group.to(tl.int64) * s_group, scale, mask=group * 128 < hidden)
+        else:
+            tl.store(y_ptr + at * hidden + column, y, mask=inside)
     tl.store(epoch_ptr + row, epoch + 1)
     return late
 
 
-@kernel(do_not_specialize=("rows", "slots", "rank", "deadline_ns"))
+@kernel(do_not_specialize=("rows", "slots", "rank", "deadline_ns", "s_row", "s_group"))
 def _push_sum_kernel(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, summed_ptr, inboxes_ptr, inbox_ptr, epoch_ptr, status_ptr,
-    x_stride, residual_stride, hidden, eps, rows, slots, rank, deadline_ns,
+    x_ptr, residual_ptr, weight_ptr, y_ptr, scales_ptr, summed_ptr, inboxes_ptr, inbox_ptr, epoch_ptr, status_ptr,
+    x_stride, residual_stride, s_row, s_group, hidden, eps, rows, slots, rank, deadline_ns,
     WORD: tl.constexpr, EMPTY: tl.constexpr, N: tl.constexpr, ROUNDING: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    SINGLE: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
+    QUANT: tl.constexpr, SINGLE: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0)
     column = tl.arange(0, BLOCK)
@@ -130,9 +150,9 @@ def _push_sum_kernel(
         if PART != 2:
             _push(x, first, inboxes_ptr, epoch_ptr, slots, hidden, rank, column, inside, WORD, EMPTY, N)
         if PART != 1:
-            _finish(x, first, late, residual_ptr, weight, y_ptr, summed_ptr, inbox_ptr, epoch_ptr, status_ptr,
-                    residual_stride, hidden, eps, slots, rank, deadline_ns, column, inside, WORD, EMPTY, N, ROUNDING,
-                    HAS_RESIDUAL)  # fmt: skip
+            _finish(x, first, late, residual_ptr, weight, y_ptr, scales_ptr, summed_ptr, inbox_ptr, epoch_ptr,
+                    status_ptr, residual_stride, s_row, s_group, hidden, eps, slots, rank, deadline_ns, column, inside,
+                    WORD, EMPTY, N, ROUNDING, HAS_RESIDUAL, QUANT, BLOCK)  # fmt: skip
     else:
         step = tl.num_programs(0)
         if PART <= 1:
@@ -147,9 +167,9 @@ def _push_sum_kernel(
                     _push(x, following, inboxes_ptr, epoch_ptr, slots, hidden, rank, column, inside, WORD, EMPTY, N)
             if PART != 1:
                 x = tl.load(x_ptr + tl.cast(row, tl.int64) * x_stride + column, mask=inside, other=0.0)
-                late = _finish(x, row, late, residual_ptr, weight, y_ptr, summed_ptr, inbox_ptr, epoch_ptr, status_ptr,
-                               residual_stride, hidden, eps, slots, rank, deadline_ns, column, inside, WORD, EMPTY, N,
-                               ROUNDING, HAS_RESIDUAL)  # fmt: skip
+                late = _finish(x, row, late, residual_ptr, weight, y_ptr, scales_ptr, summed_ptr, inbox_ptr, epoch_ptr,
+                               status_ptr, residual_stride, s_row, s_group, hidden, eps, slots, rank, deadline_ns,
+                               column, inside, WORD, EMPTY, N, ROUNDING, HAS_RESIDUAL, QUANT, BLOCK)  # fmt: skip
 
 
 def warps_of(hidden_size: int) -> int:
@@ -160,30 +180,41 @@ def warps_of(hidden_size: int) -> int:
 def _fake(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, peers: torch.Tensor,
     inbox: torch.Tensor, epoch: torch.Tensor, status: torch.Tensor, eps: float, rounding: int, rank: int, size: int,
-    deadline_ns: int, part: int, warps: int, programs: int,
+    deadline_ns: int, part: int, warps: int, programs: int, codes: str,
 ) -> list[torch.Tensor]:  # fmt: skip
-    return [x.new_empty(x.shape) for _ in range(1 if rounding == NO_NORM else 2)]
+    rows = [x.new_empty(x.shape) for _ in range(1 if rounding == NO_NORM else 2)]
+    return [*_empty_codes(x, codes), rows[-1]] if codes else rows
+
+
+def _empty_codes(x: torch.Tensor, layout: str) -> list[torch.Tensor]:
+    """Return where codes and scales of rows like ``x`` go."""
+    rows, hidden = x.shape
+    return [x.new_empty(rows, hidden, dtype=torch.float8_e4m3fn), empty_scales(x, rows, hidden // 128, layout)]
 
 
 @operator("push_sum", _fake, writes=("inbox", "epoch", "status"))
 def _push_sum(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, peers: torch.Tensor,
     inbox: torch.Tensor, epoch: torch.Tensor, status: torch.Tensor, eps: float, rounding: int, rank: int, size: int,
-    deadline_ns: int, part: int, warps: int, programs: int,
+    deadline_ns: int, part: int, warps: int, programs: int, codes: str,
 ) -> list[torch.Tensor]:  # fmt: skip
     rows, hidden = x.shape
     summed = torch.empty_like(x, memory_format=torch.contiguous_format)
-    y = summed if rounding == NO_NORM else torch.empty_like(summed)
+    coded = _empty_codes(x, codes) if codes else []
+    y = coded[0].view(torch.uint8) if coded else summed if rounding == NO_NORM else torch.empty_like(summed)
+    scales = coded[1] if coded else y
     if rows:
         grid = min(rows, programs)
         others = x if residual is None else residual
         _push_sum_kernel[(grid,)](
-            x, others, x if weight is None else weight, y, summed, peers, inbox, epoch, status,
-            x.stride(0), others.stride(0), hidden, eps, rows, epoch.shape[0], rank, deadline_ns,
+            x, others, x if weight is None else weight, y, scales, summed, peers, inbox, epoch, status,
+            x.stride(0), others.stride(0), *scales.stride(), hidden, eps, rows, epoch.shape[0], rank, deadline_ns,
             WORD=tl.uint32 if x.dtype.itemsize == 4 else tl.uint16, EMPTY=EMPTY[x.dtype], N=size, ROUNDING=rounding,
-            HAS_RESIDUAL=residual is not None, SINGLE=rows == grid, BLOCK=next_power_of_2(hidden),
+            HAS_RESIDUAL=residual is not None, QUANT=bool(coded), SINGLE=rows == grid, BLOCK=next_power_of_2(hidden),
             PART=part, num_warps=warps, **order(x.device),
         )  # fmt: skip
+    if coded:
+        return [*coded, summed]
     return [summed] if rounding == NO_NORM else [y, summed]
 
 
@@ -224,16 +255,19 @@ class PushSum:
         eps: float = 0.0,
         rounding: str = ROUNDINGS[0],
         *,
+        codes: str | None = None,
         part: int = 0,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Any, torch.Tensor]:
         """Return ``(norm(h), h)`` with ``h`` = Σ over ranks of ``x [T, H]``, plus ``residual``.
 
-        Without ``weight``: ``(h, h)``. ``part``: 0; for ranks in one process 1 (push) on all of them, then 2.
+        Without ``weight``: ``(h, h)``. ``codes``: a layout of scales; then ``norm(h)`` is
+        :class:`~fastlayers.quant.coded_rows.CodedRows`, as GroupQuant makes them, bit by bit. ``part``: 0; for ranks
+        in one process 1 (push) on all of them, then 2.
         """
         arena = self.arena
         how = NO_NORM if weight is None else ROUNDINGS.index(rounding)
         found = _push_sum(
             x, residual, weight, self.inbox.peers, self._words, self.epoch, arena.status, eps, how, arena.rank,
-            arena.size, arena.deadline_ns, part, self.warps, self.programs,
+            arena.size, arena.deadline_ns, part, self.warps, self.programs, codes or "",
         )  # fmt: skip
-        return found[0], found[-1]
+        return (found[0] if codes is None else CodedRows(found[0], found[1])), found[-1]

@@ -119,9 +119,9 @@ class SumNorm(RankLayer):
         weight : Tensor ``[H]``
             Of the norm.
         codes : str, optional
-            Of rows that are spread: a layout of scales. Each rank quantises its rows of ``y`` before it sends them,
-            so that about half the bytes cross, and ``y`` is a :class:`~fastlayers.quant.coded_rows.CodedRows`, with
-            the bits that the rows have when they are quantised where they are read.
+            A layout of scales. Then ``y`` may be a :class:`~fastlayers.quant.coded_rows.CodedRows`, with the bits
+            that the rows have when they are quantised where they are read: a launch less, and of rows that are
+            spread about half the bytes cross.
         """
         if not self.trusted:
             size, dtype = self.cfg.hidden_size, self.cfg.dtype

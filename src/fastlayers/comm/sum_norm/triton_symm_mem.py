@@ -30,5 +30,7 @@ class TritonSumNorm:
         if x.shape[0] > self.push.slots:
             accepted = f"at most {self.push.slots}, for which the workspace was made"
             raise ArgumentError("SumNorm", "rows", x.shape[0], accepted)
-        summed: tuple[torch.Tensor, torch.Tensor] = self.push(x, residual, weight, self.eps, self.rounding, part=part)
+        summed: tuple[Any, torch.Tensor] = self.push(
+            x, residual, weight, self.eps, self.rounding, codes=codes, part=part
+        )
         return summed
