@@ -172,6 +172,8 @@ class WeightlessNorm(nn.Module):
 class Llama4Attention(fl.Attention):
     """Attention in chunks with norms that have no weights, or to everything with a temperature by position."""
 
+    side_by_side = False
+
     def __init__(self, context: Llama4Context, name: str, index: int) -> None:
         config = context.config
         turns = config.rotates[index]

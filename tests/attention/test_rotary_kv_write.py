@@ -193,3 +193,36 @@ def test_slots_outside_the_cache_are_named_on_a_cpu(bad: int, trusted: bool) -> 
     write.trusted = trusted and bad > 0  # a slot below zero is never planned
     with pytest.raises(ArgumentError, match=r"RotaryKVWrite: loc is slots from .*; accepted: slots in \[0, 2\)"):
         write(x, x, x, cos, cos, torch.tensor([1, 0]), cache, loc)
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize(("norm", "section"), [(None, ()), (1e-6, (4, 2, 2))])
+def test_heads_may_lie_side_by_side(backend: str, norm: float | None, section: tuple[int, ...], trusted: bool) -> None:
+    write = RotaryKVWrite(4, 2, 16, qk_norm=norm, mrope_section=section, kv_dtype=torch.bfloat16, backend=backend)
+    write.trusted = trusted
+    rotary = fl.RotaryEmbedding(16, max_position=50)
+    # Rows that lie apart, and more of them in the second call: what was prepared for the first is not taken.
+    for tokens in (3, 5, 3):
+        qkv = torch.randn(tokens, 10, 16).to(torch.bfloat16)[:, :8]
+        positions = torch.randint(0, 50, (3, tokens) if section and tokens == 3 else (tokens,))
+        weights = [] if norm is None else [torch.randn(16).to(torch.bfloat16) for _ in "qk"]
+        found = []
+        for given in ((qkv, None, None), qkv.split((4, 2, 2), 1)):
+            cache = LayerCache(*(torch.zeros(3, 4, 2, 16, dtype=torch.bfloat16) for _ in "kv"))
+            loc = torch.tensor([9, 4, 11, 5, 6][:tokens])
+            with torch.inference_mode():
+                turned = write(*given, rotary.cos, rotary.sin, positions, cache, loc, *weights)
+            found.append((turned, cache.keys, cache.values))
+        assert all(torch.equal(*pair) for pair in zip(*found, strict=True)) and found[0][1].any()
+
+
+def test_heads_side_by_side_are_named_where_they_do_not_fit() -> None:
+    write, cache = RotaryKVWrite(2, 1, 4, kv_dtype=torch.float32), LayerCache(*torch.zeros(2, 1, 1, 1, 4))
+    rest = torch.zeros(2, 2), torch.zeros(2, 2), torch.tensor([0]), cache, torch.tensor([0])
+    with pytest.raises(ArgumentError, match=r"RotaryKVWrite: q is .*\[1, 3, 4\].*; accepted: .*4, 4\]"):
+        write(torch.zeros(1, 3, 4), None, None, *rest)
+    with pytest.raises(ArgumentError, match=r"RotaryKVWrite: v is .*; accepted: None, as the other one"):
+        write(torch.zeros(1, 4, 4), None, torch.zeros(1, 1, 4), *rest)
+    with pytest.raises(ArgumentError, match=r"RotaryKVWrite: k is .*; accepted: None, as the other one"):
+        write(torch.zeros(1, 4, 4), torch.zeros(1, 1, 4), None, *rest)

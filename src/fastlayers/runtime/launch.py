@@ -97,6 +97,18 @@ class Part(NamedTuple):
         return memory[self.offset : self.offset + self.numel * self.dtype.itemsize].view(self.dtype)
 
 
+class Heads(NamedTuple):
+    """Some heads of values ``[T, H, D]``, which begin so many bytes behind those of all."""
+
+    offset: int
+    first: int
+    heads: int
+
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return these heads of ``memory``."""
+        return memory.narrow(1, self.first, self.heads)
+
+
 def side_by_side(*sizes: tuple[int, torch.dtype]) -> tuple[int, list[Part]]:
     """Return the bytes that so many values of these dtypes take, and where each begins: at whole cache lines."""
     end, found = 0, []
@@ -106,7 +118,7 @@ def side_by_side(*sizes: tuple[int, torch.dtype]) -> tuple[int, list[Part]]:
     return end, found
 
 
-def _with_parts(given: Sequence[torch.Tensor], parts: Sequence[tuple[int, Part]] | None) -> list[torch.Tensor]:
+def _with_parts(given: Sequence[torch.Tensor], parts: Sequence[tuple[int, Part | Heads]] | None) -> list[torch.Tensor]:
     """Return all tensors of a launch; with ``parts`` the first that is given is their memory."""
     tensors = list(given)
     if parts is not None:
@@ -204,11 +216,15 @@ class Kernel:
         return bound
 
     def at(
-        self, grid: tuple[int, ...], *numbers: float, parts: Sequence[tuple[int, Part]] | None = None, **constants: Any
+        self,
+        grid: tuple[int, ...],
+        *numbers: float,
+        parts: Sequence[tuple[int, Part | Heads]] | None = None,
+        **constants: Any,
     ) -> Callable[..., None]:
         """Return the kernel with its constants, grid and numbers, called with the tensors alone.
 
-        With ``parts``, each with its place among the arguments, the first tensor is the memory that they lie in.
+        With ``parts``, each with its place among the arguments, the first tensor is what they are parts of.
         """
         bound, tail = self.bind(**constants), (*numbers, *self._constants)
         # With parts: their offsets, and where each argument lies behind the memory: given ones, then parts.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -14,7 +15,7 @@ from fastlayers.attention.rotary_kv_write.layer import RotaryKVWriteConfig
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.operators import nothing, operator
 from fastlayers.rotary.triton import angles
-from fastlayers.runtime.launch import kernel
+from fastlayers.runtime.launch import MOST_KNOWN, Heads, kernel
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
 # Of one program: enough to share the load of cos and sin, few enough to fill a GPU at decode.
@@ -164,17 +165,17 @@ def _blocks(
 def _launch(
     q_shape: tuple[int, ...], kv_heads: int, v_head_dim: int, numbers: tuple[int, ...], eps: float | None,
     rotary_dim: int, interleaved_in: bool, interleaved_out: bool, section: tuple[int, ...], alternate: bool,
-    device: torch.device,
+    device: torch.device, parts: tuple[tuple[int, Heads], ...] | None = None,
 ) -> Callable[..., None]:  # fmt: skip
     """Return what launches one shape; ``numbers``: the kernel's, up to the positions' stride."""
     tokens, heads, head_dim = q_shape
     blocks = _blocks(
         heads, kv_heads, head_dim, v_head_dim, rotary_dim, interleaved_in, interleaved_out, eps is not None
     )
-    parts = dict(zip(("SECTION_T", "SECTION_H", "SECTION_W"), section or (0, 0, 0), strict=True))
+    sections = dict(zip(("SECTION_T", "SECTION_H", "SECTION_W"), section or (0, 0, 0), strict=True))
     return _rotary_kv_write_kernel.at(  # type: ignore[no-any-return]
         (tokens * (blocks["Q_BLOCKS"] + blocks["KV_BLOCKS"]),), *numbers, heads, kv_heads, eps or 0.0,
-        **blocks, **parts, ALTERNATE=alternate, **dependent_launch(device), num_warps=4,
+        parts=parts, **blocks, **sections, ALTERNATE=alternate, **dependent_launch(device), num_warps=4,
     )  # fmt: skip
 
 
@@ -210,10 +211,16 @@ class TritonRotaryKVWrite:
     """One launch: keys go from registers to the cache and are never stored elsewhere."""
 
     def __init__(self, cfg: RotaryKVWriteConfig) -> None:
+        self.cfg = cfg
         self.static = (
             cfg.qk_norm, cfg.rotary_dim, cfg.interleaved_in, cfg.interleaved_out, list(cfg.mrope_section),
             cfg.mrope_interleaved,
         )  # fmt: skip
+        # What launches kinds of heads side by side that came before.
+        self._ready: dict[tuple[Any, ...], Callable[..., None]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_ready": {}}
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
@@ -224,3 +231,42 @@ class TritonRotaryKVWrite:
         turned = q.new_empty(*q.shape) if out is None else out
         _rotary_kv_write(q, k, v, cos, sin, positions, turned, keys, values, loc, q_weight, k_weight, *self.static)
         return turned
+
+    def side_by_side(
+        self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor,
+        values: torch.Tensor, loc: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None,
+    ) -> torch.Tensor | None:  # fmt: skip
+        """Do so for heads ``[T, Hq + 2 Hkv, D]``, without a view of each; ``None`` where somebody looks on: nothing."""
+        if not _rotary_kv_write.unwatched(qkv, cos, sin, positions, keys, values, loc, q_weight, k_weight):
+            return None
+        shape = qkv.shape
+        kind = (
+            shape, qkv.stride(), qkv.dtype, keys.stride(), values.stride(), cos.shape, positions.stride(), qkv.device,
+        )  # fmt: skip
+        launch = self._ready.get(kind) or self._prepared(kind)
+        turned = qkv.new_empty(shape[0], self.cfg.num_heads, shape[2])
+        launch(
+            qkv, cos, sin, positions, turned, keys, values, loc, cos if q_weight is None else q_weight,
+            cos if k_weight is None else k_weight,
+        )  # fmt: skip
+        return turned
+
+    def _prepared(self, kind: tuple[Any, ...]) -> Callable[..., None]:
+        (tokens, _, width), strides, dtype, keys, values, (most, _), positions, device = kind
+        heads, kv_heads, (eps, dim, first, second, section, alternate) = (
+            self.cfg.num_heads, self.cfg.num_kv_heads, self.static
+        )  # fmt: skip
+        numbers = (*3 * strides[:2], heads * width, width, keys[1], values[1], most, positions[0])
+        begins, counts = (0, heads, heads + kv_heads), (heads, kv_heads, kv_heads)
+        parts = tuple(
+            (place, Heads(begin * strides[1] * dtype.itemsize, begin, count))
+            for place, (begin, count) in enumerate(zip(begins, counts, strict=True))
+        )
+        launch = _launch(
+            (tokens, heads, width), kv_heads, width, numbers, eps, dim, first, second,
+            tuple(section) if len(positions) == 2 else (), alternate, device, parts,
+        )  # fmt: skip
+        if len(self._ready) > MOST_KNOWN:
+            self._ready.clear()
+        self._ready[kind] = launch
+        return launch
