@@ -13,7 +13,7 @@ import torch
 
 import fastlayers as fl
 import fastlayers_models
-from fastlayers.attention.buckets import ExtendBuckets
+from fastlayers.attention.buckets import ExtendBucket, ExtendBuckets
 from fastlayers.attention.meta import AttentionBatch, AttentionState
 from fastlayers.comm.parallel import AXES, Axis, ParallelSpec
 from fastlayers.errors import ArgumentError, CaptureError
@@ -342,10 +342,16 @@ def test_arguments() -> None:
             ExtendBuckets(other)
     with pytest.raises(ArgumentError, match="max_padding"):
         ExtendBuckets(max_padding=2.0)
+    with pytest.raises(ArgumentError, match="ExtendBuckets: many is 0"):
+        ExtendBuckets(many=0)
     with pytest.raises(ArgumentError, match=r"extend_buckets is .*an ExtendBuckets"):
         Requests(make("qwen3"), True, extend_buckets=(16,))
     assert ExtendBuckets().within(600, 3) == ExtendBuckets((16, 32, 64, 128, 256, 512), (1, 2, 3))
     assert ExtendBuckets((16, 24, 64), (1, 8)).within(64, 20, 16) == ExtendBuckets((16, 64), (1, 8))
+    wide = ExtendBuckets((16, 64), (1, 8, 32), free=16, many=8)
+    found = [wide.bucket_of(*step) for step in ((16, 1), (60, 1), (60, 9))]
+    assert found == [ExtendBucket(16, 1), ExtendBucket(64, 8), ExtendBucket(64, 32)]
+    assert wide.within(64, 4).bucket_of(60, 1) == ExtendBucket(64, 4)  # where fewer may run
 
 
 @pytest.mark.parametrize("rows", [[0], [4, 1], [2, 2, 0], [3, 0, 1, 2, 4]])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import fastlayers as fl
-from fastlayers.attention.buckets import TOKENS, ExtendBuckets
+from fastlayers.attention.buckets import TOKENS, ExtendBucket, ExtendBuckets
 from fastlayers.attention.meta import AttentionState
 from fastlayers.runtime.compile_log import CompileWatch
 from fastlayers.runtime.graphs import CudaGraphs
@@ -38,10 +38,10 @@ from fastlayers_server.engine.step import (
 
 # Requests of a captured extend, besides as many as may run where these are part of it: few, for the graphs' number.
 REQUESTS = (1, 8, 32)
-# Larger ones have a size between two powers, so that a third of padding at most leaves no extend up to the largest
-# uncaptured: launching one takes the host longer than the decode step does that hides it. 1280: two usual prompts and
-# rows, which a size of 1536 makes too long a step for those who decode.
-BETWEEN, PADDING = (768, 1280, 1536), 1 / 3
+# Larger ones have sizes between two powers, so that a third of padding at most leaves no extend up to the largest
+# uncaptured: launching one takes the host longer than the decode step does that hides it. Most are of one and of two
+# usual prompts beside up to 192 or 256 rows: each token of padding is time that all of them wait.
+BETWEEN, PADDING = (704, 768, 1216, 1280, 1536), 1 / 3
 # Of steps that verify: a token and three drafts of one request are not padded to what prompts begin with.
 DRAFTED = (4, 8)
 
@@ -165,7 +165,8 @@ class TorchExecutor:
             most = getattr(model, "captured_tokens", None) or TOKENS[-1]
             all_sizes = (*DRAFTED, *TOKENS, *BETWEEN) if verify_tokens else (*TOKENS, *BETWEEN)
             sizes = sorted(size for size in all_sizes if size <= most)
-            extend_buckets = ExtendBuckets(tuple(sizes), tuple(sorted({*REQUESTS, *[running] * config.mixed})), PADDING)
+            requests = tuple(sorted({*REQUESTS, *[running] * config.mixed}))
+            extend_buckets = ExtendBuckets(tuple(sizes), requests, PADDING, many=REQUESTS[-1])
         if graphs is None and cuda_graph and device.type == "cuda":
             # One run before a capture, not two: every layer ran in these sizes before.
             graphs = CudaGraphs(device, warm_ups=1)
@@ -330,14 +331,16 @@ class TorchExecutor:
         for place, mode in enumerate(DECODES):
             self.decoding.capture(modes=[mode], progress=progress, seen=place > 0)
         buckets = self.extending.extend_buckets
-        # Each request brings a token at least: fewer tokens are in a bucket of fewer requests.
         fewest = list(zip(buckets.requests, (0, *buckets.requests), strict=False))
-        keys = [StepKey("extend", t, r, LOGITS) for r, below in fewest for t in buckets.tokens if t > below]
+
+        def keys(sizes: Iterable[int], mode: str, each: int) -> list[StepKey]:
+            """Each request brings so many tokens at least: fewer tokens are in a bucket of fewer requests."""
+            found = [(t, r, below + 1) for r, below in fewest for t in sizes if t >= each * (below + 1)]
+            return [StepKey("extend", t, r, mode) for t, r, n in found if buckets.bucket_of(t, n) == ExtendBucket(t, r)]
+
         rule = self.rule if self.mtp is None or self.mtp.topk == 1 else TREE
         verified = [size for size in buckets.tokens if size < 2 * self.verify_tokens]
-        # One that verifies brings two.
-        keys += [StepKey("extend", t, r, rule) for r, below in fewest for t in verified if t >= 2 * (below + 1)]
-        self.extending.capture_extends(keys, progress)
+        self.extending.capture_extends(keys(buckets.tokens, LOGITS, 1) + keys(verified, rule, 2), progress)
 
     def explain(self) -> Any:
         """Return what was captured and what ran uncaptured, in sentences."""

@@ -59,12 +59,15 @@ class ExtendBuckets:
         token, so that beyond it a step that is not captured is faster.
     free : int
         Buckets up to so many tokens take any padding: the host's time is what counts there.
+    many : int
+        Larger ones are of so many requests at least: their time is the tokens', and each size fewer is a graph fewer.
     """
 
     tokens: tuple[int, ...] = TOKENS
     requests: tuple[int, ...] = REQUESTS
     max_padding: float = 0.25
     free: int = 512
+    many: int = 1
 
     def __post_init__(self) -> None:
         for name in ("tokens", "requests"):
@@ -74,6 +77,7 @@ class ExtendBuckets:
                 raise ArgumentError("ExtendBuckets", name, sizes, "positive sizes, ascending")
         check_fields("ExtendBuckets", self)
         check_plain("ExtendBuckets", "int >= 0", free=self.free)
+        check_positive("ExtendBuckets", many=self.many)
         if not 0.0 <= self.max_padding <= 1.0:
             raise ArgumentError("ExtendBuckets", "max_padding", self.max_padding, "0 to 1")
 
@@ -88,7 +92,7 @@ class ExtendBuckets:
         requests = tuple(size for size in self.requests if size < max_requests)
         if self.requests and self.requests[-1] >= max_requests:
             requests = (*requests, max_requests)
-        return ExtendBuckets(tokens, requests, self.max_padding, self.free)
+        return ExtendBuckets(tokens, requests, self.max_padding, self.free, self.many)
 
     def bucket_of(self, tokens: int, requests: int) -> ExtendBucket | str:
         """Return the bucket of a step, or in words why it has none."""
@@ -101,7 +105,8 @@ class ExtendBuckets:
         size = _smallest(self.tokens, tokens)
         if size > self.free and size - tokens > self.max_padding * size:
             return f"more than {self.max_padding:.0%} of a bucket of {size} tokens would be padding"
-        return ExtendBucket(size, _smallest(self.requests, requests))
+        least = min(self.many, self.requests[-1]) if size > self.free else 1
+        return ExtendBucket(size, _smallest(self.requests, max(requests, least)))
 
 
 def _smallest(sizes: Sequence[int], count: int) -> int:

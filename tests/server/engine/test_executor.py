@@ -11,8 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from fastlayers.attention.buckets import ExtendBucket
+from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
 from fastlayers.sampler.layer import SamplingParams
+from fastlayers_models.step import StepKey
+from fastlayers_server.engine.config import SchedulerConfig
+from fastlayers_server.engine.executor import TorchExecutor
 from fastlayers_server.engine.protocol import Abort, Control, Reply, Sampling, Shutdown
+from fastlayers_server.engine.step import LOGITS, VERIFY
 
 sys.path.insert(0, str(Path(__file__).parent))
 from serving import GREEDY, Bench, make_model, mixed_steps, plain, prompts
@@ -283,3 +289,26 @@ def test_controls_are_answered_while_requests_run(tmp_path: Path) -> None:
         bench.engine.post(message)
     bench.engine.run()
     assert (folder / "engine-0.json").is_file(), "whoever ends with a profile running writes it"
+
+
+@pytest.mark.parametrize("verify_each", [0, 4])
+def test_every_extend_up_to_the_largest_bucket_has_a_graph(verify_each: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = SchedulerConfig(94, 256, 8, 64, (1,), max_running=48, max_batched_tokens=2048, mixed=True)
+    graphs = CudaGraphs(runtime=EagerRuntime(), warm_ups=1)
+    executor = TorchExecutor(make_model("qwen", 64), limits, graphs=graphs, verify_each=verify_each)
+    keys: list[StepKey] = []
+    monkeypatch.setattr(executor.decoding, "capture", lambda **options: None)
+    monkeypatch.setattr(executor.extending, "capture_extends", lambda found, progress: keys.extend(found))
+    executor.capture()
+    buckets = executor.extending.extend_buckets
+    assert len(set(keys)) == len(keys) and buckets.tokens[-1] == 2048 and buckets.requests[-1] == 48
+    steps = [(tokens, requests, LOGITS) for tokens in range(1, 2049) for requests in range(1, min(tokens, 48) + 1)]
+    steps += [(2 * requests, requests, VERIFY) for requests in range(1, 49) if verify_each]
+    steps += [(verify_each * requests, requests, VERIFY) for requests in range(1, 49) if verify_each]
+    for tokens, requests, mode in steps:
+        found = buckets.bucket_of(tokens, requests)
+        assert isinstance(found, ExtendBucket)
+        assert StepKey("extend", found.tokens, found.requests, mode) in keys
+    # Sizes that cost time by the token are not captured for each number of requests.
+    assert {key.requests for key in keys if key.tokens > buckets.free and key.mode == LOGITS} == {32, 48}
+    assert {key.requests for key in keys if key.tokens == 512 and key.mode == LOGITS} == {1, 8, 32, 48}
