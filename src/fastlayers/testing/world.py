@@ -10,9 +10,9 @@ whose ``spec(attn_dp=…, ep=…)`` is the :class:`ParallelSpec` of that rank wi
         results = world(2).run(double, torch.ones(3))
 
 Processes are started once per world size and used for all jobs of the test session; over Gloo, forked from one that has
-imported torch. A function is sent by name (its
-module, or the path of its test file), arguments and results by pickle. Threads share one interpreter: quicker to
-start, able to take any argument, and a rank that stops early is noticed at once.
+imported torch. A function is sent by name (its module, or the path of its test file), arguments and results by pickle.
+Threads share one interpreter: quicker to start, able to take any argument, and a rank that stops early is noticed at
+once.
 """
 
 from __future__ import annotations
