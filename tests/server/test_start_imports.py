@@ -71,6 +71,36 @@ for arguments in {commands}:
     except SystemExit as end:
         print(*arguments, "ends with", end.code or 0, file=sys.stderr)
 """
+# What takes transformers' place in sys.modules is another module than the one whose import others may be waiting for.
+REPLACED = """
+import sys, time, types
+
+class Found(Exception):
+    pass
+
+class PreTrainedTokenizerFast:
+    def from_pretrained(folder, local_files_only):
+        raise Found
+
+time.sleep(0.5)
+sys.modules[__name__] = types.SimpleNamespace(PreTrainedTokenizerFast=PreTrainedTokenizerFast, Found=Found)
+del PreTrainedTokenizerFast
+"""
+WAITING = """
+import importlib, threading, time
+from pathlib import Path
+from fastlayers_server.engine.grammar import tokenizer_info
+from fastlayers_server.front.tokens import TokenText
+sys.path.insert(0, "{folder}")
+first = threading.Thread(target=importlib.import_module, args=("transformers",))
+first.start()
+while "transformers" not in sys.modules:
+    time.sleep(0.001)
+try:
+    {call}
+except importlib.import_module("transformers").Found:
+    print("found")
+"""
 HEAVY = ("torch", "transformers", "xgrammar", "triton", "sympy", "aiohttp", "opentelemetry.sdk", "litellm", "openai")
 
 
@@ -105,6 +135,14 @@ def test_the_engine() -> None:
 def test_an_engine_that_is_built_on_a_cpu() -> None:
     found = loaded(BUILT)
     assert not found & {"transformers", "xgrammar", "torch._dynamo", "torch._inductor", "sympy", "starlette"}
+
+
+@pytest.mark.parametrize("call", ["TokenText(Path('{folder}'))", "tokenizer_info(Path('{folder}'), 8, [])"])
+def test_a_tokenizer_while_another_thread_imports_transformers(call: str, tmp_path: Path) -> None:
+    (tmp_path / "transformers.py").write_text(REPLACED)
+    (tmp_path / "xgrammar.py").write_text("from transformers import PreTrainedTokenizerFast as TokenizerInfo")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert "found" in loaded(WAITING.replace("{call}", call).replace("{folder}", str(tmp_path)))
 
 
 def test_without_the_packages_of_a_server(tmp_path: Path) -> None:

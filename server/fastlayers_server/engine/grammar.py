@@ -15,6 +15,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -110,10 +111,12 @@ class GrammarWorker:
 
 def tokenizer_info(folder: Path, vocab_size: int, end_ids: Sequence[int]) -> Any:
     """Return xgrammar's description of a folder's tokenizer; both sides must have the same."""
-    from transformers import PreTrainedTokenizerFast
+    # transformers replaces itself by another module: "from transformers import", which xgrammar says, too, fails while
+    # another thread imports it first.
+    transformers: Any = import_module("transformers")
     from xgrammar import TokenizerInfo
 
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     return TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=list(end_ids))
 
 

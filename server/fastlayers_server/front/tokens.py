@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +37,13 @@ class TokenText:
     """
 
     def __init__(self, folder: Path, chat_template: str | None = None, invent: bool = False) -> None:
-        # Not at import: it takes seconds, and most of the front does without.
-        from transformers import PreTrainedTokenizerFast
-
+        # Not at import: it takes seconds, and most of the front does without. "from transformers import" fails while a
+        # thread of an engine in this process imports it first.
+        made: Any = import_module("transformers").PreTrainedTokenizerFast
         if (folder / "tokenizer.json").is_file():
-            self.hf = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+            self.hf = made.from_pretrained(folder, local_files_only=True)
         elif invent:
-            self.hf = PreTrainedTokenizerFast(
-                tokenizer_object=_numbers(int(_json(folder / "config.json")["vocab_size"]))
-            )
+            self.hf = made(tokenizer_object=_numbers(int(_json(folder / "config.json")["vocab_size"])))
             self.hf.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
         else:
             raise ValueError(f"{folder} holds no tokenizer.json; a server needs the model's fast tokenizer")
