@@ -20,7 +20,9 @@ TIMES = RESULTS / "renewed.json"
 SUMMARY = "summary.jsonl"
 # Keys of rows that say themselves that something was not measured.
 LEFT_OUT = frozenset({"skipped", "left_out", "stopped"})
-TABLES = "performance_tables.py", "readme_tables.py", "systems_table.py", "simulate_splits.py"
+TABLES = (
+    "performance_tables.py", "readme_tables.py", "systems_table.py", "distributed_tables.py", "simulate_splits.py"
+)  # fmt: skip
 NEW_TABLE = "a new table"
 Row = dict[str, Any]
 

@@ -265,6 +265,10 @@ def _ranks() -> Iterator[Part]:
          "--seconds 90", "two_gpus_overlap_h200.jsonl", 70, "14: item 6, halves in turns"),
         ("two.profile", f"{two} models --models deepseek_v3_slice qwen3_30b_a3b --seams '' --profile --seconds 45",
          "two_gpus_profiles_h200.jsonl", 70, "14: 3, a profile of each miss"),
+        ("two.groups_profile", f"{slice_of} --dp 2 --ep 2 --requests 128 --prompt 4096 --profile --seconds 60",
+         "two_gpus_profiles_h200.jsonl", 50, "14: 3, row 6's miss"),
+        ("two.beside_profile", f"{slice_of} --seams '' --requests 128 --prompt 4096 --profile --seconds 60",
+         "two_gpus_profiles_h200.jsonl", 45, "14: 3, TP2 beside row 6's miss"),
         ("two.replays", f"{two} rows --ways --late --replays 100000", "two_gpus_replays_h200.jsonl", 90, "14: 2"),
         ("two.ways", f"{two} rows --ways --replays 5000", "two_gpus_rows_h200.jsonl", 60, "14: rows 1, 3, ways"),
     )  # fmt: skip

@@ -15,6 +15,7 @@ import faulthandler
 import gc
 import json
 import os
+import shlex
 import statistics
 import sys
 import time
@@ -256,6 +257,7 @@ def cache_room(model: Any, room: int, groups: int = 1) -> dict[str, int]:
 
 def time_together(run: Run, name: str, model: Any) -> None:
     """Time generation of so many requests in all, whole and in two halves; greedy tokens of all ways are compared."""
+    import profiles
     from generate import prompts_of
 
     from fastlayers.attention.buckets import ExtendBuckets
@@ -283,6 +285,13 @@ def time_together(run: Run, name: str, model: Any) -> None:
                 same_tokens_as_first=run.all_true(wanted == tokens),
                 replays=generator.step.graphs.replays if generator.step.graphs is not None else 0,
             )  # fmt: skip
+            if options.profile and generator.step.graphs is not None:
+                graphs = generator.step.graphs
+                # The last step's, which all ranks call, with what it left in its inputs.
+                profiled = profiles.of_replays(partial(graphs.replay, next(reversed(graphs._graphs))))
+                run.say(
+                    what="profile", model=name, ranks=run.size, rank=run.rank, dp=groups, requests=requests, **profiled
+                )  # fmt: skip
         generator.close()
         del generator
         gc.collect()
@@ -333,7 +342,7 @@ def main() -> None:
     run = Run(options)
     given = sys.argv[: sys.argv.index("--out")] if "--out" in sys.argv else sys.argv
     run.say(
-        command=" ".join(given), **provenance(), torch=torch.__version__, nccl=str(torch.cuda.nccl.version()),
+        command=shlex.join(given), **provenance(), torch=torch.__version__, nccl=str(torch.cuda.nccl.version()),
         ranks=run.size, device=torch.cuda.get_device_name(run.device),
     )  # fmt: skip
     if options.parts == "start":
