@@ -128,6 +128,54 @@ def test_branches_of_a_cache_go_their_own_ways(name: str, change: str) -> None:
     assert all(close(g, w) for g, w in zip(given, wanted, strict=True))
 
 
+@pytest.mark.parametrize("name", MLA)
+def test_what_is_kept_of_a_cache_stays_as_it_was(name: str) -> None:
+    model, twin = build(name), build(name)
+    fl.patch(model)
+    ids, found = prompt(1, 60)["input_ids"], []
+    for m in (model, twin):
+        cache = DynamicCache(config=m.config)
+        with torch.no_grad():
+            for first, last in ((0, 30), (30, 31)):
+                m(ids[:, first:last], past_key_values=cache, use_cache=True)
+            kept = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+            copies = [tensor.clone() for tensor in kept]
+            cache.crop(-5)
+            for step in range(40, 44):
+                found.append(m(ids[:, step : step + 1], past_key_values=cache, use_cache=True).logits)
+        assert all(torch.equal(tensor, other) for tensor, other in zip(kept, copies, strict=True))
+    assert all(close(given, wanted) for given, wanted in zip(found[:4], found[4:], strict=True))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", MLA)
+def test_a_step_runs_expand_kv_of_an_instance(name: str, when: str) -> None:
+    """It is what a step without copies of the expanded keys has no use for."""
+    model, twin = build(name), build(name)
+    if when == "after":
+        fl.patch(model)
+    calls: list[torch.Size] = []
+    for m in (model, twin):
+        attention = m.model.layers[1].self_attn
+        right = attention.expand_kv
+
+        def expanded(latent: Any, *rest: Any, right: Any = right) -> Any:
+            calls.append(latent.shape)
+            return tuple(2.0 * each for each in right(latent, *rest))
+
+        attention.expand_kv = expanded
+    if when == "before":
+        fl.patch(model)
+    ids, found = prompt(1, 20)["input_ids"], []
+    for m in (model, twin):
+        cache = DynamicCache(config=m.config)
+        with torch.no_grad():
+            for first, last in ((0, 18), (18, 19)):
+                found.append(m(ids[:, first:last], past_key_values=cache, use_cache=True).logits)
+    assert close(found[0], found[2]) and close(found[1], found[3])
+    assert len(calls) == 4 and calls[:2] == calls[2:]
+
+
 def test_a_layer_object_taken_before_the_first_step_is_the_one_that_is_filled() -> None:
     model = build("v3")
     fl.patch(model)

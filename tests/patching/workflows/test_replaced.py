@@ -149,16 +149,18 @@ def test_a_change_after_torch_compile_is_seen(change: str) -> None:
     assert not close(before, wanted, 1e-3) and close(layer_call(compiled, model), wanted)
 
 
-def test_an_exported_program_follows_load_state_dict() -> None:
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_exported_program_follows_load_state_dict(strict: bool) -> None:
     model, other = build("llama"), build("llama", seed=5)
     fl.patch(model)
     layer, inner = model.model.layers[1], other.model.layers[1]
     x = torch.randn(2, 9, 64, generator=torch.Generator().manual_seed(2))
     table = model.model.rotary_emb(x, position_ids=torch.arange(9)[None])
+    options = {"attention_mask": None, "position_embeddings": table}
     with torch.no_grad():
-        program: Any = torch.export.export(layer, (x,), {"attention_mask": None, "position_embeddings": table}).module()
+        program: Any = torch.export.export(layer, (x,), options, strict=strict).module()
         program.load_state_dict(inner.state_dict())
-        assert close(program(x, attention_mask=None, position_embeddings=table), layer_call(inner, other))
+        assert close(program(x, **options), layer_call(inner, other))
 
 
 @pytest.mark.parametrize(("name", "linear"), [("llama", "k_proj"), ("qwen3", "up_proj"), ("v3", "kv_b_proj")])

@@ -19,13 +19,22 @@ from test_contracts import close, logits
 from tiny import build, prompt
 
 
-def test_experts_of_a_model_subclass_run() -> None:
+@pytest.mark.parametrize("made", ["renamed", "loaded"])
+def test_experts_of_a_model_subclass_run(made: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, twin = build("qwen3_moe"), build("qwen3_moe")
 
     class Mine(transformers.Qwen3MoeForCausalLM):
         pass
 
-    model.__class__ = Mine
+    if made == "renamed":
+        model.__class__ = Mine
+    else:
+        # Whether experts' implementations can be set transformers reads in a class's file, and keeps for what derives.
+        name = "_can_set_experts_implementation_cached_value"
+        monkeypatch.delattr(transformers.Qwen3MoeForCausalLM, name, raising=False)
+        model = Mine(transformers.Qwen3MoeConfig.from_dict(twin.config.to_dict())).eval()
+        model.load_state_dict(twin.state_dict())
+        assert not model._can_set_experts_implementation()
     report = fl.patch(model)
     assert close(logits(model), logits(twin))
     experts = [entry.name for entry in report.replaced if "fused_moe" in entry.implementation]
