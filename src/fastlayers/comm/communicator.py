@@ -218,8 +218,12 @@ class LayerCommunicator:
         self._fill()
 
     def _as_codes(self, hook: str, rows: int) -> str | None:
-        """Return the layout in which rows may be codes: ``None`` where inputs are checked or gradients recorded."""
-        return self._codes(hook, rows) if self.trusted and self._codes and not torch.is_grad_enabled() else None
+        """Return the layout in which rows may be codes.
+
+        ``None`` where inputs are checked, gradients are recorded, or a compiler looks on, which knows tensors only.
+        """
+        plain = not self.trusted or torch.is_grad_enabled() or torch.compiler.is_compiling()
+        return None if plain or self._codes is None else self._codes(hook, rows)
 
     @property
     def outputs(self) -> tuple[Layout, ...]:
