@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fastlayers as fl
 from fastlayers.errors import ArgumentError
@@ -129,6 +130,28 @@ def test_what_cannot_move_is_named(folders: dict[str, Path], tmp_path: Path) -> 
     dense = save_random(Variation("qwen3", "Qwen3Config", changes={"head_dim": 16}).hf_config(), tmp_path)
     for text in world(2).run(refused, str(dense), EPLB):
         assert "QwenForCausalLM: parallel.eplb" in text and "it has no experts" in text
+
+
+def met_at(rank: Rank, folder: str, interval: int) -> list[tuple[str, int]]:
+    """Return what this rank sent and received while a model was made: the call, and its bytes."""
+    met: list[tuple[str, int]] = []
+    plain = dist.batch_isend_irecv
+
+    def counted(calls: list[Any]) -> Any:
+        met.extend((call.op.__name__, call.tensor.nbytes) for call in calls)
+        return plain(calls)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "batch_isend_irecv", counted)
+        load(folder, parallel=fl.Ranks(tp=2, ep=2, eplb=replace(EPLB, step_interval=interval)))
+    return sorted(met)
+
+
+def test_ranks_connect_before_the_first_step_in_which_experts_move(folders: dict[str, Path]) -> None:
+    """NCCL makes a connection at its first send, for 0.2 s: not in a step."""
+    folder = str(folders["qwen3_moe"])
+    assert world(2).run(met_at, folder, 3) == [[("irecv", 1), ("isend", 1)]] * 2
+    assert world(2).run(met_at, folder, 0) == [[], []]  # nothing will move
 
 
 def test_one_process_takes_the_same_call(folders: dict[str, Path], wanted: Any) -> None:
