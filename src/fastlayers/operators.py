@@ -6,7 +6,7 @@ nobody looks on, the function itself is called: a call of ``torch.library`` cost
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,10 @@ def _keys(inference: bool) -> int:
 _RECORDS = _keys(inference=False)
 _QUIET = frozenset((_RECORDS, _keys(inference=True)))
 _TORCH = "backend='torch' has one where the layer says so"
+
+
+def _asks_gradient(tensors: Iterable[torch.Tensor | None]) -> bool:
+    return torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
 
 
 class Operator:
@@ -69,21 +73,18 @@ class Operator:
         if forward_ad._current_level >= 0:
             return self._observed(arguments)
         plain = _PLAIN.issuperset(map(type, arguments[: self._end]))
-        if not plain or (keys == _RECORDS and self._asks_gradient(arguments)):
+        if not plain or (keys == _RECORDS and _asks_gradient(arguments[i] for i in self._tensors)):
             return self.overload(*arguments)
         return self.function(*arguments)
 
-    def unwatched(self, *arguments: Any) -> bool:
-        """Return whether a call with these arguments, tensors first, would be one of the function."""
+    @staticmethod
+    def unwatched(*arguments: torch.Tensor | None) -> bool:
+        """Return whether a call with these tensors would be one of the function."""
         if _compiling() or (keys := _local_keys().raw_repr()) not in _QUIET or _function_modes():
             return False
         if forward_ad._current_level >= 0 or not _PLAIN.issuperset(map(type, arguments)):
             return False
-        return keys != _RECORDS or not self._asks_gradient(arguments)
-
-    def _asks_gradient(self, arguments: tuple[Any, ...]) -> bool:
-        given = (arguments[i] for i in self._tensors)
-        return torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given)
+        return keys != _RECORDS or not _asks_gradient(arguments)
 
     def _observed(self, arguments: tuple[Any, ...]) -> Any:
         """Call the operator; where torch would go on without its derivative, or with foreign words, raise."""
