@@ -91,7 +91,8 @@ class SlotStep(ModelStep):
         self.count = self._decode_in.device[:1].view(torch.int32)[:1]
         # Of each token to verify: its row, how many drafts lead to it, the token before it (its own place, of a known
         # token), its id as a draft.
-        self._verify_in = Staging(4 * 2 * verify_tokens, self.model.device)  # a bucket may be twice the tokens
+        # Each column is as long as the step is wide; a bucket may be twice the tokens.
+        self._verify_in, self._width = Staging(4 * 2 * verify_tokens, self.model.device), 0
         # For benchmarks: which drafts count as right (RIGHT) or wrong (-1), whatever is drawn.
         self.scripted: Callable[[Chunk], list[int]] | None = None
 
@@ -99,6 +100,12 @@ class SlotStep(ModelStep):
         """Capture decode, see :class:`ModelStep`; before anybody runs."""
         super().capture(*args, **options)
         self._decode_in.forget()
+
+    def _capture_extends(self, keys: list[StepKey], progress: Callable[[StepKey], None] | None) -> None:
+        for key in keys:
+            if key.mode in (VERIFY, TREE, ALL):
+                self._send_drafts((), key.tokens)  # nobody's
+            super()._capture_extends([key], progress)
 
     def turn_pages(self, plan: TickPlan) -> None:
         """Take what a plan changes in the page tables."""
@@ -200,11 +207,10 @@ class SlotStep(ModelStep):
             depths += chunk.depths
             parents += [first + max(parent, 0) for parent in chunk.parents or range(-1, count - 1)]
             drafts += [RIGHT, *(chunk.ids[1:] if self.scripted is None else self.scripted(chunk))]
-        idle = width - len(rows)
-        columns = (rows + [self.nobody] * idle, depths + [0] * idle, parents + [0] * idle, drafts + [-1] * idle)
-        step = self._verify_in.device.shape[0] // 4
-        flat = [value for column in columns for value in [*column, *[0] * (step - width)]]
-        self._verify_in.send(flat)
+        idle, nothing, self._width = width - len(rows), [0] * (width - len(rows)), width
+        self._verify_in.send(
+            [*rows, *[self.nobody] * idle, *depths, *nothing, *parents, *nothing, *drafts, *[-1] * idle]
+        )
 
     def _run(self, meta: AttentionMeta, mode: str) -> torch.Tensor:
         size = meta.num_tokens
@@ -278,7 +284,7 @@ class SlotStep(ModelStep):
         return self._settle(finite_or_minus_one(logits, drawn), right, params.offset)
 
     def _verified(self, tokens: int) -> list[torch.Tensor]:
-        return [column[:tokens] for column in self._verify_in.device.view(4, -1)]
+        return [column[:tokens] for column in self._verify_in.device[: 4 * self._width].view(4, -1)]
 
     def _settle(self, drawn: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Return the draws behind drafts that are right as all before them are; each row keeps its last one."""

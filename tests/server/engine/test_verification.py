@@ -50,7 +50,8 @@ def verifier(rows: int) -> Any:
     step.table, step.nobody = RowTable(rows, torch.device("cpu")), rows
     step.sampler = Sampler(VOCAB)
     step.model = SimpleNamespace(compute_logits=lambda hidden: hidden)
-    step._verify_in = SimpleNamespace(device=torch.zeros(4 * (K + 1) * rows, dtype=torch.int64))
+    step._width = (K + 1) * rows
+    step._verify_in = SimpleNamespace(device=torch.zeros(4 * step._width, dtype=torch.int64))
     return step
 
 
@@ -194,7 +195,7 @@ def test_rejection_keeps_more_drafts_and_one_point_as_many() -> None:
             rows.repeat_interleave(2), torch.tensor([0, 1]).repeat(4000), starts.repeat_interleave(2),
             torch.stack((torch.full_like(drafts, RIGHT), drafts), 1).flatten(),
         ]  # fmt: skip
-        step._verify_in.device = torch.cat(columns)
+        step._verify_in.device, step._width = torch.cat(columns), len(columns[0])
         told = step.reject(
             logits[0].expand(8000, -1), torch.stack((proposed, torch.zeros_like(proposed)), 1).flatten(0, 1)
         )
@@ -232,3 +233,27 @@ def test_the_draft_layers_tokens_by_rejection(captured: bool) -> None:
         statistic = float(((a - b) ** 2 / (a + b))[common].sum())  # two samples of one size
         free = max(1, int(common.sum()) - 1)
         assert (statistic - free) / (2 * free) ** 0.5 < 4.5, f"token {place}"
+
+
+def test_columns_of_drafts_are_as_long_as_the_step_is_wide() -> None:
+    """A step of few tokens sends few numbers, however many may run; what a wide one left behind is not read."""
+    step = verifier(64)
+    sent: list[list[int]] = []
+    device = torch.full((4 * step._width,), 10**6)
+
+    def send(values: list[int]) -> None:
+        sent.append(values)
+        device[: len(values)] = torch.tensor(values)
+
+    step.scripted, step._verify_in = None, SimpleNamespace(device=device, send=send)
+    chunks = [Chunk(SimpleNamespace(slot=slot), 3, [5, 6, 7], 3) for slot in (2, 4)]  # type: ignore[arg-type]
+    for tokens, width in ((6, 128), (6, 8), (0, 16)):
+        step._send_drafts(chunks[: tokens // 3], width)
+        idle = width - tokens
+        rows, depths, parents, drafts = (column.tolist() for column in step._verified(width))
+        assert len(sent[-1]) == 4 * width
+        assert rows == [1, 1, 1, 3, 3, 3][:tokens] + [step.nobody] * idle
+        assert depths == [0, 1, 2, 0, 1, 2][:tokens] + [0] * idle
+        assert parents == [0, 0, 1, 3, 3, 4][:tokens] + [0] * idle
+        assert drafts == [RIGHT, 6, 7, RIGHT, 6, 7][:tokens] + [-1] * idle
+        assert [column.tolist() for column in step._verified(2)] == [rows[:2], depths[:2], parents[:2], drafts[:2]]
