@@ -15,7 +15,7 @@ from fastlayers_server.front import gate
 from fastlayers_server.front.app import ADMIN, ROUTES
 from fastlayers_server.front.gate import OPEN
 
-from .harness import Server, serving, tokens_of
+from .harness import Server, script_of, serving, tokens_of
 
 FRONT = Path(__file__).parents[3] / "server" / "fastlayers_server" / "front"
 KEYS = {"api_key": ("sk-one", "sk-zwei-ü"), "admin_api_key": ("adm",)}
@@ -110,6 +110,25 @@ def test_keys_and_prompts_are_neither_logged_nor_shown(caplog: pytest.LogCapture
     shown = caplog.text + info + metrics + repr(server.front.config)
     assert "secret" not in shown and "my-private-words" not in shown
     assert '"***"' in info
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_what_is_said_is_in_the_log_only_where_that_is_wanted(wanted: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """In no part of a record: what is written beside a message is in its facts."""
+    tokens, asked, answered = tokens_of(), "my-private-words", "an answer"
+    routes = {"completions": "prompt", "responses": "input", "chat/completions": "messages"}
+    with (
+        caplog.at_level(logging.DEBUG),
+        serving(script_of(tokens, answered), tokens=tokens, log_prompts=wanted) as server,
+    ):
+        for route, field in routes.items():
+            body = {"model": "tiny", field: [{"role": "user", "content": asked}] if field == "messages" else asked}
+            for stream in (False, True):
+                assert server.post(f"/v1/{route}", body | {"stream": stream}).status_code == 200
+            assert server.post(f"/v1/{route}", body | {"temperature": asked}).status_code == 400
+    logged = [repr(vars(record)) for record in caplog.records]
+    for said in (asked, answered):
+        assert sum(said in each for each in logged) == (6 if wanted else 0), said
 
 
 def test_the_front_imports_no_torch_and_no_engine_but_its_messages() -> None:
