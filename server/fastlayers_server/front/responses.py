@@ -31,6 +31,12 @@ STATEFUL = {
     "context_management": "a prompt is never cut silently",
     "top_logprobs": "/v1/chat/completions has them",
 }
+# Fields of a chat, as which a request is served, and what its client gave.
+GIVEN = {
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "max_completion_tokens": "max_output_tokens",
+}
 
 
 class Reasoning(Model):
@@ -154,9 +160,15 @@ async def responses(request: Request, front: Front, body: ResponsesRequest) -> R
     """Serve the route."""
     arrival = time.monotonic()
     info = front.link.check_ready()
-    chat = as_chat(body)
-    prompt = await prompt_of(front, chat, info, chat.tool_choice != "none")
-    job = await start(front, chat, prompt, request.state.key, arrival)
+    try:
+        chat = as_chat(body)
+        prompt = await prompt_of(front, chat, info, chat.tool_choice != "none")
+        job = await start(front, chat, prompt, request.state.key, arrival)
+    except ApiError as error:
+        for name, given in GIVEN.items():
+            error.message = error.message.replace(name, given)
+        error.param = GIVEN.get(error.param or "", error.param)
+        raise
     writer = _Writer(front, body)
     return await answer(request, front, job, bool(body.stream), writer.whole, writer.events)
 

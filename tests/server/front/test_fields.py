@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from fastlayers_server.engine.protocol import Submit
+from fastlayers_server.front.responses import ResponsesRequest
 from fastlayers_server.front.schemas import WITHOUT_EFFECT, ChatRequest, CompletionRequest, StreamOptions
 
 from .harness import EOS, ScriptedEngine, Server, saying, serving, tokens_of
@@ -37,12 +38,23 @@ CHAT = COMMON | {
     "add_generation_prompt": (False, {}), "add_special_tokens": (True, {}),
     "parallel_tool_calls": (False, {"tools": TOOLS}),  # refused with the tools; test_constraints.py has it with them
 }  # fmt: skip
+FORM = {"format": {"type": "json_object"}}
+RESPONSES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "model": ("other", {}), "temperature": (0.5, {}), "top_p": (0.5, {}), "stream": (True, {}), "input": ("b", {}),
+    "instructions": ("b", {}), "max_output_tokens": (2, {}), "tools": ([{"type": "function", "name": "f"}], {}),
+    "tool_choice": ("required", {}), "text": (FORM, {}), "reasoning": ({"effort": "low"}, {}),
+    "truncation": ("auto", {}),  # what it may be is what is done anyway
+    "parallel_tool_calls": (False, {"tools": [{"type": "function", "name": "f"}]}),
+}  # fmt: skip
 ROUTES: dict[str, tuple[Any, dict[str, tuple[Any, dict[str, Any]]]]] = {
     "completions": (CompletionRequest, COMPLETION),
     "chat/completions": (ChatRequest, CHAT),
+    "responses": (ResponsesRequest, RESPONSES),
 }
 CASES = [(route, field) for route, (_, table) in ROUTES.items() for field in table]
-EXEMPT = {("chat/completions", "parallel_tool_calls")}
+EXEMPT = {("chat/completions", "parallel_tool_calls"), ("responses", "parallel_tool_calls")}
+# What a response says of itself; the rest of it repeats what was asked, whether that had an effect or not.
+TOLD = ("status", "error", "incomplete_details", "usage")
 
 
 class Recording(ScriptedEngine):
@@ -68,12 +80,23 @@ def server() -> Iterator[Server]:
 
 def outcome(server: Server, route: str, fields: dict[str, Any]) -> Any:
     """Return what the engine was asked, and the answer; of both only what a request may change."""
-    given = {"prompt": "a"} if route == "completions" else {"messages": [{"role": "user", "content": "a"}]}
+    given: dict[str, Any] = {"seed": 1}
+    if route == "responses":
+        given = {"input": "a"}
+    else:
+        given |= {"prompt": "a"} if route == "completions" else {"messages": [{"role": "user", "content": "a"}]}
     engine: Any = server.front.link.client
     engine.seen.clear()
-    response = server.post(f"/v1/{route}", {"model": "tiny", "seed": 1} | given | fields)
+    response = server.post(f"/v1/{route}", {"model": "tiny"} | given | fields)
     first = engine.seen[0].rid if engine.seen else 0
     asked = [msgspec.structs.replace(s, rid=s.rid - first, arrival=0.0, group=0) for s in engine.seen]
+    if route == "responses":
+        unseeded = [msgspec.structs.replace(s, sampling=msgspec.structs.replace(s.sampling, seed=0)) for s in asked]
+        if "text/event-stream" in response.headers["content-type"]:
+            return 200, unseeded, response.text.count("event: ")
+        said = response.json()
+        items = [item.get("content") for item in said.get("output", ())]
+        return response.status_code, unseeded, [{name: said.get(name) for name in TOLD}, items]
     lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
     told = [json.loads(line) if line != "[DONE]" else line for line in lines]
     for each in told:
@@ -89,7 +112,8 @@ def test_a_field_has_an_effect(server: Server, route: str, field: str) -> None:
     assert without != given or (route, field) in EXEMPT, "accepted and ignored"
     if given[0] != 200:
         error = given[2][0]["error"]
-        assert field in (error["param"], "parallel_tool_calls"), error
+        assert field in (error["param"].split(".")[0], "parallel_tool_calls"), error
+        assert error["message"].startswith(("the model 'other'", error["param"])), error
 
 
 def test_every_field_is_tried() -> None:
@@ -98,7 +122,7 @@ def test_every_field_is_tried() -> None:
     assert set(StreamOptions.model_fields) == {"include_usage", "continuous_usage_stats"}
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", [route for route in ROUTES if route != "responses"])
 def test_a_stream_tells_the_usage_of_each_event_if_asked(server: Server, route: str) -> None:
     options = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
     told = [each for each in outcome(server, route, options)[2] if isinstance(each, dict)]

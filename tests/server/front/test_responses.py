@@ -60,6 +60,11 @@ def test_a_stream_tells_what_the_whole_response_says(server: Server) -> None:
     assert [i.id for i in done] == [i.id for i in final.output]
 
 
+def test_what_does_not_fit_is_named_as_it_was_given(server: Server) -> None:
+    error = post(server, max_output_tokens=5000).json()["error"]
+    assert "max_output_tokens = 5000" in error["message"] and error["code"] == "context_length_exceeded"
+
+
 def test_conversations_come_as_items(server: Server) -> None:
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
