@@ -274,6 +274,11 @@ def _ranks() -> Iterator[Part]:
     )  # fmt: skip
     for name, command, result, took, target in rows:
         yield Part(name, f"{command} --out {{out}}", result, took, target, (), 2, PLAIN)
+    command = f"{two} rows --peer --out {{out}}"
+    yield Part(
+        "two.peer", command, "two_gpus_peer_h200.jsonl", 170, "14: row 1, beside FlashInfer", ("flashinfer",), 2,
+        noisy=True,
+    )  # fmt: skip
     command = "ranks benchmarks/eplb.py --out {out}"
     yield Part("eplb", command, "eplb_h200.jsonl", 75, "14: item 5, experts that move", (), 2, PLAIN)
     for name, model, result in (

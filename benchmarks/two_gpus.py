@@ -320,6 +320,7 @@ def main() -> None:
     parser.add_argument("--replays", type=int, default=2000)
     parser.add_argument("--ways", action="store_true", help="also time other launch configurations")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 64])
+    parser.add_argument("--peer", action="store_true", help="rows: only FlashInfer's fused sum and norm beside ours")
     parser.add_argument("--late", action="store_true", help="rows: also with kernels that wait for those in front")
     parser.add_argument(
         "--seams",

@@ -345,6 +345,57 @@ class Rows:
                 found[f"{name}_{label}_us"] = round(self.run.slower(times[int(share * len(times))]), 1)
         self.run.say(what="host_exchange", ranks=self.axis.size, **found)
 
+    def peer(self) -> None:
+        """Time FlashInfer's sum, residual and norm in one kernel beside ours, after a look at what it returns.
+
+        It rounds once, behind the weight: its rows are as near to ours as two roundings of the dtype are.
+        """
+        from flashinfer.comm import (
+            AllReduceFusionPattern,
+            allreduce_fusion,
+            create_allreduce_fusion_workspace,
+        )
+
+        begin = time.perf_counter()
+        made = create_allreduce_fusion_workspace(
+            backend="trtllm", world_size=self.axis.size, rank=self.axis.rank, max_token_num=1024,
+            hidden_dim=self.hidden, dtype=torch.bfloat16, group=self.axis.group,
+        )  # fmt: skip
+
+        def theirs(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y, h = torch.empty_like(x), torch.empty_like(x)
+            allreduce_fusion(
+                input=x, workspace=made, pattern=AllReduceFusionPattern.kARResidualRMSNorm, launch_with_pdl=False,
+                residual_in=residual, residual_out=h, norm_out=y, rms_gamma=self.norm.weight, rms_eps=self.norm.cfg.eps,
+                fp32_acc=True,
+            )  # fmt: skip
+            return y, h
+
+        theirs(self.draw(1, 0), self.draw(1, 1))
+        torch.cuda.synchronize()
+        self.run.say(what="peer_start", seconds=round(self.run.slower(time.perf_counter() - begin), 2))
+        for rows in (1, 16, 64, 256, 1024):
+            x, residual = self.draw(rows, 1), self.draw(rows, 2, own=False)
+            found, wanted = theirs(x, residual), self.theirs(x.clone(), residual)
+            errors = [
+                float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(found, wanted, strict=True)
+            ]
+
+            def chain(x: torch.Tensor = x, residual: torch.Tensor = residual) -> Any:
+                """Norm and residual of one call go into the next."""
+                y, h = x, residual
+                for _ in range(CHAIN):
+                    y, h = theirs(y, h)
+                return y, h
+
+            ours = self.time_sums("sum_norm", rows)
+            took = microseconds(self.run, chain, CHAIN)
+            good = self.run.all_true(max(errors) < 0.01 and bool(torch.stack(chain()).isfinite().all()))
+            self.run.say(
+                what="peer_time", peer="flashinfer", rows=rows, hidden=self.hidden, flashinfer_us=took,
+                sum_norm_us=ours, flashinfer_error=[round(self.run.slower(error), 5) for error in errors], right=good,
+            )  # fmt: skip
+
     def lost(self) -> None:
         """Let one rank stay away: the other ends after the deadline, names it, and then waits no more."""
         made = Workspace.make(self.axis, self.hidden, torch.bfloat16, self.device, rows=8, deadline_s=0.5)
@@ -372,6 +423,9 @@ def rows(run: Any) -> None:
     """Run the parts about rows."""
     parts = Rows(run)
     run.part("workspace", parts.start, 30)
+    if run.options.peer:
+        run.part("peer", parts.peer, 260)  # it is built first
+        return
     run.part("correct", parts.correct, 25)
     run.part("sum_norm_time", parts.timed, 30)
     run.part("replays", parts.replayed, 20 + run.options.replays / 2000)
