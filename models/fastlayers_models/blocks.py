@@ -38,7 +38,7 @@ from fastlayers.weights_epoch import WeightsEpoch, epoch_of
 from fastlayers_models.agreement import meet, same_choices
 from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.concat import ConcatLinears
-from fastlayers_models.experts import ExpertBalancer, Routed, experts_held, route_to_slots
+from fastlayers_models.experts import ExpertBalancer, experts_held
 from fastlayers_models.loading import check_config, load_weights
 from fastlayers_models.overlap import Planned, run_layers
 
@@ -175,16 +175,6 @@ class SwiGLU(nn.Module):
         quant = self.act_quant
         out: torch.Tensor = down(activation(gate_up)) if quant is None else down.gated(gate_up, activation, quant)
         return out
-
-
-def route(router: fl.TopKRouter, x: torch.Tensor, valid: Any, placement: Any = None) -> Routed:
-    """Return ``(topk_weights, topk_ids)``; rows that ``valid`` (see :class:`CausalLM`) excludes cost no expert work."""
-    if placement is not None:
-        return route_to_slots(placement, valid, lambda real: route(router, x, real))
-    if valid is not None and valid.dtype == torch.int32:
-        return router(x, valid)
-    topk_weights, topk_ids = router(x)
-    return topk_weights, topk_ids if valid is None else topk_ids.masked_fill(~valid[:, None], -1)
 
 
 class DecoderLayer(nn.Module):

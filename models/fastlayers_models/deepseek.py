@@ -37,10 +37,10 @@ from fastlayers.quant.spec import NONE
 from fastlayers.rotary.layer import RotaryEmbedding
 from fastlayers.rotary.scaling import RopeScaling, attention_scale
 from fastlayers.tuning.table import find
-from fastlayers_models.blocks import CausalLM, Decoder, DecoderLayer, ModelContext, SwiGLU, route
+from fastlayers_models.blocks import CausalLM, Decoder, DecoderLayer, ModelContext, SwiGLU
 from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.config import DeepseekConfig
-from fastlayers_models.experts import PlacedRows, placement_of, routed_rows
+from fastlayers_models.experts import PlacedRows, placement_of, route, routed_rows
 from fastlayers_models.loading import check_config, load_weights
 
 

@@ -56,6 +56,16 @@ def experts_held(parallel: fl.ParallelSpec, num_experts: int) -> set[int]:
     return set(placement.logical[placement.own_slots])
 
 
+def route(router: fl.TopKRouter, x: torch.Tensor, valid: Any, placement: Any = None) -> Routed:
+    """Return ``(topk_weights, topk_ids)``; rows that ``valid`` (see ``CausalLM``) excludes cost no expert work."""
+    if placement is not None:
+        return route_to_slots(placement, valid, lambda real: route(router, x, real))
+    if valid is not None and valid.dtype == torch.int32:
+        return router(x, valid)
+    topk_weights, topk_ids = router(x)
+    return topk_weights, topk_ids if valid is None else topk_ids.masked_fill(~valid[:, None], -1)
+
+
 def route_to_slots(placement: ExpertPlacement, rows: Any, choose: Callable[[torch.Tensor | None], Routed]) -> Routed:
     """Return ``(topk_weights, slots)`` of the experts that ``choose(which rows are real)`` returns; counts them.
 

@@ -19,8 +19,9 @@ from torch import nn
 import fastlayers as fl
 from fastlayers.errors import check_positive
 from fastlayers.quant.mxfp4.codes import groups_of
-from fastlayers_models.blocks import CausalLM, DecoderLayer, ModelContext, route
+from fastlayers_models.blocks import CausalLM, DecoderLayer, ModelContext
 from fastlayers_models.config import GQA_DECODER, GQADecoderConfig, Size, check_experts, layer_windows
+from fastlayers_models.experts import route
 from fastlayers_models.settings import MOST_POSITIONS, Setting
 
 # What transformers assumes where config.json does not say; the ramp of this YaRN is not rounded to whole dimensions.

@@ -25,8 +25,9 @@ from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.meta import AttentionMeta
 from fastlayers.errors import ArgumentError, check_choice, check_positive
 from fastlayers.moe.fused_moe.gpt_oss_slots import StackedExpertNames
-from fastlayers_models.blocks import CausalLM, DecoderLayer, ModelContext, SwiGLU, route
+from fastlayers_models.blocks import CausalLM, DecoderLayer, ModelContext, SwiGLU
 from fastlayers_models.config import GQA_DECODER, GQADecoderConfig, Size, check_experts
+from fastlayers_models.experts import route
 from fastlayers_models.settings import FLAG, MOST_POSITIONS, Setting
 
 THETA = 500000.0

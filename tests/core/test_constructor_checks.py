@@ -79,8 +79,8 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "torch.dtype": ("float32", 3, torch.int8),
     "tuple": ("x", 3, (1.5,), X),
     **dict.fromkeys(
-        ("Axis", "EplbConfig", "ExpertPlacement", "MLAThresholds", "Norm", "ParallelSpec", "LayerCommunicator", "Moves",
-         "QuantSpec", "RopeScaling", "RotaryEmbedding", "Seam", "Shard", "VocabEmbedding"),
+        ("Axis", "Codes", "EplbConfig", "ExpertPlacement", "MLAThresholds", "Norm", "ParallelSpec", "LayerCommunicator",
+         "Moves", "QuantSpec", "RopeScaling", "RotaryEmbedding", "Seam", "Shard", "VocabEmbedding"),
         ("x", 3, X),
     ),
 }  # fmt: skip

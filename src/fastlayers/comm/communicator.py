@@ -176,6 +176,9 @@ class LayerCommunicator:
         check_kind("LayerCommunicator", ParallelSpec, parallel=parallel)
         check_kind("LayerCommunicator", Seam | None, seam=seam)
         check_kind("LayerCommunicator", Moves | None, moves=moves)
+        if not (codes is None or callable(codes)):
+            accepted = "a function of a hook and its rows that returns a layout of scales or None, or None"
+            raise ArgumentError("LayerCommunicator", "codes", describe(codes), accepted)
         _check_norm("input_layernorm", input_layernorm)
         _check_norm("post_attention_layernorm", post_attention_layernorm)
         check_plain("LayerCommunicator", "bool", is_last=is_last)
