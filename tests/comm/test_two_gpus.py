@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,10 +18,13 @@ import torch
 from fastlayers.comm import fabric
 from fastlayers.comm.collectives import collectives
 from fastlayers.comm.communicator import LayerCommunicator
+from fastlayers.comm.expert_exchange.collective import CollectiveExpertExchange
+from fastlayers.comm.expert_exchange.layer import ExpertExchangeConfig
 from fastlayers.comm.fabric import Workspace
 from fastlayers.comm.parallel import ParallelSpec
 from fastlayers.comm.seam import Seam
 from fastlayers.comm.symmetric import SymmArena
+from fastlayers.comm.triton_tokens import TokenExchange
 from fastlayers.norm.rms_norm.layer import RMSNorm
 from fastlayers.quant.group_quant.layer import quantize_groups
 from fastlayers.testing.comm_check import COMM_CASES, SPREAD_CASES, check_communicator
@@ -47,10 +52,10 @@ def norm_of(rank: Rank) -> RMSNorm:
 @torch.inference_mode()
 def compare(rank: Rank) -> list[str]:
     axis, over, norm = rank.spec().tp, collectives(rank.spec().tp), norm_of(rank)
-    made = Workspace.make(axis, HIDDEN, torch.bfloat16, rank.device, rows=300, share=700, deadline_s=10.0)
+    made = Workspace.make(axis, HIDDEN, torch.bfloat16, rank.device, rows=1000, share=8192, deadline_s=10.0)
     assert made.push is not None and made.exchange is not None and made.arena is not None, made.fabric.refusal
     wrong = []
-    for count in (1, 2, 64, 129, 300):
+    for count in (*range(1, 65), 96, 128, 129, 255, 256, 1000):
         x, residual = rows(rank, count, count), rows(rank, count, 7, own=False)
         y, h = made.push(x, residual, norm.weight, EPS)
         wanted_y, wanted_h = norm(over.all_reduce_(x.clone()), residual)
@@ -64,7 +69,7 @@ def compare(rank: Rank) -> list[str]:
             torch.equal(coded.codes.view(torch.uint8), codes.view(torch.uint8)) and torch.equal(coded.scales, scales)
         ):
             wrong.append(f"sum_norm of {count} rows as codes")
-    for count in (2, 258, 1400):
+    for count in (2, 258, 1400, 2048, 16384):
         x = rows(rank, count, count)
         own = made.exchange.scatter(x)[1]
         if not torch.equal(own, over.reduce_scatter(x)):
@@ -90,6 +95,112 @@ def compare(rank: Rank) -> list[str]:
 
 def test_equal_to_nccl() -> None:
     assert world(2, "nccl").run(compare) == [[], []]
+
+
+EXPERTS, TOP_K = 16, 4
+ROUTES = ("any", "the first rank's", "the second rank's", "nobody's", "some of nobody's")
+
+
+@torch.inference_mode()
+def send(rank: Rank) -> list[str]:
+    """Return where tokens that went to their experts over symmetric memory have other bits than rows of everybody."""
+    axis, local = rank.spec(ep=2).ep, EXPERTS // 2
+    nbytes = TokenExchange.nbytes_for(2, HIDDEN, TOP_K, torch.bfloat16, 64)
+    arena = SymmArena(axis, nbytes, rank.device, 10.0)
+    move = TokenExchange(arena, HIDDEN, EXPERTS, TOP_K, torch.bfloat16, 64)
+    arena.ready()
+    config = ExpertExchangeConfig(axis, HIDDEN, torch.bfloat16, num_experts=EXPERTS, top_k=TOP_K)
+    theirs, wrong = CollectiveExpertExchange(config), []
+    for count in (0, 1, 5, 64):
+        for seed, route in enumerate(ROUTES):
+            x = rows(rank, count, 100 * count + seed)
+            scores = rows(rank, count, 7 + seed)[:, :EXPERTS].float()
+            if "rank's" in route:
+                scores[:, local:] += 100.0 if "second" in route else -100.0
+            ids = scores.topk(TOP_K, -1).indices.int()
+            if "nobody" in route:  # padding: all of it, or but for the first row of the first rank
+                ids[int(route != "nobody's" and rank.rank == 0) :] = -1
+            weights = rows(rank, count, 9 + seed)[:, :TOP_K].float().abs()
+            found = []
+            for way in (move, theirs):
+                came, mine, gates = way.dispatch(x, ids, weights)
+                scale = torch.where(mine >= 0, gates * (1 + mine + local * rank.rank), 0.0).sum(-1, keepdim=True)
+                made = torch.where((mine >= 0).any(-1, keepdim=True), came * scale, 0.0).to(torch.bfloat16)
+                found.append((mine.clone(), way.combine(made, mine, ids)))
+            if not all(torch.equal(one, other) for one, other in zip(*found, strict=True)):
+                wrong.append(f"{count} tokens, experts of {route}")
+    return wrong + ([f"rank {arena.failed()} was late"] if arena.failed() is not None else [])
+
+
+def test_tokens_to_experts_have_the_bits_of_rows_to_everybody() -> None:
+    assert world(2, "nccl").run(send) == [[], []]
+
+
+@torch.inference_mode()
+def lanes(rank: Rank, rounds: int) -> tuple[int, list[int | None]]:
+    """Count wrong sums of forty captured sizes in two workspaces on two streams, some eager, beside copies to peers."""
+    axis, over, norm = rank.spec().tp, collectives(rank.spec().tp), norm_of(rank)
+    made = [Workspace.make(axis, HIDDEN, torch.bfloat16, rank.device, rows=64, deadline_s=10.0) for _ in range(2)]
+    streams, traffic = [torch.cuda.Stream() for _ in made], torch.cuda.Stream()
+    graphs: list[list[Any]] = [[], []]
+    for count in range(1, 41):
+        lane = count % 2
+        push = made[lane].push
+        assert push is not None, made[lane].fabric.refusal
+        x, residual = rows(rank, count, count), rows(rank, count, 3, own=False)
+        wanted = norm(over.all_reduce_(x.clone()), residual)
+        with torch.cuda.stream(streams[lane]):
+            push(x, residual, norm.weight, EPS)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=streams[lane], capture_error_mode="thread_local"):
+            found = push(x, residual, norm.weight, EPS)
+        graphs[lane].append((graph, found, wanted, partial(push, x, residual, norm.weight, EPS)))
+    here = torch.zeros(8 << 20, dtype=torch.uint8, device=rank.device)
+    there = torch.zeros(8 << 20, dtype=torch.uint8, device=torch.device("cuda", 1 - rank.rank))
+    torch.cuda.synchronize()
+    torch.distributed.barrier()
+    order, wrong = random.Random(5), torch.zeros(2, dtype=torch.int64, device=rank.device)
+    for _ in range(rounds):
+        with torch.cuda.stream(traffic):
+            there.copy_(here, non_blocking=True)
+        for lane, stream in enumerate(streams):
+            graph, found, wanted, eager = order.choice(graphs[lane])
+            captured = order.random() < 0.7
+            with torch.cuda.stream(stream):
+                if captured:
+                    graph.replay()
+                y, h = found if captured else eager()
+                wrong[lane] += (y != wanted[0]).any() | (h != wanted[1]).any()
+    torch.cuda.synchronize()
+    return int(wrong.sum()), [each.arena.failed() for each in made if each.arena is not None]
+
+
+def test_two_workspaces_at_once_captured_and_eager_beside_traffic() -> None:
+    assert world(2, "nccl").run(lanes, 3000) == [(0, [None, None])] * 2
+
+
+@torch.inference_mode()
+def made_again(rank: Rank, times: int) -> int:
+    """Return the bytes of this GPU that workspaces left behind when they were made and let go so often."""
+    axis, free = rank.spec().tp, 0
+    for turn in range(times):
+        made = Workspace.make(axis, HIDDEN, torch.bfloat16, rank.device, rows=256, share=1024)
+        assert made.push is not None, made.fabric.refusal
+        made.push(rows(rank, 4, turn), None, None, EPS)
+        torch.cuda.synchronize()
+        torch.distributed.barrier()  # nobody lets go of what another one still stores to
+        del made
+        gc.collect()
+        torch.cuda.empty_cache()
+        if turn == 4:  # what is kept for good is there
+            free = torch.cuda.mem_get_info()[0]
+    return free - torch.cuda.mem_get_info()[0]
+
+
+def test_workspaces_leave_no_memory_behind() -> None:
+    for left in world(2, "nccl").run(made_again, 200):
+        assert left < 64 << 20
 
 
 class WithSeam(LayerCommunicator):
