@@ -40,7 +40,7 @@ BEFORE = {
     "qwen3_moe": 769, "qwen3": 663, "deepseek_v3": 858, "gpt_oss": 744, "llama": 625, "qwen2": 626, "qwen2_moe": 817,
 }  # fmt: skip
 # Dense, and experts; latent attention has five linears and two norms more.
-ON_TRITON = {"qwen3": 290, "llama": 290, "qwen2": 290, "qwen3_moe": 330, "gpt_oss": 330, "deepseek_v3": 475}
+ON_TRITON = {"qwen3": 255, "llama": 250, "qwen2": 250, "qwen3_moe": 276, "gpt_oss": 276, "deepseek_v3": 443}
 
 
 @contextmanager
@@ -112,7 +112,7 @@ def steps_of_a_layer(model: Any, counted: Callable[[], Any]) -> None:
 @pytest.mark.parametrize("family", BEFORE)
 def test_torch_path(family: str, tmp_path: Path) -> None:
     model = AutoModel.from_pretrained(save_random(tiny_config(family), tmp_path), dtype=torch.float32)
-    assert calls_of_a_layer(model) <= 0.48 * BEFORE[family]
+    assert calls_of_a_layer(model) <= 0.44 * BEFORE[family]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "llama"])
@@ -212,13 +212,13 @@ def test_a_decode_step_zeroes_nothing(family: str, tmp_path: Path, monkeypatch: 
     assert zeroings.asked == ["zero_"]
 
 
-@pytest.mark.parametrize(("family", "functions", "files"), [("qwen3_moe", 53, 27), ("deepseek_v3", 57, 28)])
+@pytest.mark.parametrize(("family", "functions", "files"), [("qwen3_moe", 43, 27), ("deepseek_v3", 54, 27)])
 def test_frames_from_a_decoder_layer_to_its_launches(
     family: str, functions: int, files: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frames = Frames()
     steps_of_a_layer(on_triton(family, tmp_path, monkeypatch), frames.counted)
     assert frames.deepest[0] == "DecoderLayer.forward"
-    assert len(frames.deepest) <= 18, frames.deepest
+    assert len(frames.deepest) <= 12, frames.deepest
     assert len(frames.functions) <= functions, sorted(frames.functions)
     assert len({file for file, _ in frames.functions}) <= files

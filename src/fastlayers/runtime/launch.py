@@ -41,6 +41,8 @@ _LISTENERS: tuple[list[Any], ...] = (
 _ONES: tuple[tuple[int, ...], ...] = ((), (1, 1), (1,), ())
 # Kinds and sizes of launches that a kernel remembers; sizes of prompts come without end.
 MOST_KNOWN = 4096
+# Of each layer, which finds the rest by way of what is shared.
+MOST_KINDS = 128
 _address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 _dtype = attrgetter("dtype")
 
@@ -140,6 +142,20 @@ def fewer_stages(constants: Mapping[str, Any]) -> dict[str, int] | None:
     # A loop may name the same number for itself.
     more = ("STAGES",) if constants.get("STAGES") == stages else ()
     return dict.fromkeys(("num_stages", *more), stages - 1)
+
+
+class Kinds(dict[tuple[Any, ...], Any]):
+    """What was prepared for kinds of inputs (shapes, strides, dtypes) that came before; a copy begins without."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Kinds, ()
+
+    def keep(self, kind: tuple[Any, ...], prepared: Any) -> Any:
+        """Return what was prepared, which is found again by its kind."""
+        if len(self) >= MOST_KINDS:
+            self.clear()
+        self[kind] = prepared
+        return prepared
 
 
 class Kernel:

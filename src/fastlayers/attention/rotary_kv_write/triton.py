@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -15,7 +14,7 @@ from fastlayers.attention.rotary_kv_write.layer import RotaryKVWriteConfig
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.operators import nothing, operator
 from fastlayers.rotary.triton import angles
-from fastlayers.runtime.launch import MOST_KNOWN, Heads, kernel
+from fastlayers.runtime.launch import Heads, Kinds, kernel
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
 # Of one program: enough to share the load of cos and sin, few enough to fill a GPU at decode.
@@ -217,10 +216,7 @@ class TritonRotaryKVWrite:
             cfg.mrope_interleaved,
         )  # fmt: skip
         # What launches kinds of heads side by side that came before.
-        self._ready: dict[tuple[Any, ...], Callable[..., None]] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ready": {}}
+        self._ready = Kinds()
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
@@ -243,7 +239,7 @@ class TritonRotaryKVWrite:
         kind = (
             shape, qkv.stride(), qkv.dtype, keys.stride(), values.stride(), cos.shape, positions.stride(), qkv.device,
         )  # fmt: skip
-        launch = self._ready.get(kind) or self._prepared(kind)
+        launch = self._ready.get(kind) or self._ready.keep(kind, self._launch(*kind))
         turned = qkv.new_empty(shape[0], self.cfg.num_heads, shape[2])
         launch(
             qkv, cos, sin, positions, turned, keys, values, loc, cos if q_weight is None else q_weight,
@@ -251,22 +247,22 @@ class TritonRotaryKVWrite:
         )  # fmt: skip
         return turned
 
-    def _prepared(self, kind: tuple[Any, ...]) -> Callable[..., None]:
-        (tokens, _, width), strides, dtype, keys, values, (most, _), positions, device = kind
+    def _launch(
+        self, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, keys: tuple[int, ...],
+        values: tuple[int, ...], table: torch.Size, positions: tuple[int, ...], device: torch.device,
+    ) -> Callable[..., None]:  # fmt: skip
+        """Return what launches heads side by side of one kind; of keys, values and positions the strides."""
+        tokens, _, width = shape
         heads, kv_heads, (eps, dim, first, second, section, alternate) = (
             self.cfg.num_heads, self.cfg.num_kv_heads, self.static
         )  # fmt: skip
-        numbers = (*3 * strides[:2], heads * width, width, keys[1], values[1], most, positions[0])
+        numbers = (*3 * strides[:2], heads * width, width, keys[1], values[1], table[0], positions[0])
         begins, counts = (0, heads, heads + kv_heads), (heads, kv_heads, kv_heads)
         parts = tuple(
             (place, Heads(begin * strides[1] * dtype.itemsize, begin, count))
             for place, (begin, count) in enumerate(zip(begins, counts, strict=True))
         )
-        launch = _launch(
+        return _launch(
             (tokens, heads, width), kv_heads, width, numbers, eps, dim, first, second,
             tuple(section) if len(positions) == 2 else (), alternate, device, parts,
         )  # fmt: skip
-        if len(self._ready) > MOST_KNOWN:
-            self._ready.clear()
-        self._ready[kind] = launch
-        return launch

@@ -16,7 +16,7 @@ import torch
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.operators import Operator, like_x, operator
-from fastlayers.runtime.launch import MOST_KNOWN
+from fastlayers.runtime.launch import Kinds
 
 
 @lru_cache(maxsize=256)
@@ -79,10 +79,7 @@ class ExpertsBackend:
         self.cfg, self.text = cfg, repr(cfg)
         self.numbers: list[int] = []
         # What computes inputs of kinds that came before.
-        self._ready: dict[tuple[Any, ...], Callable[..., torch.Tensor]] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ready": {}}
+        self._ready = Kinds()
 
     def pack(self, weights: MoEWeights) -> Any:
         """Return the weights as they are: the kernels read the parameters' layout."""
@@ -113,11 +110,7 @@ class ExpertsBackend:
             x.shape, x.stride(), x.dtype, x.device, topk_weights.stride(), topk_ids.shape, topk_ids.stride(),
             packed.w2.shape, packed.w13_bias is None, packed.w2_bias is None,
         )  # fmt: skip
-        ready = self._ready.get(kind)
-        if ready is None:
-            if len(self._ready) > MOST_KNOWN:
-                self._ready.clear()
-            ready = self._ready[kind] = self.prepare(x, topk_weights, topk_ids, packed)
+        ready = self._ready.get(kind) or self._ready.keep(kind, self.prepare(x, topk_weights, topk_ids, packed))
         y = ready(x, topk_weights, topk_ids, packed)
         return y
 

@@ -267,6 +267,13 @@ class TopKRouter(Layer):
         # A backend may have a kernel for the logits of a few tokens.
         logits = None
         held = self._parameters
+        if hasattr(core, "route"):
+            bias, correction = held.get("bias"), held.get("e_score_correction_bias")
+            routed: tuple[torch.Tensor, torch.Tensor] | None = core.route(
+                hidden_states, held["weight"], bias, self.logits_dtype, correction, num_valid
+            )
+            if routed is not None:
+                return routed
         if hasattr(core, "logits"):
             logits = core.logits(hidden_states, held["weight"], held.get("bias"), self.logits_dtype)
         if logits is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -16,7 +17,7 @@ import triton.language as tl
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.moe.router.layer import GROUP_SCORES, MASKED_SCORES, SCORINGS, WEIGHTS_DTYPES, RouterConfig
 from fastlayers.operators import operator
-from fastlayers.runtime.launch import kernel
+from fastlayers.runtime.launch import Kinds, kernel
 from fastlayers.triton_lang import await_inputs, cast, dependent_launch, release_dependents
 
 # More tokens are a matrix product.
@@ -254,13 +255,57 @@ class TritonRouter:
             cfg.masked_score == MASKED_SCORES[1], cfg.renormalize, cfg.renorm_eps, cfg.factor,
             WEIGHTS_DTYPES.index(cfg.weights_dtype),
         )  # fmt: skip
+        # Both launches, for kinds of tokens that came before.
+        self._ready = Kinds()
+
+    def route(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype | None,
+        correction: torch.Tensor | None, num_valid: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:  # fmt: skip
+        """Return what a call with :meth:`logits` does, by both launches; ``None``: do that, for whoever looks on."""
+        if x.shape[0] > MAX_LOGIT_TOKENS or not _router.unwatched(x, weight, bias, correction, num_valid):
+            return None
+        kind = (
+            x.shape, x.stride(), x.dtype, x.device, weight.shape, weight.dtype, None if bias is None else bias.dtype,
+            dtype, correction is None, num_valid is None,
+        )  # fmt: skip
+        found = self._ready.get(kind) or self._ready.keep(
+            kind, self._launches(x, weight, bias, dtype, correction, num_valid)
+        )
+        tokens, experts, out, compute, choose = found
+        if not tokens:
+            return None
+        z = x.new_empty(tokens, experts, dtype=out)
+        weights = x.new_empty(tokens, self.arguments[0], dtype=torch.float32)
+        ids = x.new_empty(tokens, self.arguments[0], dtype=torch.int32)
+        compute(x, weight, x if bias is None else bias, z)
+        choose(z, z if correction is None else correction, ids if num_valid is None else num_valid, weights, ids)
+        return weights, ids
+
+    def _launches(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype | None,
+        correction: torch.Tensor | None, num_valid: torch.Tensor | None,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """Return tokens, experts and the logits' dtype, and what launches these and the choice; no tokens: neither."""
+        (tokens, hidden), experts = x.shape, weight.shape[0]
+        if not tokens or not self._takes(x, weight, bias) or x.stride()[1] != 1:
+            return 0, experts, dtype, None, None
+        compute = _launch_logits(tokens, hidden, experts, x.stride()[0], bias is not None, x.device)
+        valid = num_valid is not None
+        choose = _launch(tokens, experts, experts, *self.arguments, correction is not None, valid, x.device)
+        return tokens, experts, torch.float32 if dtype is torch.float32 else x.dtype, compute, choose
+
+    @staticmethod
+    def _takes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+        """Return whether there is a kernel for the logits of these tokens."""
+        same = x.dtype == weight.dtype and (bias is None or bias.dtype == weight.dtype)
+        return same and x.shape[0] <= MAX_LOGIT_TOKENS and x.shape[1] <= MAX_HIDDEN
 
     def logits(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype | None
     ) -> torch.Tensor | None:
         """Return the logits of a few tokens in ``dtype`` (``None``: that of ``x``); ``None`` for other calls."""
-        same = x.dtype == weight.dtype and (bias is None or bias.dtype == weight.dtype)
-        if not same or x.shape[0] > MAX_LOGIT_TOKENS or x.shape[1] > MAX_HIDDEN:
+        if not self._takes(x, weight, bias):
             return None
         z: torch.Tensor = router_logits(x, weight, bias, dtype is torch.float32)
         return z
