@@ -39,7 +39,7 @@ DECODES = (GREEDY, LOGITS)
 
 def finite_or_minus_one(logits: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
     """Return the tokens, -1 where a row's logits hold NaN or +inf, or nothing but -inf."""
-    return torch.where(torch.isfinite(logits.amax(-1)), drawn, -1)
+    return torch.where(logits.amax(-1).abs() < torch.inf, drawn, -1)  # isfinite launches twice as much
 
 
 def on_device(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -283,6 +283,12 @@ class SlotStep(ModelStep):
         right = (drawn.index_select(0, parents) == drafts) | (drafts == RIGHT)
         return self._settle(finite_or_minus_one(logits, drawn), right, params.offset)
 
+    @property
+    def _doublings(self) -> int:
+        """How often a look twice as far back is taken until it reaches the known token from every draft."""
+        drafts = self.verify_each - 1 if self.verify_each else 1 << DOUBLINGS
+        return min(DOUBLINGS, max(0, drafts - 1).bit_length())
+
     def _verified(self, tokens: int) -> list[torch.Tensor]:
         return [column[:tokens] for column in self._verify_in.device[: 4 * self._width].view(4, -1)]
 
@@ -290,8 +296,9 @@ class SlotStep(ModelStep):
         """Return the draws behind drafts that are right as all before them are; each row keeps its last one."""
         rows, depths, before, _ = self._verified(drawn.shape[0])
         parents = before
-        for _ in range(DOUBLINGS):
-            right, before = right & right.index_select(0, before), before.index_select(0, before)
+        for place in range(self._doublings):
+            before = before.index_select(0, before) if place else before
+            right = right & right.index_select(0, before)
         onward = torch.zeros_like(rows).index_add_(0, parents, (right & (depths > 0)).long())
         last = right & (onward == 0)
         self.table.scatter(torch.where(last, rows, self.nobody), offsets, drawn)
@@ -303,7 +310,7 @@ class SlotStep(ModelStep):
         Of a bucket's padding each token moves to itself.
         """
         _, depths, first, _ = self._verified(told.shape[0])
-        for _ in range(DOUBLINGS):
+        for _ in range(self._doublings):
             first = first.index_select(0, first)
         count = told.shape[0]
         places = torch.arange(count + 1, device=told.device)

@@ -19,7 +19,7 @@ from fastlayers_models.rows import Row, RowTable
 from fastlayers_server.engine.protocol import Sampling
 from fastlayers_server.engine.request import Chunk
 from fastlayers_server.engine.speculation import Speculation
-from fastlayers_server.engine.step import DRAFTS, PASSED, RIGHT, SlotStep
+from fastlayers_server.engine.step import DRAFTS, PASSED, RIGHT, SlotStep, finite_or_minus_one
 
 sys.path.insert(0, str(Path(__file__).parent))
 from serving import Bench, chats, make_model
@@ -44,9 +44,10 @@ def chi_square(counts: torch.Tensor, p: torch.Tensor) -> float:
     return (statistic - free) / (2 * free) ** 0.5
 
 
-def verifier(rows: int) -> Any:
+def verifier(rows: int, each: int = 0) -> Any:
     """Return a step with a table and a sampler, and logits instead of a model."""
     step = SlotStep.__new__(SlotStep)
+    step.verify_each = each
     step.table, step.nobody = RowTable(rows, torch.device("cpu")), rows
     step.sampler = Sampler(VOCAB)
     step.model = SimpleNamespace(compute_logits=lambda hidden: hidden)
@@ -63,7 +64,7 @@ def test_tokens_are_distributed_as_the_targets(rule: str, way: SamplingParams) -
     # What comes next depends on the last token, of the target and (otherwise) of what drafts.
     target, drafter = (2 * torch.randn(VOCAB, VOCAB, generator=generator) for _ in range(2))
     drafter = (target + drafter) / 2
-    step, seen, accepted = verifier(ROWS), torch.zeros(K + 1, VOCAB, VOCAB), 0
+    step, seen, accepted = verifier(ROWS, K + 1), torch.zeros(K + 1, VOCAB, VOCAB), 0
     starts = torch.arange(ROWS) * (K + 1)
     for turn in range(ROUNDS):
         table = {row: Row(0, way, turn * ROWS + row, 10 * turn) for row in range(ROWS)}
@@ -257,3 +258,27 @@ def test_columns_of_drafts_are_as_long_as_the_step_is_wide() -> None:
         assert parents == [0, 0, 1, 3, 3, 4][:tokens] + [0] * idle
         assert drafts == [RIGHT, 6, 7, RIGHT, 6, 7][:tokens] + [-1] * idle
         assert [column.tolist() for column in step._verified(2)] == [rows[:2], depths[:2], parents[:2], drafts[:2]]
+
+
+@pytest.mark.parametrize("drafts", range(1, 9))
+def test_one_wrong_draft_ends_the_chain_wherever_it_is(drafts: int) -> None:
+    """However few looks back are taken for so many drafts."""
+    width = drafts + 1
+    for wrong in range(1, width + 1):  # the last: none is
+        step = verifier(1, width)
+        step._verify_in, step._width = SimpleNamespace(device=torch.zeros(4 * width, dtype=torch.int64)), width
+        places = torch.arange(width)
+        columns = torch.stack((torch.zeros_like(places), places, (places - 1).clamp(min=0), places))
+        step._verify_in.device.copy_(columns.flatten())
+        told = step._settle(places + 10, places != wrong, places + 1)
+        assert told.tolist() == [place + 10 if place < wrong else PASSED for place in range(width)]
+        assert int(step.table.tokens[0]) == 10 + wrong - 1
+    assert 1 << step._doublings >= drafts and (drafts == 1 or 1 << step._doublings < 2 * drafts)
+
+
+def test_logits_that_are_not_finite_draw_nothing() -> None:
+    inf, nan = float("inf"), float("nan")
+    rows = [[0.0, 1.0], [nan, 1.0], [inf, 1.0], [-inf, 1.0], [-inf, -inf], [1.0, nan], [-inf, nan], [-inf, inf]]
+    for dtype in (torch.float32, torch.bfloat16):
+        found = finite_or_minus_one(torch.tensor(rows, dtype=dtype), torch.arange(8))
+        assert found.tolist() == [0, -1, -1, 3, -1, -1, -1, -1]
