@@ -193,6 +193,21 @@ def test_seasons(part: int) -> None:
     assert sum(mixed for _, mixed in seasons) > 1000
 
 
+@pytest.mark.parametrize(("prompt", "cached"), [(70, [64, 48]), (64, [48, 32]), (17, [16, 0]), (16, [0, 0])])
+def test_a_hit_is_without_its_last_block_where_a_draft_layer_needs_what_is_behind(
+    prompt: int, cached: list[int]
+) -> None:
+    found = []
+    for drop in (False, True):
+        world = World(config(16, 4.0, 96, drop_last_block=drop))
+        for _ in range(2):
+            rid = world.submit(tokens(0, prompt), 4, ignore_eos=True)
+            world.run()
+        world.check_idle()
+        found.append(world.told[rid].cached)
+    assert found == cached
+
+
 @pytest.mark.parametrize("draft", [None, (4, 0)])
 def test_pages_of_logits_that_are_not_finite_are_zeroed_before_anybody_gets_them(draft: Any) -> None:
     """Nothing else runs when they are freed, and some were given back as those of drafts."""

@@ -36,6 +36,8 @@ def test_parts_of_the_shipped_model() -> None:
     assert info.num_pages == 4 * 16 + 1 and info.page_size == 16 and not parts.overlap
     assert set(info.startup_seconds) == set(phases)
     assert json.loads(json.dumps(parts.executor.explain()))["graphs"] == []
+    assert not parts.scheduler.config.drop_last_block
+    assert build(replace(SMALL, speculative_algorithm="mtp"), phases.append).scheduler.config.drop_last_block
 
 
 def test_a_random_model_of_known_shapes() -> None:
