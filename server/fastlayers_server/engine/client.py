@@ -8,6 +8,7 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import signal
@@ -92,7 +93,7 @@ class EngineClient:
         self._lock, self._delivering = threading.Lock(), threading.Lock()
         self._live: set[int] = set()
         self._early: list[ToEngine] = []  # what came before the engine was there
-        self._reason, self._refused = "", False
+        self._reason, self._refused, self._told = "", False, -1
         self._deliver_to: Callable[[FromEngine], None] = lambda message: None
         self._context = zmq.Context()
         self._out: zmq.Socket[bytes] | None = None
@@ -280,7 +281,7 @@ class EngineClient:
         if isinstance(message, Beat):
             self.phase = message.phase
             if message.tick_age > self.config.watchdog_timeout:
-                self._kill(f"a step took longer than {self.config.watchdog_timeout:g} s")
+                self._hung(message.tick, f"a step took longer than {self.config.watchdog_timeout:g} s")
         self._deliver(message)
         if isinstance(message, EngineInfo):
             self.phase = "serving"
@@ -289,6 +290,14 @@ class EngineClient:
                 for early in self._early:
                     self._pass(out, early)
                 self._early.clear()
+
+    def _hung(self, tick: int, reason: str) -> None:
+        if self._make is None:
+            self._kill(reason)
+        elif tick != self._told:  # once a step, of a thread
+            self._told = tick
+            log.error("the engine is hung: %s; what each thread does follows", reason)
+            faulthandler.dump_traceback(2, all_threads=True)  # sys.stderr may be no file
 
     def _kill(self, reason: str = "") -> None:
         """Let a process say where it hangs, and end it; nobody can end a thread."""

@@ -14,10 +14,13 @@ from typing import Any
 
 import pytest
 
-from fastlayers_server.engine import client
+from fastlayers_server.engine import child, client
 from fastlayers_server.engine import protocol as p
 from fastlayers_server.engine.client import EngineClient, engine_client
 from fastlayers_server.engine.config import EngineConfig
+
+sys.path.insert(0, str(Path(__file__).parent))
+from scripted import ScriptedEngine  # type: ignore[import-not-found]
 
 SCRIPTED = (sys.executable, str(Path(__file__).parent / "scripted_child.py"))
 
@@ -25,9 +28,12 @@ SCRIPTED = (sys.executable, str(Path(__file__).parent / "scripted_child.py"))
 class Front:
     """Collects what an engine says."""
 
-    def __init__(self, model: str = "", *, command: Any = SCRIPTED, in_process: bool = False, **settings: Any) -> None:
+    def __init__(
+        self, model: str = "", *, command: Any = SCRIPTED, in_process: bool = False, client: Any = None, **settings: Any
+    ) -> None:
         config = EngineConfig(model=model, **settings)
-        self.engine: Any = engine_client(config, in_process=True) if in_process else EngineClient(config, command)
+        beside = engine_client(config, in_process=True) if in_process else client
+        self.engine: Any = beside or EngineClient(config, command)
         self.inbox = queue.Queue[Any]()
         self.finished: dict[int, list[p.Output]] = {}
         self.ids: dict[int, list[int]] = {}
@@ -96,6 +102,29 @@ def test_a_hung_step_is_killed(capfd: pytest.CaptureFixture[str]) -> None:
     front.submit(2, 4)
     assert front.end_of(2).finish == "length"
     front.engine.shutdown()
+
+
+def test_a_hung_step_of_a_thread_says_where(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can end a thread; it says once a step what it does, and goes on if it can."""
+    monkeypatch.setattr(child, "BEAT_SECONDS", 0.05)
+    go = threading.Event()
+
+    def make(phase: Any, epoch: int) -> Any:
+        engine: Any = ScriptedEngine()._make(phase, epoch)
+        launch = engine.executor.launch
+        engine.executor.launch = lambda plan: (go.wait(60), launch(plan))[1]
+        return engine
+
+    front = Front(client=EngineClient(EngineConfig(watchdog_timeout=0.2), make=make))
+    front.submit(1, 4)
+    late = 0
+    while late < 3:
+        late += front.until(p.Beat).tick_age > 0.2
+    go.set()
+    assert front.end_of(1).finish == "length"
+    front.engine.shutdown()
+    told = capfd.readouterr().err
+    assert told.count("Current thread 0x") == 1 and " in wait\n" in told and " in run\n" in told, told
 
 
 def test_a_front_that_takes_nothing_is_left() -> None:
