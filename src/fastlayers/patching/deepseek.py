@@ -98,6 +98,8 @@ def _mla_fits(module: Any) -> str | None:
     if missing:
         return missing
     weight = module.kv_b_proj.weight
+    if hasattr(weight, "placements"):
+        return "dtensor: sharded parameters"
     if type(weight) is not torch.nn.Parameter:
         return f"quantized({type(weight).__name__}): kv_b_proj"
     rows = module.num_heads * (module.qk_nope_head_dim + module.v_head_dim)

@@ -108,6 +108,23 @@ def test_reasons_name_what_was_changed() -> None:
     assert report.fallbacks()["model.layers.0.mlp"] == 1 and report.hits()["model.layers.1.mlp"] == 1
 
 
+def test_sharded_weights_are_not_called_quantised() -> None:
+    dist = pytest.importorskip("torch.distributed")
+    from torch.distributed.fsdp import fully_shard
+
+    model, twin = build("v3"), build("v3")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+        report = fl.patch(model)
+        reasons = {entry.kind: entry.reason for entry in report.skipped}
+        assert reasons == dict.fromkeys(("attention", "moe", "norm"), "dtensor: sharded parameters")
+        with torch.no_grad():
+            assert close(model(**prompt(2, 12)).logits, twin(**prompt(2, 12)).logits)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_what_derives_from_a_known_class_is_left_alone_and_named() -> None:
     model, twin = build("llama"), build("llama")
     first = model.model.layers[0]
