@@ -73,6 +73,10 @@ class Hollow:
         """Return nothing worth knowing."""
         return {}
 
+    def profile(self, start: bool) -> str:
+        """There is nothing to profile."""
+        raise RuntimeError("an engine that computes nothing has no profile")
+
     def counters(self) -> dict[str, dict[str, float]]:
         """There are no graphs, and nothing compiles."""
         return {}
