@@ -48,18 +48,20 @@ MISSING = "not measured yet"
 def read(part: str) -> list[Row]:
     """Return the rows of a part, ``[]`` if it was not measured; of several runs of a point the last counts.
 
-    A line that names a device heads those below it: what another device than the page's measured is left out.
+    A line that names a device heads those below it, the first one those above it, too: what another device than the
+    page's measured is left out.
     """
     path = RESULTS / f"{part}.jsonl"
     if not path.is_file():
         return []
     rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
     kept: dict[Any, Row] = {}
-    device = ""
-    for index, row in enumerate(rows):
-        head = row.get("run", row)
-        device = head.get("device", device) if isinstance(head, dict) else device
-        if device.split(" ")[0] != DEVICE:
+    heads = [run if isinstance(run := row.get("run", row), dict) else {} for row in rows]
+    named = [head.get("device", head.get("gpu")) for head in heads]
+    device = next(filter(None, named), "")
+    for index, (row, name) in enumerate(zip(rows, named, strict=True)):
+        device = name or device
+        if device.removeprefix("NVIDIA ").split(" ")[0] != DEVICE:
             continue
         kept[(row["key"], row["backend"], json.dumps(row["config"])) if "key" in row else index] = row
     return list(kept.values())
