@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import fastlayers as fl
-from fastlayers.comm.all_reduce.layer import AllReduce
+from fastlayers.comm import rank_layer
+from fastlayers.comm.all_reduce.layer import ALL_REDUCE, AllReduce, AllReduceConfig
 from fastlayers.comm.expert_exchange.layer import ExpertExchange
 from fastlayers.comm.expert_exchange.triton_symm_mem import TritonExpertExchange
 from fastlayers.comm.fabric import Fabric, Workspace, _refusal
@@ -45,8 +46,8 @@ def test_parity(layer: str, case: str) -> None:
 class _Broken(TritonSumNorm):
     """A base of planted bugs: what the ranks push is changed before, what they read after."""
 
-    def __call__(self, x: Any, residual: Any, weight: Any, part: int = 0) -> Any:
-        return super().__call__(*self.given(x, residual, weight), part=part)
+    def __call__(self, x: Any, residual: Any, weight: Any, *, codes: str | None = None, part: int = 0) -> Any:
+        return super().__call__(*self.given(x, residual, weight), codes=codes, part=part)
 
     def given(self, x: Any, residual: Any, weight: Any) -> tuple[Any, Any, Any]:
         return x, residual, weight
@@ -120,6 +121,18 @@ def test_refusals_name_the_reason() -> None:
     assert symmetric(cfg, a100) == "needs sm_90 or newer, this is sm_80"
     assert symmetric(replace(cfg, slots=8), h200) is None
     assert rows["multimem"].refuse(cfg, h200) == "multicast is off on this fabric"
+    sums = {backend.name: backend for backend in ALL_REDUCE.ranked}
+    ours = replace(AllReduceConfig(Axis(2), 128), refusal="ranks are on several hosts")
+    assert sums["torch_symm_mem"].refuse(ours, cpu) == f"NCCL needs a CUDA device, this is {cpu}"
+    assert sums["torch_symm_mem"].refuse(ours, h200) == "axis.group has no NCCL"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_layer, "_backend_of", lambda axis: "nccl")
+        refuse = sums["torch_symm_mem"].refuse
+        assert refuse(ours, h200) == "ranks are on several hosts"
+        ours = replace(ours, refusal=None)
+        assert refuse(ours, h200) is None and not sums["torch_symm_mem"].auto_on
+        assert str(refuse(replace(ours, dtype=torch.float16), h200)).startswith("fp16")
+        assert "multiple of 8" in str(refuse(replace(ours, hidden_size=100), h200))
     fp4 = registry("gather_rows").named("nvfp4")
     assert str(fp4.refuse(cfg, h200)).startswith("an FP4 payload is for FP4 products, of which sm_90 has none")
     assert not fp4.auto_on

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from fastlayers.comm import fabric
+from fastlayers.comm.all_reduce.layer import AllReduce
 from fastlayers.comm.collectives import collectives
 from fastlayers.comm.communicator import LayerCommunicator
 from fastlayers.comm.expert_exchange.collective import CollectiveExpertExchange
@@ -55,6 +56,11 @@ def compare(rank: Rank) -> list[str]:
     made = Workspace.make(axis, HIDDEN, torch.bfloat16, rank.device, rows=1000, share=8192, deadline_s=10.0)
     assert made.push is not None and made.exchange is not None and made.arena is not None, made.fabric.refusal
     wrong = []
+    by_torch = AllReduce(axis, HIDDEN, device=rank.device, dtype=torch.bfloat16, backend="torch_symm_mem")
+    for count in (1, 64, 1300):  # two terms have one sum, whoever adds them
+        x = rows(rank, count, count)
+        if not torch.equal(by_torch(x), over.all_reduce_(x.clone())):
+            wrong.append(f"torch's sum of {count} rows")
     for count in (*range(1, 65), 96, 128, 129, 255, 256, 1000):
         x, residual = rows(rank, count, count), rows(rank, count, 7, own=False)
         y, h = made.push(x, residual, norm.weight, EPS)

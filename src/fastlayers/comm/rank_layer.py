@@ -93,8 +93,9 @@ def _backend_of(axis: Axis) -> str:
 
 
 def rank_registry(
-    layer: str, name: str, guards: Mapping[str, str], needs: Mapping[str, tuple[str, ...]] | None = None
-) -> Registry:
+    layer: str, name: str, guards: Mapping[str, str], needs: Mapping[str, tuple[str, ...]] | None = None,
+    *more: Backend,
+) -> Registry:  # fmt: skip
     """Return the rows of a layer: over symmetric memory, over the group (NCCL, Gloo), guards, the reference.
 
     Parameters
@@ -107,6 +108,8 @@ def rank_registry(
         Names of rows that always refuse, and why.
     needs : mapping, optional
         What guards need besides.
+    *more : Backend
+        Rows of this layer alone, behind those of the group.
     """
     here = f"fastlayers.comm.{layer}"
     collective = f"{here}.collective:Collective{name}"
@@ -121,6 +124,7 @@ def rank_registry(
             Backend("triton_symm_mem", f"{here}.triton_symm_mem:Triton{name}", SYMMETRIC_NEEDS, refuse_symmetric),
             Backend("nccl", collective, (), refuse_nccl),
             Backend("gloo", collective, (), refuse_gloo, ("cpu",)),
+            *more,
             *rows,
             reference_backend(f"{here}.reference:Reference{name}"),
         ],

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch.autograd import forward_ad
 
-from fastlayers.comm.rank_layer import RankConfig, RankLayer, rank_registry
+from fastlayers.comm.rank_layer import RankConfig, RankLayer, rank_registry, refuse_nccl
+from fastlayers.device import Device
+from fastlayers.registry import Backend
 
 
 @dataclass(frozen=True)
@@ -21,12 +23,27 @@ class AllReduceConfig(RankConfig):
     layer, operator = "AllReduce", "push"
 
 
+def _refuse_torch(cfg: AllReduceConfig, device: Device) -> str | None:
+    if (why := refuse_nccl(cfg, device) or cfg.refusal) is not None:
+        return why
+    if cfg.dtype == torch.float16:
+        return "fp16: torch sums bf16 and fp32 only"
+    return None if cfg.hidden_size % 8 == 0 else f"rows of {cfg.hidden_size} values; a multiple of 8"
+
+
 ALL_REDUCE = rank_registry(
     "all_reduce", "AllReduce",
     {
+        "sgl_kernel": "its buffers are cudaIpc handles, which expandable segments have none of, and captures register "
+        "them in a call of all ranks",
         "nccl_window": "NCCL < 2.29: symmetric windows replayed in graphs corrupt data",
         "multimem": "multicast is off on this fabric",
     },
+    {"sgl_kernel": ("sgl_kernel",)},
+    Backend(
+        "torch_symm_mem", "fastlayers.comm.all_reduce.torch_symm_mem:TorchSymmMemAllReduce",
+        ("torch.distributed._symmetric_memory:rendezvous",), _refuse_torch, (),
+    ),
 )  # fmt: skip
 
 
