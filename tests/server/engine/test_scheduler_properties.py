@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from fastlayers_server.engine.cache import PrefixCache
 from fastlayers_server.engine.config import SchedulerConfig
+from fastlayers_server.engine.scheduler import Scheduler
 
 sys.path.insert(0, str(Path(__file__).parent))
 from world import EOS, VOCAB, World
@@ -250,15 +251,58 @@ def given_twice(cache: PrefixCache) -> None:
     cache.take = twice  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("plant", [forgetful_release, shared_namespaces, hit_not_locked, whole_prompt_hit, given_twice])
-def test_planted_faults_are_found(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = PrefixCache.__init__
+def ended_twice(scheduler: Scheduler) -> None:  # I8
+    end = scheduler._end
 
-    def planted(self: PrefixCache, *args: Any) -> None:
+    def twice(*args: Any, **options: Any) -> None:
+        end(*args, **options)
+        scheduler.outputs.append(scheduler.outputs[-1])
+
+    scheduler._end = twice  # type: ignore[method-assign]
+
+
+def waste_not_counted(scheduler: Scheduler) -> None:  # I15
+    add = scheduler.metrics.add
+    scheduler.metrics.add = lambda name, *rest: None if "wasted" in name else add(name, *rest)  # type: ignore[method-assign]
+
+
+def deaf_to_ends(scheduler: Scheduler) -> None:  # I16
+    submit = scheduler.submit
+
+    def deaf(asked: Any, now: float) -> None:
+        submit(msgspec.structs.replace(asked, stop_ids=(), ignore_eos=True), now)
+
+    scheduler.submit = deaf  # type: ignore[method-assign]
+
+
+def rows_left_out(scheduler: Scheduler) -> None:  # I10
+    plan = scheduler.plan
+
+    def fewer(*args: Any) -> Any:
+        made = plan(*args)
+        if scheduler.ticks % 50 > 47 and made.rows:
+            made.rows.pop()
+        return made
+
+    scheduler.plan = fewer  # type: ignore[method-assign]
+
+
+CACHES = (forgetful_release, shared_namespaces, hit_not_locked, whole_prompt_hit, given_twice)
+SCHEDULERS = {
+    ended_twice: "after its end", waste_not_counted: "I15", deaf_to_ends: "says other tokens", rows_left_out: "I10"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("plant", [*CACHES, *SCHEDULERS])
+def test_planted_faults_are_found(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner: Any = PrefixCache if plant in CACHES else Scheduler
+    original = owner.__init__
+
+    def planted(self: Any, *args: Any) -> None:
         original(self, *args)
         plant(self)
 
-    monkeypatch.setattr(PrefixCache, "__init__", planted)
-    with pytest.raises((AssertionError, KeyError, IndexError)):
+    monkeypatch.setattr(owner, "__init__", planted)
+    with pytest.raises((AssertionError, KeyError, IndexError), match=SCHEDULERS.get(plant)):
         for seed in range(20):
             season(seed, 300, busy=False)

@@ -141,7 +141,8 @@ class World:
         # I10: who can decode does, or loses its slot; beside whole steps of a backlog nobody is left out twice in a row
         launched = {*plan.rows, *(chunk.request for chunk in plan.verify)}
         left_out = not all(r in launched or r.state != RUNNING for r in decoding)
-        assert not left_out or (apart and scheduler.budget.extend and not self.left_out and plan.chunks)
+        apart = apart and scheduler.budget.extend and not self.left_out and plan.chunks
+        assert not left_out or apart, "I10: a row is left out"
         self.left_out = left_out
         # I13
         victims = [r for r in before if r.state not in (RUNNING, ENDED)]
