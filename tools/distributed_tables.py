@@ -22,11 +22,12 @@ MODELS = {
     "qwen3_8b": "Qwen3-8B", "qwen3_30b_a3b": "Qwen3-30B-A3B",
     "deepseek_v3_slice": "8 MoE layers of DeepSeek-V3, FP8",
 }  # fmt: skip
+NEVER_SLOWER = 1.03  # of medians
 ROWS, MOST = (1, 16, 64, 256, 1024), 16384
 # Issue 14: microseconds of sum_norm by rows, then of the moves of 16,384 rows.
 SUM_NORM = (5.0, 5.6, 7.7, 16.0, 55.0)
 TIMES = {1: (1.45, 1.18, 1.4), 64: (1.4, 1.5, 1.75)}  # of one GPU's, by batch and model
-FILES = ("decode", "slice", "exchange", "start", "serve")
+FILES = ("decode", "slice", "exchange", "peer", "start", "serve")
 
 
 def lines_of(name: str) -> list[Row]:
@@ -87,7 +88,20 @@ def sums() -> str:
     ours, theirs = ([row[name] for row in rows if row] for name in ("sum_norm_us", "nccl_norm_us"))
     good = all(us <= most for us, most in zip(ours, SUM_NORM, strict=True)) and all(map(float.__lt__, ours, theirs))
     took = " / ".join(shown(us) for us in ours), " / ".join(shown(us) for us in theirs)
-    return verdict(good, f"{took[0]} µs (NCCL and norm {took[1]}; flashinfer's kernel was not timed)")
+    return verdict(good and peer()[0], f"{took[0]} µs (NCCL and norm {took[1]}; {peer()[1]})")
+
+
+def peer() -> tuple[bool, str]:
+    """Return whether no sum takes longer than FlashInfer's of the same run, and FlashInfer's times."""
+    found = [last(lines_of("peer"), what="peer_time", hidden=7168, rows=count) for count in ROWS]
+    rows = [row for row in found if row and row.get("flashinfer_us") is not None]
+    if not rows:
+        return True, "FlashInfer's kernel was not timed"
+    good = all(row["sum_norm_us"] <= NEVER_SLOWER * row["flashinfer_us"] for row in rows if row["right"])
+    took = ", ".join(
+        f"{row['rows']} rows {shown(row['flashinfer_us'])}{'' if row['right'] else ', wrong'}" for row in rows
+    )  # fmt: skip
+    return good, f"FlashInfer's kernel: {took}"
 
 
 def start() -> str:

@@ -51,6 +51,15 @@ def test_the_last_run_counts_and_misses_are_named(tool: Any, tmp_path: Path, mon
     assert tool.faster(1) == tool.MISSING  # of the other models
     write(tmp_path, "exchange", {"what": "host_exchange", "board_median_us": 61.0, "board_p99_us": 70.0})
     assert tool.exchange().endswith("**missed**")
+    timed = {"what": "sum_norm_time", "hidden": 7168, "sum_norm_us": 3.0, "nccl_norm_us": 9.0}
+    write(tmp_path, "exchange", *(timed | {"rows": rows} for rows in tool.ROWS))
+    assert tool.sums().endswith("FlashInfer's kernel was not timed): met")
+    beside = {"what": "peer_time", "hidden": 7168, "rows": 64, "sum_norm_us": 3.0, "flashinfer_us": 2.5}
+    write(tmp_path, "peer", beside | {"right": True})
+    assert tool.sums().endswith("FlashInfer's kernel: 64 rows 2.50): **missed**")
+    write(tmp_path, "peer", beside | {"right": False})  # what is wrong is no match
+    assert tool.sums().endswith("FlashInfer's kernel: 64 rows 2.50, wrong): met")
+    (tmp_path / "two_gpus_peer_h200.jsonl").unlink()
     served = {"row": "at once", "prompts": 256, "median_ttft_ms": 1.0, "median_tpot_ms": 1.0}
     write(
         tmp_path, "serve", served | {"output_throughput": 100.0}, served | {"output_throughput": 149.0, "tp": 2},
