@@ -161,7 +161,7 @@ def _suites() -> Iterator[Part]:
         yield Part(name, command, f"{name}_h200.json", took, "10, 15, 16: the GPU suite", ("xdist",), noisy=True)
     yield Part(
         "multigpu_suite", f"pytest tests/comm/test_two_gpus.py tests/comm/test_world.py -m multigpu {suite}",
-        "multigpu_suite_h200.json", 40, "10: 2; 14: 2", (), 2, PLAIN,
+        "multigpu_suite_h200.json", 90, "10: 2; 14: 2", (), 2, PLAIN,
     )  # fmt: skip
     checkpoints = (
         ("tiny", "tiny", "mla", "dequantised,fp8-block"),
