@@ -5,7 +5,8 @@
     page     free | private (one request's) | locked (a node's, users > 0) | evictable (a node's, users = 0)
 
 Page 0 is the dump for padded rows and belongs to nobody. Pages may be handed out again at once: whoever writes next is
-enqueued behind whoever read last, as there is one stream.
+enqueued behind whoever read last, as there is one stream. What a row in flight still writes there is harmless, even
+NaN: attention reads no cell behind a request's last one (tests/attention/test_stale_cells.py).
 """
 
 from __future__ import annotations
