@@ -110,6 +110,8 @@ class Engine:
         When the tick in progress began, or 0.0; read by whoever beats.
     ended : callable
         Called when :meth:`run` has ended as it was told to.
+    frozen : callable
+        ``frozen(objects)``: told what the collector leaves alone here; has it do so on all ranks, and returns theirs.
     """
 
     def __init__(
@@ -131,6 +133,7 @@ class Engine:
         self.clock, self.pause = clock, pause
         self.tick_started = 0.0
         self.ended: Callable[[], None] = lambda: None
+        self.frozen: Callable[[int], list[int]] = lambda objects: [objects]
         self._inbox: deque[ToEngine] = deque()
         self._arrived = threading.Event()
         self._stop_at: float | None = None
@@ -343,7 +346,9 @@ class Engine:
             before = gc.get_count()
             gc.collect()
             gc.freeze()
-            value = {"before": list(before), "after": list(gc.get_count()), "frozen": gc.get_freeze_count()}
+            objects = gc.get_freeze_count()
+            value = {"before": list(before), "after": list(gc.get_count()), "frozen": objects}
+            value["ranks"] = self.frozen(objects)
         elif what in ("start_profile", "stop_profile"):
             try:
                 value = self.executor.profile(what == "start_profile")

@@ -72,7 +72,7 @@ def _leading(config: EngineConfig, phase: Phase, epoch: int) -> Engine:
 
     engine: Any = build(config, phase, epoch)
     leader = (Leader if config.attn_dp_size == 1 else GroupLeader)(engine.executor, Channel())
-    engine.executor, engine.ended = leader, leader.close
+    engine.executor, engine.ended, engine.frozen = leader, leader.close, leader.freeze
     return engine
 
 

@@ -6,7 +6,7 @@ from collections import deque
 
 from fastlayers.errors import CollectiveMismatch
 from fastlayers_server.engine.executor import TorchExecutor, TorchStep
-from fastlayers_server.parallel.channel import Channel, Digest, unpack
+from fastlayers_server.parallel.channel import FREEZE, Channel, Digest, frozen, unpack
 from fastlayers_server.parallel.frames import Mirror
 
 AHEAD = 2  # plans that are launched before the tokens of the first are waited for
@@ -25,6 +25,9 @@ def follow(executor: TorchExecutor, channel: Channel) -> None:
     mirror, digest, flying = Mirror(), Digest(), deque[TorchStep]()
     known = {0: 0}  # digests of this rank that the first rank's are still to be compared with
     while (frame := channel.hear()) is not None:
+        if frame == FREEZE:
+            channel.collect(frozen())
+            continue
         plan, told, wanted = mirror.plan(frame)
         if told not in known:
             while digest.count < told:

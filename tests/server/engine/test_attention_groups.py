@@ -34,7 +34,7 @@ from fastlayers_server.serve_config import parse
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_process import Front  # type: ignore[import-not-found]
-from test_ranks import _children  # type: ignore[import-not-found]
+from test_ranks import _children, freezes  # type: ignore[import-not-found]
 
 SETTINGS: dict[str, Any] = dict(
     device="cpu", max_num_batched_tokens=64, num_pages=64, page_size=16, max_model_len=256, max_running_requests=8
@@ -266,7 +266,7 @@ def test_a_group_whose_prompts_are_spread_over_ranks(alone: dict[int, list[int]]
 
 
 def test_a_server_of_two_groups_and_a_lost_rank() -> None:
-    ranks = Front("tiny", command=None, attn_dp_size=2, ep=2, **SETTINGS)
+    ranks = Front("tiny", command=None, attn_dp_size=2, ep=2, no_freeze_gc=True, **SETTINGS)
     single = Front("tiny", in_process=True, **SETTINGS)
     info = ranks.until(p.EngineInfo)
     assert (info.max_running, info.num_pages) == (16, 128) and "prompt_logprobs" not in info.features
@@ -279,6 +279,7 @@ def test_a_server_of_two_groups_and_a_lost_rank() -> None:
     ranks.engine.submit(submit(9, [5, 6], 5, prompt_logprobs=1))
     assert ranks.end_of(9).code == "invalid_prompt"
     single.engine.shutdown()
+    assert freezes(ranks)
     ranks.submit(10, 200)
     while len(ranks.ids.get(10, ())) < 3:
         ranks.until(p.StepOut)

@@ -182,6 +182,13 @@ def test_a_rank_that_stands_still_ends_with_its_launcher() -> None:
         gone([rank], 20.0)
 
 
+def freezes(front: Front) -> bool:
+    """Whether both ranks do, which did not at their start."""
+    front.engine.send(p.Control(1, "freeze_gc"))
+    counts = front.until(p.Reply).value["ranks"]
+    return len(counts) == 2 and min(counts) > 10_000
+
+
 def asked(front: Front) -> dict[int, list[int]]:
     """Requests of every kind at once: greedy, drawn, penalised, in pieces, of more tokens than a frame's first part."""
     long = [2 + i % 50 for i in range(150)]
@@ -202,12 +209,13 @@ SETTINGS: dict[str, Any] = dict(
 
 
 def test_tokens_of_two_ranks_and_a_lost_one() -> None:
-    ranks = Front("tiny", command=None, tp=2, **SETTINGS)
+    ranks = Front("tiny", command=None, tp=2, no_freeze_gc=True, **SETTINGS)
     alone = Front("tiny", in_process=True, **SETTINGS)
     wanted = asked(alone)
     alone.engine.shutdown()
     assert ranks.until(p.EngineInfo).epoch == 1
     assert asked(ranks) == wanted
+    assert freezes(ranks)
     ranks.submit(10, 200)
     while len(ranks.ids.get(10, ())) < 3:
         ranks.until(p.StepOut)
