@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import logging
@@ -13,7 +14,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,7 +112,7 @@ class _Leaving:
         if not self._waits:
             self.check()
 
-    @contextmanager
+    @contextlib.contextmanager
     def later(self) -> Iterator[None]:
         """Let what is inside run to its end first."""
         self._waits = True
@@ -171,7 +171,7 @@ def model_folder(config: ServeConfig, scratch: Path) -> Path:
         raise CheckpointError(f"serve: {error}, or 'tiny', the one that ships") from error
 
 
-@contextmanager
+@contextlib.contextmanager
 def _nothing_left(listening: socket.socket, client: EngineClient, leaving: _Leaving) -> Iterator[None]:
     """End what was begun if an error or a signal ends what is inside."""
     try:
@@ -220,7 +220,7 @@ def _run(config: ServeConfig, folder: Path, begin: float, leaving: _Leaving) -> 
                 link.start(loop)
         from fastlayers_server.engine.grammar import GrammarWorker
         from fastlayers_server.front.app import make_app, make_front
-        from fastlayers_server.front.server import Runner
+        from fastlayers_server.front.server import Runner, watched
         from fastlayers_server.front.tokens import TokenText
 
         try:
@@ -242,7 +242,9 @@ def _run(config: ServeConfig, folder: Path, begin: float, leaving: _Leaving) -> 
         async def serve() -> None:
             telling = asyncio.ensure_future(announce())
             try:
-                await runner.serve([listening])
+                # Beside an engine on a thread a loop may stand still, as where somebody debugs both.
+                with contextlib.nullcontext() if config.in_process else watched(loop):
+                    await runner.serve([listening])
             finally:
                 telling.cancel()
                 await grammars.close()

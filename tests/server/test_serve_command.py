@@ -27,9 +27,9 @@ CODE = "from fastlayers_server.cli import main; main()"
 
 
 @contextlib.contextmanager
-def serving(*arguments: str) -> Iterator[tuple[str, subprocess.Popen[bytes], list[str]]]:
+def serving(*arguments: str, code: str = CODE) -> Iterator[tuple[str, subprocess.Popen[bytes], list[str]]]:
     """Run the command, wait until it is ready; yield its URL, process and log."""
-    command = [sys.executable, "-c", CODE, "serve", "--port", "0", *arguments]
+    command = [sys.executable, "-c", code, "serve", "--port", "0", *arguments]
     process = subprocess.Popen(command, stderr=subprocess.PIPE)
     lines: list[str] = []
     try:
@@ -267,6 +267,41 @@ def test_a_server_that_is_killed_while_it_starts_takes_its_engine_along(short_fo
     command = [sys.executable, "-c", CODE, "serve", "--port", "0", "--num-pages", "1"]
     assert subprocess.run(command, env=environment, capture_output=True, check=False).returncode == 1
     assert not [path.name for path in short_folder.iterdir() if path.name.startswith("fastlayers-")]
+
+
+HANGING = """
+import time
+from fastlayers_server.front import ops, server
+
+async def version(request, front):
+    time.sleep(60)
+
+ops.version, server.HUNG_SECONDS = version, 3.0
+from fastlayers_server.cli import main; main()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds the engine's process through /proc")
+def test_a_front_that_hangs_says_where_and_ends_with_its_engine() -> None:
+    """One that was stopped for longer is not taken for it; who starts it again is the operator's choice."""
+    with serving(code=HANGING) as (url, process, lines):
+        engine = engine_of_process(process)
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(4.0)
+        process.send_signal(signal.SIGCONT)
+        assert httpx.get(f"{url}/health", timeout=30).status_code == 200
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"{url}/version", timeout=40)
+        assert process.wait(30) == 71
+        end = time.monotonic() + 30
+        while not any("in version" in line for line in lines):
+            assert time.monotonic() < end, lines
+            time.sleep(0.05)
+        assert "error: the front is hung: its loop did not turn for 3 s\n" in lines
+        with contextlib.suppress(OSError):
+            while Path(f"/proc/{engine}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                assert time.monotonic() < end, "the engine outlives its front"
+                time.sleep(0.1)
 
 
 def test_a_folder_whose_path_is_too_long_for_sockets_is_refused(

@@ -1,13 +1,15 @@
-"""Running an application with uvicorn: slow headers are cut, signals drain, a dead engine ends the process."""
+"""Running an application with uvicorn: slow headers are cut, signals drain, a dead engine or a hung loop ends it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +22,8 @@ from fastlayers_server.front.generation import Front
 
 log = logging.getLogger("fastlayers.serve")
 KEEP_ALIVE_SECONDS = 65
-ENGINE_GONE = 70
+ENGINE_GONE, FRONT_HUNG = 70, 71
+HUNG_SECONDS, LOOKS = 30.0, 30  # an event loop that does not turn for so long, at so many looks, is hung
 # What a request may have beside its body. Bodies in chunks of one byte have five times as much again.
 HEAD_BYTES, FRAMING = 65_536, 8
 
@@ -71,6 +74,34 @@ def protocol_with(header_timeout: float) -> type[HttpToolsProtocol]:
                 self._waiting = None
 
     return Protocol
+
+
+@contextlib.contextmanager
+def watched(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+    """End the process, and with it the engine's, if the loop hangs: its clients would wait for ever.
+
+    What counts are looks, of which a process that was stopped makes none.
+    """
+    turned, ended = threading.Event(), threading.Event()
+
+    def look() -> None:
+        missed = 0
+        while not ended.wait(HUNG_SECONDS / LOOKS):
+            missed = 0 if turned.is_set() else missed + 1
+            if missed > LOOKS:
+                # Not by a logger, whose lock may be what hangs.
+                os.write(2, f"error: the front is hung: its loop did not turn for {HUNG_SECONDS:g} s\n".encode())
+                faulthandler.dump_traceback(2, all_threads=True)
+                os._exit(FRONT_HUNG)
+            turned.clear()
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(turned.set)
+
+    threading.Thread(target=look, name="front-watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 class Runner(uvicorn.Server):
