@@ -27,7 +27,7 @@ ROWS, MOST = (1, 16, 64, 256, 1024), 16384
 # Issue 14: microseconds of sum_norm by rows, then of the moves of 16,384 rows.
 SUM_NORM = (5.0, 5.6, 7.7, 16.0, 55.0)
 TIMES = {1: (1.45, 1.18, 1.4), 64: (1.4, 1.5, 1.75)}  # of one GPU's, by batch and model
-FILES = ("decode", "slice", "exchange", "peer", "start", "serve")
+FILES = ("decode", "slice", "prefill", "exchange", "peer", "start", "serve")
 
 
 def lines_of(name: str) -> list[Row]:
@@ -241,6 +241,17 @@ def splits() -> str:
     return table(("requests in all", "`tp=2`, ms a token", "`dp=2, ep=2`, ms a token", "tokens/s of groups"), rows)
 
 
+def prompts() -> str:
+    """Return steps of prompts, whole and spread, of which both gave the same tokens."""
+    found = [row for row in lines_of("prefill") if row.get("what") == "prefill" and row["same_tokens"]]
+    points = {(row["model"], row["tokens"]): row for row in found}
+    rows = [
+        (MODELS[model], f"{tokens:,}", shown(row["whole_ms"]), shown(row["spread_ms"]))
+        for (model, tokens), row in points.items()
+    ]
+    return table(("model", "tokens", "whole", "spread"), rows)
+
+
 def serving() -> str:
     """Return the servers' table."""
     rows = []
@@ -282,7 +293,7 @@ def crossing() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "targets": targets, "decode": decoding, "splits": splits, "serving": serving, "rows": crossing,
+    "targets": targets, "decode": decoding, "splits": splits, "prefill": prompts, "serving": serving, "rows": crossing,
 }  # fmt: skip
 
 

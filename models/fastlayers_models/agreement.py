@@ -1,7 +1,7 @@
 """What ranks compare before a model's first step, so that one that differs is named instead of waited for.
 
-meet             before anything between ranks is made: versions, GPU, configuration; and what is built counts only
-                 where all ranks have it built
+meet             before anything between ranks is made: versions, GPU, configuration, ladders between ranks; and what
+                 is built counts only where all ranks have it built
 same_checkpoint  before weights are read: the files
 same_choices     when the model stands: the backend of each layer, its tuned thresholds and launch settings
 """
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import fastlayers as fl
+from fastlayers.comm import ladders
 from fastlayers.comm.agreement import chosen
 from fastlayers.comm.fabric import agree
 from fastlayers.comm.parallel import ParallelSpec
@@ -33,7 +34,7 @@ def meet(context: Any) -> None:
     facts: dict[str, Any] = {"fastlayers": f"{fl.__version__} ({source_hash()})", "torch": torch.__version__}
     facts |= {"device": as_device(context.device).name, "dtype": context.dtype, "kv_dtype": context.kv_dtype}
     facts |= {"page_size": context.page_size, "groups": (context.parallel.attn_dp.size, context.parallel.ep.size)}
-    facts["eplb"] = context.parallel.eplb
+    facts |= {"eplb": context.parallel.eplb, "ladders between ranks": ladders.digest()}
     config = {f"config.{name}": value for name, value in vars(context.config).items() if name != "quant"}
     agree(axis, facts | {"config": type(context.config).__name__} | config)
     builds.meet(axis)

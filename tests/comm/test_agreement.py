@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import fastlayers_models
+from fastlayers.comm import ladders
 from fastlayers.comm.agreement import axis_of, share_tables
 from fastlayers.comm.fabric import agree
 from fastlayers.comm.parallel import Axis
@@ -22,6 +23,7 @@ from fastlayers.registry.choice import Rung
 from fastlayers.runtime import builds, kernel_cache
 from fastlayers.runtime.warmup import warmup
 from fastlayers.testing.world import Rank, world
+from fastlayers.tuning import SHIPPED
 from fastlayers_models import AutoModel, agreement
 from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.llama import LlamaConfig, LlamaForCausalLM
@@ -103,6 +105,13 @@ def facts_that_differ(rank: Rank, folder: str) -> list[str]:
         if own:
             patch.setattr(RMS_NORM, "_choose_auto", lambda *given: replace(choose(*given), rungs=rungs))
         said.append(build())
+    for change in ("", " "):
+        with pytest.MonkeyPatch.context() as patch:
+            file = Path(folder, f"rank {rank.rank}{change}", ladders.NAME)
+            file.parent.mkdir()
+            file.write_text((SHIPPED / ladders.NAME).read_text() + change * own)
+            patch.setenv("FASTLAYERS_TUNED_DIR", str(file.parent))
+            said.append(build())
     LlamaForCausalLM(config, dtype=torch.float32)  # a rank by itself asks nobody
     for name, size in (("copied", 16), ("longer", 16 + own)):
         path = Path(folder, f"{name} by rank {rank.rank}")
@@ -151,13 +160,14 @@ def test_another_model_is_named(what: str, named: str, tmp_path: Path) -> None:
 
 def test_whatever_differs_is_named(tmp_path: Path) -> None:
     for said in world(2).run(facts_that_differ, str(tmp_path)):
-        nothing, version, device, backend, table, copied, longer = said
-        assert nothing == copied == "nothing"
+        nothing, version, device, backend, table, ladder, another, copied, longer = said
+        assert nothing == ladder == copied == "nothing"
         assert "ranks differ in fastlayers: rank 0 has" in version and "(edited)" in version
         assert device.startswith("ranks differ in device: rank 0 has H200; rank 1 has H100")
         assert backend.startswith("ranks differ in backend of model.layers.N.input_layernorm: rank 0 has torch; ")
         assert "rank 1 has reference" in backend
         assert table.startswith("ranks differ in backend of model.") and "rank 1 has torch:8|torch;" in table
+        assert another.startswith("ranks differ in ladders between ranks: rank 0 has ")
         assert longer.startswith("ranks differ in checkpoint: rank 0 has 1 files")
 
 

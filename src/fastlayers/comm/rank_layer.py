@@ -1,6 +1,6 @@
 """What the layers between ranks share: configuration, rows of backends, and the choice by what a workspace holds.
 
-axis, workspace ─► RankConfig ─► registry ─► ladder:  rows up to the workspace's slots  triton_symm_mem
+axis, workspace ─► RankConfig ─► registry ─► ladder:  rows up to the workspace's slots  as measured, or triton_symm_mem
                                                       beyond                            nccl
 """
 
@@ -12,13 +12,14 @@ from typing import Any, ClassVar
 
 import torch
 
+from fastlayers.comm import ladders
 from fastlayers.comm.collectives import collectives
 from fastlayers.comm.parallel import Axis
 from fastlayers.device import Device
 from fastlayers.env import triton_interpret
 from fastlayers.errors import ArgumentError, check_kind, check_positive, check_tensor
 from fastlayers.layer import Layer, check_asked
-from fastlayers.registry import Backend, Choice, Registry, Rung, reference_backend
+from fastlayers.registry import Backend, Choice, Registry, reference_backend
 
 SYMMETRIC_NEEDS = ("triton:jit", "triton.language:atomic_xchg")
 
@@ -43,6 +44,8 @@ class RankConfig:
     operator: ClassVar[str]
     alike: ClassVar[tuple[str, ...]] = ("hidden_size", "dtype")
     words: ClassVar[str] = "rows of {} values of {}"
+    # What of the layer's ways to do it is meant, where ladders are measured for each.
+    way: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         check_kind(self.layer, Axis, axis=self.axis)
@@ -133,15 +136,18 @@ def rank_registry(
 
 
 def with_limit(choice: Choice, registry: Registry) -> Choice:
-    """Return an automatic choice with the rows beyond the workspace's slots given to the next backend."""
+    """Return an automatic choice by the measured ladder, with the rows beyond the workspace's slots given to NCCL."""
     if choice.requested != "auto" or choice.name != "triton_symm_mem":
         return choice
     nccl = registry.named("nccl")
     if nccl.why_not(choice.cfg, choice.device) is not None:
         return choice
+    rungs, evidence = ladders.measured(registry, choice.cfg, choice.device)
+    slots = choice.cfg.slots
     return replace(
-        choice, rungs=(Rung(choice.cfg.slots, choice.rungs[0].backend), Rung(None, nccl)),
-        evidence=f"rank; the workspace was made for {choice.cfg.slots} rows",
+        choice, rungs=ladders.bounded(rungs or choice.rungs, choice.name, slots, nccl),
+        evidence=f"{evidence if rungs else 'rank'}; the workspace was made for {slots} rows"
+        + ("" if rungs else f"; {evidence}"),
     )  # fmt: skip
 
 

@@ -110,8 +110,12 @@ class Seam:
     @property
     def spread_rows(self) -> range:
         """Of how many rows steps are spread: more than one push takes, where an exchange takes them."""
-        first = [made.choice.rungs[0] for (_, spread), made in self._norms.items() if spread]
-        if self.workspace is None or not first or any(rung.backend.name != "triton_symm_mem" for rung in first):
+        if self.workspace is None:
+            return range(0)
+        least = self.workspace.slots // self.parallel.tp.size + 1  # of one rank
+        ladders = [made.choice.rungs for (_, spread), made in self._norms.items() if spread]
+        first = [next(r for r in rungs if r.max_tokens is None or r.max_tokens >= least) for rungs in ladders]
+        if not first or any(rung.backend.name != "triton_symm_mem" for rung in first):
             return range(0)
         share = min(self.workspace.share, *(rung.max_tokens or self.workspace.share for rung in first))
         return range(self.workspace.slots + 1, self.parallel.tp.size * share + 1)

@@ -167,7 +167,7 @@ def _read(path: Path, layer: str, device_name: str, changed: int) -> dict[str, A
 def _problem(table: Mapping[str, Any], path: Path) -> str | None:
     """Return what is wrong with a table's values, ``None`` if nothing is."""
     for rows in (table["ladder"], *table.get("alternatives", [])):
-        if (problem := _ladder_problem(rows)) is not None:
+        if (problem := ladder_problem(rows)) is not None:
             return problem
     times = table.get("measured", [])
     configs = [row.get("config", {}) for row in times]
@@ -194,7 +194,8 @@ def _problem(table: Mapping[str, Any], path: Path) -> str | None:
     return None
 
 
-def _ladder_problem(rows: Sequence[Mapping[str, Any]]) -> str | None:
+def ladder_problem(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return what is wrong with the rungs of a ladder, ``None`` if nothing is."""
     limits, names = [row["max_tokens"] for row in rows], [row["backend"] for row in rows]
     whole = [type(m) is int and m > 0 for m in limits[:-1]]
     if not rows or limits[-1] is not None or not all(whole) or limits[:-1] != sorted(set(limits[:-1])):

@@ -34,6 +34,11 @@ class ExpertExchangeConfig(RankConfig):
     layer, operator = "ExpertExchange", "tokens"
     alike, words = ("hidden_size", "dtype", "top_k"), "tokens of {} values of {}, {} experts each"
 
+    @property
+    def way(self) -> str:  # type: ignore[override]
+        """Whose ladder serves."""
+        return f"{self.top_k} of {self.num_experts}"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive("ExpertExchange", num_experts=self.num_experts, top_k=self.top_k)

@@ -42,6 +42,11 @@ class GatherRowsConfig(RankConfig):
             raise ArgumentError("GatherRows", "hidden_size", self.hidden_size, "a multiple of 128 with fp8_128")
 
     @property
+    def way(self) -> str:  # type: ignore[override]
+        """Whose ladder serves."""
+        return "" if self.payload == "plain" else self.payload
+
+    @property
     def quant(self) -> GroupQuantConfig:
         """How rows are quantised with ``payload="fp8_128"``."""
         return GroupQuantConfig(scale_layout=self.scale_layout)

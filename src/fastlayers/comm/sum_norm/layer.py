@@ -42,6 +42,11 @@ class SumNormConfig(RankConfig):
         """Of a workspace: what sums few rows on every rank, or many rows each on one."""
         return "exchange" if self.spread else "push"
 
+    @property
+    def way(self) -> str:  # type: ignore[override]
+        """Whose ladder serves."""
+        return "spread" if self.spread else ""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("SumNorm", "rounding", self.rounding, ROUNDINGS)
