@@ -1,7 +1,8 @@
 """Instance class swap: a module becomes an instance of a subclass of its own class.
 
 Names, ``state_dict``, hooks and ``isinstance`` stay as they were. A subclass is made once per (original, mixin)
-and has no ``__init__`` of its own. All that we keep on a module are attributes with the prefix ``_fl_``.
+and has no ``__init__`` of its own. All that we keep on a module are attributes with the prefix ``_fl_``. Whether a call
+runs our code or the original's is decided in :meth:`FastModule._fl_usable`.
 """
 
 from __future__ import annotations

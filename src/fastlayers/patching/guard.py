@@ -12,9 +12,9 @@
                 ``torch.fx``, dispatch and function modes (a device context changes nothing), exports
     weights     that lie in one buffer: the objects and their addresses (``packing``)
 
-Where it does not hold, the original's code runs, and the report says why. What Hugging Face's registries give for a
-name is looked up at each call, as the original does. While torch.compile traces, the same list is read attribute by
-attribute, so that the compiler guards on it and compiles again when something changes.
+Where it does not hold, the original's code runs (``FastModule._fl_usable`` asks), and the report says why. What Hugging
+Face's registries give for a name is looked up at each call, as the original does. While torch.compile traces, the same
+list is read attribute by attribute, so that the compiler guards on it and compiles again when something changes.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Number formats: specifications, quantisers, quantised linears."""
+"""Number formats: specifications and quantisers; the linears over them are in `linear/`."""

@@ -3,7 +3,8 @@
 layers.py     the layers by name
 backend.py    one row: name, needs, refusal, target
 registry.py   a layer's ranked rows, and the choice among them
-choice.py     what was chosen, and the ladder built from it
+choice.py     what was chosen, and the ladder built from it; which rung serves a step (`Ladder.pick`)
+spec.py       what a layer tells tests, benchmarks and the tuner of itself
 plugins.py    rows of other distributions
 """
 

@@ -1,1 +1,8 @@
-"""What runs around the layers: CUDA graphs, caches of compiled kernels, the watch over compiles, warm-up."""
+"""What runs around the layers: CUDA graphs, caches of compiled kernels, the watch over compiles, warm-up.
+
+graphs.py            capture and replay (`CudaGraphs`); captured_steps.py: which of a model's steps have a graph
+launch.py            launches of Triton kernels without Triton's binder
+warmup.py            `fl.warmup`; precompile.py: what it compiles side by side; compile_log.py: what compiles afterwards
+builds.py            what packages compile by themselves, and what of it is built
+kernel_cache.py      where all of it is kept
+"""

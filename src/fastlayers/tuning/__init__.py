@@ -2,8 +2,8 @@
 
 table.py        a table's file: where it is, what it holds, how it is checked
 ladder.py       which ladder serves a shape, its own or the nearest one's
-staleness.py    what a table's times depend on
-search.py       the tuner; samples.py its journal; sweep.py its operands; clock.py its clock
+staleness.py    what a table's times depend on; sources.py the code of it; provenance.py
+search.py       the tuner; samples.py its journal; sweep.py its operands; clock.py its clock; rungs.py times to a ladder
 probe.py        the short check of a table at warm-up; probe_shapes.py the tables of shapes that have none
 bench.py        timing a layer's backends side by side
 """

@@ -1,1 +1,9 @@
-"""The experts in Triton, a file a stage: permute, grouped GEMMs by format and number of tokens, reduce."""
+"""The experts in Triton, a file a stage: permute, grouped GEMMs by format and number of tokens, reduce.
+
+backend.py                     which of them a step of so many tokens takes (`_chunk`)
+grouped_gemm.py                any number of tokens, aligned to their experts
+pair_gemm.py pair_vector.py    few tokens, every (token, expert) pair by itself
+mxfp4_gemm.py                  MXFP4 weights as checkpoints have them
+mxfp4_hopper.py mxfp4_mma.py   MXFP4 weights in the tensor cores' order, few tokens: a backend of its own, its products
+permute.py activation.py reduce.py   around the products, also those of other packages
+"""

@@ -1,4 +1,4 @@
-"""Triton kernels of the experts; :mod:`fastlayers.moe.fused_moe.triton` launches them.
+"""Triton kernels of the experts; :mod:`fastlayers.moe.fused_moe.triton.backend` launches them.
 
 A pair is one (token, expert): its number p = token * PER_TOKEN + j. ``sorted_ptr`` lists pairs in blocks of one
 expert (:mod:`fastlayers.moe.align.layer`). Formats: QUANT 0 none, 1 fp8_block, 2 int8
