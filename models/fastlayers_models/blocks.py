@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.functional import pad
 
 import fastlayers as fl
-from fastlayers import env
+from fastlayers import env, moved
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.meta import AttentionMeta
 from fastlayers.comm.collectives import collectives, gather_logits, reduce_embedding
@@ -41,6 +41,8 @@ from fastlayers_models.concat import ConcatLinears
 from fastlayers_models.experts import ExpertBalancer, experts_held
 from fastlayers_models.loading import check_config, load_weights
 from fastlayers_models.overlap import Planned, run_layers
+
+__getattr__ = moved.renamed(__name__, {"Build": "ModelContext", "SideBySide": "fastlayers_models.concat.ConcatLinears"})
 
 
 class ModelContext:

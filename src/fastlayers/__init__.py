@@ -69,11 +69,12 @@ _PUBLIC = {
 }
 
 __all__ = ["__version__", *sorted(_PUBLIC)]
+_missing = moved.renamed(__name__, {"MXFP8Quant": "fastlayers.quant.mxfp8_quant.layer.MXFP8Quant"})
 
 
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
-        raise AttributeError(f"module 'fastlayers' has no attribute {name!r}")
+        return _missing(name)
     value = getattr(importlib.import_module(_PUBLIC[name]), name)
     globals()[name] = value
     return value

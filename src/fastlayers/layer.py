@@ -13,10 +13,16 @@ from fastlayers import env
 from fastlayers.device import DESCRIBED
 from fastlayers.errors import ArgumentError, check_fields
 from fastlayers.gradients import refuse
+from fastlayers.moved import renamed
 from fastlayers.registry import Choice, Ladder, Registry
 from fastlayers.registry import registry as registry_named
 from fastlayers.weights import FP16_OVERFLOWS, too_large
 from fastlayers.weights_epoch import WatchedModule, epoch_of
+
+_CORE = "fastlayers.attention.core"
+__getattr__ = renamed(
+    __name__, {"before_the_cache": f"{_CORE}.AttentionCore.before_the_cache", "PHASES": f"{_CORE}.PHASES"}
+)
 
 
 def check_asked(layer: nn.Module, cfg: Any, device: torch.device | str | None) -> None:

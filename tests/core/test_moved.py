@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pkgutil
 
 import pytest
 
@@ -28,3 +29,25 @@ def test_an_old_name_of_the_registry_names_the_new_one(old: str, new: str) -> No
         getattr(module, old)
     assert getattr(module, new) is not None
     assert not hasattr(module, "something_else")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("fastlayers.MXFP8Quant", "fastlayers.quant.mxfp8_quant.layer.MXFP8Quant"),
+        ("fastlayers.attention.meta.StepPlan", "fastlayers.attention.meta.BackendScratch"),
+        ("fastlayers.attention.meta.StepPlans", "fastlayers.attention.meta.StepScratch"),
+        ("fastlayers.layer.PHASES", "fastlayers.attention.core.PHASES"),
+        ("fastlayers.layer.before_the_cache", "fastlayers.attention.core.AttentionCore.before_the_cache"),
+        ("fastlayers_models.blocks.Build", "fastlayers_models.blocks.ModelContext"),
+        ("fastlayers_models.blocks.SideBySide", "fastlayers_models.concat.ConcatLinears"),
+        ("fastlayers_models.checkpoint.load_weights", "fastlayers_models.loading.load_weights"),
+    ],
+)
+def test_an_old_name_of_a_module_names_the_new_one(old: str, new: str) -> None:
+    module, name = old.rsplit(".", 1)
+    with pytest.raises(ImportError) as raised:
+        exec(f"from {module} import {name}", {})
+    told = str(raised.value).removeprefix(f"{old} is now ")
+    assert told in (new, new.rsplit(".", 1)[1])
+    assert pkgutil.resolve_name(new) is not None
