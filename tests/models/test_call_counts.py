@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import cProfile
 import pstats
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from fastlayers_models.auto import AutoModel
 sys.path.insert(0, str(Path(__file__).parent))
 from family_tools import save_random, tiny_config
 
+ROOT = Path(__file__).parents[2]
 OURS = tuple(str(Path(package.__file__ or "").parent) for package in (fl, fastlayers_models))
 LAUNCHES = [
     code for method in (Kernel.bind, Kernel.at) for code in method.__code__.co_consts if hasattr(code, "co_code")
@@ -67,6 +69,7 @@ class Frames:
 
     def __init__(self) -> None:
         self.functions: set[tuple[str, str]] = set()
+        self.met: list[str] = []
         self.deepest: list[str] = []
         self._stack: list[str] = []
 
@@ -83,6 +86,7 @@ class Frames:
         # A comprehension is a frame of this Python only, and part of the function that it stands in.
         if event == "call" and not code.co_name.startswith("<"):
             self.functions.add((code.co_filename, code.co_qualname))
+            self.met.append(code.co_qualname)
             self._stack.append(code.co_qualname)
             if code in LAUNCHES:
                 self.deepest = max(self.deepest, self._stack[:], key=len)
@@ -222,3 +226,18 @@ def test_frames_from_a_decoder_layer_to_its_launches(
     assert len(frames.deepest) <= 12, frames.deepest
     assert len(frames.functions) <= functions, sorted(frames.functions)
     assert len({file for file, _ in frames.functions}) <= files
+    dense, latent = drawing().split("an MLA layer differs in the middle")
+    drawn = re.findall(r"[A-Z]\w+\.\w+", dense if family == "qwen3_moe" else latent)
+    met = iter(frames.met)  # each is looked for behind the one before it
+    assert len(drawn) >= 2 and [name for name in drawn if name not in met] == []
+
+
+def drawing() -> str:
+    """Return the path of a token as docs/architecture.md draws it."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    return text.split("\n## The path of a token\n")[1].split("```")[1]
+
+
+def test_every_file_of_the_drawing_is_there() -> None:
+    named = re.findall(r"[\w/]*/[\w/]*\.py", drawing())
+    assert len(named) >= 15 and [n for n in named if not any((r / n).is_file() for r in (ROOT, Path(OURS[0])))] == []
