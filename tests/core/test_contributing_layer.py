@@ -22,7 +22,9 @@ from fastlayers.testing.parity import check_parity
 from fastlayers.tuning.sources import Sources
 from fastlayers.tuning.sweep import case_at
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "compile"))
+import test_public_layers as contract
 from recorded import record, recording
 
 GUIDE = Path(fl.__file__).parents[2] / "CONTRIBUTING.md"
@@ -41,8 +43,8 @@ def softcap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     root = tmp_path_factory.mktemp("walk")
     folder = root / "softcap"
     folder.mkdir()
-    (folder / "__init__.py").write_text("")
-    *files, lines = blocks("Add a layer")
+    (folder / "__init__.py").write_text('"""Soft cap of logits."""\n')
+    *files, lines, _ = blocks("Add a layer")
     for name, text in zip(FILES, files, strict=True):
         (folder / name).write_text(text)
     (folder / "numpy.py").write_text(blocks("Add a backend")[0])
@@ -60,7 +62,7 @@ def softcap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def test_a_layer_is_seven_files(softcap: Path) -> None:
     assert PLACES is LAYERS
-    assert len(FILES) + len(blocks("Add a layer")[-1].splitlines()) == 7
+    assert len(FILES) + len(blocks("Add a layer")[-2].splitlines()) == 7
     assert len(blocks("Add a backend")) == 2
 
 
@@ -90,6 +92,18 @@ def test_its_example_runs_and_everything_else_knows_it() -> None:
     assert builds[0].name == "_softcap_kernel-softcap-odd" and len(builds) == 3
     assert builds[-1].signature == {"x_ptr": "*bf16", "y_ptr": "*bf16", "size": "i32", "cap": "fp32"}
     assert builds[-1].constexprs == {"BLOCK": 1024} and builds[-1].aligned == ("size",)
+
+
+def test_it_keeps_the_contract_of_public_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    (subject,) = eval("{" + blocks("Add a layer")[-1] + "}", vars(contract)).values()
+    monkeypatch.setitem(contract.SUBJECTS, "Softcap", subject)
+    monkeypatch.setattr(contract, "FOLLOWS_DTYPE", contract.FOLLOWS_DTYPE | {"Softcap"})
+    contract.test_bad_input_raises_our_error_and_changes_nothing("Softcap")
+    contract.test_copies_compute_the_same("Softcap")
+    contract.test_casts("Softcap")
+    contract.test_compiles_without_a_graph_break("Softcap")
+    for backend in ("torch", "triton"):
+        contract.test_what_is_accepted_is_computed_right("Softcap", backend, monkeypatch)
 
 
 def test_its_kernel_is_what_its_tables_depend_on(softcap: Path) -> None:
