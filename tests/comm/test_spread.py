@@ -108,6 +108,10 @@ def test_explain_shows_each_table_once() -> None:
     ]
     model.spread_rows = range(1025, 8193)  # type: ignore[assignment]
     assert str(fl.explain(model)).endswith("steps of 1,025 to 8,192 rows are spread over ranks")
+    seam = Seam(ParallelSpec(), None, HIDDEN, torch.float32, torch.device("cpu"))
+    seam.sum_norm(fl.RMSNorm(HIDDEN, dtype=torch.float32))
+    model.seam = seam  # type: ignore[assignment]
+    assert fl.explain(model).ranks[-3:-1] == ("all_reduce=gloo: rank", "sum_norm=gloo: rank")
 
 
 def test_what_does_not_fit_a_spread_step_is_named() -> None:

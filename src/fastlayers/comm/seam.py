@@ -15,6 +15,7 @@ from fastlayers.comm.all_reduce.layer import AllReduce
 from fastlayers.comm.fabric import Workspace
 from fastlayers.comm.gather_rows.layer import GatherRows
 from fastlayers.comm.parallel import ParallelSpec
+from fastlayers.comm.rank_layer import RankLayer
 from fastlayers.comm.scatter_rows.layer import ScatterRows
 from fastlayers.comm.sum_norm.layer import SumNorm
 from fastlayers.layer import trust
@@ -37,6 +38,10 @@ def _connected(parallel: ParallelSpec, device: torch.device) -> bool:
 
 def _status(workspace: Workspace | None) -> torch.Tensor | None:
     return workspace.arena.status if workspace is not None and workspace.arena is not None else None
+
+
+def _evidence(*layers: RankLayer) -> list[str]:
+    return list(dict.fromkeys(f"{layer.choice}: {layer.choice.evidence}" for layer in layers))
 
 
 class Moves:
@@ -68,6 +73,11 @@ class Moves:
     def chosen(self) -> dict[str, str]:
         """As of :class:`Seam`."""
         return {"gather_rows": self.gather.choice.name, "scatter_rows": self.scatter.choice.name}
+
+    @property
+    def evidence(self) -> list[str]:
+        """As of :class:`Seam`."""
+        return _evidence(self.gather, self.scatter)
 
 
 class Seam:
@@ -106,6 +116,11 @@ class Seam:
         for (norm, spread), made in self._norms.items():
             found[f"sum_norm {norm.eps} {norm.rounding}{' spread' * spread}"] = made.choice.name
         return found | {"spread rows": str(self.spread_rows), "rows as codes": str(self.codes)}
+
+    @property
+    def evidence(self) -> list[str]:
+        """On what each operator was chosen; ``fl.explain`` of a model shows it."""
+        return _evidence(self.all_reduce, *self._norms.values())
 
     @property
     def spread_rows(self) -> range:
