@@ -211,7 +211,8 @@ class ExtendInputs:
             source[place] = row
         ids_at[tokens:width] = 0
         ids_at[:tokens] = given
-        self._mirrored.send()
+        # Without tokens of rows nobody reads ``source``: what an earlier step left there are rows, too.
+        self._mirrored.send(0, None if origins else 8 * (self._ids.storage_offset() + width))
 
 
 class Pending:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import fastlayers as fl
-from fastlayers.attention.meta import as_tensors, check_loc, whole_pages
+from fastlayers.attention.buckets import ExtendBucket
+from fastlayers.attention.meta import FEW_TOKENS, as_tensors, check_loc, whole_pages
 from fastlayers.attention.step_buffers import Mirrored
 from fastlayers.errors import ArgumentError
 
@@ -129,6 +130,21 @@ def test_rows_that_move_are_few_operations_on_the_host() -> None:
             meta = state.plan(batch, bucket=rows)
         calls.append(sum(event.count for event in seen.key_averages()))
     assert meta.page_table[:, 0].tolist() == list(range(2, rows + 2)) and max(calls) < 32, calls
+
+
+def test_a_step_of_few_tokens_copies_few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    monkeypatch.setattr(Mirrored, "send", lambda self, *part: sent.append(self.host_bytes.size))
+    state, pages = fl.AttentionState(4, 8192, 64, 16), list(range(1, 65))
+    for tokens in (4, FEW_TOKENS, FEW_TOKENS + 1, 3):
+        for bucket in (None, ExtendBucket(tokens + 1, 2)):
+            batch = fl.AttentionBatch((tokens,), (5,), [pages])
+            meta = state.plan(batch, bucket=bucket)
+            wanted = fl.AttentionState(4, tokens + 1, 64, 16).plan(batch, bucket=bucket)
+            for name, tensor in as_tensors(wanted).items():
+                assert torch.equal(as_tensors(meta)[name], tensor), (tokens, name)
+            del sent[-2:]  # of the other state
+            assert (sent[-1] < 20 * (FEW_TOKENS + 16)) == (meta.num_tokens <= FEW_TOKENS)
 
 
 def test_empty_batch() -> None:

@@ -374,3 +374,33 @@ def test_inputs_of_an_extend_have_room_for_all_whatever_their_size(size: int) ->
     assert inputs.ids(size, torch.zeros(size + 1, dtype=torch.int64)).tolist() == [7] * size
     assert inputs.count.item() == size and inputs.rows.shape == inputs.last.shape == (size,)
     assert inputs.rows[0].item() == size - 1
+
+
+def test_no_more_of_an_extends_inputs_is_sent_than_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = ExtendInputs(64, 4, torch.device("cpu"))
+    fields, inputs._host = inputs._mirrored.fields, tuple(host.copy() for host in inputs._host)
+    ends = []
+
+    def send(first: int = 0, last: int | None = None) -> None:
+        """Copy as to a device: what is here lies somewhere else."""
+        ends.append(last)
+        for (there, _), here in zip(fields, inputs._host, strict=True):
+            begin = there.storage_offset()
+            part = slice(max(0, first // 8 - begin), max(0, (10**6 if last is None else last // 8) - begin))
+            there[part] = torch.from_numpy(here[part])
+
+    monkeypatch.setattr(inputs._mirrored, "send", send)
+    last_tokens = torch.tensor([11, 12, 13, 14, 0])
+    steps: list[tuple[list[tuple[list[int], int | None]], list[int]]] = [
+        ([([5, 6, 7], 2), ([8], None)], [5, 6, 7, 8]), ([([], 3), ([9], 0), ([], 1)], [14, 9, 12]),
+        ([([6, 6], 1)], [6, 6]),
+    ]  # fmt: skip
+    for parts, wanted in steps:
+        for bucket in (None, ExtendBucket(8, 4)):
+            inputs.write(parts, [max(1, len(ids)) for ids, _ in parts], bucket)
+            width = len(wanted) if bucket is None else 8
+            assert inputs.ids(width, last_tokens).tolist() == wanted + [0] * (width - len(wanted))
+            assert inputs.count.item() == len(wanted)
+            assert inputs.rows[: len(parts)].tolist() == [4 if row is None else row for _, row in parts]
+            assert (ends[-1] is None) == any(not ids for ids, _ in parts)
+    assert ends[0] is not None and ends[0] < inputs._mirrored.host_bytes.size / 2

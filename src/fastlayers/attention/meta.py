@@ -40,6 +40,8 @@ from fastlayers.moved import renamed
 
 # What a step is padded to under capture: so many requests of one token, a bucket of extends, or nothing.
 Bucket = int | ExtendBucket | None
+# Steps of so many tokens have short buffers: what is copied is a buffer, not a step.
+FEW_TOKENS = 256
 
 
 class BackendScratch(Protocol):
@@ -225,6 +227,7 @@ class AttentionState:
             # Steps of one token a request have buffers of their own: small, and half of them never change.
             self._decode = StepBuffers(max_batch, min(max_batch, max_tokens), where)
             self._extend = StepBuffers(max_batch, max_tokens, where)
+            self._few = StepBuffers(max_batch, min(FEW_TOKENS, max_tokens), where)
             self._table = PageTable(max_batch, max_pages, where)
             self._rows = np.arange(max_batch)
         self._trees: Mirrored | None = None  # of tokens in trees: made when the first come
@@ -267,11 +270,11 @@ class AttentionState:
         rows = bucket.requests if isinstance(bucket, ExtendBucket) else len(lengths) if bucket is None else bucket
         width = rows if decode else batch.num_tokens if extend is None else extend.tokens
         self._table.write(self._table.changes(batch.page_table, rows, num_pages))
-        buffers = self._decode if decode else self._extend
+        buffers = self._buffers(decode, width)
         if decode:
             self._write_decode(batch, lengths, rows)
         else:
-            self._write_extend(batch, lengths, rows, width)
+            self._write_extend(buffers, batch, lengths, rows, width)
         buffers.mirrored.send()
         if batch.parents or (extend is not None and extend.tree):
             self._send_tree(batch, width)
@@ -280,6 +283,10 @@ class AttentionState:
         if bucket is not None:
             self.plans.refresh(meta)
         return meta
+
+    def _buffers(self, decode: bool, width: int) -> StepBuffers:
+        """Return where a step's metadata lies: of each bucket always in the same place."""
+        return self._decode if decode else self._few if width <= FEW_TOKENS else self._extend
 
     def _write_decode(self, batch: AttentionBatch, lengths: tuple[int, ...], rows: int) -> None:
         count, host = len(lengths), self._decode
@@ -311,8 +318,10 @@ class AttentionState:
             raise ArgumentError("AttentionState.plan", f"page_table[{row}]", given, accepted)
         return pages * self.page_size + positions % self.page_size
 
-    def _write_extend(self, batch: AttentionBatch, lengths: tuple[int, ...], rows: int, width: int) -> None:
-        count, tokens, host = len(lengths), batch.num_tokens, self._extend
+    def _write_extend(
+        self, host: StepBuffers, batch: AttentionBatch, lengths: tuple[int, ...], rows: int, width: int
+    ) -> None:
+        count, tokens = len(lengths), batch.num_tokens
         query_lens = np.array(batch.query_lens, np.int64)
         ends = query_lens.cumsum()
         request = np.repeat(self._rows[:count], query_lens)
@@ -336,7 +345,7 @@ class AttentionState:
     def _meta(
         self, batch: AttentionBatch, decode: bool, rows: int, width: int, bucket: Bucket, longest: int
     ) -> AttentionMeta:
-        buffers = self._decode if decode else self._extend
+        buffers = self._buffers(decode, width)
         key = rows if decode else bucket
         views = self._views_of.get(key) if key is not None else None
         if views is None:
