@@ -189,7 +189,7 @@ class SlotStep(ModelStep):
         if key is not None:
             assert self.graphs is not None
             return self.graphs.replay(key)[: len(slots)] if mode == LOGITS else self.graphs.replay(key), None
-        hidden = self._forward(meta)
+        hidden = self._forward(meta, mode)
         return self._finish(meta, hidden, mode), hidden
 
     def _extend_bucket(self, key: StepKey) -> ExtendBucket:
@@ -227,10 +227,11 @@ class SlotStep(ModelStep):
         return finite_or_minus_one(logits, drawn)
 
     def _run_extend(self, meta: AttentionMeta, mode: str) -> torch.Tensor:
-        return self._finish(meta, self._forward(meta), mode)
+        return self._finish(meta, self._forward(meta, mode), mode)
 
-    def _forward(self, meta: AttentionMeta) -> torch.Tensor:
-        ids = self.inputs.ids(meta.num_tokens, self.table.tokens)
+    def _forward(self, meta: AttentionMeta, mode: str = LOGITS) -> torch.Tensor:
+        # Whoever verifies knows the last token.
+        ids = self.inputs.ids(meta.num_tokens, self.table.tokens if mode == LOGITS else None)
         valid = self.inputs.count if meta.bucket is not None else None
         return self._noted(meta, self._compute(ids, meta, valid))
 
