@@ -56,6 +56,12 @@ class Running:
         self._slots.append(request.slot)
         request.slot, request.state = 0, ENDED
 
+    def doubt(self, request: Request) -> None:
+        """Forget the blocks that a request without a slot left in the cache and nobody uses: see :meth:`leave`."""
+        path = self.cache.match(request.submit.namespace, request.tokens, len(request.tokens))
+        self.cache.lock(path)
+        self.poisoned += self.cache.release(path, [], forget=True)
+
     def publish(self, request: Request, plan: TickPlan | None = None) -> None:
         """Remember the blocks whose tokens are known and whose rows are launched, if there are new ones."""
         known = min(request.kv, len(request.tokens))

@@ -291,6 +291,8 @@ class Scheduler:
     def _commit_one(self, request: Request, tokens: list[int], logprobs: TokenLogprobs | None, now: float) -> None:
         if request.state == ENDED:
             self.metrics.add("wasted_tokens_total", request.ended_reason, len(tokens))
+            if min(tokens) < 0:  # it told all that it had to, but the row in flight may be among what is cached
+                self.running.doubt(request)
             return
         request.inflight -= 1
         finish, taken = "", 0
@@ -368,6 +370,8 @@ class Scheduler:
         else:
             self.queue.remove(request)
             request.state = ENDED
+            if forget:  # it was preempted while the row was in flight
+                self.running.doubt(request)
         del self.live[request.rid]
         self._tell(request, ids, logprobs, (finish, code, message))
         self.queue.ends.append(now)

@@ -17,7 +17,7 @@ from fastlayers_server.engine.client import EngineClient
 from fastlayers_server.engine.config import EngineConfig, SchedulerConfig
 from fastlayers_server.engine.loop import Engine
 from fastlayers_server.engine.protocol import EngineInfo, TokenLogprobs
-from fastlayers_server.engine.request import ENDED, Chunk, Request, TickPlan, TickResult
+from fastlayers_server.engine.request import ENDED, WAITING, Chunk, Request, TickPlan, TickResult
 from fastlayers_server.engine.scheduler import Scheduler
 
 FORGET = 4096  # so many requests are remembered before those that ended are forgotten
@@ -146,6 +146,8 @@ class ScriptedExecutor:
             self.tables[request.slot] = []
         for page in plan.poisoned:
             self.dirty.pop(page, None)
+        # Of a row in flight whose request was preempted, nobody could know it in time.
+        self.dirty = {page: request for page, request in self.dirty.items() if request.state != WAITING}
         for slot, column, page in plan.pages:
             table = self.tables[slot]
             table += [0] * (column + 1 - len(table))

@@ -22,7 +22,7 @@ from fastlayers_server.engine.config import SchedulerConfig
 from fastlayers_server.engine.scheduler import Scheduler
 
 sys.path.insert(0, str(Path(__file__).parent))
-from world import EOS, VOCAB, World
+from world import EOS, VOCAB, World, script
 
 PAGE_SIZES = (1, 16, 64)
 SEASONS = 48  # of each part
@@ -218,6 +218,46 @@ def test_pages_of_logits_that_are_not_finite_are_zeroed_before_anybody_gets_them
         world.run()
     assert (world.told[1].code, world.told[rid].finish) == ("nonfinite_logits", "length")
     assert not world.executor.dirty
+
+
+def test_a_row_in_flight_behind_the_end_leaves_nothing_in_doubt_in_the_cache() -> None:
+    """The block that the stop token fills is published before it is known that its row is not finite."""
+    prompt = tokens(0, 28)
+    world = World(config(16, 4.0, 96), delay=1, nonfinite=lambda rid, position: (rid, position) == (1, 4))
+    stop = script(prompt, 1, 3)
+    world.submit(prompt, 40, stop_ids=(stop,), min_new_tokens=4, ignore_eos=True)
+    world.run()
+    told = world.told[1]
+    assert (told.finish, len(told.ids)) == ("stop", 4)
+    assert world.scheduler.cache.evictable == 0 and world.executor.dirty
+    again = world.submit([*prompt, *told.ids, 5], 4, ignore_eos=True)
+    world.run()
+    assert (world.told[again].cached, world.told[again].finish) == (0, "length")
+    assert not world.executor.dirty, "zeroed before anybody gets them"
+    world.check_idle()
+
+
+def test_a_row_in_flight_of_who_was_preempted_leaves_nothing_in_doubt_in_the_cache() -> None:
+    bad: set[int] = set()
+    world = World(config(1, 3.0, 96), delay=1, nonfinite=lambda rid, position: rid in bad)
+    world.submit(tokens(0, 20), 30, ignore_eos=True)
+    victim = world.submit(tokens(1, 20), 30, ignore_eos=True)
+    while len(world.told[victim].ids) < 3:
+        world.tick()
+    bad.add(victim)
+    world.tick()
+    bad.clear()
+    cache = world.scheduler.cache
+    others = cache.take(cache.free)
+    world.check_every = 10**9  # pages are missing
+    world.tick()
+    assert world.scheduler.metrics.counters["preemptions_total"][""] == 1
+    cache.give_back(others)
+    world.check_every = 1
+    world.run()
+    assert (world.told[victim].code, world.told[1].finish) == ("nonfinite_logits", "length")
+    assert not cache.match(b"", tokens(1, 20), 20) and cache.match(b"", tokens(0, 20), 20)
+    world.check_idle()
 
 
 def forgetful_release(cache: PrefixCache) -> None:
