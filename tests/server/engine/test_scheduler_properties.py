@@ -327,9 +327,44 @@ def rows_left_out(scheduler: Scheduler) -> None:  # I10
     scheduler.plan = fewer  # type: ignore[method-assign]
 
 
+def columns_stay(scheduler: Scheduler) -> None:  # I4
+    running, shrink = scheduler.running, scheduler.running.shrink
+
+    def kept(request: Any) -> None:
+        shrink(request)
+        running.dropped.clear()
+
+    running.shrink = kept  # type: ignore[method-assign]
+
+
+def long_chunks(scheduler: Scheduler) -> None:  # I9
+    chunk = scheduler._chunk
+    scheduler._chunk = lambda start, goal, budget: chunk(start, goal, budget + 1)  # type: ignore[method-assign]
+
+
+def everybody_fits(scheduler: Scheduler) -> None:  # I11
+    scheduler.running.fits = lambda *given: True  # type: ignore[method-assign]
+
+
+def oldest_preempted(scheduler: Scheduler) -> None:  # I13
+    requests = scheduler.running.requests
+    scheduler.running._victim = lambda: min(requests, key=lambda r: (r.priority, r.seq))  # type: ignore[method-assign]
+
+
+def last_class_first(scheduler: Scheduler) -> None:  # I21
+    classes = scheduler.queue._classes
+
+    def head() -> Any:
+        return next((waiting[0] for _, waiting in sorted(classes.items(), reverse=True) if waiting), None)
+
+    scheduler.queue.head = head  # type: ignore[method-assign]
+
+
 CACHES = (forgetful_release, shared_namespaces, hit_not_locked, whole_prompt_hit, given_twice)
 SCHEDULERS = {
-    ended_twice: "after its end", waste_not_counted: "I15", deaf_to_ends: "says other tokens", rows_left_out: "I10"
+    ended_twice: "after its end", waste_not_counted: "I15", deaf_to_ends: "says other tokens", rows_left_out: "I10",
+    columns_stay: "has the table", long_chunks: "I9", everybody_fits: "I11", oldest_preempted: "I13",
+    last_class_first: "I21",
 }  # fmt: skip
 
 

@@ -128,7 +128,8 @@ class World:
             len(plan.rows) + len(plan.verify) <= config.max_running
             and len(scheduler.running.requests) <= config.max_running
         )
-        assert plan.extend_tokens <= config.max_batched_tokens and len(plan.chunks) <= config.max_extend_requests
+        assert plan.extend_tokens <= config.max_batched_tokens, "I9: more than a chunk"
+        assert len(plan.chunks) <= config.max_extend_requests
         # I9 of mixed steps: rows beside chunks are part of their extend, which is no longer for that
         beside = bool(plan.rows and plan.chunks and not plan.verify)
         apart = backlog and 2 * plan.extend_tokens > config.max_batched_tokens
@@ -146,7 +147,7 @@ class World:
         self.left_out = left_out
         # I13
         victims = [r for r in before if r.state not in (RUNNING, ENDED)]
-        assert oldest not in victims
+        assert oldest not in victims, "I13: the oldest is preempted"
         assert all(r.rid in scheduler.history[-1]["preempted"] for r in victims) or plan.empty
         self._check_admission(plan, waiting, resumed)
         if not plan.empty:
