@@ -228,7 +228,7 @@ def _separate_write(stack: Stack) -> Off | str:
             write(key, v, cache.keys, cache.values, loc)
             return turned
 
-        changes.append((layer, "write", grouped))
+        changes += [(layer, "write", grouped), (layer, "side_by_side", False)]
     return lambda: replaced(*changes)
 
 
