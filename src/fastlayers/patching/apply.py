@@ -152,6 +152,8 @@ def _watch(report: PatchReport, model: nn.Module, steps: list[Step]) -> None:
         if not step.reason:
             fast: Any = step.module
             report.watch(step.name, fast._fl_hits, fast._fl_falls, replays.get(id(fast), ()), fast._fl_reasons)
+            if _packed(fast):
+                report.watch_product(fast)
     for driver in drivers:
         report.watch("cuda_graph", driver.replays, driver.falls)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -56,6 +57,14 @@ class PatchReport:
     _start: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)
     _replays: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict, repr=False)
     _reasons: dict[str, Counter[str]] = field(default_factory=dict, repr=False)
+    _packs: list[weakref.ref[Any]] = field(default_factory=list, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_packs": []}  # a copy elsewhere knows of no modules
+
+    def watch_product(self, module: Any) -> None:
+        """Look at the product of ``module``'s linears whenever a summary is asked for; ``module`` may go."""
+        self._packs.append(weakref.ref(module))
 
     def watch(
         self, name: str, hits: torch.Tensor, fallbacks: torch.Tensor, replays: tuple[torch.Tensor, ...] = (),
@@ -104,7 +113,16 @@ class PatchReport:
         moved = sum(entry.bytes_moved for entry in self.entries)
         title = "fastlayers.patch (dry run)" if self.dry_run else "fastlayers.patch"
         head = f"{title}: {len(self.replaced)} replaced, {len(self.skipped)} skipped, {moved / 2**20:.1f} MiB moved"
-        return "\n".join([head, *(line.rstrip() for line in lines), *self._fallback_lines()])
+        return "\n".join([head, *(line.rstrip() for line in lines), *self._apart_lines(), *self._fallback_lines()])
+
+    def _apart_lines(self) -> list[str]:
+        """Return a line for each reason why linears that were one product at the patch are not now."""
+        reasons: Counter[str] = Counter()
+        for each in self._packs:
+            packed = getattr(each(), "_fl_packed", None)  # none of a module that is gone or unpatched
+            if packed is not None and (why := packed.apart or packed.why(each())):
+                reasons[why] += 1
+        return [f"no longer one product: {count} of {len(self._packs)}: {why}" for why, count in reasons.most_common()]
 
     def _fallback_lines(self) -> list[str]:
         """Return a line for each reason why patched modules ran the original's code since the patch."""

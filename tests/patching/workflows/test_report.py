@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,28 @@ def test_reasons_name_what_was_changed() -> None:
     logits(model)
     assert "fell back: 1 calls of 1 modules: act_fn was replaced or hooked" in report.summary()
     assert report.fallbacks()["model.layers.0.mlp"] == 1 and report.hits()["model.layers.1.mlp"] == 1
+
+
+def test_products_that_end_after_the_patch_are_in_the_summary() -> None:
+    model = build("llama")
+    report = fl.patch(model)
+    assert "no longer" not in report.summary()
+    held = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    model.load_state_dict(held, assign=True)  # and somebody keeps them
+    logits(model)
+    line = next(line for line in report.summary().splitlines() if line.startswith("no longer one product"))
+    assert "4 of 4: aliased" in line
+    model.load_state_dict({key: tensor.clone() for key, tensor in held.items()}, assign=True)
+    del held
+    logits(model)
+    assert "no longer" not in report.summary()
+    linear = model.model.layers[0].mlp.up_proj
+    linear.weight = nn.Parameter(2.0 * linear.weight.detach())
+    assert "no longer one product: 1 of 4" in report.summary()
+    kept = pickle.loads(pickle.dumps(report))
+    assert kept.summary().splitlines()[0] == report.summary().splitlines()[0]
+    fl.unpatch(model)
+    assert "no longer" not in report.summary()
 
 
 def test_sharded_weights_are_not_called_quantised() -> None:
