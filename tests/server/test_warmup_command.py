@@ -47,15 +47,28 @@ def test_a_model_is_warmed_up(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B", "openai/gpt-oss-20b"])
-def test_gpu_nothing_compiles_for_any_prompt_and_batch_after_a_warm_up(name: str) -> None:
+def test_gpu_nothing_compiles_for_any_prompt_and_batch_after_a_warm_up(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import triton
+
     config, draw = known_models.config_of(name), random.Random(0)
     model = random_model(config, "cuda", layers=kinds_of_layers(config, torch.bfloat16))
     generator = Generator(model, max_batch=64, max_length=4096)
     report = fl.warmup(generator, max_tokens=4000, max_batch=64, progress=False)
+    late: list[str] = []
+    watching = triton.knobs.runtime.jit_cache_hook
+
+    def note(**details: Any) -> Any:
+        late.append(f"{rows and [len(row) for row in rows]}: {details['repr']} {details['specialization_data']}")
+        return watching(**details)
+
+    rows: list[list[int]] = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
     for _ in range(12):
         count = draw.choice((1, 1, 2, 5))
         rows = [[1] * draw.randint(1, 4000 // count) for _ in range(count)]  # as many tokens as were announced
         generator.generate(rows, max_new_tokens=3, eos_ids=())
     generator.generate([[1, 2]] * draw.randint(30, 64), max_new_tokens=3, eos_ids=())
-    assert report.watch.check() == []
+    assert report.watch.check() == [], "\n".join(late)
     report.watch.close()

@@ -3,7 +3,7 @@
 token counts of a layer      powers of two and what lies between, both sides of its ladder's edges; where deep_gemm
                              serves, multiples of 64 as well: its kernels depend on how many tiles the tokens fill
 decode of attention          the same of requests, in every class of context
-extends that are captured    attention in each bucket of several requests: one alone is captured by the warm-up itself
+extends that are captured    attention in each bucket, with bounds from the bucket and from the state's size
 threads                      Triton's compiler lets others run while it works; other packages have one thread each
 """
 
@@ -111,7 +111,7 @@ def jobs_of(
             for count in cover(max_batch, edges):
                 call = partial(_call, layer, _decode, count, context)
                 yield Job(f"{label} {count} × {context}", count, packages_at(choices, count), call)
-        for bucket in _wide_buckets(step, max_tokens, max_batch):
+        for bucket in _buckets(step, max_tokens, max_batch):
             call = partial(_call, layer, _extend, bucket, step.state)
             words = f"{label} {bucket.tokens} of {bucket.requests} requests"
             yield Job(words, bucket.tokens, packages_at(choices, bucket.tokens), call)
@@ -121,15 +121,15 @@ def _call(layer: Layer, inputs: Callable[..., tuple[Any, ...]], *of: Any) -> Any
     return layer(*inputs(layer, *of))
 
 
-def _wide_buckets(step: Any, max_tokens: int, max_batch: int) -> list[ExtendBucket]:
-    """Return the buckets for several requests that steps of so many tokens and requests may take."""
+def _buckets(step: Any, max_tokens: int, max_batch: int) -> list[ExtendBucket]:
+    """Return the buckets that steps of so many tokens and requests may take."""
     buckets: ExtendBuckets = getattr(step, "extend_buckets", None) or ExtendBuckets((), ())
 
     def reached(sizes: Sequence[int], most: int) -> list[int]:
         return [size for size, smaller in zip(sizes, (0, *sizes), strict=False) if smaller < most]
 
-    wide = [size for size in reached(buckets.requests, max_batch) if size > 1]
-    return [ExtendBucket(tokens, size) for tokens in reached(buckets.tokens, max_tokens * max_batch) for size in wide]
+    tokens, requests = reached(buckets.tokens, max_tokens * max_batch), reached(buckets.requests, max_batch)
+    return [ExtendBucket(most, size) for most in tokens for size in requests]
 
 
 def _decode(layer: Any, requests: int, context: int) -> tuple[Any, ...]:
