@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+import marked
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -299,12 +302,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 def fill(text: str) -> str:
     """Return the page's text with every table renewed."""
-    for name, made in TABLES.items():
-        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-        if len(pattern.findall(text)) != 1:
-            raise SystemExit(f"{PAGE.name}: {len(pattern.findall(text))} places marked {name}; expected one")
-        text = pattern.sub(lambda match, made=made: f"{match[1]}{made()}\n{match[2]}", text)  # type: ignore[misc]
-    return text
+    return marked.fill(text, PAGE.name, TABLES)
 
 
 def main(given: Sequence[str] | None = None) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+import marked
 from svg_plots import Plot, svg
 
 ROOT = Path(__file__).parents[1]
@@ -530,13 +531,7 @@ def roofline(part: str, rows: list[Row]) -> Plot:
 
 def fill(text: str) -> str:
     """Return the page's text with every table renewed."""
-    for name, table in TABLES.items():
-        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-        if len(pattern.findall(text)) != 1:
-            raise SystemExit(f"{PAGE.name}: {len(pattern.findall(text))} places marked {name}; expected one")
-        made = table()
-        text = pattern.sub(lambda match, made=made: f"{match[1]}{made}\n{match[2]}", text)  # type: ignore[misc]
-    return text
+    return marked.fill(text, PAGE.name, TABLES)
 
 
 def main(given: Sequence[str] | None = None) -> None:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import marked
 from performance_tables import VLLM
 from performance_tables import read as performance
 
@@ -112,15 +112,7 @@ TABLES: dict[str, Callable[[], str]] = {"accuracy": accuracy, "decode": decode, 
 
 def fill(text: str) -> str:
     """Return the README's text with every table renewed."""
-    for name, table in TABLES.items():
-        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-        found = pattern.findall(text)
-        if len(found) != 1:
-            raise SystemExit(f"README.md: {len(found)} places marked {name}; expected one")
-        head, tail = found[0]
-        start = text.index(head) + len(head)
-        text = f"{text[:start]}{table()}\n{text[text.index(tail, start) :]}"
-    return text
+    return marked.fill(text, "README.md", TABLES)
 
 
 def main() -> None:
