@@ -21,6 +21,7 @@ class CollectiveSumNorm:
         self.cfg, self.spread, self.over = cfg, cfg.spread, collectives(cfg.axis)
         self._config = RMSNormConfig(cfg.hidden_size, cfg.eps, cfg.rounding, cfg.dtype)
         self._norms: dict[str, object] = {}
+        self._gathers: dict[str, CollectiveGatherRows] = {}  # by the layout of scales
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, *, codes: str | None = None
@@ -35,6 +36,9 @@ class CollectiveSumNorm:
         y, h = norm.pick(x.shape[0])(total, weight, residual)  # type: ignore[attr-defined]
         h = total if h is None else h
         if codes is not None and self.spread:
-            config = GatherRowsConfig(self.cfg.axis, self.cfg.hidden_size, payload="fp8_128", scale_layout=codes)
-            return CodedRows(*CollectiveGatherRows(config)(y)), h
+            gather = self._gathers.get(codes)
+            if gather is None:
+                config = GatherRowsConfig(self.cfg.axis, self.cfg.hidden_size, payload="fp8_128", scale_layout=codes)
+                gather = self._gathers[codes] = CollectiveGatherRows(config)
+            return CodedRows(*gather(y)), h
         return self.over.all_gather(y) if self.spread else y, h
