@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import fastlayers as fl
-from fastlayers.attention.buckets import TOKENS, ExtendBucket, ExtendBuckets
+from fastlayers.attention.buckets import TOKENS, ExtendBuckets
 from fastlayers.attention.meta import AttentionState
 from fastlayers.runtime.compile_log import CompileWatch
 from fastlayers.runtime.graphs import CudaGraphs
@@ -331,16 +331,12 @@ class TorchExecutor:
         for place, mode in enumerate(DECODES):
             self.decoding.capture(modes=[mode], progress=progress, seen=place > 0)
         buckets = self.extending.extend_buckets
-        fewest = list(zip(buckets.requests, (0, *buckets.requests), strict=False))
-
-        def keys(sizes: Iterable[int], mode: str, each: int) -> list[StepKey]:
-            """Each request brings so many tokens at least: fewer tokens are in a bucket of fewer requests."""
-            found = [(t, r, below + 1) for r, below in fewest for t in sizes if t >= each * (below + 1)]
-            return [StepKey("extend", t, r, mode) for t, r, n in found if buckets.bucket_of(t, n) == ExtendBucket(t, r)]
-
         rule = self.rule if self.mtp is None or self.mtp.topk == 1 else TREE
-        verified = [size for size in buckets.tokens if size < 2 * self.verify_tokens]
-        self.extending.capture_extends(keys(buckets.tokens, LOGITS, 1) + keys(verified, rule, 2), progress)
+        keys = [StepKey("extend", one.tokens, one.requests, LOGITS) for one in buckets.every()]
+        # One that verifies brings two tokens.
+        verified = [one for one in buckets.every(2) if one.tokens < 2 * self.verify_tokens]
+        keys += [StepKey("extend", one.tokens, one.requests, rule) for one in verified]
+        self.extending.capture_extends(keys, progress)
 
     def explain(self) -> Any:
         """Return what was captured and what ran uncaptured, in sentences."""

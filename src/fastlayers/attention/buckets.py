@@ -108,6 +108,12 @@ class ExtendBuckets:
         least = min(self.many, self.requests[-1]) if size > self.free else 1
         return ExtendBucket(size, _smallest(self.requests, max(requests, least)))
 
+    def every(self, each: int = 1) -> list[ExtendBucket]:
+        """Return the buckets that steps take of which each request brings so many tokens at least."""
+        fewest = list(zip(self.requests, (0, *self.requests), strict=False))
+        found = [(ExtendBucket(t, r), below + 1) for t in self.tokens for r, below in fewest]
+        return [one for one, n in found if one.tokens >= each * n and self.bucket_of(one.tokens, n) == one]
+
 
 def _smallest(sizes: Sequence[int], count: int) -> int:
     return next(size for size in sizes if size >= count)

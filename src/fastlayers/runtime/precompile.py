@@ -125,11 +125,11 @@ def _buckets(step: Any, max_tokens: int, max_batch: int) -> list[ExtendBucket]:
     """Return the buckets that steps of so many tokens and requests may take."""
     buckets: ExtendBuckets = getattr(step, "extend_buckets", None) or ExtendBuckets((), ())
 
-    def reached(sizes: Sequence[int], most: int) -> list[int]:
-        return [size for size, smaller in zip(sizes, (0, *sizes), strict=False) if smaller < most]
+    def reached(sizes: Sequence[int], most: int) -> set[int]:
+        return {size for size, smaller in zip(sizes, (0, *sizes), strict=False) if smaller < most}
 
     tokens, requests = reached(buckets.tokens, max_tokens * max_batch), reached(buckets.requests, max_batch)
-    return [ExtendBucket(most, size) for most in tokens for size in requests]
+    return [bucket for bucket in buckets.every() if bucket.tokens in tokens and bucket.requests in requests]
 
 
 def _decode(layer: Any, requests: int, context: int) -> tuple[Any, ...]:

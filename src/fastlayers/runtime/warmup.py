@@ -233,11 +233,11 @@ def _powers(most: int) -> list[int]:
 def _side_by_side(module: Any, max_tokens: int, max_batch: int) -> list[precompile.Job]:
     """Return the calls of one layer of each kind; those that cannot be called alone run inside others."""
     model = module if isinstance(module, nn.Module) else getattr(module, "model", None)
+    step = getattr(module, "step", None)
     jobs: list[precompile.Job] = []
     for name, layer in precompile.representatives(model):
         if _unknown(layer) is None:
             layer.finalize()  # in one thread, before several call it
-            step = getattr(module, "step", None)
             jobs += precompile.jobs_of(name, layer, _examples, max_tokens, max_batch, step)
     return jobs
 
