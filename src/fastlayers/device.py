@@ -85,6 +85,11 @@ class Device:
             return f"{what} need sm_89 or newer, this is {self.sm}"
         return None
 
+    def refuses_all_but(self, major: int) -> str | None:
+        """Return why what is compiled for one generation alone (9: Hopper, 10: Blackwell) cannot run here."""
+        wanted = self.capability is not None and self.capability[0] == major
+        return None if wanted else f"needs sm_{major}0, this is {self.sm}"
+
     def __str__(self) -> str:
         return f"{self.name} ({self.sm})" if self.capability else self.name
 

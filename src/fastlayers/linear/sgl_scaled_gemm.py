@@ -13,20 +13,18 @@ import torch
 from fastlayers.device import Device
 from fastlayers.linear.scaled_product import empty_product
 from fastlayers.operators import operator
+from fastlayers.registry import not_multiple
 
 HALVES = (torch.float16, torch.bfloat16)
 
 
 def refuses(cfg: Any, device: Device, columns: int) -> str | None:
     """Return why the package cannot multiply; ``columns``: what out_features must be a multiple of."""
-    if device.capability is None or device.capability[0] != 9:
-        return f"needs sm_90, this is {device.sm}"
+    if (why := device.refuses_all_but(9)) is not None:
+        return why
     if cfg.dtype not in HALVES:
         return f"dtype {cfg.dtype} is neither float16 nor bfloat16"
-    for name, size, multiple in (("in_features", cfg.in_features, 16), ("out_features", cfg.out_features, columns)):
-        if size % multiple:
-            return f"{name} {size} is not a multiple of {multiple}"
-    return None
+    return not_multiple(cfg, in_features=16, out_features=columns)
 
 
 @operator("scaled_gemm_sgl_kernel", empty_product)

@@ -16,6 +16,7 @@ from fastlayers.registry.backend import (
     UnverifiedBackend,
     blackwell_guard,
     hopper_guard,
+    not_multiple,
     reference_backend,
     supports_all,
     torch_backend,
@@ -29,7 +30,7 @@ from fastlayers.registry.registry import Registry, check_ladder, environment_wis
 __all__ = [
     "COLLECTIVES", "LAYERS", "PARTS", "REPEATS", "TRITON_NEEDS", "Backend", "Choice", "Ladder", "Registry", "Rung",
     "UnverifiedBackend", "blackwell_guard", "builtin_registry", "check_ladder", "environment_wishes", "hopper_guard",
-    "load_plugins", "plugin_errors", "reference_backend", "registry", "supports_all", "torch_backend",
+    "load_plugins", "not_multiple", "plugin_errors", "reference_backend", "registry", "supports_all", "torch_backend",
     "triton_backend",
 ]  # fmt: skip
 

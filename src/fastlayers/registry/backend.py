@@ -18,6 +18,14 @@ def supports_all(cfg: Any, device: Device) -> str | None:
     return None
 
 
+def not_multiple(cfg: Any, /, **multiples: int) -> str | None:
+    """Return which size of ``cfg`` is not a multiple of what a package asks of it, in words; for predicates."""
+    for name, of in multiples.items():
+        if (size := getattr(cfg, name)) % of:
+            return f"{name} {size} is not a multiple of {of}"
+    return None
+
+
 @dataclass(frozen=True)
 class Backend:
     """One implementation of a layer.
@@ -177,9 +185,7 @@ def blackwell_guard(name: str, needs: tuple[str, ...], refuse: Callable[[Any], s
     """
 
     def needs_blackwell(cfg: Any, device: Device) -> str | None:
-        if device.capability is None or device.capability[0] != 10:
-            return f"needs sm_100, this is {device.sm}"
-        return refuse(cfg) if refuse is not None else None
+        return device.refuses_all_but(10) or (refuse(cfg) if refuse is not None else None)
 
     return Backend(name, UnverifiedBackend, needs, needs_blackwell, (), note="not run on this hardware")
 

@@ -153,8 +153,8 @@ def _refuses_latents(cfg: MLAConfig) -> str | None:
 
 
 def _flashmla_refuses(cfg: MLAConfig, device: Device) -> str | None:
-    if device.capability is None or device.capability[0] != 9:
-        return f"needs sm_90, this is {device.sm}"
+    if (why := device.refuses_all_but(9)) is not None:
+        return why
     if cfg.page_size != 64:
         return f"pages of {cfg.page_size} tokens are not of 64"
     if cfg.kv_dtype == torch.float8_e4m3fn:
@@ -181,8 +181,8 @@ def _flashinfer_refuses(cfg: MLAConfig, device: Device) -> str | None:
 
 
 def _fa3_refuses(cfg: MLAConfig, device: Device) -> str | None:
-    if device.capability is None or device.capability[0] != 9:
-        return f"needs sm_90, this is {device.sm}"
+    if (why := device.refuses_all_but(9)) is not None:
+        return why
     if cfg.phase != "extend" and cfg.kv_dtype == torch.float8_e4m3fn and cfg.dtype != torch.bfloat16:
         return f"with an e4m3 cache queries of {cfg.dtype} are not bfloat16"
     return _flashinfer_refuses(cfg, device)

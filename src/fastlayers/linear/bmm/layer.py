@@ -25,7 +25,15 @@ from fastlayers.errors import ArgumentError, check_choice, check_positive, check
 from fastlayers.layer import Layer
 from fastlayers.linear.fp8_scaled.layer import needs_fp8_dot
 from fastlayers.quant.block_quant import BLOCK, E4M3, check_scale_grid
-from fastlayers.registry import TRITON_NEEDS, Backend, Registry, reference_backend, torch_backend, triton_backend
+from fastlayers.registry import (
+    TRITON_NEEDS,
+    Backend,
+    Registry,
+    not_multiple,
+    reference_backend,
+    torch_backend,
+    triton_backend,
+)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FORMATS = ("none", "fp8_tensor", "fp8_block")
@@ -63,16 +71,13 @@ def _refuse(cfg: BmmConfig, device: object) -> str | None:
 
 
 def _refuse_packages(cfg: BmmConfig, device: Device) -> str | None:
-    if device.capability is None or device.capability[0] != 9:
-        return f"needs sm_90, this is {device.sm}"
+    if (why := device.refuses_all_but(9)) is not None:
+        return why
     if cfg.format != "fp8_tensor":
         return f"format {cfg.format!r} is not 'fp8_tensor'"
     if cfg.dtype == torch.float32:
         return "it writes float16 or bfloat16"
-    for name, size in (("in_features", cfg.in_features), ("out_features", cfg.out_features)):
-        if size % 16:
-            return f"{name} {size} is not a multiple of 16"
-    return None
+    return not_multiple(cfg, in_features=16, out_features=16)
 
 
 _HERE = "fastlayers.linear.bmm"

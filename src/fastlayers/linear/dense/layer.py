@@ -53,8 +53,8 @@ def _triton_refuse(cfg: LinearConfig, device: Device) -> str | None:
 
 
 def _sgl_kernel_refuse(cfg: LinearConfig, device: Device) -> str | None:
-    if device.capability is None or device.capability[0] != 9:
-        return f"needs sm_90, this is {device.sm}"
+    if (why := device.refuses_all_but(9)) is not None:
+        return why
     if (cfg.out_features, cfg.in_features, cfg.dtype, cfg.y_dtype) != (2112, 7168, torch.bfloat16, torch.bfloat16):
         return "dsv3_fused_a_gemm is for a bfloat16 weight of 2112 x 7168 only"
     return None

@@ -33,6 +33,7 @@ from fastlayers.registry import (
     Backend,
     Registry,
     blackwell_guard,
+    not_multiple,
     reference_backend,
     torch_backend,
     triton_backend,
@@ -86,16 +87,13 @@ def _triton_refuse(cfg: FP8LinearConfig, device: Device) -> str | None:
 
 def _package_gemm_refuse(cfg: FP8LinearConfig, device: Device, rows: int) -> str | None:
     """Return why the packages' sm_90 GEMMs cannot run it; ``rows``: what out_features must be a multiple of."""
-    if device.capability is None or device.capability[0] != 9:
-        return f"needs sm_90, this is {device.sm}"
+    if (why := device.refuses_all_but(9)) is not None:
+        return why
     if cfg.dtype != torch.bfloat16:
         return f"dtype {cfg.dtype}: it writes bfloat16 only"
     if cfg.block_size != BLOCK:
         return f"block_size {cfg.block_size} is not {BLOCK}"
-    for name, size, multiple in (("in_features", cfg.in_features, 128), ("out_features", cfg.out_features, rows)):
-        if size % multiple:
-            return f"{name} {size} is not a multiple of {multiple}"
-    return None
+    return not_multiple(cfg, in_features=128, out_features=rows)
 
 
 def _refuse_64(cfg: FP8LinearConfig, device: Device) -> str | None:

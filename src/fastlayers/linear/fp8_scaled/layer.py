@@ -57,9 +57,7 @@ class FP8ScaledLinearConfig(QuantisedLinearConfig):
 
 def needs_fp8_dot(cfg: object, device: Device) -> str | None:
     """Refuse CUDA devices whose tensor cores do not multiply e4m3."""
-    if device.type == "cuda" and not device.has_fp8_dot:
-        return f"e4m3 matrix units need sm_89 or newer, this is {device.sm}"
-    return None
+    return device.refuses_e4m3("e4m3 matrix units")
 
 
 def _refuse_sgl_kernel(cfg: FP8ScaledLinearConfig, device: Device) -> str | None:

@@ -21,6 +21,7 @@ from fastlayers.registry import (
     Registry,
     blackwell_guard,
     hopper_guard,
+    not_multiple,
     reference_backend,
     torch_backend,
     triton_backend,
@@ -31,12 +32,8 @@ def _name(cfg: FusedMoEConfig) -> str:
     return "(unknown)" if cfg.dtype is None else dtype_name(cfg.dtype)
 
 
-def _not_hopper(device: Device) -> str | None:
-    return None if device.type == "cuda" and device.capability == (9, 0) else f"needs sm_90, this is {device.sm}"
-
-
 def _deep_gemm(cfg: FusedMoEConfig, device: Device) -> str | None:
-    return _not_hopper(device) or _not_fp8_or_bf16(cfg)
+    return device.refuses_all_but(9) or _not_fp8_or_bf16(cfg)
 
 
 def _not_fp8_or_bf16(cfg: FusedMoEConfig) -> str | None:
@@ -50,10 +47,7 @@ def _not_fp8_or_bf16(cfg: FusedMoEConfig) -> str | None:
 
 
 def _not_multiple(cfg: FusedMoEConfig, of: int) -> str | None:
-    for name, size in (("hidden_size", cfg.hidden_size), ("intermediate_size", cfg.intermediate_size)):
-        if size % of:
-            return f"{name} {size} is not a multiple of {of}"
-    return None
+    return not_multiple(cfg, hidden_size=of, intermediate_size=of)
 
 
 def _not_bf16(cfg: FusedMoEConfig, of: int) -> str | None:
@@ -76,7 +70,7 @@ def _trtllm_refuses(cfg: FusedMoEConfig) -> str | None:
 
 def _flashinfer_cutlass(cfg: FusedMoEConfig, device: Device) -> str | None:
     """Refuse what the sm_90 alternative of TensorRT-LLM's experts does not take: the same format, silu, no biases."""
-    if (why := _not_hopper(device)) is not None:
+    if (why := device.refuses_all_but(9)) is not None:
         return why
     return "it has no shared experts" if cfg.num_shared else _sgl_kernel(cfg, device)
 
@@ -90,11 +84,11 @@ def _sgl_kernel(cfg: FusedMoEConfig, device: Device) -> str | None:
 
 
 def _torch_grouped(cfg: FusedMoEConfig, device: Device) -> str | None:
-    return _not_hopper(device) or _not_bf16(cfg, 8)
+    return device.refuses_all_but(9) or _not_bf16(cfg, 8)
 
 
 def _triton_kernels(cfg: FusedMoEConfig, device: Device) -> str | None:
-    return _not_oai_mxfp4(cfg) or _not_hopper(device) or _not_multiple(cfg, 64)
+    return _not_oai_mxfp4(cfg) or device.refuses_all_but(9) or _not_multiple(cfg, 64)
 
 
 def _triton_swizzled(cfg: FusedMoEConfig, device: Device) -> str | None:
@@ -116,13 +110,7 @@ def _not_oai_mxfp4(cfg: FusedMoEConfig) -> str | None:
 def _triton(cfg: FusedMoEConfig, device: Device) -> str | None:
     if cfg.quant == "mxfp4" and device.capability is not None and device.capability < (9, 0):
         return f"MXFP4 codes are decoded by instructions of sm_90, this is {device.sm}"
-    return _needs_fp8_dot(cfg, device)
-
-
-def _needs_fp8_dot(cfg: FusedMoEConfig, device: Device) -> str | None:
-    if cfg.quant == "fp8_block" and device.type == "cuda" and not device.has_fp8_dot:
-        return f"e4m3 dots need sm_89 or newer, this is {device.sm}"
-    return None
+    return device.refuses_e4m3("e4m3 dots") if cfg.quant == "fp8_block" else None
 
 
 _HERE = "fastlayers.moe.fused_moe"

@@ -101,8 +101,8 @@ def _refuse_triton(cfg: GroupQuantConfig, device: Device) -> str | None:
 
 
 def _refuse_sgl_kernel(cfg: GroupQuantConfig, device: Device) -> str | None:
-    if device.capability is None or device.capability[0] != 9:
-        return f"needs sm_90, this is {device.sm}"
+    if (why := device.refuses_all_but(9)) is not None:
+        return why
     if cfg.exact:
         return "it multiplies by 448 / absmax, so codes next to a tie differ; ask for exact=False"
     if cfg.dtype != torch.float8_e4m3fn:
