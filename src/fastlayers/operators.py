@@ -6,6 +6,7 @@ nobody looks on, the function itself is called: a call of ``torch.library`` cost
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -105,8 +106,8 @@ def operator(
     name : str
         The operator's schema follows from the function's annotations; all arguments are given by position.
     fake : callable
-        Same signature; returns empty tensors of the right shape, dtype and stride. For operators that return
-        nothing: a function that does nothing.
+        Returns empty tensors of the right shape, dtype and stride. Takes all arguments, or those that it names as the
+        function does. For operators that return nothing: a function that does nothing.
     writes : sequence of str
         The arguments that the function writes into.
     layer : str
@@ -124,7 +125,7 @@ def operator(
     def register(function: Callable[..., Any]) -> Operator:
         _library.define(name + torch.library.infer_schema(function, mutates_args=writes))
         _library.impl(name, function, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"fastlayers::{name}", fake, lib=_library)
+        torch.library.register_fake(f"fastlayers::{name}", _of_all(fake, function), lib=_library)
 
         def backward(ctx: Any, *gradients: Any) -> Any:
             """Say that there is none; otherwise what lies before would be left without a gradient, silently."""
@@ -139,6 +140,15 @@ def operator(
         return made
 
     return register
+
+
+def _of_all(fake: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a fake that takes all arguments of ``function``, made of one that takes some of them by name."""
+    wanted, given = (inspect.signature(each).parameters for each in (fake, function))
+    if len(wanted) == len(given) or any(each.kind is each.VAR_POSITIONAL for each in wanted.values()):
+        return fake
+    places = [list(given).index(name) for name in wanted]
+    return lambda *arguments: fake(*(arguments[place] for place in places))
 
 
 def nothing(*args: Any) -> None:

@@ -12,10 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 
-def empty_product(
-    q: torch.Tensor, s: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
+def empty_product(q: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return what a product writes into, ``[rows of q, N]``; also the fake of its operator."""
     return q.new_empty(q.shape[0], weight.shape[0], dtype=dtype)
 

@@ -34,7 +34,7 @@ def scaled_gemm(
 ) -> torch.Tensor:  # fmt: skip
     """Return ``y`` ``[M, N]`` for codes ``q`` ``[M, K]`` with scales ``s`` ``[M]``, ``weight`` ``[N, K]``."""
     if not q.shape[0]:
-        return empty_product(q, s, weight, scale, bias, dtype)
+        return empty_product(q, weight, dtype)
     package = torch.ops.sgl_kernel
     multiply = package.int8_scaled_mm if q.dtype == torch.int8 else package.fp8_scaled_mm
     y: torch.Tensor = multiply.default(q, weight.t(), s, scale, dtype, bias)

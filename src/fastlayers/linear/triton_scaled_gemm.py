@@ -93,7 +93,7 @@ def scaled_gemm(
     With few rows K is split, and a second kernel adds the parts.
     """
     m, (n, k) = q.shape[0], weight.shape
-    y = empty_product(q, s, weight, scale, bias, dtype)
+    y = empty_product(q, weight, dtype)
     if m == 0:
         return y
     tile, integers = tile_for(m, n, cdiv(k, BLOCK_K)), q.dtype == torch.int8

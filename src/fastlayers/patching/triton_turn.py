@@ -80,10 +80,7 @@ def _launch(
     )  # fmt: skip
 
 
-def _fake(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None, q_heads: int, heads: int, dim: int, eps: float,
-) -> torch.Tensor:  # fmt: skip
+def _fake(x: torch.Tensor, heads: int, dim: int) -> torch.Tensor:
     return x.new_empty(x.shape[0], heads, dim)
 
 

@@ -47,11 +47,7 @@ def _outputs(x: torch.Tensor, group_size: int, layout: int) -> tuple[torch.Tenso
     return q, empty_scales(x, tokens, -(-size // group_size), SCALE_LAYOUTS[layout])
 
 
-def _fake(x: torch.Tensor, group_size: int, layout: int, ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    return _outputs(x, group_size, layout)
-
-
-@operator("silu_mul_quant", _fake)
+@operator("silu_mul_quant", _outputs)
 def _silu_mul_quant(x: torch.Tensor, group_size: int, layout: int, ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
     q, s = _outputs(x, group_size, layout)
     tokens, groups = s.shape

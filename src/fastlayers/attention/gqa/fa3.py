@@ -21,15 +21,11 @@ class NoPadding:
         check_no_padding("fa3", meta)
 
 
-def _fake(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sinks: torch.Tensor | None,
-    page_table: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, max_query_len: int,
-    scale: float, window: int, softcap: float,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def _empty(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return q.new_empty(*q.shape), q.new_empty(*q.shape[:2], dtype=torch.float32)
 
 
-@operator("gqa_fa3", _fake)
+@operator("gqa_fa3", _empty)
 def _attend(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sinks: torch.Tensor | None,
     page_table: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, max_query_len: int,
@@ -66,7 +62,7 @@ class FA3:
         """Return ``(o, lse)``, both new tensors."""
         cfg = self.cfg
         if not q.shape[0]:
-            return q.new_empty(*q.shape), q.new_empty(*q.shape[:2], dtype=torch.float32)
+            return _empty(q)
         meta.plan_of("fa3", lambda _: NoPadding())
         o, lse = _attend(
             q, k_cache, v_cache, sinks, meta.page_table, meta.seq_lens, meta.cu_seqlens_q, meta.max_query_len,

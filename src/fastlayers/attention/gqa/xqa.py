@@ -11,7 +11,7 @@ import torch
 from fastlayers.attention.gqa.config import GQAConfig, check_no_padding
 from fastlayers.attention.meta import AttentionMeta
 from fastlayers.device import as_device
-from fastlayers.operators import operator
+from fastlayers.operators import like_x, operator
 
 
 class Scratch:
@@ -34,15 +34,7 @@ class Scratch:
             self.counters = self.counters.new_zeros(needed)
 
 
-def _fake(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sinks: torch.Tensor | None,
-    page_table: torch.Tensor, seq_lens: torch.Tensor, parts: torch.Tensor, counters: torch.Tensor,
-    scale: float, window: int,
-) -> torch.Tensor:  # fmt: skip
-    return q.new_empty(*q.shape)
-
-
-@operator("gqa_xqa", _fake, writes=("parts", "counters"))
+@operator("gqa_xqa", like_x, writes=("parts", "counters"))
 def _attend(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sinks: torch.Tensor | None,
     page_table: torch.Tensor, seq_lens: torch.Tensor, parts: torch.Tensor, counters: torch.Tensor,

@@ -108,6 +108,17 @@ def check_no_padding(backend: str, meta: AttentionMeta) -> None:
         raise ArgumentError(NAME, "meta.starts", meta.batch.starts, accepted)
 
 
+def empty_decode(q: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what attention to latents writes into, ``o [T, H, rank]`` and ``lse [T, H]``; also operators' fake."""
+    return q.new_empty(*q.shape[:2], rank), q.new_empty(*q.shape[:2], dtype=torch.float32)
+
+
+def empty_prefill(q: torch.Tensor, v: torch.Tensor, need_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what attention to keys writes into, ``o [T, H, V]`` and, if needed, ``lse``; also operators' fake."""
+    rows = q.shape[0] if need_lse else 0
+    return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(rows, q.shape[1], dtype=torch.float32)
+
+
 @dataclass(frozen=True)
 class RaggedLengths:
     """Ragged lengths of a prefill: tensors for kernels, tuples for the host.

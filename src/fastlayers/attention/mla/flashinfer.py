@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fastlayers.attention.meta import AttentionMeta
-from fastlayers.attention.mla.config import MLAConfig, RaggedLengths, check_no_padding
+from fastlayers.attention.mla.config import MLAConfig, RaggedLengths, check_no_padding, empty_decode, empty_prefill
 from fastlayers.attention.pinned_copy import Staging
 from fastlayers.device import as_device
 from fastlayers.operators import operator
@@ -154,19 +154,12 @@ def _ints(values: list[int]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def _decode_fake(
-    q: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, workspace: torch.Tensor, entries: torch.Tensor,
-    numbers: list[int], variant: str, rank: int, scale: float, causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    return q.new_empty(*q.shape[:2], rank), q.new_empty(*q.shape[:2], dtype=torch.float32)
-
-
-@operator("mla_flashinfer_decode", _decode_fake, writes=("workspace",))
+@operator("mla_flashinfer_decode", empty_decode, writes=("workspace",))
 def _decode(
     q: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, workspace: torch.Tensor, entries: torch.Tensor,
     numbers: list[int], variant: str, rank: int, scale: float, causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    o, lse = q.new_empty(*q.shape[:2], rank), q.new_empty(*q.shape[:2], dtype=torch.float32)
+    o, lse = empty_decode(q, rank)
     module = _decode_module(variant, q.dtype, cache.dtype, rank, q.shape[2] - rank)
     # The last numbers: LSE as the natural logarithm, and the scales of an e4m3 cache.
     module.run(
@@ -211,21 +204,12 @@ def seeing(lens: RaggedLengths) -> tuple[list[int], list[int], list[int]]:
     return q_lens, k_lens, blind
 
 
-def _prefill_fake(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, entries: torch.Tensor,
-    blind: torch.Tensor | None, numbers: list[int], scale: float, causal: bool, need_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    lse_rows = q.shape[0] if need_lse else 0
-    return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(lse_rows, q.shape[1], dtype=torch.float32)
-
-
-@operator("mla_flashinfer_prefill", _prefill_fake)
+@operator("mla_flashinfer_prefill", empty_prefill)
 def _prefill(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, entries: torch.Tensor,
     blind: torch.Tensor | None, numbers: list[int], scale: float, causal: bool, need_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    o = q.new_empty(*q.shape[:2], v.shape[2])
-    lse = q.new_empty(q.shape[0] if need_lse else 0, q.shape[1], dtype=torch.float32)
+    o, lse = empty_prefill(q, v, need_lse)
     module = _prefill_module(q.dtype, q.shape[2], v.shape[2])
     # Nothing is split, so no partial results are kept: the schedule stands in for their memory. Then tokens before
     # heads, no window, no dependent launch; of the variants' arguments only the scale.
@@ -261,7 +245,7 @@ class FlashInferMLA:
     def decode(self, q: torch.Tensor, cache: torch.Tensor, meta: AttentionMeta) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``(o [T,H,L] of q's dtype, lse [T,H] fp32)``."""
         if q.shape[0] == 0:
-            return q.new_empty(0, q.shape[1], self.cfg.kv_lora_rank), q.new_empty(0, q.shape[1], dtype=torch.float32)
+            return empty_decode(q, self.cfg.kv_lora_rank)
         plan: DecodePlan = meta.plan_of(self.key, lambda m: DecodePlan(self, m))
         results = [
             _decode(

@@ -13,19 +13,12 @@ from __future__ import annotations
 import torch
 
 from fastlayers.attention.meta import AttentionMeta
-from fastlayers.attention.mla.config import MLAConfig, check_no_padding
+from fastlayers.attention.mla.config import MLAConfig, check_no_padding, empty_decode
 from fastlayers.attention.mla.triton import rounded_to_e4m3
 from fastlayers.operators import operator
 
 
-def _fake(
-    q: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, seq_lens: torch.Tensor, schedule: torch.Tensor,
-    splits: torch.Tensor, one: torch.Tensor, places: torch.Tensor | None, each: int, rank: int, scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    return q.new_empty(*q.shape[:2], rank), q.new_empty(*q.shape[:2], dtype=torch.float32)
-
-
-@operator("mla_flashmla", _fake)
+@operator("mla_flashmla", empty_decode)
 def _decode(
     q: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, seq_lens: torch.Tensor, schedule: torch.Tensor,
     splits: torch.Tensor, one: torch.Tensor, places: torch.Tensor | None, each: int, rank: int, scale: float,
@@ -100,7 +93,7 @@ class FlashMLA:
     def decode(self, q: torch.Tensor, cache: torch.Tensor, meta: AttentionMeta) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``(o [T,H,L] of q's dtype, lse [T,H] fp32)``."""
         if q.shape[0] == 0:
-            return q.new_empty(0, q.shape[1], self.cfg.kv_lora_rank), q.new_empty(0, q.shape[1], dtype=torch.float32)
+            return empty_decode(q, self.cfg.kv_lora_rank)
         schedule: Schedule = meta.plan_of(self.key, lambda m: Schedule(self.cfg, m))
         o, lse = _decode(
             q, cache, meta.page_table, meta.seq_lens, schedule.parts, schedule.splits, schedule.one, schedule.places,

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from fastlayers.attention.meta import AttentionMeta
-from fastlayers.attention.mla.config import MLAConfig, RaggedLengths
+from fastlayers.attention.mla.config import MLAConfig, RaggedLengths, empty_decode, empty_prefill
 from fastlayers.attention.mla.launch_config import (
     MAX_SPLITS,
     NOMINAL_SM_COUNT,
@@ -258,14 +258,6 @@ def rounded_to_e4m3(x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def _decode_fake(
-    q: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, starts: torch.Tensor, cu_seqlens_q: torch.Tensor,
-    positions: torch.Tensor, seq_lens: torch.Tensor, tree: torch.Tensor | None, rank: int, scale: float,
-    max_query_len: int, max_seq_len: int, knobs: list[int],
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    return q.new_empty(*q.shape[:2], rank), q.new_empty(*q.shape[:2], dtype=torch.float32)
-
-
 @lru_cache(maxsize=4096)
 def _decode_launches(
     shape: tuple[int, ...], rank: int, requests: int, strides: tuple[int, ...], scale: float, max_query_len: int,
@@ -291,7 +283,7 @@ def _decode_launches(
     return splits, decode, reduce
 
 
-@operator("mla_decode", _decode_fake)
+@operator("mla_decode", empty_decode)
 def _decode(
     q: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, starts: torch.Tensor, cu_seqlens_q: torch.Tensor,
     positions: torch.Tensor, seq_lens: torch.Tensor, tree: torch.Tensor | None, rank: int, scale: float,
@@ -320,14 +312,6 @@ def _decode(
     return o, lse
 
 
-def _prefill_fake(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, nope: int,
-    scale: float, max_query_len: int, causal: bool, need_lse: bool, knobs: list[int],
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    lse_rows = q.shape[0] if need_lse else 0
-    return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(lse_rows, q.shape[1], dtype=torch.float32)
-
-
 @lru_cache(maxsize=4096)
 def _prefill_launch(
     requests: int, heads: int, width: int, value: int, strides: tuple[int, ...], nope: int, scale: float,
@@ -343,7 +327,7 @@ def _prefill_launch(
     )  # fmt: skip
 
 
-@operator("mla_prefill", _prefill_fake)
+@operator("mla_prefill", empty_prefill)
 def _prefill(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, nope: int,
     scale: float, max_query_len: int, causal: bool, need_lse: bool, knobs: list[int],

@@ -23,7 +23,7 @@ class CublasFP8Linear(PackageGemm):
     def gemm(self, q: torch.Tensor, s: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """Return ``y`` ``[rows of q, N]``."""
         if q.shape[0] == 0:
-            return empty_product(q, s, weight, scale)
+            return empty_product(q, weight)
         if missing := -scale.shape[1] % SCALE_COLUMNS:
             scale = F.pad(scale, (0, missing))
         return F.scaled_mm(

@@ -16,7 +16,7 @@ from fastlayers.operators import operator
 def _gemm(q: torch.Tensor, s: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     from deep_gemm import fp8_gemm_nt
 
-    y = empty_product(q, s, weight, scale)
+    y = empty_product(q, weight)
     if q.shape[0]:
         fp8_gemm_nt((q, s), (weight, scale), y)
     return y

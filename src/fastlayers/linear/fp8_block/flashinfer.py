@@ -25,7 +25,7 @@ def _runner() -> Any:
 
 @operator("fp8_linear_flashinfer", empty_product)
 def _gemm(q: torch.Tensor, s: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    y = empty_product(q, s, weight, scale)
+    y = empty_product(q, weight)
     if q.shape[0]:
         runner = _runner()
         # It wants to be told of a workspace, which this path (both operands quantised) never touches.

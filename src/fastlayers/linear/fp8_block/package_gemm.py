@@ -15,7 +15,7 @@ from fastlayers.quant.group_quant.layer import GroupQuantConfig
 from fastlayers.quant.group_quant.triton import TritonGroupQuant
 
 
-def empty_product(q: torch.Tensor, s: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def empty_product(q: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return what a package's GEMM writes into, bf16 ``[rows of q, N]``; also the fake of its operator."""
     return q.new_empty(q.shape[0], weight.shape[0], dtype=torch.bfloat16)
 

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.linear.fp8_block.layer import FP8LinearConfig
-from fastlayers.linear.fp8_block.triton_skinny_gemm import empty_output, fp8_block_skinny_gemm
+from fastlayers.linear.fp8_block.triton_skinny_gemm import fp8_block_skinny_gemm
+from fastlayers.linear.scaled_product import empty_product
 from fastlayers.linear.triton_gemm import MAX_SPLITS, TARGET_PROGRAMS, Tile, add_splits_kernel, tile_origin
 from fastlayers.operators import operator
 from fastlayers.quant.coded_rows import CodedRows
@@ -79,7 +80,7 @@ def _fp8_gemm_kernel(
     tl.store(target, y, mask=(row[:, None] < M) & (column[None, :] < N))
 
 
-@operator("fp8_block_gemm", empty_output)
+@operator("fp8_block_gemm", empty_product)
 def fp8_block_gemm(
     q: torch.Tensor, s: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None,
     block_rows: int, block_columns: int, dtype: torch.dtype, tile: list[int],

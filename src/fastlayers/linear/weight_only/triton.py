@@ -229,10 +229,7 @@ def candidates(cfg: WeightOnlyLinearConfig, num_tokens: int) -> list[dict[str, i
     return [config for index, config in enumerate(found) if config not in found[:index]]
 
 
-def _fake(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, index: torch.Tensor | None,
-    bias: torch.Tensor | None, format: str, group: int, config: list[int],
-) -> torch.Tensor:  # fmt: skip
+def _fake(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 

@@ -39,18 +39,16 @@ def _bound(device: torch.device) -> Callable[..., None]:
     return _slots_kernel.bind(BLOCK=BLOCK, num_warps=4)  # type: ignore[no-any-return]
 
 
-def _fake(
-    topk_ids: torch.Tensor, positions: torch.Tensor, replicas: torch.Tensor, count: torch.Tensor, load: torch.Tensor
-) -> torch.Tensor:
+def _empty(topk_ids: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(topk_ids, memory_format=torch.contiguous_format)
 
 
-@operator("expert_slots", _fake, writes=("load",))
+@operator("expert_slots", _empty, writes=("load",))
 def expert_slots(
     topk_ids: torch.Tensor, positions: torch.Tensor, replicas: torch.Tensor, count: torch.Tensor, load: torch.Tensor
 ) -> torch.Tensor:
     """Return the slots ``[T, k]`` of experts; adds to ``load``. See :mod:`fastlayers.moe.placement.table`."""
-    ids, slots, pairs = topk_ids.contiguous(), _fake(topk_ids, positions, replicas, count, load), topk_ids.numel()
+    ids, slots, pairs = topk_ids.contiguous(), _empty(topk_ids), topk_ids.numel()
     if pairs:
         experts, most = replicas.shape
         grid, at = (cdiv(pairs, BLOCK),), positions.contiguous()

@@ -201,9 +201,7 @@ def _router_kernel(
     tl.store(weights_ptr + out, weights, mask=slot < TOP_K)
 
 
-def _fake(
-    logits: torch.Tensor, bias: torch.Tensor | None, num_valid: torch.Tensor | None, top_k: int, *rest: object
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _empty(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = logits.shape[0]
     return logits.new_empty(tokens, top_k, dtype=torch.float32), logits.new_empty(tokens, top_k, dtype=torch.int32)
 
@@ -226,14 +224,14 @@ def _launch(
     )  # fmt: skip
 
 
-@operator("router", _fake)
+@operator("router", _empty)
 def _router(
     logits: torch.Tensor, bias: torch.Tensor | None, num_valid: torch.Tensor | None, top_k: int, scoring: int,
     groups: int, topk_groups: int, top2: bool, mask_zero: bool, renormalize: bool, eps: float, factor: float,
     rounded: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     tokens, experts = logits.shape
-    weights, ids = _fake(logits, bias, num_valid, top_k)
+    weights, ids = _empty(logits, top_k)
     logits = logits if logits.stride()[1] == 1 else logits.contiguous()
     if tokens:
         launch = _launch(
