@@ -120,7 +120,7 @@ def measure(rows: Rows, options: argparse.Namespace, heads: int, clock: Clock) -
             x = torch.randn(new, HIDDEN, device=device, dtype=torch.bfloat16)
             batch = AttentionBatch((new,), (prefix,), table)
             found, times = timed(layer, x, state.plan(batch), cache, WAYS, clock)
-            about |= {"chosen": select_path(batch, MLAThresholds())}
+            about |= {"chosen": select_path(batch, MLAThresholds(), heads)}
             rows.put(checked(about | times, apart=apart(found["mqa"], found["mha_one_shot"])))
     return True
 

@@ -233,7 +233,8 @@ def test_states_follow_from_figures(tool: Any, tmp_path: Path, monkeypatch: pyte
     ways = {"mqa_us": 3e3, "mha_one_shot_us": 2e3, "mha_chunked_us": 2.5e3}
     put("mla_paths_h200.jsonl", *({"page": page, **ways} for page in (64, 16)))
     assert "not done" in state(13)[1]
-    put("mla_paths_h200.jsonl", *({"page": page, **ways} for page in (64, 16, 1)), {"chosen": "mqa", **ways})
+    put("mla_paths_h200.jsonl", *({"page": page, **ways} for page in (64, 16, 1)), 
+        {"chosen": "mqa", "heads": 128, "prefix": 32768, "new": 64, **ways})  # fmt: skip
     assert state(13) == ("`mla_paths_h200.jsonl#page`", "done")
     evidence, found = state(11)
     assert found == "not done: slower than the other way at 1 of 1 points"

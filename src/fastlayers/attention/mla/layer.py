@@ -92,7 +92,7 @@ class MLAAttention(AttentionCore):
     fp8_absorb : bool
         With a ``kv_b_proj`` of FP8 blocks: absorbed products multiply its codes, and round their inputs to e4m3 by 128
         features, instead of a dequantised copy, which is then not held. As coarse as that format.
-    thresholds : MLAThresholds
+    thresholds : MLAThresholds, optional
     alt_stream : torch.cuda.Stream, optional
         Second stream on which the latent's norm overlaps the query's, only while a graph is captured; share one
         among all layers.
@@ -296,7 +296,7 @@ class MLAAttention(AttentionCore):
             raise ArgumentError(NAME, "meta.path", repr(meta.path), "one of " + ", ".join(PATHS))
         if meta.path or meta.batch.is_decode:
             return meta.path or "mqa"
-        return select_path(meta.batch, self.thresholds)
+        return select_path(meta.batch, self.thresholds, self.num_heads)
 
     def forward(self, hidden_states: torch.Tensor, meta: AttentionMeta, cache: LayerCache) -> torch.Tensor:
         """Attend; the new tokens' latents are written to ``cache`` first.

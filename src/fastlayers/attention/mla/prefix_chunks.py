@@ -1,21 +1,25 @@
 """Which way an MLA layer takes for a batch, and how a long prefix is cut into chunks.
 
     "mqa"          absorbed: attention over the cached latents. L+R + L multiply-adds a query-key pair, but a key is
-                   one short row for all heads. Decode, and short extends of a short prefix.
+                   one short row for all heads. Decode, and short extends of a prefix.
     "mha"          expanded: keys and values of the new tokens from kv_b_proj. N+R + V multiply-adds a pair.
                    Prefill without a prefix.
     "mha_one_shot" expanded over prefix and new tokens together, one causal pass with k_len > q_len.
     "mha_chunked"  expanded chunk by chunk: a causal pass over the new tokens, then one non-causal pass per chunk of
                    the prefix, merged by their LSE. Bounds the memory of the expanded keys.
 
-The thresholds of prefixes are those that production engines use for DeepSeek-V3 on Hopper; all are arguments of the
-layer. A few new tokens a request (drafts to verify, the end of a long prompt) never pay for expanding a prefix: that
-costs L · (N+V) multiply-adds a key and head, and saves (L+R + L) - (N+R + V) a query, 170 times less in DeepSeek-V3.
+What an expansion costs a key and head, L · (N+V) multiply-adds, it saves once (L+R + L) - (N+R + V) for each of some
+170 queries of DeepSeek-V3 that meet the key, however many keys there are. So what decides is how many new tokens a key
+meets in the mean, and not how long prefixes are: drafts to verify and the ends of prompts attend to latents, longer
+pieces of prompts expand. On an H200 both ways took equally long at about 140 new tokens with 128 heads and 255 with 16,
+behind 2,048 tokens as behind 32,768 (``benchmarks/results/mla_paths_h200.jsonl``). All thresholds are arguments of the
+layer; what production engines take for DeepSeek-V3 on Hopper is ``MLAThresholds(prefix=8192, few=1)``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import mul
 
 import torch
 
@@ -23,6 +27,8 @@ from fastlayers.attention.meta import AttentionBatch, AttentionMeta
 from fastlayers.attention.mla.config import RaggedLengths
 from fastlayers.errors import check_fields, check_positive
 
+# Measured with 128 heads and with 16.
+MANY_HEADS = 64
 PATHS = ("mqa", "mha", "mha_one_shot", "mha_chunked")
 
 
@@ -33,26 +39,32 @@ class MLAThresholds:
     Parameters
     ----------
     prefix : int
-        From this many cached tokens on, an extend expands its prefix instead of attending to latents.
+        From this many cached tokens on, an extend may expand its prefix instead of attending to latents.
     one_shot : int
         Up to this many tokens (prefix and new) are expanded at once; more go chunk by chunk.
     chunk : int
         Expanded prefix tokens held at a time.
-    few : int
-        Up to this many new tokens of each request, an extend attends to latents however long its prefix is.
+    few : int, optional
+        Up to this many new tokens that a cached or new token meets in the mean over the batch (where all requests have
+        as many: of each), an extend attends to latents however long its prefix is. Default: as measured for the heads.
     """
 
-    prefix: int = 8192
+    prefix: int = 1
     one_shot: int = 131072
     chunk: int = 131072
-    few: int = 64
+    few: int | None = None
 
     def __post_init__(self) -> None:
         check_fields("MLAThresholds", self)
-        check_positive("MLAThresholds", prefix=self.prefix, one_shot=self.one_shot, chunk=self.chunk, few=self.few)
+        check_positive("MLAThresholds", prefix=self.prefix, one_shot=self.one_shot, chunk=self.chunk)
+        check_positive("MLAThresholds", few=1 if self.few is None else self.few)
+
+    def few_of(self, heads: int) -> int:
+        """Return ``few`` for so many heads: expanded keys of few heads are small, and their products slow."""
+        return (128 if heads >= MANY_HEADS else 256) if self.few is None else self.few
 
 
-def select_path(batch: AttentionBatch, thresholds: MLAThresholds) -> str:
+def select_path(batch: AttentionBatch, thresholds: MLAThresholds, heads: int) -> str:
     """Return the path for a batch: one of :data:`PATHS`. Pure, host data only.
 
     Batches with left padding (``starts``) or trees go to ``"mqa"``, the only path that masks them.
@@ -62,9 +74,11 @@ def select_path(batch: AttentionBatch, thresholds: MLAThresholds) -> str:
     prefix = sum(batch.prefix_lens)
     if prefix == 0:
         return "mha"
-    if prefix < thresholds.prefix or max(batch.query_lens) <= thresholds.few:
+    tokens = sum(batch.seq_lens)
+    met = sum(map(mul, batch.query_lens, batch.seq_lens))
+    if prefix < thresholds.prefix or met <= tokens * thresholds.few_of(heads):
         return "mqa"
-    return "mha_one_shot" if sum(batch.seq_lens) <= thresholds.one_shot else "mha_chunked"
+    return "mha_one_shot" if tokens <= thresholds.one_shot else "mha_chunked"
 
 
 def prefix_chunks(prefix_lens: tuple[int, ...], capacity: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
