@@ -6,6 +6,7 @@ import argparse
 import ast
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -316,6 +317,19 @@ def test_parts_have_names_of_their_own_and_known_needs(renew: Any) -> None:
         printed = part.command.endswith("--json") or part.name == "torch_compile"
         assert printed or not part.result or "{out}" in part.command or "{dir}" in part.command
         assert not ("{out}" in part.command and not part.result)
+
+
+def test_programs_do_not_stop_before_their_part_is_expected_to_end(renew: Any) -> None:
+    """What a program leaves out for want of time makes its part incomplete, so that nothing of it is adopted."""
+    own = 0
+    for part in names(renew):
+        words = shlex.split(part.command)
+        path = ROOT / words[0]
+        if path.suffix == ".py" and (told := re.search(r"arguments\(__doc__, ([\d.]+)\)", path.read_text())):
+            limit = float(words[words.index("--seconds") + 1] if "--seconds" in words else told[1])
+            assert limit >= part.seconds, part.name
+            own += 1
+    assert own >= 7
 
 
 def test_the_gpu_suite_is_each_file_with_such_tests_once(renew: Any) -> None:
