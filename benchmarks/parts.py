@@ -164,6 +164,10 @@ def _suites() -> Iterator[Part]:
         "multigpu_suite", f"pytest tests/comm/test_two_gpus.py tests/comm/test_world.py -m multigpu {suite}",
         "multigpu_suite_h200.json", 90, "10: 2; 14: 2", (), 2, PLAIN,
     )  # fmt: skip
+    yield Part(
+        "multigpu_packages", f"pytest tests/comm/test_two_gpus_packages.py -m multigpu {suite}",
+        "multigpu_packages_h200.json", 175, "14: item 1, rows of packages", ("flashinfer", "sgl_kernel"), 2, noisy=True,
+    )  # fmt: skip
     checkpoints = (
         ("tiny", "tiny", "mla", "dequantised,fp8-block"),
         ("tiny_qwen3_moe", "checkpoints/tiny_qwen3_moe", "gqa", "dequantised,fp8-block"),

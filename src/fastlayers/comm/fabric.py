@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ import torch
 
 from fastlayers.comm.parallel import Axis
 from fastlayers.comm.symmetric import Arena, NoSymmetricMemory, Phases, SymmArena
-from fastlayers.device import as_device, missing
+from fastlayers.device import as_device, missing, package
 from fastlayers.errors import CollectiveMismatch
 
 if TYPE_CHECKING:
@@ -29,14 +29,20 @@ NEEDS = ("torch.distributed._symmetric_memory:rendezvous", "triton:jit")
 # exchange would. Two ranks send the same either way.
 PUSH_ROWS = {2: 1024, 3: 128, 4: 64}
 FEWEST_PUSH_ROWS = 16
+# Of whose rows between ranks all ranks need the same.
+PACKAGES = ("flashinfer", "sgl_kernel")
 
 
 @dataclass(frozen=True)
 class Fabric:
-    """What holds on all ranks of an axis; ``refusal``: why kernels cannot address other ranks, or ``None``."""
+    """What holds on all ranks of an axis.
+
+    ``refusal``: why kernels cannot address other ranks, or ``None``. ``lacking``: why a package's cannot, by its name.
+    """
 
     size: int
     refusal: str | None = None
+    lacking: Mapping[str, str] = field(default_factory=dict, compare=False)
 
 
 def survey(axis: Axis, device: torch.device) -> Fabric:
@@ -59,13 +65,14 @@ def survey(axis: Axis, device: torch.device) -> Fabric:
         "host": socket.gethostname(), "device": str(place), "type": device.type, "capability": own.capability,
         "lacks": missing(NEEDS, load=device.type == "cuda"),
         "versions": (torch.__version__, torch.version.cuda, fastlayers.__version__),
+        "packages": {name: package(name, load=False) for name in PACKAGES},
     }  # fmt: skip
     facts: list[Any] = [None] * axis.size
     dist.all_gather_object(facts, mine, group=axis.group)
     versions = [each["versions"] for each in facts]
     if len(set(versions)) != 1:
         raise CollectiveMismatch(f"ranks run different versions: {dict(enumerate(versions))}; accepted: one everywhere")
-    return Fabric(axis.size, _refusal(facts))
+    return Fabric(axis.size, _refusal(facts), _lacking(facts))
 
 
 def _refusal(facts: list[dict[str, Any]]) -> str | None:
@@ -80,6 +87,18 @@ def _refusal(facts: list[dict[str, Any]]) -> str | None:
     if old is not None:
         return f"needs sm_90 or newer, a rank has sm_{old[0]}{old[1]}"
     return next((each["lacks"] for each in facts if each["lacks"]), None)
+
+
+def _lacking(facts: list[dict[str, Any]]) -> dict[str, str]:
+    """Return which packages not all ranks have alike, and why."""
+    found = {}
+    for name in PACKAGES:
+        states = [each["packages"][name] for each in facts]
+        versions = {rank: state.version for rank, state in enumerate(states)}
+        absent = next((f"rank {rank}: {state.reason}" for rank, state in enumerate(states) if state.reason), None)
+        if absent or len(set(versions.values())) > 1:
+            found[name] = absent or f"ranks have different versions of {name}: {versions}"
+    return found
 
 
 def agree(axis: Axis, facts: Mapping[str, Any]) -> None:
@@ -132,6 +151,13 @@ class Workspace:
     push: PushSum | None = None
     exchange: Exchange | None = None
     phases: Mapping[str, float] = field(default_factory=dict)
+    _packages: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def of_package(self, name: str, make: Callable[[], Any]) -> Any:
+        """Return what a package's rows have beside the arena; the first of them makes it, on all ranks together."""
+        if name not in self._packages:
+            self._packages[name] = make()
+        return self._packages[name]
 
     @property
     def share(self) -> int:

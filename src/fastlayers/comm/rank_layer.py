@@ -6,7 +6,7 @@ axis, workspace ─► RankConfig ─► registry ─► ladder:  rows up to the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -61,6 +61,11 @@ class RankConfig:
             raise ArgumentError(self.layer, "workspace", f"for {given}", wanted)
         return found
 
+    def check_slots(self, rows: int, slots: int, why: str = "for which the workspace was made") -> None:
+        """Raise :class:`ArgumentError` unless so many rows fit."""
+        if rows > slots:
+            raise ArgumentError(self.layer, "rows", rows, f"at most {slots}, {why}")
+
 
 def refuse_nccl(cfg: Any, device: Device) -> str | None:
     """Refuse an axis whose group is not NCCL's."""
@@ -87,6 +92,20 @@ def refuse_symmetric(cfg: Any, device: Device) -> str | None:
     return None if cfg.slots else "no symmetric workspace was made for this axis"
 
 
+def refuse_package(name: str, sizes: tuple[int, ...]) -> Callable[[Any, Device], str | None]:
+    """Return what refuses ranks between which the kernels of a package cannot go, or that have it not alike."""
+
+    def refuse(cfg: Any, device: Device) -> str | None:
+        if cfg.axis.size not in sizes:
+            return f"{cfg.axis.size} ranks; {name}'s kernels are for {', '.join(map(str, sizes))}"
+        why = refuse_nccl(cfg, device) or refuse_symmetric(cfg, device)
+        if why is None and cfg.workspace is not None:
+            why = cfg.workspace.fabric.lacking.get(name)
+        return why
+
+    return refuse
+
+
 def _backend_of(axis: Axis) -> str:
     import torch.distributed as dist
 
@@ -95,10 +114,7 @@ def _backend_of(axis: Axis) -> str:
     return "nccl" if "nccl" in str(dist.get_backend_config(axis.group)) else "gloo"
 
 
-def rank_registry(
-    layer: str, name: str, guards: Mapping[str, str], needs: Mapping[str, tuple[str, ...]] | None = None,
-    *more: Backend,
-) -> Registry:  # fmt: skip
+def rank_registry(layer: str, name: str, guards: Mapping[str, str], *more: Backend) -> Registry:
     """Return the rows of a layer: over symmetric memory, over the group (NCCL, Gloo), guards, the reference.
 
     Parameters
@@ -109,8 +125,6 @@ def rank_registry(
         Of the classes, behind ``Triton``, ``Collective`` and ``Reference``.
     guards : mapping of str to str
         Names of rows that always refuse, and why.
-    needs : mapping, optional
-        What guards need besides.
     *more : Backend
         Rows of this layer alone, behind those of the group.
     """
@@ -120,7 +134,7 @@ def rank_registry(
     def never(reason: str) -> Any:
         return lambda cfg, device: reason
 
-    rows = [Backend(row, collective, (needs or {}).get(row, ()), never(why), ()) for row, why in guards.items()]
+    rows = [Backend(row, collective, (), never(why), ()) for row, why in guards.items()]
     return Registry(
         layer,
         [

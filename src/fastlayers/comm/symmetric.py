@@ -37,6 +37,13 @@ class NoSymmetricMemory(RuntimeError):
     """Why no arena was made, on any rank."""
 
 
+def all_well(what: str, failures: Sequence[str | None]) -> None:
+    """Raise :class:`NoSymmetricMemory` if a rank says why it could not get something."""
+    for rank, why in enumerate(failures):
+        if why is not None:
+            raise NoSymmetricMemory(f"rank {rank} could not get {what}: {why}")
+
+
 class Phases(dict[str, float]):
     """Seconds of what follows one another, by name; the clock starts when this is made."""
 
@@ -180,7 +187,7 @@ class SymmArena(Arena):
         if len({size for size, _ in asked}) != 1:
             sizes = [size for size, _ in asked]
             raise CollectiveMismatch(f"SymmArena: the ranks ask for {sizes} bytes; accepted: one size on all ranks")
-        self._all_well(f"{nbytes:,} bytes of symmetric memory", [why for _, why in asked])
+        all_well(f"{nbytes:,} bytes of symmetric memory", [why for _, why in asked])
         assert buffer is not None
         phases.end("sizes compared")
         views: list[torch.Tensor] = []
@@ -189,7 +196,7 @@ class SymmArena(Arena):
         except RuntimeError as error:
             failed = str(error).splitlines()[0][:200]
         phases.end("rendezvous")
-        self._all_well("the memory of the other ranks", self._gather(failed))
+        all_well("the memory of the other ranks", self._gather(failed))
         views[axis.rank] = buffer
         super().__init__(axis.size, axis.rank, buffer, [view.data_ptr() for view in views], deadline_s)
         self.views = views
@@ -220,12 +227,6 @@ class SymmArena(Arena):
         found: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(found, mine, group=self.group)
         return found
-
-    @staticmethod
-    def _all_well(what: str, failures: Sequence[str | None]) -> None:
-        for rank, why in enumerate(failures):
-            if why is not None:
-                raise NoSymmetricMemory(f"rank {rank} could not get {what}: {why}")
 
     def ready(self) -> None:
         import torch.distributed as dist

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.autograd import forward_ad
 
-from fastlayers.comm.rank_layer import RankConfig, RankLayer, rank_registry, refuse_nccl
+from fastlayers.comm.rank_layer import RankConfig, RankLayer, rank_registry, refuse_nccl, refuse_package
 from fastlayers.device import Device
 from fastlayers.registry import Backend
 
@@ -34,15 +34,18 @@ def _refuse_torch(cfg: AllReduceConfig, device: Device) -> str | None:
 ALL_REDUCE = rank_registry(
     "all_reduce", "AllReduce",
     {
-        "sgl_kernel": "its buffers are cudaIpc handles, which expandable segments have none of, and captures register "
-        "them in a call of all ranks",
         "nccl_window": "NCCL < 2.29: symmetric windows replayed in graphs corrupt data",
         "multimem": "multicast is off on this fabric",
     },
-    {"sgl_kernel": ("sgl_kernel",)},
     Backend(
         "torch_symm_mem", "fastlayers.comm.all_reduce.torch_symm_mem:TorchSymmMemAllReduce",
         ("torch.distributed._symmetric_memory:rendezvous",), _refuse_torch, (),
+    ),
+    Backend(
+        "sgl_kernel", "fastlayers.comm.all_reduce.sgl_kernel:SglAllReduce",
+        ("sgl_kernel", *(f"torch.ops:sgl_kernel.{name}" for name in
+                         ("meta_size", "init_custom_ar", "register_buffer", "all_reduce", "dispose"))),
+        refuse_package("sgl_kernel", (2, 4, 6, 8)), (), note="waits for ever for a rank that is lost",
     ),
 )  # fmt: skip
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from fastlayers.comm.all_reduce.layer import AllReduceConfig
-from fastlayers.errors import ArgumentError
 
 
 class TritonAllReduce:
@@ -16,8 +15,6 @@ class TritonAllReduce:
 
     def __call__(self, x: torch.Tensor, part: int = 0) -> torch.Tensor:
         """Return a new tensor."""
-        if x.shape[0] > self.push.slots:
-            accepted = f"at most {self.push.slots}, for which the workspace was made"
-            raise ArgumentError("AllReduce", "rows", x.shape[0], accepted)
+        self.cfg.check_slots(x.shape[0], self.push.slots)
         total: torch.Tensor = self.push(x, part=part)[1]
         return total

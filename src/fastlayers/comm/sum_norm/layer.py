@@ -21,10 +21,12 @@ import torch
 from torch.autograd import forward_ad
 
 from fastlayers.comm.parallel import Axis
-from fastlayers.comm.rank_layer import RankConfig, RankLayer, rank_registry
+from fastlayers.comm.rank_layer import RankConfig, RankLayer, rank_registry, refuse_package
+from fastlayers.device import Device
 from fastlayers.errors import check_choice, check_plain, check_tensor
 from fastlayers.layer import Layer
 from fastlayers.norm.rms_norm.layer import ROUNDINGS
+from fastlayers.registry import Backend
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,27 @@ class SumNormConfig(RankConfig):
         check_plain("SumNorm", "float >= 0", eps=self.eps)
 
 
+_refuse_ranks = refuse_package("flashinfer", (2, 4, 8))
+
+
+def _refuse_flashinfer(cfg: SumNormConfig, device: Device) -> str | None:
+    if cfg.rounding == "cast_then_scale":
+        return "rounds once, after the weight; this model rounds before it"
+    if cfg.spread:
+        return "leaves the residual whole; these rows are spread"
+    if cfg.dtype == torch.float32:
+        return "fp32: its workspace has two bytes for each value of many rows; bf16 and fp16 only"
+    return _refuse_ranks(cfg, device)
+
+
 SUM_NORM = rank_registry(
-    "sum_norm", "SumNorm",
-    {
-        "flashinfer": "rounds once, after the weight, and sums twice; its workspace takes two minutes to make",
-        "multimem": "multicast is off on this fabric",
-    },
-    {"flashinfer": ("flashinfer:norm",)},
+    "sum_norm", "SumNorm", {"multimem": "multicast is off on this fabric"},
+    Backend(
+        "flashinfer", "fastlayers.comm.sum_norm.flashinfer:FlashInferSumNorm",
+        ("flashinfer.comm:create_allreduce_fusion_workspace", "flashinfer.comm:allreduce_fusion"),
+        _refuse_flashinfer, (),
+        note="builds its kernels for two minutes where they are not built; waits for ever for a rank that is lost",
+    ),
 )  # fmt: skip
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from fastlayers.comm.sum_norm.layer import SumNormConfig
-from fastlayers.errors import ArgumentError
 
 
 class TritonSumNorm:
@@ -27,9 +26,7 @@ class TritonSumNorm:
                 x, residual, weight, self.eps, self.rounding, codes=codes, part=part
             )
             return found
-        if x.shape[0] > self.push.slots:
-            accepted = f"at most {self.push.slots}, for which the workspace was made"
-            raise ArgumentError("SumNorm", "rows", x.shape[0], accepted)
+        self.cfg.check_slots(x.shape[0], self.push.slots)
         summed: tuple[Any, torch.Tensor] = self.push(
             x, residual, weight, self.eps, self.rounding, codes=codes, part=part
         )
