@@ -42,6 +42,7 @@ from fastlayers.registry import LAYERS, registry
 from fastlayers.registry.spec import Case, spec_of
 from fastlayers.runtime import launch
 from fastlayers.runtime.launch import Kernel
+from fastlayers.sampler.triton_drafts import settle_drafts
 from fastlayers.testing.compile_check import KernelBuild
 from fastlayers.tuning.sweep import case_at, inputs_of
 
@@ -284,6 +285,9 @@ def _rows(recorder: Recorder) -> None:
     recorder.label = "expert_placement"
     tables = [_empty(*shape, dtype=torch.int32) for shape in ((256, 9), (256,), (256,))]
     TritonSlots(None)(ids, _empty(128, dtype=torch.int64), *tables)
+    recorder.label = "drafts"
+    known, largest, drawn = _empty(4, 16, dtype=torch.int64), _empty(16, dtype=BF16), _empty(16, dtype=torch.int64)
+    settle_drafts.function(known, drawn, largest, drawn, _empty(4, 66, dtype=torch.int64), 8, -2, -2)
 
 
 def _attention(recorder: Recorder) -> None:

@@ -24,6 +24,7 @@ WITHOUT_TABLES = (
     "fastlayers.comm.triton_exchange:Exchange", "fastlayers.comm.triton_push:PushSum",
     "fastlayers.comm.triton_tokens:TokenExchange", "fastlayers.moe.placement.triton:TritonSlots",
     "fastlayers.patching.triton_dense:TritonDense", "fastlayers.patching.triton_turn:TritonTurn",
+    "fastlayers.sampler.triton_drafts:settle_drafts",
 )  # fmt: skip
 
 

@@ -281,6 +281,14 @@ class SlotStep(ModelStep):
         params = self.table.gather(rows)
         params.offset.add_(depths)
         drawn = self.sampler(logits, params, "filtered")
+        if self.sampler.choice.name == "triton":
+            from fastlayers.sampler.triton_drafts import settle_drafts  # a start on a CPU imports no Triton
+
+            known, looks = self._verify_in.device[: 4 * self._width].view(4, -1), 1 << self._doublings
+            told: torch.Tensor = settle_drafts(
+                known, drawn, logits.amax(-1), params.offset, self.table.tensors[2], looks, RIGHT, PASSED
+            )
+            return told
         right = (drawn.index_select(0, parents) == drafts) | (drafts == RIGHT)
         return self._settle(finite_or_minus_one(logits, drawn), right, params.offset)
 

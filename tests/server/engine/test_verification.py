@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,15 +45,15 @@ def chi_square(counts: torch.Tensor, p: torch.Tensor) -> float:
     return (statistic - free) / (2 * free) ** 0.5
 
 
-def verifier(rows: int, each: int = 0) -> Any:
+def verifier(rows: int, each: int = 0, device: str = "cpu", sampler: Any = None) -> Any:
     """Return a step with a table and a sampler, and logits instead of a model."""
     step = SlotStep.__new__(SlotStep)
-    step.verify_each = each
-    step.table, step.nobody = RowTable(rows, torch.device("cpu")), rows
-    step.sampler = Sampler(VOCAB)
+    step.verify_each, step.scripted = each, None
+    step.table, step.nobody = RowTable(rows, torch.device(device)), rows
+    step.sampler = sampler or Sampler(VOCAB)
     step.model = SimpleNamespace(compute_logits=lambda hidden: hidden)
     step._width = (K + 1) * rows
-    step._verify_in = SimpleNamespace(device=torch.zeros(4 * step._width, dtype=torch.int64))
+    step._verify_in = SimpleNamespace(device=torch.zeros(4 * step._width, dtype=torch.int64, device=device))
     return step
 
 
@@ -147,7 +148,7 @@ def test_a_tree_is_walked_and_its_path_moved_together(forest: list[tuple[list[in
         chunks.append(Chunk(request, 3, ids, len(ids), parents if len(ids) > 1 else ()))  # type: ignore[arg-type]
         slots += [100 * (row + 1) + place for place in range(len(ids))]
     sent: list[int] = []
-    step.scripted, step._verify_in = None, SimpleNamespace(device=torch.zeros(4 * total), send=sent.extend)
+    step._verify_in = SimpleNamespace(device=torch.zeros(4 * total), send=sent.extend)
     step._send_drafts(chunks, total)
     step._verify_in.device = torch.tensor(sent)
     cells = torch.arange(100.0 * (rows + 1))[:, None, None]
@@ -246,7 +247,7 @@ def test_columns_of_drafts_are_as_long_as_the_step_is_wide() -> None:
         sent.append(values)
         device[: len(values)] = torch.tensor(values)
 
-    step.scripted, step._verify_in = None, SimpleNamespace(device=device, send=send)
+    step._verify_in = SimpleNamespace(device=device, send=send)
     chunks = [Chunk(SimpleNamespace(slot=slot), 3, [5, 6, 7], 3) for slot in (2, 4)]  # type: ignore[arg-type]
     for tokens, width in ((6, 128), (6, 8), (0, 16)):
         step._send_drafts(chunks[: tokens // 3], width)
@@ -282,3 +283,93 @@ def test_logits_that_are_not_finite_draw_nothing() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         found = finite_or_minus_one(torch.tensor(rows, dtype=dtype), torch.arange(8))
         assert found.tolist() == [0, -1, -1, 3, -1, -1, -1, -1]
+
+
+class Told:
+    """A backend's sampler that draws what it is told."""
+
+    def __init__(self, backend: str, drawn: torch.Tensor) -> None:
+        self.choice, self.drawn = SimpleNamespace(name=backend), drawn
+
+    def __call__(self, logits: torch.Tensor, params: RowParams, mode: str) -> torch.Tensor:
+        params.offset.add_(1)
+        return self.drawn
+
+
+def drawn_forest(turn: int) -> tuple[list[Chunk], int, list[int]]:
+    """Return chunks to verify, most tokens of each (0: trees), and what is drawn at each token: mostly a draft."""
+    dice, trees = random.Random(turn), turn % 2 == 1
+    most = 9 if trees else 1 + turn % 9
+    chunks: list[Chunk] = []
+    drawn: list[int] = []
+    for slot in range(1 + turn % 5, 0, -1):
+        parents, here = [-1], [dice.randrange(4)]
+        ids = [0]
+        for place in range(1, dice.randint(1, most)):
+            parent = dice.randrange(place) if trees and dice.random() < 0.5 else place - 1
+            taken = {ids[i] for i in range(place) if parents[i] == parent}
+            ids.append(here[parent] if dice.random() < 0.7 and here[parent] not in taken else 4 + place)
+            parents.append(parent)
+            here.append(dice.randrange(4))
+        request = SimpleNamespace(slot=slot)
+        chunks.append(Chunk(request, 3, ids, len(ids), parents if trees else ()))  # type: ignore[arg-type]
+        drawn += here
+    return chunks, 0 if trees else most, drawn
+
+
+def verified(backend: str, turn: int, device: str, captured: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what a step tells of such chunks, and the table's offsets and tokens behind it."""
+    chunks, each, here = drawn_forest(turn)
+    width, dice = len(here) + turn % 4, random.Random(turn)
+    drawn = torch.tensor(here + [0] * (turn % 4), device=device)
+    # Mostly each token has a row of its own there, so that the table shows which of them were the last ones.
+    own = turn % 3 > 0
+    rows = width if own else len(chunks)
+    step = verifier(rows, each, device, Told(backend, drawn))
+    if turn % 6 == 2:  # whatever is drawn
+        step.scripted = lambda chunk: [dice.choice((RIGHT, RIGHT, -1)) for _ in chunk.ids[1:]]
+    buffer = torch.zeros(4 * 2 * width, dtype=torch.int64, device=device)
+    step._verify_in = SimpleNamespace(
+        device=buffer, send=lambda values: buffer[: len(values)].copy_(torch.tensor(values))
+    )
+    if backend == "triton":
+        step._settle = None  # so that nothing comes of another way
+    step._send_drafts(chunks, width)
+    if own:
+        buffer[:width] = torch.arange(width)
+    step.table._longs[1] = torch.arange(rows + 1) + 100
+    logits = torch.randn(width, VOCAB, generator=torch.Generator().manual_seed(turn)).to(device, torch.bfloat16)
+    logits[turn % width, 1] = float("nan") if turn % 4 else float("-inf")
+    logits[0] = float("-inf") if turn % 5 == 4 else logits[0]
+    before = step.table._longs.clone()
+    told = step._verify(logits)
+    if captured:  # what ran was compiled
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            later = step._verify(logits)
+        step.table._longs.copy_(before)
+        graph.replay()
+        told = later.clone()  # the graph's memory ends with it
+    return told, step.table._longs[1:3, :rows]
+
+
+def check_one_launch(turns: int, device: str, captured: bool = False) -> None:
+    drafts = 0
+    with torch.inference_mode():
+        for turn in range(turns):
+            wanted, found = (verified(name, turn, device, captured) for name in ("torch", "triton"))
+            assert torch.equal(wanted[0], found[0]), turn
+            assert torch.equal(wanted[1], found[1]), turn
+            drafts += int((found[0] != PASSED).sum()) - (1 + turn % 5)
+    assert drafts > 2 * turns
+
+
+def test_one_launch_settles_what_torch_does() -> None:
+    """Beside the sampler's kernels: chains and trees, padding, scripted drafts, logits that are not finite."""
+    check_one_launch(12, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("captured", [False, True])
+def test_gpu_one_launch_settles_what_torch_does(captured: bool) -> None:
+    check_one_launch(90, "cuda", captured)
