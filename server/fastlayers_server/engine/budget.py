@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 from fastlayers_server.engine.config import LEAST
 
 NEARLY = 1.25  # a larger chunk that costs so much more at most is worth it where no chunk meets the target
@@ -9,6 +11,8 @@ NEARLY = 1.25  # a larger chunk that costs so much more at most is worth it wher
 BACKLOG, BACKLOG_SHARE, BACKLOG_ANYWAY = 8, 0.25, 16
 # A chunk may make a step so many times as long as one of its rows alone; more where more than so many wait.
 LONGER, PATIENT = 2.3, 8
+# While no more wait than run, a whole step of a backlog may take so many times the target, its rows included.
+STALL = 3.5
 # Of the seconds that a step may take, what is planned for: steps of served requests take longer than those measured.
 CAUTION = 0.92
 
@@ -56,8 +60,8 @@ class Budget:
         """Return the largest chunk beside so many decoding rows.
 
         Few who wait are served in chunks that make a tick less than three times a decode step, so that nobody who
-        decodes sees a gap; with a backlog it is ``max_tokens``: every decode step beside a small chunk is one that
-        fewer rows share. With ``mixed`` ones, which a backlog does not have, no step has more tokens than
+        decodes sees a gap; with a backlog it is ``max_tokens`` or :meth:`whole`: every decode step beside a small chunk
+        is one that fewer rows share. With ``mixed`` ones, which a backlog does not have, no step has more tokens than
         ``max_tokens``, for which kernels were warmed up.
         """
         found = self._chunk(rows, waiting)
@@ -70,6 +74,14 @@ class Budget:
         if key not in self._chunks:
             self._chunks[key] = self._fitting(*key)
         return self._chunks[key]
+
+    def whole(self, rows: int) -> int:
+        """Return the prompt tokens of a whole step that so many decoding rows have to wait for."""
+        if not rows or not self.target:
+            return self.max_tokens
+        limit = CAUTION * STALL * self.target - self.decode_seconds(rows)
+        sizes = range(1 + min(self.max_tokens, max(self.extend)))
+        return max(min(self.extend), bisect_right(sizes, limit, key=lambda size: _between(self.extend, size)) - 1)
 
     def _fitting(self, rows: int, waiting: int) -> int:
         alone = _between(self.decode, rows)

@@ -61,7 +61,7 @@ class Scheduler:
         self.outputs: list[Output] = []
         self.metrics = Metrics()
         self.ticks = 0
-        self.draining = self._left_out = self._behind = False
+        self.draining = self._left_out = self._behind = self._deep = False
         self._seq = 0
         self.history: deque[dict[str, object]] = deque(maxlen=256)
 
@@ -111,8 +111,14 @@ class Scheduler:
             elif request.end > len(request.tokens) + request.inflight:
                 rows.append(request)
         drafts = {r: draft(r, r.left - 1) for r in rows if r.may_draft} if draft is not None else {}
-        behind, fits = self.backlog, self.budget.chunk(len(rows), self.queue.count, self.config.mixed)
-        budget = limit = self.budget.max_tokens if behind else max(self.config.piece, fits)
+        decoding, waiting = len(rows), self.queue.count
+        behind = self._behind or self.budget.backlog(decoding, waiting)
+        self._deep = behind and (self._deep or waiting > decoding)
+        if not behind:
+            fits = self.budget.chunk(decoding, waiting, self.config.mixed)
+        else:
+            fits = self.budget.max_tokens if self._deep else self.budget.whole(decoding)
+        budget = limit = max(self.config.piece, fits)
         lengths = {r: r.kv + 1 for r in rows}
         for request, ids in drafts.items():
             lengths[request] += len(ids)
@@ -130,7 +136,7 @@ class Scheduler:
         new = sum(length - request.kv for request, length in lengths.items() if request.kv < request.goal)
         whole = behind and 2 * new > limit
         self._behind = whole and self.queue.count > 0
-        self._left_out = whole and bool(rows) and not (self._left_out or drafts or self.config.piece)
+        self._left_out = whole and self._deep and bool(rows) and not (self._left_out or drafts or self.config.piece)
         if self._left_out:
             lengths = {request: length for request, length in lengths.items() if request.kv < request.goal}
         block = self.cache.block
@@ -164,8 +170,9 @@ class Scheduler:
     def backlog(self) -> bool:
         """Whether so many wait that whole steps serve all best; from then on, until one leaves nobody behind.
 
-        Each second one is of prompts alone: a decode step costs nearly as much for few rows as for all, and those of a
-        backlog are not there yet. Prompts that fill no such step, as slots are taken, have the rows beside them.
+        If more waited than ran, each second one is of prompts alone: a decode step costs nearly as much for few rows as
+        for all, and those of a backlog are not there yet. Prompts that fill no such step, as slots are taken, have the
+        rows beside them. Else rows wait for no more than :meth:`Budget.whole` tokens, of a burst or behind a stall.
         """
         return self._behind or self.budget.backlog(len(self.running.requests), self.queue.count)
 

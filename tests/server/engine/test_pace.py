@@ -216,6 +216,30 @@ def test_a_backlog_takes_little_longer_than_its_steps_must(name: str) -> None:
     assert device.ticks <= 16 + OUT + 3 and device.now <= 1.03e-3 * steps
 
 
+@pytest.mark.parametrize("name", DEVICES)
+def test_whoever_came_while_the_device_stood_does_not_make_rows_wait_as_long_again(name: str) -> None:
+    """Fewer wait then than run: their prompts come in steps that rows see the end of, not in all that a step holds.
+
+    Nor with the rows in one step that is larger than those captured, when just as many wait as make a backlog.
+    """
+    arrivals = np.cumsum(np.random.default_rng(4).exponential(1 / 39, 200)).tolist()
+    device = Device(name, arrivals)
+    launch, stood = device.launch, 2.5
+
+    def late(plan: TickPlan) -> Any:
+        if device.now >= stood > device.free_at - 0.1:
+            device.free_at = stood + 0.35
+        assert not plan.mixed or plan.extend_tokens + len(plan.rows) <= max(PADDED)
+        return launch(plan)
+
+    device.launch = late  # type: ignore[method-assign]
+    device.run()
+    pairs = [pair for times in device.heard.values() for pair in pairwise(times)]
+    assert max(b - a for a, b in pairs if a < stood + 0.3 < b) >= 0.35
+    assert max(b - a for a, b in pairs if a >= stood + 0.3) <= 0.15
+    assert len(device.heard) == 200
+
+
 def test_prompts_for_the_slots_that_free_up_come_with_the_rows() -> None:
     """However many wait: a decode step beside a prompt costs hardly more than the prompt."""
     limits = SchedulerConfig(
