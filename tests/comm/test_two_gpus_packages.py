@@ -44,6 +44,7 @@ def workspace(rank: Rank, hidden: int) -> Workspace:
 def replayed(rank: Rank, calls: list[Any], wanted: list[Any], replays: int) -> int:
     """Count wrong results of calls that are captured, replayed and made eagerly in any order, ranks held up."""
     graphs, stream = [], torch.cuda.Stream()
+    torch.cuda.synchronize()  # calls follow one another on one stream
     for call in calls:
         with torch.cuda.stream(stream):
             call()
