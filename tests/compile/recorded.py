@@ -181,7 +181,8 @@ def _more(layer: str) -> Iterator[Case]:
 LARGE = ("linear", "fp8_linear", "int8_linear", "fp8_scaled_linear", "bmm", "fused_moe", "gqa", "mla", "sampler")
 
 
-def _cases(layer: str) -> Iterator[Case]:
+def cases(layer: str) -> Iterator[Case]:
+    """Yield the cases that a layer's Triton backend is recorded at."""
     yield from (case for case in spec_of(layer).cases if not (case.small and layer in LARGE))
     yield from _more(layer)
 
@@ -389,7 +390,7 @@ def _ranks(recorder: Recorder) -> None:
 def record(recorder: Recorder, layer: str) -> None:
     """Record what a layer's Triton backend launches."""
     backend: Any = registry(layer).named("triton").load()
-    for case in _cases(layer):
+    for case in cases(layer):
         recorder.label = f"{layer}-{case.name}"
         _run(layer, backend(case.cfg), case)
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fastlayers import env
 from fastlayers.device import Device
-from fastlayers.registry import registry
+from fastlayers.registry import LAYERS, registry
 from fastlayers.registry.spec import spec_of
 from fastlayers.runtime.launch import fewer_stages
 from fastlayers.testing.compile_check import SHARED_MEMORY_LIMIT, KernelBuild, compile_for, compiled_for
 
 sys.path.insert(0, str(Path(__file__).parent))
-from recorded import builds, kernels
+from recorded import GPT_OSS, V3_EXPERTS, builds, kernels
+from recorded import cases as recorded_cases
 
 pytestmark = [pytest.mark.compile, pytest.mark.skipif(env.triton_interpret(), reason="Triton interprets, not compiles")]
 BUILDS = [] if env.triton_interpret() else builds()
@@ -83,10 +87,63 @@ def compiles_on(build: KernelBuild, capability: int) -> bool:
     return capability >= (89 if e4m3 else 80)
 
 
+def needs_sm_90(build: KernelBuild) -> bool:
+    """Return whether a launch decodes MXFP4 codes, by instructions of sm_90."""
+    return ".mxfp4_" in build.kernel.__module__
+
+
+# Which rows make those launches that no case of a layer names.
+OTHERS = {
+    r"gqa-(?P<case>\w+)-tree-\d": ("gqa", "triton"),
+    r"mla-(?P<case>\w+)-tree-\d+": ("mla", "triton"),
+    r"mla-queries": ("mla", "flashmla"),
+    r"fused_moe-DeepGemmFusedMoE-.*": ("fused_moe", "deep_gemm"),
+    r"fused_moe-DeepGemmMaskedFusedMoE-.*": ("fused_moe", "deep_gemm_masked"),
+    r"fused_moe-rows": ("fused_moe", "sgl_kernel"),
+    r"\d+-[\d_]+": ("fused_moe", "triton_swizzled"),
+}
+
+
+@cache
+def configurations() -> dict[str, tuple[str, str, Any]]:
+    """Return by label which row makes a launch, and for which configuration."""
+    found = {f"{layer}-{case.name}": (layer, "triton", case.cfg) for layer in LAYERS for case in recorded_cases(layer)}
+    known = {f"{layer}-{case.name}": case.cfg for layer in LAYERS for case in spec_of(layer).cases}
+    known |= {label: cfg for label, (_, _, cfg) in found.items()}
+    usual = {
+        ("mla", "flashmla"): replace(known["mla-deepseek_tp8_decode"], kv_dtype=torch.float8_e4m3fn, fp8_math=True),
+        ("fused_moe", "triton_swizzled"): GPT_OSS,
+    }  # fmt: skip
+    usual |= {("fused_moe", name): V3_EXPERTS for name in ("deep_gemm", "deep_gemm_masked", "sgl_kernel")}
+    for label in {build.name.removeprefix(f"{build.kernel.__name__}-") for build in BUILDS} - found.keys():
+        for pattern, row in OTHERS.items():
+            if (match := re.fullmatch(pattern, label)) is not None:
+                case = match.groupdict().get("case")
+                found[label] = (*row, usual[row] if case is None else known[f"{row[0]}-{case}"])
+    return found
+
+
+@pytest.mark.parametrize("capability", [80, 89])
+def test_what_a_card_cannot_compile_is_refused_there_in_words(capability: int) -> None:
+    card = Device("cuda", "a card", (capability // 10, capability % 10))
+    layers = set()
+    for build in BUILDS:
+        if compiles_on(build, capability) and not (needs_sm_90(build) and capability < 90):
+            continue
+        layer, name, cfg = configurations()[build.name.removeprefix(f"{build.kernel.__name__}-")]
+        assert f"this is sm_{capability}" in (registry(layer).named(name).refusal(cfg, card) or ""), build.name
+        layers.add(layer)
+    wanted = {"fused_moe"} if capability == 89 else {
+        "silu_mul_quant", "group_quant", "mxfp8_quant", "nvfp4_quant", "fp8_linear", "fp8_scaled_linear", "bmm", "mla",
+        "gqa", "fused_moe", "kv_write", "mla_kv_write", "rotary_kv_write",
+    }  # fmt: skip
+    assert layers == wanted
+
+
 @pytest.mark.parametrize("capability", [80, 89, 100, 120])
 @pytest.mark.parametrize("build", OF_EACH.values(), ids=lambda build: build.name)
 def test_compiles_for_other_cards(build: KernelBuild, capability: int) -> None:
-    if ".mxfp4_" in build.kernel.__module__ and capability < 90:
+    if needs_sm_90(build) and capability < 90:
         pytest.skip("MXFP4 codes are decoded by instructions of sm_90; both rows refuse this card")
     constants = dict(build.constexprs) | ({"PDL": False} if "PDL" in build.constexprs and capability < 90 else {})
     build = replace(build, constexprs=constants)
