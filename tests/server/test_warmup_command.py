@@ -60,7 +60,7 @@ def test_gpu_nothing_compiles_for_any_prompt_and_batch_after_a_warm_up(
     watching = triton.knobs.runtime.jit_cache_hook
 
     def note(**details: Any) -> Any:
-        late.append(f"{rows and [len(row) for row in rows]}: {details['repr']} {details['specialization_data']}")
+        late.append(f"{rows and [len(row) for row in rows]}: {details['repr']} {details['compile']['constants']}")
         return watching(**details)
 
     rows: list[list[int]] = []

@@ -168,9 +168,12 @@ class Kernel:
     ----------
     jit : JITFunction
         Triton's own object; under its interpreter the interpreted function.
+    unspecialized : tuple[str, ...]
+        Numbers of which no value is compiled in.
     """
 
     def __init__(self, function: Callable[..., None], do_not_specialize: tuple[str, ...] = ()) -> None:
+        self.unspecialized = do_not_specialize
         self.jit: Any = triton.jit(do_not_specialize=list(do_not_specialize))(function)
         self.__name__, self.__doc__, self.__module__ = function.__name__, function.__doc__, function.__module__
         self._known: dict[tuple[Any, ...], Any] = {}

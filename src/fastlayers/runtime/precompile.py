@@ -4,6 +4,9 @@ token counts of a layer      powers of two and what lies between, both sides of 
                              serves, multiples of 64 as well: its kernels depend on how many tiles the tokens fill
 decode of attention          the same of requests, in every class of context
 extends that are captured    attention in each bucket, with bounds from the bucket and from the state's size
+other extends                attention of few and many new tokens a request, of one and many requests, behind nothing
+                             and behind all that fits, in tables as wide as the state's
+what a package asks          counts that its backend names (``token_counts``): its kernels follow rules of its own
 threads                      Triton's compiler lets others run while it works; other packages have one thread each
 """
 
@@ -21,7 +24,7 @@ from torch import nn
 from fastlayers.attention.buckets import ExtendBucket, ExtendBuckets
 from fastlayers.attention.context_buckets import CONTEXTS
 from fastlayers.layer import Layer
-from fastlayers.registry import Choice
+from fastlayers.registry import Backend, Choice
 from fastlayers.runtime import builds
 from fastlayers.runtime.streams import side_stream
 from fastlayers.tuning.probe import choices_of
@@ -29,6 +32,8 @@ from fastlayers.tuning.probe import choices_of
 TILE = 64
 # Calls of more tokens run one after another: several at once may not fit beside the model.
 SIDE_BY_SIDE, THREADS = 4096, 8
+# Extends of fewer tokens are warmed up behind so many others, too.
+MANY, DEEP = 512, 16384
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ class Job:
     call: Callable[[], Any]
 
 
-def cover(most: int, edges: Iterable[int] = (), tiles: bool = False) -> list[int]:
+def cover(most: int, edges: Iterable[int] = (), tiles: bool = False, named: Iterable[int] = ()) -> list[int]:
     """Return token counts up to ``most`` which together need what every count does, the largest first.
 
     Parameters
@@ -51,8 +56,10 @@ def cover(most: int, edges: Iterable[int] = (), tiles: bool = False) -> list[int
         Thresholds of ladders: a count on each side.
     tiles : bool
         Every multiple of :data:`TILE`, too.
+    named : iterable of int
+        These, too.
     """
-    found = {1, 2, 3, most}
+    found = {1, 2, 3, most, *named}
     power = 4
     while power <= most:
         found |= {power, power + 1, power + power // 2}
@@ -96,18 +103,20 @@ def jobs_of(
     ``step`` has what captures extends: its ``extend_buckets``, and the ``state`` whose size their kernels depend on.
     """
     choices = list(choices_of(layer))
-    edges = [r.max_tokens for choice in choices for r in choice.rungs if r.max_tokens is not None]
-    tiles = any("deep_gemm" in builds.compiling(rung.backend) for choice in choices for rung in choice.rungs)
+    rungs = [(rung, choice.cfg) for choice in choices for rung in choice.rungs]
+    edges = [rung.max_tokens for rung, _ in rungs if rung.max_tokens is not None]
+    named = [count for rung, cfg in rungs for count in _named(rung.backend, cfg, max_tokens)]
+    tiles = any("deep_gemm" in builds.compiling(rung.backend) for rung, _ in rungs)
     positions = getattr(getattr(layer, "rotary", None), "max_position", max_tokens)
 
     def calls(count: int) -> None:
         for inputs in examples(layer, count):
             layer(*inputs)
 
-    for count in cover(min(max_tokens, positions), edges, tiles):
+    for count in cover(min(max_tokens, positions), edges, tiles, named):
         yield Job(f"{label} {count}", count, packages_at(choices, count), lambda n=count: calls(n))  # type: ignore[misc]
     if hasattr(layer, "decode_choice"):
-        for context in [context for context in CONTEXTS if context < positions]:
+        for context in [context for context in CONTEXTS if context < positions] or [positions - 1]:
             for count in cover(max_batch, edges):
                 call = partial(_call, layer, _decode, count, context)
                 yield Job(f"{label} {count} × {context}", count, packages_at(choices, count), call)
@@ -115,6 +124,37 @@ def jobs_of(
             call = partial(_call, layer, _extend, bucket, step.state)
             words = f"{label} {bucket.tokens} of {bucket.requests} requests"
             yield Job(words, bucket.tokens, packages_at(choices, bucket.tokens), call)
+        for requests, each, context in _uneven(getattr(step, "state", None), max_tokens, max_batch):
+            call = partial(_call, layer, _several, requests, each, context, step.state)
+            words = f"{label} {requests} × {each} behind {context}"
+            yield Job(words, requests * each, packages_at(choices, requests * each), call)
+
+
+def _named(backend: Backend, cfg: Any, most: int) -> Iterable[int]:
+    """Return the counts at which a backend's launches differ by rules that are not ours, where it knows them."""
+    of = getattr(backend.load(), "token_counts", None)
+    found: Iterable[int] = () if of is None else of(cfg, most)
+    return found
+
+
+def _uneven(state: Any, max_tokens: int, max_batch: int) -> Iterator[tuple[int, int, int]]:
+    """Yield requests, new tokens of each, and what they have behind them, of extends that may run uncaptured.
+
+    How many programs share a tile's keys depends on all three; of :data:`MANY` tokens tiles alone fill a GPU.
+    """
+    if state is None:
+        return
+    longest = min(max_tokens, state.capacity)
+    for each in _powers(2, min(longest, SIDE_BY_SIDE)):
+        for requests in _powers(1, min(max_batch, state.max_batch, SIDE_BY_SIDE // each)):
+            few = requests * each < MANY
+            for context in sorted({0, min(longest - each, DEEP) if few else 0}):
+                yield requests, each, context
+
+
+def _powers(least: int, most: int) -> list[int]:
+    """Return the powers of two from ``least`` to ``most``."""
+    return [least << place for place in range(max(0, (most // least).bit_length()))]
 
 
 def _call(layer: Layer, inputs: Callable[..., tuple[Any, ...]], *of: Any) -> Any:
@@ -151,6 +191,17 @@ def _extend(layer: Any, bucket: ExtendBucket, like: Any) -> tuple[Any, ...]:
     x, cache = _rows_and_cache(layer, bucket.tokens, 0)
     state = AttentionState(like.max_batch, like.max_tokens, like.max_pages, like.page_size, x.device)
     return x, state.plan(AttentionBatch((), (), []), bucket=bucket), cache
+
+
+def _several(layer: Any, requests: int, each: int, context: int, like: Any) -> tuple[Any, ...]:
+    """Return the arguments of an extend in tables of ``like``'s width; all requests read and write the same pages."""
+    from fastlayers.attention.meta import AttentionBatch, AttentionState
+
+    pages = -(-(context + each) // like.page_size)
+    x, cache = _rows_and_cache(layer, requests * each, pages)
+    state = AttentionState(requests, requests * each, like.max_pages, like.page_size, x.device)
+    held = [list(range(1, pages + 1))] * requests
+    return x, state.plan(AttentionBatch((each,) * requests, (context,) * requests, held)), cache
 
 
 def _rows_and_cache(layer: Any, tokens: int, pages: int) -> tuple[torch.Tensor, Any]:

@@ -23,6 +23,8 @@ from fastlayers.moe.fused_moe.weights import MoEWeights
 MAX_TOKENS = 8192
 # The layout of scales belongs to this number of warps.
 WARPS = 8
+# Of its tiles, in rows.
+HEIGHTS = (16, 32, 64, 128)
 
 
 def _layouts() -> tuple[Any, Any]:
@@ -51,6 +53,11 @@ def swizzle(weights: MoEWeights) -> SwizzledWeights:
     codes = [_swizzle(w.flatten(-2), value, mx_axis=1) for w in (weights.w13, weights.w2)]
     scales = [_swizzle(s, scale, mx_axis=1, num_warps=WARPS) for s in (weights.w13_scale, weights.w2_scale)]
     return SwizzledWeights(*codes, *scales).with_biases(weights)
+
+
+def _most_tiles(rows: int, experts: int, height: int) -> int:
+    """Return for how many tiles the package launches, however the rows are spread over experts."""
+    return rows if rows <= experts else -(-(rows - experts + 1) // height) + experts - 1
 
 
 def _product(
@@ -107,6 +114,21 @@ class TritonKernelsFusedMoE(ExpertsBackend):
     """Two launches of ours and five of the package (one more for many tokens), one operator."""
 
     experts = _fused_moe
+
+    @staticmethod
+    def token_counts(cfg: FusedMoEConfig, most: int) -> list[int]:
+        """Return token counts up to ``most`` which together launch each variant of the package's product.
+
+        Its tiles follow from the power of two of an expert's rows; whether there are a multiple of 16 of them, or one,
+        is compiled in; and from some number on its programs are persistent: hence the first and the last of a kind.
+        """
+        found: dict[tuple[object, ...], list[int]] = {}
+        for tokens in range(1, min(most, MAX_TOKENS) + 1):
+            rows = tokens * cfg.top_k
+            tiles = [_most_tiles(rows, cfg.num_experts, height) for height in HEIGHTS]
+            kind = (rows // cfg.num_experts).bit_length(), *((n == 1, n % 16 == 0) for n in tiles)
+            found[kind] = [*found.get(kind, (tokens,))[:1], tokens]
+        return sorted({count for ends in found.values() for count in ends})
 
     def pack(self, weights: MoEWeights) -> SwizzledWeights:
         """Return the weights in the package's layout; the given ones are of no further use to it."""
