@@ -14,7 +14,7 @@ from fastlayers.tuning.bench import auto_option, chosen_options, describe_run, r
 from fastlayers.tuning.clock import clock_for
 from fastlayers.tuning.samples import Option
 from fastlayers.tuning.search import Bench
-from fastlayers.tuning.sweep import case_at, inputs_of, parse_shape, peak_flops, tokens_of
+from fastlayers.tuning.sweep import case_at, drawn_on, inputs_of, parse_shape, peak_flops, tokens_of
 
 CPU = torch.device("cpu")
 
@@ -77,3 +77,19 @@ def test_rows_have_both_floors_and_say_which_is_auto() -> None:
     with pytest.raises(UnknownNameError, match="deep_gemm"):
         chosen_options(bench, ["nothing"])
     assert describe_run(CPU)["device"] == "cpu" and describe_run(CPU)["packages"]["transformers"]
+
+
+def test_inputs_are_drawn_on_the_device_whatever_torch_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after transformers loaded a model: while it does, torch.linspace is another function."""
+    from torch.utils import _device
+
+    true = torch.linspace
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "linspace", lambda *given, **named: true(*given, **named))
+        known = _device._device_constructors.__wrapped__()
+    monkeypatch.setattr(_device, "_device_constructors", lambda: known)
+    with torch.device("meta"):
+        assert torch.linspace(0, 1, 3).device.type == "cpu"  # torch's own doing
+    with drawn_on("meta"):
+        assert torch.linspace(0, 1, 3).device.type == "meta"
+        assert torch.randn(3, generator=torch.Generator()).device.type == "meta"

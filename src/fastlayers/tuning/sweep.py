@@ -53,11 +53,19 @@ def case_at(layer: str, cfg: Any, tokens: int, context: int | None = None) -> Ca
     return Case(f"T={tokens}", cfg, spec.at_tokens(shape, cfg, tokens, cached), small=False)
 
 
-class _NoHostGenerators(TorchFunctionMode):
+class _Drawn(TorchFunctionMode):
     """Leaves out generators of the host: the device's own takes their place."""
+
+    def __init__(self, place: torch.device) -> None:
+        super().__init__()
+        self.place = place
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        # Where transformers loads a model, torch.linspace is another function for a while: torch, if it asks just then
+        # which functions make tensors, remembers that one, and the true one makes its tensors on the host ever after.
+        if getattr(func, "__name__", "") == "linspace":
+            kwargs.setdefault("device", self.place)
         generator = kwargs.get("generator")
         if generator is not None and generator.device.type == "cpu":
             del kwargs["generator"]
@@ -74,7 +82,7 @@ def drawn_on(device: torch.device | str) -> Iterator[None]:
     if place.type == "cpu":
         yield
         return
-    with place, _NoHostGenerators():
+    with place, _Drawn(place):
         yield
 
 
