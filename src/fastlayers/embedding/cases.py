@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fastlayers.embedding.layer import EmbeddingConfig
-from fastlayers.registry.spec import EXACT, Bound, Case, Cost, LayerSpec, place_of
+from fastlayers.registry.spec import Case, Cost, LayerSpec, calling, exact, place_of
 
 BF16 = torch.bfloat16
 
@@ -55,11 +55,6 @@ def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
     return {"ids": ids.to(device, shape["ids"]), "weight": weight.to(shape["dtype"])}
 
 
-def run(impl: Any, inputs: dict[str, Any], context: Any) -> dict[str, torch.Tensor]:
-    """Call the backend."""
-    return {"y": impl(inputs["ids"], inputs["weight"])}
-
-
 def cost(case: Case) -> Cost:
     """Memory bound: each wanted row once in, each output row once out."""
     tokens = 1
@@ -69,11 +64,6 @@ def cost(case: Case) -> Cost:
     held = case.cfg.rows / case.shape["vocab"]
     moved = tokens * (8.0 + row * (1 + held))
     return Cost(0.0, moved, moved)
-
-
-def bounds(case: Case) -> dict[str, Bound]:
-    """A copy is exact."""
-    return {"y": EXACT}
 
 
 def examples(layer: Any, count: int) -> list[tuple[Any, ...]]:
@@ -86,4 +76,5 @@ def at_tokens(shape: dict[str, Any], cfg: Any, tokens: int, context: int) -> dic
     return shape | {"tokens": (tokens,), "vocab": cfg.rows}
 
 
-SPEC = LayerSpec(CASES, make_inputs, run, cost, bounds=bounds, examples=examples, at_tokens=at_tokens)
+run = calling("ids", "weight")
+SPEC = LayerSpec(CASES, make_inputs, run, cost, bounds=exact("y"), examples=examples, at_tokens=at_tokens)

@@ -1,9 +1,8 @@
-"""What the cases of all linears share: how inputs are drawn, how a backend is called, what a module is called with."""
+"""What the cases of all linears share: how inputs are drawn, what a module is called with."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -19,16 +18,6 @@ def normal(device: torch.device, seed: int) -> Callable[..., torch.Tensor]:
         return torch.randn(*size, generator=generator).to(device)
 
     return random
-
-
-def calling(*names: str) -> Callable[[Any, dict[str, Any], Any], dict[str, torch.Tensor]]:
-    """Return a ``run`` that calls the backend with these inputs, in this order."""
-    operands = itemgetter(*names)
-
-    def run(impl: Any, inputs: dict[str, Any], context: Any) -> dict[str, torch.Tensor]:
-        return {"y": impl(*operands(inputs))}
-
-    return run
 
 
 def token_rows(layer: Any, count: int) -> list[tuple[Any, ...]]:

@@ -68,6 +68,28 @@ BOUNDS = {
 }
 
 
+def exact(*outputs: str) -> Callable[[Case], dict[str, Bound]]:
+    """Return ``bounds`` that ask for equality of these outputs."""
+    return lambda case: dict.fromkeys(outputs, EXACT)
+
+
+def giving(*names: str) -> Callable[[Any, dict[str, Any], Any], Any]:
+    """Return a ``call`` that gives a backend these inputs, in this order."""
+    return lambda impl, inputs, context: impl(*(inputs[name] for name in names))
+
+
+def calling(*names: str, outputs: tuple[str, ...] = ("y",)) -> Callable[..., dict[str, torch.Tensor]]:
+    """Return a ``run`` that does the same and names what comes back; of several results ``None`` is left out."""
+    call = giving(*names)
+
+    def run(impl: Any, inputs: dict[str, Any], context: Any) -> dict[str, torch.Tensor]:
+        found = call(impl, inputs, context)
+        results = (found,) if len(outputs) == 1 else found
+        return {name: each for name, each in zip(outputs, results, strict=True) if each is not None}
+
+    return run
+
+
 @dataclass(frozen=True)
 class Oracle:
     """What stands in for a layer's reference: ``"module:Class"``, and the bounds against it (as ``bounds`` below)."""

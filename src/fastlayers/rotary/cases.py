@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fastlayers.registry.spec import Case, Cost, LayerSpec
+from fastlayers.registry.spec import Case, Cost, LayerSpec, calling
 from fastlayers.rotary.layer import RotaryConfig
 from fastlayers.rotary.scaling import build_tables
 
@@ -103,12 +103,6 @@ def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
     }
 
 
-def run(impl: Any, inputs: dict[str, Any], context: Any) -> dict[str, torch.Tensor]:
-    """Call the backend."""
-    q, k = impl(inputs["q"], inputs["k"], inputs["cos"], inputs["sin"], inputs["positions"])
-    return {"q": q} if k is None else {"q": q, "k": k}
-
-
 def cost(case: Case) -> Cost:
     """Memory bound: every head once in, once out, and the rows of two tables."""
     shape = case.shape
@@ -118,4 +112,5 @@ def cost(case: Case) -> Cost:
     return Cost(3.0 * elements, moved, moved)
 
 
+run = calling("q", "k", "cos", "sin", "positions", outputs=("q", "k"))
 SPEC = LayerSpec(CASES, make_inputs, run, cost, unknown="the number of heads")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fastlayers.activation.silu_mul.layer import SiluMulConfig
-from fastlayers.registry.spec import Case, Cost, LayerSpec, zero_rows
+from fastlayers.registry.spec import Case, Cost, LayerSpec, calling, zero_rows
 
 
 def _case(name: str, tokens: int, size: int, dtype: torch.dtype, padding: int = 0, small: bool = True) -> Case:
@@ -37,11 +37,6 @@ def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
     return {"x": rows[:, : 2 * size]}
 
 
-def run(impl: Any, inputs: dict[str, Any], context: Any) -> dict[str, torch.Tensor]:
-    """Call the backend."""
-    return {"y": impl(inputs["x"])}
-
-
 def cost(case: Case) -> Cost:
     """Memory bound: two values in, one out."""
     elements = case.shape["num_tokens"] * case.cfg.size
@@ -54,4 +49,5 @@ def examples(layer: Any, count: int) -> list[tuple[Any, ...]]:
     return [(zero_rows(layer, count, 2 * layer.cfg.size),)]
 
 
+run = calling("x")
 SPEC = LayerSpec(CASES, make_inputs, run, cost, examples=examples)

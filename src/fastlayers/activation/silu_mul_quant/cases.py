@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fastlayers.activation.silu_mul_quant.layer import SiluMulQuantConfig
-from fastlayers.registry.spec import BOUNDS, Bound, Case, Cost, LayerSpec, zero_rows
+from fastlayers.registry.spec import BOUNDS, Bound, Case, Cost, LayerSpec, giving, zero_rows
 
 BF16 = torch.bfloat16
 
@@ -49,9 +49,7 @@ def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
     return {"x": rows[:, : 2 * cfg.size]}
 
 
-def call(impl: Any, inputs: dict[str, Any], context: Any) -> Any:
-    """Call the backend."""
-    return impl(inputs["x"])
+call = giving("x")
 
 
 def run(impl: Any, inputs: dict[str, Any], context: Any) -> dict[str, torch.Tensor]:

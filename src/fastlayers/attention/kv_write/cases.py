@@ -7,32 +7,27 @@ from typing import Any
 import torch
 
 from fastlayers.attention.kv_write.layer import KVWriteConfig
-from fastlayers.registry.spec import EXACT, Bound, Case, Cost, LayerSpec
+from fastlayers.registry.spec import Case, Cost, LayerSpec, exact, giving
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 
 
-def _case(
-    name: str,
-    tokens: int,
-    cfg: KVWriteConfig,
-    dtype: torch.dtype,
-    pages: tuple[int, int],
-    small: bool = True,
-    **more: Any,
+def write_case(
+    name: str, tokens: int, cfg: Any, dtype: torch.dtype, pages: tuple[int, int], small: bool = True, **more: Any
 ) -> Case:
+    """A case of rows that are written into a cache of ``pages``: their number and size."""
     return Case(name, cfg, {"num_tokens": tokens, "dtype": dtype, "pages": pages, "padded": 0, **more}, small)
 
 
 CASES = (
-    _case("qwen3_8b_decode", 3, KVWriteConfig(8, 128, 128, BF16), BF16, (4, 16)),
-    _case("fp8", 5, KVWriteConfig(2, 64, 64, FP8), BF16, (3, 16), padded=2),
-    _case("fp32_to_fp8", 4, KVWriteConfig(2, 16, 16, FP8), FP32, (8, 1)),
-    _case("other_v_dim", 4, KVWriteConfig(3, 48, 32, FP32), FP32, (3, 16), index=torch.int32),
-    _case("strided", 6, KVWriteConfig(2, 32, 32, FP16), FP16, (2, 64), padded=3, strided=True),
-    _case("narrower_cache", 3, KVWriteConfig(2, 16, 16, BF16), FP32, (3, 16)),
-    _case("empty", 0, KVWriteConfig(2, 16, 16, BF16), BF16, (2, 16)),
-    _case("qwen3_8b_prefill", 4096, KVWriteConfig(8, 128, 128, BF16), BF16, (80, 64), False, strided=True),
+    write_case("qwen3_8b_decode", 3, KVWriteConfig(8, 128, 128, BF16), BF16, (4, 16)),
+    write_case("fp8", 5, KVWriteConfig(2, 64, 64, FP8), BF16, (3, 16), padded=2),
+    write_case("fp32_to_fp8", 4, KVWriteConfig(2, 16, 16, FP8), FP32, (8, 1)),
+    write_case("other_v_dim", 4, KVWriteConfig(3, 48, 32, FP32), FP32, (3, 16), index=torch.int32),
+    write_case("strided", 6, KVWriteConfig(2, 32, 32, FP16), FP16, (2, 64), padded=3, strided=True),
+    write_case("narrower_cache", 3, KVWriteConfig(2, 16, 16, BF16), FP32, (3, 16)),
+    write_case("empty", 0, KVWriteConfig(2, 16, 16, BF16), BF16, (2, 16)),
+    write_case("qwen3_8b_prefill", 4096, KVWriteConfig(8, 128, 128, BF16), BF16, (80, 64), False, strided=True),
 )  # fmt: skip
 
 
@@ -66,9 +61,7 @@ def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
     return {"k": k, "v": v, "k_cache": caches[0], "v_cache": caches[1], "loc": loc}
 
 
-def call(impl: Any, inputs: dict[str, Any], context: Any) -> Any:
-    """Call the backend."""
-    return impl(*(inputs[name] for name in ("k", "v", "k_cache", "v_cache", "loc")))
+call = giving("k", "v", "k_cache", "v_cache", "loc")
 
 
 def run(impl: Any, inputs: dict[str, Any], context: Any) -> dict[str, torch.Tensor]:
@@ -85,11 +78,8 @@ def cost(case: Case) -> Cost:
     return Cost(0.0, moved, moved)
 
 
-def bounds(case: Case) -> dict[str, Bound]:
-    """A write moves or rounds once: bit-exact."""
-    return {"k_cache": EXACT, "v_cache": EXACT}
-
-
+# A write moves or rounds once.
+bounds = exact("k_cache", "v_cache")
 SPEC = LayerSpec(
     CASES, make_inputs, run, cost, bounds=bounds, mutates=("k_cache", "v_cache"), call=call, unknown="the cache"
 )

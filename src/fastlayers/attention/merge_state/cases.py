@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fastlayers.attention.merge_state.layer import MergeStateConfig
-from fastlayers.registry.spec import Case, Cost, LayerSpec
+from fastlayers.registry.spec import Case, Cost, LayerSpec, calling
 
 
 def _case(name: str, tokens: int, heads: int, head_dim: int, dtype: torch.dtype, small: bool = True) -> Case:
@@ -47,12 +47,6 @@ def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
     return {"o_a": o_a, "lse_a": lse[0], "o_b": o_b, "lse_b": lse[1]}
 
 
-def run(impl: Any, inputs: dict[str, Any], context: Any) -> dict[str, torch.Tensor]:
-    """Call the backend."""
-    o, lse = impl(inputs["o_a"], inputs["lse_a"], inputs["o_b"], inputs["lse_b"])
-    return {"o": o, "lse": lse}
-
-
 def cost(case: Case) -> Cost:
     """Memory bound: two outputs in, one out."""
     rows = case.shape["num_tokens"] * case.shape["num_heads"]
@@ -60,4 +54,5 @@ def cost(case: Case) -> Cost:
     return Cost(3.0 * rows * case.cfg.head_dim, moved, moved)
 
 
+run = calling("o_a", "lse_a", "o_b", "lse_b", outputs=("o", "lse"))
 SPEC = LayerSpec(CASES, make_inputs, run, cost, unknown="the number of heads")

@@ -7,23 +7,11 @@ from typing import Any
 import torch
 
 from fastlayers.attention.kv_write.cases import make_cache, make_loc
+from fastlayers.attention.kv_write.cases import write_case as _case
 from fastlayers.attention.mla_kv_write.layer import MLAKVWriteConfig
-from fastlayers.registry.spec import EXACT, Bound, Case, Cost, LayerSpec
+from fastlayers.registry.spec import Case, Cost, LayerSpec, exact, giving
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
-
-
-def _case(
-    name: str,
-    tokens: int,
-    cfg: MLAKVWriteConfig,
-    dtype: torch.dtype,
-    pages: tuple[int, int],
-    small: bool = True,
-    **more: Any,
-) -> Case:
-    return Case(name, cfg, {"num_tokens": tokens, "dtype": dtype, "pages": pages, "padded": 0, **more}, small)
-
 
 CASES = (
     _case("deepseek_decode", 3, MLAKVWriteConfig(512, 64, BF16), BF16, (3, 64), padded=1),
@@ -51,9 +39,7 @@ def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
     return {"latent": latent, "rope": rope, "cache": cache, "loc": make_loc(shape, generator).to(device)}
 
 
-def call(impl: Any, inputs: dict[str, Any], context: Any) -> Any:
-    """Call the backend."""
-    return impl(*(inputs[name] for name in ("latent", "rope", "cache", "loc")))
+call = giving("latent", "rope", "cache", "loc")
 
 
 def run(impl: Any, inputs: dict[str, Any], context: Any) -> dict[str, torch.Tensor]:
@@ -70,9 +56,6 @@ def cost(case: Case) -> Cost:
     return Cost(0.0, moved, moved)
 
 
-def bounds(case: Case) -> dict[str, Bound]:
-    """A write moves or rounds once: bit-exact."""
-    return {"cache": EXACT}
-
-
+# A write moves or rounds once.
+bounds = exact("cache")
 SPEC = LayerSpec(CASES, make_inputs, run, cost, bounds=bounds, mutates=("cache",), call=call, unknown="the cache")

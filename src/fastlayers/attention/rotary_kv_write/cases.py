@@ -7,24 +7,12 @@ from typing import Any
 import torch
 
 from fastlayers.attention.kv_write.cases import make_cache, make_loc
+from fastlayers.attention.kv_write.cases import write_case as _case
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWriteConfig
 from fastlayers.registry.spec import EXACT, Bound, Case, Cost, LayerSpec
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 Config = RotaryKVWriteConfig
-
-
-def _case(
-    name: str,
-    tokens: int,
-    cfg: Config,
-    dtype: torch.dtype,
-    pages: tuple[int, int],
-    small: bool = True,
-    **more: Any,
-) -> Case:
-    return Case(name, cfg, {"num_tokens": tokens, "dtype": dtype, "pages": pages, "padded": 0, **more}, small)
-
 
 _V3, _V2 = (True, False, True), (True, True, True)  # interleaved in, interleaved out, latent
 # Of Qwen2.5-VL, half as wide; and of Qwen3-VL's kind, where frequencies take turns.

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from fastlayers.linear.case_inputs import calling, normal, token_rows
+from fastlayers.linear.case_inputs import normal, token_rows
 from fastlayers.linear.dense.layer import LinearConfig
-from fastlayers.registry.spec import Case, Cost, LayerSpec
+from fastlayers.registry.spec import Case, Cost, LayerSpec, calling
 
 
 def _case(

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from fastlayers.linear.case_inputs import calling, normal, token_rows
+from fastlayers.linear.case_inputs import normal, token_rows
 from fastlayers.linear.fp8_block.layer import FP8LinearConfig
 from fastlayers.quant.block_quant import quantize_block_weight
-from fastlayers.registry.spec import Case, Cost, LayerSpec
+from fastlayers.registry.spec import Case, Cost, LayerSpec, calling
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from fastlayers.linear.case_inputs import calling, normal, token_rows
+from fastlayers.linear.case_inputs import normal, token_rows
 from fastlayers.linear.fp8_scaled.layer import FP8ScaledLinearConfig, quantize_scaled_weight
-from fastlayers.registry.spec import Case, Cost, LayerSpec
+from fastlayers.registry.spec import Case, Cost, LayerSpec, calling
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 Config = FP8ScaledLinearConfig

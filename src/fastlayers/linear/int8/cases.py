@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from fastlayers.linear.case_inputs import calling, normal, token_rows
+from fastlayers.linear.case_inputs import normal, token_rows
 from fastlayers.linear.int8.layer import Int8LinearConfig, quantize_channel_weight
-from fastlayers.registry.spec import Case, Cost, LayerSpec
+from fastlayers.registry.spec import Case, Cost, LayerSpec, calling
 
 FP16, FP32 = torch.float16, torch.float32
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from fastlayers.linear.case_inputs import calling, normal, token_rows
+from fastlayers.linear.case_inputs import normal, token_rows
 from fastlayers.linear.weight_only.layer import WeightOnlyLinearConfig, quantize_weight_only
 from fastlayers.quant.packed_codes import pack_nibbles, unpack_nibbles
-from fastlayers.registry.spec import Case, Cost, LayerSpec
+from fastlayers.registry.spec import Case, Cost, LayerSpec, calling
 
 FP16, FP32 = torch.float16, torch.float32
 

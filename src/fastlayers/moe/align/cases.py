@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fastlayers.moe.align.layer import MoEAlignConfig
-from fastlayers.registry.spec import Case, Cost, LayerSpec
+from fastlayers.registry.spec import Case, Cost, LayerSpec, giving
 
 
 def _case(
@@ -53,9 +53,7 @@ def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
     return {"topk_ids": ids.to(device, torch.int32)}
 
 
-def call(impl: Any, inputs: dict[str, Any], context: Any) -> Any:
-    """Call the backend."""
-    return impl(inputs["topk_ids"])
+call = giving("topk_ids")
 
 
 def run(impl: Any, inputs: dict[str, Any], context: Any) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fastlayers.moe.router.layer import RouterConfig
-from fastlayers.registry.spec import Case, Cost, LayerSpec, zero_rows
+from fastlayers.registry.spec import Case, Cost, LayerSpec, calling, zero_rows
 
 
 def _case(
@@ -103,12 +103,6 @@ def _distinct_groups(case: Case, choice: torch.Tensor) -> torch.Tensor:
     return torch.where(good.unsqueeze(-1), choice, choice[first])
 
 
-def run(impl: Any, inputs: dict[str, Any], context: Any) -> dict[str, torch.Tensor]:
-    """Call the backend; ids are compared for equality, in order."""
-    weights, ids = impl(inputs["logits"], inputs["bias"], inputs["num_valid"])
-    return {"topk_weights": weights, "topk_ids": ids}
-
-
 def cost(case: Case) -> Cost:
     """Memory bound: logits in, ids and weights out."""
     tokens, cfg = case.shape["num_tokens"], case.cfg
@@ -122,4 +116,6 @@ def examples(layer: Any, count: int) -> list[tuple[Any, ...]]:
     return [(x,), (x, torch.ones(1, dtype=torch.int32, device=x.device))]
 
 
+# Ids are compared for equality, in order.
+run = calling("logits", "bias", "num_valid", outputs=("topk_weights", "topk_ids"))
 SPEC = LayerSpec(CASES, make_inputs, run, cost, examples=examples)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fastlayers.norm.rms_norm.layer import RMSNormConfig
-from fastlayers.registry.spec import Case, Cost, LayerSpec, zero_rows
+from fastlayers.registry.spec import Case, Cost, LayerSpec, calling, zero_rows
 
 
 def _case(
@@ -49,12 +49,6 @@ def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
     return {"x": x, "weight": (1 + 0.3 * random(hidden)).to(device, dtype), "residual": residual}
 
 
-def run(impl: Any, inputs: dict[str, Any], context: Any) -> dict[str, torch.Tensor]:
-    """Call the backend; the residual is an output too."""
-    y, residual = impl(inputs["x"], inputs["weight"], inputs["residual"])
-    return {"y": y} if residual is None else {"y": y, "residual": residual}
-
-
 def cost(case: Case) -> Cost:
     """Memory bound: every row once in, once out."""
     elements = case.shape["num_tokens"] * case.cfg.hidden_size
@@ -68,4 +62,5 @@ def examples(layer: Any, count: int) -> list[tuple[Any, ...]]:
     return [(x,), (x, x.clone())]
 
 
+run = calling("x", "weight", "residual", outputs=("y", "residual"))
 SPEC = LayerSpec(CASES, make_inputs, run, cost, examples=examples)

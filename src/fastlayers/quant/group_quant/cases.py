@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fastlayers.quant.group_quant.layer import PACKED, GroupQuantConfig, packed_bytes, unpacked_scales
-from fastlayers.registry.spec import EXACT, Bound, Case, Cost, LayerSpec
+from fastlayers.registry.spec import EXACT, Bound, Case, Cost, LayerSpec, giving
 
 # One step at the largest e4m3 code is 32 of 448; it may happen to few values. A scale's unit is 2^-23.
 ONE_CODE, ONE_UNIT = Bound(5e-3, 0.072), Bound(2.4e-7, 2.4e-7)
@@ -67,9 +67,7 @@ def make_inputs(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
     return {"x": x.to(device, case.shape["dtype"])[:, :features], "group": group}
 
 
-def call(impl: Any, inputs: dict[str, Any], context: Any) -> Any:
-    """Call the backend."""
-    return impl(inputs["x"])
+call = giving("x")
 
 
 def run(impl: Any, inputs: dict[str, Any], context: Any) -> dict[str, torch.Tensor]:

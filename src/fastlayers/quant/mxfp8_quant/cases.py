@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fastlayers.quant.mxfp8_quant.layer import GROUP, MXFP8QuantConfig
-from fastlayers.registry.spec import EXACT, Bound, Case, Cost, LayerSpec
+from fastlayers.registry.spec import Case, Cost, LayerSpec, exact
 
 
 def _case(
@@ -61,11 +61,6 @@ def run(impl: Any, inputs: dict[str, Any], context: Any) -> dict[str, torch.Tens
     return {"codes": q.float(), "scales": scales}
 
 
-def bounds(case: Case) -> dict[str, Bound]:
-    """Every step is correctly rounded, so codes are equal, not close."""
-    return {"codes": EXACT, "scales": EXACT}
-
-
 def cost(case: Case) -> Cost:
     """Memory bound: x in, one byte per padded value and one per group out."""
     tokens, features = case.shape["num_tokens"], case.shape["features"]
@@ -74,4 +69,6 @@ def cost(case: Case) -> Cost:
     return Cost(3.0 * tokens * features, moved, moved)
 
 
+# Every step is correctly rounded, so codes are equal, not close.
+bounds = exact("codes", "scales")
 SPEC = LayerSpec(CASES, make_inputs, run, cost, bounds=bounds, unknown="the width of its input")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fastlayers.quant.nvfp4_quant.layer import GROUP, NVFP4QuantConfig
-from fastlayers.registry.spec import EXACT, Bound, Case, Cost, LayerSpec
+from fastlayers.registry.spec import Case, Cost, LayerSpec, exact
 
 Config = NVFP4QuantConfig
 
@@ -67,11 +67,6 @@ def run(impl: Any, inputs: dict[str, Any], context: Any) -> dict[str, torch.Tens
     return {"codes": codes.float(), "scales": scales.float()}
 
 
-def bounds(case: Case) -> dict[str, Bound]:
-    """Every step is correctly rounded, so codes are equal, not close."""
-    return {"codes": EXACT, "scales": EXACT}
-
-
 def cost(case: Case) -> Cost:
     """Memory bound: x in, half a byte a value and one a group out."""
     values = case.shape["num_tokens"] * case.shape["features"]
@@ -86,4 +81,6 @@ def at_tokens(shape: dict[str, Any], cfg: Any, tokens: int, context: int) -> dic
     return shape | {"counts": counts, "num_tokens": tokens + shape.get("behind", 0)}
 
 
+# Every step is correctly rounded, so codes are equal, not close.
+bounds = exact("codes", "scales")
 SPEC = LayerSpec(CASES, make_inputs, run, cost, bounds=bounds, unknown="the width of its input", at_tokens=at_tokens)
