@@ -149,10 +149,7 @@ def summary(path: Path) -> dict[str, Any]:
         except TuneError:
             return None
 
-    ladder = [
-        Step(r["max_tokens"], Option(r["backend"], tuple(sorted(r.get("config", {}).items()))), r["microseconds"])
-        for r in table["ladder"]
-    ]
+    ladder = [Step(r["max_tokens"], Option.of(r), r["microseconds"]) for r in table["ladder"]]
     others = alternatives(ladder, {row.name: removable_packages(row) for row in rows}, choose)
     found = {"alternatives": [as_rows(steps) for steps in others], **best_times(samples)}
     ratios = borrowed_ratios(layer, device, whole=True).get(str(table["key"]))

@@ -138,7 +138,7 @@ class GroupStep(ModelStep):
         mode = MODES[max(each.mode for each in intents)]
         bucket = bucket_of(self.buckets, max(counts))
         if bucket is not None and not self._is_captured(self._key(bucket, mode)):
-            self._keep_rows_and_capture(bucket, mode)
+            self._capture_keeping_rows(bucket, mode)
             bucket = bucket_of(self.buckets, max(counts))  # none, if it could not be captured
         self._size, self._mode, self._bucket = batch.num_tokens, mode, bucket
         meta = self._plan("decode", batch, bucket, [(each.tokens, each.cut) for each in intents])
@@ -163,13 +163,6 @@ class GroupStep(ModelStep):
     def launch(self, batch: AttentionBatch) -> Pending:
         """Refuse: a group cannot make a step by itself."""
         raise ArgumentError("GroupStep", "launch", "called", "decode_together, in every group")
-
-    def _keep_rows_and_capture(self, bucket: int, mode: str) -> None:
-        rows = (*self.table.tensors, self.count)
-        kept = [tensor.clone() for tensor in rows]
-        self.capture([bucket], [mode])
-        for tensor, values in zip(rows, kept, strict=True):
-            tensor.copy_(values)
 
     def _run(self, meta: AttentionMeta, mode: str) -> torch.Tensor:
         if meta.num_tokens:  # all ranks of a group have the same rows

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastlayers.attention.buckets import ExtendBucket, ExtendBuckets
+from fastlayers.attention.buckets import TOKENS, ExtendBucket, ExtendBuckets
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
 from fastlayers.comm.collectives import collectives
@@ -223,7 +223,7 @@ class ModelStep(CapturedSteps):
         """
         self.begin()
         if self._bucket is not None and not self._is_captured(self._key(self._bucket, self._mode)):
-            self._capture_again(self._bucket)
+            self._capture_keeping_rows(self._bucket, self._mode)
         if self._bucket is None:
             self._run(self._plan("decode", batch), self._mode)
         else:
@@ -262,11 +262,11 @@ class ModelStep(CapturedSteps):
         if self.weights.stale:
             graphs.clear()
 
-    def _capture_again(self, bucket: int) -> None:
-        """Capture the loaded rows' bucket anew between two of their steps."""
+    def _capture_keeping_rows(self, bucket: int, mode: str) -> None:
+        """Capture a bucket between two steps of the loaded rows."""
         rows = (*self.table.tensors, self.count)
         kept = [tensor.clone() for tensor in rows]
-        self.capture([bucket], [self._mode])
+        self.capture([bucket], [mode])
         for tensor, values in zip(rows, kept, strict=True):
             tensor.copy_(values)
 
@@ -416,21 +416,17 @@ class ModelStep(CapturedSteps):
         keys, self.wanted = list(self.wanted), {}
         self.capture_extends(keys)
 
-    def capture_extends(
-        self, keys: Iterable[StepKey] | None = None, progress: Callable[[StepKey], None] | None = None
-    ) -> None:
-        """Capture extends, largest first: these, or all buckets for greedy sampling. Rows keep what they hold.
+    def capture_extends(self, keys: Iterable[StepKey], progress: Callable[[StepKey], None] | None = None) -> None:
+        """Capture extends, largest first. Rows keep what they hold.
 
         Raises
         ------
         CaptureError
             With ``cuda_graph=True``. Otherwise a warning is logged, and that bucket runs uncaptured from now on.
         """
-        graphs, buckets = self.graphs, self.extend_buckets
+        graphs = self.graphs
         if graphs is None:
             return
-        if keys is None:
-            keys = [StepKey("extend", t, r, "greedy") for t in buckets.tokens for r in buckets.requests]
         self._drop_stale(graphs)
         fresh = [key for key in dict.fromkeys(keys) if key not in graphs and key not in self.broken]
         if fresh:
@@ -478,10 +474,7 @@ class ModelStep(CapturedSteps):
 def _default_buckets(model: Any) -> ExtendBuckets:
     """Return the default buckets, up to the largest that pays for this model."""
     most = getattr(model, "captured_tokens", None)
-    default = ExtendBuckets()
-    if most is None:
-        return default
-    return ExtendBuckets(tuple(size for size in default.tokens if size <= most))
+    return ExtendBuckets(tuple(size for size in TOKENS if most is None or size <= most))
 
 
 def _capturable(model: Any) -> bool:

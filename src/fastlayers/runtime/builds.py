@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import lru_cache
@@ -129,11 +128,8 @@ def record(done: Iterable[tuple[str, Backend, Any, Device]], tokens: int) -> lis
         if after == before:
             continue
         new += [name for name in dict.fromkeys(names) if name not in before]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}.partial")
         text = {"schema": SCHEMA, "versions": kernel_cache.versions_key(), "built": after}
-        partial.write_text(json.dumps(text, indent=1) + "\n")
-        partial.replace(path)
+        kernel_cache.write_whole(path, json.dumps(text, indent=1) + "\n")
     return new
 
 

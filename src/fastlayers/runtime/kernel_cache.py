@@ -23,6 +23,7 @@ import tarfile
 import tempfile
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
@@ -217,6 +218,25 @@ def _temporary(lost: str) -> Path:
     root = make(TEMPORARY)
     log.warning("%s cannot be written: kernels are kept in %s, and compiled anew next time", lost, root)
     return root
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file in one step, its directories with it: a reader sees what was there, or all of it.
+
+    Raises
+    ------
+    OSError
+        It cannot be written; what was begun is gone.
+    """
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()
+        raise
 
 
 def cached_kernels() -> set[str]:

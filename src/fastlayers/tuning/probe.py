@@ -10,10 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastlayers import tuning
 from fastlayers.registry import Choice, Ladder
+from fastlayers.runtime.kernel_cache import write_whole
 
 if TYPE_CHECKING:
     from torch import nn
@@ -134,14 +133,9 @@ def _recorded() -> dict[str, Probe]:
 
 def _record(probes: dict[str, Probe]) -> None:
     path: Path = tuning.probed_dir() / RECORD
-    partial_path = path.with_suffix(f".{os.getpid()}.partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial_path.write_text(json.dumps({state: vars(probe) for state, probe in probes.items()}, indent=1) + "\n")
-        partial_path.replace(path)
+        write_whole(path, json.dumps({state: vars(probe) for state, probe in probes.items()}, indent=1) + "\n")
     except OSError as error:
-        with suppress(OSError):
-            partial_path.unlink()
         log.warning("%s cannot be written, its tables are probed again by the next process: %s", path, error.strerror)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,7 +124,7 @@ def probe_shape(bench: Bench, choice: Choice, build: bool = True) -> Path | None
     key = str(tuning.key_of(bench.cfg))
     names = {backend.name for backend in able}
     lent = tuning.lent_rungs(bench.layer, key, bench.device, names)
-    options = dict.fromkeys([Option(backend.name) for backend in able] + [_option(row) for row in lent])
+    options = dict.fromkeys([Option(backend.name) for backend in able] + [Option.of(row) for row in lent])
     if len(options) < 2:
         return None
     edges = [row["max_tokens"] for row in lent if row["max_tokens"] is not None]
@@ -132,7 +132,7 @@ def probe_shape(bench: Bench, choice: Choice, build: bool = True) -> Path | None
     counts = sorted({*quick, *(n for edge in edges for n in (edge, edge + 1) if n <= quick[-1])})
     samples: list[Sample] = []
     for tokens in counts:
-        row = [_option(tuning.rung_at(lent, tokens))] if lent else []
+        row = [Option.of(tuning.rung_at(lent, tokens))] if lent else []
         wanted = [*(Option(name) for name in names), *row]
         working = [option for option in dict.fromkeys(wanted) if option not in bench.failed]
         timed = bench.ready(case_at(bench.layer, bench.cfg, tokens), working)
@@ -146,10 +146,6 @@ def probe_shape(bench: Bench, choice: Choice, build: bool = True) -> Path | None
         log.warning("%s cannot be written, %s %s keeps its ladder: %s", path, bench.layer, key, error.strerror)
         return None
     return path
-
-
-def _option(row: Mapping[str, Any]) -> Option:
-    return Option(row["backend"], tuple(sorted(row.get("config", {}).items())))
 
 
 def _table(bench: Bench, key: str, samples: Sequence[Sample], able: Sequence[Backend]) -> dict[str, Any]:

@@ -24,6 +24,11 @@ class Option:
     backend: str
     config: Config = ()
 
+    @staticmethod
+    def of(row: Mapping[str, Any]) -> Option:
+        """Return what a rung, or another row of a table, runs."""
+        return Option(row["backend"], tuple(sorted(row.get("config", {}).items())))
+
     def __str__(self) -> str:
         return self.backend + (f"({', '.join(f'{k}={v}' for k, v in self.config)})" if self.config else "")
 
@@ -46,8 +51,7 @@ class Sample:
     @staticmethod
     def from_json(row: Mapping[str, Any]) -> Sample:
         """Read a row of a table's ``measured``."""
-        option = Option(row["backend"], tuple(sorted(row.get("config", {}).items())))
-        return Sample(row["tokens"], option, row["us"], row.get("spread_us", 0.0))
+        return Sample(row["tokens"], Option.of(row), row["us"], row.get("spread_us", 0.0))
 
 
 class Journal:

@@ -311,10 +311,7 @@ def tune_shape(
 def _lent(bench: Bench, key: str, tokens: int) -> list[Option]:
     """Return what the nearest shape's ladder would run here: so that tables tell what going without one costs."""
     rungs = tuning.lent_rungs(bench.layer, key, bench.device, {backend.name for backend in bench.able()})
-    if not rungs:
-        return []
-    row = tuning.rung_at(rungs, tokens)
-    return [Option(row["backend"], tuple(sorted(row.get("config", {}).items())))]
+    return [Option.of(tuning.rung_at(rungs, tokens))] if rungs else []
 
 
 def _winners(samples: list[Sample]) -> list[Option]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastlayers import device as device_module
+from fastlayers.runtime.kernel_cache import write_whole
 from fastlayers.tuning.provenance import provenance
 from fastlayers.tuning.sources import LIBRARY, installed
 
@@ -87,15 +87,9 @@ def _known_hashes(state: str) -> dict[str, str]:
 
 
 def _keep(hashes: Mapping[str, str]) -> None:
-    path = _hashes_path()
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps({"state": _files_state(), "hashes": dict(hashes)}, indent=1) + "\n")
-        partial.replace(path)
-    except OSError:  # then the next process parses again
-        with suppress(OSError):
-            partial.unlink()
+    with suppress(OSError):  # then the next process parses again
+        text = json.dumps({"state": _files_state(), "hashes": dict(hashes)}, indent=1)
+        write_whole(_hashes_path(), text + "\n")
 
 
 def rule_hash(backend: Backend, cfg: Any, counts: Sequence[int]) -> str | None:

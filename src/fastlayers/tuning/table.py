@@ -244,7 +244,6 @@ def read_whole(path: Path, layer: str, device: Device) -> dict[str, Any]:
 
 def _write(path: Path, table: Mapping[str, Any]) -> None:
     """Write a table as JSON: lists and mappings open with a line for each entry, what is in those on one line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     lines = []
     for name, value in table.items():
         if isinstance(value, dict) and value and any(isinstance(each, dict | list) for each in value.values()):
@@ -255,9 +254,7 @@ def _write(path: Path, table: Mapping[str, Any]) -> None:
             lines.append(f" {json.dumps(name)}: [\n{inner}\n ]")
         else:
             lines.append(f" {json.dumps(name)}: {json.dumps(value)}")
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    partial.replace(path)
+    kernel_cache.write_whole(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def shape_text(cfg: Any) -> str:
