@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
+from fastlayers.moe.fused_moe.launch_config import MAX_TOKENS
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.operators import Operator, like_x, operator
 from fastlayers.runtime.launch import Kinds
@@ -93,8 +94,26 @@ class ExpertsBackend:
         self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: Any
     ) -> Callable[..., torch.Tensor]:
         """Return what computes inputs of these shapes, strides and dtypes, called as the backend is."""
-        whole, then = self.experts.function.whole, (self.cfg, self.numbers_for(x))  # type: ignore[attr-defined]
-        return lambda *given: whole(*given, *then)
+        tokens, hidden = x.shape
+        read = x.stride()[1] == 1 and topk_weights.is_contiguous() and topk_ids.is_contiguous()
+        chunk = self.bound(x, topk_ids, packed) if read and 0 < tokens <= MAX_TOKENS else None
+        if chunk is None:
+            whole, then = self.experts.function.whole, (self.cfg, self.numbers_for(x))  # type: ignore[attr-defined]
+            return lambda *given: whole(*given, *then)
+
+        def run(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: Any) -> torch.Tensor:
+            y = x.new_empty(tokens, hidden)
+            chunk(x, weights, ids, y, packed)
+            return y
+
+        return run
+
+    def bound(self, x: torch.Tensor, topk_ids: torch.Tensor, packed: Any) -> Callable[..., None] | None:
+        """Return what computes one chunk of such tokens, ``(x, weights, ids, y, packed)``, its launches bound.
+
+        ``None``: the way to the launches is that of the operator's function.
+        """
+        return None
 
     def compute(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: Any) -> torch.Tensor:
         """Call the operator; where nobody looks on, what was prepared for such inputs."""

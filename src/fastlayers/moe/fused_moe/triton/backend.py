@@ -6,6 +6,7 @@ pairs, added per token in a fixed order: one rounding, no atomics.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import NamedTuple
@@ -160,7 +161,7 @@ def _chunk(
         return
     how = _launches_of(x, values.stride()[0], ids, packed, cfg, numbers)
     if quant == "none":
-        _run(how, x, weights, ids, y, packed, plan.first.m)
+        _run(how, plan.first.m, x, weights, ids, y, packed)
         return
     memory = x.new_empty(how.size, dtype=torch.uint8)
     aligned = _aligned(how, memory, ids, experts, plan.first.m)
@@ -198,8 +199,8 @@ def _aligned(
 
 
 def _run(
-    how: _Launches, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, y: torch.Tensor, packed: MoEWeights,
-    block: int,
+    how: _Launches, block: int, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, y: torch.Tensor,
+    packed: MoEWeights,
 ) -> None:  # fmt: skip
     """Compute ``y`` for tokens whose activations are not quantised."""
     memory, bias1, bias2 = x.new_empty(how.size, dtype=torch.uint8), packed.w13_bias, packed.w2_bias
@@ -249,23 +250,15 @@ class TritonFusedMoE(ExpertsBackend):
         """Return the plan of so many tokens."""
         return self._plan(x.shape[0], x.dtype == torch.float32).numbers()
 
-    def prepare(
-        self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: MoEWeights
-    ) -> Callable[..., torch.Tensor]:
-        """Return what computes such inputs; plain experts of aligned pairs without what leads to their launches."""
-        cfg, numbers, (tokens, hidden) = self.cfg, tuple(self.numbers_for(x)), x.shape
-        plan, plain = plan_of(numbers), cfg.quant == "none" and cfg.num_shared == 0 and x.stride()[1] == 1
-        whole = plain and topk_weights.is_contiguous() and topk_ids.is_contiguous() and 0 < tokens <= MAX_TOKENS
-        if plan.by_pair or not whole:
-            return super().prepare(x, topk_weights, topk_ids, packed)
-        how, block = _launches_of(x, x.stride()[0], topk_ids, packed, cfg, numbers), plan.first.m
-
-        def run(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: MoEWeights) -> torch.Tensor:
-            y = x.new_empty(tokens, hidden)
-            _run(how, x, weights, ids, y, packed, block)
-            return y
-
-        return run
+    def bound(self, x: torch.Tensor, topk_ids: torch.Tensor, packed: MoEWeights) -> Callable[..., None] | None:
+        """Return what computes a chunk of plain experts whose pairs are aligned."""
+        numbers = tuple(self.numbers_for(x))
+        plan = plan_of(numbers)
+        if plan.by_pair or self.cfg.quant != "none" or self.cfg.num_shared:
+            return None
+        return functools.partial(
+            _run, _launches_of(x, x.stride()[0], topk_ids, packed, self.cfg, numbers), plan.first.m
+        )
 
     def _plan(self, tokens: int, wide: bool) -> LaunchConfig:
         if self.plan is None or (wide and self.cfg.quant in ("none", "mxfp4")):

@@ -6,6 +6,7 @@ activation, down with the routing weight, sum; and the alignment where there are
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
@@ -379,7 +380,7 @@ def _chunk(
     cfg: FusedMoEConfig, numbers: tuple[int, ...],
 ) -> None:  # fmt: skip
     """Compute ``y`` for at most MAX_TOKENS tokens."""
-    _run(_launches_of(x, ids, packed, cfg, numbers), x, weights, ids, y, packed, cfg.num_experts, _plan_of(numbers))
+    _run(_launches_of(x, ids, packed, cfg, numbers), cfg.num_experts, _plan_of(numbers), x, weights, ids, y, packed)
 
 
 def _launches_of(
@@ -392,8 +393,8 @@ def _launches_of(
 
 
 def _run(
-    how: _Launches, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, y: torch.Tensor,
-    packed: SwizzledWeights, experts: int, plan: HopperLaunchConfig,
+    how: _Launches, experts: int, plan: HopperLaunchConfig, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
+    y: torch.Tensor, packed: SwizzledWeights,
 ) -> None:  # fmt: skip
     bias13, bias2 = packed.w13_bias, packed.w2_bias
     memory = x.new_empty(how.size, dtype=torch.uint8)
@@ -467,19 +468,8 @@ class TritonSwizzledFusedMoE(ExpertsBackend):
         """Return the plan of so many tokens."""
         return (plan_for(x.shape[0]) if self.plan is None else self.plan).numbers()
 
-    def prepare(
-        self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: SwizzledWeights
-    ) -> Callable[..., torch.Tensor]:
-        """Return what computes such inputs, without what leads to their launches where one chunk holds them."""
-        cfg, numbers, (tokens, hidden) = self.cfg, tuple(self.numbers_for(x)), x.shape
-        whole = x.stride()[1] == 1 and topk_weights.is_contiguous() and topk_ids.is_contiguous()
-        if not (whole and 0 < tokens <= MAX_TOKENS):
-            return super().prepare(x, topk_weights, topk_ids, packed)
-        how, experts, plan = _launches_of(x, topk_ids, packed, cfg, numbers), cfg.num_experts, _plan_of(numbers)
-
-        def run(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: SwizzledWeights) -> torch.Tensor:
-            y = x.new_empty(tokens, hidden)
-            _run(how, x, weights, ids, y, packed, experts, plan)
-            return y
-
-        return run
+    def bound(self, x: torch.Tensor, topk_ids: torch.Tensor, packed: SwizzledWeights) -> Callable[..., None]:
+        """Return what computes a chunk."""
+        numbers = tuple(self.numbers_for(x))
+        how = _launches_of(x, topk_ids, packed, self.cfg, numbers)
+        return functools.partial(_run, how, self.cfg.num_experts, _plan_of(numbers))
