@@ -16,7 +16,7 @@ from fastlayers.patching.comparison import own_forward
 from fastlayers.patching.experts import FastExperts
 from fastlayers.patching.hashes import KNOWN
 from fastlayers.patching.matching import bare, foreign_hooks, is_known
-from fastlayers.patching.mlp import step_runs
+from fastlayers.patching.mlp import stepped
 from fastlayers.patching.router import FastRouter
 
 
@@ -59,8 +59,5 @@ def _router(block: Any) -> Any:
 
 
 def _shared(mlp: Any, x: torch.Tensor, step: Any) -> torch.Tensor:
-    if step_runs(mlp):
-        done: torch.Tensor = mlp._fl_step(x, step)
-        return done
-    y: torch.Tensor = mlp(x)
-    return y
+    y = stepped(mlp, x, step)
+    return mlp(x) if y is None else y

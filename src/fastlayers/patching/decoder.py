@@ -14,7 +14,7 @@ from fastlayers.patching import block
 from fastlayers.patching.classes import FastModule, count
 from fastlayers.patching.hashes import KNOWN
 from fastlayers.patching.matching import Rule, attributes_fit, bare, is_known, why_not
-from fastlayers.patching.mlp import step_runs
+from fastlayers.patching.mlp import stepped
 from fastlayers.patching.norm import FastRMSNorm
 from fastlayers.patching.paged import active_step
 
@@ -66,10 +66,9 @@ class FastDecoderLayer(FastModule):
 
 def _run(mlp: Any, x: torch.Tensor, step: Any) -> torch.Tensor:
     """Run the MLP or sparse block."""
-    if step_runs(mlp):
-        done: torch.Tensor = mlp._fl_step(x, step)
-        return done
-    out: Any = block.run(mlp, x, step)
+    out: Any = stepped(mlp, x, step)
+    if out is None:
+        out = block.run(mlp, x, step)
     if out is None:
         out = mlp(x)
     # GPT-OSS's block also returns its scores.

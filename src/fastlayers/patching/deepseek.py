@@ -6,11 +6,9 @@ from typing import Any
 
 import torch
 
-from fastlayers.patching import experts, fp8
-from fastlayers.patching.matching import Rule, attributes_fit, silu_gate
+from fastlayers.patching import experts, fp8, structure
+from fastlayers.patching.matching import Rule, attributes_fit
 from fastlayers.patching.mla import FastMLA
-from fastlayers.patching.mlp import FastMLP
-from fastlayers.patching.norm import FastRMSNorm
 from fastlayers.patching.router import FastV2Router, FastV3Router
 
 Output = tuple[torch.Tensor, torch.Tensor | None]
@@ -108,10 +106,6 @@ def _mla_fits(module: Any) -> str | None:
     return None
 
 
-def _norm_fits(module: Any) -> str | None:
-    return attributes_fit(module, ("weight", "variance_epsilon"))
-
-
 def _router_fits(module: Any) -> str | None:
     wanted = ("weight", "hidden_dim", "num_experts", "num_group", "topk_group", "top_k", "routed_scaling_factor")
     return attributes_fit(module, wanted)
@@ -124,23 +118,15 @@ def _v2_router_fits(module: Any) -> str | None:
 
 
 _MLA_LINEARS = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
-_MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
-_V2 = "transformers.models.deepseek_v2.modeling_deepseek_v2."
-_V3 = "transformers.models.deepseek_v3.modeling_deepseek_v3."
+_V2 = "transformers.models.deepseek_v2.modeling_deepseek_v2.DeepseekV2"
+_V3 = "transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3"
 _FP8 = "transformers.integrations.finegrained_fp8."
 
-# Normalised-AST hashes of what we replace, as of the transformers versions named. Other versions are verified.
 RULES: dict[str, Rule] = {
-    f"{_V2}DeepseekV2Attention": Rule("attention", FastV2MLA, _mla_fits, _MLA_LINEARS),
-    f"{_V3}DeepseekV3Attention": Rule("attention", FastV3MLA, _mla_fits, _MLA_LINEARS),
-    f"{_V2}DeepseekV2TopkRouter": Rule("moe", FastV2Router, _v2_router_fits),
-    f"{_V3}DeepseekV3TopkRouter": Rule("moe", FastV3Router, _router_fits),
-    f"{_V2}DeepseekV2Experts": Rule("moe", experts.FastExperts, experts.why_not),
-    f"{_V3}DeepseekV3Experts": Rule("moe", experts.FastExperts, experts.why_not),
-    f"{_V2}DeepseekV2RMSNorm": Rule("norm", FastRMSNorm, _norm_fits),
-    f"{_V3}DeepseekV3RMSNorm": Rule("norm", FastRMSNorm, _norm_fits),
-    f"{_V2}DeepseekV2MLP": Rule("mlp", FastMLP, silu_gate, _MLP_LINEARS),
-    f"{_V3}DeepseekV3MLP": Rule("mlp", FastMLP, silu_gate, _MLP_LINEARS),
+    **structure.rules(_V2, Rule("attention", FastV2MLA, _mla_fits, _MLA_LINEARS), sparse=True),
+    **structure.rules(_V3, Rule("attention", FastV3MLA, _mla_fits, _MLA_LINEARS), sparse=True),
+    f"{_V2}TopkRouter": Rule("moe", FastV2Router, _v2_router_fits),
+    f"{_V3}TopkRouter": Rule("moe", FastV3Router, _router_fits),
     f"{_FP8}FP8Experts": Rule("moe", experts.FastFP8Experts, experts.why_not),
     f"{_FP8}FP8Linear": Rule("linear", fp8.FastFP8Linear, fp8.why_not),
 }

@@ -8,7 +8,7 @@ import torch
 
 from fastlayers.patching import experts, structure
 from fastlayers.patching.gqa import FastGQA
-from fastlayers.patching.matching import Rule, attributes_fit
+from fastlayers.patching.matching import Rule
 from fastlayers.patching.norm import FastScaleThenCastRMSNorm
 from fastlayers.patching.router import FastTopKFirstRouter
 
@@ -23,28 +23,22 @@ class FastSinkGQA(FastGQA):
         return {"sliding_window": self.sliding_window, "s_aux": self.sinks}
 
 
-def _attention_fits(module: Any) -> str | None:
-    return attributes_fit(module, ("sliding_window", "sinks")) or structure.gqa_fits(module)
-
-
-def _router_fits(module: Any) -> str | None:
-    return attributes_fit(module, ("bias",)) or structure.router_fits(module)
-
-
 def _mxfp4(module: Any) -> str:
     if isinstance(module.gate_up_proj, torch.Tensor):
         return "quantized(mxfp4): the block's forward is bound to another kernel"
     return "quantized(mxfp4): the weights are swizzled for another kernel"
 
 
+_attention = structure.with_attributes(structure.gqa_fits, "sliding_window", "sinks")
+_router = structure.with_attributes(structure.router_fits, "bias")
 _OSS = "transformers.models.gpt_oss.modeling_gpt_oss."
 
 # Blocks of which only the children are replaced; their names look like something else.
 BLOCKS = (f"{_OSS}GptOssMLP",)
 RULES: dict[str, Rule] = {
-    f"{_OSS}GptOssAttention": Rule("attention", FastSinkGQA, _attention_fits, structure.ATTENTION_LINEARS),
+    f"{_OSS}GptOssAttention": Rule("attention", FastSinkGQA, _attention, structure.ATTENTION_LINEARS),
     f"{_OSS}GptOssRMSNorm": Rule("norm", FastScaleThenCastRMSNorm, structure.norm_fits),
-    f"{_OSS}GptOssTopKRouter": Rule("moe", FastTopKFirstRouter, _router_fits),
+    f"{_OSS}GptOssTopKRouter": Rule("moe", FastTopKFirstRouter, _router),
     f"{_OSS}GptOssExperts": Rule("moe", experts.FastClampedExperts, experts.why_not_clamped),
     "transformers.integrations.mxfp4.Mxfp4GptOssExperts": Rule("moe", None, _mxfp4),
 }

@@ -72,6 +72,7 @@ class FastMLP(PackedModule):
         return down
 
 
-def step_runs(mlp: Any) -> bool:
-    """Return whether :meth:`FastMLP._fl_step` computes what calling ``mlp`` does."""
-    return isinstance(mlp, FastMLP) and bare(mlp)
+def stepped(mlp: Any, x: torch.Tensor, step: Any) -> torch.Tensor | None:
+    """Return what calling ``mlp`` would, by its step; ``None`` where that is not the same, or it has none."""
+    found: torch.Tensor | None = mlp._fl_step(x, step) if isinstance(mlp, FastMLP) and bare(mlp) else None
+    return found

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastlayers.patching import experts, structure
+from fastlayers.patching import structure
 from fastlayers.patching.gqa import FastGQA, FastNormedGQA
-from fastlayers.patching.matching import Rule, attributes_fit, silu_gate
-from fastlayers.patching.mlp import FastMLP
-from fastlayers.patching.norm import FastRMSNorm
+from fastlayers.patching.matching import Rule
 from fastlayers.patching.router import FastSoftmaxRouter
 
 
@@ -30,36 +28,19 @@ class FastQwen3GQA(FastNormedGQA):
         return {"sliding_window": self.sliding_window}
 
 
-def _windowed(module: Any) -> str | None:
-    return attributes_fit(module, ("sliding_window",)) or structure.gqa_fits(module)
-
-
-def _normed(module: Any) -> str | None:
-    return attributes_fit(module, ("sliding_window",)) or structure.normed_gqa_fits(module)
-
-
-def _router_fits(module: Any) -> str | None:
-    return attributes_fit(module, ("norm_topk_prob",)) or structure.router_fits(module)
-
-
-def _rules(family: str, package: str, attention: Rule, sparse: bool) -> dict[str, Rule]:
-    prefix = f"transformers.models.{package}.modeling_{package}.{family}"
-    rules = {
-        f"{prefix}Attention": attention,
-        f"{prefix}RMSNorm": Rule("norm", FastRMSNorm, structure.norm_fits),
-        f"{prefix}MLP": Rule("mlp", FastMLP, silu_gate, structure.MLP_LINEARS),
-    }
-    if sparse:
-        rules[f"{prefix}Experts"] = Rule("moe", experts.FastExperts, experts.why_not)
-        rules[f"{prefix}TopKRouter"] = Rule("moe", FastSoftmaxRouter, _router_fits)
-    return rules
-
-
+_windowed = structure.with_attributes(structure.gqa_fits, "sliding_window")
+_normed = structure.with_attributes(structure.with_attributes(structure.gqa_fits, "q_norm", "k_norm"), "sliding_window")
+_router = Rule("moe", FastSoftmaxRouter, structure.with_attributes(structure.router_fits, "norm_topk_prob"))
 _LINEARS = structure.ATTENTION_LINEARS
+_Q2 = "transformers.models.qwen2.modeling_qwen2.Qwen2"
+_Q2M = "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2Moe"
+_Q3 = "transformers.models.qwen3.modeling_qwen3.Qwen3"
+_Q3M = "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3Moe"
 
 RULES: dict[str, Rule] = {
-    **_rules("Qwen2", "qwen2", Rule("attention", FastQwen2GQA, _windowed, _LINEARS), sparse=False),
-    **_rules("Qwen2Moe", "qwen2_moe", Rule("attention", FastGQA, structure.gqa_fits, _LINEARS), sparse=True),
-    **_rules("Qwen3", "qwen3", Rule("attention", FastQwen3GQA, _normed, _LINEARS), sparse=False),
-    **_rules("Qwen3Moe", "qwen3_moe", Rule("attention", FastQwen3GQA, _normed, _LINEARS), sparse=True),
+    **structure.rules(_Q2, Rule("attention", FastQwen2GQA, _windowed, _LINEARS)),
+    **structure.rules(_Q2M, Rule("attention", FastGQA, structure.gqa_fits, _LINEARS), sparse=True),
+    **structure.rules(_Q3, Rule("attention", FastQwen3GQA, _normed, _LINEARS)),
+    **structure.rules(_Q3M, Rule("attention", FastQwen3GQA, _normed, _LINEARS), sparse=True),
+    **{f"{family}TopKRouter": _router for family in (_Q2M, _Q3M)},
 }

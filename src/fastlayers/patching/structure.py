@@ -1,10 +1,14 @@
-"""Whether modules that many families share have the structure that we rely on."""
+"""What many families share: the structure that we rely on in their modules, and which of them are replaced by what."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from fastlayers.patching.matching import attributes_fit
+from fastlayers.patching import experts
+from fastlayers.patching.matching import Rule, attributes_fit, silu_gate
+from fastlayers.patching.mlp import FastMLP
+from fastlayers.patching.norm import FastRMSNorm
 
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
@@ -27,11 +31,24 @@ def gqa_fits(module: Any) -> str | None:
     return None
 
 
-def normed_gqa_fits(module: Any) -> str | None:
-    """Return a reason unless ``module`` is attention with grouped queries and norms over heads."""
-    return attributes_fit(module, ("q_norm", "k_norm")) or gqa_fits(module)
-
-
 def router_fits(module: Any) -> str | None:
     """Return a reason unless ``module`` is a router without groups."""
     return attributes_fit(module, ("weight", "hidden_dim", "num_experts", "top_k"))
+
+
+def with_attributes(fits: Callable[[Any], str | None], *names: str) -> Callable[[Any], str | None]:
+    """Return what asks for these attributes, and then what ``fits`` does."""
+    return lambda module: attributes_fit(module, names) or fits(module)
+
+
+def rules(family: str, attention: Rule, sparse: bool = False) -> dict[str, Rule]:
+    """Return the rules of a family whose norms and MLPs are Llama's; ``sparse``: and whose experts are DeepSeek's.
+
+    ``family``: what the names of its classes begin with, their module included.
+    """
+    found = {
+        f"{family}Attention": attention,
+        f"{family}RMSNorm": Rule("norm", FastRMSNorm, norm_fits),
+        f"{family}MLP": Rule("mlp", FastMLP, silu_gate, MLP_LINEARS),
+    }
+    return found | ({f"{family}Experts": Rule("moe", experts.FastExperts, experts.why_not)} if sparse else {})
