@@ -352,21 +352,23 @@ class Rows:
         The norm is one that FlashInfer rounds as its family does: behind the weight.
         """
         begin = time.perf_counter()
+        made: dict[str, Any] = {"workspace": self.workspace, "device": self.device, "dtype": torch.bfloat16}
         rows = {
-            name: SumNorm(
-                self.axis, self.hidden, 1e-6, rounding="scale_then_cast", workspace=self.workspace, device=self.device,
-                dtype=torch.bfloat16, backend=name,
-            )
-            for name in ("flashinfer", "triton_symm_mem", "nccl")
-        }  # fmt: skip
+            name: SumNorm(self.axis, self.hidden, 1e-6, rounding="scale_then_cast", backend=name, **made)
+            for name in ("flashinfer", "triton_symm_mem")
+        }
+        norm = fl.RMSNorm(
+            self.hidden, 1e-6, rounding="scale_then_cast", device=self.device, dtype=torch.bfloat16, backend="triton"
+        )
+        norm.weight.copy_(self.norm.weight)
         rows["flashinfer"](self.draw(1, 0), self.draw(1, 1, own=False), self.norm.weight)
         torch.cuda.synchronize()
         self.run.say(what="peer_start", seconds=round(self.run.slower(time.perf_counter() - begin), 2))
         for count in (1, 16, 64, 256, 1024):
             x, residual = self.draw(count, 1), self.draw(count, 2, own=False)
-            wanted = rows["nccl"](x.clone(), residual, self.norm.weight)
+            wanted = norm(self.over.all_reduce_(x.clone()), residual)
             times, right, error = {}, {}, {}
-            for name in ("flashinfer", "triton_symm_mem"):
+            for name in rows:
                 y, h = rows[name](x.clone(), residual, self.norm.weight)
                 # One rounding to bf16 of nearly equal numbers: a last place apart at most.
                 far = (y.float() - wanted[0].float()).abs() / (wanted[0].float().abs() + 1e-6)

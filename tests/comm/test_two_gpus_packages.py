@@ -15,6 +15,7 @@ from fastlayers.comm.fabric import Workspace
 from fastlayers.comm.sum_norm.layer import SumNorm
 from fastlayers.device import package
 from fastlayers.errors import ArgumentError
+from fastlayers.norm.rms_norm.layer import RMSNorm
 from fastlayers.testing.world import Rank, world
 
 
@@ -97,19 +98,18 @@ def test_sgl_kernel_sums_as_nccl_does() -> None:
 
 @torch.inference_mode()
 def norms(rank: Rank, hidden: int, rounding: str) -> list[str]:
-    axis, wrong, made = rank.spec().tp, [], workspace(rank, hidden)
-    layer, theirs = (
-        SumNorm(
-            axis, hidden, 1e-5, rounding=rounding, workspace=made, device=rank.device, dtype=BF16, backend=name
-        )
-        for name in ("flashinfer", "nccl")
-    )  # fmt: skip
-    weight = 1 + 0.1 * draw(rank, 1, hidden, 99, own=False)[0]
+    axis, over, wrong, made = rank.spec().tp, collectives(rank.spec().tp), [], workspace(rank, hidden)
+    options: dict[str, Any] = {"rounding": rounding, "device": rank.device, "dtype": BF16}
+    layer = SumNorm(axis, hidden, 1e-5, workspace=made, backend="flashinfer", **options)
+    norm = RMSNorm(hidden, 1e-5, backend="triton", **options)  # ours: packages' own norms do not round the sum
+    norm.weight.copy_(1 + 0.1 * draw(rank, 1, hidden, 99, own=False)[0])
+    weight = norm.weight
     for count in (1, 2, 7, 64, 255, 1000):
         x = draw(rank, count, hidden, count)
         for residual in (draw(rank, count, hidden, 7, own=False), None):
             y, h = layer(x, residual, weight)
-            wanted_y, wanted_h = theirs(x.clone(), residual, weight)
+            total = over.all_reduce_(x.clone())
+            wanted_y, wanted_h = norm(total, residual) if residual is not None else (norm(total), total)
             first = y.clone()
             torch.distributed.broadcast(first, 0)
             # The norm is rounded once, from sums in another order: a last place apart at most.
