@@ -249,10 +249,21 @@ def prompts() -> str:
     found = [row for row in lines_of("prefill") if row.get("what") == "prefill" and row["same_tokens"]]
     points = {(row["model"], row["tokens"]): row for row in found}
     rows = [
-        (MODELS[model], f"{tokens:,}", shown(row["whole_ms"]), shown(row["spread_ms"]))
+        (MODELS[model], f"{tokens:,}", *(shown(row.get(name)) for name in ("whole_ms", "spread_ms", "spread_fp8_ms")))
         for (model, tokens), row in points.items()
     ]
-    return table(("model", "tokens", "whole", "spread"), rows)
+    return table(("model", "tokens", "whole", "spread", "spread, rows in FP8"), rows)
+
+
+def halves() -> str:
+    """Return decode steps of groups, whole and in two halves that take turns."""
+    rows = [
+        (MODELS[row["model"]], f"dp {row['dp']}, ep {row['ep']}", str(row["requests"]),
+         f"`{row['overlap']}`", shown(row["tpot_ms"]), shown(row["prompts_ms"], 0))
+        for row in lines_of("overlap")
+        if row.get("what") == "decode_groups"
+    ]  # fmt: skip
+    return table(("model", "split", "requests a rank", "overlap", "ms a token", "its prompts, ms"), rows)
 
 
 def serving() -> str:
@@ -296,7 +307,8 @@ def crossing() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "targets": targets, "decode": decoding, "splits": splits, "prefill": prompts, "serving": serving, "rows": crossing,
+    "targets": targets, "decode": decoding, "splits": splits, "prefill": prompts, "halves": halves, "serving": serving,
+    "rows": crossing,
 }  # fmt: skip
 
 
