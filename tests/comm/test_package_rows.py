@@ -5,21 +5,24 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import json
 import sys
 import threading
 import types
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fastlayers.comm import rank_layer
+from fastlayers.comm import ladders, rank_layer
 from fastlayers.comm.all_reduce import sgl_kernel
 from fastlayers.comm.all_reduce.layer import ALL_REDUCE, AllReduceConfig
 from fastlayers.comm.all_reduce.sgl_kernel import SglAllReduce
 from fastlayers.comm.fabric import Fabric, Workspace, _lacking
 from fastlayers.comm.parallel import Axis
+from fastlayers.comm.rank_layer import with_limit
 from fastlayers.comm.sum_norm.flashinfer import FlashInferSumNorm
 from fastlayers.comm.sum_norm.layer import SUM_NORM, SumNorm, SumNormConfig
 from fastlayers.comm.sum_norm.reference import ReferenceSumNorm, sum_in_order
@@ -27,6 +30,7 @@ from fastlayers.comm.symmetric import NoSymmetricMemory, local_arenas
 from fastlayers.device import Package, as_device
 from fastlayers.errors import ArgumentError, NoBackendError
 from fastlayers.testing.world import Rank, simulate
+from fastlayers.tuning.table import SCHEMA
 
 BF16, MOST = torch.bfloat16, 1 << 14
 SUMS = AllReduceConfig(Axis(2), 128, BF16, slots=8)
@@ -88,6 +92,26 @@ def test_a_package_counts_only_where_all_ranks_have_it_alike() -> None:
     assert _lacking([{"packages": both}, {"packages": absent}]) == {"sgl_kernel": "rank 1: sgl_kernel is not installed"}
     found = _lacking([{"packages": both}, {"packages": newer}])
     assert found == {"flashinfer": "ranks have different versions of flashinfer: {0: '1.0', 1: '1.1'}"}
+
+
+def test_a_measured_ladder_may_name_a_package_as_far_as_the_workspace_reaches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = {"commit": "abc", "torch": torch.__version__}
+    ladder = [{"max_tokens": 64, "backend": "flashinfer"}, {"max_tokens": None, "backend": "triton_symm_mem"}]
+    entry = {
+        "layer": "sum_norm", "way": "", "ranks": 2, "device": "H200", "dtype": "bfloat16", "hidden_size": 128,
+        "tokens": [64], "ladder": ladder, "made": made,
+    }  # fmt: skip
+    (tmp_path / ladders.NAME).write_text(json.dumps({"schema": SCHEMA, "ladders": [entry]}))
+    monkeypatch.setenv("FASTLAYERS_TUNED_DIR", str(tmp_path))
+    monkeypatch.setattr(rank_layer, "_backend_of", lambda axis: "nccl")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fastlayers.device.missing", lambda needs, load: None)
+        for slots, name in ((1024, "flashinfer:64|triton_symm_mem:1024|nccl"), (32, "flashinfer:32|nccl")):
+            assert with_limit(SUM_NORM.choose(replace(NORMS, slots=slots), "H200"), SUM_NORM).name == name
+    absent = with_limit(SUM_NORM.choose(NORMS, "H200"), SUM_NORM)
+    assert absent.name == "triton_symm_mem:8|nccl" and "not taken: flashinfer: flashinfer is not" in absent.evidence
 
 
 class PlayedSums:

@@ -46,6 +46,8 @@ class RankConfig:
     words: ClassVar[str] = "rows of {} values of {}"
     # What of the layer's ways to do it is meant, where ladders are measured for each.
     way: ClassVar[str] = ""
+    # Rows of backends that take as many rows as the workspace was made for.
+    within: ClassVar[tuple[str, ...]] = ("triton_symm_mem",)
 
     def __post_init__(self) -> None:
         check_kind(self.layer, Axis, axis=self.axis)
@@ -156,13 +158,12 @@ def with_limit(choice: Choice, registry: Registry) -> Choice:
     nccl = registry.named("nccl")
     if nccl.why_not(choice.cfg, choice.device) is not None:
         return choice
-    rungs, evidence = ladders.measured(registry, choice.cfg, choice.device)
-    slots = choice.cfg.slots
-    return replace(
-        choice, rungs=ladders.bounded(rungs or choice.rungs, choice.name, slots, nccl),
-        evidence=f"{evidence if rungs else 'rank'}; the workspace was made for {slots} rows"
-        + ("" if rungs else f"; {evidence}"),
-    )  # fmt: skip
+    found, evidence = ladders.measured(registry, choice.cfg, choice.device)
+    slots, rungs = choice.cfg.slots, found or choice.rungs
+    for name in choice.cfg.within:
+        rungs = ladders.bounded(rungs, name, slots, nccl)
+    said = f"{evidence if found else 'rank'}; the workspace was made for {slots} rows"
+    return replace(choice, rungs=rungs, evidence=said if found else f"{said}; {evidence}")
 
 
 class RankLayer(Layer):

@@ -37,7 +37,7 @@ class SumNormConfig(RankConfig):
     rounding: str = "cast_then_scale"
     spread: bool = False
 
-    layer = "SumNorm"
+    layer, within = "SumNorm", ("triton_symm_mem", "flashinfer")
 
     @property
     def operator(self) -> str:  # type: ignore[override]
