@@ -115,8 +115,13 @@ class ExpertsBackend:
         """
         return None
 
-    def compute(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: Any) -> torch.Tensor:
-        """Call the operator; where nobody looks on, what was prepared for such inputs."""
+    def __call__(
+        self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: Any
+    ) -> torch.Tensor:
+        """Return ``y`` ``[T,D]`` in the dtype of ``x``, a new tensor.
+
+        Calls the operator; where nobody looks on, what was prepared for such inputs.
+        """
         tensors = (
             x, topk_weights, topk_ids, packed.w13, packed.w2, packed.w13_scale, packed.w2_scale, packed.w13_bias,
             packed.w2_bias,
@@ -132,9 +137,3 @@ class ExpertsBackend:
         ready = self._ready.get(kind) or self._ready.keep(kind, self.prepare(x, topk_weights, topk_ids, packed))
         y = ready(x, topk_weights, topk_ids, packed)
         return y
-
-    def __call__(
-        self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: Any
-    ) -> torch.Tensor:
-        """Return ``y`` ``[T,D]`` in the dtype of ``x``, a new tensor."""
-        return self.compute(x, topk_weights, topk_ids, packed)

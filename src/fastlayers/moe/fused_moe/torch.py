@@ -131,7 +131,7 @@ class TorchFusedMoE(ExpertsBackend):
         topk_weights, topk_ids = append_shared(topk_weights, topk_ids, cfg)
         if x.is_cuda:
             return self.blocked(x, topk_weights, topk_ids, packed)
-        return self.compute(x, topk_weights, topk_ids, packed)
+        return super().__call__(x, topk_weights, topk_ids, packed)
 
     def blocked(
         self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, packed: MoEWeights
