@@ -12,9 +12,14 @@ import torch
 
 import fastlayers as fl
 from fastlayers.attention.buckets import ExtendBucket
-from fastlayers.attention.meta import FEW_TOKENS, as_tensors, check_loc, whole_pages
+from fastlayers.attention.meta import FEW_TOKENS, check_loc, whole_pages
 from fastlayers.attention.step_buffers import Mirrored
 from fastlayers.errors import ArgumentError
+
+
+def as_tensors(meta: fl.AttentionMeta) -> dict[str, torch.Tensor]:
+    """Return a step's tensors by name."""
+    return {name: value for name, value in vars(meta).items() if isinstance(value, torch.Tensor)}
 
 
 def test_extend_with_an_idle_request() -> None:

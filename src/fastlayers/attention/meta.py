@@ -462,9 +462,4 @@ def check_pages(layer: str, meta: AttentionMeta, num_pages: int, debug: bool) ->
             raise ArgumentError(layer, "meta.page_table", f"pages from {low} to {high}", f"pages in [0, {num_pages})")
 
 
-def as_tensors(meta: AttentionMeta) -> dict[str, Any]:
-    """Return the tensors of ``meta`` by name (tests and debugging)."""
-    return {name: value for name, value in vars(meta).items() if isinstance(value, torch.Tensor)}
-
-
 __getattr__ = renamed(__name__, {"StepPlan": "BackendScratch", "StepPlans": "StepScratch"})
