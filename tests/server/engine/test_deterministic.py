@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import sys
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,6 @@ from serving import GREEDY, Bench, make_model, prompts
 
 NEW, COUNT = 44, 6
 PIECE = 16
-
-
-@pytest.fixture(scope="module")
-def model(request: pytest.FixtureRequest) -> Any:
-    return make_model(request.param)
-
-
-@pytest.fixture(scope="module")
-def wanted(model: Any) -> list[tuple[Any, ...]]:
-    return alone(model, piece=PIECE)
 
 
 def asked(count: int) -> list[tuple[list[int], dict[str, Any]]]:
@@ -65,6 +56,13 @@ def alone(model: Any, **limits: Any) -> list[tuple[Any, ...]]:
     return found
 
 
+@lru_cache(maxsize=1)  # neighbours ask about the same model
+def model_and_answers(name: str) -> tuple[Any, list[tuple[Any, ...]]]:
+    """Return a model, and what its requests are told if nobody else is there."""
+    model = make_model(name)
+    return model, alone(model, piece=PIECE)
+
+
 WAYS: dict[str, dict[str, Any]] = {
     "a batch": {},
     "one at a time": {"max_running": 1},
@@ -84,10 +82,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("model", "way"), CASES, indirect=["model"])
-def test_bytes_do_not_depend_on_what_else_runs(
-    model: Any, wanted: list[tuple[Any, ...]], way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_bytes_do_not_depend_on_what_else_runs(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, wanted = model_and_answers(name)
     if "preempted" in way:  # whoever fits now is admitted
         monkeypatch.setattr(running, "RATIO_START", 0.0)
         monkeypatch.setattr(running, "RATIO_END", 0.0)
