@@ -61,7 +61,10 @@ def _poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
-    torch.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:  # the line above keeps the formatted stack for devices that may come: half a millisecond for each test
+        torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture
