@@ -185,6 +185,20 @@ def shared_experts() -> Found:
     )
 
 
+def weights_alone() -> Found:
+    """Item 26: int8 and weights alone, tuned; what codes of four bits take where reading weights is the work."""
+    counts = [
+        len([*(RESULTS / "tuned" / layer).glob("*.json")]) for layer in ("int8_linear", "weight_only_linear")
+    ]  # fmt: skip
+    rows = [row for row in read("weight_only_h200.jsonl") if row.get("auto") and "key" in row]
+    wide = {(row["model"], row["tokens"]): row["us"] for row in rows if row["layer"] == "linear"}
+    four = [row for row in rows if "w4a16" in row["cfg"] and row["tokens"] <= 16]
+    found = _share([(row["us"], wide[row["model"], row["tokens"]]) for row in four], "bf16")
+    if not all(counts) or found is None:
+        return None
+    return f"tuned: int8 {counts[0]} shapes, weights alone {counts[1]}; 4 bits, up to 16 rows: {found[0]}", found[1]
+
+
 def capture() -> Found:
     """Item 56: frozen and not, forced collections and not."""
     last = {
@@ -256,6 +270,7 @@ FIGURES = (
            lambda: dependent_peers("router")),
     Figure(25, "ladder of 257 experts", "tuned/fused_moe/E=257,k=9,D=7168,I=256,fp8_block,silu,device_name=H200.json",
            shared_experts),
+    Figure(26, "int8 and weights alone, tuned", "weight_only_h200.jsonl#w4a16", weights_alone),
     Figure(28, "routed factor in the gate", "ablation_h200.jsonl#factor in the gate",
            lambda: switched("factor in the gate")),
     Figure(32, "scales written as they are read", "systems_h200.jsonl#scales", schedules),

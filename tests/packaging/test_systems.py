@@ -301,6 +301,14 @@ def test_states_follow_from_figures(tool: Any, tmp_path: Path, monkeypatch: pyte
     assert "not done" in state(47)[1]
     put("products_h200.jsonl", row | {"backend": "triton"}, row | {"backend": "sgl_kernel", "us": 1.0})
     assert state(47)[1] == "not done: slower than sgl_kernel at 1 of 1 points"
+    codes = {"model": "a", "auto": True, "backend": "triton", "config": {}, "tokens": 4}
+    put("weight_only_h200.jsonl", codes | {"key": "a", "layer": "linear", "cfg": "bf16", "us": 8.0},
+        codes | {"key": "b", "layer": "weight_only_linear", "cfg": "w4a16", "us": 9.0})  # fmt: skip
+    assert state(26)[1] == "not done: by hand"
+    for layer in ("int8_linear", "weight_only_linear"):
+        (tmp_path / "tuned" / layer).mkdir(parents=True)
+        (tmp_path / "tuned" / layer / "N=1.json").touch()
+    assert state(26)[1] == "not done: slower than bf16 at 1 of 1 points"
     step = {"what": "decode", "batch": 1, "tpot_ms": 5.0}
     load = {"what": "load", "gib": 9.0, "seconds": 2.0}
     put("slice_h200.jsonl", load, {"what": "prefill", "tokens": 2048, "ms": 9.0}, step, {"what": "tokens"})
