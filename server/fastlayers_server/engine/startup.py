@@ -304,6 +304,9 @@ def measure(
         parts = [_nobodys(size // count, 1 + part % config.max_running, config.vocab_size) for part in range(count)]
         chunks = [Chunk(request, 0, request.tokens, 1) for request in parts]
         extends[size] = _seconds(lambda chunks=chunks: executor.extending.extend_chunks(chunks, LOGITS))  # type: ignore[misc]
+    if executor.verify_tokens and executor.extending.graphs is None:  # captured ones ran before
+        request = _nobodys(2, 1, config.vocab_size)
+        executor.extending.extend_chunks([Chunk(request, 0, request.tokens, 2)], executor.rule)
     base = max((size for size in extends if size <= min(BASE, config.max_model_len - 1)), default=0)
     sizes = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
     for size in sorted({min(size, config.max_running) for size in sizes}):

@@ -197,10 +197,20 @@ def test_steps_are_measured_over_tokens_that_differ_in_pages_that_are_given_anew
     assert not executor.decoding.pages.any() and not executor.decoding.uncaptured
 
 
-def test_steps_of_more_prompts_than_may_run_are_not_measured() -> None:
+def test_steps_of_more_prompts_than_may_run_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     few = replace(SMALL, max_model_len=64, max_running_requests=2, max_num_batched_tokens=300)
-    parts = build(few, lambda phase: None)
-    assert set(measure(parts.executor, parts.scheduler)[0]) == {16, 32, 64}  # type: ignore[arg-type]
+    parts = build(replace(few, speculative_algorithm="ngram"), lambda phase: None)
+    executor: Any = parts.executor
+    extend, modes = executor.extending.extend_chunks, []
+
+    def watched(chunks: Any, mode: str, *rest: Any) -> Any:
+        modes.append(mode)
+        return extend(chunks, mode, *rest)
+
+    monkeypatch.setattr(executor.extending, "extend_chunks", watched)
+    assert set(measure(executor, parts.scheduler)[0]) == {16, 32, 64}
+    # Nor is one that verifies, but it runs: without a graph nothing else compiles its kernels before a request comes.
+    assert modes.count("verify") == 1 and set(modes) == {"verify", "logits"} and not executor.extending.uncaptured
 
 
 def test_a_warm_up_runs_each_kind_of_layer_and_no_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
