@@ -48,24 +48,22 @@ class WaitingQueue:
         self._counted(request, 1)
 
     def remove(self, request: Request) -> None:
-        """Take a request out."""
-        self._classes[request.priority].remove(request)
+        """Take a request out; its class, too, if it was the last: clients choose among 2³² of them."""
+        waiting = self._classes[request.priority]
+        waiting.remove(request)
+        if not waiting:
+            del self._classes[request.priority]
         self._counted(request, -1)
 
     def head(self) -> Request | None:
         """Return who is next, without taking it."""
-        for priority in sorted(self._classes):
-            waiting = self._classes[priority]
-            if not waiting:
-                continue
-            if self._hit is None:
-                return waiting[0]
-            window = list(islice(waiting, WINDOW))
-            for request in window:
-                if request.passed >= PATIENCE:
-                    return request
-            return max(window, key=self._hit)
-        return None
+        if not self._classes:
+            return None
+        waiting = self._classes[min(self._classes)]
+        if self._hit is None:
+            return waiting[0]
+        window = list(islice(waiting, WINDOW))
+        return next((r for r in window if r.passed >= PATIENCE), None) or max(window, key=self._hit)
 
     def take(self, request: Request) -> None:
         """Take the head; whoever stood before it was passed over."""
