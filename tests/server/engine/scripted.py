@@ -152,6 +152,11 @@ class ScriptedExecutor:
             table = self.tables[slot]
             table += [0] * (column + 1 - len(table))
             table[column] = page
+        special = {place: drawn for place, _, drawn in plan.special}
+        for place, request in enumerate(plan.sampled[: len(plan.sampled) - len(plan.verify)]):
+            drawn = len(self.truths[request].tokens) - request.prompt_len
+            wanted = drawn if request.general or drawn + 1 < request.submit.min_new_tokens else None
+            self._demand(special.get(place) == wanted, request, f"draws as {special.get(place)}, not as {wanted}")
         tokens: list[list[int]] = []
         for request, start in zip(plan.rows, plan.starts, strict=True):
             truth = self.truths[request]
@@ -188,6 +193,8 @@ class ScriptedExecutor:
         columns = -(-end // size)
         exact = len(table) >= columns and all(table[:columns]) and not any(table[columns:])
         self._demand(exact, request, f"has the table {table} for {end} tokens")  # I4
+        # I3: a page that it gave away, as another holds the same block, still has what it wrote, until somebody writes
+        self._demand(table[:columns] == request.pages[:columns], request, f"has the table {table}, not its pages")
         cells = self.cells
         found: list[int] = []
         for page in table[: -(-start // size)]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -158,6 +160,41 @@ def test_ranks_of_a_group_must_draw_alike() -> None:
     assert [each.tokens for each in equal.results] == [[[3]], [[5]]]
     with pytest.raises(CollectiveMismatch, match="rank 3 drew other tokens than rank 2 of its group"):
         leader(OneRank([[3]], [[5]], [[6]]), 2, 2).reported(lambda: TickResult([[3]]))
+
+
+class Calls(GroupExecutor):
+    """One rank of a group, which notes what it would launch: an extend, a decode step, and of how many tokens each."""
+
+    def __init__(self, group: int) -> None:
+        self.extending, self.decoding, self.made = SimpleNamespace(counts=None), SimpleNamespace(counts=None), []  # type: ignore[var-annotated]
+        self.model = SimpleNamespace(
+            parallel=SimpleNamespace(attn_dp=SimpleNamespace(size=2, rank=group), attn_tp=SimpleNamespace(size=1))
+        )
+
+    def launch(self, plan: TickPlan) -> Any:
+        extends, rows, group = self.extending.counts, self.decoding.counts, self.model.parallel.attn_dp.rank
+        own = (plan.extend_tokens, len(plan.rows)) == (extends[group], rows[group])
+        self.made.append((plan.tick, self.extends(plan), self.decodes(plan), (extends, rows), own))
+
+
+def test_groups_with_nothing_to_do_make_the_calls_of_those_that_have() -> None:
+    """I19: the same steps of the same sizes in each tick, and as many."""
+    groups, channel, ranks = Groups([Scheduler(LIMITS), Scheduler(LIMITS)]), OneRank(), [Calls(0), Calls(1)]
+    first, draw, idle = GroupLeader(ranks[0], channel), random.Random(0), 0  # type: ignore[arg-type]
+    for rid in range(1, 40):
+        for which in range(draw.choice([0, 1, 1, 4])):
+            groups.submit(submit(100 * rid + which, [5] * draw.randint(1, 30), draw.randint(1, 20)), 0.0)
+        for _ in range(draw.randint(1, 40)):
+            plan = groups.plan(0.0)
+            if not plan.empty:
+                first.launch(plan)
+                idle += any(each.empty for each in plan.plans)
+                drawn = [TickResult([[7]] * len(each.sampled)) for each in plan.plans]
+                groups.commit(plan, GroupsResult(drawn), 0.0)
+    heard = iter([*channel.said, None])
+    follow_together(ranks[1], SimpleNamespace(hear=lambda: next(heard)))  # type: ignore[arg-type]
+    assert ranks[0].made == ranks[1].made and idle > 50
+    assert all(own and (extends or decodes) for _, extends, decodes, _, own in ranks[0].made)
 
 
 PROMPTS = ([5, 6, 7], [9, 8], [2 + i % 50 for i in range(150)], [4] * 5, [11, 12])

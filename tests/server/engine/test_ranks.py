@@ -14,7 +14,7 @@ import pytest
 
 from fastlayers.errors import ArgumentError, CollectiveMismatch
 from fastlayers_server.engine import protocol as p
-from fastlayers_server.engine.request import Chunk, Request, TickPlan
+from fastlayers_server.engine.request import ENDED, Chunk, Request, TickPlan
 from fastlayers_server.parallel import channel, follower
 from fastlayers_server.parallel.frames import Mirror, encode
 from fastlayers_server.serve_config import parse
@@ -54,6 +54,12 @@ def test_a_plan_and_what_a_rank_without_scheduler_makes_of_it() -> None:
     following.complete()
     again = mirror.plan(encode(following))[0]
     assert again.rows == [found.admitted[1]]  # by its slot
+    constrained = TickPlan(9, [request(1, grammar="g")], rows=[decoding], starts=[6])
+    constrained.chunks = [Chunk(constrained.admitted[0], 0, [5, 6, 7], 1)]
+    constrained.complete(mixed=True)
+    last = mirror.plan(encode(constrained))[0]
+    assert (last.masked, last.mixed) == (constrained.masked, constrained.mixed) == (True, True)
+    assert found.admitted[0].state == ENDED != found.admitted[1].state  # another has its slot
 
 
 FRAMES = """

@@ -19,7 +19,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from fastlayers_server.engine.cache import PrefixCache
 from fastlayers_server.engine.config import SchedulerConfig
+from fastlayers_server.engine.request import RUNNING
 from fastlayers_server.engine.scheduler import Scheduler
+from fastlayers_server.parallel.frames import Mirror
 
 sys.path.insert(0, str(Path(__file__).parent))
 from world import EOS, VOCAB, World, script
@@ -149,7 +151,7 @@ def season(seed: int, ticks: int, busy: bool) -> tuple[int, int]:
         max_running=64 if busy else r.choice([1, 4, 16]), max_batched_tokens=r.choice([64, 200, 1000, 3][: 4 - busy]),
         max_extend_requests=r.randint(1, 6), max_partial_prefills=r.randint(1, 3), prefix_cache=r.random() < 0.8,
         policy=r.choice(["fcfs", "lpm"]), enable_priority=r.random() < 0.4, drop_last_block=r.random() < 0.3,
-        max_queued_requests=40, mixed=seed % 2 > 0,
+        max_queued_requests=40, max_queued_tokens=1500, mixed=seed % 2 > 0,
     )  # fmt: skip
     draft = (r.randint(1, 5), r.randint(0, 5)) if r.random() < 0.3 else None
     block = math.lcm(limits.page_size, 16)
@@ -157,6 +159,7 @@ def season(seed: int, ticks: int, busy: bool) -> tuple[int, int]:
         limits = msgspec.structs.replace(limits, piece=block * r.choice([1, 2]))
     bad = (lambda rid, position: rid % 29 == 0 and position == 2) if r.random() < 0.3 else None
     world = World(limits, delay=r.randint(0, 2), draft=draft, tree=r.random() < 0.5, nonfinite=bad)
+    world.mirror = Mirror() if seed % 9 == 0 else None
     load, world.check_every = 1.0 if busy else r.uniform(0.05, 0.8), 16
     for _ in range(ticks):
         if r.random() < load and world.scheduler.queue.count < 20:
@@ -360,11 +363,83 @@ def last_class_first(scheduler: Scheduler) -> None:  # I21
     scheduler.queue.head = head  # type: ignore[method-assign]
 
 
-CACHES = (forgetful_release, shared_namespaces, hit_not_locked, whole_prompt_hit, given_twice)
+def same_block_not_told(cache: PrefixCache) -> None:  # I3
+    publish = cache.publish
+    cache.publish = lambda *given: publish(*given)[:0]  # type: ignore[method-assign]
+
+
+def preempted_but_planned(scheduler: Scheduler) -> None:  # I3
+    make_room = scheduler.running.make_room
+
+    def room(lengths: dict[Any, int], plan: Any) -> Any:
+        before = dict(lengths)
+        victims = make_room(lengths, plan)
+        lengths.update(before)
+        return victims
+
+    scheduler.running.make_room = room  # type: ignore[method-assign]
+
+
+def first_tokens_twice(scheduler: Scheduler) -> None:  # I12
+    commit_prompts = scheduler.commit_prompts
+
+    def early(plan: Any, *rest: Any) -> None:
+        commit_prompts(plan, *rest)
+        plan.early = 0
+
+    scheduler.commit_prompts = early  # type: ignore[method-assign]
+
+
+def behind_certain_ends(scheduler: Scheduler) -> None:  # I14
+    enter = scheduler.running.enter
+
+    def later(plan: Any, request: Any, path: Any) -> None:
+        enter(plan, request, path)
+        request.end += request.seq % 2
+
+    scheduler.running.enter = later  # type: ignore[method-assign]
+
+
+def endless_queue(scheduler: Scheduler) -> None:  # I17
+    submit = scheduler.submit
+
+    def unbounded(asked: Any, now: float) -> None:
+        kept, scheduler.queue.tokens = scheduler.queue.tokens, 0
+        submit(asked, now)
+        scheduler.queue.tokens += kept
+
+    scheduler.submit = unbounded  # type: ignore[method-assign]
+
+
+def classes_stay(scheduler: Scheduler) -> None:  # I17
+    push = scheduler.queue.push
+
+    def kept(request: Any) -> None:
+        push(request)
+        scheduler.queue._classes.setdefault(request.seq + 9, type(scheduler.queue._classes[request.priority])())
+
+    scheduler.queue.push = kept  # type: ignore[method-assign]
+
+
+def rejected_kept(scheduler: Scheduler) -> None:  # I20
+    commit = scheduler.commit
+
+    def longer(plan: Any, result: Any, now: float) -> None:
+        commit(plan, result, now)
+        for chunk in plan.verify:
+            chunk.request.kv += chunk.request.state == RUNNING
+
+    scheduler.commit = longer  # type: ignore[method-assign]
+
+
+CACHES = (
+    forgetful_release, shared_namespaces, hit_not_locked, whole_prompt_hit, given_twice, same_block_not_told
+)  # fmt: skip
 SCHEDULERS = {
     ended_twice: "after its end", waste_not_counted: "I15", deaf_to_ends: "says other tokens", rows_left_out: "I10",
     columns_stay: "has the table", long_chunks: "I9", everybody_fits: "I11", oldest_preempted: "I13",
-    last_class_first: "I21",
+    last_class_first: "I21", preempted_but_planned: "0", first_tokens_twice: "says other tokens",
+    behind_certain_ends: "I14", endless_queue: "I17", classes_stay: "I17", rejected_kept: "prefix that is not its own",
 }  # fmt: skip
 
 
@@ -381,3 +456,21 @@ def test_planted_faults_are_found(plant: Any, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises((AssertionError, KeyError, IndexError), match=SCHEDULERS.get(plant)):
         for seed in range(20):
             season(seed, 300, busy=False)
+
+
+@pytest.mark.parametrize(
+    "what", ["admitted", "pages", "poisoned", "chunks", "verify", "rows", "starts", "sampled", "special", "mixed"]
+)
+def test_a_rank_that_hears_otherwise_is_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """I18, whatever of a plan is lost on the way."""
+    hear = Mirror.plan
+
+    def partly(self: Mirror, frame: bytes) -> Any:
+        plan, *rest = hear(self, frame)
+        setattr(plan, what, type(getattr(plan, what))())
+        return plan, *rest
+
+    monkeypatch.setattr(Mirror, "plan", partly)
+    with pytest.raises(AssertionError, match="I18"):
+        for seed in range(0, 360, 9):
+            season(seed, 400, busy=False)

@@ -13,6 +13,7 @@ from fastlayers_server.engine.config import SchedulerConfig
 from fastlayers_server.engine.protocol import Output, Sampling, Submit, pack_ids, unpack_ids
 from fastlayers_server.engine.request import ENDED, RUNNING, Request, TickPlan, Tree
 from fastlayers_server.engine.scheduler import Scheduler
+from fastlayers_server.parallel.frames import Mirror, encode
 
 sys.path.insert(0, str(Path(__file__).parent))
 from scripted import ScriptedExecutor
@@ -52,6 +53,16 @@ class Told:
     wanted: tuple[list[int], str] | None = None
 
 
+def plain(plan: TickPlan) -> tuple[Any, ...]:
+    """Return a plan as numbers: what ranks without a scheduler must hear of it."""
+    chunks = [(c.request.slot, c.start, c.ids, c.samples, list(c.parents)) for c in (*plan.chunks, *plan.verify)]
+    admitted = [(r.slot, r.tokens, r.prompt_len, r.ends) for r in plan.admitted]
+    special = [(place, request.slot, drawn) for place, request, drawn in plan.special]
+    slots = [[r.slot for r in requests] for requests in (plan.rows, plan.sampled)]
+    return (plan.tick, admitted, plan.pages, plan.poisoned, chunks, len(plan.verify), slots, plan.starts, special,
+            plan.masked, plan.mixed)  # fmt: skip
+
+
 class World:
     """Drives plans, launches and commits; results come ``delay`` ticks late.
 
@@ -71,6 +82,7 @@ class World:
         self.now = 0.0
         self.rids = 0
         self.left_out, self.mixed = False, 0
+        self.mirror: Mirror | None = None
         self.whole = True  # False after something failed
         self.check_every = 1
 
@@ -115,6 +127,8 @@ class World:
         if self.draft is not None:
             self.settle()
             draft = self._drafts
+        elif self.pending:
+            self._first_tokens(*self.pending[0])
         before = list(scheduler.running.requests)
         decoding = [r for r in before if r.kv >= r.goal and r.left > 0]
         waiting = {r: r.priority for r in scheduler.queue}
@@ -145,11 +159,18 @@ class World:
         apart = apart and scheduler.budget.extend and not self.left_out and plan.chunks
         assert not left_out or apart, "I10: a row is left out"
         self.left_out = left_out
+        for request in plan.sampled:
+            ahead = sum(len(chunk.ids) - 1 for chunk in plan.verify if chunk.request is request)
+            certain = len(request.tokens) + request.inflight + ahead > request.end
+            assert not certain, "I14: launched behind an end that is certain"
         # I13
         victims = [r for r in before if r.state not in (RUNNING, ENDED)]
         assert oldest not in victims, "I13: the oldest is preempted"
         assert all(r.rid in scheduler.history[-1]["preempted"] for r in victims) or plan.empty
         self._check_admission(plan, waiting, resumed)
+        if not plan.empty and self.mirror is not None:
+            seen, *heard = self.mirror.plan(encode(plan, scheduler.ticks, 7))
+            assert (plain(seen), heard) == (plain(plan), [scheduler.ticks, 7]), "I18"
         if not plan.empty:
             self.pending.append((plan, self.executor.launch(plan)))
         while len(self.pending) > self.delay or (plan.empty and self.pending):
@@ -193,6 +214,12 @@ class World:
             last = len(tree) - 2
         return Tree(tree[:limit], tree.parents[:limit])
 
+    def _first_tokens(self, plan: TickPlan, step: Any) -> None:
+        """Take the tokens of prompts before the others, mostly, as a loop does between two ticks."""
+        if plan.rows and plan.chunks and plan.tick % 3:
+            self.scheduler.commit_prompts(plan, step.first(), self.now)
+            self.collect()
+
     def _commit(self) -> None:
         plan, step = self.pending.popleft()
         self.scheduler.commit(plan, step.result(), self.now)
@@ -231,9 +258,12 @@ class World:
         counts = (cache.free, cache.private, cache.locked, cache.evictable)
         assert counts == tuple(states.count(s) for s in ("free", "private", "locked", "evictable"))
         assert len(owners) == cache.num_pages - 1
-        # I17
-        assert scheduler.queue.count <= self.config.max_queued_requests + self.config.max_running
-        assert scheduler.queue.count == sum(1 for _ in scheduler.queue)
+        waiting = list(scheduler.queue)
+        new, limits = [r.prompt_len for r in waiting if r.cached < 0], self.config
+        assert len(new) <= limits.max_queued_requests and sum(new) <= limits.max_queued_tokens, "I17: beyond a bound"
+        assert len(waiting) <= limits.max_queued_requests + limits.max_running, "I17: beyond a bound"
+        counted = scheduler.queue.count, scheduler.queue.tokens
+        assert counted == (len(waiting), sum(r.prompt_len for r in waiting)), "I17: miscounted"
 
     def run(self, limit: int | None = None) -> int:
         """Tick until nothing lives; returns the ticks."""
@@ -268,8 +298,15 @@ class World:
         assert prompt.get("computed", 0) + prompt.get("cached", 0) == sum(r.high for r in self.requests.values()), "I15"
         stops = sum(t.finish == "stop" for t in self.told.values())
         assert counters["wasted_tokens_total"].get("overlap", 0) <= stops * max(1, self.delay) or self.draft, "I14"
+        for request in ended if self.draft is None else ():
+            told_of = self.told[request.rid]
+            behind = len(self.executor.truths[request].tokens) - request.prompt_len - len(told_of.ids)
+            assert behind <= self.delay * (told_of.finish == "stop"), "I14: drawn behind an end"
         scheduler.cache.flush()
         assert cache.evictable == 0 and cache.free == cache.num_pages - 1
         assert not scheduler.running.requests and not scheduler.live and not list(scheduler.queue)
-        slots = Scheduler(self.config).running
-        assert sorted(scheduler.running._slots) == sorted(slots._slots)
+        fresh = Scheduler(self.config)
+        assert sorted(scheduler.running._slots) == sorted(fresh.running._slots)
+        for now, then in ((cache, fresh.cache), (scheduler.queue, fresh.queue)):
+            for name in ("_roots", "_heap", "_classes", "tokens", "count"):
+                assert getattr(now, name, None) == getattr(then, name, None), f"I17: {name} is not as it was"
