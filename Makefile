@@ -21,6 +21,8 @@ ROOTS := src/fastlayers models/fastlayers_models server/fastlayers_server
 CPU_TESTS := not gpu and not multigpu and not slow and not realmodel and not compile
 # One thread a worker, and nothing is downloaded.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# The tests start about a hundred processes, and each compiles what it imports where PYTHONDONTWRITEBYTECODE is set.
+BYTECODE := $(BIN)/python -m compileall -q $(ROOTS)
 SETUP := PYTHON='$(PYTHON)' TORCH='$(TORCH)' bash tools/setup_env.sh $(VENV)
 SETUP_INPUTS := pyproject.toml constraints.txt tools/setup_env.sh $(VENV)/.torch
 
@@ -37,6 +39,7 @@ demo: $(VENV)/.stamp-run  ## set up, then run `fastlayers demo` (ARGS='...' is p
 	@$(BIN)/fastlayers demo $(ARGS)
 
 test: $(VENV)/.stamp-dev  ## set up, then run the tests that need no GPU (TESTS=..., ARGS='...')
+	@$(BYTECODE)
 	@$(TEST_ENV) TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "$(CPU_TESTS)" -n $(WORKERS) --dist loadfile $(TESTS) $(ARGS)
 
 serve: $(VENV)/.stamp-serve  ## set up, then serve the tiny model (ARGS='--port 8001' is passed on)
@@ -55,6 +58,7 @@ test-transformers: $(VENV)/.stamp-dev  ## transformers' own tests on patched mod
 	@$(TEST_ENV) bash tools/test_transformers.sh $(VENV) "$(SOURCE)" $(ARGS)
 
 test-oldest: $(VENV)/.stamp-dev  ## tests that lean on the standard library, under the oldest Python here
+	@$(BYTECODE)
 	@$(TEST_ENV) TRITON_INTERPRET=1 bash tools/test_oldest.sh $(VENV)
 
 lint: $(VENV)/.stamp-dev  ## ruff and mypy
