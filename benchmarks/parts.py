@@ -194,13 +194,13 @@ def _layers() -> Iterator[Part]:
         ("gqa", "gqa", "kv_dtype=torch.bfloat16", 140), ("gqa.e4m3", "gqa", "kv_dtype=torch.float8", 85),
         ("small_ops", "small_ops", "", 180), ("fused_moe", "fused_moe", "", 220),
         ("fp8_linear.tp8", "fp8_linear", "DeepSeek-V3 tp8", 160), ("fp8_linear.tp1", "fp8_linear", "tp1", 135),
-        ("weight_only", "weight_only", "", 60), ("products", "products", "", 60),
+        ("weight_only", "weight_only", "", 60), ("products", "products", "", 80),
     )  # fmt: skip
     targets = {
         "mla": "16: row 7; 15: row 5",
         "fused_moe": "16: rows 6, 8",
         "weight_only": "15: row 26",
-        "products": "15: rows 26, 32, 42, 46, 47",
+        "products": "15: rows 26, 32, 42, 44, 46, 47",
     }
     for name, part, only, took in points:
         chosen = f" --only '{only}'" if only else ""

@@ -201,7 +201,7 @@ def small_ops() -> list[Item]:
 
 
 def products() -> list[Item]:
-    """Products by token and channel, MLA's absorbed products, and experts at an edge, against sgl_kernel."""
+    """Products by token and channel, MLA's absorbed products, and experts at an edge, against packages."""
     against = ("triton", "sgl_kernel")
     items = [
         Item("rows", "int8_linear", Int8LinearConfig(3072, 2048), (1, 16, 128, 4096), (0,), against),
@@ -210,7 +210,7 @@ def products() -> list[Item]:
         Item("rows", "int8_linear", Int8LinearConfig(4096, 21888), (1, 4096), (0,), against),
     ]
     for kind in ("none", "fp8_block", "fp8_tensor"):
-        names = ("triton",) if kind == "fp8_block" else ("triton", "torch", "sgl_kernel")
+        names = ("triton", "deep_gemm") if kind == "fp8_block" else ("triton", "torch", "sgl_kernel")
         for k, n in ((128, 512), (512, 128)):
             items.append(Item("128 heads", "bmm", BmmConfig(128, k, n, kind), (1, 64), (0,), names))
     # Around 2,048 rows CUTLASS's experts take another schedule; top 1: a row a token.

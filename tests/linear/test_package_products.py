@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,9 @@ from fastlayers.quant.block_quant import decode_e4m3
 from fastlayers.registry import registry
 from fastlayers.registry.spec import spec_of
 from fastlayers.testing.parity import ParityError, check_parity
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "moe"))
+from fake_packages import FakeDeepGemm, modules
 
 BF16, FP32 = torch.bfloat16, torch.float32
 INT8, FP8, BMM = Int8LinearConfig(3072, 2048), FP8ScaledLinearConfig(3072, 2048), BmmConfig(16, 128, 512, "fp8_tensor")
@@ -52,6 +56,12 @@ interpreted = pytest.mark.skipif(not env.triton_interpret(), reason="our kernels
         ("bmm", "flashinfer", replace(BMM, format="none"), "H200", "'none' is not 'fp8_tensor'"),
         ("bmm", "sgl_kernel", replace(BMM, dtype=FP32), "H200", "float16 or bfloat16"),
         ("bmm", "sgl_kernel", replace(BMM, in_features=120), "H200", "in_features 120 is not a multiple of 16"),
+        ("bmm", "deep_gemm", replace(BMM, format="fp8_block"), "H200", None),
+        ("bmm", "deep_gemm", BMM, "H200", "'fp8_tensor' is not 'fp8_block'"),
+        ("bmm", "deep_gemm", replace(BMM, format="fp8_block"), "B200", "needs sm_90, this is sm_100"),
+        ("bmm", "deep_gemm", replace(BMM, format="fp8_block", dtype=FP32), "H200", "it writes bfloat16"),
+        ("bmm", "deep_gemm", replace(BMM, format="fp8_block", in_features=192), "H200", "192 is not a multiple of 128"),
+        ("bmm", "deep_gemm", replace(BMM, format="fp8_block", out_features=96), "H200", "96 is not a multiple of 64"),
         # TensorRT-LLM's block product wants 256 features, on the hardware that it is for as well.
         ("fp8_linear", "trtllm", FP8LinearConfig(256, 512), "B200", None),
         ("fp8_linear", "trtllm", FP8LinearConfig(255, 512), "B200", "in_features 255 is less than 256"),
@@ -160,6 +170,28 @@ def _bmm_fp8(a, b, scale_a, scale_b, dtype, out=None):  # type: ignore[no-untype
 def test_bmm_simulated(case: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, SimpleNamespace(bmm_fp8=_bmm_fp8))  # type: ignore[arg-type]
     assert simulate("bmm", package, case)
+
+
+@interpreted
+@pytest.mark.parametrize("case", accepted("bmm", "deep_gemm"))
+def test_masked_grouped_simulated(case: str) -> None:
+    """A group a head, as many rows in use as there are tokens, and none of a tile's others read."""
+    with modules(deep_gemm=FakeDeepGemm()):
+        assert simulate("bmm", "deep_gemm", case)
+
+
+@interpreted
+def test_masked_grouped_writes_where_it_was_told() -> None:
+    cfg = BmmConfig(2, 128, 64, "fp8_block")
+    x, weight = torch.randn(130, 2, 128).to(BF16), torch.randn(2, 64, 128).to(torch.float8_e4m3fn)
+    out, scale = torch.zeros(130, 2, 70, dtype=BF16), torch.rand(2, 1, 1) + 0.5
+    with modules(deep_gemm=FakeDeepGemm()):
+        made = registry("bmm").named("deep_gemm").load()(cfg)
+        y = made(x.transpose(0, 1), weight, scale, out[..., :64].transpose(0, 1))
+        fresh = made(x.transpose(0, 1), weight.mT.contiguous().mT, scale)
+    expected = registry("bmm").named("torch").load()(cfg)(x.transpose(0, 1), weight, scale)
+    assert torch.equal(y, out[..., :64].transpose(0, 1)) and out[..., 64:].eq(0).all() and torch.equal(y, fresh)
+    torch.testing.assert_close(y.float(), expected.float(), rtol=1e-2, atol=1e-2)
 
 
 @interpreted

@@ -80,6 +80,19 @@ def _refuse_packages(cfg: BmmConfig, device: Device) -> str | None:
     return not_multiple(cfg, in_features=16, out_features=16)
 
 
+def _refuse_deep_gemm(cfg: BmmConfig, device: Device) -> str | None:
+    if device.capability is None or device.capability[0] != 9:
+        return f"needs sm_90, this is {device.sm}"
+    if cfg.format != "fp8_block":
+        return f"format {cfg.format!r} is not 'fp8_block'"
+    if cfg.dtype != torch.bfloat16:
+        return "it writes bfloat16"
+    for name, size, unit in (("in_features", cfg.in_features, GROUP), ("out_features", cfg.out_features, 64)):
+        if size % unit:
+            return f"{name} {size} is not a multiple of {unit}"
+    return None
+
+
 _HERE = "fastlayers.linear.bmm"
 # In other words: their product takes one scale for the whole weight, and operands next to each other.
 _ROUNDS = "rounds twice where each head has a scale, and copies views"
@@ -94,6 +107,11 @@ BMM = Registry(
         Backend(
             "flashinfer", f"{_HERE}.packages:FlashInferBmm", ("flashinfer:bmm_fp8", *TRITON_NEEDS), _refuse_packages,
             (), note=_ROUNDS,
+        ),
+        Backend(
+            "deep_gemm", f"{_HERE}.packages:DeepGemmBmm",
+            ("deep_gemm:fp8_m_grouped_gemm_nt_masked", *TRITON_NEEDS), _refuse_deep_gemm, (),
+            note="copies views, and tokens into whole tiles; not timed",
         ),
         torch_backend(f"{_HERE}.torch:TorchBmm"),
         reference_backend(f"{_HERE}.reference:ReferenceBmm"),

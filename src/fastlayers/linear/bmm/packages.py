@@ -1,7 +1,11 @@
-"""Bmm on the packages' ``bmm_fp8`` (cuBLASLt): one scale for all of x, one for the whole weight.
+"""Bmm by packages, taken by name: operands have to lie next to each other there, and views are copied.
 
-A scale of each head is multiplied in afterwards, which rounds once more, so these are taken by name. The packages want
-operands next to each other; views are copied.
+``bmm_fp8`` (cuBLASLt): one scale for all of x, one for the whole weight. A scale of each head is multiplied in
+afterwards, which rounds once more.
+
+deep_gemm's masked grouped product: block scales, a group a head. Tokens are padded to whole tiles, so that no tile
+writes into the next head, and the rows in use are counted on the device. Source: SGLang's absorbed products (its
+``SGL_USE_DEEPGEMM_BMM``), with our quantiser.
 """
 
 from __future__ import annotations
@@ -11,8 +15,13 @@ from typing import Any
 
 import torch
 
-from fastlayers.linear.bmm.layer import BmmConfig
+from fastlayers.linear.bmm.layer import BLOCK_EPS, BmmConfig
 from fastlayers.linear.fp8_scaled.triton import quant_e4m3
+from fastlayers.quant.group_quant.layer import GroupQuantConfig
+from fastlayers.quant.group_quant.triton import TritonGroupQuant
+
+# Rows of deep_gemm's largest tile.
+TILE = 128
 
 
 class _PackageBmm:
@@ -66,3 +75,33 @@ class FlashInferBmm(_PackageBmm):
 
         found: Callable[..., Any] = bmm_fp8
         return found
+
+
+class DeepGemmBmm:
+    """Copy into whole tiles, quantise, turn the scales, multiply, copy out."""
+
+    def __init__(self, cfg: BmmConfig) -> None:
+        from deep_gemm import fp8_m_grouped_gemm_nt_masked
+
+        self.cfg, self.multiply = cfg, fp8_m_grouped_gemm_nt_masked
+        self.quantise = TritonGroupQuant(GroupQuantConfig(eps=BLOCK_EPS))
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return ``y`` ``[H, T, N]``: ``out``, or a part of a new tensor."""
+        heads, tokens, k = x.shape
+        if not tokens:
+            return x.new_empty(heads, 0, weight.shape[1]) if out is None else out
+        rows = -(-tokens // TILE) * TILE
+        padded = x.new_zeros(heads, rows, k)
+        padded[:, :tokens] = x
+        codes, scales = self.quantise(padded.view(-1, k))
+        groups = scales.shape[1]
+        turned = scales.new_empty(heads, groups, rows).as_strided((heads, rows, groups), (groups * rows, 1, rows))
+        turned.copy_(scales.view(heads, rows, groups))
+        y = x.new_empty(heads, rows, weight.shape[1])
+        used = torch.full((heads,), tokens, dtype=torch.int32, device=x.device)
+        operands = (codes.view(heads, rows, k), turned), (weight.contiguous(), weight_scale.contiguous())
+        self.multiply(*operands, y, used, tokens)
+        return y[:, :tokens] if out is None else out.copy_(y[:, :tokens])
