@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +41,26 @@ def load_hugging_face(path: Path, dtype: torch.dtype, device: torch.device) -> A
 
 # Files of which a tokenizer has at least one.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+_PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")  # one class, before and since transformers 5
+
+
+def _is_plain(path: Path) -> bool:
+    """Whether a checkpoint says that tokenizer.json is all of its tokenizer."""
+    told = path / "tokenizer_config.json"
+    settings = json.loads(told.read_text()) if told.is_file() and (path / "tokenizer.json").is_file() else {}
+    return "auto_map" not in settings and settings.get("tokenizer_class") in _PLAIN
 
 
 def tokenizer_of(path: Path) -> Any:
     """Return the checkpoint's tokenizer, or raise :class:`CheckpointError` where it has none that can be read."""
-    from transformers import AutoTokenizer
+    import transformers
 
     if not any((path / name).is_file() for name in _TOKENIZERS):
         raise CheckpointError(f"{path}: no tokenizer.json; a checkpoint with its tokenizer's files is needed for text")
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)  # a directory: nobody is to be asked for it
+        # AutoTokenizer imports models and their generation, half of a command's start, to find the class said here.
+        made: Any = transformers.PreTrainedTokenizerFast if _is_plain(path) else transformers.AutoTokenizer
+        return made.from_pretrained(path, local_files_only=True)  # a directory: nobody is to be asked for it
     except Exception as error:  # the tokenizers' own are no subclasses of anything else
         raise CheckpointError(
             f"{path}: transformers cannot read its tokenizer or config.json: {reason_of(error)}"
