@@ -288,7 +288,7 @@ def latencies() -> str:
             continue
         case = {(1, 128): "bs1", (32, 512): "c32"}.get((row["batch"], row["prompt"]))
         peer = 1000 * PEERS[row["model"], case]["t_out1_best_s"] if case else None
-        wanted = f"{firsts[row['model']]} ms" if row["prompt"] == 128 else ""
+        wanted = f"{firsts[row['model']]} ms" if case == "bs1" else "vLLM's" if case else ""
         beside = f" (vLLM {peer:.1f})" if peer is not None else ""
         lines.append(
             f"| {row['model']}, first token of {row['batch']} × {row['prompt']} | {row['captured_ms']:.1f} ms, not "
@@ -302,7 +302,22 @@ def latencies() -> str:
                 f"| {row['model']}, patched `generate(max_new_tokens=1)`, {row['batch']} × {row['prompt']} | "
                 f"{row['graph_ms']:.1f} ms, {share:.2f} × stock's {row['stock_ms']:.1f} | | {wanted} |"
             )
+    lines += untuned()
     return "\n".join(lines) if len(lines) > 2 else MISSING
+
+
+def untuned() -> list[str]:
+    """Return how near to the best backend shapes without a table are, once a warm-up has timed them."""
+    rows = [row for row in lines_of("../untuned_shapes_h200") if row.get("kind") == "probed"]
+    layers = dict.fromkeys(row["layer"] for row in rows)
+    found = {layer: [row["ratio"] for row in rows if row["layer"] == layer] for layer in layers}
+    found |= {", ".join(layers): [row["ratio"] for row in rows]} if len(layers) > 1 else {}
+    return [
+        f"| {name}: shapes without a table, probed; {len(each)} points with several backends | "
+        f"{sum(ratio <= 1.15 for ratio in each) / len(each):.1%} within 1.15 × of the best, the worst {max(each):.2f} "
+        "× | | 97%, 1.5 × |"
+        for name, each in found.items()
+    ]
 
 
 SERVED = {
