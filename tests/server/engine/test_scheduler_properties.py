@@ -151,7 +151,7 @@ def season(seed: int, ticks: int, busy: bool) -> tuple[int, int]:
         max_running=64 if busy else r.choice([1, 4, 16]), max_batched_tokens=r.choice([64, 200, 1000, 3][: 4 - busy]),
         max_extend_requests=r.randint(1, 6), max_partial_prefills=r.randint(1, 3), prefix_cache=r.random() < 0.8,
         policy=r.choice(["fcfs", "lpm"]), enable_priority=r.random() < 0.4, drop_last_block=r.random() < 0.3,
-        max_queued_requests=40, max_queued_tokens=1500, mixed=seed % 2 > 0,
+        max_queued_requests=15, max_queued_tokens=1500, mixed=seed % 2 > 0,
     )  # fmt: skip
     draft = (r.randint(1, 5), r.randint(0, 5)) if r.random() < 0.3 else None
     block = math.lcm(limits.page_size, 16)
