@@ -31,8 +31,6 @@ from fastlayers.runtime.launch import Kernel
 from fastlayers.tuning.bench import describe_run
 from fastlayers.tuning.clock import clock_for
 
-# One dense layer and one with experts; a windowed layer and a full one.
-LAYERS = 2
 _NONE = object()
 Off = Callable[[], AbstractContextManager[Any]]
 # On a CPU: the same structure in small.

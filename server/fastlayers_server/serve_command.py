@@ -17,8 +17,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from fastlayers.errors import ArgumentError, CheckpointError
 from fastlayers.runtime.held_directory import make, release
 from fastlayers_server import log as logs
@@ -265,13 +263,3 @@ def serve(arguments: Sequence[str]) -> int:
         print(as_json(config))
         return 0
     return run(config)
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the command line; its flags are parsed from :class:`ServeConfig`."""
-    settings = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-
-    @app.command("serve", context_settings=settings, add_help_option=False)
-    def command(context: typer.Context) -> None:
-        """Serve a model over HTTP, with OpenAI's API; without a model: the tiny one that ships."""
-        raise typer.Exit(serve(context.args))
