@@ -140,6 +140,7 @@ def short(found: Row, *names: str) -> Row:
         "failed": found["failed"], "runs": [round(value, 1) for value in about["runs"]], "valid": about["valid"],
         "client_cpu_share": round(about["client_cpu_share"], 3),
         "client_lag_p99_ms": round(about["client_lag_p99_ms"], 2),
+        "client_lag_max_ms": round(about["client_lag_max_ms"], 2),
     }  # fmt: skip
 
 
@@ -174,13 +175,14 @@ def rows_of(port: int, end: float, options: argparse.Namespace) -> Iterator[Row]
     count = min(options.arrivals, int(rate * (end - time.monotonic() - 12)))
     if count >= 4:
         flags = "--num-prompts", count, "--request-rate", round(rate, 2), "--seed", 4, "--metric-percentiles", "99,100"
-        before = waits(port)
+        before, stood = waits(port), stalls(port)
         found = bench(port, end, *usual, *flags, *warm)
         names = "median_itl_ms", "p99_itl_ms", "p100_itl_ms", "median_ttft_ms", "p99_ttft_ms", "mean_ttft_ms"
         spent = {name: [b - a for a, b in zip(before[name], each, strict=True)] for name, each in waits(port).items()}
         means = {name: round(1e3 * seconds / max(1.0, number), 2) for name, (seconds, number) in spent.items()}
         yield {
-            "row": "arrivals", "rate": round(rate, 2), "requests": count, **short(found, *names), "mean_ms": means
+            "row": "arrivals", "rate": round(rate, 2), "requests": count, **short(found, *names), "mean_ms": means,
+            "stalls": {name: number - stood[name] for name, number in stalls(port).items()},
         }  # fmt: skip
 
 
@@ -193,6 +195,20 @@ def waits(port: int) -> dict[str, list[float]]:
     values = {name: float(value) for name, _, value in lines if name.endswith(("_seconds_sum", "_seconds_count"))}
     names = "queue", "prefill", "ttft"
     return {name: [values[f"fastlayers_{name}_seconds_{what}"] for what in ("sum", "count")] for name in names}
+
+
+def stalls(port: int) -> dict[str, float]:
+    """Return what took longer than 125 ms so far: ticks of the engine, gaps the front saw, its collector's pauses.
+
+    A gap that no tick explains stood between the two processes, or in the front.
+    """
+    found = dict.fromkeys(("tick", "itl", "gc_pause"), 0.0)
+    for line in get(port, "/metrics").splitlines():
+        series, _, value = line.rpartition(" ")
+        name, is_bucket, labels = series.removeprefix("fastlayers_").partition("_seconds_bucket")
+        if is_bucket and name in found and ('le="+Inf"' in labels or 'le="0.125"' in labels):
+            found[name] += float(value) * (1 if "Inf" in labels else -1)
+    return found
 
 
 def profiled(server: Server, end: float, options: argparse.Namespace, folder: Path) -> Row:

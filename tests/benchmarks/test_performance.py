@@ -345,7 +345,8 @@ def test_what_a_server_does_without_something(
         if "--disable-cuda-graph" in servers[-1]:
             return {"skipped": "no time is left"}
         names = {name for told in rows_of.LOADS.values() for name in told} | {"request_throughput", "duration"}
-        about = {"runs": [1.0], "valid": True, "client_cpu_share": 0.1, "client_lag_p99_ms": 1.0}
+        about = {"runs": [1.0], "valid": True, "client_cpu_share": 0.1}
+        about |= {"client_lag_p99_ms": 1.0, "client_lag_max_ms": 2.0}
         value = 1000.0 * (1 + len(servers[-1])) + flags.count("--request-rate")
         return dict.fromkeys(names, value) | {"failed": 0, "fastlayers": about}
 
@@ -366,6 +367,24 @@ def test_what_a_server_does_without_something(
         "| qwen3_8b, chunks on / off, 64 prompts at once | 1,000 tokens/s / 3,000 tokens/s | no more off |",
         "| qwen3_8b, chunks on / off, arrivals, 99 % of gaps between tokens | 1001.0 ms / 3001.0 ms | no less off |",
     ]
+
+
+def test_stalls_are_what_takes_longer_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows_of: Any = load("benchmarks/serve_rows.py")
+    metrics = """
+fastlayers_tick_seconds_bucket{le="0.06"} 5.0
+fastlayers_tick_seconds_bucket{le="0.125"} 7.0
+fastlayers_tick_seconds_bucket{le="+Inf"} 9.0
+fastlayers_tick_seconds_count 9.0
+fastlayers_itl_seconds_bucket{le="0.125"} 4.0
+fastlayers_itl_seconds_bucket{le="+Inf"} 4.0
+fastlayers_gc_pause_seconds_bucket{generation="1",le="0.125"} 3.0
+fastlayers_gc_pause_seconds_bucket{generation="1",le="+Inf"} 3.0
+fastlayers_gc_pause_seconds_bucket{generation="2",le="0.125"} 0.0
+fastlayers_gc_pause_seconds_bucket{generation="2",le="+Inf"} 1.0
+"""
+    monkeypatch.setattr(rows_of, "get", lambda port, path: metrics)
+    assert rows_of.stalls(1) == {"tick": 2.0, "itl": 0.0, "gc_pause": 1.0}
 
 
 def test_the_committed_page_is_fresh() -> None:
