@@ -30,6 +30,7 @@ from fastlayers.runtime import launch
 from fastlayers.runtime.launch import Kernel
 from fastlayers.tuning.bench import describe_run
 from fastlayers.tuning.clock import clock_for
+from fastlayers_models.blocks import SwiGLU
 
 _NONE = object()
 Off = Callable[[], AbstractContextManager[Any]]
@@ -258,6 +259,13 @@ def _chosen(stack: Stack, kind: type[nn.Module], backend: str, **changes: Any) -
     return lambda: replaced(*swaps)
 
 
+def _activation_apart(stack: Stack) -> Off | str:
+    blocks = [block for block in stack.of(SwiGLU) if block.act_quant is not None]
+    return _needs(blocks, "activations that write FP8") or (
+        lambda: replaced(*((block, "act_quant", None) for block in blocks))
+    )
+
+
 def _factor_apart(stack: Stack) -> Off | str:
     layers = [layer for layer in stack.of(fl.FusedMoE) if layer.cfg.scaling_factor != 1.0]
     if (why := _needs(layers, "routed factor")) is not None:
@@ -385,6 +393,7 @@ SWITCHES = (
         "padding kept out of the experts, half of the rows", "36", "+7.6 %", _usual, on=_half_valid, other=True,
     ),
     Switch("tuned FP8 products", "37", "+5 %, +10 %", lambda stack: _chosen(stack, fl.FP8BlockLinear, "triton")),
+    Switch("activation that writes FP8 rows", "40", "an image", _activation_apart),
     Switch("dependent launches", "58", "+3 % (1 request), GPT-OSS-120B TP4", _no_dependent_launches),
 )  # fmt: skip
 

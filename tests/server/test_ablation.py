@@ -35,7 +35,7 @@ def switch(words: str) -> Any:
 EXPECTED = {
     "deepseek-ai/DeepSeek-V3": {
         "absorbed queries": 0.0, "latents attended": 0.15, "q_a and kv_a": 0.0, "RoPE and": 1e-6, "router": 0.0,
-        "shared expert": 1e-6, "routed factor": 1e-6, "factor in the gate": 1e-6,
+        "shared expert": 1e-6, "routed factor": 1e-6, "factor in the gate": 1e-6, "activation that writes": 0.0,
     },
     "openai/gpt-oss-20b": {"RoPE and": 1e-6, "router": 0.0},
 }  # fmt: skip
@@ -94,6 +94,7 @@ def test_a_switch_takes_the_way_that_it_names(stacks: dict[str, Stack], monkeypa
         "linear": (fl.FP8BlockLinear, "forward"),
         "expand": (fl.MLAAttention, "_expand"),
         "experts": (fl.FusedMoE, "forward"),
+        "gated": (fl.FP8BlockLinear, "gated"),
     }
     for name, (owner, method) in counted.items():
         usual = getattr(owner, method)
@@ -119,6 +120,8 @@ def test_a_switch_takes_the_way_that_it_names(stacks: dict[str, Stack], monkeypa
     assert count("RoPE and")["rotary"] == 2
     assert count("latents attended")["expand"] == 2
     assert count("routed factor") == usual
+    # The dense layer's projection and the shared expert's.
+    assert usual["gated"] == 2 and count("activation that writes") == usual | {"gated": 0}
 
 
 def test_replaced_gives_back_what_was_there() -> None:
