@@ -156,7 +156,8 @@ def run_tune(
                     )
 
                 try:
-                    made = tune_shape(bench, own, folder, command=command, said=said, until=until, again=force)
+                    more = {"again": force, "fill": quick and not tokens}
+                    made = tune_shape(bench, own, folder, command=command, said=said, until=until, **more)
                     outcome = Outcome(job.layer, job.key, "tuned", str(made), _ladder(made, job.layer, device))
                 except TuneError as error:
                     states = {NothingToTuneError: "nothing to tune", OutOfTimeError: "out of time"}
@@ -217,7 +218,8 @@ def register(app: typer.Typer, out: Console, err: Console, device_of: Any, dtype
         ] = "",
         device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if there is one.")] = "",
         quick: Annotated[
-            bool, typer.Option("--quick", help="Twelve token counts instead of 23, 14 configurations instead of 40.")
+            bool,
+            typer.Option("--quick", help="Few token counts and 14 configurations, not 40; in between winners only."),
         ] = False,
         seconds: Annotated[float, typer.Option(min=0, help="End after so long; run again to go on. 0: no end.")] = 0,
         force: Annotated[bool, typer.Option("--force", help="Also what has a table of these versions.")] = False,

@@ -170,6 +170,32 @@ def test_a_shape_is_tuned_checked_and_halved(fast: Backend, tmp_path: Path) -> N
     assert list(tmp_path.rglob("*.journal")) == []
 
 
+def test_between_counts_far_apart_rules_and_winners_are_timed(fast: Backend, tmp_path: Path) -> None:
+    """What wins at 1 and at 16 and loses at 4 does not serve 4: as attention's splits did for a few requests."""
+
+    class Few(KnownClock):
+        def prepare(self, call: Callable[[], object]) -> Known:
+            known = super().prepare(call)
+            rows = next(value for value in call.args[1].values() if isinstance(value, torch.Tensor)).shape[0]
+            return Known(known.us + 9) if rows in (2, 4) and known.us < 9 else known
+
+    clock, said = Few(TIMES), []
+    bench = Bench("fp8_linear", CFG, CPU, clock, most_candidates=4)
+    path = tune_shape(bench, (1, 16), tmp_path, command="x", said=said.append, fill=True)
+    table = json.loads(path.read_text())
+    assert table["tokens"] == [1, 2, 4, 8, 16] and table["candidates"] == {"1": 4, "2": 0, "4": 0, "8": 0, "16": 4}
+    assert [(row["max_tokens"], row["backend"]) for row in table["ladder"]] == [
+        (1, "fast"),
+        (4, "torch"),
+        (None, "fast"),
+    ]
+    assert [p.now for p in said if p.done == 2] == ["2 tokens", "4 tokens", "8 tokens", "checking the winners"]
+    assert all(rounds == (search.ROUNDS[-1], 5) for rounds in clock.rounds[-3:])  # torch, fast, its best three
+    # Asked for, they are searched like any other.
+    known = earlier(path, "fp8_linear", bench.device, bench.able())
+    assert known.lacks((1, 2, 16), 4) == [2]
+
+
 def test_the_tables_ladder_is_what_auto_builds(fast: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tune_shape(Bench("fp8_linear", CFG, CPU, KnownClock(TIMES)), (1, 8), tmp_path, command="x")
     monkeypatch.setenv("FASTLAYERS_TUNED_DIR", str(tmp_path))

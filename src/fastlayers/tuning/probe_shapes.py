@@ -1,8 +1,9 @@
 """Shapes without a table: at warm-up the backends that can serve them are timed, so that nothing is guessed.
 
 Fewer points than a tuner's and no search: each backend's own rule, and what the nearest shape's ladder would run, at
-the token counts of a quick table and on both sides of that ladder's edges. The result is a table like any other, kept
-for this device and these versions, and serves until kernels or versions change or a tuned table comes.
+the token counts of a quick table, at powers of two between them and on both sides of that ladder's edges. The result is
+a table like any other, kept for this device and these versions, and serves until kernels or versions change or a tuned
+table comes.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def probe_shape(bench: Bench, choice: Choice, build: bool = True) -> Path | None
     TuneError
         No backend ran at every token count.
     """
-    from fastlayers.tuning.sweep import case_at, tokens_of
+    from fastlayers.tuning.sweep import between, case_at, tokens_of
 
     # Weights stay as they are packed: only what shares the layout of what is chosen now.
     layouts = {rung.backend.weight_layout for rung in choice.rungs}
@@ -129,7 +130,7 @@ def probe_shape(bench: Bench, choice: Choice, build: bool = True) -> Path | None
         return None
     edges = [row["max_tokens"] for row in lent if row["max_tokens"] is not None]
     quick = tokens_of(bench.layer, bench.cfg, quick=True)
-    counts = sorted({*quick, *(n for edge in edges for n in (edge, edge + 1) if n <= quick[-1])})
+    counts = sorted({*quick, *between(quick), *(n for edge in edges for n in (edge, edge + 1) if n <= quick[-1])})
     samples: list[Sample] = []
     for tokens in counts:
         row = [Option.of(tuning.rung_at(lent, tokens))] if lent else []

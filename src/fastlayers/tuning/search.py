@@ -2,6 +2,7 @@
 
     options   = backends that "auto" may take here  ×  (their own rule + ``candidates(cfg, num_tokens)``)
     per token count: compile all in threads, time all a little, halve, time the rest more, halve, time the rest well
+    quick runs: between counts, every backend's own rule and the neighbours' winners, so that no rung is a guess
     ladder    = the fewest rungs such that at every token count the rung's time is within NOISE of the best
 
 What was timed goes into a journal, a line per token count: an interrupted run goes on where it stopped.
@@ -31,7 +32,7 @@ from fastlayers.tuning.parity import check_parity
 from fastlayers.tuning.rungs import Step, TuneError, alternatives, as_rows, best_times, choose_ladder
 from fastlayers.tuning.samples import ALL, QUICK, Journal, Option, Sample, earlier
 from fastlayers.tuning.staleness import packages_of
-from fastlayers.tuning.sweep import case_at, drawn_on, inputs_of, peak_flops
+from fastlayers.tuning.sweep import between, case_at, drawn_on, inputs_of, peak_flops
 
 MAX_CANDIDATES, QUICK_CANDIDATES = ALL, QUICK
 # Rounds of timing, and the part of the options that is left after each but the last.
@@ -197,6 +198,13 @@ class Bench:
                 alive = [o for o in alive if o in kept or o in stays]
         return [Sample(tokens, option, t.us, t.spread_us) for option, t in found.items()]
 
+    def time_between(self, tokens: int, near: Iterable[Option]) -> list[Sample]:
+        """Return what every backend's own rule and ``near`` take at this token count."""
+        options = dict.fromkeys([*(Option(backend.name) for backend in self.able()), *near])
+        timed = self.ready(case_at(self.layer, self.cfg, tokens), [o for o in options if o not in self.failed])
+        measured = self.clock.measure({str(option): timed[option] for option in timed}, ROUNDS[-1])
+        return [Sample(tokens, o, measured[str(o)].us, measured[str(o)].spread_us) for o in timed]
+
 
 class _Noting:
     """Notes a failure of an option instead of ending the run: candidates may ask for more than the chip has."""
@@ -238,6 +246,7 @@ def tune_shape(
     said: Callable[[Progress], None] = lambda progress: None,
     until: float = math.inf,
     again: bool = False,
+    fill: bool = False,
 ) -> Path:
     """Tune one layer shape and write its table; an interrupted run of the same code and versions is taken up.
 
@@ -258,6 +267,8 @@ def tune_shape(
         Value of ``time.monotonic()`` after which no token count is begun.
     again : bool
         Measure all of ``counts``, whatever a table holds.
+    fill : bool
+        Where ``counts`` are far apart, also time every backend's own rule and the neighbours' winners in between.
 
     Returns
     -------
@@ -292,11 +303,19 @@ def tune_shape(
         said(Progress(path.name, done, len(counts), f"{tokens} tokens"))
         near = [s for count in sorted(journal.samples)[-2:] for s in journal.samples[count]]
         journal.add(tokens, bench.time_at(tokens, [*_winners(near), *_lent(bench, key, tokens)]))
-    said(Progress(path.name, len(counts), len(counts), "checking the winners"))
     found = {**before.samples, **journal.samples}
+    for tokens in between(found) if fill else ():
+        if tokens in found or time.monotonic() > until:
+            continue
+        said(Progress(path.name, len(counts), len(counts), f"{tokens} tokens"))
+        lower, higher = max(n for n in found if n < tokens), min(n for n in found if n > tokens)
+        journal.add(tokens, bench.time_between(tokens, _winners(found[lower] + found[higher])))
+    said(Progress(path.name, len(counts), len(counts), "checking the winners"))
+    found |= journal.samples
     samples = [s for count in sorted(found) for s in found[count]]
     steps, errors = _checked_ladder(bench, samples, able)
-    candidates = dict(before.candidates) | dict.fromkeys(journal.samples, bench.most_candidates)
+    searched = set(counts) & set(journal.samples)
+    candidates = dict.fromkeys(found, 0) | dict(before.candidates) | dict.fromkeys(searched, bench.most_candidates)
     table = _table(bench, key, steps, samples, errors, able)
     about |= {"rules": tuning.rules(table, bench.cfg, able)}
     table |= {

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, fields, is_dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -100,6 +101,17 @@ def tokens_of(layer: str, cfg: Any, quick: bool = False) -> tuple[int, ...]:
     if getattr(cfg, "phase", "") == "decode":
         return tuple(batch for batch in batches if batch * getattr(cfg, "context", CONTEXT) <= MOST_CACHED)
     return batches if spec_of(layer).counts_requests else QUICK if quick else TOKENS
+
+
+def between(counts: Iterable[int]) -> list[int]:
+    """Return the powers of two between token counts that are more than a factor of two apart."""
+    known = sorted(set(counts))
+    return [
+        1 << power
+        for low, high in pairwise(known)
+        for power in range(low.bit_length(), high.bit_length())
+        if low < 1 << power < high and high > 2 * low
+    ]
 
 
 # ---- configurations from the command line ----------------------------------------------------------------------
