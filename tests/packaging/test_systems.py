@@ -249,6 +249,19 @@ def test_the_ablations_table_is_what_was_measured(tool: Any) -> None:
     assert set(tool.REASONS) <= measured and measured | left == {"captured steps", *(each.what for each in SWITCHES)}
 
 
+def test_models_may_be_measured_at_commits_with_other_switches(
+    tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = {"items": "1", "quoted": "an image", "batch": 1}
+    lines = [
+        {"command": "c", "device": "H200", "torch": "2"}, about | {"model": "a/A", "what": "old", "ratio": 1.25},
+        about | {"model": "b/B", "what": "old", "ratio": 1.5}, about | {"model": "b/B", "what": "new", "ratio": 2.0},
+    ]  # fmt: skip
+    (tmp_path / "ablation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr(tool, "RESULTS", tmp_path / "ablation.jsonl")
+    assert "| 1 | old | an image | 1.250 | 1.500 |  |\n| 1 | new | an image |  | 2.000 |  |" in tool.table()
+
+
 def test_an_item_waits_for_each_of_its_figures(tool: Any) -> None:
     """Where one is missing, the page's hand says why it is not done; where all are there, the figures say."""
     states = tool.figures()[1]
