@@ -39,6 +39,7 @@ def test_an_old_name_of_the_registry_names_the_new_one(old: str, new: str) -> No
         ("fastlayers.attention.meta.StepPlans", "fastlayers.attention.meta.StepScratch"),
         ("fastlayers.layer.PHASES", "fastlayers.attention.core.PHASES"),
         ("fastlayers.layer.before_the_cache", "fastlayers.attention.core.AttentionCore.before_the_cache"),
+        ("fastlayers.linear.case_inputs.calling", "fastlayers.registry.spec.calling"),
         ("fastlayers_models.blocks.Build", "fastlayers_models.blocks.ModelContext"),
         ("fastlayers_models.blocks.SideBySide", "fastlayers_models.concat.ConcatLinears"),
         ("fastlayers_models.checkpoint.load_weights", "fastlayers_models.loading.load_weights"),

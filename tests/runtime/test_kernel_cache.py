@@ -405,3 +405,13 @@ def test_a_probe_prepares_the_cache_and_asks_for_the_compiler(
     why = device.missing(("deep_gemm:place",), load=True)
     assert why is None if compiler else why is not None and "nvcc, which was not found" in why
     assert str(kernel_cache.STORES["deep_gemm"].directory()) == sys.modules["deep_gemm"].place
+
+
+def test_a_small_file_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "new" / "record.json"
+    kernel_cache.write_whole(target, "first")
+    with monkeypatch.context() as full:
+        full.setattr(Path, "replace", lambda *given: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(OSError, match="No space left"):
+            kernel_cache.write_whole(target, "second")
+    assert target.read_text() == "first" and list(target.parent.iterdir()) == [target]

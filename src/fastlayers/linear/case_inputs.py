@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 
+from fastlayers.moved import renamed
 from fastlayers.registry.spec import zero_rows
+
+__getattr__ = renamed(__name__, {"calling": "fastlayers.registry.spec.calling"})
 
 
 def normal(device: torch.device, seed: int) -> Callable[..., torch.Tensor]:
