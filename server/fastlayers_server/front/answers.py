@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 import msgspec
@@ -67,23 +67,44 @@ class EventStream(StreamingResponse):
             self._close()
 
 
-async def answer(
-    request: Request,
-    front: Front,
-    job: Job,
-    stream: bool,
-    whole: Callable[[Job], Any],
-    events: Callable[[Job], AsyncIterator[bytes]],
-) -> Response:
-    """Return the response of a job, streamed or whole; its requests end with it.
+class Writer:
+    """Writes the answer of one request: a document, or the events of a stream, of which ``[DONE]`` is not its own."""
 
-    Parameters
-    ----------
-    whole : callable
-        Makes the document of a job that has ended.
-    events : callable
-        Makes the events of a job that runs, the last one excepted.
-    """
+    kind = ""  # of the stream's documents
+
+    def __init__(self, front: Front, body: Any) -> None:
+        self._front, self._body = front, body
+
+    def whole(self, job: Job) -> Any:
+        """Return the document of a job that has ended."""
+        raise NotImplementedError
+
+    def begin(self, job: Job) -> Iterable[bytes]:
+        """Yield what stands before the first news."""
+        return ()
+
+    def news(self, job: Job) -> Iterable[bytes]:
+        """Yield what is new; raises the error of a choice."""
+        raise NotImplementedError
+
+    def end(self, job: Job) -> Iterable[bytes]:
+        """Yield what stands behind the last news: the usage, if it was asked for."""
+        return [self._chunk(job, usage=True)] if self._options("include_usage") else []
+
+    def failed(self, error: ApiError) -> bytes:
+        """Return what stands there instead."""
+        return event(error.body)
+
+    def _chunk(self, job: Job, *choices: Any, usage: bool = False, **extra: Any) -> bytes:
+        told = self._front.head(job, self._body.model, self.kind) | {"choices": choices} | extra
+        return event(told | {"usage": job.usage()} if usage else told)
+
+    def _options(self, name: str) -> bool:
+        return bool(self._body.stream_options and getattr(self._body.stream_options, name))
+
+
+async def answer(request: Request, front: Front, job: Job, stream: bool, writer: Writer) -> Response:
+    """Return the response of a job, streamed or whole; its requests end with it."""
     headers = {"x-fastlayers-seed": str(job.seed)}
 
     def close() -> None:
@@ -96,7 +117,7 @@ async def answer(
     if not stream:
         try:
             await attended(request, job.finished())
-            return document(whole(job), headers) if job.done else Response(status_code=499)
+            return document(writer.whole(job), headers) if job.done else Response(status_code=499)
         finally:
             close()
     try:
@@ -108,15 +129,23 @@ async def answer(
         raise
     # What woke us may be all there is.
     job.event.set()
-    return EventStream(_guarded(job, events(job)), close, headers)
+    return EventStream(_events(job, writer), close, headers)
 
 
-async def _guarded(job: Job, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Pass events on; an error becomes the last one but [DONE]."""
+async def _events(job: Job, writer: Writer) -> AsyncIterator[bytes]:
+    """Yield all of a stream; an error becomes the last event but [DONE]."""
     try:
-        async for each in events:
+        for each in writer.begin(job):
+            yield each
+        while not job.done or job.unread:
+            if not await job.news(KEEP_ALIVE_SECONDS):
+                yield KEEP_ALIVE
+                continue
+            for each in writer.news(job):
+                yield each
+        for each in writer.end(job):
             yield each
     except ApiError as error:
         job.metrics.errors.labels(error.code).inc()
-        yield event(error.body)
+        yield writer.failed(error)
     yield DONE

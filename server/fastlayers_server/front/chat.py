@@ -6,7 +6,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from fastlayers_server.engine.protocol import EngineInfo, TokenLogprobs
-from fastlayers_server.front.answers import KEEP_ALIVE, KEEP_ALIVE_SECONDS, answer, event
+from fastlayers_server.front.answers import Writer, answer
 from fastlayers_server.front.completions import finite, spelled
 from fastlayers_server.front.generation import Front, Wanted, bad, launch, too_long
 from fastlayers_server.front.grammars import constraint_of
@@ -32,8 +32,7 @@ async def chat(request: Request, front: Front, body: ChatRequest) -> Response:
     info = front.link.check_ready()
     prompt = await prompt_of(front, body, info, body.tool_choice != "none")
     job = await start(front, body, prompt, request.state.key, arrival)
-    writer = ChatWriter(front, body)
-    return await answer(request, front, job, bool(body.stream), writer.whole, writer.events)
+    return await answer(request, front, job, bool(body.stream), ChatWriter(front, body))
 
 
 async def start(front: Front, body: ChatRequest, prompt: list[int], key: bytes, arrival: float) -> Job:
@@ -95,17 +94,16 @@ def _plain(message: Message, model_type: str) -> dict[str, Any]:
     return turn
 
 
-class ChatWriter:
+class ChatWriter(Writer):
     """Writes the answers of one conversation."""
 
+    kind = "chat.completion.chunk"
+
     def __init__(self, front: Front, body: ChatRequest) -> None:
-        self._front, self._body = front, body
+        super().__init__(front, body)
         self._call_ids: dict[tuple[int, int], str] = {}
         field = front.config.reasoning_field
         self._reasoning = {"both": ("reasoning_content", "reasoning"), "none": ()}.get(field, (field,))
-
-    def _head(self, job: Job, kind: str) -> dict[str, Any]:
-        return self._front.head(job, self._body.model, kind)
 
     def whole(self, job: Job) -> dict[str, Any]:
         """Return the document of a job that has ended."""
@@ -115,7 +113,8 @@ class ChatWriter:
             message = self.message(row, deltas)
             choices.append(self._choice(row, "message", message, logprobs, ids, reason_of(row)))
         extra = {"prompt_token_ids": job.prompts[0]} if self._body.return_token_ids else {}
-        return self._head(job, "chat.completion") | {"choices": choices, "usage": job.usage()} | extra
+        head = self._front.head(job, self._body.model, "chat.completion")
+        return head | {"choices": choices, "usage": job.usage()} | extra
 
     def message(self, row: Row, deltas: Sequence[Delta]) -> dict[str, Any]:
         """Return the message of a choice that has ended."""
@@ -139,34 +138,28 @@ class ChatWriter:
             message["content"] = None
         return message
 
-    async def events(self, job: Job) -> AsyncIterator[bytes]:
-        """Yield the events of a job."""
-        options = self._body.stream_options
-        kind = "chat.completion.chunk"
-        first = {"prompt_token_ids": job.prompts[0]} if self._body.return_token_ids else {}
+    def begin(self, job: Job) -> Iterator[bytes]:
+        """Yield who speaks."""
+        first: dict[str, Any] = {"prompt_token_ids": job.prompts[0]} if self._body.return_token_ids else {}
         for row in job.rows:
-            role = self._choice(row, "delta", {"role": "assistant", "content": ""}, [], [], None)
-            yield event(self._head(job, kind) | {"choices": [role]} | first)
-        while not job.done or job.unread:
-            if not await job.news(KEEP_ALIVE_SECONDS):
-                yield KEEP_ALIVE
+            role = {"role": "assistant", "content": ""}
+            yield self._chunk(job, self._choice(row, "delta", role, [], [], None), **first)
+
+    def news(self, job: Job) -> Iterator[bytes]:
+        """Yield events for each choice, the last of which says why it ended."""
+        for row in job.rows:
+            if row.error is not None:
+                raise row.error
+            if not row.readable:
                 continue
-            for row in job.rows:
-                if row.error is not None:
-                    raise row.error
-                if not row.readable:
-                    continue
-                deltas, logprobs, ids = row.take()
-                usage = {"usage": job.usage()} if options and options.continuous_usage_stats else {}
-                for delta in deltas:
-                    choice = self._choice(row, "delta", self._delta(row, delta), logprobs, ids, None)
-                    logprobs, ids = [], []
-                    yield event(self._head(job, kind) | {"choices": [choice]} | usage)
-                if row.finish:
-                    choice = self._choice(row, "delta", {}, logprobs, ids, reason_of(row))
-                    yield event(self._head(job, kind) | {"choices": [choice]} | usage)
-        if options and options.include_usage:
-            yield event(self._head(job, kind) | {"choices": [], "usage": job.usage()})
+            deltas, logprobs, ids = row.take()
+            usage = self._options("continuous_usage_stats")
+            for delta in deltas:
+                choice = self._choice(row, "delta", self._delta(row, delta), logprobs, ids, None)
+                logprobs, ids = [], []
+                yield self._chunk(job, choice, usage=usage)
+            if row.finish:
+                yield self._chunk(job, self._choice(row, "delta", {}, logprobs, ids, reason_of(row)), usage=usage)
 
     def _delta(self, row: Row, delta: Delta) -> dict[str, Any]:
         if delta.kind == "content":

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from fastlayers_server.engine.protocol import TokenLogprobs
-from fastlayers_server.front.answers import KEEP_ALIVE, KEEP_ALIVE_SECONDS, answer, event
+from fastlayers_server.front.answers import Writer, answer
 from fastlayers_server.front.generation import Front, Wanted, launch
 from fastlayers_server.front.grammars import constraint_of
 from fastlayers_server.front.rows import Job, Row
@@ -32,43 +32,29 @@ async def completions(request: Request, front: Front, body: CompletionRequest) -
     grammar = await constraint_of(body, front)
     wanted = Wanted("cmpl", body.max_tokens, logprobs, asked, grammar)
     job = launch(front, body, prompts, wanted, request.state.key, arrival)
-    writer = _Writer(front, body)
-    return await answer(request, front, job, bool(body.stream), writer.whole, writer.events)
+    return await answer(request, front, job, bool(body.stream), _Writer(front, body))
 
 
-class _Writer:
-    """Writes the answers of one request."""
+class _Writer(Writer):
+    kind = "text_completion"
 
     def __init__(self, front: Front, body: CompletionRequest) -> None:
-        self._front, self._body, self._tokens = front, body, front.tokens
-        self._offsets: dict[int, int] = {}
-
-    def _head(self, job: Job) -> dict[str, Any]:
-        return self._front.head(job, self._body.model, "text_completion")
+        super().__init__(front, body)
+        self._tokens, self._offsets = front.tokens, dict[int, int]()
+        self._begun: set[int] = set()
 
     def whole(self, job: Job) -> dict[str, Any]:
-        """Return the document of a job that has ended."""
         choices = [self._choice(row, first=True) for row in job.rows]
-        return self._head(job) | {"choices": choices, "usage": job.usage()}
+        return self._front.head(job, self._body.model, self.kind) | {"choices": choices, "usage": job.usage()}
 
-    async def events(self, job: Job) -> AsyncIterator[bytes]:
-        """Yield the events of a job."""
-        options = self._body.stream_options
-        begun: set[int] = set()
-        while not job.done or job.unread:
-            if not await job.news(KEEP_ALIVE_SECONDS):
-                yield KEEP_ALIVE
-                continue
-            for row in job.rows:
-                if row.error is not None:
-                    raise row.error
-                if row.readable or (self._body.echo and row.index not in begun and row.ids):
-                    choice = self._choice(row, first=row.index not in begun)
-                    begun.add(row.index)
-                    usage = {"usage": job.usage()} if options and options.continuous_usage_stats else {}
-                    yield event(self._head(job) | {"choices": [choice]} | usage)
-        if options and options.include_usage:
-            yield event(self._head(job) | {"choices": [], "usage": job.usage()})
+    def news(self, job: Job) -> Iterator[bytes]:
+        for row in job.rows:
+            if row.error is not None:
+                raise row.error
+            first = row.index not in self._begun
+            if row.readable or (self._body.echo and first and row.ids):
+                self._begun.add(row.index)
+                yield self._chunk(job, self._choice(row, first), usage=self._options("continuous_usage_stats"))
 
     def _choice(self, row: Row, first: bool) -> dict[str, Any]:
         deltas, logprobs, ids = row.take()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from fastlayers_server.front import schemas
-from fastlayers_server.front.answers import KEEP_ALIVE, KEEP_ALIVE_SECONDS, answer
+from fastlayers_server.front.answers import Writer, answer
 from fastlayers_server.front.chat import check_arguments, prompt_of, start
 from fastlayers_server.front.errors import ApiError, of_validation
 from fastlayers_server.front.generation import Front
@@ -169,15 +169,14 @@ async def responses(request: Request, front: Front, body: ResponsesRequest) -> R
             error.message = error.message.replace(name, given)
         error.param = GIVEN.get(error.param or "", error.param)
         raise
-    writer = _Writer(front, body)
-    return await answer(request, front, job, bool(body.stream), writer.whole, writer.events)
+    return await answer(request, front, job, bool(body.stream), _Writer(front, body))
 
 
-class _Writer:
+class _Writer(Writer):
     """Makes items of deltas, and tells each step as an event."""
 
     def __init__(self, front: Front, body: ResponsesRequest) -> None:
-        self._front, self._body = front, body
+        super().__init__(front, body)
         self._items: list[dict[str, Any]] = []
         self._open: tuple[str, int] | None = None
         self._number = -1
@@ -220,25 +219,27 @@ class _Writer:
     def _status(self, job: Job) -> str:
         return "incomplete" if job.rows[0].finish == "length" else "completed"
 
-    async def events(self, job: Job) -> AsyncIterator[bytes]:
-        """Yield the events of a job."""
+    def begin(self, job: Job) -> Iterator[bytes]:
+        """Yield that there is a response."""
         for kind in ("response.created", "response.in_progress"):
             yield self._event(kind, response=self._response(job, "in_progress"))
+
+    def news(self, job: Job) -> Iterator[bytes]:
+        """Yield events of its items."""
         row = job.rows[0]
-        while not job.done or job.unread:
-            if not await job.news(KEEP_ALIVE_SECONDS):
-                yield KEEP_ALIVE
-                continue
-            if row.error is not None:
-                yield self._event("error", code=row.error.code, message=row.error.message, param=row.error.param)
-                return
-            deltas, _, _ = row.take()
-            for step in self._steps(deltas):
-                yield step
-        for step in self._close():
-            yield step
+        if row.error is not None:
+            raise row.error
+        yield from self._steps(row.take()[0])
+
+    def end(self, job: Job) -> Iterator[bytes]:
+        """Yield the whole response."""
+        yield from self._close()
         status = self._status(job)
         yield self._event(f"response.{status}", response=self._response(job, status))
+
+    def failed(self, error: ApiError) -> bytes:
+        """Return an error as this API has them."""
+        return self._event("error", code=error.code, message=error.message, param=error.param)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._number += 1

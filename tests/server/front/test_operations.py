@@ -306,10 +306,10 @@ def test_events_wait_for_whole_characters_and_carry_all_of_a_tick() -> None:
 
 @pytest.mark.parametrize("ask", [ASK, {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}])
 def test_a_silent_stream_is_kept_alive(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastlayers_server.front import answers, chat, completions
+    from fastlayers_server.front import answers
 
-    for module in (chat, completions):
-        monkeypatch.setattr(module, "KEEP_ALIVE_SECONDS", 0.01)
+    assert answers.KEEP_ALIVE_SECONDS == 15.0, "proxies close what is silent for half a minute"
+    monkeypatch.setattr(answers, "KEEP_ALIVE_SECONDS", 0.01)
     monkeypatch.setattr(answers, "FIRST_NEWS_SECONDS", 0.01)
     engine = Starting()
     submitted: list[Submit] = []
@@ -328,7 +328,6 @@ def test_a_silent_stream_is_kept_alive(ask: Any, monkeypatch: pytest.MonkeyPatch
                 return (await task).text
 
         text = server.do(run())
-    assert answers.KEEP_ALIVE_SECONDS == 15.0, "proxies close what is silent for half a minute"
     assert text.count(": keep-alive\n\n") >= 2 and text.endswith("data: [DONE]\n\n")
 
 
