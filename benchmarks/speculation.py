@@ -10,6 +10,7 @@ step of one token, both on the clock and back to back (``--trees``: also of a tr
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -93,7 +94,7 @@ def ms_per_token(parts: Engine, drafts: Scripted | None, batch: int, prompt: int
 def steps(parts: Engine, k: int, context: int, tree: bool = False) -> dict[str, Callable[[], Any]]:
     """Return a step of k + 1 tokens to verify and one that decodes one token, of a request of so many tokens.
 
-    In a ``tree`` each token is behind the one of half its place.
+    In a ``tree`` each token is behind the one of half its place. By turns drafts differ, so that they are sent.
     """
     executor: Any = parts.executor
     request = Request(Submit(0, b"", Sampling(temperature=0.0)), 0, [5] * context, frozenset(), 0)
@@ -101,13 +102,13 @@ def steps(parts: Engine, k: int, context: int, tree: bool = False) -> dict[str, 
     request.slot = 1
     executor.decoding.pages[1, :pages] = range(1, pages + 1)
     parents = [-1, *(place // 2 for place in range(k))] if tree else ()
-    chunk = Chunk(request, context, [5] * (k + 1), k + 1, parents)
+    turns = itertools.cycle([Chunk(request, context, [token] * (k + 1), k + 1, parents) for token in (5, 6)])
     if tree:  # the engine captures chains or trees
         executor.extending.verify_each = max(executor.extending.verify_each, k + 1)
         sizes = [size for size in executor.extending.extend_buckets.tokens if size > k]
         executor.extending.capture_extends([StepKey("extend", size, 1, TREE) for size in sizes[:1]])
     return {
-        "verify": lambda: executor.extending.extend_chunks([chunk], VERIFY),
+        "verify": lambda: executor.extending.extend_chunks([next(turns)], VERIFY),
         "decode": lambda: executor.decoding.decode([request], [context], GREEDY),
     }
 

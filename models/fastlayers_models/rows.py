@@ -165,14 +165,9 @@ class ExtendInputs:
         self.count = count.view(torch.int32)[:1]
         self.images: Any = None
 
-    def ids(self, tokens: int, last_tokens: torch.Tensor | None) -> torch.Tensor:
-        """Return the step's ids ``[tokens]``: given ones, or (where -1 is given) the last token of a row.
-
-        ``None``: all are given.
-        """
+    def ids(self, tokens: int, last_tokens: torch.Tensor) -> torch.Tensor:
+        """Return the step's ids ``[tokens]``: given ones, or (where -1 is given) the last token of a row."""
         ids = self._ids[:tokens]
-        if last_tokens is None:
-            return ids
         return torch.where(ids < 0, last_tokens.index_select(0, self._source[:tokens]), ids)
 
     def write(

@@ -90,9 +90,9 @@ class SlotStep(ModelStep):
         self._decode_in.send([0] + [self.nobody] * self.max_batch)
         self.count = self._decode_in.device[:1].view(torch.int32)[:1]
         # Of each token to verify: its row, how many drafts lead to it, the token before it (its own place, of a known
-        # token), its id as a draft.
+        # token), its id as a draft, its id; and behind the columns, how many tokens are real.
         # Each column is as long as the step is wide; a bucket may be twice the tokens.
-        self._verify_in, self._width = Staging(4 * 2 * verify_tokens, self.model.device), 0
+        self._verify_in, self._width = Staging(5 * 2 * verify_tokens + 1, self.model.device), 0
         # For benchmarks: which drafts count as right (RIGHT) or wrong (-1), whatever is drawn.
         self.scripted: Callable[[Chunk], list[int]] | None = None
 
@@ -181,9 +181,10 @@ class SlotStep(ModelStep):
         key = None if wants_all else self._extend_key(batch.num_tokens, len(slots), mode, False)
         bucket = None if key is None else self._extend_bucket(key)
         meta = self.state.plan(batch, bucket=bucket, num_pages=self.num_pages)
-        parts = [(chunk.ids, chunk.request.slot - 1 if chunk.samples else None) for chunk in chunks]
-        self.inputs.write([*parts, *(((), request.slot - 1) for request in requests)], lengths, bucket)
-        if mode in (VERIFY, TREE, ALL):
+        if mode == LOGITS:
+            parts = [(chunk.ids, chunk.request.slot - 1 if chunk.samples else None) for chunk in chunks]
+            self.inputs.write([*parts, *(((), request.slot - 1) for request in requests)], lengths, bucket)
+        else:
             self._send_drafts(chunks, batch.num_tokens if bucket is None else bucket.tokens)
         self._eager_hidden = None  # of an earlier step, that nobody took
         if key is not None:
@@ -201,16 +202,17 @@ class SlotStep(ModelStep):
         depths: list[int] = []
         parents: list[int] = []
         drafts: list[int] = []
+        ids: list[int] = []
         for chunk in chunks:
             count, first = len(chunk.ids), len(rows)
             rows += [chunk.request.slot - 1] * count
             depths += chunk.depths
             parents += [first + max(parent, 0) for parent in chunk.parents or range(-1, count - 1)]
             drafts += [RIGHT, *(chunk.ids[1:] if self.scripted is None else self.scripted(chunk))]
+            ids += chunk.ids
         idle, nothing, self._width = width - len(rows), [0] * (width - len(rows)), width
-        self._verify_in.send(
-            [*rows, *[self.nobody] * idle, *depths, *nothing, *parents, *nothing, *drafts, *[-1] * idle]
-        )
+        known = [*rows, *[self.nobody] * idle, *depths, *nothing, *parents, *nothing, *drafts, *[-1] * idle]
+        self._verify_in.send([*known, *ids, *nothing, len(ids)])
 
     def _run(self, meta: AttentionMeta, mode: str) -> torch.Tensor:
         size = meta.num_tokens
@@ -230,10 +232,12 @@ class SlotStep(ModelStep):
         return self._finish(meta, self._forward(meta, mode), mode)
 
     def _forward(self, meta: AttentionMeta, mode: str = LOGITS) -> torch.Tensor:
-        # Whoever verifies knows the last token.
-        ids = self.inputs.ids(meta.num_tokens, self.table.tokens if mode == LOGITS else None)
-        valid = self.inputs.count if meta.bucket is not None else None
-        return self._noted(meta, self._compute(ids, meta, valid))
+        if mode == LOGITS:
+            ids, count = self.inputs.ids(meta.num_tokens, self.table.tokens), self.inputs.count
+        else:  # whoever verifies knows the last token
+            ids, real = self._verify_in.device[4 * self._width : 5 * self._width + 1].split((self._width, 1))
+            count = real.view(torch.int32)[:1]
+        return self._noted(meta, self._compute(ids, meta, count if meta.bucket is not None else None))
 
     def _noted(self, meta: AttentionMeta, hidden: torch.Tensor) -> torch.Tensor:
         if not self.keep_hidden:

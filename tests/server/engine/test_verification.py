@@ -241,19 +241,23 @@ def test_columns_of_drafts_are_as_long_as_the_step_is_wide() -> None:
     """A step of few tokens sends few numbers, however many may run; what a wide one left behind is not read."""
     step = verifier(64)
     sent: list[list[int]] = []
-    device = torch.full((4 * step._width,), 10**6)
+    device = torch.full((5 * step._width + 1,), 10**6)
 
     def send(values: list[int]) -> None:
         sent.append(values)
         device[: len(values)] = torch.tensor(values)
 
     step._verify_in = SimpleNamespace(device=device, send=send)
+    step.keep_hidden, step._compute = False, lambda ids, meta, valid: (ids, valid)
     chunks = [Chunk(SimpleNamespace(slot=slot), 3, [5, 6, 7], 3) for slot in (2, 4)]  # type: ignore[arg-type]
     for tokens, width in ((6, 128), (6, 8), (0, 16)):
         step._send_drafts(chunks[: tokens // 3], width)
         idle = width - tokens
         rows, depths, parents, drafts = (column.tolist() for column in step._verified(width))
-        assert len(sent[-1]) == 4 * width
+        assert len(sent[-1]) == 5 * width + 1
+        ids, valid = step._forward(SimpleNamespace(num_tokens=width, bucket="any"), "verify")
+        assert ids.tolist() == [5, 6, 7, 5, 6, 7][:tokens] + [0] * idle
+        assert valid.tolist() == [tokens] and valid.dtype == torch.int32
         assert rows == [1, 1, 1, 3, 3, 3][:tokens] + [step.nobody] * idle
         assert depths == [0, 1, 2, 0, 1, 2][:tokens] + [0] * idle
         assert parents == [0, 0, 1, 3, 3, 4][:tokens] + [0] * idle
@@ -328,7 +332,7 @@ def verified(backend: str, turn: int, device: str, captured: bool) -> tuple[torc
     step = verifier(rows, each, device, Told(backend, drawn))
     if turn % 6 == 2:  # whatever is drawn
         step.scripted = lambda chunk: [dice.choice((RIGHT, RIGHT, -1)) for _ in chunk.ids[1:]]
-    buffer = torch.zeros(4 * 2 * width, dtype=torch.int64, device=device)
+    buffer = torch.zeros(5 * width + 1, dtype=torch.int64, device=device)
     step._verify_in = SimpleNamespace(
         device=buffer, send=lambda values: buffer[: len(values)].copy_(torch.tensor(values))
     )
