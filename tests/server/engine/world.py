@@ -63,6 +63,11 @@ def plain(plan: TickPlan) -> tuple[Any, ...]:
             plan.masked, plan.mixed)  # fmt: skip
 
 
+def path_to(place: int, ids: Sequence[int], parents: Sequence[int]) -> list[int]:
+    """Return the tokens from one of a tree back to its root."""
+    return [ids[place], *path_to(parents[place], ids, parents)] if place >= 0 else []
+
+
 class World:
     """Drives plans, launches and commits; results come ``delay`` ticks late.
 
@@ -83,6 +88,7 @@ class World:
         self.rids = 0
         self.left_out, self.mixed = False, 0
         self.mirror: Mirror | None = None
+        self.trees: dict[Request, Tree] = {}
         self.whole = True  # False after something failed
         self.check_every = 1
 
@@ -159,10 +165,14 @@ class World:
         apart = apart and scheduler.budget.extend and not self.left_out and plan.chunks
         assert not left_out or apart, "I10: a row is left out"
         self.left_out = left_out
-        for request in plan.sampled:
-            ahead = sum(len(chunk.ids) - 1 for chunk in plan.verify if chunk.request is request)
-            certain = len(request.tokens) + request.inflight + ahead > request.end
-            assert not certain, "I14: launched behind an end that is certain"
+        ahead = {chunk.request: len(chunk.ids) - 1 for chunk in plan.verify}
+        certain = [r for r in plan.sampled if len(r.tokens) + r.inflight + ahead.get(r, 0) > r.end]
+        assert not certain, "I14: launched behind an end that is certain"
+        for chunk in plan.verify if self.tree else ():
+            tree = self.trees.pop(chunk.request)
+            for place in range(len(tree)):
+                wanted = [*path_to(place, tree, tree.parents), chunk.request.tokens[-1]]
+                assert path_to(place + 1, chunk.ids, chunk.parents) == wanted, "I20: behind another draft"
         # I13
         victims = [r for r in before if r.state not in (RUNNING, ENDED)]
         assert oldest not in victims, "I13: the oldest is preempted"
@@ -212,7 +222,8 @@ class World:
             tree += [(token + 1) % VOCAB, token if i < right else (token + 3) % VOCAB, (token + 2) % VOCAB]
             tree.parents += [last] * 3
             last = len(tree) - 2
-        return Tree(tree[:limit], tree.parents[:limit])
+        self.trees[request] = tree = Tree(tree[:limit], tree.parents[:limit])
+        return tree
 
     def _first_tokens(self, plan: TickPlan, step: Any) -> None:
         """Take the tokens of prompts before the others, mostly, as a loop does between two ticks."""
@@ -270,11 +281,11 @@ class World:
         if limit is None:  # I10: each tick computes something of somebody; a preemption repeats what it took
             tokens = [len(r.tokens) + r.submit.max_new_tokens for r in self.scheduler.live.values()]
             limit = 200 + 4 * sum(tokens) * max(1, len(tokens))
-        ticks = 0
+        ticks = idle = 0
         while self.scheduler.live:
-            self.tick()
+            idle = (idle + 1) * self.tick().empty
             ticks += 1
-            assert ticks <= limit, "no progress"
+            assert ticks <= limit and idle < 150, "no progress"  # who is held for another one's prompt waits for 100
         self.settle()
         return ticks
 
