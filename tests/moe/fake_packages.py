@@ -130,11 +130,14 @@ def triton_kernels() -> dict[str, Any]:
         scales = precision_config.weight_scale.storage.data.mT.flip(-1)
         out = x.new_empty(routing.expt_data, wide if fused_activation is None else wide // 2)
         out.fill_(torch.nan)
+        if gather_indx is not None:
+            tokens = torch.div(gather_indx.src_indx, routing.n_expts_act, rounding_mode="trunc")
+            assert type(tokens) is torch.Tensor  # a kernel's argument
         start = 0
         for expert, count in enumerate(routing.expt_hist.tolist()):
             rows = slice(start, start + count)
             start += count
-            left = x[rows] if gather_indx is None else x[gather_indx.src_indx[rows].long()]
+            left = x[rows] if gather_indx is None else x[tokens[rows].long()]
             h = left.float() @ dequantize_mxfp4(codes[expert], scales[expert], torch.float32).T
             h = h if bias is None else h + bias[expert]
             if fused_activation is not None:

@@ -169,6 +169,20 @@ def test_torch_grouped_simulated(case: str) -> None:
     assert simulate("torch_grouped", case)
 
 
+def test_token_numbers_are_not_divided_by_one() -> None:
+    """The package divides them by the experts a row, one, in a launch of its own."""
+    from fastlayers.moe.fused_moe.packages.openai_triton_kernels import TokenNumbers
+
+    plain = torch.tensor([3, 0, -7, 2], dtype=torch.int32)
+    given = plain.as_subclass(TokenNumbers)
+    found = torch.div(given, 1, rounding_mode="trunc")
+    assert type(found) is torch.Tensor and found.data_ptr() == plain.data_ptr() and torch.equal(found, plain)
+    assert given.shape == plain.shape and given.data_ptr() == plain.data_ptr()
+    assert torch.div(given, 2, rounding_mode="trunc").tolist() == [1, 0, -3, 1]
+    assert torch.div(given, 1).dtype == torch.float32
+    assert torch.div(given, torch.ones(4, dtype=torch.int32), rounding_mode="trunc").data_ptr() != plain.data_ptr()
+
+
 @interpreted
 def test_triton_kernels_simulated() -> None:
     with fakes.modules(**fakes.triton_kernels()):

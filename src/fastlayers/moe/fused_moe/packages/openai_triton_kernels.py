@@ -55,6 +55,22 @@ def swizzle(weights: MoEWeights) -> SwizzledWeights:
     return SwizzledWeights(*codes, *scales).with_biases(weights)
 
 
+class TokenNumbers(torch.Tensor):
+    """Which token each row gathers, for a package that divides this by the number of experts a row.
+
+    That is one here, but the division would be a launch of its own: by one it is left out.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return what ``func`` does with plain tensors."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is torch.div and len(args) == 2 and type(args[1]) is int and args[1] == 1:
+                if (kwargs or {}).get("rounding_mode") == "trunc":
+                    return args[0].as_subclass(torch.Tensor)
+            return func(*args, **(kwargs or {}))
+
+
 def _most_tiles(rows: int, experts: int, height: int) -> int:
     """Return for how many tiles the package launches, however the rows are spread over experts."""
     return rows if rows <= experts else -(-(rows - experts + 1) // height) + experts - 1
@@ -99,8 +115,9 @@ def _fused_moe(
         rows = place(ids, experts, 0, tokens_of_rows=True)
         counts = rows.groups[0]
         # One expert a row: what is gathered are token numbers already.
+        assert rows.token_of is not None
         routing = RoutingData(None, counts, experts, 1, make_ragged_tensor_metadata(counts, rows.total))
-        gather = GatherIndx(rows.token_of, rows.row_of)
+        gather = GatherIndx(rows.token_of.as_subclass(TokenNumbers), rows.row_of)
         a = _product(
             chunk, packed.w13, packed.w13_scale, packed.w13_bias, (experts, hidden, 2 * inner), routing, gather,
             (cfg.alpha, cfg.limit),
@@ -111,7 +128,7 @@ def _fused_moe(
 
 
 class TritonKernelsFusedMoE(ExpertsBackend):
-    """Two launches of ours and five of the package (one more for many tokens), one operator."""
+    """Two launches of ours (two more for many tokens) and four of the package, one operator."""
 
     experts = _fused_moe
 
