@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -133,6 +135,28 @@ def test_what_cannot_be_prepared_stays_with_triton(stubbed: Any, result: Any) ->
     for _ in range(3):
         made[(1,)](x, x, 5, 32, 1e-6, BLOCK=16, FLAG=True)
     assert (len(own.calls), driver.launched) == (3, [])
+
+
+def test_threads_that_need_the_same_kernel_compile_it_once(stubbed: Any) -> None:
+    made, own, driver = stubbed
+    x, bound, compiling = torch.zeros(64), made.bind(BLOCK=16, FLAG=True), Barrier(2)
+
+    class Slow:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def run(*arguments: Any, **constants: Any) -> Any:
+                compiling.wait(10)  # until the other thread is there, or a kernel of another kind is compiled beside
+                return own[grid](*arguments, **constants)
+
+            return run
+
+    made.jit = Slow()
+    with ThreadPoolExecutor(5) as pool:
+        # Four of one kind, and one of another: both kinds are compiled at the same time, each of them once.
+        done = [pool.submit(bound, (1,), x, x, rows, 32, 1e-6) for rows in (5, 7, 9, 5)]
+        done.append(pool.submit(bound, (1,), x, x, 5, 48 + 1, 1e-6))
+        for each in done:
+            each.result()
+    assert len(own.calls) == 2 and len(driver.launched) == 3 and not launch._COMPILING
 
 
 def test_a_profiler_sees_every_launch(stubbed: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import gcd
 from operator import attrgetter, itemgetter
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +44,8 @@ _ONES: tuple[tuple[int, ...], ...] = ((), (1, 1), (1,), ())
 MOST_KNOWN = 4096
 # Of each layer, which finds the rest by way of what is shared.
 MOST_KINDS = 128
+# Of each kind that somebody compiles: who needs it as well waits, then finds it.
+_COMPILING: dict[tuple[Any, ...], Lock] = {}
 _address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 _dtype = attrgetter("dtype")
 
@@ -218,13 +221,8 @@ class Kernel:
             key = (bound, device, numbers, *map(_dtype, given))
             launch = self._known.get(key)
             if launch is None or gcd(16, *addresses) != 16:
-                launch = self._alike(key, addresses)
+                launch = self._alike(key, addresses) or self._first(key, addresses, grid, arguments, constants)
                 if launch is None:
-                    # Through Triton; what it compiled serves the next launch of this kind.
-                    compiled = self._through_triton(grid, arguments, constants)
-                    # None: a hook forbade the compile.
-                    made = driver.prepare(compiled) if compiled is not None else None
-                    self._known[self._kind(key, addresses)] = _Launch(*made) if made is not None else None
                     return
             stream, ready = driver.stream(device), launch.ready
             if ready[0] != grid or ready[1] != stream:
@@ -273,6 +271,29 @@ class Kernel:
                 self._known[key] = partial(held.call, *grid, *_ONES[len(grid)], key[1], *held.options)
 
         return launch
+
+    def _first(
+        self, key: tuple[Any, ...], addresses: list[int], grid: tuple[int, ...], arguments: tuple[Any, ...],
+        constants: dict[str, Any],
+    ) -> _Launch | None:  # fmt: skip
+        """Launch through Triton, whose compile serves the next of this kind; return what another thread made meanwhile.
+
+        A warm-up runs calls side by side, of which many need the same kernel first: half of the compiles would be
+        of what another thread is compiling.
+        """
+        kind = self._kind(key, addresses)
+        if kind in self._known:  # Triton alone launches this one
+            self._through_triton(grid, arguments, constants)
+            return None
+        with _COMPILING.setdefault(kind, Lock()):
+            if (launch := self._alike(key, addresses)) is not None:
+                return launch
+            compiled = self._through_triton(grid, arguments, constants)
+            if compiled is not None:  # no hook forbade the compile
+                made = driver.prepare(compiled)
+                self._known[kind] = _Launch(*made) if made is not None else None
+            _COMPILING.pop(kind, None)
+        return None
 
     def _through_triton(self, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
         while True:

@@ -32,6 +32,8 @@ from fastlayers.tuning.probe import choices_of
 TILE = 64
 # Calls of more tokens run one after another: several at once may not fit beside the model.
 SIDE_BY_SIDE, THREADS = 4096, 8
+# Multiples of it, without their whole parts, are spread evenly over 0 to 1.
+GOLDEN = (5**0.5 - 1) / 2
 # Extends of fewer tokens are warmed up behind so many others, too.
 MANY, DEEP = 512, 16384
 
@@ -216,9 +218,12 @@ def _rows_and_cache(layer: Any, tokens: int, pages: int) -> tuple[torch.Tensor, 
 def run(jobs: Sequence[Job], advance: Callable[[str], None], *, threads: int = THREADS) -> None:
     """Run jobs: those of few tokens side by side, the rest one after another; the first error ends it.
 
-    Jobs of one package are never at work at the same time, except Triton's.
+    Jobs of one package are never at work at the same time, except Triton's. Neighbours need the same kernels, and who
+    needs one that is being compiled waits: so jobs come from all over the list.
     """
-    small = [job for job in jobs if job.tokens <= SIDE_BY_SIDE]
+    small = [
+        job for _, job in sorted(enumerate(jobs), key=lambda job: job[0] * GOLDEN % 1) if job.tokens <= SIDE_BY_SIDE
+    ]
     packages = dict.fromkeys(job.package for job in small)
     pools = {name: ThreadPoolExecutor(threads if name == "triton" else 1) for name in packages}
     stopped: list[BaseException] = []
