@@ -105,7 +105,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="fewer decoder layers, to try things out")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
-    installed = [name for name in ("deep_gemm", "flashinfer", "sgl_kernel") if not package(name, load=True).reason]
+    # Found, not imported: who needs them imports them, on the clock.
+    installed = [name for name in ("deep_gemm", "flashinfer", "sgl_kernel") if not package(name, load=False).reason]
     rows: list[dict[str, Any]] = [{
         "command": "python " + " ".join(sys.argv), **provenance(), "torch": torch.__version__, "packages": installed,
         "device": str(as_device(options.device)),
