@@ -43,10 +43,15 @@ class Row:
 ALIGNMENT = 16
 
 
+def _stride(count: int, dtype: torch.dtype) -> int:
+    """Return the numbers from one field to the next where each begins at an aligned address."""
+    step = ALIGNMENT // dtype.itemsize
+    return cdiv(count, step) * step
+
+
 def _aligned(fields: int, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return unwritten memory ``[fields, count]`` in which each field begins at an aligned address."""
-    step = ALIGNMENT // dtype.itemsize
-    return torch.empty(fields, cdiv(count, step) * step, dtype=dtype, device=device)[:, :count]
+    return torch.empty(fields, _stride(count, dtype), dtype=dtype, device=device)[:, :count]
 
 
 _IDLE = Row(0, SamplingParams(temperature=0.0), 0, 0)
@@ -65,11 +70,22 @@ class RowTable:
 
     def __init__(self, max_batch: int, device: torch.device) -> None:
         self.max_batch, self.device = max_batch, device
-        size = max_batch + 1
         # temperature, top_p, min_p; top_k; seed, offset, token, delta of rotary positions
-        self._floats = _aligned(3, size, torch.float32, device).zero_()
-        self._ints = _aligned(1, size, torch.int32, device).zero_()
-        self._longs = _aligned(4, size, torch.int64, device).zero_()
+        kinds = ((3, torch.float32), (1, torch.int32), (4, torch.int64))
+        strides = [_stride(max_batch + 1, dtype) for _, dtype in kinds]
+        sizes = [(fields * stride, dtype) for (fields, dtype), stride in zip(kinds, strides, strict=True)]
+        # What the host writes, laid out as the table is, and behind it which rows these are.
+        self._inbox = Mirrored([*sizes, (max_batch, torch.int64)], device)
+        (*arriving, (self._at, at)) = self._inbox.fields
+        self._arriving = [field.view(-1, n) for (field, _), n in zip(arriving, strides, strict=True)]
+        self._host = [torch.from_numpy(host).view(-1, n) for (_, host), n in zip(arriving, strides, strict=True)]
+        self._host_at = torch.from_numpy(at)
+        self._bytes = torch.zeros(self._at.storage_offset() * self._at.itemsize, dtype=torch.uint8, device=device)
+        pieces = self._bytes.split([field.numel() * field.itemsize for field in self._arriving])
+        self._floats, self._ints, self._longs = (
+            piece.view(field.dtype).view(field.shape)[:, : max_batch + 1]
+            for piece, field in zip(pieces, self._arriving, strict=True)
+        )
         self._floats[1] = 1.0
         self.tokens, self.rope_deltas = self._longs[2], self._longs[3]
 
@@ -97,7 +113,9 @@ class RowTable:
 
     def load(self, requests: Sequence[Row]) -> None:
         """Put requests into the rows from 0 on; the others become idle."""
-        self._write([*requests, *[_IDLE] * (self.max_batch - len(requests))], None)
+        self._write([*requests, *[_IDLE] * (self.max_batch + 1 - len(requests))])
+        self._inbox.send(0, self._bytes.numel())
+        self._bytes.copy_(self._inbox.device_bytes[: self._bytes.numel()])
 
     def put(self, requests: Mapping[int, Row]) -> None:
         """Put requests into some rows; the others, whose tokens may be on their way, stay as they are.
@@ -110,20 +128,24 @@ class RowTable:
         wrong = [row for row in requests if not 0 <= row < self.max_batch]
         if wrong:
             raise ArgumentError("RowTable.put", "row", wrong[0], f"0 to {self.max_batch - 1}")
-        if requests:
-            self._write(list(requests.values()), torch.tensor(list(requests)).to(self.device, non_blocking=True))
+        if not requests:
+            return
+        count = len(requests)
+        self._write(list(requests.values()))
+        self._host_at[:count] = torch.tensor(list(requests))
+        self._inbox.send()
+        for target, values in zip(self.tensors, self._arriving, strict=True):
+            target.index_copy_(1, self._at[:count], values[:, :count])
 
-    def _write(self, rows: list[Row], at: torch.Tensor | None) -> None:
+    def _write(self, rows: list[Row]) -> None:
+        """Write rows where the host keeps what it sends; nothing that waits for the device."""
         ways = [row.params for row in rows]
         floats = torch.tensor([[p.temperature for p in ways], [p.top_p for p in ways], [p.min_p for p in ways]])
         ints = torch.tensor([[max(p.top_k, 0) for p in ways]], dtype=torch.int32)
         numbers = [[r.seed for r in rows], [r.drawn for r in rows], [r.token for r in rows]]
         longs = torch.tensor([*numbers, [r.rope_delta for r in rows]])
-        for target, values in ((self._floats, floats), (self._ints, ints), (self._longs, longs)):
-            if at is None:
-                target[:, : len(rows)].copy_(values)
-            else:
-                target.index_copy_(1, at, values.to(self.device, target.dtype, non_blocking=True))
+        for host, values in zip(self._host, (floats, ints, longs), strict=True):
+            host[:, : len(rows)] = values
 
     def arrange(self, order: Sequence[int]) -> None:
         """Move rows on the device: row ``i`` becomes what row ``order[i]`` was; rows behind ``order`` are stale.

@@ -367,6 +367,28 @@ def test_a_rows_fields_begin_at_aligned_addresses(rows: list[int]) -> None:
     assert found.min_p.tolist() == pytest.approx([0.01 * i for i in rows]) and found.top_k.tolist() == rows
 
 
+def test_rows_come_to_the_device_by_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not pinned is copied while the host waits, and three tensors are three copies."""
+    table, sent = RowTable(5, torch.device("cpu")), []
+    inbox, send = table._inbox, table._inbox.send
+    monkeypatch.setattr(inbox, "send", lambda first=0, last=None: (sent.append((first, last)), send(first, last)))
+    rows = [Row(9 + i, SamplingParams(0.1 + i, top_k=i, top_p=0.5, min_p=0.01), 2**61 + i, i, -i) for i in range(3)]
+    addresses = [tensor.data_ptr() for tensor in table.tensors]
+    table.put({5 - 1: rows[2], 0: rows[1]})
+    assert sent == [(0, None)] and table.tokens.tolist() == [10, 0, 0, 0, 11, 0]
+    table.load(rows)
+    assert sent[1:] == [(0, table._bytes.numel())]
+    assert table.tokens.tolist() == [9, 10, 11, 0, 0, 0] and table.rope_deltas.tolist() == [0, -1, -2, 0, 0, 0]
+    params = table.params(4)
+    assert params.seed.tolist() == [2**61, 2**61 + 1, 2**61 + 2, 0] and params.offset.tolist() == [0, 1, 2, 0]
+    assert torch.equal(params.temperature, torch.tensor([0.1, 1.1, 2.1, 0.0]))
+    assert params.top_p.tolist() == [0.5, 0.5, 0.5, 1.0] and params.top_k.tolist() == [0, 1, 2, 0]
+    assert [tensor.data_ptr() for tensor in table.tensors] == addresses  # captured steps read there
+    for host in table._host:
+        host.fill_(7)  # the next rows are written while these are read
+    assert table.tokens.tolist() == [9, 10, 11, 0, 0, 0]
+
+
 @pytest.mark.parametrize("size", [1, 5, 6, 16])
 def test_inputs_of_an_extend_have_room_for_all_whatever_their_size(size: int) -> None:
     inputs = ExtendInputs(size, size, torch.device("cpu"))

@@ -21,7 +21,7 @@ from fastlayers.errors import ArgumentError
 
 RING = 4  # copies that may be under way
 ALIGNMENT = 16  # bytes, of which Triton's kernels are compiled to know
-_NUMPY = {torch.int32: np.int32, torch.int64: np.int64}
+_NUMPY = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32}
 
 
 class Mirrored:
