@@ -263,7 +263,7 @@ def halves() -> str:
         for row in lines_of("overlap")
         if row.get("what") == "decode_groups"
     ]  # fmt: skip
-    return table(("model", "split", "requests a rank", "overlap", "ms a token", "its prompts, ms"), rows)
+    return table(("model", "split", "requests in all", "overlap", "ms a token", "its prompts, ms"), rows)
 
 
 def serving() -> str:

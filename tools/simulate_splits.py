@@ -186,7 +186,8 @@ def page(result: dict[str, Any]) -> str:
         + ", ".join(f"{r['simulated_us']:.0f}" for r in result["published_combine"])
         + " µs where DeepEP publishes "
         + ", ".join(f"{r['published_us']:.0f}" for r in result["published_combine"])
-        + ". Exchange of tokens and overlap inside a model were never measured, so they are simulated only.",
+        + ". Exchange of tokens inside a model was never measured, and overlap on two GPUs only, which the calibration "
+        "has not seen: both are simulated here.",
         "Milliseconds of a decode step of so many requests in all, by the quickest split; simulated, but for those "
         "marked *measured*. In brackets: simulated again with each parameter 20 % up and down.",
     ]
