@@ -36,8 +36,10 @@ from fastlayers.sampler.layer import MODES, Sampler, SamplingParams
 from fastlayers.torch_compile import TorchCompile
 from fastlayers_models.groups import GroupStep, run_groups
 from fastlayers_models.images import prompt_images
-from fastlayers_models.requests import Request, Token, prompts_of, stop_ids
+from fastlayers_models.requests import Request, Token, prompts_of, stop_ids, wrong_ids
 from fastlayers_models.step import ModelStep, Part, Pending, StepKey
+
+_GREEDY = SamplingParams(temperature=0.0)
 
 
 @runtime_checkable
@@ -251,9 +253,8 @@ class Generator:
         check_positive("Generator", max_new_tokens=max_new_tokens)
         (max_new_tokens,) = as_integers(max_new_tokens)
         vocab = self.model.config.vocab_size
-        greedy = SamplingParams(temperature=0.0)
         several = isinstance(params, Sequence) and not isinstance(params, str | bytes)
-        each = list(params) if several else [greedy if params is None else params] * len(prompts)
+        each = list(params) if several else [_GREEDY if params is None else params] * len(prompts)
         for place, one in enumerate(each):
             if not isinstance(one, SamplingParams):
                 name = f"params[{place}]" if several else "params"
@@ -263,7 +264,7 @@ class Generator:
                 "Generator", "params", f"{len(each)} entries", f"one, or one per prompt ({len(prompts)})"
             )
         for index, prompt in enumerate(prompts):
-            wrong = [i for i in prompt if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab]
+            wrong = wrong_ids(prompt, vocab)
             if not prompt or wrong:
                 given = f"token id {wrong[0]!r}" if wrong else "empty"
                 raise ArgumentError("Generator", f"prompts[{index}]", given, f"token ids in [0, {vocab}), at least one")

@@ -70,3 +70,10 @@ def prompts_of(prompts: Any) -> list[Sequence[int]]:
         if not isinstance(row, Sequence) or isinstance(row, str | bytes):
             raise ArgumentError("Generator", f"prompts[{index}]", repr(row)[:80], accepted)
     return each
+
+
+def wrong_ids(prompt: Sequence[Any], vocab: int) -> list[Any]:
+    """Return what is no id of a vocabulary; of plain integers the least and the largest say whether there is any."""
+    if set(map(type, prompt)) == {int} and min(prompt) >= 0 and max(prompt) < vocab:
+        return []
+    return [i for i in prompt if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab]

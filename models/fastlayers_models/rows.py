@@ -54,9 +54,6 @@ def _aligned(fields: int, count: int, dtype: torch.dtype, device: torch.device) 
     return torch.empty(fields, _stride(count, dtype), dtype=dtype, device=device)[:, :count]
 
 
-_IDLE = Row(0, SamplingParams(temperature=0.0), 0, 0)
-
-
 class RowTable:
     """Rows of requests on the device: three tensors ``[fields, max_batch + 1]``, by number format.
 
@@ -86,7 +83,8 @@ class RowTable:
             piece.view(field.dtype).view(field.shape)[:, : max_batch + 1]
             for piece, field in zip(pieces, self._arriving, strict=True)
         )
-        self._floats[1] = 1.0
+        self._host[0][1] = self._floats[1] = 1.0
+        self._idle = self._inbox.host_bytes.copy()  # greedy, as rows of nobody are
         self.tokens, self.rope_deltas = self._longs[2], self._longs[3]
 
     @property
@@ -113,7 +111,8 @@ class RowTable:
 
     def load(self, requests: Sequence[Row]) -> None:
         """Put requests into the rows from 0 on; the others become idle."""
-        self._write([*requests, *[_IDLE] * (self.max_batch + 1 - len(requests))])
+        self._inbox.host_bytes[:] = self._idle
+        self._write(requests)
         self._inbox.send(0, self._bytes.numel())
         self._bytes.copy_(self._inbox.device_bytes[: self._bytes.numel()])
 
@@ -137,7 +136,7 @@ class RowTable:
         for target, values in zip(self.tensors, self._arriving, strict=True):
             target.index_copy_(1, self._at[:count], values[:, :count])
 
-    def _write(self, rows: list[Row]) -> None:
+    def _write(self, rows: Sequence[Row]) -> None:
         """Write rows where the host keeps what it sends; nothing that waits for the device."""
         ways = [row.params for row in rows]
         floats = torch.tensor([[p.temperature for p in ways], [p.top_p for p in ways], [p.min_p for p in ways]])

@@ -7,6 +7,7 @@ import importlib
 import logging
 import pickle
 import sys
+from enum import IntEnum
 from pathlib import Path
 from threading import Barrier, Thread
 from typing import Any
@@ -21,6 +22,7 @@ from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
 from fastlayers.sampler.layer import SamplingParams
 from fastlayers_models.deepseek import DeepseekForCausalLM
 from fastlayers_models.generate import Generator
+from fastlayers_models.requests import wrong_ids
 
 sys.path.insert(0, str(Path(__file__).parent))
 from small_models import GPT_OSS, QWEN3_MOE, small_model
@@ -383,6 +385,23 @@ def test_stop_ids_are_integers(model: Any, wrong: Any) -> None:
     with pytest.raises(ArgumentError, match=r"Generator: eos_ids is .*; accepted: a sequence of token ids"):
         made.generate([[1]], max_new_tokens=2, eos_ids=wrong)
     assert made.generate([[1]], max_new_tokens=2, eos_ids=torch.tensor([200])) == made.generate([[1]], max_new_tokens=2)  # type: ignore[arg-type]
+
+
+class Id(IntEnum):
+    """Integers of another type."""
+
+    ONE, MANY = 1, 32
+
+
+@pytest.mark.parametrize(
+    ("prompt", "wrong"),
+    [
+        ([0, 31, 7], []), ([], []), ([3, -1, 32, 2**70], [-1, 32, 2**70]), ([1, True, False], [True, False]),
+        ([1, 2.0, "3", None], [2.0, "3", None]), ([Id.ONE, 5], []), ([Id.MANY, 5], [Id.MANY]),
+    ],
+)  # fmt: skip
+def test_ids_outside_a_vocabulary_are_found_among_all_kinds(prompt: Any, wrong: list[Any]) -> None:
+    assert list(map(repr, wrong_ids(prompt, 32))) == list(map(repr, wrong))
 
 
 @pytest.mark.parametrize("bad", [96, -1])
