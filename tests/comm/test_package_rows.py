@@ -103,13 +103,19 @@ def test_a_measured_ladder_may_name_a_package_as_far_as_the_workspace_reaches(
         "layer": "sum_norm", "way": "", "ranks": 2, "device": "H200", "dtype": "bfloat16", "hidden_size": 128,
         "tokens": [64], "ladder": ladder, "made": made,
     }  # fmt: skip
-    (tmp_path / ladders.NAME).write_text(json.dumps({"schema": SCHEMA, "ladders": [entry]}))
+    written = json.dumps({"schema": SCHEMA, "ladders": [entry]})
+    (tmp_path / ladders.NAME).write_text(written)
     monkeypatch.setenv("FASTLAYERS_TUNED_DIR", str(tmp_path))
     monkeypatch.setattr(rank_layer, "_backend_of", lambda axis: "nccl")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fastlayers.device.missing", lambda needs, load: None)
         for slots, name in ((1024, "flashinfer:64|triton_symm_mem:1024|nccl"), (32, "flashinfer:32|nccl")):
             assert with_limit(SUM_NORM.choose(replace(NORMS, slots=slots), "H200"), SUM_NORM).name == name
+        entry |= {"layer": "all_reduce", "ladder": [{"max_tokens": None, "backend": "sgl_kernel"}]}
+        (tmp_path / ladders.NAME).write_text(json.dumps({"schema": SCHEMA, "ladders": [entry]}))
+        # Beyond what its buffers hold it would raise.
+        assert with_limit(ALL_REDUCE.choose(SUMS, "H200"), ALL_REDUCE).name == f"sgl_kernel:{(8 << 20) // 256}|nccl"
+    (tmp_path / ladders.NAME).write_text(written)
     absent = with_limit(SUM_NORM.choose(NORMS, "H200"), SUM_NORM)
     assert absent.name == "triton_symm_mem:8|nccl" and "not taken: flashinfer: flashinfer is not" in absent.evidence
 

@@ -63,6 +63,10 @@ class RankConfig:
             raise ArgumentError(self.layer, "workspace", f"for {given}", wanted)
         return found
 
+    def limits(self) -> dict[str, int]:
+        """Return the most rows of the backends that have a bound, by name."""
+        return dict.fromkeys(self.within, self.slots)
+
     def check_slots(self, rows: int, slots: int, why: str = "for which the workspace was made") -> None:
         """Raise :class:`ArgumentError` unless so many rows fit."""
         if rows > slots:
@@ -152,7 +156,7 @@ def rank_registry(layer: str, name: str, guards: Mapping[str, str], *more: Backe
 
 
 def with_limit(choice: Choice, registry: Registry) -> Choice:
-    """Return an automatic choice by the measured ladder, with the rows beyond the workspace's slots given to NCCL."""
+    """Return an automatic choice by the measured ladder, with the rows beyond what a backend takes given to NCCL."""
     if choice.requested != "auto" or choice.name != "triton_symm_mem":
         return choice
     nccl = registry.named("nccl")
@@ -160,8 +164,8 @@ def with_limit(choice: Choice, registry: Registry) -> Choice:
         return choice
     found, evidence = ladders.measured(registry, choice.cfg, choice.device)
     slots, rungs = choice.cfg.slots, found or choice.rungs
-    for name in choice.cfg.within:
-        rungs = ladders.bounded(rungs, name, slots, nccl)
+    for name, most in choice.cfg.limits().items():
+        rungs = ladders.bounded(rungs, name, most, nccl)
     said = f"{evidence if found else 'rank'}; the workspace was made for {slots} rows"
     return replace(choice, rungs=rungs, evidence=said if found else f"{said}; {evidence}")
 

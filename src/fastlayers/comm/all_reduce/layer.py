@@ -15,12 +15,18 @@ from fastlayers.comm.rank_layer import RankConfig, RankLayer, rank_registry, ref
 from fastlayers.device import Device
 from fastlayers.registry import Backend
 
+# What sgl_kernel's buffers hold.
+MOST_BYTES = 8 << 20
+
 
 @dataclass(frozen=True)
 class AllReduceConfig(RankConfig):
     """What a backend must know; fields as of :class:`~fastlayers.comm.rank_layer.RankConfig`."""
 
     layer, operator = "AllReduce", "push"
+
+    def limits(self) -> dict[str, int]:
+        return super().limits() | {"sgl_kernel": MOST_BYTES // (self.hidden_size * self.dtype.itemsize)}
 
 
 def _refuse_torch(cfg: AllReduceConfig, device: Device) -> str | None:

@@ -16,12 +16,11 @@ from functools import partial
 
 import torch
 
-from fastlayers.comm.all_reduce.layer import AllReduceConfig
+from fastlayers.comm.all_reduce.layer import MOST_BYTES, AllReduceConfig
 from fastlayers.comm.parallel import Axis
 from fastlayers.comm.symmetric import ALIGNMENT, SymmArena
 from fastlayers.errors import ArgumentError
 
-MOST_BYTES = 8 << 20
 # Records of eight addresses: those of calls that are not captured, and one for each captured call.
 RECORDS, ADDRESSES = 1 << 16, 8
 
