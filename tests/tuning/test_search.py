@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -194,6 +195,26 @@ def test_between_counts_far_apart_rules_and_winners_are_timed(fast: Backend, tmp
     # Asked for, they are searched like any other.
     known = earlier(path, "fp8_linear", bench.device, bench.able())
     assert known.lacks((1, 2, 16), 4) == [2]
+    # And measured again where all is.
+    said.clear()
+    tune_shape(bench, (1, 16), tmp_path, command="x", said=said.append, fill=True, again=True)
+    assert [p.now for p in said] == [f"{n} tokens" for n in (1, 16, 2, 4, 8)] + ["checking the winners"]
+
+
+def test_a_run_that_ends_between_counts_goes_on_there_and_has_searched_nothing_in_between(
+    fast: Backend, tmp_path: Path
+) -> None:
+    bench, said = Bench("fp8_linear", CFG, CPU, KnownClock(TIMES), most_candidates=4), []  # type: ignore[var-annotated]
+    now = iter([0.0, 0.0, 0.0, 9.0])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "time", SimpleNamespace(time=lambda: 0.0, monotonic=lambda: next(now)))
+        with pytest.raises(OutOfTimeError, match="what lies between them is not; run again"):
+            tune_shape(bench, (1, 8), tmp_path, command="x", until=5.0, fill=True)
+    assert not list(tmp_path.rglob("*.json"))
+    path = tune_shape(bench, (1, 2, 8), tmp_path, command="x", said=said.append, fill=True)
+    assert [p.now for p in said] == ["2 tokens", "4 tokens", "checking the winners"]
+    assert json.loads(path.read_text())["candidates"] == {"1": 4, "2": 4, "4": 0, "8": 4}
 
 
 def test_the_tables_ladder_is_what_auto_builds(fast: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,29 +58,39 @@ class Journal:
     """What was timed so far, on disk: a header, then a line per token count.
 
     A journal of other kernels or versions is begun anew; one that is damaged is cut there.
+
+    Attributes
+    ----------
+    samples : dict of int to list of Sample
+    between : set of int
+        Token counts at which rules and winners were timed, and no candidates.
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
-        self.path, self.samples = path, dict[int, list[Sample]]()
+        self.path, self.samples, self.between = path, dict[int, list[Sample]](), set[int]()
         lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
         if lines and _parsed(lines[0]) == header:
             for line in lines[1:]:
                 if (row := _row(_parsed(line))) is None:
                     break
-                self.samples[row[0]] = row[1]
+                self._take(*row)
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [header] + [self._line(count, found) for count, found in self.samples.items()]
         path.write_text("".join(json.dumps(row) + "\n" for row in kept))
 
-    def add(self, tokens: int, samples: list[Sample]) -> None:
+    def add(self, tokens: int, samples: list[Sample], between: bool = False) -> None:
         """Append one token count."""
-        self.samples[tokens] = samples
+        self._take(tokens, samples, between)
         with self.path.open("a") as file:
             file.write(json.dumps(self._line(tokens, samples)) + "\n")
 
-    @staticmethod
-    def _line(tokens: int, samples: list[Sample]) -> dict[str, Any]:
-        return {"tokens": tokens, "samples": [sample.as_json() for sample in samples]}
+    def _take(self, tokens: int, samples: list[Sample], between: bool) -> None:
+        self.samples[tokens] = samples
+        self.between = self.between | {tokens} if between else self.between - {tokens}
+
+    def _line(self, tokens: int, samples: list[Sample]) -> dict[str, Any]:
+        line: dict[str, Any] = {"tokens": tokens, "samples": [sample.as_json() for sample in samples]}
+        return line | ({"between": True} if tokens in self.between else {})
 
 
 def _parsed(line: str) -> Any:
@@ -90,14 +100,15 @@ def _parsed(line: str) -> Any:
         return None
 
 
-def _row(parsed: Any) -> tuple[int, list[Sample]] | None:
-    """Return a line's token count and samples, ``None`` if it is not whole."""
+def _row(parsed: Any) -> tuple[int, list[Sample], bool] | None:
+    """Return a line's token count, its samples and whether it lies between, ``None`` if it is not whole."""
     try:
+        between = parsed.get("between", False)
         tokens, samples = parsed["tokens"], [Sample.from_json(sample) for sample in parsed["samples"]]
         whole = type(tokens) is int and all(s.tokens == tokens and s.us > 0 and s.spread_us >= 0 for s in samples)
     except (TypeError, KeyError, AttributeError):
         return None
-    return (tokens, samples) if whole and samples else None
+    return (tokens, samples, between is True) if whole and samples else None
 
 
 @dataclass(frozen=True)

@@ -295,27 +295,30 @@ def tune_shape(
     journal = Journal(path.with_suffix(".journal"), header)
     before, started = earlier(path, bench.layer, bench.device, able), time.time()
     missing = set(counts if again else before.lacks(counts, bench.most_candidates))
+    missing -= journal.samples.keys() - journal.between
     for done, tokens in enumerate(counts):
-        if tokens in journal.samples or tokens not in missing:
+        if tokens not in missing:
             continue
         if time.monotonic() > until:
             raise OutOfTimeError(f"{done} of {len(counts)} token counts are done; run again to go on")
         said(Progress(path.name, done, len(counts), f"{tokens} tokens"))
         near = [s for count in sorted(journal.samples)[-2:] for s in journal.samples[count]]
         journal.add(tokens, bench.time_at(tokens, [*_winners(near), *_lent(bench, key, tokens)]))
-    found = {**before.samples, **journal.samples}
+    # Where all is measured again, so is what lies between: it was timed for the winners of then.
+    kept = [count for count in before.samples if before.candidates[count] or not (again and fill)]
+    found = {count: before.samples[count] for count in kept} | journal.samples
     for tokens in between(found) if fill else ():
-        if tokens in found or time.monotonic() > until:
-            continue
+        if time.monotonic() > until:
+            raise OutOfTimeError("all token counts are done, what lies between them is not; run again to go on")
         said(Progress(path.name, len(counts), len(counts), f"{tokens} tokens"))
         lower, higher = max(n for n in found if n < tokens), min(n for n in found if n > tokens)
-        journal.add(tokens, bench.time_between(tokens, _winners(found[lower] + found[higher])))
+        journal.add(tokens, bench.time_between(tokens, _winners(found[lower] + found[higher])), between=True)
     said(Progress(path.name, len(counts), len(counts), "checking the winners"))
     found |= journal.samples
     samples = [s for count in sorted(found) for s in found[count]]
     steps, errors = _checked_ladder(bench, samples, able)
-    searched = set(counts) & set(journal.samples)
-    candidates = dict.fromkeys(found, 0) | dict(before.candidates) | dict.fromkeys(searched, bench.most_candidates)
+    searched = dict.fromkeys(journal.samples, bench.most_candidates) | dict.fromkeys(journal.between, 0)
+    candidates = dict(before.candidates) | searched
     table = _table(bench, key, steps, samples, errors, able)
     about |= {"rules": tuning.rules(table, bench.cfg, able)}
     table |= {
