@@ -81,16 +81,13 @@ def _refuse_packages(cfg: BmmConfig, device: Device) -> str | None:
 
 
 def _refuse_deep_gemm(cfg: BmmConfig, device: Device) -> str | None:
-    if device.capability is None or device.capability[0] != 9:
-        return f"needs sm_90, this is {device.sm}"
+    if (why := device.refuses_all_but(9)) is not None:
+        return why
     if cfg.format != "fp8_block":
         return f"format {cfg.format!r} is not 'fp8_block'"
     if cfg.dtype != torch.bfloat16:
         return "it writes bfloat16"
-    for name, size, unit in (("in_features", cfg.in_features, GROUP), ("out_features", cfg.out_features, 64)):
-        if size % unit:
-            return f"{name} {size} is not a multiple of {unit}"
-    return None
+    return not_multiple(cfg, in_features=GROUP, out_features=64)
 
 
 _HERE = "fastlayers.linear.bmm"
