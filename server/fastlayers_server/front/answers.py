@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
@@ -67,7 +68,7 @@ class EventStream(StreamingResponse):
             self._close()
 
 
-class Writer:
+class Writer(ABC):
     """Writes the answer of one request: a document, or the events of a stream, of which ``[DONE]`` is not its own."""
 
     kind = ""  # of the stream's documents
@@ -75,17 +76,17 @@ class Writer:
     def __init__(self, front: Front, body: Any) -> None:
         self._front, self._body = front, body
 
+    @abstractmethod
     def whole(self, job: Job) -> Any:
         """Return the document of a job that has ended."""
-        raise NotImplementedError
 
     def begin(self, job: Job) -> Iterable[bytes]:
         """Yield what stands before the first news."""
         return ()
 
+    @abstractmethod
     def news(self, job: Job) -> Iterable[bytes]:
         """Yield what is new; raises the error of a choice."""
-        raise NotImplementedError
 
     def end(self, job: Job) -> Iterable[bytes]:
         """Yield what stands behind the last news: the usage, if it was asked for."""
