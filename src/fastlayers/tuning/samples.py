@@ -84,6 +84,11 @@ class Journal:
         with self.path.open("a") as file:
             file.write(json.dumps(self._line(tokens, samples)) + "\n")
 
+    @property
+    def searched(self) -> set[int]:
+        """Token counts at which candidates were timed, too."""
+        return self.samples.keys() - self.between
+
     def _take(self, tokens: int, samples: list[Sample], between: bool) -> None:
         self.samples[tokens] = samples
         self.between = self.between | {tokens} if between else self.between - {tokens}

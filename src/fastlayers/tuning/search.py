@@ -294,8 +294,7 @@ def tune_shape(
     header = {"kernels": about["kernels"], "versions": about["versions"], "candidates": bench.most_candidates}
     journal = Journal(path.with_suffix(".journal"), header)
     before, started = earlier(path, bench.layer, bench.device, able), time.time()
-    missing = set(counts if again else before.lacks(counts, bench.most_candidates))
-    missing -= journal.samples.keys() - journal.between
+    missing = {*(counts if again else before.lacks(counts, bench.most_candidates))} - journal.searched
     for done, tokens in enumerate(counts):
         if tokens not in missing:
             continue
@@ -317,8 +316,8 @@ def tune_shape(
     found |= journal.samples
     samples = [s for count in sorted(found) for s in found[count]]
     steps, errors = _checked_ladder(bench, samples, able)
-    searched = dict.fromkeys(journal.samples, bench.most_candidates) | dict.fromkeys(journal.between, 0)
-    candidates = dict(before.candidates) | searched
+    candidates = dict(before.candidates) | dict.fromkeys(journal.between, 0)
+    candidates |= dict.fromkeys(journal.searched, bench.most_candidates)
     table = _table(bench, key, steps, samples, errors, able)
     about |= {"rules": tuning.rules(table, bench.cfg, able)}
     table |= {
