@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,6 +74,16 @@ def test_no_step_of_a_generator_needs_another_kernel(monkeypatch: pytest.MonkeyP
         generator.generate([[1] * length for length in lengths], max_new_tokens=3, eos_ids=())
     assert kinds.seen and not kinds.seen - warm
     assert kinds.seen - without  # uneven extends are needed
+
+
+def test_steps_of_few_tokens_are_warmed_up_behind_all_that_a_request_can_hold() -> None:
+    """Not behind what one step computes, as long prompts come in pieces; nor behind more than there are positions."""
+    state = SimpleNamespace(capacity=4096, max_batch=3)
+    for positions, deepest in ((9999, 4094), (1000, 998)):
+        found = list(precompile._uneven(state, 64, 8, positions))
+        assert {each for _, each, _ in found} == {2, 4, 8, 16, 32, 64} and {count for count, _, _ in found} == {1, 2}
+        assert max(context for _, _, context in found) == deepest
+        assert all(each + context <= min(4096, positions) for _, each, context in found)
 
 
 def test_token_counts_of_triton_kernels_stand_for_all() -> None:

@@ -126,7 +126,7 @@ def jobs_of(
             call = partial(_call, layer, _extend, bucket, step.state)
             words = f"{label} {bucket.tokens} of {bucket.requests} requests"
             yield Job(words, bucket.tokens, packages_at(choices, bucket.tokens), call)
-        for requests, each, context in _uneven(getattr(step, "state", None), max_tokens, max_batch):
+        for requests, each, context in _uneven(getattr(step, "state", None), max_tokens, max_batch, positions):
             call = partial(_call, layer, _several, requests, each, context, step.state)
             words = f"{label} {requests} × {each} behind {context}"
             yield Job(words, requests * each, packages_at(choices, requests * each), call)
@@ -139,18 +139,19 @@ def _named(backend: Backend, cfg: Any, most: int) -> Iterable[int]:
     return found
 
 
-def _uneven(state: Any, max_tokens: int, max_batch: int) -> Iterator[tuple[int, int, int]]:
+def _uneven(state: Any, max_tokens: int, max_batch: int, positions: int) -> Iterator[tuple[int, int, int]]:
     """Yield requests, new tokens of each, and what they have behind them, of extends that may run uncaptured.
 
-    How many programs share a tile's keys depends on all three; of :data:`MANY` tokens tiles alone fill a GPU.
+    That may be more than a step's tokens: a prompt comes in pieces. How many programs share a tile's keys depends on
+    all three; of :data:`MANY` tokens tiles alone fill a GPU.
     """
     if state is None:
         return
-    longest = min(max_tokens, state.capacity)
-    for each in _powers(2, min(longest, SIDE_BY_SIDE)):
+    reach = min(state.capacity, positions)
+    for each in _powers(2, min(max_tokens, reach, SIDE_BY_SIDE)):
         for requests in _powers(1, min(max_batch, state.max_batch, SIDE_BY_SIDE // each)):
             few = requests * each < MANY
-            for context in sorted({0, min(longest - each, DEEP) if few else 0}):
+            for context in sorted({0, min(reach - each, DEEP) if few else 0}):
                 yield requests, each, context
 
 
