@@ -11,9 +11,10 @@
 What an expansion costs a key and head, L · (N+V) multiply-adds, it saves once (L+R + L) - (N+R + V) for each of some
 170 queries of DeepSeek-V3 that meet the key, however many keys there are. So what decides is how many new tokens a key
 meets in the mean, and not how long prefixes are: drafts to verify and the ends of prompts attend to latents, longer
-pieces of prompts expand. On an H200 both ways took equally long at about 140 new tokens with 128 heads and 255 with 16,
-behind 2,048 tokens as behind 32,768 (``benchmarks/results/mla_paths_h200.jsonl``). All thresholds are arguments of the
-layer; what production engines take for DeepSeek-V3 on Hopper is ``MLAThresholds(prefix=8192, few=1)``.
+pieces of prompts expand. On an H200 both ways would take equally long at about 140 new tokens with 128 heads and 255
+with 16, behind 2,048 tokens as behind 32,768: read between 64 and 256, which were measured
+(``benchmarks/results/mla_paths_h200.jsonl``). All thresholds are arguments of the layer; what production engines take
+for DeepSeek-V3 on Hopper is ``MLAThresholds(prefix=8192, few=1)``.
 """
 
 from __future__ import annotations
