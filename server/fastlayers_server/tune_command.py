@@ -219,7 +219,7 @@ def register(app: typer.Typer, out: Console, err: Console, device_of: Any, dtype
         device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if there is one.")] = "",
         quick: Annotated[
             bool,
-            typer.Option("--quick", help="Few token counts and 14 configurations, not 40; in between winners only."),
+            typer.Option("--quick", help="Few token counts and 14 configurations, not 40; between them no searches."),
         ] = False,
         seconds: Annotated[float, typer.Option(min=0, help="End after so long; run again to go on. 0: no end.")] = 0,
         force: Annotated[bool, typer.Option("--force", help="Also what has a table of these versions.")] = False,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import nn
 from fastlayers.comm.parallel import Axis, ParallelSpec
 from fastlayers.layer import Layer
 from fastlayers.registry.choice import Rung
+from fastlayers.runtime.kernel_cache import write_whole
 
 
 def axis_of(module: Any) -> Axis | None:
@@ -58,8 +58,5 @@ def share_tables(written: Sequence[Path], folder: Path, axis: Axis) -> list[Path
     for name, text in told[0]:
         path = folder / name
         if not path.is_file() or path.read_text() != text:  # of one host all ranks have it already
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(f".{os.getpid()}.partial")
-            partial.write_text(text)
-            partial.replace(path)
+            write_whole(path, text)
     return [folder / name for name, _ in told[0]]
