@@ -26,6 +26,7 @@ ENGINE_GONE, FRONT_HUNG = 70, 71
 HUNG_SECONDS, LOOKS = 30.0, 30  # an event loop that does not turn for so long, at so many looks, is hung
 # What a request may have beside its body. Bodies in chunks of one byte have five times as much again.
 HEAD_BYTES, FRAMING = 65_536, 8
+TOO_LONG = f"Headers of more than {HEAD_BYTES} bytes."
 
 
 def protocol_with(header_timeout: float) -> type[HttpToolsProtocol]:
@@ -33,13 +34,30 @@ def protocol_with(header_timeout: float) -> type[HttpToolsProtocol]:
 
     class Protocol(HttpToolsProtocol):
         _waiting: asyncio.TimerHandle | None = None
-        _body = _beside = 0  # bytes of the request that comes
+        _body = _beside = _head = 0  # bytes of the request that comes
 
         def data_received(self, data: bytes) -> None:
             self._beside += len(data)
             super().data_received(data)
             if self._beside > HEAD_BYTES + FRAMING * self._body and not self.transport.is_closing():
-                self.send_400_response(f"Headers of more than {HEAD_BYTES} bytes.")
+                self.send_400_response(TOO_LONG)
+
+        def on_url(self, url: bytes) -> None:
+            self._count(len(url))
+            super().on_url(url)
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            self._count(len(name) + len(value))
+            super().on_header(name, value)
+
+        def _count(self, size: int) -> None:
+            """Count what came whole in one read, which may hold more than the limit, and other requests before it."""
+            self._head += size
+            if self._head > HEAD_BYTES:
+                raise ValueError(TOO_LONG)  # the parser ends, and its caller answers
+
+        def send_400_response(self, msg: str) -> None:
+            super().send_400_response(TOO_LONG if self._head > HEAD_BYTES else msg)
 
         def on_body(self, body: bytes) -> None:
             self._beside -= len(body)
@@ -51,7 +69,7 @@ def protocol_with(header_timeout: float) -> type[HttpToolsProtocol]:
             self._await_headers()
 
         def on_message_begin(self) -> None:
-            self._body = self._beside = 0
+            self._body = self._beside = self._head = 0
             self._await_headers()
             super().on_message_begin()
 

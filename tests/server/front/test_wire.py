@@ -106,6 +106,11 @@ def test_large_headers_and_small_chunks_are_served() -> None:
             small.sendall(b"1\r\n" + bytes([byte]) + b"\r\n")
         small.sendall(b"0\r\n\r\n")
         assert answer(large)[0] == answer(small)[0] == 200
+        # What comes whole in one read counts as well.
+        for size, told in ((30_000, b" 200 "), (66_000, b" 400 ")):
+            connection = wire.connect()
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX: %s\r\n\r\n" % (b"a" * size))
+            assert told in connection.recv(4096), size
 
 
 def answer(connection: socket.socket) -> tuple[int, Any]:
