@@ -220,6 +220,8 @@ async def body_of(request: Request, model: type[M], lenient: Any = None) -> M:
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise ApiError(400, f"content-type is {kind!r}; accepted: application/json", "invalid_content_type")
+    if (encoding := request.headers.get("content-encoding", "identity").strip().lower()) != "identity":
+        raise ApiError(400, f"content-encoding is {encoding!r}; accepted: identity", "invalid_content_encoding")
     raw = await request.body()
     if len(raw) > INLINE_BYTES:
         return await asyncio.to_thread(_parsed, raw, model, lenient)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 from collections.abc import Iterator
 from typing import Any
 
@@ -185,6 +186,9 @@ def test_content_types(server: Server) -> None:
     error_of(server.request("POST", "/v1/completions", {"content-type": "text/xml"}, content=raw), 400, "invalid_content_type")  # fmt: skip  # noqa: E501
     for kind in ("application/json; charset=utf-8", "application/vnd.x+json"):
         assert server.request("POST", "/v1/completions", {"content-type": kind}, content=raw).status_code == 200
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    refused = server.request("POST", "/v1/completions", headers, content=gzip.compress(raw))
+    assert "'gzip'" in error_of(refused, 400, "invalid_content_encoding")["message"]
 
 
 def test_unknown_paths_and_methods(server: Server) -> None:
