@@ -149,7 +149,8 @@ def _from_file(path: Path) -> dict[str, Any]:
     try:
         found = yaml.safe_load(path.read_text("utf-8")) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ArgumentError("serve", "--config", f"{str(path)!r} ({error})", "a YAML file of flags") from error
+        why = " ".join(str(error).split())  # YAML's own comes in four lines
+        raise ArgumentError("serve", "--config", f"{str(path)!r} ({why})", "a YAML file of flags") from error
     if not isinstance(found, dict):
         raise ArgumentError("serve", "--config", f"{str(path)!r}, which holds no mapping", "names and values of flags")
     named = {str(name).replace("-", "_").lstrip("_"): value for name, value in found.items()}
