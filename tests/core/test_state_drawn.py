@@ -236,9 +236,9 @@ def write_unseen_and_repack(world: World) -> None:
         weight.data = values
     elif how == 1:
         weight.data.copy_(values)
-    elif how == 2:
+    elif how == 2 and weight._use_count() == 1:  # else torch refuses
         torch.utils.swap_tensors(weight, nn.Parameter(values, requires_grad=False))
-    elif how == 3:
+    elif how <= 3:
         with torch.no_grad():
             weight.set_(values)
     else:

@@ -121,9 +121,15 @@ class Backend:
         except Exception as error:  # a foreign row must not break the layer; the reason is kept
             return f"its refuse() raised {type(error).__name__}: {error}"
 
-    def why_not(self, cfg: Any, device: Device) -> str | None:
-        """Return why this backend cannot run ``cfg`` on ``device`` here, or ``None``."""
-        return self.refusal(cfg, device) or device_module.missing(self.needs, load=not device.described)
+    def why_not(
+        self, cfg: Any, device: Device, ahead: Callable[[Any, Device], str | None] = supports_all
+    ) -> str | None:
+        """Return why this backend cannot run ``cfg`` on ``device`` here, or ``None``.
+
+        ``ahead`` may refuse as well, and is asked before packages are imported: large ones take seconds.
+        """
+        found = self.refusal(cfg, device) or device_module.missing(self.needs, load=False) or ahead(cfg, device)
+        return found or device_module.missing(self.needs, load=not device.described)
 
 
 # The two rows that every layer has.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +18,7 @@ from fastlayers import device as device_module
 from fastlayers import env
 from fastlayers.device import Device
 from fastlayers.errors import ArgumentError, EnvironmentVariableError, NoBackendError, UnknownNameError, check_plain
-from fastlayers.registry.backend import Backend
+from fastlayers.registry.backend import Backend, supports_all
 from fastlayers.registry.choice import Choice, Rung
 from fastlayers.registry.layers import COLLECTIVES, LAYERS, builtin_registry
 from fastlayers.registry.plugins import load_plugins
@@ -160,9 +161,8 @@ class Registry:
                 continue
             phase = getattr(cfg, "phase", "")
             timed = not backend.auto_phases or phase in backend.auto_phases
-            why = backend.why_not(cfg, device) if timed else f"taken by name only in {phase or 'every phase'}"
-            if why is None and built_only:
-                why = builds.unbuilt(self.layer, backend, cfg, device)
+            unbuilt = partial(builds.unbuilt, self.layer, backend) if built_only else supports_all
+            why = backend.why_not(cfg, device, unbuilt) if timed else f"taken by name only in {phase or 'every phase'}"
             if why is None:
                 able.append(backend)
             else:
