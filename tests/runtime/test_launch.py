@@ -159,6 +159,17 @@ def test_threads_that_need_the_same_kernel_compile_it_once(stubbed: Any) -> None
     assert len(own.calls) == 2 and len(driver.launched) == 3 and not launch._COMPILING
 
 
+def test_a_compile_that_fails_leaves_no_lock_behind(stubbed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _, _ = stubbed
+    x, bound = torch.zeros(64), made.bind(BLOCK=16, FLAG=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(made, "_through_triton", Raising(RuntimeError("no such card")))
+        with pytest.raises(RuntimeError, match="no such card"):
+            bound((1,), x, x, 5, 32, 1e-6)
+    assert not launch._COMPILING
+    bound((1,), x, x, 5, 32, 1e-6)
+
+
 def test_a_profiler_sees_every_launch(stubbed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made, own, driver = stubbed
     x = torch.zeros(64)

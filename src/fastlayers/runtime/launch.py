@@ -285,13 +285,15 @@ class Kernel:
         if kind in self._known:  # Triton alone launches this one
             self._through_triton(grid, arguments, constants)
             return None
-        with _COMPILING.setdefault(kind, Lock()):
-            if (launch := self._alike(key, addresses)) is not None:
-                return launch
-            compiled = self._through_triton(grid, arguments, constants)
-            if compiled is not None:  # no hook forbade the compile
-                made = driver.prepare(compiled)
-                self._known[kind] = _Launch(*made) if made is not None else None
+        try:
+            with _COMPILING.setdefault(kind, Lock()):
+                if (launch := self._alike(key, addresses)) is not None:
+                    return launch
+                compiled = self._through_triton(grid, arguments, constants)
+                if compiled is not None:  # no hook forbade the compile
+                    made = driver.prepare(compiled)
+                    self._known[kind] = _Launch(*made) if made is not None else None
+        finally:
             _COMPILING.pop(kind, None)
         return None
 
