@@ -115,7 +115,7 @@ def probe_shape(bench: Bench, choice: Choice, build: bool = True) -> Path | None
     TuneError
         No backend ran at every token count.
     """
-    from fastlayers.tuning.sweep import between, case_at, tokens_of
+    from fastlayers.tuning.sweep import between, tokens_of
 
     # Weights stay as they are packed: only what shares the layout of what is chosen now.
     layouts = {rung.backend.weight_layout for rung in choice.rungs}
@@ -134,11 +134,7 @@ def probe_shape(bench: Bench, choice: Choice, build: bool = True) -> Path | None
     samples: list[Sample] = []
     for tokens in counts:
         row = [Option.of(tuning.rung_at(lent, tokens))] if lent else []
-        wanted = [*(Option(name) for name in names), *row]
-        working = [option for option in dict.fromkeys(wanted) if option not in bench.failed]
-        timed = bench.ready(case_at(bench.layer, bench.cfg, tokens), working)
-        times = bench.clock.measure({str(option): timed[option] for option in timed}, ROUNDS)
-        samples += [Sample(tokens, o, times[str(o)].us, times[str(o)].spread_us) for o in timed]
+        samples += bench.time_few(tokens, [*(Option(name) for name in names), *row], ROUNDS)
     table = _table(bench, key, samples, able)
     path = tuning.path_of(tuning.probed_dir(), bench.layer, key, bench.device)
     try:

@@ -198,11 +198,11 @@ class Bench:
                 alive = [o for o in alive if o in kept or o in stays]
         return [Sample(tokens, option, t.us, t.spread_us) for option, t in found.items()]
 
-    def time_between(self, tokens: int, near: Iterable[Option]) -> list[Sample]:
-        """Return what every backend's own rule and ``near`` take at this token count."""
-        options = dict.fromkeys([*(Option(backend.name) for backend in self.able()), *near])
-        timed = self.ready(case_at(self.layer, self.cfg, tokens), [o for o in options if o not in self.failed])
-        measured = self.clock.measure({str(option): timed[option] for option in timed}, ROUNDS[-1])
+    def time_few(self, tokens: int, options: Iterable[Option], rounds: int) -> list[Sample]:
+        """Return what these options take at this token count, without those that failed."""
+        working = [option for option in dict.fromkeys(options) if option not in self.failed]
+        timed = self.ready(case_at(self.layer, self.cfg, tokens), working)
+        measured = self.clock.measure({str(option): timed[option] for option in timed}, rounds)
         return [Sample(tokens, o, measured[str(o)].us, measured[str(o)].spread_us) for o in timed]
 
 
@@ -310,8 +310,8 @@ def tune_shape(
         if time.monotonic() > until:
             raise OutOfTimeError("all token counts are done, what lies between them is not; run again to go on")
         said(Progress(path.name, len(counts), len(counts), f"{tokens} tokens"))
-        lower, higher = max(n for n in found if n < tokens), min(n for n in found if n > tokens)
-        journal.add(tokens, bench.time_between(tokens, _winners(found[lower] + found[higher])), between=True)
+        few = [*(Option(backend.name) for backend in able), *_near_winners(found, tokens)]
+        journal.add(tokens, bench.time_few(tokens, few, ROUNDS[-1]), between=True)
     said(Progress(path.name, len(counts), len(counts), "checking the winners"))
     found |= journal.samples
     samples = [s for count in sorted(found) for s in found[count]]
@@ -342,6 +342,12 @@ def _winners(samples: list[Sample]) -> list[Option]:
         for sample in sorted((s for s in samples if s.tokens == count), key=lambda s: s.us)[:4]:
             found[sample.option] = None
     return list(found)
+
+
+def _near_winners(found: Mapping[int, list[Sample]], tokens: int) -> list[Option]:
+    """Return what was quickest at the token counts next to this one, which lies between them."""
+    lower, higher = max(n for n in found if n < tokens), min(n for n in found if n > tokens)
+    return _winners(found[lower] + found[higher])
 
 
 def _checked_ladder(bench: Bench, samples: list[Sample], able: list[Backend]) -> tuple[list[Step], dict[Option, float]]:
