@@ -12,17 +12,16 @@ import re
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 import marked
+from performance_rows import DEVICE, MISSING, PEERS, ROOT, VLLM, Row, files, lines_of, points, read
+from serving_tables import serving
 from svg_plots import Plot, svg
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "performance"
 PAGE = ROOT / "docs" / "performance.md"
 PLOTS = ROOT / "docs" / "plots"
 # "Never slower" is a median of at most this times the other's.
@@ -31,50 +30,6 @@ NEVER_SLOWER = 1.03
 OURS = ("triton", "triton_swizzled")
 # The pipeline that target 2 names and that is no backend (benchmarks/peers.py).
 PEER = "sglang"
-DEVICE = "H200"
-Row = dict[str, Any]
-# What vLLM 0.22.1 took on an H200: the lines that benchmarks/peers/bench_vllm.py printed, by model and case.
-PEERS = {
-    (row["model"].replace("-", "_").removesuffix("_mxfp4"), row["case"]): row
-    for row in map(json.loads, (ROOT / "benchmarks/peers/vllm-0.22.1-h200.jsonl").read_text().splitlines())
-}
-# Milliseconds per output token, by model and batch.
-VLLM = {
-    (model, batch): round(PEERS[model, case]["tpot_ms"], 2)
-    for model in ("qwen3_30b_a3b", "qwen3_8b", "gpt_oss_20b") for case, batch in (("bs1", 1), ("c32", 32))
-}  # fmt: skip
-MISSING = "not measured yet"
-
-
-def read(part: str) -> list[Row]:
-    """Return the rows of a part, ``[]`` if it was not measured; of several runs of a point the last counts.
-
-    A line that names a device heads those below it, the first one those above it, too: what another device than the
-    page's measured is left out.
-    """
-    path = RESULTS / f"{part}.jsonl"
-    if not path.is_file():
-        return []
-    rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    kept: dict[Any, Row] = {}
-    heads = [run if isinstance(run := row.get("run", row), dict) else {} for row in rows]
-    named = [head.get("device", head.get("gpu")) for head in heads]
-    device = next(filter(None, named), "")
-    for index, (row, name) in enumerate(zip(rows, named, strict=True)):
-        device = name or device
-        if device.removeprefix("NVIDIA ").split(" ")[0] != DEVICE:
-            continue
-        kept[(row["key"], row["backend"], json.dumps(row["config"])) if "key" in row else index] = row
-    return list(kept.values())
-
-
-def points(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Return the measured rows by point (shape, tokens, context)."""
-    found: dict[str, list[Row]] = defaultdict(list)
-    for row in rows:
-        if "key" in row:
-            found[row["key"]].append(row)
-    return dict(found)
 
 
 def ratio(rows: list[Row]) -> float | None:
@@ -238,7 +193,7 @@ def generation() -> list[tuple[str, str, str, str]]:
 def sources() -> list[str]:
     """Return a line for each command that made a result file: commit, versions."""
     lines: dict[str, None] = {}
-    for path in sorted(RESULTS.glob("*.jsonl")):
+    for path in files():
         heads = (run if isinstance(run := row.get("run"), dict) else row for row in lines_of(path.stem))
         rows = [row for row in heads if "command" in row]
         own = [row for row in rows if not row["command"].startswith("performance.py")]
@@ -246,12 +201,6 @@ def sources() -> list[str]:
             device = run.get("device", run.get("gpu", "?"))
             lines[f"- `{path.name}`: `{run['command']}`, commit {run['commit']}, torch {run['torch']}, {device}"] = None
     return list(lines)
-
-
-def lines_of(part: str) -> list[Row]:
-    """Return all rows of a part's file, ``[]`` if it was not measured."""
-    path = RESULTS / f"{part}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()] if path.is_file() else []
 
 
 def latencies() -> str:
@@ -318,106 +267,6 @@ def untuned() -> list[str]:
         "× | | 97%, 1.5 × |"
         for name, each in found.items()
     ]
-
-
-SERVED = {
-    "Qwen/Qwen3-8B": ("qwen3_8b", 3700, 6850), "Qwen/Qwen3-30B-A3B": ("qwen3_30b_a3b", 1900, 7400),
-    "openai/gpt-oss-20b": ("gpt_oss_20b", 4200, 9600),
-}  # fmt: skip
-
-
-def serving() -> str:
-    """What a client of ``fastlayers serve`` sees, model by model; the last run of a row counts."""
-    found = {(row["model"], row["row"], row.get("prompts")): row for row in lines_of("serve") if "row" in row}
-    lines = ["| what | measured | target |", "|---|---|---|"]
-    for (model, what, prompts), row in found.items():
-        name, few, many = SERVED[model]
-        if what == "start":
-            lines.append(f"| {name}, process start to `/ready` | {row['ready_s']} s | 20 s |")
-        elif what == "at once" and "runs" in row:
-            case, least = ("c32", few) if prompts == 32 else ("c256", many)
-            peer = PEERS[name, case]["total_out_tok_s"]
-            runs = ", ".join(f"{run:,.0f}" for run in row["runs"])
-            lines.append(
-                f"| {name}, {prompts} prompts of 512 at once, 128 out | {row['output_throughput']:,.0f} tokens/s "
-                f"(runs {runs}; vLLM offline {peer:,.0f}); first token {row['median_ttft_ms']:.0f} ms | {least:,} |"
-            )
-        elif what == "one" and "median_tpot_ms" in row:
-            own = next((r for r in lines_of("generate") if r.get("batch") == 1 and r["model"] == name), None)
-            wanted = f"`generate`'s {own['tpot_ms']:.2f} + 0.15 ms" if own else ""
-            lines.append(f"| {name}, one request, a token | {row['median_tpot_ms']:.2f} ms | {wanted} |")
-        elif what == "prefix" and "ttft_ratio" in row:
-            shares = f"{row['cached_share']:.1%} of the prompts' tokens cached"
-            lines.append(
-                f"| {name}, 64 prompts sharing 2,048 tokens | {row['ttft_ratio']} × without; {shares} | 0.25 × |"
-            )
-        elif what == "arrivals" and "p99_itl_ms" in row:
-            gaps = f"between tokens {row['median_itl_ms']:.1f} / {row['p99_itl_ms']:.1f} / {row['p100_itl_ms']:.0f} ms"
-            lines.append(
-                f"| {name}, {row['requests']} arrivals at {row['rate']:.0f}/s | {gaps} (median, 99 %, most); first "
-                f"token {row['median_ttft_ms']:.0f} / {row['p99_ttft_ms']:.0f} ms | 99 % ≤ 40 ms and 3 × median, "
-                "most ≤ 200; first ≤ 60 / 250 ms |"
-            )
-    loads = {(row["model"], row["switch"], row["load"]): row for row in lines_of("serve") if "load" in row}
-    lines += [*map(switched, loads.values()), *drafted(), *repeated(), *soaked()]
-    return "\n".join(lines) if len(lines) > 2 else MISSING
-
-
-def drafted() -> list[str]:
-    """Return what drafts cost and save where each place's is right as often as scripted."""
-    rows = lines_of("../speculation_h200")
-    if not rows:
-        return []
-    run, lines = rows[0]["run"], []
-    for row in rows:
-        if "tokens_per_step" in row:
-            what = f"{run['k']} drafts a step, each right at {run['rate']:.0%}, batch {row['batch']}"
-            told = f"{row['with_drafts']:.2f} ms, {row['ratio']:.2f} × without"
-            lines.append(f"| {SERVED[run['model']][0]}, {what}, a token | {told} | 0.65 × |")
-        elif "verify_ms" in row and "tree" not in row:
-            what = f"a step that verifies {run['k'] + 1} rows behind {row['context']:,} tokens"
-            told = f"{row['verify_ms']:.2f} ms, {row['ratio']:.2f} × a decode step"
-            lines.append(f"| {SERVED[run['model']][0]}, {what} | {told} | 1.15 × |")
-    return lines
-
-
-def repeated() -> list[str]:
-    """Return what ``--deterministic`` costs."""
-    return [
-        f"| {SERVED[row['model']][0]}, 4 layers, 32 requests with `--deterministic` / without | "
-        f"{row['tokens_per_s']['deterministic']:,.0f} / {row['tokens_per_s']['without']:,.0f} tokens/s; equal bytes in "
-        f"{min(row['equal_of_12'].values())} of 12 requests | its cost; 12 of 12 |"
-        for row in lines_of("../deterministic_h200")
-        if "tokens_per_s" in row
-    ]
-
-
-def soaked() -> list[str]:
-    """Return what a day's abuse in a minute left behind."""
-    path = RESULTS.parent / "soak_h200.json"
-    if not path.is_file():
-        return []
-    row = json.loads(path.read_text())
-    ends = f"{len(row['wrong'])} wrong answers, {len(row['left'])} things left behind"
-    most = max(row["grown_mib"].values())
-    what = f"{row['requests']:,} requests, 256 at a time, aborted, malformed and with grammars among them"
-    return [f"| {what} | {ends}; {row['seconds']:.0f} s; a process grew by {most:.0f} MiB at most | none, none |"]
-
-
-# What a load of serve_rows.py --switches tells: the figure that a switch is for, in words.
-LOADS = {
-    "at once": ("64 prompts at once", "output_throughput", "{:,.0f} tokens/s", "more"),
-    "one": ("one request, a token", "median_tpot_ms", "{:.2f} ms", "less"),
-    "shared prefix": ("64 prompts sharing 2,048 tokens, first token", "median_ttft_ms", "{:,.0f} ms", "less"),
-    "arrivals": ("arrivals, 99 % of gaps between tokens", "p99_itl_ms", "{:.1f} ms", "less"),
-}
-
-
-def switched(row: Row) -> str:
-    """A line of what something that is on by default is worth."""
-    words, name, form, better = LOADS[row["load"]]
-    told = [form.format(side[name]) if name in side else MISSING for side in (row["on"], row["off"])]
-    return f"| {SERVED[row['model']][0]}, {row['switch']} on / off, {words} | {' / '.join(told)} | no {better} off |"
 
 
 def layer_table(part: str) -> str:

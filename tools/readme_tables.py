@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import marked
-from performance_tables import VLLM
-from performance_tables import read as performance
+from performance_rows import VLLM
+from performance_rows import read as performance
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

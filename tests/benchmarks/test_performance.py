@@ -45,7 +45,7 @@ def driver() -> ModuleType:
 @pytest.fixture
 def tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     module = load("tools/performance_tables.py")
-    monkeypatch.setattr(module, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys.modules["performance_rows"], "RESULTS", tmp_path)
     return module
 
 
