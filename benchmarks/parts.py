@@ -195,13 +195,16 @@ def _layers() -> Iterator[Part]:
     """Layers against the packages, and optimisations one at a time."""
     points = (
         ("mla.bf16", "mla", "kv_dtype=torch.bfloat16", 90), ("mla.e4m3", "mla", "kv_dtype=torch.float8", 85),
-        ("gqa", "gqa", "kv_dtype=torch.bfloat16", 140), ("gqa.e4m3", "gqa", "kv_dtype=torch.float8", 85),
-        ("small_ops", "small_ops", "", 180), ("fused_moe", "fused_moe", "", 220),
+        ("gqa.few_heads", "gqa", "a key head", 30), ("gqa", "gqa", "^(?!.*a key head).*kv_dtype=torch.bfloat16", 95),
+        ("gqa.e4m3", "gqa", "kv_dtype=torch.float8", 85), ("small_ops.turns", "small_ops", " (rotary|router) ", 40),
+        ("small_ops", "small_ops", "^(?!.* (rotary|router) )", 125), ("fused_moe", "fused_moe", "", 220),
         ("fp8_linear.tp8", "fp8_linear", "DeepSeek-V3 tp8", 160), ("fp8_linear.tp1", "fp8_linear", "tp1", 135),
         ("weight_only", "weight_only", "", 60), ("products", "products", "", 80),
     )  # fmt: skip
     targets = {
         "mla": "16: row 7; 15: row 5",
+        "gqa.few_heads": "15: row 22",
+        "small_ops.turns": "15: rows 18, 24",
         "fused_moe": "16: rows 6, 8",
         "weight_only": "15: row 26",
         "products": "15: rows 26, 32, 42, 44, 46, 47",
@@ -211,8 +214,8 @@ def _layers() -> Iterator[Part]:
         command = (
             f"benchmarks/performance.py --part {part} --force --minutes {1.5 * took / 60:.1f} --out {{dir}}{chosen}"
         )
-        target = targets.get(part, "15: never slower, with peers")
-        own = {"weight_only": (), "products": ("sgl_kernel",)}
+        target = targets.get(name, targets.get(part, "15: never slower, with peers"))
+        own = {"weight_only": (), "products": ("deep_gemm", "sgl_kernel")}
         result = f"{part}_h200.jsonl" if part in own else f"performance/{part}.jsonl"
         needs = own.get(part, PACKAGES)
         yield Part(name, command, result, took + 15, target, needs)
@@ -226,7 +229,7 @@ def _layers() -> Iterator[Part]:
         ("mla_paths", "benchmarks/mla_paths.py", "mla_paths_h200", 60, "15: rows 11, 13", ()),
         ("gated", "benchmarks/gated.py", "gated_h200", 40, "15: rows 40, 46", ()),
         ("systems", "benchmarks/systems.py", "systems_h200", 65, "15: rows 19, 32, 35", ()),
-        ("slice", "benchmarks/slice.py", "slice_h200", 75, "15: row 62", ()),
+        ("slice", "benchmarks/slice.py", "slice_h200", 90, "15: rows 5, 62", ()),
     )  # fmt: skip
     for name, command, file, took, target, needs in others:
         # What a program leaves out is not adopted: it goes on for as long as a part may take.
@@ -345,7 +348,8 @@ VALUE = (
     "generate.*", "multigpu_suite", "two.decode", "two.rows", "two.start*", "serve_two.tp2", "serve_two.one",
     "host_time.*", "patch_plain.*", "gpu_*", "first_token.*", "patch_qwen*", "mla_alone", "serve.qwen*",
     "serve.gpt*", "two.slice*", "two.groups", "one.*", "eval.*.auto", "generate_alone.*", "two.prefill", "eplb",
-    "capture", "mla.*", "gqa*", "small_ops", "fp8_linear.*", "fused_moe", "cold_start.*", "ablation.*", "speculation",
+    "capture", "mla.*", "gqa.few_heads", "gqa*", "small_ops.turns", "small_ops", "fp8_linear.*", "fused_moe",
+    "cold_start.*", "ablation.*", "speculation",
     "several_tokens", "weight_only", "drafts", "untuned_shapes.*",
 )  # fmt: skip
 

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -320,7 +321,8 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="directory of the result files")
     parser.add_argument("--minutes", type=float, default=9.0, help="of each measured part; then run again")
     parser.add_argument("--force", action="store_true", help="forget what was measured before")
-    parser.add_argument("--only", default="", help="only keys (model, layer, cfg) that contain this")
+    only = "only keys (model, layer, cfg) in which this regular expression is found"
+    parser.add_argument("--only", type=re.compile, default="", help=only)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the driver out")
     parser.add_argument("--commit", default="", help="the commit that results name; default: ask git")
     parser.add_argument("program", nargs="*", help="arguments of a part's own program, after --")
@@ -332,7 +334,7 @@ def main(given: Sequence[str] | None = None) -> None:
     for part in PARTS if options.part == "all" else (options.part,):
         record = Record(options.out / f"{part}.jsonl", describe_run(place) | about, options.force)
         if part in MEASURED:
-            items = [item for item in MEASURED[part]() if options.only in f"{item.model} {item.layer} {item.cfg}"]
+            items = [item for item in MEASURED[part]() if options.only.search(f"{item.model} {item.layer} {item.cfg}")]
             until = time.monotonic() + 60 * options.minutes
             clock = clock_for(place)
             left += measure(items, record, clock, place, until)

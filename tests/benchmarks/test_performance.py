@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
+import shlex
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
@@ -50,6 +52,20 @@ def tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 # ---- the driver ------------------------------------------------------------------------------------------------
+
+
+def test_parts_that_share_a_result_measure_each_point_once(driver: ModuleType) -> None:
+    asked: dict[str, list[str]] = {}
+    for part in load("benchmarks/parts.py").PARTS:
+        words = shlex.split(part.command)
+        if words[0] == "benchmarks/performance.py" and "_alone" not in part.name:
+            only = words[words.index("--only") + 1] if "--only" in words else ""
+            asked.setdefault(words[words.index("--part") + 1], []).append(only)
+    assert len(asked["gqa"]) == 3 and len(asked["small_ops"]) == 2
+    for name, patterns in asked.items():
+        for item in driver.MEASURED[name]():
+            about = f"{item.model} {item.layer} {item.cfg}"
+            assert sum(re.search(only, about) is not None for only in patterns) == 1, about
 
 
 def test_every_measured_part_has_points_for_its_models(driver: ModuleType) -> None:
