@@ -2,12 +2,14 @@
 
 Real widths, six layers (one of them dense), FP8 blocks, 32 experts instead of 256 so that writing takes seconds. A
 checkpoint of random weights is written as DeepSeek's are, read back into a model, and compared with what was written;
-then a prompt of 2,048 tokens, decode steps of 1 and of 32 requests with the host's work, and how many greedy tokens are
-the same captured and not. One JSON line a row; ends with 1 where weights differ.
+then how many tokens a server's cache holds beside these weights, in e4m3 and in bf16, allocated; a prompt of 2,048
+tokens, decode steps of 1 and of 32 requests with the host's work, and how many greedy tokens are the same captured and
+not. One JSON line a row; ends with 1 where weights differ.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import tempfile
 import time
@@ -18,10 +20,13 @@ import torch
 from rows import Rows, arguments, finish
 from safetensors.torch import save_file
 
+import fastlayers as fl
 from fastlayers.weights import slots
 from fastlayers_models import AutoModel, Generator
 from fastlayers_models.auto import family_of
 from fastlayers_server.bench_command import time_per_token
+from fastlayers_server.engine.config import EngineConfig
+from fastlayers_server.engine.startup import scheduler_config
 from fastlayers_server.known_models import KNOWN
 from fastlayers_server.random_models import fill_random
 
@@ -76,6 +81,24 @@ def seconds(call: Any, device: str) -> tuple[float, Any]:
     return round(time.perf_counter() - begin, 3), found
 
 
+def capacity(model: Any, cache: str, device: str) -> dict[str, Any]:
+    """Return how many tokens a server gives its cache beside this model, as pages that were allocated."""
+    # As many requests as it takes to use all of the memory.
+    config = EngineConfig(device=device, kv_cache_dtype=cache, max_running_requests=65536)
+    limits = scheduler_config(config, model)
+    spec = fl.kv_cache_spec(model, page_size=limits.page_size, dtype=model.kv_dtype)
+    held = sum(each.keys.nbytes for each in spec.allocate(limits.num_pages, device))
+    tokens = (limits.num_pages - 1) * limits.page_size  # the first page is nobody's
+    about = {"what": "capacity", "kv_dtype": str(model.kv_dtype).removeprefix("torch.")}
+    return about | {"tokens": tokens, "gib": round(held / 2**30, 2), "bytes_of_a_token": spec.bytes_per_token}
+
+
+def narrow_capacity(folder: Path, device: str) -> dict[str, Any]:
+    """Return :func:`capacity` of the model over an e4m3 cache, which is gone afterwards."""
+    model = AutoModel.from_pretrained(folder, device=device, kv_dtype=torch.float8_e4m3fn)
+    return capacity(model, "e4m3", device)
+
+
 @torch.inference_mode()
 def main() -> None:
     """Run all of it."""
@@ -89,8 +112,15 @@ def main() -> None:
         rows.put({"what": "written", "gib": round(total / 2**30, 2), "seconds": took})
         if device != "cpu":
             torch.cuda.empty_cache()
+        rows.put(narrow_capacity(folder, device))
+        gc.collect()
+        if device != "cpu":
+            torch.cuda.empty_cache()
         took, model = seconds(lambda: AutoModel.from_pretrained(folder, device=device), device)
         rows.put({"what": "load", "gib": round(total / 2**30, 2), "seconds": took})
+    rows.put(capacity(model, "auto", device))
+    if device != "cpu":
+        torch.cuda.empty_cache()
     read = {name: slot.dest for name, slot in slots(model) if name in kept}
     bad = [name for name, value in kept.items() if not torch.equal(_bits(read[name].cpu()), _bits(value))]
     generator = Generator(model, max_batch=4, max_length=prompt + 64, prefill_tokens=prompt)

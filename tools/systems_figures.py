@@ -83,6 +83,16 @@ def fp8_cache() -> Found:
     return "; ".join(told), f"longer than wanted: {'; '.join(late)}" if late else ""
 
 
+def capacity() -> Found:
+    """Item 5: the tokens that a server's cache holds beside a slice of DeepSeek-V3, as pages that were allocated."""
+    held = {row["kv_dtype"]: row for row in read("slice_h200.jsonl") if row.get("what") == "capacity"}
+    if not {"float8_e4m3fn", "bfloat16"} <= held.keys():
+        return None
+    narrow, wide = (held[name]["tokens"] for name in ("float8_e4m3fn", "bfloat16"))
+    text = f"{narrow / 1e6:.2f} million tokens in e4m3, {wide / 1e6:.2f} in bf16: {narrow / wide:.2f} ×"
+    return text, "" if narrow >= 1.9 * wide else f"{narrow / wide:.3f} × the tokens, 1.9 wanted"
+
+
 def flashmla() -> Found:
     """Item 7: several new tokens a request."""
     rows = [row for row in read("flashmla_h200.jsonl") if row.get("what") == "flashmla" and "flashmla_us" in row]
@@ -199,6 +209,23 @@ def weights_alone() -> Found:
     return f"tuned: int8 {counts[0]} shapes, weights alone {counts[1]}; 4 bits, up to 16 rows: {found[0]}", found[1]
 
 
+def groups() -> Found:
+    """Item 53: two attention groups beside two ranks that share each layer: tokens a second, and in the cache."""
+    held: dict[bool, dict[int, Row]] = {True: {}, False: {}}
+    for row in read("two_gpus_slice_h200.jsonl"):
+        if row.get("what") == "decode_groups":
+            held[row["dp"] > 1][row["requests"]] = row
+    both = sorted(held[True].keys() & held[False].keys())
+    if not both:
+        return None
+    ratios = {n: held[True][n]["tokens_per_s"] / held[False][n]["tokens_per_s"] for n in both}
+    room = held[True][both[-1]]["cache_tokens"] / held[False][both[-1]]["cache_tokens"]
+    told = ", ".join(f"{n} requests {ratio:.2f} ×" for n, ratio in ratios.items())
+    text = f"`dp=2, ep=2` over `tp=2`, DeepSeek-V3's layers: {told} the tokens/s, {room:.2f} × the tokens in the cache"
+    best = ratios[both[-1]]
+    return text, "" if best >= 1.15 else f"at {both[-1]} requests {best:.3f} × the tokens/s of `tp=2`, 1.15 wanted"
+
+
 def capture() -> Found:
     """Item 56: frozen and not, forced collections and not."""
     last = {
@@ -245,19 +272,32 @@ def suite() -> Found:
     return f"{found['passed']} tests passed on an H200 at {found['commit']}", f"{bad} tests fail" if bad else ""
 
 
+def pauses() -> Found:
+    """Item 65: milliseconds between tokens around a full collection, with what lives left to it and frozen."""
+    path = RESULTS / "pauses.json"
+    found = json.loads(path.read_text()) if path.is_file() else {}
+    if not found:
+        return None
+    told = {row["frozen"]: f"{row['median_ms']:.1f} median, {row['longest_ms']:.1f} longest" for row in found["rows"]}
+    text = f"ms between tokens of a host without a GPU, {found['objects'] / 1e6:.0f} million objects, around a full "
+    held, left = ({row["frozen"]: row for row in found["rows"]}[each]["longest_ms"] for each in (True, False))
+    text += f"collection: {told[False]}; frozen {told[True]}"
+    return text, "" if held < left / 10 else "frozen, a full collection still shows"
+
+
 @dataclass(frozen=True)
 class Figure:
-    """A figure of an item: what of, the evidence it becomes, how it is found, and whether nothing else is missing."""
+    """A figure of an item: what of, the evidence it becomes, and how it is found."""
 
     item: int
     what: str
     evidence: str
     find: Callable[[], Found]
-    closes: bool = True
 
 
 FIGURES = (
-    Figure(5, "decode over an FP8 cache", "performance/mla.jsonl#fp8_math=True", fp8_cache, closes=False),
+    Figure(5, "decode over an FP8 cache", "performance/mla.jsonl#fp8_math=True", fp8_cache),
+    Figure(5, "what an FP8 cache holds", "slice_h200.jsonl#float8_e4m3fn", capacity),
     Figure(7, "FlashMLA with several new tokens a request", "flashmla_h200.jsonl#flashmla_us", flashmla),
     Figure(11, "the way that is chosen", "mla_paths_h200.jsonl#chosen", crossover),
     Figure(13, "512 tokens behind 32,768, a layer", "mla_paths_h200.jsonl#page", pages),
@@ -287,8 +327,10 @@ FIGURES = (
            lambda: _against("products_h200.jsonl", "bmm", "sgl_kernel")),
     Figure(47, "int8 products", "products_h200.jsonl#int8_linear",
            lambda: _against("products_h200.jsonl", "int8_linear", "sgl_kernel")),
+    Figure(53, "attention groups beside ranks", "two_gpus_slice_h200.jsonl#decode_groups", groups),
     Figure(58, "a chain of 10,000 dependent launches", "gpu_suite_h200.json#passed", suite),
     Figure(56, "capture of all buckets", "performance/capture.jsonl#frozen", capture),
     Figure(61, "drafts of the NextN layer, captured", "drafts_h200.jsonl#mtp", drafts),
+    Figure(65, "a collection between tokens", "pauses.json#full_collection_ms", pauses),
     Figure(62, "DeepSeek-V3, six layers at real widths", "slice_h200.jsonl#prefill", deepseek),
 )  # fmt: skip

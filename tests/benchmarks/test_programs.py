@@ -32,7 +32,11 @@ def test_small_figures_are_right(tmp_path: Path) -> None:
 
 def test_a_slice_from_its_checkpoint_to_tokens(tmp_path: Path) -> None:
     _, *rows = rows_of(tmp_path, "slice.py", "--small", "--device", "cpu")
-    assert [row["what"] for row in rows] == ["written", "load", "prefill", "decode", "decode", "tokens"]
+    told = ["written", "capacity", "load", "capacity", "prefill", "decode", "decode", "tokens"]
+    assert [row["what"] for row in rows] == told
+    narrow, wide = rows[1], rows[3]
+    assert (narrow["kv_dtype"], wide["kv_dtype"]) == ("float8_e4m3fn", "bfloat16")
+    assert 1.99 * wide["tokens"] < narrow["tokens"] < 2.01 * wide["tokens"]
     assert rows[-1] == {"what": "tokens", "new": 24, "equal_before_a_near_tie": 24, "weights_equal": True}
 
 
@@ -43,3 +47,15 @@ def test_ways_of_latent_attention_agree_on_all_pages(tmp_path: Path) -> None:
     assert [row["page"] for row in pages] == [64, 16, 1]
     assert all(row["against_pages_of_64"] == 0.0 for row in pages)
     assert all(0.0 < row["chunked_against_one_shot"] < 0.01 for row in pages)
+
+
+def test_a_frozen_heap_is_not_gone_through_between_tokens(tmp_path: Path) -> None:
+    out = tmp_path / "pauses.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "pauses.py"), "--objects", "300000", "--ticks", "40"]
+    roots = os.pathsep.join(str(ROOT / name) for name in ("src", "models", "server", "benchmarks"))
+    env = os.environ | {"PYTHONPATH": roots}
+    subprocess.run([*command, "--tick-ms", "1", "--json", str(out)], check=True, capture_output=True, env=env)
+    left, frozen = json.loads(out.read_text())["rows"]
+    assert (left["frozen"], frozen["frozen"]) == (False, True)
+    assert left["full_collections"] >= 1 and left["longest_ms"] > left["full_collection_ms"]
+    assert frozen["full_collection_ms"] < left["full_collection_ms"] / 4

@@ -337,12 +337,30 @@ def test_states_follow_from_figures(tool: Any, tmp_path: Path, monkeypatch: pyte
     (tmp_path / "gpu_suite_h200.json").write_text(json.dumps({"failed": 0, "error": 1, "passed": 9, "commit": "abc",
                                                               "sources": "x"}))  # fmt: skip
     assert state(21)[1] == "not done: 1 tests fail"
-    # The fifth lacks more than its figure.
-    before = state(5)
     cfg = "num_heads={}, kv_dtype=torch.float8_e4m3fn, fp8_math={}"
     put("performance/mla.jsonl", *(
         {"auto": True, "tokens": t, "context": 4096, "cfg": cfg.format(h, m), "us": us, "error": 0.03}
         for h, t, m, us in ((16, 64, False, 100), (16, 128, False, 190), (128, 128, False, 500), (16, 128, True, 90))
     ))  # fmt: skip
     assert "16 heads, 128 × 4k, FP8 arithmetic: 90 µs (115 wanted, error 0.03)" in tool.figures()[0]
-    assert "longer than wanted: 128 heads, 128 × 4k |" in tool.figures()[0] and state(5) == before
+    assert "longer than wanted: 128 heads, 128 × 4k |" in tool.figures()[0] and state(5)[1] == "not done: by hand"
+    held = {"what": "capacity", "kv_dtype": "bfloat16", "tokens": 1000}
+    put("slice_h200.jsonl", held, held | {"kv_dtype": "float8_e4m3fn", "tokens": 1899})
+    assert state(5)[1].endswith("longer than wanted: 128 heads, 128 × 4k; 1.899 × the tokens, 1.9 wanted")
+    put("slice_h200.jsonl", held, held | {"kv_dtype": "float8_e4m3fn", "tokens": 1900})
+    assert state(5)[1] == "not done: longer than wanted: 128 heads, 128 × 4k"
+    rates = [(2, 100.0, 90.0), (128, 1150.0, 1000.0)]
+    less = "not done: at 128 requests 1.149 × the tokens/s of `tp=2`, 1.15 wanted"
+    for beside, told in ((1000.0, "done"), (1001.0, less)):
+        rates[1] = 128, 1150.0, beside
+        put("two_gpus_slice_h200.jsonl", *(
+            {"what": "decode_groups", "dp": dp, "requests": n, "tokens_per_s": rate, "cache_tokens": 10 * dp}
+            for n, *both in rates for dp, rate in zip((2, 1), both, strict=True)
+        ))  # fmt: skip
+        assert state(53)[1] == told
+    gaps = [{"frozen": each, "median_ms": 6.0, "longest_ms": most} for each, most in ((False, 500.0), (True, 50.0))]
+    (tmp_path / "pauses.json").write_text(json.dumps({"objects": 10, "rows": gaps}))
+    assert state(65)[1] == "not done: frozen, a full collection still shows"
+    gaps[1]["longest_ms"] = 9.0
+    (tmp_path / "pauses.json").write_text(json.dumps({"objects": 10, "rows": gaps}))
+    assert state(65) == ("`pauses.json#full_collection_ms`", "done")
