@@ -196,8 +196,8 @@ def _layers() -> Iterator[Part]:
     points = (
         ("mla.bf16", "mla", "kv_dtype=torch.bfloat16", 90), ("mla.e4m3", "mla", "kv_dtype=torch.float8", 85),
         ("gqa.few_heads", "gqa", "a key head", 30), ("gqa", "gqa", "^(?!.*a key head).*kv_dtype=torch.bfloat16", 95),
-        ("gqa.e4m3", "gqa", "kv_dtype=torch.float8", 85), ("small_ops.turns", "small_ops", " (rotary|router) ", 40),
-        ("small_ops", "small_ops", "^(?!.* (rotary|router) )", 125), ("fused_moe", "fused_moe", "", 220),
+        ("gqa.e4m3", "gqa", "kv_dtype=torch.float8", 85), ("small_ops.turns", "small_ops", " ro[tu][at][re][yr] ", 40),
+        ("small_ops", "small_ops", "^(?!.* ro[tu][at][re][yr] )", 125), ("fused_moe", "fused_moe", "", 220),
         ("fp8_linear.tp8", "fp8_linear", "DeepSeek-V3 tp8", 160), ("fp8_linear.tp1", "fp8_linear", "tp1", 135),
         ("weight_only", "weight_only", "", 60), ("products", "products", "", 80),
     )  # fmt: skip
