@@ -9,19 +9,22 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fastlayers import env
 from fastlayers.comm.parallel import Axis
 from fastlayers.comm.symmetric import Arena, NoSymmetricMemory, Phases, SymmArena
 from fastlayers.device import as_device, missing, package
 from fastlayers.errors import CollectiveMismatch
+from fastlayers.registry.layers import COLLECTIVES
 
 if TYPE_CHECKING:
     from fastlayers.comm.triton_exchange import Exchange
     from fastlayers.comm.triton_push import PushSum
+    from fastlayers.registry import Backend
 
 log = logging.getLogger(__name__)
 NEEDS = ("torch.distributed._symmetric_memory:rendezvous", "triton:jit")
@@ -51,7 +54,7 @@ def survey(axis: Axis, device: torch.device) -> Fabric:
     Raises
     ------
     CollectiveMismatch
-        Ranks have different versions of torch, Triton or fastlayers.
+        Ranks have different versions of torch, Triton or fastlayers, or the environment names other backends there.
     """
     import torch.distributed as dist
 
@@ -66,12 +69,18 @@ def survey(axis: Axis, device: torch.device) -> Fabric:
         "lacks": missing(NEEDS, load=device.type == "cuda"),
         "versions": (torch.__version__, torch.version.cuda, fastlayers.__version__),
         "packages": {name: package(name, load=False) for name in PACKAGES},
+        "asked": {layer: name for layer, name in sorted(env.backend_overrides().items()) if layer in COLLECTIVES},
     }  # fmt: skip
     facts: list[Any] = [None] * axis.size
     dist.all_gather_object(facts, mine, group=axis.group)
     versions = [each["versions"] for each in facts]
     if len(set(versions)) != 1:
         raise CollectiveMismatch(f"ranks run different versions: {dict(enumerate(versions))}; accepted: one everywhere")
+    asked = [each["asked"] for each in facts]
+    if any(each != asked[0] for each in asked):  # what some of them then made together the others would not
+        raise CollectiveMismatch(
+            f"ranks differ in {env.BACKEND} of layers between ranks: {dict(enumerate(asked))}; accepted: one everywhere"
+        )
     return Fabric(axis.size, _refusal(facts), _lacking(facts))
 
 
@@ -152,6 +161,24 @@ class Workspace:
     exchange: Exchange | None = None
     phases: Mapping[str, float] = field(default_factory=dict)
     _packages: dict[str, Any] = field(default_factory=dict, repr=False)
+    _tried: set[str] = field(default_factory=set, repr=False)
+
+    def agree_on(self, row: Backend, axis: Axis) -> None:
+        """Import what a package's row needs, on all ranks together: where that fails on one, all ranks lack it.
+
+        Collective, once for each row that is asked for: :func:`survey` imports none, which takes seconds.
+        """
+        import torch.distributed as dist
+
+        known = row.name in self._tried or row.name in self.fabric.lacking
+        if known or not isinstance(axis.group, dist.ProcessGroup):
+            return
+        self._tried.add(row.name)
+        told: list[str | None] = [None] * axis.size
+        dist.all_gather_object(told, missing(row.needs, load=True), group=axis.group)
+        why = next((f"rank {rank}: {each}" for rank, each in enumerate(told) if each is not None), None)
+        if why is not None:
+            self.fabric = replace(self.fabric, lacking={**self.fabric.lacking, row.name: why})
 
     def of_package(self, name: str, make: Callable[[], Any]) -> Any:
         """Return what a package's rows have beside the arena; the first of them makes it, on all ranks together."""

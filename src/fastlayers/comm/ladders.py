@@ -42,6 +42,19 @@ def digest() -> str:
     return hashlib.sha256(path().read_bytes()).hexdigest()[:16]
 
 
+def named(layer: str, cfg: Any, device: Device) -> tuple[str, ...]:
+    """Return the backends that the measured ladder of a configuration names, whether they can be had or not."""
+    _, entry = _entry(layer, cfg, device)
+    return () if entry is None else tuple(row["backend"] for row in entry["ladder"])
+
+
+def _entry(layer: str, cfg: Any, device: Device) -> tuple[Path, Mapping[str, Any] | None]:
+    """Return the file that serves, and what it says of a configuration."""
+    file, dtype = path(), str(cfg.dtype).removeprefix("torch.")
+    key = layer, cfg.way, cfg.axis.size, device.name, dtype, size_class(cfg.hidden_size)
+    return file, _read(file, file.stat().st_mtime_ns).get(key)
+
+
 def measured(registry: Registry, cfg: Any, device: Device) -> tuple[tuple[Rung, ...], str]:
     """Return the rungs that were measured for a configuration and their evidence, or no rungs and why there are none.
 
@@ -50,11 +63,9 @@ def measured(registry: Registry, cfg: Any, device: Device) -> tuple[tuple[Rung, 
     TunedTableError
         The file is not one of ladders, or names a backend that this layer has not; it is named.
     """
-    file, size, dtype = path(), cfg.axis.size, str(cfg.dtype).removeprefix("torch.")
-    key = registry.layer, cfg.way, size, device.name, dtype, size_class(cfg.hidden_size)
-    entry = _read(file, file.stat().st_mtime_ns).get(key)
+    (file, entry), size = _entry(registry.layer, cfg, device), cfg.axis.size
     if entry is None:
-        what = f"{cfg.way} " if cfg.way else ""
+        what, dtype = f"{cfg.way} " if cfg.way else "", str(cfg.dtype).removeprefix("torch.")
         return (), f"no {what}ladder was measured for {size} ranks, {device.name}, rows of {cfg.hidden_size} {dtype}"
     known = {backend.name: backend for backend in registry.ranked}
     unknown = [row["backend"] for row in entry["ladder"] if row["backend"] not in known]

@@ -14,8 +14,9 @@ import torch
 
 from fastlayers.comm import ladders
 from fastlayers.comm.collectives import collectives
+from fastlayers.comm.fabric import PACKAGES
 from fastlayers.comm.parallel import Axis
-from fastlayers.device import Device
+from fastlayers.device import Device, as_device
 from fastlayers.env import triton_interpret
 from fastlayers.errors import ArgumentError, check_kind, check_positive, check_tensor
 from fastlayers.layer import Layer, check_asked
@@ -155,6 +156,13 @@ def rank_registry(layer: str, name: str, guards: Mapping[str, str], *more: Backe
     )
 
 
+def packages_of(registry: Registry, cfg: Any, device: Device, backend: str) -> list[Backend]:
+    """Return the rows of packages that are named, or of a measured ladder, and that nothing refuses on these ranks."""
+    names = registry.asked_for(backend) or ladders.named(registry.layer, cfg, device)
+    rows = [row for row in registry.ranked if row.name in PACKAGES and row.name in names]
+    return [row for row in rows if row.refusal(cfg, device) is None]
+
+
 def with_limit(choice: Choice, registry: Registry) -> Choice:
     """Return an automatic choice by the measured ladder, with the rows beyond what a backend takes given to NCCL."""
     if choice.requested != "auto" or choice.name != "triton_symm_mem":
@@ -235,6 +243,9 @@ class RankLayer(Layer):
     def choose(self, registry: Registry, cfg: Any, device: torch.device | str | None, backend: str) -> None:
         check_asked(self, cfg, device)
         self.cfg = cfg
+        if cfg.workspace is not None:
+            for row in packages_of(registry, cfg, as_device(device), backend):
+                cfg.workspace.agree_on(row, cfg.axis)
         self.use([with_limit(registry.choose(cfg, device, backend), registry).build()])
 
     def choices_for(self, cfg: Any, device: Any, requested: str, built_only: bool = True) -> list[Choice]:

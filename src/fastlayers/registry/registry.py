@@ -137,6 +137,11 @@ class Registry:
                 )
         return chosen
 
+    def asked_for(self, want: str) -> tuple[str, ...]:
+        """Return the backends that ``want`` names, or else the environment; empty: they are chosen automatically."""
+        named, _ = self._requested(want)
+        return () if named == "auto" else tuple(rung.backend.name for rung in self._parse(named))
+
     def _requested(self, want: str) -> tuple[str, str]:
         """Return what is asked for, the environment's override included, and on which evidence."""
         if not isinstance(want, str):
