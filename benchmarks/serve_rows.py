@@ -2,10 +2,12 @@
 
 A server of each model (random weights at real dimensions, ``--load-format dummy``) and ``fastlayers bench serve``, the
 client, as processes of their own; prompts of 512 tokens and answers of 128, all distinct, unless a row says otherwise.
-Rows: seconds to ``/ready``; 32 and 256 prompts at once; one at a time; a shared prefix of 2,048 tokens, beside the same
-without the cache; Poisson arrivals at 70 % of what 256 at once reached, with what their first tokens waited for. One
-JSON line a row; the first describes the run. ``--switches``: instead of these, a server as it is by default and one
-without each of :data:`SWITCHES`, under the loads that ought to tell; a row says what was measured with it and without.
+Rows: seconds to ``/ready``, once more if kernels had to be compiled; 32 and 256 prompts at once; one at a time; a
+shared prefix of 2,048 tokens, beside the same without the cache; Poisson arrivals at 70 % of what 256 at once reached,
+with what their first tokens waited for, and what stood for a tenth of a second: in the engine, the front, the client,
+or the machine. One JSON line a row; the first describes the run. ``--switches``: instead of these, a server as it is by
+default and one without each of :data:`SWITCHES`, under the loads that ought to tell; a row says what was measured with
+it and without.
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ from typing import Any
 
 import profiles
 import torch
+from machine import Machine, touch
 
 from fastlayers.device import as_device
+from fastlayers.runtime.kernel_cache import STORES, ensure
 from fastlayers.tuning.provenance import provenance
 
 CLI = [sys.executable, "-m", "fastlayers_server.cli"]
@@ -86,6 +90,11 @@ class Server:
                 pass
             time.sleep(0.05)
         return {"ready_s": None, "phases": phases, "exit_code": self.process.poll()}
+
+    def parts(self) -> list[list[Any]]:
+        """Return what its engine spent the start on, in seconds."""
+        parts: list[list[Any]] = json.loads(get(self.port, "/explain"))["executor"]["start"]
+        return parts
 
     def compiled(self) -> dict[str, float]:
         """Return the server's own counts of uncaptured steps and compiled kernels since it is ready."""
@@ -176,13 +185,15 @@ def rows_of(port: int, end: float, options: argparse.Namespace) -> Iterator[Row]
     if count >= 4:
         flags = "--num-prompts", count, "--request-rate", round(rate, 2), "--seed", 4, "--metric-percentiles", "99,100"
         before, stood = waits(port), stalls(port)
-        found = bench(port, end, *usual, *flags, *warm)
+        with Machine() as machine:
+            found = bench(port, end, *usual, *flags, *warm)
         names = "median_itl_ms", "p99_itl_ms", "p100_itl_ms", "median_ttft_ms", "p99_ttft_ms", "mean_ttft_ms"
         spent = {name: [b - a for a, b in zip(before[name], each, strict=True)] for name, each in waits(port).items()}
         means = {name: round(1e3 * seconds / max(1.0, number), 2) for name, (seconds, number) in spent.items()}
         yield {
             "row": "arrivals", "rate": round(rate, 2), "requests": count, **short(found, *names), "mean_ms": means,
             "stalls": {name: number - stood[name] for name, number in stalls(port).items()},
+            "stood": standing(port, found, machine), "machine": machine.told(),
         }  # fmt: skip
 
 
@@ -209,6 +220,18 @@ def stalls(port: int) -> dict[str, float]:
         if is_bucket and name in found and ('le="+Inf"' in labels or 'le="0.125"' in labels):
             found[name] += float(value) * (1 if "Inf" in labels else -1)
     return found
+
+
+def standing(port: int, found: Row, machine: Machine) -> list[Row]:
+    """Return the longest stalls of every process since the machine is watched; ``at``: seconds since then."""
+    told = json.loads(get(port, "/explain"))
+    of_all = {
+        "engine": told.get("stalls", []), "front": told.get("front", {}).get("stalls", []),
+        "client": found.get("fastlayers", {}).get("client_stalls", []), "machine": machine.stalls.last,
+    }  # fmt: skip
+    recent = [{"who": who} | each for who, last in of_all.items() for each in last if each["at"] >= machine.begin]
+    longest = sorted(recent, key=lambda each: -each["ms"])[:12]
+    return [each | {"at": round(each["at"] - machine.begin, 2)} for each in longest]
 
 
 def profiled(server: Server, end: float, options: argparse.Namespace, folder: Path) -> Row:
@@ -248,17 +271,32 @@ def measure(model: str, options: argparse.Namespace, log: Path) -> Iterator[Row]
     """Yield the rows of one model."""
     end = time.monotonic() + options.seconds
     with tempfile.TemporaryDirectory() as folder:
-        server = Server(model, log, (*ranks_of(options), *(("--profile-folder", folder) if options.profile else ())))
-        try:
-            started = server.ready(end)
-            yield {"row": "start", **started}
-            if started["ready_s"] is not None:
-                yield from rows_of(server.port, end, options)
-                yield {"row": "since ready", **server.compiled()}
-                if options.profile:
-                    yield profiled(server, end, options, Path(folder))
-        finally:
-            server.stop()
+        flags = (*ranks_of(options), *(("--profile-folder", folder) if options.profile else ()))
+        for again in (False, True):
+            known = compiled()
+            server = Server(model, log, flags)
+            try:
+                started = server.ready(end)
+                started |= {"compiled": len(compiled() - known)}
+                if started["ready_s"] is not None:
+                    started["parts"] = server.parts()
+                    if started["compiled"] and not (again or options.once):
+                        yield {"row": "start, kernels compiled", **started}
+                        continue
+                yield {"row": "start", **started}
+                if started["ready_s"] is not None:
+                    yield from rows_of(server.port, end, options)
+                    yield {"row": "since ready", **server.compiled()}
+                    if options.profile:
+                        yield profiled(server, end, options, Path(folder))
+                return
+            finally:
+                server.stop()
+
+
+def compiled() -> set[str]:
+    """Return the kernels in all caches."""
+    return {name for store in STORES.values() for name in store.kernels()}
 
 
 def main() -> None:
@@ -274,13 +312,16 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="also what the first rank's decode steps are made of")
     parser.add_argument("--switches", action="store_true", help="what each thing that is on by default is worth")
     parser.add_argument("--small", action="store_true", help="few and short prompts, to try things out")
+    parser.add_argument("--once", action="store_true", help="one start, whether or not it compiled kernels")
+    parser.add_argument("--touch-gib", type=float, default=8.0, help="host memory that is touched before anything runs")
     parser.add_argument("--log", type=Path, default=Path(tempfile.gettempdir()) / "serve_rows.log")
     parser.add_argument("--device", default="cuda", help="that the server finds; said in the first line")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     device = str(as_device(options.device))
     head = {"command": "python " + " ".join(sys.argv), **provenance(), "torch": torch.__version__, "device": device}
-    tell(head, options.out)
+    ensure()
+    tell(head | {"touched_s": touch(options.touch_gib)}, options.out)
     for model in options.models:
         for row in (switched if options.switches else measure)(model, options, options.log):
             tell({"model": model, **sizes_of(options), **row}, options.out)

@@ -6,7 +6,6 @@ latency = until the last event. Output tokens are the server's own count, from `
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -128,17 +127,3 @@ def _count(answer: Answer, usage: Mapping[str, Any]) -> None:
     answer.output_len = usage["completion_tokens"]
     answer.prompt_len = usage.get("prompt_tokens", answer.prompt_len)
     answer.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-
-
-class LoopLag:
-    """How late the event loop is: a client that is itself too slow measures itself."""
-
-    def __init__(self, period: float = 0.01) -> None:
-        self._period, self.lags = period, [0.0]
-
-    async def watch(self) -> None:
-        """Sleep and compare, until cancelled."""
-        while True:
-            begin = time.perf_counter()
-            await asyncio.sleep(self._period)
-            self.lags.append(time.perf_counter() - begin - self._period)

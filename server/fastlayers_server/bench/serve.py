@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import statistics
 import time
@@ -15,12 +16,13 @@ import aiohttp
 import numpy as np
 
 from fastlayers_server.bench import datasets
-from fastlayers_server.bench.client import Answer, Ask, LoopLag, Target, send
+from fastlayers_server.bench.client import Answer, Ask, Target, send
 from fastlayers_server.bench.report import TITLES, detail, figures
 from fastlayers_server.flags import flag
+from fastlayers_server.stalls import Collections, Stalls, watch_loop
 
 BACKENDS = ("openai", "vllm", "sglang", "openai-chat")
-MAX_LAG = 0.005
+MAX_LAG, LOOK_SECONDS = 0.005, 0.01
 
 
 @dataclass(frozen=True)
@@ -231,18 +233,28 @@ async def _one_run(
     session: aiohttp.ClientSession, config: BenchConfig, target: Target, asks: list[Ask],
     percentiles: list[float], goodput: dict[str, float],
 ) -> dict[str, Any]:  # fmt: skip
-    lag, cpu = LoopLag(), time.process_time()
-    watching = asyncio.ensure_future(lag.watch())
-    answers, duration = await load(session, target, asks, arrivals(config, len(asks)), config.max_concurrency)
+    lags, stalls = [0.0], Stalls()
+
+    def late(seconds: float) -> None:
+        lags.append(seconds)
+        stalls.late("client's loop", seconds)
+
+    gc.collect()
+    gc.freeze()  # prompts and libraries would be walked while answers are timed
+    cpu = time.process_time()
+    watching = asyncio.ensure_future(watch_loop(late, LOOK_SECONDS))
+    with Collections(lambda generation, seconds: stalls.note("client's collector", seconds, generation=generation)):
+        answers, duration = await load(session, target, asks, arrivals(config, len(asks)), config.max_concurrency)
     watching.cancel()
+    gc.unfreeze()
     found = figures(
         answers, duration, percentiles=percentiles, goodput=goodput, max_concurrency=config.max_concurrency,
         request_rate=config.request_rate,
     )  # fmt: skip
-    late = float(np.percentile(lag.lags, 99))
+    usual = float(np.percentile(lags, 99))
     found["fastlayers"] = {
-        "client_cpu_share": (time.process_time() - cpu) / duration, "client_lag_p99_ms": late * 1e3,
-        "client_lag_max_ms": max(lag.lags) * 1e3, "valid": late <= MAX_LAG,
+        "client_cpu_share": (time.process_time() - cpu) / duration, "client_lag_p99_ms": usual * 1e3,
+        "client_lag_max_ms": max(lags) * 1e3, "client_stalls": list(stalls.last), "valid": usual <= MAX_LAG,
         "first_errors": [a.error for a in answers if a.error][:3],
     }  # fmt: skip
     return found | (detail(answers) if config.save_detailed else {})

@@ -95,6 +95,11 @@ class Budget:
             found = max(found - rows, min(self.extend))  # the step is as long as its chunk and rows together
         return min(self.max_tokens, found)
 
+    def apart(self, tokens: int, rows: int) -> float:
+        """Return what an extend and a decode step behind it take; inf where that was not measured."""
+        extend, decode = _between(self.extend, tokens) if tokens else 0.0, _between(self.decode, rows) if rows else 0.0
+        return extend + decode if (extend or not tokens) and (decode or not rows) else float("inf")
+
     def seconds(self, tokens: int, rows: int) -> float:
         """Return what a step of rows takes, or of rows and prompt tokens in one; 0.0 where that was not measured."""
         if not tokens:

@@ -28,11 +28,13 @@ from fastlayers_server import log as logs
 from fastlayers_server.engine.config import EngineConfig
 from fastlayers_server.engine.loop import Engine
 from fastlayers_server.engine.protocol import Beat, Died, FromEngine, encode, to_engine
+from fastlayers_server.stalls import Collections, Stalls
 
 log = logging.getLogger("fastlayers_server.engine.child")  # it runs as __main__
 REFUSED = 3
 BEAT_SECONDS = 1.0
 OUTBOX = 10_000  # messages
+POLL_MS = 200
 FRONT_SECONDS = 30.0  # a front that takes nothing for so long is gone
 Phase = Callable[[str], None]
 Make = Callable[[Phase, int], Engine]  # given the epoch; tells each phase of the start
@@ -80,7 +82,8 @@ class Child:
             self.engine = make(self._tell, self.epoch)
             self.engine.begin(self.deliver)
             self.phase = "serving"
-            self.engine.run()
+            with Collections(partial(_collected, self.engine.stalls)):
+                self.engine.run()
             code = 0
         except Exception as error:
             # Of some errors the next start would end alike.
@@ -111,7 +114,10 @@ class Child:
     def _io(self) -> None:
         beat_at = 0.0
         while self.phase != "dead":
-            if self._in.poll(200):
+            begin, found = time.monotonic(), self._in.poll(POLL_MS)
+            if self.engine is not None:
+                self.engine.stalls.late("i/o thread", time.monotonic() - begin - POLL_MS / 1e3)
+            if found:
                 message = to_engine.decode(self._in.recv())
                 # The front sends nothing before it was told that the engine is there.
                 if self.engine is not None:
@@ -124,6 +130,10 @@ class Child:
                 beat_at = now + BEAT_SECONDS
                 self._beat()
         self._in.close()
+
+
+def _collected(stalls: Stalls, generation: int, seconds: float) -> None:
+    stalls.note("collector", seconds, generation=generation)
 
 
 class ChildThread(threading.Thread):

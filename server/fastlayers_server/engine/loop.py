@@ -43,6 +43,7 @@ from fastlayers_server.engine.protocol import (
 from fastlayers_server.engine.request import ENDED, TickPlan, TickResult
 from fastlayers_server.engine.scheduler import Scheduler
 from fastlayers_server.engine.speculation import Speculation
+from fastlayers_server.stalls import LONG, Stalls
 
 log = logging.getLogger(__name__)
 STATS_SECONDS = 1.0
@@ -110,6 +111,8 @@ class Engine:
         When the tick in progress began, or 0.0; read by whoever beats.
     ended : callable
         Called when :meth:`run` has ended as it was told to.
+    stalls : Stalls
+        Where this process stood.
     frozen : callable
         ``frozen(objects)``: told what the collector leaves alone here; has it do so on all ranks, and returns theirs.
     """
@@ -140,6 +143,7 @@ class Engine:
         self._pending: tuple[TickPlan, Step, float] | None = None
         self._told_at = 0.0
         self.patience, self._waited = Patience(), False
+        self.stalls = Stalls(clock)
         self._began = self._came = float("-inf")
 
     # --- from other threads
@@ -207,6 +211,7 @@ class Engine:
         else:
             self.tick_started = now
             step = self.executor.launch(plan)
+            self._stood("plan and launch", plan, now)
             if plan.masked or not self.overlap:
                 self._settle()
             if plan.masked:
@@ -238,7 +243,9 @@ class Engine:
             return
         if not ending and (plan.mixed or scheduler.backlog):
             return
+        begin = self.clock()
         tokens = step.first()
+        self._stood("device", plan, begin)
         if tokens and (plan.mixed or scheduler.budget.decode_seconds(rows) > EARLY):
             scheduler.commit_prompts(plan, tokens, self.clock())
             self._flush()
@@ -267,8 +274,9 @@ class Engine:
             self._commit(*before)
 
     def _commit(self, plan: TickPlan, step: Step, launched: float) -> None:
+        begin = self.clock()
         result = step.result()
-        now = self._began = self.clock()
+        now = self._began = self._stood("device", plan, begin)
         self.scheduler.commit(plan, result, now)
         if plan.masked and self.grammars is not None:
             for index, request, _ in plan.special:
@@ -279,12 +287,25 @@ class Engine:
         if self.drafts is not None:
             self.drafts.observe(plan, result, now - launched)
         self.scheduler.metrics.observe("tick_seconds", now - launched)
+        self._stood("commit", plan, now)
+
+    def _stood(self, where: str, plan: TickPlan, begin: float) -> float:
+        """Return the time, and note what was done since ``begin``, or waited for, if that took much longer than it may.
+
+        The host launches a large step in nearly the time that the device needs; a commit takes next to nothing.
+        """
+        now = self.clock()
+        if now - begin > LONG:
+            rows, tokens = len(plan.rows), sum(len(chunk.ids) for chunk in plan.chunks)
+            expected = 0.0 if where == "commit" else self.scheduler.budget.apart(tokens, rows)
+            self.stalls.note(where, now - begin, expected, tick=self.scheduler.ticks, rows=rows, tokens=tokens)
+        return now
 
     def _flush(self) -> None:
         outputs = self.scheduler.outputs
         if outputs:
             self.scheduler.outputs = []
-            self.deliver(StepOut(self.epoch, tuple(outputs)))
+            self.deliver(StepOut(self.epoch, tuple(outputs), self.clock()))
         now = self.clock()
         if now - self._told_at >= STATS_SECONDS:
             self._told_at = now
@@ -339,6 +360,7 @@ class Engine:
             value = self.executor.backends()
         elif what == "explain":
             value = {"ticks": list(self.scheduler.history), "executor": self.executor.explain()}
+            value["stalls"] = list(self.stalls.last)
             value["speculation"] = self.drafts.explain() if self.drafts is not None else None
         elif what == "flush_cache":
             value = {"pages": self.scheduler.cache.flush()}
@@ -365,6 +387,7 @@ class Engine:
         scheduler, cache = self.scheduler, self.scheduler.cache
         counters = {name: dict(found) for name, found in scheduler.metrics.counters.items()}
         counters["evicted_pages_total"] = {"": cache.evicted_pages}
+        counters["stalls_total"] = {where: float(count) for where, count in self.stalls.counts.items()}
         counters |= self.executor.counters()
         pages = {
             "free": cache.free, "private": cache.private, "locked": cache.locked, "evictable": cache.evictable

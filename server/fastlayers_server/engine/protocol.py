@@ -56,6 +56,7 @@ COUNTERS: Mapping[str, str] = MappingProxyType(
         "graph_replays_total": "key",
         "eager_steps_total": "why",
         "jit_compiles_total": "kernel",  # since the engine is ready: none is meant to be
+        "stalls_total": "where",  # what took a tenth of a second more than it may: host, device, collector, messages
         "spec_drafts_total": "",
         "spec_draft_tokens_total": "",
         "spec_accepted_tokens_total": "position",
@@ -217,10 +218,11 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepOut(msgspec.Struct, frozen=True, tag="step"):
-    """The news of one tick."""
+    """The news of one tick; ``at``: when they were sent, in ``time.monotonic()`` seconds, or 0.0."""
 
     epoch: int
     outputs: tuple[Output, ...]
+    at: float = 0.0
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats"):

@@ -27,6 +27,7 @@ from fastlayers.layer import Layer
 from fastlayers.registry import registry
 from fastlayers.runtime import precompile
 from fastlayers.runtime.compile_log import CompileWatch, stop_watching
+from fastlayers.runtime.kernel_cache import STORES, cached_kernels
 from fastlayers.sampler.layer import Sampler
 from fastlayers_models.find import TINY, assets, find
 from fastlayers_server.engine.child import Phase
@@ -357,12 +358,14 @@ class Kernels:
 
 def warm_up(model: Any, limits: SchedulerConfig, times: Timeline) -> None:
     """Build, compile or load what the model's layers need for steps of any size."""
-    kernels = Kernels(model, limits)
+    kernels, store = Kernels(model, limits), STORES["triton"]
+    before = cached_kernels() | store.kernels()
     report = fl.warmup(kernels, max_tokens=limits.most_tokens, max_batch=limits.max_running, progress=False)
     report.watch.close()
     for label, seconds, kernels in report.steps:
         log.info("start: %6.2f s of them: %s, %d kernels compiled or loaded", seconds, label, kernels)
-    times.said(f"kernels: {report.kernels} compiled or loaded, {len(report.probed)} shapes probed")
+    new = len((cached_kernels() | store.kernels()) - before)
+    times.said(f"kernels: {report.kernels}, {new} of them compiled, {len(report.probed)} shapes probed")
 
 
 @torch.inference_mode()

@@ -8,6 +8,7 @@ import hashlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.resources import files
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -33,6 +34,7 @@ from fastlayers_server.front.parsers import formats_of
 from fastlayers_server.front.responses import ResponsesRequest, responses
 from fastlayers_server.front.tokens import TokenText
 from fastlayers_server.front.trace import tracing
+from fastlayers_server.stalls import Collections, watch_loop
 
 if TYPE_CHECKING:
     from fastlayers_server.engine.client import EngineClient
@@ -91,7 +93,7 @@ def make_front(
     """Return what the handlers share; an engine that is started already comes as its link."""
     metrics = Metrics(config.name, config.metrics_compat, config.gc_warning_threshold_secs)
     link = engine if isinstance(engine, Link) else Link(engine, config.watchdog_timeout)
-    metrics.link = link
+    metrics.link, link.stalls = link, metrics.stalls
     formats = formats_of(tokens, config.reasoning_parser, config.tool_call_parser)
     facts = [__version__, repr(sorted(config.shown().items()))]
     fingerprint = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
@@ -103,15 +105,16 @@ def make_app(front: Front, limit: int = 4096) -> ASGIApp:
 
     @asynccontextmanager
     async def lifespan(app: ASGIApp) -> AsyncIterator[None]:
-        front.metrics.watch_gc()
+        metrics = front.metrics
         front.link.start(asyncio.get_running_loop())
-        freezing = asyncio.ensure_future(_freeze(front)) if not front.config.no_freeze_gc else None
+        beside = [asyncio.ensure_future(watch_loop(partial(metrics.stalls.late, "loop")))]
+        beside += [] if front.config.no_freeze_gc else [asyncio.ensure_future(_freeze(front))]
         try:
-            yield
+            with Collections(metrics.collected):
+                yield
         finally:
-            if freezing is not None:
-                freezing.cancel()
-            front.metrics.unwatch_gc()
+            for each in beside:
+                each.cancel()
             front.link.draining = True
             await asyncio.to_thread(front.link.client.shutdown, 0.0)
 

@@ -25,6 +25,7 @@ from fastlayers_server.engine.protocol import (
     Submit,
 )
 from fastlayers_server.front.errors import ApiError
+from fastlayers_server.stalls import Stalls
 
 if TYPE_CHECKING:
     from fastlayers_server.engine.client import EngineClient
@@ -48,6 +49,8 @@ class Link:
     ----------
     on_death : callable
         Told the reason when the engine is gone for good.
+    stalls : Stalls
+        Of this front.
     """
 
     def __init__(self, client: EngineClient, watchdog: float = 30.0) -> None:
@@ -69,6 +72,7 @@ class Link:
         self._nonfinite: list[float] = []
         self._begun, self._restarted = False, False
         self.started = asyncio.Event()
+        self.stalls = Stalls()
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to start the engine, whose messages come to this loop, once it runs; a second call does nothing."""
@@ -172,6 +176,7 @@ class Link:
 
     def _handle(self, message: FromEngine) -> None:
         if isinstance(message, StepOut):
+            self.stalls.note("news", time.monotonic() - message.at if message.at else 0.0)
             self._feed_all()  # of the step before: there is more to write than turns for it
             self._news.extend(message.outputs)
             self._feed_some()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,6 +19,7 @@ from prometheus_client.registry import Collector
 
 from fastlayers_server.engine.protocol import COUNTERS, HISTOGRAMS, SECONDS, Output, Stats
 from fastlayers_server.front.schemas import ChatRequest
+from fastlayers_server.stalls import Stalls
 
 if TYPE_CHECKING:
     from fastlayers_server.front.link import Link
@@ -96,26 +96,15 @@ class Metrics(Collector):
         self._ignored = Counter("fastlayers_ignored_fields", "Only with --lenient-fields", ["field"], **own)
         self.tool_failures = Counter("fastlayers_tool_parse_failures", "Tool calls without valid JSON", **own)
         self.front_tokens = Counter("fastlayers_front_tokens", "Tokens that went into answers", **own)
-        self._gc_started, self._gc_warning = 0.0, gc_warning
+        self._gc_warning = gc_warning
+        self.stalls = Stalls()
 
-    def watch_gc(self) -> None:
-        """Measure collections from now on."""
-        gc.callbacks.append(self._on_gc)
-
-    def unwatch_gc(self) -> None:
-        """Stop measuring collections."""
-        if self._on_gc in gc.callbacks:
-            gc.callbacks.remove(self._on_gc)
-
-    def _on_gc(self, phase: str, info: Mapping[str, int]) -> None:
-        now = time.perf_counter()
-        if phase == "start":
-            self._gc_started = now
-        elif self._gc_started:
-            taken = now - self._gc_started
-            self._gc.labels(str(info["generation"])).observe(taken)
-            if self._gc_warning and taken > self._gc_warning:
-                log.warning("a collection of generation %d took %.3f s", info["generation"], taken)
+    def collected(self, generation: int, seconds: float) -> None:
+        """Take what a garbage collection took."""
+        self._gc.labels(str(generation)).observe(seconds)
+        self.stalls.note("collector", seconds, generation=generation)
+        if self._gc_warning and seconds > self._gc_warning:
+            log.warning("a collection of generation %d took %.3f s", generation, seconds)
 
     def ended(self, output: Output, row: Row) -> None:
         """Count a request that ended; ``row`` has not taken the last news yet."""
@@ -142,7 +131,10 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield every family, and the aliases."""
-        for family in (*self._own.collect(), *self._engine()):
+        stood = CounterMetricFamily("fastlayers_front_stalls", "Of the front's loop, collector, news", labels=["where"])
+        for where, count in self.stalls.counts.items():
+            stood.add_metric([where], count)
+        for family in (*self._own.collect(), stood, *self._engine()):
             # When a series began is a second gauge for each, which nobody reads.
             family.samples = [s for s in family.samples if not s.name.endswith("_created")]
             yield family

@@ -133,7 +133,10 @@ async def asked(front: Front, what: str, timeout: float = 10.0) -> Any:
 
 async def explain(request: Request, front: Front) -> Response:
     """Tell why: the last ticks, buckets and step times; or what was chosen for every layer, and why not the others."""
-    return document(await asked(front, request.url.path[1:]))
+    value = await asked(front, request.url.path[1:])
+    if isinstance(value, dict):
+        value["front"] = {"stalls": list(front.metrics.stalls.last)}
+    return document(value)
 
 
 async def freeze_gc(request: Request, front: Front) -> Response:

@@ -237,6 +237,10 @@ def test_whoever_came_while_the_device_stood_does_not_make_rows_wait_as_long_aga
     pairs = [pair for times in device.heard.values() for pair in pairwise(times)]
     assert max(b - a for a, b in pairs if a < stood + 0.3 < b) >= 0.35
     assert max(b - a for a, b in pairs if a >= stood + 0.3) <= 0.15
+    # And it says where it stood: not in whole steps, whose times it knows.
+    assert [each["where"] for each in device.engine.stalls.last] == ["device"]
+    assert device.engine.stats().counters["stalls_total"] == {"device": 1.0}
+    assert device.engine.stalls.last[0]["ms"] >= 300 and device.engine.stalls.last[0]["rows"] > 10
     assert len(device.heard) == 200
 
 

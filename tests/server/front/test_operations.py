@@ -41,7 +41,7 @@ NAMES = (
         "prompt_length", "output_length", "aborts", "http_errors", "ignored_fields", "tool_parse_failures",
         "front_tokens", "ready", "engine_info", "startup_seconds", "requests_running", "requests_waiting",
         "waiting_tokens",
-        "pages", "kv_usage_ratio",
+        "pages", "kv_usage_ratio", "front_stalls",
     )}
 )  # fmt: skip
 
@@ -344,6 +344,27 @@ def test_an_engine_without_a_token_is_told_by_health_generate(monkeypatch: pytes
         response = server.get("/health_generate")
     assert (response.status_code, response.json()["error"]["code"]) == (504, "engine_timeout")
     assert asked[1] == Abort((asked[0].rid,)), "nobody waits for it any more"
+
+
+def test_a_front_that_stood_says_where() -> None:
+    with serving() as server:
+        assert server.get("/explain").json()["front"] == {"stalls": []}
+        server.loop.call_soon_threadsafe(time.sleep, 0.2)
+        server.front.metrics.collected(2, 0.3)
+        server.front.link.client._deliver_to(StepOut(1, (), time.monotonic() - 0.4))  # type: ignore[attr-defined]
+        for _ in range(100):
+            told = {each["where"]: each for each in server.get("/explain").json()["front"]["stalls"]}
+            if {"loop", "news"} <= set(told):
+                break
+            time.sleep(0.01)
+        counted = values(server.get("/metrics").text)
+    assert {name: each["ms"] for name, each in told.items()} == {
+        "loop": pytest.approx(200, abs=90), "collector": 300.0, "news": pytest.approx(500, abs=200),
+    }  # fmt: skip
+    assert told["collector"]["generation"] == 2 and {"user_ms", "system_ms", "faults"} <= set(told["loop"])
+    assert {where: counted["fastlayers_front_stalls_total", (("where", where),)] for where in told} == {
+        "loop": 1.0, "collector": 1.0, "news": 1.0,
+    }  # fmt: skip
 
 
 def test_probes_are_no_news(caplog: pytest.LogCaptureFixture) -> None:
