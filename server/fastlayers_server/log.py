@@ -5,9 +5,15 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from logging.handlers import QueueHandler, QueueListener
+from queue import Full, Queue
 from typing import Any
 
 import msgspec
+
+UNWRITTEN = 10_000  # lines that wait for a disk or a pipe; more are lost, and counted
 
 
 class JsonLines(logging.Formatter):
@@ -43,3 +49,39 @@ def configure(level: str) -> None:
     logging.basicConfig(level="WARNING", handlers=[handler])
     for ours in ("fastlayers", "fastlayers_server"):
         logging.getLogger(ours).setLevel(level.upper())
+
+
+class _Aside(QueueHandler):
+    """Queues records, and counts those for which there is no room."""
+
+    lost = 0
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        if self.lost:
+            record.facts = getattr(record, "facts", {}) | {"lost_before": self.lost}
+        try:
+            self.queue.put_nowait(record)
+            self.lost = 0
+        except Full:
+            self.lost += 1
+
+
+@contextmanager
+def aside(name: str, size: int = UNWRITTEN) -> Iterator[None]:
+    """Let a thread write what this logger is told: its callers, as an event loop, never wait for a disk or a pipe.
+
+    At the end all is written. Where more than ``size`` lines wait they are lost, and the next one that is not says how
+    many.
+    """
+    logger, handler = logging.getLogger(name), _Aside(Queue(size))
+    before, logger.propagate = logger.propagate, False
+    listener = QueueListener(handler.queue, *logging.getLogger().handlers)
+    logger.addHandler(handler)
+    listener.start()
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = before
+        with suppress(Full):  # what writes is stuck; its thread ends with the process
+            listener.stop()

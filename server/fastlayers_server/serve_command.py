@@ -248,7 +248,7 @@ def _run(config: ServeConfig, folder: Path, begin: float, leaving: _Leaving) -> 
                 await grammars.close()
 
         leaving.check()
-        with asyncio.Runner(loop_factory=lambda: loop) as running:
+        with logs.aside("fastlayers.access"), asyncio.Runner(loop_factory=lambda: loop) as running:
             running.run(serve())
     if front.link.death:
         # What the engine says of a wrong value is a sentence already; the type's name in front of it helps nobody.
