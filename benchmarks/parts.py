@@ -291,6 +291,13 @@ def _ranks() -> Iterator[Part]:
         "two.peer", command, "two_gpus_peer_h200.jsonl", 170, "14: row 1, beside FlashInfer", ("flashinfer",), 2,
         noisy=True,
     )  # fmt: skip
+    # Attention of 64 and 128 requests a rank is arithmetic, of which sgl_kernel's FlashMLA does twice as much a second.
+    for name, flags in (("groups", "--dp 2 --ep 2"), ("beside", "--seams ''")):
+        command = f"{slice_of} {flags} --requests 128 256 --prompt 4096 --profile --seconds 120 --out {{out}}"
+        yield Part(
+            f"two.flashmla_{name}", command, "two_gpus_flashmla_h200.jsonl", 50, "14: row 6 with a package's attention",
+            ("sgl_kernel",), 2, (("FASTLAYERS_DISABLE", "deep_gemm,flashinfer,triton_kernels"),),
+        )  # fmt: skip
     command = "ranks benchmarks/eplb.py --out {out}"
     yield Part("eplb", command, "eplb_h200.jsonl", 75, "14: item 5, experts that move", (), 2, PLAIN)
     for name, model, result in (
