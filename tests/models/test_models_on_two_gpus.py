@@ -23,17 +23,24 @@ pytestmark = [
 # Long ones fill several extends; more prompts than rows leave one group with a round less.
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11] * 4, [12, 13], [14, 15, 16, 17, 18], [3], [20, 21, 22, 23]]
 NEW = 8
+ROOT = Path(__file__).parents[2]
+TRAINED = {
+    "deepseek_v3": str(ROOT / "models/fastlayers_models/assets/tiny_deepseek_v3"),
+    "qwen3_moe": str(ROOT / "checkpoints/tiny_qwen3_moe"), "gpt_oss": str(ROOT / "checkpoints/tiny_gpt_oss"),
+}  # fmt: skip
 
 
 @torch.inference_mode()
-def generate(rank: Rank | None, folder: str, options: dict[str, int] | None) -> tuple[list[list[int]], int]:
+def generate(
+    rank: Rank | None, folder: str, options: dict[str, int] | None, new: int = NEW
+) -> tuple[list[list[int]], int]:
     """Return the tokens, and how many steps were replayed; without a rank on one GPU alone."""
     torch.backends.cuda.matmul.allow_tf32 = False
     device = torch.device("cuda", 0) if rank is None else rank.device
     more = {} if rank is None else {"parallel": rank.spec(**(options or {}))}
     model = AutoModel.from_pretrained(folder, dtype=torch.float32, page_size=16, device=device, **more)
-    generator = Generator(model, max_batch=2, max_length=64, prefill_tokens=16, cuda_graph=True)
-    found = generator.generate(PROMPTS, max_new_tokens=NEW, eos_ids=())
+    generator = Generator(model, max_batch=2, max_length=56 + new, prefill_tokens=16, cuda_graph=True)
+    found = generator.generate(PROMPTS, max_new_tokens=new, eos_ids=())
     return found, generator.step.graphs.replays if generator.step.graphs is not None else 0
 
 
@@ -48,3 +55,12 @@ def test_two_gpus_give_the_tokens_of_one(tmp_path: Path, family: str, options: d
     (first, one), (second, other) = world(2, "nccl").run(generate, folder, options)
     assert first == second == wanted
     assert one == other > 0 and alone > 0
+
+
+@pytest.mark.parametrize("options", [{}, {"attn_dp": 2}, {"attn_dp": 2, "ep": 2}], ids=str)
+@pytest.mark.parametrize("name", TRAINED)
+def test_trained_weights_give_the_same_tokens_for_long(name: str, options: dict[str, int]) -> None:
+    wanted, _ = generate(None, TRAINED[name], None, 64)
+    (first, one), (second, other) = world(2, "nccl").run(generate, TRAINED[name], options, 64)
+    assert first == second == wanted and {len(tokens) for tokens in wanted} == {64}
+    assert one == other > 60
