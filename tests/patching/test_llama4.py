@@ -2,41 +2,61 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from transformers.models.llama4 import modeling_llama4
 
 import fastlayers as fl
-from fastlayers.patching import plan
+from fastlayers.patching import decode, plan
+from fastlayers.patching.prefill import ExtendKey
 
 sys.path.insert(0, str(Path(__file__).parent))
-from tiny import prompt
+from tiny import eager_graphs, prompt
 
 LAYERS = 4
+TEXT: dict[str, Any] = {
+    "vocab_size": 199, "hidden_size": 64, "intermediate_size": 48, "intermediate_size_mlp": 96,
+    "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "num_local_experts": 4, "interleave_moe_layer_step": 2, "attention_chunk_size": 16, "floor_scale": 8,
+    "max_position_embeddings": 512, "initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": None,
+}  # fmt: skip
 
 
-def model_of(dtype: torch.dtype = torch.float32) -> Any:
-    """Return a tiny model: chunks of 16, experts in every second layer, the fourth without positions."""
+_built: dict[str, Any] = {}
+
+
+def _made(dtype: torch.dtype, changes: dict[str, Any]) -> Any:
     torch.manual_seed(0)
-    config = transformers.Llama4TextConfig(
-        vocab_size=199, hidden_size=64, intermediate_size=48, intermediate_size_mlp=96, num_hidden_layers=LAYERS,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_local_experts=4, interleave_moe_layer_step=2,
-        attention_chunk_size=16, floor_scale=8, max_position_embeddings=512, initializer_range=0.3, pad_token_id=0,
-        bos_token_id=1, eos_token_id=None,
-    )  # fmt: skip
-    model = transformers.Llama4ForCausalLM(config)
+    model = transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**TEXT | changes))
     with torch.no_grad():
         for name, value in model.named_parameters():
             if "norm" in name:
                 value.copy_(1 + 0.2 * torch.randn_like(value))
+            elif name.endswith("bias"):
+                value.copy_(0.5 * torch.randn_like(value))
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         return transformers.Llama4ForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def model_of(dtype: torch.dtype = torch.float32, attn: str = "sdpa", **changes: Any) -> Any:
+    """Return a tiny model: chunks of 16, experts in every second layer, the fourth without positions."""
+    key = repr((dtype, sorted(changes.items())))
+    if key not in _built:
+        _built[key] = _made(dtype, changes)
+    model = copy.deepcopy(_built[key])
+    model.set_attn_implementation(attn)
+    return model
 
 
 @torch.inference_mode()
@@ -47,17 +67,39 @@ def run(model: Any, batch: int, pads: tuple[int, ...] = ()) -> tuple[torch.Tenso
     return tokens, model(**inputs).logits
 
 
-@pytest.mark.parametrize("pads", [(), (3, 0)], ids=["whole", "padded"])
-def test_tokens_and_logits_are_those_of_stock(pads: tuple[int, ...]) -> None:
-    model = model_of()
+@pytest.fixture
+def graphs_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "check_capturable", lambda roots: None)
+    monkeypatch.setattr(decode, "attach", partial(decode.attach, make_graphs=eager_graphs, core="torch"))
+
+
+@torch.inference_mode()
+def tokens_of(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    found: torch.Tensor = model.generate(**inputs, do_sample=False, max_new_tokens=20, pad_token_id=0)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("pads", "changes"),
+    [
+        ((), {}),
+        ((3, 0), {}),
+        ((0, 19), {"attn": "eager", "use_qk_norm": False, "num_experts_per_tok": 2, "attention_bias": True}),
+        ((3, 0), {"attn_temperature_tuning": False, "no_rope_layers": [0, 1, 1, 0], "num_key_value_heads": 4}),
+    ],
+    ids=["whole", "padded", "no norm, two experts", "no temperature"],
+)  # fmt: skip
+def test_tokens_and_logits_are_those_of_stock(pads: tuple[int, ...], changes: dict[str, Any]) -> None:
+    model = model_of(**changes)
     tokens, logits = run(model, 2, pads)
     assert len(set(tokens[0, 40:].tolist())) > 3
-    with fl.patched(model) as report:
+    with fl.patched(model, strict=True) as report:
         found = run(model, 2, pads)
         assert torch.equal(found[0], tokens)
         assert float((found[1] - logits).norm() / logits.norm()) <= 1e-5
         assert report.hits() and all(report.hits().values()) and not any(report.fallbacks().values())
     assert torch.equal(run(model, 2, pads)[1], logits)
+    assert not [name for module in model.modules() for name in vars(module) if name.startswith("_fl_")]
 
 
 def test_bf16_stays_as_near() -> None:
@@ -69,27 +111,142 @@ def test_bf16_stays_as_near() -> None:
     assert 0 < errors[0] <= 1.25 * errors[1]
 
 
-def test_what_is_replaced_and_why_the_rest_is_not() -> None:
+def test_what_is_replaced() -> None:
     report = fl.patch(model_of())
     kinds = [entry.kind for entry in report.replaced if entry.action == "swapped"]
-    # Dense MLPs in two layers, a shared expert in the two others.
-    assert {kind: kinds.count(kind) for kind in kinds} == {"mlp": LAYERS, "norm": 2 * LAYERS + 1}
-    reasons = {(entry.kind, entry.reason) for entry in report.skipped}
-    assert reasons == {
-        ("attention", "custom-attention: chunks, or queries scaled by position"),
-        ("moe", "custom-gate: every expert is given every token, scaled before it"),
-    }
-    assert len(report.skipped) == LAYERS + 2 * 2
+    # Dense MLPs in two layers; in the two others a shared expert, the router, the experts and what asks them.
+    counts = {"attention": LAYERS, "mlp": LAYERS, "norm": 2 * LAYERS + 1, "moe": 2 * 3}
+    assert {kind: kinds.count(kind) for kind in kinds} == counts and not report.skipped
+
+
+@pytest.mark.usefixtures("graphs_anywhere")
+def test_captured_steps_and_prompts_give_stock_tokens() -> None:
+    """Steps begin where a row's chunk does; a prompt is replayed where no row is longer than a chunk."""
+    model = model_of()
+    cases = [prompt(3, 40, pads=(0, 6, 3)), prompt(1, 14, seed=2), prompt(2, 20, pads=(5, 4), seed=3)]
+    stock = [tokens_of(model, case) for case in cases]
+    report = fl.patch(model, cuda_graph=True)
+    for _ in range(2):
+        for case, wanted in zip(cases, stock, strict=True):
+            assert torch.equal(tokens_of(model, case), wanted)
+    driver = decode.driver_of(model)
+    assert driver is not None and report.fallbacks()["cuda_graph"] == 0
+    assert report.hits()["cuda_graph"] == 6 * 19 and int(driver.prefills) == 2
+    assert driver.uncaptured["longer than the 16 tokens of an attention's chunk"] == 2
+    assert "longer than the 16 tokens" in str(fl.explain(model))
+    (entry,) = [entry for entry in report.replaced if entry.kind == "decode"]
+    assert f"adds in norms in {LAYERS} of {LAYERS} layers" in entry.implementation
+    prompts = {record.key.tokens for record in driver.ledger if isinstance(record.key, ExtendKey)}
+    assert prompts == {16, 32}
+
+
+@pytest.mark.usefixtures("graphs_anywhere")
+@pytest.mark.parametrize("excluded", ["*.experts", "*.feed_forward", "*.router"])
+def test_parts_that_are_left_out_give_the_same(excluded: str) -> None:
+    model = model_of(interleave_moe_layer_step=1)
+    stock = tokens_of(model, prompt(2, 20, pads=(3, 0)))
+    report = fl.patch(model, cuda_graph=True, exclude=excluded, moe="torch")
+    assert torch.equal(tokens_of(model, prompt(2, 20, pads=(3, 0))), stock)
+    falls = {name: n for name, n in report.fallbacks().items() if n}
+    named = {"*.experts": "feed_forward", "*.feed_forward": "experts", "*.router": ""}[excluded]
+    assert all(name.endswith(named) for name in falls) and bool(falls) == bool(named)
+
+
+def test_a_norm_that_somebody_replaced_is_called_and_not_captured(graphs_anywhere: None) -> None:
+    model = model_of()
+    norm = model.model.layers[0].self_attn.qk_norm
+    norm.forward = lambda x: 0.5 * x
+    stock = tokens_of(model, prompt(1, 20))
+    report = fl.patch(model, cuda_graph=True)
+    assert torch.equal(tokens_of(model, prompt(1, 20)), stock)
+    (entry,) = [entry for entry in report.skipped if entry.kind == "decode"]
+    assert entry.reason.startswith("not-capturable: attention of layer 0: qk_norm is not the code")
+
+
+def test_tables_that_a_norm_takes_back_are_not_captured(graphs_anywhere: None) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+    model = model_of(rope_parameters=rope)
+    stock = tokens_of(model, prompt(1, 20))
+    report = fl.patch(model, cuda_graph=True)
+    assert torch.equal(tokens_of(model, prompt(1, 20)), stock)
+    (entry,) = [entry for entry in report.skipped if entry.kind == "decode"]
+    assert entry.reason == "not-capturable: rotary embedding 'yarn' scales what a norm behind it takes back"
+
+
+def test_copies_run_as_the_patched_model() -> None:
+    model = model_of()
+    fl.patch(model)
+    wanted = run(model, 1)[1]
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(run(other, 1)[1], wanted)
+        fl.unpatch(other)
+        assert type(other.model.layers[1].feed_forward) is modeling_llama4.Llama4TextMoe
+
+
+def test_kernels_get_the_experts_in_their_order_and_unpatch_puts_them_back() -> None:
+    model, inputs = model_of(), prompt(1, 6)
+    with torch.inference_mode():
+        stock = model(**inputs).logits
+        strides = {n: p.stride() for n, p in model.named_parameters() if "experts" in n}
+        fl.patch(model, moe="triton")
+        moved = {n: p.stride() for n, p in model.named_parameters() if "experts" in n}
+        assert moved.keys() == strides.keys() and all(moved[n] != strides[n] for n in moved)
+        assert float((model(**inputs).logits - stock).norm() / stock.norm()) <= 1e-5
+        fl.unpatch(model)
+        assert {n: p.stride() for n, p in model.named_parameters() if "experts" in n} == strides
+        assert torch.equal(model(**inputs).logits, stock)
 
 
 def test_code_of_another_version_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "KNOWN", {})
     report = fl.patch(model_of())
-    assert {entry.kind for entry in report.replaced} >= {"norm", "mlp"}
+    assert {entry.kind for entry in report.replaced} >= {"norm", "mlp", "attention", "moe"} and not report.skipped
+
+
+@pytest.mark.parametrize("name", ["Llama4TextMoe", "Llama4TextExperts", "Llama4Router", "Llama4TextAttention"])
+def test_code_that_computes_something_else_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cls = getattr(modeling_llama4, name)
+    original = cls.forward
+
+    def other(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original(self, *args, **kwargs)
+        return 1.01 * found if isinstance(found, torch.Tensor) else (1.01 * found[0], *found[1:])
+
+    monkeypatch.setattr(cls, "forward", other)
+    model = model_of()
+    stock = run(model, 1)[1]
+    report = fl.patch(model)
+    wrong = [entry for entry in report.skipped if entry.original_class == name]
+    assert wrong and all("verify-failed: relative error" in entry.reason for entry in wrong)
+    assert float((run(model, 1)[1] - stock).norm() / stock.norm()) <= 1e-5
 
 
 def test_another_activation_is_left_alone() -> None:
     model = model_of()
     model.model.layers[0].feed_forward.activation_fn = torch.nn.GELU()
-    reasons = [entry.reason for entry in fl.patch(model).skipped if entry.kind == "mlp"]
-    assert reasons == ["custom-gate: activation GELU"]
+    model.model.layers[1].feed_forward.experts.act_fn = torch.nn.GELU()
+    stock = run(model, 1)[1]
+    report = fl.patch(model)
+    reasons = {entry.kind: entry.reason for entry in report.skipped}
+    assert reasons == {"mlp": "custom-gate: activation GELU", "moe": "custom-gate: activation GELU"}
+    assert float((run(model, 1)[1] - stock).norm() / stock.norm()) <= 1e-5
+    assert report.fallbacks()["model.layers.1.feed_forward"] > 0
+
+
+def test_the_vision_part_keeps_its_code_and_images_are_not_captured(graphs_anywhere: None) -> None:
+    vision = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+        "patch_size": 14, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32,
+    }  # fmt: skip
+    config = transformers.Llama4Config(vision_config=vision, text_config=TEXT)
+    model = transformers.Llama4ForConditionalGeneration(config).eval()
+    inputs = prompt(1, 20)
+    with torch.inference_mode():
+        stock = model(**inputs).logits
+        report = fl.patch(model, cuda_graph=True)
+        assert float((model(**inputs).logits - stock).norm() / stock.norm()) <= 1e-5
+    reasons = {(entry.kind, entry.reason) for entry in report.skipped}
+    words = "vision: its layers are not covered, the language model's are"
+    captured = "not-capturable: images are not part of a step"
+    assert reasons == {("attention", words), ("mlp", words), ("decode", captured)}
+    assert all(count > 0 for name, count in report.hits().items() if "language_model" in name)

@@ -15,6 +15,7 @@ import torch
 import fastlayers as fl
 from fastlayers.patching import decode
 from fastlayers.patching.experts import FastExperts
+from fastlayers.patching.mla import FastMLA
 from fastlayers.patching.paged import CacheStore
 from fastlayers.patching.prefill import LATENT_TOKENS, ExtendKey, Prefills, starts_of
 from fastlayers.patching.step import ExtendStep
@@ -214,7 +215,8 @@ def test_the_spare_page_takes_what_is_nobody_s() -> None:
 
 
 def test_latent_attention_ends_its_buckets_earlier() -> None:
-    assert Prefills(True).tokens[-1] == LATENT_TOKENS < Prefills(False).tokens[-1] == 2048
+    latent: Any = object.__new__(FastMLA)
+    assert Prefills([latent]).tokens[-1] == LATENT_TOKENS < Prefills([]).tokens[-1] == 2048
     assert driver_tokens("v3") == LATENT_TOKENS and driver_tokens("qwen3") == 2048
 
 

@@ -45,8 +45,9 @@ def patch(
     Parameters
     ----------
     model : nn.Module
-        DeepSeek-V2 or V3, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE, GPT-OSS or Llama of transformers 5.15 or newer, in
-        fp32, bf16, fp16 or FP8 blocks; wrapped (PEFT, ``torch.compile``, accelerate) or not.
+        DeepSeek-V2 or V3, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE, GPT-OSS, Llama or Llama 4's language model of
+        transformers 5.15 or newer, in fp32, bf16, fp16 or FP8 blocks; wrapped (PEFT, ``torch.compile``, accelerate)
+        or not.
     attention, moe, linear, norm, mlp : str or bool
         ``"auto"``, the name of a backend of that kind, or ``False``: leave this kind alone. ``moe`` takes routers
         and experts together, so a name must exist for both.

@@ -26,7 +26,7 @@ def direct(block: Any) -> bool:
     router, experts = _router(block), getattr(block, "experts", None)  # type: Any, Any
     if not is_known(cls, ("forward",), KNOWN) or not own_forward(block):
         return False
-    if not isinstance(router, FastRouter) or not isinstance(experts, FastExperts):
+    if not isinstance(router, FastRouter) or not isinstance(experts, FastExperts) or not experts._fl_weighs:
         return False
     return not foreign_hooks(block) and bare(router) and bare(experts) and router._fl_core is not None
 

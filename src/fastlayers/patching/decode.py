@@ -26,14 +26,14 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from fastlayers.errors import ArgumentError, NoBackendError
 from fastlayers.patching.classes import RECORDED, FastModule, swap, unswap
 from fastlayers.patching.comparison import recorded
-from fastlayers.patching.decoder import FastDecoderLayer, fusible
+from fastlayers.patching.decoder import FastDecoderLayer, decoder_of, fusible
 from fastlayers.patching.gqa import FastGQA
 from fastlayers.patching.matching import foreign_hooks
 from fastlayers.patching.mla import FastMLA
 from fastlayers.patching.paged import CacheLease, CachePool, CacheStore, PagedCache, capacity_bucket, weak_method
 from fastlayers.patching.prefill import KNOWN_INPUTS, SLACK, ExtendKey, Prefills, why_not
 from fastlayers.patching.report import PatchEntry
-from fastlayers.patching.step import DecodeStep, PagedStep
+from fastlayers.patching.step import DecodeStep, PagedStep, why_not_rotary
 from fastlayers.runtime.captured_steps import CapturedSteps
 from fastlayers.runtime.graphs import CudaGraphs
 
@@ -91,7 +91,7 @@ class DecodeDriver(CapturedSteps):
         self._weights: tuple[Any, ...] = ()
         self._said: set[str] = set()
         self._handles = -1
-        self.prefill = Prefills(any(isinstance(layer, FastMLA) for layer in _attention_layers(self.root)))
+        self.prefill = Prefills(_attention_layers(self.root))
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has its own graphs and counters.
@@ -133,7 +133,7 @@ class DecodeDriver(CapturedSteps):
     @property
     def attention_layers(self) -> list[Any]:
         """The attention layers of the decoder, by index."""
-        return [layer.self_attn for layer in self.root.get_decoder().layers]
+        return [layer.self_attn for layer in decoder_of(self.root).layers]
 
     def kind_of(self, key: Any) -> Any:
         """Return the batch, the capacity, and what else the key of a prompt has: not whose buffers they are."""
@@ -337,7 +337,7 @@ class DecodeDriver(CapturedSteps):
 
     def chain(self, step: PagedStep) -> None:
         """Tell a step which norm reads what a decoder layer returns."""
-        step.chain([m for m in self.root.get_decoder().layers if isinstance(m, FastDecoderLayer)])
+        step.chain([m for m in decoder_of(self.root).layers if isinstance(m, FastDecoderLayer)])
 
     def _grow(self, cache: PagedCache, store: CacheStore) -> None:
         """Move a full cache into the next larger store; its graph is captured at the next step."""
@@ -404,15 +404,15 @@ class DecodeDriver(CapturedSteps):
 
 
 def _attention_layers(root: Any) -> list[Any]:
-    if not hasattr(root, "get_decoder"):
-        return []
-    return [getattr(layer, "self_attn", None) for layer in getattr(root.get_decoder(), "layers", ())]
+    return [getattr(layer, "self_attn", None) for layer in getattr(decoder_of(root), "layers", ())]
 
 
 def why_not_root(root: Any) -> str:
     """Return why the decode steps of this model cannot be captured as it is now, or ""."""
     if not hasattr(root, "_sample") or root.config.is_encoder_decoder:
         return f"{type(root).__name__} is not a decoder that generates"
+    if getattr(root.config, "vision_config", None) is not None:
+        return "images are not part of a step"
     layers = _attention_layers(root)
     for index, layer in enumerate(layers):
         if not isinstance(layer, (FastGQA, FastMLA)):
@@ -428,10 +428,8 @@ def why_not_root(root: Any) -> str:
             return f"a hook is registered on {name or 'the model'}, which a replay would not call"
         if "base_layer" in module._modules:
             return f"{name} is an adapter, which may be switched between calls"
-    rotary = getattr(root.get_decoder(), "rotary_emb", None)
-    kind = getattr(rotary, "rope_type", "default")
-    if not isinstance(kind, str) or "dynamic" in kind or kind == "longrope":
-        return f"rotary embedding {kind!r} reads positions on the host"
+    if why := why_not_rotary(getattr(decoder_of(root), "rotary_emb", None), layers):
+        return why
     if len({p.device for p in root.parameters()}) != 1:
         return "its weights are on several devices"
     return ""
@@ -479,7 +477,7 @@ def attach(
     driver = driver_of(root)
     if driver is not None:
         return driver
-    for layer in getattr(root.get_decoder(), "layers", ()):
+    for layer in getattr(decoder_of(root), "layers", ()):
         if fusible(layer):
             undo.callback(unswap, layer)
             swap(layer, FastDecoderLayer, "auto", False)
@@ -494,7 +492,7 @@ def entry(name: str, root: Any) -> PatchEntry:
     reason = why_not_root(root)
     if reason:
         return PatchEntry(name, "decode", type(root).__name__, "skipped", "", f"not-capturable: {reason}")
-    layers = root.get_decoder().layers
+    layers = decoder_of(root).layers
     fused = sum(isinstance(layer, FastDecoderLayer) for layer in layers)
     what = f"CUDA graphs by batch and capacity; adds in norms in {fused} of {len(layers)} layers"
     return PatchEntry(name, "decode", type(root).__name__, "captured", what)

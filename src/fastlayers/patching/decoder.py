@@ -25,7 +25,7 @@ class FastDecoderLayer(FastModule):
     input_layernorm: Any
     post_attention_layernorm: Any
     self_attn: Any
-    mlp: Any
+    _modules: dict[str, Any]
 
     def _fl_implementation(self) -> str:
         return "residual adds in the norms"
@@ -55,7 +55,8 @@ class FastDecoderLayer(FastModule):
             normed = self.input_layernorm(hidden_states)
         attended, _ = self.self_attn(hidden_states=normed, **options)
         normed, hidden_states = _add(self.post_attention_layernorm, attended, hidden_states)
-        out = _run(self.mlp, normed, step)
+        parts = self._modules
+        out = _run(parts["mlp"] if "mlp" in parts else parts["feed_forward"], normed, step)
         following = step.next_norm(self)
         if following is None:
             return hidden_states + out
@@ -71,8 +72,8 @@ def _run(mlp: Any, x: torch.Tensor, step: Any) -> torch.Tensor:
         out = block.run(mlp, x, step)
     if out is None:
         out = mlp(x)
-    # GPT-OSS's block also returns its scores.
-    found: torch.Tensor = out[0] if isinstance(out, tuple) else out
+    # GPT-OSS's block also returns its scores, Llama 4's its logits behind rows one after the other.
+    found: torch.Tensor = out[0].view(x.shape) if isinstance(out, tuple) else out
     return found
 
 
@@ -85,7 +86,8 @@ def _add(norm: Any, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tens
 
 
 def _fits(module: Any) -> str | None:
-    return attributes_fit(module, ("input_layernorm", "post_attention_layernorm", "self_attn", "mlp"))
+    mlp = "feed_forward" if hasattr(module, "feed_forward") else "mlp"
+    return attributes_fit(module, ("input_layernorm", "post_attention_layernorm", "self_attn", mlp))
 
 
 RULE = Rule("norm", FastDecoderLayer, _fits)
@@ -95,3 +97,9 @@ def fusible(module: Any) -> bool:
     """Return whether this is a decoder layer whose code is a known version and that nobody hooked."""
     cls: Any = type(module)
     return is_known(cls, RULE.relies, KNOWN) and why_not(module, RULE) is None
+
+
+def decoder_of(root: Any) -> Any:
+    """Return the module with the decoder's layers; transformers finds none where a base model has another name."""
+    found = root.get_decoder() if hasattr(root, "get_decoder") else None
+    return getattr(root, "model", root) if found is root else found

@@ -31,7 +31,7 @@ from fastlayers.weights_epoch import is_aliased
 
 # Implementations of transformers that compute the same.
 _SAME = ("grouped_mm", "batched_mm")
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def experts_config(module: Any) -> FusedMoEConfig:
@@ -66,7 +66,7 @@ def _clamp(module: Any) -> tuple[float, float]:
 def choose(module: Any, backend: str) -> Ladder:
     """Choose and build the backend for ``module``."""
     dtype = module.down_proj.dtype
-    if dtype not in _DTYPES and dtype.itemsize > 1:
+    if dtype not in DTYPES and dtype.itemsize > 1:
         raise ArgumentError("patch", "moe", f"experts of {dtype_name(dtype)}", "float32, bfloat16, float16 or FP8")
     return FUSED_MOE.choose(experts_config(module), module.down_proj.device, backend).build()
 
@@ -85,7 +85,7 @@ def why_not(module: Any) -> str | None:
         return _why_not_fp8(module)
     if type(module)._apply_gate is not _default_apply_gate:
         return "custom-gate: its own gate function"
-    if module.gate_up_proj.dtype not in _DTYPES:
+    if module.gate_up_proj.dtype not in DTYPES:
         return f"quantized({module.gate_up_proj.dtype})"
     return None
 
@@ -100,7 +100,7 @@ def why_not_clamped(module: Any) -> str | None:
         return reason
     if type(module)._apply_gate is _default_apply_gate:
         return "custom-gate: not the clamped gate function"
-    if module.gate_up_proj.dtype not in _DTYPES:
+    if module.gate_up_proj.dtype not in DTYPES:
         return f"quantized({module.gate_up_proj.dtype})"
     return None
 
@@ -139,7 +139,7 @@ def _table(module: Any) -> Any:
     return ALL_FP8_EXPERTS_FUNCTIONS if isinstance(module, FP8Experts) else ALL_EXPERTS_FUNCTIONS
 
 
-def _reads_views(core: Ladder) -> bool:
+def reads_views(core: Ladder) -> bool:
     """Return whether every rung takes weights of any strides."""
     return all(rung.backend.name in ("torch", "reference") for rung in core.choice.rungs)
 
@@ -150,12 +150,14 @@ class FastExperts(FastModule):
     _fl_relies: tuple[str, ...] = ("forward", "_apply_gate")
     _fl_bypassed = {"act_fn": SILU}  # noqa: RUF012
     _fl_functions = ("linear", "silu")
-    _fl_baked = ("num_experts", "alpha", "limit")
+    _fl_baked: tuple[str, ...] = ("num_experts", "alpha", "limit")
     _fl_shaped = ("gate_up_proj", "down_proj")
     _fl_core: Ladder
     _fl_auto: bool
     _fl_stock: dict[str, Any]
     _fl_table: Any = ALL_EXPERTS_FUNCTIONS
+    # Whether outputs are weighted, and not inputs.
+    _fl_weighs = True
     _parameters: dict[str, Any]
     config: Any
 
@@ -189,7 +191,7 @@ class FastExperts(FastModule):
         count(self._fl_hits)
         if self._fl_core.choice.device.type != hidden_states.device.type:
             self._fl_choose()
-        if _runs_grouped(self, hidden_states):
+        if runs_grouped(self, hidden_states):
             return grouped(self, hidden_states, top_k_index, top_k_weights)
         return self._fl_run(hidden_states, top_k_index.to(torch.int32), top_k_weights.float())
 
@@ -220,7 +222,7 @@ class FastClampedExperts(FastExperts):
 
     def _fl_choose(self) -> None:
         super()._fl_choose()
-        self._fl_views = _reads_views(self._fl_core)
+        self._fl_views = reads_views(self._fl_core)
 
     def _fl_pack(self, again: bool = False) -> int:
         module: Any = self
@@ -251,15 +253,17 @@ class FastClampedExperts(FastExperts):
                 ).copy_(weight.data)
 
     def _fl_other(self, x: torch.Tensor) -> str:
-        if why := super()._fl_other(x):
-            return why
+        return super()._fl_other(x) or self._fl_misplaced()
+
+    def _fl_misplaced(self) -> str:
+        """Return a reason if the weights do not lie as the backend reads them."""
         weights = self._parameters
         if self._fl_views or weights["gate_up_proj"].stride(1) == weights["down_proj"].stride(1) == 1:
             return ""
         return "weights in another order than the backend reads"
 
 
-def _runs_grouped(module: Any, x: torch.Tensor) -> bool:
+def runs_grouped(module: Any, x: torch.Tensor) -> bool:
     """Return whether torch's grouped product runs: "auto" on a CPU, which spares a step per expert."""
     if x.is_cuda or not module._fl_auto or torch.compiler.is_compiling() or not hasattr(F, "grouped_mm"):
         return False
@@ -267,24 +271,31 @@ def _runs_grouped(module: Any, x: torch.Tensor) -> bool:
     return x.shape[0] > 0 and all(w.element_size() > 1 and w.data_ptr() % 16 == 0 for w in weights)
 
 
-def grouped(module: Any, x: torch.Tensor, ids: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """Return the weighted sum of each token's experts ``[T, D]`` by two grouped products over sorted pairs."""
-    (tokens, top_k), clamped = ids.shape, _clamped(module)
+def grouped(
+    module: Any, x: torch.Tensor, ids: torch.Tensor, share: torch.Tensor, transposed: bool = False
+) -> torch.Tensor:
+    """Return the weighted sum of each token's experts ``[T, D]`` by two grouped products over sorted pairs.
+
+    ``transposed``: weights ``[E, in, out]`` of gate, then up.
+    """
+    (tokens, top_k), clamped = ids.shape, not transposed and _clamped(module)
     w13, w2 = module._parameters["gate_up_proj"], module._parameters["down_proj"]
+    if not (clamped or transposed):
+        w13, w2 = w13.mT, w2.mT
     experts = w13.shape[0]
     owner, order = ids.flatten().sort()
     offsets = torch.bincount(owner, minlength=experts)[:experts].cumsum(0, dtype=torch.int32)
     # Sentinels of expert parallelism come last. Products leave their rows unwritten.
     absent = int(owner[-1]) >= experts
     place = owner.clamp_max(experts - 1) if absent else owner
-    inner = F.grouped_mm(x[order // top_k], w13 if clamped else w13.mT, offs=offsets)
+    inner = F.grouped_mm(x[order // top_k], w13, offs=offsets)
     if clamped:
         inner = inner + module.gate_up_proj_bias[place]
         inner = activate(inner, "swiglu_oai", *_clamp(module), True)
     else:
         gate, up = inner.chunk(2, dim=-1)
         inner = F.silu(gate) * up
-    out = F.grouped_mm(inner, w2 if clamped else w2.mT, offs=offsets)
+    out = F.grouped_mm(inner, w2, offs=offsets)
     if clamped:
         out = out + module.down_proj_bias[place]
     out = out * share.flatten()[order].float().unsqueeze(-1)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from fastlayers.patching import deepseek, gpt_oss, llama, llama4, qwen
+from fastlayers.patching import deepseek, gpt_oss, llama, llama4, llama4_experts, qwen
 from fastlayers.patching.matching import Rule
 
-RULES: dict[str, Rule] = {**deepseek.RULES, **qwen.RULES, **gpt_oss.RULES, **llama.RULES, **llama4.RULES}
+RULES: dict[str, Rule] = {
+    **deepseek.RULES, **qwen.RULES, **gpt_oss.RULES, **llama.RULES, **llama4.RULES, **llama4_experts.RULES,
+}  # fmt: skip
 # Composites of which only the children are replaced.
 BLOCKS: tuple[str, ...] = gpt_oss.BLOCKS

@@ -185,7 +185,7 @@ def attention_function(config: Any, eager: Any) -> Any:
 class FastGQA(PackedModule):
     """Attention whose q, k and v are one product; families add what their forward passes on."""
 
-    _fl_relies = (
+    _fl_relies: tuple[str, ...] = (
         "forward", "apply_rotary_pos_emb", "_apply_rotary_emb", "rotate_half", "eager_attention_forward", "repeat_kv",
     )  # fmt: skip
     _fl_functions = ("linear", "softmax", "dropout", "scaled_dot_product_attention")

@@ -36,12 +36,15 @@ class Rule:
         ``module -> reason or None``: structure, shapes, formats.
     linears : tuple[str, ...]
         Children that must be plain linears.
+    verify : callable, optional
+        ``(module, backend) -> what differed, or None`` in place of :func:`verify`, where calls have another form.
     """
 
     kind: str
     mixin: type[FastModule] | None
     why_not: Callable[[Any], str | None]
     linears: tuple[str, ...] = ()
+    verify: Callable[[Any, str], str | None] | None = None
 
     @property
     def relies(self) -> tuple[str, ...]:
@@ -219,7 +222,10 @@ def _run(layer: Any, kind: str, dtype: torch.dtype, rotary: Any, eager: bool) ->
     if kind == "norm" or kind == "mlp":
         return [layer(x)]
     if kind == "moe":
-        logits, weights, ids = layer(x.view(-1, width))
+        found = layer(x.view(-1, width))
+        if len(found) == 2:
+            return list(found)
+        logits, weights, ids = found
         return [logits, torch.zeros_like(logits).scatter(1, ids, weights.to(logits.dtype))]
     from transformers.cache_utils import DynamicCache
 

@@ -171,7 +171,9 @@ def _reason(
         key = (type(module), options.kinds[rule.kind])
         if key not in verified:
             backend = str(options.kinds[rule.kind])
-            if isinstance(rule.mixin, type) and issubclass(rule.mixin, experts.FastExperts):
+            if rule.verify is not None:
+                wrong = rule.verify(module, backend)
+            elif isinstance(rule.mixin, type) and issubclass(rule.mixin, experts.FastExperts):
                 weight: Any = module.down_proj
                 wrong = experts.verify(module, backend, TOLERANCE.get(weight.dtype, 3e-2))
             else:

@@ -7,11 +7,13 @@ before; the driver counts why.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from fastlayers.attention.buckets import LATENT_TOKENS, TOKENS, ExtendBuckets
+from fastlayers.patching.mla import FastMLA
 from fastlayers.patching.paged import CacheStore, PagedCache
 from fastlayers.patching.step import ExtendStep
 
@@ -38,13 +40,15 @@ class Prefills:
 
     Parameters
     ----------
-    latent : bool
-        Whether a layer attends to latents.
+    layers : sequence of modules
+        The attention layers. Where they attend in chunks, a replay's prompts are no longer than one.
     """
 
-    def __init__(self, latent: bool) -> None:
-        most = LATENT_TOKENS if latent else TOKENS[-1]
+    def __init__(self, layers: Sequence[Any]) -> None:
+        most = LATENT_TOKENS if any(isinstance(layer, FastMLA) for layer in layers) else TOKENS[-1]
         self.tokens = tuple(size for size in TOKENS if size <= most)
+        chunks = (getattr(layer, "_fl_chunk", lambda: None)() for layer in layers)
+        self.chunk = min((size for size in chunks if size is not None), default=None)
 
     def replay(self, driver: Any, cache: PagedCache, inputs: dict[str, Any]) -> torch.Tensor | None:
         """Return logits ``[B, 1, V]`` of replayed prompts, whose rows are cached then; ``None``: nothing was done.
@@ -102,6 +106,8 @@ class Prefills:
         starts = starts_of(inputs.get("attention_mask"), batch, length)
         if isinstance(starts, str):
             return starts
+        if self.chunk is not None and length - min(starts) > self.chunk:
+            return f"longer than the {self.chunk} tokens of an attention's chunk"
         store = cache.lease.bind(batch)
         if length + SLACK > store.capacity:
             return "the cache is too short"

@@ -21,7 +21,7 @@ from fastlayers.registry import Ladder
 Routing = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _rounded(weight: torch.Tensor) -> torch.dtype | None:
+def rounded(weight: torch.Tensor) -> torch.dtype | None:
     """Return what weights are rounded to in a router of the model's dtype."""
     return None if weight.dtype == torch.float32 else weight.dtype
 
@@ -29,7 +29,7 @@ def _rounded(weight: torch.Tensor) -> torch.dtype | None:
 class FastRouter(FastModule):
     """Common part; families differ in ``_fl_config`` and ``_fl_exact``."""
 
-    _fl_functions = ("linear", "softmax")
+    _fl_functions: tuple[str, ...] = ("linear", "softmax")
     # Of the logits; None: the model's dtype.
     _fl_logits_dtype: torch.dtype | None = torch.float32
     _fl_baked = (
@@ -161,7 +161,7 @@ class FastSoftmaxRouter(FastRouter):
     def _fl_config(self) -> RouterConfig:
         # The original divides without an epsilon; a sum of the largest probabilities is never near 0.
         return RouterConfig(
-            self.num_experts, self.top_k, renormalize=bool(self.norm_topk_prob), weights_dtype=_rounded(self.weight)
+            self.num_experts, self.top_k, renormalize=bool(self.norm_topk_prob), weights_dtype=rounded(self.weight)
         )
 
     def _fl_logits(self, x: torch.Tensor) -> torch.Tensor:
@@ -182,7 +182,7 @@ class FastTopKFirstRouter(FastRouter):
 
     def _fl_config(self) -> RouterConfig:
         return RouterConfig(
-            self.num_experts, self.top_k, "softmax_after_topk", renormalize=False, weights_dtype=_rounded(self.weight)
+            self.num_experts, self.top_k, "softmax_after_topk", renormalize=False, weights_dtype=rounded(self.weight)
         )
 
     def _fl_logits(self, x: torch.Tensor) -> torch.Tensor:

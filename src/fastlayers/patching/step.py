@@ -106,6 +106,9 @@ class PagedStep:
         self._linears: dict[LinearConfig, Any] = {}
         self._rotation: tuple[Any, torch.Tensor, torch.Tensor] | None = None
         self._normed: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._still: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._ones: torch.Tensor | None = None
+        self._chunks: dict[int, AttentionMeta] = {}
         self._next_norm: dict[int, nn.Module] = {}
 
     @property
@@ -115,11 +118,15 @@ class PagedStep:
 
     def begin(self) -> None:
         """Do what comes before the first layer, inside a graph."""
-        self._rotation = self._normed = None
+        self._forget()
 
     def end(self) -> None:
         """Drop what layers looked up: none of it outlives a step."""
-        self._rotation = self._normed = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._rotation = self._normed = self._still = self._ones = None
+        self._chunks.clear()
 
     def pick(self, cfg: Any) -> Any:
         """Return the core for ``cfg``, the same one for all layers that have it."""
@@ -149,12 +156,34 @@ class PagedStep:
         return y
 
     def tables(self, position: Any, half: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin fp32 ``[rows, half]``, a row a token, from Hugging Face's of half or more columns."""
-        cos, sin = position
-        if self._rotation is None or self._rotation[0] is not cos:
+        """Return cos and sin fp32 ``[rows, half]``, a row a token, from Hugging Face's of half or more columns.
+
+        ``position``: both, or as one tensor of complex numbers.
+        """
+        whole = isinstance(position, torch.Tensor)
+        given = position if whole else position[0]
+        if self._rotation is None or self._rotation[0] is not given:
+            cos, sin = (position.real, position.imag) if whole else position
             narrow = (table.flatten(0, -2)[:, :half].float().expand(self.rows, -1).contiguous() for table in (cos, sin))
-            self._rotation = cos, *narrow
+            self._rotation = given, *narrow
         return self._rotation[1], self._rotation[2]
+
+    def still(self, half: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cos and sin as :meth:`tables` does, that rotate nothing."""
+        if self._still is None:
+            one = torch.ones(self.rows, half, dtype=torch.float32, device=self.device)
+            self._still = one, torch.zeros_like(one)
+        return self._still
+
+    def ones(self, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight of a norm that has none."""
+        if self._ones is None:
+            self._ones = torch.ones(width, dtype=dtype, device=self.device)
+        return self._ones
+
+    def within(self, chunk: int) -> AttentionMeta:
+        """Return what describes the step to a layer that attends in chunks of positions; none is longer here."""
+        return self.meta
 
     def chain(self, layers: list[Any]) -> None:
         """Remember which norm reads what a decoder layer returns."""
@@ -214,6 +243,17 @@ class DecodeStep(PagedStep):
             batch = AttentionBatch((1,) * self.batch, lengths, self.meta.batch.page_table, starts)
             self.meta = replace(self.meta, batch=batch)
 
+    def within(self, chunk: int) -> AttentionMeta:
+        """Return the step as one in which each row begins where the chunk of its new token does."""
+        if chunk not in self._chunks:
+            place, starts = self._slots[0], self.meta.starts
+            begins = starts + torch.div(place - starts, chunk, rounding_mode="floor").int() * chunk
+            self._chunks[chunk] = replace(self.meta, starts=begins)
+            if self.device.type == "cpu":
+                batch = replace(self.meta.batch, starts=tuple(int(n) for n in begins))
+                self._chunks[chunk] = replace(self.meta, starts=begins, batch=batch)
+        return self._chunks[chunk]
+
 
 class ExtendStep(PagedStep):
     """The tokens of several rows' prompts in an empty cache.
@@ -259,3 +299,13 @@ class ExtendStep(PagedStep):
         kept, count = self._host
         kept[:], count[0] = [end - 1 for end in accumulate(counts)], total
         self._last.send()
+
+
+def why_not_rotary(rotary: Any, layers: Sequence[Any]) -> str:
+    """Return why steps cannot rotate by this embedding of Hugging Face's before these attention layers, or ""."""
+    kind = getattr(rotary, "rope_type", "default")
+    if not isinstance(kind, str) or "dynamic" in kind or kind == "longrope":
+        return f"rotary embedding {kind!r} reads positions on the host"
+    if getattr(rotary, "attention_scaling", 1.0) != 1.0 and any(hasattr(layer, "qk_norm") for layer in layers):
+        return f"rotary embedding {kind!r} scales what a norm behind it takes back"
+    return ""
