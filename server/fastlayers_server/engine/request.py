@@ -83,6 +83,11 @@ class Request:
         return self.end - len(self.tokens) - self.inflight
 
     @property
+    def decodes(self) -> bool:
+        """Whether it is a row of the next plan: its prompt is launched, and its end is not certain."""
+        return self.kv >= self.goal and self.end > len(self.tokens) + self.inflight
+
+    @property
     def may_draft(self) -> bool:
         """Whether more than one token may be launched, all before are known, and its draws need nothing special."""
         special = self.general or self.drawn < self.submit.min_new_tokens

@@ -108,11 +108,11 @@ class Scheduler:
         for request in self.running.requests:
             if request.kv < request.goal:
                 partial.append(request)
-            elif request.end > len(request.tokens) + request.inflight:
+            elif request.decodes:
                 rows.append(request)
         drafts = {r: draft(r, r.left - 1) for r in rows if r.may_draft} if draft is not None else {}
         decoding, waiting = len(rows), self.queue.count
-        behind = self._behind or self.budget.backlog(decoding, waiting)
+        behind = self._backlog(decoding)
         self._deep = behind and (self._deep or waiting > decoding)
         if not behind:
             fits = self.budget.chunk(decoding, waiting, self.config.mixed)
@@ -174,7 +174,10 @@ class Scheduler:
         for all, and those of a backlog are not there yet. Prompts that fill no such step, as slots are taken, have the
         rows beside them. Else rows wait for no more than :meth:`Budget.whole` tokens, of a burst or behind a stall.
         """
-        return self._behind or self.budget.backlog(len(self.running.requests), self.queue.count)
+        return self._backlog(sum(request.decodes for request in self.running.requests))
+
+    def _backlog(self, decoding: int) -> bool:
+        return self._behind or self.budget.backlog(decoding, self.queue.count)
 
     def _chunk(self, start: int, goal: int, budget: int) -> int:
         """Return how many prompt tokens may be computed now: what is left of the budget, or just one whole piece."""

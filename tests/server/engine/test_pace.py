@@ -309,3 +309,25 @@ def test_rows_wait_at_most_every_second_whole_step_of_a_backlog() -> None:
     assert left_out >= 3
     assert all(told.finish == "length" for told in world.told.values())
     assert statistics.mean(len(told.ids) for told in world.told.values()) == 12
+
+
+def test_a_loop_and_its_plans_count_the_same_rows_beside_a_backlog() -> None:
+    """Whoever has all its tokens in flight is no row of the next plan, though it runs: eight are a backlog then."""
+    limits = SchedulerConfig(23, 256, 400, 16, (1,), max_running=64, max_batched_tokens=512, max_extend_requests=64)
+    scheduler = Scheduler(limits)
+    scheduler.budget.measured({16: 0.001, 512: 0.004}, {1: 0.001, 64: 0.002})
+
+    def ask(rids: range, tokens: int) -> None:
+        for rid in rids:
+            scheduler.submit(Submit(rid, pack_ids([3, 4, rid % 20]), Sampling(0.0), tokens), 0.0)
+
+    ask(range(1, 9), 2)
+    ask(range(9, 41), 20)
+    plan = scheduler.plan(0.0)
+    scheduler.commit(plan, TickResult([[7]] * len(plan.sampled)), 0.0)
+    scheduler.plan(0.0)  # its tokens are in flight: of eight they are the last
+    ask(range(41, 49), 20)
+    assert len(scheduler.running.requests) == 40 and scheduler.queue.count == 8
+    assert scheduler.backlog
+    scheduler.plan(0.0)
+    assert scheduler.history[-1]["chunk_limit"] == scheduler.budget.whole(32)
