@@ -17,7 +17,7 @@ from typing import Any
 
 from fastlayers.comm.ranks import Ranks
 from fastlayers.errors import ArgumentError
-from fastlayers_server.engine.config import EngineConfig
+from fastlayers_server.engine.config import EngineConfig, drafting
 from fastlayers_server.flags import flag, flags_of, given_values, parser_of, typed
 
 log = logging.getLogger("fastlayers.serve")
@@ -170,6 +170,7 @@ def _check(config: ServeConfig) -> None:
     if config.attn_dp_size > 1 and config.speculative_algorithm != "none":
         accepted = "1 with drafts: a step that verifies would hold up the other groups"
         raise ArgumentError("serve", "--attn-dp-size", config.attn_dp_size, accepted)
+    drafting(config)
     if config.in_process and config.tp * config.attn_dp_size > 1:
         raise ArgumentError("serve", "--in-process", "given", "nothing with several ranks, each of which is a process")
     if not config.host.strip():

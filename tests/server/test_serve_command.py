@@ -206,6 +206,12 @@ def test_what_cannot_start_starts_nothing(tmp_path: Path) -> None:
         (["--profile-folder", "~nosuchuser/x"], "--profile-folder is '~nosuchuser/x' .*accepted: a directory that can"),
         (["--profile-folder", "/proc/x"], "--profile-folder is '/proc/x' .*accepted: a directory that can be written"),
         (["--speculative-algorithm", "draft", "--speculative-draft-model", "no/such/model"], "or 'tiny', the one that"),
+        (["--speculative-algorithm", "draft"], "speculative_draft_model is ''; accepted: a model for 'draft'"),
+        (
+            ["--speculative-algorithm", "ngram", "--speculative-topk", "2"],
+            "speculative_topk is 2; accepted: 1, or 2 to",
+        ),
+        (["--speculative-verify", "rejection"], "speculative_verify is 'rejection'; accepted: 'match', or"),
     ],
 )
 def test_what_a_server_could_not_use_later_is_refused_at_once(flags: list[str], said: str) -> None:

@@ -18,11 +18,14 @@ from fastlayers.errors import ArgumentError, FastlayersError
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.registry import LAYERS, registry
 from fastlayers.runtime import precompile
+from fastlayers_models.find import TINY, assets
+from fastlayers_server.engine import startup
 from fastlayers_server.engine.budget import Budget
 from fastlayers_server.engine.config import EngineConfig, SchedulerConfig
 from fastlayers_server.engine.loop import Engine
 from fastlayers_server.engine.mtp import ModelDrafts
-from fastlayers_server.engine.startup import Timeline, behind_prefixes, build, measure, tails, warm_up
+from fastlayers_server.engine.startup import build
+from fastlayers_server.engine.warming import behind_prefixes, measure, tails, warm_up
 
 SMALL = EngineConfig(device="cpu", max_model_len=256, max_running_requests=4, page_size=16)
 
@@ -213,6 +216,32 @@ def test_steps_of_more_prompts_than_may_run_are_not_measured(monkeypatch: pytest
     assert modes.count("verify") == 1 and set(modes) == {"verify", "logits"} and not executor.extending.uncaptured
 
 
+def test_a_tree_is_verified_once_before_requests_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no graph is captured: verifying one needs kernels that chains do not."""
+    config = replace(SMALL, speculative_algorithm="mtp", speculative_topk=2, max_model_len=64)
+    parts = build(config, lambda phase: None)
+    executor: Any = parts.executor
+    finish, modes = executor.extending._finish, []
+    monkeypatch.setattr(executor.extending, "_finish", lambda *a: (modes.append(a[2]), finish(*a))[1])
+    measure(executor, parts.scheduler)
+    assert modes.count("verify a tree") == 1 and "verify" not in modes
+
+
+def test_models_that_cannot_draft_are_refused_before_they_are_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(startup, "load_model", lambda *a: pytest.fail("it was loaded"))
+    about = json.loads((assets() / TINY / "config.json").read_text())
+    for name, change in (("alone", {"num_nextn_predict_layers": 0}), ("other", {"vocab_size": 300})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(about | change))
+    with pytest.raises(ArgumentError, match="'mtp'; accepted: 'none' or 'ngram': this model has no draft layer"):
+        build(replace(SMALL, model=str(tmp_path / "alone"), speculative_algorithm="mtp"), lambda phase: None)
+    drafted = replace(SMALL, speculative_algorithm="draft", speculative_draft_model=str(tmp_path / "other"))
+    with pytest.raises(ArgumentError, match="is one with a vocabulary of 300; accepted: one of 512"):
+        build(drafted, lambda phase: None)
+
+
 def test_a_warm_up_runs_each_kind_of_layer_and_no_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = build(SMALL, lambda phase: None)
     model, limits = parts.executor.model, msgspec.structs.replace(parts.scheduler.config, max_batched_tokens=64)  # type: ignore[attr-defined]
@@ -225,12 +254,12 @@ def test_a_warm_up_runs_each_kind_of_layer_and_no_whole_step(monkeypatch: pytest
         ran.setdefault(type(module).__name__, set()).add(arguments[0].shape[0])
 
     hook = torch.nn.modules.module.register_module_forward_pre_hook(count)
-    times = Timeline()
+    said: list[str] = []
     try:
-        warm_up(model, limits, times)
+        warm_up(model, limits, said.append)
     finally:
         hook.remove()
     assert kinds | {"Sampler"} <= set(ran) and type(model).__name__ not in ran
     attention = next(type(m).__name__ for m in model.modules() if hasattr(m, "decode_choice"))
     assert {1, 64} <= ran[attention] and {1, 3, 4} <= ran["Sampler"]
-    assert times.parts[0][0].startswith("kernels: ")
+    assert said[0].startswith("kernels: ")
