@@ -346,6 +346,22 @@ def test_an_engine_without_a_token_is_told_by_health_generate(monkeypatch: pytes
     assert asked[1] == Abort((asked[0].rid,)), "nobody waits for it any more"
 
 
+def test_a_front_collects_its_garbage_before_it_is_ready() -> None:
+    class Late(ScriptedEngine):
+        """Is there when the test says so."""
+
+        def start(self, deliver: Any) -> None:
+            frozen.append(gc.get_freeze_count())
+
+    frozen: list[int] = []
+    try:
+        with serving(engine=Late(), no_freeze_gc=False, wait=False) as server:
+            assert frozen == [0] and gc.get_freeze_count() > 10_000
+            assert server.get("/ready").status_code == 503
+    finally:
+        gc.unfreeze()
+
+
 def test_a_front_that_stood_says_where() -> None:
     with serving() as server:
         assert server.get("/explain").json()["front"] == {"stalls": []}
