@@ -250,3 +250,46 @@ def test_the_vision_part_keeps_its_code_and_images_are_not_captured(graphs_anywh
     captured = "not-capturable: images are not part of a step"
     assert reasons == {("attention", words), ("mlp", words), ("decode", captured)}
     assert all(count > 0 for name, count in report.hits().items() if "language_model" in name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("use_qk_norm", [True, False])
+def test_gpu_captured_steps_give_stock_tokens(use_qk_norm: bool) -> None:
+    model = model_of(use_qk_norm=use_qk_norm).to("cuda")
+    given = [prompt(3, 40, pads=(0, 6, 3)), prompt(1, 14, seed=2), prompt(2, 20, pads=(5, 4), seed=3)]
+    cases = [{name: value.to("cuda") for name, value in case.items()} for case in given]
+    stock = [tokens_of(model, case) for case in cases]
+    with fl.patched(model, strict=True) as plain:
+        assert all(torch.equal(tokens_of(model, case), wanted) for case, wanted in zip(cases, stock, strict=True))
+        assert not any(plain.fallbacks().values())
+    report = fl.patch(model, cuda_graph=True)
+    used = " ".join(str(entry.implementation) for entry in report.replaced)
+    assert all(name in used for name in ("fused_moe=triton", "router=triton", "rms_norm=triton"))
+    for _ in range(2):
+        for case, wanted in zip(cases, stock, strict=True):
+            assert torch.equal(tokens_of(model, case), wanted)
+    driver = decode.driver_of(model)
+    assert driver is not None and int(driver.prefills) == 2 and report.hits()["cuda_graph"] == 6 * 19
+    assert report.fallbacks()["cuda_graph"] == 0
+
+
+@pytest.mark.gpu
+def test_gpu_bf16_prompts_stay_as_near() -> None:
+    """Dense layers alone: a router's choice that falls the other way says nothing of roundings."""
+    model = model_of(torch.bfloat16, interleave_moe_layer_step=LAYERS + 1).to("cuda")
+    exact = copy.deepcopy(model).float()
+    inputs = {name: value.to("cuda") for name, value in prompt(4, 15).items()}
+
+    @torch.inference_mode()
+    def last(each: Any) -> torch.Tensor:
+        options = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True, "pad_token_id": 0}
+        found: torch.Tensor = each.generate(**inputs, max_new_tokens=1, **options).logits[0].float()
+        return found
+
+    wanted, stock = last(exact), last(model)
+    fl.patch(model, cuda_graph=True)
+    found = [last(model) for _ in range(2)]  # the second one is a replay
+    driver = decode.driver_of(model)
+    assert driver is not None and int(driver.prefills) == 1
+    errors = [float((each - wanted).norm() / wanted.norm()) for each in (*found, stock)]
+    assert min(errors) > 0 and max(errors[:2]) <= 1.5 * errors[2], errors
