@@ -56,9 +56,11 @@ def test_the_last_run_counts_and_misses_are_named(tool: Any, tmp_path: Path, mon
     assert tool.sums().endswith("FlashInfer's kernel was not timed): met")
     beside = {"what": "peer_time", "hidden": 7168, "rows": 64, "sum_norm_us": 3.0, "flashinfer_us": 2.5}
     write(tmp_path, "peer", beside | {"right": True})
-    assert tool.sums().endswith("FlashInfer's kernel: 64 rows 2.50): **missed**")
+    assert tool.sums().endswith("FlashInfer's kernel for 64 rows 2.50, ours beside it 3.00): **missed**")
     write(tmp_path, "peer", beside | {"right": False})  # what is wrong is no match
-    assert tool.sums().endswith("FlashInfer's kernel: 64 rows 2.50, wrong): met")
+    assert tool.sums().endswith("FlashInfer's kernel for 64 rows 2.50 (wrong), ours beside it 3.00): met")
+    write(tmp_path, "peer", beside | {"sum_norm_us": 2.0, "right": True, "ours_right": False})
+    assert tool.sums().endswith("ours beside it 2.00): **missed**")
     (tmp_path / "two_gpus_peer_h200.jsonl").unlink()
     served = {"row": "at once", "prompts": 256, "median_ttft_ms": 1.0, "median_tpot_ms": 1.0}
     write(
