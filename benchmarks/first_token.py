@@ -4,6 +4,9 @@ Models have their real dimensions and random weights. For each batch × prompt: 
 tokens of all prompts on the host (median of several), with prefill captured as it is by default, captured whatever the
 padding (``padded``), and uncaptured; the sum of the kernels' times of each; and whether the tokens are the same. The
 last row of a model is what was captured, and what that cost. One JSON line a row.
+
+Shapes that ``peers/bench_vllm.py`` times as well are timed as it does: between two first tokens the same prompts get
+128 tokens. A GPU that only prefills takes all the power that it may, and prefills more slowly.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +43,25 @@ SHAPES = ((1, 16), (1, 128), (1, 300), (1, 512), (1, 700), (1, 1100), (1, 2048),
 WAYS: dict[str, dict[str, Any]] = {
     "captured": {}, "padded": {"extend_buckets": ExtendBuckets(max_padding=1.0)}, "uncaptured": {"cuda_graph": False}
 }  # fmt: skip
+# What the peer's program times, and how many tokens it makes in between.
+PEER_SHAPES, PEER_TOKENS = ((1, 128), (32, 512)), 128
 
 
-def wall_ms(generator: Generator, rows: list[list[int]], repeats: int) -> tuple[float, list[list[int]]]:
-    """Return the median milliseconds to the first tokens, and those."""
+def wall_ms(
+    generator: Generator, rows: list[list[int]], repeats: int, between: Callable[[], Any]
+) -> tuple[list[float], list[list[int]]]:
+    """Return so many times' milliseconds to the first tokens, and those; ``between`` comes in front of each."""
     found, tokens = [], []
-    for _ in range(repeats + 2):  # the first compiles and is captured behind its token
+    for run in range(repeats + 2):  # the first compiles and is captured behind its token
+        if run > 1:
+            between()
         torch.cuda.synchronize()
         begin = time.perf_counter()
         stream = generator.stream(rows, max_new_tokens=1, eos_ids=())
         tokens = [next(stream).id for _ in rows]
         found.append((time.perf_counter() - begin) * 1e3)
         list(stream)
-    return statistics.median(found[2:]), [tokens]
+    return found[2:], [tokens]
 
 
 def device_ms(generator: Generator, rows: list[list[int]]) -> tuple[float, int]:
@@ -83,16 +93,20 @@ def bench(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         rows = prompts_of(batch, length, model.config.vocab_size)
         row: dict[str, Any] = {"model": name, "batch": batch, "prompt": length}
         tokens = {}
+        peers = (batch, length) in PEER_SHAPES and "captured" in ways
+        decode = partial(ways["captured"].generate, rows, max_new_tokens=PEER_TOKENS, eos_ids=()) if peers else list
         for way, generator in ways.items():
+            times, tokens[way] = wall_ms(generator, rows, options.repeats, decode)
             before = generator.step.graphs.replays if generator.step.graphs is not None else 0
-            wall, tokens[way] = wall_ms(generator, rows, options.repeats)
             device, kernels = device_ms(generator, rows)
             replayed = generator.step.graphs is not None and generator.step.graphs.replays > before
-            row |= {f"{way}_ms": round(wall, 3), f"{way}_device_ms": round(device, 3), f"{way}_kernels": kernels}
+            row |= {f"{way}_ms": round(statistics.median(times), 3), f"{way}_least_ms": round(min(times), 3)}
+            row |= {f"{way}_device_ms": round(device, 3), f"{way}_kernels": kernels}
             row |= {f"{way}_replayed": replayed}
         last = tokens[options.ways[-1]][0]
         same = [sum(a == b for a, b in zip(last, tokens[way][0], strict=True)) for way in ways]
-        yield row | {"same_tokens": dict(zip(ways, same, strict=True))}
+        between = {"tokens_between": PEER_TOKENS} if peers else {}
+        yield row | between | {"same_tokens": dict(zip(ways, same, strict=True))}
     yield {"model": name, "report": ways["captured"].step.report()}
 
 
