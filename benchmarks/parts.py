@@ -349,6 +349,10 @@ def _tables() -> Iterator[Part]:
         layer, seconds = arguments.partition("--layer ")[2].partition(" ")[0], more.get(name, 80)
         command = f"fastlayers tune {arguments} --quick --seconds {seconds} --out {{dir}}"
         yield Part(f"retune.{name}", command, f"tuned/{layer}", seconds + 5, "10, 16: stale tables", needs)
+    # Behind the tuner, which times calls alone: which of what is nearly alike is the fastest in whole steps.
+    command = "benchmarks/whole_steps.py qwen3_8b --seconds 190 --out {out}"
+    target = "10: 2, decode; 16: row 2"
+    yield Part("whole_steps.qwen3_8b", command, "whole_steps_h200.jsonl", 180, target, environment=PLAIN)
 
 
 # What comes first: figures that most targets ask for and that few seconds give; then the rest as it stands.

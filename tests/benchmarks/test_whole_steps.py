@@ -1,0 +1,94 @@
+"""The search over whole steps, by scripted times: what gains together, and what each option takes more."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import fastlayers as fl
+from fastlayers.device import DESCRIBED
+from fastlayers.linear.dense import triton as linear_triton
+from fastlayers.linear.dense.layer import LinearConfig
+from fastlayers.tuning.samples import Option
+
+ROOT = Path(__file__).parents[2]
+TORCH, TRITON, TILE = Option("torch"), Option("triton"), Option("triton", (("BLOCK_N", 64),))
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return import_module("whole_steps")
+
+
+def place(steps: Any, features: int, installed: Option, *others: Option) -> Any:
+    """Return a product with two calls a step."""
+    return steps.Place("linear", LinearConfig(8, features), [object()] * 2, installed, [installed, *others])
+
+
+def searched(steps: Any, places: list[Any], cost: Any, end: float = float("inf")) -> list[dict[str, Any]]:
+    """Return the rows of a search in which a step takes what ``cost`` says of the options by place."""
+    rows = steps.Rows(SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu"))), places, 32, 20, 4)
+
+    def times(variants: Any, turns: int) -> dict[Any, float]:
+        return {name: cost([it.get(i, p.installed) for i, p in enumerate(places)]) for name, it in variants.items()}
+
+    rows.times = times
+    return list(rows.search(end))
+
+
+def test_what_gains_alone_and_not_with_the_rest_is_taken_back(steps: Any) -> None:
+    """Attention's tiles gain 20 while the first product starts early; with cuBLAS there, they cost 10."""
+    places = [place(steps, 4, TRITON, TORCH, TILE), place(steps, 6, TORCH, TILE)]
+
+    def cost(now: list[Option]) -> float:
+        early = now[0] == TRITON
+        return 1000 + (40 if early else 0) + 500 * (now[0] == TILE) + (0 if now[1] == TORCH else -20 if early else 10)
+
+    found = searched(steps, places, cost)
+    assert [row["gain_us"] for row in found if "round" in row] == [40.0, -10.0]
+    told = {row["key"]: row["options"] for row in found if "options" in row}
+    # A call each of two: what was 46 % off is not tried again, what is chosen takes nothing more.
+    assert told["N=4,K=8,bfloat16_bfloat16"] == [
+        {"backend": "torch", "us_more": 0.0}, {"backend": "triton", "us_more": 20.0}
+    ]  # fmt: skip
+    assert told["N=6,K=8,bfloat16_bfloat16"] == [
+        {"backend": "torch", "us_more": 0.0}, {"backend": "triton", "us_more": 5.0, "config": {"BLOCK_N": 64}}
+    ]  # fmt: skip
+    assert found[-1] == {"rows": 32, "installed_us": 1040, "chosen_us": 1000}
+
+
+def test_no_exchange_for_less_than_captures_differ_by_and_none_behind_the_end(steps: Any) -> None:
+    places = [place(steps, 4, TRITON, TORCH)]
+    little = searched(steps, places, lambda now: 1000 - 2 * (now[0] == TORCH))
+    late = searched(steps, places, lambda now: 1000 - 90 * (now[0] == TORCH), end=0.0)
+    for found, more in ((little, -1.0), (late, -45.0)):
+        assert found[-1]["chosen_us"] == found[-1]["installed_us"] == 1000
+        assert found[1]["options"][1] == {"backend": "torch", "us_more": more}
+
+
+def test_layers_of_a_shape_are_exchanged_together_and_back(steps: Any) -> None:
+    layers = [fl.Linear(8, 4, device="cpu", dtype=torch.bfloat16) for _ in range(2)]
+    kept, one = [layer.ladder for layer in layers], steps.Place("linear", layers[0].cfg, layers)
+    one.use(Option("reference"))
+    assert {type(layer.ladder.pick(3)).__name__ for layer in layers} == {"ReferenceLinear"}
+    one.use(None)
+    assert [layer.ladder for layer in layers] == kept
+
+
+def test_what_is_tried_on_an_h200_is_what_its_tables_hold_as_nearly_as_fast(steps: Any) -> None:
+    h200 = DESCRIBED["H200"]
+    down, out = (steps.Place("linear", LinearConfig(columns, 4096), []) for columns in (12288, 4096))
+    found = steps.near_options(down, 32, h200)
+    tile = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 128, "SPLITS": 2, "VECTOR": 0, "num_warps": 4, "num_stages": 4}
+    assert tile in [dict(option.config) for option in found]  # the best at the next count of rows
+    assert {TORCH, TRITON} < set(found) and len(found) <= 12
+    # One that is the rule's own is tried once, and none without matrix units for so many rows.
+    rule = linear_triton.candidates(down.cfg, 32)[0]
+    assert all(dict(option.config) != rule and not dict(option.config).get("VECTOR") for option in found)
+    assert len(steps.near_options(out, 2, h200)) > 3
