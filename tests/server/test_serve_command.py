@@ -135,9 +135,12 @@ def test_the_tiny_model_is_served_survives_its_engine_and_drains() -> None:
 
 
 def test_one_process_is_enough_where_asked_for(tmp_path: Path) -> None:
-    template = tmp_path / "chat.jinja"
-    turns = "{% for m in messages %}<|user|>{{ m['content'] }}{% endfor %}"
-    template.write_text("<|bos|>" + turns + "{% if tools %}{{ '' }}{% endif %}<|assistant|>")
+    guide = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    template = tmp_path / "tools.jinja"
+    template.write_text(guide.partition("cat > tools.jinja <<'END'\n")[2].partition("END\n")[0])
+    forced = json.loads(
+        guide.partition("fastlayers serve --tool-call-parser hermes")[2].partition("-d '")[2].partition("'\n")[0]
+    )
     more = ("--tool-call-parser", "hermes", "--chat-template", str(template))
     with serving("--in-process", "--api-key", "sk-1", "--speculative-algorithm", "ngram", *more) as (url, process, _):
         ask = {"model": "tiny_deepseek_v3", "messages": [{"role": "user", "content": "What is 127 + 45?"}]}
@@ -145,20 +148,15 @@ def test_one_process_is_enough_where_asked_for(tmp_path: Path) -> None:
         headers = {"authorization": "Bearer sk-1"}
         answer = httpx.post(f"{url}/v1/chat/completions", json=ask, headers=headers, timeout=60).json()
         assert answer["choices"][0]["message"]["content"].strip() == "172"
-        cities = {"type": "object", "properties": {"city": {"enum": ["Bonn", "Rome"]}}, "required": ["city"]}
-        tool = {
-            "type": "function",
-            "function": {"name": "weather", "parameters": cities | {"additionalProperties": False}},
-        }
-        forced = ask | {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 400}
         client: Any = openai.OpenAI(base_url=f"{url}/v1", api_key="sk-1")
         (choice,) = client.chat.completions.create(**forced, seed=1).choices
         (call,) = choice.message.tool_calls
-        assert choice.finish_reason == "tool_calls" and call.type == "function" and call.function.name == "weather"
-        assert json.loads(call.function.arguments)["city"] in ("Bonn", "Rome")
+        assert choice.finish_reason == "tool_calls" and call.type == "function" and call.function.name == "add"
+        given = json.loads(call.function.arguments)
+        assert set(given) == {"a", "b"} and 0 <= given["a"] <= 999 and given["b"] in (45, 127)
         chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**forced, seed=1, stream=True)]
         parts = [part.function for chunk in chunks for part in chunk.delta.tool_calls or () if part.function]
-        assert chunks[-1].finish_reason == "tool_calls" and [p.name for p in parts if p.name] == ["weather"]
+        assert chunks[-1].finish_reason == "tool_calls" and [p.name for p in parts if p.name] == ["add"]
         assert "".join(part.arguments or "" for part in parts) == call.function.arguments
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
