@@ -202,10 +202,13 @@ class GrammarMasks:
 
         request.matcher = GrammarMatcher(self._grammars[request.submit.grammar])
 
+    def open(self, rows: int) -> Any:
+        """Return masks that forbid nothing, where those of the next plan will be."""
+        return self._masks[:rows].fill_(-1)
+
     def masks(self, plan: TickPlan) -> Any:
         """Return which tokens each sampled request of a plan may draw, one bit each: int32 ``[rows, words]``."""
-        masks = self._masks[: len(plan.sampled)]
-        masks.fill_(-1)
+        masks = self.open(len(plan.sampled))
         for place, request, drawn in plan.special:
             if request.submit.grammar and request.state != ENDED:
                 begin = time.thread_time()

@@ -31,7 +31,7 @@ from fastlayers_server.engine.loop import Engine
 from fastlayers_server.engine.protocol import EngineInfo
 from fastlayers_server.engine.scheduler import Scheduler
 from fastlayers_server.engine.speculation import Lookups, Speculation
-from fastlayers_server.engine.warming import measure, warm_up
+from fastlayers_server.engine.warming import draw_specially, measure, warm_up
 from fastlayers_server.parallel.groups import Groups
 from fastlayers_server.parallel.together import GroupExecutor
 
@@ -125,6 +125,8 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1, model: Any = None)
     if cuda:
         scheduler.budget.measured(*measure(executor, scheduler))
         times.said("steps measured")
+        draw_specially(executor, grammars)
+        times.said("draws with wishes")
     seconds["capture"] = time.monotonic() - begin
     executor.watch = CompileWatch()
     if not config.no_freeze_gc:

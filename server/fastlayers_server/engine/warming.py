@@ -20,6 +20,7 @@ from fastlayers.runtime.kernel_cache import STORES, cached_kernels
 from fastlayers.sampler.layer import Sampler
 from fastlayers_server.engine.config import SchedulerConfig
 from fastlayers_server.engine.executor import BETWEEN, TorchExecutor
+from fastlayers_server.engine.grammar import GrammarMasks
 from fastlayers_server.engine.protocol import Sampling, Submit
 from fastlayers_server.engine.request import Chunk, Request
 from fastlayers_server.engine.scheduler import Scheduler
@@ -134,6 +135,30 @@ def behind_prefixes(steps: Any, config: SchedulerConfig) -> None:
             x = torch.zeros(count, layer.hidden_size, dtype=layer.cfg.dtype, device=device)
             batch = AttentionBatch((count,), (length - count,), [[1] * -(-length // config.page_size)])
             layer(x, state.plan(batch), cache)
+
+
+@torch.inference_mode()
+def draw_specially(executor: TorchExecutor, grammars: GrammarMasks | None) -> None:
+    """Draw with every wish that a request may have, for one, few and many: the first who has it should not wait.
+
+    A grammar's mask is a kernel of its package for each of these; others are loaded when they are first launched.
+    """
+    config, special, model = executor.config, executor.special, executor.model
+    wishes = Sampling(0.7, 5, 0.9, 0.01, 0, 0.1, 0.1, 1.1, ((0, 1.0),))
+    told = config.max_logprobs
+    request = Request(Submit(0, b"", wishes, 4, 2, logprobs=told), 0, [0, 1, 2], frozenset({0}), 0)
+    request.slot = 1
+    special.admit(request)
+    first = next(model.parameters())  # of the embedding
+    hidden = torch.zeros(16, model.config.hidden_size, dtype=first.dtype, device=first.device)
+    for count in sorted({min(count, config.max_running) for count in (1, 2, 16)}):
+        asked = [(place, request, 0) for place in range(count)]
+        logits = model.compute_logits(hidden[:count])
+        masks = None if grammars is None else grammars.open(count)
+        tokens = special.draw(logits, [executor.decoding.nobody] * count, asked, masks, "filtered")
+        special.logprobs(logits, tokens, asked)
+    special.prompt_logprobs(model, hidden[:3], [0, 1, 2], told)
+    special.history.zero_()
 
 
 def _nobodys(length: int, slot: int, vocab_size: int) -> Request:

@@ -25,7 +25,7 @@ from fastlayers_server.engine.config import EngineConfig, SchedulerConfig
 from fastlayers_server.engine.loop import Engine
 from fastlayers_server.engine.mtp import ModelDrafts
 from fastlayers_server.engine.startup import build
-from fastlayers_server.engine.warming import behind_prefixes, measure, tails, warm_up
+from fastlayers_server.engine.warming import behind_prefixes, draw_specially, measure, tails, warm_up
 
 SMALL = EngineConfig(device="cpu", max_model_len=256, max_running_requests=4, page_size=16)
 
@@ -263,3 +263,29 @@ def test_a_warm_up_runs_each_kind_of_layer_and_no_whole_step(monkeypatch: pytest
     attention = next(type(m).__name__ for m in model.modules() if hasattr(m, "decode_choice"))
     assert {1, 64} <= ran[attention] and {1, 3, 4} <= ran["Sampler"]
     assert said[0].startswith("kernels: ")
+
+
+@pytest.mark.parametrize("running", [1, 20])
+def test_every_wish_is_drawn_for_once_before_requests_come(monkeypatch: pytest.MonkeyPatch, running: int) -> None:
+    parts = build(replace(SMALL, max_running_requests=running), lambda phase: None)
+    executor: Any = parts.executor
+    import xgrammar
+
+    masked, apply = [], xgrammar.apply_token_bitmask_inplace
+    monkeypatch.setattr(
+        xgrammar, "apply_token_bitmask_inplace", lambda x, mask: (masked.append(len(x)), apply(x, mask))
+    )
+    before = [tensor.clone() for tensor in executor.decoding.table.tensors]
+    adjusted, adjust = [], executor.special._adjust
+    monkeypatch.setattr(
+        executor.special, "_adjust", lambda x, *rest: (adjusted.append(x.clone()), adjust(x, *rest), adjusted.append(x))
+    )
+    draw_specially(executor, parts.grammars)
+    # Kernels of the mask know whether there is one row, and whether there are sixteen of them.
+    assert masked == sorted({min(running, 1), min(running, 2), min(running, 16)})
+    assert len(adjusted) == 2 * sum(masked) and adjusted[1][0] == float("-inf")  # its end is forbidden
+    assert not executor.special.history.any()
+    rows = executor.decoding.nobody
+    assert all(
+        (now[:, :rows] == old[:, :rows]).all() for now, old in zip(executor.decoding.table.tensors, before, strict=True)
+    )
