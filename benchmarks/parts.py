@@ -376,6 +376,7 @@ PARTS = tuple(sorted((*_single(), *_served(), *_suites(), *_ranks(), *_layers(),
 # Results of GPUs that no part renews, and why.
 HISTORY = {
     "few_rows_h200.jsonl": "experiments with products of few rows; benchmarks/notes/linear.md",
+    "qwen3_8b_steps_h200.jsonl": "experiments with choices of Qwen3-8B's; benchmarks/notes/linear.md, generate.md",
     "decode_steps.jsonl": "experiments with kernels that were changed for them; benchmarks/notes/decode_phases.md",
     "doctor_h200.txt": "what `fastlayers doctor --run` and `fastlayers bench model` said once",
     "host_ab_h200.jsonl": "two trees by turns, one of them older than prepared launches; host_time.* measures today's",

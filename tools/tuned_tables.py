@@ -3,7 +3,8 @@
     python tools/tuned_tables.py summarise [--check]    alternatives, times and what a neighbour's ladder would cost
     python tools/tuned_tables.py stamp [--check]        the kernels' hashes by today's rule, from the tables' sources
 
-``summarise`` computes from ``benchmarks/results/tuned`` what a table says beside its ladder. For ``stamp``:
+``summarise`` computes from ``benchmarks/results/tuned`` what a table says beside its ladder, and the ladder too where
+whole steps were timed (``tools/step_ladders.py``). For ``stamp``:
 A table names the commit that made it, and the hash of its sources. That commit is checked out; a table that was made
 from other sources is refused (one that has no hash of them: if its kernels' hashes are other than the commit's own code
 computes). The new hashes are those of the commit's sources. Whether today's kernels are the same is for the tables'
@@ -22,15 +23,22 @@ from typing import Any
 
 from fastlayers.device import DESCRIBED
 from fastlayers.registry import registry
+from fastlayers.tuning import rules
 from fastlayers.tuning.ladder import borrowed_ratios
 from fastlayers.tuning.provenance import combined
 from fastlayers.tuning.rungs import Step, TuneError, alternatives, as_rows, best_times, choose_ladder
 from fastlayers.tuning.samples import Option, Sample
 from fastlayers.tuning.sources import Sources
 from fastlayers.tuning.staleness import removable_packages
+from fastlayers.tuning.sweep import parse_shape
 from fastlayers.tuning.table import SHIPPED, read_whole, write
 
+sys.path.insert(0, str(Path(__file__).parent))
+from step_ladders import in_steps, steps_of
+
 ROOT = Path(__file__).parents[1]
+# Of what a table holds.
+ORDER = ("schema", "layer", "device", "key", "cfg", "ladder", "alternatives", "tokens", "times", "borrowed", "steps")
 # Run by the old tree: its rows' targets, and their hashes as it computes them.
 ASK = """
 import hashlib, json, sys
@@ -142,18 +150,27 @@ def summary(path: Path) -> dict[str, Any]:
     samples = [Sample.from_json(row) for row in table["measured"]]
     rows = [row for row in registry(layer).ranked if row.name in table["metadata"]["versions"]]
     layouts, rank = {row.name: row.weight_layout for row in rows}, [row.name for row in rows]
+    steps, note = steps_of(layer, str(table["key"]))
 
     def choose(names: frozenset[str]) -> list[Step] | None:
         try:
-            return choose_ladder([s for s in samples if s.option.backend in names], layouts, rank)
+            return choose_ladder(in_steps(samples, steps, names), layouts, rank)
         except TuneError:
             return None
 
     ladder = [Step(r["max_tokens"], Option.of(r), r["microseconds"]) for r in table["ladder"]]
+    found: dict[str, Any] = {}
+    if steps and (chosen := choose(frozenset(rank))) is not None:
+        ladder, found = chosen, {"ladder": as_rows(chosen), "steps": note}
     others = alternatives(ladder, {row.name: removable_packages(row) for row in rows}, choose)
-    found = {"alternatives": [as_rows(steps) for steps in others], **best_times(samples)}
+    found |= {"alternatives": [as_rows(steps) for steps in others], **best_times(samples)}
     ratios = borrowed_ratios(layer, device, whole=True).get(str(table["key"]))
     return found | ({"borrowed": round(statistics.median(ratios), 3)} if ratios else {})
+
+
+def _rules_now(table: dict[str, Any]) -> dict[str, str]:
+    rows = [registry(table["layer"]).named(name) for name in table["metadata"]["versions"]]
+    return rules(table, parse_shape(table["layer"], table["cfg"]), rows)
 
 
 def summarise(check: bool) -> list[Path]:
@@ -161,13 +178,14 @@ def summarise(check: bool) -> list[Path]:
     stale = []
     for path in sorted(SHIPPED.glob("*/*.json")):
         table = json.loads(path.read_text())
-        kept = {name: value for name, value in table.items() if name not in ("alternatives", "borrowed")}
-        order = ("schema", "layer", "device", "key", "cfg", "ladder", "alternatives", "tokens", "times", "borrowed")
+        kept = {name: value for name, value in table.items() if name not in ("alternatives", "borrowed", "steps")}
         new = kept | summary(path)
-        new = {name: new[name] for name in (*order, *(name for name in new if name not in order)) if name in new}
+        new = {name: new[name] for name in (*ORDER, *(name for name in new if name not in ORDER)) if name in new}
         if new != table:
             stale.append(path)
             if not check:
+                if new["ladder"] != table["ladder"]:  # it may rely on another backend's own rule: today's was timed
+                    new["metadata"] = table["metadata"] | {"rules": _rules_now(new)}
                 write(path, new)
     return stale
 

@@ -1,0 +1,83 @@
+"""Ladders of times of calls alone and of whole steps: what steps say counts where they were timed, nowhere else."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastlayers.tuning.rungs import as_rows, choose_ladder
+from fastlayers.tuning.samples import Option, Sample
+
+ROOT = Path(__file__).parents[2]
+TORCH, TRITON, TILE, OTHER = Option("torch"), Option("triton"), Option("triton", (("BLOCK_N", 64),)), Option("other")
+NAMES = ("torch", "triton", "other")
+# Alone, triton's own rule is the best up to 32 rows by 4 %, cuBLAS from 64 on.
+ALONE = [
+    *(Sample(rows, TRITON, us, 0.0) for rows, us in ((4, 11.0), (16, 11.5), (32, 12.5), (64, 14.0))),
+    *(Sample(rows, TORCH, us, 0.0) for rows, us in ((4, 11.5), (16, 12.0), (32, 13.0), (64, 11.0))),
+    *(Sample(rows, TILE, us, 0.0) for rows, us in ((16, 11.6), (32, 12.6), (64, 13.0))),
+]
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    return import_module("step_ladders")
+
+
+def ladder(samples: list[Sample]) -> list[tuple[int | None, str, Any]]:
+    """Return the rungs of these times: up to how many rows, by whom, with which configuration."""
+    rows = as_rows(choose_ladder(samples, dict.fromkeys(NAMES, ""), NAMES))
+    return [(row["max_tokens"], row["backend"], row.get("config")) for row in rows]
+
+
+def test_a_step_decides_where_it_was_timed(tool: Any) -> None:
+    assert ladder(ALONE) == [(32, "triton", None), (None, "torch", None)]
+    found = tool.in_steps(ALONE, {32: {TORCH: 0.0, TRITON: 5.0}}, NAMES)
+    assert ladder(found) == [(16, "triton", None), (None, "torch", None)]
+    # What is chosen counts as its call alone, the other as that and what it took more.
+    assert {(s.option, s.us) for s in found if s.tokens == 32} == {(TORCH, 13.0), (TRITON, 18.0)}
+    assert [s for s in found if s.tokens != 32] == [s for s in ALONE if s.tokens != 32]
+
+
+def test_at_a_count_that_was_not_timed_alone_steps_make_a_rung_of_their_own(tool: Any) -> None:
+    found = tool.in_steps(ALONE, {8: {TORCH: 0.0, TRITON: 1.0}}, NAMES)
+    assert ladder(found) == [(4, "triton", None), (8, "torch", None), (32, "triton", None), (None, "torch", None)]
+    (own,) = [s.us for s in found if s.tokens == 8 and s.option == TORCH]
+    assert own == pytest.approx((11.5 * 12.0) ** 0.5)  # half way between 4 and 16, by factors
+
+
+def test_backends_that_steps_did_not_time_keep_their_times(tool: Any) -> None:
+    steps = {32: {TORCH: 0.0, TRITON: 5.0}}
+    found = tool.in_steps([*ALONE, Sample(32, OTHER, 9.0, 0.0)], steps, NAMES)
+    assert Sample(32, OTHER, 9.0, 0.0) in found and len(found) == len(ALONE)
+    # Without the backend that steps chose, what is left is compared with each other; without any, nothing is changed.
+    left = tool.in_steps(ALONE, {32: {TORCH: 0.0, TILE: 2.0, TRITON: 5.0}}, ("triton",))
+    assert {s.option: s.us for s in left if s.tokens == 32} == {TILE: 12.6, TRITON: pytest.approx(15.6)}
+    kept = [s for s in ALONE if s.option == TORCH]
+    assert tool.in_steps(ALONE, {32: {TRITON: 0.0}}, ("torch",)) == kept
+
+
+def test_what_a_cut_search_left_as_faster_is_taken(tool: Any) -> None:
+    """Others may gain by an option more than its own call takes: no time is less than nothing."""
+    found = tool.in_steps(ALONE, {32: {TRITON: 0.0, TORCH: -20.0}}, NAMES)
+    assert {(s.option, s.us) for s in found if s.tokens == 32} == {(TORCH, 13.0), (TRITON, 33.0)}
+    assert ladder(found) == [(16, "triton", None), (None, "torch", None)]
+
+
+def test_rows_of_a_result_are_those_of_the_shape_and_name_their_sources(tool: Any, tmp_path: Path) -> None:
+    result = tmp_path / "steps.jsonl"
+    told = {"layer": "linear", "key": "N=1,K=2", "options": [{"backend": "triton", "us_more": 0.5, "config": {"A": 1}}]}
+    rows = [
+        {"commit": "abc", "sources": "123"}, {"model": "m", "rows": 32, "round": 0, "base_us": 1.0},
+        *({"model": "m", "rows": count} | told for count in (32, 8)), {"model": "m", "rows": 8, "chosen_us": 1.0},
+    ]  # fmt: skip
+    result.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    steps, note = tool.steps_of("linear", "N=1,K=2", result)
+    assert steps == {count: {Option("triton", (("A", 1),)): 0.5} for count in (8, 32)}
+    assert note == {"rows": [8, 32], "model": "m", "commit": "abc", "sources": "123"}
+    assert tool.steps_of("gqa", "N=1,K=2", result) == tool.steps_of("linear", "N=1,K=2", tmp_path / "none") == ({}, {})

@@ -1,0 +1,71 @@
+"""Ladders that whole steps have a say in, by what ``benchmarks/whole_steps.py`` measured.
+
+A tuned table times calls alone. Where its options were timed in whole decode steps as well, at so many rows, those
+figures take the place of theirs: the fastest there counts as its call alone, each other option as that and what it took
+more in a step. From them and the table's other times :func:`fastlayers.tuning.rungs.choose_ladder` makes the
+ladder as ever. ``tools/tuned_tables.py summarise`` does so for each table, also one that was measured anew since.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastlayers.tuning.samples import Option, Sample
+
+RESULT = Path(__file__).parents[1] / "benchmarks" / "results" / "whole_steps_h200.jsonl"
+# Of one shape by count of rows: what each option took more a call than the one that was chosen.
+Steps = Mapping[int, Mapping[Option, float]]
+
+
+def steps_of(layer: str, key: str, result: Path = RESULT) -> tuple[Steps, dict[str, Any]]:
+    """Return what whole steps say of a shape, and the table's note about it: which rows, by which sources."""
+    lines = [json.loads(line) for line in result.read_text().splitlines()] if result.is_file() else []
+    found: dict[int, dict[Option, float]] = {}
+    head: dict[str, Any] = {}
+    note: dict[str, Any] = {}
+    for row in lines:
+        head = row if "sources" in row else head
+        if (row.get("layer"), row.get("key")) == (layer, key):
+            found[row["rows"]] = {Option.of(each): each["us_more"] for each in row["options"]}
+            note = {"model": row["model"], "commit": head["commit"], "sources": head["sources"]}
+    return found, {"rows": sorted(found), **note} if found else {}
+
+
+def alone(samples: Sequence[Sample], option: Option, tokens: int) -> float:
+    """Return what an option's call takes alone; where it was not timed, what the best of its neighbours say."""
+    counts = sorted({sample.tokens for sample in samples})
+
+    def best(count: int) -> float:
+        here = [sample for sample in samples if sample.tokens == count]
+        own = [sample.us for sample in here if sample.option == option]
+        return min(own or [sample.us for sample in here])
+
+    low = max((count for count in counts if count <= tokens), default=counts[0])
+    high = min((count for count in counts if count >= tokens), default=counts[-1])
+    if low == high:
+        return best(low)
+    part = math.log(tokens / low) / math.log(high / low)
+    return math.exp((1 - part) * math.log(best(low)) + part * math.log(best(high)))
+
+
+def in_steps(samples: Iterable[Sample], steps: Steps, names: Collection[str]) -> list[Sample]:
+    """Return the samples of backends with these names, those of whole steps in place of calls alone.
+
+    Other backends' stay, and so do all at a count where none of ``names`` was timed in steps.
+    """
+    timed = [sample for sample in samples if sample.option.backend in names]
+    for tokens, told in steps.items():
+        here = {option: more for option, more in told.items() if option.backend in names}
+        if not here:
+            continue
+        chosen = min(here, key=lambda option: here[option])
+        usual = alone(timed, chosen, tokens)
+        backends = {option.backend for option in here}
+        timed = [s for s in timed if s.tokens != tokens or s.option.backend not in backends]
+        # The fastest counts as its call alone: a search that was cut leaves some that are faster than what it chose.
+        timed += [Sample(tokens, o, usual + more - here[chosen], 0.0) for o, more in here.items()]
+    return timed
