@@ -5,8 +5,8 @@ tokens of all prompts on the host (median of several), with prefill captured as 
 padding (``padded``), and uncaptured; the sum of the kernels' times of each; and whether the tokens are the same. The
 last row of a model is what was captured, and what that cost. One JSON line a row.
 
-Shapes that ``peers/bench_vllm.py`` times as well are timed as it does: between two first tokens the same prompts get
-128 tokens. A GPU that only prefills takes all the power that it may, and prefills more slowly.
+Captured, shapes that ``peers/bench_vllm.py`` times as well are timed as it does: between two first tokens the same
+prompts get 128 tokens. A GPU that only prefills takes all the power that it may, and prefills more slowly.
 """
 
 from __future__ import annotations
@@ -93,10 +93,11 @@ def bench(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         rows = prompts_of(batch, length, model.config.vocab_size)
         row: dict[str, Any] = {"model": name, "batch": batch, "prompt": length}
         tokens = {}
-        peers = (batch, length) in PEER_SHAPES and "captured" in ways
-        decode = partial(ways["captured"].generate, rows, max_new_tokens=PEER_TOKENS, eos_ids=()) if peers else list
+        peers = (batch, length) in PEER_SHAPES
         for way, generator in ways.items():
-            times, tokens[way] = wall_ms(generator, rows, options.repeats, decode)
+            decode = partial(generator.generate, rows, max_new_tokens=PEER_TOKENS, eos_ids=())
+            between = decode if peers and way == "captured" else list
+            times, tokens[way] = wall_ms(generator, rows, options.repeats, between)
             before = generator.step.graphs.replays if generator.step.graphs is not None else 0
             device, kernels = device_ms(generator, rows)
             replayed = generator.step.graphs is not None and generator.step.graphs.replays > before
@@ -105,8 +106,8 @@ def bench(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             row |= {f"{way}_replayed": replayed}
         last = tokens[options.ways[-1]][0]
         same = [sum(a == b for a, b in zip(last, tokens[way][0], strict=True)) for way in ways]
-        between = {"tokens_between": PEER_TOKENS} if peers else {}
-        yield row | between | {"same_tokens": dict(zip(ways, same, strict=True))}
+        told = {"tokens_between": PEER_TOKENS} if peers else {}
+        yield row | told | {"same_tokens": dict(zip(ways, same, strict=True))}
     yield {"model": name, "report": ways["captured"].step.report()}
 
 
