@@ -19,8 +19,9 @@ from fastlayers import device, tuning
 from fastlayers.attention.buckets import ExtendBuckets
 from fastlayers.attention.gqa import triton
 from fastlayers.attention.meta import AttentionState
+from fastlayers.linear.fp8_block.deep_gemm import token_counts
 from fastlayers.norm.rms_norm.layer import RMS_NORM
-from fastlayers.registry import Backend
+from fastlayers.registry import LAYERS, Backend, builtin_registry
 from fastlayers.runtime import builds, precompile
 from fastlayers.runtime.compile_log import CompileWatch
 from fastlayers.runtime.kernel_cache import STORES
@@ -40,6 +41,8 @@ def compile(tiles):
 
 class Jit:
     """RMS norm for as many tiles as were compiled; ``deep_gemm`` compiles the others when they come."""
+
+    token_counts = staticmethod(token_counts)
 
     def __init__(self, cfg: Any) -> None:
         self.cfg = cfg
@@ -160,10 +163,16 @@ def test_described_devices_and_packages_that_come_built() -> None:
 
 @pytest.mark.parametrize("most", [1, 2, 63, 64, 100, 4096])
 def test_token_counts_stand_for_all(most: int) -> None:
-    found = precompile.cover(most, edges=(16, 5000), tiles=True)
+    found = precompile.cover(most, edges=(16, 5000), named=token_counts(None, most))
     assert found == sorted(set(found), reverse=True) and found[0] == most and found[-1] == 1
     assert {-(-count // 64) for count in found} == {-(-count // 64) for count in range(1, most + 1)}
     assert {16, 17} & set(range(1, most + 1)) <= set(found)
+
+
+def test_rows_on_deep_gemm_name_the_counts_that_they_compile_for() -> None:
+    rows = [row for layer in LAYERS for row in builtin_registry(layer).ranked if "deep_gemm" in builds.compiling(row)]
+    assert {row.name for row in rows} == {"deep_gemm", "deep_gemm_masked"} and len(rows) == 4
+    assert all(list(row.load().token_counts(None, 200)) == [64, 128, 192] for row in rows)
 
 
 def test_jobs_of_a_package_never_overlap_and_tritons_do() -> None:

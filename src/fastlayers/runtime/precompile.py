@@ -1,7 +1,6 @@
 """What a warm-up compiles side by side: one layer of each kind, at token counts that together stand for all.
 
-token counts of a layer      powers of two and what lies between, both sides of its ladder's edges; where deep_gemm
-                             serves, multiples of 64 as well: its kernels depend on how many tiles the tokens fill
+token counts of a layer      powers of two and what lies between, both sides of its ladder's edges
 decode of attention          the same of requests, in every class of context
 extends that are captured    attention in each bucket, with bounds from the bucket and from the state's size
 other extends                attention of few and many new tokens a request, of one and many requests, behind nothing
@@ -29,7 +28,6 @@ from fastlayers.runtime import builds
 from fastlayers.runtime.streams import side_stream
 from fastlayers.tuning.probe import choices_of
 
-TILE = 64
 # Calls of more tokens run one after another: several at once may not fit beside the model.
 SIDE_BY_SIDE, THREADS = 4096, 8
 # Multiples of it, without their whole parts, are spread evenly over 0 to 1.
@@ -48,7 +46,7 @@ class Job:
     call: Callable[[], Any]
 
 
-def cover(most: int, edges: Iterable[int] = (), tiles: bool = False, named: Iterable[int] = ()) -> list[int]:
+def cover(most: int, edges: Iterable[int] = (), named: Iterable[int] = ()) -> list[int]:
     """Return token counts up to ``most`` which together need what every count does, the largest first.
 
     Parameters
@@ -56,8 +54,6 @@ def cover(most: int, edges: Iterable[int] = (), tiles: bool = False, named: Iter
     most : int
     edges : iterable of int
         Thresholds of ladders: a count on each side.
-    tiles : bool
-        Every multiple of :data:`TILE`, too.
     named : iterable of int
         These, too.
     """
@@ -68,8 +64,6 @@ def cover(most: int, edges: Iterable[int] = (), tiles: bool = False, named: Iter
         power *= 2
     for edge in edges:
         found |= {edge, edge + 1}
-    if tiles:
-        found |= set(range(TILE, most + 1, TILE))
     return sorted((count for count in found if 1 <= count <= most), reverse=True)
 
 
@@ -108,14 +102,13 @@ def jobs_of(
     rungs = [(rung, choice.cfg) for choice in choices for rung in choice.rungs]
     edges = [rung.max_tokens for rung, _ in rungs if rung.max_tokens is not None]
     named = [count for rung, cfg in rungs for count in _named(rung.backend, cfg, max_tokens)]
-    tiles = any("deep_gemm" in builds.compiling(rung.backend) for rung, _ in rungs)
     positions = getattr(getattr(layer, "rotary", None), "max_position", max_tokens)
 
     def calls(count: int) -> None:
         for inputs in examples(layer, count):
             layer(*inputs)
 
-    for count in cover(min(max_tokens, positions), edges, tiles, named):
+    for count in cover(min(max_tokens, positions), edges, named):
         yield Job(f"{label} {count}", count, packages_at(choices, count), lambda n=count: calls(n))  # type: ignore[misc]
     if hasattr(layer, "decode_choice"):
         for context in [context for context in CONTEXTS if context < positions] or [positions - 1]:

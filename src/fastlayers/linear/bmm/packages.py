@@ -10,12 +10,14 @@ writes into the next head, and the rows in use are counted on the device. Source
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fastlayers.linear.bmm.layer import BLOCK_EPS, BmmConfig
+from fastlayers.linear.fp8_block.deep_gemm import token_counts
 from fastlayers.linear.fp8_scaled.triton import quant_e4m3
 from fastlayers.quant.group_quant.layer import GroupQuantConfig
 from fastlayers.quant.group_quant.triton import TritonGroupQuant
@@ -24,24 +26,43 @@ from fastlayers.quant.group_quant.triton import TritonGroupQuant
 TILE = 128
 
 
-class _PackageBmm:
-    """Quantise (three launches), multiply; ``out`` and scales of heads take one more."""
+class _PackageBmm(ABC):
+    """What all of these have in common: without tokens nothing is asked of a package."""
 
     def __init__(self, cfg: BmmConfig) -> None:
         self.cfg = cfg
-        self.multiply = self.load()
-
-    def load(self) -> Callable[..., Any]:
-        """Return the package's function."""
-        raise TypeError(f"{type(self).__name__} does not say how to multiply")
 
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return ``y`` ``[H, T, N]``: ``out``, or a new contiguous tensor."""
+        """Return ``y`` ``[H, T, N]``: ``out``, or a new tensor or a part of one."""
+        if not x.shape[1]:
+            return x.new_empty(x.shape[0], 0, weight.shape[1]) if out is None else out
+        return self.product(x, weight, weight_scale, out)
+
+    @abstractmethod
+    def product(
+        self, x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the same of one token or more."""
+
+
+class _TensorBmm(_PackageBmm):
+    """Quantise (three launches), multiply; ``out`` and scales of heads take one more."""
+
+    def __init__(self, cfg: BmmConfig) -> None:
+        super().__init__(cfg)
+        self.multiply = self.load()
+
+    @abstractmethod
+    def load(self) -> Callable[..., Any]:
+        """Return the package's function."""
+
+    def product(
+        self, x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return ``out``, or a new contiguous tensor."""
         heads, tokens, k = x.shape
-        if not tokens:
-            return x.new_empty(heads, 0, weight.shape[1]) if out is None else out
         codes, scales = quant_e4m3(x.reshape(-1, k), "tensor", None)
         one = weight_scale.numel() == 1
         scale = weight_scale.reshape(1) if one else torch.ones_like(scales[:1])
@@ -55,7 +76,7 @@ class _PackageBmm:
         return y
 
 
-class SglKernelBmm(_PackageBmm):
+class SglKernelBmm(_TensorBmm):
     """By sgl_kernel."""
 
     def load(self) -> Callable[..., Any]:
@@ -66,7 +87,7 @@ class SglKernelBmm(_PackageBmm):
         return found
 
 
-class FlashInferBmm(_PackageBmm):
+class FlashInferBmm(_TensorBmm):
     """By FlashInfer; compiles its module at first use."""
 
     def load(self) -> Callable[..., Any]:
@@ -77,22 +98,23 @@ class FlashInferBmm(_PackageBmm):
         return found
 
 
-class DeepGemmBmm:
+class DeepGemmBmm(_PackageBmm):
     """Copy into whole tiles, quantise, turn the scales, multiply, copy out."""
+
+    token_counts = staticmethod(token_counts)
 
     def __init__(self, cfg: BmmConfig) -> None:
         from deep_gemm import fp8_m_grouped_gemm_nt_masked
 
-        self.cfg, self.multiply = cfg, fp8_m_grouped_gemm_nt_masked
+        super().__init__(cfg)
+        self.multiply = fp8_m_grouped_gemm_nt_masked
         self.quantise = TritonGroupQuant(GroupQuantConfig(eps=BLOCK_EPS))
 
-    def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, out: torch.Tensor | None = None
+    def product(
+        self, x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, out: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return ``y`` ``[H, T, N]``: ``out``, or a part of a new tensor."""
+        """Return ``out``, or a part of a new tensor."""
         heads, tokens, k = x.shape
-        if not tokens:
-            return x.new_empty(heads, 0, weight.shape[1]) if out is None else out
         rows = -(-tokens // TILE) * TILE
         padded = x.new_zeros(heads, rows, k)
         padded[:, :tokens] = x

@@ -6,10 +6,19 @@ steps, on the number of tokens.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fastlayers.linear.fp8_block.package_gemm import PackageGemm, empty_product
 from fastlayers.operators import operator
+
+TILE = 64
+
+
+def token_counts(cfg: Any, most: int) -> range:
+    """Return token counts up to ``most`` of which each may need a kernel of its own: what fills one more tile."""
+    return range(TILE, most + 1, TILE)
 
 
 @operator("fp8_linear_deep_gemm", empty_product)
@@ -24,6 +33,8 @@ def _gemm(q: torch.Tensor, s: torch.Tensor, weight: torch.Tensor, scale: torch.T
 
 class DeepGemmFP8Linear(PackageGemm):
     """Scales of x go in with tokens next to each other and rows rounded up to 4: what its TMA loads."""
+
+    token_counts = staticmethod(token_counts)
 
     def gemm(self, q: torch.Tensor, s: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """Return ``y`` ``[M, N]``."""

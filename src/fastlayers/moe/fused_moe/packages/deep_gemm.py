@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from fastlayers.linear.fp8_block.deep_gemm import token_counts
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.experts_operator import ExpertsBackend, experts_operator
 from fastlayers.moe.fused_moe.token_chunks import token_chunks
@@ -108,6 +109,7 @@ class DeepGemmFusedMoE(ExpertsBackend):
 
     experts = _fused_moe
     masked = False
+    token_counts = staticmethod(token_counts)
 
     def __init__(self, cfg: FusedMoEConfig, config: Mapping[str, int] | None = None) -> None:
         super().__init__(cfg)
