@@ -47,14 +47,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", GQA), "qwen3_moe": ("Qwen3Moe", {**GQA, **SPARSE}),
     "deepseek_v2": ("DeepseekV2", {**MLA, "topk_method": "group_limited_greedy"}), "deepseek_v3": ("DeepseekV3", MLA),
     "gpt_oss": ("GptOss", {**GQA, "num_local_experts": 16, "num_experts_per_tok": 4, "sliding_window": 128}),
+    "llama4": ("Llama4", {
+        **GQA, "num_local_experts": 16, "interleave_moe_layer_step": 2, "intermediate_size": 256,
+        "intermediate_size_mlp": 1024, "attention_chunk_size": 512, "no_rope_layers": [1, 0],
+    }),
 }  # fmt: skip
+CONFIGS = {"Llama4": "Llama4TextConfig"}
 
 
 def build(family: str, dtype: torch.dtype) -> Any:
     """Return a random model in evaluation mode."""
     prefix, own = FAMILIES[family]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{prefix}Config")(**COMMON, **own)
+    config = getattr(transformers, CONFIGS.get(prefix, f"{prefix}Config"))(**COMMON | own)
     return getattr(transformers, f"{prefix}ForCausalLM")(config).to(dtype).eval()
 
 
