@@ -350,9 +350,12 @@ def _tables() -> Iterator[Part]:
         command = f"fastlayers tune {arguments} --quick --seconds {seconds} --out {{dir}}"
         yield Part(f"retune.{name}", command, f"tuned/{layer}", seconds + 5, "10, 16: stale tables", needs)
     # Behind the tuner, which times calls alone: which of what is nearly alike is the fastest in whole steps.
-    command = "benchmarks/whole_steps.py qwen3_8b --seconds 190 --out {out}"
-    target = "10: 2, decode; 16: row 2"
-    yield Part("whole_steps.qwen3_8b", command, "whole_steps_h200.jsonl", 180, target, environment=PLAIN)
+    steps = (("qwen3_8b", "32 8 4 2", 85), ("qwen3_30b_a3b", "1", 35), ("gpt_oss_20b", "1", 30))
+    for model, rows, took in steps:
+        needs = ("triton_kernels",) if model == "gpt_oss_20b" else ()
+        command = f"benchmarks/whole_steps.py {model} --rows {rows} --seconds {took} --out {{out}}"
+        target = "10: 2, decode; 16: rows 1-3"
+        yield Part(f"whole_steps.{model}", command, "whole_steps_h200.jsonl", took + 5, target, needs, 1, PLAIN)
 
 
 # What comes first: figures that most targets ask for and that few seconds give; then the rest as it stands.

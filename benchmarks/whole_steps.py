@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from fastlayers import tuning
 from fastlayers.attention.meta import AttentionBatch
 from fastlayers.device import Device, as_device
 from fastlayers.registry import registry
+from fastlayers.runtime.gc_pause import gc_pause
 from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
 from fastlayers.tuning.provenance import provenance
 from fastlayers.tuning.samples import Option
@@ -40,8 +42,8 @@ SMALL = dict(
     hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
     head_dim=8, vocab_size=96,
 )  # fmt: skip
-# What is tried: times of one call within NEAR of the best, so many a token count; what is tried on: steps within CLOSE.
-NEAR, MOST, CLOSE = 1.15, 6, 1.008
+# What is tried: times of one call within NEAR of the best, MOST a token count; what is tried on: steps within CLOSE.
+NEAR, MOST, CLOSE, FEW = 1.15, 6, 1.008, 3
 # An exchange is kept that gains so much of a step: captures of the same kernels differ by half of it.
 GAIN = 0.003
 INTERPRETED = ("cpu", "triton")
@@ -98,8 +100,11 @@ def places_of(model: Any, context: int) -> list[Place]:
     for module in [m for layer in layers for m in layer.modules()] + [model.lm_head]:
         if getattr(getattr(module, "choice", None), "layer", "") == "linear":
             found.setdefault(str(module.cfg), Place("linear", module.cfg, [])).modules.append(module)
-    cfg = replace(layers[0].self_attn.decode_choice.cfg, context=context)
-    return [*found.values(), Place("gqa", cfg, [layer.self_attn for layer in layers])]
+    attention: dict[str, Place] = {}
+    for layer in layers:  # some have windows, some have not
+        cfg = replace(layer.self_attn.decode_choice.cfg, context=context)
+        attention.setdefault(str(cfg), Place("gqa", cfg, [])).modules.append(layer.self_attn)
+    return [*found.values(), *attention.values()]
 
 
 def near_options(place: Place, rows: int, device: Device) -> list[Option]:
@@ -125,21 +130,22 @@ def near_options(place: Place, rows: int, device: Device) -> list[Option]:
     return [option for option in found if rows <= 4 or not set(vector) & set(option.config)]
 
 
-def prepare(places: Sequence[Place], rows: int, device: Device) -> None:
-    """Set what is installed and what is tried at so many rows, and compile the products in threads."""
-    jobs: list[Callable[[], Any]] = []
+def offer(places: Sequence[Place], rows: int, device: Device) -> None:
+    """Set what is installed, and what is tried, at so many rows."""
     for place in places:
-        module = place.modules[0]
-        choice = module.choice if place.layer == "linear" else _decode_choice(place)
-        rungs = [
-            {"max_tokens": r.max_tokens, "backend": r.backend.name, "config": r.config or {}} for r in choice.rungs
-        ]
-        place.installed = Option.of(tuning.rung_at(rungs, rows))
+        choice = place.modules[0].choice if place.layer == "linear" else _decode_choice(place)
+        rung = next(rung for rung in choice.rungs if rung.max_tokens is None or rows <= rung.max_tokens)
+        place.installed = Option(rung.backend.name, tuple(sorted(dict(rung.config or ()).items())))
         place.options = list(dict.fromkeys([place.installed, *near_options(place, rows, device)]))
-        if place.layer == "linear":
-            x = torch.zeros(rows, place.cfg.in_features, dtype=place.cfg.dtype, device=module.weight.device)
-            for option in place.options:
-                jobs.append(lambda p=place, o=option, x=x, w=module.weight: p.build(o)(x, w, None))  # type: ignore[misc]
+
+
+def compile_products(places: Sequence[Place], rows: int, device: Device) -> None:
+    """Call each product by each of its options once, in threads."""
+    jobs: list[Callable[[], Any]] = []
+    for place in (place for place in places if place.layer == "linear"):
+        module = place.modules[0]
+        x = torch.zeros(rows, place.cfg.in_features, dtype=place.cfg.dtype, device=module.weight.device)
+        jobs += [partial(place.build(option), x, module.weight, module.bias) for option in place.options]
     with torch.inference_mode(), ThreadPoolExecutor(8 if device.type == "cuda" else 1) as pool:
         list(pool.map(lambda job: job(), jobs))
 
@@ -158,11 +164,13 @@ class Rows:
 
     def times(self, variants: Mapping[Any, Mapping[int, Option]], turns: int) -> dict[Any, float]:
         """Return median microseconds of a step with each variant: by place what it exchanges."""
-        step, graphs = self.generator.step, CudaGraphs(runtime=None if self.cuda else EagerRuntime())
-        for name, exchanged in variants.items():
-            for index, place in enumerate(self.places):
-                place.use(exchanged.get(index))
-            graphs.capture(name, step._captured(self.rows, "greedy"))
+        runtime = None if self.cuda else EagerRuntime()
+        step, graphs = self.generator.step, CudaGraphs(runtime=runtime, warm_ups=1, freeze=False)
+        with gc_pause(True):  # one for all of them
+            for name, exchanged in variants.items():
+                for index, place in enumerate(self.places):
+                    place.use(exchanged.get(index))
+                graphs.capture(name, step._captured(self.rows, "greedy"))
         for place in self.places:
             place.use(None)
         each = -(-(self.context + 1) // self.generator.pool.page_size)
@@ -198,7 +206,7 @@ class Rows:
         for number in itertools.count():
             now = {i: chosen.get(i, place.installed) for i, place in enumerate(self.places)}
             tried = {(i, o): chosen | {i: o} for i, o in alive if o != now[i]}
-            turns = self.turns if number else max(1, self.turns // 2)  # most are far off
+            turns = self.turns if number else max(1, self.turns // 3)  # most are far off
             found = self.times({"base": chosen, **tried, "again": chosen}, turns)
             base = statistics.mean((found.pop("base"), again := found.pop("again")))
             head = {"rows": self.rows, "round": number, "base_us": round(base, 1), "again_us": round(again, 1)}
@@ -215,6 +223,17 @@ class Rows:
         yield from self._told(now, found, base)
         both = self.times({"installed": {}, "chosen": chosen}, self.turns)
         yield {"rows": self.rows, **{f"{name}_us": round(us, 1) for name, us in both.items()}}
+
+    def _alive(
+        self, alive: Sequence[tuple[int, Option]], found: Mapping[tuple[int, Option], float], base: float
+    ) -> list[tuple[int, Option]]:
+        """Return what is tried again: of each place the FEW best, and what was installed and may be so again."""
+        kept = []
+        for index, place in enumerate(self.places):
+            here = sorted((o for i, o in alive if i == index), key=lambda option: found.get((index, option), base))
+            near = [option for option in here if found.get((index, option), base) < CLOSE * base]
+            kept += [(index, option) for option in dict.fromkeys([*near[:FEW], place.installed])]
+        return kept
 
     def _told(
         self, now: Mapping[int, Option], found: Mapping[tuple[int, Option], float], base: float
@@ -253,7 +272,8 @@ def bench(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         if now - BEGIN > 0.9 * options.seconds:
             yield {"model": options.model, "left_out": list(options.rows[number:])}
             return
-        prepare(places, rows, as_device(where))
+        offer(places, rows, as_device(where))
+        compile_products(places, rows, as_device(where))
         each = Rows(generator, places, rows, context, options.turns)
         for row in each.search(now + (options.seconds - (now - BEGIN)) / (len(options.rows) - number)):
             yield {"model": options.model} | row
@@ -263,7 +283,7 @@ def bench(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", default="qwen3_8b", choices=("qwen3_8b",))
+    parser.add_argument("model", nargs="?", default="qwen3_8b", choices=tuple(MODELS))
     parser.add_argument("--rows", type=int, nargs="*", default=[32, 8, 4, 2, 16])
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=190)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +12,10 @@ import pytest
 import torch
 
 import fastlayers as fl
+from fastlayers.attention.gqa.config import GQAConfig
 from fastlayers.device import DESCRIBED
-from fastlayers.linear.dense import triton as linear_triton
 from fastlayers.linear.dense.layer import LinearConfig
+from fastlayers.registry import registry
 from fastlayers.tuning.samples import Option
 
 ROOT = Path(__file__).parents[2]
@@ -81,14 +83,38 @@ def test_layers_of_a_shape_are_exchanged_together_and_back(steps: Any) -> None:
     assert [layer.ladder for layer in layers] == kept
 
 
-def test_what_is_tried_on_an_h200_is_what_its_tables_hold_as_nearly_as_fast(steps: Any) -> None:
+@pytest.mark.parametrize("rows", [1, 2, 8, 32])
+def test_what_is_tried_on_an_h200_is_what_its_tables_hold_as_nearly_as_fast(steps: Any, rows: int) -> None:
     h200 = DESCRIBED["H200"]
-    down, out = (steps.Place("linear", LinearConfig(columns, 4096), []) for columns in (12288, 4096))
-    found = steps.near_options(down, 32, h200)
-    tile = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 128, "SPLITS": 2, "VECTOR": 0, "num_warps": 4, "num_stages": 4}
-    assert tile in [dict(option.config) for option in found]  # the best at the next count of rows
-    assert {TORCH, TRITON} < set(found) and len(found) <= 12
-    # One that is the rule's own is tried once, and none without matrix units for so many rows.
-    rule = linear_triton.candidates(down.cfg, 32)[0]
-    assert all(dict(option.config) != rule and not dict(option.config).get("VECTOR") for option in found)
-    assert len(steps.near_options(out, 2, h200)) > 3
+    shapes = ((4096, 6144), (4096, 4096), (4096, 24576), (12288, 4096), (4096, 151936))
+    places = []
+    for columns, features in shapes:
+        cfg = LinearConfig(columns, features)
+        choice = registry("linear").choose(cfg, h200, "auto")
+        places.append(steps.Place("linear", cfg, [SimpleNamespace(choice=choice)]))
+    attention: Any = replace(GQAConfig(32, 8, 128, 0.088, page_size=64), phase="decode", context=1024)
+    choice = registry("gqa").choose_phases(attention, ("decode",), h200, "auto")[0]
+    places.append(steps.Place("gqa", attention, [SimpleNamespace(decode_choice=choice)]))
+    steps.offer(places, rows, h200)
+    for each in places:
+        # A rung's own configuration is among them, and each is built as it was read.
+        assert each.options[0] == each.installed and 2 < len(each.options) <= 2 * steps.MOST + 3
+        assert all(each.build(option) is not None for option in each.options if option != TORCH)
+        rule = registry(each.layer).named("triton").load().candidates(each.cfg, rows)[0]
+        assert [dict(o.config) for o in each.options if o != each.installed].count(rule) == 0
+        assert rows <= 4 or not any(dict(option.config).get("VECTOR") for option in each.options)
+    if rows == 1:
+        assert dict(places[0].installed.config)["VECTOR"] == 1  # of the table's first rung
+    if rows == 32:  # the best at the next count of rows
+        tile = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 128, "SPLITS": 2, "VECTOR": 0, "num_warps": 4, "num_stages": 4}
+        assert tile in [dict(option.config) for option in places[3].options] and TORCH in places[1].options
+
+
+def test_few_of_each_place_are_tried_again_and_always_what_was_installed(steps: Any) -> None:
+    tiles = [Option("triton", (("BLOCK_N", n),)) for n in range(6)]
+    places = [place(steps, 4, TRITON, *tiles)]
+    rows = steps.Rows(SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu"))), places, 32, 20, 4)
+    found = {(0, tile): 1000.0 + n for n, tile in enumerate(tiles)} | {(0, TRITON): 1004.5}
+    alive = [(0, option) for option in (*tiles, TRITON)]
+    assert rows._alive(alive, found, 1000.0) == [(0, option) for option in (*tiles[: steps.FEW], TRITON)]
+    assert rows._alive(alive, dict.fromkeys(alive, 1009.0), 1000.0) == [(0, TRITON)]
