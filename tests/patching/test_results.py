@@ -39,3 +39,6 @@ def test_no_family_is_slower_than_stock_on_a_cpu() -> None:
     assert len(ratios) == 64 and min(ratios) >= 0.97
     text = " ".join((ROOT / "docs" / "patching.md").read_text().split())
     assert f"between {min(ratios):.2f} and {max(ratios):.1f} × stock's speed" in text
+    later = [row[f"{phase}_ratio"] for row in found["llama4"]["rows"] for phase in ("prefill", "decode")]
+    assert len(later) == 8 and min(later) >= 0.97
+    assert f"between {min(later):.2f} and {max(later):.2f} ×: its experts" in text
