@@ -365,16 +365,15 @@ def _ranks(recorder: Recorder) -> None:
         )  # fmt: skip
     for ranks, scatter, gather, quant in (
         (2, True, False, 0), (2, False, True, 0), (2, True, True, 0), (8, True, True, 0), (2, False, True, 1),
-        (8, False, True, 1), (2, True, True, 1), (2, False, True, 2), (2, True, True, 2),
+        (8, False, True, 1), (2, True, True, 1),
     ):  # fmt: skip
-        both, scales = scatter and gather, (0, 0, 0, 0) if not quant else (1 << 20, 0, 56, 1)
-        scales = (1 << 20, 1 << 21, 1, 4096) if quant == 2 else scales
-        recorder.label = f"exchange-{ranks}-{'scatter' * scatter}{'gather' * gather}{('', '-fp8', '-columns')[quant]}"
+        both = scatter and gather
+        recorder.label = f"exchange-{ranks}-{'scatter' * scatter}{'gather' * gather}{'-fp8' * quant}"
         x, weight = _empty(64, 7168, dtype=BF16), _empty(7168, dtype=BF16)
         triton_exchange._exchange_rows.function(
             x, x if both else None, weight if both else None, x, x, table, x, table, table, words, words, words, 1e-6,
             30, 1023, 3, ranks, 2**33, scatter, gather, 0 if both else triton_push.NO_NORM, 0,
-            triton_exchange.CHUNK, *scales,
+            triton_exchange.CHUNK, quant * 2**20, 56, 1,
         )  # fmt: skip
     for ranks in (2, 8):
         recorder.label = f"tokens-{ranks}"

@@ -38,9 +38,6 @@ CHUNK = 8
 # What moves more rows of each rank than so many has more programs with shorter chunks: a reduce-scatter of 16,384 rows
 # of two ranks takes 351 us instead of 396, while small exchanges take up to 6 us more (benchmarks/two_gpus.py rows).
 MANY = 2048
-# Of each rank: from so many rows on scales in columns cross ranks as rows. Each of them is a store of four bytes, which
-# the link takes one by one: 16,384 rows of two ranks took 246 us where rows of scales took 188.
-STAGED_ROWS = 1024
 
 
 def way_of(share: int, normed: bool = False) -> tuple[int, int]:
@@ -81,49 +78,25 @@ def _total(x_ptr, x_stride, inbox_ptr, row, turn, slots, share, hidden, rank, co
 
 
 @triton.jit
-def _quantised(y, at, outboxes_ptr, scales_at, staged_at, s_row, s_group, hidden, rank, BLOCK: tl.constexpr,
-               STAGED: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """Store one row as codes and scales in every rank's outbox: codes first, ``scales_at`` bytes behind them scales.
-
-    ``STAGED``: scales cross ranks as rows, ``staged_at`` bytes behind the codes, and are put into columns there.
-    """
+def _quantised(y, at, outboxes_ptr, scales_at, s_row, s_group, hidden, rank, BLOCK: tl.constexpr, N: tl.constexpr):
+    """Store one row as codes and scales in every rank's outbox: codes first, ``scales_at`` bytes behind them scales."""
     codes, scale = quantised_row(y, BLOCK)
     group = tl.arange(0, BLOCK // 128)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     for hop in tl.static_range(N):
         box = address(outboxes_ptr, (rank + hop) % N, tl.uint8)
         tl.store(box + at * hidden + column, codes.to(tl.uint8, bitcast=True), mask=column < hidden)
-        if STAGED and hop > 0:
-            staged = (box + staged_at).to(tl.pointer_type(tl.float32))
-            tl.store(staged + at * (hidden // 128) + group, scale, mask=group * 128 < hidden)
-        else:
-            scales = (box + scales_at).to(tl.pointer_type(tl.float32))
-            tl.store(scales + at * s_row + group.to(tl.int64) * s_group, scale, mask=group * 128 < hidden)
+        scales = (box + scales_at).to(tl.pointer_type(tl.float32))
+        tl.store(scales + at * s_row + group.to(tl.int64) * s_group, scale, mask=group * 128 < hidden)
 
 
-@triton.jit
-def _put_into_columns(outboxes_ptr, scales_at, staged_at, s_row, s_group, share, hidden, giver, rank,
-                      BLOCK: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """Move the scales that the giver's program of this number has staged here to where they are read."""
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    box, groups = address(outboxes_ptr, rank, tl.uint8), hidden // 128
-    staged = (box + staged_at).to(tl.pointer_type(tl.float32))
-    scales = (box + scales_at).to(tl.pointer_type(tl.float32))
-    group = tl.arange(0, BLOCK // 128)[None, :]
-    for first in range(program, share, ROWS * programs):
-        row = first + tl.arange(0, ROWS)[:, None] * programs
-        at, there = (giver * share + row).to(tl.int64), (row < share) & (group < groups)
-        scale = tl.load(staged + at * groups + group, mask=there, other=0.0, volatile=True)
-        tl.store(scales + at * s_row + group.to(tl.int64) * s_group, scale, mask=there)
-
-
-@kernel(do_not_specialize=("share", "slots", "rank", "deadline_ns", "staged_at", "s_row", "s_group"))
+@kernel(do_not_specialize=("share", "slots", "rank", "deadline_ns", "s_row", "s_group"))
 def _exchange_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, summed_ptr, inboxes_ptr, inbox_ptr, outboxes_ptr, flags_ptr, flag_ptr,
-    state_ptr, status_ptr, x_stride, residual_stride, hidden, eps, share, slots, rank, deadline_ns, scales_at,
-    staged_at, s_row, s_group, N: tl.constexpr, SCATTER: tl.constexpr, GATHER: tl.constexpr, QUANT: tl.constexpr,
-    STAGED: tl.constexpr, ROUNDING: tl.constexpr, HAS_RESIDUAL: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
+    state_ptr, status_ptr, x_stride, residual_stride, hidden, eps, share, slots, rank, deadline_ns, scales_at, s_row,
+    s_group, N: tl.constexpr, SCATTER: tl.constexpr, GATHER: tl.constexpr, QUANT: tl.constexpr,
+    ROUNDING: tl.constexpr, HAS_RESIDUAL: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
     column = tl.arange(0, BLOCK)
@@ -179,8 +152,8 @@ def _exchange_kernel(
                         if not GATHER:
                             tl.store(y_ptr + at * hidden + column, y, mask=inside)
                     if QUANT:
-                        _quantised(y, (rank * share + row).to(tl.int64), outboxes_ptr, scales_at, staged_at,
-                                   s_row, s_group, hidden, rank, BLOCK, STAGED, N)  # fmt: skip
+                        _quantised(y, (rank * share + row).to(tl.int64), outboxes_ptr, scales_at, s_row, s_group,
+                                   hidden, rank, BLOCK, N)  # fmt: skip
                     elif GATHER:
                         for hop in tl.static_range(N):
                             box = address(outboxes_ptr, (rank + hop) % N, dtype)
@@ -194,9 +167,6 @@ def _exchange_kernel(
             giver = (rank + hop) % N
             late = await_signal(flag_ptr + (N + giver) * programs + program, last, late, deadline_ns, status_ptr,
                                 1 + giver)  # fmt: skip
-            if STAGED:
-                _put_into_columns(outboxes_ptr, scales_at, staged_at, s_row, s_group, share, hidden, giver, rank, BLOCK,
-                                  8)  # fmt: skip
     if PART == 0 or PART == 3:
         tl.store(state_ptr + 2 * program, last)
         tl.store(state_ptr + 2 * program + 1, turn + 1)
@@ -207,15 +177,15 @@ def _exchange_rows(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, y: torch.Tensor, summed: torch.Tensor,
     inboxes: torch.Tensor, inbox: torch.Tensor, outboxes: torch.Tensor, flags: torch.Tensor, flag: torch.Tensor,
     state: torch.Tensor, status: torch.Tensor, eps: float, share: int, slots: int, rank: int, size: int,
-    deadline_ns: int, scatter: bool, gather: bool, rounding: int, part: int, chunk: int, scales_at: int, staged_at: int,
-    s_row: int, s_group: int,
+    deadline_ns: int, scatter: bool, gather: bool, rounding: int, part: int, chunk: int, scales_at: int, s_row: int,
+    s_group: int,
 ) -> None:  # fmt: skip
     hidden = x.shape[-1]
     others = x if residual is None else residual
     _exchange_kernel[(state.shape[0],)](
         x, others, x if weight is None else weight, y, summed, inboxes, inbox, outboxes, flags, flag, state, status,
-        x.stride(0), others.stride(0), hidden, eps, share, slots, rank, deadline_ns, scales_at, staged_at, s_row,
-        s_group, N=size, SCATTER=scatter, GATHER=gather, QUANT=scales_at > 0, STAGED=staged_at > 0, ROUNDING=rounding,
+        x.stride(0), others.stride(0), hidden, eps, share, slots, rank, deadline_ns, scales_at, s_row, s_group,
+        N=size, SCATTER=scatter, GATHER=gather, QUANT=scales_at > 0, ROUNDING=rounding,
         HAS_RESIDUAL=residual is not None, CHUNK=chunk, BLOCK=next_power_of_2(hidden), PART=part,
         num_warps=warps_of(hidden), **order(x.device),
     )  # fmt: skip
@@ -243,7 +213,7 @@ class Exchange:
     ) -> None:  # fmt: skip
         self.arena, self.hidden_size, self.dtype, self.slots = arena, hidden_size, dtype, slots
         size = arena.size
-        self.chunk, self.staged_rows = chunk, STAGED_ROWS
+        self.chunk = chunk
         self.inbox = arena.carve((2, size, slots, hidden_size), dtype)
         self.outbox = arena.carve((size * slots, hidden_size), dtype)
         self.flags = arena.carve((2 * size, programs), torch.int32)
@@ -258,7 +228,7 @@ class Exchange:
     def _run(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, y: torch.Tensor,
         summed: torch.Tensor, share: int, eps: float, rounding: str, scatter: bool, gather: bool, part: int,
-        scales: tuple[int, int, int, int] = (0, 0, 0, 0),
+        scales: tuple[int, int, int] = (0, 0, 0),
     ) -> None:  # fmt: skip
         arena = self.arena
         if share > self.slots or x.dtype != self.dtype or x.shape[-1] != self.hidden_size:
@@ -311,13 +281,12 @@ class Exchange:
         self._run(x, residual, weight, x, summed, share, eps, rounding, False, True, part, how)
         return (codes, scales), summed
 
-    def _coded(self, rows: int, layout: str) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int, int, int]]:
+    def _coded(self, rows: int, layout: str) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int, int]]:
         """Return where the outbox holds codes and scales of so many rows, and what tells the kernel so."""
         if self.hidden_size % 128:
             raise ArgumentError("Exchange", "hidden_size", self.hidden_size, "a multiple of 128, to be quantised")
         groups, box = self.hidden_size // 128, self.outbox.tensor.view(-1).view(torch.uint8)
         scales_at = self.arena.size * self.slots * self.hidden_size
-        staged_at = 0
         codes = box[: rows * self.hidden_size].view(torch.float8_e4m3fn).view(rows, self.hidden_size)
         room = box[scales_at:].view(torch.float32)
         if layout == "row":
@@ -325,9 +294,7 @@ class Exchange:
         else:
             padded = rows if layout == "col" else (rows + 3) // 4 * 4
             scales = room[: groups * padded].view(groups, padded).t()[:rows]
-            if rows >= self.staged_rows * self.arena.size:
-                staged_at = scales_at + 4 * groups * padded
-        return codes, scales, (scales_at, staged_at, scales.stride(0), scales.stride(1))
+        return codes, scales, (scales_at, scales.stride(0), scales.stride(1))
 
     def scatter_gather(
         self, x: torch.Tensor, residual: torch.Tensor | None = None, weight: torch.Tensor | None = None,
