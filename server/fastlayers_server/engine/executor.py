@@ -192,7 +192,7 @@ class TorchExecutor:
         self._profiler: Any = None
         self.watch: CompileWatch | None = None
         self.start: list[tuple[str, float]] = []  # what the start spent its seconds on, for :meth:`explain`
-        self.rule = ALL if rejection else VERIFY
+        self._chosen, self.rule = [], ALL if rejection else VERIFY  # type: list[dict[str, Any]], str
         draws = (sampler, self.decoding.table) if rejection else None
         self.mtp: MTPDrafts | None = None
         if mtp and draft_model is None:
@@ -347,12 +347,17 @@ class TorchExecutor:
         }  # fmt: skip
 
     def backends(self) -> list[dict[str, Any]]:
-        """Return what was chosen for every layer of the model, on which evidence, and why not the others."""
-        found = fl.explain(self.model)
-        return [
-            {"module": row.module, "layer": row.place, "chosen": row.chosen, "evidence": row.evidence, "not": lost}
-            for row, lost in zip(found, found.losers(), strict=True)
-        ]
+        """Return what was chosen for every layer of the model, on which evidence, and why not the others.
+
+        It is found once, before requests come: looking into all packages takes longer than a step may.
+        """
+        if not self._chosen:
+            found = fl.explain(self.model)
+            self._chosen = [
+                {"module": row.module, "layer": row.place, "chosen": row.chosen, "evidence": row.evidence, "not": lost}
+                for row, lost in zip(found, found.losers(), strict=True)
+            ]
+        return self._chosen
 
     def graph_counts(self) -> tuple[dict[str, float], dict[str, float]]:
         """Return the replays by graph, and the steps that ran without one by reason."""

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import torch
 
+import fastlayers as fl
 from fastlayers.attention.gqa.config import GQAConfig
 from fastlayers.attention.gqa.triton import _least_part, _num_splits, tile_config
 from fastlayers.errors import ArgumentError, FastlayersError
@@ -41,6 +42,13 @@ def test_parts_of_the_shipped_model() -> None:
     assert json.loads(json.dumps(parts.executor.explain()))["graphs"] == []
     assert not parts.scheduler.config.drop_last_block
     assert build(replace(SMALL, speculative_algorithm="mtp"), phases.append).scheduler.config.drop_last_block
+
+
+def test_what_backends_were_chosen_is_found_before_requests_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = build(SMALL, lambda phase: None).executor
+    monkeypatch.setattr(fl, "explain", lambda model: pytest.fail("it looks once more, while requests wait"))
+    found = executor.backends()
+    assert len(found) > 20 and "rms_norm" in {row["layer"] for row in found}
 
 
 def test_a_random_model_of_known_shapes() -> None:
