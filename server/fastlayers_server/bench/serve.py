@@ -19,7 +19,7 @@ from fastlayers_server.bench import datasets
 from fastlayers_server.bench.client import Answer, Ask, Target, send
 from fastlayers_server.bench.report import TITLES, detail, figures
 from fastlayers_server.flags import flag
-from fastlayers_server.stalls import Collections, Stalls, watch_loop
+from fastlayers_server.stalls import Collections, Stalls, freeze, watch_loop
 
 BACKENDS = ("openai", "vllm", "sglang", "openai-chat")
 MAX_LAG, LOOK_SECONDS = 0.005, 0.01
@@ -239,8 +239,7 @@ async def _one_run(
         lags.append(seconds)
         stalls.late("client's loop", seconds)
 
-    gc.collect()
-    gc.freeze()  # prompts and libraries would be walked while answers are timed
+    freeze()  # prompts and libraries would be walked while answers are timed
     cpu = time.process_time()
     watching = asyncio.ensure_future(watch_loop(late, LOOK_SECONDS))
     with Collections(lambda generation, seconds: stalls.note("client's collector", seconds, generation=generation)):

@@ -14,7 +14,6 @@ forward pass needs no mask, so the tokens of the step before are taken while it 
 
 from __future__ import annotations
 
-import gc
 import logging
 import threading
 import time
@@ -43,7 +42,7 @@ from fastlayers_server.engine.protocol import (
 from fastlayers_server.engine.request import ENDED, TickPlan, TickResult
 from fastlayers_server.engine.scheduler import Scheduler
 from fastlayers_server.engine.speculation import Speculation
-from fastlayers_server.stalls import LONG, Stalls
+from fastlayers_server.stalls import LONG, Stalls, freeze
 
 log = logging.getLogger(__name__)
 STATS_SECONDS = 1.0
@@ -365,12 +364,8 @@ class Engine:
         elif what == "flush_cache":
             value = {"pages": self.scheduler.cache.flush()}
         elif what == "freeze_gc":
-            before = gc.get_count()
-            gc.collect()
-            gc.freeze()
-            objects = gc.get_freeze_count()
-            value = {"before": list(before), "after": list(gc.get_count()), "frozen": objects}
-            value["ranks"] = self.frozen(objects)
+            value = freeze()
+            value["ranks"] = self.frozen(value["frozen"])
         elif what in ("start_profile", "stop_profile"):
             try:
                 value = self.executor.profile(what == "start_profile")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import time
@@ -34,6 +33,7 @@ from fastlayers_server.engine.speculation import Lookups, Speculation
 from fastlayers_server.engine.warming import draw_specially, measure, warm_up
 from fastlayers_server.parallel.groups import Groups
 from fastlayers_server.parallel.together import GroupExecutor
+from fastlayers_server.stalls import freeze
 
 log = logging.getLogger(__name__)
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "e4m3": torch.float8_e4m3fn}
@@ -128,10 +128,10 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1, model: Any = None)
         draw_specially(executor, grammars)
         times.said("draws with wishes")
     seconds["capture"] = time.monotonic() - begin
+    executor.backends()
     executor.watch = CompileWatch()
     if not config.no_freeze_gc:
-        gc.collect()
-        gc.freeze()
+        freeze()
     times.said("collector frozen")
     executor.start = times.parts
     info = EngineInfo(

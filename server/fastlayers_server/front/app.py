@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import hashlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -34,7 +33,7 @@ from fastlayers_server.front.parsers import formats_of
 from fastlayers_server.front.responses import ResponsesRequest, responses
 from fastlayers_server.front.tokens import TokenText
 from fastlayers_server.front.trace import tracing
-from fastlayers_server.stalls import Collections, watch_loop
+from fastlayers_server.stalls import Collections, freeze, watch_loop
 
 if TYPE_CHECKING:
     from fastlayers_server.engine.client import EngineClient
@@ -108,8 +107,7 @@ def make_app(front: Front, limit: int = 4096) -> ASGIApp:
         metrics = front.metrics
         front.link.start(asyncio.get_running_loop())
         if not front.config.no_freeze_gc:  # while the engine starts: it takes tenths of a second of this loop
-            gc.collect()
-            gc.freeze()
+            freeze()
         watching = asyncio.ensure_future(watch_loop(partial(metrics.stalls.late, "loop")))
         try:
             with Collections(metrics.collected):

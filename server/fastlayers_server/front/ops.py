@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import platform
 import time
 from contextlib import suppress
@@ -19,6 +18,7 @@ from fastlayers_server.front.chat import prompt_of
 from fastlayers_server.front.errors import ApiError
 from fastlayers_server.front.generation import Front, bad
 from fastlayers_server.front.schemas import AbortRequest, ChatPrompt, DetokenizeRequest, TokenizeRequest
+from fastlayers_server.stalls import freeze
 
 GENERATE_SECONDS = 10.0
 
@@ -142,15 +142,7 @@ async def explain(request: Request, front: Front) -> Response:
 async def freeze_gc(request: Request, front: Front) -> Response:
     """Keep what lives now out of the collector's work: in the engine, then here."""
     engine = await asked(front, "freeze_gc")
-    before = gc.get_count(), gc.get_freeze_count()
-    gc.collect()
-    gc.freeze()
-    after = gc.get_count(), gc.get_freeze_count()
-    front_side = {
-        "before": {"generations": before[0], "frozen": before[1]},
-        "after": {"generations": after[0], "frozen": after[1]},
-    }
-    return document({"engine": engine, "front": front_side})
+    return document({"engine": engine, "front": freeze()})
 
 
 async def control(request: Request, front: Front) -> Response:

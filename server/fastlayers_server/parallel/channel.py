@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import zlib
 from collections.abc import Sequence
 
@@ -12,7 +11,7 @@ from fastlayers.comm.board import Board
 from fastlayers.comm.parallel import Axis
 
 END = b""  # nothing follows
-FREEZE = b"freeze"  # all ranks freeze what lives, and bring :func:`frozen`
+FREEZE = b"freeze"  # all ranks freeze what lives, and bring how many objects that is
 
 
 class Channel:
@@ -52,13 +51,6 @@ def unpack(message: bytes, device: torch.device) -> torch.Tensor:
     rows = int.from_bytes(message[:8], "little")
     values = torch.frombuffer(bytearray(message[8:]), dtype=torch.int32)
     return values.view(rows, -1).to(device)
-
-
-def frozen() -> bytes:
-    """Keep what lives now out of this process's collector's work; returns how many objects it leaves alone."""
-    gc.collect()
-    gc.freeze()
-    return str(gc.get_freeze_count()).encode()
 
 
 class Digest:

@@ -21,10 +21,11 @@ from fastlayers_server.engine.executor import TorchExecutor, TorchStep
 from fastlayers_server.engine.protocol import TokenLogprobs
 from fastlayers_server.engine.request import Chunk, Request, TickPlan, TickResult
 from fastlayers_server.engine.step import SlotStep
-from fastlayers_server.parallel.channel import FREEZE, Channel, frozen
+from fastlayers_server.parallel.channel import FREEZE, Channel
 from fastlayers_server.parallel.frames import Mirror, encode
 from fastlayers_server.parallel.groups import GroupsPlan, GroupsResult
 from fastlayers_server.parallel.leader import Leader
+from fastlayers_server.stalls import freeze
 
 REPORT = b"report"
 
@@ -193,7 +194,7 @@ def follow_together(executor: GroupExecutor, channel: Channel) -> None:
             channel.collect(_packed(flying.popleft().result()))
             continue
         if message == FREEZE:
-            channel.collect(frozen())
+            channel.collect(str(freeze()["frozen"]).encode())
             continue
         told = _envelope(message)
         plan = mirror.plan(told.frames[group])[0]
