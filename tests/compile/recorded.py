@@ -32,7 +32,7 @@ from fastlayers.linear.int8.layer import Int8LinearConfig
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.packages import deep_gemm
 from fastlayers.moe.fused_moe.swizzle import swizzle
-from fastlayers.moe.fused_moe.triton import mxfp4_hopper, permute
+from fastlayers.moe.fused_moe.triton import mxfp4_hopper, mxfp4_plans, permute
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.moe.placement.triton import TritonSlots
 from fastlayers.moe.router.triton import router_logits
@@ -254,7 +254,7 @@ class Swizzled(mxfp4_hopper.TritonSwizzledFusedMoE):
         return swizzle(weights)
 
 
-def hopper_builds(plans: Iterable[mxfp4_hopper.HopperLaunchConfig], *cfgs: FusedMoEConfig) -> list[KernelBuild]:
+def hopper_builds(plans: Iterable[mxfp4_plans.HopperLaunchConfig], *cfgs: FusedMoEConfig) -> list[KernelBuild]:
     """Return the kernels of MXFP4 experts on a Hopper GPU as these plans launch them, both products and more."""
     with recording() as recorder:
         for cfg in cfgs:
@@ -414,7 +414,7 @@ def builds() -> list[KernelBuild]:
         _attention(recorder)
         _ranks(recorder)
         _patched(recorder)
-    plans = [*(mxfp4_hopper.plan_for(tokens) for tokens in (1, 16, 64, 128)), *mxfp4_hopper.HELD]
+    plans = [*(mxfp4_plans.plan_for(tokens, 2880) for tokens in (1, 16, 64, 128)), *mxfp4_plans.HELD]
     hopper = hopper_builds(plans, GPT_OSS, GPT_OSS_TP2)
     return [*recorder.builds.values(), *hopper]
 

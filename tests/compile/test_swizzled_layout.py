@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fastlayers import env
-from fastlayers.moe.fused_moe.triton import mxfp4_hopper
+from fastlayers.moe.fused_moe.triton import mxfp4_plans
 from fastlayers.testing.compile_check import KernelBuild, compiled_for
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -20,8 +20,9 @@ pytestmark = [pytest.mark.compile, pytest.mark.skipif(env.triton_interpret(), re
 
 def every_plan() -> list[KernelBuild]:
     """Return the kernels of all candidates."""
-    plans = dict.fromkeys(plan for tokens in (1, 4, 16, 64, 128) for plan in mxfp4_hopper.plans(tokens))
-    return [build for build in hopper_builds(plans, GPT_OSS) if build.kernel.__name__.startswith(("swizzled", "held"))]
+    plans = dict.fromkeys(plan for tokens in (1, 4, 16, 64, 128) for plan in mxfp4_plans.plans(tokens, 2880))
+    kinds = ("swizzled", "held", "rows")
+    return [build for build in hopper_builds(plans, GPT_OSS) if build.kernel.__name__.startswith(kinds)]
 
 
 @pytest.mark.parametrize("build", [] if env.triton_interpret() else every_plan(), ids=lambda build: build.name)
@@ -33,8 +34,12 @@ def test_threads_hold_their_lanes(build: KernelBuild) -> None:
     (right,) = re.findall(layout + rf"warpsPerCTA = \[1, {warps}, 1\]", text, re.MULTILINE)
     products = [line for line in text.splitlines() if "mma.sync" in line or "ld.global.v4" in line]
     held = build.kernel.__name__.startswith("held")
-    # All steps of a warp are spelt out where codes are held.
+    rows = build.kernel.__name__.startswith("rows")
+    # All steps of a warp are spelt out where codes are held; else those ahead, for each number of groups of a block.
     steps = -(-(GPT_OSS.hidden_size // 64) // warps) if held else 1
+    ahead = build.constexprs["R"] * build.constexprs["AHEAD"] if rows else 0
+    if rows:
+        steps = ahead * (build.constexprs["TOKENS"] // 8)
     assert sum("mma.sync" in line for line in products) == steps
     for line in products:
         used = re.findall(r"tensor<\d+x\d+x128x[^,>]+(?:<[^>]*>)?, (#\w+)>", line)
@@ -43,6 +48,12 @@ def test_threads_hold_their_lanes(build: KernelBuild) -> None:
         # The only thing that brings codes: before the wait, 16 bytes a thread and step; nothing else of that width is.
         before, _, after = compiled.asm["ptx"].partition("griddepcontrol.wait")
         assert len(re.findall(r"ld\.global[.\w:]*v4", before)) >= steps and "cp.async" not in before + after
+        return
+    if rows:
+        # Codes of the steps ahead before the wait, scales with them, and of the alignment what a block has.
+        before, wait, after = compiled.asm["ptx"].partition("griddepcontrol.wait")
+        assert wait and len(re.findall(r"ld\.global[.\w:]*v4", before)) == ahead and "st.global" not in before
+        assert "cp.async" not in before + after
         return
     copies = re.findall(r"cp\.async\.c[ag]\.shared\.global .*, (0x\w+), ", compiled.asm["ptx"])
     assert {int(size, 16) for size in copies} == {4, 16}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from dataclasses import replace
 from functools import lru_cache
@@ -18,8 +19,9 @@ from fastlayers.moe.fused_moe import cases
 from fastlayers.moe.fused_moe.layer import FUSED_MOE, FusedMoEConfig
 from fastlayers.moe.fused_moe.reference import ReferenceFusedMoE
 from fastlayers.moe.fused_moe.swizzle import swizzle_codes, swizzle_scales
-from fastlayers.moe.fused_moe.triton import mxfp4_hopper
-from fastlayers.moe.fused_moe.triton.mxfp4_hopper import HopperLaunchConfig, TritonSwizzledFusedMoE
+from fastlayers.moe.fused_moe.triton import mxfp4_hopper, mxfp4_mma, mxfp4_plans, mxfp4_rows
+from fastlayers.moe.fused_moe.triton.mxfp4_hopper import TritonSwizzledFusedMoE
+from fastlayers.moe.fused_moe.triton.mxfp4_plans import HopperLaunchConfig
 from fastlayers.moe.fused_moe.weights import MoEWeights
 from fastlayers.testing.parity import check_parity, compare
 
@@ -74,11 +76,11 @@ def test_parity() -> None:
 
 
 PLANS = [
-    HopperLaunchConfig(0, 1, 4, 4, 2, 2, 3, 0),
-    HopperLaunchConfig(8, 2, 1, 3, 1, 8, 4, 0),
-    HopperLaunchConfig(16, 4, 2, 4, 2, 4, 4, 1),
-    HopperLaunchConfig(8, 1, 2, 3, 8, 1, 3, 1),
-    HopperLaunchConfig(0, 1, 4, 4, 2, 2, 4, 1, 3),
+    HopperLaunchConfig(0, 1, 4, 4, 2, 2, 3),
+    HopperLaunchConfig(8, 2, 1, 3, 1, 8, 4),
+    HopperLaunchConfig(16, 4, 2, 1, 2, 4, 2),
+    HopperLaunchConfig(32, 1, 2, 2, 1, 4, 1),
+    HopperLaunchConfig(0, 1, 4, 4, 2, 2, 4, 3),
 ]
 
 
@@ -106,7 +108,7 @@ def few_tokens(plan: HopperLaunchConfig) -> torch.Tensor:
 
 
 # Two steps a warp in both products.
-PLAIN = HopperLaunchConfig(0, 1, 1, 3, 1, 2, 3, 1)
+PLAIN = HopperLaunchConfig(0, 1, 1, 3, 1, 2, 3)
 
 
 @lru_cache
@@ -160,11 +162,111 @@ def test_planted_bug_in_held_kernels_shows(name: str, tmp_path: Path, monkeypatc
         mxfp4_hopper._launches.cache_clear()
 
 
+# Blocks of 8: of one expert four groups of eight have pairs, of others three, two and one.
+BLOCKS = HopperLaunchConfig(8, 1, 2, 1, 1, 2, 1)
+
+
+def many_tokens(plan: HopperLaunchConfig) -> torch.Tensor:
+    """Return thirty tokens' result, all of them by the first expert, over columns that end inside a step."""
+    case = replace(cases.SPEC.case("mxfp4_bf16"), cfg=replace(OSS, hidden_size=96, intermediate_size=64))
+    case = replace(case, shape={"num_tokens": 30, "dtype": torch.bfloat16, "load": "uneven"})
+    inputs = cases.make_inputs(case, torch.device("cpu"), 7)
+    second = torch.tensor([1] * 18 + [2] * 9 + [3, -1, 3], dtype=torch.int32)
+    inputs["topk_ids"] = torch.stack([torch.zeros_like(second), second], 1)
+    ours = TritonSwizzledFusedMoE(case.cfg, plan.config())
+    y: torch.Tensor = cases.run(ours, inputs, cases.prepare(ours, inputs))["y"]
+    return y
+
+
+@lru_cache
+def in_blocks() -> torch.Tensor:
+    return many_tokens(BLOCKS)
+
+
+@interpreted
+def test_blocks_of_any_size_give_the_same_bits() -> None:
+    wanted = in_blocks()
+    for plan in (HopperLaunchConfig(32, 1, 4, 2, 2, 1, 2), HopperLaunchConfig(16, 2, 2, 1, 1, 8, 3)):
+        assert torch.equal(many_tokens(plan), wanted), plan
+
+
+BLOCK_MUTANTS = {
+    "first tile's codes": ("held[i * R + r], held_scales", "held[i * R], held_scales"),
+    "scales of a step before": ("scales + step * 64, inside", "scales + (step - step % 2) * 64, inside"),
+    "codes a step late": ("step + AHEAD, STEPS", "step + AHEAD - 1, STEPS"),
+    "first group again": ("(block * STEPS + step) * 256", "step * 256"),
+    "third group left out": ("elif count <= 16:", "elif count <= 24:"),
+    "fourth group left out": ("elif count <= 24:", "elif count <= 32:"),
+    "unweighted": ("(sums[r * BLOCKS + i] + bias) * weight", "sums[r * BLOCKS + i] + bias"),
+    "no bias": ("(sums[r * BLOCKS + i] + bias) * weight", "sums[r * BLOCKS + i] * weight"),
+    "two slots in one place": ("slot % 8 * 32", "slot % 4 * 32"),
+    "tokens of the pairs' numbers": ("(pair // PER_TOKEN).to", "(pair // PER_TOKEN // 2).to"),
+    "empty groups gathered, full ones not": ("slot // 8 * 8) >= num_pairs", "slot // 8 * 8 + 7) >= num_pairs"),
+}
+
+
+# The others are planted where there is time.
+QUICK = ("codes a step late", "first group again", "third group left out", "unweighted", "two slots in one place")
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in BLOCK_MUTANTS]
+)
+def test_planted_bug_in_blocks_shows(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, after = BLOCK_MUTANTS[name]
+    text = Path(mxfp4_rows.__file__).read_text()
+    assert before in text, f"the kernels no longer have {before!r}"
+    path = tmp_path / "mutant_mxfp4_rows.py"
+    path.write_text(text.replace(before, after))
+    spec = importlib.util.spec_from_file_location("mutant_mxfp4_rows", path)
+    assert spec is not None and spec.loader is not None
+    mutant = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mutant)
+    wanted = in_blocks()
+    for kernel in ("gather_kernel", "rows_gate_up_kernel", "rows_down_kernel"):
+        monkeypatch.setattr(mxfp4_hopper, kernel, getattr(mutant, kernel))
+    mxfp4_hopper._launches.cache_clear()
+    try:
+        found = many_tokens(HopperLaunchConfig(32, 2, 1, 1, 2, 1, 1))
+        assert not torch.equal(found, wanted), f"{name} changes nothing"
+    finally:
+        mxfp4_hopper._launches.cache_clear()
+
+
 def test_candidates_are_plans() -> None:
     for tokens in (1, 4, 16, 64, 512):
         found = TritonSwizzledFusedMoE.candidates(OSS, tokens)
         assert 0 < len(found) <= 40 and len({str(config) for config in found}) == len(found)
         assert all(TritonSwizzledFusedMoE(OSS, config).plan is not None for config in found)
+        assert found[0] == mxfp4_plans.plan_for(tokens, 192).config()
+
+
+def test_codes_of_long_rows_are_not_held() -> None:
+    assert mxfp4_plans.plan_for(1, mxfp4_plans.MAX_HELD).held == 3
+    for tokens in (1, 4):
+        assert mxfp4_plans.plan_for(tokens, mxfp4_plans.MAX_HELD + 1).held == 0
+        assert not any(plan.held for plan in mxfp4_plans.plans(tokens, mxfp4_plans.MAX_HELD + 1))
+
+
+def fourth(word: int) -> int:
+    """Return the fourth codes of both halves as bf16 has them, bit by bit as the head of swizzle.py says."""
+    return sum(
+        (word >> at & 1) << to
+        for h in (0, 16)
+        for at, to in ((14 + h, 15 + h), (11 + h, 8 + h), (10 + h, 7 + h), (13 + h, 6 + h))
+    )
+
+
+def test_fourth_code_by_one_product() -> None:
+    text = mxfp4_mma.CODES[0].value
+    masked, factor, taken, sign = (int(number, 16) for number in re.search(
+        r"and\.b32 u, \$4, (0x\w+);\nmul\.hi\.u32 u, u, (0x\w+);\nshl\.b32 v, \$4, 1;\nand\.b32 v, v, (0x\w+);\n"
+        r"lop3\.b32 a3, u, (0x\w+), v, 0xEA;", text,
+    ).group(1, 2, 4, 3))  # fmt: skip
+    for half in range(1 << 16):
+        for word in (half, half << 16, half | 0xFFFF0000, half << 16 | 0xFFFF):
+            assert ((word & masked) * factor >> 32) & taken | word << 1 & sign == fourth(word), hex(word)
 
 
 def test_scales_beyond_the_range_are_named() -> None:

@@ -2,7 +2,7 @@
 
 Weights are in the layout of :mod:`fastlayers.moe.fused_moe.swizzle`: the 16 bytes that a thread copies are the left
 operands of four m16n8k16 products, rows of an expert times 8 tokens. Nothing is exchanged between threads and nothing
-transposed; decoding takes 15 instructions for 8 codes. Warps of a program take the steps of a tile in turns.
+transposed; decoding takes 15 instructions for 8 codes. How warps share it: ``mxfp4_hopper.py``, ``mxfp4_rows.py``.
 
 Every tensor of a product has the shape [R tiles, W warps, 32 lanes * 4], and the instructions are right only if a
 thread holds the four numbers of its lane: ``tests/compile/test_swizzled_layout.py`` reads that from the compiled
@@ -15,21 +15,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fastlayers.moe.fused_moe.triton.activation import activation_of
 from fastlayers.triton_lang import INTERPRET
 
 # A code's bits times its scale's make a bf16 number that is 2^64 too small: one product, and scales up to 2^65 fit.
 _FOLD = 64
 MAX_SCALE = 128 + _FOLD
-_UNFOLD = tl.constexpr(2.0**_FOLD)
+UNFOLD = tl.constexpr(2.0**_FOLD)
 
 
-def _product(blocks: int) -> tuple[tl.constexpr, tl.constexpr]:
+def product_of(blocks: int, scales: int) -> tuple[tl.constexpr, tl.constexpr]:
     """Return the instructions of four products for ``blocks`` times 8 tokens, and their operands' constraints.
 
-    Operands: results (4 a block), weights (4), the scales' bytes (1), sums so far (4 a block), tokens (8 a block).
+    Operands: results (4 a block), weights (4), the scales' four bytes (``scales`` words, of which the first has them),
+    sums so far (4 a block), tokens (8 a block).
     """
     outs, words = 4 * blocks, [f"${4 * blocks + i}" for i in range(4)]
-    scales, sums = f"${outs + 4}", outs + 5
+    bytes_, sums = f"${outs + 4}", outs + 4 + scales
     tokens = sums + outs
     lines = [".reg .b32 a0, a1, a2, a3, u, v, m0, m1;", ".reg .b16 low, high;"]
     lines += [f".reg .f32 c{i};" for i in range(outs)]
@@ -39,7 +41,7 @@ def _product(blocks: int) -> tuple[tl.constexpr, tl.constexpr]:
         if q % 2 == 0:
             # Both rows' bytes, as bf16's exponents; the multiplications below take one half of it twice.
             lines += [
-                f"prmt.b32 u, {scales}, 0, {0x4140 + 0x202 * (q // 2):#x};",
+                f"prmt.b32 u, {bytes_}, 0, {0x4140 + 0x202 * (q // 2):#x};",
                 f"mad.lo.u32 u, u, 128, {add:#x};",
                 "mov.b32 {low, high}, u;",
                 "mov.b32 m0, {low, low};",
@@ -51,12 +53,13 @@ def _product(blocks: int) -> tuple[tl.constexpr, tl.constexpr]:
             "and.b32 a1, u, 0x81C081C0;",
             f"shl.b32 u, {word}, 6;",
             "and.b32 a2, u, 0x81C081C0;",
-            f"shr.b32 u, {word}, 3;",
-            "and.b32 u, u, 0x01800180;",
+            # The fourth: bits 11 and 10 go 3 down and bit 13 goes 7 down, both as the upper half of one product: a
+            # multiplication is not for the pipe of half the rate that all the rest keeps busy, as shifts down are.
+            f"and.b32 u, {word}, 0x2C002C00;",
+            "mul.hi.u32 u, u, 0x22000000;",
             f"shl.b32 v, {word}, 1;",
-            "lop3.b32 u, v, 0x80008000, u, 0xEA;",
-            f"shr.b32 v, {word}, 7;",
-            "lop3.b32 a3, v, 0x00400040, u, 0xEA;",
+            "and.b32 v, v, 0x80008000;",
+            "lop3.b32 a3, u, 0x01C001C0, v, 0xEA;",
             *(f"mul.bf16x2 a{i}, a{i}, m{i % 2};" for i in range(4)),
         ]
         for block in range(blocks):
@@ -66,13 +69,14 @@ def _product(blocks: int) -> tuple[tl.constexpr, tl.constexpr]:
                 f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{{c}}}, {{a0, a1, a2, a3}}, {{{pair}}}, {{{c}}};"
             )
     lines += [f"mov.f32 ${i}, c{i};" for i in range(outs)]
-    constraints = ["=f"] * outs + ["r"] * 5 + ["f"] * outs + ["r"] * (8 * blocks)
+    constraints = ["=f"] * outs + ["r"] * (4 + scales) + ["f"] * outs + ["r"] * (8 * blocks)
     text = "{\n" + "\n".join(lines) + "\n}"
     return tl.constexpr(text), tl.constexpr(",".join(constraints))
 
 
-_CODE1, _OPERANDS1 = _product(1)
-_CODE2, _OPERANDS2 = _product(2)
+_CODE1, _OPERANDS1 = product_of(1, 1)
+CODES, OPERANDS = zip(*(product_of(blocks, 4) for blocks in (1, 2, 3, 4)), strict=True)
+_CODE1W, _OPERANDS1W = CODES[0], OPERANDS[0]
 
 
 @triton.jit
@@ -92,7 +96,7 @@ def _halves(word):
 
 
 @triton.jit
-def _plain(word, scale, x0, x1, acc, R: tl.constexpr, W: tl.constexpr):
+def plain(word, scale, x0, x1, acc, R: tl.constexpr, W: tl.constexpr):
     """Do what the instructions do, in Triton's own words: for its interpreter."""
     fourth = ((word << 1) & 0x8000) | ((word >> 3) & 0x180) | ((word >> 7) & 0x40)
     upper = word >> 16
@@ -116,7 +120,7 @@ def _plain(word, scale, x0, x1, acc, R: tl.constexpr, W: tl.constexpr):
 @triton.jit
 def _step(word, scale, x0, x1, acc, R: tl.constexpr, W: tl.constexpr):
     if INTERPRET:
-        return _plain(word, scale, x0, x1, acc, R, W)
+        return plain(word, scale, x0, x1, acc, R, W)
     else:
         return tl.inline_asm_elementwise(
             _CODE1, _OPERANDS1, [word, scale, acc, x0, x1], dtype=tl.float32, is_pure=False, pack=4
@@ -124,18 +128,7 @@ def _step(word, scale, x0, x1, acc, R: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def _two_steps(word, scale, x0, x1, y0, y1, acc0, acc1, R: tl.constexpr, W: tl.constexpr):
-    if INTERPRET:
-        return _plain(word, scale, x0, x1, acc0, R, W), _plain(word, scale, y0, y1, acc1, R, W)
-    else:
-        return tl.inline_asm_elementwise(
-            _CODE2, _OPERANDS2, [word, scale, acc0, acc1, x0, x1, y0, y1], dtype=(tl.float32, tl.float32),
-            is_pure=False, pack=4,
-        )  # fmt: skip
-
-
-@triton.jit
-def _zeros(pointers, W: tl.constexpr):
+def zeros_of(pointers, W: tl.constexpr):
     """Return zeros that lie as the numbers of ``pointers`` do where they are loaded: four neighbours a thread."""
     if INTERPRET:
         return tl.zeros([1, W, 128], tl.int32)
@@ -147,17 +140,45 @@ def _zeros(pointers, W: tl.constexpr):
 
 
 @triton.jit
-def _tokens(pointers, mask, R: tl.constexpr, W: tl.constexpr, ASYNC: tl.constexpr):
-    """Return words of tokens; not ASYNC: through L1, where the programs of an expert find them."""
-    if ASYNC or INTERPRET:
-        words = tl.load(pointers, mask=mask, other=0)
+def tokens_of(pointers, inside, W: tl.constexpr):
+    """Return words of tokens ``[1, W, 128]``, four a thread, through L1; zeros where not inside."""
+    if INTERPRET:
+        return tl.load(pointers, mask=inside, other=0)
     else:
-        words = tl.inline_asm_elementwise(
+        return tl.inline_asm_elementwise(
             "{.reg .pred p; setp.ne.b32 p, $8, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
             " @p ld.global.v4.b32 {$0, $1, $2, $3}, [$4];}",
-            "=&r,=&r,=&r,=&r,l,l,l,l,r,r,r,r", [pointers, mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=4,
+            "=&r,=&r,=&r,=&r,l,l,l,l,r,r,r,r", [pointers, tl.broadcast_to(inside, [1, W, 128]).to(tl.int32)],
+            dtype=tl.int32, is_pure=False, pack=4,
         )  # fmt: skip
-    return tl.broadcast_to(words, [R, W, 128])
+
+
+@triton.jit
+def scales_of(pointers, inside, W: tl.constexpr):
+    """Return a thread's four scales ``[1, W, 128]`` in the first of its four words; none where not inside.
+
+    As bytes they would be taken apart and put together again, which costs as much as decoding a word of codes.
+    """
+    if INTERPRET:
+        return tl.load(pointers, mask=inside, other=0)
+    else:
+        return tl.inline_asm_elementwise(
+            "{.reg .pred p; setp.ne.b32 p, $8, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
+            " @p ld.global.b32 $0, [$4];}",
+            "=&r,=&r,=&r,=&r,l,l,l,l,r,r,r,r", [pointers, tl.broadcast_to(inside, [1, W, 128]).to(tl.int32)],
+            dtype=tl.int32, is_pure=False, pack=4,
+        )  # fmt: skip
+
+
+@triton.jit
+def _step_by_words(word, scale, x0, x1, acc, R: tl.constexpr, W: tl.constexpr):
+    """As ``_step``, the scales as :func:`scales_of` returns them."""
+    if INTERPRET:
+        return plain(word, scale, x0, x1, acc, R, W)
+    else:
+        return tl.inline_asm_elementwise(
+            _CODE1W, _OPERANDS1W, [word, scale, acc, x0, x1], dtype=tl.float32, is_pure=False, pack=4
+        )
 
 
 @triton.jit
@@ -173,7 +194,7 @@ def ask(w_ptr, s_ptr, tile, LENGTH: tl.constexpr, W: tl.constexpr):
     for start in tl.static_range(0, STEPS, W):
         step = start + warp
         held = held + (tl.load(words + step * 32, mask=step < STEPS, other=0),)  # type: ignore[assignment]
-        held_scales = held_scales + (tl.load(scales + step * 64, mask=step < STEPS, other=0),)  # type: ignore[assignment]
+        held_scales = held_scales + (scales_of(scales + step * 64, step < STEPS, W),)  # type: ignore[assignment]
     return held, held_scales
 
 
@@ -186,50 +207,76 @@ def multiply_held(
     HALVES: tl.constexpr = LENGTH // 32
     warp = tl.arange(0, W)[None, :, None]
     e = tl.arange(0, 128)[None, None, :]
-    zeros = _zeros(w_ptr + warp * 128 + e, W)
+    zeros = zeros_of(w_ptr + warp * 128 + e, W)
     x_rows = x_ptr + row.to(tl.int64) * (LENGTH // 2) + e % 16 + zeros
     acc = tl.broadcast_to(zeros.to(tl.float32, bitcast=True), [R, W, 128])
     for i in tl.static_range((STEPS + W - 1) // W):
         step = i * W + warp
-        x0 = _tokens(x_rows + step * 32, step < STEPS, R, W, False)
-        x1 = _tokens(x_rows + step * 32 + 16, step * 2 + 1 < HALVES, R, W, False)
-        acc = _step(held[i], held_scales[i], x0, x1, acc, R, W)
-    return tl.sum(acc, axis=1) * _UNFOLD
+        x0 = tl.broadcast_to(tokens_of(x_rows + step * 32, step < STEPS, W), [R, W, 128])
+        x1 = tl.broadcast_to(tokens_of(x_rows + step * 32 + 16, step * 2 + 1 < HALVES, W), [R, W, 128])
+        acc = _step_by_words(held[i], held_scales[i], x0, x1, acc, R, W)
+    return tl.sum(acc, axis=1) * UNFOLD
 
 
 @triton.jit
 def multiply(
-    x_ptr, row0, row1, w_ptr, s_ptr, tile, LENGTH: tl.constexpr,
-    R: tl.constexpr, W: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr, ASYNC: tl.constexpr,
-):  # fmt: skip
-    """Return sums over LENGTH columns of tiles ``[R,1,1]`` with rows ``[1,1,128]`` of x, two blocks if WIDE.
-
-    Their shape is ``[R, 128]``.
-    """
+    x_ptr, row, w_ptr, s_ptr, tile, LENGTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr
+):
+    """Return sums ``[R, 128]`` over LENGTH columns of tiles ``[R,1,1]`` with rows ``[1,1,128]`` of x."""
     STEPS: tl.constexpr = (LENGTH + 63) // 64
     HALVES: tl.constexpr = LENGTH // 32
     warp = tl.arange(0, W)[None, :, None]
     e = tl.arange(0, 128)[None, None, :]
     words = w_ptr + (tile * 4 + e // 32) * ((LENGTH + 127) // 128 * 64) + e % 32
     scales = s_ptr + (tile // 16 * 8 + tile % 8) * (STEPS * 64) + tile // 8 % 2 * 32 + e // 16 * 4 + e % 4
-    zeros = _zeros(w_ptr + warp * 128 + e, W)
-    x_rows = x_ptr + row0.to(tl.int64) * (LENGTH // 2) + e % 16
-    y_rows = x_ptr + row1.to(tl.int64) * (LENGTH // 2) + e % 16
-    if not ASYNC:
-        x_rows, y_rows = x_rows + zeros, y_rows + zeros
-    acc0 = tl.broadcast_to(zeros.to(tl.float32, bitcast=True), [R, W, 128])
-    acc1 = acc0
+    zeros = zeros_of(w_ptr + warp * 128 + e, W)
+    x_rows = x_ptr + row.to(tl.int64) * (LENGTH // 2) + e % 16 + zeros
+    acc = tl.broadcast_to(zeros.to(tl.float32, bitcast=True), [R, W, 128])
     for start in tl.range(0, STEPS, W, num_stages=STAGES):
         step = start + warp
-        inside, more = step < STEPS, step * 2 + 1 < HALVES
+        inside = step < STEPS
         word = tl.load(words + step * 32, mask=inside, other=0)
         scale = tl.load(scales + step * 64, mask=inside, other=0)
-        x0 = _tokens(x_rows + step * 32, inside, R, W, ASYNC)
-        x1 = _tokens(x_rows + step * 32 + 16, more, R, W, ASYNC)
-        if WIDE:
-            y0 = _tokens(y_rows + step * 32, inside, R, W, ASYNC)
-            y1 = _tokens(y_rows + step * 32 + 16, more, R, W, ASYNC)
-            acc0, acc1 = _two_steps(word, scale, x0, x1, y0, y1, acc0, acc1, R, W)
-        else:
-            acc0 = _step(word, scale, x0, x1, acc0, R, W)
-    return tl.sum(acc0, axis=1) * _UNFOLD, tl.sum(acc1, axis=1) * _UNFOLD
+        x0 = tl.broadcast_to(tokens_of(x_rows + step * 32, inside, W), [R, W, 128])
+        x1 = tl.broadcast_to(tokens_of(x_rows + step * 32 + 16, step * 2 + 1 < HALVES, W), [R, W, 128])
+        acc = _step(word, scale, x0, x1, acc, R, W)
+    return tl.sum(acc, axis=1) * UNFOLD
+
+
+@triton.jit
+def inner_columns(tile):
+    """Return the inner columns of tiles ``[R, 1]`` of gate and up rows, ``[R, 64]``: (g // 2, t, b, n)."""
+    f = tl.arange(0, 64)[None, :]
+    return tile * 8 + f // 2 % 2 * 4 + f // 16
+
+
+@triton.jit
+def inner_bias(bias_ptr, tile, INNER: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Return the biases of gate and up rows of tiles ``[R, 1]``."""
+    column = inner_columns(tile)
+    if HAS_BIAS:
+        gate = tl.load(bias_ptr + column * 2, mask=column < INNER, other=0.0)
+        return gate, tl.load(bias_ptr + column * 2 + 1, mask=column < INNER, other=0.0)
+    else:
+        return 0.0, 0.0
+
+
+@triton.jit
+def inner_of(both, bias, alpha, limit, R: tl.constexpr):
+    """Apply bias and activation to ``both`` ``[R, 128]``, gate and up rows in turns."""
+    turned = tl.permute(tl.reshape(both, [R, 4, 2, 16]), (0, 1, 3, 2))
+    gate, up = tl.split(turned)
+    gate, up = tl.reshape(gate, [R, 64]) + bias[0], tl.reshape(up, [R, 64]) + bias[1]
+    return activation_of(gate, up, alpha, limit, True)
+
+
+@triton.jit
+def place_of(column):
+    """Return where a column of a block of 32, (q, h, t, c), lies: (t, q, h, c)."""
+    return column % 8 // 2 * 8 + column // 8 % 4 * 2 + column % 2
+
+
+@triton.jit
+def column_at(place):
+    """Return which column lies at a place of all."""
+    return place // 32 * 32 + place // 2 % 4 * 8 + place // 8 % 4 * 2 + place % 2
