@@ -334,7 +334,8 @@ def _tables() -> Iterator[Part]:
         ("mla_tp8", "deepseek-ai/DeepSeek-V3 --tp 8 --layer mla", PACKAGES),
         ("mla_tp8_e4m3", "deepseek-ai/DeepSeek-V3 --tp 8 --kv-dtype e4m3 --layer mla", PACKAGES),
         ("gqa", "Qwen/Qwen3-8B Qwen/Qwen3-30B-A3B openai/gpt-oss-20b --layer gqa", PACKAGES),
-        ("fused_moe", "Qwen/Qwen3-30B-A3B openai/gpt-oss-20b --layer fused_moe", ("triton_kernels",)),
+        ("fused_moe_qwen3_30b", "Qwen/Qwen3-30B-A3B --layer fused_moe", ()),
+        ("fused_moe_gpt_oss", "openai/gpt-oss-20b --layer fused_moe", ("triton_kernels",)),
         ("fused_moe_tp8", "deepseek-ai/DeepSeek-V3 --tp 8 --layer fused_moe", PACKAGES),
         ("fused_moe_257", f"--layer fused_moe --shape {_SHARED},I=256 --shape {_SHARED},I=2048", PACKAGES),
         ("rms_norm", "Qwen/Qwen3-8B Qwen/Qwen3-30B-A3B openai/gpt-oss-20b --layer rms_norm", ()),
@@ -344,7 +345,7 @@ def _tables() -> Iterator[Part]:
         ("weight_only_linear", "--layer weight_only_linear --shape N=6144,K=4096 --tokens 1,4,16,64", ()),
     )
     # FlashInfer builds its kernels meanwhile; 80 seconds measured the first token count, or all but the last.
-    more = {"mla_tp8": 160, "gqa": 240, "fused_moe": 110, "fused_moe_tp8": 110}
+    more = {"mla_tp8": 160, "gqa": 240, "fused_moe_gpt_oss": 70, "fused_moe_tp8": 110}
     for name, arguments, needs in tunes:
         layer, seconds = arguments.partition("--layer ")[2].partition(" ")[0], more.get(name, 80)
         command = f"fastlayers tune {arguments} --quick --seconds {seconds} --out {{dir}}"
@@ -378,6 +379,7 @@ def value(part: Part) -> int:
 PARTS = tuple(sorted((*_single(), *_served(), *_suites(), *_ranks(), *_layers(), *_starts(), *_tables()), key=value))
 # Results of GPUs that no part renews, and why.
 HISTORY = {
+    "mxfp4_rows_h200.jsonl": "experiments with MXFP4 experts; benchmarks/notes/fused_moe_triton.md",
     "few_rows_h200.jsonl": "experiments with products of few rows; benchmarks/notes/linear.md",
     "qwen3_8b_steps_h200.jsonl": "experiments with choices of Qwen3-8B's; benchmarks/notes/linear.md, generate.md",
     "decode_steps.jsonl": "experiments with kernels that were changed for them; benchmarks/notes/decode_phases.md",
