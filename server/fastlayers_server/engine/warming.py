@@ -155,8 +155,9 @@ def draw_specially(executor: TorchExecutor, grammars: GrammarMasks | None) -> No
         asked = [(place, request, 0) for place in range(count)]
         logits = model.compute_logits(hidden[:count])
         masks = None if grammars is None else grammars.open(count)
-        tokens = special.draw(logits, [executor.decoding.nobody] * count, asked, masks, "filtered")
-        special.logprobs(logits, tokens, asked)
+        for mode in (GREEDY, "filtered"):  # of logits in fp32, which those without wishes are not
+            tokens = special.draw(logits, [executor.decoding.nobody] * count, asked, masks, mode)
+            special.logprobs(logits, tokens, asked)
     special.prompt_logprobs(model, hidden[:3], [0, 1, 2], told)
     special.history.zero_()
 

@@ -283,14 +283,18 @@ def test_every_wish_is_drawn_for_once_before_requests_come(monkeypatch: pytest.M
     monkeypatch.setattr(
         xgrammar, "apply_token_bitmask_inplace", lambda x, mask: (masked.append(len(x)), apply(x, mask))
     )
+    modes: list[str] = []
+    hook = executor.special.sampler.register_forward_pre_hook(lambda layer, given: modes.append(given[2]))
     before = [tensor.clone() for tensor in executor.decoding.table.tensors]
     adjusted, adjust = [], executor.special._adjust
     monkeypatch.setattr(
         executor.special, "_adjust", lambda x, *rest: (adjusted.append(x.clone()), adjust(x, *rest), adjusted.append(x))
     )
     draw_specially(executor, parts.grammars)
+    hook.remove()
     # Kernels of the mask know whether there is one row, and whether there are sixteen of them.
-    assert masked == sorted({min(running, 1), min(running, 2), min(running, 16)})
+    assert masked == sorted(2 * [1, 2, 16] if running > 1 else [1, 1])
+    assert modes == ["greedy", "filtered"] * (len(masked) // 2)
     assert len(adjusted) == 2 * sum(masked) and adjusted[1][0] == float("-inf")  # its end is forbidden
     assert not executor.special.history.any()
     rows = executor.decoding.nobody
