@@ -13,7 +13,8 @@ A table is one JSON file, ``<dir>/<layer>/<shape key>,device_name=<device>.json`
      "candidates": {"1": 40}}
 
 ``alternatives`` are the ladders for machines that lack packages of ``ladder``, the best first; ``times`` is the best
-time of each backend at each of ``tokens``. ``measured``, and what else only the tuner reads, lies in
+time of each backend at each of ``tokens``. ``steps`` says at how many rows whole decode steps of a model decided
+instead, and which sources were timed. ``measured``, and what else only the tuner reads, lies in
 ``benchmarks/results/tuned`` where the table ships. ``candidates`` is how many configurations of a backend were tried at
 a token count, at most. A rung's ``config`` is given to its backend as it is; without one the backend's own rule holds.
 ``cfg.tuning_key()`` gives the shape key; a configuration without that method is never tuned. A shape without a table
