@@ -197,6 +197,22 @@ def test_kernels_get_the_experts_in_their_order_and_unpatch_puts_them_back() -> 
         assert torch.equal(model(**inputs).logits, stock)
 
 
+@pytest.mark.parametrize("moe", ["auto", "torch"])
+def test_routers_logits_are_those_of_stock(moe: str) -> None:
+    """By the model's own way of recording them, and by anybody's hook, also where a backend chooses."""
+    model, inputs = model_of(), prompt(1, 12)
+    seen: list[torch.Tensor] = []
+    with torch.inference_mode():
+        blocks = [layer.feed_forward for layer in model.model.layers if layer.is_moe_layer]
+        stock = [block(model.model.embed_tokens(inputs["input_ids"]))[1] for block in blocks]
+        fl.patch(model, moe=moe)
+        for block in blocks:
+            block.router.register_forward_hook(lambda module, args, found: seen.append(found[1]))
+        found = [block(model.model.embed_tokens(inputs["input_ids"]))[1] for block in blocks]
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, stock, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(found, seen, strict=True)) and len(seen) == 2
+
+
 def test_code_of_another_version_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "KNOWN", {})
     report = fl.patch(model_of())
