@@ -415,6 +415,7 @@ def builds() -> list[KernelBuild]:
         _ranks(recorder)
         _patched(recorder)
     plans = [*(mxfp4_plans.plan_for(tokens, 2880) for tokens in (1, 16, 64, 128)), *mxfp4_plans.HELD]
+    plans.append(mxfp4_plans.plan_for(1, mxfp4_plans.MAX_HELD + 1))
     hopper = hopper_builds(plans, GPT_OSS, GPT_OSS_TP2)
     return [*recorder.builds.values(), *hopper]
 
