@@ -163,9 +163,7 @@ class Engine:
 
     def run(self) -> None:
         """Tick until a :class:`Shutdown`; what is left then ends with "draining"."""
-        if self.grammars is not None:
-            # Without a GPU it takes a second, and nothing else of a start does.
-            threading.Thread(target=self.grammars.read, name="engine-grammar", daemon=True).start()
+        threading.Thread(target=self._read, name="engine-read", daemon=True).start()
         while True:
             if self._stop_at is not None:
                 self.scheduler.draining = True
@@ -181,6 +179,12 @@ class Engine:
         with suppress(RuntimeError):  # none runs; one that does would take the process down at its exit
             self.executor.profile(False)
         self.ended()
+
+    def _read(self) -> None:
+        """Find what the first who asks should not wait for; without a GPU a start takes no longer than this."""
+        if self.grammars is not None:
+            self.grammars.read()
+            self.executor.backends()
 
     def close(self) -> None:
         """End what runs and waits, with "draining"; for whoever ticks by hand."""

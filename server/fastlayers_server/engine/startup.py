@@ -128,7 +128,9 @@ def build(config: EngineConfig, phase: Phase, epoch: int = 1, model: Any = None)
         draw_specially(executor, grammars)
         times.said("draws with wishes")
     seconds["capture"] = time.monotonic() - begin
-    executor.backends()
+    if cuda:
+        executor.backends()
+        times.said("backends and their reasons")
     executor.watch = CompileWatch()
     if not config.no_freeze_gc:
         freeze()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from fastlayers_server.engine.budget import Budget
 from fastlayers_server.engine.config import EngineConfig, SchedulerConfig
 from fastlayers_server.engine.loop import Engine
 from fastlayers_server.engine.mtp import ModelDrafts
+from fastlayers_server.engine.protocol import Shutdown
 from fastlayers_server.engine.startup import build
 from fastlayers_server.engine.warming import behind_prefixes, compiled_since, draw_specially, measure, tails, warm_up
 
@@ -46,9 +48,17 @@ def test_parts_of_the_shipped_model() -> None:
 
 
 def test_what_backends_were_chosen_is_found_before_requests_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = build(SMALL, lambda phase: None).executor
-    monkeypatch.setattr(fl, "explain", lambda model: pytest.fail("it looks once more, while requests wait"))
-    found = executor.backends()
+    """Without a GPU beside the first ones: a start takes no longer than looking into all packages."""
+    engine = build(SMALL, lambda phase: None)
+    explain, asked = fl.explain, []
+    monkeypatch.setattr(fl, "explain", lambda model: (asked.append(model), explain(model))[1])
+    engine.post(Shutdown(0.0))
+    engine.run()
+    reading = [thread for thread in threading.enumerate() if thread.name == "engine-read"]
+    for thread in reading:
+        thread.join(20)
+    found = engine.executor.backends()
+    assert asked == [engine.executor.model]  # type: ignore[attr-defined]
     assert len(found) > 20 and "rms_norm" in {row["layer"] for row in found}
 
 
