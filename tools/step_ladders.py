@@ -4,6 +4,9 @@ A tuned table times calls alone. Where its options were timed in whole decode st
 figures take the place of theirs: the fastest there counts as its call alone, each other option as that and what it took
 more in a step. From them and the table's other times :func:`fastlayers.tuning.rungs.choose_ladder` makes the
 ladder as ever. ``tools/tuned_tables.py summarise`` does so for each table, also one that was measured anew since.
+
+Rows of other kernels than today's are not applied, and ``summarise`` says which: a table that they made before stays as
+it is until its calls are timed anew.
 """
 
 from __future__ import annotations
@@ -14,25 +17,43 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fastlayers.registry import registry
 from fastlayers.tuning.samples import Option, Sample
+from fastlayers.tuning.staleness import kernel_hash
 
 RESULT = Path(__file__).parents[1] / "benchmarks" / "results" / "whole_steps_h200.jsonl"
 # Of one shape by count of rows: what each option took more a call than the one that was chosen.
 Steps = Mapping[int, Mapping[Option, float]]
 
 
-def steps_of(layer: str, key: str, result: Path = RESULT) -> tuple[Steps, dict[str, Any]]:
-    """Return what whole steps say of a shape, and the table's note about it: which rows, by which sources."""
+def changed(row: Mapping[str, Any]) -> list[str]:
+    """Return the backends of a row's options whose kernels are not known to be today's."""
+    targets = {backend.name: backend.target for backend in registry(row["layer"]).ranked}
+    then = row.get("kernels", {})
+    names = sorted({option["backend"] for option in row["options"]})
+    return [name for name in names if name not in targets or then.get(name) != kernel_hash(targets[name])]
+
+
+def steps_of(layer: str, key: str, result: Path = RESULT) -> tuple[Steps, dict[str, Any], list[str]]:
+    """Return what whole steps say of a shape, the table's note about it, and what is left out of it, and why.
+
+    The note names the counts of rows that were applied, and their sources.
+    """
     lines = [json.loads(line) for line in result.read_text().splitlines()] if result.is_file() else []
     found: dict[int, dict[Option, float]] = {}
     head: dict[str, Any] = {}
     note: dict[str, Any] = {}
+    left: list[str] = []
     for row in lines:
         head = row if "sources" in row else head
-        if (row.get("layer"), row.get("key")) == (layer, key):
-            found[row["rows"]] = {Option.of(each): each["us_more"] for each in row["options"]}
-            note = {"model": row["model"], "commit": head["commit"], "sources": head["sources"]}
-    return found, {"rows": sorted(found), **note} if found else {}
+        if (row.get("layer"), row.get("key")) != (layer, key):
+            continue
+        if others := changed(row):
+            left.append(f"{layer} {key}, {row['rows']} rows: steps had other kernels of {', '.join(others)}")
+            continue
+        found[row["rows"]] = {Option.of(each): each["us_more"] for each in row["options"]}
+        note = {"model": row["model"], "commit": head["commit"], "sources": head["sources"]}
+    return found, {"rows": sorted(found), **note} if found else {}, left
 
 
 def alone(samples: Sequence[Sample], option: Option, tokens: int) -> float:
@@ -57,13 +78,13 @@ def in_steps(samples: Iterable[Sample], steps: Steps, names: Collection[str]) ->
 
     Other backends' stay, and so do all at a count where none of ``names`` was timed in steps.
     """
-    timed = [sample for sample in samples if sample.option.backend in names]
+    timed = calls = [sample for sample in samples if sample.option.backend in names]
     for tokens, told in steps.items():
         here = {option: more for option, more in told.items() if option.backend in names}
         if not here:
             continue
         chosen = min(here, key=lambda option: here[option])
-        usual = alone(timed, chosen, tokens)
+        usual = alone(calls, chosen, tokens)
         backends = {option.backend for option in here}
         timed = [s for s in timed if s.tokens != tokens or s.option.backend not in backends]
         # The fastest counts as its call alone: a search that was cut leaves some that are faster than what it chose.

@@ -150,7 +150,9 @@ def summary(path: Path) -> dict[str, Any]:
     samples = [Sample.from_json(row) for row in table["measured"]]
     rows = [row for row in registry(layer).ranked if row.name in table["metadata"]["versions"]]
     layouts, rank = {row.name: row.weight_layout for row in rows}, [row.name for row in rows]
-    steps, note = steps_of(layer, str(table["key"]))
+    steps, note, left = steps_of(layer, str(table["key"]))
+    for each in left:
+        print(f"not applied: {each}")
 
     def choose(names: frozenset[str]) -> list[Step] | None:
         try:
@@ -162,6 +164,8 @@ def summary(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if steps and (chosen := choose(frozenset(rank))) is not None:
         ladder, found = chosen, {"ladder": as_rows(chosen), "steps": note}
+    elif left and "steps" in table:  # as stale as the table's times
+        found = {"steps": table["steps"]}
     others = alternatives(ladder, {row.name: removable_packages(row) for row in rows}, choose)
     found |= {"alternatives": [as_rows(steps) for steps in others], **best_times(samples)}
     ratios = borrowed_ratios(layer, device, whole=True).get(str(table["key"]))
@@ -185,7 +189,9 @@ def summarise(check: bool) -> list[Path]:
             stale.append(path)
             if not check:
                 if new["ladder"] != table["ladder"]:  # it may rely on another backend's own rule: today's was timed
-                    new["metadata"] = table["metadata"] | {"rules": _rules_now(new)}
+                    then = table["metadata"].get("rules", {})
+                    rules_now = {name: then.get(name, now) for name, now in _rules_now(new).items()}
+                    new["metadata"] = table["metadata"] | {"rules": rules_now}
                 write(path, new)
     return stale
 

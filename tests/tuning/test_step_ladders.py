@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fastlayers.registry import registry
 from fastlayers.tuning.rungs import as_rows, choose_ladder
 from fastlayers.tuning.samples import Option, Sample
+from fastlayers.tuning.staleness import kernel_hash
+from fastlayers.tuning.table import SHIPPED
 
 ROOT = Path(__file__).parents[2]
 TORCH, TRITON, TILE, OTHER = Option("torch"), Option("triton"), Option("triton", (("BLOCK_N", 64),)), Option("other")
@@ -69,15 +73,60 @@ def test_what_a_cut_search_left_as_faster_is_taken(tool: Any) -> None:
     assert ladder(found) == [(16, "triton", None), (None, "torch", None)]
 
 
-def test_rows_of_a_result_are_those_of_the_shape_and_name_their_sources(tool: Any, tmp_path: Path) -> None:
-    result = tmp_path / "steps.jsonl"
+def result_of(path: Path, kernels: dict[str, str] | None) -> Path:
+    """Write a result with rows of 32 and 8 tokens of one shape, the first of today's kernels, the other of these."""
     told = {"layer": "linear", "key": "N=1,K=2", "options": [{"backend": "triton", "us_more": 0.5, "config": {"A": 1}}]}
+    today = {"kernels": {"triton": kernel_hash(registry("linear").named("triton").target)}}
+    then = today if kernels is None else {"kernels": kernels}
     rows = [
         {"commit": "abc", "sources": "123"}, {"model": "m", "rows": 32, "round": 0, "base_us": 1.0},
-        *({"model": "m", "rows": count} | told for count in (32, 8)), {"model": "m", "rows": 8, "chosen_us": 1.0},
+        {"model": "m", "rows": 32} | told | today, {"model": "m", "rows": 8} | told | then,
+        {"model": "m", "rows": 8, "chosen_us": 1.0},
     ]  # fmt: skip
-    result.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    steps, note = tool.steps_of("linear", "N=1,K=2", result)
-    assert steps == {count: {Option("triton", (("A", 1),)): 0.5} for count in (8, 32)}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_rows_of_a_result_are_those_of_the_shape_and_name_their_sources(tool: Any, tmp_path: Path) -> None:
+    result = result_of(tmp_path / "steps.jsonl", None)
+    steps, note, left = tool.steps_of("linear", "N=1,K=2", result)
+    assert steps == {count: {Option("triton", (("A", 1),)): 0.5} for count in (8, 32)} and left == []
     assert note == {"rows": [8, 32], "model": "m", "commit": "abc", "sources": "123"}
-    assert tool.steps_of("gqa", "N=1,K=2", result) == tool.steps_of("linear", "N=1,K=2", tmp_path / "none") == ({}, {})
+    none = ({}, {}, [])
+    assert tool.steps_of("gqa", "N=1,K=2", result) == tool.steps_of("linear", "N=1,K=2", tmp_path / "none") == none
+
+
+@pytest.mark.parametrize("kernels", [{"triton": "000000000000"}, {"torch": "e3b0c44298fc"}, {}])
+def test_rows_of_other_kernels_are_not_applied_and_that_is_said(tool: Any, tmp_path: Path, kernels: Any) -> None:
+    steps, note, left = tool.steps_of("linear", "N=1,K=2", result_of(tmp_path / "steps.jsonl", kernels))
+    assert list(steps) == note["rows"] == [32]
+    assert left == ["linear N=1,K=2, 8 rows: steps had other kernels of triton"]
+
+
+def test_a_table_of_steps_stays_as_it_is_when_kernels_change(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rungs are as stale as its times, which its reader says; its ladder is not made of calls alone meanwhile."""
+    tables = import_module("tuned_tables")
+    path = next(path for path in sorted(SHIPPED.glob("linear/*.json")) if "steps" in json.loads(path.read_text()))
+    table = json.loads(path.read_text())
+    assert {name: table[name] for name in ("ladder", "steps")} == {
+        name: tables.summary(path)[name] for name in ("ladder", "steps")
+    }
+    monkeypatch.setattr(tables, "steps_of", lambda layer, key: ({}, {}, ["other kernels"]))
+    found = tables.summary(path)
+    assert found["steps"] == table["steps"] and "ladder" not in found
+
+
+def test_steps_of_an_experiment_are_what_its_run_timed(tool: Any) -> None:
+    """What the result holds is made of the run anew; nothing is chosen that was slower than what was installed."""
+    module = import_module("steps_of_experiment")
+    rows = [json.loads(line) for line in tool.RESULT.read_text().splitlines()]
+    if "about" not in rows[0]:
+        pytest.skip("the program has been run itself")
+    try:
+        assert rows == module.converted()
+    except subprocess.CalledProcessError:
+        pytest.skip("the history that made the run is not here")
+    assert all(min(o["us_more"] for o in row["options"]) == 0.0 for row in rows if "options" in row)
+    assert {row["rows"] for row in rows if "chosen_us" in row and row["chosen_us"] < 0.997 * row["installed_us"]} == {
+        row["rows"] for row in rows if "options" in row
+    }
