@@ -130,7 +130,8 @@ def of_rows(
         return
     for part, name in chosen.items():
         layer, key = SHAPES[part]
-        installed, gains = installed_of(commit, layer, key, rows), {}
+        installed = installed_of(commit, layer, key, rows)
+        gains: dict[Any, float] = {}
         for other, (place, option) in exchanges(rows).items():
             if place == part and other in alone["us"] and option != installed:
                 gains.setdefault(option, alone["us"][other][1])

@@ -232,7 +232,9 @@ def _launches(
         size, partial, *made = _pairs(
             tokens, per_token, experts, hidden, inner, x_stride, alpha, limit, bias13, bias2, dtype, plan, device
         )
-    return _Launches(size, *made, launch_reduce(tokens, hidden, per_token, experts, factor, 1, device, ((0, partial),)))
+    reduce = launch_reduce(tokens, hidden, per_token, experts, factor, 1, device, ((0, partial),))
+    align, order, gate_up, down = made
+    return _Launches(size, align, order, gate_up, down, reduce)
 
 
 def _pairs(

@@ -46,7 +46,7 @@ def _step(word, scale, xs, accs, W: tl.constexpr, BLOCKS: tl.constexpr):
     if INTERPRET:
         found = ()
         for block in tl.static_range(BLOCKS):
-            found = found + (plain(word, scale, xs[2 * block], xs[2 * block + 1], accs[block], 1, W),)
+            found = found + (plain(word, scale, xs[2 * block], xs[2 * block + 1], accs[block], 1, W),)  # type: ignore
         return found
     elif BLOCKS == 1:
         return (
@@ -147,11 +147,8 @@ def _multiply(
                 xs = xs + (_fragment(at, inside, ALL, W), _fragment(at + 128, more, ALL, W))  # type: ignore[assignment]
             added = ()
             for r in tl.static_range(R):
-                added = (
-                    added
-                    + _step(  # type: ignore[assignment]
-                        held[i * R + r], held_scales[i * R + r], xs, accs[r * BLOCKS : (r + 1) * BLOCKS], W, BLOCKS
-                    )
+                added = added + _step(
+                    held[i * R + r], held_scales[i * R + r], xs, accs[r * BLOCKS : (r + 1) * BLOCKS], W, BLOCKS
                 )
                 word, scale = _codes(words[r], scales[r], step + AHEAD, STEPS, W)
                 following = following + (word,)  # type: ignore[assignment]
