@@ -6,8 +6,6 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -110,23 +108,14 @@ class Kernels:
 
 def warm_up(model: Any, limits: SchedulerConfig, said: Callable[[str], None]) -> None:
     """Build, compile or load what the model's layers need for steps of any size; ``said`` is told what that was."""
-    kernels, before, begin = Kernels(model, limits), cached_kernels(), time.time()
+    kernels, store = Kernels(model, limits), STORES["triton"]
+    before = cached_kernels() | store.kernels()
     report = fl.warmup(kernels, max_tokens=limits.most_tokens, max_batch=limits.max_running, progress=False)
     report.watch.close()
     for label, seconds, kernels in report.steps:
         log.info("start: %6.2f s of them: %s, %d kernels compiled or loaded", seconds, label, kernels)
-    new = len(cached_kernels() - before) + compiled_since(STORES["triton"].directory(), begin)
+    new = len((cached_kernels() | store.kernels()) - before)
     said(f"kernels: {report.kernels}, {new} of them compiled, {len(report.probed)} shapes probed")
-
-
-def compiled_since(cache: Path, begin: float) -> int:
-    """Return how many kernels lie in Triton's cache since ``time.time()`` was so; each has a folder."""
-    found = 0
-    for folder in cache.glob("*"):
-        with suppress(FileNotFoundError):  # another process tidies up
-            if folder.stat().st_mtime >= begin - 0.01:  # files' times are of a coarser clock
-                found += len(list(folder.glob("*.cubin")))
-    return found
 
 
 @torch.inference_mode()

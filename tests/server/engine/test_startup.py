@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from dataclasses import replace
@@ -29,7 +28,7 @@ from fastlayers_server.engine.loop import Engine
 from fastlayers_server.engine.mtp import ModelDrafts
 from fastlayers_server.engine.protocol import Shutdown
 from fastlayers_server.engine.startup import build
-from fastlayers_server.engine.warming import behind_prefixes, compiled_since, draw_specially, measure, tails, warm_up
+from fastlayers_server.engine.warming import behind_prefixes, draw_specially, measure, tails, warm_up
 
 SMALL = EngineConfig(device="cpu", max_model_len=256, max_running_requests=4, page_size=16)
 
@@ -312,13 +311,3 @@ def test_every_wish_is_drawn_for_once_before_requests_come(monkeypatch: pytest.M
     assert all(
         (now[:, :rows] == old[:, :rows]).all() for now, old in zip(executor.decoding.table.tensors, before, strict=True)
     )
-
-
-def test_kernels_that_a_start_compiled_are_told_from_those_it_loaded(tmp_path: Path) -> None:
-    begin = time.time()
-    for name, age in (("loaded", 60.0), ("compiled", 0.0), ("launcher", 0.0)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / ("a.so" if name == "launcher" else "a.cubin")).touch()
-        os.utime(tmp_path / name, (begin - age, begin - age))
-    assert compiled_since(tmp_path, begin) == 1 and compiled_since(tmp_path, begin - 90) == 2
-    assert compiled_since(tmp_path / "nothing", begin) == 0
