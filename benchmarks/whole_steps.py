@@ -216,9 +216,7 @@ class Rows:
             if gain < GAIN * base or time.perf_counter() > end:
                 break
             # What was installed is tried again as long as something else is chosen.
-            alive = [
-                (i, o) for i, o in alive if found.get((i, o), base) < CLOSE * base or o == self.places[i].installed
-            ]
+            alive = self._alive(alive, found, base)
             chosen[index] = option
         yield from self._told(now, found, base)
         both = self.times({"installed": {}, "chosen": chosen}, self.turns)

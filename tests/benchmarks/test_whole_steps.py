@@ -118,3 +118,16 @@ def test_few_of_each_place_are_tried_again_and_always_what_was_installed(steps: 
     alive = [(0, option) for option in (*tiles, TRITON)]
     assert rows._alive(alive, found, 1000.0) == [(0, option) for option in (*tiles[: steps.FEW], TRITON)]
     assert rows._alive(alive, dict.fromkeys(alive, 1009.0), 1000.0) == [(0, TRITON)]
+
+
+def test_a_second_round_captures_few_of_each_place(steps: Any) -> None:
+    """Six tiles are nearly alike: all are captured once, then those that may still be the best."""
+    tiles = [Option("triton", (("BLOCK_N", n),)) for n in range(6)]
+    places = [place(steps, 4, TRITON, *tiles)]
+    found = searched(steps, places, lambda now: 1020.0 if now[0] == TRITON else 1000.0 + tiles.index(now[0]))
+    assert [row["gain_us"] for row in found if "round" in row] == [20.0, -1.0]
+    (told,) = [row["options"] for row in found if "options" in row]
+    assert told == [
+        {"backend": "triton", "us_more": us, **({} if tile is None else {"config": {"BLOCK_N": tile}})}
+        for tile, us in ((0, 0.0), (1, 0.5), (2, 1.0), (None, 10.0))
+    ]
