@@ -30,7 +30,7 @@ from fastlayers.comm.seam import Moves, Seam
 from fastlayers.embedding.layer import VocabEmbedding
 from fastlayers.embedding.lm_head import LMHead
 from fastlayers.errors import ArgumentError, check_tensor
-from fastlayers.layer import check_move, finalize, trust
+from fastlayers.layer import check_move, trust
 from fastlayers.linear.factory import linear
 from fastlayers.quant.coded_rows import codes_behind
 from fastlayers.rotary.layer import RotaryEmbedding
@@ -39,7 +39,7 @@ from fastlayers_models.agreement import meet, same_choices
 from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.concat import ConcatLinears
 from fastlayers_models.experts import ExpertBalancer, experts_held
-from fastlayers_models.loading import check_config, load_weights
+from fastlayers_models.loading import load_model
 from fastlayers_models.overlap import Planned, run_layers
 
 __getattr__ = moved.renamed(__name__, {"Build": "ModelContext", "SideBySide": "fastlayers_models.concat.ConcatLinears"})
@@ -366,12 +366,7 @@ class CausalLM(nn.Module):
             ``config.json`` that the model cannot be built from.
         """
         checkpoint = Checkpoint(path)
-        config = cls.read_config(checkpoint)
-        check_config(checkpoint, config)
-        model = cls(config, **options)
-        load_weights(model, checkpoint, ignore=model.ignored_tensors)
-        finalize(model)
-        return model.eval()
+        return load_model(cls, checkpoint, cls.read_config(checkpoint), **options)
 
     @property
     def ignored_tensors(self) -> Sequence[str]:

@@ -19,7 +19,7 @@ from fastlayers.checkpoint_files import INDEX, PICKLED, SINGLE, WeightFiles, wei
 from fastlayers.errors import CheckpointError, check_path
 from fastlayers.moved import renamed
 
-CONFIG = "config.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 # How a sharded checkpoint names its files.
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
@@ -124,6 +124,12 @@ class Checkpoint:
             accepted = "an object with quant_method, or none"
             raise CheckpointError(f"{file}: quantization_config is {quantization!r}; accepted: {accepted}")
         return parsed
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        """The parsed ``generation_config.json``, nothing where there is none."""
+        file = self.path / GENERATION
+        return read_json(file) if file.is_file() else {}
 
     def names(self) -> Iterable[str]:
         """Names of all tensors."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
 from fastlayers.errors import ArgumentError, UnknownModelError, check_choice, check_positive
@@ -21,6 +21,7 @@ from fastlayers_models.settings import (
 )
 
 LAYERS = Setting("int > 0", most=MOST_LAYERS)
+ENDS = Setting("ids", ())
 
 
 class Size(NamedTuple):
@@ -65,6 +66,14 @@ class DecoderConfig:
         if model_type not in tuple(cls.known):  # a list has no hash
             raise UnknownModelError(f"model_type {model_type!r} is unknown; known: {', '.join(cls.known)}")
         return cls(**cls.fields_of(config))
+
+    def ended_by(self, generation: Mapping[str, Any]) -> Self:
+        """Return this with the tokens that end a text in ``generation_config.json``, if that names any.
+
+        As transformers takes them; chat models have more there than in ``config.json``.
+        """
+        ids = read_settings("generation_config.json", generation, {"eos_token_id": ENDS})["eos_token_id"]
+        return replace(self, eos_token_ids=ids) if ids else self  # type: ignore[type-var]
 
     @classmethod
     def fields_of(cls, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,6 @@ from fastlayers.comm.padding import StepTokens
 from fastlayers.comm.parallel import ParallelSpec
 from fastlayers.device import as_device
 from fastlayers.errors import ArgumentError, check_kind, check_plain
-from fastlayers.layer import finalize
 from fastlayers.linear.factory import linear
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
 from fastlayers.moe.fused_moe.layer import why_not_fuse_shared
@@ -41,7 +40,7 @@ from fastlayers_models.blocks import CausalLM, Decoder, DecoderLayer, ModelConte
 from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.config import DeepseekConfig
 from fastlayers_models.experts import PlacedRows, placement_of, route, routed_rows
-from fastlayers_models.loading import check_config, load_weights
+from fastlayers_models.loading import load_model
 
 
 class DeepseekContext(ModelContext):
@@ -306,11 +305,7 @@ class DeepseekForCausalLM(CausalLM):
         if not load_mtp or not any(name.startswith(f"model.layers.{first}.") for name in checkpoint.names()):
             config = replace(config, num_nextn_predict_layers=0)
             unwanted = [rf"^model\.layers\.{i}\." for i in range(first, first + count)]
-        check_config(checkpoint, config)
-        model = cls(config, **options)
-        load_weights(model, checkpoint, ignore=[*model.ignored_tensors, *unwanted])
-        finalize(model)
-        return model.eval()
+        return load_model(cls, checkpoint, config, unwanted, **options)
 
     @property
     def ignored_tensors(self) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""From a checkpoint into a model: :func:`check_config` before the model is built, :func:`load_weights` after.
+"""From a checkpoint to a model: :func:`load_model`, with :func:`check_config` before it is built and weights after.
 
 Nothing is held but the tensor being copied: each rank reads only its slices, and each part goes straight into its place
 in a fused parameter.
@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from fastlayers.errors import CheckpointError
+from fastlayers.layer import finalize
 from fastlayers.quant.slow_formats import announce_slow_formats
 from fastlayers.weights import Slot, slots
 from fastlayers_models.agreement import same_checkpoint
 from fastlayers_models.cache_scales import fold_cache_scales, scale_names
 from fastlayers_models.check_quantization import check_quantization
 from fastlayers_models.checkpoint import NAMED, Checkpoint, collapsed
+from fastlayers_models.config import DecoderConfig
+
+Model = TypeVar("Model", bound=nn.Module)
 
 # Dtypes of quantised values, as safetensors spells them.
 CODES = {
@@ -36,6 +40,36 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 FEW_LAYERS = 16
 # Rows of two tensors that are compared at once.
 CHUNK = 4096
+
+
+def load_model(
+    family: Callable[..., Model], checkpoint: Checkpoint, config: Any, unwanted: Sequence[str] = (), **options: Any
+) -> Model:
+    """Build the model of a configuration and load a checkpoint's weights, ready to compute.
+
+    Parameters
+    ----------
+    family : type
+        Called with the configuration and ``options``; its ``ignored_tensors`` have no place in the model.
+    checkpoint : Checkpoint
+        With a ``generation_config.json`` that names the tokens that end a text, those of ``config`` are not asked.
+    config : dataclass
+    unwanted : sequence of str
+        Regular expressions of more tensor names that have no place.
+
+    Raises
+    ------
+    CheckpointError, ArgumentError
+        See :func:`check_config`, :func:`load_weights`, and the family's constructor.
+    """
+    if isinstance(config, DecoderConfig):
+        config = config.ended_by(checkpoint.generation)
+    check_config(checkpoint, config)
+    model: Any = family(config, **options)
+    load_weights(model, checkpoint, ignore=[*model.ignored_tensors, *unwanted])
+    finalize(model)
+    made: Model = model.eval()
+    return made
 
 
 def check_config(checkpoint: Checkpoint, config: Any) -> None:

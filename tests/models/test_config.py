@@ -30,7 +30,7 @@ from fastlayers_models.checkpoint import Checkpoint
 from fastlayers_models.settings import REQUIRED
 
 sys.path.insert(0, str(Path(__file__).parent))
-from checkpoint_tools import SHIPPED, rewrite
+from checkpoint_tools import SHIPPED, rewrite, tensors_of, write
 from family_tools import BASE, LLAMA3, MOE, YARN, save_random
 
 # model_type -> its class in transformers, and what makes a tiny one of it.
@@ -336,6 +336,24 @@ UNREADABLE = {
     "bytes": "\udcff",
     "null": "null",
 }
+
+
+@pytest.mark.parametrize("ends", [None, 7, [7, 9], [9, 3, 7]], ids=str)
+def test_texts_end_as_generation_config_says(ends: Any, folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = write(tmp_path, config_of("llama") | {"eos_token_id": [4]}, tensors_of(folders["llama"]))
+    said = {"do_sample": False} | ({} if ends is None else {"eos_token_id": ends})
+    (folder / "generation_config.json").write_text(json.dumps(said))
+    found = AutoModel.from_pretrained(folder).config.eos_token_ids
+    stock = transformers.GenerationConfig.from_pretrained(folder).eos_token_id
+    assert list(found) == ([4] if stock is None else [stock] if isinstance(stock, int) else stock)
+
+
+@pytest.mark.parametrize("wrong", ["</s>", [1.5], True], ids=str)
+def test_ends_that_are_no_ids_are_named_with_their_file(wrong: Any, folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = write(tmp_path, config_of("llama"), tensors_of(folders["llama"]))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": wrong}))
+    with pytest.raises(ArgumentError, match=r"generation_config\.json: eos_token_id is .*; accepted: "):
+        AutoModel.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("case", UNREADABLE)
