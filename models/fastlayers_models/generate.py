@@ -2,10 +2,10 @@
 
     prompts ─► prefill in chunks of at most prefill_tokens ─► sample ─► decode, one token a request and step ─► …
 
-Requests leave the batch when they end, and their pages go back to the pool. Steps are captured in CUDA graphs where
-there is a GPU, and the next one is launched before the last one's tokens are read: a request that turns out to have
-ended takes part in one step more, whose token is dropped. A bucket of prefill that is new is captured after the first
-token went out.
+A batch is of requests whose tokens all find pages, or of one request. Who ends leaves it, and its pages go back to the
+pool. Steps are captured in CUDA graphs where there is a GPU, and the next one is launched before the last one's tokens
+are read: a request that turns out to have ended takes part in one step more, whose token is dropped. A bucket of
+prefill that is new is captured after the first token went out.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
 from fastlayers.comm.parallel import SINGLE
 from fastlayers.errors import (
+    AllocatorOverflowError,
     ArgumentError,
     as_integers,
     check_choice,
@@ -226,7 +227,8 @@ class Generator:
             not those of the prompts' tokens, videos, or another stream of this generator that has begun and not ended,
             in whatever thread; found before anything runs.
         AllocatorOverflowError
-            The cache is too small for a single request.
+            The cache is too small for a single request, when that needs one page more than there are; with several
+            attention groups before anything runs.
         """
         requests = self._requests(prompts_of(prompts), params, max_new_tokens)
         if pixel_values is not None and self.groups.size > 1:
@@ -243,8 +245,7 @@ class Generator:
                 if self.groups.size > 1:
                     yield from run_groups(self, waiting, max_new_tokens, stop)
                 while waiting:
-                    group = [waiting.pop() for _ in range(min(self.max_batch, len(waiting)))]
-                    yield from self._run(group, max_new_tokens, stop)
+                    yield from self._run(self._next_batch(waiting), max_new_tokens, stop)
             finally:
                 for request in requests:
                     self.pool.release(request.pages)
@@ -272,7 +273,24 @@ class Generator:
                 given = f"{len(prompt)} tokens and {max_new_tokens} new ones"
                 raise ArgumentError("Generator", f"prompts[{index}]", given, f"at most max_length {self.max_length}")
         seeds = [int(torch.randint(2**62, ())) if s.seed is None else s.seed for s in each]
-        return [Request(i, list(p), s, d) for i, (p, s, d) in enumerate(zip(prompts, each, seeds, strict=True))]
+        # The last token is not cached.
+        needs = [-(-(len(prompt) + max_new_tokens - 1) // self.pool.page_size) for prompt in prompts]
+        most = self.pool.num_pages - 1
+        for index, pages in enumerate(needs):
+            if pages > most and self.groups.size > 1:  # the others would wait for a group that gave up
+                given = f"request {index} needs {pages} pages for all of its tokens"
+                raise AllocatorOverflowError(f"Generator: {given}; the cache of its attention group has {most}")
+        made = enumerate(zip(prompts, each, seeds, needs, strict=True))
+        return [Request(i, list(p), s, d, pages) for i, (p, s, d, pages) in made]
+
+    def _next_batch(self, waiting: list[Request]) -> list[Request]:
+        """Take from the end of ``waiting`` as many requests as find rows and pages whenever they end, or one."""
+        batch = [waiting.pop()]
+        free = self.pool.free_pages - batch[0].needs
+        while waiting and len(batch) < self.max_batch and waiting[-1].needs <= free:
+            free -= waiting[-1].needs
+            batch.append(waiting.pop())
+        return batch
 
     def close(self) -> None:
         """Give back what was captured; of a split model before its process group is ended."""

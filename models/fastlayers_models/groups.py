@@ -193,7 +193,7 @@ def run_groups(generator: Any, waiting: list[Request], max_new_tokens: int, stop
     try:
         while True:
             if flying is None and not active and waiting:
-                active = [waiting.pop() for _ in range(min(generator.max_batch, len(waiting)))]
+                active = generator._next_batch(waiting)
                 generator.step.load([request.row for request in active], capture=False)
             following: Drawn | None = None
             over = False

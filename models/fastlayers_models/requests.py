@@ -26,12 +26,13 @@ class Token:
 
 @dataclass
 class Request:
-    """One prompt on its way: what is cached of it, and what was generated."""
+    """One prompt on its way: what is cached of it, and what was generated; ``needs``: pages, with all of its tokens."""
 
     index: int
     prompt: list[int]
     params: SamplingParams
     seed: int
+    needs: int
     pages: list[int] = field(default_factory=list)
     cached: int = 0
     output: list[int] = field(default_factory=list)

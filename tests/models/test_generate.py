@@ -17,7 +17,7 @@ import torch
 
 import fastlayers as fl
 import fastlayers_models
-from fastlayers.errors import ArgumentError, CaptureError
+from fastlayers.errors import AllocatorOverflowError, ArgumentError, CaptureError
 from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
 from fastlayers.sampler.layer import SamplingParams
 from fastlayers_models.deepseek import DeepseekForCausalLM
@@ -146,6 +146,22 @@ def test_a_scarce_cache_is_not_spent_on_steps_ahead(model: Any) -> None:
     assert tight.generate([row], max_new_tokens=2, eos_ids=()) == wanted
     stopped = tight.generate([row], max_new_tokens=40, eos_ids=[wanted[0][1]])
     assert stopped == [wanted[0]] and tight.pool.free_pages == 1
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_requests_that_do_not_fit_together_run_in_turns(model: Any, captured: bool) -> None:
+    rows, new = prompts(5), 12
+    wanted = Generator(model, max_batch=5, max_length=64, cuda_graph=False).generate(
+        rows, max_new_tokens=new, eos_ids=()
+    )
+    graphs = CudaGraphs(runtime=EagerRuntime()) if captured else None
+    # Three pages of 16 hold the longest of them, and never all that are in a batch of five.
+    few = Generator(model, max_batch=5, max_length=64, num_pages=4, graphs=graphs)
+    assert few.generate(rows, max_new_tokens=new, eos_ids=()) == wanted
+    assert few.pool.free_pages == 3
+    with pytest.raises(AllocatorOverflowError, match="request 1 needs 1 more pages for 49 tokens; 0 of 3 are free"):
+        few.generate([rows[0], [5] * 40], max_new_tokens=20, eos_ids=())
+    assert few.pool.free_pages == 3
 
 
 def test_an_abandoned_stream_gives_its_pages_back(model: Any) -> None:

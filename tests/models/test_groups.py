@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastlayers.errors import ArgumentError
+from fastlayers.errors import AllocatorOverflowError, ArgumentError
 from fastlayers.runtime.graphs import CudaGraphs, EagerRuntime
 from fastlayers.sampler.layer import SamplingParams
 from fastlayers.testing.world import Rank, world
@@ -97,6 +97,21 @@ def test_a_closed_stream_leaves_the_other_group_running(folders: dict[str, Path]
     (first, again), (second, also) = world(2).run(close_early, str(folders["qwen3"]))
     assert first == expected[0][:2] and second == expected[1]
     assert again == also == [row[:3] for row in expected[:2]]
+
+
+def scarce(rank: Rank, folder: str) -> tuple[list[list[int]], str]:
+    """Return the tokens of requests that fit one by one, and what is said of one that never does."""
+    model = load(folder, parallel=rank.spec(attn_dp=2))
+    generator = Generator(model, max_batch=2, max_length=64, prefill_tokens=6, num_pages=2)
+    found = generator.generate(PROMPTS, max_new_tokens=NEW, eos_ids=())
+    with pytest.raises(AllocatorOverflowError) as caught:
+        generator.generate([[5], [5] * 10], max_new_tokens=NEW, eos_ids=())
+    return found, str(caught.value)
+
+
+def test_a_group_waits_for_pages_and_none_for_one_that_gave_up(folders: dict[str, Path], wanted: Any) -> None:
+    said = "Generator: request 1 needs 2 pages for all of its tokens; the cache of its attention group has 1"
+    assert world(2).run(scarce, str(folders["qwen3"])) == [(wanted["qwen3"], said)] * 2
 
 
 def sample(rank: Rank, folder: str, params: list[SamplingParams]) -> list[list[int]]:
