@@ -43,7 +43,7 @@ async def start(front: Front, body: ChatRequest, prompt: list[int], key: bytes, 
     parser = front.formats.parser(front.tokens, tools, body.skip_special_tokens is False)
     grammar = await constraint_of(body, front, prompt)
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    wanted = Wanted("chatcmpl", limit, logprobs, -1, grammar, parser, not front.formats.plain, name)
+    wanted = Wanted("chatcmpl", limit, logprobs, -1, grammar, parser, name)
     return launch(front, body, [prompt], wanted, key, arrival)
 
 

@@ -131,8 +131,7 @@ class Wanted:
     logprobs: int = -1
     prompt_logprobs: int = -1
     grammar: str = ""
-    parser: Callable[[Sequence[int]], Parser] = lambda prompt: Plain()
-    show_special: bool = False
+    parser: Callable[[Sequence[int]], Parser] | None = None  # of markers, which may be special tokens
     limit_param: str = "max_tokens"
 
 
@@ -176,9 +175,10 @@ def launch(front: Front, body: Common, prompts: list[list[int]], wanted: Wanted,
         first = 0
         for index in range(choices):
             rid = front.link.next_rid()
-            detokenizer = Detokenizer(front.tokens, prompt, skip and not wanted.show_special)
+            detokenizer = Detokenizer(front.tokens, prompt, skip and wanted.parser is None)
+            parser = Plain() if wanted.parser is None else wanted.parser(prompt)
             stops = StopStrings(body.stop or (), bool(body.include_stop_str_in_output))
-            row = Row(job, rid, prompt, detokenizer, wanted.parser(prompt), stops, end_ids, hidden)
+            row = Row(job, rid, prompt, detokenizer, parser, stops, end_ids, hidden)
             request = Submit(
                 rid, pack_ids(prompt), sampling[index], limit, body.min_tokens or 0, tuple(body.stop_token_ids or ()),
                 bool(body.ignore_eos), body.priority or 0, arrival, arrival + timeout if timeout else 0.0,

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from fastlayers_server.front.rows import Delta, Plain
+from fastlayers_server.front.rows import Delta
 from fastlayers_server.front.tokens import TokenText, held_back
 
 THINK, UNTHINK = "<think>", "</think>"
@@ -306,20 +306,15 @@ class Formats:
 
     def parser(
         self, tokens: TokenText, wants_tools: bool, keep_special: bool
-    ) -> Callable[[Sequence[int]], Plain | Marked | Harmony]:
-        """Return what makes the parser of an answer to a prompt."""
+    ) -> Callable[[Sequence[int]], Marked | Harmony] | None:
+        """Return what makes the parser of an answer to a prompt, or None where all of it is content."""
         if "harmony" in (self.reasoning, self.tools):
             return lambda prompt: Harmony(tokens, prompt, keep_special)
         style = STYLES.get(self.tools) if wants_tools else None
         thinks = self.reasoning != "none"
         if not thinks and style is None:
-            return lambda prompt: Plain()
+            return None
         return lambda prompt: Marked(tokens, prompt, thinks, style, keep_special)
-
-    @property
-    def plain(self) -> bool:
-        """Whether answers are content only, whatever the request."""
-        return self.reasoning == "none" and self.tools == "none"
 
 
 def formats_of(tokens: TokenText, reasoning: str, tools: str) -> Formats:

@@ -263,6 +263,16 @@ def test_without_tools_the_same_text_is_content(thinking: Server) -> None:
         assert answer["choices"][0]["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize("tools", [{}, {"tools": [WEATHER]}])
+@pytest.mark.parametrize("skip", [True, False])
+def test_special_tokens_are_hidden_whether_tools_are_given_or_not(qwen: TokenText, tools: Any, skip: bool) -> None:
+    script = script_of(qwen, "a<|user|>b")
+    with serving(script, tokens=qwen, vocab_size=520, reasoning_parser="none", tool_call_parser="hermes") as server:
+        body = {"model": "tiny", "messages": messages(), "skip_special_tokens": skip} | tools
+        message = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]
+        assert message["content"] == ("ab" if skip else "a<|user|>b")
+
+
 def test_chat_template_kwargs_reach_the_template(thinking: Server) -> None:
     body = {"model": "tiny", "messages": messages(), "chat_template_kwargs": {"enable_thinking": False}}
     answer = thinking.post("/v1/chat/completions", body).json()
