@@ -139,6 +139,45 @@ def test_special_tokens_and_chat_template(tokenizer: Any) -> None:
     assert tokenizer("Sort")["input_ids"][0] == 0
 
 
+# What the model was trained and measured with.
+TRAINED = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] == 'user' %}{{ '<|user|>' + message['content'] }}"
+    "{% elif message['role'] == 'assistant' %}{{ '<|assistant|>' + message['content'] + eos_token }}"
+    "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("options", [{}, {"tools": None}, {"tools": []}, {"add_generation_prompt": True}])
+def test_a_conversation_without_tools_is_shown_as_in_training(tokenizer: Any, options: dict[str, Any]) -> None:
+    chat = [
+        {"role": "system", "content": "You are a helpful assistant.\n"},
+        {"role": "user", "content": " <tool_call> 1 < 2 "},
+        {"role": "assistant", "content": "{{ no template }}"},
+        {"role": "user", "content": ""},
+    ]
+    for length in range(1, len(chat) + 1):
+        shown = tokenizer.apply_chat_template(chat[:length], tokenize=False, **options)
+        assert shown == tokenizer.apply_chat_template(chat[:length], chat_template=TRAINED, tokenize=False, **options)
+
+
+def test_tools_calls_and_what_they_return_are_shown(tokenizer: Any) -> None:
+    call = {"name": "add", "arguments": {"a": 1, "b": "ü"}}
+    chat = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}] * 2},
+        {"role": "tool", "content": "3"},
+    ]
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    text = tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, add_generation_prompt=True)
+    shown = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ü"}}\n</tool_call>'
+    assert text == (
+        '<|bos|><tools>[{"type": "function", "function": {"name": "add"}}]</tools><|user|>q'
+        f"<|assistant|>{shown}{shown}<|eos|><tool_response>3</tool_response><|assistant|>"
+    )
+
+
 def test_every_expert_is_used(model: Any, tokenizer: Any) -> None:
     counts: dict[str, torch.Tensor] = {}
     hooks = []

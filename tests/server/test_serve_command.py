@@ -134,15 +134,10 @@ def test_the_tiny_model_is_served_survives_its_engine_and_drains() -> None:
         assert {"fastlayers.access", "fastlayers_server.engine.startup"} <= {record["logger"] for record in read}
 
 
-def test_one_process_is_enough_where_asked_for(tmp_path: Path) -> None:
+def test_one_process_is_enough_where_asked_for() -> None:
     guide = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
-    template = tmp_path / "tools.jinja"
-    template.write_text(guide.partition("cat > tools.jinja <<'END'\n")[2].partition("END\n")[0])
-    forced = json.loads(
-        guide.partition("fastlayers serve --tool-call-parser hermes")[2].partition("-d '")[2].partition("'\n")[0]
-    )
-    more = ("--tool-call-parser", "hermes", "--chat-template", str(template))
-    with serving("--in-process", "--api-key", "sk-1", "--speculative-algorithm", "ngram", *more) as (url, process, _):
+    forced = json.loads(guide.partition("### Tool calls")[2].partition("-d '")[2].partition("'\n")[0])
+    with serving("--in-process", "--api-key", "sk-1", "--speculative-algorithm", "ngram") as (url, process, _):
         ask = {"model": "tiny_deepseek_v3", "messages": [{"role": "user", "content": "What is 127 + 45?"}]}
         assert httpx.post(f"{url}/v1/chat/completions", json=ask).status_code == 401
         headers = {"authorization": "Bearer sk-1"}
@@ -158,6 +153,14 @@ def test_one_process_is_enough_where_asked_for(tmp_path: Path) -> None:
         parts = [part.function for chunk in chunks for part in chunk.delta.tool_calls or () if part.function]
         assert chunks[-1].finish_reason == "tool_calls" and [p.name for p in parts if p.name] == ["add"]
         assert "".join(part.arguments or "" for part in parts) == call.function.arguments
+        # By itself it answers, as it was trained to; what it is then told back, it takes.
+        free = forced | {"tool_choice": "auto", "max_tokens": 20}
+        (choice,) = client.chat.completions.create(**free).choices
+        assert choice.message.content == "172" and not choice.message.tool_calls
+        called = {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]}
+        told = [*forced["messages"], called, {"role": "tool", "tool_call_id": call.id, "content": "172"}]
+        (choice,) = client.chat.completions.create(**free | {"messages": told}).choices
+        assert choice.message.content
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
 

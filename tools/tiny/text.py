@@ -21,10 +21,15 @@ from fastlayers_server import tasks
 VOCABULARY, CONTEXT = 512, 4096
 BOS, EOS, PAD, USER, ASSISTANT = range(5)
 SPECIAL = ["<|bos|>", "<|eos|>", "<|pad|>", "<|user|>", "<|assistant|>"]
+# Tools and calls are shown as Hermes does, in plain text: no training text has them, so they cost no special token.
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
+    "{{ bos_token }}{% if tools %}{{ '<tools>' + (tools | tojson) + '</tools>' }}{% endif %}"
+    "{% for message in messages %}"
     "{% if message['role'] == 'user' %}{{ '<|user|>' + message['content'] }}"
-    "{% elif message['role'] == 'assistant' %}{{ '<|assistant|>' + message['content'] + eos_token }}"
+    "{% elif message['role'] == 'assistant' %}{{ '<|assistant|>' + message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '<tool_call>\n' + (call['function'] | tojson) + '\n</tool_call>' }}{% endfor %}{{ eos_token }}"
+    "{% elif message['role'] == 'tool' %}{{ '<tool_response>' + message['content'] + '</tool_response>' }}"
     "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )

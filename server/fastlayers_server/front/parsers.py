@@ -318,19 +318,25 @@ class Formats:
 
 
 def formats_of(tokens: TokenText, reasoning: str, tools: str) -> Formats:
-    """Return the formats of a model: as named, or by its kind where its template and vocabulary have the markers."""
-    found = Formats("none", "none")
+    """Return the formats of a model: as named, or as its template and vocabulary have the markers."""
     kind = tokens.model_type
     if kind == "gpt_oss" and tokens.id_of("<|channel|>") is not None:
         found = Formats("harmony", "harmony")
-    elif kind.startswith("qwen"):
-        thinks = tokens.id_of(UNTHINK) is not None or tokens.reads(UNTHINK)
-        found = Formats("qwen3" if thinks else "none", "hermes" if tokens.reads("<tool_call>") else "none")
-    elif kind.startswith("deepseek"):
-        style = "none"
-        if tokens.reads("<｜tool▁call▁begin｜>"):
-            style = "deepseek_v3" if tokens.reads("```json") else "deepseek_v31"
-        found = Formats("deepseek_r1" if tokens.id_of(UNTHINK) is not None else "none", style)
+    else:
+        found = Formats("none", _style_of(tokens))
+        if kind.startswith("qwen") and (tokens.id_of(UNTHINK) is not None or tokens.reads(UNTHINK)):
+            found = replace(found, reasoning="qwen3")
+        elif kind.startswith("deepseek") and tokens.id_of(UNTHINK) is not None:
+            found = replace(found, reasoning="deepseek_r1")
     if reasoning != "auto":
         found = replace(found, reasoning=reasoning)
     return found if tools == "auto" else replace(found, tools=tools)
+
+
+def _style_of(tokens: TokenText) -> str:
+    """Return the style whose calls the chat template shows; of DeepSeek's two the older one fences the arguments."""
+    if tokens.reads(STYLES["hermes"].begin):
+        return "hermes"
+    if not tokens.reads(STYLES["deepseek_v3"].begin):
+        return "none"
+    return "deepseek_v3" if tokens.reads("```json") else "deepseek_v31"

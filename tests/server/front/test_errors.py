@@ -77,7 +77,6 @@ BAD_CHAT = [
     ({"max_tokens": 3, "max_completion_tokens": 4}, 400, "invalid_value", "max_tokens"),
     ({"top_logprobs": 2}, 400, "invalid_value", "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, 400, "invalid_value", "logprobs"),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "unsupported_parameter", "tools"),
     ({"tool_choice": "required"}, 400, "invalid_value", "tool_choice"),
     ({"reasoning_effort": "high"}, 400, "unsupported_parameter", "reasoning_effort"),
     ({"chat_template_kwargs": {"enable_thinking": True}}, 400, "unsupported_parameter", "chat_template_kwargs"),

@@ -263,6 +263,16 @@ def test_without_tools_the_same_text_is_content(thinking: Server) -> None:
         assert answer["choices"][0]["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize(("parser", "template"), [("none", None), ("hermes", "{% for m in messages %}a{% endfor %}")])
+def test_tools_need_a_parser_and_a_template(parser: str, template: str | None) -> None:
+    with serving(tokens=TokenText(TINY, template), tool_call_parser=parser) as server:
+        body = {"model": "tiny", "messages": messages(), "tools": [WEATHER]}
+        answer = server.post("/v1/chat/completions", body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"], error["code"]) == (400, "tools", "unsupported_parameter")
+        assert ("--tool-call-parser" if parser == "none" else "chat template") in error["message"]
+
+
 @pytest.mark.parametrize("tools", [{}, {"tools": [WEATHER]}])
 @pytest.mark.parametrize("skip", [True, False])
 def test_special_tokens_are_hidden_whether_tools_are_given_or_not(qwen: TokenText, tools: Any, skip: bool) -> None:
@@ -316,4 +326,8 @@ def test_formats_are_recognised(qwen: TokenText, plain: TokenText, gpt_oss: Toke
     assert formats_of(qwen, "auto", "auto") == Formats("qwen3", "hermes")
     assert formats_of(qwen, "none", "auto") == Formats("none", "hermes")
     assert formats_of(gpt_oss, "auto", "auto") == Formats("harmony", "harmony")
-    assert formats_of(TokenText(TINY), "auto", "auto") == Formats("none", "none")
+    for template, style in (
+        (None, "hermes"), ("{{ messages }}", "none"), ("<｜tool▁call▁begin｜>", "deepseek_v31"),
+        ("<｜tool▁call▁begin｜>```json", "deepseek_v3"),
+    ):  # fmt: skip
+        assert formats_of(TokenText(TINY, template), "auto", "auto") == Formats("none", style)
