@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from logging.handlers import QueueHandler, QueueListener
 from queue import Full, Queue
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 UNWRITTEN = 10_000  # lines that wait for a disk or a pipe; more are lost, and counted
+STUCK = 5.0  # seconds in which not one of them is written: whoever ends waits no longer
 
 
 class JsonLines(logging.Formatter):
@@ -67,15 +68,16 @@ class _Aside(QueueHandler):
 
 
 @contextmanager
-def aside(name: str, size: int = UNWRITTEN) -> Iterator[None]:
+def aside(name: str, size: int = UNWRITTEN, patience: float = STUCK) -> Iterator[None]:
     """Let a thread write what this logger is told: its callers, as an event loop, never wait for a disk or a pipe.
 
-    At the end all is written. Where more than ``size`` lines wait they are lost, and the next one that is not says how
-    many.
+    At the end all is written, unless nothing is for ``patience`` seconds. Where more than ``size`` lines wait they are
+    lost, and the next one that is not says how many.
     """
-    logger, handler = logging.getLogger(name), _Aside(Queue(size))
+    waiting: Queue[Any] = Queue(size)
+    logger, handler = logging.getLogger(name), _Aside(waiting)
     before, logger.propagate = logger.propagate, False
-    listener = QueueListener(handler.queue, *logging.getLogger().handlers)
+    listener = QueueListener(waiting, *logging.getLogger().handlers)
     logger.addHandler(handler)
     listener.start()
     try:
@@ -83,5 +85,17 @@ def aside(name: str, size: int = UNWRITTEN) -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.propagate = before
-        with suppress(Full):  # what writes is stuck; its thread ends with the process
+        if _done(waiting, patience):  # else the thread ends with the process
             listener.stop()
+            if handler.lost:
+                logger.warning("there was no room for the last lines", extra={"facts": {"lost_before": handler.lost}})
+
+
+def _done(waiting: Queue[Any], patience: float) -> bool:
+    """Wait until all of a queue is done, as long as something of it is now and then; return whether it is."""
+    with waiting.all_tasks_done:
+        left = 0
+        while waiting.unfinished_tasks not in (0, left):
+            left = waiting.unfinished_tasks
+            waiting.all_tasks_done.wait(patience)
+        return not waiting.unfinished_tasks

@@ -74,11 +74,17 @@ class Slow(logging.Handler):
         self.written.append({"message": record.getMessage(), **getattr(record, "facts", {})})
 
 
-def test_who_logs_aside_does_not_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow, logger = Slow(), logging.getLogger("fastlayers.access")
-    monkeypatch.setattr(logging.getLogger(), "handlers", [slow])
-    monkeypatch.setattr(logger, "level", logging.INFO)
-    begin = time.monotonic()
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Slow:
+    logging.getLogger("fastlayers.access").info("as a server said before, which loggers remember by level")
+    caplog.set_level(logging.INFO, "fastlayers.access")
+    found = Slow()
+    monkeypatch.setattr(logging.getLogger(), "handlers", [found])
+    return found
+
+
+def test_who_logs_aside_does_not_wait_for_the_disk(slow: Slow) -> None:
+    logger, begin = logging.getLogger("fastlayers.access"), time.monotonic()
     with logs.aside("fastlayers.access", size=3):
         logger.info("served %d", -1)
         while logger.handlers[0].queue.qsize():  # type: ignore[attr-defined]
@@ -90,8 +96,36 @@ def test_who_logs_aside_does_not_wait_for_the_disk(monkeypatch: pytest.MonkeyPat
         while logger.handlers[0].queue.qsize():  # type: ignore[attr-defined]
             time.sleep(0.001)
         logger.info("served %d", 9)
-        while len(slow.written) < 5 and time.monotonic() - begin < 8:
-            time.sleep(0.001)
     assert [each["message"] for each in slow.written] == [f"served {n}" for n in (-1, 0, 1, 2, 9)]
     assert slow.written[1] == {"message": "served 0", "path": "/"} and slow.written[-1]["lost_before"] == 2
     assert logger.propagate and not logger.handlers
+
+
+def hung(size: int, slow: Slow) -> list[str]:
+    """Log as many lines as fit, and one more: that one hangs in the disk."""
+    logger = logging.getLogger("fastlayers.access")
+    logger.info("served %d", 0)
+    while logger.handlers[0].queue.qsize():  # type: ignore[attr-defined]
+        time.sleep(0.001)
+    for place in range(1, size + 1):
+        logger.info("served %d", place)
+    assert logger.handlers[0].queue.full() and not slow.written  # type: ignore[attr-defined]
+    return [f"served {place}" for place in range(size + 1)]
+
+
+def test_what_waits_for_the_disk_at_the_end_is_written(slow: Slow) -> None:
+    logger = logging.getLogger("fastlayers.access")
+    with logs.aside("fastlayers.access", size=3):
+        said = hung(3, slow)
+        logger.info("no room")
+        threading.Timer(0.1, slow.free.set).start()
+    assert [each["message"] for each in slow.written[:4]] == said
+    assert slow.written[4]["lost_before"] == 1, "of lines behind which there is none"
+
+
+def test_a_disk_that_takes_nothing_is_not_waited_for(slow: Slow) -> None:
+    begin = time.monotonic()
+    with logs.aside("fastlayers.access", size=3, patience=0.1):
+        hung(3, slow)
+    assert 0.1 <= time.monotonic() - begin < 5 and not slow.written
+    slow.free.set()
