@@ -202,13 +202,15 @@ class Engine:
             self._after_chunks(*self._pending[:2])
             self._leave_alone()
             self._receive_all()
-        draft = None
-        if self.drafts is not None and self.drafts.wanted(len(scheduler.running.requests)):
-            self._settle()
-            self.drafts.prepare()
-            draft = self.drafts.draft
+        drafts = self.drafts
+        if drafts is not None and not drafts.wanted(len(scheduler.running.requests)):
+            drafts = None
+        if drafts is not None or (self._pending is not None and self._pending[0].verify):
+            self._settle()  # what drafts follow must be known, and how many of them count
+        if drafts is not None:
+            drafts.prepare()
         now = self.clock()
-        plan = scheduler.plan(now, draft)
+        plan = scheduler.plan(now, drafts.draft if drafts is not None else None)
         if plan.empty:
             self._settle()
         else:

@@ -96,6 +96,21 @@ def test_tokens_are_those_without_drafts(model: Any, captured: bool, wrong_every
     assert bench.scheduler.cache.private == bench.scheduler.cache.locked == 0
 
 
+def test_tokens_are_those_without_drafts_where_only_some_ticks_draft() -> None:
+    """Ticks without drafts are launched ahead of their tokens, but not of what a step that verifies keeps."""
+    model, rows, new = make_model("qwen"), prompts(4), 24
+    wanted = plain(model, rows, new)
+
+    class Seldom(Told):
+        def wanted(self, running: int) -> bool:
+            return running > 0 and bench.scheduler.ticks % 3 == 0
+
+    drafts = Seldom({tuple(r): w for r, w in zip(rows, wanted, strict=True)}, 3, 2)
+    bench = Bench(model, captured=True, overlap=True, drafts=drafts, verify_tokens=32)
+    assert bench.generate(rows, new) == wanted
+    assert drafts.steps["verified"] > 0 and bench.scheduler.cache.private == 0
+
+
 class Trees(Told):
     """The right tokens among wrong ones: each depth has two that are wrong, and paths behind those."""
 

@@ -106,6 +106,9 @@ class World:
     def collect(self) -> None:
         """Take the news as a front does: one end each, nothing behind it."""
         outputs, self.scheduler.outputs = self.scheduler.outputs, []
+        self.hear(outputs)
+
+    def hear(self, outputs: Sequence[Output]) -> None:
         for output in outputs:
             told = self.told[output.rid]
             assert not told.finish, f"news of {output.rid} after its end"
