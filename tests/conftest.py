@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import platform
@@ -65,6 +66,17 @@ def _fixed_seed() -> None:
         torch.manual_seed(0)
     else:  # the line above keeps the formatted stack for devices that may come: half a millisecond for each test
         torch.default_generator.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _thawed() -> Iterator[None]:
+    """Nothing stays frozen behind a test: what the collector does not look at counts in whatever runs next."""
+    before = gc.get_freeze_count()
+    yield
+    left = gc.get_freeze_count() - before
+    if left > 0:
+        gc.unfreeze()
+    assert left <= 0, f"the test left {left} objects frozen"
 
 
 @pytest.fixture

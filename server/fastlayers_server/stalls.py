@@ -8,11 +8,13 @@ import resource
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from threading import Event
 from typing import Any
 
 LONG = 0.1  # seconds
 KEPT = 64
 LOOK_SECONDS = 0.02  # between two looks at an event loop
+_frozen = Event()
 
 
 class Stalls:
@@ -87,11 +89,25 @@ class Collections:
 
 
 def freeze() -> dict[str, Any]:
-    """Keep what lives now out of this process's collections; return its counts before and after, and of how many."""
+    """Keep what lives now out of this process's collections; return its counts before and after, and of how many.
+
+    :func:`thaw` gives it back.
+    """
     before = gc.get_count()
     gc.collect()
     gc.freeze()
+    _frozen.set()
     return {"before": list(before), "after": list(gc.get_count()), "frozen": gc.get_freeze_count()}
+
+
+def thaw() -> None:
+    """Give back to this process's collections what :func:`freeze` took; what others froze stays where nobody called it.
+
+    A server's or an engine's end is not always the process's: without this what it leaves would never be collected.
+    """
+    if _frozen.is_set():
+        _frozen.clear()
+        gc.unfreeze()
 
 
 async def watch_loop(told: Callable[[float], None], period: float = LOOK_SECONDS) -> None:

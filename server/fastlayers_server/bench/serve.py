@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import statistics
 import time
@@ -19,7 +18,7 @@ from fastlayers_server.bench import datasets
 from fastlayers_server.bench.client import Answer, Ask, Target, send
 from fastlayers_server.bench.report import TITLES, detail, figures
 from fastlayers_server.flags import flag
-from fastlayers_server.stalls import Collections, Stalls, freeze, watch_loop
+from fastlayers_server.stalls import Collections, Stalls, freeze, thaw, watch_loop
 
 BACKENDS = ("openai", "vllm", "sglang", "openai-chat")
 MAX_LAG, LOOK_SECONDS = 0.005, 0.01
@@ -242,10 +241,12 @@ async def _one_run(
     freeze()  # prompts and libraries would be walked while answers are timed
     cpu = time.process_time()
     watching = asyncio.ensure_future(watch_loop(late, LOOK_SECONDS))
-    with Collections(lambda generation, seconds: stalls.note("client's collector", seconds, generation=generation)):
-        answers, duration = await load(session, target, asks, arrivals(config, len(asks)), config.max_concurrency)
-    watching.cancel()
-    gc.unfreeze()
+    try:
+        with Collections(lambda generation, seconds: stalls.note("client's collector", seconds, generation=generation)):
+            answers, duration = await load(session, target, asks, arrivals(config, len(asks)), config.max_concurrency)
+    finally:
+        watching.cancel()
+        thaw()
     found = figures(
         answers, duration, percentiles=percentiles, goodput=goodput, max_concurrency=config.max_concurrency,
         request_rate=config.request_rate,

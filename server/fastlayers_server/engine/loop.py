@@ -42,7 +42,7 @@ from fastlayers_server.engine.protocol import (
 from fastlayers_server.engine.request import ENDED, TickPlan, TickResult
 from fastlayers_server.engine.scheduler import Scheduler
 from fastlayers_server.engine.speculation import Speculation
-from fastlayers_server.stalls import LONG, Stalls, freeze
+from fastlayers_server.stalls import LONG, Stalls, freeze, thaw
 
 log = logging.getLogger(__name__)
 STATS_SECONDS = 1.0
@@ -193,6 +193,7 @@ class Engine:
         why = "the server ended before the request did"
         self.scheduler.end(list(self.scheduler.live), self.clock(), "error", "draining", why)
         self._flush()
+        thaw()
 
     def tick(self) -> bool:
         """Do one tick; returns whether anything was launched."""

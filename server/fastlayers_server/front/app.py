@@ -33,7 +33,7 @@ from fastlayers_server.front.parsers import formats_of
 from fastlayers_server.front.responses import ResponsesRequest, responses
 from fastlayers_server.front.tokens import TokenText
 from fastlayers_server.front.trace import tracing
-from fastlayers_server.stalls import Collections, freeze, watch_loop
+from fastlayers_server.stalls import Collections, freeze, thaw, watch_loop
 
 if TYPE_CHECKING:
     from fastlayers_server.engine.client import EngineClient
@@ -116,6 +116,7 @@ def make_app(front: Front, limit: int = 4096) -> ASGIApp:
             watching.cancel()
             front.link.draining = True
             await asyncio.to_thread(front.link.client.shutdown, 0.0)
+            thaw()
 
     async def on_page(request: Request) -> Response:
         return HTMLResponse(page, headers={"content-security-policy": "default-src 'self' 'unsafe-inline' data:"})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -100,5 +102,9 @@ def test_a_model_that_is_loaded_already(llm: LLM) -> None:
 
 def test_what_the_guide_shows_runs(capsys: pytest.CaptureFixture[str]) -> None:
     guide = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
-    exec(guide.split("### From Python")[1].split("```python\n")[1].split("```")[0], {})
+    names: dict[str, Any] = {}
+    exec(guide.split("### From Python")[1].split("```python\n")[1].split("```")[0], names)
+    assert gc.get_freeze_count() > 10_000, "the collector walks through the model"
+    names["llm"].close()
+    assert gc.get_freeze_count() < 10_000, "what is left of it would never be collected"
     assert len(capsys.readouterr().out.splitlines()) > 2  # both answers, and a third as it grows

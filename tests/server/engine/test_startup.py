@@ -30,7 +30,7 @@ from fastlayers_server.engine.protocol import Shutdown
 from fastlayers_server.engine.startup import build
 from fastlayers_server.engine.warming import behind_prefixes, draw_specially, measure, tails, warm_up
 
-SMALL = EngineConfig(device="cpu", max_model_len=256, max_running_requests=4, page_size=16)
+SMALL = EngineConfig(device="cpu", max_model_len=256, max_running_requests=4, page_size=16, no_freeze_gc=True)
 
 
 def test_parts_of_the_shipped_model() -> None:
@@ -153,7 +153,7 @@ def test_the_chunk_beside_decoding_rows() -> None:
 
 
 def test_what_is_compiled_after_the_start_is_counted() -> None:
-    parts = build(EngineConfig(model="tiny", max_model_len=256), lambda phase: None)
+    parts = build(EngineConfig(model="tiny", max_model_len=256, no_freeze_gc=True), lambda phase: None)
     engine = Engine(parts.scheduler, parts.executor, lambda message: None)
     assert engine.stats().counters["jit_compiles_total"] == {}
     parts.executor.watch.compiled += ["a", "b", "a"]  # type: ignore[attr-defined]
