@@ -147,6 +147,7 @@ class FakePrefill:
 
     def plan(self, workspace: torch.Tensor, entries: torch.Tensor, staged: torch.Tensor, *rest: Any) -> list[int]:
         first, pages, lens, tokens, requests = rest[:5]
+        assert {each.device.type for each in (first, pages, lens)} == {"cpu"}
         assert len(first) == len(pages) == requests + 1 == len(lens) + 1 and int(first[-1]) == tokens
         assert staged.numel() == entries.numel() and rest[11] is True
         assert (rest[12] >= 0) == self.windowed
@@ -209,7 +210,9 @@ def test_flashinfer_replans_into_the_same_buffers(monkeypatch: pytest.MonkeyPatc
     impl(q, *caches, meta, None)
     plan = meta.plan_of(impl.key, lambda _: pytest.fail("planned twice"))
     before = (plan.index.data_ptr(), plan.pages.data_ptr(), plan.entries.data_ptr())
-    meta = state.plan(AttentionBatch((1, 1, 1), (0, 64, 130), [[7], [5, 6], [4, 2, 1]]), bucket=4)
+    # Whatever torch's default device is, what the package reads lies on the host.
+    with torch.device("meta"):
+        meta = state.plan(AttentionBatch((1, 1, 1), (0, 64, 130), [[7], [5, 6], [4, 2, 1]]), bucket=4)
     assert (plan.index.data_ptr(), plan.pages.data_ptr(), plan.entries.data_ptr()) == before
     assert plan.index.tolist() == [0, 1, 2, 3, 4, 0, 1, 3, 6, 7, 1, 1, 3, 1]
     assert plan.pages[:7].tolist() == [7, 5, 6, 4, 2, 1, 0]

@@ -128,6 +128,7 @@ class FakeDecode:
 
     def plan(self, workspace: Any, entries: Any, staged: Any, cu_q: Any, rows: Any, totals: Any, *rest: Any) -> Any:
         heads, rank, causal = rest
+        assert {each.device.type for each in (cu_q, rows, totals)} == {"cpu"}
         assert staged.numel() >= entries.numel() and (heads, rank) == (TINY.num_heads, TINY.kv_lora_rank)
         bounds = cu_q.tolist()
         self.plans.append(list(zip(bounds, bounds[1:], rows.tolist(), totals.tolist(), strict=False)))
@@ -214,6 +215,7 @@ def test_flashinfer_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def plan(memory: Any, same: Any, staged: Any, cu_q: Any, cu_k: Any, k_lens: Any, tokens: int, *rest: Any) -> Any:
         assert memory.data_ptr() == same.data_ptr() and tokens == cu_q[-1]
+        assert {each.device.type for each in (cu_q, cu_k, k_lens)} == {"cpu"}
         planned.append((cu_q.tolist(), k_lens.tolist()))
         return [7]
 

@@ -154,7 +154,7 @@ class SamplingState:
         check_plain("SamplingState", "int", row=row)
         if not 0 <= row < len(self.params):
             raise ArgumentError("SamplingState", "row", row, f"0 to {len(self.params) - 1}")
-        seed = int(torch.randint(2**62, ())) if params.seed is None else params.seed
+        seed = int(torch.randint(2**62, (), device="cpu")) if params.seed is None else params.seed
         values = (params.temperature, max(params.top_k, 0), params.top_p, params.min_p, seed, offset)
         for tensor, value in zip(self.rows, values, strict=True):
             # A tensor takes no number of NumPy's.

@@ -44,7 +44,7 @@ class ReferenceSampler:
         if 0 < k < len(x):
             kept = x >= ranked[k - 1]
         if p < 1:
-            sums = torch.cat((torch.zeros(1).double(), (weight * kept)[order].cumsum(0)))
+            sums = torch.cat((x.new_zeros(1), (weight * kept)[order].cumsum(0)))
             larger = torch.searchsorted(-ranked, -x)  # how many logits are strictly larger than each
             kept &= (larger == 0) | (sums[larger] < p * sums[-1])
         kept &= weight >= min_p

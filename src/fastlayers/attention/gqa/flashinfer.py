@@ -120,7 +120,7 @@ class Schedule:
         self.core, self.device = core, meta.positions.device
         self.numbers: list[int] = []
         # requests + 1 offsets of queries, as many of pages, and the length of each last page
-        self.index = self.pages = self.entries = self.workspace = torch.empty(0)
+        self.index = self.pages = self.entries = self.workspace = torch.empty(0, device="cpu")
         self._shape: tuple[int, ...] = ()
         self._staging = Staging(0, self.device)
         # One for all buckets: asked for as if there was none.
@@ -156,9 +156,10 @@ class Schedule:
         query = [*meta.batch.query_lens, *[1] * padded]
         lengths = [*meta.batch.seq_lens, *[1] * padded]
         used = [-(-length // meta.page_size) for length in lengths]
-        first = torch.tensor([0, *accumulate(query)], dtype=torch.int32)
-        pages = torch.tensor([0, *accumulate(used)], dtype=torch.int32)
-        keys = torch.tensor(lengths, dtype=torch.int32)
+        # On the host, which the package reads, whatever torch's default device is.
+        first = torch.tensor([0, *accumulate(query)], dtype=torch.int32, device="cpu")
+        pages = torch.tensor([0, *accumulate(used)], dtype=torch.int32, device="cpu")
+        keys = torch.tensor(lengths, dtype=torch.int32, device="cpu")
         last = keys - (pages.diff() - 1).clamp_min(0) * meta.page_size
         self.index.copy_(torch.cat([first, pages, last]))
         block = 256

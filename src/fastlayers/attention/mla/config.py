@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -146,8 +147,7 @@ class RaggedLengths:
         """Build from host lengths; copies two short tensors to the device."""
 
         def cumulative(lengths: tuple[int, ...]) -> torch.Tensor:
-            host = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-            host[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
+            host = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cpu")
             return host.to(device, non_blocking=True)
 
         return RaggedLengths(cumulative(q_lens), cumulative(k_lens), q_lens, k_lens, causal)

@@ -151,7 +151,8 @@ class DecodePlan:
 
 
 def _ints(values: list[int]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
+    """Return what the package reads on the host."""
+    return torch.tensor(values, dtype=torch.int32, device="cpu")
 
 
 @operator("mla_flashinfer_decode", empty_decode, writes=("workspace",))
@@ -296,7 +297,7 @@ class FlashInferFA3(FlashInferMLA):
             cfg.num_heads, 1, False, width, cfg.v_head_dim, lens.causal, -1,
         )  # fmt: skip
         staging.give(staged)
-        rows = torch.tensor(blind, dtype=torch.int64).to(device) if blind else None
+        rows = torch.tensor(blind, dtype=torch.int64, device=device) if blind else None
         return PrefillPlan(memory, [int(number) for number in numbers], rows)
 
 

@@ -50,7 +50,7 @@ class Schedule:
 
     def __init__(self, cfg: MLAConfig, meta: AttentionMeta) -> None:
         self.num_heads, self.e4m3 = cfg.num_heads, cfg.kv_dtype == torch.float8_e4m3fn
-        self.parts = self.splits = torch.empty(0, dtype=torch.int32)
+        self.parts = self.splits = torch.empty(0, dtype=torch.int32, device="cpu")
         self.places: torch.Tensor | None = None
         # The scale of e4m3 queries and caches.
         self.one = torch.ones(1, device=meta.positions.device)

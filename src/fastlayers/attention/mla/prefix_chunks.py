@@ -136,11 +136,11 @@ class Expansion:
 
 def token_slots(meta: AttentionMeta, starts: tuple[int, ...], lengths: tuple[int, ...]) -> torch.Tensor:
     """Return the slots, int64 ``[sum(lengths)]``, of each request's tokens ``[start, start + length)``."""
-    device = meta.page_table.device
-    counts = torch.tensor(lengths, dtype=torch.int64)
-    request = torch.repeat_interleave(torch.arange(len(lengths)), counts)
+    device, host = meta.page_table.device, torch.device("cpu")
+    counts, first = (torch.tensor(each, dtype=torch.int64, device=host) for each in (lengths, starts))
+    request = torch.repeat_interleave(torch.arange(len(lengths), device=host), counts)
     offsets = torch.cumsum(counts, 0) - counts
-    position = torch.arange(int(counts.sum())) - offsets[request] + torch.tensor(starts, dtype=torch.int64)[request]
+    position = torch.arange(sum(lengths), device=host) + (first - offsets)[request]
     request, position = request.to(device), position.to(device)
     page = meta.page_table[request, position // meta.page_size].long()
     return page * meta.page_size + position % meta.page_size

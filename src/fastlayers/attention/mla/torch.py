@@ -129,7 +129,7 @@ def request_rows(cache: torch.Tensor, pages: Sequence[int], low: int, high: int)
     if used == list(range(used[0], used[0] + len(used))):
         rows = cache[used[0] : used[0] + len(used)]
     else:
-        rows = cache[torch.tensor(used)]
+        rows = cache[torch.tensor(used, device=cache.device)]
     return rows.flatten(0, 1)[low - first * size : high - first * size]
 
 
@@ -158,7 +158,7 @@ def attend_rows(q: torch.Tensor, rows: torch.Tensor, scale: float, rank: int) ->
         scores = torch.mm(part.reshape(count * heads, -1), kept.T).mul_(scale)
         if count > 1:
             # Only the last columns of a piece hold keys that some of its queries do not see.
-            hidden = torch.ones(count, count, dtype=torch.bool).triu(1)
+            hidden = torch.ones(count, count, dtype=torch.bool, device=q.device).triu(1)
             scores.view(count, heads, -1)[..., -count:].masked_fill_(hidden[:, None], float("-inf"))
         sums.append(scores.logsumexp(-1).view(count, heads))
         outputs.append(torch.mm(scores.softmax(-1), kept[:, :rank]).view(count, heads, rank))

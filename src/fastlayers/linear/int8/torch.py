@@ -22,9 +22,9 @@ CUDA_MIN_ROWS = 32
 @lru_cache(maxsize=1)
 def cpu_int_mm_is_exact() -> bool:
     """Return whether this CPU's ``torch._int_mm`` keeps sums of the largest products."""
-    x = torch.full((4, 256), 127, dtype=torch.int8)
+    x = torch.full((4, 256), 127, dtype=torch.int8, device="cpu")
     x[1::2] = -128
-    weight = torch.full((8, 256), -128, dtype=torch.int8)
+    weight = torch.full((8, 256), -128, dtype=torch.int8, device="cpu")
     weight[1::2] = 127
     return torch.equal(torch._int_mm(x, weight.t()).double(), x.double() @ weight.t().double())
 

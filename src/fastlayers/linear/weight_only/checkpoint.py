@@ -180,7 +180,7 @@ def _groups_below(count: int, first: list[torch.Tensor]) -> Convert:
 
 def _runs(size: int) -> Convert:
     def convert(index: torch.Tensor) -> torch.Tensor:
-        if not torch.equal(index.long().cpu(), torch.arange(index.numel()) // size):
+        if not torch.equal(index.long().cpu(), torch.arange(index.numel(), device="cpu") // size):
             raise CheckpointError(
                 f"g_idx: input features are not in order of their groups of {size}, but quantization_config says "
                 "desc_act false"

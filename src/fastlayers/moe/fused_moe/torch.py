@@ -105,7 +105,7 @@ def _loop(
     owner, order = topk_ids.flatten().sort(stable=True)
     token, weight = order // per_token, (topk_weights.flatten()[order] * cfg.scaling_factor).unsqueeze(-1)
     present, counts = owner.unique_consecutive(return_counts=True)
-    y = torch.zeros(x.shape, dtype=torch.float32)
+    y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     start = 0
     for expert, count in zip(present.tolist(), counts.tolist(), strict=True):
         run = slice(start, start + count)

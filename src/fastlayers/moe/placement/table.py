@@ -136,9 +136,11 @@ class ExpertPlacement(nn.Module):
             raise ArgumentError("ExpertPlacement", "logical", given, accepted)
         self.logical = list(logical)
         rows = [held + [-1] * (most - len(held)) for held in slots]
-        for table, values in ((self.physical_to_logical, self.logical), (self.replicas, rows)):
-            table.copy_(torch.tensor(values, dtype=torch.int32))
-        self.count.copy_(torch.tensor([len(held) for held in slots], dtype=torch.int32))
+        counts = [len(held) for held in slots]
+        for table, values in (
+            (self.physical_to_logical, self.logical), (self.replicas, rows), (self.count, counts)
+        ):  # fmt: skip
+            table.copy_(torch.tensor(values, dtype=torch.int32, device="cpu"))
 
     def forward(self, topk_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the slots ``[T, k]`` (int32) of experts; counts them.

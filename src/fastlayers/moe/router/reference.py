@@ -29,14 +29,14 @@ class ReferenceRouter:
         choice = score if bias is None else score + bias.float()
         choice = choice.nan_to_num(nan=-LARGE, posinf=LARGE, neginf=-LARGE)
         valid = logits.shape[0] if num_valid is None else int(num_valid.item())
-        weights = torch.zeros(logits.shape[0], cfg.top_k)
-        ids = torch.full((logits.shape[0], cfg.top_k), -1, dtype=torch.int32)
+        weights = torch.zeros(logits.shape[0], cfg.top_k, device="cpu")
+        ids = torch.full((logits.shape[0], cfg.top_k), -1, dtype=torch.int32, device="cpu")
         # One copy to the host, not several for each token.
         rows = zip(z.tolist(), score.tolist(), choice.tolist(), self._group_scores(choice), strict=True)
         routed = [self._route(*row) for row, _ in zip(rows, range(valid), strict=False)]
         if routed:
-            ids[: len(routed)] = torch.tensor([chosen for chosen, _ in routed], dtype=torch.int32)
-            weights[: len(routed)] = torch.tensor([weight for _, weight in routed])
+            ids[: len(routed)] = torch.tensor([chosen for chosen, _ in routed], dtype=torch.int32, device="cpu")
+            weights[: len(routed)] = torch.tensor([weight for _, weight in routed], device="cpu")
         if cfg.weights_dtype is not None:
             weights = weights.to(cfg.weights_dtype).float()
         return weights.to(logits.device), ids.to(logits.device)
