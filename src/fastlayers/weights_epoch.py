@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from copy import copy
 from itertools import chain
 from operator import attrgetter
 from typing import Any, Self
@@ -140,7 +141,7 @@ class WatchedModule(nn.Module):
     def __copy__(self) -> Self:
         """Return a module over the same weights, which are replaced in each by itself and packed for each by itself."""
         made = type(self).__new__(type(self))
-        made.__dict__.update(self.__dict__)
+        made.__dict__.update({n: copy(v) if isinstance(v, Packed) else v for n, v in self.__dict__.items()})
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             made.__dict__[name] = self.__dict__[name].copy()
         made.__dict__.pop("_weights_epoch", None)
@@ -273,7 +274,14 @@ class Packed:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Versions of copied tensors start anew: a copied or restored layer packs for itself.
-        return type(None), ()
+        return _of_other_weights, ()
+
+
+def _of_other_weights() -> Packed:
+    """Return what a copy of a layer holds until it packs: never fresh."""
+    made = Packed.__new__(Packed)
+    made.value, made.counter, made.at = None, Versions(()), -1
+    return made
 
 
 class WeightsWatch:

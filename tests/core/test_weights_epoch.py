@@ -282,6 +282,24 @@ def test_a_copy_packs_for_itself(how: Any) -> None:
     assert not made.absorbed_weights()[0].any() and layer.absorbed_weights()[0].any()
 
 
+@pytest.mark.usefixtures("fake_hopper")
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, saved_and_loaded])
+def test_a_copy_of_packed_weights_follows_its_own_biases(how: Any, in_place: bool) -> None:
+    layer = swizzled()
+    fl.finalize(layer)
+    before = run_moe(layer)
+    made = how(layer)
+    assert torch.equal(run_moe(made), before)
+    if in_place and how is not copy.copy:  # a shallow copy shares them
+        made.w2_bias.add_(1.0)
+    else:
+        made.w2_bias = nn.Parameter(made.w2_bias + 1, requires_grad=False)
+    run_moe(made)
+    assert torch.equal(made.packed.w2_bias, made.w2_bias.float())
+    assert torch.equal(run_moe(layer), before)
+
+
 def test_parameters_are_never_inference_tensors() -> None:
     with torch.inference_mode():
         source = nn.Linear(128, 128)

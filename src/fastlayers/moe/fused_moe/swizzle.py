@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -47,6 +48,10 @@ class SwizzledWeights:
         return (
             self.w13.mT.view(torch.int32), self.w2.mT.view(torch.int32), self.w13_scale.mT, self.w2_scale.mT,
         )  # fmt: skip
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The same bytes as words are no tensors of their own: torch would not save them twice.
+        return {name: value for name, value in vars(self).items() if name != "rows"}
 
     def with_biases(self, weights: MoEWeights) -> SwizzledWeights:
         """Return these with the biases of ``weights``."""
