@@ -137,8 +137,24 @@ def check_slots(placement: ExpertPlacement) -> None:
     # Neither the row nor the other rows decide.
     order = torch.tensor([2, 0, 3, 1])
     assert torch.equal(placement(ids[order], torch.tensor([4, 5, 6, 9])[order]), slots[order])
-    with pytest.raises(ArgumentError, match="1 to 2 of an expert"):
-        placement.place([0, 0, 0, 1, 2, 3])
+    for wrong in ([0, 0, 0, 1, 2, 3], [0, 1, 2, 3, 0, 4], [0, 1, 2, 3, 0, -1]):
+        with pytest.raises(ArgumentError, match="1 to 2 of an expert"):
+            placement.place(wrong)
+    assert placement.logical == placement.physical_to_logical.tolist() == [2, 0, 1, 3, 2, 0]
+
+
+def test_tables_come_into_being_where_a_module_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        placement = placement_of("auto")
+    placement.place([3, 0, 2, 1, 2, 0])
+    placement.to_empty(device="cpu")
+    assert placement.physical_to_logical.tolist() == placement.logical == [3, 0, 2, 1, 2, 0]
+    slots = placement(torch.tensor([[0, 3]], dtype=torch.int32), torch.tensor([1]))
+    assert slots.tolist() == [[5, 0]] and placement.load.tolist() == [1, 0, 0, 1]
+    chosen = []
+    monkeypatch.setattr(placement, "_choose", lambda device: chosen.append(torch.device(device).type))
+    placement.to("cpu").to(torch.float64).to("meta")
+    assert chosen == ["meta"]  # another type of device takes another backend
 
 
 def placement_of(backend: str) -> ExpertPlacement:

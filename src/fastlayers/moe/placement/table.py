@@ -11,7 +11,7 @@ a request's tokens go the same way in any batch. Slots of one expert hold the sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -115,9 +115,23 @@ class ExpertPlacement(nn.Module):
                 ("count", (num_experts,)), ("load", (num_experts,)),
             ):  # fmt: skip
                 self.register_buffer(name, torch.zeros(shape, dtype=torch.int32, device=device), persistent=False)
-        self.core: Any = EXPERT_PLACEMENT.choose(config, device, backend).build().pick(1)
+        self.backend = backend
+        self._choose(device)
         self.logical: list[int] = []
         self.place(first_placement(num_experts, self.num_slots))
+
+    def _choose(self, device: torch.device | str | None) -> None:
+        self.core: Any = EXPERT_PLACEMENT.choose(self.config, device, self.backend).build().pick(1)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ExpertPlacement:
+        before, after = self.count.device, fn(self.count.new_empty(0)).device
+        if after.type != before.type:
+            self._choose(after)
+        super()._apply(fn, recurse)
+        if before.type == "meta" and after.type != "meta":  # where tables had no values
+            self.load.zero_()
+            self.place(self.logical)
+        return self
 
     @property
     def own_slots(self) -> slice:
@@ -128,15 +142,16 @@ class ExpertPlacement(nn.Module):
         """Take another expert for each slot; whoever calls has moved the weights."""
         slots: list[list[int]] = [[] for _ in range(self.num_experts)]
         for slot, expert in enumerate(logical):
-            slots[expert].append(slot)
-        most, few = self.replicas.shape[1], min(map(len, slots))
-        if len(logical) != self.num_slots or few == 0 or max(map(len, slots)) > most:
+            if 0 <= expert < self.num_experts:
+                slots[expert].append(slot)
+        counts = [len(held) for held in slots]
+        most, few = self.replicas.shape[1], min(counts)
+        if not len(logical) == sum(counts) == self.num_slots or few == 0 or max(counts) > most:
             each = "{} slots, {} to {} of an expert"
-            given, accepted = each.format(len(logical), few, max(map(len, slots))), each.format(self.num_slots, 1, most)
+            given, accepted = each.format(sum(counts), few, max(counts)), each.format(self.num_slots, 1, most)
             raise ArgumentError("ExpertPlacement", "logical", given, accepted)
         self.logical = list(logical)
         rows = [held + [-1] * (most - len(held)) for held in slots]
-        counts = [len(held) for held in slots]
         for table, values in (
             (self.physical_to_logical, self.logical), (self.replicas, rows), (self.count, counts)
         ):  # fmt: skip
