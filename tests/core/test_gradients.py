@@ -20,6 +20,7 @@ from fastlayers.attention.rotary_kv_write.layer import RotaryKVWrite
 from fastlayers.errors import ArgumentError
 from fastlayers.quant.group_quant.layer import GroupQuant
 from fastlayers.quant.mxfp8_quant.layer import MXFP8Quant
+from fastlayers.quant.nvfp4_quant.layer import NVFP4Quant
 from fastlayers.quant.spec import QuantSpec
 
 interpreted = pytest.mark.skipif(not env.triton_interpret(), reason="needs TRITON_INTERPRET=1 without a GPU")
@@ -177,6 +178,7 @@ REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
     "FusedMoE ": experts("int8"),
     "GroupQuant": lambda x: GroupQuant(128)(x),
     "MXFP8Quant": lambda x: MXFP8Quant()(x),
+    "NVFP4Quant": lambda x: NVFP4Quant()(x, torch.ones(1), torch.tensor([0, 3], dtype=torch.int32)),
     "SiluMulQuant": lambda x: SiluMulQuant(64, group_size=64)(x),
     "MergeState": lambda x: MergeState(64)(x.view(3, 2, 64), x.new_ones(3, 2), x.view(3, 2, 64), x.new_ones(3, 2)),
     "Attention": attention,

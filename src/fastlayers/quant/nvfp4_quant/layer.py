@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.autograd import forward_ad
 
 from fastlayers.device import Device
 from fastlayers.errors import ArgumentError, check_choice, check_positive, check_tensor
@@ -158,7 +159,7 @@ class NVFP4Quant(Layer):
         check_tensor(
             _NAME, "offsets", offsets, shape=(experts + 1,), dtype=torch.int32, device=x.device, contiguous=True
         )
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             self.refuse_grad(x=x, global_scale=global_scale)
         found: tuple[torch.Tensor, torch.Tensor] = self.ladder.pick(x.shape[0])(x, global_scale, offsets)
         return found
