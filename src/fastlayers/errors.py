@@ -9,7 +9,7 @@ import dataclasses
 import errno
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from operator import index
 from pathlib import Path
@@ -344,6 +344,14 @@ def check_names(layer: str, names: object, count: int) -> None:
     accepted = f"{count} checkpoint name{'s' * (count > 1)} in a tuple"
     if not isinstance(names, tuple | list) or len(names) != count or not all(isinstance(n, str) for n in names):
         raise ArgumentError(layer, "names", describe(names), accepted)
+
+
+def check_keys(
+    layer: str, argument: str, given: Mapping[str, Any], accepted: Sequence[str], optional: Sequence[str] = ()
+) -> None:
+    """Raise :class:`ArgumentError` unless ``given`` has these keys, all but ``optional`` ones, and no others."""
+    if not set(accepted) - set(optional) <= given.keys() <= set(accepted):
+        raise ArgumentError(layer, argument, dict(given), f"the keys {', '.join(accepted)}")
 
 
 def check_float(layer: str, /, **values: object) -> None:

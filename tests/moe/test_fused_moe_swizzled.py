@@ -15,11 +15,15 @@ import torch
 from fastlayers import env
 from fastlayers.device import as_device
 from fastlayers.errors import ArgumentError
+from fastlayers.linear.dense.layer import LinearConfig
+from fastlayers.linear.dense.triton import TritonLinear
 from fastlayers.moe.fused_moe import cases
+from fastlayers.moe.fused_moe.launch_config import LaunchConfig, Tile
 from fastlayers.moe.fused_moe.layer import FUSED_MOE, FusedMoEConfig
 from fastlayers.moe.fused_moe.reference import ReferenceFusedMoE
 from fastlayers.moe.fused_moe.swizzle import swizzle_codes, swizzle_scales
 from fastlayers.moe.fused_moe.triton import mxfp4_hopper, mxfp4_mma, mxfp4_plans, mxfp4_rows
+from fastlayers.moe.fused_moe.triton.backend import TritonFusedMoE
 from fastlayers.moe.fused_moe.triton.mxfp4_hopper import TritonSwizzledFusedMoE
 from fastlayers.moe.fused_moe.triton.mxfp4_plans import HopperLaunchConfig
 from fastlayers.moe.fused_moe.weights import MoEWeights
@@ -68,6 +72,22 @@ def test_scales_lie_where_the_head_says() -> None:
         for group in range(5):
             n, a, w, b, g = row // 256, row % 256 // 128, row % 128 // 16, row % 16 // 8, row % 8
             assert view[1, n, w, group // 2, a, g, group % 2, b] == scales[1, row, group]
+
+
+def test_a_table_of_other_plans_is_named() -> None:
+    """Of a table made by another version neither a key that is unknown nor one that lacks goes unnoticed."""
+    row = HopperLaunchConfig(8, 2, 2, 3, 2, 4, 5).config()
+    before = {name: number for name, number in row.items() if name != "held"}  # tables from before it
+    assert TritonSwizzledFusedMoE(OSS, before).plan == HopperLaunchConfig(**row)
+    for wrong in (row | {"stages": 3}, {name: number for name, number in row.items() if name != "r1"}):
+        with pytest.raises(ArgumentError, match=r"triton_swizzled is .*accepted: the keys tokens, r1"):
+            TritonSwizzledFusedMoE(OSS, wrong)
+    plain = LaunchConfig(Tile(16, 64, 64, 4, 3), Tile(16, 64, 64, 4, 3))
+    assert TritonFusedMoE(replace(OSS, quant="none"), plain.config()).plan == plain
+    with pytest.raises(ArgumentError, match="fused_moe: config of the Triton backend is"):
+        TritonFusedMoE(replace(OSS, quant="none"), plain.config() | {"SPLITS": 2})
+    with pytest.raises(ArgumentError, match=r"linear: config of the Triton backend is .*'BLOCKS': 2"):
+        TritonLinear(LinearConfig(64, 64), {"VECTOR": 0, "BLOCKS": 2})
 
 
 @interpreted

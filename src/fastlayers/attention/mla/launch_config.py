@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-from fastlayers.errors import ArgumentError
+from fastlayers.errors import check_keys
 from fastlayers.integers import cdiv
 
 
@@ -127,8 +127,7 @@ def knobs(config: Mapping[str, int] | None) -> list[int]:
     """Return a tuned table's kernel parameters in the order of :data:`KNOBS`; empty: the heuristic's."""
     if not config:
         return []
-    if config.keys() != set(KNOBS):
-        raise ArgumentError("mla", "config of the Triton backend", dict(config), f"the keys {', '.join(KNOBS)}")
+    check_keys("mla", "config of the Triton backend", config, KNOBS)
     return [config[name] for name in KNOBS]
 
 

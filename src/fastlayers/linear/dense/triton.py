@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 
+from fastlayers.errors import check_keys
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.linear.dense.layer import LinearConfig
 from fastlayers.linear.dense.triton_vector import vector_kernel
@@ -212,6 +213,7 @@ class TritonLinear:
 
     def __init__(self, cfg: LinearConfig, config: Mapping[str, int] | None = None) -> None:
         self.out_dtype = cfg.y_dtype
+        check_keys("linear", "config of the Triton backend", config or {}, PARAMETERS, PARAMETERS)
         self.config = [config.get(name, 0) for name in PARAMETERS] if config else []
         # What launches rows of kinds that came before.
         self._ready = Kinds()

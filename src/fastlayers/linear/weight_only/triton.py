@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fastlayers.errors import check_keys
 from fastlayers.integers import cdiv, next_power_of_2
 from fastlayers.linear.triton_gemm import TARGET_PROGRAMS, Tile, add_splits_kernel, tile_origin
 from fastlayers.linear.weight_only.layer import ZERO, WeightOnlyLinearConfig
@@ -293,6 +294,7 @@ class TritonWeightOnlyLinear:
     def __init__(self, cfg: WeightOnlyLinearConfig, config: Mapping[str, int] | None = None) -> None:
         self.cfg = cfg
         # An operator's schema knows integers, not mappings.
+        check_keys("weight_only_linear", "config of the Triton backend", config or {}, PARAMETERS, PARAMETERS)
         self.config = [config.get(name, 0) for name in PARAMETERS] if config else []
 
     def __call__(

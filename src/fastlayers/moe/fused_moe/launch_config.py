@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import torch
 
+from fastlayers.errors import check_keys
 from fastlayers.integers import next_power_of_2
 from fastlayers.moe.fused_moe.config import FusedMoEConfig
 
@@ -65,6 +66,7 @@ class LaunchConfig:
     @classmethod
     def of(cls, config: Mapping[str, int]) -> LaunchConfig:
         """Return the plan of a table's row."""
+        check_keys("fused_moe", "config of the Triton backend", config, _NAMES, ("splits", "splits1"))
         tiles = [Tile(config["m"], *(config[f"{name}{i}"] for name in _TILE)) for i in (1, 2)]
         return cls(tiles[0], tiles[1], config["band"], config.get("splits", 1), config.get("splits1", 1))
 

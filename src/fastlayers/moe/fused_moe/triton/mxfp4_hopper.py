@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -223,17 +222,11 @@ def _launches(
     factor: float, bias13: bool, bias2: bool, dtype: torch.dtype, numbers: tuple[int, ...], device: torch.device,
 ) -> _Launches:  # fmt: skip
     """Return what launches the alignment, the order of the rows, both products and the sums."""
-    plan, pairs = _plan_of(numbers), tokens * per_token
-    if plan.tokens:
-        size, partial, *made = _blocks(
-            pairs, per_token, experts, hidden, inner, x_stride, alpha, limit, bias13, bias2, dtype, plan, device
-        )
-    else:
-        size, partial, *made = _pairs(
-            tokens, per_token, experts, hidden, inner, x_stride, alpha, limit, bias13, bias2, dtype, plan, device
-        )
+    plan = _plan_of(numbers)
+    size, partial, align, order, gate_up, down = (_blocks if plan.tokens else _pairs)(
+        tokens, per_token, experts, hidden, inner, x_stride, alpha, limit, bias13, bias2, dtype, plan, device
+    )
     reduce = launch_reduce(tokens, hidden, per_token, experts, factor, 1, device, ((0, partial),))
-    align, order, gate_up, down = made
     return _Launches(size, align, order, gate_up, down, reduce)
 
 
@@ -264,16 +257,12 @@ def _pairs(
 
 
 def _blocks(
-    pairs: int, per_token: int, experts: int, hidden: int, inner: int, x_stride: int, alpha: float, limit: float,
+    tokens: int, per_token: int, experts: int, hidden: int, inner: int, x_stride: int, alpha: float, limit: float,
     bias13: bool, bias2: bool, dtype: torch.dtype, plan: HopperLaunchConfig, device: torch.device,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return bytes, where the pairs' rows lie, and the launches for blocks of pairs of one expert."""
-    launch, blocks, few, i32 = (
-        dependent_launch(device),
-        num_blocks(pairs, experts, plan.tokens),
-        pairs <= FEW,
-        torch.int32,
-    )
+    launch, pairs, i32 = dependent_launch(device), tokens * per_token, torch.int32
+    few, blocks = pairs <= FEW, num_blocks(pairs, experts, plan.tokens)
     slots = blocks * plan.tokens
     size, (ordered, rows, partial, *aligned) = side_by_side(
         (slots * fragment_columns(hidden), dtype), (slots * fragment_columns(inner), dtype),
@@ -361,11 +350,7 @@ class TritonSwizzledFusedMoE(ExpertsBackend):
 
     def __init__(self, cfg: FusedMoEConfig, config: Mapping[str, int] | None = None) -> None:
         super().__init__(cfg)
-        self.plan = (
-            None
-            if config is None
-            else HopperLaunchConfig(*(config.get(field.name, 0) for field in fields(HopperLaunchConfig)))
-        )
+        self.plan = None if config is None else HopperLaunchConfig.of(config)
 
     @staticmethod
     def candidates(cfg: FusedMoEConfig, num_tokens: int) -> list[dict[str, int]]:

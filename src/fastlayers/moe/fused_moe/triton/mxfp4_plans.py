@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+
+from fastlayers.errors import check_keys
 
 # Up to so many columns a warp's codes of one tile stay in registers, and enough programs on an SM.
 MAX_HELD = 4096
@@ -33,6 +36,13 @@ class HopperLaunchConfig:
     def config(self) -> dict[str, int]:
         """Return the plan as a table holds it."""
         return asdict(self)
+
+    @classmethod
+    def of(cls, config: Mapping[str, int]) -> HopperLaunchConfig:
+        """Return the plan of a table's row."""
+        names = [field.name for field in fields(cls)]
+        check_keys("fused_moe", "config of backend triton_swizzled", config, names, ("held",))
+        return cls(**config)
 
 
 Shape = tuple[int, int, int]
