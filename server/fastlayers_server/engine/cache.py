@@ -19,15 +19,19 @@ from itertools import count
 
 
 class Node:
-    """A block of tokens under its parent; ``users`` are the live requests whose tokens begin with this path."""
+    """A block of tokens under its parent; ``users`` are the live requests whose tokens begin with this path.
 
-    __slots__ = ("children", "key", "order", "pages", "parent", "users")
+    Roots have neither pages nor a parent, and a namespace as their key.
+    """
+
+    __slots__ = ("children", "key", "order", "pages", "parent", "queued", "users")
 
     def __init__(self, parent: Node | None, key: bytes, pages: tuple[int, ...]) -> None:
         self.parent, self.key, self.pages = parent, key, pages
         self.children: dict[bytes, Node] = {}
         self.users = 0
         self.order = 0  # when it was last used; -1: it left the trie, and its pages are freed by its last user
+        self.queued = False  # among those that may be evicted
 
 
 class PrefixCache:
@@ -48,7 +52,7 @@ class PrefixCache:
         self.pages_per_block = self.block // page_size
         self._free = list(range(num_pages - 1, 0, -1))
         self._roots: dict[bytes, Node] = {}
-        self._heap: list[tuple[int, int, Node]] = []  # (last used, tie, node)
+        self._heap: list[tuple[int, int, Node]] = []  # (last used, as far as was known then; tie; node), each once
         self._clock = count(1)
         self.evictable = self.locked = 0
         self.evicted_pages = 0
@@ -118,7 +122,7 @@ class PrefixCache:
         """
         if not self.enabled or (path and path[-1].order < 0):
             return []
-        parent = path[-1] if path else self._roots.setdefault(namespace, Node(None, b"", ()))
+        parent = path[-1] if path else self._roots.setdefault(namespace, Node(None, namespace, ()))
         changed: list[int] = []
         for key in self._keys(tokens, len(path), blocks):
             first = len(path) * self.pages_per_block
@@ -192,16 +196,23 @@ class PrefixCache:
             yield array("i", tokens[index * size : (index + 1) * size]).tobytes()
 
     def _push(self, node: Node) -> None:
-        heapq.heappush(self._heap, (node.order, next(self._clock), node))
+        if not node.queued:
+            node.queued = True
+            heapq.heappush(self._heap, (node.order, next(self._clock), node))
 
     def _evict(self) -> None:
         while True:
             order, _, node = heapq.heappop(self._heap)
+            node.queued = False
             # Entries are not taken out of the heap when a node is used again, gets children, or leaves the trie.
-            if node.order == order and not node.users and not node.children:
-                self.evicted_pages += len(node.pages)
-                self._remove(node)
-                return
+            if node.users or node.children or node.order < 0:
+                continue
+            if node.order > order:
+                self._push(node)
+                continue
+            self.evicted_pages += len(node.pages)
+            self._remove(node)
+            return
 
     def _remove(self, node: Node) -> None:
         parent = node.parent
@@ -210,5 +221,7 @@ class PrefixCache:
         node.order = -1
         self.evictable -= len(node.pages)
         self._free.extend(reversed(node.pages))
-        if parent.parent is not None and not parent.users and not parent.children:
+        if not parent.children and parent.parent is None:
+            del self._roots[parent.key]  # clients choose among as many namespaces as they like
+        elif not parent.children and not parent.users:
             self._push(parent)

@@ -263,6 +263,20 @@ def test_a_row_in_flight_of_who_was_preempted_leaves_nothing_in_doubt_in_the_cac
     world.check_idle()
 
 
+def test_what_the_cache_keeps_beside_its_pages_is_no_more_than_they_are() -> None:
+    """Whatever is used again and again, and however many namespaces clients think of."""
+    cache, prompt = PrefixCache(9, 16), list(range(64))
+    for turn in range(300):
+        namespace = b"" if turn % 3 else turn.to_bytes(2, "little")
+        path, pages = cache.match(namespace, prompt, 64), []  # type: ignore[var-annotated]
+        cache.lock(path)
+        pages += [page for node in path for page in node.pages] + cache.take(4 - len(path))
+        cache.publish(namespace, path, prompt, pages, 4)
+        cache.release(path, pages)
+    assert cache.evictable == 8 and len(cache._roots) == 2
+    assert len(cache._heap) <= 8
+
+
 def forgetful_release(cache: PrefixCache) -> None:
     release = cache.release
     cache.release = lambda path, pages, forget=False: release(path[:-1], pages, forget)  # type: ignore[method-assign]

@@ -268,6 +268,9 @@ class World:
                 owners[page] = "locked" if node.users else "evictable"
             if node.users and node.parent is not None and node.parent.parent is not None:
                 assert node.parent.users >= node.users, "a child with more users than its parent"
+        assert all(root.children for root in cache._roots.values()), "I17: a namespace of nothing"
+        kept = [node for *_, node in cache._heap]
+        assert len({*kept}) == len(kept), "I17: kept twice"
         states = list(owners.values())
         counts = (cache.free, cache.private, cache.locked, cache.evictable)
         assert counts == tuple(states.count(s) for s in ("free", "private", "locked", "evictable"))
