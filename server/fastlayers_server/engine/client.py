@@ -135,17 +135,20 @@ class EngineClient:
         """Hand over a request. Whatever happens, one terminal output of its rid is delivered."""
         with self._lock:
             self._live.add(request.rid)
-        self.send(request)
+            self._hand_over(request)
         if self.phase == "dead":
             self._tell_orphans()
 
     def send(self, message: ToEngine) -> None:
         """Hand over any other message."""
         with self._lock:
-            if self._out is None:
-                self._early.append(message)
-            else:
-                self._pass(self._out, message)
+            self._hand_over(message)
+
+    def _hand_over(self, message: ToEngine) -> None:
+        if self._out is None:
+            self._early.append(message)
+        else:
+            self._pass(self._out, message)
 
     def shutdown(self, timeout: float = 0.0) -> None:
         """Refuse what comes from now on, let what runs and waits end for ``timeout`` seconds, then end the rest.
@@ -170,7 +173,7 @@ class EngineClient:
             self._thread.join(0.05)
 
     def _pass(self, out: zmq.Socket[bytes], message: ToEngine) -> None:
-        """Give a message to the engine; under the lock."""
+        """Give a message to the engine; under the lock, as :meth:`_hand_over`."""
         try:
             out.send(encode(message), zmq.NOBLOCK)
         except zmq.Again:
@@ -187,7 +190,8 @@ class EngineClient:
     def _tell_orphans(self) -> None:
         """End everything that lives; whoever may come back is told of no restart where there is none."""
         code = "draining" if self.phase == "dead" else "engine_restarting"
-        with self._lock:
+        with self._lock:  # at once: nobody is told their end, and computed by the next engine too
+            self._early.clear()
             left, self._live = sorted(self._live), set()
         if left:
             outputs = tuple(Output(rid, (), "error", code, self._reason) for rid in left)
@@ -206,7 +210,6 @@ class EngineClient:
                 if self._out is not None:
                     self._out.close(linger=0)
                     self._out = None
-                self._early.clear()
             deaths.append(time.monotonic())
             often = len(deaths) > RESTARTS and deaths[-1] - deaths[0] < RESTART_SECONDS
             in_vain = code == REFUSED or self._refused or often or self._make is not None

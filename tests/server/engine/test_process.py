@@ -217,6 +217,30 @@ def test_what_cannot_be_started_again_now_is_tried_a_little_later(monkeypatch: p
     front.engine.shutdown()
 
 
+def test_what_comes_between_a_death_and_the_next_start_is_not_told_its_end_and_computed_too() -> None:
+    front = Front()
+    front.until(p.EngineInfo)
+    tell, between = front.engine._tell_orphans, iter([2])
+
+    def told() -> None:
+        for rid in between:  # of another thread
+            front.submit(rid, 3000)
+        tell()
+
+    front.engine._tell_orphans = told
+    os.kill(front.engine.pid, signal.SIGKILL)
+    assert front.end_of(2).code == "engine_restarting"
+    front.until(p.EngineInfo)
+    front.submit(3, 4)
+    assert front.end_of(3).finish == "length", "and no word of the other one"
+    front.engine.send(p.Control(1, "stats"))
+    stats = front.until(p.Stats)
+    while stats.id != 1:
+        stats = front.until(p.Stats)
+    assert stats.running == 0 and front.ids[2] == []
+    front.engine.shutdown()
+
+
 def test_the_engine_ends_with_its_front() -> None:
     code = (
         "import sys, time; from fastlayers_server.engine.client import EngineClient;"
