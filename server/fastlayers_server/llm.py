@@ -165,6 +165,7 @@ class LLM:
     def _run(self, completions: Sequence[Completion], ways: Sequence[Params]) -> Iterator[None]:
         """Fill in the answers; yields after every tick that told something."""
         rows: dict[int, tuple[Row, Answer, Completion]] = {}
+        asked: list[Submit] = []
         with self._turn:
             for completion, way in zip(completions, ways, strict=True):
                 job = Job("", self, self._metrics, time.monotonic(), 0)
@@ -172,8 +173,10 @@ class LLM:
                 for index, answer in enumerate(completion.outputs):
                     self._rid += 1
                     rows[self._rid] = self._row(job, self._rid, completion, way), answer, completion
-                    self.engine.post(_submit(self._rid, completion.prompt_token_ids, way, index, first))
+                    asked.append(_submit(self._rid, completion.prompt_token_ids, way, index, first))
                     first = first or self._rid
+            for submit in asked:  # now that none of them is wrong
+                self.engine.post(submit)
             left, errors = set(rows), []
             try:
                 while left:

@@ -69,6 +69,9 @@ def test_what_is_wrong_is_said(llm: LLM) -> None:
     with pytest.raises(ValueError, match="params: 1 entries for 2 prompts"):
         llm.generate(["a", "b"], [Params()])
     assert llm.generate("a", Params(max_tokens=1))[0].outputs[0].token_ids
+    with pytest.raises(OverflowError):
+        llm.generate([[5, 6], [2**31]], Params(max_tokens=300))
+    assert not llm.engine._inbox, "nothing of a call that failed is computed beside the next one"
     with pytest.raises(FastlayersError):
         LLM("no/such/folder/at/all")
     with pytest.raises(RuntimeError, match="max_model_len is 4096, which needs"):
