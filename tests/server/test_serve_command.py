@@ -363,6 +363,7 @@ def test_flags_that_we_lack_say_why(name: str) -> None:
         (["--host", " "], "0.0.0.0 for everybody"),
         (["--max-mod", "3"], "unrecognized"),
         (["--gpu-memory-utilization", "1.5"], "0.05 to 0.98"),
+        (["--watchdog-timeout", "0"], "1 to 86400"),  # each step would count as hung
     ],
 )
 def test_flags_that_are_wrong_are_refused(given: list[str], says: str) -> None:

@@ -22,6 +22,7 @@ from fastlayers_server.stalls import Collections, Stalls, freeze, thaw, watch_lo
 
 BACKENDS = ("openai", "vllm", "sglang", "openai-chat")
 MAX_LAG, LOOK_SECONDS = 0.005, 0.01
+ANY, LEAST, RATE = (0, 2**31), (1, 2**31), (1e-3, float("inf"))  # bounds of flags
 
 
 @dataclass(frozen=True)
@@ -38,17 +39,17 @@ class BenchConfig:
     tokenizer: str = flag("", "folder of a tokenizer: for text prompts, and where the server does not tell its vocabulary")  # fmt: skip  # noqa: E501
     dataset_name: str = flag("random", "kind of prompts", choices=datasets.NAMES)
     dataset_path: str = flag("", "JSONL of --dataset-name file")
-    random_input_len: int = flag(1024, "prompt tokens", "--input-len")
-    random_output_len: int = flag(128, "answer tokens", "--output-len")
-    random_range_ratio: float = flag(0.0, "lengths vary by this share, both ways")
-    random_prefix_len: int = flag(0, "tokens that all prompts begin with; of 'prefix': of each group")
-    prefix_groups: int = flag(1, "of 'prefix': how many beginnings there are")
-    num_prompts: int = flag(1000, "requests of a run")
-    request_rate: float = flag(float("inf"), "arrivals a second; inf: all at once")
-    burstiness: float = flag(1.0, "1: Poisson arrivals; less: burstier")
-    max_concurrency: int = flag(0, "requests at once; 0: any")
+    random_input_len: int = flag(1024, "prompt tokens", "--input-len", within=LEAST)
+    random_output_len: int = flag(128, "answer tokens", "--output-len", within=LEAST)
+    random_range_ratio: float = flag(0.0, "lengths vary by this share, both ways", within=(0, 1))
+    random_prefix_len: int = flag(0, "tokens that all prompts begin with; of 'prefix': of each group", within=ANY)
+    prefix_groups: int = flag(1, "of 'prefix': how many beginnings there are", within=LEAST)
+    num_prompts: int = flag(1000, "requests of a run", within=LEAST)
+    request_rate: float = flag(float("inf"), "arrivals a second; inf: all at once", within=RATE)
+    burstiness: float = flag(1.0, "1: Poisson arrivals; less: burstier", within=RATE)
+    max_concurrency: int = flag(0, "requests at once; 0: any", within=ANY)
     num_warmups: int = flag(-1, "requests before the run; -1: twice the concurrency, at least 16")
-    num_runs: int = flag(1, "runs; their medians are printed")
+    num_runs: int = flag(1, "runs; their medians are printed", within=LEAST)
     temperature: float = flag(0.0, "of every request")
     seed: int = flag(0, "of prompts and arrivals")
     ignore_eos: bool = flag(False, "answers are as long as asked for")
@@ -57,8 +58,8 @@ class BenchConfig:
     percentile_metrics: tuple[str, ...] = flag(("ttft", "tpot", "itl"), "of ttft, tpot, itl, e2el")
     metric_percentiles: tuple[str, ...] = flag(("99",), "percentiles that are printed")
     ramp_up_strategy: str = flag("none", "how the rate grows", choices=("none", "linear", "exponential"))
-    ramp_up_start_rps: float = flag(1.0, "where it begins")
-    ramp_up_end_rps: float = flag(10.0, "where it ends")
+    ramp_up_start_rps: float = flag(1.0, "where it begins", within=RATE)
+    ramp_up_end_rps: float = flag(10.0, "where it ends", within=RATE)
     save_result: bool = flag(False, "write a JSON file")
     save_detailed: bool = flag(False, "with each request's times")
     result_dir: str = flag(".", "folder of that file")

@@ -21,7 +21,7 @@ class StartupConfig:
     command: str = flag("", "what starts the server, as 'fastlayers serve tiny --port 8001'")
     base_url: str = flag("http://127.0.0.1:8000", "where it will be")
     api_key: str = flag("", "key that the server wants", secret=True)
-    iters: int = flag(3, "starts; the median is printed")
+    iters: int = flag(3, "starts; the median is printed", within=(1, 1000))
     timeout: float = flag(900.0, "seconds of one start")
 
 

@@ -130,7 +130,7 @@ class EngineConfig:
     speculative_verify: str = flag("match", "rejection: draw mtp's drafts; a seed's text then depends on them", choices=("match", "rejection"))  # fmt: skip  # noqa: E501
     deterministic: bool = flag(False, "equal request and seed, equal bytes", "--enable-deterministic-inference")
     max_logprobs: int = flag(20, "likeliest tokens that a request may ask for", within=(0, 20))
-    watchdog_timeout: float = flag(30.0, "seconds after which a step counts as hung", within=(0, 86_400))
+    watchdog_timeout: float = flag(30.0, "seconds after which a step counts as hung", within=(1, 86_400))
     no_freeze_gc: bool = flag(False, "let the collector walk what the start made")
     profile_folder: str = flag("", "where /start_profile writes; empty: there are no profiles")
     seed: int = flag(0, "of random weights (--load-format dummy)", "--random-seed")

@@ -197,6 +197,26 @@ def test_flags_that_we_lack_are_refused(arguments: list[str], says: str) -> None
         command.bench_serve(arguments)
 
 
+FLOATS = ("request-rate", "burstiness", "random-range-ratio", "ramp-up-start-rps")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num-prompts", "0"), ("num-runs", "0"), ("request-rate", "0"), ("request-rate", "nan"), ("burstiness", "-1"),
+     ("random-output-len", "0"), ("random-range-ratio", "2"), ("max-concurrency", "-1"), ("ramp-up-start-rps", "0"),
+     ("prefix-groups", "0")],
+)  # fmt: skip
+def test_numbers_that_no_load_has_are_refused(name: str, value: str) -> None:
+    with pytest.raises(
+        ArgumentError,
+        match=rf"bench serve: --{name} is {float(value) if name in FLOATS else value}; accepted: [\d.e-]+ to",
+    ):
+        command.bench_serve([f"--{name}", value, "--ready-timeout", "0.1"])
+    if name == "num-prompts":
+        with pytest.raises(ArgumentError, match="bench startup: --iters is 0; accepted: 1 to"):
+            command.bench_startup(["--iters", "0", "--command", "true"])
+
+
 def test_a_server_that_is_not_there_is_one_sentence() -> None:
     with pytest.raises(ArgumentError, match=r"not ready after 0\.1 s: ClientConnectorError"):
         command.bench_serve(["--port", "9", "--ready-timeout", "0.1"])
