@@ -31,7 +31,7 @@ class TorchRotary:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return ``(q, k)`` rotated, new tensors of the inputs' dtype."""
         c, s = self.gather(cos, positions), self.gather(sin, positions)
-        return self._rotate(q, c, s), None if k is None else self._rotate(k, c, s)
+        return self.rotate(q, c, s), None if k is None else self.rotate(k, c, s)
 
     def gather(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the table's rows ``[T, 1, d/2]``, with MRoPE each frequency's of its own axis."""
@@ -48,7 +48,8 @@ class TorchRotary:
         edges = [0, *(f for f in range(1, len(axes)) if axes[f] != axes[f - 1]), len(axes)]
         return [(axes[a], a, b) for a, b in pairwise(edges)]
 
-    def _rotate(self, x: torch.Tensor, c: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    def rotate(self, x: torch.Tensor, c: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        """Return ``x`` ``[T, H, D]`` turned by what :meth:`gather` returned for its tokens, rounded once."""
         rotating = x[..., : self.dim].float()
         if self.interleaved_in:
             a, b = rotating[..., 0::2], rotating[..., 1::2]

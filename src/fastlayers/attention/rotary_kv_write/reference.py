@@ -1,4 +1,4 @@
-"""The oracle of rotary_kv_write: turn pair by pair in fp32, round once, write row after row."""
+"""The oracle of rotary_kv_write: turn by rotary's oracle, round once, write row after row."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import torch
 
 from fastlayers.attention.kv_write.reference import write_rows
 from fastlayers.attention.rotary_kv_write.layer import RotaryKVWriteConfig
+from fastlayers.rotary.reference import ReferenceRotary
 
 
 class ReferenceRotaryKVWrite:
     """See :mod:`fastlayers.attention.rotary_kv_write.layer` for the formula. Returns fp32 ``q``."""
 
     def __init__(self, cfg: RotaryKVWriteConfig) -> None:
-        self.cfg = cfg
+        self.cfg, self.rotary = cfg, ReferenceRotary(cfg.rotary)
 
     def __call__(
         self,
@@ -31,18 +32,15 @@ class ReferenceRotaryKVWrite:
     ) -> torch.Tensor:
         """Write into ``keys`` and ``values``, in place; return the turned ``q``."""
         q, k = self._norm(q, q_weight), self._norm(k, k_weight)
-        if positions.dim() == 1:
-            positions = positions.expand(3, -1)
-        of = [positions[axis] for axis in self.cfg.rotary.axes()]
-        c, s = (torch.stack([table.index_select(0, at)[:, f] for f, at in enumerate(of)], -1) for table in (cos, sin))
-        k_turned = self._turn(k, c, s).to(k.dtype)
+        turned, k_turned = self.rotary(q, k, cos, sin, positions)
+        assert k_turned is not None
+        k_turned = k_turned.to(k.dtype)
         if self.cfg.latent:
             write_rows(torch.cat([v[:, 0], k_turned[:, 0]], dim=-1), keys, loc)
         else:
             assert values is not None
             write_rows(k_turned, keys, loc)
             write_rows(v, values, loc)
-        turned = self._turn(q, c, s)
         return turned if out is None else out.copy_(turned)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
@@ -53,15 +51,4 @@ class ReferenceRotaryKVWrite:
         for h in range(x.shape[1]):
             row = x[:, h].float()
             y[:, h] = (row / (row.square().mean(-1, keepdim=True) + eps).sqrt()).to(x.dtype) * weight
-        return y
-
-    def _turn(self, x: torch.Tensor, c: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-        cfg, half = self.cfg, self.cfg.rotary_dim // 2
-        y = x.float().clone()
-        for f in range(half):
-            a_in, b_in = (2 * f, 2 * f + 1) if cfg.interleaved_in else (f, f + half)
-            a_out, b_out = (2 * f, 2 * f + 1) if cfg.interleaved_out else (f, f + half)
-            a, b = x[..., a_in].float(), x[..., b_in].float()
-            y[..., a_out] = a * c[:, None, f] - b * s[:, None, f]
-            y[..., b_out] = b * c[:, None, f] + a * s[:, None, f]
         return y

@@ -14,7 +14,7 @@ class TorchRotaryKVWrite:
 
     def __init__(self, cfg: RotaryKVWriteConfig) -> None:
         self.cfg = cfg
-        self.gather = TorchRotary(cfg.rotary).gather
+        self.rotary = TorchRotary(cfg.rotary)
 
     def __call__(
         self,
@@ -33,11 +33,12 @@ class TorchRotaryKVWrite:
     ) -> torch.Tensor:
         """Write into ``keys`` and ``values``, in place; return the turned ``q``: ``out``, or a new tensor."""
         q, k = self._norm(q, q_weight), self._norm(k, k_weight)
-        c, s = self.gather(cos, positions), self.gather(sin, positions)
+        rotary = self.rotary
+        c, s = rotary.gather(cos, positions), rotary.gather(sin, positions)
         k_slots, v_slots = self.cfg.rows(keys, values)
-        scatter_rows(k_slots, loc, self._turn(k, c, s))
+        scatter_rows(k_slots, loc, rotary.rotate(k, c, s))
         scatter_rows(v_slots, loc, v)
-        turned = self._turn(q, c, s)
+        turned = rotary.rotate(q, c, s)
         return turned if out is None else out.copy_(turned)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
@@ -46,19 +47,3 @@ class TorchRotaryKVWrite:
         wide = x.float()
         normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.cfg.qk_norm)
         return normalised.to(x.dtype) * weight
-
-    def _turn(self, x: torch.Tensor, c: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-        cfg = self.cfg
-        turning = x[..., : cfg.rotary_dim].float()
-        if cfg.interleaved_in:
-            a, b = turning[..., 0::2], turning[..., 1::2]
-        else:
-            a, b = turning.chunk(2, -1)
-        first, second = a * c - b * s, b * c + a * s
-        if cfg.interleaved_out:
-            turned = torch.stack((first, second), -1).flatten(-2).to(x.dtype)
-        else:
-            turned = torch.cat((first, second), -1).to(x.dtype)
-        if cfg.rotary_dim == cfg.head_dim:
-            return turned
-        return torch.cat((turned, x[..., cfg.rotary_dim :]), -1)
