@@ -127,8 +127,8 @@ class Versions:
 class WatchedModule(nn.Module):
     """A module that tells its epochs when a parameter, buffer or child of it is replaced.
 
-    Its parameters are never inference tensors, which have no version: one that was made under
-    ``torch.inference_mode`` is copied when it becomes a parameter.
+    Its parameters are never inference tensors, which have no version, and always contiguous, as kernels read them. What
+    was made under ``torch.inference_mode``, or lies in memory in another way, is copied when it becomes a parameter.
     """
 
     _epochs: tuple[WeightsEpoch, ...] = ()
@@ -154,10 +154,11 @@ class WatchedModule(nn.Module):
         return ()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Hold a parameter, as a tensor with a version; assignment comes here, too."""
-        if param is not None and param.is_inference():
+        """Hold a parameter, as a contiguous tensor with a version; assignment comes here, too."""
+        if param is not None and (param.is_inference() or not param.is_contiguous()):
             with torch.inference_mode(False), torch.no_grad():
-                param = nn.Parameter(param.clone(), requires_grad=param.requires_grad)
+                values = param.clone(memory_format=torch.contiguous_format)
+                param = nn.Parameter(values, requires_grad=param.requires_grad)
         super().register_parameter(name, param)
         self.weights_changed()
 

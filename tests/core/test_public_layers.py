@@ -318,6 +318,26 @@ def test_copies_compute_the_same(name: str) -> None:
     assert same(result(other, arguments), expected)
 
 
+def lying_otherwise(values: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the same values with gaps between numbers, with gaps between rows, and column by column."""
+    for gap, step in ((2 * values.shape[-1], 2), (values.shape[-1] + 8, 1)):
+        wide = torch.zeros(*values.shape[:-1], gap, dtype=values.dtype)
+        yield wide[..., : step * values.shape[-1] : step].copy_(values)
+    yield values.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def test_parameters_that_lie_otherwise_compute_the_same(name: str) -> None:
+    """Kernels read weights as they lie, one number behind the other: what is assigned otherwise is copied."""
+    subject = SUBJECTS[name]
+    layer, arguments = filled(subject.make()), subject.arguments()
+    expected, state = result(layer, arguments), layer.state_dict()
+    for variant in zip(*map(lying_otherwise, state.values()), strict=True) if state else ():
+        other = subject.make()
+        other.load_state_dict(dict(zip(state, variant, strict=True)), assign=True)
+        assert all(parameter.is_contiguous() for parameter in other.parameters())
+        assert same(result(other, arguments), expected)
+
+
 def test_compiles_without_a_graph_break(name: str) -> None:
     subject = SUBJECTS[name]
     layer, arguments = filled(subject.make()), subject.arguments()

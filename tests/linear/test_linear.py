@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import fastlayers as fl
+from fastlayers import env
 from fastlayers.comm.parallel import ParallelSpec
 from fastlayers.errors import ArgumentError, CheckpointError
 from fastlayers.linear.dense.layer import Linear, LinearConfig
@@ -28,6 +29,14 @@ def random_checkpoint(parts: dict[str, int], columns: int) -> dict[str, torch.Te
     """Return weights and biases of parts with these numbers of rows."""
     weights = {f"block.{name}.weight": torch.randn(rows, columns) for name, rows in parts.items()}
     return weights | {f"block.{name}.bias": torch.randn(rows) for name, rows in parts.items()}
+
+
+@pytest.mark.skipif(not env.triton_interpret(), reason="needs TRITON_INTERPRET=1 without a GPU")
+def test_a_weight_stored_by_columns_is_read_by_rows() -> None:
+    source = nn.Linear(48, 20)
+    source.weight = nn.Parameter(source.weight.detach().t().contiguous().t())
+    x = torch.randn(3, 48)
+    torch.testing.assert_close(Linear.from_linear(source, backend="triton")(x), source(x))
 
 
 def test_equals_torch_nn_bit_for_bit() -> None:

@@ -127,7 +127,10 @@ class Linear(LinearBase):
 
     @classmethod
     def from_linear(cls, source: nn.Linear, *, backend: str = "auto") -> Linear:
-        """Return a layer that shares the parameters of an ``nn.Linear`` or a :class:`Linear`; no copy."""
+        """Return a layer that shares the parameters of an ``nn.Linear`` or a :class:`Linear`.
+
+        No copy is made of contiguous ones.
+        """
         check_source(cls.__name__, source)
         weight, bias = source.weight, source.bias
         made = cls(
