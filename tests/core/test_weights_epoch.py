@@ -139,6 +139,8 @@ def test_weights_in_a_layout_of_their_own_are_replaced_together() -> None:
     assert layer.w13.numel() == 0 and layer.packed.w13.numel() > 0
     with pytest.raises(CheckpointError, match=r"FusedMoE: finalize\(\) packed its weights .* nothing to load into"):
         list(slots(layer))
+    with pytest.raises(CheckpointError, match=r"left nothing for a state_dict; take that before finalize\(\)"):
+        nn.Sequential(layer).state_dict()
     codes = {name: values[name] for name in ("w13", "w2", "w13_scale", "w2_scale")}
     for name, value in list(codes.items())[:-1]:
         setattr(layer, name, nn.Parameter(value, requires_grad=False))

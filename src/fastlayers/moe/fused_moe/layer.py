@@ -303,7 +303,7 @@ class FusedMoE(Layer):
             were given new values since.
         """
         names = ("w13", "w2", *(self.scale_names or ()))
-        if self.packed is not None and self.w13.numel() == 0:
+        if self._replaced:
             if self.packed.w13.device != self.w13.device:
                 given = f"{self.w13.device} after finalize()"
                 raise ArgumentError(_NAME, "device", given, f"{self.packed.w13.device}, where its weights were packed")
@@ -318,6 +318,20 @@ class FusedMoE(Layer):
                 parameter = getattr(self, name)
                 parameter.data = parameter.data.new_empty(0)
             self._biases = Packed(None, self, self.packed_sources()) if self.cfg.bias else None
+
+    @property
+    def _replaced(self) -> bool:
+        """Whether packed weights took the place of the parameters, which are empty."""
+        return self.packed is not None and self.w13.numel() == 0
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Save as ``nn.Module`` does, or raise where that would lose the weights without a word."""
+        if self._replaced:
+            raise CheckpointError(
+                f"{_NAME}: finalize() packed its weights in a layout of their own and left nothing for a state_dict; "
+                "take that before finalize(), or save the module itself (torch.save)"
+            )
+        super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def weights_changed(self) -> None:
         """Tell, and forget what was packed, unless it is all that is left of the weights."""
@@ -338,7 +352,7 @@ class FusedMoE(Layer):
 
         With interleaved rows: slices of the tensors that hold all experts, ``gate_up_proj_blocks``, ….
         """
-        if self.packed is not None and self.w13.numel() == 0:
+        if self._replaced:
             raise CheckpointError(
                 f"{_NAME}: finalize() packed its weights in a layout of their own and left nothing to load into; load "
                 "before finalize(), or assign new parameters of the checkpoint's shapes"
