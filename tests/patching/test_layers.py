@@ -342,6 +342,23 @@ def test_experts_of_other_families(name: str, tokens: int, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("name", "width"), [("qwen3_moe", "moe_intermediate_size"), ("gpt_oss", "intermediate_size")])
+@torch.no_grad()
+def test_experts_whose_rows_are_no_whole_16_bytes(name: str, width: str, dtype: torch.dtype) -> None:
+    # torch's grouped product does not take them, and stock's eager loop does.
+    for inner in (27, 28, 4):
+        stock = build(name, dtype, **{width: inner})
+        stock.set_experts_implementation("eager")
+        fast = copy.deepcopy(stock)
+        report = fl.patch(fast)
+        x, ids = torch.randn(9, 64).to(dtype), torch.rand(9, 16).topk(4).indices
+        weights = torch.rand(9, 4).to(dtype)
+        wanted, given = (model.model.layers[1].mlp.experts(x, ids, weights).float() for model in (stock, fast))
+        assert close(given, wanted, 2e-6 if dtype == torch.float32 else 2e-2)
+        assert report.hits()["model.layers.1.mlp.experts"] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", GQA)
 @torch.no_grad()
 def test_norms_and_routers_of_other_families_are_bit_equal(name: str, dtype: torch.dtype) -> None:

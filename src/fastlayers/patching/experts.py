@@ -162,11 +162,18 @@ class FastExperts(FastModule):
     config: Any
 
     def _fl_choose(self) -> None:
-        self._fl_core = choose(self, self._fl_backend)
-        self._fl_auto = self._fl_backend == "auto" and "fused_moe" not in env.backend_overrides()
+        self._fl_take(choose(self, self._fl_backend))
         table = self._fl_table
         names = [*_SAME, _named(self) or "eager"]
         self._fl_stock = {name: table[name] for name in names if name in table and not foreign(table[name])}
+
+    def _fl_take(self, core: Ladder) -> None:
+        """Compute with ``core``; where "auto" chose it, torch's grouped product may take its place on a CPU."""
+        self._fl_core = core
+        self._fl_auto = self._fl_backend == "auto" and "fused_moe" not in env.backend_overrides()
+        weights: list[torch.Tensor] = [getattr(self, name) for name in FastExperts._fl_shaped]
+        # It wants whole 16 bytes in each row, of what lies between the two products as well.
+        self._fl_auto &= all(size * w.element_size() % 16 == 0 for w in weights for size in w.shape[1:])
 
     def _fl_implementation(self) -> str:
         return f"fused_moe={self._fl_core.choice.name}"

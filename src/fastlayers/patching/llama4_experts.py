@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from fastlayers import env
 from fastlayers.errors import ArgumentError, dtype_name
 from fastlayers.moe.fused_moe.layer import FUSED_MOE, FusedMoEConfig
 from fastlayers.moe.fused_moe.weights import MoEWeights
@@ -76,8 +75,7 @@ class FastLlama4Experts(experts.FastClampedExperts):
     _fl_weighs = False
 
     def _fl_choose(self) -> None:
-        self._fl_core = choose(self, self._fl_backend)
-        self._fl_auto = self._fl_backend == "auto" and "fused_moe" not in env.backend_overrides()
+        self._fl_take(choose(self, self._fl_backend))
         self._fl_views = experts.reads_views(self._fl_core)
 
     def _fl_other(self, x: torch.Tensor) -> str:
