@@ -250,3 +250,37 @@ def test_the_dequantised_kv_b_proj_follows_its_weights(how: str) -> None:
     fl.unpatch(fresh)
     fl.patch(fresh, strict=True)
     assert torch.equal(after, decoded(fresh)) and not torch.equal(after, before)
+
+
+class Louder(nn.Module):
+    """Around a linear, whose weight it shows as adapters do."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+    @property
+    def weight(self) -> Any:
+        return self.base_layer.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = -2.0 * self.base_layer(x)
+        return out
+
+
+@pytest.mark.parametrize("how", ["hooked", "wrapped"])
+@torch.no_grad()
+def test_a_kv_b_proj_that_somebody_changed_is_called(how: str) -> None:
+    pair = fp8_pair()[0], fp8_pair()[0]
+    ids, outs = prompt(2, 12)["input_ids"], []
+    for model, options in zip(pair, ({}, {"attention": False}), strict=True):
+        fl.patch(model, **options)
+        for layer in model.model.layers:
+            if how == "hooked":
+                layer.self_attn.kv_b_proj.register_forward_hook(lambda module, args, out: -2.0 * out)
+            else:
+                layer.self_attn.kv_b_proj = Louder(layer.self_attn.kv_b_proj)
+        out = model(ids[:, :11], use_cache=True)
+        outs.append(model(ids[:, 11:], past_key_values=out.past_key_values, use_cache=True).logits.float())
+        model.to("cpu")  # packs anew
+    assert float((outs[0] - outs[1]).norm() / outs[1].norm()) < 1e-2

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.integrations.finegrained_fp8 import FP8Linear
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fastlayers import env
@@ -26,8 +27,10 @@ from fastlayers.attention.mla.torch import MAX_SCORES, product
 from fastlayers.attention.mla_kv_write.layer import MLAKVWriteConfig
 from fastlayers.errors import NoBackendError
 from fastlayers.patching.cache import PAGE, LatentLayer, adopt, latent_rows
-from fastlayers.patching.classes import count, differentiated
+from fastlayers.patching.classes import count, differentiated, fast_class
+from fastlayers.patching.fp8 import FastFP8Linear
 from fastlayers.patching.gqa import attention_function, weights_asked
+from fastlayers.patching.guard import untouched
 from fastlayers.patching.packing import PackedModule, plain
 from fastlayers.patching.paged import active_step
 from fastlayers.patching.step import dense_meta
@@ -38,6 +41,8 @@ from fastlayers.registry import Ladder
 _FOREIGN = frozenset(
     ("cache", "is_causal", "position_bias", "sliding_window", "softcap", "s_aux", "dropout", "scaling")
 )
+# Linears of codes and scales, patched or not.
+_CODED = (FP8Linear, fast_class(FP8Linear, FastFP8Linear))
 
 
 def attend_latent(
@@ -126,8 +131,9 @@ class FastMLA(PackedModule):
 
     def _fl_pack(self, again: bool = False) -> int:
         # Of a quantised kv_b_proj one dequantised copy is held; unquantised weights are used where they are.
-        moved, weight = super()._fl_pack(again), getattr(self.kv_b_proj, "weight", None)
+        moved, part = super()._fl_pack(again), self.kv_b_proj
         self._fl_dense = None
+        weight = part.weight if type(part) in _CODED else None
         if type(weight) is nn.Parameter and weight.element_size() == 1 and weight.device.type != "meta":
             self._fl_dense = self._fl_dequantised()
             moved += self._fl_dense.numel() * self._fl_dense.element_size()
@@ -148,7 +154,7 @@ class FastMLA(PackedModule):
 
     def _fl_edits(self) -> int:
         """Return a number that grows when a copy is made again: a captured step reads the one it was captured with."""
-        return 0 if self._fl_dense is None else sum(self._fl_sources()[2:])
+        return 0 if self._fl_dense is None or not self._fl_plain() else sum(self._fl_sources()[2:])
 
     def _fl_kv_b(self) -> torch.Tensor:
         """Return the weight of ``kv_b_proj``, of a quantised one the copy: made again if its source has changed."""
@@ -257,8 +263,10 @@ class FastMLA(PackedModule):
 
     def _fl_plain(self) -> bool:
         """Return whether ``kv_b_proj`` does nothing but multiply by its weight, so that it may be absorbed."""
-        alone = getattr(self.kv_b_proj, "bias", None) is None
-        return alone and (self._fl_dense is not None or plain(self.kv_b_proj))
+        part = self.kv_b_proj
+        if getattr(part, "bias", None) is not None:
+            return False
+        return plain(part) if self._fl_dense is None else type(part) in _CODED and untouched(part)
 
     def _fl_unpaged(self) -> str:
         return super()._fl_unpaged() or ("" if self._fl_plain() else "kv_b_proj was replaced or hooked")
