@@ -24,16 +24,15 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from fastlayers.errors import ArgumentError, NoBackendError
+from fastlayers.patching.capturable import attention_layers, why_not_root
 from fastlayers.patching.classes import RECORDED, FastModule, swap, unswap
 from fastlayers.patching.comparison import recorded
 from fastlayers.patching.decoder import FastDecoderLayer, decoder_of, fusible
-from fastlayers.patching.gqa import FastGQA
-from fastlayers.patching.matching import foreign_hooks
 from fastlayers.patching.mla import FastMLA
 from fastlayers.patching.paged import CacheLease, CachePool, CacheStore, PagedCache, capacity_bucket, weak_method
 from fastlayers.patching.prefill import KNOWN_INPUTS, SLACK, ExtendKey, Prefills, why_not
 from fastlayers.patching.report import PatchEntry
-from fastlayers.patching.step import DecodeStep, PagedStep, why_not_rotary
+from fastlayers.patching.step import DecodeStep, PagedStep
 from fastlayers.runtime.captured_steps import CapturedSteps
 from fastlayers.runtime.graphs import CudaGraphs
 
@@ -91,7 +90,7 @@ class DecodeDriver(CapturedSteps):
         self._weights: tuple[Any, ...] = ()
         self._said: set[str] = set()
         self._handles = -1
-        self.prefill = Prefills(_attention_layers(self.root))
+        self.prefill = Prefills(attention_layers(self.root))
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has its own graphs and counters.
@@ -130,11 +129,6 @@ class DecodeDriver(CapturedSteps):
         store.graph_bytes += next(record.bytes for record in self.ledger if record.key == key)
         self._pool.shrink(store)
 
-    @property
-    def attention_layers(self) -> list[Any]:
-        """The attention layers of the decoder, by index."""
-        return [layer.self_attn for layer in decoder_of(self.root).layers]
-
     def kind_of(self, key: Any) -> Any:
         """Return the batch, the capacity, and what else the key of a prompt has: not whose buffers they are."""
         return key[:2] + key[3:]
@@ -172,7 +166,7 @@ class DecodeDriver(CapturedSteps):
             return self._stock("_prepare_cache_for_generation")(
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
-        layers = self.attention_layers
+        layers = attention_layers(self.root)
         weights = self._fingerprint()
         if weights != self._weights:
             self.clear()
@@ -217,7 +211,7 @@ class DecodeDriver(CapturedSteps):
         places = (tensor.data_ptr() for tensor in (*self.root.parameters(), *self.root.buffers()))
         # What a module's guard found is captured with it: the original's code, or ours.
         guards = (module._fl_guard.why(module) for module in self.root.modules() if isinstance(module, FastModule))
-        edits = (layer._fl_edits() for layer in self.attention_layers if isinstance(layer, FastMLA))
+        edits = (layer._fl_edits() for layer in attention_layers(self.root) if isinstance(layer, FastMLA))
         # By number: to hold code that somebody put on a module might keep the model.
         code = (id(f) for m in self.root.modules() for f in (type(m).forward, m.__dict__.get("forward")))
         return self.root.config._attn_implementation, self.root.dtype, *guards, *edits, *code, *places
@@ -401,38 +395,6 @@ class DecodeDriver(CapturedSteps):
         if reason not in self._said:
             self._said.add(reason)
             log.warning("%s: %s", _WORDS, reason)
-
-
-def _attention_layers(root: Any) -> list[Any]:
-    return [getattr(layer, "self_attn", None) for layer in getattr(decoder_of(root), "layers", ())]
-
-
-def why_not_root(root: Any) -> str:
-    """Return why the decode steps of this model cannot be captured as it is now, or ""."""
-    if not hasattr(root, "_sample") or root.config.is_encoder_decoder:
-        return f"{type(root).__name__} is not a decoder that generates"
-    if getattr(root.config, "vision_config", None) is not None:
-        return "images are not part of a step"
-    layers = _attention_layers(root)
-    for index, layer in enumerate(layers):
-        if not isinstance(layer, (FastGQA, FastMLA)):
-            return f"attention of layer {index} is not patched ({type(layer).__name__})"
-        if layer.layer_idx != index:
-            return f"attention of layer {index} has layer_idx {layer.layer_idx}"
-        if why := layer._fl_unpaged():
-            return f"attention of layer {index}: {why}"
-    if not layers:
-        return f"{type(root).__name__} has no decoder layers"
-    for name, module in root.named_modules():
-        if foreign_hooks(module):
-            return f"a hook is registered on {name or 'the model'}, which a replay would not call"
-        if "base_layer" in module._modules:
-            return f"{name} is an adapter, which may be switched between calls"
-    if why := why_not_rotary(getattr(decoder_of(root), "rotary_emb", None), layers):
-        return why
-    if len({p.device for p in root.parameters()}) != 1:
-        return "its weights are on several devices"
-    return ""
 
 
 def driver_of(root: Any) -> DecodeDriver | None:

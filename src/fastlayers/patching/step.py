@@ -299,13 +299,3 @@ class ExtendStep(PagedStep):
         kept, count = self._host
         kept[:], count[0] = [end - 1 for end in accumulate(counts)], total
         self._last.send()
-
-
-def why_not_rotary(rotary: Any, layers: Sequence[Any]) -> str:
-    """Return why steps cannot rotate by this embedding of Hugging Face's before these attention layers, or ""."""
-    kind = getattr(rotary, "rope_type", "default")
-    if not isinstance(kind, str) or "dynamic" in kind or kind == "longrope":
-        return f"rotary embedding {kind!r} reads positions on the host"
-    if getattr(rotary, "attention_scaling", 1.0) != 1.0 and any(hasattr(layer, "qk_norm") for layer in layers):
-        return f"rotary embedding {kind!r} scales what a norm behind it takes back"
-    return ""
