@@ -6,7 +6,8 @@ matching.py structure.py       whether a module is what we think it is; hashes.p
 classes.py                     the swap of classes; `FastModule._fl_usable`: whether a call runs our code or steps aside
 guard.py comparison.py         what a patched module must still be for that
 norm.py mlp.py … mla.py        the layers themselves; packing.py: several linears of one input as one product
-decode.py prefill.py step.py   `generate` as replays of captured graphs, over the pages of paged.py; capturable.py: of which models
+decode.py prefill.py step.py   `generate` as replays of captured graphs, over the pages of paged.py
+capturable.py                  of which models, and why not
 """
 
 from fastlayers.patching.apply import patch, patched, unpatch

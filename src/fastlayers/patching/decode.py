@@ -1,9 +1,11 @@
 """``patch(model, cuda_graph=True)``: the steps of ``generate`` as replays of captured graphs.
 
-Four methods of Hugging Face's generation loop are overridden on the instance. Cache preparation hands out a
-:class:`PagedCache`; the two that choose the callable of decode steps choose :meth:`DecodeDriver.call`; prefill replays
-prompts, see :mod:`fastlayers.patching.prefill`. A step copies ids and positions into static tensors and replays the
-whole ``forward`` of the model, captured per batch and capacity; the logits it returns are valid until the next step.
+Five methods of Hugging Face's generation loop are overridden on the instance. ``generate`` says whose the graphs are
+meanwhile: their outputs are valid until the next replay of any, so that another thread's call runs as before. Cache
+preparation hands out a :class:`PagedCache`; the two that choose the callable of decode steps choose
+:meth:`DecodeDriver.call`; prefill replays prompts, see :mod:`fastlayers.patching.prefill`. A step copies ids and
+positions into static tensors and replays the whole ``forward`` of the model, captured per batch and capacity; the
+logits it returns are valid until the next step.
 
 What cannot be captured runs as before, and says why once. ``disable_compile=True`` in the generation config runs the
 same step without a graph.
@@ -12,6 +14,7 @@ same step without a graph.
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -39,7 +42,7 @@ from fastlayers.runtime.graphs import CudaGraphs
 log = logging.getLogger(__name__)
 
 ATTRIBUTE = "_fl_decode"
-METHODS = ("_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get_compiled_call", "_prefill")
+METHODS = ("generate", "_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get_compiled_call", "_prefill")
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 _RECORDED = ("output_attentions", "output_hidden_states", "output_router_logits")
 _WORDS = "cuda_graph: decoding runs uncaptured"
@@ -78,6 +81,8 @@ class DecodeDriver(CapturedSteps):
     def __init__(self, root: Any, make_graphs: Callable[[torch.device], CudaGraphs], core: str) -> None:
         # Weakly, as all else that leads back: the model holds its driver, and is freed when its user lets go of it.
         self._root, self._make_graphs, self.core = weakref.ref(root), make_graphs, core
+        # What somebody put on the instance before.
+        self._before: Any = None
         with torch.inference_mode(False):
             self.replays, self.falls, self.prefills = (
                 torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(3)
@@ -90,14 +95,18 @@ class DecodeDriver(CapturedSteps):
         self._weights: tuple[Any, ...] = ()
         self._said: set[str] = set()
         self._handles = -1
+        # Held while a call of generate has the graphs, and by which thread.
+        self._turn, self._thread = threading.RLock(), 0
         self.prefill = Prefills(attention_layers(self.root))
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has its own graphs and counters.
-        return {"root": self.root, "_make_graphs": self._make_graphs, "core": self.core}
+        names = ("root", "_make_graphs", "core", "_before")
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["root"], state["_make_graphs"], state["core"])  # type: ignore[misc]
+        self._before = state["_before"]
 
     @property
     def root(self) -> Any:
@@ -140,6 +149,7 @@ class DecodeDriver(CapturedSteps):
 
     def attach(self) -> None:
         """Override the methods on the instance."""
+        self._before = self.root.__dict__.get("generate")
         for name in METHODS:
             if not hasattr(type(self.root), name):
                 continue
@@ -148,12 +158,32 @@ class DecodeDriver(CapturedSteps):
 
     def detach(self) -> None:
         """Remove the overrides, and all that was captured."""
-        for name in (*METHODS, ATTRIBUTE):
-            self.root.__dict__.pop(name, None)
+        own = self.root.__dict__
+        for name in METHODS:
+            if getattr(own.get(name), "__self__", None) is self:  # else somebody wrapped it since
+                del own[name]
+        if self._before is not None:
+            own.setdefault("generate", self._before)
+        own.pop(ATTRIBUTE, None)
         self.clear()
 
     def _stock(self, name: str) -> Any:
+        if name == "generate" and self._before is not None:
+            return self._before
         return partial(getattr(type(self.root), name), self.root)
+
+    def own_generate(self, *args: Any, **options: Any) -> Any:
+        """Generate; the graphs are this thread's until it returns, unless another one has them."""
+        mine = self._turn.acquire(blocking=False)
+        before = self._thread
+        if mine:
+            self._thread = threading.get_ident()
+        try:
+            return self._stock("generate")(*args, **options)
+        finally:
+            if mine:
+                self._thread = before
+                self._turn.release()
 
     def own_prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int,
@@ -191,6 +221,8 @@ class DecodeDriver(CapturedSteps):
             return "a cache was passed by the caller"
         if config.use_cache is False:
             return "use_cache=False"
+        if self._thread != threading.get_ident():
+            return "another thread is generating, or generate() was not called on the model"
         if mode not in _MODES or config.is_assistant:
             return f"{getattr(mode, 'value', mode)} is not plain greedy search or sampling"
         if config.cache_implementation not in (None, "dynamic"):

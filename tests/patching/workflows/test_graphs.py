@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -33,9 +35,13 @@ def pair() -> tuple[Any, Any, Any]:
     return stock, fast, (driver, report)
 
 
-def tokens(model: Any, *processors: LogitsProcessor) -> list[int]:
+def tokens(model: Any, *processors: Any, seed: int = 1, **options: Any) -> list[int]:
     out = model.generate(
-        **prompt(1, 10), max_new_tokens=16, do_sample=False, logits_processor=LogitsProcessorList(processors)
+        **prompt(1, 10, seed=seed),
+        **options,
+        max_new_tokens=16,
+        do_sample=False,
+        logits_processor=LogitsProcessorList(processors),
     )
     found: list[int] = out[0].tolist()
     return found
@@ -178,3 +184,49 @@ def test_a_hook_registered_while_tokens_are_generated(pair: tuple[Any, Any, Any]
     assert outs[0] == outs[1] and outs[0] != tokens(build("llama"))
     assert late[0].calls == late[1].calls > 0
     assert 0 < int(driver.replays) < 15
+
+
+def test_one_thread_at_a_time_has_the_graphs(pair: tuple[Any, Any, Any], caplog: pytest.LogCaptureFixture) -> None:
+    stock, fast, (driver, _) = pair
+    first, second, seen = tokens(stock), tokens(stock, seed=5), []
+
+    def meanwhile(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] == 18:
+            with ThreadPoolExecutor(1) as pool:
+                seen.append(pool.submit(tokens, fast, seed=5).result())
+        return scores
+
+    with caplog.at_level(logging.WARNING, logger="fastlayers.patching.decode"):
+        assert tokens(fast, meanwhile) == first
+    assert seen == [second] and "another thread is generating" in caplog.text
+    assert int(driver.replays) == 15 and len(driver.ledger) == 1, "nothing was captured twice"
+    assert tokens(fast, seed=5) == second and int(driver.replays) == 30
+    with pytest.raises(ValueError, match="no_such_argument"):
+        tokens(fast, no_such_argument=1)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(tokens, fast).result() == first
+    assert int(driver.replays) == 45, "a call that raised gave them back"
+
+
+def test_a_generate_of_the_instance_is_called_and_put_back() -> None:
+    fast, calls = build("llama"), []
+    original = fast.generate
+
+    def noted(*args: Any, **options: Any) -> Any:
+        calls.append(1)
+        return original(*args, **options)
+
+    fast.generate = noted
+    fl.patch(fast)
+    driver = decode.attach(fast, ExitStack(), make_graphs=eager_graphs, core="torch")
+    wanted = tokens(fast)
+    assert calls == [1] and int(driver.replays) == 15
+    fl.unpatch(fast)
+    assert fast.generate is noted
+    fl.patch(fast)
+    decode.attach(fast, ExitStack(), make_graphs=eager_graphs, core="torch")
+    ours = fast.generate
+    fast.generate = lambda *args, **options: ours(*args, **options)
+    wrapper = fast.generate
+    fl.unpatch(fast)
+    assert fast.generate is wrapper and tokens(fast) == wanted and calls == [1, 1]
