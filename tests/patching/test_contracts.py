@@ -133,6 +133,18 @@ def test_stock_transformers_loads_what_a_patched_model_saved(name: str, tmp_path
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_shallow_copies_move_nothing(name: str) -> None:
+    model = build(name)
+    fl.patch(model)
+    wanted, places = logits(model), [p.data_ptr() for p in model.parameters()]
+    copies = [copy.copy(layer.self_attn) for layer in model.model.layers]
+    assert [p.data_ptr() for p in model.parameters()] == places and all_packed(model)
+    for layer, other in zip(model.model.layers, copies, strict=True):
+        layer.self_attn = other
+    assert torch.equal(logits(model), wanted) and all_packed(model)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch_save"])
 def test_copies_of_a_patched_model_run_and_can_be_unpatched(name: str, how: str) -> None:
     model = build(name)

@@ -186,6 +186,12 @@ class FastModule:
         super().__setstate__(state)  # type: ignore[misc]
         self._fl_refresh()
 
+    def __copy__(self) -> Any:
+        # Over the same parameters, as of any module: what is packed of them is the copy's, too, and nothing moves.
+        other = _new(type(self))
+        other.__dict__.update(self.__dict__)
+        return other
+
     def __reduce__(self) -> tuple[Any, ...]:
         original, mixin = type(self)._fl_origin  # type: ignore[attr-defined]
         state = {key: value for key, value in self.__dict__.items() if key not in _DERIVED}
