@@ -17,7 +17,7 @@ from torch import nn
 from transformers import DynamicCache, StaticCache
 
 import fastlayers as fl
-from fastlayers.errors import PatchError
+from fastlayers.errors import ArgumentError, PatchError
 from fastlayers.patching.classes import PREFIX, FastModule
 from fastlayers.patching.comparison import ADDRESS
 from fastlayers.patching.packing import PackedModule
@@ -104,6 +104,22 @@ def test_a_second_patch_changes_nothing(name: str) -> None:
     assert min(second.hits().values()) > 0
     fl.unpatch(model)
     assert not any(isinstance(m, FastModule) for m in model.modules())
+
+
+def test_another_backend_by_name_needs_an_unpatch() -> None:
+    model = build("llama")
+    fl.patch(model, include="*.0.*")
+    before, wanted = (
+        snapshot(model),
+        r"norm is 'reference'.*'auto', with which model.layers.0.input_layernorm is patched",
+    )
+    with pytest.raises(ArgumentError, match=wanted):
+        fl.patch(model, norm="reference")
+    assert snapshot(model) == before
+    report = fl.patch(model, norm="reference", exclude="*.0.*")
+    named = {entry.name for entry in report.replaced if entry.implementation == "rms_norm=reference"}
+    assert "model.layers.1.input_layernorm" in named and "model.layers.0.input_layernorm" not in named
+    assert all(entry.reason == "already patched" for entry in fl.patch(model).replaced)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -80,7 +80,8 @@ def patch(
     NoBackendError, UnknownNameError
         A backend that was named cannot run, or does not exist. The model is as it was.
     ArgumentError
-        An argument that is not accepted; ``cuda_graph`` for a model that is not on a CUDA device or does not generate.
+        An argument that is not accepted; ``cuda_graph`` for a model that is not on a CUDA device or does not generate;
+        a backend by name for modules that are patched with another one already.
 
     Examples
     --------

@@ -140,6 +140,7 @@ def make_plan(model: nn.Module, options: Options) -> list[Step]:
             continue
         backend = str(options.kinds[kind])
         if is_patched(module):
+            _check_same(name, module, kind, backend, options)
             steps.append(Step(name, module, kind, rule, backend, done=True))
             continue
         reason = _reason(name, module, rule, options, rotary, verified)
@@ -149,6 +150,15 @@ def make_plan(model: nn.Module, options: Options) -> list[Step]:
             reason = "instance-forward: the block's forward was replaced on the instance"
         steps.append(Step(name, module, kind, rule, backend, reason))
     return steps
+
+
+def _check_same(name: str, module: Any, kind: str, backend: str, options: Options) -> None:
+    """Raise if another backend is asked for by name than a module was patched with: it would not run."""
+    if backend not in ("auto", module._fl_backend) and options.wanted(name, module):
+        accepted = (
+            f'"auto", or {module._fl_backend!r}, with which {name} is patched already: call fastlayers.unpatch first'
+        )
+        raise ArgumentError("patch", kind, repr(backend), accepted)
 
 
 def _reason(
