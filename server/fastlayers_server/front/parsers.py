@@ -169,8 +169,7 @@ class JsonValue:
 
 def thinks(tokens: TokenText, prompt: Sequence[int]) -> bool:
     """Return whether a prompt's end leaves a thought open, in which the answer then begins."""
-    tail = tokens.decode(prompt[-16:])
-    return tail.rfind(THINK) > tail.rfind(UNTHINK)
+    return tokens.decode(prompt[-16:]).rstrip().endswith(THINK)
 
 
 class Marked:

@@ -90,6 +90,7 @@ def test_reasoning_begins_where_the_prompt_says(which: str, request: pytest.Fixt
         ("a<think>\n\n</think>\n\n", "yes", [("content", "", "yes")]),
         ("a", "<think>hm</think>yes", [("reasoning", "", "hm"), ("content", "", "yes")]),
         ("a<think>", "never ends", [("reasoning", "", "never ends")]),
+        ("a <think><|assistant|>", "yes", [("content", "", "yes")]),  # said by the user, not by the template
         ("a", "no thought </thin", [("content", "", "no thought </thin")]),
     ):
         parser = Marked(tokens, tokens.encode(prompt, False), True, None)
