@@ -132,8 +132,6 @@ class ChatWriter(Writer):
             message["tool_calls"] = [
                 {"id": self._call_id(row, i), "type": "function", "function": call} for i, call in calls.items()
             ]
-            for call in calls.values():
-                check_arguments(call["arguments"], self._front)
         if not content and (calls or thought):
             message["content"] = None
         return message
@@ -197,11 +195,3 @@ class ChatWriter(Writer):
 def reason_of(row: Row) -> str:
     """Return why a choice ended, in the API's words."""
     return "tool_calls" if row.calls and row.finish == "stop" else row.finish
-
-
-def check_arguments(text: str, front: Front) -> None:
-    """Count arguments that are no JSON; they are told as they are."""
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        front.metrics.tool_failures.inc()

@@ -200,6 +200,11 @@ class Marked:
         # Blanks behind a call: no content where another call or the end follows, and part of what else follows.
         self._gap: str | None = None
 
+    @property
+    def part(self) -> str:
+        """Of what the text is that comes now."""
+        return "tool" if self._call is not None else "reasoning" if self._thinking else "content"
+
     def feed(self, token: int, text: str) -> list[Delta]:
         """Take a token."""
         return [d for marker, piece in self._splitter.feed(token, text) for d in self._piece(marker, piece)]
@@ -262,6 +267,11 @@ class Harmony:
         self._kind, self._calls, self._said = "content", 0, False
         if self._header is None:
             self._open(tail[tail.rfind("<|start|>") :])
+
+    @property
+    def part(self) -> str:
+        """Of what the text is that comes now."""
+        return self._kind if self._header is None else "header"
 
     def feed(self, token: int, text: str) -> list[Delta]:
         """Take a token."""

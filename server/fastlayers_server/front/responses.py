@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from fastlayers_server.front import schemas
 from fastlayers_server.front.answers import Writer, answer
-from fastlayers_server.front.chat import check_arguments, prompt_of, start
+from fastlayers_server.front.chat import prompt_of, start
 from fastlayers_server.front.errors import ApiError, of_validation
 from fastlayers_server.front.generation import Front
 from fastlayers_server.front.rows import Delta, Job
@@ -292,7 +292,6 @@ class _Writer(Writer):
         item = self._items[-1]
         item["status"] = "completed"
         if kind == "tool":
-            check_arguments(item["arguments"], self._front)
             told = {"name": item["name"], "arguments": item["arguments"]}
             yield self._event("response.function_call_arguments.done", **self._place(), **told)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,10 @@ class Delta:
 class Parser(Protocol):
     """Splits what a model says into content, reasoning and tool calls."""
 
+    @property
+    def part(self) -> str:
+        """Of what the text is that comes now: "content", "reasoning", "tool", or another word for none of them."""
+
     def feed(self, token: int, text: str) -> list[Delta]:
         """Take a token and the text that it completed."""
 
@@ -36,6 +41,8 @@ class Parser(Protocol):
 
 class Plain:
     """All is content."""
+
+    part = "content"
 
     def feed(self, token: int, text: str) -> list[Delta]:
         """Pass the text on."""
@@ -58,12 +65,17 @@ class Row:
         self.first_token = 0.0
         self.finish, self.error = "", None  # type: str, ApiError | None
         self.ids: list[int] = []
-        self.cached, self.reasoning_tokens, self.calls = 0, 0, 0
+        self.cached, self.reasoning_tokens = 0, 0
+        self.calls: list[str] = []  # the arguments of each
         self.prompt_logprobs: Sequence[TokenLogprobs] = ()
         self._detokenizer, self._parser, self._stops = detokenizer, parser, stops
         self._end_ids, self._hidden = end_ids, hidden
         self._deltas: list[Delta] = []
-        self._logprobs: list[tuple[int, TokenLogprobs]] = []
+        # Tokens that nothing was said of yet; those of the content, with where it begins that they are part of; how
+        # much of it came, and is shown.
+        self._held: list[tuple[int, TokenLogprobs | None]] = []
+        self._logprobs: list[tuple[int, tuple[int, TokenLogprobs]]] = []
+        self._said = self._shown = 0
         self._new_ids: list[int] = []
         self._last, self._told = 0.0, False
 
@@ -87,6 +99,8 @@ class Row:
             self.error = self.error or (None if self.finish else of_output(output))
         elif output.finish and not self.finish:
             self._end(output.finish)
+        if self.finish:
+            self._check_calls()
         self.job.event.set()
 
     def _tokens(self, output: Output) -> None:
@@ -96,34 +110,49 @@ class Row:
             last = output.finish == "stop" and at == len(output.ids) - 1
             if last and token in self._end_ids and not self._stops.include:
                 return
+            before = self._parser.part
             deltas = self._parser.feed(token, self._detokenizer.feed(token))
-            if any(d.kind == "reasoning" for d in deltas):
-                self.reasoning_tokens += 1
-            elif output.logprobs and token not in self._hidden and not any(d.kind == "tool" for d in deltas):
-                self._logprobs.append((token, output.logprobs[at]))
+            self._held.append((token, output.logprobs[at] if output.logprobs else None))
+            if deltas or before != self._parser.part:
+                self._place({d.kind for d in deltas})
             if self._take(deltas):
                 if not output.finish:
                     self.job.link.abort([self.rid], "stop")
                 self.finish = "stop"
                 return
 
+    def _place(self, kinds: set[str]) -> None:
+        """Count tokens where their text went to: an incomplete character, or half of a marker, does not tell yet."""
+        held, self._held = self._held, []
+        if "content" in kinds:
+            shown = [(token, entry) for token, entry in held if entry is not None and token not in self._hidden]
+            self._logprobs += [(self._said, (token, entry)) for token, entry in shown]
+        elif "reasoning" in kinds:
+            self.reasoning_tokens += len(held)
+
     def _take(self, deltas: list[Delta]) -> bool:
         """Add deltas; return whether a stop string ended the content."""
         for delta in deltas:
             if delta.kind == "content":
+                self._said += len(delta.text)
                 delta.text, stopped = self._stops.feed(delta.text)
                 self._add(delta)
                 if stopped:
                     return True
             else:
+                self._add(Delta("content", self._stops.flush()))
                 self._add(delta)
         return False
 
     def _add(self, delta: Delta) -> None:
         if delta.kind == "tool" and delta.name:
-            self.calls += 1
+            self.calls.append("")
         elif not delta.text:
             return
+        if delta.kind == "tool":
+            self.calls[-1] += delta.text
+        elif delta.kind == "content":
+            self._shown += len(delta.text)
         before = self._deltas[-1] if self._deltas else None
         if before and not delta.name and (before.kind, before.index) == (delta.kind, delta.index):
             before.text += delta.text
@@ -131,19 +160,31 @@ class Row:
             self._deltas.append(delta)
 
     def _end(self, finish: str) -> None:
-        stopped = self._take(self._parser.finish(self._detokenizer.flush()))
+        part, deltas = self._parser.part, self._parser.finish(self._detokenizer.flush())
+        self._place({d.kind for d in deltas} or {part})
+        stopped = self._take(deltas)
         if not stopped:
             self._add(Delta("content", self._stops.flush()))
         self.finish = "stop" if stopped else finish
 
+    def _check_calls(self) -> None:
+        """Count arguments that are no JSON; they are told as they are."""
+        for arguments in self.calls:
+            try:
+                json.loads(arguments)
+            except (ValueError, RecursionError):
+                self.job.metrics.tool_failures.inc()
+
     def take(self) -> tuple[list[Delta], list[tuple[int, TokenLogprobs]], list[int]]:
         """Return what is new since the last call: text, log-probabilities, token ids."""
-        news = self._deltas, self._logprobs, self._new_ids
-        if self._deltas or self.finish:
-            self._deltas, self._logprobs, self._new_ids = [], [], []
-            self._told = bool(self.finish)
-            return news
-        return [], [], []
+        if not self._deltas and not self.finish:
+            return [], [], []
+        # What a stop string cuts, or may cut, has none.
+        shown = [entry for begin, entry in self._logprobs if begin < self._shown]
+        news = self._deltas, shown, self._new_ids
+        self._deltas, self._logprobs, self._new_ids = [], self._logprobs[len(shown) :], []
+        self._told = bool(self.finish)
+        return news
 
     @property
     def readable(self) -> bool:

@@ -149,6 +149,16 @@ def test_logprobs_of_a_chat_join_to_the_text(server: Server) -> None:
         assert all(len(e.top_logprobs) == 2 for e in entries)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("include", "text"), [(False, "Hello"), (True, "Hello world")])
+def test_what_a_stop_string_cuts_has_no_logprobs(server: Server, stream: bool, include: bool, text: str) -> None:
+    fields = {"stop": " world", "include_stop_str_in_output": include, "logprobs": True, "stream": stream}
+    told = chat(server, **fields)
+    documents = events(told.text) if stream else [told.json()]
+    entries = [e for d in documents for c in d["choices"] for e in (c["logprobs"] or {"content": []})["content"]]
+    assert "".join(e["token"] for e in entries) == text
+
+
 def test_logprobs_of_a_completion_have_offsets_into_its_text(server: Server) -> None:
     choice = complete(server, logprobs=1, prompt="Hi", echo=False, max_tokens=4).json()["choices"][0]
     told = choice["logprobs"]

@@ -319,6 +319,44 @@ def test_arguments_that_are_no_json_are_told_and_counted(qwen: TokenText) -> Non
         call = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]["tool_calls"][0]
         assert call["function"] == {"name": "f", "arguments": "{oops}"}
         assert "fastlayers_tool_parse_failures_total 1.0" in server.get("/metrics").text
+        server.post("/v1/chat/completions", body | {"stream": True})
+        assert "fastlayers_tool_parse_failures_total 2.0" in server.get("/metrics").text
+        items = {"model": "tiny", "input": "hi", "tools": [{"type": "function", "name": "f"}]}
+        server.post("/v1/responses", items | {"stream": True})
+        assert "fastlayers_tool_parse_failures_total 3.0" in server.get("/metrics").text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@BOTH
+def test_only_tokens_of_the_content_have_logprobs(which: str, stream: bool, request: pytest.FixtureRequest) -> None:
+    tokens: TokenText = request.getfixturevalue(which)
+    content, thought = "ü 🙂 so", "hm 🙂"
+    text = f"{thought}</think>{content}{CALLS}"
+    with serving(script_of(tokens, text), tokens=tokens, vocab_size=520) as server:
+        body = {"model": "tiny", "messages": messages(), "tools": [WEATHER], "logprobs": True, "stream": stream}
+        told = server.post(
+            "/v1/chat/completions", body | {"stream_options": {"include_usage": True}} if stream else body
+        )
+        parts = [line.removeprefix("data: ") for line in told.text.split("\n\n") if line]
+        documents = [json.loads(part) for part in parts if part != "[DONE]"]
+        entries = [e for d in documents for c in d["choices"] for e in (c["logprobs"] or {"content": []})["content"]]
+        assert b"".join(bytes(e["bytes"]) for e in entries).decode() == content
+        details = documents[-1]["usage"]["completion_tokens_details"]
+        assert details["reasoning_tokens"] == len(tokens.encode(thought, False))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_beginning_of_a_stop_string_stays_before_the_call_behind_it(qwen: TokenText, stream: bool) -> None:
+    with serving(script_of(qwen, "</think>I see\n" + CALLS + "\nDone"), tokens=qwen, vocab_size=520) as server:
+        body = {"model": "tiny", "messages": messages(), "tools": [WEATHER], "stop": "\nno", "stream": stream}
+        told = server.post("/v1/chat/completions", body)
+        if not stream:
+            assert told.json()["choices"][0]["message"]["content"] == "I see\n\nDone"
+            return
+        documents = [json.loads(line[6:]) for line in told.text.split("\n\n") if line.startswith("data: {")]
+        deltas = [d["choices"][0]["delta"] for d in documents]
+        begun = next(at for at, delta in enumerate(deltas) if delta.get("tool_calls"))
+        assert "".join(d.get("content") or "" for d in deltas[:begun]) == "I see\n"
 
 
 def test_formats_are_recognised(qwen: TokenText, plain: TokenText, gpt_oss: TokenText) -> None:
