@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -75,10 +75,74 @@ class NamedChoice(Model):
     name: str
 
 
+class FromHere(Model):
+    """An item of the input; clients send answers back as they came, with what we said of them."""
+
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class Said(FromHere):
+    """A turn."""
+
+    type: Literal["message"]
+    role: Literal["system", "developer", "user", "assistant"]
+    content: schemas.Content
+
+
+class Call(FromHere):
+    """A call that the assistant made."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class CallOutput(FromHere):
+    """What a call returned."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: schemas.Content
+
+
+class ThoughtPart(Model):
+    """Text of a thought."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class Thought(FromHere):
+    """What the assistant thought."""
+
+    type: Literal["reasoning"]
+    summary: list[Any] = Field(default_factory=list, max_length=0)
+    content: list[ThoughtPart] | None = None
+    encrypted_content: None = None
+
+
+ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+
+
+def _known(item: Any) -> Any:
+    """Refuse what is no conversation; without a type an item is a message."""
+    if not isinstance(item, dict):
+        return item
+    kind = item.get("type", "message")
+    if kind not in ITEMS:
+        raise refuse("input", f"an item of type {kind!r}; accepted: {', '.join(ITEMS)}", "unsupported_content")
+    return item | {"type": kind}
+
+
+Item = Annotated[Said | Call | CallOutput | Thought, Field(discriminator="type"), BeforeValidator(_known)]
+
+
 class ResponsesRequest(schemas.Asked):
     """``POST /v1/responses``."""
 
-    input: schemas.TextPart | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=4096)]
+    input: schemas.TextPart | Annotated[list[Item], Field(min_length=1, max_length=4096)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
@@ -136,24 +200,25 @@ def as_chat(body: ResponsesRequest) -> schemas.ChatRequest:
         raise of_validation(error) from error
 
 
-def _add(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
-    """Add an item of the input to the conversation; calls of one turn share a message."""
-    kind = item.get("type", "message")
-    if kind == "message":
-        messages.append({k: v for k, v in item.items() if k in ("role", "content")})
-    elif kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
-        call = {"id": item.get("call_id", ""), "type": "function", "function": function}
-        if not messages or messages[-1]["role"] != "assistant":
-            messages.append({"role": "assistant", "content": None})
-        messages[-1].setdefault("tool_calls", []).append(call)
-    elif kind == "function_call_output":
-        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
-    elif kind == "reasoning":
-        thought = "".join(part.get("text", "") for part in item.get("content") or () if isinstance(part, dict))
-        messages.append({"role": "assistant", "content": "", "reasoning_content": thought})
+def _add(messages: list[dict[str, Any]], item: Item) -> None:
+    """Add an item of the input to the conversation; thought, text and calls of one turn share a message."""
+    if isinstance(item, CallOutput):
+        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
+        return
+    if isinstance(item, Said) and item.role != "assistant":
+        messages.append({"role": item.role, "content": item.content})
+        return
+    last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+    if last is None or not (isinstance(item, Call) or last.keys() == {"role", "content", "reasoning_content"}):
+        last = {"role": "assistant", "content": ""}
+        messages.append(last)
+    if isinstance(item, Call):
+        call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
+        last.setdefault("tool_calls", []).append(call)
+    elif isinstance(item, Thought):
+        last["reasoning_content"] = "".join(part.text for part in item.content or ())
     else:
-        raise ApiError(400, f"input: an item of type {kind!r}; accepted: message, function_call, function_call_output, reasoning", "unsupported_content", "input")  # fmt: skip  # noqa: E501
+        last["content"] = item.content
 
 
 async def responses(request: Request, front: Front, body: ResponsesRequest) -> Response:

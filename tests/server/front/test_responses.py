@@ -11,6 +11,8 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from fastlayers_server.front.responses import ResponsesRequest, as_chat
+
 from .harness import Server, script_of, serving
 from .test_reasoning_and_tools import CALLS, WEATHER, qwen  # noqa: F401
 from .wire import on_the_wire
@@ -76,6 +78,39 @@ def test_conversations_come_as_items(server: Server) -> None:
     assert post(server, input=items, instructions="be kind", tools=TOOLS).status_code == 200
 
 
+def test_one_turn_is_one_message() -> None:
+    def thought(text: str) -> dict[str, Any]:
+        return {"type": "reasoning", "id": "rs", "content": [{"type": "reasoning_text", "text": text}], "status": None}
+
+    def said(text: str) -> dict[str, Any]:
+        return {"role": "assistant", "content": [{"type": "output_text", "text": text, "annotations": []}], "id": "m"}
+
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c", "output": "o"}
+    user = {"role": "user", "content": "q"}
+    made = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    for items, turns in (
+        ([user, thought("t"), said("a"), user], [("t", "a", [])]),
+        ([thought("t"), said("a"), call, call, output], [("t", "a", [made, made])]),
+        ([thought("t"), call, output, thought("u"), said("b")], [("t", "", [made]), ("u", "b", [])]),
+        ([said("a"), thought("t"), said("b")], [(None, "a", []), ("t", "b", [])]),
+        ([call, said("a")], [(None, "", [made]), (None, "a", [])]),
+    ):
+        chat = as_chat(ResponsesRequest.model_validate({"model": "tiny", "input": items}))
+        found = [m.model_dump(exclude_none=True) for m in chat.messages if m.role == "assistant"]
+        assert [(m.get("reasoning_content"), m["content"], m.get("tool_calls", [])) for m in found] == turns
+        assert [m.role for m in chat.messages if m.role != "assistant"] == [
+            "user" if item is user else "tool" for item in items if item in (user, output)
+        ]
+
+
+def test_an_answer_can_be_sent_back(server: Server) -> None:
+    first = post(server, tools=TOOLS).json()
+    outputs = [{"type": "function_call_output", "call_id": i["call_id"], "output": "o"} for i in first["output"] if i["type"] == "function_call"]  # fmt: skip  # noqa: E501
+    items = [{"role": "user", "content": "hi"}, *first["output"], *outputs]
+    assert len(outputs) == 2 and post(server, input=items, tools=TOOLS).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("fields", "code", "param"),
     [
@@ -88,7 +123,15 @@ def test_conversations_come_as_items(server: Server) -> None:
         ({"input": []}, "invalid_value", "input"),
         ({"input": [{"type": "image_generation_call"}]}, "unsupported_content", "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "unsupported_content", "content"),
-        ({"input": [{"role": "user"}]}, "invalid_value", "messages"),
+        ({"input": [{"role": "user"}]}, "missing_parameter", "input.0.message.content"),
+        ({"input": [{"content": "x"}]}, "missing_parameter", "input.0.message.role"),
+        ({"input": [{"role": "user", "content": "x", "x": 1}]}, "unknown_parameter", "input.0.message.x"),
+        ({"input": [{"type": "reasoning", "content": 5}]}, "invalid_value", "input.0.reasoning.content"),
+        ({"input": [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": 5}]}]}, "invalid_value",
+         "input.0.reasoning.content.0.text"),
+        ({"input": [{"type": ["a"]}]}, "unsupported_content", "input"),
+        ({"input": [5]}, "invalid_value", "input.0"),
+        ({"input": [{"content": "x"}, {"type": "function_call"}]}, "missing_parameter", "input.0.message.role"),
         ({"frequency_penalty": 1}, "unknown_parameter", "frequency_penalty"),
         ({"model": "other"}, "model_not_found", "model"),
     ],
@@ -102,7 +145,7 @@ def test_what_is_refused(server: Server, fields: Any, code: str, param: str) -> 
 def test_every_field_of_openai_has_a_verdict() -> None:
     from openai.types.responses.response_create_params import ResponseCreateParamsBase as Theirs
 
-    from fastlayers_server.front.responses import STATEFUL, ResponsesRequest
+    from fastlayers_server.front.responses import STATEFUL
 
     lacking = set(Theirs.__annotations__) - set(ResponsesRequest.model_fields) - set(STATEFUL)
     # Of these, OpenAI's names for what chats refuse too, an unknown_parameter says enough.
