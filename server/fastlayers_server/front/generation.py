@@ -106,7 +106,8 @@ def sampling_of(body: Common, front: Front, info: EngineInfo, seed: int) -> Samp
             raise bad(name, "this engine has no penalties", "unsupported_parameter")
     bias = []
     for key, amount in (body.logit_bias or {}).items():
-        if not (key.isascii() and key.isdigit() and int(key) < info.vocab_size):
+        # Python refuses to read numbers of thousands of digits.
+        if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < info.vocab_size):
             raise bad("logit_bias", f"{key[:40]!r} is no token id; accepted: 0 to {info.vocab_size - 1}")
         bias.append((int(key), float(amount)))
     if bias and "logit_bias" not in info.features:

@@ -47,6 +47,7 @@ BAD = [
     ({"max_tokens": 0}, 400, "invalid_value", "max_tokens"),
     ({"max_tokens": 4096}, 400, "context_length_exceeded", None),
     ({"min_tokens": 9, "max_tokens": 3}, 400, "invalid_value", "min_tokens"),
+    ({"logit_bias": {"9" * 5000: 1}}, 400, "invalid_value", "logit_bias"),
     ({"seed": 2**63}, 400, "invalid_value", "seed"),
     ({"stop": ""}, 400, "invalid_value", None),
     ({"stop": ["x"] * 17}, 400, "invalid_value", None),
