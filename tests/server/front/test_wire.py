@@ -169,6 +169,9 @@ def test_more_requests_than_the_limit_are_refused() -> None:
         assert first.recv(100)
         status, found = answer(wire.send("/v1/completions", body()))
         assert (status, found["error"]["code"]) == (429, "queue_full")
+        # Who looks after the server must not take it for dead while it does all it may.
+        for path in ("/health", "/ready", "/metrics"):
+            assert httpx.get(f"{wire.url}{path}").status_code == 200, path
         first.close()
 
 
