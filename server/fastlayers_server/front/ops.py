@@ -148,6 +148,8 @@ async def freeze_gc(request: Request, front: Front) -> Response:
 async def control(request: Request, front: Front) -> Response:
     """Pass a control of the route's name on; from "drain" to "resume" no new requests are taken, what runs goes on."""
     what, link = request.url.path[1:], front.link
+    if what == "resume" and link.leaving:
+        raise ApiError(409, "a signal ends this server; requests that it took now would not be finished", "draining")
     link.draining |= what == "drain"
     value = await asked(front, what, timeout=60.0)
     link.draining &= what != "resume"

@@ -212,7 +212,7 @@ def test_draining_finishes_what_runs_and_refuses_what_comes() -> None:
         assert position == 0 or finish.wait(60)
         return 5
 
-    with on_the_wire(script, tick_seconds=0.0, drain_delay=0.2, shutdown_timeout=30.0) as wire:
+    with on_the_wire(script, tick_seconds=0.0, drain_delay=0.2, shutdown_timeout=30.0, open_admin=True) as wire:
         running = wire.send("/v1/completions", body(max_tokens=200))
         assert wait_for(lambda: wire.live)
         wire.loop.call_soon_threadsafe(wire.runner.on_signal)
@@ -223,6 +223,8 @@ def test_draining_finishes_what_runs_and_refuses_what_comes() -> None:
         refused = httpx.post(f"{wire.url}/v1/completions", json=LONG)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
         assert int(refused.headers["retry-after"]) >= 1
+        back = httpx.post(f"{wire.url}/resume")
+        assert (back.status_code, back.json()["error"]["code"]) == (409, "draining") and wire.front.link.draining
         finish.set()
         status, found = answer(running)
         assert status == 200 and found["usage"]["completion_tokens"] == 200
