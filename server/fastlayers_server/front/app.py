@@ -133,8 +133,8 @@ def make_app(front: Front, limit: int = 4096) -> ASGIApp:
     guarded: ASGIApp = Gate(router, front.config, front.metrics, ADMIN, limit, span)
     if front.config.cors_origin:
         guarded = CORSMiddleware(
-            guarded, allow_origins=front.config.cors_origin, allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type"],
+            guarded, allow_origins=front.config.cors_origin, allow_methods=["GET", "POST"], allow_headers=["*"],
+            expose_headers=["retry-after", "x-request-id", "x-fastlayers-seed"],
         )  # fmt: skip
     return guarded
 

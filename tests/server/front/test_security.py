@@ -164,6 +164,10 @@ def test_cross_origin_requests_are_off_unless_asked_for() -> None:
     with serving(cors_origin=("https://example.org",), api_key=("k",)) as server:
         answer = server.request("OPTIONS", "/v1/completions", origin)
         assert answer.headers["access-control-allow-origin"] == "https://example.org"
+        # As OpenAI's client in a browser asks.
+        asked = origin | {"access-control-request-headers": "authorization,content-type,x-stainless-os"}
+        answer = server.request("OPTIONS", "/v1/completions", asked)
+        assert answer.status_code == 200 and "x-stainless-os" in answer.headers["access-control-allow-headers"]
         assert "access-control-allow-credentials" not in answer.headers
 
 
