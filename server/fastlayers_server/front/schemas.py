@@ -44,8 +44,8 @@ WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifie
 
 
 def refuse(param: str, why: str, code: str = "unsupported_parameter") -> PydanticCustomError:
-    """Return the error that names a field which is known and not served."""
-    message = "{param} is not supported: {why}"
+    """Return the error that names a field which is known and not served, or has a value that is not."""
+    message = "{param}: {why}" if code == "invalid_value" else "{param} is not supported: {why}"
     return PydanticCustomError("refused", message, {"param": param, "why": why, "code": code})
 
 
@@ -359,6 +359,9 @@ class TokenizeRequest(TemplateOptions):
     def _one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise refuse("prompt", "exactly one of prompt and messages is given", "invalid_value")
+        for name in ("tools", "reasoning_effort", "chat_template_kwargs", "add_generation_prompt"):
+            if self.prompt is not None and getattr(self, name) is not None:
+                raise refuse(name, "it belongs to messages, and a prompt is given", "invalid_value")
         return self
 
 

@@ -108,6 +108,9 @@ def test_models_tokenize_detokenize_version() -> None:
         bare = server.post("/tokenize", {"prompt": "hi there", "add_special_tokens": False, "return_token_strs": True})
         assert bare.json()["tokens"] == found["tokens"][1:] and len(bare.json()["token_strs"]) == bare.json()["count"]
         assert server.post("/detokenize", {"tokens": bare.json()["tokens"]}).json() == {"prompt": "hi there"}
+        for field in ({"add_generation_prompt": True}, {"tools": []}, {"chat_template_kwargs": {}}):
+            error = server.post("/tokenize", {"prompt": "hi"} | field).json()["error"]
+            assert error["param"] in field and error["message"].startswith(f"{error['param']}: it belongs to messages")
         chat = server.post("/tokenize", {"messages": [{"role": "user", "content": "hi"}]}).json()
         assert (
             server.post("/detokenize", {"tokens": chat["tokens"]}).json()["prompt"] == "<|bos|><|user|>hi<|assistant|>"
