@@ -16,11 +16,12 @@ from starlette.responses import Response
 from fastlayers_server.engine.protocol import EngineInfo, TokenLogprobs
 from fastlayers_server.front.answers import Writer, answer
 from fastlayers_server.front.completions import finite, spelled
-from fastlayers_server.front.generation import Front, Wanted, bad, launch, too_long
+from fastlayers_server.front.generation import INLINE_CHARACTERS, Front, Wanted, bad, launch, too_long
 from fastlayers_server.front.grammars import constraint_of
 from fastlayers_server.front.rows import Delta, Job, Row
 from fastlayers_server.front.schemas import ChatPrompt, ChatRequest, Message
 
+INLINE_MESSAGES = 32  # longer conversations are rendered on a thread
 # What a client may not set through chat_template_kwargs: we do, or nobody does.
 OURS = ("chat_template", "tokenize", "messages", "conversation", "tools", "add_generation_prompt", "documents",
         "continue_final_message", "return_dict", "return_tensors", "padding", "truncation", "max_length")  # fmt: skip
@@ -66,16 +67,21 @@ async def prompt_of(front: Front, body: ChatPrompt, info: EngineInfo, with_tools
         options["reasoning_effort"] = body.reasoning_effort
     options["add_generation_prompt"] = body.add_generation_prompt is not False
     messages = [_plain(m, front.tokens.model_type) for m in body.messages]
-    size = sum(len(str(m.get("content"))) for m in messages)
-    if size > front.tokens.longest_token * info.max_model_len:
-        raise too_long(f"messages of {size} characters", info)
-    special = body.add_special_tokens is True
-    if size <= 2000 and not tools:
-        return front.tokens.encode(front.tokens.render(messages, None, options), special)
-    text = await asyncio.to_thread(front.tokens.render, messages, tools or None, options)
-    if len(text) > front.tokens.longest_token * info.max_model_len:
-        raise too_long(f"messages of {len(text)} characters", info)
-    return await asyncio.to_thread(front.tokens.encode, text, special)
+    most = front.tokens.longest_token * info.max_model_len
+    said = sum(len(m["content"]) for m in messages)
+    if said > most:
+        raise too_long("messages", f"a conversation of {said} characters", info)
+
+    def encode() -> list[int]:
+        text = front.tokens.render(messages, tools or None, options)
+        if len(text) > most:
+            raise too_long("messages", f"a conversation of {len(text)} characters", info)
+        return front.tokens.encode(text, body.add_special_tokens is True)
+
+    # What has tools, calls or thoughts may be long without content.
+    short = said <= INLINE_CHARACTERS and len(messages) <= INLINE_MESSAGES
+    bare = not tools and all(m.keys() <= {"role", "content"} for m in messages)
+    return encode() if short and bare else await asyncio.to_thread(encode)
 
 
 def _plain(message: Message, model_type: str) -> dict[str, Any]:

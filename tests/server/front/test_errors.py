@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -134,6 +135,30 @@ def test_what_cannot_fit_is_not_tokenised(given: Any) -> None:
 
 
 @pytest.mark.parametrize("field", sorted(REFUSED))
+def test_long_conversations_are_rendered_on_a_thread() -> None:
+    """On the event loop they would hold up everybody's streams, whichever field is long."""
+    call = {"type": "function", "function": {"name": "f", "arguments": "x" * 3000}}
+    with serving() as server:
+        render, on = server.front.tokens.render, []
+
+        def watched(*given: Any) -> str:
+            on.append(threading.current_thread().name)
+            return render(*given)
+
+        server.front.tokens.render = watched  # type: ignore[method-assign]
+        for more, short in (
+            ([], True),
+            ([{"role": "user", "content": "x" * 3000}], False),
+            ([{"role": "user", "content": ""}] * 100, False),
+            ([{"role": "assistant", "tool_calls": [call]}], False),
+            ([{"role": "assistant", "content": "", "reasoning": "x" * 3000}], False),
+        ):  # fmt: skip
+            on.clear()
+            answer = server.post("/tokenize", {"messages": [*USER, *more]})
+            assert answer.status_code == 200 and len(on) == 1, answer.text
+            assert ("asyncio" not in on[0]) == short, (more, on)
+
+
 def test_fields_that_we_know_and_lack_are_refused_by_name(server: Server, field: str) -> None:
     body = {"model": "tiny", "messages": USER, field: "x"}
     error = error_of(server.post("/v1/chat/completions", body), 400, "unsupported_parameter")
