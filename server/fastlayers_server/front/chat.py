@@ -66,6 +66,8 @@ async def prompt_of(front: Front, body: ChatPrompt, info: EngineInfo, with_tools
             raise bad("reasoning_effort", "the model's template does not know it", "unsupported_parameter")
         options["reasoning_effort"] = body.reasoning_effort
     options["add_generation_prompt"] = body.add_generation_prompt is not False
+    if body.add_generation_prompt is False and not front.tokens.reads("add_generation_prompt"):
+        raise bad("add_generation_prompt", "the model's template does not know it", "unsupported_parameter")
     messages = [_plain(m, front.tokens.model_type) for m in body.messages]
     most = front.tokens.longest_token * info.max_model_len
     said = sum(len(m["content"]) for m in messages)

@@ -274,6 +274,13 @@ def test_tools_need_a_parser_and_a_template(parser: str, template: str | None) -
         assert ("--tool-call-parser" if parser == "none" else "chat template") in error["message"]
 
 
+def test_a_template_that_always_lets_the_assistant_speak_cannot_be_told_not_to(thinking: Server) -> None:
+    body = {"model": "tiny", "messages": messages(), "add_generation_prompt": False}
+    answer = thinking.post("/v1/chat/completions", body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "add_generation_prompt")
+    assert thinking.post("/v1/chat/completions", body | {"add_generation_prompt": True}).status_code == 200
+
+
 @pytest.mark.parametrize("tools", [{}, {"tools": [WEATHER]}])
 @pytest.mark.parametrize("skip", [True, False])
 def test_special_tokens_are_hidden_whether_tools_are_given_or_not(qwen: TokenText, tools: Any, skip: bool) -> None:
