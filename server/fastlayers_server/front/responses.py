@@ -56,6 +56,12 @@ class TextFormat(Model):
     strict: bool | None = None
 
 
+    @model_validator(mode="after")
+    def _whole(self) -> TextFormat:
+        if (self.type == "json_schema") != (self.schema_ is not None):
+            raise refuse("text.format", "type 'json_schema' and 'schema' go together", "invalid_value")
+        return self
+
 class TextOptions(Model):
     """Options of the answer's text."""
 
@@ -193,7 +199,7 @@ def as_chat(body: ResponsesRequest) -> schemas.ChatRequest:
     if form is not None and form.type != "text":
         fields["response_format"] = {"type": form.type}
         if form.type == "json_schema":
-            fields["response_format"]["json_schema"] = {"name": form.name or "", "schema": form.schema_ or {}}
+            fields["response_format"]["json_schema"] = {"name": form.name or "", "schema": form.schema_}
     try:
         return schemas.ChatRequest.model_validate({k: v for k, v in fields.items() if v is not None})
     except ValidationError as error:
