@@ -43,8 +43,9 @@ async def start(front: Front, body: ChatRequest, prompt: list[int], key: bytes, 
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     parser = front.formats.parser(front.tokens, tools, body.skip_special_tokens is False)
     grammar = await constraint_of(body, front, prompt)
-    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    wanted = Wanted("chatcmpl", limit, logprobs, -1, grammar, parser, name)
+    names = {"prompt": "messages", "logprobs": "top_logprobs"}
+    names |= {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+    wanted = Wanted("chatcmpl", limit, logprobs, -1, grammar, parser, names)
     return launch(front, body, [prompt], wanted, key, arrival)
 
 
@@ -65,9 +66,9 @@ async def prompt_of(front: Front, body: ChatPrompt, info: EngineInfo, with_tools
         if not front.tokens.reads("reasoning_effort"):
             raise bad("reasoning_effort", "the model's template does not know it", "unsupported_parameter")
         options["reasoning_effort"] = body.reasoning_effort
-    options["add_generation_prompt"] = body.add_generation_prompt is not False
     if body.add_generation_prompt is False and not front.tokens.reads("add_generation_prompt"):
         raise bad("add_generation_prompt", "the model's template does not know it", "unsupported_parameter")
+    options["add_generation_prompt"] = body.add_generation_prompt is not False
     messages = [_plain(m, front.tokens.model_type) for m in body.messages]
     most = front.tokens.longest_token * info.max_model_len
     said = sum(len(m["content"]) for m in messages)

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -74,16 +74,16 @@ class Front:
     async def encode(self, text: str, add_special_tokens: bool, info: EngineInfo) -> list[int]:
         """Return a prompt's ids; a text that cannot fit is refused before it is encoded."""
         if len(text) > self.tokens.longest_token * info.max_model_len:
-            raise too_long(f"a prompt of {len(text)} characters", info)
+            raise too_long("prompt", f"a prompt of {len(text)} characters", info)
         if len(text) <= INLINE_CHARACTERS:
             return self.tokens.encode(text, add_special_tokens)
         return await asyncio.to_thread(self.tokens.encode, text, add_special_tokens)
 
 
-def too_long(what: str, info: EngineInfo) -> ApiError:
+def too_long(param: str, what: str, info: EngineInfo) -> ApiError:
     """Return the error of a request that the context does not hold."""
     message = f"{what} does not fit the context of {info.max_model_len} tokens"
-    return ApiError(400, message, "context_length_exceeded", "messages" if "message" in what else "prompt")
+    return ApiError(400, message, "context_length_exceeded", param)
 
 
 def bad(param: str, message: str, code: str = "invalid_value") -> ApiError:
@@ -133,7 +133,11 @@ class Wanted:
     prompt_logprobs: int = -1
     grammar: str = ""
     parser: Callable[[Sequence[int]], Parser] | None = None  # of markers, which may be special tokens
-    limit_param: str = "max_tokens"
+    names: Mapping[str, str] = field(default_factory=dict)  # of fields, where the client's are others
+
+    def name(self, field: str) -> str:
+        """Return what the client calls a field of a completion."""
+        return self.names.get(field, field)
 
 
 def launch(front: Front, body: Common, prompts: list[list[int]], wanted: Wanted, key: bytes, arrival: float) -> Job:
@@ -155,7 +159,7 @@ def launch(front: Front, body: Common, prompts: list[list[int]], wanted: Wanted,
     for name, count in (("logprobs", wanted.logprobs), ("prompt_logprobs", wanted.prompt_logprobs)):
         most = min(front.config.max_logprobs, info.max_logprobs)
         if count > most:
-            raise bad(name, f"given {count}; accepted: 0 to {most}")
+            raise bad(wanted.name(name), f"given {count}; accepted: 0 to {most}")
         if count >= 0 and name not in info.features:
             raise bad(name, f"this engine has no {name}", "unsupported_parameter")
     if wanted.grammar and (body.ignore_eos or body.min_tokens):
@@ -203,15 +207,17 @@ def namespace_of(key: bytes, salt: str | None) -> bytes:
 
 def _limit(prompt: list[int], wanted: Wanted, body: Common, info: EngineInfo) -> int:
     """Return a prompt's max_new_tokens, after checking the prompt."""
+    param = wanted.name("prompt")
     if not prompt:
-        raise ApiError(400, "the prompt is empty", "invalid_prompt", "prompt")
+        raise ApiError(400, "the prompt is empty", "invalid_prompt", param)
     if max(prompt) >= info.vocab_size:
-        raise ApiError(400, f"token id {max(prompt)}; accepted: 0 to {info.vocab_size - 1}", "invalid_prompt", "prompt")
+        raise ApiError(400, f"token id {max(prompt)}; accepted: 0 to {info.vocab_size - 1}", "invalid_prompt", param)
     room = info.max_model_len - len(prompt)
     if room < 1:
-        raise too_long(f"a prompt of {len(prompt)} tokens and an answer", info)
+        raise too_long(param, f"a prompt of {len(prompt)} tokens and an answer", info)
     if wanted.max_tokens is not None and wanted.max_tokens > room:
-        raise too_long(f"a prompt of {len(prompt)} tokens and {wanted.limit_param} = {wanted.max_tokens}", info)
+        asked = f"{wanted.name('max_tokens')} = {wanted.max_tokens}"
+        raise too_long(param, f"a prompt of {len(prompt)} tokens and {asked}", info)
     limit = wanted.max_tokens or room
     if (body.min_tokens or 0) > limit:
         raise bad("min_tokens", f"given {body.min_tokens}, more than the {limit} that the answer may have")

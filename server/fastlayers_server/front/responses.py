@@ -36,6 +36,7 @@ GIVEN = {
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
     "max_completion_tokens": "max_output_tokens",
+    "messages": "input",
 }
 
 
@@ -55,12 +56,12 @@ class TextFormat(Model):
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: bool | None = None
 
-
     @model_validator(mode="after")
     def _whole(self) -> TextFormat:
         if (self.type == "json_schema") != (self.schema_ is not None):
             raise refuse("text.format", "type 'json_schema' and 'schema' go together", "invalid_value")
         return self
+
 
 class TextOptions(Model):
     """Options of the answer's text."""
