@@ -20,10 +20,12 @@ _NO_SIZE = re.compile(r"can't allocate memory|not enough memory|overflow|too (bi
 def memory_for(layer: str, **sizes: int) -> Iterator[None]:
     """Raise :class:`ArgumentError` for the largest of ``sizes`` if what is made inside has no memory.
 
-    What a GPU's allocator says stays as it is: it names what is free, and callers wait for that.
+    What a GPU's allocator says stays as it is: it names what is free, and callers wait for that. Whoever makes it under
+    ``torch.inference_mode`` may write to it outside: no tensor made inside belongs to that mode.
     """
     try:
-        yield
+        with torch.inference_mode(False):
+            yield
     except torch.OutOfMemoryError:
         raise
     except (MemoryError, OverflowError, RuntimeError, TypeError, ValueError) as error:

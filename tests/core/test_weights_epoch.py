@@ -17,7 +17,9 @@ import fastlayers as fl
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.errors import ArgumentError, CheckpointError
 from fastlayers.moe.fused_moe.layer import FusedMoE
+from fastlayers.moe.placement.table import ExpertPlacement
 from fastlayers.quant.spec import QuantSpec
+from fastlayers.sampler.layer import SamplingState
 from fastlayers.weights import slots
 from fastlayers.weights_epoch import WeightsWatch, epoch_of
 
@@ -313,6 +315,24 @@ def test_parameters_are_never_inference_tensors() -> None:
     for layer in (*layers, moved, tied):
         assert not any(parameter.is_inference() for parameter in layer.parameters())
     assert source.weight.is_inference() and torch.equal(layers[2].weight, torch.ones(128, 128))
+
+
+def test_caches_and_states_made_under_inference_mode_are_written_outside() -> None:
+    with torch.inference_mode():
+        layer = fl.Attention(
+            32, 4, 2, 8, rotary=fl.RotaryEmbedding(8, max_position=64), page_size=16, dtype=torch.float32
+        )  # fmt: skip
+        cache = fl.kv_cache_spec(layer, page_size=16).allocate(2)[0]
+        state, wishes = fl.AttentionState(1, 4, 1, 16), SamplingState(1)
+        placement = ExpertPlacement(3, fl.Axis(), fl.EplbConfig())
+    meta = state.plan(fl.AttentionBatch((4,), (0,), [[1]]))
+    with torch.no_grad():
+        assert layer(torch.ones(4, 32), meta, cache).shape == (4, 32)
+        wishes.set(0, fl.SamplingParams(seed=1))
+        fl.Sampler(4)(torch.randn(1, 4), wishes)
+        placement(torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
+        placement.place([2, 0, 1])
+    assert int(wishes.rows.offset[0]) == 1 and int(placement.load[0]) == 1
 
 
 @pytest.mark.parametrize("how", ["assigned", "added", "registered", "set_submodule"])
