@@ -17,6 +17,7 @@ from fastlayers.device import DESCRIBED
 from fastlayers.linear.dense.layer import LinearConfig
 from fastlayers.registry import registry
 from fastlayers.tuning.samples import Option
+from fastlayers_models.auto import family_of
 
 ROOT = Path(__file__).parents[2]
 TORCH, TRITON, TILE = Option("torch"), Option("triton"), Option("triton", (("BLOCK_N", 64),))
@@ -72,6 +73,12 @@ def test_no_exchange_for_less_than_captures_differ_by_and_none_behind_the_end(st
     for found, more in ((little, -1.0), (late, -45.0)):
         assert found[-1]["chosen_us"] == found[-1]["installed_us"] == 1000
         assert found[1]["options"][1] == {"backend": "torch", "us_more": more}
+
+
+@pytest.mark.parametrize("name", ["qwen3_8b", "qwen3_30b_a3b", "gpt_oss_20b"])
+def test_the_small_model_is_one_of_each_family(steps: Any, name: str) -> None:
+    small = steps.MODELS[name] | steps.SMALL
+    assert family_of(small).config_class.from_hf(small).hidden_size == steps.SMALL["hidden_size"]
 
 
 def test_layers_of_a_shape_are_exchanged_together_and_back(steps: Any) -> None:
