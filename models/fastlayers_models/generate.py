@@ -21,6 +21,7 @@ import fastlayers as fl
 from fastlayers.attention.buckets import ExtendBucket, ExtendBuckets
 from fastlayers.attention.kv_cache.spec import LayerCache
 from fastlayers.attention.meta import AttentionBatch, AttentionMeta, AttentionState
+from fastlayers.comm.collectives import collectives
 from fastlayers.comm.parallel import SINGLE
 from fastlayers.errors import (
     AllocatorOverflowError,
@@ -130,6 +131,7 @@ class Generator:
         sampler = Sampler(model.config.vocab_size, device=model.device)
         parallel = getattr(model, "parallel", None)
         self.groups = parallel.attn_dp if parallel is not None else SINGLE
+        self.ranks = collectives(parallel.tp if parallel is not None else SINGLE)
         self.step = (ModelStep if self.groups.size == 1 else GroupStep)(
             model,
             self.caches,
@@ -272,7 +274,6 @@ class Generator:
             if len(prompt) + max_new_tokens > self.max_length:
                 given = f"{len(prompt)} tokens and {max_new_tokens} new ones"
                 raise ArgumentError("Generator", f"prompts[{index}]", given, f"at most max_length {self.max_length}")
-        seeds = [int(torch.randint(2**62, ())) if s.seed is None else s.seed for s in each]
         # The last token is not cached.
         needs = [-(-(len(prompt) + max_new_tokens - 1) // self.pool.page_size) for prompt in prompts]
         most = self.pool.num_pages - 1
@@ -280,8 +281,16 @@ class Generator:
             if pages > most and self.groups.size > 1:  # the others would wait for a group that gave up
                 given = f"request {index} needs {pages} pages for all of its tokens"
                 raise AllocatorOverflowError(f"Generator: {given}; the cache of its attention group has {most}")
-        made = enumerate(zip(prompts, each, seeds, needs, strict=True))
+        made = enumerate(zip(prompts, each, self._seeds(each), needs, strict=True))
         return [Request(i, list(p), s, d, pages) for i, (p, s, d, pages) in made]
+
+    def _seeds(self, params: Sequence[SamplingParams]) -> list[int]:
+        """Return each prompt's seed. What nobody gave is drawn: of several ranks by the first, or they would differ."""
+        seeds = [int(torch.randint(2**62, ())) if one.seed is None else one.seed for one in params]
+        if self.ranks.size > 1 and any(one.seed is None and one.mode != "greedy" for one in params):
+            mine = torch.tensor(seeds, dtype=torch.int64, device=self.model.device)
+            seeds = self.ranks.all_gather(mine)[: len(seeds)].tolist()
+        return seeds
 
     def _next_batch(self, waiting: list[Request]) -> list[Request]:
         """Take from the end of ``waiting`` as many requests as find rows and pages whenever they end, or one."""

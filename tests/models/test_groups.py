@@ -125,6 +125,18 @@ def test_groups_that_sample_differently(folders: dict[str, Path]) -> None:
     assert world(2).run(sample, str(folders["qwen3"]), params) == [one, one]
 
 
+def draw(rank: Rank, folder: str, attn_dp: int) -> list[list[int]]:
+    generator = generator_of(load(folder, parallel=rank.spec(attn_dp=attn_dp)), False)
+    torch.manual_seed(rank.rank)  # as a program does whose ranks draw for themselves
+    return generator.generate(PROMPTS[:2], SamplingParams(temperature=1.5), max_new_tokens=NEW, eos_ids=())
+
+
+@pytest.mark.parametrize("attn_dp", [1, 2])
+def test_ranks_draw_by_one_seed_where_none_is_given(folders: dict[str, Path], attn_dp: int) -> None:
+    one, other = world(2).run(draw, str(folders["qwen3"]), attn_dp)
+    assert one == other and len(set(one[0])) > 1
+
+
 def stop(rank: Rank, folder: str, eos: int) -> tuple[list[list[int]], bool]:
     """Return the tokens, and whether steps were launched before the tokens of those before were read."""
     generator = generator_of(load(folder, parallel=rank.spec(attn_dp=2)), True)
